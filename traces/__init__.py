@@ -1,0 +1,1 @@
+"""What was seen: records, trace files, fingerprints."""

@@ -1,0 +1,79 @@
+"""Fingerprints: what a slot looks like to a policy. The only place where features are defined.
+
+All functions work on a batch of ``n`` slots at once (the simulator passes thousands, the daemon one), so that
+simulated and live observations cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .records import PAIRS
+
+Array = np.ndarray[Any, Any]
+
+#: What NCCL prices above this multiple of its best offer is not tried: its price list is the net under exploration.
+PRICE_CAP = 4.0
+
+
+@dataclass
+class Fingerprint:
+    """One slot in one job, or ``n`` of them: each field is an array of shape ``(n,)`` unless a shape is given.
+
+    Sources: ``cost_us`` is the row that NCCL hands to the tuner (:func:`dynamiccl.traces.records.pair_costs`);
+    ``own_pair``/``own_channels`` are what NCCL ran when left alone; ``comm_channels`` is the most channels ever seen
+    on the communicator; ``share`` and ``exposed`` come from the events of a default window.
+    """
+
+    is_reduce_scatter: Array  # 0 / 1
+    n_bytes: Array  # of one call: the whole buffer
+    calls: Array  # per step
+    n_ranks: Array
+    n_nodes: Array
+    cost_us: Array  # (n, len(PAIRS)) microseconds, -1 = not offered
+    own_pair: Array  # index into PAIRS of NCCL's own choice
+    own_channels: Array
+    comm_channels: Array
+    share: Array  # time of this slot's calls / step time, under NCCL's own choice
+    exposed: Array  # the part of that share during which nothing was computed; NaN = unknown
+    memory_pressure: Array  # memory used / total, 0 = unknown
+
+    @property
+    def offered(self) -> Array:
+        """(n, len(PAIRS)) True where a pair is offered and within PRICE_CAP of NCCL's best price."""
+        cost = np.asarray(self.cost_us, np.float64)
+        live = cost >= 0
+        best = np.where(live, cost, np.inf).min(axis=1, keepdims=True)
+        return live & (cost <= PRICE_CAP * best)
+
+    def vector(self) -> Array:
+        """Features, shape ``(n, N_FEATURES)`` float32, each roughly within [-1, 1]."""
+        cost = np.asarray(self.cost_us, np.float64)
+        live = cost >= 0
+        best = np.where(live, cost, np.inf).min(axis=1)
+        relative = np.where(live, np.log2(np.maximum(cost, 1e-3) / best[:, None]), 3.0)
+        exposed = np.nan_to_num(np.asarray(self.exposed, np.float64), nan=-1.0)
+        columns = [
+            np.asarray(self.is_reduce_scatter, np.float64),
+            np.log2(np.maximum(self.n_bytes, 1)) / 32 - 0.5,
+            np.log2(np.maximum(np.asarray(self.n_bytes) / self.n_ranks, 1)) / 32 - 0.5,
+            np.log2(np.maximum(self.calls, 1)) / 8,
+            np.log2(self.n_ranks) / 10,
+            np.log2(self.n_nodes) / 8,
+            np.log2(np.asarray(self.n_ranks) / self.n_nodes) / 4,
+            np.log10(np.maximum(best, 1e-1)) / 4,
+            np.log2(np.maximum(self.own_channels, 1)) / 6,
+            np.log2(np.maximum(self.comm_channels, 1)) / 6,
+            np.asarray(self.share, np.float64),
+            exposed,
+            np.asarray(self.memory_pressure, np.float64),
+        ]
+        own = np.eye(len(PAIRS))[np.asarray(self.own_pair, np.int64)]
+        features = np.concatenate([np.stack(columns, axis=1), np.clip(relative, 0, 3) / 3, own], axis=1)
+        return np.clip(features, -2, 2).astype(np.float32)
+
+
+N_FEATURES = 13 + 2 * len(PAIRS)

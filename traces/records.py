@@ -1,0 +1,261 @@
+"""The records that every part of dynamiccl shares: names of the knobs, Slot, Decision, Rule, Table.
+
+Spelling: Python says ``all_gather``, ``ring``, ``ll128`` (lower case, torch.distributed's and NVIDIA's tuner-file
+spelling); C and shared memory say NCCL's numbers. The tuples below are ordered so that the index *is* NCCL's number
+(ncclFunc_t, NCCL_ALGO_*, NCCL_PROTO_*; stable from NCCL 2.24 to 2.32).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+FUNCS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "send_recv", "send", "recv")
+ALGOS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
+PROTOS = ("ll", "ll128", "simple")
+
+#: The collectives that a Decision may touch.
+TUNED_FUNCS = ("all_gather", "reduce_scatter")
+
+#: Every (algo, proto) that any NCCL release offers for all_gather and reduce_scatter; the cost table says which of
+#: them this communicator has (facts: tree, collnet_chain and nvls_tree are never in the table for these two).
+PAIRS = (
+    ("ring", "ll"),
+    ("ring", "ll128"),
+    ("ring", "simple"),
+    ("nvls", "simple"),
+    ("collnet_direct", "simple"),
+    ("pat", "simple"),
+)
+
+#: Channel counts that a Decision may ask for; 0 leaves the count to NCCL.
+CHANNELS = (0, 1, 2, 4, 8, 16, 24, 32)
+
+N_ALGOS, N_PROTOS = len(ALGOS), len(PROTOS)
+UNSET = 255  # algo / proto byte in shared memory: NCCL decides
+
+
+@dataclass(frozen=True, order=True)
+class Decision:
+    """What is chosen for one slot. ``None`` (or 0 channels) leaves that knob to NCCL.
+
+    ``algo`` and ``proto`` are set together or not at all: NCCL's cost table is indexed by the pair.
+    """
+
+    algo: str | None = None
+    proto: str | None = None
+    n_channels: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.algo is None) != (self.proto is None):
+            raise ValueError("algo and proto are set together or left unset together")
+        if self.algo is not None and (self.algo not in ALGOS or self.proto not in PROTOS):
+            raise ValueError(f"unknown algorithm or protocol {self.algo}/{self.proto}; know {ALGOS} x {PROTOS}")
+        if not 0 <= self.n_channels <= 64:
+            raise ValueError(f"n_channels is 0 (NCCL decides) to 64, not {self.n_channels}")
+
+    @property
+    def is_auto(self) -> bool:
+        """True when everything is left to NCCL."""
+        return self.algo is None and self.n_channels == 0
+
+    def __str__(self) -> str:
+        pair = f"{self.algo}/{self.proto}" if self.algo else "auto"
+        return f"{pair}/{self.n_channels}" if self.n_channels else pair
+
+
+AUTO = Decision()
+
+
+def size_class(n_bytes: int) -> int:
+    """Power-of-two class of a message: class ``k`` holds sizes in ``(2**(k-1), 2**k]`` bytes."""
+    return max(int(n_bytes) - 1, 0).bit_length()
+
+
+@dataclass(frozen=True, order=True)
+class Slot:
+    """One tunable place: what the plugin can tell apart when NCCL asks it (communicator, collective, size class)."""
+
+    comm_id: int
+    func: str
+    size_class: int
+
+    @property
+    def min_bytes(self) -> int:
+        """Smallest message of the class, inclusive."""
+        return 0 if self.size_class == 0 else 2 ** (self.size_class - 1) + 1
+
+    @property
+    def max_bytes(self) -> int:
+        """Largest message of the class, inclusive."""
+        return 2**self.size_class
+
+    def __str__(self) -> str:
+        return f"{self.func} <={format_bytes(self.max_bytes)}"
+
+
+def format_bytes(n: float) -> str:
+    """``8388608 -> '8 MiB'``: binary units, at most one decimal."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if n == round(n) else f"{n:.1f} {unit}"
+        n /= 1024
+    raise AssertionError("unreachable")
+
+
+# One row of a table in shared memory and on the wire (C: struct dccl_rule in envs/nccl/abi.h), 32 bytes.
+RULE_DTYPE = np.dtype(
+    [
+        ("comm_id", "<u8"),  # 0 matches every communicator
+        ("min_bytes", "<u8"),
+        ("max_bytes", "<u8"),
+        ("func", "u1"),
+        ("algo", "u1"),
+        ("proto", "u1"),
+        ("n_channels", "u1"),
+        ("reserved", "<u4"),
+    ]
+)
+assert RULE_DTYPE.itemsize == 32
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row: messages of ``func`` with ``min_bytes <= n_bytes <= max_bytes`` on ``comm_id`` (0 = any)."""
+
+    comm_id: int
+    func: str
+    min_bytes: int
+    max_bytes: int
+    decision: Decision
+
+    @classmethod
+    def of(cls, slot: Slot, decision: Decision) -> Rule:
+        """The row that applies ``decision`` to ``slot``."""
+        return cls(slot.comm_id, slot.func, slot.min_bytes, slot.max_bytes, decision)
+
+
+@dataclass(frozen=True)
+class Table:
+    """All decisions in force at once. The empty table is NCCL's own choice everywhere."""
+
+    generation: int = 0
+    rules: tuple[Rule, ...] = field(default=())
+
+    @classmethod
+    def of(cls, generation: int, decisions: Mapping[Slot, Decision]) -> Table:
+        """Table with one row per slot whose decision is not AUTO."""
+        return cls(generation, tuple(Rule.of(s, d) for s, d in sorted(decisions.items()) if not d.is_auto))
+
+    def to_array(self) -> np.ndarray[Any, Any]:
+        """Rows as RULE_DTYPE, sorted by (comm_id, func, min_bytes) as the plugin's binary search needs.
+
+        Raises ValueError when two rows of one communicator and collective overlap.
+        """
+        rows = np.zeros(len(self.rules), RULE_DTYPE)
+        for row, rule in zip(rows, sorted(self.rules, key=_rule_key), strict=True):
+            d = rule.decision
+            row["comm_id"], row["func"] = rule.comm_id, FUNCS.index(rule.func)
+            row["min_bytes"], row["max_bytes"] = rule.min_bytes, rule.max_bytes
+            row["algo"] = UNSET if d.algo is None else ALGOS.index(d.algo)
+            row["proto"] = UNSET if d.proto is None else PROTOS.index(d.proto)
+            row["n_channels"] = d.n_channels
+        same = (rows["comm_id"][1:] == rows["comm_id"][:-1]) & (rows["func"][1:] == rows["func"][:-1])
+        if bool(np.any(same & (rows["min_bytes"][1:] <= rows["max_bytes"][:-1]))):
+            raise ValueError("two rows of a table overlap: give each message size one row")
+        return rows
+
+    @classmethod
+    def from_array(cls, generation: int, rows: np.ndarray[Any, Any]) -> Table:
+        """Inverse of :meth:`to_array`. Raises ValueError on numbers that no release knows."""
+        return cls(generation, tuple(_rule(row) for row in rows))
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of the rows as they lie in shared memory; equal on all ranks that hold the same table."""
+        return zlib.crc32(self.to_array().tobytes())
+
+
+def _rule_key(rule: Rule) -> tuple[int, int, int]:
+    return rule.comm_id, FUNCS.index(rule.func), rule.min_bytes
+
+
+def _rule(row: np.void) -> Rule:
+    func, algo, proto = int(row["func"]), int(row["algo"]), int(row["proto"])
+    if func >= len(FUNCS) or (algo != UNSET and algo >= N_ALGOS) or (proto != UNSET and proto >= N_PROTOS):
+        raise ValueError(f"table row with unknown numbers: func {func}, algo {algo}, proto {proto}")
+    decision = Decision(
+        None if algo == UNSET else ALGOS[algo],
+        None if proto == UNSET else PROTOS[proto],
+        int(row["n_channels"]),
+    )
+    return Rule(int(row["comm_id"]), FUNCS[func], int(row["min_bytes"]), int(row["max_bytes"]), decision)
+
+
+# What the plugin and the probe write into a ring (C: struct dccl_record in envs/nccl/abi.h), 128 bytes. The last 88
+# bytes depend on `kind`; the views below name them.
+COMM, OFFER, COLL, KERNEL, STEP = range(1, 6)
+_HEAD: list[Any] = [
+    ("stamp", "<u8"),  # position in the ring + 1 once the record is whole
+    ("kind", "u1"),
+    ("func", "u1"),
+    ("algo", "u1"),
+    ("proto", "u1"),
+    ("n_channels", "u1"),
+    ("dtype", "u1"),  # ncclDataType_t as the profiler names it, UNSET if unknown
+    ("flags", "<u2"),  # bit 0: both buffers registered, bit 1: captured in a CUDA graph
+    ("comm_id", "<u8"),
+    ("n_bytes", "<u8"),  # the whole buffer: n_ranks x shard for all_gather / reduce_scatter
+    ("step", "<u4"),
+    ("generation", "<u4"),
+]
+
+
+def _record(kind_fields: list[Any]) -> np.dtype[Any]:
+    head = np.dtype(_HEAD)
+    body = np.dtype(kind_fields)
+    assert head.itemsize == 40 and body.itemsize <= 88, body.itemsize
+    return np.dtype([*_HEAD, *kind_fields, ("_pad", f"V{88 - body.itemsize}")])
+
+
+#: A communicator was made: its size. `name` is NCCL's, NUL-padded.
+COMM_DTYPE = _record([("rank", "<u4"), ("n_ranks", "<u4"), ("n_nodes", "<u4"), ("spare", "<u4"), ("name", "S64")])
+#: What NCCL offered for a message: predicted microseconds of each (algo, proto), -1 = not available; and, in the
+#: head, the (algo, proto) of NCCL's own choice (the smallest cost). Written when a (comm, func, n_bytes) is new.
+OFFER_DTYPE = _record([("cost_us", "<f4", (N_ALGOS, N_PROTOS)), ("n_pipe_ops", "<i4")])
+#: A collective was enqueued: what really runs (algo, proto, n_channels in the head). `seq` counts per comm and func.
+COLL_DTYPE = _record([("seq", "<u8"), ("enqueue_ns", "<i8")])
+#: Its kernel ran, where sampled: GPU clock, earliest start to latest end over the channels that reported.
+KERNEL_DTYPE = _record([("seq", "<u8"), ("start_ns", "<i8"), ("end_ns", "<i8")])
+#: An optimizer step ended on this rank (head: step, generation that was in force during it).
+STEP_DTYPE = _record(
+    [
+        ("rank", "<u4"),
+        ("spare", "<u4"),
+        ("end_ns", "<i8"),  # CLOCK_MONOTONIC
+        ("duration_ns", "<i8"),
+        ("memory_used", "<u8"),  # bytes, 0 = unknown
+        ("memory_total", "<u8"),
+        ("loss", "<f8"),  # NaN = unknown
+        ("sm_utilization", "<f4"),  # 0..1, NaN = unknown
+        ("power_w", "<f4"),
+    ]
+)
+RECORD_BYTES = 128
+assert all(t.itemsize == RECORD_BYTES for t in (COMM_DTYPE, OFFER_DTYPE, COLL_DTYPE, KERNEL_DTYPE, STEP_DTYPE))
+
+
+def pair_costs(cost_us: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Costs of :data:`PAIRS` out of a ``(..., 7, 3)`` cost table -> ``(..., 6)`` microseconds, -1 = not offered."""
+    algos = [ALGOS.index(a) for a, _ in PAIRS]
+    protos = [PROTOS.index(p) for _, p in PAIRS]
+    return cost_us[..., algos, protos]
+
+
+def names(values: Iterable[int], known: tuple[str, ...]) -> list[str]:
+    """NCCL's numbers -> names; unknown numbers become their decimal text, UNSET becomes 'auto'."""
+    return [known[v] if v < len(known) else ("auto" if v == UNSET else str(v)) for v in map(int, values)]
