@@ -150,3 +150,48 @@ def observe(features: Array, mask: Array, trials: Trials) -> Array:
     count = np.minimum(trials.count, 4) / 4
     parts = [features, pairs, channels, outcome, count, gap, mask]
     return np.clip(np.concatenate(parts, axis=1), -4, 4).astype(np.float32)
+
+
+@dataclass
+class Seen:
+    """What an observation says of the search so far, for policies that are not a network: ``n`` episodes."""
+
+    configs: Array  # (n, N_CONFIGS) bool: may be chosen
+    count: Array  # (n, N_CONFIGS) windows measured, at most 4
+    mean: Array  # (n, N_CONFIGS) mean saving of a config, -inf = not tried
+    last_config: Array  # (n,) config of the last window, -1 = none yet
+    last_saving: Array  # (n,) its saving
+    n_trials: Array  # (n,) trials so far, at most 4 * HORIZON
+
+    @property
+    def best(self) -> Array:
+        """Config with the best mean so far, (n,): as :meth:`Trials.best`."""
+        return np.asarray(self.mean.argmax(axis=1))
+
+
+def config_mask(observations: Array) -> Array:
+    """The mask in observations (n, N_OBSERVATION) as one flag per config, (n, N_CONFIGS) bool."""
+    mask = np.asarray(observations)[:, -N_MASK:] > 0.5
+    return np.asarray((mask[:, :N_PAIRS, None] & mask[:, None, N_PAIRS:]).reshape(len(mask), N_CONFIGS))
+
+
+def seen(observations: Array) -> Seen:
+    """Inverse of :func:`observe`, as far as policies need it. ``observations`` is (n, N_OBSERVATION)."""
+    observations = np.asarray(observations, np.float64)
+    parts = np.split(observations, np.cumsum([N_FEATURES, N_PAIRS, N_CHANNELS, 4, N_CONFIGS, N_CONFIGS]), axis=1)
+    _, pairs, channels, outcome, count, gap, _ = parts
+    count = np.rint(4 * count)
+    last = pairs.argmax(axis=1) * N_CHANNELS + channels.argmax(axis=1)
+    return Seen(
+        configs=config_mask(observations),
+        count=count,
+        mean=np.where(count > 0, outcome[:, 2:3] + gap, -np.inf),
+        last_config=np.where(outcome[:, 0] > 0.5, last, -1),
+        last_saving=outcome[:, 1],
+        n_trials=np.rint(outcome[:, 3] * HORIZON).astype(np.int64),
+    )
+
+
+def actions_of(configs: Array) -> Array:
+    """Inverse of :func:`config_index`: indices (n,) -> actions (n, 2) int64."""
+    return np.stack(np.divmod(np.asarray(configs, np.int64), N_CHANNELS), axis=1)
