@@ -1,0 +1,367 @@
+"""From the raw records that the rings deliver to tables of events and steps.
+
+A process writes one COLL record when a collective is enqueued and, where sampled, one KERNEL record when it
+has run; the second may come hundreds of collectives later. The Assembler holds rows back until their kernel
+time came or until so many newer collectives were seen that it never will.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from .records import (
+    ALGOS,
+    COLL,
+    COLL_DTYPE,
+    COMM,
+    COMM_DTYPE,
+    FUNCS,
+    KERNEL,
+    KERNEL_DTYPE,
+    N_ALGOS,
+    N_PROTOS,
+    OFFER,
+    OFFER_DTYPE,
+    PROTOS,
+    RECORD_BYTES,
+    STEP,
+    STEP_DTYPE,
+    UNSET,
+    names,
+)
+
+Array = np.ndarray[Any, Any]
+
+#: Names of ncclDataType_t by number, torch's spelling.
+DTYPES = (
+    "int8",
+    "uint8",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
+
+#: Columns of an events table and their pandas types. Times in ns; `start_ns` / `end_ns` are the GPU's clock
+#: and unset (NA) where the kernel was not sampled; `rank` is -1 and `n_ranks` 0 if the communicator was never
+#: announced.
+EVENT_COLUMNS: dict[str, str] = {
+    "seq": "int64",
+    "comm_id": "uint64",
+    "rank": "int32",
+    "n_ranks": "int32",
+    "n_nodes": "int32",
+    "func": "str",
+    "n_bytes": "int64",
+    "dtype": "str",
+    "algo": "str",
+    "proto": "str",
+    "n_channels": "int16",
+    "table_generation": "int64",
+    "enqueue_ns": "int64",
+    "start_ns": "Int64",
+    "end_ns": "Int64",
+    "step": "int64",
+    "pid": "int64",
+}
+#: Columns of a steps table. Memory in bytes (0 = unknown), power in watts, utilization 0..1 (NaN = unknown).
+STEP_COLUMNS: dict[str, str] = {
+    "index": "int64",
+    "rank": "int32",
+    "end_ns": "int64",
+    "duration_ns": "int64",
+    "table_generation": "int64",
+    "memory_used": "int64",
+    "memory_total": "int64",
+    "sm_utilization": "float32",
+    "power_w": "float32",
+    "loss": "float64",
+    "pid": "int64",
+}
+#: What NCCL offered: one row per (comm_id, func, n_bytes); `cost_us` is the (7, 3) cost table, flat, -1 = not
+#: available; `algo`, `proto` are NCCL's own choice.
+OFFER_COLUMNS: dict[str, str] = {
+    "comm_id": "uint64",
+    "func": "str",
+    "n_bytes": "int64",
+    "algo": "str",
+    "proto": "str",
+    "n_pipe_ops": "int32",
+    "cost_us": "object",
+}
+#: One row per communicator and process.
+COMM_COLUMNS: dict[str, str] = {
+    "comm_id": "uint64",
+    "n_ranks": "int32",
+    "n_nodes": "int32",
+    "name": "str",
+    "rank": "int32",
+    "pid": "int64",
+}
+
+_NO_TIME = np.iinfo(np.int64).min
+_PENDING = np.dtype(
+    [
+        ("pid", "i8"),
+        ("comm_id", "u8"),
+        ("seq", "u8"),
+        ("n_bytes", "u8"),
+        ("enqueue_ns", "i8"),
+        ("start_ns", "i8"),
+        ("end_ns", "i8"),
+        ("step", "u4"),
+        ("generation", "u4"),
+        ("func", "u1"),
+        ("dtype", "u1"),
+        ("algo", "u1"),
+        ("proto", "u1"),
+        ("n_channels", "u1"),
+    ]
+)
+
+
+def _lookup(known: tuple[str, ...], unset: str = "auto") -> Array:
+    table = np.array(names(range(256), known), object)
+    table[UNSET] = unset
+    return table
+
+
+_FUNC_NAME, _ALGO_NAME, _PROTO_NAME = _lookup(FUNCS, "unknown"), _lookup(ALGOS), _lookup(PROTOS)
+_DTYPE_NAME = _lookup(DTYPES, "unknown")
+
+
+@dataclass
+class Communicator:
+    """A communicator as NCCL announced it; ``ranks`` maps each process seen to its rank there."""
+
+    comm_id: int
+    n_ranks: int
+    n_nodes: int
+    name: str
+    ranks: dict[int, int] = field(default_factory=dict)  # pid -> rank, -1 = several ranks in that process
+
+
+@dataclass
+class Offer:
+    """What NCCL offered for one (comm_id, func, n_bytes)."""
+
+    cost_us: Array  # (N_ALGOS, N_PROTOS) float32 microseconds, -1 = not available
+    algo: str  # NCCL's own choice
+    proto: str
+    n_pipe_ops: int
+
+
+def as_records(records: Array, dtype: np.dtype[Any]) -> Array:
+    """Any contiguous array of whole 128-byte records, seen as ``dtype``; shape (n,), no copy where possible.
+
+    Raises ValueError when the bytes are not a whole number of records.
+    """
+    flat = np.ascontiguousarray(records).view(np.uint8).reshape(-1)
+    if flat.size % RECORD_BYTES:
+        raise ValueError(f"{flat.size} bytes are not a whole number of {RECORD_BYTES}-byte records")
+    return flat.view(dtype)
+
+
+def step_rows(records: Array, rank: int | None = 0) -> Array:
+    """The STEP records of ``rank`` (None: of every rank), shape (n,) of STEP_DTYPE, a copy, in ring order.
+
+    Cheap enough to call on every poll: the daemon wants a new step time at once, not when tables are due.
+    """
+    rows = as_records(records, STEP_DTYPE)
+    keep = rows["kind"] == STEP
+    if rank is not None:
+        keep &= rows["rank"] == rank
+    return np.asarray(rows[keep])
+
+
+class Assembler:
+    """Joins records of all processes into tables.
+
+    Call :meth:`add` with what each ring delivered and :meth:`take` when tables are wanted. ``hold`` is how
+    many newer collectives of the same process a row waits for its kernel time.
+    """
+
+    def __init__(self, hold: int = 256) -> None:
+        self.hold = hold
+        self.comms: dict[int, Communicator] = {}
+        self.offers: dict[tuple[int, str, int], Offer] = {}
+        self._pending: list[Array] = []
+        self._kernels: list[Array] = []
+        self._kernel_pids: list[Array] = []
+        self._steps: list[Array] = []
+        self._step_pids: list[int] = []
+
+    def add(self, records: Array, pid: int) -> None:
+        """Take in what the ring of process ``pid`` delivered: (n,) records of mixed kinds, in ring order."""
+        rows = as_records(records, COLL_DTYPE)
+        kind = rows["kind"]
+        coll = rows[kind == COLL]
+        if coll.size:
+            self._pending.append(_pending(coll, pid))
+        kernel = rows[kind == KERNEL].view(KERNEL_DTYPE)
+        if kernel.size:
+            self._kernels.append(kernel)
+            self._kernel_pids.append(np.full(kernel.size, pid, np.int64))
+        step = rows[kind == STEP].view(STEP_DTYPE)
+        if step.size:
+            self._steps.append(step)
+            self._step_pids.append(pid)
+        for row in rows[kind == COMM].view(COMM_DTYPE):
+            self._add_comm(row, pid)
+        for row in rows[kind == OFFER].view(OFFER_DTYPE):
+            self._add_offer(row)
+
+    def take(self, everything: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Events and steps that are complete since the last call, as EVENT_COLUMNS and STEP_COLUMNS tables.
+
+        Events of one call are in the order in which they were enqueued, but one whose kernel is late leaves
+        in a later call than its successors. ``everything`` also releases the rows still waiting (when the job
+        has ended).
+        """
+        rows = np.concatenate(self._pending) if self._pending else np.empty(0, _PENDING)
+        self._join(rows)
+        release = np.ones(len(rows), bool)
+        if not everything:
+            release = rows["start_ns"] != _NO_TIME
+            for pid in np.unique(rows["pid"]):
+                of_pid = np.flatnonzero(rows["pid"] == pid)
+                release[of_pid[: -self.hold]] = True
+        self._pending = [rows[~release]] if not release.all() else []
+        steps = [_step_frame(s, pid) for s, pid in zip(self._steps, self._step_pids, strict=True)]
+        self._steps, self._step_pids = [], []
+        step_frame = pd.concat(steps, ignore_index=True) if steps else empty(STEP_COLUMNS)
+        return self._event_frame(rows[release]), step_frame
+
+    def comms_frame(self) -> pd.DataFrame:
+        """The communicators, one row per communicator and process (COMM_COLUMNS)."""
+        rows = [
+            (c.comm_id, c.n_ranks, c.n_nodes, c.name, rank, pid)
+            for c in self.comms.values()
+            for pid, rank in c.ranks.items()
+        ]
+        return _typed(rows, COMM_COLUMNS)
+
+    def offers_frame(self) -> pd.DataFrame:
+        """The offers, one row per (comm_id, func, n_bytes) (OFFER_COLUMNS)."""
+        rows = [
+            (comm_id, func, n_bytes, o.algo, o.proto, o.n_pipe_ops, o.cost_us.ravel())
+            for (comm_id, func, n_bytes), o in self.offers.items()
+        ]
+        return _typed(rows, OFFER_COLUMNS)
+
+    def _add_comm(self, row: np.void, pid: int) -> None:
+        comm_id, rank = int(row["comm_id"]), int(row["rank"])
+        name = bytes(row["name"]).split(b"\0", 1)[0].decode("utf-8", "replace")
+        comm = self.comms.get(comm_id)
+        if comm is None:
+            comm = self.comms[comm_id] = Communicator(comm_id, int(row["n_ranks"]), int(row["n_nodes"]), name)
+        # COLL records carry no rank: two ranks of one communicator in one process cannot be told apart.
+        comm.ranks[pid] = rank if comm.ranks.get(pid, rank) == rank else -1
+
+    def _add_offer(self, row: np.void) -> None:
+        key = (int(row["comm_id"]), str(_FUNC_NAME[row["func"]]), int(row["n_bytes"]))
+        costs = np.array(row["cost_us"], np.float32).reshape(N_ALGOS, N_PROTOS)
+        self.offers[key] = Offer(
+            costs, str(_ALGO_NAME[row["algo"]]), str(_PROTO_NAME[row["proto"]]), int(row["n_pipe_ops"])
+        )
+
+    def _join(self, rows: Array) -> None:
+        """Write the times of all waiting kernels into ``rows``; keep the newest that found no row."""
+        if not self._kernels:
+            return
+        kernels, pids = np.concatenate(self._kernels), np.concatenate(self._kernel_pids)
+        found = np.zeros(len(kernels), bool)
+        if len(rows):
+            keys = _key(rows, rows["pid"])
+            order = np.argsort(keys, kind="stable")
+            # 'right' - 1: the newest row, should a communicator have been made anew under its old id.
+            at = order[np.maximum(np.searchsorted(keys[order], _key(kernels, pids), side="right") - 1, 0)]
+            found = rows["pid"][at] == pids
+            for name in ("comm_id", "func", "seq"):
+                found &= rows[name][at] == kernels[name]
+            at = at[found]
+            start, end = rows["start_ns"], rows["end_ns"]
+            start[at] = np.where(start[at] == _NO_TIME, np.iinfo(np.int64).max, start[at])
+            np.minimum.at(start, at, kernels["start_ns"][found])
+            np.maximum.at(end, at, kernels["end_ns"][found])
+        waiting = np.flatnonzero(~found)[-4 * self.hold :]
+        self._kernels, self._kernel_pids = [kernels[waiting]], [pids[waiting]]
+
+    def _event_frame(self, rows: Array) -> pd.DataFrame:
+        rows = rows[np.argsort(rows["enqueue_ns"], kind="stable")]
+        place = np.zeros((3, len(rows)), np.int32)
+        place[0] = -1
+        for comm_id in np.unique(rows["comm_id"]):
+            comm = self.comms.get(int(comm_id))
+            if comm is None:
+                continue
+            of_comm = rows["comm_id"] == comm_id
+            place[1:, of_comm] = [[comm.n_ranks], [comm.n_nodes]]
+            for pid, rank in comm.ranks.items():
+                place[0, of_comm & (rows["pid"] == pid)] = rank
+        unset = rows["start_ns"] == _NO_TIME
+        columns: dict[str, Any] = {
+            "seq": rows["seq"],
+            "comm_id": rows["comm_id"],
+            "rank": place[0],
+            "n_ranks": place[1],
+            "n_nodes": place[2],
+            "func": _FUNC_NAME[rows["func"]],
+            "n_bytes": rows["n_bytes"],
+            "dtype": _DTYPE_NAME[rows["dtype"]],
+            "algo": _ALGO_NAME[rows["algo"]],
+            "proto": _PROTO_NAME[rows["proto"]],
+            "n_channels": rows["n_channels"],
+            "table_generation": rows["generation"],
+            "enqueue_ns": rows["enqueue_ns"],
+            "start_ns": pd.arrays.IntegerArray(np.where(unset, 0, rows["start_ns"]), unset),
+            "end_ns": pd.arrays.IntegerArray(np.where(unset, 0, rows["end_ns"]), unset.copy()),
+            "step": rows["step"],
+            "pid": rows["pid"],
+        }
+        return pd.DataFrame(columns).astype(EVENT_COLUMNS)
+
+
+def empty(columns: dict[str, str]) -> pd.DataFrame:
+    """A table with these columns and no row."""
+    return _typed([], columns)
+
+
+def _typed(rows: list[tuple[Any, ...]], columns: dict[str, str]) -> pd.DataFrame:
+    data = list(zip(*rows, strict=True)) if rows else [()] * len(columns)
+    series = {n: pd.Series(list(v), dtype=object) for n, v in zip(columns, data, strict=True)}
+    return pd.DataFrame(series).astype(columns)
+
+
+def _pending(coll: Array, pid: int) -> Array:
+    rows = np.empty(coll.size, _PENDING)
+    for name in ("comm_id", "seq", "n_bytes", "enqueue_ns", "step", "generation"):
+        rows[name] = coll[name]
+    for name in ("func", "dtype", "algo", "proto", "n_channels"):
+        rows[name] = coll[name]
+    rows["pid"], rows["start_ns"], rows["end_ns"] = pid, _NO_TIME, _NO_TIME
+    return rows
+
+
+def _key(rows: Array, pids: Array) -> Array:
+    """64-bit hash of (pid, comm_id, func, seq), shape (n,): numbers sort far faster than records."""
+    key = rows["comm_id"] ^ (pids.astype(np.uint64) << np.uint64(32))
+    for part in (rows["func"].astype(np.uint64), rows["seq"]):
+        key = (key ^ (key >> np.uint64(29)) ^ part) * np.uint64(0x9E3779B97F4A7C15)
+    return np.asarray(key)
+
+
+def _step_frame(rows: Array, pid: int) -> pd.DataFrame:
+    source = {"index": "step", "table_generation": "generation"}
+    columns = {n: rows[source.get(n, n)] for n in STEP_COLUMNS if n != "pid"}
+    return pd.DataFrame(columns).assign(pid=pid).astype(STEP_COLUMNS)
