@@ -1,0 +1,151 @@
+"""The trained LSTM policy at run time: numpy only, a few microseconds a step, one LSTM state per slot.
+
+Training needs torch (``agent/recurrent.py``); what it learned is a file of weights that this module evaluates. The
+two give the same actions (``tests/test_policy.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..envs import spaces
+from ..envs.spaces import HORIZON, N_CONFIGS, N_OBSERVATION
+
+Array = np.ndarray[Any, Any]
+
+#: Layout of the weights file; an older or newer file is refused.
+FORMAT = 1
+
+
+class Policy(Protocol):
+    """Whatever chooses: SB3's ``predict``. One episode is the search on one slot.
+
+    ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION); the action is ``[pair, channels]``, int64, (2,) or (n, 2).
+    ``state`` is what the last call returned (None at first), ``episode_start`` (n,) is True where a search begins.
+    """
+
+    def predict(
+        self,
+        observation: Array,
+        state: Any = None,
+        episode_start: Array | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Array, Any]:
+        """The action and the state to pass next time."""
+        ...
+
+
+class StopRule:
+    """When the search on one slot is over, and the best config so far is what it gives.
+
+    It ends when the policy asks ``patience`` times running for the config that is already the best (it has nothing
+    left to try), or after ``horizon`` trials. A policy may set its own ``horizon`` (an exhaustive sweep needs one).
+
+    Call it with each action before it is run; the answer True means: do not run it, commit the best.
+    """
+
+    def __init__(self, policy: Policy | None = None, patience: int = 2) -> None:
+        self.horizon = int(getattr(policy, "horizon", HORIZON))
+        self.patience, self.repeats = patience, 0
+
+    def __call__(self, observation: Array, action: Array) -> bool:
+        """``observation`` (N_OBSERVATION,) and the (deterministic) ``action`` (2,) that the policy took on it."""
+        seen = spaces.seen(observation[None])
+        best = int(spaces.config_index(np.asarray(action)[None])[0]) == int(seen.best[0])
+        self.repeats = self.repeats + 1 if best else 0
+        return self.repeats >= self.patience or int(seen.n_trials[0]) >= self.horizon
+
+
+class LstmPolicy:
+    """Masked LSTM policy: observation -> LSTM -> one hidden layer -> a score per config, made of what the network says
+    and of the config's own statistics, the same way for every config. See ``recurrent.MaskedLstmPolicy``, its twin.
+
+    ``weights`` (float32): ``lstm_x`` (N_OBSERVATION, 4h), ``lstm_h`` (h, 4h), ``lstm_b`` (4h) in torch's gate order i, f,
+    g, o; ``body_w`` (h + N_OBSERVATION, m), ``body_b`` (m); ``head_z`` (m, d), ``head_e`` (N_CONFIGS, d), ``head_s`` (2, d),
+    ``head_v`` (d), ``skip_w`` (m, N_CONFIGS), ``skip_b`` (N_CONFIGS).
+    """
+
+    def __init__(
+        self, weights: dict[str, Array], record: dict[str, Any] | None = None, seed: int = 0
+    ) -> None:
+        """``record`` says how the weights were trained. Raises ValueError when shapes do not fit the observation."""
+        self.weights, self.record = weights, record or {}
+        self.rng = np.random.default_rng(seed)
+        w = weights
+        self.hidden = len(w["lstm_h"])
+        if w["lstm_x"].shape != (N_OBSERVATION, 4 * self.hidden) or w["head_e"].shape[0] != N_CONFIGS:
+            raise ValueError(
+                f"weights for observations of {w['lstm_x'].shape[0]} and {w['head_e'].shape[0]} configs; this version has "
+                f"{N_OBSERVATION} and {N_CONFIGS}: train anew (dynamiccl train)"
+            )
+        # sigmoid(x) = (tanh(x / 2) + 1) / 2: with the halves inside the weights, one tanh does all four gates.
+        half = np.repeat([0.5, 0.5, 1.0, 0.5], self.hidden).astype(np.float32)
+        self._gates = np.concatenate([w["lstm_x"], w["lstm_h"]]) * half
+        self._bias = w["lstm_b"] * half
+
+    @classmethod
+    def load(cls, path: str | Path | None = None, seed: int = 0) -> LstmPolicy:
+        """The shipped policy, or the one in ``path``. Raises ValueError when it is not a weights file of this version."""
+        source = Path(path) if path is not None else resources.files(__package__).joinpath("policy.npz")
+        try:
+            with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                weights = {key: arrays[key] for key in arrays.files}
+            meta = json.loads(str(weights.pop("meta")))
+            if meta["format"] != FORMAT:
+                raise ValueError(f"format {meta['format']}, this version reads {FORMAT}")
+            return cls(weights, meta, seed)
+        except (OSError, KeyError, ValueError) as error:
+            raise ValueError(f"cannot use {source} as policy weights: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the weights and the record to ``path`` (.npz)."""
+        meta = json.dumps({**self.record, "format": FORMAT})
+        with open(path, "wb") as file:
+            np.savez_compressed(file, meta=np.array(meta), **self.weights)  # type: ignore[arg-type]
+
+    def _fresh(self, n: int) -> tuple[Array, Array]:
+        return (np.zeros((n, self.hidden), np.float32),) * 2
+
+    def logits(self, observations: Array, state: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        """Scores (n, N_CONFIGS), -inf where masked, and the next LSTM state (h, c), each (n, hidden)."""
+        w, k = self.weights, self.hidden
+        h, c = state
+        gates = np.tanh(np.concatenate([observations, h], axis=1) @ self._gates + self._bias)
+        i, f, o = (0.5 * gates[:, s] + 0.5 for s in (slice(k), slice(k, 2 * k), slice(3 * k, None)))
+        c = f * c + i * gates[:, 2 * k : 3 * k]
+        h = o * np.tanh(c)
+        z = np.tanh(np.concatenate([h, observations], axis=1) @ w["body_w"] + w["body_b"])
+        count, gap = spaces.statistics(observations)
+        hidden = (
+            (z @ w["head_z"])[:, None, :]
+            + w["head_e"]
+            + count[..., None] * w["head_s"][0]
+            + gap[..., None] * w["head_s"][1]
+        )
+        scores = np.maximum(hidden, 0) @ w["head_v"] + z @ w["skip_w"] + w["skip_b"]
+        return np.where(spaces.config_mask(observations), scores, -np.inf), (h, c)
+
+    def predict(
+        self,
+        observation: Array,
+        state: tuple[Array, Array] | None = None,
+        episode_start: Array | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """See :class:`Policy`; the state is a pair of arrays (n, hidden), never changed in place."""
+        rows = np.atleast_2d(np.asarray(observation, np.float32))
+        if state is None:
+            state = self._fresh(len(rows))
+        if episode_start is not None and np.any(episode_start):
+            keep = 1 - np.atleast_1d(episode_start).astype(np.float32)[:, None]
+            state = (state[0] * keep, state[1] * keep)
+        scores, state = self.logits(rows, state)
+        if not deterministic:  # the largest of score + Gumbel noise is a draw from the softmax
+            scores = scores + self.rng.gumbel(size=scores.shape)
+        actions = spaces.actions_of(scores.argmax(axis=1))
+        return (actions if np.ndim(observation) == 2 else actions[0]), state
