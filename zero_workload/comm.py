@@ -1,0 +1,69 @@
+"""The collectives of the workload, asynchronous, under one spelling for every PyTorch release from 2.8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Renamed in 2.13: the old names warn there, the new ones do not exist before.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_REDUCE_OPS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
+
+
+class Collectives:
+    """All-gather, reduce-scatter and all-reduce on one process group; each returns a work handle at once.
+
+    Args:
+        group: process group of the data-parallel ranks; ``None`` is the default group.
+        reduce_op: ``"mean"`` or ``"sum"``: what gradients are reduced with.
+
+    Raises:
+        ValueError: ``reduce_op`` is neither, or no process group was initialised.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> None:
+        if reduce_op not in _REDUCE_OPS:
+            raise ValueError(f"reduce_op is 'mean' or 'sum', not {reduce_op!r}")
+        if not dist.is_initialized():
+            raise ValueError("call torch.distributed.init_process_group() before zero()")
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.op = _REDUCE_OPS[reduce_op]
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work:
+        """``shard`` [S] of every rank into ``full`` [size * S]; ``shard`` may be this rank's slice of ``full``."""
+        work: dist.Work = _ALL_GATHER(full, shard, group=self.group, async_op=True)
+        return work
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> dist.Work:
+        """``full`` [size * S] reduced over the ranks; slice ``rank`` of it into ``shard`` [S]."""
+        work: dist.Work = _REDUCE_SCATTER(shard, full, op=self.op, group=self.group, async_op=True)
+        return work
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> dist.Work:
+        """``tensor`` reduced over the ranks, in place; ``op`` defaults to the gradients' own."""
+        work: dist.Work = dist.all_reduce(tensor, op=op or self.op, group=self.group, async_op=True)
+        return work
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """``tensor`` of the group's first rank on every rank; returns when done."""
+        source = dist.get_global_rank(self.group, 0) if self.group is not None else 0
+        dist.broadcast(tensor, source, group=self.group)
+
+    def require_same(self, digest: int, what: str) -> None:
+        """End with the same error on every rank when ``digest`` (63 bits) is not equal on all of them.
+
+        Raises:
+            ValueError: names the ranks whose digest differs from the group's first rank.
+        """
+        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        seen = torch.zeros(self.size, dtype=torch.int64, device=device)
+        self.all_gather(seen, torch.tensor([digest], dtype=torch.int64, device=device)).wait()
+        odd = [rank for rank, value in enumerate(seen.tolist()) if value != seen[0].item()]
+        if odd:
+            raise ValueError(f"ranks {odd} have {what} that differs from rank 0's")

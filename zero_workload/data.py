@@ -1,0 +1,78 @@
+"""Real text as bytes: by default the sources of the Python standard library, which every machine has."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+
+#: The default corpus is cut here: enough that a short run sees no text twice, small enough to read at once.
+DEFAULT_BYTES = 8 * 2**20
+VALIDATION_SHARE = 0.05
+
+
+class Corpus:
+    """A text as bytes, its last 5 % held out for validation.
+
+    Args:
+        path: any UTF-8 text; ``None`` takes the standard library's modules in alphabetical order.
+        seq: bytes in a sequence.
+
+    Raises:
+        ValueError: the file is missing, empty, not text, or shorter than a few sequences.
+    """
+
+    def __init__(self, path: Path | None, seq: int) -> None:
+        self.seq = seq
+        raw = _standard_library() if path is None else _read(path)
+        split = int(len(raw) * (1 - VALIDATION_SHARE))
+        if min(split, len(raw) - split) < seq + 2:
+            name = path or "the standard library"
+            raise ValueError(f"{name}: {len(raw)} bytes are too few for sequences of {seq}: use a longer text")
+        text = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        self.train, self.validation = text[:split], text[split:]
+
+    def batch(self, start: int, stop: int, *, step: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows ``start .. stop`` of step ``step``'s global batch: tokens and targets, int64 [stop - start, seq].
+
+        A row depends on ``seed``, ``step`` and its number only: N ranks with b rows each read together what one
+        process with N * b rows reads.
+        """
+        return self._rows(self.train, start, stop, seed=seed * 1_000_003 + step)
+
+    def held_out(self, rows: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """``rows`` fixed sequences of the validation part, as ``batch``."""
+        return self._rows(self.validation, 0, rows, seed=seed)
+
+    def _rows(self, text: torch.Tensor, start: int, stop: int, *, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        draw = torch.Generator().manual_seed(seed)
+        at = torch.randint(len(text) - self.seq - 1, (stop,), generator=draw)[start:]
+        rows = torch.stack([text[i : i + self.seq + 1] for i in at.tolist()]).long()
+        return rows[:, :-1], rows[:, 1:]
+
+
+def _standard_library() -> bytes:
+    parts, size = [], 0
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        parts.append(path.read_bytes())
+        size += len(parts[-1])
+        if size >= DEFAULT_BYTES:
+            break
+    return b"\n".join(parts)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+    if not raw:
+        raise ValueError(f"{path} is empty: give a text file")
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}): give a text file") from error
+    if b"\0" in raw:
+        raise ValueError(f"{path} holds zero bytes, so it is not text: give a text file")
+    return raw
