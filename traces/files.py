@@ -1,0 +1,320 @@
+"""Traces on disk: a folder with a header, Parquet segments and a log.
+
+::
+
+    trace/
+      header.json            format, date, host, versions; what the run adds (cluster, scales, command ...)
+      events-00000.parquet   collectives (EVENT_COLUMNS), in segments: a killed process loses at most the last
+      steps-00000.parquet    optimizer steps (STEP_COLUMNS), in segments
+      comms.parquet          communicators (COMM_COLUMNS)
+      offers.parquet         what NCCL offered (OFFER_COLUMNS)
+      windows.jsonl          one JSON object a line: measuring windows, tables published, what else was logged
+
+Every file but the log is written under another name and renamed when whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, Assembler, empty
+from .header import FORMAT, new_header, plain
+from .records import Slot
+
+_SEGMENTED = {"events": EVENT_COLUMNS, "steps": STEP_COLUMNS}
+_WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS}
+_ARROW = {
+    "int16": pa.int16(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "Int64": pa.int64(),
+    "uint64": pa.uint64(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "str": pa.string(),
+    "object": pa.list_(pa.float32()),
+}
+
+
+class TraceError(Exception):
+    """A trace cannot be read or written; the message is one line and names the cure."""
+
+
+class TraceWriter:
+    """Writes a trace into ``folder``; use it as a context manager or call :meth:`close`.
+
+    Args:
+        folder: made if missing.
+        header: what is known of the run; host, versions and date are added. See :meth:`update_header`.
+        existing: what to do if the folder holds a trace already: ``refuse`` (TraceError), ``resume`` (add
+            segments to it and keep its header) or ``replace`` (remove its files, and no others).
+        segment_rows: a segment is written when so many rows have come,
+        segment_seconds: or so much time has passed.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        header: dict[str, Any],
+        *,
+        existing: Literal["refuse", "resume", "replace"] = "refuse",
+        segment_rows: int = 50_000,
+        segment_seconds: float = 10.0,
+    ) -> None:
+        self.folder = Path(folder)
+        self.segment_rows, self.segment_seconds = segment_rows, segment_seconds
+        old: dict[str, Any] = {}
+        if (self.folder / "header.json").exists():
+            if existing == "refuse":
+                raise TraceError(
+                    f"{self.folder} already holds a trace: give another folder or remove it first"
+                )
+            if existing == "resume":
+                old = _read_header(self.folder)
+            else:
+                for path in _own_files(self.folder):
+                    path.unlink()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TraceError(f"cannot make the trace folder {self.folder}: {error.strerror}") from None
+        self.header = {**new_header(), **old, **plain(header), "format": FORMAT}
+        self._write_header()
+        self._buffers: dict[str, list[pd.DataFrame]] = {kind: [] for kind in _SEGMENTED}
+        self._next = {kind: _next_segment(self.folder, kind) for kind in _SEGMENTED}
+        self._known = (0, 0)
+        self._flushed = time.monotonic()
+        self._log = (self.folder / "windows.jsonl").open("a", buffering=1, encoding="utf-8")
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update_header(self, **fields: Any) -> None:
+        """Add what became known later (NCCL's version, the communicator's size); rewrites header.json."""
+        self.header.update(plain(fields))
+        self._write_header()
+
+    def drain(self, assembler: Assembler, everything: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """``assembler.take(everything)``, written and returned; keeps comms and offers up to date too."""
+        events, steps = assembler.take(everything)
+        self.write(events, steps)
+        known = (sum(len(c.ranks) for c in assembler.comms.values()), len(assembler.offers))
+        if known != self._known:
+            self._known = known
+            self.write_whole("comms", assembler.comms_frame())
+            self.write_whole("offers", assembler.offers_frame())
+        return events, steps
+
+    def write(self, events: pd.DataFrame | None = None, steps: pd.DataFrame | None = None) -> None:
+        """Take in rows; they are on disk when the segment is full or old, or after :meth:`flush`."""
+        for kind, frame in (("events", events), ("steps", steps)):
+            if frame is not None and len(frame):
+                self._buffers[kind].append(frame)
+        rows = max(sum(map(len, frames)) for frames in self._buffers.values())
+        if rows >= self.segment_rows or time.monotonic() - self._flushed >= self.segment_seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the rows taken in so far as segments."""
+        for kind, frames in self._buffers.items():
+            if frames:
+                path = self.folder / f"{kind}-{self._next[kind]:05d}.parquet"
+                _write_parquet(path, pd.concat(frames, ignore_index=True), _SEGMENTED[kind])
+                self._next[kind] += 1
+                frames.clear()
+        self._flushed = time.monotonic()
+
+    def write_whole(self, kind: Literal["comms", "offers"], frame: pd.DataFrame) -> None:
+        """Write comms or offers, keeping rows that an earlier life of this trace has written."""
+        path = self.folder / f"{kind}.parquet"
+        keys = ["comm_id", "pid"] if kind == "comms" else ["comm_id", "func", "n_bytes"]
+        if path.exists():
+            both = pd.concat([_read_parquet(path, _WHOLE[kind]), frame], ignore_index=True)
+            frame = both.drop_duplicates(keys, keep="last")
+        _write_parquet(path, frame, _WHOLE[kind])
+
+    def log(self, kind: str, entry: dict[str, Any]) -> None:
+        """Append one line to the log, on disk at once.
+
+        ``window`` lines describe measuring windows (index, regime, phase, slot, decision, previous, step_ms,
+        default_ms, saving, verdict, reason, generation ...), ``table`` lines a table that was published
+        (``{"table": Table}``): by these the report and ``show`` tell default steps from tuned ones. Slot,
+        Decision and Table may be passed as they are; NaN becomes null.
+        """
+        line = {"kind": kind, "time": round(time.time(), 3), **entry}
+        self._log.write(json.dumps(plain(line), allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        self.flush()
+        self._log.close()
+
+    def _write_header(self) -> None:
+        text = json.dumps(self.header, indent=2, allow_nan=False) + "\n"
+        _atomically(self.folder / "header.json", lambda tmp: tmp.write_text(text, encoding="utf-8"))
+
+
+@dataclass
+class Trace:
+    """A trace in memory. Tables have the columns of :mod:`dynamiccl.traces.assemble`; any may be empty."""
+
+    folder: Path
+    header: dict[str, Any]
+    events: pd.DataFrame
+    steps: pd.DataFrame
+    comms: pd.DataFrame
+    offers: pd.DataFrame
+    log: list[dict[str, Any]] = field(default_factory=list)  # the lines of windows.jsonl, in order
+    warnings: list[str] = field(default_factory=list)  # what could not be read, one line each
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> Trace:
+        """Read a trace folder, or the run folder whose ``trace/`` it is.
+
+        Raises TraceError if there is none, if it is of a newer format, or if a file other than the last
+        segment is damaged.
+        """
+        path = Path(folder)
+        if not (path / "header.json").exists() and (path / "trace" / "header.json").exists():
+            path = path / "trace"
+        header = _read_header(path)
+        warnings: list[str] = []
+        parts = {kind: _read_segments(path, kind, warnings) for kind in _SEGMENTED}
+        whole = {
+            kind: _read_parquet(path / f"{kind}.parquet", columns)
+            if (path / f"{kind}.parquet").exists()
+            else empty(columns)
+            for kind, columns in _WHOLE.items()
+        }
+        log = _read_log(path / "windows.jsonl", warnings)
+        return cls(path, header, **parts, **whole, log=log, warnings=warnings)
+
+    @property
+    def windows(self) -> pd.DataFrame:
+        """The measuring windows, one row each, in order; slots as text, columns as logged."""
+        rows = [
+            {k: v for k, v in line.items() if k != "kind"} for line in self.log if line["kind"] == "window"
+        ]
+        for row in rows:
+            if isinstance(slot := row.get("slot"), dict):
+                row["slot"] = str(Slot(**slot))
+                row |= {"comm_id": slot["comm_id"], "func": slot["func"], "size_class": slot["size_class"]}
+        return pd.DataFrame(rows)
+
+    @property
+    def tables(self) -> dict[int, tuple[dict[str, Any], ...]]:
+        """Rules of each table that was published, by generation; generation 0 (no rule) is always there."""
+        logged = [line["table"] for line in self.log if line["kind"] == "table"]
+        return {0: (), **{int(t["generation"]): tuple(t["rules"]) for t in logged}}
+
+
+def _own_files(folder: Path) -> list[Path]:
+    patterns = ("header.json", "windows.jsonl", "*.tmp", "events-*.parquet", "steps-*.parquet")
+    return [p for pattern in (*patterns, *(f"{k}.parquet" for k in _WHOLE)) for p in folder.glob(pattern)]
+
+
+def _next_segment(folder: Path, kind: str) -> int:
+    """Number after the last segment; a last segment that a crash cut short is set aside first."""
+    paths = sorted(p for p in folder.glob(f"{kind}-*.parquet") if p.stem.rpartition("-")[2].isdigit())
+    if not paths:
+        return 0
+    try:
+        _read_parquet(paths[-1], _SEGMENTED[kind])
+    except TraceError:
+        paths[-1].rename(paths[-1].with_suffix(".damaged"))
+    return int(paths[-1].stem.rpartition("-")[2]) + 1
+
+
+def _atomically(path: Path, write: Callable[[Path], object]) -> None:
+    tmp = path.with_name(path.name + ".tmp")
+    try:
+        write(tmp)
+        os.replace(tmp, path)
+    except OSError as error:
+        raise TraceError(
+            f"cannot write {path}: {error.strerror or error}; free space or give another folder"
+        ) from None
+
+
+def _write_parquet(path: Path, frame: pd.DataFrame, columns: dict[str, str]) -> None:
+    schema = pa.schema([(name, _ARROW[kind]) for name, kind in columns.items()])
+    table = pa.Table.from_pandas(frame[list(columns)], schema=schema, preserve_index=False)
+    _atomically(path, lambda tmp: pq.write_table(table, tmp, compression="zstd"))
+
+
+def _read_parquet(path: Path, columns: dict[str, str]) -> pd.DataFrame:
+    try:
+        # int64 with gaps must not pass through float64: GPU clock values have more digits than that holds.
+        frame = pq.read_table(path).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
+        return cast(pd.DataFrame, frame[list(columns)].astype(columns))
+    except (OSError, pa.ArrowException, KeyError, ValueError, TypeError) as error:
+        why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise TraceError(f"{path} is damaged ({why}): remove it to read the rest of the trace") from None
+
+
+def _read_segments(folder: Path, kind: str, warnings: list[str]) -> pd.DataFrame:
+    columns = _SEGMENTED[kind]
+    paths = sorted(folder.glob(f"{kind}-*.parquet"))
+    frames = []
+    for path in paths:
+        try:
+            frames.append(_read_parquet(path, columns))
+        except TraceError:
+            if path != paths[-1]:
+                raise
+            warnings.append(f"{path.name} was cut short and is left out: the last {kind} are missing")
+    if list(folder.glob(f"{kind}-*.tmp")):
+        warnings.append(f"the writer was stopped while it wrote a segment: the last {kind} are missing")
+    return pd.concat(frames, ignore_index=True) if frames else empty(columns)
+
+
+def _read_header(folder: Path) -> dict[str, Any]:
+    path = folder / "header.json"
+    try:
+        header = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TraceError(
+            f"no trace in {folder}: give the folder that holds header.json, e.g. runs/demo/trace"
+        ) from None
+    except NotADirectoryError:
+        raise TraceError(
+            f"{folder} is a file, a trace is a folder: `dynamiccl import` makes one from it"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise TraceError(
+            f"cannot read {path} ({error}): restore it, the segments beside it are unharmed"
+        ) from None
+    version = header.get("format") if isinstance(header, dict) else None
+    if not isinstance(version, int):
+        raise TraceError(f"{path} has no format version: this is not a trace of dynamiccl")
+    if version > FORMAT:
+        raise TraceError(
+            f"{folder} has trace format {version}, this release reads up to {FORMAT}: upgrade dynamiccl"
+        )
+    return dict(header)
+
+
+def _read_log(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            line = json.loads(text)
+            lines.append({**line, "kind": str(line["kind"])})
+        except (json.JSONDecodeError, KeyError, TypeError):
+            warnings.append(f"{path.name} line {number} is not whole and is left out")
+    return lines

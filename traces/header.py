@@ -1,0 +1,81 @@
+"""What every trace says of itself, and how values become JSON."""
+
+from __future__ import annotations
+
+import math
+import platform
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .records import Decision, Slot, Table
+
+#: Version of a trace folder's layout. Raise it when a reader of the old layout would go wrong, and keep
+#: reading the old one.
+FORMAT = 1
+
+
+def new_header() -> dict[str, Any]:
+    """What every trace says of itself: format, date (UTC), host, versions, the commit if in a checkout."""
+    versions = {"python": platform.python_version()}
+    for package in ("dynamiccl", "numpy", "pandas", "pyarrow", "torch"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "format": FORMAT,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "kernel": platform.release(),
+        "versions": versions,
+        "commit": _commit(),
+        "command": " ".join(sys.argv),
+    }
+
+
+def _commit() -> str | None:
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold: our records by their fields, numpy by value, NaN and infinities as None."""
+    match value:
+        case Decision():
+            return str(value)
+        case Slot():
+            return asdict(value)
+        case Table():
+            return {"generation": value.generation, "rules": [plain(vars(rule)) for rule in value.rules]}
+        case dict():
+            return {str(k): plain(v) for k, v in value.items()}
+        case list() | tuple():
+            return [plain(v) for v in value]
+        case np.ndarray():
+            return plain(value.tolist())
+        case np.generic():
+            return plain(value.item())
+        case float() if not math.isfinite(value):
+            return None
+        case None | bool() | int() | float() | str():
+            return value
+    return str(value)
