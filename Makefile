@@ -1,0 +1,43 @@
+# `make demo` and `make test` are all a new machine needs: each sets up .venv first, and only when something changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := OMP_NUM_THREADS=1 $(BIN)/dynamiccl
+DEMO_STEPS ?= 900
+SOURCES := agent envs traces zero_workload tests
+C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h)
+
+.PHONY: demo test check format setup bench clean
+
+demo: setup
+	$(RUN) tune --out runs/demo --steps $(DEMO_STEPS)
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
+	mkdir -p build && ln -sfn .. build/dynamiccl
+	MYPYPATH=build $(BIN)/mypy -p dynamiccl.agent -p dynamiccl.envs -p dynamiccl.traces -p dynamiccl.zero_workload
+	$(BIN)/python -c "from dynamiccl.envs.nccl.build import check; check()"
+
+format: setup
+	$(BIN)/ruff check --fix-only --quiet $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/clang-format -i $(C_SOURCES)
+
+setup: $(VENV)/ready
+
+# uv resolves and installs in seconds what takes pip a minute; it does not read pip's settings, hence the variable.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("dynamiccl needs Python 3.11 or newer: make PYTHON=python3.12 demo" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(BIN)/python \
+		--constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf build dist runs .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,71 @@
+"""Is one configuration faster than another? Paired, interleaved windows; ratios; bootstrap intervals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Speed-up of b over a: time of a / time of b, with a 95 % interval over the pairs."""
+
+    speedup: float
+    low: float
+    high: float
+    n_pairs: int
+
+    @property
+    def is_faster(self) -> bool:
+        """The whole interval lies above 1."""
+        return self.low > 1.0
+
+    def __str__(self) -> str:
+        return f"{self.speedup:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def compare(a: Array, b: Array, seed: int = 0) -> Comparison:
+    """Paired comparison of times ``a`` and ``b``, both (n,), any unit: geometric mean of a / b.
+
+    The interval is the percentile bootstrap (Efron 1979) over pairs. Raises ValueError with fewer than 3 pairs.
+    """
+    logs = np.log(np.asarray(a, np.float64)) - np.log(np.asarray(b, np.float64))
+    if len(logs) < 3:
+        raise ValueError(f"a comparison needs at least 3 pairs, not {len(logs)}")
+    draws = np.random.default_rng(seed).integers(0, len(logs), (RESAMPLES, len(logs)))
+    means = logs[draws].mean(axis=1)
+    low, high = np.exp(np.percentile(means, [2.5, 97.5]))
+    return Comparison(float(np.exp(logs.mean())), float(low), float(high), len(logs))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The closing interleaved run: default, table, default, table, ..."""
+
+    tuned: Comparison  # default / table
+    same: Comparison  # default / default, the same distance apart: the noise that a win must clear
+    default_ms: float
+    tuned_ms: float
+
+
+def judge(default_ms: Array, tuned_ms: Array) -> Verdict:
+    """Verdict of ``default_ms`` (n + 1,) and ``tuned_ms`` (n,), medians of windows run as D T D T ... T D.
+
+    Each table window is set against the mean of the default windows on either side, so that a drift of the machine
+    cancels. Default pairs (1st, 2nd), (3rd, 4th), ... are exactly as far apart as the windows that are compared.
+    """
+    d, t = np.asarray(default_ms, np.float64), np.asarray(tuned_ms, np.float64)
+    if len(d) != len(t) + 1:
+        raise ValueError(f"{len(t)} table windows want {len(t) + 1} default windows, not {len(d)}")
+    pairs = len(d) // 2 * 2
+    first, second = d[0:pairs:2], d[1:pairs:2]
+    flip = np.arange(len(first)) % 2 == 1  # alternate the order: a steady drift is not a difference
+    same = compare(np.where(flip, second, first), np.where(flip, first, second))
+    tuned = compare(np.sqrt(d[:-1] * d[1:]), t)
+    return Verdict(tuned, same, float(np.median(d)), float(np.median(t)))

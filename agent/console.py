@@ -1,0 +1,97 @@
+"""What ``dynamiccl tune`` shows: one line a window, a progress bar, and the result as tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table as Grid
+
+from ..traces.records import format_bytes
+from .tuner import Line
+
+_COLOURS = {"kept": "bold green", "best so far": "green", "rolled back": "yellow", "worse": "dim", "again": "dim"}
+
+
+def describe(line: Line) -> str:
+    """A window in one line, without markup."""
+    change = "" if line.phase == "verify" else f"  {line.slot}  {line.previous} -> {line.decision}"
+    text = f"window {line.index}/{line.total}  {line.regime}  step {line.step_ms:.0f} ms"
+    if line.phase == "profile":
+        return f"{text}  {line.reason}"
+    text += f", default {line.default_ms:.0f} ms ({-100 * line.saving:+.1f} %)"
+    return f"{text}{change}  {line.verdict}"
+
+
+class Show:
+    """Prints lines above a progress bar; on a pipe it prints the lines alone."""
+
+    def __init__(self, total: int, quiet: bool = False) -> None:
+        self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} windows"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=quiet or not self.console.is_terminal,
+        )
+        self._task: TaskID = self._progress.add_task("starting", total=total)
+
+    def __enter__(self) -> Show:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def phase(self, text: str) -> None:
+        """What is being done now."""
+        self._progress.update(self._task, description=text)
+        if not self.console.is_terminal:
+            self.console.print(text)
+
+    def window(self, line: Line) -> None:
+        """One window was measured."""
+        self._progress.update(self._task, completed=line.index, description=line.phase)
+        self.console.print(describe(line), style=_COLOURS.get(line.verdict, ""), markup=False)
+
+
+def show_summary(console: Console, s: dict[str, Any]) -> None:
+    """The result, for people."""
+    console.print()
+    if s["emulated"]:
+        console.print(
+            f"emulated cluster {s['cluster']}, bytes x {s['bytes_scale']:g}, time x {s['time_scale']:g}: "
+            "these are not GPU times",
+            style="yellow",
+        )
+    if s["speedup"] is None:
+        console.print(f"no result: {s['ended']}. What was seen is kept in {s['trace']}", style="bold")
+    else:
+        low, high = s["speedup_ci95"]
+        console.print(
+            f"speed-up {s['speedup']:.3f} [{low:.3f}, {high:.3f}]   "
+            f"(default against itself: [{s['aa_speedup_ci95'][0]:.3f}, {s['aa_speedup_ci95'][1]:.3f}])   "
+            f"step {s['default_step_ms']:.0f} -> {s['tuned_step_ms']:.0f} ms",
+            style="bold",
+        )
+        word = "the table stays in force" if s["kept"] else "no gain beyond the noise: NCCL's own choice stays in force"
+        console.print(word)
+    if s["decisions"]:
+        grid = Grid(title="decisions", title_justify="left")
+        for column in ("collective", "up to", "decision", "reason"):
+            grid.add_column(column)
+        for d in s["decisions"]:
+            decision = "left to NCCL"
+            if d["algo"] or d["n_channels"]:
+                decision = "/".join(str(x) for x in (d["algo"] or "auto", d["proto"], d["n_channels"]) if x)
+            grid.add_row(d["func"], format_bytes(d["max_bytes"]), decision, d["reason"])
+        console.print(grid)
+    c = s["consistency"]
+    console.print(f"{c['calls_checked']} collectives checked across ranks, {c['mismatches']} mismatches")
+    if s["records_lost"]:
+        console.print(f"{s['records_lost']} records were lost: the tuner could not keep up", style="yellow")
+    console.print(f"trace   {s['trace']}\nreport  {s['report']}")

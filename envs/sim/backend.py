@@ -1,0 +1,257 @@
+"""The emulated backend: ``torch.distributed`` moves the bytes with gloo, the timeline says when NCCL would be done.
+
+Registered as ``emulated`` by the ``torch.backends`` entry point when DYNAMICCL_CLUSTER is set. Results are gloo's, bit
+for bit; only the time of all_gather, reduce_scatter and all_reduce is emulated.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .timeline import Collective, Emulation, Timeline, comm_id_of
+
+# The options' classes as gloo wants them; the names have been stable since torch 2.0.
+_Tensors = list[torch.Tensor]
+
+
+class EmulatedWork(dist.Work):
+    """A collective in flight: done when gloo has moved the bytes and the emulated end has passed."""
+
+    def __init__(
+        self, gloo: dist.Work, timeline: Timeline, collective: Collective, outputs: _Tensors
+    ) -> None:
+        super().__init__()
+        self._gloo, self._timeline, self._collective, self._outputs = gloo, timeline, collective, outputs
+        self._done = False
+
+    def is_completed(self) -> bool:
+        """True once :meth:`wait` has returned or would return at once."""
+        return self._done
+
+    def is_success(self) -> bool:
+        """True once completed without an error."""
+        return self._done
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Block until the emulated end. Raises what gloo raises (a rank that died, a time-out)."""
+        if not self._done:
+            self._gloo.wait(timeout) if timeout else self._gloo.wait()
+            self._timeline.finish(self._collective)
+            self._done = True
+        return True
+
+    def result(self) -> _Tensors:
+        """The output tensors."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[_Tensors]:
+        """A future that completes at the emulated end (DistributedDataParallel waits on these)."""
+        future: torch.futures.Future[_Tensors] = torch.futures.Future()
+        _completer().put((self, future))
+        return future
+
+
+_queue: queue.SimpleQueue[tuple[EmulatedWork, torch.futures.Future[_Tensors]]] | None = None
+
+
+def _completer() -> queue.SimpleQueue[tuple[EmulatedWork, torch.futures.Future[_Tensors]]]:
+    """The queue of one thread that completes futures in order; started when the first future is asked for."""
+    global _queue
+    if _queue is None:
+        _queue = queue.SimpleQueue()
+        threading.Thread(target=_complete, args=(_queue,), daemon=True, name="emulated-futures").start()
+    return _queue
+
+
+def _complete(works: queue.SimpleQueue[tuple[EmulatedWork, torch.futures.Future[_Tensors]]]) -> None:
+    while True:
+        work, future = works.get()
+        try:
+            work.wait()
+            future.set_result(work.result())
+        except Exception as error:
+            future.set_exception(error)
+
+
+class EmulatedGroup(dist.ProcessGroup):
+    """One communicator of the emulated cluster; methods are c10d's, see ``torch.distributed.ProcessGroup``."""
+
+    def __init__(self, options: Any, emulation: Emulation) -> None:
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)
+        world = dist.get_world_size() if dist.is_initialized() else size
+        self._rank, self._size, self._name = rank, size, str(options.group_id)
+        self._gloo = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+        members = ",".join(map(str, options.global_ranks_in_group))
+        self._timeline = (
+            Timeline(emulation, options.store, rank, size, world, comm_id_of(f"{self._name}:{members}"))
+            if size > 1  # NCCL does not ask a tuner for a communicator of one rank
+            else None
+        )
+
+    def _timed(
+        self, func: str, tensor: torch.Tensor, outputs: _Tensors, run: Callable[[], dist.Work]
+    ) -> dist.Work:
+        """Run on gloo; hold the result back to the emulated end. ``tensor`` is the whole buffer."""
+        if self._timeline is None:
+            return run()
+        started: list[dist.Work] = []
+        nbytes = tensor.numel() * tensor.element_size()
+        collective = self._timeline.enqueue(
+            func, nbytes, tensor.element_size(), lambda: bool(started) and started[0].is_completed()
+        )
+        started.append(run())
+        return EmulatedWork(started[0], self._timeline, collective, outputs)
+
+    # -- what training uses; torch 2.13 names first, older spellings below -------------------------------------
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Gather equal shards into one buffer."""
+        opts = opts or dist.AllgatherOptions()
+        return self._timed(
+            "all_gather", output, [output], lambda: self._gloo._allgather_base(output, input, opts)
+        )
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Reduce a buffer and keep this rank's shard."""
+        opts = opts or dist.ReduceScatterOptions()
+        return self._timed(
+            "reduce_scatter", input, [output], lambda: self._gloo._reduce_scatter_base(output, input, opts)
+        )
+
+    def allreduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
+        """Reduce on all ranks, in place."""
+        opts = opts or dist.AllreduceOptions()
+        return self._timed("all_reduce", tensors[0], tensors, lambda: self._gloo.allreduce(tensors, opts))
+
+    def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> dist.Work:
+        """Several gathers; the last one's work stands for all, as they run in order on one stream."""
+        works = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        return _Several(works, outputs)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: _Tensors, inputs: _Tensors, opts: Any = None
+    ) -> dist.Work:
+        """Several reduce-scatters, see :meth:`all_gather_single_coalesced`."""
+        works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        return _Several(works, outputs)
+
+    def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
+        """Several all-reduces, see :meth:`all_gather_single_coalesced`."""
+        one = dist.AllreduceOptions()
+        if opts is not None:
+            one.reduceOp = opts.reduceOp
+        return _Several([self.allreduce([t], one) for t in tensors], tensors)
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- the rest passes through: set-up traffic that no tuner touches -------------------------------------------
+
+    def allgather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> dist.Work:
+        """Gather into lists (checkpoints, object collectives); not timed."""
+        return self._gloo.allgather(outputs, inputs, opts or dist.AllgatherOptions())
+
+    def broadcast(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
+        """Broadcast in place; not timed."""
+        return self._gloo.broadcast(tensors, opts or dist.BroadcastOptions())
+
+    def reduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
+        """Reduce to one rank; not timed."""
+        return self._gloo.reduce(tensors, opts or dist.ReduceOptions())
+
+    def gather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> dist.Work:
+        """Gather to one rank; not timed."""
+        return self._gloo.gather(outputs, inputs, opts or dist.GatherOptions())
+
+    def scatter(self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None) -> dist.Work:
+        """Scatter from one rank; not timed."""
+        return self._gloo.scatter(outputs, inputs, opts or dist.ScatterOptions())
+
+    def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> dist.Work:
+        """Point to point; not timed."""
+        return self._gloo.send(tensors, dst, tag)
+
+    def recv(self, tensors: _Tensors, src: int, tag: int = 0) -> dist.Work:
+        """Point to point; not timed."""
+        return self._gloo.recv(tensors, src, tag)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Barrier; not timed."""
+        return self._gloo.barrier(opts or dist.BarrierOptions())
+
+    def shutdown(self) -> None:
+        """End the communicator."""
+        if self._timeline is not None:
+            self._timeline.close()
+            self._timeline = None
+
+    def size(self) -> int:
+        """Processes in the group (the emulated cluster may have more ranks)."""
+        return self._size
+
+    def rank(self) -> int:
+        """This process' rank in the group."""
+        return self._rank
+
+    def getBackendName(self) -> str:
+        """Name of the backend."""
+        return "emulated"
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def group_name(self) -> str:
+        """c10d's name of the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """c10d's description of the group."""
+        return getattr(self, "_desc", "")
+
+
+class _Several(dist.Work):
+    """Works that were issued together."""
+
+    def __init__(self, works: list[dist.Work], outputs: _Tensors) -> None:
+        super().__init__()
+        self._works, self._outputs = works, outputs
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> _Tensors:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+def register() -> None:
+    """Make ``init_process_group("emulated")`` known. Raises ValueError when the environment is wrong."""
+    emulation = Emulation.from_env()
+    if "emulated" not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            "emulated",
+            lambda options, _: EmulatedGroup(options, emulation),
+            extended_api=True,
+            devices=["cpu"],
+        )

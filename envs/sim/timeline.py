@@ -1,0 +1,208 @@
+"""The emulated timeline of one communicator: what NCCL would choose, and when each collective would end.
+
+The order of events is NCCL's: the plugin's tuner is asked with the cost table that NCCL would offer on this cluster,
+the smallest cost wins, the profiler hears of the collective, and the kernel runs on the communicator's stream, after
+the one before it and not before the last rank arrived. How long it takes is the fabric's word, not NCCL's.
+
+All times are nanoseconds of CLOCK_MONOTONIC. Emulated microseconds are stretched by ``time_scale``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...traces.records import ALGOS, FUNCS, PROTOS
+from ..nccl.build import plugin_path
+from .clusters import Cluster, cluster
+from .cost_model import channels, cost_table
+from .fabric import Fabric
+from .nccl_caller import Communicator
+from .rendezvous import Arrivals
+
+#: The collectives that take emulated time; the others (broadcast, barrier ...) only happen at set-up.
+TIMED = ("all_gather", "reduce_scatter", "all_reduce")
+SPIN_NS = 60_000  # the end of a wait is spun, not slept: a sleep wakes up to this much late
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What is emulated, as the launcher put it into the job's environment."""
+
+    cluster: Cluster
+    bytes_scale: float
+    time_scale: float
+    seed: int
+
+    @classmethod
+    def from_env(cls) -> Emulation:
+        """Read DYNAMICCL_CLUSTER, _BYTES_SCALE, _TIME_SCALE, _SEED. Raises ValueError naming what is wrong."""
+        numbers = {}
+        for name, default in (("BYTES_SCALE", "1"), ("TIME_SCALE", "1"), ("SEED", "0")):
+            text = os.environ.get(f"DYNAMICCL_{name}", default)
+            try:
+                numbers[name] = float(text)
+            except ValueError:
+                raise ValueError(f"DYNAMICCL_{name} must be a number, not {text!r}") from None
+        if numbers["BYTES_SCALE"] <= 0 or numbers["TIME_SCALE"] <= 0:
+            raise ValueError("DYNAMICCL_BYTES_SCALE and DYNAMICCL_TIME_SCALE must be above 0")
+        return cls(
+            cluster(os.environ["DYNAMICCL_CLUSTER"]),
+            numbers["BYTES_SCALE"],
+            numbers["TIME_SCALE"],
+            int(numbers["SEED"]),
+        )
+
+
+@dataclass
+class Collective:
+    """One collective in flight. ``start_ns`` and ``end_ns`` are 0 until every rank has arrived."""
+
+    func: str
+    seq: int  # per function, as NCCL's profiler counts
+    order: int  # on the communicator's stream
+    duration_ns: int
+    slowdown: float  # share by which compute is slowed while it runs
+    n_channels: int
+    handle: Any
+    moved: Callable[[], bool]  # the bytes have been moved
+    start_ns: int = 0
+    end_ns: int = 0
+    charged_ns: int = 0  # compute has paid for the overlap up to here
+
+
+class Timeline:
+    """The stream of one communicator in one process."""
+
+    def __init__(
+        self, emulation: Emulation, store: Any, rank: int, n_processes: int, world: int, comm_id: int
+    ) -> None:
+        whole = emulation.cluster
+        self._emulation, self._cluster = emulation, whole.part(n_processes, world)
+        self._fabric = Fabric.of(self._cluster, seed=emulation.seed)
+        n_ranks, n_nodes = self._cluster.n_ranks, self._cluster.n_nodes
+        self._nccl = Communicator(plugin_path(), comm_id, n_ranks, n_nodes, rank, release=self._cluster.nccl)
+        self._arrivals = Arrivals(store, rank, n_processes)
+        self._comm_id = comm_id
+        self._connected: set[str] = set()
+        self._order = self._resolved = 0
+        self._seq = dict.fromkeys(TIMED, 0)
+        self._stream_end = 0
+        self._queue: deque[Collective] = deque()  # enqueued, not resolved
+        self._running: deque[Collective] = deque()  # resolved, overlap not yet fully charged
+
+    def enqueue(self, func: str, n_bytes: float, element_bytes: int, moved: Callable[[], bool]) -> Collective:
+        """Plan a collective of ``n_bytes`` (whole buffer, before scaling) and put it on the stream."""
+        now = self.charge()
+        unit = element_bytes * self._cluster.n_ranks if func != "all_reduce" else element_bytes
+        count = max(1, round(n_bytes * self._emulation.bytes_scale / unit))
+        n_bytes = count * unit
+        self._order += 1
+        self._seq[func] += 1
+        algo, proto, n_channels = self._plan(func, n_bytes)
+        self._arrivals.note(self._order, now)
+        handle = self._nccl.start_coll(
+            func, self._seq[func], count, element_bytes, n_channels, 16, algo, proto
+        )
+        self._nccl.stop(handle)
+        collective = Collective(
+            func,
+            self._seq[func],
+            self._order,
+            self._duration_ns(func, n_bytes, algo, proto, n_channels),
+            self._fabric.slowdown(n_channels),
+            n_channels,
+            handle,
+            moved,
+        )
+        self._queue.append(collective)
+        return collective
+
+    def finish(self, collective: Collective) -> None:
+        """Return when the collective has ended; the caller has seen its bytes moved."""
+        self.charge()
+        while collective.end_ns == 0:
+            self._resolve(self._queue.popleft())
+        _sleep_until(collective.end_ns)
+        self._skip_charges()
+
+    def charge(self) -> int:
+        """Let this rank's compute pay for the channels that ran beside it since the last call; returns now.
+
+        Compute here runs at full speed on the CPU, on a GPU it would have shared the SMs: the difference is slept.
+        """
+        while self._queue and self._queue[0].moved():
+            self._resolve(self._queue.popleft())
+        now = time.monotonic_ns()
+        debt = 0.0
+        for c in self._running:
+            low, high = max(c.start_ns, c.charged_ns), min(c.end_ns, now)
+            if high > low:
+                debt += (high - low) * c.slowdown
+        if debt > SPIN_NS:
+            _sleep_until(now + int(debt))
+        return self._skip_charges()
+
+    def close(self) -> None:
+        """The communicator is destroyed."""
+        self._nccl.finalize()
+
+    def _plan(self, func: str, n_bytes: int) -> tuple[str, str, int]:
+        """Ask NCCL's model and the plugin, as ncclPrepareTasks does, and clip as the scheduler does."""
+        cost = cost_table(self._cluster, func, n_bytes).copy()
+        asked = self._nccl.get_coll_info(func, n_bytes, cost)
+        a, p = self._nccl.choose(cost)
+        algo, proto = ALGOS[a], PROTOS[p]
+        own, _ = channels(self._cluster, func, n_bytes, algo, proto)
+        return algo, proto, min(asked, self._cluster.comm_channels) if asked else own
+
+    def _duration_ns(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> int:
+        us = self._fabric.time_us(func, n_bytes, algo, proto, n_channels)
+        # Every rank draws the same noise: the collective is one event, not one a rank.
+        rng = np.random.default_rng((self._emulation.seed, self._comm_id & 0xFFFFFFFF, self._order))
+        us *= float(self._fabric.noise(rng))
+        if algo not in self._connected:  # NCCL connects an algorithm at its first use
+            self._connected.add(algo)
+            us += self._fabric.connect_us
+        return int(us * 1e3 * self._emulation.time_scale)
+
+    def _resolve(self, c: Collective) -> None:
+        """All ranks have arrived: fix start and end, and tell the profiler."""
+        c.start_ns = max(self._stream_end, self._arrivals.last(c.order))
+        c.end_ns = self._stream_end = c.start_ns + c.duration_ns
+        self._running.append(c)
+        for channel in range(c.n_channels):
+            self._nccl.kernel(c.handle, channel, c.start_ns, c.end_ns)
+
+    def _skip_charges(self) -> int:
+        """Time up to now was waited or has been paid: compute owes nothing for it."""
+        now = time.monotonic_ns()
+        for c in self._running:
+            c.charged_ns = now
+        while self._running and self._running[0].end_ns <= now:
+            self._running.popleft()
+        return now
+
+
+def _sleep_until(end_ns: int) -> None:
+    left = end_ns - time.monotonic_ns()
+    if left > SPIN_NS:
+        time.sleep((left - SPIN_NS) / 1e9)
+    while time.monotonic_ns() < end_ns:
+        pass
+
+
+def comm_id_of(name: str) -> int:
+    """A communicator's id from its group name: equal on all ranks, never 0 (0 means any in a table)."""
+    import zlib
+
+    return (zlib.crc32(name.encode()) << 32 | zlib.crc32(name[::-1].encode())) or 1
+
+
+assert set(TIMED) <= set(FUNCS)
