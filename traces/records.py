@@ -228,9 +228,9 @@ COMM_DTYPE = _record([("rank", "<u4"), ("n_ranks", "<u4"), ("n_nodes", "<u4"), (
 #: head, the (algo, proto) of NCCL's own choice (the smallest cost). Written when a (comm, func, n_bytes) is new.
 OFFER_DTYPE = _record([("cost_us", "<f4", (N_ALGOS, N_PROTOS)), ("n_pipe_ops", "<i4")])
 #: A collective was enqueued: what really runs (algo, proto, n_channels in the head). `seq` counts per comm and func.
-COLL_DTYPE = _record([("seq", "<u8"), ("enqueue_ns", "<i8")])
+COLL_DTYPE = _record([("seq", "<u8"), ("enqueue_ns", "<i8"), ("rank", "<u4")])
 #: Its kernel ran, where sampled: GPU clock, earliest start to latest end over the channels that reported.
-KERNEL_DTYPE = _record([("seq", "<u8"), ("start_ns", "<i8"), ("end_ns", "<i8")])
+KERNEL_DTYPE = _record([("seq", "<u8"), ("start_ns", "<i8"), ("end_ns", "<i8"), ("rank", "<u4")])
 #: An optimizer step ended on this rank (head: step, generation that was in force during it).
 STEP_DTYPE = _record(
     [

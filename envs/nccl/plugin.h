@@ -1,0 +1,179 @@
+// What the parts of the plugin share with one another, with the probe (ctypes) and with the daemon (shared
+// memory).
+//
+// Layouts are those of traces/records.py and envs/nccl/shm.py; tests/test_plugin.py compares them byte by
+// byte.
+#ifndef DYNAMICCL_PLUGIN_H_
+#define DYNAMICCL_PLUGIN_H_
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "abi.h"
+
+#define DCCL_EXPORT __attribute__((visibility("default")))
+
+enum { DCCL_UNSET = 255 };  // algo, proto or dtype byte: NCCL decides, or unknown
+enum { DCCL_NO_RANK = 0xffffffff };
+
+// ---- table: a 64-byte head and rows of 32 bytes, the same bytes in the file, on the wire and here
+// -----------
+
+#define DCCL_TABLE_MAGIC UINT64_C(0x314c42544c434344)  // "DCCLTBL1"
+enum { DCCL_TABLE_VERSION = 1, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64 };
+
+struct dccl_table_head {
+  uint64_t magic;
+  uint32_t version;
+  uint32_t n_rows;
+  uint32_t generation;
+  uint32_t crc;       // CRC-32 of head and rows with this field and `sequence` zero
+  uint64_t sequence;  // of the file's seqlock; zero on the wire
+  uint64_t reserved[4];
+};
+
+struct dccl_rule {
+  uint64_t comm_id;  // 0: every communicator that has no row of its own for the message
+  uint64_t min_bytes;
+  uint64_t max_bytes;
+  uint8_t func;
+  uint8_t algo;
+  uint8_t proto;
+  uint8_t n_channels;
+  uint32_t reserved;
+};
+
+_Static_assert(sizeof(struct dccl_table_head) == 64, "table head");
+_Static_assert(sizeof(struct dccl_rule) == 32, "table row");
+
+struct dccl_decision {
+  uint8_t algo;
+  uint8_t proto;
+  uint8_t n_channels;  // 0: NCCL decides
+};
+
+// The decision for a message under the active table; false where the table is silent. Never waits for a
+// writer.
+bool dccl_lookup(uint64_t comm_id, int func, uint64_t n_bytes, struct dccl_decision* decision);
+uint32_t dccl_generation(void);
+// Loads the table that DYNAMICCL_TABLE names (a job without a daemon), once.
+void dccl_load_static_table(void);
+void dccl_table_after_fork(void);
+
+// ---- ring
+// ----------------------------------------------------------------------------------------------------
+
+#define DCCL_RING_MAGIC UINT64_C(0x31474e524c434344)  // "DCCLRNG1"
+#define DCCL_RING_BUSY UINT64_MAX                     // stamp of a record that is being written
+enum { DCCL_RING_VERSION = 1, DCCL_RING_RECORDS = 1 << 16 };
+
+enum { DCCL_COMM = 1, DCCL_OFFER, DCCL_COLL, DCCL_KERNEL, DCCL_STEP };
+enum { DCCL_FLAG_REGISTERED = 1, DCCL_FLAG_CAPTURED = 2 };
+
+struct dccl_record {
+  uint64_t stamp;  // position in the ring + 1 once the record is whole
+  uint8_t kind;
+  uint8_t func;
+  uint8_t algo;
+  uint8_t proto;
+  uint8_t n_channels;
+  uint8_t dtype;
+  uint16_t flags;
+  uint64_t comm_id;
+  uint64_t n_bytes;
+  uint32_t step;
+  uint32_t generation;
+  union {
+    struct {
+      uint32_t rank, n_ranks, n_nodes, spare;
+      char name[64];
+    } comm;
+    struct {
+      float cost_us[N_ALGOS][N_PROTOS];
+      int32_t n_pipe_ops;
+    } offer;
+    struct {
+      uint64_t seq;
+      int64_t enqueue_ns;
+      uint32_t rank;
+    } coll;
+    struct {
+      uint64_t seq;
+      int64_t start_ns, end_ns;
+      uint32_t rank;
+    } kernel;
+    struct {
+      uint32_t rank, spare;
+      int64_t end_ns, duration_ns;
+      uint64_t memory_used, memory_total;
+      double loss;
+      float sm_utilization, power_w;
+    } at_step;
+    uint8_t bytes[88];
+  };
+};
+
+_Static_assert(sizeof(struct dccl_record) == 128, "record");
+_Static_assert(offsetof(struct dccl_record, comm_id) == 16, "record");
+_Static_assert(offsetof(struct dccl_record, comm) == 40, "record");
+_Static_assert(offsetof(struct dccl_record, kernel.rank) == 64, "record");
+_Static_assert(offsetof(struct dccl_record, at_step.sm_utilization) == 88, "record");
+
+struct dccl_slot {
+  _Atomic uint64_t word[16];  // word 0 is the stamp
+};
+
+struct dccl_ring {
+  uint64_t magic;
+  uint32_t version;
+  uint32_t record_bytes;
+  uint64_t capacity;
+  uint32_t pid;
+  uint32_t reserved[9];
+  _Atomic uint64_t head;  // positions handed out so far; on its own cache line
+  uint64_t reserved_line[7];
+  struct dccl_slot slots[];
+};
+
+_Static_assert(offsetof(struct dccl_ring, head) == 64, "ring");
+_Static_assert(offsetof(struct dccl_ring, slots) == 128, "ring");
+
+// Writes a record (its stamp is set here). Never waits; a record that finds no ring or a busy slot is lost.
+void dccl_emit(const struct dccl_record* record);
+bool dccl_ring_is_open(void);
+uint32_t dccl_step_now(void);
+int64_t dccl_now_ns(void);
+
+// ---- communicators
+// -------------------------------------------------------------------------------------------
+
+// The communicator whose profiler part was last initialised on this thread: tuner v3 and v4 are not told an
+// id, but NCCL initialises the profiler first, on the same thread.
+struct dccl_comm {
+  bool fresh;
+  uint64_t comm_id;
+  uint32_t rank, n_ranks, n_nodes;
+};
+extern _Thread_local struct dccl_comm dccl_last_comm;
+void dccl_emit_comm(const struct dccl_comm* comm, const char* name);
+
+// ---- control functions, called by the probe
+// -------------------------------------------------------------------
+
+// Opens the ring in the folder named by DYNAMICCL_RUN, once a process. 1 = there is a ring, 0 = there is
+// none.
+DCCL_EXPORT int dynamiccl_open(void);
+// Makes a table message the active table. Its generation, or a negative errno and the old table stays.
+DCCL_EXPORT int64_t dynamiccl_activate(const void* message, size_t size);
+DCCL_EXPORT uint32_t dynamiccl_generation(void);
+// Ends a step: emits `ended` as a STEP record of the active generation; later records belong to the step
+// after.
+DCCL_EXPORT void dynamiccl_step(const struct dccl_record* ended);
+// Kernel times on (1) or off (0) for the collectives enqueued from now on.
+DCCL_EXPORT void dynamiccl_sample(int on);
+// Emits a record as it is: what the benchmark times and the tests fill rings with.
+DCCL_EXPORT void dynamiccl_emit(const struct dccl_record* record);
+
+#endif  // DYNAMICCL_PLUGIN_H_

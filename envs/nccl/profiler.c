@@ -1,0 +1,255 @@
+// The profiler part: what really ran, and where sampled how long its kernel took.
+//
+// A collective's own start and stop are host time (it was enqueued), so its record is written at the start.
+// Kernel times come later, channel by channel, from NCCL's proxy thread; the last channel to stop writes the
+// record.
+//
+// A handle is no pointer: it packs the index of a pool entry, the entry's lap and the channel. NCCL only
+// hands it back, so a handle that is stale, foreign or garbage is recognised and ignored.
+#include <stdlib.h>
+#include <string.h>
+
+#include "plugin.h"
+
+enum { POOL = 4096, POOL_BITS = 12, CHANNEL_BITS = 8 };
+
+// A sampled collective. Atomic throughout: with more than POOL collectives in flight an entry is reused while
+// the proxy thread may still be reporting its former owner.
+struct flight {
+  _Atomic uint64_t lap;    // 0 while it is being filled
+  _Atomic uint64_t kinds;  // func, algo, proto, n_channels, dtype, one byte each
+  _Atomic uint64_t comm_id, n_bytes, seq;
+  _Atomic uint32_t rank, step, generation, n_stopped;
+  _Atomic int64_t start_ns, end_ns;
+};
+
+static struct flight flights[POOL];
+static _Atomic uint64_t next_flight;
+
+static _Atomic int sampling;
+static int* _Atomic nccl_mask;  // one int in NCCL for the whole process, read before every event
+static _Atomic int n_contexts;
+
+struct profiler {
+  struct dccl_comm comm;
+};
+
+// ---- NCCL's names -> numbers
+// ------------------------------------------------------------------------------------
+
+static const char* const func_names[N_FUNCS] = {"broadcast", "reduce",   "allgather", "reducescatter",
+                                                "allreduce", "sendrecv", "send",      "recv"};
+static const char* const algo_names[N_ALGOS] = {"tree",     "ring", "collnetdirect", "collnetchain", "nvls",
+                                                "nvlstree", "pat"};
+static const char* const proto_names[N_PROTOS] = {"ll", "ll128", "simple"};
+static const char* const dtype_names[] = {"int8",    "uint8",    "int32",      "uint32",
+                                          "int64",   "uint64",   "float16",    "float32",
+                                          "float64", "bfloat16", "float8e4m3", "float8e5m2"};
+static const uint8_t dtype_bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+enum { N_DTYPES = sizeof dtype_bytes };
+
+// Spellings differ between releases (NVLS_TREE, NVLSTree): case and underscores do not count.
+static bool same_name(const char* theirs, const char* ours) {
+  for (;; theirs++) {
+    if (*theirs == '_') continue;
+    const char lower = *theirs >= 'A' && *theirs <= 'Z' ? (char)(*theirs + ('a' - 'A')) : *theirs;
+    if (lower != *ours) return false;
+    if (lower == 0) return true;
+    ours++;
+  }
+}
+
+static uint8_t number(const char* theirs, const char* const* names, int n) {
+  if (theirs == NULL) return DCCL_UNSET;
+  for (int i = 0; i < n; i++) {
+    if (same_name(theirs, names[i])) return (uint8_t)i;
+  }
+  return DCCL_UNSET;
+}
+
+// NCCL's size of a message: the whole buffer where `count` is one rank's share. 0 if the type is unknown.
+static uint64_t message_bytes(uint8_t func, uint8_t dtype, size_t count, uint32_t n_ranks) {
+  const uint64_t bytes = dtype == DCCL_UNSET ? 0 : (uint64_t)count * dtype_bytes[dtype];
+  return func == FUNC_ALL_GATHER || func == FUNC_REDUCE_SCATTER ? bytes * n_ranks : bytes;
+}
+
+// ---- handles
+// ----------------------------------------------------------------------------------------------------
+
+static void* pack(uint64_t index, uint64_t channel_plus_1, uint64_t lap) {
+  return (void*)(uintptr_t)(lap << (POOL_BITS + CHANNEL_BITS) | channel_plus_1 << POOL_BITS | index);
+}
+
+// The flight that a handle means, or NULL.
+static struct flight* flight_of(const void* handle) {
+  const uint64_t bits = (uint64_t)(uintptr_t)handle;
+  const uint64_t lap = bits >> (POOL_BITS + CHANNEL_BITS);
+  struct flight* f = &flights[bits & (POOL - 1)];
+  return lap != 0 && atomic_load_explicit(&f->lap, memory_order_acquire) == lap ? f : NULL;
+}
+
+static void* take_off(const struct dccl_record* coll) {
+  const uint64_t ticket = atomic_fetch_add_explicit(&next_flight, 1, memory_order_relaxed);
+  const uint64_t lap = ticket / POOL + 1;
+  struct flight* f = &flights[ticket % POOL];
+  atomic_store_explicit(&f->lap, 0, memory_order_relaxed);
+  uint64_t kinds = 0;
+  memcpy(&kinds, &coll->func, 5);
+  atomic_store_explicit(&f->kinds, kinds, memory_order_release);
+  atomic_store_explicit(&f->comm_id, coll->comm_id, memory_order_release);
+  atomic_store_explicit(&f->n_bytes, coll->n_bytes, memory_order_release);
+  atomic_store_explicit(&f->seq, coll->coll.seq, memory_order_release);
+  atomic_store_explicit(&f->rank, coll->coll.rank, memory_order_release);
+  atomic_store_explicit(&f->step, coll->step, memory_order_release);
+  atomic_store_explicit(&f->generation, coll->generation, memory_order_release);
+  atomic_store_explicit(&f->n_stopped, 0, memory_order_release);
+  atomic_store_explicit(&f->start_ns, INT64_MAX, memory_order_release);
+  atomic_store_explicit(&f->end_ns, INT64_MIN, memory_order_release);
+  atomic_store_explicit(&f->lap, lap, memory_order_release);
+  return pack(ticket % POOL, 0, lap);
+}
+
+static void land(struct flight* f, const void* handle) {
+  struct dccl_record r = {.kind = DCCL_KERNEL,
+                          .comm_id = atomic_load_explicit(&f->comm_id, memory_order_acquire),
+                          .n_bytes = atomic_load_explicit(&f->n_bytes, memory_order_acquire),
+                          .step = atomic_load_explicit(&f->step, memory_order_acquire),
+                          .generation = atomic_load_explicit(&f->generation, memory_order_acquire)};
+  const uint64_t kinds = atomic_load_explicit(&f->kinds, memory_order_acquire);
+  memcpy(&r.func, &kinds, 5);
+  r.kernel.seq = atomic_load_explicit(&f->seq, memory_order_acquire);
+  r.kernel.start_ns = atomic_load_explicit(&f->start_ns, memory_order_acquire);
+  r.kernel.end_ns = atomic_load_explicit(&f->end_ns, memory_order_acquire);
+  r.kernel.rank = atomic_load_explicit(&f->rank, memory_order_acquire);
+  if (flight_of(handle) == f) dccl_emit(&r);  // not reused while we read it
+}
+
+// ---- events
+// -------------------------------------------------------------------------------------------------------
+
+static void* start_coll(const struct profiler* p, const struct nccl_coll_event* e, int rank) {
+  struct dccl_record r = {.kind = DCCL_COLL,
+                          .func = number(e->func, func_names, N_FUNCS),
+                          .algo = number(e->algo, algo_names, N_ALGOS),
+                          .proto = number(e->proto, proto_names, N_PROTOS),
+                          .n_channels = e->n_channels,
+                          .comm_id = p->comm.comm_id,
+                          .step = dccl_step_now(),
+                          .generation = dccl_generation()};
+  const bool nccl_type = e->datatype != NULL && strncmp(e->datatype, "nccl", 4) == 0;
+  r.dtype = number(nccl_type ? e->datatype + 4 : e->datatype, dtype_names, N_DTYPES);
+  r.n_bytes = message_bytes(r.func, r.dtype, e->count, p->comm.n_ranks);
+  r.coll.seq = e->seq;
+  r.coll.enqueue_ns = dccl_now_ns();
+  r.coll.rank = (uint32_t)rank;
+  dccl_emit(&r);
+  return atomic_load_explicit(&sampling, memory_order_relaxed) ? take_off(&r) : NULL;
+}
+
+static void* start_kernel(void* parent, const struct nccl_kernel_ch_event* e) {
+  struct flight* f = flight_of(parent);
+  if (f == NULL) return NULL;
+  const int64_t now = (int64_t)e->timer;
+  int64_t earliest = atomic_load_explicit(&f->start_ns, memory_order_relaxed);
+  while (now < earliest && !atomic_compare_exchange_weak(&f->start_ns, &earliest, now)) {
+  }
+  const uint64_t bits = (uint64_t)(uintptr_t)parent;
+  return pack(bits & (POOL - 1), (uint64_t)e->channel % 255 + 1, bits >> (POOL_BITS + CHANNEL_BITS));
+}
+
+static void stop_kernel(void* handle, uint64_t timer) {
+  struct flight* f = flight_of(handle);
+  const bool is_channel = (uint64_t)(uintptr_t)handle >> POOL_BITS & ((1 << CHANNEL_BITS) - 1);
+  if (f == NULL || !is_channel) return;
+  const int64_t now = (int64_t)timer;
+  int64_t latest = atomic_load_explicit(&f->end_ns, memory_order_relaxed);
+  while (now > latest && !atomic_compare_exchange_weak(&f->end_ns, &latest, now)) {
+  }
+  const uint32_t n_channels = (uint8_t)(atomic_load_explicit(&f->kinds, memory_order_acquire) >> 24);
+  if (atomic_fetch_add(&f->n_stopped, 1) + 1 == n_channels) land(f, handle);
+}
+
+static void set_mask(void) {
+  int* mask = atomic_load(&nccl_mask);
+  if (mask == NULL) return;
+  int bits = 0;  // without a ring nobody listens: no event, no cost
+  if (dccl_ring_is_open()) bits = EVENT_COLL | (atomic_load(&sampling) ? EVENT_KERNEL_CH : 0);
+  __atomic_store_n(mask, bits, __ATOMIC_RELAXED);
+}
+
+void dynamiccl_sample(int on) {
+  atomic_store(&sampling, on != 0);
+  set_mask();
+}
+
+static int start(void** context, uint64_t comm_id, int* mask, const char* name, int n_nodes, int n_ranks,
+                 int rank) {
+  dynamiccl_open();
+  const struct dccl_comm comm = {true, comm_id, (uint32_t)rank, (uint32_t)n_ranks, (uint32_t)n_nodes};
+  dccl_last_comm = comm;
+  dccl_emit_comm(&comm, name);
+  atomic_fetch_add(&n_contexts, 1);
+  if (mask != NULL) atomic_store(&nccl_mask, mask);
+  set_mask();
+  if (context == NULL) return NCCL_SUCCESS;
+  struct profiler* p = calloc(1, sizeof *p);
+  if (p != NULL) p->comm = comm;
+  *context = p;
+  return NCCL_SUCCESS;
+}
+
+static int finish(void* context) {
+  if (atomic_fetch_sub(&n_contexts, 1) == 1) atomic_store(&nccl_mask, NULL);
+  free(context);
+  return NCCL_SUCCESS;
+}
+
+static void start_event(const struct profiler* p, void** handle, uint64_t type, void* parent, int rank,
+                        const struct nccl_coll_event* coll, const struct nccl_kernel_ch_event* kernel) {
+  if (handle == NULL) return;
+  *handle = NULL;
+  if (type == EVENT_COLL && p != NULL) *handle = start_coll(p, coll, rank);
+  if (type == EVENT_KERNEL_CH) *handle = start_kernel(parent, kernel);
+}
+
+static int stop_event(void* handle) {
+  (void)handle;  // of a collective: it was enqueued, not finished; of a channel: its state has told the time
+  return NCCL_SUCCESS;
+}
+
+static int record_event_state(void* handle, int state, union nccl_event_state* args) {
+  if (state == STATE_KERNEL_CH_STOP && args != NULL) stop_kernel(handle, args->kernel_ch_timer);
+  return NCCL_SUCCESS;
+}
+
+// ---- one adapter a version
+// ------------------------------------------------------------------------------------------
+
+static int init_v4(void** context, int* mask, const char* comm_name, uint64_t comm_id, int n_nodes,
+                   int n_ranks, int rank, nccl_logger log) {
+  (void)log;
+  return start(context, comm_id, mask, comm_name, n_nodes, n_ranks, rank);
+}
+
+static int init_v5(void** context, uint64_t comm_id, int* mask, const char* comm_name, int n_nodes,
+                   int n_ranks, int rank, nccl_logger log) {
+  (void)log;
+  return start(context, comm_id, mask, comm_name, n_nodes, n_ranks, rank);
+}
+
+static int start_event_v4(void* context, void** handle, struct nccl_event_v4* e) {
+  if (e != NULL) start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch);
+  return NCCL_SUCCESS;
+}
+
+static int start_event_v5(void* context, void** handle, struct nccl_event_v5* e) {
+  if (e != NULL) start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch);
+  return NCCL_SUCCESS;
+}
+
+DCCL_EXPORT const struct nccl_profiler_v4 ncclProfiler_v4 = {
+    "dynamiccl", init_v4, start_event_v4, stop_event, record_event_state, finish};
+DCCL_EXPORT const struct nccl_profiler_v5 ncclProfiler_v5 = {
+    "dynamiccl", init_v5, start_event_v5, stop_event, record_event_state, finish};
+DCCL_EXPORT const struct nccl_profiler_v5 ncclProfiler_v6 = {
+    "dynamiccl", init_v5, start_event_v5, stop_event, record_event_state, finish};

@@ -1,0 +1,237 @@
+// The active table: what this process decides by, until the probe activates the next one.
+//
+// Two buffers. A writer fills the one that is not active and then makes it active, so a reader meets a writer
+// only if two activations pass while it searches; the sequence number tells it so, and it searches again.
+// Every word is loaded with acquire and stored with release order (plain moves on x86), which makes the check
+// sound without fences: a reader that saw a word of the new table also sees the odd sequence number stored
+// before it.
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "plugin.h"
+
+enum { WORDS = sizeof(struct dccl_rule) / 8, MAX_MESSAGE = 64 + 32 * DCCL_MAX_ROWS };
+
+struct buffer {
+  _Atomic uint32_t sequence;  // odd while it is written
+  _Atomic uint32_t n_rows;
+  _Atomic uint32_t n_any;  // rows for every communicator; they come first, since their comm_id is 0
+  _Atomic uint32_t generation;
+  _Atomic uint64_t row[DCCL_MAX_ROWS][WORDS];
+};
+
+static struct buffer buffers[2];
+static _Atomic uint32_t active;
+static atomic_flag writing = ATOMIC_FLAG_INIT;
+
+static uint64_t word(const struct buffer* b, uint32_t row, int i) {
+  return atomic_load_explicit(&b->row[row][i], memory_order_acquire);
+}
+
+static uint32_t head(const _Atomic uint32_t* value) {
+  return atomic_load_explicit(value, memory_order_acquire);
+}
+
+// The row of [low, high) that holds the message, or -1. All rows there are in (comm_id, func, min_bytes)
+// order.
+static int64_t search(const struct buffer* b, uint32_t low, uint32_t high, uint64_t comm_id, uint64_t func,
+                      uint64_t n_bytes) {
+  const uint32_t first = low;
+  while (low < high) {  // invariant: rows before `low` are not after the message, rows from `high` on are
+    const uint32_t middle = low + (high - low) / 2;
+    const uint64_t row_comm = word(b, middle, 0), row_func = word(b, middle, 3) & 0xff;
+    const bool after = row_comm != comm_id ? row_comm > comm_id
+                       : row_func != func  ? row_func > func
+                                           : word(b, middle, 1) > n_bytes;
+    if (after) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  if (low == first) return -1;
+  const uint32_t row = low - 1;
+  const bool holds =
+      word(b, row, 0) == comm_id && (word(b, row, 3) & 0xff) == func && n_bytes <= word(b, row, 2);
+  return holds ? (int64_t)row : -1;
+}
+
+bool dccl_lookup(uint64_t comm_id, int func, uint64_t n_bytes, struct dccl_decision* decision) {
+  for (;;) {
+    const struct buffer* b = &buffers[head(&active) & 1];
+    const uint32_t sequence = head(&b->sequence);
+    if (sequence & 1) continue;
+    uint32_t n_rows = head(&b->n_rows), n_any = head(&b->n_any);
+    if (n_rows > DCCL_MAX_ROWS || n_any > n_rows) continue;  // torn by two activations
+    int64_t row = comm_id ? search(b, n_any, n_rows, comm_id, (uint64_t)func, n_bytes) : -1;
+    if (row < 0) row = search(b, 0, n_any, 0, (uint64_t)func, n_bytes);
+    const uint64_t last = row < 0 ? 0 : word(b, (uint32_t)row, 3);
+    if (head(&b->sequence) != sequence) continue;
+    if (row < 0) return false;
+    decision->algo = (uint8_t)(last >> 8);
+    decision->proto = (uint8_t)(last >> 16);
+    decision->n_channels = (uint8_t)(last >> 24);
+    return true;
+  }
+}
+
+uint32_t dccl_generation(void) { return head(&buffers[head(&active) & 1].generation); }
+
+// ---- activation
+// ----------------------------------------------------------------------------------------------
+
+static uint32_t crc_table[8][256];
+
+__attribute__((constructor)) static void fill_crc_table(void) {
+  for (uint32_t i = 0; i < 256; i++) {
+    uint32_t crc = i;
+    for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (crc & 1 ? 0xedb88320u : 0);
+    crc_table[0][i] = crc;
+  }
+  for (uint32_t i = 0; i < 256; i++) {
+    for (int t = 1; t < 8; t++) {
+      crc_table[t][i] = (crc_table[t - 1][i] >> 8) ^ crc_table[0][crc_table[t - 1][i] & 0xff];
+    }
+  }
+}
+
+// CRC-32 as zlib has it, eight bytes at a time: the boundary of a step pays for it.
+static uint32_t crc32(uint32_t crc, const void* data, size_t size) {
+  const uint8_t* p = data;
+  crc = ~crc;
+  for (; size >= 8; size -= 8, p += 8) {
+    uint64_t eight;
+    memcpy(&eight, p, 8);
+    eight ^= crc;
+    crc = 0;
+    for (int i = 0; i < 8; i++) crc ^= crc_table[7 - i][(eight >> (8 * i)) & 0xff];
+  }
+  while (size--) crc = (crc >> 8) ^ crc_table[0][(crc ^ *p++) & 0xff];
+  return ~crc;
+}
+
+static struct dccl_rule rule_at(const void* rows, uint32_t i) {
+  struct dccl_rule rule;  // copied: a message need not be aligned
+  memcpy(&rule, (const char*)rows + (size_t)i * sizeof rule, sizeof rule);
+  return rule;
+}
+
+static bool rule_is_valid(const struct dccl_rule* r) {
+  const bool pair_unset = r->algo == DCCL_UNSET && r->proto == DCCL_UNSET;
+  return r->func < N_FUNCS && (pair_unset || (r->algo < N_ALGOS && r->proto < N_PROTOS)) &&
+         r->n_channels <= DCCL_MAX_CHANNELS && r->min_bytes <= r->max_bytes;
+}
+
+static bool in_order(const struct dccl_rule* a, const struct dccl_rule* b) {
+  if (a->comm_id != b->comm_id) return a->comm_id < b->comm_id;
+  if (a->func != b->func) return a->func < b->func;
+  return a->max_bytes < b->min_bytes;
+}
+
+// 0, or the negative errno that says what is wrong with a message.
+static int check(const void* message, size_t size, struct dccl_table_head* h) {
+  if (message == NULL || size < sizeof *h || size > SIZE_MAX / 2) return -EINVAL;
+  memcpy(h, message, sizeof *h);
+  if (h->magic != DCCL_TABLE_MAGIC) return -EINVAL;
+  if (h->version != DCCL_TABLE_VERSION) return -EPROTONOSUPPORT;
+  if (h->n_rows > DCCL_MAX_ROWS) return -E2BIG;
+  if (size < sizeof *h + h->n_rows * sizeof(struct dccl_rule)) return -EMSGSIZE;
+  const char* rows = (const char*)message + sizeof *h;
+  struct dccl_table_head bare = *h;
+  bare.crc = 0;
+  bare.sequence = 0;
+  if (crc32(crc32(0, &bare, sizeof bare), rows, h->n_rows * sizeof(struct dccl_rule)) != h->crc)
+    return -EBADMSG;
+  struct dccl_rule before = {0};
+  for (uint32_t i = 0; i < h->n_rows; i++) {
+    const struct dccl_rule rule = rule_at(rows, i);
+    if (!rule_is_valid(&rule) || (i > 0 && !in_order(&before, &rule))) return -EDOM;
+    before = rule;
+  }
+  return 0;
+}
+
+int64_t dynamiccl_activate(const void* message, size_t size) {
+  struct dccl_table_head h;
+  const int error = check(message, size, &h);
+  if (error) return error;
+  if (atomic_flag_test_and_set_explicit(&writing, memory_order_acquire)) return -EBUSY;
+  const uint32_t next = 1 - (head(&active) & 1);
+  struct buffer* b = &buffers[next];
+  const char* rows = (const char*)message + sizeof h;
+  // Already odd if a fork left the buffer half written.
+  const uint32_t odd = head(&b->sequence) | 1;
+  atomic_store_explicit(&b->sequence, odd, memory_order_relaxed);
+  uint32_t n_any = 0;
+  for (uint32_t i = 0; i < h.n_rows; i++) {
+    uint64_t words[WORDS];
+    memcpy(words, rows + (size_t)i * sizeof words, sizeof words);
+    n_any += words[0] == 0;
+    for (int w = 0; w < WORDS; w++) atomic_store_explicit(&b->row[i][w], words[w], memory_order_release);
+  }
+  atomic_store_explicit(&b->n_rows, h.n_rows, memory_order_release);
+  atomic_store_explicit(&b->n_any, n_any, memory_order_release);
+  atomic_store_explicit(&b->generation, h.generation, memory_order_release);
+  atomic_store_explicit(&b->sequence, odd + 1, memory_order_release);
+  atomic_store_explicit(&active, next, memory_order_release);
+  atomic_flag_clear_explicit(&writing, memory_order_release);
+  return h.generation;
+}
+
+uint32_t dynamiccl_generation(void) { return dccl_generation(); }
+
+// In the child of a fork the thread that was writing is gone.
+void dccl_table_after_fork(void) { atomic_flag_clear(&writing); }
+
+// ---- a table without a daemon
+// --------------------------------------------------------------------------------
+
+static int hex_digit(char c) {
+  if (c >= '0' && c <= '9') return c - '0';
+  if (c >= 'a' && c <= 'f') return c - 'a' + 10;
+  return -1;
+}
+
+static ssize_t read_hex(const char* text, uint8_t* message) {
+  const size_t length = strlen(text);
+  if (length % 2 || length / 2 > MAX_MESSAGE) return -1;
+  for (size_t i = 0; i < length / 2; i++) {
+    const int high = hex_digit(text[2 * i]), low = hex_digit(text[2 * i + 1]);
+    if (high < 0 || low < 0) return -1;
+    message[i] = (uint8_t)(high << 4 | low);
+  }
+  return (ssize_t)(length / 2);
+}
+
+static ssize_t read_path(const char* path, uint8_t* message) {
+  const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) return -1;
+  ssize_t size = 0, got;
+  while (size < MAX_MESSAGE && (got = read(fd, message + size, (size_t)(MAX_MESSAGE - size))) > 0)
+    size += got;
+  close(fd);
+  return size;
+}
+
+// DYNAMICCL_TABLE is `hex:<the message>` or a path. The first form travels with the environment, so that
+// every rank that loads the plugin at all has the same table; `dynamiccl apply` uses it.
+void dccl_load_static_table(void) {
+  static atomic_flag loaded = ATOMIC_FLAG_INIT;
+  const char *source = getenv("DYNAMICCL_TABLE"), *run = getenv("DYNAMICCL_RUN");
+  if (source == NULL || *source == 0 || (run != NULL && *run)) return;
+  if (atomic_flag_test_and_set(&loaded)) return;
+  uint8_t* message = malloc(MAX_MESSAGE);
+  if (message == NULL) return;
+  const bool inline_hex = strncmp(source, "hex:", 4) == 0;
+  const ssize_t size = inline_hex ? read_hex(source + 4, message) : read_path(source, message);
+  const int64_t generation = size < 0 ? -ENOENT : dynamiccl_activate(message, (size_t)size);
+  free(message);
+  if (generation < 0) {
+    fprintf(stderr, "dynamiccl: DYNAMICCL_TABLE is not a usable table (%s); NCCL decides alone\n",
+            strerror((int)-generation));
+  }
+}
