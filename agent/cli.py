@@ -17,7 +17,7 @@ app = typer.Typer(
 )
 
 #: Command -> module in agent/commands, in the order of the help text.
-COMMANDS = {"tune": "tune", "show": "show", "train": "train", "model": "model"}
+COMMANDS = {"tune": "tune", "env": "env", "show": "show", "train": "train", "model": "model"}
 
 for _name, _module in COMMANDS.items():
     _function = getattr(importlib.import_module(f".commands.{_module}", __package__), _module.rstrip("_"))

@@ -11,7 +11,13 @@ from rich.table import Table as Grid
 from ..traces.records import format_bytes
 from .tuner import Line
 
-_COLOURS = {"kept": "bold green", "best so far": "green", "rolled back": "yellow", "worse": "dim", "again": "dim"}
+_COLOURS = {
+    "kept": "bold green",
+    "best so far": "green",
+    "rolled back": "yellow",
+    "worse": "dim",
+    "again": "dim",
+}
 
 
 def describe(line: Line) -> str:

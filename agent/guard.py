@@ -60,9 +60,7 @@ class Guard:
             return 0.02
         return max(0.002, math.sqrt(sum(x * x for x in self.noise) / n / 2))
 
-    def confirm(
-        self, env: LiveEnv, slot: Slot, decision: Decision
-    ) -> Iterator[tuple[Window, Window] | Confirmation]:
+    def confirm(self, env: LiveEnv, slot: Slot, decision: Decision) -> Iterator[tuple[Window, Window] | Confirmation]:
         """Sequential paired test of ``decision`` on ``slot``; yields each pair as it is measured, then the outcome.
 
         Pairs are (slot left to NCCL, slot with the decision), both with the other slots as committed. The standard

@@ -109,9 +109,7 @@ class Tuner:
         profiles = env.profile()
         self.outcome.regime = regime(env.profile_events)
         _, window = env.log[-1]
-        found = (
-            ", ".join(f"{p.slot} x{p.calls:.0f} ({p.share:.0%} of the step)" for p in profiles) or "no slot"
-        )
+        found = ", ".join(f"{p.slot} x{p.calls:.0f} ({p.share:.0%} of the step)" for p in profiles) or "no slot"
         self._tell("profile", "", AUTO, AUTO, window, window, "measured", found)
 
     def _allowance(self, slots_left: int) -> int:
@@ -137,9 +135,7 @@ class Tuner:
                 f"left to NCCL's {own}: {best} looked best of {tried}, saved {percent} of the step",
             )
         self.env.committed[slot] = best
-        return Choice(
-            profile, best, f"saves {percent} of the step against NCCL's {own}; best of {tried} configs tried"
-        )
+        return Choice(profile, best, f"saves {percent} of the step against NCCL's {own}; best of {tried} configs tried")
 
     def _search(self, profile: SlotProfile, trials: int) -> int:
         """Let the policy try configs on one slot, at most ``trials``; returns how many different ones it tried."""
@@ -164,14 +160,10 @@ class Tuner:
             if not decision.is_auto:
                 tried.add(decision)
             verdict = (
-                "best so far"
-                if env.best() == decision != before
-                else ("again" if decision == before else "worse")
+                "best so far" if env.best() == decision != before else ("again" if decision == before else "worse")
             )
             self.outcome.windows += 1
-            self._tell(
-                "search", str(profile.slot), previous, decision, info["window"], info["default"], verdict
-            )
+            self._tell("search", str(profile.slot), previous, decision, info["window"], info["default"], verdict)
             previous = env.best()
         return len(tried)
 

@@ -63,7 +63,12 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - gymnasium's contract
 
     def __init__(
-        self, job: Job, window_steps: int = 4, profile_steps: int = 8, min_share: float = 0.01, time_scale: float = 1.0
+        self,
+        job: Job,
+        window_steps: int = 4,
+        profile_steps: int = 8,
+        min_share: float = 0.01,
+        time_scale: float = 1.0,
     ) -> None:
         self.observation_space = spaces.observation_space()
         self.action_space = spaces.action_space()
@@ -110,7 +115,7 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
         return window
 
     def measure_pair(self, decisions: dict[Slot, Decision]) -> tuple[Window, Window]:
-        """A default window and one under ``decisions``, neighbours in time. Configs that are new are warmed up first."""
+        """A default window and one under ``decisions``, neighbours in time; configs that are new are warmed up first."""
         new = {(s, d) for s, d in decisions.items() if not d.is_auto} - self._used
         if new:
             self.measure(WARM, decisions, WARM_STEPS, discard=0)
@@ -147,9 +152,7 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
             self._incumbent_saving = 1 - window.step_ms / self.default_ms
         return self._observe(), {"slot": slot, "log": list(self.log), "saving": self._incumbent_saving}
 
-    def step(
-        self, action: np.ndarray[Any, Any]
-    ) -> tuple[np.ndarray[Any, Any], float, bool, bool, dict[str, Any]]:
+    def step(self, action: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], float, bool, bool, dict[str, Any]]:
         """Run one default window and one window of ``action``."""
         self.log.clear()
         config = int(spaces.config_index(np.asarray(action)[None])[0])

@@ -182,17 +182,13 @@ def config_mask(observations: Array) -> Array:
 def statistics(observations: Array) -> tuple[Array, Array]:
     """Per-config entries of observations (n, N_OBSERVATION): count / 4 and gap to the best, each (n, N_CONFIGS)."""
     start = N_FEATURES + N_OUTCOME
-    return observations[:, start : start + N_CONFIGS], observations[
-        :, start + N_CONFIGS : start + 2 * N_CONFIGS
-    ]
+    return observations[:, start : start + N_CONFIGS], observations[:, start + N_CONFIGS : start + 2 * N_CONFIGS]
 
 
 def seen(observations: Array) -> Seen:
     """Inverse of :func:`observe`, as far as policies need it. ``observations`` is (n, N_OBSERVATION)."""
     observations = np.asarray(observations, np.float64)
-    parts = np.split(
-        observations, np.cumsum([N_FEATURES, N_PAIRS, N_CHANNELS, 4, N_CONFIGS, N_CONFIGS]), axis=1
-    )
+    parts = np.split(observations, np.cumsum([N_FEATURES, N_PAIRS, N_CHANNELS, 4, N_CONFIGS, N_CONFIGS]), axis=1)
     _, pairs, channels, outcome, count, gap, _ = parts
     count = np.rint(4 * count)
     last = pairs.argmax(axis=1) * N_CHANNELS + channels.argmax(axis=1)

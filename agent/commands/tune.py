@@ -23,10 +23,12 @@ def tune(
         typer.Argument(help="The training job, after --; without one our own ZeRO job runs.", show_default=False),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="Emulate this cluster (a preset's name or a TOML file); no GPU is needed.")
+        str | None,
+        typer.Option(help="Emulate this cluster (a preset's name or a TOML file); no GPU is needed."),
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="Who decides: lstm, default, random, coordinate-descent, thompson, ..., or MODULE:NAME.")
+        str,
+        typer.Option(help="Who decides: lstm, default, random, coordinate-descent, thompson, ..., or MODULE:NAME."),
     ] = "lstm",
     stage: Annotated[int, typer.Option(help="ZeRO stage of our own job, 0 to 3.")] = 3,
     steps: Annotated[int, typer.Option(help="Steps of our own job; the last ones are kept for the closing A/B.")] = 900,
@@ -99,7 +101,13 @@ def tune(
 
 
 def _check(
-    stage: int, steps: int, windows: int, verify: int, window_steps: int, command: list[str] | None, attach: str | None
+    stage: int,
+    steps: int,
+    windows: int,
+    verify: int,
+    window_steps: int,
+    command: list[str] | None,
+    attach: str | None,
 ) -> None:
     if stage not in (0, 1, 2, 3):
         fail(f"stage is 0, 1, 2 or 3, not {stage}")
@@ -109,7 +117,9 @@ def _check(
         fail("windows and window-steps start at 1, verify at 6: fewer pairs give no interval")
     least = (2 * verify + 12) * (window_steps + 1)
     if not (command or attach) and steps < least:
-        fail(f"{steps} steps are too few: the closing A/B alone takes {least}; give --steps {2 * least} or a smaller --verify")
+        fail(
+            f"{steps} steps are too few: the closing A/B takes {least}; give --steps {2 * least} or a smaller --verify"
+        )
 
 
 def _check_cluster(emulated: Any) -> None:
@@ -129,7 +139,10 @@ def _exit_code(summary: dict[str, Any], out: Path, own: bool) -> int:
     if summary["ended"] == "interrupted":
         return 130
     if summary["job_status"]:
-        print(f"error: the job failed with status {summary['job_status']}; see {out / 'job.log'}", file=sys.stderr)
+        print(
+            f"error: the job failed with status {summary['job_status']}; see {out / 'job.log'}",
+            file=sys.stderr,
+        )
         return 1
     if summary["speedup"] is None:
         hint = "give it more steps" if own else "it must take more optimizer steps under the tuner"

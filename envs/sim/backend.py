@@ -23,9 +23,7 @@ _Tensors = list[torch.Tensor]
 class EmulatedWork(dist.Work):
     """A collective in flight: done when gloo has moved the bytes and the emulated end has passed."""
 
-    def __init__(
-        self, gloo: dist.Work, timeline: Timeline, collective: Collective, outputs: _Tensors
-    ) -> None:
+    def __init__(self, gloo: dist.Work, timeline: Timeline, collective: Collective, outputs: _Tensors) -> None:
         super().__init__()
         self._gloo, self._timeline, self._collective, self._outputs = gloo, timeline, collective, outputs
         self._done = False
@@ -95,9 +93,7 @@ class EmulatedGroup(dist.ProcessGroup):
             else None
         )
 
-    def _timed(
-        self, func: str, tensor: torch.Tensor, outputs: _Tensors, run: Callable[[], dist.Work]
-    ) -> dist.Work:
+    def _timed(self, func: str, tensor: torch.Tensor, outputs: _Tensors, run: Callable[[], dist.Work]) -> dist.Work:
         """Run on gloo; hold the result back to the emulated end. ``tensor`` is the whole buffer."""
         if self._timeline is None:
             return run()
@@ -114,9 +110,7 @@ class EmulatedGroup(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Gather equal shards into one buffer."""
         opts = opts or dist.AllgatherOptions()
-        return self._timed(
-            "all_gather", output, [output], lambda: self._gloo._allgather_base(output, input, opts)
-        )
+        return self._timed("all_gather", output, [output], lambda: self._gloo._allgather_base(output, input, opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Reduce a buffer and keep this rank's shard."""
@@ -135,9 +129,7 @@ class EmulatedGroup(dist.ProcessGroup):
         works = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return _Several(works, outputs)
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: _Tensors, inputs: _Tensors, opts: Any = None
-    ) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> dist.Work:
         """Several reduce-scatters, see :meth:`all_gather_single_coalesced`."""
         works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return _Several(works, outputs)

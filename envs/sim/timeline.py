@@ -80,9 +80,7 @@ class Collective:
 class Timeline:
     """The stream of one communicator in one process."""
 
-    def __init__(
-        self, emulation: Emulation, store: Any, rank: int, n_processes: int, world: int, comm_id: int
-    ) -> None:
+    def __init__(self, emulation: Emulation, store: Any, rank: int, n_processes: int, world: int, comm_id: int) -> None:
         whole = emulation.cluster
         self._emulation, self._cluster = emulation, whole.part(n_processes, world)
         self._fabric = Fabric.of(self._cluster, seed=emulation.seed)
@@ -107,9 +105,7 @@ class Timeline:
         self._seq[func] += 1
         algo, proto, n_channels = self._plan(func, n_bytes)
         self._arrivals.note(self._order, now)
-        handle = self._nccl.start_coll(
-            func, self._seq[func], count, element_bytes, n_channels, 16, algo, proto
-        )
+        handle = self._nccl.start_coll(func, self._seq[func], count, element_bytes, n_channels, 16, algo, proto)
         self._nccl.stop(handle)
         collective = Collective(
             func,
