@@ -1,0 +1,190 @@
+"""A made-up ZeRO-3 run on two of 16 ranks, for the tests of what reads traces: known costs, known decisions."""
+
+import numpy as np
+import pandas as pd
+from dynamiccl.traces.assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS
+from dynamiccl.traces.files import Trace, TraceWriter
+from dynamiccl.traces.records import Decision, Rule, Slot, Table, size_class
+
+COMM = 0xC0FFEE0123456789
+CLOCK = 1_763_719_000_000_000_123
+MIB = 1 << 20
+LAYERS, LAYER_BYTES, ROOT_BYTES = 5, 8 * MIB, 2 * MIB
+GATHER = Slot(COMM, "all_gather", size_class(LAYER_BYTES))
+SCATTER = Slot(COMM, "reduce_scatter", size_class(LAYER_BYTES))
+OWN = ("ring", "ll", 8)
+FINAL = {GATHER: Decision("ring", "simple", 16), SCATTER: Decision("ring", "ll128", 16)}
+#: Median microseconds of one call: (func, n_bytes) -> by (algo, proto, n_channels).
+CALL_US = {
+    ("all_gather", LAYER_BYTES): {OWN: 900.0, ("ring", "simple", 16): 500.0, ("ring", "ll128", 16): 700.0},
+    ("reduce_scatter", LAYER_BYTES): {OWN: 1000.0, ("ring", "ll128", 16): 600.0, ("ring", "simple", 8): 1200.0},
+    ("all_gather", ROOT_BYTES): {OWN: 300.0},
+    ("reduce_scatter", ROOT_BYTES): {OWN: 320.0},
+}
+ORDER = (
+    [("all_gather", ROOT_BYTES)]
+    + [("all_gather", LAYER_BYTES)] * LAYERS
+    + [("all_gather", LAYER_BYTES), ("reduce_scatter", LAYER_BYTES)] * (LAYERS - 1)
+    + [("reduce_scatter", LAYER_BYTES), ("reduce_scatter", ROOT_BYTES)]
+)
+HEADER = {
+    "cluster": "h100-2x8",
+    "emulated": True,
+    "bytes_scale": 64.0,
+    "time_scale": 8.0,
+    "stage": 3,
+    "nccl": "2.28.9",
+}
+
+
+class Job:
+    """Runs steps under a table and keeps what the rings would have told."""
+
+    def __init__(self, seed=0, sampled=0.5):
+        self.rng = np.random.default_rng(seed)
+        self.sampled = sampled
+        self.events, self.steps = [], []
+        self.seq = {"all_gather": 0, "reduce_scatter": 0}
+        self.index, self.now, self.loss = 0, CLOCK, 5.5
+
+    def step(self, table):
+        """One optimizer step; returns its time in ms."""
+        rules = {(r.func, size_class(r.max_bytes)): r.decision for r in table.rules}
+        timed = self.rng.random() < self.sampled
+        began = self.now
+        t = [began + 20_000, began + 20_000 + 3_000]  # the communication stream of each rank
+        for func, n_bytes in ORDER:
+            decision = rules.get((func, size_class(n_bytes)), Decision())
+            ran = (decision.algo, decision.proto, decision.n_channels) if decision.algo else OWN
+            cost = 1000 * CALL_US[func, n_bytes].get(ran, 800.0)
+            compute = 150_000 if func == "all_gather" else 300_000
+            for rank in (0, 1):
+                start = int(t[rank] + compute * self.rng.uniform(0.9, 1.1))
+                end = int(start + cost * self.rng.uniform(0.95, 1.05))
+                t[rank] = end
+                values = (self.seq[func], COMM, rank, 16, 2, func, n_bytes, "bfloat16", *ran, table.generation)
+                when = (start, end) if timed else (None, None)
+                self.events.append((*values, start - 50_000, *when, self.index, 1000 + rank))
+            t = [max(t)] * 2
+            self.seq[func] += 1
+        self.now = max(t) + 400_000
+        self.loss = 0.995 * self.loss + self.rng.normal(0, 0.01)
+        duration = self.now - began
+        for rank in (0, 1):
+            loss = self.loss if rank == 0 else np.nan
+            memory = (11 << 30, 80 << 30)
+            row = (self.index, rank, self.now, duration, table.generation, *memory, 0.7, 410.0, loss, 1000 + rank)
+            self.steps.append(row)
+        self.index += 1
+        return duration / 1e6
+
+    def window(self, table, n=4):
+        return float(np.median([self.step(table) for _ in range(n)]))
+
+
+def write_run(folder, *, search=12, final=8, seed=0, sampled=0.5, stop_early=False):
+    """Write the trace of such a run into ``folder``; returns (summary, Trace). ``stop_early``: no final A/B."""
+    job, default = Job(seed, sampled), Table(0)
+    generation = 0
+    with TraceWriter(folder, HEADER) as writer:
+
+        def publish(decisions):
+            nonlocal generation
+            generation += 1
+            table = Table.of(generation, decisions)
+            writer.log("table", {"table": table})
+            return table
+
+        def log(slot, decision, previous, step_ms, default_ms, verdict, reason, phase):
+            saving = 1 - step_ms / default_ms
+            entry = {"index": log.n, "regime": "zero-3", "slot": slot, "decision": decision, "previous": previous}
+            entry |= {"step_ms": step_ms, "default_ms": default_ms, "saving": saving, "verdict": verdict}
+            writer.log("window", {**entry, "reason": reason, "generation": generation, "phase": phase})
+            log.n += 1
+
+        log.n = 0
+        base = job.window(default, 6)
+        log(None, Decision(), Decision(), base, base, "measured", "NCCL decides", "default")
+        kept, trials = (
+            {},
+            [
+                (GATHER, Decision("ring", "ll128", 16)),
+                (GATHER, Decision("ring", "simple", 16)),
+                (SCATTER, Decision("ring", "simple", 8)),
+                (SCATTER, Decision("ring", "ll128", 16)),
+            ],
+        )
+        for i in range(search):
+            slot, decision = trials[i % len(trials)]
+            base = job.window(publish({}), 2)
+            step_ms = job.window(publish({**kept, slot: decision}))
+            good = FINAL[slot] == decision
+            previous = kept.get(slot, Decision())
+            kept |= {slot: decision} if good else {}
+            reason = "saves step time in 3 of 3 pairs" if good else "no better than what is kept"
+            verdict = "kept" if good else "dropped"
+            log(slot, decision, previous, step_ms, base, verdict, reason, "search")
+        ratios = []
+        for _ in range(0 if stop_early else final):
+            base = job.window(publish({}))
+            step_ms = job.window(publish(kept))
+            ratios.append(base / step_ms)
+            log(None, "table", "auto", step_ms, base, "measured", "final A/B", "ab")
+        writer.write(frame(job.events, EVENT_COLUMNS), frame(job.steps, STEP_COLUMNS))
+        writer.write_whole("comms", frame([(COMM, 16, 2, "dp", r, 1000 + r) for r in (0, 1)], COMM_COLUMNS))
+        writer.write_whole("offers", frame(list(offers()), OFFER_COLUMNS))
+    trace = Trace.read(folder)
+    if stop_early:
+        return {"cluster": "h100-2x8", "emulated": True, "speedup": None, "decisions": []}, trace
+    return summary_of(trace, ratios, job), trace
+
+
+def summary_of(trace, ratios, job):
+    windows = trace.windows.query("phase == 'ab'")
+    spread = float(np.std(ratios) / len(ratios) ** 0.5)
+    decisions = [
+        {
+            "func": slot.func,
+            "min_bytes": slot.min_bytes,
+            "max_bytes": slot.max_bytes,
+            "algo": d.algo,
+            "proto": d.proto,
+            "n_channels": d.n_channels,
+            "reason": f"step time {saved} ms shorter than NCCL's own choice in 3 of 3 pairs",
+        }
+        for (slot, d), saved in zip(FINAL.items(), (3.6, 2.0), strict=True)
+    ]
+    losses = trace.steps["loss"].dropna()
+    return {
+        **{k: HEADER[k] for k in ("cluster", "emulated", "bytes_scale", "time_scale", "stage")},
+        "n_processes": 2,
+        "n_ranks": 16,
+        "steps": job.index,
+        "loss_first": float(losses.iloc[0]),
+        "loss_last": float(losses.iloc[-1]),
+        "default_step_ms": float(windows["default_ms"].median()),
+        "tuned_step_ms": float(windows["step_ms"].median()),
+        "speedup": float(np.mean(ratios)),
+        "speedup_ci95": [float(np.mean(ratios)) - 2 * spread, float(np.mean(ratios)) + 2 * spread],
+        "aa_speedup_ci95": [0.994, 1.005],
+        "windows": len(trace.windows),
+        "decisions": decisions,
+        "consistency": {"calls_checked": len(trace.events) // 2, "mismatches": 0},
+        "trace": str(trace.folder),
+        "report": None,
+    }
+
+
+def offers():
+    for func, n_bytes in CALL_US:
+        costs = np.full((7, 3), -1, np.float32)
+        costs[1] = [CALL_US[func, n_bytes][OWN] / 8, 140, 160]
+        yield COMM, func, n_bytes, "ring", "ll", 1, costs.ravel()
+
+
+def frame(rows, columns):
+    return pd.DataFrame(rows, columns=list(columns)).astype(columns)
+
+
+def rule(slot):
+    return Rule.of(slot, FINAL[slot])
