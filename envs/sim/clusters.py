@@ -1,0 +1,320 @@
+"""Clusters as NCCL sees them: presets, files, and many clusters at once as arrays.
+
+A :class:`Cluster` is what NCCL knows after its topology search; a :class:`Fleet` is ``n`` of them as arrays,
+which is what the cost model and the fabric compute on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+#: Rows of NCCL's tuning constants, in their order (NCCL 2.30.7 src/graph/tuning.cc).
+GENERATIONS = ("V", "A", "H", "B")
+CPUS = ("intel", "amd", "arm", "mixed")
+#: NCCL's path types from near to far (NCCL 2.30.7 src/graph/topo.h).
+PATHS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "NET", "DIS")
+MAX_CHANNELS = 64
+_FILE = Path(__file__).with_name("clusters.toml")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph of NCCL's search: channels, GB/s a channel within and between nodes, path types, network us."""
+
+    channels: int
+    bw_intra: float
+    bw_inter: float
+    type_intra: str = "NVL"
+    type_inter: str = "PIX"
+    latency_inter: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.channels <= MAX_CHANNELS:
+            raise ValueError(f"graph channels must lie in 0..{MAX_CHANNELS}, not {self.channels}")
+        # Written so that NaN fails too.
+        if not (0 < self.bw_intra < 1e5 and 0 < self.bw_inter < 1e5 and 0 <= self.latency_inter < 1e4):
+            raise ValueError("a graph needs bw_intra, bw_inter in (0, 1e5) GB/s, latency_inter in [0, 1e4) us")
+        for path in (self.type_intra, self.type_inter):
+            if path not in PATHS:
+                raise ValueError(f"unknown path type {path!r}; NCCL's are {', '.join(PATHS)}")
+
+
+NO_GRAPH = Graph(0, 1.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What NCCL knows of a cluster; the keys are explained at the head of ``clusters.toml``."""
+
+    name: str
+    n_nodes: int
+    gpus_per_node: int
+    generation: str
+    ring: Graph
+    tree: Graph
+    comm_channels: int
+    nvls: Graph = field(default=NO_GRAPH)
+    nvls_channels: int = 0
+    gpu: str = "unknown"
+    n_sms: int = 108
+    cpu: str = "intel"
+    nic: str = "unknown"
+    n_nics: int = 1
+    nic_gbs: float = 12.5
+    nccl: str = "2.28.9"
+    collnet: bool = False
+    host_net: bool = True
+
+    def __post_init__(self) -> None:
+        checks = (
+            (1 <= self.n_nodes <= 65536, f"n_nodes must lie in 1..65536, not {self.n_nodes}"),
+            (1 <= self.gpus_per_node <= 72, f"gpus_per_node must lie in 1..72, not {self.gpus_per_node}"),
+            (self.n_ranks >= 2, "a cluster has at least 2 ranks: NCCL never asks a tuner for one"),
+            (self.generation in GENERATIONS, f"generation must be one of {', '.join(GENERATIONS)}"),
+            (self.cpu in CPUS, f"cpu must be one of {', '.join(CPUS)}"),
+            (1 <= self.comm_channels <= MAX_CHANNELS, f"comm_channels must lie in 1..{MAX_CHANNELS}"),
+            (0 <= self.nvls_channels <= MAX_CHANNELS, f"nvls_channels must lie in 0..{MAX_CHANNELS}"),
+            (
+                self.n_sms >= 1 and self.n_nics >= 1 and self.nic_gbs > 0,
+                "n_sms, n_nics and nic_gbs must be positive",
+            ),
+            (self.ring.channels >= 1, "the ring graph has at least one channel"),
+        )
+        for ok, message in checks:
+            if not ok:
+                raise ValueError(f"cluster {self.name}: {message}")
+        release_number(self.nccl)
+
+    @property
+    def n_ranks(self) -> int:
+        """Ranks of the communicator, one a GPU."""
+        return self.n_nodes * self.gpus_per_node
+
+    def part(self, n_members: int, n_all: int) -> Cluster:
+        """The cluster of a communicator with ``n_members`` of the job's ``n_all`` members, packed on few nodes.
+
+        It has the same share of this cluster's ranks. Raises ValueError when that is fewer than two ranks.
+        """
+        if not 0 < n_members <= n_all:
+            raise ValueError(f"a communicator has 1 to {n_all} members, not {n_members}")
+        if n_members == n_all:
+            return self
+        n_ranks = self.n_ranks * n_members // n_all
+        n_nodes = -(-n_ranks // self.gpus_per_node)
+        per_node = n_ranks // n_nodes if n_ranks else 0
+        name = f"{self.name}[{n_members}/{n_all}]"
+        return replace(self, name=name, n_nodes=max(n_nodes, 1), gpus_per_node=max(per_node, 1))
+
+    @property
+    def offers_ll128(self) -> bool:
+        """NCCL's default rule for LL128: near paths only (2.30.7 src/graph/tuning.cc, ncclTopoTuneModel)."""
+        farthest = "PXN" if self.generation in ("H", "B") else "PXB"
+        near = PATHS.index(self.ring.type_intra) <= PATHS.index("NVB")
+        return near and (self.n_nodes == 1 or PATHS.index(self.ring.type_inter) <= PATHS.index(farthest))
+
+    @property
+    def offers_nvls(self) -> bool:
+        """NVLS for all_gather and reduce_scatter: NVSwitch multicast; on several nodes CollNet too."""
+        able = self.generation in ("H", "B") and self.nvls.channels >= 2 and self.nvls_channels > 0
+        return able and self.gpus_per_node <= 32 and (self.n_nodes == 1 or self.collnet)
+
+    @property
+    def offers_pat(self) -> bool:
+        """PAT: one GPU a node and a host-driven network (NCCL_PAT_ENABLE at its default), from 2.23 on."""
+        return self.gpus_per_node == 1 and self.host_net and release_number(self.nccl) >= 22300
+
+
+@dataclass
+class Fleet:
+    """``n`` clusters as arrays of shape (n,): what the cost model and the fabric compute on."""
+
+    n_nodes: Array
+    gpus_per_node: Array
+    generation: Array  # index into GENERATIONS
+    release: Array  # 22809 for 2.28.9
+    amd: Array  # bool: AMD or mixed CPUs
+    ring_channels: Array
+    ring_bw_intra: Array  # GB/s a channel
+    ring_bw_inter: Array
+    ring_nvl: Array  # bool: the ring's path within a node is NVLink
+    ring_latency: Array  # us
+    tree_channels: Array
+    tree_bw_intra: Array
+    tree_bw_inter: Array
+    tree_nvl: Array
+    tree_latency: Array
+    nvls_graph_channels: Array
+    nvls_bw_intra: Array
+    nvls_bw_inter: Array
+    nvls_latency: Array
+    comm_channels: Array
+    nvls_channels: Array
+    ll128: Array  # bool: offered
+    nvls: Array
+    pat: Array
+    collnet: Array
+    n_sms: Array
+    n_nics: Array
+    nic_gbs: Array
+
+    @property
+    def n_ranks(self) -> Array:
+        """Ranks, (n,)."""
+        return np.asarray(self.n_nodes * self.gpus_per_node)
+
+    def __len__(self) -> int:
+        return len(self.n_nodes)
+
+    @classmethod
+    def of(cls, clusters: Sequence[Cluster]) -> Fleet:
+        """The arrays of ``clusters``, in their order."""
+        rows = [_row(c) for c in clusters]
+        return cls(**{f.name: np.array([row[f.name] for row in rows]) for f in fields(cls)})
+
+    def take(self, index: Array) -> Fleet:
+        """The clusters at ``index`` (any NumPy index)."""
+        return Fleet(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+
+def _row(c: Cluster) -> dict[str, Any]:
+    return {
+        "n_nodes": c.n_nodes,
+        "gpus_per_node": c.gpus_per_node,
+        "generation": GENERATIONS.index(c.generation),
+        "release": release_number(c.nccl),
+        "amd": c.cpu in ("amd", "mixed"),
+        "ring_channels": c.ring.channels,
+        "ring_bw_intra": float(c.ring.bw_intra),
+        "ring_bw_inter": float(c.ring.bw_inter),
+        "ring_nvl": c.ring.type_intra == "NVL",
+        "ring_latency": float(c.ring.latency_inter),
+        "tree_channels": c.tree.channels,
+        "tree_bw_intra": float(c.tree.bw_intra),
+        "tree_bw_inter": float(c.tree.bw_inter),
+        "tree_nvl": c.tree.type_intra == "NVL",
+        "tree_latency": float(c.tree.latency_inter),
+        "nvls_graph_channels": c.nvls.channels,
+        "nvls_bw_intra": float(c.nvls.bw_intra),
+        "nvls_bw_inter": float(c.nvls.bw_inter),
+        "nvls_latency": float(c.nvls.latency_inter),
+        "comm_channels": c.comm_channels,
+        "nvls_channels": c.nvls_channels,
+        "ll128": c.offers_ll128,
+        "nvls": c.offers_nvls,
+        "pat": c.offers_pat,
+        "collnet": c.collnet,
+        "n_sms": c.n_sms,
+        "n_nics": c.n_nics,
+        "nic_gbs": float(c.nic_gbs),
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def release_number(text: str) -> int:
+    """``'2.28.9' -> 22809``. Raises ValueError when it is no release."""
+    parts = text.split(".")
+    if len(parts) not in (2, 3) or not all(p.isdigit() for p in parts) or int(parts[0]) != 2:
+        raise ValueError(f"NCCL release looks like 2.28.9, not {text!r}")
+    return int(parts[0]) * 10000 + int(parts[1]) * 100 + (int(parts[2]) if len(parts) == 3 else 0)
+
+
+def from_mapping(name: str, values: Mapping[str, Any]) -> Cluster:
+    """Cluster from the keys of a TOML table. Raises ValueError naming what is missing, unknown, impossible."""
+    known = {f.name for f in fields(Cluster)} - {"name"}
+    for key in values:
+        if key not in known and key not in ("like", "name"):
+            near = difflib.get_close_matches(key, known, 1)
+            raise ValueError(f"cluster {name}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    base = _fields(cluster(str(values["like"]))) if "like" in values else {}
+    merged: dict[str, Any] = {**base, **{k: v for k, v in values.items() if k not in ("like", "name")}}
+    graphs = [key for key in ("ring", "tree", "nvls") if isinstance(merged.get(key), Mapping)]
+    needed = ("n_nodes", "gpus_per_node", "generation", "ring", "comm_channels")
+    missing = [key for key in needed if key not in merged]
+    if missing:
+        raise ValueError(f"cluster {name}: missing {', '.join(missing)}")
+    try:
+        merged |= {key: Graph(**merged[key]) for key in graphs}
+        merged.setdefault("tree", merged["ring"])
+        return Cluster(name=name, **merged)
+    except TypeError as error:
+        raise ValueError(f"cluster {name}: {error}") from None
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith("cluster ") else f"cluster {name}: {text}") from None
+
+
+def _fields(c: Cluster) -> dict[str, Any]:
+    return {f.name: getattr(c, f.name) for f in fields(c) if f.name != "name"}
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads(_FILE.read_text())
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the shipped presets."""
+    return tuple(_tables())
+
+
+@functools.lru_cache(maxsize=256)
+def cluster(name: str) -> Cluster:
+    """The preset of that name, or the cluster in a TOML file at that path.
+
+    Raises ValueError naming the presets (near ones first) for an unknown name, what is wrong for a bad file.
+    """
+    if name in _tables():
+        return from_mapping(name, _tables()[name])
+    if name.endswith(".toml"):
+        return _read(Path(name))
+    near = difflib.get_close_matches(name, preset_names(), 3, 0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"no cluster preset {name!r}: {hint}presets are {', '.join(preset_names())}; or a path to a .toml")
+
+
+def _read(path: Path) -> Cluster:
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read cluster file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"cluster file {path} is not TOML: {error}") from None
+    tables = [
+        key for key, value in values.items() if isinstance(value, Mapping) and key not in ("ring", "tree", "nvls")
+    ]
+    if tables and len(tables) == len(values) == 1:
+        return from_mapping(tables[0], values[tables[0]])
+    return from_mapping(str(values.get("name", path.stem)), values)
+
+
+def resize(c: Cluster, n_nodes: int | None = None, nccl: str | None = None) -> Cluster:
+    """The same kind of cluster with another number of nodes or another NCCL release.
+
+    A one-node preset grown to several nodes takes the graphs of its kind's two-node preset, where there is
+    one.
+    """
+    if n_nodes is not None and n_nodes != c.n_nodes:
+        kind, _, _ = c.name.rpartition("-")
+        pair = f"{kind}-{'1' if n_nodes == 1 else '2'}x{c.gpus_per_node}"
+        base = cluster(pair) if pair in _tables() and (n_nodes == 1) != (c.n_nodes == 1) else c
+        c = replace(base, n_nodes=n_nodes, nccl=c.nccl, name=f"{kind}-{n_nodes}x{c.gpus_per_node}")
+    return replace(c, nccl=nccl) if nccl is not None else c
+
+
+def find(name: str, n_nodes: int | None = None) -> Cluster:
+    """:func:`cluster`, or a kind of preset: ``dgx-h100`` with ``n_nodes`` (default 1, else the fewest)."""
+    kinds = [p for p in preset_names() if p.rpartition("-")[0] == name]
+    if not kinds:
+        return cluster(name)
+    exact = [p for p in kinds if cluster(p).n_nodes == (n_nodes or 1)]
+    return cluster((exact or kinds)[0])
