@@ -1,0 +1,313 @@
+"""A miniature NCCL: loads the plugin as a given release does and calls it in that release's order.
+
+The emulated backend runs on it, and the tests drive the plugin through every version with it. Structs are declared
+here a second time, from NCCL's documented layouts: a slip in the plugin's own declarations would show.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint8, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...traces.records import FUNCS, N_ALGOS, N_PROTOS
+
+EVENT_COLL, EVENT_KERNEL_CH, KERNEL_CH_STOP = 2, 64, 22
+
+_FUNC_NAMES = dict(
+    zip(
+        FUNCS,
+        (b"Broadcast", b"Reduce", b"AllGather", b"ReduceScatter", b"AllReduce", b"SendRecv", b"Send", b"Recv"),
+        strict=True,
+    )
+)
+_DTYPE_OF_SIZE = {1: "int8", 2: "float16", 4: "float32", 8: "float64"}
+_DTYPE_BYTES = {
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8e4m3": 1,
+    "float8e5m2": 1,
+}
+
+
+class _Coll(ctypes.Structure):
+    _fields_ = (
+        ("seq", c_uint64),
+        ("func", c_char_p),
+        ("send_buffer", c_void_p),
+        ("recv_buffer", c_void_p),
+        ("count", c_size_t),
+        ("root", c_int),
+        ("datatype", c_char_p),
+        ("n_channels", c_uint8),
+        ("n_warps", c_uint8),
+        ("algo", c_char_p),
+        ("proto", c_char_p),
+    )
+
+
+class _KernelCh(ctypes.Structure):
+    _fields_ = (("channel", c_uint8), ("timer", c_uint64))
+
+
+class _Body(ctypes.Union):
+    _fields_ = (("coll", _Coll), ("kernel", _KernelCh), ("size_v4", c_uint8 * 80))
+
+
+class _BodyV5(ctypes.Union):
+    _fields_ = (("coll", _Coll), ("kernel", _KernelCh), ("size_v5", c_uint8 * 88))
+
+
+class _EventV4(ctypes.Structure):
+    _fields_ = (("type", c_uint8), ("parent", c_void_p), ("rank", c_int), ("body", _Body))
+
+
+class _EventV5(ctypes.Structure):
+    _fields_ = (("type", c_uint64), ("parent", c_void_p), ("rank", c_int), ("body", _BodyV5))
+
+
+assert ctypes.sizeof(_EventV4) == 104 and ctypes.sizeof(_EventV5) == 112
+
+# Which symbols a release tries, newest first; the first that the library exports is loaded.
+_TUNERS = {(2, 22): (3,), (2, 24): (4, 3), (2, 28): (5, 4, 3), (2, 30): (6, 5, 4, 3)}
+_PROFILERS = {(2, 22): (), (2, 27): (4,), (2, 28): (5, 4), (2, 29): (6, 5, 4), (2, 31): (7, 6, 5, 4)}
+
+_INT4 = (c_int, c_int, c_int)
+_INFO = (c_void_p, c_int, c_size_t, c_int, c_void_p, c_int, c_int)
+_TUNER_INIT = {
+    3: ctypes.CFUNCTYPE(c_int, c_size_t, c_size_t, c_void_p, POINTER(c_void_p)),
+    5: ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_uint64, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p),
+}
+_TUNER_INFO = {
+    3: ctypes.CFUNCTYPE(c_int, *_INFO, POINTER(c_int)),
+    4: ctypes.CFUNCTYPE(c_int, *_INFO, c_int, POINTER(c_int)),
+}
+_PROFILER_INIT = {
+    4: ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), POINTER(c_int), c_char_p, c_uint64, *_INT4, c_void_p),
+    5: ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_uint64, POINTER(c_int), c_char_p, *_INT4, c_void_p),
+}
+_START_EVENT = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p), c_void_p)
+_STATE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, POINTER(c_uint64))
+_ONE_POINTER = ctypes.CFUNCTYPE(c_int, c_void_p)
+
+# NCCL keeps one event mask for the whole process and hands its address to every communicator.
+_MASKS: dict[str, Any] = {}
+
+
+class CallerError(RuntimeError):
+    """The plugin returned something other than success: NCCL would have failed the job."""
+
+
+def versions(release: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tuner and profiler versions that NCCL ``release`` ("2.29.7") tries, newest first. Raises ValueError."""
+    try:
+        number = tuple(int(part) for part in release.split(".")[:2])
+    except ValueError:
+        number = ()
+    if len(number) < 2 or number < (2, 22):
+        raise ValueError(f"NCCL {release} is not a release that loads this plugin: 2.22 is the first")
+    return (
+        next(v for since, v in reversed(_TUNERS.items()) if number >= since),
+        next(v for since, v in reversed(_PROFILERS.items()) if number >= since),
+    )
+
+
+def choose(cost: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """NCCL's choice from a ``(n_algos, n_protos)`` cost table: the first of the smallest entries >= 0, else (-1, -1)."""
+    flat = np.where(cost >= 0, cost, np.inf).ravel()
+    best = int(flat.argmin())
+    return divmod(best, cost.shape[1]) if np.isfinite(flat[best]) else (-1, -1)
+
+
+class Communicator:
+    """One rank's communicator. Calls are made by one thread at a time, as NCCL does per communicator."""
+
+    def __init__(
+        self,
+        plugin_path: Path | str,
+        comm_id: int,
+        n_ranks: int,
+        n_nodes: int,
+        rank: int,
+        release: str = "2.29.7",
+        name: str = "",
+        with_profiler: bool = True,
+    ) -> None:
+        """Initialise profiler and tuner in NCCL's order. Raises ValueError, OSError, CallerError."""
+        library = ctypes.CDLL(os.fspath(plugin_path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        tuners, profilers = versions(release)
+        self.comm_id, self.n_ranks, self.n_nodes, self.rank = comm_id, n_ranks, n_nodes, rank
+        self.profiler_version = _first(library, "ncclProfiler_v", profilers) if with_profiler else 0
+        self.tuner_version = _first(library, "ncclTunerPlugin_v", tuners)
+        self._mask = _MASKS.setdefault(os.fspath(plugin_path), c_int(0))
+        self._profiler, self._tuner = c_void_p(), c_void_p()
+        if self.profiler_version:
+            self._init_profiler(library, name)
+        self._init_tuner(library)
+
+    def _init_profiler(self, library: ctypes.CDLL, name: str) -> None:
+        _, init, start, stop, state, finalize = _pointers(library, f"ncclProfiler_v{self.profiler_version}", 6)
+        self._start_event, self._stop_event = _START_EVENT(start), _ONE_POINTER(stop)
+        self._record_state, self._finalize_profiler = _STATE(state), _ONE_POINTER(finalize)
+        context, mask, label = byref(self._profiler), byref(self._mask), name.encode()
+        size = (self.n_nodes, self.n_ranks, self.rank)
+        if self.profiler_version == 4:
+            _check(_PROFILER_INIT[4](init)(context, mask, label, self.comm_id, *size, None))
+        else:
+            _check(_PROFILER_INIT[5](init)(context, self.comm_id, mask, label, *size, None))
+        # Kept for every call: ctypes objects are slow to make.
+        event_type = _EventV4 if self.profiler_version == 4 else _EventV5
+        self._coll, self._kernel = event_type(type=EVENT_COLL), event_type(type=EVENT_KERNEL_CH)
+        self._coll.rank = self._kernel.rank = self.rank
+        self._coll_body, self._kernel_body = self._coll.body.coll, self._kernel.body.kernel
+        self._coll_ref, self._kernel_ref = byref(self._coll), byref(self._kernel)
+        self._handle, self._timer = c_void_p(), c_uint64()
+        self._handle_ref, self._timer_ref = byref(self._handle), byref(self._timer)
+
+    def _init_tuner(self, library: ctypes.CDLL) -> None:
+        _, init, info, finalize = _pointers(library, f"ncclTunerPlugin_v{self.tuner_version}", 4)
+        self._finalize_tuner = _ONE_POINTER(finalize)
+        self._info: Callable[..., int] = _TUNER_INFO[min(self.tuner_version, 4)](info)
+        self._channels, self._cost = c_int(), np.empty((N_ALGOS, N_PROTOS), np.float32)
+        self._channels_ref, self._cost_at = byref(self._channels), self._cost.ctypes.data
+        if self.tuner_version < 5:
+            _check(_TUNER_INIT[3](init)(self.n_ranks, self.n_nodes, None, byref(self._tuner)))
+        else:
+            self._domains, self._constants = (c_int * 3)(self.n_nodes, 1, self.n_ranks), (c_uint8 * 1152)()
+            _check(
+                _TUNER_INIT[5](init)(
+                    byref(self._tuner),
+                    self.comm_id,
+                    self.n_ranks,
+                    self.n_nodes,
+                    None,
+                    ctypes.addressof(self._domains),
+                    ctypes.addressof(self._constants),
+                )
+            )
+
+    def get_coll_info(
+        self,
+        func: str,
+        n_bytes: int,
+        cost: np.ndarray[Any, Any],
+        n_pipe_ops: int = 1,
+        reg_buff: int = 0,
+        n_channels: int = 0,
+    ) -> int:
+        """Ask the tuner; ``cost`` (7, 3) float32 microseconds is changed in place. Returns the channel count.
+
+        ``n_channels`` is what NCCL has in the variable before: 0, and it stays so unless the table says otherwise.
+        """
+        self._cost[:] = cost
+        self._channels.value = n_channels
+        head = (self._tuner, FUNCS.index(func), n_bytes, n_pipe_ops, self._cost_at, N_ALGOS, N_PROTOS)
+        if self.tuner_version == 3:
+            _check(self._info(*head, self._channels_ref))
+        else:
+            _check(self._info(*head, reg_buff, self._channels_ref))
+        cost[:] = self._cost
+        return self._channels.value
+
+    choose = staticmethod(choose)
+
+    def start_coll(
+        self,
+        func: str,
+        seq: int,
+        count: int,
+        datatype: str | int,
+        n_channels: int,
+        n_warps: int,
+        algo: str,
+        proto: str,
+    ) -> int | None:
+        """Tell the profiler that a collective is enqueued; a handle for :meth:`kernel` and :meth:`stop`, or None.
+
+        ``count`` is NCCL's: elements of one rank for all_gather and reduce_scatter. ``datatype`` is a name
+        ("bfloat16") or an element size in bytes. As NCCL does, an all_gather is reported as bytes.
+        """
+        if not self.profiler_version or not self._mask.value & EVENT_COLL:
+            return None
+        dtype = _DTYPE_OF_SIZE[datatype] if isinstance(datatype, int) else datatype
+        if func == "all_gather":
+            count, dtype = count * _DTYPE_BYTES[dtype], "int8"
+        body = self._coll_body
+        body.seq, body.func, body.count = seq, _FUNC_NAMES[func], count
+        body.datatype = b"nccl" + dtype.capitalize().encode()
+        body.n_channels, body.n_warps = n_channels, n_warps
+        body.algo, body.proto = algo.upper().encode(), proto.upper().encode()
+        self._handle.value = None
+        _check(self._start_event(self._profiler, self._handle_ref, self._coll_ref))
+        return self._handle.value
+
+    def kernel(self, handle: int | None, channel: int, start_ns: int, stop_ns: int) -> None:
+        """Report one channel of a collective's kernel, as NCCL's proxy thread does for a sampled one."""
+        self.stop_kernel(self.start_kernel(handle, channel, start_ns), stop_ns)
+
+    def start_kernel(self, handle: int | None, channel: int, start_ns: int) -> int | None:
+        """The first half of :meth:`kernel`; a handle for the second."""
+        if handle is None:  # not sampled when it was enqueued
+            return None
+        self._kernel.parent = handle
+        self._kernel_body.channel, self._kernel_body.timer = channel, start_ns
+        self._handle.value = None
+        _check(self._start_event(self._profiler, self._handle_ref, self._kernel_ref))
+        return self._handle.value
+
+    def stop_kernel(self, handle: int | None, stop_ns: int) -> None:
+        """The second half of :meth:`kernel`."""
+        if handle is not None:
+            self._timer.value = stop_ns
+            _check(self._record_state(handle, KERNEL_CH_STOP, self._timer_ref))
+            _check(self._stop_event(handle))
+
+    def stop(self, handle: int | None) -> None:
+        """Tell the profiler that enqueueing is over (not that the collective is)."""
+        if handle is not None:
+            _check(self._stop_event(handle))
+
+    @property
+    def mask(self) -> int:
+        """Events that the plugin asks for at this moment, for the whole process."""
+        return int(self._mask.value)
+
+    def finalize(self) -> None:
+        """Destroy the communicator; further calls are not allowed."""
+        _check(self._finalize_tuner(self._tuner))
+        if self.profiler_version:
+            _check(self._finalize_profiler(self._profiler))
+
+
+def _first(library: ctypes.CDLL, prefix: str, wanted: tuple[int, ...]) -> int:
+    return next((v for v in wanted if _exports(library, f"{prefix}{v}")), 0)
+
+
+def _exports(library: ctypes.CDLL, symbol: str) -> bool:
+    try:
+        c_void_p.in_dll(library, symbol)
+    except ValueError:
+        return False
+    return True
+
+
+def _pointers(library: ctypes.CDLL, symbol: str, n: int) -> tuple[int, ...]:
+    return tuple((c_void_p * n).in_dll(library, symbol))
+
+
+def _check(result: int) -> None:
+    if result:
+        raise CallerError(f"the plugin returned {result}: NCCL would fail the collective")
