@@ -14,7 +14,7 @@ from ..envs.live_env import DEFAULT, TRIAL, LiveEnv
 from ..traces.records import AUTO, Decision, Slot
 
 #: Confirmation: accept once the gain is this many standard errors above zero, give up after so many pairs.
-ACCEPT_Z, MAX_PAIRS = 1.64, 6
+ACCEPT_Z, MAX_PAIRS = 2.0, 6
 #: Share of the job's time that the search may lose against the default before it ends.
 REGRET_BUDGET = 0.05
 
@@ -36,7 +36,8 @@ class Guard:
     budget: float = REGRET_BUDGET
     lost_ms: float = 0.0
     spent_ms: float = 0.0
-    noise: list[float] = field(default_factory=list)  # log ratios of neighbouring default windows
+    noise: list[float] = field(default_factory=list)  # log ratios of default windows that follow each other
+    _last_default_ms: float = math.nan
 
     def note(self, kind: str, window: Window, default_ms: float) -> None:
         """Account for one window that was run."""
@@ -44,8 +45,10 @@ class Guard:
         self.spent_ms += steps * window.step_ms
         if kind != DEFAULT and math.isfinite(default_ms):
             self.lost_ms += steps * (window.step_ms - default_ms)
-        if kind == DEFAULT and math.isfinite(default_ms):
-            self.noise.append(math.log(window.step_ms / default_ms))
+        if kind == DEFAULT:
+            if math.isfinite(self._last_default_ms):
+                self.noise.append(math.log(window.step_ms / self._last_default_ms))
+            self._last_default_ms = window.step_ms
 
     @property
     def is_spent(self) -> bool:

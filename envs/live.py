@@ -66,6 +66,7 @@ class Job:
         self.assembler = Assembler()
         published = run.table.read()
         self.generation = published[0] if published else 0  # another tuner may have been here before
+        self.damaged: dict[str, str] = {}  # rings that cannot be read any more, with the reason
         self.memory_pressure = 0.0  # memory used / total, 0 = unknown
         self._taken = time.monotonic()
         self._events: list[pd.DataFrame] = []
@@ -109,7 +110,13 @@ class Job:
     def poll(self) -> None:
         """Take everything new out of the rings."""
         for ring in self.run.rings():
-            records = ring.drain()
+            if ring.name in self.damaged:
+                continue
+            try:
+                records = ring.drain()
+            except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
+                self.damaged[ring.name] = str(error)
+                continue
             if len(records):
                 self.assembler.add(records, ring.pid)
                 rows = step_rows(records)

@@ -1,0 +1,98 @@
+"""A job without processes: step times come from a function of the decisions. Stands in for ``envs.live.Job``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pandas as pd
+from dynamiccl.envs.live import JobEnded, Window
+from dynamiccl.traces.assemble import Offer
+from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
+
+GATHER = Slot(7, "all_gather", 27)
+SCATTER = Slot(7, "reduce_scatter", 28)
+STEP_MS = 100.0
+
+COST = np.full((len(ALGOS), len(PROTOS)), -1, np.float32)
+COST[1] = (900, 400, 300)  # ring: ll, ll128, simple
+
+
+class _Assembler:
+    def __init__(self) -> None:
+        self.offers = {
+            (7, "all_gather", 100_000_000): Offer(COST, "ring", "simple", 1),
+            (7, "reduce_scatter", 200_000_000): Offer(COST, "ring", "simple", 1),
+        }
+
+
+class FakeJob:
+    """Two slots of 8 calls a step each; ``step_ms(decisions)`` is the truth, ``noise`` its relative spread."""
+
+    def __init__(
+        self, step_ms: Callable[[Mapping[Slot, Decision]], float], noise: float = 0.0, steps: int = 10**9, seed: int = 0
+    ) -> None:
+        self.step_ms, self.noise, self.steps = step_ms, noise, steps
+        self.rng = np.random.default_rng(seed)
+        self.assembler = _Assembler()
+        self.memory_pressure = 0.0
+        self.generation = self.last_step = 0
+        self.tables: list[Table] = []
+        self._events: list[pd.DataFrame] = []
+
+    def publish(self, decisions: Mapping[Slot, Decision]) -> int:
+        self.generation += 1
+        self.tables.append(Table.of(self.generation, decisions))
+        return self.generation
+
+    def window(
+        self,
+        decisions: Mapping[Slot, Decision],
+        n_steps: int,
+        discard: int = 1,
+        give_up_ms: float = float("inf"),
+    ) -> Window:
+        generation = self.publish(decisions)
+        self.last_step += discard
+        steps, times = [], []
+        for _ in range(n_steps):
+            self.last_step += 1
+            if self.last_step > self.steps:
+                raise JobEnded("the job ended with status 0")
+            steps.append(self.last_step)
+            times.append(self.step_ms(decisions) * (1 + self.noise * self.rng.standard_normal()))
+            if times[-1] > give_up_ms:
+                break
+        self._note(steps)
+        return Window(generation, np.array(steps), np.array(times))
+
+    def take_events(self) -> pd.DataFrame:
+        events, self._events = self._events, []
+        return pd.concat(events, ignore_index=True) if events else pd.DataFrame()
+
+    def _note(self, steps: list[int]) -> None:
+        rows = [
+            {
+                "seq": 8 * step + i,
+                "comm_id": 7,
+                "rank": 0,
+                "n_ranks": 16,
+                "n_nodes": 2,
+                "func": func,
+                "n_bytes": n_bytes,
+                "dtype": "bfloat16",
+                "algo": "ring",
+                "proto": "simple",
+                "n_channels": 16,
+                "table_generation": self.generation,
+                "enqueue_ns": 8 * step + i,
+                "pid": 1,
+                "start_ns": 0,
+                "end_ns": 4_000_000,
+                "step": step,
+            }
+            for step in steps
+            for func, n_bytes in (("all_gather", 100_000_000), ("reduce_scatter", 200_000_000))
+            for i in range(8)
+        ]
+        self._events.append(pd.DataFrame(rows))
