@@ -44,14 +44,12 @@ def coll(seq, func=GATHER, comm_id=7, **more):
     return record(COLL_DTYPE, kind=COLL, seq=seq, func=func, comm_id=comm_id, **fields)
 
 
-def kernel(seq, start, end, func=GATHER, comm_id=7):
-    return record(KERNEL_DTYPE, kind=KERNEL, seq=seq, func=func, comm_id=comm_id, start_ns=start, end_ns=end)
+def kernel(seq, start, end, func=GATHER, comm_id=7, rank=0):
+    return record(KERNEL_DTYPE, kind=KERNEL, seq=seq, func=func, comm_id=comm_id, start_ns=start, end_ns=end, rank=rank)
 
 
 def comm(rank, comm_id=7, n_ranks=16, n_nodes=2, name=b"dp"):
-    return record(
-        COMM_DTYPE, kind=COMM, comm_id=comm_id, rank=rank, n_ranks=n_ranks, n_nodes=n_nodes, name=name
-    )
+    return record(COMM_DTYPE, kind=COMM, comm_id=comm_id, rank=rank, n_ranks=n_ranks, n_nodes=n_nodes, name=name)
 
 
 def ring(*records):
@@ -60,7 +58,9 @@ def ring(*records):
 
 def test_columns_and_values():
     assembler = Assembler()
-    assembler.add(ring(comm(3), coll(5, step=9, generation=4), kernel(5, CLOCK, CLOCK + 70_001)), pid=42)
+    assembler.add(
+        ring(comm(3), coll(5, rank=3, step=9, generation=4), kernel(5, CLOCK, CLOCK + 70_001, rank=3)), pid=42
+    )
     events, steps = assembler.take()
     assert events.dtypes.astype(str).to_dict() == EVENT_COLUMNS
     assert steps.dtypes.astype(str).to_dict() == STEP_COLUMNS and steps.empty
@@ -136,7 +136,7 @@ def test_communicators_and_offers():
     assembler = Assembler()
     assembler.add(ring(comm(0), offer.tobytes()), pid=1)
     assembler.add(ring(comm(1), comm(0, comm_id=9, n_ranks=2, n_nodes=1, name=b"x" * 64)), pid=2)
-    assert assembler.comms[7].ranks == {1: 0, 2: 1} and assembler.comms[9].name == "x" * 64
+    assert assembler.comms[7].ranks == {0: 1, 1: 2} and assembler.comms[9].name == "x" * 64
     got = assembler.offers[7, "reduce_scatter", 4096]
     assert (got.algo, got.proto, got.n_pipe_ops) == ("ring", "ll", 2)
     np.testing.assert_array_equal(got.cost_us, costs)
@@ -148,17 +148,30 @@ def test_communicators_and_offers():
     np.testing.assert_array_equal(assembler.offers_frame().cost_us[0].reshape(7, 3), costs)
 
 
-def test_two_ranks_of_one_communicator_in_one_process_are_not_guessed():
+def test_two_ranks_of_one_communicator_in_one_process():
     assembler = Assembler()
-    assembler.add(ring(comm(0), comm(1), coll(0)), pid=1)
-    assert assembler.take(everything=True)[0]["rank"].tolist() == [-1]
+    assembler.add(ring(comm(0), comm(1), coll(0, rank=0), coll(0, rank=1), kernel(0, 5, 9, rank=1)), pid=1)
+    events, _ = assembler.take(everything=True)
+    assert events["rank"].tolist() == [0, 1] and events["start_ns"].isna().tolist() == [True, False]
+    assert assembler.comms[7].ranks == {0: 1, 1: 1}
+
+
+def test_a_row_waits_no_longer_than_two_steps():
+    def step(i):
+        return record(STEP_DTYPE, kind=STEP, step=i)
+
+    assembler = Assembler()
+    assembler.add(ring(coll(0, step=4), coll(1, step=5), step(5)), pid=1)
+    assert assembler.take()[0].empty
+    assembler.add(ring(step(6)), pid=2)
+    assert assembler.take()[0].empty
+    assembler.add(ring(coll(2, step=6), step(6)), pid=1)
+    assert assembler.take()[0]["seq"].tolist() == [0]
 
 
 def test_steps_and_the_quick_path():
     def step(i, rank, **more):
-        return record(
-            STEP_DTYPE, kind=STEP, step=i, rank=rank, duration_ns=5_000_000, end_ns=i * 6_000_000, **more
-        )
+        return record(STEP_DTYPE, kind=STEP, step=i, rank=rank, duration_ns=5_000_000, end_ns=i * 6_000_000, **more)
 
     records = ring(step(3, 0, loss=2.5, generation=8), coll(0), step(3, 1, loss=np.nan), step(4, 0, loss=2.0))
     quick = step_rows(records)
@@ -177,9 +190,7 @@ def test_unknown_kinds_and_numbers_are_carried_not_fatal():
     odd = record(COLL_DTYPE, kind=77, seq=1)
     assembler.add(ring(odd, coll(0, func=99, algo=UNSET, proto=200, dtype=UNSET)), pid=1)
     events, _ = assembler.take(everything=True)
-    assert events[["func", "algo", "proto", "dtype"]].to_numpy().tolist() == [
-        ["99", "auto", "200", "unknown"]
-    ]
+    assert events[["func", "algo", "proto", "dtype"]].to_numpy().tolist() == [["99", "auto", "200", "unknown"]]
 
 
 def test_half_a_record_is_refused():
@@ -213,9 +224,7 @@ def test_every_collective_leaves_once_with_the_right_time(data):
         assert mine.seq.tolist() == list(range(n))
         assert set(mine.seq[mine.start_ns.notna()]) == sampled
         timed = mine[mine.start_ns.notna()]
-        assert (timed.start_ns == pid * 10_000 + timed.seq).all() and (
-            timed.end_ns - timed.start_ns == 5
-        ).all()
+        assert (timed.start_ns == pid * 10_000 + timed.seq).all() and (timed.end_ns - timed.start_ns == 5).all()
 
 
 def test_one_poll_is_cheap():

@@ -132,8 +132,8 @@ SMALL = [("all_reduce", 4)]
         (GATHERS + BACKWARD + SMALL, "zero-3"),
         ((GATHERS + BACKWARD) * 4, "zero-3"),
         (GATHERS + BACKWARD[1:], "zero-3"),  # the last unit is kept
-        (GATHERS + [("all_gather", 8 * M), ("reduce_scatter", 16 * M, "float32")] * 6, "zero-3"),
-        ([("all_gather", 8 * M)] + [("reduce_scatter", 16 * M, "float32")], "zero-1/2"),
+        ([*GATHERS, *([("all_gather", 8 * M), ("reduce_scatter", 16 * M, "float32")] * 6)], "zero-3"),
+        ([("all_gather", 8 * M), ("reduce_scatter", 16 * M, "float32")], "zero-1/2"),
         (GATHERS, "unknown"),
         (SCATTERS, "unknown"),
         (GATHERS * 3 + SCATTERS, "unknown"),

@@ -55,9 +55,7 @@ def some_steps(n=4):
 
 
 def test_round_trip_is_exact(tmp_path):
-    with TraceWriter(
-        tmp_path / "t", {"cluster": "h100-2x8", "emulated": True, "noise": np.float32(0.5)}
-    ) as writer:
+    with TraceWriter(tmp_path / "t", {"cluster": "h100-2x8", "emulated": True, "noise": np.float32(0.5)}) as writer:
         writer.write(some_events(7), some_steps())
         writer.flush()
         writer.write(some_events(3, first=7))
@@ -71,12 +69,12 @@ def test_round_trip_is_exact(tmp_path):
 
 def test_drain_keeps_communicators_and_offers(tmp_path):
     assembler = Assembler()
-    assembler.comms[7] = Communicator(7, 16, 2, "dp", {11: 0, 12: 1})
+    assembler.comms[7] = Communicator(7, 16, 2, "dp", {0: 11, 1: 12})
     costs = np.arange(21, dtype=np.float32).reshape(7, 3)
     assembler.offers[7, "all_gather", 4096] = Offer(costs, "ring", "ll", 1)
     with TraceWriter(tmp_path / "t", {}) as writer:
         writer.drain(assembler)
-        assembler.comms[8] = Communicator(8, 2, 1, "tp", {11: 0})
+        assembler.comms[8] = Communicator(8, 2, 1, "tp", {0: 11})
         writer.drain(assembler, everything=True)
     trace = Trace.read(tmp_path / "t")
     assert trace.comms[["comm_id", "pid", "rank"]].to_numpy().tolist() == [[7, 11, 0], [7, 12, 1], [8, 11, 0]]

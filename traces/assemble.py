@@ -2,7 +2,7 @@
 
 A process writes one COLL record when a collective is enqueued and, where sampled, one KERNEL record when it
 has run; the second may come hundreds of collectives later. The Assembler holds rows back until their kernel
-time came or until so many newer collectives were seen that it never will.
+time came, or until the process is so far ahead that it never will.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ DTYPES = (
 )
 
 #: Columns of an events table and their pandas types. Times in ns; `start_ns` / `end_ns` are the GPU's clock
-#: and unset (NA) where the kernel was not sampled; `rank` is -1 and `n_ranks` 0 if the communicator was never
-#: announced.
+#: and unset (NA) where the kernel was not sampled; `n_ranks` is 0 if the communicator was never announced.
 EVENT_COLUMNS: dict[str, str] = {
     "seq": "int64",
     "comm_id": "uint64",
@@ -113,6 +112,7 @@ _NO_TIME = np.iinfo(np.int64).min
 _PENDING = np.dtype(
     [
         ("pid", "i8"),
+        ("rank", "i4"),
         ("comm_id", "u8"),
         ("seq", "u8"),
         ("n_bytes", "u8"),
@@ -142,13 +142,13 @@ _DTYPE_NAME = _lookup(DTYPES, "unknown")
 
 @dataclass
 class Communicator:
-    """A communicator as NCCL announced it; ``ranks`` maps each process seen to its rank there."""
+    """A communicator as NCCL announced it; ``ranks`` maps each rank seen to the process that it lives in now."""
 
     comm_id: int
     n_ranks: int
     n_nodes: int
     name: str
-    ranks: dict[int, int] = field(default_factory=dict)  # pid -> rank, -1 = several ranks in that process
+    ranks: dict[int, int] = field(default_factory=dict)  # rank -> pid
 
 
 @dataclass
@@ -187,8 +187,9 @@ def step_rows(records: Array, rank: int | None = 0) -> Array:
 class Assembler:
     """Joins records of all processes into tables.
 
-    Call :meth:`add` with what each ring delivered and :meth:`take` when tables are wanted. ``hold`` is how
-    many newer collectives of the same process a row waits for its kernel time.
+    Call :meth:`add` with what each ring delivered and :meth:`take` when tables are wanted. A row waits for
+    its kernel time until ``hold`` newer collectives of its process were seen, or the second optimizer step after its
+    own has ended there.
     """
 
     def __init__(self, hold: int = 256) -> None:
@@ -200,6 +201,7 @@ class Assembler:
         self._kernel_pids: list[Array] = []
         self._steps: list[Array] = []
         self._step_pids: list[int] = []
+        self._last_step: dict[int, int] = {}  # pid -> newest step that has ended
 
     def add(self, records: Array, pid: int) -> None:
         """Take in what the ring of process ``pid`` delivered: (n,) records of mixed kinds, in ring order."""
@@ -216,6 +218,7 @@ class Assembler:
         if step.size:
             self._steps.append(step)
             self._step_pids.append(pid)
+            self._last_step[pid] = int(step["step"].max())
         for row in rows[kind == COMM].view(COMM_DTYPE):
             self._add_comm(row, pid)
         for row in rows[kind == OFFER].view(OFFER_DTYPE):
@@ -236,6 +239,7 @@ class Assembler:
             for pid in np.unique(rows["pid"]):
                 of_pid = np.flatnonzero(rows["pid"] == pid)
                 release[of_pid[: -self.hold]] = True
+                release[of_pid] |= rows["step"][of_pid] + np.int64(2) <= self._last_step.get(int(pid), -1)
         self._pending = [rows[~release]] if not release.all() else []
         steps = [_step_frame(s, pid) for s, pid in zip(self._steps, self._step_pids, strict=True)]
         self._steps, self._step_pids = [], []
@@ -247,7 +251,7 @@ class Assembler:
         rows = [
             (c.comm_id, c.n_ranks, c.n_nodes, c.name, rank, pid)
             for c in self.comms.values()
-            for pid, rank in c.ranks.items()
+            for rank, pid in c.ranks.items()
         ]
         return _typed(rows, COMM_COLUMNS)
 
@@ -265,8 +269,7 @@ class Assembler:
         comm = self.comms.get(comm_id)
         if comm is None:
             comm = self.comms[comm_id] = Communicator(comm_id, int(row["n_ranks"]), int(row["n_nodes"]), name)
-        # COLL records carry no rank: two ranks of one communicator in one process cannot be told apart.
-        comm.ranks[pid] = rank if comm.ranks.get(pid, rank) == rank else -1
+        comm.ranks[rank] = pid
 
     def _add_offer(self, row: np.void) -> None:
         key = (int(row["comm_id"]), str(_FUNC_NAME[row["func"]]), int(row["n_bytes"]))
@@ -287,7 +290,7 @@ class Assembler:
             # 'right' - 1: the newest row, should a communicator have been made anew under its old id.
             at = order[np.maximum(np.searchsorted(keys[order], _key(kernels, pids), side="right") - 1, 0)]
             found = rows["pid"][at] == pids
-            for name in ("comm_id", "func", "seq"):
+            for name in ("comm_id", "rank", "func", "seq"):
                 found &= rows[name][at] == kernels[name]
             at = at[found]
             start, end = rows["start_ns"], rows["end_ns"]
@@ -299,23 +302,17 @@ class Assembler:
 
     def _event_frame(self, rows: Array) -> pd.DataFrame:
         rows = rows[np.argsort(rows["enqueue_ns"], kind="stable")]
-        place = np.zeros((3, len(rows)), np.int32)
-        place[0] = -1
+        size = np.zeros((2, len(rows)), np.int32)
         for comm_id in np.unique(rows["comm_id"]):
-            comm = self.comms.get(int(comm_id))
-            if comm is None:
-                continue
-            of_comm = rows["comm_id"] == comm_id
-            place[1:, of_comm] = [[comm.n_ranks], [comm.n_nodes]]
-            for pid, rank in comm.ranks.items():
-                place[0, of_comm & (rows["pid"] == pid)] = rank
+            if comm := self.comms.get(int(comm_id)):
+                size[:, rows["comm_id"] == comm_id] = [[comm.n_ranks], [comm.n_nodes]]
         unset = rows["start_ns"] == _NO_TIME
         columns: dict[str, Any] = {
             "seq": rows["seq"],
             "comm_id": rows["comm_id"],
-            "rank": place[0],
-            "n_ranks": place[1],
-            "n_nodes": place[2],
+            "rank": rows["rank"],
+            "n_ranks": size[0],
+            "n_nodes": size[1],
             "func": _FUNC_NAME[rows["func"]],
             "n_bytes": rows["n_bytes"],
             "dtype": _DTYPE_NAME[rows["dtype"]],
@@ -345,7 +342,7 @@ def _typed(rows: list[tuple[Any, ...]], columns: dict[str, str]) -> pd.DataFrame
 
 def _pending(coll: Array, pid: int) -> Array:
     rows = np.empty(coll.size, _PENDING)
-    for name in ("comm_id", "seq", "n_bytes", "enqueue_ns", "step", "generation"):
+    for name in ("rank", "comm_id", "seq", "n_bytes", "enqueue_ns", "step", "generation"):
         rows[name] = coll[name]
     for name in ("func", "dtype", "algo", "proto", "n_channels"):
         rows[name] = coll[name]
@@ -354,9 +351,9 @@ def _pending(coll: Array, pid: int) -> Array:
 
 
 def _key(rows: Array, pids: Array) -> Array:
-    """64-bit hash of (pid, comm_id, func, seq), shape (n,): numbers sort far faster than records."""
+    """64-bit hash of (pid, comm_id, rank, func, seq), shape (n,): numbers sort far faster than records."""
     key = rows["comm_id"] ^ (pids.astype(np.uint64) << np.uint64(32))
-    for part in (rows["func"].astype(np.uint64), rows["seq"]):
+    for part in (rows["rank"].astype(np.uint64), rows["func"].astype(np.uint64), rows["seq"]):
         key = (key ^ (key >> np.uint64(29)) ^ part) * np.uint64(0x9E3779B97F4A7C15)
     return np.asarray(key)
 

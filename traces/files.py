@@ -76,9 +76,7 @@ class TraceWriter:
         old: dict[str, Any] = {}
         if (self.folder / "header.json").exists():
             if existing == "refuse":
-                raise TraceError(
-                    f"{self.folder} already holds a trace: give another folder or remove it first"
-                )
+                raise TraceError(f"{self.folder} already holds a trace: give another folder or remove it first")
             if existing == "resume":
                 old = _read_header(self.folder)
             else:
@@ -92,7 +90,7 @@ class TraceWriter:
         self._write_header()
         self._buffers: dict[str, list[pd.DataFrame]] = {kind: [] for kind in _SEGMENTED}
         self._next = {kind: _next_segment(self.folder, kind) for kind in _SEGMENTED}
-        self._known = (0, 0)
+        self._known: tuple[dict[int, dict[int, int]], int] = ({}, 0)
         self._flushed = time.monotonic()
         self._log = (self.folder / "windows.jsonl").open("a", buffering=1, encoding="utf-8")
 
@@ -111,7 +109,7 @@ class TraceWriter:
         """``assembler.take(everything)``, written and returned; keeps comms and offers up to date too."""
         events, steps = assembler.take(everything)
         self.write(events, steps)
-        known = (sum(len(c.ranks) for c in assembler.comms.values()), len(assembler.offers))
+        known = ({c.comm_id: dict(c.ranks) for c in assembler.comms.values()}, len(assembler.offers))
         if known != self._known:
             self._known = known
             self.write_whole("comms", assembler.comms_frame())
@@ -140,7 +138,7 @@ class TraceWriter:
     def write_whole(self, kind: Literal["comms", "offers"], frame: pd.DataFrame) -> None:
         """Write comms or offers, keeping rows that an earlier life of this trace has written."""
         path = self.folder / f"{kind}.parquet"
-        keys = ["comm_id", "pid"] if kind == "comms" else ["comm_id", "func", "n_bytes"]
+        keys = ["comm_id", "rank", "pid"] if kind == "comms" else ["comm_id", "func", "n_bytes"]
         if path.exists():
             both = pd.concat([_read_parquet(path, _WHOLE[kind]), frame], ignore_index=True)
             frame = both.drop_duplicates(keys, keep="last")
@@ -205,9 +203,7 @@ class Trace:
     @property
     def windows(self) -> pd.DataFrame:
         """The measuring windows, one row each, in order; slots as text, columns as logged."""
-        rows = [
-            {k: v for k, v in line.items() if k != "kind"} for line in self.log if line["kind"] == "window"
-        ]
+        rows = [{k: v for k, v in line.items() if k != "kind"} for line in self.log if line["kind"] == "window"]
         for row in rows:
             if isinstance(slot := row.get("slot"), dict):
                 row["slot"] = str(Slot(**slot))
@@ -244,9 +240,7 @@ def _atomically(path: Path, write: Callable[[Path], object]) -> None:
         write(tmp)
         os.replace(tmp, path)
     except OSError as error:
-        raise TraceError(
-            f"cannot write {path}: {error.strerror or error}; free space or give another folder"
-        ) from None
+        raise TraceError(f"cannot write {path}: {error.strerror or error}; free space or give another folder") from None
 
 
 def _write_parquet(path: Path, frame: pd.DataFrame, columns: dict[str, str]) -> None:
@@ -290,20 +284,14 @@ def _read_header(folder: Path) -> dict[str, Any]:
             f"no trace in {folder}: give the folder that holds header.json, e.g. runs/demo/trace"
         ) from None
     except NotADirectoryError:
-        raise TraceError(
-            f"{folder} is a file, a trace is a folder: `dynamiccl import` makes one from it"
-        ) from None
+        raise TraceError(f"{folder} is a file, a trace is a folder: `dynamiccl import` makes one from it") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise TraceError(
-            f"cannot read {path} ({error}): restore it, the segments beside it are unharmed"
-        ) from None
+        raise TraceError(f"cannot read {path} ({error}): restore it, the segments beside it are unharmed") from None
     version = header.get("format") if isinstance(header, dict) else None
     if not isinstance(version, int):
         raise TraceError(f"{path} has no format version: this is not a trace of dynamiccl")
     if version > FORMAT:
-        raise TraceError(
-            f"{folder} has trace format {version}, this release reads up to {FORMAT}: upgrade dynamiccl"
-        )
+        raise TraceError(f"{folder} has trace format {version}, this release reads up to {FORMAT}: upgrade dynamiccl")
     return dict(header)
 
 
