@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ...traces.records import ALGOS, FUNCS, PROTOS
+from ...traces.records import ALGOS, PROTOS
 from ..nccl.build import plugin_path
 from .clusters import Cluster, cluster
 from .cost_model import channels, cost_table
 from .fabric import Fabric
-from .nccl_caller import Communicator
+from .nccl_caller import EVENT_KERNEL_CH, Communicator
 from .rendezvous import Arrivals
 
 #: The collectives that take emulated time; the others (broadcast, barrier ...) only happen at set-up.
@@ -69,7 +70,7 @@ class Collective:
     order: int  # on the communicator's stream
     duration_ns: int
     slowdown: float  # share by which compute is slowed while it runs
-    n_channels: int
+    n_kernels: int  # channels whose kernel times the profiler wants
     handle: Any
     moved: Callable[[], bool]  # the bytes have been moved
     start_ns: int = 0
@@ -81,8 +82,7 @@ class Timeline:
     """The stream of one communicator in one process."""
 
     def __init__(self, emulation: Emulation, store: Any, rank: int, n_processes: int, world: int, comm_id: int) -> None:
-        whole = emulation.cluster
-        self._emulation, self._cluster = emulation, whole.part(n_processes, world)
+        self._emulation, self._cluster = emulation, part_of(emulation.cluster, n_processes, world)
         self._fabric = Fabric.of(self._cluster, seed=emulation.seed)
         n_ranks, n_nodes = self._cluster.n_ranks, self._cluster.n_nodes
         self._nccl = Communicator(plugin_path(), comm_id, n_ranks, n_nodes, rank, release=self._cluster.nccl)
@@ -105,6 +105,7 @@ class Timeline:
         self._seq[func] += 1
         algo, proto, n_channels = self._plan(func, n_bytes)
         self._arrivals.note(self._order, now)
+        sampled = bool(self._nccl.mask & EVENT_KERNEL_CH)
         handle = self._nccl.start_coll(func, self._seq[func], count, element_bytes, n_channels, 16, algo, proto)
         self._nccl.stop(handle)
         collective = Collective(
@@ -113,7 +114,7 @@ class Timeline:
             self._order,
             self._duration_ns(func, n_bytes, algo, proto, n_channels),
             self._fabric.slowdown(n_channels),
-            n_channels,
+            n_channels if sampled else 0,
             handle,
             moved,
         )
@@ -173,7 +174,7 @@ class Timeline:
         c.start_ns = max(self._stream_end, self._arrivals.last(c.order))
         c.end_ns = self._stream_end = c.start_ns + c.duration_ns
         self._running.append(c)
-        for channel in range(c.n_channels):
+        for channel in range(c.n_kernels):
             self._nccl.kernel(c.handle, channel, c.start_ns, c.end_ns)
 
     def _skip_charges(self) -> int:
@@ -194,11 +195,15 @@ def _sleep_until(end_ns: int) -> None:
         pass
 
 
+def part_of(cluster: Cluster, n_processes: int, world: int) -> Cluster:
+    """The share of the cluster that a group of ``n_processes`` of ``world`` stands for: whole nodes where possible."""
+    n_ranks = max(2, round(cluster.n_ranks * n_processes / world))
+    if n_ranks <= cluster.gpus_per_node:
+        return replace(cluster, n_nodes=1, gpus_per_node=n_ranks)
+    return replace(cluster, n_nodes=max(1, round(n_ranks / cluster.gpus_per_node)))
+
+
 def comm_id_of(name: str) -> int:
     """A communicator's id from its group name: equal on all ranks, never 0 (0 means any in a table)."""
-    import zlib
-
     return (zlib.crc32(name.encode()) << 32 | zlib.crc32(name[::-1].encode())) or 1
 
-
-assert set(TIMED) <= set(FUNCS)
