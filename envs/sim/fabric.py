@@ -1,0 +1,290 @@
+"""The ground truth of the emulation: what a collective takes on a cluster, whatever NCCL believes.
+
+One collective alone on the network takes, over a ring of ``n`` ranks with ``C`` channels and shards of ``s`` bytes,
+
+    t = launch + (n - n_nodes) * hop + (n_nodes - 1) * net + (n - 1) * C * (s / C + ramp) / rate
+    rate = soft minimum of  C * channel_gbs  and  efficiency * bus_gbs * (1 - congestion * channels beyond a NIC's)
+
+``hop`` and ``net`` are latencies of a step, ``ramp`` the bytes that each step of a channel costs on top (a channel
+runs at half speed on pieces of that size), per protocol; ``channel_gbs`` differs between all_gather (copies) and
+reduce_scatter (adds). NVLS and PAT have terms of their own. The shape gives the crossovers that were measured:
+about constant in bytes per rank, LL -> LL128 at 32-106 KB and LL128 -> SIMPLE at 15-19 MB (aws-ofi-nccl, tuner
+regions of p5en and p6), where NCCL's model has the latter near 3 MB. Channel saturation follows the channel sweep
+of eunomia-bpf/nccl-eBPF on 8 x B300; the latency of SIMPLE over many nodes, 4-6 us a step, the bus bandwidth tables
+of aliyun/SimAI. What has no public source is drawn, and says so. No figure from here is a GPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from ...traces.records import PAIRS, PROTOS
+from . import cost_model
+from .clusters import Cluster, Fleet
+
+Array = np.ndarray[Any, Any]
+
+LL, LL128, SIMPLE = range(3)
+_PAIR_PROTO = np.array([PROTOS.index(p) for _, p in PAIRS])
+_RING, _NVLS, _COLLNET, _PAT = 3, PAIRS.index(("nvls", "simple")), PAIRS.index(("collnet_direct", "simple")), 5
+N_COUNTS = 7  # classes of channel counts with an un-modelled effect of their own: 1, 2, 3-4, 5-8, ... 33-64
+
+
+@dataclass
+class Truth:
+    """Parameters of ``n`` fabrics: shape (n,) unless the comment says more. Times in us, rates in GB/s."""
+
+    launch_us: Array  # kernel launch and rendezvous, once a collective
+    hop_us: Array  # (n, 3) a step within a node, by protocol
+    net_us: Array  # (n, 3) a step between nodes
+    ramp_bytes: Array  # (n, 2, 3): all_gather / reduce_scatter, protocol
+    channel_gbs: Array  # (n, 2, 3)
+    bus_gbs: Array  # what the ring's links carry together
+    efficiency: Array  # (n, 2, 3) share of bus_gbs that a protocol reaches
+    congestion: Array  # share of the bus lost a channel beyond one a network port; 0 on one node
+    knee: Array  # sharpness of the soft minimum
+    nvls_us: Array
+    nvls_gbs: Array  # (n, 2) algorithm bandwidth with enough channels
+    nvls_channels: Array  # channels that reach half of it
+    pat_us: Array  # a round
+    pat_share: Array  # of the ring's bus bandwidth
+    sm_cost: Array  # slowdown of overlapped compute: this times channels / SMs
+    memory_cost: Array  # and this times channels / 16, for memory bandwidth and caches
+    connect_us: Array  # first use of an algorithm on a communicator
+    noise: Array  # log-normal sigma of one collective
+    tail: Array  # probability of a straggling collective
+    effect: Array  # (n, 2, 6, N_COUNTS) log of what the formula misses, per collective, pair and channel class
+
+
+#: Deviations from the nominal fabric of a preset. Sources: AWS's tuner regions for h200-efa (crossovers), SimAI's
+#: two-node NIC column for dgx-h100-2x8 (SIMPLE reaches half of the bandwidth at 64 MB and 92 % at 1 GB). Drawn: the
+#: congestion (a routed Ethernet without adaptive routing, where more flows than ports collide) and the difference
+#: between copying and adding channels.
+PRESETS: dict[str, dict[str, Any]] = {
+    "dgx-h100-2x8": {
+        "ramp_bytes": ((512, 6144, 131072), (512, 8192, 196608)),
+        "congestion": 0.032,
+        "efficiency": ((0.1, 0.87, 0.99), (0.1, 0.94, 0.99)),
+        "channel_gbs": ((6.0, 46.0, 48.0), (5.0, 38.0, 34.0)),
+        "knee": 6.0,
+        "sm_cost": 1.3,
+        "memory_cost": 0.09,
+    },
+    "h200-efa": {"net_us": (14.0, 16.0, 24.0), "ramp_bytes": (512, 8192, 65536), "congestion": 0.002},
+}
+
+
+def nominal(fleet: Fleet) -> Truth:
+    """The middle of the family for each cluster: the fabric that the sources above describe."""
+    n, gen, many = len(fleet), fleet.generation, fleet.n_nodes > 1
+    slow = np.array([1.6, 1.2, 1.0, 0.9])[gen] * np.where(fleet.ring_nvl | (fleet.gpus_per_node == 1), 1.0, 1.8)
+    # A loopback socket or TCP network answers an order of magnitude later than an RDMA one.
+    net = np.where(fleet.nic_gbs < 2.0, 5.0, 1.0) * np.array([1.3, 1.1, 1.0, 1.0])[gen]
+    channel = np.array([0.55, 0.75, 1.0, 1.25])[gen]
+    bus = fleet.ring_channels * np.where(fleet.n_nodes > 1, fleet.ring_bw_inter, fleet.ring_bw_intra)
+    row = np.where(many, fleet.amd.astype(int), gen)
+    ll_max = np.array([[39.0, 39.0, 30.0], [87.7, 30.0, 28.0], [141.0, 45.0, 42.0], [282.0, 90.0, 70.0]])
+    ll_share = np.minimum(ll_max[row, np.minimum(fleet.n_nodes, 3) - 1] / bus, 0.45)
+    efficiency = np.empty((n, 2, 3))
+    efficiency[:, :, LL], efficiency[:, :, LL128], efficiency[:, :, SIMPLE] = ll_share[:, None], 0.92, 0.99
+    efficiency[:, 1, LL128] = 0.925
+    ramp = np.where(many[:, None], (512.0, 8192.0, 65536.0), (256.0, 2048.0, 16384.0))
+    _, price = cost_model.terms(fleet)
+    nvls = np.maximum(price[:, _NVLS], 1.0)
+    rates = np.array([[6.0, 30.0, 34.0], [5.0, 26.0, 26.0]])
+    return Truth(
+        launch_us=np.full(n, 6.0),
+        hop_us=slow[:, None] * np.array([0.9, 1.6, 3.2]),
+        net_us=net[:, None] * np.array([8.0, 10.0, 16.0]),
+        ramp_bytes=ramp[:, None, :] * np.array([[1.0], [1.15]]),
+        channel_gbs=channel[:, None, None] * rates,
+        bus_gbs=bus * 0.98,
+        efficiency=efficiency,
+        congestion=np.where(many, 0.005, 0.0),
+        knee=np.full(n, 4.0),
+        nvls_us=np.full(n, 20.0),
+        nvls_gbs=nvls[:, None] * np.array([1.5, 1.35]),
+        nvls_channels=np.full(n, 4.0),
+        pat_us=np.where(many, 9.0, 4.0) * net,
+        pat_share=np.full(n, 0.7),
+        sm_cost=np.full(n, 1.2),
+        memory_cost=np.full(n, 0.06),
+        connect_us=np.full(n, 6000.0) + 200.0 * fleet.n_ranks,
+        noise=np.where(many, 0.012, 0.003),
+        tail=np.where(many, 0.004, 0.001),
+        effect=np.zeros((n, 2, len(PAIRS), N_COUNTS)),
+    )
+
+
+def spread(truth: Truth, rng: np.random.Generator, width: float = 1.0, sigma: Array | float = 0.15) -> Truth:
+    """``truth`` with every parameter drawn anew around it.
+
+    ``width`` scales the log-normal spread (1 = the training family: crossovers move by a factor of three either
+    way); ``sigma`` (scalar or (n,)) is the size of what the formula misses, per collective, pair and channel class.
+    """
+    n = len(truth.launch_us)
+
+    def draw(value: Array, size: float) -> Array:
+        return np.asarray(value * np.exp(rng.normal(0.0, width * size, np.shape(value))))
+
+    # A whole fabric is slow or quick, and each protocol on it again.
+    shared = np.exp(rng.normal(0.0, width * 0.35, (n, 1)))
+    loss = 1.0 - truth.efficiency
+    sigmas = np.broadcast_to(sigma, (n,))
+    effect = rng.normal(0.0, 1.0, (n, 2, len(PAIRS), 1)) * 0.8 + rng.normal(0.0, 1.0, truth.effect.shape) * 0.6
+    crowded = truth.congestion > 0
+    return replace(
+        truth,
+        launch_us=draw(truth.launch_us, 0.4),
+        hop_us=draw(truth.hop_us * shared, 0.35),
+        net_us=draw(truth.net_us * shared, 0.4),
+        ramp_bytes=draw(truth.ramp_bytes, 0.7),
+        channel_gbs=draw(truth.channel_gbs, 0.2) * np.exp(rng.normal(0.0, width * 0.2, (n, 1, 1))),
+        bus_gbs=truth.bus_gbs * np.clip(1.0 - np.abs(rng.normal(0.0, width * 0.15, n)), 0.3, 1.0),
+        efficiency=np.clip(1.0 - draw(loss, 0.5), 0.02, 1.0),
+        congestion=np.where(crowded, np.minimum(draw(np.maximum(truth.congestion, 0.008), 0.9), 0.05), 0.0),
+        knee=np.clip(draw(truth.knee, 0.3), 2.0, 12.0),
+        nvls_us=draw(truth.nvls_us, 0.4),
+        nvls_gbs=draw(truth.nvls_gbs, 0.25),
+        nvls_channels=draw(truth.nvls_channels, 0.4),
+        pat_us=draw(truth.pat_us, 0.5),
+        pat_share=np.clip(draw(truth.pat_share, 0.3), 0.2, 1.0),
+        sm_cost=draw(truth.sm_cost, 0.3),
+        memory_cost=draw(truth.memory_cost, 0.6),
+        connect_us=draw(truth.connect_us, 0.5),
+        noise=draw(truth.noise, 0.6),
+        tail=draw(truth.tail, 0.8),
+        effect=truth.effect + sigmas[:, None, None, None] * effect,
+    )
+
+
+class Fabric:
+    """What really happens on ``n`` clusters (the functions on one message need ``n = 1``)."""
+
+    def __init__(self, fleet: Fleet, truth: Truth) -> None:
+        self.fleet, self.truth = fleet, truth
+        self._cache: dict[tuple[str, int, str, str, int], float] = {}
+
+    @classmethod
+    def of(cls, cluster: Cluster, seed: int | None = None) -> Fabric:
+        """The fabric of one cluster: the documented one for ``seed`` 0 or None, else one drawn around it."""
+        fleet = Fleet.of([cluster])
+        truth = nominal(fleet)
+        name = cluster.name.partition("[")[0]
+        for key in (name.rpartition("-")[0], name):
+            truth = _with(truth, PRESETS.get(key, {}))
+        return cls(fleet, spread(truth, np.random.default_rng(seed)) if seed else truth)
+
+    @classmethod
+    def random(cls, fleet: Fleet, rng: np.random.Generator, width: float = 1.0, sigma: Array | float = 0.15) -> Fabric:
+        """One drawn fabric for each cluster of ``fleet``; see :func:`spread`."""
+        return cls(fleet, spread(nominal(fleet), rng, width, sigma))
+
+    def times_us(self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, n_channels: Array) -> Array:
+        """Microseconds of all_gather or reduce_scatter, alone on the fabric and without noise, (n, k).
+
+        ``is_reduce_scatter`` and ``n_bytes`` are (n,), ``pair`` (index into PAIRS) and ``n_channels`` broadcast to
+        (n, k). Channels beyond what the size fills do nothing: NCCL's scheduler is applied first.
+        """
+        f, t = self.fleet, self.truth
+        rows, func = np.arange(len(f))[:, None], np.asarray(is_reduce_scatter).astype(int)[:, None]
+        shape = np.broadcast_shapes((len(f), 1), np.shape(pair), np.shape(n_channels))
+        pair, asked = np.broadcast_to(pair, shape), np.broadcast_to(n_channels, shape)
+        columns = f.take((slice(None), None))
+        size = np.asarray(n_bytes, np.int64)[:, None]
+        c = cost_model.planned_channels(columns, size, pair, asked).astype(float)
+        proto, n, nodes = _PAIR_PROTO[pair], columns.n_ranks, columns.n_nodes
+        shard = np.asarray(n_bytes, float)[:, None] / n
+        beyond = np.maximum(c - np.maximum(columns.n_nics, columns.ring_channels), 0.0)
+        bus = t.bus_gbs[:, None] * np.maximum(1.0 - t.congestion[:, None] * beyond, 0.25)
+        knee = t.knee[:, None]
+        rate = soft_min(c * t.channel_gbs[rows, func, proto], bus * t.efficiency[rows, func, proto], knee) * 1e3
+        steps = (n - nodes) * t.hop_us[rows, proto] + (nodes - 1) * t.net_us[rows, proto]
+        us = steps + (n - 1) * c * (shard / c + t.ramp_bytes[rows, func, proto]) / rate
+        if f.nvls.any():
+            full = t.nvls_gbs[rows, func] * 1e3 * c / (c + t.nvls_channels[:, None])
+            us = np.where(pair == _NVLS, t.nvls_us[:, None] + size / full, us)
+        if f.collnet.any():
+            lat, gbs = cost_model.terms(f)
+            full = np.maximum(gbs[:, _COLLNET, None], 1.0) * 1e3 * c / (c + 2.0)
+            us = np.where(pair == _COLLNET, lat[:, _COLLNET, None] + size / full, us)
+        if f.pat.any():
+            rounds = np.ceil(np.log2(np.maximum(n, 2)))
+            rate = soft_min(c * t.channel_gbs[rows, func, proto], bus * t.pat_share[:, None], knee) * 1e3
+            tree = (
+                rounds * t.pat_us[:, None]
+                + (n - 1) * shard / rate
+                + rounds * t.ramp_bytes[rows, func, SIMPLE] * c / rate
+            )
+            us = np.where(pair == _PAT, tree, us)
+        count_class = np.ceil(np.log2(np.maximum(c, 1.0))).astype(int)
+        return np.asarray((t.launch_us[:, None] + us) * np.exp(t.effect[rows, func, pair, count_class]))
+
+    def slowdowns(self, n_channels: Array) -> Array:
+        """Share by which compute slows that overlaps a collective on that many channels, (n,) or (n, k)."""
+        c = np.asarray(n_channels, float)
+        lift = (slice(None),) + (None,) * (c.ndim - 1)
+        t = self.truth
+        return np.asarray(t.sm_cost[lift] * c / self.fleet.n_sms[lift] + t.memory_cost[lift] * np.minimum(c, 32) / 16)
+
+    def time_us(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> float:
+        """Microseconds of one collective alone, without noise; cached. Raises ValueError for an unknown pair."""
+        key = (func, n_bytes, algo, proto, n_channels)
+        us = self._cache.get(key)
+        if us is None:
+            if len(self._cache) > 100_000:
+                self._cache.clear()
+            us = self._cache[key] = self._time_us(*key)
+        return us
+
+    def _time_us(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> float:
+        size, count = np.array([n_bytes]), np.array([[n_channels]])
+        if func == "all_reduce":
+            # The tuner leaves it alone: a ring adds and then copies; a tree or NVLS_TREE does both in few rounds.
+            pair = PAIRS.index(("ring" if algo != "nvls" else "nvls", proto if algo != "nvls" else "simple"))
+            halves = [self.times_us(np.array([rs]), size, np.array([[pair]]), count) for rs in (False, True)]
+            us = float(halves[0][0, 0] + halves[1][0, 0] - self.truth.launch_us[0])
+            if algo in ("tree", "nvls_tree", "collnet_chain", "collnet_direct"):
+                n, nodes = int(self.fleet.n_ranks[0]), int(self.fleet.n_nodes[0])
+                p = PROTOS.index(proto)
+                hop, net = float(self.truth.hop_us[0, p]), float(self.truth.net_us[0, p])
+                ring = 2 * ((n - nodes) * hop + (nodes - 1) * net)
+                tree = 2 * ((n // nodes - 1) * hop + np.ceil(np.log2(max(nodes, 1))) * net)
+                us += float(tree) - ring
+            return us
+        if func not in ("all_gather", "reduce_scatter") or (algo, proto) not in PAIRS:
+            raise ValueError(f"no {algo}/{proto} for {func}")
+        pair, rs = PAIRS.index((algo, proto)), np.array([func == "reduce_scatter"])
+        return float(self.times_us(rs, size, np.array([[pair]]), count)[0, 0])
+
+    def slowdown(self, n_channels: int) -> float:
+        """Share by which compute slows that overlaps one collective on that many channels."""
+        return float(self.slowdowns(np.array([n_channels]))[0])
+
+    def noise(self, rng: np.random.Generator, size: int | None = None) -> Any:
+        """Factors on the time of single collectives: log-normal, and now and then a straggler of up to 5 x."""
+        factor = np.exp(rng.normal(0.0, float(self.truth.noise[0]), size))
+        late = rng.random(size) < float(self.truth.tail[0])
+        return np.where(late, factor * (1.1 + np.minimum(rng.pareto(1.5, size), 3.9)), factor)
+
+    @property
+    def connect_us(self) -> float:
+        """What the first use of an algorithm on a communicator costs, once."""
+        return float(self.truth.connect_us[0])
+
+
+def soft_min(a: Array, b: Array, knee: Array) -> Array:
+    """The smaller of two rates, rounded off where they meet: ``(a**-k + b**-k)**(-1/k)``."""
+    low, high = np.minimum(a, b), np.maximum(a, b)
+    return np.asarray(low * (1.0 + (low / high) ** knee) ** (-1.0 / knee))
+
+
+def _with(truth: Truth, values: Mapping[str, Any]) -> Truth:
+    known = {f.name for f in fields(Truth)}
+    assert known >= set(values), f"no such parameter of a fabric: {set(values) - known}"
+    shaped = {k: np.broadcast_to(np.asarray(v, float), getattr(truth, k).shape).copy() for k, v in values.items()}
+    return replace(truth, **shaped)
