@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..envs import spaces
-from ..envs.spaces import CHANNELS, N_CHANNELS, N_CONFIGS, Seen
+from ..envs.spaces import N_CHANNELS, N_CONFIGS, Seen
+from ..traces.records import CHANNELS
 from .policy import LstmPolicy, Policy
 
 Array = np.ndarray[Any, Any]
@@ -58,9 +59,7 @@ class Searcher:
         """
         rows = np.atleast_2d(np.asarray(observation))
         seen = spaces.seen(rows)
-        starts = (
-            np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start).astype(bool)
-        )
+        starts = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start).astype(bool)
         if state is None:
             state = [Episode() for _ in rows]
         configs = np.zeros(len(rows), np.int64)
@@ -109,7 +108,7 @@ class Exhaustive(Searcher):
 
 class CoordinateDescent(Searcher):
     """One knob at a time, as AutoCCL does within its subspaces: all pairs at NCCL's channel count, then channel counts
-    outwards from the best, stopping in a direction at the first that is worse; then pairs again, until nothing gains."""
+    outwards from the best until they get worse, then pairs again at that count, until nothing gains."""
 
     def choose(self, episode: Episode, valid: Array, mean: Array, last: int) -> int:
         """The next untried neighbour of the best config, else the best."""
@@ -135,9 +134,7 @@ class CoordinateDescent(Searcher):
 class Thompson(Searcher):
     """Gaussian Thompson sampling: a config's saving is N(mean, noise^2 / count); prior N(prior_mean, prior_std^2)."""
 
-    def __init__(
-        self, seed: int = 0, noise: float = NOISE, prior_mean: float = -0.1, prior_std: float = 0.3
-    ) -> None:
+    def __init__(self, seed: int = 0, noise: float = NOISE, prior_mean: float = -0.1, prior_std: float = 0.3) -> None:
         super().__init__(seed)
         self.noise, self.prior_mean, self.prior_std = noise, prior_mean, prior_std
 
@@ -167,7 +164,7 @@ class Ucb1(Searcher):
 
 
 def config_points() -> Array:
-    """Configs as points for a kernel, (N_CONFIGS, 1 + pairs): log2 of the channels (unset: a place apart), pair one-hot."""
+    """Configs as points for a kernel, (N_CONFIGS, 1 + pairs): log2 channels (unset: a place apart), pair one-hot."""
     channels = np.array([7.0 if c == 0 else np.log2(c) for c in CHANNELS])
     pairs = np.eye(spaces.N_PAIRS)
     return np.array([[channels[c % N_CHANNELS], *pairs[c // N_CHANNELS]] for c in range(N_CONFIGS)])
@@ -241,7 +238,8 @@ def make_policy(name: str, seed: int = 0) -> Policy:
         made = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"cannot load policy {name!r} ({error}); {known}") from error
-    made = made() if callable(made) and not hasattr(made, "predict") or isinstance(made, type) else made
+    if isinstance(made, type) or not hasattr(made, "predict"):
+        made = made() if callable(made) else made
     if not callable(getattr(made, "predict", None)):
         raise ValueError(f"policy {name!r} has no predict(observation, state, episode_start, deterministic)")
     return made  # type: ignore[no-any-return]

@@ -25,8 +25,8 @@ FORMAT = 1
 class Policy(Protocol):
     """Whatever chooses: SB3's ``predict``. One episode is the search on one slot.
 
-    ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION); the action is ``[pair, channels]``, int64, (2,) or (n, 2).
-    ``state`` is what the last call returned (None at first), ``episode_start`` (n,) is True where a search begins.
+    ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION); the action is ``[pair, channels]``, int64, (2,) or
+    (n, 2). ``state`` is what the last call returned (None at first), ``episode_start`` (n,) is True where a search begins.
     """
 
     def predict(
@@ -61,18 +61,45 @@ class StopRule:
         return self.repeats >= self.patience or int(seen.n_trials[0]) >= self.horizon
 
 
+class Stopping:
+    """A policy with the :class:`StopRule` built in, for whole batches: once a search is over it asks for its result."""
+
+    def __init__(self, policy: Policy, patience: int = 2) -> None:
+        self.policy, self.patience = policy, patience
+        self.horizon = int(getattr(policy, "horizon", HORIZON))
+
+    def predict(
+        self,
+        observation: Array,
+        state: tuple[Any, Array, Array] | None = None,
+        episode_start: Array | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Array, tuple[Any, Array, Array]]:
+        """See :class:`Policy`. The state: the inner policy's, repeats (n,) and results (n,), -1 = still searching."""
+        rows = np.atleast_2d(np.asarray(observation))
+        inner, repeats, result = state or (None, np.zeros(len(rows), np.int64), np.full(len(rows), -1))
+        if episode_start is not None:
+            begun = np.atleast_1d(episode_start).astype(bool)
+            repeats, result = np.where(begun, 0, repeats), np.where(begun, -1, result)
+        actions, inner = self.policy.predict(rows, inner, episode_start, deterministic)
+        seen = spaces.seen(rows)
+        repeats = np.where(spaces.config_index(actions) == seen.best, repeats + 1, 0)
+        over = (repeats >= self.patience) | (seen.n_trials >= self.horizon)
+        result = np.where((result < 0) & over, seen.best, result)
+        actions = np.where((result >= 0)[:, None], spaces.actions_of(np.maximum(result, 0)), actions)
+        return (actions if np.ndim(observation) == 2 else actions[0]), (inner, repeats, result)
+
+
 class LstmPolicy:
     """Masked LSTM policy: observation -> LSTM -> one hidden layer -> a score per config, made of what the network says
     and of the config's own statistics, the same way for every config. See ``recurrent.MaskedLstmPolicy``, its twin.
 
-    ``weights`` (float32): ``lstm_x`` (N_OBSERVATION, 4h), ``lstm_h`` (h, 4h), ``lstm_b`` (4h) in torch's gate order i, f,
-    g, o; ``body_w`` (h + N_OBSERVATION, m), ``body_b`` (m); ``head_z`` (m, d), ``head_e`` (N_CONFIGS, d), ``head_s`` (2, d),
-    ``head_v`` (d), ``skip_w`` (m, N_CONFIGS), ``skip_b`` (N_CONFIGS).
+    ``weights`` (float32): ``lstm_x`` (N_OBSERVATION, 4h), ``lstm_h`` (h, 4h), ``lstm_b`` (4h) in torch's gate order
+    i, f, g, o; ``body_w`` (h + N_OBSERVATION, m), ``body_b`` (m); ``head_z`` (m, d), ``head_e`` (N_CONFIGS, d),
+    ``head_s`` (2, d), ``head_v`` (d), ``skip_w`` (m, N_CONFIGS), ``skip_b`` (N_CONFIGS).
     """
 
-    def __init__(
-        self, weights: dict[str, Array], record: dict[str, Any] | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, weights: dict[str, Array], record: dict[str, Any] | None = None, seed: int = 0) -> None:
         """``record`` says how the weights were trained. Raises ValueError when shapes do not fit the observation."""
         self.weights, self.record = weights, record or {}
         self.rng = np.random.default_rng(seed)
@@ -80,7 +107,7 @@ class LstmPolicy:
         self.hidden = len(w["lstm_h"])
         if w["lstm_x"].shape != (N_OBSERVATION, 4 * self.hidden) or w["head_e"].shape[0] != N_CONFIGS:
             raise ValueError(
-                f"weights for observations of {w['lstm_x'].shape[0]} and {w['head_e'].shape[0]} configs; this version has "
+                f"weights for observations of {len(w['lstm_x'])} and {len(w['head_e'])} configs; this version has "
                 f"{N_OBSERVATION} and {N_CONFIGS}: train anew (dynamiccl train)"
             )
         # sigmoid(x) = (tanh(x / 2) + 1) / 2: with the halves inside the weights, one tanh does all four gates.
@@ -90,7 +117,7 @@ class LstmPolicy:
 
     @classmethod
     def load(cls, path: str | Path | None = None, seed: int = 0) -> LstmPolicy:
-        """The shipped policy, or the one in ``path``. Raises ValueError when it is not a weights file of this version."""
+        """The shipped policy, or the one in ``path``. Raises ValueError when that is no weights file of this version."""
         source = Path(path) if path is not None else resources.files(__package__).joinpath("policy.npz")
         try:
             with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:

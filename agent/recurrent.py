@@ -1,11 +1,12 @@
-"""The policy as it is trained: sb3-contrib's recurrent actor-critic with a mask, a fast LSTM pass and a score per config.
+"""The policy as it is trained: sb3-contrib's recurrent actor-critic, masked, with a fast LSTM pass.
 
 Only training needs this module (and torch); ``agent/policy.py`` evaluates what it learned.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -49,15 +50,16 @@ class ConfigDistribution(MultiCategoricalDistribution):
 
     def log_prob(self, actions: Tensor) -> Tensor:
         """Of actions (n, 2), shape (n,)."""
-        return self.distribution.log_prob(actions[:, 0] * N_CHANNELS + actions[:, 1])
+        configs = actions[:, 0] * N_CHANNELS + actions[:, 1]
+        return cast(Tensor, self.distribution.log_prob(configs))  # type: ignore[no-untyped-call]
 
     def entropy(self) -> Tensor:
         """Shape (n,)."""
-        return self.distribution.entropy()
+        return cast(Tensor, self.distribution.entropy())  # type: ignore[no-untyped-call]
 
     def sample(self) -> Tensor:
         """Actions (n, 2)."""
-        return self._actions(self.distribution.sample())
+        return self._actions(self.distribution.sample())  # type: ignore[no-untyped-call]
 
     def mode(self) -> Tensor:
         """The likeliest actions, (n, 2)."""
@@ -90,14 +92,14 @@ class ConfigHead(nn.Module):
         """``latent`` (n, hidden + N_OBSERVATION) -> (n, N_CONFIGS)."""
         obs = latent[:, -N_OBSERVATION:]
         z = torch.tanh(self.body(latent))
-        start = spaces.N_FEATURES + spaces.N_OUTCOME
+        start = N_OBSERVATION - spaces.N_MASK - 2 * N_CONFIGS
         count, gap = (
             obs[:, start : start + N_CONFIGS, None],
             obs[:, start + N_CONFIGS : start + 2 * N_CONFIGS, None],
         )
         hidden = self.z(z)[:, None, :] + self.e + count * self.s[0] + gap * self.s[1]
         scores = torch.relu(hidden) @ self.v + self.skip(z)
-        return scores.masked_fill(~config_mask(obs), -1e8)
+        return cast(Tensor, scores.masked_fill(~config_mask(obs), -1e8))
 
 
 class _Extractor(nn.Module):
@@ -133,7 +135,8 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         self.head_width, self.head_depth, self.memory = head_width, head_depth, memory
         kwargs.setdefault("lstm_hidden_size", 64)
         kwargs.setdefault("ortho_init", False)
-        super().__init__(*args, enable_critic_lstm=False, shared_lstm=False, **kwargs)
+        kwargs |= {"enable_critic_lstm": False, "shared_lstm": False}
+        super().__init__(*args, **kwargs)
 
     def _build(self, lr_schedule: Any) -> None:
         self.action_dist = ConfigDistribution([spaces.N_PAIRS, N_CHANNELS])
@@ -147,7 +150,7 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         return torch.cat([out if self.memory else torch.zeros_like(out), obs], dim=1), states
 
     @staticmethod
-    def _process_sequence(
+    def _process_sequence(  # type: ignore[override]  # sb3-contrib's own annotation is not what it returns
         features: Tensor, lstm_states: States, episode_starts: Tensor, lstm: nn.LSTM
     ) -> tuple[Tensor, States]:
         """As the stock pass, but nn.LSTM runs over whole stretches between episode starts, not step by step.
@@ -160,18 +163,18 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         length = len(sequence)
         cuts = [0, *[t for t in range(1, length) if bool(starts[t].any())], length]
         outputs = []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             keep = (1.0 - starts[begin]).view(1, n_seq, 1)
             lstm_states = (keep * lstm_states[0], keep * lstm_states[1])
             output, lstm_states = lstm(sequence[begin:end], lstm_states)
             outputs.append(output)
         return torch.cat(outputs).transpose(0, 1).flatten(0, 1), lstm_states
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, obs: Tensor, lstm_states: RNNStates, episode_starts: Tensor, deterministic: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, RNNStates]:
         """Actions (n, 2), values (n, 1), log-probabilities (n,) and the next states."""
-        distribution, states = self.get_distribution(obs, lstm_states.pi, episode_starts)
+        distribution, states = self.get_distribution(obs, cast(States, lstm_states.pi), episode_starts)
         actions = distribution.get_actions(deterministic=deterministic)
         return actions, self.predict_values(obs), distribution.log_prob(actions), RNNStates(states, states)
 
@@ -194,16 +197,16 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         self, obs: Tensor, actions: Tensor, lstm_states: RNNStates, episode_starts: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Values (n, 1), log-probabilities (n,) and entropies (n,) of ``actions`` (n, 2) in padded sequences."""
-        distribution, _ = self.get_distribution(obs, lstm_states.pi, episode_starts)
+        distribution, _ = self.get_distribution(obs, cast(States, lstm_states.pi), episode_starts)
         return self.predict_values(obs), distribution.log_prob(actions), distribution.entropy()
 
     def export(self) -> dict[str, Array]:
         """Weights as ``policy.LstmPolicy`` wants them (float32)."""
-        head, lstm = self.mlp_extractor.policy_net, self.lstm_actor
-        parts = {
-            "lstm_x": lstm.weight_ih_l0.T,
-            "lstm_h": lstm.weight_hh_l0.T,
-            "lstm_b": lstm.bias_ih_l0 + lstm.bias_hh_l0,
+        head, lstm = cast(_Extractor, self.mlp_extractor).policy_net, self.lstm_actor
+        parts: dict[str, Tensor] = {
+            "lstm_x": cast(Tensor, lstm.weight_ih_l0).T,
+            "lstm_h": cast(Tensor, lstm.weight_hh_l0).T,
+            "lstm_b": cast(Tensor, lstm.bias_ih_l0) + cast(Tensor, lstm.bias_hh_l0),
             "body_w": head.body.weight.T,
             "body_b": head.body.bias,
             "head_z": head.z.weight.T,
@@ -213,9 +216,7 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
             "skip_w": head.skip.weight.T,
             "skip_b": head.skip.bias,
         }
-        arrays = {
-            name: np.ascontiguousarray(t.detach().cpu().numpy(), np.float32) for name, t in parts.items()
-        }  # type: ignore[attr-defined]
+        arrays = {name: np.ascontiguousarray(t.detach().cpu().numpy(), np.float32) for name, t in parts.items()}
         if not self.memory:
             arrays["body_w"][: self.lstm_output_dim] = 0
         return arrays

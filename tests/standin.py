@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-
 from dynamiccl.envs import spaces
 from dynamiccl.traces.fingerprint import Fingerprint
 from dynamiccl.traces.records import CHANNELS, PAIRS
@@ -21,7 +20,9 @@ class HiddenKind:
 
     def __init__(self, n: int, seed: int | None = None, noise: float = 0.03) -> None:
         self.horizon = spaces.HORIZON
-        self.n, self.noise, self.rng = n, noise, np.random.default_rng(seed)
+        self.n, self.sigma, self.rng = n, noise, np.random.default_rng(seed)
+        self.share = np.full(n, 0.2)
+        self.noise = self.sigma * self.share
 
     def reset(self) -> Array:
         """First observations."""
@@ -43,9 +44,11 @@ class HiddenKind:
         cost = np.full((self.n, len(PAIRS)), -1.0)
         cost[:, :3] = 100.0
         self.fingerprint = Fingerprint(
-            0 * one, 2**24 * one, 8 * one, 16 * one, 2 * one, cost, 0 * self.kind, 16 * one, 16 * one, 0.2 * one, 0.5 * one, 0 * one
+            0 * one, 2**24 * one, 8 * one, 16 * one, 2 * one, cost, 0 * self.kind, 16 * one, 16 * one, self.share,
+            0.5 * one, 0 * one,
         )  # fmt: skip
         self.mask = spaces.action_mask(self.fingerprint)
+        self.features = self.fingerprint.vector()
         assert CHANNELS[4] == 8
 
     def _observe(self) -> Array:
@@ -56,7 +59,7 @@ class HiddenKind:
         configs, rows = spaces.config_index(actions), np.arange(self.n)
         assert spaces.config_mask(self._observe())[rows, configs].all(), "a masked config was chosen"
         expected = self.truth[rows, configs]
-        saving = expected + self.noise * self.rng.standard_normal(self.n)
+        saving = expected + self.sigma * self.rng.standard_normal(self.n)
         self.trials.record(configs, saving)
         reward = spaces.reward(self.truth[rows, self.trials.best()], saving)
         done = self.trials.n_trials >= self.horizon

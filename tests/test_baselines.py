@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from standin import HiddenKind
-
 from dynamiccl.agent.baselines import BASELINES, GaussianProcess, Thompson, Ucb1, make_policy
 from dynamiccl.agent.policy import StopRule
 from dynamiccl.envs import spaces
+from standin import HiddenKind
 
 Array = np.ndarray[Any, Any]
 
@@ -116,11 +115,12 @@ def test_searches_end_by_the_stop_rule() -> None:
         env.horizon = 10**9
         policy, obs, state = make_policy(name), env.reset(), None
         stop = StopRule(policy)
-        for trials in range(100):
+        trials = 0
+        while trials < 100:
             action, state = policy.predict(obs[0], state)
             if stop(obs[0], action):
                 break
-            obs = env.step(action[None])[0]
+            obs, trials = env.step(action[None])[0], trials + 1
         assert trials <= limit
         if name in ("exhaustive", "coordinate-descent"):
             assert env.truth[0, env.trials.best()[0]] == 0.5

@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
-
 from dynamiccl.agent.policy import LstmPolicy, StopRule
 from dynamiccl.agent.recurrent import MaskedLstmPolicy, config_mask
 from dynamiccl.envs import spaces
-
+from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 from standin import HiddenKind
 
 
@@ -61,9 +59,7 @@ def test_numpy_policy_equals_the_torch_one_over_rollouts() -> None:
             action, lean = light.predict(obs, states[1], start)
             np.testing.assert_array_equal(action, heavy_action)
             with torch.no_grad():
-                given = (
-                    [torch.zeros(1, 5, 24)] * 2 if states[0] is None else [torch.tensor(s) for s in states[0]]
-                )
+                given = [torch.zeros(1, 5, 24)] * 2 if states[0] is None else [torch.tensor(s) for s in states[0]]
                 begun = torch.tensor(start, dtype=torch.float32)
                 dist, _ = policy.get_distribution(torch.tensor(obs), (given[0], given[1]), begun)
             before = light._fresh(5) if states[1] is None else states[1]
@@ -115,9 +111,7 @@ def test_distribution_is_one_categorical_over_configs() -> None:
     dist, _ = policy.get_distribution(obs, states, torch.ones(3))
     every = torch.tensor(spaces.actions_of(np.arange(spaces.N_CONFIGS)))
     with torch.no_grad():
-        chances = torch.stack(
-            [dist.log_prob(every[c].expand(3, 2)).exp() for c in range(spaces.N_CONFIGS)], 1
-        )
+        chances = torch.stack([dist.log_prob(every[c].expand(3, 2)).exp() for c in range(spaces.N_CONFIGS)], 1)
     torch.testing.assert_close(chances.sum(dim=1), torch.ones(3))
     assert float(chances[~torch.tensor(spaces.config_mask(obs.numpy()))].max()) < 1e-12
 
