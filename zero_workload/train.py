@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import math
 import os
@@ -106,14 +107,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank < 0 or "WORLD_SIZE" not in os.environ:
             return launch(args.ranks, arguments)
         work(args)
-        return 0
+        _leave(0)
     except (BadInput, Failed, ValueError, RuntimeError, OSError) as error:
         if rank < 0:
             print(f"error: {error}", file=sys.stderr)
             return 2 if isinstance(error, BadInput) else 1
-        code = report(rank, error)
-        sys.stdout.flush()
-        os._exit(code)  # a rank stuck in a collective would keep the interpreter from ending
+        _leave(report(rank, error))
+    return 0
+
+
+def _leave(code: int) -> None:
+    """End this rank without the interpreter's teardown, but with everybody's exit handlers.
+
+    A rank that failed may have threads stuck in a collective that no one else will join; and gloo's threads, when
+    they drop the last reference to a tensor during teardown, abort the process now and then.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class Stop:
