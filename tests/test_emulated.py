@@ -1,0 +1,95 @@
+"""The emulated backend: results are gloo's, times are the fabric's."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+from dynamiccl.envs.sim.clusters import cluster
+from dynamiccl.envs.sim.cost_model import channels, choice
+from dynamiccl.envs.sim.fabric import Fabric
+from dynamiccl.envs.sim.timeline import part_of
+
+HERE = Path(__file__).parent
+BYTES_SCALE, TIME_SCALE = 128.0, 60.0
+
+
+def ranks(case, n=2, **env):
+    """Run a case of emulated_ranks.py on ``n`` processes; what rank 0 printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), "--standalone"]
+    done = subprocess.run(
+        [*command, str(HERE / "emulated_ranks.py"), case],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def emulated(**env):
+    return {
+        "DYNAMICCL_CLUSTER": "dgx-h100-2x8",
+        "DYNAMICCL_BYTES_SCALE": str(BYTES_SCALE),
+        "DYNAMICCL_TIME_SCALE": str(TIME_SCALE),
+        **env,
+    }
+
+
+def test_values_are_gloos():
+    assert ranks("values", **emulated()) == ranks("values", BACKEND="gloo")
+
+
+def test_times_are_the_fabrics():
+    """A gather ends when the model says, two queue up, compute hides one and pays for its channels, a late rank delays."""
+    times = {name: median(values) for name, values in ranks("times", **emulated()).items()}
+    c = cluster("dgx-h100-2x8")
+    n_bytes = int(4 * (1 << 18) * BYTES_SCALE)
+    algo, proto = choice(c, "all_gather", n_bytes)
+    n_channels, _ = channels(c, "all_gather", n_bytes, algo, proto)
+    fabric = Fabric.of(c, seed=0)
+    expected = fabric.time_us("all_gather", n_bytes, algo, proto, n_channels) * TIME_SCALE / 1e3
+    slowed = fabric.slowdown(n_channels) * min(expected, times["compute"])
+    assert 15 < expected < 55  # the case means to hide it behind 60 ms of compute
+    assert times["sync"] == pytest.approx(expected, rel=0.25, abs=2)
+    assert times["two"] == pytest.approx(2 * times["sync"], rel=0.25)
+    assert times["hidden"] == pytest.approx(times["compute"] + slowed, rel=0.2)
+    assert times["late"] == pytest.approx(50 + times["sync"], rel=0.25)
+
+
+def test_training_is_bit_equal_with_and_without_emulation(tmp_path):
+    losses = {}
+    for backend in ("gloo", "emulated"):
+        log = tmp_path / backend
+        command = [sys.executable, "-m", "dynamiccl.zero_workload", "--stage", "3", "--steps", "6", "--quiet"]
+        command += ["--layers", "2", "--width", "32", "--heads", "4", "--backend", backend, "--log", str(log)]
+        env = {**os.environ, **(emulated(DYNAMICCL_TIME_SCALE="1") if backend == "emulated" else {})}
+        subprocess.run(command, env=env, check=True, timeout=120)
+        losses[backend] = [json.loads(line)["loss"] for line in log.read_text().splitlines() if "loss" in line]
+    assert len(losses["gloo"]) == 6 and losses["gloo"] == losses["emulated"]
+
+
+def test_a_wrong_environment_is_said_and_breaks_nothing():
+    for env, word in (
+        ({"DYNAMICCL_CLUSTER": "dgx-h1000"}, "dgx-h100"),
+        ({"DYNAMICCL_CLUSTER": "dgx-h100-2x8", "DYNAMICCL_TIME_SCALE": "fast"}, "TIME_SCALE"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", "import torch; print(torch.ones(1))"],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0 and word in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_group_is_a_part_of_the_cluster():
+    c = cluster("dgx-h100-2x8")
+    assert part_of(c, 2, 2).n_ranks == 16
+    assert (part_of(c, 2, 4).n_nodes, part_of(c, 2, 4).gpus_per_node) == (1, 8)
+    assert (part_of(c, 1, 8).n_nodes, part_of(c, 1, 8).n_ranks) == (1, 2)
