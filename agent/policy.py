@@ -26,7 +26,8 @@ class Policy(Protocol):
     """Whatever chooses: SB3's ``predict``. One episode is the search on one slot.
 
     ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION); the action is ``[pair, channels]``, int64, (2,) or
-    (n, 2). ``state`` is what the last call returned (None at first), ``episode_start`` (n,) is True where a search begins.
+    (n, 2). ``state`` is what the last call returned (None at first), ``episode_start`` (n,) is True where a search
+    begins.
     """
 
     def predict(
@@ -117,7 +118,7 @@ class LstmPolicy:
 
     @classmethod
     def load(cls, path: str | Path | None = None, seed: int = 0) -> LstmPolicy:
-        """The shipped policy, or the one in ``path``. Raises ValueError when that is no weights file of this version."""
+        """The shipped policy, or the one in ``path``. Raises ValueError when it is none of this version."""
         source = Path(path) if path is not None else resources.files(__package__).joinpath("policy.npz")
         try:
             with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:

@@ -230,8 +230,8 @@ class BatchVecEnv(VecEnv):
 
     def __init__(self, batch: Any, n: int) -> None:
         """``batch`` has ``reset() -> obs`` and ``step(actions) -> (obs, reward, terminated, truncated, info)``."""
+        self.batch = batch  # before SB3 asks for attributes of it
         super().__init__(n, spaces.observation_space(), spaces.action_space())
-        self.batch = batch
         self.returns, self.lengths = np.zeros(n), np.zeros(n, np.int64)
         self.actions = np.zeros((n, 2), np.int64)
 

@@ -27,7 +27,8 @@ from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.utils import set_random_seed
 
 from ..envs import spaces
-from ..envs.leaderboard import Arena, Suite, play, summary
+from ..envs.arena import Arena, Suite, play
+from ..envs.leaderboard import summary
 from ..envs.spaces import HORIZON
 from .baselines import BASELINES, make_policy
 from .policy import LstmPolicy, Policy, Stopping

@@ -1,0 +1,188 @@
+"""Fixed suites of tasks, and the arena in which policies play them.
+
+A task is the search on one slot: what the policy may see of it (fingerprint, mask), what every config truly saves, how
+much the slot weighs in the step, and how noisy a window is. A suite is an array file of tasks with a version, so that a
+later simulator does not move old scores. All figures are means over windows of the *expected* step time: noise reaches
+the policy, not the score.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from . import spaces
+from .spaces import N_CONFIGS
+
+Array = np.ndarray[Any, Any]
+
+#: Windows played per task.
+WINDOWS = 64
+
+
+class Policy(Protocol):
+    """Whatever has SB3's ``predict``."""
+
+    def predict(
+        self,
+        observation: Array,
+        state: Any = None,
+        episode_start: Array | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Array, Any]:
+        """Actions (n, 2) for observations (n, N_OBSERVATION), and the state to pass next time."""
+        ...
+
+
+@dataclass
+class Suite:
+    """``n`` tasks. Savings are in units of the slot's share of the step, see ``spaces.scale_saving``."""
+
+    name: str
+    features: Array  # (n, N_FEATURES) fingerprint
+    mask: Array  # (n, N_MASK)
+    truth: Array  # (n, N_CONFIGS) expected saving of each config
+    share: Array  # (n,) of the step
+    noise: Array  # (n,) standard deviation of one window's relative step time saved
+    label: Array  # (n,) str: cluster and workload
+    later: Array = field(default_factory=lambda: np.zeros((0, N_CONFIGS)))  # (n, N_CONFIGS) truth after a drift
+    drift_at: Array = field(default_factory=lambda: np.zeros(0, np.int64))  # (n,) window of the drift; WINDOWS = none
+
+    def __post_init__(self) -> None:
+        n = len(self.share)
+        if not len(self.later):
+            self.later, self.drift_at = self.truth.copy(), np.full(n, WINDOWS)
+        allowed = self.allowed
+        for name, table in (("truth", self.truth), ("later", self.later)):
+            if table.shape != (n, N_CONFIGS) or not np.isfinite(table[allowed]).all():
+                raise ValueError(f"suite {self.name}: {name} must be finite for every config that may be chosen")
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    @property
+    def allowed(self) -> Array:
+        """(n, N_CONFIGS) bool: configs that may be chosen."""
+        return spaces.config_mask(np.asarray(self.mask))
+
+    def truth_at(self, window: int) -> Array:
+        """(n, N_CONFIGS) expected savings in that window, -inf for what is masked."""
+        now = np.where((window >= self.drift_at)[:, None], self.later, self.truth)
+        return np.where(self.allowed, now, -np.inf)
+
+    def save(self, path: str | Path) -> None:
+        """Write an .npz."""
+        arrays = {key: value for key, value in vars(self).items() if key != "name"}
+        np.savez_compressed(path, name=np.array(self.name), **arrays)
+
+    @classmethod
+    def of(cls, name: str, batches: Iterable[Any]) -> Suite:
+        """The episodes that simulator batches (after ``reset``) hold just now, as a suite."""
+        held = [(b.features, b.mask, b.truth, b.share, b.noise) for b in batches]
+        features, mask, truth, share, noise = (np.concatenate(column) for column in zip(*held, strict=True))
+        return cls(name, features, mask, truth, share, noise, np.array([f"{name} {i}" for i in range(len(share))]))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Suite:
+        """Read an .npz. Raises ValueError when it is not a suite."""
+        source = Path(path) if isinstance(path, (str, Path)) else path
+        try:
+            with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                found = {key: arrays[key] for key in arrays.files}
+            return cls(str(found.pop("name")), **found)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{source} is not a suite of tasks: {error}") from error
+
+
+class Arena:
+    """``repeats`` independent runs of every task of a suite, played side by side: row = repeat * len(suite) + task.
+
+    The same interface as the simulator's batch. Noise is drawn per (seed, task, repeat, window) before anything is
+    played, so all entrants meet the same noise, and one that plays twice gets the same outcome twice.
+    """
+
+    def __init__(self, suite: Suite, repeats: int = 1, seed: int = 0, windows: int = WINDOWS) -> None:
+        self.suite, self.windows = suite, windows
+        self.n = repeats * len(suite)
+        self.task = np.tile(np.arange(len(suite)), repeats)
+        rng = np.random.default_rng([seed, len(suite)])
+        # Student's t with 4 degrees of freedom, scaled to unit variance: step times have a heavy tail.
+        self.noise = rng.standard_t(4, (windows, self.n)) / np.sqrt(2) * suite.noise[self.task]
+
+    def reset(self) -> Array:
+        """First observations, (n, N_OBSERVATION)."""
+        self.window = 0
+        self.trials = spaces.Trials.start(self.n)
+        return self.observe()
+
+    def observe(self) -> Array:
+        """Observations now."""
+        return spaces.observe(self.suite.features[self.task], self.suite.mask[self.task], self.trials)
+
+    def step(self, actions: Array) -> tuple[Array, Array, Array]:
+        """One window. Returns observations, expected savings of the actions (n,), configs (n,). Raises ValueError on a
+        masked or impossible action."""
+        actions = np.asarray(actions)
+        if actions.shape != (self.n, 2) or not np.issubdtype(actions.dtype, np.integer):
+            raise ValueError(f"actions must be integers of shape {(self.n, 2)}, not {actions.dtype} {actions.shape}")
+        if (actions < 0).any() or (actions >= [spaces.N_PAIRS, spaces.N_CHANNELS]).any():
+            raise ValueError("an action lies outside the action space")
+        configs = spaces.config_index(actions)
+        expected = self.suite.truth_at(self.window)[self.task, configs]
+        if np.isneginf(expected).any():
+            bad = int(np.flatnonzero(np.isneginf(expected))[0])
+            raise ValueError(
+                f"masked action {actions[bad].tolist()} in window {self.window} of {self.suite.label[self.task[bad]]}"
+            )
+        share = self.suite.share[self.task]
+        measured = spaces.scale_saving(expected * share + self.noise[self.window], share)
+        self.trials.record(configs, measured)
+        self.window += 1
+        return self.observe(), expected, configs
+
+
+@dataclass
+class Played:
+    """One entrant on one arena: (windows, n) arrays, n = repeats x tasks."""
+
+    configs: Array
+    expected: Array  # saving of what ran
+    oracle: Array  # saving of the best config at that time
+    best: Array  # saving of the config that a stop would commit after this window
+    decision_us: float  # mean time of one decision
+
+    @property
+    def regret(self) -> Array:
+        """(windows, n): cost of the slot over the oracle's, as a part of the oracle's; exploration included."""
+        return np.asarray((self.oracle - self.expected) / np.maximum(1 - self.oracle, 0.05))
+
+    @property
+    def gap(self) -> Array:
+        """(windows, n): as ``regret``, of the config that a stop would commit."""
+        return np.asarray((self.oracle - self.best) / np.maximum(1 - self.oracle, 0.05))
+
+
+def play(policy: Policy, arena: Arena, limit_us: float = 1e6) -> Played:
+    """Play all windows of an arena. Raises ValueError when the policy returns an invalid action or is too slow
+    (``limit_us`` per decision, over a whole window); what it raises itself passes through."""
+    obs, state, start = arena.reset(), None, np.ones(arena.n, bool)
+    rows = np.arange(arena.n)
+    configs, expected, oracle, best = (np.zeros((arena.windows, arena.n)) for _ in range(4))
+    spent = 0.0
+    for t in range(arena.windows):
+        begin = time.perf_counter()
+        actions, state = policy.predict(obs, state=state, episode_start=start, deterministic=True)
+        took = time.perf_counter() - begin
+        spent += took
+        if took / arena.n > limit_us * 1e-6:
+            raise ValueError(f"a decision took {took / arena.n * 1e6:.0f} us, the limit is {limit_us:.0f}")
+        truth = arena.suite.truth_at(t)[arena.task]
+        obs, expected[t], configs[t] = arena.step(actions)
+        oracle[t], best[t] = truth.max(axis=1), truth[rows, arena.trials.best()]
+        start = np.zeros(arena.n, bool)
+    return Played(configs.astype(np.int64), expected, oracle, best, 1e6 * spent / arena.windows / arena.n)
