@@ -1,0 +1,163 @@
+"""The ZeRO engine: every stage computes what one process computes, to the digit, byte and message."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from dynamiccl.zero_workload import zero
+from dynamiccl.zero_workload.data import Corpus
+from dynamiccl.zero_workload.model import ModelConfig, Transformer
+
+
+# A world of ranks that is started once and runs one function after another --------------------------------------------
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group("gloo")
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send((True, function(*args)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+
+
+class World:
+    """``size`` processes joined over gloo."""
+
+    def __init__(self, size: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = mp.get_context("spawn")
+        self.pipes, self.ranks = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.ranks.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """``function(*args)`` on every rank; its results by rank."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        results = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(timeout), f"rank {rank} did not answer within {timeout} s"
+            ok, value = pipe.recv()
+            assert ok, f"rank {rank}:\n{value}"
+            results.append(value)
+        return results
+
+    def close(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[World]:
+    world = World(2)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[World]:
+    world = World(4)
+    yield world
+    world.close()
+
+
+# Agreement ------------------------------------------------------------------------------------------------------------
+
+TINY = ModelConfig(layers=3, width=32, heads=2, seq=16)
+BATCH = 8  # rows of the global batch, whatever the number of ranks
+
+
+def adamw(lr: float) -> Callable[..., torch.optim.Optimizer]:
+    return partial(torch.optim.AdamW, lr=lr)
+
+
+def train(steps: int, settings: dict[str, Any], config: ModelConfig = TINY) -> list[float]:
+    """The mean loss of each step on this rank's group."""
+    torch.manual_seed(0)
+    model = Transformer(config)
+    settings = {"param_dtype": torch.float32, "bucket_bytes": 2**14, **settings}
+    engine = zero(model, settings.pop("optimizer", adamw(1e-2)), **settings)
+    rows = BATCH // engine.comm.size // engine.accumulation
+    corpus = Corpus(None, config.seq)
+    losses = []
+    for step in range(steps):
+        total = torch.zeros(())
+        for micro in range(engine.accumulation):
+            first = (micro * engine.comm.size + engine.comm.rank) * rows
+            loss = model(*corpus.batch(first, first + rows, step=step, seed=0))
+            engine.backward(loss)
+            total += loss.detach() / engine.accumulation
+        engine.step()
+        dist.all_reduce(total, op=dist.ReduceOp.AVG)
+        losses.append(total.item())
+    return losses
+
+
+def train_alone(steps: int, max_norm: float | None, config: ModelConfig = TINY) -> list[float]:
+    """The same training by PyTorch alone, in this process, on the whole batch."""
+    torch.manual_seed(0)
+    model = Transformer(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    corpus = Corpus(None, config.seq)
+    losses = []
+    for step in range(steps):
+        loss = model(*corpus.batch(0, BATCH, step=step, seed=0))
+        optimizer.zero_grad()
+        loss.backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "0": {"stage": 0},
+    "1": {"stage": 1},
+    "1 classic": {"stage": 1, "classic": True},
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    "3 by layer": {"stage": 3, "unit": "layer", "prefetch": 2},
+    "3 without prefetch": {"stage": 3, "prefetch": 0, "keep_last": False},
+    "3 hybrid": {"stage": 3, "hybrid": 10_000},
+}
+
+
+@pytest.mark.parametrize("size", ["two", "four"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_stages_agree_with_one_process(size: str, accumulation: int, request: pytest.FixtureRequest) -> None:
+    world: World = request.getfixturevalue(size)
+    alone = train_alone(20, max_norm=0.5)
+    assert alone[-1] < alone[0] - 1
+    runs = {}
+    for name, settings in VARIANTS.items():
+        ranks = world.run(train, 20, {**settings, "max_norm": 0.5, "gradient_accumulation": accumulation})
+        assert all(r == ranks[0] for r in ranks)
+        runs[name] = ranks[0]
+        assert runs[name] == pytest.approx(alone, rel=1e-5), name
+    for name, losses in runs.items():
+        assert losses == pytest.approx(runs["0"], rel=1e-6), name
