@@ -116,15 +116,14 @@ class Trials:
 
     def means(self) -> Array:
         """Mean saving per config, (n, N_CONFIGS); untried configs are -inf."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.where(self.count > 0, self.total / self.count, -np.inf)
+        return np.where(self.count > 0, self.total / np.maximum(self.count, 1), -np.inf)
 
     def best(self) -> Array:
         """Config with the best mean so far, (n,): what a stop now would commit."""
         return np.asarray(self.means().argmax(axis=1))
 
 
-def scale_saving(saving: Array, share: Array) -> Array:
+def scale_saving(saving: Array, share: Array | float) -> Array:
     """Relative step time saved -> units of the slot's share of the step, clipped to SAVING_RANGE."""
     return np.clip(np.asarray(saving) / np.maximum(share, 0.01), *SAVING_RANGE)
 
@@ -141,19 +140,22 @@ def reward(best_saving: Array, trial_saving: Array) -> Array:
 def observe(features: Array, mask: Array, trials: Trials) -> Array:
     """Observation, (n, N_OBSERVATION) float32, from fingerprint features (n, N_FEATURES), mask and trials."""
     n = len(features)
-    pairs = np.zeros((n, N_PAIRS))
-    channels = np.zeros((n, N_CHANNELS))
     tried = trials.last_config >= 0
     rows = np.flatnonzero(tried)
-    pairs[rows, trials.last_config[rows] // N_CHANNELS] = 1
-    channels[rows, trials.last_config[rows] % N_CHANNELS] = 1
     means = trials.means()
     best = means.max(axis=1)
-    outcome = np.stack([tried, trials.last_saving, best, trials.n_trials / HORIZON], axis=1)
-    gap = np.where(trials.count > 0, means - best[:, None], 0.0)
-    count = np.minimum(trials.count, 4) / 4
-    parts = [features, pairs, channels, outcome, count, gap, mask]
-    return np.clip(np.concatenate(parts, axis=1), -4, 4).astype(np.float32)
+    # Filled part by part: this runs in every step of training.
+    out = np.zeros((n, N_OBSERVATION), np.float32)
+    ends = np.cumsum([N_FEATURES, N_PAIRS, N_CHANNELS, 4, N_CONFIGS, N_CONFIGS, N_MASK])
+    all_features, pairs, channels, outcome, count, gap, all_mask = np.split(out, ends[:-1], axis=1)
+    all_features[:], all_mask[:] = features, mask
+    pairs[rows, trials.last_config[rows] // N_CHANNELS] = 1
+    channels[rows, trials.last_config[rows] % N_CHANNELS] = 1
+    outcome[:, 0], outcome[:, 1] = tried, trials.last_saving
+    outcome[:, 2], outcome[:, 3] = best, trials.n_trials / HORIZON
+    np.multiply(np.minimum(trials.count, 4), 0.25, out=count, casting="same_kind")
+    np.subtract(means, best[:, None], out=gap, where=trials.count > 0, casting="same_kind")
+    return np.clip(out, -4, 4, out=out)
 
 
 @dataclass

@@ -203,7 +203,7 @@ def planned_channels(fleet: Fleet, n_bytes: Array, pair: Array, limit: Array) ->
     cells = np.maximum(_up(shard, cell), 1)
     a_channel = np.minimum(cells, np.maximum(_up(each, cell * by_byte), 1))
     count = _up(cells, a_channel)
-    return np.where(algo == COLLNET, limit, np.minimum(count, most))
+    return np.where(algo == COLLNET, limit, np.minimum(count, np.maximum(most, 1)))
 
 
 @functools.lru_cache(maxsize=65536)

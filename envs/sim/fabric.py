@@ -190,15 +190,19 @@ class Fabric:
         ``is_reduce_scatter`` and ``n_bytes`` are (n,), ``pair`` (index into PAIRS) and ``n_channels`` broadcast to
         (n, k). Channels beyond what the size fills do nothing: NCCL's scheduler is applied first.
         """
+        columns, size = self.fleet.take((slice(None), None)), np.asarray(n_bytes, np.int64)[:, None]
+        ran = cost_model.planned_channels(columns, size, pair, n_channels)
+        return self.times_on_us(is_reduce_scatter, n_bytes, pair, ran)
+
+    def times_on_us(self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array) -> Array:
+        """As :meth:`times_us`, on the channels that really ran."""
         f, t = self.fleet, self.truth
         rows, func = np.arange(len(f))[:, None], np.asarray(is_reduce_scatter).astype(int)[:, None]
-        shape = np.broadcast_shapes((len(f), 1), np.shape(pair), np.shape(n_channels))
-        pair, asked = np.broadcast_to(pair, shape), np.broadcast_to(n_channels, shape)
-        columns = f.take((slice(None), None))
-        size = np.asarray(n_bytes, np.int64)[:, None]
-        c = cost_model.planned_channels(columns, size, pair, asked).astype(float)
+        shape = np.broadcast_shapes((len(f), 1), np.shape(pair), np.shape(ran))
+        pair, c = np.broadcast_to(pair, shape), np.broadcast_to(ran, shape).astype(float)
+        columns, size = f.take((slice(None), None)), np.asarray(n_bytes, float)[:, None]
         proto, n, nodes = _PAIR_PROTO[pair], columns.n_ranks, columns.n_nodes
-        shard = np.asarray(n_bytes, float)[:, None] / n
+        shard = size / n
         beyond = np.maximum(c - np.maximum(columns.n_nics, columns.ring_channels), 0.0)
         bus = t.bus_gbs[:, None] * np.maximum(1.0 - t.congestion[:, None] * beyond, 0.25)
         knee = t.knee[:, None]
