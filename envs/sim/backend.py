@@ -84,8 +84,9 @@ class EmulatedGroup(dist.ProcessGroup):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
         world = dist.get_world_size() if dist.is_initialized() else size
-        self._rank, self._size, self._name = rank, size, str(options.group_id)
-        self._gloo = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+        self._rank, self._size = rank, size
+        self._name, self._desc = str(options.group_id), ""
+        self._gloo: Any = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
         members = ",".join(map(str, options.global_ranks_in_group))
         self._timeline = (
             Timeline(emulation, options.store, rank, size, world, comm_id_of(f"{self._name}:{members}"))
@@ -146,40 +147,6 @@ class EmulatedGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # -- the rest passes through: set-up traffic that no tuner touches -------------------------------------------
-
-    def allgather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> dist.Work:
-        """Gather into lists (checkpoints, object collectives); not timed."""
-        return self._gloo.allgather(outputs, inputs, opts or dist.AllgatherOptions())
-
-    def broadcast(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
-        """Broadcast in place; not timed."""
-        return self._gloo.broadcast(tensors, opts or dist.BroadcastOptions())
-
-    def reduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
-        """Reduce to one rank; not timed."""
-        return self._gloo.reduce(tensors, opts or dist.ReduceOptions())
-
-    def gather(self, outputs: list[_Tensors], inputs: _Tensors, opts: Any = None) -> dist.Work:
-        """Gather to one rank; not timed."""
-        return self._gloo.gather(outputs, inputs, opts or dist.GatherOptions())
-
-    def scatter(self, outputs: _Tensors, inputs: list[_Tensors], opts: Any = None) -> dist.Work:
-        """Scatter from one rank; not timed."""
-        return self._gloo.scatter(outputs, inputs, opts or dist.ScatterOptions())
-
-    def send(self, tensors: _Tensors, dst: int, tag: int = 0) -> dist.Work:
-        """Point to point; not timed."""
-        return self._gloo.send(tensors, dst, tag)
-
-    def recv(self, tensors: _Tensors, src: int, tag: int = 0) -> dist.Work:
-        """Point to point; not timed."""
-        return self._gloo.recv(tensors, src, tag)
-
-    def barrier(self, opts: Any = None) -> dist.Work:
-        """Barrier; not timed."""
-        return self._gloo.barrier(opts or dist.BarrierOptions())
-
     def shutdown(self) -> None:
         """End the communicator."""
         if self._timeline is not None:
@@ -188,11 +155,11 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def size(self) -> int:
         """Processes in the group (the emulated cluster may have more ranks)."""
-        return self._size
+        return int(self._size)
 
     def rank(self) -> int:
         """This process' rank in the group."""
-        return self._rank
+        return int(self._rank)
 
     def getBackendName(self) -> str:
         """Name of the backend."""
@@ -212,7 +179,21 @@ class EmulatedGroup(dist.ProcessGroup):
     @property
     def group_desc(self) -> str:
         """c10d's description of the group."""
-        return getattr(self, "_desc", "")
+        return self._desc
+
+
+def _untimed(name: str) -> Callable[..., Any]:
+    def run(self: EmulatedGroup, *args: Any, **options: Any) -> Any:
+        return getattr(self._gloo, name)(*args, **options)
+
+    return run
+
+
+# The rest passes through: set-up traffic that no tuner touches.
+for _name in ("allgather", "broadcast", "reduce", "gather", "scatter", "send", "recv", "recv_anysource", "barrier"):
+    setattr(EmulatedGroup, _name, _untimed(_name))
+for _name in ("reduce_scatter", "alltoall", "alltoall_base", "allgather_coalesced", "monitored_barrier"):
+    setattr(EmulatedGroup, _name, _untimed(_name))
 
 
 class _Several(dist.Work):
