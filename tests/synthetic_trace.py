@@ -104,7 +104,7 @@ def write_run(folder, *, search=12, final=8, seed=0, sampled=0.5, stop_early=Fal
 
         log.n = 0
         base = job.window(default, 6)
-        log(None, Decision(), Decision(), base, base, "measured", "NCCL decides", "default")
+        log(None, Decision(), Decision(), base, base, "measured", "2 slots found", "profile")
         kept, trials = (
             {},
             [
@@ -121,15 +121,15 @@ def write_run(folder, *, search=12, final=8, seed=0, sampled=0.5, stop_early=Fal
             good = FINAL[slot] == decision
             previous = kept.get(slot, Decision())
             kept |= {slot: decision} if good else {}
-            reason = "saves step time in 3 of 3 pairs" if good else "no better than what is kept"
-            verdict = "kept" if good else "dropped"
+            reason = "saves step time in 3 of 3 pairs" if good else ""
+            verdict = "kept" if good else "worse"
             log(slot, decision, previous, step_ms, base, verdict, reason, "search")
         ratios = []
         for _ in range(0 if stop_early else final):
             base = job.window(publish({}))
             step_ms = job.window(publish(kept))
             ratios.append(base / step_ms)
-            log(None, "table", "auto", step_ms, base, "measured", "final A/B", "ab")
+            log("all slots", "auto", "auto", step_ms, base, "measured", "", "verify")
         writer.write(frame(job.events, EVENT_COLUMNS), frame(job.steps, STEP_COLUMNS))
         writer.write_whole("comms", frame([(COMM, 16, 2, "dp", r, 1000 + r) for r in (0, 1)], COMM_COLUMNS))
         writer.write_whole("offers", frame(list(offers()), OFFER_COLUMNS))
@@ -140,7 +140,7 @@ def write_run(folder, *, search=12, final=8, seed=0, sampled=0.5, stop_early=Fal
 
 
 def summary_of(trace, ratios, job):
-    windows = trace.windows.query("phase == 'ab'")
+    windows = trace.windows.query("phase == 'verify'")
     spread = float(np.std(ratios) / len(ratios) ** 0.5)
     decisions = [
         {

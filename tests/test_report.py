@@ -1,0 +1,231 @@
+"""The report: self-contained, says what it lacks, and opens in a browser without an error or a request."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pandas as pd
+import pytest
+from dynamiccl.agent.report import write_report
+from dynamiccl.agent.report_page import interval_chart, page
+from dynamiccl.traces.costs import generations, slot_costs, typical_step
+from dynamiccl.traces.files import Trace, TraceWriter
+from synthetic_trace import CALL_US, GATHER, LAYERS, SCATTER, write_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    summary, trace = write_run(folder / "trace")
+    return summary, trace, write_report(folder / "report.html", summary, trace)
+
+
+def text_of(path):
+    """The page without scripts and styles, tags removed."""
+    html = re.sub(r"<(script|style)>.*?</\1>", " ", path.read_text(encoding="utf-8"), flags=re.S)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html)).replace("&#x27;", "'").replace("&lt;", "<")
+
+
+def figures_of(path):
+    found = re.search(r"const FIGURES = (\{.*?\});\n", path.read_text(encoding="utf-8"), flags=re.S)
+    assert found
+    return json.loads(found[1])
+
+
+class Tags(HTMLParser):
+    """Checks that tags nest and collects every attribute that can name a resource."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.links, self.scripts = [], [], 0
+
+    def handle_starttag(self, tag, attrs):
+        self.scripts += tag == "script"
+        self.links += [v for k, v in attrs if k in ("src", "href", "data", "action", "poster", "srcset")]
+        if tag not in ("meta", "link", "img", "br", "circle", "rect", "line"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in ("circle", "rect", "line"):
+            assert self.open.pop() == tag
+
+
+def test_one_file_without_a_single_link(run):
+    _, _, path = run
+    html = path.read_text(encoding="utf-8")
+    tags = Tags()
+    tags.feed(html)
+    assert tags.open == [] and tags.links == [] and tags.scripts == 2
+    assert html.count("plotly.js v") == 1 and "default-src 'none'" in html
+    style = re.search(r"<style>(.*?)</style>", html, flags=re.S)[1]
+    assert "url(" not in style and "@import" not in style
+
+
+def test_figures_are_honest_about_their_source(run):
+    summary, _, path = run
+    text = text_of(path)
+    assert "emulated cluster h100-2x8, bytes x 64, time x 8: not GPU times" in text
+    assert f"{summary['speedup']:.3f} x" in text and "0.994 - 1.005" in text
+    assert f"{summary['default_step_ms']:.1f} ms" in text and f"{summary['tuned_step_ms']:.1f} ms" in text
+    for decision in summary["decisions"]:
+        assert decision["reason"] in text
+    assert "none ran differently on any two ranks" in text and "lacks" not in text
+
+
+def test_a_real_gpu_run_wears_no_badge(run, tmp_path):
+    summary, trace, _ = run
+    real = Trace(**{**vars(trace), "header": {**trace.header, "emulated": False}})
+    path = write_report(tmp_path / "r.html", {**summary, "emulated": False}, real)
+    assert "not GPU times" not in text_of(path) and "Emulated" not in text_of(path)
+
+
+def test_costs_are_those_of_the_job(run):
+    _, trace, path = run
+    which = generations(trace, None)
+    assert which == generations(trace, run[0]["decisions"])
+    costs = slot_costs(trace.events, which.default, which.tuned).set_index("slot")
+    gather, scatter = costs.loc[str(GATHER)], costs.loc[str(SCATTER)]
+    n_bytes = 8 << 20
+    for row, func in ((gather, "all_gather"), (scatter, "reduce_scatter")):
+        prices = CALL_US[func, n_bytes]
+        ran = tuple(int(x) if x.isdigit() else x for x in row["ran"].split("/"))
+        assert row["own"] == "ring/ll/8" and row["default_us"] == pytest.approx(prices["ring", "ll", 8], rel=0.03)
+        assert row["tuned_us"] == pytest.approx(prices[ran], rel=0.03)
+    assert gather["calls"] == 2 * LAYERS - 1 and scatter["calls"] == LAYERS
+    assert gather["n_bytes"] == n_bytes and gather["n_default"] > 50
+    text = text_of(path)
+    assert "all_gather ≤ 8 MiB" in text and f"{gather['default_us']:.0f} µs" in text
+
+
+def test_windows_figure_has_every_window_and_its_story(run):
+    _, trace, path = run
+    figure = figures_of(path)["windows"]
+    default, trial = figure["data"]
+    windows = trace.windows
+    assert len(default["y"]) == len(windows) and len(trial["y"]) == len(windows) - 1
+    assert trial["y"] == pytest.approx(windows["step_ms"][1:].tolist(), abs=1e-3)
+    assert "ring/ll/8" not in trial["text"][0] and "auto to <b>ring/ll128/16</b>" in trial["text"][0]
+    assert "saves step time in 3 of 3 pairs" in " ".join(trial["text"])
+    assert [n["text"] for n in figure["layout"]["annotations"]] == ["search", "closing comparison"]
+
+
+def test_timeline_shows_one_step_of_each_kind(run):
+    summary, trace, path = run
+    which = generations(trace, summary["decisions"])
+    figure = figures_of(path)["timeline"]
+    for axis, wanted in (("x", which.default), ("x2", which.tuned)):
+        step = typical_step(trace, wanted)
+        events = trace.events[trace.events["step"] == step]
+        assert events["start_ns"].notna().all() and set(events["table_generation"]) <= wanted
+        bars = [b for b in figure["data"] if b["xaxis"] == axis]
+        assert sum(len(b["x"]) for b in bars) == len(events)
+        drawn = sum(sum(b["x"]) for b in bars)
+        assert drawn == pytest.approx(float((events["end_ns"] - events["start_ns"]).sum()) / 1e6, rel=1e-3)
+        assert min(min(b["base"]) for b in bars) >= 0
+    legend = [b["name"] for b in figure["data"] if b["showlegend"]]
+    assert len(legend) == len(set(legend)) == 4
+    # One slot has one colour, in the timeline and in the table of costs.
+    colours = {(b["legendgroup"], b["marker"]["color"]) for b in figure["data"]}
+    assert len(colours) == 4
+
+
+def test_gpu_clock_that_is_not_the_hosts(run, tmp_path):
+    summary, trace, _ = run
+    events = trace.events.copy()
+    for rank, shift in ((0, 10**15), (1, 3 * 10**15)):
+        mine = events["rank"] == rank
+        events.loc[mine, "start_ns"] += shift
+        events.loc[mine, "end_ns"] += shift
+    path = write_report(tmp_path / "r.html", summary, Trace(**{**vars(trace), "events": events}))
+    figure = figures_of(path)["timeline"]
+    assert min(min(b["base"]) for b in figure["data"]) == 0
+    assert max(max(b["base"]) for b in figure["data"]) < 20
+    assert "shapes" in figure["layout"] and figure["layout"]["shapes"] == []
+
+
+def test_a_job_that_ended_early(tmp_path):
+    summary, trace = write_run(tmp_path / "trace", search=3, stop_early=True)
+    text = text_of(write_report(tmp_path / "r.html", summary, trace))
+    assert "No result" in text and "What this report lacks" in text and "no closing comparison" in text
+    assert "Step time over windows" in text and "What each collective costs" in text
+
+
+def test_an_empty_summary_and_an_empty_trace(tmp_path):
+    TraceWriter(tmp_path / "t", {}).close()
+    path = write_report(tmp_path / "new" / "r.html", {}, Trace.read(tmp_path / "t"))
+    text = text_of(path)
+    assert "no collective was seen" in text and "no measuring window was finished" in text
+    assert "plotly" not in path.read_text(encoding="utf-8")  # nothing to draw: no need for five megabytes
+
+
+def test_every_key_may_be_absent_or_none(run, tmp_path):
+    summary, trace, _ = run
+    for key in summary:
+        without = {k: v for k, v in summary.items() if k != key}
+        first = write_report(tmp_path / "a.html", without, trace)
+        second = write_report(tmp_path / "b.html", {**summary, key: None}, trace)
+        assert text_of(first) == text_of(second)
+
+
+def test_mismatches_and_a_losing_table_are_said_plainly(run, tmp_path):
+    summary, trace, _ = run
+    bad = {"calls_checked": 2000, "mismatches": 3}
+    slower = {"speedup": 0.99, "speedup_ci95": [0.97, 1.01], "kept": False, "consistency": bad}
+    slower |= {"default_step_ms": 10.0, "tuned_step_ms": 10.5}
+    text = text_of(write_report(tmp_path / "r.html", {**summary, **slower}, trace))
+    assert "3 of 2,000 collectives ran differently" in text
+    assert "No gain beyond the noise" in text and "5.0 % longer" in text and "is not in force" in text
+
+
+def test_text_from_outside_cannot_become_markup(run, tmp_path):
+    summary, trace, _ = run
+    evil = "</script><script>alert(1)</script><img src=x>"
+    windows = [{**line, "reason": evil} if line["kind"] == "window" else line for line in trace.log]
+    poisoned = Trace(**{**vars(trace), "log": windows, "header": {**trace.header, "command": evil}})
+    decisions = [{**d, "reason": evil} for d in summary["decisions"]]
+    path = write_report(tmp_path / "r.html", {**summary, "decisions": decisions}, poisoned)
+    tags = Tags()
+    tags.feed(path.read_text(encoding="utf-8"))
+    assert tags.scripts == 2 and tags.links == []
+
+
+def test_interval_chart_places_one_and_the_ends_in_order():
+    svg = interval_chart([("tuned", 1.2, [1.1, 1.3], "--tuned"), ("A/A", 1.0, [0.99, 1.01], "--default")])
+    one = float(re.search(r'line x1="([\d.]+)"', svg)[1])
+    tuned, same = (float(x) for x in re.findall(r'circle cx="([\d.]+)"', svg))
+    assert one < tuned and abs(same - one) < 5 and "1.100 - 1.300" in svg
+
+
+def test_page_keeps_data_inside_its_script():
+    html = page("t", "<div id='a'></div>", {"a": {"data": ["</script>"], "layout": {}}}, "let Plotly;")
+    assert html.count("</script>") == 2
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize("early", [False, True])
+def test_opens_in_a_browser_with_no_error_and_no_request(tmp_path, run, early):
+    path = run[2]
+    if early:
+        path = write_report(tmp_path / "r.html", *write_run(tmp_path / "trace", search=3, stop_early=True))
+    log = tmp_path / "net.json"
+    args = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    args += ["--disable-component-update", "--disable-sync", "--no-first-run", "--enable-logging=stderr", "--v=0"]
+    args += [f"--user-data-dir={tmp_path / 'profile'}", f"--log-net-log={log}", "--virtual-time-budget=6000"]
+    args += ["--host-resolver-rules=MAP * ~NOTFOUND"]
+    done = subprocess.run([*args, "--dump-dom", f"file://{path}"], capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr
+    assert done.stdout.count('class="main-svg"') >= 2  # both figures were drawn
+    # The browser calls home on its own account; whatever else was asked for, the page asked for.
+    asked = set(re.findall(r'"url":"(?:https?|wss?)://([^/"]+)', log.read_text(encoding="utf-8", errors="replace")))
+    assert not {host for host in asked if not host.endswith((".google.com", ".googleapis.com"))}
+
+
+def test_frames_are_not_changed_by_reporting(run, tmp_path):
+    summary, trace, _ = run
+    before = trace.events.copy()
+    write_report(tmp_path / "r.html", summary, trace)
+    pd.testing.assert_frame_equal(trace.events, before)

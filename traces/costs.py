@@ -1,0 +1,128 @@
+"""What each slot of a job costs under NCCL's own choice and under a table, from the events of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pandas as pd
+
+from .files import Trace
+from .records import Decision, Slot, size_class
+
+#: A rule as text: (func, min_bytes, max_bytes, decision).
+RuleKey = tuple[str, int, int, str]
+
+
+@dataclass(frozen=True)
+class Generations:
+    """Which table generations were NCCL's own choice everywhere, and which carried the table in question."""
+
+    default: frozenset[int]
+    tuned: frozenset[int]
+    rules: frozenset[RuleKey]  # of the table in question
+
+
+def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = None) -> Generations:
+    """Tell default generations from tuned ones by the tables that were logged.
+
+    ``decisions`` are a summary's; without them the table in question is that of the closing A/B, or the last one that
+    held any rule. A trace without logged tables has generation 0 as default and its newest generation as tuned.
+    """
+    tables = {g: frozenset(map(_key, rules)) for g, rules in trace.tables.items()}
+    seen = set(map(int, trace.events["table_generation"].unique()))
+    default = frozenset(g for g, rules in tables.items() if not rules)
+    if len(tables) == 1:
+        return Generations(default, frozenset(sorted(seen - default)[-1:]), frozenset())
+    if decisions is not None:
+        wanted = frozenset(_key({**d, "decision": decision_text(d)}) for d in decisions if decision_text(d) != "auto")
+    else:
+        held = [rules for rules in tables.values() if rules]
+        wanted = tables.get(_closing(trace)) or (held[-1] if held else frozenset())
+    return Generations(default, frozenset(g for g, rules in tables.items() if rules and rules == wanted), wanted)
+
+
+def _closing(trace: Trace) -> int:
+    """Generation of the last window of the closing A/B, -1 if there was none."""
+    closing = [line for line in trace.log if line["kind"] == "window" and line.get("phase") == "verify"]
+    return int(closing[-1].get("generation", -1)) if closing else -1
+
+
+def decision_text(decision: Mapping[str, Any]) -> str:
+    """A summary's decision (``algo, proto, n_channels``, each may be None) as text, e.g. ``ring/ll128/16``."""
+    return str(Decision(decision.get("algo"), decision.get("proto"), int(decision.get("n_channels") or 0)))
+
+
+def _key(rule: Mapping[str, Any]) -> RuleKey:
+    return str(rule["func"]), int(rule["min_bytes"]), int(rule["max_bytes"]), str(rule["decision"])
+
+
+def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection[int]) -> pd.DataFrame:
+    """One row per slot that ran in default steps, the dearest first.
+
+    Columns: ``comm_id, func, size_class, slot`` (text), ``n_bytes`` (of most calls), ``n_ranks``, ``calls`` (a step,
+    on one rank), ``own`` and ``ran`` (algo/proto/channels of most calls, default and tuned; None if never seen),
+    ``default_us`` and ``tuned_us`` (median GPU time of one call over all ranks, NaN where never sampled),
+    ``n_default`` and ``n_tuned`` (sampled calls). The job's first step is left out: it holds the set-up.
+    """
+    if len(events):
+        events = events[events["step"] > events["step"].min()]
+    classes = {n: size_class(int(n)) for n in events["n_bytes"].unique()}
+    rows = events.assign(
+        size_class=events["n_bytes"].map(classes).astype("int64"),
+        us=((events["end_ns"] - events["start_ns"]).astype("Float64") / 1e3).astype("float64"),
+        config=events["algo"] + "/" + events["proto"] + "/" + events["n_channels"].astype("str"),
+    )
+    before = rows[rows["table_generation"].isin(default)]
+    after = rows[rows["table_generation"].isin(tuned)]
+    n_steps = max(1, before["step"].nunique())
+    keys = ["comm_id", "func", "size_class"]
+    afterwards = dict(iter(after.groupby(keys)))
+    found = []
+    for key, group in before.groupby(keys):
+        then = afterwards.get(key, after.iloc[:0])
+        comm_id, func, klass = cast(tuple[int, str, int], key)
+        slot = Slot(int(comm_id), func, int(klass))
+        found.append(
+            {
+                "comm_id": slot.comm_id,
+                "func": slot.func,
+                "size_class": slot.size_class,
+                "slot": str(slot),
+                "n_bytes": int(group["n_bytes"].mode().iloc[0]),
+                "n_ranks": int(group["n_ranks"].max()),
+                "calls": len(group) / max(1, group["rank"].nunique()) / n_steps,
+                "own": _most(group["config"]),
+                "ran": _most(then["config"]),
+                "default_us": float(group["us"].median()),
+                "tuned_us": float(then["us"].median()),
+                "n_default": int(group["us"].notna().sum()),
+                "n_tuned": int(then["us"].notna().sum()),
+            }
+        )
+    if not found:
+        return pd.DataFrame(columns=[*keys, "slot", "n_bytes", "n_ranks", "calls", "own", "ran", *_TIMES])
+    table = pd.DataFrame(found)
+    order = (table["calls"] * table["default_us"].fillna(0)).sort_values(ascending=False, kind="stable").index
+    return table.loc[order].reset_index(drop=True)
+
+
+_TIMES = ("default_us", "tuned_us", "n_default", "n_tuned")
+
+
+def _most(configs: pd.Series[str]) -> str | None:
+    return str(configs.mode().iloc[0]) if len(configs) else None
+
+
+def typical_step(trace: Trace, wanted: Collection[int]) -> int | None:
+    """The step of these generations to look at: among the best sampled, the one nearest the median time."""
+    steps = trace.steps[(trace.steps["rank"] == trace.steps["rank"].min())].set_index("index")
+    events = trace.events[trace.events["table_generation"].isin(wanted) & trace.events["step"].isin(steps.index)]
+    events = events[events["step"] > trace.events["step"].min()]
+    sampled = events["start_ns"].notna().groupby(events["step"]).sum()
+    if sampled.empty or sampled.max() == 0:
+        return None
+    best = sampled.index[sampled >= 0.9 * sampled.max()]
+    durations = steps.loc[steps.index.isin(best), "duration_ns"]
+    return int((durations - durations.median()).abs().idxmin())
