@@ -74,7 +74,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sm_cost": 1.3,
         "memory_cost": 0.09,
     },
-    "h200-efa": {"net_us": (14.0, 16.0, 24.0), "ramp_bytes": (512, 8192, 65536), "congestion": 0.002},
+    "h200-efa": {
+        "hop_us": (0.8, 1.75, 3.4),
+        "net_us": (13.0, 16.0, 24.0),
+        "ramp_bytes": (512, 8192, 65536),
+        "efficiency": ((0.12, 0.905, 0.99), (0.12, 0.91, 0.99)),
+        "congestion": 0.002,
+        "pat_share": 0.57,
+    },
 }
 
 
@@ -146,7 +153,12 @@ def spread(truth: Truth, rng: np.random.Generator, width: float = 1.0, sigma: Ar
         channel_gbs=draw(truth.channel_gbs, 0.2) * np.exp(rng.normal(0.0, width * 0.2, (n, 1, 1))),
         bus_gbs=truth.bus_gbs * np.clip(1.0 - np.abs(rng.normal(0.0, width * 0.15, n)), 0.3, 1.0),
         efficiency=np.clip(1.0 - draw(loss, 0.5), 0.02, 1.0),
-        congestion=np.where(crowded, np.minimum(draw(np.maximum(truth.congestion, 0.008), 0.9), 0.05), 0.0),
+        # One fabric in four suffers from more flows than ports, as the two-node preset does.
+        congestion=np.where(
+            crowded & (rng.random(n) < 0.25),
+            rng.uniform(0.01, 0.04, n),
+            np.where(crowded, np.minimum(draw(np.maximum(truth.congestion, 0.004), 0.9), 0.05), 0.0),
+        ),
         knee=np.clip(draw(truth.knee, 0.3), 2.0, 12.0),
         nvls_us=draw(truth.nvls_us, 0.4),
         nvls_gbs=draw(truth.nvls_gbs, 0.25),

@@ -1,0 +1,188 @@
+"""The simulated environment: its contract, its truth, and its speed."""
+
+import time
+from dataclasses import replace
+
+import dynamiccl.envs  # noqa: F401 - registers the ids
+import gymnasium as gym
+import numpy as np
+import pytest
+from dynamiccl.envs import spaces
+from dynamiccl.envs.sim import cost_model, family
+from dynamiccl.envs.sim.clusters import Fleet, cluster
+from dynamiccl.envs.sim.fabric import Fabric
+from dynamiccl.envs.sim_env import BatchSim
+from dynamiccl.traces.records import CHANNELS, PAIRS
+from gymnasium.utils.env_checker import check_env
+
+
+def random_actions(batch, rng):
+    mask = spaces.config_mask(batch.mask)
+    return spaces.actions_of((rng.random(mask.shape) * mask).argmax(axis=1))
+
+
+def play(batch, steps, seed=0):
+    rng = np.random.default_rng(seed)
+    obs, rows = [batch.reset()], []
+    for _ in range(steps):
+        rows.append(batch.step(random_actions(batch, rng)))
+        obs.append(rows[-1][0])
+    return obs, rows
+
+
+def test_gymnasium_accepts_it():
+    env = gym.make("dynamiccl/Sim-v0")
+    check_env(env.unwrapped, skip_render_check=True)
+    obs, info = env.reset(seed=5)
+    again, _ = env.reset(seed=5)
+    assert (obs == again).all() and info["oracle_saving"] >= 0
+    for window in range(1, spaces.HORIZON + 1):
+        obs, reward, terminated, truncated, info = env.step(np.array([0, 0]))
+        assert not terminated and truncated == (window == spaces.HORIZON)
+        assert reward <= (1 + spaces.TRIAL_PRICE) * info["oracle_saving"] + 1e-9
+    # The last observation is the episode's own, not the next one's.
+    assert spaces.seen(obs[None]).n_trials[0] == spaces.HORIZON
+
+
+def test_an_action_outside_the_mask_is_refused_by_one_and_an_error_in_a_batch():
+    env = gym.make("dynamiccl/Sim-v0").unwrapped
+    obs, _ = env.reset(seed=1)
+    closed = np.flatnonzero(~spaces.config_mask(obs[None])[0])[0]
+    _, _, _, _, info = env.step(spaces.actions_of(np.array([closed]))[0])
+    assert info["refused"] and info["config"] == 0 and info["expected_saving"] == 0
+    batch = BatchSim(4, 0)
+    batch.reset()
+    actions = np.zeros((4, 2), np.int64)
+    actions[2] = spaces.actions_of(np.flatnonzero(~spaces.config_mask(batch.mask)[2])[:1])[0]
+    with pytest.raises(ValueError, match=r"masked action .* in episode 2"):
+        batch.step(actions)
+    for bad in (np.zeros((3, 2), np.int64), np.full((4, 2), 99)):
+        with pytest.raises(ValueError, match="actions must be"):
+            batch.step(bad)
+
+
+@pytest.mark.parametrize("n", [1, 7, 200])
+def test_a_seed_repeats_everything(n):
+    first, second = play(BatchSim(n, 11), 20), play(BatchSim(n, 11), 20)
+    for a, b in zip(first[0], second[0], strict=True):
+        assert (a == b).all()
+    for a, b in zip(first[1], second[1], strict=True):
+        assert (a[1] == b[1]).all() and (a[4]["oracle_saving"] == b[4]["oracle_saving"]).all()
+    other = play(BatchSim(n, 12), 1)
+    assert (other[0][0] != first[0][0]).any()
+
+
+@pytest.mark.parametrize("n", [3, 256])
+def test_episodes_end_after_the_horizon_and_begin_anew(n):
+    batch = BatchSim(n, 0)
+    before = batch.reset()
+    for window in range(1, 2 * spaces.HORIZON + 1):
+        obs, _, terminated, truncated, info = batch.step(np.zeros((n, 2), np.int64))
+        ended = window % spaces.HORIZON == 0
+        assert not terminated.any() and (truncated == ended).all()
+        assert ("final_observation" in info) == ended
+        if ended:
+            assert (spaces.seen(info["final_observation"]).n_trials == spaces.HORIZON).all()
+            assert (spaces.seen(obs).n_trials == 0).all()
+            assert (obs[:, :9] != before[:, :9]).any(axis=1).all(), "the same task again"
+            before = obs
+        assert batch.observation_space.contains(obs[0])
+
+
+def test_oracle_and_regret():
+    batch = BatchSim(128, 2)
+    _, rows = play(batch, spaces.HORIZON - 1)
+    for _, reward, _, _, info in rows:
+        assert (info["expected_saving"] <= info["oracle_saving"] + 1e-12).all()
+        assert (info["oracle_saving"] >= 0).all(), "AUTO saves nothing and is always allowed"
+        assert (reward <= (1 + spaces.TRIAL_PRICE) * info["oracle_saving"] + 1e-9).all()
+    # Without noise the best measured config is the best tried one.
+    quiet = BatchSim(128, 2, family=replace(family.STANDARD, noise=(1e-9, 2e-9)))
+    _, rows = play(quiet, spaces.HORIZON - 1)
+    tried = np.maximum.accumulate([np.maximum(r[4]["expected_saving"], 0) for r in rows], axis=0)
+    for k, (_, reward, _, _, info) in enumerate(rows):
+        expected = tried[k] + spaces.TRIAL_PRICE * info["expected_saving"]
+        assert reward == pytest.approx(expected, abs=1e-6)
+
+
+def test_measurements_are_the_truth_plus_noise_of_the_stated_size():
+    batch = BatchSim(4000, 3, horizon=64, family=replace(family.STANDARD, noise=(0.01, 0.010001), share=(0.3, 0.7)))
+    batch.reset()
+    rows = np.arange(batch.n)
+    configs = np.where(np.isfinite(batch.truth), batch.truth, -9).argmax(axis=1)
+    gaps = []
+    for _ in range(8):
+        batch.step(spaces.actions_of(configs))
+        gaps.append((batch.trials.last_saving - batch.truth[rows, configs]) * batch.share)
+    assert np.std(gaps) == pytest.approx(0.01, rel=0.05)
+    assert abs(np.mean(gaps)) < 5e-4
+
+
+def test_auto_is_worth_nothing_and_forcing_nccls_own_choice_is_the_same_as_auto():
+    tasks = family.draw(family.STANDARD, np.random.default_rng(0), 500)
+    assert (tasks.truth[:, 0] == 0).all()
+    own = (1 + tasks.fingerprint.own_pair) * spaces.N_CHANNELS
+    assert tasks.truth[np.arange(500), own] == pytest.approx(0, abs=1e-12)
+    # Channel counts under AUTO are those under the pair that NCCL would take.
+    for k in range(spaces.N_CHANNELS):
+        assert (tasks.truth[np.arange(500), k] == tasks.truth[np.arange(500), own + k]).all()
+
+
+def test_masks_are_nccls_price_list_and_the_communicators_channels():
+    tasks = family.draw(family.STANDARD, np.random.default_rng(1), 500)
+    assert (tasks.mask == spaces.action_mask(tasks.fingerprint)).all()
+    assert (np.isfinite(tasks.truth) == spaces.config_mask(tasks.mask)).all()
+    pairs = tasks.mask[:, 1 : spaces.N_PAIRS]
+    assert (tasks.fingerprint.cost_us[pairs] >= 0).all()
+    counts = tasks.mask[:, spaces.N_PAIRS :]
+    assert (counts == (np.array(CHANNELS) <= tasks.fingerprint.comm_channels[:, None])).all()
+    assert {1, 2, 3, 4, 6} <= set(np.flatnonzero(tasks.mask[:, : spaces.N_PAIRS].any(axis=0)))
+
+
+def test_the_step_model_by_hand():
+    """A call that is fully exposed saves its time; one that is fully hidden saves only what its channels take."""
+    c = cluster("dgx-h100-2x8")
+    fabric, n_bytes = Fabric.of(c), 10**8 // 256 * 256
+    own = cost_model.choice(c, "all_gather", n_bytes)
+    count = cost_model.channels(c, "all_gather", n_bytes, *own)[0]
+    default = fabric.time_us("all_gather", n_bytes, *own, count)
+    config = (1 + PAIRS.index(("ring", "ll128"))) * spaces.N_CHANNELS + CHANNELS.index(8)
+    other = fabric.time_us("all_gather", n_bytes, "ring", "ll128", 8)
+    for slack, expected in (
+        (0.0, (default - other) / default),
+        (2.0, (default * fabric.slowdown(count) - other * fabric.slowdown(8)) / default),
+    ):
+        one = Fabric(Fleet.of([c]), fabric.truth)
+        pair = np.array([PAIRS.index(own)])
+        got, ran = family.savings(one, np.array([False]), np.array([n_bytes]), pair, np.array([slack]))
+        assert got[0, config] == pytest.approx(expected) and ran[0] == count
+
+
+def test_the_family_is_wide():
+    tasks = family.draw(family.STANDARD, np.random.default_rng(0), 4000)
+    f = tasks.fingerprint
+    assert f.n_ranks.min() == 2 and 1500 < f.n_ranks.max() <= 2048
+    assert f.n_bytes.min() < 2**14 and f.n_bytes.max() > 2**30
+    assert np.isnan(f.exposed).mean() > 0.5
+    oracle = tasks.truth.max(axis=1)
+    assert 0.15 < (oracle < 1e-9).mean() < 0.5, "NCCL's own choice should be best in some tasks, not in most"
+    assert np.quantile(oracle, 0.75) > 0.15
+    allowed = np.isfinite(tasks.truth)
+    assert np.mean(tasks.truth[allowed]) < -0.2, "a random config must cost something"
+    assert len(np.unique(tasks.truth.argmax(axis=1))) > 25
+    wilder = family.draw(family.HELD_OUT, np.random.default_rng(0), 4000)
+    assert np.median(wilder.truth.max(axis=1)) > np.median(oracle)
+
+
+def test_it_steps_at_least_20000_times_a_second():
+    batch = BatchSim(512, 0)
+    batch.reset()
+    actions = np.zeros((512, 2), np.int64)
+    best = 0.0
+    for _ in range(5):  # other work on the machine can only slow it down
+        start = time.perf_counter()
+        for _ in range(2 * spaces.HORIZON):
+            batch.step(actions)
+        best = max(best, 512 * 2 * spaces.HORIZON / (time.perf_counter() - start))
+    print(f"{best:,.0f} env steps/s")
+    assert best > 20_000
