@@ -85,7 +85,12 @@ def compile_once(
 
 
 def plugin_path() -> Path:
-    """The plugin's shared library (tuner and profiler in one); compiled at first use. Raises PluginBuildError."""
+    """The plugin's shared library (tuner and profiler in one); compiled at first use. Raises PluginBuildError.
+
+    Inside a job it is the file that the launcher chose (DYNAMICCL_PLUGIN): two copies would not share a table.
+    """
+    if chosen := os.environ.get("DYNAMICCL_PLUGIN"):
+        return Path(chosen)
     path = compile_once(LIBRARY, SOURCES, (*FLAGS, "-shared"))
     alias = path.with_name(_PROFILER_NAME)
     if not alias.exists():
@@ -101,7 +106,8 @@ def nccl_env(path: Path, *, by_name: bool = False) -> dict[str, str]:
     With ``by_name`` it names the library instead of its path and puts its folder on LD_LIBRARY_PATH: NCCL 2.27.3
     takes nothing else.
     """
+    ours = {"DYNAMICCL_PLUGIN": str(path)}
     if not by_name:
-        return {"NCCL_TUNER_PLUGIN": str(path), "NCCL_PROFILER_PLUGIN": str(path)}
+        return {"NCCL_TUNER_PLUGIN": str(path), "NCCL_PROFILER_PLUGIN": str(path), **ours}
     search = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))
-    return {"NCCL_TUNER_PLUGIN": "dynamiccl", "NCCL_PROFILER_PLUGIN": "dynamiccl", "LD_LIBRARY_PATH": search}
+    return {"NCCL_TUNER_PLUGIN": "dynamiccl", "NCCL_PROFILER_PLUGIN": "dynamiccl", "LD_LIBRARY_PATH": search, **ours}

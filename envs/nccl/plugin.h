@@ -171,6 +171,8 @@ DCCL_EXPORT uint32_t dynamiccl_generation(void);
 // Ends a step: emits `ended` as a STEP record of the active generation; later records belong to the step
 // after.
 DCCL_EXPORT void dynamiccl_step(const struct dccl_record* ended);
+// The step that later records belong to, where the STEP records come late (GPU time) by dynamiccl_emit.
+DCCL_EXPORT void dynamiccl_begin_step(uint32_t step);
 // Kernel times on (1) or off (0) for the collectives enqueued from now on.
 DCCL_EXPORT void dynamiccl_sample(int on);
 // Emits a record as it is: what the benchmark times and the tests fill rings with.

@@ -8,11 +8,8 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from ...traces.records import RECORD_BYTES, STEP_DTYPE
+from ...traces.records import RECORD_BYTES
 from .build import plugin_path
 
 
@@ -27,9 +24,10 @@ class Plugin:
         self._generation = library.dynamiccl_generation
         self._generation.restype, self._generation.argtypes = ctypes.c_uint32, []
         self._step = library.dynamiccl_step
-        self._step.restype, self._step.argtypes = None, [ctypes.c_void_p]
+        self._step.restype, self._step.argtypes = None, [ctypes.c_char_p]
         self._emit = library.dynamiccl_emit
-        self._emit.restype, self._emit.argtypes = None, [ctypes.c_void_p]
+        self._emit.restype, self._emit.argtypes = None, [ctypes.c_char_p]
+        library.dynamiccl_begin_step.restype, library.dynamiccl_begin_step.argtypes = None, [ctypes.c_uint32]
         library.dynamiccl_sample.restype, library.dynamiccl_sample.argtypes = None, [ctypes.c_int]
 
     @classmethod
@@ -57,18 +55,24 @@ class Plugin:
         """Generation of the active table; 0 before the first."""
         return int(self._generation())
 
-    def step(self, record: np.ndarray[Any, Any]) -> None:
-        """End a step: emit ``record`` (STEP_DTYPE, shape () or (1,)); its ``step`` is the one that ended."""
-        if record.dtype != STEP_DTYPE or record.size != 1:
-            raise ValueError("a step is one record of STEP_DTYPE")
-        self._step(record.ctypes.data)
+    def step(self, record: bytes) -> None:
+        """End a step: emit ``record`` (one of STEP_DTYPE) under the active generation; its ``step`` has ended."""
+        self._step(_whole(record))
 
-    def emit(self, record: np.ndarray[Any, Any]) -> None:
+    def begin_step(self, step: int) -> None:
+        """Later records belong to ``step``; for a caller that emits its STEP records late."""
+        self.library.dynamiccl_begin_step(step)
+
+    def emit(self, record: bytes) -> None:
         """Write one 128-byte record as it is."""
-        if record.nbytes != RECORD_BYTES:
-            raise ValueError(f"a record has {RECORD_BYTES} bytes")
-        self._emit(record.ctypes.data)
+        self._emit(_whole(record))
 
     def sample(self, on: bool) -> None:
         """Kernel times on or off for the collectives enqueued from now on."""
         self.library.dynamiccl_sample(int(on))
+
+
+def _whole(record: bytes) -> bytes:
+    if len(record) != RECORD_BYTES:
+        raise ValueError(f"a record has {RECORD_BYTES} bytes, not {len(record)}")
+    return record

@@ -123,8 +123,10 @@ void dynamiccl_step(const struct dccl_record* ended) {
   record.kind = DCCL_STEP;
   record.generation = dccl_generation();
   dccl_emit(&record);
-  atomic_store_explicit(&step_now, record.step + 1, memory_order_relaxed);
+  dynamiccl_begin_step(record.step + 1);
 }
+
+void dynamiccl_begin_step(uint32_t step) { atomic_store_explicit(&step_now, step, memory_order_relaxed); }
 
 void dynamiccl_emit(const struct dccl_record* record) {
   if (record != NULL) dccl_emit(record);

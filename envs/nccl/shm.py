@@ -62,6 +62,13 @@ def decode_table(message: bytes) -> Table:
     return Table.from_array(generation, np.frombuffer(rows, RULE_DTYPE))
 
 
+def message_of(raw: bytes) -> bytes:
+    """A table's message without the padding after its last row; empty if ``raw`` does not begin with a table."""
+    if len(raw) < _HEAD.size or raw[: len(TABLE_MAGIC)] != TABLE_MAGIC:
+        return b""
+    return raw[: _HEAD.size + _HEAD.unpack_from(raw)[2] * RULE_DTYPE.itemsize]
+
+
 class TableFile:
     """The table that the daemon wants in force, in a file of 4096 bytes under a sequence lock (odd = being written)."""
 
@@ -101,10 +108,9 @@ class TableFile:
             if sequence and not sequence & 1 and sequence == self.sequence():
                 message = raw[:_SEQUENCE_AT] + bytes(8) + raw[_SEQUENCE_AT + 8 :]
                 try:
-                    table = decode_table(message)
+                    return decode_table(message).generation, message_of(message)
                 except ValueError:
                     return None
-                return table.generation, message[: _HEAD.size + len(table.rules) * RULE_DTYPE.itemsize]
         return None
 
     def close(self) -> None:
@@ -153,7 +159,7 @@ class Ring:
 
     def _copy(self, start: int, n: int) -> np.ndarray[Any, Any]:
         records = np.zeros(n, COLL_DTYPE)
-        raw = memoryview(records.view(np.uint8))
+        raw = memoryview(records.view(np.uint8).data)
         first = start % self.capacity
         run = min(n, self.capacity - first)
         for offset, count, at in ((first, run, 0), (0, n - run, run)):
