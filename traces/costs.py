@@ -66,7 +66,7 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     ``default_us`` and ``tuned_us`` (median GPU time of one call over all ranks, NaN where never sampled),
     ``n_default`` and ``n_tuned`` (sampled calls). The job's first step is left out: it holds the set-up.
     """
-    if len(events):
+    if events["step"].nunique() > 1:
         events = events[events["step"] > events["step"].min()]
     classes = {n: size_class(int(n)) for n in events["n_bytes"].unique()}
     rows = events.assign(
@@ -119,7 +119,8 @@ def typical_step(trace: Trace, wanted: Collection[int]) -> int | None:
     """The step of these generations to look at: among the best sampled, the one nearest the median time."""
     steps = trace.steps[(trace.steps["rank"] == trace.steps["rank"].min())].set_index("index")
     events = trace.events[trace.events["table_generation"].isin(wanted) & trace.events["step"].isin(steps.index)]
-    events = events[events["step"] > trace.events["step"].min()]
+    if trace.events["step"].nunique() > 1:
+        events = events[events["step"] > trace.events["step"].min()]
     sampled = events["start_ns"].notna().groupby(events["step"]).sum()
     if sampled.empty or sampled.max() == 0:
         return None

@@ -1,0 +1,144 @@
+"""`dynamiccl show`: what a person and a program are told of whole, partial and unreadable traces."""
+
+import json
+
+import pandas as pd
+import pytest
+import typer
+from dynamiccl.agent.commands.show import show
+from dynamiccl.traces.files import Trace, TraceWriter
+from synthetic_trace import COMM, GATHER, write_run
+from typer.testing import CliRunner
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(show)
+
+
+def run_show(*args):
+    return CliRunner().invoke(app, [str(a) for a in args])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    summary, _ = write_run(folder / "trace", search=6, final=6)
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_people_are_told_what_happened(run):
+    out = run_show(run).stdout
+    assert "emulated cluster h100-2x8, bytes x 64, time x 8: these are not GPU times" in out
+    assert f"{COMM:#018x}" in out and "zero-3: steps 0 to" in out
+    (slot,) = [line for line in out.splitlines() if f"│ {GATHER}" in line]
+    assert "ring/ll/8" in slot and "ring/simple/16" in slot and "-45 %" in slot
+    windows = [line for line in out.splitlines() if line.startswith("window ")]
+    assert len(windows) == 1 + 6 + 6
+    assert "all_gather <=8 MiB  auto -> ring/ll128/16  worse" in windows[1]
+    assert "step time 3.6 ms shorter than NCCL's own choice in 3 of 3 pairs" in out
+    assert "speed-up 1." in out and "default against itself [0.994, 1.005]" in out
+    assert "collectives compared across ranks, 0 mismatches" in out
+    assert run_show(run / "trace").stdout == out
+
+
+def test_programs_are_told_the_same(run):
+    story = json.loads(run_show(run, "--json", "--events", "5").stdout)
+    trace = Trace.read(run)
+    assert story["header"]["stage"] == 3 and story["regime"] == "zero-3" and story["warnings"] == []
+    assert story["steps"]["n"] == trace.steps["index"].nunique() and story["steps"]["ranks"] == 2
+    assert story["n_events"] == len(trace.events) and story["tables"] == 24
+    (comm,) = story["communicators"]
+    assert comm == {
+        "comm_id": f"{COMM:#018x}",
+        "name": "dp",
+        "n_ranks": 16,
+        "n_nodes": 2,
+        "ranks_seen": [0, 1],
+        "n_events": len(trace.events),
+    }
+    gather = next(s for s in story["slots"] if s["slot"] == str(GATHER))
+    assert (gather["own"], gather["ran"], gather["table"], gather["calls"]) == (
+        "ring/ll/8",
+        "ring/simple/16",
+        "ring/simple/16",
+        9,
+    )
+    assert gather["default_us"] == pytest.approx(900, rel=0.05) and gather["tuned_us"] == pytest.approx(500, rel=0.05)
+    assert [w["index"] for w in story["windows"]] == list(range(13)) and story["windows"][1]["slot"] == str(GATHER)
+    assert len(story["decisions"]) == 2 and story["result"]["speedup"] > 1
+    assert story["consistency"]["calls_checked"] == len(trace.events) // 2 and not story["consistency"]["mismatches"]
+    assert [e["seq"] for e in story["events"]] == trace.events["seq"].head(5).tolist()
+    assert story["events"][0]["comm_id"] == f"{COMM:#018x}"
+
+
+def test_events_are_listed_on_demand(run):
+    assert "enqueue_ns" not in run_show(run).stdout
+    out = run_show(run, "--events", "3").stdout
+    assert "enqueue_ns" in out and out.count("│ 0x") == 1 + 3
+
+
+def test_a_run_that_ended_early_and_a_cut_segment(tmp_path):
+    write_run(tmp_path / "trace", search=3, stop_early=True)
+    (tmp_path / "trace" / "steps-00000.parquet").write_bytes(b"PAR1")
+    (tmp_path / "summary.json").write_text("{ half a summ")
+    result = run_show(tmp_path)
+    assert result.exit_code == 0
+    assert "warning: steps-00000.parquet was cut short" in result.stdout
+    assert "no optimizer step was seen" in result.stdout and "no decisions" in result.stdout
+    assert "window 3" in result.stdout
+    assert json.loads(run_show(tmp_path, "--json").stdout)["steps"] == {"n": 0}
+
+
+def test_an_empty_trace(tmp_path):
+    TraceWriter(tmp_path, {}).close()
+    result = run_show(tmp_path)
+    assert result.exit_code == 0 and "nothing to compare" in result.stdout
+    assert json.loads(run_show(tmp_path, "--json", "--events", "4").stdout)["events"] == []
+    assert run_show(tmp_path, "--events", "4").exit_code == 0
+
+
+def test_disagreeing_ranks_are_shown(tmp_path):
+    _, trace = write_run(tmp_path / "a", search=1, final=1)
+    events = trace.events.copy()
+    events.loc[events.index[101], "n_channels"] = 3
+    with TraceWriter(tmp_path / "b", {}) as writer:
+        writer.write(events, trace.steps)
+    out = run_show(tmp_path / "b").stdout
+    assert " 1 mismatches" in out and "/3, " in out and "rank 0: " in out and "rank 1: " in out
+    # The communicator was never announced: it is still listed, with what the collectives say of it.
+    (comm,) = json.loads(run_show(tmp_path / "b", "--json").stdout)["communicators"]
+    assert comm["name"] is None and comm["n_ranks"] == 16
+
+
+def test_a_decision_left_to_nccl(tmp_path):
+    summary, _ = write_run(tmp_path / "trace", search=4, final=2)
+    auto = {**summary["decisions"][0], "algo": None, "proto": None, "n_channels": None, "reason": "nothing was faster"}
+    summary |= {"decisions": [auto], "kept": False, "speedup": 1.0}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    out = run_show(tmp_path).stdout
+    assert "left to NCCL" in out and "nothing was faster" in out and "NCCL's own choice stays in force" in out
+    assert all(s["table"] is None for s in json.loads(run_show(tmp_path, "--json").stdout)["slots"])
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "says"),
+    [
+        (lambda p: None, (), "give the folder that holds header.json"),
+        (lambda p: (p / "header.json").write_text('{"format": 99}'), (), "upgrade dynamiccl"),
+        (lambda p: TraceWriter(p, {}).close(), ("--events", "-1"), "--events is 0 or more"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(tmp_path, make, args, says):
+    make(tmp_path)
+    result = run_show(tmp_path, *args)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and says in result.stderr
+
+
+def test_numbers_survive_json(run):
+    """Clock values have more digits than a float holds."""
+    story = json.loads(run_show(run, "--json", "--events", "400").stdout)
+    expected = Trace.read(run).events.head(400)
+    assert [e["enqueue_ns"] for e in story["events"]] == expected["enqueue_ns"].tolist()
+    starts = [None if pd.isna(v) else int(v) for v in expected["start_ns"]]
+    assert [e["start_ns"] for e in story["events"]] == starts and any(starts)
