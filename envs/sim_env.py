@@ -186,6 +186,6 @@ class SimEnv(gym.Env[Array, Array]):
         refused = not spaces.config_mask(self._batch.mask)[0, spaces.config_index(actions)[0]]
         obs, reward, terminated, truncated, info = self._batch.step(np.zeros_like(actions) if refused else actions)
         last = info.get("final_observation", obs)[0]
-        single = {"refused": refused, "config": int(info["config"][0])}
+        single: dict[str, Any] = {"refused": refused, "config": int(info["config"][0])}
         single |= {key: float(info[key][0]) for key in ("expected_saving", "oracle_saving")}
         return last, float(reward[0]), bool(terminated[0]), bool(truncated[0]), single

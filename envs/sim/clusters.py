@@ -181,7 +181,7 @@ class Fleet:
         rows = [_row(c) for c in clusters]
         return cls(**{f.name: np.array([row[f.name] for row in rows]) for f in fields(cls)})
 
-    def take(self, index: Array) -> Fleet:
+    def take(self, index: Any) -> Fleet:
         """The clusters at ``index`` (any NumPy index)."""
         return Fleet(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
