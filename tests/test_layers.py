@@ -1,0 +1,159 @@
+"""The architecture, enforced: imports point down, one folder per concern, small files, an honest package list."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("agent", "envs", "traces", "zero_workload")
+#: What each folder may import of ours.
+MAY_IMPORT = {
+    "agent": {"agent", "envs", "traces"},
+    "envs": {"envs", "traces"},
+    "traces": {"traces"},
+    "zero_workload": {"zero_workload"},
+}
+#: Libraries that only some folders may import: where the process touches shared memory or learns.
+SHARED_MEMORY = ("envs/nccl/", "envs/sim/rendezvous.py")  # the second stands in for NCCL's own transport
+ONLY_IN = {
+    "mmap": SHARED_MEMORY,
+    "multiprocessing.shared_memory": SHARED_MEMORY,
+    "stable_baselines3": ("agent",),
+    "sb3_contrib": ("agent",),
+    "torch": ("agent", "envs", "zero_workload"),
+    "gymnasium": ("agent", "envs"),
+    "typer": ("agent",),
+    "rich": ("agent",),
+    "plotly": ("agent",),
+}
+MOST_LINES = 400
+
+PYTHON = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
+C_FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.[ch]"))
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(tree, path):
+    """(line, absolute dotted name) of every import in a module of ours, wherever in the file it stands."""
+    package = ["dynamiccl", *path.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield node.lineno, module
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def breaches(source, path):
+    """What a file does that its folder must not, one line each."""
+    tree = ast.parse(source)
+    name = name_of(path)
+    folder = name.split("/")[0]
+    found = []
+    for line, module in imports(tree, path):
+        parts = module.split(".")
+        if parts[0] in FOLDERS:
+            found.append(f"{name}:{line}: import {module} bare: it is dynamiccl.{module}")
+        if parts[0] == "dynamiccl" and len(parts) > 1 and parts[1] not in MAY_IMPORT[folder]:
+            found.append(f"{name}:{line}: {folder} may not import {module}")
+        for library, places in ONLY_IN.items():
+            if (module == library or module.startswith(library + ".")) and not name.startswith(places):
+                found.append(f"{name}:{line}: {library} is imported outside {' and '.join(places)}")
+    prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}  # docstrings may say what they like
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) and id(node) not in prose else None
+        if isinstance(text, str) and "/dev/shm" in text and not name.startswith(SHARED_MEMORY):
+            found.append(f"{name}:{node.lineno}: /dev/shm is named outside {' and '.join(SHARED_MEMORY)}")
+    return found
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name_of)
+def test_imports_point_down(path):
+    assert breaches(path.read_text(encoding="utf-8"), path) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("traces/x.py", "from ..envs import spaces"),
+        ("traces/x.py", "from .. import envs"),
+        ("traces/x.py", "def f():\n    import dynamiccl.agent.policy"),
+        ("envs/nccl/x.py", "from ...agent.policy import load"),
+        ("envs/sim/x.py", "import mmap"),
+        ("envs/x.py", "from multiprocessing import shared_memory"),
+        ("envs/x.py", "import stable_baselines3.common"),
+        ("envs/x.py", "from traces import records"),
+        ("agent/x.py", "from ..zero_workload import zero"),
+        ("agent/x.py", "PATH = '/dev/shm/dynamiccl'"),
+        ("zero_workload/x.py", "from ..traces.records import Slot"),
+        ("traces/x.py", "import torch"),
+    ],
+)
+def test_the_rule_catches(place, source):
+    """A rule that nothing breaks could as well be one that sees nothing."""
+    assert len(breaches(source, ROOT / place)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("envs/nccl/x.py", "import mmap\nSHM = '/dev/shm'"),
+        ("agent/x.py", "from ..envs.nccl import shm\nimport sb3_contrib"),
+        ("envs/x.py", "from ..traces.records import Slot\nfrom .nccl.shm import RunFolder"),
+        ("agent/commands/x.py", "from ...traces.files import Trace\nfrom . import fail"),
+        ("agent/x.py", '"""Says /dev/shm in its documentation only."""'),
+    ],
+)
+def test_the_rule_allows(place, source):
+    assert breaches(source, ROOT / place) == []
+
+
+@pytest.mark.parametrize("path", [*PYTHON, *C_FILES, *sorted((ROOT / "tests").glob("*.py"))], ids=name_of)
+def test_files_stay_small(path):
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MOST_LINES, f"{name_of(path)} has {lines} lines: split it"
+
+
+def test_package_list_is_the_tree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    settings = project["tool"]["setuptools"]
+    with_code = {p.parent for p in PYTHON}
+    assert sorted(settings["packages"]) == sorted(
+        "dynamiccl." + p.relative_to(ROOT).as_posix().replace("/", ".") for p in with_code
+    )
+    assert settings["package-dir"] == {f"dynamiccl.{f}": f for f in FOLDERS}
+    for folder in with_code:
+        assert (folder / "__init__.py").exists() and (folder / "py.typed").exists(), folder
+
+
+def test_package_data_reaches_the_wheel():
+    """Every file that is not Python matches a pattern of its package, or an installed copy would lack it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]
+    missing = []
+    for folder in {p.parent for p in PYTHON}:
+        package = "dynamiccl." + folder.relative_to(ROOT).as_posix().replace("/", ".")
+        allowed = [*patterns.get("*", []), *patterns.get(package, [])]
+        for path in folder.iterdir():
+            if path.is_file() and path.suffix not in (".py", ".pyc") and not any(map(path.match, allowed)):
+                missing.append(name_of(path))
+    assert missing == []
+
+
+def test_no_folder_shadows_the_package():
+    """`dynamiccl` is made of the four folders by mapping; a folder of that name would hide them."""
+    assert not (ROOT / "dynamiccl").exists()
+
+
+def test_tests_import_the_installed_package():
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        bare = re.findall(rf"^(?:from|import) ({'|'.join(FOLDERS)})\b", path.read_text(encoding="utf-8"), flags=re.M)
+        assert not bare, f"{name_of(path)} imports {bare} bare"
