@@ -55,7 +55,7 @@ class Published:
 class Local:
     """A job of one process: what is published becomes active at the next boundary."""
 
-    def __init__(self, plugin: Plugin, published: Published) -> None:
+    def __init__(self, plugin: Plugin | None, published: Published) -> None:
         self._plugin, self._published = plugin, published
         self._active = NO_TABLE
 
@@ -70,7 +70,7 @@ class Local:
 class Agreement:
     """One rank's part in the agreement, for the life of one default process group."""
 
-    def __init__(self, plugin: Plugin, published: Published, world: Any, store: Any, attempt: int) -> None:
+    def __init__(self, plugin: Plugin | None, published: Published, world: Any, store: Any, attempt: int) -> None:
         """``world`` is the default group, ``store`` its store, ``attempt`` counts groups, equally on all ranks."""
         from torch.distributed.distributed_c10d import PrefixStore
 
@@ -134,6 +134,10 @@ class Agreement:
 
     def _arrive(self) -> None:
         try:
+            if self._plugin is None:  # this rank cannot obey a table, so none may have one
+                self._store.compare_set("gate", "", "shut")
+                self.member.gave_up()
+                return
             count = int(self._store.add("arrived", 1))
             if count == self.member.n_ranks:
                 every = max(1, int(os.environ.get("DYNAMICCL_EVERY", "1")))
@@ -154,7 +158,7 @@ class Agreement:
             self.member.gave_up()
             return
         if answer == "shut" and self.member.rank == 0:
-            _say(f"not every rank took an optimizer step within {ATTACH_S:.0f} s; NCCL decides alone")
+            _say(f"not every rank has the plugin and took a step within {ATTACH_S:.0f} s; NCCL decides alone")
         if answer.startswith("open:"):
             self._every = int(answer[5:])  # one rank's word: the environments may differ
         self.member.gate(answer.startswith("open:"))
@@ -248,10 +252,12 @@ class Agreement:
         self.member.replayed(message)
 
 
-def load(plugin: Plugin, message: bytes) -> None:
+def load(plugin: Plugin | None, message: bytes) -> None:
     """Make ``message`` the active table; NO_TABLE empties it. A table that the plugin refuses changes nothing."""
     from ...traces.records import Table
 
+    if plugin is None:
+        return
     try:
         plugin.activate(message or encode_table(Table()))
     except ValueError as error:  # the same bytes on all ranks: all refuse

@@ -47,7 +47,8 @@ class Probe:
         self._memory = (0, 0)
         self._memory_ns = 0
         self._rank = 0
-        self._off = False
+        self._tried = self._off = False
+        self._measures = True
 
     def __call__(self, optimizer: Any, *_args: Any) -> None:
         """An optimizer has stepped. Whatever goes wrong here is said once, and the probe is off from then on."""
@@ -62,7 +63,7 @@ class Probe:
             self._boundary()
         except Exception as error:
             self._off = True
-            print(f"dynamiccl: probe off: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            _say(f"probe off: {type(error).__name__}: {error}")
 
     def _boundary(self) -> None:
         import torch
@@ -70,22 +71,38 @@ class Probe:
         cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if cuda and torch.cuda.is_current_stream_capturing():
             return  # a step captured into a CUDA graph: nothing runs now
-        now = time.monotonic_ns()
-        if self._plugin is None:
-            self._plugin = Plugin.load()
-            self._plugin.open()
-        if self._clock is None and cuda:
-            self._clock = _CudaClock(self._plugin)
-        if self._last_ns:
-            self._end_step(self._plugin, now)
-        elif self._clock:
-            self._clock.mark(self._step, None)
-        self._last_ns = now
-        if SAMPLE_EVERY:
-            self._plugin.sample(self._step % SAMPLE_EVERY == 0)
-        agreement = self._attached(self._plugin)
+        if not self._tried:
+            self._tried = True
+            self._load()
+        if self._measures and self._plugin is not None:
+            try:
+                self._measure(self._plugin, bool(cuda))
+            except Exception as error:  # the ranks go on agreeing: others must not switch without this one
+                self._measures = False
+                _say(f"steps are no longer measured: {type(error).__name__}: {error}")
+        agreement = self._attached()
         if agreement is not None:
             agreement.boundary()
+
+    def _load(self) -> None:
+        try:
+            self._plugin = Plugin.load()
+            self._plugin.open()
+        except Exception as error:
+            _say(f"no plugin in this process: {error}")
+
+    def _measure(self, plugin: Plugin, cuda: bool) -> None:
+        now = time.monotonic_ns()
+        if self._clock is None and cuda:
+            self._clock = _CudaClock(plugin)
+            self._last_ns = 0
+        if self._last_ns:
+            self._end_step(plugin, now)
+        elif self._clock:
+            self._clock.mark(None)
+        self._last_ns = now
+        if SAMPLE_EVERY:
+            plugin.sample(self._step % SAMPLE_EVERY == 0)
 
     def _end_step(self, plugin: Plugin, now: int) -> None:
         if self._clock and now - self._memory_ns > _MEMORY_EVERY_NS:
@@ -93,19 +110,19 @@ class Probe:
         ended = (STEP, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, self._step, plugin.generation)
         figures = (*self._memory, _NAN, _NAN, _NAN)
         if self._clock:
-            self._clock.mark(self._step, (ended, self._rank, now, figures))
+            self._clock.mark((ended, self._rank, now, figures))
             plugin.begin_step(self._step + 1)
         else:
             plugin.step(_STEP.pack(0, *ended, self._rank, 0, now, now - self._last_ns, *figures))
         self._step += 1
 
-    def _attached(self, plugin: Plugin) -> Agreement | Local | None:
+    def _attached(self) -> Agreement | Local | None:
         """The agreement of the process group of now; a new group gets a new one."""
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
             if self._world is None and self._agreement is None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-                self._agreement = Local(plugin, self._published)
+                self._agreement = Local(self._plugin, self._published)
             if isinstance(self._agreement, Agreement):  # the groups were destroyed: the table stays as it is
                 self._agreement = self._world = None
             return self._agreement
@@ -114,10 +131,10 @@ class Probe:
             self._world, self._rank = world, dist.get_rank()
             self._attempts += 1
             if dist.get_world_size() == 1:
-                self._agreement = Local(plugin, self._published)
+                self._agreement = Local(self._plugin, self._published)
             else:
                 store = dist.distributed_c10d._get_default_store()
-                self._agreement = Agreement(plugin, self._published, world, store, self._attempts)
+                self._agreement = Agreement(self._plugin, self._published, world, store, self._attempts)
         return self._agreement
 
     def close(self) -> None:
@@ -137,8 +154,8 @@ class _CudaClock:
         self._marks: deque[tuple[Any, Any]] = deque()
         self._free: list[Any] = []
 
-    def mark(self, step: int, record: Any) -> None:
-        """The boundary that ends ``step``; ``record`` is what its STEP record holds beside the duration."""
+    def mark(self, record: Any) -> None:
+        """A boundary; ``record`` is what the STEP record of the step it ends holds beside the duration."""
         event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
         event.record()
         self._marks.append((event, record))
@@ -178,9 +195,14 @@ def install() -> None:
             # Inside a compiled step the hook runs between graphs, and the compiler must not follow it. Optimizers
             # import the compiler, so nothing is imported here that the job would not.
             dynamo = sys.modules.get("torch._dynamo")
-            call = dynamo.disable(probe.__call__) if hasattr(dynamo, "disable") else probe.__call__
+            disable = getattr(dynamo, "disable", None)
+            call = disable(probe.__call__) if disable else probe.__call__
         call(*args)
 
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
     register_optimizer_step_post_hook(hook)
     atexit.register(probe.close)
+
+
+def _say(text: str) -> None:
+    print(f"dynamiccl: {text}", file=sys.stderr, flush=True)
