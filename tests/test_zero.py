@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
 
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.data import Corpus
@@ -101,16 +99,16 @@ def train(steps: int, settings: dict[str, Any], config: ModelConfig = TINY) -> l
     model = Transformer(config)
     settings = {"param_dtype": torch.float32, "bucket_bytes": 2**14, **settings}
     engine = zero(model, settings.pop("optimizer", adamw(1e-2)), **settings)
-    rows = BATCH // engine.comm.size // engine.accumulation
+    rows = BATCH // engine.comm.size // engine.settings.gradient_accumulation
     corpus = Corpus(None, config.seq)
     losses = []
     for step in range(steps):
         total = torch.zeros(())
-        for micro in range(engine.accumulation):
+        for micro in range(engine.settings.gradient_accumulation):
             first = (micro * engine.comm.size + engine.comm.rank) * rows
             loss = model(*corpus.batch(first, first + rows, step=step, seed=0))
             engine.backward(loss)
-            total += loss.detach() / engine.accumulation
+            total += loss.detach() / engine.settings.gradient_accumulation
         engine.step()
         dist.all_reduce(total, op=dist.ReduceOp.AVG)
         losses.append(total.item())

@@ -1,8 +1,7 @@
-"""Where every parameter lies: gather units, buckets, shards.
+"""Where every parameter lies: gather units, buckets, shards; and the settings that decide it.
 
 A *bucket* is a flat run of elements that one collective moves. It is cut into ``n_ranks`` equal *shards*; rank r owns
-shard r. A bucket knows which piece of which parameter lies where in it, and nothing else: the tensors are the
-engine's.
+shard r. A bucket knows which piece of which parameter lies where in it; its tensors are the engine's.
 """
 
 from __future__ import annotations
@@ -19,6 +18,35 @@ ALIGN, ALIGN_FROM = 16, 256
 MIN_UNIT = 2**13
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ``zero()``, described there."""
+
+    stage: int
+    bucket_bytes: int
+    prefetch: int | str
+    param_dtype: torch.dtype
+    master_dtype: torch.dtype
+    gradient_accumulation: int
+    max_norm: float | None
+    unit: str
+    hybrid: int | None
+    classic: bool
+    keep_last: bool
+    loss_scale: float
+    whole_params: bool = False
+
+    @property
+    def mixed(self) -> bool:
+        """Master weights are tensors of their own."""
+        return self.param_dtype != self.master_dtype
+
+    @property
+    def shard_grad_dtype(self) -> torch.dtype:
+        """Dtype of reduced gradients at stages 2 and 3: sums over micro-batches are kept in ``master_dtype``."""
+        return self.param_dtype if self.gradient_accumulation == 1 else self.master_dtype
 
 
 @dataclass
@@ -47,23 +75,27 @@ class Bucket:
     shard: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: [S] what the optimizer updates, in master_dtype; ``None`` for frozen parameters.
     master: nn.Parameter | None = None
-    #: [numel] local gradients (stages 0 and 1) and [S] reduced ones, in param_dtype.
+    #: [numel] local gradients (stages 0 and 1) and [S] reduced ones.
     grads: torch.Tensor | None = None
     grad_shard: torch.Tensor | None = None
     #: trainable parameters without a gradient yet in this backward pass.
     pending: int = 0
 
-    @property
-    def used(self) -> int:
-        """Elements that belong to parameters; ``numel - used`` is padding."""
-        return sum(piece.numel for piece in self.pieces)
+    def owned(self, rank: int, n_ranks: int) -> slice:
+        """Where ``rank``'s shard lies in the bucket; all of it at stage 0."""
+        size = self.numel // n_ranks
+        return slice(rank * size, (rank + 1) * size) if self.stage else slice(0, self.numel)
+
+    def publish(self) -> None:
+        """Round the master weights into the shard that is gathered."""
+        if self.master is not None and self.shard.dtype != self.master.dtype:
+            self.shard.copy_(self.master.detach())
 
 
 @dataclass
 class Unit:
-    """Parameters gathered together at stage 3 and awaited together at stages 1 and 2: those below one module.
-
-    ``module`` is where the hooks go; ``params`` are indices into the engine's list.
+    """Parameters (indices into the engine's list) gathered together at stage 3 and awaited together at stages 1 and 2:
+    those below ``module``, where the hooks go.
     """
 
     name: str
@@ -80,21 +112,19 @@ def cut(params: Sequence[tuple[int, int]], n_ranks: int, bucket_numel: int | Non
 
     A parameter may lie across several buckets, so that buffers and messages have a constant size however large a
     layer is. ``bucket_numel`` ``None`` makes one bucket. Only the last bucket is shorter; padding is below
-    ``n_ranks`` elements plus what alignment takes (16 elements a parameter at most).
+    ``n_ranks`` elements plus what alignment takes (15 elements a parameter at most).
     """
     starts, end = [], 0
     for _, numel in params:
-        end = _up(end, ALIGN) if numel >= ALIGN_FROM else end
-        starts.append(end)
-        end += numel
+        starts.append(_up(end, ALIGN) if numel >= ALIGN_FROM else end)
+        end = starts[-1] + numel
     total = _up(end, n_ranks)
     size = total if bucket_numel is None else min(_up(max(bucket_numel, 1), n_ranks * ALIGN), total)
     buckets = [Bucket(min(size, total - at)) for at in range(0, total, size)] if total else []
     for (index, numel), begin in zip(params, starts, strict=True):
         at = begin
         while at < begin + numel:
-            bucket = buckets[at // size]
-            offset = at % size
+            bucket, offset = buckets[at // size], at % size
             n = min(begin + numel - at, bucket.numel - offset)
             bucket.pieces.append(Piece(index, at - begin, n, offset))
             at += n
@@ -113,19 +143,13 @@ def whole(params: Sequence[tuple[int, int]], n_ranks: int) -> list[Bucket]:
         owner = fill.index(min(fill))
         loads[owner].append((index, numel))
         fill[owner] += _up(numel, ALIGN)
-    shard = max(fill)
-    bucket = Bucket(shard * n_ranks)
+    bucket = Bucket(max(fill) * n_ranks)
     for rank, load in enumerate(loads):
-        offset = rank * shard
+        offset = rank * max(fill)
         for index, numel in sorted(load):
             bucket.pieces.append(Piece(index, 0, numel, offset))
             offset += _up(numel, ALIGN)
     return [bucket]
-
-
-def unique_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter once, under the first of its names (shared parameters have several)."""
-    return list(model.named_parameters())
 
 
 def find_units(model: nn.Module, unit: str = "block") -> list[Unit]:
@@ -142,50 +166,36 @@ def find_units(model: nn.Module, unit: str = "block") -> list[Unit]:
     """
     if unit not in ("block", "layer"):
         raise ValueError(f"unit is 'block' or 'layer', not {unit!r}")
-    index = {id(p): i for i, (_, p) in enumerate(unique_parameters(model))}
-    found: list[tuple[str, nn.Module]] = []
+    index = {id(p): i for i, p in enumerate(model.parameters())}
+    found: list[tuple[str, nn.Module, int]] = []  # name, module, number of the block around it or -1
 
     def walk(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            numel = sum(p.numel() for p in child.parameters())
-            if not numel:
-                continue
-            if isinstance(module, _CONTAINERS):
-                found.append((path, child))
-                if unit == "layer":
-                    found.extend(
-                        (f"{path}.{part}", sub) for part, sub in child.named_children() if _numel(sub) >= MIN_UNIT
-                    )
+            numel, path = sum(p.numel() for p in child.parameters()), f"{prefix}{name}"
+            if isinstance(module, _CONTAINERS) and numel:
+                found.append((path, child, -1))
+                block = len(found) - 1
+                parts = child.named_children() if unit == "layer" else ()
+                found.extend((f"{path}.{n}", m, block) for n, m in parts if any(True for _ in m.parameters()))
             elif any(isinstance(m, _CONTAINERS) for m in child.modules()):
                 walk(child, f"{path}.")
             elif numel >= MIN_UNIT:
-                found.append((path, child))
+                found.append((path, child, -1))
 
     walk(model, "")
     owners: dict[int, set[int]] = {}
-    for number, (_, module) in enumerate(found):
+    for number, (_, module, _) in enumerate(found):
         for p in module.parameters():
             owners.setdefault(index[id(p)], set()).add(number)
-    # A nested unit takes its parameters from the unit around it; two units side by side leave theirs to the root.
-    inside = {n: {m for m, (_, other) in enumerate(found) if _is_below(found[n][1], other)} for n in range(len(found))}
-    of: dict[int, int] = {}
-    for param, numbers in owners.items():
-        innermost = max(numbers, key=lambda n: len(inside[n]))
-        if numbers <= inside[innermost] | {innermost}:
-            of[param] = innermost
-    units = [Unit("root", model, [i for i in range(len(index)) if i not in of])]
-    for number, (name, module) in enumerate(found):
-        units.append(Unit(name, module, sorted(p for p, owner in of.items() if owner == number)))
-    return [u for u in units if u.params or u.module is model]
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def _is_below(module: nn.Module, above: nn.Module) -> bool:
-    return module is not above and any(m is module for m in above.modules())
+    held: list[list[int]] = [[] for _ in found]
+    rest = []
+    for param in range(len(index)):
+        # A part takes its parameters from the block around it; units side by side leave shared ones to the root.
+        numbers = owners.get(param, set())
+        inner = numbers - {found[n][2] for n in numbers}
+        (held[inner.pop()] if len(inner) == 1 else rest).append(param)
+    units = [Unit(name, module, params) for (name, module, _), params in zip(found, held, strict=True) if params]
+    return [Unit("root", model, rest), *units]
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

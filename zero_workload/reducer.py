@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .comm import Collectives
-from .layout import Bucket
+from .layout import Bucket, Settings
 
 
 class Pool:
@@ -20,69 +20,57 @@ class Pool:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
+        self.bytes = 0  # of all buffers made so far
         self._free: dict[int, list[torch.Tensor]] = {}
 
     def take(self, numel: int) -> torch.Tensor:
         """A buffer [numel] with any content."""
         free = self._free.get(numel)
-        return free.pop() if free else torch.empty(numel, dtype=self.dtype, device=self.device)
+        if free:
+            return free.pop()
+        self.bytes += numel * self.dtype.itemsize
+        return torch.empty(numel, dtype=self.dtype, device=self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Hand ``buffer`` back; nothing may still read or write it."""
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
-    def clear(self) -> None:
-        """Free the idle buffers."""
-        self._free.clear()
-
 
 class Reducer:
-    """Starts each bucket's reduction when told to and collects the results, at most ``in_flight`` at a time.
+    """Starts each bucket's reduction when told to and collects the results, at stages 2 and 3 ``IN_FLIGHT`` at most.
 
     Args:
         comm: the data-parallel ranks.
         params: the engine's parameters, by index.
-        pool: where the send buffers of stages 2 and 3 come from.
-        classic: stage 1 all-reduces whole buckets instead of scattering them.
-        accumulate_dtype: dtype in which a shard sums micro-batches up at stages 2 and 3.
-        in_flight: reductions under way before the oldest is waited for.
+        settings: those of ``zero()``.
     """
 
-    def __init__(
-        self,
-        comm: Collectives,
-        params: Sequence[nn.Parameter],
-        pool: Pool,
-        *,
-        classic: bool = False,
-        accumulate_dtype: torch.dtype | None = None,
-        in_flight: int = 2,
-    ) -> None:
-        self.comm, self.params, self.pool = comm, params, pool
-        self.classic, self.accumulate_dtype, self.in_flight = classic, accumulate_dtype, in_flight
+    IN_FLIGHT = 2
+
+    def __init__(self, comm: Collectives, params: Sequence[nn.Parameter], settings: Settings) -> None:
+        self.comm, self.params, self.settings = comm, params, settings
+        self.pool = Pool(settings.param_dtype, params[0].device)
         self.first_micro_batch = True
         # bucket, handle, result, send buffer to give back, whether the shard starts afresh
         self._work: deque[tuple[Bucket, dist.Work, torch.Tensor, torch.Tensor | None, bool]] = deque()
 
     def launch(self, bucket: Bucket) -> None:
         """Start the reduction of ``bucket``. At stages 2 and 3 this frees the gradients it has copied."""
-        if bucket.stage == 0 or (bucket.stage == 1 and self.classic):
-            assert bucket.grads is not None
-            self._work.append((bucket, self.comm.all_reduce(bucket.grads), bucket.grads, None, True))
-            return
         size = bucket.numel // self.comm.size
-        if bucket.stage == 1:
+        if bucket.stage <= 1:
             assert bucket.grads is not None
-            out = torch.empty(size, dtype=bucket.grads.dtype, device=bucket.grads.device)
-            self._work.append((bucket, self.comm.reduce_scatter(out, bucket.grads), out, None, True))
+            if bucket.stage == 0 or self.settings.classic:
+                out, work = bucket.grads, self.comm.all_reduce(bucket.grads)
+            else:
+                out = bucket.grads.new_empty(size)
+                work = self.comm.reduce_scatter(out, bucket.grads)
+            self._work.append((bucket, work, out, None, True))
             return
         # The buffers are as many as the reductions in flight: wait for the oldest before filling another.
-        while len(self._work) >= self.in_flight:
+        while len(self._work) >= self.IN_FLIGHT:
             self._finish()
         send = self._pack(bucket)
-        accumulate = self.accumulate_dtype or send.dtype
-        if bucket.grad_shard is None:
-            bucket.grad_shard = torch.empty(size, dtype=accumulate, device=send.device)
+        assert bucket.grad_shard is not None
         direct = self.first_micro_batch and bucket.grad_shard.dtype == send.dtype
         out = bucket.grad_shard if direct else self.pool.take(size)
         self._work.append((bucket, self.comm.reduce_scatter(out, send), out, send, self.first_micro_batch))
@@ -96,37 +84,31 @@ class Reducer:
         send = self.pool.take(bucket.numel)
         into, source, end = [], [], 0
         for piece in bucket.pieces:
-            if piece.offset > end:
-                send[end : piece.offset].zero_()
+            send[end : piece.offset].zero_()
             end = piece.offset + piece.numel
-            param = self.params[piece.param]
-            if param.grad is None:
+            grad = self.params[piece.param].grad
+            if grad is None:
                 send[piece.offset : end].zero_()
-                continue
-            into.append(send[piece.offset : end])
-            source.append(param.grad.reshape(-1)[piece.start : piece.start + piece.numel])
+            else:
+                into.append(send[piece.offset : end])
+                source.append(grad.reshape(-1)[piece.start : piece.start + piece.numel])
         send[end:].zero_()
         if into:
             torch._foreach_copy_(into, source)
         for piece in bucket.pieces:
-            param = self.params[piece.param]
             if piece.start == 0:  # buckets are reduced last to first, so this was the parameter's last piece
-                param.grad = None
+                self.params[piece.param].grad = None
         return send
 
     def _finish(self) -> None:
         bucket, work, out, send, afresh = self._work.popleft()
         work.wait()
-        if bucket.stage <= 1:
-            size = out.numel() // self.comm.size
-            mine = slice(self.comm.rank * size, (self.comm.rank + 1) * size)
-            bucket.grad_shard = out[mine] if bucket.stage == 1 and self.classic else out
+        if send is None:
+            classic = bucket.stage == 1 and self.settings.classic
+            bucket.grad_shard = out[bucket.owned(self.comm.rank, self.comm.size)] if classic else out
             return
-        assert bucket.grad_shard is not None and send is not None
+        assert bucket.grad_shard is not None
         if out is not bucket.grad_shard:
-            if afresh:
-                bucket.grad_shard.copy_(out)
-            else:
-                bucket.grad_shard.add_(out)
+            bucket.grad_shard.copy_(out) if afresh else bucket.grad_shard.add_(out)
             self.pool.give(out)
         self.pool.give(send)

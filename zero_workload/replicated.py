@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .comm import Collectives
-from .layout import Bucket, Unit, cut, whole
+from .layout import Bucket, Settings, Unit, cut, whole
 from .reducer import Reducer
 
 
@@ -21,104 +21,73 @@ class Replicated:
     Args:
         comm: the data-parallel ranks.
         params: the engine's parameters; ``indices`` says which of them are handled here, in order of first use.
-        stage: 0, 1 or 2.
-        bucket_bytes: size of a bucket, in bytes of ``param_dtype``; ignored when ``whole_params``.
-        whole_params: lay the shards out so that no parameter is cut (stages 0 and 1).
+        settings: those of ``zero()``; stage 3 (what ``hybrid`` leaves replicated) counts as 2.
+        reducer: where full buckets go.
     """
 
     def __init__(
-        self,
-        comm: Collectives,
-        params: list[nn.Parameter],
-        indices: list[int],
-        *,
-        stage: int,
-        bucket_bytes: int,
-        param_dtype: torch.dtype,
-        master_dtype: torch.dtype,
-        whole_params: bool,
-        reducer: Reducer,
+        self, comm: Collectives, params: list[nn.Parameter], indices: list[int], settings: Settings, reducer: Reducer
     ) -> None:
-        self.comm, self.params, self.stage, self.reducer = comm, params, stage, reducer
+        self.comm, self.params, self.reducer = comm, params, reducer
+        self.stage = min(settings.stage, 2)
         sizes = [(i, params[i].numel()) for i in indices]
-        if whole_params:
-            self.buckets = whole(sizes, comm.size) if sizes else []
+        if settings.whole_params:
+            self.buckets = whole(sizes, comm.size)
         else:
-            self.buckets = cut(sizes, comm.size, bucket_bytes // param_dtype.itemsize)
-        device = params[0].device if params else torch.device("cpu")
-        total = sum(b.numel for b in self.buckets)
-        self.arena = torch.zeros(total, dtype=param_dtype, device=device)
-        self._adopt(master_dtype)
+            self.buckets = cut(sizes, comm.size, settings.bucket_bytes // settings.param_dtype.itemsize)
         self.in_bucket: dict[int, list[Bucket]] = {i: [] for i in indices}
+        self._begins: dict[int, int] = {}
+        ends = 0
         for bucket in self.buckets:
+            bucket.stage = self.stage
             for piece in bucket.pieces:
                 self.in_bucket[piece.param].append(bucket)
+                self._begins.setdefault(piece.param, ends + piece.offset)
+            ends += bucket.numel
+        self._adopt(ends, settings)
         self._views: dict[int, torch.Tensor] = {}
-        if stage <= 1:
-            grads = torch.zeros(total, dtype=param_dtype, device=device)
-            self._place(grads, lambda bucket, view: setattr(bucket, "grads", view))
+        if self.stage <= 1:
+            grads = torch.zeros_like(self.arena)
+            for bucket, part in zip(self.buckets, self._split(grads), strict=True):
+                bucket.grads = part
             self._views = {i: self._view(grads, i) for i in indices}
-        elif total:
-            shards = torch.zeros(
-                total // comm.size, dtype=reducer.accumulate_dtype or param_dtype, device=device
-            )
-            at = 0
-            for bucket in self.buckets:
-                n = bucket.numel // comm.size
-                bucket.grad_shard = shards[at : at + n]
-                at += n
-        self._gathers: dict[int, dist.Work] = {}
+        else:
+            shards = self.arena.new_zeros(ends // comm.size, dtype=settings.shard_grad_dtype)
+            for bucket, part in zip(self.buckets, self._split(shards, comm.size), strict=True):
+                bucket.grad_shard = part
+        self._gathers: dict[Bucket, dist.Work] = {}
         self.begin()
 
-    def _place(self, arena: torch.Tensor, put: object) -> None:
-        at = 0
-        for bucket in self.buckets:
-            put(bucket, arena[at : at + bucket.numel])  # type: ignore[operator]
-            at += bucket.numel
+    def _split(self, arena: torch.Tensor, over: int = 1) -> tuple[torch.Tensor, ...]:
+        return arena.split([b.numel // over for b in self.buckets])
 
     def _view(self, arena: torch.Tensor, index: int) -> torch.Tensor:
         """Parameter ``index`` in ``arena``: its pieces lie end to end, across buckets."""
-        at = 0
-        for bucket in self.buckets:
-            for piece in bucket.pieces:
-                if piece.param == index and piece.start == 0:
-                    begin = at + piece.offset
-                    return arena[begin : begin + self.params[index].numel()].view(self.params[index].shape)
-            at += bucket.numel
-        raise AssertionError("a parameter that no bucket holds")
+        param = self.params[index]
+        return arena[self._begins[index] : self._begins[index] + param.numel()].view(param.shape)
 
-    def _adopt(self, master_dtype: torch.dtype) -> None:
+    def _adopt(self, total: int, settings: Settings) -> None:
         """Move the parameters into the arena, equal on all ranks, and make the master weights."""
-        self._place(self.arena, lambda bucket, view: setattr(bucket, "full", view))
-        exact = torch.zeros_like(self.arena, dtype=master_dtype) if self._mixed(master_dtype) else self.arena
-        for index in {p.param: None for b in self.buckets for p in b.pieces}:
+        exact = self.params[0].new_zeros(total, dtype=settings.master_dtype)
+        for index in self.in_bucket:
             self._view(exact, index).copy_(self.params[index].detach())
-        at, masters = 0, []
-        for bucket in self.buckets:
-            view = exact[at : at + bucket.numel]
-            self.comm.broadcast(view)
-            at += bucket.numel
-            bucket.stage = self.stage
-            size = bucket.numel // self.comm.size
-            mine = slice(self.comm.rank * size, (self.comm.rank + 1) * size) if self.stage else slice(None)
-            bucket.shard = bucket.full[mine]
-            masters.append(view[mine])
-        if self._mixed(master_dtype) and masters:
-            self.arena.copy_(exact)
-            kept = torch.cat(masters)  # one arena for all master weights; `exact` goes
-            masters = list(kept.split([m.numel() for m in masters]))
-        for bucket, master in zip(self.buckets, masters, strict=True):
-            bucket.master = nn.Parameter(master)
-        for index in {p.param: None for b in self.buckets for p in b.pieces}:
+        parts = self._split(exact)
+        for part in parts:
+            self.comm.broadcast(part)
+        mine = [p[b.owned(self.comm.rank, self.comm.size)] for b, p in zip(self.buckets, parts, strict=True)]
+        if settings.mixed and mine:
+            mine = list(torch.cat(mine).split([m.numel() for m in mine]))  # one arena, and `exact` goes
+        self.arena = exact.to(settings.param_dtype)
+        for bucket, full, master in zip(self.buckets, self._split(self.arena), mine, strict=True):
+            bucket.full, bucket.master = full, nn.Parameter(master)
+            bucket.shard = full[bucket.owned(self.comm.rank, self.comm.size)]
+        for index in self.in_bucket:
             self.params[index].data = self._view(self.arena, index)
-
-    def _mixed(self, master_dtype: torch.dtype) -> bool:
-        return self.arena.dtype != master_dtype
 
     def begin(self) -> None:
         """Before the first gradient of a backward pass: every parameter is awaited, last bucket first."""
         for bucket in self.buckets:
-            bucket.pending = len({piece.param for piece in bucket.pieces})
+            bucket.pending = len(bucket.pieces)
         self._next = len(self.buckets) - 1
 
     def on_grad(self, index: int, last_micro_batch: bool) -> None:
@@ -135,40 +104,37 @@ class Replicated:
         for bucket in self.in_bucket[index]:
             bucket.pending -= 1
         if self.stage == 2 or last_micro_batch:
-            while self._next >= 0 and self.buckets[self._next].pending <= 0:
-                self.reducer.launch(self.buckets[self._next])
-                self._next -= 1
+            self._launch(complete_only=True)
 
     def flush(self, last_micro_batch: bool) -> None:
         """At the end of a backward pass: reduce what is left, with zeros for parameters that got no gradient."""
         if self.stage == 2 or last_micro_batch:
-            if self.stage <= 1:
-                for index, view in self._views.items():
-                    if self.params[index].grad is None:
-                        view.zero_()
-            while self._next >= 0:
-                self.reducer.launch(self.buckets[self._next])
-                self._next -= 1
+            for index, view in self._views.items():
+                if self.params[index].grad is None:
+                    view.zero_()
+            self._launch(complete_only=False)
         self.begin()
 
+    def _launch(self, complete_only: bool) -> None:
+        while self._next >= 0 and not (complete_only and self.buckets[self._next].pending > 0):
+            self.reducer.launch(self.buckets[self._next])
+            self._next -= 1
+
     def publish(self) -> None:
-        """After the optimizer's step: round the master weights, start to gather the others' parts."""
+        """After the optimizer's step: round the master weights, start to gather the other ranks' parts."""
         for index in self.in_bucket:
             self.params[index].grad = None
-        for number, bucket in enumerate(self.buckets):
-            assert bucket.master is not None
-            if bucket.shard.dtype != bucket.master.dtype:
-                bucket.shard.copy_(bucket.master.detach())
+        for bucket in self.buckets:
+            bucket.publish()
             if self.stage:
-                self._gathers[number] = self.comm.all_gather(bucket.full, bucket.shard)
+                self._gathers[bucket] = self.comm.all_gather(bucket.full, bucket.shard)
             if self.stage <= 1:
                 bucket.grad_shard = None
 
     def wait(self, unit: Unit | None = None) -> None:
         """Wait until the parameters of ``unit`` (all of them when ``None``) are those of the last step."""
-        if not self._gathers:
-            return
-        for number, bucket in enumerate(self.buckets):
-            needed = unit is None or any(bucket in self.in_bucket.get(i, ()) for i in unit.params)
-            if needed and number in self._gathers:
-                self._gathers.pop(number).wait()
+        if self._gathers:
+            needed = self.buckets if unit is None else [b for i in unit.params for b in self.in_bucket.get(i, ())]
+            for bucket in needed:
+                if bucket in self._gathers:
+                    self._gathers.pop(bucket).wait()

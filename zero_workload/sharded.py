@@ -7,6 +7,8 @@ known, all its parameters' gradients are too, and they are reduce-scattered.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .comm import Collectives
-from .layout import Bucket, Unit, cut
+from .layout import Bucket, Settings, Unit, cut
 from .reducer import Reducer
 
 
@@ -53,8 +55,8 @@ class Sharded:
         comm: the data-parallel ranks.
         params: the engine's parameters.
         units: gather units, the root's first.
-        prefetch: units gathered ahead of the one in use, in both directions; ``"auto"`` measures.
-        keep_last: do not free the unit that forward ends with, backward begins with it (saves one gather a step).
+        settings: those of ``zero()``.
+        reducer: where gradients go.
         began: called when a backward pass begins.
     """
 
@@ -63,48 +65,43 @@ class Sharded:
         comm: Collectives,
         params: list[nn.Parameter],
         units: list[Unit],
-        *,
-        prefetch: int | str,
-        param_dtype: torch.dtype,
-        master_dtype: torch.dtype,
-        keep_last: bool,
+        settings: Settings,
         reducer: Reducer,
         began: Callable[[], None],
     ) -> None:
-        self.comm, self.params, self.reducer, self.began = comm, params, reducer, began
-        self.auto = prefetch == "auto"
-        self.prefetch = 1 if self.auto else int(prefetch)
-        self.keep_last = keep_last
+        self.comm, self.params, self.settings = comm, params, settings
+        self.reducer, self.began = reducer, began
+        self.prefetch = 1 if settings.prefetch == "auto" else int(settings.prefetch)
+        self.prefetch_reason = "as asked for"
         self.in_backward = False
         self.order: list[ShardedUnit] = []  # forward calls as the last pass made them
         self._cursor = 0
         self._known = False  # a whole forward pass was seen: `order` says what comes last
-        self.units = [ShardedUnit(u, self._shard(u, param_dtype, master_dtype)) for u in units if u.params]
+        self._clock = Stopwatch(params[0].device) if settings.prefetch == "auto" else None
+        self._shapes = [p.shape for p in params]
+        self.units = [ShardedUnit(u, self._shard(u)) for u in units if u.params]
         self.buckets = [b for u in self.units for b in u.buckets]
         for unit in self.units:
             module = unit.unit.module
             module.register_forward_pre_hook(partial(self._pre_forward, unit), with_kwargs=True, prepend=True)
             module.register_forward_hook(partial(self._post_forward, unit))
 
-    def _shard(self, unit: Unit, param_dtype: torch.dtype, master_dtype: torch.dtype) -> list[Bucket]:
+    def _shard(self, unit: Unit) -> list[Bucket]:
         buckets = []
         for trainable in (True, False):
             sizes = [(i, self.params[i].numel()) for i in unit.params if self.params[i].requires_grad is trainable]
             for bucket in cut(sizes, self.comm.size, None):
                 bucket.stage = 3
-                device = self.params[unit.params[0]].device
-                exact = torch.zeros(bucket.numel, dtype=master_dtype, device=device)
+                exact = self.params[0].new_zeros(bucket.numel, dtype=self.settings.master_dtype)
                 for piece in bucket.pieces:
                     exact[piece.offset : piece.offset + piece.numel] = self.params[piece.param].detach().reshape(-1)
                 self.comm.broadcast(exact)
-                size = bucket.numel // self.comm.size
-                mine = exact[self.comm.rank * size : (self.comm.rank + 1) * size].clone()
-                bucket.shard = mine.to(param_dtype)
-                bucket.full = torch.empty(bucket.numel, dtype=param_dtype, device=device)
+                mine = exact[bucket.owned(self.comm.rank, self.comm.size)].clone()
+                bucket.shard = mine.to(self.settings.param_dtype)
+                bucket.full = bucket.shard.new_empty(bucket.numel)
                 if trainable:
-                    bucket.master = nn.Parameter(bucket.shard if param_dtype == master_dtype else mine)
-                    grad_dtype = self.reducer.accumulate_dtype or param_dtype
-                    bucket.grad_shard = torch.zeros(size, dtype=grad_dtype, device=device)
+                    bucket.master = nn.Parameter(mine)
+                    bucket.grad_shard = torch.zeros_like(mine, dtype=self.settings.shard_grad_dtype)
                 buckets.append(bucket)
                 self._release(bucket)
         return buckets
@@ -116,10 +113,7 @@ class Sharded:
         # parameters themselves become empty, so that a use outside the unit's forward fails instead of reading freed
         # memory.
         for piece in bucket.pieces:
-            param = self.params[piece.param]
-            if not hasattr(param, "_zero_shape"):
-                param._zero_shape = param.shape  # type: ignore[attr-defined]
-            param.data = bucket.full.new_empty(0)
+            self.params[piece.param].data = bucket.full.new_empty(0)
         _resize(bucket.full, 0)
 
     def gather(self, unit: ShardedUnit) -> None:
@@ -141,8 +135,8 @@ class Sharded:
         unit.gathers, unit.gathered = None, True
         for bucket in unit.buckets:
             for piece in bucket.pieces:
-                param = self.params[piece.param]
-                param.data = bucket.full[piece.offset : piece.offset + piece.numel].view(param._zero_shape)  # type: ignore[attr-defined]
+                flat = bucket.full[piece.offset : piece.offset + piece.numel]
+                self.params[piece.param].data = flat.view(self._shapes[piece.param])
 
     def free(self, unit: ShardedUnit) -> None:
         """Give the memory of the gathered parameters back; the shard stays."""
@@ -157,6 +151,8 @@ class Sharded:
 
     def begin_forward(self) -> None:
         """At the start of the root's forward."""
+        if self._clock and self._known and self._cursor == len(self.order):
+            self._choose_prefetch()
         del self.order[self._cursor :]
         self._known, self._cursor = bool(self.order), 0
 
@@ -171,10 +167,16 @@ class Sharded:
         if here == len(self.order):
             self.order.append(unit)
         self._cursor += 1
-        self.gather(unit)
-        for ahead in self.order[here + 1 : here + 1 + self.prefetch]:
-            self.gather(ahead)
-        self.wait(unit)
+        if self._clock and self._known:  # measuring: one gather at a time, alone
+            self._clock.start()
+            self.wait(unit)
+            self._clock.stop("gather")
+            self._clock.start()
+        else:
+            self.gather(unit)
+            for ahead in self.order[here + 1 : here + 1 + self.prefetch]:
+                self.gather(ahead)
+            self.wait(unit)
         if not torch.is_grad_enabled():
             return None
         unit.uses += 1
@@ -191,12 +193,14 @@ class Sharded:
     def _post_forward(self, unit: ShardedUnit, module: nn.Module, args: Any, output: Any) -> None:
         if self.in_backward:
             return
+        if self._clock and self._known and unit.unit.name != "root":
+            self._clock.stop("compute")
         if torch.is_grad_enabled():
             for tensor in tree_flatten(output)[0]:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, unit))
             last = self._cursor == len(self.order) and unit is self.order[-1]
-            if self.keep_last and (unit.unit.name == "root" or (last and self._known)):
+            if self.settings.keep_last and (unit.unit.name == "root" or (last and self._known)):
                 return
         self.free(unit)
 
@@ -241,8 +245,42 @@ class Sharded:
         for unit in self.units:
             self.free(unit)
         for bucket in self.buckets:
-            if bucket.master is not None and bucket.shard.dtype != bucket.master.dtype:
-                bucket.shard.copy_(bucket.master.detach())
+            bucket.publish()
+
+    def _choose_prefetch(self) -> None:
+        """k* = ceil(T_gather / T_compute): so many units' forward hides one gather. The slowest rank decides for all,
+        because every rank has to start its gathers in the same order.
+        """
+        assert self._clock is not None
+        times = torch.tensor([self._clock.mean("gather"), self._clock.mean("compute")], device=self.params[0].device)
+        self.comm.all_reduce(times, dist.ReduceOp.MAX).wait()
+        gather, compute = times.tolist()
+        self._clock = None
+        self.prefetch = max(1, min(math.ceil(gather / max(compute, 1e-9)), len(self.units)))
+        self.prefetch_reason = f"a gather takes {gather * 1e3:.2f} ms, a unit's forward {compute * 1e3:.2f} ms"
+
+
+class Stopwatch:
+    """Mean wall time of what lies between ``start`` and ``stop``, the device's queue included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.spans: dict[str, list[float]] = {}
+        self.begin = 0.0
+
+    def start(self) -> None:
+        """From now on."""
+        self.sync()
+        self.begin = time.perf_counter()
+
+    def stop(self, name: str) -> None:
+        """Up to now."""
+        self.sync()
+        self.spans.setdefault(name, []).append(time.perf_counter() - self.begin)
+
+    def mean(self, name: str) -> float:
+        """Seconds; 0 when nothing was timed."""
+        return sum(self.spans.get(name, [])) / max(len(self.spans.get(name, [])), 1)
 
 
 def _resize(tensor: torch.Tensor, numel: int) -> None:

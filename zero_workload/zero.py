@@ -6,15 +6,14 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .comm import Collectives
-from .layout import Bucket, find_units, storage_bytes, unique_parameters
-from .reducer import Pool, Reducer
+from .layout import Bucket, Settings, find_units, storage_bytes
+from .reducer import Reducer
 from .replicated import Replicated
 from .sharded import Sharded
 
@@ -76,43 +75,33 @@ def zero(
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20).
     """
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage is 0, 1, 2 or 3, not {stage!r}")
-    if prefetch != "auto" and (not isinstance(prefetch, int) or prefetch < 0):
-        raise ValueError(f"prefetch is a number from 0 up or 'auto', not {prefetch!r}")
-    if gradient_accumulation < 1 or bucket_bytes < 1:
+    settings = Settings(
+        stage, bucket_bytes, prefetch, param_dtype, master_dtype, gradient_accumulation, max_norm,
+        unit, hybrid, classic, keep_last, loss_scale, whole_params=not _is_elementwise(optimizer),
+    )  # fmt: skip
+    _check(model, settings)
+    comm = Collectives(group, reduce_op)
+    shape = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    comm.require_same(zlib.crc32(repr((shape, settings)).encode()), "a model or settings")
+    return Engine(model, optimizer, comm, settings)
+
+
+def _check(model: nn.Module, settings: Settings) -> None:
+    s = settings
+    if s.stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage is 0, 1, 2 or 3, not {s.stage!r}")
+    if s.prefetch != "auto" and (not isinstance(s.prefetch, int) or s.prefetch < 0):
+        raise ValueError(f"prefetch is a number from 0 up or 'auto', not {s.prefetch!r}")
+    if s.gradient_accumulation < 1 or s.bucket_bytes < 1:
         raise ValueError("gradient_accumulation and bucket_bytes start at 1")
-    if classic and stage != 1:
+    if s.classic and s.stage != 1:
         raise ValueError("the classic form exists at stage 1 only")
-    if hybrid is not None and stage != 3:
+    if s.hybrid is not None and s.stage != 3:
         raise ValueError("hybrid is for stage 3: it says which units stay replicated")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("the model has no trainable parameter")
-    whole_params = not _is_elementwise(optimizer)
-    if whole_params and stage >= 2:
-        raise ValueError(
-            f"stage {stage} cuts gradients into flat shards, and this optimizer needs whole matrices: use stage 1"
-        )
-    comm = Collectives(group, reduce_op)
-    shape = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in unique_parameters(model)]
-    comm.require_same(zlib.crc32(repr((shape, stage, bucket_bytes, unit, hybrid)).encode()), "a model or setting")
-    return Engine(
-        model,
-        optimizer,
-        comm,
-        stage=stage,
-        bucket_bytes=bucket_bytes,
-        prefetch=prefetch,
-        dtypes=(param_dtype, master_dtype),
-        accumulation=gradient_accumulation,
-        max_norm=max_norm,
-        unit=unit,
-        hybrid=hybrid,
-        classic=classic,
-        keep_last=keep_last,
-        whole_params=whole_params,
-        loss_scale=loss_scale if param_dtype == torch.float16 else None,
-    )
+    if s.whole_params and s.stage >= 2:
+        raise ValueError(f"stage {s.stage} cuts gradients up, and this optimizer needs whole matrices: use stage 1")
 
 
 def _is_elementwise(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> bool:
@@ -129,75 +118,40 @@ class Engine:
         model: nn.Module,
         optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         comm: Collectives,
-        *,
-        stage: int,
-        bucket_bytes: int,
-        prefetch: int | str,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        accumulation: int,
-        max_norm: float | None,
-        unit: str,
-        hybrid: int | None,
-        classic: bool,
-        keep_last: bool,
-        whole_params: bool,
-        loss_scale: float | None,
+        settings: Settings,
     ) -> None:
-        self.model, self.comm, self.stage = model, comm, stage
-        self.accumulation, self.max_norm = accumulation, max_norm
-        self.loss_scale, self.skipped, self._good_steps = loss_scale, 0, 0
-        self.names = [name for name, _ in unique_parameters(model)]
-        self.params = [p for _, p in unique_parameters(model)]
-        self.param_dtype, self.master_dtype = dtypes
-        self.micro_batch = 0
-        self._in_backward = False
-        pool = Pool(self.param_dtype, self.params[0].device)
-        accumulate = self.master_dtype if accumulation > 1 and stage >= 2 else None
-        self.reducer = Reducer(comm, self.params, pool, classic=classic, accumulate_dtype=accumulate)
+        self.model, self.comm, self.settings, self.stage = model, comm, settings, settings.stage
+        self.loss_scale = settings.loss_scale if settings.param_dtype == torch.float16 else None
+        self.skipped, self._good_steps, self.micro_batch, self._in_backward = 0, 0, 0, False
+        self.names, self.params = [n for n, _ in model.named_parameters()], list(model.parameters())
+        self.reducer = Reducer(comm, self.params, settings)
         for index, param in enumerate(self.params):
-            if param.is_floating_point():
-                param.data = param.data.to(self.param_dtype)
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(partial(self._on_grad, index))
         for buffer in model.buffers():
             comm.broadcast(buffer)
-        units = find_units(model, unit)
-
-        def is_sharded(u: Any) -> bool:
-            numel = sum(self.params[i].numel() for i in u.params)
-            return stage == 3 and (hybrid is None or numel >= hybrid)
-
-        kept = [i for u in units if not is_sharded(u) for i in u.params if self.params[i].requires_grad]
+        units = find_units(model, settings.unit)
+        small = [
+            u for u in units if self.stage < 3 or sum(self.params[i].numel() for i in u.params) < (settings.hybrid or 0)
+        ]
+        kept = [i for u in small for i in u.params]
         self.replicated = Replicated(
-            comm,
-            self.params,
-            kept,
-            stage=min(stage, 2),
-            bucket_bytes=bucket_bytes,
-            param_dtype=self.param_dtype,
-            master_dtype=self.master_dtype,
-            whole_params=whole_params,
-            reducer=self.reducer,
+            comm, self.params, [i for i in kept if self.params[i].requires_grad], settings, self.reducer
         )
+        for index in kept:
+            if not self.params[index].requires_grad and self.params[index].is_floating_point():
+                comm.broadcast(self.params[index].data)
+                self.params[index].data = self.params[index].data.to(settings.param_dtype)
         self.sharded = Sharded(
-            comm,
-            self.params,
-            [u for u in units if is_sharded(u)],
-            prefetch=prefetch,
-            param_dtype=self.param_dtype,
-            master_dtype=self.master_dtype,
-            keep_last=keep_last,
-            reducer=self.reducer,
-            began=self._begin_backward,
+            comm, self.params, [u for u in units if u not in small], settings, self.reducer, self._begin_backward
         )
-        if stage:
+        if self.replicated.buckets and self.stage:
             for u in units:
                 u.module.register_forward_pre_hook(lambda module, args, u=u: self.replicated.wait(u), prepend=True)
         model.register_forward_pre_hook(lambda module, args: self._begin_forward(), prepend=True)
-        self.buckets: list[Bucket] = [
-            b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None
-        ]
-        self.optimizer = optimizer(self._masters(whole_params))
+        self.buckets = [b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None]
+        self._owned = [pair for bucket in self.buckets for pair in self._split(bucket)]
+        self.optimizer = optimizer([param for _, _, param in self._owned])
 
     @property
     def prefetch(self) -> int:
@@ -208,7 +162,7 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagate ``loss`` (scalar), divided by the accumulation steps and multiplied by the loss scale."""
-        factor = (self.loss_scale or 1.0) / self.accumulation
+        factor = (self.loss_scale or 1.0) / self.settings.gradient_accumulation
         (loss if factor == 1.0 else loss * factor).backward()
 
     def step(self) -> torch.Tensor | None:
@@ -219,20 +173,20 @@ class Engine:
             with ``max_norm`` or float16, else ``None``. At float16 it is not finite when an overflow made every rank
             skip the update; the scale is halved then.
         """
-        if self.micro_batch < self.accumulation:
+        if self.micro_batch < self.settings.gradient_accumulation:
             return None
         self.micro_batch = 0
         self.reducer.drain()
+        for bucket, part, param in self._owned:
+            assert bucket.grad_shard is not None
+            param.grad = bucket.grad_shard[part].view(param.shape).to(param.dtype)
         norm = None
-        for bucket in self.buckets:
-            assert bucket.master is not None and bucket.grad_shard is not None
-            self._set_grad(bucket)
-        if self.max_norm is not None or self.loss_scale is not None:
+        if self.settings.max_norm is not None or self.loss_scale is not None:
             norm = self._unscale_and_clip()
         if norm is None or self.loss_scale is None or self._no_overflow(norm):
             self.optimizer.step()
-        for bucket in self.buckets:
-            self._clear_grad(bucket)
+        for _, _, param in self._owned:
+            param.grad = None
         self.replicated.publish()
         self.sharded.publish()
         return norm
@@ -257,36 +211,21 @@ class Engine:
 
     # Inside --------------------------------------------------------------------------------------------------------
 
-    def _masters(self, whole_params: bool) -> list[nn.Parameter]:
-        """What the optimizer gets: flat shards, or views of this rank's whole parameters."""
-        self._owned: list[tuple[Bucket, nn.Parameter, slice]] = []
-        for bucket in self.buckets:
-            assert bucket.master is not None
-            if not whole_params:
-                self._owned.append((bucket, bucket.master, slice(0, bucket.master.numel())))
-                continue
-            begin = self.comm.rank * bucket.master.numel() if self.stage else 0
-            for piece in bucket.pieces:
-                at = piece.offset - begin
-                if 0 <= at < bucket.master.numel():
-                    part = slice(at, at + piece.numel)
-                    view = bucket.master.detach()[part].view(self.params[piece.param].shape)
-                    self._owned.append((bucket, nn.Parameter(view), part))
-        return [param for _, param, _ in self._owned]
-
-    def _set_grad(self, bucket: Bucket) -> None:
-        for owner, param, part in self._owned:
-            if owner is bucket:
-                assert bucket.grad_shard is not None
-                param.grad = bucket.grad_shard[part].view(param.shape).to(param.dtype)
-
-    def _clear_grad(self, bucket: Bucket) -> None:
-        for owner, param, _ in self._owned:
-            if owner is bucket:
-                param.grad = None
+    def _split(self, bucket: Bucket) -> list[tuple[Bucket, slice, nn.Parameter]]:
+        """What the optimizer gets of ``bucket``: its flat shard, or views of this rank's whole parameters in it."""
+        assert bucket.master is not None
+        if not self.settings.whole_params:
+            return [(bucket, slice(None), bucket.master)]
+        owned, parts = bucket.owned(self.comm.rank, self.comm.size), []
+        for piece in bucket.pieces:
+            if owned.start <= piece.offset < owned.stop:
+                part = slice(piece.offset - owned.start, piece.offset - owned.start + piece.numel)
+                view = bucket.master.detach()[part].view(self.params[piece.param].shape)
+                parts.append((bucket, part, nn.Parameter(view)))
+        return parts
 
     def _unscale_and_clip(self) -> torch.Tensor:
-        grads = [param.grad for _, param, _ in self._owned if param.grad is not None]
+        grads = [param.grad for _, _, param in self._owned if param.grad is not None]
         squares: Sequence[torch.Tensor] = torch._foreach_norm(grads) if grads else ()
         device = self.params[0].device
         total = torch.stack([s.float().square() for s in squares]).sum() if grads else torch.zeros((), device=device)
@@ -294,8 +233,8 @@ class Engine:
             self.comm.all_reduce(total, dist.ReduceOp.SUM).wait()
         norm = total.sqrt() / (self.loss_scale or 1.0)
         factor = torch.ones_like(norm) / (self.loss_scale or 1.0)
-        if self.max_norm is not None:
-            factor = factor * torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
+        if self.settings.max_norm is not None:
+            factor = factor * torch.clamp(self.settings.max_norm / (norm + 1e-6), max=1.0)
         if grads:
             torch._foreach_mul_(grads, factor)
         return norm
@@ -325,10 +264,10 @@ class Engine:
     def _on_grad(self, index: int, param: torch.Tensor) -> None:
         self._begin_backward()
         if index in self.replicated.in_bucket:
-            self.replicated.on_grad(index, self.micro_batch == self.accumulation - 1)
+            self.replicated.on_grad(index, self.micro_batch == self.settings.gradient_accumulation - 1)
 
     def _end_backward(self) -> None:
-        self.replicated.flush(self.micro_batch == self.accumulation - 1)
+        self.replicated.flush(self.micro_batch == self.settings.gradient_accumulation - 1)
         self.sharded.flush()
         self.micro_batch += 1
         self._in_backward = self.sharded.in_backward = False
