@@ -10,15 +10,17 @@ import typer
 
 from . import fail
 
+#: Columns: ring first, as the one algorithm that is always there (numbers are NCCL's).
+_ORDER = (1, 4, 2, 6, 0, 3, 5)
 #: NCCL's name of each collective, as in its logs.
-_NAMES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter"}
+_NAMES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce"}
 
 
 def model(
     cluster: Annotated[str, typer.Option(help="Cluster preset, its kind, or a .toml file.")] = "dgx-h100-1x8",
     nodes: Annotated[int | None, typer.Option(help="Number of nodes, where it is not the preset's.")] = None,
     nccl: Annotated[str | None, typer.Option(help="NCCL release, for example 2.28.9.")] = None,
-    func: Annotated[str | None, typer.Option(help="Only all_gather or only reduce_scatter.")] = None,
+    func: Annotated[str | None, typer.Option(help="Only all_gather, reduce_scatter or all_reduce.")] = None,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -26,7 +28,7 @@ def model(
     from ...envs.sim import clusters
 
     if func is not None and func not in _NAMES:
-        fail(f"unknown collective {func!r}: give all_gather or reduce_scatter")
+        fail(f"unknown collective {func!r}: give one of {', '.join(_NAMES)}")
     if csv and json_:
         fail("give --csv or --json, not both")
     if nodes is not None and nodes < 1:
@@ -42,23 +44,26 @@ def model(
     elif csv:
         import csv as csv_module
 
-        writer = csv_module.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+        columns = list(dict.fromkeys(key for row in rows for key in row))  # all_reduce has more of them
+        writer = csv_module.DictWriter(sys.stdout, columns, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     else:
-        _show(preset.name, preset.nccl, rows)
+        for name in _NAMES.values():
+            _show(preset.name, preset.nccl, name, [row for row in rows if row["coll"] == name])
 
 
 def _rows(preset: Any, func: str) -> list[dict[str, Any]]:
     """One row a message size, with the columns of the plans in tests/data."""
     from ...envs.sim import cost_model
-    from ...traces.records import PAIRS, pair_costs
+    from ...traces.records import ALGOS, PROTOS
 
-    offered = [i for i, cost in enumerate(pair_costs(cost_model.cost_table(preset, func, 1024))) if cost >= 0]
+    table = cost_model.cost_table(preset, func, 1024)
+    offered = [(a, p) for a in _ORDER for p in range(len(PROTOS)) if table[a, p] >= 0]
     rows = []
     for exponent in range(10, 33):
         n_bytes = 2**exponent
-        costs = pair_costs(cost_model.cost_table(preset, func, n_bytes))
+        costs = cost_model.cost_table(preset, func, n_bytes)
         algo, proto = cost_model.choice(preset, func, n_bytes)
         n_channels, n_warps = cost_model.channels(preset, func, n_bytes, algo, proto)
         row: dict[str, Any] = {
@@ -72,25 +77,31 @@ def _rows(preset: Any, func: str) -> list[dict[str, Any]]:
             "nChannels": n_channels,
             "nWarps": n_warps,
         }
-        row |= {"us_" + "_".join(PAIRS[i]).upper(): float(f"{costs[i]:.9g}") for i in offered}
+        row |= {f"us_{ALGOS[a]}_{PROTOS[p]}".upper().replace("US_", "us_", 1): _round(costs[a, p]) for a, p in offered}
         rows.append(row)
     return rows
 
 
-def _show(name: str, nccl: str, rows: list[dict[str, Any]]) -> None:
+def _round(us: float) -> float:
+    return float(f"{us:.9g}")
+
+
+def _show(cluster: str, nccl: str, func: str, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
     from rich.console import Console
     from rich.table import Table
 
     from ...traces.records import format_bytes
 
     prices = [key for key in rows[0] if key.startswith("us_")]
-    table = Table(title=f"NCCL {nccl}'s own view of {name} (predicted us)")
-    for head in ("collective", "bytes", "choice", "channels", "warps"):
-        table.add_column(head, justify="left" if head in ("collective", "choice") else "right")
+    table = Table(title=f"{func} on {cluster} as NCCL {nccl} sees it (predicted us)")
+    for head in ("bytes", "choice", "channels", "warps"):
+        table.add_column(head, justify="left" if head == "choice" else "right", no_wrap=True)
     for key in prices:
         table.add_column(key[3:].lower().replace("_", "/"), justify="right")
     for row in rows:
         chosen = f"{row['algo']}/{row['proto']}".lower()
-        cells = [row["coll"], format_bytes(row["nBytes"]), chosen, str(row["nChannels"]), str(row["nWarps"])]
+        cells = [format_bytes(row["nBytes"]), chosen, str(row["nChannels"]), str(row["nWarps"])]
         table.add_row(*cells, *(f"{row[key]:,.1f}" for key in prices))
     Console().print(table)

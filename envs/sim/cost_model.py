@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ...traces.records import ALGOS, N_ALGOS, N_PROTOS, PAIRS, PROTOS
+from ...traces.records import ALGOS, N_ALGOS, N_PROTOS, PAIRS, PROTOS, TUNED_FUNCS
+from . import all_reduce
 from .clusters import Cluster, Fleet
 
 Array = np.ndarray[Any, Any]
@@ -75,7 +76,10 @@ def terms(fleet: Fleet) -> tuple[Array, Array]:
     # NVLS: one step within the node; one node less one share travels, and from 2.31 on counted as for a ring.
     heads = np.maximum(fleet.nvls_graph_channels, 1)
     share = _NVLS_EFFICIENCY[fleet.generation] * (heads - 1) / heads * (per_node - 1) / per_node
-    nvls = heads * np.minimum(fleet.nvls_bw_intra * share, fleet.nvls_bw_inter) * fleet.nvls
+    within, between = fleet.nvls_bw_intra * share, fleet.nvls_bw_inter
+    early = fleet.release < 22800  # 2.27 had no efficiency of its own for NVLS
+    within = np.where(early, fleet.nvls_bw_intra * (per_node - 1) / per_node, within)
+    nvls = heads * np.minimum(within, np.where(early, 0.9 * between, between)) * fleet.nvls
     bw[:, 3] = nvls * np.where(late, n / steps, 1.0)
     lat[:, 3] = _HW_NVLS[0] + np.where(many, _NET_NVLS + 2 * fleet.nvls_latency, 0.0)
 
@@ -120,11 +124,14 @@ def _one(cluster: Cluster) -> tuple[Fleet, Array, Array]:
 
 @functools.lru_cache(maxsize=65536)
 def _table(cluster: Cluster, func: str, n_bytes: int, n_pipe_ops: int) -> Array:
-    if func not in ("all_gather", "reduce_scatter"):
-        raise ValueError(f"no cost model for {func}: it covers all_gather and reduce_scatter")
-    fleet, lat, bw = _one(cluster)
-    table = np.full((N_ALGOS, N_PROTOS), -1.0, np.float32)
-    table[PAIR_ALGOS, PAIR_PROTOS] = _price(lat, bw, float(n_bytes), _counts(fleet.release, n_pipe_ops))
+    if func == "all_reduce":
+        table = all_reduce.cost_table(cluster, n_bytes, n_pipe_ops)
+    elif func in TUNED_FUNCS:
+        fleet, lat, bw = _one(cluster)
+        table = np.full((N_ALGOS, N_PROTOS), -1.0, np.float32)
+        table[PAIR_ALGOS, PAIR_PROTOS] = _price(lat, bw, float(n_bytes), _counts(fleet.release, n_pipe_ops))
+    else:
+        raise ValueError(f"no cost model for {func}: it covers all_gather, reduce_scatter and all_reduce")
     table.flags.writeable = False
     return table
 
@@ -220,6 +227,8 @@ def channels(cluster: Cluster, func: str, n_bytes: int, algo: str, proto: str, a
     From 2.31 on a tuner can only lower NCCL's count. Raises ValueError for a pair that the collective never
     has.
     """
-    if func not in ("all_gather", "reduce_scatter") or (algo, proto) not in PAIRS:
+    if func == "all_reduce":
+        return all_reduce.channels(cluster, int(n_bytes), algo, proto, asked)
+    if func not in TUNED_FUNCS or (algo, proto) not in PAIRS:
         raise ValueError(f"{func} is never planned with {algo}/{proto}")
     return _channels(cluster, int(n_bytes), PAIRS.index((algo, proto)), asked)
