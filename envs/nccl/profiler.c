@@ -37,32 +37,39 @@ struct profiler {
 // ---- NCCL's names -> numbers
 // ------------------------------------------------------------------------------------
 
-static const char* const func_names[N_FUNCS] = {"broadcast", "reduce",   "allgather", "reducescatter",
-                                                "allreduce", "sendrecv", "send",      "recv"};
-static const char* const algo_names[N_ALGOS] = {"tree",     "ring", "collnetdirect", "collnetchain", "nvls",
-                                                "nvlstree", "pat"};
-static const char* const proto_names[N_PROTOS] = {"ll", "ll128", "simple"};
-static const char* const dtype_names[] = {"int8",    "uint8",    "int32",      "uint32",
-                                          "int64",   "uint64",   "float16",    "float32",
-                                          "float64", "bfloat16", "float8e4m3", "float8e5m2"};
+static const char* const func_names[N_FUNCS] = {"Broadcast", "Reduce",   "AllGather", "ReduceScatter",
+                                                "AllReduce", "SendRecv", "Send",      "Recv"};
+static const char* const algo_names[N_ALGOS] = {
+    "TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT"};
+static const char* const proto_names[N_PROTOS] = {"LL", "LL128", "SIMPLE"};
+static const char* const dtype_names[] = {"Int8",    "Uint8",    "Int32",      "Uint32",
+                                          "Int64",   "Uint64",   "Float16",    "Float32",
+                                          "Float64", "Bfloat16", "Float8e4m3", "Float8e5m2"};
 static const uint8_t dtype_bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 enum { N_DTYPES = sizeof dtype_bytes };
 
+static char folded(const char** text) {
+  while (**text == '_') ++*text;
+  const char c = **text;
+  return c >= 'A' && c <= 'Z' ? (char)(c + ('a' - 'A')) : c;
+}
+
 // Spellings differ between releases (NVLS_TREE, NVLSTree): case and underscores do not count.
-static bool same_name(const char* theirs, const char* ours) {
-  for (;; theirs++) {
-    if (*theirs == '_') continue;
-    const char lower = *theirs >= 'A' && *theirs <= 'Z' ? (char)(*theirs + ('a' - 'A')) : *theirs;
-    if (lower != *ours) return false;
-    if (lower == 0) return true;
-    ours++;
+static bool same_name(const char* a, const char* b) {
+  for (;; a++, b++) {
+    const char c = folded(&a);
+    if (c != folded(&b)) return false;
+    if (c == 0) return true;
   }
 }
 
-static uint8_t number(const char* theirs, const char* const* names, int n) {
-  if (theirs == NULL) return DCCL_UNSET;
+static uint8_t number(const char* name, const char* const* names, int n) {
+  if (name == NULL) return DCCL_UNSET;
+  for (int i = 0; i < n; i++) {  // as most releases spell it: this is in the path of every collective
+    if (*name == *names[i] && strcmp(name, names[i]) == 0) return (uint8_t)i;
+  }
   for (int i = 0; i < n; i++) {
-    if (same_name(theirs, names[i])) return (uint8_t)i;
+    if (same_name(name, names[i])) return (uint8_t)i;
   }
   return DCCL_UNSET;
 }

@@ -1,0 +1,71 @@
+"""Times the plugin in a C loop (bench.c): what a call costs the thread that enqueues a collective."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...traces.records import PAIRS, Decision, Rule, Table
+from .build import FLAGS, compile_once, plugin_path
+from .shm import RunFolder, encode_table
+
+_COMM_ID = 7  # bench.c's communicator
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One call's cost. Batches of 128 calls each were timed; a percentile is one over batches."""
+
+    name: str
+    percentiles: dict[str, float]  # p50, p90, p99, p99.9 in nanoseconds
+
+
+def table_of(n_rows: int) -> Table:
+    """A table with a row for each message of the benchmark and further rows of other communicators around them."""
+    rules: list[Rule] = []
+    for comm_id in [_COMM_ID, *(i for i in range(1, n_rows) if i != _COMM_ID)]:
+        for size in range(32):
+            for func in ("all_gather", "reduce_scatter"):
+                decision = Decision(*PAIRS[size % 3], 8)
+                rules.append(Rule(comm_id, func, 2 ** (size - 1) + 1 if size else 0, 2**size, decision))
+    return Table(1, tuple(rules[:n_rows]))
+
+
+def time_plugin() -> list[Timing]:
+    """Run the benchmark; raises PluginBuildError when it cannot be compiled, OSError when it cannot run."""
+    program = compile_once("bench", ("bench.c",), FLAGS)
+    run = RunFolder.create()
+    names = {
+        "clock": "clock_gettime alone",
+        "nothing": "filling a cost table alone",
+        "getCollInfo/0": "getCollInfo, 64 rows",
+        "getCollInfo/1": "getCollInfo, 1000 rows",
+        "ring": "ring write, no clock",
+        "event": "profiler start + stop, with clock",
+    }
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            tables = []
+            for n_rows in (64, 1000):
+                tables.append(Path(folder) / f"table-{n_rows}")
+                tables[-1].write_bytes(encode_table(table_of(n_rows)))
+            command = [str(program), str(plugin_path()), *map(str, tables)]
+            done = subprocess.run(
+                command, env={**os.environ, "DYNAMICCL_RUN": str(run.path)}, capture_output=True, text=True, check=False
+            )
+    finally:
+        run.close()
+    if done.returncode:
+        raise OSError(f"the benchmark failed: {done.stderr.strip() or done.returncode}")
+    return [_timing(names[line.split()[0]], line) for line in done.stdout.splitlines()]
+
+
+def _timing(name: str, line: str) -> Timing:
+    samples = np.array(line.split()[1:], float)
+    values = np.percentile(samples, [50, 90, 99, 99.9])
+    return Timing(name, dict(zip(("p50", "p90", "p99", "p99.9"), map(float, values), strict=True)))
