@@ -6,6 +6,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -96,8 +97,10 @@ def adamw(lr: float) -> Callable[..., torch.optim.Optimizer]:
 def train(steps: int, settings: dict[str, Any], config: ModelConfig = TINY) -> list[float]:
     """The mean loss of each step on this rank's group."""
     torch.manual_seed(0)
-    model = Transformer(config)
-    settings = {"param_dtype": torch.float32, "bucket_bytes": 2**14, **settings}
+    shape = {key: settings[key] for key in ("checkpoint", "checkpoint_every") if key in settings}
+    model = Transformer(replace(config, **shape))
+    settings = {k: v for k, v in settings.items() if k not in shape}
+    settings = {"param_dtype": torch.float32, "bucket_bytes": 2**16, **settings}
     engine = zero(model, settings.pop("optimizer", adamw(1e-2)), **settings)
     rows = BATCH // engine.comm.size // engine.settings.gradient_accumulation
     corpus = Corpus(None, config.seq)
@@ -142,6 +145,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "3 by layer": {"stage": 3, "unit": "layer", "prefetch": 2},
     "3 without prefetch": {"stage": 3, "prefetch": 0, "keep_last": False},
     "3 hybrid": {"stage": 3, "hybrid": 10_000},
+    "3 auto": {"stage": 3, "prefetch": "auto"},
+    "1 blocks recomputed": {"stage": 1, "checkpoint": "block", "checkpoint_every": 0},
+    "3 blocks recomputed": {"stage": 3, "checkpoint": "block", "checkpoint_every": 2},
+    "3 sublayers recomputed": {"stage": 3, "checkpoint": "sublayer"},
+    "3 layers and sublayers": {"stage": 3, "unit": "layer", "checkpoint": "sublayer", "checkpoint_every": 2},
+    "3 attention recomputed": {"stage": 3, "checkpoint": "attention", "checkpoint_every": 2},
 }
 
 

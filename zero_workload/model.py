@@ -1,78 +1,182 @@
-"""A GPT-style byte-level transformer."""
+"""Transformers: the byte-level one that the job trains, and the shapes of known models for dry runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .remat import Partition, best_interval, remat
+
+CHECKPOINTS = ("none", "block", "sublayer", "attention")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the transformer; the default has 1.9 M parameters."""
+    """Shape of a transformer; the default has 1.9 M parameters."""
 
     layers: int = 4
     width: int = 192
     heads: int = 6
     seq: int = 128
     vocab: int = 256
+    #: 0: 4 x width.
+    hidden: int = 0
+    #: heads of keys and values; 0: as many as ``heads``.
+    kv_heads: int = 0
+    #: Llama's family: RMS norm, gated MLP, rotary positions, no biases; else GPT-2's.
+    llama: bool = False
+    #: the head shares the embedding's weight.
+    tied: bool = False
+    #: experts of each MLP, of which two serve a token; 0: a plain MLP.
+    experts: int = 0
+    #: what is recomputed in backward: whole blocks, attention and MLP by themselves, the attention core alone.
+    checkpoint: str = "none"
+    #: segment length of "block"; the other two apply in every so-manieth block. 0: sqrt(layers).
+    checkpoint_every: int = 1
 
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.seq, self.vocab) < 1:
             raise ValueError("layers, width, heads, seq and vocab start at 1")
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not divisible by heads {self.heads}")
+        if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
+            raise ValueError(
+                f"width {self.width}, heads {self.heads}, kv_heads {self.kv_heads}: each divides the one before"
+            )
+        if self.checkpoint not in CHECKPOINTS:
+            raise ValueError(f"checkpoint is one of {', '.join(CHECKPOINTS)}, not {self.checkpoint!r}")
+
+
+PRESETS = {
+    "gpt2": ModelConfig(12, 768, 12, 1024, 50257, tied=True),
+    "gpt2-xl": ModelConfig(48, 1600, 25, 1024, 50257, tied=True),
+    "llama-7b": ModelConfig(32, 4096, 32, 2048, 32000, hidden=11008, llama=True),
+    "llama-13b": ModelConfig(40, 5120, 40, 2048, 32000, hidden=13824, llama=True),
+    "llama-70b": ModelConfig(80, 8192, 64, 4096, 32000, hidden=28672, kv_heads=8, llama=True),
+    "moe-8x7b": ModelConfig(32, 4096, 32, 4096, 32000, hidden=14336, kv_heads=8, llama=True, experts=8),
+}
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    return nn.RMSNorm(config.width, eps=1e-5) if config.llama else nn.LayerNorm(config.width)
 
 
 class Attention(nn.Module):
     """Causal self-attention, [batch, seq, width] to the same."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, recompute_core: bool) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
+        self.config, self.recompute_core = config, recompute_core
+        head = config.width // config.heads
+        self.split = [config.width, *[head * (config.kv_heads or config.heads)] * 2]
+        self.qkv = nn.Linear(config.width, sum(self.split), bias=not config.llama)
+        self.out = nn.Linear(config.width, config.width, bias=not config.llama)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend to this and earlier positions."""
-        batch, seq, width = x.shape
-        q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        result: torch.Tensor = self.out(y.transpose(1, 2).reshape(batch, seq, width))
-        return result
+        q, k, v = (
+            part.unflatten(-1, (-1, self.config.width // self.config.heads)).transpose(1, 2)
+            for part in self.qkv(x).split(self.split, dim=-1)
+        )
+        if self.config.llama:
+            q, k = rotate(q), rotate(k)
+        if q.shape[1] != k.shape[1]:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        y = remat(_core, q, k, v) if self.recompute_core else _core(q, k, v)
+        return cast(torch.Tensor, self.out(y.transpose(1, 2).flatten(2)))
+
+
+def _core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on [batch, heads, seq, head]: halves are paired (Su et al., RoFormer, 2021)."""
+    half = x.shape[-1] // 2
+    speed = 10000.0 ** -(torch.arange(half, device=x.device) / half)
+    angle = torch.arange(x.shape[-2], device=x.device)[:, None] * speed
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+class MLP(nn.Module):
+    """Position-wise network: GELU, or SiLU-gated in Llama's family."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, bias = config.hidden or 4 * config.width, not config.llama
+        self.gate = nn.Linear(config.width, hidden, bias=False) if config.llama else None
+        self.up = nn.Linear(config.width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, config.width, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] to the same."""
+        y = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        return cast(torch.Tensor, self.down(y))
+
+
+class Experts(nn.Module):
+    """Two of several MLPs per token. Every expert sees every token, those not chosen with weight 0: no shape depends
+    on the data, at the price of idle arithmetic; parameters and their collectives are those of a real mixture.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.router = nn.Linear(config.width, config.experts, bias=False)
+        for number in range(config.experts):
+            self.add_module(f"expert{number}", MLP(config))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., width] to the same."""
+        scores = self.router(x)
+        top, chosen = scores.topk(min(2, scores.shape[-1]), dim=-1)
+        weight = torch.zeros_like(scores).scatter(-1, chosen, top.softmax(dim=-1))
+        experts = [m for m in self.children() if isinstance(m, MLP)]
+        return torch.stack([weight[..., i, None] * expert(x) for i, expert in enumerate(experts)]).sum(0)
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a layer norm and around a residual."""
+    """Attention and MLP, each behind a norm and around a residual."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, recompute: str = "none") -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
-        self.attention = Attention(config)
-        self.mlp = nn.Sequential(
-            nn.Linear(config.width, 4 * config.width), nn.GELU(), nn.Linear(4 * config.width, config.width)
-        )
+        self.norm1, self.norm2 = _norm(config), _norm(config)
+        self.attention = Attention(config, recompute == "attention")
+        self.mlp = Experts(config) if config.experts else MLP(config)
+        self.by_sublayer = recompute == "sublayer"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, width] to the same."""
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        for norm, layer in ((self.norm1, self.attention), (self.norm2, self.mlp)):
+            x = x + (remat(lambda y, n=norm, f=layer: f(n(y)), x) if self.by_sublayer else layer(norm(x)))
+        return x
 
 
 class Transformer(nn.Module):
-    """Bytes in, mean cross-entropy of the next byte out."""
+    """Tokens (bytes) in, mean cross-entropy of the next one out.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: its shape.
+        partition: where checkpoints of whole blocks are kept in parts, see ``remat.Partition``.
+    """
+
+    def __init__(self, config: ModelConfig, partition: Partition | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.partition = config, partition
+        self.every = config.checkpoint_every or best_interval(config.layers)
         self.embed = nn.Embedding(config.vocab, config.width)
-        self.position = nn.Embedding(config.seq, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
+        self.position = None if config.llama else nn.Embedding(config.seq, config.width)
+        kinds = [config.checkpoint if i % self.every == 0 else "none" for i in range(config.layers)]
+        self.blocks = nn.ModuleList(Block(config, kind) for kind in kinds)
+        self.norm = _norm(config)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
-        self.apply(self._init)
+        if config.tied:
+            self.head.weight = self.embed.weight
+        if self.embed.weight.device.type != "meta":
+            self.apply(self._init)
 
     @staticmethod
     def _init(module: nn.Module) -> None:
@@ -83,8 +187,20 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """``tokens``, ``targets`` [batch, seq] int64; returns a float32 scalar."""
-        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
+        x = self.embed(tokens)
+        if self.position is not None:
+            x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for at in range(0, len(self.blocks), self.every):
+            segment = list(self.blocks)[at : at + self.every]
+            if self.config.checkpoint == "block":
+                x = remat(lambda y, s=segment: _chain(s, y), x, partition=self.partition)
+            else:
+                x = _chain(segment, x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def _chain(blocks: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = block(x)
+    return x

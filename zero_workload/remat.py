@@ -1,0 +1,84 @@
+"""Activation checkpointing: keep a segment's input only, run its forward again in backward.
+
+With a tensor-parallel ``group`` whose ranks hold the same activations, each keeps 1/n of the input and gathers it back
+when needed (ZeRO-R's P_a: checkpoint memory divided by the tensor-parallel degree, for one all-gather a segment).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from .comm import Collectives
+
+
+class Partition:
+    """Saves tensors that are equal on all ranks of ``group`` in parts.
+
+    Args:
+        group: the tensor-parallel ranks.
+        arena: elements to allocate beforehand for the parts, so that long-lived checkpoints do not lie between
+            short-lived activations (ZeRO-R's M_D); parts that do not fit are allocated one by one.
+        dtype, device: of the arena.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        arena: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.comm = Collectives(group)
+        self.arena = torch.empty(arena, dtype=dtype, device=device)
+        self._used = self._live = 0
+
+    def save(self, tensor: torch.Tensor) -> Any:
+        """This rank's part of ``tensor``, or the tensor itself where it cannot be cut evenly."""
+        n = tensor.numel() // self.comm.size
+        if not tensor.is_floating_point() or tensor.numel() % self.comm.size:
+            return tensor
+        mine = tensor.detach().reshape(-1)[self.comm.rank * n : (self.comm.rank + 1) * n]
+        if mine.dtype == self.arena.dtype and self._used + n <= self.arena.numel():
+            part = self.arena[self._used : self._used + n].copy_(mine)
+            self._used, self._live = self._used + n, self._live + 1
+            return part, tensor.shape, True
+        return mine.clone(), tensor.shape, False
+
+    def load(self, saved: Any) -> torch.Tensor:
+        """The whole tensor again; a collective of all ranks of the group."""
+        if isinstance(saved, torch.Tensor):
+            return saved
+        part, shape, in_arena = saved
+        whole: torch.Tensor = part.new_empty(part.numel() * self.comm.size)
+        self.comm.all_gather(whole, part).wait()
+        if in_arena:
+            self._live -= 1
+            self._used = self._used if self._live else 0  # all are back: the arena starts afresh
+        return whole.view(shape)
+
+
+def remat(function: Callable[..., torch.Tensor], *args: Any, partition: Partition | None = None) -> torch.Tensor:
+    """``function(*args)``, whose inner activations are recomputed in backward and not kept."""
+    if not torch.is_grad_enabled():
+        return function(*args)
+    if partition is None:
+        result: torch.Tensor = checkpoint(function, *args, use_reentrant=False)
+        return result
+    # The hooks see what checkpoint() itself saves, that is the inputs; inside it installs its own.
+    with torch.autograd.graph.saved_tensors_hooks(partition.save, partition.load):
+        result = checkpoint(function, *args, use_reentrant=False)
+    return result
+
+
+def best_interval(layers: int) -> int:
+    """Keeping every k-th of n layers' inputs and recomputing k layers at a time holds n/k + k activations: least at
+    k = sqrt(n) (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+    """
+    return max(1, round(math.sqrt(layers)))
