@@ -1,0 +1,98 @@
+"""``dynamiccl plan``: what each ZeRO stage costs for a model, before anything is started."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from . import fail
+
+
+def plan(
+    params: Annotated[float, typer.Option(help="Parameters, e.g. 7e9.")],
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")],
+    layers: Annotated[int, typer.Option(help="Transformer layers.")] = 32,
+    hidden: Annotated[int, typer.Option(help="Model width; 0: from params and layers.")] = 0,
+    heads: Annotated[int, typer.Option(help="Attention heads; 0: hidden / 128.")] = 0,
+    seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 2048,
+    batch: Annotated[int, typer.Option(help="Sequences a rank and step.")] = 1,
+    optimizer: Annotated[str, typer.Option(help="adam, adan or lion.")] = "adam",
+    precision: Annotated[str, typer.Option(help="mixed (16 bit, fp32 master weights) or fp32.")] = "mixed",
+    bandwidth: Annotated[float, typer.Option(help="GB/s of a collective's whole message.")] = 100.0,
+    latency: Annotated[float, typer.Option(help="Microseconds a collective.")] = 10.0,
+    flops: Annotated[float, typer.Option(help="TFLOP/s that one rank reaches.")] = 150.0,
+    memory: Annotated[float, typer.Option(help="GB that one rank has.")] = 80.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, in bytes and seconds.")] = False,
+) -> None:
+    """Memory, traffic and time of ZeRO stages 0 to 3 for a model of this size, and which stage to use."""
+    import json
+
+    from ...zero_workload.planner import Request
+    from ...zero_workload.planner import plan as make
+
+    try:
+        request = Request(
+            params, ranks, layers, hidden, heads, seq, batch, optimizer, precision,
+            bandwidth * 1e9, latency * 1e-6, flops * 1e12, memory * 1e9,
+        )  # fmt: skip
+        result = make(request)
+    except (ValueError, OverflowError) as error:
+        fail(str(error))
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        _show(result)
+
+
+#: Component -> colour and letter of its bar (the letter where colours are not shown).
+_PARTS = (("weights", "cyan", "w"), ("gradients", "magenta", "g"), ("optimizer", "yellow", "o"))
+
+
+def _show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    request, activations = result["request"], result["activations"]
+    console.print(
+        f"{request['params'] / 1e9:g} B parameters on {request['ranks']} ranks, {request['precision']} precision, "
+        f"{request['optimizer']}; {request['layers']} layers of width {request['hidden']}, "
+        f"batch {request['batch']} x {request['seq']} tokens a rank"
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("stage", "weights", "grads", "optimizer", "total GB", "sent GB", "comm. ms", "step ms", "fits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for s in result["stages"]:
+        best = s["stage"] == result["recommended_stage"]
+        table.add_row(
+            f"{'> ' if best else ''}{s['stage']}",
+            *(f"{s[f'{part}_bytes'] / 1e9:.4g}" for part, _, _ in _PARTS),
+            f"{s['total_bytes'] / 1e9:.4g}",
+            f"{s['traffic_bytes_per_step'] / 1e9:.4g}",
+            f"{s['communication_s'] * 1e3:.4g}",
+            f"{s['step_s'][0] * 1e3:.0f}-{s['step_s'][1] * 1e3:.0f}",
+            "yes" if s["fits"] else "no",
+            style="bold" if best else "",
+        )
+    console.print(table)
+    largest = max(s["total_bytes"] for s in result["stages"])
+    for s in result["stages"]:
+        bar = Text(f"  stage {s['stage']} ")
+        for part, colour, letter in _PARTS:
+            bar.append(letter * round(50 * s[f"{part}_bytes"] / largest), style=f"{colour} on {colour}")
+        console.print(bar.append(f" {s['total_bytes'] / 1e9:.4g} GB"))
+    console.print(Text("          weights", "cyan").append(" gradients", "magenta").append(" optimizer", "yellow"))
+    console.print(
+        f"activations: {activations['all_bytes'] / 1e9:.3g} GB, or {activations['checkpointed_bytes'] / 1e9:.3g} GB "
+        f"with a checkpoint every {activations['every']} layers (about a third more arithmetic)"
+    )
+    console.print(
+        f"stage 3: gather {result['prefetch']} layer(s) ahead; from batch {result['break_even_batch']} a rank on, "
+        f"a layer's gather takes at most 5 % of its forward"
+    )
+    if result["recommended_stage"] is None:
+        console.print(f"no stage: {result['reason']}")
+    else:
+        console.print(f"use stage {result['recommended_stage']}: {result['reason']}")
