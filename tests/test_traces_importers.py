@@ -1,0 +1,409 @@
+"""Importers: what other tools recorded becomes an ordinary trace, and what they do not know stays unknown."""
+
+import gzip
+import json
+import pickle
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+import typer
+from dynamiccl.agent.commands.import_ import import_
+from dynamiccl.agent.commands.show import tell
+from dynamiccl.agent.report import write_report
+from dynamiccl.traces.assemble import EVENT_COLUMNS
+from dynamiccl.traces.audit import audit, regime
+from dynamiccl.traces.files import Trace, TraceError
+from dynamiccl.traces.importers import FORMATS, import_files
+from dynamiccl.traces.importers_common import Imported, algo_of, dtype_of, func_of, proto_of, width_of
+from typer.testing import CliRunner
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(import_)
+BASE = 1_790_857_026_000_000_000  # Kineto's baseTimeNanoseconds
+
+
+def run_import(*args):
+    return CliRunner().invoke(app, [str(a) for a in args])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("_allgather_base", "all_gather"),
+        ("allgather_into_tensor_coalesced", "all_gather"),
+        ("nccl:_all_gather_base", "all_gather"),
+        ("gloo:all_gather", "all_gather"),
+        ("AllGather", "all_gather"),
+        ("all_gather_perf", "all_gather"),
+        ("_reduce_scatter_base", "reduce_scatter"),
+        ("ReduceScatter", "reduce_scatter"),
+        ("nccl:all_reduce", "all_reduce"),
+        ("allreduce_coalesced", "all_reduce"),
+        ("nccl:reduce", "reduce"),
+        ("Broadcast", "broadcast"),
+        ("nccl:send 0->1", "send"),
+        ("all_to_all", None),
+        ("barrier", None),
+        ("", None),
+    ],
+)
+def test_names_of_collectives(theirs, ours):
+    assert func_of(theirs) == ours
+
+
+def test_names_of_types_and_knobs():
+    assert [dtype_of(t) for t in ("BFloat16", "Half", "float", "ncclFloat32", "Long", "torch.int8", "Quint")] == [
+        "bfloat16",
+        "float16",
+        "float32",
+        "float32",
+        "int64",
+        "int8",
+        "unknown",
+    ]
+    assert [width_of(t) for t in ("bfloat16", "float64", "float8_e4m3fn", "uint8", "int32", "unknown")] == [
+        2,
+        8,
+        1,
+        1,
+        4,
+        1,
+    ]
+    assert [algo_of(a) for a in ("RING", "NVLSTree", "CollNetDirect", "Tree", "^Tree", None)] == [
+        "ring",
+        "nvls_tree",
+        "collnet_direct",
+        "tree",
+        "unknown",
+        "unknown",
+    ]
+    assert proto_of("LL128") == "ll128" and proto_of("Simple") == "simple"
+
+
+def test_rows_keep_large_clock_values_and_get_sequence_numbers():
+    clock = 1_763_719_000_000_000_123
+    call = {"comm_id": 2**63 + 1, "rank": 0, "func": "all_gather", "n_bytes": 8, "n_ranks": 16}
+    found = Imported(
+        [{**call, "enqueue_ns": clock + 5}, {**call, "enqueue_ns": clock, "start_ns": clock, "end_ns": clock + 3}]
+    )
+    events, steps = found.frames(ranks_per_node=8)
+    assert events.dtypes.astype(str).to_dict() == EVENT_COLUMNS and steps.empty
+    assert events["seq"].tolist() == [0, 1] and events["start_ns"].tolist() == [clock, pd.NA]
+    assert events["n_nodes"].tolist() == [2, 2] and events["algo"].tolist() == ["unknown"] * 2
+
+
+# Kineto -------------------------------------------------------------------------------------------
+
+
+def kineto(rank, steps=(7, 8), kernels=True):
+    """A trace with the calls of a small ZeRO-3 job in each step, and an operator that is no collective of NCCL's."""
+    calls = ["_allgather_base", "_allgather_base", "_reduce_scatter_base", "_allgather_base", "_allgather_base"]
+    calls += ["_reduce_scatter_base", "all_to_all"]
+    events, external, seq = [], 10, 100
+    for n, step in enumerate(steps):
+        began = 4401160000000.0 + n * 5000
+        mark = {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": began, "dur": 5000.0}
+        events.append({**mark, "pid": 4242, "tid": 1})
+        for i, name in enumerate(calls):
+            external, seq = external + 1, seq + 1
+            args = {"Collective name": name, "In msg nelems": 1024, "Out msg nelems": 16384, "dtype": "BFloat16"}
+            if name == "_reduce_scatter_base":
+                args |= {"In msg nelems": 16384, "Out msg nelems": 1024}
+            args |= {"Group size": 16, "Process Group Name": "0", "Process Group Description": "default_pg"}
+            args |= {"Process Group Ranks": "[0, 1, 2, ...]", "Rank": rank, "Seq": seq}
+            ts = began + 100 + i * 300 + rank
+            operator = {"ph": "X", "cat": "cpu_op", "name": "record_param_comms", "pid": 4242, "tid": 1, "ts": ts}
+            events.append({**operator, "dur": 20.0, "args": {**args, "External id": external}})
+            if kernels:
+                kernel = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)"}
+                grid = {"grid": [24, 1, 1], "block": [544, 1, 1], "stream": 20, "External id": external}
+                # Some releases repeat the arguments at the kernel, some do not.
+                grid |= args if i % 2 else {}
+                events.append({**kernel, "pid": 0, "tid": 20, "ts": ts + 50.25, "dur": 123.5, "args": grid})
+    events.append({"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1.0, "dur": 2.0, "args": {"External id": 11}})
+    events.append({"ph": "i", "name": "Iteration Start"})
+    info = {"backend": "nccl", "rank": rank, "world_size": 16, "nccl_version": "2.28.9"}
+    return {"traceEvents": events, "distributedInfo": info, "baseTimeNanoseconds": BASE}
+
+
+def test_kineto(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(kineto(0)))
+    with gzip.open(tmp_path / "b.json.gz", "wt") as file:
+        json.dump(kineto(1), file)
+    result = import_files("kineto", [tmp_path / "a.json", tmp_path / "b.json.gz"], tmp_path / "t", ranks_per_node=8)
+    assert (result.n_events, result.n_timed, result.n_steps, result.notes) == (24, 24, 4, [])
+    trace = Trace.read(tmp_path / "t")
+    first = trace.events[trace.events["rank"] == 1].iloc[0]
+    assert (first["func"], first["n_bytes"], first["dtype"]) == ("all_gather", 16384 * 2, "bfloat16")
+    assert (first["seq"], first["step"], first["n_channels"], first["n_ranks"], first["n_nodes"]) == (101, 7, 24, 16, 2)
+    assert first["algo"] == first["proto"] == "unknown"  # the kernel's name does not tell what ran
+    enqueued = BASE + (4401160000000 + 101) * 1000
+    assert (first["enqueue_ns"], first["start_ns"]) == (enqueued, enqueued + 50_250)
+    assert first["end_ns"] - first["start_ns"] == 123_500
+    assert sorted(set(trace.events["step"])) == [7, 8] and trace.steps["duration_ns"].tolist() == [5_000_000] * 4
+    assert trace.header["nccl"] == "2.28.9" and trace.header["host"] is None and trace.header["source"] == "kineto"
+    check = audit(trace.events)
+    assert (check.calls_checked, check.mismatches) == (12, 0)  # the two files name the same communicator
+    assert regime(trace.events) == "zero-3"
+
+
+def test_kineto_without_kernels_and_without_marks(tmp_path):
+    document = kineto(0, kernels=False)
+    document["traceEvents"] = [e for e in document["traceEvents"] if "ProfilerStep" not in e["name"]]
+    del document["distributedInfo"]
+    (tmp_path / "trace_rank_5.json").write_text(json.dumps(document))
+    result = import_files("kineto", [tmp_path / "trace_rank_5.json"], tmp_path / "t")
+    assert result.n_timed == 0 and result.n_events == 12
+    assert any("no NCCL kernel" in n for n in result.notes) and any("ProfilerStep" in n for n in result.notes)
+    events = Trace.read(tmp_path / "t").events
+    assert set(events["rank"]) == {5} and set(events["step"]) == {0} and events["start_ns"].isna().all()
+
+
+# Flight Recorder ----------------------------------------------------------------------------------
+
+
+def flight(timing=True):
+    entries = []
+    for i, name in enumerate(["nccl:_all_gather_base", "nccl:_reduce_scatter_base", "nccl:barrier", "nccl:send 0->1"]):
+        small, large = [[1024]], [[16, 1024]]
+        scatter = "scatter" in name
+        entry = {"record_id": i, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": i + 1}
+        entry |= {"p2p_seq_id": 4, "is_p2p": "send" in name, "profiling_name": name, "state": "completed"}
+        entry |= {"input_sizes": large if scatter else small, "output_sizes": small if scatter else large}
+        entry |= {"input_dtypes": ["Float"], "output_dtypes": ["Float"], "time_created_ns": BASE + i * 1000}
+        entry |= {"time_discovered_started_ns": BASE, "time_discovered_completed_ns": BASE + 10**7 if timing else None}
+        entries.append({**entry, "duration_ms": 1.5 if timing else None, "frames": []})
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(16)))}}
+    return {"version": "2.10", "entries": entries, "pg_config": config, "nccl_version": "2.28.9"}
+
+
+@pytest.mark.parametrize("as_pickle", [True, False])
+def test_flight_recorder(tmp_path, as_pickle):
+    paths = [tmp_path / f"nccl_trace_rank_{rank}" for rank in (3, 4)]
+    for path in paths:
+        path.write_bytes(pickle.dumps(flight()) if as_pickle else json.dumps(flight()).encode())
+    result = import_files("flight-recorder", paths, tmp_path / "t")
+    assert result.n_events == 6 and result.n_timed == 6
+    events = Trace.read(tmp_path / "t").events
+    mine = events[events["rank"] == 3]
+    assert mine["func"].tolist() == ["all_gather", "reduce_scatter", "send"] and mine["seq"].tolist() == [1, 2, 4]
+    assert mine["n_bytes"].tolist() == [16 * 1024 * 4] * 3 and set(mine["n_ranks"]) == {16}
+    assert (mine["end_ns"] - mine["start_ns"]).tolist() == [1_500_000] * 3 and mine["enqueue_ns"].iloc[0] == BASE
+    assert audit(events).calls_checked == 2
+
+
+def test_flight_recorder_without_timing(tmp_path):
+    (tmp_path / "dump0").write_bytes(pickle.dumps(flight(timing=False)))
+    result = import_files("flight-recorder", [tmp_path / "dump0"], tmp_path / "t")
+    assert result.n_timed == 0 and any("TORCH_NCCL_ENABLE_TIMING" in n for n in result.notes)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "owned"), "w"))
+
+    (tmp_path / "dump").write_bytes(pickle.dumps({"entries": [Evil()]}))
+    with pytest.raises(TraceError, match="not a plain dump"):
+        import_files("flight-recorder", [tmp_path / "dump"], tmp_path / "t")
+    assert not (tmp_path / "owned").exists() and not (tmp_path / "t").exists()
+
+
+def test_flight_recorder_of_a_real_job(tmp_path):
+    """PyTorch's own dump, of a gloo job: the fields are those that this release writes."""
+    code = """
+import sys, torch, torch.distributed as dist
+import torch._C._distributed_c10d as c10d
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+for _ in range(3):
+    dist.all_gather([torch.zeros(1000, dtype=torch.bfloat16)], torch.zeros(1000, dtype=torch.bfloat16))
+    dist.all_reduce(torch.zeros(100))
+open(sys.argv[1] + "/rank_0.pickle", "wb").write(c10d._dump_fr_trace(True, False, False))
+"""
+    env = {"TORCH_FR_BUFFER_SIZE": "100", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True)
+    if not (tmp_path / "rank_0.pickle").exists():
+        pytest.skip(f"this PyTorch records no gloo job: {done.stderr[-200:]}")
+    import_files("flight-recorder", [tmp_path / "rank_0.pickle"], tmp_path / "t")
+    events = Trace.read(tmp_path / "t").events
+    assert events["func"].tolist() == ["all_gather", "all_reduce"] * 3
+    assert events["n_bytes"].tolist() == [2000, 400] * 3 and events["dtype"].iloc[0] == "bfloat16"
+
+
+# Inspector ----------------------------------------------------------------------------------------
+
+
+def inspector(verbose, marker, rank=2):
+    head = {"id": "0x7f8c496ae9f661", "comm_name": "dp", "rank": rank, "n_ranks": 8, "nnodes": 1}
+    meta = {"inspector_output_format_version": "v4.3" if marker else "v4.0", "hostname": "node7", "pid": 1639453}
+    own = {"header": head, "metadata": {**meta, "dump_timestamp_us": 1748030377748202}}
+    lines = [{**own, "dump_stats": {"coll_records": 2, "coll_dropped_since_last_dump": 5}}] if marker else []
+    for sn, (coll, us) in enumerate([("ReduceScatter", 41057), ("AllGather", 40000), ("AllReduce", 50000)]):
+        size = 2147483648
+        whole = size * (1 if coll == "AllReduce" else 8)
+        perf = {"coll": coll, "coll_algo": "RING", "coll_proto": "SIMPLE", "coll_sn": 1231 + sn}
+        perf |= {"coll_msg_size_bytes": size, "coll_exec_time_us": us, "coll_timing_source": "kernel_gpu"}
+        perf |= {"coll_algobw_gbs": whole / us / 1e3}
+        if verbose:
+            at = 1752867229235000 + sn * 100_000
+            kernels = [{"channel_id": c, "kernel_start_ts": at + 181 + c, "kernel_stop_ts": at + us} for c in range(4)]
+            perf["event_trace_ts"] = {"coll_start_ts": at + 59, "coll_stop_ts": at + 64, "kernel_events": kernels}
+        lines.append(({} if marker else own) | {"coll_perf": perf})
+    return "\n".join(json.dumps(line) for line in lines) + "\n"
+
+
+@pytest.mark.parametrize("marker", [True, False])
+def test_inspector_verbose(tmp_path, marker):
+    (tmp_path / "a.log").write_text(inspector(verbose=True, marker=marker))
+    result = import_files("inspector", [tmp_path / "a.log"], tmp_path / "t")
+    assert result.n_timed == 3 and not any("end to end" in n for n in result.notes)
+    assert any("dropped 5 calls" in n for n in result.notes) == marker
+    trace = Trace.read(tmp_path / "t")
+    row = trace.events.iloc[0]
+    assert (row["comm_id"], row["rank"], row["n_ranks"], row["n_nodes"]) == (0x7F8C496AE9F661, 2, 8, 1)
+    assert (row["func"], row["algo"], row["proto"], row["n_channels"]) == ("reduce_scatter", "ring", "simple", 4)
+    assert row["seq"] == 1231 and row["pid"] == 1639453 and trace.header["host"] == "node7"
+    assert row["enqueue_ns"] == 1752867229235059_000 and row["start_ns"] == 1752867229235181_000
+    assert row["end_ns"] - row["start_ns"] == 41057_000
+    # One rank's share is logged for these two, the whole buffer is what NCCL's tuner is asked about.
+    assert trace.events["n_bytes"].tolist() == [8 * 2147483648, 8 * 2147483648, 2147483648]
+
+
+def test_inspector_plain_lays_calls_end_to_end(tmp_path):
+    whole = inspector(verbose=False, marker=False)
+    (tmp_path / "a.log").write_text(whole + '{"header": {"id": "0x7f')
+    result = import_files("inspector", [tmp_path / "a.log"], tmp_path / "t")
+    assert any("end to end" in n for n in result.notes) and any("1 lines were not whole" in n for n in result.notes)
+    events = Trace.read(tmp_path / "t").events
+    assert (events["end_ns"] - events["start_ns"]).tolist() == [41057_000, 40000_000, 50000_000]
+    assert events["start_ns"].tolist()[1:] == events["end_ns"].tolist()[:-1]
+
+
+def test_inspector_that_logs_the_whole_buffer(tmp_path):
+    line = json.loads(inspector(verbose=False, marker=False).splitlines()[0])
+    line["coll_perf"]["coll_algobw_gbs"] /= 8
+    (tmp_path / "a.log").write_text(json.dumps(line))
+    import_files("inspector", [tmp_path / "a.log"], tmp_path / "t")
+    assert Trace.read(tmp_path / "t").events["n_bytes"].tolist() == [2147483648]
+
+
+# nccl-tests ---------------------------------------------------------------------------------------
+
+TEXT = """\
+# nccl-tests version 2.17.6 nccl-headers=22809 nccl-library=22809
+# Collective test starting: reduce_scatter_perf
+# nThread 1 nGpus 1 minBytes 1048576 maxBytes 8388608 step: 2(factor) warmup iters: 1 iters: 20
+#
+# Using devices
+#  Rank  0 Group  0 Pid   6899 on     node-a device  0 [0000:04:00] NVIDIA H100 80GB HBM3
+#  Rank  1 Group  0 Pid   6900 on     node-b device  0 [0000:05:00] NVIDIA H100 80GB HBM3
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+     1048576        131072     float     sum      -1    35.21   29.78   14.89      0    34.90   30.04   15.02      0
+  8589934592    1073741824     float     sum      -1  1.2e+05   71.58   35.79    N/A    96000   89.48   44.74    N/A
+# Out of bounds values : 0 OK
+# Avg bus bandwidth    : 27.6
+"""
+
+
+def test_nccl_tests_text(tmp_path):
+    (tmp_path / "out.txt").write_text(TEXT)
+    import_files("nccl-tests", [tmp_path / "out.txt"], tmp_path / "t")
+    trace = Trace.read(tmp_path / "t")
+    assert trace.header["nccl"] == "2.28.9" and trace.header["host"] == "node-a"
+    events = trace.events
+    assert (events["end_ns"] - events["start_ns"]).tolist() == [35_210, 34_900, 120_000_000, 96_000_000]
+    assert events["n_bytes"].tolist() == [1 << 20] * 2 + [1 << 33] * 2
+    assert set(events["func"]) == {"reduce_scatter"} and set(events["dtype"]) == {"float32"}
+    assert set(events["n_ranks"]) == {2} and set(events["n_nodes"]) == {2} and set(events["algo"]) == {"unknown"}
+
+
+def test_nccl_tests_json(tmp_path):
+    devices = [{"rank": 0, "hostname": "node-a", "device": 0}]
+    results = [
+        {"size": 1 << 20, "type": "bfloat16", "out_of_place": {"time": 35.5}, "in_place": {"time": 34.5}},
+        {"size": 1 << 21, "type": "bfloat16", "out_of_place": None, "in_place": {"time": 50.0}},
+    ]
+    results[1]["in_place_per_iter"] = {"min_us": 49.0, "times_us": [49.0, 51.0]}
+    document = {"version": 2, "args": ["./build/all_gather_perf", "-g", "8"], "nccl_version": 22809}
+    document |= {"env": ["HOME=/root", "NCCL_ALGO=Ring", "NCCL_PROTO=^LL"], "results": results}
+    document["config"] = {"nthreads": 1, "ngpus": 8, "devices": devices}
+    (tmp_path / "r.json").write_text(json.dumps(document))
+    import_files("nccl-tests", [tmp_path / "r.json"], tmp_path / "t")
+    events = Trace.read(tmp_path / "t").events
+    assert (events["end_ns"] - events["start_ns"]).tolist() == [35_500, 34_500, 49_000, 51_000]
+    assert set(events["n_ranks"]) == {8} and set(events["func"]) == {"all_gather"}
+    assert set(events["algo"]) == {"ring"} and set(events["proto"]) == {"unknown"}  # '^LL' forbids one, forces none
+
+
+def test_nccl_tests_csv(tmp_path):
+    text = "section,collective,size_bytes,dtype,oop_time_us,ip_time_us\nA,all_gather,1048576,float,2189.16,2190.15\n"
+    (tmp_path / "r.csv").write_text(text + "B,alltoall,1,float,1,1\nC,reduce_scatter,2097152,half,,100\n")
+    import_files("nccl-tests", [tmp_path / "r.csv"], tmp_path / "t")
+    events = Trace.read(tmp_path / "t").events
+    assert (events["end_ns"] - events["start_ns"]).tolist() == [2_189_160, 2_190_150, 100_000]
+    assert events["func"].tolist() == ["all_gather", "all_gather", "reduce_scatter"]
+
+
+# All of them --------------------------------------------------------------------------------------
+
+
+def sources(folder):
+    """A valid file of each format."""
+    made = {"kineto": json.dumps(kineto(0)), "flight-recorder": json.dumps(flight())}
+    made |= {"inspector": inspector(True, True), "nccl-tests": TEXT}
+    for name, text in made.items():
+        (folder / name).write_text(text)
+    return {name: folder / name for name in made}
+
+
+@pytest.mark.parametrize("source", FORMATS)
+def test_what_was_imported_can_be_shown_and_reported(tmp_path, source):
+    path = sources(tmp_path)[source]
+    result = run_import(source, path, tmp_path / "t")
+    assert result.exit_code == 0 and "collectives (" in result.stdout
+    trace = Trace.read(tmp_path / "t")
+    story = tell(trace, {}, 2)
+    assert story["slots"] and story["communicators"] and not story["consistency"]["mismatches"]
+    assert any(s["default_us"] for s in story["slots"])
+    assert "What each collective costs" in write_report(tmp_path / "r.html", {}, trace).read_text()
+
+
+@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1, 2]", b"hello\nworld\n", b"\x80\x04\x95garbage", b'{"traceEvents": []}']
+)
+def test_files_of_another_kind_are_one_line_and_status_2(tmp_path, source, content):
+    (tmp_path / "file").write_bytes(content)
+    result = run_import(source, tmp_path / "file", tmp_path / "t")
+    assert result.exit_code == 2 and not (tmp_path / "t").exists()
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+
+
+def test_formats_are_not_mistaken_for_one_another(tmp_path):
+    for name, path in sources(tmp_path).items():
+        for source in FORMATS:
+            if source != name:
+                assert run_import(source, path, tmp_path / "t").exit_code == 2, (name, source)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("nsys", "FILE", "OUT"), "unknown format 'nsys'"),
+        (("kineto", "FILE"), "then the folder to make"),
+        (("kineto", "missing.json", "OUT"), "no file missing.json"),
+        (("kineto", "FILE", "OUT", "--ranks-per-node", "0"), "at least 1"),
+        (("kineto", "FILE", "FULL"), "already holds a trace"),
+    ],
+)
+def test_bad_arguments(tmp_path, args, says):
+    path = sources(tmp_path)["kineto"]
+    import_files("kineto", [path], tmp_path / "full")
+    places = {"FILE": path, "OUT": tmp_path / "out", "FULL": tmp_path / "full"}
+    result = run_import(*(places.get(a, a) for a in args))
+    assert result.exit_code == 2 and says in result.stderr and result.stderr.count("\n") == 1

@@ -1,0 +1,135 @@
+"""What importers share: names of collectives and types as others write them, and rows that become a trace."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from .assemble import EVENT_COLUMNS, STEP_COLUMNS, empty
+from .files import TraceError
+from .records import ALGOS, FUNCS, PROTOS
+
+_TYPES = {
+    "int8": ("char", "int8", "i8"),
+    "uint8": ("byte", "uint8", "u8", "bool"),
+    "int32": ("int", "int32", "i32"),
+    "uint32": ("uint32", "u32"),
+    "int64": ("long", "long int", "int64", "i64"),
+    "uint64": ("uint64", "u64"),
+    "float16": ("half", "float16", "f16"),
+    "float32": ("float", "float32", "f32"),
+    "float64": ("double", "float64", "f64"),
+    "bfloat16": ("bfloat16", "bf16"),
+    "float8_e4m3fn": ("float8_e4m3fn", "float8e4m3", "f8e4m3"),
+    "float8_e5m2": ("float8_e5m2", "float8e5m2", "f8e5m2"),
+}
+_TYPE_OF = {alias: name for name, aliases in _TYPES.items() for alias in aliases}
+_WIDTH = {name: int(bits) // 8 for name in _TYPES for bits in re.findall(r"^\w*?(8|16|32|64)", name)}
+
+
+@dataclass
+class Imported:
+    """What one importer found: rows of EVENT_COLUMNS and STEP_COLUMNS, facts for the header, remarks for people.
+
+    An event row needs ``comm_id, rank, func, n_bytes``; the rest has defaults. Without a ``seq`` it is counted, per
+    rank, communicator and func, in the order of ``enqueue_ns``.
+    """
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    header: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def frames(self, ranks_per_node: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Events and steps as tables; ``ranks_per_node`` tells the number of nodes where the source does not."""
+        blank: dict[str, Any] = {"n_ranks": 0, "n_nodes": 0, "dtype": "unknown", "algo": "unknown", "proto": "unknown"}
+        blank |= {"n_channels": 0, "table_generation": 0, "enqueue_ns": 0, "step": 0, "pid": 0, "seq": None}
+        blank |= {"start_ns": None, "end_ns": None}
+        events = empty(EVENT_COLUMNS)
+        if self.events:
+            # Through objects: a column with gaps must not become float64, clock values have more digits than that.
+            rows = [{**blank, **row} for row in self.events]
+            events = pd.DataFrame({n: pd.Series([r[n] for r in rows], dtype=object) for n in EVENT_COLUMNS})
+            events = events.sort_values("enqueue_ns", kind="stable").reset_index(drop=True)
+            counted = events.groupby(["rank", "pid", "comm_id", "func"], sort=False).cumcount()
+            events["seq"] = events["seq"].where(events["seq"].notna(), counted)
+            if ranks_per_node:
+                nodes = [math.ceil(n / ranks_per_node) for n in events["n_ranks"]]
+                events["n_nodes"] = events["n_nodes"].where(events["n_nodes"] > 0, pd.Series(nodes, dtype=object))
+            events = events.astype(EVENT_COLUMNS)
+        steps = empty(STEP_COLUMNS)
+        if self.steps:
+            unknown: dict[str, Any] = {"table_generation": 0, "memory_used": 0, "memory_total": 0, "pid": 0}
+            unknown |= dict.fromkeys(("sm_utilization", "power_w", "loss"), float("nan"))
+            rows = [{**unknown, **row} for row in self.steps]
+            steps = pd.DataFrame(rows)[list(STEP_COLUMNS)].astype(STEP_COLUMNS).sort_values(["index", "rank"])
+        return events, steps.reset_index(drop=True)
+
+
+def func_of(name: str) -> str | None:
+    """A collective's name as PyTorch, NCCL or nccl-tests writes it -> one of FUNCS; None if it is none of them.
+
+    ``_allgather_base``, ``AllGather``, ``nccl:_all_gather_base`` and ``all_gather_perf`` are all ``all_gather``.
+    """
+    text = re.sub(r"[^a-z]", "", name.lower().rpartition(":")[2].removesuffix("_perf"))
+    for func in ("reduce_scatter", "all_gather", "all_reduce", "send_recv", "broadcast", "reduce", "send", "recv"):
+        if text.startswith(func.replace("_", "")) and func in FUNCS:
+            return func
+    return None
+
+
+def dtype_of(name: str) -> str:
+    """A type's name as PyTorch, NCCL or nccl-tests writes it -> ours; 'unknown' if it is no type of NCCL's."""
+    return _TYPE_OF.get(name.lower().removeprefix("torch.").removeprefix("nccl").removeprefix("c10::"), "unknown")
+
+
+def width_of(dtype: str) -> int:
+    """Bytes of one element of one of our types; 1 for 'unknown', whose counts are then taken for bytes."""
+    return _WIDTH.get(dtype, 1)
+
+
+def known(name: str | None, names: Iterable[str]) -> str:
+    """An algorithm's or protocol's name -> our spelling, 'unknown' if there is none of that name."""
+    text = (name or "").lower().replace("-", "_")
+    text = {"collnetdirect": "collnet_direct", "collnetchain": "collnet_chain", "nvlstree": "nvls_tree"}.get(text, text)
+    return text if text in names else "unknown"
+
+
+def algo_of(name: str | None) -> str:
+    """An algorithm's name as NCCL writes it (``RING``, ``NVLSTree``) -> ours."""
+    return known(name, ALGOS)
+
+
+def proto_of(name: str | None) -> str:
+    """A protocol's name as NCCL writes it (``LL128``) -> ours."""
+    return known(name, PROTOS)
+
+
+def comm_id_of(*parts: Any) -> int:
+    """A 64-bit id for a communicator that the source names instead of numbering; the same on every rank."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def read_json(path: Path, text: str | None = None) -> Any:
+    """The JSON in a file (or in ``text``, read from it). Raises TraceError that says where it stops to be JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8") if text is None else text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path} is not JSON ({error}): is it whole, and of the format that was named?") from None
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {error.strerror}") from None
+
+
+def rank_in_name(path: Path) -> int | None:
+    """The rank in a file's name (``trace_rank_3.json``, ``nccl_trace_rank_12``), None if it tells none."""
+    found = re.search(r"rank[-_.]?(\d+)", path.name) or re.search(r"(\d+)(?:\.\w+)*$", path.name)
+    return int(found[1]) if found else None
