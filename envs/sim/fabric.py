@@ -67,9 +67,9 @@ class Truth:
 PRESETS: dict[str, dict[str, Any]] = {
     "dgx-h100-2x8": {
         "ramp_bytes": ((512, 6144, 131072), (512, 8192, 196608)),
-        "congestion": 0.032,
+        "congestion": 0.036,
         "efficiency": ((0.1, 0.87, 0.99), (0.1, 0.94, 0.99)),
-        "channel_gbs": ((6.0, 46.0, 48.0), (5.0, 38.0, 34.0)),
+        "channel_gbs": ((6.0, 48.0, 52.0), (5.0, 40.0, 36.0)),
         "knee": 6.0,
         "sm_cost": 1.3,
         "memory_cost": 0.09,
