@@ -1,0 +1,134 @@
+"""The collectives of a training step without the machines: fake tensors, a fake process group, every real call.
+
+The engine (or FSDP2) runs as it would; only arithmetic and memory are missing. So the calls, their bytes and their
+order are exactly those of a real run on so many ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .model import ModelConfig, Transformer
+from .zero import zero
+
+#: c10d operator -> name, and which argument is the whole buffer.
+_OPS = {
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "allreduce_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective: ``n_bytes`` of its whole buffer (ranks x shard), on the group of that name and size."""
+
+    func: str
+    n_bytes: int
+    dtype: str
+    group: str
+    n_ranks: int
+
+
+class CollectiveLog(TorchDispatchMode):
+    """Within it, every collective of this thread is noted in ``calls``: ours, FSDP2's, DDP's alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name, position = _OPS.get(func._schema.name.split("::")[1], ("", 0))
+            if name:
+                whole = args[position][0] if isinstance(args[position], list | tuple) else args[position]
+                group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
+                dtype = str(whole.dtype).removeprefix("torch.")
+                n_bytes = whole.numel() * whole.element_size()
+                self.calls.append(Call(name, n_bytes, dtype, group.group_name, group.size()))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def fake_ranks(n_ranks: int) -> Iterator[None]:
+    """This process as rank 0 of ``n_ranks``, whose collectives do nothing.
+
+    Raises:
+        ValueError: a process group exists already.
+    """
+    if dist.is_initialized():
+        raise ValueError("a dry run needs a process without a process group")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def dry_run(
+    config: ModelConfig,
+    *,
+    ranks: int,
+    stage: int,
+    engine: str = "zero",
+    batch: int = 1,
+    param_dtype: torch.dtype = torch.bfloat16,
+    **settings: Any,
+) -> tuple[list[Call], int]:
+    """The collectives of one step in steady state (the second), in order.
+
+    Args:
+        config: shape of the transformer, see ``model.PRESETS``.
+        ranks: size of the fake group.
+        stage: 0 to 3; for ``engine="fsdp2"`` 2 (parameters stay gathered) or 3.
+        engine: ``"zero"`` (ours) or ``"fsdp2"`` (``fully_shard`` of each block and the root).
+        batch: sequences a rank.
+        param_dtype: dtype of the messages.
+        settings: more arguments of ``zero()``.
+
+    Returns:
+        The calls, and the number of parameters.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+    if engine not in ("zero", "fsdp2") or (engine == "fsdp2" and stage not in (2, 3)):
+        raise ValueError("the engine is zero at stages 0 to 3, or fsdp2 at 2 (no resharding) and 3")
+    with fake_ranks(ranks):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,)) if engine == "fsdp2" else None
+        with FakeTensorMode(), torch.device("cpu"):
+            model = Transformer(config)
+            n_params = sum(p.numel() for p in model.parameters())
+            step: Any
+            if mesh is not None:
+                from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+                policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=param_dtype)
+                for block in model.blocks:
+                    fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3)
+                fully_shard(model, mesh=mesh, mp_policy=policy)
+                backward = torch.Tensor.backward
+                step = torch.optim.SGD(model.parameters(), lr=0.1)
+            else:
+                step = zero(model, torch.optim.SGD, stage=stage, param_dtype=param_dtype, **settings)
+                backward = step.backward
+            tokens = torch.zeros(batch, config.seq, dtype=torch.int64)
+            for _ in range(2):
+                with CollectiveLog() as log:
+                    loss = model(tokens, tokens)
+                    backward(loss)
+                    step.step()
+                    if mesh is not None:
+                        step.zero_grad()
+    return log.calls, n_params
