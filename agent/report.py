@@ -10,9 +10,8 @@ from typing import Any
 import pandas as pd
 
 from ..traces.audit import audit
-from ..traces.costs import Generations, decision_text, generations, slot_costs
+from ..traces.costs import Generations, decision_text, generations, size_text, slot_costs
 from ..traces.files import Trace
-from ..traces.records import format_bytes
 from .report_figures import slot_colours, timeline_figure, windows_figure
 from .report_page import config, facts, interval_chart, page, section, table
 
@@ -158,7 +157,7 @@ def _decisions(decisions: list[dict[str, Any]], summary: dict[str, Any]) -> str:
     rows = []
     for d in decisions:
         text = decision_text(d)
-        sizes = f"{format_bytes(d['min_bytes'])} to {format_bytes(d['max_bytes'])}"
+        sizes = size_text(d["min_bytes"], d["max_bytes"])
         shown = '<span class="quiet">left to NCCL</span>' if text == "auto" else config(text, on=True)
         rows.append([f"<code>{escape(str(d['func']))}</code>", sizes, shown, escape(str(d.get("reason") or ""))])
     lead = (
@@ -166,7 +165,7 @@ def _decisions(decisions: list[dict[str, Any]], summary: dict[str, Any]) -> str:
     )
     if summary.get("kept") is False:
         lead += " The table as a whole did not win the closing comparison and is not in force."
-    columns = [("collective", False), ("messages", True), ("algorithm / protocol / channels", False), ("why", False)]
+    columns = [("collective", False), ("messages", True), ("decision", False), ("why", False)]
     return section("Decisions", lead, table(columns, rows))
 
 
@@ -216,7 +215,7 @@ def _bar(us: float, n: int, most: float, kind: str) -> str:
     if pd.isna(us):
         return ""
     text = f"{us / 1e3:.2f} ms" if most >= 2000 else f"{us:.0f} µs"
-    strip = f'<i style="width:{max(1.0, 110 * us / most):.0f}px"></i>'
+    strip = f'<i style="width:{max(1.0, 84 * us / most):.0f}px"></i>'
     return f'<div class="bar{kind}">{strip}{text} <span class="quiet">n {n:,}</span></div>'
 
 

@@ -13,6 +13,7 @@ from ..traces.records import Slot, size_class
 #: Bars drawn per step and ranks drawn at most: beyond, a timeline is neither readable nor light.
 MAX_BARS, MAX_RANKS = 3000, 4
 N_COLOURS = 6
+_OTHER = "--slot-other"
 
 _FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, Arial, sans-serif", "color": "--quiet", "size": 12}
 _HOVER = {"bgcolor": "--card", "bordercolor": "--line", "font": {**_FONT, "color": "--ink"}, "align": "left"}
@@ -27,7 +28,7 @@ _OUTCOMES = {
 
 def slot_colours(slots: list[str]) -> dict[str, str]:
     """Colour name of each slot: the first ones in the list get one of their own."""
-    return {s: f"--slot-{i}" if i < N_COLOURS else "--slot-other" for i, s in enumerate(slots)}
+    return {s: f"--slot-{i}" if i < N_COLOURS else _OTHER for i, s in enumerate(slots)}
 
 
 def _axis(title: str, **more: Any) -> dict[str, Any]:
@@ -137,8 +138,10 @@ def timeline_figure(trace: Trace, which: Generations, colours: dict[str, str]) -
         bottom = max(0.0, top - height)
         longest = max(longest, float(bars["end_ms"].max()), end_ms or 0)
         for slot, group in bars.groupby("slot", sort=False):
-            data.append(_bars(str(slot), group, colours, suffix, str(slot) not in shown))
-            shown.add(str(slot))
+            drawn = _bars(str(slot), group, colours, suffix)
+            drawn["showlegend"] = drawn["name"] not in shown
+            shown.add(drawn["name"])
+            data.append(drawn)
         lanes = sorted(bars["lane"].unique(), reverse=True)
         layout[f"yaxis{suffix}"] = _axis("", domain=[bottom, top], categoryorder="array", categoryarray=lanes)
         layout[f"yaxis{suffix}"] |= {"gridcolor": "rgba(0,0,0,0)"}
@@ -161,20 +164,19 @@ def timeline_figure(trace: Trace, which: Generations, colours: dict[str, str]) -
     return {"data": data, "layout": {**frame, **layout, "legend": legend}}
 
 
-def _bars(slot: str, group: pd.DataFrame, colours: dict[str, str], suffix: str, legend: bool) -> dict[str, Any]:
+def _bars(slot: str, group: pd.DataFrame, colours: dict[str, str], suffix: str) -> dict[str, Any]:
     return {
         "type": "bar",
         "orientation": "h",
-        "name": slot.replace("<=", "≤ "),
-        "legendgroup": slot,
-        "showlegend": legend,
+        "name": "other" if colours.get(slot, _OTHER) == _OTHER else slot.replace("<=", "≤ "),
+        "legendgroup": slot if colours.get(slot, _OTHER) != _OTHER else "other",
         "xaxis": f"x{suffix}",
         "yaxis": f"y{suffix}",
         "y": group["lane"].tolist(),
         "base": _plain(group["start_ms"]),
         "x": _plain(group["end_ms"] - group["start_ms"]),
         "width": 0.62,
-        "marker": {"color": colours.get(slot, "--slot-other"), "line": {"width": 0.5, "color": "--card"}},
+        "marker": {"color": colours.get(slot, _OTHER), "line": {"width": 0}},
         "text": group["text"].tolist(),
         "textposition": "none",
         "hovertemplate": "%{text}<extra></extra>",

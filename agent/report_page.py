@@ -49,12 +49,13 @@ svg text { font: 12px system-ui, sans-serif; fill: var(--quiet); }
 .scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 12px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 500; color: var(--quiet); font-size: 13px; }
-th, td { padding: 9px 14px; border-bottom: 1px solid var(--line); vertical-align: top; }
+td code { white-space: nowrap; }
+th, td { padding: 9px 11px; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr:last-child td { border-bottom: 0; } .num { text-align: right; white-space: nowrap; }
 code { font: 13px ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
 .config { background: var(--faint); border-radius: 6px; padding: 2px 7px; white-space: nowrap; }
 .config.on { background: var(--tuned-soft); color: var(--tuned); font-weight: 600; }
-.bars { min-width: 215px; } .bar { display: flex; align-items: center; gap: 8px; font-size: 13px; line-height: 1.35; }
+.bars { white-space: nowrap; } .bar { display: flex; align-items: center; gap: 8px; font-size: 13px; line-height: 1.35; }
 .bar i { display: block; height: 9px; border-radius: 2px; background: var(--default); min-width: 1px; }
 .bar.tuned i { background: var(--tuned); } .good { color: var(--tuned); } .bad { color: var(--bad); }
 .key { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 7px; }

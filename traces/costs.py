@@ -9,7 +9,7 @@ from typing import Any, cast
 import pandas as pd
 
 from .files import Trace
-from .records import Decision, Slot, size_class
+from .records import Decision, Slot, format_bytes, size_class
 
 #: A rule as text: (func, min_bytes, max_bytes, decision).
 RuleKey = tuple[str, int, int, str]
@@ -52,6 +52,13 @@ def _closing(trace: Trace) -> int:
 def decision_text(decision: Mapping[str, Any]) -> str:
     """A summary's decision (``algo, proto, n_channels``, each may be None) as text, e.g. ``ring/ll128/16``."""
     return str(Decision(decision.get("algo"), decision.get("proto"), int(decision.get("n_channels") or 0)))
+
+
+def size_text(min_bytes: int, max_bytes: int) -> str:
+    """Sizes that a decision is for: ``256 MiB to 512 MiB`` (above the first, up to and with the second)."""
+    if min_bytes <= 1:
+        return f"up to {format_bytes(max_bytes)}"
+    return f"{format_bytes(min_bytes - 1)} to {format_bytes(max_bytes)}"
 
 
 def _key(rule: Mapping[str, Any]) -> RuleKey:

@@ -59,7 +59,7 @@ class TraceWriter:
         existing: what to do if the folder holds a trace already: ``refuse`` (TraceError), ``resume`` (add
             segments to it and keep its header) or ``replace`` (remove its files, and no others).
         segment_rows: a segment is written when so many rows have come,
-        segment_seconds: or so much time has passed.
+        segment_seconds: or so much time has passed; up to a minute in a long run, or its files would be too many.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TraceWriter:
         self._buffers: dict[str, list[pd.DataFrame]] = {kind: [] for kind in _SEGMENTED}
         self._next = {kind: _next_segment(self.folder, kind) for kind in _SEGMENTED}
         self._known: tuple[dict[int, dict[int, int]], int] = ({}, 0)
-        self._flushed = time.monotonic()
+        self._began = self._flushed = time.monotonic()
         self._log = (self.folder / "windows.jsonl").open("a", buffering=1, encoding="utf-8")
 
     def __enter__(self) -> TraceWriter:
@@ -122,7 +122,9 @@ class TraceWriter:
             if frame is not None and len(frame):
                 self._buffers[kind].append(frame)
         rows = max(sum(map(len, frames)) for frames in self._buffers.values())
-        if rows >= self.segment_rows or time.monotonic() - self._flushed >= self.segment_seconds:
+        now = time.monotonic()
+        age = max(self.segment_seconds, min(60.0, (now - self._began) / 60))
+        if rows >= self.segment_rows or now - self._flushed >= age:
             self.flush()
 
     def flush(self) -> None:

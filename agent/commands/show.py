@@ -54,7 +54,7 @@ def tell(trace: Trace, summary: dict[str, Any], n_events: int = 0) -> dict[str, 
         "warnings": trace.warnings,
         "header": trace.header,
         "regime": regime(trace.events),
-        "steps": _steps(trace.steps),
+        "steps": _steps(trace.steps, summary),
         "n_events": len(trace.events),
         "communicators": _communicators(trace),
         "slots": [_slot(c, which.rules) for c in costs.to_dict("records")],
@@ -107,7 +107,8 @@ def _plain_window(line: dict[str, Any]) -> dict[str, Any]:
     return {**{k: v for k, v in line.items() if k not in ("kind", "time")}, "slot": text}
 
 
-def _steps(steps: pd.DataFrame) -> dict[str, Any]:
+def _steps(steps: pd.DataFrame, summary: dict[str, Any]) -> dict[str, Any]:
+    """The optimizer steps; the loss is the summary's where the job told it to nobody else."""
     if steps.empty:
         return {"n": 0}
     first = steps[steps["rank"] == steps["rank"].min()]
@@ -119,8 +120,8 @@ def _steps(steps: pd.DataFrame) -> dict[str, Any]:
         "last": int(first["index"].max()),
         "ranks": int(steps["rank"].nunique()),
         "median_ms": float(first["duration_ns"].median()) / 1e6,
-        "loss_first": float(losses.iloc[0]) if len(losses) else None,
-        "loss_last": float(losses.iloc[-1]) if len(losses) else None,
+        "loss_first": float(losses.iloc[0]) if len(losses) else summary.get("loss_first"),
+        "loss_last": float(losses.iloc[-1]) if len(losses) else summary.get("loss_last"),
         "memory": used / total if total else None,
     }
 
@@ -236,11 +237,12 @@ def _print_slots(console: Console, story: dict[str, Any]) -> None:
     grid = _grid(
         "slots", ["slot", "calls/step", "NCCL's own", "table", "default", "tuned", "change", "sampled"], numbers
     )
+    most = max((s[k] or 0 for s in story["slots"] for k in ("default_us", "tuned_us")), default=0)
     for s in story["slots"]:
         before, after = s["default_us"], s["tuned_us"]
         change = f"{100 * (after / before - 1):+.0f} %" if before and after else ""
         n = f"{s['n_default']} / {s['n_tuned']}"
-        times = (_us(before), _us(after), change, n)
+        times = (_time(before, most), _time(after, most), change, n)
         grid.add_row(s["slot"], f"{s['calls']:.3g}", _text(s["own"]), _text(s["table"]), *times)
     console.print(grid)
     console.print("default, tuned: median time of one call under NCCL's own choice and under the table", style="dim")
@@ -259,15 +261,14 @@ def _window(line: dict[str, Any]) -> str:
 
 
 def _print_decisions(console: Console, story: dict[str, Any]) -> None:
-    from ...traces.costs import decision_text
-    from ...traces.records import format_bytes
+    from ...traces.costs import decision_text, size_text
 
     if story["decisions"]:
-        grid = _grid("decisions", ["collective", "from", "to", "decision", "why"], ("from", "to"))
+        grid = _grid("decisions", ["collective", "messages", "decision", "why"], ("messages",))
         for d in story["decisions"]:
             text = decision_text(d)
-            sizes = (format_bytes(d["min_bytes"]), format_bytes(d["max_bytes"]))
-            grid.add_row(d["func"], *sizes, "left to NCCL" if text == "auto" else text, _text(d.get("reason")))
+            sizes = size_text(d["min_bytes"], d["max_bytes"])
+            grid.add_row(d["func"], sizes, "left to NCCL" if text == "auto" else text, _text(d.get("reason")))
         console.print(grid)
     else:
         console.print("\nno decisions: the run left no summary, or NCCL decides everywhere")
@@ -305,8 +306,9 @@ def _view(v: dict[str, Any]) -> str:
     return f"{config}, {v['n_bytes']} bytes, table {v['table_generation']}, step {v['step']}"
 
 
-def _us(us: float | None) -> str:
-    return "" if us is None else f"{us:.1f} us" if us < 1e4 else f"{us / 1e3:.2f} ms"
+def _time(us: float | None, most: float) -> str:
+    """A time in the unit that suits the longest of its column."""
+    return "" if us is None else f"{us / 1e3:.2f} ms" if most >= 2000 else f"{us:.1f} us"
 
 
 def _text(value: Any) -> str:
