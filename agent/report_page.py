@@ -55,7 +55,8 @@ tr:last-child td { border-bottom: 0; } .num { text-align: right; white-space: no
 code { font: 13px ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
 .config { background: var(--faint); border-radius: 6px; padding: 2px 7px; white-space: nowrap; }
 .config.on { background: var(--tuned-soft); color: var(--tuned); font-weight: 600; }
-.bars { white-space: nowrap; } .bar { display: flex; align-items: center; gap: 8px; font-size: 13px; line-height: 1.35; }
+.bars { white-space: nowrap; }
+.bar { display: flex; align-items: center; gap: 8px; font-size: 13px; line-height: 1.35; }
 .bar i { display: block; height: 9px; border-radius: 2px; background: var(--default); min-width: 1px; }
 .bar.tuned i { background: var(--tuned); } .good { color: var(--tuned); } .bad { color: var(--bad); }
 .key { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 7px; }

@@ -39,7 +39,7 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
         wanted = frozenset(_key({**d, "decision": decision_text(d)}) for d in decisions if decision_text(d) != "auto")
     else:
         held = [rules for rules in tables.values() if rules]
-        wanted = tables.get(_closing(trace)) or (held[-1] if held else frozenset())
+        wanted = tables.get(_closing(trace), held[-1] if held else frozenset())
     return Generations(default, frozenset(g for g, rules in tables.items() if rules and rules == wanted), wanted)
 
 
