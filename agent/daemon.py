@@ -175,7 +175,7 @@ class Daemon:
             "windows": outcome.windows,
             "decisions": [_decision(c) for c in outcome.choices],
             "consistency": {"calls_checked": check.calls_checked, "mismatches": check.mismatches},
-            "records_lost": self.job.lost if self.job else 0,
+            "records_lost": sum(self.job.lost.values()) if self.job else 0,
             "ended": outcome.ended or None,
             "job_status": self.job.status if self.job else None,
             "trace": str(request.out / "trace"),

@@ -13,8 +13,9 @@ from ..envs.live import Window
 from ..envs.live_env import DEFAULT, TRIAL, LiveEnv
 from ..traces.records import AUTO, Decision, Slot
 
-#: Confirmation: accept once the gain is this many standard errors above zero, give up after so many pairs.
-ACCEPT_Z, MAX_PAIRS = 2.0, 6
+#: Confirmation: accept once the gain is this many standard errors above zero over at least so many pairs, and give up
+#: after so many.
+ACCEPT_Z, MIN_PAIRS, MAX_PAIRS = 2.0, 3, 6
 #: Share of the job's time that the search may lose against the default before it ends.
 REGRET_BUDGET = 0.05
 
@@ -78,8 +79,8 @@ class Guard:
             logs.append(math.log(a.step_ms / b.step_ms))
             n, mean = len(logs), sum(logs) / len(logs)
             spread = math.sqrt(sum((x - mean) ** 2 for x in logs) / max(1, n - 1))
-            error = max(self.sigma * math.sqrt(2), spread if n > 2 else 0.0) / math.sqrt(n)
-            accepted = n >= 2 and mean > ACCEPT_Z * error
-            if accepted or n >= MAX_PAIRS or (n >= 2 and mean < -error):
+            error = max(self.sigma * math.sqrt(2), spread) / math.sqrt(n)
+            accepted = n >= MIN_PAIRS and mean > ACCEPT_Z * error
+            if accepted or n >= MAX_PAIRS or (n >= MIN_PAIRS and mean < -error):
                 yield Confirmation(accepted, 1 - math.exp(-mean), error, n)
                 return

@@ -67,6 +67,7 @@ class Job:
         published = run.table.read()
         self.generation = published[0] if published else 0  # another tuner may have been here before
         self.damaged: dict[str, str] = {}  # rings that cannot be read any more, with the reason
+        self.lost: dict[str, int] = {}  # records that each ring dropped because nobody read them in time
         self.memory_pressure = 0.0  # memory used / total, 0 = unknown
         self._taken = time.monotonic()
         self._events: list[pd.DataFrame] = []
@@ -117,6 +118,7 @@ class Job:
             except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
                 self.damaged[ring.name] = str(error)
                 continue
+            self.lost[ring.name] = ring.lost
             if len(records):
                 self.assembler.add(records, ring.pid)
                 rows = step_rows(records)
@@ -137,11 +139,6 @@ class Job:
                 self.memory_pressure = float((memory["memory_used"] / memory["memory_total"]).iloc[-1])
         if len(events):
             self._events.append(events)
-
-    @property
-    def lost(self) -> int:
-        """Records that the rings dropped because nobody read them in time."""
-        return sum(ring.lost for ring in self.run.rings())
 
     def publish(self, decisions: Mapping[Slot, Decision]) -> int:
         """Make ``decisions`` the table of the next generation; the probe switches all ranks at one step."""
