@@ -15,11 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.model import ModelConfig, Transformer
-
 
 # A world of ranks that is started once and runs one function after another --------------------------------------------
 

@@ -1,0 +1,406 @@
+"""ZeRO in numbers: the worked example, memory at rest and at its peak, bytes sent, odd models, bad input."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dynamiccl.zero_workload import zero
+from dynamiccl.zero_workload.data import Corpus
+from dynamiccl.zero_workload.dryrun import CollectiveLog
+from dynamiccl.zero_workload.model import ModelConfig, Transformer
+from dynamiccl.zero_workload.optim import Adan, Lion, Muon
+from test_zero import TINY, World, adamw, four, two  # noqa: F401  (fixtures)
+from torch import nn
+
+# The worked example: two ranks, four weights -----------------------------------------------------------------------
+
+
+class Hand(nn.Module):
+    """h = w1 x1 + w2 x2, a = relu(h), y = w3 a + w4, loss (y - t)^2 / 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 1, bias=False), nn.Linear(1, 1)
+        for param, values in zip(self.parameters(), ([[2.0, -3.0]], [[1.0]], [0.5]), strict=True):
+            param.data = torch.tensor(values)
+
+    def forward(self, x: torch.Tensor, target: float) -> torch.Tensor:
+        return 0.5 * (self.second(F.relu(self.first(x))) - target).square().sum()
+
+
+def hand_example(stage: int) -> dict[str, list[float] | float]:
+    rank = dist.get_rank()
+    model, local = Hand(), []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: local.append((p, p.grad.flatten().tolist())))
+    params = list(model.parameters())
+    engine = zero(model, partial(torch.optim.Adam, lr=0.1), stage=stage, param_dtype=torch.float32)
+    shards: list[float] = []
+    step_hook = engine.optimizer.register_step_pre_hook(
+        lambda optimizer, args, kwargs: shards.extend(optimizer.param_groups[0]["params"][0].grad.tolist())
+    )
+    x, target = [([1.0, 3.0], 5.0), ([2.0, 1.0], 7.0)][rank]
+    loss = model(torch.tensor(x), target)
+    engine.backward(loss)
+    engine.step()
+    step_hook.remove()
+    by_param = {id(p): values for p, values in local}
+    (master,) = engine.optimizer.param_groups[0]["params"]
+    state = engine.optimizer.state[master]
+    weights = torch.cat([p.detach().flatten() for p in params]).tolist() if stage < 3 else []
+    if stage == 3:
+        gathered = [torch.empty(2), torch.empty(2)]
+        dist.all_gather(gathered, master.detach())
+        weights = torch.cat(gathered).tolist()
+    engine.synchronize()
+    weights = torch.cat([p.detach().flatten() for p in params]).tolist() if stage < 3 else weights
+    return {
+        "loss": loss.item(),
+        "local": [v for p in params for v in by_param[id(p)]],
+        "shard": shards,
+        "exp_avg": state["exp_avg"].tolist(),
+        "exp_avg_sq": state["exp_avg_sq"].tolist(),
+        "master": master.tolist(),
+        "weights": weights,
+    }
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hand_example(stage: int, two: World) -> None:  # noqa: F811
+    expected = [
+        {
+            "loss": 10.125,
+            "local": [0.0, 0.0, 0.0, -4.5],
+            "shard": [-5.5, -2.75],
+            "exp_avg": [-0.55, -0.275],
+            "exp_avg_sq": [0.03025, 0.0075625],
+            "master": [2.1, -2.9],
+            "weights": [2.1, -2.9, 1.1, 0.6],
+        },
+        {
+            "loss": 15.125,
+            "local": [-11.0, -5.5, -5.5, -5.5],
+            "shard": [-2.75, -5.0],
+            "exp_avg": [-0.275, -0.5],
+            "exp_avg_sq": [0.0075625, 0.025],
+            "master": [1.1, 0.6],
+            "weights": [2.1, -2.9, 1.1, 0.6],
+        },
+    ]
+    for rank, got in enumerate(two.run(hand_example, stage)):
+        for name, value in expected[rank].items():
+            exact = torch.tensor(value)  # float32, as the engine computes
+            assert torch.tensor(got[name]).sub(exact).abs().max() <= 2e-7 * exact.abs().max(), (rank, name, got[name])
+
+
+# Memory ------------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], int]] = {
+    "adam": (adamw(1e-3), 12),
+    "adan": (partial(Adan, previous_dtype=torch.bfloat16), 18),
+    "lion": (Lion, 8),
+}
+
+
+def live_bytes(tensors: Iterable[Any], known: set[int]) -> int:
+    """Bytes of all storages that Python can reach now and that were not there before; scalars do not count."""
+    sizes = {}
+    for t in tensors:
+        if isinstance(t, torch.Tensor) and t.dim() and t.untyped_storage()._cdata not in known:
+            sizes[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+    return sum(sizes.values())
+
+
+def resting(stage: int, optimizer: str) -> tuple[int, int, int, dict[str, int]]:
+    """Bytes at rest, padded parameters, ranks, the engine's own account."""
+    gc.collect()
+    known = {t.untyped_storage()._cdata for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+    torch.manual_seed(0)
+    model = Transformer(TINY)
+    engine = zero(model, OPTIMIZERS[optimizer][0], stage=stage, bucket_bytes=2**14)
+    corpus = Corpus(None, TINY.seq)
+    for step in range(2):
+        engine.backward(model(*corpus.batch(0, 2, step=step, seed=0)))
+        engine.step()
+    engine.synchronize()
+    texts = {t.untyped_storage()._cdata for t in (corpus.train, corpus.validation)}
+    buffers = engine.reducer.pool.bytes  # constant-size send buffers, see test_send_buffers_do_not_grow
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+    tensors += [t for s in engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    padded = sum(bucket.numel for bucket in engine.buckets)
+    assert all(p.grad is None for p in model.parameters())
+    return live_bytes(tensors, known | texts) - buffers, padded, engine.comm.size, engine.memory()
+
+
+@pytest.mark.parametrize("size", ["two", "four"])
+def test_memory_at_rest_equals_the_formulas(size: str, request: pytest.FixtureRequest) -> None:
+    world: World = request.getfixturevalue(size)
+    n_params = sum(p.numel() for p in Transformer(TINY).parameters())
+    for name, (_, state) in OPTIMIZERS.items() if size == "two" else [("adam", OPTIMIZERS["adam"])]:
+        for stage in range(4):
+            for total, padded, n, account in world.run(resting, stage, name):
+                assert n_params <= padded < n_params * 1.01
+                parts = (
+                    2 * padded / (n if stage == 3 else 1),
+                    2 * padded / (n if stage >= 2 else 1),
+                    state * padded / (n if stage >= 1 else 1),
+                )
+                assert total == sum(parts), (name, stage)
+                assert tuple(account.values()) == parts, (name, stage)
+
+
+def peak_of_gradients(bucket_bytes: int, layers: int) -> tuple[int, int, int]:
+    """Most bytes of gradients alive at once in a backward pass of stage 2; of all of them; of the send buffers."""
+    torch.manual_seed(0)
+    config = ModelConfig(layers=layers, width=32, heads=2, seq=16)
+    model = Transformer(config)
+    engine = zero(model, adamw(1e-3), stage=2, bucket_bytes=bucket_bytes)
+    peak = 0
+
+    def look(_: torch.Tensor) -> None:
+        nonlocal peak
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        peak = max(peak, sum(g.untyped_storage().nbytes() for g in grads) + engine.reducer.pool.bytes)
+
+    for p in model.parameters():
+        p.register_hook(look)
+        p.register_post_accumulate_grad_hook(look)
+    engine.backward(model(*Corpus(None, config.seq).batch(0, 2, step=0, seed=0)))
+    engine.step()
+    return peak, sum(2 * p.numel() for p in model.parameters()), engine.reducer.pool.bytes
+
+
+def test_stage_2_never_holds_all_gradients(two: World) -> None:  # noqa: F811
+    bucket, largest = 2**14, 2 * 256 * 32
+    for peak, everything, buffers in two.run(peak_of_gradients, bucket, 6):
+        assert buffers == 2 * bucket + 0 or buffers < 3 * bucket  # two full ones, and the shorter last bucket's
+        assert peak <= buffers + bucket + largest < everything / 2
+
+
+def test_send_buffers_do_not_grow_with_the_model(two: World) -> None:  # noqa: F811
+    (_, small, few), (_, large, many) = (two.run(peak_of_gradients, 2**13, layers)[0] for layers in (3, 9))
+    assert large > 2 * small
+    assert max(few, many) < 3 * 2**13
+
+
+# Traffic -----------------------------------------------------------------------------------------------------------
+
+
+def bytes_of_a_step(settings: dict[str, Any]) -> tuple[dict[str, int], int, int]:
+    """Bytes by collective in one step, bytes of the padded parameters, bytes of what stage 3 keeps for backward."""
+    torch.manual_seed(0)
+    model = Transformer(TINY)
+    engine = zero(model, adamw(1e-3), bucket_bytes=2**14, **settings)
+    corpus = Corpus(None, TINY.seq)
+    for step in range(2):
+        with CollectiveLog() as log:
+            engine.backward(model(*corpus.batch(0, 2, step=step, seed=0)))
+            engine.step()
+    total: dict[str, int] = {}
+    for call in log.calls:
+        total[call.func] = total.get(call.func, 0) + call.n_bytes
+    units = {u.unit.name: sum(b.numel for b in u.buckets) for u in engine.sharded.units}
+    kept = 2 * (units.get("root", 0) + units.get("head", 0))
+    return total, 2 * sum(b.numel for b in engine.buckets), kept
+
+
+def test_traffic_equals_the_formulas(two: World) -> None:  # noqa: F811
+    # An all-reduce of n bytes moves what a reduce-scatter and an all-gather of n bytes move: it counts twice.
+    expected = [
+        ({"stage": 0}, {"all_reduce": 1}, 2),
+        ({"stage": 1}, {"reduce_scatter": 1, "all_gather": 1}, 2),
+        ({"stage": 1, "classic": True}, {"all_reduce": 1, "all_gather": 1}, 3),
+        ({"stage": 2}, {"reduce_scatter": 1, "all_gather": 1}, 2),
+        ({"stage": 3, "keep_last": False}, {"reduce_scatter": 1, "all_gather": 2}, 3),
+    ]
+    for settings, passes, in_all in expected:
+        total, whole, _ = two.run(bytes_of_a_step, settings)[0]
+        assert total == {func: n * whole for func, n in passes.items()}, settings
+        assert sum(n * (2 if func == "all_reduce" else 1) for func, n in total.items()) == in_all * whole
+    total, whole, kept = two.run(bytes_of_a_step, {"stage": 3})[0]
+    assert kept > 0 and total == {"reduce_scatter": whole, "all_gather": 2 * whole - kept}
+
+
+# Any module --------------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Shared, frozen and unused parameters, a buffer, odd shapes, a torch layer that uses its child's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 20)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(20, 5, 33, 0.0, batch_first=True) for _ in range(3))
+        self.frozen, self.unused = nn.Linear(20, 20), nn.Linear(7, 3)
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("shift", torch.linspace(0, 1, 20))
+        self.head = nn.Linear(20, 37)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+        self.blocks[0].linear1.weight.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor, branch: int = -1) -> torch.Tensor:
+        x = self.embed(tokens) * self.scalar + self.shift
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.frozen(x))
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
+        if branch >= 0:  # this rank uses one half of a layer that the others do not
+            loss = loss + (self.unused.weight.sum() if branch else self.unused.bias.sum())
+        return loss
+
+
+def odd(settings: dict[str, Any], branches: bool) -> list[float]:
+    torch.manual_seed(0)
+    model, rank, size = Odd(), dist.get_rank(), dist.get_world_size()
+    engine = zero(model, adamw(1e-2), param_dtype=torch.float32, **settings)
+    rows, losses = 8 // size, []
+    for step in range(5):
+        tokens = torch.randint(37, (8, 11), generator=torch.Generator().manual_seed(step))
+        loss = model(tokens[rank * rows : (rank + 1) * rows], rank % 2 if branches else -1)
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach()
+        dist.all_reduce(total, op=dist.ReduceOp.AVG)
+        losses.append(total.item())
+    return losses
+
+
+def odd_alone(branches: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), []
+    for step in range(5):
+        tokens = torch.randint(37, (8, 11), generator=torch.Generator().manual_seed(step))
+        loss = (model(tokens[:4], 0) + model(tokens[4:], 1)) / 2 if branches else model(tokens)
+        # as in a flat shard, a parameter without a gradient has gradient zero: AdamW still decays it
+        optimizer.zero_grad(set_to_none=False)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_odd_modules(branches: bool, two: World) -> None:  # noqa: F811
+    alone = odd_alone(branches)
+    for settings in [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "unit": "layer"}]:
+        if branches and settings.get("unit"):
+            continue
+        small = {"bucket_bytes": 2**12, **settings}
+        for losses in two.run(odd, small, branches):
+            assert losses == pytest.approx(alone, rel=1e-5), settings
+
+
+# Precision, clipping and other optimizers --------------------------------------------------------------------------
+
+
+def half_precision() -> tuple[list[float | None], int, list[float]]:
+    torch.manual_seed(0)
+    model = Transformer(TINY)
+    engine = zero(model, adamw(1e-2), stage=2, param_dtype=torch.float16, bucket_bytes=2**14, loss_scale=2.0**12)
+    scales, before, changes = [], [], []
+    corpus = Corpus(None, TINY.seq)
+    for step in range(3):
+        loss = model(*corpus.batch(0, 2, step=step, seed=0))
+        if step == 1 and dist.get_rank() == 1:
+            loss = loss * 1e6  # overflows on this rank alone
+        before = torch.cat([b.master.detach().clone() for b in engine.buckets])
+        engine.backward(loss)
+        engine.step()
+        changes.append((torch.cat([b.master.detach() for b in engine.buckets]) - before).abs().max().item())
+        scales.append(engine.loss_scale)
+    return scales, engine.skipped, changes
+
+
+def test_overflow_on_one_rank_skips_the_step_on_all(two: World) -> None:  # noqa: F811
+    for scales, skipped, changes in two.run(half_precision):
+        assert scales == [2.0**12, 2.0**11, 2.0**11]
+        assert skipped == 1
+        assert changes[1] == 0.0 and changes[0] > 1e-3 and changes[2] > 1e-3
+
+
+def run_optimizer(optimizer: Callable[..., torch.optim.Optimizer], stage: int) -> list[float]:
+    torch.manual_seed(0)
+    model = Transformer(TINY)
+    engine = zero(model, optimizer, stage=stage, param_dtype=torch.float32, bucket_bytes=2**14)
+    corpus, losses, rank = Corpus(None, TINY.seq), [], dist.get_rank()
+    for step in range(8):
+        loss = model(*corpus.batch(4 * rank, 4 * rank + 4, step=step, seed=0))
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach()
+        dist.all_reduce(total, op=dist.ReduceOp.AVG)
+        losses.append(total.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "stages"),
+    [
+        (partial(Adan, lr=1e-2), (0, 1, 2, 3)),
+        (partial(Lion, lr=1e-3), (0, 1, 2, 3)),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), (0, 3)),
+        (partial(torch.optim.RMSprop, lr=1e-3), (0, 3)),
+        (partial(Muon, lr=0.02), (0, 1)),
+    ],
+)
+def test_optimizers_agree_across_stages(optimizer: Any, stages: tuple[int, ...], two: World) -> None:  # noqa: F811
+    runs = {stage: two.run(run_optimizer, optimizer, stage)[0] for stage in stages}
+    assert runs[0][-1] < runs[0][0] - 0.3
+    for losses in runs.values():
+        assert losses == pytest.approx(runs[0], rel=1e-5)
+
+
+# Bad input ---------------------------------------------------------------------------------------------------------
+
+
+def refusal(case: str) -> str:
+    model: nn.Module = Hand()
+    settings: dict[str, Any] = {"stage": 1}
+    optimizer: Any = adamw(1e-3)
+    if case == "ranks":
+        model = nn.Linear(4, 4 + dist.get_rank())
+    elif case == "frozen":
+        model.requires_grad_(False)
+    elif case == "muon":
+        settings, optimizer = {"stage": 2}, Muon
+    elif case == "torch muon":
+        settings, optimizer = {"stage": 3}, torch.optim.Muon
+    else:
+        name, value = case.split("=")
+        settings[name] = int(value) if value.lstrip("-").isdigit() else value
+    try:
+        zero(model, optimizer, **settings)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("stage=4", "stage is 0, 1, 2 or 3"),
+        ("prefetch=-1", "prefetch"),
+        ("gradient_accumulation=0", "start at 1"),
+        ("reduce_op=max", "'mean' or 'sum'"),
+        ("unit=row", "'block' or 'layer'"),
+        ("ranks", "ranks [1] have a model or settings that differs"),
+        ("frozen", "no trainable parameter"),
+        ("muon", "whole matrices: use stage 1"),
+        ("torch muon", "whole matrices: use stage 1"),
+    ],
+)
+def test_bad_input_is_refused_on_every_rank(case: str, words: str, two: World) -> None:  # noqa: F811
+    for said in two.run(refusal, case):
+        assert words in said
