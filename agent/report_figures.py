@@ -138,7 +138,7 @@ def timeline_figure(trace: Trace, which: Generations, colours: dict[str, str]) -
         bottom = max(0.0, top - height)
         longest = max(longest, float(bars["end_ms"].max()), end_ms or 0)
         for slot, group in bars.groupby("slot", sort=False):
-            drawn = _bars(str(slot), group, colours, suffix)
+            drawn = _bars(str(slot), group, colours, suffix, float(bars["end_ms"].max()))
             drawn["showlegend"] = drawn["name"] not in shown
             shown.add(drawn["name"])
             data.append(drawn)
@@ -164,7 +164,10 @@ def timeline_figure(trace: Trace, which: Generations, colours: dict[str, str]) -
     return {"data": data, "layout": {**frame, **layout, "legend": legend}}
 
 
-def _bars(slot: str, group: pd.DataFrame, colours: dict[str, str], suffix: str) -> dict[str, Any]:
+def _bars(slot: str, group: pd.DataFrame, colours: dict[str, str], suffix: str, span: float) -> dict[str, Any]:
+    lengths = group["end_ms"] - group["start_ms"]
+    # A hairline tells neighbours apart; around a bar that is hardly wider than it, it would hide the bar.
+    edges = [0.7 if length > 0.01 * span else 0 for length in lengths]
     return {
         "type": "bar",
         "orientation": "h",
@@ -174,9 +177,9 @@ def _bars(slot: str, group: pd.DataFrame, colours: dict[str, str], suffix: str) 
         "yaxis": f"y{suffix}",
         "y": group["lane"].tolist(),
         "base": _plain(group["start_ms"]),
-        "x": _plain(group["end_ms"] - group["start_ms"]),
+        "x": _plain(lengths),
         "width": 0.62,
-        "marker": {"color": colours.get(slot, _OTHER), "line": {"width": 0}},
+        "marker": {"color": colours.get(slot, _OTHER), "line": {"width": edges, "color": "--card"}},
         "text": group["text"].tolist(),
         "textposition": "none",
         "hovertemplate": "%{text}<extra></extra>",

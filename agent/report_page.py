@@ -142,7 +142,7 @@ def interval_chart(intervals: list[tuple[str, float, list[float], str]]) -> str:
     high = max(1.0, *(i[2][1] for i in intervals))
     margin = 0.12 * (high - low) + 1e-3
     low, high = low - margin, high + margin
-    left, right, row = 56, 430, 30
+    left, right, row = 56, 350, 30
 
     def x(value: float) -> float:
         return left + (right - left) * (value - low) / (high - low)
@@ -159,6 +159,5 @@ def interval_chart(intervals: list[tuple[str, float, list[float], str]]) -> str:
             f'<rect x="{x(a):.1f}" y="{y - 5}" width="{max(x(b) - x(a), 2):.1f}" height="10" rx="5" '
             f'fill="var({colour})" opacity=".45"/><circle cx="{x(middle):.1f}" cy="{y}" r="5" fill="var({colour})"/>'
         )
-        at, anchor = (x(b) + 9, "start") if x(b) < right - 90 else (x(a) - 9, "end")
-        parts.append(f'<text x="{at:.1f}" y="{y + 4}" text-anchor="{anchor}">{a:.3f} - {b:.3f}</text>')
-    return f'<svg viewBox="0 0 {right + 20} {bottom + 22}" role="img">{"".join(parts)}</svg>'
+        parts.append(f'<text x="{right + 14}" y="{y + 4}">{a:.3f} - {b:.3f}</text>')
+    return f'<svg viewBox="0 0 {right + 110} {bottom + 22}" role="img">{"".join(parts)}</svg>'
