@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -214,3 +215,14 @@ def test_a_file_is_no_trace_and_no_place_for_one(tmp_path):
         Trace.read(path)
     with pytest.raises(TraceError, match="cannot make the trace folder"):
         TraceWriter(path / "t", {})
+
+
+def test_a_trace_of_format_1_stays_readable():
+    """Written by the first release; a change that breaks this needs a new format number and a reader for both."""
+    trace = Trace.read(Path(__file__).parent / "data" / "trace_format_1")
+    assert trace.header["format"] == 1 and trace.warnings == []
+    assert (len(trace.events), len(trace.steps), len(trace.comms), len(trace.offers)) == (640, 40, 2, 4)
+    assert trace.events.dtypes.astype(str).to_dict() == EVENT_COLUMNS
+    assert trace.events["start_ns"].dropna().min() > 1_763_719_000_000_000_000
+    assert len(trace.windows) == 3 and sorted(trace.tables) == [0, 1, 2, 3, 4]
+    assert np.shape(trace.offers["cost_us"][0]) == (21,)
