@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import typer
 
@@ -16,12 +18,33 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-#: Command -> module in agent/commands, in the order of the help text.
-COMMANDS = {"tune": "tune", "env": "env", "show": "show", "train": "train", "model": "model"}
+#: Command -> file in agent/commands, in the order of the help text; the function has the command's name.
+COMMANDS = {
+    "tune": "tune",
+    "env": "env",
+    "show": "show",
+    "import": "import_",
+    "record": "record",
+    "plan": "plan",
+    "model": "model",
+    "oracle": "oracle",
+    "train": "train",
+}
+#: ``dynamiccl bench NAME``.
+BENCHES = {"plugin": "bench_plugin", "overhead": "bench_overhead"}
+
+
+def _function(module: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(importlib.import_module(f".commands.{module}", __package__), module)
+    return function
+
 
 for _name, _module in COMMANDS.items():
-    _function = getattr(importlib.import_module(f".commands.{_module}", __package__), _module.rstrip("_"))
-    app.command(_name)(_function)
+    app.command(_name)(_function(_module))
+_bench = typer.Typer(no_args_is_help=True, help="Measure the parts: the plugin's calls, the cost of being watched.")
+for _name, _module in BENCHES.items():
+    _bench.command(_name)(_function(_module))
+app.add_typer(_bench, name="bench")
 
 
 def main() -> None:
