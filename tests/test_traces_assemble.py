@@ -228,13 +228,13 @@ def test_every_collective_leaves_once_with_the_right_time(data):
 
 
 def test_one_poll_is_cheap():
-    """20 polls a second of 2,000 collectives/s must not load the job's cores: one poll stays below 10 ms."""
+    """20 polls a second of 2,000 collectives/s must not load the job's cores: the best poll takes some 1 ms."""
     poll = ring(comm(0), *(coll(i) for i in range(100)), *(kernel(i, i, i + 1) for i in range(50)))
     assembler = Assembler()
     assembler.add(poll, pid=1)
     assembler.take()
     best = np.inf
-    for _ in range(5):
+    for _ in range(20):
         began = time.perf_counter()
         assembler.add(poll, pid=1)
         assembler.take()

@@ -138,6 +138,13 @@ def _lookup(known: tuple[str, ...], unset: str = "auto") -> Array:
 
 _FUNC_NAME, _ALGO_NAME, _PROTO_NAME = _lookup(FUNCS, "unknown"), _lookup(ALGOS), _lookup(PROTOS)
 _DTYPE_NAME = _lookup(DTYPES, "unknown")
+#: The same as pandas strings: taking from these is far cheaper than turning objects into them at every poll.
+_STRINGS = {
+    "func": pd.array(list(_FUNC_NAME), dtype="str"),
+    "dtype": pd.array(list(_DTYPE_NAME), dtype="str"),
+    "algo": pd.array(list(_ALGO_NAME), dtype="str"),
+    "proto": pd.array(list(_PROTO_NAME), dtype="str"),
+}
 
 
 @dataclass
@@ -243,7 +250,7 @@ class Assembler:
         self._pending = [rows[~release]] if not release.all() else []
         steps = [_step_frame(s, pid) for s, pid in zip(self._steps, self._step_pids, strict=True)]
         self._steps, self._step_pids = [], []
-        step_frame = pd.concat(steps, ignore_index=True) if steps else empty(STEP_COLUMNS)
+        step_frame = pd.concat(steps, ignore_index=True) if steps else _NO_STEPS.copy()
         return self._event_frame(rows[release]), step_frame
 
     def comms_frame(self) -> pd.DataFrame:
@@ -307,26 +314,16 @@ class Assembler:
             if comm := self.comms.get(int(comm_id)):
                 size[:, rows["comm_id"] == comm_id] = [[comm.n_ranks], [comm.n_nodes]]
         unset = rows["start_ns"] == _NO_TIME
-        columns: dict[str, Any] = {
-            "seq": rows["seq"],
-            "comm_id": rows["comm_id"],
-            "rank": rows["rank"],
-            "n_ranks": size[0],
-            "n_nodes": size[1],
-            "func": _FUNC_NAME[rows["func"]],
-            "n_bytes": rows["n_bytes"],
-            "dtype": _DTYPE_NAME[rows["dtype"]],
-            "algo": _ALGO_NAME[rows["algo"]],
-            "proto": _PROTO_NAME[rows["proto"]],
-            "n_channels": rows["n_channels"],
-            "table_generation": rows["generation"],
-            "enqueue_ns": rows["enqueue_ns"],
-            "start_ns": pd.arrays.IntegerArray(np.where(unset, 0, rows["start_ns"]), unset),
-            "end_ns": pd.arrays.IntegerArray(np.where(unset, 0, rows["end_ns"]), unset.copy()),
-            "step": rows["step"],
-            "pid": rows["pid"],
-        }
-        return pd.DataFrame(columns).astype(EVENT_COLUMNS)
+        columns: dict[str, Any] = {"n_ranks": size[0], "n_nodes": size[1]}
+        for name, kind in EVENT_COLUMNS.items():
+            if kind == "Int64":
+                columns[name] = pd.arrays.IntegerArray(np.where(unset, 0, rows[name]), unset.copy())
+            elif kind == "str":
+                columns[name] = _STRINGS[name].take(rows[name].astype(np.intp))
+            elif name not in columns:
+                source = "generation" if name == "table_generation" else name
+                columns[name] = rows[source].astype(kind)
+        return pd.DataFrame({name: columns[name] for name in EVENT_COLUMNS}, copy=False)
 
 
 def empty(columns: dict[str, str]) -> pd.DataFrame:
@@ -338,6 +335,9 @@ def _typed(rows: list[tuple[Any, ...]], columns: dict[str, str]) -> pd.DataFrame
     data = list(zip(*rows, strict=True)) if rows else [()] * len(columns)
     series = {n: pd.Series(list(v), dtype=object) for n, v in zip(columns, data, strict=True)}
     return pd.DataFrame(series).astype(columns)
+
+
+_NO_STEPS = empty(STEP_COLUMNS)
 
 
 def _pending(coll: Array, pid: int) -> Array:
