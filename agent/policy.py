@@ -63,7 +63,11 @@ class StopRule:
 
 
 class Stopping:
-    """A policy with the :class:`StopRule` built in, for whole batches: once a search is over it asks for its result."""
+    """A policy with the :class:`StopRule` built in, for whole batches: once a search is over it asks for its result.
+
+    That is the config with the best mean at the time: windows go on being measured after the search, and one that only
+    luck had put in front falls back behind.
+    """
 
     def __init__(self, policy: Policy, patience: int = 2) -> None:
         self.policy, self.patience = policy, patience
@@ -76,19 +80,18 @@ class Stopping:
         episode_start: Array | None = None,
         deterministic: bool = True,
     ) -> tuple[Array, tuple[Any, Array, Array]]:
-        """See :class:`Policy`. The state: the inner policy's, repeats (n,) and results (n,), -1 = still searching."""
+        """See :class:`Policy`. The state: the inner policy's, repeats (n,) and whether the search is over (n,)."""
         rows = np.atleast_2d(np.asarray(observation))
-        inner, repeats, result = state or (None, np.zeros(len(rows), np.int64), np.full(len(rows), -1))
+        inner, repeats, over = state or (None, np.zeros(len(rows), np.int64), np.zeros(len(rows), bool))
         if episode_start is not None:
             begun = np.atleast_1d(episode_start).astype(bool)
-            repeats, result = np.where(begun, 0, repeats), np.where(begun, -1, result)
+            repeats, over = np.where(begun, 0, repeats), over & ~begun
         actions, inner = self.policy.predict(rows, inner, episode_start, deterministic)
         seen = spaces.seen(rows)
         repeats = np.where(spaces.config_index(actions) == seen.best, repeats + 1, 0)
-        over = (repeats >= self.patience) | (seen.n_trials >= self.horizon)
-        result = np.where((result < 0) & over, seen.best, result)
-        actions = np.where((result >= 0)[:, None], spaces.actions_of(np.maximum(result, 0)), actions)
-        return (actions if np.ndim(observation) == 2 else actions[0]), (inner, repeats, result)
+        over = over | (repeats >= self.patience) | (seen.n_trials >= self.horizon)
+        actions = np.where(over[:, None], spaces.actions_of(seen.best), actions)
+        return (actions if np.ndim(observation) == 2 else actions[0]), (inner, repeats, over)
 
 
 class LstmPolicy:

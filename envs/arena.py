@@ -148,12 +148,13 @@ class Arena:
 
 @dataclass
 class Played:
-    """One entrant on one arena: (windows, n) arrays, n = repeats x tasks."""
+    """One entrant on one arena: (windows, n) arrays, n = repeats x tasks; savings in units of the slot's share."""
 
     configs: Array
     expected: Array  # saving of what ran
     oracle: Array  # saving of the best config at that time
     best: Array  # saving of the config that a stop would commit after this window
+    share: Array  # (n,) of the slot in the step
     decision_us: float  # mean time of one decision
 
     @property
@@ -185,4 +186,5 @@ def play(policy: Policy, arena: Arena, limit_us: float = 1e6) -> Played:
         obs, expected[t], configs[t] = arena.step(actions)
         oracle[t], best[t] = truth.max(axis=1), truth[rows, arena.trials.best()]
         start = np.zeros(arena.n, bool)
-    return Played(configs.astype(np.int64), expected, oracle, best, 1e6 * spent / arena.windows / arena.n)
+    share = arena.suite.share[arena.task]
+    return Played(configs.astype(np.int64), expected, oracle, best, share, 1e6 * spent / arena.windows / arena.n)

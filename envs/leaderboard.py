@@ -1,7 +1,8 @@
-"""The judge: what policies made of a suite, in figures, ranks and a page. It never imports ``agent``."""
+"""The judge: what policies made of a suite, in figures, intervals and ranks. It never imports ``agent``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,21 @@ Array = np.ndarray[Any, Any]
 
 #: "Near the oracle": the slot costs at most this much more than under its best config.
 NEAR = 0.02
+#: Trials after which the share of the oracle's gain is told.
+MARKS = (1, 2, 4, 8, 16, 32, 64)
+#: A step this much longer than the default's counts as slower: less than any A/A comparison could show.
+SLOWER = 0.002
+
+
+def step_time(saving: Array, share: Array) -> Array:
+    """Step time in units of the default's, for scaled savings of a slot with that share of the step."""
+    return np.maximum(1 - np.asarray(saving) * share, 0.05)
 
 
 def shares_of_gain(played: Played) -> dict[str, float]:
-    """Part of the oracle's gain that the best config measured so far brings, over all tasks, after so many trials."""
-    gain = played.oracle.mean(axis=1)
-    got = played.best.mean(axis=1)
-    return {str(k): round(float(got[k - 1] / gain[k - 1]), 4) for k in (1, 2, 4, 8, 16, 32, 64) if k <= len(gain)}
+    """Part of the oracle's gain in step time that the best config measured so far brings, summed over tasks."""
+    gain, got = played.oracle @ played.share, played.best @ played.share
+    return {str(k): round(float(got[k - 1] / gain[k - 1]), 4) for k in MARKS if k <= len(gain)}
 
 
 def trials_until_near(played: Played) -> Array:
@@ -30,18 +39,64 @@ def trials_until_near(played: Played) -> Array:
     return np.where(auto, 0, first)
 
 
+def per_task(played: Played) -> dict[str, Array]:
+    """The figures of each row, (n,): what intervals and ranks are made of.
+
+    ``regret``: sum over the windows of step time over the oracle's step time, minus 1, exploration included.
+    """
+    expected, oracle = step_time(played.expected, played.share), step_time(played.oracle, played.share)
+    final, best = step_time(played.best[-1], played.share), step_time(played.oracle[-1], played.share)
+    return {
+        "regret": (expected / oracle - 1).sum(axis=0),
+        "slot_regret": played.regret.sum(axis=0),
+        "trials_until_near": trials_until_near(played).astype(float),
+        "speedup": 1 / final,
+        "oracle_speedup": 1 / best,
+        "gain": 1 - final,
+        "oracle_gain": 1 - best,
+        "worst_window": expected.max(axis=0),
+        "is_slower": (final > 1 + SLOWER).astype(float),
+    }
+
+
+def bootstrap(values: Array, seed: int = 0, rounds: int = 2000) -> list[float]:
+    """95 % percentile-bootstrap interval (Efron 1979) of the mean of ``values`` (n,)."""
+    rng = np.random.default_rng(seed)
+    means = values[rng.integers(0, len(values), (rounds, len(values)))].mean(axis=1)
+    return [round(float(q), 4) for q in np.percentile(means, [2.5, 97.5])]
+
+
 def summary(played: Played) -> dict[str, Any]:
-    """Figures of one entrant over all rows of an arena."""
-    near = trials_until_near(played)
-    regret = played.regret.sum(axis=0)
+    """Figures of one entrant over all rows of an arena, for people and programs."""
+    rows = per_task(played)
+    near, regret = rows["trials_until_near"], rows["regret"]
     return {
         "share_of_gain": shares_of_gain(played),
-        "near_median": float(np.median(near)),
-        "near_p90": float(np.percentile(near, 90)),
+        "trials_until_near": [float(q) for q in np.percentile(near, [10, 50, 90])],
         "never_near": round(float((near > len(played.best)).mean()), 4),
         "regret": round(float(regret.mean()), 3),
-        "regret_median": round(float(np.median(regret)), 3),
-        "regret_p90": round(float(np.percentile(regret, 90)), 3),
-        "worst_window": round(float((1 - played.expected).max()), 3),
+        "regret_ci95": bootstrap(regret),
+        "regret_percentiles": [round(float(q), 3) for q in np.percentile(regret, [10, 50, 90])],
+        "slot_regret": round(float(rows["slot_regret"].mean()), 3),
+        "speedup": round(float(np.exp(np.log(rows["speedup"]).mean())), 4),
+        "oracle_speedup": round(float(np.exp(np.log(rows["oracle_speedup"]).mean())), 4),
+        "worst_window": round(float(rows["worst_window"].max()), 3),
+        "slower": round(float(rows["is_slower"].mean()), 4),
         "decision_us": round(played.decision_us, 1),
     }
+
+
+def ranks(regrets: Mapping[str, Array], seed: int = 0) -> dict[str, int]:
+    """Rank of each entrant by mean regret over the same rows, 1 = best; entrants that cannot be told apart share one.
+
+    Going down the list, an entrant ties with the best of the group above it unless the 95 % bootstrap interval of
+    their paired difference leaves out 0.
+    """
+    order = sorted(regrets, key=lambda name: float(regrets[name].mean()))
+    place: dict[str, int] = {}
+    head = ""
+    for i, name in enumerate(order):
+        if not head or bootstrap(regrets[name] - regrets[head], seed)[0] > 0:
+            head, rank = name, i + 1
+        place[name] = rank
+    return place

@@ -60,7 +60,8 @@ def train(
     for name, f in figures.items():
         shares = "  ".join(f"{k}: {f['share_of_gain'][k]:.0%}" for k in ("1", "2", "4", "8", "16"))
         console.print(
-            f"  {name:<20} gain by trial  {shares}   trials to 2 % {f['near_median']:.0f}   regret {f['regret']:.2f}",
+            f"  {name:<20} gain by trial  {shares}   trials to 2 % {f['trials_until_near'][1]:.0f}   "
+            f"regret {f['regret']:.2f}",
             highlight=False,
         )
     console.print(f"record and learning curve: {record}")
