@@ -30,7 +30,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
         function, args = pipe.recv()
         try:
             pipe.send((True, function(*args)))
-        except Exception:
+        except BaseException:  # torch's CheckpointException is no Exception
             pipe.send((False, traceback.format_exc()))
 
 

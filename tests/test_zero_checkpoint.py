@@ -1,0 +1,98 @@
+"""Checkpoints: resumed at the same stage to the bit, at any other stage and number of ranks to rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dynamiccl.zero_workload import zero
+from dynamiccl.zero_workload.checkpoint import load, save
+from dynamiccl.zero_workload.data import Corpus
+from dynamiccl.zero_workload.model import Transformer
+from dynamiccl.zero_workload.optim import Adan, Muon
+from test_zero import BATCH, TINY, World, adamw, four, two  # noqa: F401  (fixtures)
+from torch import nn
+
+OPTIMIZERS: dict[str, Any] = {"adamw": adamw(1e-2), "adan": Adan, "muon": Muon}
+
+
+def part(
+    folder: str, stage: int, first: int, last: int, resume: bool, optimizer: str = "adamw", dtype: Any = torch.float32
+) -> list[float]:
+    """Train steps ``first .. last``, from a checkpoint if ``resume``; leave one at the end."""
+    torch.manual_seed(0 if not resume else 99)  # a resumed model starts from other values
+    model = Transformer(TINY)
+    engine = zero(model, OPTIMIZERS[optimizer], stage=stage, param_dtype=dtype, bucket_bytes=2**15)
+    if resume:
+        assert load(engine, Path(folder)) == first
+    rows, corpus, losses = BATCH // engine.comm.size, Corpus(None, TINY.seq), []
+    for step in range(first, last):
+        begin = engine.comm.rank * rows
+        loss = model(*corpus.batch(begin, begin + rows, step=step, seed=0))
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach()
+        dist.all_reduce(total, op=dist.ReduceOp.AVG)
+        losses.append(total.item())
+    if not resume and last < 8:
+        save(engine, Path(folder), last)
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adan"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resume_is_exact_at_the_same_stage(optimizer: str, dtype: Any, two: World, tmp_path: Path) -> None:  # noqa: F811
+    for stage in range(4):
+        folder = str(tmp_path / str(stage))
+        through = two.run(part, folder, stage, 0, 8, False, optimizer, dtype)[0]
+        first = two.run(part, folder, stage, 0, 4, False, optimizer, dtype)[0]
+        assert first + two.run(part, folder, stage, 4, 8, True, optimizer, dtype)[0] == through, stage
+
+
+def test_resume_elsewhere(two: World, four: World, tmp_path: Path) -> None:  # noqa: F811
+    through = two.run(part, str(tmp_path), 1, 0, 8, False)[0]
+    two.run(part, str(tmp_path), 3, 0, 4, False)
+    for world, stage in ((two, 0), (two, 2), (four, 3), (four, 1)):
+        assert world.run(part, str(tmp_path), stage, 4, 8, True)[0] == pytest.approx(through[4:], rel=1e-5)
+    two.run(part, str(tmp_path / "muon"), 1, 0, 4, False, "muon")
+    muon = two.run(part, str(tmp_path / "none"), 0, 0, 8, False, "muon")[0]
+    assert four.run(part, str(tmp_path / "muon"), 1, 4, 8, True, "muon")[0] == pytest.approx(muon[4:], rel=1e-5)
+
+
+def interrupted(folder: str) -> str:
+    """A save that breaks half-way, then a load of what is there."""
+    torch.manual_seed(0)
+    engine = zero(Transformer(TINY), adamw(1e-2), stage=3)
+    save(engine, Path(folder), 1)
+    import dynamiccl.zero_workload.checkpoint as module
+
+    original = module.dcp.save
+
+    def broken(state: dict[str, Any], checkpoint_id: Path, process_group: Any) -> None:
+        Path(checkpoint_id, f"__{dist.get_rank()}_0.distcp").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    module.dcp.save = broken
+    try:
+        save(engine, Path(folder), 2)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        module.dcp.save = original
+    assert load(engine, Path(folder)) == 1
+    save(engine, Path(folder), 2)
+    assert load(engine, Path(folder)) == 2
+    try:
+        load(zero(nn.Linear(3, 3), adamw(1e-2), stage=3), Path(folder))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_interrupted_save_and_another_model(two: World, tmp_path: Path) -> None:  # noqa: F811
+    for said in two.run(interrupted, str(tmp_path)):
+        assert "is of another model: " in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]

@@ -1,0 +1,82 @@
+"""The library implementations behind the engine's two calls, so that the same job can run on either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+#: Peer -> the ZeRO stage that it is a peer of.
+PEERS = {"ddp": 0, "zero-optimizer": 1, "fsdp2-no-reshard": 2, "fsdp2": 3}
+
+
+class Peer:
+    """``model`` under a library's data parallelism: ``backward(loss)`` and ``step()`` as the engine's.
+
+    Args:
+        name: one of ``PEERS``.
+        model: a ``Transformer``; at FSDP2 each of its blocks is a unit, as at our stage 3.
+        optimizer: makes the optimizer from parameters.
+        param_dtype: of FSDP2's parameters in use; the others train in the model's dtype.
+        max_norm: clip the global gradient norm to this.
+        accumulation: backward passes a step; gradients are reduced in each, as at stages 2 and 3.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        *,
+        param_dtype: torch.dtype = torch.float32,
+        bucket_bytes: int = 25 * 2**20,
+        max_norm: float | None = None,
+        accumulation: int = 1,
+    ) -> None:
+        if name not in PEERS:
+            raise ValueError(f"a peer is one of {', '.join(PEERS)}, not {name!r}")
+        self.max_norm, self.accumulation, self.passes = max_norm, accumulation, 0
+        self.model = model
+        if name.startswith("fsdp2"):
+            policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=param_dtype)
+            for block in model.blocks:  # type: ignore[union-attr]
+                fully_shard(block, mp_policy=policy, reshard_after_forward=name == "fsdp2")
+            fully_shard(model, mp_policy=policy)
+        else:
+            model.to(param_dtype)
+            self.model = DistributedDataParallel(
+                model, bucket_cap_mb=bucket_bytes / 2**20, gradient_as_bucket_view=True
+            )
+        params = list(model.parameters())
+        if name == "zero-optimizer":
+            # it only calls what it is given, with groups of the parameters that this rank owns
+            self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+                params,
+                optimizer,  # type: ignore[arg-type]
+                parameters_as_bucket_view=True,
+            )
+        else:
+            self.optimizer = optimizer(params)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backpropagate ``loss`` (scalar), divided by the accumulation steps."""
+        (loss / self.accumulation).backward()
+        self.passes += 1
+
+    def step(self) -> torch.Tensor | None:
+        """Clip, update, forget the gradients; nothing before the last micro-batch. Returns the norm if clipping."""
+        if self.passes < self.accumulation:
+            return None
+        self.passes, norm = 0, None
+        if self.max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
