@@ -1,7 +1,8 @@
 """The probe in the job: sees each optimizer step end, says how long it took, and takes part in the agreement.
 
-It hangs on PyTorch's hook after every optimizer step. A boundary is the first optimizer instance seen, stepping
-again: wrappers such as ZeroRedundancyOptimizer fire twice a step, a second optimizer would fire in between.
+It hangs on PyTorch's hook after every optimizer step. A boundary is an optimizer stepping that has stepped since the
+last boundary: a wrapper such as ZeroRedundancyOptimizer fires a second time in a step, a second optimizer fires in
+between, and neither makes a boundary of its own.
 It never raises into the job, starts no Python thread and loads the plugin at the first step, not at import.
 """
 
@@ -36,7 +37,7 @@ class Probe:
     def __init__(self, run: str) -> None:
         """``run`` is the run folder of the job; on other nodes than rank 0's it need not exist."""
         self._published = Published(Path(run) / "table")
-        self._optimizer: Any = None  # weak reference to the instance whose steps count
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that stepped since the last boundary
         self._plugin: Plugin | None = None
         self._step = 0
         self._last_ns = 0
@@ -54,11 +55,11 @@ class Probe:
         """An optimizer has stepped. Whatever goes wrong here is said once, and the probe is off from then on."""
         if self._off:
             return
-        seen = self._optimizer() if self._optimizer is not None else None
-        if seen is None:
-            self._optimizer = weakref.ref(optimizer)
-        elif seen is not optimizer:
+        if optimizer not in self._seen:
+            self._seen.add(optimizer)
             return
+        # By program order alone, so that all ranks agree: not by which object the garbage collector has taken.
+        self._seen = weakref.WeakSet((optimizer,))
         try:
             self._boundary()
         except Exception as error:
