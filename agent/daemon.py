@@ -109,9 +109,8 @@ class Daemon:
         try:
             self.on_phase("waiting for the job's first steps")
             tuner.run()
-            if not self.outcome.ended:
-                self.on_phase("watching until the job ends")
-                self._watch(env)
+            self.on_phase(self.outcome.ended or "watching until the job ends")
+            self._watch(env)
         except KeyboardInterrupt:
             self.outcome.ended = "interrupted"
             self.job.publish({})

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..envs.live import DISCARD, JobEnded, Window
-from ..envs.live_env import DEFAULT, TRIAL, WARM, LiveEnv
+from ..envs.live_env import DEFAULT, NOTHING, TRIAL, WARM, LiveEnv
 from ..traces.audit import regime
 from ..traces.records import AUTO, PAIRS, Decision, Slot
 from ..traces.slots import SlotProfile
@@ -97,6 +97,9 @@ class Tuner:
         try:
             self._profile()
             profiles = self.env.profiles
+            if not profiles:
+                self.outcome.ended = NOTHING
+                return self.outcome
             for i, profile in enumerate(profiles):
                 self.outcome.choices.append(self._tune(profile, self._allowance(len(profiles) - i)))
             self._verify()
@@ -107,7 +110,8 @@ class Tuner:
     def _profile(self) -> None:
         env = self.env
         profiles = env.profile()
-        self.outcome.regime = regime(env.profile_events)
+        if len(env.profile_events):
+            self.outcome.regime = regime(env.profile_events)
         _, window = env.log[-1]
         found = ", ".join(f"{p.slot} x{p.calls:.0f} ({p.share:.0%} of the step)" for p in profiles) or "no slot"
         self._tell("profile", "", AUTO, AUTO, window, window, "measured", found)

@@ -190,9 +190,9 @@ class Job:
         return Window(generation, np.array(steps), np.array(durations))
 
     def take_events(self) -> pd.DataFrame:
-        """Events since the last call."""
+        """Events since the last call, those still waiting for their kernel times included."""
         self.poll()
-        self.take()
+        self.take(everything=True)
         events, self._events = self._events, []
         return pd.concat(events, ignore_index=True) if events else pd.DataFrame()
 

@@ -15,6 +15,7 @@ from . import spaces
 from .live import DISCARD, Job, Window
 
 DEFAULT, WARM, TRIAL = "default", "warm", "trial"
+NOTHING = "the job runs no all_gather or reduce_scatter that a tuner can reach: nothing to tune"
 
 #: Steps that the first window of a config runs, and that are thrown away: NCCL connects an algorithm when it is first
 #: used, and the first runs of some protocols are slow.
@@ -136,7 +137,7 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
         super().reset(seed=seed)
         self.log.clear()
         if not self.profiles and not self.profile():
-            raise ValueError("the job runs no all_gather or reduce_scatter that a tuner can reach: nothing to tune")
+            raise ValueError(NOTHING)
         slot = (options or {}).get("slot")
         if slot is None:
             slot = self.profiles[self._next % len(self.profiles)].slot

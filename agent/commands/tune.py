@@ -145,8 +145,8 @@ def _exit_code(summary: dict[str, Any], out: Path, own: bool) -> int:
         )
         return 1
     if summary["speedup"] is None:
-        hint = "give it more steps" if own else "it must take more optimizer steps under the tuner"
-        print(f"error: no result: {summary['ended']}; {hint}; what was seen is in {out}", file=sys.stderr)
+        hint = "give it more --steps" if own else "a job to tune trains with torch.distributed, for some hundred steps"
+        print(f"error: no result: {summary['ended']} ({hint}); what was seen is in {out}", file=sys.stderr)
         return 2
     return 0
 

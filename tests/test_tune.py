@@ -1,0 +1,204 @@
+"""``dynamiccl tune`` from outside: real processes, a small job on the emulated cluster."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dynamiccl.agent.commands.tune import n_gpus
+from dynamiccl.traces.files import Trace
+
+DYNAMICCL = [sys.executable, "-m", "dynamiccl.agent.cli"]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+
+
+def job(steps, log, stage=3):
+    """A job of some 30 ms a step; its loss in every step goes to ``log``."""
+    command = [sys.executable, "-m", "dynamiccl.zero_workload", "--backend", "emulated", "--stage", str(stage)]
+    shape = ["--layers", "2", "--width", "64", "--heads", "4", "--seq", "32", "--batch", "1"]
+    return [*command, *shape, "--steps", str(steps), "--log", str(log)]
+
+
+def options(out, *more):
+    scales = ["--cluster", "dgx-h100-2x8", "--bytes-scale", "1500", "--time-scale", "3"]
+    return [*DYNAMICCL, "tune", *scales, "--out", str(out), *more]
+
+
+def losses(log):
+    return [json.loads(line)["loss"] for line in log.read_text().splitlines() if '"loss"' in line]
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """One whole run, looked at from several sides."""
+    folder = tmp_path_factory.mktemp("tuned")
+    command = options(folder / "out", "--windows", "12", "--verify", "6", "--policy", "random", "--json", "-")
+    done = subprocess.run(
+        [*command, "--", *job(420, folder / "job.jsonl")], env=ENV, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return folder, json.loads(done.stdout)
+
+
+def test_summary_holds_what_programs_rely_on(tuned):
+    folder, s = tuned
+    assert s == json.loads((folder / "out" / "summary.json").read_text())
+    assert s["cluster"] == "dgx-h100-2x8" and s["emulated"] is True
+    assert (s["bytes_scale"], s["time_scale"], s["n_processes"], s["n_ranks"]) == (1500.0, 3.0, 2, 16)
+    assert s["default_step_ms"] > 0 and s["tuned_step_ms"] > 0 and s["windows"] >= 7
+    assert s["speedup_ci95"][0] <= s["speedup"] <= s["speedup_ci95"][1]
+    assert s["aa_speedup_ci95"][0] < s["aa_speedup_ci95"][1]
+    assert s["kept"] == (s["speedup_ci95"][0] > 1 and any(d["algo"] or d["n_channels"] for d in s["decisions"]))
+    assert {d["func"] for d in s["decisions"]} == {"all_gather", "reduce_scatter"}
+    assert all(d["reason"] and d["min_bytes"] < d["max_bytes"] for d in s["decisions"])
+    assert Path(s["report"]).stat().st_size > 1e6 and s["records_lost"] == 0 and s["job_status"] == 0
+
+
+def test_all_ranks_ran_every_collective_alike(tuned):
+    _, s = tuned
+    assert s["consistency"]["mismatches"] == 0
+    assert s["consistency"]["calls_checked"] > 3000
+
+
+def test_the_trace_shows_the_tables_at_work(tuned):
+    folder, _ = tuned
+    trace = Trace.read(folder / "out" / "trace")
+    assert trace.header["emulated"] and trace.header["cluster"] == "dgx-h100-2x8"
+    assert trace.events["table_generation"].nunique() > 10  # ranks switched many times
+    rules = {g: rules for g, rules in trace.tables.items() if len(rules) == 1}
+    obeyed = 0
+    for generation, (rule,) in rules.items():
+        if not str(rule["decision"]).startswith("ring"):
+            continue
+        algo, proto = str(rule["decision"]).split("/")[:2]
+        events = trace.events[
+            (trace.events["table_generation"] == generation)
+            & (trace.events["func"] == rule["func"])
+            & trace.events["n_bytes"].between(rule["min_bytes"], rule["max_bytes"])
+        ]
+        assert (events["algo"] == algo).all() and (events["proto"] == proto).all()
+        obeyed += len(events)
+    assert obeyed > 20
+    assert (trace.windows["phase"] == "verify").sum() == 6
+
+
+def test_tuning_does_not_change_a_bit_of_the_loss(tuned, tmp_path):
+    folder, _ = tuned
+    env = {**ENV, "DYNAMICCL_CLUSTER": "dgx-h100-2x8", "DYNAMICCL_TIME_SCALE": "0.1"}
+    subprocess.run([*job(420, tmp_path / "plain"), "--quiet"], env=env, check=True, timeout=120)
+    assert len(losses(tmp_path / "plain")) == 420
+    assert losses(tmp_path / "plain") == losses(folder / "job.jsonl")
+
+
+def start(out, log, steps):
+    """A tuner on a job, returned once both are at work."""
+    tuner = subprocess.Popen(
+        [*options(out, "--policy", "random"), "--", *job(steps, log)],
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 90
+    while not (log.exists() and len(losses(log)) > 20):
+        assert time.monotonic() < deadline and tuner.poll() is None, tuner.stdout.read()
+        time.sleep(0.2)
+    return tuner
+
+
+def test_a_killed_tuner_does_not_stop_the_job(tmp_path):
+    log = tmp_path / "job.jsonl"
+    tuner = start(tmp_path / "out", log, 200)
+    time.sleep(np.random.default_rng().uniform(0, 2))  # any moment will do
+    tuner.send_signal(signal.SIGKILL)
+    tuner.wait()
+    deadline = time.monotonic() + 90
+    while len(losses(log)) < 200:
+        assert time.monotonic() < deadline, f"the job stands still after {len(losses(log))} steps"
+        time.sleep(0.2)
+    Trace.read(tmp_path / "out" / "trace")  # what was written can be read
+
+
+def test_interrupt_ends_both_and_keeps_what_was_seen(tmp_path):
+    log = tmp_path / "job.jsonl"
+    tuner = start(tmp_path / "out", log, 100_000)
+    tuner.send_signal(signal.SIGINT)
+    output, _ = tuner.communicate(timeout=60)
+    assert tuner.returncode == 130, output
+    assert "Traceback" not in output and "interrupted" in output
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["ended"] == "interrupted" and summary["steps"] >= 10
+    seen = len(losses(log))
+    time.sleep(1)
+    assert len(losses(log)) == seen  # the job is gone
+
+
+def run(*arguments, env=None, timeout=120):
+    done = subprocess.run(
+        [*DYNAMICCL, *arguments], env={**ENV, **(env or {})}, capture_output=True, text=True, timeout=timeout
+    )
+    assert "Traceback" not in done.stderr + done.stdout
+    return done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--cluster", "dgx-h1000"], "dgx-h100"),
+        (["--stage", "4"], "stage is 0, 1, 2 or 3"),
+        (["--policy", "alchemy"], "lstm"),
+        (["--steps", "50"], "too few"),
+        (["--", "no-such-program", "train.py"], "no such program"),
+        (["--attach", "/nonexistent"], "run folder"),
+        (["--attach", "x", "--", "true"], "not both"),
+        (["--cluster", "dgx-h100-2x8", "--time-scale", "-1"], "above 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(tmp_path, arguments, word):
+    done = run("tune", "--out", str(tmp_path / "out"), *arguments)
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error:") and word in lines[0], done.stderr
+
+
+def test_no_compiler_is_said_with_the_cure(tmp_path):
+    env = {"CC": "no-such-cc", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = run("tune", "--cluster", "dgx-h100-2x8", "--out", str(tmp_path / "out"), env=env)
+    assert done.returncode == 2 and "install gcc" in done.stderr.splitlines()[-1]
+
+
+def test_a_job_without_collectives_is_told_so(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, torch\n"
+        "p = torch.nn.Parameter(torch.zeros(2)); o = torch.optim.SGD([p], lr=0.1)\n"
+        "for _ in range(400): p.grad = torch.ones(2); o.step(); time.sleep(0.005)\n"
+    )
+    done = run("tune", "--out", str(tmp_path / "out"), "--", sys.executable, str(script))
+    assert done.returncode == 2 and "all_gather or reduce_scatter" in done.stderr, done.stderr
+
+
+def test_a_job_that_never_steps_and_one_that_crashes(tmp_path):
+    done = run("tune", "--out", str(tmp_path / "a"), "--", sys.executable, "-c", "pass")
+    assert done.returncode == 2 and "no result" in done.stderr
+    done = run("tune", "--out", str(tmp_path / "b"), "--", sys.executable, "-c", "raise SystemExit('out of memory')")
+    assert done.returncode == 1 and "job.log" in done.stderr
+    assert "out of memory" in (tmp_path / "b" / "job.log").read_text()
+    assert json.loads((tmp_path / "b" / "summary.json").read_text())["job_status"] == 1
+
+
+def test_env_is_what_a_shell_can_evaluate(tmp_path):
+    done = run("env", "--json")
+    variables = json.loads(done.stdout)
+    assert set(variables) >= {"DYNAMICCL_RUN", "NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"}
+    Path(variables["DYNAMICCL_RUN"], "table").unlink()
+    assert run("env").stdout.startswith("export DYNAMICCL_RUN=/")
+
+
+def test_gpus_are_counted_without_a_driver():
+    assert n_gpus() >= 0
