@@ -96,14 +96,26 @@ class Random(Searcher):
 
 
 class Exhaustive(Searcher):
-    """Each valid config once, in order, then the best of them for good: the oracle's sweep (FlagCX's way)."""
+    """Each valid config once, in order, then the best of them: the oracle's sweep (FlagCX's way).
+
+    With ``hysteresis`` the config in force is left only for one that is better by that much.
+    """
 
     horizon: ClassVar[int] = N_CONFIGS + 2
+
+    def __init__(self, seed: int = 0, hysteresis: float = 0.0) -> None:
+        super().__init__(seed)
+        self.hysteresis = hysteresis
 
     def choose(self, episode: Episode, valid: Array, mean: Array, last: int) -> int:
         """The first untried one, else the best."""
         untried = valid[np.isneginf(mean[valid])]
-        return int(untried[0]) if len(untried) else int(mean.argmax())
+        if len(untried):
+            return int(untried[0])
+        best = int(mean.argmax())
+        if episode.plan is None or mean[best] > mean[episode.plan] + self.hysteresis:
+            episode.plan = best
+        return int(episode.plan)
 
 
 class CoordinateDescent(Searcher):
@@ -185,9 +197,11 @@ class GaussianProcess(Searcher):
         length: float = 2.0,
         across: float = 0.5,
         weight: float = 1.0,
+        mean: float = 0.0,
     ) -> None:
+        """``mean``: saving expected of a config before anything is known of it."""
         super().__init__(seed)
-        self.noise, self.weight = noise, weight
+        self.noise, self.weight, self.mean = noise, weight, mean
         points = config_points()
         apart = (points[:, :1] - points[:, :1].T) / length
         same = points[:, 1:] @ points[:, 1:].T
@@ -198,9 +212,9 @@ class GaussianProcess(Searcher):
         tried = np.flatnonzero((count > 0) & np.isfinite(mean))
         across = self.kernel[:, tried]
         gram = self.kernel[np.ix_(tried, tried)] + np.diag(self.noise**2 / count[tried])
-        solved = np.linalg.solve(gram, np.column_stack([mean[tried], across.T]))
+        solved = np.linalg.solve(gram, np.column_stack([mean[tried] - self.mean, across.T]))
         variance = np.diag(self.kernel) - np.einsum("ij,ji->i", across, solved[:, 1:])
-        return across @ solved[:, 0], np.sqrt(np.maximum(variance, 1e-12))
+        return self.mean + across @ solved[:, 0], np.sqrt(np.maximum(variance, 1e-12))
 
     def choose(self, episode: Episode, valid: Array, mean: Array, last: int) -> int:
         """The largest posterior mean + weight * deviation."""

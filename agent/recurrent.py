@@ -236,8 +236,12 @@ class BatchVecEnv(VecEnv):
     An episode's end is a true end (no bootstrap): the observation says how many trials are left.
     """
 
-    def __init__(self, batch: Any, n: int) -> None:
-        """``batch`` has ``reset() -> obs`` and ``step(actions) -> (obs, reward, terminated, truncated, info)``."""
+    def __init__(self, batch: Any, n: int, tail: float = 0.0) -> None:
+        """``batch`` has ``reset() -> obs`` and ``step(actions) -> (obs, reward, terminated, truncated, info)``.
+
+        ``tail``: windows that the result of a search stays in force after it.
+        """
+        self.tail = tail
         self.batch = batch  # before SB3 asks for attributes of it
         super().__init__(n, spaces.observation_space(), spaces.action_space())
         self.returns, self.lengths = np.zeros(n), np.zeros(n, np.int64)
@@ -255,9 +259,12 @@ class BatchVecEnv(VecEnv):
     def step_wait(self) -> tuple[Array, Array, Array, list[dict[str, Any]]]:  # type: ignore[override]
         """Step; infos carry SB3's ``episode`` statistics where one ended."""
         obs, reward, terminated, truncated, info = self.batch.step(self.actions)
-        # Against what the oracle would have got: the same optimum, and tasks with much to gain no longer drown the rest.
-        reward = reward - spaces.reward(info["oracle_saving"], info["oracle_saving"])
         done = np.logical_or(terminated, truncated)
+        # Against what the oracle would have got: the same optimum, and tasks with much to gain do not drown the rest.
+        oracle, trial = info["oracle_saving"], info["expected_saving"]
+        reward = reward - spaces.reward(oracle, oracle)
+        # What the search found stays in force when it is over: that much more counts how good it is in the end.
+        reward = reward + done * self.tail * (reward - spaces.TRIAL_PRICE * (trial - oracle))
         self.returns += reward
         self.lengths += 1
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]

@@ -60,8 +60,8 @@ class Batch(Protocol):
 class Settings:
     """Everything that shapes the weights, beside the simulator itself."""
 
-    steps: int = 6_291_456  #: env steps in all
-    imitation: float = 0.5  #: part of them spent on imitation
+    steps: int = 7_340_032  #: env steps in all
+    imitation: float = 0.6  #: part of them spent on imitation
     seed: int = 0
     n_envs: int = 512
     chunk: int = 262_144  #: env steps between checkpoints
@@ -75,7 +75,8 @@ class Settings:
     sharpness: float = 12.0  #: by which the scores are multiplied between the two phases
     imitation_rate: float = 2e-3
     ppo_rate: float = 3e-4
-    gamma: float = 0.97
+    gamma: float = 0.99
+    tail: float = 16.0  #: windows that count for what the search found, after its end
     gae_lambda: float = 0.95
     entropy: float = 0.0
     epochs: int = 3
@@ -120,7 +121,7 @@ def imitate(
         for group in policy.optimizer.param_groups:
             group["lr"] = rate(k / iterations)
         truth, allowed = batch.truth.copy(), torch.as_tensor(spaces.config_mask(obs))
-        seen, rewards, obs = _episodes(policy, batch, obs, n, s.hidden)
+        seen, rewards, obs = _episodes(policy, batch, obs, n, s.hidden, s.tail)
         values = np.stack([worth(truth, seen[t], s.foresight) for t in range(HORIZON)], axis=1)
         returns = np.zeros_like(rewards)
         running = np.zeros(n, np.float32)
@@ -158,7 +159,9 @@ def worth(truth: Array, obs: Array, foresight: float) -> Array:
     return np.where(np.isfinite(truth), foresight * np.maximum(apart, 0) + apart, 0.0).astype(np.float32)
 
 
-def _episodes(policy: MaskedLstmPolicy, batch: Batch, obs: Array, n: int, hidden: int) -> tuple[Array, Array, Array]:
+def _episodes(
+    policy: MaskedLstmPolicy, batch: Batch, obs: Array, n: int, hidden: int, tail: float
+) -> tuple[Array, Array, Array]:
     """One sampled episode each: observations (HORIZON, n, N_OBSERVATION), rewards (HORIZON, n), first of the next."""
     seen, rewards = np.zeros((HORIZON, *obs.shape), np.float32), np.zeros((HORIZON, n), np.float32)
     state, starts = (torch.zeros(1, n, hidden), torch.zeros(1, n, hidden)), torch.zeros(n)
@@ -168,7 +171,9 @@ def _episodes(policy: MaskedLstmPolicy, batch: Batch, obs: Array, n: int, hidden
             distribution, state = policy.get_distribution(torch.as_tensor(obs), state, starts)
             actions = distribution.sample().numpy()
         obs, rewards[t], terminated, truncated, info = batch.step(actions)
-        rewards[t] -= spaces.reward(info["oracle_saving"], info["oracle_saving"])  # as BatchVecEnv does
+        oracle, trial = info["oracle_saving"], info["expected_saving"]
+        rewards[t] -= spaces.reward(oracle, oracle)  # as BatchVecEnv does
+    rewards[-1] += tail * (rewards[-1] - spaces.TRIAL_PRICE * (trial - oracle))
     if not np.all(np.logical_or(terminated, truncated)):
         raise ValueError(f"episodes of a training batch must all last {HORIZON} trials")
     return seen, rewards, obs
@@ -258,7 +263,7 @@ class Training:
                     self.policy.sharpen(s.sharpness)
                 part = (self.done - turn) / max(1, s.steps - turn)
                 self.model.lr_schedule = partial(_constant, s.ppo_rate * _fade(part))
-                self.model.set_env(BatchVecEnv(batch, s.n_envs), force_reset=True)
+                self.model.set_env(BatchVecEnv(batch, s.n_envs, s.tail), force_reset=True)
                 self.model.learn(size, reset_num_timesteps=True)
                 returns = [e["r"] for e in self.model.ep_info_buffer or ()]
                 row["return"] = round(float(np.mean(returns)), 4)
@@ -335,7 +340,7 @@ def held_out(n: int = 512) -> Suite:
     """``n`` tasks of the training family from seeds that training does not use."""
     batch = simulator(n, HELD_OUT)
     batch.reset()
-    return Suite.of("unseen", [batch])
+    return Suite.of("unseen", batch)
 
 
 def examine(policy: Policy, suite: Suite) -> dict[str, Any]:

@@ -8,19 +8,23 @@ the policy, not the score.
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from ..traces.records import format_bytes
 from . import spaces
 from .spaces import N_CONFIGS
 
 Array = np.ndarray[Any, Any]
 
+#: Shipped suites; a changed suite gets a new number, and old results stay with the old one.
+SUITES = {"standard": "suite_standard_1.npz", "held-out": "suite_held_out_1.npz"}
 #: Windows played per task.
 WINDOWS = 64
 
@@ -75,22 +79,39 @@ class Suite:
         now = np.where((window >= self.drift_at)[:, None], self.later, self.truth)
         return np.where(self.allowed, now, -np.inf)
 
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits that change with any number in the suite."""
+        sha = hashlib.sha256()
+        for key, value in sorted(vars(self).items()):
+            sha.update(
+                key.encode() + (value.encode() if isinstance(value, str) else np.ascontiguousarray(value).tobytes())
+            )
+        return sha.hexdigest()[:12]
+
     def save(self, path: str | Path) -> None:
         """Write an .npz."""
         arrays = {key: value for key, value in vars(self).items() if key != "name"}
         np.savez_compressed(path, name=np.array(self.name), **arrays)
 
     @classmethod
-    def of(cls, name: str, batches: Iterable[Any]) -> Suite:
-        """The episodes that simulator batches (after ``reset``) hold just now, as a suite."""
-        held = [(b.features, b.mask, b.truth, b.share, b.noise) for b in batches]
-        features, mask, truth, share, noise = (np.concatenate(column) for column in zip(*held, strict=True))
-        return cls(name, features, mask, truth, share, noise, np.array([f"{name} {i}" for i in range(len(share))]))
+    def of(cls, name: str, batch: Any) -> Suite:
+        """The tasks that a simulator's batch holds just after its ``reset``."""
+        truth = np.where(spaces.config_mask(np.asarray(batch.mask)), batch.truth, 0.0)
+        seen = batch.tasks.fingerprint if hasattr(batch, "tasks") else batch.fingerprint
+        label = [
+            f"{int(nodes)} x {int(ranks // nodes)} {'reduce_scatter' if rs else 'all_gather'} {format_bytes(size)}"
+            for nodes, ranks, rs, size in zip(
+                seen.n_nodes, seen.n_ranks, seen.is_reduce_scatter, seen.n_bytes, strict=True
+            )
+        ]
+        numbers = (np.asarray(a, np.float32) for a in (batch.features, batch.mask, truth, batch.share, batch.noise))
+        return cls(name, *numbers, np.array(label))
 
     @classmethod
     def load(cls, path: str | Path) -> Suite:
-        """Read an .npz. Raises ValueError when it is not a suite."""
-        source = Path(path) if isinstance(path, (str, Path)) else path
+        """Read an .npz, or a shipped suite (one of SUITES). Raises ValueError when it is not a suite."""
+        source = resources.files(__package__).joinpath(SUITES[str(path)]) if str(path) in SUITES else Path(path)
         try:
             with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 found = {key: arrays[key] for key in arrays.files}
@@ -144,6 +165,22 @@ class Arena:
         self.trials.record(configs, measured)
         self.window += 1
         return self.observe(), expected, configs
+
+
+class Recorded:
+    """Plays decisions again that were recorded, (windows, n) config indices."""
+
+    def __init__(self, configs: Array) -> None:
+        self.configs, self.window = np.asarray(configs, np.int64), 0
+
+    def predict(
+        self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
+    ) -> tuple[Array, Any]:
+        """The next recorded row, whatever is observed. Raises ValueError when there is none of that length left."""
+        if self.window >= len(self.configs) or self.configs.shape[1] != len(observation):
+            raise ValueError(f"the record has {self.configs.shape} decisions, not one per window and row")
+        self.window += 1
+        return spaces.actions_of(self.configs[self.window - 1]), state
 
 
 @dataclass

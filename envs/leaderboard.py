@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from .arena import Played
+from .arena import WINDOWS, Arena, Played, Recorded, Suite, play
 
 Array = np.ndarray[Any, Any]
 
@@ -100,3 +103,50 @@ def ranks(regrets: Mapping[str, Array], seed: int = 0) -> dict[str, int]:
             head, rank = name, i + 1
         place[name] = rank
     return place
+
+
+#: Layout of a submission.
+FORMAT = 1
+
+
+def pack(configs: Array) -> str:
+    """Decisions (windows, n) as text: bytes, compressed, base64."""
+    return base64.b64encode(zlib.compress(np.asarray(configs, np.uint8).tobytes(), 9)).decode()
+
+
+def unpack(text: str, n: int) -> Array:
+    """Inverse of :func:`pack`, (windows, n). Raises ValueError when it is not that."""
+    try:
+        flat = np.frombuffer(zlib.decompress(base64.b64decode(text, validate=True)), np.uint8)
+    except (binascii.Error, zlib.error) as error:
+        raise ValueError(f"the decisions cannot be unpacked: {error}") from error
+    if len(flat) != WINDOWS * n:
+        raise ValueError(f"{len(flat)} decisions, the suite has {WINDOWS} windows x {n} runs")
+    return flat.reshape(WINDOWS, n)
+
+
+def replay(submission: Mapping[str, Any], suite: Suite) -> Played:
+    """Play a submission's decisions again, believing nothing else in it.
+
+    Raises ValueError, with the reason, when it is of another format or suite, or its figures do not come out.
+    """
+    try:
+        if submission["format"] != FORMAT:
+            raise ValueError(f"format {submission['format']}, this version reads {FORMAT}")
+        if submission["digest"] != suite.digest:
+            raise ValueError(
+                f"made on {submission['suite']} {submission['digest']}, this is {suite.name} {suite.digest}"
+            )
+        repeats = int(submission["repeats"])
+        configs = unpack(submission["decisions"], repeats * len(suite))
+        played = play(Recorded(configs), Arena(suite, repeats, int(submission["seed"])))
+        claimed = dict(submission["figures"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a submission: {type(error).__name__} {error}") from error
+    found = summary(played)
+    claimed.pop("decision_us", None)
+    found.pop("decision_us")
+    for key, value in found.items():
+        if claimed.get(key) != value:
+            raise ValueError(f"its decisions give {key} {value}, it says {claimed.get(key)}")
+    return played

@@ -25,7 +25,7 @@ def batch(n: int, seed: int) -> HiddenKind:
 def suite(n: int = 96) -> Suite:
     unseen = batch(n, 10**6)
     unseen.reset()
-    return Suite.of("hidden kind", [unseen])
+    return Suite.of("hidden kind", unseen)
 
 
 @pytest.fixture(scope="module")
