@@ -1,0 +1,384 @@
+// Random jobs against the plugin: `stress JOBS SEED RUN_FOLDER [late]`. Compiled together with the plugin's
+// sources, so that the sanitizers see both.
+//
+// A job has eight ranks, spread over processes and threads. All ranks draw the same script from the job's
+// seed: which communicators there are, what is called on them, when the table changes, when a communicator is
+// made anew. Each rank calls as some release does, with delays of its own. The first rank to make a call
+// leaves its choice in shared memory, the others compare: a difference would be a hang in real life. Some
+// jobs lose a process by SIGKILL.
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "plugin.h"
+
+enum { N_RANKS = 8, N_COMMS = 4, N_STEPS = 12, MAX_CALLS = 24, MAX_ROWS = 60 };
+
+extern const struct nccl_tuner_v3 ncclTunerPlugin_v3;
+extern const struct nccl_tuner_v4 ncclTunerPlugin_v4;
+extern const struct nccl_tuner_v5 ncclTunerPlugin_v5;
+extern const struct nccl_tuner_v6 ncclTunerPlugin_v6;
+extern const struct nccl_profiler_v4 ncclProfiler_v4;
+extern const struct nccl_profiler_v5 ncclProfiler_v5, ncclProfiler_v6;
+
+// What all processes of a job share: the choices made so far and what went wrong.
+struct shared {
+  _Atomic uint32_t choice[N_COMMS * N_RANKS][N_STEPS * MAX_CALLS];
+  _Atomic uint64_t n_calls, n_forced, n_disagreements, n_outside, n_failures;
+};
+static struct shared* shared;
+static bool late;
+
+struct job {
+  uint64_t seed;
+  int n_threads;        // ranks of one process
+  int tuner_version;    // 3 to 6
+  bool takes_negative;  // as 2.31 on: the smallest number is chosen, whatever its sign
+  pthread_barrier_t at_step;
+};
+
+struct rank {
+  struct job* job;
+  int rank;
+};
+
+static uint64_t mix(uint64_t x) {
+  x += UINT64_C(0x9e3779b97f4a7c15);
+  x = (x ^ (x >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+  x = (x ^ (x >> 27)) * UINT64_C(0x94d049bb133111eb);
+  return x ^ (x >> 31);
+}
+
+static uint64_t draw(uint64_t* state) { return mix((*state)++); }
+
+// ---- the script: the same on all ranks
+// ------------------------------------------------------------------------------
+
+// Communicator c groups ranks: 0 the world, 1 halves, 2 pairs, 3 the world again. Each group has its own id.
+static int group_of(int c, int rank) { return c == 1 ? rank / 4 : c == 2 ? rank / 2 : 0; }
+static int size_of(int c) { return c == 1 ? 4 : c == 2 ? 2 : N_RANKS; }
+static uint64_t comm_id(const struct job* job, int c, int rank, int made) {
+  return mix(job->seed ^ (uint64_t)(c * 1000 + group_of(c, rank) * 10 + made)) | 1;
+}
+
+static size_t message_size(uint64_t* state) {
+  const uint64_t r = draw(state);
+  return r % 4 ? (size_t)1 << (r >> 8) % 31 : (size_t)(r >> 8) % (1u << 26) + 1;
+}
+
+// NCCL's table for a message: the same cells on all ranks, some of them not offered, at times none.
+static void fill_offer(float cost[N_ALGOS][N_PROTOS], uint64_t key) {
+  const bool nothing = key % 23 == 0;
+  for (int a = 0; a < N_ALGOS; a++) {
+    for (int p = 0; p < N_PROTOS; p++) {
+      const uint64_t r = mix(key + (uint64_t)(a * N_PROTOS + p));
+      cost[a][p] = nothing || r % 3 == 0 ? -1.0f : (float)(r >> 40) / 1000.0f + 1.0f;
+    }
+  }
+}
+
+static uint32_t zlib_crc32(uint32_t crc, const uint8_t* p, size_t n) {
+  crc = ~crc;
+  while (n--) {
+    crc ^= *p++;
+    for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (crc & 1 ? 0xedb88320u : 0);
+  }
+  return ~crc;
+}
+
+// The table of a step: rows for all communicators and for those that exist, in the order that the plugin
+// wants.
+static size_t make_table(const struct job* job, int step, uint8_t* message) {
+  uint64_t state = mix(job->seed + 77 * (uint64_t)step);
+  uint64_t ids[1 + N_COMMS * N_RANKS] = {0};
+  int n_ids = 1;
+  for (int c = 0; c < N_COMMS; c++) {
+    for (int rank = 0; rank < N_RANKS; rank += size_of(c))
+      ids[n_ids++] = comm_id(job, c, rank, step >= N_STEPS / 2);
+  }
+  for (int i = 1; i < n_ids; i++) {  // by insertion: there are a dozen
+    for (int j = i; j > 0 && ids[j] < ids[j - 1]; j--) {
+      const uint64_t id = ids[j];
+      ids[j] = ids[j - 1];
+      ids[j - 1] = id;
+    }
+  }
+  struct dccl_rule* rows = (struct dccl_rule*)(message + sizeof(struct dccl_table_head));
+  uint32_t n = 0;
+  for (int i = 0; i < n_ids; i++) {
+    for (int func = FUNC_ALL_GATHER; func <= FUNC_REDUCE_SCATTER; func++) {
+      for (uint64_t low = 0; n < MAX_ROWS && low < UINT64_C(1) << 31;) {
+        const uint64_t high = low + draw(&state) % (UINT64_C(1) << 30), r = draw(&state);
+        if (r % 3) {
+          const bool pair = r >> 8 & 1;
+          rows[n++] = (struct dccl_rule){.comm_id = ids[i],
+                                         .min_bytes = low,
+                                         .max_bytes = high,
+                                         .func = (uint8_t)func,
+                                         .algo = pair ? (uint8_t)((r >> 16) % N_ALGOS) : DCCL_UNSET,
+                                         .proto = pair ? (uint8_t)((r >> 24) % N_PROTOS) : DCCL_UNSET,
+                                         .n_channels = (uint8_t)((r >> 32) % 65)};
+        }
+        low = high + 1;
+      }
+    }
+  }
+  struct dccl_table_head head = {.magic = DCCL_TABLE_MAGIC,
+                                 .version = DCCL_TABLE_VERSION,
+                                 .n_rows = n,
+                                 .generation = (uint32_t)step + 1};
+  const size_t size = sizeof head + n * sizeof *rows;
+  memcpy(message, &head, sizeof head);
+  head.crc = zlib_crc32(0, message, size);
+  memcpy(message, &head, sizeof head);
+  return size;
+}
+
+// ---- one call, as a release makes it
+// -----------------------------------------------------------------------------------
+
+static int ask(const struct job* job, void* context, int func, size_t n_bytes, int n_pipe_ops,
+               float cost[N_ALGOS][N_PROTOS], int reg_buff, int* n_channels) {
+  float** table = (float**)(void*)cost;
+  switch (job->tuner_version) {
+    case 3:
+      return ncclTunerPlugin_v3.get_coll_info(context, func, n_bytes, n_pipe_ops, table, N_ALGOS, N_PROTOS,
+                                              n_channels);
+    case 4:
+      return ncclTunerPlugin_v4.get_coll_info(context, func, n_bytes, n_pipe_ops, table, N_ALGOS, N_PROTOS,
+                                              reg_buff, n_channels);
+    case 5:
+      return ncclTunerPlugin_v5.get_coll_info(context, func, n_bytes, n_pipe_ops, table, N_ALGOS, N_PROTOS,
+                                              reg_buff, n_channels);
+    default:
+      return ncclTunerPlugin_v6.get_coll_info(context, func, n_bytes, n_pipe_ops, table, N_ALGOS, N_PROTOS,
+                                              reg_buff, n_channels);
+  }
+}
+
+static int choose(const float cost[N_ALGOS][N_PROTOS], bool takes_negative) {
+  int best = 255;
+  float least = 3600000000.0f;
+  for (int i = 0; i < N_ALGOS * N_PROTOS; i++) {
+    const float c = cost[i / N_PROTOS][i % N_PROTOS];
+    if (c != -1.0f && (takes_negative || c >= 0) && c < least) {
+      least = c;
+      best = i;
+    }
+  }
+  return best;
+}
+
+static void check_call(const struct job* job, int group, int at, void* context, int func, size_t n_bytes,
+                       uint64_t key, int reg_buff) {
+  float offer[N_ALGOS][N_PROTOS], cost[N_ALGOS][N_PROTOS];
+  fill_offer(offer, key);
+  memcpy(cost, offer, sizeof cost);
+  int n_channels = 0;
+  if (ask(job, context, func, n_bytes, 1, cost, reg_buff, &n_channels))
+    atomic_fetch_add(&shared->n_failures, 1);
+  const int chosen = choose(cost, job->takes_negative);
+  const bool forced = memcmp(cost, offer, sizeof cost) != 0;
+  if (chosen != 255 && offer[chosen / N_PROTOS][chosen % N_PROTOS] < 0)
+    atomic_fetch_add(&shared->n_outside, 1);
+  for (int i = 0; i < N_ALGOS * N_PROTOS; i++) {
+    const float before = offer[i / N_PROTOS][i % N_PROTOS], after = cost[i / N_PROTOS][i % N_PROTOS];
+    if (after != before && (before < 0 || after < 0 || i != chosen)) atomic_fetch_add(&shared->n_outside, 1);
+  }
+  if (n_channels < 0 || n_channels > 64) atomic_fetch_add(&shared->n_outside, 1);
+  atomic_fetch_add(&shared->n_calls, 1);
+  if (forced || n_channels) atomic_fetch_add(&shared->n_forced, 1);
+  const uint32_t mine = 1u << 31 | (uint32_t)chosen << 8 | (uint32_t)n_channels;
+  uint32_t theirs = 0;
+  if (!atomic_compare_exchange_strong(&shared->choice[group][at], &theirs, mine) && theirs != mine) {
+    atomic_fetch_add(&shared->n_disagreements, 1);
+  }
+}
+
+// Calls that NCCL makes beside the one that counts: probes of 2.32, the second look of 2.21, broken callers.
+static void ask_aside(const struct job* job, void* context, int func, size_t n_bytes, uint64_t r) {
+  float cost[N_ALGOS][N_PROTOS];
+  int n_channels = 0;
+  fill_offer(cost, r);
+  if (r % 3 == 0) {
+    for (int i = 0; i < N_ALGOS * N_PROTOS; i++) cost[i / N_PROTOS][i % N_PROTOS] = -1.0f;
+  }
+  ask(job, context, func, n_bytes, 0, cost, 0, &n_channels);
+  if (r % 5 == 0) ask(job, context, (int)(r >> 20) - 1000, n_bytes, -7, cost, 3, NULL);
+  if (r % 7 == 0) ask(job, NULL, func, n_bytes, 1, cost, 0, &n_channels);
+}
+
+static void report(const struct job* job, void* context, int rank, int func, size_t n_bytes, uint64_t seq) {
+  const struct nccl_coll_event coll = {.seq = seq,
+                                       .func = func == FUNC_ALL_GATHER ? "AllGather" : "ReduceScatter",
+                                       .count = n_bytes,
+                                       .datatype = "ncclInt8",
+                                       .n_channels = 2,
+                                       .algo = "RING",
+                                       .proto = "LL128"};
+  void *handle = NULL, *channel[2] = {NULL, NULL};
+  union nccl_event_state state = {.kernel_ch_timer = 200};
+  for (int c = -1; c < 2; c++) {
+    if (job->tuner_version < 5) {
+      struct nccl_event_v4 e = {.type = c < 0 ? EVENT_COLL : EVENT_KERNEL_CH, .parent = handle, .rank = rank};
+      if (c < 0) e.coll = coll;
+      if (c >= 0) e.kernel_ch = (struct nccl_kernel_ch_event){(uint8_t)c, 100};
+      ncclProfiler_v4.start_event(context, c < 0 ? &handle : &channel[c], &e);
+    } else {
+      struct nccl_event_v5 e = {.type = c < 0 ? EVENT_COLL : EVENT_KERNEL_CH, .parent = handle, .rank = rank};
+      if (c < 0) e.coll = coll;
+      if (c >= 0) e.kernel_ch = (struct nccl_kernel_ch_event){(uint8_t)c, 100};
+      ncclProfiler_v6.start_event(context, c < 0 ? &handle : &channel[c], &e);
+    }
+  }
+  for (int c = 0; c < 2; c++) {
+    ncclProfiler_v5.record_event_state(channel[c], STATE_KERNEL_CH_STOP, &state);
+    ncclProfiler_v5.stop_event(channel[c]);
+  }
+  ncclProfiler_v5.stop_event(handle);
+}
+
+// ---- a rank
+// --------------------------------------------------------------------------------------------------------------
+
+struct comm {
+  void *tuner, *profiler;
+};
+
+static int mask;  // NCCL's event mask: one a process
+
+static void make(const struct job* job, struct comm* comm, int c, int rank, int made) {
+  const uint64_t id = comm_id(job, c, rank, made);
+  const int size = size_of(c);
+  if (job->tuner_version < 5) {
+    ncclProfiler_v4.init(&comm->profiler, &mask, "stress", id, 1, size, rank % size, NULL);
+  } else {
+    ncclProfiler_v5.init(&comm->profiler, id, &mask, "stress", 1, size, rank % size, NULL);
+  }
+  if (job->tuner_version < 5) {
+    ncclTunerPlugin_v3.init((size_t)size, 1, NULL, &comm->tuner);
+  } else {
+    ncclTunerPlugin_v6.init(&comm->tuner, id, (size_t)size, 1, NULL, NULL, NULL);
+  }
+}
+
+static void destroy(struct comm* comm) {
+  ncclTunerPlugin_v5.finalize(comm->tuner);
+  ncclProfiler_v5.finalize(comm->profiler);
+}
+
+static void* run_rank(void* argument) {
+  const struct rank* self = argument;
+  struct job* job = self->job;
+  const int rank = self->rank;
+  struct comm comms[N_COMMS];
+  for (int c = 0; c < N_COMMS; c++) make(job, &comms[c], c, rank, 0);
+  uint64_t own = mix(job->seed ^ (uint64_t)rank << 32);  // delays and probes: this rank's alone
+  for (int step = 0; step < N_STEPS; step++) {
+    // The boundary: the table is one for the process, so its ranks meet; processes do not wait for each
+    // other.
+    pthread_barrier_wait(&job->at_step);
+    const int due = late && rank + job->n_threads >= N_RANKS && step ? step - 1 : step;
+    uint8_t message[sizeof(struct dccl_table_head) + MAX_ROWS * sizeof(struct dccl_rule)];
+    const size_t size = make_table(job, due, message);
+    if (rank % job->n_threads == 0) {
+      if (dynamiccl_activate(message, size) != due + 1) atomic_fetch_add(&shared->n_failures, 1);
+      dynamiccl_step(&(struct dccl_record){.step = (uint32_t)step});
+      dynamiccl_sample(step % 2);
+    }
+    pthread_barrier_wait(&job->at_step);
+    if (step == N_STEPS / 2) {
+      for (int c = 1; c < N_COMMS; c++) {
+        destroy(&comms[c]);
+        make(job, &comms[c], c, rank, 1);
+      }
+    }
+    uint64_t script = mix(job->seed + 1000 * (uint64_t)step);
+    const int n_calls = 1 + (int)(draw(&script) % MAX_CALLS);
+    for (int i = 0; i < n_calls; i++) {
+      const int c = (int)(draw(&script) % N_COMMS), func = FUNC_ALL_GATHER + (int)(draw(&script) % 2);
+      const size_t n_bytes = message_size(&script);
+      const uint64_t key = draw(&script) ^ comm_id(job, c, rank, 0), r = draw(&own);
+      if (r % 4 == 0) ask_aside(job, comms[c].tuner, func, n_bytes, r);
+      if (r % 16 == 0) sched_yield();
+      if (r % 8 == 1) dynamiccl_activate(message, size);  // the same again, while other threads ask
+      if (r % 256 == 0) usleep((useconds_t)(r >> 20) % 500);
+      check_call(job, c * N_RANKS + group_of(c, rank), step * MAX_CALLS + i, comms[c].tuner, func, n_bytes,
+                 key, (int)(r >> 40 & 1));
+      report(job, comms[c].profiler, rank, func, n_bytes, (uint64_t)i);
+    }
+  }
+  for (int c = 0; c < N_COMMS; c++) destroy(&comms[c]);
+  return NULL;
+}
+
+static void run_process(struct job* job, int first_rank) {
+  pthread_barrier_init(&job->at_step, NULL, (unsigned)job->n_threads);
+  struct rank ranks[N_RANKS];
+  pthread_t threads[N_RANKS];
+  for (int t = 0; t < job->n_threads; t++) {
+    ranks[t] = (struct rank){job, first_rank + t};
+    if (pthread_create(&threads[t], NULL, run_rank, &ranks[t])) abort();
+  }
+  for (int t = 0; t < job->n_threads; t++) pthread_join(threads[t], NULL);
+  pthread_barrier_destroy(&job->at_step);
+}
+
+// 0, or the number of processes that ended otherwise than they should.
+static int run_job(uint64_t seed) {
+  uint64_t state = mix(seed);
+  struct job job = {.seed = seed,
+                    .n_threads = 1 << draw(&state) % 4,
+                    .tuner_version = 3 + (int)(draw(&state) % 4),
+                    .takes_negative = draw(&state) % 2};
+  const int n_processes = N_RANKS / job.n_threads;
+  const bool kills = n_processes > 1 && draw(&state) % 5 == 0;
+  const int victim = (int)(draw(&state) % (uint64_t)n_processes);
+  memset(shared->choice, 0, sizeof shared->choice);
+  pid_t pids[N_RANKS];
+  int bad = 0;
+  for (int p = 0; p < n_processes; p++) {
+    pids[p] = fork();
+    if (pids[p] < 0) abort();
+    if (pids[p] == 0) {
+      run_process(&job, p * job.n_threads);
+      exit(0);
+    }
+  }
+  if (kills) {
+    usleep((useconds_t)(draw(&state) % 3000));
+    kill(pids[victim], SIGKILL);
+  }
+  for (int p = 0; p < n_processes; p++) {
+    int status = 0;
+    while (waitpid(pids[p], &status, 0) < 0 && errno == EINTR) {
+    }
+    const bool killed = kills && p == victim;
+    if (status != 0 && !(killed && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL)) bad++;
+  }
+  return bad;
+}
+
+int main(int argc, char** argv) {
+  if (argc < 4) return 2;
+  late = argc > 4;
+  const int n_jobs = atoi(argv[1]);
+  const uint64_t seed = strtoull(argv[2], NULL, 10);
+  setenv("DYNAMICCL_RUN", argv[3], 1);
+  shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (shared == MAP_FAILED) return 2;
+  int crashed = 0;
+  for (int j = 0; j < n_jobs; j++) crashed += run_job(seed * 1000003 + (uint64_t)j);
+  printf("jobs %d\ncalls %llu\nforced %llu\ndisagreements %llu\noutside %llu\nfailures %llu\ncrashed %d\n",
+         n_jobs, (unsigned long long)shared->n_calls, (unsigned long long)shared->n_forced,
+         (unsigned long long)shared->n_disagreements, (unsigned long long)shared->n_outside,
+         (unsigned long long)shared->n_failures, crashed);
+  return crashed || shared->n_disagreements || shared->n_outside || shared->n_failures;
+}

@@ -1,0 +1,19 @@
+"""Random jobs of eight ranks, as processes and threads, through every tuner version; the sanitizers watch."""
+
+import pytest
+from dynamiccl.envs.nccl.stress import SANITIZERS, stress
+
+WRONG = ("disagreements", "outside", "failures", "crashed")
+
+
+@pytest.mark.parametrize("sanitize", SANITIZERS)
+def test_random_jobs_agree_call_by_call(sanitize):
+    jobs = 200 if sanitize == "none" else 30
+    counted = stress(jobs, sanitize=sanitize)
+    assert {name: counted[name] for name in WRONG} == dict.fromkeys(WRONG, 0)
+    assert counted["jobs"] == jobs and counted["forced"] > 0.2 * counted["calls"]
+    assert counted["calls"] >= (100_000 if sanitize == "none" else 10_000)
+
+
+def test_a_process_that_switches_late_is_found_out():
+    assert stress(20, late=True)["disagreements"] > 100
