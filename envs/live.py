@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..traces.assemble import Assembler, step_rows
+from ..traces.assemble import EVENT_COLUMNS, Assembler, empty, step_rows
 from ..traces.files import TraceWriter
 from ..traces.records import Decision, Slot, Table
 from .nccl.shm import RunFolder
@@ -194,7 +194,7 @@ class Job:
         self.poll()
         self.take(everything=True)
         events, self._events = self._events, []
-        return pd.concat(events, ignore_index=True) if events else pd.DataFrame()
+        return pd.concat(events, ignore_index=True) if events else empty(EVENT_COLUMNS)
 
     def stop(self, grace_s: float = 10) -> None:
         """End a job that we started: SIGTERM to its session, SIGKILL after ``grace_s`` seconds."""
