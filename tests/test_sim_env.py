@@ -11,6 +11,7 @@ from dynamiccl.envs import spaces
 from dynamiccl.envs.sim import cost_model, family
 from dynamiccl.envs.sim.clusters import Fleet, cluster
 from dynamiccl.envs.sim.fabric import Fabric
+from dynamiccl.envs.sim.streams import streams
 from dynamiccl.envs.sim_env import BatchSim
 from dynamiccl.traces.records import CHANNELS, PAIRS
 from gymnasium.utils.env_checker import check_env
@@ -172,6 +173,24 @@ def test_the_family_is_wide():
     assert len(np.unique(tasks.truth.argmax(axis=1))) > 25
     wilder = family.draw(family.HELD_OUT, np.random.default_rng(0), 4000)
     assert np.median(wilder.truth.max(axis=1)) > np.median(oracle)
+
+
+def test_half_of_the_slots_come_from_real_training_steps():
+    real = streams()
+    assert {"aicb-llama-7b-zero-3", "llama-7b zero-3", "llama-70b zero-2 buckets of 500000000"} <= set(real.names)
+    seven = real.names.index("llama-7b zero-3")
+    moved = (real.n_bytes * real.calls)[seven]
+    parameters = 6.74e9  # of the published Llama-7B
+    assert moved[~real.is_reduce_scatter[seven]].sum() == pytest.approx(2 * 2 * parameters, rel=0.01)
+    assert moved[real.is_reduce_scatter[seven]].sum() == pytest.approx(2 * parameters, rel=0.01)
+    only = family.draw(replace(family.STANDARD, streams=1.0), np.random.default_rng(0), 2000)
+    known = set(real.n_bytes[real.calls > 0].tolist())
+    unit = only.fingerprint.n_ranks * 16
+    near = [min(abs(b - k) for k in known) < u for b, u in zip(only.fingerprint.n_bytes, unit, strict=True)]
+    assert np.mean(near) > 0.9
+    assert (only.share >= 0.02).all() and (only.share <= 0.7).all()
+    none = family.draw(replace(family.STANDARD, streams=0.0), np.random.default_rng(0), 500)
+    assert len(np.unique(none.fingerprint.n_bytes)) > 400
 
 
 def test_it_steps_at_least_20000_times_a_second():

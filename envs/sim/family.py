@@ -18,6 +18,7 @@ from .. import spaces
 from . import cost_model
 from .clusters import Fleet
 from .fabric import Fabric
+from .streams import streams
 
 Array = np.ndarray[Any, Any]
 _COUNTS = np.array(CHANNELS)
@@ -40,6 +41,7 @@ class Family:
     noise: tuple[float, float] = (0.003, 0.04)  # of one window, relative to the step time
     sigma: tuple[float, float] = (0.05, 0.35)  # log size of un-modelled effects per (algo, proto) and channel class
     width: float = 1.0  # of the fabric's parameters around the nominal ones, see fabric.spread
+    streams: float = 0.5  # part of the tasks that are slots of real training steps, see streams.py
     known_exposure: float = 0.25  # probability that the fingerprint knows the exposed part
 
 
@@ -146,13 +148,7 @@ def draw(family: Family, rng: np.random.Generator, n: int) -> Tasks:
     """``n`` tasks of the family."""
     fleet = draw_fleet(family, rng, n)
     fabric = Fabric.random(fleet, rng, family.width, _even(rng, family.sigma, n))
-    is_rs = rng.random(n) < 0.42
-    low, high = family.n_bytes
-    threshold = min(max(2.0**18, low), high)
-    large = rng.random(n) < family.large
-    n_bytes = np.where(large, _even(rng, (threshold, high), n), _even(rng, (low, threshold), n)).astype(np.int64)
-    n_bytes = np.maximum(n_bytes // (fleet.n_ranks * 16), 1) * fleet.n_ranks * 16  # shards are whole 16-byte words
-    share, calls = _even(rng, family.share, n), _even(rng, family.calls, n).round()
+    is_rs, n_bytes, calls, share = _slots(family, fleet, rng)
     kind = rng.random(n)
     exposed = np.where(kind < 0.15, 0.0, np.where(kind < 0.3, 1.0, rng.random(n)))
     slack = np.where(kind < 0.15, rng.uniform(1.0, 2.0, n), 1.0 - exposed)  # compute to hide in, per call
@@ -178,6 +174,39 @@ def draw(family: Family, rng: np.random.Generator, n: int) -> Tasks:
     allowed = spaces.config_mask(mask)
     truth = np.where(allowed, np.clip(saving, *spaces.SAVING_RANGE), -np.inf)
     return Tasks(fingerprint, fingerprint.vector(), mask, truth, share, _even(rng, family.noise, n))
+
+
+def _slots(family: Family, fleet: Fleet, rng: np.random.Generator) -> tuple[Array, Array, Array, Array]:
+    """A slot for each cluster: reduce_scatter or not, bytes, calls a step, share of the step; all (n,).
+
+    Some are drawn freely from the family's ranges, some (``family.streams``) are slots of real training steps: the
+    step spends a drawn part of its time on collectives, which its slots divide by NCCL's own prices.
+    """
+    n = len(fleet)
+    is_rs = rng.random(n) < 0.42
+    low, high = family.n_bytes
+    threshold = min(max(2.0**18, low), high)
+    large = rng.random(n) < family.large
+    n_bytes = np.where(large, _even(rng, (threshold, high), n), _even(rng, (low, threshold), n))
+    share, calls = _even(rng, family.share, n), _even(rng, family.calls, n).round()
+    real = streams()
+    job = rng.integers(0, len(real.names), n)
+    lat, bw = cost_model.terms(fleet)
+    with np.errstate(divide="ignore"):
+        prices = lat[:, None, :] + real.n_bytes[job][:, :, None] / (1000.0 * bw[:, None, :])
+    spent = real.calls[job] * prices.min(axis=2)
+    part = spent / spent.sum(axis=1, keepdims=True) * rng.uniform(0.1, 0.9, (n, 1))
+    # The larger slots more often: a tuner begins with them.
+    weight = np.sqrt(part) * (part >= family.share[0])
+    pick = (np.cumsum(weight, axis=1) > rng.random((n, 1)) * weight.sum(axis=1, keepdims=True)).argmax(axis=1)
+    rows = np.arange(n)
+    use = (rng.random(n) < family.streams) & (weight.sum(axis=1) > 0)
+    is_rs = np.where(use, real.is_reduce_scatter[job, pick], is_rs)
+    n_bytes = np.where(use, real.n_bytes[job, pick], n_bytes).astype(np.int64)
+    calls = np.where(use, real.calls[job, pick], calls)
+    share = np.where(use, np.minimum(part[rows, pick], family.share[1]), share)
+    unit = fleet.n_ranks * 16  # shards are whole 16-byte words
+    return is_rs, np.maximum(-(-n_bytes // unit), 1) * unit, calls, share
 
 
 def savings(fabric: Fabric, is_rs: Array, n_bytes: Array, own: Array, slack: Array) -> tuple[Array, Array]:
