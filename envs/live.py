@@ -69,6 +69,7 @@ class Job:
         self.damaged: dict[str, str] = {}  # rings that cannot be read any more, with the reason
         self.lost: dict[str, int] = {}  # records that each ring dropped because nobody read them in time
         self.memory_pressure = 0.0  # memory used / total, 0 = unknown
+        self.last_step = 0
         self._taken = time.monotonic()
         self._events: list[pd.DataFrame] = []
         self._fresh: list[np.ndarray[Any, Any]] = []

@@ -116,7 +116,7 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
         return window
 
     def measure_pair(self, decisions: dict[Slot, Decision]) -> tuple[Window, Window]:
-        """A default window and one under ``decisions``, neighbours in time; configs that are new are warmed up first."""
+        """A default window and one under ``decisions``, neighbours in time; new configs are warmed up first."""
         new = {(s, d) for s, d in decisions.items() if not d.is_auto} - self._used
         if new:
             self.measure(WARM, decisions, WARM_STEPS, discard=0)

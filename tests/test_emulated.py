@@ -45,7 +45,7 @@ def test_values_are_gloos():
 
 
 def test_times_are_the_fabrics():
-    """A gather ends when the model says, two queue up, compute hides one and pays for its channels, a late rank delays."""
+    """A gather ends when the model says, two queue up, compute hides one and pays for it, a late rank delays."""
     times = {name: median(values) for name, values in ranks("times", **emulated()).items()}
     c = cluster("dgx-h100-2x8")
     n_bytes = int(4 * (1 << 18) * BYTES_SCALE)
