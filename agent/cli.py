@@ -28,9 +28,10 @@ COMMANDS = {
     "plan": "plan",
     "model": "model",
     "oracle": "oracle",
+    "calibrate": "calibrate",
     "train": "train",
 }
-#: ``dynamiccl bench NAME``.
+#: ``dynamiccl bench NAME``; ``dynamiccl bench`` alone is the leaderboard.
 BENCHES = {"plugin": "bench_plugin", "overhead": "bench_overhead"}
 
 
@@ -41,7 +42,8 @@ def _function(module: str) -> Callable[..., Any]:
 
 for _name, _module in COMMANDS.items():
     app.command(_name)(_function(_module))
-_bench = typer.Typer(no_args_is_help=True, help="Measure the parts: the plugin's calls, the cost of being watched.")
+_bench = typer.Typer()
+_bench.callback(invoke_without_command=True)(_function("bench"))
 for _name, _module in BENCHES.items():
     _bench.command(_name)(_function(_module))
 app.add_typer(_bench, name="bench")

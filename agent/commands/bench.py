@@ -9,6 +9,7 @@ from . import fail
 
 
 def bench(
+    context: typer.Context,
     policy: Annotated[
         list[str] | None, typer.Option(help="Entrant: a known policy or MODULE:NAME; repeat for more. Default: all.")
     ] = None,
@@ -21,6 +22,8 @@ def bench(
     json: Annotated[bool, typer.Option("--json", help="Print the board as JSON.")] = False,
 ) -> None:
     """Judge policies on a suite: every entrant meets the same tasks, masks and noise; its decisions are replayed."""
+    if context.invoked_subcommand:  # `dynamiccl bench plugin` and the like have files of their own
+        return
     import json as json_module
 
     from rich.console import Console
