@@ -1,0 +1,49 @@
+"""``dynamiccl doctor``: the traps in this environment, each with its cure."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import fail
+
+
+def doctor(
+    command: Annotated[
+        list[str] | None, typer.Argument(help="The job, after --; it is only read, not run.", show_default=False)
+    ] = None,
+    table: Annotated[Path | None, typer.Option(help="Also check this table against the environment.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks of the job, for a table that depends on it.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of the job, for a table that depends on it.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Name each trap in this environment that would make tuning useless or unsafe, and how to cure it.
+
+    Exit status 1 if something must be changed, 0 if not.
+    """
+    import dataclasses
+    import json as json_module
+
+    from ...envs.nccl.tables import load_table
+    from ...envs.nccl.traps import examine, gather
+
+    try:
+        loaded = load_table(table, n_ranks=ranks, n_nodes=nodes) if table else None
+    except ValueError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{table} cannot be read: {error.strerror}")
+    facts = gather(command, loaded)
+    findings = examine(facts)
+    if json:
+        print(json_module.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+    else:
+        nccl = ".".join(map(str, facts.nccl)) if facts.nccl else "no NCCL found"
+        gpus = "no GPU" if not facts.n_gpus else f"{facts.n_gpus} GPUs"
+        print(f"NCCL: {nccl}; {gpus} in sight")
+        for finding in findings:
+            print(f"{'CHANGE' if finding.must_change else 'note  '}  {finding.what}\n        -> {finding.cure}")
+        if not findings:
+            print("nothing in the way of the tuner")
+    if any(finding.must_change for finding in findings):
+        raise typer.Exit(1)

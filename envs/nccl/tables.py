@@ -1,0 +1,177 @@
+"""Tables in files: our own (JSON) and that of NVIDIA's example tuner plugin (CSV), read and written.
+
+JSON: ``{"dynamiccl_table": 1, "rules": [{"func": "all_gather", "min_bytes": 0, "max_bytes": 1048576, "algo": "ring",
+"proto": "ll", "n_channels": 0, "comm_id": 0}]}``. ``algo`` and ``proto`` may be left out together, ``n_channels`` and
+``comm_id`` too; ``min_bytes_per_rank`` and ``max_bytes_per_rank`` say sizes of one rank's share.
+
+CSV: ``collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks[,pipe_ops[,reg_buff]]``, -1 = any; the
+first line that fits a message counts. -1 channels mean here what they say, NCCL's own count: NVIDIA's example pins
+such a collective to one channel.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...traces.records import ALGOS, FUNCS, PROTOS, Decision, Rule, Table
+
+FORMAT = 1
+MAX_BYTES = 2**63 - 1
+_CSV_FUNCS = {name.replace("_", ""): name for name in FUNCS}
+
+
+def load_table(path: Path | str, *, n_ranks: int | None = None, n_nodes: int | None = None) -> Table:
+    """Read a table of either format. Raises ValueError naming file, line and cure; OSError when unreadable.
+
+    ``n_ranks`` and ``n_nodes`` choose among CSV lines that name them, and turn bytes per rank into bytes.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: neither a JSON table nor NVIDIA's CSV") from None
+    try:
+        table = _from_json(text, n_ranks) if text.lstrip().startswith("{") else from_csv(text, n_ranks, n_nodes)
+        table.to_array()  # overlaps
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return table
+
+
+def to_json(table: Table) -> str:
+    """Our own format."""
+    rules = []
+    for rule in table.rules:
+        row: dict[str, Any] = {"func": rule.func, "min_bytes": rule.min_bytes, "max_bytes": rule.max_bytes}
+        if rule.comm_id:
+            row["comm_id"] = rule.comm_id
+        if rule.decision.algo:
+            row |= {"algo": rule.decision.algo, "proto": rule.decision.proto}
+        if rule.decision.n_channels:
+            row["n_channels"] = rule.decision.n_channels
+        rules.append(row)
+    return json.dumps({"dynamiccl_table": FORMAT, "rules": rules}, indent=1) + "\n"
+
+
+def to_csv(table: Table) -> str:
+    """NVIDIA's format. Raises ValueError for rules that it cannot say (one communicator only, channels only)."""
+    lines = ["# collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks"]
+    for rule in table.rules:
+        if rule.comm_id:
+            raise ValueError("NVIDIA's table cannot name a communicator: only rules for all of them can be exported")
+        if rule.decision.algo is None:
+            raise ValueError("NVIDIA's table cannot set channels alone: name algorithm and protocol")
+        decision = rule.decision
+        name, size = rule.func.replace("_", ""), f"{rule.min_bytes},{rule.max_bytes}"
+        lines.append(f"{name},{size},{decision.algo},{decision.proto},{decision.n_channels or -1},-1,-1")
+    return "\n".join(lines) + "\n"
+
+
+def from_csv(text: str, n_ranks: int | None = None, n_nodes: int | None = None) -> Table:
+    """Read NVIDIA's format. Raises ValueError naming the line."""
+    rules: list[Rule] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        fields = [field.strip() for field in line.partition("#")[0].split(",")]
+        if fields == [""]:
+            continue
+        try:
+            rule = _csv_rule(fields, n_ranks, n_nodes)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+        if rule is not None:
+            rules += _uncovered(rule, rules)
+    return Table(1, tuple(rules))
+
+
+def _csv_rule(fields: list[str], n_ranks: int | None, n_nodes: int | None) -> Rule | None:
+    """The rule of one line, or None where it is for jobs of another size."""
+    if not 8 <= len(fields) <= 10:
+        raise ValueError(f"{len(fields)} fields, NVIDIA's tuner table has 8 to 10")
+    func, algo, proto = fields[0].lower().replace("_", ""), fields[3].lower(), fields[4].lower()
+    for value, known in ((func, _CSV_FUNCS), (algo, ALGOS), (proto, PROTOS)):
+        if value not in known:
+            raise ValueError(f"unknown name {value!r}; known are {', '.join(known)}")
+    numbers = [int(fields[i]) if _is_int(fields[i]) else None for i in (1, 2, *range(5, len(fields)))]
+    if None in numbers:
+        raise ValueError("sizes, channels, nodes and ranks are whole numbers")
+    low, high, channels, nodes, ranks, *rest = (int(n or 0) for n in numbers)
+    for wanted, given, name in ((nodes, n_nodes, "nodes"), (ranks, n_ranks, "ranks")):
+        if wanted != -1 and given is None:
+            raise ValueError(f"only for {wanted} {name}: say how many the job has by --{name}")
+        if wanted not in (-1, given):
+            return None
+    if any(value not in (-1, default) for value, default in zip(rest, (1, 0), strict=False)):
+        return None  # grouped collectives, registered buffers: ranks may differ in these
+    if low < 0 or (high != -1 and high < low) or high > MAX_BYTES:
+        raise ValueError(f"sizes {low} to {high} are no range")
+    return Rule(
+        0,
+        _CSV_FUNCS[func],
+        low,
+        MAX_BYTES if high == -1 else high,
+        Decision(algo, proto, max(channels, 0)),
+    )
+
+
+def _uncovered(rule: Rule, before: list[Rule]) -> list[Rule]:
+    """The parts of ``rule`` that no earlier rule of its collective covers."""
+    parts = [(rule.min_bytes, rule.max_bytes)]
+    for old in before:
+        if old.func == rule.func:
+            parts = [
+                part
+                for low, high in parts
+                for part in ((low, min(high, old.min_bytes - 1)), (max(low, old.max_bytes + 1), high))
+                if part[0] <= part[1]
+            ]
+    return [Rule(0, rule.func, low, high, rule.decision) for low, high in dict.fromkeys(parts)]
+
+
+def _from_json(text: str, n_ranks: int | None) -> Table:
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno}: {error.msg}") from None
+    if not isinstance(content, dict) or content.get("dynamiccl_table") != FORMAT:
+        version = content.get("dynamiccl_table") if isinstance(content, dict) else None
+        raise ValueError(f"table of format {version}, this release reads {FORMAT}")
+    rules = content.get("rules")
+    if not isinstance(rules, list):
+        raise ValueError("'rules' must be a list")
+    return Table(1, tuple(_json_rule(number, row, n_ranks) for number, row in enumerate(rules, 1)))
+
+
+def _json_rule(number: int, row: Any, n_ranks: int | None) -> Rule:
+    known = {"func", "min_bytes", "max_bytes", "min_bytes_per_rank", "max_bytes_per_rank"}
+    known |= {"algo", "proto", "n_channels", "comm_id"}
+    where = f"rule {number}"
+    if not isinstance(row, dict) or not set(row) <= known:
+        raise ValueError(f"{where}: may have {', '.join(sorted(known))}")
+    if row.get("func") not in FUNCS:
+        raise ValueError(f"{where}: func is one of {', '.join(FUNCS)}")
+    sizes = []
+    for key, default in (("min_bytes", 0), ("max_bytes", MAX_BYTES)):
+        per_rank = row.get(f"{key}_per_rank")
+        if per_rank is not None and n_ranks is None:
+            raise ValueError(f"{where}: sizes per rank need the number of ranks: say it by --ranks")
+        size = row.get(key, default) if per_rank is None else per_rank
+        factor = 1 if per_rank is None else int(n_ranks or 1)
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size * factor <= MAX_BYTES:
+            raise ValueError(f"{where}: {key} is a whole number of bytes")
+        sizes.append(size * factor)
+    n_channels, comm_id = row.get("n_channels", 0), row.get("comm_id", 0)
+    if not isinstance(n_channels, int) or not isinstance(comm_id, int) or not 0 <= comm_id < 2**64:
+        raise ValueError(f"{where}: n_channels and comm_id are whole numbers")
+    if sizes[0] > sizes[1]:
+        raise ValueError(f"{where}: sizes {sizes[0]} to {sizes[1]} are no range")
+    try:
+        decision = Decision(row.get("algo"), row.get("proto"), n_channels)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return Rule(comm_id, str(row["func"]), sizes[0], sizes[1], decision)
+
+
+def _is_int(text: str) -> bool:
+    return text.removeprefix("-").isdigit()

@@ -1,0 +1,199 @@
+"""Tables in files, jobs under a fixed table, and the doctor."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from dynamiccl.envs.nccl.tables import MAX_BYTES, from_csv, load_table, to_csv, to_json
+from dynamiccl.envs.nccl.traps import TRAPS, Facts, examine, gather
+from dynamiccl.traces.records import PAIRS, Decision, Rule, Table
+from hypothesis import given
+from hypothesis import strategies as st
+
+CSV = """
+# as NVIDIA's example plugin has it
+allgather,0,65536,ring,ll,2,-1,-1
+reducescatter,0,1048576,ring,ll128,-1,2,16,-1,-1
+allgather,32768,4194304,ring,simple,16,-1,-1
+allgather,0,-1,nvls,simple,8,1,8
+allgather,0,99,pat,simple,8,-1,-1,4
+"""
+
+
+def test_csv_means_the_first_line_that_fits():
+    table = from_csv(CSV, n_ranks=16, n_nodes=2)
+    assert table.rules == (
+        Rule(0, "all_gather", 0, 65536, Decision("ring", "ll", 2)),
+        Rule(0, "reduce_scatter", 0, 1048576, Decision("ring", "ll128", 0)),  # unset stays unset
+        Rule(0, "all_gather", 65537, 4194304, Decision("ring", "simple", 16)),
+    )
+    other = from_csv(CSV, n_ranks=8, n_nodes=1)
+    assert Rule(0, "all_gather", 4194305, MAX_BYTES, Decision("nvls", "simple", 8)) in other.rules
+
+
+rules = st.lists(
+    st.tuples(st.integers(0, 1000), st.integers(0, 1000), st.sampled_from(PAIRS), st.sampled_from([0, 4])), max_size=8
+)
+
+
+@given(rules, st.integers(0, 1000))
+def test_csv_lookup_equals_a_linear_scan(drawn, n_bytes):
+    lines = [(min(a, b), max(a, b), pair, n) for a, b, pair, n in drawn]
+    text = "\n".join(f"allgather,{low},{high},{p[0]},{p[1]},{n or -1},-1,-1" for low, high, p, n in lines)
+    table = from_csv(text)
+    table.to_array()
+    wanted = next((Decision(*p, n) for low, high, p, n in lines if low <= n_bytes <= high), None)
+    got = [rule.decision for rule in table.rules if rule.min_bytes <= n_bytes <= rule.max_bytes]
+    assert got == ([wanted] if wanted else [])
+
+
+def test_there_and_back(tmp_path):
+    table = Table(
+        1,
+        (
+            Rule(0, "all_gather", 0, 100, Decision("ring", "ll")),
+            Rule(0, "reduce_scatter", 5, MAX_BYTES, Decision("pat", "simple", 64)),
+        ),
+    )
+    for name, text in (("t.json", to_json(table)), ("t.csv", to_csv(table))):
+        (tmp_path / name).write_text(text)
+        assert load_table(tmp_path / name) == table
+    own = Table(1, (Rule(7, "all_gather", 0, 9, Decision(None, None, 4)),))
+    (tmp_path / "own.json").write_text(to_json(own))
+    assert load_table(tmp_path / "own.json") == own
+    with pytest.raises(ValueError, match="communicator"):
+        to_csv(own)
+
+
+def test_sizes_per_rank(tmp_path):
+    rule = {"func": "all_gather", "max_bytes_per_rank": 1024, "algo": "ring", "proto": "ll"}
+    (tmp_path / "t.json").write_text(json.dumps({"dynamiccl_table": 1, "rules": [rule]}))
+    assert load_table(tmp_path / "t.json", n_ranks=8).rules[0].max_bytes == 8192
+    with pytest.raises(ValueError, match="--ranks"):
+        load_table(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("allgather,0,1,ring,ll,2,-1", "line 1: 7 fields"),
+        ("allgather,0,1,ring,ll,2,-1,-1\nallgather,0,1,rnig,ll,2,-1,-1", "line 2: unknown name 'rnig'"),
+        ("allgather,0,x,ring,ll,2,-1,-1", "whole numbers"),
+        ("allgather,5,1,ring,ll,2,-1,-1", "no range"),
+        ("allgather,0,1,ring,ll,99,-1,-1", "0 .NCCL decides. to 64"),
+        ("allgather,0,1,ring,ll,2,-1,16", "--ranks"),
+        ("{", "line 1"),
+        ("{}", "format None"),
+        ('{"dynamiccl_table": 2}', "format 2, this release reads 1"),
+        ('{"dynamiccl_table": 1, "rules": [{"func": "allgather"}]}', "rule 1: func is one of"),
+        ('{"dynamiccl_table": 1, "rules": [{"func": "all_gather", "algo": "ring"}]}', "set together"),
+        ('{"dynamiccl_table": 1, "rules": [{"func": "all_gather", "min_bytes": -1}]}', "min_bytes"),
+        ('{"dynamiccl_table": 1, "rules": [{"func": "all_gather"}, {"func": "all_gather"}]}', "overlap"),
+    ],
+)
+def test_bad_tables_name_place_and_cure(tmp_path, text, says):
+    path = tmp_path / "t"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=says) as raised:
+        load_table(path)
+    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+JOB = """
+import numpy as np, os
+from dynamiccl.envs.nccl.build import plugin_path
+from dynamiccl.envs.sim.nccl_caller import Communicator
+comm = Communicator(plugin_path(), 5, 8, 1, 0, os.environ["RELEASE"])
+cost = np.full((7, 3), -1, np.float32)
+cost[1] = 10, 20, 30
+print(comm.get_coll_info("all_gather", 4096, cost), *comm.choose(cost))
+"""
+
+
+def run(*args: str, **env: str) -> subprocess.CompletedProcess:
+    program = "from dynamiccl.agent.commands.{0} import {0}; import typer; a = typer.Typer(); a.command()({0}); a()"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "DYNAMICCL_"))}
+    command = [sys.executable, "-c", program.format(args[0]), *args[1:]]
+    return subprocess.run(command, env=clean | env, capture_output=True, text=True, check=False)
+
+
+def test_apply_runs_a_job_under_the_table(tmp_path):
+    path = tmp_path / "nccl_tuner.conf"
+    path.write_text("allgather,0,65536,ring,simple,4,-1,-1\n")
+    for release in ("2.22.3", "2.29.7"):
+        done = run("apply", str(path), "--", sys.executable, "-c", JOB, RELEASE=release)
+        assert done.stdout.split() == ["4", "1", "2"], done.stderr
+    assert json.loads(run("apply", str(path), "--convert", "json").stdout)["rules"][0]["n_channels"] == 4
+
+
+def test_apply_says_what_is_wrong(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("allgather,0,65536,ring,simple,4,-1,-1\n")
+    for args, says in (
+        ((str(tmp_path / "none"),), "cannot be read"),
+        ((str(path),), "say what to run"),
+        ((str(path), "--", "no-such-program"), "not a program"),
+        ((str(path), "--convert", "xml"), "json or csv"),
+    ):
+        done = run("apply", *args)
+        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def table(*decisions: Decision) -> Table:
+    return Table(1, tuple(Rule(0, "all_gather", i, i, d) for i, d in enumerate(decisions)))
+
+
+SEEDED = {
+    "NCCL_ALGO": Facts({"NCCL_ALGO": "Ring"}),
+    "NCCL_PROTO": Facts({"NCCL_PROTO": "^LL128"}),
+    "NCCL_TUNER_PLUGIN": Facts({"NCCL_TUNER_PLUGIN": "libnccl-ofi-tuner.so"}),
+    "NCCL_PROFILER_PLUGIN": Facts({"NCCL_PROFILER_PLUGIN": "inspector"}),
+    "NCCL_NET_PLUGIN": Facts({"NCCL_NET_PLUGIN": "aws-ofi"}),
+    "old NCCL": Facts(nccl=(2, 21, 5)),
+    "no profiler": Facts(nccl=(2, 26, 2)),
+    "plugin path": Facts({"NCCL_TUNER_PLUGIN": "/x/libnccl-tuner-dynamiccl.so"}, nccl=(2, 27, 3)),
+    "profiler fault": Facts(nccl=(2, 30, 3)),
+    "profiler overhead": Facts(nccl=(2, 31, 2)),
+    "channels": Facts(nccl=(2, 32, 3)),
+    "channel limit": Facts({"NCCL_MAX_NCHANNELS": "4"}, table=table(Decision("ring", "ll", 8))),
+    "never offered": Facts(table=table(Decision("ring", "ll"), Decision("tree", "ll"))),
+    "bypass": Facts({"NCCL_CTA_POLICY": "2"}),
+    "CTA policy": Facts({"NCCL_CTA_POLICY": "1"}),
+    "ranks on a GPU": Facts(nccl=(2, 29, 7), n_gpus=1, ranks_per_node=2),
+    "autoload": Facts({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
+    "compiler": Facts(has_compiler=False),
+    "shared memory": Facts(n_gpus=8, shm_free=64 * 2**20),
+    "CPU vendors": Facts(nccl=(2, 21, 5)),
+    "fixed table": Facts({"DYNAMICCL_TABLE": "x", "DYNAMICCL_RUN": "/y"}),
+}
+
+
+@pytest.mark.parametrize("name", list(SEEDED))
+def test_each_trap_is_found(name):
+    found = {finding.name: finding for finding in examine(SEEDED[name])}
+    assert name in found and found[name].cure
+    assert len(SEEDED) == len(TRAPS)
+
+
+def test_a_clean_environment_has_none():
+    clean = Facts({}, (2, 29, 7), 8, 8, 2**33, True, table(*(Decision(*pair, 8) for pair in PAIRS)))
+    assert examine(clean) == []
+    assert examine(Facts()) == []
+
+
+def test_doctor_reads_the_environment_and_the_configuration_file(tmp_path):
+    conf = tmp_path / "nccl.conf"
+    conf.write_text("# site defaults\nNCCL_ALGO=Tree # set in 2021\n")
+    done = run("doctor", "--json", NCCL_CONF_FILE=str(conf), HOME=str(tmp_path))
+    assert done.returncode == 1 and [f["name"] for f in json.loads(done.stdout)] == ["NCCL_ALGO"]
+    done = run("doctor", HOME=str(tmp_path))
+    assert done.returncode == 0 and "nothing in the way" in done.stdout, done.stdout
+    done = run("doctor", "--table", str(tmp_path / "none"), HOME=str(tmp_path))
+    assert done.returncode == 2 and "cannot be read" in done.stderr
+
+
+def test_ranks_per_node_from_the_command():
+    assert gather(["torchrun", "--nproc_per_node=4", "train.py"]).ranks_per_node == 4
+    assert gather(["torchrun", "--nproc-per-node", "8"]).ranks_per_node == 8
