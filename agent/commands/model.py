@@ -17,26 +17,34 @@ _NAMES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_red
 
 
 def model(
-    cluster: Annotated[str, typer.Option(help="Cluster preset, its kind, or a .toml file.")] = "dgx-h100-1x8",
+    cluster: Annotated[
+        str, typer.Option(help="Cluster preset, its kind, a .toml file or a NCCL .log.")
+    ] = "dgx-h100-1x8",
     nodes: Annotated[int | None, typer.Option(help="Number of nodes, where it is not the preset's.")] = None,
     nccl: Annotated[str | None, typer.Option(help="NCCL release, for example 2.28.9.")] = None,
     func: Annotated[str | None, typer.Option(help="Only all_gather, reduce_scatter or all_reduce.")] = None,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    toml: Annotated[bool, typer.Option("--toml", help="Print the cluster itself, as a file for --cluster.")] = False,
 ) -> None:
     """Print NCCL's prices, choice and channels for 1 KiB to 4 GiB: its own model, not a measurement."""
     from ...envs.sim import clusters
 
     if func is not None and func not in _NAMES:
         fail(f"unknown collective {func!r}: give one of {', '.join(_NAMES)}")
-    if csv and json_:
-        fail("give --csv or --json, not both")
+    if csv + json_ + toml > 1:
+        fail("give one of --csv, --json and --toml")
     if nodes is not None and nodes < 1:
         fail(f"--nodes must be at least 1, not {nodes}")
     try:
         preset = clusters.resize(clusters.find(cluster, nodes), nodes, nccl)
     except ValueError as error:
         fail(str(error))
+    if toml:
+        from ...envs.sim.nccl_log import to_toml
+
+        print(to_toml(preset), end="")
+        return
     rows = [row for name in _NAMES if func in (None, name) for row in _rows(preset, name)]
     if json_:
         json.dump(rows, sys.stdout, indent=1)

@@ -267,19 +267,29 @@ def preset_names() -> tuple[str, ...]:
     return tuple(_tables())
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
+def _preset(name: str) -> Cluster:
+    return from_mapping(name, _tables()[name])
+
+
 def cluster(name: str) -> Cluster:
-    """The preset of that name, or the cluster in a TOML file at that path.
+    """The preset of that name, or the cluster in the TOML file or NCCL log (.log, .txt) at that path.
 
     Raises ValueError naming the presets (near ones first) for an unknown name, what is wrong for a bad file.
     """
     if name in _tables():
-        return from_mapping(name, _tables()[name])
+        return _preset(name)
     if name.endswith(".toml"):
         return _read(Path(name))
+    if name.endswith((".log", ".txt")):
+        from . import nccl_log
+
+        return nccl_log.read(Path(name))
     near = difflib.get_close_matches(name, preset_names(), 3, 0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(f"no cluster preset {name!r}: {hint}presets are {', '.join(preset_names())}; or a path to a .toml")
+    raise ValueError(
+        f"no cluster preset {name!r}: {hint}presets are {', '.join(preset_names())}; or a .toml or NCCL .log file"
+    )
 
 
 def _read(path: Path) -> Cluster:
