@@ -181,7 +181,7 @@ def peak_of_gradients(bucket_bytes: int, layers: int) -> tuple[int, int, int]:
 def test_stage_2_never_holds_all_gradients(two: World) -> None:  # noqa: F811
     bucket, largest = 2**14, 2 * 256 * 32
     for peak, everything, buffers in two.run(peak_of_gradients, bucket, 6):
-        assert buffers == 2 * bucket + 0 or buffers < 3 * bucket  # two full ones, and the shorter last bucket's
+        assert buffers < 3 * bucket  # two full ones, and the shorter last bucket's
         assert peak <= buffers + bucket + largest < everything / 2
 
 
@@ -208,7 +208,7 @@ def bytes_of_a_step(settings: dict[str, Any]) -> tuple[dict[str, int], int, int]
     for call in log.calls:
         total[call.func] = total.get(call.func, 0) + call.n_bytes
     units = {u.unit.name: sum(b.numel for b in u.buckets) for u in engine.sharded.units}
-    kept = 2 * (units.get("root", 0) + units.get("head", 0))
+    kept = 2 * sum(units.get(name, 0) for name in ("root", "head", "blocks.2"))  # what forward ends with, prefetch 1
     return total, 2 * sum(b.numel for b in engine.buckets), kept
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -18,6 +19,7 @@ from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.model import ModelConfig, Transformer
 from dynamiccl.zero_workload.peers import PEERS, Peer
 from test_zero import World, adamw, two  # noqa: F401  (fixture)
+from torch.distributed.fsdp import fully_shard
 
 MODEL = ModelConfig(layers=6, width=192, heads=6, seq=64)
 
@@ -57,8 +59,64 @@ def test_not_slower_than_the_library(name: str, two: World) -> None:  # noqa: F8
     assert ratio(ours, theirs) <= 1.15
 
 
+LARGER = ModelConfig(layers=4, width=256, heads=4, seq=128)
+DELAY_MS = 20
+
+
+def delayed(rounds: int) -> dict[str, list[float]]:
+    """Milliseconds a step, ours at stage 3 and FSDP2, with every collective free and with 20 ms on the stream each."""
+    from dynamiccl.envs.sim import backend, timeline
+
+    os.environ.update(DYNAMICCL_CLUSTER="dgx-h100-2x8")
+    timeline.Timeline._duration_ns = lambda *_: int(DELAY_MS * 1e6)
+    timeline.Fabric.slowdown = lambda *_: 0.0
+    backend.register()
+    groups = {"free": dist.new_group(backend="gloo"), "delayed": dist.new_group(backend="emulated")}
+    corpus, rank = Corpus(None, LARGER.seq), dist.get_rank()
+    batch = corpus.batch(8 * rank, 8 * rank + 8, step=0, seed=0)
+    jobs: dict[str, tuple[torch.nn.Module, Any]] = {}
+    for kind, group in groups.items():
+        torch.manual_seed(0)
+        model = Transformer(LARGER)
+        # the same units as FSDP2's: each block, and all else with the root
+        ours = zero(model, adamw(1e-3), stage=3, group=group, param_dtype=torch.float32, min_unit=2**20)
+        jobs[f"ours {kind}"] = model, ours
+        model = Transformer(LARGER)
+        mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        jobs[f"fsdp2 {kind}"] = model, adamw(1e-3)(model.parameters())
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(rounds + 2):
+        for name, (model, engine) in jobs.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            model(*batch).backward()
+            engine.step()
+            if name.startswith("fsdp2"):
+                engine.zero_grad()
+            if turn > 1:
+                times[name].append((time.perf_counter() - begin) * 1e3)
+    return times
+
+
+def hidden_share(times: dict[str, list[float]]) -> float:
+    """Of the time that FSDP2 waits for delayed collectives, the share that our stage 3 does not."""
+    step = {name: statistics.median(values) for name, values in times.items()}
+    theirs = step["fsdp2 delayed"] - step["fsdp2 free"]
+    return 1 - (step["ours delayed"] - step["ours free"]) / theirs
+
+
+def test_stage_3_hides_what_fsdp2_exposes_on_cpu(two: World) -> None:  # noqa: F811
+    assert hidden_share(two.run(delayed, 4)[0]) >= 0.5
+
+
 if __name__ == "__main__":
     world = World(2)
+    result = world.run(delayed, 8, timeout=600)[0]
+    print({name: round(statistics.median(values)) for name, values in result.items()})
+    print(f"{DELAY_MS} ms a collective: stage 3 hides {hidden_share(result):.0%} of what FSDP2 exposes", flush=True)
     for peer in ["ddp", "zero-optimizer", "fsdp2-no-reshard", "fsdp2"]:
         a, b = world.run(interleaved, peer, int(sys.argv[1]) if len(sys.argv) > 1 else 20, 3, timeout=600)[0]
         print(

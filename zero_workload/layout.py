@@ -36,6 +36,7 @@ class Settings:
     classic: bool
     keep_last: bool
     loss_scale: float
+    min_unit: int
     whole_params: bool = False
 
     @property
@@ -152,11 +153,11 @@ def whole(params: Sequence[tuple[int, int]], n_ranks: int) -> list[Bucket]:
     return [bucket]
 
 
-def find_units(model: nn.Module, unit: str = "block") -> list[Unit]:
+def find_units(model: nn.Module, unit: str = "block", min_unit: int = MIN_UNIT) -> list[Unit]:
     """Split ``model`` into gather units; together they hold every parameter exactly once, the root's first.
 
     ``unit="block"``: one unit for each element of a ``ModuleList`` / ``Sequential`` / ``ModuleDict`` (a transformer's
-    blocks), one for each other module with at least ``MIN_UNIT`` elements (embedding, head). What is left - small
+    blocks), one for each other module with at least ``min_unit`` elements (embedding, head). What is left - small
     modules, and parameters shared between units - belongs to the root, which stays gathered during the whole pass.
     ``unit="layer"``: as above, and each direct child of a block (attention, MLP) is a unit of its own: smaller
     messages and less memory, more collectives. A unit's parameters may be used only inside its module's ``forward``.
@@ -179,7 +180,7 @@ def find_units(model: nn.Module, unit: str = "block") -> list[Unit]:
                 found.extend((f"{path}.{n}", m, block) for n, m in parts if any(True for _ in m.parameters()))
             elif any(isinstance(m, _CONTAINERS) for m in child.modules()):
                 walk(child, f"{path}.")
-            elif numel >= MIN_UNIT:
+            elif numel >= min_unit:
                 found.append((path, child, -1))
 
     walk(model, "")

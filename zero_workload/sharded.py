@@ -199,8 +199,9 @@ class Sharded:
             for tensor in tree_flatten(output)[0]:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, unit))
-            last = self._cursor == len(self.order) and unit is self.order[-1]
-            if self.settings.keep_last and (unit.unit.name == "root" or (last and self._known)):
+            # Backward begins with these: it would gather them again at once.
+            last = self._known and unit in self.order[-1 - self.prefetch :]
+            if self.settings.keep_last and (last or unit.unit.name == "root"):
                 return
         self.free(unit)
 

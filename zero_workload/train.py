@@ -11,18 +11,24 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from .checkpoint import load, save
 from .data import Corpus
 from .launch import BadInput, Failed, launch, report
-from .model import ModelConfig, Transformer
-from .zero import zero
+from .model import CHECKPOINTS, ModelConfig, Transformer
+from .optim import Adan, Lion, Muon
+from .peers import PEERS, Peer
+from .planner import advice
+from .zero import Engine, zero
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -50,6 +56,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--bucket-mb", type=float, default=1.0, help="bucket size in MiB, stages 0 to 2")
     p.add_argument("--unit", choices=("block", "layer"), default="block", help="what stage 3 gathers at once")
     p.add_argument("--prefetch", default="1", help="units stage 3 gathers ahead: a number, or auto")
+    p.add_argument("--hybrid", type=int, metavar="N", help="at stage 3, replicate units below N elements")
+    p.add_argument("--classic", action="store_true", help="stage 1 all-reduces gradients")
+    p.add_argument("--optimizer", choices=("adamw", "adan", "lion", "muon"), default="adamw", help="muon: stages 0, 1")
+    p.add_argument("--recompute", choices=CHECKPOINTS, default="none", help="activation checkpointing")
+    p.add_argument("--recompute-every", type=int, default=1, help="blocks a segment; 0: the root of --layers")
+    p.add_argument("--peer", choices=tuple(PEERS), help="train under a library's implementation instead of ours")
+    p.add_argument("--save", type=Path, metavar="FOLDER", help="write checkpoints there, and at the end")
+    p.add_argument("--save-every", type=int, default=0, metavar="N", help="also every N steps")
+    p.add_argument("--resume", type=Path, metavar="FOLDER", help="go on from the newest checkpoint there")
     p.add_argument("--log", type=Path, metavar="FILE", help="JSON lines: the run, then one a step")
     p.add_argument("--log-every", type=int, help="read the loss every so many steps; default 1, on cuda 10")
     p.add_argument("--json", type=Path, metavar="FILE", help="write a summary")
@@ -69,6 +84,14 @@ def check(args: argparse.Namespace) -> None:
     for name in ("steps", "ranks", "batch", "accumulate"):
         if getattr(args, name) < 1:
             raise BadInput(f"--{name} starts at 1, not {getattr(args, name)}")
+    if args.peer and (args.save or args.resume):
+        raise BadInput("--save and --resume work with our stages only, not with --peer")
+    if args.peer:
+        args.stage = PEERS[args.peer]
+    if (args.hybrid is not None and args.stage != 3) or (args.classic and args.stage != 1):
+        raise BadInput("--hybrid needs --stage 3, --classic needs --stage 1")
+    if args.optimizer == "muon" and args.stage >= 2:
+        raise BadInput("muon needs whole matrices, stages 2 and 3 cut them up: take --stage 1")
     if args.bucket_mb <= 0:
         raise BadInput("--bucket-mb must be above 0")
     if args.prefetch != "auto" and not args.prefetch.isdigit():
@@ -94,7 +117,17 @@ def check(args: argparse.Namespace) -> None:
 
 def config(args: argparse.Namespace) -> ModelConfig:
     """The model that the command line asks for."""
-    return ModelConfig(args.layers, args.width, args.heads, args.seq)
+    recompute = {"checkpoint": args.recompute, "checkpoint_every": args.recompute_every}
+    return ModelConfig(args.layers, args.width, args.heads, args.seq, **recompute)
+
+
+def optimizer_of(args: argparse.Namespace) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """The optimizer that the command line asks for, of a list of parameters."""
+    if args.optimizer == "adan":
+        return partial(Adan, lr=args.lr, previous_dtype=DTYPES[args.dtype])
+    if args.optimizer == "adamw":
+        return partial(torch.optim.AdamW, lr=args.lr, fused=True)
+    return partial(Lion if args.optimizer == "lion" else Muon, lr=args.lr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,11 +188,17 @@ def work(args: argparse.Namespace) -> None:
     else:
         torch.set_num_threads(1)
     dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout))
+    job = None
     try:
-        Job(args, device, stop).run()
-    finally:
-        if sys.exc_info()[0] is None:
-            dist.destroy_process_group()
+        job = Job(args, device, stop)
+        job.run()
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        n_params = 12 * args.layers * args.width**2 if job is None else job.n_params
+        precision = "fp32" if args.dtype == "fp32" else "mixed"
+        raise Failed(f"out of memory: {advice(n_params, dist.get_world_size(), args.stage, precision)}") from error
+    dist.destroy_process_group()
 
 
 class Job:
@@ -173,17 +212,29 @@ class Job:
         model = Transformer(config(args)).to(device)
         self.n_params = sum(p.numel() for p in model.parameters())
         self.model = model
-        self.engine = zero(
-            model,
-            lambda shards: torch.optim.AdamW(shards, lr=args.lr, fused=True),
-            stage=args.stage,
-            bucket_bytes=int(args.bucket_mb * 2**20),
-            prefetch=args.prefetch if args.prefetch == "auto" else int(args.prefetch),
-            param_dtype=DTYPES[args.dtype],
-            gradient_accumulation=args.accumulate,
-            max_norm=args.clip,
-            unit=args.unit,
-        )
+        settings = {
+            "bucket_bytes": int(args.bucket_mb * 2**20),
+            "param_dtype": DTYPES[args.dtype],
+            "max_norm": args.clip,
+        }
+        self.engine: Engine | Peer
+        if args.peer:
+            self.engine = Peer(args.peer, model, optimizer_of(args), accumulation=args.accumulate, **settings)
+            self.model = self.engine.model
+        else:
+            prefetch = args.prefetch if args.prefetch == "auto" else int(args.prefetch)
+            kind = {"stage": args.stage, "unit": args.unit, "hybrid": args.hybrid, "classic": args.classic}
+            self.engine = zero(
+                model, optimizer_of(args), prefetch=prefetch, gradient_accumulation=args.accumulate, **kind, **settings
+            )
+        self.first = 0
+        if args.resume and isinstance(self.engine, Engine):
+            try:
+                self.first = load(self.engine, args.resume)
+            except ValueError as error:
+                raise BadInput(str(error)) from error
+            if self.first >= args.steps:
+                raise BadInput(f"the checkpoint is of step {self.first}: give more than {self.first} --steps")
         self.log: TextIO | None = args.log.open("w") if args.log and self.rank == 0 else None
 
     def run(self) -> None:
@@ -195,6 +246,7 @@ class Job:
             "n_params": self.n_params,
             "n_ranks": self.size,
             "stage": args.stage,
+            "peer": args.peer,
             "backend": args.backend,
             "device": str(self.device),
             "dtype": args.dtype,
@@ -209,7 +261,7 @@ class Job:
         times: list[float] = []
         losses: list[float] = []
         begin = time.perf_counter()
-        for step in range(args.steps):
+        for step in range(self.first, args.steps):
             seen = self._step(step)
             if (step + 1) % every and step + 1 < args.steps:
                 continue
@@ -221,9 +273,15 @@ class Job:
             self._write({"step": step, "loss": loss, "step_ms": round(times[-1], 3)})
             if (step + 1) % max(10, every) == 0 or step + 1 == args.steps:
                 self._say(f"step {step + 1:5d}/{args.steps}  loss {loss:.4f}  {statistics.median(times[-10:]):.0f} ms")
+            if args.prefetch == "auto" and isinstance(self.engine, Engine) and step == self.first + 2:
+                self._say(f"prefetch {self.engine.prefetch}: {self.engine.sharded.prefetch_reason}")
+            if args.save_every and (step + 1) % args.save_every == 0 and step + 1 < args.steps:
+                self._save(step + 1)
+                begin = time.perf_counter()
             if stopped:
                 self._say(f"stopped after step {step + 1}")
                 break
+        self._save(step + 1)
         held_out = self._held_out()
         self._say(f"held-out loss {held_out:.4f}")
         if args.json and self.rank == 0:
@@ -263,6 +321,10 @@ class Job:
         if bad:
             raise Failed(f"the loss is not finite at step {step} on ranks {bad}: lower --lr, or look at the data")
         return sum(losses) / len(losses), stopped > 0
+
+    def _save(self, step: int) -> None:
+        if self.args.save and isinstance(self.engine, Engine):
+            self._say(f"saved {save(self.engine, self.args.save, step)}")
 
     @torch.no_grad()
     def _held_out(self) -> float:

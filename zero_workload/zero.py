@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .comm import Collectives
-from .layout import Bucket, Settings, find_units, storage_bytes
+from .layout import MIN_UNIT, Bucket, Settings, find_units, storage_bytes
 from .reducer import Reducer
 from .replicated import Replicated
 from .sharded import Sharded
@@ -39,6 +39,7 @@ def zero(
     classic: bool = False,
     keep_last: bool = True,
     loss_scale: float = 2.0**16,
+    min_unit: int = MIN_UNIT,
 ) -> Engine:
     """Make ``model`` train under ZeRO. The model is changed in place: its parameters become views of flat buffers.
 
@@ -62,8 +63,10 @@ def zero(
         unit: ``"block"`` or ``"layer"``: what stage 3 gathers at once, see ``layout.find_units``.
         hybrid: at stage 3, units below this many elements stay replicated, as at stage 2.
         classic: stage 1 all-reduces gradients, as its first descriptions did (3/2 of the traffic).
-        keep_last: at stage 3, do not free what forward ends with and backward begins with.
+        keep_last: at stage 3, do not free what forward ends with and backward begins with: the last 1 + prefetch units
+            and the root's. Saves their second gather at no more memory than backward's own look-ahead takes.
         loss_scale: the first loss scale at float16.
+        min_unit: modules outside the blocks below this many elements join the root's unit.
 
     Returns:
         The engine: ``engine.backward(loss)`` and ``engine.step()`` in place of ``loss.backward()`` and
@@ -77,7 +80,7 @@ def zero(
     """
     settings = Settings(
         stage, bucket_bytes, prefetch, param_dtype, master_dtype, gradient_accumulation, max_norm,
-        unit, hybrid, classic, keep_last, loss_scale, whole_params=not _is_elementwise(optimizer),
+        unit, hybrid, classic, keep_last, loss_scale, min_unit, whole_params=not _is_elementwise(optimizer),
     )  # fmt: skip
     _check(model, settings)
     comm = Collectives(group, reduce_op)
@@ -130,7 +133,7 @@ class Engine:
                 param.register_post_accumulate_grad_hook(partial(self._on_grad, index))
         for buffer in model.buffers():
             comm.broadcast(buffer)
-        units = find_units(model, settings.unit)
+        units = find_units(model, settings.unit, settings.min_unit)
         small = [
             u for u in units if self.stage < 3 or sum(self.params[i].numel() for i in u.params) < (settings.hybrid or 0)
         ]
