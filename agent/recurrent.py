@@ -230,18 +230,23 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         return arrays
 
 
+#: Step time in default steps from which ``BatchVecEnv`` makes a window cost more than it loses.
+HARSH = 1.3
+
+
 class BatchVecEnv(VecEnv):
     """SB3's interface over an environment that steps ``n`` episodes at once (``envs.sim_env.BatchSim``).
 
     An episode's end is a true end (no bootstrap): the observation says how many trials are left.
     """
 
-    def __init__(self, batch: Any, n: int, tail: float = 0.0) -> None:
+    def __init__(self, batch: Any, n: int, tail: float = 0.0, risk: float = 0.0) -> None:
         """``batch`` has ``reset() -> obs`` and ``step(actions) -> (obs, reward, terminated, truncated, info)``.
 
-        ``tail``: windows that the result of a search stays in force after it.
+        ``tail``: windows that the result of a search stays in force after it. ``risk``: price of a window's step time
+        above HARSH default steps.
         """
-        self.tail = tail
+        self.tail, self.risk = tail, risk
         self.batch = batch  # before SB3 asks for attributes of it
         super().__init__(n, spaces.observation_space(), spaces.action_space())
         self.returns, self.lengths = np.zeros(n), np.zeros(n, np.int64)
@@ -258,6 +263,7 @@ class BatchVecEnv(VecEnv):
 
     def step_wait(self) -> tuple[Array, Array, Array, list[dict[str, Any]]]:  # type: ignore[override]
         """Step; infos carry SB3's ``episode`` statistics where one ended."""
+        share = np.array(self.batch.share)  # of the running episodes; a step may begin others
         obs, reward, terminated, truncated, info = self.batch.step(self.actions)
         done = np.logical_or(terminated, truncated)
         # Against what the oracle would have got: the same optimum, and tasks with much to gain do not drown the rest.
@@ -265,6 +271,7 @@ class BatchVecEnv(VecEnv):
         reward = reward - spaces.reward(oracle, oracle)
         # What the search found stays in force when it is over: that much more counts how good it is in the end.
         reward = reward + done * self.tail * (reward - spaces.TRIAL_PRICE * (trial - oracle))
+        reward = reward - self.risk * np.maximum(-info["expected_saving"] * share - (HARSH - 1), 0)
         self.returns += reward
         self.lengths += 1
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]

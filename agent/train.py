@@ -76,6 +76,7 @@ class Settings:
     imitation_rate: float = 2e-3
     ppo_rate: float = 3e-4
     gamma: float = 0.99
+    risk: float = 10.0  #: price of step time above 1.3 defaults in PPO
     tail: float = 16.0  #: windows that count for what the search found, after its end
     gae_lambda: float = 0.95
     entropy: float = 0.0
@@ -263,7 +264,7 @@ class Training:
                     self.policy.sharpen(s.sharpness)
                 part = (self.done - turn) / max(1, s.steps - turn)
                 self.model.lr_schedule = partial(_constant, s.ppo_rate * _fade(part))
-                self.model.set_env(BatchVecEnv(batch, s.n_envs, s.tail), force_reset=True)
+                self.model.set_env(BatchVecEnv(batch, s.n_envs, s.tail, s.risk), force_reset=True)
                 self.model.learn(size, reset_num_timesteps=True)
                 returns = [e["r"] for e in self.model.ep_info_buffer or ()]
                 row["return"] = round(float(np.mean(returns)), 4)

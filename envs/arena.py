@@ -192,6 +192,7 @@ class Played:
     oracle: Array  # saving of the best config at that time
     best: Array  # saving of the config that a stop would commit after this window
     share: Array  # (n,) of the slot in the step
+    noise: Array  # (n,) standard deviation of one window's relative step time
     decision_us: float  # mean time of one decision
 
     @property
@@ -223,5 +224,5 @@ def play(policy: Policy, arena: Arena, limit_us: float = 1e6) -> Played:
         obs, expected[t], configs[t] = arena.step(actions)
         oracle[t], best[t] = truth.max(axis=1), truth[rows, arena.trials.best()]
         start = np.zeros(arena.n, bool)
-    share = arena.suite.share[arena.task]
-    return Played(configs.astype(np.int64), expected, oracle, best, share, 1e6 * spent / arena.windows / arena.n)
+    share, noise = arena.suite.share[arena.task], arena.suite.noise[arena.task]
+    return Played(configs.astype(np.int64), expected, oracle, best, share, noise, 1e6 * spent / arena.windows / arena.n)

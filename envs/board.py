@@ -24,6 +24,7 @@ COLUMNS = (
         "regret over 64 windows",
         lambda row: f"{row['regret']:.2f} [{row['regret_ci95'][0]:.2f}, {row['regret_ci95'][1]:.2f}]",
     ),
+    ("runs with a window above 1.5 x", lambda row: f"{row['harsh']:.1%}"),
     ("worst window", lambda row: f"{row['worst_window']:.2f} x"),
     ("ends slower", lambda row: f"{row['slower']:.1%}"),
     ("us a decision", lambda row: f"{row['decision_us']:.0f}"),
@@ -108,11 +109,9 @@ class Board:
         cells = "".join(
             "<tr>" + "".join(f"<td>{html.escape(say(row))}</td>" for _, say in COLUMNS) + "</tr>" for row in self.rows()
         )
-        cells += "".join(
-            f"<tr><td></td><td>{html.escape(name)}</td><td colspan={len(COLUMNS) - 2}>"
-            f"refused: {html.escape(why)}</td></tr>"
-            for name, why in self.refused.items()
-        )
+        for name, why in self.refused.items():
+            reason = f"<td colspan={len(COLUMNS) - 2}>refused: {html.escape(why)}</td>"
+            cells += f"<tr><td></td><td>{html.escape(name)}</td>{reason}</tr>"
         head = "".join(f"<th>{html.escape(title)}</th>" for title, _ in COLUMNS)
         return (
             "<!doctype html><html lang='en'><head><meta charset='utf-8'><link rel='icon' href='data:,'>"
@@ -122,8 +121,8 @@ class Board:
             "td,th{padding:.35em .6em;border-bottom:1px solid #ddd;text-align:left}</style>"
             f"<script>{get_plotlyjs()}</script></head><body><h1>{html.escape(self.suite.name)}</h1>"
             f"<p>{len(self.suite)} simulated slots, suite {self.suite.digest}. All entrants meet the same tasks, the"
-            " same price mask and the same noise; scores use expected step times and are computed from replayed decisions."
-            " Entrants of the same rank cannot be told apart (95 % bootstrap interval of the paired difference). No figure"
+            " same price mask and the same noise; scores use expected step times and come from replayed decisions."
+            " Entrants of one rank cannot be told apart (95 % bootstrap interval of the paired difference). No figure"
             " here is a GPU's.</p>"
             f"<table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table>{''.join(figures)}</body></html>\n"
         )

@@ -18,8 +18,10 @@ Array = np.ndarray[Any, Any]
 NEAR = 0.02
 #: Trials after which the share of the oracle's gain is told.
 MARKS = (1, 2, 4, 8, 16, 32, 64)
-#: A step this much longer than the default's counts as slower: less than any A/A comparison could show.
-SLOWER = 0.002
+#: A window this many times the default's is one that people notice.
+HARSH = 1.5
+#: Pairs of windows of the A/A comparison that says what counts as slower.
+AA_PAIRS = 20
 
 
 def step_time(saving: Array, share: Array) -> Array:
@@ -46,6 +48,8 @@ def per_task(played: Played) -> dict[str, Array]:
     """The figures of each row, (n,): what intervals and ranks are made of.
 
     ``regret``: sum over the windows of step time over the oracle's step time, minus 1, exploration included.
+    ``is_slower``: ends slower than default by more than AA_PAIRS windows of default against default could show.
+    ``is_harsh``: had a window of more than HARSH default steps.
     """
     expected, oracle = step_time(played.expected, played.share), step_time(played.oracle, played.share)
     final, best = step_time(played.best[-1], played.share), step_time(played.oracle[-1], played.share)
@@ -58,7 +62,8 @@ def per_task(played: Played) -> dict[str, Array]:
         "gain": 1 - final,
         "oracle_gain": 1 - best,
         "worst_window": expected.max(axis=0),
-        "is_slower": (final > 1 + SLOWER).astype(float),
+        "is_slower": (final > 1 + 1.96 * played.noise * np.sqrt(2 / AA_PAIRS)).astype(float),
+        "is_harsh": (expected.max(axis=0) > HARSH).astype(float),
     }
 
 
@@ -84,6 +89,7 @@ def summary(played: Played) -> dict[str, Any]:
         "speedup": round(float(np.exp(np.log(rows["speedup"]).mean())), 4),
         "oracle_speedup": round(float(np.exp(np.log(rows["oracle_speedup"]).mean())), 4),
         "worst_window": round(float(rows["worst_window"].max()), 3),
+        "harsh": round(float(rows["is_harsh"].mean()), 4),
         "slower": round(float(rows["is_slower"].mean()), 4),
         "decision_us": round(played.decision_us, 1),
     }
