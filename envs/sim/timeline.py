@@ -208,4 +208,3 @@ def part_of(cluster: Cluster, n_processes: int, world: int) -> Cluster:
 def comm_id_of(name: str) -> int:
     """A communicator's id from its group name: equal on all ranks, never 0 (0 means any in a table)."""
     return (zlib.crc32(name.encode()) << 32 | zlib.crc32(name[::-1].encode())) or 1
-
