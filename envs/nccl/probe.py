@@ -20,13 +20,14 @@ from typing import Any
 
 from ...traces.records import STEP, STEP_DTYPE, UNSET
 from .agreement import Agreement, Local, Published
+from .gauges import Gauges, Reading
 from .plugin import Plugin
 
 # STEP_DTYPE as one struct: packing it is five times faster than filling a numpy record.
 _STEP = struct.Struct("<QBBBBBBHQQII" + "IIqqQQdff" + "32x")
 assert _STEP.size == STEP_DTYPE.itemsize
 _NAN = float("nan")
-_MEMORY_EVERY_NS = 500_000_000  # cudaMemGetInfo takes the driver's lock
+_GAUGES_EVERY_NS = 500_000_000  # the driver takes a lock for each
 #: Kernel times are taken in one step of so many; 0 = never.
 SAMPLE_EVERY = int(os.environ.get("DYNAMICCL_SAMPLE_EVERY", "8"))
 
@@ -45,8 +46,9 @@ class Probe:
         self._attempts = 0
         self._agreement: Agreement | Local | None = None
         self._clock: _CudaClock | None = None
-        self._memory = (0, 0)
-        self._memory_ns = 0
+        self._gauges: Gauges | None = None
+        self._reading = Reading()
+        self._read_ns = 0
         self._rank = 0
         self._tried = self._off = False
         self._measures = True
@@ -95,7 +97,9 @@ class Probe:
     def _measure(self, plugin: Plugin, cuda: bool) -> None:
         now = time.monotonic_ns()
         if self._clock is None and cuda:
-            self._clock = _CudaClock(plugin)
+            import torch
+
+            self._clock, self._gauges = _CudaClock(plugin), Gauges(torch.cuda)
             self._last_ns = 0
         if self._last_ns:
             self._end_step(plugin, now)
@@ -106,10 +110,11 @@ class Probe:
             plugin.sample(self._step % SAMPLE_EVERY == 0)
 
     def _end_step(self, plugin: Plugin, now: int) -> None:
-        if self._clock and now - self._memory_ns > _MEMORY_EVERY_NS:
-            self._memory, self._memory_ns = self._clock.memory(), now
+        if self._gauges and now - self._read_ns > _GAUGES_EVERY_NS:
+            self._reading, self._read_ns = self._gauges.read(), now
         ended = (STEP, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, self._step, plugin.generation)
-        figures = (*self._memory, _NAN, _NAN, _NAN)
+        seen = self._reading
+        figures = (seen.memory_used, seen.memory_total, _NAN, seen.sm_utilization, seen.power_w)
         if self._clock:
             self._clock.mark((ended, self._rank, now, figures))
             plugin.begin_step(self._step + 1)
@@ -170,11 +175,6 @@ class _CudaClock:
             duration_ns = int(begin.elapsed_time(end) * 1e6)
             self._plugin.emit(_STEP.pack(0, *ended, rank, 0, end_ns, duration_ns, *figures))
             self._free.append(begin)
-
-    def memory(self) -> tuple[int, int]:
-        """Bytes used and bytes there are on this process's GPU."""
-        free, total = self._cuda.mem_get_info()
-        return total - free, total
 
 
 _probe: Probe | None = None
