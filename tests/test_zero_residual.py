@@ -1,0 +1,250 @@
+"""ZeRO-R and what needs no ranks: partitioned checkpoints, the planner, dry runs, the job's command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dynamiccl.zero_workload.data import Corpus
+from dynamiccl.zero_workload.dryrun import dry_run
+from dynamiccl.zero_workload.model import PRESETS, ModelConfig, Transformer
+from dynamiccl.zero_workload.planner import Request, activation_elements, advice, plan, stage_bytes
+from dynamiccl.zero_workload.remat import Partition, best_interval
+from test_zero import World, two  # noqa: F401  (fixture)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+# Partitioned activation checkpoints (P_a) under torch's tensor parallelism ------------------------------------------
+
+SHAPE = ModelConfig(layers=4, width=32, heads=2, seq=16, checkpoint="block", checkpoint_every=1)
+
+
+class Counting(Partition):
+    """Counts the elements kept, and whether they lie in the arena."""
+
+    kept = 0
+    in_arena = 0
+
+    def save(self, tensor: torch.Tensor) -> Any:
+        saved = super().save(tensor)
+        part = saved if isinstance(saved, torch.Tensor) else saved[0]
+        self.kept += part.numel()
+        self.in_arena += 0 if isinstance(saved, torch.Tensor) else part.numel() * saved[2]
+        return saved
+
+
+def tensor_parallel(partitioned: bool, arena: int) -> tuple[float, list[float], int, int]:
+    """Loss, some gradients, elements of checkpoints this rank keeps, and those in the arena."""
+    torch.manual_seed(0)
+    partition = Counting(None, arena=arena) if partitioned else None
+    model = Transformer(SHAPE, partition)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
+    for _ in range(2):  # the second pass finds the arena free again
+        model.zero_grad()
+        if isinstance(partition, Counting):
+            partition.kept = partition.in_arena = 0
+        loss = model(*Corpus(None, SHAPE.seq).batch(0, 3, step=0, seed=0))
+        loss.backward()
+    grads = model.embed.weight.grad.flatten()[:2000].tolist()
+    kept, in_arena = (partition.kept, partition.in_arena) if isinstance(partition, Counting) else (0, 0)
+    return loss.item(), grads, kept, in_arena
+
+
+def test_checkpoints_are_divided_by_the_tensor_parallel_degree(two: World) -> None:  # noqa: F811
+    inputs = SHAPE.layers * 3 * SHAPE.seq * SHAPE.width
+    whole = two.run(tensor_parallel, False, 0)[0]
+    for arena, in_arena in ((0, 0), (inputs // 2, inputs // 2)):
+        loss, grads, kept, there = two.run(tensor_parallel, True, arena)[0]
+        assert loss == whole[0] and grads == whole[1]
+        assert kept == inputs // 2
+        assert there == in_arena
+
+
+def test_best_interval_minimises_what_is_kept() -> None:
+    for layers in (4, 9, 16, 36, 64, 100):
+        kept = {k: layers / k + k for k in range(1, layers + 1)}
+        assert best_interval(layers) == min(kept, key=kept.__getitem__)
+
+
+# The planner ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "ranks", "precision", "expected"),
+    [
+        (7.5e9, 64, "mixed", [120, 31.4, 16.6, 1.9]),
+        (7e9, 8, "mixed", [112, 38.5, 26.25, 14]),
+        (7e9, 8, "fp32", [112, 63, 38.5, 14]),
+        (13e9, 8, "mixed", [208, None, 48.75, None]),
+        (13e9, 32, "mixed", [208, None, None, 6.5]),
+    ],
+)
+def test_planner_reproduces_published_memory(
+    params: float, ranks: int, precision: str, expected: list[float | None]
+) -> None:
+    stages = plan(Request(params, ranks, precision=precision))["stages"]
+    for stage, want in zip(stages, expected, strict=True):
+        parts = stage["weights_bytes"] + stage["gradients_bytes"] + stage["optimizer_bytes"]
+        assert stage["total_bytes"] == parts
+        if want is not None:
+            digits = len(str(want).partition(".")[2])
+            assert round(stage["total_bytes"] / 1e9, digits) == want
+
+
+def test_planner_traffic_time_and_advice() -> None:
+    result = plan(Request(7e9, 8, layers=32, seq=2048, bandwidth=100e9, latency=10e-6, flops=150e12))
+    assert result["break_even_batch"] == 15
+    assert [s["traffic_bytes_per_step"] for s in result["stages"]] == [24.5e9, 24.5e9, 24.5e9, 36.75e9]
+    assert result["prefetch"] == 1
+    # a ten times slower wire: a layer's gather takes 43.8 ms, its forward 5.97 ms
+    assert plan(Request(7e9, 8, bandwidth=10e9))["prefetch"] == 8
+    assert activation_elements(2, 3, 5, 7) == 14 * 2 * 3 * 5 + 2 * 7 * 9
+    assert result["activations"]["every"] == 6
+    assert plan(Request(7e9, 8))["recommended_stage"] == 1
+    assert plan(Request(13e9, 8, memory=60e9))["recommended_stage"] == 2
+    assert plan(Request(13e9, 8, memory=40e9))["recommended_stage"] == 3
+    nothing = plan(Request(70e9, 8))
+    assert nothing["recommended_stage"] is None and "stage 3 would on" in nothing["reason"]
+    assert sum(stage_bytes(Request(1e9, 4, optimizer="adan"), 0)) == 22e9
+    assert sum(stage_bytes(Request(1e9, 4, optimizer="lion"), 0)) == 12e9
+    assert "stage 3 holds 2.00 GB" in advice(10**9, 8, 1, "mixed")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("params", 0), ("ranks", 0), ("flops", float("inf")), ("optimizer", "sgd"), ("latency", -1)]
+)
+def test_planner_refuses(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field if field != "optimizer" else "no figures for mixed sgd"):
+        Request(**{"params": 7e9, "ranks": 8, field: value})
+
+
+# Dry runs (in a process of their own: they bring their own process group) ----------------------------------------------
+
+
+def dry(model: str, ranks: int, stage: int, engine: str = "zero", **settings: Any) -> tuple[Any, int]:
+    return dry_run(PRESETS[model], ranks=ranks, stage=stage, engine=engine, **settings)
+
+
+def total(calls: Any, func: str) -> int:
+    return sum(call.n_bytes for call in calls if call.func == func)
+
+
+def test_dry_run_of_gpt2_adds_up_and_differs_from_fsdp2_as_documented() -> None:
+    ours, n_params = dry("gpt2", 16, 3, keep_last=False)
+    assert n_params == 124_439_808 - 0 and all(c.n_ranks == 16 and c.dtype == "bfloat16" for c in ours)
+    assert total(ours, "all_gather") == 2 * total(ours, "reduce_scatter")
+    assert total(ours, "reduce_scatter") == pytest.approx(2 * n_params, rel=1e-4)
+    theirs, _ = dry("gpt2", 16, 3, "fsdp2")
+    # FSDP2 keeps position and embedding with the root; padding apart, both reduce the same bytes.
+    assert total(theirs, "reduce_scatter") == pytest.approx(total(ours, "reduce_scatter"), rel=1e-3)
+    blocks = [c.n_bytes for c in theirs if c.func == "reduce_scatter"][:-1]
+    assert len(blocks) == 12
+    assert sorted(blocks)[0] in {c.n_bytes for c in ours if c.func == "reduce_scatter"}
+    for stage in (1, 2):
+        calls, _ = dry("gpt2", 16, stage)
+        assert total(calls, "all_gather") == total(calls, "reduce_scatter") == pytest.approx(2 * n_params, rel=1e-4)
+
+
+def test_dry_run_of_llama_7b_takes_seconds(tmp_path: Path) -> None:
+    code = (
+        "import json, resource, time; begin = time.perf_counter()\n"
+        "from dynamiccl.zero_workload.dryrun import dry_run\n"
+        "from dynamiccl.zero_workload.model import PRESETS\n"
+        "calls, n = dry_run(PRESETS['llama-7b'], ranks=128, stage=3, keep_last=False)\n"
+        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "of = {f: sum(c.n_bytes for c in calls if c.func == f) for f in ('all_gather', 'reduce_scatter')}\n"
+        "print(json.dumps([n, of['all_gather'], of['reduce_scatter'], time.perf_counter() - begin, peak]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    n_params, gathered, reduced, seconds, peak = json.loads(done.stdout)
+    assert n_params == 6_738_415_616
+    assert (gathered, reduced) == (4 * n_params, 2 * n_params)
+    assert seconds < 30 and peak < 1.5e9
+
+
+# The job -----------------------------------------------------------------------------------------------------------
+
+SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--quiet"]
+
+
+def job(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dynamiccl.zero_workload", *SMALL, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, **env})
+
+
+def test_the_job_logs_saves_and_resumes(tmp_path: Path) -> None:
+    log, summary, folder = tmp_path / "log", tmp_path / "summary", str(tmp_path / "saved")
+    done = job("--steps", "6", "--stage", "2", "--log", str(log), "--json", str(summary), "--save", folder)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    head, *steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert head["n_ranks"] == 2 and head["stage"] == 2 and head["n_params"] > 30_000
+    assert [s["step"] for s in steps] == list(range(6)) and all(s["step_ms"] > 0 for s in steps)
+    assert json.loads(summary.read_text())["loss_last"] == steps[-1]["loss"] < steps[0]["loss"]
+    done = job("--steps", "8", "--stage", "3", "--ranks", "1", "--resume", folder, "--log", str(log))
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()[1:]] == [6, 7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--stage", "4"], 2, "--stage is 0, 1, 2 or 3"),
+        (["--heads", "3"], 2, "heads"),
+        (["--text", "/dev/null"], 2, "is empty"),
+        (["--text", sys.executable], 2, "is not UTF-8 text"),
+        (["--backend", "emulated"], 2, "dynamiccl tune --cluster"),
+        (["--backend", "nccl"], 2, "no GPU"),
+        (["--optimizer", "muon"], 2, "take --stage 1"),
+        (["--resume", "/nowhere"], 2, "no checkpoint in /nowhere"),
+        (["--steps", "5", "--lr", "1e30"], 1, "the loss is not finite at step 1 on ranks [0, 1]"),
+    ],
+)
+def test_the_job_refuses_in_one_line(arguments: list[str], code: int, words: str) -> None:
+    if words == "no GPU" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = job(*arguments)
+    assert done.returncode == code
+    assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "dynamiccl.zero_workload", *SMALL, "--steps", "100000", "--log", str(log)]
+    launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    ranks = wait_for_steps(log, launcher)
+    os.kill(ranks[1], signal.SIGKILL)
+    begin = time.monotonic()
+    _, said = launcher.communicate(timeout=30)
+    assert time.monotonic() - begin < 5
+    assert launcher.returncode == 1 and said.strip() == "error: rank 1: killed by signal 9"
+
+
+def test_sigterm_ends_the_job_after_a_step(tmp_path: Path) -> None:
+    log, summary = tmp_path / "log", tmp_path / "summary"
+    command = [sys.executable, "-m", "dynamiccl.zero_workload", *SMALL, "--steps", "100000", "--log", str(log)]
+    launcher = subprocess.Popen([*command, "--json", str(summary)], stderr=subprocess.PIPE, text=True)
+    wait_for_steps(log, launcher)
+    launcher.terminate()
+    _, said = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + signal.SIGTERM and said == ""
+    assert json.loads(summary.read_text())["steps"] == len(log.read_text().splitlines()) - 1
+
+
+def wait_for_steps(log: Path, launcher: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the ranks, once they train."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not log.exists() or log.read_text().count("\n") < 3):
+        assert launcher.poll() is None, launcher.communicate()[1]
+        time.sleep(0.1)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [int(child) for child in children]
