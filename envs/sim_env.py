@@ -57,8 +57,11 @@ class BatchSim:
 
     @property
     def truth(self) -> Array:
-        """Expected scaled saving of every config, (n, N_CONFIGS), -inf where masked."""
-        return self.tasks.truth
+        """Expected scaled saving of every config in the next window, (n, N_CONFIGS), -inf where masked."""
+        if self.family.drift == 0:
+            return self.tasks.truth
+        changed = self.trials.n_trials >= self.tasks.drift_at
+        return np.where(changed[:, None], self.tasks.later, self.tasks.truth)
 
     @property
     def share(self) -> Array:
@@ -105,15 +108,14 @@ class BatchSim:
         if actions.shape != (self.n, 2) or (actions < 0).any() or (actions >= self.action_space.nvec).any():
             raise ValueError(f"actions must be (n, 2) within {self.action_space}, got shape {actions.shape}")
         configs = spaces.config_index(actions)
-        truth = self.tasks.truth
-        expected = truth[self._rows, configs]
+        expected = self.truth[self._rows, configs]
         if np.isneginf(expected).any():
             bad = int(np.flatnonzero(np.isneginf(expected))[0])
             raise ValueError(f"masked action {actions[bad].tolist()} in episode {bad}: respect the mask")
         return self._advance(configs, expected)
 
     def _advance(self, configs: Array, expected: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
-        truth, share = self.tasks.truth, self.tasks.share
+        truth, share = self.truth, self.tasks.share
         # Step times have a heavy tail: Student's t with 4 degrees of freedom, scaled to unit variance.
         noise = self._rng.standard_t(4, self.n) * (self.tasks.noise / np.sqrt(2.0))
         self.trials.record(configs, spaces.scale_saving(expected * share + noise, share))
@@ -133,7 +135,7 @@ class BatchSim:
 
 
 def _take(tasks: Tasks, index: Array) -> Tasks:
-    parts = {name: getattr(tasks, name)[index] for name in ("features", "mask", "truth", "share", "noise")}
+    parts = {name: getattr(tasks, name)[index] for name in families.ARRAYS}
     fingerprint = type(tasks.fingerprint)(**{k: np.array(v)[index] for k, v in vars(tasks.fingerprint).items()})
     return Tasks(fingerprint=fingerprint, **parts)
 

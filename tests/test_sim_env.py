@@ -155,8 +155,8 @@ def test_the_step_model_by_hand():
     ):
         one = Fabric(Fleet.of([c]), fabric.truth)
         pair = np.array([PAIRS.index(own)])
-        got, ran = family.savings(one, np.array([False]), np.array([n_bytes]), pair, np.array([slack]))
-        assert got[0, config] == pytest.approx(expected) and ran[0] == count
+        got, ran, us = family.savings(one, np.array([False]), np.array([n_bytes]), pair, np.array([slack]))
+        assert got[0, config] == pytest.approx(expected) and ran[0] == count and us[0] == default
 
 
 def test_the_family_is_wide():
@@ -173,6 +173,26 @@ def test_the_family_is_wide():
     assert len(np.unique(tasks.truth.argmax(axis=1))) > 25
     wilder = family.draw(family.HELD_OUT, np.random.default_rng(0), 4000)
     assert np.median(wilder.truth.max(axis=1)) > np.median(oracle)
+
+
+def test_a_network_that_changes_in_mid_episode_changes_the_truth():
+    batch = BatchSim(400, 5, family=replace(family.STANDARD, drift=1.0, noise=(1e-9, 2e-9)))
+    batch.reset()
+    first, moved = batch.truth.copy(), batch.tasks.drift_at.copy()
+    assert moved.min() >= 3 and moved.max() < spaces.HORIZON
+    auto = np.zeros((400, 2), np.int64)
+    for window in range(spaces.HORIZON - 1):
+        now = batch.truth
+        changed = window >= moved
+        assert (now[~changed] == first[~changed]).all()
+        assert (now[changed] == batch.tasks.later[changed]).all()
+        _, _, _, _, info = batch.step(auto)
+        assert (info["oracle_saving"] == now.max(axis=1)).all() and (info["expected_saving"] == 0).all()
+    best = (batch.tasks.truth.argmax(axis=1) != batch.tasks.later.argmax(axis=1)).mean()
+    assert best > 0.2, "the best config rarely changes with the network"
+    still = BatchSim(4, 5)
+    still.reset()
+    assert (still.tasks.drift_at == family.NEVER).all() and still.truth is still.tasks.truth
 
 
 def test_half_of_the_slots_come_from_real_training_steps():

@@ -174,6 +174,19 @@ def spread(truth: Truth, rng: np.random.Generator, width: float = 1.0, sigma: Ar
     )
 
 
+def congested(truth: Truth, fleet: Fleet, rng: np.random.Generator) -> Truth:
+    """The same fabrics after their network changed for the worse: a neighbour's job, a lost link, a busy switch."""
+    n, many = len(fleet), fleet.n_nodes > 1
+    crowding = np.maximum(truth.congestion, rng.uniform(0.01, 0.04, n))
+    return replace(
+        truth,
+        bus_gbs=truth.bus_gbs * np.where(many, rng.uniform(0.35, 0.8, n), rng.uniform(0.6, 0.9, n)),
+        net_us=truth.net_us * rng.uniform(1.0, 2.5, (n, 1)),
+        ramp_bytes=truth.ramp_bytes * np.exp(rng.normal(0.0, 0.5, truth.ramp_bytes.shape)),
+        congestion=np.where(many, crowding, truth.congestion),
+    )
+
+
 class Fabric:
     """What really happens on ``n`` clusters (the functions on one message need ``n = 1``)."""
 

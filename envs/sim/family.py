@@ -17,7 +17,7 @@ from ...traces.records import CHANNELS, PAIRS
 from .. import spaces
 from . import cost_model
 from .clusters import Fleet
-from .fabric import Fabric
+from .fabric import Fabric, congested
 from .streams import streams
 
 Array = np.ndarray[Any, Any]
@@ -42,6 +42,7 @@ class Family:
     sigma: tuple[float, float] = (0.05, 0.35)  # log size of un-modelled effects per (algo, proto) and channel class
     width: float = 1.0  # of the fabric's parameters around the nominal ones, see fabric.spread
     streams: float = 0.5  # part of the tasks that are slots of real training steps, see streams.py
+    drift: float = 0.0  # probability that the network changes for good in mid-episode
     known_exposure: float = 0.25  # probability that the fingerprint knows the exposed part
 
 
@@ -56,7 +57,13 @@ HELD_OUT = Family(
     noise=(0.005, 0.05),
     sigma=(0.25, 0.5),
     width=1.4,
+    drift=0.25,
 )
+
+
+#: The arrays of :class:`Tasks` beside the fingerprint.
+ARRAYS = ("features", "mask", "truth", "share", "noise", "later", "drift_at")
+NEVER = 10**6
 
 
 @dataclass
@@ -69,6 +76,8 @@ class Tasks:
     truth: Array  # (n, N_CONFIGS) expected scaled saving, -inf where masked
     share: Array  # (n,)
     noise: Array  # (n,) standard deviation of one window's relative step time
+    later: Array  # (n, N_CONFIGS) the truth after the network changed, against the default of that time
+    drift_at: Array  # (n,) windows before it does; NEVER = it does not
 
     def __len__(self) -> int:
         return len(self.share)
@@ -77,7 +86,7 @@ class Tasks:
         """Replace the tasks at ``rows`` by those of ``other`` at ``source`` (the fingerprint too)."""
         for part in fields(Fingerprint):
             getattr(self.fingerprint, part.name)[rows] = getattr(other.fingerprint, part.name)[source]
-        for name in ("features", "mask", "truth", "share", "noise"):
+        for name in ARRAYS:
             getattr(self, name)[rows] = getattr(other, name)[source]
 
 
@@ -154,7 +163,7 @@ def draw(family: Family, rng: np.random.Generator, n: int) -> Tasks:
     slack = np.where(kind < 0.15, rng.uniform(1.0, 2.0, n), 1.0 - exposed)  # compute to hide in, per call
     cost = cost_model.pair_cost_rows(fleet, n_bytes)
     own = np.where(cost >= 0, cost, np.inf).argmin(axis=1)
-    saving, own_channels = savings(fabric, is_rs, n_bytes, own, slack)
+    saving, own_channels, default_us = savings(fabric, is_rs, n_bytes, own, slack)
     noisy = np.clip(exposed + rng.normal(0.0, 0.05, n), 0.0, 1.0)
     fingerprint = Fingerprint(
         is_reduce_scatter=is_rs.astype(float),
@@ -173,7 +182,16 @@ def draw(family: Family, rng: np.random.Generator, n: int) -> Tasks:
     mask = spaces.action_mask(fingerprint)
     allowed = spaces.config_mask(mask)
     truth = np.where(allowed, np.clip(saving, *spaces.SAVING_RANGE), -np.inf)
-    return Tasks(fingerprint, fingerprint.vector(), mask, truth, share, _even(rng, family.noise, n))
+    noise, later, drift_at = _even(rng, family.noise, n), truth, np.full(n, NEVER)
+    if family.drift > 0:
+        after = Fabric(fleet, congested(fabric.truth, fleet, rng))
+        late, _, late_us = savings(after, is_rs, n_bytes, own, slack, slack * default_us)
+        # Against the default of that time, in units of the share that was seen before.
+        late *= (late_us / default_us / (1.0 + share * (late_us / default_us - 1.0)))[:, None]
+        later = np.where(allowed, np.clip(late, *spaces.SAVING_RANGE), -np.inf)
+        # Neither at once nor at the very end, where it would not matter.
+        drift_at = np.where(rng.random(n) < family.drift, rng.integers(3, spaces.HORIZON - 3, n), NEVER)
+    return Tasks(fingerprint, fingerprint.vector(), mask, truth, share, noise, later, drift_at)
 
 
 def _slots(family: Family, fleet: Fleet, rng: np.random.Generator) -> tuple[Array, Array, Array, Array]:
@@ -209,12 +227,16 @@ def _slots(family: Family, fleet: Fleet, rng: np.random.Generator) -> tuple[Arra
     return is_rs, np.maximum(-(-n_bytes // unit), 1) * unit, calls, share
 
 
-def savings(fabric: Fabric, is_rs: Array, n_bytes: Array, own: Array, slack: Array) -> tuple[Array, Array]:
-    """Expected saving of every config in units of the slot's default time, (n, N_CONFIGS); NCCL's channels (n,).
+def savings(
+    fabric: Fabric, is_rs: Array, n_bytes: Array, own: Array, slack: Array, beside_us: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """Expected saving of every config in units of the slot's default time, (n, N_CONFIGS).
+
+    Also NCCL's channels (n,) and the default's time of one call (n,) us.
 
     A call of time ``t`` beside ``c = slack * t_default`` of compute makes the step ``max(0, t - c)`` longer by waiting
     and ``min(t, c) * slowdown(channels)`` longer by taking SMs and memory bandwidth from the compute. ``own`` (n,) is
-    NCCL's own pair, ``slack`` (n,).
+    NCCL's own pair, ``slack`` (n,); ``beside_us`` (n,) gives ``c`` itself.
     """
     fleet, n = fabric.fleet, len(own)
     columns = fleet.take((slice(None), None))
@@ -228,9 +250,9 @@ def savings(fabric: Fabric, is_rs: Array, n_bytes: Array, own: Array, slack: Arr
     ran = cost_model.planned_channels(columns, n_bytes[:, None], pair, wanted)
     t = fabric.times_on_us(is_rs, n_bytes, pair, ran)
     default = t[:, :1]
-    beside = slack[:, None] * default
+    beside = slack[:, None] * default if beside_us is None else beside_us[:, None]
     charge = np.maximum(t - beside, 0.0) + np.minimum(t, beside) * fabric.slowdowns(ran)
-    return (charge[:, :1] - charge) / default, ran[:, 0]
+    return (charge[:, :1] - charge) / default, ran[:, 0], default[:, 0]
 
 
 def _even(rng: np.random.Generator, bounds: tuple[float, float], n: int) -> Array:

@@ -1,0 +1,63 @@
+"""How a network changes with time: slow drift, congestion bursts, a neighbour's job.
+
+A pure function of the seed and the time, so that every rank of an emulated cluster sees the same network without
+talking about it. All of it is drawn, none measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Weather:
+    """Factors >= 1 on the time of collectives. All zero: always fair."""
+
+    seed: int = 0
+    drift: float = 0.0  # the slow swing reaches 1 + drift
+    period_s: float = 600.0  # of the slowest part of the swing
+    burst: float = 0.0  # a burst multiplies by 1 + burst ...
+    burst_share: float = 0.05  # ... for this part of the time ...
+    burst_s: float = 2.0  # ... so many seconds at a stretch
+    neighbour: float = 0.0  # a job beside ours multiplies by 1 + neighbour ...
+    neighbour_s: float = 60.0  # ... for half of every such period
+
+    def __post_init__(self) -> None:
+        sizes = (self.drift, self.burst, self.neighbour)
+        if min(sizes) < 0 or not all(map(math.isfinite, sizes)) or not 0 <= self.burst_share <= 1:
+            raise ValueError("drift, burst and neighbour are at least 0, burst_share lies in 0..1")
+        if min(self.period_s, self.burst_s, self.neighbour_s) <= 0:
+            raise ValueError("period_s, burst_s and neighbour_s must be above 0 seconds")
+
+    def factor(self, seconds: float) -> float:
+        """By how much a collective that starts at ``seconds`` takes longer than on a quiet network."""
+        out = 1.0
+        if self.drift:
+            phases = _phases(self.seed)
+            # Three sines of unrelated periods, scaled to lie in 0..1.
+            swing = sum(
+                math.sin(2 * math.pi * seconds * k / self.period_s + p) for k, p in zip(_PACES, phases, strict=True)
+            )
+            out *= 1.0 + self.drift * (swing / len(_PACES) + 1.0) / 2.0
+        if self.burst and _hit(self.seed, int(seconds // self.burst_s), self.burst_share):
+            out *= 1.0 + self.burst
+        if self.neighbour and (seconds / self.neighbour_s + _phases(self.seed)[0]) % 1.0 < 0.5:
+            out *= 1.0 + self.neighbour
+        return out
+
+
+_PACES = (1.0, 1.618, 2.77)
+
+
+@functools.lru_cache(maxsize=256)
+def _phases(seed: int) -> tuple[float, ...]:
+    return tuple(float(x) for x in np.random.default_rng((seed, 1)).uniform(0, 2 * math.pi, len(_PACES)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _hit(seed: int, cell: int, share: float) -> bool:
+    return bool(np.random.default_rng((seed, 2, cell & 0xFFFFFFFF)).random() < share)
