@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
 #: Peer -> the ZeRO stage that it is a peer of.
 PEERS = {"ddp": 0, "zero-optimizer": 1, "fsdp2-no-reshard": 2, "fsdp2": 3}
@@ -44,18 +41,22 @@ class Peer:
             raise ValueError(f"a peer is one of {', '.join(PEERS)}, not {name!r}")
         self.max_norm, self.accumulation, self.passes = max_norm, accumulation, 0
         self.model = model
-        if name.startswith("fsdp2"):
+        if name.startswith("fsdp2"):  # imported where used: it takes seconds
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
             policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=param_dtype)
             for block in model.blocks:  # type: ignore[union-attr]
                 fully_shard(block, mp_policy=policy, reshard_after_forward=name == "fsdp2")
             fully_shard(model, mp_policy=policy)
         else:
             model.to(param_dtype)
-            self.model = DistributedDataParallel(
+            self.model = nn.parallel.DistributedDataParallel(
                 model, bucket_cap_mb=bucket_bytes / 2**20, gradient_as_bucket_view=True
             )
         params = list(model.parameters())
         if name == "zero-optimizer":
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
             # it only calls what it is given, with groups of the parameters that this rank owns
             self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
                 params,

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .checkpoint import load, save
 from .data import Corpus
 from .launch import BadInput, Failed, launch, report
 from .model import CHECKPOINTS, ModelConfig, Transformer
@@ -229,6 +228,8 @@ class Job:
             )
         self.first = 0
         if args.resume and isinstance(self.engine, Engine):
+            from .checkpoint import load
+
             try:
                 self.first = load(self.engine, args.resume)
             except ValueError as error:
@@ -324,6 +325,8 @@ class Job:
 
     def _save(self, step: int) -> None:
         if self.args.save and isinstance(self.engine, Engine):
+            from .checkpoint import save  # takes seconds to import
+
             self._say(f"saved {save(self.engine, self.args.save, step)}")
 
     @torch.no_grad()
