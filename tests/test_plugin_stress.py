@@ -1,6 +1,7 @@
 """Random jobs of eight ranks, as processes and threads, through every tuner version; the sanitizers watch."""
 
 import pytest
+from dynamiccl.envs.nccl.fuzz import fuzz
 from dynamiccl.envs.nccl.stress import SANITIZERS, stress
 
 WRONG = ("disagreements", "outside", "failures", "crashed")
@@ -17,3 +18,9 @@ def test_random_jobs_agree_call_by_call(sanitize):
 
 def test_a_process_that_switches_late_is_found_out():
     assert stress(20, late=True)["disagreements"] > 100
+
+
+def test_fuzzed_readers_refuse_or_understand():
+    """A few seconds here; ``python -m dynamiccl.envs.nccl.fuzz --minutes 5`` for the long run."""
+    counts = fuzz(4, seed=7)
+    assert min(counts[f"{what}"] for what in ("table taken", "table refused", "ring read", "text refused")) > 20
