@@ -60,10 +60,10 @@ class Truth:
     effect: Array  # (n, 2, 6, N_COUNTS) log of what the formula misses, per collective, pair and channel class
 
 
-#: Deviations from the nominal fabric of a preset. Sources: AWS's tuner regions for h200-efa (crossovers), SimAI's
-#: two-node NIC column for dgx-h100-2x8 (SIMPLE reaches half of the bandwidth at 64 MB and 92 % at 1 GB). Drawn: the
-#: congestion (a routed Ethernet without adaptive routing, where more flows than ports collide) and the difference
-#: between copying and adding channels.
+#: Deviations from the nominal fabric of a preset. Sources: AWS's tuner regions for h200-efa (crossovers); for
+#: dgx-h100-2x8 the ramp of SIMPLE in SimAI's two-node NIC column (150-160 us beyond the transfer at 64-128 MB).
+#: Drawn, to stand for a routed Ethernet without adaptive routing, where more flows than ports collide: its congestion
+#: (a bus that gives a third less on 16 channels than on 8), and the difference between copying and adding channels.
 PRESETS: dict[str, dict[str, Any]] = {
     "dgx-h100-2x8": {
         "ramp_bytes": ((512, 6144, 131072), (512, 8192, 196608)),
