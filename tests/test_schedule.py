@@ -199,13 +199,31 @@ def test_candidates_are_what_the_mask_allows():
     assert not any(d.proto == "ll" for d in found), "NCCL prices LL at nine times its best here"
 
 
+def test_the_recorded_oracle_of_the_demo_is_what_its_command_says(capsys):
+    recorded = json.loads((Path(__file__).parent / "data" / "oracle_demo.json").read_text())
+    command = recorded.pop("command").split()
+    assert command[:2] == ["dynamiccl", "oracle"]
+    options = dict(zip(command[2::2], command[3::2], strict=False))
+    oracle(units=options["--units"], exposed=float(options["--exposed"]), json_=True)
+    assert json.loads(capsys.readouterr().out) == recorded
+    assert recorded["saved"] >= 0.15
+
+
 def test_the_command_prints_the_room(capsys):
     oracle(cluster="dgx-h100-2x8", stage=3, hidden=2048, layers=4, exposed=0.5, json_=True)
     found = json.loads(capsys.readouterr().out)
     assert found["emulated"] is True and found["cluster"] == "dgx-h100-2x8"
     assert found["best_step_us"] <= found["best_alone_us"] and found["saved"] > 0.2
     assert {row["func"] for row in found["decisions"]} == {"all_gather", "reduce_scatter"}
-    for bad in ({"cluster": "nope"}, {"stage": 7}, {"exposed": 1.5}, {"layers": 0}, {"stream": Path("absent.csv")}):
+    for bad in (
+        {"units": "1,x"},
+        {"units": "-3"},
+        {"cluster": "nope"},
+        {"stage": 7},
+        {"exposed": 1.5},
+        {"layers": 0},
+        {"stream": Path("absent.csv")},
+    ):
         with pytest.raises(SystemExit) as caught:
             oracle(**bad)
         assert caught.value.code == 2 and capsys.readouterr().err.startswith("error: ")

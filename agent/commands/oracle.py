@@ -12,6 +12,16 @@ import typer
 from . import fail
 
 
+def _sizes(units: str) -> list[int]:
+    try:
+        sizes = [int(float(text) * 1e6) for text in units.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"--units are megabytes above 0 with commas between, not {units!r}")
+    return sizes
+
+
 def oracle(
     cluster: Annotated[str, typer.Option(help="Cluster preset or a .toml file.")] = "dgx-h100-2x8",
     stage: Annotated[int, typer.Option(help="ZeRO stage: 1, 2 or 3.")] = 3,
@@ -19,6 +29,7 @@ def oracle(
     layers: Annotated[int, typer.Option(help="Its layers.")] = 16,
     exposed: Annotated[float, typer.Option(help="Part of the default step that waits for communication.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Fabric: 0 is the documented one, others are drawn around it.")] = 0,
+    units: Annotated[str, typer.Option(help="MB of each unit's 16-bit parameters in place of a model: 18,160,9.")] = "",
     stream: Annotated[Path | None, typer.Option(help="An AICB stream (CSV) in place of the model.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -35,8 +46,10 @@ def oracle(
     try:
         c = preset(cluster)
         if stream is None:
-            units = schedule.llama_units(hidden, layers, 32000, hidden * 11 // 4)
-            work = schedule.zero_step(stage, units, c.n_ranks)
+            sizes = schedule.llama_units(hidden, layers, 32000, hidden * 11 // 4)
+            if units:
+                sizes = _sizes(units)
+            work = schedule.zero_step(stage, sizes, c.n_ranks)
         else:
             work = schedule.from_aicb(stream)
     except OSError as error:

@@ -63,7 +63,7 @@ class Truth:
 #: Deviations from the nominal fabric of a preset. Sources: AWS's tuner regions for h200-efa (crossovers); for
 #: dgx-h100-2x8 the ramp of SIMPLE in SimAI's two-node NIC column (150-160 us beyond the transfer at 64-128 MB).
 #: Drawn, to stand for a routed Ethernet without adaptive routing, where more flows than ports collide: its congestion
-#: (a bus that gives a third less on 16 channels than on 8), and the difference between copying and adding channels.
+#: (the bus gives 29 % less on 16 channels than on 8), and the difference between copying and adding channels.
 PRESETS: dict[str, dict[str, Any]] = {
     "dgx-h100-2x8": {
         "ramp_bytes": ((512, 6144, 131072), (512, 8192, 196608)),
