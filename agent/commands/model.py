@@ -80,10 +80,12 @@ def _rows(preset: Any, func: str) -> list[dict[str, Any]]:
             "nRanks": preset.n_ranks,
             "coll": _NAMES[func],
             "nBytes": n_bytes,
+            "host_us": None,  # of planning, which a model does not do; kept for the column's sake
             "algo": algo.upper(),
             "proto": proto.upper(),
             "nChannels": n_channels,
             "nWarps": n_warps,
+            "argmin": f"{algo}/{proto}".upper(),
         }
         row |= {f"us_{ALGOS[a]}_{PROTOS[p]}".upper().replace("US_", "us_", 1): _round(costs[a, p]) for a, p in offered}
         rows.append(row)
