@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any, cast
 
+import gymnasium as gym
 import numpy as np
 import torch
 from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
@@ -105,28 +106,27 @@ class ConfigHead(nn.Module):
 class _Extractor(nn.Module):
     """What SB3 calls ``mlp_extractor``: actor and critic on top of the LSTM. See :class:`MaskedLstmPolicy`."""
 
-    def __init__(self, hidden: int, width: int, depth: int) -> None:
+    def __init__(self, hidden: int, width: int, depth: int, n_seen: int) -> None:
         super().__init__()
         self.latent_dim_pi, self.latent_dim_vf = N_CONFIGS, width
         self.policy_net = ConfigHead(hidden, width, depth)
-        self.value_net = nn.Sequential(
-            nn.Linear(N_OBSERVATION, 2 * width), nn.Tanh(), nn.Linear(2 * width, width), nn.Tanh()
-        )
+        self.value_net = nn.Sequential(nn.Linear(n_seen, 2 * width), nn.Tanh(), nn.Linear(2 * width, width), nn.Tanh())
 
     def forward_actor(self, latent: Tensor) -> Tensor:
         """(n, hidden + N_OBSERVATION) -> scores (n, N_CONFIGS)."""
         return self.policy_net(latent)  # type: ignore[no-any-return]
 
     def forward_critic(self, latent: Tensor) -> Tensor:
-        """(n, N_OBSERVATION) -> (n, width)."""
+        """(n, n_seen) -> (n, width)."""
         return self.value_net(latent)  # type: ignore[no-any-return]
 
 
 class MaskedLstmPolicy(RecurrentActorCriticPolicy):
     """Recurrent policy over configs: observation -> LSTM; LSTM output beside the observation -> :class:`ConfigHead`.
 
-    The critic sees the observation alone: with the statistics per config in it, a second LSTM costs time and adds
-    nothing. ``head_width`` and ``head_depth`` size the head; ``memory=False`` cuts the LSTM's output off (ablation).
+    The critic has no LSTM: it sees a part of the truth (:func:`revealed`) behind the observation, which the
+    actor does not look at (asymmetric actor-critic, Pinto et al. 2017). ``head_width`` and ``head_depth`` size the head;
+    ``memory=False`` cuts the LSTM's output off (ablation).
     """
 
     def __init__(
@@ -140,14 +140,16 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
 
     def _build(self, lr_schedule: Any) -> None:
         self.action_dist = ConfigDistribution([spaces.N_PAIRS, N_CHANNELS])
+        self.n_seen, self.features_dim = self.features_dim, N_OBSERVATION  # the critic's input, the LSTM's
         super()._build(lr_schedule)
 
     def _build_mlp_extractor(self) -> None:
-        self.mlp_extractor = _Extractor(self.lstm_output_dim, self.head_width, self.head_depth)  # type: ignore[assignment]
+        extractor = _Extractor(self.lstm_output_dim, self.head_width, self.head_depth, self.n_seen)
+        self.mlp_extractor = extractor  # type: ignore[assignment]
 
     def scores(self, obs: Tensor, states: States, starts: Tensor) -> tuple[Tensor, States]:
-        """Masked scores (n, N_CONFIGS) of observations (n, N_OBSERVATION) in sequences, and the next states."""
-        obs = obs.float()
+        """Masked scores (n, N_CONFIGS) of observations (n, n_seen) in sequences, and the next states."""
+        obs = obs[:, :N_OBSERVATION].float()
         out, states = self._process_sequence(obs, states, starts, self.lstm_actor)
         latent = torch.cat([out if self.memory else torch.zeros_like(out), obs], dim=1)
         return self.mlp_extractor.forward_actor(latent), states
@@ -234,6 +236,23 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
 HARSH = 1.3
 
 
+N_REVEALED = 5
+
+
+def revealed(truth: Array, best: Array, share: Array) -> Array:
+    """What the critic sees of the truth, (n, N_REVEALED) float32: what is left to gain over the best measured config,
+    the oracle's saving, the slot's share, the mean saving of a config, and how much longer a step the worst makes.
+
+    ``truth`` (n, N_CONFIGS), -inf where masked; ``best`` (n,) index; ``share`` (n,).
+    """
+    open_ = np.isfinite(truth)
+    oracle = truth.max(axis=1)
+    now = truth[np.arange(len(truth)), best]
+    mean = np.where(open_, truth, 0).sum(axis=1) / open_.sum(axis=1)
+    worst = -np.where(open_, truth, 0).min(axis=1) * share
+    return np.stack([oracle - now, oracle, share, mean, worst], axis=1).astype(np.float32)
+
+
 class BatchVecEnv(VecEnv):
     """SB3's interface over an environment that steps ``n`` episodes at once (``envs.sim_env.BatchSim``).
 
@@ -248,14 +267,19 @@ class BatchVecEnv(VecEnv):
         """
         self.tail, self.risk = tail, risk
         self.batch = batch  # before SB3 asks for attributes of it
-        super().__init__(n, spaces.observation_space(), spaces.action_space())
+        space = gym.spaces.Box(-4.0, 4.0, (N_OBSERVATION + N_REVEALED,), np.float32)
+        super().__init__(n, space, spaces.action_space())
         self.returns, self.lengths = np.zeros(n), np.zeros(n, np.int64)
         self.actions = np.zeros((n, 2), np.int64)
 
     def reset(self) -> Array:  # type: ignore[override]
-        """Observations (n, N_OBSERVATION) of fresh episodes."""
+        """Observations (n, N_OBSERVATION + N_REVEALED) of fresh episodes."""
         self.returns[:], self.lengths[:] = 0, 0
-        return np.asarray(self.batch.reset())
+        return self._reveal(self.batch.reset())
+
+    def _reveal(self, obs: Array) -> Array:
+        b = self.batch
+        return np.concatenate([obs, revealed(b.truth, b.trials.best(), b.share)], axis=1)
 
     def step_async(self, actions: Array) -> None:
         """Keep the actions (n, 2)."""
@@ -278,7 +302,7 @@ class BatchVecEnv(VecEnv):
         for i in np.flatnonzero(done):
             infos[i]["episode"] = {"r": float(self.returns[i]), "l": int(self.lengths[i]), "t": 0.0}
         self.returns[done], self.lengths[done] = 0, 0
-        return obs, np.asarray(reward, np.float32), done, infos
+        return self._reveal(obs), np.asarray(reward, np.float32), done, infos
 
     def close(self) -> None:
         """Nothing to free."""

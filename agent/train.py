@@ -34,7 +34,7 @@ from ..envs.leaderboard import summary
 from ..envs.spaces import HORIZON
 from .baselines import BASELINES, make_policy
 from .policy import LstmPolicy, Policy, Stopping
-from .recurrent import BatchVecEnv, MaskedLstmPolicy
+from .recurrent import BatchVecEnv, MaskedLstmPolicy, revealed
 
 Array = np.ndarray[Any, Any]
 
@@ -45,7 +45,9 @@ Progress = Callable[[int, int, dict[str, Any]], None]
 class Batch(Protocol):
     """What training needs of an environment (``envs.sim_env.BatchSim``): ``n`` episodes stepped at once, in step."""
 
-    truth: Array  # (n, N_CONFIGS) expected scaled saving of every config in the running episodes
+    truth: Array  # (n, N_CONFIGS) expected scaled saving of every config in the running episodes, -inf where masked
+    share: Array  # (n,) of their slots in the step
+    trials: spaces.Trials
 
     def reset(self) -> Array:
         """First observations, (n, N_OBSERVATION)."""
@@ -60,7 +62,7 @@ class Batch(Protocol):
 class Settings:
     """Everything that shapes the weights, beside the simulator itself."""
 
-    steps: int = 7_340_032  #: env steps in all
+    steps: int = 5_505_024  #: env steps in all
     imitation: float = 0.6  #: part of them spent on imitation
     seed: int = 0
     n_envs: int = 512
@@ -75,9 +77,9 @@ class Settings:
     sharpness: float = 12.0  #: by which the scores are multiplied between the two phases
     imitation_rate: float = 2e-3
     ppo_rate: float = 3e-4
-    gamma: float = 0.99
-    risk: float = 10.0  #: price of step time above 1.3 defaults in PPO
-    tail: float = 16.0  #: windows that count for what the search found, after its end
+    gamma: float = 0.97
+    risk: float = 3.0  #: price of step time above 1.3 defaults in PPO
+    tail: float = 4.0  #: windows that count for what the search found, after its end
     gae_lambda: float = 0.95
     entropy: float = 0.0
     epochs: int = 3
@@ -121,7 +123,7 @@ def imitate(
     for k in range(iterations):
         for group in policy.optimizer.param_groups:
             group["lr"] = rate(k / iterations)
-        truth, allowed = batch.truth.copy(), torch.as_tensor(spaces.config_mask(obs))
+        truth, share, allowed = batch.truth.copy(), np.array(batch.share), torch.as_tensor(spaces.config_mask(obs))
         seen, rewards, obs = _episodes(policy, batch, obs, n, s.hidden, s.tail)
         values = np.stack([worth(truth, seen[t], s.foresight) for t in range(HORIZON)], axis=1)
         returns = np.zeros_like(rewards)
@@ -139,7 +141,10 @@ def imitate(
             weight = worths.max(dim=2).values / (s.foresight + 1) + s.stay
             chances = torch.log_softmax(scores, dim=2).masked_fill(~open_, 0.0)
             loss = -(weight[..., None] * wanted * chances).sum() / weight.sum()
-            value = policy.predict_values(x).flatten()
+            known = np.stack(
+                [revealed(truth[part], spaces.seen(seen[t][part]).best, share[part]) for t in range(HORIZON)], 1
+            )
+            value = policy.predict_values(torch.cat([x, torch.as_tensor(known).flatten(0, 1)], dim=1)).flatten()
             miss = torch.nn.functional.mse_loss(value, torch.as_tensor(returns[:, part].T.flatten()))
             policy.optimizer.zero_grad()
             (loss + 0.01 * miss).backward()  # type: ignore[no-untyped-call]
