@@ -20,6 +20,10 @@ from .guard import MAX_PAIRS, Confirmation, Guard
 from .policy import Policy, StopRule
 
 
+#: A closing A/B of fewer pairs has no interval worth printing.
+LEAST_PAIRS = 6
+
+
 @dataclass(frozen=True)
 class Settings:
     """How long a run may take. Windows are counted as pairs: a default window and one under a table."""
@@ -190,11 +194,16 @@ class Tuner:
         env, decisions = self.env, self.outcome.decisions
         default = [env.measure(DEFAULT, {})]
         tuned: list[Window] = []
-        for i in range(self.settings.verify):
-            tuned.append(env.measure(TRIAL, decisions))
-            default.append(env.measure(DEFAULT, {}))
-            self.outcome.windows += 1
-            self._tell("verify", "all slots", AUTO, AUTO, tuned[-1], default[i], "measured")
+        try:
+            for i in range(self.settings.verify):
+                window = env.measure(TRIAL, decisions)
+                default.append(env.measure(DEFAULT, {}))
+                tuned.append(window)
+                self.outcome.windows += 1
+                self._tell("verify", "all slots", AUTO, AUTO, window, default[i], "measured")
+        except JobEnded:
+            if len(tuned) < LEAST_PAIRS:
+                raise
         verdict = judge(np.array([w.step_ms for w in default]), np.array([w.step_ms for w in tuned]))
         self.outcome.verdict = verdict
         self.outcome.kept = bool(decisions) and verdict.tuned.is_faster
@@ -208,7 +217,10 @@ class Tuner:
             return "the search has cost its budget"
         if self.settings.steps is not None:
             pairs = 2 + MAX_PAIRS + self.settings.verify + 1  # one more trial, its confirmation, the closing A/B
-            if self.env.job.last_step + 2 * pairs * (self.settings.window_steps + DISCARD) > self.settings.steps:
+            job = self.env.job
+            # Every window is a generation of its own; a new table takes a step or two to reach all ranks.
+            pace = max(job.last_step / max(1, job.generation), self.settings.window_steps + DISCARD)
+            if job.last_step + 2 * pairs * pace > self.settings.steps:
                 return "the job's last steps are kept for the closing comparison"
         return ""
 

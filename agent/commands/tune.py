@@ -31,7 +31,7 @@ def tune(
         typer.Option(help="Who decides: lstm, default, random, coordinate-descent, thompson, ..., or MODULE:NAME."),
     ] = "lstm",
     stage: Annotated[int, typer.Option(help="ZeRO stage of our own job, 0 to 3.")] = 3,
-    steps: Annotated[int, typer.Option(help="Steps of our own job; the last ones are kept for the closing A/B.")] = 640,
+    steps: Annotated[int, typer.Option(help="Steps of our own job; the last ones are kept for the closing A/B.")] = 1000,
     ranks: Annotated[int | None, typer.Option(help="Processes of our own job; default 2, or one a GPU.")] = None,
     windows: Annotated[int, typer.Option(help="Most windows that the search may take.")] = 60,
     verify: Annotated[int, typer.Option(help="Windows of the table in the closing A/B.")] = 20,
@@ -109,13 +109,15 @@ def _check(
     command: list[str] | None,
     attach: str | None,
 ) -> None:
+    from ..tuner import LEAST_PAIRS
+
     if stage not in (0, 1, 2, 3):
         fail(f"stage is 0, 1, 2 or 3, not {stage}")
     if command and attach:
         fail("give a command to start or --attach to join one, not both")
-    if windows < 1 or verify < 6 or window_steps < 1:
-        fail("windows and window-steps start at 1, verify at 6: fewer pairs give no interval")
-    least = (2 * verify + 12) * (window_steps + 1)
+    if windows < 1 or verify < LEAST_PAIRS or window_steps < 1:
+        fail(f"windows and window-steps start at 1, verify at {LEAST_PAIRS}: fewer pairs give no interval")
+    least = (2 * verify + 12) * (window_steps + 3)
     if not (command or attach) and steps < least:
         fail(
             f"{steps} steps are too few: the closing A/B takes {least}; give --steps {2 * least} or a smaller --verify"
