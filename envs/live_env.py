@@ -68,7 +68,7 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
         job: Job,
         window_steps: int = 4,
         profile_steps: int = 8,
-        min_share: float = 0.01,
+        min_share: float = 0.02,
         time_scale: float = 1.0,
     ) -> None:
         self.observation_space = spaces.observation_space()
