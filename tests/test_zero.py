@@ -85,7 +85,7 @@ def four() -> Iterator[World]:
 # Agreement ------------------------------------------------------------------------------------------------------------
 
 TINY = ModelConfig(layers=3, width=32, heads=2, seq=16)
-BATCH = 8  # rows of the global batch, whatever the number of ranks
+BATCH = 16  # rows of the global batch, whatever the number of ranks
 
 
 def adamw(lr: float) -> Callable[..., torch.optim.Optimizer]:
@@ -153,13 +153,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("size", ["two", "four"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 4])
 def test_stages_agree_with_one_process(size: str, accumulation: int, request: pytest.FixtureRequest) -> None:
     world: World = request.getfixturevalue(size)
     alone = train_alone(20, max_norm=0.5)
     assert alone[-1] < alone[0] - 1
     runs = {}
-    for name, settings in VARIANTS.items():
+    for name in (
+        VARIANTS
+        if (size, accumulation) == ("two", 1)
+        else ("0", "1", "1 classic", "2", "3", "3 hybrid", "3 blocks recomputed")
+    ):
+        settings = VARIANTS[name]
         ranks = world.run(train, 20, {**settings, "max_norm": 0.5, "gradient_accumulation": accumulation})
         assert all(r == ranks[0] for r in ranks)
         runs[name] = ranks[0]

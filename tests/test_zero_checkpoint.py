@@ -42,10 +42,17 @@ def part(
     return losses
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adan"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resume_is_exact_at_the_same_stage(optimizer: str, dtype: Any, two: World, tmp_path: Path) -> None:  # noqa: F811
-    for stage in range(4):
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "stages"), [("adamw", torch.float32, (0, 1, 2, 3)), ("adan", torch.bfloat16, (1, 3))]
+)
+def test_resume_is_exact_at_the_same_stage(
+    optimizer: str,
+    dtype: Any,
+    stages: tuple[int, ...],
+    two: World,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    for stage in stages:
         folder = str(tmp_path / str(stage))
         through = two.run(part, folder, stage, 0, 8, False, optimizer, dtype)[0]
         first = two.run(part, folder, stage, 0, 4, False, optimizer, dtype)[0]
@@ -69,19 +76,19 @@ def interrupted(folder: str) -> str:
     save(engine, Path(folder), 1)
     import dynamiccl.zero_workload.checkpoint as module
 
-    original = module.dcp.save
+    original = module.state_dict_saver.save
 
     def broken(state: dict[str, Any], checkpoint_id: Path, process_group: Any) -> None:
         Path(checkpoint_id, f"__{dist.get_rank()}_0.distcp").write_bytes(b"half")
         raise KeyboardInterrupt
 
-    module.dcp.save = broken
+    module.state_dict_saver.save = broken
     try:
         save(engine, Path(folder), 2)
     except KeyboardInterrupt:
         pass
     finally:
-        module.dcp.save = original
+        module.state_dict_saver.save = original
     assert load(engine, Path(folder)) == 1
     save(engine, Path(folder), 2)
     assert load(engine, Path(folder)) == 2

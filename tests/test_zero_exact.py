@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -227,6 +229,26 @@ def test_traffic_equals_the_formulas(two: World) -> None:  # noqa: F811
         assert sum(n * (2 if func == "all_reduce" else 1) for func, n in total.items()) == in_all * whole
     total, whole, kept = two.run(bytes_of_a_step, {"stage": 3})[0]
     assert kept > 0 and total == {"reduce_scatter": whole, "all_gather": 2 * whole - kept}
+
+
+def look_ahead() -> tuple[int, str]:
+    torch.manual_seed(0)
+    model = Transformer(TINY)
+    engine = zero(model, adamw(1e-3), stage=3, prefetch="auto")
+    batch = Corpus(None, TINY.seq).batch(0, 2, step=0, seed=0)
+    for _ in range(3):
+        engine.backward(model(*batch))
+        engine.step()
+    return engine.prefetch, engine.sharded.prefetch_reason
+
+
+def test_look_ahead_is_the_ratio_of_measured_times_and_agreed(two: World) -> None:  # noqa: F811
+    (chosen, reason), other = two.run(look_ahead)
+    assert other == (chosen, reason)
+    gather, compute = (float(ms) for ms in re.findall(r"([0-9.]+) ms", reason))
+    low, high = (gather - 0.005) / (compute + 0.005), (gather + 0.005) / max(compute - 0.005, 1e-9)
+    n_units = TINY.layers + 4  # root, embedding, position's share, head
+    assert max(1, min(math.ceil(low), TINY.layers)) <= chosen <= max(1, min(math.ceil(high), n_units))
 
 
 # Any module --------------------------------------------------------------------------------------------------------

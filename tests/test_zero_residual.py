@@ -128,7 +128,7 @@ def test_planner_refuses(field: str, value: Any) -> None:
         Request(**{"params": 7e9, "ranks": 8, field: value})
 
 
-# Dry runs (in a process of their own: they bring their own process group) ----------------------------------------------
+# Dry runs: they bring their own process group ------------------------------------------------------------------------
 
 
 def dry(model: str, ranks: int, stage: int, engine: str = "zero", **settings: Any) -> tuple[Any, int]:
@@ -141,7 +141,7 @@ def total(calls: Any, func: str) -> int:
 
 def test_dry_run_of_gpt2_adds_up_and_differs_from_fsdp2_as_documented() -> None:
     ours, n_params = dry("gpt2", 16, 3, keep_last=False)
-    assert n_params == 124_439_808 - 0 and all(c.n_ranks == 16 and c.dtype == "bfloat16" for c in ours)
+    assert n_params == 124_439_808 and all(c.n_ranks == 16 and c.dtype == "bfloat16" for c in ours)
     assert total(ours, "all_gather") == 2 * total(ours, "reduce_scatter")
     assert total(ours, "reduce_scatter") == pytest.approx(2 * n_params, rel=1e-4)
     theirs, _ = dry("gpt2", 16, 3, "fsdp2")

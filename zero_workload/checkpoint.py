@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -117,7 +117,7 @@ def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
         partial.mkdir(parents=True)
     dist.barrier(engine.comm.group)
     state, scalars = _state(engine)
-    dcp.save(state, checkpoint_id=partial, process_group=engine.comm.group)
+    state_dict_saver.save(state, checkpoint_id=partial, process_group=engine.comm.group)
     if engine.comm.rank == 0:
         meta = {"step": step, "shapes": _shapes(engine), "scalars": scalars, "loss_scale": engine.loss_scale}
         meta["good_steps"] = engine._good_steps
@@ -147,7 +147,7 @@ def load(engine: Engine, folder: Path) -> int:
         there, here = meta["shapes"], _shapes(engine)
         odd = next(n for n in sorted({*there, *here}) if there.get(n) != here.get(n))
         raise ValueError(f"{whole[-1]} is of another model: {odd} is {there.get(odd)} there, {here.get(odd)} here")
-    known = dcp.FileSystemReader(whole[-1]).read_metadata().state_dict_metadata
+    known: dict[str, Any] = filesystem.FileSystemReader(whole[-1]).read_metadata().state_dict_metadata
     kinds = {key.split("/", 1)[0] for key in known} - {"parameter", "buffer"}
     engine.synchronize()
     for bucket, part, param in engine._owned:
@@ -162,7 +162,7 @@ def load(engine: Engine, folder: Path) -> int:
         engine.optimizer.state[param] = fresh
     state, _ = _state(engine)
     try:
-        dcp.load(state, checkpoint_id=whole[-1], process_group=engine.comm.group)
+        state_dict_loader.load(state, checkpoint_id=whole[-1], process_group=engine.comm.group)
     except CheckpointException as error:
         raise ValueError(f"{whole[-1]} cannot be read: {next(iter(error.failures.values()))[0]}") from error
     if engine.loss_scale is not None and meta["loss_scale"] is not None:

@@ -15,6 +15,8 @@ from types import FrameType
 
 #: Where a rank leaves the reason of its failure for the launcher (a folder).
 ERRORS = "ZERO_WORKLOAD_ERRORS"
+#: The launcher's process id: a rank that lost it stops after the step.
+LAUNCHER = "ZERO_WORKLOAD_LAUNCHER"
 GRACE_S = 5.0
 
 
@@ -75,7 +77,7 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
                     MASTER_PORT=str(port),
                     OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
                 )
-                env[ERRORS] = folder
+                env |= {ERRORS: folder, LAUNCHER: str(os.getpid())}
                 command = [sys.executable, "-m", str(__package__), *arguments]
                 # A group of their own: Ctrl-C reaches the launcher, which tells the ranks once.
                 ranks.append(subprocess.Popen(command, env=env, start_new_session=True))
@@ -133,5 +135,4 @@ def _blame(folder: Path, first: int, status: int) -> tuple[int, int, str]:
         return first, 1, killed
     if not notes:
         return first, 1, killed
-    _, _, rank, code, reason = min(notes)
-    return rank, code, reason
+    return min(notes)[2:]

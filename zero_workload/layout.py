@@ -189,7 +189,7 @@ def find_units(model: nn.Module, unit: str = "block", min_unit: int = MIN_UNIT) 
         for p in module.parameters():
             owners.setdefault(index[id(p)], set()).add(number)
     held: list[list[int]] = [[] for _ in found]
-    rest = []
+    rest: list[int] = []
     for param in range(len(index)):
         # A part takes its parameters from the block around it; units side by side leave shared ones to the root.
         numbers = owners.get(param, set())

@@ -115,7 +115,7 @@ def plan(request: Request, share: float = 0.05) -> dict[str, Any]:
     prefetch = max(1, math.ceil(gather / forward))
     one = layer_times(r, 1)
     compute = 6 * r.params * r.batch * r.seq / r.flops
-    stages = []
+    stages: list[dict[str, Any]] = []
     for stage in range(4):
         weights, grads, states = stage_bytes(r, stage)
         buckets = math.ceil(weight * r.params / r.bucket_bytes)

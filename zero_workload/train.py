@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .data import Corpus
-from .launch import BadInput, Failed, launch, report
+from .launch import LAUNCHER, BadInput, Failed, launch, report
 from .model import CHECKPOINTS, ModelConfig, Transformer
 from .optim import Adan, Lion, Muon
 from .peers import PEERS, Peer
@@ -205,12 +205,16 @@ class Job:
 
     def __init__(self, args: argparse.Namespace, device: torch.device, stop: Stop) -> None:
         self.args, self.device, self.stop = args, device, stop
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size, self.parent = (
+            dist.get_rank(),
+            dist.get_world_size(),
+            int(os.environ.get(LAUNCHER, os.getppid())),
+        )
         self.corpus = Corpus(args.text, args.seq)
         torch.manual_seed(args.seed)
         model = Transformer(config(args)).to(device)
         self.n_params = sum(p.numel() for p in model.parameters())
-        self.model = model
+        self.model: nn.Module = model
         settings = {
             "bucket_bytes": int(args.bucket_mb * 2**20),
             "param_dtype": DTYPES[args.dtype],
@@ -308,7 +312,7 @@ class Job:
             loss = self.model(tokens, targets)
             self.engine.backward(loss)
             seen[self.rank] += loss.detach() / args.accumulate
-        seen[-1] = float(self.stop.asked)
+        seen[-1] = float(self.stop.asked or os.getppid() != self.parent)  # told to stop, or the launcher died
         work = dist.all_reduce(seen, async_op=True)
         self.engine.step()
         return seen, work

@@ -45,7 +45,7 @@ def zero(
 
     Args:
         model: any module, on its device, built alike on every rank (rank 0's values are broadcast). Shared, frozen
-            and unused parameters are fine; its floating-point parameters become ``param_dtype``.
+            and unused parameters are fine, DTensors are not; its floating-point parameters become ``param_dtype``.
         optimizer: makes the optimizer from a list of flat shards, 1-D parameters of ``master_dtype``, one a bucket:
             ``lambda shards: torch.optim.AdamW(shards, lr=1e-3)``. An optimizer that is not elementwise (its class
             says ``elementwise = False``) gets whole parameters instead, and runs at stages 0 and 1 only.
@@ -103,6 +103,8 @@ def _check(model: nn.Module, settings: Settings) -> None:
         raise ValueError("hybrid is for stage 3: it says which units stay replicated")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("the model has no trainable parameter")
+    if any(type(p).__name__ == "DTensor" for p in model.parameters()):
+        raise ValueError("the model has tensor-parallel parameters (DTensor): zero() shards plain ones only")
     if s.whole_params and s.stage >= 2:
         raise ValueError(f"stage {s.stage} cuts gradients up, and this optimizer needs whole matrices: use stage 1")
 

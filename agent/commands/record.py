@@ -35,7 +35,7 @@ def record(
 
     if model not in PRESETS:
         fail(f"no model {model}: take one of {', '.join(PRESETS)}")
-    settings = {"bucket_bytes": int(bucket_mb * 2**20)} if engine == "zero" else {}
+    settings: dict[str, Any] = {"bucket_bytes": int(bucket_mb * 2**20)} if engine == "zero" else {}
     begin = time.perf_counter()
     try:
         calls, n_params = run(PRESETS[model], ranks=ranks, stage=stage, engine=engine, **settings)
