@@ -126,6 +126,8 @@ def rank_moves(world: World, scope: Scope, rank: int, member: Member) -> Iterato
         yield f"{who} stores {named(member.wanted)} as round {member.round + 1}", lambda w: log_table(w, rank)
     if state is State.COMMIT:
         yield f"{who} sets the log", lambda w: commit(w, rank)
+        if may_fail:
+            yield f"{who} hears nothing from the log", lambda w: commit_unheard(w, rank)
     if state is State.BEGIN:
         yield f"{who} begins round {member.round + 1}", lambda w: begin(w, rank)
         if may_fail:
@@ -158,7 +160,7 @@ def boundary(w: World, rank: int) -> None:
 
 
 def arrive(w: World, rank: int) -> None:
-    w.boundaries[rank] += 1
+    boundary(w, rank)
     w.arrived += 1
     if w.arrived == len(w.members) and w.gate == "":
         w.gate = "open"
@@ -194,6 +196,15 @@ def commit(w: World, rank: int) -> None:
     if w.log == member.log_before():
         w.log = member.log_after()
     member.committed(w.log)
+    settle(w, rank)
+
+
+def commit_unheard(w: World, rank: int) -> None:
+    """The store did as it was asked, but rank 0 does not get to know."""
+    member = w.members[rank]
+    if w.log == member.log_before():
+        w.log = member.log_after()
+    fail(w, rank)
 
 
 def begin(w: World, rank: int) -> None:
@@ -279,7 +290,7 @@ def copied(world: World) -> World:
 @pytest.mark.parametrize(
     "scope",
     [
-        Scope(boundaries=4, faults=0, deaths=0),
+        Scope(boundaries=4, generations=2, faults=0, deaths=0),
         Scope(n_ranks=2, boundaries=4, generations=2),
         Scope(n_ranks=3, boundaries=3, generations=1, deaths=0),
     ],
@@ -295,10 +306,13 @@ def test_no_interleaving_lets_two_ranks_differ(scope):
 class FlipsAlone(Member):
     """Mutation: rank 0 does not wait for the round that carries the table."""
 
-    def begun(self) -> None:
-        super().begun()
-        if self.rank == 0 and self.sent != STOP:
-            self.active = self.sent
+    def boundary(self, wanted: bytes = NO_TABLE) -> None:
+        super().boundary(wanted)
+        if self.wanted:
+            self.active = self.wanted
+
+    def received(self, message: bytes) -> None:
+        super().received(self.wanted or message)
 
 
 class KeepsTheOldTable(Member):
@@ -312,7 +326,7 @@ class SendsBeforeTheLog(Member):
     """Mutation: rank 0 sends the table although a rank has closed the log."""
 
     def committed(self, log: str) -> None:
-        self.last, self.sent, self.state = self.round + 1, self.wanted, State.BEGIN
+        self.last, self.sent, self.state = self.round + 1, self.wanted, State.TRAINING
 
 
 class ReplaysTooSoon(Member):

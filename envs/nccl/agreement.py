@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,8 @@ class Agreement:
         self._work: Any = None
         self._options: Any = None
         self._buffer: Any = None
+        self._logging: threading.Thread | None = None
+        self._logged: str | Exception = ""
         self._boundaries = 0
         self._every = 1
         self._do = {
@@ -89,8 +92,7 @@ class Agreement:
             State.GATE: self._gate,
             State.CONNECT: self._connect,
             State.WAIT: self._wait,
-            State.LOG_TABLE: self._log_table,
-            State.COMMIT: self._commit,
+            State.LOG_TABLE: self._end_logging,
             State.BEGIN: self._begin,
             State.CLOSE_LOG: self._close_log,
             State.REPLAY: self._replay,
@@ -107,8 +109,13 @@ class Agreement:
         self._boundaries += 1
         if member.state is State.STOPPED or self._boundaries % self._every:
             return
+        while member.state in self._do:  # what was begun after the last boundary
+            self._do[member.state]()
         member.boundary(self._published.message() if member.rank == 0 else NO_TABLE)
         while member.state in self._do:
+            if member.state is State.LOG_TABLE:
+                self._start_logging()
+                break
             self._do[member.state]()
         if member.active != self._loaded and member.round > 1:  # round 1 is the first with an outcome
             self._loaded = member.active
@@ -202,21 +209,31 @@ class Agreement:
             _say(f"rank {self.member.rank}: the ranks stop agreeing on new tables; the job goes on")
             self._drop_group()
 
-    def _log_table(self) -> None:
-        try:
-            self._store.set(f"table/{self.member.round + 1}", self.member.wanted)
-        except Exception as error:
-            self._trouble(error)
-            return
-        self.member.table_logged()
+    def _start_logging(self) -> None:
+        """Rank 0 has a new table: the store is told while the job trains, by a thread that lives as long as that."""
+        self._logging = threading.Thread(target=self._log, name="dynamiccl-log", daemon=True)
+        self._logging.start()
 
-    def _commit(self) -> None:
+    def _log(self) -> None:
+        member = self.member
         try:
-            log = self._store.compare_set("log", self.member.log_before(), self.member.log_after())
+            self._store.set(f"table/{member.round + 1}", member.wanted)
+            self._logged = self._store.compare_set("log", member.log_before(), member.log_after()).decode()
         except Exception as error:
-            self._trouble(error)
-            return
-        self.member.committed(log.decode())
+            self._logged = error
+
+    def _end_logging(self) -> None:
+        self.join()
+        if isinstance(self._logged, str):
+            self.member.table_logged()
+            self.member.committed(self._logged)
+        else:
+            self._trouble(self._logged)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the store has been told of a new table."""
+        if self._logging is not None:
+            self._logging.join(timeout_s)
 
     def _begin(self) -> None:
         try:

@@ -3,7 +3,8 @@
 It hangs on PyTorch's hook after every optimizer step. A boundary is an optimizer stepping that has stepped since the
 last boundary: a wrapper such as ZeroRedundancyOptimizer fires a second time in a step, a second optimizer fires in
 between, and neither makes a boundary of its own.
-It never raises into the job, starts no Python thread and loads the plugin at the first step, not at import.
+It never raises into the job, starts no thread (rank 0 a short one for each new table) and loads the plugin at the
+first steps, not at import.
 """
 
 from __future__ import annotations
@@ -145,6 +146,8 @@ class Probe:
 
     def close(self) -> None:
         """The interpreter exits: what the GPU clock still owes is written if it is ready."""
+        if isinstance(self._agreement, Agreement):
+            self._agreement.join(2.0)
         if self._clock:
             self._clock.settle()
 

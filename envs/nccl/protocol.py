@@ -8,7 +8,7 @@ store that the job's process group already has, written only when a table is new
 
 * Rank 0, before it sends a new table as round n, puts the table into the store and sets the log from "m" to "n"
   (compare-and-set; m is the last such round). Only then is the table sent. A round that is not in the log changes
-  nothing on any rank.
+  nothing on any rank. All this takes place while round n - 1 is under way and the job trains.
 * A rank that cannot complete round n closes the log ("stop:" before what stands there) and so learns the last round
   that is in it. Rank 0's compare-and-set fails from then on, so this is the last table that will ever be sent.
   The rank then takes the remaining rounds from the store, each at the boundary where it is due: exactly what the
@@ -83,7 +83,7 @@ class Member:
 
     def connected(self) -> None:
         """The group is open on this rank."""
-        self._next_round()
+        self.state = State.BEGIN
 
     # -- a round ------------------------------------------------------------------------------------------------
 
@@ -94,7 +94,13 @@ class Member:
             self.state = State.STOPPED
             return
         self.active = message
-        self._next_round()
+        self.state = State.BEGIN
+
+    def begun(self) -> None:
+        """The next round is under way. If there is a new table, rank 0 sees to the log before the round after it."""
+        self.round += 1
+        new = self.rank == 0 and self.sent != STOP and self.wanted not in (NO_TABLE, self.sent)
+        self.state = State.LOG_TABLE if new else State.TRAINING
 
     def table_logged(self) -> None:
         """The new table lies in the store."""
@@ -114,22 +120,13 @@ class Member:
             self.last, self.sent = self.round + 1, self.wanted
         else:
             self.sent = STOP
-        self.state = State.BEGIN
-
-    def begun(self) -> None:
-        """The next round is under way."""
-        self.round += 1
         self.state = State.TRAINING
-
-    def _next_round(self) -> None:
-        new = self.rank == 0 and self.wanted not in (NO_TABLE, self.sent)
-        self.state = State.LOG_TABLE if new else State.BEGIN
 
     # -- trouble ------------------------------------------------------------------------------------------------
 
     def failed(self) -> None:
-        """The group could not be opened, or a round not be begun or completed."""
-        if not self.due:  # failed before the round was under way: its outcome is due at the next boundary
+        """The group could not be opened, a round not be begun or completed, or the log not be set."""
+        if self.state in (State.CONNECT, State.BEGIN):  # the round that did not begin here is due at the next boundary
             self.round += 1
         self.in_trouble = True
         self.state = State.CLOSE_LOG

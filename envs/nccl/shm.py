@@ -46,6 +46,12 @@ def encode_table(table: Table) -> bytes:
 
 def decode_table(message: bytes) -> Table:
     """Inverse of :func:`encode_table`; bytes after the last row are ignored. Raises ValueError with the reason."""
+    generation, rows = _unpack(message)
+    return Table.from_array(generation, np.frombuffer(rows, RULE_DTYPE))
+
+
+def _unpack(message: bytes) -> tuple[int, bytes]:
+    """(generation, rows) of a message whose head and checksum are right; much cheaper than decoding the rows."""
     if len(message) < _HEAD.size:
         raise ValueError("a table has at least 64 bytes")
     magic, version, n_rows, generation, crc, _ = _HEAD.unpack_from(message)
@@ -60,7 +66,7 @@ def decode_table(message: bytes) -> Table:
     bare = message[:20] + bytes(12) + message[32 : _HEAD.size]  # without crc and sequence
     if zlib.crc32(rows, zlib.crc32(bare)) != crc:
         raise ValueError("table damaged: its checksum does not match")
-    return Table.from_array(generation, np.frombuffer(rows, RULE_DTYPE))
+    return int(generation), rows
 
 
 def message_of(raw: bytes) -> bytes:
@@ -109,7 +115,7 @@ class TableFile:
             if sequence and not sequence & 1 and sequence == self.sequence():
                 message = raw[:_SEQUENCE_AT] + bytes(8) + raw[_SEQUENCE_AT + 8 :]
                 try:
-                    return decode_table(message).generation, message_of(message)
+                    return _unpack(message)[0], message_of(message)
                 except ValueError:
                     return None
         return None
