@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -76,6 +77,7 @@ class Daemon:
         Raises OSError if the command cannot be started, TraceError if the trace cannot be written. A KeyboardInterrupt
         stops a job that we started, and is answered with the summary of what was seen.
         """
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended politely, as by Ctrl-C
         request = self.request
         request.out.mkdir(parents=True, exist_ok=True)
         run = request.run or RunFolder.create()
