@@ -109,8 +109,10 @@ class Agreement:
         self._boundaries += 1
         if member.state is State.STOPPED or self._boundaries % self._every:
             return
-        while member.state in self._do:  # what was begun after the last boundary
-            self._do[member.state]()
+        if member.state is State.LOG_TABLE:  # begun after the last boundary
+            self._end_logging()
+        if member.state is State.CLOSE_LOG:
+            self._close_log()
         member.boundary(self._published.message() if member.rank == 0 else NO_TABLE)
         while member.state in self._do:
             if member.state is State.LOG_TABLE:
