@@ -16,8 +16,6 @@ from ..traces.records import AUTO, Decision, Slot
 #: Confirmation: accept once the gain is this many standard errors above zero over at least so many pairs, and give up
 #: after so many.
 ACCEPT_Z, MIN_PAIRS, MAX_PAIRS = 2.0, 3, 6
-#: Share of the job's time that the search may lose against the default before it ends.
-REGRET_BUDGET = 0.05
 
 
 @dataclass
@@ -34,7 +32,7 @@ class Confirmation:
 class Guard:
     """Watches one tuning run."""
 
-    budget: float = REGRET_BUDGET
+    budget: float  # share of the job's time that the search may lose against the default before it ends
     lost_ms: float = 0.0
     spent_ms: float = 0.0
     noise: list[float] = field(default_factory=list)  # log ratios of default windows that follow each other

@@ -32,6 +32,7 @@ class Settings:
     verify: int = 20  # for the closing A/B
     window_steps: int = 4
     steps: int | None = None  # that the job will take, if known: the closing A/B is kept free
+    budget: float = 0.05  # share of the job's time that the search may lose against the default
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Tuner:
         on_window: Callable[[Line], None] = lambda line: None,
     ) -> None:
         self.env, self.policy, self.settings, self.on_window = env, policy, settings, on_window
-        self.guard = Guard()
+        self.guard = Guard(settings.budget)
         self.outcome = Outcome()
         self._total = settings.windows + settings.verify
 

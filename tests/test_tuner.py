@@ -32,7 +32,7 @@ def run(policy, job, **settings):
 
 def test_exhaustive_search_finds_the_best_of_each_slot():
     job = FakeJob(truth, noise=0.002)
-    outcome, lines, _ = run("exhaustive", job, windows=200)
+    outcome, lines, _ = run("exhaustive", job, windows=200, budget=1.0)
     assert outcome.decisions == BEST
     assert outcome.kept and outcome.verdict.tuned.low > 1.15 and outcome.verdict.same.low <= 1
     assert job.tables[-1].rules and {c.profile.slot for c in outcome.choices} == set(BEST)
@@ -84,7 +84,7 @@ def test_confirmation_refuses_luck():
     for seed in range(100):
         env = LiveEnv(FakeJob(lambda d: STEP_MS, noise=0.04, seed=seed))
         env.profile()
-        guard = Guard(noise=list(0.033 * np.random.default_rng(seed).standard_normal(20)))
+        guard = Guard(0.05, noise=list(0.033 * np.random.default_rng(seed).standard_normal(20)))
         *_, outcome = guard.confirm(env, GATHER, Decision("ring", "ll128", 8))
         kept += outcome.kept
     assert kept <= 15  # 5 looks at two standard errors

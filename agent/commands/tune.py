@@ -36,6 +36,9 @@ def tune(
     windows: Annotated[int, typer.Option(help="Most windows that the search may take.")] = 60,
     verify: Annotated[int, typer.Option(help="Windows of the table in the closing A/B.")] = 20,
     window_steps: Annotated[int, typer.Option(help="Steps counted in a window.")] = 4,
+    budget: Annotated[
+        float, typer.Option(min=0, help="Share of the job's time that the search may lose against the default.")
+    ] = 0.05,
     bytes_scale: Annotated[float | None, typer.Option(help="Emulated bytes for each byte of the job.")] = None,
     time_scale: Annotated[float | None, typer.Option(help="Wall-clock time for each emulated time.")] = None,
     attach: Annotated[
@@ -83,7 +86,7 @@ def tune(
         command = workload(stage, steps, facts["n_processes"], job_log, backend=backend, seed=seed)
     elif command and shutil.which(command[0]) is None:
         fail(f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py")
-    settings = Settings(windows, verify, window_steps, steps if own else None)
+    settings = Settings(windows, verify, window_steps, steps if own else None, budget)
     quiet = json is not None and str(json) == "-"
     try:
         run = RunFolder.open(attach) if attach else None
