@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import dynamiccl.envs  # noqa: F401 - registers the ids
 import gymnasium as gym
+import make_streams
 import numpy as np
 import pytest
 from dynamiccl.envs import spaces
 from dynamiccl.envs.sim import cost_model, family
 from dynamiccl.envs.sim.clusters import Fleet, cluster
 from dynamiccl.envs.sim.fabric import Fabric
-from dynamiccl.envs.sim.streams import streams
+from dynamiccl.envs.sim.streams import counts, streams
 from dynamiccl.envs.sim_env import BatchSim
 from dynamiccl.traces.records import CHANNELS, PAIRS
 from gymnasium.utils.env_checker import check_env
@@ -197,12 +198,13 @@ def test_a_network_that_changes_in_mid_episode_changes_the_truth():
 
 def test_half_of_the_slots_come_from_real_training_steps():
     real = streams()
-    assert {"aicb-llama-7b-zero-3", "llama-7b zero-3", "llama-70b zero-2 buckets of 500000000"} <= set(real.names)
-    seven = real.names.index("llama-7b zero-3")
-    moved = (real.n_bytes * real.calls)[seven]
-    parameters = 6.74e9  # of the published Llama-7B
-    assert moved[~real.is_reduce_scatter[seven]].sum() == pytest.approx(2 * 2 * parameters, rel=0.01)
-    assert moved[real.is_reduce_scatter[seven]].sum() == pytest.approx(2 * parameters, rel=0.01)
+    assert len(real.names) == 19
+    assert {"aicb-llama-7b-zero-3", "llama-7b zero-3, 16 ranks", "llama-7b fsdp2-3, 16 ranks"} <= set(real.names)
+    seven = counts()["llama-7b zero-3, 16 ranks"]
+    moved = {func: sum(b * n for (f, b), n in seven.items() if f == func) for func in ("all_gather", "reduce_scatter")}
+    parameters = 6.74e9  # of the published Llama-7B; bf16, gathered for forward and for backward
+    assert moved["reduce_scatter"] == pytest.approx(2 * parameters, rel=0.01)
+    assert 1.9 < moved["all_gather"] / moved["reduce_scatter"] <= 2.0
     only = family.draw(replace(family.STANDARD, streams=1.0), np.random.default_rng(0), 2000)
     known = set(real.n_bytes[real.calls > 0].tolist())
     unit = only.fingerprint.n_ranks * 16
@@ -211,6 +213,13 @@ def test_half_of_the_slots_come_from_real_training_steps():
     assert (only.share >= 0.02).all() and (only.share <= 0.7).all()
     none = family.draw(replace(family.STANDARD, streams=0.0), np.random.default_rng(0), 500)
     assert len(np.unique(none.fingerprint.n_bytes)) > 400
+
+
+def test_the_shipped_streams_are_what_a_dry_run_says():
+    plan = ("gpt2", 16, make_streams.VARIANTS[0])
+    rows = make_streams.stream(*plan)
+    name = make_streams.label("gpt2", 16, *make_streams.VARIANTS[0])
+    assert counts()[name] == {(func, n_bytes): n for _, func, n_bytes, n in rows}
 
 
 def test_it_steps_at_least_20000_times_a_second():

@@ -99,19 +99,20 @@ def _round(us: float) -> float:
 def _show(cluster: str, nccl: str, func: str, rows: list[dict[str, Any]]) -> None:
     if not rows:
         return
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from ...traces.records import format_bytes
 
     prices = [key for key in rows[0] if key.startswith("us_")]
-    table = Table(title=f"{func} on {cluster} as NCCL {nccl} sees it (predicted us)")
+    table = Table(title=f"{func} on {cluster} as NCCL {nccl} sees it (predicted us)", box=box.SIMPLE)
     for head in ("bytes", "choice", "channels", "warps"):
         table.add_column(head, justify="left" if head == "choice" else "right", no_wrap=True)
     for key in prices:
-        table.add_column(key[3:].lower().replace("_", "/"), justify="right")
+        table.add_column(key[3:].lower().replace("_", "/"), justify="right", no_wrap=True)
     for row in rows:
         chosen = f"{row['algo']}/{row['proto']}".lower()
         cells = [format_bytes(row["nBytes"]), chosen, str(row["nChannels"]), str(row["nWarps"])]
-        table.add_row(*cells, *(f"{row[key]:,.1f}" for key in prices))
+        table.add_row(*cells, *(f"{row[key]:,.{1 if row[key] < 1000 else 0}f}" for key in prices))
     Console().print(table)
