@@ -182,10 +182,13 @@ class Daemon:
             "trace": str(request.out / "trace"),
             "report": str(request.out / "report.html"),
         }
-        _report(request.out / "report.html", summary, trace)
         path = request.out / "summary.json"
         path.with_suffix(".tmp").write_text(json.dumps(summary, indent=2) + "\n")
         os.replace(path.with_suffix(".tmp"), path)
+        try:
+            _report(request.out / "report.html", summary, trace)
+        except Exception as error:  # the page is the last thing made: what was measured must not be lost with it
+            self.on_phase(f"the report could not be drawn ({type(error).__name__}: {error}); the rest is whole")
         return summary
 
 

@@ -196,7 +196,8 @@ def _lanes(trace: Trace, step: int) -> tuple[pd.DataFrame, float | None]:
     events = events[events["rank"].isin(sorted(events["rank"].unique())[:MAX_RANKS])].head(MAX_BARS)
     bars = events[["rank", "func", "n_bytes", "algo", "proto", "n_channels"]].copy()
     start, end = events["start_ns"].astype("int64"), events["end_ns"].astype("int64")
-    host = trace.steps[trace.steps["index"] == step].set_index("rank")
+    # A rank that was started anew has taken the same step twice: the last one counts.
+    host = trace.steps[trace.steps["index"] == step].drop_duplicates("rank", keep="last").set_index("rank")
     zero = events["rank"].map(host["end_ns"] - host["duration_ns"])
     last = events["rank"].map(host["end_ns"])
     same_clock = bool(((start >= zero) & (end <= last)).mean() > 0.5)
