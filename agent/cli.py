@@ -29,6 +29,8 @@ COMMANDS = {
     "model": "model",
     "oracle": "oracle",
     "calibrate": "calibrate",
+    "apply": "apply",
+    "doctor": "doctor",
     "train": "train",
 }
 #: ``dynamiccl bench NAME``; ``dynamiccl bench`` alone is the leaderboard.

@@ -152,14 +152,11 @@ class Timeline:
 
     def _plan(self, func: str, n_bytes: int) -> tuple[str, str, int]:
         """Ask NCCL's model and the plugin, as ncclPrepareTasks does, and clip as the scheduler does."""
-        # The model prices a ring all-reduce by its halves; it is never tuned, so trees would only blur the picture.
-        priced = "reduce_scatter" if func == "all_reduce" else func
-        cost = cost_table(self._cluster, priced, n_bytes).copy()
+        cost = cost_table(self._cluster, func, n_bytes).copy()
         asked = self._nccl.get_coll_info(func, n_bytes, cost)
-        a, p = self._nccl.choose(cost)
-        algo, proto = ALGOS[a], PROTOS[p]
-        own, _ = channels(self._cluster, priced, n_bytes, algo, proto)
-        return algo, proto, min(asked, self._cluster.comm_channels) if asked else own
+        algo, proto = self._nccl.choose(cost)
+        n_channels, _ = channels(self._cluster, func, n_bytes, ALGOS[algo], PROTOS[proto], asked)
+        return ALGOS[algo], PROTOS[proto], n_channels
 
     def _duration_ns(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> int:
         us = self._fabric.time_us(func, n_bytes, algo, proto, n_channels)
