@@ -125,7 +125,7 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
     """Recurrent policy over configs: observation -> LSTM; LSTM output beside the observation -> :class:`ConfigHead`.
 
     The critic has no LSTM: it sees a part of the truth (:func:`revealed`) behind the observation, which the
-    actor does not look at (asymmetric actor-critic, Pinto et al. 2017). ``head_width`` and ``head_depth`` size the head;
+    actor does not look at (asymmetric actor-critic, Pinto et al. 2017). ``head_width``, ``head_depth`` size the head;
     ``memory=False`` cuts the LSTM's output off (ablation).
     """
 

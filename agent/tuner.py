@@ -19,7 +19,6 @@ from .compare import Verdict, judge
 from .guard import MAX_PAIRS, Confirmation, Guard
 from .policy import Policy, StopRule
 
-
 #: A closing A/B of fewer pairs has no interval worth printing.
 LEAST_PAIRS = 6
 

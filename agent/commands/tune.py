@@ -31,7 +31,9 @@ def tune(
         typer.Option(help="Who decides: lstm, default, random, coordinate-descent, thompson, ..., or MODULE:NAME."),
     ] = "lstm",
     stage: Annotated[int, typer.Option(help="ZeRO stage of our own job, 0 to 3.")] = 3,
-    steps: Annotated[int, typer.Option(help="Steps of our own job; the last ones are kept for the closing A/B.")] = 1000,
+    steps: Annotated[
+        int, typer.Option(help="Steps of our own job; the last ones are kept for the closing A/B.")
+    ] = 1000,
     ranks: Annotated[int | None, typer.Option(help="Processes of our own job; default 2, or one a GPU.")] = None,
     windows: Annotated[int, typer.Option(help="Most windows that the search may take.")] = 60,
     verify: Annotated[int, typer.Option(help="Windows of the table in the closing A/B.")] = 20,

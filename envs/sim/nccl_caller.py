@@ -126,7 +126,7 @@ def versions(release: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def choose(cost: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """NCCL's choice from a ``(n_algos, n_protos)`` cost table: the first of the smallest entries >= 0, else (-1, -1)."""
+    """NCCL's choice from a ``(n_algos, n_protos)`` cost table: the first of the smallest >= 0, else (-1, -1)."""
     flat = np.where(cost >= 0, cost, np.inf).ravel()
     best = int(flat.argmin())
     return divmod(best, cost.shape[1]) if np.isfinite(flat[best]) else (-1, -1)
