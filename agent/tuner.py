@@ -21,6 +21,8 @@ from .policy import Policy, StopRule
 
 #: A closing A/B of fewer pairs has no interval worth printing.
 LEAST_PAIRS = 6
+#: Steps from publishing a table to the first one under it: the poll, the round under way, the round that carries it.
+SWITCH_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -218,8 +220,8 @@ class Tuner:
         if self.settings.steps is not None:
             pairs = 2 + MAX_PAIRS + self.settings.verify + 1  # one more trial, its confirmation, the closing A/B
             job = self.env.job
-            # Every window is a generation of its own; a new table takes a step or two to reach all ranks.
-            pace = max(job.last_step / max(1, job.generation), self.settings.window_steps + DISCARD)
+            # Every window is a generation of its own, and a new table takes some steps to reach all ranks.
+            pace = max(job.last_step / max(1, job.generation), self.settings.window_steps + DISCARD + SWITCH_STEPS)
             if job.last_step + 2 * pairs * pace > self.settings.steps:
                 return "the job's last steps are kept for the closing comparison"
         return ""
