@@ -28,6 +28,10 @@ format: setup
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/clang-format -i $(C_SOURCES)
 
+bench: setup
+	$(RUN) bench --suite standard --out runs/bench
+	$(RUN) bench --suite held-out --out runs/bench
+
 setup: $(VENV)/ready
 
 # uv resolves and installs in seconds what takes pip a minute; it does not read pip's settings, hence the variable.
