@@ -45,9 +45,17 @@ Progress = Callable[[int, int, dict[str, Any]], None]
 class Batch(Protocol):
     """What training needs of an environment (``envs.sim_env.BatchSim``): ``n`` episodes stepped at once, in step."""
 
-    truth: Array  # (n, N_CONFIGS) expected scaled saving of every config in the running episodes, -inf where masked
-    share: Array  # (n,) of their slots in the step
     trials: spaces.Trials
+
+    @property
+    def truth(self) -> Array:
+        """Expected scaled saving of every config in the running episodes, (n, N_CONFIGS), -inf where masked."""
+        ...
+
+    @property
+    def share(self) -> Array:
+        """Of their slots in the step, (n,)."""
+        ...
 
     def reset(self) -> Array:
         """First observations, (n, N_OBSERVATION)."""

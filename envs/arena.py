@@ -105,8 +105,10 @@ class Suite:
                 seen.n_nodes, seen.n_ranks, seen.is_reduce_scatter, seen.n_bytes, strict=True
             )
         ]
-        numbers = (np.asarray(a, np.float32) for a in (batch.features, batch.mask, truth, batch.share, batch.noise))
-        return cls(name, *numbers, np.array(label))
+        features, mask, saved, share, noise = (
+            np.asarray(a, np.float32) for a in (batch.features, batch.mask, truth, batch.share, batch.noise)
+        )
+        return cls(name, features, mask, saved, share, noise, np.array(label))
 
     @classmethod
     def load(cls, path: str | Path) -> Suite:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from dynamiccl.agent.baselines import make_policy
 from dynamiccl.agent.bench import Entry, enter, entrant, run
+from dynamiccl.agent.board import Board
 from dynamiccl.agent.policy import LstmPolicy, Stopping
 from dynamiccl.agent.train import held_out
 from dynamiccl.envs import spaces
 from dynamiccl.envs.arena import SUITES, WINDOWS, Arena, Played, Recorded, Suite, play
-from dynamiccl.envs.board import Board
 from dynamiccl.envs.leaderboard import bootstrap, pack, per_task, ranks, replay, summary, trials_until_near, unpack
 from standin import HiddenKind
 

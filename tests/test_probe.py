@@ -1,7 +1,6 @@
 """The probe in real jobs of two processes on gloo: attached without a line of user code, and never in the way.
 
-This file is also the job: ``python test_probe.py LOOP...`` runs the named training loops one after the other and
-prints one JSON line a rank.
+The job is ``probe_ranks.py``.
 """
 
 import json
@@ -12,219 +11,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import STEP, STEP_DTYPE, Decision, Rule, Table
+from probe_ranks import LOOPS, STEPS
 
-STEPS = 14
-
-
-# -- the job ----------------------------------------------------------------------------------------------------------
-
-
-def job(names: list[str]) -> None:
-    import torch
-    import torch.distributed as dist
-
-    rank = int(os.environ.get("RANK", "0"))
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    said = {"rank": rank, "losses": {}, "generations": {}}
-    jitter = random.Random(rank)
-    for name in names:
-        loop = (LOOPS | ODD_LOOPS)[name]
-        losses, generations = [], []
-        step = loop(torch, dist)
-        for i in range(STEPS):
-            time.sleep(jitter.random() * float(os.environ.get("JITTER_S", "0")))
-            generations.append(generation())
-            losses.append(step(i))
-        said["losses"][name], said["generations"][name] = losses, generations
-    print(json.dumps(said), flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def generation() -> int:
-    """Generation of the active table in this process."""
-    if "DYNAMICCL_RUN" not in os.environ:
-        return 0
-    from dynamiccl.envs.nccl.plugin import Plugin
-
-    return Plugin.load().generation
-
-
-def model(torch):
-    torch.manual_seed(7)
-    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
-
-
-def batch(torch, dist, i):
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return torch.randn(16, 32, generator=torch.Generator().manual_seed(100 * i + rank))
-
-
-def plain(torch, dist) -> Callable[[int], float]:
-    net = model(torch)
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-
-    def step(i: int) -> float:
-        loss = net(batch(torch, dist, i)).square().mean()
-        loss.backward()
-        if dist.is_initialized():
-            for p in net.parameters():
-                dist.all_reduce(p.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
-
-
-def wrapped(wrap, make_optimizer):
-    def loop(torch, dist) -> Callable[[int], float]:
-        net = wrap(torch, model(torch))
-        optimizer = make_optimizer(torch, net)
-
-        def step(i: int) -> float:
-            loss = net(batch(torch, dist, i)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.item()
-
-        return step
-
-    return loop
-
-
-def ddp(torch, net):
-    return torch.nn.parallel.DistributedDataParallel(net)
-
-
-def fsdp2(torch, net):
-    from torch.distributed.fsdp import fully_shard
-
-    for part in net:
-        if hasattr(part, "weight"):
-            fully_shard(part)
-    return fully_shard(net)
-
-
-def compiled(torch, net):
-    return torch.compile(ddp(torch, net), backend="eager")
-
-
-def adam(torch, net):
-    return torch.optim.AdamW(net.parameters(), 1e-2)
-
-
-def compiled_adam(torch, net):
-    optimizer = adam(torch, net)
-    optimizer.step = torch.compile(optimizer.step, backend="eager")
-    return optimizer
-
-
-def zero(torch, net):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    return ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-2)
-
-
-def accumulation(torch, dist) -> Callable[[int], float]:
-    net = ddp(torch, model(torch))
-    optimizer = adam(torch, net)
-
-    def step(i: int) -> float:
-        with net.no_sync():
-            net(batch(torch, dist, 3 * i)).square().mean().backward()
-        loss = net(batch(torch, dist, 3 * i + 1)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return step
-
-
-def two_optimizers(torch, dist) -> Callable[[int], float]:
-    """As a GAN trains: two models, the second's optimizer steps every other time."""
-    first, second = ddp(torch, model(torch)), ddp(torch, model(torch))
-    one, two = adam(torch, first), adam(torch, second)
-
-    def step(i: int) -> float:
-        loss = first(batch(torch, dist, i)).square().mean()
-        loss.backward()
-        one.step()
-        one.zero_grad()
-        if i % 2:
-            second(batch(torch, dist, i)).abs().mean().backward()
-            two.step()
-            two.zero_grad()
-        return loss.item()
-
-    return step
-
-
-def exception(torch, dist) -> Callable[[int], float]:
-    """Every third step fails between backward and optimizer, on all ranks, and the loop goes on."""
-    inner = plain(torch, dist)
-
-    def step(i: int) -> float:
-        if i % 3 == 2:
-            try:
-                raise RuntimeError("out of memory, say")
-            except RuntimeError:
-                return 0.0
-        return inner(i)
-
-    return step
-
-
-def broken_network(torch, dist) -> Callable[[int], float]:
-    """In step 7 the probe of one rank loses its connections; the job's own group is sound."""
-    inner = plain(torch, dist)
-
-    def step(i: int) -> float:
-        from dynamiccl.envs.nccl import probe
-
-        if i == 7 and dist.get_rank() == int(os.environ["VICTIM"]):
-            probe._probe._agreement._drop_group()
-        return inner(i)
-
-    return step
-
-
-def one_rank_steps(torch, dist) -> Callable[[int], float]:
-    """Only rank 0 has an optimizer, as a learner among actors."""
-    inner = plain(torch, dist) if dist.get_rank() == 0 else None
-
-    def step(i: int) -> float:
-        if inner is not None:
-            return inner(i)
-        for p in model(torch).parameters():
-            dist.all_reduce(torch.zeros_like(p))
-        return 0.0
-
-    return step
-
-
-LOOPS = {
-    "plain": plain,
-    "ddp": wrapped(ddp, adam),
-    "fsdp2": wrapped(fsdp2, adam),
-    "zero": wrapped(ddp, zero),
-    "accumulation": accumulation,
-    "two optimizers": two_optimizers,
-    "exception": exception,
-    "compile": wrapped(compiled, compiled_adam),
-}
-ODD_LOOPS = {"broken network": broken_network, "one rank steps": one_rank_steps}
-
+JOB = Path(__file__).with_name("probe_ranks.py")
 
 # -- launching it ------------------------------------------------------------------------------------------------------
 
@@ -236,7 +31,7 @@ def free_port() -> int:
 
 
 def start(args: list[str], n: int, env: dict[str, str]) -> list[subprocess.Popen]:
-    """``n`` ranks of this file (or of one process outside torch.distributed for n = 1)."""
+    """``n`` ranks of the job (or of one process outside torch.distributed for n = 1)."""
     base = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))}
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **env}
     processes = []
@@ -244,7 +39,7 @@ def start(args: list[str], n: int, env: dict[str, str]) -> list[subprocess.Popen
         world = {"RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank)} if n > 1 else {}
         processes.append(
             subprocess.Popen(
-                [sys.executable, __file__, *args],
+                [sys.executable, str(JOB), *args],
                 env=base | world,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -435,7 +230,3 @@ print("trained")
         done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
         assert done.stdout == "trained\n"
         assert "Traceback" not in done.stderr and done.stderr.count("dynamiccl:") <= 1
-
-
-if __name__ == "__main__":
-    job(sys.argv[1:])

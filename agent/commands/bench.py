@@ -29,10 +29,10 @@ def bench(
     from rich.console import Console
 
     from ...envs.arena import Suite
-    from ...envs.board import Board
     from ...envs.leaderboard import replay
     from ..bench import ENTRANTS, Entry, entrant, run
     from ..bench import fit as fit_baselines
+    from ..board import Board
 
     console = Console(stderr=True, highlight=False)
     if fit:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .arena import WINDOWS, Played, Suite
-from .leaderboard import per_task, ranks
+from ..envs.arena import WINDOWS, Played, Suite
+from ..envs.leaderboard import per_task, ranks
 
 Array = np.ndarray[Any, Any]
 
