@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dynamiccl.zero_workload import launch
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.dryrun import dry_run
 from dynamiccl.zero_workload.model import PRESETS, ModelConfig, Transformer
@@ -227,6 +228,17 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     _, said = launcher.communicate(timeout=30)
     assert time.monotonic() - begin < 5
     assert launcher.returncode == 1 and said.strip() == "error: rank 1: killed by signal 9"
+
+
+def test_the_rank_that_failed_by_itself_is_blamed(tmp_path: Path) -> None:
+    lost = "RuntimeError: Connection reset by peer"
+    (tmp_path / "0").write_text(f"1\n{lost}")
+    # Rank 0 lost the killed rank 1 and was seen to end first.
+    assert launch._blame(tmp_path, 0, {0: 1, 1: -9}) == (1, 1, "killed by signal 9")
+    assert launch._blame(tmp_path, 1, {0: 1, 1: 7}) == (1, 1, "ended with exit code 7")
+    assert launch._blame(tmp_path, 0, {0: 1}) == (0, 1, lost)  # the other end of the connection was not ours
+    (tmp_path / "1").write_text("2\nrank 1 has no text")
+    assert launch._blame(tmp_path, 0, {0: 1, 1: 2}) == (1, 2, "rank 1 has no text")
 
 
 def test_sigterm_ends_the_job_after_a_step(tmp_path: Path) -> None:

@@ -83,14 +83,14 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
                 ranks.append(subprocess.Popen(command, env=env, start_new_session=True))
             failed = _watch(ranks, stopped)
         finally:
-            _end(ranks)
+            ended = _end(ranks)
             for number, handler in previous.items():
                 signal.signal(number, handler)
         if stopped:
             return 128 + stopped[0]
         if failed is None:
             return 0
-        rank, code, reason = _blame(Path(folder), failed, ranks[failed].returncode)
+        rank, code, reason = _blame(Path(folder), failed, ended)
         print(f"error: rank {rank}: {reason}", file=sys.stderr, flush=True)
         return code
 
@@ -110,29 +110,36 @@ def _watch(ranks: list[subprocess.Popen[bytes]], stopped: list[int]) -> int | No
     return next((number for number, rank in enumerate(ranks) if rank.returncode), None)
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM cannot end a rank that waits in a collective for a dead one: grant it a moment only."""
+def _end(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """End what still runs. Returns the exit status of each rank that ended by itself."""
     deadline = time.monotonic() + 0.5
     while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
         time.sleep(0.05)  # the others may be writing down an error of their own
+    ended = {number: status for number, rank in enumerate(ranks) if (status := rank.poll()) is not None}
     for rank in ranks:
         if rank.poll() is None:
-            rank.kill()
+            rank.kill()  # SIGTERM cannot end a rank that waits in a collective for a dead one
     for rank in ranks:
         rank.wait()
+    return ended
 
 
-def _blame(folder: Path, first: int, status: int) -> tuple[int, int, str]:
-    """The rank that failed by itself: the others fail too, a moment later, because they lost it."""
+def _blame(folder: Path, first: int, ended: dict[int, int]) -> tuple[int, int, str]:
+    """The rank that failed by itself (rank, exit code, reason): the others fail too, because they lost it."""
     notes = []
     for path in folder.iterdir():
         if path.name.isdigit():
             code, reason = path.read_text().split("\n", 1)
             lost = "onnection" in reason or "peer" in reason
             notes.append((lost, path.stat().st_mtime_ns, int(path.name), int(code), reason))
-    killed = f"killed by signal {-status}" if status < 0 else f"ended with exit code {status}"
-    if status < 0 and not any(not lost for lost, *_ in notes):
-        return first, 1, killed
-    if not notes:
-        return first, 1, killed
+    if notes and not min(notes)[0]:
+        return min(notes)[2:]
+    # Nobody names a cause of its own. A rank that could write no note is the one that the others lost, whichever
+    # of them was seen to end first.
+    noted = {note[2] for note in notes}
+    silent = [number for number, status in ended.items() if status and number not in noted]
+    if silent:
+        number = first if first in silent else silent[0]
+        status = ended[number]
+        return number, 1, f"killed by signal {-status}" if status < 0 else f"ended with exit code {status}"
     return min(notes)[2:]
