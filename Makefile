@@ -7,7 +7,7 @@ DEMO_STEPS ?= 1000
 SOURCES := agent envs traces zero_workload tests
 C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h)
 
-.PHONY: demo test check format setup bench clean
+.PHONY: demo test check format setup bench gpu-check clean
 
 demo: setup
 	$(RUN) tune --out runs/demo --steps $(DEMO_STEPS)
@@ -31,6 +31,10 @@ format: setup
 bench: setup
 	$(RUN) bench --suite standard --out runs/bench
 	$(RUN) bench --suite held-out --out runs/bench
+
+# Files what it found in traces/; without a GPU it runs on the emulated cluster and leaves that in runs/.
+gpu-check: setup
+	$(RUN) gpu-check
 
 setup: $(VENV)/ready
 

@@ -31,6 +31,7 @@ COMMANDS = {
     "calibrate": "calibrate",
     "apply": "apply",
     "doctor": "doctor",
+    "gpu-check": "gpu_check",
     "train": "train",
 }
 #: ``dynamiccl bench NAME``; ``dynamiccl bench`` alone is the leaderboard.

@@ -6,46 +6,54 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from ..envs.nccl.shm import RunFolder
 from .compare import Comparison, compare
-from .daemon import Emulated, workload
 
 #: Steps at the start of a job that do not count: imports, connections, first touches of memory.
 WARM_UP = 5
 
 
 def measure(
-    pairs: int, steps: int, cluster: str, say: Callable[[str], object] = lambda text: None, seed: int = 0
+    pairs: int,
+    command: Callable[[Path], list[str]],
+    env: Mapping[str, str],
+    say: Callable[[str], object] = lambda text: None,
+    budget_s: float = float("inf"),
 ) -> Comparison:
-    """Step time with / without, over ``pairs`` pairs of jobs of ``steps`` steps: 1.01 is one percent of overhead.
+    """Step time with / without, over ``pairs`` pairs of jobs: 1.01 is one percent of overhead.
 
-    ``say`` hears of every pair. Raises RuntimeError with the job's last words if a job fails.
+    ``command(log)`` is a job of ours that writes its steps to ``log``, ``env`` what it has in its environment. ``say``
+    hears of every pair; after three of them no pair begins that would not be done in ``budget_s``. Raises RuntimeError
+    with the job's last words if a job fails.
     """
-    emulated = Emulated(cluster, bytes_scale=90.0, time_scale=15.0, seed=seed)
     times: dict[bool, list[float]] = {True: [], False: []}
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "job.jsonl"
         for i in range(pairs):
+            used = time.monotonic() - began
+            if i >= 3 and used * (i + 1) / i > budget_s:
+                break
             for watched in (True, False) if i % 2 else (False, True):
-                times[watched].append(_step_ms(Path(folder), steps, emulated, watched))
+                times[watched].append(_step_ms(command(log), log, env, watched))
             say(f"pair {i + 1}/{pairs}  without {times[False][-1]:.2f} ms, with {times[True][-1]:.2f} ms")
-    return compare(np.array(times[True]), np.array(times[False]), seed)
+    return compare(np.array(times[True]), np.array(times[False]))
 
 
-def _step_ms(folder: Path, steps: int, emulated: Emulated, watched: bool) -> float:
+def _step_ms(command: list[str], log: Path, env: Mapping[str, str], watched: bool) -> float:
     """Median step time of one job, by its own clock."""
-    log = folder / "job.jsonl"
     log.unlink(missing_ok=True)
     run = RunFolder.create() if watched else None
-    env = {**os.environ, **emulated.env(), **(run.env() if run else {})}
     try:
         done = subprocess.run(
-            workload(3, steps, 2, log, backend="emulated", extra=["--quiet"]),
-            env=env,
+            command,
+            env={**os.environ, **env, **(run.env() if run else {})},
             capture_output=True,
             text=True,
             check=False,

@@ -24,12 +24,19 @@ def bench_overhead(
     from rich.console import Console
 
     from ...envs.sim.clusters import cluster as preset
+    from ..daemon import Emulated, workload
     from ..overhead import measure
 
     try:
         preset(cluster)
         console = Console(stderr=True, quiet=json)
-        result = measure(pairs, steps, cluster, lambda text: console.print(text, highlight=False))
+        emulated = Emulated(cluster, bytes_scale=90.0, time_scale=15.0)
+        result = measure(
+            pairs,
+            lambda log: workload(3, steps, 2, log, backend="emulated", extra=["--quiet"]),
+            emulated.env(),
+            lambda text: console.print(text, highlight=False),
+        )
     except (OSError, ValueError, RuntimeError) as error:
         fail(str(error))
     percent = [100 * (x - 1) for x in (result.speedup, result.low, result.high)]

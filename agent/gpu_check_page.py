@@ -1,0 +1,74 @@
+"""The picture of a ``gpu-check``: time of every config over message size, one panel a collective and placement."""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from ..traces.records import PAIRS, format_bytes
+
+_COLOURS = dict(
+    zip(
+        ("auto", *("/".join(pair) for pair in PAIRS)),
+        ("#111111", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9"),
+        strict=True,
+    )
+)
+
+
+def write_page(path: Path, result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """One self-contained page: what was found in words, the figure, the whole result as JSON."""
+    label = "emulated, no GPU was measured" if result["emulated"] else "measured"
+    title = f"gpu-check, {result['device']}, {result['date']} ({label})"
+    drawn = figure(rows, label).to_html(full_html=False, include_plotlyjs=True) if rows else "<p>No sweep.</p>"
+    path.write_text(
+        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>"
+        "<style>body{font-family:system-ui,sans-serif;max-width:75em;margin:2em auto}pre{white-space:pre-wrap}</style>"
+        f"<h1>{html.escape(title)}</h1>{drawn}<pre>{html.escape(json.dumps(result, indent=1))}</pre>\n"
+    )
+
+
+def figure(rows: list[dict[str, Any]], label: str) -> go.Figure:
+    """Microseconds over bytes, logarithmic; a line an (algorithm, protocol), the best of its channel counts marked."""
+    panels = sorted({(row["placement"], row["func"]) for row in rows})
+    drawn = make_subplots(rows=len(panels), cols=1, subplot_titles=[f"{func} ({place})" for place, func in panels])
+    timed = "kernel_us" if all(row["kernel_us"] is not None for row in rows) else "wall_us"
+    legend: set[str] = set()
+    for i, panel in enumerate(panels, 1):
+        mine = [row for row in rows if (row["placement"], row["func"]) == panel]
+        for pair, colour in _COLOURS.items():
+            points = [r for r in mine if "/".join(r["decision"].split("/")[:2]) == pair]
+            if not points:
+                continue
+            best = {
+                n: min(r[timed] for r in points if r["n_bytes"] == n) for n in sorted({r["n_bytes"] for r in points})
+            }
+            name = "NCCL's own way" if pair == "auto" else pair
+            look = {"legendgroup": pair, "marker_color": colour, "name": name}
+            drawn.add_scatter(
+                x=list(best), y=list(best.values()), mode="lines", showlegend=pair not in legend, row=i, col=1, **look
+            )
+            drawn.add_scatter(
+                x=[r["n_bytes"] for r in points],
+                y=[r[timed] for r in points],
+                text=[f"{r['decision']}, {r['ran_channels']} channels ran" for r in points],
+                hovertemplate="%{text}<br>%{y:.1f} us<extra></extra>",
+                mode="markers",
+                marker_size=5,
+                showlegend=False,
+                row=i,
+                col=1,
+                **look,
+            )
+            legend.add(pair)
+    sizes = sorted({row["n_bytes"] for row in rows})
+    drawn.update_xaxes(type="log", tickvals=sizes, ticktext=[format_bytes(n) for n in sizes])
+    what = "kernel time" if timed == "kernel_us" else "time a call"
+    drawn.update_yaxes(type="log", title=f"{what}, us ({label})")
+    drawn.update_layout(height=380 * len(panels), template="plotly_white", margin={"t": 40})
+    return drawn
