@@ -9,36 +9,20 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..envs import spaces
-from ..envs.spaces import HORIZON, N_CONFIGS, N_OBSERVATION
+from ..envs.arena import Policy
+from ..envs.spaces import HORIZON, N_CONFIGS, N_FEATURES, N_MASK, N_OBSERVATION, N_OUTCOME
+from ..traces.records import PAIRS
+from .belief import N_FIGURES, Belief
 
 Array = np.ndarray[Any, Any]
 
 #: Layout of the weights file; an older or newer file is refused.
-FORMAT = 1
-
-
-class Policy(Protocol):
-    """Whatever chooses: SB3's ``predict``. One episode is the search on one slot.
-
-    ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION); the action is ``[pair, channels]``, int64, (2,) or
-    (n, 2). ``state`` is what the last call returned (None at first), ``episode_start`` (n,) is True where a search
-    begins.
-    """
-
-    def predict(
-        self,
-        observation: Array,
-        state: Any = None,
-        episode_start: Array | None = None,
-        deterministic: bool = True,
-    ) -> tuple[Array, Any]:
-        """The action and the state to pass next time."""
-        ...
+FORMAT = 2
 
 
 class StopRule:
@@ -96,17 +80,20 @@ class Stopping:
 
 class LstmPolicy:
     """Masked LSTM policy: observation -> LSTM -> one hidden layer -> a score per config, made of what the network says
-    and of the config's own statistics, the same way for every config. See ``recurrent.MaskedLstmPolicy``, its twin.
+    and of what is measured and believed of the config, the same way for every config. Its twin in training is
+    ``recurrent.MaskedLstmPolicy``.
 
     ``weights`` (float32): ``lstm_x`` (N_OBSERVATION, 4h), ``lstm_h`` (h, 4h), ``lstm_b`` (4h) in torch's gate order
     i, f, g, o; ``body_w`` (h + N_OBSERVATION, m), ``body_b`` (m); ``head_z`` (m, d), ``head_e`` (N_CONFIGS, d),
-    ``head_s`` (2, d), ``head_v`` (d), ``skip_w`` (m, N_CONFIGS), ``skip_b`` (N_CONFIGS).
+    ``head_s`` (2 + N_FIGURES, d), ``head_u`` (2 + N_FIGURES), ``head_v`` (d), ``skip_w`` (m, N_CONFIGS), ``skip_b``
+    (N_CONFIGS), and those of :class:`belief.Belief`.
     """
 
     def __init__(self, weights: dict[str, Array], record: dict[str, Any] | None = None, seed: int = 0) -> None:
         """``record`` says how the weights were trained. Raises ValueError when shapes do not fit the observation."""
         self.weights, self.record = weights, record or {}
         self.rng = np.random.default_rng(seed)
+        self.belief, self.without = Belief(weights), tuple(self.record.get("settings", {}).get("without", ()))
         w = weights
         self.hidden = len(w["lstm_h"])
         if w["lstm_x"].shape != (N_OBSERVATION, 4 * self.hidden) or w["head_e"].shape[0] != N_CONFIGS:
@@ -145,20 +132,16 @@ class LstmPolicy:
     def logits(self, observations: Array, state: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         """Scores (n, N_CONFIGS), -inf where masked, and the next LSTM state (h, c), each (n, hidden)."""
         w, k = self.weights, self.hidden
+        observations, believed = actor_input(self.belief, observations, self.without)
         h, c = state
         gates = np.tanh(np.concatenate([observations, h], axis=1) @ self._gates + self._bias)
         i, f, o = (0.5 * gates[:, s] + 0.5 for s in (slice(k), slice(k, 2 * k), slice(3 * k, None)))
         c = f * c + i * gates[:, 2 * k : 3 * k]
         h = o * np.tanh(c)
         z = np.tanh(np.concatenate([h, observations], axis=1) @ w["body_w"] + w["body_b"])
-        count, gap = spaces.statistics(observations)
-        hidden = (
-            (z @ w["head_z"])[:, None, :]
-            + w["head_e"]
-            + count[..., None] * w["head_s"][0]
-            + gap[..., None] * w["head_s"][1]
-        )
-        scores = np.maximum(hidden, 0) @ w["head_v"] + z @ w["skip_w"] + w["skip_b"]
+        figures = np.concatenate([*spaces.statistics(observations), believed], axis=1).reshape(len(z), -1, N_CONFIGS)
+        hidden = (z @ w["head_z"])[:, None, :] + w["head_e"] + figures.swapaxes(1, 2) @ w["head_s"]
+        scores = np.maximum(hidden, 0) @ w["head_v"] + z @ w["skip_w"] + w["skip_b"] + w["head_u"] @ figures
         return np.where(spaces.config_mask(observations), scores, -np.inf), (h, c)
 
     def predict(
@@ -178,5 +161,36 @@ class LstmPolicy:
         scores, state = self.logits(rows, state)
         if not deterministic:  # the largest of score + Gumbel noise is a draw from the softmax
             scores = scores + self.rng.gumbel(size=scores.shape)
-        actions = spaces.actions_of(scores.argmax(axis=1))
+        chosen = scores.argmax(axis=1)
+        if "masks" in self.without:  # what it must not ask for leaves the slot to NCCL
+            chosen = np.where(spaces.config_mask(rows)[np.arange(len(rows)), chosen], chosen, 0)
+        actions = spaces.actions_of(chosen)
         return (actions if np.ndim(observation) == 2 else actions[0]), state
+
+
+#: Parts that a policy can be trained without, to see what each is worth.
+PARTS = ("memory", "statistics", "belief", "costs", "masks")
+_COSTS = [7, *range(N_FEATURES - 2 * len(PAIRS), N_FEATURES)]  # of NCCL's model: its best price, all prices, its choice
+_STATISTICS = slice(N_FEATURES + N_OUTCOME, N_FEATURES + N_OUTCOME + 2 * N_CONFIGS)
+
+
+def blinded(observations: Array, without: tuple[str, ...]) -> Array:
+    """Observations (n, N_OBSERVATION), zero where an actor is to do ``without``; without masks all is open."""
+    if not {"costs", "masks", "statistics"} & set(without):
+        return observations
+    observations = np.array(observations, np.float32)
+    if "costs" in without:
+        observations[:, _COSTS] = 0
+    if "masks" in without:
+        observations[:, -N_MASK:] = 1
+    if "statistics" in without:
+        observations[:, _STATISTICS] = 0
+    return observations
+
+
+def actor_input(belief: Belief, observations: Array, without: tuple[str, ...] = ()) -> tuple[Array, Array]:
+    """What the actor sees: observations, and what is believed of each config, (n, N_FIGURES * N_CONFIGS)."""
+    observations = blinded(observations, without)
+    if {"belief", "statistics"} & set(without):
+        return observations, np.zeros((len(observations), N_FIGURES * N_CONFIGS), np.float32)
+    return observations, belief.features(observations)

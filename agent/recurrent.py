@@ -8,21 +8,25 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any, cast
 
-import gymnasium as gym
 import numpy as np
 import torch
 from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from stable_baselines3.common.distributions import MultiCategoricalDistribution
-from stable_baselines3.common.vec_env import VecEnv
 from torch import nn
 
 from ..envs import spaces
 from ..envs.spaces import N_CHANNELS, N_CONFIGS, N_OBSERVATION
+from .belief import N_FIGURES
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
 States = tuple[Tensor, Tensor]
+
+#: The actor's input: an observation and what is believed of each config (``belief.Belief.features``).
+N_INPUT = N_OBSERVATION + N_FIGURES * N_CONFIGS
+#: Figures per config that the head weighs: windows measured, gap to the best, and those of the belief.
+N_STATISTICS = 2 + N_FIGURES
 
 
 def config_mask(obs: Tensor) -> Tensor:
@@ -72,10 +76,11 @@ class ConfigDistribution(MultiCategoricalDistribution):
 
 
 class ConfigHead(nn.Module):
-    """(LSTM output beside observation) -> score per config, masked.
+    """(LSTM output beside the actor's input) -> score per config, masked.
 
-    ``v . relu(Z z + e_c + count_c s_0 + gap_c s_1)``: what was measured of a config acts on its score the same way for
-    every config, so that it need not be learned 56 times; ``skip`` adds what is particular to each.
+    ``v . relu(Z z + e_c + S' f_c) + u . f_c``: what was measured and is believed of a config (``f_c``, N_STATISTICS
+    figures) acts on its score the same way for every config, so that it need not be learned 56 times; ``skip`` adds
+    what is particular to each.
     """
 
     def __init__(self, hidden: int, width: int, depth: int) -> None:
@@ -83,23 +88,22 @@ class ConfigHead(nn.Module):
         self.body = nn.Linear(hidden + N_OBSERVATION, width)
         self.z = nn.Linear(width, depth, bias=False)
         self.e = nn.Parameter(0.3 * torch.randn(N_CONFIGS, depth))
-        self.s = nn.Parameter(0.3 * torch.randn(2, depth))
+        self.s = nn.Parameter(0.3 * torch.randn(N_STATISTICS, depth))
+        self.u = nn.Parameter(torch.zeros(N_STATISTICS))
         self.v = nn.Parameter(0.1 * torch.randn(depth))
         self.skip = nn.Linear(width, N_CONFIGS)
         nn.init.orthogonal_(self.skip.weight, 0.01)
         nn.init.zeros_(self.skip.bias)
 
     def forward(self, latent: Tensor) -> Tensor:
-        """``latent`` (n, hidden + N_OBSERVATION) -> (n, N_CONFIGS)."""
-        obs = latent[:, -N_OBSERVATION:]
-        z = torch.tanh(self.body(latent))
+        """``latent`` (n, hidden + N_INPUT) -> (n, N_CONFIGS)."""
+        obs = latent[:, -N_INPUT : N_OBSERVATION - N_INPUT]
+        z = torch.tanh(self.body(latent[:, : N_OBSERVATION - N_INPUT]))
         start = N_OBSERVATION - spaces.N_MASK - 2 * N_CONFIGS
-        count, gap = (
-            obs[:, start : start + N_CONFIGS, None],
-            obs[:, start + N_CONFIGS : start + 2 * N_CONFIGS, None],
-        )
-        hidden = self.z(z)[:, None, :] + self.e + count * self.s[0] + gap * self.s[1]
-        scores = torch.relu(hidden) @ self.v + self.skip(z)
+        measured = obs[:, start : start + 2 * N_CONFIGS]
+        figures = torch.cat([measured, latent[:, N_OBSERVATION - N_INPUT :]], dim=1).unflatten(1, (-1, N_CONFIGS))
+        hidden = self.z(z)[:, None, :] + self.e + figures.transpose(1, 2) @ self.s
+        scores = torch.relu(hidden) @ self.v + self.skip(z) + (figures * self.u[:, None]).sum(dim=1)
         return cast(Tensor, scores.masked_fill(~config_mask(obs), -1e8))
 
 
@@ -122,10 +126,10 @@ class _Extractor(nn.Module):
 
 
 class MaskedLstmPolicy(RecurrentActorCriticPolicy):
-    """Recurrent policy over configs: observation -> LSTM; LSTM output beside the observation -> :class:`ConfigHead`.
+    """Recurrent policy over configs: observation -> LSTM; its output beside the actor's input -> :class:`ConfigHead`.
 
-    The critic has no LSTM: it sees a part of the truth (:func:`revealed`) behind the observation, which the
-    actor does not look at (asymmetric actor-critic, Pinto et al. 2017). ``head_width``, ``head_depth`` size the head;
+    The critic has no LSTM: it sees a part of the truth (``batches.revealed``) behind the actor's input, which the actor
+    does not look at (asymmetric actor-critic, Pinto et al. 2017). ``head_width``, ``head_depth`` size the head;
     ``memory=False`` cuts the LSTM's output off (ablation).
     """
 
@@ -149,8 +153,8 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
 
     def scores(self, obs: Tensor, states: States, starts: Tensor) -> tuple[Tensor, States]:
         """Masked scores (n, N_CONFIGS) of observations (n, n_seen) in sequences, and the next states."""
-        obs = obs[:, :N_OBSERVATION].float()
-        out, states = self._process_sequence(obs, states, starts, self.lstm_actor)
+        obs = obs[:, :N_INPUT].float()
+        out, states = self._process_sequence(obs[:, :N_OBSERVATION], states, starts, self.lstm_actor)
         latent = torch.cat([out if self.memory else torch.zeros_like(out), obs], dim=1)
         return self.mlp_extractor.forward_actor(latent), states
 
@@ -207,7 +211,7 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         """Multiply all scores by ``factor``: the same order, a more certain choice."""
         head = cast(_Extractor, self.mlp_extractor).policy_net
         with torch.no_grad():
-            for part in (head.v, head.skip.weight, head.skip.bias):
+            for part in (head.v, head.u, head.skip.weight, head.skip.bias):
                 part.mul_(factor)
 
     def export(self) -> dict[str, Array]:
@@ -222,6 +226,7 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
             "head_z": head.z.weight.T,
             "head_e": head.e,
             "head_s": head.s,
+            "head_u": head.u,
             "head_v": head.v,
             "skip_w": head.skip.weight.T,
             "skip_b": head.skip.bias,
@@ -230,95 +235,3 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         if not self.memory:
             arrays["body_w"][: self.lstm_output_dim] = 0
         return arrays
-
-
-#: Step time in default steps from which ``BatchVecEnv`` makes a window cost more than it loses.
-HARSH = 1.3
-
-
-N_REVEALED = 5
-
-
-def revealed(truth: Array, best: Array, share: Array) -> Array:
-    """What the critic sees of the truth, (n, N_REVEALED) float32: what is left to gain over the best measured config,
-    the oracle's saving, the slot's share, the mean saving of a config, and how much longer a step the worst makes.
-
-    ``truth`` (n, N_CONFIGS), -inf where masked; ``best`` (n,) index; ``share`` (n,).
-    """
-    open_ = np.isfinite(truth)
-    oracle = truth.max(axis=1)
-    now = truth[np.arange(len(truth)), best]
-    mean = np.where(open_, truth, 0).sum(axis=1) / open_.sum(axis=1)
-    worst = -np.where(open_, truth, 0).min(axis=1) * share
-    return np.stack([oracle - now, oracle, share, mean, worst], axis=1).astype(np.float32)
-
-
-class BatchVecEnv(VecEnv):
-    """SB3's interface over an environment that steps ``n`` episodes at once (``envs.sim_env.BatchSim``).
-
-    An episode's end is a true end (no bootstrap): the observation says how many trials are left.
-    """
-
-    def __init__(self, batch: Any, n: int, tail: float = 0.0, risk: float = 0.0) -> None:
-        """``batch`` has ``reset() -> obs`` and ``step(actions) -> (obs, reward, terminated, truncated, info)``.
-
-        ``tail``: windows that the result of a search stays in force after it. ``risk``: price of a window's step time
-        above HARSH default steps.
-        """
-        self.tail, self.risk = tail, risk
-        self.batch = batch  # before SB3 asks for attributes of it
-        space = gym.spaces.Box(-4.0, 4.0, (N_OBSERVATION + N_REVEALED,), np.float32)
-        super().__init__(n, space, spaces.action_space())
-        self.returns, self.lengths = np.zeros(n), np.zeros(n, np.int64)
-        self.actions = np.zeros((n, 2), np.int64)
-
-    def reset(self) -> Array:  # type: ignore[override]
-        """Observations (n, N_OBSERVATION + N_REVEALED) of fresh episodes."""
-        self.returns[:], self.lengths[:] = 0, 0
-        return self._reveal(self.batch.reset())
-
-    def _reveal(self, obs: Array) -> Array:
-        b = self.batch
-        return np.concatenate([obs, revealed(b.truth, b.trials.best(), b.share)], axis=1)
-
-    def step_async(self, actions: Array) -> None:
-        """Keep the actions (n, 2)."""
-        self.actions = actions
-
-    def step_wait(self) -> tuple[Array, Array, Array, list[dict[str, Any]]]:  # type: ignore[override]
-        """Step; infos carry SB3's ``episode`` statistics where one ended."""
-        share = np.array(self.batch.share)  # of the running episodes; a step may begin others
-        obs, reward, terminated, truncated, info = self.batch.step(self.actions)
-        done = np.logical_or(terminated, truncated)
-        # Against what the oracle would have got: the same optimum, and tasks with much to gain do not drown the rest.
-        oracle, trial = info["oracle_saving"], info["expected_saving"]
-        reward = reward - spaces.reward(oracle, oracle)
-        # What the search found stays in force when it is over: that much more counts how good it is in the end.
-        reward = reward + done * self.tail * (reward - spaces.TRIAL_PRICE * (trial - oracle))
-        reward = reward - self.risk * np.maximum(-info["expected_saving"] * share - (HARSH - 1), 0)
-        self.returns += reward
-        self.lengths += 1
-        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        for i in np.flatnonzero(done):
-            infos[i]["episode"] = {"r": float(self.returns[i]), "l": int(self.lengths[i]), "t": 0.0}
-        self.returns[done], self.lengths[done] = 0, 0
-        return self._reveal(obs), np.asarray(reward, np.float32), done, infos
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        """The same for all."""
-        return [getattr(self.batch, attr_name, None)] * len(list(self._get_indices(indices)))
-
-    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        """On the whole batch."""
-        setattr(self.batch, attr_name, value)
-
-    def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
-        """Not offered: there are no single environments."""
-        raise NotImplementedError("a batch has no single environments")
-
-    def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
-        """Never."""
-        return [False] * len(list(self._get_indices(indices)))

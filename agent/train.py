@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +29,15 @@ from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.utils import set_random_seed
 
 from ..envs import spaces
-from ..envs.arena import Arena, Suite, play
+from ..envs.arena import Arena, Policy, Suite, play
 from ..envs.leaderboard import summary
 from ..envs.spaces import HORIZON
 from .baselines import BASELINES, make_policy
-from .policy import LstmPolicy, Policy, Stopping
-from .recurrent import BatchVecEnv, MaskedLstmPolicy, revealed
+from .batches import Batch, BatchVecEnv, Believing, revealed
+from .belief import Belief
+from .policy import LstmPolicy, Stopping
+from .prior import Prior, fit
+from .recurrent import MaskedLstmPolicy
 
 Array = np.ndarray[Any, Any]
 
@@ -42,43 +45,22 @@ Array = np.ndarray[Any, Any]
 Progress = Callable[[int, int, dict[str, Any]], None]
 
 
-class Batch(Protocol):
-    """What training needs of an environment (``envs.sim_env.BatchSim``): ``n`` episodes stepped at once, in step."""
-
-    trials: spaces.Trials
-
-    @property
-    def truth(self) -> Array:
-        """Expected scaled saving of every config in the running episodes, (n, N_CONFIGS), -inf where masked."""
-        ...
-
-    @property
-    def share(self) -> Array:
-        """Of their slots in the step, (n,)."""
-        ...
-
-    def reset(self) -> Array:
-        """First observations, (n, N_OBSERVATION)."""
-        ...
-
-    def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
-        """One window in each episode."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Everything that shapes the weights, beside the simulator itself."""
 
-    steps: int = 5_505_024  #: env steps in all
-    imitation: float = 0.6  #: part of them spent on imitation
+    prior: int = 4_194_304  #: tasks that the prior of the belief is fitted to, before any step
+    prior_batch: int = 1024
+    prior_rate: float = 2e-3
+    steps: int = 4_194_304  #: env steps in all
+    imitation: float = 0.5  #: part of them spent on imitation
     seed: int = 0
     n_envs: int = 512
     chunk: int = 262_144  #: env steps between checkpoints
     hidden: int = 64
     head_width: int = 64
     head_depth: int = 24
-    memory: bool = True  #: False cuts the LSTM off (ablation)
+    without: tuple[str, ...] = ()  #: some of ``policy.PARTS`` (ablation)
     temperature: float = 0.3  #: of the imitated choice, in units of ``worth``
     stay: float = 0.015  #: weight of moments in which nothing is left to gain beside the gain (see ``imitate``)
     foresight: float = 20.0  #: windows that a found improvement is credited with, see ``worth``
@@ -110,7 +92,7 @@ def make_model(settings: Settings, env: BatchVecEnv) -> RecurrentPPO:
             "lstm_hidden_size": settings.hidden,
             "head_width": settings.head_width,
             "head_depth": settings.head_depth,
-            "memory": settings.memory,
+            "memory": "memory" not in settings.without,
         },
         seed=settings.seed,
         device="cpu",
@@ -118,7 +100,7 @@ def make_model(settings: Settings, env: BatchVecEnv) -> RecurrentPPO:
 
 
 def imitate(
-    policy: MaskedLstmPolicy, batch: Batch, n: int, iterations: int, s: Settings, rate: Callable[[float], float]
+    policy: MaskedLstmPolicy, batch: Believing, n: int, iterations: int, s: Settings, rate: Callable[[float], float]
 ) -> float:
     """``iterations`` rounds of rolling out ``n`` whole episodes and learning from them; returns the last loss.
 
@@ -131,9 +113,9 @@ def imitate(
     for k in range(iterations):
         for group in policy.optimizer.param_groups:
             group["lr"] = rate(k / iterations)
-        truth, share, allowed = batch.truth.copy(), np.array(batch.share), torch.as_tensor(spaces.config_mask(obs))
-        seen, rewards, obs = _episodes(policy, batch, obs, n, s.hidden, s.tail)
-        values = np.stack([worth(truth, seen[t], s.foresight) for t in range(HORIZON)], axis=1)
+        truth, share, allowed = batch.truth.copy(), np.array(batch.share), torch.as_tensor(batch.open)
+        seen, best, rewards, obs = _episodes(policy, batch, obs, n, s.hidden, s.tail)
+        values = np.stack([worth(truth, best[t], s.foresight) for t in range(HORIZON)], axis=1)
         returns = np.zeros_like(rewards)
         running = np.zeros(n, np.float32)
         for t in reversed(range(HORIZON)):
@@ -149,9 +131,7 @@ def imitate(
             weight = worths.max(dim=2).values / (s.foresight + 1) + s.stay
             chances = torch.log_softmax(scores, dim=2).masked_fill(~open_, 0.0)
             loss = -(weight[..., None] * wanted * chances).sum() / weight.sum()
-            known = np.stack(
-                [revealed(truth[part], spaces.seen(seen[t][part]).best, share[part]) for t in range(HORIZON)], 1
-            )
+            known = np.stack([revealed(truth[part], best[t, part], share[part]) for t in range(HORIZON)], 1)
             value = policy.predict_values(torch.cat([x, torch.as_tensor(known).flatten(0, 1)], dim=1)).flatten()
             miss = torch.nn.functional.mse_loss(value, torch.as_tensor(returns[:, part].T.flatten()))
             policy.optimizer.zero_grad()
@@ -161,26 +141,27 @@ def imitate(
     return float(loss.detach())
 
 
-def worth(truth: Array, obs: Array, foresight: float) -> Array:
+def worth(truth: Array, best: Array, foresight: float) -> Array:
     """What running each config next is worth to one who knows the truth, (n, N_CONFIGS) float32, 0 where masked.
 
-    ``foresight`` windows under it if it truly is better than what would be committed now, and the trial itself: what
-    it saves or costs against running the best so far once more (which is worth 0).
+    ``foresight`` windows under it if it truly is better than what would be committed now, ``best`` (n,), and the trial
+    itself: what it saves or costs against running the best so far once more (which is worth 0).
     """
     known = np.where(np.isfinite(truth), truth, 0.0)
-    best = known[np.arange(len(obs)), spaces.seen(obs).best][:, None]
-    apart = np.clip(known - best, -1.5, 1.5)
+    apart = np.clip(known - known[np.arange(len(best)), best][:, None], -1.5, 1.5)
     return np.where(np.isfinite(truth), foresight * np.maximum(apart, 0) + apart, 0.0).astype(np.float32)
 
 
 def _episodes(
-    policy: MaskedLstmPolicy, batch: Batch, obs: Array, n: int, hidden: int, tail: float
-) -> tuple[Array, Array, Array]:
-    """One sampled episode each: observations (HORIZON, n, N_OBSERVATION), rewards (HORIZON, n), first of the next."""
+    policy: MaskedLstmPolicy, batch: Believing, obs: Array, n: int, hidden: int, tail: float
+) -> tuple[Array, Array, Array, Array]:
+    """One sampled episode each: inputs (HORIZON, n, N_INPUT), the best config before each trial (HORIZON, n), rewards
+    (HORIZON, n), and the first inputs of the next."""
     seen, rewards = np.zeros((HORIZON, *obs.shape), np.float32), np.zeros((HORIZON, n), np.float32)
+    best = np.zeros((HORIZON, n), np.int64)
     state, starts = (torch.zeros(1, n, hidden), torch.zeros(1, n, hidden)), torch.zeros(n)
     for t in range(HORIZON):
-        seen[t] = obs
+        seen[t], best[t] = obs, batch.trials.best()
         with torch.no_grad():
             distribution, state = policy.get_distribution(torch.as_tensor(obs), state, starts)
             actions = distribution.sample().numpy()
@@ -190,7 +171,7 @@ def _episodes(
     rewards[-1] += tail * (rewards[-1] - spaces.TRIAL_PRICE * (trial - oracle))
     if not np.all(np.logical_or(terminated, truncated)):
         raise ValueError(f"episodes of a training batch must all last {HORIZON} trials")
-    return seen, rewards, obs
+    return seen, best, rewards, obs
 
 
 class Training:
@@ -210,12 +191,19 @@ class Training:
         self.done, self.seconds, self.curve = 0, 0.0, list[dict[str, Any]]()
         torch.set_num_threads(1)  # with two threads small matrices train slower, and erratically
         set_random_seed(settings.seed)
-        self.model = make_model(settings, BatchVecEnv(make_batch(settings.n_envs, 0), settings.n_envs))
+        self.prior = Prior()
+        self.prior_optimizer = torch.optim.Adam(self.prior.parameters())
+        self.model = make_model(settings, BatchVecEnv(self._believing(0), settings.n_envs))
 
     @property
     def policy(self) -> MaskedLstmPolicy:
         """The policy in training."""
         return self.model.policy  # type: ignore[return-value]
+
+    def _believing(self, seed: int) -> Believing:
+        """Fresh episodes, with what the prior of now makes of them."""
+        s = self.settings
+        return Believing(self.make_batch(s.n_envs, seed), Belief(self.prior.export()), s.without)
 
     def resume(self) -> None:
         """Go on from the checkpoint. Raises ValueError when there is none, or one of other settings."""
@@ -228,6 +216,8 @@ class Training:
             raise ValueError(
                 f"{self.checkpoint} was made with other settings ({', '.join(changed)}); use the same or start anew"
             )
+        self.prior.load_state_dict(saved["prior"])
+        self.prior_optimizer.load_state_dict(saved["prior_optimizer"])
         self.policy.load_state_dict(saved["policy"])
         self.policy.optimizer.load_state_dict(saved["optimizer"])
         self.done, self.seconds, self.curve = saved["done"], saved["seconds"], saved["curve"]
@@ -236,6 +226,8 @@ class Training:
         """Write the checkpoint; a kill in the middle leaves the one before."""
         state = {
             "settings": dataclasses.asdict(self.settings),
+            "prior": self.prior.state_dict(),
+            "prior_optimizer": self.prior_optimizer.state_dict(),
             "policy": self.policy.state_dict(),
             "optimizer": self.policy.optimizer.state_dict(),
             "done": self.done,
@@ -248,56 +240,75 @@ class Training:
 
     def light(self) -> LstmPolicy:
         """The policy as it is now, for the run time."""
-        return LstmPolicy(self.policy.export(), seed=self.settings.seed)
+        weights = self.policy.export() | self.prior.export()
+        return LstmPolicy(weights, {"settings": dataclasses.asdict(self.settings)}, self.settings.seed)
 
     def run(self, progress: Progress = lambda done, total, row: None) -> None:
-        """Train to the end."""
+        """Train to the end: the prior, then imitation, then PPO."""
         s = self.settings
-        while self.done < s.steps:
+        total = s.prior + s.steps
+        turn = s.prior + int(s.imitation * s.steps)
+        phases = (
+            ("prior", 0, s.prior, self._fit),
+            ("imitation", s.prior, turn, self._imitate),
+            ("ppo", turn, total, self._ppo),
+        )
+        while self.done < total:
             begin = time.perf_counter()
-            index = self.done // s.chunk
-            size = min(s.chunk, s.steps - self.done)
-            set_random_seed(s.seed * 100_003 + index)
-            batch = self.make_batch(s.n_envs, s.seed * 100_003 + index)
-            row: dict[str, Any] = {"phase": "imitation"}
-            turn = s.imitation * s.steps
-            if self.done < turn:
-                first = self.done
-
-                def rate(part: float, first: int = first, size: int = size, turn: float = turn) -> float:
-                    return s.imitation_rate * _fade(min(1.0, (first + part * size) / turn))
-
-                rounds = max(1, size // (s.n_envs * HORIZON))
-                row["loss"] = round(imitate(self.policy, batch, s.n_envs, rounds, s, rate), 4)
-            else:
-                row["phase"] = "ppo"
-                if not self.curve or self.curve[-1]["phase"] == "imitation":
-                    # At run time the likeliest config is taken. PPO improves the policy that draws: make that one
-                    # nearly the same, or it learns to make up for the draws.
-                    self.policy.sharpen(s.sharpness)
-                part = (self.done - turn) / max(1, s.steps - turn)
-                self.model.lr_schedule = partial(_constant, s.ppo_rate * _fade(part))
-                self.model.set_env(BatchVecEnv(batch, s.n_envs, s.tail, s.risk), force_reset=True)
-                self.model.learn(size, reset_num_timesteps=True)
-                returns = [e["r"] for e in self.model.ep_info_buffer or ()]
-                row["return"] = round(float(np.mean(returns)), 4)
+            name, first, last, work = next(phase for phase in phases if self.done < phase[2])
+            size = min(s.chunk, last - self.done)
+            seed = s.seed * 100_003 + len(self.curve)
+            set_random_seed(seed)
+            row: dict[str, Any] = {"phase": name}
+            row |= work(seed, size, (self.done - first) / (last - first), (self.done - first + size) / (last - first))
             self.done += size
-            row |= {"steps": self.done, **self.examine(self.light())}
+            row["steps"] = self.done
+            if name != "prior":
+                row |= self.examine(self.light())
             self.seconds += time.perf_counter() - begin
             row["seconds"] = round(self.seconds, 1)
             self.curve.append(row)
             self.save()
-            progress(self.done, s.steps, row)
+            progress(self.done, total, row)
+
+    # A chunk of each phase: its seed, its size, and between which parts (0 .. 1) of the phase it lies.
+
+    def _fit(self, seed: int, size: int, first: float, last: float) -> dict[str, Any]:
+        s = self.settings
+        batch = self.make_batch(s.prior_batch, seed)
+        rounds = max(1, size // s.prior_batch)
+        rate = partial(_rate, s.prior_rate, first, last)
+        loss = fit(self.prior, self.prior_optimizer, batch, rounds, rate, s.without)
+        return {"loss": round(loss, 4)}
+
+    def _imitate(self, seed: int, size: int, first: float, last: float) -> dict[str, Any]:
+        s = self.settings
+        rounds = max(1, size // (s.n_envs * HORIZON))
+        rate = partial(_rate, s.imitation_rate, first, last)
+        return {"loss": round(imitate(self.policy, self._believing(seed), s.n_envs, rounds, s, rate), 4)}
+
+    def _ppo(self, seed: int, size: int, first: float, last: float) -> dict[str, Any]:
+        s = self.settings
+        if first == 0:
+            # At run time the likeliest config is taken. PPO improves the policy that draws: make that one nearly the
+            # same, or it learns to make up for the draws.
+            self.policy.sharpen(s.sharpness)
+        self.model.lr_schedule = partial(_constant, _rate(s.ppo_rate, first, last, 0.0))
+        self.model.set_env(BatchVecEnv(self._believing(seed), s.n_envs, s.tail, s.risk), force_reset=True)
+        self.model.learn(size, reset_num_timesteps=True)
+        returns = [e["r"] for e in self.model.ep_info_buffer or ()]
+        return {"return": round(float(np.mean(returns)), 4)}
+
+
+def _rate(top: float, first: float, last: float, part: float) -> float:
+    """Learning rate at a part of a chunk that lies between ``first`` and ``last`` of a phase: a cosine from ``top``
+    down to a twentieth of it."""
+    return top * (0.05 + 0.95 * 0.5 * (1 + float(np.cos(np.pi * (first + part * (last - first))))))
 
 
 def _constant(rate: float, remaining: float) -> float:
     """A learning rate that does not look at how much is left."""
     return rate
-
-
-def _fade(part: float) -> float:
-    """Learning rate over a phase: a cosine from 1 down to 0.05."""
-    return 0.05 + 0.95 * 0.5 * (1 + float(np.cos(np.pi * part)))
 
 
 def commit_of_checkout() -> str:

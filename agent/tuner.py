@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..envs.arena import Policy
 from ..envs.live import DISCARD, JobEnded, Window
 from ..envs.live_env import DEFAULT, NOTHING, TRIAL, WARM, LiveEnv
 from ..traces.audit import regime
@@ -17,7 +18,7 @@ from ..traces.records import AUTO, PAIRS, Decision, Slot
 from ..traces.slots import SlotProfile
 from .compare import Verdict, judge
 from .guard import MAX_PAIRS, Confirmation, Guard
-from .policy import Policy, StopRule
+from .policy import StopRule
 
 #: A closing A/B of fewer pairs has no interval worth printing.
 LEAST_PAIRS = 6

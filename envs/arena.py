@@ -24,13 +24,18 @@ from .spaces import N_CONFIGS
 Array = np.ndarray[Any, Any]
 
 #: Shipped suites; a changed suite gets a new number, and old results stay with the old one.
-SUITES = {"standard": "suite_standard_1.npz", "held-out": "suite_held_out_1.npz"}
+SUITES = {"standard": "suite_standard_2.npz", "held-out": "suite_held_out_2.npz"}
 #: Windows played per task.
 WINDOWS = 64
 
 
 class Policy(Protocol):
-    """Whatever has SB3's ``predict``."""
+    """Whatever chooses: SB3's ``predict``. One episode is the search on one slot.
+
+    ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION); the action is ``[pair, channels]``, int64, (2,) or
+    (n, 2). ``state`` is what the last call returned (None at first), ``episode_start`` (n,) is True where a search
+    begins.
+    """
 
     def predict(
         self,
@@ -39,7 +44,7 @@ class Policy(Protocol):
         episode_start: Array | None = None,
         deterministic: bool = True,
     ) -> tuple[Array, Any]:
-        """Actions (n, 2) for observations (n, N_OBSERVATION), and the state to pass next time."""
+        """The action and the state to pass next time."""
         ...
 
 
@@ -56,6 +61,9 @@ class Suite:
     label: Array  # (n,) str: cluster and workload
     later: Array = field(default_factory=lambda: np.zeros((0, N_CONFIGS)))  # (n, N_CONFIGS) truth after a drift
     drift_at: Array = field(default_factory=lambda: np.zeros(0, np.int64))  # (n,) window of the drift; WINDOWS = none
+    alone: Array = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # (n,) fastest alone, if known
 
     def __post_init__(self) -> None:
         n = len(self.share)
@@ -108,7 +116,11 @@ class Suite:
         features, mask, saved, share, noise = (
             np.asarray(a, np.float32) for a in (batch.features, batch.mask, truth, batch.share, batch.noise)
         )
-        return cls(name, features, mask, saved, share, noise, np.array(label))
+        suite = cls(name, features, mask, saved, share, noise, np.array(label))
+        if hasattr(batch, "tasks"):
+            suite.later = np.where(suite.allowed, batch.tasks.later, 0.0).astype(np.float32)
+            suite.drift_at, suite.alone = np.minimum(batch.tasks.drift_at, WINDOWS), batch.tasks.alone.copy()
+        return suite
 
     @classmethod
     def load(cls, path: str | Path) -> Suite:
@@ -140,7 +152,8 @@ class Arena:
     def reset(self) -> Array:
         """First observations, (n, N_OBSERVATION)."""
         self.window = 0
-        self.trials = spaces.Trials.start(self.n)
+        self.trials = spaces.Trials.start(self.n)  # what policies see
+        self.since = spaces.Trials.start(self.n)  # the same since the drift: what the judge goes by
         return self.observe()
 
     def observe(self) -> Array:
@@ -148,8 +161,10 @@ class Arena:
         return spaces.observe(self.suite.features[self.task], self.suite.mask[self.task], self.trials)
 
     def step(self, actions: Array) -> tuple[Array, Array, Array]:
-        """One window. Returns observations, expected savings of the actions (n,), configs (n,). Raises ValueError on a
-        masked or impossible action."""
+        """One window. Returns observations, expected savings over the window (n,), configs (n,).
+
+        Raises ValueError on a masked or impossible action.
+        """
         actions = np.asarray(actions)
         if actions.shape != (self.n, 2) or not np.issubdtype(actions.dtype, np.integer):
             raise ValueError(f"actions must be integers of shape {(self.n, 2)}, not {actions.dtype} {actions.shape}")
@@ -163,10 +178,13 @@ class Arena:
                 f"masked action {actions[bad].tolist()} in window {self.window} of {self.suite.label[self.task[bad]]}"
             )
         share = self.suite.share[self.task]
-        measured = spaces.scale_saving(expected * share + self.noise[self.window], share)
-        self.trials.record(configs, measured)
+        noise = self.noise[self.window] * spaces.noise_factor(expected, share)
+        measured = spaces.scale_saving(expected * share + noise, share)
+        self.since.restart(self.suite.drift_at[self.task] == self.window)
+        for trials in (self.trials, self.since):
+            trials.record(configs, measured)
         self.window += 1
-        return self.observe(), expected, configs
+        return self.observe(), spaces.in_window(expected, share), configs
 
 
 class Recorded:
@@ -190,7 +208,7 @@ class Played:
     """One entrant on one arena: (windows, n) arrays, n = repeats x tasks; savings in units of the slot's share."""
 
     configs: Array
-    expected: Array  # saving of what ran
+    expected: Array  # saving of each window
     oracle: Array  # saving of the best config at that time
     best: Array  # saving of the config that a stop would commit after this window
     share: Array  # (n,) of the slot in the step
@@ -224,7 +242,7 @@ def play(policy: Policy, arena: Arena, limit_us: float = 1e6) -> Played:
             raise ValueError(f"a decision took {took / arena.n * 1e6:.0f} us, the limit is {limit_us:.0f}")
         truth = arena.suite.truth_at(t)[arena.task]
         obs, expected[t], configs[t] = arena.step(actions)
-        oracle[t], best[t] = truth.max(axis=1), truth[rows, arena.trials.best()]
+        oracle[t], best[t] = truth.max(axis=1), truth[rows, arena.since.best()]
         start = np.zeros(arena.n, bool)
     share, noise = arena.suite.share[arena.task], arena.suite.noise[arena.task]
     return Played(configs.astype(np.int64), expected, oracle, best, share, noise, 1e6 * spent / arena.windows / arena.n)

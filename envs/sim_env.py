@@ -100,8 +100,8 @@ class BatchSim:
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
         """One window in every episode: ``actions`` (n, 2) -> observations, rewards, terminated, truncated, info.
 
-        ``info`` holds arrays (n,): ``config``, ``expected_saving`` of it, ``oracle_saving`` (both scaled, of the
-        episode that was stepped) and, where episodes ended, ``final_observation``. Raises ValueError on a masked or
+        ``info`` holds arrays (n,): ``config``, ``expected_saving`` of the window, ``oracle_saving`` (both scaled, of
+        the episode that was stepped) and, where episodes ended, ``final_observation``. Raises ValueError on a masked or
         impossible action.
         """
         actions = np.asarray(actions)
@@ -118,12 +118,14 @@ class BatchSim:
         truth, share = self.truth, self.tasks.share
         # Step times have a heavy tail: Student's t with 4 degrees of freedom, scaled to unit variance.
         noise = self._rng.standard_t(4, self.n) * (self.tasks.noise / np.sqrt(2.0))
+        noise *= spaces.noise_factor(expected, share)
         self.trials.record(configs, spaces.scale_saving(expected * share + noise, share))
-        reward = spaces.reward(truth[self._rows, self.trials.best()], expected)
+        spent = spaces.in_window(expected, share)
+        reward = spaces.reward(truth[self._rows, self.trials.best()], spent)
         truncated = self.trials.n_trials >= self.horizon
         info: dict[str, Any] = {
             "config": configs,
-            "expected_saving": expected,
+            "expected_saving": spent,
             "oracle_saving": truth.max(axis=1),
         }
         obs = self._observe()

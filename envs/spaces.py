@@ -32,6 +32,10 @@ HORIZON = 16
 TRIAL_PRICE = 0.05
 #: Savings are divided by the slot's share of the step and clipped to this range.
 SAVING_RANGE = (-3.0, 1.0)
+#: A window begins with a canary, this part of its steps. Where those take GIVE_UP times the default's, the rest of the
+#: window runs without the config.
+CANARY = 0.2
+GIVE_UP = 1.5
 
 
 def action_space() -> gym.spaces.MultiDiscrete:
@@ -126,6 +130,21 @@ class Trials:
 def scale_saving(saving: Array, share: Array | float) -> Array:
     """Relative step time saved -> units of the slot's share of the step, clipped to SAVING_RANGE."""
     return np.clip(np.asarray(saving) / np.maximum(share, 0.01), *SAVING_RANGE)
+
+
+def given_up(saving: Array, share: Array | float) -> Array:
+    """Whether a window under configs of these (scaled) savings ends with its canary."""
+    return np.asarray(1.0 - np.asarray(saving) * share > GIVE_UP)
+
+
+def in_window(saving: Array, share: Array | float) -> Array:
+    """(Scaled) saving over a whole window, of whose steps a config that is given up only runs the canary."""
+    return np.where(given_up(saving, share), CANARY * np.asarray(saving), saving)
+
+
+def noise_factor(saving: Array, share: Array | float) -> Array:
+    """By how much the noise of a measurement exceeds a whole window's: a canary has fewer steps."""
+    return np.where(given_up(saving, share), CANARY**-0.5, 1.0)
 
 
 def reward(best_saving: Array, trial_saving: Array) -> Array:

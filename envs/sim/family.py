@@ -42,7 +42,8 @@ class Family:
     sigma: tuple[float, float] = (0.05, 0.35)  # log size of un-modelled effects per (algo, proto) and channel class
     width: float = 1.0  # of the fabric's parameters around the nominal ones, see fabric.spread
     streams: float = 0.5  # part of the tasks that are slots of real training steps, see streams.py
-    drift: float = 0.0  # probability that the network changes for good in mid-episode
+    drift: float = 0.0  # probability that the network changes for good in mid-episode ...
+    drift_at: tuple[int, int] = (3, spaces.HORIZON - 3)  # ... before this window, evenly drawn
     known_exposure: float = 0.25  # probability that the fingerprint knows the exposed part
 
 
@@ -58,11 +59,12 @@ HELD_OUT = Family(
     sigma=(0.25, 0.5),
     width=1.4,
     drift=0.25,
+    drift_at=(16, 48),
 )
 
 
 #: The arrays of :class:`Tasks` beside the fingerprint.
-ARRAYS = ("features", "mask", "truth", "share", "noise", "later", "drift_at")
+ARRAYS = ("features", "mask", "truth", "share", "noise", "later", "drift_at", "alone")
 NEVER = 10**6
 
 
@@ -78,6 +80,7 @@ class Tasks:
     noise: Array  # (n,) standard deviation of one window's relative step time
     later: Array  # (n, N_CONFIGS) the truth after the network changed, against the default of that time
     drift_at: Array  # (n,) windows before it does; NEVER = it does not
+    alone: Array  # (n,) the config under which the collective itself is fastest, with nothing beside it
 
     def __len__(self) -> int:
         return len(self.share)
@@ -163,7 +166,7 @@ def draw(family: Family, rng: np.random.Generator, n: int) -> Tasks:
     slack = np.where(kind < 0.15, rng.uniform(1.0, 2.0, n), 1.0 - exposed)  # compute to hide in, per call
     cost = cost_model.pair_cost_rows(fleet, n_bytes)
     own = np.where(cost >= 0, cost, np.inf).argmin(axis=1)
-    saving, own_channels, default_us = savings(fabric, is_rs, n_bytes, own, slack)
+    saving, own_channels, times_us = savings(fabric, is_rs, n_bytes, own, slack)
     noisy = np.clip(exposed + rng.normal(0.0, 0.05, n), 0.0, 1.0)
     fingerprint = Fingerprint(
         is_reduce_scatter=is_rs.astype(float),
@@ -185,13 +188,15 @@ def draw(family: Family, rng: np.random.Generator, n: int) -> Tasks:
     noise, later, drift_at = _even(rng, family.noise, n), truth, np.full(n, NEVER)
     if family.drift > 0:
         after = Fabric(fleet, congested(fabric.truth, fleet, rng))
-        late, _, late_us = savings(after, is_rs, n_bytes, own, slack, slack * default_us)
+        default_us = times_us[:, 0]
+        late, _, late_times_us = savings(after, is_rs, n_bytes, own, slack, slack * default_us)
+        late_us = late_times_us[:, 0]
         # Against the default of that time, in units of the share that was seen before.
         late *= (late_us / default_us / (1.0 + share * (late_us / default_us - 1.0)))[:, None]
         later = np.where(allowed, np.clip(late, *spaces.SAVING_RANGE), -np.inf)
-        # Neither at once nor at the very end, where it would not matter.
-        drift_at = np.where(rng.random(n) < family.drift, rng.integers(3, spaces.HORIZON - 3, n), NEVER)
-    return Tasks(fingerprint, fingerprint.vector(), mask, truth, share, noise, later, drift_at)
+        drift_at = np.where(rng.random(n) < family.drift, rng.integers(*family.drift_at, n), NEVER)
+    alone = np.where(allowed, times_us, np.inf).argmin(axis=1)
+    return Tasks(fingerprint, fingerprint.vector(), mask, truth, share, noise, later, drift_at, alone)
 
 
 def _slots(family: Family, fleet: Fleet, rng: np.random.Generator) -> tuple[Array, Array, Array, Array]:
@@ -232,7 +237,7 @@ def savings(
 ) -> tuple[Array, Array, Array]:
     """Expected saving of every config in units of the slot's default time, (n, N_CONFIGS).
 
-    Also NCCL's channels (n,) and the default's time of one call (n,) us.
+    Also NCCL's channels (n,) and the time of one call alone under every config (n, N_CONFIGS) us; 0 is the default.
 
     A call of time ``t`` beside ``c = slack * t_default`` of compute makes the step ``max(0, t - c)`` longer by waiting
     and ``min(t, c) * slowdown(channels)`` longer by taking SMs and memory bandwidth from the compute. ``own`` (n,) is
@@ -252,7 +257,7 @@ def savings(
     default = t[:, :1]
     beside = slack[:, None] * default if beside_us is None else beside_us[:, None]
     charge = np.maximum(t - beside, 0.0) + np.minimum(t, beside) * fabric.slowdowns(ran)
-    return (charge[:, :1] - charge) / default, ran[:, 0], default[:, 0]
+    return (charge[:, :1] - charge) / default, ran[:, 0], t
 
 
 def _even(rng: np.random.Generator, bounds: tuple[float, float], n: int) -> Array:
