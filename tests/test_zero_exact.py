@@ -133,7 +133,7 @@ def resting(stage: int, optimizer: str) -> tuple[int, int, int, dict[str, int]]:
         engine.step()
     engine.synchronize()
     texts = {t.untyped_storage()._cdata for t in (corpus.train, corpus.validation)}
-    buffers = engine.reducer.pool.bytes  # constant-size send buffers, see test_send_buffers_do_not_grow
+    buffers = engine.reducer.buffer_bytes  # constant-size send buffers, see test_send_buffers_do_not_grow
     gc.collect()
     tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
     tensors += [t for s in engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
@@ -170,14 +170,14 @@ def peak_of_gradients(bucket_bytes: int, layers: int) -> tuple[int, int, int]:
     def look(_: torch.Tensor) -> None:
         nonlocal peak
         grads = [p.grad for p in model.parameters() if p.grad is not None]
-        peak = max(peak, sum(g.untyped_storage().nbytes() for g in grads) + engine.reducer.pool.bytes)
+        peak = max(peak, sum(g.untyped_storage().nbytes() for g in grads) + engine.reducer.buffer_bytes)
 
     for p in model.parameters():
         p.register_hook(look)
         p.register_post_accumulate_grad_hook(look)
     engine.backward(model(*Corpus(None, config.seq).batch(0, 2, step=0, seed=0)))
     engine.step()
-    return peak, sum(2 * p.numel() for p in model.parameters()), engine.reducer.pool.bytes
+    return peak, sum(2 * p.numel() for p in model.parameters()), engine.reducer.buffer_bytes
 
 
 def test_stage_2_never_holds_all_gradients(two: World) -> None:  # noqa: F811
@@ -209,8 +209,8 @@ def bytes_of_a_step(settings: dict[str, Any]) -> tuple[dict[str, int], int, int]
     total: dict[str, int] = {}
     for call in log.calls:
         total[call.func] = total.get(call.func, 0) + call.n_bytes
-    units = {u.unit.name: sum(b.numel for b in u.buckets) for u in engine.sharded.units}
-    kept = 2 * sum(units.get(name, 0) for name in ("root", "head", "blocks.2"))  # what forward ends with, prefetch 1
+    units = {u.name: sum(b.numel for b in u.buckets) for u in engine.sharded.units}
+    kept = 2 * sum(units[name] for name in ("root", "blocks.1", "blocks.2"))  # what forward ends with, prefetch 1
     return total, 2 * sum(b.numel for b in engine.buckets), kept
 
 

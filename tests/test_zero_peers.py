@@ -40,7 +40,7 @@ def train_peer(name: str, steps: int, settings: dict[str, Any]) -> tuple[list[fl
 @pytest.mark.parametrize("name", PEERS)
 def test_peers_agree_with_one_process_and_with_ours(name: str, two: World) -> None:  # noqa: F811
     alone = train_alone(20, max_norm=0.5)
-    losses, funcs = two.run(train_peer, name, 20, {"max_norm": 0.5, "accumulation": 2})[0]
+    losses, funcs = two.run(train_peer, name, 20, {"max_norm": 0.5, "gradient_accumulation": 2})[0]
     if name.startswith("fsdp2"):
         assert {"all_gather", "reduce_scatter"} <= set(funcs)
     assert losses == pytest.approx(alone, rel=1e-5)

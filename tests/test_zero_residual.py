@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dynamiccl.zero_workload import launch
+from dynamiccl.agent.commands.plan import Request, estimate
+from dynamiccl.zero_workload import launch, zero
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.dryrun import dry_run
 from dynamiccl.zero_workload.model import PRESETS, ModelConfig, Transformer
-from dynamiccl.zero_workload.planner import Request, activation_elements, advice, plan, stage_bytes
+from dynamiccl.zero_workload.planner import activation_elements, advice, stage_bytes
 from dynamiccl.zero_workload.remat import Partition, best_interval
-from test_zero import World, two  # noqa: F401  (fixture)
+from test_zero import BATCH, TINY, World, adamw, four, train_alone, two  # noqa: F401  (fixtures)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 # Partitioned activation checkpoints (P_a) under torch's tensor parallelism ------------------------------------------
@@ -71,6 +72,49 @@ def test_checkpoints_are_divided_by_the_tensor_parallel_degree(two: World) -> No
         assert there == in_arena
 
 
+def train_in_two_dimensions(stage: int, settings: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of 10 steps on a 2 x 2 mesh: data-parallel by ``zero``, tensor-parallel by torch."""
+    torch.manual_seed(0)
+    model = Transformer(TINY)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for block in model.blocks:
+        plan = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+        parallelize_module(block, mesh["tensor"], plan)
+    group, rank = mesh["data"].get_group(), mesh["data"].get_local_rank()
+    engine = zero(model, adamw(1e-2), stage=stage, group=group, max_norm=0.5, bucket_bytes=2**14, **settings)
+    rows = BATCH // 2 // engine.settings.gradient_accumulation
+    losses, norms = [], []
+    for step in range(10):
+        total = torch.zeros(())
+        for micro in range(engine.settings.gradient_accumulation):
+            first = (2 * micro + rank) * rows
+            loss = model(*Corpus(None, TINY.seq).batch(first, first + rows, step=step, seed=0))
+            engine.backward(loss)
+            total += loss.detach() / engine.settings.gradient_accumulation
+        norm = engine.step()
+        assert norm is not None
+        norms.append(norm.item())
+        dist.all_reduce(total, op=dist.ReduceOp.AVG, group=group)
+        losses.append(total.item())
+    return losses, norms
+
+
+def test_zero_with_tensor_parallelism_agrees_with_one_process(four: World) -> None:  # noqa: F811
+    alone = train_alone(10, max_norm=0.5)
+    torch.manual_seed(0)
+    model = Transformer(TINY)
+    model(*Corpus(None, TINY.seq).batch(0, BATCH, step=0, seed=0)).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    for stage, accumulation in ((0, 1), (1, 2), (2, 1), (3, 2)):
+        settings = {"param_dtype": torch.float32, "gradient_accumulation": accumulation}
+        for losses, norms in four.run(train_in_two_dimensions, stage, settings):
+            assert losses == pytest.approx(alone, rel=1e-5), stage
+            assert norms[0] == pytest.approx(norm, rel=1e-6), stage
+    halves = four.run(train_in_two_dimensions, 3, {"param_dtype": torch.bfloat16})
+    assert all(half == halves[0] for half in halves)
+    assert halves[0][0] == pytest.approx(alone, abs=0.02)
+
+
 def test_best_interval_minimises_what_is_kept() -> None:
     for layers in (4, 9, 16, 36, 64, 100):
         kept = {k: layers / k + k for k in range(1, layers + 1)}
@@ -93,7 +137,7 @@ def test_best_interval_minimises_what_is_kept() -> None:
 def test_planner_reproduces_published_memory(
     params: float, ranks: int, precision: str, expected: list[float | None]
 ) -> None:
-    stages = plan(Request(params, ranks, precision=precision))["stages"]
+    stages = estimate(Request(params, ranks, precision=precision))["stages"]
     for stage, want in zip(stages, expected, strict=True):
         parts = stage["weights_bytes"] + stage["gradients_bytes"] + stage["optimizer_bytes"]
         assert stage["total_bytes"] == parts
@@ -103,21 +147,21 @@ def test_planner_reproduces_published_memory(
 
 
 def test_planner_traffic_time_and_advice() -> None:
-    result = plan(Request(7e9, 8, layers=32, seq=2048, bandwidth=100e9, latency=10e-6, flops=150e12))
+    result = estimate(Request(7e9, 8, layers=32, seq=2048, bandwidth=100e9, latency=10e-6, flops=150e12))
     assert result["break_even_batch"] == 15
     assert [s["traffic_bytes_per_step"] for s in result["stages"]] == [24.5e9, 24.5e9, 24.5e9, 36.75e9]
     assert result["prefetch"] == 1
     # a ten times slower wire: a layer's gather takes 43.8 ms, its forward 5.97 ms
-    assert plan(Request(7e9, 8, bandwidth=10e9))["prefetch"] == 8
+    assert estimate(Request(7e9, 8, bandwidth=10e9))["prefetch"] == 8
     assert activation_elements(2, 3, 5, 7) == 14 * 2 * 3 * 5 + 2 * 7 * 9
     assert result["activations"]["every"] == 6
-    assert plan(Request(7e9, 8))["recommended_stage"] == 1
-    assert plan(Request(13e9, 8, memory=60e9))["recommended_stage"] == 2
-    assert plan(Request(13e9, 8, memory=40e9))["recommended_stage"] == 3
-    nothing = plan(Request(70e9, 8))
+    assert estimate(Request(7e9, 8))["recommended_stage"] == 1
+    assert estimate(Request(13e9, 8, memory=60e9))["recommended_stage"] == 2
+    assert estimate(Request(13e9, 8, memory=40e9))["recommended_stage"] == 3
+    nothing = estimate(Request(70e9, 8))
     assert nothing["recommended_stage"] is None and "stage 3 would on" in nothing["reason"]
-    assert sum(stage_bytes(Request(1e9, 4, optimizer="adan"), 0)) == 22e9
-    assert sum(stage_bytes(Request(1e9, 4, optimizer="lion"), 0)) == 12e9
+    assert sum(stage_bytes(1e9, 4, 0, optimizer="adan")) == 22e9
+    assert sum(stage_bytes(1e9, 4, 0, optimizer="lion")) == 12e9
     assert "stage 3 holds 2.00 GB" in advice(10**9, 8, 1, "mixed")
 
 
@@ -126,7 +170,7 @@ def test_planner_traffic_time_and_advice() -> None:
 )
 def test_planner_refuses(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field if field != "optimizer" else "no figures for mixed sgd"):
-        Request(**{"params": 7e9, "ranks": 8, field: value})
+        estimate(Request(**{"params": 7e9, "ranks": 8, field: value}))
 
 
 # Dry runs: they bring their own process group ------------------------------------------------------------------------
@@ -199,13 +243,15 @@ def test_the_job_logs_saves_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--stage", "4"], 2, "--stage is 0, 1, 2 or 3"),
+        (["--stage", "4"], 2, "stage is 0, 1, 2 or 3"),
         (["--heads", "3"], 2, "heads"),
         (["--text", "/dev/null"], 2, "is empty"),
         (["--text", sys.executable], 2, "is not UTF-8 text"),
         (["--backend", "emulated"], 2, "dynamiccl tune --cluster"),
         (["--backend", "nccl"], 2, "no GPU"),
-        (["--optimizer", "muon"], 2, "take --stage 1"),
+        (["--optimizer", "muon"], 2, "use stage 1"),
+        (["--steps", "0"], 2, "--steps: starts at 1"),
+        (["--prefetch", "some"], 2, "prefetch"),
         (["--resume", "/nowhere"], 2, "no checkpoint in /nowhere"),
         (["--steps", "5", "--lr", "1e30"], 1, "the loss is not finite at step 1 on ranks [0, 1]"),
     ],

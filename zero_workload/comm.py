@@ -30,30 +30,24 @@ class Collectives:
             raise ValueError(f"reduce_op is 'mean' or 'sum', not {reduce_op!r}")
         if not dist.is_initialized():
             raise ValueError("call torch.distributed.init_process_group() before zero()")
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.op = _REDUCE_OPS[reduce_op]
+        self.group, self.op = group, _REDUCE_OPS[reduce_op]
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work:
         """``shard`` [S] of every rank into ``full`` [size * S]; ``shard`` may be this rank's slice of ``full``."""
-        work: dist.Work = _ALL_GATHER(full, shard, group=self.group, async_op=True)
-        return work
+        return _ALL_GATHER(full, shard, group=self.group, async_op=True)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> dist.Work:
         """``full`` [size * S] reduced over the ranks; slice ``rank`` of it into ``shard`` [S]."""
-        work: dist.Work = _REDUCE_SCATTER(shard, full, op=self.op, group=self.group, async_op=True)
-        return work
+        return _REDUCE_SCATTER(shard, full, op=self.op, group=self.group, async_op=True)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> dist.Work:
         """``tensor`` reduced over the ranks, in place; ``op`` defaults to the gradients' own."""
-        work: dist.Work = dist.all_reduce(tensor, op=op or self.op, group=self.group, async_op=True)
-        return work
+        return dist.all_reduce(tensor, op=op or self.op, group=self.group, async_op=True)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """``tensor`` of the group's first rank on every rank; returns when done."""
-        source = dist.get_global_rank(self.group, 0) if self.group is not None else 0
-        dist.broadcast(tensor, source, group=self.group)
+        dist.broadcast(tensor, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
 
     def require_same(self, digest: int, what: str) -> None:
         """End with the same error on every rank when ``digest`` (63 bits) is not equal on all of them.
@@ -64,9 +58,9 @@ class Collectives:
         backend = dist.get_backend(self.group)
         if backend == "fake":  # a dry run: there is nobody to differ
             return
-        device = "cuda" if backend == "nccl" else "cpu"
-        seen = torch.zeros(self.size, dtype=torch.int64, device=device)
-        self.all_gather(seen, torch.tensor([digest], dtype=torch.int64, device=device)).wait()
+        mine = torch.tensor([digest], device="cuda" if backend == "nccl" else "cpu")
+        seen = mine.new_zeros(self.size)
+        self.all_gather(seen, mine).wait()
         odd = [rank for rank, value in enumerate(seen.tolist()) if value != seen[0].item()]
         if odd:
             raise ValueError(f"ranks {odd} have {what} that differs from rank 0's")

@@ -53,26 +53,21 @@ class Corpus:
 
 
 def _standard_library() -> bytes:
-    parts, size = [], 0
+    parts: list[bytes] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        parts.append(path.read_bytes())
-        size += len(parts[-1])
-        if size >= DEFAULT_BYTES:
-            break
+        if sum(map(len, parts)) < DEFAULT_BYTES:
+            parts.append(path.read_bytes())
     return b"\n".join(parts)
 
 
 def _read(path: Path) -> bytes:
     try:
         raw = path.read_bytes()
+        raw.decode("utf-8")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
-    if not raw:
-        raise ValueError(f"{path} is empty: give a text file")
-    try:
-        raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}): give a text file") from error
-    if b"\0" in raw:
-        raise ValueError(f"{path} holds zero bytes, so it is not text: give a text file")
+    if not raw or b"\0" in raw:
+        raise ValueError(f"{path} {'holds zero bytes' if raw else 'is empty'}: give a text file")
     return raw

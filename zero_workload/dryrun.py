@@ -6,10 +6,7 @@ order are exactly those of a real run on so many ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .model import ModelConfig, Transformer
-from .zero import zero
+from .peers import Peer
+from .zero import Engine, zero
 
 #: c10d operator -> name, and which argument is the whole buffer.
 _OPS = {
@@ -28,8 +26,7 @@ _OPS = {
 }
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One collective: ``n_bytes`` of its whole buffer (ranks x shard), on the group of that name and size."""
 
     func: str
@@ -47,33 +44,13 @@ class CollectiveLog(TorchDispatchMode):
         self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name, position = _OPS.get(func._schema.name.split("::")[1], ("", 0))
-            if name:
-                whole = args[position][0] if isinstance(args[position], list | tuple) else args[position]
-                group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
-                dtype = str(whole.dtype).removeprefix("torch.")
-                n_bytes = whole.numel() * whole.element_size()
-                self.calls.append(Call(name, n_bytes, dtype, group.group_name, group.size()))
+        name, position = _OPS.get(func._schema.name.removeprefix("c10d::"), ("", 0))
+        if name:
+            whole = args[position][0] if isinstance(args[position], list | tuple) else args[position]
+            group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
+            dtype = str(whole.dtype).removeprefix("torch.")
+            self.calls.append(Call(name, whole.numel() * whole.element_size(), dtype, group.group_name, group.size()))
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def fake_ranks(n_ranks: int) -> Iterator[None]:
-    """This process as rank 0 of ``n_ranks``, whose collectives do nothing.
-
-    Raises:
-        ValueError: a process group exists already.
-    """
-    if dist.is_initialized():
-        raise ValueError("a dry run needs a process without a process group")
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n_ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def dry_run(
@@ -86,7 +63,7 @@ def dry_run(
     param_dtype: torch.dtype = torch.bfloat16,
     **settings: Any,
 ) -> tuple[list[Call], int]:
-    """The collectives of one step in steady state (the second), in order.
+    """The collectives of one step in steady state (the second), in order, as rank 0 sees them.
 
     Args:
         config: shape of the transformer, see ``model.PRESETS``.
@@ -101,34 +78,31 @@ def dry_run(
         The calls, and the number of parameters.
 
     Raises:
-        ValueError: a setting out of range.
+        ValueError: a setting out of range, or a process group exists already.
     """
     if engine not in ("zero", "fsdp2") or (engine == "fsdp2" and stage not in (2, 3)):
         raise ValueError("the engine is zero at stages 0 to 3, or fsdp2 at 2 (no resharding) and 3")
-    with fake_ranks(ranks):
+    if dist.is_initialized():
+        raise ValueError("a dry run needs a process without a process group")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,)) if engine == "fsdp2" else None
         with FakeTensorMode(), torch.device("cpu"):
             model = Transformer(config)
             n_params = sum(p.numel() for p in model.parameters())
-            step: Any
-            if mesh is not None:
-                from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-                policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=param_dtype)
-                for block in model.blocks:
-                    fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=stage == 3)
-                fully_shard(model, mesh=mesh, mp_policy=policy)
-                backward = torch.Tensor.backward
-                step = torch.optim.SGD(model.parameters(), lr=0.1)
+            job: Engine | Peer
+            if engine == "fsdp2":
+                name = "fsdp2" if stage == 3 else "fsdp2-no-reshard"
+                job = Peer(name, model, torch.optim.SGD, param_dtype=param_dtype, mesh=mesh)
             else:
-                step = zero(model, torch.optim.SGD, stage=stage, param_dtype=param_dtype, **settings)
-                backward = step.backward
+                job = zero(model, torch.optim.SGD, stage=stage, param_dtype=param_dtype, **settings)
             tokens = torch.zeros(batch, config.seq, dtype=torch.int64)
             for _ in range(2):
                 with CollectiveLog() as log:
-                    loss = model(tokens, tokens)
-                    backward(loss)
-                    step.step()
-                    if mesh is not None:
-                        step.zero_grad()
+                    job.backward(model(tokens, tokens))
+                    job.step()
+    finally:
+        dist.destroy_process_group()
     return log.calls, n_params

@@ -17,7 +17,6 @@ from types import FrameType
 ERRORS = "ZERO_WORKLOAD_ERRORS"
 #: The launcher's process id: a rank that lost it stops after the step.
 LAUNCHER = "ZERO_WORKLOAD_LAUNCHER"
-GRACE_S = 5.0
 
 
 class BadInput(Exception):
@@ -31,15 +30,15 @@ class Failed(Exception):
 def report(rank: int, error: BaseException) -> int:
     """Tell the user, or the launcher if there is one, why this rank ends. Returns the exit code."""
     code = 2 if isinstance(error, BadInput) else 1
-    known = isinstance(error, BadInput | Failed | ValueError)
-    lines = str(error).strip().splitlines() or [""]
-    text = lines[0] if known else f"{type(error).__name__}: {lines[0]}"
-    folder = os.environ.get(ERRORS)
-    if folder:
-        Path(folder, f"{rank}.partial").write_text(f"{code}\n{text}")
-        Path(folder, f"{rank}.partial").replace(Path(folder, str(rank)))
+    text = (str(error).strip().splitlines() or [""])[0]
+    if not isinstance(error, BadInput | Failed | ValueError):
+        text = f"{type(error).__name__}: {text}"
+    if ERRORS in os.environ:
+        note = Path(os.environ[ERRORS], f"{rank}.partial")
+        note.write_text(f"{code}\n{text}")
+        note.replace(note.with_suffix(""))
     else:
-        print(f"error: rank {rank}: {text}", file=sys.stderr, flush=True)
+        print(f"error: {text}" if rank < 0 else f"error: rank {rank}: {text}", file=sys.stderr, flush=True)
     return code
 
 
@@ -57,89 +56,59 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
     ranks: list[subprocess.Popen[bytes]] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        again = bool(stopped)
-        stopped.append(number)
         for rank in ranks:
-            if rank.poll() is None:
-                rank.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+            rank.send_signal(signal.SIGKILL if stopped else signal.SIGTERM)
+        stopped.append(number)
+
+    def wait(seconds: float) -> None:
+        """Until all ranks have ended, or that long."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+            time.sleep(0.05)
 
     with tempfile.TemporaryDirectory(prefix="zero-workload-") as folder:
+        env = {"OMP_NUM_THREADS": "1", **os.environ, ERRORS: folder, LAUNCHER: str(os.getpid())}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env |= {"WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks)}
         previous = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
-            for rank in range(n_ranks):
-                env = dict(
-                    os.environ,
-                    RANK=str(rank),
-                    LOCAL_RANK=str(rank),
-                    WORLD_SIZE=str(n_ranks),
-                    LOCAL_WORLD_SIZE=str(n_ranks),
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=str(port),
-                    OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
-                )
-                env |= {ERRORS: folder, LAUNCHER: str(os.getpid())}
+            for rank in map(str, range(n_ranks)):
                 command = [sys.executable, "-m", str(__package__), *arguments]
-                # A group of their own: Ctrl-C reaches the launcher, which tells the ranks once.
-                ranks.append(subprocess.Popen(command, env=env, start_new_session=True))
-            failed = _watch(ranks, stopped)
+                # A session of their own: Ctrl-C reaches the launcher, which tells the ranks once.
+                place = {"RANK": rank, "LOCAL_RANK": rank}
+                ranks.append(subprocess.Popen(command, env=env | place, start_new_session=True))
+            while not stopped and not (failed := [n for n, r in enumerate(ranks) if r.poll()]):
+                if all(rank.returncode == 0 for rank in ranks):
+                    return 0
+                time.sleep(0.05)
+            # The others may be writing down an error of their own, or finish their step.
+            wait(10 if stopped else 0.5)
+            ended = {n: status for n, rank in enumerate(ranks) if (status := rank.poll()) is not None}
         finally:
-            ended = _end(ranks)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            for process in ranks:
+                process.kill()  # SIGTERM cannot end a rank that waits in a collective for a dead one
+                process.wait()
+            for name, handler in previous.items():
+                signal.signal(name, handler)
         if stopped:
             return 128 + stopped[0]
-        if failed is None:
-            return 0
-        rank, code, reason = _blame(Path(folder), failed, ended)
-        print(f"error: rank {rank}: {reason}", file=sys.stderr, flush=True)
+        number, code, reason = _blame(Path(folder), failed[0], ended)
+        print(f"error: rank {number}: {reason}", file=sys.stderr, flush=True)
         return code
-
-
-def _watch(ranks: list[subprocess.Popen[bytes]], stopped: list[int]) -> int | None:
-    """Wait for the end of all ranks, or of the first that fails: its number."""
-    deadline = None
-    while any(rank.poll() is None for rank in ranks):
-        for number, rank in enumerate(ranks):
-            if rank.poll():
-                return number
-        if stopped and deadline is None:
-            deadline = time.monotonic() + 2 * GRACE_S
-        if deadline and time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
-    return next((number for number, rank in enumerate(ranks) if rank.returncode), None)
-
-
-def _end(ranks: list[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """End what still runs. Returns the exit status of each rank that ended by itself."""
-    deadline = time.monotonic() + 0.5
-    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-        time.sleep(0.05)  # the others may be writing down an error of their own
-    ended = {number: status for number, rank in enumerate(ranks) if (status := rank.poll()) is not None}
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.kill()  # SIGTERM cannot end a rank that waits in a collective for a dead one
-    for rank in ranks:
-        rank.wait()
-    return ended
 
 
 def _blame(folder: Path, first: int, ended: dict[int, int]) -> tuple[int, int, str]:
     """The rank that failed by itself (rank, exit code, reason): the others fail too, because they lost it."""
     notes = []
-    for path in folder.iterdir():
-        if path.name.isdigit():
-            code, reason = path.read_text().split("\n", 1)
-            lost = "onnection" in reason or "peer" in reason
-            notes.append((lost, path.stat().st_mtime_ns, int(path.name), int(code), reason))
-    if notes and not min(notes)[0]:
-        return min(notes)[2:]
-    # Nobody names a cause of its own. A rank that could write no note is the one that the others lost, whichever
+    for path in (p for p in folder.iterdir() if p.name.isdigit()):
+        code, reason = path.read_text().split("\n", 1)
+        lost = "onnection" in reason or "peer" in reason
+        notes.append((lost, path.stat().st_mtime_ns, int(path.name), int(code), reason))
+    noted = [note[2] for note in notes]
+    # Where nobody names a cause of its own, a rank that could write no note is the one that the others lost, whichever
     # of them was seen to end first.
-    noted = {note[2] for note in notes}
-    silent = [number for number, status in ended.items() if status and number not in noted]
-    if silent:
-        number = first if first in silent else silent[0]
-        status = ended[number]
-        return number, 1, f"killed by signal {-status}" if status < 0 else f"ended with exit code {status}"
-    return min(notes)[2:]
+    silent = [n for n in sorted(ended, key=lambda n: n != first) if ended[n] and n not in noted]
+    if notes and not (min(notes)[0] and silent):
+        return min(notes)[2:]
+    status = ended[silent[0]]
+    return silent[0], 1, f"killed by signal {-status}" if status < 0 else f"ended with exit code {status}"

@@ -1,57 +1,67 @@
-"""Where every parameter lies: gather units, buckets, shards; and the settings that decide it.
+"""Where every parameter lies: gather units, rows, buckets and shards; and the settings that decide it.
 
 A *bucket* is a flat run of elements that one collective moves. It is cut into ``n_ranks`` equal *shards*; rank r owns
-shard r. A bucket knows which piece of which parameter lies where in it; its tensors are the engine's.
+shard r. A bucket knows which piece of which parameter lies where in it. A *row* is parameters laid end to end in one
+allocation and cut into buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from .comm import Collectives
 
 # Views of large parameters start on 64 bytes in fp32, 32 in bf16: matrix kernels are slower on odd addresses.
 ALIGN, ALIGN_FROM = 16, 256
-#: A module outside the repeated blocks gets a gather unit of its own from this many elements on.
-MIN_UNIT = 2**13
+#: A module outside the repeated blocks gets a gather unit of its own from this many elements on: 1 MiB in bf16, which
+#: takes a wire of 100 GB/s as long as a collective's latency. What is smaller stays gathered with the root.
+MIN_UNIT = 2**19
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of ``zero()``, described there."""
+    """The arguments of ``zero()``, described there. Raises ValueError where one is out of range."""
 
     stage: int
-    bucket_bytes: int
-    prefetch: int | str
-    param_dtype: torch.dtype
-    master_dtype: torch.dtype
-    gradient_accumulation: int
-    max_norm: float | None
-    unit: str
-    hybrid: int | None
-    classic: bool
-    keep_last: bool
-    loss_scale: float
-    min_unit: int
+    bucket_bytes: int = 25 * 2**20
+    prefetch: int | str = 1
+    param_dtype: torch.dtype = torch.bfloat16
+    master_dtype: torch.dtype = torch.float32
+    gradient_accumulation: int = 1
+    max_norm: float | None = None
+    unit: str = "block"
+    min_unit: int = MIN_UNIT
+    hybrid: int | None = None
+    classic: bool = False
+    keep_last: bool = True
+    loss_scale: float = 2.0**16
     whole_params: bool = False
 
-    @property
-    def mixed(self) -> bool:
-        """Master weights are tensors of their own."""
-        return self.param_dtype != self.master_dtype
+    def __post_init__(self) -> None:
+        counts = self.prefetch == "auto" or (isinstance(self.prefetch, int) and self.prefetch >= 0)
+        matrices = f"stage {self.stage} cuts gradients up, and this optimizer needs whole matrices: use stage 1"
+        for message, fine in {
+            f"stage is 0, 1, 2 or 3, not {self.stage!r}": self.stage in (0, 1, 2, 3),
+            f"prefetch is a number from 0 up or 'auto', not {self.prefetch!r}": counts,
+            "gradient accumulation and bucket size start at 1": min(self.gradient_accumulation, self.bucket_bytes) > 0,
+            f"unit is 'block' or 'layer', not {self.unit!r}": self.unit in ("block", "layer"),
+            "the classic form exists at stage 1 only": self.stage == 1 or not self.classic,
+            "hybrid says which units stay replicated at stage 3": self.stage == 3 or self.hybrid is None,
+            matrices: self.stage <= 1 or not self.whole_params,
+        }.items():
+            if not fine:
+                raise ValueError(message)
 
-    @property
-    def shard_grad_dtype(self) -> torch.dtype:
-        """Dtype of reduced gradients at stages 2 and 3: sums over micro-batches are kept in ``master_dtype``."""
-        return self.param_dtype if self.gradient_accumulation == 1 else self.master_dtype
 
-
-@dataclass
-class Piece:
+class Piece(NamedTuple):
     """Elements ``start .. start + numel`` of flattened parameter ``param`` lie at ``offset`` in the bucket."""
 
     param: int
@@ -64,7 +74,7 @@ class Piece:
 class Bucket:
     """A flat run of ``numel`` elements (a multiple of the ranks), ``pieces`` in order, the rest is padding.
 
-    The engine fills in the tensors; S = numel / ranks (numel itself at stage 0).
+    ``Row`` fills in the tensors; S = numel / ranks (numel itself at stage 0).
     """
 
     numel: int
@@ -79,29 +89,25 @@ class Bucket:
     #: [numel] local gradients (stages 0 and 1) and [S] reduced ones.
     grads: torch.Tensor | None = None
     grad_shard: torch.Tensor | None = None
-    #: trainable parameters without a gradient yet in this backward pass.
+    #: pieces of parameters without a gradient yet in this backward pass.
     pending: int = 0
 
-    def owned(self, rank: int, n_ranks: int) -> slice:
-        """Where ``rank``'s shard lies in the bucket; all of it at stage 0."""
-        size = self.numel // n_ranks
-        return slice(rank * size, (rank + 1) * size) if self.stage else slice(0, self.numel)
+    def owned(self, comm: Collectives) -> slice:
+        """Where this rank's shard lies in the bucket; all of it at stage 0."""
+        size = self.numel // comm.size
+        return slice(comm.rank * size, (comm.rank + 1) * size) if self.stage else slice(0, self.numel)
+
+    def covered(self, begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
+        """The pieces that reach into ``begin .. end`` of the bucket, each with where it begins and ends there."""
+        for piece in self.pieces:
+            low, high = max(piece.offset, begin), min(piece.offset + piece.numel, end)
+            if low < high:
+                yield piece, low, high
 
     def publish(self) -> None:
         """Round the master weights into the shard that is gathered."""
         if self.master is not None and self.shard.dtype != self.master.dtype:
             self.shard.copy_(self.master.detach())
-
-
-@dataclass
-class Unit:
-    """Parameters (indices into the engine's list) gathered together at stage 3 and awaited together at stages 1 and 2:
-    those below ``module``, where the hooks go.
-    """
-
-    name: str
-    module: nn.Module
-    params: list[int]
 
 
 def _up(n: int, multiple: int) -> int:
@@ -133,73 +139,165 @@ def cut(params: Sequence[tuple[int, int]], n_ranks: int, bucket_numel: int | Non
 
 
 def whole(params: Sequence[tuple[int, int]], n_ranks: int) -> list[Bucket]:
-    """One bucket whose shard boundaries fall between parameters: each rank owns whole ones.
+    """One bucket whose shard boundaries fall between parameters, for optimizers that need whole matrices.
 
-    For optimizers that need whole matrices. The largest parameters are dealt first, each to the rank with least so
-    far; every shard is as long as the fullest rank's.
+    The largest parameters are dealt first, each to the rank with least so far; every shard is as long as the fullest.
     """
-    loads: list[list[tuple[int, int]]] = [[] for _ in range(n_ranks)]
+    loads: list[list[Piece]] = [[] for _ in range(n_ranks)]
     fill = [0] * n_ranks
     for index, numel in sorted(params, key=lambda item: (-item[1], item[0])):
         owner = fill.index(min(fill))
-        loads[owner].append((index, numel))
+        loads[owner].append(Piece(index, 0, numel, fill[owner]))
         fill[owner] += _up(numel, ALIGN)
-    bucket = Bucket(max(fill) * n_ranks)
-    for rank, load in enumerate(loads):
-        offset = rank * max(fill)
-        for index, numel in sorted(load):
-            bucket.pieces.append(Piece(index, 0, numel, offset))
-            offset += _up(numel, ALIGN)
-    return [bucket]
+    size = max(fill)
+    pieces = [p._replace(offset=p.offset + rank * size) for rank, load in enumerate(loads) for p in load]
+    return [Bucket(size * n_ranks, pieces)]
 
 
-def find_units(model: nn.Module, unit: str = "block", min_unit: int = MIN_UNIT) -> list[Unit]:
-    """Split ``model`` into gather units; together they hold every parameter exactly once, the root's first.
+class Row:
+    """Parameters (those at ``indices`` of ``params``, all trainable or all frozen) in one arena, equal on all ranks,
+    cut into buckets with the tensors that ``stage`` needs.
+
+    One allocation each for parameters, gradients, master weights and gradient shards lives as long as the engine, so
+    long-lived tensors never fragment the memory in which activations come and go (ZeRO's M_D).
+    """
+
+    def __init__(
+        self, comm: Collectives, params: Sequence[nn.Parameter], indices: Sequence[int], settings: Settings, stage: int
+    ) -> None:
+        self.shapes = {i: local(params[i]).shape for i in indices}
+        sizes = [(i, shape.numel()) for i, shape in self.shapes.items()]
+        trainable = any(params[i].requires_grad for i in indices)
+        size = None if stage == 3 else settings.bucket_bytes // settings.param_dtype.itemsize
+        by_parameter = settings.whole_params and sizes
+        self.buckets = whole(sizes, comm.size) if by_parameter else cut(sizes, comm.size, size)
+        self.begins: dict[int, int] = {}
+        total = 0
+        for bucket in self.buckets:
+            bucket.stage = stage if trainable or stage == 3 else 0
+            for piece in bucket.pieces:
+                self.begins.setdefault(piece.param, total + piece.offset)
+            total += bucket.numel
+        exact = local(params[0]).new_zeros(total, dtype=settings.master_dtype)
+        for index in indices:
+            self.view(exact, index).copy_(local(params[index]).detach())
+        for part in self._split(exact):
+            comm.broadcast(part)
+        mine = [part[b.owned(comm)] for b, part in zip(self.buckets, self._split(exact), strict=True)]
+        if mine and (stage == 3 or settings.param_dtype != settings.master_dtype):
+            mine = list(torch.cat(mine).split([m.numel() for m in mine]))  # an arena of their own: `exact` goes
+        self.arena = exact.to(settings.param_dtype)
+        for bucket, full, master in zip(self.buckets, self._split(self.arena), mine, strict=True):
+            bucket.full, bucket.master = full, nn.Parameter(master) if trainable else None
+            bucket.shard = master.to(full.dtype) if stage == 3 else full[bucket.owned(comm)]
+        for index in indices:
+            point(params[index], self.view(self.arena, index))
+        if trainable and stage <= 1:
+            self.grads = torch.zeros_like(self.arena)
+            for bucket, part in zip(self.buckets, self._split(self.grads), strict=True):
+                bucket.grads = part
+        elif trainable:  # sums over micro-batches are kept in master_dtype
+            dtype = settings.param_dtype if settings.gradient_accumulation == 1 else settings.master_dtype
+            shards = self.arena.new_zeros(total // comm.size, dtype=dtype)
+            for bucket, part in zip(self.buckets, self._split(shards, comm.size), strict=True):
+                bucket.grad_shard = part
+
+    def _split(self, arena: torch.Tensor, over: int = 1) -> tuple[torch.Tensor, ...]:
+        return arena.split([b.numel // over for b in self.buckets])
+
+    def view(self, arena: torch.Tensor, index: int) -> torch.Tensor:
+        """Parameter ``index`` in ``arena`` [all buckets]: its pieces lie end to end, across buckets."""
+        begin, shape = self.begins.get(index, 0), self.shapes[index]  # one without elements has no piece
+        return arena[begin : begin + shape.numel()].view(shape)
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters (indices into the engine's list) gathered together at stage 3 and awaited together at stages 1 and 2:
+    those below ``module``, where the hooks go. The rest is stage 3's.
+    """
+
+    name: str
+    module: nn.Module
+    params: list[int] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)  # trainable and frozen parameters lie apart
+    gathers: list[dist.Work] | None = None  # under way
+    gathered: bool = True
+    uses: int = 0  # forward calls whose backward has not come yet
+    reduced: bool = False
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Those of its rows."""
+        return [bucket for row in self.rows for bucket in row.buckets]
+
+
+def find_units(model: nn.Module, unit: str, min_unit: int) -> list[Unit]:
+    """Split ``model`` into gather units; together they hold every floating-point parameter once, the root's first.
 
     ``unit="block"``: one unit for each element of a ``ModuleList`` / ``Sequential`` / ``ModuleDict`` (a transformer's
     blocks), one for each other module with at least ``min_unit`` elements (embedding, head). What is left - small
     modules, and parameters shared between units - belongs to the root, which stays gathered during the whole pass.
     ``unit="layer"``: as above, and each direct child of a block (attention, MLP) is a unit of its own: smaller
     messages and less memory, more collectives. A unit's parameters may be used only inside its module's ``forward``.
-
-    Raises:
-        ValueError: ``unit`` is neither.
     """
-    if unit not in ("block", "layer"):
-        raise ValueError(f"unit is 'block' or 'layer', not {unit!r}")
-    index = {id(p): i for i, p in enumerate(model.parameters())}
-    found: list[tuple[str, nn.Module, int]] = []  # name, module, number of the block around it or -1
+    found: list[tuple[Unit, int]] = []  # and the number of the block around it, or -1
 
     def walk(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
-            numel, path = sum(p.numel() for p in child.parameters()), f"{prefix}{name}"
-            if isinstance(module, _CONTAINERS) and numel:
-                found.append((path, child, -1))
+            path = f"{prefix}{name}"
+            if isinstance(module, _CONTAINERS):
+                found.append((Unit(path, child), -1))
                 block = len(found) - 1
-                parts = child.named_children() if unit == "layer" else ()
-                found.extend((f"{path}.{n}", m, block) for n, m in parts if any(True for _ in m.parameters()))
+                found.extend((Unit(f"{path}.{n}", m), block) for n, m in child.named_children() if unit == "layer")
             elif any(isinstance(m, _CONTAINERS) for m in child.modules()):
                 walk(child, f"{path}.")
-            elif numel >= min_unit:
-                found.append((path, child, -1))
+            elif sum(local(p).numel() for p in child.parameters()) >= min_unit:
+                found.append((Unit(path, child), -1))
 
     walk(model, "")
-    owners: dict[int, set[int]] = {}
-    for number, (_, module, _) in enumerate(found):
-        for p in module.parameters():
-            owners.setdefault(index[id(p)], set()).add(number)
-    held: list[list[int]] = [[] for _ in found]
-    rest: list[int] = []
-    for param in range(len(index)):
-        # A part takes its parameters from the block around it; units side by side leave shared ones to the root.
-        numbers = owners.get(param, set())
-        inner = numbers - {found[n][2] for n in numbers}
-        (held[inner.pop()] if len(inner) == 1 else rest).append(param)
-    units = [Unit(name, module, params) for (name, module, _), params in zip(found, held, strict=True) if params]
-    return [Unit("root", model, rest), *units]
+    holders: dict[int, set[int]] = {id(p): set() for p in model.parameters()}
+    for number, (part, block) in enumerate(found):
+        for p in part.module.parameters():
+            holders[id(p)].discard(block)  # a part takes its parameters from the block around it
+            holders[id(p)].add(number)
+    root = Unit("root", model)
+    for index, p in enumerate(model.parameters()):
+        numbers = holders[id(p)]  # units side by side leave what they share to the root
+        if p.is_floating_point():
+            (found[numbers.pop()][0] if len(numbers) == 1 else root).params.append(index)
+    return [root, *(u for u, _ in found if u.params)]
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind ``tensors``: views of one arena count once."""
-    seen = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(seen.values())
+# Tensor parallelism: of a parameter that is a DTensor, what this rank holds is handled ------------------------------
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def like(param: Any, data: torch.Tensor) -> Any:
+    """``data`` [the local shape] placed as ``param`` is."""
+    if local(param) is param:
+        return data
+    shape = {"shape": param.shape, "stride": param.stride(), "run_check": False}
+    return type(param).from_local(data, param.device_mesh, param.placements, **shape)
+
+
+def point(param: Any, data: torch.Tensor) -> None:
+    """Make ``data``, of the local shape or empty, what ``param`` shows."""
+    if local(param) is param:
+        param.data = data
+        return
+    if param.dtype != data.dtype:  # the wrapper has a dtype of its own
+        param.data = placed = like(param, data)
+        param._spec = placed._spec
+    param._local_tensor = data
+
+
+def gradient(param: Any) -> torch.Tensor | None:
+    """``param.grad`` as far as it belongs to this rank; sums over the tensor-parallel ranks are done here."""
+    if param.grad is None or local(param.grad) is param.grad:
+        return param.grad
+    return param.grad.redistribute(placements=param.placements).to_local()

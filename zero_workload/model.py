@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ CHECKPOINTS = ("none", "block", "sublayer", "attention")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a transformer; the default has 1.9 M parameters."""
+    """Shape of a transformer; the default has 1.9 M parameters. Raises ValueError where sizes do not fit together."""
 
     layers: int = 4
     width: int = 192
@@ -42,9 +42,8 @@ class ModelConfig:
         if min(self.layers, self.width, self.heads, self.seq, self.vocab) < 1:
             raise ValueError("layers, width, heads, seq and vocab start at 1")
         if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
-            raise ValueError(
-                f"width {self.width}, heads {self.heads}, kv_heads {self.kv_heads}: each divides the one before"
-            )
+            sizes = f"width {self.width}, heads {self.heads}, kv_heads {self.kv_heads}"
+            raise ValueError(f"{sizes}: each divides the one before")
         if self.checkpoint not in CHECKPOINTS:
             raise ValueError(f"checkpoint is one of {', '.join(CHECKPOINTS)}, not {self.checkpoint!r}")
 
@@ -68,28 +67,23 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, recompute_core: bool) -> None:
         super().__init__()
-        self.config, self.recompute_core = config, recompute_core
-        head = config.width // config.heads
-        self.split = [config.width, *[head * (config.kv_heads or config.heads)] * 2]
+        core = partial(F.scaled_dot_product_attention, is_causal=True)
+        self.core = partial(remat, core) if recompute_core else core
+        self.llama, self.head = config.llama, config.width // config.heads
+        self.split = [config.width, *[self.head * (config.kv_heads or config.heads)] * 2]
         self.qkv = nn.Linear(config.width, sum(self.split), bias=not config.llama)
         self.out = nn.Linear(config.width, config.width, bias=not config.llama)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend to this and earlier positions."""
-        q, k, v = (
-            part.unflatten(-1, (-1, self.config.width // self.config.heads)).transpose(1, 2)
-            for part in self.qkv(x).split(self.split, dim=-1)
-        )
-        if self.config.llama:
+        parts = self.qkv(x).split(self.split, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head)).transpose(1, 2) for part in parts)
+        if self.llama:
             q, k = rotate(q), rotate(k)
         if q.shape[1] != k.shape[1]:
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        y = remat(_core, q, k, v) if self.recompute_core else _core(q, k, v)
-        return cast(torch.Tensor, self.out(y.transpose(1, 2).flatten(2)))
-
-
-def _core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: torch.Tensor = self.out(self.core(q, k, v).transpose(1, 2).flatten(2))
+        return out
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -103,7 +97,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 class MLP(nn.Module):
-    """Position-wise network: GELU, or SiLU-gated in Llama's family."""
+    """Position-wise network, [..., width] to the same: GELU, or SiLU-gated in Llama's family."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -113,9 +107,9 @@ class MLP(nn.Module):
         self.down = nn.Linear(hidden, config.width, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., width] to the same."""
-        y = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
-        return cast(torch.Tensor, self.down(y))
+        """Each position by itself."""
+        out: torch.Tensor = self.down(F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x))
+        return out
 
 
 class Experts(nn.Module):
@@ -141,7 +135,7 @@ class Experts(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and around a residual."""
 
-    def __init__(self, config: ModelConfig, recompute: str = "none") -> None:
+    def __init__(self, config: ModelConfig, recompute: str) -> None:
         super().__init__()
         self.norm1, self.norm2 = _norm(config), _norm(config)
         self.attention = Attention(config, recompute == "attention")
@@ -175,8 +169,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
-        if self.embed.weight.device.type != "meta":
-            self.apply(self._init)
+        self.apply(self._init)
 
     @staticmethod
     def _init(module: nn.Module) -> None:
@@ -191,16 +184,14 @@ class Transformer(nn.Module):
         if self.position is not None:
             x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for at in range(0, len(self.blocks), self.every):
-            segment = list(self.blocks)[at : at + self.every]
-            if self.config.checkpoint == "block":
-                x = remat(lambda y, s=segment: _chain(s, y), x, partition=self.partition)
-            else:
-                x = _chain(segment, x)
+            segment = partial(_chain, self.blocks[at : at + self.every])
+            recomputed = self.config.checkpoint == "block"
+            x = remat(segment, x, partition=self.partition) if recomputed else segment(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def _chain(blocks: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
+def _chain(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
     for block in blocks:
         x = block(x)
     return x

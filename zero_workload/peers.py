@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+
+from .zero import OptimizerOf
 
 #: Peer -> the ZeRO stage that it is a peer of.
 PEERS = {"ddp": 0, "zero-optimizer": 1, "fsdp2-no-reshard": 2, "fsdp2": 3}
@@ -20,7 +22,8 @@ class Peer:
         optimizer: makes the optimizer from parameters.
         param_dtype: of FSDP2's parameters in use; the others train in the model's dtype.
         max_norm: clip the global gradient norm to this.
-        accumulation: backward passes a step; gradients are reduced in each, as at stages 2 and 3.
+        gradient_accumulation: backward passes a step; gradients are reduced in each, as at stages 2 and 3.
+        mesh: FSDP2's device mesh; ``None``: all ranks.
 
     Raises:
         ValueError: an unknown name.
@@ -30,41 +33,37 @@ class Peer:
         self,
         name: str,
         model: nn.Module,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        optimizer: OptimizerOf,
         *,
         param_dtype: torch.dtype = torch.float32,
         bucket_bytes: int = 25 * 2**20,
         max_norm: float | None = None,
-        accumulation: int = 1,
+        gradient_accumulation: int = 1,
+        mesh: Any = None,
     ) -> None:
         if name not in PEERS:
             raise ValueError(f"a peer is one of {', '.join(PEERS)}, not {name!r}")
-        self.max_norm, self.accumulation, self.passes = max_norm, accumulation, 0
-        self.model = model
+        self.model, self.max_norm, self.accumulation, self.passes = model, max_norm, gradient_accumulation, 0
+        make: Any = optimizer
         if name.startswith("fsdp2"):  # imported where used: it takes seconds
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
             policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=param_dtype)
             for block in model.blocks:  # type: ignore[union-attr]
-                fully_shard(block, mp_policy=policy, reshard_after_forward=name == "fsdp2")
-            fully_shard(model, mp_policy=policy)
+                fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=name == "fsdp2")
+            fully_shard(model, mesh=mesh, mp_policy=policy)
         else:
-            model.to(param_dtype)
+            cap = bucket_bytes / 2**20
             self.model = nn.parallel.DistributedDataParallel(
-                model, bucket_cap_mb=bucket_bytes / 2**20, gradient_as_bucket_view=True
+                model.to(param_dtype), bucket_cap_mb=cap, gradient_as_bucket_view=True
             )
-        params = list(model.parameters())
+        self.optimizer: torch.optim.Optimizer
         if name == "zero-optimizer":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
-            # it only calls what it is given, with groups of the parameters that this rank owns
-            self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
-                params,
-                optimizer,  # type: ignore[arg-type]
-                parameters_as_bucket_view=True,
-            )
+            self.optimizer = ZeroRedundancyOptimizer(list(model.parameters()), make, parameters_as_bucket_view=True)
         else:
-            self.optimizer = optimizer(params)
+            self.optimizer = make(list(model.parameters()))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagate ``loss`` (scalar), divided by the accumulation steps."""

@@ -1,64 +1,56 @@
-"""Gradients on their way: from ``p.grad`` into a bucket's buffer, through one collective, into the owner's shard."""
+"""A gradient's way: from ``p.grad`` into a bucket's buffer, through one collective, into the owner's shard."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .comm import Collectives
-from .layout import Bucket, Settings
-
-
-class Pool:
-    """Buffers of the sizes asked for, kept for the next user: their number depends on what is in flight at once,
-    never on the size of the model (ZeRO's constant-size buffers, C_B).
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self.bytes = 0  # of all buffers made so far
-        self._free: dict[int, list[torch.Tensor]] = {}
-
-    def take(self, numel: int) -> torch.Tensor:
-        """A buffer [numel] with any content."""
-        free = self._free.get(numel)
-        if free:
-            return free.pop()
-        self.bytes += numel * self.dtype.itemsize
-        return torch.empty(numel, dtype=self.dtype, device=self.device)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """Hand ``buffer`` back; nothing may still read or write it."""
-        self._free.setdefault(buffer.numel(), []).append(buffer)
+from .layout import Bucket, Settings, gradient
 
 
 class Reducer:
-    """Starts each bucket's reduction when told to and collects the results, at stages 2 and 3 ``IN_FLIGHT`` at most.
+    """Knows where in a step backward is, starts each bucket's reduction when told to and collects the results.
 
-    Args:
-        comm: the data-parallel ranks.
-        params: the engine's parameters, by index.
-        settings: those of ``zero()``.
+    Stages 2 and 3 copy gradients into buffers that are kept for the next bucket. At most ``IN_FLIGHT`` reductions are
+    under way at once, so the buffers do not grow with the model (ZeRO's constant-size buffers, C_B).
     """
 
     IN_FLIGHT = 2
 
     def __init__(self, comm: Collectives, params: Sequence[nn.Parameter], settings: Settings) -> None:
         self.comm, self.params, self.settings = comm, params, settings
-        self.pool = Pool(settings.param_dtype, params[0].device)
-        self.first_micro_batch = True
+        self.micro_batch, self.in_backward = 0, False
+        self.at_end: list[Callable[[], None]] = []  # called at the end of every backward pass
+        self.buffer_bytes = 0
+        self._free: dict[int, list[torch.Tensor]] = {}
         # bucket, handle, result, send buffer to give back, whether the shard starts afresh
         self._work: deque[tuple[Bucket, dist.Work, torch.Tensor, torch.Tensor | None, bool]] = deque()
+
+    @property
+    def last_micro_batch(self) -> bool:
+        """This backward pass is the accumulation's last."""
+        return self.micro_batch == self.settings.gradient_accumulation - 1
+
+    def begin_backward(self) -> None:
+        """Called by whatever sees a backward pass first."""
+        if not self.in_backward:
+            self.in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        for flush in self.at_end:
+            flush()
+        self.micro_batch, self.in_backward = self.micro_batch + 1, False
 
     def launch(self, bucket: Bucket) -> None:
         """Start the reduction of ``bucket``. At stages 2 and 3 this frees the gradients it has copied."""
         size = bucket.numel // self.comm.size
-        if bucket.stage <= 1:
-            assert bucket.grads is not None
+        if bucket.grads is not None:
             if bucket.stage == 0 or self.settings.classic:
                 out, work = bucket.grads, self.comm.all_reduce(bucket.grads)
             else:
@@ -69,24 +61,34 @@ class Reducer:
         # The buffers are as many as the reductions in flight: wait for the oldest before filling another.
         while len(self._work) >= self.IN_FLIGHT:
             self._finish()
-        send = self._pack(bucket)
+        send, afresh = self._pack(bucket), self.micro_batch == 0
         assert bucket.grad_shard is not None
-        direct = self.first_micro_batch and bucket.grad_shard.dtype == send.dtype
-        out = bucket.grad_shard if direct else self.pool.take(size)
-        self._work.append((bucket, self.comm.reduce_scatter(out, send), out, send, self.first_micro_batch))
+        direct = afresh and bucket.grad_shard.dtype == send.dtype
+        out = bucket.grad_shard if direct else self._take(size)
+        self._work.append((bucket, self.comm.reduce_scatter(out, send), out, send, afresh))
 
     def drain(self) -> None:
         """Wait for everything under way."""
         while self._work:
             self._finish()
 
+    def _take(self, numel: int) -> torch.Tensor:
+        if self._free.get(numel):
+            return self._free[numel].pop()
+        buffer = torch.empty(numel, dtype=self.settings.param_dtype, device=self.params[0].device)
+        self.buffer_bytes += buffer.nbytes
+        return buffer
+
+    def _give(self, buffer: torch.Tensor) -> None:
+        self._free.setdefault(buffer.numel(), []).append(buffer)
+
     def _pack(self, bucket: Bucket) -> torch.Tensor:
-        send = self.pool.take(bucket.numel)
+        send = self._take(bucket.numel)
         into, source, end = [], [], 0
         for piece in bucket.pieces:
             send[end : piece.offset].zero_()
             end = piece.offset + piece.numel
-            grad = self.params[piece.param].grad
+            grad = gradient(self.params[piece.param])
             if grad is None:
                 send[piece.offset : end].zero_()
             else:
@@ -104,11 +106,10 @@ class Reducer:
         bucket, work, out, send, afresh = self._work.popleft()
         work.wait()
         if send is None:
-            classic = bucket.stage == 1 and self.settings.classic
-            bucket.grad_shard = out[bucket.owned(self.comm.rank, self.comm.size)] if classic else out
+            bucket.grad_shard = out[bucket.owned(self.comm)] if out is bucket.grads else out
             return
         assert bucket.grad_shard is not None
         if out is not bucket.grad_shard:
             bucket.grad_shard.copy_(out) if afresh else bucket.grad_shard.add_(out)
-            self.pool.give(out)
-        self.pool.give(send)
+            self._give(out)
+        self._give(send)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +23,8 @@ class Partition:
 
     Args:
         group: the tensor-parallel ranks.
-        arena: elements to allocate beforehand for the parts, so that long-lived checkpoints do not lie between
-            short-lived activations (ZeRO-R's M_D); parts that do not fit are allocated one by one.
-        dtype, device: of the arena.
+        arena: elements of ``dtype`` on ``device`` to allocate beforehand for the parts, so that long-lived checkpoints
+            do not lie between short-lived activations (ZeRO-R's M_D); what does not fit is allocated by itself.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Partition:
         if not tensor.is_floating_point() or tensor.numel() % self.comm.size:
             return tensor
         mine = tensor.detach().reshape(-1)[self.comm.rank * n : (self.comm.rank + 1) * n]
-        if mine.dtype == self.arena.dtype and self._used + n <= self.arena.numel():
-            part = self.arena[self._used : self._used + n].copy_(mine)
-            self._used, self._live = self._used + n, self._live + 1
-            return part, tensor.shape, True
-        return mine.clone(), tensor.shape, False
+        if mine.dtype != self.arena.dtype or self._used + n > self.arena.numel():
+            return mine.clone(), tensor.shape, False
+        part = self.arena[self._used : self._used + n].copy_(mine)
+        self._used, self._live = self._used + n, self._live + 1
+        return part, tensor.shape, True
 
     def load(self, saved: Any) -> torch.Tensor:
         """The whole tensor again; a collective of all ranks of the group."""
@@ -68,12 +68,10 @@ def remat(function: Callable[..., torch.Tensor], *args: Any, partition: Partitio
     """``function(*args)``, whose inner activations are recomputed in backward and not kept."""
     if not torch.is_grad_enabled():
         return function(*args)
-    if partition is None:
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    # They see what checkpoint() itself saves, that is the inputs; inside it installs its own.
+    with hooks(partition.save, partition.load) if partition else nullcontext():
         result: torch.Tensor = checkpoint(function, *args, use_reentrant=False)
-        return result
-    # The hooks see what checkpoint() itself saves, that is the inputs; inside it installs its own.
-    with torch.autograd.graph.saved_tensors_hooks(partition.save, partition.load):
-        result = checkpoint(function, *args, use_reentrant=False)
     return result
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .comm import Collectives
-from .layout import MIN_UNIT, Bucket, Settings, find_units, storage_bytes
+from .layout import MIN_UNIT, Bucket, Settings, find_units, local
 from .reducer import Reducer
 from .replicated import Replicated
 from .sharded import Sharded
@@ -20,10 +20,12 @@ from .sharded import Sharded
 #: torch's own optimizers that look at a parameter as a whole and not at each element by itself.
 _NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 
+OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
 
 def zero(
     model: nn.Module,
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    optimizer: OptimizerOf,
     *,
     stage: int,
     group: dist.ProcessGroup | None = None,
@@ -35,17 +37,18 @@ def zero(
     gradient_accumulation: int = 1,
     max_norm: float | None = None,
     unit: str = "block",
+    min_unit: int = MIN_UNIT,
     hybrid: int | None = None,
     classic: bool = False,
     keep_last: bool = True,
     loss_scale: float = 2.0**16,
-    min_unit: int = MIN_UNIT,
 ) -> Engine:
     """Make ``model`` train under ZeRO. The model is changed in place: its parameters become views of flat buffers.
 
     Args:
         model: any module, on its device, built alike on every rank (rank 0's values are broadcast). Shared, frozen
-            and unused parameters are fine, DTensors are not; its floating-point parameters become ``param_dtype``.
+            and unused parameters are fine; its floating-point parameters become ``param_dtype``. Parameters may be
+            DTensors on a tensor-parallel mesh: each rank then shards what it holds of them.
         optimizer: makes the optimizer from a list of flat shards, 1-D parameters of ``master_dtype``, one a bucket:
             ``lambda shards: torch.optim.AdamW(shards, lr=1e-3)``. An optimizer that is not elementwise (its class
             says ``elementwise = False``) gets whole parameters instead, and runs at stages 0 and 1 only.
@@ -61,12 +64,12 @@ def zero(
             2 and 3 reduce each pass and add up the shard, in ``master_dtype``.
         max_norm: clip the global gradient norm to this.
         unit: ``"block"`` or ``"layer"``: what stage 3 gathers at once, see ``layout.find_units``.
+        min_unit: modules outside the blocks with fewer elements are gathered with the root.
         hybrid: at stage 3, units below this many elements stay replicated, as at stage 2.
         classic: stage 1 all-reduces gradients, as its first descriptions did (3/2 of the traffic).
         keep_last: at stage 3, do not free what forward ends with and backward begins with: the last 1 + prefetch units
             and the root's. Saves their second gather at no more memory than backward's own look-ahead takes.
         loss_scale: the first loss scale at float16.
-        min_unit: modules outside the blocks below this many elements join the root's unit.
 
     Returns:
         The engine: ``engine.backward(loss)`` and ``engine.step()`` in place of ``loss.backward()`` and
@@ -78,85 +81,58 @@ def zero(
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20).
     """
+    # A callable does not tell the class that it makes: ask a throw-away instance.
+    kind = type(optimizer([nn.Parameter(torch.zeros(2, 2))]))
+    elementwise = bool(getattr(kind, "elementwise", kind.__name__ not in _NOT_ELEMENTWISE))
     settings = Settings(
-        stage, bucket_bytes, prefetch, param_dtype, master_dtype, gradient_accumulation, max_norm,
-        unit, hybrid, classic, keep_last, loss_scale, min_unit, whole_params=not _is_elementwise(optimizer),
+        stage, bucket_bytes, prefetch, param_dtype, master_dtype, gradient_accumulation, max_norm, unit, min_unit,
+        hybrid, classic, keep_last, loss_scale, whole_params=not elementwise,
     )  # fmt: skip
-    _check(model, settings)
-    comm = Collectives(group, reduce_op)
-    shape = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
-    comm.require_same(zlib.crc32(repr((shape, settings)).encode()), "a model or settings")
-    return Engine(model, optimizer, comm, settings)
-
-
-def _check(model: nn.Module, settings: Settings) -> None:
-    s = settings
-    if s.stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage is 0, 1, 2 or 3, not {s.stage!r}")
-    if s.prefetch != "auto" and (not isinstance(s.prefetch, int) or s.prefetch < 0):
-        raise ValueError(f"prefetch is a number from 0 up or 'auto', not {s.prefetch!r}")
-    if s.gradient_accumulation < 1 or s.bucket_bytes < 1:
-        raise ValueError("gradient_accumulation and bucket_bytes start at 1")
-    if s.classic and s.stage != 1:
-        raise ValueError("the classic form exists at stage 1 only")
-    if s.hybrid is not None and s.stage != 3:
-        raise ValueError("hybrid is for stage 3: it says which units stay replicated")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("the model has no trainable parameter")
-    if any(type(p).__name__ == "DTensor" for p in model.parameters()):
-        raise ValueError("the model has tensor-parallel parameters (DTensor): zero() shards plain ones only")
-    if s.whole_params and s.stage >= 2:
-        raise ValueError(f"stage {s.stage} cuts gradients up, and this optimizer needs whole matrices: use stage 1")
-
-
-def _is_elementwise(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> bool:
-    """Ask a throw-away instance: a callable does not tell the class that it makes."""
-    kind = type(optimizer([nn.Parameter(torch.zeros(2, 2))]))
-    return bool(getattr(kind, "elementwise", kind.__name__ not in _NOT_ELEMENTWISE))
+    if not elementwise and any(local(p) is not p for p in model.parameters()):
+        raise ValueError("this optimizer needs whole matrices, and tensor parallelism (DTensor) cuts them up")
+    comm = Collectives(group, reduce_op)
+    shapes = [(n, tuple(local(p).shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    comm.require_same(zlib.crc32(repr((shapes, settings)).encode()), "a model or settings")
+    return Engine(model, optimizer, comm, settings)
 
 
 class Engine:
     """Made by ``zero()``. Holds the model, the optimizer over this rank's shards, and what moves between them."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        comm: Collectives,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: OptimizerOf, comm: Collectives, settings: Settings) -> None:
         self.model, self.comm, self.settings, self.stage = model, comm, settings, settings.stage
         self.loss_scale = settings.loss_scale if settings.param_dtype == torch.float16 else None
-        self.skipped, self._good_steps, self.micro_batch, self._in_backward = 0, 0, 0, False
-        self.names, self.params = [n for n, _ in model.named_parameters()], list(model.parameters())
-        self.reducer = Reducer(comm, self.params, settings)
-        for index, param in enumerate(self.params):
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(partial(self._on_grad, index))
-        for buffer in model.buffers():
-            comm.broadcast(buffer)
-        units = find_units(model, settings.unit, settings.min_unit)
-        small = [
-            u for u in units if self.stage < 3 or sum(self.params[i].numel() for i in u.params) < (settings.hybrid or 0)
+        self.skipped = self.good_steps = 0
+        self.names = [name for name, _ in model.named_parameters()]
+        self.params: list[Any] = list(model.parameters())  # nn.Parameter or DTensor
+        self.shapes = [local(p).shape for p in self.params]
+        # Tensor parallelism: its groups, and how many of their ranks hold the same of each parameter.
+        mesh: Any = next((p.device_mesh for p in self.params if local(p) is not p), None)
+        self._tp_groups = mesh.get_all_groups() if mesh else []
+        self._copies = [
+            math.prod(
+                g.size() for d, g in enumerate(self._tp_groups) if local(p) is p or p.placements[d].is_replicate()
+            )
+            for p in self.params
         ]
-        kept = [i for u in small for i in u.params]
-        self.replicated = Replicated(
-            comm, self.params, [i for i in kept if self.params[i].requires_grad], settings, self.reducer
-        )
-        for index in kept:
-            if not self.params[index].requires_grad and self.params[index].is_floating_point():
-                comm.broadcast(self.params[index].data)
-                self.params[index].data = self.params[index].data.to(settings.param_dtype)
-        self.sharded = Sharded(
-            comm, self.params, [u for u in units if u not in small], settings, self.reducer, self._begin_backward
-        )
-        if self.replicated.buckets and self.stage:
+        for tensor in (*model.buffers(), *(p.detach() for p in self.params if not p.is_floating_point())):
+            comm.broadcast(tensor)
+        units = find_units(model, settings.unit, settings.min_unit)
+        least = math.inf if self.stage < 3 else settings.hybrid or 0
+        small = [u for u in units if sum(self.shapes[i].numel() for i in u.params) < least]
+        self.reducer = Reducer(comm, self.params, settings)
+        self.replicated = Replicated(comm, self.params, small, settings, self.reducer)
+        self.sharded = Sharded(comm, self.params, [u for u in units if u not in small], settings, self.reducer)
+        if self.replicated.row.buckets and self.stage:
             for u in units:
                 u.module.register_forward_pre_hook(lambda module, args, u=u: self.replicated.wait(u), prepend=True)
         model.register_forward_pre_hook(lambda module, args: self._begin_forward(), prepend=True)
-        self.buckets = [b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None]
-        self._owned = [pair for bucket in self.buckets for pair in self._split(bucket)]
-        self.optimizer = optimizer([param for _, _, param in self._owned])
+        self.buckets = [b for b in self.replicated.row.buckets + self.sharded.buckets if b.master is not None]
+        #: bucket, where in its shard, what the optimizer updates there.
+        self.owned = [part for bucket in self.buckets for part in self._split(bucket)]
+        self.optimizer = optimizer([param for _, _, param in self.owned])
 
     @property
     def prefetch(self) -> int:
@@ -178,11 +154,11 @@ class Engine:
             with ``max_norm`` or float16, else ``None``. At float16 it is not finite when an overflow made every rank
             skip the update; the scale is halved then.
         """
-        if self.micro_batch < self.settings.gradient_accumulation:
+        if self.reducer.micro_batch < self.settings.gradient_accumulation:
             return None
-        self.micro_batch = 0
+        self.reducer.micro_batch = 0
         self.reducer.drain()
-        for bucket, part, param in self._owned:
+        for bucket, part, param in self.owned:
             assert bucket.grad_shard is not None
             param.grad = bucket.grad_shard[part].view(param.shape).to(param.dtype)
         norm = None
@@ -190,52 +166,67 @@ class Engine:
             norm = self._unscale_and_clip()
         if norm is None or self.loss_scale is None or self._no_overflow(norm):
             self.optimizer.step()
-        for _, _, param in self._owned:
+        for _, _, param in self.owned:
             param.grad = None
+        self.publish()
+        return norm
+
+    def publish(self) -> None:
+        """Make the master weights what the model computes with; called by ``step``."""
         self.replicated.publish()
         self.sharded.publish()
-        return norm
 
     def synchronize(self) -> None:
         """Wait until all replicated parameters hold the last step's values; forward does this by itself."""
         self.replicated.wait()
 
     def memory(self) -> dict[str, int]:
-        """Bytes this rank holds at rest, by component; storages are counted once, padding included."""
+        """Bytes this rank holds at rest by component, padding included; what shares a storage counts once."""
+
+        def size(tensors: Iterable[torch.Tensor]) -> int:
+            return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
         states = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-        replicated = [self.replicated.arena, *(p for p in self.params if p.numel())]
-        weights = [*replicated, *(b.full for b in self.sharded.buckets), *(b.shard for b in self.sharded.buckets)]
-        grads = [t for b in self.buckets for t in (b.grads, b.grad_shard) if t is not None]
-        masters = [b.master for b in self.buckets if b.master is not None]
-        total = storage_bytes([*weights, *masters])
+        buckets = [*self.replicated.row.buckets, *self.replicated.frozen.buckets, *self.sharded.buckets]
+        weights = [t for b in buckets for t in (b.full, b.shard)]
+        masters = size([*weights, *(b.master for b in self.buckets if b.master is not None)]) - size(weights)
         return {
-            "weights": storage_bytes(weights),
-            "gradients": storage_bytes(grads),
-            "optimizer": total - storage_bytes(weights) + storage_bytes([s for s in states if s.dim()]),
+            "weights": size(weights),
+            "gradients": size(t for b in self.buckets for t in (b.grads, b.grad_shard) if t is not None),
+            "optimizer": masters + size(s for s in states if s.dim()),
         }
 
     # Inside --------------------------------------------------------------------------------------------------------
 
+    def _begin_forward(self) -> None:
+        self.reducer.in_backward = False  # a backward pass may have ended with an error
+        self.sharded.begin_forward()
+
     def _split(self, bucket: Bucket) -> list[tuple[Bucket, slice, nn.Parameter]]:
         """What the optimizer gets of ``bucket``: its flat shard, or views of this rank's whole parameters in it."""
         assert bucket.master is not None
+        owned, parts = bucket.owned(self.comm), []
         if not self.settings.whole_params:
-            return [(bucket, slice(None), bucket.master)]
-        owned, parts = bucket.owned(self.comm.rank, self.comm.size), []
-        for piece in bucket.pieces:
-            if owned.start <= piece.offset < owned.stop:
-                part = slice(piece.offset - owned.start, piece.offset - owned.start + piece.numel)
-                view = bucket.master.detach()[part].view(self.params[piece.param].shape)
-                parts.append((bucket, part, nn.Parameter(view)))
+            return [(bucket, slice(0, bucket.master.numel()), bucket.master)]
+        for piece, low, high in bucket.covered(owned.start, owned.stop):
+            part = slice(low - owned.start, high - owned.start)
+            view = bucket.master.detach()[part].view(self.shapes[piece.param])
+            parts.append((bucket, part, nn.Parameter(view)))
         return parts
 
     def _unscale_and_clip(self) -> torch.Tensor:
-        grads = [param.grad for _, _, param in self._owned if param.grad is not None]
-        squares: Sequence[torch.Tensor] = torch._foreach_norm(grads) if grads else ()
-        device = self.params[0].device
-        total = torch.stack([s.float().square() for s in squares]).sum() if grads else torch.zeros((), device=device)
+        grads = [param.grad for _, _, param in self.owned if param.grad is not None]
+        parts = [n.float().square() for n in torch._foreach_norm(grads)] if grads and not self._tp_groups else []
+        if self._tp_groups:  # by parameter: what several tensor-parallel ranks hold counts once
+            for (bucket, _, _), grad in zip(self.owned, grads, strict=True):
+                begin = bucket.owned(self.comm).start
+                for piece, low, high in bucket.covered(begin, begin + grad.numel()):
+                    parts.append(grad[low - begin : high - begin].float().norm().square() / self._copies[piece.param])
+        total = torch.stack(parts).sum() if parts else torch.zeros((), device=self.params[0].device)
         if self.stage:  # each rank saw its own shards; stage 0 has all of them everywhere
             self.comm.all_reduce(total, dist.ReduceOp.SUM).wait()
+        for group in self._tp_groups:
+            dist.all_reduce(total, group=group)
         norm = total.sqrt() / (self.loss_scale or 1.0)
         factor = torch.ones_like(norm) / (self.loss_scale or 1.0)
         if self.settings.max_norm is not None:
@@ -248,31 +239,9 @@ class Engine:
         """The norm is the same number on every rank, so all of them skip or none does."""
         assert self.loss_scale is not None
         if not math.isfinite(norm.item()):
-            self.loss_scale, self._good_steps, self.skipped = self.loss_scale / 2, 0, self.skipped + 1
+            self.loss_scale, self.good_steps, self.skipped = self.loss_scale / 2, 0, self.skipped + 1
             return False
-        self._good_steps += 1
-        if self._good_steps % 2000 == 0:
+        self.good_steps += 1
+        if self.good_steps % 2000 == 0:
             self.loss_scale *= 2
         return True
-
-    def _begin_forward(self) -> None:
-        self._in_backward = self.sharded.in_backward = False
-        self.sharded.begin_forward()
-
-    def _begin_backward(self) -> None:
-        if self._in_backward:
-            return
-        self._in_backward = self.sharded.in_backward = True
-        self.reducer.first_micro_batch = self.micro_batch == 0
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _on_grad(self, index: int, param: torch.Tensor) -> None:
-        self._begin_backward()
-        if index in self.replicated.in_bucket:
-            self.replicated.on_grad(index, self.micro_batch == self.settings.gradient_accumulation - 1)
-
-    def _end_backward(self) -> None:
-        self.replicated.flush(self.micro_batch == self.settings.gradient_accumulation - 1)
-        self.sharded.flush()
-        self.micro_batch += 1
-        self._in_backward = self.sharded.in_backward = False
