@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..envs import spaces
-from ..envs.arena import Policy
-from ..envs.spaces import HORIZON, N_CONFIGS, N_FEATURES, N_MASK, N_OBSERVATION, N_OUTCOME
+from ..envs.spaces import N_CONFIGS, N_FEATURES, N_MASK, N_OBSERVATION, N_OUTCOME
 from ..traces.records import PAIRS
 from .belief import N_FIGURES, Belief
 
@@ -23,59 +22,6 @@ Array = np.ndarray[Any, Any]
 
 #: Layout of the weights file; an older or newer file is refused.
 FORMAT = 2
-
-
-class StopRule:
-    """When the search on one slot is over, and the best config so far is what it gives.
-
-    It ends when the policy asks ``patience`` times running for the config that is already the best (it has nothing
-    left to try), or after ``horizon`` trials. A policy may set its own ``horizon`` (an exhaustive sweep needs one).
-
-    Call it with each action before it is run; the answer True means: do not run it, commit the best.
-    """
-
-    def __init__(self, policy: Policy | None = None, patience: int = 2) -> None:
-        self.horizon = int(getattr(policy, "horizon", HORIZON))
-        self.patience, self.repeats = patience, 0
-
-    def __call__(self, observation: Array, action: Array) -> bool:
-        """``observation`` (N_OBSERVATION,) and the (deterministic) ``action`` (2,) that the policy took on it."""
-        seen = spaces.seen(observation[None])
-        best = int(spaces.config_index(np.asarray(action)[None])[0]) == int(seen.best[0])
-        self.repeats = self.repeats + 1 if best else 0
-        return self.repeats >= self.patience or int(seen.n_trials[0]) >= self.horizon
-
-
-class Stopping:
-    """A policy with the :class:`StopRule` built in, for whole batches: once a search is over it asks for its result.
-
-    That is the config with the best mean at the time: windows go on being measured after the search, and one that only
-    luck had put in front falls back behind.
-    """
-
-    def __init__(self, policy: Policy, patience: int = 2) -> None:
-        self.policy, self.patience = policy, patience
-        self.horizon = int(getattr(policy, "horizon", HORIZON))
-
-    def predict(
-        self,
-        observation: Array,
-        state: tuple[Any, Array, Array] | None = None,
-        episode_start: Array | None = None,
-        deterministic: bool = True,
-    ) -> tuple[Array, tuple[Any, Array, Array]]:
-        """See :class:`Policy`. The state: the inner policy's, repeats (n,) and whether the search is over (n,)."""
-        rows = np.atleast_2d(np.asarray(observation))
-        inner, repeats, over = state or (None, np.zeros(len(rows), np.int64), np.zeros(len(rows), bool))
-        if episode_start is not None:
-            begun = np.atleast_1d(episode_start).astype(bool)
-            repeats, over = np.where(begun, 0, repeats), over & ~begun
-        actions, inner = self.policy.predict(rows, inner, episode_start, deterministic)
-        seen = spaces.seen(rows)
-        repeats = np.where(spaces.config_index(actions) == seen.best, repeats + 1, 0)
-        over = over | (repeats >= self.patience) | (seen.n_trials >= self.horizon)
-        actions = np.where(over[:, None], spaces.actions_of(seen.best), actions)
-        return (actions if np.ndim(observation) == 2 else actions[0]), (inner, repeats, over)
 
 
 class LstmPolicy:

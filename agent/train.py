@@ -35,9 +35,10 @@ from ..envs.spaces import HORIZON
 from .baselines import BASELINES, make_policy
 from .batches import Batch, BatchVecEnv, Believing, revealed
 from .belief import Belief
-from .policy import LstmPolicy, Stopping
+from .policy import LstmPolicy
 from .prior import Prior, fit
 from .recurrent import MaskedLstmPolicy
+from .stopping import Stopping
 
 Array = np.ndarray[Any, Any]
 
@@ -61,6 +62,7 @@ class Settings:
     head_width: int = 64
     head_depth: int = 24
     without: tuple[str, ...] = ()  #: some of ``policy.PARTS`` (ablation)
+    one_cluster: bool = False  #: all tasks on 2 x 8 H100 (ablation)
     temperature: float = 0.3  #: of the imitated choice, in units of ``worth``
     stay: float = 0.015  #: weight of moments in which nothing is left to gain beside the gain (see ``imitate``)
     foresight: float = 20.0  #: windows that a found improvement is credited with, see ``worth``
@@ -349,12 +351,17 @@ def export(training: Training, out: Path, figures: dict[str, Any]) -> Path:
     return beside
 
 
-def simulator(n: int, seed: int) -> Batch:
-    """``n`` episodes of the training family."""
+def simulator(settings: Settings) -> Callable[[int, int], Batch]:
+    """Makes ``n`` episodes of the training family from a seed."""
+    from ..envs.sim.family import STANDARD, narrowed
     from ..envs.sim_env import BatchSim
 
-    batch: Batch = BatchSim(n, seed)
-    return batch
+    family = STANDARD
+    if settings.one_cluster:
+        family = narrowed(
+            STANDARD, generations=(0.0, 0.0, 1.0, 0.0), per_node=((8, 1.0),), one_node=0.0, n_nodes=(2, 2)
+        )
+    return lambda n, seed: BatchSim(n, seed, family)
 
 
 #: Seeds from here on are never trained on.
@@ -363,7 +370,7 @@ HELD_OUT = 10**9
 
 def held_out(n: int = 512) -> Suite:
     """``n`` tasks of the training family from seeds that training does not use."""
-    batch = simulator(n, HELD_OUT)
+    batch: Any = simulator(Settings())(n, HELD_OUT)
     batch.reset()
     return Suite.of("unseen", batch)
 

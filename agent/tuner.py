@@ -18,7 +18,7 @@ from ..traces.records import AUTO, PAIRS, Decision, Slot
 from ..traces.slots import SlotProfile
 from .compare import Verdict, judge
 from .guard import MAX_PAIRS, Confirmation, Guard
-from .policy import StopRule
+from .stopping import StopRule
 
 #: A closing A/B of fewer pairs has no interval worth printing.
 LEAST_PAIRS = 6

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from dynamiccl.agent.belief import Belief, expected_improvement
-from dynamiccl.agent.policy import PARTS, LstmPolicy, StopRule, actor_input
+from dynamiccl.agent.policy import PARTS, LstmPolicy, actor_input
 from dynamiccl.agent.prior import Prior, log_loss
 from dynamiccl.agent.recurrent import N_INPUT, MaskedLstmPolicy, config_mask
+from dynamiccl.agent.stopping import StopRule
 from dynamiccl.envs import spaces
 from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 from standin import HiddenKind

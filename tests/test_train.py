@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from dynamiccl.agent.batches import N_REVEALED
-from dynamiccl.agent.policy import LstmPolicy, Stopping, actor_input
+from dynamiccl.agent.policy import LstmPolicy, actor_input
+from dynamiccl.agent.stopping import Stopping
 from dynamiccl.agent.train import Settings, Training, examine, export
 from dynamiccl.envs import spaces
 from dynamiccl.envs.arena import Arena, Suite, play

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..policy import PARTS
 from . import fail
 
 
@@ -14,6 +15,12 @@ def train(
     out: Annotated[Path, typer.Option(help="Weights file to write; a .json record goes beside it.")] = Path(
         "runs/train/policy.npz"
     ),
+    without: Annotated[
+        list[str] | None, typer.Option(help=f"Ablation: train without {', '.join(PARTS)}; repeat for more.")
+    ] = None,
+    one_cluster: Annotated[
+        bool, typer.Option("--one-cluster", help="Ablation: all tasks on one kind of cluster.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint beside --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
@@ -25,11 +32,16 @@ def train(
 
     if out.suffix != ".npz":
         fail(f"--out is a .npz file, not {out}")
-    settings = Settings(seed=seed, steps=steps or Settings.steps)
+    unknown = sorted(set(without or ()) - set(PARTS))
+    if unknown:
+        fail(f"--without takes {', '.join(PARTS)}, not {', '.join(unknown)}")
+    settings = Settings(seed=seed, steps=steps or Settings.steps, without=tuple(without or ()), one_cluster=one_cluster)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         suite = held_out()
-        training = Training(settings, simulator, lambda policy: examine(policy, suite), out.with_suffix(".checkpoint"))
+        training = Training(
+            settings, simulator(settings), lambda policy: examine(policy, suite), out.with_suffix(".checkpoint")
+        )
         if resume:
             training.resume()
     except (OSError, ValueError) as error:
@@ -44,10 +56,12 @@ def train(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=as_json) as bar:
-        task = bar.add_task("", total=settings.steps, completed=training.done, phase="start", said="")
+        task = bar.add_task("", total=settings.prior + settings.steps, completed=training.done, phase="start", said="")
 
         def show(done: int, total: int, row: dict[str, Any]) -> None:
-            said = f"gain after 4 trials {row['share_of_gain']['4']:.1%}, regret {row['regret']:.2f}"
+            said = f"loss {row['loss']:.2f}" if "loss" in row else ""
+            if "share_of_gain" in row:
+                said = f"gain after 4 trials {row['share_of_gain']['4']:.1%}, regret {row['regret']:.2f}"
             bar.update(task, completed=done, phase=row["phase"], said=said)
 
         training.run(show)
