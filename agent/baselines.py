@@ -7,19 +7,23 @@ Savings are in units of the slot's share of the step (see ``envs.spaces.scale_sa
 from __future__ import annotations
 
 import importlib
+import json
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import cache
+from importlib import resources
+from typing import Any
 
 import numpy as np
 
 from ..envs import spaces
+from ..envs.arena import Policy
 from ..envs.spaces import N_CHANNELS, N_CONFIGS, Seen
 from ..traces.records import CHANNELS
-from .policy import LstmPolicy, Policy
+from .policy import LstmPolicy
 
 Array = np.ndarray[Any, Any]
 
-#: Spread of a window's scaled saving that the bandits assume. Chosen on the training family: `dynamiccl bench --fit`.
+#: Spread of a window's scaled saving that the bandits assume where ``baselines.json`` says nothing else.
 NOISE = 0.1
 
 
@@ -29,13 +33,16 @@ class Episode:
 
     count: Array = field(default_factory=lambda: np.zeros(N_CONFIGS))  # windows per config, exact
     plan: Any = None  # the searcher's own
+    last_saving: float = 0.0  # of the last window
 
 
 class Searcher:
     """Base of the baselines: turns batches into single episodes and counts windows; a subclass has :meth:`choose`."""
 
-    #: Trials after which the search of a slot ends whatever the policy says (see ``policy.StopRule``).
-    horizon: ClassVar[int] = spaces.HORIZON
+    #: Trials after which the search of a slot ends, and the best config so far is what it gives.
+    horizon: int = spaces.HORIZON
+    #: The search also ends when it asks so many times running for the best config so far (see ``policy.StopRule``).
+    patience: int = 2
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
@@ -76,6 +83,9 @@ class Searcher:
             episode.count[last] += 1
         # Counts in the observation stop at 4; ours go on, and know of windows measured before this search began.
         np.maximum(episode.count, seen.count[i], out=episode.count)
+        episode.last_saving = float(seen.last_saving[i])
+        if seen.n_trials[i] >= self.horizon:
+            return int(seen.mean[i].argmax())
         return self.choose(episode, np.flatnonzero(seen.configs[i]), seen.mean[i], last)
 
 
@@ -101,7 +111,7 @@ class Exhaustive(Searcher):
     With ``hysteresis`` the config in force is left only for one that is better by that much.
     """
 
-    horizon: ClassVar[int] = N_CONFIGS + 2
+    horizon = N_CONFIGS + 2
 
     def __init__(self, seed: int = 0, hysteresis: float = 0.0) -> None:
         super().__init__(seed)
@@ -222,7 +232,7 @@ class GaussianProcess(Searcher):
         return int(valid[(centre + self.weight * deviation)[valid].argmax()])
 
 
-#: Baselines by name; ``lstm`` is the trained policy.
+#: Baselines by name; ``lstm`` is the trained policy, ``tpe`` needs the extra ``[optuna]``.
 BASELINES: dict[str, type[Searcher]] = {
     "default": Default,
     "random": Random,
@@ -232,7 +242,30 @@ BASELINES: dict[str, type[Searcher]] = {
     "gp": GaussianProcess,
     "exhaustive": Exhaustive,
 }
-POLICIES = ("lstm", *BASELINES)
+POLICIES = ("lstm", *BASELINES, "tpe")
+
+
+@cache
+def best_settings() -> dict[str, dict[str, Any]]:
+    """Settings of each baseline as ``dynamiccl bench --fit`` found them, on tasks that no suite holds."""
+    text = resources.files(__package__).joinpath("baselines.json").read_text()
+    return {name: found["settings"] for name, found in json.loads(text)["entrants"].items()}
+
+
+def make_baseline(name: str, seed: int = 0, settings: dict[str, Any] | None = None) -> Searcher:
+    """A baseline (or ``tpe``) with these settings, its best ones where none are given. ``horizon`` and ``patience`` say
+    when its search ends. Raises ValueError with the cure where a package is missing."""
+    kind: type[Searcher]
+    if name == "tpe":
+        from .tpe import Tpe as kind
+    else:
+        kind = BASELINES[name]
+    given = dict(best_settings().get(name, {}) if settings is None else settings)
+    ends = {key: given.pop(key) for key in ("horizon", "patience") if key in given}
+    policy = kind(seed, **given)
+    for key, value in ends.items():
+        setattr(policy, key, value)
+    return policy
 
 
 def make_policy(name: str, seed: int = 0) -> Policy:
@@ -242,8 +275,8 @@ def make_policy(name: str, seed: int = 0) -> Policy:
     """
     if name == "lstm":
         return LstmPolicy.load(seed=seed)
-    if name in BASELINES:
-        return BASELINES[name](seed)
+    if name in POLICIES:
+        return make_baseline(name, seed)
     module, colon, attribute = name.partition(":")
     known = f"known: {', '.join(POLICIES)}, or MODULE:NAME of your own"
     if not colon:

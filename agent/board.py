@@ -1,42 +1,70 @@
-"""The board: entrants that were judged on one suite, as a table and as a self-contained page."""
+"""The board: entrants that were judged on one suite, as rows and as a table; and the results on record."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Mapping
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..envs.arena import WINDOWS, Played, Suite
-from ..envs.leaderboard import per_task, ranks
+from ..envs.arena import SUITES, WINDOWS, Played, Suite
+from ..envs.leaderboard import HARSH, NEAR, bootstrap, by_task, per_task, ranks, replay
+from .bench import UNRANKED, entrants
 
 Array = np.ndarray[Any, Any]
 
-#: Columns of the table: heading, how a row says it.
-COLUMNS = (
-    ("", lambda row: str(row["rank"])),
-    ("policy", lambda row: row["entrant"]),
-    ("share of the oracle's gain", lambda row: f"{row['share_of_gain'][str(WINDOWS)]:.0%}"),
-    ("after 4 trials", lambda row: f"{row['share_of_gain']['4']:.0%}"),
-    ("trials to 2 % of the oracle (median, p90)", lambda row: " / ".join(map(_trials, row["trials_until_near"][1:]))),
-    (
-        "regret over 64 windows",
-        lambda row: f"{row['regret']:.2f} [{row['regret_ci95'][0]:.2f}, {row['regret_ci95'][1]:.2f}]",
-    ),
-    ("runs with a window above 1.5 x", lambda row: f"{row['harsh']:.1%}"),
-    ("worst window", lambda row: f"{row['worst_window']:.2f} x"),
-    ("ends slower", lambda row: f"{row['slower']:.1%}"),
-    ("us a decision", lambda row: f"{row['decision_us']:.0f}"),
-)
+#: What a row says beside the entrant's name.
+REMARKS = {
+    "lstm": "(ours)",
+    "aa": "(ours again, other noise: A/A)",
+    "static-best": "(offline sweep of each collective alone; the sweep is not counted)",
+    "coordinate-descent": "(as AutoCCL)",
+    "exhaustive": "(as FlagCX)",
+    "tpe": "(Optuna)",
+    "oracle": "(knows the truth)",
+}
+
+
+def _between(interval: Sequence[float], form: str = ".2f") -> str:
+    return f"[{interval[0]:{form}}, {interval[1]:{form}}]"
 
 
 def _trials(value: float) -> str:
     return f"{value:.0f}" if value <= WINDOWS else "never"
 
 
+#: Columns of the table: heading, how a row says it.
+COLUMNS = (
+    ("", lambda row: row["place"]),
+    ("policy", lambda row: f"{row['entrant']} {REMARKS.get(row['entrant'], '')}".strip()),
+    (f"regret over {WINDOWS} windows [95 %]", lambda row: f"{row['regret']:.2f} {_between(row['regret_ci95'])}"),
+    (
+        "share of the oracle's gain [95 %]",
+        lambda row: f"{row['share_of_gain'][str(WINDOWS)]:.0%} {_between(row['share_of_gain_ci95'], '.0%')}",
+    ),
+    ("after 4 trials", lambda row: f"{row['share_of_gain']['4']:.0%}"),
+    (
+        f"trials to {NEAR:.0%} of the oracle (median, p90)",
+        lambda row: ", ".join(map(_trials, row["trials_until_near"][1:])),
+    ),
+    (
+        "speed-up at the end (p10, median, p90)",
+        lambda row: f"{row['speedup']:.3f} ({', '.join(f'{q:.2f}' for q in row['speedup_percentiles'])})",
+    ),
+    ("worst window (p90)", lambda row: f"{row['worst_window']:.2f} x ({row['worst_window_percentiles'][2]:.2f})"),
+    (f"runs with one above {HARSH:.1f} x", lambda row: f"{row['harsh']:.1%}"),
+    ("runs that end slower", lambda row: f"{row['slower']:.1%}"),
+    ("us a decision", lambda row: f"{row['decision_us']:.0f}"),
+)
+
+
 class Board:
-    """Collects replayed submissions on one suite."""
+    """Judges submissions on one suite and keeps those that reproduce."""
 
     def __init__(self, suite: Suite) -> None:
         self.suite = suite
@@ -44,21 +72,37 @@ class Board:
         self.figures: dict[str, Mapping[str, Any]] = {}
         self.refused: dict[str, str] = {}
 
-    def add(self, submission: Mapping[str, Any], played: Played) -> None:
-        """An entrant whose decisions were replayed (``leaderboard.replay``)."""
-        self.played[submission["entrant"]] = played
-        self.figures[submission["entrant"]] = submission["figures"]
+    def judge(self, submission: Mapping[str, Any]) -> str:
+        """Replay a submission's decisions; '' when they give the figures it claims, else the reason it is refused."""
+        name = str(submission.get("entrant", "nameless"))
+        try:
+            if "failed" in submission:
+                raise ValueError(submission["failed"])
+            self.played[name] = replay(submission, self.suite)
+            self.figures[name] = submission["figures"]
+        except ValueError as error:
+            self.refused[name] = str(error)
+        return self.refused.get(name, "")
 
-    def refuse(self, entrant: str, reason: str) -> None:
-        """An entrant without a score."""
-        self.refused[entrant] = reason
+    def regrets(self) -> dict[str, Array]:
+        """Regret of each entrant by task, see ``leaderboard.by_task``."""
+        return {n: by_task(per_task(p)["regret"], len(self.suite)) for n, p in self.played.items()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row an entrant, best first; entrants that cannot be told apart share a rank."""
-        regrets = {name: per_task(played)["regret"] for name, played in self.played.items()}
-        place = ranks(regrets) if len({len(r) for r in regrets.values()}) <= 1 else {}
-        rows = [{"rank": place.get(name, 0), "entrant": name, **figures} for name, figures in self.figures.items()]
-        return sorted(rows, key=lambda row: (row["rank"], row["regret"]))
+        """One row an entrant, best first. Entrants that cannot be told apart share a rank (``place`` is then =1)."""
+        regrets = self.regrets()
+        ranked = {name: regret for name, regret in regrets.items() if name not in UNRANKED}
+        same = len({len(regret) for regret in ranked.values()}) <= 1  # paired differences need the same tasks
+        rank = ranks(ranked) if same else {}
+        shared = list(rank.values())
+        rows = []
+        for name, figures in self.figures.items():
+            place = f"{'=' if shared.count(rank[name]) > 1 else ''}{rank[name]}" if name in rank else "-"
+            row = {"rank": rank.get(name), "place": place, "entrant": name, **figures}
+            if name == "aa" and "lstm" in regrets:
+                row["difference_ci95"] = bootstrap(regrets["aa"] - regrets["lstm"])
+            rows.append(row)
+        return sorted(rows, key=lambda row: (float(row["regret"]), row["entrant"]))
 
     def markdown(self) -> str:
         """The table, as it stands in the README."""
@@ -69,69 +113,70 @@ class Board:
 
     def page(self) -> str:
         """One HTML file, plotly inside, nothing loaded from elsewhere."""
-        import plotly.graph_objects as go
-        from plotly.offline import get_plotlyjs
+        from .board_page import page  # plotly: a second to import
 
-        regret, gain = go.Figure(), go.Figure()
-        order = [row["entrant"] for row in self.rows()]
-        windows = np.arange(1, WINDOWS + 1)
-        for name in order:
-            played = self.played[name]
-            lost = np.maximum(1 - played.expected * played.share, 0.05) / np.maximum(
-                1 - played.oracle * played.share, 0.05
-            )
-            regret.add_scatter(x=windows, y=np.cumsum(lost - 1, axis=0).mean(axis=1).round(4), name=name, mode="lines")
-            got = (played.best @ played.share) / (played.oracle @ played.share)
-            gain.add_scatter(x=windows, y=got.round(4), name=name, mode="lines")
-        groups = self._groups()
-        heat = go.Figure(
-            go.Heatmap(
-                z=[
-                    [float(per_task(self.played[name])["regret"][rows].mean()) for rows in groups.values()]
-                    for name in order
-                ],
-                x=list(groups),
-                y=order,
-                colorscale="Blues",
-                texttemplate="%{z:.2f}",
-                colorbar={"title": "regret"},
-            )
-        )
-        regret.update_layout(
-            title="Step time lost so far (in default steps, mean over tasks; lower is better)", yaxis_type="log"
-        )
-        gain.update_layout(title="Share of the oracle's gain that a stop would keep", yaxis_tickformat=".0%")
-        heat.update_layout(title="Regret by cluster size", yaxis_autorange="reversed")
-        figures = []
-        for figure, axis in ((regret, "window"), (gain, "window"), (heat, "")):
-            figure.update_layout(template="plotly_white", xaxis_title=axis, height=420, margin={"l": 120})
-            figures.append(figure.to_html(full_html=False, include_plotlyjs=False))
-        cells = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(say(row))}</td>" for _, say in COLUMNS) + "</tr>" for row in self.rows()
-        )
-        for name, why in self.refused.items():
-            reason = f"<td colspan={len(COLUMNS) - 2}>refused: {html.escape(why)}</td>"
-            cells += f"<tr><td></td><td>{html.escape(name)}</td>{reason}</tr>"
-        head = "".join(f"<th>{html.escape(title)}</th>" for title, _ in COLUMNS)
-        return (
-            "<!doctype html><html lang='en'><head><meta charset='utf-8'><link rel='icon' href='data:,'>"
-            f"<title>dynamiccl board: {html.escape(self.suite.name)}</title>"
-            "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
-            "table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}"
-            "td,th{padding:.35em .6em;border-bottom:1px solid #ddd;text-align:left}</style>"
-            f"<script>{get_plotlyjs()}</script></head><body><h1>{html.escape(self.suite.name)}</h1>"
-            f"<p>{len(self.suite)} simulated slots, suite {self.suite.digest}. All entrants meet the same tasks, the"
-            " same price mask and the same noise; scores use expected step times and come from replayed decisions."
-            " Entrants of one rank cannot be told apart (95 % bootstrap interval of the paired difference). No figure"
-            " here is a GPU's.</p>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody></table>{''.join(figures)}</body></html>\n"
-        )
+        return page(self)
 
-    def _groups(self) -> dict[str, Array]:
-        """Rows of an arena by the number of nodes."""
-        nodes = np.array([int(str(label).split(" ")[0]) for label in self.suite.label])
-        n = len(next(iter(self.played.values())).share) if self.played else 0
-        nodes = nodes[np.arange(n) % len(nodes)]
-        bounds = (("1 node", 1, 1), ("2-8 nodes", 2, 8), ("9-64 nodes", 9, 64), ("65+ nodes", 65, 10**9))
-        found = {name: np.flatnonzero((nodes >= low) & (nodes <= high)) for name, low, high in bounds}
-        return {name: rows for name, rows in found.items() if len(rows)}
+
+def filed_results(suite: str) -> list[dict[str, Any]]:
+    """The submissions on record of a suite by its name (``standard-2``). Raises ValueError when there are none."""
+    try:
+        found = json.loads(resources.files("dynamiccl.traces").joinpath(_file_of(suite)).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no results of suite {suite} are on record ({error}): make bench") from error
+    return list(found["submissions"])
+
+
+def put_on_record(suite: str, submissions: Sequence[Mapping[str, Any]], root: Path | None = None) -> list[Path]:
+    """Write a shipped suite's results to ``traces/`` and both suites' tables into the README; returns the files.
+
+    ``root`` is the checkout. Raises ValueError when the suite is not a shipped one.
+    """
+    if suite not in {Suite.load(name).name for name in SUITES}:
+        raise ValueError(f"only the results of {' and '.join(SUITES)} go on record, not those of {suite}")
+    root = root or Path(__file__).resolve().parents[1]
+    file, readme = root / "traces" / _file_of(suite), root / "README.md"
+    order = {name: i for i, name in enumerate(entrants())}
+    lines = [json.dumps(s) for s in sorted(submissions, key=lambda s: (order.get(s["entrant"], 99), s["entrant"]))]
+    head = {"made_by": "make bench", "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "suite": suite}
+    text = json.dumps(head)[:-1] + ', "submissions": [\n' + ",\n".join(lines) + "\n]}\n"
+    file.write_text(text)
+    if not readme.exists():
+        return [file]
+    readme.write_text(with_tables(readme.read_text(encoding="utf-8"), tables(root / "traces")), encoding="utf-8")
+    return [file, readme]
+
+
+def tables(folder: Path) -> str:
+    """The README's tables, from the results on record in ``folder``: every decision is replayed.
+
+    Raises ValueError when one does not reproduce.
+    """
+    parts = []
+    for name in SUITES:
+        suite = Suite.load(name)
+        file = folder / _file_of(suite.name)
+        if not file.exists():
+            continue
+        found = json.loads(file.read_text())
+        board = Board(suite)
+        for submission in found["submissions"]:
+            reason = board.judge(submission)
+            if reason:
+                raise ValueError(f"{file.name}: {submission.get('entrant')}: {reason}")
+        parts.append(f"Suite `{suite.name}`, {len(suite)} tasks, {found['date']}, emulated:\n\n{board.markdown()}")
+    return "\n".join(parts)
+
+
+def with_tables(readme: str, text: str) -> str:
+    """The README with ``text`` between its board marks. Raises ValueError when it has none."""
+    new, n = re.subn(
+        r"(<!-- board -->\n).*?(<!-- /board -->)", lambda m: f"{m[1]}{text}{m[2]}", readme, flags=re.DOTALL
+    )
+    if n != 1:
+        raise ValueError("the README needs one <!-- board --> and one <!-- /board --> on lines of their own")
+    return new
+
+
+def _file_of(suite: str) -> str:
+    return f"board_{re.sub(r'-[0-9]+$', '', suite).replace('-', '_')}.json"

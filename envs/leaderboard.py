@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from .arena import WINDOWS, Arena, Played, Recorded, Suite, play
+from .arena import WINDOWS, Arena, Played, Policy, Recorded, Suite, play
 
 Array = np.ndarray[Any, Any]
 
@@ -22,6 +23,8 @@ MARKS = (1, 2, 4, 8, 16, 32, 64)
 HARSH = 1.5
 #: Pairs of windows of the A/A comparison that says what counts as slower.
 AA_PAIRS = 20
+#: Intervals speak of other tasks; with fewer tasks than this they can only speak of other noise on the same ones.
+FEW = 10
 
 
 def step_time(saving: Array, share: Array) -> Array:
@@ -67,28 +70,52 @@ def per_task(played: Played) -> dict[str, Array]:
     }
 
 
-def bootstrap(values: Array, seed: int = 0, rounds: int = 2000) -> list[float]:
-    """95 % percentile-bootstrap interval (Efron 1979) of the mean of ``values`` (n,)."""
-    rng = np.random.default_rng(seed)
-    means = values[rng.integers(0, len(values), (rounds, len(values)))].mean(axis=1)
+def by_task(values: Array, n_tasks: int) -> Array:
+    """Mean over the repeats of each task, (n_tasks,), of ``values`` (repeats x n_tasks,): repeats of one task are not
+    independent, so intervals are drawn over tasks. With fewer than FEW tasks ``values`` are returned as they are."""
+    return values if n_tasks < FEW else np.asarray(values.reshape(-1, n_tasks).mean(axis=0))
+
+
+def bootstrap(values: Array, seed: int = 0, rounds: int = 2000, over: Array | None = None) -> list[float]:
+    """95 % percentile-bootstrap interval (Efron 1979) of the mean of ``values`` (n,), or of their sum over the sum of
+    ``over`` (n,)."""
+    draws = np.random.default_rng(seed).integers(0, len(values), (rounds, len(values)))
+    means = values[draws].mean(axis=1)
+    if over is not None:
+        means = means / np.maximum(over[draws].mean(axis=1), 1e-9)
     return [round(float(q), 4) for q in np.percentile(means, [2.5, 97.5])]
 
 
-def summary(played: Played) -> dict[str, Any]:
-    """Figures of one entrant over all rows of an arena, for people and programs."""
+def _spread(values: Array, digits: int = 4) -> list[float]:
+    return [round(float(q), digits) for q in np.percentile(values, [10, 50, 90])]
+
+
+def summary(played: Played, n_tasks: int | None = None) -> dict[str, Any]:
+    """Figures of one entrant over all rows of an arena, for people and programs.
+
+    ``n_tasks``: tasks of the suite, of which the rows are repeats (default: every row is a task of its own).
+    ``..._percentiles`` are p10, median and p90 over rows, ``..._ci95`` bootstrap intervals over tasks.
+    """
     rows = per_task(played)
+    n_tasks = n_tasks or len(played.share)
     near, regret = rows["trials_until_near"], rows["regret"]
+    speed = by_task(np.log(rows["speedup"]), n_tasks)
+    gain, got = (by_task(saved[-1] * played.share, n_tasks) for saved in (played.oracle, played.best))
     return {
+        "speedup": round(float(np.exp(speed.mean())), 4),
+        "speedup_ci95": [round(float(np.exp(q)), 4) for q in bootstrap(speed)],
+        "speedup_percentiles": _spread(rows["speedup"]),
+        "oracle_speedup": round(float(np.exp(np.log(rows["oracle_speedup"]).mean())), 4),
         "share_of_gain": shares_of_gain(played),
-        "trials_until_near": [float(q) for q in np.percentile(near, [10, 50, 90])],
+        "share_of_gain_ci95": bootstrap(got, over=gain),
+        "trials_until_near": _spread(near),
         "never_near": round(float((near > len(played.best)).mean()), 4),
         "regret": round(float(regret.mean()), 3),
-        "regret_ci95": bootstrap(regret),
-        "regret_percentiles": [round(float(q), 3) for q in np.percentile(regret, [10, 50, 90])],
+        "regret_ci95": bootstrap(by_task(regret, n_tasks)),
+        "regret_percentiles": _spread(regret, 3),
         "slot_regret": round(float(rows["slot_regret"].mean()), 3),
-        "speedup": round(float(np.exp(np.log(rows["speedup"]).mean())), 4),
-        "oracle_speedup": round(float(np.exp(np.log(rows["oracle_speedup"]).mean())), 4),
         "worst_window": round(float(rows["worst_window"].max()), 3),
+        "worst_window_percentiles": _spread(rows["worst_window"], 3),
         "harsh": round(float(rows["is_harsh"].mean()), 4),
         "slower": round(float(rows["is_slower"].mean()), 4),
         "decision_us": round(played.decision_us, 1),
@@ -96,7 +123,8 @@ def summary(played: Played) -> dict[str, Any]:
 
 
 def ranks(regrets: Mapping[str, Array], seed: int = 0) -> dict[str, int]:
-    """Rank of each entrant by mean regret over the same rows, 1 = best; entrants that cannot be told apart share one.
+    """Rank of each entrant by mean regret over the same tasks (``by_task``), 1 = best; entrants that cannot be told
+    apart share one.
 
     Going down the list, an entrant ties with the best of the group above it unless the 95 % bootstrap interval of
     their paired difference leaves out 0.
@@ -112,7 +140,21 @@ def ranks(regrets: Mapping[str, Array], seed: int = 0) -> dict[str, int]:
 
 
 #: Layout of a submission.
-FORMAT = 1
+FORMAT = 2
+#: What an entrant leaves in force when its search is over: the best config it measured, or the last one it played.
+COMMITS = ("best", "last")
+
+
+def judged(policy: Policy, suite: Suite, repeats: int, seed: int, commits: str = "best") -> Played:
+    """:func:`play`, with what is left in force by the rule ``commits``. Raises ValueError as ``play`` does."""
+    if commits not in COMMITS:
+        raise ValueError(f"commits is {' or '.join(COMMITS)}, not {commits!r}")
+    arena = Arena(suite, repeats, seed)
+    played = play(policy, arena)
+    if commits == "last":
+        kept = [suite.truth_at(t)[arena.task, configs] for t, configs in enumerate(played.configs)]
+        played = dataclasses.replace(played, best=np.stack(kept))
+    return played
 
 
 def pack(configs: Array) -> str:
@@ -123,7 +165,9 @@ def pack(configs: Array) -> str:
 def unpack(text: str, n: int) -> Array:
     """Inverse of :func:`pack`, (windows, n). Raises ValueError when it is not that."""
     try:
-        flat = np.frombuffer(zlib.decompress(base64.b64decode(text, validate=True)), np.uint8)
+        # Never more than what is wanted: a few bytes may unpack to gigabytes.
+        data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), max(1, WINDOWS * n + 1))
+        flat = np.frombuffer(data, np.uint8)
     except (binascii.Error, zlib.error) as error:
         raise ValueError(f"the decisions cannot be unpacked: {error}") from error
     if len(flat) != WINDOWS * n:
@@ -145,11 +189,11 @@ def replay(submission: Mapping[str, Any], suite: Suite) -> Played:
             )
         repeats = int(submission["repeats"])
         configs = unpack(submission["decisions"], repeats * len(suite))
-        played = play(Recorded(configs), Arena(suite, repeats, int(submission["seed"])))
+        played = judged(Recorded(configs), suite, repeats, int(submission["seed"]), submission["commits"])
         claimed = dict(submission["figures"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a submission: {type(error).__name__} {error}") from error
-    found = summary(played)
+    found = summary(played, len(suite))
     claimed.pop("decision_us", None)
     found.pop("decision_us")
     for key, value in found.items():

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
-from dynamiccl.agent.baselines import BASELINES, GaussianProcess, Thompson, Ucb1, make_policy
-from dynamiccl.agent.policy import StopRule
+from dynamiccl.agent.baselines import BASELINES, GaussianProcess, Thompson, Ucb1, make_baseline, make_policy
+from dynamiccl.agent.stopping import StopRule
 from dynamiccl.envs import spaces
 from standin import HiddenKind
 
 Array = np.ndarray[Any, Any]
+
+
+#: The method itself, without the settings found for it and without an end of its search.
+ENDLESS = {"horizon": 10**9, "patience": 10**9}
 
 
 def search(
@@ -21,7 +26,7 @@ def search(
     env = HiddenKind(n, seed, noise)
     env.horizon = 10**9
     obs, state, start = env.reset(), None, np.ones(n, bool)
-    policy = make_policy(name, seed)
+    policy = make_baseline(name, seed, ENDLESS)
     chosen = []
     for _ in range(steps):
         actions, state = policy.predict(obs, state, start)
@@ -31,8 +36,10 @@ def search(
     return np.array(chosen), env, env.truth[np.arange(n), env.trials.best()]
 
 
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("name", [*BASELINES, "tpe"])
 def test_protocol_masks_and_single_observations(name: str) -> None:
+    if name == "tpe":
+        pytest.importorskip("optuna")
     chosen, env, _ = search(name, n=6, steps=40, noise=0.05)
     single, state = make_policy(name).predict(env._observe()[0])
     assert single.shape == (2,) and single.dtype == np.int64 and state is not None
@@ -64,7 +71,7 @@ def test_coordinate_descent_changes_one_knob_at_a_time() -> None:
     env = HiddenKind(1, 0, 0.0)
     env.horizon = 10**9
     obs, state = env.reset(), None
-    policy = make_policy("coordinate-descent")
+    policy = make_baseline("coordinate-descent", 0, ENDLESS)
     for _ in range(30):
         best = env.trials.best()[0]
         action, state = policy.predict(obs[0], state)
@@ -122,8 +129,30 @@ def test_searches_end_by_the_stop_rule() -> None:
                 break
             obs, trials = env.step(action[None])[0], trials + 1
         assert trials <= limit
-        if name in ("exhaustive", "coordinate-descent"):
+        if name == "exhaustive":
             assert env.truth[0, env.trials.best()[0]] == 0.5
+
+
+def test_a_search_that_has_ended_stays_with_its_best() -> None:
+    env = HiddenKind(8, 3, 0.05)
+    env.horizon = 10**9
+    policy, obs, state = make_baseline("random", 0, {"horizon": 6}), env.reset(), None
+    for window in range(20):
+        best = env.trials.best()
+        actions, state = policy.predict(obs, state)
+        assert window < 6 or (spaces.config_index(actions) == best).all()
+        obs = env.step(actions)[0]
+
+
+def test_tpe_learns_and_says_when_optuna_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("optuna")
+    chosen, env, found = search("tpe", n=8, steps=40)
+    assert (found == 0.5).mean() >= 0.75
+    last = chosen[-15:]
+    assert (last == env.truth.argmax(axis=1)).mean() > 2 / 24  # far more often than by chance
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ValueError, match=r"pip install 'dynamiccl\[optuna\]'"):
+        make_policy("tpe")
 
 
 def test_policies_by_name() -> None:
