@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ..policy import PARTS
 from . import fail
 
 
@@ -16,7 +15,7 @@ def train(
         "runs/train/policy.npz"
     ),
     without: Annotated[
-        list[str] | None, typer.Option(help=f"Ablation: train without {', '.join(PARTS)}; repeat for more.")
+        list[str] | None, typer.Option(help="Ablation: train without memory, statistics, belief, costs or masks.")
     ] = None,
     one_cluster: Annotated[
         bool, typer.Option("--one-cluster", help="Ablation: all tasks on one kind of cluster.")
@@ -28,6 +27,7 @@ def train(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+    from ..policy import PARTS
     from ..train import Settings, Training, compare, examine, export, held_out, simulator
 
     if out.suffix != ".npz":
