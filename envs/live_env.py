@@ -18,10 +18,9 @@ DEFAULT, WARM, TRIAL = "default", "warm", "trial"
 NOTHING = "the job runs no all_gather or reduce_scatter that a tuner can reach: nothing to tune"
 
 #: Steps that the first window of a config runs, and that are thrown away: NCCL connects an algorithm when it is first
-#: used, and the first runs of some protocols are slow.
+#: used, and the first runs of some protocols are slow. The last of them is the config's canary: where it takes
+#: ``spaces.GIVE_UP`` default steps, the config goes no further, and that is its measurement.
 WARM_STEPS = 2
-#: A window is cut short once a step takes this many times the default's.
-GIVE_UP = 1.5
 
 
 class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
@@ -108,7 +107,7 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
 
     def measure(self, kind: str, decisions: dict[Slot, Decision], n_steps: int = 0, discard: int = DISCARD) -> Window:
         """One window of ``kind`` (DEFAULT, WARM or TRIAL) under ``decisions``, noted in ``self.log``."""
-        limit = GIVE_UP * self.default_ms if kind == TRIAL else float("inf")
+        limit = spaces.GIVE_UP * self.default_ms if kind == TRIAL else float("inf")
         window = self.job.window(decisions, n_steps or self.window_steps, discard, limit)
         if kind == DEFAULT:
             self._defaults.append(window.step_ms)
@@ -119,7 +118,10 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
         """A default window and one under ``decisions``, neighbours in time; new configs are warmed up first."""
         new = {(s, d) for s, d in decisions.items() if not d.is_auto} - self._used
         if new:
-            self.measure(WARM, decisions, WARM_STEPS, discard=0)
+            warm = self.measure(WARM, decisions, WARM_STEPS, discard=0)
+            if warm.durations_ms[-1] > spaces.GIVE_UP * self.default_ms:
+                canary = Window(warm.generation, warm.steps[-1:], warm.durations_ms[-1:])
+                return self.measure(DEFAULT, {}), canary
             self._used |= new
         return self.measure(DEFAULT, {}), self.measure(TRIAL, decisions)
 

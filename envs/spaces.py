@@ -32,10 +32,9 @@ HORIZON = 16
 TRIAL_PRICE = 0.05
 #: Savings are divided by the slot's share of the step and clipped to this range.
 SAVING_RANGE = (-3.0, 1.0)
-#: A window begins with a canary, this part of its steps. Where those take GIVE_UP times the default's, the rest of the
-#: window runs without the config.
-CANARY = 0.2
-GIVE_UP = 1.5
+#: Once a step takes GIVE_UP times the default's, the window runs on without the config. By then a part CANARY of its
+#: steps is gone: of 20, the one that was measured, and three until all ranks are back.
+GIVE_UP, CANARY = 1.5, 0.2
 
 
 def action_space() -> gym.spaces.MultiDiscrete:

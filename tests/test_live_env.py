@@ -62,10 +62,21 @@ def test_masked_actions_run_as_auto():
     assert all(not t.rules for t in job.tables)
 
 
-def test_a_window_is_cut_short_when_a_step_takes_far_too_long():
+def test_a_config_whose_canary_takes_far_too_long_goes_no_further():
     env = LiveEnv(FakeJob(lambda d: STEP_MS * (2 if d.get(GATHER) == LL128 else 1)))
     env.reset(options={"slot": GATHER})
+    for _ in range(2):  # and is a canary again when it is tried again
+        *_, info = env.step(spaces.action_of(LL128))
+        assert [kind for kind, _ in info["log"]] == [WARM, DEFAULT]
+        assert len(info["window"].durations_ms) == 1 and info["saving"] == pytest.approx(-1.0)
+
+
+def test_a_window_is_cut_short_when_a_step_takes_far_too_long():
+    slow = iter([1, 1, 2, 1, 1, 1])  # the canary was fine
+    env = LiveEnv(FakeJob(lambda d: STEP_MS * (next(slow) if d.get(GATHER) == LL128 else 1)))
+    env.reset(options={"slot": GATHER})
     *_, info = env.step(spaces.action_of(LL128))
+    assert [kind for kind, _ in info["log"]] == [WARM, DEFAULT, TRIAL]
     assert len(info["window"].durations_ms) == 1
 
 

@@ -37,7 +37,9 @@ def tune(
     ranks: Annotated[int | None, typer.Option(help="Processes of our own job; default 2, or one a GPU.")] = None,
     windows: Annotated[int, typer.Option(help="Most windows that the search may take.")] = 60,
     verify: Annotated[int, typer.Option(help="Windows of the table in the closing A/B.")] = 20,
-    window_steps: Annotated[int, typer.Option(help="Steps counted in a window.")] = 4,
+    window_steps: Annotated[
+        int | None, typer.Option(help="Steps counted in a window; default 20, for our own job 4: it has few steps.")
+    ] = None,
     budget: Annotated[
         float, typer.Option(min=0, help="Share of the job's time that the search may lose against the default.")
     ] = 0.05,
@@ -69,6 +71,7 @@ def tune(
     from ..daemon import Daemon, Emulated, Request, workload
     from ..tuner import Settings
 
+    window_steps = window_steps if window_steps is not None else 20 if command or attach else 4
     _check(stage, steps, windows, verify, window_steps, command, attach)
     gpus = 0 if cluster or attach else n_gpus()
     if not (command or attach or cluster) and gpus < 2:
