@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from dynamiccl.zero_workload import zero
+from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.model import ModelConfig, Transformer
+from dynamiccl.zero_workload.peers import Peer
 
 # A world of ranks that is started once and runs one function after another --------------------------------------------
 
@@ -92,39 +93,53 @@ def adamw(lr: float) -> Callable[..., torch.optim.Optimizer]:
     return partial(torch.optim.AdamW, lr=lr)
 
 
-def train(steps: int, settings: dict[str, Any], config: ModelConfig = TINY) -> list[float]:
-    """The mean loss of each step on this rank's group."""
-    torch.manual_seed(0)
-    shape = {key: settings[key] for key in ("checkpoint", "checkpoint_every") if key in settings}
-    model = Transformer(replace(config, **shape))
-    settings = {k: v for k, v in settings.items() if k not in shape}
-    settings = {"param_dtype": torch.float32, "bucket_bytes": 2**16, **settings}
-    engine = zero(model, settings.pop("optimizer", adamw(1e-2)), **settings)
-    rows = BATCH // engine.comm.size // engine.settings.gradient_accumulation
-    corpus = Corpus(None, config.seq)
-    losses = []
-    for step in range(steps):
+Batches = Callable[[int, int, int], tuple[Any, ...]]  # step, first and last row -> what the model is called with
+
+
+def texts(step: int, first: int, last: int, seed: int = 0) -> tuple[Any, ...]:
+    return Corpus(None, TINY.seq).batch(first, last, step=step, seed=seed)
+
+
+def run(
+    job: Any, steps: Iterable[int], *, rows: int = BATCH, batches: Batches = texts, accumulation: int = 1
+) -> list[float]:
+    """Train an engine or a peer, ``rows`` cut over micro-batches and ranks; the mean loss of each step."""
+    group = job.comm.group if isinstance(job, Engine) else None
+    rank, size, losses = dist.get_rank(group), dist.get_world_size(group), []
+    share = rows // size // accumulation
+    for step in steps:
         total = torch.zeros(())
-        for micro in range(engine.settings.gradient_accumulation):
-            first = (micro * engine.comm.size + engine.comm.rank) * rows
-            loss = model(*corpus.batch(first, first + rows, step=step, seed=0))
-            engine.backward(loss)
-            total += loss.detach() / engine.settings.gradient_accumulation
-        engine.step()
-        dist.all_reduce(total, op=dist.ReduceOp.AVG)
+        for micro in range(accumulation):
+            first = (micro * size + rank) * share
+            loss = job.model(*batches(step, first, first + share))
+            job.backward(loss)
+            total += loss.detach() / accumulation
+        job.step()
+        dist.all_reduce(total, op=dist.ReduceOp.AVG, group=group)
         losses.append(total.item())
     return losses
 
 
-def train_alone(steps: int, max_norm: float | None, config: ModelConfig = TINY) -> list[float]:
+def train(steps: int, settings: dict[str, Any], seed: int = 0) -> list[float]:
+    """Losses of ``TINY`` under ``zero`` (or a peer: ``name``) in fp32 with AdamW, if ``settings`` say nothing else."""
+    torch.manual_seed(seed)
+    settings = {"param_dtype": torch.float32, "bucket_bytes": 2**16, "optimizer": adamw(1e-2), **settings}
+    shape = {key: settings.pop(key) for key in ("checkpoint", "checkpoint_every") if key in settings}
+    model, make = Transformer(replace(TINY, **shape)), zero
+    if "name" in settings:
+        make = partial(Peer, settings.pop("name"))
+    job, accumulation = make(model, settings.pop("optimizer"), **settings), settings.get("gradient_accumulation", 1)
+    return run(job, range(steps), batches=partial(texts, seed=seed), accumulation=accumulation)
+
+
+def train_alone(steps: int, max_norm: float | None, seed: int = 0) -> list[float]:
     """The same training by PyTorch alone, in this process, on the whole batch."""
-    torch.manual_seed(0)
-    model = Transformer(config)
+    torch.manual_seed(seed)
+    model = Transformer(TINY)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    corpus = Corpus(None, config.seq)
     losses = []
     for step in range(steps):
-        loss = model(*corpus.batch(0, BATCH, step=step, seed=0))
+        loss = model(*texts(step, 0, BATCH, seed))
         optimizer.zero_grad()
         loss.backward()
         if max_norm is not None:

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.checkpoint import load, save
-from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.model import Transformer
 from dynamiccl.zero_workload.optim import Adan, Muon
-from test_zero import BATCH, TINY, World, adamw, four, two  # noqa: F401  (fixtures)
+from test_zero import TINY, World, adamw, four, run, two  # noqa: F401  (fixtures)
 from torch import nn
 
 OPTIMIZERS: dict[str, Any] = {"adamw": adamw(1e-2), "adan": Adan, "muon": Muon}
@@ -28,15 +27,7 @@ def part(
     engine = zero(model, OPTIMIZERS[optimizer], stage=stage, param_dtype=dtype, bucket_bytes=2**15)
     if resume:
         assert load(engine, Path(folder)) == first
-    rows, corpus, losses = BATCH // engine.comm.size, Corpus(None, TINY.seq), []
-    for step in range(first, last):
-        begin = engine.comm.rank * rows
-        loss = model(*corpus.batch(begin, begin + rows, step=step, seed=0))
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach()
-        dist.all_reduce(total, op=dist.ReduceOp.AVG)
-        losses.append(total.item())
+    losses = run(engine, range(first, last))
     if not resume and last < 8:
         save(engine, Path(folder), last)
     return losses

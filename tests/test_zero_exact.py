@@ -18,7 +18,7 @@ from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.dryrun import CollectiveLog
 from dynamiccl.zero_workload.model import ModelConfig, Transformer
 from dynamiccl.zero_workload.optim import Adan, Lion
-from test_zero import TINY, World, adamw, four, two  # noqa: F401  (fixtures)
+from test_zero import TINY, World, adamw, four, run, two  # noqa: F401  (fixtures)
 from torch import nn
 
 # The worked example: two ranks, four weights -----------------------------------------------------------------------
@@ -280,20 +280,15 @@ class Odd(nn.Module):
         return loss
 
 
+def odd_batch(branches: bool, step: int, first: int, last: int) -> tuple[Any, ...]:
+    tokens = torch.randint(37, (8, 11), generator=torch.Generator().manual_seed(step))
+    return tokens[first:last], dist.get_rank() % 2 if branches else -1
+
+
 def odd(settings: dict[str, Any], branches: bool) -> list[float]:
     torch.manual_seed(0)
-    model, rank, size = Odd(), dist.get_rank(), dist.get_world_size()
-    engine = zero(model, adamw(1e-2), param_dtype=torch.float32, **settings)
-    rows, losses = 8 // size, []
-    for step in range(5):
-        tokens = torch.randint(37, (8, 11), generator=torch.Generator().manual_seed(step))
-        loss = model(tokens[rank * rows : (rank + 1) * rows], rank % 2 if branches else -1)
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach()
-        dist.all_reduce(total, op=dist.ReduceOp.AVG)
-        losses.append(total.item())
-    return losses
+    engine = zero(Odd(), adamw(1e-2), param_dtype=torch.float32, **settings)
+    return run(engine, range(5), rows=8, batches=partial(odd_batch, branches))
 
 
 def odd_alone(branches: bool) -> list[float]:

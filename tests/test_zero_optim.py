@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.model import Transformer
 from dynamiccl.zero_workload.optim import Adan, Lion, Muon
-from test_zero import TINY, World, adamw, four, two  # noqa: F401  (fixtures)
+from test_zero import TINY, World, adamw, train, two  # noqa: F401  (fixture)
 from test_zero_exact import Hand
 from torch import nn
 
@@ -45,21 +44,6 @@ def test_overflow_on_one_rank_skips_the_step_on_all(two: World) -> None:  # noqa
         assert changes[1] == 0.0 and changes[0] > 1e-3 and changes[2] > 1e-3
 
 
-def run_optimizer(optimizer: Callable[..., torch.optim.Optimizer], stage: int) -> list[float]:
-    torch.manual_seed(0)
-    model = Transformer(TINY)
-    engine = zero(model, optimizer, stage=stage, param_dtype=torch.float32, bucket_bytes=2**14)
-    corpus, losses, rank = Corpus(None, TINY.seq), [], dist.get_rank()
-    for step in range(8):
-        loss = model(*corpus.batch(4 * rank, 4 * rank + 4, step=step, seed=0))
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach()
-        dist.all_reduce(total, op=dist.ReduceOp.AVG)
-        losses.append(total.item())
-    return losses
-
-
 @pytest.mark.parametrize(
     ("optimizer", "stages"),
     [
@@ -71,7 +55,7 @@ def run_optimizer(optimizer: Callable[..., torch.optim.Optimizer], stage: int) -
     ],
 )
 def test_optimizers_agree_across_stages(optimizer: Any, stages: tuple[int, ...], two: World) -> None:  # noqa: F811
-    runs = {stage: two.run(run_optimizer, optimizer, stage)[0] for stage in stages}
+    runs = {stage: two.run(train, 8, {"stage": stage, "optimizer": optimizer})[0] for stage in stages}
     assert runs[0][-1] < runs[0][0] - 0.3
     for losses in runs.values():
         assert losses == pytest.approx(runs[0], rel=1e-5)

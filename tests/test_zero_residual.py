@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ import torch
 import torch.distributed as dist
 from dynamiccl.agent.commands.plan import Request, estimate
 from dynamiccl.zero_workload import launch, zero
+from dynamiccl.zero_workload import train as train_module
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.dryrun import dry_run
 from dynamiccl.zero_workload.model import PRESETS, ModelConfig, Transformer
 from dynamiccl.zero_workload.planner import activation_elements, advice, stage_bytes
 from dynamiccl.zero_workload.remat import Partition, best_interval
-from test_zero import BATCH, TINY, World, adamw, four, train_alone, two  # noqa: F401  (fixtures)
+from test_zero import BATCH, TINY, World, adamw, four, run, train_alone, two  # noqa: F401  (fixtures)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 # Partitioned activation checkpoints (P_a) under torch's tensor parallelism ------------------------------------------
@@ -80,23 +83,13 @@ def train_in_two_dimensions(stage: int, settings: dict[str, Any]) -> tuple[list[
     for block in model.blocks:
         plan = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
         parallelize_module(block, mesh["tensor"], plan)
-    group, rank = mesh["data"].get_group(), mesh["data"].get_local_rank()
+    group = mesh["data"].get_group()
     engine = zero(model, adamw(1e-2), stage=stage, group=group, max_norm=0.5, bucket_bytes=2**14, **settings)
-    rows = BATCH // 2 // engine.settings.gradient_accumulation
-    losses, norms = [], []
-    for step in range(10):
-        total = torch.zeros(())
-        for micro in range(engine.settings.gradient_accumulation):
-            first = (2 * micro + rank) * rows
-            loss = model(*Corpus(None, TINY.seq).batch(first, first + rows, step=step, seed=0))
-            engine.backward(loss)
-            total += loss.detach() / engine.settings.gradient_accumulation
-        norm = engine.step()
-        assert norm is not None
-        norms.append(norm.item())
-        dist.all_reduce(total, op=dist.ReduceOp.AVG, group=group)
-        losses.append(total.item())
-    return losses, norms
+    norms: list[float] = []
+    step = engine.step
+    engine.step = lambda: norms.append(step()) or norms[-1]  # type: ignore[func-returns-value,method-assign]
+    losses = run(engine, range(10), accumulation=engine.settings.gradient_accumulation)
+    return losses, [norm.item() for norm in norms if norm is not None]
 
 
 def test_zero_with_tensor_parallelism_agrees_with_one_process(four: World) -> None:  # noqa: F811
@@ -262,6 +255,29 @@ def test_the_job_refuses_in_one_line(arguments: list[str], code: int, words: str
     done = job(*arguments)
     assert done.returncode == code
     assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_out_of_memory_ends_the_job_with_the_planners_advice() -> None:
+    """29e9 parameters in 8 GB of address space: the allocator's own refusal, on every rank."""
+    arguments = ["--layers", "1", "--width", "49152", "--heads", "2", "--stage", "1", "--quiet"]
+    command = [sys.executable, "-m", "dynamiccl.zero_workload", *arguments]
+    limit = partial(resource.setrlimit, resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=limit)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "out of memory: stage 1 holds 348.28 GB a rank before activations, stage 3 holds 232.19 GB" in done.stderr
+
+
+def test_a_full_gpu_is_out_of_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    monkeypatch.setattr(train_module, "Job", full)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    args = train_module.parser().parse_args(["--stage", "3"])
+    train_module.check(args)
+    with pytest.raises(launch.Failed, match=r"out of memory: stage 3 holds 0\.01 GB .* on 8 ranks it is half of that"):
+        train_module.work(args)
 
 
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """Step time of our stages against the library's, on gloo: two ranks, same model and data, interleaved.
 
-``python tests/test_zero_speed.py`` prints the figures; as a test it runs short and allows for a noisy machine.
+``python tests/test_zero_speed.py`` prints the figures; as a test it runs shorter.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import sys
 import time
@@ -48,15 +49,19 @@ def interleaved(name: str, rounds: int, block: int) -> tuple[list[float], list[f
     return times["ours"], times["theirs"]
 
 
-def ratio(ours: list[float], theirs: list[float]) -> float:
-    """Median over the rounds of ours / theirs."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
+    """Median over the rounds of ours / theirs, and the lower end of its 95 % interval (bootstrap over rounds)."""
+    pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(2000))
+    return statistics.median(pairs), medians[50]
 
 
 @pytest.mark.parametrize("name", ["zero-optimizer", "fsdp2-no-reshard", "fsdp2"])
 def test_not_slower_than_the_library(name: str, two: World) -> None:  # noqa: F811
-    ours, theirs = two.run(interleaved, name, 6, 3)[0]
-    assert ratio(ours, theirs) <= 1.15
+    median, low = ratio(*two.run(interleaved, name, 8, 3)[0])
+    # Stage 1 is ahead by a few per cent only, which a busy machine can hide: it fails when it is slower for certain.
+    assert (low if name == "zero-optimizer" else median) <= 1.0, (median, low)
 
 
 LARGER = ModelConfig(layers=4, width=256, heads=4, seq=128)
@@ -78,8 +83,7 @@ def delayed(rounds: int) -> dict[str, list[float]]:
     for kind, group in groups.items():
         torch.manual_seed(0)
         model = Transformer(LARGER)
-        # the same units as FSDP2's: each block, and all else with the root
-        ours = zero(model, adamw(1e-3), stage=3, group=group, param_dtype=torch.float32, min_unit=2**20)
+        ours = zero(model, adamw(1e-3), stage=3, group=group, param_dtype=torch.float32)
         jobs[f"ours {kind}"] = model, ours
         model = Transformer(LARGER)
         mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
@@ -89,7 +93,7 @@ def delayed(rounds: int) -> dict[str, list[float]]:
         jobs[f"fsdp2 {kind}"] = model, adamw(1e-3)(model.parameters())
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(rounds + 2):
-        for name, (model, engine) in jobs.items():
+        for name, (model, engine) in sorted(jobs.items()):  # free and delayed steps of one engine are neighbours
             dist.barrier()
             begin = time.perf_counter()
             model(*batch).backward()
@@ -102,14 +106,18 @@ def delayed(rounds: int) -> dict[str, list[float]]:
 
 
 def hidden_share(times: dict[str, list[float]]) -> float:
-    """Of the time that FSDP2 waits for delayed collectives, the share that our stage 3 does not."""
-    step = {name: statistics.median(values) for name, values in times.items()}
-    theirs = step["fsdp2 delayed"] - step["fsdp2 free"]
-    return 1 - (step["ours delayed"] - step["ours free"]) / theirs
+    """Of the time that FSDP2 waits for delayed collectives, the share that our stage 3 does not; both are medians of
+    differences between neighbouring steps.
+    """
+    waits = [
+        statistics.median(a - b for a, b in zip(times[f"{name} delayed"], times[f"{name} free"], strict=True))
+        for name in ("ours", "fsdp2")
+    ]
+    return 1 - waits[0] / waits[1]
 
 
 def test_stage_3_hides_what_fsdp2_exposes_on_cpu(two: World) -> None:  # noqa: F811
-    assert hidden_share(two.run(delayed, 4)[0]) >= 0.5
+    assert hidden_share(two.run(delayed, 6)[0]) >= 0.6
 
 
 if __name__ == "__main__":
@@ -119,9 +127,10 @@ if __name__ == "__main__":
     print(f"{DELAY_MS} ms a collective: stage 3 hides {hidden_share(result):.0%} of what FSDP2 exposes", flush=True)
     for peer in ["ddp", "zero-optimizer", "fsdp2-no-reshard", "fsdp2"]:
         a, b = world.run(interleaved, peer, int(sys.argv[1]) if len(sys.argv) > 1 else 20, 3, timeout=600)[0]
+        median, low = ratio(a, b)
         print(
             f"stage {PEERS[peer]} against {peer}: {statistics.median(a):.1f} and {statistics.median(b):.1f} ms a step, "
-            f"median ratio {ratio(a, b):.3f} over {len(a)} rounds",
+            f"median ratio {median:.3f} over {len(a)} rounds, with 97.5 % certainty at least {low:.3f}",
             flush=True,
         )
     world.close()

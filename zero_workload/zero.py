@@ -125,8 +125,8 @@ class Engine:
         self.reducer = Reducer(comm, self.params, settings)
         self.replicated = Replicated(comm, self.params, small, settings, self.reducer)
         self.sharded = Sharded(comm, self.params, [u for u in units if u not in small], settings, self.reducer)
-        if self.replicated.row.buckets and self.stage:
-            for u in units:
+        if self.replicated.row.buckets and self.stage:  # module by module: what forward begins with waits least
+            for u in find_units(model, "block", 1):
                 u.module.register_forward_pre_hook(lambda module, args, u=u: self.replicated.wait(u), prepend=True)
         model.register_forward_pre_hook(lambda module, args: self._begin_forward(), prepend=True)
         self.buckets = [b for b in self.replicated.row.buckets + self.sharded.buckets if b.master is not None]
