@@ -64,8 +64,7 @@ class Job:
     ) -> None:
         self.run, self.process, self.writer, self.stall_s = run, process, writer, stall_s
         self.assembler = Assembler()
-        published = run.table.read()
-        self.generation = published[0] if published else 0  # another tuner may have been here before
+        self.generation = run.table.generation()  # another tuner may have been here before
         self.damaged: dict[str, str] = {}  # rings that cannot be read any more, with the reason
         self.lost: dict[str, int] = {}  # records that each ring dropped because nobody read them in time
         self.memory_pressure = 0.0  # memory used / total, 0 = unknown

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from dynamiccl.envs.live import Job
 from dynamiccl.envs.nccl.shm import RunFolder, TableFile
 from dynamiccl.traces.records import COLL_DTYPE, RECORD_BYTES
 from test_shm import table_of
@@ -96,3 +97,26 @@ def test_a_daemon_that_stopped_loses_events_and_says_how_many(folder):
     (ring,) = folder.rings()
     assert sent == 100_000 > ring.capacity
     assert len(ring.drain()) + ring.lost == sent and ring.lost > 0
+
+
+@pytest.mark.parametrize("n_written", [0, 1, 2, 3])
+def test_a_daemon_that_died_in_the_middle_of_a_table_goes_on_with_the_next_number(folder, monkeypatch, n_written):
+    """SIGKILL between any two writes of a publication: the daemon that comes back never uses a number twice."""
+    job = Job(folder)
+    job.publish({})
+    real = os.pwrite
+    left = iter(range(n_written))
+
+    def dies(fd: int, data: bytes, offset: int) -> int:
+        if next(left, None) is None:
+            raise InterruptedError("killed")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", dies)
+    with pytest.raises(InterruptedError):
+        job.publish({})
+    monkeypatch.undo()
+    assert (folder.table.read() or (0,))[0] in (0, 1)  # nobody sees half a table
+    back = Job(RunFolder.open(folder.path))
+    assert back.publish({}) == (2 if n_written < 2 else 3)
+    assert folder.table.read()[0] == back.generation

@@ -91,6 +91,11 @@ class TableFile:
         raw = os.pread(self._fd, 8, _SEQUENCE_AT)
         return int(_SEQUENCE.unpack(raw)[0]) if len(raw) == 8 else 0
 
+    def generation(self) -> int:
+        """Of the table published last, or half written when its daemon died: the next one must be above. 0 = none."""
+        raw = os.pread(self._fd, _HEAD.size, 0)
+        return int(_HEAD.unpack(raw)[3]) if len(raw) == _HEAD.size and raw[:8] == TABLE_MAGIC else 0
+
     def publish(self, table: Table) -> None:
         """Put ``table`` before the job; the ranks take it at their next agreement. One writer at a time.
 
