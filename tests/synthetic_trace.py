@@ -2,7 +2,7 @@
 
 import numpy as np
 import pandas as pd
-from dynamiccl.traces.assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS
+from dynamiccl.traces.assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, complete
 from dynamiccl.traces.files import Trace, TraceWriter
 from dynamiccl.traces.records import Decision, Rule, Slot, Table, size_class
 
@@ -183,7 +183,7 @@ def offers():
 
 
 def frame(rows, columns):
-    return pd.DataFrame(rows, columns=list(columns)).astype(columns)
+    return complete(pd.DataFrame(rows, columns=list(columns)[: len(rows[0])]), columns)
 
 
 def rule(slot):

@@ -77,9 +77,7 @@ def test_records_in_c_are_those_of_python(tmp_path):
         "offer": ("cost_us", "n_pipe_ops"),
         "coll": ("seq", "enqueue_ns", "rank"),
         "kernel": ("seq", "start_ns", "end_ns", "rank"),
-        "at_step": (
-            *("rank", "end_ns", "duration_ns", "memory_used", "memory_total", "loss", "sm_utilization", "power_w"),
-        ),
+        "at_step": rec.STEP_DTYPE.names[12:-1],
     }
     dtypes = {
         "comm": rec.COMM_DTYPE,
@@ -242,7 +240,7 @@ def test_broken_callers_survive(plugin):
 def test_what_ran_is_in_the_ring(run, plugin, release):
     drained(run)
     plugin.activate(encode_table(Table(5)))
-    plugin.begin_step(17)
+    plugin.boundary(None, 17)
     comm = Communicator(plugin.path, 99, 8, 2, 3, release, "dp")
     assert comm.mask == 2
     plugin.sample(True)

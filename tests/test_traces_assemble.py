@@ -83,6 +83,7 @@ def test_columns_and_values():
         "end_ns": CLOCK + 70_001,
         "step": 9,
         "pid": 42,
+        "captured": False,
     }
 
 

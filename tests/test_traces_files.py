@@ -17,6 +17,7 @@ from dynamiccl.traces.assemble import (
     Assembler,
     Communicator,
     Offer,
+    complete,
 )
 from dynamiccl.traces.files import Trace, TraceError, TraceWriter
 from dynamiccl.traces.header import FORMAT
@@ -47,12 +48,12 @@ def some_events(n=10, first=0):
         "step": seq // 4,
         "pid": 99,
     }
-    return pd.DataFrame(values).astype(EVENT_COLUMNS)
+    return complete(pd.DataFrame(values), EVENT_COLUMNS)
 
 
 def some_steps(n=4):
     rows = {name: np.arange(n) for name in STEP_COLUMNS} | {"loss": [3.0, np.nan, 2.0, 1.0][:n]}
-    return pd.DataFrame(rows).astype(STEP_COLUMNS)
+    return complete(pd.DataFrame(rows), STEP_COLUMNS)
 
 
 def test_round_trip_is_exact(tmp_path):

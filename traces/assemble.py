@@ -19,6 +19,8 @@ from .records import (
     COLL_DTYPE,
     COMM,
     COMM_DTYPE,
+    FLAG_CAPTURED,
+    FLAG_SAMPLED,
     FUNCS,
     KERNEL,
     KERNEL_DTYPE,
@@ -53,7 +55,8 @@ DTYPES = (
 )
 
 #: Columns of an events table and their pandas types. Times in ns; `start_ns` / `end_ns` are the GPU's clock
-#: and unset (NA) where the kernel was not sampled; `n_ranks` is 0 if the communicator was never announced.
+#: and unset (NA) where the kernel was not sampled; `n_ranks` is 0 if the communicator was never announced;
+#: `captured`: into a CUDA graph, so this stands for all its replays (known of sampled steps, from NCCL 2.28 on).
 EVENT_COLUMNS: dict[str, str] = {
     "seq": "int64",
     "comm_id": "uint64",
@@ -72,8 +75,11 @@ EVENT_COLUMNS: dict[str, str] = {
     "end_ns": "Int64",
     "step": "int64",
     "pid": "int64",
+    "captured": "bool",
 }
-#: Columns of a steps table. Memory in bytes (0 = unknown), power in watts, utilization 0..1 (NaN = unknown).
+#: Columns of a steps table. Memory in bytes, clocks in MHz (0 = unknown), power in watts, utilization 0..1, links in
+#: GB/s (NaN = unknown); ``throttle`` is NVML's bit mask of reasons. ``sampled``: kernel times were taken in this step,
+#: one step of ``sample_every``.
 STEP_COLUMNS: dict[str, str] = {
     "index": "int64",
     "rank": "int32",
@@ -86,6 +92,15 @@ STEP_COLUMNS: dict[str, str] = {
     "power_w": "float32",
     "loss": "float64",
     "pid": "int64",
+    "sampled": "bool",
+    "sample_every": "int64",
+    "sm_clock_mhz": "int64",
+    "memory_clock_mhz": "int64",
+    "throttle": "int64",
+    "pcie_rx_gbs": "float32",
+    "pcie_tx_gbs": "float32",
+    "nvlink_rx_gbs": "float32",
+    "nvlink_tx_gbs": "float32",
 }
 #: What NCCL offered: one row per (comm_id, func, n_bytes); `cost_us` is the (7, 3) cost table, flat, -1 = not
 #: available; `algo`, `proto` are NCCL's own choice.
@@ -126,6 +141,7 @@ _PENDING = np.dtype(
         ("algo", "u1"),
         ("proto", "u1"),
         ("n_channels", "u1"),
+        ("flags", "u2"),
     ]
 )
 
@@ -315,6 +331,7 @@ class Assembler:
                 size[:, rows["comm_id"] == comm_id] = [[comm.n_ranks], [comm.n_nodes]]
         unset = rows["start_ns"] == _NO_TIME
         columns: dict[str, Any] = {"n_ranks": size[0], "n_nodes": size[1]}
+        columns["captured"] = (rows["flags"] & FLAG_CAPTURED) != 0
         for name, kind in EVENT_COLUMNS.items():
             if kind == "Int64":
                 columns[name] = pd.arrays.IntegerArray(np.where(unset, 0, rows[name]), unset.copy())
@@ -324,6 +341,18 @@ class Assembler:
                 source = "generation" if name == "table_generation" else name
                 columns[name] = rows[source].astype(kind)
         return pd.DataFrame({name: columns[name] for name in EVENT_COLUMNS}, copy=False)
+
+
+def complete(frame: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
+    """``frame`` with these columns and types. Those that came with a later format, after ``pid``, may be missing and
+    are then blank. Raises KeyError if another one is missing."""
+    names = list(columns)
+    later = names[names.index("pid") + 1 :] if "pid" in columns else []
+    blank = {name: _BLANK[columns[name]] for name in later if name not in frame}
+    return frame.assign(**blank)[names].astype(columns)
+
+
+_BLANK = {"bool": False, "int64": 0, "float32": float("nan")}
 
 
 def empty(columns: dict[str, str]) -> pd.DataFrame:
@@ -344,7 +373,7 @@ def _pending(coll: Array, pid: int) -> Array:
     rows = np.empty(coll.size, _PENDING)
     for name in ("rank", "comm_id", "seq", "n_bytes", "enqueue_ns", "step", "generation"):
         rows[name] = coll[name]
-    for name in ("func", "dtype", "algo", "proto", "n_channels"):
+    for name in ("func", "dtype", "algo", "proto", "n_channels", "flags"):
         rows[name] = coll[name]
     rows["pid"], rows["start_ns"], rows["end_ns"] = pid, _NO_TIME, _NO_TIME
     return rows
@@ -360,5 +389,6 @@ def _key(rows: Array, pids: Array) -> Array:
 
 def _step_frame(rows: Array, pid: int) -> pd.DataFrame:
     source = {"index": "step", "table_generation": "generation"}
-    columns = {n: rows[source.get(n, n)] for n in STEP_COLUMNS if n != "pid"}
-    return pd.DataFrame(columns).assign(pid=pid).astype(STEP_COLUMNS)
+    made = {"pid": pid, "sampled": (rows["flags"] & FLAG_SAMPLED) != 0}
+    columns = {n: made[n] if n in made else rows[source.get(n, n)] for n in STEP_COLUMNS}
+    return pd.DataFrame(columns).astype(STEP_COLUMNS)

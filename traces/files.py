@@ -21,19 +21,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, Assembler, empty
+from .assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, Assembler, complete, empty
 from .header import FORMAT, new_header, plain
 from .records import Slot
 
 _SEGMENTED = {"events": EVENT_COLUMNS, "steps": STEP_COLUMNS}
 _WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS}
 _ARROW = {
+    "bool": pa.bool_(),
     "int16": pa.int16(),
     "int32": pa.int32(),
     "int64": pa.int64(),
@@ -255,7 +256,7 @@ def _read_parquet(path: Path, columns: dict[str, str]) -> pd.DataFrame:
     try:
         # int64 with gaps must not pass through float64: GPU clock values have more digits than that holds.
         frame = pq.read_table(path).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
-        return cast(pd.DataFrame, frame[list(columns)].astype(columns))
+        return complete(frame, columns)
     except (OSError, pa.ArrowException, KeyError, ValueError, TypeError) as error:
         why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise TraceError(f"{path} is damaged ({why}): remove it to read the rest of the trace") from None

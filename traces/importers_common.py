@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from .assemble import EVENT_COLUMNS, STEP_COLUMNS, empty
+from .assemble import EVENT_COLUMNS, STEP_COLUMNS, complete, empty
 from .files import TraceError
 from .records import ALGOS, FUNCS, PROTOS
 
@@ -57,20 +57,21 @@ class Imported:
         if self.events:
             # Through objects: a column with gaps must not become float64, clock values have more digits than that.
             rows = [{**blank, **row} for row in self.events]
-            events = pd.DataFrame({n: pd.Series([r[n] for r in rows], dtype=object) for n in EVENT_COLUMNS})
+            told = [name for name in EVENT_COLUMNS if name in rows[0]]
+            events = pd.DataFrame({n: pd.Series([r[n] for r in rows], dtype=object) for n in told})
             events = events.sort_values("enqueue_ns", kind="stable").reset_index(drop=True)
             counted = events.groupby(["rank", "pid", "comm_id", "func"], sort=False).cumcount()
             events["seq"] = events["seq"].where(events["seq"].notna(), counted)
             if ranks_per_node:
                 nodes = [math.ceil(n / ranks_per_node) for n in events["n_ranks"]]
                 events["n_nodes"] = events["n_nodes"].where(events["n_nodes"] > 0, pd.Series(nodes, dtype=object))
-            events = events.astype(EVENT_COLUMNS)
+            events = complete(events, EVENT_COLUMNS)
         steps = empty(STEP_COLUMNS)
         if self.steps:
             unknown: dict[str, Any] = {"table_generation": 0, "memory_used": 0, "memory_total": 0, "pid": 0}
             unknown |= dict.fromkeys(("sm_utilization", "power_w", "loss"), float("nan"))
             rows = [{**unknown, **row} for row in self.steps]
-            steps = pd.DataFrame(rows)[list(STEP_COLUMNS)].astype(STEP_COLUMNS).sort_values(["index", "rank"])
+            steps = complete(pd.DataFrame(rows), STEP_COLUMNS).sort_values(["index", "rank"])
         return events, steps.reset_index(drop=True)
 
 

@@ -199,6 +199,9 @@ def _rule(row: np.void) -> Rule:
 # What the plugin and the probe write into a ring (C: struct dccl_record in envs/nccl/abi.h), 128 bytes. The last 88
 # bytes depend on `kind`; the views below name them.
 COMM, OFFER, COLL, KERNEL, STEP = range(1, 6)
+#: Bits of ``flags``: both buffers are registered (OFFER), captured in a CUDA graph: asked once, replayed often (COLL),
+#: kernel times were taken in it (STEP).
+FLAG_REGISTERED, FLAG_CAPTURED, FLAG_SAMPLED = 1, 2, 4
 _HEAD: list[Any] = [
     ("stamp", "<u8"),  # position in the ring + 1 once the record is whole
     ("kind", "u1"),
@@ -207,7 +210,7 @@ _HEAD: list[Any] = [
     ("proto", "u1"),
     ("n_channels", "u1"),
     ("dtype", "u1"),  # ncclDataType_t as the profiler names it, UNSET if unknown
-    ("flags", "<u2"),  # bit 0: both buffers registered, bit 1: captured in a CUDA graph
+    ("flags", "<u2"),  # FLAG_*
     ("comm_id", "<u8"),
     ("n_bytes", "<u8"),  # the whole buffer: n_ranks x shard for all_gather / reduce_scatter
     ("step", "<u4"),
@@ -231,11 +234,12 @@ OFFER_DTYPE = _record([("cost_us", "<f4", (N_ALGOS, N_PROTOS)), ("n_pipe_ops", "
 COLL_DTYPE = _record([("seq", "<u8"), ("enqueue_ns", "<i8"), ("rank", "<u4")])
 #: Its kernel ran, where sampled: GPU clock, earliest start to latest end over the channels that reported.
 KERNEL_DTYPE = _record([("seq", "<u8"), ("start_ns", "<i8"), ("end_ns", "<i8"), ("rank", "<u4")])
-#: An optimizer step ended on this rank (head: step, generation that was in force during it).
+#: An optimizer step ended on this rank (head: step, generation that was in force during it). The gauges are those of
+#: the GPU as last read, some time in the last half second.
 STEP_DTYPE = _record(
     [
         ("rank", "<u4"),
-        ("spare", "<u4"),
+        ("sample_every", "<u4"),  # kernel times are taken in one step of so many, 0 = never
         ("end_ns", "<i8"),  # CLOCK_MONOTONIC
         ("duration_ns", "<i8"),
         ("memory_used", "<u8"),  # bytes, 0 = unknown
@@ -243,6 +247,13 @@ STEP_DTYPE = _record(
         ("loss", "<f8"),  # NaN = unknown
         ("sm_utilization", "<f4"),  # 0..1, NaN = unknown
         ("power_w", "<f4"),
+        ("sm_clock_mhz", "<u2"),  # 0 = unknown
+        ("memory_clock_mhz", "<u2"),
+        ("throttle", "<u4"),  # NVML's bit mask of reasons why the clock is lower than it could be, 0 = none or unknown
+        ("pcie_rx_gbs", "<f4"),  # GB/s since the reading before, NaN = unknown
+        ("pcie_tx_gbs", "<f4"),
+        ("nvlink_rx_gbs", "<f4"),
+        ("nvlink_tx_gbs", "<f4"),
     ]
 )
 RECORD_BYTES = 128

@@ -70,7 +70,7 @@ def _events(calls: list[Any], ranks_per_node: int) -> Any:
 
     import pandas as pd
 
-    from ...traces.assemble import EVENT_COLUMNS
+    from ...traces.assemble import EVENT_COLUMNS, complete
 
     count: dict[tuple[str, str], int] = {}
     rows = []
@@ -96,7 +96,7 @@ def _events(calls: list[Any], ranks_per_node: int) -> Any:
             "step": 0,
             "pid": 0,
         })  # fmt: skip
-    return pd.DataFrame(rows, columns=list(EVENT_COLUMNS)).astype(EVENT_COLUMNS)
+    return complete(pd.DataFrame(rows), EVENT_COLUMNS)
 
 
 def _steps() -> Any:

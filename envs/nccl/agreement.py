@@ -2,19 +2,23 @@
 
 The network is a gloo group of its own, made beside the job's groups and not known to torch.distributed: names and
 counters of the user's groups stay as they are, and ``destroy_process_group`` does not meet it.
+
+The training thread does next to nothing: at a boundary it takes the outcome of the round under way and, for a new
+table, makes active what the plugin has been handed already. Beginning the next round, waiting for it, telling the
+store, checking and copying a table are done by a second thread until the next boundary. The member belongs to one
+thread at a time. Only the first boundary, and trouble, are dealt with on the training thread.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from ...traces.records import Table
+from .background import Background
 from .plugin import Plugin
 from .protocol import NO_TABLE, STOP, Member, State, closed
 from .shm import TABLE_BYTES, TableFile, encode_table, message_of
@@ -24,8 +28,11 @@ if TYPE_CHECKING:
 
 #: How long the first boundary waits for the other ranks: all ranks come to it after the same step, or some never do.
 ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
-#: How long a rank may be behind at a boundary before this one stops agreeing.
-ROUND_S = float(os.environ.get("DYNAMICCL_ROUND_S", "120"))
+#: How long a round, and so a step, may take before this rank stops agreeing: steps that save or evaluate are long.
+#: (A rank that is gone is noticed at once, by its connection.)
+ROUND_S = float(os.environ.get("DYNAMICCL_ROUND_S", "1800"))
+_SLICE_S = 0.2  # the background looks so often whether it has to end
+_EMPTY = encode_table(Table())
 _STOP_MESSAGE = STOP.ljust(TABLE_BYTES, b"\0")
 
 
@@ -60,12 +67,16 @@ class Local:
         self._plugin, self._published = plugin, published
         self._active = NO_TABLE
 
-    def boundary(self) -> None:
-        """An optimizer step has ended."""
+    def boundary(self) -> bool:
+        """An optimizer step has ended; True if the plugin has been handed a table that is now to become active."""
         message = self._published.message()
-        if message != self._active:
-            self._active = message
-            load(self._plugin, message)
+        if message is self._active:
+            return False
+        self._active = message
+        return stage(self._plugin, message)
+
+    def proceed(self) -> None:
+        """Nothing goes on between boundaries."""
 
 
 class Agreement:
@@ -78,22 +89,24 @@ class Agreement:
         self._plugin, self._published = plugin, published
         self._store: Any = PrefixStore(f"dynamiccl/{attempt}", store)
         self.member = Member(world.rank(), world.size())
-        self._loaded: bytes | None = None  # unknown: an older group of this process may have left a table
+        self._staged = False  # the plugin has a table ready that becomes active with the boundary now due
         self._group: Any = None
         self._work: Any = None
         self._options: Any = None
         self._buffer: Any = None
-        self._logging: threading.Thread | None = None
-        self._logged: str | Exception = ""
+        self._view: Any = None  # the buffer's memory
+        self._filled = NO_TABLE  # rank 0: what the buffer holds
+        self._raw, self._message = bytes(TABLE_BYTES), NO_TABLE  # what the last round carried, and the table in it
+        self._outcome: bytes | Exception = NO_TABLE  # of the round under way
+        self._background: Background | None = None
+        self._busy = False  # the member is in the background's hands
         self._boundaries = 0
         self._every = 1
         self._do = {
             State.ARRIVE: self._arrive,
             State.GATE: self._gate,
             State.CONNECT: self._connect,
-            State.WAIT: self._wait,
-            State.LOG_TABLE: self._end_logging,
-            State.BEGIN: self._begin,
+            State.WAIT: self._take_outcome,
             State.CLOSE_LOG: self._close_log,
             State.REPLAY: self._replay,
         }
@@ -103,25 +116,45 @@ class Agreement:
         """True when the active table will not change any more."""
         return self.member.state is State.STOPPED
 
-    def boundary(self) -> None:
-        """An optimizer step has ended. Never raises; the active table changes in here or not at all."""
+    def boundary(self) -> bool:
+        """An optimizer step has ended; True if the plugin has been handed a table that is now to become active.
+
+        Never raises. At the second boundary, where no rank has a table yet, all drop what an older group of their
+        processes may have left.
+        """
         member = self.member
         self._boundaries += 1
-        if member.state is State.STOPPED or self._boundaries % self._every:
-            return
-        if member.state is State.LOG_TABLE:  # begun after the last boundary
-            self._end_logging()
-        if member.state is State.CLOSE_LOG:
-            self._close_log()
-        member.boundary(self._published.message() if member.rank == 0 else NO_TABLE)
-        while member.state in self._do:
-            if member.state is State.LOG_TABLE:
-                self._start_logging()
-                break
-            self._do[member.state]()
-        if member.active != self._loaded and member.round > 1:  # round 1 is the first with an outcome
-            self._loaded = member.active
-            load(self._plugin, member.active)
+        if self._boundaries % self._every == 0 and self._is_ours() and member.state is not State.STOPPED:
+            member.boundary()
+            while (do := self._do.get(member.state)) is not None:
+                do()
+        if self._boundaries == 2:
+            return stage(self._plugin, NO_TABLE)
+        if self._busy:  # between two of the boundaries that count
+            return False
+        flip, self._staged = self._staged, False
+        return flip
+
+    def proceed(self) -> None:
+        """The boundary is passed: the next round may begin, in the background."""
+        if not self._busy and self.member.state is State.BEGIN and self._background is not None:
+            self._busy = True
+            self._background.go()
+
+    def close(self) -> None:
+        """This rank takes no further part; the active table stays. The others learn it at their next round."""
+        if self._background is not None:
+            self._background.close()
+
+    def _is_ours(self) -> bool:
+        """True once the background is through with the round under way: the one place where a fast rank waits."""
+        if self._busy and self._background is not None:
+            if not self._background.join(2 * ROUND_S):  # cannot be: it waits for ROUND_S itself
+                _say(f"rank {self.member.rank}: the agreement hangs; the table stays")
+                self._every = sys.maxsize
+                return False
+            self._busy = False
+        return True
 
     def _trouble(self, error: Exception) -> None:
         """The network failed here: say so, break the connections so that all ranks learn it, ask the log."""
@@ -132,7 +165,7 @@ class Agreement:
         self.member.failed()
 
     def _drop_group(self) -> None:
-        group, self._group, self._work, self._buffer = self._group, None, None, None
+        group, self._group, self._work, self._buffer, self._view = self._group, None, None, None, None
         if group is not None and hasattr(group, "abort"):
             try:
                 group.abort()
@@ -191,62 +224,77 @@ class Agreement:
             self._options = c10d.BroadcastOptions()
             self._options.rootRank = 0
             self._buffer = torch.zeros(TABLE_BYTES, dtype=torch.uint8)
+            self._view = memoryview(self._buffer.numpy())
+            self._background = Background(self._between, "dynamiccl-rounds")
         except Exception as error:
             self._trouble(error)
             return
         self.member.connected()
 
-    def _wait(self) -> None:
-        try:
-            self._work.wait()
-            message = bytes(self._buffer.numpy())
-        except Exception as error:
-            self._trouble(error)
+    def _take_outcome(self) -> None:
+        if isinstance(self._outcome, Exception):
+            self._trouble(self._outcome)
             return
-        self._work = None
-        if message == _STOP_MESSAGE:
-            message = STOP
-        self.member.received(message if message == STOP else message_of(message))
+        self.member.received(self._outcome)
         if self.stopped:
             _say(f"rank {self.member.rank}: the ranks stop agreeing on new tables; the job goes on")
             self._drop_group()
 
-    def _start_logging(self) -> None:
-        """Rank 0 has a new table: the store is told while the job trains, by a thread that lives as long as that."""
-        self._logging = threading.Thread(target=self._log, name="dynamiccl-log", daemon=True)
-        self._logging.start()
+    # -- in the background, from one boundary to the next ----------------------------------------------------------
 
-    def _log(self) -> None:
+    def _between(self) -> None:
+        """Begin the next round, tell the store of a table that is new, and wait until the round is complete here."""
         member = self.member
         try:
-            self._store.set(f"table/{member.round + 1}", member.wanted)
-            self._logged = self._store.compare_set("log", member.log_before(), member.log_after()).decode()
-        except Exception as error:
-            self._logged = error
-
-    def _end_logging(self) -> None:
-        self.join()
-        if isinstance(self._logged, str):
-            self.member.table_logged()
-            self.member.committed(self._logged)
-        else:
-            self._trouble(self._logged)
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the store has been told of a new table."""
-        if self._logging is not None:
-            self._logging.join(timeout_s)
-
-    def _begin(self) -> None:
-        try:
-            if self.member.rank == 0:
-                data = self.member.sent.ljust(TABLE_BYTES, b"\0")
-                np.copyto(self._buffer.numpy(), np.frombuffer(data, np.uint8))
-            self._work = self._group.broadcast([self._buffer], self._options)
+            self._begin()
+            if member.rank == 0:
+                member.wanted = self._published.message() or member.wanted
+            member.begun()
+            if member.state is State.LOG_TABLE:
+                self._log()
         except Exception as error:
             self._trouble(error)
+            self._close_log()
             return
-        self.member.begun()
+        try:
+            self._outcome = self._complete()
+        except Exception as error:
+            self._outcome = error
+
+    def _begin(self) -> None:
+        if self._filled is not self.member.sent:
+            self._filled = self.member.sent
+            self._view[:] = self._filled.ljust(TABLE_BYTES, b"\0")
+        self._work = self._group.broadcast([self._buffer], self._options)
+
+    def _log(self) -> None:
+        """Rank 0 has a new table: the store is told while the job trains."""
+        member = self.member
+        self._store.set(f"table/{member.round + 1}", member.wanted)
+        member.table_logged()
+        member.committed(self._store.compare_set("log", member.log_before(), member.log_after()).decode())
+
+    def _complete(self) -> bytes:
+        """The message of the round under way, once it is here; a table is staged in the plugin. Raises on failure."""
+        assert self._background is not None
+        end = time.monotonic() + ROUND_S + _SLICE_S
+        while True:
+            try:
+                self._work.wait(timedelta(seconds=_SLICE_S))  # in slices: see Background.close
+                break
+            except Exception:
+                if self._work.is_completed() or self._background.closing or time.monotonic() > end:
+                    raise
+        self._work = None
+        raw = bytes(self._view)
+        if raw == self._raw:
+            return self._message
+        self._raw = raw
+        self._message = STOP if self._raw == _STOP_MESSAGE else message_of(self._raw)
+        self._staged = self._message != STOP and stage(self._plugin, self._message)
+        return self._message
+
+    # -- trouble ------------------------------------------------------------------------------------------------
 
     def _close_log(self) -> None:
         try:
@@ -268,19 +316,21 @@ class Agreement:
             _say(f"rank {self.member.rank}: the job's store is gone ({error})")
             self.member.gave_up()
             return
+        if message is not None:
+            self._staged = stage(self._plugin, message)
         self.member.replayed(message)
 
 
-def load(plugin: Plugin | None, message: bytes) -> None:
-    """Make ``message`` the active table; NO_TABLE empties it. A table that the plugin refuses changes nothing."""
-    from ...traces.records import Table
-
+def stage(plugin: Plugin | None, message: bytes) -> bool:
+    """Hand the plugin a table, NO_TABLE for an empty one, ready to become active; False if it refuses."""
     if plugin is None:
-        return
+        return False
     try:
-        plugin.activate(message or encode_table(Table()))
+        plugin.stage(message or _EMPTY)
     except ValueError as error:  # the same bytes on all ranks: all refuse
         _say(str(error))
+        return False
+    return True
 
 
 def _say(text: str) -> None:

@@ -70,7 +70,7 @@ void dccl_table_after_fork(void);
 enum { DCCL_RING_VERSION = 1, DCCL_RING_RECORDS = 1 << 16 };
 
 enum { DCCL_COMM = 1, DCCL_OFFER, DCCL_COLL, DCCL_KERNEL, DCCL_STEP };
-enum { DCCL_FLAG_REGISTERED = 1, DCCL_FLAG_CAPTURED = 2 };
+enum { DCCL_FLAG_REGISTERED = 1, DCCL_FLAG_CAPTURED = 2, DCCL_FLAG_SAMPLED = 4 };
 
 struct dccl_record {
   uint64_t stamp;  // position in the ring + 1 once the record is whole
@@ -105,11 +105,14 @@ struct dccl_record {
       uint32_t rank;
     } kernel;
     struct {
-      uint32_t rank, spare;
+      uint32_t rank, sample_every;
       int64_t end_ns, duration_ns;
       uint64_t memory_used, memory_total;
       double loss;
       float sm_utilization, power_w;
+      uint16_t sm_clock_mhz, memory_clock_mhz;
+      uint32_t throttle;
+      float pcie_rx_gbs, pcie_tx_gbs, nvlink_rx_gbs, nvlink_tx_gbs;
     } at_step;
     uint8_t bytes[88];
   };
@@ -167,12 +170,16 @@ void dccl_emit_comm(const struct dccl_comm* comm, const char* name);
 DCCL_EXPORT int dynamiccl_open(void);
 // Makes a table message the active table. Its generation, or a negative errno and the old table stays.
 DCCL_EXPORT int64_t dynamiccl_activate(const void* message, size_t size);
+// The same in two parts: check and copy beside the job, then make active in a few nanoseconds. Whatever is
+// staged later, or activated, takes the place of what was staged. `flip` without a staged table is -ENOENT.
+DCCL_EXPORT int64_t dynamiccl_stage(const void* message, size_t size);
+DCCL_EXPORT int64_t dynamiccl_flip(void);
 DCCL_EXPORT uint32_t dynamiccl_generation(void);
-// Ends a step: emits `ended` as a STEP record of the active generation; later records belong to the step
-// after.
-DCCL_EXPORT void dynamiccl_step(const struct dccl_record* ended);
-// The step that later records belong to, where the STEP records come late (GPU time) by dynamiccl_emit.
-DCCL_EXPORT void dynamiccl_begin_step(uint32_t step);
+// A step has ended, all in one call: emits `ended`, if given, as a STEP record of the active generation;
+// later records belong to `next_step`; kernel times as dynamiccl_sample; with `flip` the staged table becomes
+// active. Returns the active generation.
+DCCL_EXPORT uint32_t dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample,
+                                        int flip);
 // Kernel times on (1) or off (0) for the collectives enqueued from now on.
 DCCL_EXPORT void dynamiccl_sample(int on);
 // Emits a record as it is: what the benchmark times and the tests fill rings with.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
+from typing import Any
 
 from ...traces.records import RECORD_BYTES
 from .build import plugin_path
@@ -19,16 +20,17 @@ class Plugin:
     def __init__(self, library: ctypes.CDLL, path: Path) -> None:
         self.path = path
         self.library = library
-        self._activate = library.dynamiccl_activate
-        self._activate.restype, self._activate.argtypes = ctypes.c_int64, [ctypes.c_char_p, ctypes.c_size_t]
-        self._generation = library.dynamiccl_generation
-        self._generation.restype, self._generation.argtypes = ctypes.c_uint32, []
-        self._step = library.dynamiccl_step
-        self._step.restype, self._step.argtypes = None, [ctypes.c_char_p]
-        self._emit = library.dynamiccl_emit
-        self._emit.restype, self._emit.argtypes = None, [ctypes.c_char_p]
-        library.dynamiccl_begin_step.restype, library.dynamiccl_begin_step.argtypes = None, [ctypes.c_uint32]
-        library.dynamiccl_sample.restype, library.dynamiccl_sample.argtypes = None, [ctypes.c_int]
+        # Calls of less than a microsecond keep the interpreter's lock: who took it in between would keep it far longer.
+        quick = ctypes.PyDLL(library._name, handle=library._handle)
+        message = [ctypes.c_char_p, ctypes.c_size_t]
+        self._activate = _typed(library.dynamiccl_activate, ctypes.c_int64, message)
+        self._stage = _typed(library.dynamiccl_stage, ctypes.c_int64, message)
+        self._flip = _typed(quick.dynamiccl_flip, ctypes.c_int64, [])
+        self._generation = _typed(quick.dynamiccl_generation, ctypes.c_uint32, [])
+        arguments = [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_int]
+        self._boundary = _typed(quick.dynamiccl_boundary, ctypes.c_uint32, arguments)
+        self._emit = _typed(quick.dynamiccl_emit, None, [ctypes.c_char_p])
+        self._sample = _typed(quick.dynamiccl_sample, None, [ctypes.c_int])
 
     @classmethod
     def load(cls, path: Path | None = None) -> Plugin:
@@ -45,23 +47,28 @@ class Plugin:
 
         Raises ValueError on a message that is not a sound table; the active table then stays.
         """
-        generation = int(self._activate(message, len(message)))
-        if generation < 0:
-            raise ValueError(f"the plugin refuses the table: {os.strerror(-generation)}")
-        return generation
+        return _accepted(self._activate(message, len(message)))
+
+    def stage(self, message: bytes) -> int:
+        """Check a table message and lay it ready for :meth:`flip`; its generation. Raises ValueError as `activate`."""
+        return _accepted(self._stage(message, len(message)))
+
+    def flip(self) -> int:
+        """Make the table that was staged last the active table; its generation. Raises ValueError if there is none."""
+        return _accepted(self._flip())
 
     @property
     def generation(self) -> int:
         """Generation of the active table; 0 before the first."""
         return int(self._generation())
 
-    def step(self, record: bytes) -> None:
-        """End a step: emit ``record`` (one of STEP_DTYPE) under the active generation; its ``step`` has ended."""
-        self._step(_whole(record))
+    def boundary(self, ended: bytes | None, next_step: int, sample: bool = False, flip: bool = False) -> int:
+        """A step has ended: emit ``ended`` (one of STEP_DTYPE), if given, under the active generation.
 
-    def begin_step(self, step: int) -> None:
-        """Later records belong to ``step``; for a caller that emits its STEP records late."""
-        self.library.dynamiccl_begin_step(step)
+        What comes after belongs to ``next_step``, with kernel times if ``sample``, and with ``flip`` under the table
+        that was staged last. Returns the generation that is active then.
+        """
+        return int(self._boundary(ended and _whole(ended), next_step, sample, flip))
 
     def emit(self, record: bytes) -> None:
         """Write one 128-byte record as it is."""
@@ -69,7 +76,18 @@ class Plugin:
 
     def sample(self, on: bool) -> None:
         """Kernel times on or off for the collectives enqueued from now on."""
-        self.library.dynamiccl_sample(int(on))
+        self._sample(on)
+
+
+def _typed(function: Any, result: Any, arguments: list[Any]) -> Any:
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+def _accepted(generation: int) -> int:
+    if generation < 0:
+        raise ValueError(f"the plugin refuses the table: {os.strerror(-generation)}")
+    return generation
 
 
 def _whole(record: bytes) -> bytes:

@@ -3,8 +3,8 @@
 It hangs on PyTorch's hook after every optimizer step. A boundary is an optimizer stepping that has stepped since the
 last boundary: a wrapper such as ZeroRedundancyOptimizer fires a second time in a step, a second optimizer fires in
 between, and neither makes a boundary of its own.
-It never raises into the job, starts no thread (rank 0 a short one for each new table) and loads the plugin at the
-first steps, not at import.
+It never raises into the job, and loads the plugin at the first steps, not at import. Where several ranks have to agree
+it has one thread (agreement.py).
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ import time
 import weakref
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ...traces.records import STEP, STEP_DTYPE, UNSET
+from ...traces.records import FLAG_SAMPLED, STEP, STEP_DTYPE, UNSET
 from .agreement import Agreement, Local, Published
 from .gauges import Gauges, Reading
 from .plugin import Plugin
+from .sampling import Sampling
 
-# STEP_DTYPE as one struct: packing it is five times faster than filling a numpy record.
-_STEP = struct.Struct("<QBBBBBBHQQII" + "IIqqQQdff" + "32x")
-assert _STEP.size == STEP_DTYPE.itemsize
-_NAN = float("nan")
-_GAUGES_EVERY_NS = 500_000_000  # the driver takes a lock for each
-#: Kernel times are taken in one step of so many; 0 = never.
-SAMPLE_EVERY = int(os.environ.get("DYNAMICCL_SAMPLE_EVERY", "8"))
+# STEP_DTYPE as two structs, packed rather than filled as a numpy record: the second part changes twice a second.
+_STEP = struct.Struct("<QBBBBBBHQQIIIIqq")
+_GAUGES = struct.Struct("<QQdffHHIffff8x")
+assert _STEP.size + _GAUGES.size == STEP_DTYPE.itemsize
+_NO_LOSS = float("nan")
 
 
 class Probe:
@@ -38,31 +37,38 @@ class Probe:
 
     def __init__(self, run: str) -> None:
         """``run`` is the run folder of the job; on other nodes than rank 0's it need not exist."""
+        self._run = run
         self._published = Published(Path(run) / "table")
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that stepped since the last boundary
+        self._only: Any = _nobody  # a reference to the one optimizer in it, where there is one
+        self._torch: Any = None
+        self._dist: Any = None
         self._plugin: Plugin | None = None
-        self._step = 0
-        self._last_ns = 0
         self._world: Any = None
         self._attempts = 0
         self._agreement: Agreement | Local | None = None
+        self._rank = self._step = self._last_ns = self._generation = 0
+        fixed = os.environ.get("DYNAMICCL_SAMPLE_EVERY")
+        self._sampling = Sampling(int(fixed) if fixed else None)
+        self._sampled = False  # kernel times are being taken
         self._clock: _CudaClock | None = None
         self._gauges: Gauges | None = None
-        self._reading = Reading()
-        self._read_ns = 0
-        self._rank = 0
-        self._tried = self._off = False
+        self._reading: Reading | None = None
+        self._packed = _pack(Reading())
+        self._off = False
         self._measures = True
 
     def __call__(self, optimizer: Any, *_args: Any) -> None:
         """An optimizer has stepped. Whatever goes wrong here is said once, and the probe is off from then on."""
         if self._off:
             return
-        if optimizer not in self._seen:
-            self._seen.add(optimizer)
-            return
-        # By program order alone, so that all ranks agree: not by which object the garbage collector has taken.
-        self._seen = weakref.WeakSet((optimizer,))
+        if self._only() is not optimizer:
+            # By program order alone, so that all ranks agree: not by which object the garbage collector has taken.
+            if optimizer not in self._seen:
+                self._seen.add(optimizer)
+                self._only = _nobody
+                return
+            self._seen, self._only = weakref.WeakSet((optimizer,)), weakref.ref(optimizer)
         try:
             self._boundary()
         except Exception as error:
@@ -70,114 +76,147 @@ class Probe:
             _say(f"probe off: {type(error).__name__}: {error}")
 
     def _boundary(self) -> None:
-        import torch
-
-        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if cuda and torch.cuda.is_current_stream_capturing():
-            return  # a step captured into a CUDA graph: nothing runs now
-        if not self._tried:
-            self._tried = True
+        if self._torch is None:
             self._load()
-        if self._measures and self._plugin is not None:
-            try:
-                self._measure(self._plugin, bool(cuda))
-            except Exception as error:  # the ranks go on agreeing: others must not switch without this one
-                self._measures = False
-                _say(f"steps are no longer measured: {type(error).__name__}: {error}")
+        cuda = self._torch.cuda.is_initialized()
+        if cuda and self._torch.cuda.is_current_stream_capturing():
+            return  # a step captured into a CUDA graph: nothing runs now
+        now = time.monotonic_ns()
         agreement = self._attached()
+        flip = agreement is not None and agreement.boundary()
+        if self._plugin is not None:
+            self._pass(self._plugin, cuda, now, flip)
         if agreement is not None:
-            agreement.boundary()
+            agreement.proceed()
+
+    def _pass(self, plugin: Plugin, cuda: bool, now: int, flip: bool) -> None:
+        """The step is over: its record, its successor's number and table, in one call."""
+        ended = None
+        if self._measures:
+            try:
+                ended = self._measure(plugin, cuda, now)
+            except Exception as error:  # the ranks go on agreeing: others must not switch without this one
+                self._measures = self._sampled = False
+                _say(f"steps are no longer measured: {type(error).__name__}: {error}")
+        self._generation = plugin.boundary(ended, self._step, self._sampled, flip)
 
     def _load(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._torch, self._dist = torch, dist
         try:
             self._plugin = Plugin.load()
             self._plugin.open()
         except Exception as error:
             _say(f"no plugin in this process: {error}")
 
-    def _measure(self, plugin: Plugin, cuda: bool) -> None:
-        now = time.monotonic_ns()
+    def _measure(self, plugin: Plugin, cuda: bool, now: int) -> bytes | None:
+        """The STEP record of the step that has ended, None if it is not known (yet); decides on the next step."""
         if self._clock is None and cuda:
-            import torch
-
-            self._clock, self._gauges = _CudaClock(plugin), Gauges(torch.cuda)
+            self._clock = _CudaClock(self._torch.cuda, plugin, self._sampling)
+            self._gauges = Gauges(self._torch.cuda)
             self._last_ns = 0
+        if self._gauges and (reading := self._gauges.latest()) is not self._reading:
+            self._reading, self._packed = reading, _pack(reading)
+        ended = None
         if self._last_ns:
-            self._end_step(plugin, now)
+            flags = FLAG_SAMPLED if self._sampled else 0
+            which = (self._step, self._generation, self._rank, self._sampling.every, now)
+            head = (0, STEP, UNSET, UNSET, UNSET, 0, UNSET, flags, 0, 0, *which)
+            if self._clock:
+                self._clock.mark(_Ended(head, self._packed, self._sampled, self._generation))
+            else:
+                ended = _STEP.pack(*head, now - self._last_ns) + self._packed
+                self._sampling.ended(self._sampled, now - self._last_ns, self._generation)
+            self._step += 1
         elif self._clock:
             self._clock.mark(None)
         self._last_ns = now
-        if SAMPLE_EVERY:
-            plugin.sample(self._step % SAMPLE_EVERY == 0)
-
-    def _end_step(self, plugin: Plugin, now: int) -> None:
-        if self._gauges and now - self._read_ns > _GAUGES_EVERY_NS:
-            self._reading, self._read_ns = self._gauges.read(), now
-        ended = (STEP, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, self._step, plugin.generation)
-        seen = self._reading
-        figures = (seen.memory_used, seen.memory_total, _NAN, seen.sm_utilization, seen.power_w)
-        if self._clock:
-            self._clock.mark((ended, self._rank, now, figures))
-            plugin.begin_step(self._step + 1)
-        else:
-            plugin.step(_STEP.pack(0, *ended, self._rank, 0, now, now - self._last_ns, *figures))
-        self._step += 1
+        self._sampled = self._sampling.wants(self._step)
+        return ended
 
     def _attached(self) -> Agreement | Local | None:
         """The agreement of the process group of now; a new group gets a new one."""
-        import torch.distributed as dist
-
-        if not (dist.is_available() and dist.is_initialized()):
-            if self._world is None and self._agreement is None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-                self._agreement = Local(self._plugin, self._published)
-            if isinstance(self._agreement, Agreement):  # the groups were destroyed: the table stays as it is
-                self._agreement = self._world = None
+        dist = self._dist
+        world = dist.group.WORLD if dist.is_available() else None
+        if world is self._world and world is not None:
             return self._agreement
-        world = dist.group.WORLD
-        if world is not self._world:
-            self._world, self._rank = world, dist.get_rank()
-            self._attempts += 1
-            if dist.get_world_size() == 1:
+        if isinstance(self._agreement, Agreement):  # its group was destroyed: the table stays as it is
+            self._agreement.close()
+            self._agreement = None
+        self._world = world
+        if world is None:
+            if self._attempts == 0 and self._agreement is None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
                 self._agreement = Local(self._plugin, self._published)
-            else:
-                store = dist.distributed_c10d._get_default_store()
-                self._agreement = Agreement(self._plugin, self._published, world, store, self._attempts)
+            return self._agreement
+        self._rank = dist.get_rank()
+        self._attempts += 1
+        if dist.get_world_size() == 1:
+            self._agreement = Local(self._plugin, self._published)
+        else:
+            store = dist.distributed_c10d._get_default_store()
+            self._agreement = Agreement(self._plugin, self._published, world, store, self._attempts)
         return self._agreement
 
     def close(self) -> None:
         """The interpreter exits: what the GPU clock still owes is written if it is ready."""
         if isinstance(self._agreement, Agreement):
-            self._agreement.join(2.0)
+            self._agreement.close()
+        if self._gauges:
+            self._gauges.close()
         if self._clock:
             self._clock.settle()
+
+    def after_fork(self) -> None:
+        """In the child of a fork: its threads, connections and ring are the parent's. It begins anew if it trains."""
+        self.__init__(self._run)  # type: ignore[misc]
+
+
+class _Ended(NamedTuple):
+    """A step whose end the GPU has still to pass."""
+
+    head: tuple[int, ...]  # of its STEP record, up to the duration
+    gauges: bytes
+    sampled: bool
+    generation: int
 
 
 class _CudaClock:
     """Step times from CUDA events at the boundaries, read when the GPU has passed them: no synchronisation."""
 
-    def __init__(self, plugin: Plugin) -> None:
-        import torch
-
-        self._cuda: Any = torch.cuda
-        self._plugin = plugin
-        self._marks: deque[tuple[Any, Any]] = deque()
+    def __init__(self, cuda: Any, plugin: Plugin, sampling: Sampling) -> None:
+        self._cuda, self._plugin, self._sampling = cuda, plugin, sampling
+        self._marks: deque[tuple[Any, _Ended | None]] = deque()
         self._free: list[Any] = []
 
-    def mark(self, record: Any) -> None:
-        """A boundary; ``record`` is what the STEP record of the step it ends holds beside the duration."""
+    def mark(self, ended: _Ended | None) -> None:
+        """A boundary, and the step that ends with it."""
         event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
         event.record()
-        self._marks.append((event, record))
+        self._marks.append((event, ended))
         self.settle()
 
     def settle(self) -> None:
         """Write the records of the steps whose ends the GPU has passed."""
         while len(self._marks) > 1 and self._marks[1][0].query():
             begin, _ = self._marks.popleft()
-            end, (ended, rank, end_ns, figures) = self._marks[0]
+            end, ended = self._marks[0]
+            assert ended is not None  # only the first mark has no step before it
             duration_ns = int(begin.elapsed_time(end) * 1e6)
-            self._plugin.emit(_STEP.pack(0, *ended, rank, 0, end_ns, duration_ns, *figures))
+            self._plugin.emit(_STEP.pack(*ended.head, duration_ns) + ended.gauges)
+            self._sampling.ended(ended.sampled, duration_ns, ended.generation)
             self._free.append(begin)
+
+
+def _pack(seen: Reading) -> bytes:
+    """The part of a STEP record that holds the gauges; the loss lies among them."""
+    memory_used, memory_total, *rest = vars(seen).values()
+    return _GAUGES.pack(memory_used, memory_total, _NO_LOSS, *rest)
+
+
+def _nobody() -> None:
+    """A reference to no optimizer."""
 
 
 _probe: Probe | None = None
@@ -206,6 +245,7 @@ def install() -> None:
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
     register_optimizer_step_post_hook(hook)
     atexit.register(probe.close)
+    os.register_at_fork(after_in_child=probe.after_fork)
 
 
 def _say(text: str) -> None:

@@ -117,16 +117,18 @@ int dynamiccl_open(void) {
   return dccl_ring_is_open();
 }
 
-void dynamiccl_step(const struct dccl_record* ended) {
-  if (ended == NULL) return;
-  struct dccl_record record = *ended;
-  record.kind = DCCL_STEP;
-  record.generation = dccl_generation();
-  dccl_emit(&record);
-  dynamiccl_begin_step(record.step + 1);
+uint32_t dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample, int flip) {
+  if (ended != NULL) {
+    struct dccl_record record = *ended;
+    record.kind = DCCL_STEP;
+    record.generation = dccl_generation();
+    dccl_emit(&record);
+  }
+  atomic_store_explicit(&step_now, next_step, memory_order_relaxed);
+  dynamiccl_sample(sample);
+  if (flip) dynamiccl_flip();
+  return dccl_generation();
 }
-
-void dynamiccl_begin_step(uint32_t step) { atomic_store_explicit(&step_now, step, memory_order_relaxed); }
 
 void dynamiccl_emit(const struct dccl_record* record) {
   if (record != NULL) dccl_emit(record);

@@ -290,8 +290,7 @@ static void* run_rank(void* argument) {
     const size_t size = make_table(job, due, message);
     if (rank % job->n_threads == 0) {
       if (dynamiccl_activate(message, size) != due + 1) atomic_fetch_add(&shared->n_failures, 1);
-      dynamiccl_step(&(struct dccl_record){.step = (uint32_t)step});
-      dynamiccl_sample(step % 2);
+      dynamiccl_boundary(&(struct dccl_record){.step = (uint32_t)step}, (uint32_t)step + 1, step % 2, 0);
     }
     pthread_barrier_wait(&job->at_step);
     if (step == N_STEPS / 2) {

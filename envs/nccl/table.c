@@ -1,10 +1,10 @@
 // The active table: what this process decides by, until the probe activates the next one.
 //
-// Two buffers. A writer fills the one that is not active and then makes it active, so a reader meets a writer
-// only if two activations pass while it searches; the sequence number tells it so, and it searches again.
-// Every word is loaded with acquire and stored with release order (plain moves on x86), which makes the check
-// sound without fences: a reader that saw a word of the new table also sees the odd sequence number stored
-// before it.
+// Two buffers. A writer fills the one that is not active and then, at once or at the next step boundary,
+// makes it active, so a reader meets a writer only if a table is made active and the next one staged while it
+// searches; the sequence number tells it so, and it searches again. Every word is loaded with acquire and
+// stored with release order (plain moves on x86), which makes the check sound without fences: a reader that
+// saw a word of the new table also sees the odd sequence number stored before it.
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -27,6 +27,7 @@ struct buffer {
 static struct buffer buffers[2];
 static _Atomic uint32_t active;
 static atomic_flag writing = ATOMIC_FLAG_INIT;
+static bool staged;  // the buffer that is not active holds the next table; guarded by `writing`
 
 static uint64_t word(const struct buffer* b, uint32_t row, int i) {
   return atomic_load_explicit(&b->row[row][i], memory_order_acquire);
@@ -155,37 +156,65 @@ static int check(const void* message, size_t size, struct dccl_table_head* h) {
   return 0;
 }
 
-int64_t dynamiccl_activate(const void* message, size_t size) {
-  struct dccl_table_head h;
-  const int error = check(message, size, &h);
-  if (error) return error;
-  if (atomic_flag_test_and_set_explicit(&writing, memory_order_acquire)) return -EBUSY;
-  const uint32_t next = 1 - (head(&active) & 1);
-  struct buffer* b = &buffers[next];
-  const char* rows = (const char*)message + sizeof h;
+// Fills the buffer that is not active. The caller holds `writing`.
+static void fill(const void* message, const struct dccl_table_head* h) {
+  struct buffer* b = &buffers[1 - (head(&active) & 1)];
+  const char* rows = (const char*)message + sizeof *h;
   // Already odd if a fork left the buffer half written.
   const uint32_t odd = head(&b->sequence) | 1;
   atomic_store_explicit(&b->sequence, odd, memory_order_relaxed);
   uint32_t n_any = 0;
-  for (uint32_t i = 0; i < h.n_rows; i++) {
+  for (uint32_t i = 0; i < h->n_rows; i++) {
     uint64_t words[WORDS];
     memcpy(words, rows + (size_t)i * sizeof words, sizeof words);
     n_any += words[0] == 0;
     for (int w = 0; w < WORDS; w++) atomic_store_explicit(&b->row[i][w], words[w], memory_order_release);
   }
-  atomic_store_explicit(&b->n_rows, h.n_rows, memory_order_release);
+  atomic_store_explicit(&b->n_rows, h->n_rows, memory_order_release);
   atomic_store_explicit(&b->n_any, n_any, memory_order_release);
-  atomic_store_explicit(&b->generation, h.generation, memory_order_release);
+  atomic_store_explicit(&b->generation, h->generation, memory_order_release);
   atomic_store_explicit(&b->sequence, odd + 1, memory_order_release);
+}
+
+// Makes the other buffer the active one. The caller holds `writing`.
+static int64_t turn(void) {
+  const uint32_t next = 1 - (head(&active) & 1);
+  staged = false;
   atomic_store_explicit(&active, next, memory_order_release);
+  return head(&buffers[next].generation);
+}
+
+// Checks a message and fills the buffer that is not active; with `now` makes it active too.
+static int64_t take(const void* message, size_t size, bool now) {
+  struct dccl_table_head h;
+  const int error = check(message, size, &h);
+  if (error) return error;
+  if (atomic_flag_test_and_set_explicit(&writing, memory_order_acquire)) return -EBUSY;
+  fill(message, &h);
+  staged = true;
+  if (now) turn();
   atomic_flag_clear_explicit(&writing, memory_order_release);
   return h.generation;
+}
+
+int64_t dynamiccl_activate(const void* message, size_t size) { return take(message, size, true); }
+
+int64_t dynamiccl_stage(const void* message, size_t size) { return take(message, size, false); }
+
+int64_t dynamiccl_flip(void) {
+  if (atomic_flag_test_and_set_explicit(&writing, memory_order_acquire)) return -EBUSY;
+  const int64_t generation = staged ? turn() : -ENOENT;
+  atomic_flag_clear_explicit(&writing, memory_order_release);
+  return generation;
 }
 
 uint32_t dynamiccl_generation(void) { return dccl_generation(); }
 
 // In the child of a fork the thread that was writing is gone.
-void dccl_table_after_fork(void) { atomic_flag_clear(&writing); }
+void dccl_table_after_fork(void) {
+  staged = false;
+  atomic_flag_clear(&writing);
+}
 
 // ---- a table without a daemon
 // --------------------------------------------------------------------------------

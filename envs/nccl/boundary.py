@@ -1,0 +1,149 @@
+"""Times what the probe does between two steps, in real processes on gloo: with a new table, without, and not at all.
+
+``python -m dynamiccl.envs.nccl.boundary STEPS`` is one rank of the job that is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...traces.records import Decision, Rule, Table
+from .shm import MAX_RULES, RunFolder
+
+Array = np.ndarray[Any, Any]
+
+#: Steps in a row with the probe, then as many without it: drift of the machine meets both alike.
+BLOCK = 50
+#: The ranks' first steps connect them; they do not count.
+WARM_UP = 20
+_HOST_S, _WAIT_S = 0.0005, 0.002  # a step: Python at work, then waiting as for a GPU
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What was measured with ``n_ranks`` processes, all ranks together."""
+
+    n_ranks: int
+    clock_us: Array  # two readings of the clock with nothing between them: the hook absent
+    same_us: Array  # boundaries at which the table stayed
+    swap_us: Array  # boundaries at which a new table came into force
+    with_ms: Array  # whole steps of rank 0 with the probe
+    without_ms: Array  # and without it
+    steps_to_swap: Array  # from the publication of a table to the first step under it, rank 0
+    agreed: bool  # at every step all ranks were under the same table
+
+
+def time_boundary(n_ranks: int, n_steps: int = 2000, every_s: float = 0.04) -> Boundary:
+    """Run ``n_ranks`` processes for ``n_steps`` steps while the largest table changes every ``every_s`` seconds.
+
+    Raises RuntimeError with a rank's last words if the job fails.
+    """
+    run = RunFolder.create()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {**os.environ, **run.env(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    env |= {"WORLD_SIZE": str(n_ranks)}
+    command = [sys.executable, "-m", __spec__.name, str(n_steps)]
+    published: dict[int, int] = {}
+    try:
+        ranks = [
+            subprocess.Popen(
+                command, env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for r in range(n_ranks)
+        ]
+        generation = 0
+        while all(r.poll() is None for r in ranks[:1]):
+            generation += 1
+            run.table.publish(_table(generation))
+            published[generation] = time.monotonic_ns()
+            time.sleep(every_s)
+        said = [r.communicate(timeout=60) for r in ranks]
+    finally:
+        run.close()
+    if any(r.returncode for r in ranks):
+        words = next(error for (_, error), r in zip(said, ranks, strict=True) if r.returncode)
+        raise RuntimeError(f"the job failed: {(words.strip().splitlines() or ['no output'])[-1]}")
+    return _summary(n_ranks, [json.loads(out.splitlines()[-1]) for out, _ in said], published)
+
+
+def _table(generation: int) -> Table:
+    pairs = [Decision("ring", "ll", 1 + generation % 32), Decision("ring", "simple", 1 + generation % 64)]
+    rules = [Rule(7, "all_gather", 100 * i, 100 * i + 99, pairs[i % 2]) for i in range(MAX_RULES)]
+    return Table(generation, tuple(rules))
+
+
+def _summary(n_ranks: int, said: list[dict[str, Any]], published: dict[int, int]) -> Boundary:
+    rows = [{name: np.array(values) for name, values in rank.items()} for rank in said]
+    same, swap = [], []
+    for rank in rows:
+        on = rank["hook_ns"] >= 0
+        swapped = np.diff(rank["generation"], prepend=0) != 0
+        same.append(rank["hook_ns"][on & ~swapped] / 1e3)
+        swap.append(rank["hook_ns"][on & swapped] / 1e3)
+    first = rows[0]
+    on = first["hook_ns"] >= 0
+    steps_to = [
+        int(np.argmax(first["generation"] >= g) - np.searchsorted(first["end_ns"], at))
+        for g, at in published.items()
+        if g in first["generation"]
+    ]
+    return Boundary(
+        n_ranks,
+        np.concatenate([rank["clock_ns"] for rank in rows]) / 1e3,
+        np.concatenate(same),
+        np.concatenate(swap),
+        first["step_ns"][on] / 1e6,
+        first["step_ns"][~on] / 1e6,
+        np.array(steps_to),
+        all(np.array_equal(first["generation"], rank["generation"]) for rank in rows),
+    )
+
+
+def _rank(n_steps: int) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.optim.optimizer import _global_optimizer_post_hooks
+
+    from .plugin import Plugin
+
+    dist.init_process_group("gloo")
+    (hook,) = _global_optimizer_post_hooks.values()
+    plugin = Plugin.load()
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+    gradient = torch.zeros(1000)
+    said: dict[str, list[int]] = {name: [] for name in ("hook_ns", "clock_ns", "step_ns", "end_ns", "generation")}
+    last = time.perf_counter_ns()
+    for step in range(-WARM_UP, n_steps):
+        while time.perf_counter_ns() - last < _HOST_S * 1e9:  # Python at work: holds the interpreter
+            pass
+        gradient.mul_(0.5)
+        time.sleep(_WAIT_S)
+        dist.all_reduce(gradient)  # keeps the ranks in step, as training does
+        watched = step < 0 or step // BLOCK % 2 == 0
+        nothing = time.perf_counter_ns()
+        begin = time.perf_counter_ns()
+        if watched:
+            hook(optimizer, (), {})
+        end = time.perf_counter_ns()
+        if step >= 0:
+            values = (end - begin if watched else -1, begin - nothing, end - last, time.monotonic_ns())
+            for name, value in zip(said, (*values, plugin.generation), strict=True):
+                said[name].append(value)
+        last = end
+    print(json.dumps(said), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank(int(sys.argv[1]))

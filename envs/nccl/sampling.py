@@ -1,0 +1,58 @@
+"""Which steps take kernel times: as many as cost the job no more than BUDGET, by what sampled steps take."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+#: Share of the job's time that taking kernel times may cost.
+BUDGET = 0.005
+#: One step of so many: at the start, at most and at least. Powers of two, so that ranks that come to different answers
+#: still have steps in common: the rarer rank's steps are a part of the other's.
+START, MOST_OFTEN, LEAST_OFTEN = 8, 4, 128
+#: Sampled steps that are looked at for each answer. The odd step, a checkpoint say, does not move a median.
+EVIDENCE = 16
+
+
+class Sampling:
+    """Decides for one rank. ``fixed`` is the user's word instead: one step of so many, 0 = never."""
+
+    def __init__(self, fixed: int | None = None) -> None:
+        self.every = START if fixed is None else fixed
+        self._adapts = fixed is None
+        self._last: deque[tuple[bool, int, int]] = deque(maxlen=3)  # sampled, duration, generation
+        self._costs: deque[float] = deque(maxlen=2 * EVIDENCE)
+        self._fresh = 0
+
+    def wants(self, step: int) -> bool:
+        """Whether ``step`` is one of those with kernel times; a function of `every` and the step alone."""
+        return self.every > 0 and step % self.every == 0
+
+    def ended(self, sampled: bool, duration_ns: int, generation: int) -> None:
+        """A step has ended. Call it for every step, in order."""
+        if not self._adapts:
+            return
+        self._last.append((sampled, duration_ns, generation))
+        if len(self._last) < 3 or [s for s, _, _ in self._last] != [False, True, False]:
+            return
+        (_, before, g0), (_, during, g1), (_, after, g2) = self._last
+        if g0 == g1 == g2 and before + after > 0:  # under one table, or it would be the table's cost
+            self._costs.append(2 * during / (before + after) - 1)
+            self._fresh += 1
+        if self._fresh >= EVIDENCE:
+            self._fresh = 0
+            self.every = share(list(self._costs))
+
+
+def share(costs: list[float]) -> int:
+    """One step of how many may be sampled, given the relative cost of each sampled step beside its neighbours.
+
+    The cost is taken as the median plus two of its standard errors (from the median absolute deviation, as for normal
+    noise): where little is known, less is sampled.
+    """
+    middle = median(costs)
+    error = 1.2533 * 1.4826 * median(abs(c - middle) for c in costs) / len(costs) ** 0.5
+    every = MOST_OFTEN
+    while every < LEAST_OFTEN and (middle + 2 * error) / every > BUDGET:
+        every *= 2
+    return every
