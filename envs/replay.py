@@ -73,11 +73,8 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
     """The tasks of a trace. Raises TraceError when it holds no steps or no slot that a tuner can reach."""
     windows = _windows(trace)
     default = {g for g, rules in trace.tables.items() if not rules}
-    base = [w for w in windows if w.generation in default]
-    if not base:
-        raise TraceError(f"{trace.folder} holds no two steps under NCCL's own choices: nothing to compare with")
-    default_ms = float(np.median([w.ms for w in base]))
-    offers = _offers(trace.offers)
+    default_ms = float(np.median([w.ms for w in default_windows(trace)]))
+    offers = offers_of(trace)
     events = trace.events[trace.events["step"] > trace.events["step"].min()]
     quiet = events[events["table_generation"].isin(default)]
     scale = float(trace.header.get("time_scale") or 1.0)
@@ -122,6 +119,15 @@ def suite_of(recorded: Recorded, name: str = "replay") -> Suite:
     return suite
 
 
+def default_windows(trace: Trace) -> list[_Window]:
+    """The windows in which NCCL did as it likes, in order. Raises TraceError when there are none."""
+    default = {g for g, rules in trace.tables.items() if not rules}
+    base = [w for w in _windows(trace) if w.generation in default]
+    if not base:
+        raise TraceError(f"{trace.folder} holds no two steps under NCCL's own choices: nothing to compare with")
+    return base
+
+
 def _windows(trace: Trace) -> list[_Window]:
     steps = trace.steps
     if not len(steps):
@@ -137,9 +143,10 @@ def _windows(trace: Trace) -> list[_Window]:
     return found
 
 
-def _offers(frame: pd.DataFrame) -> dict[tuple[int, str, int], Offer]:
+def offers_of(trace: Trace) -> dict[tuple[int, str, int], Offer]:
+    """What NCCL offered, by communicator, function and bytes."""
     offers = {}
-    for row in frame.to_dict("records"):
+    for row in trace.offers.to_dict("records"):
         cost = np.asarray(row["cost_us"], np.float32).reshape(N_ALGOS, N_PROTOS)
         key = int(row["comm_id"]), str(row["func"]), int(row["n_bytes"])
         offers[key] = Offer(cost, str(row["algo"]), str(row["proto"]), int(row["n_pipe_ops"]))
