@@ -31,6 +31,7 @@ class Emulated:
     bytes_scale: float
     time_scale: float
     seed: int = 0
+    weather: str = ""
 
     def env(self) -> dict[str, str]:
         """What tells the emulated backend, see ``envs.sim.timeline``."""
@@ -39,6 +40,7 @@ class Emulated:
             "DYNAMICCL_BYTES_SCALE": repr(self.bytes_scale),
             "DYNAMICCL_TIME_SCALE": repr(self.time_scale),
             "DYNAMICCL_SEED": str(self.seed),
+            "DYNAMICCL_WEATHER": self.weather,
         }
 
 

@@ -199,6 +199,13 @@ def test_weather_is_the_same_for_every_rank_and_stays_within_its_bounds():
     assert np.abs(np.diff(swing)).max() < 0.005 and np.ptp(swing) > 0.15
     with pytest.raises(ValueError, match="at least 0"):
         Weather(drift=-1)
+    assert (
+        Weather.parse("drift=0.2, burst=1", 3) == Weather(seed=3, drift=0.2, burst=1.0)
+        and Weather.parse("") == Weather()
+    )
+    for text in ("rain=1", "drift", "drift=much", "seed=1"):
+        with pytest.raises(ValueError, match="burst_share"):
+            Weather.parse(text)
 
 
 def test_all_reduce_costs_both_halves_and_trees_help_small_ones():

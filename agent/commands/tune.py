@@ -45,6 +45,9 @@ def tune(
     ] = 0.05,
     bytes_scale: Annotated[float | None, typer.Option(help="Emulated bytes for each byte of the job.")] = None,
     time_scale: Annotated[float | None, typer.Option(help="Wall-clock time for each emulated time.")] = None,
+    weather: Annotated[
+        str, typer.Option(help="How the emulated network changes: drift=0.2,burst=1,neighbour=0.5; empty: it does not.")
+    ] = "",
     attach: Annotated[
         str | None, typer.Option(help="Join a running job by its run folder, as `dynamiccl env` made it.")
     ] = None,
@@ -78,7 +81,7 @@ def tune(
         cluster = DEMO_CLUSTER
     emulated = None
     if cluster:
-        emulated = Emulated(cluster, bytes_scale or DEMO_BYTES_SCALE, time_scale or DEMO_TIME_SCALE, seed)
+        emulated = Emulated(cluster, bytes_scale or DEMO_BYTES_SCALE, time_scale or DEMO_TIME_SCALE, seed, weather)
         _check_cluster(emulated)
     facts: dict[str, Any] = {}
     job_log = None
@@ -135,9 +138,11 @@ def _check(
 def _check_cluster(emulated: Any) -> None:
     """Refuse an unknown preset before anything is started."""
     from ...envs.sim.clusters import cluster
+    from ...envs.sim.weather import Weather
 
     try:
         cluster(emulated.cluster)
+        Weather.parse(emulated.weather)
     except (ValueError, OSError) as error:
         fail(str(error))
     if emulated.bytes_scale <= 0 or emulated.time_scale <= 0:

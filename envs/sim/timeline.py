@@ -14,7 +14,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from .cost_model import channels, cost_table
 from .fabric import Fabric
 from .nccl_caller import EVENT_KERNEL_CH, Communicator
 from .rendezvous import Arrivals
+from .weather import Weather
 
 #: The collectives that take emulated time; the others (broadcast, barrier ...) only happen at set-up.
 TIMED = ("all_gather", "reduce_scatter", "all_reduce")
@@ -40,10 +41,14 @@ class Emulation:
     bytes_scale: float
     time_scale: float
     seed: int
+    weather: Weather = field(default_factory=Weather)
 
     @classmethod
     def from_env(cls) -> Emulation:
-        """Read DYNAMICCL_CLUSTER, _BYTES_SCALE, _TIME_SCALE, _SEED. Raises ValueError naming what is wrong."""
+        """Read DYNAMICCL_CLUSTER, _BYTES_SCALE, _TIME_SCALE, _SEED and _WEATHER.
+
+        Raises ValueError naming what is wrong.
+        """
         numbers = {}
         for name, default in (("BYTES_SCALE", "1"), ("TIME_SCALE", "1"), ("SEED", "0")):
             text = os.environ.get(f"DYNAMICCL_{name}", default)
@@ -58,6 +63,7 @@ class Emulation:
             numbers["BYTES_SCALE"],
             numbers["TIME_SCALE"],
             int(numbers["SEED"]),
+            Weather.parse(os.environ.get("DYNAMICCL_WEATHER", ""), int(numbers["SEED"])),
         )
 
 
@@ -91,7 +97,8 @@ class Timeline:
         self._connected: set[str] = set()
         self._order = self._resolved = 0
         self._seq = dict.fromkeys(TIMED, 0)
-        self._stream_end = 0
+        self._stream_end = self._epoch = 0
+        self._owed_ns = 0.0
         self._queue: deque[Collective] = deque()  # enqueued, not resolved
         self._running: deque[Collective] = deque()  # resolved, overlap not yet fully charged
 
@@ -137,13 +144,13 @@ class Timeline:
         while self._queue and self._queue[0].moved():
             self._resolve(self._queue.popleft())
         now = time.monotonic_ns()
-        debt = 0.0
         for c in self._running:
             low, high = max(c.start_ns, c.charged_ns), min(c.end_ns, now)
             if high > low:
-                debt += (high - low) * c.slowdown
-        if debt > SPIN_NS:
-            _sleep_until(now + int(debt))
+                self._owed_ns += (high - low) * c.slowdown
+        if self._owed_ns > SPIN_NS:  # less than that is paid with the next
+            _sleep_until(now + int(self._owed_ns))
+            self._owed_ns = 0.0
         return self._skip_charges()
 
     def close(self) -> None:
@@ -171,13 +178,16 @@ class Timeline:
     def _resolve(self, c: Collective) -> None:
         """All ranks have arrived: fix start and end, and tell the profiler."""
         c.start_ns = max(self._stream_end, self._arrivals.last(c.order))
+        self._epoch = self._epoch or c.start_ns
+        emulated_s = (c.start_ns - self._epoch) / 1e9 / self._emulation.time_scale
+        c.duration_ns = int(c.duration_ns * self._emulation.weather.factor(emulated_s))
         c.end_ns = self._stream_end = c.start_ns + c.duration_ns
         self._running.append(c)
         for channel in range(c.n_kernels):
             self._nccl.kernel(c.handle, channel, c.start_ns, c.end_ns)
 
     def _skip_charges(self) -> int:
-        """Time up to now was waited or has been paid: compute owes nothing for it."""
+        """Time up to now was waited or has been reckoned: compute owes nothing more for it."""
         now = time.monotonic_ns()
         for c in self._running:
             c.charged_ns = now

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -32,6 +32,24 @@ class Weather:
             raise ValueError("drift, burst and neighbour are at least 0, burst_share lies in 0..1")
         if min(self.period_s, self.burst_s, self.neighbour_s) <= 0:
             raise ValueError("period_s, burst_s and neighbour_s must be above 0 seconds")
+
+    @classmethod
+    def parse(cls, text: str, seed: int = 0) -> Weather:
+        """From ``drift=0.2,burst=1,neighbour=0.5``: any of the fields but the seed; '' is fair weather.
+
+        Raises ValueError naming what is wrong.
+        """
+        known = [field.name for field in fields(cls) if field.name != "seed"]
+        values = {}
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            name, _, number = part.partition("=")
+            try:
+                values[name] = float(number)
+            except ValueError:
+                raise ValueError(f"weather is NAME=NUMBER,..., not {part!r}; names: {', '.join(known)}") from None
+            if name not in known:
+                raise ValueError(f"weather has no {name!r}; names: {', '.join(known)}")
+        return cls(seed=seed, **values)
 
     def factor(self, seconds: float) -> float:
         """By how much a collective that starts at ``seconds`` takes longer than on a quiet network."""

@@ -1,0 +1,66 @@
+"""What each part of the policy is worth: ``python tests/make_ablation.py [FOLDER]`` (about a quarter of an hour).
+
+Trains the policy whole and without each part, all on the same, smaller budget and seed, and plays both suites. Writes
+``agent/ablation.json``; training can be cut short and goes on where it was.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from dynamiccl.agent.policy import PARTS
+from dynamiccl.agent.stopping import Stopping
+from dynamiccl.agent.train import Settings, Training, simulator
+from dynamiccl.envs.arena import SUITES, Arena, Suite, play
+from dynamiccl.envs.leaderboard import bootstrap, per_task, summary
+
+FILE = Path(__file__).parents[1] / "agent" / "ablation.json"
+BUDGET = Settings(prior=1_048_576, steps=1_048_576)
+VARIANTS = {
+    "whole": BUDGET,
+    **{f"without {part}": dataclasses.replace(BUDGET, without=(part,)) for part in PARTS},
+    "one cluster": dataclasses.replace(BUDGET, one_cluster=True),
+}
+REPEATS = 4
+
+
+def trained(name: str, settings: Settings, folder: Path) -> Training:
+    """The variant, trained to the end."""
+    checkpoint = folder / (name.replace(" ", "-") + ".checkpoint")
+    training = Training(settings, simulator(settings), lambda policy: {}, checkpoint)
+    if checkpoint.exists():
+        training.resume()
+    training.run(lambda done, total, row: print(f"{name}: {done / total:.0%}", file=sys.stderr, flush=True))
+    return training
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: dict[str, dict[str, Any]] = {}
+    whole: dict[str, Any] = {}
+    for name, settings in VARIANTS.items():
+        policy = Stopping(trained(name, settings, folder).light(), patience=3)
+        rows[name] = {}
+        for suite in SUITES:
+            tasks = Suite.load(suite)
+            played = play(policy, Arena(tasks, REPEATS))
+            # Runs of one task are not independent of each other: intervals are over tasks.
+            regret = per_task(played)["regret"].reshape(REPEATS, len(tasks)).mean(axis=0)
+            whole.setdefault(suite, regret)
+            figures = summary(played)
+            rows[name][suite] = {
+                "regret": figures["regret"],
+                "more_than_whole": round(float((regret - whole[suite]).mean()), 3),
+                "more_than_whole_ci95": bootstrap(regret - whole[suite]),
+                "share_of_gain": figures["share_of_gain"]["64"],
+                "share_of_gain_4": figures["share_of_gain"]["4"],
+            }
+        print(name, json.dumps(rows[name]), flush=True)
+    settings = {k: v for k, v in dataclasses.asdict(BUDGET).items() if k not in ("without", "one_cluster")}
+    FILE.write_text(json.dumps({"settings": settings, "repeats": REPEATS, "variants": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs/ablation"))
