@@ -189,24 +189,24 @@ GRID: dict[str, list[dict[str, Any]]] = {
     "thompson": [
         {"noise": n, "prior_mean": m, "prior_std": s}
         for n in (0.02, 0.05, 0.1)
-        for m in (-0.5, -0.2, -0.05)
-        for s in (0.05, 0.1, 0.3)
+        for m in (-0.2, -0.05, 0.0)
+        for s in (0.02, 0.05, 0.1, 0.3)
     ],
     "ucb1": [{"weight": w} for w in (0.02, 0.05, 0.1, 0.2)],
     "gp": [
         {"noise": n, "scale": s, "length": 2.0, "across": a, "weight": w, "mean": m}
         for n in (0.1, 0.2)
-        for s in (0.3, 0.6)
-        for a in (0.3, 0.6)
+        for s in (0.3, 0.6, 1.0)
+        for a in (0.1, 0.3, 0.6)
         for w in (0.5, 1.0)
-        for m in (0.0, -0.2, -0.5)
+        for m in (0.0, -0.2, -0.5, -1.0)
     ],
     "tpe": [{"startup": s} for s in (2, 4, 8)],
 }
 #: When a search ends, see ``Searcher``: first two that differ most, then, with the best settings, all.
 NEVER = 10**6
-ENDS = ({"horizon": 16, "patience": 2}, {"horizon": NEVER, "patience": NEVER})
-ALL_ENDS = [{"horizon": h, "patience": p} for h in (4, 8, 16, 32, NEVER) for p in (2, NEVER)]
+ENDS = [{"horizon": 16, "patience": 2}, {"horizon": NEVER, "patience": NEVER}]
+ALL_ENDS = [{"horizon": h, "patience": p} for h in (2, 4, 8, 16, 32, NEVER) for p in (2, NEVER)]
 
 
 def fit(
@@ -243,8 +243,11 @@ def fit_one(item: tuple[str, Suite]) -> dict[str, Any]:
         tried.sort(key=lambda row: float(row["regret"]))
         return dict(tried[0]["settings"])
 
-    # A sweep that is cut short is no sweep.
-    ends, all_ends = (ENDS[1:], []) if name == "exhaustive" else (ENDS, ALL_ENDS)
-    best = try_all([settings | end for settings in GRID[name] for end in ends])
+    grid, ends, all_ends = GRID[name], ENDS, ALL_ENDS
+    if name == "exhaustive":  # a sweep that is cut short is no sweep
+        ends, all_ends = ENDS[1:], []
+    elif len(grid) > 50:
+        ends = ENDS[:1]
+    best = try_all([settings | end for settings in grid for end in ends])
     try_all([best | end for end in all_ends])
     return {"settings": tried[0]["settings"], "regret": tried[0]["regret"], "tried": tried}

@@ -38,6 +38,10 @@ def _trials(value: float) -> str:
     return f"{value:.0f}" if value <= WINDOWS else "never"
 
 
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())
+
+
 #: Columns of the table: heading, how a row says it.
 COLUMNS = (
     ("", lambda row: row["place"]),
@@ -72,8 +76,10 @@ class Board:
         self.figures: dict[str, Mapping[str, Any]] = {}
         self.refused: dict[str, str] = {}
 
-    def judge(self, submission: Mapping[str, Any]) -> str:
+    def judge(self, submission: Any) -> str:
         """Replay a submission's decisions; '' when they give the figures it claims, else the reason it is refused."""
+        if not isinstance(submission, Mapping):
+            submission = {"failed": "not a submission: no JSON object"}
         name = str(submission.get("entrant", "nameless"))
         try:
             if "failed" in submission:
@@ -107,8 +113,9 @@ class Board:
     def markdown(self) -> str:
         """The table, as it stands in the README."""
         lines = ["| " + " | ".join(head for head, _ in COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-        lines += ["| " + " | ".join(say(row) for _, say in COLUMNS) + " |" for row in self.rows()]
-        lines += [f"| | {name} | refused: {why} |" + " |" * (len(COLUMNS) - 3) for name, why in self.refused.items()]
+        lines += ["| " + " | ".join(_cell(say(row)) for _, say in COLUMNS) + " |" for row in self.rows()]
+        for name, why in self.refused.items():
+            lines.append(f"| | {_cell(name)} | refused: {_cell(why)} |" + " |" * (len(COLUMNS) - 3))
         return "\n".join(lines) + "\n"
 
     def page(self) -> str:

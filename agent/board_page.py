@@ -94,7 +94,8 @@ def _curves(board: Board) -> list[go.Figure]:
         saved, could = (_tasks(a * played.share, n_tasks) for a in (played.best, played.oracle))
         _line(gain, name, colour, windows, saved, could)
     regret.update_layout(
-        title="Step time lost so far (in steps, mean over tasks; lower is better; bands: 95 %)", yaxis_type="log"
+        title="Step time lost so far (in steps, mean over tasks; lower is better; bands: 95 %)",
+        yaxis={"type": "log", "dtick": 1},
     )
     gain.update_layout(title="Share of the oracle's gain that a stop would keep", yaxis_tickformat=".0%")
     for figure in (regret, gain):

@@ -68,6 +68,22 @@ def test_the_oracle_and_the_offline_sweep_play_what_the_suite_says(suite: Suite)
         enter(Entry("static-best", suite))
 
 
+@pytest.mark.parametrize(
+    "change", [{"figures": 3}, {"figures": {}}, {"decisions": 7}, {"repeats": "x"}, {"seed": None}]
+)
+def test_hostile_submissions_are_refused(suite: Suite, submission: dict[str, Any], change: dict[str, Any]) -> None:
+    board = Board(suite)
+    assert board.judge(submission | change) and not board.played
+    assert board.judge([submission]) == "not a submission: no JSON object"
+
+
+def test_names_from_outside_cannot_become_markup(suite: Suite, submission: dict[str, Any]) -> None:
+    board, evil = Board(suite), "</script><script>alert(1)</script>|\n| 1"
+    assert board.judge(submission | {"entrant": evil}) == ""
+    assert "<script>alert" not in board.page()
+    assert len(board.markdown().splitlines()) == 3 and len({n.count("|") for n in board.markdown().splitlines()}) == 1
+
+
 def test_the_board_ranks_ties_and_what_has_no_rank(suite: Suite) -> None:
     tasks, board = told(suite), Board(told(suite))
     for name in ("oracle", "static-best", "default", "random"):

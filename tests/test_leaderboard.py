@@ -266,7 +266,7 @@ def test_fit_tries_each_baseline_in_every_way_and_keeps_the_least_regret(
 ) -> None:
     monkeypatch.setitem(bench_module.GRID, "ucb1", [{"weight": 0.05}, {"weight": 0.5}])
     found = fit_one(("ucb1", suite))
-    assert len(found["tried"]) == 4 + 8  # two settings, two ends; then the better one with the other eight ends
+    assert len(found["tried"]) == 4 + 10  # two settings, two ends; then the better one with the other ten ends
     assert found["settings"] == found["tried"][0]["settings"]
     assert found["regret"] == min(row["regret"] for row in found["tried"]) < found["tried"][-1]["regret"]
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from dynamiccl.agent.baselines import make_policy
+from dynamiccl.agent.baselines import BASELINES, make_policy
 from dynamiccl.agent.rank import Run, live_run, rank, replayed_run, saved, spearman
 from dynamiccl.agent.tuner import Settings, Tuner
 from dynamiccl.envs.live import JobEnded
@@ -53,6 +53,14 @@ def test_the_tuner_finds_the_best_of_the_record(trace, recorded):
     assert {p.slot for p in tuner.env.profiles} >= {GATHER, SCATTER}
     best = sum(float(recorded.truth[i].max() * recorded.share[i]) for i in range(len(recorded.slots)))
     assert outcome.kept and job.saving(outcome.decisions) >= 0.8 * best
+
+
+@pytest.mark.parametrize("name", [*BASELINES, "tpe"])
+def test_every_baseline_can_tune_a_job(trace, recorded, name):
+    if name == "tpe":
+        pytest.importorskip("optuna")
+    run = replayed_run(trace, recorded, name, Settings(windows=16, verify=6), 0)
+    assert run.speedup >= 1 and np.isfinite(run.saved) and (name != "default" or run.speedup == 1)
 
 
 def test_saved_counts_the_exploration_and_fills_with_the_result():
