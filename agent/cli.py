@@ -35,7 +35,7 @@ COMMANDS = {
     "train": "train",
 }
 #: ``dynamiccl bench NAME``; ``dynamiccl bench`` alone is the leaderboard.
-BENCHES = {"plugin": "bench_plugin", "overhead": "bench_overhead", "rank": "bench_rank"}
+BENCHES = {"plugin": "bench_plugin", "boundary": "bench_boundary", "overhead": "bench_overhead", "rank": "bench_rank"}
 
 
 def _function(module: str) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from dynamiccl.traces.records import (
     COLL_DTYPE,
     COMM,
     COMM_DTYPE,
+    FLAG_CAPTURED,
     FUNCS,
     KERNEL,
     KERNEL_DTYPE,
@@ -59,7 +60,12 @@ def ring(*records):
 def test_columns_and_values():
     assembler = Assembler()
     assembler.add(
-        ring(comm(3), coll(5, rank=3, step=9, generation=4), kernel(5, CLOCK, CLOCK + 70_001, rank=3)), pid=42
+        ring(
+            comm(3),
+            coll(5, rank=3, step=9, generation=4, flags=FLAG_CAPTURED),
+            kernel(5, CLOCK, CLOCK + 70_001, rank=3),
+        ),
+        pid=42,
     )
     events, steps = assembler.take()
     assert events.dtypes.astype(str).to_dict() == EVENT_COLUMNS
@@ -83,7 +89,7 @@ def test_columns_and_values():
         "end_ns": CLOCK + 70_001,
         "step": 9,
         "pid": 42,
-        "captured": False,
+        "captured": True,
     }
 
 

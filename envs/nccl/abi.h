@@ -1,10 +1,14 @@
 // NCCL's plugin interfaces as this library meets them: tuner v3 to v6, profiler v4 to v6.
 //
+// Profiler v7 (2.31 on) adds phases of a kernel, variants of symmetric kernels, and tags, none of which we
+// use; the offsets of its larger events are not documented. A release that knows v7 loads our v6.
+//
 // Declared here from the documented layouts, without NCCL's headers, so that one build serves every release
 // from 2.22 on. A wrong offset would corrupt a training job, hence the assertions under each struct (LP64).
 #ifndef DYNAMICCL_ABI_H_
 #define DYNAMICCL_ABI_H_
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -77,7 +81,7 @@ _Static_assert(sizeof(struct nccl_nvl_domains) == 12, "NVLink domains");
 // ---- profiler
 // ----------------------------------------------------------------------------------------------
 
-enum { EVENT_COLL = 2, EVENT_KERNEL_CH = 64 };  // bits of the activation mask
+enum { EVENT_COLL = 2, EVENT_KERNEL_CH = 64, EVENT_COLL_API = 512 };  // bits of the activation mask
 enum { STATE_KERNEL_CH_STOP = 22 };
 
 struct nccl_coll_event {
@@ -97,6 +101,15 @@ struct nccl_coll_event {
 struct nccl_kernel_ch_event {
   uint8_t channel;
   uint64_t timer;  // GPU clock, nanoseconds
+};
+
+struct nccl_coll_api_event {  // from v5 on: the call as the program made it
+  const char* func;
+  size_t count;
+  const char* datatype;
+  int root;
+  void* stream;
+  bool graph_captured;
 };
 
 struct nccl_event_v4 {
@@ -119,6 +132,7 @@ struct nccl_event_v5 {  // v6 adds event kinds, not fields
       void* parent_group;
     };
     struct nccl_kernel_ch_event kernel_ch;
+    struct nccl_coll_api_event coll_api;
   };
 };
 
@@ -163,6 +177,8 @@ _Static_assert(offsetof(struct nccl_coll_event, algo) == 64 && offsetof(struct n
                "");
 _Static_assert(offsetof(struct nccl_event_v5, parent_group) == 104, "v5");
 _Static_assert(offsetof(struct nccl_event_v5, kernel_ch.timer) == 32, "kernel_ch");
+_Static_assert(offsetof(struct nccl_event_v5, coll_api.count) == 32, "coll_api");
+_Static_assert(offsetof(struct nccl_event_v5, coll_api.graph_captured) == 64, "coll_api");
 _Static_assert(sizeof(union nccl_event_state) == 8, "state");
 
 #endif  // DYNAMICCL_ABI_H_

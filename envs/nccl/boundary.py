@@ -36,6 +36,7 @@ class Boundary:
     clock_us: Array  # two readings of the clock with nothing between them: the hook absent
     same_us: Array  # boundaries at which the table stayed
     swap_us: Array  # boundaries at which a new table came into force
+    extra_us: Array  # each of those, less the mean of the boundaries before and after it on the same rank
     with_ms: Array  # whole steps of rank 0 with the probe
     without_ms: Array  # and without it
     steps_to_swap: Array  # from the publication of a table to the first step under it, rank 0
@@ -85,12 +86,14 @@ def _table(generation: int) -> Table:
 
 def _summary(n_ranks: int, said: list[dict[str, Any]], published: dict[int, int]) -> Boundary:
     rows = [{name: np.array(values) for name, values in rank.items()} for rank in said]
-    same, swap = [], []
+    same, swap, extra = [], [], []
     for rank in rows:
-        on = rank["hook_ns"] >= 0
-        swapped = np.diff(rank["generation"], prepend=0) != 0
-        same.append(rank["hook_ns"][on & ~swapped] / 1e3)
-        swap.append(rank["hook_ns"][on & swapped] / 1e3)
+        us, swapped = rank["hook_ns"] / 1e3, np.diff(rank["generation"], prepend=0) != 0
+        stayed = (us >= 0) & ~swapped
+        same.append(us[stayed])
+        swap.append(us[(us >= 0) & swapped])
+        at = 1 + np.flatnonzero(swapped[1:-1] & (us[1:-1] >= 0) & stayed[:-2] & stayed[2:])
+        extra.append(us[at] - (us[at - 1] + us[at + 1]) / 2)
     first = rows[0]
     on = first["hook_ns"] >= 0
     steps_to = [
@@ -103,6 +106,7 @@ def _summary(n_ranks: int, said: list[dict[str, Any]], published: dict[int, int]
         np.concatenate([rank["clock_ns"] for rank in rows]) / 1e3,
         np.concatenate(same),
         np.concatenate(swap),
+        np.concatenate(extra),
         first["step_ns"][on] / 1e6,
         first["step_ns"][~on] / 1e6,
         np.array(steps_to),

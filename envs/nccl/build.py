@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("table.c", "ring.c", "tuner.c", "profiler.c")
+SOURCES = ("table.c", "ring.c", "tuner.c", "profiler.c", "chain.c")
 HEADERS = ("abi.h", "plugin.h")
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC")
 LIBRARY = "libnccl-tuner-dynamiccl.so"
@@ -107,6 +107,9 @@ def nccl_env(path: Path, *, by_name: bool = False) -> dict[str, str]:
     takes nothing else.
     """
     ours = {"DYNAMICCL_PLUGIN": str(path)}
+    theirs = os.environ.get("NCCL_PROFILER_PLUGIN", "none")
+    if theirs and theirs != "none" and "dynamiccl" not in theirs:  # NCCL loads one: ours hands on to it
+        ours["DYNAMICCL_NEXT_PROFILER"] = theirs
     if not by_name:
         return {"NCCL_TUNER_PLUGIN": str(path), "NCCL_PROFILER_PLUGIN": str(path), **ours}
     search = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))

@@ -149,6 +149,28 @@ bool dccl_ring_is_open(void);
 uint32_t dccl_step_now(void);
 int64_t dccl_now_ns(void);
 
+// ---- the profiler beside ours (chain.c)
+// -----------------------------------------------------------------------------
+
+extern const struct nccl_profiler_v4 ncclProfiler_v4;
+extern const struct nccl_profiler_v5 ncclProfiler_v5, ncclProfiler_v6;
+
+// True for a handle that we have made. The first byte is one that no address of a process begins with.
+static inline bool dccl_is_ours(const void* handle) { return (uint64_t)(uintptr_t)handle >> 56 == 0xDC; }
+// Its context for a communicator, or NULL: there is none, it cannot be used, or it refuses the communicator.
+void* dccl_next_init_v4(const char* name, uint64_t comm_id, int n_nodes, int n_ranks, int rank,
+                        nccl_logger log);
+void* dccl_next_init_v5(const char* name, uint64_t comm_id, int n_nodes, int n_ranks, int rank,
+                        nccl_logger log);
+int dccl_next_mask(void);  // the events that it wants
+// Its handle of an event, or NULL: it did not ask for this kind, or has no handle for it.
+void* dccl_next_start_v4(void* context, struct nccl_event_v4* event);
+void* dccl_next_start_v5(void* context, struct nccl_event_v5* event);
+// `handle` is one of its own.
+void dccl_next_stop(void* handle);
+void dccl_next_state(void* handle, int state, union nccl_event_state* args);
+void dccl_next_finalize(void* context);
+
 // ---- communicators
 // -------------------------------------------------------------------------------------------
 

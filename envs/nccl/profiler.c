@@ -27,11 +27,16 @@ static struct flight flights[POOL];
 static _Atomic uint64_t next_flight;
 
 static _Atomic int sampling;
-static int* _Atomic nccl_mask;  // one int in NCCL for the whole process, read before every event
+// Calls by the program are looked at in sampled steps, and before the first step has ended: graphs are
+// captured early.
+static _Atomic int watching_calls = 1;
+static _Thread_local bool captured;  // the call under way on this thread goes into a CUDA graph
+static int* _Atomic nccl_mask;       // one int in NCCL for the whole process, read before every event
 static _Atomic int n_contexts;
 
 struct profiler {
   struct dccl_comm comm;
+  void* next;  // the context of the profiler beside ours
 };
 
 // ---- NCCL's names -> numbers
@@ -84,14 +89,45 @@ static uint64_t message_bytes(uint8_t func, uint8_t dtype, size_t count, uint32_
 // ----------------------------------------------------------------------------------------------------
 
 static void* pack(uint64_t index, uint64_t channel_plus_1, uint64_t lap) {
-  return (void*)(uintptr_t)(lap << (POOL_BITS + CHANNEL_BITS) | channel_plus_1 << POOL_BITS | index);
+  const uint64_t bits = lap << (POOL_BITS + CHANNEL_BITS) | channel_plus_1 << POOL_BITS | index;
+  return (void*)(uintptr_t)((bits & (UINT64_MAX >> 8)) | UINT64_C(0xDC) << 56);  // see dccl_is_ours
+}
+
+static uint64_t lap_of(const void* handle) {
+  return ((uint64_t)(uintptr_t)handle & (UINT64_MAX >> 8)) >> (POOL_BITS + CHANNEL_BITS);
+}
+
+// Where the profiler beside ours has a handle, NCCL gets that one, and ours is found by it.
+enum { LINKS = 1 << 15 };
+static struct {
+  _Atomic uint64_t theirs, ours;
+} links[LINKS];
+
+static uint64_t place_of(uint64_t theirs) { return (theirs * UINT64_C(0x9e3779b97f4a7c15)) >> 49; }
+
+// Overwrites whoever had the place: a kernel's time is then lost. With NULL for ours an older link goes.
+static void tie(const void* theirs, const void* ours) {
+  const uint64_t key = (uint64_t)(uintptr_t)theirs, place = place_of(key);
+  if (ours == NULL && atomic_load_explicit(&links[place].theirs, memory_order_relaxed) != key) return;
+  atomic_store_explicit(&links[place].theirs, 0, memory_order_release);
+  atomic_store_explicit(&links[place].ours, (uint64_t)(uintptr_t)ours, memory_order_release);
+  atomic_store_explicit(&links[place].theirs, ours ? key : 0, memory_order_release);
+}
+
+static void* ours_of(void* handle) {
+  if (handle == NULL || dccl_is_ours(handle)) return handle;
+  const uint64_t key = (uint64_t)(uintptr_t)handle, place = place_of(key);
+  if (atomic_load_explicit(&links[place].theirs, memory_order_acquire) != key) return NULL;
+  const uint64_t ours = atomic_load_explicit(&links[place].ours, memory_order_acquire);
+  return atomic_load_explicit(&links[place].theirs, memory_order_acquire) == key ? (void*)(uintptr_t)ours
+                                                                                 : NULL;
 }
 
 // The flight that a handle means, or NULL.
 static struct flight* flight_of(const void* handle) {
-  const uint64_t bits = (uint64_t)(uintptr_t)handle;
-  const uint64_t lap = bits >> (POOL_BITS + CHANNEL_BITS);
-  struct flight* f = &flights[bits & (POOL - 1)];
+  if (!dccl_is_ours(handle)) return NULL;
+  const uint64_t lap = lap_of(handle);
+  struct flight* f = &flights[(uint64_t)(uintptr_t)handle & (POOL - 1)];
   return lap != 0 && atomic_load_explicit(&f->lap, memory_order_acquire) == lap ? f : NULL;
 }
 
@@ -140,6 +176,7 @@ static void* start_coll(const struct profiler* p, const struct nccl_coll_event* 
                           .algo = number(e->algo, algo_names, N_ALGOS),
                           .proto = number(e->proto, proto_names, N_PROTOS),
                           .n_channels = e->n_channels,
+                          .flags = captured && atomic_load(&watching_calls) ? DCCL_FLAG_CAPTURED : 0,
                           .comm_id = p->comm.comm_id,
                           .step = dccl_step_now(),
                           .generation = dccl_generation()};
@@ -160,8 +197,7 @@ static void* start_kernel(void* parent, const struct nccl_kernel_ch_event* e) {
   int64_t earliest = atomic_load_explicit(&f->start_ns, memory_order_relaxed);
   while (now < earliest && !atomic_compare_exchange_weak(&f->start_ns, &earliest, now)) {
   }
-  const uint64_t bits = (uint64_t)(uintptr_t)parent;
-  return pack(bits & (POOL - 1), (uint64_t)e->channel % 255 + 1, bits >> (POOL_BITS + CHANNEL_BITS));
+  return pack((uint64_t)(uintptr_t)parent & (POOL - 1), (uint64_t)e->channel % 255 + 1, lap_of(parent));
 }
 
 static void stop_kernel(void* handle, uint64_t timer) {
@@ -179,18 +215,23 @@ static void stop_kernel(void* handle, uint64_t timer) {
 static void set_mask(void) {
   int* mask = atomic_load(&nccl_mask);
   if (mask == NULL) return;
-  int bits = 0;  // without a ring nobody listens: no event, no cost
-  if (dccl_ring_is_open()) bits = EVENT_COLL | (atomic_load(&sampling) ? EVENT_KERNEL_CH : 0);
+  int bits = dccl_next_mask();  // without it and without a ring nobody listens: no event, no cost
+  if (dccl_ring_is_open()) {
+    bits |= EVENT_COLL | (atomic_load(&sampling) ? EVENT_KERNEL_CH : 0);
+    if (atomic_load(&watching_calls))
+      bits |= EVENT_COLL_API;  // bits that a release does not know mean nothing to it
+  }
   __atomic_store_n(mask, bits, __ATOMIC_RELAXED);
 }
 
 void dynamiccl_sample(int on) {
   atomic_store(&sampling, on != 0);
+  atomic_store(&watching_calls, on != 0);
   set_mask();
 }
 
 static int start(void** context, uint64_t comm_id, int* mask, const char* name, int n_nodes, int n_ranks,
-                 int rank) {
+                 int rank, void* next) {
   dynamiccl_open();
   const struct dccl_comm comm = {true, comm_id, (uint32_t)rank, (uint32_t)n_ranks, (uint32_t)n_nodes};
   dccl_last_comm = comm;
@@ -200,32 +241,38 @@ static int start(void** context, uint64_t comm_id, int* mask, const char* name, 
   set_mask();
   if (context == NULL) return NCCL_SUCCESS;
   struct profiler* p = calloc(1, sizeof *p);
-  if (p != NULL) p->comm = comm;
+  if (p != NULL) *p = (struct profiler){comm, next};
   *context = p;
   return NCCL_SUCCESS;
 }
 
 static int finish(void* context) {
+  if (context != NULL) dccl_next_finalize(((struct profiler*)context)->next);
   if (atomic_fetch_sub(&n_contexts, 1) == 1) atomic_store(&nccl_mask, NULL);
   free(context);
   return NCCL_SUCCESS;
 }
 
 static void start_event(const struct profiler* p, void** handle, uint64_t type, void* parent, int rank,
-                        const struct nccl_coll_event* coll, const struct nccl_kernel_ch_event* kernel) {
+                        const struct nccl_coll_event* coll, const struct nccl_kernel_ch_event* kernel,
+                        void* theirs) {
   if (handle == NULL) return;
-  *handle = NULL;
-  if (type == EVENT_COLL && p != NULL) *handle = start_coll(p, coll, rank);
-  if (type == EVENT_KERNEL_CH) *handle = start_kernel(parent, kernel);
+  void* ours = NULL;
+  if (type == EVENT_COLL && p != NULL) ours = start_coll(p, coll, rank);
+  if (type == EVENT_KERNEL_CH) ours = start_kernel(ours_of(parent), kernel);
+  *handle = theirs != NULL ? theirs : ours;
+  if (theirs != NULL) tie(theirs, ours);
 }
 
 static int stop_event(void* handle) {
-  (void)handle;  // of a collective: it was enqueued, not finished; of a channel: its state has told the time
+  // Ours needs no stop: a collective was enqueued, not finished; a channel's state has told its time.
+  if (handle != NULL && !dccl_is_ours(handle)) dccl_next_stop(handle);
   return NCCL_SUCCESS;
 }
 
 static int record_event_state(void* handle, int state, union nccl_event_state* args) {
-  if (state == STATE_KERNEL_CH_STOP && args != NULL) stop_kernel(handle, args->kernel_ch_timer);
+  if (state == STATE_KERNEL_CH_STOP && args != NULL) stop_kernel(ours_of(handle), args->kernel_ch_timer);
+  if (handle != NULL && !dccl_is_ours(handle)) dccl_next_state(handle, state, args);
   return NCCL_SUCCESS;
 }
 
@@ -234,23 +281,29 @@ static int record_event_state(void* handle, int state, union nccl_event_state* a
 
 static int init_v4(void** context, int* mask, const char* comm_name, uint64_t comm_id, int n_nodes,
                    int n_ranks, int rank, nccl_logger log) {
-  (void)log;
-  return start(context, comm_id, mask, comm_name, n_nodes, n_ranks, rank);
+  void* next = dccl_next_init_v4(comm_name, comm_id, n_nodes, n_ranks, rank, log);
+  return start(context, comm_id, mask, comm_name, n_nodes, n_ranks, rank, next);
 }
 
 static int init_v5(void** context, uint64_t comm_id, int* mask, const char* comm_name, int n_nodes,
                    int n_ranks, int rank, nccl_logger log) {
-  (void)log;
-  return start(context, comm_id, mask, comm_name, n_nodes, n_ranks, rank);
+  void* next = dccl_next_init_v5(comm_name, comm_id, n_nodes, n_ranks, rank, log);
+  return start(context, comm_id, mask, comm_name, n_nodes, n_ranks, rank, next);
 }
 
 static int start_event_v4(void* context, void** handle, struct nccl_event_v4* e) {
-  if (e != NULL) start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch);
+  if (e == NULL) return NCCL_SUCCESS;
+  void* theirs = context != NULL ? dccl_next_start_v4(((struct profiler*)context)->next, e) : NULL;
+  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, theirs);
   return NCCL_SUCCESS;
 }
 
 static int start_event_v5(void* context, void** handle, struct nccl_event_v5* e) {
-  if (e != NULL) start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch);
+  if (e == NULL) return NCCL_SUCCESS;
+  void* theirs = context != NULL ? dccl_next_start_v5(((struct profiler*)context)->next, e) : NULL;
+  // The collectives of a call are enqueued between its start and the next call's, on the same thread.
+  if (e->type == EVENT_COLL_API) captured = e->coll_api.graph_captured;
+  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, theirs);
   return NCCL_SUCCESS;
 }
 

@@ -79,8 +79,10 @@ def _other_profiler(facts: Facts) -> Finding | None:
         return None
     return Finding(
         "NCCL_PROFILER_PLUGIN",
-        f"NCCL_PROFILER_PLUGIN={value}: NCCL loads one profiler only, and without ours no collective is seen",
-        "unset NCCL_PROFILER_PLUGIN while tuning",
+        f"NCCL_PROFILER_PLUGIN={value}: NCCL loads one profiler only; ours takes its place and hands on to it what it "
+        "asks for, if it has the interface version that NCCL calls (4 in 2.27, 5 or 6 later)",
+        "nothing if that is wanted; what it costs is added to the job",
+        must_change=False,
     )
 
 
