@@ -212,15 +212,16 @@ ALL_ENDS = [{"horizon": h, "patience": p} for h in (2, 4, 8, 16, 32, NEVER) for 
 def fit(
     suite: Suite, executor: Executor | None = None, progress: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Try the grid of each baseline on ``suite``; the setting with the least regret of each, and all tried."""
+    """Try the grid of each baseline on ``suite``; the settings with the least regret of each, the five best and the
+    worst."""
     found = {}
     names = [name for name in entrants() if name in GRID]
     items = [(name, suite) for name in reversed(names)]  # the slow ones first
     for (name, _), result in spread(fit_one, items, executor or Processes(), lambda item: 3600.0):
         if "failed" in result:
             raise ValueError(f"{name}: {result['failed']}")
-        found[name] = result
         best, worst = result["tried"][0], result["tried"][-1]
+        found[name] = result | {"n_tried": len(result["tried"]), "tried": [*result["tried"][:5], worst]}
         of = f"worst of {len(result['tried'])}: {worst['regret']}"
         progress(f"{name}: {best['settings']} regret {best['regret']} ({of})")
     record = {"suite": suite.name, "digest": suite.digest, "tasks": len(suite), "objective": "regret"}

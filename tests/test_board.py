@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from dynamiccl.envs.leaderboard import replay
 from standin import HiddenKind
 
 Array = np.ndarray[Any, Any]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +85,19 @@ def test_names_from_outside_cannot_become_markup(suite: Suite, submission: dict[
     assert board.judge(submission | {"entrant": evil}) == ""
     assert "<script>alert" not in board.page()
     assert len(board.markdown().splitlines()) == 3 and len({n.count("|") for n in board.markdown().splitlines()}) == 1
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_the_page_draws_in_a_browser_without_an_error(suite: Suite, submission: dict[str, Any], tmp_path: Path) -> None:
+    board = Board(suite)
+    board.judge(submission)
+    (tmp_path / "b.html").write_text(board.page(), encoding="utf-8")
+    args = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--enable-logging=stderr"]
+    args += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=6000", "--dump-dom"]
+    args += ["--host-resolver-rules=MAP * ~NOTFOUND", f"file://{tmp_path / 'b.html'}"]
+    done = subprocess.run(args, capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr
+    assert done.stdout.count('class="plot-container') == 4
 
 
 def test_the_board_ranks_ties_and_what_has_no_rank(suite: Suite) -> None:
