@@ -1,7 +1,10 @@
 """The collectives of a training step without the machines: fake tensors, a fake process group, every real call.
 
 The engine (or FSDP2) runs as it would; only arithmetic and memory are missing. So the calls, their bytes and their
-order are exactly those of a real run on so many ranks.
+order are exactly those of a real run on so many ranks. Ours and FSDP2's stage 3 differ in three things: FSDP2 gathers
+embedding and head with the root, ours by themselves from ``layout.MIN_UNIT`` elements on; each pads in its own way
+(ours below 16 elements a parameter, FSDP2 each parameter's first dimension to the ranks); and ours keeps what backward
+begins with, unless ``keep_last=False``.
 """
 
 from __future__ import annotations

@@ -107,24 +107,11 @@ def check(args: argparse.Namespace) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise BadInput(f"{path}: its folder does not exist")
     try:
-        args.model = ModelConfig(
-            args.layers, args.width, args.heads, args.seq,
-            checkpoint=args.recompute, checkpoint_every=args.recompute_every,
-        )  # fmt: skip
-        args.zero = {
-            "stage": args.stage,
-            "prefetch": args.prefetch,
-            "unit": args.unit,
-            "min_unit": MIN_UNIT,
-            "hybrid": args.hybrid,
-            "classic": args.classic,
-        }
-        args.both = {
-            "bucket_bytes": int(args.bucket_mb * 2**20),
-            "param_dtype": DTYPES[args.dtype],
-            "max_norm": args.clip,
-            "gradient_accumulation": args.accumulate,
-        }
+        recompute = {"checkpoint": args.recompute, "checkpoint_every": args.recompute_every}
+        args.model = ModelConfig(args.layers, args.width, args.heads, args.seq, **recompute)
+        args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "classic")}
+        args.both = {"param_dtype": DTYPES[args.dtype], "bucket_bytes": int(args.bucket_mb * 2**20)}
+        args.both |= {"max_norm": args.clip, "gradient_accumulation": args.accumulate}
         Settings(**args.zero, **args.both, whole_params=args.optimizer == "muon")
         args.corpus = Corpus(args.text, args.seq)
     except ValueError as error:
@@ -199,7 +186,7 @@ class Job:
         if args.peer:
             self.engine = Peer(args.peer, model, optimizer, **args.both)
         else:
-            self.engine = zero(model, optimizer, **args.zero, **args.both)
+            self.engine = zero(model, optimizer, min_unit=MIN_UNIT, **args.zero, **args.both)
         self.first = 0
         if args.resume and isinstance(self.engine, Engine):
             from .checkpoint import load
