@@ -1,5 +1,9 @@
 """Fixtures that several test files share."""
 
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the matrices here are small, threads only fight
+
 import pytest
 from dynamiccl.envs.nccl.shm import RunFolder
 

@@ -6,9 +6,12 @@ Trains the policy whole and without each part, all on the same, smaller budget a
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy
 
 from dynamiccl.agent.policy import PARTS
 from dynamiccl.agent.stopping import Stopping

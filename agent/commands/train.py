@@ -1,5 +1,6 @@
 """``dynamiccl train``: make the policy's weights anew."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
     """Train the LSTM policy across random clusters in the simulator (minutes on two cores)."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: with more, small matrices take many times longer
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
