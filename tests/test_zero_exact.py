@@ -210,7 +210,7 @@ def bytes_of_a_step(settings: dict[str, Any]) -> tuple[dict[str, int], int, int]
     for call in log.calls:
         total[call.func] = total.get(call.func, 0) + call.n_bytes
     units = {u.name: sum(b.numel for b in u.buckets) for u in engine.sharded.units}
-    kept = 2 * sum(units[name] for name in ("root", "blocks.1", "blocks.2"))  # what forward ends with, prefetch 1
+    kept = 2 * sum(units.get(name, 0) for name in ("root", "blocks.1", "blocks.2"))  # forward ends with these
     return total, 2 * sum(b.numel for b in engine.buckets), kept
 
 

@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from dynamiccl.agent.commands.plan import Request, estimate
-from dynamiccl.zero_workload import launch, zero
+from dynamiccl.zero_workload import Engine, launch, zero
 from dynamiccl.zero_workload import train as train_module
+from dynamiccl.zero_workload.checkpoint import load, save
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.dryrun import dry_run
 from dynamiccl.zero_workload.model import PRESETS, ModelConfig, Transformer
@@ -75,21 +76,42 @@ def test_checkpoints_are_divided_by_the_tensor_parallel_degree(two: World) -> No
         assert there == in_arena
 
 
-def train_in_two_dimensions(stage: int, settings: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of 10 steps on a 2 x 2 mesh: data-parallel by ``zero``, tensor-parallel by torch."""
-    torch.manual_seed(0)
+def two_dimensions(stage: int, seed: int = 0, **settings: Any) -> tuple[Engine, int]:
+    """An engine on a 2 x 2 mesh, data-parallel by ``zero``, tensor-parallel by torch; the place in the latter."""
+    torch.manual_seed(seed)
     model = Transformer(TINY)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     for block in model.blocks:
-        plan = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
-        parallelize_module(block, mesh["tensor"], plan)
-    group = mesh["data"].get_group()
-    engine = zero(model, adamw(1e-2), stage=stage, group=group, max_norm=0.5, bucket_bytes=2**14, **settings)
+        parallelize_module(block, mesh["tensor"], {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
+    settings = {"param_dtype": torch.float32, "bucket_bytes": 2**14, **settings}
+    engine = zero(model, adamw(1e-2), stage=stage, group=mesh["data"].get_group(), **settings)
+    return engine, mesh["tensor"].get_local_rank()
+
+
+def train_in_two_dimensions(stage: int, settings: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of 10 steps."""
+    engine, _ = two_dimensions(stage, max_norm=0.5, **settings)
     norms: list[float] = []
     step = engine.step
     engine.step = lambda: norms.append(step()) or norms[-1]  # type: ignore[func-returns-value,method-assign]
     losses = run(engine, range(10), accumulation=engine.settings.gradient_accumulation)
     return losses, [norm.item() for norm in norms if norm is not None]
+
+
+def resume_in_two_dimensions(folder: str) -> tuple[list[float], list[float]]:
+    """Losses after a save at stage 1, and after a load of it at stage 3; each tensor-parallel rank has its folder."""
+    engine, place = two_dimensions(1)
+    run(engine, range(3))
+    save(engine, Path(folder, str(place)), 3)
+    through = run(engine, range(3, 6))
+    engine, place = two_dimensions(3, seed=99)
+    assert load(engine, Path(folder, str(place))) == 3
+    return through, run(engine, range(3, 6))
+
+
+def test_checkpoints_of_tensor_parallel_ranks(four: World, tmp_path: Path) -> None:  # noqa: F811
+    for through, resumed in four.run(resume_in_two_dimensions, str(tmp_path)):
+        assert resumed == pytest.approx(through, rel=1e-6)
 
 
 def test_zero_with_tensor_parallelism_agrees_with_one_process(four: World) -> None:  # noqa: F811
@@ -99,8 +121,7 @@ def test_zero_with_tensor_parallelism_agrees_with_one_process(four: World) -> No
     model(*Corpus(None, TINY.seq).batch(0, BATCH, step=0, seed=0)).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
     for stage, accumulation in ((0, 1), (1, 2), (2, 1), (3, 2)):
-        settings = {"param_dtype": torch.float32, "gradient_accumulation": accumulation}
-        for losses, norms in four.run(train_in_two_dimensions, stage, settings):
+        for losses, norms in four.run(train_in_two_dimensions, stage, {"gradient_accumulation": accumulation}):
             assert losses == pytest.approx(alone, rel=1e-5), stage
             assert norms[0] == pytest.approx(norm, rel=1e-6), stage
     halves = four.run(train_in_two_dimensions, 3, {"param_dtype": torch.bfloat16})
