@@ -38,7 +38,7 @@ def test_bfloat16_stays_within_fsdp2s_spread(two: World) -> None:  # noqa: F811
         half = {"param_dtype": torch.bfloat16}
         theirs = two.run(train, 20, {"name": "fsdp2", **half}, seed)[0]
         spread = max(abs(a - b) for a, b in zip(theirs, exact, strict=True))
-        assert 0 < spread < 0.02
+        assert 0 < spread < 0.1  # of losses between 3 and 6
         for stage in range(4):
             ours = two.run(train, 20, {"stage": stage, **half}, seed)[0]
             assert max(abs(a - b) for a, b in zip(ours, exact, strict=True)) <= spread, (seed, stage)
