@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..envs.live import Job, JobEnded
+from ..envs.live import Job, JobEnded, logged
 from ..envs.live_env import DEFAULT, TRIAL, LiveEnv
 from ..envs.nccl.shm import RunFolder
 from ..traces.audit import audit
@@ -76,10 +78,15 @@ class Daemon:
     def serve(self) -> dict[str, Any]:
         """Run to the end of the job; returns the summary (also ``summary.json``).
 
-        Raises OSError if the command cannot be started, TraceError if the trace cannot be written. A KeyboardInterrupt
-        stops a job that we started, and is answered with the summary of what was seen.
+        Raises OSError if the command cannot be started, TraceError if the trace cannot be written. A KeyboardInterrupt,
+        or SIGTERM, stops a job that we started; one that we have joined goes on, under NCCL's own choice. Both are
+        answered with the summary of what was seen.
         """
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended politely, as by Ctrl-C
+        with _ended_politely():
+            self._run()
+        return self._summarise()
+
+    def _run(self) -> None:
         request = self.request
         request.out.mkdir(parents=True, exist_ok=True)
         run = request.run or RunFolder.create()
@@ -93,7 +100,6 @@ class Daemon:
         finally:
             if self.job is not None and not self.job.is_alive():
                 run.close()
-        return self._summarise()
 
     def _serve(self, run: RunFolder, writer: TraceWriter) -> None:
         request = self.request
@@ -115,13 +121,18 @@ class Daemon:
             tuner.run()
             self.on_phase(self.outcome.ended or "watching until the job ends")
             self._watch(env)
-        except KeyboardInterrupt:
-            self.outcome.ended = "interrupted"
+        except KeyboardInterrupt as reason:
+            self.outcome.ended = str(reason) or "interrupted"
+            self.outcome.kept = False
             self.job.publish({})
             self.job.stop()
+            if self.job.is_alive():
+                self.on_phase(f"{self.outcome.ended}: the job goes on, NCCL decides in it from its next steps on")
         finally:
             self.job.poll()
             self.job.take(everything=True)
+            if self.job.damaged:
+                writer.update_header(rings_damaged=self.job.damaged)
 
     def _watch(self, env: LiveEnv) -> None:
         """Until the job ends: compare now and then, and go back to the default once the table keeps losing."""
@@ -153,7 +164,7 @@ class Daemon:
         request, outcome = self.request, self.outcome
         trace = Trace.read(request.out / "trace")
         check = audit(trace.events)
-        losses = _losses(request.job_log)
+        losses = logged(request.job_log, "loss")
         verdict = outcome.verdict
         ranks = trace.comms["n_ranks"]
         summary: dict[str, Any] = {
@@ -194,6 +205,23 @@ class Daemon:
         return summary
 
 
+@contextlib.contextmanager
+def _ended_politely() -> Iterator[None]:
+    """SIGTERM comes as a KeyboardInterrupt that says "terminated"; only the main thread can see to that."""
+
+    def handle(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt("terminated")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _report(path: Path, summary: dict[str, Any], trace: Trace) -> None:
     from .report import write_report  # plotly: a second to import, needed once
 
@@ -211,18 +239,6 @@ def _decision(choice: Any) -> dict[str, Any]:
         "n_channels": d.n_channels or None,
         "reason": choice.reason,
     }
-
-
-def _losses(path: Path | None) -> list[float]:
-    """The losses in a job's log, in step order; lines that are not whole or hold no loss are left out."""
-    losses = []
-    if path and path.exists():
-        for text in path.read_text(errors="replace").splitlines():
-            try:
-                losses.append(float(json.loads(text)["loss"]))
-            except (ValueError, KeyError, TypeError):
-                continue
-    return losses
 
 
 def workload(

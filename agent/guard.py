@@ -73,6 +73,8 @@ class Guard:
         while True:
             a = env.measure(TRIAL, without)
             b = env.measure(TRIAL, {**env.committed, slot: decision})
+            for window in (a, b):
+                self.note(TRIAL, window, env.default_ms)
             yield a, b
             logs.append(math.log(a.step_ms / b.step_ms))
             n, mean = len(logs), sum(logs) / len(logs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..envs.live import logged
 from ..envs.nccl.shm import RunFolder
 from .compare import Comparison, compare
 
@@ -63,5 +63,4 @@ def _step_ms(command: list[str], log: Path, env: Mapping[str, str], watched: boo
             run.close()
     if done.returncode:
         raise RuntimeError(f"the job failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return float(np.median([line["step_ms"] for line in lines if "step_ms" in line][WARM_UP:]))
+    return float(np.median(logged(log, "step_ms")[WARM_UP:]))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -67,7 +68,7 @@ class Job:
         self.generation = run.table.generation()  # another tuner may have been here before
         self.damaged: dict[str, str] = {}  # rings that cannot be read any more, with the reason
         self.lost: dict[str, int] = {}  # records that each ring dropped because nobody read them in time
-        self.memory_pressure = 0.0  # memory used / total, 0 = unknown
+        self.memory_pressure = 0.0  # memory used / total on the fullest GPU, 0 = unknown
         self.last_step = 0
         self._taken = time.monotonic()
         self._events: list[pd.DataFrame] = []
@@ -131,12 +132,15 @@ class Job:
     def take(self, everything: bool = False) -> None:
         """Turn what was read into tables: to the trace, and kept for :meth:`take_events`."""
         self._taken = time.monotonic()
+        lost = sum(self.lost.values())
+        if self.writer and lost != self.writer.header.get("records_lost", 0):
+            self.writer.update_header(records_lost=lost)
         source = self.writer.drain if self.writer else Assembler.take
         events, steps = source(self.assembler, everything)
         if len(steps):
-            memory = steps[steps["memory_total"] > 0]
-            if len(memory):
-                self.memory_pressure = float((memory["memory_used"] / memory["memory_total"]).iloc[-1])
+            memory = steps[steps["memory_total"] > 0].groupby("rank").tail(1)
+            if len(memory):  # of the rank that has least left: what it cannot afford none can
+                self.memory_pressure = float((memory["memory_used"] / memory["memory_total"]).max())
         if len(events):
             self._events.append(events)
 
@@ -221,6 +225,16 @@ class Job:
     def _take_fresh(self) -> list[np.ndarray[Any, Any]]:
         fresh, self._fresh = self._fresh, []
         return fresh
+
+
+def logged(path: Path | None, name: str) -> list[float]:
+    """Field ``name`` of a job's own log, JSON lines in step order; lines that are not whole or lack it are left out."""
+    values = []
+    if path and path.exists():
+        for text in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                values.append(float(json.loads(text)[name]))
+    return values
 
 
 def _runs(pid: int) -> bool:

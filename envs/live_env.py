@@ -77,7 +77,8 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
         self.committed: dict[Slot, Decision] = {}  # what holds for the other slots
-        self.log: list[tuple[str, Window]] = []  # the windows of the current step, in order
+        # The windows of the current step, in order. Bounded: confirmations and the closing A/B measure without a step.
+        self.log: deque[tuple[str, Window]] = deque(maxlen=8)
         self._defaults: deque[float] = deque(maxlen=2)
         self._used: set[tuple[Slot, Decision]] = set()
         self._next = 0

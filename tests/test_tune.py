@@ -124,15 +124,18 @@ def test_a_killed_tuner_does_not_stop_the_job(tmp_path):
     Trace.read(tmp_path / "out" / "trace")  # what was written can be read
 
 
-def test_interrupt_ends_both_and_keeps_what_was_seen(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "word", "status"), [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "terminated", 143)]
+)
+def test_interrupt_ends_both_and_keeps_what_was_seen(tmp_path, number, word, status):
     log = tmp_path / "job.jsonl"
     tuner = start(tmp_path / "out", log, 100_000)
-    tuner.send_signal(signal.SIGINT)
+    tuner.send_signal(number)
     output, _ = tuner.communicate(timeout=60)
-    assert tuner.returncode == 130, output
-    assert "Traceback" not in output and "interrupted" in output
+    assert tuner.returncode == status, output
+    assert "Traceback" not in output and word in output
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["ended"] == "interrupted" and summary["steps"] >= 10
+    assert summary["ended"] == word and summary["steps"] >= 10
     seen = len(losses(log))
     time.sleep(1)
     assert len(losses(log)) == seen  # the job is gone

@@ -10,6 +10,7 @@ import pandas as pd
 
 from .files import Trace
 from .records import Decision, Slot, format_bytes, size_class
+from .skew import durations, label
 
 #: A rule as text: (func, min_bytes, max_bytes, decision).
 RuleKey = tuple[str, int, int, str]
@@ -71,16 +72,17 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     Columns: ``comm_id, func, size_class, slot`` (text), ``n_bytes`` (of most calls), ``n_ranks``, ``calls`` (a step,
     on one rank), ``own`` and ``ran`` (algo/proto/channels of most calls, default and tuned; None if never seen),
     ``default_us`` and ``tuned_us`` (median GPU time of one call over all ranks, NaN where never sampled),
-    ``n_default`` and ``n_tuned`` (sampled calls). The job's first step is left out: it holds the set-up.
+    ``n_default`` and ``n_tuned`` (sampled calls), ``timed_by`` (see skew.py). The job's first step is left out: it
+    holds the set-up.
     """
     if events["step"].nunique() > 1:
         events = events[events["step"] > events["step"].min()]
     classes = {n: size_class(int(n)) for n in events["n_bytes"].unique()}
     rows = events.assign(
         size_class=events["n_bytes"].map(classes).astype("int64"),
-        us=((events["end_ns"] - events["start_ns"]).astype("Float64") / 1e3).astype("float64"),
         config=events["algo"] + "/" + events["proto"] + "/" + events["n_channels"].astype("str"),
     )
+    rows = rows.join(durations(events))
     before = rows[rows["table_generation"].isin(default)]
     after = rows[rows["table_generation"].isin(tuned)]
     n_steps = max(1, before["step"].nunique())
@@ -106,6 +108,7 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
                 "tuned_us": float(then["us"].median()),
                 "n_default": int(group["us"].notna().sum()),
                 "n_tuned": int(then["us"].notna().sum()),
+                "timed_by": label(pd.concat([group, then])[lambda r: r["us"].notna()]["timed_by"]),
             }
         )
     if not found:
@@ -115,7 +118,7 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     return table.loc[order].reset_index(drop=True)
 
 
-_TIMES = ("default_us", "tuned_us", "n_default", "n_tuned")
+_TIMES = ("default_us", "tuned_us", "n_default", "n_tuned", "timed_by")
 
 
 def _most(configs: pd.Series[str]) -> str | None:

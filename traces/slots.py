@@ -11,6 +11,7 @@ import pandas as pd
 from .assemble import Offer
 from .fingerprint import Fingerprint
 from .records import PAIRS, TUNED_FUNCS, Slot, pair_costs, size_class
+from .skew import durations, label
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class SlotProfile:
     slot: Slot
     n_bytes: int  # of the message that most of the slot's time goes to
     calls: float  # per step
-    call_us: float  # median time of one call, NaN where no kernel time was sampled and NCCL offered no price
+    call_us: float  # median time of one call
+    timed_by: str  # how that was found: see skew.py, or "NCCL's price" where no kernel was sampled
     share: float  # calls x call_us / step time
     fingerprint: Fingerprint  # of this one slot: arrays of shape (1, ...)
 
@@ -40,6 +42,7 @@ def find_slots(
     tuned = events[events["func"].isin(TUNED_FUNCS)]
     if tuned.empty:
         return []
+    tuned = tuned.join(durations(tuned))
     ranks = tuned["rank"]
     one = tuned[ranks == ranks.min()]  # one rank's view: all ranks take part in every call
     n_steps = max(1, one["step"].nunique())
@@ -57,8 +60,9 @@ def find_slots(
         own = (str(offer.algo), str(offer.proto))
         if own not in PAIRS:
             continue
-        times = (group["end_ns"] - group["start_ns"]).dropna()
-        call_us = float(times.median()) / 1e3 if len(times) else float(cost[PAIRS.index(own)]) * time_scale
+        timed = group[group["us"].notna()]
+        call_us = float(timed["us"].median()) if len(timed) else float(cost[PAIRS.index(own)]) * time_scale
+        timed_by = label(timed["timed_by"]) if len(timed) else "NCCL's price"
         calls = len(group) / n_steps
         share = min(1.0, calls * call_us / step_us)
         fingerprint = Fingerprint(
@@ -75,7 +79,7 @@ def find_slots(
             exposed=np.array([np.nan]),  # the host cannot see when a GPU computes
             memory_pressure=np.array([memory_pressure]),
         )
-        profiles.append(SlotProfile(slot, n_bytes, calls, call_us, share, fingerprint))
+        profiles.append(SlotProfile(slot, n_bytes, calls, call_us, timed_by, share, fingerprint))
     return sorted(profiles, key=lambda p: -p.share)
 
 

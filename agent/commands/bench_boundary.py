@@ -41,6 +41,7 @@ def bench_boundary(
 def _figures(b: Boundary) -> dict[str, Any]:
     import numpy as np
 
+    from ...envs.nccl.boundary import BLOCK
     from ..compare import compare
 
     def percentiles(values: Any) -> dict[str, float]:
@@ -48,9 +49,9 @@ def _figures(b: Boundary) -> dict[str, Any]:
 
     rng = np.random.default_rng(0)
     medians = np.median(rng.choice(b.extra_us, (2000, len(b.extra_us))), axis=1)
-    n = min(len(b.with_ms), len(b.without_ms)) // 50  # blocks of 50 steps, in turn
-    blocks = [np.median(x[: n * 50].reshape(n, 50), axis=1) for x in (b.with_ms, b.without_ms)]
-    step = compare(*blocks)
+    n = min(len(b.with_ms), len(b.without_ms)) // BLOCK  # blocks of steps, in turn
+    on, off = (np.median(x[: n * BLOCK].reshape(n, BLOCK), axis=1) for x in (b.with_ms, b.without_ms))
+    step = compare(on, off)
     return {
         "boundary_us": {
             "hook absent": percentiles(b.clock_us),

@@ -56,6 +56,7 @@ def tell(trace: Trace, summary: dict[str, Any], n_events: int = 0) -> dict[str, 
         "regime": regime(trace.events),
         "steps": _steps(trace.steps, summary),
         "n_events": len(trace.events),
+        "records_lost": trace.header.get("records_lost", 0),
         "communicators": _communicators(trace),
         "slots": [_slot(c, which.rules) for c in costs.to_dict("records")],
         "windows": [_plain_window(line) for line in trace.log if line["kind"] == "window"],
@@ -123,6 +124,8 @@ def _steps(steps: pd.DataFrame, summary: dict[str, Any]) -> dict[str, Any]:
         "loss_first": float(losses.iloc[0]) if len(losses) else summary.get("loss_first"),
         "loss_last": float(losses.iloc[-1]) if len(losses) else summary.get("loss_last"),
         "memory": used / total if total else None,
+        "sample_every": int(first["sample_every"].iloc[-1]),
+        "sampled": int(first["sampled"].sum()),
     }
 
 
@@ -209,6 +212,13 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
         f"{story['regime']}: steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms in the median, "
         f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, {story['tables']} tables published{loss}"
     )
+    if steps["sample_every"]:
+        console.print(f"kernel times of {steps['sampled']} steps, at the end one in {steps['sample_every']}")
+    if story["records_lost"]:
+        lost = (
+            f"{story['records_lost']} records were lost: the tuner did not read them in time; counts below are too low"
+        )
+        console.print(lost, style="yellow")
 
 
 def _grid(title: str, columns: list[str], numbers: tuple[str, ...] = ()) -> Grid:
@@ -235,7 +245,9 @@ def _print_slots(console: Console, story: dict[str, Any]) -> None:
         return
     numbers = ("calls/step", "default", "tuned", "change", "sampled")
     grid = _grid(
-        "slots", ["slot", "calls/step", "NCCL's own", "table", "default", "tuned", "change", "sampled"], numbers
+        "slots",
+        ["slot", "calls/step", "NCCL's own", "table", "default", "tuned", "change", "sampled", "timed by"],
+        numbers,
     )
     most = max((s[k] or 0 for s in story["slots"] for k in ("default_us", "tuned_us")), default=0)
     for s in story["slots"]:
@@ -243,9 +255,12 @@ def _print_slots(console: Console, story: dict[str, Any]) -> None:
         change = f"{100 * (after / before - 1):+.0f} %" if before and after else ""
         n = f"{s['n_default']} / {s['n_tuned']}"
         times = (_time(before, most), _time(after, most), change, n)
-        grid.add_row(s["slot"], f"{s['calls']:.3g}", _text(s["own"]), _text(s["table"]), *times)
+        by = s["timed_by"] if s["n_default"] + s["n_tuned"] else ""
+        grid.add_row(s["slot"], f"{s['calls']:.3g}", _text(s["own"]), _text(s["table"]), *times, by)
     console.print(grid)
-    console.print("default, tuned: median time of one call under NCCL's own choice and under the table", style="dim")
+    note = "default, tuned: median time of one call under NCCL's own choice and under the table; timed by: "
+    note += "latest start to latest stop of all ranks, or a rank's own start to its own stop, waiting included"
+    console.print(note, style="dim")
 
 
 def _window(line: dict[str, Any]) -> str:

@@ -151,8 +151,8 @@ def _check_cluster(emulated: Any) -> None:
 
 def _exit_code(summary: dict[str, Any], out: Path, own: bool) -> int:
     """0 when the job ended well (or was interrupted by us), 1 when it failed, 2 when it could not be tuned."""
-    if summary["ended"] == "interrupted":
-        return 130
+    if summary["ended"] in ("interrupted", "terminated"):  # as a shell says it: 128 + SIGINT, 128 + SIGTERM
+        return 130 if summary["ended"] == "interrupted" else 143
     if summary["job_status"]:
         print(
             f"error: the job failed with status {summary['job_status']}; see {out / 'job.log'}",

@@ -21,7 +21,7 @@ class Sampling:
         self.every = START if fixed is None else fixed
         self._adapts = fixed is None
         self._last: deque[tuple[bool, int, int]] = deque(maxlen=3)  # sampled, duration, generation
-        self._costs: deque[float] = deque(maxlen=2 * EVIDENCE)
+        self._costs: deque[float] = deque(maxlen=4 * EVIDENCE)
         self._fresh = 0
 
     def wants(self, step: int) -> bool:
