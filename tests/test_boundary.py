@@ -1,0 +1,96 @@
+"""The boundary of a step: a table is checked and copied beside the job, and becomes active in one call."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from dynamiccl.envs.nccl.background import Background
+from dynamiccl.envs.nccl.boundary import time_boundary
+from dynamiccl.envs.nccl.build import plugin_path
+from dynamiccl.envs.nccl.plugin import Plugin
+from dynamiccl.envs.nccl.shm import encode_table
+from dynamiccl.traces.records import Table
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    """A copy of the plugin, with globals of its own."""
+    copy = tmp_path / "plugin.so"
+    shutil.copy(plugin_path(), copy)
+    return Plugin.load(copy)
+
+
+def test_a_new_table_costs_no_more_than_staying_and_all_ranks_have_it_at_the_same_step():
+    """Two ranks, tables of the largest size all the time. The limit is loose: other tests share the cores."""
+    found = time_boundary(2, 400)
+    print(f"{len(found.swap_us)} swaps, {np.median(found.extra_us):+.1f} us each")
+    assert found.agreed and len(found.swap_us) > 20
+    assert np.median(found.extra_us) < 20
+    assert 1 <= np.median(found.steps_to_swap) <= 3
+
+
+def test_a_staged_table_changes_nothing_until_it_is_flipped(plugin):
+    plugin.activate(encode_table(Table(3)))
+    assert plugin.stage(encode_table(Table(4))) == 4 and plugin.generation == 3
+    assert plugin.stage(encode_table(Table(5))) == 5 and plugin.generation == 3  # takes the other's place
+    with pytest.raises(ValueError, match="refuses"):
+        plugin.stage(b"no table")
+    assert plugin.boundary(None, 1, flip=True) == 5 == plugin.generation
+    with pytest.raises(ValueError, match="refuses"):
+        plugin.flip()  # nothing is staged any more
+    assert plugin.boundary(None, 2, flip=True) == 5
+    plugin.stage(encode_table(Table(6)))
+    plugin.activate(encode_table(Table(7)))
+    with pytest.raises(ValueError, match="refuses"):
+        plugin.flip()
+    assert plugin.generation == 7
+
+
+def test_the_background_does_one_task_at_a_time_and_ends_when_told():
+    done: list[float] = []
+
+    def task() -> None:
+        time.sleep(0.05)
+        done.append(time.monotonic())
+
+    thread = Background(task, "test")
+    for n in range(1, 4):
+        thread.go()
+        assert not thread.join(0.001)
+        assert thread.join(5) and len(done) == n
+    thread.go()
+    thread.close()
+    thread.close()  # twice is no harm
+    assert not [t for t in threading.enumerate() if t.name == "test"]
+
+
+def test_the_child_of_a_fork_begins_anew(folder):
+    """A child that trains has a ring and a probe of its own; the parent's go on."""
+    program = """
+import os, torch
+net = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+def train(n):
+    for _ in range(n):
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+train(5)
+child = os.fork()
+train(7 if child else 4)
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    print(os.getpid(), child)
+else:
+    os._exit(0)
+"""
+    env = {**os.environ, **folder.env(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "dynamiccl" not in done.stderr, done.stderr
+    parent, child = map(int, done.stdout.split())
+    steps = {ring.pid: ring.drain()["step"].tolist() for ring in folder.rings()}
+    assert steps == {parent: list(range(10)), child: [0, 1]}
