@@ -12,7 +12,7 @@ C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h)
 demo: setup
 	$(RUN) tune --out runs/demo --steps $(DEMO_STEPS)
 
-test: setup
+test: setup $(VENV)/frameworks
 	$(BIN)/python -m pytest
 
 check: setup
@@ -55,6 +55,12 @@ $(VENV)/ready: pyproject.toml constraints.txt
 $(VENV)/bench: $(VENV)/ready
 	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(BIN)/python \
 		--constraint constraints.txt --editable '.[optuna]'
+	touch $@
+
+# The other frameworks that the probe is tested in. Where they cannot be installed their tests say so and are skipped.
+$(VENV)/frameworks: pyproject.toml constraints.txt | setup
+	-DS_BUILD_OPS=0 UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet \
+		--python $(BIN)/python --constraint constraints.txt --editable '.[frameworks]'
 	touch $@
 
 clean:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..envs import spaces
-from ..envs.spaces import N_CONFIGS, N_FEATURES, N_MASK
+from ..envs.spaces import N_CONFIGS, N_MASK
+from ..traces.fingerprint import N_FEATURES
 
 Array = np.ndarray[Any, Any]
 

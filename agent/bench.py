@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 TOLD = ("static-best", "oracle")
 #: On the board without a rank: ``aa`` is the trained policy under other noise (what lies between it and ``lstm`` is
 #: luck), the oracle is what nobody can know.
-UNRANKED = ("aa", "oracle")
+UNRANKED = ("aa", "oracle", "static-best")
 
 
 def entrants() -> tuple[str, ...]:
@@ -81,10 +81,10 @@ def entrant(name: str, seed: int = 0, suite: Suite | None = None, repeats: int =
         rows = [suite.truth_at(t).argmax(axis=1) if name == "oracle" else suite.alone for t in range(WINDOWS)]
         return Recorded(np.tile(np.stack(rows), repeats))
     if name in ("lstm", "aa"):
-        return Stopping(make_policy("lstm", seed), patience=3)
+        return Stopping(make_policy("lstm", seed))
     if name in POLICIES:
         policy = make_baseline(name, seed)
-        return Stopping(policy, policy.patience)
+        return Stopping(policy)
     return make_policy(name, seed)
 
 
@@ -238,7 +238,7 @@ def fit_one(item: tuple[str, Suite]) -> dict[str, Any]:
             if any(row["settings"] == settings for row in tried):
                 continue
             policy = make_baseline(name, 0, settings)
-            figures = summary(play(Stopping(policy, policy.patience), Arena(suite)))
+            figures = summary(play(Stopping(policy), Arena(suite)))
             row = {"settings": settings, "regret": figures["regret"], "gain": figures["share_of_gain"][str(WINDOWS)]}
             tried.append(row)
         tried.sort(key=lambda row: float(row["regret"]))

@@ -10,6 +10,7 @@ import csv
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -242,7 +243,8 @@ class Check:
     def _zero3(self, budget_s: float) -> dict[str, Any]:
         """``dynamiccl tune`` on our ZeRO-3 job, its closing A/B and the A/A beside it."""
         extent, out, emulated = self.extent, self.folder / "zero3", self.machine.emulated
-        out.mkdir(exist_ok=True)
+        shutil.rmtree(out, ignore_errors=True)  # nothing of an earlier run may pass for this one's
+        out.mkdir()
         words = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--out", str(out), "--window-steps", "3"]
         words += ["--windows", str(extent.windows), "--verify", str(extent.verify), "--json", str(out / "summary.json")]
         if emulated:

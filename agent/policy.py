@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..envs import spaces
-from ..envs.spaces import N_CONFIGS, N_FEATURES, N_MASK, N_OBSERVATION, N_OUTCOME
+from ..envs.spaces import N_CONFIGS, N_MASK, N_OBSERVATION, N_OUTCOME
+from ..traces.fingerprint import N_FEATURES
 from ..traces.records import PAIRS
 from .belief import N_FIGURES, Belief
 
@@ -34,6 +35,8 @@ class LstmPolicy:
     ``head_s`` (2 + N_FIGURES, d), ``head_u`` (2 + N_FIGURES), ``head_v`` (d), ``skip_w`` (m, N_CONFIGS), ``skip_b``
     (N_CONFIGS), and those of :class:`belief.Belief`.
     """
+
+    patience = 3  #: see ``stopping.StopRule``
 
     def __init__(self, weights: dict[str, Array], record: dict[str, Any] | None = None, seed: int = 0) -> None:
         """``record`` says how the weights were trained. Raises ValueError when shapes do not fit the observation."""

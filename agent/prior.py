@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ..envs import spaces
-from ..envs.spaces import N_CONFIGS, N_FEATURES, N_MASK
+from ..envs.spaces import N_CONFIGS, N_MASK
+from ..traces.fingerprint import N_FEATURES
 from .belief import fingerprint_and_mask
 from .policy import blinded
 

@@ -9,10 +9,13 @@ import numpy as np
 
 from ..envs import spaces
 from ..envs.arena import Policy
-from ..envs.spaces import HORIZON, N_FEATURES, N_MASK
+from ..envs.spaces import HORIZON, N_MASK
+from ..traces.fingerprint import N_FEATURES
 
 Array = np.ndarray[Any, Any]
 
+#: Times running that a policy asks for the best config before its search is over.
+PATIENCE = 2
 #: Windows of one config that :func:`dropped` looks at: the newest, and most in all.
 RECENT, KEPT = 5, 24
 #: Drop of the median, in standard errors, that is taken for a change of the network or the job.
@@ -23,14 +26,14 @@ class StopRule:
     """When the search on one slot is over, and the best config so far is what it gives.
 
     It ends when the policy asks ``patience`` times running for the config that is already the best (it has nothing
-    left to try), or after ``horizon`` trials. A policy may set its own ``horizon`` (an exhaustive sweep needs one).
+    left to try), or after ``horizon`` trials. A policy may set its own (an exhaustive sweep needs a horizon).
 
     Call it with each action before it is run; the answer True means: do not run it, commit the best.
     """
 
-    def __init__(self, policy: Policy | None = None, patience: int = 2) -> None:
+    def __init__(self, policy: Policy | None = None) -> None:
         self.horizon = int(getattr(policy, "horizon", HORIZON))
-        self.patience, self.repeats = patience, 0
+        self.patience, self.repeats = int(getattr(policy, "patience", PATIENCE)), 0
 
     def __call__(self, observation: Array, action: Array) -> bool:
         """``observation`` (N_OBSERVATION,) and the (deterministic) ``action`` (2,) that the policy took on it."""
@@ -84,9 +87,10 @@ class Stopping:
     holds no longer, and the search begins anew.
     """
 
-    def __init__(self, policy: Policy, patience: int = 2) -> None:
-        self.policy, self.patience = policy, patience
-        self.horizon = int(getattr(policy, "horizon", HORIZON))
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        rule = StopRule(policy)
+        self.horizon, self.patience = rule.horizon, rule.patience
 
     def predict(
         self,
@@ -100,7 +104,7 @@ class Stopping:
         search = Search.start(len(rows)) if state is None else state.copy()
         begun = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start).astype(bool)
         search.see(spaces.seen(rows))
-        begun |= search.over & dropped(search.savings)
+        begun |= dropped(search.savings, search.over)
         search.restart(begun)
         told = spaces.observe(rows[:, :N_FEATURES], rows[:, -N_MASK:], search.trials)
         actions, search.inner = self.policy.predict(told, search.inner, begun, deterministic)
@@ -111,18 +115,20 @@ class Stopping:
         return (actions if np.ndim(observation) == 2 else actions[0]), search
 
 
-def dropped(savings: Array) -> Array:
-    """Whether the newest RECENT of ``savings`` (n, KEPT; newest first, NaN = none) lie below all before them, (n,).
+def dropped(savings: Array, over: Array) -> Array:
+    """Where the newest RECENT of ``savings`` (n, KEPT; newest first, NaN = none) lie below all before them, (n,) bool.
 
-    Medians and the median absolute deviation: step times have a heavy tail, and one slow window is no change.
+    Looked at only where the search is ``over`` (n,). Medians and the median absolute deviation: step times have a heavy
+    tail, and one slow window is no change.
     """
-    with np.errstate(invalid="ignore"):
-        enough = np.isfinite(savings).sum(axis=1) >= 2 * RECENT
-        known = np.where(enough[:, None], savings, 0.0)
-        new, old = known[:, :RECENT], known[:, RECENT:]
-        middle = np.nanmedian(old, axis=1, keepdims=True)
-        spread = 1.4826 * np.nanmedian(np.abs(old - middle), axis=1)
-        n_old = np.isfinite(old).sum(axis=1)
-        # A median's standard error is 1.25 times a mean's.
-        error = 1.25 * np.maximum(spread, 1e-3) * np.sqrt(1 / RECENT + 1 / n_old)
-        return np.asarray(enough & (np.median(new, axis=1) < middle[:, 0] - CHANGE_Z * error))
+    out = np.zeros(len(savings), bool)
+    enough = over & np.isfinite(savings[:, : 2 * RECENT]).all(axis=1)
+    if not enough.any():
+        return out
+    new, old = savings[enough, :RECENT], savings[enough, RECENT:]
+    middle = np.nanmedian(old, axis=1, keepdims=True)
+    spread = 1.4826 * np.nanmedian(np.abs(old - middle), axis=1)
+    # A median's standard error is 1.25 times a mean's.
+    error = 1.25 * np.maximum(spread, 1e-3) * np.sqrt(1 / RECENT + 1 / np.isfinite(old).sum(axis=1))
+    out[enough] = np.median(new, axis=1) < middle[:, 0] - CHANGE_Z * error
+    return out

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..envs.arena import Policy
-from ..envs.live import DISCARD, JobEnded, Window
+from ..envs.live import DISCARD, SWITCH_STEPS, JobEnded, Window
 from ..envs.live_env import DEFAULT, NOTHING, TRIAL, WARM, LiveEnv
 from ..traces.audit import regime
 from ..traces.records import AUTO, PAIRS, Decision, Slot
@@ -22,8 +22,6 @@ from .stopping import StopRule
 
 #: A closing A/B of fewer pairs has no interval worth printing.
 LEAST_PAIRS = 6
-#: Steps from publishing a table to the first one under it: the poll, the round under way, the round that carries it.
-SWITCH_STEPS = 3
 
 
 @dataclass(frozen=True)

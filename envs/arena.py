@@ -61,9 +61,7 @@ class Suite:
     label: Array  # (n,) str: cluster and workload
     later: Array = field(default_factory=lambda: np.zeros((0, N_CONFIGS)))  # (n, N_CONFIGS) truth after a drift
     drift_at: Array = field(default_factory=lambda: np.zeros(0, np.int64))  # (n,) window of the drift; WINDOWS = none
-    alone: Array = field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )  # (n,) fastest alone, if known
+    alone: Array = field(default_factory=lambda: np.zeros(0, np.int64))  # (n,) fastest alone, if known
 
     def __post_init__(self) -> None:
         n = len(self.share)

@@ -29,6 +29,8 @@ TAKE_S = 2.0  # how often records become tables: pandas is too slow for every po
 #: Steps at the start of a window that do not count: the host runs ahead of a GPU, so the first step after a switch
 #: still holds collectives of the table before.
 DISCARD = 1
+#: Steps from publishing a table to the first one under it: the poll, the round under way, the round that carries it.
+SWITCH_STEPS = 3
 
 
 class JobEnded(Exception):

@@ -16,13 +16,11 @@ from ..traces.assemble import Offer
 from ..traces.files import Trace
 from ..traces.records import Decision, Slot
 from . import spaces
-from .live import DISCARD, JobEnded, Window
+from .live import DISCARD, SWITCH_STEPS, JobEnded, Window
 from .replay import Recorded, default_windows, offers_of
 
 Array = np.ndarray[Any, Any]
 
-#: Steps from publishing a table to the first one under it, as in a live job.
-SWITCH_STEPS = 3
 #: A step never gets shorter than this part of the default's.
 _LEAST = 0.05
 

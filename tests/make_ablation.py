@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
     rows: dict[str, dict[str, Any]] = {}
     whole: dict[str, Any] = {}
     for name, settings in VARIANTS.items():
-        policy = Stopping(trained(name, settings, folder).light(), patience=3)
+        policy = Stopping(trained(name, settings, folder).light())
         rows[name] = {}
         for suite in SUITES:
             tasks = Suite.load(suite)

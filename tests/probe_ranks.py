@@ -21,12 +21,12 @@ def job(names: list[str]) -> None:
 
     rank = int(os.environ.get("RANK", "0"))
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo")
+        dist.init_process_group(os.environ.get("BACKEND", "gloo"))
     torch.manual_seed(0)
     said = {"rank": rank, "losses": {}, "generations": {}}
     jitter = random.Random(rank)
     for name in names:
-        loop = (LOOPS | ODD_LOOPS)[name]
+        loop = (LOOPS | ODD_LOOPS | PACKAGES)[name]
         losses, generations = [], []
         step = loop(torch, dist)
         for i in range(STEPS):
@@ -203,6 +203,70 @@ def one_rank_steps(torch, dist) -> Callable[[int], float]:
     return step
 
 
+def accelerated(torch, dist) -> Callable[[int], float]:
+    """Hugging Face Accelerate, with its own gradient accumulation and optimizer wrapper."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = model(torch)
+    net, optimizer = accelerator.prepare(net, adam(torch, net))
+
+    def step(i: int) -> float:
+        for micro in range(2):
+            with accelerator.accumulate(net):
+                loss = net(batch(torch, dist, 2 * i + micro)).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def deepspeed(stage: int):
+    """DeepSpeed's ZeRO, with gradient accumulation."""
+
+    def loop(torch, dist) -> Callable[[int], float]:
+        import deepspeed
+
+        # Its own shared-memory collectives would be compiled first, which takes minutes.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        net = model(torch)
+        config = {
+            "train_micro_batch_size_per_gpu": 16,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        engine, *_ = deepspeed.initialize(
+            model=net, optimizer=adam(torch, net), config=config, dist_init_required=False
+        )
+
+        def step(i: int) -> float:
+            for micro in range(2):
+                loss = engine(batch(torch, dist, 2 * i + micro)).square().mean()
+                engine.backward(loss)
+                engine.step()
+            return loss.item()
+
+        return step
+
+    return loop
+
+
+def dies_once(torch, dist) -> Callable[[int], float]:
+    """In step 8 one worker is gone; torchrun starts all of them anew."""
+    inner = plain(torch, dist)
+
+    def step(i: int) -> float:
+        if i == 8 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os._exit(9)
+        return inner(i)
+
+    return step
+
+
 LOOPS = {
     "plain": plain,
     "ddp": wrapped(ddp, adam),
@@ -213,7 +277,8 @@ LOOPS = {
     "exception": exception,
     "compile": wrapped(compiled, compiled_adam),
 }
-ODD_LOOPS = {"broken network": broken_network, "one rank steps": one_rank_steps}
+ODD_LOOPS = {"broken network": broken_network, "one rank steps": one_rank_steps, "dies once": dies_once}
+PACKAGES = {"accelerate": accelerated, "deepspeed 1": deepspeed(1), "deepspeed 3": deepspeed(3)}
 
 
 if __name__ == "__main__":

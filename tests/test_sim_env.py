@@ -157,7 +157,12 @@ def test_the_step_model_by_hand():
         one = Fabric(Fleet.of([c]), fabric.truth)
         pair = np.array([PAIRS.index(own)])
         got, ran, us = family.savings(one, np.array([False]), np.array([n_bytes]), pair, np.array([slack]))
-        assert got[0, config] == pytest.approx(expected) and ran[0] == count and us[0, 0] == default and us[0, config] == pytest.approx(other)
+        assert (
+            got[0, config] == pytest.approx(expected)
+            and ran[0] == count
+            and us[0, 0] == default
+            and us[0, config] == pytest.approx(other)
+        )
 
 
 def test_the_family_is_wide():

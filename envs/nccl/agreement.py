@@ -87,7 +87,9 @@ class Agreement:
         from torch.distributed.distributed_c10d import PrefixStore
 
         self._plugin, self._published = plugin, published
-        self._store: Any = PrefixStore(f"dynamiccl/{attempt}", store)
+        # torchrun may keep the store when it starts all workers anew: an old gate or log must not be taken for ours.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store: Any = PrefixStore(f"dynamiccl/{restart}.{attempt}", store)
         self.member = Member(world.rank(), world.size())
         self._staged = False  # the plugin has a table ready that becomes active with the boundary now due
         self._group: Any = None

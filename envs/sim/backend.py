@@ -6,6 +6,7 @@ for bit; only the time of all_gather, reduce_scatter and all_reduce is emulated.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -86,10 +87,12 @@ class EmulatedGroup(dist.ProcessGroup):
         world = dist.get_world_size() if dist.is_initialized() else size
         self._rank, self._size = rank, size
         self._name, self._desc = str(options.group_id), ""
-        self._gloo: Any = dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+        # torchrun may keep its store when it starts all workers anew: what the dead ones left there is not for us.
+        store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", options.store)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, options.timeout)
         members = ",".join(map(str, options.global_ranks_in_group))
         self._timeline = (
-            Timeline(emulation, options.store, rank, size, world, comm_id_of(f"{self._name}:{members}"))
+            Timeline(emulation, store, rank, size, world, comm_id_of(f"{self._name}:{members}"))
             if size > 1  # NCCL does not ask a tuner for a communicator of one rank
             else None
         )

@@ -1,0 +1,113 @@
+"""The probe in frameworks that are packages of their own, under torchrun's restarts, and in jobs that did not ask.
+
+The jobs are loops of ``probe_ranks.py``; ``test_probe.py`` has those that PyTorch itself brings.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from dynamiccl.agent.daemon import Emulated
+from dynamiccl.envs.live import Job
+from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.traces.audit import audit
+from probe_ranks import PACKAGES, STEPS
+from test_probe import JOB, finish, start, steps_of, table
+
+
+@pytest.mark.parametrize("name", list(PACKAGES))
+def test_a_framework_is_attached_to_without_touching_it(name):
+    """Tables change all the time: the ranks change at the same steps, and the losses are those of the job alone."""
+    package = name.split()[0]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    env = {"DS_ACCELERATOR": "cpu", "JITTER_S": "0.02"}
+    alone, errors = finish(start([name], 2, env))
+    assert len(alone) == 2, errors
+    run = RunFolder.create()
+    try:
+        attached, errors = finish(start([name], 2, {**env, **run.env()}), run)
+        assert len(attached) == 2, errors
+        steps = steps_of(run)
+    finally:
+        run.close()
+    assert [said["losses"][name] for said in alone] == [said["losses"][name] for said in attached], "not bit-equal"
+    first, second = (said["generations"][name] for said in attached)
+    assert first == second and len(set(first)) > 3
+    # One boundary an optimizer step, whatever the framework wraps around it; the first step only makes it known.
+    assert {rank: len(mine) for rank, mine in steps.items()} == {0: STEPS - 2, 1: STEPS - 2}
+    assert np.array_equal(steps[0]["generation"], steps[1]["generation"])
+    assert not any("dynamiccl:" in error for error in errors), errors
+
+
+def test_workers_that_torchrun_starts_anew_agree_again():
+    """A worker dies in mid-job: the new workers attach to the same run, switch together, and the audit agrees."""
+    run = RunFolder.create()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(JOB), "dies once"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))}
+    env |= {**run.env(), **Emulated("dgx-h100-2x8", 1.0, 1.0).env(), "BACKEND": "emulated", "JITTER_S": "0.1"}
+    try:
+        job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        watcher = Job(run, job)
+        while job.poll() is None:
+            watcher.generation += 1
+            run.table.publish(table(watcher.generation))
+            watcher.rest()
+        out, error = job.communicate(timeout=60)
+        events = watcher.take_events()
+        pids = {ring.pid for ring in run.rings()}
+    finally:
+        run.close()
+    assert job.returncode == 0, error
+    said = [json.JSONDecoder().raw_decode(out, at.start())[0] for at in re.finditer(r'\{"rank"', out)]
+    assert len(pids) == 4 and sorted(s["rank"] for s in said) == [0, 1]  # two workers, then two others
+    first, second = (s["generations"]["dies once"] for s in said)
+    assert first == second and len(set(first)) > 3 and min(first[-3:]) > 1
+    assert set(events["pid"]) == pids
+    for workers in (sorted(pids)[:2], sorted(pids)[2:]):
+        check = audit(events[events["pid"].isin(workers)])
+        assert check.calls_checked > 20 and check.mismatches == 0
+
+
+AUTOLOAD = "dynamiccl.envs.nccl.autoload"
+TRAINS = """
+import sys, time
+start = time.perf_counter()
+import torch
+imported = time.perf_counter() - start
+torch.set_num_threads(1)
+p = torch.nn.Parameter(torch.zeros(64))
+p.grad = torch.ones(64)
+o = torch.optim.SGD([p], lr=0.1)
+times = []
+for _ in range(2000):
+    start = time.perf_counter()
+    o.step()
+    times.append(time.perf_counter() - start)
+print(imported, sorted(times)[1000])
+print(*(m for m in sys.modules if m.startswith("dynamiccl")), file=sys.stderr)
+"""
+
+
+def test_a_job_that_did_not_ask_costs_nothing_that_can_be_measured():
+    """Import and step with the package installed and the run variable unset, against PyTorch's loading switched off."""
+    seen = {"1": [], "0": []}
+    for i in range(3):
+        for autoload in ("01", "10")[i % 2]:
+            env = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))}
+            env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = autoload
+            done = subprocess.run([sys.executable, "-c", TRAINS], env=env, capture_output=True, text=True, check=True)
+            seen[autoload].append([float(x) for x in done.stdout.split()])
+            assert not set(done.stderr.split()) - {"dynamiccl", "dynamiccl.envs", "dynamiccl.envs.nccl", AUTOLOAD}
+    on, off = ([statistics.median(x) for x in zip(*seen[autoload], strict=True)] for autoload in "10")
+    print(
+        f"import {on[0]:.3f} s with, {off[0]:.3f} s without; optimizer step {1e6 * on[1]:.2f} us, {1e6 * off[1]:.2f} us"
+    )
+    assert on[0] < 1.2 * off[0] + 0.1 and on[1] < 1.2 * off[1]
