@@ -9,8 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from dynamiccl.zero_workload.dryrun import dry_run
-from dynamiccl.zero_workload.model import PRESETS
+from dynamiccl.agent.dryrun import PRESETS, dry_run
 
 FILE = Path(__file__).parents[1] / "envs" / "sim" / "streams.csv"
 HEAD = """\

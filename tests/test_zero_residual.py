@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dynamiccl.agent.commands.plan import Request, estimate
+from dynamiccl.agent.commands.plan import Request, activation_elements, estimate
+from dynamiccl.agent.dryrun import PRESETS, dry_run
 from dynamiccl.zero_workload import Engine, launch, zero
 from dynamiccl.zero_workload import train as train_module
 from dynamiccl.zero_workload.checkpoint import load, save
 from dynamiccl.zero_workload.data import Corpus
-from dynamiccl.zero_workload.dryrun import dry_run
-from dynamiccl.zero_workload.model import PRESETS, ModelConfig, Transformer
-from dynamiccl.zero_workload.planner import activation_elements, advice, stage_bytes
+from dynamiccl.zero_workload.model import ModelConfig, Transformer
+from dynamiccl.zero_workload.planner import advice, stage_bytes
 from dynamiccl.zero_workload.remat import Partition, best_interval
 from test_zero import BATCH, TINY, World, adamw, four, run, train_alone, two  # noqa: F401  (fixtures)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -217,8 +217,7 @@ def test_dry_run_of_gpt2_adds_up_and_differs_from_fsdp2_as_documented() -> None:
 def test_dry_run_of_llama_7b_takes_seconds(tmp_path: Path) -> None:
     code = (
         "import json, resource, time; begin = time.perf_counter()\n"
-        "from dynamiccl.zero_workload.dryrun import dry_run\n"
-        "from dynamiccl.zero_workload.model import PRESETS\n"
+        "from dynamiccl.agent.dryrun import PRESETS, dry_run\n"
         "calls, n = dry_run(PRESETS['llama-7b'], ranks=128, stage=3, keep_last=False)\n"
         "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "of = {f: sum(c.n_bytes for c in calls if c.func == f) for f in ('all_gather', 'reduce_scatter')}\n"

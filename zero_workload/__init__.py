@@ -36,7 +36,7 @@ With tensor parallelism a parameter is a DTensor, and all of this happens to the
 Beside it: ``model.py`` and ``data.py`` (what is trained), ``train.py`` and ``launch.py`` (the job, and its ranks on one
 machine), ``optim.py`` (Adan, Lion, Muon), ``remat.py`` (activation checkpointing, also partitioned over ranks),
 ``checkpoint.py``, ``peers.py`` (DDP, ZeroRedundancyOptimizer, FSDP2 in the same job), ``planner.py`` (what each stage
-holds and sends), ``dryrun.py`` (the collectives of any model on any number of ranks, without them).
+holds). ``dynamiccl record --dry-run`` shows the collectives of any model on any number of ranks, without them.
 """
 
 from .zero import Engine, zero

@@ -1,4 +1,4 @@
-"""Transformers: the byte-level one that the job trains, and the shapes of known models for dry runs."""
+"""Transformers of GPT-2's and Llama's families; the default is the byte-level one that the job trains."""
 
 from __future__ import annotations
 
@@ -46,16 +46,6 @@ class ModelConfig:
             raise ValueError(f"{sizes}: each divides the one before")
         if self.checkpoint not in CHECKPOINTS:
             raise ValueError(f"checkpoint is one of {', '.join(CHECKPOINTS)}, not {self.checkpoint!r}")
-
-
-PRESETS = {
-    "gpt2": ModelConfig(12, 768, 12, 1024, 50257, tied=True),
-    "gpt2-xl": ModelConfig(48, 1600, 25, 1024, 50257, tied=True),
-    "llama-7b": ModelConfig(32, 4096, 32, 2048, 32000, hidden=11008, llama=True),
-    "llama-13b": ModelConfig(40, 5120, 40, 2048, 32000, hidden=13824, llama=True),
-    "llama-70b": ModelConfig(80, 8192, 64, 4096, 32000, hidden=28672, kv_heads=8, llama=True),
-    "moe-8x7b": ModelConfig(32, 4096, 32, 4096, 32000, hidden=14336, kv_heads=8, llama=True, experts=8),
-}
 
 
 def _norm(config: ModelConfig) -> nn.Module:

@@ -1,7 +1,6 @@
-"""What training a model costs at each ZeRO stage, in closed form. Pure numbers: no torch, no GPU.
+"""What a rank holds at each ZeRO stage, in closed form: the formulas of Rajbhandari et al. (SC20).
 
-The formulas of Rajbhandari et al. (SC20), which the tests check against what the engine holds and sends;
-``dynamiccl plan`` builds on them.
+The tests check them against what the engine holds; ``dynamiccl plan`` builds on them.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ STATE = {
     ("fp32", "adan"): (4, 4, 16),
     ("fp32", "lion"): (4, 4, 4),
 }
-#: Passes of the parameters over the wire in a step: reduce-scatter and all-gathers.
-PASSES = (2, 2, 2, 3)
 
 
 def stage_bytes(
@@ -27,16 +24,6 @@ def stage_bytes(
     sizes = zip(STATE[precision, optimizer], sharded_from, strict=True)
     weights, gradients, states = (n * params / (ranks if stage >= least else 1) for n, least in sizes)
     return weights, gradients, states
-
-
-def traffic_bytes(weight_bytes: float, ranks: int, stage: int) -> float:
-    """Bytes a rank sends (and receives) a step on rings, when all weights are ``weight_bytes``."""
-    return PASSES[stage] * weight_bytes * (ranks - 1) / ranks
-
-
-def activation_elements(batch: int, seq: int, hidden: int, heads: int) -> float:
-    """Elements that one layer keeps for backward when attention is materialised: 14 B L d + B H L^2."""
-    return 14.0 * batch * seq * hidden + float(batch) * heads * seq**2
 
 
 def advice(params: int, ranks: int, stage: int, precision: str) -> str:

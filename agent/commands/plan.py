@@ -1,6 +1,7 @@
 """``dynamiccl plan``: what each ZeRO stage costs for a model, before anything is started.
 
-Memory and traffic are the formulas of ``zero_workload.planner``. Times are a model: a message of n bytes takes
+Memory and traffic are the formulas of Rajbhandari et al. (SC20), those of memory from ``zero_workload.planner``; the
+tests check them against what the engine holds and sends. Times are a model: a message of n bytes takes
 ``latency + n / bandwidth``, arithmetic runs at ``flops``.
 """
 
@@ -14,6 +15,8 @@ import typer
 
 from . import fail
 
+#: Passes of the parameters over the wire in a step, by stage: reduce-scatter and all-gathers.
+PASSES = (2, 2, 2, 3)
 _NAMES = ("data parallel", "optimizer states sharded", "gradients too", "parameters too")
 
 
@@ -57,6 +60,16 @@ class Request:
         return Request(**{**asdict(self), "hidden": hidden, "heads": self.heads or max(1, hidden // 128)})
 
 
+def traffic_bytes(weight_bytes: float, ranks: int, stage: int) -> float:
+    """Bytes a rank sends (and receives) a step on rings, when all weights are ``weight_bytes``."""
+    return PASSES[stage] * weight_bytes * (ranks - 1) / ranks
+
+
+def activation_elements(batch: int, seq: int, hidden: int, heads: int) -> float:
+    """Elements that one layer keeps for backward when attention is materialised: 14 B L d + B H L^2."""
+    return 14.0 * batch * seq * hidden + float(batch) * heads * seq**2
+
+
 def layer_times(request: Request, batch: int) -> tuple[float, float]:
     """Seconds to gather one layer, and to run its forward: 2 operations a parameter and token."""
     per_layer = request.params / request.layers
@@ -79,7 +92,7 @@ def estimate(request: Request, share: float = 0.05) -> dict[str, Any]:
     Raises:
         ValueError: there are no figures for that optimizer in that precision.
     """
-    from ...zero_workload.planner import PASSES, STATE, activation_elements, stage_bytes, traffic_bytes
+    from ...zero_workload.planner import STATE, stage_bytes
 
     r = request.completed()
     kind = (r.precision, r.optimizer)

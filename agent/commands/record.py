@@ -30,8 +30,8 @@ def record(
     import time
 
     from ...traces.files import TraceError, TraceWriter
-    from ...zero_workload.dryrun import dry_run as run
-    from ...zero_workload.model import PRESETS
+    from ..dryrun import PRESETS
+    from ..dryrun import dry_run as run
 
     if model not in PRESETS:
         fail(f"no model {model}: take one of {', '.join(PRESETS)}")

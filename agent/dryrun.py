@@ -16,9 +16,19 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .model import ModelConfig, Transformer
-from .peers import Peer
-from .zero import Engine, zero
+from ..zero_workload.model import ModelConfig, Transformer
+from ..zero_workload.peers import Peer
+from ..zero_workload.zero import Engine, zero
+
+#: Public models by their published shapes.
+PRESETS = {
+    "gpt2": ModelConfig(12, 768, 12, 1024, 50257, tied=True),
+    "gpt2-xl": ModelConfig(48, 1600, 25, 1024, 50257, tied=True),
+    "llama-7b": ModelConfig(32, 4096, 32, 2048, 32000, hidden=11008, llama=True),
+    "llama-13b": ModelConfig(40, 5120, 40, 2048, 32000, hidden=13824, llama=True),
+    "llama-70b": ModelConfig(80, 8192, 64, 4096, 32000, hidden=28672, kv_heads=8, llama=True),
+    "moe-8x7b": ModelConfig(32, 4096, 32, 4096, 32000, hidden=14336, kv_heads=8, llama=True, experts=8),
+}
 
 #: c10d operator -> name, and which argument is the whole buffer.
 _OPS = {
@@ -69,7 +79,7 @@ def dry_run(
     """The collectives of one step in steady state (the second), in order, as rank 0 sees them.
 
     Args:
-        config: shape of the transformer, see ``model.PRESETS``.
+        config: shape of the transformer, see ``PRESETS``.
         ranks: size of the fake group.
         stage: 0 to 3; for ``engine="fsdp2"`` 2 (parameters stay gathered) or 3.
         engine: ``"zero"`` (ours) or ``"fsdp2"`` (``fully_shard`` of each block and the root).
