@@ -33,7 +33,9 @@ class StopRule:
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.horizon = int(getattr(policy, "horizon", HORIZON))
-        self.patience, self.repeats = int(getattr(policy, "patience", PATIENCE)), 0
+        asked = int(getattr(policy, "patience", PATIENCE))
+        # On the board some play best without ever ending; beside a job the next slot waits for its turn.
+        self.patience, self.repeats = asked if asked <= HORIZON else PATIENCE, 0
 
     def __call__(self, observation: Array, action: Array) -> bool:
         """``observation`` (N_OBSERVATION,) and the (deterministic) ``action`` (2,) that the policy took on it."""
@@ -89,8 +91,8 @@ class Stopping:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        rule = StopRule(policy)
-        self.horizon, self.patience = rule.horizon, rule.patience
+        self.horizon = int(getattr(policy, "horizon", HORIZON))
+        self.patience = int(getattr(policy, "patience", PATIENCE))
 
     def predict(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,6 +58,7 @@ def bench(
     """
     if context.invoked_subcommand:  # `dynamiccl bench plugin` and the like have files of their own
         return
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the matrices are small, threads only fight
     from rich.console import Console
 
     from ..bench import Entry, entrants, run
