@@ -59,22 +59,20 @@ def _state(engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
 
     def add(kind: str, bucket: Bucket, begin: int, tensor: torch.Tensor) -> None:
         flat = tensor.detach().view(-1)
-        for piece, low, high in bucket.covered(begin, begin + flat.numel()):
-            key, numel = f"{kind}/{engine.names[piece.param]}", engine.shapes[piece.param].numel()
-            pieces = found.setdefault(key, _Pieces.of(numel))
-            pieces.parts[piece.start + low - piece.offset] = flat[low - begin : high - begin]
+        for index, start, part in bucket.covered(begin, flat.numel()):
+            pieces = found.setdefault(f"{kind}/{engine.names[index]}", _Pieces.of(engine.shapes[index].numel()))
+            pieces.parts[start] = flat[part]
 
     for bucket, part, param in engine.owned:
-        begin = bucket.owned(engine.comm).start + part.start
-        add("parameter", bucket, begin, param)
+        add("parameter", bucket, part.start, param)
         for name, value in engine.optimizer.state[param].items():
             if isinstance(value, torch.Tensor) and value.dim():
-                add(name, bucket, begin, value)
+                add(name, bucket, part.start, value)
             else:
                 scalars[name] = [type(value).__name__, float(value)]
     for bucket in engine.replicated.frozen.buckets + engine.sharded.buckets:
         if bucket.master is None:
-            add("parameter", bucket, bucket.owned(engine.comm).start, bucket.shard)
+            add("parameter", bucket, 0, bucket.shard)
     return found, scalars
 
 
@@ -132,8 +130,7 @@ def load(engine: Engine, folder: Path) -> int:
     kinds = {key.split("/", 1)[0] for key in known} - {"parameter", "buffer"}
     engine.synchronize()
     for bucket, part, param in engine.owned:  # the optimizer's states do not exist yet: make them, to be read into
-        begin = bucket.owned(engine.comm).start + part.start
-        held = [engine.names[piece.param] for piece, _, _ in bucket.covered(begin, begin + param.numel())][:1]
+        held = [engine.names[index] for index, _, _ in bucket.covered(part.start, param.numel())][:1]
         entries = {kind: known[f"{kind}/{name}"] for kind in kinds for name in held if f"{kind}/{name}" in known}
         engine.optimizer.state[param] = {
             **{kind: torch.zeros_like(param.detach(), dtype=e.properties.dtype) for kind, e in entries.items()},

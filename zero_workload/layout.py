@@ -79,7 +79,8 @@ class Bucket:
 
     numel: int
     pieces: list[Piece] = field(default_factory=list)
-    stage: int = 0
+    #: where this rank's shard lies in the bucket; all of it at stage 0.
+    owned: slice = field(default_factory=lambda: slice(0, 0))
     #: [numel] parameters in param_dtype; without storage while sharded at stage 3.
     full: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: [S] this rank's part of ``full``: a view of it, at stage 3 a tensor of its own.
@@ -92,17 +93,15 @@ class Bucket:
     #: pieces of parameters without a gradient yet in this backward pass.
     pending: int = 0
 
-    def owned(self, comm: Collectives) -> slice:
-        """Where this rank's shard lies in the bucket; all of it at stage 0."""
-        size = self.numel // comm.size
-        return slice(comm.rank * size, (comm.rank + 1) * size) if self.stage else slice(0, self.numel)
-
-    def covered(self, begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
-        """The pieces that reach into ``begin .. end`` of the bucket, each with where it begins and ends there."""
+    def covered(self, begin: int, numel: int) -> Iterator[tuple[int, int, slice]]:
+        """What the ``numel`` elements of the shard from ``begin`` on are: a parameter, its element that comes first
+        there, and where in those elements they lie; then the next parameter.
+        """
+        first = self.owned.start + begin
         for piece in self.pieces:
-            low, high = max(piece.offset, begin), min(piece.offset + piece.numel, end)
+            low, high = max(piece.offset, first), min(piece.offset + piece.numel, first + numel)
             if low < high:
-                yield piece, low, high
+                yield piece.param, piece.start + low - piece.offset, slice(low - first, high - first)
 
     def publish(self) -> None:
         """Round the master weights into the shard that is gathered."""
@@ -114,44 +113,45 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def cut(params: Sequence[tuple[int, int]], n_ranks: int, bucket_numel: int | None) -> list[Bucket]:
-    """Lay ``params`` (pairs of index and numel) end to end and cut the row into buckets of equal size.
+def end_to_end(sizes: dict[int, int], n_ranks: int) -> tuple[dict[int, int], int]:
+    """Where each parameter (index -> numel) begins in a row, and where the row ends, a multiple of ``n_ranks``.
 
-    A parameter may lie across several buckets, so that buffers and messages have a constant size however large a
-    layer is. ``bucket_numel`` ``None`` makes one bucket. Only the last bucket is shorter; padding is below
-    ``n_ranks`` elements plus what alignment takes (15 elements a parameter at most).
+    Padding is below ``n_ranks`` elements plus what alignment takes (15 elements a parameter at most).
     """
-    starts, end = [], 0
-    for _, numel in params:
-        starts.append(_up(end, ALIGN) if numel >= ALIGN_FROM else end)
-        end = starts[-1] + numel
-    total = _up(end, n_ranks)
-    size = total if bucket_numel is None else min(_up(max(bucket_numel, 1), n_ranks * ALIGN), total)
-    buckets = [Bucket(min(size, total - at)) for at in range(0, total, size)] if total else []
-    for (index, numel), begin in zip(params, starts, strict=True):
-        at = begin
-        while at < begin + numel:
-            bucket, offset = buckets[at // size], at % size
-            n = min(begin + numel - at, bucket.numel - offset)
-            bucket.pieces.append(Piece(index, at - begin, n, offset))
-            at += n
-    return buckets
+    begins, end = {}, 0
+    for index, numel in sizes.items():
+        begins[index] = _up(end, ALIGN) if numel >= ALIGN_FROM else end
+        end = begins[index] + numel
+    return begins, _up(end, n_ranks)
 
 
-def whole(params: Sequence[tuple[int, int]], n_ranks: int) -> list[Bucket]:
-    """One bucket whose shard boundaries fall between parameters, for optimizers that need whole matrices.
+def undivided(sizes: dict[int, int], n_ranks: int) -> tuple[dict[int, int], int]:
+    """The same with shard boundaries between parameters, for optimizers that need whole matrices.
 
     The largest parameters are dealt first, each to the rank with least so far; every shard is as long as the fullest.
     """
-    loads: list[list[Piece]] = [[] for _ in range(n_ranks)]
-    fill = [0] * n_ranks
-    for index, numel in sorted(params, key=lambda item: (-item[1], item[0])):
-        owner = fill.index(min(fill))
-        loads[owner].append(Piece(index, 0, numel, fill[owner]))
-        fill[owner] += _up(numel, ALIGN)
-    size = max(fill)
-    pieces = [p._replace(offset=p.offset + rank * size) for rank, load in enumerate(loads) for p in load]
-    return [Bucket(size * n_ranks, pieces)]
+    dealt, fill = {}, [0] * n_ranks
+    for index, numel in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        rank = fill.index(min(fill))
+        dealt[index] = rank, fill[rank]
+        fill[rank] += _up(numel, ALIGN)
+    return {index: rank * max(fill) + at for index, (rank, at) in dealt.items()}, max(fill) * n_ranks
+
+
+def cut(sizes: dict[int, int], begins: dict[int, int], total: int, bucket_numel: int) -> list[Bucket]:
+    """Cut a row into buckets of ``bucket_numel``, the last shorter.
+
+    A parameter may lie across several, so that messages and buffers have a constant size however large a layer is.
+    """
+    buckets = [Bucket(min(bucket_numel, total - at)) for at in range(0, total, bucket_numel)]
+    for index in sorted(begins, key=lambda index: begins[index]):
+        at, end = begins[index], begins[index] + sizes[index]
+        while at < end:
+            bucket, offset = buckets[at // bucket_numel], at % bucket_numel
+            n = min(end - at, bucket.numel - offset)
+            bucket.pieces.append(Piece(index, at - begins[index], n, offset))
+            at += n
+    return buckets
 
 
 class Row:
@@ -166,30 +166,28 @@ class Row:
         self, comm: Collectives, params: Sequence[nn.Parameter], indices: Sequence[int], settings: Settings, stage: int
     ) -> None:
         self.shapes = {i: local(params[i]).shape for i in indices}
-        sizes = [(i, shape.numel()) for i, shape in self.shapes.items()]
+        sizes = {i: shape.numel() for i, shape in self.shapes.items()}
+        self.begins, total = (undivided if settings.whole_params else end_to_end)(sizes, comm.size)
+        one = stage == 3 or settings.whole_params
+        wanted = total if one else _up(settings.bucket_bytes // settings.param_dtype.itemsize, comm.size * ALIGN)
+        self.buckets = cut(sizes, self.begins, total, max(1, min(wanted, total)))
         trainable = any(params[i].requires_grad for i in indices)
-        size = None if stage == 3 else settings.bucket_bytes // settings.param_dtype.itemsize
-        by_parameter = settings.whole_params and sizes
-        self.buckets = whole(sizes, comm.size) if by_parameter else cut(sizes, comm.size, size)
-        self.begins: dict[int, int] = {}
-        total = 0
         for bucket in self.buckets:
-            bucket.stage = stage if trainable or stage == 3 else 0
-            for piece in bucket.pieces:
-                self.begins.setdefault(piece.param, total + piece.offset)
-            total += bucket.numel
+            n = bucket.numel // comm.size
+            sharded = stage == 3 or (stage > 0 and trainable)
+            bucket.owned = slice(comm.rank * n, (comm.rank + 1) * n) if sharded else slice(0, bucket.numel)
         exact = local(params[0]).new_zeros(total, dtype=settings.master_dtype)
         for index in indices:
             self.view(exact, index).copy_(local(params[index]).detach())
         for part in self._split(exact):
             comm.broadcast(part)
-        mine = [part[b.owned(comm)] for b, part in zip(self.buckets, self._split(exact), strict=True)]
+        mine = [part[b.owned] for b, part in zip(self.buckets, self._split(exact), strict=True)]
         if mine and (stage == 3 or settings.param_dtype != settings.master_dtype):
             mine = list(torch.cat(mine).split([m.numel() for m in mine]))  # an arena of their own: `exact` goes
         self.arena = exact.to(settings.param_dtype)
         for bucket, full, master in zip(self.buckets, self._split(self.arena), mine, strict=True):
             bucket.full, bucket.master = full, nn.Parameter(master) if trainable else None
-            bucket.shard = master.to(full.dtype) if stage == 3 else full[bucket.owned(comm)]
+            bucket.shard = master.to(full.dtype) if stage == 3 else full[bucket.owned]
         for index in indices:
             point(params[index], self.view(self.arena, index))
         if trainable and stage <= 1:
@@ -207,7 +205,7 @@ class Row:
 
     def view(self, arena: torch.Tensor, index: int) -> torch.Tensor:
         """Parameter ``index`` in ``arena`` [all buckets]: its pieces lie end to end, across buckets."""
-        begin, shape = self.begins.get(index, 0), self.shapes[index]  # one without elements has no piece
+        begin, shape = self.begins[index], self.shapes[index]
         return arena[begin : begin + shape.numel()].view(shape)
 
 

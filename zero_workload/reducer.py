@@ -28,8 +28,8 @@ class Reducer:
         self.at_end: list[Callable[[], None]] = []  # called at the end of every backward pass
         self.buffer_bytes = 0
         self._free: dict[int, list[torch.Tensor]] = {}
-        # bucket, handle, result, send buffer to give back, whether the shard starts afresh
-        self._work: deque[tuple[Bucket, dist.Work, torch.Tensor, torch.Tensor | None, bool]] = deque()
+        # bucket, handle, result, and the buffer that is sent (stages 2 and 3)
+        self._work: deque[tuple[Bucket, dist.Work, torch.Tensor, torch.Tensor | None]] = deque()
 
     @property
     def last_micro_batch(self) -> bool:
@@ -51,21 +51,25 @@ class Reducer:
         """Start the reduction of ``bucket``. At stages 2 and 3 this frees the gradients it has copied."""
         size = bucket.numel // self.comm.size
         if bucket.grads is not None:
-            if bucket.stage == 0 or self.settings.classic:
-                out, work = bucket.grads, self.comm.all_reduce(bucket.grads)
+            if self.settings.stage == 0 or self.settings.classic:
+                out, work = bucket.grads[bucket.owned], self.comm.all_reduce(bucket.grads)
             else:
                 out = bucket.grads.new_empty(size)
                 work = self.comm.reduce_scatter(out, bucket.grads)
-            self._work.append((bucket, work, out, None, True))
+            bucket.grad_shard = out
+            self._work.append((bucket, work, out, None))
             return
         # The buffers are as many as the reductions in flight: wait for the oldest before filling another.
         while len(self._work) >= self.IN_FLIGHT:
             self._finish()
-        send, afresh = self._pack(bucket), self.micro_batch == 0
+        send = self._pack(bucket)
         assert bucket.grad_shard is not None
-        direct = afresh and bucket.grad_shard.dtype == send.dtype
-        out = bucket.grad_shard if direct else self._take(size)
-        self._work.append((bucket, self.comm.reduce_scatter(out, send), out, send, afresh))
+        out = bucket.grad_shard
+        if self.micro_batch > 0 or out.dtype != send.dtype:  # to be added to what is there
+            out = self._take(size)
+            if self.micro_batch == 0:
+                bucket.grad_shard.zero_()
+        self._work.append((bucket, self.comm.reduce_scatter(out, send), out, send))
 
     def drain(self) -> None:
         """Wait for everything under way."""
@@ -103,13 +107,11 @@ class Reducer:
         return send
 
     def _finish(self) -> None:
-        bucket, work, out, send, afresh = self._work.popleft()
+        bucket, work, out, send = self._work.popleft()
         work.wait()
-        if send is None:
-            bucket.grad_shard = out[bucket.owned(self.comm)] if out is bucket.grads else out
-            return
-        assert bucket.grad_shard is not None
         if out is not bucket.grad_shard:
-            bucket.grad_shard.copy_(out) if afresh else bucket.grad_shard.add_(out)
+            assert bucket.grad_shard is not None
+            bucket.grad_shard.add_(out)
             self._give(out)
-        self._give(send)
+        if send is not None:
+            self._give(send)

@@ -205,23 +205,19 @@ class Engine:
     def _split(self, bucket: Bucket) -> list[tuple[Bucket, slice, nn.Parameter]]:
         """What the optimizer gets of ``bucket``: its flat shard, or views of this rank's whole parameters in it."""
         assert bucket.master is not None
-        owned, parts = bucket.owned(self.comm), []
+        flat, numel = bucket.master.detach(), bucket.master.numel()
         if not self.settings.whole_params:
-            return [(bucket, slice(0, bucket.master.numel()), bucket.master)]
-        for piece, low, high in bucket.covered(owned.start, owned.stop):
-            part = slice(low - owned.start, high - owned.start)
-            view = bucket.master.detach()[part].view(self.shapes[piece.param])
-            parts.append((bucket, part, nn.Parameter(view)))
-        return parts
+            return [(bucket, slice(0, numel), bucket.master)]
+        parts = bucket.covered(0, numel)
+        return [(bucket, part, nn.Parameter(flat[part].view(self.shapes[index]))) for index, _, part in parts]
 
     def _unscale_and_clip(self) -> torch.Tensor:
         grads = [param.grad for _, _, param in self.owned if param.grad is not None]
         parts = [n.float().square() for n in torch._foreach_norm(grads)] if grads and not self._tp_groups else []
         if self._tp_groups:  # by parameter: what several tensor-parallel ranks hold counts once
             for (bucket, _, _), grad in zip(self.owned, grads, strict=True):
-                begin = bucket.owned(self.comm).start
-                for piece, low, high in bucket.covered(begin, begin + grad.numel()):
-                    parts.append(grad[low - begin : high - begin].float().norm().square() / self._copies[piece.param])
+                for index, _, part in bucket.covered(0, grad.numel()):
+                    parts.append(grad[part].float().norm().square() / self._copies[index])
         total = torch.stack(parts).sum() if parts else torch.zeros((), device=self.params[0].device)
         if self.stage:  # each rank saw its own shards; stage 0 has all of them everywhere
             self.comm.all_reduce(total, dist.ReduceOp.SUM).wait()
