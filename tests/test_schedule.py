@@ -200,7 +200,7 @@ def test_candidates_are_what_the_mask_allows():
 
 
 def test_the_recorded_oracle_of_the_demo_is_what_its_command_says(capsys):
-    recorded = json.loads((Path(__file__).parent / "data" / "oracle_demo.json").read_text())
+    recorded = json.loads((Path(__file__).parent / "data" / "modelled_oracle.json").read_text())
     command = recorded.pop("command").split()
     assert command[:2] == ["dynamiccl", "oracle"]
     options = dict(zip(command[2::2], command[3::2], strict=False))
