@@ -175,13 +175,13 @@ def tables(folder: Path) -> str:
     return "\n".join(parts)
 
 
-def with_tables(readme: str, text: str) -> str:
-    """The README with ``text`` between its board marks. Raises ValueError when it has none."""
+def with_tables(readme: str, text: str, mark: str = "board") -> str:
+    """The README with ``text`` between its marks. Raises ValueError when it has none."""
     new, n = re.subn(
-        r"(<!-- board -->\n).*?(<!-- /board -->)", lambda m: f"{m[1]}{text}{m[2]}", readme, flags=re.DOTALL
+        rf"(<!-- {mark} -->\n).*?(<!-- /{mark} -->)", lambda m: f"{m[1]}{text}{m[2]}", readme, flags=re.DOTALL
     )
     if n != 1:
-        raise ValueError("the README needs one <!-- board --> and one <!-- /board --> on lines of their own")
+        raise ValueError(f"the README needs one <!-- {mark} --> and one <!-- /{mark} --> on lines of their own")
     return new
 
 

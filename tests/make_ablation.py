@@ -1,7 +1,7 @@
 """What each part of the policy is worth: ``python tests/make_ablation.py [FOLDER]`` (about a quarter of an hour).
 
 Trains the policy whole and without each part, all on the same, smaller budget and seed, and plays both suites. Writes
-``agent/ablation.json``; training can be cut short and goes on where it was.
+``agent/ablation.json`` and the README's table; training can be cut short and goes on where it was.
 """
 
 import dataclasses
@@ -13,13 +13,15 @@ from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy
 
+from dynamiccl.agent.board import with_tables
 from dynamiccl.agent.policy import PARTS
 from dynamiccl.agent.stopping import Stopping
 from dynamiccl.agent.train import Settings, Training, simulator
 from dynamiccl.envs.arena import SUITES, Arena, Suite, play
 from dynamiccl.envs.leaderboard import bootstrap, per_task, summary
 
-FILE = Path(__file__).parents[1] / "agent" / "ablation.json"
+ROOT = Path(__file__).parents[1]
+FILE, README = ROOT / "agent" / "ablation.json", ROOT / "README.md"
 BUDGET = Settings(prior=1_048_576, steps=1_048_576)
 VARIANTS = {
     "whole": BUDGET,
@@ -62,7 +64,25 @@ def main(folder: Path) -> None:
             }
         print(name, json.dumps(rows[name]), flush=True)
     settings = {k: v for k, v in dataclasses.asdict(BUDGET).items() if k not in ("without", "one_cluster")}
-    FILE.write_text(json.dumps({"settings": settings, "repeats": REPEATS, "variants": rows}, indent=1) + "\n")
+    found = {"settings": settings, "repeats": REPEATS, "variants": rows}
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    README.write_text(with_tables(README.read_text(), table(found), "ablation"))
+
+
+def table(found: dict[str, Any]) -> str:
+    """The README's table of ``ablation.json``."""
+    lines = [
+        "| trained | " + " | ".join(f"{suite}: regret | more than whole | gain at 4, at 64" for suite in SUITES) + " |"
+    ]
+    lines.append("|---|" + "---|" * 3 * len(SUITES))
+    for name, by_suite in found["variants"].items():
+        cells = [name]
+        for row in (by_suite[suite] for suite in SUITES):
+            low, high = row["more_than_whole_ci95"]
+            more = "" if name == "whole" else f"{row['more_than_whole']:+.3f} [{low:+.3f}, {high:+.3f}]"
+            cells += [f"{row['regret']:.3f}", more, f"{row['share_of_gain_4']:.0%}, {row['share_of_gain']:.0%}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import make_ablation
 import numpy as np
 import pytest
 from dynamiccl.agent.bench import Entry, enter
@@ -137,10 +138,13 @@ def test_the_readme_says_what_the_filed_results_say() -> None:
     """Every filed decision is replayed; the README's tables are made from them and from nothing else."""
     root = Path(__file__).resolve().parents[1]
     readme = (root / "README.md").read_text(encoding="utf-8")
-    filed = tables(root / "traces")
-    if not filed:
-        pytest.skip("no results are on record yet")
-    assert with_tables(readme, filed) == readme
+    assert with_tables(readme, tables(root / "traces")) == readme
     for name in SUITES:
         names = {s["entrant"] for s in filed_results(Suite.load(name).name)}
         assert {"lstm", "aa", "static-best", "coordinate-descent", "gp", "thompson", "oracle"} <= names
+
+
+def test_the_readme_says_what_the_ablation_on_record_says() -> None:
+    found, readme = json.loads(make_ablation.FILE.read_text()), make_ablation.README.read_text(encoding="utf-8")
+    assert set(found["variants"]) == set(make_ablation.VARIANTS)
+    assert with_tables(readme, make_ablation.table(found), "ablation") == readme
