@@ -16,19 +16,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..zero_workload.model import ModelConfig, Transformer
 from ..zero_workload.peers import Peer
 from ..zero_workload.zero import Engine, zero
-
-#: Public models by their published shapes.
-PRESETS = {
-    "gpt2": ModelConfig(12, 768, 12, 1024, 50257, tied=True),
-    "gpt2-xl": ModelConfig(48, 1600, 25, 1024, 50257, tied=True),
-    "llama-7b": ModelConfig(32, 4096, 32, 2048, 32000, hidden=11008, llama=True),
-    "llama-13b": ModelConfig(40, 5120, 40, 2048, 32000, hidden=13824, llama=True),
-    "llama-70b": ModelConfig(80, 8192, 64, 4096, 32000, hidden=28672, kv_heads=8, llama=True),
-    "moe-8x7b": ModelConfig(32, 4096, 32, 4096, 32000, hidden=14336, kv_heads=8, llama=True, experts=8),
-}
+from .dryrun_models import Shape
 
 #: c10d operator -> name, and which argument is the whole buffer.
 _OPS = {
@@ -67,7 +57,7 @@ class CollectiveLog(TorchDispatchMode):
 
 
 def dry_run(
-    config: ModelConfig,
+    shape: Shape,
     *,
     ranks: int,
     stage: int,
@@ -79,7 +69,7 @@ def dry_run(
     """The collectives of one step in steady state (the second), in order, as rank 0 sees them.
 
     Args:
-        config: shape of the transformer, see ``PRESETS``.
+        shape: of the transformer, see ``dryrun_models.PRESETS``.
         ranks: size of the fake group.
         stage: 0 to 3; for ``engine="fsdp2"`` 2 (parameters stay gathered) or 3.
         engine: ``"zero"`` (ours) or ``"fsdp2"`` (``fully_shard`` of each block and the root).
@@ -103,7 +93,7 @@ def dry_run(
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,)) if engine == "fsdp2" else None
         with FakeTensorMode(), torch.device("cpu"):
-            model = Transformer(config)
+            model = shape.build()
             n_params = sum(p.numel() for p in model.parameters())
             job: Engine | Peer
             if engine == "fsdp2":
@@ -111,7 +101,7 @@ def dry_run(
                 job = Peer(name, model, torch.optim.SGD, param_dtype=param_dtype, mesh=mesh)
             else:
                 job = zero(model, torch.optim.SGD, stage=stage, param_dtype=param_dtype, **settings)
-            tokens = torch.zeros(batch, config.seq, dtype=torch.int64)
+            tokens = torch.zeros(batch, shape.seq, dtype=torch.int64)
             for _ in range(2):
                 with CollectiveLog() as log:
                     job.backward(model(tokens, tokens))

@@ -9,7 +9,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from dynamiccl.agent.dryrun import PRESETS, dry_run
+from dynamiccl.agent.dryrun import dry_run
+from dynamiccl.agent.dryrun_models import PRESETS
 
 FILE = Path(__file__).parents[1] / "envs" / "sim" / "streams.csv"
 HEAD = """\

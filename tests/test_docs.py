@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("agent", "envs", "traces", "zero_workload")
 PYTHON = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 README = ROOT / "README.md"
+READMES = sorted(p for folder in (".", *FOLDERS) for p in (ROOT / folder).glob("*.md"))
 
 
 def name_of(path):
@@ -126,8 +127,18 @@ tests/             one file a module
     assert tree_of("no tree here\n```\nls\n```\n") is None
 
 
-@pytest.mark.parametrize("path", [README, *sorted(ROOT.glob("*.md"))] if README.exists() else [], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", READMES, ids=name_of)
 def test_links_inside_the_repository_lead_somewhere(path):
     text = path.read_text(encoding="utf-8")
     targets = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", text)
     assert [t for t in targets if not (path.parent / t).exists()] == []
+
+
+def test_the_tour_of_the_job_names_what_is_there():
+    """Every name in backticks that stands outside of links is something that the folder's modules define."""
+    folder = ROOT / "zero_workload"
+    tour = (folder / "README.md").read_text(encoding="utf-8").partition("## A guided tour")[2]
+    nodes = [node for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    named = set(re.findall(r"(?<!\[)`(\w+)`", tour))
+    assert len(named) > 10 and named <= defined

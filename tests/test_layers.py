@@ -18,7 +18,7 @@ MAY_IMPORT = {
 }
 #: What decides must not know the job. The command line may offer what the job can tell of itself, and the dry run is a
 #: job that does not run: it makes traces, for what decides to read.
-KNOW_THE_JOB = ("agent/commands/", "agent/dryrun.py")
+KNOW_THE_JOB = ("agent/commands/", "agent/dryrun.py", "agent/dryrun_models.py")
 #: Libraries that only some folders may import: where the process touches shared memory or learns.
 SHARED_MEMORY = ("envs/nccl/", "envs/sim/rendezvous.py")  # the second stands in for NCCL's own transport
 ONLY_IN = {

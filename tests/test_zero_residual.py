@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dynamiccl.agent.commands.plan import Request, activation_elements, estimate
-from dynamiccl.agent.dryrun import PRESETS, dry_run
+from dynamiccl.agent.dryrun import dry_run
+from dynamiccl.agent.dryrun_models import PRESETS
 from dynamiccl.zero_workload import Engine, launch, zero
 from dynamiccl.zero_workload import train as train_module
 from dynamiccl.zero_workload.checkpoint import load, save
@@ -50,7 +51,7 @@ class Counting(Partition):
 def tensor_parallel(partitioned: bool, arena: int) -> tuple[float, list[float], int, int]:
     """Loss, some gradients, elements of checkpoints this rank keeps, and those in the arena."""
     torch.manual_seed(0)
-    partition = Counting(None, arena=arena) if partitioned else None
+    partition = Counting(None, torch.empty(arena)) if partitioned else None
     model = Transformer(SHAPE, partition)
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
@@ -214,10 +215,20 @@ def test_dry_run_of_gpt2_adds_up_and_differs_from_fsdp2_as_documented() -> None:
         assert total(calls, "all_gather") == total(calls, "reduce_scatter") == pytest.approx(2 * n_params, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("model", "n_params"),
+    [("llama-13b", 13_015_864_320), ("llama-70b", 68_976_648_192), ("moe-8x7b", 46_702_792_704)],
+)
+def test_public_models_have_their_published_size(model: str, n_params: int) -> None:
+    with torch.device("meta"):
+        assert sum(p.numel() for p in PRESETS[model].build().parameters()) == n_params
+
+
 def test_dry_run_of_llama_7b_takes_seconds(tmp_path: Path) -> None:
     code = (
         "import json, resource, time; begin = time.perf_counter()\n"
-        "from dynamiccl.agent.dryrun import PRESETS, dry_run\n"
+        "from dynamiccl.agent.dryrun import dry_run\n"
+        "from dynamiccl.agent.dryrun_models import PRESETS\n"
         "calls, n = dry_run(PRESETS['llama-7b'], ranks=128, stage=3, keep_last=False)\n"
         "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "of = {f: sum(c.n_bytes for c in calls if c.func == f) for f in ('all_gather', 'reduce_scatter')}\n"

@@ -76,10 +76,6 @@ def _state(engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
     return found, scalars
 
 
-def _shapes(engine: Engine) -> dict[str, list[int]]:
-    return {name: list(shape) for name, shape in zip(engine.names, engine.shapes, strict=True)}
-
-
 def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
     """Write ``folder/step-NNNNNNNN`` on all ranks together; the ``keep`` newest stay.
 
@@ -97,8 +93,8 @@ def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
     state, scalars = _state(engine)
     state_dict_saver.save(state, checkpoint_id=partial, process_group=engine.comm.group)
     if engine.comm.rank == 0:
-        scale = {"loss_scale": engine.loss_scale, "good_steps": engine.good_steps}
-        meta = {"step": step, "shapes": _shapes(engine), "scalars": scalars, **scale}
+        meta = {"step": step, "shapes": dict(zip(engine.names, engine.shapes, strict=True)), "scalars": scalars}
+        meta |= {"loss_scale": engine.loss_scale, "good_steps": engine.good_steps}
         (partial / "meta.json").write_text(json.dumps(meta))
         shutil.rmtree(done, ignore_errors=True)
         partial.rename(done)
@@ -121,11 +117,11 @@ def load(engine: Engine, folder: Path) -> int:
     if newest is None:
         raise ValueError(f"no checkpoint in {folder}")
     meta = json.loads((newest / "meta.json").read_text())
-    there, here = meta["shapes"], _shapes(engine)
+    there, here = meta["shapes"], dict(zip(engine.names, map(list, engine.shapes), strict=True))
     for name in sorted({*there, *here}):
-        if there.get(name) != here.get(name):
-            sizes = f"{there.get(name)} there, {here.get(name)} here"
-            raise ValueError(f"{newest} is of another model: {name} is {sizes}")
+        then, now = there.get(name), here.get(name)
+        if then != now:
+            raise ValueError(f"{newest} is of another model: {name} is {then} there, {now} here")
     known: dict[str, Any] = filesystem.FileSystemReader(newest).read_metadata().state_dict_metadata
     kinds = {key.split("/", 1)[0] for key in known} - {"parameter", "buffer"}
     engine.synchronize()

@@ -19,19 +19,19 @@ ERRORS = "ZERO_WORKLOAD_ERRORS"
 LAUNCHER = "ZERO_WORKLOAD_LAUNCHER"
 
 
-class BadInput(Exception):
-    """The request cannot be served as asked; the message says what to do. Exit code 2."""
-
-
-class Failed(Exception):
-    """The run broke; the message says why. Exit code 1."""
+class Failed(RuntimeError):
+    """The run broke; the message says why."""
 
 
 def report(rank: int, error: BaseException) -> int:
-    """Tell the user, or the launcher if there is one, why this rank ends. Returns the exit code."""
-    code = 2 if isinstance(error, BadInput) else 1
+    """Tell the user, or the launcher if there is one, why this rank ends.
+
+    Returns:
+        The exit code: 2 for a ValueError (the request cannot be served as asked), 1 for any other (the run broke).
+    """
+    code = 2 if isinstance(error, ValueError) else 1
     text = (str(error).strip().splitlines() or [""])[0]
-    if not isinstance(error, BadInput | Failed | ValueError):
+    if not isinstance(error, Failed | ValueError):
         text = f"{type(error).__name__}: {text}"
     if ERRORS in os.environ:
         note = Path(os.environ[ERRORS], f"{rank}.partial")
@@ -60,29 +60,24 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
             rank.send_signal(signal.SIGKILL if stopped else signal.SIGTERM)
         stopped.append(number)
 
-    def wait(seconds: float) -> None:
-        """Until all ranks have ended, or that long."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-            time.sleep(0.05)
-
     with tempfile.TemporaryDirectory(prefix="zero-workload-") as folder:
         env = {"OMP_NUM_THREADS": "1", **os.environ, ERRORS: folder, LAUNCHER: str(os.getpid())}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        env |= {"WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(n_ranks)}
+        env["LOCAL_WORLD_SIZE"] = env["WORLD_SIZE"]
         previous = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
-            for rank in map(str, range(n_ranks)):
+            for place in ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)):
                 command = [sys.executable, "-m", str(__package__), *arguments]
                 # A session of their own: Ctrl-C reaches the launcher, which tells the ranks once.
-                place = {"RANK": rank, "LOCAL_RANK": rank}
                 ranks.append(subprocess.Popen(command, env=env | place, start_new_session=True))
             while not stopped and not (failed := [n for n, r in enumerate(ranks) if r.poll()]):
                 if all(rank.returncode == 0 for rank in ranks):
                     return 0
                 time.sleep(0.05)
             # The others may be writing down an error of their own, or finish their step.
-            wait(10 if stopped else 0.5)
+            deadline = time.monotonic() + (10 if stopped else 0.5)
+            while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
+                time.sleep(0.05)
             ended = {n: status for n, rank in enumerate(ranks) if (status := rank.poll()) is not None}
         finally:
             for process in ranks:

@@ -5,7 +5,7 @@ Adan and Lion are elementwise and run at every stage. Muon needs whole matrices:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """Calls ``update`` for every parameter that has a gradient; ``options`` are the keywords and their defaults."""
+    """Calls ``_update`` for every parameter that has a gradient; ``options`` are the keywords and their defaults."""
 
     elementwise = True
     options: ClassVar[dict[str, Any]]
@@ -24,16 +24,14 @@ class _Optimizer(torch.optim.Optimizer):
         super().__init__(params, self.options | options)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter once; ``closure``, if given, is called first and its value returned."""
-        result = torch.enable_grad()(closure)() if closure else None
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter once."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self.update(param, param.grad, self.state[param], group)
-        return result
+                    self._update(param, param.grad, self.state[param], group)
 
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Change ``p`` by its gradient ``g``, in place; ``state`` is empty at first."""
         raise NotImplementedError
 
@@ -50,12 +48,11 @@ class Adan(_Optimizer):
         "lr": 1e-3,
         "betas": (0.98, 0.92, 0.99),
         "eps": 1e-8,
-        "weight_decay": 0.0,
+        "weight_decay": 0,
         "previous_dtype": None,
     }
 
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """As the base class says."""
+    def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             state["step"] = 0
             state.update({name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_diff", "exp_avg_sq")})
@@ -82,8 +79,7 @@ class Lion(_Optimizer):
 
     options: ClassVar = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
 
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """As the base class says."""
+    def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             state["exp_avg"] = torch.zeros_like(p)
         beta1, beta2 = group["betas"]
@@ -102,8 +98,7 @@ class Muon(_Optimizer):
     elementwise = False
     options: ClassVar = {"lr": 0.02, "momentum": 0.95, "adam_lr": 1e-3}
 
-    def update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """As the base class says."""
+    def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             state["exp_avg"] = torch.zeros_like(p)
         if p.dim() >= 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +44,7 @@ class Peer:
     ) -> None:
         if name not in PEERS:
             raise ValueError(f"a peer is one of {', '.join(PEERS)}, not {name!r}")
-        self.model, self.max_norm, self.accumulation, self.passes = model, max_norm, gradient_accumulation, 0
-        make: Any = optimizer
+        self.model, self.max_norm, self.accumulation = model, max_norm, gradient_accumulation
         if name.startswith("fsdp2"):  # imported where used: it takes seconds
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -53,28 +53,23 @@ class Peer:
                 fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=name == "fsdp2")
             fully_shard(model, mesh=mesh, mp_policy=policy)
         else:
-            cap = bucket_bytes / 2**20
             self.model = nn.parallel.DistributedDataParallel(
-                model.to(param_dtype), bucket_cap_mb=cap, gradient_as_bucket_view=True
+                model.to(param_dtype), bucket_cap_mb=bucket_bytes / 2**20, gradient_as_bucket_view=True
             )
-        self.optimizer: torch.optim.Optimizer
+        make: Any = optimizer
         if name == "zero-optimizer":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
-            self.optimizer = ZeroRedundancyOptimizer(list(model.parameters()), make, parameters_as_bucket_view=True)
-        else:
-            self.optimizer = make(list(model.parameters()))
+            make = partial(ZeroRedundancyOptimizer, optimizer_class=make, parameters_as_bucket_view=True)
+        self.optimizer: torch.optim.Optimizer = make(list(model.parameters()))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagate ``loss`` (scalar), divided by the accumulation steps."""
         (loss / self.accumulation).backward()
-        self.passes += 1
 
     def step(self) -> torch.Tensor | None:
-        """Clip, update, forget the gradients; nothing before the last micro-batch. Returns the norm if clipping."""
-        if self.passes < self.accumulation:
-            return None
-        self.passes, norm = 0, None
+        """Clip, update, forget the gradients; called after the last micro-batch. Returns the norm if clipping."""
+        norm = None
         if self.max_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()

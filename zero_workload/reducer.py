@@ -31,11 +31,6 @@ class Reducer:
         # bucket, handle, result, and the buffer that is sent (stages 2 and 3)
         self._work: deque[tuple[Bucket, dist.Work, torch.Tensor, torch.Tensor | None]] = deque()
 
-    @property
-    def last_micro_batch(self) -> bool:
-        """This backward pass is the accumulation's last."""
-        return self.micro_batch == self.settings.gradient_accumulation - 1
-
     def begin_backward(self) -> None:
         """Called by whatever sees a backward pass first."""
         if not self.in_backward:

@@ -23,20 +23,13 @@ class Partition:
 
     Args:
         group: the tensor-parallel ranks.
-        arena: elements of ``dtype`` on ``device`` to allocate beforehand for the parts, so that long-lived checkpoints
-            do not lie between short-lived activations (ZeRO-R's M_D); what does not fit is allocated by itself.
+        arena: a flat tensor, allocated beforehand, for the parts of its dtype, so that long-lived checkpoints do not
+            lie between short-lived activations (ZeRO-R's M_D); what does not fit is allocated by itself.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        arena: int = 0,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, arena: torch.Tensor | None = None) -> None:
         self.comm = Collectives(group)
-        self.arena = torch.empty(arena, dtype=dtype, device=device)
+        self.arena = torch.empty(0) if arena is None else arena
         self._used = self._live = 0
 
     def save(self, tensor: torch.Tensor) -> Any:

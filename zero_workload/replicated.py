@@ -8,21 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .comm import Collectives
-from .layout import Bucket, Row, Settings, Unit, gradient, like, local
+from .layout import Bucket, Row, Unit, gradient, like, local
 from .reducer import Reducer
 
 
 class Replicated:
     """The part of a model whose parameters are replicated: ``units``. Stage 3 (what ``hybrid`` leaves) counts as 2."""
 
-    def __init__(
-        self, comm: Collectives, params: list[nn.Parameter], units: list[Unit], settings: Settings, reducer: Reducer
-    ) -> None:
-        self.comm, self.params, self.reducer, self.stage = comm, params, reducer, min(settings.stage, 2)
+    def __init__(self, units: list[Unit], reducer: Reducer) -> None:
+        self.comm, self.params, self.reducer = reducer.comm, reducer.params, reducer
+        settings, params, self.stage = reducer.settings, reducer.params, min(reducer.settings.stage, 2)
         held = sorted(i for u in units for i in u.params)  # as registered: the order of first use
         trainable, frozen = ([i for i in held if params[i].requires_grad is kind] for kind in (True, False))
-        self.row, self.frozen = (Row(comm, params, some, settings, self.stage) for some in (trainable, frozen))
+        self.row, self.frozen = (Row(self.comm, params, some, settings, self.stage) for some in (trainable, frozen))
         self.in_bucket: dict[int, list[Bucket]] = {i: [] for i in trainable}
         for bucket in self.row.buckets:
             for piece in bucket.pieces:
@@ -58,7 +56,7 @@ class Replicated:
         """Buckets are reduced strictly last to first, on every rank alike: a rank that does not use some parameter
         must not send its collectives in another order than the rest.
         """
-        if self.stage == 2 or self.reducer.last_micro_batch:
+        if self.stage == 2 or self.reducer.micro_batch == self.reducer.settings.gradient_accumulation - 1:
             while self._next >= 0 and not (complete_only and self.row.buckets[self._next].pending > 0):
                 self.reducer.launch(self.row.buckets[self._next])
                 self._next -= 1

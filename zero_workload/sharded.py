@@ -1,8 +1,5 @@
-"""Stage 3: parameters are sharded too. Each unit is gathered just before it is used and freed just after.
-
-Forward: ``_pre_forward`` gathers the unit and starts the gathers of the next ``prefetch``; ``_post_forward`` frees
-it. Backward: a hook on the unit's output gathers it again, with those before it; when the gradient of its input is
-known, all its parameters' gradients are too, and they are reduce-scattered.
+"""Stage 3: parameters are sharded too. Each unit is gathered just before it is used and freed just after, in forward
+by hooks on its module, in backward by hooks on its output (gather) and its input (free, and reduce its gradients).
 """
 
 from __future__ import annotations
@@ -11,15 +8,15 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from .comm import Collectives
-from .layout import Row, Settings, Unit, point
+from .layout import Row, Unit, point
 from .reducer import Reducer
 
 
@@ -40,10 +37,9 @@ class _AfterBackward(torch.autograd.Function):
 class Sharded:
     """The part of a model whose parameters are sharded at rest: ``units``, the root's first."""
 
-    def __init__(
-        self, comm: Collectives, params: list[nn.Parameter], units: list[Unit], settings: Settings, reducer: Reducer
-    ) -> None:
-        self.comm, self.params, self.reducer, self.keep_last = comm, params, reducer, settings.keep_last
+    def __init__(self, units: list[Unit], reducer: Reducer) -> None:
+        self.comm, self.params, self.reducer = reducer.comm, reducer.params, reducer
+        settings, params, self.keep_last = reducer.settings, reducer.params, reducer.settings.keep_last
         self.prefetch = 1 if settings.prefetch == "auto" else int(settings.prefetch)
         self.prefetch_reason = "as asked for"
         #: seconds of each gather and each unit's forward, while ``prefetch="auto"`` measures.
@@ -55,7 +51,7 @@ class Sharded:
         self.units = [u for u in units if u.params]
         for unit in self.units:
             kinds = [[i for i in unit.params if params[i].requires_grad is kind] for kind in (True, False)]
-            unit.rows = [Row(comm, params, some, settings, 3) for some in kinds if some]
+            unit.rows = [Row(self.comm, params, some, settings, 3) for some in kinds if some]
             self.free(unit)
             unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(partial(self._post_forward, unit))
@@ -93,17 +89,17 @@ class Sharded:
         """
         if unit.gathers is not None:
             self.wait(unit)
-        if unit.gathered:
-            unit.gathered = False
-            for row in unit.rows:
-                for index in row.begins:
-                    point(self.params[index], row.arena.new_empty(0))
-                _resize(row.arena, 0)
+        for row in unit.rows if unit.gathered else ():
+            for index in row.begins:
+                point(self.params[index], row.arena.new_empty(0))
+            _resize(row.arena, 0)
+        unit.gathered = False
 
     # Forward -------------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """At the start of the root's forward."""
+        """At the start of the model's forward."""
+        self.reducer.in_backward = False  # a backward pass may have ended with an error
         if self._spans and self._cursor == len(self.order):
             self._choose_prefetch(self._spans)
         del self.order[self._cursor :]
@@ -147,7 +143,7 @@ class Sharded:
         if self._spans is not None and self._known and unit.name != "root":
             self._clock("compute")
         if torch.is_grad_enabled():
-            for tensor in tree_flatten(output)[0]:
+            for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, unit))
             # Backward begins with these: it would gather them again at once.
@@ -163,8 +159,8 @@ class Sharded:
         if unit.uses == 0:
             return
         self.gather(unit)
-        here = max(i for i, u in enumerate(self.order) if u is unit)
-        for before in [u for u in reversed(self.order[:here]) if u.uses][: self.prefetch]:
+        last = max(i for i, u in enumerate(self.order) if u is unit)
+        for before in [u for u in reversed(self.order[:last]) if u.uses][: self.prefetch]:
             self.gather(before)
         self.wait(unit)
 
@@ -174,6 +170,7 @@ class Sharded:
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
+        """Free ``unit`` and start to reduce its gradients: all of them are known."""
         unit.uses, unit.reduced = 0, True
         self.free(unit)
         for bucket in unit.buckets:
@@ -209,7 +206,7 @@ class Sharded:
         """k* = ceil(T_gather / T_compute): so many units' forward hides one gather. The slowest rank decides for all,
         because every rank has to start its gathers in the same order.
         """
-        means = [sum(spans.get(name, ())) / max(len(spans.get(name, ())), 1) for name in ("gather", "compute")]
+        means = [fmean(spans.get(name, [0.0])) for name in ("gather", "compute")]
         times = torch.tensor(means, device=self.params[0].device)
         self.comm.all_reduce(times, dist.ReduceOp.MAX).wait()
         gather, compute = times.tolist()

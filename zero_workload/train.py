@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .data import Corpus
-from .launch import LAUNCHER, BadInput, Failed, launch, report
+from .launch import LAUNCHER, Failed, launch, report
 from .layout import Settings
 from .model import CHECKPOINTS, ModelConfig, Transformer
 from .optim import Adan, Lion, Muon
@@ -39,8 +39,8 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises BadInput."""
-        raise BadInput(message)
+        """Raises ValueError."""
+        raise ValueError(message)
 
 
 def parser() -> Parser:
@@ -92,30 +92,27 @@ def parser() -> Parser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Complete the command line and say what is wrong with it before any process starts. Raises BadInput."""
+    """Complete the command line and say what is wrong with it before any process starts. Raises ValueError."""
     args.device = args.device or ("cuda" if args.backend == "nccl" else "cpu")
     args.stage = PEERS[args.peer] if args.peer else args.stage
     if args.peer and (args.save or args.resume):
-        raise BadInput("--save and --resume work with our stages only, not with --peer")
+        raise ValueError("--save and --resume work with our stages only, not with --peer")
     if args.backend == "emulated" and not hasattr(dist.Backend, "EMULATED"):
-        raise BadInput("backend emulated is not there: start the job with `dynamiccl tune --cluster PRESET`")
+        raise ValueError("backend emulated is not there: start the job with `dynamiccl tune --cluster PRESET`")
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise BadInput("this machine has no GPU that PyTorch can use: take --backend gloo --device cpu")
+        raise ValueError("this machine has no GPU that PyTorch can use: take --backend gloo --device cpu")
     if args.backend == "nccl" and args.device == "cpu":
-        raise BadInput("backend nccl needs --device cuda")
+        raise ValueError("backend nccl needs --device cuda")
     for path in (args.log, args.json):
         if path is not None and not path.absolute().parent.is_dir():
-            raise BadInput(f"{path}: its folder does not exist")
-    try:
-        recompute = {"checkpoint": args.recompute, "checkpoint_every": args.recompute_every}
-        args.model = ModelConfig(args.layers, args.width, args.heads, args.seq, **recompute)
-        args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "classic")}
-        args.both = {"param_dtype": DTYPES[args.dtype], "bucket_bytes": int(args.bucket_mb * 2**20)}
-        args.both |= {"max_norm": args.clip, "gradient_accumulation": args.accumulate}
-        Settings(**args.zero, **args.both, whole_params=args.optimizer == "muon")
-        args.corpus = Corpus(args.text, args.seq)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
+            raise ValueError(f"{path}: its folder does not exist")
+    recompute = {"checkpoint": args.recompute, "checkpoint_every": args.recompute_every}
+    args.model = ModelConfig(args.layers, args.width, args.heads, args.seq, **recompute)
+    args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "classic")}
+    args.both = {"param_dtype": DTYPES[args.dtype], "bucket_bytes": int(args.bucket_mb * 2**20)}
+    args.both |= {"max_norm": args.clip, "gradient_accumulation": args.accumulate}
+    Settings(**args.zero, **args.both, whole_params=args.optimizer == "muon")
+    args.corpus = Corpus(args.text, args.seq)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return launch(args.ranks, arguments)
         work(args)
         code = 0
-    except (BadInput, Failed, ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         code = report(rank, error)
     if rank >= 0:
         # Without the interpreter's teardown, but with everybody's exit handlers: a rank that failed may have threads
@@ -146,7 +143,7 @@ def work(args: argparse.Namespace) -> None:
     """One rank of the job: join, train, log, leave.
 
     Raises:
-        BadInput: there is no checkpoint to resume from, or it is of another model.
+        ValueError: there is no checkpoint to resume from, or it is of another model.
         Failed: the loss is not finite, or memory ran out; the message names the ranks, or what would take less.
     """
     device = torch.device(args.device)
@@ -191,12 +188,9 @@ class Job:
         if args.resume and isinstance(self.engine, Engine):
             from .checkpoint import load
 
-            try:
-                self.first = load(self.engine, args.resume)
-            except ValueError as error:
-                raise BadInput(str(error)) from error
+            self.first = load(self.engine, args.resume)
             if self.first >= args.steps:
-                raise BadInput(f"the checkpoint is of step {self.first}: give more than {self.first} --steps")
+                raise ValueError(f"the checkpoint is of step {self.first}: give more than {self.first} --steps")
         self.log = args.log.open("w") if args.log and self.rank == 0 else None
 
     def _stop(self, number: int, frame: Any) -> None:
@@ -208,16 +202,15 @@ class Job:
         """All steps, then the held-out loss and the summary."""
         args, engine = self.args, self.engine
         every = args.log_every or (10 if self.device.type == "cuda" else 1)
-        about: dict[str, Any] = {"model": {name: getattr(args, name) for name in ("layers", "width", "heads", "seq")}}
-        about |= {name: getattr(args, name) for name in ("stage", "peer", "backend", "dtype", "batch", "steps")}
+        about = {name: getattr(args, name) for name in ("stage", "peer", "backend", "dtype", "batch", "steps")}
+        about["model"] = {name: getattr(args, name) for name in ("layers", "width", "heads", "seq")}
         about |= {"n_params": self.n_params, "n_ranks": self.size, "device": str(self.device)}
         self._write(about)
         self._say(
             f"zero-{args.stage}  {self.n_params / 1e6:.2f} M parameters, {self.size} ranks, {args.backend}, "
             f"{args.dtype}, {args.batch} x {args.seq} bytes a rank"
         )
-        times: list[float] = []
-        losses: list[float] = []
+        times, losses = list[float](), list[float]()
         begin = time.perf_counter()
         for step in range(self.first, args.steps):
             seen, work = self._step(step)

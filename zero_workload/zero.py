@@ -111,24 +111,24 @@ class Engine:
         # Tensor parallelism: its groups, and how many of their ranks hold the same of each parameter.
         mesh: Any = next((p.device_mesh for p in self.params if local(p) is not p), None)
         self._tp_groups = mesh.get_all_groups() if mesh else []
-        self._copies = [
-            math.prod(
-                g.size() for d, g in enumerate(self._tp_groups) if local(p) is p or p.placements[d].is_replicate()
-            )
-            for p in self.params
-        ]
+
+        def copies(p: Any) -> int:
+            same = (g.size() for d, g in enumerate(self._tp_groups) if local(p) is p or p.placements[d].is_replicate())
+            return math.prod(same)
+
+        self._copies = list(map(copies, self.params))
         for tensor in (*model.buffers(), *(p.detach() for p in self.params if not p.is_floating_point())):
             comm.broadcast(tensor)
         units = find_units(model, settings.unit, settings.min_unit)
         least = math.inf if self.stage < 3 else settings.hybrid or 0
-        small = [u for u in units if sum(self.shapes[i].numel() for i in u.params) < least]
+        large = [u for u in units if sum(self.shapes[i].numel() for i in u.params) >= least]
         self.reducer = Reducer(comm, self.params, settings)
-        self.replicated = Replicated(comm, self.params, small, settings, self.reducer)
-        self.sharded = Sharded(comm, self.params, [u for u in units if u not in small], settings, self.reducer)
+        self.replicated = Replicated([u for u in units if u not in large], self.reducer)
+        self.sharded = Sharded(large, self.reducer)
         if self.replicated.row.buckets and self.stage:  # module by module: what forward begins with waits least
             for u in find_units(model, "block", 1):
                 u.module.register_forward_pre_hook(lambda module, args, u=u: self.replicated.wait(u), prepend=True)
-        model.register_forward_pre_hook(lambda module, args: self._begin_forward(), prepend=True)
+        model.register_forward_pre_hook(lambda module, args: self.sharded.begin_forward(), prepend=True)
         self.buckets = [b for b in self.replicated.row.buckets + self.sharded.buckets if b.master is not None]
         #: bucket, where in its shard, what the optimizer updates there.
         self.owned = [part for bucket in self.buckets for part in self._split(bucket)]
@@ -197,10 +197,6 @@ class Engine:
         }
 
     # Inside --------------------------------------------------------------------------------------------------------
-
-    def _begin_forward(self) -> None:
-        self.reducer.in_backward = False  # a backward pass may have ended with an error
-        self.sharded.begin_forward()
 
     def _split(self, bucket: Bucket) -> list[tuple[Bucket, slice, nn.Parameter]]:
         """What the optimizer gets of ``bucket``: its flat shard, or views of this rank's whole parameters in it."""
