@@ -2,6 +2,7 @@
 and prints one JSON line a rank.
 """
 
+import gc
 import json
 import os
 import random
@@ -267,6 +268,69 @@ def dies_once(torch, dist) -> Callable[[int], float]:
     return step
 
 
+def forks(torch, dist) -> Callable[[int], float]:
+    """Every step reads from a data loader with a worker, and forks a child that collects what it inherits."""
+    inner = plain(torch, dist)
+    data = torch.utils.data.DataLoader(list(range(4)), num_workers=1, multiprocessing_context="fork")
+
+    def step(i: int) -> float:
+        loss = inner(i)
+        child = os.fork()
+        if not child:
+            gc.collect()
+            os._exit(0)
+        end = time.monotonic() + 5
+        while os.waitpid(child, os.WNOHANG)[0] == 0:
+            assert time.monotonic() < end, "the child hangs"
+            time.sleep(0.001)
+        if i % 7 == 3:
+            assert len(list(data)) == 4
+        return loss
+
+    return step
+
+
+def group_anew(torch, dist) -> Callable[[int], float]:
+    """After step 7 the job destroys its process group and makes another one."""
+    inner = plain(torch, dist)
+
+    def step(i: int) -> float:
+        if i == 7:
+            rank = dist.get_rank()
+            dist.destroy_process_group()
+            meet = f"file://{os.environ['MEET']}"
+            dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+        return inner(i)
+
+    return step
+
+
+def leaves_early(torch, dist) -> Callable[[int], float]:
+    """From step 7 on one rank has no more data: it answers the others' collectives and steps no more."""
+    inner = plain(torch, dist)
+
+    def step(i: int) -> float:
+        if i < 7 or dist.get_rank() != int(os.environ["VICTIM"]):
+            return inner(i)
+        for p in model(torch).parameters():
+            dist.all_reduce(torch.zeros_like(p))
+        return 0.0
+
+    return step
+
+
+def cannot_speak(torch, dist) -> Callable[[int], float]:
+    """Standard error is closed, then the network of the probe breaks, which it would tell."""
+    inner = broken_network(torch, dist)
+
+    def step(i: int) -> float:
+        if i == 5:
+            sys.stderr.close()
+        return inner(i)
+
+    return step
+
+
 LOOPS = {
     "plain": plain,
     "ddp": wrapped(ddp, adam),
@@ -277,7 +341,15 @@ LOOPS = {
     "exception": exception,
     "compile": wrapped(compiled, compiled_adam),
 }
-ODD_LOOPS = {"broken network": broken_network, "one rank steps": one_rank_steps, "dies once": dies_once}
+ODD_LOOPS = {
+    "broken network": broken_network,
+    "one rank steps": one_rank_steps,
+    "dies once": dies_once,
+    "forks": forks,
+    "group anew": group_anew,
+    "leaves early": leaves_early,
+    "cannot speak": cannot_speak,
+}
 PACKAGES = {"accelerate": accelerated, "deepspeed 1": deepspeed(1), "deepspeed 3": deepspeed(3)}
 
 

@@ -11,6 +11,8 @@ thread at a time. Only the first boundary, and trouble, are dealt with on the tr
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import sys
 import time
@@ -31,6 +33,9 @@ ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
 #: How long a round, and so a step, may take before this rank stops agreeing: steps that save or evaluate are long.
 #: (A rank that is gone is noticed at once, by its connection.)
 ROUND_S = float(os.environ.get("DYNAMICCL_ROUND_S", "1800"))
+#: How long a rank may wait at a boundary for the others: they have taken the same collectives, so they are close.
+#: (Uneven data is the exception: a rank that has run out of it answers the others' collectives and steps no more.)
+WAIT_S = float(os.environ.get("DYNAMICCL_WAIT_S", "30"))
 _SLICE_S = 0.2  # the background looks so often whether it has to end
 _EMPTY = encode_table(Table())
 _STOP_MESSAGE = STOP.ljust(TABLE_BYTES, b"\0")
@@ -89,7 +94,7 @@ class Agreement:
         self._plugin, self._published = plugin, published
         # torchrun may keep the store when it starts all workers anew: an old gate or log must not be taken for ours.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store: Any = PrefixStore(f"dynamiccl/{restart}.{attempt}", store)
+        self._store: Any = PrefixStore(f"dynamiccl/{restart}.{attempt}", _connection_of_our_own(store))
         self.member = Member(world.rank(), world.size())
         self._staged = False  # the plugin has a table ready that becomes active with the boundary now due
         self._group: Any = None
@@ -102,6 +107,7 @@ class Agreement:
         self._outcome: bytes | Exception = NO_TABLE  # of the round under way
         self._background: Background | None = None
         self._busy = False  # the member is in the background's hands
+        self._enough = False  # the training thread has waited for the round for too long
         self._boundaries = 0
         self._every = 1
         self._do = {
@@ -147,12 +153,15 @@ class Agreement:
         """This rank takes no further part; the active table stays. The others learn it at their next round."""
         if self._background is not None:
             self._background.close()
+            self._drop_group()
 
     def _is_ours(self) -> bool:
         """True once the background is through with the round under way: the one place where a fast rank waits."""
         if self._busy and self._background is not None:
-            if not self._background.join(2 * ROUND_S):  # cannot be: it waits for ROUND_S itself
-                _say(f"rank {self.member.rank}: the agreement hangs; the table stays")
+            if not self._background.join(WAIT_S):
+                self._enough = True
+            if self._enough and not self._background.join(2 * WAIT_S):  # the job's store does not answer
+                say(f"rank {self.member.rank}: the agreement hangs; the table stays")
                 self._every = sys.maxsize
                 return False
             self._busy = False
@@ -162,17 +171,23 @@ class Agreement:
         """The network failed here: say so, break the connections so that all ranks learn it, ask the log."""
         if not self.member.in_trouble:
             text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            _say(f"rank {self.member.rank}: the ranks stop agreeing on new tables ({text}); the job goes on")
+            say(f"rank {self.member.rank}: the ranks stop agreeing on new tables ({text}); the job goes on")
         self._drop_group()
         self.member.failed()
 
     def _drop_group(self) -> None:
-        group, self._group, self._work, self._buffer, self._view = self._group, None, None, None, None
+        group, work, buffer = self._group, self._work, self._buffer
+        self._group, self._work, self._buffer, self._view = None, None, None, None
         if group is not None and hasattr(group, "abort"):
             try:
                 group.abort()
             except Exception as error:
-                _say(f"group not closed cleanly: {error}")
+                say(f"group not closed cleanly: {error}")
+        if work is not None and not work.is_completed():
+            # Destroying the group would wait for a rank that does not come. It is left to the end of the process, and
+            # so is what its thread would need the interpreter to free, perhaps while that goes away.
+            for what in (group, work, buffer):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
     # -- what each state asks for ---------------------------------------------------------------------------------
 
@@ -188,7 +203,7 @@ class Agreement:
                 self._store.compare_set("gate", "", f"open:{every}")
             self.member.arrived(count)
         except Exception as error:  # a store that cannot: nothing was begun, nothing is lost
-            _say(f"no agreement between ranks ({error}); NCCL decides alone")
+            say(f"no agreement between ranks ({error}); NCCL decides alone")
             self.member.gave_up()
 
     def _gate(self) -> None:
@@ -198,11 +213,11 @@ class Agreement:
                 time.sleep(0.002)
             answer = self._store.compare_set("gate", "", "shut").decode()
         except Exception as error:
-            _say(f"no agreement between ranks ({error}); NCCL decides alone")
+            say(f"no agreement between ranks ({error}); NCCL decides alone")
             self.member.gave_up()
             return
         if answer == "shut" and self.member.rank == 0:
-            _say(f"not every rank has the plugin and took a step within {ATTACH_S:.0f} s; NCCL decides alone")
+            say(f"not every rank has the plugin and took a step within {ATTACH_S:.0f} s; NCCL decides alone")
         if answer.startswith("open:"):
             self._every = int(answer[5:])  # one rank's word: the environments may differ
         self.member.gate(answer.startswith("open:"))
@@ -239,7 +254,7 @@ class Agreement:
             return
         self.member.received(self._outcome)
         if self.stopped:
-            _say(f"rank {self.member.rank}: the ranks stop agreeing on new tables; the job goes on")
+            say(f"rank {self.member.rank}: the ranks stop agreeing on new tables; the job goes on")
             self._drop_group()
 
     # -- in the background, from one boundary to the next ----------------------------------------------------------
@@ -285,9 +300,13 @@ class Agreement:
                 self._work.wait(timedelta(seconds=_SLICE_S))  # in slices: see Background.close
                 break
             except Exception:
+                if self._enough:
+                    raise TimeoutError(f"another rank took more than {WAIT_S:.0f} s longer to end its step") from None
                 if self._work.is_completed() or self._background.closing or time.monotonic() > end:
                     raise
         self._work = None
+        if self._background.closing:  # the plugin may be another agreement's already
+            return NO_TABLE
         raw = bytes(self._view)
         if raw == self._raw:
             return self._message
@@ -307,7 +326,7 @@ class Agreement:
                     break
             self.member.log_closed(after)
         except Exception as error:
-            _say(f"rank {self.member.rank}: the job's store is gone ({error})")
+            say(f"rank {self.member.rank}: the job's store is gone ({error})")
             self.member.gave_up()
 
     def _replay(self) -> None:
@@ -315,12 +334,20 @@ class Agreement:
             key = f"table/{self.member.round}"
             message = self._store.get(key) if self._store.check([key]) else None
         except Exception as error:
-            _say(f"rank {self.member.rank}: the job's store is gone ({error})")
+            say(f"rank {self.member.rank}: the job's store is gone ({error})")
             self.member.gave_up()
             return
         if message is not None:
             self._staged = stage(self._plugin, message)
         self.member.replayed(message)
+
+
+def _connection_of_our_own(store: Any) -> Any:
+    """A connection to the job's store: with the job's own we would keep its server alive after its group is gone."""
+    try:
+        return store.clone()
+    except Exception:  # older releases of PyTorch, and stores that cannot
+        return store
 
 
 def stage(plugin: Plugin | None, message: bytes) -> bool:
@@ -330,10 +357,12 @@ def stage(plugin: Plugin | None, message: bytes) -> bool:
     try:
         plugin.stage(message or _EMPTY)
     except ValueError as error:  # the same bytes on all ranks: all refuse
-        _say(str(error))
+        say(str(error))
         return False
     return True
 
 
-def _say(text: str) -> None:
-    print(f"dynamiccl: {text}", file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    """Tell the user. Never raises: standard error may be closed or full."""
+    with contextlib.suppress(Exception):
+        print(f"dynamiccl: {text}", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...traces.records import FLAG_SAMPLED, STEP, STEP_DTYPE, UNSET
-from .agreement import Agreement, Local, Published
+from .agreement import Agreement, Local, Published, say
 from .gauges import Gauges, Reading
 from .plugin import Plugin
 from .sampling import Sampling
@@ -44,7 +44,7 @@ class Probe:
         self._torch: Any = None
         self._dist: Any = None
         self._plugin: Plugin | None = None
-        self._world: Any = None
+        self._world: Any = _nobody  # a reference to the default group: it must go when the job destroys it
         self._attempts = 0
         self._agreement: Agreement | Local | None = None
         self._rank = self._step = self._last_ns = self._generation = 0
@@ -62,18 +62,18 @@ class Probe:
         """An optimizer has stepped. Whatever goes wrong here is said once, and the probe is off from then on."""
         if self._off:
             return
-        if self._only() is not optimizer:
-            # By program order alone, so that all ranks agree: not by which object the garbage collector has taken.
-            if optimizer not in self._seen:
-                self._seen.add(optimizer)
-                self._only = _nobody
-                return
-            self._seen, self._only = weakref.WeakSet((optimizer,)), weakref.ref(optimizer)
         try:
+            if self._only() is not optimizer:
+                # By program order alone, so that all ranks agree: not by which object the garbage collector has taken.
+                if optimizer not in self._seen:
+                    self._seen.add(optimizer)
+                    self._only = _nobody
+                    return
+                self._seen, self._only = weakref.WeakSet((optimizer,)), weakref.ref(optimizer)
             self._boundary()
         except Exception as error:
             self._off = True
-            _say(f"probe off: {type(error).__name__}: {error}")
+            say(f"probe off: {type(error).__name__}: {error}")
 
     def _boundary(self) -> None:
         if self._torch is None:
@@ -97,7 +97,7 @@ class Probe:
                 ended = self._measure(plugin, cuda, now)
             except Exception as error:  # the ranks go on agreeing: others must not switch without this one
                 self._measures = self._sampled = False
-                _say(f"steps are no longer measured: {type(error).__name__}: {error}")
+                say(f"steps are no longer measured: {type(error).__name__}: {error}")
         self._generation = plugin.boundary(ended, self._step, self._sampled, flip)
 
     def _load(self) -> None:
@@ -109,7 +109,7 @@ class Probe:
             self._plugin = Plugin.load()
             self._plugin.open()
         except Exception as error:
-            _say(f"no plugin in this process: {error}")
+            say(f"no plugin in this process: {error}")
 
     def _measure(self, plugin: Plugin, cuda: bool, now: int) -> bytes | None:
         """The STEP record of the step that has ended, None if it is not known (yet); decides on the next step."""
@@ -140,12 +140,12 @@ class Probe:
         """The agreement of the process group of now; a new group gets a new one."""
         dist = self._dist
         world = dist.group.WORLD if dist.is_available() else None
-        if world is self._world and world is not None:
+        if world is not None and world is self._world():
             return self._agreement
         if isinstance(self._agreement, Agreement):  # its group was destroyed: the table stays as it is
             self._agreement.close()
             self._agreement = None
-        self._world = world
+        self._world = weakref.ref(world) if world is not None else _nobody
         if world is None:
             if self._attempts == 0 and self._agreement is None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
                 self._agreement = Local(self._plugin, self._published)
@@ -169,7 +169,11 @@ class Probe:
             self._clock.settle()
 
     def after_fork(self) -> None:
-        """In the child of a fork: its threads, connections and ring are the parent's. It begins anew if it trains."""
+        """In the child of a fork: its threads, connections and ring are the parent's. It begins anew if it trains.
+
+        What it inherited is kept: destructors would wait for threads that are not there.
+        """
+        _inherited.append(vars(self).copy())
         self.__init__(self._run)  # type: ignore[misc]
 
 
@@ -216,10 +220,11 @@ def _pack(seen: Reading) -> bytes:
 
 
 def _nobody() -> None:
-    """A reference to no optimizer."""
+    """A reference to nothing."""
 
 
 _probe: Probe | None = None
+_inherited: list[Any] = []
 
 
 def install() -> None:
@@ -246,7 +251,3 @@ def install() -> None:
     register_optimizer_step_post_hook(hook)
     atexit.register(probe.close)
     os.register_at_fork(after_in_child=probe.after_fork)
-
-
-def _say(text: str) -> None:
-    print(f"dynamiccl: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,81 @@
+"""The probe where processes, groups, threads and objects come and go in ways that training loops do not show.
+
+The jobs are loops of ``probe_ranks.py``.
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from dynamiccl.envs.nccl.shm import RunFolder
+from test_probe import finish, start
+
+
+@pytest.fixture
+def run():
+    folder = RunFolder.create()
+    yield folder
+    folder.close()
+
+
+def whole(names, env, run):
+    """What the ranks said, and their errors; all must have ended well, the interpreter's own end included."""
+    processes = start(names, 2, env)
+    said, errors = finish(processes, run)
+    assert [p.returncode for p in processes] == [0, 0], errors
+    return said, errors
+
+
+def test_children_of_a_rank_live_and_end_as_without_us(run):
+    """Data loaders fork while a round is under way: the child has our objects, but not the threads behind them."""
+    said, errors = whole(["forks"], {**run.env(), "JITTER_S": "0.05"}, run)
+    assert len(said) == 2, errors
+    first, second = (s["generations"]["forks"] for s in said)
+    assert first == second and len(set(first)) > 3
+    assert not any("dynamiccl:" in error for error in errors), errors
+
+
+def test_a_job_that_makes_its_group_anew_is_tuned_on(run, tmp_path):
+    env = {**run.env(), "JITTER_S": "0.1", "MEET": str(tmp_path / "store")}
+    said, errors = whole(["group anew"], env, run)
+    assert len(said) == 2, errors
+    first, second = (s["generations"]["group anew"] for s in said)
+    assert first == second
+    assert len(set(first[2:7])) > 1 and len(set(first[9:])) > 1, first
+    assert not any("dynamiccl:" in error for error in errors), errors
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_steps_no_more_delays_the_others_once(run, victim):
+    began = time.monotonic()
+    env = {**run.env(), "VICTIM": str(victim), "DYNAMICCL_WAIT_S": "1", "JITTER_S": "0.02"}
+    said, errors = whole(["leaves early"], env, run)
+    assert len(said) == 2 and time.monotonic() - began < 30, errors
+    assert "stop agreeing" in errors[1 - victim] and not any("Traceback" in error for error in errors)
+
+
+def test_a_job_without_standard_error_is_not_troubled(run):
+    said, errors = whole(["cannot speak"], {**run.env(), "VICTIM": "1", "JITTER_S": "0.02"}, run)
+    assert len(said) == 2, errors
+    first, second = (s["generations"]["cannot speak"] for s in said)
+    assert first == second
+
+
+def test_an_optimizer_that_cannot_be_hashed_trains(run):
+    program = """
+import torch
+class Odd(torch.optim.SGD):
+    def __eq__(self, other):
+        return self is other
+p = torch.nn.Parameter(torch.zeros(2))
+optimizer = Odd([p], 0.1)
+for _ in range(4):
+    p.sum().backward()
+    optimizer.step()
+print("trained")
+"""
+    env = {**os.environ, **run.env()}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout == "trained\n" and "Traceback" not in done.stderr, done.stderr
