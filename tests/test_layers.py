@@ -128,6 +128,10 @@ def test_files_stay_small(path):
     assert lines <= MOST_LINES, f"{name_of(path)} has {lines} lines: split it"
 
 
+def test_the_workload_can_be_read_in_an_hour():
+    assert sum(len(p.read_text(encoding="utf-8").splitlines()) for p in (ROOT / "zero_workload").glob("*.py")) < 2000
+
+
 def test_package_list_is_the_tree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     settings = project["tool"]["setuptools"]

@@ -184,3 +184,5 @@ def test_stages_agree_with_one_process(size: str, accumulation: int, request: py
         assert runs[name] == pytest.approx(alone, rel=1e-5), name
     for name, losses in runs.items():
         assert losses == pytest.approx(runs["0"], rel=1e-6), name
+    theirs = world.run(train, 20, {"name": "fsdp2", "max_norm": 0.5, "gradient_accumulation": accumulation})[0]
+    assert theirs == pytest.approx(runs["3"], rel=1e-5)

@@ -43,7 +43,7 @@ def hand_example(stage: int) -> dict[str, list[float] | float]:
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda p: local.append((p, p.grad.flatten().tolist())))
     params = list(model.parameters())
-    engine = zero(model, partial(torch.optim.Adam, lr=0.1), stage=stage, param_dtype=torch.float32)
+    engine = zero(model, partial(torch.optim.Adam, lr=0.1), stage=stage, param_dtype=torch.float32, bucket_bytes=1)
     shards: list[float] = []
     step_hook = engine.optimizer.register_step_pre_hook(
         lambda optimizer, args, kwargs: shards.extend(optimizer.param_groups[0]["params"][0].grad.tolist())

@@ -1,4 +1,4 @@
-"""ZeRO-R and what needs no ranks: partitioned checkpoints, the planner, dry runs, the job's command line."""
+"""ZeRO-R: partitioned checkpoints; ZeRO under tensor parallelism; the job's command line and how it ends."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dynamiccl.agent.commands.plan import Request, activation_elements, estimate
-from dynamiccl.agent.dryrun import dry_run
-from dynamiccl.agent.dryrun_models import PRESETS
 from dynamiccl.zero_workload import Engine, launch, zero
 from dynamiccl.zero_workload import train as train_module
 from dynamiccl.zero_workload.checkpoint import load, save
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.model import ModelConfig, Transformer
-from dynamiccl.zero_workload.planner import advice, stage_bytes
 from dynamiccl.zero_workload.remat import Partition, best_interval
 from test_zero import BATCH, TINY, World, adamw, four, run, train_alone, two  # noqa: F401  (fixtures)
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -136,111 +132,6 @@ def test_best_interval_minimises_what_is_kept() -> None:
         assert best_interval(layers) == min(kept, key=kept.__getitem__)
 
 
-# The planner ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("params", "ranks", "precision", "expected"),
-    [
-        (7.5e9, 64, "mixed", [120, 31.4, 16.6, 1.9]),
-        (7e9, 8, "mixed", [112, 38.5, 26.25, 14]),
-        (7e9, 8, "fp32", [112, 63, 38.5, 14]),
-        (13e9, 8, "mixed", [208, None, 48.75, None]),
-        (13e9, 32, "mixed", [208, None, None, 6.5]),
-    ],
-)
-def test_planner_reproduces_published_memory(
-    params: float, ranks: int, precision: str, expected: list[float | None]
-) -> None:
-    stages = estimate(Request(params, ranks, precision=precision))["stages"]
-    for stage, want in zip(stages, expected, strict=True):
-        parts = stage["weights_bytes"] + stage["gradients_bytes"] + stage["optimizer_bytes"]
-        assert stage["total_bytes"] == parts
-        if want is not None:
-            digits = len(str(want).partition(".")[2])
-            assert round(stage["total_bytes"] / 1e9, digits) == want
-
-
-def test_planner_traffic_time_and_advice() -> None:
-    result = estimate(Request(7e9, 8, layers=32, seq=2048, bandwidth=100e9, latency=10e-6, flops=150e12))
-    assert result["break_even_batch"] == 15
-    assert [s["traffic_bytes_per_step"] for s in result["stages"]] == [24.5e9, 24.5e9, 24.5e9, 36.75e9]
-    assert result["prefetch"] == 1
-    # a ten times slower wire: a layer's gather takes 43.8 ms, its forward 5.97 ms
-    assert estimate(Request(7e9, 8, bandwidth=10e9))["prefetch"] == 8
-    assert activation_elements(2, 3, 5, 7) == 14 * 2 * 3 * 5 + 2 * 7 * 9
-    assert result["activations"]["every"] == 6
-    assert estimate(Request(7e9, 8))["recommended_stage"] == 1
-    assert estimate(Request(13e9, 8, memory=60e9))["recommended_stage"] == 2
-    assert estimate(Request(13e9, 8, memory=40e9))["recommended_stage"] == 3
-    nothing = estimate(Request(70e9, 8))
-    assert nothing["recommended_stage"] is None and "stage 3 would on" in nothing["reason"]
-    assert sum(stage_bytes(1e9, 4, 0, optimizer="adan")) == 22e9
-    assert sum(stage_bytes(1e9, 4, 0, optimizer="lion")) == 12e9
-    assert "stage 3 holds 2.00 GB" in advice(10**9, 8, 1, "mixed")
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("params", 0), ("ranks", 0), ("flops", float("inf")), ("optimizer", "sgd"), ("latency", -1)]
-)
-def test_planner_refuses(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=field if field != "optimizer" else "no figures for mixed sgd"):
-        estimate(Request(**{"params": 7e9, "ranks": 8, field: value}))
-
-
-# Dry runs: they bring their own process group ------------------------------------------------------------------------
-
-
-def dry(model: str, ranks: int, stage: int, engine: str = "zero", **settings: Any) -> tuple[Any, int]:
-    return dry_run(PRESETS[model], ranks=ranks, stage=stage, engine=engine, **settings)
-
-
-def total(calls: Any, func: str) -> int:
-    return sum(call.n_bytes for call in calls if call.func == func)
-
-
-def test_dry_run_of_gpt2_adds_up_and_differs_from_fsdp2_as_documented() -> None:
-    ours, n_params = dry("gpt2", 16, 3, keep_last=False)
-    assert n_params == 124_439_808 and all(c.n_ranks == 16 and c.dtype == "bfloat16" for c in ours)
-    assert total(ours, "all_gather") == 2 * total(ours, "reduce_scatter")
-    assert total(ours, "reduce_scatter") == pytest.approx(2 * n_params, rel=1e-4)
-    theirs, _ = dry("gpt2", 16, 3, "fsdp2")
-    # FSDP2 keeps position and embedding with the root; padding apart, both reduce the same bytes.
-    assert total(theirs, "reduce_scatter") == pytest.approx(total(ours, "reduce_scatter"), rel=1e-3)
-    blocks = [c.n_bytes for c in theirs if c.func == "reduce_scatter"][:-1]
-    assert len(blocks) == 12
-    assert sorted(blocks)[0] in {c.n_bytes for c in ours if c.func == "reduce_scatter"}
-    for stage in (1, 2):
-        calls, _ = dry("gpt2", 16, stage)
-        assert total(calls, "all_gather") == total(calls, "reduce_scatter") == pytest.approx(2 * n_params, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("model", "n_params"),
-    [("llama-13b", 13_015_864_320), ("llama-70b", 68_976_648_192), ("moe-8x7b", 46_702_792_704)],
-)
-def test_public_models_have_their_published_size(model: str, n_params: int) -> None:
-    with torch.device("meta"):
-        assert sum(p.numel() for p in PRESETS[model].build().parameters()) == n_params
-
-
-def test_dry_run_of_llama_7b_takes_seconds(tmp_path: Path) -> None:
-    code = (
-        "import json, resource, time; begin = time.perf_counter()\n"
-        "from dynamiccl.agent.dryrun import dry_run\n"
-        "from dynamiccl.agent.dryrun_models import PRESETS\n"
-        "calls, n = dry_run(PRESETS['llama-7b'], ranks=128, stage=3, keep_last=False)\n"
-        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
-        "of = {f: sum(c.n_bytes for c in calls if c.func == f) for f in ('all_gather', 'reduce_scatter')}\n"
-        "print(json.dumps([n, of['all_gather'], of['reduce_scatter'], time.perf_counter() - begin, peak]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    n_params, gathered, reduced, seconds, peak = json.loads(done.stdout)
-    assert n_params == 6_738_415_616
-    assert (gathered, reduced) == (4 * n_params, 2 * n_params)
-    assert seconds < 30 and peak < 1.5e9
-
-
 # The job -----------------------------------------------------------------------------------------------------------
 
 SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--quiet"]
@@ -321,6 +212,15 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     _, said = launcher.communicate(timeout=30)
     assert time.monotonic() - begin < 5
     assert launcher.returncode == 1 and said.strip() == "error: rank 1: killed by signal 9"
+
+
+def test_a_rank_that_fails_alone_ends_the_job_with_its_reason() -> None:
+    """Only rank 0 makes the checkpoint's folder; the others wait for it in a collective."""
+    begin = time.monotonic()
+    done = job("--steps", "1", "--save", "/proc/nowhere")
+    assert time.monotonic() - begin < 45  # most of it is the start of two processes, waiting would be 300 s
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: rank 0: FileNotFoundError: ") and "/proc/nowhere" in done.stderr
 
 
 def test_the_rank_that_failed_by_itself_is_blamed(tmp_path: Path) -> None:

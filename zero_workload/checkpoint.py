@@ -5,8 +5,6 @@ number of ranks wrote it; so any other stage and number can read it. With tensor
 data-parallel group shares: give each tensor-parallel rank a folder of its own.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -31,7 +29,7 @@ class _Pieces(torch.Tensor):
     parts: dict[int, torch.Tensor]
 
     @staticmethod
-    def of(numel: int) -> _Pieces:
+    def of(numel: int) -> "_Pieces":
         """A tensor of that size without memory behind it."""
         pieces = torch.Tensor._make_subclass(_Pieces, torch.empty(1).expand(numel))
         pieces.parts = {}
@@ -119,9 +117,9 @@ def load(engine: Engine, folder: Path) -> int:
     meta = json.loads((newest / "meta.json").read_text())
     there, here = meta["shapes"], dict(zip(engine.names, map(list, engine.shapes), strict=True))
     for name in sorted({*there, *here}):
-        then, now = there.get(name), here.get(name)
-        if then != now:
-            raise ValueError(f"{newest} is of another model: {name} is {then} there, {now} here")
+        if there.get(name) != here.get(name):
+            sizes = f"{name} is {there.get(name)} there, {here.get(name)} here"
+            raise ValueError(f"{newest} is of another model: {sizes}")
     known: dict[str, Any] = filesystem.FileSystemReader(newest).read_metadata().state_dict_metadata
     kinds = {key.split("/", 1)[0] for key in known} - {"parameter", "buffer"}
     engine.synchronize()

@@ -1,7 +1,5 @@
 """The collectives of the workload, asynchronous, under one spelling for every PyTorch release from 2.8."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,8 +8,6 @@ import torch.distributed as dist
 # Renamed in 2.13: the old names warn there, the new ones do not exist before.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_REDUCE_OPS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
 
 
 class Collectives:
@@ -26,11 +22,12 @@ class Collectives:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> None:
-        if reduce_op not in _REDUCE_OPS:
+        ops = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
+        if reduce_op not in ops:
             raise ValueError(f"reduce_op is 'mean' or 'sum', not {reduce_op!r}")
         if not dist.is_initialized():
             raise ValueError("call torch.distributed.init_process_group() before zero()")
-        self.group, self.op = group, _REDUCE_OPS[reduce_op]
+        self.group, self.op = group, ops[reduce_op]
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work:
@@ -47,7 +44,7 @@ class Collectives:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """``tensor`` of the group's first rank on every rank; returns when done."""
-        dist.broadcast(tensor, 0 if self.group is None else dist.get_global_rank(self.group, 0), group=self.group)
+        dist.broadcast(tensor, group=self.group, group_src=0)
 
     def require_same(self, digest: int, what: str) -> None:
         """End with the same error on every rank when ``digest`` (63 bits) is not equal on all of them.

@@ -1,7 +1,5 @@
 """Real text as bytes: by default the sources of the Python standard library, which every machine has."""
 
-from __future__ import annotations
-
 import sysconfig
 from pathlib import Path
 

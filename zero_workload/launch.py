@@ -1,7 +1,5 @@
 """Start one process a rank on this machine, watch them, and end all of them when one fails."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -11,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 #: Where a rank leaves the reason of its failure for the launcher (a folder).
 ERRORS = "ZERO_WORKLOAD_ERRORS"
@@ -24,10 +21,8 @@ class Failed(RuntimeError):
 
 
 def report(rank: int, error: BaseException) -> int:
-    """Tell the user, or the launcher if there is one, why this rank ends.
-
-    Returns:
-        The exit code: 2 for a ValueError (the request cannot be served as asked), 1 for any other (the run broke).
+    """Tell the user, or the launcher if there is one, why this rank ends. Returns the exit code: 2 for a ValueError,
+    which says that the request cannot be served as asked, 1 for any other.
     """
     code = 2 if isinstance(error, ValueError) else 1
     text = (str(error).strip().splitlines() or [""])[0]
@@ -55,7 +50,7 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
     stopped: list[int] = []
     ranks: list[subprocess.Popen[bytes]] = []
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def stop(number: int, frame: object) -> None:
         for rank in ranks:
             rank.send_signal(signal.SIGKILL if stopped else signal.SIGTERM)
         stopped.append(number)
@@ -99,10 +94,9 @@ def _blame(folder: Path, first: int, ended: dict[int, int]) -> tuple[int, int, s
         code, reason = path.read_text().split("\n", 1)
         lost = "onnection" in reason or "peer" in reason
         notes.append((lost, path.stat().st_mtime_ns, int(path.name), int(code), reason))
-    noted = [note[2] for note in notes]
     # Where nobody names a cause of its own, a rank that could write no note is the one that the others lost, whichever
     # of them was seen to end first.
-    silent = [n for n in sorted(ended, key=lambda n: n != first) if ended[n] and n not in noted]
+    silent = [n for n in sorted(ended, key=lambda n: n != first) if ended[n] and n not in {note[2] for note in notes}]
     if notes and not (min(notes)[0] and silent):
         return min(notes)[2:]
     status = ended[silent[0]]

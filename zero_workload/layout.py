@@ -5,8 +5,6 @@ shard r. A bucket knows which piece of which parameter lies where in it. A *row*
 allocation and cut into buckets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -79,19 +77,15 @@ class Bucket:
 
     numel: int
     pieces: list[Piece] = field(default_factory=list)
-    #: where this rank's shard lies in the bucket; all of it at stage 0.
-    owned: slice = field(default_factory=lambda: slice(0, 0))
+    owned: slice = field(default_factory=lambda: slice(0, 0))  # where this rank's shard lies; all at stage 0
     #: [numel] parameters in param_dtype; without storage while sharded at stage 3.
     full: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: [S] this rank's part of ``full``: a view of it, at stage 3 a tensor of its own.
     shard: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    #: [S] what the optimizer updates, in master_dtype; ``None`` for frozen parameters.
-    master: nn.Parameter | None = None
-    #: [numel] local gradients (stages 0 and 1) and [S] reduced ones.
-    grads: torch.Tensor | None = None
-    grad_shard: torch.Tensor | None = None
-    #: pieces of parameters without a gradient yet in this backward pass.
-    pending: int = 0
+    master: nn.Parameter | None = None  # [S] what the optimizer updates, in master_dtype; None if frozen
+    grads: torch.Tensor | None = None  # [numel] local gradients, at stages 0 and 1
+    grad_shard: torch.Tensor | None = None  # [S] reduced gradients
+    pending: int = 0  # pieces of parameters without a gradient yet in this backward pass
 
     def covered(self, begin: int, numel: int) -> Iterator[tuple[int, int, slice]]:
         """What the ``numel`` elements of the shard from ``begin`` on are: a parameter, its element that comes first
@@ -168,8 +162,8 @@ class Row:
         self.shapes = {i: local(params[i]).shape for i in indices}
         sizes = {i: shape.numel() for i, shape in self.shapes.items()}
         self.begins, total = (undivided if settings.whole_params else end_to_end)(sizes, comm.size)
-        one = stage == 3 or settings.whole_params
-        wanted = total if one else _up(settings.bucket_bytes // settings.param_dtype.itemsize, comm.size * ALIGN)
+        one, itemsize = stage == 3 or settings.whole_params, settings.param_dtype.itemsize
+        wanted = total if one else _up(settings.bucket_bytes, comm.size * ALIGN * itemsize) // itemsize
         self.buckets = cut(sizes, self.begins, total, max(1, min(wanted, total)))
         trainable = any(params[i].requires_grad for i in indices)
         for bucket in self.buckets:

@@ -1,7 +1,6 @@
 """The transformer that the job trains: GPT-2's, on bytes."""
 
-from __future__ import annotations
-
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,19 +54,6 @@ class Attention(nn.Module):
         return out
 
 
-class MLP(nn.Module):
-    """Position-wise network, [..., width] to the same."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Each position by itself."""
-        out: torch.Tensor = self.down(F.gelu(self.up(x)))
-        return out
-
-
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and around a residual."""
 
@@ -75,7 +61,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
         self.attention = Attention(config, recompute == "attention")
-        self.mlp = MLP(config.width)
+        up, down = nn.Linear(config.width, 4 * config.width), nn.Linear(4 * config.width, config.width)
+        self.mlp = nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
         self.by_sublayer = recompute == "sublayer"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +106,6 @@ class Transformer(nn.Module):
             x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for at in range(0, len(self.blocks), self.every):
             segment = self.blocks[at : at + self.every]
-            recomputed = self.config.checkpoint == "block"
-            x = remat(segment, x, partition=self.partition) if recomputed else segment(x)
+            x = remat(segment, x, partition=self.partition) if self.config.checkpoint == "block" else segment(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -1,9 +1,4 @@
-"""Optimizers that torch does not have, or not for flat shards.
-
-Adan and Lion are elementwise and run at every stage. Muon needs whole matrices: stages 0 and 1.
-"""
-
-from __future__ import annotations
+"""Optimizers that torch does not have: Adan and Lion for every stage; Muon, which needs whole matrices, for 0 and 1."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar

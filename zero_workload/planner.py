@@ -1,9 +1,4 @@
-"""What a rank holds at each ZeRO stage, in closed form: the formulas of Rajbhandari et al. (SC20).
-
-The tests check them against what the engine holds; ``dynamiccl plan`` builds on them.
-"""
-
-from __future__ import annotations
+"""What a rank holds at each ZeRO stage, in closed form (Rajbhandari et al., SC20); ``dynamiccl plan`` builds on it."""
 
 #: Bytes a parameter: weight, gradient, and what the optimizer adds (master weight included in mixed precision).
 STATE = {
@@ -20,8 +15,7 @@ def stage_bytes(
     params: float, ranks: int, stage: int, precision: str = "mixed", optimizer: str = "adam"
 ) -> tuple[float, float, float]:
     """Bytes a rank holds at rest for weights, gradients and optimizer at ``stage`` (0 to 3)."""
-    sharded_from = (3, 2, 1)
-    sizes = zip(STATE[precision, optimizer], sharded_from, strict=True)
+    sizes = zip(STATE[precision, optimizer], (3, 2, 1), strict=True)  # each is sharded from that stage on
     weights, gradients, states = (n * params / (ranks if stage >= least else 1) for n, least in sizes)
     return weights, gradients, states
 

@@ -1,8 +1,6 @@
 """A gradient's way: from ``p.grad`` into a bucket's buffer, through one collective, into the owner's shard."""
 
-from __future__ import annotations
-
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,7 +25,7 @@ class Reducer:
         self.micro_batch, self.in_backward = 0, False
         self.at_end: list[Callable[[], None]] = []  # called at the end of every backward pass
         self.buffer_bytes = 0
-        self._free: dict[int, list[torch.Tensor]] = {}
+        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         # bucket, handle, result, and the buffer that is sent (stages 2 and 3)
         self._work: deque[tuple[Bucket, dist.Work, torch.Tensor, torch.Tensor | None]] = deque()
 
@@ -72,14 +70,11 @@ class Reducer:
             self._finish()
 
     def _take(self, numel: int) -> torch.Tensor:
-        if self._free.get(numel):
+        if self._free[numel]:
             return self._free[numel].pop()
         buffer = torch.empty(numel, dtype=self.settings.param_dtype, device=self.params[0].device)
         self.buffer_bytes += buffer.nbytes
         return buffer
-
-    def _give(self, buffer: torch.Tensor) -> None:
-        self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def _pack(self, bucket: Bucket) -> torch.Tensor:
         send = self._take(bucket.numel)
@@ -104,9 +99,10 @@ class Reducer:
     def _finish(self) -> None:
         bucket, work, out, send = self._work.popleft()
         work.wait()
+        if send is None:  # stages 0 and 1: reduced where the optimizer looks for it
+            return
         if out is not bucket.grad_shard:
             assert bucket.grad_shard is not None
             bucket.grad_shard.add_(out)
-            self._give(out)
-        if send is not None:
-            self._give(send)
+            self._free[out.numel()].append(out)
+        self._free[send.numel()].append(send)

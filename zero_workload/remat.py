@@ -4,8 +4,6 @@ With a tensor-parallel ``group`` whose ranks hold the same activations, each kee
 when needed (ZeRO-R's P_a: checkpoint memory divided by the tensor-parallel degree, for one all-gather a segment).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -59,8 +57,6 @@ class Partition:
 
 def remat(function: Callable[..., torch.Tensor], *args: Any, partition: Partition | None = None) -> torch.Tensor:
     """``function(*args)``, whose inner activations are recomputed in backward and not kept."""
-    if not torch.is_grad_enabled():
-        return function(*args)
     hooks = torch.autograd.graph.saved_tensors_hooks
     # They see what checkpoint() itself saves, that is the inputs; inside it installs its own.
     with hooks(partition.save, partition.load) if partition else nullcontext():

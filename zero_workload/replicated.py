@@ -1,10 +1,7 @@
 """Stages 0, 1 and 2: every rank holds all parameters, in one row that is cut into buckets."""
 
-from __future__ import annotations
-
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -25,9 +22,8 @@ class Replicated:
         for bucket in self.row.buckets:
             for piece in bucket.pieces:
                 self.in_bucket[piece.param].append(bucket)
-        self._views: dict[int, torch.Tensor] = {}
-        if self.stage <= 1:
-            self._views = {i: like(params[i], self.row.view(self.row.grads, i)) for i in trainable}
+        whole = trainable if self.stage <= 1 else []  # whose gradients add up in the row's arena
+        self._views = {i: like(params[i], self.row.view(self.row.grads, i)) for i in whole}
         for index in trainable:
             params[index].register_post_accumulate_grad_hook(partial(self._on_grad, index))
         self._gathers: dict[Bucket, dist.Work] = {}

@@ -2,8 +2,6 @@
 by hooks on its module, in backward by hooks on its output (gather) and its input (free, and reduce its gradients).
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -46,8 +44,7 @@ class Sharded:
         self._spans: dict[str, list[float]] | None = {} if settings.prefetch == "auto" else None
         self._since = 0.0
         self.order: list[Unit] = []  # forward calls as the last pass made them
-        self._cursor = 0
-        self._known = False  # a whole forward pass was seen: `order` says what comes last
+        self._cursor, self._known = 0, False  # known: a whole forward pass was seen, `order` says what comes last
         self.units = [u for u in units if u.params]
         for unit in self.units:
             kinds = [[i for i in unit.params if params[i].requires_grad is kind] for kind in (True, False)]
@@ -66,7 +63,7 @@ class Sharded:
         """Start to gather ``unit`` unless it is gathered or on its way."""
         if not unit.gathered and unit.gathers is None:
             for bucket in unit.buckets:
-                _resize(bucket.full, bucket.numel)
+                bucket.full.untyped_storage().resize_(bucket.full.nbytes)
             unit.gathers = [self.comm.all_gather(bucket.full, bucket.shard) for bucket in unit.buckets]
 
     def wait(self, unit: Unit) -> None:
@@ -92,7 +89,7 @@ class Sharded:
         for row in unit.rows if unit.gathered else ():
             for index in row.begins:
                 point(self.params[index], row.arena.new_empty(0))
-            _resize(row.arena, 0)
+            row.arena.untyped_storage().resize_(0)
         unit.gathered = False
 
     # Forward -------------------------------------------------------------------------------------------------------
@@ -213,7 +210,3 @@ class Sharded:
         self._spans = None
         self.prefetch = max(1, min(math.ceil(gather / max(compute, 1e-9)), len(self.units)))
         self.prefetch_reason = f"a gather takes {gather * 1e3:.2f} ms, a unit's forward {compute * 1e3:.2f} ms"
-
-
-def _resize(tensor: torch.Tensor, numel: int) -> None:
-    tensor.untyped_storage().resize_(numel * tensor.itemsize)

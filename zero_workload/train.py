@@ -1,7 +1,5 @@
 """The training job: ``python -m dynamiccl.zero_workload``, by itself or under torchrun."""
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import json
@@ -35,15 +33,14 @@ OPTIMIZERS: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, fused=True), "
 MIN_UNIT = 2**13
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises ValueError."""
         raise ValueError(message)
 
 
-def parser() -> Parser:
+def parser() -> argparse.ArgumentParser:
     """The command line; every option has a default that runs on two CPU cores."""
 
     def count(text: str) -> int:
@@ -54,7 +51,7 @@ def parser() -> Parser:
     def ahead(text: str) -> int | str:
         return text if text == "auto" else int(text)
 
-    p, default = Parser("zero_workload", description="Train a byte-level transformer under ZeRO."), ModelConfig()
+    p, default = _Parser("zero_workload", description="Train a byte-level transformer under ZeRO."), ModelConfig()
     p.add_argument("--stage", type=int, default=3, help="0 data parallel, 1 optimizer, 2 gradients, 3 parameters")
     p.add_argument("--steps", type=count, default=100, help="optimizer steps")
     p.add_argument("--ranks", type=count, default=2, help="processes to start; under torchrun its own number counts")
@@ -128,15 +125,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 0
     except (ValueError, RuntimeError, OSError) as error:
         code = report(rank, error)
-    if rank >= 0:
-        # Without the interpreter's teardown, but with everybody's exit handlers: a rank that failed may have threads
-        # stuck in a collective that no one else will join; and gloo's threads, when they drop the last reference to a
-        # tensor during teardown, abort the process now and then.
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    if rank < 0:
+        return code
+    # Without the interpreter's teardown, but with everybody's exit handlers: a rank that failed may have threads stuck
+    # in a collective that no one else will join; and gloo's threads, when they drop the last reference to a tensor
+    # during teardown, abort the process now and then.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def work(args: argparse.Namespace) -> None:
@@ -160,8 +157,8 @@ def work(args: argparse.Namespace) -> None:
             raise
         with torch.device("meta"):
             n_params = sum(p.numel() for p in Transformer(args.model).parameters())
-        precision = "fp32" if args.dtype == "fp32" else "mixed"
-        raise Failed(f"out of memory: {advice(n_params, dist.get_world_size(), args.stage, precision)}") from error
+        job = n_params, dist.get_world_size(), args.stage, "fp32" if args.dtype == "fp32" else "mixed"
+        raise Failed(f"out of memory: {advice(*job)}") from error
     dist.destroy_process_group()
 
 
@@ -179,11 +176,8 @@ class Job:
         self.n_params = sum(p.numel() for p in model.parameters())
         more = {"previous_dtype": DTYPES[args.dtype]} if args.optimizer == "adan" else {}
         optimizer = partial(OPTIMIZERS[args.optimizer], lr=args.lr, **more)
-        self.engine: Engine | Peer
-        if args.peer:
-            self.engine = Peer(args.peer, model, optimizer, **args.both)
-        else:
-            self.engine = zero(model, optimizer, min_unit=MIN_UNIT, **args.zero, **args.both)
+        make: Any = partial(Peer, args.peer) if args.peer else partial(zero, min_unit=MIN_UNIT, **args.zero)
+        self.engine: Engine | Peer = make(model, optimizer, **args.both)
         self.first = 0
         if args.resume and isinstance(self.engine, Engine):
             from .checkpoint import load
@@ -206,31 +200,30 @@ class Job:
         about["model"] = {name: getattr(args, name) for name in ("layers", "width", "heads", "seq")}
         about |= {"n_params": self.n_params, "n_ranks": self.size, "device": str(self.device)}
         self._write(about)
-        self._say(
-            f"zero-{args.stage}  {self.n_params / 1e6:.2f} M parameters, {self.size} ranks, {args.backend}, "
-            f"{args.dtype}, {args.batch} x {args.seq} bytes a rank"
-        )
+        sizes = f"{self.n_params / 1e6:.2f} M parameters, {self.size} ranks, {args.batch} x {args.seq} bytes a rank"
+        self._say(f"zero-{args.stage}  {sizes}, {args.backend}, {args.dtype}")
         times, losses = list[float](), list[float]()
-        begin = time.perf_counter()
+        begin, done = time.perf_counter(), self.first
         for step in range(self.first, args.steps):
             seen, work = self._step(step)
-            if (step + 1) % every and step + 1 < args.steps:
+            last, save = step + 1 == args.steps, args.save_every and (step + 1) % args.save_every == 0
+            if not (last or save or (step + 1) % every == 0):
                 continue
             work.wait()
             *shares, stopped = seen.tolist()
             bad = [rank for rank, loss in enumerate(shares) if not math.isfinite(loss)]
             if bad:
                 raise Failed(f"the loss is not finite at step {step} on ranks {bad}: lower --lr, or look at the data")
-            times.append((time.perf_counter() - begin) * 1e3 / (step % every + 1))
+            times.append((time.perf_counter() - begin) * 1e3 / (step + 1 - done))
             losses.append(sum(shares) / self.size)
-            begin = time.perf_counter()
+            begin, done = time.perf_counter(), step + 1
             self._write({"step": step, "loss": losses[-1], "step_ms": round(times[-1], 3)})
-            if (step + 1) % max(10, every) == 0 or step + 1 == args.steps:
+            if last or (step + 1) % max(10, every) == 0:
                 took = statistics.median(times[-10:])
                 self._say(f"step {step + 1:5d}/{args.steps}  loss {losses[-1]:.4f}  {took:.0f} ms")
             if args.prefetch == "auto" and isinstance(engine, Engine) and step == self.first + 2:
                 self._say(f"prefetch {engine.prefetch}: {engine.sharded.prefetch_reason}")
-            if args.save_every and (step + 1) % args.save_every == 0 and step + 1 < args.steps:
+            if save and not last:
                 self._save(step + 1)
                 begin = time.perf_counter()
             if stopped:

@@ -1,7 +1,5 @@
 """``zero()``: a model and an optimizer in, a ZeRO engine out. Stages 0 (plain data parallel), 1, 2 and 3."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Iterable
@@ -42,7 +40,7 @@ def zero(
     classic: bool = False,
     keep_last: bool = True,
     loss_scale: float = 2.0**16,
-) -> Engine:
+) -> "Engine":
     """Make ``model`` train under ZeRO. The model is changed in place: its parameters become views of flat buffers.
 
     Args:
@@ -108,15 +106,8 @@ class Engine:
         self.names = [name for name, _ in model.named_parameters()]
         self.params: list[Any] = list(model.parameters())  # nn.Parameter or DTensor
         self.shapes = [local(p).shape for p in self.params]
-        # Tensor parallelism: its groups, and how many of their ranks hold the same of each parameter.
         mesh: Any = next((p.device_mesh for p in self.params if local(p) is not p), None)
-        self._tp_groups = mesh.get_all_groups() if mesh else []
-
-        def copies(p: Any) -> int:
-            same = (g.size() for d, g in enumerate(self._tp_groups) if local(p) is p or p.placements[d].is_replicate())
-            return math.prod(same)
-
-        self._copies = list(map(copies, self.params))
+        self._tp_groups = mesh.get_all_groups() if mesh else []  # those of tensor parallelism
         for tensor in (*model.buffers(), *(p.detach() for p in self.params if not p.is_floating_point())):
             comm.broadcast(tensor)
         units = find_units(model, settings.unit, settings.min_unit)
@@ -139,8 +130,6 @@ class Engine:
         """Units gathered ahead at stage 3; with ``"auto"`` what was chosen, 1 before that."""
         return self.sharded.prefetch
 
-    # One training step ---------------------------------------------------------------------------------------------
-
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagate ``loss`` (scalar), divided by the accumulation steps and multiplied by the loss scale."""
         factor = (self.loss_scale or 1.0) / self.settings.gradient_accumulation
@@ -150,9 +139,8 @@ class Engine:
         """Reduce, clip, update, publish. Does nothing before the last micro-batch of an accumulation.
 
         Returns:
-            The global gradient norm (scalar, of the unscaled gradient before clipping) where it is computed, that is
-            with ``max_norm`` or float16, else ``None``. At float16 it is not finite when an overflow made every rank
-            skip the update; the scale is halved then.
+            The global gradient norm (scalar, of the unscaled gradient before clipping) with ``max_norm`` or float16,
+            else ``None``. At float16 it is not finite when an overflow made every rank skip the update.
         """
         if self.reducer.micro_batch < self.settings.gradient_accumulation:
             return None
@@ -196,8 +184,6 @@ class Engine:
             "optimizer": masters + size(s for s in states if s.dim()),
         }
 
-    # Inside --------------------------------------------------------------------------------------------------------
-
     def _split(self, bucket: Bucket) -> list[tuple[Bucket, slice, nn.Parameter]]:
         """What the optimizer gets of ``bucket``: its flat shard, or views of this rank's whole parameters in it."""
         assert bucket.master is not None
@@ -213,7 +199,7 @@ class Engine:
         if self._tp_groups:  # by parameter: what several tensor-parallel ranks hold counts once
             for (bucket, _, _), grad in zip(self.owned, grads, strict=True):
                 for index, _, part in bucket.covered(0, grad.numel()):
-                    parts.append(grad[part].float().norm().square() / self._copies[index])
+                    parts.append(grad[part].float().norm().square() / self._copies(self.params[index]))
         total = torch.stack(parts).sum() if parts else torch.zeros((), device=self.params[0].device)
         if self.stage:  # each rank saw its own shards; stage 0 has all of them everywhere
             self.comm.all_reduce(total, dist.ReduceOp.SUM).wait()
@@ -226,6 +212,11 @@ class Engine:
         if grads:
             torch._foreach_mul_(grads, factor)
         return norm
+
+    def _copies(self, p: Any) -> int:
+        """How many tensor-parallel ranks hold the same of parameter ``p``."""
+        dims = enumerate(self._tp_groups)
+        return math.prod(group.size() for d, group in dims if local(p) is p or p.placements[d].is_replicate())
 
     def _no_overflow(self, norm: torch.Tensor) -> bool:
         """The norm is the same number on every rank, so all of them skip or none does."""

@@ -1,0 +1,160 @@
+"""What needs no ranks: the planner against published figures, dry runs against formulas, and both as commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dynamiccl.agent.cli import app
+from dynamiccl.agent.commands.plan import Request, activation_elements, estimate
+from dynamiccl.agent.dryrun import dry_run
+from dynamiccl.agent.dryrun_models import PRESETS
+from dynamiccl.traces.files import Trace
+from dynamiccl.zero_workload.planner import advice, stage_bytes
+from typer.testing import CliRunner
+
+# The planner ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "ranks", "precision", "expected"),
+    [
+        (7.5e9, 64, "mixed", [120, 31.4, 16.6, 1.9]),
+        (7e9, 8, "mixed", [112, 38.5, 26.25, 14]),
+        (7e9, 8, "fp32", [112, 63, 38.5, 14]),
+        (13e9, 8, "mixed", [208, None, 48.75, None]),
+        (13e9, 32, "mixed", [208, None, None, 6.5]),
+    ],
+)
+def test_planner_reproduces_published_memory(
+    params: float, ranks: int, precision: str, expected: list[float | None]
+) -> None:
+    stages = estimate(Request(params, ranks, precision=precision))["stages"]
+    for stage, want in zip(stages, expected, strict=True):
+        parts = stage["weights_bytes"] + stage["gradients_bytes"] + stage["optimizer_bytes"]
+        assert stage["total_bytes"] == parts
+        if want is not None:
+            digits = len(str(want).partition(".")[2])
+            assert round(stage["total_bytes"] / 1e9, digits) == want
+
+
+def test_planner_traffic_time_and_advice() -> None:
+    result = estimate(Request(7e9, 8, layers=32, seq=2048, bandwidth=100e9, latency=10e-6, flops=150e12))
+    assert result["break_even_batch"] == 15
+    assert [s["traffic_bytes_per_step"] for s in result["stages"]] == [24.5e9, 24.5e9, 24.5e9, 36.75e9]
+    assert result["prefetch"] == 1
+    # a ten times slower wire: a layer's gather takes 43.8 ms, its forward 5.97 ms
+    assert estimate(Request(7e9, 8, bandwidth=10e9))["prefetch"] == 8
+    assert activation_elements(2, 3, 5, 7) == 14 * 2 * 3 * 5 + 2 * 7 * 9
+    assert result["activations"]["every"] == 6
+    assert estimate(Request(7e9, 8))["recommended_stage"] == 1
+    assert estimate(Request(13e9, 8, memory=60e9))["recommended_stage"] == 2
+    assert estimate(Request(13e9, 8, memory=40e9))["recommended_stage"] == 3
+    nothing = estimate(Request(70e9, 8))
+    assert nothing["recommended_stage"] is None and "stage 3 would on" in nothing["reason"]
+    assert sum(stage_bytes(1e9, 4, 0, optimizer="adan")) == 22e9
+    assert sum(stage_bytes(1e9, 4, 0, optimizer="lion")) == 12e9
+    assert "stage 3 holds 2.00 GB" in advice(10**9, 8, 1, "mixed")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("params", 0), ("ranks", 0), ("flops", float("inf")), ("optimizer", "sgd"), ("latency", -1)]
+)
+def test_planner_refuses(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field if field != "optimizer" else "no figures for mixed sgd"):
+        estimate(Request(**{"params": 7e9, "ranks": 8, field: value}))
+
+
+# Dry runs: they bring their own process group ------------------------------------------------------------------------
+
+
+def dry(model: str, ranks: int, stage: int, engine: str = "zero", **settings: Any) -> tuple[Any, int]:
+    return dry_run(PRESETS[model], ranks=ranks, stage=stage, engine=engine, **settings)
+
+
+def total(calls: Any, func: str) -> int:
+    return sum(call.n_bytes for call in calls if call.func == func)
+
+
+def test_dry_run_of_gpt2_adds_up_and_differs_from_fsdp2_as_documented() -> None:
+    ours, n_params = dry("gpt2", 16, 3, keep_last=False)
+    assert n_params == 124_439_808 and all(c.n_ranks == 16 and c.dtype == "bfloat16" for c in ours)
+    assert total(ours, "all_gather") == 2 * total(ours, "reduce_scatter")
+    assert total(ours, "reduce_scatter") == pytest.approx(2 * n_params, rel=1e-4)
+    theirs, _ = dry("gpt2", 16, 3, "fsdp2")
+    # FSDP2 keeps position and embedding with the root; padding apart, both reduce the same bytes.
+    assert total(theirs, "reduce_scatter") == pytest.approx(total(ours, "reduce_scatter"), rel=1e-3)
+    blocks = [c.n_bytes for c in theirs if c.func == "reduce_scatter"][:-1]
+    assert len(blocks) == 12
+    assert sorted(blocks)[0] in {c.n_bytes for c in ours if c.func == "reduce_scatter"}
+    for stage in (1, 2):
+        calls, _ = dry("gpt2", 16, stage)
+        assert total(calls, "all_gather") == total(calls, "reduce_scatter") == pytest.approx(2 * n_params, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "n_params"),
+    [("llama-13b", 13_015_864_320), ("llama-70b", 68_976_648_192), ("moe-8x7b", 46_702_792_704)],
+)
+def test_public_models_have_their_published_size(model: str, n_params: int) -> None:
+    with torch.device("meta"):
+        assert sum(p.numel() for p in PRESETS[model].build().parameters()) == n_params
+
+
+def test_dry_run_of_llama_7b_takes_seconds(tmp_path: Path) -> None:
+    code = (
+        "import json, resource, time; begin = time.perf_counter()\n"
+        "from dynamiccl.agent.dryrun import dry_run\n"
+        "from dynamiccl.agent.dryrun_models import PRESETS\n"
+        "calls, n = dry_run(PRESETS['llama-7b'], ranks=128, stage=3, keep_last=False)\n"
+        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "of = {f: sum(c.n_bytes for c in calls if c.func == f) for f in ('all_gather', 'reduce_scatter')}\n"
+        "print(json.dumps([n, of['all_gather'], of['reduce_scatter'], time.perf_counter() - begin, peak]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    n_params, gathered, reduced, seconds, peak = json.loads(done.stdout)
+    assert n_params == 6_738_415_616
+    assert (gathered, reduced) == (4 * n_params, 2 * n_params)
+    assert seconds < 30 and peak < 1.5e9
+
+
+# As commands ---------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    result: dict[str, Any] = json.loads(done.output)
+    return result
+
+
+def test_plan_as_a_command() -> None:
+    sizes = ["--layers", "32", "--seq", "2048", "--bandwidth", "100", "--latency", "10", "--flops", "150"]
+    result = command("plan", "--params", "7e9", "--ranks", "8", *sizes)
+    assert [stage["total_bytes"] / 1e9 for stage in result["stages"]] == [112, 38.5, 26.25, 14]
+    assert {"stage", "weights_bytes", "gradients_bytes", "optimizer_bytes", "traffic_bytes_per_step"} <= {
+        *result["stages"][0]
+    }
+    assert result["break_even_batch"] == 15 and result["prefetch"] == 1 and result["activations"]["every"] == 6
+    shown = CliRunner().invoke(app, ["plan", "--params", "7e9", "--ranks", "8"]).output
+    assert "26.25" in shown and "use stage" in shown
+    refused = CliRunner().invoke(app, ["plan", "--params", "7e9", "--ranks", "8", "--precision", "fp8"])
+    assert refused.exit_code == 2 and refused.output.count("\n") == 1
+
+
+def test_record_as_a_command_leaves_an_ordinary_trace(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    options = ["--model", "gpt2", "--ranks", "64", "--stage", "2", "--out", str(folder)]
+    result = command("record", "--dry-run", *options)
+    events = Trace.read(folder).events
+    assert len(events) == result["calls"] and set(events["n_ranks"]) == {64} and set(events["n_nodes"]) == {8}
+    for func in ("reduce_scatter", "all_gather"):
+        assert events.loc[events["func"] == func, "n_bytes"].sum() == result[func]["n_bytes"]
+        assert result[func]["parameters"] == pytest.approx(1, rel=1e-4)
+    refused = CliRunner().invoke(app, ["record", "--dry-run", "--model", "gpt5"])
+    assert refused.exit_code == 2 and "no model gpt5" in refused.output
