@@ -95,6 +95,16 @@ def test_tuning_does_not_change_a_bit_of_the_loss(tuned, tmp_path):
     assert losses(tmp_path / "plain") == losses(folder / "job.jsonl")
 
 
+def test_a_job_on_gloo_is_attached_to_and_keeps_every_bit_of_its_loss(tmp_path):
+    """gloo has nothing to tune, which is said; the probe and the agreement are at work all the same."""
+    on_gloo = {name: [{"emulated": "gloo"}.get(word, word) for word in job(60, tmp_path / name)] for name in "ab"}
+    done = run("tune", "--out", str(tmp_path / "out"), "--", *on_gloo["a"])
+    assert done.returncode == 2 and "all_gather or reduce_scatter" in done.stderr, done.stderr
+    assert len(Trace.read(tmp_path / "out" / "trace").steps) > 50
+    subprocess.run([*on_gloo["b"], "--quiet"], env=ENV, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    assert len(losses(tmp_path / "a")) == 60 and losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
 def start(out, log, steps):
     """A tuner on a job, returned once both are at work."""
     tuner = subprocess.Popen(

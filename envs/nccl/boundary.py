@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -56,12 +58,12 @@ def time_boundary(n_ranks: int, n_steps: int = 2000, every_s: float = 0.04) -> B
     env |= {"WORLD_SIZE": str(n_ranks)}
     command = [sys.executable, "-m", __spec__.name, str(n_steps)]
     published: dict[int, int] = {}
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(run.close)
+        # What they say is more than a pipe holds, and nobody reads while they run.
+        out, err = ([stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(n_ranks)] for _ in range(2))
         ranks = [
-            subprocess.Popen(
-                command, env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            for r in range(n_ranks)
+            subprocess.Popen(command, env={**env, "RANK": str(r)}, stdout=out[r], stderr=err[r]) for r in range(n_ranks)
         ]
         generation = 0
         while all(r.poll() is None for r in ranks[:1]):
@@ -69,13 +71,17 @@ def time_boundary(n_ranks: int, n_steps: int = 2000, every_s: float = 0.04) -> B
             run.table.publish(_table(generation))
             published[generation] = time.monotonic_ns()
             time.sleep(every_s)
-        said = [r.communicate(timeout=60) for r in ranks]
-    finally:
-        run.close()
-    if any(r.returncode for r in ranks):
-        words = next(error for (_, error), r in zip(said, ranks, strict=True) if r.returncode)
+        codes = [r.wait(timeout=60) for r in ranks]
+        said, errors = ([_text(file) for file in files] for files in (out, err))
+    if any(codes):
+        words = next(error for error, code in zip(errors, codes, strict=True) if code)
         raise RuntimeError(f"the job failed: {(words.strip().splitlines() or ['no output'])[-1]}")
-    return _summary(n_ranks, [json.loads(out.splitlines()[-1]) for out, _ in said], published)
+    return _summary(n_ranks, [json.loads(text.splitlines()[-1]) for text in said], published)
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def _table(generation: int) -> Table:
