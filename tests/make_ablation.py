@@ -1,7 +1,8 @@
-"""What each part of the policy is worth: ``python tests/make_ablation.py [FOLDER]`` (about a quarter of an hour).
+"""What each part of the policy is worth: ``python tests/make_ablation.py [FOLDER]`` (about half an hour).
 
-Trains the policy whole and without each part, all on the same, smaller budget and seed, and plays both suites. Writes
-``agent/ablation.json`` and the README's table; training can be cut short and goes on where it was.
+Trains the policy whole and without each part, all on the same, smaller budget and seed, and plays both suites; what the
+shipped weights owe to their memory is asked at their own budget. Writes ``agent/ablation.json`` and the README's table;
+training can be cut short and goes on where it was.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy
 
 from dynamiccl.agent.board import with_tables
-from dynamiccl.agent.policy import PARTS
+from dynamiccl.agent.policy import PARTS, LstmPolicy
 from dynamiccl.agent.stopping import Stopping
 from dynamiccl.agent.train import Settings, Training, simulator
 from dynamiccl.envs.arena import SUITES, Arena, Suite, play
@@ -23,65 +24,80 @@ from dynamiccl.envs.leaderboard import bootstrap, per_task, summary
 ROOT = Path(__file__).parents[1]
 FILE, README = ROOT / "agent" / "ablation.json", ROOT / "README.md"
 BUDGET = Settings(prior=1_048_576, steps=1_048_576)
-VARIANTS = {
-    "whole": BUDGET,
-    **{f"without {part}": dataclasses.replace(BUDGET, without=(part,)) for part in PARTS},
-    "one cluster": dataclasses.replace(BUDGET, one_cluster=True),
-}
+#: Without statistics (there is no belief then) only memory tells what was measured; the last has not even that.
+WITHOUT = [*((part,) for part in PARTS), ("statistics", "memory")]
+#: The first of each group is what its others are compared with.
+GROUPS: list[dict[str, Settings]] = [
+    {
+        "whole": BUDGET,
+        **{f"without {', '.join(parts)}": dataclasses.replace(BUDGET, without=parts) for parts in WITHOUT},
+        "one cluster": dataclasses.replace(BUDGET, one_cluster=True),
+    },
+    {"shipped": Settings(), "shipped, without memory": Settings(without=("memory",))},
+]
 REPEATS = 4
 
+Rows = dict[str, dict[str, dict[str, Any]]]
 
-def trained(name: str, settings: Settings, folder: Path) -> Training:
+
+def trained(name: str, settings: Settings, folder: Path) -> LstmPolicy:
     """The variant, trained to the end."""
-    checkpoint = folder / (name.replace(" ", "-") + ".checkpoint")
+    if name == "shipped":
+        return LstmPolicy.load()
+    checkpoint = folder / (name.replace(", ", "-").replace(" ", "-") + ".checkpoint")
     training = Training(settings, simulator(settings), lambda policy: {}, checkpoint)
     if checkpoint.exists():
         training.resume()
     training.run(lambda done, total, row: print(f"{name}: {done / total:.0%}", file=sys.stderr, flush=True))
-    return training
+    return training.light()
 
 
-def main(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    rows: dict[str, dict[str, Any]] = {}
-    whole: dict[str, Any] = {}
-    for name, settings in VARIANTS.items():
-        policy = Stopping(trained(name, settings, folder).light())
+def judged(group: dict[str, Settings], folder: Path) -> Rows:
+    """The figures of each policy of the group on each suite."""
+    rows: Rows = {}
+    first: dict[str, Any] = {}
+    for name, settings in group.items():
+        policy = Stopping(trained(name, settings, folder))
         rows[name] = {}
         for suite in SUITES:
             tasks = Suite.load(suite)
             played = play(policy, Arena(tasks, REPEATS))
             # Runs of one task are not independent of each other: intervals are over tasks.
             regret = per_task(played)["regret"].reshape(REPEATS, len(tasks)).mean(axis=0)
-            whole.setdefault(suite, regret)
+            more = regret - first.setdefault(suite, regret)
             figures = summary(played)
             rows[name][suite] = {
                 "regret": figures["regret"],
-                "more_than_whole": round(float((regret - whole[suite]).mean()), 3),
-                "more_than_whole_ci95": bootstrap(regret - whole[suite]),
+                "more": round(float(more.mean()), 3),
+                "more_ci95": bootstrap(more),
                 "share_of_gain": figures["share_of_gain"]["64"],
                 "share_of_gain_4": figures["share_of_gain"]["4"],
             }
         print(name, json.dumps(rows[name]), flush=True)
+    return rows
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     settings = {k: v for k, v in dataclasses.asdict(BUDGET).items() if k not in ("without", "one_cluster")}
-    found = {"settings": settings, "repeats": REPEATS, "variants": rows}
+    groups = [judged(group, folder) for group in GROUPS]
+    found = {"settings": settings, "repeats": REPEATS, "groups": groups}
     FILE.write_text(json.dumps(found, indent=1) + "\n")
     README.write_text(with_tables(README.read_text(), table(found), "ablation"))
 
 
 def table(found: dict[str, Any]) -> str:
     """The README's table of ``ablation.json``."""
-    lines = [
-        "| trained | " + " | ".join(f"{suite}: regret | more than whole | gain at 4, at 64" for suite in SUITES) + " |"
-    ]
+    lines = ["| trained | " + " | ".join(f"{s}: regret | more | gain after 4, 64 windows" for s in SUITES) + " |"]
     lines.append("|---|" + "---|" * 3 * len(SUITES))
-    for name, by_suite in found["variants"].items():
-        cells = [name]
-        for row in (by_suite[suite] for suite in SUITES):
-            low, high = row["more_than_whole_ci95"]
-            more = "" if name == "whole" else f"{row['more_than_whole']:+.3f} [{low:+.3f}, {high:+.3f}]"
-            cells += [f"{row['regret']:.3f}", more, f"{row['share_of_gain_4']:.0%}, {row['share_of_gain']:.0%}"]
-        lines.append("| " + " | ".join(cells) + " |")
+    for group in found["groups"]:
+        for i, (name, by_suite) in enumerate(group.items()):
+            cells = [name]
+            for row in (by_suite[suite] for suite in SUITES):
+                low, high = row["more_ci95"]
+                more = f"{row['more']:+.3f} [{low:+.3f}, {high:+.3f}]" if i else ""
+                cells += [f"{row['regret']:.3f}", more, f"{row['share_of_gain_4']:.0%}, {row['share_of_gain']:.0%}"]
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
