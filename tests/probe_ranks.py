@@ -331,6 +331,27 @@ def cannot_speak(torch, dist) -> Callable[[int], float]:
     return step
 
 
+def uneven(torch, dist) -> Callable[[int], float]:
+    """PyTorch's Join on uneven data: every third time one rank steps twice as often as the other."""
+    net = ddp(torch, model(torch))
+    optimizer = adam(torch, net)
+
+    def one(i: int) -> float:
+        loss = net(batch(torch, dist, i)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    def step(i: int) -> float:
+        if i % 3:
+            return one(i)
+        with net.join():
+            return [one(i + j) for j in range(2 + 2 * (i % 2 == dist.get_rank()))][-1]
+
+    return step
+
+
 LOOPS = {
     "plain": plain,
     "ddp": wrapped(ddp, adam),
@@ -349,6 +370,7 @@ ODD_LOOPS = {
     "group anew": group_anew,
     "leaves early": leaves_early,
     "cannot speak": cannot_speak,
+    "uneven": uneven,
 }
 PACKAGES = {"accelerate": accelerated, "deepspeed 1": deepspeed(1), "deepspeed 3": deepspeed(3)}
 

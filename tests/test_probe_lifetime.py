@@ -56,6 +56,15 @@ def test_a_rank_that_steps_no_more_delays_the_others_once(run, victim):
     assert "stop agreeing" in errors[1 - victim] and not any("Traceback" in error for error in errors)
 
 
+def test_no_table_changes_while_the_ranks_step_unevenly(run):
+    """Under PyTorch's Join the ranks take different numbers of steps; before and after it they change together."""
+    said, errors = whole(["uneven"], {**run.env(), "DYNAMICCL_WAIT_S": "2", "JITTER_S": "0.05"}, run)
+    assert len(said) == 2, errors
+    first, second = (s["generations"]["uneven"] for s in said)
+    assert first == second and len(set(first)) > 3, (first, second)
+    assert not any("dynamiccl:" in error for error in errors), errors
+
+
 def test_a_job_without_standard_error_is_not_troubled(run):
     said, errors = whole(["cannot speak"], {**run.env(), "VICTIM": "1", "JITTER_S": "0.02"}, run)
     assert len(said) == 2, errors

@@ -57,6 +57,7 @@ class Probe:
         self._packed = _pack(Reading())
         self._off = False
         self._measures = True
+        self._uneven = 0  # depth of Join contexts: in them a rank may step more often than another
 
     def __call__(self, optimizer: Any, *_args: Any) -> None:
         """An optimizer has stepped. Whatever goes wrong here is said once, and the probe is off from then on."""
@@ -83,11 +84,32 @@ class Probe:
             return  # a step captured into a CUDA graph: nothing runs now
         now = time.monotonic_ns()
         agreement = self._attached()
+        if self._uneven:
+            agreement = None  # boundaries that not all ranks have are none of its
         flip = agreement is not None and agreement.boundary()
         if self._plugin is not None:
             self._pass(self._plugin, cuda, now, flip)
         if agreement is not None:
             agreement.proceed()
+
+    def hold_tables_in(self, context: type) -> None:
+        """Between ``__enter__`` and ``__exit__`` of the class ``context`` (PyTorch's ``Join``) no table changes.
+
+        All ranks enter it and leave it at the same places of the program, however often each steps in between.
+        """
+        enter, leave = context.__enter__, context.__exit__  # type: ignore[attr-defined]
+
+        def held(join: Any) -> Any:
+            self._uneven += 1
+            return enter(join)
+
+        def released(join: Any, *error: Any) -> Any:
+            try:
+                return leave(join, *error)
+            finally:
+                self._uneven -= 1
+
+        context.__enter__, context.__exit__ = held, released  # type: ignore[attr-defined]
 
     def _pass(self, plugin: Plugin, cuda: bool, now: int, flip: bool) -> None:
         """The step is over: its record, its successor's number and table, in one call."""
@@ -248,6 +270,9 @@ def install() -> None:
         call(*args)
 
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    join = sys.modules.get("torch.distributed.algorithms.join")  # `import torch` brings it where there is one
+    if join is not None:
+        probe.hold_tables_in(join.Join)
     register_optimizer_step_post_hook(hook)
     atexit.register(probe.close)
     os.register_at_fork(after_in_child=probe.after_fork)

@@ -17,9 +17,8 @@ store that the job's process group already has, written only when a table is new
 
 Whatever fails, at boundary k every rank therefore has the table of the last logged round below k. What is assumed:
 the store is reachable by a rank that is in trouble (a job without its store is lost); collectives are ordered with the
-optimizer step, as on the thread that trains; and ranks take the same steps. Under PyTorch's Join they do not: the
-others wait once for a rank that is out of data, stop agreeing and go on, but a table that was on its way is then in
-force on some ranks only.
+optimizer step, as on the thread that trains; and ranks take the same steps. Under PyTorch's Join they do not, so no
+boundary in there counts (probe.py).
 
 ``tests/test_protocol.py`` explores this class exhaustively; ``agreement.py`` gives it a store and a network.
 """
