@@ -58,6 +58,7 @@ class Request:
     seed: int = 0
     settings: Settings = field(default_factory=Settings)
     facts: dict[str, Any] = field(default_factory=dict)  # of the job, for the summary: stage, n_processes
+    headroom: int | None = None  # see ``nccl.build.nccl_env``
     job_log: Path | None = None  # JSON lines with the loss of each step, where the job writes them
 
 
@@ -105,7 +106,7 @@ class Daemon:
         request = self.request
         if request.command:
             self.on_phase("starting the job")
-            extra = request.emulated.env() if request.emulated else {}
+            extra = run.env(request.headroom) | (request.emulated.env() if request.emulated else {})
             self.job = Job.start(request.command, run, request.out / "job.log", extra, writer)
         else:
             self.job = Job(run, writer=writer)

@@ -169,6 +169,7 @@ def run(*arguments, env=None, timeout=120):
         (["--", "no-such-program", "train.py"], "no such program"),
         (["--attach", "/nonexistent"], "run folder"),
         (["--attach", "x", "--", "true"], "not both"),
+        (["--attach", "x", "--headroom", "24"], "dynamiccl env"),
         (["--cluster", "dgx-h100-2x8", "--time-scale", "-1"], "above 0"),
     ],
 )
@@ -211,6 +212,14 @@ def test_env_is_what_a_shell_can_evaluate(tmp_path):
     assert set(variables) >= {"DYNAMICCL_RUN", "NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"}
     Path(variables["DYNAMICCL_RUN"], "table").unlink()
     assert run("env").stdout.startswith("export DYNAMICCL_RUN=/")
+    assert "NCCL_MIN_CTAS" not in variables
+    assert json.loads(run("env", "--json", "--headroom", "24").stdout)["NCCL_MIN_CTAS"] == "24"
+
+
+def test_headroom_reaches_the_job_before_its_communicators_are_made(tmp_path):
+    program = "import os; raise SystemExit('channels ' + os.environ['NCCL_MIN_CTAS'])"
+    run("tune", "--out", str(tmp_path), "--headroom", "24", "--", sys.executable, "-c", program)
+    assert "channels 24" in (tmp_path / "job.log").read_text()
 
 
 def test_gpus_are_counted_without_a_driver():

@@ -1,7 +1,20 @@
 """One file per command of ``dynamiccl``: its options and help text; the work lies in the package that owns it."""
 
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
+
+import typer
+
+Headroom = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=64,
+        help="Make communicators with at least so many channels (NCCL_MIN_CTAS), or a tuner can only use fewer than "
+        "NCCL would. Costs GPU memory for the buffers of each, and NCCL's own choice may use them too.",
+        show_default=False,
+    ),
+]
 
 
 def fail(message: str) -> NoReturn:

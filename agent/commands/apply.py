@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import fail
+from . import Headroom, fail
 
 
 def apply(
@@ -19,6 +19,7 @@ def apply(
         str | None, typer.Option(help="Only print the table, as json or csv (NVIDIA's).", show_default=False)
     ] = None,
     by_name: Annotated[bool, typer.Option(help="Name the plugin instead of its path: NCCL 2.27.3 needs it.")] = False,
+    headroom: Headroom = None,
 ) -> None:
     """Run COMMAND with every collective that TABLE names done as it says; NCCL decides the rest.
 
@@ -47,7 +48,7 @@ def apply(
         if len(loaded.rules) > 1024:
             fail(f"{table}: {len(loaded.rules)} rules, the plugin holds 1024")
         environment = {
-            **nccl_env(plugin_path(), by_name=by_name),
+            **nccl_env(plugin_path(), by_name=by_name, headroom=headroom),
             "DYNAMICCL_TABLE": f"hex:{encode_table(loaded).hex()}",
         }
     except (ValueError, PluginBuildError) as error:

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from . import fail
+from . import Headroom, fail
 
 
 def env(
     name: Annotated[str | None, typer.Option(help="Name of the run folder; default: a new one.")] = None,
+    headroom: Headroom = None,
     json: Annotated[bool, typer.Option("--json", help="Print the variables as JSON.")] = False,
 ) -> None:
     """Print the environment of a job that a tuner joins later, or leaves and joins again.
@@ -26,7 +27,7 @@ def env(
     from ...envs.nccl.shm import RunFolder
 
     try:
-        variables = RunFolder.create(name).env()
+        variables = RunFolder.create(name).env(headroom)
     except (PluginBuildError, ValueError, OSError) as error:
         fail(str(error))
     if json:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import fail
+from . import Headroom, fail
 
 #: Our own job on an emulated cluster: bytes are stretched so that a block weighs what a 2.7B model's does in bf16
 #: (160 MB), time so that communication and compute keep the proportion of a ZeRO-3 step with a small batch.
@@ -48,6 +48,7 @@ def tune(
     weather: Annotated[
         str, typer.Option(help="How the emulated network changes: drift=0.2,burst=1,neighbour=0.5; empty: it does not.")
     ] = "",
+    headroom: Headroom = None,
     attach: Annotated[
         str | None, typer.Option(help="Join a running job by its run folder, as `dynamiccl env` made it.")
     ] = None,
@@ -85,6 +86,8 @@ def tune(
         _check_cluster(emulated)
     facts: dict[str, Any] = {}
     job_log = None
+    if attach and headroom:
+        fail("the job's communicators are made already: give --headroom to `dynamiccl env`, before the job starts")
     own = not (command or attach)
     if own:
         facts = {"stage": stage, "n_processes": ranks or (2 if emulated else gpus)}
@@ -99,7 +102,7 @@ def tune(
     try:
         run = RunFolder.open(attach) if attach else None
         with Show(windows + verify, quiet) as show:
-            request = Request(out, command or (), run, emulated, policy, seed, settings, facts, job_log)
+            request = Request(out, command or (), run, emulated, policy, seed, settings, facts, headroom, job_log)
             summary = Daemon(request, show.window, show.phase).serve()
     except (PluginBuildError, TraceError, ValueError, OSError) as error:
         fail(str(error))

@@ -100,13 +100,15 @@ def plugin_path() -> Path:
     return path
 
 
-def nccl_env(path: Path, *, by_name: bool = False) -> dict[str, str]:
+def nccl_env(path: Path, *, by_name: bool = False, headroom: int | None = None) -> dict[str, str]:
     """Environment that makes NCCL load ``path`` as tuner and profiler.
 
     With ``by_name`` it names the library instead of its path and puts its folder on LD_LIBRARY_PATH: NCCL 2.27.3
-    takes nothing else.
+    takes nothing else. ``headroom``: channels that communicators are made with, where NCCL would have made fewer.
     """
     ours = {"DYNAMICCL_PLUGIN": str(path)}
+    if headroom is not None:
+        ours["NCCL_MIN_CTAS"] = str(headroom)
     theirs = os.environ.get("NCCL_PROFILER_PLUGIN", "none")
     if theirs and theirs != "none" and "dynamiccl" not in theirs:  # NCCL loads one: ours hands on to it
         ours["DYNAMICCL_NEXT_PROFILER"] = theirs

@@ -255,9 +255,9 @@ class RunFolder:
         (path / "daemon").write_text(f"{os.getpid()} {_started(os.getpid())}\n")
         return folder
 
-    def env(self) -> dict[str, str]:
-        """What the job needs in its environment. Raises PluginBuildError."""
-        return {"DYNAMICCL_RUN": str(self.path), **nccl_env(plugin_path())}
+    def env(self, headroom: int | None = None) -> dict[str, str]:
+        """What the job needs in its environment, see ``build.nccl_env``. Raises PluginBuildError."""
+        return {"DYNAMICCL_RUN": str(self.path), **nccl_env(plugin_path(), headroom=headroom)}
 
     def rings(self) -> list[Ring]:
         """Rings of the job's processes, dead ones included; opens those that are new since the last call."""

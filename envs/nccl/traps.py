@@ -154,7 +154,7 @@ def _only_fewer_channels(facts: Facts) -> Finding | None:
     return Finding(
         "channels",
         f"NCCL {_text(facts.nccl)} lets a tuner lower the channel count and not raise it",
-        "set NCCL_MIN_CTAS to the most channels worth trying (costs GPU memory for buffers)",
+        "dynamiccl tune --headroom with the most channels worth trying (costs GPU memory for buffers)",
         must_change=False,
     )
 
