@@ -26,7 +26,7 @@ def job(steps, log, stage=3):
 
 def options(out, *more):
     scales = ["--cluster", "dgx-h100-2x8", "--bytes-scale", "1500", "--time-scale", "3"]
-    return [*DYNAMICCL, "tune", *scales, "--out", str(out), *more]
+    return [*DYNAMICCL, "tune", *scales, "--window-steps", "4", "--out", str(out), *more]
 
 
 def losses(log):

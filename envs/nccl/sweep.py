@@ -77,6 +77,10 @@ class Buffers:
         return bool(torch.equal(bits, self.reference))
 
 
+class NotLoaded(Exception):
+    """NCCL has not loaded the plugin on some rank."""
+
+
 class Sweep:
     """One rank's part."""
 
@@ -114,7 +118,7 @@ class Sweep:
         name = torch.cuda.get_device_name() if self.device.type == "cuda" else "emulated"
         self._write({"loaded": ranks, "device": name, "nccl": nccl, "n_ranks": dist.get_world_size()})
         if not all(all(rank.values()) for rank in ranks):
-            raise SystemExit("the plugin was not loaded on every rank")
+            raise NotLoaded("the plugin was not loaded on every rank")
 
     def _cell(self, func: str, n_bytes: int, deadline: float) -> None:
         buffers = Buffers(func, n_bytes, self.device)
@@ -243,10 +247,15 @@ def main() -> int:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group(args.backend)
-    Sweep(args, device).run()
+    status = 0
+    try:
+        Sweep(args, device).run()
+    except NotLoaded as error:
+        print(error, file=sys.stderr, flush=True)
+        status = 1
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads can abort a process that tears down
+    os._exit(status)  # gloo's threads can abort a process that tears down
 
 
 if __name__ == "__main__":

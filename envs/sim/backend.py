@@ -155,6 +155,8 @@ class EmulatedGroup(dist.ProcessGroup):
         if self._timeline is not None:
             self._timeline.close()
             self._timeline = None
+        # Its threads must be gone before the interpreter is: one that frees a tensor then would abort the process.
+        self._gloo = None
 
     def size(self) -> int:
         """Processes in the group (the emulated cluster may have more ranks)."""
