@@ -24,6 +24,7 @@ from .dryrun_models import Shape
 _OPS = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
     "allreduce_": ("all_reduce", 0),
     "broadcast_": ("broadcast", 0),
 }

@@ -36,6 +36,8 @@ class Collectives:
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> dist.Work:
         """``full`` [size * S] reduced over the ranks; slice ``rank`` of it into ``shard`` [S]."""
+        if dist.get_backend(self.group) == "gloo":
+            return _Exchange(self, shard, full)
         return _REDUCE_SCATTER(shard, full, op=self.op, group=self.group, async_op=True)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> dist.Work:
@@ -61,3 +63,19 @@ class Collectives:
         odd = [rank for rank, value in enumerate(seen.tolist()) if value != seen[0].item()]
         if odd:
             raise ValueError(f"ranks {odd} have {what} that differs from rank 0's")
+
+
+class _Exchange(dist.Work):
+    """Reduce-scatter over gloo, whose own is an all-reduce: slices change places, each rank adds up what it got."""
+
+    def __init__(self, comm: Collectives, shard: torch.Tensor, full: torch.Tensor) -> None:
+        super().__init__()
+        self._comm, self._shard, self._slices = comm, shard, torch.empty_like(full)
+        self._work = dist.all_to_all_single(self._slices, full, group=comm.group, async_op=True)
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._work.wait()
+        torch.sum(self._slices.view(self._comm.size, -1), 0, out=self._shard)
+        if self._comm.op == dist.ReduceOp.AVG:
+            self._shard.div_(self._comm.size)
+        return True
