@@ -1,6 +1,8 @@
 """Fixtures that several test files share."""
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the matrices here are small, threads only fight
 
@@ -13,3 +15,23 @@ def folder():
     run = RunFolder.create()
     yield run
     run.close()
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Any]:
+    """Two processes joined over gloo."""
+    yield from _world(2)
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Any]:
+    """Four of them."""
+    yield from _world(4)
+
+
+def _world(size: int) -> Iterator[Any]:
+    from world import World  # imports torch, which most tests can do without
+
+    world = World(size)
+    yield world
+    world.close()

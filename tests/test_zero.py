@@ -2,84 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.model import ModelConfig, Transformer
 from dynamiccl.zero_workload.peers import Peer
-
-# A world of ranks that is started once and runs one function after another --------------------------------------------
-
-
-def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group("gloo")
-    while True:
-        function, args = pipe.recv()
-        try:
-            pipe.send((True, function(*args)))
-        except BaseException:  # torch's CheckpointException is no Exception
-            pipe.send((False, traceback.format_exc()))
-
-
-class World:
-    """``size`` processes joined over gloo."""
-
-    def __init__(self, size: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        context = mp.get_context("spawn")
-        self.pipes, self.ranks = [], []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
-            process.start()
-            self.pipes.append(ours)
-            self.ranks.append(process)
-
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-        """``function(*args)`` on every rank; its results by rank."""
-        for pipe in self.pipes:
-            pipe.send((function, args))
-        silence = (False, f"no answer within {timeout} s")
-        answers = [pipe.recv() if pipe.poll(timeout) else silence for pipe in self.pipes]  # all, or the next run has it
-        for rank, (ok, value) in enumerate(answers):
-            assert ok, f"rank {rank}:\n{value}"
-        return [value for _, value in answers]
-
-    def close(self) -> None:
-        for process in self.ranks:
-            process.kill()
-            process.join()
-
-
-@pytest.fixture(scope="session")
-def two() -> Iterator[World]:
-    world = World(2)
-    yield world
-    world.close()
-
-
-@pytest.fixture(scope="session")
-def four() -> Iterator[World]:
-    world = World(4)
-    yield world
-    world.close()
-
+from world import World
 
 # Agreement ------------------------------------------------------------------------------------------------------------
 
@@ -173,9 +108,7 @@ def test_stages_agree_with_one_process(size: str, accumulation: int, request: py
     assert alone[-1] < alone[0] - 1
     runs = {}
     for name in (
-        VARIANTS
-        if (size, accumulation) == ("two", 1)
-        else ("0", "1", "1 classic", "2", "3", "3 hybrid", "3 blocks recomputed")
+        VARIANTS if (size, accumulation) == ("two", 1) else ("0", "1", "2", "3", "3 hybrid", "3 blocks recomputed")
     ):
         settings = VARIANTS[name]
         ranks = world.run(train, 20, {**settings, "max_norm": 0.5, "gradient_accumulation": accumulation})

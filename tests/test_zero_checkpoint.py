@@ -12,8 +12,9 @@ from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.checkpoint import load, save
 from dynamiccl.zero_workload.model import Transformer
 from dynamiccl.zero_workload.optim import Adan, Muon
-from test_zero import TINY, World, adamw, four, run, two  # noqa: F401  (fixtures)
+from test_zero import TINY, adamw, run
 from torch import nn
+from world import World
 
 OPTIMIZERS: dict[str, Any] = {"adamw": adamw(1e-2), "adan": Adan, "muon": Muon}
 
@@ -40,7 +41,7 @@ def test_resume_is_exact_at_the_same_stage(
     optimizer: str,
     dtype: Any,
     stages: tuple[int, ...],
-    two: World,  # noqa: F811
+    two: World,
     tmp_path: Path,
 ) -> None:
     for stage in stages:
@@ -50,7 +51,7 @@ def test_resume_is_exact_at_the_same_stage(
         assert first + two.run(part, folder, stage, 4, 8, True, optimizer, dtype)[0] == through, stage
 
 
-def test_resume_elsewhere(two: World, four: World, tmp_path: Path) -> None:  # noqa: F811
+def test_resume_elsewhere(two: World, four: World, tmp_path: Path) -> None:
     through = two.run(part, str(tmp_path), 1, 0, 8, False)[0]
     two.run(part, str(tmp_path), 3, 0, 4, False)
     for world, stage in ((two, 0), (two, 2), (four, 3), (four, 1)):
@@ -90,7 +91,7 @@ def interrupted(folder: str) -> str:
     return ""
 
 
-def test_interrupted_save_and_another_model(two: World, tmp_path: Path) -> None:  # noqa: F811
+def test_interrupted_save_and_another_model(two: World, tmp_path: Path) -> None:
     for said in two.run(interrupted, str(tmp_path)):
         assert "is of another model: " in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]

@@ -18,8 +18,9 @@ from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.model import ModelConfig, Transformer
 from dynamiccl.zero_workload.optim import Adan, Lion
-from test_zero import TINY, World, adamw, four, run, two  # noqa: F401  (fixtures)
+from test_zero import TINY, adamw, run
 from torch import nn
+from world import World
 
 # The worked example: two ranks, four weights -----------------------------------------------------------------------
 
@@ -75,7 +76,7 @@ def hand_example(stage: int) -> dict[str, list[float] | float]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_hand_example(stage: int, two: World) -> None:  # noqa: F811
+def test_hand_example(stage: int, two: World) -> None:
     expected = [
         {
             "loss": 10.125,
@@ -180,14 +181,14 @@ def peak_of_gradients(bucket_bytes: int, layers: int) -> tuple[int, int, int]:
     return peak, sum(2 * p.numel() for p in model.parameters()), engine.reducer.buffer_bytes
 
 
-def test_stage_2_never_holds_all_gradients(two: World) -> None:  # noqa: F811
+def test_stage_2_never_holds_all_gradients(two: World) -> None:
     bucket, largest = 2**14, 2 * 256 * 32
     for peak, everything, buffers in two.run(peak_of_gradients, bucket, 6):
         assert buffers < 3 * bucket  # two full ones, and the shorter last bucket's
         assert peak <= buffers + bucket + largest < everything / 2
 
 
-def test_send_buffers_do_not_grow_with_the_model(two: World) -> None:  # noqa: F811
+def test_send_buffers_do_not_grow_with_the_model(two: World) -> None:
     (_, small, few), (_, large, many) = (two.run(peak_of_gradients, 2**13, layers)[0] for layers in (3, 9))
     assert large > 2 * small
     assert max(few, many) < 3 * 2**13
@@ -219,7 +220,7 @@ def spelled(total: dict[str, int]) -> dict[str, int]:
     return {func.replace("all_to_all", "reduce_scatter"): n for func, n in total.items()}
 
 
-def test_traffic_equals_the_formulas(two: World) -> None:  # noqa: F811
+def test_traffic_equals_the_formulas(two: World) -> None:
     # An all-reduce of n bytes moves what a reduce-scatter and an all-gather of n bytes move: it counts twice.
     expected = [
         ({"stage": 0}, {"all_reduce": 1}, 2),
@@ -248,7 +249,7 @@ def look_ahead() -> tuple[int, str]:
     return engine.prefetch, engine.sharded.prefetch_reason
 
 
-def test_look_ahead_is_the_ratio_of_measured_times_and_agreed(two: World) -> None:  # noqa: F811
+def test_look_ahead_is_the_ratio_of_measured_times_and_agreed(two: World) -> None:
     (chosen, reason), other = two.run(look_ahead)
     assert other == (chosen, reason)
     gather, compute = (float(ms) for ms in re.findall(r"([0-9.]+) ms", reason))
@@ -315,7 +316,7 @@ def odd_alone(branches: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("branches", [False, True])
-def test_odd_modules(branches: bool, two: World) -> None:  # noqa: F811
+def test_odd_modules(branches: bool, two: World) -> None:
     alone = odd_alone(branches)
     for settings in [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "unit": "layer"}]:
         if branches and settings.get("unit"):

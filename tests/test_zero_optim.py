@@ -12,9 +12,10 @@ from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.model import Transformer
 from dynamiccl.zero_workload.optim import Adan, Lion, Muon
-from test_zero import TINY, World, adamw, train, two  # noqa: F401  (fixture)
+from test_zero import TINY, adamw, train
 from test_zero_exact import Hand
 from torch import nn
+from world import World
 
 # The worked example: two ranks, four weights -----------------------------------------------------------------------
 
@@ -37,7 +38,7 @@ def half_precision() -> tuple[list[float | None], int, list[float]]:
     return scales, engine.skipped, changes
 
 
-def test_overflow_on_one_rank_skips_the_step_on_all(two: World) -> None:  # noqa: F811
+def test_overflow_on_one_rank_skips_the_step_on_all(two: World) -> None:
     for scales, skipped, changes in two.run(half_precision):
         assert scales == [2.0**12, 2.0**11, 2.0**11]
         assert skipped == 1
@@ -54,7 +55,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(two: World) -> None:  # noqa
         (partial(Muon, lr=0.02), (0, 1)),
     ],
 )
-def test_optimizers_agree_across_stages(optimizer: Any, stages: tuple[int, ...], two: World) -> None:  # noqa: F811
+def test_optimizers_agree_across_stages(optimizer: Any, stages: tuple[int, ...], two: World) -> None:
     runs = {stage: two.run(train, 8, {"stage": stage, "optimizer": optimizer})[0] for stage in stages}
     assert runs[0][-1] < runs[0][0] - 0.3
     for losses in runs.values():
@@ -100,6 +101,6 @@ def refusal(case: str) -> str:
         ("torch muon", "whole matrices: use stage 1"),
     ],
 )
-def test_bad_input_is_refused_on_every_rank(case: str, words: str, two: World) -> None:  # noqa: F811
+def test_bad_input_is_refused_on_every_rank(case: str, words: str, two: World) -> None:
     for said in two.run(refusal, case):
         assert words in said

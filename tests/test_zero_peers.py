@@ -7,7 +7,8 @@ import torch
 from dynamiccl.agent.dryrun import CollectiveLog
 from dynamiccl.zero_workload.model import Transformer
 from dynamiccl.zero_workload.peers import PEERS, Peer
-from test_zero import TINY, World, adamw, run, train, train_alone, two  # noqa: F401  (fixture)
+from test_zero import TINY, adamw, run, train, train_alone
+from world import World
 
 
 def collectives(name: str) -> set[str]:
@@ -19,7 +20,7 @@ def collectives(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_peers_agree_with_one_process_and_with_ours(name: str, two: World) -> None:  # noqa: F811
+def test_peers_agree_with_one_process_and_with_ours(name: str, two: World) -> None:
     alone = train_alone(20, max_norm=0.5)
     settings = {"max_norm": 0.5, "gradient_accumulation": 2}
     losses = two.run(train, 20, {"name": name, **settings})[0]
@@ -27,11 +28,11 @@ def test_peers_agree_with_one_process_and_with_ours(name: str, two: World) -> No
     assert two.run(train, 20, {"stage": PEERS[name], **settings})[0] == pytest.approx(losses, rel=1e-5)
 
 
-def test_the_calls_of_fsdp2_are_seen(two: World) -> None:  # noqa: F811
+def test_the_calls_of_fsdp2_are_seen(two: World) -> None:
     assert {"all_gather", "reduce_scatter"} <= two.run(collectives, "fsdp2")[0]
 
 
-def test_bfloat16_stays_within_fsdp2s_spread(two: World) -> None:  # noqa: F811
+def test_bfloat16_stays_within_fsdp2s_spread(two: World) -> None:
     """How far FSDP2's bf16 losses are from fp32's is what bf16 costs; ours are nowhere further, at any stage."""
     for seed in range(3):
         exact = train_alone(20, max_norm=None, seed=seed)

@@ -22,8 +22,9 @@ from dynamiccl.zero_workload.checkpoint import load, save
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.model import ModelConfig, Transformer
 from dynamiccl.zero_workload.remat import Partition, best_interval
-from test_zero import BATCH, TINY, World, adamw, four, run, train_alone, two  # noqa: F401  (fixtures)
+from test_zero import BATCH, TINY, adamw, run, train_alone
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from world import World
 
 # Partitioned activation checkpoints (P_a) under torch's tensor parallelism ------------------------------------------
 
@@ -63,7 +64,7 @@ def tensor_parallel(partitioned: bool, arena: int) -> tuple[float, list[float], 
     return loss.item(), grads, kept, in_arena
 
 
-def test_checkpoints_are_divided_by_the_tensor_parallel_degree(two: World) -> None:  # noqa: F811
+def test_checkpoints_are_divided_by_the_tensor_parallel_degree(two: World) -> None:
     inputs = SHAPE.layers * 3 * SHAPE.seq * SHAPE.width
     whole = two.run(tensor_parallel, False, 0)[0]
     for arena, in_arena in ((0, 0), (inputs // 2, inputs // 2)):
@@ -106,12 +107,12 @@ def resume_in_two_dimensions(folder: str) -> tuple[list[float], list[float]]:
     return through, run(engine, range(3, 6))
 
 
-def test_checkpoints_of_tensor_parallel_ranks(four: World, tmp_path: Path) -> None:  # noqa: F811
+def test_checkpoints_of_tensor_parallel_ranks(four: World, tmp_path: Path) -> None:
     for through, resumed in four.run(resume_in_two_dimensions, str(tmp_path)):
         assert resumed == pytest.approx(through, rel=1e-6)
 
 
-def test_zero_with_tensor_parallelism_agrees_with_one_process(four: World) -> None:  # noqa: F811
+def test_zero_with_tensor_parallelism_agrees_with_one_process(four: World) -> None:
     alone = train_alone(10, max_norm=0.5)
     torch.manual_seed(0)
     model = Transformer(TINY)

@@ -19,7 +19,8 @@ from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.model import ModelConfig, Transformer
 from dynamiccl.zero_workload.peers import PEERS, Peer
-from test_zero import World, adamw, two  # noqa: F401  (fixture)
+from test_zero import adamw
+from world import World
 
 MODEL = ModelConfig(layers=6, width=192, heads=6, seq=64)
 
@@ -57,7 +58,7 @@ def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["zero-optimizer", "fsdp2-no-reshard", "fsdp2"])
-def test_not_slower_than_the_library(name: str, two: World) -> None:  # noqa: F811
+def test_not_slower_than_the_library(name: str, two: World) -> None:
     median, low = ratio(*two.run(interleaved, name, 8, 3)[0])
     # Stage 1 is ahead by a few per cent only, which a busy machine can hide: it fails when it is slower for certain.
     assert (low if name == "zero-optimizer" else median) <= 1.0, (median, low)
@@ -112,7 +113,7 @@ def by_the_slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
     return {name: min(waits[name] for waits in ranks) for name in ranks[0]}
 
 
-def test_stage_3_hides_what_fsdp2_exposes_on_cpu(two: World) -> None:  # noqa: F811
+def test_stage_3_hides_what_fsdp2_exposes_on_cpu(two: World) -> None:
     waits = by_the_slowest(two.run(exposed, 5))
     assert waits["fsdp2"] > 10 * DELAY_MS * 0.9  # or there was nothing to hide
     assert 1 - waits["ours"] / waits["fsdp2"] >= 0.6, waits

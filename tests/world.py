@@ -1,0 +1,58 @@
+"""A world of ranks that is started once and runs one function after another; the fixtures `two` and `four` are such."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group("gloo")
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send((True, function(*args)))
+        except BaseException:  # torch's CheckpointException is no Exception
+            pipe.send((False, traceback.format_exc()))
+
+
+class World:
+    """``size`` processes joined over gloo."""
+
+    def __init__(self, size: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = mp.get_context("spawn")
+        self.pipes, self.ranks = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.ranks.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """``function(*args)`` on every rank; its results by rank."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        silence = (False, f"no answer within {timeout} s")
+        answers = [pipe.recv() if pipe.poll(timeout) else silence for pipe in self.pipes]  # all, or the next run has it
+        for rank, (ok, value) in enumerate(answers):
+            assert ok, f"rank {rank}:\n{value}"
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.join()
