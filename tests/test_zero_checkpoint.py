@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.checkpoint import load, save
 from dynamiccl.zero_workload.model import Transformer
-from dynamiccl.zero_workload.optim import Adan, Muon
+from dynamiccl.zero_workload.optim import Adan, Lion, Muon
 from test_zero import TINY, adamw, run
 from torch import nn
 from world import World
@@ -84,14 +84,16 @@ def interrupted(folder: str) -> str:
     assert load(engine, Path(folder)) == 1
     save(engine, Path(folder), 2)
     assert load(engine, Path(folder)) == 2
-    try:
-        load(zero(nn.Linear(3, 3), adamw(1e-2), stage=3), Path(folder))
-    except ValueError as error:
-        return str(error)
-    return ""
+    said = ""
+    for other in (zero(nn.Linear(3, 3), adamw(1e-2), stage=3), zero(Transformer(TINY), Lion, stage=3)):
+        try:
+            load(other, Path(folder))
+        except ValueError as error:
+            said += f"{error}; "
+    return said
 
 
 def test_interrupted_save_and_another_model(two: World, tmp_path: Path) -> None:
     for said in two.run(interrupted, str(tmp_path)):
-        assert "is of another model: " in said
+        assert "is of another model: " in said and "is of another optimizer: AdamW" in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]

@@ -93,6 +93,7 @@ def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
     if engine.comm.rank == 0:
         meta = {"step": step, "shapes": dict(zip(engine.names, engine.shapes, strict=True)), "scalars": scalars}
         meta |= {"loss_scale": engine.loss_scale, "good_steps": engine.good_steps}
+        meta["optimizer"] = type(engine.optimizer).__name__
         (partial / "meta.json").write_text(json.dumps(meta))
         shutil.rmtree(done, ignore_errors=True)
         partial.rename(done)
@@ -118,8 +119,9 @@ def load(engine: Engine, folder: Path) -> int:
     there, here = meta["shapes"], dict(zip(engine.names, map(list, engine.shapes), strict=True))
     for name in sorted({*there, *here}):
         if there.get(name) != here.get(name):
-            sizes = f"{name} is {there.get(name)} there, {here.get(name)} here"
-            raise ValueError(f"{newest} is of another model: {sizes}")
+            raise ValueError(f"{newest} is of another model: {name} is {there.get(name)}, not {here.get(name)}")
+    if meta.get("optimizer") != type(engine.optimizer).__name__:
+        raise ValueError(f"{newest} is of another optimizer: {meta.get('optimizer')}")
     known: dict[str, Any] = filesystem.FileSystemReader(newest).read_metadata().state_dict_metadata
     kinds = {key.split("/", 1)[0] for key in known} - {"parameter", "buffer"}
     engine.synchronize()

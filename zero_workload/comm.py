@@ -76,6 +76,5 @@ class _Exchange(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         self._work.wait()
         torch.sum(self._slices.view(self._comm.size, -1), 0, out=self._shard)
-        if self._comm.op == dist.ReduceOp.AVG:
-            self._shard.div_(self._comm.size)
+        self._shard.div_(self._comm.size if self._comm.op == dist.ReduceOp.AVG else 1)
         return True
