@@ -41,7 +41,7 @@ class Searcher:
 
     #: Trials after which the search of a slot ends, and the best config so far is what it gives.
     horizon: int = spaces.HORIZON
-    #: The search also ends when it asks so many times running for the best config so far (see ``policy.StopRule``).
+    #: The search also ends when it asks so many times running for the best config so far (see ``stopping.StopRule``).
     patience: int = 2
 
     def __init__(self, seed: int = 0) -> None:

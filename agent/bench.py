@@ -80,12 +80,8 @@ def entrant(name: str, seed: int = 0, suite: Suite | None = None, repeats: int =
             raise ValueError("the suite does not say which config is fastest for each collective alone")
         rows = [suite.truth_at(t).argmax(axis=1) if name == "oracle" else suite.alone for t in range(WINDOWS)]
         return Recorded(np.tile(np.stack(rows), repeats))
-    if name in ("lstm", "aa"):
-        return Stopping(make_policy("lstm", seed))
-    if name in POLICIES:
-        policy = make_baseline(name, seed)
-        return Stopping(policy)
-    return make_policy(name, seed)
+    policy = make_policy("lstm" if name == "aa" else name, seed)
+    return Stopping(policy) if name in ("aa", *POLICIES) else policy
 
 
 def enter(entry: Entry) -> dict[str, Any]:

@@ -106,8 +106,8 @@ class Daemon:
         request = self.request
         if request.command:
             self.on_phase("starting the job")
-            extra = run.env(request.headroom) | (request.emulated.env() if request.emulated else {})
-            self.job = Job.start(request.command, run, request.out / "job.log", extra, writer)
+            extra = request.emulated.env() if request.emulated else {}
+            self.job = Job.start(request.command, run, request.out / "job.log", extra, writer, request.headroom)
         else:
             self.job = Job(run, writer=writer)
         env = LiveEnv(

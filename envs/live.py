@@ -84,6 +84,7 @@ class Job:
         log: Path,
         env: Mapping[str, str] | None = None,
         writer: TraceWriter | None = None,
+        headroom: int | None = None,
     ) -> Job:
         """Start ``command`` with the run's environment, its output in ``log``. Raises OSError if it cannot start.
 
@@ -92,7 +93,7 @@ class Job:
         with open(log, "ab") as out:
             process = subprocess.Popen(
                 list(command),
-                env={**os.environ, **run.env(), **(env or {})},
+                env={**os.environ, **run.env(headroom), **(env or {})},
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -371,11 +371,9 @@ _NO_STEPS = empty(STEP_COLUMNS)
 
 def _pending(coll: Array, pid: int) -> Array:
     rows = np.empty(coll.size, _PENDING)
-    for name in ("rank", "comm_id", "seq", "n_bytes", "enqueue_ns", "step", "generation"):
-        rows[name] = coll[name]
-    for name in ("func", "dtype", "algo", "proto", "n_channels", "flags"):
-        rows[name] = coll[name]
     rows["pid"], rows["start_ns"], rows["end_ns"] = pid, _NO_TIME, _NO_TIME
+    for name in set(_PENDING.names or ()) - {"pid", "start_ns", "end_ns"}:
+        rows[name] = coll[name]
     return rows
 
 

@@ -28,7 +28,7 @@ class Collectives:
         if not dist.is_initialized():
             raise ValueError("call torch.distributed.init_process_group() before zero()")
         self.group, self.op = group, ops[reduce_op]
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size, self.backend = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work:
         """``shard`` [S] of every rank into ``full`` [size * S]; ``shard`` may be this rank's slice of ``full``."""
@@ -36,7 +36,7 @@ class Collectives:
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> dist.Work:
         """``full`` [size * S] reduced over the ranks; slice ``rank`` of it into ``shard`` [S]."""
-        if dist.get_backend(self.group) == "gloo":
+        if self.backend == "gloo":
             return _Exchange(self, shard, full)
         return _REDUCE_SCATTER(shard, full, op=self.op, group=self.group, async_op=True)
 
@@ -54,10 +54,9 @@ class Collectives:
         Raises:
             ValueError: names the ranks whose digest differs from the group's first rank.
         """
-        backend = dist.get_backend(self.group)
-        if backend == "fake":  # a dry run: there is nobody to differ
+        if self.backend == "fake":  # a dry run: there is nobody to differ
             return
-        mine = torch.tensor([digest], device="cuda" if backend == "nccl" else "cpu")
+        mine = torch.tensor([digest], device="cuda" if self.backend == "nccl" else "cpu")
         seen = mine.new_zeros(self.size)
         self.all_gather(seen, mine).wait()
         odd = [rank for rank, value in enumerate(seen.tolist()) if value != seen[0].item()]
@@ -76,5 +75,6 @@ class _Exchange(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         self._work.wait()
         torch.sum(self._slices.view(self._comm.size, -1), 0, out=self._shard)
-        self._shard.div_(self._comm.size if self._comm.op == dist.ReduceOp.AVG else 1)
+        if self._comm.op == dist.ReduceOp.AVG:
+            self._shard.div_(self._comm.size)
         return True
