@@ -9,8 +9,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from dynamiccl.agent.dryrun import dry_run
-from dynamiccl.agent.dryrun_models import PRESETS
+from dynamiccl.zero_workload.dryrun import dry_run
+from dynamiccl.zero_workload.dryrun_models import PRESETS
 
 FILE = Path(__file__).parents[1] / "envs" / "sim" / "streams.csv"
 HEAD = """\

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dynamiccl.agent.dryrun import CollectiveLog
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.data import Corpus
+from dynamiccl.zero_workload.dryrun import CollectiveLog
 from dynamiccl.zero_workload.model import ModelConfig, Transformer
 from dynamiccl.zero_workload.optim import Adan, Lion
 from test_zero import TINY, adamw, run

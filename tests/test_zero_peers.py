@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dynamiccl.agent.dryrun import CollectiveLog
+from dynamiccl.zero_workload.dryrun import CollectiveLog
 from dynamiccl.zero_workload.model import Transformer
 from dynamiccl.zero_workload.peers import PEERS, Peer
 from test_zero import TINY, adamw, run, train, train_alone

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from dynamiccl.agent.cli import app
-from dynamiccl.agent.commands.plan import Request, activation_elements, estimate
-from dynamiccl.agent.dryrun import dry_run
-from dynamiccl.agent.dryrun_models import PRESETS
 from dynamiccl.traces.files import Trace
-from dynamiccl.zero_workload.planner import advice, stage_bytes
+from dynamiccl.zero_workload.dryrun import dry_run
+from dynamiccl.zero_workload.dryrun_models import PRESETS
+from dynamiccl.zero_workload.planner import Request, activation_elements, advice, estimate, stage_bytes
 from typer.testing import CliRunner
 
 # The planner ---------------------------------------------------------------------------------------------------------
@@ -109,8 +108,8 @@ def test_public_models_have_their_published_size(model: str, n_params: int) -> N
 def test_dry_run_of_llama_7b_takes_seconds(tmp_path: Path) -> None:
     code = (
         "import json, resource, time; begin = time.perf_counter()\n"
-        "from dynamiccl.agent.dryrun import dry_run\n"
-        "from dynamiccl.agent.dryrun_models import PRESETS\n"
+        "from dynamiccl.zero_workload.dryrun import dry_run\n"
+        "from dynamiccl.zero_workload.dryrun_models import PRESETS\n"
         "calls, n = dry_run(PRESETS['llama-7b'], ranks=128, stage=3, keep_last=False)\n"
         "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "of = {f: sum(c.n_bytes for c in calls if c.func == f) for f in ('all_gather', 'reduce_scatter')}\n"

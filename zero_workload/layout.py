@@ -7,6 +7,7 @@ allocation and cut into buckets.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -103,6 +104,11 @@ class Bucket:
             self.shard.copy_(self.master.detach())
 
 
+def _one_arena(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of 1-D ``parts``, end to end in one allocation of their own."""
+    return list(torch.cat(parts).split([p.numel() for p in parts])) if parts else []
+
+
 def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
@@ -162,37 +168,58 @@ class Row:
         self.shapes = {i: local(params[i]).shape for i in indices}
         sizes = {i: shape.numel() for i, shape in self.shapes.items()}
         self.begins, total = (undivided if settings.whole_params else end_to_end)(sizes, comm.size)
+        self.trainable = any(params[i].requires_grad for i in indices)
         one, itemsize = stage == 3 or settings.whole_params, settings.param_dtype.itemsize
         wanted = total if one else _up(settings.bucket_bytes, comm.size * ALIGN * itemsize) // itemsize
         self.buckets = cut(sizes, self.begins, total, max(1, min(wanted, total)))
-        trainable = any(params[i].requires_grad for i in indices)
         for bucket in self.buckets:
             n = bucket.numel // comm.size
-            sharded = stage == 3 or (stage > 0 and trainable)
-            bucket.owned = slice(comm.rank * n, (comm.rank + 1) * n) if sharded else slice(0, bucket.numel)
+            cut_up = stage == 3 or (stage > 0 and self.trainable)
+            bucket.owned = slice(comm.rank * n, (comm.rank + 1) * n) if cut_up else slice(0, bucket.numel)
         exact = local(params[0]).new_zeros(total, dtype=settings.master_dtype)
         for index in indices:
             self.view(exact, index).copy_(local(params[index]).detach())
         for part in self._split(exact):
             comm.broadcast(part)
-        mine = [part[b.owned] for b, part in zip(self.buckets, self._split(exact), strict=True)]
-        if mine and (stage == 3 or settings.param_dtype != settings.master_dtype):
-            mine = list(torch.cat(mine).split([m.numel() for m in mine]))  # an arena of their own: `exact` goes
         self.arena = exact.to(settings.param_dtype)
-        for bucket, full, master in zip(self.buckets, self._split(self.arena), mine, strict=True):
-            bucket.full, bucket.master = full, nn.Parameter(master) if trainable else None
-            bucket.shard = master.to(full.dtype) if stage == 3 else full[bucket.owned]
+        for bucket, full in zip(self.buckets, self._split(self.arena), strict=True):
+            bucket.full = full
         for index in indices:
             point(params[index], self.view(self.arena, index))
-        if trainable and stage <= 1:
-            self.grads = torch.zeros_like(self.arena)
-            for bucket, part in zip(self.buckets, self._split(self.grads), strict=True):
-                bucket.grads = part
-        elif trainable:  # sums over micro-batches are kept in master_dtype
-            dtype = settings.param_dtype if settings.gradient_accumulation == 1 else settings.master_dtype
-            shards = self.arena.new_zeros(total // comm.size, dtype=dtype)
-            for bucket, part in zip(self.buckets, self._split(shards, comm.size), strict=True):
-                bucket.grad_shard = part
+        (self._shard_weights if stage == 3 else self._hold_weights)(exact)
+        if self.trainable and stage <= 1:
+            self._hold_gradients()
+        elif self.trainable:  # sums over micro-batches are kept in master_dtype
+            once = settings.gradient_accumulation == 1
+            self._shard_gradients(settings.param_dtype if once else settings.master_dtype, comm.size)
+
+    def _hold_weights(self, exact: torch.Tensor) -> None:
+        """Stages 0 to 2: all parameters, this rank's shard is a view of them; masters of ``exact`` [all buckets]."""
+        mine = [part[b.owned] for b, part in zip(self.buckets, self._split(exact), strict=True)]
+        if self.trainable and exact.dtype != self.arena.dtype:
+            mine = _one_arena(mine)  # where dtypes agree, the optimizer updates the parameters themselves
+        for bucket, master in zip(self.buckets, mine, strict=True):
+            bucket.shard = bucket.full[bucket.owned]
+            bucket.master = nn.Parameter(master) if self.trainable else None
+
+    def _shard_weights(self, exact: torch.Tensor) -> None:
+        """Stage 3: this rank's shard is all that stays when ``full`` is freed; where dtypes agree it is the master."""
+        mine = _one_arena([part[b.owned] for b, part in zip(self.buckets, self._split(exact), strict=True)])
+        for bucket, master in zip(self.buckets, mine, strict=True):
+            bucket.shard = master.to(bucket.full.dtype)
+            bucket.master = nn.Parameter(master) if self.trainable else None
+
+    def _hold_gradients(self) -> None:
+        """Stages 0 and 1: gradients of all parameters add up here until they are reduced."""
+        self.grads = torch.zeros_like(self.arena)
+        for bucket, part in zip(self.buckets, self._split(self.grads), strict=True):
+            bucket.grads = part
+
+    def _shard_gradients(self, dtype: torch.dtype, n_ranks: int) -> None:
+        """Stages 2 and 3: only reduced gradients of this rank's shard are kept."""
+        shards = self.arena.new_zeros(self.arena.numel() // n_ranks, dtype=dtype)
+        for bucket, part in zip(self.buckets, self._split(shards, n_ranks), strict=True):
+            bucket.grad_shard = part
 
     def _split(self, arena: torch.Tensor, over: int = 1) -> tuple[torch.Tensor, ...]:
         return arena.split([b.numel // over for b in self.buckets])
@@ -201,6 +228,15 @@ class Row:
         """Parameter ``index`` in ``arena`` [all buckets]: its pieces lie end to end, across buckets."""
         begin, shape = self.begins[index], self.shapes[index]
         return arena[begin : begin + shape.numel()].view(shape)
+
+
+class State(Enum):
+    """What is there of a unit at stage 3. Forward: sharded, gathering, gathered, sharded; backward ends at reduced."""
+
+    SHARDED = "only this rank's shard"
+    GATHERING = "an all-gather is under way"
+    GATHERED = "all parameters can be used"
+    REDUCED = "only the shard, and in this backward pass its gradients are on their way"
 
 
 @dataclass(eq=False)
@@ -213,10 +249,9 @@ class Unit:
     module: nn.Module
     params: list[int] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)  # trainable and frozen parameters lie apart
-    gathers: list[dist.Work] | None = None  # under way
-    gathered: bool = True
+    state: State = State.GATHERED  # as it is made
+    gathers: list[dist.Work] = field(default_factory=list)  # under way while GATHERING
     uses: int = 0  # forward calls whose backward has not come yet
-    reduced: bool = False
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from .layout import Row, Unit, point
+from .layout import Row, State, Unit, point
 from .reducer import Reducer
 
 
@@ -61,18 +61,19 @@ class Sharded:
 
     def gather(self, unit: Unit) -> None:
         """Start to gather ``unit`` unless it is gathered or on its way."""
-        if not unit.gathered and unit.gathers is None:
+        if unit.state in (State.SHARDED, State.REDUCED):
             for bucket in unit.buckets:
                 bucket.full.untyped_storage().resize_(bucket.full.nbytes)
             unit.gathers = [self.comm.all_gather(bucket.full, bucket.shard) for bucket in unit.buckets]
+            unit.state = State.GATHERING
 
     def wait(self, unit: Unit) -> None:
         """Gather ``unit`` and return when its parameters can be used."""
         self.gather(unit)
-        if unit.gathers is not None:
+        if unit.state is State.GATHERING:
             for work in unit.gathers:
                 work.wait()
-            unit.gathers, unit.gathered = None, True
+            unit.gathers, unit.state = [], State.GATHERED
             for row in unit.rows:
                 for index in row.begins:
                     point(self.params[index], row.view(row.arena, index))
@@ -84,13 +85,15 @@ class Sharded:
         parameters themselves become empty, so that a use outside the unit's forward fails instead of reading freed
         memory.
         """
-        if unit.gathers is not None:
+        if unit.state is State.GATHERING:
             self.wait(unit)
-        for row in unit.rows if unit.gathered else ():
+        if unit.state is not State.GATHERED:
+            return
+        for row in unit.rows:
             for index in row.begins:
                 point(self.params[index], row.arena.new_empty(0))
             row.arena.untyped_storage().resize_(0)
-        unit.gathered = False
+        unit.state = State.SHARDED
 
     # Forward -------------------------------------------------------------------------------------------------------
 
@@ -124,7 +127,6 @@ class Sharded:
         if not torch.is_grad_enabled():
             return None
         unit.uses += 1
-        unit.reduced = False
         flat, spec = tree_flatten((args, kwargs))
         picked = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and x.requires_grad]
         if not picked:
@@ -168,8 +170,8 @@ class Sharded:
 
     def _reduce(self, unit: Unit) -> None:
         """Free ``unit`` and start to reduce its gradients: all of them are known."""
-        unit.uses, unit.reduced = 0, True
         self.free(unit)
+        unit.uses, unit.state = 0, State.REDUCED
         for bucket in unit.buckets:
             if bucket.master is not None:
                 self.reducer.launch(bucket)
@@ -177,9 +179,9 @@ class Sharded:
     def _flush(self) -> None:
         """At the end of a backward pass: reduce the units whose inputs carry no gradient, or that were not used."""
         for unit in reversed(self.units):
-            if not unit.reduced:
+            if unit.state is not State.REDUCED:
                 self._reduce(unit)
-            unit.reduced = False
+            unit.state = State.SHARDED
 
     def publish(self) -> None:
         """After the optimizer's step: round the master weights into the shards; nothing gathered is valid any more."""

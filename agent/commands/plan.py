@@ -1,158 +1,15 @@
 """``dynamiccl plan``: what each ZeRO stage costs for a model, before anything is started.
 
-Memory and traffic are the formulas of Rajbhandari et al. (SC20), those of memory from ``zero_workload.planner``; the
-tests check them against what the engine holds and sends. Times are a model: a message of n bytes takes
-``latency + n / bandwidth``, arithmetic runs at ``flops``.
+The figures are those of ``zero_workload.planner``; here they are asked for and shown.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
 from . import fail
-
-#: Passes of the parameters over the wire in a step, by stage: reduce-scatter and all-gathers.
-PASSES = (2, 2, 2, 3)
-_NAMES = ("data parallel", "optimizer states sharded", "gradients too", "parameters too")
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to plan for. Zeros are filled in by ``completed``.
-
-    ``batch`` sequences of ``seq`` tokens a rank and step; ``bandwidth`` bytes/s of a whole message, ``latency``
-    seconds a message, ``flops`` operations/s of one rank, ``memory`` bytes of one rank.
-
-    Raises:
-        ValueError: a number out of range.
-    """
-
-    params: float
-    ranks: int
-    layers: int = 32
-    hidden: int = 0
-    heads: int = 0
-    seq: int = 2048
-    batch: int = 1
-    optimizer: str = "adam"
-    precision: str = "mixed"
-    bandwidth: float = 100e9
-    latency: float = 10e-6
-    flops: float = 150e12
-    memory: float = 80e9
-    bucket_bytes: int = 25 * 2**20
-
-    def __post_init__(self) -> None:
-        for name in ("params", "ranks", "layers", "seq", "batch", "bandwidth", "flops", "memory", "bucket_bytes"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be above 0, not {value}")
-        if self.latency < 0 or self.hidden < 0 or self.heads < 0:
-            raise ValueError("latency, hidden and heads cannot be negative")
-
-    def completed(self) -> Request:
-        """With ``hidden`` and ``heads`` of a dense transformer: params = 12 layers hidden^2, heads of 128."""
-        hidden = self.hidden or max(128, round(math.sqrt(self.params / (12 * self.layers)) / 128) * 128)
-        return Request(**{**asdict(self), "hidden": hidden, "heads": self.heads or max(1, hidden // 128)})
-
-
-def traffic_bytes(weight_bytes: float, ranks: int, stage: int) -> float:
-    """Bytes a rank sends (and receives) a step on rings, when all weights are ``weight_bytes``."""
-    return PASSES[stage] * weight_bytes * (ranks - 1) / ranks
-
-
-def activation_elements(batch: int, seq: int, hidden: int, heads: int) -> float:
-    """Elements that one layer keeps for backward when attention is materialised: 14 B L d + B H L^2."""
-    return 14.0 * batch * seq * hidden + float(batch) * heads * seq**2
-
-
-def layer_times(request: Request, batch: int) -> tuple[float, float]:
-    """Seconds to gather one layer, and to run its forward: 2 operations a parameter and token."""
-    per_layer = request.params / request.layers
-    gather = request.latency + (2 if request.precision == "mixed" else 4) * per_layer / request.bandwidth
-    return gather, 2 * per_layer * batch * request.seq / request.flops
-
-
-def estimate(request: Request, share: float = 0.05) -> dict[str, Any]:
-    """Everything, in SI units, ready for JSON.
-
-    Returns:
-        ``stages``: one entry a stage with ``stage``, ``weights_bytes``, ``gradients_bytes``, ``optimizer_bytes``, their
-        sum ``total_bytes``, ``overhead_bytes`` (buckets in flight, gathered units), ``traffic_bytes_per_step``,
-        ``messages_per_step``, ``communication_s``, ``step_s`` [fully overlapped, not at all], ``fits``;
-        ``activations``: ``per_layer_bytes``, ``all_bytes``, ``checkpointed_bytes`` with ``every`` k = sqrt(layers);
-        ``prefetch``: k* = ceil(T_gather / T_compute); ``break_even_batch``: the least batch at which the gather of a
-        layer takes at most ``share`` of the layer's forward; ``compute_s``; ``recommended_stage`` (``None``: nothing
-        fits) and ``reason``.
-
-    Raises:
-        ValueError: there are no figures for that optimizer in that precision.
-    """
-    from ...zero_workload.planner import STATE, stage_bytes
-
-    r = request.completed()
-    kind = (r.precision, r.optimizer)
-    if kind not in STATE:
-        raise ValueError(f"no figures for {' '.join(kind)}: know {', '.join(map(' '.join, STATE))}")
-    weight = STATE[kind][0]
-    per_layer = weight * activation_elements(r.batch, r.seq, r.hidden, r.heads)
-    every = max(1, round(math.sqrt(r.layers)))
-    kept = math.ceil(r.layers / every) * weight * r.batch * r.seq * r.hidden + every * per_layer
-    gather, forward = layer_times(r, r.batch)
-    prefetch = max(1, math.ceil(gather / forward))
-    one = layer_times(r, 1)
-    compute = 6 * r.params * r.batch * r.seq / r.flops
-    stages: list[dict[str, Any]] = []
-    for stage in range(4):
-        weights, grads, states = stage_bytes(r.params, r.ranks, stage, *kind)
-        buckets = math.ceil(weight * r.params / r.bucket_bytes)
-        layer = weight * r.params / r.layers
-        overhead = (0.0, r.bucket_bytes / r.ranks, 2.0 * r.bucket_bytes, (prefetch + 1 + 2) * layer)[stage]
-        messages = (buckets, 2 * buckets, 2 * buckets, 3 * r.layers)[stage]
-        seconds = messages * r.latency + PASSES[stage] * weight * r.params / r.bandwidth
-        total = weights + grads + states
-        stages.append({
-            "stage": stage,
-            "weights_bytes": weights,
-            "gradients_bytes": grads,
-            "optimizer_bytes": states,
-            "total_bytes": total,
-            "overhead_bytes": overhead,
-            "traffic_bytes_per_step": traffic_bytes(weight * r.params, r.ranks, stage),
-            "messages_per_step": messages,
-            "communication_s": seconds,
-            "step_s": [max(compute, seconds), compute + seconds],
-            "fits": total + overhead + kept <= r.memory,
-        })  # fmt: skip
-    fitting = [s["stage"] for s in stages if s["fits"]]
-    if fitting:
-        best = 1 if fitting[0] == 0 and r.ranks > 1 else fitting[0]
-        spare = r.memory - stages[best]["total_bytes"] - stages[best]["overhead_bytes"] - kept
-        why = "the lowest that fits" if best == fitting[0] else "stage 0 fits too, but saves no traffic"
-        reason = f"{why}: {_NAMES[best]}, {spare / 1e9:.1f} GB to spare with checkpointed activations"
-    else:
-        left = r.memory - kept - stages[3]["overhead_bytes"]
-        need = math.ceil(sum(STATE[kind]) * r.params / left) if left > 0 else None
-        reason = f"nothing fits; stage 3 would on {need} ranks" if need else "one layer's activations do not fit alone"
-    return {
-        "request": asdict(r),
-        "stages": stages,
-        "activations": {
-            "per_layer_bytes": per_layer,
-            "all_bytes": r.layers * per_layer,
-            "checkpointed_bytes": kept,
-            "every": every,
-        },
-        "compute_s": compute,
-        "prefetch": prefetch,
-        "break_even_batch": max(1, math.ceil(one[0] / (share * one[1]))),
-        "recommended_stage": best if fitting else None,
-        "reason": reason,
-    }
 
 
 def plan(
@@ -173,6 +30,8 @@ def plan(
 ) -> None:
     """Memory, traffic and time of ZeRO stages 0 to 3 for a model of this size, and which stage to use."""
     import json
+
+    from ...zero_workload.planner import Request, estimate
 
     try:
         request = Request(

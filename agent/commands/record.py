@@ -30,8 +30,8 @@ def record(
     import time
 
     from ...traces.files import TraceError, TraceWriter
-    from ..dryrun import dry_run as run
-    from ..dryrun_models import PRESETS
+    from ...zero_workload.dryrun import dry_run as run
+    from ...zero_workload.dryrun_models import PRESETS
 
     if model not in PRESETS:
         fail(f"no model {model}: take one of {', '.join(PRESETS)}")

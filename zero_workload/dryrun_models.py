@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..zero_workload.model import ModelConfig, Transformer
+from .model import ModelConfig, Transformer
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..zero_workload.peers import Peer
-from ..zero_workload.zero import Engine, zero
 from .dryrun_models import Shape
+from .peers import Peer
+from .zero import Engine, zero
 
 #: c10d operator -> name, and which argument is the whole buffer.
 _OPS = {
