@@ -207,7 +207,7 @@ def _lanes(trace: Trace, step: int) -> tuple[pd.DataFrame, float | None]:
     else:
         zero = start.groupby(events["rank"]).transform("min")
     bars["start_ms"], bars["end_ms"] = (start - zero) / 1e6, (end - zero) / 1e6
-    bars["slot"] = [str(Slot(0, f, size_class(int(n)))) for f, n in zip(bars["func"], bars["n_bytes"], strict=True)]
+    bars["slot"] = [str(Slot(0, 0, f, size_class(int(n)))) for f, n in zip(bars["func"], bars["n_bytes"], strict=True)]
     bars["lane"] = "rank " + bars["rank"].astype(str) + "  " + bars["func"].astype(str)
     bars["text"] = [
         f"{r['func']} {r['n_bytes'] / 2**20:.2f} MiB<br>{r['algo']}/{r['proto']}/{r['n_channels']}"

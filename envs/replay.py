@@ -19,7 +19,7 @@ from ..traces.assemble import Offer
 from ..traces.files import Trace, TraceError
 from ..traces.fingerprint import Fingerprint
 from ..traces.records import N_ALGOS, N_PROTOS, PAIRS, Decision, Slot
-from ..traces.slots import SlotProfile, find_slots
+from ..traces.slots import SlotProfile, channels_of, find_slots
 from . import spaces
 from .arena import Suite
 from .sim import clusters, cost_model
@@ -82,9 +82,9 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
     profiles = [p for p in find_slots(quiet, offers, default_ms * 1e3, memory, scale) if p.share >= min_share]
     if not profiles:
         raise TraceError(f"{trace.folder} holds no all_gather or reduce_scatter that a tuner can reach")
-    most = events.groupby("comm_id")["n_channels"].max()  # tables may have asked for more than NCCL's own choice
+    most = channels_of(events)  # tables may have asked for more than NCCL's own choice
     for p in profiles:
-        p.fingerprint.comm_channels = np.array([float(most[p.slot.comm_id])])
+        p.fingerprint.comm_channels = np.array([most[p.slot.n_ranks, p.slot.n_nodes]])
     effects, seen = _effects(windows, default, trace.tables, profiles)
     share = np.array([p.share for p in profiles])
     mask = np.concatenate([spaces.action_mask(p.fingerprint) for p in profiles])
@@ -195,8 +195,9 @@ def _effects(
             config = _config(rule)
             for i, p in enumerate(profiles):
                 inside = int(rule["min_bytes"]) <= p.n_bytes <= int(rule["max_bytes"])
-                same_comm = int(rule.get("comm_id") or 0) in (0, p.slot.comm_id)
-                if config is not None and inside and same_comm and rule["func"] == p.slot.func:
+                sizes = int(rule.get("n_ranks", 0)), int(rule.get("n_nodes", 0))  # older traces named communicators
+                same = sizes in ((0, 0), (p.slot.n_ranks, p.slot.n_nodes))
+                if config is not None and inside and same and rule["func"] == p.slot.func:
                     parts.append((i, config))
         if parts and last is not None:
             rows.append((1.0 - w.ms / last, float(w.n_steps), parts))

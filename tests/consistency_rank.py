@@ -21,7 +21,8 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 mine, shared = random.Random(rank), random.Random(7)
-comms = [Communicator(plugin_path(), comm, dist.get_world_size(), 1, rank) for comm in (11, 22)]
+size = dist.get_world_size()
+comms = [Communicator(plugin_path(), comm, size, nodes, rank) for comm, nodes in ((11, 1), (22, 2))]
 seq = {(i, func): 0 for i in range(2) for func in ("all_gather", "reduce_scatter")}
 weight = torch.nn.Parameter(torch.zeros(4))
 optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -10,8 +10,8 @@ from dynamiccl.envs.live import JobEnded, Window
 from dynamiccl.traces.assemble import Offer
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
 
-GATHER = Slot(7, "all_gather", 27)
-SCATTER = Slot(7, "reduce_scatter", 28)
+GATHER = Slot(16, 2, "all_gather", 27)
+SCATTER = Slot(16, 2, "reduce_scatter", 28)
 STEP_MS = 100.0
 
 COST = np.full((len(ALGOS), len(PROTOS)), -1, np.float32)

@@ -10,8 +10,8 @@ COMM = 0xC0FFEE0123456789
 CLOCK = 1_763_719_000_000_000_123
 MIB = 1 << 20
 LAYERS, LAYER_BYTES, ROOT_BYTES = 5, 8 * MIB, 2 * MIB
-GATHER = Slot(COMM, "all_gather", size_class(LAYER_BYTES))
-SCATTER = Slot(COMM, "reduce_scatter", size_class(LAYER_BYTES))
+GATHER = Slot(16, 2, "all_gather", size_class(LAYER_BYTES))
+SCATTER = Slot(16, 2, "reduce_scatter", size_class(LAYER_BYTES))
 OWN = ("ring", "ll", 8)
 FINAL = {GATHER: Decision("ring", "simple", 16), SCATTER: Decision("ring", "ll128", 16)}
 #: Median microseconds of one call: (func, n_bytes) -> by (algo, proto, n_channels).

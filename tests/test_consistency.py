@@ -17,7 +17,8 @@ STEPS, CALLS, PROCESSES = 420, 60, 4
 
 
 def random_table(rng):
-    slots = [Slot(c, f, k) for c in (0, 11, 22) for f in ("all_gather", "reduce_scatter") for k in (16, 22, 27)]
+    classes = (0, 0), (PROCESSES, 1), (PROCESSES, 2)
+    slots = [Slot(*c, f, k) for c in classes for f in ("all_gather", "reduce_scatter") for k in (16, 22, 27)]
     choices = [Decision("ring", p, n) for p in ("ll", "ll128", "simple") for n in (0, 1, 4, 16)]
     return {s: rng.choice(choices) for s in rng.sample(slots, rng.randrange(1, len(slots)))}
 

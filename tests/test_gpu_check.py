@@ -52,7 +52,7 @@ from dynamiccl.traces.records import Decision, Rule, Table
 if __import__("os").environ["RANK"] == "1":
     if sys.argv[1] == "table":
         encode = sweep.encode_table
-        other = Rule(0, "all_gather", 0, 2**40, Decision("ring", "simple", 1))
+        other = Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "simple", 1))
         sweep.encode_table = lambda table: encode(Table(table.generation, (other,) if table.rules else ()))
     if sys.argv[1] == "bits":
         call = sweep.Buffers.call

@@ -105,7 +105,7 @@ def test_records_in_c_are_those_of_python(tmp_path):
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_release_obeys_the_table(plugin, release):
-    slot = Slot(0, "all_gather", rec.size_class(MB))
+    slot = Slot(0, 0, "all_gather", rec.size_class(MB))
     plugin.activate(encode_table(Table.of(3, {slot: Decision("ring", "simple", 8)})))
     comm = Communicator(plugin.path, 42, 8, 1, 0, release)
     cost = offer(ring_ll=10, ring_ll128=20, ring_simple=30, nvls_simple=25)
@@ -124,7 +124,7 @@ def test_every_release_obeys_the_table(plugin, release):
 @pytest.mark.parametrize("release", RELEASES)
 def test_what_is_unset_stays_unset(plugin, release):
     comm = Communicator(plugin.path, 42, 8, 1, 0, release)
-    slot = Slot(0, "all_gather", 20)
+    slot = Slot(0, 0, "all_gather", 20)
     cases = [
         (Decision("ring", "simple"), 0, 0),  # pair without channels: NCCL's count stays
         (Decision("ring", "simple"), 5, 5),
@@ -143,22 +143,23 @@ def test_what_is_unset_stays_unset(plugin, release):
     comm.finalize()
 
 
-def test_own_row_of_a_communicator_goes_before_the_row_for_all(plugin):
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_row_of_a_class_goes_before_the_row_for_all(plugin, release):
     slots = {
-        Slot(0, "all_gather", 20): Decision("ring", "simple"),
-        Slot(7, "all_gather", 20): Decision("ring", "ll128"),
+        Slot(0, 0, "all_gather", 20): Decision("ring", "simple"),
+        Slot(16, 1, "all_gather", 20): Decision("ring", "ll128"),
     }
     rules = [Rule.of(s, d) for s, d in slots.items()]
-    rules.append(Rule(8, "all_gather", 0, 2**40, Decision()))  # communicator 8 is left alone
+    rules.append(Rule(16, 2, "all_gather", 0, 2**40, Decision()))  # these are left alone
     plugin.activate(encode_table(Table(1, tuple(rules))))
     chosen = {}
-    for comm_id in (6, 7, 8):
-        comm = Communicator(plugin.path, comm_id, 8, 1, 0)
+    for n_ranks, n_nodes in ((8, 1), (16, 1), (16, 2), (1, 16)):
+        comm = Communicator(plugin.path, 7, n_ranks, n_nodes, 0, release)
         cost = offer(ring_ll=10, ring_ll128=20, ring_simple=30)
         comm.get_coll_info("all_gather", MB, cost)
-        chosen[comm_id] = PROTOS[choose(cost)[1]]
+        chosen[n_ranks, n_nodes] = PROTOS[choose(cost)[1]]
         comm.finalize()
-    assert chosen == {6: "simple", 7: "ll128", 8: "ll"}
+    assert chosen == {(8, 1): "simple", (16, 1): "ll128", (16, 2): "ll", (1, 16): "simple"}
 
 
 decisions = st.sampled_from([Decision(None, None, 3), *(Decision(*p, n) for p in PAIRS for n in (0, 1, 64))])
@@ -174,15 +175,15 @@ def test_random_tables_and_offers_against_the_rules_in_python(run, data):
     plugin = run[1]
     bounds = sorted(data.draw(st.lists(st.integers(0, 2**48), min_size=2, max_size=12, unique=True)))
     rules = []
-    for comm_id in (0, 42):
+    for sizes in ((0, 0), (8, 1)):
         for low, high in zip(bounds[::2], bounds[1::2], strict=False):
             if data.draw(st.booleans()):
-                rules.append(Rule(comm_id, "reduce_scatter", low, high, data.draw(decisions)))
+                rules.append(Rule(*sizes, "reduce_scatter", low, high, data.draw(decisions)))
     plugin.activate(encode_table(Table(1, tuple(rules))))
     n_bytes = data.draw(st.one_of(st.sampled_from(bounds), st.integers(0, 2**48)))
     cost = np.array(data.draw(costs), np.float32).reshape(7, 3)
     fits = [r for r in rules if r.min_bytes <= n_bytes <= r.max_bytes]
-    rule = next((r for c in (42, 0) for r in fits if r.comm_id == c), None)
+    rule = next((r for n in (8, 0) for r in fits if r.n_ranks == n), None)
     valid = (cost >= 0) & np.isfinite(cost)
     wanted, n_wanted = None, 0
     if rule is not None and rule.decision.algo is None:
@@ -193,10 +194,6 @@ def test_random_tables_and_offers_against_the_rules_in_python(run, data):
             wanted, n_wanted = cell, rule.decision.n_channels
     comm = Communicator(plugin.path, 42, 8, 1, 0, data.draw(st.sampled_from(RELEASES)))
     after = cost.copy()
-    # v3 and v4 learn the id from the profiler; 2.22 to 2.26 have none, so only rows for all communicators apply.
-    if comm.tuner_version < 5 and not comm.profiler_version:
-        comm.finalize()
-        return
     assert comm.get_coll_info("reduce_scatter", n_bytes, after, n_channels=0) == n_wanted
     comm.finalize()
     if wanted is None:
@@ -209,7 +206,7 @@ def test_random_tables_and_offers_against_the_rules_in_python(run, data):
 
 def test_broken_callers_survive(plugin):
     """NULL and nonsense in every argument: success, and nothing written."""
-    plugin.activate(encode_table(Table(1, (Rule(0, "all_gather", 0, 2**63, Decision("pat", "simple", 9)),))))
+    plugin.activate(encode_table(Table(1, (Rule(0, 0, "all_gather", 0, 2**63, Decision("pat", "simple", 9)),))))
     library = plugin.library
     info = ctypes.CFUNCTYPE(
         ctypes.c_int,
@@ -319,7 +316,9 @@ def test_names_of_other_releases(run, plugin):
 
 
 def test_messages_that_are_no_table_change_nothing(plugin):
-    good = encode_table(Table(9, (Rule(0, "all_gather", 0, 9, Decision()), Rule(0, "all_gather", 10, 20, Decision()))))
+    good = encode_table(
+        Table(9, (Rule(0, 0, "all_gather", 0, 9, Decision()), Rule(0, 0, "all_gather", 10, 20, Decision())))
+    )
     assert plugin.activate(good) == 9
     row = rec.RULE_DTYPE.itemsize
 
@@ -333,7 +332,9 @@ def test_messages_that_are_no_table_change_nothing(plugin):
         "short": good[:63],
         "cut": good[:-1],
         "magic": b"X" + good[1:],
-        "version": sealed(head[:8] + struct.pack("<I", 2) + head[12:], rows),
+        "version": sealed(head[:8] + struct.pack("<I", 1) + head[12:], rows),
+        "half a lease": sealed(head[:32] + struct.pack("<I", 9) + head[36:], rows),
+        "half a class": sealed(head, struct.pack("<I", 8) + rows[4:row]),
         "rows": sealed(head[:12] + struct.pack("<I", 1025) + head[16:], rows),
         "flipped": good[:70] + bytes([good[70] ^ 1]) + good[71:],
         "order": sealed(head, rows[row:] + rows[:row]),
@@ -352,7 +353,7 @@ def test_messages_that_are_no_table_change_nothing(plugin):
 
 def test_static_table_by_environment():
     """Without a daemon: the table travels in the environment, and nonsense there is said once and ignored."""
-    message = encode_table(Table(4, (Rule(0, "all_gather", 0, 2**40, Decision("ring", "simple")),)))
+    message = encode_table(Table(4, (Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "simple")),)))
     program = "from dynamiccl.envs.nccl.plugin import Plugin; p = Plugin.load(); print(p.open(), p.generation)"
     for value, generation in (("hex:" + message.hex(), 4), ("hex:00zz", 0), ("/nowhere", 0), ("hex:", 0)):
         env = {**os.environ, "DYNAMICCL_TABLE": value}

@@ -23,14 +23,22 @@ allgather,0,99,pat,simple,8,-1,-1,4
 
 
 def test_csv_means_the_first_line_that_fits():
-    table = from_csv(CSV, n_ranks=16, n_nodes=2)
-    assert table.rules == (
-        Rule(0, "all_gather", 0, 65536, Decision("ring", "ll", 2)),
-        Rule(0, "reduce_scatter", 0, 1048576, Decision("ring", "ll128", 0)),  # unset stays unset
-        Rule(0, "all_gather", 65537, 4194304, Decision("ring", "simple", 16)),
+    assert from_csv(CSV).rules == (
+        Rule(0, 0, "all_gather", 0, 65536, Decision("ring", "ll", 2)),
+        Rule(16, 2, "reduce_scatter", 0, 1048576, Decision("ring", "ll128", 0)),  # unset stays unset
+        Rule(0, 0, "all_gather", 65537, 4194304, Decision("ring", "simple", 16)),
+        Rule(8, 1, "all_gather", 4194305, MAX_BYTES, Decision("nvls", "simple", 8)),  # what the lines before it leave
     )
-    other = from_csv(CSV, n_ranks=8, n_nodes=1)
-    assert Rule(0, "all_gather", 4194305, MAX_BYTES, Decision("nvls", "simple", 8)) in other.rules
+    # A line that names ranks alone is completed by the job's nodes.
+    assert from_csv("allgather,0,9,ring,ll,-1,-1,16", n_nodes=2).rules[0] == Rule(
+        16, 2, "all_gather", 0, 9, Decision("ring", "ll")
+    )
+
+
+def test_a_line_for_one_class_does_not_hide_a_later_one_for_all():
+    lines = ("allgather,0,9,ring,ll,-1,2,16", "allgather,0,20,ring,simple,-1,-1,-1", "allgather,0,9,nvls,simple,-1,1,8")
+    table = from_csv("\n".join(lines))
+    assert [(r.n_ranks, r.min_bytes, r.max_bytes) for r in table.rules] == [(16, 0, 9), (0, 0, 20)]
 
 
 rules = st.lists(
@@ -53,18 +61,23 @@ def test_there_and_back(tmp_path):
     table = Table(
         1,
         (
-            Rule(0, "all_gather", 0, 100, Decision("ring", "ll")),
-            Rule(0, "reduce_scatter", 5, MAX_BYTES, Decision("pat", "simple", 64)),
+            Rule(0, 0, "all_gather", 0, 100, Decision("ring", "ll")),
+            Rule(0, 0, "reduce_scatter", 5, MAX_BYTES, Decision("pat", "simple", 64)),
         ),
     )
     for name, text in (("t.json", to_json(table)), ("t.csv", to_csv(table))):
         (tmp_path / name).write_text(text)
         assert load_table(tmp_path / name) == table
-    own = Table(1, (Rule(7, "all_gather", 0, 9, Decision(None, None, 4)),))
+    own = Table(1, (Rule(8, 1, "all_gather", 0, 9, Decision(None, None, 4)),))
     (tmp_path / "own.json").write_text(to_json(own))
     assert load_table(tmp_path / "own.json") == own
-    with pytest.raises(ValueError, match="communicator"):
+    with pytest.raises(ValueError, match="channels alone"):
         to_csv(own)
+    # A rule for all and one for a class that goes before it: in NVIDIA's file the first line counts.
+    both = Table(1, (Rule(0, 0, "all_gather", 0, 100, Decision("ring", "ll")),))
+    both = Table(1, (*both.rules, Rule(16, 2, "all_gather", 50, 60, Decision("ring", "simple", 4))))
+    (tmp_path / "both.csv").write_text(to_csv(both))
+    assert set(load_table(tmp_path / "both.csv").rules) == set(both.rules)
 
 
 def test_sizes_per_rank(tmp_path):
@@ -83,7 +96,9 @@ def test_sizes_per_rank(tmp_path):
         ("allgather,0,x,ring,ll,2,-1,-1", "whole numbers"),
         ("allgather,5,1,ring,ll,2,-1,-1", "no range"),
         ("allgather,0,1,ring,ll,99,-1,-1", "0 .NCCL decides. to 64"),
-        ("allgather,0,1,ring,ll,2,-1,16", "--ranks"),
+        ("allgather,0,1,ring,ll,2,-1,16", "names ranks alone: .* by --nodes"),
+        ("allgather,0,1,ring,ll,2,0,16", "no communicator"),
+        ('{"dynamiccl_table": 1, "rules": [{"func": "all_gather", "n_ranks": 8}]}', "named together"),
         ("{", "line 1"),
         ("{}", "format None"),
         ('{"dynamiccl_table": 2}', "format 2, this release reads 1"),
@@ -142,7 +157,7 @@ def test_apply_says_what_is_wrong(tmp_path):
 
 
 def table(*decisions: Decision) -> Table:
-    return Table(1, tuple(Rule(0, "all_gather", i, i, d) for i, d in enumerate(decisions)))
+    return Table(1, tuple(Rule(0, 0, "all_gather", i, i, d) for i, d in enumerate(decisions)))
 
 
 SEEDED = {

@@ -50,7 +50,7 @@ def start(args: list[str], n: int, env: dict[str, str]) -> list[subprocess.Popen
 
 
 def table(generation: int) -> Table:
-    return Table(generation, (Rule(3, "all_gather", 0, 2**30, Decision("ring", "ll", 1 + generation % 64)),))
+    return Table(generation, (Rule(4, 1, "all_gather", 0, 2**30, Decision("ring", "ll", 1 + generation % 64)),))
 
 
 def finish(processes: list[subprocess.Popen], run: RunFolder | None = None) -> tuple[list[dict], list[str]]:

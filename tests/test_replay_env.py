@@ -86,7 +86,7 @@ def test_the_environment_plays_the_recorded_windows_and_says_so(trace, recorded)
     _, _, _, _, info = env.step(spaces.actions_of(np.array([closed]))[0])
     assert info["refused"] and info["config"] == config(AUTO)
     with pytest.raises(ValueError, match="the trace has no slot"):
-        env.reset(options={"slot": Slot(1, "all_gather", 3)})
+        env.reset(options={"slot": Slot(2, 1, "all_gather", 3)})
 
 
 def test_a_seed_repeats_a_replay(trace):

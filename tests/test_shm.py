@@ -50,7 +50,7 @@ def numbers(records: np.ndarray) -> list[int]:
 
 
 def table_of(generation: int, n: int = 3) -> Table:
-    rules = [Rule(0, "all_gather", i * 10, i * 10 + 9, Decision("ring", "ll", 1 + i % 64)) for i in range(n)]
+    rules = [Rule(0, 0, "all_gather", i * 10, i * 10 + 9, Decision("ring", "ll", 1 + i % 64)) for i in range(n)]
     return Table(generation, tuple(rules))
 
 
@@ -283,7 +283,7 @@ from dynamiccl.envs.nccl.shm import TableFile
 from dynamiccl.traces.records import Decision, Rule, Table
 from pathlib import Path
 file = TableFile(Path({str(folder.path / "table")!r}))
-tables = [Table(g, tuple(Rule(0, "all_gather", i * 10, i * 10 + 9, Decision("ring", "ll", g)) for i in range(g)))
+tables = [Table(g, tuple(Rule(0, 0, "all_gather", i * 10, i * 10 + 9, Decision("ring", "ll", g)) for i in range(g)))
           for g in range(1, 60)]
 print("ready", flush=True)
 while True:
@@ -338,7 +338,7 @@ def test_lookups_race_activations(tmp_path):
     # Table g forces ring/ll with g channels or ring/simple with 32 + g: the pair tells the parity of the count.
     def message(g: int) -> bytes:
         decision = Decision("ring", "ll", g) if g % 2 else Decision("ring", "simple", g)
-        rules = [Rule(0, "all_gather", i * 10, i * 10 + 9, decision) for i in range(500 + g)]
+        rules = [Rule(0, 0, "all_gather", i * 10, i * 10 + 9, decision) for i in range(500 + g)]
         return encode_table(Table(g, tuple(rules)))
 
     messages = [message(g) for g in range(1, 65)]

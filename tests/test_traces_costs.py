@@ -23,7 +23,7 @@ def with_tables(folder, *tables, closing=None):
     return Trace.read(folder)
 
 
-A = Slot(7, "all_gather", 20)
+A = Slot(16, 2, "all_gather", 20)
 ONE, TWO = Decision("ring", "ll", 8), Decision("ring", "simple", 16)
 
 

@@ -86,7 +86,7 @@ def test_drain_keeps_communicators_and_offers(tmp_path):
 
 
 def test_log_holds_records_and_no_nan(tmp_path):
-    slot = Slot(2**63 + 1, "all_gather", 23)
+    slot = Slot(16, 2, "all_gather", 23)
     table = Table(4, (Rule.of(slot, Decision("ring", "simple", 16)),))
     with TraceWriter(tmp_path, {}) as writer:
         writer.log("table", {"table": table})
@@ -98,7 +98,9 @@ def test_log_holds_records_and_no_nan(tmp_path):
     assert trace.windows["decision"][0] == "ring/ll" and pd.isna(trace.windows["saving"][0])
     assert trace.windows["size_class"][0] == 23 and trace.windows["step_ms"][1] == 3.5
     rule = trace.tables[4][0]
-    assert trace.tables[0] == () and rule["comm_id"] == 2**63 + 1 and rule["decision"] == "ring/simple/16"
+    assert (
+        trace.tables[0] == () and (rule["n_ranks"], rule["n_nodes"]) == (16, 2) and rule["decision"] == "ring/simple/16"
+    )
     assert (rule["func"], rule["min_bytes"], rule["max_bytes"]) == ("all_gather", 2**22 + 1, 2**23)
 
 

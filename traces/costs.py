@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import pandas as pd
@@ -69,8 +69,8 @@ def _key(rule: Mapping[str, Any]) -> RuleKey:
 def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection[int]) -> pd.DataFrame:
     """One row per slot that ran in default steps, the dearest first.
 
-    Columns: ``comm_id, func, size_class, slot`` (text), ``n_bytes`` (of most calls), ``n_ranks``, ``calls`` (a step,
-    on one rank), ``own`` and ``ran`` (algo/proto/channels of most calls, default and tuned; None if never seen),
+    Columns: ``n_ranks, n_nodes, func, size_class, slot`` (text), ``n_bytes`` (of most calls), ``calls`` (a step, of
+    one process), ``own`` and ``ran`` (algo/proto/channels of most calls, default and tuned; None if never seen),
     ``default_us`` and ``tuned_us`` (median GPU time of one call over all ranks, NaN where never sampled),
     ``n_default`` and ``n_tuned`` (sampled calls), ``timed_by`` (see skew.py). The job's first step is left out: it
     holds the set-up.
@@ -85,23 +85,20 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     rows = rows.join(durations(events))
     before = rows[rows["table_generation"].isin(default)]
     after = rows[rows["table_generation"].isin(tuned)]
-    n_steps = max(1, before["step"].nunique())
-    keys = ["comm_id", "func", "size_class"]
+    n_steps = before.groupby("pid")["step"].nunique()
+    keys = ["n_ranks", "n_nodes", "func", "size_class"]
     afterwards = dict(iter(after.groupby(keys)))
     found = []
     for key, group in before.groupby(keys):
         then = afterwards.get(key, after.iloc[:0])
-        comm_id, func, klass = cast(tuple[int, str, int], key)
-        slot = Slot(int(comm_id), func, int(klass))
+        n_ranks, n_nodes, func, klass = cast(tuple[int, int, str, int], key)
+        slot = Slot(int(n_ranks), int(n_nodes), func, int(klass))
         found.append(
             {
-                "comm_id": slot.comm_id,
-                "func": slot.func,
-                "size_class": slot.size_class,
+                **asdict(slot),
                 "slot": str(slot),
                 "n_bytes": int(group["n_bytes"].mode().iloc[0]),
-                "n_ranks": int(group["n_ranks"].max()),
-                "calls": len(group) / max(1, group["rank"].nunique()) / n_steps,
+                "calls": len(group) / int(n_steps[group["pid"].unique()].sum()),
                 "own": _most(group["config"]),
                 "ran": _most(then["config"]),
                 "default_us": float(group["us"].median()),
@@ -112,7 +109,7 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
             }
         )
     if not found:
-        return pd.DataFrame(columns=[*keys, "slot", "n_bytes", "n_ranks", "calls", "own", "ran", *_TIMES])
+        return pd.DataFrame(columns=[*keys, "slot", "n_bytes", "calls", "own", "ran", *_TIMES])
     table = pd.DataFrame(found)
     order = (table["calls"] * table["default_us"].fillna(0)).sort_values(ascending=False, kind="stable").index
     return table.loc[order].reset_index(drop=True)

@@ -19,7 +19,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -209,8 +209,8 @@ class Trace:
         rows = [{k: v for k, v in line.items() if k != "kind"} for line in self.log if line["kind"] == "window"]
         for row in rows:
             if isinstance(slot := row.get("slot"), dict):
-                row["slot"] = str(Slot(**slot))
-                row |= {"comm_id": slot["comm_id"], "func": slot["func"], "size_class": slot["size_class"]}
+                place = Slot.from_log(slot)
+                row |= {**asdict(place), "slot": str(place)}
         return pd.DataFrame(rows)
 
     @property

@@ -65,7 +65,8 @@ def plain(value: Any) -> Any:
         case Slot():
             return asdict(value)
         case Table():
-            return {"generation": value.generation, "rules": [plain(vars(rule)) for rule in value.rules]}
+            lease = {"lease": asdict(value.lease)} if value.lease else {}
+            return {"generation": value.generation, "rules": [plain(vars(rule)) for rule in value.rules], **lease}
         case dict():
             return {str(k): plain(v) for k, v in value.items()}
         case list() | tuple():

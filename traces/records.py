@@ -1,4 +1,4 @@
-"""The records that every part of dynamiccl shares: names of the knobs, Slot, Decision, Rule, Table.
+"""The records that every part of dynamiccl shares: names of the knobs, Slot, Decision, Rule, Table, Lease.
 
 Spelling: Python says ``all_gather``, ``ring``, ``ll128`` (lower case, torch.distributed's and NVIDIA's tuner-file
 spelling); C and shared memory say NCCL's numbers. The tuples below are ordered so that the index *is* NCCL's number
@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -78,11 +79,24 @@ def size_class(n_bytes: int) -> int:
 
 @dataclass(frozen=True, order=True)
 class Slot:
-    """One tunable place: what the plugin can tell apart when NCCL asks it (communicator, collective, size class)."""
+    """One tunable place: (class of communicators, collective, size class), all that the plugin can tell apart.
 
-    comm_id: int
+    The class is the communicator's number of ranks and of nodes, which NCCL tells the tuner of every rank: equal shard
+    groups share one decision, those on other nodes too, and a restart, which gives new ids, keeps it. (0, 0): all.
+    What cannot be told apart: two roles of one shape (say tensor-parallel and data-parallel groups of 4 ranks on one
+    node) whose messages fall into one size class. They share a decision, which is right for neither or for both.
+    """
+
+    n_ranks: int
+    n_nodes: int
     func: str
     size_class: int
+
+    @classmethod
+    def from_log(cls, fields: Mapping[str, Any]) -> Slot:
+        """The slot that a trace's log holds; releases before classes named a communicator, which is let go."""
+        sizes = int(fields.get("n_ranks", 0)), int(fields.get("n_nodes", 0))
+        return cls(*sizes, str(fields["func"]), int(fields["size_class"]))
 
     @property
     def min_bytes(self) -> int:
@@ -107,10 +121,11 @@ def format_bytes(n: float) -> str:
     raise AssertionError("unreachable")
 
 
-# One row of a table in shared memory and on the wire (C: struct dccl_rule in envs/nccl/abi.h), 32 bytes.
+# One row of a table in shared memory and on the wire (C: struct dccl_rule in envs/nccl/plugin.h), 32 bytes.
 RULE_DTYPE = np.dtype(
     [
-        ("comm_id", "<u8"),  # 0 matches every communicator
+        ("n_ranks", "<u4"),  # the class of communicators; both 0 match every communicator
+        ("n_nodes", "<u4"),
         ("min_bytes", "<u8"),
         ("max_bytes", "<u8"),
         ("func", "u1"),
@@ -125,9 +140,13 @@ assert RULE_DTYPE.itemsize == 32
 
 @dataclass(frozen=True)
 class Rule:
-    """One row: messages of ``func`` with ``min_bytes <= n_bytes <= max_bytes`` on ``comm_id`` (0 = any)."""
+    """One row: messages of ``func`` with ``min_bytes <= n_bytes <= max_bytes`` on communicators of one class.
 
-    comm_id: int
+    The class is (n_ranks, n_nodes); (0, 0) holds for every communicator whose class has no row for the message.
+    """
+
+    n_ranks: int
+    n_nodes: int
     func: str
     min_bytes: int
     max_bytes: int
@@ -136,43 +155,63 @@ class Rule:
     @classmethod
     def of(cls, slot: Slot, decision: Decision) -> Rule:
         """The row that applies ``decision`` to ``slot``."""
-        return cls(slot.comm_id, slot.func, slot.min_bytes, slot.max_bytes, decision)
+        return cls(slot.n_ranks, slot.n_nodes, slot.func, slot.min_bytes, slot.max_bytes, decision)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """How long a trial may stay in force without a sign of life: steps, and milliseconds of a silent tuner."""
+
+    steps: int
+    ms: int
+
+    def __post_init__(self) -> None:
+        if not (0 < self.steps < 2**32 and 0 < self.ms < 2**32):
+            raise ValueError(f"a lease has a number of steps and of milliseconds above 0, not {self.steps}, {self.ms}")
 
 
 @dataclass(frozen=True)
 class Table:
-    """All decisions in force at once. The empty table is NCCL's own choice everywhere."""
+    """All decisions in force at once. The empty table is NCCL's own choice everywhere.
+
+    With a ``lease`` it is a trial, which rank 0 takes back when the lease runs out; without one it is confirmed.
+    """
 
     generation: int = 0
     rules: tuple[Rule, ...] = field(default=())
+    lease: Lease | None = None
 
     @classmethod
-    def of(cls, generation: int, decisions: Mapping[Slot, Decision]) -> Table:
+    def of(cls, generation: int, decisions: Mapping[Slot, Decision], lease: Lease | None = None) -> Table:
         """Table with one row per slot whose decision is not AUTO."""
-        return cls(generation, tuple(Rule.of(s, d) for s, d in sorted(decisions.items()) if not d.is_auto))
+        return cls(generation, tuple(Rule.of(s, d) for s, d in sorted(decisions.items()) if not d.is_auto), lease)
 
     def to_array(self) -> np.ndarray[Any, Any]:
-        """Rows as RULE_DTYPE, sorted by (comm_id, func, min_bytes) as the plugin's binary search needs.
+        """Rows as RULE_DTYPE, sorted by (n_nodes, n_ranks, func, min_bytes) as the plugin's binary search needs.
 
-        Raises ValueError when two rows of one communicator and collective overlap.
+        Raises ValueError when two rows of one class and collective overlap, or a class lacks one of its numbers.
         """
         rows = np.zeros(len(self.rules), RULE_DTYPE)
         for row, rule in zip(rows, sorted(self.rules, key=_rule_key), strict=True):
             d = rule.decision
-            row["comm_id"], row["func"] = rule.comm_id, FUNCS.index(rule.func)
+            if (rule.n_ranks == 0) != (rule.n_nodes == 0):
+                raise ValueError("a row names both ranks and nodes of its communicators, or neither")
+            row["n_ranks"], row["n_nodes"], row["func"] = rule.n_ranks, rule.n_nodes, FUNCS.index(rule.func)
             row["min_bytes"], row["max_bytes"] = rule.min_bytes, rule.max_bytes
             row["algo"] = UNSET if d.algo is None else ALGOS.index(d.algo)
             row["proto"] = UNSET if d.proto is None else PROTOS.index(d.proto)
             row["n_channels"] = d.n_channels
-        same = (rows["comm_id"][1:] == rows["comm_id"][:-1]) & (rows["func"][1:] == rows["func"][:-1])
+        same = np.ones(max(len(rows) - 1, 0), bool)
+        for name in ("n_ranks", "n_nodes", "func"):
+            same &= rows[name][1:] == rows[name][:-1]
         if bool(np.any(same & (rows["min_bytes"][1:] <= rows["max_bytes"][:-1]))):
             raise ValueError("two rows of a table overlap: give each message size one row")
         return rows
 
     @classmethod
-    def from_array(cls, generation: int, rows: np.ndarray[Any, Any]) -> Table:
+    def from_array(cls, generation: int, rows: np.ndarray[Any, Any], lease: Lease | None = None) -> Table:
         """Inverse of :meth:`to_array`. Raises ValueError on numbers that no release knows."""
-        return cls(generation, tuple(_rule(row) for row in rows))
+        return cls(generation, tuple(_rule(row) for row in rows), lease)
 
     @property
     def checksum(self) -> int:
@@ -180,8 +219,8 @@ class Table:
         return zlib.crc32(self.to_array().tobytes())
 
 
-def _rule_key(rule: Rule) -> tuple[int, int, int]:
-    return rule.comm_id, FUNCS.index(rule.func), rule.min_bytes
+def _rule_key(rule: Rule) -> tuple[int, int, int, int]:
+    return rule.n_nodes, rule.n_ranks, FUNCS.index(rule.func), rule.min_bytes
 
 
 def _rule(row: np.void) -> Rule:
@@ -193,12 +232,13 @@ def _rule(row: np.void) -> Rule:
         None if proto == UNSET else PROTOS[proto],
         int(row["n_channels"]),
     )
-    return Rule(int(row["comm_id"]), FUNCS[func], int(row["min_bytes"]), int(row["max_bytes"]), decision)
+    sizes = int(row["min_bytes"]), int(row["max_bytes"])
+    return Rule(int(row["n_ranks"]), int(row["n_nodes"]), FUNCS[func], *sizes, decision)
 
 
-# What the plugin and the probe write into a ring (C: struct dccl_record in envs/nccl/abi.h), 128 bytes. The last 88
+# What the plugin and the probe write into a ring (C: struct dccl_record in envs/nccl/plugin.h), 128 bytes. The last 88
 # bytes depend on `kind`; the views below name them.
-COMM, OFFER, COLL, KERNEL, STEP = range(1, 6)
+COMM, OFFER, COLL, KERNEL, STEP, STATE = range(1, 7)
 #: Bits of ``flags``: both buffers are registered (OFFER), captured in a CUDA graph: asked once, replayed often (COLL),
 #: kernel times were taken in it (STEP).
 FLAG_REGISTERED, FLAG_CAPTURED, FLAG_SAMPLED = 1, 2, 4
@@ -256,8 +296,22 @@ STEP_DTYPE = _record(
         ("nvlink_tx_gbs", "<f4"),
     ]
 )
+#: The agreement on tables has changed its state: `code` is an AgreementState, `text` says why, NUL-padded UTF-8.
+STATE_DTYPE = _record([("rank", "<u4"), ("code", "<u4"), ("text", "S80")])
 RECORD_BYTES = 128
-assert all(t.itemsize == RECORD_BYTES for t in (COMM_DTYPE, OFFER_DTYPE, COLL_DTYPE, KERNEL_DTYPE, STEP_DTYPE))
+assert all(
+    t.itemsize == RECORD_BYTES for t in (COMM_DTYPE, OFFER_DTYPE, COLL_DTYPE, KERNEL_DTYPE, STEP_DTYPE, STATE_DTYPE)
+)
+
+
+class AgreementState(IntEnum):
+    """Where the ranks' agreement on tables stands."""
+
+    WAITING = 0  # the text says for what
+    OPEN = 1
+    SHUT = 2  # never opened: the text says why
+    CLOSED = 3  # stopped agreeing: the text says why and names the rank
+    REVERTED = 4  # a lease ran out; the confirmed table is in force
 
 
 def pair_costs(cost_us: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -38,22 +39,28 @@ def find_slots(
 
     ``events`` are those of whole default steps; ``step_us`` is their step time. Where kernels were not sampled, NCCL's
     own price (stretched by ``time_scale`` on an emulated cluster) stands in for the time of a call.
+
+    All communicators of a class make one slot. Its calls, times and share are those of one process, the one that it
+    costs most, over all its communicators of the class: it waits for them one after the other.
     """
     tuned = events[events["func"].isin(TUNED_FUNCS)]
     if tuned.empty:
         return []
     tuned = tuned.join(durations(tuned))
-    ranks = tuned["rank"]
-    one = tuned[ranks == ranks.min()]  # one rank's view: all ranks take part in every call
-    n_steps = max(1, one["step"].nunique())
-    sizes = one["n_bytes"].to_numpy()
-    one = one.assign(size_class=[size_class(int(n)) for n in sizes])
-    most_channels = tuned.groupby("comm_id")["n_channels"].max()
+    n_steps = tuned.groupby("pid")["step"].nunique()
+    classes = {n: size_class(int(n)) for n in tuned["n_bytes"].unique()}
+    tuned = tuned.assign(size_class=tuned["n_bytes"].map(classes))
+    tuned = tuned[tuned["n_ranks"] > 0]  # never announced: its class is not known
+    most_channels = channels_of(tuned)
     profiles = []
-    for (comm_id, func, klass), group in one.groupby(["comm_id", "func", "size_class"]):
-        slot = Slot(int(comm_id), str(func), int(klass))
-        n_bytes = int(group.groupby("n_bytes").size().pipe(lambda s: (s * s.index).idxmax()))
-        offer = offers.get((slot.comm_id, slot.func, n_bytes)) or _nearest(offers, slot, n_bytes)
+    for key, everyone in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
+        n_ranks, n_nodes, func, klass = cast(tuple[int, int, str, int], key)
+        slot = Slot(int(n_ranks), int(n_nodes), func, int(klass))
+        pid = _busiest(everyone)
+        group = everyone[everyone["pid"] == pid]
+        moved = group.groupby(["comm_id", "n_bytes"])["n_bytes"].sum()
+        comm_id, n_bytes = map(int, cast(tuple[int, int], moved.idxmax()))
+        offer = offers.get((comm_id, slot.func, n_bytes)) or _nearest(offers, comm_id, slot.func, n_bytes)
         if offer is None:
             continue  # never asked about: a symmetric kernel or copy engine ran it, no table can reach it
         cost = pair_costs(offer.cost_us)
@@ -63,18 +70,18 @@ def find_slots(
         timed = group[group["us"].notna()]
         call_us = float(timed["us"].median()) if len(timed) else float(cost[PAIRS.index(own)]) * time_scale
         timed_by = label(timed["timed_by"]) if len(timed) else "NCCL's price"
-        calls = len(group) / n_steps
+        calls = len(group) / n_steps[pid]
         share = min(1.0, calls * call_us / step_us)
         fingerprint = Fingerprint(
             is_reduce_scatter=np.array([float(func == "reduce_scatter")]),
             n_bytes=np.array([float(n_bytes)]),
             calls=np.array([calls]),
-            n_ranks=np.array([float(group["n_ranks"].iloc[0])]),
-            n_nodes=np.array([float(group["n_nodes"].iloc[0])]),
+            n_ranks=np.array([float(slot.n_ranks)]),
+            n_nodes=np.array([float(slot.n_nodes)]),
             cost_us=cost[None].astype(np.float64),
             own_pair=np.array([PAIRS.index(own)]),
             own_channels=np.array([float(group["n_channels"].median())]),
-            comm_channels=np.array([float(most_channels[comm_id])]),
+            comm_channels=np.array([most_channels[slot.n_ranks, slot.n_nodes]]),
             share=np.array([share]),
             exposed=np.array([np.nan]),  # the host cannot see when a GPU computes
             memory_pressure=np.array([memory_pressure]),
@@ -83,7 +90,20 @@ def find_slots(
     return sorted(profiles, key=lambda p: -p.share)
 
 
-def _nearest(offers: Mapping[tuple[int, str, int], Offer], slot: Slot, n_bytes: int) -> Offer | None:
+def channels_of(events: pd.DataFrame) -> dict[tuple[int, int], float]:
+    """Channels that all communicators of a class (n_ranks, n_nodes) have: the least of the most seen on each."""
+    most = events.groupby(["n_ranks", "n_nodes", "comm_id"])["n_channels"].max()
+    least = most.groupby(level=["n_ranks", "n_nodes"]).min()
+    return {cast(tuple[int, int], sizes): float(n) for sizes, n in least.items()}
+
+
+def _busiest(events: pd.DataFrame) -> int:
+    """The process that these events move most bytes for; of equals the one of the lowest rank."""
+    by_process = events.groupby("pid").agg(n_bytes=("n_bytes", "sum"), rank=("rank", "min"))
+    return int(by_process.sort_values(["n_bytes", "rank"], ascending=[False, True], kind="stable").index[0])
+
+
+def _nearest(offers: Mapping[tuple[int, str, int], Offer], comm_id: int, func: str, n_bytes: int) -> Offer | None:
     """Grouped calls are priced as one larger message: the nearest size of the same communicator then stands in."""
-    sizes = [n for comm, func, n in offers if comm == slot.comm_id and func == slot.func]
-    return offers[slot.comm_id, slot.func, min(sizes, key=lambda n: abs(n - n_bytes))] if sizes else None
+    sizes = [n for comm, name, n in offers if comm == comm_id and name == func]
+    return offers[comm_id, func, min(sizes, key=lambda n: abs(n - n_bytes))] if sizes else None

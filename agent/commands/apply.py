@@ -13,8 +13,8 @@ def apply(
     command: Annotated[
         list[str] | None, typer.Argument(help="The job, after --. Any program that uses NCCL.", show_default=False)
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks of the job, for lines and sizes that depend on it.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes of the job, for lines that depend on it.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks of its communicators, where lines need it.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of them, where lines need it.")] = None,
     convert: Annotated[
         str | None, typer.Option(help="Only print the table, as json or csv (NVIDIA's).", show_default=False)
     ] = None,

@@ -64,7 +64,7 @@ def oracle(
     best = work.run(c, fabric, chosen).total_us
     decisions = []
     for (func, size), decision in chosen.items():
-        slot = Slot(0, func, size)
+        slot = Slot(0, 0, func, size)
         row = {"func": func, "min_bytes": slot.min_bytes, "max_bytes": slot.max_bytes}
         decisions.append({**row, "algo": decision.algo, "proto": decision.proto, "n_channels": decision.n_channels})
     found = {
@@ -89,4 +89,4 @@ def oracle(
     print(f"  each collective quickest  {alone / 1e3:9.2f} ms  ({found['saved_alone']:.1%} less)")
     print(f"  the step shortest         {best / 1e3:9.2f} ms  ({found['saved']:.1%} less)")
     for (func, size), decision in chosen.items():
-        print(f"    {Slot(0, func, size)!s:28} {decision}")
+        print(f"    {Slot(0, 0, func, size)!s:28} {decision}")

@@ -96,7 +96,7 @@ def _hex(comm_id: Any) -> str:
 def _slot(cost: dict[Any, Any], rules: frozenset[tuple[str, int, int, str]]) -> dict[str, Any]:
     """A slot's costs with what the table in question sets for its messages, None if it leaves them to NCCL."""
     fits = [d for func, low, high, d in rules if func == cost["func"] and low <= cost["n_bytes"] <= high]
-    return {**cost, "comm_id": _hex(cost["comm_id"]), "table": fits[0] if fits else None}
+    return {**cost, "table": fits[0] if fits else None}
 
 
 def _plain_window(line: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _plain_window(line: dict[str, Any]) -> dict[str, Any]:
     from ...traces.records import Slot
 
     slot = line.get("slot")
-    text = str(Slot(**slot)) if isinstance(slot, dict) else slot
+    text = str(Slot.from_log(slot)) if isinstance(slot, dict) else slot
     return {**{k: v for k, v in line.items() if k not in ("kind", "time")}, "slot": text}
 
 

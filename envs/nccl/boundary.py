@@ -86,7 +86,7 @@ def _text(file: IO[str]) -> str:
 
 def _table(generation: int) -> Table:
     pairs = [Decision("ring", "ll", 1 + generation % 32), Decision("ring", "simple", 1 + generation % 64)]
-    rules = [Rule(7, "all_gather", 100 * i, 100 * i + 99, pairs[i % 2]) for i in range(MAX_RULES)]
+    rules = [Rule(8, 1, "all_gather", 100 * i, 100 * i + 99, pairs[i % 2]) for i in range(MAX_RULES)]
     return Table(generation, tuple(rules))
 
 

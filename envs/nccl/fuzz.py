@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...traces.records import FUNCS, PAIRS, RECORD_BYTES, Decision, Rule, Table
+from ...traces.records import FUNCS, PAIRS, RECORD_BYTES, Decision, Lease, Rule, Table
 from ..sim.nccl_caller import Communicator, choose
 from .build import FLAGS, SOURCES, compile_once, compiler
 from .plugin import Plugin
@@ -65,9 +65,12 @@ def random_table(rng: random.Random) -> Table:
         low += rng.randint(1, 2**20)
         decision = Decision(*rng.choice(PAIRS), rng.randrange(65))
         rules.append(
-            Rule(rng.choice((0, 1)), rng.choice(FUNCS[2:4]), low, low := low + rng.randint(0, 2**20), decision)
+            Rule(
+                *rng.choice(((0, 0), (8, 1))), rng.choice(FUNCS[2:4]), low, low := low + rng.randint(0, 2**20), decision
+            )
         )
-    return Table(rng.randrange(2**32), tuple(rules))
+    lease = Lease(rng.randint(1, 99), rng.randint(1, 9999)) if rng.random() < 0.5 else None
+    return Table(rng.randrange(2**32), tuple(rules), lease)
 
 
 def fuzz_table(plugin: Plugin, comm: Communicator, rng: random.Random) -> str:
@@ -120,7 +123,7 @@ def fuzz_ring(path: Path, rng: random.Random) -> str:
 
 def fuzz_text(path: Path, rng: random.Random) -> str:
     """One table in JSON or CSV."""
-    table = Table(1, tuple(rule for rule in random_table(rng).rules if rule.comm_id == 0))
+    table = random_table(rng)
     path.write_bytes(mutate((to_json(table) if rng.random() < 0.5 else to_csv(table)).encode(), rng))
     try:
         encode_table(load_table(path, n_ranks=8, n_nodes=1))

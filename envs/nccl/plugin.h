@@ -22,20 +22,23 @@ enum { DCCL_NO_RANK = 0xffffffff };
 // -----------
 
 #define DCCL_TABLE_MAGIC UINT64_C(0x314c42544c434344)  // "DCCLTBL1"
-enum { DCCL_TABLE_VERSION = 1, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64 };
+enum { DCCL_TABLE_VERSION = 2, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64 };
 
 struct dccl_table_head {
   uint64_t magic;
   uint32_t version;
   uint32_t n_rows;
   uint32_t generation;
-  uint32_t crc;       // CRC-32 of head and rows with this field and `sequence` zero
-  uint64_t sequence;  // of the file's seqlock; zero on the wire
-  uint64_t reserved[4];
+  uint32_t crc;                    // CRC-32 of head and rows with this field and `sequence` zero
+  uint64_t sequence;               // of the file's seqlock; zero on the wire
+  uint32_t lease_steps, lease_ms;  // both zero: confirmed, else a trial; for the probe of rank 0, not for us
+  uint64_t reserved[3];
 };
 
 struct dccl_rule {
-  uint64_t comm_id;  // 0: every communicator that has no row of its own for the message
+  // The class of communicators, which every rank's tuner is told; both 0: all whose class has no row for the
+  // message.
+  uint32_t n_ranks, n_nodes;
   uint64_t min_bytes;
   uint64_t max_bytes;
   uint8_t func;
@@ -48,6 +51,11 @@ struct dccl_rule {
 _Static_assert(sizeof(struct dccl_table_head) == 64, "table head");
 _Static_assert(sizeof(struct dccl_rule) == 32, "table row");
 
+// A class as one number, in the order of a table's rows.
+static inline uint64_t dccl_class(uint32_t n_ranks, uint32_t n_nodes) {
+  return (uint64_t)n_nodes << 32 | n_ranks;
+}
+
 struct dccl_decision {
   uint8_t algo;
   uint8_t proto;
@@ -55,8 +63,8 @@ struct dccl_decision {
 };
 
 // The decision for a message under the active table; false where the table is silent. Never waits for a
-// writer.
-bool dccl_lookup(uint64_t comm_id, int func, uint64_t n_bytes, struct dccl_decision* decision);
+// writer. `class` is dccl_class() of the communicator.
+bool dccl_lookup(uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision);
 uint32_t dccl_generation(void);
 // Loads the table that DYNAMICCL_TABLE names (a job without a daemon), once.
 void dccl_load_static_table(void);
@@ -69,7 +77,7 @@ void dccl_table_after_fork(void);
 #define DCCL_RING_BUSY UINT64_MAX                     // stamp of a record that is being written
 enum { DCCL_RING_VERSION = 1, DCCL_RING_RECORDS = 1 << 16 };
 
-enum { DCCL_COMM = 1, DCCL_OFFER, DCCL_COLL, DCCL_KERNEL, DCCL_STEP };
+enum { DCCL_COMM = 1, DCCL_OFFER, DCCL_COLL, DCCL_KERNEL, DCCL_STEP, DCCL_STATE };
 enum { DCCL_FLAG_REGISTERED = 1, DCCL_FLAG_CAPTURED = 2, DCCL_FLAG_SAMPLED = 4 };
 
 struct dccl_record {
@@ -114,6 +122,10 @@ struct dccl_record {
       uint32_t throttle;
       float pcie_rx_gbs, pcie_tx_gbs, nvlink_rx_gbs, nvlink_tx_gbs;
     } at_step;
+    struct {
+      uint32_t rank, code;
+      char text[80];
+    } state;
     uint8_t bytes[88];
   };
 };

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from ...traces.records import COLL_DTYPE, RECORD_BYTES, RULE_DTYPE, Table
+from ...traces.records import COLL_DTYPE, RECORD_BYTES, RULE_DTYPE, Lease, Table
 from .build import nccl_env, plugin_path, private_folder
 
 RING_MAGIC, RING_VERSION = b"DCCLRNG1", 1
-TABLE_MAGIC, TABLE_VERSION = b"DCCLTBL1", 1
+TABLE_MAGIC, TABLE_VERSION = b"DCCLTBL1", 2
 TABLE_BYTES = 4096
 MAX_RULES = 126  # what fits into TABLE_BYTES
-_HEAD = struct.Struct("<8sIIIIQ32x")  # magic, version, n_rows, generation, crc, sequence
+_HEAD = struct.Struct("<8sIIIIQII24x")  # magic, version, n_rows, generation, crc, sequence, lease steps and ms
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_AT = 24
 _RING_HEAD = struct.Struct("<8sIIQI")  # magic, version, record_bytes, capacity, pid
@@ -39,22 +39,29 @@ def encode_table(table: Table) -> bytes:
     """Table -> the message that lies in the file, travels between ranks and is activated. Raises ValueError."""
     rows = table.to_array().tobytes()
     n_rows = len(rows) // RULE_DTYPE.itemsize
-    bare = _HEAD.pack(TABLE_MAGIC, TABLE_VERSION, n_rows, table.generation, 0, 0)
-    crc = zlib.crc32(rows, zlib.crc32(bare))
-    return _HEAD.pack(TABLE_MAGIC, TABLE_VERSION, n_rows, table.generation, crc, 0) + rows
+    lease = (table.lease.steps, table.lease.ms) if table.lease else (0, 0)
+    head = TABLE_MAGIC, TABLE_VERSION, n_rows, table.generation
+    crc = zlib.crc32(rows, zlib.crc32(_HEAD.pack(*head, 0, 0, *lease)))
+    return _HEAD.pack(*head, crc, 0, *lease) + rows
 
 
 def decode_table(message: bytes) -> Table:
     """Inverse of :func:`encode_table`; bytes after the last row are ignored. Raises ValueError with the reason."""
     generation, rows = _unpack(message)
-    return Table.from_array(generation, np.frombuffer(rows, RULE_DTYPE))
+    return Table.from_array(generation, np.frombuffer(rows, RULE_DTYPE), lease_of(message))
+
+
+def lease_of(message: bytes) -> Lease | None:
+    """The lease of a sound message, None = the table is confirmed."""
+    *_, steps, ms = _HEAD.unpack_from(message)
+    return Lease(steps, ms) if steps or ms else None
 
 
 def _unpack(message: bytes) -> tuple[int, bytes]:
     """(generation, rows) of a message whose head and checksum are right; much cheaper than decoding the rows."""
     if len(message) < _HEAD.size:
         raise ValueError("a table has at least 64 bytes")
-    magic, version, n_rows, generation, crc, _ = _HEAD.unpack_from(message)
+    magic, version, n_rows, generation, crc, *_ = _HEAD.unpack_from(message)
     if magic != TABLE_MAGIC:
         raise ValueError("not a dynamiccl table")
     if version != TABLE_VERSION:

@@ -64,6 +64,7 @@ static uint64_t draw(uint64_t* state) { return mix((*state)++); }
 // Communicator c groups ranks: 0 the world, 1 halves, 2 pairs, 3 the world again. Each group has its own id.
 static int group_of(int c, int rank) { return c == 1 ? rank / 4 : c == 2 ? rank / 2 : 0; }
 static int size_of(int c) { return c == 1 ? 4 : c == 2 ? 2 : N_RANKS; }
+static int nodes_of(int c) { return c == 0 ? 2 : 1; }
 static uint64_t comm_id(const struct job* job, int c, int rank, int made) {
   return mix(job->seed ^ (uint64_t)(c * 1000 + group_of(c, rank) * 10 + made)) | 1;
 }
@@ -93,32 +94,21 @@ static uint32_t zlib_crc32(uint32_t crc, const uint8_t* p, size_t n) {
   return ~crc;
 }
 
-// The table of a step: rows for all communicators and for those that exist, in the order that the plugin
+// The table of a step: rows for all communicators and for each class of them, in the order that the plugin
 // wants.
 static size_t make_table(const struct job* job, int step, uint8_t* message) {
   uint64_t state = mix(job->seed + 77 * (uint64_t)step);
-  uint64_t ids[1 + N_COMMS * N_RANKS] = {0};
-  int n_ids = 1;
-  for (int c = 0; c < N_COMMS; c++) {
-    for (int rank = 0; rank < N_RANKS; rank += size_of(c))
-      ids[n_ids++] = comm_id(job, c, rank, step >= N_STEPS / 2);
-  }
-  for (int i = 1; i < n_ids; i++) {  // by insertion: there are a dozen
-    for (int j = i; j > 0 && ids[j] < ids[j - 1]; j--) {
-      const uint64_t id = ids[j];
-      ids[j] = ids[j - 1];
-      ids[j - 1] = id;
-    }
-  }
+  static const uint32_t classes[][2] = {{0, 0}, {2, 1}, {4, 1}, {N_RANKS, 1}, {N_RANKS, 2}};
   struct dccl_rule* rows = (struct dccl_rule*)(message + sizeof(struct dccl_table_head));
   uint32_t n = 0;
-  for (int i = 0; i < n_ids; i++) {
+  for (size_t i = 0; i < sizeof classes / sizeof *classes; i++) {
     for (int func = FUNC_ALL_GATHER; func <= FUNC_REDUCE_SCATTER; func++) {
       for (uint64_t low = 0; n < MAX_ROWS && low < UINT64_C(1) << 31;) {
         const uint64_t high = low + draw(&state) % (UINT64_C(1) << 30), r = draw(&state);
         if (r % 3) {
           const bool pair = r >> 8 & 1;
-          rows[n++] = (struct dccl_rule){.comm_id = ids[i],
+          rows[n++] = (struct dccl_rule){.n_ranks = classes[i][0],
+                                         .n_nodes = classes[i][1],
                                          .min_bytes = low,
                                          .max_bytes = high,
                                          .func = (uint8_t)func,
@@ -256,16 +246,16 @@ static int mask;  // NCCL's event mask: one a process
 
 static void make(const struct job* job, struct comm* comm, int c, int rank, int made) {
   const uint64_t id = comm_id(job, c, rank, made);
-  const int size = size_of(c);
+  const int size = size_of(c), nodes = nodes_of(c);
   if (job->tuner_version < 5) {
-    ncclProfiler_v4.init(&comm->profiler, &mask, "stress", id, 1, size, rank % size, NULL);
+    ncclProfiler_v4.init(&comm->profiler, &mask, "stress", id, nodes, size, rank % size, NULL);
   } else {
-    ncclProfiler_v5.init(&comm->profiler, id, &mask, "stress", 1, size, rank % size, NULL);
+    ncclProfiler_v5.init(&comm->profiler, id, &mask, "stress", nodes, size, rank % size, NULL);
   }
   if (job->tuner_version < 5) {
-    ncclTunerPlugin_v3.init((size_t)size, 1, NULL, &comm->tuner);
+    ncclTunerPlugin_v3.init((size_t)size, (size_t)nodes, NULL, &comm->tuner);
   } else {
-    ncclTunerPlugin_v6.init(&comm->tuner, id, (size_t)size, 1, NULL, NULL, NULL);
+    ncclTunerPlugin_v6.init(&comm->tuner, id, (size_t)size, (size_t)nodes, NULL, NULL, NULL);
   }
 }
 

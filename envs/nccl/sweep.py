@@ -146,7 +146,7 @@ class Sweep:
         """One config on all ranks: a first call that may connect, then ``reps`` timed ones."""
         assert self.ring is not None
         self.generation += 1
-        rules = () if decision.is_auto else (Rule(0, buffers.func, n_bytes, n_bytes, decision),)
+        rules = () if decision.is_auto else (Rule(0, 0, buffers.func, n_bytes, n_bytes, decision),)
         buffers.spoil()
         self.plugin.activate(encode_table(Table(self.generation, rules)))
         self._meet()

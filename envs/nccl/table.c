@@ -19,7 +19,7 @@ enum { WORDS = sizeof(struct dccl_rule) / 8, MAX_MESSAGE = 64 + 32 * DCCL_MAX_RO
 struct buffer {
   _Atomic uint32_t sequence;  // odd while it is written
   _Atomic uint32_t n_rows;
-  _Atomic uint32_t n_any;  // rows for every communicator; they come first, since their comm_id is 0
+  _Atomic uint32_t n_any;  // rows for every communicator; they come first, since their class is 0
   _Atomic uint32_t generation;
   _Atomic uint64_t row[DCCL_MAX_ROWS][WORDS];
 };
@@ -37,17 +37,17 @@ static uint32_t head(const _Atomic uint32_t* value) {
   return atomic_load_explicit(value, memory_order_acquire);
 }
 
-// The row of [low, high) that holds the message, or -1. All rows there are in (comm_id, func, min_bytes)
+// The row of [low, high) that holds the message, or -1. All rows there are in (class, func, min_bytes)
 // order.
-static int64_t search(const struct buffer* b, uint32_t low, uint32_t high, uint64_t comm_id, uint64_t func,
+static int64_t search(const struct buffer* b, uint32_t low, uint32_t high, uint64_t class, uint64_t func,
                       uint64_t n_bytes) {
   const uint32_t first = low;
   while (low < high) {  // invariant: rows before `low` are not after the message, rows from `high` on are
     const uint32_t middle = low + (high - low) / 2;
-    const uint64_t row_comm = word(b, middle, 0), row_func = word(b, middle, 3) & 0xff;
-    const bool after = row_comm != comm_id ? row_comm > comm_id
-                       : row_func != func  ? row_func > func
-                                           : word(b, middle, 1) > n_bytes;
+    const uint64_t row_class = word(b, middle, 0), row_func = word(b, middle, 3) & 0xff;
+    const bool after = row_class != class ? row_class > class
+                       : row_func != func ? row_func > func
+                                          : word(b, middle, 1) > n_bytes;
     if (after) {
       high = middle;
     } else {
@@ -57,18 +57,18 @@ static int64_t search(const struct buffer* b, uint32_t low, uint32_t high, uint6
   if (low == first) return -1;
   const uint32_t row = low - 1;
   const bool holds =
-      word(b, row, 0) == comm_id && (word(b, row, 3) & 0xff) == func && n_bytes <= word(b, row, 2);
+      word(b, row, 0) == class && (word(b, row, 3) & 0xff) == func && n_bytes <= word(b, row, 2);
   return holds ? (int64_t)row : -1;
 }
 
-bool dccl_lookup(uint64_t comm_id, int func, uint64_t n_bytes, struct dccl_decision* decision) {
+bool dccl_lookup(uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision) {
   for (;;) {
     const struct buffer* b = &buffers[head(&active) & 1];
     const uint32_t sequence = head(&b->sequence);
     if (sequence & 1) continue;
     uint32_t n_rows = head(&b->n_rows), n_any = head(&b->n_any);
     if (n_rows > DCCL_MAX_ROWS || n_any > n_rows) continue;  // torn by two activations
-    int64_t row = comm_id ? search(b, n_any, n_rows, comm_id, (uint64_t)func, n_bytes) : -1;
+    int64_t row = class ? search(b, n_any, n_rows, class, (uint64_t)func, n_bytes) : -1;
     if (row < 0) row = search(b, 0, n_any, 0, (uint64_t)func, n_bytes);
     const uint64_t last = row < 0 ? 0 : word(b, (uint32_t)row, 3);
     if (head(&b->sequence) != sequence) continue;
@@ -124,11 +124,13 @@ static struct dccl_rule rule_at(const void* rows, uint32_t i) {
 static bool rule_is_valid(const struct dccl_rule* r) {
   const bool pair_unset = r->algo == DCCL_UNSET && r->proto == DCCL_UNSET;
   return r->func < N_FUNCS && (pair_unset || (r->algo < N_ALGOS && r->proto < N_PROTOS)) &&
-         r->n_channels <= DCCL_MAX_CHANNELS && r->min_bytes <= r->max_bytes;
+         r->n_channels <= DCCL_MAX_CHANNELS && r->min_bytes <= r->max_bytes &&
+         (r->n_ranks == 0) == (r->n_nodes == 0);
 }
 
 static bool in_order(const struct dccl_rule* a, const struct dccl_rule* b) {
-  if (a->comm_id != b->comm_id) return a->comm_id < b->comm_id;
+  const uint64_t class = dccl_class(a->n_ranks, a->n_nodes), next = dccl_class(b->n_ranks, b->n_nodes);
+  if (class != next) return class < next;
   if (a->func != b->func) return a->func < b->func;
   return a->max_bytes < b->min_bytes;
 }
@@ -140,6 +142,7 @@ static int check(const void* message, size_t size, struct dccl_table_head* h) {
   if (h->magic != DCCL_TABLE_MAGIC) return -EINVAL;
   if (h->version != DCCL_TABLE_VERSION) return -EPROTONOSUPPORT;
   if (h->n_rows > DCCL_MAX_ROWS) return -E2BIG;
+  if ((h->lease_steps == 0) != (h->lease_ms == 0)) return -EINVAL;
   if (size < sizeof *h + h->n_rows * sizeof(struct dccl_rule)) return -EMSGSIZE;
   const char* rows = (const char*)message + sizeof *h;
   struct dccl_table_head bare = *h;

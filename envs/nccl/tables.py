@@ -1,17 +1,19 @@
 """Tables in files: our own (JSON) and that of NVIDIA's example tuner plugin (CSV), read and written.
 
 JSON: ``{"dynamiccl_table": 1, "rules": [{"func": "all_gather", "min_bytes": 0, "max_bytes": 1048576, "algo": "ring",
-"proto": "ll", "n_channels": 0, "comm_id": 0}]}``. ``algo`` and ``proto`` may be left out together, ``n_channels`` and
-``comm_id`` too; ``min_bytes_per_rank`` and ``max_bytes_per_rank`` say sizes of one rank's share.
+"proto": "ll", "n_channels": 0, "n_ranks": 16, "n_nodes": 2}]}``. ``algo`` and ``proto`` may be left out together,
+``n_channels`` too; so may ``n_ranks`` and ``n_nodes``, then the rule holds for every communicator that has none of its
+own. ``min_bytes_per_rank`` and ``max_bytes_per_rank`` say sizes of one rank's share.
 
 CSV: ``collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks[,pipe_ops[,reg_buff]]``, -1 = any; the
-first line that fits a message counts. -1 channels mean here what they say, NCCL's own count: NVIDIA's example pins
-such a collective to one channel.
+first line that fits a message counts. Nodes and ranks are those of a communicator, as in a Rule. -1 channels mean here
+what they say, NCCL's own count: NVIDIA's example pins such a collective to one channel.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ _CSV_FUNCS = {name.replace("_", ""): name for name in FUNCS}
 def load_table(path: Path | str, *, n_ranks: int | None = None, n_nodes: int | None = None) -> Table:
     """Read a table of either format. Raises ValueError naming file, line and cure; OSError when unreadable.
 
-    ``n_ranks`` and ``n_nodes`` choose among CSV lines that name them, and turn bytes per rank into bytes.
+    ``n_ranks`` and ``n_nodes`` complete lines that name one of the two, and turn bytes per rank into bytes.
     """
     path = Path(path)
     try:
@@ -45,8 +47,8 @@ def to_json(table: Table) -> str:
     rules = []
     for rule in table.rules:
         row: dict[str, Any] = {"func": rule.func, "min_bytes": rule.min_bytes, "max_bytes": rule.max_bytes}
-        if rule.comm_id:
-            row["comm_id"] = rule.comm_id
+        if rule.n_ranks:
+            row |= {"n_ranks": rule.n_ranks, "n_nodes": rule.n_nodes}
         if rule.decision.algo:
             row |= {"algo": rule.decision.algo, "proto": rule.decision.proto}
         if rule.decision.n_channels:
@@ -56,16 +58,18 @@ def to_json(table: Table) -> str:
 
 
 def to_csv(table: Table) -> str:
-    """NVIDIA's format. Raises ValueError for rules that it cannot say (one communicator only, channels only)."""
+    """NVIDIA's format. Raises ValueError for rules that it cannot say: channels only.
+
+    There the first line counts, here a rule for a class of communicators: those come first.
+    """
     lines = ["# collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks"]
-    for rule in table.rules:
-        if rule.comm_id:
-            raise ValueError("NVIDIA's table cannot name a communicator: only rules for all of them can be exported")
+    for rule in sorted(table.rules, key=lambda rule: rule.n_ranks == 0):
         if rule.decision.algo is None:
             raise ValueError("NVIDIA's table cannot set channels alone: name algorithm and protocol")
         decision = rule.decision
         name, size = rule.func.replace("_", ""), f"{rule.min_bytes},{rule.max_bytes}"
-        lines.append(f"{name},{size},{decision.algo},{decision.proto},{decision.n_channels or -1},-1,-1")
+        comms = f"{rule.n_nodes or -1},{rule.n_ranks or -1}"
+        lines.append(f"{name},{size},{decision.algo},{decision.proto},{decision.n_channels or -1},{comms}")
     return "\n".join(lines) + "\n"
 
 
@@ -86,7 +90,7 @@ def from_csv(text: str, n_ranks: int | None = None, n_nodes: int | None = None) 
 
 
 def _csv_rule(fields: list[str], n_ranks: int | None, n_nodes: int | None) -> Rule | None:
-    """The rule of one line, or None where it is for jobs of another size."""
+    """The rule of one line, or None where no table of ours can say it."""
     if not 8 <= len(fields) <= 10:
         raise ValueError(f"{len(fields)} fields, NVIDIA's tuner table has 8 to 10")
     func, algo, proto = fields[0].lower().replace("_", ""), fields[3].lower(), fields[4].lower()
@@ -97,36 +101,33 @@ def _csv_rule(fields: list[str], n_ranks: int | None, n_nodes: int | None) -> Ru
     if None in numbers:
         raise ValueError("sizes, channels, nodes and ranks are whole numbers")
     low, high, channels, nodes, ranks, *rest = (int(n or 0) for n in numbers)
-    for wanted, given, name in ((nodes, n_nodes, "nodes"), (ranks, n_ranks, "ranks")):
-        if wanted != -1 and given is None:
-            raise ValueError(f"only for {wanted} {name}: say how many the job has by --{name}")
-        if wanted not in (-1, given):
-            return None
+    if min(nodes, ranks) < -1 or 0 in (nodes, ranks) or max(nodes, ranks) >= 2**32:
+        raise ValueError(f"{nodes} nodes and {ranks} ranks are no communicator; -1 means any")
+    if (nodes == -1) != (ranks == -1):
+        named, missing, given = ("ranks", "nodes", n_nodes) if nodes == -1 else ("nodes", "ranks", n_ranks)
+        if given is None:
+            raise ValueError(f"names {named} alone: say how many {missing} its communicators have by --{missing}")
+        nodes, ranks = (given, ranks) if nodes == -1 else (nodes, given)
     if any(value not in (-1, default) for value, default in zip(rest, (1, 0), strict=False)):
         return None  # grouped collectives, registered buffers: ranks may differ in these
     if low < 0 or (high != -1 and high < low) or high > MAX_BYTES:
         raise ValueError(f"sizes {low} to {high} are no range")
-    return Rule(
-        0,
-        _CSV_FUNCS[func],
-        low,
-        MAX_BYTES if high == -1 else high,
-        Decision(algo, proto, max(channels, 0)),
-    )
+    high = MAX_BYTES if high == -1 else high
+    return Rule(max(ranks, 0), max(nodes, 0), _CSV_FUNCS[func], low, high, Decision(algo, proto, max(channels, 0)))
 
 
 def _uncovered(rule: Rule, before: list[Rule]) -> list[Rule]:
-    """The parts of ``rule`` that no earlier rule of its collective covers."""
+    """The parts of ``rule`` that no earlier rule covers: one of its collective, for all communicators or its class."""
     parts = [(rule.min_bytes, rule.max_bytes)]
     for old in before:
-        if old.func == rule.func:
+        if old.func == rule.func and (old.n_ranks, old.n_nodes) in ((0, 0), (rule.n_ranks, rule.n_nodes)):
             parts = [
                 part
                 for low, high in parts
                 for part in ((low, min(high, old.min_bytes - 1)), (max(low, old.max_bytes + 1), high))
                 if part[0] <= part[1]
             ]
-    return [Rule(0, rule.func, low, high, rule.decision) for low, high in dict.fromkeys(parts)]
+    return [replace(rule, min_bytes=low, max_bytes=high) for low, high in dict.fromkeys(parts)]
 
 
 def _from_json(text: str, n_ranks: int | None) -> Table:
@@ -145,32 +146,37 @@ def _from_json(text: str, n_ranks: int | None) -> Table:
 
 def _json_rule(number: int, row: Any, n_ranks: int | None) -> Rule:
     known = {"func", "min_bytes", "max_bytes", "min_bytes_per_rank", "max_bytes_per_rank"}
-    known |= {"algo", "proto", "n_channels", "comm_id"}
+    known |= {"algo", "proto", "n_channels", "n_ranks", "n_nodes"}
     where = f"rule {number}"
     if not isinstance(row, dict) or not set(row) <= known:
         raise ValueError(f"{where}: may have {', '.join(sorted(known))}")
     if row.get("func") not in FUNCS:
         raise ValueError(f"{where}: func is one of {', '.join(FUNCS)}")
+    numbers = {key: row.get(key, 0) for key in ("n_channels", "n_ranks", "n_nodes")}
+    if not all(type(value) is int and 0 <= value < 2**32 for value in numbers.values()):
+        raise ValueError(f"{where}: {', '.join(numbers)} are whole numbers")
+    if (numbers["n_ranks"] == 0) != (numbers["n_nodes"] == 0):
+        raise ValueError(f"{where}: n_ranks and n_nodes of its communicators are named together or not at all")
+    n_ranks = numbers["n_ranks"] or n_ranks
     sizes = []
     for key, default in (("min_bytes", 0), ("max_bytes", MAX_BYTES)):
         per_rank = row.get(f"{key}_per_rank")
         if per_rank is not None and n_ranks is None:
-            raise ValueError(f"{where}: sizes per rank need the number of ranks: say it by --ranks")
+            raise ValueError(
+                f"{where}: sizes per rank need the number of ranks: give n_ranks, or --ranks for all rules"
+            )
         size = row.get(key, default) if per_rank is None else per_rank
         factor = 1 if per_rank is None else int(n_ranks or 1)
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size * factor <= MAX_BYTES:
             raise ValueError(f"{where}: {key} is a whole number of bytes")
         sizes.append(size * factor)
-    n_channels, comm_id = row.get("n_channels", 0), row.get("comm_id", 0)
-    if not isinstance(n_channels, int) or not isinstance(comm_id, int) or not 0 <= comm_id < 2**64:
-        raise ValueError(f"{where}: n_channels and comm_id are whole numbers")
     if sizes[0] > sizes[1]:
         raise ValueError(f"{where}: sizes {sizes[0]} to {sizes[1]} are no range")
     try:
-        decision = Decision(row.get("algo"), row.get("proto"), n_channels)
+        decision = Decision(row.get("algo"), row.get("proto"), numbers["n_channels"])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return Rule(comm_id, str(row["func"]), sizes[0], sizes[1], decision)
+    return Rule(numbers["n_ranks"], numbers["n_nodes"], str(row["func"]), sizes[0], sizes[1], decision)
 
 
 def _is_int(text: str) -> bool:

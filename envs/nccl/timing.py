@@ -14,7 +14,7 @@ from ...traces.records import PAIRS, Decision, Rule, Table
 from .build import FLAGS, compile_once, plugin_path
 from .shm import RunFolder, encode_table
 
-_COMM_ID = 7  # bench.c's communicator
+_CLASS = 8, 1  # ranks and nodes of bench.c's communicator
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Timing:
 
 
 def table_of(n_rows: int) -> Table:
-    """A table with a row for each message of the benchmark and further rows of other communicators around them."""
+    """A table with a row for each message of the benchmark and further rows of other classes around them."""
     rules: list[Rule] = []
-    for comm_id in [_COMM_ID, *(i for i in range(1, n_rows) if i != _COMM_ID)]:
+    for sizes in [_CLASS, *((i, 1) for i in range(1, n_rows) if i != _CLASS[0])]:
         for size in range(32):
             for func in ("all_gather", "reduce_scatter"):
                 decision = Decision(*PAIRS[size % 3], 8)
-                rules.append(Rule(comm_id, func, 2 ** (size - 1) + 1 if size else 0, 2**size, decision))
+                rules.append(Rule(*sizes, func, 2 ** (size - 1) + 1 if size else 0, 2**size, decision))
     return Table(1, tuple(rules[:n_rows]))
 
 

@@ -14,6 +14,7 @@ enum { SEEN_SETS = 64, SEEN_WAYS = 4 };
 
 struct context {
   struct dccl_comm comm;
+  uint64_t class;
   _Atomic uint64_t seen[SEEN_SETS][SEEN_WAYS];  // hashes of the messages whose offer is in the ring
 };
 
@@ -95,7 +96,7 @@ static void decide(void* context, const struct question* q) {
   if (q->n_algos <= 0 || q->n_protos <= 0 || q->n_algos > 64 || q->n_protos > 64) return;
   if (dccl_ring_is_open() && first_time(c, q)) emit_offer(c, q);
   struct dccl_decision d;
-  if (!dccl_lookup(c->comm.comm_id, q->func, q->n_bytes, &d)) return;
+  if (!dccl_lookup(c->class, q->func, q->n_bytes, &d)) return;
   if (d.algo != DCCL_UNSET) {
     if (d.algo >= q->n_algos || d.proto >= q->n_protos) return;
     const int cell = d.algo * q->n_protos + d.proto;
@@ -119,6 +120,7 @@ static int start(void** context, const struct dccl_comm* comm, bool announced, n
   struct context* c = calloc(1, sizeof *c);
   if (c == NULL) return NCCL_SUCCESS;
   c->comm = *comm;
+  c->class = dccl_class(comm->n_ranks, comm->n_nodes);
   *context = c;
   if (!announced) dccl_emit_comm(comm, NULL);
   if (log != NULL) {
@@ -129,7 +131,7 @@ static int start(void** context, const struct dccl_comm* comm, bool announced, n
   return NCCL_SUCCESS;
 }
 
-// v3, v4: no id. The profiler part has just seen it, if it is loaded; otherwise only rows for comm 0 apply.
+// v3, v4: no id. The profiler part has just seen it, if it is loaded; otherwise records name communicator 0.
 static int start_unnamed(void** context, size_t n_ranks, size_t n_nodes, nccl_logger log) {
   struct dccl_comm comm = {.rank = DCCL_NO_RANK, .n_ranks = (uint32_t)n_ranks, .n_nodes = (uint32_t)n_nodes};
   const bool known = dccl_last_comm.fresh && dccl_last_comm.n_ranks == comm.n_ranks;
