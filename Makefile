@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/dynamiccl
 DEMO_STEPS ?= 1000
 SOURCES := agent envs traces zero_workload tests
-C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h)
+C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h envs/sim/*.c)
 
 .PHONY: demo test check format setup bench gpu-check model-check clean
 
@@ -21,7 +21,7 @@ check: setup
 	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	mkdir -p build && ln -sfn .. build/dynamiccl
 	MYPYPATH=build $(BIN)/mypy -p dynamiccl.agent -p dynamiccl.envs -p dynamiccl.traces -p dynamiccl.zero_workload
-	$${CC:-cc} -std=c11 -D_GNU_SOURCE -Wall -Wextra -Werror -fsyntax-only envs/nccl/*.c
+	$${CC:-cc} -std=c11 -D_GNU_SOURCE -Wall -Wextra -Werror -fsyntax-only envs/nccl/*.c envs/sim/*.c
 
 format: setup
 	$(BIN)/ruff check --fix-only --quiet $(SOURCES)

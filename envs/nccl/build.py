@@ -59,7 +59,11 @@ def cache_folder() -> Path:
 
 
 def compile_once(
-    name: str, sources: tuple[str, ...], flags: tuple[str, ...], headers: tuple[str, ...] = HEADERS
+    name: str,
+    sources: tuple[str, ...],
+    flags: tuple[str, ...],
+    headers: tuple[str, ...] = HEADERS,
+    libraries: tuple[str, ...] = ("-lpthread", "-ldl"),
 ) -> Path:
     """Path of ``name`` built from ``sources`` of this folder; compiles if sources, flags or compiler are new.
 
@@ -75,7 +79,7 @@ def compile_once(
         return target
     folder.mkdir(mode=0o700, exist_ok=True)
     draft = folder / f".{name}.{os.getpid()}"
-    command = [*cc, *flags, *(str(HERE / s) for s in sources), "-o", str(draft), "-lpthread", "-ldl"]
+    command = [*cc, *flags, *(str(HERE / s) for s in sources), "-o", str(draft), *libraries]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = next((line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr[-200:])

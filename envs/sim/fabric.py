@@ -54,10 +54,24 @@ class Truth:
     pat_share: Array  # of the ring's bus bandwidth
     sm_cost: Array  # slowdown of overlapped compute: this times channels / SMs
     memory_cost: Array  # and this times channels / 16, for memory bandwidth and caches
+    sm_weight: Array  # (n, 6) what a channel of each pair takes of an SM, a ring's with SIMPLE being 1
     connect_us: Array  # first use of an algorithm on a communicator
     noise: Array  # log-normal sigma of one collective
     tail: Array  # probability of a straggling collective
     effect: Array  # (n, 2, 6, N_COUNTS) log of what the formula misses, per collective, pair and channel class
+
+    def take(self, index: Any) -> Truth:
+        """The fabrics at ``index`` (any NumPy index)."""
+        return Truth(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+
+#: Memory traffic beside compute, in units of a ring's all_gather with SIMPLE (a read and a write), (2, 6) over
+#: all_gather / reduce_scatter and PAIRS. LL sends four bytes of flag with four of data, LL128 eight with 120 (NVIDIA,
+#: NCCL's documentation of NCCL_PROTO); a reduce_scatter reads both summands; with NVLS the switch copies and adds
+#: (NVIDIA, NVLink SHARP). The exact ratios follow from counting bytes, the shares of NVLS and CollNet are drawn.
+TRAFFIC = np.array([[2.0, 1.07, 1.0, 0.6, 0.6, 1.0], [3.0, 1.6, 1.5, 0.6, 0.6, 1.5]])
+#: What a channel takes of an SM, by PAIRS: LL128 keeps all its warps busy, NVLS and CollNet leave work to the switch.
+_SM_WEIGHT = np.array([0.9, 1.1, 1.0, 0.7, 0.8, 0.9])
 
 
 #: Deviations from the nominal fabric of a preset. Sources: AWS's tuner regions for h200-efa (crossovers); for
@@ -120,6 +134,7 @@ def nominal(fleet: Fleet) -> Truth:
         pat_share=np.full(n, 0.7),
         sm_cost=np.full(n, 1.2),
         memory_cost=np.full(n, 0.06),
+        sm_weight=np.tile(_SM_WEIGHT, (n, 1)),
         connect_us=np.full(n, 6000.0) + 200.0 * fleet.n_ranks,
         noise=np.where(many, 0.012, 0.003),
         tail=np.where(many, 0.004, 0.001),
@@ -142,7 +157,7 @@ def spread(truth: Truth, rng: np.random.Generator, width: float = 1.0, sigma: Ar
     shared = np.exp(rng.normal(0.0, width * 0.35, (n, 1)))
     loss = 1.0 - truth.efficiency
     sigmas = np.broadcast_to(sigma, (n,))
-    effect = rng.normal(0.0, 1.0, (n, 2, len(PAIRS), 1)) * 0.8 + rng.normal(0.0, 1.0, truth.effect.shape) * 0.6
+    effect = unmodelled(rng, n)
     crowded = truth.congestion > 0
     return replace(
         truth,
@@ -171,7 +186,14 @@ def spread(truth: Truth, rng: np.random.Generator, width: float = 1.0, sigma: Ar
         noise=draw(truth.noise, 0.6),
         tail=draw(truth.tail, 0.8),
         effect=truth.effect + sigmas[:, None, None, None] * effect,
+        sm_weight=draw(truth.sm_weight, 0.2),
     )
+
+
+def unmodelled(rng: np.random.Generator, n: int) -> Array:
+    """What the formula misses, (n, 2, 6, N_COUNTS), of unit variance: mostly a pair's own, partly a count's."""
+    shape = n, 2, len(PAIRS), N_COUNTS
+    return np.asarray(rng.normal(0.0, 1.0, (*shape[:3], 1)) * 0.8 + rng.normal(0.0, 1.0, shape) * 0.6)
 
 
 def congested(truth: Truth, fleet: Fleet, rng: np.random.Generator) -> Truth:
@@ -259,6 +281,27 @@ class Fabric:
         lift = (slice(None),) + (None,) * (c.ndim - 1)
         t = self.truth
         return np.asarray(t.sm_cost[lift] * c / self.fleet.n_sms[lift] + t.memory_cost[lift] * np.minimum(c, 32) / 16)
+
+    def overlap(
+        self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array, us: Array
+    ) -> tuple[Array, Array, Array]:
+        """What calls that take ``us`` (n, k) do to what runs beside them; arguments as of :meth:`times_on_us`.
+
+        Returns, each (n, k): the share by which compute slows, and the shares of the links within a node and of the
+        network that a call takes. Compute loses the SMs that channels hold, by pair (public: matrix products beside
+        NCCL's kernels run 30-40 % slower, pytorch#179937), and memory bandwidth by the bytes that really move.
+        """
+        t, rs, many = self.truth, np.asarray(is_reduce_scatter).astype(int), self.fleet.n_nodes[:, None] > 1
+        rows = np.arange(len(self.fleet))[:, None]
+        pair = np.broadcast_to(pair, us.shape)
+        n = self.fleet.n_ranks[:, None]
+        whole = np.asarray(n_bytes, float)[:, None]
+        rate = np.where(pair == _NVLS, t.nvls_gbs[rows, rs[:, None]], t.bus_gbs[:, None] * n / np.maximum(n - 1, 1))
+        use = np.minimum(whole / (np.maximum(rate, 1e-3) * 1e3) / us, 1.0)
+        sms = t.sm_cost[:, None] * t.sm_weight[rows, pair] * np.asarray(ran, float) / self.fleet.n_sms[:, None]
+        memory = 1.5 * t.memory_cost[:, None] * TRAFFIC[rs[:, None], pair] * use
+        # A ring over many nodes fills its network ports; the links within the nodes carry as much and have more.
+        return sms + memory, np.where(many, 0.3 * use, use), np.where(many, use, 0.0)
 
     def time_us(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> float:
         """Microseconds of one collective alone, without noise; cached. Raises ValueError for an unknown pair."""

@@ -1,0 +1,192 @@
+"""The time of training steps: compute and collectives on in-order streams, computed event by event (step.c).
+
+An operation starts when the one before it on its stream and everything it waits for have ended. What runs side by side
+slows each other by the job's :class:`Law`. This is the only event loop of the project: suites, training, the ``oracle``
+command and the tests all run it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..nccl.build import FLAGS, compile_once
+
+Array = np.ndarray[Any, Any]
+COMPUTE = "compute"
+MAX_STREAMS = 16
+#: What a call is to the event loop, see :class:`Calls`.
+N_CALL = 5
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation: ``us`` of work alone on ``stream``, after the operations at the indices ``after``.
+
+    ``slot`` is the row of the job's :class:`Calls`; -1 is compute. A call takes its row's time, times ``us``. The other
+    fields say what a call is where no row has been given to it yet, see :mod:`.workloads`.
+    """
+
+    stream: str
+    us: float
+    after: tuple[int, ...] = ()
+    slot: int = -1
+    func: str = ""  # a collective's; "" is compute
+    n_bytes: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Law:
+    """How what runs side by side slows each other; fields are floats or arrays (n,), drawn, see :mod:`.jobs`.
+
+    A call runs ``max(1, load) ** power`` times as long, where ``load`` is the sum of what all running calls take of the
+    link that it uses (links are shared, as by processor sharing), times ``1 + crowd`` for each unit of ``Calls.crowd``
+    beside it, times ``1 + drag`` beside compute. Compute runs ``1 + s + saturation * s * s`` times as long, ``s`` the
+    sum of the slowdowns of the calls beside it.
+    """
+
+    crowd: Any = 0.0
+    power: Any = 1.0
+    saturation: Any = 0.0
+    drag: Any = 0.0
+
+    def rows(self, n: int) -> Array:
+        """(n, 4) as step.c reads it."""
+        parts = (self.crowd, self.power, self.saturation, self.drag)
+        return np.ascontiguousarray(np.stack([np.broadcast_to(np.asarray(p, float), n) for p in parts], axis=1))
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What each kind of call of each job takes, arrays (n, k): ``k`` rows that operations point to."""
+
+    us: Array  # alone
+    slow: Array  # of compute beside it
+    near: Array  # share of the links within a node that it takes
+    far: Array  # and of the network
+    crowd: Array  # its weight in crowding others
+
+    def rows(self) -> Array:
+        """(n, k, 5) as step.c reads it."""
+        return np.stack([self.us, self.slow, self.near, self.far, self.crowd], axis=2, dtype=float)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Some steps, flattened for step.c."""
+
+    op_at: Array
+    n_streams: Array
+    stream: Array
+    slot: Array
+    work: Array
+    after_at: Array
+    after: Array
+
+    @classmethod
+    def of(cls, steps: Sequence[Sequence[Op]]) -> Steps:
+        """Raises ValueError for an operation that waits for one that is not of its step, or too many streams."""
+        n_streams, after_at, after = [], [], list[int]()
+        for ops in steps:
+            n = len(ops)
+            if any(not 0 <= j < n for op in ops for j in op.after) or any(not op.us >= 0 for op in ops):
+                raise ValueError("an operation needs a duration of at least 0 and waits for operations of its step")
+            n_streams.append(len({op.stream for op in ops}))
+            for op in ops:
+                after_at.append(len(after))
+                after += op.after
+            after_at.append(len(after))
+        if max(n_streams, default=0) > MAX_STREAMS:
+            raise ValueError(f"a step has at most {MAX_STREAMS} streams")
+        numbers = [{name: k for k, name in enumerate(dict.fromkeys(op.stream for op in ops))} for ops in steps]
+        flat = [(numbers[k][op.stream], op) for k, ops in enumerate(steps) for op in ops]
+        return cls(
+            np.cumsum([0, *map(len, steps)], dtype=np.int32),
+            np.array(n_streams, np.int32),
+            np.array([s for s, _ in flat], np.int32),
+            np.array([op.slot for _, op in flat], np.int32),
+            np.array([op.us for _, op in flat], float),
+            np.array(after_at, np.int32),
+            np.array([*after, 0], np.int32),
+        )
+
+    def run(self, which: Array, calls: Calls, scale: Array, law: Law) -> tuple[Array, Array, Array]:
+        """Steps of ``n`` jobs: job ``j`` takes step ``which[j]`` with its compute ``scale[j]`` times as long.
+
+        Returns the steps' us (n,), and of each kind of call the sum over a step of its durations and of what of it no
+        compute ran beside, (n, k) us. Raises ValueError when operations wait for each other for ever.
+        """
+        return self._run(which, calls, scale, law, None)
+
+    def timeline(self, which: int, calls: Calls, scale: float, law: Law) -> Timeline:
+        """One step (``calls`` of one job) with the times of every operation. Raises ValueError as :meth:`run`."""
+        n = int(self.op_at[which + 1] - self.op_at[which])
+        times = np.zeros((3, n))
+        self._run(np.array([which]), calls, np.array([scale]), law, times)
+        return Timeline(*times)
+
+    def _run(
+        self, which: Array, calls: Calls, scale: Array, law: Law, times: Array | None
+    ) -> tuple[Array, Array, Array]:
+        n, rows = len(which), calls.rows()
+        k = rows.shape[1]
+        if rows.shape != (n, k, N_CALL) or not np.isfinite(rows).all() or (rows < 0).any():
+            raise ValueError("every call of every job needs a duration, and nothing of it below 0")
+        if k <= self.slot.max(initial=-1):
+            raise ValueError(f"the steps have {self.slot.max() + 1} kinds of call, {k} are given")
+        which = np.ascontiguousarray(which, np.int32)
+        total, spent, bare = np.zeros(n), np.zeros((n, k)), np.zeros((n, k))
+        most = int(np.diff(self.op_at).max(initial=0))
+        done, following = np.zeros(most, np.uint8), np.zeros(most, np.int32)
+        given = [None] * 3 if times is None else list(times)
+        flat = (self.op_at, self.n_streams, self.stream, self.slot, self.work, self.after_at, self.after)
+        stuck = _library().dynamiccl_steps(
+            n,
+            _at(which),
+            *map(_at, flat),
+            k,
+            _at(np.ascontiguousarray(rows)),
+            _at(scale := np.ascontiguousarray(np.broadcast_to(np.asarray(scale, float), n))),
+            _at(laws := law.rows(n)),
+            *map(_at, (total, spent, bare, *given, done, following)),
+        )
+        del laws, scale  # alive until here: the loop has read them
+        if stuck:
+            raise ValueError(f"operations of job {stuck - 1} wait for each other: the step never ends")
+        return total, spent, bare
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each operation of a step ran, us from its begin; ``exposed`` is the part without compute beside it."""
+
+    start: Array  # (n_ops,)
+    end: Array
+    exposed: Array
+
+    @property
+    def total_us(self) -> float:
+        """Duration of the step."""
+        return float(self.end.max(initial=0.0))
+
+
+def _at(array: Array | None) -> Any:
+    return None if array is None else ctypes.c_void_p(array.ctypes.data)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    # No fused multiply-add: a suite that is drawn again must come out the same on every machine.
+    flags = (*FLAGS, "-shared", "-ffp-contract=off")
+    here = Path(__file__).parent
+    library = ctypes.CDLL(str(compile_once("libdynamiccl-step.so", (str(here / "step.c"),), flags, (), ("-lm",))))
+    library.dynamiccl_steps.argtypes = [ctypes.c_int32, *[ctypes.c_void_p] * 8, ctypes.c_int32, *[ctypes.c_void_p] * 11]
+    library.dynamiccl_steps.restype = ctypes.c_int
+    return library

@@ -1,0 +1,106 @@
+"""Whole jobs: what may be chosen, what a step takes, what is measured, and what a perfect tuner finds."""
+
+import itertools
+
+import numpy as np
+import pytest
+from dynamiccl.envs.sim import jobs as worlds
+from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs, oracle
+
+
+@pytest.fixture(scope="module", params=[STANDARD, HELD_OUT], ids=lambda kind: kind.name)
+def jobs(request):
+    return draw_jobs(request.param, np.random.default_rng(3), 24)
+
+
+def test_the_same_seed_draws_the_same_jobs(jobs):
+    again = draw_jobs(STANDARD if "13b" not in jobs.label[0] else HELD_OUT, np.random.default_rng(3), 24)
+    assert (again.label == jobs.label).all() and (again.default_us == jobs.default_us).all()
+    assert (again.tables.us == jobs.tables.us).all() and (again.mask == jobs.mask).all()
+
+
+def test_the_default_step_waits_as_drawn_and_slots_are_ordered(jobs):
+    none = np.zeros((len(jobs), SLOTS), int)
+    jobs = jobs.take(slice(None))
+    jobs.swing[:, 0] = 0
+    us, call_us = jobs.step_us(none)
+    assert us == pytest.approx(jobs.default_us)
+    used = np.arange(SLOTS)[None] < jobs.n_slots[:, None]
+    assert (np.isfinite(call_us) == used).all()
+    share = jobs.fingerprint.share.reshape(len(jobs), SLOTS)
+    assert (jobs.calls * call_us / us[:, None])[used] == pytest.approx(share[used])
+    moved = jobs.calls * jobs.fingerprint.n_bytes.reshape(len(jobs), SLOTS)
+    for row, n in zip(moved, jobs.n_slots, strict=True):
+        assert (np.diff(row[:n]) <= row[:1] * 0.1).all(), "padding to the ranks moves it a little"
+    waits = (jobs.exposed * jobs.calls * np.nan_to_num(call_us)).sum(axis=1) / us
+    assert waits.min() > 0.01 and waits.max() < 0.7
+
+
+def test_masked_configs_are_refused(jobs):
+    configs = np.zeros((len(jobs), SLOTS), int)
+    configs[0, -1] = 1
+    with pytest.raises(ValueError, match="within the mask"):
+        jobs.step_us(configs)
+
+
+def test_windows_are_noisy_about_the_truth_and_time_goes_on(jobs):
+    jobs = jobs.take(slice(None))
+    jobs.swing[:, 0] = 0
+    jobs.noise.sampled[:] = 4
+    jobs.noise.sampled[0] = 0
+    none, rng = np.zeros((len(jobs), SLOTS), int), np.random.default_rng(0)
+    n_steps = np.where(np.arange(len(jobs)) == 1, 0, 400)
+    before = jobs.at.copy()
+    steps, call_us = jobs.window(none, n_steps, rng)
+    assert (jobs.at - before == n_steps).all() and steps.shape == (len(jobs), 400)
+    assert np.isnan(steps[1]).all() and np.isnan(call_us[:2]).all()
+    on = n_steps > 0
+    apart = np.abs(np.median(steps[on], axis=1) / jobs.default_us[on] - 1)
+    assert (apart < 0.1).all() and np.median(apart) < 0.03
+    used = np.arange(SLOTS)[None] < jobs.n_slots[2:, None]
+    truth = jobs.step_us(none)[1][2:]
+    assert np.abs(np.log(call_us[2:] / truth))[used].max() < 0.3
+    steps, call_us = jobs.window(none, 1, rng)
+    assert steps.shape == (len(jobs), 1) and np.isnan(call_us).any() and np.isfinite(steps).all()
+
+
+def test_noise_lasts_where_it_is_said_to():
+    jobs = draw_jobs(STANDARD, np.random.default_rng(1), 12)
+    jobs.noise.tail[:] = jobs.noise.pace[:] = jobs.noise.late[:] = 0
+    jobs.noise.save_every[:] = 0
+    jobs.noise.memory[:6], jobs.noise.memory[6:] = 0.0, 0.9
+    steps, _ = jobs.window(np.zeros((12, SLOTS), int), 3000, np.random.default_rng(2))
+    log = np.log(steps) - np.log(steps).mean(axis=1, keepdims=True)
+    alike = (log[:, 1:] * log[:, :-1]).mean(axis=1) / log.var(axis=1)
+    assert alike[:6] == pytest.approx(0.0, abs=0.1) and alike[6:] == pytest.approx(0.9, abs=0.06)
+    assert log.std(axis=1) / jobs.noise.sigma == pytest.approx(1.0, abs=0.35)
+
+
+def test_a_change_for_good_moves_the_truth_and_taken_jobs_keep_theirs():
+    kind = worlds.replace(STANDARD, change=1.0, swing=0.0)
+    jobs = draw_jobs(kind, np.random.default_rng(4), 40)
+    none = np.zeros((40, SLOTS), int)
+    before = jobs.step_us(none)[0]
+    assert before == pytest.approx(jobs.default_us)
+    some = jobs.take([5, 7, 30])
+    for part in (jobs, some):
+        part.advance(np.maximum(part.change_at - part.at, 0))
+    after = jobs.step_us(none)[0]
+    assert (np.abs(after / before - 1) > 1e-3).mean() > 0.9
+    assert some.step_us(none[:3])[0] == pytest.approx(after[[5, 7, 30]])
+
+
+def test_the_oracle_is_the_best_of_all_joint_configs_on_small_jobs():
+    jobs = draw_jobs(STANDARD, np.random.default_rng(6), 200)
+    few = np.flatnonzero((jobs.n_slots == 2) & (jobs.mask.sum(axis=2)[:, :2].prod(axis=1) <= 300))[:8]
+    jobs = jobs.take(few)
+    assert len(jobs) == 8
+    configs, us = oracle(jobs)
+    assert jobs.step_us(configs)[0] == pytest.approx(us)
+    for j in range(8):
+        one = jobs.take([j])
+        pairs = list(itertools.product(*(np.flatnonzero(one.mask[0, s]) for s in (0, 1))))
+        every = np.zeros((len(pairs), SLOTS), int)
+        every[:, :2] = pairs
+        best = one.take(np.zeros(len(pairs), int)).step_us(every)[0].min()
+        assert us[j] <= best * 1.002
