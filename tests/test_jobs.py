@@ -33,7 +33,8 @@ def test_the_default_step_waits_as_drawn_and_slots_are_ordered(jobs):
     for row, n in zip(moved, jobs.n_slots, strict=True):
         assert (np.diff(row[:n]) <= row[:1] * 0.1).all(), "padding to the ranks moves it a little"
     waits = (jobs.exposed * jobs.calls * np.nan_to_num(call_us)).sum(axis=1) / us
-    assert waits.min() > 0.01 and waits.max() < 0.7
+    waits = waits[~jobs.works.replicated[jobs.which]]  # the others also wait for what no tuner reaches
+    assert waits.min() > 0.015 and waits.max() < 0.65
 
 
 def test_masked_configs_are_refused(jobs):
