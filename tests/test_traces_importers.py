@@ -157,9 +157,9 @@ def test_kineto_without_kernels_and_without_marks(tmp_path):
     (tmp_path / "trace_rank_5.json").write_text(json.dumps(document))
     result = import_files("kineto", [tmp_path / "trace_rank_5.json"], tmp_path / "t")
     assert result.n_timed == 0 and result.n_events == 12
-    assert any("no NCCL kernel" in n for n in result.notes) and any("ProfilerStep" in n for n in result.notes)
+    assert any("no NCCL kernel" in n for n in result.notes) and any("calls, which repeat" in n for n in result.notes)
     events = Trace.read(tmp_path / "t").events
-    assert set(events["rank"]) == {5} and set(events["step"]) == {0} and events["start_ns"].isna().all()
+    assert set(events["rank"]) == {5} and len(set(events["step"])) > 2 and events["start_ns"].isna().all()
 
 
 # Flight Recorder ----------------------------------------------------------------------------------

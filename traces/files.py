@@ -8,6 +8,7 @@
       steps-00000.parquet    optimizer steps (STEP_COLUMNS), in segments
       comms.parquet          communicators (COMM_COLUMNS)
       offers.parquet         what NCCL offered (OFFER_COLUMNS)
+      compute.parquet        kernels that compute (COMPUTE_COLUMNS), in imported profiles only
       windows.jsonl          one JSON object a line: measuring windows, tables published, what else was logged
 
 Every file but the log is written under another name and renamed when whole.
@@ -27,12 +28,26 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, Assembler, complete, empty
+from .assemble import (
+    COMM_COLUMNS,
+    COMPUTE_COLUMNS,
+    EVENT_COLUMNS,
+    OFFER_COLUMNS,
+    STEP_COLUMNS,
+    Assembler,
+    complete,
+    empty,
+)
 from .header import FORMAT, new_header, plain
 from .records import Slot
 
 _SEGMENTED = {"events": EVENT_COLUMNS, "steps": STEP_COLUMNS}
-_WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS}
+_WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS, "compute": COMPUTE_COLUMNS}
+_KEYS = {
+    "comms": ["comm_id", "rank", "pid"],
+    "offers": ["comm_id", "func", "n_bytes"],
+    "compute": ["rank", "start_ns", "stream"],
+}
 _ARROW = {
     "bool": pa.bool_(),
     "int16": pa.int16(),
@@ -44,6 +59,7 @@ _ARROW = {
     "float64": pa.float64(),
     "str": pa.string(),
     "object": pa.list_(pa.float32()),
+    "category": pa.dictionary(pa.int32(), pa.string()),
 }
 
 
@@ -138,13 +154,12 @@ class TraceWriter:
                 frames.clear()
         self._flushed = time.monotonic()
 
-    def write_whole(self, kind: Literal["comms", "offers"], frame: pd.DataFrame) -> None:
-        """Write comms or offers, keeping rows that an earlier life of this trace has written."""
+    def write_whole(self, kind: Literal["comms", "offers", "compute"], frame: pd.DataFrame) -> None:
+        """Write comms, offers or compute, keeping rows that an earlier life of this trace has written."""
         path = self.folder / f"{kind}.parquet"
-        keys = ["comm_id", "rank", "pid"] if kind == "comms" else ["comm_id", "func", "n_bytes"]
         if path.exists():
             both = pd.concat([_read_parquet(path, _WHOLE[kind]), frame], ignore_index=True)
-            frame = both.drop_duplicates(keys, keep="last")
+            frame = both.drop_duplicates(_KEYS[kind], keep="last").astype(_WHOLE[kind])
         _write_parquet(path, frame, _WHOLE[kind])
 
     def log(self, kind: str, entry: dict[str, Any]) -> None:
@@ -178,6 +193,7 @@ class Trace:
     steps: pd.DataFrame
     comms: pd.DataFrame
     offers: pd.DataFrame
+    compute: pd.DataFrame = field(default_factory=lambda: empty(COMPUTE_COLUMNS))
     log: list[dict[str, Any]] = field(default_factory=list)  # the lines of windows.jsonl, in order
     warnings: list[str] = field(default_factory=list)  # what could not be read, one line each
 

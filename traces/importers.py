@@ -1,7 +1,8 @@
-"""Recordings of other tools as ordinary traces: what ``show``, the report, the auditor and a replay can read."""
+"""Recordings of other tools as ordinary traces: what ``show``, the report, a replay and ``advise`` can read."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,17 +10,28 @@ from pathlib import Path
 import pandas as pd
 
 from . import importers_flight, importers_inspector, importers_kineto, importers_nccl_tests
-from .assemble import COMM_COLUMNS
-from .files import TraceError, TraceWriter
+from .assemble import COMM_COLUMNS, OFFER_COLUMNS, empty
+from .files import Trace, TraceError, TraceWriter
 from .importers_common import Imported
+from .importers_steps import clock_offsets, infer_steps, shifted
+from .json_stream import Source
+
+OnBytes = Callable[[int], None]
 
 #: Format -> (reader, what it is).
-FORMATS: dict[str, tuple[Callable[[list[Path]], Imported], str]] = {
+FORMATS: dict[str, tuple[Callable[[list[Path], OnBytes], Imported], str]] = {
     "kineto": (importers_kineto.read, "PyTorch profiler traces, one .json or .json.gz a rank"),
     "flight-recorder": (importers_flight.read, "PyTorch Flight Recorder dumps, one a rank"),
     "inspector": (importers_inspector.read, "NCCL Inspector logs, JSON lines"),
     "nccl-tests": (importers_nccl_tests.read, "nccl-tests results: -J JSON, printed text, or CSV"),
 }
+#: What tells a format within a file's first bytes, in this order.
+_SIGNS = (
+    ("kineto", (b'"traceEvents"', b'"deviceProperties"')),
+    ("flight-recorder", (b'"entries"', b'"pg_config"')),
+    ("inspector", (b'"coll_perf"', b'"inspector_output_format_version"', b'"dump_stats"')),
+    ("nccl-tests", (b"nccl-tests", b"_perf", b"out-of-place", b"size_bytes", b'"out_of_place"')),
+)
 
 
 @dataclass(frozen=True)
@@ -33,29 +45,109 @@ class Result:
     notes: list[str]  # what the source could not tell
 
 
-def import_files(source: str, paths: list[Path], out: Path, ranks_per_node: int | None = None) -> Result:
-    """Read recordings of format ``source`` (a key of FORMATS) and write them as one trace into ``out``.
+def detect(path: Path) -> str:
+    """The format of a file, by its first bytes. Raises TraceError when it is none that is known."""
+    with Source(path) as source:
+        head = source.read(1 << 16)
+    if head[:1] == b"\x80":
+        return "flight-recorder"
+    for name, signs in _SIGNS:
+        if any(sign in head for sign in signs):
+            return name
+    if path.name.endswith(("trace.json", "trace.json.gz")) or head.lstrip()[:2] == b"[{":
+        return "kineto"
+    raise TraceError(f"{path} is of no format that is known: say which, one of {', '.join(FORMATS)}")
 
-    ``ranks_per_node`` gives the number of nodes where the recordings do not tell. Raises TraceError for an unknown
-    format, a file that is not of it, one without any collective, and a folder that holds a trace already.
+
+def recording_files(paths: list[Path]) -> list[Path]:
+    """The files of ``paths``, folders replaced by the files in them. Raises TraceError for what is not there."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found += sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise TraceError(f"no file {path}: give the files to import, then the folder to make")
+    if not found:
+        raise TraceError(f"no file in {', '.join(map(str, paths))}")
+    return found
+
+
+def read_recording(
+    paths: list[Path],
+    source: str | None = None,
+    ranks_per_node: int | None = None,
+    on_bytes: OnBytes = lambda n: None,
+) -> Trace:
+    """A recording as a trace in memory: a trace folder of ours, or files (or folders of them) of another tool.
+
+    ``source`` is a key of FORMATS, None to tell by the files; ``ranks_per_node`` gives the number of nodes where the
+    recordings do not tell; ``on_bytes`` hears of every byte read. The header's ``notes`` say what is not known. Raises
+    TraceError for an unknown format, a file that is not of it or is damaged, one without any collective.
     """
+    ours = [p for p in paths for name in ("header.json", "trace/header.json") if (p / name).exists()]
+    if source is None and ours:
+        return Trace.read(ours[0])
+    files = recording_files(paths)
+    source = source or detect(files[0])
     if source not in FORMATS:
         raise TraceError(f"unknown format {source!r}: give one of {', '.join(FORMATS)}")
-    for path in paths:
-        if not path.is_file():
-            raise TraceError(f"no file {path}: give the files to import, then the folder to make")
-    found = FORMATS[source][0](paths)
-    events, steps = found.frames(ranks_per_node)
+    try:
+        found = FORMATS[source][0](files, on_bytes)
+        events, steps = found.frames(ranks_per_node)
+    except TraceError:
+        raise
+    except (RecursionError, MemoryError) as error:
+        raise TraceError(
+            f"{files[0]}: nested or large beyond any {source} recording ({type(error).__name__})"
+        ) from None
+    except Exception as error:  # wrong types in a file that otherwise parses
+        what = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        raise TraceError(f"{', '.join(p.name for p in files)} is no whole {source} recording ({what})") from None
     if events.empty:
-        raise TraceError(f"{', '.join(p.name for p in paths)}: no collective in it that NCCL runs, nothing to import")
+        raise TraceError(f"{', '.join(p.name for p in files)}: no collective in it that NCCL runs, nothing to import")
+    compute = found.compute.frame()
+    offsets = clock_offsets(events)
+    moved = {r: o for r, o in offsets.items() if o[0]}
+    if moved:
+        events = shifted(events, offsets, ("enqueue_ns", "start_ns", "end_ns"))
+        steps, compute = shifted(steps, offsets, ("end_ns",)), shifted(compute, offsets, ("start_ns", "end_ns"))
+        most = max(moved.values(), key=lambda o: abs(o[0]))
+        found.notes.append(
+            f"clocks of {len(moved)} ranks moved by up to {abs(most[0]) / 1e3:.0f} us, to where their "
+            f"collectives end together (known to {max(s for _, s in moved.values()) / 1e3:.0f} us)"
+        )
+    if steps.empty and source != "nccl-tests":
+        events, steps, period = infer_steps(events)
+        found.header["steps_from"] = "period" if period else "none"
+        found.notes.append(
+            f"no marks of optimizer steps: a step is taken to be {period} calls, which repeat"
+            if period
+            else "no marks of optimizer steps and no calls that repeat: all are counted as one step"
+        )
     # The header tells of the recorded machine; what is not known of it must not be this machine's.
-    unknown = {"host": None, "kernel": None, "commit": None}
-    header = {**unknown, **found.header, "source": source, "files": [str(p) for p in paths], "emulated": False}
-    with TraceWriter(out, {**header, "notes": found.notes}) as writer:
-        writer.write(events, steps)
-        writer.write_whole("comms", _comms(events))
-    n_timed = int(events["start_ns"].notna().sum())
-    return Result(Path(out), len(events), len(steps), n_timed, found.notes)
+    header = {"host": None, "kernel": None, "commit": None, **found.header, "source": source, "emulated": False}
+    header |= {"files": [str(p) for p in files], "notes": found.notes}
+    return Trace(Path(os.path.commonpath(files)), header, events, steps, _comms(events), empty(OFFER_COLUMNS), compute)
+
+
+def write_recording(trace: Trace, out: Path) -> Result:
+    """Write a recording that was read as a trace folder. Raises TraceError when it holds a trace already."""
+    with TraceWriter(out, trace.header) as writer:
+        writer.write(trace.events, trace.steps)
+        writer.write_whole("comms", trace.comms)
+        if len(trace.offers):
+            writer.write_whole("offers", trace.offers)
+        if len(trace.compute):
+            writer.write_whole("compute", trace.compute)
+    n_timed = int(trace.events["start_ns"].notna().sum())
+    return Result(Path(out), len(trace.events), len(trace.steps), n_timed, list(trace.header.get("notes") or ()))
+
+
+def import_files(source: str, paths: list[Path], out: Path, ranks_per_node: int | None = None) -> Result:
+    """:func:`read_recording` and :func:`write_recording`."""
+    return write_recording(read_recording(paths, source, ranks_per_node), out)
 
 
 def _comms(events: pd.DataFrame) -> pd.DataFrame:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from .assemble import EVENT_COLUMNS, STEP_COLUMNS, complete, empty
-from .files import TraceError
+from .assemble import COMPUTE_COLUMNS, EVENT_COLUMNS, STEP_COLUMNS, complete, empty
+from .json_stream import Source, loads
 from .records import ALGOS, FUNCS, PROTOS
+
+Array = np.ndarray[Any, Any]
 
 _TYPES = {
     "int8": ("char", "int8", "i8"),
@@ -35,6 +36,30 @@ _TYPE_OF = {alias: name for name, aliases in _TYPES.items() for alias in aliases
 _WIDTH = {name: int(bits) // 8 for name in _TYPES for bits in re.findall(r"^\w*?(8|16|32|64)", name)}
 
 
+class Compute:
+    """Kernels that compute, column by column: a profile has hundreds of thousands of them."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        self._parts: list[dict[str, Any]] = []
+
+    def __len__(self) -> int:
+        return sum(len(part["start_ns"]) for part in self._parts)
+
+    def add(self, rank: int, start_ns: Array, end_ns: Array, name: Array, blocks: Array, stream: Array) -> None:
+        """Kernels of one rank, arrays (n,); ``name`` is the number of a name in :attr:`names`."""
+        part = {"rank": np.full(len(start_ns), rank), "start_ns": start_ns, "end_ns": end_ns, "blocks": blocks}
+        self._parts.append({**part, "stream": stream, "name": name})
+
+    def frame(self) -> pd.DataFrame:
+        """All of them, as COMPUTE_COLUMNS."""
+        if not self._parts:
+            return empty(COMPUTE_COLUMNS)
+        columns = {key: np.concatenate([part[key] for part in self._parts]) for key in self._parts[0]}
+        name = pd.Categorical.from_codes(columns["name"], categories=list(self.names))
+        return pd.DataFrame({**columns, "name": name})[list(COMPUTE_COLUMNS)]
+
+
 @dataclass
 class Imported:
     """What one importer found: rows of EVENT_COLUMNS and STEP_COLUMNS, facts for the header, remarks for people.
@@ -47,6 +72,8 @@ class Imported:
     steps: list[dict[str, Any]] = field(default_factory=list)
     header: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    groups: dict[int, tuple[int, ...]] = field(default_factory=dict)  # comm_id -> ranks, () where not told
+    compute: Compute = field(default_factory=lambda: Compute())
 
     def frames(self, ranks_per_node: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Events and steps as tables; ``ranks_per_node`` tells the number of nodes where the source does not."""
@@ -63,7 +90,10 @@ class Imported:
             counted = events.groupby(["rank", "pid", "comm_id", "func"], sort=False).cumcount()
             events["seq"] = events["seq"].where(events["seq"].notna(), counted)
             if ranks_per_node:
-                nodes = [math.ceil(n / ranks_per_node) for n in events["n_ranks"]]
+                nodes = [
+                    len({rank // ranks_per_node for rank in self.groups.get(comm_id) or range(n)})
+                    for comm_id, n in zip(events["comm_id"], events["n_ranks"], strict=True)
+                ]
                 events["n_nodes"] = events["n_nodes"].where(events["n_nodes"] > 0, pd.Series(nodes, dtype=object))
             events = complete(events, EVENT_COLUMNS)
         steps = empty(STEP_COLUMNS)
@@ -120,14 +150,19 @@ def comm_id_of(*parts: Any) -> int:
     return int.from_bytes(digest, "little")
 
 
+def ranks_of(value: Any) -> tuple[int, ...]:
+    """The ranks of a process group as PyTorch writes them: a list, or its text; () where they end in "..."."""
+    if isinstance(value, str):
+        value = value.strip("[]() ").split(",") if re.fullmatch(r"[\[(]?[\d, ]*[\])]?", value.strip()) else ()
+    return tuple(int(r) for r in value if str(r).strip()) if isinstance(value, list | tuple) else ()
+
+
 def read_json(path: Path, text: str | None = None) -> Any:
     """The JSON in a file (or in ``text``, read from it). Raises TraceError that says where it stops to be JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8") if text is None else text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path} is not JSON ({error}): is it whole, and of the format that was named?") from None
-    except OSError as error:
-        raise TraceError(f"cannot read {path}: {error.strerror}") from None
+    if text is not None:
+        return loads(path, text)
+    with Source(path) as source:
+        return loads(path, source.read_all())
 
 
 def rank_in_name(path: Path) -> int | None:

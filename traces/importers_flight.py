@@ -6,15 +6,17 @@ is when the watchdog saw it.
 
 from __future__ import annotations
 
-import ast
 import io
 import math
 import pickle
+import pickletools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .files import TraceError
-from .importers_common import Imported, comm_id_of, dtype_of, func_of, rank_in_name, read_json, width_of
+from .importers_common import Imported, comm_id_of, dtype_of, func_of, rank_in_name, ranks_of, width_of
+from .json_stream import Source, loads
 
 
 class _Plain(pickle.Unpickler):
@@ -24,18 +26,17 @@ class _Plain(pickle.Unpickler):
         raise TraceError(f"it refers to {module}.{name}, which no Flight Recorder dump does: it was not read")
 
 
-def read(paths: list[Path]) -> Imported:
+def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) -> Imported:
     """Read one dump a rank. Raises TraceError for files that are not the Flight Recorder's."""
     found = Imported()
     for order, path in enumerate(paths):
-        dump = _load(path)
+        dump = _load(path, on_bytes)
         if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
             raise TraceError(f"{path} is no Flight Recorder dump: it has no entries")
         rank = dump.get("rank", rank_in_name(path))
         _read_one(dump, order if rank is None else int(rank), found)
     if found.events and all(e["start_ns"] is None for e in found.events):
         found.notes.append("no durations: the job ran without TORCH_NCCL_ENABLE_TIMING=1, there are no times")
-    found.notes.append("the Flight Recorder knows no optimizer steps: all calls are counted as one step")
     return found
 
 
@@ -51,7 +52,9 @@ def _read_one(dump: dict[str, Any], rank: int, found: Imported) -> None:
         dtypes = [dtype_of(str(t)) for t in (entry.get("output_dtypes") or []) + (entry.get("input_dtypes") or [])]
         dtype = dtypes[0] if dtypes else "unknown"
         elements = max(_elements(entry.get("input_sizes")), _elements(entry.get("output_sizes")))
-        row = {"comm_id": comm_id_of(name, ranks), "rank": rank, "pid": rank, "func": func, "dtype": dtype}
+        comm_id = comm_id_of(name, ranks)
+        found.groups[comm_id] = ranks
+        row = {"comm_id": comm_id, "rank": rank, "pid": rank, "func": func, "dtype": dtype}
         row |= {"n_ranks": len(ranks), "n_bytes": elements * width_of(dtype)}
         seq = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
         start, end = _times(entry)
@@ -70,14 +73,13 @@ def _group(entry: dict[str, Any], configs: Any) -> tuple[str, tuple[int, ...]]:
     """Name and ranks of an entry's process group; the ranks are () where the dump does not list them."""
     group = entry.get("process_group") or [str(entry.get("pg_id", ""))]
     name = str(group[0]) if isinstance(group, list | tuple) else str(group)
-    config = configs.get(name, {}) if isinstance(configs, dict) else {}
+    if not isinstance(configs, dict):
+        return name, ()
+    config = configs.get(name)
+    if config is None and len(configs) == 1:  # a gloo job's one group has no name there
+        config = next(iter(configs.values()))
     ranks = config.get("ranks", ()) if isinstance(config, dict) else ()
-    if isinstance(ranks, str):
-        try:
-            ranks = ast.literal_eval(ranks)
-        except (ValueError, SyntaxError):
-            ranks = ()
-    return name, tuple(int(r) for r in ranks) if isinstance(ranks, list | tuple) else ()
+    return name, ranks_of(ranks)
 
 
 def _elements(sizes: Any) -> int:
@@ -85,16 +87,22 @@ def _elements(sizes: Any) -> int:
     return sum(math.prod(int(n) for n in size) for size in sizes or [])
 
 
-def _load(path: Path) -> Any:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TraceError(f"cannot read {path}: {error.strerror}") from None
+def _load(path: Path, on_bytes: Callable[[int], None]) -> Any:
+    with Source(path, on_bytes) as source:
+        data = source.read_all()
     if data[:1] in (b"{", b"["):
-        return read_json(path)
+        return loads(path, data)
     try:
+        _check(data)
         return _Plain(io.BytesIO(data)).load()
     except TraceError as error:
         raise TraceError(f"{path} is not a plain dump: {error}") from None
     except Exception as error:  # a damaged pickle can raise anything
         raise TraceError(f"{path} is neither JSON nor a whole pickle ({type(error).__name__}): dump it again") from None
+
+
+def _check(data: bytes) -> None:
+    """Refuse a pickle that claims memory that it does not fill: a place in the memo far beyond what was put there."""
+    for n, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        if "PUT" in opcode.name and int(argument) > n:
+            raise TraceError("it asks for more memory than it fills: it was not read")

@@ -6,15 +6,18 @@ are laid end to end, in the order of their sequence numbers, so that durations a
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from .files import TraceError
 from .importers_common import Imported, algo_of, func_of, proto_of
+from .json_stream import BLOCK, Source
 
 
-def read(paths: list[Path]) -> Imported:
+def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) -> Imported:
     """Read logs. Raises TraceError for files that are not the Inspector's; lines that are not whole are left out."""
     found = Imported()
     made_up, n_bad, n_dropped = False, 0, 0
@@ -22,9 +25,9 @@ def read(paths: list[Path]) -> Imported:
         context: dict[str, Any] = {}
         ends: dict[tuple[int, int, int], int] = {}  # where the next call of a communicator without timestamps begins
         n_before = len(found.events)
-        for text in _lines(path):
+        for text in _lines(path, on_bytes):
             try:
-                line = json.loads(text)
+                line = orjson.loads(text)
                 # From v4.3 on only the marker before a batch says whose calls they are.
                 context = {k: line[k] for k in ("header", "metadata") if k in line} or context
                 if "dump_stats" in line:
@@ -41,7 +44,6 @@ def read(paths: list[Path]) -> Imported:
         found.notes.append(f"{n_bad} lines were not whole and are left out")
     if n_dropped:
         found.notes.append(f"the Inspector dropped {n_dropped} calls: raise NCCL_INSPECTOR_DUMP_COLL_RING_SIZE")
-    found.notes.append("the Inspector knows no optimizer steps: all calls are counted as one step")
     return found
 
 
@@ -89,8 +91,13 @@ def _whole_bytes(perf: dict[str, Any], func: str, n_ranks: int) -> int:
     return size if is_whole else size * n_ranks
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    except OSError as error:
-        raise TraceError(f"cannot read {path}: {error.strerror}") from None
+def _lines(path: Path, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
+    """The lines of a file, one at a time; one that is too long to be a line of a log is cut."""
+    rest = b""
+    with Source(path, on_bytes) as source:
+        while block := source.read(BLOCK):
+            *lines, rest = (rest + block).split(b"\n")
+            yield from (line for line in lines if line.strip())
+            rest = rest[:BLOCK]
+    if rest.strip():
+        yield rest

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .files import TraceError
 from .importers_common import Imported, algo_of, comm_id_of, dtype_of, func_of, proto_of, read_json
+from .json_stream import Source
 
 _CURE = "give the file of -J, what the test printed, or a CSV with the columns collective, size_bytes and time_us"
 #: Names that a CSV's columns go by.
@@ -42,14 +44,12 @@ class _Rows:
             self.found.events.append({**row, "enqueue_ns": start, "start_ns": start, "end_ns": self.now})
 
 
-def read(paths: list[Path]) -> Imported:
+def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) -> Imported:
     """Read results. Raises TraceError for files that hold none, and where the collective cannot be told."""
     found = Imported()
     for path in paths:
-        try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise TraceError(f"cannot read {path}: {error.strerror}") from None
+        with Source(path, on_bytes) as source:
+            text = source.read_all().decode("utf-8", errors="replace")
         n_before = len(found.events)
         rows = _Rows(found, path.stem)
         try:

@@ -1,0 +1,97 @@
+"""What recordings do not say themselves: where a step begins, and how far the clocks of their hosts lie apart."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from .assemble import STEP_COLUMNS, complete
+
+Array = np.ndarray[Any, Any]
+
+#: A period must be this regular; longer ones are not looked for.
+_REGULAR, _LONGEST = 0.97, 5000
+#: Clocks that agree as well as this are left alone.
+_SAME_NS = 2_000
+
+
+def infer_steps(events: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, int]:
+    """(events with their steps, steps, calls a step) from the repeating order of the calls; 0 calls: nothing repeats.
+
+    A step begins at the call before which the job pauses longest, in the median: the optimizer's turn. The calls before
+    the first whole step are of step 0 and the steps count from 1; the last step has no end, so no row.
+    """
+    first = events[events["rank"] == events["rank"].min()].sort_values("enqueue_ns", kind="stable")
+    kinds = first["func"] + " " + first["n_bytes"].astype(str) + " " + first["comm_id"].astype(str)
+    codes = pd.factorize(kinds)[0]
+    n, period = len(codes), 0
+    for p in range(1, min(n // 3, _LONGEST) + 1):
+        if (codes[:-p] == codes[p:]).mean() >= _REGULAR:
+            period = p
+            break
+    if not period:
+        return events.assign(step=0), _step_rows([]), 0
+    at = first["enqueue_ns"].to_numpy(np.int64)
+    gaps = np.diff(at)
+    phase = int(np.argmax([np.median(gaps[k - 1 :: period]) if k else -1 for k in range(period + 1)][1:])) + 1
+    phase %= period
+    rows: list[dict[str, Any]] = []
+    step = np.zeros(len(events), np.int64)
+    for (rank, pid), group in events.groupby(["rank", "pid"], sort=False):
+        group = group.sort_values("enqueue_ns", kind="stable")
+        place = np.arange(len(group)) - phase
+        of_call = np.where(place < 0, 0, place // period + 1)
+        step[events.index.get_indexer(group.index)] = of_call
+        starts = group["enqueue_ns"].to_numpy(np.int64)[np.flatnonzero((place >= 0) & (place % period == 0))]
+        for k, (begin, end) in enumerate(itertools.pairwise(starts), 1):
+            row = {"index": k, "rank": rank, "pid": pid, "end_ns": int(end), "duration_ns": int(end - begin)}
+            rows.append(row)
+    return events.assign(step=step), _step_rows(rows), period
+
+
+def _step_rows(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    unknown: dict[str, Any] = {"table_generation": 0, "memory_used": 0, "memory_total": 0}
+    unknown |= dict.fromkeys(("sm_utilization", "power_w", "loss"), float("nan"))
+    frame = pd.DataFrame([{**unknown, **row} for row in rows], columns=[*unknown, *_ROW])
+    return complete(frame, STEP_COLUMNS).sort_values(["index", "rank"]).reset_index(drop=True)
+
+
+_ROW = ("index", "rank", "pid", "end_ns", "duration_ns")
+
+
+def clock_offsets(events: pd.DataFrame) -> dict[int, tuple[int, int]]:
+    """How far each rank's clock is ahead of the lowest rank's: rank -> (offset ns, half the spread of it).
+
+    All ranks of an all_gather, reduce_scatter or all_reduce end it at about the same time: the median difference of the
+    ends of the calls that two ranks share is the difference of their clocks. Ranks that share no timed call with the
+    others are left out. A slow last hop looks like a clock: the spread says how well it is known.
+    """
+    timed = events[events["end_ns"].notna() & events["func"].isin(("all_gather", "reduce_scatter", "all_reduce"))]
+    ends: dict[int, dict[tuple[int, str, int], int]] = defaultdict(dict)
+    columns = (timed[c] for c in ("rank", "comm_id", "func", "seq", "end_ns"))
+    for rank, comm_id, func, seq, end in zip(*columns, strict=True):
+        ends[int(rank)][int(comm_id), str(func), int(seq)] = int(end)
+    if not ends:
+        return {}
+    known = {min(ends): (0, 0)}
+    waiting = [min(ends)]
+    while waiting:
+        near = waiting.pop()
+        for rank in ends.keys() - known.keys():
+            shared = ends[near].keys() & ends[rank].keys()
+            if len(shared) >= 3:
+                apart = np.array([ends[rank][k] - ends[near][k] for k in shared])
+                low, middle, high = np.percentile(apart, (25, 50, 75))
+                known[rank] = known[near][0] + round(middle), round((high - low) / 2)
+                waiting.append(rank)
+    return {r: v if abs(v[0]) > max(_SAME_NS, v[1]) else (0, v[1]) for r, v in known.items()}
+
+
+def shifted(frame: pd.DataFrame, offsets: dict[int, tuple[int, int]], columns: tuple[str, ...]) -> pd.DataFrame:
+    """``frame`` with its times on the lowest rank's clock."""
+    by = frame["rank"].map({r: o for r, (o, _) in offsets.items()}).fillna(0).astype("int64")
+    return frame.assign(**{name: frame[name] - by for name in columns if name in frame})
