@@ -75,7 +75,9 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
     default = {g for g, rules in trace.tables.items() if not rules}
     default_ms = float(np.median([w.ms for w in default_windows(trace)]))
     offers = offers_of(trace)
-    events = trace.events[trace.events["step"] > trace.events["step"].min()]
+    events = trace.events
+    if not is_imported(trace):
+        events = events[events["step"] > events["step"].min()]
     quiet = events[events["table_generation"].isin(default)]
     scale = float(trace.header.get("time_scale") or 1.0)
     memory = _memory_pressure(trace.steps)
@@ -84,7 +86,9 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
         raise TraceError(f"{trace.folder} holds no all_gather or reduce_scatter that a tuner can reach")
     most = channels_of(events)  # tables may have asked for more than NCCL's own choice
     for p in profiles:
-        p.fingerprint.comm_channels = np.array([most[p.slot.n_ranks, p.slot.n_nodes]])
+        # Of an imported recording the cluster says how many there are.
+        n_channels = max(most[p.slot.n_ranks, p.slot.n_nodes], float(trace.header.get("comm_channels") or 0))
+        p.fingerprint.comm_channels = np.array([n_channels])
     effects, seen = _effects(windows, default, trace.tables, profiles)
     share = np.array([p.share for p in profiles])
     mask = np.concatenate([spaces.action_mask(p.fingerprint) for p in profiles])
@@ -119,6 +123,11 @@ def suite_of(recorded: Recorded, name: str = "replay") -> Suite:
     return suite
 
 
+def is_imported(trace: Trace) -> bool:
+    """The trace is another tool's recording: of some steps of a running job, all of them NCCL's own choice."""
+    return "source" in trace.header
+
+
 def default_windows(trace: Trace) -> list[_Window]:
     """The windows in which NCCL did as it likes, in order. Raises TraceError when there are none."""
     default = {g for g, rules in trace.tables.items() if not rules}
@@ -133,11 +142,13 @@ def _windows(trace: Trace) -> list[_Window]:
     if not len(steps):
         raise TraceError(f"{trace.folder} holds no steps: record a run with at least a few optimizer steps")
     steps = steps[steps["rank"] == steps["rank"].min()].sort_values("index")
-    steps = steps[steps["index"] > steps["index"].min()]  # the job's first step holds its set-up
+    imported = is_imported(trace)
+    if not imported:
+        steps = steps[steps["index"] > steps["index"].min()]  # the job's first step holds its set-up
     found = []
     change = (steps["table_generation"] != steps["table_generation"].shift()).cumsum()
     for _, group in steps.groupby(change):
-        durations = group["duration_ns"].to_numpy()[1:] / 1e6  # the first step after a switch is of both tables
+        durations = group["duration_ns"].to_numpy()[0 if imported else 1 :] / 1e6  # a switch's first step is of both
         if len(durations):
             found.append(_Window(int(group["table_generation"].iloc[0]), float(np.median(durations)), len(durations)))
     return found

@@ -281,7 +281,7 @@ def test_formats_are_not_mistaken_for_one_another(tmp_path):
         (("nsys", "FILE", "OUT"), "unknown format 'nsys'"),
         (("kineto", "FILE"), "then the folder to make"),
         (("kineto", "missing.json", "OUT"), "no file missing.json"),
-        (("kineto", "FILE", "OUT", "--ranks-per-node", "0"), "at least 1"),
+        (("kineto", "FILE", "OUT", "--ranks-per-node", "0"), "at least 1 rank"),
         (("kineto", "FILE", "FULL"), "already holds a trace"),
     ],
 )

@@ -113,15 +113,6 @@ OFFER_COLUMNS: dict[str, str] = {
     "n_pipe_ops": "int32",
     "cost_us": "object",
 }
-#: What a profile shows beside the collectives: kernels that compute. ``blocks`` is the grid's size; from imports only.
-COMPUTE_COLUMNS: dict[str, str] = {
-    "rank": "int32",
-    "start_ns": "int64",
-    "end_ns": "int64",
-    "name": "category",
-    "blocks": "int64",
-    "stream": "int64",
-}
 #: One row per communicator and process.
 COMM_COLUMNS: dict[str, str] = {
     "comm_id": "uint64",

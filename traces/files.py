@@ -30,7 +30,6 @@ import pyarrow.parquet as pq
 
 from .assemble import (
     COMM_COLUMNS,
-    COMPUTE_COLUMNS,
     EVENT_COLUMNS,
     OFFER_COLUMNS,
     STEP_COLUMNS,
@@ -41,6 +40,15 @@ from .assemble import (
 from .header import FORMAT, new_header, plain
 from .records import Slot
 
+#: What a profile shows beside the collectives: kernels that compute. ``blocks`` is the grid's size; from imports only.
+COMPUTE_COLUMNS: dict[str, str] = {
+    "rank": "int32",
+    "start_ns": "int64",
+    "end_ns": "int64",
+    "name": "category",
+    "blocks": "int64",
+    "stream": "int64",
+}
 _SEGMENTED = {"events": EVENT_COLUMNS, "steps": STEP_COLUMNS}
 _WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS, "compute": COMPUTE_COLUMNS}
 _KEYS = {

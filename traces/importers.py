@@ -89,6 +89,8 @@ def read_recording(
     ours = [p for p in paths for name in ("header.json", "trace/header.json") if (p / name).exists()]
     if source is None and ours:
         return Trace.read(ours[0])
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise TraceError(f"there is at least 1 rank on a node, not {ranks_per_node}")
     files = recording_files(paths)
     source = source or detect(files[0])
     if source not in FORMATS:

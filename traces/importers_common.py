@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .assemble import COMPUTE_COLUMNS, EVENT_COLUMNS, STEP_COLUMNS, complete, empty
+from .assemble import EVENT_COLUMNS, STEP_COLUMNS, complete, empty
+from .files import COMPUTE_COLUMNS
 from .json_stream import Source, loads
 from .records import ALGOS, FUNCS, PROTOS
 
@@ -56,7 +57,7 @@ class Compute:
         if not self._parts:
             return empty(COMPUTE_COLUMNS)
         columns = {key: np.concatenate([part[key] for part in self._parts]) for key in self._parts[0]}
-        name = pd.Categorical.from_codes(columns["name"], categories=list(self.names))
+        name = pd.Categorical.from_codes(columns["name"], dtype=pd.CategoricalDtype(list(self.names)))
         return pd.DataFrame({**columns, "name": name})[list(COMPUTE_COLUMNS)]
 
 

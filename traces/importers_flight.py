@@ -104,5 +104,5 @@ def _load(path: Path, on_bytes: Callable[[int], None]) -> Any:
 def _check(data: bytes) -> None:
     """Refuse a pickle that claims memory that it does not fill: a place in the memo far beyond what was put there."""
     for n, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-        if "PUT" in opcode.name and int(argument) > n:
+        if "PUT" in opcode.name and int(argument or 0) > n:
             raise TraceError("it asks for more memory than it fills: it was not read")

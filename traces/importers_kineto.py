@@ -48,7 +48,14 @@ class _File:
         self.marks: list[tuple[float, float, int]] = []
         self.asked: dict[Any, tuple[float, dict[str, Any]]] = {}
         self.kernels: list[tuple[float, float, dict[str, Any]]] = []
-        self.compute = (array("d"), array("d"), array("q"), array("q"), array("q"))  # us, us, name, blocks, stream
+        # Begin and duration in us, number of the name, blocks, stream.
+        self.compute: tuple[array[Any], ...] = (
+            array("d"),
+            array("d"),
+            array("q"),
+            array("q"),
+            array("q"),
+        )  # us, us, name, blocks, stream
         self.operators: list[tuple[float, str, dict[str, Any]]] = []
         self.gloo: list[tuple[float, float]] = []
 
@@ -57,7 +64,8 @@ class _File:
         for e in batch:
             if type(e) is not dict or e.get("ph") != "X":
                 continue
-            kind, name = e.get("cat"), e.get("name")
+            kind: Any = e.get("cat")
+            name: Any = e.get("name")
             if kind == "kernel":
                 args = e.get("args") or {}
                 if name[:4].lower() == "nccl":
@@ -129,9 +137,9 @@ def _read_one(path: Path, order: int, found: Imported, on_bytes: Callable[[int],
             found.events.append({**row, "step": _step_at(marks, enqueued)})
     if not seen.asked and not seen.kernels:
         _from_operators(path, seen, info, base, rank, pid, marks, found)
-    ts, dur, *rest = (np.asarray(column) for column in seen.compute)
-    start = base + np.rint(ts * 1000).astype(np.int64)
-    found.compute.add(rank, start, start + np.rint(dur * 1000).astype(np.int64), *rest)
+    began, lasted, *rest = (np.asarray(column) for column in seen.compute)
+    start = base + np.rint(began * 1000).astype(np.int64)
+    found.compute.add(rank, start, start + np.rint(lasted * 1000).astype(np.int64), *rest)
 
 
 def _from_operators(

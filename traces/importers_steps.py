@@ -34,11 +34,8 @@ def infer_steps(events: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, int]:
             period = p
             break
     if not period:
-        return events.assign(step=0), _step_rows([]), 0
-    at = first["enqueue_ns"].to_numpy(np.int64)
-    gaps = np.diff(at)
-    phase = int(np.argmax([np.median(gaps[k - 1 :: period]) if k else -1 for k in range(period + 1)][1:])) + 1
-    phase %= period
+        return events.assign(step=0), step_rows([]), 0
+    period, phase = _whole_step(first["enqueue_ns"].to_numpy(np.int64), period)
     rows: list[dict[str, Any]] = []
     step = np.zeros(len(events), np.int64)
     for (rank, pid), group in events.groupby(["rank", "pid"], sort=False):
@@ -50,10 +47,30 @@ def infer_steps(events: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, int]:
         for k, (begin, end) in enumerate(itertools.pairwise(starts), 1):
             row = {"index": k, "rank": rank, "pid": pid, "end_ns": int(end), "duration_ns": int(end - begin)}
             rows.append(row)
-    return events.assign(step=step), _step_rows(rows), period
+    return events.assign(step=step), step_rows(rows), period
 
 
-def _step_rows(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def _whole_step(at: Array, period: int) -> tuple[int, int]:
+    """(calls a step, first call of the first whole step): as many periods as make all steps last about as long.
+
+    A step may hold the same calls several times over, as when gradients are accumulated.
+    """
+    gaps = np.diff(at)
+    best = period, 0, np.inf
+    for calls in range(period, min(8 * period, len(at) // 3) + 1, period):
+        pause = [float(np.median(gaps[(k - 1) % calls :: calls])) for k in range(calls)]
+        phase = int(np.argmax(pause))
+        lasted = np.diff(at[phase::calls])
+        uneven = float(np.percentile(np.abs(lasted - np.median(lasted)), 80) / max(np.median(lasted), 1.0))
+        if uneven < 0.5 * best[2] - 1e-9:
+            best = calls, phase, uneven
+        if uneven < 0.05:
+            break
+    return best[0], best[1]
+
+
+def step_rows(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """Rows of ``index, rank, pid, end_ns, duration_ns`` as STEP_COLUMNS, the rest unknown."""
     unknown: dict[str, Any] = {"table_generation": 0, "memory_used": 0, "memory_total": 0}
     unknown |= dict.fromkeys(("sm_utilization", "power_w", "loss"), float("nan"))
     frame = pd.DataFrame([{**unknown, **row} for row in rows], columns=[*unknown, *_ROW])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import fail
+from . import ClusterName, Nccl, fail
 
 if TYPE_CHECKING:
     from ...envs.arena import Suite
@@ -27,7 +27,12 @@ def bench(
     suite: Annotated[
         str, typer.Option(help="standard, held-out, replay (the slots of --trace), or a suite file.")
     ] = "standard",
-    trace: Annotated[Path | None, typer.Option(help="Recorded trace of --suite replay.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Recording of --suite replay: a trace of ours, or another's with --cluster."),
+    ] = None,
+    cluster: ClusterName = None,
+    nccl: Nccl = None,
     out: Annotated[Path, typer.Option(help="Folder for submissions and the board.")] = Path("runs/bench"),
     repeats: Annotated[int, typer.Option(min=0, help="Runs of each task, under different noise; 0: as usual.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="Entrants played at the same time.")] = 2,
@@ -71,7 +76,7 @@ def bench(
         if fit:
             _fit(out, executor, console.print)
             return
-        tasks = _tasks(suite, trace)
+        tasks = _tasks(suite, trace, cluster, nccl)
         given = [json_module.loads(path.read_text()) for path in submission or ()]
         if filed:
             given += filed_results(tasks.name)
@@ -99,7 +104,7 @@ def bench(
             console.print(f"on record: {path}")
 
 
-def _tasks(suite: str, trace: Path | None) -> Suite:
+def _tasks(suite: str, trace: Path | None, cluster: str | None, nccl: str | None) -> Suite:
     from ...envs.arena import Suite
 
     if (suite == "replay") != (trace is not None):
@@ -109,10 +114,11 @@ def _tasks(suite: str, trace: Path | None) -> Suite:
     if trace is None:
         return Suite.load(suite)
     from ...envs.replay import load, suite_of
-    from ...traces.files import Trace, TraceError
+    from ...traces.files import TraceError
+    from ..recordings import read
 
     try:
-        return suite_of(load(Trace.read(trace)))
+        return suite_of(load(read([trace], cluster, nccl)))
     except TraceError as error:
         raise ValueError(str(error)) from error
 

@@ -1,0 +1,116 @@
+"""Recordings as they come: of several ranks, damaged, hostile; placed on a cluster, and replayed."""
+
+import gzip
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+from dynamiccl.agent.recordings import read
+from dynamiccl.envs.recordings import named, on_cluster
+from dynamiccl.envs.replay import load, suite_of
+from dynamiccl.traces import json_stream
+from dynamiccl.traces.files import TraceError
+from dynamiccl.traces.importers import FORMATS, detect, read_recording
+from test_traces_importers import kineto, run_import, sources
+
+
+def test_every_format_is_told_by_its_bytes_and_replayed_on_a_named_cluster(tmp_path):
+    for source, path in sources(tmp_path).items():
+        assert detect(path) == source
+        trace = on_cluster(read_recording([path]), named("dgx-h100-2x8" if source != "inspector" else "dgx-h100-1x8"))
+        recorded = load(trace)
+        assert len(recorded.slots) >= 1 and np.isfinite(recorded.default_ms) and recorded.default_ms > 0, source
+        assert not recorded.measured[:, 1:].any()  # nothing but NCCL's own choice was ever run
+        suite = suite_of(recorded)
+        assert suite.allowed.sum() > 8
+        notes = " ".join(trace.header["notes"])
+        if source != "inspector":  # which alone tells algorithm and protocol
+            assert "taken to be NCCL's own choice" in notes
+
+
+def test_a_replay_needs_a_cluster_and_says_so(tmp_path):
+    path = sources(tmp_path)["kineto"]
+    with pytest.raises(TraceError, match="--cluster"):
+        read([path])
+    with pytest.raises(TraceError, match="16 ranks on 1 nodes do not lie evenly"):
+        on_cluster(read_recording([path], ranks_per_node=16), named("dgx-h100-2x8"))
+
+
+def test_steps_are_told_by_the_repeating_order_of_the_calls(tmp_path):
+    """The marks of a profile with them, taken away, are found again: same calls in each step, same durations."""
+    document = kineto(0, steps=range(6))
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    document["traceEvents"] = [e for e in document["traceEvents"] if "ProfilerStep" not in e["name"]]
+    (tmp_path / "b.json").write_text(json.dumps(document))
+    marked, found = (read_recording([tmp_path / name]) for name in ("a.json", "b.json"))
+    assert set(found.steps["duration_ns"]) == {5_000_000} == set(marked.steps["duration_ns"])
+    sizes = found.events.groupby("step").size()
+    assert (sizes.loc[1:5] == 6).all() or (sizes.loc[1:5] == 3).all()
+    # The pause between the steps is the longest: a step begins with the first gather, as marked.
+    firsts = found.events.groupby("step")["enqueue_ns"].min()
+    assert set(firsts.iloc[1:]) <= set(marked.events.groupby("step")["enqueue_ns"].min())
+
+
+@pytest.mark.parametrize("ahead_us", [0, 1, 250_000, -3_000_000])
+def test_clocks_are_aligned_by_the_collectives(tmp_path, ahead_us):
+    for rank in (0, 1):
+        document = kineto(rank, steps=range(5))
+        for e in document["traceEvents"]:
+            if rank and "ts" in e:
+                e["ts"] += ahead_us
+        (tmp_path / f"r{rank}.json").write_text(json.dumps(document))
+    trace = read_recording([tmp_path])
+    ends = trace.events.pivot_table(index=["func", "seq"], columns="rank", values="end_ns", aggfunc="first")
+    assert (ends[0] - ends[1]).abs().max() <= 2000
+    ends = trace.steps.pivot_table(index="index", columns="rank", values="end_ns")
+    assert (ends[0] - ends[1]).abs().max() <= 2000
+    assert any("clocks of 1 ranks moved" in n for n in trace.header["notes"]) == (abs(ahead_us) > 1)
+
+
+@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("nested", b'{"traceEvents": [{"args": ' + b"[" * 200_000),
+        ("nested whole", b'{"entries": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
+        ("nested object", b'{"a": ' * 200_000),
+        ("bomb", gzip.compress(b'{"traceEvents": [' + b" " * (200 << 20))),
+        ("bomb of a text", gzip.compress(b'{"traceEvents": ["' + b"a" * (200 << 20))),
+        ("gzip cut", gzip.compress(b'{"traceEvents": [{"ph": "X"}]}' * 1000)[:60]),
+        ("wrong types", b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": 7, "args": 3, "ts": "x", "dur": {}}]}'),
+        ("entries of a wrong type", b'{"entries": [7, {"profiling_name": "nccl:all_gather", "input_sizes": 3}]}'),
+        ("quotes", b'{"traceEvents": [{"a": "' + b'\\"' * 400_000),
+        ("memo", b"\x80\x02}r\xff\xff\xff\x7f."),
+        ("huge claim", b"\x80\x04\x8e\xff\xff\xff\xff\xff\x00\x00\x00"),
+        ("binary", bytes(range(256)) * 100),
+    ],
+)
+def test_hostile_files_are_one_line_in_little_memory(tmp_path, source, name, content):
+    (tmp_path / "file").write_bytes(content)
+    tracemalloc.start()
+    result = run_import(source, tmp_path / "file", tmp_path / "t")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert result.exit_code == 2 and not (tmp_path / "t").exists(), name
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert peak < 200 << 20
+
+
+def test_a_profile_cut_anywhere_is_refused_and_whole_in_any_block_size(tmp_path, monkeypatch):
+    document = kineto(0)
+    document["traceEvents"][2]["args"]["note"] = 'a "},{" in a text, \\ and ]'
+    text = json.dumps(document)
+    whole = None
+    for block in (1 << 21, 4096, 700, 61):
+        monkeypatch.setattr(json_stream, "BLOCK", block)
+        for spaces in (text, json.dumps(document, indent=2)):
+            (tmp_path / "f").write_text(spaces)
+            trace = read_recording([tmp_path / "f"], "kineto")
+            whole = whole if whole is not None else trace.events
+            assert trace.events.equals(whole) and trace.header["nccl"] == "2.28.9"
+    end = text.index('"distributedInfo"')
+    for cut in (40, 500, end // 2, end - 5):
+        (tmp_path / "f").write_text(text[:cut])
+        with pytest.raises(TraceError, match=r"cut short|not JSON"):
+            read_recording([tmp_path / "f"], "kineto")
