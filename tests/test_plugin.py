@@ -75,7 +75,8 @@ def test_records_in_c_are_those_of_python(tmp_path):
     fields = {
         "comm": ("rank", "n_ranks", "n_nodes", "name"),
         "offer": ("cost_us", "n_pipe_ops"),
-        "coll": ("seq", "enqueue_ns", "rank"),
+        "coll": ("seq", "enqueue_ns", "rank", "asked_bytes"),
+        "state": ("rank", "code", "text"),
         "kernel": ("seq", "start_ns", "end_ns", "rank"),
         "at_step": rec.STEP_DTYPE.names[12:-1],
     }
@@ -83,6 +84,7 @@ def test_records_in_c_are_those_of_python(tmp_path):
         "comm": rec.COMM_DTYPE,
         "offer": rec.OFFER_DTYPE,
         "coll": rec.COLL_DTYPE,
+        "state": rec.STATE_DTYPE,
         "kernel": rec.KERNEL_DTYPE,
         "at_step": rec.STEP_DTYPE,
     }

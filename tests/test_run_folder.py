@@ -3,11 +3,12 @@
 import ctypes
 import os
 import shutil
+import time
 
 import pytest
 from dynamiccl.envs.live import Job
-from dynamiccl.envs.nccl.shm import RunFolder, TableFile
-from dynamiccl.traces.records import COLL_DTYPE, RECORD_BYTES
+from dynamiccl.envs.nccl.shm import RunFolder, TableFile, decode_table, lease_of
+from dynamiccl.traces.records import COLL_DTYPE, RECORD_BYTES, Lease, Table
 from test_shm import table_of
 
 
@@ -43,13 +44,51 @@ def test_only_a_private_folder_is_opened(tmp_path, folder):
 
 
 def test_table_file_that_was_truncated(tmp_path):
-    file = TableFile(tmp_path / "table", create=True)
+    file = TableFile(tmp_path / "table", write=True)
     file.publish(table_of(1))
+    file.beat()
     os.truncate(tmp_path / "table", 100)
+    assert file.heartbeat_ns() == 0
     assert file.read() is None and file.sequence() > 0
     os.truncate(tmp_path / "table", 0)
     assert file.read() is None and file.sequence() == 0
     assert ctypes.sizeof(ctypes.c_uint64) == 8 and COLL_DTYPE.itemsize == RECORD_BYTES
+
+
+def test_the_daemons_signs_of_life_reach_the_probe(tmp_path):
+    daemon, probe = TableFile(tmp_path / "table", write=True), TableFile(tmp_path / "table")
+    assert probe.heartbeat_ns() == 0 and probe.read() is None
+    before = time.monotonic_ns()
+    daemon.beat()
+    assert before <= probe.heartbeat_ns() <= time.monotonic_ns()
+    daemon.publish(Table(3, lease=Lease(40, 2000)))
+    message = probe.read()[1]
+    assert lease_of(message) == Lease(40, 2000) and decode_table(message).lease == Lease(40, 2000)
+    daemon.publish(table_of(4))
+    assert lease_of(probe.read()[1]) is None and probe.heartbeat_ns() >= before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        probe.publish(table_of(5))  # rank 0 only reads
+
+
+@pytest.mark.parametrize(
+    "fault", ["folder of another", "folder open to others", "file of another", "file open to others"]
+)
+def test_what_others_could_have_written_is_not_obeyed(tmp_path, fault):
+    """A table of uid 65534 in a folder with a predictable name was obeyed."""
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    TableFile(folder / "table", write=True).publish(table_of(666))
+    bad = folder if "folder" in fault else folder / "table"
+    if "another" in fault:
+        if os.geteuid():
+            pytest.skip("only root can give a file away")
+        os.chown(bad, 65534, 65534)
+    else:
+        bad.chmod(0o777)
+    with pytest.raises(PermissionError, match="another user"):
+        TableFile(folder / "table")
+    with pytest.raises(PermissionError, match="another user"):
+        TableFile(folder / "table", write=True)
 
 
 @pytest.mark.parametrize("n_written", [0, 1, 2, 3])

@@ -121,6 +121,9 @@ def format_bytes(n: float) -> str:
     raise AssertionError("unreachable")
 
 
+#: Format of tables in shared memory, on the wire and in the plugin.
+TABLE_VERSION = 2
+
 # One row of a table in shared memory and on the wire (C: struct dccl_rule in envs/nccl/plugin.h), 32 bytes.
 RULE_DTYPE = np.dtype(
     [
@@ -271,7 +274,8 @@ COMM_DTYPE = _record([("rank", "<u4"), ("n_ranks", "<u4"), ("n_nodes", "<u4"), (
 #: head, the (algo, proto) of NCCL's own choice (the smallest cost). Written when a (comm, func, n_bytes) is new.
 OFFER_DTYPE = _record([("cost_us", "<f4", (N_ALGOS, N_PROTOS)), ("n_pipe_ops", "<i4")])
 #: A collective was enqueued: what really runs (algo, proto, n_channels in the head). `seq` counts per comm and func.
-COLL_DTYPE = _record([("seq", "<u8"), ("enqueue_ns", "<i8"), ("rank", "<u4")])
+#: `asked_bytes`: what NCCL asked the tuner about, the whole group's bytes where it was grouped; 0 if it did not ask.
+COLL_DTYPE = _record([("seq", "<u8"), ("enqueue_ns", "<i8"), ("rank", "<u4"), ("spare", "<u4"), ("asked_bytes", "<u8")])
 #: Its kernel ran, where sampled: GPU clock, earliest start to latest end over the channels that reported.
 KERNEL_DTYPE = _record([("seq", "<u8"), ("start_ns", "<i8"), ("end_ns", "<i8"), ("rank", "<u4")])
 #: An optimizer step ended on this rank (head: step, generation that was in force during it). The gauges are those of

@@ -15,7 +15,7 @@
 enum { NCCL_SUCCESS = 0 };
 
 // NCCL's numbers for collectives, algorithms and protocols; the same in every release served.
-enum { FUNC_ALL_GATHER = 2, FUNC_REDUCE_SCATTER = 3, N_FUNCS = 8 };
+enum { FUNC_ALL_GATHER = 2, FUNC_REDUCE_SCATTER = 3, FUNC_SEND_RECV = 5, N_FUNCS = 8 };
 enum { N_ALGOS = 7, N_PROTOS = 3 };
 
 // Levels and flag of the logger that NCCL hands to a plugin.

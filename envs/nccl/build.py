@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("table.c", "ring.c", "tuner.c", "profiler.c", "chain.c")
+SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "profiler.c", "chain.c")
 HEADERS = ("abi.h", "plugin.h")
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC")
 LIBRARY = "libnccl-tuner-dynamiccl.so"
@@ -58,6 +58,14 @@ def cache_folder() -> Path:
     raise PluginBuildError(f"no folder to build the plugin in: make {base}/dynamiccl writable for you alone (0700)")
 
 
+def build_of(sources: tuple[str, ...] = SOURCES, headers: tuple[str, ...] = HEADERS) -> str:
+    """Hash of these sources, 16 digits: ranks whose plugins have the same one decide alike."""
+    text = hashlib.sha256()
+    for source in (*sources, *headers):
+        text.update(source.encode() + (HERE / source).read_bytes())
+    return text.hexdigest()[:16]
+
+
 def compile_once(
     name: str,
     sources: tuple[str, ...],
@@ -70,9 +78,9 @@ def compile_once(
     Safe when many ranks start at once: each compiles under a name of its own, then renames. Raises PluginBuildError.
     """
     cc = compiler()
+    build = build_of(sources, headers)
+    flags = (*flags, f'-DDCCL_BUILD="{build}"')
     key = hashlib.sha256(repr((name, flags, cc, os.stat(cc[0]).st_mtime_ns)).encode())
-    for source in (*sources, *headers):
-        key.update((HERE / source).read_bytes())
     folder = cache_folder() / key.hexdigest()[:16]
     target = folder / name
     if target.exists():

@@ -106,6 +106,7 @@ struct dccl_record {
       uint64_t seq;
       int64_t enqueue_ns;
       uint32_t rank;
+      uint64_t asked_bytes;  // what NCCL asked the tuner about, see dccl_note_coll
     } coll;
     struct {
       uint64_t seq;
@@ -158,6 +159,7 @@ _Static_assert(offsetof(struct dccl_ring, slots) == 128, "ring");
 // Writes a record (its stamp is set here). Never waits; a record that finds no ring or a busy slot is lost.
 void dccl_emit(const struct dccl_record* record);
 bool dccl_ring_is_open(void);
+bool dccl_has_run(void);  // whether this process belongs to a run, with a ring or without
 uint32_t dccl_step_now(void);
 int64_t dccl_now_ns(void);
 
@@ -196,6 +198,18 @@ struct dccl_comm {
 extern _Thread_local struct dccl_comm dccl_last_comm;
 void dccl_emit_comm(const struct dccl_comm* comm, const char* name);
 
+// What tuner and profiler know of one communicator together; NULL where there is no id or no room.
+struct dccl_seat;
+struct dccl_seat* dccl_sit(uint64_t comm_id, bool as_profiler);
+void dccl_leave(struct dccl_seat* seat);
+void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes);
+// Counts a collective. The size that NCCL asked about before it: its own, or of the group that it is part of;
+// 0 if it did not ask.
+uint64_t dccl_note_coll(struct dccl_seat* seat, uint8_t func, uint64_t n_bytes);
+void dccl_note_tuner(int version);
+void dccl_note_profiler(int version);
+void dccl_comms_after_fork(void);
+
 // ---- control functions, called by the probe
 // -------------------------------------------------------------------
 
@@ -211,11 +225,21 @@ DCCL_EXPORT int64_t dynamiccl_flip(void);
 DCCL_EXPORT uint32_t dynamiccl_generation(void);
 // A step has ended, all in one call: emits `ended`, if given, as a STEP record of the active generation;
 // later records belong to `next_step`; kernel times as dynamiccl_sample; with `flip` the staged table becomes
-// active. Returns the active generation.
-DCCL_EXPORT uint32_t dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample,
-                                        int flip);
+// active. Returns the active generation, or flip's negative errno: then the table before stays.
+DCCL_EXPORT int64_t dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample,
+                                       int flip);
 // Kernel times on (1) or off (0) for the collectives enqueued from now on.
 DCCL_EXPORT void dynamiccl_sample(int on);
+// What NCCL has done with us in this process: communicators on which it has initialised our tuner, questions
+// that it has asked, and the versions that it speaks, tuner's << 8 | profiler's (0 = not loaded).
+DCCL_EXPORT uint32_t dynamiccl_tuners(void);
+DCCL_EXPORT uint64_t dynamiccl_asked(void);
+DCCL_EXPORT uint32_t dynamiccl_abi(void);
+// Collectives that the profiler has seen on each communicator since it was made, in no order; how many
+// communicators there are, which may be more than `capacity`. 0 without a profiler.
+DCCL_EXPORT uint32_t dynamiccl_counts(uint64_t* comm_ids, uint64_t* counts, uint32_t capacity);
+// Of which sources this library was built.
+DCCL_EXPORT const char* dynamiccl_build(void);
 // Emits a record as it is: what the benchmark times and the tests fill rings with.
 DCCL_EXPORT void dynamiccl_emit(const struct dccl_record* record);
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ...traces.records import RECORD_BYTES
+from ...traces.records import RECORD_BYTES, TABLE_VERSION
 from .build import plugin_path
 
 
@@ -28,9 +28,16 @@ class Plugin:
         self._flip = _typed(quick.dynamiccl_flip, ctypes.c_int64, [])
         self._generation = _typed(quick.dynamiccl_generation, ctypes.c_uint32, [])
         arguments = [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_int]
-        self._boundary = _typed(quick.dynamiccl_boundary, ctypes.c_uint32, arguments)
+        self._boundary = _typed(quick.dynamiccl_boundary, ctypes.c_int64, arguments)
         self._emit = _typed(quick.dynamiccl_emit, None, [ctypes.c_char_p])
         self._sample = _typed(quick.dynamiccl_sample, None, [ctypes.c_int])
+        self._tuners = _typed(quick.dynamiccl_tuners, ctypes.c_uint32, [])
+        self._asked = _typed(quick.dynamiccl_asked, ctypes.c_uint64, [])
+        self._abi = _typed(quick.dynamiccl_abi, ctypes.c_uint32, [])
+        numbers = ctypes.POINTER(ctypes.c_uint64)
+        self._counts = _typed(quick.dynamiccl_counts, ctypes.c_uint32, [numbers, numbers, ctypes.c_uint32])
+        self._room = (ctypes.c_uint64 * 256)(), (ctypes.c_uint64 * 256)()  # as many as the plugin has seats
+        self._build = _typed(library.dynamiccl_build, ctypes.c_char_p, [])
 
     @classmethod
     def load(cls, path: Path | None = None) -> Plugin:
@@ -66,9 +73,10 @@ class Plugin:
         """A step has ended: emit ``ended`` (one of STEP_DTYPE), if given, under the active generation.
 
         What comes after belongs to ``next_step``, with kernel times if ``sample``, and with ``flip`` under the table
-        that was staged last. Returns the generation that is active then.
+        that was staged last. Returns the generation that is active then. Raises ValueError if no table was staged; the
+        rest is done all the same.
         """
-        return int(self._boundary(ended and _whole(ended), next_step, sample, flip))
+        return _accepted(self._boundary(ended and _whole(ended), next_step, sample, flip))
 
     def emit(self, record: bytes) -> None:
         """Write one 128-byte record as it is."""
@@ -77,6 +85,35 @@ class Plugin:
     def sample(self, on: bool) -> None:
         """Kernel times on or off for the collectives enqueued from now on."""
         self._sample(on)
+
+    @property
+    def tuners(self) -> int:
+        """Communicators on which NCCL has initialised our tuner in this process so far."""
+        return int(self._tuners())
+
+    @property
+    def asked(self) -> int:
+        """Questions that NCCL has asked the tuner in this process so far."""
+        return int(self._asked())
+
+    @property
+    def abi(self) -> tuple[int, int]:
+        """Versions of the tuner's and the profiler's interface that NCCL uses, 0 = not loaded."""
+        return divmod(int(self._abi()), 256)
+
+    def counts(self) -> dict[int, int]:
+        """Collectives that the profiler has seen since the communicator was made, by communicator; empty without one.
+
+        Those of destroyed communicators stay until 256 have been made.
+        """
+        ids, counts = self._room
+        n = min(int(self._counts(ids, counts, len(ids))), len(ids))
+        return dict(zip(ids[:n], counts[:n], strict=True))
+
+    def identity(self) -> str:
+        """What must be equal on all ranks before they decide together: our sources, the table's format, the ABI."""
+        tuner, profiler = self.abi
+        return f"{self._build().decode()} table {TABLE_VERSION} tuner {tuner} profiler {profiler}"
 
 
 def _typed(function: Any, result: Any, arguments: list[Any]) -> Any:

@@ -36,6 +36,7 @@ static _Atomic int n_contexts;
 
 struct profiler {
   struct dccl_comm comm;
+  struct dccl_seat* seat;
   void* next;  // the context of the profiler beside ours
 };
 
@@ -186,6 +187,7 @@ static void* start_coll(const struct profiler* p, const struct nccl_coll_event* 
   r.coll.seq = e->seq;
   r.coll.enqueue_ns = dccl_now_ns();
   r.coll.rank = (uint32_t)rank;
+  r.coll.asked_bytes = dccl_note_coll(p->seat, r.func, r.n_bytes);
   dccl_emit(&r);
   return atomic_load_explicit(&sampling, memory_order_relaxed) ? take_off(&r) : NULL;
 }
@@ -215,9 +217,10 @@ static void stop_kernel(void* handle, uint64_t timer) {
 static void set_mask(void) {
   int* mask = atomic_load(&nccl_mask);
   if (mask == NULL) return;
-  int bits = dccl_next_mask();  // without it and without a ring nobody listens: no event, no cost
+  int bits = dccl_next_mask();             // without it and without a run nobody listens: no event, no cost
+  if (dccl_has_run()) bits |= EVENT_COLL;  // counted where there is no ring too: ranks compare the counts
   if (dccl_ring_is_open()) {
-    bits |= EVENT_COLL | (atomic_load(&sampling) ? EVENT_KERNEL_CH : 0);
+    if (atomic_load(&sampling)) bits |= EVENT_KERNEL_CH;
     if (atomic_load(&watching_calls))
       bits |= EVENT_COLL_API;  // bits that a release does not know mean nothing to it
   }
@@ -230,9 +233,10 @@ void dynamiccl_sample(int on) {
   set_mask();
 }
 
-static int start(void** context, uint64_t comm_id, int* mask, const char* name, int n_nodes, int n_ranks,
-                 int rank, void* next) {
+static int start(int version, void** context, uint64_t comm_id, int* mask, const char* name, int n_nodes,
+                 int n_ranks, int rank, void* next) {
   dynamiccl_open();
+  dccl_note_profiler(version);
   const struct dccl_comm comm = {true, comm_id, (uint32_t)rank, (uint32_t)n_ranks, (uint32_t)n_nodes};
   dccl_last_comm = comm;
   dccl_emit_comm(&comm, name);
@@ -241,13 +245,16 @@ static int start(void** context, uint64_t comm_id, int* mask, const char* name, 
   set_mask();
   if (context == NULL) return NCCL_SUCCESS;
   struct profiler* p = calloc(1, sizeof *p);
-  if (p != NULL) *p = (struct profiler){comm, next};
+  if (p != NULL) *p = (struct profiler){comm, dccl_sit(comm_id, true), next};
   *context = p;
   return NCCL_SUCCESS;
 }
 
 static int finish(void* context) {
-  if (context != NULL) dccl_next_finalize(((struct profiler*)context)->next);
+  if (context != NULL) {
+    dccl_next_finalize(((struct profiler*)context)->next);
+    dccl_leave(((struct profiler*)context)->seat);
+  }
   if (atomic_fetch_sub(&n_contexts, 1) == 1) atomic_store(&nccl_mask, NULL);
   free(context);
   return NCCL_SUCCESS;
@@ -282,13 +289,19 @@ static int record_event_state(void* handle, int state, union nccl_event_state* a
 static int init_v4(void** context, int* mask, const char* comm_name, uint64_t comm_id, int n_nodes,
                    int n_ranks, int rank, nccl_logger log) {
   void* next = dccl_next_init_v4(comm_name, comm_id, n_nodes, n_ranks, rank, log);
-  return start(context, comm_id, mask, comm_name, n_nodes, n_ranks, rank, next);
+  return start(4, context, comm_id, mask, comm_name, n_nodes, n_ranks, rank, next);
 }
 
 static int init_v5(void** context, uint64_t comm_id, int* mask, const char* comm_name, int n_nodes,
                    int n_ranks, int rank, nccl_logger log) {
   void* next = dccl_next_init_v5(comm_name, comm_id, n_nodes, n_ranks, rank, log);
-  return start(context, comm_id, mask, comm_name, n_nodes, n_ranks, rank, next);
+  return start(5, context, comm_id, mask, comm_name, n_nodes, n_ranks, rank, next);
+}
+
+static int init_v6(void** context, uint64_t comm_id, int* mask, const char* comm_name, int n_nodes,
+                   int n_ranks, int rank, nccl_logger log) {
+  void* next = dccl_next_init_v5(comm_name, comm_id, n_nodes, n_ranks, rank, log);
+  return start(6, context, comm_id, mask, comm_name, n_nodes, n_ranks, rank, next);
 }
 
 static int start_event_v4(void* context, void** handle, struct nccl_event_v4* e) {
@@ -312,4 +325,4 @@ DCCL_EXPORT const struct nccl_profiler_v4 ncclProfiler_v4 = {
 DCCL_EXPORT const struct nccl_profiler_v5 ncclProfiler_v5 = {
     "dynamiccl", init_v5, start_event_v5, stop_event, record_event_state, finish};
 DCCL_EXPORT const struct nccl_profiler_v5 ncclProfiler_v6 = {
-    "dynamiccl", init_v5, start_event_v5, stop_event, record_event_state, finish};
+    "dynamiccl", init_v6, start_event_v5, stop_event, record_event_state, finish};

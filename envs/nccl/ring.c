@@ -17,10 +17,9 @@
 #include "plugin.h"
 
 static struct dccl_ring* _Atomic ring;
-static _Atomic int state;  // 0 not opened, 1 being opened, 2 done
+static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
+static _Atomic bool opened, has_run;
 static _Atomic uint32_t step_now;
-
-_Thread_local struct dccl_comm dccl_last_comm;
 
 int64_t dccl_now_ns(void) {
   struct timespec t;
@@ -96,28 +95,37 @@ static struct dccl_ring* create_ring(int folder) {
 // The child of a fork must not write into its parent's ring. It gets one of its own if it becomes a rank.
 static void after_fork(void) {
   atomic_store(&ring, NULL);
-  atomic_store(&state, 0);
+  atomic_store(&opened, false);
+  pthread_mutex_init(&opening, NULL);
   dccl_table_after_fork();
+  dccl_comms_after_fork();
 }
 
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, after_fork); }
 
+bool dccl_has_run(void) { return atomic_load(&has_run); }
+
+// Whoever comes second waits for the first: its records must find the ring.
 int dynamiccl_open(void) {
-  int expected = 0;
-  if (atomic_compare_exchange_strong(&state, &expected, 1)) {
-    const char* path = getenv("DYNAMICCL_RUN");
-    const int folder = path != NULL && *path ? open_folder(path) : -1;
-    if (folder >= 0) {
-      atomic_store_explicit(&ring, create_ring(folder), memory_order_release);
-      close(folder);
+  if (!atomic_load(&opened)) {
+    pthread_mutex_lock(&opening);
+    if (!atomic_load(&opened)) {
+      const char* path = getenv("DYNAMICCL_RUN");
+      atomic_store(&has_run, path != NULL && *path);
+      const int folder = dccl_has_run() ? open_folder(path) : -1;
+      if (folder >= 0) {
+        atomic_store_explicit(&ring, create_ring(folder), memory_order_release);
+        close(folder);
+      }
+      dccl_load_static_table();
+      atomic_store(&opened, true);
     }
-    dccl_load_static_table();
-    atomic_store(&state, 2);
+    pthread_mutex_unlock(&opening);
   }
   return dccl_ring_is_open();
 }
 
-uint32_t dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample, int flip) {
+int64_t dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample, int flip) {
   if (ended != NULL) {
     struct dccl_record record = *ended;
     record.kind = DCCL_STEP;
@@ -126,26 +134,10 @@ uint32_t dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step,
   }
   atomic_store_explicit(&step_now, next_step, memory_order_relaxed);
   dynamiccl_sample(sample);
-  if (flip) dynamiccl_flip();
-  return dccl_generation();
+  const int64_t flipped = flip ? dynamiccl_flip() : 0;
+  return flipped < 0 ? flipped : dccl_generation();
 }
 
 void dynamiccl_emit(const struct dccl_record* record) {
   if (record != NULL) dccl_emit(record);
-}
-
-void dccl_emit_comm(const struct dccl_comm* comm, const char* name) {
-  struct dccl_record record = {.kind = DCCL_COMM,
-                               .func = DCCL_UNSET,
-                               .algo = DCCL_UNSET,
-                               .proto = DCCL_UNSET,
-                               .dtype = DCCL_UNSET,
-                               .comm_id = comm->comm_id,
-                               .step = dccl_step_now(),
-                               .generation = dccl_generation()};
-  record.comm.rank = comm->rank;
-  record.comm.n_ranks = comm->n_ranks;
-  record.comm.n_nodes = comm->n_nodes;
-  if (name != NULL) snprintf(record.comm.name, sizeof record.comm.name, "%s", name);
-  dccl_emit(&record);
 }

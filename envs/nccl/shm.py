@@ -6,6 +6,7 @@ ring is ring.c; the one writer of the table file is the daemon, its reader is th
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -18,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from ...traces.records import COLL_DTYPE, RECORD_BYTES, RULE_DTYPE, Lease, Table
+from ...traces.records import COLL_DTYPE, RECORD_BYTES, RULE_DTYPE, TABLE_VERSION, Lease, Table
 from .build import nccl_env, plugin_path, private_folder
 
 RING_MAGIC, RING_VERSION = b"DCCLRNG1", 1
-TABLE_MAGIC, TABLE_VERSION = b"DCCLTBL1", 2
+TABLE_MAGIC = b"DCCLTBL1"
 TABLE_BYTES = 4096
+_FILE_BYTES, _HEARTBEAT_AT = 8192, 4096
 MAX_RULES = 126  # what fits into TABLE_BYTES
 _HEAD = struct.Struct("<8sIIIIQII24x")  # magic, version, n_rows, generation, crc, sequence, lease steps and ms
 _SEQUENCE = struct.Struct("<Q")
@@ -84,14 +86,37 @@ def message_of(raw: bytes) -> bytes:
 
 
 class TableFile:
-    """The table that the daemon wants in force, in a file of 4096 bytes under a sequence lock (odd = being written)."""
+    """The table that the daemon wants in force, under a sequence lock (odd = being written), and its signs of life."""
 
-    def __init__(self, path: Path, *, create: bool = False) -> None:
-        """Open, or with ``create`` make, the file. Raises OSError."""
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
-        self._fd = os.open(path, flags, 0o600)
-        if create:
-            os.posix_fallocate(self._fd, 0, TABLE_BYTES)
+    def __init__(self, path: Path, *, write: bool = False) -> None:
+        """Open the file to read it, or to ``write`` it, which makes it if needed.
+
+        Raises OSError, PermissionError also where file or folder belong to another user or are open to others' writing:
+        what lies there is obeyed.
+        """
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._fd = -1
+        try:
+            _require_ours(folder, path.parent)
+            flags = (os.O_RDWR | os.O_CREAT if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._fd = os.open(path.name, flags, 0o600, dir_fd=folder)
+            _require_ours(self._fd, path)
+            if write:
+                os.posix_fallocate(self._fd, 0, _FILE_BYTES)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(folder)
+
+    def beat(self) -> None:
+        """A sign of life of the daemon, for the leases of its trials. Raises OSError."""
+        os.pwrite(self._fd, _SEQUENCE.pack(time.monotonic_ns()), _HEARTBEAT_AT)
+
+    def heartbeat_ns(self) -> int:
+        """CLOCK_MONOTONIC of the last sign of life, nanoseconds; 0 before the first."""
+        raw = os.pread(self._fd, 8, _HEARTBEAT_AT)
+        return int(_SEQUENCE.unpack(raw)[0]) if len(raw) == 8 else 0
 
     def sequence(self) -> int:
         """Grows by 2 with every publication; 0 before the first and when the file is cut off."""
@@ -234,7 +259,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.table = TableFile(path / "table", create=True)
+        self.table = TableFile(path / "table", write=True)
         self._rings: dict[tuple[str, int], Ring] = {}
         #: Files that look like rings by name but are not, with the reason.
         self.refused: dict[str, str] = {}
@@ -287,6 +312,12 @@ class RunFolder:
         self.table.close()
         if remove:
             shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _require_ours(fd: int, path: Path) -> None:
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "belongs to another user, or others may write to it", os.fspath(path))
 
 
 def _root() -> Path:

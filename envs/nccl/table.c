@@ -7,6 +7,7 @@
 // saw a word of the new table also sees the odd sequence number stored before it.
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,7 +28,8 @@ struct buffer {
 static struct buffer buffers[2];
 static _Atomic uint32_t active;
 static atomic_flag writing = ATOMIC_FLAG_INIT;
-static bool staged;  // the buffer that is not active holds the next table; guarded by `writing`
+enum { PATIENCE = 1 << 16 };  // yields to another writer, some tens of milliseconds
+static bool staged;           // the buffer that is not active holds the next table; guarded by `writing`
 
 static uint64_t word(const struct buffer* b, uint32_t row, int i) {
   return atomic_load_explicit(&b->row[row][i], memory_order_acquire);
@@ -187,12 +189,22 @@ static int64_t turn(void) {
   return head(&buffers[next].generation);
 }
 
+// Another thread may be staging a table: that takes microseconds, and a flip that did not happen would leave
+// this rank with another table than the others.
+static bool begin_writing(void) {
+  for (int i = 0; i < PATIENCE; i++) {
+    if (!atomic_flag_test_and_set_explicit(&writing, memory_order_acquire)) return true;
+    sched_yield();
+  }
+  return false;
+}
+
 // Checks a message and fills the buffer that is not active; with `now` makes it active too.
 static int64_t take(const void* message, size_t size, bool now) {
   struct dccl_table_head h;
   const int error = check(message, size, &h);
   if (error) return error;
-  if (atomic_flag_test_and_set_explicit(&writing, memory_order_acquire)) return -EBUSY;
+  if (!begin_writing()) return -EBUSY;
   fill(message, &h);
   staged = true;
   if (now) turn();
@@ -205,7 +217,7 @@ int64_t dynamiccl_activate(const void* message, size_t size) { return take(messa
 int64_t dynamiccl_stage(const void* message, size_t size) { return take(message, size, false); }
 
 int64_t dynamiccl_flip(void) {
-  if (atomic_flag_test_and_set_explicit(&writing, memory_order_acquire)) return -EBUSY;
+  if (!begin_writing()) return -EBUSY;
   const int64_t generation = staged ? turn() : -ENOENT;
   atomic_flag_clear_explicit(&writing, memory_order_release);
   return generation;

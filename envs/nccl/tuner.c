@@ -14,6 +14,7 @@ enum { SEEN_SETS = 64, SEEN_WAYS = 4 };
 
 struct context {
   struct dccl_comm comm;
+  struct dccl_seat* seat;
   uint64_t class;
   _Atomic uint64_t seen[SEEN_SETS][SEEN_WAYS];  // hashes of the messages whose offer is in the ring
 };
@@ -94,6 +95,7 @@ static void decide(void* context, const struct question* q) {
   struct context* c = context;
   if (c == NULL || q->cost == NULL || q->func < 0 || q->func >= N_FUNCS) return;
   if (q->n_algos <= 0 || q->n_protos <= 0 || q->n_algos > 64 || q->n_protos > 64) return;
+  dccl_note_question(c->seat, q->func, q->n_bytes);
   if (dccl_ring_is_open() && first_time(c, q)) emit_offer(c, q);
   struct dccl_decision d;
   if (!dccl_lookup(c->class, q->func, q->n_bytes, &d)) return;
@@ -113,7 +115,7 @@ static void decide(void* context, const struct question* q) {
   }
 }
 
-static int start(void** context, const struct dccl_comm* comm, bool announced, nccl_logger log) {
+static int start(int version, void** context, const struct dccl_comm* comm, bool announced, nccl_logger log) {
   if (context == NULL) return NCCL_SUCCESS;
   *context = NULL;  // with no memory for a context NCCL decides alone
   dynamiccl_open();
@@ -121,7 +123,9 @@ static int start(void** context, const struct dccl_comm* comm, bool announced, n
   if (c == NULL) return NCCL_SUCCESS;
   c->comm = *comm;
   c->class = dccl_class(comm->n_ranks, comm->n_nodes);
+  c->seat = dccl_sit(comm->comm_id, false);
   *context = c;
+  dccl_note_tuner(version);
   if (!announced) dccl_emit_comm(comm, NULL);
   if (log != NULL) {
     log(LOG_INFO, LOG_FLAG_TUNING, __FILE__, __LINE__,
@@ -132,24 +136,26 @@ static int start(void** context, const struct dccl_comm* comm, bool announced, n
 }
 
 // v3, v4: no id. The profiler part has just seen it, if it is loaded; otherwise records name communicator 0.
-static int start_unnamed(void** context, size_t n_ranks, size_t n_nodes, nccl_logger log) {
+static int start_unnamed(int version, void** context, size_t n_ranks, size_t n_nodes, nccl_logger log) {
   struct dccl_comm comm = {.rank = DCCL_NO_RANK, .n_ranks = (uint32_t)n_ranks, .n_nodes = (uint32_t)n_nodes};
   const bool known = dccl_last_comm.fresh && dccl_last_comm.n_ranks == comm.n_ranks;
   if (known) comm = dccl_last_comm;
   dccl_last_comm.fresh = false;
-  return start(context, &comm, known, log);
+  return start(version, context, &comm, known, log);
 }
 
-static int start_named(void** context, uint64_t comm_id, size_t n_ranks, size_t n_nodes, nccl_logger log) {
+static int start_named(int version, void** context, uint64_t comm_id, size_t n_ranks, size_t n_nodes,
+                       nccl_logger log) {
   struct dccl_comm comm = {
       .comm_id = comm_id, .rank = DCCL_NO_RANK, .n_ranks = (uint32_t)n_ranks, .n_nodes = (uint32_t)n_nodes};
   const bool known = dccl_last_comm.fresh && dccl_last_comm.comm_id == comm_id;
   if (known) comm.rank = dccl_last_comm.rank;
   dccl_last_comm.fresh = false;
-  return start(context, &comm, known, log);
+  return start(version, context, &comm, known, log);
 }
 
 static int finish(void* context) {
+  if (context != NULL) dccl_leave(((struct context*)context)->seat);
   free(context);
   return NCCL_SUCCESS;
 }
@@ -158,13 +164,23 @@ static int finish(void* context) {
 // ------------------------------------------------------------------------------------
 
 static int init_v3(size_t n_ranks, size_t n_nodes, nccl_logger log, void** context) {
-  return start_unnamed(context, n_ranks, n_nodes, log);
+  return start_unnamed(3, context, n_ranks, n_nodes, log);
+}
+
+static int init_v4(size_t n_ranks, size_t n_nodes, nccl_logger log, void** context) {
+  return start_unnamed(4, context, n_ranks, n_nodes, log);
 }
 
 static int init_v5(void** context, uint64_t comm_id, size_t n_ranks, size_t n_nodes, nccl_logger log,
                    struct nccl_nvl_domains* domains, void* constants) {
   (void)domains, (void)constants;
-  return start_named(context, comm_id, n_ranks, n_nodes, log);
+  return start_named(5, context, comm_id, n_ranks, n_nodes, log);
+}
+
+static int init_v6(void** context, uint64_t comm_id, size_t n_ranks, size_t n_nodes, nccl_logger log,
+                   struct nccl_nvl_domains* domains, void* constants) {
+  (void)domains, (void)constants;
+  return start_named(6, context, comm_id, n_ranks, n_nodes, log);
 }
 
 static int get_coll_info_v3(void* context, int func, size_t n_bytes, int n_pipe_ops, float** cost,
@@ -183,7 +199,7 @@ static int get_coll_info_v4(void* context, int func, size_t n_bytes, int n_pipe_
 }
 
 DCCL_EXPORT const struct nccl_tuner_v3 ncclTunerPlugin_v3 = {"dynamiccl", init_v3, get_coll_info_v3, finish};
-DCCL_EXPORT const struct nccl_tuner_v4 ncclTunerPlugin_v4 = {"dynamiccl", init_v3, get_coll_info_v4, finish};
+DCCL_EXPORT const struct nccl_tuner_v4 ncclTunerPlugin_v4 = {"dynamiccl", init_v4, get_coll_info_v4, finish};
 DCCL_EXPORT const struct nccl_tuner_v5 ncclTunerPlugin_v5 = {"dynamiccl", init_v5, get_coll_info_v4, finish};
-DCCL_EXPORT const struct nccl_tuner_v6 ncclTunerPlugin_v6 = {"dynamiccl", init_v5, get_coll_info_v4, finish,
+DCCL_EXPORT const struct nccl_tuner_v6 ncclTunerPlugin_v6 = {"dynamiccl", init_v6, get_coll_info_v4, finish,
                                                              NULL};
