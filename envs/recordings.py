@@ -106,18 +106,20 @@ def _steps(trace: Trace) -> tuple[pd.DataFrame, str]:
         return trace.steps, ""
     events = trace.events
     ends = events["end_ns"].fillna(events["enqueue_ns"]).astype("int64")
+    keys = zip(events["comm_id"], events["func"], events["n_bytes"], strict=True)
+    price = {
+        (o["comm_id"], o["func"], o["n_bytes"]): min(float(x) for x in o["cost_us"] if x >= 0)
+        for o in trace.offers.to_dict("records")
+    }
     rows, note = [], "no step is recorded: shares are of the time from the first call to the last"
-    for (rank, pid), group in events.assign(end=ends).groupby(["rank", "pid"]):
+    told = events.assign(end=ends, price=[price.get(k, 0.0) for k in keys])
+    priced = bool(trace.header.get("ordered_only"))
+    if not priced:
+        told["step"] = trace.events["step"] = 0
+    for (rank, pid, step), group in told.groupby(["rank", "pid", "step"]):
         begin, end = int(group["enqueue_ns"].min()), int(group["end"].max())
-        if end <= begin:
+        if priced or end <= begin:
             note = "no times are recorded: shares are of the calls' prices in NCCL's model alone"
-            keys = zip(trace.events["comm_id"], trace.events["func"], trace.events["n_bytes"], strict=True)
-            price = {
-                (o["comm_id"], o["func"], o["n_bytes"]): min(float(x) for x in o["cost_us"] if x >= 0)
-                for o in trace.offers.to_dict("records")
-            }
-            mine = [price.get(k, 0.0) for k, r in zip(keys, events["rank"], strict=True) if r == rank]
-            end = begin + max(1, round(1e3 * sum(mine)))
-        rows.append({"index": 0, "rank": rank, "pid": pid, "end_ns": end, "duration_ns": end - begin})
-    trace.events["step"] = 0
+            end = begin + max(1, round(1e3 * group["price"].sum()))
+        rows.append({"index": step, "rank": rank, "pid": pid, "end_ns": end, "duration_ns": end - begin})
     return step_rows(rows), note

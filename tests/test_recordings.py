@@ -6,12 +6,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import recordings_made
 from dynamiccl.agent.recordings import read
 from dynamiccl.envs.recordings import named, on_cluster
 from dynamiccl.envs.replay import load, suite_of
 from dynamiccl.traces import json_stream
 from dynamiccl.traces.files import TraceError
 from dynamiccl.traces.importers import FORMATS, detect, read_recording
+from dynamiccl.traces.importers_chakra import write
 from test_traces_importers import kineto, run_import, sources
 
 
@@ -25,7 +27,7 @@ def test_every_format_is_told_by_its_bytes_and_replayed_on_a_named_cluster(tmp_p
         suite = suite_of(recorded)
         assert suite.allowed.sum() > 8
         notes = " ".join(trace.header["notes"])
-        if source != "inspector":  # which alone tells algorithm and protocol
+        if source not in ("inspector", "nccl-log"):  # which alone tell algorithm and protocol
             assert "taken to be NCCL's own choice" in notes
 
 
@@ -114,3 +116,50 @@ def test_a_profile_cut_anywhere_is_refused_and_whole_in_any_block_size(tmp_path,
         (tmp_path / "f").write_text(text[:cut])
         with pytest.raises(TraceError, match=r"cut short|not JSON"):
             read_recording([tmp_path / "f"], "kineto")
+
+
+@pytest.mark.parametrize("source", ["nccl-log", "nsys", "chakra"])
+def test_the_made_job_is_read_as_it_was_made(tmp_path, source):
+    made = {"nccl-log": recordings_made.nccl_log, "nsys": recordings_made.nsys, "chakra": recordings_made.chakra}
+    path = tmp_path / ("et" if source == "chakra" else "recording")
+    made[source](path)
+    trace = on_cluster(read_recording([path]), named("dgx-h100-2x8"))
+    one = trace.events[trace.events["rank"] == 0]
+    kinds = [(func, n_bytes) for func, n_bytes, *_ in recordings_made.STEP]
+    assert list(zip(one["func"], one["n_bytes"], strict=True)) == kinds * recordings_made.N_STEPS
+    assert set(one["n_ranks"]) == {16} and set(one["n_nodes"]) == {2}
+    if source == "nccl-log":
+        assert set(one["algo"]) == {"ring"} and set(one["proto"]) == {"ll128"} and set(one["n_channels"]) == {16}
+        assert trace.header["nccl"] == "2.28.9" and one["start_ns"].isna().all() and one["comm_id"].iloc[0] == 0x7F1234
+    else:
+        lasts = ((one["end_ns"] - one["start_ns"]) / 1000).tolist()
+        assert lasts == [us for *_, us in recordings_made.STEP] * recordings_made.N_STEPS
+        assert trace.events["rank"].nunique() == 2
+    assert abs(trace.steps["duration_ns"].median() - 1000 * recordings_made.STEP_US) <= 1000
+    assert set(one.groupby("step").size()) == {3}
+    if source == "nsys":
+        assert len(trace.compute) == 2 * 20 * recordings_made.N_STEPS and set(one["n_channels"]) == {16}
+
+
+def test_an_nccl_log_without_times_has_shares_of_prices(tmp_path):
+    trace = on_cluster(
+        read_recording([recordings_made.nccl_log(tmp_path / "a.log", timed=False)]), named("dgx-h100-2x8")
+    )
+    assert any("prices" in note for note in trace.header["notes"])
+    shares = [p.share for p in load(trace).profiles]
+    assert 0.9 <= sum(shares) <= 1.1
+
+
+def test_nsys_without_sizes_says_so(tmp_path):
+    with pytest.raises(TraceError, match="message size"):
+        read_recording([recordings_made.nsys(tmp_path / "a.sqlite", sizes=False)])
+
+
+def test_chakra_goes_out_and_in(tmp_path):
+    first = read_recording([recordings_made.nsys(tmp_path / "a.sqlite")])
+    write(first, tmp_path / "et")
+    again = read_recording([tmp_path / "et"])
+    for column in ("rank", "func", "n_bytes", "n_ranks"):
+        assert again.events[column].tolist() == first.events[column].tolist(), column
+    lasts = [((t.events["end_ns"] - t.events["start_ns"]) // 1000).tolist() for t in (first, again)]
+    assert lasts[0] == lasts[1]

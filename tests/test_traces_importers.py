@@ -8,6 +8,7 @@ import sys
 
 import pandas as pd
 import pytest
+import recordings_made
 import typer
 from dynamiccl.agent.commands.import_ import import_
 from dynamiccl.agent.commands.show import tell
@@ -242,7 +243,9 @@ def sources(folder):
     made |= {"inspector": inspector(True, True), "nccl-tests": TEXT}
     for name, text in made.items():
         (folder / name).write_text(text)
-    return {name: folder / name for name in made}
+    paths = {name: folder / name for name in made}
+    paths |= {"nccl-log": recordings_made.nccl_log(folder / "nccl-log"), "nsys": recordings_made.nsys(folder / "nsys")}
+    return paths | {"chakra": recordings_made.chakra(folder / "et", ranks=[0])[0]}
 
 
 @pytest.mark.parametrize("source", FORMATS)
@@ -253,7 +256,7 @@ def test_what_was_imported_can_be_shown_and_reported(tmp_path, source):
     trace = Trace.read(tmp_path / "t")
     story = tell(trace, {}, 2)
     assert story["slots"] and story["communicators"] and not story["consistency"]["mismatches"]
-    assert any(s["default_us"] for s in story["slots"])
+    assert any(s["default_us"] for s in story["slots"]) or source == "nccl-log"  # which tells no durations
     assert "What each collective costs" in write_report(tmp_path / "r.html", {}, trace).read_text()
 
 
@@ -278,7 +281,7 @@ def test_formats_are_not_mistaken_for_one_another(tmp_path):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("nsys", "FILE", "OUT"), "unknown format 'nsys'"),
+        (("nsight", "FILE", "OUT"), "unknown format 'nsight'"),
         (("kineto", "FILE"), "then the folder to make"),
         (("kineto", "missing.json", "OUT"), "no file missing.json"),
         (("kineto", "FILE", "OUT", "--ranks-per-node", "0"), "at least 1 rank"),

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pandas as pd
 
-from . import importers_flight, importers_inspector, importers_kineto, importers_nccl_tests
+from . import (
+    importers_chakra,
+    importers_flight,
+    importers_inspector,
+    importers_kineto,
+    importers_nccl_log,
+    importers_nccl_tests,
+    importers_nsys,
+)
 from .assemble import COMM_COLUMNS, OFFER_COLUMNS, empty
 from .files import Trace, TraceError, TraceWriter
 from .importers_common import Imported
@@ -24,12 +32,16 @@ FORMATS: dict[str, tuple[Callable[[list[Path], OnBytes], Imported], str]] = {
     "flight-recorder": (importers_flight.read, "PyTorch Flight Recorder dumps, one a rank"),
     "inspector": (importers_inspector.read, "NCCL Inspector logs, JSON lines"),
     "nccl-tests": (importers_nccl_tests.read, "nccl-tests results: -J JSON, printed text, or CSV"),
+    "nccl-log": (importers_nccl_log.read, "NCCL's debug log with INIT, COLL and TUNING lines"),
+    "nsys": (importers_nsys.read, "Nsight Systems' SQLite export"),
+    "chakra": (importers_chakra.read, "Chakra execution traces, one .et a rank"),
 }
 #: What tells a format within a file's first bytes, in this order.
 _SIGNS = (
     ("kineto", (b'"traceEvents"', b'"deviceProperties"')),
     ("flight-recorder", (b'"entries"', b'"pg_config"')),
     ("inspector", (b'"coll_perf"', b'"inspector_output_format_version"', b'"dump_stats"')),
+    ("nccl-log", (b" NCCL INFO ",)),
     ("nccl-tests", (b"nccl-tests", b"_perf", b"out-of-place", b"size_bytes", b'"out_of_place"')),
 )
 
@@ -49,8 +61,12 @@ def detect(path: Path) -> str:
     """The format of a file, by its first bytes. Raises TraceError when it is none that is known."""
     with Source(path) as source:
         head = source.read(1 << 16)
+    if head[:16] == b"SQLite format 3\0":
+        return "nsys"
     if head[:1] == b"\x80":
         return "flight-recorder"
+    if path.suffix == ".et":
+        return "chakra"
     for name, signs in _SIGNS:
         if any(sign in head for sign in signs):
             return name
@@ -122,6 +138,8 @@ def read_recording(
         )
     if steps.empty and source != "nccl-tests":
         events, steps, period = infer_steps(events)
+        if found.header.get("ordered_only"):  # then how long a step took is not known
+            steps = steps.iloc[:0]
         found.header["steps_from"] = "period" if period else "none"
         found.notes.append(
             f"no marks of optimizer steps: a step is taken to be {period} calls, which repeat"

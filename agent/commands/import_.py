@@ -32,6 +32,9 @@ def import_(
     flight-recorder   PyTorch Flight Recorder dumps: one pickle or JSON file a rank
     inspector         NCCL Inspector logs: JSON lines
     nccl-tests        results of nccl-tests: the JSON of -J, what it printed, or CSV
+    nccl-log          NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,COLL,TUNING: one file or one a process
+    nsys              Nsight Systems: nsys export --type sqlite
+    chakra            Chakra execution traces: one .et a rank
 
     Files may be large: they are read in blocks. The ranks' clocks are aligned by the collectives that they share; what
     a format cannot tell is said.

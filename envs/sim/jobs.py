@@ -198,7 +198,7 @@ def assemble(
     cost = cost_model.pair_cost_rows(slot_fleet, n_bytes)
     own = np.where(cost >= 0, cost, np.inf).argmin(axis=1)
     by_channels = kind.crowd_by_channels
-    tables, ran = _tables(fabric, is_rs, n_bytes, own, by_channels)
+    tables, ran = call_tables(fabric, is_rs, n_bytes, own, by_channels)
     law = np.stack([rng.uniform(*bounds, n) for bounds in (kind.crowd, kind.power, kind.saturation, kind.drag)], axis=1)
     change = rng.random(n) < kind.change
     network = change & (rng.random(n) < 0.7)
@@ -207,7 +207,7 @@ def assemble(
         worse = congested(truth, fleet, rng)
         later = np.flatnonzero(np.repeat(network, SLOTS))
         at = Fabric(slot_fleet.take(later), replace(worse.take(rows[later]), effect=mixed[later]))
-        extra, _ = _tables(at, is_rs[later], n_bytes[later], own[later], by_channels)
+        extra, _ = call_tables(at, is_rs[later], n_bytes[later], own[later], by_channels)
         for part in fields(Tables):
             setattr(tables, part.name, np.concatenate([getattr(tables, part.name), getattr(extra, part.name)]))
         change_row[network] = n + np.arange(network.sum())
@@ -265,8 +265,10 @@ def assemble(
     return jobs
 
 
-def _tables(fabric: Fabric, is_rs: Array, n_bytes: Array, own: Array, crowd_by_channels: bool) -> tuple[Tables, Array]:
-    """Calls of every config of ``m * SLOTS`` slots, and the channels that run, (m * SLOTS, N_CONFIGS)."""
+def call_tables(
+    fabric: Fabric, is_rs: Array, n_bytes: Array, own: Array, crowd_by_channels: bool, n_slots: int = SLOTS
+) -> tuple[Tables, Array]:
+    """Calls of every config of ``m * n_slots`` slots, and the channels that run, (m * SLOTS, N_CONFIGS)."""
     fleet, m = fabric.fleet, len(own)
     columns = fleet.take((slice(None), None))
     pair = np.repeat(np.concatenate([own[:, None], np.tile(np.arange(len(PAIRS)), (m, 1))], axis=1), len(CHANNELS), 1)
@@ -277,7 +279,7 @@ def _tables(fabric: Fabric, is_rs: Array, n_bytes: Array, own: Array, crowd_by_c
     us = fabric.times_on_us(is_rs, n_bytes, pair, ran)
     slow, near, far = fabric.overlap(is_rs, n_bytes, pair, ran, us)
     crowd = ran / 16 if crowd_by_channels else np.ones_like(us)
-    shape = -1, SLOTS, N_CONFIGS
+    shape = -1, n_slots, N_CONFIGS
     return Tables(*(part.reshape(shape).astype(np.float32) for part in (us, slow, near, far, crowd))), ran
 
 
