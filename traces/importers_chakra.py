@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from .files import Trace, TraceError
 from .importers_common import Imported, comm_id_of, rank_in_name
