@@ -110,7 +110,7 @@ class Job:
         """Whether the job, or for an attached one any process with a ring, still runs."""
         if self.process:
             return self.process.poll() is None
-        return any(_runs(ring.pid) for ring in self.run.rings())
+        return any(ring.is_alive() for ring in self.run.rings())
 
     def poll(self) -> None:
         """Take everything new out of the rings."""
@@ -238,13 +238,3 @@ def logged(path: Path | None, name: str) -> list[float]:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 values.append(float(json.loads(text)[name]))
     return values
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
