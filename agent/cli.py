@@ -21,6 +21,7 @@ app = typer.Typer(
 #: Command -> file in agent/commands, in the order of the help text; the function has the command's name.
 COMMANDS = {
     "tune": "tune",
+    "stop": "stop",
     "env": "env",
     "show": "show",
     "import": "import_",

@@ -31,10 +31,10 @@ def describe(line: Line) -> str:
 
 
 class Show:
-    """Prints lines above a progress bar; on a pipe it prints the lines alone."""
+    """Prints lines on stderr, above a progress bar where it has the terminal for itself (``alone``)."""
 
-    def __init__(self, total: int, quiet: bool = False) -> None:
-        self.console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+    def __init__(self, total: int, quiet: bool = False, alone: bool = True) -> None:
+        self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -42,7 +42,7 @@ class Show:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self.console,
-            disable=quiet or not self.console.is_terminal,
+            disable=quiet or not alone or not self.console.is_terminal,
         )
         self._task: TaskID = self._progress.add_task("starting", total=total)
 
@@ -56,8 +56,8 @@ class Show:
     def phase(self, text: str) -> None:
         """What is being done now."""
         self._progress.update(self._task, description=text)
-        if not self.console.is_terminal:
-            self.console.print(text)
+        if self._progress.disable:
+            self.console.print(f"dynamiccl: {text}", markup=False)
 
     def window(self, line: Line) -> None:
         """One window was measured."""
@@ -84,8 +84,12 @@ def show_summary(console: Console, s: dict[str, Any]) -> None:
             f"step {s['default_step_ms']:.0f} -> {s['tuned_step_ms']:.0f} ms",
             style="bold",
         )
-        word = "the table stays in force" if s["kept"] else "no gain beyond the noise: NCCL's own choice stays in force"
-        console.print(word)
+        none = "no gain beyond the noise: NCCL's own choice stays in force"
+        console.print("the table stays in force" if s["kept"] else s["dropped"] or none, markup=False)
+    if s["failure"]:
+        console.print(f"FAILURE: {s['failure']}", style="bold red", markup=False)
+    for text in s["not_obeyed"]:
+        console.print(text, style="yellow", markup=False)
     if s["decisions"]:
         grid = Grid(title="decisions", title_justify="left")
         for column in ("collective", "up to", "decision", "reason"):

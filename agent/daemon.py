@@ -1,4 +1,7 @@
-"""The daemon: start or join a job, run the tuner beside it, keep watch, and leave a trace, a summary and a report."""
+"""The daemon: the tuner beside a running job. It searches, keeps watch, and leaves a trace, a summary and a report.
+
+It may end at any time, however it ends: what was confirmed stays in force, and a later daemon goes on from there.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,30 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ..envs.live import Job, JobEnded, logged
+from ..envs.live import LAUNCHER, STOP, Closed, Job, JobEnded, Stopped, Withdrawn
 from ..envs.live_env import DEFAULT, TRIAL, LiveEnv
+from ..envs.locks import Busy, is_locked, lock
 from ..envs.nccl.shm import RunFolder
-from ..traces.audit import audit
-from ..traces.files import Trace, TraceWriter
+from ..traces.files import Trace, TraceError, TraceWriter
+from ..traces.records import TUNED_FUNCS
 from .baselines import make_policy
+from .outputs import claim, link, logged
 from .tuner import Line, Outcome, Settings, Tuner
 
 #: After the verdict, the table is set against the default again every so many steps, and dropped after so many losses.
 WATCH_STEPS, WATCH_LOSSES = 200, 3
+#: Space that a trace may take on disk, however long the job runs.
+TRACE_BYTES = 256 * 2**20
+#: Events that the report is drawn from, at most: the first and the last of a long run.
+REPORT_EVENTS = 500_000
+#: In the run folder: what the launcher was asked for, so that every tuner of the run goes on alike. And the lock of the
+#: one tuner that a run has at a time.
+REQUEST, TUNER = "request.json", "tuner"
 
 
 @dataclass(frozen=True)
@@ -50,16 +62,46 @@ class Emulated:
 class Request:
     """One run of ``dynamiccl tune``."""
 
-    out: Path
-    command: Sequence[str] = ()  # what to start; empty: join the job of `run`
-    run: RunFolder | None = None
+    out: Path | None = None  # None: a new folder, see ``outputs.claim``
     emulated: Emulated | None = None
     policy: str = "lstm"
     seed: int = 0
     settings: Settings = field(default_factory=Settings)
+    bitwise: bool = False  # only what keeps the order of sums
     facts: dict[str, Any] = field(default_factory=dict)  # of the job, for the summary: stage, n_processes
-    headroom: int | None = None  # see ``nccl.build.nccl_env``
+    job: str = ""  # its command
     job_log: Path | None = None  # JSON lines with the loss of each step, where the job writes them
+    json: str | None = None  # where the summary is also wanted, - is stdout
+    launched: bool = False  # the job prints on the same terminal
+
+    def write(self, run: Path) -> None:
+        """Leave the request in the run folder. Raises OSError."""
+        (run / REQUEST).write_text(json.dumps(asdict(self), default=str))
+
+    @classmethod
+    def read(cls, run: Path, options: Mapping[str, Any]) -> Request:
+        """What was left in the run folder, if anything, with what the command line says besides (names of options).
+
+        Raises ValueError when the file is damaged.
+        """
+        try:
+            left = json.loads((run / REQUEST).read_text())
+        except FileNotFoundError:
+            left = {}
+        try:
+            left["settings"] = {**left.get("settings", {}), **{k: v for k, v in options.items() if k in _SETTINGS}}
+            left |= {k: v for k, v in options.items() if k in ("policy", "seed", "bitwise", "out", "json")}
+            left["settings"] = Settings(**left["settings"])
+            left["emulated"] = Emulated(**left["emulated"]) if left.get("emulated") else None
+            for name in ("out", "job_log"):
+                left[name] = Path(left[name]) if left.get(name) is not None else None
+            left["json"] = str(left["json"]) if left.get("json") is not None else None
+            return cls(**left)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{run / REQUEST} is damaged ({error}): remove it, and say again what is wanted") from None
+
+
+_SETTINGS = ("windows", "verify", "window_steps", "budget")
 
 
 class Daemon:
@@ -68,142 +110,209 @@ class Daemon:
     def __init__(
         self,
         request: Request,
+        run: RunFolder,
+        again: bool = False,
         on_window: Callable[[Line], None] = lambda line: None,
         on_phase: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.request, self.on_window, self.on_phase = request, on_window, on_phase
-        self.policy = make_policy(request.policy, request.seed)  # before anything is started: a bad name costs nothing
-        self.job: Job | None = None
+        """Raises ValueError for an unknown policy or a run that was stopped, Busy if the run has a tuner, OSError."""
+        self.request, self.run, self.on_window, self.on_phase = request, run, on_window, on_phase
+        self.policy = make_policy(request.policy, request.seed)  # before anything is touched: a bad name costs nothing
+        if (run.path / STOP).exists() and not again:
+            raise ValueError("tuning of this run was stopped by `dynamiccl stop`: --again begins once more")
+        self._lock = lock(run.path / TUNER, f"{run.path} has a tuner already: stop that one first")
+        if again:
+            (run.path / STOP).unlink(missing_ok=True)
+        self.out, self._out_lock = self._claim()
+        self.job = Job(run, on_state=on_phase)
         self.outcome = Outcome()
+        self.failure = ""  # why tuning had to be withdrawn
+        self._before = _read_summary(self.out / "summary.json") if self.job.confirmed else {}
+
+    def _claim(self) -> tuple[Path, int]:
+        try:
+            return claim(self.request.out)
+        except Busy:
+            out = self.request.out
+            ours = out is not None and (out / "run").is_symlink() and (out / "run").resolve() == self.run.path
+            if out is None or not ours or not is_locked(self.run.path / LAUNCHER):
+                raise
+            return out, -1  # our launcher has it
 
     def serve(self) -> dict[str, Any]:
-        """Run to the end of the job; returns the summary (also ``summary.json``).
+        """Tune, and stay to the end of the job; returns the summary (also ``summary.json``).
 
-        Raises OSError if the command cannot be started, TraceError if the trace cannot be written. A KeyboardInterrupt,
-        or SIGTERM, stops a job that we started; one that we have joined goes on, under NCCL's own choice. Both are
-        answered with the summary of what was seen.
+        Raises OSError or TraceError if what was seen cannot be written. A KeyboardInterrupt, or SIGTERM, ends the tuner
+        and not the job. However it ends, what was confirmed is in force.
         """
-        with _ended_politely():
-            self._run()
-        return self._summarise()
-
-    def _run(self) -> None:
-        request = self.request
-        request.out.mkdir(parents=True, exist_ok=True)
-        run = request.run or RunFolder.create()
+        request, out = self.request, self.out
+        link(out, self.run.path)
         header = {"emulated": request.emulated is not None, "policy": request.policy, **request.facts}
         if request.emulated:
             header |= asdict(request.emulated)
-        header["job"] = " ".join(request.command)
-        try:
-            with TraceWriter(request.out / "trace", header, existing="replace") as writer:
-                self._serve(run, writer)
-        finally:
-            if self.job is not None and not self.job.is_alive():
-                run.close()
+        header |= {"job": request.job, "run": str(self.run.path)}
+        with _ended_politely():
+            try:
+                resumed = _header(out / "trace").get("run") == str(self.run.path)
+                existing: Literal["resume", "replace"] = "resume" if resumed else "replace"
+                with TraceWriter(out / "trace", header, existing=existing, most_bytes=TRACE_BYTES) as writer:
+                    self.job.writer = writer
+                    self._serve(writer)
+            except (OSError, TraceError) as error:
+                self.outcome.ended = self.outcome.ended or str(error)
+                self.on_phase(f"tuning ends: {error}")
+            finally:
+                self.job.writer = None
+        summary = self._summarise()
+        with contextlib.suppress(OSError):  # the folder may be gone
+            self.run.close(remove=not self.job.is_alive())
+        return summary
 
-    def _serve(self, run: RunFolder, writer: TraceWriter) -> None:
-        request = self.request
-        if request.command:
-            self.on_phase("starting the job")
-            extra = request.emulated.env() if request.emulated else {}
-            self.job = Job.start(request.command, run, request.out / "job.log", extra, writer, request.headroom)
-        else:
-            self.job = Job(run, writer=writer)
+    def _serve(self, writer: TraceWriter) -> None:
+        request, job = self.request, self.job
         env = LiveEnv(
-            self.job,
+            job,
             window_steps=request.settings.window_steps,
             time_scale=request.emulated.time_scale if request.emulated else 1.0,
+            funcs=("all_gather",) if request.bitwise else TUNED_FUNCS,
         )
         tuner = Tuner(env, self.policy, request.settings, self._tell)
         self.outcome = tuner.outcome
         try:
-            self.on_phase("waiting for the job's first steps")
-            tuner.run()
-            self.on_phase(self.outcome.ended or "watching until the job ends")
+            job.keep_alive()
+            if job.confirmed:
+                self.on_phase("a table was confirmed before: going on with it")
+                self.outcome.kept = True
+            else:
+                self.on_phase("waiting for the job's first steps")
+                tuner.run()
+                if self.outcome.ended:
+                    self.on_phase(self.outcome.ended)
+            job.confirm(job.confirmed)
+            job.thin = True
+            self._write(self._summary())  # a job may run for weeks from here
             self._watch(env)
         except KeyboardInterrupt as reason:
             self.outcome.ended = str(reason) or "interrupted"
-            self.outcome.kept = False
-            self.job.publish({})
-            self.job.stop()
-            if self.job.is_alive():
-                self.on_phase(f"{self.outcome.ended}: the job goes on, NCCL decides in it from its next steps on")
+            self.on_phase(f"{self.outcome.ended}: the job goes on under what was confirmed")
         finally:
-            self.job.poll()
-            self.job.take(everything=True)
-            if self.job.damaged:
-                writer.update_header(rings_damaged=self.job.damaged)
+            job.release()
+            job.take(everything=True)
+            if job.damaged:
+                writer.update_header(rings_damaged=job.damaged)
 
     def _watch(self, env: LiveEnv) -> None:
         """Until the job ends: compare now and then, and go back to the default once the table keeps losing."""
-        assert self.job is not None
-        job, losses, kept = self.job, 0, self.outcome.kept
+        job, losses, over = self.job, 0, False
         since = job.last_step
-        try:
-            while job.is_alive():
-                job.rest()
-                if not kept or job.last_step - since < WATCH_STEPS:
+        while job.is_alive():
+            job.rest()
+            if over:
+                continue
+            since = min(since, job.last_step)  # a restarted job counts anew
+            try:
+                job.check()
+                if not self.outcome.kept or job.last_step - since < WATCH_STEPS:
                     continue
                 since = job.last_step
                 default = env.measure(DEFAULT, {})
-                tuned = env.measure(TRIAL, self.outcome.decisions)
+                tuned = env.measure(TRIAL, job.confirmed)
                 losses = losses + 1 if tuned.step_ms > default.step_ms else 0
                 if losses >= WATCH_LOSSES:
-                    kept = False
-                    job.publish({})
-                    self.on_phase("the table has lost three comparisons running: back to NCCL's own choice")
-        except JobEnded:
-            pass
+                    self._drop("the table has lost three comparisons running: back to NCCL's own choice")
+            except Stopped as reason:
+                self._drop(str(reason))
+                return
+            except Withdrawn as reason:
+                self.failure, over = str(reason), True
+                self._drop(f"FAILURE: {reason}")
+            except Closed as reason:  # the ranks themselves have gone back to what was confirmed
+                over = True
+                self.on_phase(str(reason))
+            except JobEnded:
+                return
+
+    def _drop(self, why: str) -> None:
+        if self.outcome.kept:
+            self.outcome.dropped = why
+        self.outcome.kept = False
+        self.outcome.ended = self.outcome.ended or why
+        self.job.confirm({})
+        self.on_phase(why)
 
     def _tell(self, line: Line) -> None:
-        assert self.job is not None and self.job.writer is not None
+        assert self.job.writer is not None
         self.job.writer.log("window", asdict(line))
         self.on_window(line)
 
     def _summarise(self) -> dict[str, Any]:
-        request, outcome = self.request, self.outcome
-        trace = Trace.read(request.out / "trace")
-        check = audit(trace.events)
+        summary = self._summary()
+        try:
+            self._write(summary)
+            trace = Trace.read(self.out / "trace", most_events=REPORT_EVENTS)
+            _report(self.out / "report.html", summary, trace)
+        except Exception as error:  # the page is the last thing made: what was measured must not be lost with it
+            self.on_phase(f"the report could not be made ({type(error).__name__}: {error}); the rest is whole")
+        return summary
+
+    def _write(self, summary: dict[str, Any]) -> None:
+        path = self.out / "summary.json"
+        path.with_suffix(".tmp").write_text(json.dumps(summary, indent=2) + "\n")
+        os.replace(path.with_suffix(".tmp"), path)
+
+    def _summary(self) -> dict[str, Any]:
+        request, outcome, job = self.request, self.outcome, self.job
         losses = logged(request.job_log, "loss")
         verdict = outcome.verdict
-        ranks = trace.comms["n_ranks"]
-        summary: dict[str, Any] = {
-            "cluster": request.emulated.cluster if request.emulated else None,
-            "emulated": request.emulated is not None,
-            "bytes_scale": request.emulated.bytes_scale if request.emulated else 1.0,
-            "time_scale": request.emulated.time_scale if request.emulated else 1.0,
-            "stage": request.facts.get("stage"),
-            "n_processes": int(trace.steps["rank"].nunique()) if len(trace.steps) else request.facts.get("n_processes"),
-            "n_ranks": int(ranks.max()) if len(ranks) else None,
-            "policy": request.policy,
+        found: dict[str, Any] = {
             "regime": outcome.regime,
-            "steps": int(trace.steps["index"].max()) if len(trace.steps) else 0,
-            "loss_first": losses[0] if losses else None,
-            "loss_last": losses[-1] if losses else None,
             "default_step_ms": verdict.default_ms if verdict else None,
             "tuned_step_ms": verdict.tuned_ms if verdict else None,
             "speedup": verdict.tuned.speedup if verdict else None,
             "speedup_ci95": [verdict.tuned.low, verdict.tuned.high] if verdict else None,
             "aa_speedup_ci95": [verdict.same.low, verdict.same.high] if verdict else None,
-            "kept": outcome.kept,
             "windows": outcome.windows,
             "decisions": [_decision(c) for c in outcome.choices],
-            "consistency": {"calls_checked": check.calls_checked, "mismatches": check.mismatches},
-            "records_lost": sum(self.job.lost.values()) if self.job else 0,
-            "ended": outcome.ended or None,
-            "job_status": self.job.status if self.job else None,
-            "trace": str(request.out / "trace"),
-            "report": str(request.out / "report.html"),
         }
-        path = request.out / "summary.json"
-        path.with_suffix(".tmp").write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(path.with_suffix(".tmp"), path)
-        try:
-            _report(request.out / "report.html", summary, trace)
-        except Exception as error:  # the page is the last thing made: what was measured must not be lost with it
-            self.on_phase(f"the report could not be drawn ({type(error).__name__}: {error}); the rest is whole")
-        return summary
+        if self._before:  # an earlier tuner of this run found what stands
+            found = {name: self._before.get(name, value) for name, value in found.items()}
+        return {
+            "cluster": request.emulated.cluster if request.emulated else None,
+            "emulated": request.emulated is not None,
+            "bytes_scale": request.emulated.bytes_scale if request.emulated else 1.0,
+            "time_scale": request.emulated.time_scale if request.emulated else 1.0,
+            "stage": request.facts.get("stage"),
+            "n_processes": len(job.ranks) or request.facts.get("n_processes"),
+            "n_ranks": max((c.n_ranks for c in job.assembler.comms.values()), default=None),
+            "policy": request.policy,
+            "steps": job.last_step,
+            "loss_first": losses[0] if losses else None,
+            "loss_last": losses[-1] if losses else None,
+            **found,
+            "kept": outcome.kept,
+            "dropped": outcome.dropped or None,
+            "failure": self.failure or None,
+            "not_obeyed": [str(item) for item in outcome.disobeyed],
+            "agreement": {"state": job.state[0].name, "text": job.state[1]} if job.state else None,
+            "consistency": {"calls_checked": job.audit.calls_checked, "mismatches": job.audit.mismatches},
+            "records_lost": sum(job.lost.values()),
+            "ended": outcome.ended or None,
+            "job_status": job.status,
+            "run": str(self.run.path),
+            "trace": str(self.out / "trace"),
+            "report": str(self.out / "report.html"),
+        }
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    """The summary that an earlier tuner of the run left, {} if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(path.read_text()))
+    return {}
+
+
+def _header(trace: Path) -> dict[str, Any]:
+    return _read_summary(trace / "header.json")
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..envs.live import logged
 from ..envs.nccl.shm import RunFolder
 from .compare import Comparison, compare
+from .outputs import logged
 
 #: Steps at the start of a job that do not count: imports, connections, first touches of memory.
 WARM_UP = 5

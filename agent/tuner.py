@@ -12,7 +12,8 @@ import numpy as np
 
 from ..envs.arena import Policy
 from ..envs.live import DISCARD, SWITCH_STEPS, JobEnded, Window
-from ..envs.live_env import DEFAULT, NOTHING, TRIAL, WARM, LiveEnv
+from ..envs.live_env import DEFAULT, TRIAL, WARM, LiveEnv
+from ..envs.obedience import Disobeyed
 from ..traces.audit import regime
 from ..traces.records import AUTO, PAIRS, Decision, Slot
 from ..traces.slots import SlotProfile
@@ -75,6 +76,8 @@ class Outcome:
     kept: bool = False  # the table is in force; otherwise NCCL's own choice is
     windows: int = 0
     ended: str = ""  # why the run ended early, if it did
+    dropped: str = ""  # why a table that was kept is no more in force
+    disobeyed: list[Disobeyed] = field(default_factory=list)  # rows that NCCL did not follow, each once
 
     @property
     def decisions(self) -> dict[Slot, Decision]:
@@ -95,6 +98,7 @@ class Tuner:
         self.env, self.policy, self.settings, self.on_window = env, policy, settings, on_window
         self.guard = Guard(settings.budget)
         self.outcome = Outcome()
+        env.on_disobeyed = self.outcome.disobeyed.append
         self._total = settings.windows + settings.verify
 
     def run(self) -> Outcome:
@@ -103,7 +107,7 @@ class Tuner:
             self._profile()
             profiles = self.env.profiles
             if not profiles:
-                self.outcome.ended = NOTHING
+                self.outcome.ended = self.env.nothing()
                 return self.outcome
             for i, profile in enumerate(profiles):
                 self.outcome.choices.append(self._tune(profile, self._allowance(len(profiles) - i)))
@@ -208,7 +212,7 @@ class Tuner:
         verdict = judge(np.array([w.step_ms for w in default]), np.array([w.step_ms for w in tuned]))
         self.outcome.verdict = verdict
         self.outcome.kept = bool(decisions) and verdict.tuned.is_faster
-        env.job.publish(decisions if self.outcome.kept else {})
+        env.job.confirm(decisions if self.outcome.kept else {})
 
     def _out_of_time(self) -> str:
         """Why no further trial may start, or ''."""

@@ -1,28 +1,29 @@
 """A running job as the tuner sees it: publish a table, wait some steps, read what they took.
 
-``Job`` owns the run folder (rings and table) and, where we started it, the process. It knows nothing of policies.
+``Job`` reads the rings of the run folder and writes its table. It knows nothing of policies, and starts nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ..traces.assemble import EVENT_COLUMNS, Assembler, empty, step_rows
+from ..traces.assemble import EVENT_COLUMNS, Assembler, as_records, empty, step_rows
 from ..traces.files import TraceWriter
-from ..traces.records import Decision, Slot, Table
+from ..traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, AgreementState, Decision, Lease, Slot, Table
+from .leases import Heart, lease, note_confirmed, read_confirmed
+from .locks import is_locked
 from .nccl.shm import RunFolder
+from .obedience import CallAudit, Disobeyed, Obedience
 
 POLL_S = 0.02
 TAKE_S = 2.0  # how often records become tables: pandas is too slow for every poll
@@ -31,10 +32,30 @@ TAKE_S = 2.0  # how often records become tables: pandas is too slow for every po
 DISCARD = 1
 #: Steps from publishing a table to the first one under it: the poll, the round under way, the round that carries it.
 SWITCH_STEPS = 3
+#: A pause (checkpoint, evaluation) is a step that takes so many times the median of those before it, and so long.
+PAUSE_TIMES, PAUSE_STEP_S, PAUSE_S = 20, 1.0, 5.0
+#: An attached job without a launcher is over when none of its processes has lived for so long: they may be restarted.
+RESTART_S = 60.0
+#: Rows of events that are kept for :meth:`Job.take_events` when nobody takes them.
+MOST_EVENTS = 400_000
+#: In the run folder: the launcher's lock and the job's status from it, the wish to end.
+LAUNCHER, STATUS, STOP = "launcher", "status", "stop"
 
 
 class JobEnded(Exception):
-    """The job is over (its exit status is in ``Job.status``) or has stopped stepping."""
+    """There is nothing more to tune: the job is over (its exit status is in ``Job.status``), or see the subclasses."""
+
+
+class Closed(JobEnded):
+    """The job goes on, and its ranks change no table any more; the message says why."""
+
+
+class Stopped(Closed):
+    """``dynamiccl stop`` was called."""
+
+
+class Withdrawn(Closed):
+    """Ranks ran one collective two ways: the table was taken back. A failure."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +65,7 @@ class Window:
     generation: int
     steps: np.ndarray[Any, Any]  # step numbers
     durations_ms: np.ndarray[Any, Any]
+    disobeyed: tuple[Disobeyed, ...] = ()  # rows of the table that NCCL did not follow
 
     @property
     def step_ms(self) -> float:
@@ -51,11 +73,21 @@ class Window:
         return float(np.median(self.durations_ms))
 
 
+@dataclass
+class _Pause(Exception):
+    """A window is void: what happened, and how long the step took in which it did."""
+
+    what: str
+    durations_ms: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    generation: int = 0
+
+
 class Job:
     """One training job with our plugin and probe in it.
 
-    ``writer``, where given, gets every event, step and table. A job is called stalled after ``stall_s`` seconds
-    without a step.
+    ``writer``, where given, gets every event, step and table. ``on_state`` hears what is waited for. A table is
+    published *confirmed* or as a *trial*: a trial is taken back, by the ranks themselves, when nobody renews it.
     """
 
     def __init__(
@@ -63,54 +95,52 @@ class Job:
         run: RunFolder,
         process: subprocess.Popen[bytes] | None = None,
         writer: TraceWriter | None = None,
-        stall_s: float = 120,
+        on_state: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.run, self.process, self.writer, self.stall_s = run, process, writer, stall_s
+        self.run, self.process, self.writer, self.on_state = run, process, writer, on_state
         self.assembler = Assembler()
         self.generation = run.table.generation()  # another tuner may have been here before
+        self.confirmed: dict[Slot, Decision] = read_confirmed(run.path)
         self.damaged: dict[str, str] = {}  # rings that cannot be read any more, with the reason
         self.lost: dict[str, int] = {}  # records that each ring dropped because nobody read them in time
         self.memory_pressure = 0.0  # memory used / total on the fullest GPU, 0 = unknown
         self.last_step = 0
-        self._taken = time.monotonic()
-        self._events: list[pd.DataFrame] = []
+        self.ranks: set[int] = set()  # of those whose steps were seen
+        self.state: tuple[AgreementState, str] | None = None  # of the ranks' agreement, as rank 0 said it last
+        self.audit = CallAudit()
+        self.obedience = Obedience()
+        self.thin = False  # write events only of steps in which kernel times were taken
+        self._heart: Heart | None = None
+        self._durations: deque[float] = deque(maxlen=50)
+        self._known: set[str] = set()  # rings whose communicators and offers were read
+        self._told = ""
+        self._alive_at = self._taken = time.monotonic()
+        self._events: deque[pd.DataFrame] = deque()
         self._fresh: list[np.ndarray[Any, Any]] = []
 
-    @classmethod
-    def start(
-        cls,
-        command: Sequence[str],
-        run: RunFolder,
-        log: Path,
-        env: Mapping[str, str] | None = None,
-        writer: TraceWriter | None = None,
-        headroom: int | None = None,
-    ) -> Job:
-        """Start ``command`` with the run's environment, its output in ``log``. Raises OSError if it cannot start.
-
-        The output goes to a file, not to a pipe, and the job gets its own session: it must outlive the tuner.
-        """
-        with open(log, "ab") as out:
-            process = subprocess.Popen(
-                list(command),
-                env={**os.environ, **run.env(headroom), **(env or {})},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        return cls(run, process, writer)
+    # -- is it alive, and what does it say ---------------------------------------------------------------------
 
     @property
     def status(self) -> int | None:
-        """Exit status, None while it runs (or where we did not start it)."""
-        return self.process.poll() if self.process else None
+        """Exit status (128 + n after signal n), None while it runs or where nobody has told."""
+        if self.process:
+            code = self.process.poll()
+            return 128 - code if code is not None and code < 0 else code
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.run.path / STATUS).read_text())
+        return None
 
     def is_alive(self) -> bool:
-        """Whether the job, or for an attached one any process with a ring, still runs."""
+        """Whether the job runs: its process or its launcher; where there is neither, a process with a ring."""
         if self.process:
             return self.process.poll() is None
-        return any(ring.is_alive() for ring in self.run.rings())
+        if (self.run.path / LAUNCHER).exists():
+            return self.status is None and is_locked(self.run.path / LAUNCHER)
+        rings = self.run.rings()
+        now = time.monotonic()
+        if not rings or any(_runs(ring.pid) for ring in rings):
+            self._alive_at = now
+        return now - self._alive_at < RESTART_S
 
     def poll(self) -> None:
         """Take everything new out of the rings."""
@@ -118,19 +148,36 @@ class Job:
             if ring.name in self.damaged:
                 continue
             try:
+                if ring.name not in self._known:  # what was announced before we came
+                    self._known.add(ring.name)
+                    if hasattr(ring, "known"):
+                        self.assembler.add(ring.known(), ring.pid)
                 records = ring.drain()
             except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
                 self.damaged[ring.name] = str(error)
                 continue
             self.lost[ring.name] = ring.lost
             if len(records):
-                self.assembler.add(records, ring.pid)
-                rows = step_rows(records)
-                if len(rows):
-                    self._fresh.append(rows)
-                    self.last_step = int(rows["step"][-1])
+                self._read(records, ring.pid)
         if time.monotonic() - self._taken > TAKE_S:
             self.take()
+
+    def _read(self, records: np.ndarray[Any, Any], pid: int) -> None:
+        self.assembler.add(records, pid)
+        rows = as_records(records, COLL_DTYPE)
+        calls = rows[rows["kind"] == COLL]
+        self.audit.add(calls, pid)
+        self.obedience.add(calls)
+        for row in rows[rows["kind"] == STATE].view(STATE_DTYPE):
+            text = bytes(row["text"]).split(b"\0", 1)[0].decode("utf-8", "replace")
+            self.state = AgreementState(int(row["code"])), text
+        steps = step_rows(records, None)
+        if len(steps):
+            self.ranks.update(map(int, np.unique(steps["rank"])))
+            steps = steps[steps["rank"] == 0]
+        if len(steps):
+            self._fresh.append(steps)
+            self.last_step = int(steps["step"][-1])
 
     def take(self, everything: bool = False) -> None:
         """Turn what was read into tables: to the trace, and kept for :meth:`take_events`."""
@@ -138,23 +185,77 @@ class Job:
         lost = sum(self.lost.values())
         if self.writer and lost != self.writer.header.get("records_lost", 0):
             self.writer.update_header(records_lost=lost)
-        source = self.writer.drain if self.writer else Assembler.take
-        events, steps = source(self.assembler, everything)
+        if self.writer:
+            events, steps = self.writer.drain(self.assembler, everything, self.thin)
+        else:
+            events, steps = self.assembler.take(everything)
         if len(steps):
             memory = steps[steps["memory_total"] > 0].groupby("rank").tail(1)
             if len(memory):  # of the rank that has least left: what it cannot afford none can
                 self.memory_pressure = float((memory["memory_used"] / memory["memory_total"]).max())
         if len(events):
             self._events.append(events)
+            while len(self._events) > 1 and sum(map(len, self._events)) > MOST_EVENTS:
+                self._events.popleft()
 
-    def publish(self, decisions: Mapping[Slot, Decision]) -> int:
+    def waits_for(self) -> str:
+        """What stands between the job and a step under our table, in words."""
+        if not self.run.rings():
+            return "no process of the job has loaded the probe yet"
+        if not self.ranks:
+            return "the probe is loaded; no optimizer step yet"
+        if 0 not in self.ranks:
+            return "rank 0 is on another node: the tuner there tunes; here the job is only seen to"
+        if self.state and self.state[0] == AgreementState.WAITING:
+            return f"the ranks do not switch tables yet: {self.state[1]}"
+        return "steps"
+
+    def check(self) -> None:
+        """Raise what ends tuning while the job goes on: Withdrawn, Stopped, Closed."""
+        if self.audit.mismatches:
+            raise Withdrawn(f"ranks ran one collective two ways ({self.audit.example}): the table was withdrawn")
+        if (self.run.path / STOP).exists():
+            raise Stopped("stopped by `dynamiccl stop`")
+        if self.state and self.state[0] in (AgreementState.SHUT, AgreementState.CLOSED):
+            never = self.state[0] == AgreementState.SHUT
+            raise Closed(f"the ranks {'never switched tables' if never else 'switch no more tables'}: {self.state[1]}")
+
+    # -- tables --------------------------------------------------------------------------------------------------
+
+    def publish(self, decisions: Mapping[Slot, Decision], trial: Lease | None = None) -> int:
         """Make ``decisions`` the table of the next generation; the probe switches all ranks at one step."""
         self.generation += 1
-        table = Table.of(self.generation, decisions)
+        table = Table.of(self.generation, decisions, trial)
+        self.obedience.expect(table)
+        self.run.table.publish(table)
         if self.writer:
             self.writer.log("table", {"table": table})
-        self.run.table.publish(table)
         return self.generation
+
+    def confirm(self, decisions: Mapping[Slot, Decision]) -> int:
+        """Publish ``decisions`` to stay: what the job falls back to, and a later daemon goes on from."""
+        self.confirmed = {s: d for s, d in decisions.items() if not d.is_auto}
+        generation = self.publish(self.confirmed)
+        note_confirmed(self.run.path, Table.of(generation, self.confirmed))
+        return generation
+
+    def keep_alive(self) -> None:
+        """Renew the lease of trials from now on, from a thread of its own, until :meth:`release`."""
+        if self._heart is None:
+            self._heart = Heart(self.run.table.beat)
+
+    def release(self) -> None:
+        """The way out, whatever happened: what was confirmed is in force, and trials are renewed no more."""
+        writer, self.writer = self.writer, None  # a full disk must not stand in the way
+        try:
+            self.confirm(self.confirmed)
+        finally:
+            self.writer = writer
+            if self._heart:
+                self._heart.stop()
+                self._heart = None
+
+    # -- windows -------------------------------------------------------------------------------------------------
 
     def window(
         self,
@@ -165,10 +266,25 @@ class Job:
     ) -> Window:
         """Run ``n_steps`` counted steps under ``decisions`` and return them.
 
-        Ends early once a counted step took longer than ``give_up_ms``. Raises JobEnded if the job ends, or takes no
-        step for ``stall_s`` seconds.
+        Ends early once a counted step took longer than ``give_up_ms``. A pause of the job, of any length, voids the
+        window: the confirmed table is published meanwhile and the window begins anew when steps come again. If that
+        happens twice it is taken for the table's doing, and is the window's result. Raises JobEnded.
         """
-        generation = self.publish(decisions)
+        chosen = {s: d for s, d in decisions.items() if not d.is_auto}
+        for attempt in range(10**9):
+            try:
+                return self._window(chosen, n_steps, discard, give_up_ms)
+            except _Pause as pause:
+                if attempt and chosen and pause.durations_ms:
+                    worst = int(np.argmax(pause.durations_ms))
+                    times, steps = np.array([pause.durations_ms[worst]]), np.array([pause.steps[worst]])
+                    return Window(pause.generation, steps, times)
+                self._say(f"the window is measured again: {pause.what}")
+        raise AssertionError("unreachable")
+
+    def _window(self, decisions: dict[Slot, Decision], n_steps: int, discard: int, give_up_ms: float) -> Window:
+        trial = decisions != self.confirmed
+        generation = self.publish(decisions, lease(n_steps + discard, self._durations) if trial else None)
         steps: list[int] = []
         durations: list[float] = []
         seen = 0
@@ -176,65 +292,98 @@ class Job:
         while len(durations) < n_steps:
             alive = self.is_alive()
             self.poll()
-            for rows in self._take_fresh():
-                for row in rows:
-                    last = time.monotonic()
-                    if int(row["generation"]) != generation:
-                        continue
-                    seen += 1
-                    if seen > discard and len(durations) < n_steps:
-                        steps.append(int(row["step"]))
-                        durations.append(float(row["duration_ns"]) / 1e6)
+            self.check()
+            for row in (row for rows in self.new_steps() for row in rows):
+                last = time.monotonic()
+                took = float(row["duration_ns"]) / 1e6
+                pause_ms = self._pause_ms()
+                self._durations.append(took)
+                if int(row["generation"]) != generation:
+                    if seen:
+                        raise _Pause("its table was taken back", generation=generation)
+                    continue
+                seen += 1
+                if took > pause_ms:
+                    steps.append(int(row["step"]))
+                    raise _Pause(f"a step took {took / 1e3:.1f} s", [took], steps[-1:], generation)
+                if seen > discard and len(durations) < n_steps:
+                    steps.append(int(row["step"]))
+                    durations.append(took)
             if durations and durations[-1] > give_up_ms:
                 break
             if len(durations) >= n_steps:
                 break
             if not alive:
-                raise JobEnded(f"the job ended with status {self.status}")
-            if time.monotonic() - last > self.stall_s:
-                raise JobEnded(f"the job has taken no step for {self.stall_s:.0f} s")
+                raise JobEnded(self._ended())
+            now = time.monotonic()
+            if not seen and now - last > 2:
+                self._say(f"waiting: {self.waits_for()}")
+            if self._durations and now - last > max(PAUSE_S, self._pause_ms() / 1e3):
+                self._sit_out(trial, now - last)
+                raise _Pause("the job paused", generation=generation)
             time.sleep(POLL_S)
-        return Window(generation, np.array(steps), np.array(durations))
+        self._told = ""
+        return Window(
+            generation, np.array(steps), np.array(durations), self.obedience.verdict(generation, self.assembler.comms)
+        )
+
+    def _sit_out(self, trial: bool, since_s: float) -> None:
+        """The job takes no steps: the confirmed table meanwhile, and wait, however long, until steps come."""
+        if trial:
+            self.publish(self.confirmed)
+        self._say(f"the job has taken no step for {since_s:.0f} s: waiting until it goes on")
+        while not self._fresh:
+            alive = self.is_alive()
+            self.poll()
+            self.check()
+            if not alive and not self._fresh:
+                raise JobEnded(self._ended())
+            time.sleep(POLL_S * 5)
+
+    def _pause_ms(self) -> float:
+        known = float(np.median(self._durations)) if len(self._durations) >= 3 else float("inf")
+        return max(PAUSE_STEP_S * 1e3, PAUSE_TIMES * known)
+
+    def _ended(self) -> str:
+        return "the job has ended" if self.status is None else f"the job ended with status {self.status}"
+
+    def _say(self, text: str) -> None:
+        if text != self._told:
+            self._told = text
+            self.on_state(text)
 
     def take_events(self) -> pd.DataFrame:
-        """Events since the last call, those still waiting for their kernel times included."""
+        """Events since the last call (the newest MOST_EVENTS), those still waiting for their kernel times included."""
         self.poll()
         self.take(everything=True)
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return pd.concat(events, ignore_index=True) if events else empty(EVENT_COLUMNS)
 
-    def stop(self, grace_s: float = 10) -> None:
-        """End a job that we started: SIGTERM to its session, SIGKILL after ``grace_s`` seconds."""
-        if self.process and self.process.poll() is None:
-            for sig, wait in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.process.pid, sig)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(wait)
-                    return
-
     def wait(self) -> int:
-        """Keep reading until the job ends; its exit status (0 for an attached job that is gone)."""
+        """Keep reading until the job ends; its exit status (0 where nobody has told)."""
         while self.is_alive():
             self.rest()
         self.poll()
         return self.status or 0
 
     def rest(self) -> None:
-        """One unhurried poll."""
+        """One unhurried poll; steps that no window asked for are let go."""
         self.poll()
+        self._fresh.clear()
         time.sleep(POLL_S * 5)
 
-    def _take_fresh(self) -> list[np.ndarray[Any, Any]]:
+    def new_steps(self) -> list[np.ndarray[Any, Any]]:
+        """STEP records of rank 0 since the last call, in pieces."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
 
-def logged(path: Path | None, name: str) -> list[float]:
-    """Field ``name`` of a job's own log, JSON lines in step order; lines that are not whole or lack it are left out."""
-    values = []
-    if path and path.exists():
-        for text in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                values.append(float(json.loads(text)[name]))
-    return values
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

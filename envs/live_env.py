@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pandas as pd
 
-from ..traces.records import AUTO, Decision, Slot
+from ..traces.records import AUTO, TUNED_FUNCS, Decision, Slot
 from ..traces.slots import SlotProfile, find_slots
 from . import spaces
 from .live import DISCARD, Job, Window
+from .obedience import Disobeyed
 
 DEFAULT, WARM, TRIAL = "default", "warm", "trial"
 NOTHING = "the job runs no all_gather or reduce_scatter that a tuner can reach: nothing to tune"
+NOT_LOADED = (
+    "NCCL has not loaded the plugin in any process here, so there is nothing to tune: let the job keep the variables "
+    "that begin with NCCL_ and DYNAMICCL_, and look at NCCL_DEBUG=INFO for TUNER/Plugin"
+)
+NOT_ASKED = (
+    "NCCL runs all_gather or reduce_scatter but never asks the tuner (symmetric kernels, copy engines, another "
+    "tuner): `dynamiccl doctor` names the variables that do that"
+)
 
 #: Steps that the first window of a config runs, and that are thrown away: NCCL connects an algorithm when it is first
 #: used, and the first runs of some protocols are slow. The last of them is the config's canary: where it takes
@@ -69,11 +79,15 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
         profile_steps: int = 8,
         min_share: float = 0.02,
         time_scale: float = 1.0,
+        funcs: Sequence[str] = TUNED_FUNCS,
     ) -> None:
         self.observation_space = spaces.observation_space()
         self.action_space = spaces.action_space()
         self.job, self.window_steps, self.profile_steps = job, window_steps, profile_steps
         self.min_share, self.time_scale, self.horizon = min_share, time_scale, spaces.HORIZON
+        self.funcs = funcs
+        self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None
+        self.refused: dict[tuple[Slot, Decision], Disobeyed] = {}  # what NCCL does not do although it offers it
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
         self.committed: dict[Slot, Decision] = {}  # what holds for the other slots
@@ -102,7 +116,7 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
                 self.job.memory_pressure,
                 self.time_scale,
             )
-            if p.share >= self.min_share
+            if p.share >= self.min_share and p.slot.func in self.funcs
         ]
         return self.profiles
 
@@ -112,6 +126,10 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
         window = self.job.window(decisions, n_steps or self.window_steps, discard, limit)
         if kind == DEFAULT:
             self._defaults.append(window.step_ms)
+        for row in window.disobeyed:
+            if (row.slot, row.decision) not in self.refused:
+                self.refused[row.slot, row.decision] = row
+                self.on_disobeyed(row)
         self.log.append((kind, window))
         return window
 
@@ -125,6 +143,17 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
                 return self.measure(DEFAULT, {}), canary
             self._used |= new
         return self.measure(DEFAULT, {}), self.measure(TRIAL, decisions)
+
+    def nothing(self) -> str:
+        """Why there is no slot, and the cure."""
+        seen = self.profile_events
+        tuned = seen[seen["func"].isin(self.funcs)] if len(seen) else seen
+        if seen.empty and not self.job.assembler.comms:
+            text = self.job.state[1] if self.job.state else ""
+            return f"{NOT_LOADED}; rank 0 says: {text}" if text else NOT_LOADED
+        if len(tuned) and not self.job.assembler.offers:
+            return NOT_ASKED
+        return NOTHING
 
     @property
     def default_ms(self) -> float:
@@ -164,6 +193,10 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
         decision = spaces.decision_of(action) if valid else AUTO
         default, window = self.measure_pair({**self.committed, self._profile.slot: decision})
         saving = 1 - window.step_ms / self.default_ms
+        if (self._profile.slot, decision) in self.refused:  # what was measured is not this config's time
+            pair, channels = map(int, np.asarray(action))
+            self._mask[0, pair or spaces.N_PAIRS + channels] = False
+            valid, saving = False, self._incumbent_saving
         gain = spaces.scale_saving(np.array([saving - self._incumbent_saving]), self._profile.share)
         self._trials.record(np.array([config if valid else 0]), gain)
         reward = float(spaces.reward(self._trials.means().max(axis=1), gain)[0])

@@ -51,6 +51,10 @@ class RecordedJob:
         self.generation += 1
         return self.generation
 
+    def confirm(self, decisions: Mapping[Slot, Decision]) -> int:
+        """As ``Job.confirm``."""
+        return self.publish(decisions)
+
     def saving(self, decisions: Mapping[Slot, Decision]) -> float:
         """Part of the default's step time that ``decisions`` save, measured or predicted."""
         r, total = self.recorded, 0.0

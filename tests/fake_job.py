@@ -45,6 +45,9 @@ class FakeJob:
         self.tables.append(Table.of(self.generation, decisions))
         return self.generation
 
+    def confirm(self, decisions: Mapping[Slot, Decision]) -> int:
+        return self.publish(decisions)
+
     def window(
         self,
         decisions: Mapping[Slot, Decision],

@@ -1,6 +1,8 @@
 """The rule that must never break: all ranks run the same collective the same way, while tables change under them."""
 
+import os
 import random
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,7 +31,9 @@ def stormy(tmp_path_factory):
     rng = random.Random(5)
     run = RunFolder.create()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
-    job = Job.start([*command, str(RANK), str(STEPS), str(CALLS)], run, tmp_path_factory.mktemp("job") / "log")
+    command += [str(RANK), str(STEPS), str(CALLS)]
+    with open(tmp_path_factory.mktemp("job") / "log", "wb") as log:
+        job = Job(run, subprocess.Popen(command, env={**os.environ, **run.env()}, stdout=log, stderr=log))
     events, published, changed_at = [], 0, 0
     deadline = time.monotonic() + 240
     try:
@@ -44,7 +48,8 @@ def stormy(tmp_path_factory):
         events = job.take_events()
         return job, events, published
     finally:
-        job.stop()
+        job.process.kill()
+        job.process.wait()
         run.close()
 
 

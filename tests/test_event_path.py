@@ -52,7 +52,6 @@ with TraceWriter(Path(sys.argv[2]), {}) as writer:
 def watched_job(folder, trace, seconds, during=lambda daemon: None):
     """Run the trainer with a daemon beside it; (records sent, (n, 2) times and microseconds of its steps)."""
     env = {**os.environ, "DYNAMICCL_RUN": str(folder.path)}
-    folder.release()
     daemon = subprocess.Popen([sys.executable, "-c", DAEMON, folder.path, trace], stdout=subprocess.PIPE, text=True)
     assert daemon.stdout.readline() == "reading\n"
     job = subprocess.Popen([sys.executable, "-c", TRAINER, str(seconds)], env=env, stdout=subprocess.PIPE, text=True)

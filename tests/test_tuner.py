@@ -67,7 +67,7 @@ def test_a_job_without_tunable_collectives_has_nothing_to_tune():
     job = FakeJob(truth)
     job.assembler.offers = {}
     outcome, _, _ = run("random", job)
-    assert outcome.choices == [] and not outcome.kept and "nothing to tune" in outcome.ended
+    assert outcome.choices == [] and not outcome.kept and "never asks the tuner" in outcome.ended
 
 
 def test_search_ends_when_it_has_cost_its_budget():

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -85,6 +86,7 @@ class TraceWriter:
             segments to it and keep its header) or ``replace`` (remove its files, and no others).
         segment_rows: a segment is written when so many rows have come,
         segment_seconds: or so much time has passed; up to a minute in a long run, or its files would be too many.
+        most_bytes: of all segments together. Beyond it the oldest go, save those of the beginning (a quarter).
     """
 
     def __init__(
@@ -95,9 +97,10 @@ class TraceWriter:
         existing: Literal["refuse", "resume", "replace"] = "refuse",
         segment_rows: int = 50_000,
         segment_seconds: float = 10.0,
+        most_bytes: float = float("inf"),
     ) -> None:
         self.folder = Path(folder)
-        self.segment_rows, self.segment_seconds = segment_rows, segment_seconds
+        self.segment_rows, self.segment_seconds, self.most_bytes = segment_rows, segment_seconds, most_bytes
         old: dict[str, Any] = {}
         if (self.folder / "header.json").exists():
             if existing == "refuse":
@@ -115,6 +118,7 @@ class TraceWriter:
         self._write_header()
         self._buffers: dict[str, list[pd.DataFrame]] = {kind: [] for kind in _SEGMENTED}
         self._next = {kind: _next_segment(self.folder, kind) for kind in _SEGMENTED}
+        self._sizes = {kind: {p: p.stat().st_size for p in _segments(self.folder, kind)} for kind in _SEGMENTED}
         self._known: tuple[dict[int, dict[int, int]], int] = ({}, 0)
         self._began = self._flushed = time.monotonic()
         self._log = (self.folder / "windows.jsonl").open("a", buffering=1, encoding="utf-8")
@@ -130,10 +134,15 @@ class TraceWriter:
         self.header.update(plain(fields))
         self._write_header()
 
-    def drain(self, assembler: Assembler, everything: bool = False) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """``assembler.take(everything)``, written and returned; keeps comms and offers up to date too."""
+    def drain(
+        self, assembler: Assembler, everything: bool = False, thin: bool = False
+    ) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """``assembler.take(everything)``, written and returned; keeps comms and offers up to date too.
+
+        ``thin``: of the events only those whose kernels were timed are written.
+        """
         events, steps = assembler.take(everything)
-        self.write(events, steps)
+        self.write(events[events["start_ns"].notna()] if thin else events, steps)
         known = ({c.comm_id: dict(c.ranks) for c in assembler.comms.values()}, len(assembler.offers))
         if known != self._known:
             self._known = known
@@ -158,9 +167,31 @@ class TraceWriter:
             if frames:
                 path = self.folder / f"{kind}-{self._next[kind]:05d}.parquet"
                 _write_parquet(path, pd.concat(frames, ignore_index=True), _SEGMENTED[kind])
+                self._sizes[kind][path] = path.stat().st_size
                 self._next[kind] += 1
                 frames.clear()
+                self._rotate(kind)
         self._flushed = time.monotonic()
+
+    def _rotate(self, kind: str) -> None:
+        """Steps may have a quarter of the space, events the rest; the first quarter of either stays as it is."""
+        sizes = self._sizes[kind]
+        most = self.most_bytes / 4 * (1 if kind == "steps" else 3)
+        over = sum(sizes.values()) - most
+        kept, gone = 0, 0
+        for path, size in list(sizes.items())[:-1]:
+            if over <= 0:
+                break
+            kept += size
+            if kept <= most / 4:
+                continue
+            path.unlink(missing_ok=True)
+            del sizes[path]
+            over -= size
+            gone += 1
+        if gone:
+            name = f"{kind}_segments_rotated"
+            self.update_header(**{name: self.header.get(name, 0) + gone})
 
     def write_whole(self, kind: Literal["comms", "offers", "compute"], frame: pd.DataFrame) -> None:
         """Write comms, offers or compute, keeping rows that an earlier life of this trace has written."""
@@ -206,18 +237,20 @@ class Trace:
     warnings: list[str] = field(default_factory=list)  # what could not be read, one line each
 
     @classmethod
-    def read(cls, folder: str | os.PathLike[str]) -> Trace:
+    def read(cls, folder: str | os.PathLike[str], most_events: int | None = None) -> Trace:
         """Read a trace folder, or the run folder whose ``trace/`` it is.
 
-        Raises TraceError if there is none, if it is of a newer format, or if a file other than the last
-        segment is damaged.
+        ``most_events``: of a longer trace only the first and the last segments are read, about so many events; a
+        warning says so. Raises TraceError if there is none, if it is of a newer format, or if a file other than the
+        last segment is damaged.
         """
         path = Path(folder)
         if not (path / "header.json").exists() and (path / "trace" / "header.json").exists():
             path = path / "trace"
         header = _read_header(path)
         warnings: list[str] = []
-        parts = {kind: _read_segments(path, kind, warnings) for kind in _SEGMENTED}
+        limits = {"events": most_events}
+        parts = {kind: _read_segments(path, kind, warnings, limits.get(kind)) for kind in _SEGMENTED}
         whole = {
             kind: _read_parquet(path / f"{kind}.parquet", columns)
             if (path / f"{kind}.parquet").exists()
@@ -249,9 +282,13 @@ def _own_files(folder: Path) -> list[Path]:
     return [p for pattern in (*patterns, *(f"{k}.parquet" for k in _WHOLE)) for p in folder.glob(pattern)]
 
 
+def _segments(folder: Path, kind: str) -> list[Path]:
+    return sorted(p for p in folder.glob(f"{kind}-*.parquet") if p.stem.rpartition("-")[2].isdigit())
+
+
 def _next_segment(folder: Path, kind: str) -> int:
     """Number after the last segment; a last segment that a crash cut short is set aside first."""
-    paths = sorted(p for p in folder.glob(f"{kind}-*.parquet") if p.stem.rpartition("-")[2].isdigit())
+    paths = _segments(folder, kind)
     if not paths:
         return 0
     try:
@@ -286,11 +323,11 @@ def _read_parquet(path: Path, columns: dict[str, str]) -> pd.DataFrame:
         raise TraceError(f"{path} is damaged ({why}): remove it to read the rest of the trace") from None
 
 
-def _read_segments(folder: Path, kind: str, warnings: list[str]) -> pd.DataFrame:
+def _read_segments(folder: Path, kind: str, warnings: list[str], most_rows: int | None = None) -> pd.DataFrame:
     columns = _SEGMENTED[kind]
     paths = sorted(folder.glob(f"{kind}-*.parquet"))
     frames = []
-    for path in paths:
+    for path in _ends(paths, most_rows, warnings) if most_rows is not None else paths:
         try:
             frames.append(_read_parquet(path, columns))
         except TraceError:
@@ -300,6 +337,25 @@ def _read_segments(folder: Path, kind: str, warnings: list[str]) -> pd.DataFrame
     if list(folder.glob(f"{kind}-*.tmp")):
         warnings.append(f"the writer was stopped while it wrote a segment: the last {kind} are missing")
     return pd.concat(frames, ignore_index=True) if frames else empty(columns)
+
+
+def _ends(paths: list[Path], most_rows: int, warnings: list[str]) -> list[Path]:
+    """The first and the last of the segments, half of ``most_rows`` each, at least one of either."""
+    rows = []
+    for path in paths:
+        try:
+            rows.append(int(pq.read_metadata(path).num_rows))
+        except (OSError, pa.ArrowException):
+            rows.append(0)  # told of when it is read
+    if sum(rows) <= most_rows:
+        return paths
+    before, after = np.cumsum(rows), np.cumsum(rows[::-1])[::-1]
+    keep = [i for i in range(len(paths)) if before[i] <= most_rows / 2 or after[i] <= most_rows / 2]
+    keep = sorted({0, len(paths) - 1, *keep})
+    left_out = sum(rows) - sum(rows[i] for i in keep)
+    if left_out:
+        warnings.append(f"{left_out} of {sum(rows)} events, in the middle of the run, are left out")
+    return [paths[i] for i in keep]
 
 
 def _read_header(folder: Path) -> dict[str, Any]:

@@ -44,8 +44,32 @@ RanksPerNode = Annotated[
     typer.Option(help="Ranks on a node. Default: the recording's, else the cluster's.", show_default=False),
 ]
 
+Force = Annotated[
+    bool, typer.Option("--force", help="Go on although `dynamiccl doctor` finds something that must be changed.")
+]
+
 
 def fail(message: str) -> NoReturn:
     """Say in one line what is wrong and how to cure it, and exit with status 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def refuse_traps(command: list[str] | None, force: bool, emulated: bool = False) -> None:
+    """What ``dynamiccl doctor`` says must be changed stops here, before anything is started, unless forced."""
+    from ...envs.nccl.traps import WITHOUT_NCCL, examine, gather
+
+    found = [trap for trap in examine(gather(command)) if trap.must_change]
+    if emulated:  # NCCL has no part in it
+        found = [trap for trap in found if trap.name in WITHOUT_NCCL]
+    if found and not force:
+        what = "; ".join(f"{trap.what}: {trap.cure}" for trap in found)
+        fail(f"{what} (`dynamiccl doctor` tells more, --force goes on all the same)")
+    for trap in found:
+        print(f"warning: {trap.what}: {trap.cure}", file=sys.stderr)
+
+
+def run_folder(where: str) -> Path:
+    """A run folder by its path, or by the folder that holds a run's results. Raises ValueError."""
+    path = Path(where)
+    return (path / "run").resolve() if (path / "run").is_symlink() else path

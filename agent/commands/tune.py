@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import Headroom, fail
+from . import Force, Headroom, fail, refuse_traps, run_folder
 
 #: Our own job on an emulated cluster: bytes are stretched so that a block weighs what a 2.7B model's does in bf16
 #: (160 MB), time so that communication and compute keep the proportion of a ZeRO-3 step with a small batch.
@@ -18,6 +18,7 @@ DEMO_CLUSTER, DEMO_BYTES_SCALE, DEMO_TIME_SCALE = "dgx-h100-2x8", 90.0, 30.0
 
 
 def tune(
+    context: typer.Context,
     command: Annotated[
         list[str] | None,
         typer.Argument(help="The training job, after --; without one our own ZeRO job runs.", show_default=False),
@@ -43,6 +44,12 @@ def tune(
     budget: Annotated[
         float, typer.Option(min=0, help="Share of the job's time that the search may lose against the default.")
     ] = 0.05,
+    bitwise: Annotated[
+        bool,
+        typer.Option(
+            "--bitwise", help="Only tune all_gather, which adds nothing up: another reduce_scatter rounds otherwise."
+        ),
+    ] = False,
     bytes_scale: Annotated[float | None, typer.Option(help="Emulated bytes for each byte of the job.")] = None,
     time_scale: Annotated[float | None, typer.Option(help="Wall-clock time for each emulated time.")] = None,
     weather: Annotated[
@@ -50,9 +57,28 @@ def tune(
     ] = "",
     headroom: Headroom = None,
     attach: Annotated[
-        str | None, typer.Option(help="Join a running job by its run folder, as `dynamiccl env` made it.")
+        str | None,
+        typer.Option(
+            help="Join a running job: its run folder as `dynamiccl env` made it, or the --out of a run whose tuner is "
+            "gone, which goes on as it began."
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the trace, the summary and the report.")] = Path("runs/tune"),
+    again: Annotated[bool, typer.Option("--again", help="With --attach: even after `dynamiccl stop`.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the trace, the summary, the job's output and the report; default: a new one below "
+            "runs/tune, where `latest` leads to it.",
+            show_default=False,
+        ),
+    ] = None,
+    kill_after: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Kill a job that has not ended so many seconds after it was told to.", show_default=False
+        ),
+    ] = None,
+    force: Force = False,
     seed: Annotated[int, typer.Option(help="Seed of the job, the emulation and the policy.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Also write the summary here; - prints it instead of text.")] = None,
 ) -> None:
@@ -63,55 +89,112 @@ def tune(
     NCCL does as it likes, and an interleaved comparison at the end has the last word: where the table does not win,
     NCCL's own choice stays.
 
+    With a COMMAND this is a launcher that schedulers can trust: its exit status is the job's (128 + n after signal n),
+    it hands on every signal, and passes the output through. The tuner is another process: the job does not notice when
+    it ends, and `--attach` starts it again. What came of the tuning is on stderr and in OUT/summary.json. Start it on
+    every node: the one that has rank 0 tunes, the others see to their part of the job.
+
     \b
     dynamiccl tune                                   our ZeRO-3 job on the GPUs here, or emulated without GPUs
     dynamiccl tune --cluster dgx-h100-2x8            the same on an emulated cluster
     dynamiccl tune -- torchrun --nproc-per-node 8 train.py
+    srun --ntasks-per-node 1 dynamiccl tune -- torchrun --nnodes 2 --nproc-per-node 8 ... train.py
+    dynamiccl tune --attach runs/tune/latest         a tuner for a job whose tuner is gone
     """
+    from ...envs.live import LAUNCHER
+    from ...envs.locks import Busy, lock
     from ...envs.nccl.build import PluginBuildError
     from ...envs.nccl.shm import RunFolder
     from ...traces.files import TraceError
-    from ..console import Show, show_summary
-    from ..daemon import Daemon, Emulated, Request, workload
+    from ..baselines import make_policy
+    from ..daemon import Emulated, Request, workload
+    from ..launcher import Plan
+    from ..outputs import claim, link
     from ..tuner import Settings
 
     window_steps = window_steps if window_steps is not None else 20 if command or attach else 4
     _check(stage, steps, windows, verify, window_steps, command, attach)
-    gpus = 0 if cluster or attach else n_gpus()
-    if not (command or attach or cluster) and gpus < 2:
+    if attach:
+        if headroom:
+            fail("the job's communicators are made already: give --headroom to `dynamiccl env`, before the job starts")
+        _attach(context, attach, again)
+        return
+    gpus = 0 if cluster else n_gpus()
+    own = not command
+    if own and not cluster and gpus < 2:
         cluster = DEMO_CLUSTER
     emulated = None
     if cluster:
         emulated = Emulated(cluster, bytes_scale or DEMO_BYTES_SCALE, time_scale or DEMO_TIME_SCALE, seed, weather)
         _check_cluster(emulated)
-    facts: dict[str, Any] = {}
-    job_log = None
-    if attach and headroom:
-        fail("the job's communicators are made already: give --headroom to `dynamiccl env`, before the job starts")
-    own = not (command or attach)
-    if own:
-        facts = {"stage": stage, "n_processes": ranks or (2 if emulated else gpus)}
-        job_log = out / "job.jsonl"
-        job_log.unlink(missing_ok=True)
-        backend = "emulated" if emulated else "nccl"
-        command = workload(stage, steps, facts["n_processes"], job_log, backend=backend, seed=seed)
-    elif command and shutil.which(command[0]) is None:
+    if command and shutil.which(command[0]) is None:
         fail(f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py")
-    settings = Settings(windows, verify, window_steps, steps if own else None, budget)
-    quiet = json is not None and str(json) == "-"
+    refuse_traps(command, force, emulated=emulated is not None)
+    n_processes = ranks or (2 if emulated else gpus)
     try:
-        run = RunFolder.open(attach) if attach else None
-        with Show(windows + verify, quiet) as show:
-            request = Request(out, command or (), run, emulated, policy, seed, settings, facts, headroom, job_log)
-            summary = Daemon(request, show.window, show.phase).serve()
-    except (PluginBuildError, TraceError, ValueError, OSError) as error:
+        make_policy(policy, seed)  # all that can fail fails before the job starts
+        out, fd = claim(out)
+        out = out.resolve()
+        job_log = out / "job.jsonl" if own else None
+        if job_log:
+            job_log.unlink(missing_ok=True)
+            backend = "emulated" if emulated else "nccl"
+            command = workload(stage, steps, n_processes, job_log, backend=backend, seed=seed)
+        run = RunFolder.create()
+        request = Request(
+            out,
+            policy=policy,
+            seed=seed,
+            settings=Settings(windows, verify, window_steps, steps if own else None, budget),
+            emulated=emulated,
+            facts={"stage": stage, "n_processes": n_processes} if own else {},
+            job_log=job_log,
+            job=" ".join(command or ()),
+            bitwise=bitwise,
+            json=None if json is None else "-" if str(json) == "-" else str(json.resolve()),
+            launched=not own,
+        )
+        request.write(run.path)
+        link(out, run.path)
+        tuner = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--attach", str(run.path)]
+        environment = {**run.env(headroom), **(emulated.env() if emulated else {})}
+        locks = [fd, lock(run.path / LAUNCHER, f"{run.path} has a launcher already")]
+        quiet = str(json) == "-"
+        Plan(
+            list(command or ()), tuner, str(run.path), str(out / "job.log"), environment, quiet, own, kill_after, locks
+        ).become()
+    except (PluginBuildError, TraceError, Busy, ValueError, OSError) as error:
         fail(str(error))
-    if json is not None:
+
+
+def _attach(context: typer.Context, where: str, again: bool) -> None:
+    """Be the tuner of a running job: as its launcher left word, save what is given on this command line."""
+    from ...envs.locks import Busy
+    from ...envs.nccl.shm import RunFolder
+    from ...traces.files import TraceError
+    from ..console import Show, show_summary
+    from ..daemon import Daemon, Request
+
+    try:
+        path = run_folder(where)
+        run = RunFolder.open(path)
+        given = {
+            name: value
+            for name, value in context.params.items()
+            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+        }
+        request = Request.read(path, given)
+        quiet = request.json == "-"
+        with Show(request.settings.windows + request.settings.verify, quiet, not request.launched) as show:
+            summary = Daemon(request, run, again, show.window, show.phase).serve()
+    except (TraceError, Busy, ValueError, OSError) as error:
+        fail(str(error))
+    if request.json is not None:
         text = json_module.dumps(summary, indent=2)
-        sys.stdout.write(text + "\n") if quiet else json.write_text(text + "\n")
+        sys.stdout.write(text + "\n") if quiet else Path(request.json).write_text(text + "\n")
     if not quiet:
         show_summary(show.console, summary)
-    raise SystemExit(_exit_code(summary, out, own))
+    raise SystemExit(_exit_code(summary))
 
 
 def _check(
@@ -152,21 +235,13 @@ def _check_cluster(emulated: Any) -> None:
         fail("bytes-scale and time-scale must be above 0")
 
 
-def _exit_code(summary: dict[str, Any], out: Path, own: bool) -> int:
-    """0 when the job ended well (or was interrupted by us), 1 when it failed, 2 when it could not be tuned."""
+def _exit_code(summary: dict[str, Any]) -> int:
+    """Of the tuner alone: 0 with a result, 1 if tuning had to be withdrawn, 2 without a result, 128 + n interrupted."""
     if summary["ended"] in ("interrupted", "terminated"):  # as a shell says it: 128 + SIGINT, 128 + SIGTERM
         return 130 if summary["ended"] == "interrupted" else 143
-    if summary["job_status"]:
-        print(
-            f"error: the job failed with status {summary['job_status']}; see {out / 'job.log'}",
-            file=sys.stderr,
-        )
+    if summary["failure"]:
         return 1
-    if summary["speedup"] is None:
-        hint = "give it more --steps" if own else "a job to tune trains with torch.distributed, for some hundred steps"
-        print(f"error: no result: {summary['ended']} ({hint}); what was seen is in {out}", file=sys.stderr)
-        return 2
-    return 0
+    return 2 if summary["speedup"] is None else 0
 
 
 def n_gpus() -> int:

@@ -276,6 +276,9 @@ TRAPS: tuple[Callable[[Facts], Finding | None], ...] = (
     *(_little_shared_memory, _cpu_vendors, _table_and_run),
 )
 
+#: Traps that also hold for a job on the emulated cluster, in which NCCL has no part.
+WITHOUT_NCCL = ("autoload", "compiler", "shared memory", "fixed table")
+
 
 def examine(facts: Facts) -> list[Finding]:
     """All traps that apply, those that must be cured first."""

@@ -1,0 +1,293 @@
+"""The launcher: starts a job with a tuner beside it, and is to the job's scheduler what the job alone would be.
+
+``dynamiccl tune -- COMMAND`` checks all it can, then *becomes* this process, which is small, of the standard library
+only, and does four things: it runs the job in a session of its own, hands on every signal that can be caught, passes
+the job's output through and keeps a copy, and exits with the job's status. The tuner is another process, which may die
+at any time.
+
+::
+
+    dynamiccl tune -- torchrun train.py   =   this process --+-- the job: torchrun train.py
+                                                             +-- the tuner: dynamiccl tune --attach RUN
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+#: What the launcher is asked to do, and the job's exit status once it has ended, in the run folder.
+PLAN, STATUS = "launch.json", "status"
+#: Signals of a fault of our own, and those that mean something to the launcher alone.
+_OURS = (
+    *("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP"),
+    *("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGPIPE"),
+)
+_SI_KERNEL = 0x80  # siginfo: a terminal's Ctrl-C, which goes to all processes in the foreground
+_PR_SET_PDEATHSIG = 1
+_CHUNK = 65536
+_BEHIND = 256  # chunks that the copy of the output may lie behind before parts of it are left out
+#: After the job's end: for output of processes that it left behind, and for the tuner to sum up.
+_LINGER_S, _TUNER_S = 2.0, 60.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run and where. ``tuner`` is the tuner's command; ``env`` is added to the job's environment.
+
+    ``log`` keeps the job's output. It is also passed through, stdout to stdout and stderr to stderr; or to stderr alone
+    (``mixed``), where stdout is wanted for something else; or not at all (``silent``). ``locks`` are open file
+    descriptors that the launcher holds to its end.
+    """
+
+    command: list[str]
+    tuner: list[str]
+    run: str
+    log: str
+    env: dict[str, str] = field(default_factory=dict)
+    mixed: bool = False
+    silent: bool = False
+    kill_after: float | None = None
+    locks: list[int] = field(default_factory=list)
+
+    def write(self) -> None:
+        """Leave the plan in the run folder. Raises OSError."""
+        path = Path(self.run, PLAN)
+        path.write_text(json.dumps(asdict(self)))
+        path.chmod(0o600)
+
+    def become(self) -> None:
+        """Replace this process by the launcher; does not return. Raises OSError."""
+        self.write()
+        for fd in self.locks:
+            os.set_inheritable(fd, True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Isolated and without site-packages: nothing that is installed beside us can break or slow the launcher.
+        os.execv(sys.executable, [sys.executable, "-I", "-S", __file__, self.run])
+
+    @classmethod
+    def read(cls, run: str) -> Plan:
+        """The plan of a run folder. Raises OSError, ValueError."""
+        return cls(**json.loads(Path(run, PLAN).read_text()))
+
+
+class Copy:
+    """Keeps a copy of the output, from a thread of its own: a full disk or a hung file system costs the copy only."""
+
+    def __init__(self, path: str) -> None:
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._left_out = 0
+        self._thread = threading.Thread(target=self._run, args=(path,), daemon=True)
+        self._thread.start()
+
+    def add(self, data: bytes) -> None:
+        """Never blocks; what the file system does not take in time is left out, and the file says how much."""
+        if self._queue.qsize() < _BEHIND:
+            self._queue.put(data)
+        else:
+            self._left_out += len(data)
+
+    def _run(self, path: str) -> None:
+        file = -1
+        while (data := self._queue.get()) is not None:
+            try:
+                if file < 0:
+                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                if self._left_out:
+                    left_out, self._left_out = self._left_out, 0
+                    data += b"[dynamiccl: %d bytes of output are not kept here]\n" % left_out
+                _write(file, data)
+            except OSError:
+                self._left_out += len(data)
+
+    def close(self) -> None:
+        """Wait a moment for what is still to be written."""
+        self._queue.put(None)
+        self._thread.join(_LINGER_S)
+
+
+class Launcher:
+    """One job and its tuner."""
+
+    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+        self.plan, self.say = plan, say
+        self.job: subprocess.Popen[bytes] | None = None
+        self.tuner: subprocess.Popen[bytes] | None = None
+        self.kill_at = float("inf")
+        self._signals = {s for s in signal.valid_signals() if getattr(s, "name", "") not in _OURS}
+
+    def run(self) -> int:
+        """Start both, see the job through to its end; its status, 128 + n where signal n ended it."""
+        plan = self.plan
+        # Blocked, not handled: a signal waits until the main thread takes it, so none is lost while the job starts.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals | {signal.SIGCHLD})
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the reader of our output may go: the copy goes on
+        try:
+            self.job = self._start(plan.command, plan.env, before, piped=True)
+        except OSError as error:
+            self.say(f"cannot start {plan.command[0]!r}: {error.strerror}")
+            return 127 if isinstance(error, FileNotFoundError) else 126
+        try:
+            self.tuner = self._start(plan.tuner, {}, before, piped=False)
+        except OSError as error:
+            self.say(f"the tuner cannot be started ({error.strerror}); the job runs without it")
+        copy = Copy(plan.log)  # threads from here on: there is no more fork
+        readers = self._read(self.job, copy)
+        while self.job.poll() is None:
+            self._wait(self.job)
+        status = _shell(self.job.returncode)
+        self._note(status)
+        for reader in readers:  # processes that the job left behind may hold its output open for ever
+            reader.join(_LINGER_S)
+        copy.close()
+        self._await_tuner()
+        return status
+
+    def _start(
+        self, command: Sequence[str], env: dict[str, str], mask: set[signal.Signals | int], piped: bool
+    ) -> subprocess.Popen[bytes]:
+        parent, libc = os.getpid(), ctypes.CDLL(None)
+
+        def child() -> None:  # between fork and exec
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            if piped:  # if the launcher is killed outright, the job is told to end: nobody would reap it or read it
+                libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+                if os.getppid() != parent:
+                    os._exit(1)
+
+        pipe = subprocess.PIPE if piped else None
+        return subprocess.Popen(
+            list(command),
+            env={**os.environ, **env},
+            stdin=None if piped and not _is_terminal(0) else subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,
+            preexec_fn=child,
+        )
+
+    def _read(self, job: subprocess.Popen[bytes], copy: Copy) -> list[threading.Thread]:
+        assert job.stdout is not None and job.stderr is not None
+        targets = (None, None) if self.plan.silent else (2 if self.plan.mixed else 1, 2)
+        readers = [
+            threading.Thread(target=_pass_on, args=(stream.fileno(), target, copy), daemon=True)
+            for stream, target in zip((job.stdout, job.stderr), targets, strict=True)
+        ]
+        for reader in readers:
+            reader.start()
+        return readers
+
+    def _wait(self, process: subprocess.Popen[bytes], limit_s: float = 3600.0) -> None:
+        """Until a child ends, a signal comes (which is handed on) or the time is over."""
+        limit_s = min(limit_s, max(0.0, self.kill_at - time.monotonic()))
+        info = signal.sigtimedwait(self._signals | {signal.SIGCHLD}, limit_s)
+        if self.kill_at <= time.monotonic():
+            self.kill_at = float("inf")
+            self.say(f"the job has not ended {self.plan.kill_after:g} s after it was told to: it is killed")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if info is None:
+            return
+        if info.si_signo == signal.SIGCHLD:
+            if self.tuner and self.tuner.poll() is not None and process is self.job and process.poll() is None:
+                self._tuner_is_gone()
+            return
+        self._hand_on(process, info.si_signo, info.si_code == _SI_KERNEL)
+
+    def _hand_on(self, process: subprocess.Popen[bytes], number: int, to_all: bool) -> None:
+        """To the process that we started, as if it had been ours; a terminal's to all processes of its session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if to_all:
+                os.killpg(process.pid, number)
+            elif process.returncode is None:
+                os.kill(process.pid, number)
+        ends = number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+        if ends and self.plan.kill_after is not None and self.kill_at == float("inf"):
+            self.kill_at = time.monotonic() + self.plan.kill_after
+
+    def _tuner_is_gone(self) -> None:
+        assert self.tuner is not None
+        status, self.tuner = _shell(self.tuner.returncode), None
+        self.say(
+            f"the tuner has ended with status {status}; the job goes on under the table that was confirmed last"
+            + (f"; dynamiccl tune --attach {self.plan.run} starts it again" if status not in (0, 2) else "")
+        )
+
+    def _await_tuner(self) -> None:
+        """The job is over: let the tuner sum up. Signals are now the tuner's; the status is the job's all the same."""
+        end, self.kill_at = time.monotonic() + _TUNER_S, float("inf")
+        while self.tuner and self.tuner.poll() is None:
+            if time.monotonic() > end:
+                self.say(f"the tuner has not summed up within {_TUNER_S:.0f} s: it is killed")
+                self.tuner.kill()
+                self.tuner.wait()
+                return
+            self._wait(self.tuner, end - time.monotonic() + 0.01)
+
+    def _note(self, status: int) -> None:
+        """The job's status for the tuner, which is not its parent. Nobody's status depends on it."""
+        with contextlib.suppress(OSError):
+            draft = Path(self.plan.run, STATUS + ".tmp")
+            draft.write_text(f"{status}\n")
+            draft.replace(Path(self.plan.run, STATUS))
+
+
+def _pass_on(source: int, target: int | None, copy: Copy) -> None:
+    while True:
+        try:
+            data = os.read(source, _CHUNK)
+        except OSError:
+            return
+        if not data:
+            return
+        if target is not None:
+            try:
+                _write(target, data)
+            except OSError:  # whoever read our output is gone
+                target = None
+        copy.add(data)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _shell(returncode: int) -> int:
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _is_terminal(fd: int) -> bool:
+    try:
+        return os.isatty(fd)
+    except OSError:
+        return False
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        _write(2, f"dynamiccl: {text}\n".encode())
+
+
+def main() -> None:
+    """Run the plan of the run folder in ``sys.argv[1]``."""
+    status = Launcher(Plan.read(sys.argv[1]), _say).run()
+    os._exit(status)  # readers may still hang on the output of processes that the job left behind
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Lock files: what two processes must not do at once. A lock ends with its process, however that ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class Busy(Exception):
+    """Another process has the lock; the message says whose it is and names the cure."""
+
+
+def lock(path: Path, what: str) -> int:
+    """Take the lock file ``path`` for as long as the returned descriptor, or a copy of it, is open.
+
+    Raises Busy with ``what`` as its message if another process has it, OSError.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        if isinstance(error, BlockingIOError):
+            raise Busy(what) from None
+        raise
+    return fd
+
+
+def is_locked(path: Path) -> bool:
+    """Whether any process has the lock; works across containers that share the file system. False without the file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

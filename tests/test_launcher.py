@@ -1,0 +1,158 @@
+"""The launcher: what a scheduler sees of a job that has a tuner beside it is what it would see of the job alone."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from dynamiccl.agent import launcher
+from dynamiccl.agent.launcher import STATUS, Plan
+
+IDLE = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+BRIEF = [sys.executable, "-S", "-c", "pass"]
+#: A job that notes each signal on stdout, says when it is ready, and saves a checkpoint for a second on SIGTERM.
+JOB = """
+import os, signal, sys, time
+def note(number, frame):
+    print("got", signal.Signals(number).name, flush=True)
+    if number == signal.SIGTERM:
+        time.sleep(1.0)
+        print("checkpoint written", flush=True)
+        sys.exit(77)
+for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH", "SIGALRM"):
+    signal.signal(getattr(signal, name), note)
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def start(tmp_path, command, tuner=BRIEF, **options):
+    Plan(list(command), list(tuner), str(tmp_path), str(tmp_path / "job.log"), **options).write()
+    words = [sys.executable, "-I", "-S", launcher.__file__, str(tmp_path)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.PIPE)
+
+
+def python(program):
+    return [sys.executable, "-S", "-u", "-c", program]
+
+
+def wait_for(path, text, seconds=60):
+    end = time.monotonic() + seconds
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < end, f"no {text!r} in {path.read_text() if path.exists() else path}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("pass", 0),
+        ("raise SystemExit(77)", 77),
+        ("raise SystemExit(2)", 2),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+        ("import os; os.kill(os.getpid(), 11)", 139),
+    ],
+)
+def test_the_exit_status_is_the_jobs_whatever_the_tuners(tmp_path, program, status):
+    """Before: 0 became 2, 77 and a signal became 1."""
+    for tuner in (BRIEF, python("raise SystemExit(2)"), ["/nonexistent"]):
+        process = start(tmp_path, python(program), tuner)
+        process.communicate(timeout=60)
+        assert process.returncode == status
+        assert int((tmp_path / STATUS).read_text()) == status
+
+
+def test_a_job_that_cannot_be_started(tmp_path):
+    process = start(tmp_path, ["/nonexistent/program"], IDLE)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 127 and b"cannot start" in err
+
+
+def test_signals_reach_the_job_and_it_has_the_time_that_it_needs(tmp_path):
+    """Before: SIGUSR1 killed the tuner and orphaned the job; SIGTERM was followed by SIGKILL."""
+    process = start(tmp_path, python(JOB), IDLE)
+    log = tmp_path / "job.log"
+    wait_for(log, "ready")
+    for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGCONT", "SIGWINCH", "SIGALRM"):
+        process.send_signal(getattr(signal, name))
+        wait_for(log, f"got {name}")
+    tuner = int(subprocess.run(["pgrep", "-P", str(process.pid), "-f", "time.sleep.600"], capture_output=True).stdout)
+    os.kill(tuner, signal.SIGKILL)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 77 and out.endswith(b"checkpoint written\n")
+    assert b"status 137; the job goes on" in err
+    assert log.read_bytes() == out
+
+
+def test_a_kill_timer_only_where_asked_for(tmp_path):
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready'); time.sleep(600)"
+    process = start(tmp_path, python(stubborn), BRIEF, kill_after=0.3)
+    wait_for(tmp_path / "job.log", "ready")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 137 and b"it is killed" in err
+
+
+def test_output_is_passed_through_and_kept(tmp_path):
+    program = "import sys; print('out'); print(sys.stdin.read()); print('err', file=sys.stderr); print('x' * 300000)"
+    process = start(tmp_path, python(program))
+    out, err = process.communicate(b"given", timeout=60)
+    assert out == b"out\ngiven\n" + b"x" * 300000 + b"\n" and err.startswith(b"err\n")
+    kept = (tmp_path / "job.log").read_bytes()
+    assert len(kept) == len(out) + 4 and b"err" in kept
+    mixed = start(tmp_path, python(program), mixed=True)
+    out, err = mixed.communicate(b"", timeout=60)
+    assert out == b"" and b"out" in err
+    silent = start(tmp_path, python(program), silent=True)
+    out, _ = silent.communicate(b"", timeout=60)
+    assert out == b""
+
+
+def test_neither_a_full_disk_nor_a_reader_that_is_gone_reaches_the_job(tmp_path):
+    """The copy is lost, and the job ends as it would."""
+    (tmp_path / "job.log").symlink_to("/dev/full")
+    process = start(tmp_path, python("print('x' * 200000); print('whole')"))
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and out.endswith(b"whole\n")
+    process = start(tmp_path, python("import time; time.sleep(0.5); print('x' * 200000); raise SystemExit(5)"))
+    process.stdout.close()
+    assert process.wait(60) == 5
+
+
+def test_a_job_does_not_outlive_a_launcher_that_was_killed(tmp_path):
+    """It is told to end as a scheduler would: nobody could tell of its end any more, and it would hold its GPUs."""
+    process = start(tmp_path, python(JOB), BRIEF)
+    wait_for(tmp_path / "job.log", "ready")
+    (job,) = map(int, subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True).stdout.split())
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 30
+    while Path(f"/proc/{job}").exists() and "Z" not in Path(f"/proc/{job}/stat").read_text().rpartition(")")[2][:3]:
+        assert time.monotonic() < end, "the job lives on"
+        time.sleep(0.05)
+
+
+def test_a_tuner_that_does_not_end_is_not_waited_for_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher, "_TUNER_S", 0.2)
+    said = []
+    plan = Plan(BRIEF, IDLE, str(tmp_path), str(tmp_path / "job.log"))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        assert launcher.Launcher(plan, said.append).run() == 0
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    assert "killed" in said[-1]
+
+
+def test_it_needs_the_standard_library_alone():
+    tree = ast.parse(Path(launcher.__file__).read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
