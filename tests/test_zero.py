@@ -37,7 +37,7 @@ def run(
     job: Any, steps: Iterable[int], *, rows: int = BATCH, batches: Batches = texts, accumulation: int = 1
 ) -> list[float]:
     """Train an engine or a peer, ``rows`` cut over micro-batches and ranks; the mean loss of each step."""
-    group = job.comm.group if isinstance(job, Engine) else None
+    group = job.comm.group if isinstance(job, Engine) and not job.comm.replicas else None
     rank, size, losses = dist.get_rank(group), dist.get_world_size(group), []
     share = rows // size // accumulation
     for step in steps:

@@ -34,14 +34,14 @@ def test_the_calls_of_fsdp2_are_seen(two: World) -> None:
 
 def test_bfloat16_stays_within_fsdp2s_spread(two: World) -> None:
     """How far FSDP2's bf16 losses are from fp32's is what bf16 costs; ours are nowhere further, at any stage."""
-    for seed in range(3):
-        exact = train_alone(20, max_norm=None, seed=seed)
+    for seed in range(3):  # 15 steps: after that one seed's rounding grows into another course, theirs and ours alike
+        exact = train_alone(15, max_norm=None, seed=seed)
         half = {"param_dtype": torch.bfloat16}
-        theirs = two.run(train, 20, {"name": "fsdp2", **half}, seed)[0]
+        theirs = two.run(train, 15, {"name": "fsdp2", **half}, seed)[0]
         spread = max(abs(a - b) for a, b in zip(theirs, exact, strict=True))
         assert 0 < spread < 0.1  # of losses between 3 and 6
         for stage in range(4):
-            ours = two.run(train, 20, {"stage": stage, **half}, seed)[0]
+            ours = two.run(train, 15, {"stage": stage, **half}, seed)[0]
             assert max(abs(a - b) for a, b in zip(ours, exact, strict=True)) <= spread, (seed, stage)
 
 

@@ -68,7 +68,7 @@ def _state(engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
                 add(name, bucket, part.start, value)
             else:
                 scalars[name] = [type(value).__name__, float(value)]
-    for bucket in engine.replicated.frozen.buckets + engine.sharded.buckets:
+    for bucket in engine.replicated.frozen + engine.sharded.buckets:
         if bucket.master is None:
             add("parameter", bucket, 0, bucket.shard)
     return found, scalars

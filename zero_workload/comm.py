@@ -16,12 +16,20 @@ class Collectives:
     Args:
         group: process group of the data-parallel ranks; ``None`` is the default group.
         reduce_op: ``"mean"`` or ``"sum"``: what gradients are reduced with.
+        reduce_group: the same ranks as a second communicator, for reduce-scatters; ``None``: ``group``.
+        replicas: ranks that hold the same shards, one of each copy of ``group``.
 
     Raises:
         ValueError: ``reduce_op`` is neither, or no process group was initialised.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, reduce_op: str = "mean") -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        reduce_op: str = "mean",
+        reduce_group: dist.ProcessGroup | None = None,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
         ops = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
         if reduce_op not in ops:
             raise ValueError(f"reduce_op is 'mean' or 'sum', not {reduce_op!r}")
@@ -29,6 +37,8 @@ class Collectives:
             raise ValueError("call torch.distributed.init_process_group() before zero()")
         self.group, self.op = group, ops[reduce_op]
         self.rank, self.size, self.backend = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
+        self.reduce_group = reduce_group or group
+        self.replicas = Collectives(replicas, reduce_op) if replicas else None
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work:
         """``shard`` [S] of every rank into ``full`` [size * S]; ``shard`` may be this rank's slice of ``full``."""
@@ -38,15 +48,23 @@ class Collectives:
         """``full`` [size * S] reduced over the ranks; slice ``rank`` of it into ``shard`` [S]."""
         if self.backend == "gloo":
             return _Exchange(self, shard, full)
-        return _REDUCE_SCATTER(shard, full, op=self.op, group=self.group, async_op=True)
+        return _REDUCE_SCATTER(shard, full, op=self.op, group=self.reduce_group, async_op=True)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> dist.Work:
         """``tensor`` reduced over the ranks, in place; ``op`` defaults to the gradients' own."""
         return dist.all_reduce(tensor, op=op or self.op, group=self.group, async_op=True)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """``tensor`` of the group's first rank on every rank; returns when done."""
+        """``tensor`` of the group's first rank on every rank, replicas included; returns when done."""
         dist.broadcast(tensor, group=self.group, group_src=0)
+        if self.replicas:
+            self.replicas.broadcast(tensor)
+
+    def agree(self, tensor: torch.Tensor, op: Any) -> None:
+        """``tensor`` reduced over the ranks and their replicas, in place; returns when done."""
+        self.all_reduce(tensor, op).wait()
+        if self.replicas:
+            self.replicas.all_reduce(tensor, op).wait()
 
     def require_same(self, digest: int, what: str) -> None:
         """End with the same error on every rank when ``digest`` (63 bits) is not equal on all of them.
@@ -70,7 +88,7 @@ class _Exchange(dist.Work):
     def __init__(self, comm: Collectives, shard: torch.Tensor, full: torch.Tensor) -> None:
         super().__init__()
         self._comm, self._shard, self._slices = comm, shard, torch.empty_like(full)
-        self._work = dist.all_to_all_single(self._slices, full, group=comm.group, async_op=True)
+        self._work = dist.all_to_all_single(self._slices, full, group=comm.reduce_group, async_op=True)
 
     def wait(self, timeout: Any = None) -> bool:
         self._work.wait()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .dryrun_models import Shape
@@ -27,6 +28,13 @@ _OPS = {
     "alltoall_base_": ("all_to_all", 1),
     "allreduce_": ("all_reduce", 0),
     "broadcast_": ("broadcast", 0),
+}
+#: those of DTensor, which make their output.
+_FUNCTIONAL = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
 }
 
 
@@ -48,13 +56,19 @@ class CollectiveLog(TorchDispatchMode):
         self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, position = _OPS.get(func._schema.name.removeprefix("c10d::"), ("", 0))
-        if name:
+        space, _, spelled = func._schema.name.partition("::")
+        if space == "c10d" and spelled in _OPS:
+            name, position = _OPS[spelled]
             whole = args[position][0] if isinstance(args[position], list | tuple) else args[position]
-            group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
-            dtype = str(whole.dtype).removeprefix("torch.")
-            self.calls.append(Call(name, whole.numel() * whole.element_size(), dtype, group.group_name, group.size()))
+            self._note(name, whole, next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject)))
+        elif space == "_c10d_functional" and spelled in _FUNCTIONAL:
+            name, group = _FUNCTIONAL[spelled], resolve(args[-1])
+            self._note(name, args[0], group, group.size() if name == "all_gather" else 1)
         return func(*args, **(kwargs or {}))
+
+    def _note(self, name: str, tensor: torch.Tensor, group: dist.ProcessGroup, times: int = 1) -> None:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.calls.append(Call(name, times * tensor.nbytes, dtype, group.group_name, group.size()))
 
 
 def dry_run(

@@ -42,7 +42,20 @@ class Settings:
     classic: bool = False
     keep_last: bool = True
     loss_scale: float = 2.0**16
+    reduce_dtype: torch.dtype | None = None
+    no_sync: bool = False
+    offload: bool = False
     whole_params: bool = False
+
+    @property
+    def wire(self) -> torch.dtype:
+        """What gradients are reduced in."""
+        return self.reduce_dtype or self.param_dtype
+
+    @property
+    def sums(self) -> torch.dtype:
+        """What a shard's gradients are kept in at stages 2 and 3: sums over micro-batches are in ``master_dtype``."""
+        return self.wire if self.gradient_accumulation == 1 or self.no_sync else self.master_dtype
 
     def __post_init__(self) -> None:
         counts = self.prefetch == "auto" or (isinstance(self.prefetch, int) and self.prefetch >= 0)
@@ -54,6 +67,9 @@ class Settings:
             f"unit is 'block' or 'layer', not {self.unit!r}": self.unit in ("block", "layer"),
             "the classic form exists at stage 1 only": self.stage == 1 or not self.classic,
             "hybrid says which units stay replicated at stage 3": self.stage == 3 or self.hybrid is None,
+            "no_sync is stage 2's: 0 and 1 reduce once a step anyway, 3 has no room": self.stage == 2
+            or not self.no_sync,
+            "optimizer states are offloaded at stage 3 only": self.stage == 3 or not self.offload,
             matrices: self.stage <= 1 or not self.whole_params,
         }.items():
             if not fine:
@@ -87,6 +103,11 @@ class Bucket:
     grads: torch.Tensor | None = None  # [numel] local gradients, at stages 0 and 1
     grad_shard: torch.Tensor | None = None  # [S] reduced gradients
     pending: int = 0  # pieces of parameters without a gradient yet in this backward pass
+    comm: Collectives = field(init=False)  # the ranks that share it
+
+    def ends(self) -> tuple[int, int]:
+        """Its last parameter, and which element of that the last piece begins with."""
+        return max((piece[:2] for piece in self.pieces), default=(-1, 0))
 
     def covered(self, begin: int, numel: int) -> Iterator[tuple[int, int, slice]]:
         """What the ``numel`` elements of the shard from ``begin`` on are: a parameter, its element that comes first
@@ -100,7 +121,7 @@ class Bucket:
 
     def publish(self) -> None:
         """Round the master weights into the shard that is gathered."""
-        if self.master is not None and self.shard.dtype != self.master.dtype:
+        if self.master is not None and self.shard.untyped_storage()._cdata != self.master.untyped_storage()._cdata:
             self.shard.copy_(self.master.detach())
 
 
@@ -173,7 +194,7 @@ class Row:
         wanted = total if one else _up(settings.bucket_bytes, comm.size * ALIGN * itemsize) // itemsize
         self.buckets = cut(sizes, self.begins, total, max(1, min(wanted, total)))
         for bucket in self.buckets:
-            n = bucket.numel // comm.size
+            bucket.comm, n = comm, bucket.numel // comm.size
             cut_up = stage == 3 or (stage > 0 and self.trainable)
             bucket.owned = slice(comm.rank * n, (comm.rank + 1) * n) if cut_up else slice(0, bucket.numel)
         exact = local(params[0]).new_zeros(total, dtype=settings.master_dtype)
@@ -186,12 +207,14 @@ class Row:
             bucket.full = full
         for index in indices:
             point(params[index], self.view(self.arena, index))
-        (self._shard_weights if stage == 3 else self._hold_weights)(exact)
+        if stage == 3:
+            self._shard_weights(exact, settings.offload)
+        else:
+            self._hold_weights(exact)
         if self.trainable and stage <= 1:
             self._hold_gradients()
-        elif self.trainable:  # sums over micro-batches are kept in master_dtype
-            once = settings.gradient_accumulation == 1
-            self._shard_gradients(settings.param_dtype if once else settings.master_dtype, comm.size)
+        elif self.trainable:
+            self._shard_gradients(settings.sums, comm.size)
 
     def _hold_weights(self, exact: torch.Tensor) -> None:
         """Stages 0 to 2: all parameters, this rank's shard is a view of them; masters of ``exact`` [all buckets]."""
@@ -202,12 +225,15 @@ class Row:
             bucket.shard = bucket.full[bucket.owned]
             bucket.master = nn.Parameter(master) if self.trainable else None
 
-    def _shard_weights(self, exact: torch.Tensor) -> None:
-        """Stage 3: this rank's shard is all that stays when ``full`` is freed; where dtypes agree it is the master."""
+    def _shard_weights(self, exact: torch.Tensor, offload: bool) -> None:
+        """Stage 3: this rank's shard is all that stays when ``full`` is freed; where dtypes agree it is the master,
+        unless masters are on the CPU.
+        """
         mine = _one_arena([part[b.owned] for b, part in zip(self.buckets, self._split(exact), strict=True)])
         for bucket, master in zip(self.buckets, mine, strict=True):
             bucket.shard = master.to(bucket.full.dtype)
-            bucket.master = nn.Parameter(master) if self.trainable else None
+            if self.trainable:
+                bucket.master = nn.Parameter(master.to("cpu", copy=True) if offload else master)
 
     def _hold_gradients(self) -> None:
         """Stages 0 and 1: gradients of all parameters add up here until they are reduced."""

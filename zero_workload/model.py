@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from .parallel import Experts
 from .remat import Partition, best_interval, remat
 
 CHECKPOINTS = ("none", "block", "sublayer", "attention")
@@ -22,6 +24,8 @@ class ModelConfig:
     heads: int = 6
     seq: int = 128
     vocab: int = 256
+    #: of each MLP; 0: no mixture.
+    experts: int = 0
     #: what is recomputed in backward: whole blocks, attention and MLP by themselves, the attention core alone.
     checkpoint: str = "none"
     #: segment length of "block"; the other two apply in every so-manieth block. 0: sqrt(layers).
@@ -30,6 +34,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.seq, self.vocab) < 1:
             raise ValueError("layers, width, heads, seq and vocab start at 1")
+        if self.experts < 0:
+            raise ValueError(f"experts start at 0, not {self.experts}")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
         if self.checkpoint not in CHECKPOINTS:
@@ -43,13 +49,14 @@ class Attention(nn.Module):
         super().__init__()
         core = partial(F.scaled_dot_product_attention, is_causal=True)
         self.core = partial(remat, core) if recompute_core else core
-        self.heads = config.heads
+        self.head = config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend to this and earlier positions."""
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head))  # head by head, so that ranks can hold some of them
+        q, k, v = (part.transpose(1, 2) for part in heads.unbind(-2))
         out: torch.Tensor = self.out(self.core(q, k, v).transpose(1, 2).flatten(2))
         return out
 
@@ -57,12 +64,15 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and around a residual."""
 
-    def __init__(self, config: ModelConfig, recompute: str) -> None:
+    def __init__(self, config: ModelConfig, recompute: str, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
         self.attention = Attention(config, recompute == "attention")
-        up, down = nn.Linear(config.width, 4 * config.width), nn.Linear(4 * config.width, config.width)
-        self.mlp = nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
+        if config.experts:
+            self.mlp: nn.Module = Experts(config.width, config.experts, group)
+        else:
+            up, down = nn.Linear(config.width, 4 * config.width), nn.Linear(4 * config.width, config.width)
+            self.mlp = nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
         self.by_sublayer = recompute == "sublayer"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,16 +88,19 @@ class Transformer(nn.Module):
     Args:
         config: its shape.
         partition: where checkpoints of whole blocks are kept in parts, see ``remat.Partition``.
+        group: expert-parallel ranks, see ``parallel.Experts``.
     """
 
-    def __init__(self, config: ModelConfig, partition: Partition | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, partition: Partition | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
         super().__init__()
         self.config, self.partition = config, partition
         self.every = config.checkpoint_every or best_interval(config.layers)
         self.embed = nn.Embedding(config.vocab, config.width)
         self.position: nn.Embedding | None = nn.Embedding(config.seq, config.width)
         kinds = [config.checkpoint if i % self.every == 0 else "none" for i in range(config.layers)]
-        self.blocks = nn.Sequential(*(Block(config, kind) for kind in kinds))
+        self.blocks = nn.Sequential(*(Block(config, kind, group) for kind in kinds))
         self.norm: nn.Module = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.apply(self._init)

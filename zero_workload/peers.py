@@ -20,9 +20,10 @@ class Peer:
         name: one of ``PEERS``.
         model: a ``Transformer``; at FSDP2 each of its blocks is a unit, as at our stage 3.
         optimizer: makes the optimizer from parameters.
-        mesh: FSDP2's device mesh; ``None``: all ranks.
+        mesh: FSDP2's device mesh; ``None``: all ranks; two dimensions: replicated over the first, sharded in the other.
         settings: those of ``zero()`` that the libraries have too: ``param_dtype``, at FSDP2 that of parameters in use;
-            ``bucket_bytes`` of DDP; ``max_norm``; ``gradient_accumulation``, gradients are reduced in each pass.
+            ``bucket_bytes`` of DDP; ``max_norm``; ``gradient_accumulation``, gradients are reduced in each pass (with
+            ``no_sync`` in the last); FSDP2's ``reduce_dtype``.
 
     Raises:
         ValueError: an unknown name, or a setting out of range.
@@ -32,11 +33,14 @@ class Peer:
         if name not in PEERS:
             raise ValueError(f"a peer is one of {', '.join(PEERS)}, not {name!r}")
         self.model, self.settings = model, Settings(PEERS[name], **settings)
-        dtype = self.settings.param_dtype
-        if name.startswith("fsdp2"):  # imported where used: it takes seconds
+        dtype, fsdp2 = self.settings.param_dtype, name.startswith("fsdp2")
+        if not fsdp2 and (mesh or self.settings.wire != dtype or self.settings.no_sync):
+            raise ValueError(f"meshes, a reduce_dtype of their own and no_sync are FSDP2's: {name} has none")
+        self._micro_batch = 0
+        if fsdp2:  # imported where used: it takes seconds
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self.settings.wire)
             for block in model.blocks:  # type: ignore[union-attr]
                 fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=name == "fsdp2")
             fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -53,6 +57,10 @@ class Peer:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagate ``loss`` (scalar), divided by the accumulation steps."""
+        self._micro_batch += 1
+        if self.settings.no_sync:
+            last = self._micro_batch % self.settings.gradient_accumulation == 0
+            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
         (loss / self.settings.gradient_accumulation).backward()
 
     def step(self) -> torch.Tensor | None:

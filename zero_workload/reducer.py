@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .comm import Collectives
-from .layout import Bucket, Settings, gradient
+from .layout import Bucket, Row, Settings, gradient
 
 
 class Reducer:
@@ -20,14 +20,26 @@ class Reducer:
 
     IN_FLIGHT = 2
 
-    def __init__(self, comm: Collectives, params: Sequence[nn.Parameter], settings: Settings) -> None:
-        self.comm, self.params, self.settings = comm, params, settings
+    def __init__(
+        self, comm: Collectives, experts: Collectives | None, params: Sequence[nn.Parameter], settings: Settings
+    ) -> None:
+        self.comm, self.experts, self.params, self.settings = comm, experts, params, settings
         self.micro_batch, self.in_backward = 0, False
         self.at_end: list[Callable[[], None]] = []  # called at the end of every backward pass
         self.buffer_bytes = 0
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        # bucket, handle, result, and the buffer that is sent (stages 2 and 3)
-        self._work: deque[tuple[Bucket, dist.Work, torch.Tensor, torch.Tensor | None]] = deque()
+        # bucket, handle, result, the buffer that is sent (stages 2 and 3), whether it was the last micro-batch
+        self._work: deque[tuple[Bucket, dist.Work, torch.Tensor, torch.Tensor | None, bool]] = deque()
+        self._replicas: list[dist.Work] = []
+
+    def rows(self, indices: Sequence[int], stage: int) -> list[Row]:
+        """Parameters laid end to end; apart lie the trainable and the frozen, and those of experts."""
+        apart: defaultdict[tuple[bool, bool], list[int]] = defaultdict(list)
+        for i in indices:
+            expert = self.experts is not None and hasattr(self.params[i], "expert")
+            apart[not self.params[i].requires_grad, expert].append(i)
+        comms = self.comm, self.experts or self.comm
+        return [Row(comms[kind[1]], self.params, some, self.settings, stage) for kind, some in sorted(apart.items())]
 
     def begin_backward(self) -> None:
         """Called by whatever sees a backward pass first."""
@@ -42,37 +54,41 @@ class Reducer:
 
     def launch(self, bucket: Bucket) -> None:
         """Start the reduction of ``bucket``. At stages 2 and 3 this frees the gradients it has copied."""
-        size = bucket.numel // self.comm.size
+        comm, size = bucket.comm, bucket.numel // bucket.comm.size
+        last = self.micro_batch == self.settings.gradient_accumulation - 1
         if bucket.grads is not None:
+            local = bucket.grads.to(self.settings.wire)
             if self.settings.stage == 0 or self.settings.classic:
-                out, work = bucket.grads[bucket.owned], self.comm.all_reduce(bucket.grads)
+                out, work = local[bucket.owned], comm.all_reduce(local)
             else:
-                out = bucket.grads.new_empty(size)
-                work = self.comm.reduce_scatter(out, bucket.grads)
+                out = local.new_empty(size)
+                work = comm.reduce_scatter(out, local)
             bucket.grad_shard = out
-            self._work.append((bucket, work, out, None))
+            self._work.append((bucket, work, out, None, last))
             return
         # The buffers are as many as the reductions in flight: wait for the oldest before filling another.
         while len(self._work) >= self.IN_FLIGHT:
             self._finish()
         send = self._pack(bucket)
         assert bucket.grad_shard is not None
-        out = bucket.grad_shard
-        if self.micro_batch > 0 or out.dtype != send.dtype:  # to be added to what is there
+        out, first = bucket.grad_shard, self.micro_batch == 0 or self.settings.no_sync
+        if not first or out.dtype != send.dtype:  # to be added to what is there
             out = self._take(size)
-            if self.micro_batch == 0:
+            if first:
                 bucket.grad_shard.zero_()
-        self._work.append((bucket, self.comm.reduce_scatter(out, send), out, send))
+        self._work.append((bucket, comm.reduce_scatter(out, send), out, send, last))
 
     def drain(self) -> None:
         """Wait for everything under way."""
         while self._work:
             self._finish()
+        while self._replicas:
+            self._replicas.pop().wait()
 
     def _take(self, numel: int) -> torch.Tensor:
         if self._free[numel]:
             return self._free[numel].pop()
-        buffer = torch.empty(numel, dtype=self.settings.param_dtype, device=self.params[0].device)
+        buffer = torch.empty(numel, dtype=self.settings.wire, device=self.params[0].device)
         self.buffer_bytes += buffer.nbytes
         return buffer
 
@@ -97,12 +113,14 @@ class Reducer:
         return send
 
     def _finish(self) -> None:
-        bucket, work, out, send = self._work.popleft()
+        bucket, work, out, send, last = self._work.popleft()
         work.wait()
         if send is None:  # stages 0 and 1: reduced where the optimizer looks for it
             return
+        assert bucket.grad_shard is not None
         if out is not bucket.grad_shard:
-            assert bucket.grad_shard is not None
             bucket.grad_shard.add_(out)
             self._free[out.numel()].append(out)
         self._free[send.numel()].append(send)
+        if last and bucket.comm.replicas:  # once a step, while the next bucket's reduce-scatter is under way
+            self._replicas.append(bucket.comm.replicas.all_reduce(bucket.grad_shard))

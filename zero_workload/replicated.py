@@ -5,7 +5,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 
-from .layout import Bucket, Row, Unit, gradient, like, local
+from .layout import Bucket, Unit, gradient, like, local
 from .reducer import Reducer
 
 
@@ -13,17 +13,20 @@ class Replicated:
     """The part of a model whose parameters are replicated: ``units``. Stage 3 (what ``hybrid`` leaves) counts as 2."""
 
     def __init__(self, units: list[Unit], reducer: Reducer) -> None:
-        self.comm, self.params, self.reducer = reducer.comm, reducer.params, reducer
-        settings, params, self.stage = reducer.settings, reducer.params, min(reducer.settings.stage, 2)
+        self.params, self.reducer, self.stage = reducer.params, reducer, min(reducer.settings.stage, 2)
+        params = reducer.params
         held = sorted(i for u in units for i in u.params)  # as registered: the order of first use
-        trainable, frozen = ([i for i in held if params[i].requires_grad is kind] for kind in (True, False))
-        self.row, self.frozen = (Row(self.comm, params, some, settings, self.stage) for some in (trainable, frozen))
+        rows = reducer.rows(held, self.stage)
+        self.frozen = [b for row in rows if not row.trainable for b in row.buckets]
+        #: those of trainable parameters, in the order in which gradients end, from the last to the first.
+        self.buckets = sorted((b for row in rows if row.trainable for b in row.buckets), key=Bucket.ends)
+        trainable = [i for i in held if params[i].requires_grad]
         self.in_bucket: dict[int, list[Bucket]] = {i: [] for i in trainable}
-        for bucket in self.row.buckets:
+        for bucket in self.buckets:
             for piece in bucket.pieces:
                 self.in_bucket[piece.param].append(bucket)
-        whole = trainable if self.stage <= 1 else []  # whose gradients add up in the row's arena
-        self._views = {i: like(params[i], self.row.view(self.row.grads, i)) for i in whole}
+        whole = [row for row in rows if row.trainable and self.stage <= 1]  # whose gradients add up in their arena
+        self._views = {i: like(params[i], row.view(row.grads, i)) for row in whole for i in row.begins}
         for index in trainable:
             params[index].register_post_accumulate_grad_hook(partial(self._on_grad, index))
         self._gathers: dict[Bucket, dist.Work] = {}
@@ -32,9 +35,9 @@ class Replicated:
 
     def _begin(self) -> None:
         """Before the first gradient of a backward pass: every parameter is awaited, last bucket first."""
-        for bucket in self.row.buckets:
+        for bucket in self.buckets:
             bucket.pending = len(bucket.pieces)
-        self._next = len(self.row.buckets) - 1
+        self._next = len(self.buckets) - 1
 
     def _on_grad(self, index: int, param: nn.Parameter) -> None:
         """``param.grad`` is complete for this backward pass: take it, reduce the buckets that became full."""
@@ -52,9 +55,11 @@ class Replicated:
         """Buckets are reduced strictly last to first, on every rank alike: a rank that does not use some parameter
         must not send its collectives in another order than the rest.
         """
-        if self.stage == 2 or self.reducer.micro_batch == self.reducer.settings.gradient_accumulation - 1:
-            while self._next >= 0 and not (complete_only and self.row.buckets[self._next].pending > 0):
-                self.reducer.launch(self.row.buckets[self._next])
+        settings = self.reducer.settings
+        each = self.stage == 2 and not settings.no_sync
+        if each or self.reducer.micro_batch == settings.gradient_accumulation - 1:
+            while self._next >= 0 and not (complete_only and self.buckets[self._next].pending > 0):
+                self.reducer.launch(self.buckets[self._next])
                 self._next -= 1
 
     def _flush(self) -> None:
@@ -69,17 +74,17 @@ class Replicated:
         """After the optimizer's step: round the master weights, start to gather the other ranks' parts."""
         for index in self.in_bucket:
             self.params[index].grad = None
-        for bucket in self.row.buckets:
+        for bucket in self.buckets:
             bucket.publish()
             if self.stage:
-                self._gathers[bucket] = self.comm.all_gather(bucket.full, bucket.shard)
+                self._gathers[bucket] = bucket.comm.all_gather(bucket.full, bucket.shard)
             if self.stage <= 1:
                 bucket.grad_shard = None
 
     def wait(self, unit: Unit | None = None) -> None:
         """Wait until the parameters of ``unit`` (all of them when ``None``) are those of the last step."""
         if self._gathers:
-            needed = self.row.buckets if unit is None else [b for i in unit.params for b in self.in_bucket.get(i, ())]
+            needed = self.buckets if unit is None else [b for i in unit.params for b in self.in_bucket.get(i, ())]
             for bucket in needed:
                 if bucket in self._gathers:
                     self._gathers.pop(bucket).wait()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from .layout import Row, State, Unit, point
+from .layout import State, Unit, point
 from .reducer import Reducer
 
 
@@ -37,7 +37,7 @@ class Sharded:
 
     def __init__(self, units: list[Unit], reducer: Reducer) -> None:
         self.comm, self.params, self.reducer = reducer.comm, reducer.params, reducer
-        settings, params, self.keep_last = reducer.settings, reducer.params, reducer.settings.keep_last
+        settings, self.keep_last = reducer.settings, reducer.settings.keep_last
         self.prefetch = 1 if settings.prefetch == "auto" else int(settings.prefetch)
         self.prefetch_reason = "as asked for"
         #: seconds of each gather and each unit's forward, while ``prefetch="auto"`` measures.
@@ -47,13 +47,12 @@ class Sharded:
         self._cursor, self._known = 0, False  # known: a whole forward pass was seen, `order` says what comes last
         self.units = [u for u in units if u.params]
         for unit in self.units:
-            kinds = [[i for i in unit.params if params[i].requires_grad is kind] for kind in (True, False)]
-            unit.rows = [Row(self.comm, params, some, settings, 3) for some in kinds if some]
+            unit.rows = reducer.rows(unit.params, 3)
             self.free(unit)
             unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(partial(self._post_forward, unit))
-            for index in kinds[0]:
-                params[index].register_post_accumulate_grad_hook(lambda _: reducer.begin_backward())
+            for index in (i for row in unit.rows if row.trainable for i in row.begins):
+                self.params[index].register_post_accumulate_grad_hook(lambda _: reducer.begin_backward())
         self.buckets = [b for u in self.units for b in u.buckets]
         reducer.at_end.append(self._flush)
 
@@ -64,7 +63,7 @@ class Sharded:
         if unit.state in (State.SHARDED, State.REDUCED):
             for bucket in unit.buckets:
                 bucket.full.untyped_storage().resize_(bucket.full.nbytes)
-            unit.gathers = [self.comm.all_gather(bucket.full, bucket.shard) for bucket in unit.buckets]
+            unit.gathers = [bucket.comm.all_gather(bucket.full, bucket.shard) for bucket in unit.buckets]
             unit.state = State.GATHERING
 
     def wait(self, unit: Unit) -> None:
@@ -207,7 +206,7 @@ class Sharded:
         """
         means = [fmean(spans.get(name, [0.0])) for name in ("gather", "compute")]
         times = torch.tensor(means, device=self.params[0].device)
-        self.comm.all_reduce(times, dist.ReduceOp.MAX).wait()
+        self.comm.agree(times, dist.ReduceOp.MAX)
         gather, compute = times.tolist()
         self._spans = None
         self.prefetch = max(1, min(math.ceil(gather / max(compute, 1e-9)), len(self.units)))

@@ -23,8 +23,10 @@ from .launch import LAUNCHER, Failed, launch, report
 from .layout import Settings
 from .model import CHECKPOINTS, ModelConfig, Transformer
 from .optim import Adan, Lion, Muon
+from .parallel import subgroup, tensor_parallel
 from .peers import PEERS, Peer
 from .planner import advice
+from .remat import Partition, best_interval
 from .zero import Engine, zero
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,6 +78,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="muon: stages 0, 1")
     p.add_argument("--recompute", choices=CHECKPOINTS, default="none", help="activation checkpointing")
     p.add_argument("--recompute-every", type=int, default=1, help="blocks a segment; 0: the root of --layers")
+    p.add_argument("--hsdp", type=count, metavar="N", help="shard over N ranks, a node's, and replicate over the rest")
+    p.add_argument("--reduce-dtype", choices=tuple(DTYPES), help="dtype gradients are reduced in; default --dtype")
+    p.add_argument("--reduce-scatter-group", action="store_true", help="a communicator of its own for reduce-scatters")
+    p.add_argument("--no-sync", action="store_true", help="stage 2 reduces once a step, not in each micro-batch")
+    p.add_argument("--offload", action="store_true", help="stage 3 keeps master weights and optimizer on the CPU")
+    p.add_argument("--tensor-parallel", type=count, default=1, metavar="N", help="ranks that share each matrix")
+    p.add_argument("--sequence-parallel", action="store_true", help="they also share the sequence between matrices")
+    p.add_argument("--partition-activations", action="store_true", help="they also share what --recompute block keeps")
+    p.add_argument("--experts", type=int, default=0, metavar="N", help="a mixture of N experts in each block")
+    p.add_argument("--expert-parallel", type=count, default=1, metavar="N", help="ranks that share the experts")
     p.add_argument("--peer", choices=tuple(PEERS), help="train under a library's implementation instead of ours")
     p.add_argument("--save", type=Path, metavar="FOLDER", help="write checkpoints there, and at the end")
     p.add_argument("--save-every", type=int, default=0, metavar="N", help="also every N steps")
@@ -103,11 +115,21 @@ def check(args: argparse.Namespace) -> None:
     for path in (args.log, args.json):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: its folder does not exist")
+    alone = args.tensor_parallel == args.expert_parallel == 1 and not (args.offload or args.reduce_scatter_group)
+    if args.peer and not alone:
+        raise ValueError("a peer knows --hsdp, --reduce-dtype and --no-sync; the other ways to cut a job are ours")
+    if args.tensor_parallel == 1 and (args.sequence_parallel or args.partition_activations):
+        raise ValueError("--sequence-parallel and --partition-activations need --tensor-parallel above 1")
+    if args.partition_activations and (args.sequence_parallel or args.recompute != "block"):
+        raise ValueError("--partition-activations needs --recompute block; with --sequence-parallel they are in parts")
+    if args.expert_parallel > 1 and (args.experts == 0 or args.stage == 0 or args.save or args.resume):
+        raise ValueError("--expert-parallel needs --experts and a stage from 1 up, and knows no checkpoints")
     recompute = {"checkpoint": args.recompute, "checkpoint_every": args.recompute_every}
-    args.model = ModelConfig(args.layers, args.width, args.heads, args.seq, **recompute)
-    args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "classic")}
+    args.model = ModelConfig(args.layers, args.width, args.heads, args.seq, experts=args.experts, **recompute)
+    args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "classic", "offload")}
     args.both = {"param_dtype": DTYPES[args.dtype], "bucket_bytes": int(args.bucket_mb * 2**20)}
-    args.both |= {"max_norm": args.clip, "gradient_accumulation": args.accumulate}
+    args.both |= {"max_norm": args.clip, "gradient_accumulation": args.accumulate, "no_sync": args.no_sync}
+    args.both["reduce_dtype"] = DTYPES[args.reduce_dtype] if args.reduce_dtype else None
     Settings(**args.zero, **args.both, whole_params=args.optimizer == "muon")
     args.corpus = Corpus(args.text, args.seq)
 
@@ -171,12 +193,16 @@ class Job:
             signal.signal(number, self._stop)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.parent = int(os.environ.get(LAUNCHER, os.getppid()))
+        groups = self._groups()
         torch.manual_seed(args.seed)
-        model = Transformer(args.model).to(device)
+        model = self._model(groups.pop("tensor", None), groups.pop("experts", None))
         self.n_params = sum(p.numel() for p in model.parameters())
         more = {"previous_dtype": DTYPES[args.dtype]} if args.optimizer == "adan" else {}
         optimizer = partial(OPTIMIZERS[args.optimizer], lr=args.lr, **more)
-        make: Any = partial(Peer, args.peer) if args.peer else partial(zero, min_unit=MIN_UNIT, **args.zero)
+        if args.peer:
+            make: Any = partial(Peer, args.peer, mesh=self._mesh(groups))
+        else:
+            make = partial(zero, min_unit=MIN_UNIT, **groups, **args.zero)
         self.engine: Engine | Peer = make(model, optimizer, **args.both)
         self.first = 0
         if args.resume and isinstance(self.engine, Engine):
@@ -186,6 +212,54 @@ class Job:
             if self.first >= args.steps:
                 raise ValueError(f"the checkpoint is of step {self.first}: give more than {self.first} --steps")
         self.log = args.log.open("w") if args.log and self.rank == 0 else None
+
+    def _groups(self) -> dict[str, Any]:
+        """The communicators that ``zero`` and the model need, by the names of their arguments; ranks that share
+        matrices or experts lie next to each other, replicas apart.
+        """
+        args, size = self.args, self.size
+        tensor, experts = args.tensor_parallel, args.expert_parallel
+        shard = args.hsdp or max(1, size // tensor)
+        if size % (shard * tensor) or shard % experts:
+            cut = f"--hsdp {shard} x --tensor-parallel {tensor}"
+            raise ValueError(
+                f"{size} ranks are not a multiple of {cut}, or that shard not of --expert-parallel {experts}"
+            )
+        self.share, self.shares = self.rank // tensor, size // tensor  # of the data
+        shape = size // (shard * tensor), shard // experts, experts, tensor
+        dims: dict[str, tuple[int, ...]] = {}
+        if shard < size:
+            dims["group"] = (1, 2)
+        if args.reduce_scatter_group:
+            dims["reduce_scatter_group"] = (1, 2)
+        if shape[0] > 1:
+            dims["replicas"] = (0,)
+        if experts > 1:
+            dims |= {"expert_group": (1,), "experts": (2,)}
+        if tensor > 1:
+            dims["tensor"] = (3,)
+        return {name: subgroup(shape, *along) for name, along in dims.items()}
+
+    def _model(self, tensor: Any, experts: Any) -> Transformer:
+        args, partition = self.args, None
+        if args.partition_activations:
+            segments = -(-args.layers // (args.recompute_every or best_interval(args.layers)))
+            kept = segments * args.batch * args.seq * args.width // args.tensor_parallel
+            partition = Partition(tensor, torch.empty(kept, dtype=DTYPES[args.dtype], device=self.device))
+        model = Transformer(args.model, partition, experts).to(self.device)
+        if tensor:
+            mesh = dist.device_mesh.DeviceMesh.from_group(tensor, self.device.type)
+            tensor_parallel(model, mesh, sequence=args.sequence_parallel)
+        return model
+
+    def _mesh(self, groups: dict[str, Any]) -> Any:
+        """FSDP2's mesh of two dimensions with --hsdp, else ``None``."""
+        if "replicas" not in groups:
+            return None
+        ranks, both = torch.arange(self.size).view(-1, self.args.hsdp), [groups["replicas"], groups["group"]]
+        return dist.device_mesh.DeviceMesh.from_group(
+            both, self.device.type, ranks, mesh_dim_names=("replicas", "group")
+        )
 
     def _stop(self, number: int, frame: Any) -> None:
         """SIGINT or SIGTERM: end after this step; a second one ends the process as usual."""
@@ -243,7 +317,7 @@ class Job:
         args = self.args
         seen = torch.zeros(self.size + 1, device=self.device)
         for micro in range(args.accumulate):
-            first = (micro * self.size + self.rank) * args.batch
+            first = (micro * self.shares + self.share) * args.batch
             batch = args.corpus.batch(first, first + args.batch, step=step, seed=args.seed)
             if self.device.type == "cuda":
                 batch = [t.pin_memory().to(self.device, non_blocking=True) for t in batch]

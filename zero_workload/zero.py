@@ -27,6 +27,9 @@ def zero(
     *,
     stage: int,
     group: dist.ProcessGroup | None = None,
+    replicas: dist.ProcessGroup | None = None,
+    expert_group: dist.ProcessGroup | None = None,
+    reduce_scatter_group: dist.ProcessGroup | None = None,
     bucket_bytes: int = 25 * 2**20,
     prefetch: int | str = 1,
     param_dtype: torch.dtype = torch.bfloat16,
@@ -40,6 +43,9 @@ def zero(
     classic: bool = False,
     keep_last: bool = True,
     loss_scale: float = 2.0**16,
+    reduce_dtype: torch.dtype | None = None,
+    no_sync: bool = False,
+    offload: bool = False,
 ) -> "Engine":
     """Make ``model`` train under ZeRO. The model is changed in place: its parameters become views of flat buffers.
 
@@ -52,6 +58,12 @@ def zero(
             says ``elementwise = False``) gets whole parameters instead, and runs at stages 0 and 1 only.
         stage: 0 replicates all; 1 shards optimizer states; 2 gradients as well; 3 parameters as well.
         group: the data-parallel ranks, default all.
+        replicas: at stages 2 and 3, with ``group`` a node: the ranks that hold the same shards, one of each node
+            (HSDP). Gradients are reduce-scattered in ``group``, then their shards all-reduced here, once a step.
+        expert_group: the ranks of ``group`` that hold the same experts (parameters with an attribute ``expert``, as
+            ``parallel.Experts`` makes them): these are sharded over them alone. From stage 1 on.
+        reduce_scatter_group: the ranks of ``group`` as a second communicator: NCCL runs what is on one in order, on two
+            at once, so that a reduce-scatter does not hold up the gathers behind it.
         bucket_bytes: bytes that one reduction (stages 0-2) or gather (1-2) moves; at stage 3 it is the unit's size.
         prefetch: at stage 3, units gathered ahead of the one in use, or ``"auto"``: look-ahead
             k* = ceil(T_gather / T_compute), measured in the second step, agreed by all ranks, see ``Engine.prefetch``.
@@ -68,6 +80,10 @@ def zero(
         keep_last: at stage 3, do not free what forward ends with and backward begins with: the last 1 + prefetch units
             and the root's. Saves their second gather at no more memory than backward's own look-ahead takes.
         loss_scale: the first loss scale at float16.
+        reduce_dtype: dtype in which gradients are sent and summed, default ``param_dtype``. float32 for bfloat16
+            parameters doubles the bytes of each reduction, and those of the gradient shard.
+        no_sync: at stage 2, add up whole gradients over the micro-batches and reduce once, as stage 1 does.
+        offload: at stage 3, masters and optimizer states live on the CPU, and the optimizer runs there.
 
     Returns:
         The engine: ``engine.backward(loss)`` and ``engine.step()`` in place of ``loss.backward()`` and
@@ -84,22 +100,36 @@ def zero(
     elementwise = bool(getattr(kind, "elementwise", kind.__name__ not in _NOT_ELEMENTWISE))
     settings = Settings(
         stage, bucket_bytes, prefetch, param_dtype, master_dtype, gradient_accumulation, max_norm, unit, min_unit,
-        hybrid, classic, keep_last, loss_scale, whole_params=not elementwise,
+        hybrid, classic, keep_last, loss_scale, reduce_dtype, no_sync, offload, whole_params=not elementwise,
     )  # fmt: skip
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("the model has no trainable parameter")
     if not elementwise and any(local(p) is not p for p in model.parameters()):
         raise ValueError("this optimizer needs whole matrices, and tensor parallelism (DTensor) cuts them up")
-    comm = Collectives(group, reduce_op)
+    if replicas and stage < 2:
+        raise ValueError(f"replicas of shards exist at stages 2 and 3, not at {stage}")
+    if expert_group is None and any(hasattr(p, "expert") for p in model.parameters()):
+        raise ValueError("the ranks of `group` hold different experts: give expert_group, those that hold the same")
+    if expert_group and stage == 0:
+        raise ValueError("experts on some of the ranks only are not replicated: take stage 1 to 3")
+    comm = Collectives(group, reduce_op, reduce_scatter_group, replicas)
+    experts = Collectives(expert_group, reduce_op, replicas=replicas) if expert_group else None
     shapes = [(n, tuple(local(p).shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
     comm.require_same(zlib.crc32(repr((shapes, settings)).encode()), "a model or settings")
-    return Engine(model, optimizer, comm, settings)
+    return Engine(model, optimizer, comm, experts, settings)
 
 
 class Engine:
     """Made by ``zero()``. Holds the model, the optimizer over this rank's shards, and what moves between them."""
 
-    def __init__(self, model: nn.Module, optimizer: OptimizerOf, comm: Collectives, settings: Settings) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerOf,
+        comm: Collectives,
+        experts: Collectives | None,
+        settings: Settings,
+    ) -> None:
         self.model, self.comm, self.settings, self.stage = model, comm, settings, settings.stage
         self.loss_scale = settings.loss_scale if settings.param_dtype == torch.float16 else None
         self.skipped = self.good_steps = 0
@@ -113,14 +143,14 @@ class Engine:
         units = find_units(model, settings.unit, settings.min_unit)
         least = math.inf if self.stage < 3 else settings.hybrid or 0
         large = [u for u in units if sum(self.shapes[i].numel() for i in u.params) >= least]
-        self.reducer = Reducer(comm, self.params, settings)
+        self.reducer = Reducer(comm, experts, self.params, settings)
         self.replicated = Replicated([u for u in units if u not in large], self.reducer)
         self.sharded = Sharded(large, self.reducer)
-        if self.replicated.row.buckets and self.stage:  # module by module: what forward begins with waits least
+        if self.replicated.buckets and self.stage:  # module by module: what forward begins with waits least
             for u in find_units(model, "block", 1):
                 u.module.register_forward_pre_hook(lambda module, args, u=u: self.replicated.wait(u), prepend=True)
         model.register_forward_pre_hook(lambda module, args: self.sharded.begin_forward(), prepend=True)
-        self.buckets = [b for b in self.replicated.row.buckets + self.sharded.buckets if b.master is not None]
+        self.buckets = [b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None]
         #: bucket, where in its shard, what the optimizer updates there.
         self.owned = [part for bucket in self.buckets for part in self._split(bucket)]
         self.optimizer = optimizer([param for _, _, param in self.owned])
@@ -148,7 +178,9 @@ class Engine:
         self.reducer.drain()
         for bucket, part, param in self.owned:
             assert bucket.grad_shard is not None
-            param.grad = bucket.grad_shard[part].view(param.shape).to(param.dtype)
+            param.grad = bucket.grad_shard[part].view(param.shape).to(param)
+            if bucket.comm is not self.comm and self.comm.op == dist.ReduceOp.AVG:
+                param.grad /= self.comm.size // bucket.comm.size  # an expert's has the tokens of several ranks in it
         norm = None
         if self.settings.max_norm is not None or self.loss_scale is not None:
             norm = self._unscale_and_clip()
@@ -175,13 +207,13 @@ class Engine:
             return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
         states = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-        buckets = [*self.replicated.row.buckets, *self.replicated.frozen.buckets, *self.sharded.buckets]
+        buckets = [*self.replicated.buckets, *self.replicated.frozen, *self.sharded.buckets]
         weights = [t for b in buckets for t in (b.full, b.shard)]
         masters = size([*weights, *(b.master for b in self.buckets if b.master is not None)]) - size(weights)
         return {
             "weights": size(weights),
             "gradients": size(t for b in self.buckets for t in (b.grads, b.grad_shard) if t is not None),
-            "optimizer": masters + size(s for s in states if s.dim()),
+            "offloaded" if self.settings.offload else "optimizer": masters + size(s for s in states if s.dim()),
         }
 
     def _split(self, bucket: Bucket) -> list[tuple[Bucket, slice, nn.Parameter]]:
@@ -200,7 +232,8 @@ class Engine:
             for (bucket, _, _), grad in zip(self.owned, grads, strict=True):
                 for index, _, part in bucket.covered(0, grad.numel()):
                     parts.append(grad[part].float().norm().square() / self._copies(self.params[index]))
-        total = torch.stack(parts).sum() if parts else torch.zeros((), device=self.params[0].device)
+        total = torch.stack(parts).sum() if parts else torch.zeros(())
+        total = total.to(self.params[0].device)
         if self.stage:  # each rank saw its own shards; stage 0 has all of them everywhere
             self.comm.all_reduce(total, dist.ReduceOp.SUM).wait()
         for group in self._tp_groups:
@@ -210,7 +243,7 @@ class Engine:
         if self.settings.max_norm is not None:
             factor = factor * torch.clamp(self.settings.max_norm / (norm + 1e-6), max=1.0)
         if grads:
-            torch._foreach_mul_(grads, factor)
+            torch._foreach_mul_(grads, factor.to(grads[0].device))
         return norm
 
     def _copies(self, p: Any) -> int:
