@@ -11,7 +11,7 @@ import pytest
 from dynamiccl.envs.sim.clusters import cluster
 from dynamiccl.envs.sim.cost_model import channels, choice
 from dynamiccl.envs.sim.fabric import Fabric
-from dynamiccl.envs.sim.timeline import part_of
+from dynamiccl.envs.sim.timeline import CROWD, Collective, part_of, with_neighbours
 
 HERE = Path(__file__).parent
 BYTES_SCALE, TIME_SCALE = 128.0, 60.0
@@ -53,7 +53,7 @@ def test_times_are_the_fabrics():
     n_channels, _ = channels(c, "all_gather", n_bytes, algo, proto)
     fabric = Fabric.of(c, seed=0)
     expected = fabric.time_us("all_gather", n_bytes, algo, proto, n_channels) * TIME_SCALE / 1e3
-    slowed = fabric.slowdown(n_channels) * min(expected, times["compute"])
+    slowed = fabric.beside("all_gather", n_bytes, algo, proto, n_channels)[0] * min(expected, times["compute"])
     assert 15 < expected < 55  # the case means to hide it behind 60 ms of compute
     assert times["sync"] == pytest.approx(expected, rel=0.25, abs=2)
     assert times["two"] == pytest.approx(2 * times["sync"], rel=0.25)
@@ -99,3 +99,23 @@ def test_a_group_is_a_part_of_the_cluster():
     assert part_of(c, 2, 2).n_ranks == 16
     assert (part_of(c, 2, 4).n_nodes, part_of(c, 2, 4).gpus_per_node) == (1, 8)
     assert (part_of(c, 1, 8).n_nodes, part_of(c, 1, 8).n_ranks) == (1, 2)
+
+
+def test_communicators_share_the_links():
+    """Together they take as long as if they shared evenly; on other links, or with room, none waits for another."""
+
+    def at(start, duration, near, far=0.0, end=0):
+        beside = (0.1, near, far)
+        return Collective("all_gather", 1, 1, duration, beside, 0, None, lambda: True, start_ns=start, end_ns=end)
+
+    alone = at(1000, 4000, 1.0)
+    assert with_neighbours(alone, []) == 4000
+    assert with_neighbours(alone, [at(0, 900, 1.0, end=900)]) == 4000, "it has ended"
+    crowd = 1 + CROWD
+    assert with_neighbours(at(1000, 4000, 0.5), [at(0, 9000, 0.5, end=9000)]) == round(4000 * crowd)
+    assert with_neighbours(at(1000, 4000, 0.0, 1.0), [at(0, 9000, 1.0, end=9000)]) == round(4000 * crowd)
+    # The first has 2000 ns to go on a full link: the other makes a tenth of its pace until then.
+    assert with_neighbours(alone, [at(0, 3000, 1.0, end=3000)]) == pytest.approx(2000 + 4000 - 200 / crowd, abs=2)
+    half = at(0, 3000, 0.5, end=3000)
+    assert with_neighbours(alone, [half]) == pytest.approx(2000 + 4000 - 1000 / crowd, abs=2)
+    assert with_neighbours(alone, [half, at(0, 9000, 0.2, end=9000)]) > with_neighbours(alone, [half])

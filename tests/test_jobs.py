@@ -14,7 +14,7 @@ def jobs(request):
 
 
 def test_the_same_seed_draws_the_same_jobs(jobs):
-    again = draw_jobs(STANDARD if "13b" not in jobs.label[0] else HELD_OUT, np.random.default_rng(3), 24)
+    again = draw_jobs(STANDARD if (jobs.law[:, 1] == 1).all() else HELD_OUT, np.random.default_rng(3), 24)
     assert (again.label == jobs.label).all() and (again.default_us == jobs.default_us).all()
     assert (again.tables.us == jobs.tables.us).all() and (again.mask == jobs.mask).all()
 
@@ -34,7 +34,7 @@ def test_the_default_step_waits_as_drawn_and_slots_are_ordered(jobs):
         assert (np.diff(row[:n]) <= row[:1] * 0.1).all(), "padding to the ranks moves it a little"
     waits = (jobs.exposed * jobs.calls * np.nan_to_num(call_us)).sum(axis=1) / us
     waits = waits[~jobs.works.replicated[jobs.which]]  # the others also wait for what no tuner reaches
-    assert waits.min() > 0.015 and waits.max() < 0.65
+    assert waits.min() > 0.008 and waits.max() < 0.55
 
 
 def test_masked_configs_are_refused(jobs):

@@ -78,7 +78,7 @@ def exposed(steps: int) -> dict[str, float]:
 
     os.environ.update(DYNAMICCL_CLUSTER="dgx-h100-2x8")
     timeline.Timeline._duration_ns = lambda *_: int(DELAY_MS * 1e6)
-    timeline.Fabric.slowdown = lambda *_: 0.0
+    timeline.Fabric.beside = lambda *_: (0.0, 0.0, 0.0)
     held_back, sleep_until = [0.0], timeline._sleep_until
 
     def count(end_ns: int) -> None:

@@ -34,9 +34,13 @@ def oracle(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Sweep every config of every slot on one emulated ZeRO step: the default, each collective best, the step best."""
-    from ...envs.sim import schedule
+    from ...envs import spaces
+    from ...envs.job_suites import quickest_alone
+    from ...envs.sim import workloads
     from ...envs.sim.clusters import cluster as preset
-    from ...envs.sim.fabric import Fabric
+    from ...envs.sim.documented import one_job
+    from ...envs.sim.jobs import SLOTS
+    from ...envs.sim.jobs import oracle as best_of
     from ...traces.records import Slot
 
     if not 0 < exposed < 1:
@@ -46,47 +50,48 @@ def oracle(
     try:
         c = preset(cluster)
         if stream is None:
-            sizes = schedule.llama_units(hidden, layers, 32000, hidden * 11 // 4)
+            sizes = workloads.llama_units(hidden, layers, 32000, hidden * 11 // 4)
             if units:
                 sizes = _sizes(units)
-            work = schedule.zero_step(stage, sizes, c.n_ranks)
+            work = workloads.zero_step(stage, sizes, c.n_ranks)
         else:
-            work = schedule.from_aicb(stream)
+            work = workloads.from_aicb(stream)
+        job = one_job(work, c, seed, exposed)
     except OSError as error:
         fail(f"cannot read {stream}: {error.strerror}")
     except ValueError as error:
         fail(str(error))
-    fabric = Fabric.of(c, seed)
-    work = schedule.with_exposure(work, c, fabric, exposed)
-    default = work.run(c, fabric)
-    alone = work.run(c, fabric, schedule.best_alone(work, c, fabric)).total_us
-    chosen = schedule.best_step(work, c, fabric)
-    best = work.run(c, fabric, chosen).total_us
-    decisions = []
-    for (func, size), decision in chosen.items():
-        slot = Slot(0, 0, func, size)
+    default, alone = float(job.default_us[0]), float(job.step_us(quickest_alone(job))[0][0])
+    chosen, us = best_of(job)
+    best = float(us[0])
+    decisions, lines = [], []
+    for k, (func, size) in enumerate(list(work.slots())[:SLOTS]):
+        slot, decision = (
+            Slot(c.n_ranks, c.n_nodes, func, size),
+            spaces.decision_of(spaces.actions_of(chosen[0, [k]])[0]),
+        )
         row = {"func": func, "min_bytes": slot.min_bytes, "max_bytes": slot.max_bytes}
         decisions.append({**row, "algo": decision.algo, "proto": decision.proto, "n_channels": decision.n_channels})
+        lines.append(f"    {slot!s:28} {decision}")
     found = {
         "emulated": True,
         "cluster": c.name,
         "seed": seed,
         "workload": work.name,
-        "exposed": round(schedule.shares(default, work.ops)["exposed"], 4),
-        "default_step_us": round(default.total_us, 1),
+        "exposed": exposed,
+        "default_step_us": round(default, 1),
         "best_alone_us": round(alone, 1),
         "best_step_us": round(best, 1),
-        "saved_alone": round(1 - alone / default.total_us, 4),
-        "saved": round(1 - best / default.total_us, 4),
+        "saved_alone": round(1 - alone / default, 4),
+        "saved": round(1 - best / default, 4),
         "decisions": decisions,
     }
     if json_:
         json.dump(found, sys.stdout, indent=1)
         print()
         return
-    print(f"{c.name} (emulated, seed {seed}), {work.name}, {found['exposed']:.0%} of the default step exposed")
-    print(f"  NCCL's own choices        {default.total_us / 1e3:9.2f} ms")
+    print(f"{c.name} (emulated, seed {seed}), {work.name}, {exposed:.0%} of the default step exposed")
+    print(f"  NCCL's own choices        {default / 1e3:9.2f} ms")
     print(f"  each collective quickest  {alone / 1e3:9.2f} ms  ({found['saved_alone']:.1%} less)")
     print(f"  the step shortest         {best / 1e3:9.2f} ms  ({found['saved']:.1%} less)")
-    for (func, size), decision in chosen.items():
-        print(f"    {Slot(0, 0, func, size)!s:28} {decision}")
+    print(*lines, sep="\n")

@@ -215,6 +215,7 @@ class Fabric:
     def __init__(self, fleet: Fleet, truth: Truth) -> None:
         self.fleet, self.truth = fleet, truth
         self._cache: dict[tuple[str, int, str, str, int], float] = {}
+        self._beside: dict[tuple[str, int, str, str, int], tuple[float, float, float]] = {}
 
     @classmethod
     def of(cls, cluster: Cluster, seed: int | None = None) -> Fabric:
@@ -332,6 +333,18 @@ class Fabric:
             raise ValueError(f"no {algo}/{proto} for {func}")
         pair, rs = PAIRS.index((algo, proto)), np.array([func == "reduce_scatter"])
         return float(self.times_us(rs, size, np.array([[pair]]), count)[0, 0])
+
+    def beside(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> tuple[float, float, float]:
+        """What one collective does to what runs beside it, see :meth:`overlap`; of an all_reduce, as its ring would."""
+        key = (func, n_bytes, algo, proto, n_channels)
+        if (found := self._beside.get(key)) is None:
+            us = np.array([[self.time_us(*key)]])
+            pair = PAIRS.index((algo, proto)) if (algo, proto) in PAIRS else PAIRS.index(("ring", proto))
+            moved = n_bytes * 2 if func == "all_reduce" else n_bytes
+            is_rs, size, ran = np.array([func != "all_gather"]), np.array([moved]), np.array([[n_channels]])
+            slow, near, far = self.overlap(is_rs, size, np.array([[pair]]), ran, us)
+            found = self._beside[key] = (float(slow[0, 0]), float(near[0, 0]), float(far[0, 0]))
+        return found
 
     def slowdown(self, n_channels: int) -> float:
         """Share by which compute slows that overlaps one collective on that many channels."""

@@ -7,6 +7,7 @@ what :mod:`.fabric` says. Which figures are public is said where they stand (:mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -97,6 +98,37 @@ class Jobs:
         changes = self.change_row[rows] != rows
         parts["change_row"] = np.where(changes, len(rows) + np.arange(len(rows)), np.arange(len(rows)))
         return Jobs(**parts | {"fingerprint": Fingerprint(**seen), "noise": self.noise.take(rows)})
+
+    @classmethod
+    def join(cls, parts: Sequence[Jobs]) -> Jobs:
+        """One batch of several of the same family. Raises ValueError when their steps are not the same."""
+        if not parts or any(part.works is not parts[0].works for part in parts):
+            raise ValueError("only jobs of one family can be joined, and at least one batch")
+        sizes = np.array([len(part) for part in parts])
+        # The later tables of all come after the first tables of all.
+        firsts, out = np.cumsum([0, *sizes[:-1]]), dict[str, Any]()
+        extra = np.cumsum([sizes.sum(), *(len(part.tables.us) - len(part) for part in parts[:-1])])
+        for f in fields(cls):
+            values = [getattr(part, f.name) for part in parts]
+            if isinstance(values[0], np.ndarray):
+                out[f.name] = np.concatenate(values)
+        out["change_row"] = np.concatenate(
+            [
+                np.where(p.change_row < len(p), p.change_row + a, p.change_row - len(p) + b)
+                for p, a, b in zip(parts, firsts, extra, strict=True)
+            ]
+        )
+        for name, kind in (("fingerprint", Fingerprint), ("noise", Noise)):
+            members = [getattr(part, name) for part in parts]
+            out[name] = kind(**{g.name: np.concatenate([getattr(m, g.name) for m in members]) for g in fields(kind)})
+        tables = {
+            g.name: np.concatenate(
+                [getattr(p.tables, g.name)[: len(p)] for p in parts]
+                + [getattr(p.tables, g.name)[len(p) :] for p in parts]
+            )
+            for g in fields(Tables)
+        }
+        return cls(**out, works=parts[0].works, tables=Tables(**tables))
 
     def step_us(self, configs: Array, rows: Array | None = None) -> tuple[Array, Array]:
         """The truth now under ``configs`` (m, SLOTS) of the jobs at ``rows`` (all).
@@ -197,8 +229,8 @@ def assemble(
     fabric = Fabric(slot_fleet, replace(truth.take(rows), effect=mixed))
     cost = cost_model.pair_cost_rows(slot_fleet, n_bytes)
     own = np.where(cost >= 0, cost, np.inf).argmin(axis=1)
-    by_channels = kind.crowd_by_channels
-    tables, ran = call_tables(fabric, is_rs, n_bytes, own, by_channels)
+    by_channels, touch = kind.crowd_by_channels, even(rng, kind.touch, n)[rows]
+    tables, ran = call_tables(fabric, is_rs, n_bytes, own, by_channels, touch=touch)
     law = np.stack([rng.uniform(*bounds, n) for bounds in (kind.crowd, kind.power, kind.saturation, kind.drag)], axis=1)
     change = rng.random(n) < kind.change
     network = change & (rng.random(n) < 0.7)
@@ -207,7 +239,7 @@ def assemble(
         worse = congested(truth, fleet, rng)
         later = np.flatnonzero(np.repeat(network, SLOTS))
         at = Fabric(slot_fleet.take(later), replace(worse.take(rows[later]), effect=mixed[later]))
-        extra, _ = call_tables(at, is_rs[later], n_bytes[later], own[later], by_channels)
+        extra, _ = call_tables(at, is_rs[later], n_bytes[later], own[later], by_channels, touch=touch[later])
         for part in fields(Tables):
             setattr(tables, part.name, np.concatenate([getattr(tables, part.name), getattr(extra, part.name)]))
         change_row[network] = n + np.arange(network.sum())
@@ -266,9 +298,18 @@ def assemble(
 
 
 def call_tables(
-    fabric: Fabric, is_rs: Array, n_bytes: Array, own: Array, crowd_by_channels: bool, n_slots: int = SLOTS
+    fabric: Fabric,
+    is_rs: Array,
+    n_bytes: Array,
+    own: Array,
+    crowd_by_channels: bool,
+    n_slots: int = SLOTS,
+    touch: Array | float = 1.0,
 ) -> tuple[Tables, Array]:
-    """Calls of every config of ``m * n_slots`` slots, and the channels that run, (m * SLOTS, N_CONFIGS)."""
+    """Calls of every config of ``m * n_slots`` slots, and the channels that run, (m * n_slots, N_CONFIGS).
+
+    They slow the compute ``touch`` times as much as the fabric says, a number or one a slot.
+    """
     fleet, m = fabric.fleet, len(own)
     columns = fleet.take((slice(None), None))
     pair = np.repeat(np.concatenate([own[:, None], np.tile(np.arange(len(PAIRS)), (m, 1))], axis=1), len(CHANNELS), 1)
@@ -278,6 +319,7 @@ def call_tables(
     ran = cost_model.planned_channels(columns, n_bytes[:, None], pair, np.where(asked == 0, limit, lowered))
     us = fabric.times_on_us(is_rs, n_bytes, pair, ran)
     slow, near, far = fabric.overlap(is_rs, n_bytes, pair, ran, us)
+    slow = slow * np.reshape(touch, (-1, 1))
     crowd = ran / 16 if crowd_by_channels else np.ones_like(us)
     shape = -1, n_slots, N_CONFIGS
     return Tables(*(part.reshape(shape).astype(np.float32) for part in (us, slow, near, far, crowd))), ran

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,13 +76,41 @@ class Collective:
     seq: int  # per function, as NCCL's profiler counts
     order: int  # on the communicator's stream
     duration_ns: int
-    slowdown: float  # share by which compute is slowed while it runs
+    beside: tuple[float, float, float]  # what it does to compute, and takes of the links: see Fabric.beside
     n_kernels: int  # channels whose kernel times the profiler wants
     handle: Any
     moved: Callable[[], bool]  # the bytes have been moved
     start_ns: int = 0
     end_ns: int = 0
     charged_ns: int = 0  # compute has paid for the overlap up to here
+
+
+#: The communicators of this process: they share the rank's links.
+_LINES: weakref.WeakSet[Timeline] = weakref.WeakSet()
+#: What collectives of two communicators cost each other beside the links: SMs, proxy threads, the launch queue. Drawn.
+CROWD = 0.05
+#: Of a link that others fill, a collective still gets this part.
+LEAST_LINK = 0.1
+
+
+def with_neighbours(c: Collective, others: Iterable[Collective]) -> int:
+    """Nanoseconds that a collective takes which starts at ``c.start_ns``, beside those of other communicators.
+
+    Links are shared: who comes later gets what the earlier leave free, so that together they take as long as if they
+    shared evenly (the law of the simulated jobs, :class:`.step.Law`), and none's end has to be taken back.
+    """
+    _, *mine = c.beside
+    left, now = float(c.duration_ns), float(c.start_ns)
+    beside = sorted((o for o in others if o.end_ns > c.start_ns), key=lambda o: o.end_ns)
+    while beside:
+        taken = [min(sum(o.beside[1 + k] for o in beside), 1.0 - LEAST_LINK) for k in range(2)]
+        pace = max([1.0, *(m / (1.0 - t) for m, t in zip(mine, taken, strict=True))]) * (1.0 + CROWD * len(beside))
+        passed = min(beside[0].end_ns - now, left * pace)
+        left, now = left - passed / pace, now + passed
+        if left <= 0.0:
+            return round(now - c.start_ns)
+        beside = [o for o in beside if o.end_ns > now]
+    return round(now + left - c.start_ns)
 
 
 class Timeline:
@@ -101,6 +130,7 @@ class Timeline:
         self._owed_ns = 0.0
         self._queue: deque[Collective] = deque()  # enqueued, not resolved
         self._running: deque[Collective] = deque()  # resolved, overlap not yet fully charged
+        _LINES.add(self)
 
     def enqueue(self, func: str, n_bytes: float, element_bytes: int, moved: Callable[[], bool]) -> Collective:
         """Plan a collective of ``n_bytes`` (whole buffer, before scaling) and put it on the stream."""
@@ -120,7 +150,7 @@ class Timeline:
             self._seq[func],
             self._order,
             self._duration_ns(func, n_bytes, algo, proto, n_channels),
-            self._fabric.slowdown(n_channels),
+            self._fabric.beside(func, n_bytes, algo, proto, n_channels),
             n_channels if sampled else 0,
             handle,
             moved,
@@ -147,7 +177,7 @@ class Timeline:
         for c in self._running:
             low, high = max(c.start_ns, c.charged_ns), min(c.end_ns, now)
             if high > low:
-                self._owed_ns += (high - low) * c.slowdown
+                self._owed_ns += (high - low) * c.beside[0]
         if self._owed_ns > SPIN_NS:  # less than that is paid with the next
             _sleep_until(now + int(self._owed_ns))
             self._owed_ns = 0.0
@@ -156,6 +186,7 @@ class Timeline:
     def close(self) -> None:
         """The communicator is destroyed."""
         self._nccl.finalize()
+        _LINES.discard(self)
 
     def _plan(self, func: str, n_bytes: int) -> tuple[str, str, int]:
         """Ask NCCL's model and the plugin, as ncclPrepareTasks does, and clip as the scheduler does."""
@@ -181,6 +212,7 @@ class Timeline:
         self._epoch = self._epoch or c.start_ns
         emulated_s = (c.start_ns - self._epoch) / 1e9 / self._emulation.time_scale
         c.duration_ns = int(c.duration_ns * self._emulation.weather.factor(emulated_s))
+        c.duration_ns = with_neighbours(c, [other for line in _LINES if line is not self for other in line._running])
         c.end_ns = self._stream_end = c.start_ns + c.duration_ns
         self._running.append(c)
         for channel in range(c.n_kernels):

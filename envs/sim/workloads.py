@@ -6,17 +6,25 @@ A :class:`Workload` knows no cluster: its compute has times that are scaled late
 from __future__ import annotations
 
 import csv
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...traces.records import TUNED_FUNCS, size_class
 from .step import COMPUTE, Op
 
 #: A slot as a job knows it: the collective and the power-of-two class of its size.
 SlotKey = tuple[str, int]
+Array = np.ndarray[Any, Any]
+RECORDED = Path(__file__).with_name("steps.npz")
+KINDS = (COMPUTE, "optimizer", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+#: Of a GPU in bf16, roughly; jobs scale it.
+FLOPS_A_US = 4e8
 
 
 @dataclass(frozen=True)
@@ -159,17 +167,75 @@ def from_aicb(path: Path, us_per_mb: float = 3.0, prefetch: int = 2) -> Workload
     return Workload(path.stem, tuple(ops))
 
 
-def library(names: Sequence[str] | None = None) -> dict[str, Workload]:
-    """The steps that jobs are drawn from, by name."""
-    shapes = {
-        "gpt2": (768, 12, 50257, 2048),
-        "llama-1b": (2048, 16, 32000, 5632),
-        "llama-7b": (4096, 32, 32000, 11008),
-        "llama-13b": (5120, 40, 32000, 13824),
-    }
-    found: dict[str, Workload] = {}
-    for model, shape in shapes.items():
-        units: list[Any] = llama_units(*shape)
-        for stage, bucket in ((1, 2**28), (2, 25 * 2**20), (2, 5 * 10**8), (3, 0)):
-            found[f"{model} zero-{stage} {bucket}"] = zero_step(stage, units, bucket=bucket or 2**29)
-    return {name: work for name, work in found.items() if names is None or name in names}
+@dataclass(frozen=True)
+class Recording:
+    """A step as a dry run issued it; see ``tests/make_steps.py``. Compute is in FLOPs."""
+
+    name: str
+    kind: Array  # (n,) index into KINDS
+    value: Array  # (n,) FLOPs of compute, bytes of a collective
+    waits: Array  # (m, 2) the first of each pair waits for the second
+
+    @classmethod
+    def of(cls, name: str, ops: Sequence[tuple[str, float, set[int]]]) -> Recording:
+        """From (kind, value, what it waits for)."""
+        waits = [(i, j) for i, (_, _, after) in enumerate(ops) for j in sorted(after)]
+        kinds = np.array([KINDS.index(kind) for kind, _, _ in ops], np.uint8)
+        return cls(name, kinds, np.array([float(v) for _, v, _ in ops]), np.array(waits, np.int32).reshape(-1, 2))
+
+    def workload(self, prefetch: int = 1) -> Workload:
+        """The step. A gather may begin once the compute ``prefetch`` units before its own has begun.
+
+        That is what FSDP2 and our engine do: a buffer for the unit in use, and for ``prefetch`` more.
+        """
+        after: list[list[int]] = [[] for _ in self.kind]
+        for i, j in self.waits:
+            after[i].append(int(j))
+        compute = [i for i, kind in enumerate(self.kind) if KINDS[kind] in (COMPUTE, "optimizer")]
+        reader = {j: i for i in reversed(compute) for j in after[i]}
+        gathers = [i for i, kind in enumerate(self.kind) if KINDS[kind] == "all_gather" and i in reader]
+        units = list(dict.fromkeys(reader[i] for i in gathers))
+        total = sum(self.value[i] for i in compute)
+        ops = []
+        for i, (kind, value) in enumerate(zip(self.kind, self.value, strict=True)):
+            func = KINDS[kind]
+            if func in (COMPUTE, "optimizer"):
+                # The optimizer's arithmetic is little: its time is memory traffic, a twentieth of the rest.
+                us = (value if func == COMPUTE else value + 0.05 * total) / FLOPS_A_US
+                ops.append(Op(COMPUTE, us, tuple(after[i]), name=func))
+                continue
+            gate = units.index(reader[i]) - prefetch if func == "all_gather" and i in reader else -1
+            if gate >= 0:
+                after[i] += [j for j in compute if j < units[gate]][-1:]
+            stream = {"all_gather": "gather", "reduce_scatter": "scatter"}.get(func, "other")
+            ops.append(Op(stream, 1.0, tuple(after[i]), func=func, n_bytes=int(value)))
+        return Workload(self.name, tuple(ops))
+
+
+def save_recordings(recordings: Sequence[Recording], path: Path = RECORDED) -> None:
+    """Write all into one file."""
+    np.savez_compressed(
+        path,
+        name=np.array([r.name for r in recordings]),
+        op_at=np.cumsum([0, *(len(r.kind) for r in recordings)]),
+        wait_at=np.cumsum([0, *(len(r.waits) for r in recordings)]),
+        kind=np.concatenate([r.kind for r in recordings]),
+        value=np.concatenate([r.value for r in recordings]),
+        waits=np.concatenate([r.waits for r in recordings]),
+    )
+
+
+@functools.cache
+def recordings(path: Path = RECORDED) -> dict[str, Recording]:
+    """The shipped recordings by name. Raises ValueError when the file is not one of them."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            a = {key: file[key] for key in file.files}
+        found = {}
+        for k, name in enumerate(map(str, a["name"])):
+            ops = slice(a["op_at"][k], a["op_at"][k + 1])
+            waits = a["waits"][a["wait_at"][k] : a["wait_at"][k + 1]]
+            found[name] = Recording(name, a["kind"][ops], a["value"][ops], waits)
+        return found
+    except (OSError, KeyError, IndexError, ValueError) as error:
+        raise ValueError(f"{path} holds no recorded steps: {error}; make them by tests/make_steps.py") from error

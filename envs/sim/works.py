@@ -16,6 +16,8 @@ from .workloads import Workload
 Array = np.ndarray[Any, Any]
 #: Slots of a job that can be tuned; of a step with more the rest is left to NCCL.
 SLOTS = 10
+#: A step with fewer is no job of its own kind: what is to be learnt of it, a larger one teaches too.
+LEAST_SLOTS = 2
 #: Rows of a job's calls after its slots: collectives that no tuner reaches, slots beyond SLOTS.
 OTHER, REST = SLOTS, SLOTS + 1
 
@@ -65,10 +67,16 @@ class Works:
 def works_of(prefixes: tuple[str, ...]) -> Works:
     """The steps of a family: each on two communicators, on one, and replicated over nodes."""
     found: list[tuple[Workload, bool]] = []
-    for name, work in workloads.library().items():
-        if name.startswith(prefixes):
-            work = replace(work, name=name)
-            found += [(work, False), (work.on_one_communicator(), False)]
-            if "zero-3" in name or "fsdp2-3" in name:
-                found += [(workloads.hybrid(work), True), (workloads.hybrid(work).on_one_communicator(), True)]
+    for name, recording in workloads.recordings().items():
+        if not name.startswith(prefixes):
+            continue
+        for prefetch in (1, 2) if "-3" in name else (1,):
+            work = recording.workload(prefetch)
+            if len(work.slots()) >= LEAST_SLOTS:
+                found += [(work, False), (work.on_one_communicator(), False)]
+                if "-3" in name:
+                    work = workloads.hybrid(work)
+                    found += [(work, True), (work.on_one_communicator(), True)]
+    if not found:
+        raise ValueError(f"no step is recorded of {', '.join(prefixes)}: make them by tests/make_steps.py")
     return Works.of(found)
