@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import time
 from collections import deque
@@ -138,7 +137,7 @@ class Job:
             return self.status is None and is_locked(self.run.path / LAUNCHER)
         rings = self.run.rings()
         now = time.monotonic()
-        if not rings or any(_runs(ring.pid) for ring in rings):
+        if not rings or any(ring.is_alive() for ring in rings):
             self._alive_at = now
         return now - self._alive_at < RESTART_S
 
@@ -150,8 +149,7 @@ class Job:
             try:
                 if ring.name not in self._known:  # what was announced before we came
                     self._known.add(ring.name)
-                    if hasattr(ring, "known"):
-                        self.assembler.add(ring.known(), ring.pid)
+                    self.assembler.add(ring.known(), ring.pid)
                 records = ring.drain()
             except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
                 self.damaged[ring.name] = str(error)
@@ -377,13 +375,3 @@ class Job:
         """STEP records of rank 0 since the last call, in pieces."""
         fresh, self._fresh = self._fresh, []
         return fresh
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -1,8 +1,11 @@
 """The run folder: private, cleared when dead."""
 
 import ctypes
+import fcntl
 import os
 import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -21,22 +24,44 @@ def test_folder_is_private_and_goes_away(folder):
     assert not folder.path.exists()
 
 
-def test_folders_of_dead_runs_are_cleared_others_stay(folder):
+def test_folders_in_which_nobody_lives_are_cleared_others_stay(folder):
+    """Process ids say nothing where containers share /dev/shm: a live folder of another one was deleted."""
     root = folder.path.parent
-    dead, orphan = root / "test-dead", root / "test-orphan"
-    for path, ring in ((dead, None), (orphan, f"ring-{os.getpid()}")):
-        shutil.rmtree(path, ignore_errors=True)
+    paths = {name: root / f"test-{os.getpid()}-{name}" for name in ("dead", "job", "daemon", "waits", "forgotten")}
+    held = []
+    for name, path in paths.items():
         path.mkdir(mode=0o700)
-        (path / "daemon").write_text("1 0\n")  # pid 1 lives, but did not start at that time
-        if ring:
-            (path / ring).write_bytes(b"")  # the job still runs
-    RunFolder.create("test-new").close()
-    assert not dead.exists() and orphan.exists() and folder.path.exists()
-    shutil.rmtree(orphan)
+        for file in ("daemon", *(["ring-0-5"] if name not in ("waits", "forgotten") else [])):
+            (path / file).write_text("999999999\n")
+            if (name == "job" and file == "ring-0-5") or name == "daemon" == file:
+                held.append(os.open(path / file, os.O_RDONLY))
+                fcntl.flock(held[-1], fcntl.LOCK_EX)
+    two_days_ago = time.time() - 2 * 86400
+    os.utime(paths["forgotten"], (two_days_ago, two_days_ago))
+    RunFolder.create(f"test-{os.getpid()}-new").close()
+    assert {name for name, path in paths.items() if path.exists()} == {"job", "daemon", "waits"}
+    assert folder.path.exists()
+    for fd in held:
+        os.close(fd)
+    for path in paths.values():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def test_env_of_a_job_that_has_not_begun_outlives_other_commands(tmp_path):
+    """`eval "$(dynamiccl env --name big)"`, then any other command before the job's first ring: the folder was gone."""
+    name = f"test-{os.getpid()}-big"
+    command = [sys.executable, "-m", "dynamiccl.agent.cli", "env"]
+    subprocess.run([*command, "--name", name], capture_output=True, check=True)
+    other = RunFolder.create()
+    other.close()
+    path = other.path.with_name(name)
+    assert path.exists()
+    RunFolder.open(path).close()
+    assert not path.exists()
 
 
 def test_only_a_private_folder_is_opened(tmp_path, folder):
-    assert RunFolder.open(folder.path).path == folder.path
+    RunFolder.open(folder.path).close(remove=False)
     tmp_path.chmod(0o770)
     for bad in (tmp_path, tmp_path / "none", "/dev/null"):
         with pytest.raises(ValueError, match="not a run folder"):
@@ -112,3 +137,4 @@ def test_a_daemon_that_died_in_the_middle_of_a_table_goes_on_with_the_next_numbe
     back = Job(RunFolder.open(folder.path))
     assert back.publish({}) == (2 if n_written < 2 else 3)
     assert folder.table.read()[0] == back.generation
+    back.run.close(remove=False)

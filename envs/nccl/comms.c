@@ -29,6 +29,7 @@ struct dccl_seat {
 static struct dccl_seat seats[SEATS];
 static pthread_mutex_t seating = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic uint32_t n_tuners, abi;
+static _Atomic int n_contexts;
 static _Atomic uint64_t n_asked;
 
 _Thread_local struct dccl_comm dccl_last_comm;
@@ -52,6 +53,7 @@ static struct dccl_seat* find(uint64_t comm_id) {
 }
 
 struct dccl_seat* dccl_sit(uint64_t comm_id, bool as_profiler) {
+  atomic_fetch_add(&n_contexts, 1);
   if (comm_id == 0) return NULL;
   pthread_mutex_lock(&seating);
   struct dccl_seat* seat = find(comm_id);
@@ -64,17 +66,21 @@ struct dccl_seat* dccl_sit(uint64_t comm_id, bool as_profiler) {
 }
 
 void dccl_leave(struct dccl_seat* seat) {
+  atomic_fetch_sub(&n_contexts, 1);
   if (seat == NULL) return;
   pthread_mutex_lock(&seating);
   if (seat->n_users > 0) seat->n_users--;
   pthread_mutex_unlock(&seating);
 }
 
+bool dccl_in_use(void) { return atomic_load(&n_contexts) > 0; }
+
 // In the child of a fork the thread that was seating is gone, and so is NCCL.
 void dccl_comms_after_fork(void) {
   pthread_mutex_init(&seating, NULL);
   memset(seats, 0, sizeof seats);
   atomic_store(&n_tuners, 0);
+  atomic_store(&n_contexts, 0);
 }
 
 // ---- what NCCL asked about
@@ -128,7 +134,7 @@ void dccl_emit_comm(const struct dccl_comm* comm, const char* name) {
   record.comm.n_ranks = comm->n_ranks;
   record.comm.n_nodes = comm->n_nodes;
   if (name != NULL) snprintf(record.comm.name, sizeof record.comm.name, "%s", name);
-  dccl_emit(&record);
+  dccl_note(&record);
 }
 
 // ---- what the probe asks

@@ -75,7 +75,8 @@ void dccl_table_after_fork(void);
 
 #define DCCL_RING_MAGIC UINT64_C(0x31474e524c434344)  // "DCCLRNG1"
 #define DCCL_RING_BUSY UINT64_MAX                     // stamp of a record that is being written
-enum { DCCL_RING_VERSION = 1, DCCL_RING_RECORDS = 1 << 16 };
+enum { DCCL_RING_VERSION = 2, DCCL_RING_RECORDS = 1 << 16, DCCL_RING_LEAST = 1 << 11 };
+enum { DCCL_KNOWN_RECORDS = 1 << 10 };  // places for what is told once: communicators and offers
 
 enum { DCCL_COMM = 1, DCCL_OFFER, DCCL_COLL, DCCL_KERNEL, DCCL_STEP, DCCL_STATE };
 enum { DCCL_FLAG_REGISTERED = 1, DCCL_FLAG_CAPTURED = 2, DCCL_FLAG_SAMPLED = 4 };
@@ -147,17 +148,26 @@ struct dccl_ring {
   uint32_t record_bytes;
   uint64_t capacity;
   uint32_t pid;
-  uint32_t reserved[9];
-  _Atomic uint64_t head;  // positions handed out so far; on its own cache line
-  uint64_t reserved_line[7];
-  struct dccl_slot slots[];
+  uint32_t n_known;  // places for known records, DCCL_KNOWN_RECORDS
+  uint32_t reserved[8];
+  _Atomic uint64_t head;   // positions handed out so far; on its own cache line
+  _Atomic uint64_t known;  // known records written so far
+  uint64_t reserved_line[6];
+  struct dccl_slot slots[];  // the known records, then the ring
 };
 
 _Static_assert(offsetof(struct dccl_ring, head) == 64, "ring");
 _Static_assert(offsetof(struct dccl_ring, slots) == 128, "ring");
 
+static inline size_t dccl_ring_bytes(uint64_t records) {
+  return sizeof(struct dccl_ring) + (records + DCCL_KNOWN_RECORDS) * sizeof(struct dccl_slot);
+}
+
 // Writes a record (its stamp is set here). Never waits; a record that finds no ring or a busy slot is lost.
 void dccl_emit(const struct dccl_record* record);
+// The same for what is told once, a communicator or an offer: it is also kept beside the ring, for whoever
+// comes later.
+void dccl_note(const struct dccl_record* record);
 bool dccl_ring_is_open(void);
 bool dccl_has_run(void);  // whether this process belongs to a run, with a ring or without
 uint32_t dccl_step_now(void);
@@ -202,6 +212,7 @@ void dccl_emit_comm(const struct dccl_comm* comm, const char* name);
 struct dccl_seat;
 struct dccl_seat* dccl_sit(uint64_t comm_id, bool as_profiler);
 void dccl_leave(struct dccl_seat* seat);
+bool dccl_in_use(void);  // whether NCCL has contexts of ours
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes);
 // Counts a collective. The size that NCCL asked about before it: its own, or of the group that it is part of;
 // 0 if it did not ask.

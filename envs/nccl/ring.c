@@ -9,15 +9,19 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "plugin.h"
 
 static struct dccl_ring* _Atomic ring;
-static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
+static uint64_t lap_mask;   // records of the ring less one; set before `ring` is
+static int ring_file = -1;  // kept open: its lock says that this process lives
+static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER, noting = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic bool opened, has_run;
 static _Atomic uint32_t step_now;
 
@@ -27,11 +31,14 @@ int64_t dccl_now_ns(void) {
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+// The ring proper begins after what is known.
+static struct dccl_slot* slots_of(struct dccl_ring* r) { return r->slots + DCCL_KNOWN_RECORDS; }
+
 void dccl_emit(const struct dccl_record* record) {
   struct dccl_ring* r = atomic_load_explicit(&ring, memory_order_acquire);
   if (r == NULL) return;
   const uint64_t position = atomic_fetch_add_explicit(&r->head, 1, memory_order_acq_rel);
-  struct dccl_slot* slot = &r->slots[position & (DCCL_RING_RECORDS - 1)];
+  struct dccl_slot* slot = &slots_of(r)[position & lap_mask];
   uint64_t stamp = atomic_load_explicit(&slot->word[0], memory_order_relaxed);
   // Another thread is still in this slot from a lap ago, or has overtaken us by one: the record is lost.
   if (stamp > position ||
@@ -44,9 +51,37 @@ void dccl_emit(const struct dccl_record* record) {
   // Release, so that no word can be seen before the BUSY stamp.
   for (int i = 1; i < 16; i++) atomic_store_explicit(&slot->word[i], words[i], memory_order_release);
   atomic_store_explicit(&slot->word[0], position + 1, memory_order_release);
-  const struct dccl_slot* soon = &r->slots[(position + 4) & (DCCL_RING_RECORDS - 1)];
+  const struct dccl_slot* soon = &slots_of(r)[(position + 4) & lap_mask];
   __builtin_prefetch(&soon->word[0], 1);
   __builtin_prefetch(&soon->word[8], 1);
+}
+
+// Communicators and offers, beside the ring: told once, and to be found by a daemon that comes late. Offers
+// leave some places to communicators.
+void dccl_note(const struct dccl_record* record) {
+  struct dccl_ring* r = atomic_load_explicit(&ring, memory_order_acquire);
+  if (r == NULL) return;
+  dccl_emit(record);
+  const bool is_comm = record->kind == DCCL_COMM;
+  const uint64_t room = DCCL_KNOWN_RECORDS - (is_comm ? 0 : DCCL_KNOWN_RECORDS / 8);
+  if (atomic_load_explicit(&r->known, memory_order_relaxed) >= room) return;
+  pthread_mutex_lock(&noting);
+  const uint64_t n = atomic_load_explicit(&r->known, memory_order_relaxed);
+  bool fits = n < room;
+  for (uint64_t i = 0; fits && i < n; i++) {
+    const struct dccl_record* old = (const struct dccl_record*)&r->slots[i];
+    if (old->kind == record->kind && old->comm_id == record->comm_id && old->func == record->func &&
+        old->n_bytes == record->n_bytes && (!is_comm || old->comm.rank == record->comm.rank))
+      fits = false;
+  }
+  if (fits) {
+    uint64_t words[16];
+    memcpy(words, record, sizeof words);
+    words[0] = n + 1;
+    for (int i = 0; i < 16; i++) atomic_store_explicit(&r->slots[n].word[i], words[i], memory_order_relaxed);
+    atomic_store_explicit(&r->known, n + 1, memory_order_release);
+  }
+  pthread_mutex_unlock(&noting);
 }
 
 bool dccl_ring_is_open(void) { return atomic_load_explicit(&ring, memory_order_relaxed) != NULL; }
@@ -64,31 +99,90 @@ static int open_folder(const char* path) {
   return -1;
 }
 
-// The file is made whole under another name first: the reader never meets a ring without its header.
+// ---- making the ring
+// ------------------------------------------------------------------------------------------------------------
+
+static uint64_t number_in(const char* const* names, uint64_t otherwise) {
+  for (; *names != NULL; names++) {
+    const char* text = getenv(*names);
+    char* end = NULL;
+    const unsigned long long number = text != NULL ? strtoull(text, &end, 10) : 0;
+    if (text != NULL && end != text && *end == 0) return number;
+  }
+  return otherwise;
+}
+
+// Records that fit: all rings of the node together take at most an eighth of what the file system has free,
+// which NCCL's own buffers and data loaders need too. 0: not even the least ring fits.
+static uint64_t records_for(int folder, uint64_t* free_bytes) {
+  static const char* const ranks[] = {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
+                                      "SLURM_NTASKS_PER_NODE", NULL};
+  struct statvfs fs;
+  if (fstatvfs(folder, &fs)) return 0;
+  *free_bytes = (uint64_t)fs.f_bavail * fs.f_frsize;
+  const uint64_t n_ranks = number_in(ranks, 8), share = *free_bytes / 8 / (n_ranks ? n_ranks : 1);
+  uint64_t records = DCCL_RING_RECORDS;
+  while (records >= DCCL_RING_LEAST && dccl_ring_bytes(records) > share) records /= 2;
+  return records >= DCCL_RING_LEAST ? records : 0;
+}
+
+// Where there is no ring, a file of its name says why: the daemon shows it.
+static void leave_word(int folder, const char* name, const char* text) {
+  fprintf(stderr, "dynamiccl: %s\n", text);
+  const int fd = openat(folder, name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (fd < 0) return;
+  if (dprintf(fd, "DCCLNONE%s\n", text) < 0) unlinkat(folder, name, 0);
+  close(fd);
+}
+
+// The file is made whole under another name first: the reader never meets a ring without header and lock.
+// Its name is the rank and the moment: processes of two containers may have one id.
 static struct dccl_ring* create_ring(int folder) {
-  const size_t size = sizeof(struct dccl_ring) + DCCL_RING_RECORDS * sizeof(struct dccl_slot);
-  char name[32], draft[32];
-  snprintf(name, sizeof name, "ring-%d", (int)getpid());
-  snprintf(draft, sizeof draft, ".ring-%d", (int)getpid());
-  unlinkat(folder, draft, 0);
+  static const char* const ranks[] = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", NULL};
+  struct timespec t;
+  clock_gettime(CLOCK_REALTIME, &t);
+  char name[64], draft[64], text[160];
+  const uint64_t rank = number_in(ranks, (uint64_t)getpid());
+  snprintf(draft, sizeof draft, ".ring-%llu-%llx%08lx", (unsigned long long)rank,
+           (unsigned long long)t.tv_sec, (unsigned long)t.tv_nsec);
+  snprintf(name, sizeof name, "%s", draft + 1);
+  uint64_t room = 0;
+  const uint64_t records = records_for(folder, &room);
+  const double mb = (double)room / 1e6;
+  if (records == 0) {
+    snprintf(text, sizeof text, "%.0f MB of shared memory are free: too little for a ring of this rank", mb);
+    leave_word(folder, name, text);
+    return NULL;
+  }
+  const size_t size = dccl_ring_bytes(records);
   const int fd = openat(folder, draft, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (fd < 0) return NULL;
   // Reserved now: a full shared-memory file system must say so here and not by a signal at the first write.
-  void* map = posix_fallocate(fd, 0, (off_t)size)
-                  ? MAP_FAILED
-                  : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  close(fd);
-  if (map != MAP_FAILED) {
+  const bool mine = flock(fd, LOCK_EX | LOCK_NB) == 0 && posix_fallocate(fd, 0, (off_t)size) == 0;
+  void* map = mine ? mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+  // A child must not hold the lock on when its parent is gone; see after_fork for the file itself.
+  if (map != MAP_FAILED && madvise(map, size, MADV_DONTFORK) == 0) {
     struct dccl_ring* r = map;
     r->magic = DCCL_RING_MAGIC;
     r->version = DCCL_RING_VERSION;
     r->record_bytes = sizeof(struct dccl_record);
-    r->capacity = DCCL_RING_RECORDS;
+    r->capacity = records;
     r->pid = (uint32_t)getpid();
-    if (renameat(folder, draft, folder, name) == 0) return r;
-    munmap(map, size);
+    r->n_known = DCCL_KNOWN_RECORDS;
+    if (renameat(folder, draft, folder, name) == 0) {
+      if (records < DCCL_RING_RECORDS && rank == 0)
+        fprintf(stderr,
+                "dynamiccl: %.0f MB of shared memory are free: rings of %llu records in place of %d\n", mb,
+                (unsigned long long)records, DCCL_RING_RECORDS);
+      lap_mask = records - 1;
+      ring_file = fd;
+      return r;
+    }
   }
+  if (map != MAP_FAILED) munmap(map, size);
   unlinkat(folder, draft, 0);
+  close(fd);
+  leave_word(folder, name, "the ring of this rank could not be made: no room in shared memory");
   return NULL;
 }
 
@@ -96,12 +190,24 @@ static struct dccl_ring* create_ring(int folder) {
 static void after_fork(void) {
   atomic_store(&ring, NULL);
   atomic_store(&opened, false);
+  if (ring_file >= 0) close(ring_file);
+  ring_file = -1;
   pthread_mutex_init(&opening, NULL);
+  pthread_mutex_init(&noting, NULL);
   dccl_table_after_fork();
   dccl_comms_after_fork();
 }
 
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, after_fork); }
+
+// The library is unloaded, or the process ends: nothing of it stays mapped. Where NCCL has not let go of us
+// its threads may still write.
+__attribute__((destructor)) static void let_go(void) {
+  struct dccl_ring* r = atomic_exchange(&ring, NULL);
+  if (r == NULL || dccl_in_use()) return;
+  munmap(r, dccl_ring_bytes(r->capacity));
+  close(ring_file);
+}
 
 bool dccl_has_run(void) { return atomic_load(&has_run); }
 

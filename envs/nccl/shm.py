@@ -1,12 +1,14 @@
-"""Shared memory between a job and its daemon: the run folder, the rings of events, the file that holds the table.
+"""Shared memory between a job and its daemon: the run folder and the file that holds the table.
 
-All reads are ``pread``: a file that another process truncates gives an error here, not a signal. The producer of a
-ring is ring.c; the one writer of the table file is the daemon, its reader is the probe of rank 0.
+All reads are ``pread``: a file that another process truncates gives an error here, not a signal. The one writer of the
+table file is the daemon, its reader is the probe of rank 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -15,14 +17,13 @@ import tempfile
 import time
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ...traces.records import COLL_DTYPE, RECORD_BYTES, RULE_DTYPE, TABLE_VERSION, Lease, Table
+from ...traces.records import RULE_DTYPE, TABLE_VERSION, Lease, Table
 from .build import nccl_env, plugin_path, private_folder
+from .rings import Ring
 
-RING_MAGIC, RING_VERSION = b"DCCLRNG1", 1
 TABLE_MAGIC = b"DCCLTBL1"
 TABLE_BYTES = 4096
 _FILE_BYTES, _HEARTBEAT_AT = 8192, 4096
@@ -30,11 +31,8 @@ MAX_RULES = 126  # what fits into TABLE_BYTES
 _HEAD = struct.Struct("<8sIIIIQII24x")  # magic, version, n_rows, generation, crc, sequence, lease steps and ms
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_AT = 24
-_RING_HEAD = struct.Struct("<8sIIQI")  # magic, version, record_bytes, capacity, pid
-_RING_HEAD_BYTES = 128
-_HEAD_AT = 64
-_BUSY = np.uint64(2**64 - 1)
-_PATIENCE_S = 1.0  # how long a record may stay half written before it counts as lost
+_DAY_S = 86400.0
+_PIDS = 2**22  # above every process id
 
 
 def encode_table(table: Table) -> bytes:
@@ -164,101 +162,15 @@ class TableFile:
             self._fd = -1
 
 
-class Ring:
-    """Reader of one process's ring."""
-
-    def __init__(self, path: Path) -> None:
-        """Open a ring file. Raises ValueError when it is none (any more), OSError when it cannot be read."""
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            self.name = path.name
-            self.pid, self.capacity = self._check()
-        except BaseException:
-            os.close(self._fd)
-            raise
-        #: Records that were overwritten, or dropped by the producer, before they could be read.
-        self.lost = 0
-        self._tail = 0
-        self._stuck_at, self._stuck_since = -1, 0.0
-
-    def _check(self) -> tuple[int, int]:
-        status = os.fstat(self._fd)
-        raw = os.pread(self._fd, _RING_HEAD.size, 0) if stat.S_ISREG(status.st_mode) else b""
-        if len(raw) < _RING_HEAD.size or raw[:8] != RING_MAGIC:
-            raise ValueError(f"{self.name}: not a ring of dynamiccl")
-        _, version, record_bytes, capacity, pid = _RING_HEAD.unpack(raw)
-        if version != RING_VERSION or record_bytes != RECORD_BYTES:
-            raise ValueError(f"{self.name}: ring of format version {version}, this release reads {RING_VERSION}")
-        whole = 0 < capacity <= 2**24 and capacity & (capacity - 1) == 0
-        if not whole or status.st_size < _RING_HEAD_BYTES + capacity * RECORD_BYTES:
-            raise ValueError(f"{self.name}: cut off: {status.st_size} bytes for {capacity} records")
-        return int(pid), int(capacity)
-
-    def _head(self) -> int:
-        raw = os.pread(self._fd, 8, _HEAD_AT)
-        head = int(_SEQUENCE.unpack(raw)[0]) if len(raw) == 8 else -1
-        if not self._tail <= head < 2**62:
-            raise ValueError(f"{self.name}: damaged: head {head} with {self._tail} records read")
-        return head
-
-    def _copy(self, start: int, n: int) -> np.ndarray[Any, Any]:
-        records = np.zeros(n, COLL_DTYPE)
-        raw = memoryview(records.view(np.uint8).data)
-        first = start % self.capacity
-        run = min(n, self.capacity - first)
-        for offset, count, at in ((first, run, 0), (0, n - run, run)):
-            got = 0
-            while got < count * RECORD_BYTES:  # a large read may come in pieces
-                part = raw[at * RECORD_BYTES + got : (at + count) * RECORD_BYTES]
-                n_read = os.preadv(self._fd, [part], _RING_HEAD_BYTES + offset * RECORD_BYTES + got)
-                if n_read == 0:
-                    raise ValueError(f"{self.name}: cut off while it was read")
-                got += n_read
-        return records
-
-    def drain(self) -> np.ndarray[Any, Any]:
-        """Records written since the last call, oldest first: COLL_DTYPE, shape (n,), other kinds by ``.view``.
-
-        Lost records are counted in :attr:`lost`. Raises ValueError when the file is no sound ring any more.
-        """
-        head = self._head()
-        if head - self._tail > self.capacity:  # lapped: half a ring of distance, or we are lapped again at once
-            self.lost += head - self.capacity // 2 - self._tail
-            self._tail = head - self.capacity // 2
-        records = self._copy(self._tail, head - self._tail)
-        if len(records) == 0:
-            return records
-        positions = np.arange(self._tail, head, dtype=np.uint64)
-        stamps = records["stamp"]
-        # A producer at position p + capacity may have been in the slot of p while we copied it.
-        safe = positions + np.uint64(self.capacity) >= np.uint64(self._head())
-        whole = safe & (stamps == positions + np.uint64(1))
-        pending = np.flatnonzero(safe & ((stamps == _BUSY) | (stamps <= positions)))
-        if len(pending) and self._waits_for(int(positions[pending[0]]), head):
-            records, whole = records[: pending[0]], whole[: pending[0]]
-        self._tail += len(records)
-        self.lost += int(len(whole) - whole.sum())
-        return records if whole.all() else records[whole]
-
-    def _waits_for(self, position: int, head: int) -> bool:
-        """True while a half-written record deserves patience: its writer may have been put to sleep."""
-        now = time.monotonic()
-        if position != self._stuck_at:
-            self._stuck_at, self._stuck_since = position, now
-        return now - self._stuck_since < _PATIENCE_S and head - position < self.capacity // 2
-
-    def close(self) -> None:
-        """Close the file; it stays."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
 class RunFolder:
-    """Where a job and its daemon meet: 0700, owned by the user; holds ``table``, ``daemon`` and one ring a process."""
+    """Where a job and its daemon meet: 0700, owned by the user; holds ``table``, ``daemon`` and one ring a process.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Whoever uses it holds a shared lock on the file ``daemon``, each process of the job one on its ring: a folder in
+    which no file is locked is nobody's.
+    """
+
+    def __init__(self, path: Path, hold: int) -> None:
+        self.path, self._hold = path, hold
         self.table = TableFile(path / "table", write=True)
         self._rings: dict[tuple[str, int], Ring] = {}
         #: Files that look like rings by name but are not, with the reason.
@@ -266,7 +178,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, name: str | None = None) -> RunFolder:
-        """A fresh folder in shared memory (else the temp folder); clears those of dead jobs. Raises OSError."""
+        """A fresh folder in shared memory (else the temp folder); clears those of dead jobs.
+
+        Raises OSError, FileExistsError where a run of that ``name`` still lives or waits for its job.
+        """
         root = _root()
         _remove_stale(root)
         path = root / (name or f"{os.getpid()}-{time.time_ns():x}")
@@ -283,9 +198,12 @@ class RunFolder:
 
     @classmethod
     def _own(cls, path: Path) -> RunFolder:
-        folder = cls(path)
-        (path / "daemon").write_text(f"{os.getpid()} {_started(os.getpid())}\n")
-        return folder
+        hold = _hold(path)
+        try:
+            return cls(path, hold)
+        except BaseException:
+            os.close(hold)
+            raise
 
     def env(self, headroom: int | None = None) -> dict[str, str]:
         """What the job needs in its environment, see ``build.nccl_env``. Raises PluginBuildError."""
@@ -299,9 +217,14 @@ class RunFolder:
                 if not entry.name.startswith("ring-") or key in self._rings or entry.name in self.refused:
                     continue
                 try:
-                    self._rings[key] = Ring(Path(entry.path))
+                    ring = Ring(Path(entry.path))
                 except (OSError, ValueError) as error:
                     self.refused[entry.name] = str(error)
+                    continue
+                # Two containers may each have a process of this number: they must not be taken for one.
+                while any(ring.pid == other.pid and other.is_alive() for other in self._rings.values()):
+                    ring.pid += _PIDS
+                self._rings[key] = ring
         return list(self._rings.values())
 
     def close(self, remove: bool = True) -> None:
@@ -312,6 +235,9 @@ class RunFolder:
         self.table.close()
         if remove:
             shutil.rmtree(self.path, ignore_errors=True)
+        if self._hold >= 0:
+            os.close(self._hold)
+            self._hold = -1
 
 
 def _require_ours(fd: int, path: Path) -> None:
@@ -329,22 +255,44 @@ def _root() -> Path:
     raise OSError(f"neither /dev/shm nor {tempfile.gettempdir()} takes a folder {name} of this user alone")
 
 
-def _started(pid: int) -> str:
-    """Start time of a process in clock ticks since boot, '' if it is gone: tells a reused pid from the old process."""
+def _hold(path: Path) -> int:
+    """Says that somebody uses the run folder, as long as the returned file is open. Raises OSError."""
+    fd = os.open(path / "daemon", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _nobody_has(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _remove_stale(root: Path) -> None:
-    """Delete run folders whose daemon is dead and of whose job no process is left."""
+    """Delete run folders of this user in which nobody lives: no file in it is locked, by a ring's process or another.
+
+    One without rings may wait for its job, as ``dynamiccl env`` leaves it: that one stays for a day.
+    """
     for folder in root.iterdir():
-        try:
-            pid, started = (folder / "daemon").read_text().split()
-            alive = _started(int(pid)) == started
-        except (OSError, ValueError):
-            alive = time.time() - folder.stat().st_mtime < 60  # being made by another daemon just now
-        ring_pids = [name.name[5:] for name in folder.glob("ring-*")]
-        if not alive and not any(Path(f"/proc/{pid}").exists() for pid in ring_pids):
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                continue
+            files = list(folder.iterdir())
+            if not any("ring-" in path.name for path in files) and time.time() - status.st_mtime < _DAY_S:
+                continue
+            locks: list[int] = []
+            try:
+                for path in files:
+                    locks.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+                if all(map(_nobody_has, locks)):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                for fd in locks:
+                    os.close(fd)

@@ -42,7 +42,8 @@ from ...traces.records import (
     pair_costs,
 )
 from .plugin import Plugin
-from .shm import Ring, encode_table
+from .rings import Ring
+from .shm import encode_table
 
 SWEPT = ("all_gather", "reduce_scatter")
 _PATIENCE_S = 0.3  # how long kernel times may lag behind the end of the collective

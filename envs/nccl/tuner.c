@@ -81,7 +81,7 @@ static void emit_offer(const struct context* c, const struct question* q) {
     }
   }
   r.offer.n_pipe_ops = q->n_pipe_ops;
-  if (r.algo != DCCL_UNSET) dccl_emit(&r);
+  if (r.algo != DCCL_UNSET) dccl_note(&r);
 }
 
 static bool any_offered(const struct question* q) {

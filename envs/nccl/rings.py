@@ -1,0 +1,152 @@
+"""The reader of a ring: what one process of the job has to tell, in a file of shared memory. Its writer is ring.c.
+
+All reads are ``pread``: a file that another process truncates gives an error here, not a signal.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...traces.records import COLL_DTYPE, RECORD_BYTES
+
+RING_MAGIC, RING_VERSION = b"DCCLRNG1", 2
+_NO_RING = b"DCCLNONE"  # begins a file that says why a rank has no ring
+_HEAD = struct.Struct("<8sIIQII")  # magic, version, record_bytes, capacity, pid, places for known records
+_HEAD_BYTES = 128
+_HEAD_AT, _KNOWN_AT = 64, 72
+_NUMBER = struct.Struct("<Q")
+_BUSY = np.uint64(2**64 - 1)
+_PATIENCE_S = 1.0  # how long a record may stay half written before it counts as lost
+
+
+class Ring:
+    """Reader of one process's ring."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a ring file. Raises ValueError when it is none (any more), OSError when it cannot be read."""
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            self.name = path.name
+            self.pid, self.capacity, self._known_places = self._check()
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._start = _HEAD_BYTES + self._known_places * RECORD_BYTES
+        #: Records that were overwritten, or dropped by the producer, before they could be read.
+        self.lost = 0
+        self._tail = 0
+        self._stuck_at, self._stuck_since = -1, 0.0
+
+    def _check(self) -> tuple[int, int, int]:
+        status = os.fstat(self._fd)
+        raw = os.pread(self._fd, _HEAD.size, 0) if stat.S_ISREG(status.st_mode) else b""
+        if raw[:8] == _NO_RING:
+            text = os.pread(self._fd, 200, len(_NO_RING)).decode("utf-8", "replace").strip()
+            raise ValueError(f"{self.name}: {text}")
+        if len(raw) < _HEAD.size or raw[:8] != RING_MAGIC:
+            raise ValueError(f"{self.name}: not a ring of dynamiccl")
+        _, version, record_bytes, capacity, pid, known = _HEAD.unpack(raw)
+        if version != RING_VERSION or record_bytes != RECORD_BYTES:
+            raise ValueError(f"{self.name}: ring of format version {version}, this release reads {RING_VERSION}")
+        whole = 0 < capacity <= 2**24 and capacity & (capacity - 1) == 0
+        if not whole or status.st_size < _HEAD_BYTES + (capacity + known) * RECORD_BYTES:
+            raise ValueError(f"{self.name}: cut off: {status.st_size} bytes for {capacity + known} records")
+        return int(pid), int(capacity), int(known)
+
+    def is_alive(self) -> bool:
+        """Whether the process that writes this ring still runs: it holds a lock as long as it does.
+
+        A process id would say nothing here: the job may live in another container.
+        """
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return False
+
+    def known(self) -> np.ndarray[Any, Any]:
+        """What was told once, communicators and offers, shape (n,) of COLL_DTYPE: for ``Assembler.add``.
+
+        However many records the ring has seen since. Raises ValueError when the file is cut off.
+        """
+        raw = os.pread(self._fd, 8, _KNOWN_AT)
+        n = min(int(_NUMBER.unpack(raw)[0]) if len(raw) == 8 else 0, self._known_places)
+        records = np.zeros(n, COLL_DTYPE)
+        self._fill(memoryview(records.view(np.uint8).data), _HEAD_BYTES)
+        return records
+
+    def _head(self) -> int:
+        raw = os.pread(self._fd, 8, _HEAD_AT)
+        head = int(_NUMBER.unpack(raw)[0]) if len(raw) == 8 else -1
+        if not self._tail <= head < 2**62:
+            raise ValueError(f"{self.name}: damaged: head {head} with {self._tail} records read")
+        return head
+
+    def _copy(self, start: int, n: int) -> np.ndarray[Any, Any]:
+        records = np.zeros(n, COLL_DTYPE)
+        raw = memoryview(records.view(np.uint8).data)
+        first = start % self.capacity
+        run = min(n, self.capacity - first)
+        for offset, count, at in ((first, run, 0), (0, n - run, run)):
+            self._fill(raw[at * RECORD_BYTES : (at + count) * RECORD_BYTES], self._start + offset * RECORD_BYTES)
+        return records
+
+    def _fill(self, part: memoryview, at: int) -> None:
+        """Fills ``part`` from the file's byte ``at`` on; a large read may come in pieces."""
+        while len(part):
+            n_read = os.preadv(self._fd, [part], at)
+            if n_read == 0:
+                raise ValueError(f"{self.name}: cut off while it was read")
+            part, at = part[n_read:], at + n_read
+
+    def drain(self) -> np.ndarray[Any, Any]:
+        """Records written since the last call, oldest first: COLL_DTYPE, shape (n,), other kinds by ``.view``.
+
+        Lost records are counted in :attr:`lost`; where some are, what is :meth:`known` comes again before the rest:
+        they may have told of it. Raises ValueError when the file is no sound ring any more.
+        """
+        before = self.lost
+        records = self._drain()
+        return records if self.lost == before else np.concatenate([self.known(), records])
+
+    def _drain(self) -> np.ndarray[Any, Any]:
+        head = self._head()
+        if head - self._tail > self.capacity:  # lapped: half a ring of distance, or we are lapped again at once
+            self.lost += head - self.capacity // 2 - self._tail
+            self._tail = head - self.capacity // 2
+        records = self._copy(self._tail, head - self._tail)
+        if len(records) == 0:
+            return records
+        positions = np.arange(self._tail, head, dtype=np.uint64)
+        stamps = records["stamp"]
+        # A producer at position p + capacity may have been in the slot of p while we copied it.
+        safe = positions + np.uint64(self.capacity) >= np.uint64(self._head())
+        whole = safe & (stamps == positions + np.uint64(1))
+        pending = np.flatnonzero(safe & ((stamps == _BUSY) | (stamps <= positions)))
+        if len(pending) and self._waits_for(int(positions[pending[0]]), head):
+            records, whole = records[: pending[0]], whole[: pending[0]]
+        self._tail += len(records)
+        self.lost += int(len(whole) - whole.sum())
+        return records if whole.all() else records[whole]
+
+    def _waits_for(self, position: int, head: int) -> bool:
+        """True while a half-written record deserves patience: its writer may have been put to sleep."""
+        now = time.monotonic()
+        if position != self._stuck_at:
+            self._stuck_at, self._stuck_since = position, now
+        return now - self._stuck_since < _PATIENCE_S and head - position < self.capacity // 2
+
+    def close(self) -> None:
+        """Close the file; it stays."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
