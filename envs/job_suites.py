@@ -88,12 +88,14 @@ class JobSuite:
             expected_us, gain = np.array(told["default_us"])[rows], np.array(told["gain"])[rows]
             jobs = numbered(family, int(told["seed"]), picked)
             weights = np.array([told["weights"][k] for k in STRATA])
+            off = np.abs(jobs.default_us / expected_us - 1)
+            if (off <= SAME).all():
+                suite = cls(told["suite"], family, told["seed"], picked, jobs, best, fair(jobs, best), weights)
+                off = np.abs(suite.gain - gain)
+            if (off > SAME).any():
+                raise ValueError(f"job {int(picked[off.argmax()])} comes out otherwise than on record")
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{source} is not a suite of jobs: {error}") from error
-        suite = cls(told["suite"], family, told["seed"], picked, jobs, best, fair(jobs, best), weights)
-        off = np.maximum(np.abs(jobs.default_us / expected_us - 1), np.abs(suite.gain - gain))
-        if (off > SAME).any():
-            raise ValueError(f"{source}: job {int(picked[off.argmax()])} comes out otherwise than on record")
         return suite
 
 

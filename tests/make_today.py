@@ -37,6 +37,8 @@ class NoJob:
     def publish(self, decisions):
         pass
 
+    confirm = publish
+
 
 class SimulatedLiveEnv(LiveEnv):
     """The live environment with the windows of one simulated job; all of them go into the ledger."""
@@ -47,11 +49,20 @@ class SimulatedLiveEnv(LiveEnv):
         self.running = np.zeros((1, SLOTS), int)
         self.place = {}
 
-    def bill(self, configs, n_steps):
-        self.ledger.bill([0], configs, [n_steps])
-        steps, _ = self.jobs.window(configs, n_steps, self.rng)
-        self.job.last_step += n_steps
-        return steps[0] / 1e3
+    def nothing(self):
+        return "no slot is large enough"
+
+    def bill(self, configs, n_steps, limit=float("inf")):
+        """Run up to ``n_steps`` steps: a step above ``limit`` ms is the last. Returns their times, ms."""
+        before = self.jobs.at.copy()
+        times = self.jobs.window(configs, n_steps, self.rng)[0][0] / 1e3
+        over = np.flatnonzero(times > limit)
+        times = times[: over[0] + 1] if len(over) else times
+        self.jobs.noise.at = before
+        self.ledger.bill([0], configs, [len(times)])
+        self.jobs.advance(len(times))
+        self.job.last_step += len(times)
+        return times
 
     def profile(self, skip=3):
         window = self.measure(DEFAULT, {}, n_steps=self.profile_steps, discard=skip)
@@ -78,14 +89,11 @@ class SimulatedLiveEnv(LiveEnv):
             self.bill(self.running, SWITCH_STEPS)
             self.running = configs
         limit = spaces.GIVE_UP * self.default_ms if kind == TRIAL else float("inf")
-        times = [float(self.bill(configs, 1)[0]) for _ in range(discard)]
-        kept = []
-        for _ in range(n_steps or self.window_steps):
-            kept.append(float(self.bill(configs, 1)[0]))
-            if max(times + kept) > limit:
-                kept = kept[-1:]
-                break
-        window = Window(0, np.arange(len(kept)), np.array(kept))
+        times = self.bill(configs, discard + (n_steps or self.window_steps), limit)
+        kept = times[discard:] if len(times) > discard else times[-1:]
+        if times[-1] > limit:
+            kept = times[-1:]
+        window = Window(0, np.arange(len(kept)), kept)
         if kind == DEFAULT:
             self._defaults.append(window.step_ms)
         self.log.append((kind, window))

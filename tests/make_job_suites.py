@@ -1,0 +1,26 @@
+"""Make suite 3 anew: ``python tests/make_job_suites.py`` (half a minute).
+
+Seeds from 3,000,000,000 on are kept for suites: nothing trains on them.
+"""
+
+from pathlib import Path
+
+from dynamiccl.envs import job_suites
+from dynamiccl.envs.job_suites import FAMILIES, SUITES, draw_suite
+
+JOBS = 400
+SEEDS = {"standard": 3_000_000_000, "held-out": 3_000_000_001}
+
+
+def main():
+    folder = Path(job_suites.__file__).parent
+    for name, file in SUITES.items():
+        suite = draw_suite(name, FAMILIES[name], SEEDS[name], JOBS)
+        suite.save(folder / file)
+        print(
+            f"{file}: {len(suite)} jobs, {suite.record()['figures']}, how often each stratum comes up: {suite.weights}"
+        )
+
+
+if __name__ == "__main__":
+    main()
