@@ -24,6 +24,12 @@ def two() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def three() -> Iterator[Any]:
+    """Three of them."""
+    yield from _world(3)
+
+
+@pytest.fixture(scope="session")
 def four() -> Iterator[Any]:
     """Four of them."""
     yield from _world(4)

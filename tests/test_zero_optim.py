@@ -62,6 +62,135 @@ def test_optimizers_agree_across_stages(optimizer: Any, stages: tuple[int, ...],
         assert losses == pytest.approx(runs[0], rel=1e-5)
 
 
+def always_overflowing() -> tuple[list[float | None], str]:
+    """Loss scales of a model whose gradients are infinite on rank 1, until the engine has enough."""
+    torch.manual_seed(0)
+    model, scales = Hand(), list[float | None]()
+    engine = zero(model, adamw(1e-2), stage=3, param_dtype=torch.float16, loss_scale=8.0)
+    for _ in range(9):
+        loss = model(torch.ones(2).half(), 1.0)
+        engine.backward(loss * (float("inf") if dist.get_rank() == 1 else 1.0))
+        try:
+            engine.step()
+        except FloatingPointError as error:
+            return scales, str(error)
+        scales.append(engine.loss_scale)
+    return scales, ""
+
+
+def test_the_loss_scale_has_a_floor_and_says_so(two: World) -> None:
+    for scales, said in two.run(always_overflowing):
+        assert scales == [4.0, 2.0, 1.0]
+        assert "beyond float16 at step 3, at the least loss scale on ranks [1]" in said
+
+
+# What is not finite ------------------------------------------------------------------------------------------------
+
+
+def not_finite(stage: int, where: str) -> tuple[int, str]:
+    """The step before which, and what, the engine says when something on rank 1 is not finite in step 2."""
+    torch.manual_seed(0)
+    model = Hand()
+    engine = zero(model, adamw(1e-2), stage=stage, param_dtype=torch.float32, min_unit=1)
+    spoil = dist.get_rank() == 1
+    for step in range(5):
+        x = torch.tensor([1.0, -1.0])  # h = 5, relu passes
+        loss = model(x, float("nan") if where == "loss" and spoil and step == 2 else 1.0)
+        if where == "gradient" and spoil and step == 2:
+            loss.register_hook(lambda grad: grad * float("inf"))  # the loss is fine, a gradient on its way is not
+        try:
+            engine.backward(loss)
+            engine.step()
+            if step == 2 and where == "gradient":
+                engine.synchronize()
+        except FloatingPointError as error:
+            return step, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite_is_told_on_every_rank(where: str, two: World) -> None:
+    for stage in range(4):
+        for step, said in two.run(not_finite, stage, where):
+            if where == "loss":
+                assert step == 3 and said.startswith("the loss is not finite at step 2 on ranks [1]"), said
+            else:
+                assert step == 2 and said.startswith("the gradient is not finite at step 2, though each loss is"), said
+                assert "second.bias" in said or "first.weight" in said
+
+
+# An optimizer that looks at whole matrices ----------------------------------------------------------------------------
+
+
+class Shampoo(torch.optim.Optimizer):
+    """As users write it: a preconditioner for each side of a matrix (Gupta et al., 2018), plain descent otherwise."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                g = p.grad
+                if g is None:
+                    continue
+                if p.dim() == 2:
+                    state = self.state[p]
+                    for side, m in (("left", g @ g.T), ("right", g.T @ g)):
+                        state[side] = state.get(side, 1e-3 * torch.eye(len(m))) + m
+                        values, vectors = torch.linalg.eigh(state[side])
+                        root = vectors @ torch.diag(values.clamp(min=1e-6) ** -0.25) @ vectors.T
+                        g = root @ g if side == "left" else g @ root
+                p -= group["lr"] * g
+
+
+class Mine(torch.optim.SGD):
+    """A user's own."""
+
+
+def by_shampoo(stage: int, optimizer: Any, said: bool | None) -> tuple[list[float], str, set[int]]:
+    """Weights after three steps, a refusal, and the dimensions that the optimizer saw."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    if stage < 0:  # alone
+        made = optimizer(list(model.parameters()))
+        for _ in range(3):
+            made.zero_grad()
+            model(x).square().mean().backward()
+            made.step()
+        return torch.cat([p.flatten() for p in model.parameters()]).tolist(), "", set()
+    try:
+        engine = zero(model, optimizer, stage=stage, param_dtype=torch.float32, elementwise=said)
+    except ValueError as error:
+        return [], str(error), set()
+    for _ in range(3):
+        engine.backward(model(x.chunk(dist.get_world_size())[dist.get_rank()]).square().mean())
+        engine.step()
+    dims = {p.dim() for group in engine.optimizer.param_groups for p in group["params"]}
+    return torch.cat([t.flatten() for t in engine.state_dict().values()]).tolist(), "", dims
+
+
+@pytest.mark.parametrize("optimizer", [Shampoo, torch.optim.Muon])
+def test_what_looks_at_matrices_gets_them_or_is_refused(optimizer: Any, two: World) -> None:
+    wanted, _, _ = by_shampoo(-1, optimizer, None)
+    for stage in (0, 1):
+        for weights, said, dims in two.run(by_shampoo, stage, optimizer, None):
+            assert said == "" and dims <= {2}
+            assert weights == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    for stage in (2, 3):
+        for _, said, _ in two.run(by_shampoo, stage, optimizer, None):
+            assert said == (
+                f"stage {stage} cuts gradients up, and {optimizer.__name__} may need whole matrices: use stage 1, or "
+                "say elementwise=True if it looks at each element by itself"
+            )
+    assert all(said == "" and dims == {1} for _, said, dims in two.run(by_shampoo, 2, torch.optim.SGD, None))
+    # A subclass may do anything: the user's word decides.
+    assert all("Mine may need whole" in said for _, said, _ in two.run(by_shampoo, 2, Mine, None))
+    assert all(said == "" and dims == {1} for _, said, dims in two.run(by_shampoo, 2, Mine, True))
+
+
 # Bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -76,7 +205,7 @@ def refusal(case: str) -> str:
     elif case == "muon":
         settings, optimizer = {"stage": 2}, Muon
     elif case == "torch muon":
-        settings, optimizer = {"stage": 3}, torch.optim.Muon
+        model, settings, optimizer = nn.Linear(4, 4, bias=False), {"stage": 3}, torch.optim.Muon
     else:
         name, value = case.split("=")
         settings[name] = int(value) if value.lstrip("-").isdigit() else value
@@ -95,7 +224,7 @@ def refusal(case: str) -> str:
         ("gradient_accumulation=0", "start at 1"),
         ("reduce_op=max", "'mean' or 'sum'"),
         ("unit=row", "'block' or 'layer'"),
-        ("ranks", "ranks [1] have a model or settings that differs"),
+        ("ranks", "ranks [1] have a model or settings that differs from rank 0's: weight is ((5, 4),"),
         ("frozen", "no trainable parameter"),
         ("muon", "whole matrices: use stage 1"),
         ("torch muon", "whole matrices: use stage 1"),

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from .layout import Bucket
+from .parts import Part
 from .zero import Engine
 
 STEPS = "step-" + "[0-9]" * 8
@@ -50,28 +50,37 @@ class _Pieces(torch.Tensor):
         return self.parts[index.offset[0]]
 
 
-def _state(engine: Engine) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Views of everything that a checkpoint holds, by name; and the optimizer's scalars."""
+def _state(engine: Engine) -> dict[str, Any]:
+    """Views of everything that a checkpoint holds, by ``kind/name of the parameter``.
+
+    Scalars of the optimizer are copied; their kind is ``type:name``, so that they can be made again from it.
+    """
     found: dict[str, Any] = {f"buffer/{name}": buffer for name, buffer in engine.model.named_buffers()}
-    scalars: dict[str, Any] = {}
 
-    def add(kind: str, bucket: Bucket, begin: int, tensor: torch.Tensor) -> None:
-        flat = tensor.detach().view(-1)
-        for index, start, part in bucket.covered(begin, flat.numel()):
-            pieces = found.setdefault(f"{kind}/{engine.names[index]}", _Pieces.of(engine.shapes[index].numel()))
-            pieces.parts[start] = flat[part]
+    def add(kind: str, index: int, start: int, tensor: torch.Tensor) -> None:
+        pieces = found.setdefault(f"{kind}/{engine.names[index]}", _Pieces.of(engine.shapes[index].numel()))
+        pieces.parts[start] = tensor.detach().view(-1)
 
-    for bucket, part, param in engine.owned:
-        add("parameter", bucket, part.start, param)
-        for name, value in engine.optimizer.state[param].items():
+    for part in engine.owned:
+        add("parameter", part.number, part.start, part.param)
+        for name, value in engine.optimizer.state[part.param].items():
             if isinstance(value, torch.Tensor) and value.dim():
-                add(name, bucket, part.start, value)
+                add(name, part.number, part.start, value)
             else:
-                scalars[name] = [type(value).__name__, float(value)]
+                kind = f"{type(value).__name__}:{name}"
+                found[f"{kind}/{engine.names[part.number]}"] = torch.tensor(float(value), dtype=torch.float64)
     for bucket in engine.replicated.frozen + engine.sharded.buckets:
         if bucket.master is None:
-            add("parameter", bucket, 0, bucket.shard)
-    return found, scalars
+            for index, start, where in bucket.covered(0, bucket.shard.numel()):
+                add("parameter", index, start, bucket.shard[where])
+    return found
+
+
+def _scalar(kind: str, value: float, part: Part, group: dict[str, Any]) -> Any:
+    if kind != "Tensor":
+        return float(value) if kind == "float" else int(value)
+    there = group.get("fused") or group.get("capturable")  # where torch's own optimizers keep their step
+    return torch.tensor(value, dtype=torch.float32, device=part.param.device if there else "cpu")
 
 
 def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
@@ -88,10 +97,9 @@ def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier(engine.comm.group)
-    state, scalars = _state(engine)
-    state_dict_saver.save(state, checkpoint_id=partial, process_group=engine.comm.group)
+    state_dict_saver.save(_state(engine), checkpoint_id=partial, process_group=engine.comm.group)
     if engine.comm.rank == 0:
-        meta = {"step": step, "shapes": dict(zip(engine.names, engine.shapes, strict=True)), "scalars": scalars}
+        meta = {"step": step, "shapes": dict(zip(engine.names, engine.shapes, strict=True))}
         meta |= {"loss_scale": engine.loss_scale, "good_steps": engine.good_steps}
         meta["optimizer"] = type(engine.optimizer).__name__
         (partial / "meta.json").write_text(json.dumps(meta))
@@ -124,20 +132,28 @@ def load(engine: Engine, folder: Path) -> int:
         raise ValueError(f"{newest} is of another optimizer: {meta.get('optimizer')}")
     known: dict[str, Any] = filesystem.FileSystemReader(newest).read_metadata().state_dict_metadata
     kinds = {key.split("/", 1)[0] for key in known} - {"parameter", "buffer"}
+    groups = {p: group for group in engine.optimizer.param_groups for p in group["params"]}
     engine.synchronize()
-    for bucket, part, param in engine.owned:  # the optimizer's states do not exist yet: make them, to be read into
-        held = [engine.names[index] for index, _, _ in bucket.covered(part.start, param.numel())][:1]
-        entries = {kind: known[f"{kind}/{name}"] for kind in kinds for name in held if f"{kind}/{name}" in known}
-        engine.optimizer.state[param] = {
-            **{kind: torch.zeros_like(param.detach(), dtype=e.properties.dtype) for kind, e in entries.items()},
-            **{name: torch.tensor(n) if kind == "Tensor" else int(n) for name, (kind, n) in meta["scalars"].items()},
-        }
+    for part in engine.owned:  # the optimizer's states do not exist yet: make them, to be read into
+        made = engine.optimizer.state[part.param] = {}
+        for kind in kinds:
+            if entry := known.get(f"{kind}/{engine.names[part.number]}"):
+                of, _, name = kind.rpartition(":")
+                exact = torch.zeros_like(part.param.detach(), dtype=entry.properties.dtype)
+                made[name] = _scalar(of, 0, part, groups[part.param]) if of else exact
+    state = _state(engine)
     try:
-        state_dict_loader.load(_state(engine)[0], checkpoint_id=newest, process_group=engine.comm.group)
+        state_dict_loader.load(state, checkpoint_id=newest, process_group=engine.comm.group)
     except CheckpointException as error:
         raise ValueError(f"{newest} cannot be read: {next(iter(error.failures.values()))[0]}") from error
+    for part in engine.owned:
+        for kind in (kind for kind in kinds if ":" in kind):
+            if (value := state.get(f"{kind}/{engine.names[part.number]}")) is not None:
+                of, _, name = kind.rpartition(":")
+                engine.optimizer.state[part.param][name] = _scalar(of, value.item(), part, groups[part.param])
     if engine.loss_scale is not None and meta["loss_scale"] is not None:
         engine.loss_scale, engine.good_steps = meta["loss_scale"], meta["good_steps"]
+    engine.steps = int(meta["step"])
     engine.publish()
     engine.synchronize()
-    return int(meta["step"])
+    return engine.steps

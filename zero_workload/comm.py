@@ -1,5 +1,6 @@
 """The collectives of the workload, asynchronous, under one spelling for every PyTorch release from 2.8."""
 
+import zlib
 from typing import Any
 
 import torch
@@ -66,20 +67,28 @@ class Collectives:
         if self.replicas:
             self.replicas.all_reduce(tensor, op).wait()
 
-    def require_same(self, digest: int, what: str) -> None:
-        """End with the same error on every rank when ``digest`` (63 bits) is not equal on all of them.
+    def require_same(self, about: dict[str, Any], what: str) -> None:
+        """End with the same error on every rank when ``about``, which prints alike where it is equal, is not on all.
 
         Raises:
-            ValueError: names the ranks whose digest differs from the group's first rank.
+            ValueError: names the ranks that differ from the group's first, and the first entry in which one does.
         """
         if self.backend == "fake":  # a dry run: there is nobody to differ
             return
+        if self.replicas:
+            self.replicas.require_same(about, what)
+        digest = zlib.crc32(repr(about).encode())
         mine = torch.tensor([digest], device="cuda" if self.backend == "nccl" else "cpu")
         seen = mine.new_zeros(self.size)
         self.all_gather(seen, mine).wait()
         odd = [rank for rank, value in enumerate(seen.tolist()) if value != seen[0].item()]
         if odd:
-            raise ValueError(f"ranks {odd} have {what} that differs from rank 0's")
+            everyone: list[Any] = [None] * self.size
+            dist.all_gather_object(everyone, about, group=self.group)
+            here, there = everyone[0], everyone[odd[0]]
+            name = next((n for n in {**here, **there} if here.get(n) != there.get(n)), "their order")
+            values = f"{there.get(name)} on rank {odd[0]}, {here.get(name)} on rank 0"
+            raise ValueError(f"ranks {odd} have {what} that differs from rank 0's: {name} is {values}")
 
 
 class _Exchange(dist.Work):

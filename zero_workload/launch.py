@@ -26,7 +26,7 @@ def report(rank: int, error: BaseException) -> int:
     """
     code = 2 if isinstance(error, ValueError) else 1
     text = (str(error).strip().splitlines() or [""])[0]
-    if not isinstance(error, Failed | ValueError):
+    if not isinstance(error, Failed | ValueError | FloatingPointError):
         text = f"{type(error).__name__}: {text}"
     if ERRORS in os.environ:
         note = Path(os.environ[ERRORS], f"{rank}.partial")

@@ -45,21 +45,27 @@ class Settings:
     reduce_dtype: torch.dtype | None = None
     no_sync: bool = False
     offload: bool = False
-    whole_params: bool = False
+    whole_params: str = ""  # the class of an optimizer that needs them
+    keep_dtypes: bool = False  # the model has several
 
-    @property
-    def wire(self) -> torch.dtype:
-        """What gradients are reduced in."""
-        return self.reduce_dtype or self.param_dtype
+    def wire(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of parameters of ``dtype`` are reduced in."""
+        return self.reduce_dtype or dtype
 
-    @property
-    def sums(self) -> torch.dtype:
-        """What a shard's gradients are kept in at stages 2 and 3: sums over micro-batches are in ``master_dtype``."""
-        return self.wire if self.gradient_accumulation == 1 or self.no_sync else self.master_dtype
+    def master(self, dtype: torch.dtype) -> torch.dtype:
+        """What the optimizer updates in their place: ``master_dtype``, or theirs where it has more digits."""
+        return torch.promote_types(self.master_dtype, dtype)
+
+    def sums(self, dtype: torch.dtype) -> torch.dtype:
+        """What a shard of theirs is kept in at stages 2 and 3: sums over micro-batches are in the master's dtype."""
+        return self.wire(dtype) if self.gradient_accumulation == 1 or self.no_sync else self.master(dtype)
 
     def __post_init__(self) -> None:
         counts = self.prefetch == "auto" or (isinstance(self.prefetch, int) and self.prefetch >= 0)
-        matrices = f"stage {self.stage} cuts gradients up, and this optimizer needs whole matrices: use stage 1"
+        matrices = (
+            f"stage {self.stage} cuts gradients up, and {self.whole_params} may need whole matrices: use stage 1, or "
+            "say elementwise=True if it looks at each element by itself"
+        )
         for message, fine in {
             f"stage is 0, 1, 2 or 3, not {self.stage!r}": self.stage in (0, 1, 2, 3),
             f"prefetch is a number from 0 up or 'auto', not {self.prefetch!r}": counts,
@@ -119,6 +125,11 @@ class Bucket:
             if low < high:
                 yield piece.param, piece.start + low - piece.offset, slice(low - first, high - first)
 
+    def exact_gradients(self) -> torch.Tensor:
+        """The reduced gradients [S] as the optimizer wants them, where ``master`` is and in its dtype."""
+        assert self.master is not None and self.grad_shard is not None
+        return self.grad_shard.to(self.master)
+
     def publish(self) -> None:
         """Round the master weights into the shard that is gathered."""
         if self.master is not None and self.shard.untyped_storage()._cdata != self.master.untyped_storage()._cdata:
@@ -176,8 +187,8 @@ def cut(sizes: dict[int, int], begins: dict[int, int], total: int, bucket_numel:
 
 
 class Row:
-    """Parameters (those at ``indices`` of ``params``, all trainable or all frozen) in one arena, equal on all ranks,
-    cut into buckets with the tensors that ``stage`` needs.
+    """Parameters (those at ``indices`` of ``params``, see ``rows_of``) in one arena, equal on all ranks, cut into
+    buckets with the tensors that ``stage`` needs.
 
     One allocation each for parameters, gradients, master weights and gradient shards lives as long as the engine, so
     long-lived tensors never fragment the memory in which activations come and go (ZeRO's M_D).
@@ -190,19 +201,20 @@ class Row:
         sizes = {i: shape.numel() for i, shape in self.shapes.items()}
         self.begins, total = (undivided if settings.whole_params else end_to_end)(sizes, comm.size)
         self.trainable = any(params[i].requires_grad for i in indices)
-        one, itemsize = stage == 3 or settings.whole_params, settings.param_dtype.itemsize
+        dtype = params[indices[0]].dtype if settings.keep_dtypes else settings.param_dtype
+        one, itemsize = stage == 3 or settings.whole_params, dtype.itemsize
         wanted = total if one else _up(settings.bucket_bytes, comm.size * ALIGN * itemsize) // itemsize
         self.buckets = cut(sizes, self.begins, total, max(1, min(wanted, total)))
         for bucket in self.buckets:
             bucket.comm, n = comm, bucket.numel // comm.size
             cut_up = stage == 3 or (stage > 0 and self.trainable)
             bucket.owned = slice(comm.rank * n, (comm.rank + 1) * n) if cut_up else slice(0, bucket.numel)
-        exact = local(params[0]).new_zeros(total, dtype=settings.master_dtype)
+        exact = local(params[0]).new_zeros(total, dtype=settings.master(dtype))
         for index in indices:
             self.view(exact, index).copy_(local(params[index]).detach())
         for part in self._split(exact):
             comm.broadcast(part)
-        self.arena = exact.to(settings.param_dtype)
+        self.arena = exact.to(dtype)
         for bucket, full in zip(self.buckets, self._split(self.arena), strict=True):
             bucket.full = full
         for index in indices:
@@ -214,7 +226,7 @@ class Row:
         if self.trainable and stage <= 1:
             self._hold_gradients()
         elif self.trainable:
-            self._shard_gradients(settings.sums, comm.size)
+            self._shard_gradients(settings.sums(dtype), comm.size)
 
     def _hold_weights(self, exact: torch.Tensor) -> None:
         """Stages 0 to 2: all parameters, this rank's shard is a view of them; masters of ``exact`` [all buckets]."""
@@ -274,7 +286,7 @@ class Unit:
     name: str
     module: nn.Module
     params: list[int] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)  # trainable and frozen parameters lie apart
+    rows: list[Row] = field(default_factory=list)
     state: State = State.GATHERED  # as it is made
     gathers: list[dist.Work] = field(default_factory=list)  # under way while GATHERING
     uses: int = 0  # forward calls whose backward has not come yet

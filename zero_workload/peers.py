@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .layout import Settings
-from .zero import OptimizerOf
+from .parts import OptimizerOf
 
 #: Peer -> the ZeRO stage that it is a peer of.
 PEERS = {"ddp": 0, "zero-optimizer": 1, "fsdp2-no-reshard": 2, "fsdp2": 3}
@@ -34,13 +34,13 @@ class Peer:
             raise ValueError(f"a peer is one of {', '.join(PEERS)}, not {name!r}")
         self.model, self.settings = model, Settings(PEERS[name], **settings)
         dtype, fsdp2 = self.settings.param_dtype, name.startswith("fsdp2")
-        if not fsdp2 and (mesh or self.settings.wire != dtype or self.settings.no_sync):
+        if not fsdp2 and (mesh or self.settings.wire(dtype) != dtype or self.settings.no_sync):
             raise ValueError(f"meshes, a reduce_dtype of their own and no_sync are FSDP2's: {name} has none")
         self._micro_batch = 0
         if fsdp2:  # imported where used: it takes seconds
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self.settings.wire)
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self.settings.wire(dtype))
             for block in model.blocks:  # type: ignore[union-attr]
                 fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=name == "fsdp2")
             fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -25,24 +25,27 @@ class Reducer:
     ) -> None:
         self.comm, self.experts, self.params, self.settings = comm, experts, params, settings
         self.micro_batch, self.in_backward = 0, False
+        self.used = [0.0] * len(params)  # 1: has a gradient on this rank in this step
         self.at_end: list[Callable[[], None]] = []  # called at the end of every backward pass
         self.buffer_bytes = 0
-        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._free: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         # bucket, handle, result, the buffer that is sent (stages 2 and 3), whether it was the last micro-batch
         self._work: deque[tuple[Bucket, dist.Work, torch.Tensor, torch.Tensor | None, bool]] = deque()
         self._replicas: list[dist.Work] = []
 
     def rows(self, indices: Sequence[int], stage: int) -> list[Row]:
-        """Parameters laid end to end; apart lie the trainable and the frozen, and those of experts."""
-        apart: defaultdict[tuple[bool, bool], list[int]] = defaultdict(list)
+        """Parameters laid end to end; apart lie the trainable and the frozen, each dtype, and those of experts."""
+        apart: dict[tuple[bool, bool, str], list[int]] = {}
         for i in indices:
-            expert = self.experts is not None and hasattr(self.params[i], "expert")
-            apart[not self.params[i].requires_grad, expert].append(i)
+            param, expert = self.params[i], self.experts is not None and hasattr(self.params[i], "expert")
+            apart.setdefault((not param.requires_grad, expert, str(param.dtype)), []).append(i)
         comms = self.comm, self.experts or self.comm
         return [Row(comms[kind[1]], self.params, some, self.settings, stage) for kind, some in sorted(apart.items())]
 
-    def begin_backward(self) -> None:
-        """Called by whatever sees a backward pass first."""
+    def begin_backward(self, index: int | None = None) -> None:
+        """Called by whatever sees a backward pass first, and for each parameter (``index``) that has a gradient."""
+        if index is not None:
+            self.used[index] = 1.0
         if not self.in_backward:
             self.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -57,7 +60,7 @@ class Reducer:
         comm, size = bucket.comm, bucket.numel // bucket.comm.size
         last = self.micro_batch == self.settings.gradient_accumulation - 1
         if bucket.grads is not None:
-            local = bucket.grads.to(self.settings.wire)
+            local = bucket.grads.to(self.settings.wire(bucket.full.dtype))
             if self.settings.stage == 0 or self.settings.classic:
                 out, work = local[bucket.owned], comm.all_reduce(local)
             else:
@@ -73,7 +76,7 @@ class Reducer:
         assert bucket.grad_shard is not None
         out, first = bucket.grad_shard, self.micro_batch == 0 or self.settings.no_sync
         if not first or out.dtype != send.dtype:  # to be added to what is there
-            out = self._take(size)
+            out = self._take(size, send.dtype)
             if first:
                 bucket.grad_shard.zero_()
         self._work.append((bucket, comm.reduce_scatter(out, send), out, send, last))
@@ -85,15 +88,18 @@ class Reducer:
         while self._replicas:
             self._replicas.pop().wait()
 
-    def _take(self, numel: int) -> torch.Tensor:
-        if self._free[numel]:
-            return self._free[numel].pop()
-        buffer = torch.empty(numel, dtype=self.settings.wire, device=self.params[0].device)
+    def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._free[numel, dtype]:
+            return self._free[numel, dtype].pop()
+        buffer = torch.empty(numel, dtype=dtype, device=self.params[0].device)
         self.buffer_bytes += buffer.nbytes
         return buffer
 
+    def _give(self, buffer: torch.Tensor) -> None:
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
+
     def _pack(self, bucket: Bucket) -> torch.Tensor:
-        send = self._take(bucket.numel)
+        send = self._take(bucket.numel, self.settings.wire(bucket.full.dtype))
         into, source, end = [], [], 0
         for piece in bucket.pieces:
             send[end : piece.offset].zero_()
@@ -120,7 +126,7 @@ class Reducer:
         assert bucket.grad_shard is not None
         if out is not bucket.grad_shard:
             bucket.grad_shard.add_(out)
-            self._free[out.numel()].append(out)
-        self._free[send.numel()].append(send)
+            self._give(out)
+        self._give(send)
         if last and bucket.comm.replicas:  # once a step, while the next bucket's reduce-scatter is under way
             self._replicas.append(bucket.comm.replicas.all_reduce(bucket.grad_shard))

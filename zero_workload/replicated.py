@@ -1,4 +1,4 @@
-"""Stages 0, 1 and 2: every rank holds all parameters, in one row that is cut into buckets."""
+"""Stages 0, 1 and 2: every rank holds all parameters, in a row (one for each dtype) that is cut into buckets."""
 
 from functools import partial
 
@@ -41,7 +41,7 @@ class Replicated:
 
     def _on_grad(self, index: int, param: nn.Parameter) -> None:
         """``param.grad`` is complete for this backward pass: take it, reduce the buckets that became full."""
-        self.reducer.begin_backward()
+        self.reducer.begin_backward(index)
         if self.stage <= 1 and param.grad is not self._views[index]:
             grad = gradient(param)
             assert grad is not None

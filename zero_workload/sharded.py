@@ -52,7 +52,7 @@ class Sharded:
             unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(partial(self._post_forward, unit))
             for index in (i for row in unit.rows if row.trainable for i in row.begins):
-                self.params[index].register_post_accumulate_grad_hook(lambda _: reducer.begin_backward())
+                self.params[index].register_post_accumulate_grad_hook(lambda _, i=index: reducer.begin_backward(i))
         self.buckets = [b for u in self.units for b in u.buckets]
         reducer.at_end.append(self._flush)
 
@@ -93,6 +93,15 @@ class Sharded:
                 point(self.params[index], row.arena.new_empty(0))
             row.arena.untyped_storage().resize_(0)
         unit.state = State.SHARDED
+
+    def copies(self) -> dict[int, torch.Tensor]:
+        """Each sharded parameter whole, on the CPU, by its id: gathered unit by unit, by all ranks together."""
+        found: dict[int, torch.Tensor] = {}
+        for unit in self.units:
+            self.wait(unit)
+            found |= {id(p): p.detach().to("cpu", copy=True) for p in (self.params[i] for i in unit.params)}
+            self.free(unit)
+        return found
 
     # Forward -------------------------------------------------------------------------------------------------------
 

@@ -130,7 +130,7 @@ def check(args: argparse.Namespace) -> None:
     args.both = {"param_dtype": DTYPES[args.dtype], "bucket_bytes": int(args.bucket_mb * 2**20)}
     args.both |= {"max_norm": args.clip, "gradient_accumulation": args.accumulate, "no_sync": args.no_sync}
     args.both["reduce_dtype"] = DTYPES[args.reduce_dtype] if args.reduce_dtype else None
-    Settings(**args.zero, **args.both, whole_params=args.optimizer == "muon")
+    Settings(**args.zero, **args.both, whole_params="Muon" if args.optimizer == "muon" else "")
     args.corpus = Corpus(args.text, args.seq)
 
 
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return launch(args.ranks, arguments)
         work(args)
         code = 0
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, FloatingPointError) as error:
         code = report(rank, error)
     if rank < 0:
         return code

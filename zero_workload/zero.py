@@ -1,8 +1,7 @@
 """``zero()``: a model and an optimizer in, a ZeRO engine out. Stages 0 (plain data parallel), 1, 2 and 3."""
 
 import math
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,15 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from .comm import Collectives
-from .layout import MIN_UNIT, Bucket, Settings, find_units, local
+from .health import Health
+from .layout import MIN_UNIT, Settings, find_units, local
+from .parts import OptimizerOf, group_of, is_elementwise, parts_of, regroup
 from .reducer import Reducer
 from .replicated import Replicated
 from .sharded import Sharded
-
-#: torch's own optimizers that look at a parameter as a whole and not at each element by itself.
-_NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
-
-OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def zero(
@@ -46,16 +42,18 @@ def zero(
     reduce_dtype: torch.dtype | None = None,
     no_sync: bool = False,
     offload: bool = False,
+    elementwise: bool | None = None,
 ) -> "Engine":
     """Make ``model`` train under ZeRO. The model is changed in place: its parameters become views of flat buffers.
 
     Args:
         model: any module, on its device, built alike on every rank (rank 0's values are broadcast). Shared, frozen
-            and unused parameters are fine; its floating-point parameters become ``param_dtype``. Parameters may be
-            DTensors on a tensor-parallel mesh: each rank then shards what it holds of them.
-        optimizer: makes the optimizer from a list of flat shards, 1-D parameters of ``master_dtype``, one a bucket:
-            ``lambda shards: torch.optim.AdamW(shards, lr=1e-3)``. An optimizer that is not elementwise (its class
-            says ``elementwise = False``) gets whole parameters instead, and runs at stages 0 and 1 only.
+            and unused parameters are fine; its floating-point parameters become ``param_dtype``, unless they have
+            several dtypes: then each keeps its own. Parameters may be DTensors on a tensor-parallel mesh: each rank
+            then shards what it holds of them.
+        optimizer: makes the optimizer from the module's trainable parameters, in groups or not:
+            ``lambda params: torch.optim.AdamW(params, lr=1e-3)``. Each group then gets this rank's parts of its
+            parameters, 1-D and of ``master_dtype``. A parameter that no rank used in a step is not updated in it.
         stage: 0 replicates all; 1 shards optimizer states; 2 gradients as well; 3 parameters as well.
         group: the data-parallel ranks, default all.
         replicas: at stages 2 and 3, with ``group`` a node: the ranks that hold the same shards, one of each node
@@ -79,11 +77,14 @@ def zero(
         classic: stage 1 all-reduces gradients, as its first descriptions did (3/2 of the traffic).
         keep_last: at stage 3, do not free what forward ends with and backward begins with: the last 1 + prefetch units
             and the root's. Saves their second gather at no more memory than backward's own look-ahead takes.
-        loss_scale: the first loss scale at float16.
-        reduce_dtype: dtype in which gradients are sent and summed, default ``param_dtype``. float32 for bfloat16
+        loss_scale: the first loss scale at float16; it is never lowered below 1.
+        reduce_dtype: dtype in which gradients are sent and summed, default the parameter's. float32 for bfloat16
             parameters doubles the bytes of each reduction, and those of the gradient shard.
         no_sync: at stage 2, add up whole gradients over the micro-batches and reduce once, as stage 1 does.
         offload: at stage 3, masters and optimizer states live on the CPU, and the optimizer runs there.
+        elementwise: whether the optimizer looks at each element by itself. ``None``: what its class says
+            (``elementwise = True``), else those of torch that are known to. One that does not gets whole parameters,
+            at stages 0 and 1 only.
 
     Returns:
         The engine: ``engine.backward(loss)`` and ``engine.step()`` in place of ``loss.backward()`` and
@@ -91,20 +92,23 @@ def zero(
 
     Raises:
         ValueError: on every rank alike, for a setting out of range, an optimizer that is not elementwise at stage 2
-            or 3, a model without trainable parameters, and ranks whose models differ in names, shapes or dtypes.
+            or 3, a model without trainable parameters or with some that are in no group, and ranks whose models
+            differ in names, shapes, dtypes or groups.
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20).
     """
-    # A callable does not tell the class that it makes: ask a throw-away instance.
-    kind = type(optimizer([nn.Parameter(torch.zeros(2, 2))]))
-    elementwise = bool(getattr(kind, "elementwise", kind.__name__ not in _NOT_ELEMENTWISE))
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("the model has no trainable parameter")
+    made = optimizer(trainable)
+    whole = not is_elementwise(made, elementwise)
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     settings = Settings(
         stage, bucket_bytes, prefetch, param_dtype, master_dtype, gradient_accumulation, max_norm, unit, min_unit,
-        hybrid, classic, keep_last, loss_scale, reduce_dtype, no_sync, offload, whole_params=not elementwise,
+        hybrid, classic, keep_last, loss_scale, reduce_dtype, no_sync, offload,
+        type(made).__name__ if whole else "", len(dtypes) > 1,
     )  # fmt: skip
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("the model has no trainable parameter")
-    if not elementwise and any(local(p) is not p for p in model.parameters()):
+    if whole and any(local(p) is not p for p in model.parameters()):
         raise ValueError("this optimizer needs whole matrices, and tensor parallelism (DTensor) cuts them up")
     if replicas and stage < 2:
         raise ValueError(f"replicas of shards exist at stages 2 and 3, not at {stage}")
@@ -114,9 +118,10 @@ def zero(
         raise ValueError("experts on some of the ranks only are not replicated: take stage 1 to 3")
     comm = Collectives(group, reduce_op, reduce_scatter_group, replicas)
     experts = Collectives(expert_group, reduce_op, replicas=replicas) if expert_group else None
-    shapes = [(n, tuple(local(p).shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
-    comm.require_same(zlib.crc32(repr((shapes, settings)).encode()), "a model or settings")
-    return Engine(model, optimizer, comm, experts, settings)
+    groups = group_of(made, model)
+    about = {n: (tuple(local(p).shape), str(p.dtype), groups.get(n, "frozen")) for n, p in model.named_parameters()}
+    comm.require_same({"the settings": settings, **about}, "a model or settings")
+    return Engine(model, made, comm, experts, settings)
 
 
 class Engine:
@@ -125,19 +130,19 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: OptimizerOf,
+        optimizer: torch.optim.Optimizer,
         comm: Collectives,
         experts: Collectives | None,
         settings: Settings,
     ) -> None:
         self.model, self.comm, self.settings, self.stage = model, comm, settings, settings.stage
-        self.loss_scale = settings.loss_scale if settings.param_dtype == torch.float16 else None
-        self.skipped = self.good_steps = 0
+        self.steps = self.skipped = self.good_steps = 0
+        self.optimizer = optimizer
         self.names = [name for name, _ in model.named_parameters()]
         self.params: list[Any] = list(model.parameters())  # nn.Parameter or DTensor
         self.shapes = [local(p).shape for p in self.params]
         mesh: Any = next((p.device_mesh for p in self.params if local(p) is not p), None)
-        self._tp_groups = mesh.get_all_groups() if mesh else []  # those of tensor parallelism
+        self.tp_groups = mesh.get_all_groups() if mesh else []  # those of tensor parallelism
         for tensor in (*model.buffers(), *(p.detach() for p in self.params if not p.is_floating_point())):
             comm.broadcast(tensor)
         units = find_units(model, settings.unit, settings.min_unit)
@@ -151,9 +156,11 @@ class Engine:
                 u.module.register_forward_pre_hook(lambda module, args, u=u: self.replicated.wait(u), prepend=True)
         model.register_forward_pre_hook(lambda module, args: self.sharded.begin_forward(), prepend=True)
         self.buckets = [b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None]
-        #: bucket, where in its shard, what the optimizer updates there.
-        self.owned = [part for bucket in self.buckets for part in self._split(bucket)]
-        self.optimizer = optimizer([param for _, _, param in self.owned])
+        self.loss_scale = settings.loss_scale if torch.float16 in {b.full.dtype for b in self.buckets} else None
+        self.owned = parts_of(self.buckets, self.shapes, bool(settings.whole_params))
+        regroup(optimizer, self.params, self.owned)
+        self.health, self._whole = Health(self), False
+        model.register_state_dict_pre_hook(self._before_state_dict)
 
     @property
     def prefetch(self) -> int:
@@ -163,6 +170,7 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagate ``loss`` (scalar), divided by the accumulation steps and multiplied by the loss scale."""
         factor = (self.loss_scale or 1.0) / self.settings.gradient_accumulation
+        self.health.losses.append(loss.detach())
         (loss if factor == 1.0 else loss * factor).backward()
 
     def step(self) -> torch.Tensor | None:
@@ -171,23 +179,30 @@ class Engine:
         Returns:
             The global gradient norm (scalar, of the unscaled gradient before clipping) with ``max_norm`` or float16,
             else ``None``. At float16 it is not finite when an overflow made every rank skip the update.
+
+        Raises:
+            FloatingPointError: on every rank alike: the gradients of the step before were not finite, or at float16
+                these are not at the least loss scale. It names the ranks or the parameters.
         """
         if self.reducer.micro_batch < self.settings.gradient_accumulation:
             return None
+        self.health.check()
         self.reducer.micro_batch = 0
         self.reducer.drain()
-        for bucket, part, param in self.owned:
-            assert bucket.grad_shard is not None
-            param.grad = bucket.grad_shard[part].view(param.shape).to(param)
+        exact = {bucket: bucket.exact_gradients() for bucket in self.buckets}
+        for bucket, grads in exact.items():
             if bucket.comm is not self.comm and self.comm.op == dist.ReduceOp.AVG:
-                param.grad /= self.comm.size // bucket.comm.size  # an expert's has the tokens of several ranks in it
-        norm = None
-        if self.settings.max_norm is not None or self.loss_scale is not None:
-            norm = self._unscale_and_clip()
+                grads /= self.comm.size // bucket.comm.size  # an expert's has the tokens of several ranks in it
+        for part in self.owned:
+            part.param.grad = exact[part.bucket][part.where].view(part.param.shape)
+        norm = self.health.look(now=self.settings.max_norm is not None or self.loss_scale is not None)
+        if norm is not None:
+            self._unscale_and_clip(norm)
         if norm is None or self.loss_scale is None or self._no_overflow(norm):
             self.optimizer.step()
-        for _, _, param in self.owned:
-            param.grad = None
+        for part in self.owned:
+            part.param.grad = None
+        self.steps += 1
         self.publish()
         return norm
 
@@ -197,8 +212,32 @@ class Engine:
         self.sharded.publish()
 
     def synchronize(self) -> None:
-        """Wait until all replicated parameters hold the last step's values; forward does this by itself."""
+        """Wait until all replicated parameters hold the last step's values; forward does this by itself.
+
+        Raises:
+            FloatingPointError: on every rank, when that step's gradients were not finite.
+        """
+        self.health.check()
         self.replicated.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's own ``state_dict``, whole and copied to the CPU. It is a collective: call it on every rank."""
+        self.synchronize()
+        whole = self.sharded.copies()
+        self._whole = True
+        try:
+            state = self.model.state_dict(keep_vars=True)
+        finally:
+            self._whole = False
+        copied = {n: t.detach().to("cpu", copy=True) for n, t in state.items() if id(t) not in whole}
+        return {name: whole[id(t)] if id(t) in whole else copied[name] for name, t in state.items()}
+
+    def _before_state_dict(self, *_: Any) -> None:
+        if self.sharded.units and not self._whole:
+            raise RuntimeError(
+                "at stage 3 the model holds none of its parameters: take engine.state_dict(), on every rank, or write "
+                "a sharded checkpoint: zero_workload.checkpoint.save(engine, folder, step)"
+            )
 
     def memory(self) -> dict[str, int]:
         """Bytes this rank holds at rest by component, padding included; what shares a storage counts once."""
@@ -207,7 +246,7 @@ class Engine:
             return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
         states = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-        buckets = [*self.replicated.buckets, *self.replicated.frozen, *self.sharded.buckets]
+        buckets = self.replicated.buckets + self.replicated.frozen + self.sharded.buckets
         weights = [t for b in buckets for t in (b.full, b.shard)]
         masters = size([*weights, *(b.master for b in self.buckets if b.master is not None)]) - size(weights)
         return {
@@ -216,46 +255,21 @@ class Engine:
             "offloaded" if self.settings.offload else "optimizer": masters + size(s for s in states if s.dim()),
         }
 
-    def _split(self, bucket: Bucket) -> list[tuple[Bucket, slice, nn.Parameter]]:
-        """What the optimizer gets of ``bucket``: its flat shard, or views of this rank's whole parameters in it."""
-        assert bucket.master is not None
-        flat, numel = bucket.master.detach(), bucket.master.numel()
-        if not self.settings.whole_params:
-            return [(bucket, slice(0, numel), bucket.master)]
-        parts = bucket.covered(0, numel)
-        return [(bucket, part, nn.Parameter(flat[part].view(self.shapes[index]))) for index, _, part in parts]
-
-    def _unscale_and_clip(self) -> torch.Tensor:
-        grads = [param.grad for _, _, param in self.owned if param.grad is not None]
-        parts = [n.float().square() for n in torch._foreach_norm(grads)] if grads and not self._tp_groups else []
-        if self._tp_groups:  # by parameter: what several tensor-parallel ranks hold counts once
-            for (bucket, _, _), grad in zip(self.owned, grads, strict=True):
-                for index, _, part in bucket.covered(0, grad.numel()):
-                    parts.append(grad[part].float().norm().square() / self._copies(self.params[index]))
-        total = torch.stack(parts).sum() if parts else torch.zeros(())
-        total = total.to(self.params[0].device)
-        if self.stage:  # each rank saw its own shards; stage 0 has all of them everywhere
-            self.comm.all_reduce(total, dist.ReduceOp.SUM).wait()
-        for group in self._tp_groups:
-            dist.all_reduce(total, group=group)
-        norm = total.sqrt() / (self.loss_scale or 1.0)
+    def _unscale_and_clip(self, norm: torch.Tensor) -> None:
         factor = torch.ones_like(norm) / (self.loss_scale or 1.0)
         if self.settings.max_norm is not None:
             factor = factor * torch.clamp(self.settings.max_norm / (norm + 1e-6), max=1.0)
+        grads = [part.param.grad for part in self.owned if part.param.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor.to(grads[0].device))
-        return norm
-
-    def _copies(self, p: Any) -> int:
-        """How many tensor-parallel ranks hold the same of parameter ``p``."""
-        dims = enumerate(self._tp_groups)
-        return math.prod(group.size() for d, group in dims if local(p) is p or p.placements[d].is_replicate())
 
     def _no_overflow(self, norm: torch.Tensor) -> bool:
         """The norm is the same number on every rank, so all of them skip or none does."""
         assert self.loss_scale is not None
         if not math.isfinite(norm.item()):
-            self.loss_scale, self.good_steps, self.skipped = self.loss_scale / 2, 0, self.skipped + 1
+            if self.loss_scale <= 1:
+                raise self.health.overflow()
+            self.loss_scale, self.good_steps, self.skipped = max(1.0, self.loss_scale / 2), 0, self.skipped + 1
             return False
         self.good_steps += 1
         if self.good_steps % 2000 == 0:
