@@ -16,8 +16,8 @@ test: setup $(VENV)/frameworks
 	$(BIN)/python -m pytest
 
 check: setup
-	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES) *.py
+	$(BIN)/ruff check $(SOURCES) *.py
 	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	mkdir -p build && ln -sfn .. build/dynamiccl
 	MYPYPATH=build $(BIN)/mypy -p dynamiccl.agent -p dynamiccl.envs -p dynamiccl.traces -p dynamiccl.zero_workload
@@ -44,12 +44,12 @@ model-check: setup
 setup: $(VENV)/ready
 
 # uv resolves and installs in seconds what takes pip a minute; it does not read pip's settings, hence the variable.
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml setup.py dynamiccl_autoload.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("dynamiccl needs Python 3.11 or newer: make PYTHON=python3.12 demo" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(BIN)/python \
-		--constraint constraints.txt --editable '.[dev]'
+		--constraint constraints.txt --editable '.[train,dev]'
 	touch $@
 
 $(VENV)/bench: $(VENV)/ready

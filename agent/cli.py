@@ -7,7 +7,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError:
+    raise SystemExit("error: the command line needs more than the probe: pip install 'dynamiccl[tuner]'") from None
+
+#: What a command may lack, and the extra that brings it; all else is in `tuner`.
+_EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train", "optuna": "optuna", "ray": "ray"}
 
 app = typer.Typer(
     name="dynamiccl",
@@ -57,6 +63,13 @@ def main() -> None:
     """Entry point of the console script."""
     try:
         app()
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name in ("", "dynamiccl"):
+            raise
+        extra = _EXTRAS.get(name, "tuner")
+        print(f"error: this command needs {name}: pip install 'dynamiccl[{extra}]'", file=sys.stderr)
+        raise SystemExit(2) from None
     except BrokenPipeError:  # `dynamiccl show | head`
         sys.stderr.close()
 

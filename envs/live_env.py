@@ -218,3 +218,6 @@ class LiveEnv(gym.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
 
     def _observe(self) -> np.ndarray[Any, Any]:
         return np.asarray(spaces.observe(self._features, self._mask, self._trials)[0])
+
+
+gym.register("dynamiccl/Live-v0", "dynamiccl.envs.live_env:LiveEnv", nondeterministic=True)

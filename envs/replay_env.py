@@ -106,3 +106,6 @@ class ReplayEnv(gym.Env[Array, Array]):
             "oracle_saving": self._oracle(),
         }
         return self._observe(), reward, False, bool(self._trials.n_trials[0] >= self.horizon), info
+
+
+gym.register("dynamiccl/Replay-v0", "dynamiccl.envs.replay_env:ReplayEnv")

@@ -193,3 +193,6 @@ class SimEnv(gym.Env[Array, Array]):
         single: dict[str, Any] = {"refused": refused, "config": int(info["config"][0])}
         single |= {key: float(info[key][0]) for key in ("expected_saving", "oracle_saving")}
         return last, float(reward[0]), bool(terminated[0]), bool(truncated[0]), single
+
+
+gym.register("dynamiccl/Sim-v0", "dynamiccl.envs.sim_env:SimEnv")
