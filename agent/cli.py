@@ -31,6 +31,7 @@ COMMANDS = {
     "env": "env",
     "show": "show",
     "import": "import_",
+    "advise": "advise",
     "record": "record",
     "plan": "plan",
     "model": "model",

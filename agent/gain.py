@@ -17,8 +17,9 @@ from ..envs.arms import distinct
 from ..envs.sim.clusters import Fleet
 from ..envs.sim.fabric import Fabric, nominal, spread
 from ..envs.sim.jobs import call_tables
-from ..envs.spaces import N_CONFIGS
+from ..envs.spaces import N_CONFIGS, actions_of, decision_of
 from ..traces.fingerprint import Fingerprint
+from ..traces.records import Decision
 
 Array = np.ndarray[Any, Any]
 
@@ -53,6 +54,7 @@ class Gains:
 
     saved: Array
     mask: Array  # (n, N_CONFIGS) configs that NCCL offers, one an arm
+    given_back: Array  # of `saved`, what compute is slowed less
 
     def of(self, configs: Array) -> Array:
         """Saved by a table, ``configs`` (n,) by slot, on every machine: (m,)."""
@@ -62,6 +64,11 @@ class Gains:
         """(median, low, high) of what a table saves; the interval holds the truth in ``level`` of the cases."""
         low, middle, high = np.quantile(self.of(configs), ((1 - level) / 2, 0.5, (1 + level) / 2))
         return float(middle), float(low), float(high)
+
+    def bound(self) -> float:
+        """What a table could save at most, nine machines in ten: of the configs with the largest mean."""
+        mean = np.where(self.mask, self.saved.mean(axis=0), -np.inf)
+        return float(np.quantile(self.of(mean.argmax(axis=1)), 0.9))
 
     def best(self) -> Array:
         """The table to try first, (n,) configs: the largest mean gain that hardly ever is a loss; 0 leaves a slot."""
@@ -75,6 +82,11 @@ class Gains:
             ]
             configs[int(np.argmin(np.where(configs > 0, risk, 2.0)))] = 0
         return np.asarray(configs)
+
+
+def config_decision(config: Any) -> Decision:
+    """Index of a config -> Decision."""
+    return decision_of(actions_of(np.array([int(config)]))[0])
 
 
 def predict(job: Recorded, seed: int = 0) -> Gains:
@@ -112,14 +124,15 @@ def predict(job: Recorded, seed: int = 0) -> Gains:
     saved = np.minimum(waits * shorter, bare)
     hidden = share * (1 - exposed)
     lost = hidden * ratio * slow / (1 + slow)
-    saved = saved + (lost[:, :, :1] - lost) * rng.uniform(0.3, 1.0, (m, 1, 1))
+    back = (lost[:, :, :1] - lost) * rng.uniform(0.3, 1.0, (m, 1, 1))
+    saved = saved + back
     # What collectives side by side, late ranks and the job's own waits make of it.
     low, high = _REALISED[bool(np.isfinite(job.exposed).all())]
     saved = saved * rng.uniform(low, high, (m, 1, 1))
     middle = np.median(saved, axis=0, keepdims=True)
     saved = middle + _WIDER * (saved - middle)
     saved[:, :, 0] = 0.0
-    return Gains(saved, distinct(f, job.fleet.release))
+    return Gains(saved, distinct(f, job.fleet.release), back)
 
 
 def _pulled(state: Array, seen: Array, told: Array, error: Array, rng: np.random.Generator) -> Array:

@@ -238,7 +238,7 @@ class _Times:
 
     def __init__(self, trace: Trace, events: pd.DataFrame, profiles: list[SlotProfile], scale: float) -> None:
         first = profiles[0].fingerprint
-        self.cluster = _cluster(trace, int(first.n_ranks[0]), int(first.n_nodes[0]))
+        self.cluster = cluster_of(trace, int(first.n_ranks[0]), int(first.n_nodes[0]))
         fleet = Fleet.of([self.cluster])
         # Deliberately without a preset's own parameters: a replay must not know what the trace did not see.
         self._fabric, self._scale = Fabric(fleet, nominal(fleet)), scale
@@ -282,7 +282,7 @@ class _Times:
         return self._fabric.slowdown(n_channels)
 
 
-def _cluster(trace: Trace, n_ranks: int, n_nodes: int) -> Cluster:
+def cluster_of(trace: Trace, n_ranks: int, n_nodes: int) -> Cluster:
     """The header's preset where it names one, else an H100-like cluster of that shape."""
     try:
         return clusters.cluster(str(trace.header["cluster"]))
