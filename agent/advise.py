@@ -95,7 +95,7 @@ class Advice:
         header = self.trace.header
         middle, low, high = self.gains.interval(self.configs, LEVEL)
         found = bool(self.configs.any())
-        bound = self.gains.bound()
+        possible = dict(zip(("median", "low", "high"), self.gains.possible(LEVEL), strict=True))
         steps = self.trace.steps
         scatter = steps[steps["rank"] == steps["rank"].min()]["duration_ns"].astype(float)
         noise = (
@@ -114,7 +114,7 @@ class Advice:
             "slots": [self._slot(i) for i in range(len(self.tasks.slots))],
             "overlap": [self._overlap(o) for o in self.overlaps if o.lost >= 0.001],
             "gain": {"median": middle, "low": low, "high": high, "level": LEVEL} if found else None,
-            "nothing_above": None if found else bound,
+            "possible": {**possible, "level": LEVEL},
             "seen_with_600_steps": None if noise is None else 2 * noise * float(np.sqrt(2 / 600)),
             "knobs": knobs(self),
             "unknown": self._unknown(),
@@ -129,6 +129,7 @@ class Advice:
         middle, low, high = self.gains.interval(choice, LEVEL)
         exposed = float(self.exposed[i]) if np.isfinite(self.exposed[i]) else None
         return {
+            "slot": str(p.slot),
             "func": p.slot.func,
             "messages": size_text(p.slot.min_bytes, p.slot.max_bytes),
             "n_ranks": p.slot.n_ranks,

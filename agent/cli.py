@@ -32,6 +32,7 @@ COMMANDS = {
     "show": "show",
     "import": "import_",
     "advise": "advise",
+    "diff": "diff",
     "record": "record",
     "plan": "plan",
     "model": "model",

@@ -31,7 +31,7 @@ def figures(kind, n, seed, exposed=True, best=False):
         blank = np.full(k, np.nan)
         gains = predict(Recorded(print_, fleet.take(np.full(k, j)), call_us[j, :k], seen, blank, blank), seed=j)
         chosen[j, :k] = gains.best()
-        rows.append((*gains.interval(chosen[j, :k]), bool(chosen[j].any())))
+        rows.append((*gains.interval(chosen[j, :k]), bool(chosen[j].any()), *gains.possible()[1:]))
     default, tuned = jobs.step_us(none)[0], jobs.step_us(chosen)[0]
     true = 1 - tuned / default
     most = 1 - oracle(jobs)[1] / default if best else np.full(n, np.nan)
@@ -39,13 +39,14 @@ def figures(kind, n, seed, exposed=True, best=False):
 
 
 def told(name, rows):
-    true, middle, low, high, advised, most = rows.T
+    true, middle, low, high, advised, least, possible, most = rows.T
     on = advised > 0
     held = (low <= true) & (true <= high)
     print(
         f"{name:28} jobs {len(rows)}, advised {on.sum()}: interval holds {held[on].mean():.0%}, slower by over 1 %: "
         f"{(true < -0.01).mean():.1%}, gain {true[on].mean():.2%} (predicted {middle[on].mean():.2%}, "
-        f"width {(high - low)[on].mean():.2%}), of the best {np.nansum(true) / max(np.nansum(most), 1e-9):.0%}"
+        f"width {(high - low)[on].mean():.2%}), of the best {np.nansum(true) / max(np.nansum(most), 1e-9):.0%}; "
+        f"the best possible within its interval {((least <= most) & (most <= possible)).mean():.0%}"
     )
 
 

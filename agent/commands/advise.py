@@ -70,52 +70,36 @@ def _show(console: Console, a: dict[str, Any]) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
     kind = "emulated, not GPU times" if a["emulated"] else a["source"]
-    say(
-        f"{a['recording']} ({kind}) on {a['cluster']}, NCCL {a['nccl']}: step {a['step_ms']:.1f} ms over {a['steps']} steps"
-    )
-    grid = Table(box=box.SIMPLE, title="collectives that a table reaches (recorded)", title_justify="left")
-    for head in (
-        "collective",
-        "messages",
-        "calls",
-        "one call",
-        "of the step",
-        "exposed",
-        "NCCL's choice",
-        "try",
-        "saves",
-    ):
-        grid.add_column(head, justify="right" if head in ("calls", "one call", "of the step", "exposed") else "left")
+    say(f"{a['recording']} ({kind}) on {a['cluster']}, NCCL {a['nccl']}")
+    say(f"step {a['step_ms']:.1f} ms, {a['steps']} steps, {a['communication']:.1%} of it in these collectives")
+    grid = Table(box=box.SIMPLE)
+    for head in ("recorded", "calls", "one call", "of the step", "exposed", "NCCL's choice", "try", "should save"):
+        grid.add_column(head, justify="left" if head in ("recorded", "NCCL's choice", "try") else "right", no_wrap=True)
     for s in a["slots"]:
         if s["share"] < 0.005 and s["saves"] is None:
             continue
         bare = "?" if s["exposed_share"] is None else f"{s['exposed_share']:.1%}"
         saves = "" if s["saves"] is None else _interval(s["saves"])
-        row = (s["func"], s["messages"], f"{s['calls']:.0f}", f"{s['call_us'] / 1e3:.2f} ms", f"{s['share']:.1%}", bare)
+        row = (s["slot"], f"{s['calls']:.0f}", f"{s['call_us'] / 1e3:.2f} ms", f"{s['share']:.1%}", bare)
         grid.add_row(*row, s["own"], "as it is" if s["advice"] == "auto" else s["advice"], saves)
     console.print(grid)
     for o in a["overlap"]:
-        text = f"compute beside {o['slot']} on {o['ran']} takes {1 + o['slowdown']:.2f} [{1 + o['low']:.2f}, "
-        text += f"{1 + o['high']:.2f}] times as long ({o['kernels']} kernels of {o['kinds']} kinds): {o['lost']:.1%} of the step"
+        times = f"{1 + o['slowdown']:.2f} [{1 + o['low']:.2f}, {1 + o['high']:.2f}]"
+        text = f"compute beside {o['slot']} on {o['ran']} takes {times} times as long"
+        text += f" ({o['kernels']} kernels of {o['kinds']} kinds): {o['lost']:.1%} of the step"
         if o["fewer"]:
-            back = o["fewer"]["gives_back"]
-            text += f"; {o['fewer']['channels']} channels would give back {back:.1%} (predicted)"
+            text += f"; {o['fewer']['channels']} channels would give back {o['fewer']['gives_back']:.1%} (predicted)"
         say(text)
     if a["gain"]:
-        say(
-            f"predicted: this table saves {_interval(a['gain'])} of the step (80 % interval); measure it before you keep it"
-        )
+        say(f"predicted: this table saves {_interval(a['gain'])} of the step (80 % interval); measure it first")
     else:
-        say(
-            "nothing is likely enough to gain from a table here: no single setting stands out, and the best that could be "
-            f"found saves at most {max(a['nothing_above'], 0):.1%} (predicted, 90 %)"
-        )
-    if a["seen_with_600_steps"] is not None:
-        say(f"a tuning run of 600 steps would see {a['seen_with_600_steps']:.2%}, by how much this job's steps scatter")
+        say("predicted: no setting is likely enough to gain anything, so none is advised")
+    say(f"the best table, were it known, would save {_interval(a['possible'])} of the step (predicted, 80 % interval)")
+    if a["seen_with_600_steps"]:
+        say(f"600 steps of tuning would see a gain of {a['seen_with_600_steps']:.2%}, as this job's steps scatter")
     for k in a["knobs"]:
-        say(
-            f"\nno table says: {k['knob']}\n  because  {k['because']}\n  public   {k['evidence']}\n  set      {k['set']}"
-        )
+        say(f"\nno table says: {k['knob']}\n  because  {k['because']}")
+        say(f"  public   {k['evidence']}\n  set      {k['set']}")
     say("\nnot known:")
     for text in a["unknown"]:
         say(f"  - {text}")

@@ -9,14 +9,17 @@ from . import Headroom, fail
 
 
 def apply(
-    table: Annotated[Path, typer.Argument(help="A table: our JSON, or the CSV of NVIDIA's example tuner plugin.")],
+    table: Annotated[
+        Path, typer.Argument(help="A table: our JSON, the CSV of NVIDIA's tuner plugin, or NCCL_ALGO= lines.")
+    ],
     command: Annotated[
         list[str] | None, typer.Argument(help="The job, after --. Any program that uses NCCL.", show_default=False)
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks of its communicators, where lines need it.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes of them, where lines need it.")] = None,
     convert: Annotated[
-        str | None, typer.Option(help="Only print the table, as json or csv (NVIDIA's).", show_default=False)
+        str | None,
+        typer.Option(help="Only print the table: json, csv (NVIDIA's) or env (NCCL_ALGO).", show_default=False),
     ] = None,
     by_name: Annotated[bool, typer.Option(help="Name the plugin instead of its path: NCCL 2.27.3 needs it.")] = False,
     headroom: Headroom = None,
@@ -36,14 +39,20 @@ def apply(
 
     from ...envs.nccl.build import PluginBuildError, nccl_env, plugin_path
     from ...envs.nccl.shm import encode_table
+    from ...envs.nccl.table_env import to_env
     from ...envs.nccl.tables import load_table, to_csv, to_json
 
     try:
         loaded = load_table(table, n_ranks=ranks, n_nodes=nodes)
         if convert is not None:
-            if convert not in ("json", "csv"):
-                fail(f"--convert is json or csv, not {convert}")
-            print(to_json(loaded) if convert == "json" else to_csv(loaded), end="")
+            if convert not in ("json", "csv", "env"):
+                fail(f"--convert is json, csv or env, not {convert}")
+            if convert == "env":
+                variables, lost = to_env(loaded)
+                print("".join(f"# lost: {text}\n" for text in lost), end="")
+                print("".join(f"{key}='{value}'\n" for key, value in variables.items()), end="")
+            else:
+                print(to_json(loaded) if convert == "json" else to_csv(loaded), end="")
             return
         if len(loaded.rules) > 1024:
             fail(f"{table}: {len(loaded.rules)} rules, the plugin holds 1024")

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ...traces.records import ALGOS, FUNCS, PROTOS, Decision, Rule, Table
+from .table_env import MAX_BYTES, from_env
 
 FORMAT = 1
-MAX_BYTES = 2**63 - 1
+MAX_TEXT = 4 << 20  # characters of a table's file: the plugin holds 1024 rows
 _CSV_FUNCS = {name.replace("_", ""): name for name in FUNCS}
 
 
@@ -31,11 +32,19 @@ def load_table(path: Path | str, *, n_ranks: int | None = None, n_nodes: int | N
     """
     path = Path(path)
     try:
-        text = path.read_text()
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_TEXT + 1)
+        if len(text) > MAX_TEXT:
+            raise ValueError(f"{path}: over {MAX_TEXT >> 20} MiB is no table")
     except UnicodeDecodeError:
         raise ValueError(f"{path}: neither a JSON table nor NVIDIA's CSV") from None
     try:
-        table = _from_json(text, n_ranks) if text.lstrip().startswith("{") else from_csv(text, n_ranks, n_nodes)
+        if text.lstrip().startswith("{"):
+            table = _from_json(text, n_ranks)
+        elif "NCCL_ALGO=" in text:
+            table = from_env(text)
+        else:
+            table = from_csv(text, n_ranks, n_nodes)
         table.to_array()  # overlaps
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -135,6 +144,8 @@ def _from_json(text: str, n_ranks: int | None) -> Table:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError("nested deeper than any table") from None
     if not isinstance(content, dict) or content.get("dynamiccl_table") != FORMAT:
         version = content.get("dynamiccl_table") if isinstance(content, dict) else None
         raise ValueError(f"table of format {version}, this release reads {FORMAT}")
