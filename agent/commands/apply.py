@@ -21,7 +21,6 @@ def apply(
         str | None,
         typer.Option(help="Only print the table: json, csv (NVIDIA's) or env (NCCL_ALGO).", show_default=False),
     ] = None,
-    by_name: Annotated[bool, typer.Option(help="Name the plugin instead of its path: NCCL 2.27.3 needs it.")] = False,
     headroom: Headroom = None,
 ) -> None:
     """Run COMMAND with every collective that TABLE names done as it says; NCCL decides the rest.
@@ -57,7 +56,7 @@ def apply(
         if len(loaded.rules) > 1024:
             fail(f"{table}: {len(loaded.rules)} rules, the plugin holds 1024")
         environment = {
-            **nccl_env(plugin_path(), by_name=by_name, headroom=headroom),
+            **nccl_env(plugin_path(), headroom=headroom),
             "DYNAMICCL_TABLE": f"hex:{encode_table(loaded).hex()}",
         }
     except (ValueError, PluginBuildError) as error:

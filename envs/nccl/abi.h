@@ -16,7 +16,7 @@ enum { NCCL_SUCCESS = 0 };
 
 // NCCL's numbers for collectives, algorithms and protocols; the same in every release served.
 enum { FUNC_ALL_GATHER = 2, FUNC_REDUCE_SCATTER = 3, FUNC_SEND_RECV = 5, N_FUNCS = 8 };
-enum { N_ALGOS = 7, N_PROTOS = 3 };
+enum { ALGO_TREE = 0, ALGO_RING = 1, ALGO_NVLS = 4, ALGO_PAT = 6, N_ALGOS = 7, N_PROTOS = 3 };
 
 // Levels and flag of the logger that NCCL hands to a plugin.
 enum { LOG_WARN = 2, LOG_INFO = 3 };
@@ -24,8 +24,7 @@ enum { LOG_FLAG_TUNING = 0x40 };
 typedef void (*nccl_logger)(int level, unsigned long flags, const char* file, int line, const char* format,
                             ...);
 
-// ---- tuner
-// -------------------------------------------------------------------------------------------------
+// ---- tuner ----
 
 // `cost` is typed float** by NCCL but is one block of float[n_algos][n_protos], microseconds, -1 = not
 // available.
@@ -78,8 +77,7 @@ _Static_assert(offsetof(struct nccl_tuner_v6, get_coll_info) == 16, "tuner v6");
 _Static_assert(offsetof(struct nccl_tuner_v6, get_chunk_size) == 32, "tuner v6");
 _Static_assert(sizeof(struct nccl_nvl_domains) == 12, "NVLink domains");
 
-// ---- profiler
-// ----------------------------------------------------------------------------------------------
+// ---- profiler ----
 
 enum { EVENT_COLL = 2, EVENT_KERNEL_CH = 64, EVENT_COLL_API = 512 };  // bits of the activation mask
 enum { STATE_KERNEL_CH_STOP = 22 };

@@ -5,21 +5,24 @@ NCCL opens the library by its path, so it need not be in the wheel, and the whee
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "profiler.c", "chain.c")
+SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "next_tuner.c", "profiler.c", "chain.c")
 HEADERS = ("abi.h", "plugin.h")
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC")
 LIBRARY = "libnccl-tuner-dynamiccl.so"
-# NCCL 2.27.3 takes names only and completes them itself; both names must then be found.
+_NAME = "dynamiccl"  # NCCL completes it to the two names, of one file
 _PROFILER_NAME = "libnccl-profiler-dynamiccl.so"
+_KEPT_S = 30 * 86400.0  # how long a build of other sources is kept after it was last used
 
 
 class PluginBuildError(RuntimeError):
@@ -84,6 +87,8 @@ def compile_once(
     folder = cache_folder() / key.hexdigest()[:16]
     target = folder / name
     if target.exists():
+        with contextlib.suppress(OSError):
+            os.utime(folder)  # used: see _prune
         return target
     folder.mkdir(mode=0o700, exist_ok=True)
     draft = folder / f".{name}.{os.getpid()}"
@@ -93,7 +98,16 @@ def compile_once(
         reason = next((line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr[-200:])
         raise PluginBuildError(f"{cc[0]} could not build the plugin ({reason.strip()}): try another compiler by CC")
     os.replace(draft, target)
+    _prune(folder)
     return target
+
+
+def _prune(newest: Path) -> None:
+    """Delete builds beside ``newest`` that nobody has used for 30 days."""
+    for folder in newest.parent.iterdir():
+        with contextlib.suppress(OSError):
+            if folder != newest and folder.is_dir() and time.time() - folder.stat().st_mtime > _KEPT_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def plugin_path() -> Path:
@@ -112,19 +126,35 @@ def plugin_path() -> Path:
     return path
 
 
-def nccl_env(path: Path, *, by_name: bool = False, headroom: int | None = None) -> dict[str, str]:
-    """Environment that makes NCCL load ``path`` as tuner and profiler.
+def configured() -> dict[str, str]:
+    """NCCL's settings: the environment, below it NCCL_CONF_FILE or ~/.nccl.conf, below that /etc/nccl.conf."""
+    own = Path(os.environ.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf")
+    found: dict[str, str] = {}
+    for path in (Path("/etc/nccl.conf"), own):
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError):
+            continue
+        pairs = (line.partition("#")[0].partition("=") for line in lines)
+        found |= {name.strip(): value.strip() for name, _, value in pairs if value.strip()}
+    return {**found, **os.environ}
 
-    With ``by_name`` it names the library instead of its path and puts its folder on LD_LIBRARY_PATH: NCCL 2.27.3
-    takes nothing else. ``headroom``: channels that communicators are made with, where NCCL would have made fewer.
+
+def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
+    """Environment that makes NCCL load ``path`` as tuner and profiler, beside those that the job has already.
+
+    By name, with its folder on LD_LIBRARY_PATH: NCCL 2.27.3 takes no path, all others take both. ``headroom``: channels
+    that communicators are made with, where NCCL would have made fewer.
     """
-    ours = {"DYNAMICCL_PLUGIN": str(path)}
+    theirs = configured()
+    search = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))
+    ours = {"DYNAMICCL_PLUGIN": str(path), "LD_LIBRARY_PATH": search}
     if headroom is not None:
         ours["NCCL_MIN_CTAS"] = str(headroom)
-    theirs = os.environ.get("NCCL_PROFILER_PLUGIN", "none")
-    if theirs and theirs != "none" and "dynamiccl" not in theirs:  # NCCL loads one: ours hands on to it
-        ours["DYNAMICCL_NEXT_PROFILER"] = theirs
-    if not by_name:
-        return {"NCCL_TUNER_PLUGIN": str(path), "NCCL_PROFILER_PLUGIN": str(path), **ours}
-    search = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))
-    return {"NCCL_TUNER_PLUGIN": "dynamiccl", "NCCL_PROFILER_PLUGIN": "dynamiccl", "LD_LIBRARY_PATH": search, **ours}
+    for kind in ("TUNER", "PROFILER"):  # NCCL loads one of each: ours hands on to theirs
+        named = theirs.get(f"NCCL_{kind}_PLUGIN", "")
+        ours[f"NCCL_{kind}_PLUGIN"] = _NAME
+        # A tuner is also looked for where nothing is named, see next_tuner.c: unless "none" forbids it.
+        if named and _NAME not in named and (kind == "TUNER" or named != "none"):
+            ours[f"DYNAMICCL_NEXT_{kind}"] = named
+    return ours

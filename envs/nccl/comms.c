@@ -34,8 +34,7 @@ static _Atomic uint64_t n_asked;
 
 _Thread_local struct dccl_comm dccl_last_comm;
 
-// ---- seats
-// ------------------------------------------------------------------------------------------------------
+// ---- seats ----
 
 static struct dccl_seat* find(uint64_t comm_id) {
   struct dccl_seat *free_one = NULL, *left = NULL;
@@ -83,8 +82,7 @@ void dccl_comms_after_fork(void) {
   atomic_store(&n_contexts, 0);
 }
 
-// ---- what NCCL asked about
-// ---------------------------------------------------------------------------------------
+// ---- what NCCL asked about ----
 
 // NCCL prices the collectives of a group together: it asks with the sum of their sizes and then enqueues each
 // with its own. All of a group's questions come before its first collective.
@@ -118,8 +116,7 @@ uint64_t dccl_note_coll(struct dccl_seat* seat, uint8_t func, uint64_t n_bytes) 
   return found;
 }
 
-// ---- records
-// -----------------------------------------------------------------------------------------------------
+// ---- records ----
 
 void dccl_emit_comm(const struct dccl_comm* comm, const char* name) {
   struct dccl_record record = {.kind = DCCL_COMM,
@@ -137,8 +134,7 @@ void dccl_emit_comm(const struct dccl_comm* comm, const char* name) {
   dccl_note(&record);
 }
 
-// ---- what the probe asks
-// -----------------------------------------------------------------------------------------
+// ---- what the probe asks ----
 
 void dccl_note_tuner(int version) {
   atomic_fetch_and(&abi, 0xff);

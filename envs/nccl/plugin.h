@@ -17,9 +17,9 @@
 
 enum { DCCL_UNSET = 255 };  // algo, proto or dtype byte: NCCL decides, or unknown
 enum { DCCL_NO_RANK = 0xffffffff };
+#define DCCL_NO_OFFER 1e30f  // a cost of this or more means that NCCL does not have the cell
 
-// ---- table: a 64-byte head and rows of 32 bytes, the same bytes in the file, on the wire and here
-// -----------
+// ---- table: a 64-byte head and rows of 32 bytes, the same bytes in the file, on the wire and here ----
 
 #define DCCL_TABLE_MAGIC UINT64_C(0x314c42544c434344)  // "DCCLTBL1"
 enum { DCCL_TABLE_VERSION = 2, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64 };
@@ -70,8 +70,7 @@ uint32_t dccl_generation(void);
 void dccl_load_static_table(void);
 void dccl_table_after_fork(void);
 
-// ---- ring
-// ----------------------------------------------------------------------------------------------------
+// ---- ring ----
 
 #define DCCL_RING_MAGIC UINT64_C(0x31474e524c434344)  // "DCCLRNG1"
 #define DCCL_RING_BUSY UINT64_MAX                     // stamp of a record that is being written
@@ -173,8 +172,44 @@ bool dccl_has_run(void);  // whether this process belongs to a run, with a ring 
 uint32_t dccl_step_now(void);
 int64_t dccl_now_ns(void);
 
-// ---- the profiler beside ours (chain.c)
-// -----------------------------------------------------------------------------
+// ---- the tuner that the job has without us (next_tuner.c) ----
+
+// What NCCL asks, whatever the version.
+struct dccl_question {
+  int func;
+  size_t n_bytes;
+  int n_pipe_ops;
+  float* cost;
+  int n_algos;
+  int n_protos;
+  int reg_buff;
+  int* n_channels;
+};
+
+// A communicator as NCCL announces it to a tuner; what a version does not have is zero.
+struct dccl_tuner_init {
+  int version;
+  uint64_t comm_id;
+  size_t n_ranks, n_nodes;
+  nccl_logger log;
+  struct nccl_nvl_domains* domains;
+  void* constants;
+};
+
+// Its context for a communicator.
+struct dccl_next_tuner {
+  int version;  // in which it is called, 0: there is none, or it was left out
+  void* context;
+};
+void dccl_next_tuner_init(struct dccl_next_tuner* next, const struct dccl_tuner_init* init);
+// False if it failed: whatever it wrote is then no answer.
+bool dccl_next_tuner_ask(const struct dccl_next_tuner* next, const struct dccl_question* question);
+bool dccl_next_tuner_has_chunk_size(const struct dccl_next_tuner* next);
+int dccl_next_tuner_chunk_size(const struct dccl_next_tuner* next, int func, size_t n_bytes, int algo,
+                               int proto, int n_channels, size_t* chunk_size);
+void dccl_next_tuner_finalize(const struct dccl_next_tuner* next);
+
+// ---- the profiler beside ours (chain.c) ----
 
 extern const struct nccl_profiler_v4 ncclProfiler_v4;
 extern const struct nccl_profiler_v5 ncclProfiler_v5, ncclProfiler_v6;
@@ -195,8 +230,7 @@ void dccl_next_stop(void* handle);
 void dccl_next_state(void* handle, int state, union nccl_event_state* args);
 void dccl_next_finalize(void* context);
 
-// ---- communicators
-// -------------------------------------------------------------------------------------------
+// ---- communicators ----
 
 // The communicator whose profiler part was last initialised on this thread: tuner v3 and v4 are not told an
 // id, but NCCL initialises the profiler first, on the same thread.
@@ -221,8 +255,7 @@ void dccl_note_tuner(int version);
 void dccl_note_profiler(int version);
 void dccl_comms_after_fork(void);
 
-// ---- control functions, called by the probe
-// -------------------------------------------------------------------
+// ---- control functions, called by the probe ----
 
 // Opens the ring in the folder named by DYNAMICCL_RUN, once a process. 1 = there is a ring, 0 = there is
 // none.

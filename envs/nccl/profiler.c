@@ -40,8 +40,7 @@ struct profiler {
   void* next;  // the context of the profiler beside ours
 };
 
-// ---- NCCL's names -> numbers
-// ------------------------------------------------------------------------------------
+// ---- NCCL's names -> numbers ----
 
 static const char* const func_names[N_FUNCS] = {"Broadcast", "Reduce",   "AllGather", "ReduceScatter",
                                                 "AllReduce", "SendRecv", "Send",      "Recv"};
@@ -86,8 +85,7 @@ static uint64_t message_bytes(uint8_t func, uint8_t dtype, size_t count, uint32_
   return func == FUNC_ALL_GATHER || func == FUNC_REDUCE_SCATTER ? bytes * n_ranks : bytes;
 }
 
-// ---- handles
-// ----------------------------------------------------------------------------------------------------
+// ---- handles ----
 
 static void* pack(uint64_t index, uint64_t channel_plus_1, uint64_t lap) {
   const uint64_t bits = lap << (POOL_BITS + CHANNEL_BITS) | channel_plus_1 << POOL_BITS | index;
@@ -168,8 +166,7 @@ static void land(struct flight* f, const void* handle) {
   if (flight_of(handle) == f) dccl_emit(&r);  // not reused while we read it
 }
 
-// ---- events
-// -------------------------------------------------------------------------------------------------------
+// ---- events ----
 
 static void* start_coll(const struct profiler* p, const struct nccl_coll_event* e, int rank) {
   struct dccl_record r = {.kind = DCCL_COLL,
@@ -283,8 +280,7 @@ static int record_event_state(void* handle, int state, union nccl_event_state* a
   return NCCL_SUCCESS;
 }
 
-// ---- one adapter a version
-// ------------------------------------------------------------------------------------------
+// ---- one adapter a version ----
 
 static int init_v4(void** context, int* mask, const char* comm_name, uint64_t comm_id, int n_nodes,
                    int n_ranks, int rank, nccl_logger log) {

@@ -99,8 +99,7 @@ static int open_folder(const char* path) {
   return -1;
 }
 
-// ---- making the ring
-// ------------------------------------------------------------------------------------------------------------
+// ---- making the ring ----
 
 static uint64_t number_in(const char* const* names, uint64_t otherwise) {
   for (; *names != NULL; names++) {

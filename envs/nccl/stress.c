@@ -24,7 +24,7 @@ enum { N_RANKS = 8, N_COMMS = 4, N_STEPS = 12, MAX_CALLS = 24, MAX_ROWS = 60 };
 extern const struct nccl_tuner_v3 ncclTunerPlugin_v3;
 extern const struct nccl_tuner_v4 ncclTunerPlugin_v4;
 extern const struct nccl_tuner_v5 ncclTunerPlugin_v5;
-extern const struct nccl_tuner_v6 ncclTunerPlugin_v6;
+extern struct nccl_tuner_v6 ncclTunerPlugin_v6;
 extern const struct nccl_profiler_v4 ncclProfiler_v4;
 extern const struct nccl_profiler_v5 ncclProfiler_v5, ncclProfiler_v6;
 
@@ -58,8 +58,7 @@ static uint64_t mix(uint64_t x) {
 
 static uint64_t draw(uint64_t* state) { return mix((*state)++); }
 
-// ---- the script: the same on all ranks
-// ------------------------------------------------------------------------------
+// ---- the script: the same on all ranks ----
 
 // Communicator c groups ranks: 0 the world, 1 halves, 2 pairs, 3 the world again. Each group has its own id.
 static int group_of(int c, int rank) { return c == 1 ? rank / 4 : c == 2 ? rank / 2 : 0; }
@@ -131,8 +130,7 @@ static size_t make_table(const struct job* job, int step, uint8_t* message) {
   return size;
 }
 
-// ---- one call, as a release makes it
-// -----------------------------------------------------------------------------------
+// ---- one call, as a release makes it ----
 
 static int ask(const struct job* job, void* context, int func, size_t n_bytes, int n_pipe_ops,
                float cost[N_ALGOS][N_PROTOS], int reg_buff, int* n_channels) {
@@ -235,8 +233,7 @@ static void report(const struct job* job, void* context, int rank, int func, siz
   ncclProfiler_v5.stop_event(handle);
 }
 
-// ---- a rank
-// --------------------------------------------------------------------------------------------------------------
+// ---- a rank ----
 
 struct comm {
   void *tuner, *profiler;

@@ -84,8 +84,7 @@ bool dccl_lookup(uint64_t class, int func, uint64_t n_bytes, struct dccl_decisio
 
 uint32_t dccl_generation(void) { return head(&buffers[head(&active) & 1].generation); }
 
-// ---- activation
-// ----------------------------------------------------------------------------------------------
+// ---- activation ----
 
 static uint32_t crc_table[8][256];
 
@@ -231,8 +230,7 @@ void dccl_table_after_fork(void) {
   atomic_flag_clear(&writing);
 }
 
-// ---- a table without a daemon
-// --------------------------------------------------------------------------------
+// ---- a table without a daemon ----
 
 static int hex_digit(char c) {
   if (c >= '0' && c <= '9') return c - '0';

@@ -68,8 +68,10 @@ def _other_tuner(facts: Facts) -> Finding | None:
         return None
     return Finding(
         "NCCL_TUNER_PLUGIN",
-        f"NCCL_TUNER_PLUGIN={value}: NCCL loads one tuner only",
-        "unset NCCL_TUNER_PLUGIN; dynamiccl tune sets it",
+        f"NCCL_TUNER_PLUGIN={value}: NCCL loads one tuner only; ours takes its place and asks it first, so that the "
+        "default stays what the job had",
+        "nothing if that is wanted",
+        must_change=False,
     )
 
 
@@ -92,8 +94,8 @@ def _net_plugin_with_tuner(facts: Facts) -> Finding | None:
         return None
     return Finding(
         "NCCL_NET_PLUGIN",
-        f"NCCL_NET_PLUGIN={value} brings a tuner of its own, which ours takes the place of",
-        "compare with the job as it is: its hand-made choices are the default to beat",
+        f"NCCL_NET_PLUGIN={value} brings a tuner of its own: ours takes its place and asks it first",
+        "nothing: its hand-made choices are the default to beat",
         must_change=False,
     )
 
@@ -123,7 +125,7 @@ def _name_only(facts: Facts) -> Finding | None:
     return Finding(
         "plugin path",
         "NCCL 2.27.3 takes a plugin's name and not its path",
-        "dynamiccl apply --by-name, or NCCL 2.27.5",
+        "name it as `dynamiccl env` does, with its folder on LD_LIBRARY_PATH",
     )
 
 
@@ -288,13 +290,13 @@ def examine(facts: Facts) -> list[Finding]:
 
 def gather(command: list[str] | None = None, table: Table | None = None) -> Facts:
     """The facts of this machine and environment, and of ``command`` as far as its words tell."""
-    from .build import PluginBuildError, compiler
+    from .build import PluginBuildError, compiler, configured
 
     try:
         has_compiler = bool(compiler())
     except PluginBuildError:
         has_compiler = False
-    env = {**_configuration_files(), **os.environ}
+    env = configured()
     free = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     return Facts(
         env,
@@ -305,20 +307,6 @@ def gather(command: list[str] | None = None, table: Table | None = None) -> Fact
         has_compiler,
         table,
     )
-
-
-def _configuration_files() -> dict[str, str]:
-    """NCCL_CONF_FILE or ~/.nccl.conf, and /etc/nccl.conf: lines NAME=VALUE; the environment goes before them."""
-    own = Path(os.environ.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf")
-    found: dict[str, str] = {}
-    for path in (Path("/etc/nccl.conf"), own):
-        try:
-            lines = path.read_text().splitlines()
-        except (OSError, UnicodeDecodeError):
-            continue
-        pairs = (line.partition("#")[0].partition("=") for line in lines)
-        found |= {name.strip(): value.strip() for name, _, value in pairs if value.strip()}
-    return found
 
 
 def _nccl_version() -> Version | None:

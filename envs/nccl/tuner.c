@@ -1,41 +1,33 @@
 // The tuner part: NCCL asks how to run a collective, the active table answers, or stays silent.
 //
-// Rules. Every call succeeds: NCCL fails the collective otherwise. Only cells that NCCL offers (cost >= 0)
-// are touched and nothing negative is written: some releases take the smallest number, whatever its sign.
-// What the table leaves unset stays as NCCL has it. The answer depends only on values that are equal on all
-// ranks.
+// Rules. Every call succeeds: NCCL fails the collective otherwise. Only cells that NCCL offers are touched
+// and nothing negative is written: some releases take the smallest number, whatever its sign. What the table
+// leaves unset stays as NCCL, or the tuner that the job has without us, has it. The answer depends only on
+// values that are equal on all ranks.
 #include <float.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "plugin.h"
 
-enum { SEEN_SETS = 64, SEEN_WAYS = 4 };
+enum { SEEN_SETS = 64, SEEN_WAYS = 4, MOST_CELLS = 64 };
+
+DCCL_EXPORT extern struct nccl_tuner_v6 ncclTunerPlugin_v6;
 
 struct context {
   struct dccl_comm comm;
   struct dccl_seat* seat;
   uint64_t class;
+  struct dccl_next_tuner next;
   _Atomic uint64_t seen[SEEN_SETS][SEEN_WAYS];  // hashes of the messages whose offer is in the ring
 };
 
-// What NCCL asks, whatever the version.
-struct question {
-  int func;
-  size_t n_bytes;
-  int n_pipe_ops;
-  float* cost;
-  int n_algos;
-  int n_protos;
-  int reg_buff;
-  int* n_channels;
-};
-
-static bool offered(float cost) { return cost >= 0.0f && cost <= FLT_MAX; }
+// Releases write -1 into a cell that they do not have, and 2.32 also numbers like 1.7e38.
+static bool offered(float cost) { return cost >= 0.0f && cost < DCCL_NO_OFFER; }
 
 // True when the message is new to the context; it counts as seen from then on. Two threads may both find it
 // new.
-static bool first_time(struct context* c, const struct question* q) {
+static bool first_time(struct context* c, const struct dccl_question* q) {
   uint64_t hash = (uint64_t)q->n_bytes * UINT64_C(0x9e3779b97f4a7c15);
   hash ^=
       (uint64_t)(unsigned)q->func << 2 | (uint64_t)(q->reg_buff != 0) << 1 | (uint64_t)(q->n_pipe_ops > 0);
@@ -55,145 +47,179 @@ static bool first_time(struct context* c, const struct question* q) {
   return true;
 }
 
-// The offer as it came, before a decision touches it. A table with nothing in it is no offer.
-static void emit_offer(const struct context* c, const struct question* q) {
+// The first of the smallest, as NCCL chooses; -1 where nothing is offered.
+static int choice(const struct dccl_question* q, const float* cost) {
+  int best = -1;
+  for (int i = 0; i < q->n_algos * q->n_protos; i++) {
+    if (offered(cost[i]) && (best < 0 || cost[i] < cost[best])) best = i;
+  }
+  return best;
+}
+
+// What the job does without us: `cost` as NCCL offered it, but with the choice, and the prices where they are
+// prices, of the tuner that was asked before us (it forces a cell by a price of 0). A table with nothing in
+// it is no offer.
+static void emit_offer(const struct context* c, const struct dccl_question* q, const float* cost) {
   struct dccl_record r = {.kind = DCCL_OFFER,
                           .func = (uint8_t)q->func,
-                          .algo = DCCL_UNSET,
-                          .proto = DCCL_UNSET,
                           .dtype = DCCL_UNSET,
                           .flags = q->reg_buff ? DCCL_FLAG_REGISTERED : 0,
                           .comm_id = c->comm.comm_id,
                           .n_bytes = q->n_bytes,
                           .step = dccl_step_now(),
                           .generation = dccl_generation()};
-  float best = FLT_MAX;
+  const int chosen = choice(q, q->cost);
+  if (chosen < 0) return;
+  r.algo = (uint8_t)(chosen / q->n_protos);
+  r.proto = (uint8_t)(chosen % q->n_protos);
   for (int algo = 0; algo < N_ALGOS; algo++) {
     for (int proto = 0; proto < N_PROTOS; proto++) {
       const bool inside = algo < q->n_algos && proto < q->n_protos;
-      const float cost = inside ? q->cost[algo * q->n_protos + proto] : -1.0f;
-      r.offer.cost_us[algo][proto] = offered(cost) ? cost : -1.0f;
-      if (offered(cost) && cost < best) {  // as NCCL chooses: the first of the smallest
-        best = cost;
-        r.algo = (uint8_t)algo;
-        r.proto = (uint8_t)proto;
-      }
+      const int cell = algo * q->n_protos + proto;
+      const float before = inside ? cost[cell] : -1.0f, after = inside ? q->cost[cell] : -1.0f;
+      r.offer.cost_us[algo][proto] = !offered(before) ? -1.0f : offered(after) && after > 0 ? after : before;
     }
   }
   r.offer.n_pipe_ops = q->n_pipe_ops;
-  if (r.algo != DCCL_UNSET) dccl_note(&r);
+  dccl_note(&r);
 }
 
-static bool any_offered(const struct question* q) {
-  for (int i = 0; i < q->n_algos * q->n_protos; i++) {
-    if (offered(q->cost[i])) return true;
-  }
-  return false;
+// NCCL gives Ring, Tree and PAT no more channels than the communicator has, and NVLS on one node no more than
+// NVLS has. For CollNet, and NVLS over nodes, it takes our word, and channels that are not connected hang:
+// there the count stays NCCL's.
+static bool clips_channels(int algo, uint64_t class) {
+  if (algo == ALGO_NVLS) return class >> 32 == 1;
+  return algo == ALGO_TREE || algo == ALGO_RING || algo == ALGO_PAT;
 }
 
-static void decide(void* context, const struct question* q) {
-  struct context* c = context;
-  if (c == NULL || q->cost == NULL || q->func < 0 || q->func >= N_FUNCS) return;
-  if (q->n_algos <= 0 || q->n_protos <= 0 || q->n_algos > 64 || q->n_protos > 64) return;
-  dccl_note_question(c->seat, q->func, q->n_bytes);
-  if (dccl_ring_is_open() && first_time(c, q)) emit_offer(c, q);
+// The table's word, after the next tuner's. `cost` is NCCL's own offer, `n_channels` its own count.
+static void apply(const struct context* c, const struct dccl_question* q, const float* cost, int n_channels) {
   struct dccl_decision d;
   if (!dccl_lookup(c->class, q->func, q->n_bytes, &d)) return;
-  if (d.algo != DCCL_UNSET) {
+  int cell;
+  if (d.algo == DCCL_UNSET) {
+    cell = choice(q, q->cost);
+  } else {
     if (d.algo >= q->n_algos || d.proto >= q->n_protos) return;
-    const int cell = d.algo * q->n_protos + d.proto;
-    if (!offered(q->cost[cell])) return;  // then its channel count was not meant for what NCCL picks either
+    cell = d.algo * q->n_protos + d.proto;
+    if (!offered(cost[cell])) return;  // then its channel count was not meant for what NCCL picks either
+    if (cost != q->cost) {  // another tuner had its word: what it said was meant for its own choice
+      if (choice(q, q->cost) != cell && q->n_channels != NULL) *q->n_channels = n_channels;
+      memcpy(q->cost, cost, (size_t)(q->n_algos * q->n_protos) * sizeof *cost);
+    }
     q->cost[cell] = 0.0f;
     for (int i = 0; i < cell; i++) {  // of two zeros NCCL takes the first
       if (q->cost[i] == 0.0f) q->cost[i] = FLT_MIN;
     }
-  } else if (d.n_channels && !any_offered(q)) {
-    return;
   }
-  if (d.n_channels >= 1 && d.n_channels <= DCCL_MAX_CHANNELS && q->n_channels != NULL) {
-    *q->n_channels = d.n_channels;
-  }
+  const bool sets = d.n_channels >= 1 && d.n_channels <= DCCL_MAX_CHANNELS && q->n_channels != NULL;
+  if (sets && cell >= 0 && clips_channels(cell / q->n_protos, c->class)) *q->n_channels = d.n_channels;
 }
 
-static int start(int version, void** context, const struct dccl_comm* comm, bool announced, nccl_logger log) {
-  if (context == NULL) return NCCL_SUCCESS;
-  *context = NULL;  // with no memory for a context NCCL decides alone
-  dynamiccl_open();
-  struct context* c = calloc(1, sizeof *c);
-  if (c == NULL) return NCCL_SUCCESS;
-  c->comm = *comm;
-  c->class = dccl_class(comm->n_ranks, comm->n_nodes);
-  c->seat = dccl_sit(comm->comm_id, false);
-  *context = c;
-  dccl_note_tuner(version);
-  if (!announced) dccl_emit_comm(comm, NULL);
-  if (log != NULL) {
-    log(LOG_INFO, LOG_FLAG_TUNING, __FILE__, __LINE__,
-        "dynamiccl: tuning comm %llx, %u ranks, table generation %u", (unsigned long long)comm->comm_id,
-        comm->n_ranks, dccl_generation());
+static void decide(void* context, const struct dccl_question* q) {
+  struct context* c = context;
+  if (c == NULL || q->cost == NULL || q->func < 0 || q->func >= N_FUNCS) return;
+  if (q->n_algos <= 0 || q->n_protos <= 0 || q->n_algos > 64 || q->n_protos > 64) return;
+  dccl_note_question(c->seat, q->func, q->n_bytes);
+  const int n_channels = q->n_channels != NULL ? *q->n_channels : 0;
+  const size_t size = (size_t)(q->n_algos * q->n_protos) * sizeof(float);
+  float own[MOST_CELLS];
+  const bool asks = c->next.version && size <= sizeof own;
+  if (asks) {
+    memcpy(own, q->cost, size);
+    if (!dccl_next_tuner_ask(&c->next, q)) {
+      memcpy(q->cost, own, size);
+      if (q->n_channels != NULL) *q->n_channels = n_channels;
+    }
   }
-  return NCCL_SUCCESS;
+  const float* cost = asks ? own : q->cost;
+  if (dccl_ring_is_open() && first_time(c, q)) emit_offer(c, q, cost);
+  apply(c, q, cost, n_channels);
+}
+
+static int chunk_size(void* context, int func, size_t n_bytes, int algo, int proto, int n_channels,
+                      size_t* size) {
+  struct context* c = context;
+  if (c == NULL) return NCCL_SUCCESS;
+  return dccl_next_tuner_chunk_size(&c->next, func, n_bytes, algo, proto, n_channels, size);
 }
 
 // v3, v4: no id. The profiler part has just seen it, if it is loaded; otherwise records name communicator 0.
-static int start_unnamed(int version, void** context, size_t n_ranks, size_t n_nodes, nccl_logger log) {
-  struct dccl_comm comm = {.rank = DCCL_NO_RANK, .n_ranks = (uint32_t)n_ranks, .n_nodes = (uint32_t)n_nodes};
-  const bool known = dccl_last_comm.fresh && dccl_last_comm.n_ranks == comm.n_ranks;
-  if (known) comm = dccl_last_comm;
+static int start(void** context, const struct dccl_tuner_init* init) {
+  if (context == NULL) return NCCL_SUCCESS;
+  *context = NULL;  // with no memory for a context NCCL decides alone
+  struct dccl_comm comm = {.comm_id = init->comm_id,
+                           .rank = DCCL_NO_RANK,
+                           .n_ranks = (uint32_t)init->n_ranks,
+                           .n_nodes = (uint32_t)init->n_nodes};
+  const bool named = init->version >= 5;
+  const bool announced = dccl_last_comm.fresh && (named ? dccl_last_comm.comm_id == comm.comm_id
+                                                        : dccl_last_comm.n_ranks == comm.n_ranks);
+  if (announced) {
+    comm.comm_id = dccl_last_comm.comm_id;
+    comm.rank = dccl_last_comm.rank;
+  }
   dccl_last_comm.fresh = false;
-  return start(version, context, &comm, known, log);
-}
-
-static int start_named(int version, void** context, uint64_t comm_id, size_t n_ranks, size_t n_nodes,
-                       nccl_logger log) {
-  struct dccl_comm comm = {
-      .comm_id = comm_id, .rank = DCCL_NO_RANK, .n_ranks = (uint32_t)n_ranks, .n_nodes = (uint32_t)n_nodes};
-  const bool known = dccl_last_comm.fresh && dccl_last_comm.comm_id == comm_id;
-  if (known) comm.rank = dccl_last_comm.rank;
-  dccl_last_comm.fresh = false;
-  return start(version, context, &comm, known, log);
-}
-
-static int finish(void* context) {
-  if (context != NULL) dccl_leave(((struct context*)context)->seat);
-  free(context);
+  dynamiccl_open();
+  struct context* c = calloc(1, sizeof *c);
+  if (c == NULL) return NCCL_SUCCESS;
+  c->comm = comm;
+  c->class = dccl_class(comm.n_ranks, comm.n_nodes);
+  dccl_next_tuner_init(&c->next, init);
+  if (dccl_next_tuner_has_chunk_size(&c->next)) ncclTunerPlugin_v6.get_chunk_size = chunk_size;
+  c->seat = dccl_sit(comm.comm_id, false);
+  *context = c;
+  dccl_note_tuner(init->version);
+  if (!announced) dccl_emit_comm(&comm, NULL);
+  if (init->log != NULL) {
+    init->log(LOG_INFO, LOG_FLAG_TUNING, __FILE__, __LINE__,
+              "dynamiccl: tuning comm %llx, %u ranks, table generation %u", (unsigned long long)comm.comm_id,
+              comm.n_ranks, dccl_generation());
+  }
   return NCCL_SUCCESS;
 }
 
-// ---- one adapter a version
-// ------------------------------------------------------------------------------------
+static int finish(void* context) {
+  struct context* c = context;
+  if (c != NULL) {
+    dccl_next_tuner_finalize(&c->next);
+    dccl_leave(c->seat);
+  }
+  free(c);
+  return NCCL_SUCCESS;
+}
+
+// ---- one adapter a version ----
 
 static int init_v3(size_t n_ranks, size_t n_nodes, nccl_logger log, void** context) {
-  return start_unnamed(3, context, n_ranks, n_nodes, log);
+  return start(context, &(struct dccl_tuner_init){3, 0, n_ranks, n_nodes, log, NULL, NULL});
 }
 
 static int init_v4(size_t n_ranks, size_t n_nodes, nccl_logger log, void** context) {
-  return start_unnamed(4, context, n_ranks, n_nodes, log);
+  return start(context, &(struct dccl_tuner_init){4, 0, n_ranks, n_nodes, log, NULL, NULL});
 }
 
 static int init_v5(void** context, uint64_t comm_id, size_t n_ranks, size_t n_nodes, nccl_logger log,
                    struct nccl_nvl_domains* domains, void* constants) {
-  (void)domains, (void)constants;
-  return start_named(5, context, comm_id, n_ranks, n_nodes, log);
+  return start(context, &(struct dccl_tuner_init){5, comm_id, n_ranks, n_nodes, log, domains, constants});
 }
 
 static int init_v6(void** context, uint64_t comm_id, size_t n_ranks, size_t n_nodes, nccl_logger log,
                    struct nccl_nvl_domains* domains, void* constants) {
-  (void)domains, (void)constants;
-  return start_named(6, context, comm_id, n_ranks, n_nodes, log);
+  return start(context, &(struct dccl_tuner_init){6, comm_id, n_ranks, n_nodes, log, domains, constants});
 }
 
 static int get_coll_info_v3(void* context, int func, size_t n_bytes, int n_pipe_ops, float** cost,
                             int n_algos, int n_protos, int* n_channels) {
-  const struct question q = {func, n_bytes, n_pipe_ops, (float*)cost, n_algos, n_protos, 0, n_channels};
+  const struct dccl_question q = {func, n_bytes, n_pipe_ops, (float*)cost, n_algos, n_protos, 0, n_channels};
   decide(context, &q);
   return NCCL_SUCCESS;
 }
 
 static int get_coll_info_v4(void* context, int func, size_t n_bytes, int n_pipe_ops, float** cost,
                             int n_algos, int n_protos, int reg_buff, int* n_channels) {
-  const struct question q = {func,    n_bytes,  n_pipe_ops, (float*)cost,
-                             n_algos, n_protos, reg_buff,   n_channels};
+  const struct dccl_question q = {func,    n_bytes,  n_pipe_ops, (float*)cost,
+                                  n_algos, n_protos, reg_buff,   n_channels};
   decide(context, &q);
   return NCCL_SUCCESS;
 }
@@ -201,5 +227,5 @@ static int get_coll_info_v4(void* context, int func, size_t n_bytes, int n_pipe_
 DCCL_EXPORT const struct nccl_tuner_v3 ncclTunerPlugin_v3 = {"dynamiccl", init_v3, get_coll_info_v3, finish};
 DCCL_EXPORT const struct nccl_tuner_v4 ncclTunerPlugin_v4 = {"dynamiccl", init_v4, get_coll_info_v4, finish};
 DCCL_EXPORT const struct nccl_tuner_v5 ncclTunerPlugin_v5 = {"dynamiccl", init_v5, get_coll_info_v4, finish};
-DCCL_EXPORT const struct nccl_tuner_v6 ncclTunerPlugin_v6 = {"dynamiccl", init_v6, get_coll_info_v4, finish,
-                                                             NULL};
+// NULL: NCCL's own chunks, until a communicator's next tuner has its say in them.
+DCCL_EXPORT struct nccl_tuner_v6 ncclTunerPlugin_v6 = {"dynamiccl", init_v6, get_coll_info_v4, finish, NULL};
