@@ -1,11 +1,11 @@
 """Whole jobs: what may be chosen, what a step takes, what is measured, and what a perfect tuner finds."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from dynamiccl.envs.sim import jobs as worlds
-from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs, oracle
+from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, Jobs, draw_jobs, oracle
 
 
 @pytest.fixture(scope="module", params=[STANDARD, HELD_OUT], ids=lambda kind: kind.name)
@@ -35,6 +35,23 @@ def test_the_default_step_waits_as_drawn_and_slots_are_ordered(jobs):
     waits = (jobs.exposed * jobs.calls * np.nan_to_num(call_us)).sum(axis=1) / us
     waits = waits[~jobs.works.replicated[jobs.which]]  # the others also wait for what no tuner reaches
     assert waits.min() > 0.008 and waits.max() < 0.55
+
+
+def test_second_jobs_run_on_the_same_clusters():
+    """Same fabric, so the same call takes as long; another workload, other noise. A worsened network is another."""
+    first = draw_jobs(STANDARD, np.random.default_rng(11), 60)
+    rng = np.random.default_rng(12)
+    same, worse = (draw_jobs(STANDARD, rng, 60, sites) for sites in (first.sites, first.sites.worsened(rng)))
+    assert (same.which != first.which).mean() > 0.5 and (same.noise.sigma != first.noise.sigma).all()
+    alike, apart = [], []
+    for j in range(60):
+        size = first.fingerprint.n_bytes.reshape(60, SLOTS)[j, 0]
+        for other, found in ((same, alike), (worse, apart)):
+            f = other.fingerprint
+            is_rs = f.is_reduce_scatter.reshape(60, SLOTS)[j] == first.fingerprint.is_reduce_scatter[j * SLOTS]
+            for s in np.flatnonzero(is_rs & (f.n_bytes.reshape(60, SLOTS)[j] == size) & (other.calls[j] > 0)):
+                found.append(np.abs(np.log(other.tables.us[j, s] / first.tables.us[j, 0])).max())
+    assert len(alike) > 5 and max(alike) < 1e-5 and np.median(apart) > 0.01
 
 
 def test_masked_configs_are_refused(jobs):
@@ -78,7 +95,7 @@ def test_noise_lasts_where_it_is_said_to():
 
 
 def test_a_change_for_good_moves_the_truth_and_taken_jobs_keep_theirs():
-    kind = worlds.replace(STANDARD, change=1.0, swing=0.0)
+    kind = replace(STANDARD, change=1.0, swing=0.0)
     jobs = draw_jobs(kind, np.random.default_rng(4), 40)
     none = np.zeros((40, SLOTS), int)
     before = jobs.step_us(none)[0]
@@ -89,6 +106,32 @@ def test_a_change_for_good_moves_the_truth_and_taken_jobs_keep_theirs():
     after = jobs.step_us(none)[0]
     assert (np.abs(after / before - 1) > 1e-3).mean() > 0.9
     assert some.step_us(none[:3])[0] == pytest.approx(after[[5, 7, 30]])
+
+
+def test_a_change_that_passes_leaves_all_as_it_was():
+    kind = replace(STANDARD, change=1.0, passing=1.0, swing=0.0)
+    jobs = draw_jobs(kind, np.random.default_rng(4), 20)
+    none = np.zeros((20, SLOTS), int)
+    before = jobs.step_us(none)[0]
+    jobs.advance(jobs.change_at - jobs.at)
+    during = jobs.step_us(none)[0]
+    jobs.advance(jobs.change_until - jobs.at)
+    assert (np.abs(during / before - 1) > 1e-3).mean() > 0.8 and jobs.step_us(none)[0] == pytest.approx(before)
+
+
+def test_joined_jobs_are_the_jobs():
+    kind = replace(STANDARD, change=0.5)
+    rng = np.random.default_rng(9)
+    parts = [draw_jobs(kind, rng, n) for n in (3, 6, 4)]
+    whole = Jobs.join(parts)
+    for shift in (0, 10**5):
+        for batch in (whole, *parts):
+            batch.advance(shift)
+        found = whole.step_us(np.zeros((13, SLOTS), int))[0]
+        assert found == pytest.approx(np.concatenate([p.step_us(np.zeros((len(p), SLOTS), int))[0] for p in parts]))
+    assert (whole.sites.fleet.n_nodes[3:9] == parts[1].sites.fleet.n_nodes).all()
+    with pytest.raises(ValueError, match="one family"):
+        Jobs.join([parts[0], draw_jobs(HELD_OUT, rng, 2)])
 
 
 def test_the_oracle_is_the_best_of_all_joint_configs_on_small_jobs():

@@ -6,24 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from .clusters import Cluster, Fleet
+from .clusters import Cluster
 from .fabric import Fabric
 from .job_family import STANDARD
-from .jobs import Jobs, assemble
+from .jobs import Jobs, Sites, assemble
+from .step import Law
 from .timeline import CROWD
 from .workloads import Workload
 from .works import Works
 
 #: Nothing drawn: calls crowd each other as they do on the emulated timeline, compute slows as the fabric says.
-_PLAIN = replace(
-    STANDARD,
-    name="documented",
-    touch=(1.0, 1.0),
-    crowd=(CROWD, CROWD),
-    saturation=(0.0, 0.0),
-    drag=(0.0, 0.0),
-    swing=0.0,
-)
+_PLAIN = replace(STANDARD, name="documented", swing=0.0)
 
 
 def one_job(work: Workload, cluster: Cluster, seed: int = 0, exposed: float = 0.5) -> Jobs:
@@ -34,7 +27,8 @@ def one_job(work: Workload, cluster: Cluster, seed: int = 0, exposed: float = 0.
     """
     if not work.slots():
         raise ValueError(f"{work.name} holds no all_gather or reduce_scatter")
-    works, truth = Works.of([(work, False)]), Fabric.of(cluster, seed).truth
-    none, rng = np.zeros_like(truth.effect), np.random.default_rng(seed)
-    fleet = Fleet.of([cluster])
-    return assemble(works, np.zeros(1, int), fleet, truth, none, np.zeros(1), np.array([exposed]), _PLAIN, rng)
+    fabric = Fabric.of(cluster, seed)
+    law = Law(crowd=CROWD).rows(1)
+    sites = Sites(fabric.fleet, fabric.truth, np.zeros_like(fabric.truth.effect), np.zeros(1), np.ones(1), law)
+    works, rng = Works.of([(work, False)]), np.random.default_rng(seed)
+    return assemble(works, np.zeros(1, int), sites, np.array([exposed]), _PLAIN, rng)

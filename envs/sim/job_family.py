@@ -39,6 +39,8 @@ class JobFamily:
     swing_steps: Range = (300, 20_000)  # ... with this period, log scale
     change: float = 0.0  # jobs in which something changes for good: the network, or the time that compute takes ...
     change_at: Range = (200, 4000)  # ... at this step, log scale
+    passing: float = 0.3  # of the changes pass: an evaluation, other batches, a neighbour's job ...
+    change_for: Range = (200, 5000)  # ... after so many steps, log scale
 
 
 STANDARD = JobFamily("standard", 1, family.STANDARD, ("gpt2 ", "gpt2-xl", "llama-7b"))
