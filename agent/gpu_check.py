@@ -61,7 +61,7 @@ REAL = Extent(
 )  # fmt: skip
 DRY = Extent(
     (2**16, 2**19, 2**22), (0, 1, 4, 16), 3, 3, 30, 400, 8, 6,
-    ("--layers", "2", "--width", "64", "--heads", "4", "--seq", "32", "--batch", "1"),
+    ("--layers", "2", "--width", "64", "--heads", "4", "--seq", "32", "--batch", "1", "--log-every", "1"),
 )  # fmt: skip
 #: For a test of the script itself.
 SMALL = Extent((2**16,), (0, 4), 2, 3, 10, 230, 2, 6, DRY.model)
@@ -237,6 +237,10 @@ class Check:
             budget_s=budget_s,
         )
         percent = [100 * (x - 1) for x in (result.speedup, result.low, result.high)]
+        if not np.isfinite(percent).all():
+            raise RuntimeError(
+                f"overhead: {result.n_pairs} pairs of jobs gave no figure with an interval: more steps or more pairs"
+            )
         self.say(f"  overhead {percent[0]:+.2f} % [{percent[1]:+.2f}, {percent[2]:+.2f}]")
         return {"ok": True, "overhead_percent": percent[0], "ci95": percent[1:], "pairs": result.n_pairs}
 

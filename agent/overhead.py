@@ -63,4 +63,7 @@ def _step_ms(command: list[str], log: Path, env: Mapping[str, str], watched: boo
             run.close()
     if done.returncode:
         raise RuntimeError(f"the job failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
-    return float(np.median(logged(log, "step_ms")[WARM_UP:]))
+    steps = logged(log, "step_ms")[WARM_UP:]
+    if not steps:
+        raise RuntimeError(f"the job logged no step time after its first {WARM_UP}: more steps, or --log-every 1")
+    return float(np.median(steps))

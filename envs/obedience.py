@@ -23,6 +23,8 @@ _POINT_TO_POINT = [FUNCS.index(name) for name in ("send_recv", "send", "recv")]
 _MUST_AGREE = ("algo", "proto", "n_channels", "n_bytes", "generation")
 #: A row counts as obeyed when this share of its collectives ran as it says: some calls ask no tuner.
 OBEYED = 0.9
+#: So often may records of one rank of a communicator come before it counts as the only one on this node.
+PATIENCE = 100
 
 
 class CallAudit:
@@ -38,6 +40,7 @@ class CallAudit:
             0, [("key", "u8"), ("value", "u8"), ("comm_id", "u8"), ("actor", "u8"), ("row", "V128")]
         )
         self._actors: dict[int, dict[int, int]] = {}  # comm_id -> rank -> pid of its present life
+        self._adds: dict[int, int] = {}  # comm_id -> how often records of it came
 
     def add(self, rows: Array, pid: int) -> None:
         """Take in COLL records of process ``pid``, shape (n,)."""
@@ -50,6 +53,7 @@ class CallAudit:
                 self._waiting = self._waiting[self._waiting["comm_id"] != comm_id]
                 known.clear()
             known[int(rank)] = pid
+            self._adds[int(comm_id)] = self._adds.get(int(comm_id), 0) + 1
         new = np.empty(len(rows), self._waiting.dtype)
         new["key"] = _hash(rows, ("comm_id", "func", "seq"))
         new["value"] = _hash(rows, _MUST_AGREE)
@@ -74,8 +78,9 @@ class CallAudit:
         if bad.any() and not self.mismatches:
             self.example = _words(rows["row"][call == np.flatnonzero(bad)[0]])
         self.mismatches += int(bad.sum())
-        # Alone on this node: there will never be anything to compare.
-        keep = ~done[call] & (expected[call] > 1)
+        # Alone on this node for long: there will never be anything to compare.
+        alone = np.array([self._adds[int(c)] > PATIENCE for c in rows["comm_id"][start]]) & (expected < 2)
+        keep = ~(done | alone)[call]
         self._waiting = rows[keep][np.argsort(order[keep])]
 
 

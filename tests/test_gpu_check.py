@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from dynamiccl.agent import gpu_check as gpu_check_module
+from dynamiccl.agent.compare import Comparison
 from dynamiccl.agent.daemon import Emulated
-from dynamiccl.agent.gpu_check import CSV_COLUMNS, Machine
+from dynamiccl.agent.gpu_check import CSV_COLUMNS, SMALL, Check, Machine
 from dynamiccl.agent.overhead import measure
 from dynamiccl.envs.nccl.ranks import placements, rank_env
 from dynamiccl.envs.nccl.shm import RunFolder
@@ -103,6 +105,18 @@ def test_overhead_is_the_ratio_of_the_jobs_own_clocks():
     assert abs(result.speedup - 1.1) < 1e-9 and result.n_pairs == len(said) == 3  # the budget ends it at the least
     with pytest.raises(RuntimeError, match="no luck"):
         measure(3, lambda log: [sys.executable, "-c", "raise SystemExit('no luck')"], {})
+
+
+def test_overhead_without_a_figure_is_not_all_well(tmp_path, monkeypatch):
+    """Before: it printed NaN and "all well"."""
+    program = "import sys; open(sys.argv[1], 'w').write('{\"step_ms\": 1}\\n' * 5)"
+    with pytest.raises(RuntimeError, match="no step time"):
+        measure(3, lambda log: [sys.executable, "-c", program, str(log)], {})
+    nan = Comparison(float("nan"), float("nan"), float("nan"), 3)
+    monkeypatch.setattr(gpu_check_module, "measure", lambda *_args, **_more: nan)
+    check = Check(Machine.here(dry=True), SMALL, tmp_path, 60, lambda text: None)
+    result = check.run(["overhead"])
+    assert not result["ok"] and "no figure" in result["parts"]["overhead"]["error"]
 
 
 def test_ranks_that_share_a_gpu_are_told_how():

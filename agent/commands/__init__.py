@@ -1,10 +1,15 @@
 """One file per command of ``dynamiccl``: its options and help text; the work lies in the package that owns it."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from ...traces.records import Table
 
 Headroom = Annotated[
     int | None,
@@ -55,11 +60,20 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def refuse_traps(command: list[str] | None, force: bool, emulated: bool = False) -> None:
-    """What ``dynamiccl doctor`` says must be changed stops here, before anything is started, unless forced."""
+def refuse_traps(
+    command: list[str] | None,
+    force: bool,
+    emulated: bool = False,
+    table: Table | None = None,
+    but: tuple[str, ...] = (),
+) -> None:
+    """What ``dynamiccl doctor`` says must be changed stops here, before anything is started, unless forced.
+
+    ``but``: traps that do not bear on what is asked for.
+    """
     from ...envs.nccl.traps import WITHOUT_NCCL, examine, gather
 
-    found = [trap for trap in examine(gather(command)) if trap.must_change]
+    found = [trap for trap in examine(gather(command, table)) if trap.must_change and trap.name not in but]
     if emulated:  # NCCL has no part in it
         found = [trap for trap in found if trap.name in WITHOUT_NCCL]
     if found and not force:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import Headroom, fail
+from . import Force, Headroom, fail, refuse_traps
 
 
 def apply(
@@ -22,6 +22,7 @@ def apply(
         typer.Option(help="Only print the table: json, csv (NVIDIA's) or env (NCCL_ALGO).", show_default=False),
     ] = None,
     headroom: Headroom = None,
+    force: Force = False,
 ) -> None:
     """Run COMMAND with every collective that TABLE names done as it says; NCCL decides the rest.
 
@@ -69,4 +70,6 @@ def apply(
     if program is None:
         fail(f"{command[0]} is not a program that can be run")
     os.environ.pop("DYNAMICCL_RUN", None)
+    # Nothing is watched: no probe, no profiler, no ring.
+    refuse_traps(command, force, table=loaded, but=("autoload", "no profiler", "plugin path", "shared memory"))
     os.execve(program, command, {**os.environ, **environment})

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from . import Headroom, fail
+from . import Force, Headroom, fail, refuse_traps
 
 
 def env(
     name: Annotated[str | None, typer.Option(help="Name of the run folder; default: a new one.")] = None,
     headroom: Headroom = None,
+    force: Force = False,
     json: Annotated[bool, typer.Option("--json", help="Print the variables as JSON.")] = False,
 ) -> None:
     """Print the environment of a job that a tuner joins later, or leaves and joins again.
@@ -26,6 +27,7 @@ def env(
     from ...envs.nccl.build import PluginBuildError
     from ...envs.nccl.shm import RunFolder
 
+    refuse_traps(None, force)
     try:
         variables = RunFolder.create(name).env(headroom)
     except (PluginBuildError, ValueError, OSError) as error:

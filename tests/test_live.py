@@ -1,0 +1,247 @@
+"""A running job as the daemon sees it: leases, pauses, what it says while it waits, how it ends. No process runs."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+from dynamiccl.envs import live
+from dynamiccl.envs.leases import CONFIRMED, LEASE_MS, read_confirmed
+from dynamiccl.envs.live import STOP, Closed, Job, JobEnded, Stopped, Withdrawn
+from dynamiccl.envs.nccl.shm import decode_table
+from dynamiccl.traces.assemble import Communicator
+from dynamiccl.traces.records import COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState, Decision, Slot
+from test_obedience import calls
+
+SLOT = Slot(2, 1, "all_gather", 20)
+TRIAL = {SLOT: Decision("ring", "ll", 4)}
+
+
+class Ring:
+    """A rank whose every poll is one step under the table published last, as ``script`` says: ms, or what to do."""
+
+    name, pid, lost = "ring-1", 1, 0
+
+    def __init__(self, folder, script=(), rank=0):
+        self.folder, self.script, self.rank = folder, iter(script), rank
+        self.step, self.extra, self.alive = 0, [], True
+        self.seen = []  # tables that the rank found, in order
+
+    def known(self):
+        return np.zeros(0, COLL_DTYPE)
+
+    def is_alive(self):
+        return self.alive
+
+    def drain(self):
+        item = next(self.script, 10.0)
+        if callable(item):
+            item = item()
+        records, self.extra = self.extra, []
+        found = self.folder.table.read()
+        if item is not None:
+            if found and (not self.seen or self.seen[-1].generation != found[0]):
+                self.seen.append(decode_table(found[1]))
+            self.step += 1
+            row = np.zeros(1, STEP_DTYPE)
+            row["kind"], row["rank"], row["step"], row["duration_ns"] = STEP, self.rank, self.step, item * 1e6
+            row["generation"] = found[0] if found else 0
+            records = [*records, row.view(COLL_DTYPE)]
+        return np.concatenate(records) if records else np.zeros(0, COLL_DTYPE)
+
+    def says(self, code, text):
+        row = np.zeros(1, STATE_DTYPE)
+        row["kind"], row["code"], row["text"] = STATE, code, text.encode()
+        self.extra.append(row.view(COLL_DTYPE))
+
+
+@pytest.fixture
+def world(folder, monkeypatch):
+    """(job, rank 0's ring, what the job said)."""
+    monkeypatch.setattr(live, "POLL_S", 0.001)
+    said = []
+    ring = Ring(folder)
+    monkeypatch.setattr(folder, "rings", lambda: [ring])
+    return Job(folder, on_state=said.append), ring, said
+
+
+def test_a_trial_has_a_lease_and_what_is_confirmed_has_none(world):
+    job, ring, _ = world
+    assert job.window(TRIAL, 3).step_ms == 10.0
+    lease = ring.seen[-1].lease
+    assert lease.ms == LEASE_MS and 4 <= lease.steps <= 2000 and ring.seen[-1].rules
+    job.window({}, 3)  # NCCL's own choice is confirmed from the beginning
+    assert ring.seen[-1].lease is None and ring.seen[-1].rules == ()
+    job.confirm(TRIAL)
+    job.window(TRIAL, 3)
+    assert ring.seen[-1].lease is None and ring.seen[-1].rules
+    job.window({}, 3)  # measured beside it, and no more than that
+    assert ring.seen[-1].lease == lease or ring.seen[-1].lease.ms == LEASE_MS
+
+
+def test_every_way_out_publishes_what_was_confirmed(world, folder):
+    """Before: a full disk, a deleted folder or an exception left the table that happened to be in force."""
+    job, _, _ = world
+
+    class FullDisk:
+        header = {}  # noqa: RUF012
+
+        def log(self, *_):
+            raise OSError("no space left on device")
+
+    job.confirm(TRIAL)
+    job.publish({})
+    job.writer = FullDisk()
+    job.release()
+    assert decode_table(folder.table.read()[1]).rules == ring_rules(TRIAL)
+    os.rename(folder.path, f"{folder.path}-gone")
+    try:
+        job.writer = None
+        job.publish({})
+        job.release()
+        assert decode_table(folder.table.read()[1]).rules == ring_rules(TRIAL)
+    finally:
+        os.rename(f"{folder.path}-gone", folder.path)
+
+
+def ring_rules(decisions):
+    return live.Table.of(1, decisions).rules
+
+
+def test_a_daemon_that_comes_back_goes_on_from_what_was_confirmed(world, folder):
+    job, _, _ = world
+    job.confirm(TRIAL)
+    job.publish({})
+    back = Job(folder)
+    assert back.confirmed == TRIAL and back.publish(back.confirmed) == 3
+    (folder.path / CONFIRMED).write_bytes(b"scribbled over")
+    assert read_confirmed(folder.path) == {}
+
+
+def test_the_heart_beats_while_the_daemon_computes(world, folder):
+    job, _, _ = world
+    job.keep_alive()
+    first, end = folder.table.heartbeat_ns(), time.monotonic() + 20
+    while folder.table.heartbeat_ns() == first:  # this thread is busy all the time
+        assert time.monotonic() < end
+    job.release()
+    last = folder.table.heartbeat_ns()
+    time.sleep(0.6)
+    assert folder.table.heartbeat_ns() == last
+
+
+def test_a_pause_of_any_length_ends_the_window_and_not_the_run(world, monkeypatch):
+    """Before: after 120 s without a step the run was over, and the trial table stayed to the job's end."""
+    job, ring, said = world
+    monkeypatch.setattr(live, "PAUSE_S", 0.02)
+    monkeypatch.setattr(live, "PAUSE_STEP_S", 0.02)
+    job.window({}, 4)
+    n_before = len(ring.seen)
+    ring.script = iter([10.0, 10.0] + [None] * 500 + [3000.0])
+    window = job.window(TRIAL, 4)
+    assert list(window.durations_ms) == [10.0] * 4
+    tables = ring.seen[n_before:]
+    assert [bool(t.rules) for t in tables] == [True, False, True]  # trial, confirmed in the pause, trial anew
+    assert tables[1].lease is None and any("waiting until it goes on" in text for text in said)
+
+
+def test_a_table_that_makes_the_job_pause_twice_is_measured_so(world, monkeypatch):
+    job, ring, _ = world
+    job.window({}, 4)
+    ring.script = iter([10.0, 10.0, 5000.0, 10.0, 10.0, 6000.0])
+    assert list(job.window(TRIAL, 20).durations_ms) == [6000.0]
+
+
+def test_a_lease_that_ran_out_voids_the_window(world):
+    job, ring, said = world
+    job.window({}, 4)
+
+    def reverted():
+        row = np.zeros(1, STEP_DTYPE)
+        row["kind"], row["step"], row["duration_ns"], row["generation"] = STEP, 99, 10e6, 1
+        ring.extra.append(row.view(COLL_DTYPE))
+
+    ring.script = iter([10.0, 10.0, reverted])
+    window = job.window(TRIAL, 4)
+    assert len(window.durations_ms) == 4 and window.generation == job.generation > 2
+    assert any("taken back" in text for text in said)
+
+
+def test_what_it_waits_for_is_said(world, folder, monkeypatch):
+    """Before: given up after 120 s, "no step for 120 s" in every case."""
+    job, ring, _ = world
+    monkeypatch.setattr(folder, "rings", list)
+    assert "no process of the job has loaded the probe" in job.waits_for() and job.is_alive()
+    monkeypatch.setattr(folder, "rings", lambda: [ring])
+    assert "no optimizer step yet" in job.waits_for()
+    ring.rank = 3
+    job.poll()
+    assert "rank 0 is on another node" in job.waits_for() and job.last_step == 0
+    ring.rank = 0
+    ring.says(AgreementState.WAITING, "NCCL on rank 1 has no tuner of ours")
+    job.poll()
+    assert "NCCL on rank 1" in job.waits_for()
+
+
+@pytest.mark.parametrize("code", [AgreementState.SHUT, AgreementState.CLOSED])
+def test_an_agreement_that_is_over_ends_tuning_with_its_reason(world, code):
+    """Before: "waiting for the job's first steps" to the end of the job."""
+    job, ring, _ = world
+    ring.says(code, "rank 3 has taken a step less")
+    with pytest.raises(Closed, match="rank 3 has taken a step less"):
+        job.window(TRIAL, 4)
+    with pytest.raises(Closed):
+        job.window(TRIAL, 4)
+
+
+def test_the_first_call_that_ran_two_ways_ends_tuning(world):
+    job, ring, _ = world
+    job.window({}, 2)
+    other = Ring(job.run, rank=1)
+    other.name, other.pid = "ring-2", 2
+    job.run.rings = lambda: [ring, other]
+    for seq in range(5):
+        ring.extra.append(calls(0, [seq], "ring/ll/4"))
+        other.extra.append(calls(1, [seq], "ring/ll/4" if seq < 4 else "ring/simple/4"))
+    with pytest.raises(Withdrawn, match="ranks ran one collective two ways"):
+        job.window(TRIAL, 4)
+
+
+def test_a_stop_is_heard_in_mid_window(world):
+    job, ring, _ = world
+
+    def stop():
+        (job.run.path / STOP).touch()
+        return 10.0
+
+    ring.script = iter([10.0, stop])
+    with pytest.raises(Stopped):
+        job.window(TRIAL, 500)
+
+
+def test_a_job_is_over_when_its_launcher_says_so_and_else_when_nobody_has_lived_for_a_while(world, folder, monkeypatch):
+    job, ring, _ = world
+    ring.alive = False
+    assert job.is_alive()  # its processes may be started anew
+    monkeypatch.setattr(live, "RESTART_S", 0.0)
+    assert not job.is_alive()
+    ring.script = iter([None] * 10**6)
+    with pytest.raises(JobEnded, match="has ended"):
+        job.window({}, 4)
+    monkeypatch.undo()
+    (folder.path / live.LAUNCHER).touch()
+    (folder.path / live.STATUS).write_text("137\n")
+    assert not Job(folder).is_alive() and Job(folder).status == 137
+
+
+def test_rows_that_are_not_followed_come_with_the_window(world):
+    job, ring, _ = world
+    job.window({}, 2)
+    job.assembler.comms[7] = Communicator(7, 2, 1, "dp")
+    ring.script = iter([lambda: ring.extra.append(calls(0, [1], "ring/ll/4", generation=job.generation)) or 10.0] * 9)
+    assert job.window(TRIAL, 4).disobeyed == ()
+    ring.script = iter(
+        [lambda: ring.extra.append(calls(0, [1], "ring/simple/4", generation=job.generation)) or 10.0] * 9
+    )
+    (row,) = job.window({SLOT: Decision("ring", "ll128", 4)}, 4).disobeyed
+    assert row.slot == SLOT and row.ran == "ring/simple/4"
