@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import Engine, zero
-from dynamiccl.zero_workload.dryrun import CollectiveLog
+from dynamiccl.zero_workload import train as train_module
+from dynamiccl.zero_workload.dryrun import Call, CollectiveLog
 from dynamiccl.zero_workload.model import Transformer
-from dynamiccl.zero_workload.parallel import subgroup
+from dynamiccl.zero_workload.parallel import Experts, subgroup, tensor_parallel
 from dynamiccl.zero_workload.peers import Peer
 from test_zero import TINY, adamw, run, train_alone
 from world import World
@@ -19,23 +25,32 @@ from world import World
 FP32: dict[str, Any] = {"param_dtype": torch.float32, "bucket_bytes": 2**14}
 
 
-def traffic(job: Any, names: dict[str, str], rows: int = 16) -> Counter[tuple[str, str]]:
-    """Bytes of one step in steady state by communicator (its name in ``names``) and collective."""
-    run(job, range(1), rows=rows)
+Bytes = Counter[tuple[str, str]]  # by communicator and collective
+
+
+def without_note(calls: list[Call], engine: Engine) -> list[Call]:
+    """``calls`` without what ranks tell each other once a step, see ``zero_workload.health``; there is such."""
+    sizes = 4 * (len(engine.params) + 1), 4
+    rest = [call for call in calls if call.func != "all_reduce" or call.n_bytes not in sizes]
+    assert len(rest) < len(calls)
+    return rest
+
+
+def traffic(job: Any, names: dict[str, str], accumulation: int = 1) -> Bytes:
+    """Bytes of one step in steady state; communicators have their names in ``names``."""
+    run(job, range(1), accumulation=accumulation)
     with CollectiveLog() as log:
-        run(job, range(1), rows=rows)
-    total: Counter[tuple[str, str]] = Counter()
-    note = "all_reduce", 4 * (len(list(job.model.parameters())) + 1)  # see zero_workload/health.py
-    assert sum(call.func == note[0] and call.n_bytes == note[1] for call in log.calls) >= 1
-    for call in (c for c in log.calls[:-1] if (c.func, c.n_bytes) != note):  # the last averages the losses
-        total[names.get(call.group, call.group), call.func.replace("all_to_all", "reduce_scatter")] += call.n_bytes
+        run(job, range(1), accumulation=accumulation)
+    total: Bytes = Counter()
+    for call in without_note(log.calls[:-1], job):  # the last averages the losses
+        total[names.get(call.group, "all"), call.func.replace("all_to_all", "reduce_scatter")] += call.n_bytes
     return total
 
 
 # HSDP: sharded over 2 ranks, replicated over 2 -----------------------------------------------------------------------
 
 
-def hsdp(settings: dict[str, Any], steps: int) -> tuple[list[float], Counter[tuple[str, str]], dict[str, int], int]:
+def hsdp(settings: dict[str, Any], steps: int) -> tuple[list[float], Bytes, dict[str, int], int]:
     """Losses of ours, bytes by communicator, memory at rest, bytes of the padded parameters; 0 for a peer."""
     torch.manual_seed(0)
     model = Transformer(TINY)
@@ -78,3 +93,220 @@ def test_hsdp_sends_and_holds_what_the_formulas_say(four: World) -> None:
         }
         # float32: the master is the weight's own shard
         assert memory == {"weights": whole // (2 if stage == 3 else 1), "gradients": whole // 2, "optimizer": whole}
+
+
+# How gradients are reduced ------------------------------------------------------------------------------------------
+
+
+def reduced(settings: dict[str, Any], steps: int) -> tuple[list[float], Bytes, dict[str, int], int]:
+    """Losses, bytes by communicator, memory at rest, padded parameters; the last three of ours only."""
+    torch.manual_seed(0)
+    model, settings = Transformer(TINY), {"bucket_bytes": 2**14, **settings}
+    accumulation = settings.get("gradient_accumulation", 1)
+    if "name" in settings:
+        peer = Peer(settings.pop("name"), model, adamw(1e-2), **settings)
+        return run(peer, range(steps), accumulation=accumulation), Counter(), {}, 0
+    names = {}
+    if settings.pop("apart", False):
+        settings["reduce_scatter_group"] = apart = dist.new_group()
+        names[apart.group_name] = "apart"
+    engine = zero(model, adamw(1e-2), **settings)
+    losses = run(engine, range(steps), accumulation=accumulation)
+    bytes_of = traffic(engine, names, accumulation)
+    if settings.get("offload"):
+        assert all(b.master is not None and b.master.data_ptr() != b.shard.data_ptr() for b in engine.buckets)
+    return losses, bytes_of, engine.memory(), sum(b.numel for b in engine.buckets)
+
+
+def test_float32_reduction_of_bfloat16_gradients(two: World) -> None:
+    exact = train_alone(15, max_norm=None)
+    both: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    theirs = two.run(reduced, {"name": "fsdp2", **both}, 15)[0][0]
+    spread = max(abs(a - b) for a, b in zip(theirs, exact, strict=True))
+    assert 0 < spread < 0.1
+    for stage in range(4):
+        losses, sent, memory, numel = two.run(reduced, {"stage": stage, "keep_last": False, **both}, 15)[0]
+        assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) <= 1.5 * spread, stage
+        reduction = ("all", "reduce_scatter" if stage else "all_reduce")
+        assert sent.pop(reduction) == 4 * numel  # twice what bfloat16 sends
+        assert sent == ({("all", "all_gather"): 2 * (2 if stage == 3 else 1) * numel} if stage else {})
+        if stage >= 2:
+            assert memory["gradients"] == 4 * numel // 2
+
+
+def test_stage_2_without_synchronising_reduces_once_a_step(two: World) -> None:
+    alone, settings = train_alone(10, max_norm=None), {"gradient_accumulation": 4, "param_dtype": torch.float32}
+    for no_sync, times in ((False, 4), (True, 1)):
+        losses, sent, _, numel = two.run(reduced, {"stage": 2, "no_sync": no_sync, **settings}, 10)[0]
+        assert losses == pytest.approx(alone, rel=1e-5)
+        assert sent == {("all", "reduce_scatter"): times * 4 * numel, ("all", "all_gather"): 4 * numel}
+    theirs = two.run(reduced, {"name": "fsdp2-no-reshard", "no_sync": True, **settings}, 10)[0][0]
+    assert theirs == pytest.approx(alone, rel=1e-5)
+
+
+def test_offload_and_a_communicator_for_reduce_scatters_change_no_digit(two: World) -> None:
+    plain: dict[str, Any] = {"stage": 3, "keep_last": False, "max_norm": 0.5}
+    losses, sent, memory, numel = two.run(reduced, plain, 5)[0]
+    offloaded, same, there, _ = two.run(reduced, {**plain, "offload": True}, 5)[0]
+    assert (offloaded, same) == (losses, sent)
+    assert there == {"weights": memory["weights"], "gradients": memory["gradients"], "offloaded": 12 * numel // 2}
+    beside, apart, _, _ = two.run(reduced, {**plain, "apart": True}, 5)[0]
+    assert beside == losses
+    scattered = ("all", "reduce_scatter")
+    assert apart.pop(("apart", "reduce_scatter")) == sent[scattered] == 2 * numel
+    assert apart == {("all", "all_gather"): 4 * numel}
+
+
+# The job, cut up ------------------------------------------------------------------------------------------------------
+
+SMALL = [
+    "--quiet",
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--heads",
+    "2",
+    "--seq",
+    "32",
+    "--steps",
+    "5",
+    "--bucket-mb",
+    "0.02",
+]
+
+
+def job(arguments: list[str], folder: str) -> tuple[list[float], Bytes, dict[str, int]]:
+    """Losses of the job, bytes by communicator of one step more, memory at rest."""
+    args = train_module.parser().parse_args([*SMALL, *arguments, "--log", str(Path(folder, "log"))])
+    train_module.check(args)
+    one: Any = train_module.Job(args, torch.device("cpu"))
+    one.run()
+    with CollectiveLog() as log:
+        one._step(9)[1].wait()
+    engine: Engine = one.engine
+    names = {engine.comm.group.group_name if engine.comm.group else "0": "shard"}
+    for comm, name in ((engine.comm.replicas, "replicas"), (engine.reducer.experts, "experts")):
+        if comm and comm.group:
+            names[comm.group.group_name] = name
+    total: Bytes = Counter()
+    for call in without_note(log.calls, engine):
+        if call.n_bytes != 4 * 5:  # the losses
+            total[names.get(call.group, "model"), call.func] += call.n_bytes
+    losses = [json.loads(line)["loss"] for line in Path(folder, "log").read_text().splitlines()[1:]]
+    return losses, total, engine.memory()
+
+
+LAYERS, WIDTH, SEQ, BYTES = 2, 32, 32, 256
+STATE = 4 * 4 * SEQ * WIDTH  # of one layer's input, 4 sequences, float32
+# Bytes of parameters: what tensor parallelism cuts, what sequence parallelism cuts besides, all; none needs padding.
+CUT = 4 * LAYERS * (12 * WIDTH**2 + 7 * WIDTH)
+ENDS = 4 * (2 * BYTES + SEQ) * WIDTH
+DENSE = CUT + ENDS + 4 * (LAYERS * 6 + 2) * WIDTH
+BESIDE_EXPERTS = DENSE - 4 * LAYERS * (8 * WIDTH**2 + 5 * WIDTH) + 4 * LAYERS * 4 * WIDTH  # no MLP, a router
+EXPERTS = LAYERS * 4 * 2 * 4 * WIDTH**2 * 4
+SENT = LAYERS * 4 * (4 * math.ceil(1.25 * SEQ / 4)) * 2 * WIDTH * 4  # to four experts and back, both ways
+AROUND = 2 * STATE + 4 * SEQ * WIDTH  # sequence parallelism: embedding, its positions, the head
+
+#: arguments -> bytes of dense parameters here, of experts here, ranks that share each, replicas; what the model sends.
+CUTS: dict[str, tuple[int, int, int, int, int, dict[str, int]]] = {
+    "--batch 2 --hsdp 2": (DENSE, 0, 2, 0, 2, {}),
+    "--batch 4 --tensor-parallel 2": (DENSE - CUT // 2, 0, 2, 0, 1, {"all_reduce": 4 * LAYERS * STATE}),
+    "--batch 4 --tensor-parallel 2 --hsdp 1": (DENSE - CUT // 2, 0, 1, 0, 2, {"all_reduce": 4 * LAYERS * STATE}),
+    # recomputed up to the last all-reduce of a block, which nothing in backward needs
+    "--batch 4 --tensor-parallel 2 --recompute block --partition-activations": (
+        DENSE - CUT // 2, 0, 2, 0, 1, {"all_reduce": 5 * LAYERS * STATE, "all_gather": LAYERS * STATE}
+    ),
+    "--batch 4 --tensor-parallel 2 --sequence-parallel": (
+        DENSE - (CUT + ENDS) // 2, 0, 2, 0, 1,
+        {
+            "reduce_scatter": 4 * LAYERS * STATE + AROUND,
+            "all_gather": 4 * LAYERS * STATE + AROUND + 4 * 4 * SEQ * BYTES,  # logits
+            "all_reduce": (2 * LAYERS + 1) * 2 * WIDTH * 4,  # gradients of norms
+        },
+    ),
+    "--batch 2 --experts 4 --expert-parallel 2": (BESIDE_EXPERTS, EXPERTS // 2, 4, 2, 1, {"all_to_all": SENT}),
+    "--batch 2 --experts 4 --expert-parallel 2 --hsdp 2": (BESIDE_EXPERTS, EXPERTS // 2, 2, 1, 2, {"all_to_all": SENT}),
+}  # fmt: skip
+
+
+def test_the_job_cut_in_any_way_trains_alike_and_sends_what_the_formulas_say(four: World, tmp_path: Path) -> None:
+    def run_job(text: str) -> tuple[list[float], Bytes, dict[str, int]]:
+        done: tuple[list[float], Bytes, dict[str, int]] = four.run(job, text.split(), str(tmp_path), timeout=300)[0]
+        return done
+
+    whole = {kind: run_job(f"--batch 2 --stage 2 {kind}")[0] for kind in ("", "--experts 4")}
+    for text, (dense, experts, ranks, expert_ranks, replicas, model) in CUTS.items():
+        losses, sent, memory = run_job(f"{text} --stage 2")
+        assert losses == pytest.approx(whole["--experts 4" if experts else ""], rel=1e-5), text
+        shard = dense // ranks + (experts // expert_ranks if experts else 0)
+        expected: Bytes = Counter({("model", func): n for func, n in model.items()})
+        expected |= {("shard", func): dense for func in ("all_to_all", "all_gather")}
+        if experts:
+            expected |= {("experts", func): experts for func in ("all_to_all", "all_gather")}
+        if replicas > 1:
+            expected["replicas", "all_reduce"] = shard
+        assert sent == expected, text
+        assert memory == {"weights": dense + experts, "gradients": shard, "optimizer": 2 * shard}, text
+    for text in ("--tensor-parallel 2 --batch 4 --hsdp 1", "--experts 4 --expert-parallel 2 --batch 2 --hsdp 2"):
+        losses, *_ = run_job(f"{text} --stage 3 --reduce-scatter-group --offload --clip 100")
+        assert losses == pytest.approx(whole["--experts 4" if "experts" in text else ""], rel=1e-5), text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--sequence-parallel", "need --tensor-parallel above 1"),
+        ("--tensor-parallel 2 --partition-activations", "needs --recompute block"),
+        ("--expert-parallel 2", "needs --experts"),
+        ("--experts 4 --expert-parallel 2 --stage 0", "a stage from 1 up"),
+        ("--experts -1", "experts start at 0"),
+        ("--peer fsdp2 --tensor-parallel 2", "a peer knows --hsdp, --reduce-dtype and --no-sync"),
+        ("--no-sync", "no_sync is stage 2's"),
+        ("--offload --stage 2", "offloaded at stage 3 only"),
+    ],
+)
+def test_the_job_refuses(arguments: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        train_module.check(train_module.parser().parse_args(arguments.split()))
+
+
+def refused(make: str) -> str:
+    """The message with which a rank refuses ``make``."""
+    model = Transformer(TINY)
+    try:
+        if make == "experts":
+            Experts(8, 3, dist.group.WORLD)
+        elif make == "heads":
+            tensor_parallel(Transformer(replace(TINY, heads=1)), dist.device_mesh.init_device_mesh("cpu", (2,)))
+        elif make == "mixture":
+            tensor_parallel(Transformer(replace(TINY, experts=2)), dist.device_mesh.init_device_mesh("cpu", (2,)))
+        elif make == "replicas":
+            zero(model, adamw(1e-3), stage=1, replicas=dist.group.WORLD)
+        elif make == "no group":
+            zero(Transformer(replace(TINY, experts=2), group=dist.group.WORLD), adamw(1e-3), stage=2)
+        elif make == "peer":
+            Peer("ddp", model, adamw(1e-3), reduce_dtype=torch.float32, param_dtype=torch.bfloat16)
+        else:
+            train_module.Job(
+                argparse.Namespace(tensor_parallel=1, expert_parallel=1, hsdp=3, seed=0), torch.device("cpu")
+            )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        ("experts", "3 experts cannot be dealt to 2 ranks"),
+        ("heads", "heads is 1: not a multiple of 2 tensor-parallel ranks"),
+        ("mixture", "take one of the two"),
+        ("replicas", "replicas of shards exist at stages 2 and 3"),
+        ("no group", "give expert_group"),
+        ("peer", "ddp has none"),
+        ("ranks", "2 ranks are not a multiple of --hsdp 3"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_on_every_rank(make: str, words: str, two: World) -> None:
+    assert all(words in message for message in two.run(refused, make))
