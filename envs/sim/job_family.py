@@ -43,11 +43,11 @@ class JobFamily:
     change_for: Range = (200, 5000)  # ... after so many steps, log scale
 
 
-STANDARD = JobFamily("standard", 1, family.STANDARD, ("gpt2 ", "gpt2-xl", "llama-7b"))
+STANDARD = JobFamily("standard", 2, family.STANDARD, ("gpt2 ", "gpt2-xl", "llama-7b"))
 #: Structurally outside: other models, another law of contention, compute that saturates, another kind of noise.
 HELD_OUT = JobFamily(
     "held-out",
-    1,
+    2,
     family.HELD_OUT,
     ("llama-13b", "llama-70b", "moe-8x7b"),
     effects=(0.15, 0.45),

@@ -27,14 +27,14 @@ class NoiseFamily:
 
     sigma: Range = (0.002, 0.03)  # of one step's log time
     memory: Range = (0.0, 0.9)  # correlation of one step with the next, evenly drawn
-    tail: Range = (0.0005, 0.02)  # probability of a step that takes up to three times as long
+    tail: Range = (0.0002, 0.01)  # probability of a step that takes up to three times as long
     two_paces: float = 0.15  # jobs that change between two paces ...
     pace: Range = (0.01, 0.06)  # ... this far apart ...
     hold: Range = (20, 400)  # ... for so many steps at a stretch
     late_rank: float = 0.1  # jobs with a rank that comes late ...
     late: Range = (0.005, 0.05)  # ... by this part of a step, in the mean
     saves: float = 0.5  # jobs with steps that save ...
-    save_every: Range = (50, 1000)
+    save_every: Range = (100, 5000)
     save_cost: Range = (0.3, 8.0)  # ... which takes this many steps' time
     call_sigma: Range = (0.004, 0.04)  # of a slot's mean call in one sampled step
     sampled: tuple[int, int] = (4, 8)  # one step in so many has its kernels sampled
