@@ -28,7 +28,7 @@ LEVEL = 0.8
 class Advice:
     """What a recording says, and what is predicted from it. Raises TraceError for one without steps or slots."""
 
-    def __init__(self, trace: Trace, cluster: Cluster | None = None, min_share: float = 0.002) -> None:
+    def __init__(self, trace: Trace, cluster: Cluster | None = None, min_share: float = 0.0) -> None:
         self.trace = trace
         self.tasks: Tasks = load(trace, min_share)
         first = self.tasks.slots[0]

@@ -81,9 +81,11 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
     quiet = events[events["table_generation"].isin(default)]
     scale = float(trace.header.get("time_scale") or 1.0)
     memory = _memory_pressure(trace.steps)
-    profiles = [p for p in find_slots(quiet, offers, default_ms * 1e3, memory, scale) if p.share >= min_share]
+    every = find_slots(quiet, offers, default_ms * 1e3, memory, scale)
+    profiles = [p for p in every if p.share >= min_share]
     if not profiles:
-        raise TraceError(f"{trace.folder} holds no all_gather or reduce_scatter that a tuner can reach")
+        small = f"; the largest takes {every[0].share:.2%} of the step" if every else ""
+        raise TraceError(f"{trace.folder} holds no all_gather or reduce_scatter that a tuner can reach{small}")
     most = channels_of(events)  # tables may have asked for more than NCCL's own choice
     for p in profiles:
         # Of an imported recording the cluster says how many there are.

@@ -3,6 +3,7 @@
 import gzip
 import json
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from dynamiccl.traces import json_stream
 from dynamiccl.traces.files import TraceError
 from dynamiccl.traces.importers import FORMATS, detect, read_recording
 from dynamiccl.traces.importers_chakra import write
+from make_recordings import RANKS
 from test_traces_importers import kineto, run_import, sources
 
 
@@ -163,3 +165,41 @@ def test_chakra_goes_out_and_in(tmp_path):
         assert again.events[column].tolist() == first.events[column].tolist(), column
     lasts = [((t.events["end_ns"] - t.events["start_ns"]) // 1000).tolist() for t in (first, again)]
     assert lasts[0] == lasts[1]
+
+
+REAL = Path(__file__).parent / "data" / "recordings"
+
+
+def test_pytorchs_own_profile_of_fsdp2_over_gloo():
+    """Made by ``make_recordings.py``: three steps of two blocks on two ranks, marked by the profiler."""
+    trace = read_recording([REAL / "fsdp2-rank0.json.gz", REAL / "fsdp2-rank1.json.gz"])
+    one = trace.events[trace.events["rank"] == 0]
+    whole = RANKS * -(-(64 * 256 + 256 + 256 * 64 + 64) // RANKS) * 4  # bytes of a block's float32 parameters
+    assert set(zip(one["func"], one["n_bytes"], strict=True)) == {("all_gather", whole), ("reduce_scatter", whole)}
+    assert one.groupby("step").size().tolist() == [6, 6, 6] and set(one["n_ranks"]) == {RANKS}
+    assert one["start_ns"].notna().all() and (one["end_ns"] > one["start_ns"]).all()
+    assert trace.steps.groupby("rank").size().tolist() == [3, 3]
+    recorded = load(on_cluster(trace, named("dgx-h100-1x8")))
+    assert {slot.func for slot in recorded.slots} == {"all_gather", "reduce_scatter"}
+
+
+def test_pytorchs_own_profile_of_our_zero3_over_gloo():
+    """Whose reduce_scatter over gloo is an all_to_all, which is no collective of NCCL's that is tuned."""
+    trace = read_recording([REAL / "zero3-rank0.json.gz", REAL / "zero3-rank1.json.gz"])
+    one = trace.events[trace.events["rank"] == 1]
+    assert one.groupby(["step", "func"]).size().unique().tolist() == [2, 1] and one["start_ns"].notna().all()
+    assert set(one["dtype"]) == {"float32"} and set(one[one["func"] == "all_reduce"]["n_bytes"]) == {36}
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_pytorchs_own_flight_recorder(kind):
+    """Over gloo its group has no name in the list of groups, and nothing is timed."""
+    trace = read_recording([REAL / f"{kind}-rank{rank}.pickle" for rank in range(RANKS)])
+    assert set(trace.events["n_ranks"]) == {RANKS} and trace.events["rank"].nunique() == RANKS
+    assert trace.events["start_ns"].isna().all()
+    sizes = trace.events[trace.events["rank"] == 0].groupby("step").size()
+    assert len(trace.steps) >= 4 and sizes.loc[2:].iloc[:-1].nunique() == 1
+    placed = on_cluster(trace, named("dgx-h100-1x8"))
+    assert len(load(placed, min_share=0).slots) >= 1
+    with pytest.raises(TraceError, match=r"the largest takes 0\.\d+% of the step"):  # by NCCL's price: gloo is slower
+        load(placed)

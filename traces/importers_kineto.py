@@ -25,7 +25,7 @@ from .json_stream import Elements, Source
 
 _MARK = re.compile(r"ProfilerStep#(\d+)")
 #: PyTorch's operators of the collectives that any backend runs, with (output, input) or (tensors) first.
-_C10D = re.compile(r"c10d::_?(allgather|reduce_scatter|allreduce)")
+_C10D = re.compile(r"c10d::_?(allgather|reduce_scatter|allreduce|alltoall|broadcast|reduce|gather|scatter|barrier)")
 
 
 def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) -> Imported:
@@ -57,7 +57,7 @@ class _File:
             array("q"),
         )  # us, us, name, blocks, stream
         self.operators: list[tuple[float, str, dict[str, Any]]] = []
-        self.gloo: list[tuple[float, float]] = []
+        self.gloo: list[tuple[float, float, str]] = []
 
     def add(self, batch: list[Any]) -> None:
         """Sort a batch of events; what is of no use is dropped at once."""
@@ -86,7 +86,8 @@ class _File:
                 if mark := _MARK.fullmatch(name):
                     self.marks.append((e["ts"], e["dur"], int(mark[1])))
                 elif name[:5] == "gloo:":
-                    self.gloo.append((e["ts"], e["dur"]))
+                    types = (e.get("args") or {}).get("Input type") or ("",)
+                    self.gloo.append((e["ts"], e["dur"], str(types[0])))
 
 
 def _read_one(path: Path, order: int, found: Imported, on_bytes: Callable[[int], None]) -> None:
@@ -156,7 +157,8 @@ def _from_operators(
             continue
         if not dims or not types:
             raise TraceError(f"{path} tells no sizes: profile with record_shapes=True")
-        dtype = dtype_of(str(types[0]).removesuffix("[]"))
+        kind = gloo[i][2] if timed and str(types[0]) == "TensorList" else str(types[0])
+        dtype = dtype_of(kind)
         elements = max(_count(d) for d in dims)
         row = {"comm_id": comm_id_of("world", world), "rank": rank, "pid": pid, "func": func, "dtype": dtype}
         row |= {"n_bytes": elements * width_of(dtype), "n_ranks": world}

@@ -28,14 +28,16 @@ def infer_steps(events: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, int]:
     first = events[events["rank"] == events["rank"].min()].sort_values("enqueue_ns", kind="stable")
     kinds = first["func"] + " " + first["n_bytes"].astype(str) + " " + first["comm_id"].astype(str)
     codes = pd.factorize(kinds)[0]
-    n, period = len(codes), 0
-    for p in range(1, min(n // 3, _LONGEST) + 1):
-        if (codes[:-p] == codes[p:]).mean() >= _REGULAR:
-            period = p
+    period = begin = 0
+    for begin in (0, len(codes) // 3):  # a job's first calls may set it up
+        if period := _period(codes[begin:]):
             break
     if not period:
         return events.assign(step=0), step_rows([]), 0
-    period, phase = _whole_step(first["enqueue_ns"].to_numpy(np.int64), period)
+    while begin > 0 and codes[begin - 1] == codes[begin - 1 + period]:
+        begin -= 1
+    period, phase = _whole_step(first["enqueue_ns"].to_numpy(np.int64)[begin:], period)
+    phase += begin
     rows: list[dict[str, Any]] = []
     step = np.zeros(len(events), np.int64)
     for (rank, pid), group in events.groupby(["rank", "pid"], sort=False):
@@ -48,6 +50,12 @@ def infer_steps(events: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, int]:
             row = {"index": k, "rank": rank, "pid": pid, "end_ns": int(end), "duration_ns": int(end - begin)}
             rows.append(row)
     return events.assign(step=step), step_rows(rows), period
+
+
+def _period(codes: Array) -> int:
+    """The smallest number of calls after which they repeat, three times at least; 0 where they do not."""
+    lengths = range(1, min(len(codes) // 3, _LONGEST) + 1)
+    return next((p for p in lengths if (codes[:-p] == codes[p:]).mean() >= _REGULAR), 0)
 
 
 def _whole_step(at: Array, period: int) -> tuple[int, int]:
