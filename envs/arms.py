@@ -18,7 +18,7 @@ from .sim.cost_model import planned_channels
 from .spaces import N_CHANNELS, N_CONFIGS, N_PAIRS, action_mask
 
 Array = np.ndarray[Any, Any]
-_NVLS = PAIRS.index(("nvls", "simple"))
+_NVLS, _COLLNET = PAIRS.index(("nvls", "simple")), PAIRS.index(("collnet_direct", "simple"))
 _PROTO = np.array([PROTOS.index(proto) for _, proto in PAIRS])
 #: The release whose rule holds where none is known: cells of 32 KiB, as from 2.29 on.
 RELEASE = 23007
@@ -64,6 +64,10 @@ def distinct(fingerprint: Fingerprint, release: Array | int | None = None) -> Ar
     mask = action_mask(fingerprint)
     allowed = (mask[:, :N_PAIRS, None] & mask[:, None, N_PAIRS:]).reshape(n, N_CONFIGS)
     pair = np.concatenate([np.asarray(fingerprint.own_pair, int)[:, None], np.tile(np.arange(len(PAIRS)), (n, 1))], 1)
+    # Where NCCL does not clip a count to what the algorithm has, the plugin sets none (tuner.c): those are no arms.
+    over_nodes = np.asarray(fingerprint.n_nodes).reshape(n, 1) > 1
+    fixed = (pair == _COLLNET) | ((pair == _NVLS) & over_nodes)
+    allowed &= ~(np.repeat(fixed, N_CHANNELS, axis=1) & (np.tile(CHANNELS, N_PAIRS) > 0))
     arm = np.repeat(pair, N_CHANNELS, axis=1) * 256 + channels_of(fingerprint, release)
     order = np.arange(N_CONFIGS)
     # AUTO with a count is a name for a pair: the pair goes by its own.

@@ -134,7 +134,8 @@ def _judge(rule: Rule, rows: Array, shape: Array) -> Disobeyed | None:
     of_class = rows["func"] == FUNCS.index(rule.func)
     if rule.n_ranks:
         of_class &= (shape == (rule.n_ranks, rule.n_nodes)).all(axis=1)
-    ours = of_class & (rows["n_bytes"] >= rule.min_bytes) & (rows["n_bytes"] <= rule.max_bytes)
+    asked = rows["asked_bytes"]  # of the whole group where calls are grouped; 0 = no tuner was asked
+    ours = of_class & (asked >= rule.min_bytes) & (asked <= rule.max_bytes) & (asked > 0)
     d = rule.decision
     alike = np.ones(len(rows), bool)
     if d.algo is not None and d.proto is not None:

@@ -1,10 +1,13 @@
 """What counts as an offer of NCCL, and how many channels a row may ask for."""
 
+import numpy as np
 import pytest
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.envs.sim.nccl_caller import Communicator, choose
-from dynamiccl.traces.records import ALGOS, Decision, Slot, Table
-from test_plugin import MB, offer, plugin, run
+from dynamiccl.traces.assemble import Assembler
+from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
+from dynamiccl.traces.slots import find_slots
+from test_plugin import MB, drained, offer, plugin, run
 
 __all__ = ["plugin", "run"]  # fixtures
 
@@ -28,4 +31,32 @@ def test_a_price_of_ten_to_the_thirty_is_no_offer(plugin):
     comm = Communicator(plugin.path, 42, 8, 1, 0, "2.32.3")
     cost = offer(ring_ll=10, pat_simple=1.7e38)
     assert comm.get_coll_info("all_gather", MB, cost) == 0 and choose(cost) == (1, 0)
+    comm.finalize()
+
+
+def test_a_stand_in_that_asks_with_four_times_the_size_is_obeyed(run, plugin):
+    """From the records of a job to its slots, to a table, to what NCCL is answered."""
+    drained(run)
+    comm = Communicator(plugin.path, 77, 8, 1, 0)
+    assembler = Assembler()
+
+    def group(step: int) -> tuple[int, int]:
+        plugin.boundary(None, step)
+        cost = offer(ring_ll=20, ring_simple=10)
+        n_channels = comm.get_coll_info("all_gather", 4 * MB, cost) or 16
+        algo, proto = choose(cost)
+        for seq in range(4):
+            ran = (n_channels, 16, ALGOS[algo], PROTOS[proto])
+            comm.start_coll("all_gather", 4 * step + seq, MB // 8 // 2, "bfloat16", *ran)
+        return proto, n_channels
+
+    for step in range(5):
+        assert group(step) == (PROTOS.index("simple"), 16)
+    assembler.add(np.concatenate([ring.known() for ring in run[0].rings()]), pid=1)
+    assembler.add(drained(run), pid=1)
+    events, _ = assembler.take(everything=True)
+    (profile,) = find_slots(events, assembler.offers, step_us=1000)
+    assert (profile.slot, profile.calls) == (Slot(8, 1, "all_gather", 22), 1)
+    plugin.activate(encode_table(Table.of(9, {profile.slot: Decision("ring", "ll", 4)})))
+    assert group(5) == (PROTOS.index("ll"), 4)
     comm.finalize()

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from dynamiccl.traces.assemble import EVENT_COLUMNS, STEP_COLUMNS, Assembler, step_rows
+from dynamiccl.traces.files import Trace, TraceWriter
 from dynamiccl.traces.records import (
     ALGOS,
     COLL,
@@ -62,7 +63,7 @@ def test_columns_and_values():
     assembler.add(
         ring(
             comm(3),
-            coll(5, rank=3, step=9, generation=4, flags=FLAG_CAPTURED),
+            coll(5, rank=3, step=9, generation=4, flags=FLAG_CAPTURED, asked_bytes=1 << 22),
             kernel(5, CLOCK, CLOCK + 70_001, rank=3),
         ),
         pid=42,
@@ -90,7 +91,18 @@ def test_columns_and_values():
         "step": 9,
         "pid": 42,
         "captured": True,
+        "asked_bytes": 1 << 22,
     }
+
+
+def test_a_rank_that_nobody_said(tmp_path):
+    """NCCL 2.22 to 2.26 have no profiler that says it: the daemon died of `4294967295 out of bounds`."""
+    assembler = Assembler()
+    assembler.add(ring(comm(0xFFFFFFFF)), pid=42)
+    assert assembler.comms_frame()["rank"].tolist() == [-1]
+    with TraceWriter(tmp_path, {}) as writer:
+        writer.drain(assembler, everything=True)
+    assert Trace.read(tmp_path).comms[["comm_id", "rank", "n_ranks"]].to_numpy().tolist() == [[7, -1, 16]]
 
 
 def test_an_unsampled_row_waits_for_the_bound_and_no_longer():

@@ -69,3 +69,30 @@ def test_channels_are_those_that_every_communicator_of_the_class_has():
     events = pd.concat([calls(11, (1, 2), n_channels=16), calls(22, (3, 4), n_channels=8)], ignore_index=True)
     (profile,) = find_slots(events, offers((11, "all_gather", MB), (22, "all_gather", MB)), step_us=2000)
     assert profile.fingerprint.comm_channels.tolist() == [8]
+
+
+def test_grouped_calls_are_one_message_of_their_sum():
+    """DeepSpeed and coalesced all_gathers: NCCL asks with 4 MiB and reports 4 x 1 MiB. Rows were made from the parts:
+    214 steps under trial tables, none of them obeyed, and reported as results."""
+    events = calls(11, (1, 2), n=8).assign(asked_bytes=4 * MB)
+    (profile,) = find_slots(events, offers((11, "all_gather", 4 * MB)), step_us=2000)
+    assert profile.slot == Slot(2, 1, "all_gather", 22) and profile.n_bytes == 4 * MB
+    assert (profile.calls, profile.call_us) == (2, 400) and profile.share == pytest.approx(800 / 2000)
+    # A recording that does not tell: the next larger size that NCCL asked about.
+    (same,) = find_slots(calls(11, (1, 2), n=8), offers((11, "all_gather", 4 * MB), (11, "all_gather", 999)), 2000)
+    assert (same.slot, same.calls, same.call_us) == (profile.slot, 2, 400)
+
+
+def test_a_collective_that_no_tuner_was_asked_about_is_no_slot():
+    events = pd.concat([calls(11, (1, 2)).assign(asked_bytes=MB), calls(11, (1, 2), n_bytes=8 * MB)], ignore_index=True)
+    (profile,) = find_slots(events.fillna({"asked_bytes": 0}), offers((11, "all_gather", MB)), step_us=2000)
+    assert profile.slot.size_class == 20
+
+
+def test_a_price_that_is_no_price_is_no_offer():
+    """2.32 writes 1.7e38 for the PAT that it does not have."""
+    cost = COST.copy()
+    cost[ALGOS.index("pat"), PROTOS.index("simple")] = 1.7e38
+    known = {(11, "all_gather", MB): Offer(cost, "ring", "simple", 1)}
+    (profile,) = find_slots(calls(11, (1, 2)), known, step_us=2000)
+    assert profile.fingerprint.offered.tolist() == [[True, True, True, False, False, False]]

@@ -56,7 +56,8 @@ DTYPES = (
 
 #: Columns of an events table and their pandas types. Times in ns; `start_ns` / `end_ns` are the GPU's clock
 #: and unset (NA) where the kernel was not sampled; `n_ranks` is 0 if the communicator was never announced;
-#: `captured`: into a CUDA graph, so this stands for all its replays (known of sampled steps, from NCCL 2.28 on).
+#: `captured`: into a CUDA graph, so this stands for all its replays (known of sampled steps, from NCCL 2.28 on);
+#: `asked_bytes`: what NCCL asked the tuner about, the whole group's bytes where it was grouped; 0 = not asked, unknown.
 EVENT_COLUMNS: dict[str, str] = {
     "seq": "int64",
     "comm_id": "uint64",
@@ -76,6 +77,7 @@ EVENT_COLUMNS: dict[str, str] = {
     "step": "int64",
     "pid": "int64",
     "captured": "bool",
+    "asked_bytes": "int64",
 }
 #: Columns of a steps table. Memory in bytes, clocks in MHz (0 = unknown), power in watts, utilization 0..1, links in
 #: GB/s (NaN = unknown); ``throttle`` is NVML's bit mask of reasons. ``sampled``: kernel times were taken in this step,
@@ -131,6 +133,7 @@ _PENDING = np.dtype(
         ("comm_id", "u8"),
         ("seq", "u8"),
         ("n_bytes", "u8"),
+        ("asked_bytes", "u8"),
         ("enqueue_ns", "i8"),
         ("start_ns", "i8"),
         ("end_ns", "i8"),
@@ -287,7 +290,7 @@ class Assembler:
         return _typed(rows, OFFER_COLUMNS)
 
     def _add_comm(self, row: np.void, pid: int) -> None:
-        comm_id, rank = int(row["comm_id"]), int(row["rank"])
+        comm_id, rank = int(row["comm_id"]), int(np.int32(row["rank"]))  # -1: NCCL has no profiler to say it
         name = bytes(row["name"]).split(b"\0", 1)[0].decode("utf-8", "replace")
         comm = self.comms.get(comm_id)
         if comm is None:

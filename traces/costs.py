@@ -11,6 +11,7 @@ import pandas as pd
 from .files import Trace
 from .records import Decision, Slot, format_bytes, size_class
 from .skew import durations, label
+from .slots import sizes_asked
 
 #: A rule as text: (func, min_bytes, max_bytes, decision).
 RuleKey = tuple[str, int, int, str]
@@ -77,9 +78,11 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     """
     if events["step"].nunique() > 1:
         events = events[events["step"] > events["step"].min()]
-    classes = {n: size_class(int(n)) for n in events["n_bytes"].unique()}
+    asked = sizes_asked(events)
+    asked = asked.where(asked > 0, events["n_bytes"])
+    classes = {n: size_class(int(n)) for n in asked.unique()}
     rows = events.assign(
-        size_class=events["n_bytes"].map(classes).astype("int64"),
+        size_class=asked.map(classes).astype("int64"),
         config=events["algo"] + "/" + events["proto"] + "/" + events["n_channels"].astype("str"),
     )
     rows = rows.join(durations(events))

@@ -318,11 +318,16 @@ class AgreementState(IntEnum):
     REVERTED = 4  # a lease ran out; the confirmed table is in force
 
 
+#: A cost of this or more means that NCCL does not have the pair: 2.32 writes 1.7e38 for PAT.
+NO_OFFER = 1e30
+
+
 def pair_costs(cost_us: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Costs of :data:`PAIRS` out of a ``(..., 7, 3)`` cost table -> ``(..., 6)`` microseconds, -1 = not offered."""
     algos = [ALGOS.index(a) for a, _ in PAIRS]
     protos = [PROTOS.index(p) for _, p in PAIRS]
-    return cost_us[..., algos, protos]
+    costs = cost_us[..., algos, protos]
+    return np.where((costs >= 0) & (costs < NO_OFFER), costs, np.array(-1, costs.dtype))
 
 
 def names(values: Iterable[int], known: tuple[str, ...]) -> list[str]:

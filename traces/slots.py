@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -20,7 +21,7 @@ class SlotProfile:
     """One slot as the job uses it when NCCL decides."""
 
     slot: Slot
-    n_bytes: int  # of the message that most of the slot's time goes to
+    n_bytes: int  # that NCCL asks about, of the message that most of the slot's time goes to
     calls: float  # per step
     call_us: float  # median time of one call
     timed_by: str  # how that was found: see skew.py, or "NCCL's price" where no kernel was sampled
@@ -48,9 +49,11 @@ def find_slots(
         return []
     tuned = tuned.join(durations(tuned))
     n_steps = tuned.groupby("pid")["step"].nunique()
-    classes = {n: size_class(int(n)) for n in tuned["n_bytes"].unique()}
-    tuned = tuned.assign(size_class=tuned["n_bytes"].map(classes))
     tuned = tuned[tuned["n_ranks"] > 0]  # never announced: its class is not known
+    tuned = tuned.assign(asked=sizes_asked(tuned, offers))
+    tuned = tuned[tuned["asked"] > 0]  # else a symmetric kernel or copy engine ran it: no table reaches that
+    classes = {n: size_class(int(n)) for n in tuned["asked"].unique()}
+    tuned = tuned.assign(size_class=tuned["asked"].map(classes), part=tuned["n_bytes"] / tuned["asked"])
     most_channels = channels_of(tuned)
     profiles = []
     for key, everyone in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
@@ -58,19 +61,20 @@ def find_slots(
         slot = Slot(int(n_ranks), int(n_nodes), func, int(klass))
         pid = _busiest(everyone)
         group = everyone[everyone["pid"] == pid]
-        moved = group.groupby(["comm_id", "n_bytes"])["n_bytes"].sum()
+        moved = group.groupby(["comm_id", "asked"])["n_bytes"].sum()
         comm_id, n_bytes = map(int, cast(tuple[int, int], moved.idxmax()))
         offer = offers.get((comm_id, slot.func, n_bytes)) or _nearest(offers, comm_id, slot.func, n_bytes)
         if offer is None:
-            continue  # never asked about: a symmetric kernel or copy engine ran it, no table can reach it
+            continue
         cost = pair_costs(offer.cost_us)
         own = (str(offer.algo), str(offer.proto))
         if own not in PAIRS:
             continue
         timed = group[group["us"].notna()]
-        call_us = float(timed["us"].median()) if len(timed) else float(cost[PAIRS.index(own)]) * time_scale
+        price = float(cost[PAIRS.index(own)]) * time_scale
+        call_us = float((timed["us"] / timed["part"]).median()) if len(timed) else price
         timed_by = label(timed["timed_by"]) if len(timed) else "NCCL's price"
-        calls = len(group) / n_steps[pid]
+        calls = float(group["part"].sum()) / n_steps[pid]  # a group of calls that NCCL prices together is one
         share = min(1.0, calls * call_us / step_us)
         fingerprint = Fingerprint(
             is_reduce_scatter=np.array([float(func == "reduce_scatter")]),
@@ -88,6 +92,29 @@ def find_slots(
         )
         profiles.append(SlotProfile(slot, n_bytes, calls, call_us, timed_by, share, fingerprint))
     return sorted(profiles, key=lambda p: -p.share)
+
+
+def sizes_asked(events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer] | None = None) -> pd.Series[int]:
+    """What NCCL asked the tuner about each of these collectives, bytes; 0 = it did not ask.
+
+    Of grouped calls it asks with the sum of their sizes, which is what a row of a table has to hold. Recordings that do
+    not tell are read by the ``offers``: the event's own size where that was asked about, else the next larger one.
+    """
+    if "asked_bytes" in events and (events["asked_bytes"] > 0).any():
+        return events["asked_bytes"]
+    if offers is None:
+        return events["n_bytes"]
+    asked: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for comm_id, func, n_bytes in sorted(offers):
+        asked[comm_id, func].append(n_bytes)
+
+    def size(comm_id: int, func: str, n_bytes: int) -> int:
+        known = asked.get((comm_id, func), [])
+        return next((n for n in known if n >= n_bytes), n_bytes if known else 0)
+
+    keys = events[["comm_id", "func", "n_bytes"]]
+    found = {key: size(*key) for key in keys.drop_duplicates().itertuples(index=False, name=None)}
+    return pd.Series([found[key] for key in keys.itertuples(index=False, name=None)], events.index, dtype="int64")
 
 
 def channels_of(events: pd.DataFrame) -> dict[tuple[int, int], float]:
