@@ -7,13 +7,17 @@ DEMO_STEPS ?= 1000
 SOURCES := agent envs traces zero_workload tests
 C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h envs/sim/*.c)
 
-.PHONY: demo test check format setup bench gpu-check model-check clean
+.PHONY: demo test test-all check format setup bench gpu-check model-check clean
 
 demo: setup
 	$(RUN) tune --out runs/demo --steps $(DEMO_STEPS)
 
 test: setup $(VENV)/frameworks
 	$(BIN)/python -m pytest
+
+# The same, with a soak of ten minutes of the daemon in place of one of 20 seconds.
+test-all: setup $(VENV)/frameworks
+	SOAK_S=600 $(BIN)/python -m pytest
 
 check: setup
 	$(BIN)/ruff format --check $(SOURCES) *.py
@@ -34,11 +38,19 @@ bench: $(VENV)/bench
 	$(RUN) bench --suite held-out --file
 
 # Files what it found in traces/; without a GPU it runs on the emulated cluster and leaves that in runs/.
-gpu-check: setup
+gpu-# The same, with a soak of ten minutes of the daemon in place of one of 20 seconds.
+test-all: setup $(VENV)/frameworks
+	SOAK_S=600 $(BIN)/python -m pytest
+
+check: setup
 	$(RUN) gpu-check
 
 # Every state of the protocol by which the ranks change tables: three ranks, three tables, all that can fail once.
-model-check: setup
+model-# The same, with a soak of ten minutes of the daemon in place of one of 20 seconds.
+test-all: setup $(VENV)/frameworks
+	SOAK_S=600 $(BIN)/python -m pytest
+
+check: setup
 	$(BIN)/python tests/protocol_explore.py
 
 setup: $(VENV)/ready

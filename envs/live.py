@@ -108,7 +108,7 @@ class Job:
         self.state: tuple[AgreementState, str] | None = None  # of the ranks' agreement, as rank 0 said it last
         self.audit = CallAudit()
         self.obedience = Obedience()
-        self.thin = False  # write events only of steps in which kernel times were taken
+        self.thin = False  # the search is over: write events whose kernels were timed, and keep none
         self._heart: Heart | None = None
         self._durations: deque[float] = deque(maxlen=50)
         self._known: set[str] = set()  # rings whose communicators and offers were read
@@ -191,7 +191,7 @@ class Job:
             memory = steps[steps["memory_total"] > 0].groupby("rank").tail(1)
             if len(memory):  # of the rank that has least left: what it cannot afford none can
                 self.memory_pressure = float((memory["memory_used"] / memory["memory_total"]).max())
-        if len(events):
+        if len(events) and not self.thin:
             self._events.append(events)
             while len(self._events) > 1 and sum(map(len, self._events)) > MOST_EVENTS:
                 self._events.popleft()

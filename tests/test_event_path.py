@@ -7,7 +7,9 @@ import sys
 import time
 
 import numpy as np
+import pytest
 from dynamiccl.agent.commands.show import tell
+from dynamiccl.envs import live
 from dynamiccl.traces.files import Trace
 
 TRAINER = """
@@ -36,29 +38,33 @@ print(*(f"{begin:.3f}:{us:.1f}" for begin, us in steps))
 DAEMON = """
 import sys
 from pathlib import Path
+from dynamiccl.envs import live
 from dynamiccl.envs.live import Job
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.files import TraceWriter
-with TraceWriter(Path(sys.argv[2]), {}) as writer:
+live.RESTART_S = 0.5  # nobody starts this job anew
+with TraceWriter(Path(sys.argv[2]), {}, most_bytes=float(sys.argv[3])) as writer:
     job = Job(RunFolder.open(sys.argv[1]), writer=writer)
     print("reading", flush=True)
     while not job.run.rings():
         job.rest()
+    job.thin = len(sys.argv) > 4
     job.wait()
     job.take(everything=True)
 """
 
 
-def watched_job(folder, trace, seconds, during=lambda daemon: None):
+def watched_job(folder, trace, seconds, during=lambda daemon: None, options=("inf",)):
     """Run the trainer with a daemon beside it; (records sent, (n, 2) times and microseconds of its steps)."""
     env = {**os.environ, "DYNAMICCL_RUN": str(folder.path)}
-    daemon = subprocess.Popen([sys.executable, "-c", DAEMON, folder.path, trace], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", DAEMON, folder.path, trace, *options]
+    daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert daemon.stdout.readline() == "reading\n"
     job = subprocess.Popen([sys.executable, "-c", TRAINER, str(seconds)], env=env, stdout=subprocess.PIPE, text=True)
     while not folder.rings():
         time.sleep(0.01)
     during(daemon)
-    sent, steps = job.communicate(timeout=60)[0].splitlines()
+    sent, steps = job.communicate(timeout=60 + 2 * seconds)[0].splitlines()
     assert daemon.wait(60) == 0
     return int(sent), np.array([list(map(float, step.split(":"))) for step in steps.split()])
 
@@ -98,3 +104,38 @@ def test_a_stopped_daemon_costs_the_job_nothing_and_says_what_it_lost(folder, tm
         [sys.executable, "-m", "dynamiccl.agent.cli", "show", tmp_path / "trace"], capture_output=True, text=True
     )
     assert f"{said['records_lost']} records were lost" in show.stdout, show.stderr
+
+
+def resident_mb(pid):
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+#: Seconds of the soak tests; `make test-all` takes 600.
+SOAK_S = float(os.environ.get("SOAK_S", "20"))
+
+
+@pytest.mark.parametrize("thin", [False, True])
+def test_a_soak_leaves_memory_flat_and_the_disk_within_its_cap(folder, tmp_path, thin):
+    """Before: 145 bytes of memory an event for ever, and a trace without a limit."""
+    memory, cap = [], 2**20
+
+    def watch(daemon):
+        end = time.monotonic() + SOAK_S
+        while time.monotonic() < end:
+            memory.append(resident_mb(daemon.pid))
+            time.sleep(SOAK_S / 40)
+
+    options = [str(cap), *(["thin"] if thin else [])]
+    sent, _ = watched_job(folder, tmp_path / "trace", SOAK_S + 1, watch, options)
+    assert sent >= 20_000 * SOAK_S
+    assert min(memory) > 50  # the daemon was there all the time
+    early, late = max(memory[len(memory) // 3 : len(memory) // 2]), np.median(memory[-5:])
+    print(f"{sent} records, resident {early:.0f} MiB early, {late:.0f} MiB late")
+    # While somebody may ask for events a bounded number is kept: it must have been reached before one may compare.
+    kept = min(live.MOST_EVENTS, 20_000 * SOAK_S) * 200 / 2**20
+    assert late < early * 1.1 + (8 if thin or SOAK_S > 60 else kept)
+    segments = list((tmp_path / "trace").glob("*.parquet"))
+    assert sum(path.stat().st_size for path in segments) < 1.3 * cap
+    trace = Trace.read(tmp_path / "trace")
+    assert len(trace.steps) > 0 and (len(trace.events) == 0) == thin  # no kernel was timed in this job
