@@ -1,0 +1,271 @@
+"""What is believed of a whole job: how long every slot's calls take under every config, and what the step feels of it.
+
+One Gaussian over the log time of each slot's calls under each config (against NCCL's own choice), over each slot's
+*exposure* (the part of a call's time that the step waits for), over what is left of a config's effect on the step, and
+over the default's step time now. Its prior comes from a small network that has seen many simulated jobs
+(``agent/prior.py`` trains it): a mean, factors that all slots of the job share, factors of one slot, and a variance of
+its own for each figure. Durations of calls and step times turn it into the posterior by an extended Kalman filter
+(Rasmussen and Williams 2006, chapter 2; Sarkka 2013, chapter 5). Numpy only.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..traces.fingerprint import N_FEATURES
+from .spaces import N_CONFIGS
+
+Array = np.ndarray[Any, Any]
+
+#: Figures of a slot: log times (N_CONFIGS), residual effects (N_CONFIGS), exposure.
+N_FIGURES = 2 * N_CONFIGS + 1
+#: Smallest standard deviation of a measured log duration, and what a joint effect may miss, as a part of it.
+CALL_FLOOR, MISFIT = 0.01, 0.08
+#: The prior is surer than it should be of jobs that it was not drawn from: its variances are this much larger.
+DOUBT = 1.3
+#: Standard deviation by which the default's log step time may wander, a step.
+WANDER = 3e-4
+#: A step time further off than so many standard deviations counts for less: step times have heavy tails.
+OUTLIER = 4.0
+#: Logs of call times are clipped to this range, in training as well; above FAR none is believed to save anything.
+LOG_RANGE, FAR = (-3.0, 2.0), 1.0
+#: The least that a step or a call can take, as a part of the default's.
+LEAST = 0.05
+
+
+class Prior:
+    """The network: features and mask of a slot -> mean, own variance and loadings of its N_FIGURES figures.
+
+    ``weights`` (float32): ``w0``, ``b0``, ``w1``, ``b1`` of two tanh layers, ``w2`` (m, N_FIGURES * (2 + k)), ``b2``;
+    ``n_shared``: how many of the k factors all slots of a job share.
+    """
+
+    def __init__(self, weights: dict[str, Array]) -> None:
+        self.weights = {k: np.asarray(v, np.float32) for k, v in weights.items() if k != "n_shared"}
+        self.n_shared = int(weights["n_shared"])
+        self.n_factors = len(self.weights["b2"]) // N_FIGURES - 2
+        if len(self.weights["w0"]) != N_FEATURES + N_CONFIGS:
+            raise ValueError("the prior was fitted to other features: train anew (dynamiccl train)")
+
+    @classmethod
+    def load(cls, path: str | Path | None = None) -> Prior:
+        """The shipped prior, or the one in ``path``. Raises ValueError when it is none of this version."""
+        source = Path(path) if path is not None else resources.files(__package__).joinpath("prior.npz")
+        try:
+            with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                return cls({key: arrays[key] for key in arrays.files})
+        except (OSError, KeyError) as error:
+            raise ValueError(f"{source} holds no prior: {error}") from error
+
+    def __call__(self, features: Array, mask: Array) -> tuple[Array, Array, Array]:
+        """``features`` (s, N_FEATURES), ``mask`` (s, N_CONFIGS) -> mean (s, N_FIGURES), own variance (s, N_FIGURES),
+        loadings (s, N_FIGURES, k)."""
+        w = self.weights
+        x = np.concatenate([features, mask], axis=1).astype(np.float32)
+        for layer in "01":
+            x = np.tanh(x @ w["w" + layer] + w["b" + layer])
+        out = (x @ w["w2"] + w["b2"]).astype(np.float64)
+        mean, own, loadings = np.split(out, [N_FIGURES, 2 * N_FIGURES], axis=1)
+        return mean, own_variance(own), loadings.reshape(len(out), N_FIGURES, self.n_factors)
+
+
+def own_variance(raw: Array) -> Array:
+    """The variance of what a figure shares with no other, from the network's output."""
+    return np.asarray(np.exp(np.clip(raw, -9.0, 3.0)) + 1e-5)
+
+
+class Belief:
+    """The belief over one job of ``s`` slots.
+
+    ``features`` (s, N_FEATURES), ``mask`` (s, N_CONFIGS) bool with aliases folded, ``share`` (s,) of the step.
+    Effects are parts of the default's step time that a config saves; AUTO saves 0.
+    """
+
+    def __init__(self, prior: Prior, features: Array, mask: Array, share: Array) -> None:
+        self.share = np.asarray(share, np.float64)
+        self.arms = [np.flatnonzero(row[1:]) + 1 for row in np.asarray(mask, bool)]
+        mean, own, loadings = prior(features, mask)
+        picks, self.parts, at = [], [], 1
+        for arms in self.arms:
+            picks.append(np.concatenate([[2 * N_CONFIGS], arms, N_CONFIGS + arms]))
+            self.parts.append(slice(at, at + len(picks[-1])))
+            at += len(picks[-1])
+        self.mean, self.cov = np.zeros(at), np.zeros((at, at))
+        shared = np.zeros((at, prior.n_shared))
+        for s, (pick, part) in enumerate(zip(picks, self.parts, strict=True)):
+            self.mean[part] = mean[s, pick]
+            shared[part] = loadings[s, pick, : prior.n_shared]
+            alone = loadings[s, pick, prior.n_shared :]
+            self.cov[part, part] = alone @ alone.T + np.diag(own[s, pick])
+        self.cov += shared @ shared.T
+        self.cov *= DOUBT
+        self.cov[0, 0] = 1e-4
+        self.config = [np.full(N_CONFIGS, -1) for _ in self.arms]
+        for index, arms in zip(self.config, self.arms, strict=True):
+            index[arms] = np.arange(len(arms))
+        self._effects: list[tuple[Array, Array, Array] | None] = [None] * len(self.arms)
+        self.reveal, self.call_noise, self.has_calls = 0.005, 0.03, True  # what a window is expected to show
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def effects(self, slot: int) -> tuple[Array, Array]:
+        """Mean (a,) and covariance (a, a) of what a slot's arms (not AUTO) save, as parts of the step."""
+        mean, cov, _ = self._effect(slot)
+        return mean, cov
+
+    def _effect(self, slot: int) -> tuple[Array, Array, Array]:
+        """Mean, covariance and gradient (a, figures) of a slot's effects."""
+        kept = self._effects[slot]
+        if kept is not None:
+            return kept
+        part, share, a = self.parts[slot], self.share[slot], len(self.arms[slot])
+        m, p = self.mean[part], self.cov[part, part]
+        exposure, logs, rest = float(np.clip(m[0], 0.0, 1.3)), m[1 : a + 1], m[a + 1 :]
+        time = np.exp(np.clip(logs, *LOG_RANGE))
+        gradient = np.zeros((a, 2 * a + 1))
+        rows = np.arange(a)
+        gradient[:, 0] = share * (1 - time)
+        gradient[rows, rows + 1] = -share * exposure * time
+        gradient[rows, rows + 1 + a] = share
+        variance, cross = np.diagonal(p)[1 : a + 1], p[0, 1 : a + 1]
+        wait = exposure * (1 - time * (1 + np.minimum(variance, 1.0) / 2)) - cross * time
+        mean = share * (wait + rest)
+        mean = np.where(logs > FAR, np.minimum(mean, 0.0), mean)  # no call that takes e times as long saves anything
+        self._effects[slot] = found = mean, gradient @ p @ gradient.T, gradient
+        return found
+
+    def figures(self, slot: int) -> tuple[Array, Array]:
+        """Mean and standard deviation (N_CONFIGS,) of what a slot's configs save; zeros for AUTO and what is masked."""
+        mean, cov = self.effects(slot)
+        out = np.zeros((2, N_CONFIGS))
+        out[0, self.arms[slot]], out[1, self.arms[slot]] = mean, np.sqrt(np.maximum(np.diagonal(cov), 0))
+        return out[0], out[1]
+
+    def ahead(self, slot: int, beside: float = 0.0) -> tuple[int, Array, Array, Array]:
+        """The config with the best mean, and of all configs (N_CONFIGS,): mean against the best, what a window under
+        it is expected to teach of that (standard deviation of the change of the mean), and the knowledge gradient: by
+        how much the best mean is expected to rise for it (Frazier et al. 2008).
+
+        A window shows both the duration of the slot's calls and, less surely, the step: ``beside`` is the variance of
+        what the other slots are doing to that meanwhile.
+        """
+        arms = self.arms[slot]
+        mean, learned, worth = np.zeros(N_CONFIGS), np.zeros(N_CONFIGS), np.zeros(N_CONFIGS)
+        if not len(arms):
+            return 0, mean, learned, worth
+        effects, cov, gradient = self._effect(slot)
+        part, a = self.parts[slot], len(arms)
+        b = int(effects.argmax())
+        best, second = max(float(effects[b]), 0.0), 0.0
+        against = cov - cov[b] if best > 0 else cov  # row c: covariance of arm c's lead with every arm's effect
+        logs = gradient @ self.cov[part, part][:, 1 : a + 1]  # covariance of every arm's effect with log times
+        lead_log = logs - logs[b] if best > 0 else logs
+        rows = np.arange(a)
+        own = np.diagonal(cov) + self.reveal**2 + beside
+        own_log = np.diagonal(self.cov[part, part])[1 : a + 1] + CALL_FLOOR**2 + self.call_noise**2
+        both = logs[rows, rows]
+        k1, k2 = against[rows, rows], lead_log[rows, rows]
+        if best > 0:  # of the best itself: against the runner-up
+            others = np.where(rows == b, -np.inf, effects)
+            r = int(others.argmax())
+            second = max(float(others[r]), 0.0) if a > 1 else 0.0
+            k1[b], k2[b] = cov[b, b], logs[b, b]
+            if second > 0:
+                k1[b], k2[b] = k1[b] - cov[r, b], k2[b] - logs[r, b]
+        if not self.has_calls:
+            told = k1**2 / own
+        else:
+            det = np.maximum(own * own_log - both**2, 1e-18)
+            told = (k1**2 * own_log - 2 * k1 * k2 * both + k2**2 * own) / det
+        deviation = np.sqrt(np.maximum(told, 0.0))
+        gap = effects - best
+        if best > 0:
+            gap[b] = second - best
+        worth[arms], learned[arms] = expected_improvement(gap, deviation), deviation
+        mean[arms] = effects
+        return (int(arms[b]) if best > 0 else 0), mean - best, learned, worth
+
+    @property
+    def exposure(self) -> tuple[Array, Array]:
+        """Mean and standard deviation (s,) of the part of each slot's time that the step waits for."""
+        at = [part.start for part in self.parts]
+        return np.clip(self.mean[at], 0.0, 1.3), np.sqrt(np.maximum(self.cov[at, at], 0))
+
+    def saving(self, configs: Array) -> tuple[float, float]:
+        """Mean and standard deviation of what a whole table (s,) of configs saves, as a part of the step."""
+        total, gradient = self._linear(configs)
+        return total, math.sqrt(max(float(gradient @ self.cov @ gradient), 0.0))
+
+    def _linear(self, configs: Array) -> tuple[float, Array]:
+        total, gradient = 0.0, np.zeros(len(self.mean))
+        for s, config in enumerate(configs):
+            i = self.config[s][int(config)]
+            if i >= 0:
+                mean, _, slopes = self._effect(s)
+                total += float(mean[i])
+                gradient[self.parts[s]] = slopes[i]
+        return total, gradient
+
+    def best(self) -> Array:
+        """The table of best means, (s,)."""
+        return np.array([self.ahead(s)[0] for s in range(len(self.arms))], np.int64)
+
+    # -- learning ----------------------------------------------------------------------------------------------
+
+    def observe(
+        self, configs: Array, log_step: float, noise: float, call_logs: Array, call_noise: Array, steps: int
+    ) -> None:
+        """One window under ``configs`` (s,): the log of its step time over the first default's (NaN: not measured),
+        the standard deviation of that, logs of the slots' call times over their default's (s,; NaN: not sampled) with
+        theirs, and the steps since the last window."""
+        self.cov[0, 0] += WANDER**2 * steps
+        rows, misses, noises = [], [], []
+        for s, config in enumerate(configs):
+            i = self.config[s][int(config)]
+            if i >= 0 and np.isfinite(call_logs[s]):
+                row = np.zeros(len(self.mean))
+                row[self.parts[s].start + 1 + i] = 1.0
+                rows.append(row)
+                misses.append(float(np.clip(call_logs[s], *LOG_RANGE)) - self.mean[self.parts[s].start + 1 + i])
+                noises.append(float(call_noise[s]) ** 2 + CALL_FLOOR**2)
+        if rows:  # first: they say where to set the tangent for the step
+            self._update(np.array(rows), np.array(misses), np.array(noises))
+        if np.isfinite(log_step):
+            total, gradient = self._linear(configs)
+            left = max(1 - total, LEAST)
+            row = -gradient / left
+            row[0] = 1.0
+            miss = log_step - self.mean[0] - math.log(left)
+            expected = float(row @ self.cov @ row) + noise**2 + (MISFIT * total) ** 2
+            doubt = max(miss**2 / expected / OUTLIER**2, 1.0)
+            self._update(row[None], np.array([miss]), np.array([doubt * (noise**2 + (MISFIT * total) ** 2)]))
+
+    def _update(self, rows: Array, misses: Array, noises: Array) -> None:
+        cross = self.cov @ rows.T
+        spread = rows @ cross
+        gain = np.linalg.solve(spread + np.diag(noises), cross.T).T
+        self.mean = self.mean + gain @ misses
+        self.cov -= gain @ cross.T
+        self._effects = [None] * len(self.arms)
+
+    def forget(self, part: float) -> None:
+        """Something has changed: widen what is believed by this part of its variance (1 doubles it)."""
+        self.cov *= 1 + part
+        self._effects = [None] * len(self.arms)
+
+
+def expected_improvement(ahead: Array, deviation: Array) -> Array:
+    """E[max(x, 0)] for x normal with mean ``ahead`` and standard deviation ``deviation``.
+
+    The normal's tail is that of Bowling et al. 2009 (a logistic of a cubic), within 2e-4.
+    """
+    deviation = np.maximum(deviation, 1e-9)
+    u = ahead / deviation
+    below = 1 / (1 + np.exp(-np.clip(1.5976 * u + 0.07056 * u**3, -40, 40)))
+    density = np.exp(-0.5 * u * u) / np.sqrt(2 * np.pi)
+    return np.asarray(np.maximum(ahead * below + deviation * density, 0.0))

@@ -1,0 +1,368 @@
+"""The search over a whole job: one code for training, board, replay and a running job.
+
+It goes in *turns*: one decision a slot, and when all slots have had their turn a *window* of some steps runs under all
+of them at once (``Windows.measure``). The search owns what is not the policy's: the mask, warm-up and canary of what is
+new, how long a window is, when the default is measured, what the belief learns, every comparison, and the end. When the
+policy has nothing left to try, its table meets the default in turn, window by window, until :class:`sequential.Race` is
+sure. After the verdict the same object keeps watch, and begins anew where the job has changed.
+
+Where windows come from (a simulator, a trace, a running job) is all that differs between the environments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from . import turns
+from .belief import Belief, Prior
+from .sequential import Race, middle, window_noise
+from .watch import CHANGED, HARMFUL, Rules, Watch
+from .windows import DISCARD, PROFILE, REFERENCE, SEARCH, TABLE, WARM_STEPS, WATCH, Job, Measured, Plan
+
+Array = np.ndarray[Any, Any]
+
+#: A step that takes so many default steps ends its window: what was new in it goes no further.
+GIVE_UP = 1.5
+#: Standard deviation of the log time of one step that was far too long; and where something else was the likelier
+#: cause: steps that save a checkpoint, or wait for a late rank, come about once in so many windows.
+ONE_STEP, STRAGGLER, STRAY = 0.15, 2.0, 0.1
+#: A config whose step is so likely to be far too long is not tried.
+RECKLESS = 0.35
+#: The budget counts for so many steps from the start.
+BUDGET_STEPS = 1000
+#: Standard deviation of a log duration where nothing says otherwise.
+CALL_NOISE = 0.03
+
+
+@dataclass
+class Marks:
+    """When what happened, in optimizer steps since the job's first; -1: it has not."""
+
+    first_table: int = -1  # a table came into force that stayed
+    first_gain: int = -1  # a gain was confirmed
+    verdict: int = -1
+    canaries: int = 0  # windows given up
+    reopened: int = 0
+    dropped: int = 0  # tables taken back after the verdict
+
+
+class Search:
+    """The search over one job. Ask :meth:`plan`; where it gives a window, measure it and :meth:`record` it; where it
+    gives None it is the policy's turn: :meth:`observe`, then :meth:`decide`."""
+
+    def __init__(self, job: Job, default: Measured, prior: Prior, rules: Rules | None = None) -> None:
+        self.job, self.rules = job, rules or Rules()
+        self.n_slots = len(job.share)
+        self.marks = Marks()
+        self.steps = self.elapsed = default.billed
+        self.lost = 0.0  # default steps that the job lost against its default, so far
+        self.prior = prior
+        self.default_logs, self.n_default = np.log(job.call_us), np.ones(self.n_slots)  # of the default's calls
+        self.confirmed: Array = np.zeros(self.n_slots, np.int64)  # in force when nothing is tried
+        self.gain: Race | None = None  # what confirmed it
+        self.running: Array = np.zeros(self.n_slots, np.int64)  # under what the job runs now
+        self.before = self.confirmed
+        self.after = self.after_default = 0  # steps since the verdict; of them under the default
+        self.warm: set[int] = set()
+        self.banned = np.zeros_like(job.mask, bool)
+        self._begin(default)
+
+    def _begin(self, default: Measured) -> None:
+        """A new search, from these default steps."""
+        logs = np.log(default.step_ms / middle(default.step_ms))
+        self._single = deque(logs, 96)
+        self.default_ms = middle(default.step_ms)
+        lowest, most = self.rules.window_steps
+        fits = (n for n in range(lowest, most) if window_noise(logs, n) <= self.rules.good_noise)
+        self.window_steps = next(fits, most)
+        self.belief = Belief(self.prior, self.job.features, self.job.mask & ~self.banned, self.job.share)
+        self.belief.reveal = self.rules.reveal * self.noise
+        self.belief.has_calls = bool(np.isfinite(self.default_logs).any())
+        self.choices = np.zeros(self.n_slots, np.int64)
+        self.tried, self.hits = np.zeros(self.job.mask.shape), np.zeros(self.job.mask.shape)
+        self.turn = self.round = self.repeats = self.idle = 0
+        self.last_saving, self.comparisons = 0.0, 0
+        self.phase = SEARCH
+        self.race: Race | None = None
+        self._half: list[tuple[str, float]] = []
+        self.closing = False
+        self._given_up: set[bytes] = set()
+        self._seen: Counter[bytes] = Counter()
+
+    # -- what comes next ---------------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> Array:
+        """(s, N_CONFIGS) bool: what may be chosen now: what is not feared to make steps far too long."""
+        figures = [self.belief.figures(s) for s in range(self.n_slots)]
+        mean, deviation = np.array([f[0] for f in figures]), np.array([f[1] for f in figures])
+        feared = (_too_long(mean, deviation) > RECKLESS) & (self.tried == 0)
+        return np.asarray(self.job.mask & ~self.banned & ~feared)
+
+    @property
+    def is_over(self) -> bool:
+        """The verdict is there; what comes now is the watch."""
+        return self.phase == WATCH
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of a window's log step time, as measured on this job."""
+        return window_noise(np.array(self._single), self.window_steps)
+
+    def plan(self) -> Plan | None:
+        """The window to run now, or None where the policy has a turn first."""
+        if self.phase == SEARCH:
+            return self._window(SEARCH, self.choices) if self.turn == self.n_slots else None
+        if self.phase == WATCH:
+            return self._watch_plan()
+        if self.phase == PROFILE:
+            return Plan(PROFILE, np.zeros(self.n_slots, np.int64), self.rules.profile_steps, DISCARD)
+        reference = (len(self._half) + self.race.n) % 2 == 0 if self.race else True  # R T, T R, R T: one switch a pair
+        return self._window(REFERENCE, self.reference) if reference else self._window(TABLE, self.table)
+
+    def _window(self, kind: str, configs: Array) -> Plan:
+        discard, changed = 0, not np.array_equal(configs, self.running)
+        new = self._families(configs) - self.warm
+        if changed:
+            discard = DISCARD + (WARM_STEPS if new else 0)
+        untried = (self.tried[np.arange(self.n_slots), configs] == 0) & (configs > 0)
+        limit = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0]) if untried.any() else math.inf
+        return Plan(kind, configs.copy(), self.window_steps, discard, limit)
+
+    def _families(self, configs: Array) -> set[int]:
+        found = {int(self.job.families[s, c]) for s, c in enumerate(configs)}
+        return {f for f in found if f >= 0}
+
+    # -- the policy's turns ------------------------------------------------------------------------------------
+
+    def observe(self) -> Array:
+        """What the policy sees of the slot whose turn it is, (turns.N_OBSERVATION,) float32."""
+        slot = self.turn
+        beside = np.where(np.arange(self.n_slots) < slot, self.choices, self.belief.best())
+        beside[slot] = 0
+        _, ahead, learned, worth = self.belief.ahead(slot, self.belief.saving(beside)[1] ** 2)
+        exposure, unsure = self.belief.exposure
+        saving, deviation = self.belief.saving(self.belief.best())
+        context = np.array(
+            [
+                self.job.share[slot],
+                exposure[slot],
+                unsure[slot],
+                50 * self.noise,
+                5 * self.last_saving,
+                5 * saving,
+                5 * deviation,
+                self.round / 16,
+                self.n_slots / 8,
+                slot / self.n_slots,
+                float(self.confirmed.any()),
+                self.comparisons / 4,
+            ]
+        )
+        figures = np.zeros((turns.N_PER_CONFIG, ahead.size))
+        figures[:3] = turns.believed(ahead, learned, worth)
+        figures[3] = np.minimum(self.tried[slot], 16) / 4
+        figures[4, self.choices[slot]] = float(self.round > 0)
+        figures[5, self.confirmed[slot]] = 1.0
+        return turns.observe(self.job.features[slot], context, figures, self.open[slot])
+
+    def decide(self, config: int) -> bool:
+        """The policy's choice for the slot whose turn it is; one that is not open runs as AUTO. Returns whether it
+        was open."""
+        slot = self.turn
+        ok = bool(self.open[slot, config])
+        choice = config if ok else 0
+        self.idle = self.idle if self.choices[slot] == choice and self.round else 0
+        self.choices[slot] = choice
+        self.turn += 1
+        if self.turn == self.n_slots:
+            self._round_is_chosen()
+        return ok
+
+    def _round_is_chosen(self) -> None:
+        """All slots have had their turn: a window under these choices, or the policy has nothing left to try."""
+        best = self.belief.best()
+        settled = self.round > 0 and (np.array_equal(self.choices, best) or self.idle >= self.rules.patience)
+        self.idle += 1
+        if not settled and self._seen[self.choices.tobytes()] > 1:
+            # Measured twice as a whole: which slot does what is learned from one slot at a time.
+            alone = self.round % self.n_slots
+            self.choices = np.where(np.arange(self.n_slots) == alone, self.choices, best)
+        self._seen[self.choices.tobytes()] += 1
+        if settled or self.round >= self.rules.rounds or self._is_spent():
+            self._propose(self.choices if settled else best, closing=True)
+
+    def _is_spent(self) -> bool:
+        return self.lost > self.rules.budget * max(self.steps, BUDGET_STEPS)
+
+    # -- comparisons -------------------------------------------------------------------------------------------
+
+    def _propose(self, table: Array, closing: bool) -> None:
+        """Compare a table with what is in force, or end the search where there is nothing to compare."""
+        same = np.array_equal(table, self.confirmed)
+        promised = self.belief.saving(table)[0] - self.belief.saving(self.confirmed)[0]
+        if same or promised < self.rules.least_gain or table.tobytes() in self._given_up:
+            if closing:
+                self._finish()
+            return
+        self.phase, self.closing = TABLE, closing
+        self.table, self.reference = table.copy(), self.confirmed.copy()
+        self.race, self._half = Race(self.noise * math.sqrt(2)), []
+
+    def _compare(self, plan: Plan, ms: float) -> None:
+        """One window of a comparison."""
+        race = self.race
+        assert race is not None
+        self._half.append((plan.kind, ms))
+        if len(self._half) < 2:
+            return
+        pair = dict(self._half)
+        self._half = []
+        race.add(pair[REFERENCE], pair[TABLE])
+        low, high = race.interval
+        if race.n >= 2 and low > 0:
+            self._accept(race)
+        elif high < self.rules.least_gain or race.n >= self.rules.pairs:
+            self._reject()
+
+    def _accept(self, race: Race) -> None:
+        if not self.confirmed.any():
+            self.marks.first_gain = self.steps if self.marks.first_gain < 0 else self.marks.first_gain
+            self.gain = race
+        self.confirmed = self.table.copy()
+        self._continue()
+
+    def _reject(self) -> None:
+        self._given_up.add(self.table.tobytes())
+        self._continue()
+
+    def _continue(self) -> None:
+        """After a comparison: on with the search, or the end."""
+        self.race = None
+        self.comparisons += 1
+        surprised = not np.array_equal(self.belief.best(), self.table) and self.comparisons < self.rules.comparisons
+        if self.closing and not surprised:
+            self._finish()
+        else:
+            self.phase, self.turn, self.idle = SEARCH, 0, 0
+
+    def _finish(self) -> None:
+        self.phase = WATCH
+        self.marks.verdict = self.steps if self.marks.verdict < 0 else self.marks.verdict
+        if self.confirmed.any() and self.marks.first_table < 0:
+            self.marks.first_table = self.steps
+        self.watch = Watch(self.noise, self.window_steps, self.rules, bool(self.confirmed.any()), self.steps)
+
+    # -- what a window gave ------------------------------------------------------------------------------------
+
+    def record(self, plan: Plan, seen: Measured) -> float:
+        """Take in a window. Returns the reward: default steps saved (below 0: lost) by all that was billed, / 100."""
+        self.steps += seen.billed
+        if plan.kind == PROFILE:
+            self._begin(seen)
+            self.turn = self.n_slots if self.before.any() else 0
+            self.choices = self.before.copy()  # what was good before is the first to be tried
+            return 0.0
+        default_ms = self.default_ms * math.exp(float(self.belief.mean[0]))
+        given_up = len(seen.step_ms) > 0 and float(seen.step_ms[-1]) > plan.limit_ms
+        saved = seen.billed - seen.billed_ms / default_ms
+        # A step that saves a checkpoint is not the search's doing, but a step that was given up is.
+        self.lost -= saved if given_up else seen.billed * (1 - middle(seen.step_ms) / default_ms)
+        if plan.kind != WATCH or not plan.configs.any():
+            self._learn(plan, seen, given_up)
+        if given_up:
+            self._give_up(plan)
+        else:
+            self.warm |= self._families(plan.configs)
+        self.running = plan.configs.copy()
+        if plan.kind == SEARCH:
+            self._after_round(given_up)
+        elif plan.kind in (REFERENCE, TABLE):
+            if given_up:
+                self._reject()
+            else:
+                self._compare(plan, middle(seen.step_ms))
+        else:
+            self._watched(plan, seen)
+        return saved / 100.0
+
+    def _learn(self, plan: Plan, seen: Measured, given_up: bool) -> None:
+        steps = seen.step_ms[-1:] if given_up else seen.step_ms
+        logs = np.log(steps / self.default_ms)
+        if len(logs) >= 3:
+            self._single.extend(logs - np.median(logs))
+        log_step = math.log(middle(steps) / self.default_ms) if len(steps) else math.nan
+        noise = window_noise(np.array(self._single), max(len(steps), 1))
+        if given_up:
+            noise = ONE_STEP if self._is_to_blame(plan.configs) else STRAGGLER
+        logs_us = np.log(np.asarray(seen.call_us, np.float64))
+        own = (plan.configs == 0) & np.isfinite(logs_us)
+        self.n_default += own
+        self.default_logs = np.where(
+            own, self.default_logs + (logs_us - self.default_logs) / self.n_default, self.default_logs
+        )
+        calls = np.where(seen.obeyed, logs_us - self.default_logs, np.nan)
+        # What NCCL did not obey says nothing of the config.
+        configs = np.where(seen.obeyed, plan.configs, 0)
+        self.belief.observe(configs, log_step, noise, calls, np.full(self.n_slots, CALL_NOISE), seen.billed)
+        if not given_up:
+            self.tried[np.arange(self.n_slots), configs] += 1
+        self.last_saving = -log_step if len(steps) else 0.0
+
+    def _give_up(self, plan: Plan) -> None:
+        """A step was far too long: this window's new configs go no further where it happens again."""
+        self.marks.canaries += 1
+        for s, config in enumerate(plan.configs):
+            if config and self.tried[s, config] == 0:
+                self.hits[s, config] += 1
+                self.banned[s, config] = self.hits[s, config] > 1
+
+    def _is_to_blame(self, configs: Array) -> bool:
+        """Whether a step that was far too long is these configs' doing, rather than chance."""
+        again = any(self.hits[s, c] > 0 and self.tried[s, c] == 0 for s, c in enumerate(configs) if c)
+        return again or _too_long(*self.belief.saving(configs)) > STRAY
+
+    def _after_round(self, given_up: bool) -> None:
+        self.round, self.turn = self.round + 1, 0
+        if given_up or self.confirmed.any() or self.round < self.rules.early:
+            return
+        table = self.belief.best()
+        mean, deviation = self.belief.saving(table)
+        if mean > 2 * deviation and mean > 3.0 * self.noise * math.sqrt(2):
+            self._propose(table, closing=False)
+
+    # -- after the verdict -------------------------------------------------------------------------------------
+
+    def _watch_plan(self) -> Plan:
+        """Windows under the confirmed table, and now and then one of the default. A checkpoint is no canary here."""
+        configs = np.zeros_like(self.confirmed) if self.watch.wants_default(self.steps) else self.confirmed
+        return replace(self._window(WATCH, configs), limit_ms=math.inf)
+
+    def _watched(self, plan: Plan, seen: Measured) -> None:
+        is_default = self.confirmed.any() and not plan.configs.any()
+        self.after += seen.billed
+        self.after_default += seen.billed * bool(is_default)
+        found = self.watch.saw(middle(seen.step_ms), bool(is_default), self.steps)
+        if found == HARMFUL:
+            self.marks.dropped += 1
+        if found in (HARMFUL, CHANGED):
+            self.reopen(keep=found == CHANGED)
+
+    def reopen(self, keep: bool = True) -> None:
+        """The job is another than before: measure the default anew and search again, from what was in force."""
+        self.marks.reopened += 1
+        self.before = self.confirmed if keep else np.zeros(self.n_slots, np.int64)
+        self.confirmed = np.zeros(self.n_slots, np.int64)
+        self.gain = None
+        self.phase = PROFILE
+
+
+def _too_long(saving: Any, deviation: Any) -> Any:
+    """Probability that a step takes more than GIVE_UP defaults, from what is believed to be saved of it."""
+    u = (1 - GIVE_UP - np.asarray(saving)) / np.maximum(deviation, 1e-6)
+    return 1 / (1 + np.exp(-np.clip(1.5976 * u + 0.07056 * u**3, -40, 40)))  # Bowling et al. 2009

@@ -1,0 +1,125 @@
+"""One test for every comparison of two tables: confirm, roll back, close, watch. It may be looked at after every pair.
+
+Pairs of neighbouring windows, one under each table, give log ratios of step times. Their running mean gets a
+confidence sequence: an interval that holds the true mean at *all* times at once with probability 1 - alpha, however
+often one looks and whatever makes one stop (the normal mixture of Robbins 1970, as in Howard et al. 2021,
+"Time-uniform, nonparametric, nonasymptotic confidence sequences", section 3.2). Step times are not normal: ratios far from the middle
+are pulled in (a straggler is no evidence), and the noise is that of this very job, with room for what is not known of
+it. ``tests/test_sequential.py`` measures how often it is wrong on autocorrelated, heavy-tailed and bimodal noise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+#: The chance that a comparison is ever wrong about its sign.
+ALPHA = 0.05
+#: Pairs at which the interval is narrowest for its level.
+TUNED_FOR = 4.0
+#: Ratios further from the middle than so many standard deviations are pulled in to there.
+CLIP = 3.0
+#: What is assumed beyond the measured noise, because it is measured from few windows and windows are not independent.
+ROOM = 1.25
+#: So many pairs' worth of evidence is what the noise measured before the comparison counts for.
+KNOWN_PAIRS = 6.0
+
+
+def half_width(n: float, alpha: float = ALPHA) -> float:
+    """Of the confidence sequence of a mean of ``n`` observations with standard deviation 1; infinite for none."""
+    if n <= 0:
+        return math.inf
+    level = 2 * math.log(1 / alpha) + math.log(1 + 2 * math.log(1 / alpha))
+    rho = TUNED_FOR / level
+    return math.sqrt((n + rho) * math.log((n + rho) / (rho * alpha**2))) / n
+
+
+@dataclass
+class Race:
+    """The comparison of a table with a reference. ``noise``: standard deviation of the log ratio of one pair, from
+    what was measured before."""
+
+    noise: float
+    alpha: float = ALPHA
+    logs: list[float] = field(default_factory=list)  # log(reference / table): above 0 the table is faster
+
+    def add(self, reference_ms: float, table_ms: float) -> None:
+        """One pair of windows."""
+        self.logs.append(math.log(reference_ms / table_ms))
+
+    @property
+    def n(self) -> int:
+        """Pairs so far."""
+        return len(self.logs)
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of one pair: what was known before and what the pairs show."""
+        x = np.array(self.logs)
+        scatter = 0.0
+        if len(x) > 1:
+            # Squares of a heavy tail mislead as its values do: nothing counts for more than CLIP robust deviations.
+            away = np.abs(x - np.median(x))
+            limit = CLIP * max(1.4826 * float(np.median(away)), self.noise)
+            scatter = float((np.minimum(away, limit) ** 2).sum())
+        return math.sqrt((KNOWN_PAIRS * self.noise**2 + scatter) / (KNOWN_PAIRS + max(len(x) - 1, 0)))
+
+    @property
+    def mean(self) -> float:
+        """Mean log ratio, far ones pulled in."""
+        x = np.array(self.logs)
+        if not len(x):
+            return 0.0
+        middle, reach = float(np.median(x)), CLIP * self.sigma
+        return float(np.clip(x, middle - reach, middle + reach).mean())
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Bounds of the true mean log ratio that hold at all times."""
+        width = ROOM * self.sigma * half_width(self.n, self.alpha)
+        return self.mean - width, self.mean + width
+
+    @property
+    def is_faster(self) -> bool:
+        """The table is faster than the reference, for sure."""
+        return self.interval[0] > 0
+
+    @property
+    def is_slower(self) -> bool:
+        """The table is slower than the reference, for sure."""
+        return self.interval[1] < 0
+
+
+def middle(durations: Array) -> float:
+    """Step time of a window: the mean without its extremes (one at each end of five steps, two of ten, ...).
+
+    A median would jump between the modes of a job whose steps have two; a mean follows one straggler.
+    """
+    x = np.sort(np.asarray(durations, np.float64))
+    cut = len(x) // 5
+    return float(x[cut : len(x) - cut].mean())
+
+
+def window_noise(logs: Array, n_steps: int) -> float:
+    """Standard deviation of a window's log step time, from the logs of single steps in their order.
+
+    Neighbouring steps go together: the variance of a mean of n is that of one times (1 + 2 sum r_k (1 - k / n)) / n,
+    with the autocorrelation taken as that of a first-order process. Robust against stragglers; never below 0.05 %.
+    """
+    x = np.asarray(logs, np.float64)
+    if len(x) < 4:
+        return 0.02
+    x = x - np.median(x)
+    scale = 1.4826 * float(np.median(np.abs(x)))
+    scale = max(scale, 0.5 * float(np.std(x)), 1e-4)
+    x = np.clip(x, -CLIP * scale, CLIP * scale)
+    variance = float((x**2).mean()) * len(x) / (len(x) - 1)
+    r = float(np.clip((x[1:] * x[:-1]).mean() / max(float((x**2).mean()), 1e-12), 0.0, 0.95))
+    k = np.arange(1, n_steps)
+    together = 1 + 2 * float((r**k * (1 - k / n_steps)).sum())
+    return max(math.sqrt(variance * together / n_steps), 5e-4)

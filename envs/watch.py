@@ -1,0 +1,88 @@
+"""After the verdict: is the table still worth having, and is the job still the one that was tuned?"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from .sequential import Race
+
+#: What a window after the verdict may say: the table is slower than the default; the job has changed for good.
+HARMFUL, CHANGED = "harmful", "changed"
+#: Windows by which the usual step time goes, and so many odd ones running are a change.
+USUAL, ODD = 64, 6
+#: Level of a single pair that is taken as proof by itself.
+AT_ONCE = 1e-3
+#: Steps that a visit to the default costs beside its window: there and back.
+SWITCHES = 8
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a search is run; steps are optimizer steps."""
+
+    profile_steps: int = 8
+    window_steps: tuple[int, int] = (5, 10)  # least and most counted steps of a window
+    good_noise: float = 0.004  # standard deviation of a window's log step time that is good enough
+    rounds: int = 30  # windows that the policy may ask for, at most
+    pairs: int = 12  # of one comparison, at most
+    comparisons: int = 4  # of one search, at most
+    early: int = 3  # windows after which a table that promises enough is confirmed before the search goes on
+    least_gain: float = 0.001  # part of the step below which a table is not worth a comparison
+    patience: int = 3  # windows running under one table that say: that is the policy's result
+    reveal: float = 0.5  # noise that a trial is judged by beforehand, in windows: it will not be the last
+    budget: float = 0.05  # part of the job's time that the search may lose against the default
+    watch_share: float = 0.008  # of the later steps that may run the default
+    change: float = 0.03  # lasting change of the step time that begins a new search
+
+
+class Watch:
+    """Sees a window after the other. ``noise``: standard deviation of a window's log step time."""
+
+    def __init__(self, noise: float, window_steps: int, rules: Rules, has_table: bool, now: int) -> None:
+        self.noise, self.rules, self.has_table = noise, rules, has_table
+        self.every = (window_steps + SWITCHES) / rules.watch_share
+        self.since, self.check = now, False
+        self.race = Race(noise * math.sqrt(2))
+        self._default_ms: float | None = None  # waits for the window under the table that follows
+        self._usual: deque[float] = deque(maxlen=USUAL)
+        self._odd: list[float] = []
+
+    def wants_default(self, now: int) -> bool:
+        """Whether the next window is the default's, given the steps so far."""
+        return self.has_table and (self.check or now - self.since >= self.every)
+
+    def saw(self, ms: float, is_default: bool, now: int) -> str:
+        """One window; HARMFUL, CHANGED or nothing."""
+        if not is_default:
+            return self._level(ms)
+        self.since, self.check = now, False
+        table_ms = self._odd[-1] if self._odd else self._usual[-1] if self._usual else None
+        if table_ms is None:
+            return ""
+        at_once = Race(self.race.noise, AT_ONCE)
+        for race in (self.race, at_once):
+            race.add(ms, table_ms)
+        return HARMFUL if self.race.is_slower or at_once.is_slower else ""
+
+    def _level(self, ms: float) -> str:
+        """Does the step time stay where it was? One odd window asks for the default, several in a row are a change."""
+        if len(self._usual) < 4:
+            self._usual.append(ms)
+            return ""
+        x = np.log(np.array(self._usual))
+        middle = float(np.median(x))
+        noise = max(self.noise, 1.4826 * float(np.median(np.abs(x - middle))))
+        off = math.log(ms) - middle
+        if abs(off) < max(4 * noise, self.rules.change):
+            self._odd.clear()
+            self._usual.append(ms)
+            return ""
+        if self._odd and (off > 0) != (math.log(self._odd[-1]) > middle):
+            self._odd.clear()
+        self._odd.append(ms)
+        self.check = self.has_table and off > 0 and len(self._odd) == 1
+        return CHANGED if len(self._odd) >= ODD else ""

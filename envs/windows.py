@@ -1,0 +1,83 @@
+"""What a search asks of a job, and what it gets: plans of windows, what they measured, and where they come from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..traces.records import PAIRS
+from .spaces import N_CHANNELS
+
+Array = np.ndarray[Any, Any]
+
+#: What a window is for. SEARCH: the policy's; the rest are the search's own.
+PROFILE, SEARCH, REFERENCE, TABLE, WATCH = "profile", "search", "reference", "table", "watch"
+#: Steps of a window that do not count after a table has changed, and more where an algorithm is new to a slot's
+#: communicator: NCCL connects lazily, and the first runs are slow.
+DISCARD, WARM_STEPS = 1, 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a window gave. ``step_ms`` (k,): the counted steps in order. ``call_us`` (s,): time of a slot's calls, NaN
+    where none was sampled. ``obeyed`` (s,): whether NCCL ran what was decided. ``billed``: steps that went by in all,
+    those before the table was in force included, and ``billed_ms`` their time."""
+
+    step_ms: Array
+    call_us: Array
+    obeyed: Array
+    billed: int
+    billed_ms: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The next window."""
+
+    kind: str
+    configs: Array  # (s,)
+    n_steps: int
+    discard: int = 0
+    limit_ms: float = math.inf
+
+
+@dataclass
+class Job:
+    """What the search is told of a job of ``s`` slots."""
+
+    features: Array  # (s, N_FEATURES)
+    mask: Array  # (s, N_CONFIGS) bool, aliases folded, AUTO always open
+    share: Array  # (s,) of the step
+    call_us: Array  # (s,) of the default's calls; NaN where no kernel was ever sampled
+    families: Array  # (s, N_CONFIGS) int: configs with the same number need one warm-up; negative: none
+
+
+class Windows(Protocol):
+    """Where the windows of one job come from."""
+
+    def begin(self) -> tuple[Job, Measured]:
+        """Default steps, and what they tell of the job. Raises ValueError where there is nothing to tune."""
+        ...
+
+    def measure(self, plan: Plan) -> Measured:
+        """Run a window: ``plan.n_steps`` counted steps with slot i under config ``plan.configs[i]``, after
+        ``plan.discard`` that do not count. Ends early with a step above ``plan.limit_ms``, which is then the last."""
+        ...
+
+
+#: Algorithm of each config as a number, -1 for AUTO's.
+_ALGO_NAMES = sorted({algo for algo, _ in PAIRS})
+_ALGOS = np.repeat([-1, *[_ALGO_NAMES.index(algo) for algo, _ in PAIRS]], N_CHANNELS)
+
+
+def warm_up_families(own_pair: Array) -> Array:
+    """(s, N_CONFIGS) int, see ``search.Job``: one number an algorithm, but for the ones that NCCL runs by itself.
+
+    ``own_pair`` (s,): index of NCCL's own pair.
+    """
+    own = _ALGOS[N_CHANNELS * (1 + np.asarray(own_pair, int))]
+    known = np.isin(_ALGOS, np.unique(own))
+    return np.tile(np.where(known, -1, _ALGOS), (len(own), 1))

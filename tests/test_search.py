@@ -1,0 +1,218 @@
+"""The search over whole jobs, in simulation and on a job whose truth is written here."""
+
+import math
+
+import numpy as np
+import pytest
+from dynamiccl.agent.rules import ExpectedImprovement, ThompsonSampling
+from dynamiccl.envs import turns
+from dynamiccl.envs.belief import Prior
+from dynamiccl.envs.search import GIVE_UP, Search
+from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
+from dynamiccl.envs.sim_windows import SimSearch, play
+from dynamiccl.envs.spaces import N_CONFIGS, config_index
+from dynamiccl.envs.watch import Rules, Watch
+from dynamiccl.envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, Job, Measured
+from dynamiccl.traces.fingerprint import N_FEATURES
+
+AGES = np.full(2, -1)
+
+
+@pytest.fixture(scope="module")
+def prior():
+    return Prior.load()
+
+
+class Told:
+    """A job of two slots; ``saving(configs)`` is its truth, ``noise`` the spread of one step."""
+
+    def __init__(self, saving, noise=0.004, seed=0):
+        self.saving, self.noise, self.rng = saving, noise, np.random.default_rng(seed)
+        self.running, self.windows = np.zeros(2, int), []
+        self.scale = 1.0
+
+    def begin(self):
+        mask = np.zeros((2, N_CONFIGS), bool)
+        mask[:, [0, 8, 16, 18, 20]] = True
+        features = np.zeros((2, N_FEATURES), np.float32)
+        job = Job(features, mask, np.array([0.3, 0.3]), np.array([100.0, 100.0]), np.full((2, N_CONFIGS), -1))
+        return job, self.measure_steps(np.zeros(2, int), 8, 3, math.inf)
+
+    def measure(self, plan):
+        self.windows.append(plan)
+        return self.measure_steps(plan.configs, plan.n_steps, plan.discard, plan.limit_ms)
+
+    def measure_steps(self, configs, n, discard, limit):
+        step = 100.0 * self.scale * (1 - self.saving(configs))
+        steps = step * np.exp(self.noise * self.rng.standard_normal(n))
+        if step > limit:
+            steps = steps[:1]
+        self.running = configs.copy()
+        billed = len(steps) + discard
+        return Measured(steps, np.full(2, np.nan), np.ones(2, bool), billed, billed * step)
+
+
+def run(told, prior, policy=None, rules=None, windows=400):
+    job, default = told.begin()
+    search = Search(job, default, prior, rules)
+    policy = policy or ExpectedImprovement()
+    rewards = 0.0
+    for _ in range(windows):
+        if search.is_over:
+            break
+        plan = search.plan()
+        if plan is None:
+            action, _ = policy.predict(search.observe())
+            search.decide(int(config_index(action[None])[0]))
+        else:
+            rewards += search.record(plan, told.measure(plan))
+    return search, rewards
+
+
+def go_on(search, told, windows):
+    for _ in range(windows):
+        plan = search.plan()
+        if plan is None:
+            search.decide(0)
+        else:
+            search.record(plan, told.measure(plan))
+
+
+def good(configs):
+    return 0.10 * (configs[0] == 20) + 0.05 * (configs[1] == 18)
+
+
+def test_it_finds_what_there_is_and_says_when(prior):
+    search, rewards = run(Told(good), prior)
+    assert search.confirmed.tolist() == [20, 18] and search.is_over
+    m = search.marks
+    assert 0 < m.first_gain <= m.verdict == search.steps < 500
+    low, high = search.gain.interval
+    assert low > 0 and low < -math.log(1 - 0.15) < high + 0.05
+    assert rewards == pytest.approx(sum_of_savings(search), rel=0.05)
+
+
+def sum_of_savings(search):
+    return -search.lost / 100
+
+
+def test_nothing_is_confirmed_where_nothing_helps(prior):
+    kept = [run(Told(lambda c: 0.0, noise=0.02, seed=s), prior)[0].confirmed.any() for s in range(40)]
+    assert sum(kept) <= 4
+
+
+def test_what_costs_is_never_left_in_force(prior):
+    for seed in range(20):
+        search, _ = run(Told(lambda c: -0.02 * (c > 0).sum(), noise=0.02, seed=seed), prior)
+        assert not search.confirmed.any()
+
+
+def test_a_step_that_is_far_too_long_ends_its_window(prior):
+    told = Told(lambda c: -1.0 * (c[0] == 16))
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    for _ in range(2):
+        for config in (16, 0):
+            assert search.decide(config)
+        plan = search.plan()
+        assert plan.limit_ms == pytest.approx(GIVE_UP * 100, rel=0.05)
+        seen = told.measure(plan)
+        assert len(seen.step_ms) == 1
+        search.record(plan, seen)
+    assert search.marks.canaries == 2 and not search.open[0, 16]
+    assert not search.decide(16) and search.choices[0] == 0  # what is masked runs as AUTO
+
+
+def test_turns_then_a_window_under_all(prior):
+    told = Told(good)
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    assert search.plan() is None and search.observe().shape == (turns.N_OBSERVATION,)
+    search.decide(20)
+    assert search.plan() is None
+    search.decide(18)
+    plan = search.plan()
+    assert plan.kind == SEARCH and plan.configs.tolist() == [20, 18]
+    search.record(plan, told.measure(plan))
+    seen = turns.seen(search.observe())
+    assert seen.count[0, 20] == 1 and seen.last[0, 20] and seen.open[0].sum() == 5
+    assert seen.context["share"][0] == pytest.approx(0.3)
+
+
+def test_comparisons_change_sides_from_pair_to_pair(prior):
+    told = Told(good, noise=0.01)
+    run(told, prior)
+    kinds = [p.kind for p in told.windows if p.kind in (REFERENCE, TABLE)]
+    assert kinds[:4] == [REFERENCE, TABLE, TABLE, REFERENCE]
+
+
+def test_a_table_that_turned_bad_is_gone_within_two_windows(prior):
+    told = Told(good)
+    search, _ = run(told, prior)
+    go_on(search, told, 30)
+    assert search.confirmed.any()
+    table = search.confirmed.copy()
+    told.saving = lambda c: -0.2 * (c > 0).any()
+    go_on(search, told, 2)
+    assert not search.confirmed.any() and search.marks.dropped == 1 and table.any()
+
+
+def test_a_small_true_gain_survives_the_watch(prior):
+    """And the watch runs less than 1 % of the steps under the default."""
+    kept, share, reopened = 0, [], 0
+    for seed in range(12):
+        told = Told(lambda c: 0.03 * (c[0] == 20), noise=0.01, seed=seed)
+        search, _ = run(told, prior, rules=Rules(pairs=40))
+        if not search.confirmed.any():
+            continue
+        told.saving = lambda c: 0.01 * (c[0] == 20)
+        go_on(search, told, 2500)
+        kept += bool(search.confirmed.any())
+        share.append(search.after_default / search.after)
+        reopened += search.marks.reopened
+    assert len(share) >= 10 and kept == len(share) and reopened == 0
+    assert 0 < max(share) <= 0.01
+
+
+def test_a_lasting_change_begins_a_new_search(prior):
+    told = Told(good)
+    search, _ = run(told, prior)
+    go_on(search, told, 20)
+    told.scale = 1.4
+    for _ in range(60):
+        if search.marks.reopened:
+            break
+        go_on(search, told, 1)
+    assert search.marks.reopened == 1 and search.marks.dropped == 0
+    assert search.plan().kind == PROFILE
+    policy = ExpectedImprovement()
+    for _ in range(400):
+        plan = search.plan()
+        if search.is_over:
+            break
+        if plan is None:
+            search.decide(int(config_index(policy.predict(search.observe())[0][None])[0]))
+        else:
+            search.record(plan, told.measure(plan))
+    assert search.confirmed.tolist() == [20, 18] and search.default_ms == pytest.approx(140, rel=0.05)
+
+
+def test_the_watch_asks_for_the_default_at_once_where_a_window_is_odd():
+    watch = Watch(0.005, 8, Rules(), True, 0)
+    for _ in range(10):
+        assert watch.saw(100.0, False, 0) == "" and not watch.wants_default(1)
+    watch.saw(120.0, False, 2)
+    assert watch.wants_default(3)
+    assert watch.saw(120.0, True, 4) == "" and not watch.wants_default(5)  # all is slower: not the table's doing
+
+
+def test_simulated_jobs_gain_and_none_ends_slower(prior):
+    jobs = draw_jobs(STANDARD, np.random.default_rng(11), 40)
+    _, best = oracle(jobs)
+    possible = 1 - best / jobs.step_us(np.zeros((40, SLOTS), int))[0]
+    for policy in (ExpectedImprovement(), ThompsonSampling()):
+        done = play(SimSearch(jobs.take(np.arange(40)), prior, np.random.default_rng(1)), policy)
+        saving = done.windows.saving(done.tables)
+        assert saving.min() > -0.005
+        assert saving.sum() > 0.4 * possible.sum()
+        assert np.median([s.marks.verdict for s in done.searches]) < 400

@@ -1,0 +1,83 @@
+"""The one test: how often it is wrong when it is looked at after every pair, on noise that is not kind."""
+
+import math
+
+import numpy as np
+import pytest
+from dynamiccl.envs.sequential import Race, half_width, middle, window_noise
+
+STEPS, GAP = 6, 4
+
+
+def normal(rng, n):
+    return rng.normal(0, 0.01, n)
+
+
+def heavy(rng, n):
+    return rng.standard_t(3, n) * 0.01
+
+
+def lasting(rng, n):
+    x, e = np.zeros(n), rng.standard_t(5, n) * 0.007
+    for i in range(1, n):
+        x[i] = 0.8 * x[i - 1] + e[i]
+    return x
+
+
+def two_paces(rng, n):
+    return np.cumsum(rng.random(n) < 0.05) % 2 * 0.02 + rng.normal(0, 0.003, n)
+
+
+def race(rng, noise, gain, pairs, stop):
+    """A comparison of a table that saves ``gain``: reference and table change places from pair to pair."""
+    x = noise(rng, 24 + pairs * 2 * (STEPS + GAP))
+    found, at = Race(window_noise(x[:24], STEPS) * math.sqrt(2)), 24
+    for k in range(pairs):
+        windows = []
+        for i in range(2):
+            logs = x[at : at + STEPS] - gain * ((k + i) % 2)
+            windows.append(middle(np.exp(logs)))
+            at += STEPS + GAP
+        found.add(*(windows if k % 2 == 0 else windows[::-1]))
+        if stop(found):
+            return True, found
+    return False, found
+
+
+@pytest.mark.parametrize("noise", [normal, heavy, lasting, two_paces])
+def test_it_is_seldom_wrong_however_often_one_looks(noise):
+    rng = np.random.default_rng(1)
+    wrong = [race(rng, noise, 0.0, 40, lambda r: r.n >= 2 and r.is_faster)[0] for _ in range(150)]
+    # 2.5 % is the level of one side; no more than what 150 runs of twice that could show.
+    assert sum(wrong) <= 14
+
+
+def test_a_difference_is_found_and_a_large_one_at_once():
+    rng = np.random.default_rng(2)
+    pairs = [race(rng, normal, 0.02, 60, lambda r: r.n >= 2 and r.is_faster) for _ in range(50)]
+    assert all(done for done, _ in pairs)
+    assert np.median([r.n for _, r in pairs]) <= 10
+    harm = [race(rng, normal, -0.2, 2, lambda r: r.is_slower) for _ in range(50)]
+    assert all(done for done, _ in harm)
+
+
+def test_the_interval_shrinks_and_one_straggler_does_not_decide():
+    widths = [half_width(n) for n in (0, 1, 4, 16, 64)]
+    assert widths == sorted(widths, reverse=True) and widths[0] == math.inf
+    found = Race(0.01)
+    for _ in range(6):
+        found.add(1.0, 1.0)
+    found.add(3.0, 1.0)
+    assert not found.is_faster and abs(found.mean) < 0.02
+
+
+def test_a_window_is_its_middle_and_its_noise_knows_that_steps_go_together():
+    assert middle(np.array([1.0, 1.0, 1.0, 1.0, 9.0])) == 1.0
+    assert middle(np.array([2.0])) == 2.0
+    rng = np.random.default_rng(3)
+    single = np.median([window_noise(normal(rng, 64), 1) for _ in range(40)])
+    assert single == pytest.approx(0.01, rel=0.15)
+    independent = np.median([window_noise(normal(rng, 64), 8) for _ in range(40)])
+    x = lasting(rng, 64 * 40)
+    together = np.median([window_noise(part, 8) / window_noise(part, 1) for part in x.reshape(40, 64)])
+    assert independent / single < 0.5 < together
