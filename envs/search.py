@@ -64,7 +64,9 @@ class Search:
         self.prior = prior
         self.default_logs, self.n_default = np.log(job.call_us), np.ones(self.n_slots)  # of the default's calls
         self.confirmed: Array = np.zeros(self.n_slots, np.int64)  # in force when nothing is tried
-        self.gain: Race | None = None  # what confirmed it
+        self.races: list[
+            Race
+        ] = []  # what confirmed it: the first against the default, each other against the one before
         self.running: Array = np.zeros(self.n_slots, np.int64)  # under what the job runs now
         self.before = self.confirmed
         self.after = self.after_default = 0  # steps since the verdict; of them under the default
@@ -137,6 +139,12 @@ class Search:
     def _families(self, configs: Array) -> set[int]:
         found = {int(self.job.families[s, c]) for s, c in enumerate(configs)}
         return {f for f in found if f >= 0}
+
+    @property
+    def gain(self) -> tuple[float, float, float]:
+        """Mean of the log of the default's step time over the confirmed table's, and its interval."""
+        bounds = [race.interval for race in self.races]
+        return sum(r.mean for r in self.races), sum(b[0] for b in bounds), sum(b[1] for b in bounds)
 
     # -- the policy's turns ------------------------------------------------------------------------------------
 
@@ -233,7 +241,7 @@ class Search:
     def _accept(self, race: Race) -> None:
         if not self.confirmed.any():
             self.marks.first_gain = self.steps if self.marks.first_gain < 0 else self.marks.first_gain
-            self.gain = race
+        self.races.append(race)
         self.confirmed = self.table.copy()
         self._continue()
 
@@ -358,7 +366,7 @@ class Search:
         self.marks.reopened += 1
         self.before = self.confirmed if keep else np.zeros(self.n_slots, np.int64)
         self.confirmed = np.zeros(self.n_slots, np.int64)
-        self.gain = None
+        self.races = []
         self.phase = PROFILE
 
 

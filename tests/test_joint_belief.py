@@ -114,6 +114,8 @@ def test_exposure_is_found(jobs, prior):
                     saved.append(belief.share[slot] * (1 - np.exp(calls[slot])))
                     felt.append(1 - np.exp(step))
                 observe(belief, table, step, calls)
+            if np.dot(saved, saved) < 1e-4:
+                continue  # all take the same time: there is no telling
             true = float(np.clip(np.dot(saved, felt) / np.dot(saved, saved), 0, 1.3))
             before.append(abs(guess - true))
             after.append(abs(belief.exposure[0][slot] - true))

@@ -87,8 +87,8 @@ def test_it_finds_what_there_is_and_says_when(prior):
     assert search.confirmed.tolist() == [20, 18] and search.is_over
     m = search.marks
     assert 0 < m.first_gain <= m.verdict == search.steps < 500
-    low, high = search.gain.interval
-    assert low > 0 and low < -math.log(1 - 0.15) < high + 0.05
+    mean, low, high = search.gain
+    assert 0 < low < -math.log(1 - 0.15) < high and mean == pytest.approx(-math.log(1 - 0.15), abs=0.02)
     assert rewards == pytest.approx(sum_of_savings(search), rel=0.05)
 
 
