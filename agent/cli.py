@@ -33,6 +33,8 @@ COMMANDS = {
     "import": "import_",
     "advise": "advise",
     "diff": "diff",
+    "why": "why",
+    "compare": "compare",
     "record": "record",
     "plan": "plan",
     "model": "model",

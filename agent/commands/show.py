@@ -32,7 +32,7 @@ def show(
         read = Trace.read(trace)
     except TraceError as error:
         fail(str(error))
-    story = tell(read, _summary(read.folder), events)
+    story = tell(read, summary_of(read.folder), events)
     if json:
         typer.echo(json_module.dumps(story, indent=2, allow_nan=False))
     else:
@@ -76,7 +76,7 @@ def tell(trace: Trace, summary: dict[str, Any], n_events: int = 0) -> dict[str, 
     return told
 
 
-def _summary(folder: Path) -> dict[str, Any]:
+def summary_of(folder: Path) -> dict[str, Any]:
     """The summary that the run left beside its trace, {} if it never got so far."""
     for path in (folder / "summary.json", folder.parent / "summary.json"):
         try:

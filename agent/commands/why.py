@@ -1,0 +1,44 @@
+"""``dynamiccl why``: the chain behind each row of a run's table."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import fail
+
+
+def why(
+    run: Annotated[Path, typer.Argument(help="A trace folder, or the folder of a run.")],
+    slot: Annotated[
+        str,
+        typer.Argument(help="Only slots whose name contains this, e.g. all_gather or '<=256 MiB'.", show_default=False),
+    ] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Why each decision was made: NCCL's prices, what was tried and measured, how sure, and why not the next best.
+
+    \b
+    dynamiccl why runs/tune/latest
+    dynamiccl why runs/tune/latest reduce_scatter
+    """
+    from ...traces.files import Trace, TraceError
+    from ..why import chains, lines
+    from .show import summary_of
+
+    try:
+        trace = Trace.read(run)
+        found = chains(trace, summary_of(trace.folder), slot)
+    except TraceError as error:
+        fail(str(error))
+    if not found:
+        fail(f"no slot of {run} is called {slot!r}: `dynamiccl show {run}` lists them")
+    if json:
+        typer.echo(json_module.dumps(found, indent=1, allow_nan=False))
+        return
+    for chain in found:
+        for line in lines(chain):
+            typer.echo(line)
