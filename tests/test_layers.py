@@ -22,7 +22,7 @@ KNOW_THE_JOB = ("agent/commands/",)
 #: their own.
 WORKLOAD_LINES = {
     "the engine": (2000, ()),
-    "the job": (900, ("data.py", "launch.py", "model.py", "peers.py", "train.py")),
+    "the job": (900, ("data.py", "launch.py", "model.py", "parallel.py", "peers.py", "train.py")),
     "the planner": (230, ("planner.py",)),
     "the dry run": (300, ("dryrun.py", "dryrun_models.py")),
 }

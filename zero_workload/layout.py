@@ -209,7 +209,7 @@ class Row:
             bucket.comm, n = comm, bucket.numel // comm.size
             cut_up = stage == 3 or (stage > 0 and self.trainable)
             bucket.owned = slice(comm.rank * n, (comm.rank + 1) * n) if cut_up else slice(0, bucket.numel)
-        exact = local(params[0]).new_zeros(total, dtype=settings.master(dtype))
+        exact = torch.zeros(total, dtype=settings.master(dtype), device=params[0].device)
         for index in indices:
             self.view(exact, index).copy_(local(params[index]).detach())
         for part in self._split(exact):

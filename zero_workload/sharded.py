@@ -4,7 +4,7 @@ by hooks on its module, in backward by hooks on its output (gather) and its inpu
 
 import math
 import time
-from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -12,31 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .boundary import Entry, bring_back, send_away, tensors_in
 from .layout import State, Unit, point
 from .reducer import Reducer
-
-
-class _AfterBackward(torch.autograd.Function):
-    """Identity on a unit's inputs: its backward runs when every operation inside the unit has run its own."""
-
-    @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *tensors: torch.Tensor) -> Any:
-        ctx.done = done
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.done()
-        return None, *grads
 
 
 class Sharded:
     """The part of a model whose parameters are sharded at rest: ``units``, the root's first."""
 
-    def __init__(self, units: list[Unit], reducer: Reducer) -> None:
-        self.comm, self.params, self.reducer = reducer.comm, reducer.params, reducer
+    #: A unit that only some ranks call, for the first time after the first pass: how long these wait for the others.
+    PATIENCE = timedelta(seconds=60)
+
+    def __init__(self, units: list[Unit], reducer: Reducer, names: list[str]) -> None:
+        self.comm, self.params, self.reducer, self.names = reducer.comm, reducer.params, reducer, names
         settings, self.keep_last = reducer.settings, reducer.settings.keep_last
         self.prefetch = 1 if settings.prefetch == "auto" else int(settings.prefetch)
         self.prefetch_reason = "as asked for"
@@ -45,6 +35,8 @@ class Sharded:
         self._since = 0.0
         self.order: list[Unit] = []  # forward calls as the last pass made them
         self._cursor, self._known = 0, False  # known: a whole forward pass was seen, `order` says what comes last
+        self._inside: list[Entry] = []  # forward calls that have begun and not ended
+        self._skipped: list[int] = []  # places in `order` that this rank passed by
         self.units = [u for u in units if u.params]
         for unit in self.units:
             unit.rows = reducer.rows(unit.params, 3)
@@ -52,7 +44,7 @@ class Sharded:
             unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(partial(self._post_forward, unit))
             for index in (i for row in unit.rows if row.trainable for i in row.begins):
-                self.params[index].register_post_accumulate_grad_hook(lambda _, i=index: reducer.begin_backward(i))
+                self.params[index].register_post_accumulate_grad_hook(partial(self._on_grad, unit, index))
         self.buckets = [b for u in self.units for b in u.buckets]
         reducer.at_end.append(self._flush)
 
@@ -75,6 +67,7 @@ class Sharded:
             unit.gathers, unit.state = [], State.GATHERED
             for row in unit.rows:
                 for index in row.begins:
+                    bring_back(self.params[index])
                     point(self.params[index], row.view(row.arena, index))
 
     def free(self, unit: Unit) -> None:
@@ -91,6 +84,7 @@ class Sharded:
         for row in unit.rows:
             for index in row.begins:
                 point(self.params[index], row.arena.new_empty(0))
+                send_away(self.params[index], self.names[index], unit.name)
             row.arena.untyped_storage().resize_(0)
         unit.state = State.SHARDED
 
@@ -112,15 +106,56 @@ class Sharded:
             self._choose_prefetch(self._spans)
         del self.order[self._cursor :]
         self._known, self._cursor = bool(self.order), 0
+        self._inside.clear()
 
-    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.reducer.in_backward:  # activation checkpointing runs the forward again: only parameters are needed
-            self.wait(unit)
-            return None
-        here = self._cursor
-        if here < len(self.order) and self.order[here] is not unit:
-            del self.order[here:]  # the model takes another path than last time
+    def end_forward(self) -> None:
+        """At the end of it: other ranks may have used more."""
+        if self.units and not self.reducer.in_backward:
+            self._reach(None)
+
+    def _reach(self, unit: Unit | None) -> None:
+        """Take part in what the other ranks gather until they come to ``unit`` (``None``: the end), and this one skips.
+
+        What they do is known from the last pass. Before that, and on a path that is new, all say where they are, and
+        those that are ahead wait.
+        """
+        rest = self.order[self._cursor :]
+        if self._known and (unit is None or unit in rest):
+            for other in rest if unit is None else rest[: rest.index(unit)]:
+                self._pass_by(other)
+            return
+        if self._known:
+            del self.order[self._cursor :]
             self._known = False
+        if self.comm.backend == "fake":
+            return
+        mine = len(self.units) if unit is None else self.units.index(unit)
+        while (least := self._least(mine)) < mine:
+            self._pass_by(self.units[least])
+
+    def _least(self, mine: int) -> int:
+        """The least of all ranks' numbers."""
+        number = torch.tensor([mine], device=self.params[0].device)
+        for comm in filter(None, (self.comm, self.comm.replicas)):
+            try:
+                comm.all_reduce(number, dist.ReduceOp.MIN).wait(self.PATIENCE)
+            except RuntimeError as error:
+                name = self.units[mine].name if mine < len(self.units) else "the end"
+                raise RuntimeError(
+                    f"this rank goes on to {name}, which no rank did in the pass before, and not all ranks do it now: "
+                    "stage 3 gathers it on all of them. Call it on every rank, or replicate it with zero(..., hybrid=N)"
+                ) from error
+        return int(number.item())
+
+    def _pass_by(self, unit: Unit) -> None:
+        """``unit`` is used by other ranks only: gather it with them, as if it ran here."""
+        if torch.is_grad_enabled():
+            self._skipped.append(self._cursor)
+        self._enter(unit)
+        self._leave(unit)
+
+    def _enter(self, unit: Unit) -> None:
+        here = self._cursor
         if here == len(self.order):
             self.order.append(unit)
         self._cursor += 1
@@ -132,15 +167,29 @@ class Sharded:
             for ahead in self.order[here : here + 1 + self.prefetch]:
                 self.gather(ahead)
             self.wait(unit)
+        unit.uses += torch.is_grad_enabled()
+
+    def _leave(self, unit: Unit) -> None:
+        # Backward begins with these: it would gather them again at once.
+        last = self._known and unit in self.order[-1 - self.prefetch :]
+        if not (torch.is_grad_enabled() and self.keep_last and (last or unit.name == "root")):
+            self.free(unit)
+
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.reducer.in_backward:  # activation checkpointing runs the forward again: only parameters are needed
+            self.wait(unit)
+            return None
+        self._reach(unit)
+        self._enter(unit)
         if not torch.is_grad_enabled():
             return None
-        unit.uses += 1
         flat, spec = tree_flatten((args, kwargs))
         picked = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and x.requires_grad]
-        if not picked:
-            return None
-        outputs = _AfterBackward.apply(partial(self._after_backward, unit), *(flat[i] for i in picked))
-        for i, tensor in zip(picked, outputs, strict=True):
+        # A tensor inside an object cannot be exchanged: then the unit waits for the end of backward.
+        if any(t.requires_grad for t in tensors_in([x for x in flat if not isinstance(x, torch.Tensor)])):
+            picked = []
+        self._inside.append(Entry(partial(self._after_backward, unit), [flat[i] for i in picked]))
+        for i, tensor in zip(picked, self._inside[-1].tensors, strict=True):
             flat[i] = tensor
         return tree_unflatten(flat, spec)
 
@@ -149,27 +198,42 @@ class Sharded:
             return
         if self._spans is not None and self._known and unit.name != "root":
             self._clock("compute")
-        if torch.is_grad_enabled():
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        if torch.is_grad_enabled() and self._inside:
+            self._inside.pop().leave()
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
                     tensor.register_hook(partial(self._before_backward, unit))
-            # Backward begins with these: it would gather them again at once.
-            last = self._known and unit in self.order[-1 - self.prefetch :]
-            if self.keep_last and (last or unit.name == "root"):
-                return
-        self.free(unit)
+        self._leave(unit)
 
     # Backward ------------------------------------------------------------------------------------------------------
 
-    def _before_backward(self, unit: Unit, grad: torch.Tensor) -> None:
+    def _on_grad(self, unit: Unit, index: int, param: nn.Parameter) -> None:
+        self.reducer.begin_backward(index)
+        if unit.state is State.REDUCED:
+            raise RuntimeError(
+                f"{self.names[index]} got a gradient when {unit.name} was done: a tensor came into that module by "
+                "another way than its arguments. Pass it to forward"
+            )
+
+    def _before_backward(self, unit: Unit, grad: torch.Tensor | None) -> None:
         self.reducer.begin_backward()
         if unit.uses == 0:
             return
+        places = [i for i, u in enumerate(self.order) if u is unit]
+        here = places[min(unit.uses, len(places)) - 1]
+        self._catch_up(here)
         self.gather(unit)
-        last = max(i for i, u in enumerate(self.order) if u is unit)
-        for before in [u for u in reversed(self.order[:last]) if u.uses][: self.prefetch]:
+        for before in [u for u in reversed(self.order[:here]) if u.uses][: self.prefetch]:
             self.gather(before)
         self.wait(unit)
+
+    def _catch_up(self, here: int) -> None:
+        """What this rank passed by in forward, from the end of `order` back to ``here``: as if it had run."""
+        while self._skipped and self._skipped[-1] > here:
+            unit = self.order[self._skipped.pop()]
+            if unit.uses:
+                self._before_backward(unit, None)
+                self._after_backward(unit)
 
     def _after_backward(self, unit: Unit) -> None:
         unit.uses -= 1
@@ -186,6 +250,7 @@ class Sharded:
 
     def _flush(self) -> None:
         """At the end of a backward pass: reduce the units whose inputs carry no gradient, or that were not used."""
+        self._catch_up(-1)
         for unit in reversed(self.units):
             if unit.state is not State.REDUCED:
                 self._reduce(unit)

@@ -150,11 +150,12 @@ class Engine:
         large = [u for u in units if sum(self.shapes[i].numel() for i in u.params) >= least]
         self.reducer = Reducer(comm, experts, self.params, settings)
         self.replicated = Replicated([u for u in units if u not in large], self.reducer)
-        self.sharded = Sharded(large, self.reducer)
+        self.sharded = Sharded(large, self.reducer, self.names)
         if self.replicated.buckets and self.stage:  # module by module: what forward begins with waits least
             for u in find_units(model, "block", 1):
                 u.module.register_forward_pre_hook(lambda module, args, u=u: self.replicated.wait(u), prepend=True)
         model.register_forward_pre_hook(lambda module, args: self.sharded.begin_forward(), prepend=True)
+        model.register_forward_hook(lambda module, args, output: self.sharded.end_forward())
         self.buckets = [b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None]
         self.loss_scale = settings.loss_scale if torch.float16 in {b.full.dtype for b in self.buckets} else None
         self.owned = parts_of(self.buckets, self.shapes, bool(settings.whole_params))

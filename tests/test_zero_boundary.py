@@ -1,0 +1,165 @@
+"""Modules that do at their boundary what modules may: they train as on one process, or all ranks say what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dynamiccl.zero_workload import zero
+from dynamiccl.zero_workload.sharded import Sharded
+from torch import nn
+from world import World
+
+
+@dataclass
+class Hidden:
+    """What a block returns; no pytree knows it."""
+
+    x: torch.Tensor
+    kept: list[torch.Tensor]
+
+
+class InObjects(nn.Module):
+    """Takes and returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        x = torch.tanh(self.linear(hidden.x)) * hidden.kept[0]
+        return Hidden(x, [*hidden.kept, x])
+
+
+class InPlace(nn.Module):
+    """Changes its input before it uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+class Outside(nn.Module):
+    """Its ``weight`` is used by whoever has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+class Model(nn.Module):
+    """Three blocks of a kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first = nn.Linear(6, 6)
+        block = {"objects": InObjects, "outside": Outside}.get(kind, InPlace)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skip: int = -1) -> torch.Tensor:
+        x = self.first(x)
+        if self.kind == "objects":
+            hidden = Hidden(x, [x])
+            for block in self.blocks:
+                hidden = block(hidden)
+            return (hidden.x * hidden.kept[1]).square().mean()
+        for number, block in enumerate(self.blocks):
+            if self.kind == "outside":
+                x = F.linear(x, block.weight)
+            elif number != skip:
+                y = block(x)
+                # What the block did to x in place is part of x: also of its gradient.
+                x = x + y if self.kind == "residual" else y
+        return x.square().mean()
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step)) + 0.3
+
+
+def skipped(kind: str, step: int, rank: int) -> int:
+    """The block that this rank leaves out in this step."""
+    return {0: 1, 1: 2, 2: -1, 3: 0}[step] if kind == "skip" and rank else -1
+
+
+def alone(kind: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Model(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        parts = enumerate(batch(step).chunk(2))
+        sum(model(part, skipped(kind, step, rank)) / 2 for rank, part in parts).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def trained(kind: str, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str]:
+    torch.manual_seed(0)
+    model, rank = Model(kind), dist.get_rank()
+    engine = zero(
+        model, lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9), param_dtype=torch.float32, min_unit=1, **settings
+    )
+    for step in range(4):
+        try:
+            engine.backward(model(batch(step).chunk(2)[rank], skipped(kind, step, rank)))
+        except RuntimeError as error:
+            return {}, str(error)
+        engine.step()
+    refused = ""
+    try:
+        model.state_dict()
+    except RuntimeError as error:
+        refused = str(error)
+    return engine.state_dict(), refused
+
+
+@pytest.mark.parametrize("kind", ["objects", "in place", "residual", "skip"])
+def test_modules_may_do_this_at_every_stage(kind: str, two: World) -> None:
+    wanted = alone(kind)
+    forms: list[dict[str, Any]] = [{"stage": 0}, {"stage": 2}, *({"stage": 3, "prefetch": n} for n in (0, 1, 2))]
+    for settings in [*forms, {"stage": 3, "keep_last": False}]:
+        for got, refused in two.run(trained, kind, settings):
+            assert got, refused
+            for name, value in wanted.items():
+                assert torch.allclose(got[name], value, rtol=1e-5, atol=1e-7), (settings, name)
+            at_3 = "at stage 3 the model holds none of its parameters: take engine.state_dict(), on every rank"
+            assert refused.startswith(at_3) if settings["stage"] == 3 else refused == ""
+
+
+def test_a_weight_used_outside_its_module_is_named_on_every_rank(two: World) -> None:
+    for _, said in two.run(trained, "outside", {"stage": 3}):
+        assert said.startswith("blocks.0.weight is used outside the forward of blocks.0, where stage 3 holds a shard")
+        assert "call that module, or keep it whole with zero(..., hybrid=N)" in said
+    for got, _ in two.run(trained, "outside", {"stage": 3, "hybrid": 100}):
+        assert torch.allclose(got["blocks.0.weight"], alone("outside")["blocks.0.weight"], rtol=1e-5, atol=1e-7)
+
+
+def test_a_path_that_one_rank_takes_alone_is_named() -> None:
+    class Silent:
+        """A collective that no one else joins."""
+
+        def all_reduce(self, *_: Any) -> Any:
+            def wait(_: Any) -> None:
+                raise RuntimeError("Timed out")
+
+            return SimpleNamespace(wait=wait)
+
+    sharded = Sharded.__new__(Sharded)
+    sharded.params, sharded.units = [torch.zeros(1)], [SimpleNamespace(name="blocks.1")]  # type: ignore[list-item]
+    sharded.comm = SimpleNamespace(all_reduce=Silent().all_reduce, replicas=None)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match=r"this rank goes on to blocks\.1, .* Call it on every rank, or"):
+        sharded._least(0)
