@@ -38,7 +38,7 @@ from .assemble import (
     complete,
     empty,
 )
-from .header import FORMAT, new_header, plain
+from .header import FORMAT, masked, new_header, plain
 from .records import Slot
 
 #: What a profile shows beside the collectives: kernels that compute. ``blocks`` is the grid's size; from imports only.
@@ -114,7 +114,7 @@ class TraceWriter:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TraceError(f"cannot make the trace folder {self.folder}: {error.strerror}") from None
-        self.header = {**new_header(), **old, **plain(header), "format": FORMAT}
+        self.header = {**new_header(), **old, **_without_secrets(plain(header)), "format": FORMAT}
         self._write_header()
         self._buffers: dict[str, list[pd.DataFrame]] = {kind: [] for kind in _SEGMENTED}
         self._next = {kind: _next_segment(self.folder, kind) for kind in _SEGMENTED}
@@ -131,7 +131,7 @@ class TraceWriter:
 
     def update_header(self, **fields: Any) -> None:
         """Add what became known later (NCCL's version, the communicator's size); rewrites header.json."""
-        self.header.update(plain(fields))
+        self.header.update(_without_secrets(plain(fields)))
         self._write_header()
 
     def drain(
@@ -275,6 +275,10 @@ class Trace:
         """Rules of each table that was published, by generation; generation 0 (no rule) is always there."""
         logged = [line["table"] for line in self.log if line["kind"] == "table"]
         return {0: (), **{int(t["generation"]): tuple(t["rules"]) for t in logged}}
+
+
+def _without_secrets(header: dict[str, Any]) -> dict[str, Any]:
+    return {key: masked(value) if isinstance(value, str) else value for key, value in header.items()}
 
 
 def _own_files(folder: Path) -> list[Path]:

@@ -1,9 +1,10 @@
-"""What every trace says of itself, and how values become JSON."""
+"""What every trace says of itself, without secrets, and how values become JSON."""
 
 from __future__ import annotations
 
 import math
 import platform
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -36,8 +37,28 @@ def new_header() -> dict[str, Any]:
         "kernel": platform.release(),
         "versions": versions,
         "commit": _commit(),
-        "command": " ".join(sys.argv),
+        "command": masked(" ".join(sys.argv)),
     }
+
+
+#: Names of options and variables whose value is a secret, and values that are one whatever they are called.
+_SECRET_NAME = r"[\w.-]*(?:token|(?:secret|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key|credential)s?)"
+_SECRETS = (
+    re.compile(rf"(?i)(?P<keep>(?<![\w-])(?:--?)?{_SECRET_NAME}(?:\s*[=:]\s*|\s+)[\"']?)(?P<secret>[^\s\"']+)"),
+    re.compile(r"(?P<keep>\w+://[^\s/:@]+:)(?P<secret>[^\s/@]+)(?=@)"),
+    re.compile(r"(?P<keep>(?i:bearer|basic)\s+)(?P<secret>[\w.~+/=-]{8,})"),
+    re.compile(
+        r"(?P<keep>)(?P<secret>\b(?:hf_\w{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{16,}"
+        r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+))"
+    ),
+)
+
+
+def masked(text: str) -> str:
+    """``text`` (a command line) with the secrets in it, as far as they have a known form, replaced by ``***``."""
+    for pattern in _SECRETS:
+        text = pattern.sub(lambda found: f"{found['keep']}***", text)
+    return text
 
 
 def _commit() -> str | None:
