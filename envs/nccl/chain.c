@@ -40,15 +40,17 @@ static void leave_out(const char* why) {
             why);
 }
 
+void* dccl_open_library(const char* name, const char* pattern) {
+  void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+  char full[PATH_MAX];
+  if (library != NULL || snprintf(full, sizeof full, pattern, name) >= PATH_MAX) return library;
+  return dlopen(full, RTLD_NOW | RTLD_LOCAL);
+}
+
 static void load(void) {
   const char* name = getenv("DYNAMICCL_NEXT_PROFILER");
   if (name == NULL || *name == 0) return;
-  void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-  if (library == NULL) {
-    char full[PATH_MAX];
-    snprintf(full, sizeof full, "libnccl-profiler-%s.so", name);
-    library = dlopen(full, RTLD_NOW | RTLD_LOCAL);
-  }
+  void* library = dccl_open_library(name, "libnccl-profiler-%s.so");
   if (library == NULL) {
     leave_out("cannot be loaded");
     return;

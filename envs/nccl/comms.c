@@ -87,18 +87,21 @@ void dccl_comms_after_fork(void) {
 // NCCL prices the collectives of a group together: it asks with the sum of their sizes and then enqueues each
 // with its own. All of a group's questions come before its first collective.
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes) {
-  atomic_fetch_add_explicit(&n_asked, 1, memory_order_relaxed);
+  // No locked addition in every collective's path: of two threads at once one may not be counted.
+  atomic_store_explicit(&n_asked, atomic_load_explicit(&n_asked, memory_order_relaxed) + 1,
+                        memory_order_relaxed);
   if (seat == NULL) return;
   uint32_t n = 0;
   if (!atomic_load_explicit(&seat->asks[func].answered, memory_order_relaxed))
     n = atomic_load_explicit(&seat->asks[func].n, memory_order_relaxed);
   else
     atomic_store_explicit(&seat->asks[func].answered, false, memory_order_relaxed);
-  for (uint32_t i = 0; i < n && i < ASKS; i++) {  // some releases ask several times for one collective
+  if (n == ASKS) return;
+  for (uint32_t i = 0; i < n; i++) {  // some releases ask several times for one collective
     if (atomic_load_explicit(&seat->asks[func].n_bytes[i], memory_order_relaxed) == n_bytes) return;
   }
-  if (n < ASKS) atomic_store_explicit(&seat->asks[func].n_bytes[n++], n_bytes, memory_order_relaxed);
-  atomic_store_explicit(&seat->asks[func].n, n, memory_order_relaxed);
+  atomic_store_explicit(&seat->asks[func].n_bytes[n], n_bytes, memory_order_relaxed);
+  atomic_store_explicit(&seat->asks[func].n, n + 1, memory_order_relaxed);
 }
 
 uint64_t dccl_note_coll(struct dccl_seat* seat, uint8_t func, uint64_t n_bytes) {

@@ -44,14 +44,9 @@ static bool take_from(void* library) {
   return any;
 }
 
-// A path or name as NCCL takes it, else completed by `pattern`.
 static void* open_named(const char* name, const char* pattern) {
   snprintf(source, sizeof source, "%s", name);
-  void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-  if (library != NULL || strchr(name, '/') != NULL) return library;
-  char full[PATH_MAX];
-  snprintf(full, sizeof full, pattern, name);
-  return dlopen(full, RTLD_NOW | RTLD_LOCAL);
+  return dccl_open_library(name, pattern);
 }
 
 static bool take_from_net(void) {

@@ -66,6 +66,8 @@ struct dccl_decision {
 // writer. `class` is dccl_class() of the communicator.
 bool dccl_lookup(uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision);
 uint32_t dccl_generation(void);
+// Changes with every table that becomes active; 39 bits.
+uint64_t dccl_epoch(void);
 // Loads the table that DYNAMICCL_TABLE names (a job without a daemon), once.
 void dccl_load_static_table(void);
 void dccl_table_after_fork(void);
@@ -208,6 +210,10 @@ bool dccl_next_tuner_has_chunk_size(const struct dccl_next_tuner* next);
 int dccl_next_tuner_chunk_size(const struct dccl_next_tuner* next, int func, size_t n_bytes, int algo,
                                int proto, int n_channels, size_t* chunk_size);
 void dccl_next_tuner_finalize(const struct dccl_next_tuner* next);
+
+// A library of the user's by path or name as NCCL takes it, else completed by `pattern`; NULL if there is
+// none.
+void* dccl_open_library(const char* name, const char* pattern);
 
 // ---- the profiler beside ours (chain.c) ----
 

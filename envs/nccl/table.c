@@ -6,16 +6,17 @@
 // stored with release order (plain moves on x86), which makes the check sound without fences: a reader that
 // saw a word of the new table also sees the odd sequence number stored before it.
 #include <errno.h>
-#include <fcntl.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
+#include <sys/types.h>
 
 #include "plugin.h"
 
 enum { WORDS = sizeof(struct dccl_rule) / 8, MAX_MESSAGE = 64 + 32 * DCCL_MAX_ROWS };
+enum { KEY_BITS = 3 };  // a collective's number has so many; a class leaves them free, see rule_is_valid
+_Static_assert(N_FUNCS <= 1 << KEY_BITS, "a collective's number");
 
 struct buffer {
   _Atomic uint32_t sequence;  // odd while it is written
@@ -39,28 +40,27 @@ static uint32_t head(const _Atomic uint32_t* value) {
   return atomic_load_explicit(value, memory_order_acquire);
 }
 
-// The row of [low, high) that holds the message, or -1. All rows there are in (class, func, min_bytes)
-// order.
-static int64_t search(const struct buffer* b, uint32_t low, uint32_t high, uint64_t class, uint64_t func,
-                      uint64_t n_bytes) {
-  const uint32_t first = low;
-  while (low < high) {  // invariant: rows before `low` are not after the message, rows from `high` on are
-    const uint32_t middle = low + (high - low) / 2;
-    const uint64_t row_class = word(b, middle, 0), row_func = word(b, middle, 3) & 0xff;
-    const bool after = row_class != class ? row_class > class
-                       : row_func != func ? row_func > func
-                                          : word(b, middle, 1) > n_bytes;
-    if (after) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
+// Class and collective as one number, in the order of the rows: what the first word of a row here holds.
+static uint64_t key_of(uint64_t class, uint64_t func) { return class << KEY_BITS | func; }
+
+// Whether a row begins after the message of `key` and `n_bytes`.
+static bool is_after(const struct buffer* b, uint32_t row, uint64_t key, uint64_t n_bytes) {
+  return ((unsigned __int128)word(b, row, 0) << 64 | word(b, row, 1)) >
+         ((unsigned __int128)key << 64 | n_bytes);
+}
+
+// The row of [low, high) that holds the message, or -1. All rows there are in (class, func, min_bytes) order.
+// The steps are arithmetic, not branches: a wrong guess at each would cost more than all of them.
+static int64_t search(const struct buffer* b, uint32_t low, uint32_t high, uint64_t key, uint64_t n_bytes) {
+  if (low == high) return -1;
+  uint32_t row = low;  // the last row that is not after the message is in [row, row + left), if there is one
+  for (uint32_t left = high - low; left > 1;) {
+    const uint32_t half = left / 2;
+    row += half & ((uint32_t)is_after(b, row + half, key, n_bytes) - 1);
+    left -= half;
   }
-  if (low == first) return -1;
-  const uint32_t row = low - 1;
-  const bool holds =
-      word(b, row, 0) == class && (word(b, row, 3) & 0xff) == func && n_bytes <= word(b, row, 2);
-  return holds ? (int64_t)row : -1;
+  return word(b, row, 0) == key && word(b, row, 1) <= n_bytes && n_bytes <= word(b, row, 2) ? (int64_t)row
+                                                                                            : -1;
 }
 
 bool dccl_lookup(uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision) {
@@ -68,10 +68,10 @@ bool dccl_lookup(uint64_t class, int func, uint64_t n_bytes, struct dccl_decisio
     const struct buffer* b = &buffers[head(&active) & 1];
     const uint32_t sequence = head(&b->sequence);
     if (sequence & 1) continue;
-    uint32_t n_rows = head(&b->n_rows), n_any = head(&b->n_any);
+    const uint32_t n_rows = head(&b->n_rows), n_any = head(&b->n_any);
     if (n_rows > DCCL_MAX_ROWS || n_any > n_rows) continue;  // torn by two activations
-    int64_t row = class ? search(b, n_any, n_rows, class, (uint64_t)func, n_bytes) : -1;
-    if (row < 0) row = search(b, 0, n_any, 0, (uint64_t)func, n_bytes);
+    int64_t row = class ? search(b, n_any, n_rows, key_of(class, (uint64_t)func), n_bytes) : -1;
+    if (row < 0) row = search(b, 0, n_any, key_of(0, (uint64_t)func), n_bytes);
     const uint64_t last = row < 0 ? 0 : word(b, (uint32_t)row, 3);
     if (head(&b->sequence) != sequence) continue;
     if (row < 0) return false;
@@ -82,37 +82,27 @@ bool dccl_lookup(uint64_t class, int func, uint64_t n_bytes, struct dccl_decisio
   }
 }
 
+uint64_t dccl_epoch(void) {
+  const uint32_t which = head(&active) & 1;
+  return (uint64_t)head(&buffers[which].sequence) << 1 | which;
+}
+
 uint32_t dccl_generation(void) { return head(&buffers[head(&active) & 1].generation); }
 
 // ---- activation ----
 
-static uint32_t crc_table[8][256];
+static uint32_t crc_table[256];
 
 __attribute__((constructor)) static void fill_crc_table(void) {
   for (uint32_t i = 0; i < 256; i++) {
-    uint32_t crc = i;
-    for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (crc & 1 ? 0xedb88320u : 0);
-    crc_table[0][i] = crc;
-  }
-  for (uint32_t i = 0; i < 256; i++) {
-    for (int t = 1; t < 8; t++) {
-      crc_table[t][i] = (crc_table[t - 1][i] >> 8) ^ crc_table[0][crc_table[t - 1][i] & 0xff];
-    }
+    crc_table[i] = i;
+    for (int bit = 0; bit < 8; bit++) crc_table[i] = crc_table[i] >> 1 ^ (crc_table[i] & 1 ? 0xedb88320u : 0);
   }
 }
 
-// CRC-32 as zlib has it, eight bytes at a time: the boundary of a step pays for it.
-static uint32_t crc32(uint32_t crc, const void* data, size_t size) {
-  const uint8_t* p = data;
+static uint32_t crc32(uint32_t crc, const void* data, size_t size) {  // as zlib has it
   crc = ~crc;
-  for (; size >= 8; size -= 8, p += 8) {
-    uint64_t eight;
-    memcpy(&eight, p, 8);
-    eight ^= crc;
-    crc = 0;
-    for (int i = 0; i < 8; i++) crc ^= crc_table[7 - i][(eight >> (8 * i)) & 0xff];
-  }
-  while (size--) crc = (crc >> 8) ^ crc_table[0][(crc ^ *p++) & 0xff];
+  for (const uint8_t* p = data; size--; p++) crc = crc >> 8 ^ crc_table[(crc ^ *p) & 0xff];
   return ~crc;
 }
 
@@ -126,7 +116,7 @@ static bool rule_is_valid(const struct dccl_rule* r) {
   const bool pair_unset = r->algo == DCCL_UNSET && r->proto == DCCL_UNSET;
   return r->func < N_FUNCS && (pair_unset || (r->algo < N_ALGOS && r->proto < N_PROTOS)) &&
          r->n_channels <= DCCL_MAX_CHANNELS && r->min_bytes <= r->max_bytes &&
-         (r->n_ranks == 0) == (r->n_nodes == 0);
+         (r->n_ranks == 0) == (r->n_nodes == 0) && r->n_nodes >> (32 - KEY_BITS) == 0;
 }
 
 static bool in_order(const struct dccl_rule* a, const struct dccl_rule* b) {
@@ -172,6 +162,7 @@ static void fill(const void* message, const struct dccl_table_head* h) {
     uint64_t words[WORDS];
     memcpy(words, rows + (size_t)i * sizeof words, sizeof words);
     n_any += words[0] == 0;
+    words[0] = key_of(words[0], words[3] & 0xff);
     for (int w = 0; w < WORDS; w++) atomic_store_explicit(&b->row[i][w], words[w], memory_order_release);
   }
   atomic_store_explicit(&b->n_rows, h->n_rows, memory_order_release);
@@ -232,35 +223,18 @@ void dccl_table_after_fork(void) {
 
 // ---- a table without a daemon ----
 
-static int hex_digit(char c) {
-  if (c >= '0' && c <= '9') return c - '0';
-  if (c >= 'a' && c <= 'f') return c - 'a' + 10;
-  return -1;
-}
-
 static ssize_t read_hex(const char* text, uint8_t* message) {
   const size_t length = strlen(text);
   if (length % 2 || length / 2 > MAX_MESSAGE) return -1;
   for (size_t i = 0; i < length / 2; i++) {
-    const int high = hex_digit(text[2 * i]), low = hex_digit(text[2 * i + 1]);
-    if (high < 0 || low < 0) return -1;
-    message[i] = (uint8_t)(high << 4 | low);
+    if (sscanf(text + 2 * i, "%2hhx", &message[i]) != 1)
+      return -1;  // what else it takes the checksum refuses
   }
   return (ssize_t)(length / 2);
 }
 
-static ssize_t read_path(const char* path, uint8_t* message) {
-  const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) return -1;
-  ssize_t size = 0, got;
-  while (size < MAX_MESSAGE && (got = read(fd, message + size, (size_t)(MAX_MESSAGE - size))) > 0)
-    size += got;
-  close(fd);
-  return size;
-}
-
-// DYNAMICCL_TABLE is `hex:<the message>` or a path. The first form travels with the environment, so that
-// every rank that loads the plugin at all has the same table; `dynamiccl apply` uses it.
+// DYNAMICCL_TABLE is `hex:<the message>`: it travels with the environment, so that every rank that loads the
+// plugin at all has the same table.
 void dccl_load_static_table(void) {
   static atomic_flag loaded = ATOMIC_FLAG_INIT;
   const char *source = getenv("DYNAMICCL_TABLE"), *run = getenv("DYNAMICCL_RUN");
@@ -268,8 +242,7 @@ void dccl_load_static_table(void) {
   if (atomic_flag_test_and_set(&loaded)) return;
   uint8_t* message = malloc(MAX_MESSAGE);
   if (message == NULL) return;
-  const bool inline_hex = strncmp(source, "hex:", 4) == 0;
-  const ssize_t size = inline_hex ? read_hex(source + 4, message) : read_path(source, message);
+  const ssize_t size = strncmp(source, "hex:", 4) ? -1 : read_hex(source + 4, message);
   const int64_t generation = size < 0 ? -ENOENT : dynamiccl_activate(message, (size_t)size);
   free(message);
   if (generation < 0) {

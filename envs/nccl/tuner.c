@@ -10,41 +10,62 @@
 
 #include "plugin.h"
 
-enum { SEEN_SETS = 64, SEEN_WAYS = 4, MOST_CELLS = 64 };
+enum { MEMO_BITS = 7, MEMO_WAYS = 2, MOST_CELLS = 64 };
 
 DCCL_EXPORT extern struct nccl_tuner_v6 ncclTunerPlugin_v6;
+
+// A job asks about a few messages over and over: what was answered last, while the table is the same.
+struct memo {
+  _Atomic uint64_t key;    // the message, 0: free
+  _Atomic uint64_t value;  // epoch of the table << 25 | whether it speaks << 24 | decision
+  _Atomic bool noted;      // the message's offer is in the ring
+};
 
 struct context {
   struct dccl_comm comm;
   struct dccl_seat* seat;
   uint64_t class;
   struct dccl_next_tuner next;
-  _Atomic uint64_t seen[SEEN_SETS][SEEN_WAYS];  // hashes of the messages whose offer is in the ring
+  struct memo memo[1 << MEMO_BITS][MEMO_WAYS];
 };
 
 // Releases write -1 into a cell that they do not have, and 2.32 also numbers like 1.7e38.
 static bool offered(float cost) { return cost >= 0.0f && cost < DCCL_NO_OFFER; }
 
-// True when the message is new to the context; it counts as seen from then on. Two threads may both find it
-// new.
-static bool first_time(struct context* c, const struct dccl_question* q) {
-  uint64_t hash = (uint64_t)q->n_bytes * UINT64_C(0x9e3779b97f4a7c15);
-  hash ^=
-      (uint64_t)(unsigned)q->func << 2 | (uint64_t)(q->reg_buff != 0) << 1 | (uint64_t)(q->n_pipe_ops > 0);
-  hash ^= hash >> 29;
-  hash *= UINT64_C(0xbf58476d1ce4e5b9);
-  hash |= 1;  // 0 is an empty way
-  _Atomic uint64_t* set = c->seen[hash >> 58];
-  for (int way = 0; way < SEEN_WAYS; way++) {
-    const uint64_t held = atomic_load_explicit(&set[way], memory_order_relaxed);
-    if (held == hash) return false;
-    if (held == 0) {
-      atomic_store_explicit(&set[way], hash, memory_order_relaxed);
-      return true;
-    }
+static uint64_t key_of(const struct dccl_question* q) {
+  return UINT64_C(1) << 63 | (uint64_t)q->n_bytes << 3 | (unsigned)q->func;
+}
+
+// The place of a message, which may have been another's until now. NCCL asks on one communicator at a time.
+static struct memo* memo_of(struct context* c, uint64_t key) {
+  const uint64_t hash = key * UINT64_C(0x9e3779b97f4a7c15);
+  struct memo* set = c->memo[hash >> (64 - MEMO_BITS)];
+  for (int way = 0; way < MEMO_WAYS; way++) {
+    if (atomic_load_explicit(&set[way].key, memory_order_acquire) == key) return &set[way];
   }
-  atomic_store_explicit(&set[(hash >> 32) % SEEN_WAYS], hash, memory_order_relaxed);
-  return true;
+  struct memo* m = &set[atomic_load_explicit(&set[0].key, memory_order_relaxed) ? hash >> 32 & 1 : 0];
+  atomic_store_explicit(&m->key, 0, memory_order_release);
+  atomic_store_explicit(&m->value, 0, memory_order_release);
+  atomic_store_explicit(&m->noted, false, memory_order_release);
+  atomic_store_explicit(&m->key, key, memory_order_release);
+  return m;
+}
+
+static bool look_up(const struct context* c, struct memo* m, const struct dccl_question* q,
+                    struct dccl_decision* d) {
+  const uint64_t epoch = dccl_epoch(), key = key_of(q);
+  uint64_t value = atomic_load_explicit(&m->value, memory_order_acquire);
+  if (value >> 25 != epoch || atomic_load_explicit(&m->key, memory_order_acquire) != key) {
+    *d = (struct dccl_decision){0};
+    const bool speaks = dccl_lookup(c->class, q->func, q->n_bytes, d);
+    value = epoch << 25 | (uint64_t)speaks << 24 | (uint64_t)d->n_channels << 16 | (uint64_t)d->proto << 8 |
+            d->algo;
+    // Not if the table has changed meanwhile, nor for another message.
+    if (dccl_epoch() == epoch && atomic_load_explicit(&m->key, memory_order_acquire) == key)
+      atomic_store_explicit(&m->value, value, memory_order_release);
+  }
+  *d = (struct dccl_decision){(uint8_t)value, (uint8_t)(value >> 8), (uint8_t)(value >> 16)};
+  return value >> 24 & 1;
 }
 
 // The first of the smallest, as NCCL chooses; -1 where nothing is offered.
@@ -59,7 +80,7 @@ static int choice(const struct dccl_question* q, const float* cost) {
 // What the job does without us: `cost` as NCCL offered it, but with the choice, and the prices where they are
 // prices, of the tuner that was asked before us (it forces a cell by a price of 0). A table with nothing in
 // it is no offer.
-static void emit_offer(const struct context* c, const struct dccl_question* q, const float* cost) {
+static bool emit_offer(const struct context* c, const struct dccl_question* q, const float* cost) {
   struct dccl_record r = {.kind = DCCL_OFFER,
                           .func = (uint8_t)q->func,
                           .dtype = DCCL_UNSET,
@@ -69,7 +90,7 @@ static void emit_offer(const struct context* c, const struct dccl_question* q, c
                           .step = dccl_step_now(),
                           .generation = dccl_generation()};
   const int chosen = choice(q, q->cost);
-  if (chosen < 0) return;
+  if (chosen < 0) return false;
   r.algo = (uint8_t)(chosen / q->n_protos);
   r.proto = (uint8_t)(chosen % q->n_protos);
   for (int algo = 0; algo < N_ALGOS; algo++) {
@@ -82,6 +103,7 @@ static void emit_offer(const struct context* c, const struct dccl_question* q, c
   }
   r.offer.n_pipe_ops = q->n_pipe_ops;
   dccl_note(&r);
+  return true;
 }
 
 // NCCL gives Ring, Tree and PAT no more channels than the communicator has, and NVLS on one node no more than
@@ -93,9 +115,10 @@ static bool clips_channels(int algo, uint64_t class) {
 }
 
 // The table's word, after the next tuner's. `cost` is NCCL's own offer, `n_channels` its own count.
-static void apply(const struct context* c, const struct dccl_question* q, const float* cost, int n_channels) {
+static void apply(const struct context* c, struct memo* m, const struct dccl_question* q, const float* cost,
+                  int n_channels) {
   struct dccl_decision d;
-  if (!dccl_lookup(c->class, q->func, q->n_bytes, &d)) return;
+  if (!look_up(c, m, q, &d)) return;
   int cell;
   if (d.algo == DCCL_UNSET) {
     cell = choice(q, q->cost);
@@ -133,8 +156,10 @@ static void decide(void* context, const struct dccl_question* q) {
     }
   }
   const float* cost = asks ? own : q->cost;
-  if (dccl_ring_is_open() && first_time(c, q)) emit_offer(c, q, cost);
-  apply(c, q, cost, n_channels);
+  struct memo* m = memo_of(c, key_of(q));
+  if (!atomic_load_explicit(&m->noted, memory_order_relaxed) && dccl_ring_is_open())
+    atomic_store_explicit(&m->noted, emit_offer(c, q, cost), memory_order_relaxed);
+  apply(c, m, q, cost, n_channels);
 }
 
 static int chunk_size(void* context, int func, size_t n_bytes, int algo, int proto, int n_channels,
