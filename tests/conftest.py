@@ -6,6 +6,9 @@ from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the matrices here are small, threads only fight
 
+# Ranks that share two cores with other tests may take longer to come together than in a job.
+os.environ.setdefault("DYNAMICCL_MEET_MS", "2000")
+
 import pytest
 from dynamiccl.envs.nccl.shm import RunFolder
 

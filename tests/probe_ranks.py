@@ -2,7 +2,6 @@
 and prints one JSON line a rank.
 """
 
-import gc
 import json
 import os
 import random
@@ -19,6 +18,7 @@ STEPS = 14
 def job(names: list[str]) -> None:
     import torch
     import torch.distributed as dist
+    from probe_odd import ODD_LOOPS, PACKAGES
 
     rank = int(os.environ.get("RANK", "0"))
     if "WORLD_SIZE" in os.environ:
@@ -26,6 +26,7 @@ def job(names: list[str]) -> None:
     torch.manual_seed(0)
     said = {"rank": rank, "losses": {}, "generations": {}}
     jitter = random.Random(rank)
+    collective = nccl(rank)
     for name in names:
         loop = (LOOPS | ODD_LOOPS | PACKAGES)[name]
         losses, generations = [], []
@@ -33,11 +34,39 @@ def job(names: list[str]) -> None:
         for i in range(STEPS):
             time.sleep(jitter.random() * float(os.environ.get("JITTER_S", "0")))
             generations.append(generation())
+            collective()
             losses.append(step(i))
         said["losses"][name], said["generations"][name] = losses, generations
+    if "DYNAMICCL_RUN" in os.environ:
+        from dynamiccl.envs.nccl import probe
+
+        said["held_ms"] = 1e3 * probe._probe.held_s
+        said["stopped"] = getattr(probe._probe._agreement, "stopped", None)
+        if "DEBUG" in os.environ:
+            a = probe._probe._agreement
+            print(vars(a), vars(a.desk), vars(probe._probe._steps), vars(probe._probe), file=sys.stderr)
     print(json.dumps(said), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def nccl(rank: int) -> Callable[[], None]:
+    """One collective of an NCCL that has loaded the plugin, without the bytes: asked about, and enqueued."""
+    if "DYNAMICCL_RUN" not in os.environ or rank == int(os.environ.get("NO_TUNER", "-1")):
+        return lambda: None
+    import numpy as np
+    from dynamiccl.envs.nccl.build import plugin_path
+    from dynamiccl.envs.sim.nccl_caller import Communicator
+
+    n_ranks, release = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("NCCL_RELEASE", "2.29.7")
+    comm = Communicator(plugin_path(), 77, n_ranks, 1, rank, release)
+    cost = np.full((7, 3), 10, np.float32)
+
+    def collective() -> None:
+        comm.get_coll_info("all_gather", 4096, cost.copy())
+        comm.stop(comm.start_coll("all_gather", 1, 4096 // n_ranks, "int8", 1, 16, "ring", "ll"))
+
+    return collective
 
 
 def generation() -> int:
@@ -176,182 +205,6 @@ def exception(torch, dist) -> Callable[[int], float]:
     return step
 
 
-def broken_network(torch, dist) -> Callable[[int], float]:
-    """In step 7 the probe of one rank loses its connections; the job's own group is sound."""
-    inner = plain(torch, dist)
-
-    def step(i: int) -> float:
-        from dynamiccl.envs.nccl import probe
-
-        if i == 7 and dist.get_rank() == int(os.environ["VICTIM"]):
-            probe._probe._agreement._drop_group()
-        return inner(i)
-
-    return step
-
-
-def one_rank_steps(torch, dist) -> Callable[[int], float]:
-    """Only rank 0 has an optimizer, as a learner among actors."""
-    inner = plain(torch, dist) if dist.get_rank() == 0 else None
-
-    def step(i: int) -> float:
-        if inner is not None:
-            return inner(i)
-        for p in model(torch).parameters():
-            dist.all_reduce(torch.zeros_like(p))
-        return 0.0
-
-    return step
-
-
-def accelerated(torch, dist) -> Callable[[int], float]:
-    """Hugging Face Accelerate, with its own gradient accumulation and optimizer wrapper."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    net = model(torch)
-    net, optimizer = accelerator.prepare(net, adam(torch, net))
-
-    def step(i: int) -> float:
-        for micro in range(2):
-            with accelerator.accumulate(net):
-                loss = net(batch(torch, dist, 2 * i + micro)).square().mean()
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-        return loss.item()
-
-    return step
-
-
-def deepspeed(stage: int):
-    """DeepSpeed's ZeRO, with gradient accumulation."""
-
-    def loop(torch, dist) -> Callable[[int], float]:
-        import deepspeed
-
-        # Its own shared-memory collectives would be compiled first, which takes minutes.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        net = model(torch)
-        config = {
-            "train_micro_batch_size_per_gpu": 16,
-            "gradient_accumulation_steps": 2,
-            "zero_optimization": {"stage": stage},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-        }
-        engine, *_ = deepspeed.initialize(
-            model=net, optimizer=adam(torch, net), config=config, dist_init_required=False
-        )
-
-        def step(i: int) -> float:
-            for micro in range(2):
-                loss = engine(batch(torch, dist, 2 * i + micro)).square().mean()
-                engine.backward(loss)
-                engine.step()
-            return loss.item()
-
-        return step
-
-    return loop
-
-
-def dies_once(torch, dist) -> Callable[[int], float]:
-    """In step 8 one worker is gone; torchrun starts all of them anew."""
-    inner = plain(torch, dist)
-
-    def step(i: int) -> float:
-        if i == 8 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            os._exit(9)
-        return inner(i)
-
-    return step
-
-
-def forks(torch, dist) -> Callable[[int], float]:
-    """Every step reads from a data loader with a worker, and forks a child that collects what it inherits."""
-    inner = plain(torch, dist)
-    data = torch.utils.data.DataLoader(list(range(4)), num_workers=1, multiprocessing_context="fork")
-
-    def step(i: int) -> float:
-        loss = inner(i)
-        child = os.fork()
-        if not child:
-            gc.collect()
-            os._exit(0)
-        end = time.monotonic() + 5
-        while os.waitpid(child, os.WNOHANG)[0] == 0:
-            assert time.monotonic() < end, "the child hangs"
-            time.sleep(0.001)
-        if i % 7 == 3:
-            assert len(list(data)) == 4
-        return loss
-
-    return step
-
-
-def group_anew(torch, dist) -> Callable[[int], float]:
-    """After step 7 the job destroys its process group and makes another one."""
-    inner = plain(torch, dist)
-
-    def step(i: int) -> float:
-        if i == 7:
-            rank = dist.get_rank()
-            dist.destroy_process_group()
-            meet = f"file://{os.environ['MEET']}"
-            dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
-        return inner(i)
-
-    return step
-
-
-def leaves_early(torch, dist) -> Callable[[int], float]:
-    """From step 7 on one rank has no more data: it answers the others' collectives and steps no more."""
-    inner = plain(torch, dist)
-
-    def step(i: int) -> float:
-        if i < 7 or dist.get_rank() != int(os.environ["VICTIM"]):
-            return inner(i)
-        for p in model(torch).parameters():
-            dist.all_reduce(torch.zeros_like(p))
-        return 0.0
-
-    return step
-
-
-def cannot_speak(torch, dist) -> Callable[[int], float]:
-    """Standard error is closed, then the network of the probe breaks, which it would tell."""
-    inner = broken_network(torch, dist)
-
-    def step(i: int) -> float:
-        if i == 5:
-            sys.stderr.close()
-        return inner(i)
-
-    return step
-
-
-def uneven(torch, dist) -> Callable[[int], float]:
-    """PyTorch's Join on uneven data: every third time one rank steps twice as often as the other."""
-    net = ddp(torch, model(torch))
-    optimizer = adam(torch, net)
-
-    def one(i: int) -> float:
-        loss = net(batch(torch, dist, i)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    def step(i: int) -> float:
-        if i % 3:
-            return one(i)
-        with net.join():
-            return [one(i + j) for j in range(2 + 2 * (i % 2 == dist.get_rank()))][-1]
-
-    return step
-
-
 LOOPS = {
     "plain": plain,
     "ddp": wrapped(ddp, adam),
@@ -362,18 +215,6 @@ LOOPS = {
     "exception": exception,
     "compile": wrapped(compiled, compiled_adam),
 }
-ODD_LOOPS = {
-    "broken network": broken_network,
-    "one rank steps": one_rank_steps,
-    "dies once": dies_once,
-    "forks": forks,
-    "group anew": group_anew,
-    "leaves early": leaves_early,
-    "cannot speak": cannot_speak,
-    "uneven": uneven,
-}
-PACKAGES = {"accelerate": accelerated, "deepspeed 1": deepspeed(1), "deepspeed 3": deepspeed(3)}
-
 
 if __name__ == "__main__":
     job(sys.argv[1:])

@@ -1,326 +1,383 @@
 """A model of the agreement around the real protocol code, to be explored exhaustively by protocol_explore.py.
 
-:class:`dynamiccl.envs.nccl.protocol.Member` itself is driven, one per rank, with a store, a network, a daemon and its
-table file between them. In each state every step is taken that a rank, the daemon or bad luck could take next. Steps
-and states have the code's names. Jobs are of any length: what makes the number of states finite is that states which
-cannot be told apart any more are one (:meth:`Explorer.canonical`).
+:class:`Member` and :class:`Leader` of ``dynamiccl.envs.nccl.protocol`` are driven, with a network, a store, a daemon
+and a training program around them. In each state every step is taken that a rank, the daemon or bad luck could take
+next.
 
-What must hold: whatever table a rank has when its k-th boundary is passed, every other rank has there too;
-a generation stands for one table, also when the daemon died and came back; and no rank waits for ever.
+The program of every rank: a backward pass, a collective, an optimizer step, and again. A rank may run ahead of the
+others (a GPU works behind it) by ``skew`` collectives. What must hold:
+
+* a collective runs under the same table on all ranks;
+* a rank that stands at a place can always leave by itself, whatever the others do;
+* from every state, once bad luck ends, a table that nobody confirmed leaves force on all ranks (:meth:`Model.settles`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from dynamiccl.envs.nccl.protocol import NO_TABLE, Member, State, closed
-
-Fields = tuple[Any, ...]
-DEAD = -1
-STATES = list(State)
-(ARRIVE, GATE, CONNECT, TRAINING, WAIT, LOG_TABLE, COMMIT, BEGIN, CLOSE_LOG, REPLAY, STOPPED) = range(len(STATES))
-PASSED = (ARRIVE, TRAINING, STOPPED)  # between two boundaries: the step runs under the table
-#: Where others can see or hinder what a rank does next: between two such steps it makes no difference when it dies.
-NOTICED = (ARRIVE, GATE, WAIT, COMMIT, CLOSE_LOG)
-
-
-@dataclass(frozen=True)
-class Scope:
-    """How far to look."""
-
-    n_ranks: int = 3
-    generations: int = 3
-    deaths: int = 1  # ranks that die
-    faults: int = 1  # failures of a healthy network; after a death or a fault everything may fail
-    restarts: int = 1  # times that the daemon dies (also while it writes) and comes back
-    late: bool = True  # probes may join some steps later than the others'
-    skew: int = 2  # steps that a rank may be ahead of the slowest one
-    boundaries: int | None = None  # of each rank; None: any number
-    member: type[Member] = Member
-    reads_torn: bool = True  # a daemon that comes back finds the generation of a table that was half written
-    reduce: bool = True  # merge and leave out what makes no difference
-
-
-class World(NamedTuple):
-    """All that can change. Rounds and boundaries are numbers; a table is its generation as text."""
-
-    ranks: tuple[tuple[int, int], ...]  # (member: a number in Explorer.fields, boundaries begun) of each rank
-    tables: tuple[tuple[int, bytes], ...]  # boundary -> the table in force after it, on some rank
-    arrived: int
-    gate: str
-    log: str
-    store: tuple[tuple[int, bytes], ...]  # round -> table
-    sent: tuple[tuple[int, bytes], ...]  # round -> message
-    broken: bool  # some rank has closed its connections
-    faults: int
-    file: int  # generation in the table file's head
-    torn: bool  # the file is half written: its reader keeps what it read before
-    shown: int  # newest generation that was whole in the file
-    daemon: int  # the daemon's own count; DEAD while there is none
-    restarts: int
-
+from dynamiccl.envs.nccl.place import Report
+from dynamiccl.envs.nccl.protocol import ABORT, COMMIT, Leader, Member, Phase, Stage, Stop
+from protocol_world import LEADER, MEMBER, Rank, Scope, World, at, flipped, pack, put, where_of
 
 Move = tuple[str, World, str]  # what happened, the world after it, what is wrong with it
 
 
-class Explorer:
+class Model:
     """The worlds that a scope reaches."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
-        self.fields: list[Fields] = []  # rank 0?, state, round, active, wanted, sent, last, in_trouble, due
-        self._number: dict[Fields, int] = {}
-        self._calls: dict[tuple[Any, ...], int] = {}
-        self._shifts: dict[tuple[int, int], int] = {}
-
-    # -- members: the real class, each of its transitions computed once --------------------------------------------
-
-    def number(self, fields: Fields) -> int:
-        """The number that stands for a member in a world."""
-        found = self._number.get(fields)
-        if found is None:
-            found = self._number[fields] = len(self.fields)
-            self.fields.append(fields)
-        return found
-
-    def member(self, number: int) -> Member:
-        """The member that a number stands for."""
-        first, state, round_, *rest = self.fields[number]
-        return self.scope.member(0 if first else 1, self.scope.n_ranks, STATES[state], round_, *rest)
-
-    def call(self, number: int, method: str, *arguments: Any) -> int:
-        """The member after one of its methods was called."""
-        key = (number, method, arguments)
-        found = self._calls.get(key)
-        if found is None:
-            member = self.member(number)
-            getattr(member, method)(*arguments)
-            found = self._calls[key] = self.number(encoded(member))
-        return found
+        self.bounded = True  # by the scope's numbers
 
     def start(self) -> World:
-        """No rank has taken a step, no table was published."""
-        members = [self.number(encoded(self.scope.member(r, self.scope.n_ranks))) for r in range(self.scope.n_ranks)]
-        return World(tuple((m, 0) for m in members), (), 0, "", "", (), (), False, 0, 0, False, 0, 0, 0)
+        """Nothing was published, no rank has done anything."""
+        n = self.scope.n_ranks
+        member, leader = self.scope.member(), self.scope.leader(ahead=1)
+        return World((Rank(pack(member, MEMBER)),) * n, pack(leader, LEADER), up=((),) * n, down=((),) * n)
 
-    # -- one identity for worlds that nothing can tell apart --------------------------------------------------------
+    def leader(self, w: World) -> Leader:
+        """The leader in a world."""
+        return self.scope.leader(*w.leader)
 
-    def canonical(self, w: World) -> World:
-        """The representative of all worlds that have the same future, as far as the properties go.
+    def member(self, rank: Rank) -> Member:
+        """A rank's member."""
+        return self.scope.member(*rank.member)
 
-        * Ranks but 0 differ in their number only, which no code looks at: they are sorted.
-        * A dead or stopped rank never reads its fields again, only ``active`` counts.
-        * Numbers of rounds are only compared with one another, so they may be shifted, with the one exception of 0,
-          "never". Below the lowest round that a live rank is at, they are only compared for equality between the log
-          and what rank 0 believes is in it: such a pair becomes 1, and everything else that lies there is dropped.
-        * Boundaries likewise; a table that all live ranks have passed is dropped.
-        """
-        live = [(self.fields[m], b) for m, b in w.ranks if m != DEAD]
-        if not live:
-            return w
-        agreeing = [fields for fields, _ in live if fields[1] != STOPPED]
-        lowest = min((fields[2] for fields in agreeing), default=0)
-        down = max(0, lowest - 2)
-        first = self.fields[w.ranks[0][0]] if w.ranks[0][0] != DEAD else None
-        log = w.log
-        if down:
-            tail = log.removeprefix("stop:")
-            if tail and first and first[1] != STOPPED and not first[7]:
-                assert (first[6] == int(tail)) == (lower(first[6], down) == lower(int(tail), down)), w
-            log = ("stop:" if log.startswith("stop:") else "") + (str(lower(int(tail), down)) if tail else "")
-        behind = min(b for _, b in live)
-        owed = min(b + (fields[1] in PASSED) for fields, b in live)  # the first boundary that some rank has to pass
-        ranks = [(m if m == DEAD else self.shifted(m, down), 0 if m == DEAD else b - behind) for m, b in w.ranks]
-        joining = any(fields[1] in (ARRIVE, GATE) for fields in agreeing)
-        hurt = w.broken or len(live) < len(w.ranks)
-        world = w._replace(
-            ranks=(ranks[0], *sorted(ranks[1:])),
-            tables=tuple((k - behind, table) for k, table in w.tables if k >= owed),
-            arrived=w.arrived if joining else 0,
-            gate=w.gate if joining else "",
-            log=log,
-            store=tuple((k - down, table) for k, table in w.store if k >= lowest),
-            sent=tuple((k - down, message) for k, message in w.sent if k >= lowest),
-            faults=self.scope.faults if hurt else w.faults,
-        )
-        if not agreeing:  # no rank asks the log, the store or the daemon for anything any more
-            last = {"log": "", "store": (), "sent": (), "broken": False, "faults": 0}
-            world = world._replace(**last, file=0, torn=False, shown=0, daemon=0, restarts=self.scope.restarts)
-        return world
-
-    def shifted(self, number: int, down: int) -> int:
-        """A member with all rounds lower by ``down``."""
-        found = self._shifts.get((number, down))
-        if found is None:
-            first, state, round_, active, wanted, sent, last, in_trouble, due = self.fields[number]
-            if state == STOPPED:
-                fields: Fields = (first, STOPPED, 0, active, NO_TABLE, NO_TABLE, 0, False, False)
-            else:
-                last = lower(last, down) if down else last
-                fields = (first, state, round_ - down, active, wanted, sent, last, in_trouble, due)
-            found = self._shifts[number, down] = self.number(fields)
-        return found
-
-    # -- every step that may come next --------------------------------------------------------------------------------
+    # -- every step that may come next -----------------------------------------------------------------------------
 
     def moves(self, w: World) -> Iterator[Move]:
-        """A step that touches nothing another rank could see or change before it commutes with all others: it is taken
-        at once and alone, which leaves out orders that make no difference. No circle of such steps leaves a rank out
-        that could do something else: a rank that goes on alone is stopped by ``skew`` (tested against the full search).
-        """
-        if self.scope.reduce:
-            for rank in range(len(w.ranks)):
-                if self._is_private(w, rank):
-                    yield from self._rank_moves(w, rank)
-                    return
-        n_dead = sum(m == DEAD for m, _ in w.ranks)
-        for rank, (m, b) in enumerate(w.ranks):
-            if m == DEAD:
-                continue
-            yield from self._rank_moves(w, rank)
-            state = self.fields[m][1]
-            noticed = state in NOTICED or (rank == 0 and state == BEGIN) or not self.scope.reduce
-            if n_dead < self.scope.deaths and noticed and state != STOPPED:
-                yield f"rank {rank} dies", w._replace(ranks=_with(w.ranks, rank, (DEAD, b))), ""
+        """All that can happen next."""
+        for r, rank in enumerate(w.ranks):
+            if rank is not None:
+                yield from self._rank_moves(w, r, rank)
+        if w.ranks[0] is not None:
+            yield from self._leader_moves(w)
         yield from self._daemon_moves(w)
+        yield from self._bad_luck(w)
+
+    def _rank_moves(self, w: World, r: int, rank: Rank) -> Iterator[Move]:
+        member, who = self.member(rank), f"rank {r}"
+        if member.phase is Phase.MET:
+            yield from self._tires(w, r, rank)
+        elif member.phase is Phase.DOUBT:
+            if r and "doubt keeps" in self.scope.broken:
+                log, logs = ABORT, w.logs
+            elif r and "doubt flips" in self.scope.broken:
+                log, logs = COMMIT, w.logs
+            else:
+                logs = w.logs if member.attempt in dict(w.logs) else put(w.logs, member.attempt, ABORT)
+                log = dict(logs)[member.attempt]
+            member.log_read(log)
+            yield f"{who} finds '{log}' in the log", self._with(w, r, flipped(rank, member))._replace(logs=logs), ""
+        elif rank.owes:
+            after, wrong = self._boundary(w, r, rank, rank.steps + 1)
+            yield f"{who} ends step {rank.made}", after, wrong
+            if r and w.skips < self.scope.skips:
+                after = self._with(w, r, rank._replace(owes=False))._replace(skips=w.skips + 1)
+                yield f"{who} leaves out the optimizer step {rank.made}", after, ""
+        elif self._may_go_on(w, rank):
+            yield self._works(w, r, rank, 1)
+            if r and w.extras < self.scope.extras:
+                what, after, wrong = self._works(w, r, rank, 2)
+                yield what + " after a pass of its own", after._replace(extras=w.extras + 1), wrong
+        if w.down[r]:
+            yield from self._delivered_down(w, r, rank)
+        if w.up[r] and w.ranks[0] is not None:
+            yield self._delivered_up(w, r)
+
+    def _may_go_on(self, w: World, rank: Rank) -> bool:
+        slowest = min(other.made for other in w.ranks if other is not None)
+        within = not self.bounded or rank.made < self.scope.steps
+        return within and all(w.ranks) and rank.made <= slowest + self.scope.skew
+
+    def _works(self, w: World, r: int, rank: Rank, passes: int) -> Move:
+        """A backward pass and a collective, under the table in force."""
+        made = rank.made + 1
+        before = dict(w.history).get(made)
+        wrong = ""
+        if before is not None and before != rank.table:
+            wrong = f"collective {made} runs under {rank.table!r} on rank {r}, under {before!r} elsewhere"
+        after = self._with(w, r, rank._replace(made=made, owes=True, backwards=rank.backwards + passes))
+        slowest = min(other.made for other in after.ranks if other is not None)
+        history = tuple(entry for entry in put(w.history, made, rank.table) if entry[0] > slowest)
+        return f"rank {r} makes collective {made}", after._replace(history=history), wrong
+
+    def _boundary(self, w: World, r: int, rank: Rank, steps: int) -> tuple[World, str]:
+        rank = rank._replace(owes=False, steps=steps)
+        member = self.member(rank)
+        stop = member.boundary(where_of(r, rank))
+        w = self._with(w, r, rank._replace(member=pack(member, MEMBER)))
+        if stop is Stop.MEET:
+            w = self._send_up(w, r, ("stands", member.attempt, where_of(r, rank), rank.made))
+        elif stop is Stop.TELL:
+            w = self._send_up(w, r, ("missed", member.attempt, where_of(r, rank)))
+        return w, ""
+
+    def _tires(self, w: World, r: int, rank: Rank) -> Iterator[Move]:
+        """The rank has stood long enough. Rank 0 needs no log unless it is being set."""
+        member, leader = self.member(rank), self.leader(w)
+        if r == 0:
+            if leader.stage is Stage.APPOINTED:
+                yield "rank 0 has waited long enough", self._lose(w, leader, "late"), ""
+            return
+        member.overdue()
+        yield f"rank {r} has waited long enough", self._with(w, r, rank._replace(member=pack(member, MEMBER))), ""
+
+    def _delivered_down(self, w: World, r: int, rank: Rank) -> Iterator[Move]:
+        message, *rest = w.down[r]
+        kind, attempt, *more = message
+        member = self.member(rank)
+        if kind == "prepare" and not member.is_free() and "prepares in doubt" not in self.scope.broken:
+            return  # it waits in the queue until the rank trains on
+        after = w._replace(down=at(w.down, r, tuple(rest)))
+        wrong = ""
+        if kind == "prepare":
+            rank = rank._replace(staged=more[0])
+            if member.is_free():
+                member.prepared(attempt)
+            after = self._send_up(after, r, ("staged", attempt, where_of(r, rank)))
+        elif kind == "appoint":
+            if not member.appointed(attempt, more[0]):
+                after = self._send_up(after, r, ("missed", attempt, where_of(r, rank)))
+        else:
+            member.answered(attempt, more[0])
+        yield f"rank {r} hears: {kind} {attempt} {more}", self._with(after, r, flipped(rank, member)), wrong
+
+    def _delivered_up(self, w: World, r: int) -> Move:
+        message, *rest = w.up[r]
+        kind, attempt, *more = message
+        w = w._replace(up=at(w.up, r, tuple(rest)))
+        leader = self.leader(w)
+        what = f"rank 0 hears from rank {r}: {kind} {attempt}"
+        if attempt != leader.attempt:
+            return what, w, ""
+        if kind == "staged":
+            return what, self._staged(w._replace(acks=put(w.acks, r, more[0])), leader), ""
+        if kind == "stands":
+            return what, self._stands(w._replace(stand=put(w.stand, r, tuple(more))), leader), ""
+        if leader.stage is Stage.APPOINTED and "ignores who missed" not in self.scope.broken:
+            return what, self._lose(w, leader, "missed"), ""
+        if "ignores who missed" in self.scope.broken:
+            return what, self._stands(w._replace(stand=put(w.stand, r, (more[0], -1))), leader), ""
+        return what, w, ""
+
+    # -- rank 0 ----------------------------------------------------------------------------------------------------
+
+    def _leader_moves(self, w: World) -> Iterator[Move]:
+        rank = w.ranks[0]
+        assert rank is not None
+        leader, member = self.leader(w), self.member(rank)
+        open_ = not w.lost and (not self.bounded or leader.attempt < self.scope.attempts)
+        if leader.stage is Stage.QUIET and member.is_free() and open_:
+            begun = leader.next(where_of(0, rank))
+            after = w._replace(leader=pack(leader, LEADER), acks=(), stand=())
+            if begun:
+                member.prepared(leader.attempt)
+                after = self._with(after, 0, rank._replace(member=pack(member, MEMBER), staged=leader.message))
+                after = self._send_down(after, ("prepare", leader.attempt, leader.message))
+                after = self._staged(after._replace(acks=((0, where_of(0, rank)),)), leader)
+                yield f"rank 0 announces {leader.message!r}, attempt {leader.attempt}", after, ""
+            elif after != w:
+                yield "rank 0 has what it wants", after, ""
+        if leader.stage is Stage.COMMIT and not w.asked:
+            log = dict(w.logs).get(leader.attempt, COMMIT)
+            if "commits without the log" in self.scope.broken:
+                log = COMMIT
+            yield "the store takes rank 0's word", w._replace(logs=put(w.logs, leader.attempt, log), asked=True), ""
+        elif leader.stage is Stage.COMMIT:
+            log = dict(w.logs)[leader.attempt]
+            if "does not obey the log" in self.scope.broken:
+                log = COMMIT
+            if leader.log_read(log):
+                after = w._replace(leader=pack(leader, LEADER), asked=False)
+                yield "rank 0 hears that it stands", self._answer(after, leader.attempt, True), ""
+            else:
+                yield "rank 0 finds 'abort' in the log", self._lose(w._replace(asked=False), leader, "late"), ""
+
+    def _staged(self, w: World, leader: Leader) -> World:
+        if len(w.acks) < len(w.ranks):
+            return w
+        (_, farthest), *others = w.acks
+        for _, where in others:
+            farthest = farthest.farther(where)
+        place = leader.acknowledged(leader.attempt, farthest)
+        w = w._replace(leader=pack(leader, LEADER))
+        if place is None:
+            return w
+        rank = w.ranks[0]
+        assert rank is not None
+        member = self.member(rank)
+        if not member.appointed(leader.attempt, place):
+            return self._lose(w, leader, "missed")
+        w = self._with(w, 0, rank._replace(member=pack(member, MEMBER)))
+        return self._send_down(w, ("appoint", leader.attempt, place))
+
+    def _stands(self, w: World, leader: Leader) -> World:
+        if len(w.stand) < len(w.ranks):
+            return w
+        reports = []
+        for r, (where, made) in w.stand:
+            counts = {7: made} if self.scope.profiler and made >= 0 else {}
+            where = where if self.scope.profiler else where._replace(asked=made)
+            reports.append(Report.of(where._replace(rank=r), counts))
+        verdict = Report.merged(reports).verdict()
+        if "does not compare" in self.scope.broken:
+            verdict = verdict._replace(same=True, same_collectives=True)
+        if "compares steps only" in self.scope.broken:
+            verdict = verdict._replace(same_collectives=True)
+        if leader.arrived(leader.attempt, verdict):
+            return w._replace(leader=pack(leader, LEADER))
+        return self._lose(w, leader, verdict.words) if leader.stage is Stage.APPOINTED else w
+
+    def _lose(self, w: World, leader: Leader, why: str) -> World:
+        rank = w.ranks[0]
+        assert rank is not None
+        leader.lost(where_of(0, rank), why)
+        leader.ahead, leader.not_before, leader.failures = 1, 0, leader.failures % 2  # any distance, any patience
+        return self._answer(w._replace(leader=pack(leader, LEADER), asked=False), leader.attempt, False)
+
+    def _answer(self, w: World, attempt: int, commit: bool) -> World:
+        rank = w.ranks[0]
+        assert rank is not None
+        member = self.member(rank)
+        member.answered(attempt, commit)
+        return self._send_down(self._with(w, 0, flipped(rank, member)), ("answer", attempt, commit))
+
+    # -- the daemon, and bad luck ----------------------------------------------------------------------------------
 
     def _daemon_moves(self, w: World) -> Iterator[Move]:
-        """As ``Job`` and ``TableFile``: the next generation is one above the last, which is looked up at the start."""
-        if w.daemon == DEAD:
-            back = w.file if self.scope.reads_torn or not w.torn else 0
-            yield f"the daemon comes back, at table {back}", w._replace(daemon=back), ""
+        if w.ranks[0] is None:
             return
-        if w.restarts < self.scope.restarts:
-            gone = w._replace(daemon=DEAD, restarts=w.restarts + 1)
-            yield "the daemon dies", gone, ""
-        if w.shown >= self.scope.generations:
-            return
-        new = w.daemon + 1
-        if w.restarts < self.scope.restarts:
-            yield f"the daemon dies before it has written a byte of table {new}", gone._replace(torn=True), ""
-            yield f"the daemon dies in the middle of table {new}", gone._replace(torn=True, file=new), ""
-        wrong = "" if new > w.shown else f"there are two tables {new}"
-        yield f"the daemon publishes table {new}", w._replace(daemon=new, file=new, torn=False, shown=new), wrong
+        if w.published < self.scope.tables:
+            new = f"t{w.published + 1}".encode()
+            for trial in (True, False):
+                leader = self.leader(w)
+                leader.want(new, trial)
+                after = w._replace(leader=pack(leader, LEADER), published=w.published + 1)
+                if not trial:
+                    after = after._replace(confirmed=(*w.confirmed, new))
+                yield f"the daemon publishes {new!r}, {'a trial' if trial else 'confirmed'}", after, ""
+        leader = self.leader(w)
+        if leader.trial and leader.wanted_trial:
+            yield "the lease runs out", self._expired(w), ""
+        if self.scope.closes and not leader.closing:
+            leader.close("patience is at an end")
+            yield "rank 0 closes", w._replace(leader=pack(leader, LEADER)), ""
 
-    def _is_private(self, w: World, rank: int) -> bool:
-        """Nobody else sees this rank's next step: what it stores is read only once the log names it, what it reads from
-        a closed log is there for good, and a boundary of another rank than 0 changes that rank alone."""
-        m, _ = w.ranks[rank]
-        if m == DEAD:
-            return False
-        state = self.fields[m][1]
-        steps = (state == STOPPED or (state == TRAINING and rank != 0)) and self._may_step(w, rank)
-        return steps or state in (LOG_TABLE, REPLAY)
+    def _expired(self, w: World) -> World:
+        leader = self.leader(w)
+        leader.expire()
+        return w._replace(leader=pack(leader, LEADER))
 
-    def _may_step(self, w: World, rank: int) -> bool:
-        """Whether the rank may end a step now."""
-        mine = w.ranks[rank][1]
-        within = self.scope.boundaries is None or mine < self.scope.boundaries
-        return within and mine < min(b for m, b in w.ranks if m != DEAD) + self.scope.skew
+    def _bad_luck(self, w: World) -> Iterator[Move]:
+        if not w.lost and w.breaks < self.scope.breaks:
+            yield "the network is lost", w._replace(lost=True, breaks=w.breaks + 1), ""
+        if w.lost and all(w.ranks):
+            yield "the network is open again", self._reopened(w), ""
+        if sum(rank is None for rank in w.ranks) < self.scope.deaths:
+            for r, rank in enumerate(w.ranks):
+                if rank is not None:
+                    yield f"rank {r} dies", w._replace(ranks=at(w.ranks, r, None), lost=True), ""
 
-    def _together(self, w: World, rank: int) -> bool:
-        """Whether all other ranks are in this rank's step or beyond it: without them it cannot end."""
-        others = (entry for i, entry in enumerate(w.ranks) if i != rank and entry[0] != DEAD)
-        mine = w.ranks[rank][1]
-        return all(b > mine or (b == mine and self.fields[m][1] in PASSED) for m, b in others)
+    def _reopened(self, w: World) -> World:
+        ranks = []
+        for rank in w.ranks:
+            assert rank is not None
+            member = self.member(rank)
+            member.disconnected()
+            ranks.append(rank._replace(member=pack(member, MEMBER)))
+        leader = self.leader(w)
+        leader.disconnected()
+        n = len(w.ranks)
+        w = w._replace(ranks=tuple(ranks), leader=pack(leader, LEADER), up=((),) * n, down=((),) * n, lost=False)
+        first = self.member(ranks[0])
+        if first.phase is Phase.MET and leader.stage is Stage.QUIET:  # what rank 0 waited for will not come
+            first.answered(first.attempt, False)
+            w = self._with(w, 0, ranks[0]._replace(member=pack(first, MEMBER)))
+        return w
 
-    def _rank_moves(self, w: World, rank: int) -> Iterator[Move]:
-        """The outcomes that what this rank asks for can have at this moment."""
-        m, _ = w.ranks[rank]
-        _, state, round_, _, wanted, sent, _, _, _ = self.fields[m]
-        who = f"rank {rank}"
-        hurt = w.broken or any(other == DEAD for other, _ in w.ranks)
-        may_fail = hurt or w.faults < self.scope.faults
-        failed = w._replace(broken=True, faults=w.faults + (not hurt))
-        if state in (TRAINING, STOPPED) and self._may_step(w, rank):
-            yield self._after(w, rank, f"{who} ends a step", self._boundary(w, rank), boundary=True)
-        elif state == ARRIVE and self._may_step(w, rank) and self._together(w, rank):
-            count = w.arrived + 1
-            after = w._replace(arrived=count)
-            if count == len(w.ranks) and not w.gate:
-                after = after._replace(gate="open")
-            member = self.call(self._boundary(w, rank), "arrived", count)
-            yield self._after(after, rank, f"{who} ends a step and arrives", member, boundary=True)
-            if self.scope.late:
-                yield self._after(w, rank, f"{who} ends a step without its probe", m, boundary=True)
-        elif state == GATE and not w.gate:
-            after = w._replace(gate="shut")
-            yield self._after(after, rank, f"{who} is tired of waiting for the others", self.call(m, "gate", False))
-        elif state == GATE:
-            yield self._after(w, rank, f"{who} finds the gate {w.gate}", self.call(m, "gate", w.gate == "open"))
-        elif state == CONNECT:
-            yield self._after(w, rank, f"{who} connects", self.call(m, "connected"))
-            if may_fail:
-                yield self._after(failed, rank, f"{who} cannot connect", self.call(m, "failed"))
-        elif state == WAIT:
-            message = dict(w.sent).get(round_)
-            if message is not None:
-                what = f"{who} completes round {round_}: {named(message)}"
-                yield self._after(w, rank, what, self.call(m, "received", message))
-            if may_fail:
-                yield self._after(failed, rank, f"{who} fails in round {round_}", self.call(m, "failed"))
-        elif state == LOG_TABLE:
-            after = w._replace(store=_put(w.store, round_ + 1, wanted))
-            what = f"{who} stores {named(wanted)} as round {round_ + 1}"
-            yield self._after(after, rank, what, self.call(m, "table_logged"))
-        elif state == COMMIT:
-            member = self.member(m)
-            log = member.log_after() if w.log == member.log_before() else w.log
-            yield self._after(w._replace(log=log), rank, f"{who} sets the log", self.call(m, "committed", log))
-            if may_fail:  # the store did as it was asked, but rank 0 does not get to know
-                after = failed._replace(log=log)
-                yield self._after(after, rank, f"{who} hears nothing from the log", self.call(m, "failed"))
-        elif state == BEGIN:
-            after = w._replace(sent=_put(w.sent, round_ + 1, sent)) if rank == 0 else w
-            yield self._after(after, rank, f"{who} begins round {round_ + 1}", self.call(m, "begun"))
-            if may_fail:
-                yield self._after(failed, rank, f"{who} cannot begin round {round_ + 1}", self.call(m, "failed"))
-        elif state == CLOSE_LOG:
-            after = w._replace(log=closed(w.log))
-            yield self._after(after, rank, f"{who} closes the log", self.call(m, "log_closed", after.log))
-        elif state == REPLAY:
-            found = dict(w.store).get(round_)
-            yield self._after(w, rank, f"{who} reads round {round_} in the log", self.call(m, "replayed", found))
+    # -- what must come to pass ------------------------------------------------------------------------------------
 
-    def _boundary(self, w: World, rank: int) -> int:
-        published = f"table {w.shown}".encode() if rank == 0 and w.shown and not w.torn else NO_TABLE
-        return self.call(w.ranks[rank][0], "boundary", published)
+    def is_stuck(self, w: World) -> str:
+        """A rank that stands and has no way to leave by itself: its own moves, or for rank 0 those of the leader."""
+        for r, rank in enumerate(w.ranks):
+            if rank is None or self.member(rank).phase not in (Phase.MET, Phase.DOUBT):
+                continue
+            silent = w._replace(down=((),) * len(w.ranks), up=((),) * len(w.ranks))
+            leaves = any(after != silent for _, after, _ in self._rank_moves(silent, r, rank))
+            if not leaves and not (r == 0 and [*self._leader_moves(w)]):
+                return f"rank {r} stands for ever"
+        return ""
 
-    def _after(self, w: World, rank: int, what: str, member: int, boundary: bool = False) -> Move:
-        """The world with this member in it. Where it has passed its boundary, its table is on record."""
-        at = w.ranks[rank][1] + boundary
-        after = w._replace(ranks=_with(w.ranks, rank, (member, at)))
-        if self.fields[member][1] not in PASSED:
-            return what, after, ""
-        mine = self.fields[member][3]
-        table = dict(w.tables).get(at)
-        if table is None:
-            return what, after._replace(tables=_put(w.tables, at, mine)), ""
-        wrong = f"after boundary {at} rank {rank} has {named(mine)}, another rank {named(table)}"
-        return what, after, "" if table == mine else wrong
+    def settles(self, w: World, known: Callable[[World], bool], steps: int = 40) -> tuple[list[World], str]:
+        """Let all go well from here on, without a daemon: the worlds on the way, and what is wrong at the end."""
+        self.bounded, path = False, []
+        try:
+            if not all(w.ranks):
+                return path, ""
+            for _ in range(steps * 20):
+                if known(w):
+                    return path, ""
+                path.append(w)
+                after, wrong = self._best(w)
+                if wrong:
+                    return path, wrong
+                if after is None or min(rank.made for rank in after.ranks if rank) > self.scope.steps + steps:
+                    break
+                w = after
+        finally:
+            self.bounded = True
+        leader = self.leader(w)
+        tables = {rank.table for rank in w.ranks if rank}
+        if len(tables) > 1 or tables.pop() not in w.confirmed:
+            return path, f"the tables stay {[rank and rank.table for rank in w.ranks]}, the leader is at {leader}"
+        return path, ""
 
+    def _best(self, w: World) -> tuple[World | None, str]:
+        """The next world when nothing goes wrong: messages and the leader first, then the rank that is behind."""
+        leader = self.leader(w)
+        if w.lost:
+            return self._reopened(w), ""
+        if leader.trial and leader.wanted_trial and "ignores the lease" not in self.scope.broken:
+            return self._expired(w), ""
+        for _, after, wrong in self._leader_moves(w):
+            return after, wrong
+        order = sorted(range(len(w.ranks)), key=lambda r: (w.ranks[r].made, not w.ranks[r].owes))  # type: ignore
+        for r in order:
+            rank = w.ranks[r]
+            assert rank is not None
+            if w.up[r]:
+                return self._delivered_up(w, r)[1:]
+            for _, after, wrong in self._delivered_down(w, r, rank) if w.down[r] else ():
+                return after, wrong
+        for r in order:
+            rank = w.ranks[r]
+            assert rank is not None
+            if self.member(rank).phase is not Phase.MET:
+                for _, after, wrong in self._rank_moves(w, r, rank):
+                    return after, wrong
+        for r in order:
+            rank = w.ranks[r]
+            assert rank is not None
+            for _, after, wrong in self._tires(w, r, rank) if self.member(rank).phase is Phase.MET else ():
+                return after, wrong
+        return None, ""
 
-def encoded(member: Member) -> Fields:
-    """All of a member but its number."""
-    m = member
-    return m.rank == 0, STATES.index(m.state), m.round, m.active, m.wanted, m.sent, m.last, m.in_trouble, m.due
+    # -- bookkeeping -----------------------------------------------------------------------------------------------
 
+    def _with(self, w: World, r: int, rank: Rank) -> World:
+        return w._replace(ranks=at(w.ranks, r, rank))
 
-def lower(round_: int, down: int) -> int:
-    """A round's number after a shift: 0 is "never", and what lies below the shift is 1."""
-    return max(1, round_ - down) if round_ else 0
+    def _send_up(self, w: World, r: int, message: tuple[Any, ...]) -> World:
+        if w.lost:
+            return w
+        if r == 0:  # rank 0 hears itself at once
+            return self._delivered_up(w._replace(up=at(w.up, 0, (message,))), 0)[1]
+        return w._replace(up=at(w.up, r, (*w.up[r], message)))
 
-
-def named(message: bytes) -> str:
-    """A message for people."""
-    return message.decode() or "no table"
-
-
-def _with(ranks: tuple[tuple[int, int], ...], rank: int, entry: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-    return (*ranks[:rank], entry, *ranks[rank + 1 :])
-
-
-def _put(pairs: tuple[tuple[int, bytes], ...], key: int, value: bytes) -> tuple[tuple[int, bytes], ...]:
-    return tuple(sorted({**dict(pairs), key: value}.items()))
+    def _send_down(self, w: World, message: tuple[Any, ...]) -> World:
+        if w.lost:
+            return w
+        return w._replace(down=tuple((*queue, message) if r else () for r, queue in enumerate(w.down)))

@@ -16,10 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.records import STEP, STEP_DTYPE, Decision, Rule, Table
+from dynamiccl.traces.records import STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState, Decision, Rule, Table
 from probe_ranks import LOOPS, STEPS
 
 JOB = Path(__file__).with_name("probe_ranks.py")
+#: Where the ranks share two cores with other tests they may take longer to come together than in a job.
+MEET = {"DYNAMICCL_MEET_MS": "2000"}
 
 # -- launching it ------------------------------------------------------------------------------------------------------
 
@@ -33,7 +35,7 @@ def free_port() -> int:
 def start(args: list[str], n: int, env: dict[str, str]) -> list[subprocess.Popen]:
     """``n`` ranks of the job (or of one process outside torch.distributed for n = 1)."""
     base = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))}
-    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **env}
+    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **MEET, **env}
     processes = []
     for rank in range(n):
         world = {"RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank)} if n > 1 else {}
@@ -117,8 +119,9 @@ def test_tables_do_change_and_steps_are_recorded(framework_jobs):
     assert len(set(seen)) > 10 and seen == sorted(seen)
     assert set(steps) == {0, 1}
     for mine in steps.values():
-        # Every loop loses the step in which its optimizer is first seen; the one that fails loses every third.
-        expected = sum(STEPS - 1 for name in LOOPS if name != "exception") + len(LOOPS) - 1 - STEPS // 3
+        # A loop loses the steps until its optimizer has taken the place of the one before; one fails every third time,
+        # and one has a second optimizer that steps every other time.
+        expected = sum(STEPS - 2 for name in LOOPS)
         assert abs(len(mine) - expected) <= 2 * len(LOOPS)
         assert np.array_equal(mine["step"], np.arange(len(mine)))
         assert (mine["duration_ns"] > 0).all() and np.isnan(mine["loss"]).all()
@@ -130,7 +133,7 @@ def test_tables_do_change_and_steps_are_recorded(framework_jobs):
 def test_a_job_of_one_process(run):
     said, errors = finish(start(["plain"], 1, run.env()), run)
     assert len(set(said[0]["generations"]["plain"])) > 1, errors
-    assert len(steps_of(run)[0]) == STEPS - 2
+    assert len(steps_of(run)[0]) == STEPS - 1
 
 
 def wait_for_steps(run: RunFolder, n: int) -> None:
@@ -158,21 +161,52 @@ def test_a_killed_rank_does_not_leave_the_other_hanging(run, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_loses_the_others_still_has_their_table(run, victim):
-    """The protocol's hard case, in a real job: nobody switches alone, the table then stays, and it is said."""
-    env = {**run.env(), "VICTIM": str(victim), "JITTER_S": "0.05"}
+def test_a_network_that_breaks_is_opened_again(run, victim):
+    """Nobody switches alone, nobody waits, nothing is said, and tables change again."""
+    env = {**run.env(), "VICTIM": str(victim), "JITTER_S": "0.5"}
     said, errors = finish(start(["broken network"], 2, env), run)
     first, second = (s["generations"]["broken network"] for s in said)
     assert first == second, errors
-    assert len(set(first[:8])) > 2 and len(set(first[10:])) == 1
-    assert all("stop agreeing" in error and "Traceback" not in error for error in errors)
+    assert len(set(first[:8])) > 1 and len(set(first[8:])) > 1
+    assert not any(errors), errors
 
 
-def test_a_rank_without_an_optimizer_delays_the_others_once(run):
-    env = {**run.env(), "DYNAMICCL_ATTACH_S": "1.5"}
+def test_a_rank_without_an_optimizer_is_named_and_nobody_waits(run):
+    """Seen: the others stood at their first boundary until the gate was shut."""
+    env = {**run.env(), "DYNAMICCL_ATTACH_S": "1.5", "JITTER_S": "0.6"}
     said, errors = finish(start(["one rank steps"], 2, env), run)
     assert [set(s["generations"]["one rank steps"]) for s in said] == [{0}, {0}]
-    assert "not every rank" in errors[0] and not errors[1]
+    assert "rank 1 took no optimizer step" in errors[0] and not errors[1]
+    assert said[0]["held_ms"] == 0.0
+    states = agreement_states(run)
+    assert [code for code, _ in states] == [AgreementState.WAITING, AgreementState.SHUT]
+    assert "rank 1" in states[-1][1]
+
+
+def test_a_rank_whose_nccl_took_no_tuner_keeps_the_gate_shut(run):
+    """Seen with NCCL 2.28.9: tables switched all the same, and 728 of 6,000 collectives ran two ways."""
+    env = {**run.env(), "DYNAMICCL_ATTACH_S": "1.5", "JITTER_S": "0.6", "NO_TUNER": "1"}
+    said, errors = finish(start(["plain"], 2, env), run)
+    assert [set(s["generations"]["plain"]) for s in said] == [{0}, {0}]
+    assert "rank 1" in errors[0] and "NCCL decides alone" in errors[0], errors
+
+
+def test_a_skipped_optimizer_step_on_one_rank_ends_the_agreement_by_name(run):
+    """Seen: every switch after it ran one step under two tables. Now all go back to the confirmed table together."""
+    env = {**run.env(), "VICTIM": "1", "JITTER_S": "0.1"}
+    said, errors = finish(start(["skips once"], 2, env), run)
+    first, second = (s["generations"]["skips once"] for s in said)
+    assert first == second, errors
+    assert len(set(first)) > 1, "tables changed before"
+    assert sum(error.count("rank 1 has ended") for error in errors) == 1 and "rank 1 has ended" in errors[0], errors
+    assert agreement_states(run)[-1][0] is AgreementState.CLOSED
+
+
+def agreement_states(run: RunFolder) -> list[tuple[AgreementState, str]]:
+    """What rank 0's agreement has told the daemon."""
+    records = [record for ring in run.rings() for record in ring.drain() if record["kind"] == STATE]
+    told = [np.array([record]).view(STATE_DTYPE)[0] for record in records]
+    return [(AgreementState(int(record["code"])), record["text"].decode()) for record in told]
 
 
 def test_damaged_files_and_a_dead_daemon_change_nothing(run):

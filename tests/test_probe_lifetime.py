@@ -6,11 +6,13 @@ The jobs are loops of ``probe_ranks.py``.
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from dynamiccl.envs.nccl.shm import RunFolder
 from test_probe import finish, start
+
+#: What this machine may add to a limit of time: it runs other things beside.
+SLACK_MS = 200
 
 
 @pytest.fixture
@@ -33,35 +35,36 @@ def test_children_of_a_rank_live_and_end_as_without_us(run):
     said, errors = whole(["forks"], {**run.env(), "JITTER_S": "0.05"}, run)
     assert len(said) == 2, errors
     first, second = (s["generations"]["forks"] for s in said)
-    assert first == second and len(set(first)) > 3
+    assert first == second and len(set(first)) > 2
     assert not any("dynamiccl:" in error for error in errors), errors
 
 
 def test_a_job_that_makes_its_group_anew_is_tuned_on(run, tmp_path):
-    env = {**run.env(), "JITTER_S": "0.1", "MEET": str(tmp_path / "store")}
+    env = {**run.env(), "JITTER_S": "0.4", "MEET": str(tmp_path / "store")}
     said, errors = whole(["group anew"], env, run)
     assert len(said) == 2, errors
     first, second = (s["generations"]["group anew"] for s in said)
     assert first == second
-    assert len(set(first[2:7])) > 1 and len(set(first[9:])) > 1, first
+    assert len(set(first[:8])) > 1 and len(set(first[8:])) > 1, first
     assert not any("dynamiccl:" in error for error in errors), errors
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_steps_no_more_delays_the_others_once(run, victim):
-    began = time.monotonic()
-    env = {**run.env(), "VICTIM": str(victim), "DYNAMICCL_WAIT_S": "1", "JITTER_S": "0.02"}
+def test_a_rank_that_steps_no_more_holds_up_nobody(run, victim):
+    """Seen: the others stood for 30 s. It answers the others' collectives, so the job goes on."""
+    env = {**run.env(), "VICTIM": str(victim), "JITTER_S": "0.1", "DYNAMICCL_MEET_MS": "50"}
     said, errors = whole(["leaves early"], env, run)
-    assert len(said) == 2 and time.monotonic() - began < 30, errors
-    assert "stop agreeing" in errors[1 - victim] and not any("Traceback" in error for error in errors)
+    first, second = (s["generations"]["leaves early"] for s in said)
+    assert first[:7] == second[:7] and len(set(first[9:] + second[9:])) == 1, (first, second)
+    assert max(s["held_ms"] for s in said) < 50 + SLACK_MS and not any("Traceback" in error for error in errors)
 
 
 def test_no_table_changes_while_the_ranks_step_unevenly(run):
     """Under PyTorch's Join the ranks take different numbers of steps; before and after it they change together."""
-    said, errors = whole(["uneven"], {**run.env(), "DYNAMICCL_WAIT_S": "2", "JITTER_S": "0.05"}, run)
+    said, errors = whole(["uneven"], {**run.env(), "JITTER_S": "0.05"}, run)
     assert len(said) == 2, errors
     first, second = (s["generations"]["uneven"] for s in said)
-    assert first == second and len(set(first)) > 3, (first, second)
+    assert first == second and len(set(first)) > 2, (first, second)
     assert not any("dynamiccl:" in error for error in errors), errors
 
 

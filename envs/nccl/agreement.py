@@ -1,365 +1,350 @@
-"""The agreement of all ranks on the active table: protocol.py with a store and a network.
+"""One rank's part in the agreement of all ranks on the active table: protocol.py with a store, a network and a thread.
 
-The network is a gloo group of its own, made beside the job's groups and not known to torch.distributed: names and
-counters of the user's groups stay as they are, and ``destroy_process_group`` does not meet it.
+The training thread does next to nothing at a boundary: it notes where it is. Only at a boundary that all ranks have
+been appointed to it stops, for at most 50 ms; all else is done by one thread in the background: opening the network
+(tree.py) and the gate, staging tables, passing messages on (rounds.py). Nothing is sent in steps without news.
 
-The training thread does next to nothing: at a boundary it takes the outcome of the round under way and, for a new
-table, makes active what the plugin has been handed already. Beginning the next round, waiting for it, telling the
-store, checking and copying a table are done by a second thread until the next boundary. The member belongs to one
-thread at a time. Only the first boundary, and trouble, are dealt with on the training thread.
+The gate: every rank says what it would decide with (the plugin's sources and interfaces, NCCL's version) once NCCL
+itself has initialised our tuner there. It opens when all are connected and say the same, within a minute; else it is
+shut for good, with a reason, and NCCL decides alone. A network that is lost later is opened again, some times.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import json
 import os
 import sys
+import threading
 import time
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from ...traces.records import Table
-from .background import Background
+from ...traces.records import AgreementState
+from .place import Report
 from .plugin import Plugin
-from .protocol import NO_TABLE, STOP, Member, State, closed
-from .shm import TABLE_BYTES, TableFile, encode_table, message_of
+from .protocol import ABORT, Leader, Phase, Stage, Stop
+from .published import Published
+from .rounds import Desk, Kind, Rounds
+from .steps import Steps
+from .tree import WAIT_S, Tree
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-#: How long the first boundary waits for the other ranks: all ranks come to it after the same step, or some never do.
+#: How long the gate waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
 ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
-#: How long a round, and so a step, may take before this rank stops agreeing: steps that save or evaluate are long.
-#: (A rank that is gone is noticed at once, by its connection.)
-ROUND_S = float(os.environ.get("DYNAMICCL_ROUND_S", "1800"))
-#: How long a rank may wait at a boundary for the others: they have taken the same collectives, so they are close.
-#: (Uneven data is the exception: a rank that has run out of it answers the others' collectives and steps no more.)
-WAIT_S = float(os.environ.get("DYNAMICCL_WAIT_S", "30"))
-_SLICE_S = 0.2  # the background looks so often whether it has to end
-_EMPTY = encode_table(Table())
-_STOP_MESSAGE = STOP.ljust(TABLE_BYTES, b"\0")
+#: The longest that the training thread may stand at a boundary; a part of it is kept for asking the log.
+MEET_S = float(os.environ.get("DYNAMICCL_MEET_MS", "50")) / 1e3
+_FOR_THE_TREE = 0.8
+_REOPEN = 5  # times that a lost network is opened again
+_SOON_S = 0.5  # until it is opened again
+_LOOK_S = 0.25  # until NCCL has loaded the tuner, this often
 
-
-class Published:
-    """Rank 0's view of the table file: the message last published, read again only when it has changed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: TableFile | None = None
-        self._sequence = 0
-        self._message = NO_TABLE
-
-    def message(self) -> bytes:
-        """The published table's message, or the one before while a new one is being written. Never raises OSError."""
-        try:
-            if self._file is None:
-                self._file = TableFile(self._path)
-            sequence = self._file.sequence()
-            if sequence != self._sequence and not sequence & 1:
-                found = self._file.read()
-                if found is not None:
-                    self._sequence, self._message = sequence, found[1]
-        except OSError:  # no such file (yet)
-            pass
-        return self._message
-
-
-class Local:
-    """A job of one process: what is published becomes active at the next boundary."""
-
-    def __init__(self, plugin: Plugin | None, published: Published) -> None:
-        self._plugin, self._published = plugin, published
-        self._active = NO_TABLE
-
-    def boundary(self) -> bool:
-        """An optimizer step has ended; True if the plugin has been handed a table that is now to become active."""
-        message = self._published.message()
-        if message is self._active:
-            return False
-        self._active = message
-        return stage(self._plugin, message)
-
-    def proceed(self) -> None:
-        """Nothing goes on between boundaries."""
+Tell = Callable[[AgreementState | None, str], None]
 
 
 class Agreement:
-    """One rank's part in the agreement, for the life of one default process group."""
+    """One rank's part, for the life of one default process group."""
 
-    def __init__(self, plugin: Plugin | None, published: Published, world: Any, store: Any, attempt: int) -> None:
-        """``world`` is the default group, ``store`` its store, ``attempt`` counts groups, equally on all ranks."""
-        from torch.distributed.distributed_c10d import PrefixStore
+    def __init__(
+        self,
+        rank: int,
+        n_ranks: int,
+        plugin: Plugin | None,
+        steps: Steps,
+        published: Published,
+        store: Callable[[], tuple[Any, str]],
+        versions: str = "",
+        before: Leader | None = None,
+        tell: Tell = lambda state, text: None,
+    ) -> None:
+        """``store()`` gives a connection of our own to the job's store, and the store's host; called in the background.
 
-        self._plugin, self._published = plugin, published
-        # torchrun may keep the store when it starts all workers anew: an old gate or log must not be taken for ours.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store: Any = PrefixStore(f"dynamiccl/{restart}.{attempt}", _connection_of_our_own(store))
-        self.member = Member(world.rank(), world.size())
-        self._staged = False  # the plugin has a table ready that becomes active with the boundary now due
-        self._group: Any = None
-        self._work: Any = None
-        self._options: Any = None
-        self._buffer: Any = None
-        self._view: Any = None  # the buffer's memory
-        self._filled = NO_TABLE  # rank 0: what the buffer holds
-        self._raw, self._message = bytes(TABLE_BYTES), NO_TABLE  # what the last round carried, and the table in it
-        self._outcome: bytes | Exception = NO_TABLE  # of the round under way
-        self._background: Background | None = None
-        self._busy = False  # the member is in the background's hands
-        self._enough = False  # the training thread has waited for the round for too long
-        self._boundaries = 0
-        self._every = 1
-        self._do = {
-            State.ARRIVE: self._arrive,
-            State.GATE: self._gate,
-            State.CONNECT: self._connect,
-            State.WAIT: self._take_outcome,
-            State.CLOSE_LOG: self._close_log,
-            State.REPLAY: self._replay,
-        }
+        ``versions`` is what beside the plugin's identity must be equal on all ranks. ``tell`` hears on rank 0 of every
+        change of state, elsewhere only of what is wrong with the rank itself. ``before`` is the leader of the group
+        that this process had before.
+        """
+        self.desk = Desk(rank, n_ranks, plugin, steps, published, before)
+        self.held_s = 0.0  # the longest that the training thread has stood here
+        self.stopped = ""  # why the active table will not change any more
+        self._make_store, self._versions, self._tell = store, versions, tell
+        self._store: Any = None
+        self._host = ""
+        self._tree: Tree | None = None
+        self._closing, self._end = False, threading.Event()
+        self._backwards = 0
+        self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no thread to be had
+            self._stop(AgreementState.SHUT, f"rank {rank}: {error}")
 
-    @property
-    def stopped(self) -> bool:
-        """True when the active table will not change any more."""
-        return self.member.state is State.STOPPED
+    # -- the thread that trains ----------------------------------------------------------------------------------------
 
     def boundary(self) -> bool:
-        """An optimizer step has ended; True if the plugin has been handed a table that is now to become active.
-
-        Never raises. At the second boundary, where no rank has a table yet, all drop what an older group of their
-        processes may have left.
-        """
-        member = self.member
-        self._boundaries += 1
-        if self._boundaries % self._every == 0 and self._is_ours() and member.state is not State.STOPPED:
-            member.boundary()
-            while (do := self._do.get(member.state)) is not None:
-                do()
-        if self._boundaries == 2:
-            return stage(self._plugin, NO_TABLE)
-        if self._busy:  # between two of the boundaries that count
+        """A step has ended; True if the table that the plugin has staged is now to become active. Never raises."""
+        desk = self.desk
+        if self.stopped:
             return False
-        flip, self._staged = self._staged, False
-        return flip
+        here = desk.here()
+        desk.stride, self._backwards = max(1, here.backwards - self._backwards), here.backwards
+        with desk.lock:
+            stop = desk.member.boundary(here)
+        if stop is Stop.MEET:
+            began = time.monotonic()
+            flip = self._meet(began)
+            self.held_s = max(self.held_s, time.monotonic() - began)
+            return flip
+        if stop is Stop.TELL:
+            desk.outbox.append((Kind.MISSED, desk.member.attempt, here))
+            self._wake()
+        elif desk.leader is not None and self._has_news():
+            self._wake()
+        return False
 
     def proceed(self) -> None:
-        """The boundary is passed: the next round may begin, in the background."""
-        if not self._busy and self.member.state is State.BEGIN and self._background is not None:
-            self._busy = True
-            self._background.go()
+        """The boundary is passed; where a table was to become active it is."""
+        desk = self.desk
+        if desk.member.phase is Phase.FLIP:
+            with desk.lock:
+                desk.member.flipped()
+            self._wake()  # an attempt may be waiting for this
+
+    def _has_news(self) -> bool:
+        """Rank 0: whether the other thread has something to begin."""
+        desk, leader = self.desk, self.desk.leader
+        assert leader is not None
+        if desk.published.is_new() or (leader.wanted_trial and desk.keeper.over(desk.steps.ended)):
+            return True
+        open_ = leader.wanted != leader.active or leader.closing
+        return bool(open_) and leader.stage is Stage.QUIET and desk.steps.ended >= leader.not_before
+
+    def _meet(self, began: float) -> bool:
+        """Stand at the place until rank 0 has answered; True if the table is to change."""
+        desk, member = self.desk, self.desk.member
+        attempt = member.attempt
+        plugin = desk.plugin
+        asked, counts = (plugin.asked, plugin.counts()) if plugin is not None else (0, {})
+        desk.stood = desk.here()._replace(asked=asked)
+        desk.answered.acquire(blocking=False)  # of an older meeting
+        desk.outbox.append((Kind.STANDS, attempt, Report.of(desk.stood, counts)))
+        self._wake()
+        desk.answered.acquire(timeout=max(0.0, _FOR_THE_TREE * MEET_S - (time.monotonic() - began)))
+        with desk.lock:
+            if member.phase is Phase.MET and desk.leader is not None and desk.leader.stage is Stage.APPOINTED:
+                desk.leader.lost(desk.stood, desk.absent())
+                member.answered(attempt, False)
+                desk.outbox.append((Kind.ANSWER, attempt, False))
+                self._wake()
+            waits = member.phase is Phase.MET
+            if waits and desk.leader is None:
+                member.overdue()
+        if waits and desk.leader is not None:  # the log is being set: what it holds then is the answer
+            while member.phase is Phase.MET and self._thread.is_alive():
+                desk.answered.acquire(timeout=1.0)
+        elif waits:
+            log = self._ask_log(attempt, ABORT)
+            with desk.lock:
+                member.log_read(log)
+        return member.phase is Phase.FLIP
+
+    def _wake(self) -> None:
+        tree = self._tree
+        if tree is not None:
+            tree.wake()
+
+    def _ask_log(self, attempt: int, word: str) -> str:
+        """Set an attempt's log if it is free; what it holds. A store that is gone for good has committed nothing."""
+        try:
+            return str(self._store.compare_set(f"log/{attempt}", "", word).decode())
+        except Exception as error:
+            try:  # it may have been done all the same
+                return str(self._store.compare_set(f"log/{attempt}", "", word).decode())
+            except Exception:
+                say(f"rank {self.desk.rank}: the job's store is gone ({error}); the table stays")
+                return ABORT
+
+    def _forget(self, attempt: int) -> None:
+        if attempt:
+            self._store.delete_key(f"log/{attempt}")
+
+    # -- the thread in the background ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._tell_first(AgreementState.WAITING, "for every rank's first step, and for NCCL to load the tuner")
+        why = ""
+        for opening in range(_REOPEN + 1):
+            is_open, final = False, True
+            try:
+                why = self._gate(opening)
+                if not why:
+                    is_open = True
+                    self._tell_first(AgreementState.OPEN, "all ranks decide together")
+                    assert self._tree is not None
+                    rounds = Rounds(self.desk, self._tree, self._ask_log, self._forget, self._tell_first)
+                    rounds.serve()
+                    why = rounds.closed
+            except Exception as error:  # whatever it is: the job goes on
+                why = f"rank {self.desk.rank}: {str(error) or type(error).__name__}"
+                final = not is_open
+                if final:
+                    why = self._give_up(opening, why)
+            self._leave()
+            if not final:
+                self._end.wait(_SOON_S)  # most often the job has ended on another rank, and does so here in a moment
+            if self._closing:
+                return
+            if final:
+                self._stop(AgreementState.CLOSED if opening or is_open else AgreementState.SHUT, why)
+                return
+        self._stop(AgreementState.CLOSED, f"the network was lost too often; last, {why}")
+
+    def _leave(self) -> None:
+        """The network is gone: what was announced is off; who stands asks the log."""
+        desk = self.desk
+        tree, self._tree = self._tree, None
+        if tree is not None:
+            tree.close()
+        with desk.lock:
+            desk.member.disconnected()
+            if desk.leader is not None:
+                desk.leader.disconnected()
+                if desk.member.phase is Phase.MET and desk.leader.stage is Stage.QUIET:
+                    desk.member.answered(desk.member.attempt, False)
+            desk.outbox.clear()
+            desk.release()
+        while desk.member.phase in (Phase.MET, Phase.DOUBT) and not self._closing:
+            time.sleep(0.01)  # the training thread is at the store, and the connection is its own for so long
+
+    def _gate(self, opening: int) -> str:
+        """Open the tree and pass the gate; why it is shut, empty if it is open. Raises OSError."""
+        desk, end = self.desk, time.monotonic() + ATTACH_S
+        if self._store is None:
+            self._store, self._host = self._make_store()
+        store = _Under(self._store, f"{opening}/")
+        tree = self._tree = Tree(desk.rank, desk.n_ranks, store, self._host)
+        if self._closing:
+            raise ConnectionAbortedError("the process group was destroyed")
+        tree.open(ATTACH_S)
+        reports: dict[int, list[Any]] = {}  # [identity, rank, what is wrong] of this rank and of those below
+        sent = False
+        while True:
+            if desk.rank not in reports and (mine := self._identity()) is not None:
+                reports[desk.rank] = mine
+            if not sent and len(reports) > len(tree.children):
+                sent, whole = True, _one(list(reports.values()))
+                if desk.rank == 0:
+                    word = f"shut:{whole[2]}" if whole[2] else "open"
+                    return self._passed(store.compare_set("gate", "", word).decode())
+                tree.up(Kind.READY, json.dumps(whole).encode())
+            left = end - time.monotonic()
+            if desk.rank in reports:  # who is at fault itself says so first
+                left += ATTACH_S / 10
+            if left < 0:
+                word = store.compare_set("gate", "", "shut:" + self._not_ready(tree, reports)).decode()
+                if word != "open":
+                    return self._passed(word)
+                left = 1.0  # it has opened this moment: the word is on its way
+            for rank, kind, payload in tree.receive(left if desk.rank in reports else min(left, _LOOK_S)):
+                if kind == Kind.READY:
+                    reports[rank] = json.loads(payload)
+                elif kind in (Kind.OPEN, Kind.SHUT):
+                    return self._passed(payload.decode())
+
+    def _passed(self, word: str) -> str:
+        """The gate's word is handed on to the ranks below."""
+        assert self._tree is not None
+        shut = word.removeprefix("shut:") if word != "open" else ""
+        self._tree.down(Kind.SHUT if shut else Kind.OPEN, word.encode())
+        return shut
+
+    def _identity(self) -> list[Any] | None:
+        """What this rank would decide with; None as long as NCCL has not loaded the tuner here."""
+        desk = self.desk
+        if desk.plugin is None:
+            return ["", desk.rank, f"rank {desk.rank} has no plugin"]
+        if not desk.plugin.tuners:
+            return None
+        return [f"{desk.plugin.identity()} {self._versions}".strip(), desk.rank, ""]
+
+    def _not_ready(self, tree: Tree, reports: dict[int, list[Any]]) -> str:
+        rank = self.desk.rank
+        if rank not in reports:
+            return f"NCCL has not loaded the tuner on rank {rank}"
+        missing = tree.missing()
+        if missing:
+            return f"rank {missing[0]} took no optimizer step within {ATTACH_S:.0f} s of rank {rank}'s first"
+        late = next((child for child in tree.children if child not in reports), None)
+        if late is not None:
+            return f"not all ranks were ready within {ATTACH_S:.0f} s: rank {late} or one below it"
+        return f"not all ranks were ready within {ATTACH_S:.0f} s"
+
+    def _give_up(self, opening: int, why: str) -> str:
+        """This rank cannot take part: nobody may have a table. The reason that all hear of, which may be another's."""
+        with contextlib.suppress(Exception):
+            word = _Under(self._store, f"{opening}/").compare_set("gate", "", f"shut:{why}").decode()
+            return word.removeprefix("shut:") if word != "open" else why
+        return why
+
+    def _stop(self, state: AgreementState, why: str) -> None:
+        self.stopped = why or "the agreement has ended"
+        if self.desk.rank == 0:
+            kept = ""
+            leader = self.desk.leader
+            if state is AgreementState.CLOSED and leader is not None:
+                kept = "; the trial table stays" if leader.trial else "; the confirmed table stays"
+            self._tell(state, self.stopped + kept)
+        elif self.stopped.startswith(f"rank {self.desk.rank}:"):
+            self._tell(None, self.stopped)
+
+    def _tell_first(self, state: AgreementState | None, text: str) -> None:
+        if self.desk.rank == 0:
+            self._tell(state, text)
 
     def close(self) -> None:
-        """This rank takes no further part; the active table stays. The others learn it at their next round."""
-        if self._background is not None:
-            self._background.close()
-            self._drop_group()
+        """This rank takes no further part; the active table stays."""
+        self._closing = True
+        self.stopped = self.stopped or "the process group was destroyed"
+        self._end.set()
+        if (tree := self._tree) is not None:
+            tree.stop()
 
-    def _is_ours(self) -> bool:
-        """True once the background is through with the round under way: the one place where a fast rank waits."""
-        if self._busy and self._background is not None:
-            if not self._background.join(WAIT_S):
-                self._enough = True
-            if self._enough and not self._background.join(2 * WAIT_S):  # the job's store does not answer
-                say(f"rank {self.member.rank}: the agreement hangs; the table stays")
-                self._every = sys.maxsize
-                return False
-            self._busy = False
-        return True
+    def join(self) -> None:
+        """After :meth:`close`, before the interpreter ends: no thread may be inside the store's code then."""
+        self._thread.join(2 * WAIT_S)
 
-    def _trouble(self, error: Exception) -> None:
-        """The network failed here: say so, break the connections so that all ranks learn it, ask the log."""
-        if not self.member.in_trouble:
-            text = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            say(f"rank {self.member.rank}: the ranks stop agreeing on new tables ({text}); the job goes on")
-        self._drop_group()
-        self.member.failed()
-
-    def _drop_group(self) -> None:
-        group, work, buffer = self._group, self._work, self._buffer
-        self._group, self._work, self._buffer, self._view = None, None, None, None
-        if group is not None and hasattr(group, "abort"):
-            try:
-                group.abort()
-            except Exception as error:
-                say(f"group not closed cleanly: {error}")
-        if work is not None and not work.is_completed():
-            # Destroying the group would wait for a rank that does not come. It is left to the end of the process, and
-            # so is what its thread would need the interpreter to free, perhaps while that goes away.
-            for what in (group, work, buffer):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
-
-    # -- what each state asks for ---------------------------------------------------------------------------------
-
-    def _arrive(self) -> None:
-        try:
-            if self._plugin is None:  # this rank cannot obey a table, so none may have one
-                self._store.compare_set("gate", "", "shut")
-                self.member.gave_up()
-                return
-            count = int(self._store.add("arrived", 1))
-            if count == self.member.n_ranks:
-                every = max(1, int(os.environ.get("DYNAMICCL_EVERY", "1")))
-                self._store.compare_set("gate", "", f"open:{every}")
-            self.member.arrived(count)
-        except Exception as error:  # a store that cannot: nothing was begun, nothing is lost
-            say(f"no agreement between ranks ({error}); NCCL decides alone")
-            self.member.gave_up()
-
-    def _gate(self) -> None:
-        try:
-            end = time.monotonic() + ATTACH_S
-            while not self._store.check(["gate"]) and time.monotonic() < end:
-                time.sleep(0.002)
-            answer = self._store.compare_set("gate", "", "shut").decode()
-        except Exception as error:
-            say(f"no agreement between ranks ({error}); NCCL decides alone")
-            self.member.gave_up()
-            return
-        if answer == "shut" and self.member.rank == 0:
-            say(f"not every rank has the plugin and took a step within {ATTACH_S:.0f} s; NCCL decides alone")
-        if answer.startswith("open:"):
-            self._every = int(answer[5:])  # one rank's word: the environments may differ
-        self.member.gate(answer.startswith("open:"))
-
-    def _connect(self) -> None:
-        try:
-            import torch
-            from torch.distributed import distributed_c10d as c10d
-
-            limit = timedelta(seconds=ROUND_S)
-            store = c10d.PrefixStore("gloo", self._store)
-            gloo: Any = c10d.ProcessGroupGloo
-            size = (self.member.rank, self.member.n_ranks)
-            try:
-                options = gloo._Options()
-                options._threads, options._timeout = 1, limit
-                options._devices = [gloo.create_default_device()]
-                self._group = gloo(store, *size, options)
-            except (AttributeError, TypeError):  # private names: the public constructor has two threads
-                self._group = gloo(store, *size, limit)
-            self._options = c10d.BroadcastOptions()
-            self._options.rootRank = 0
-            self._buffer = torch.zeros(TABLE_BYTES, dtype=torch.uint8)
-            self._view = memoryview(self._buffer.numpy())
-            self._background = Background(self._between, "dynamiccl-rounds")
-        except Exception as error:
-            self._trouble(error)
-            return
-        self.member.connected()
-
-    def _take_outcome(self) -> None:
-        if isinstance(self._outcome, Exception):
-            self._trouble(self._outcome)
-            return
-        self.member.received(self._outcome)
-        if self.stopped:
-            say(f"rank {self.member.rank}: the ranks stop agreeing on new tables; the job goes on")
-            self._drop_group()
-
-    # -- in the background, from one boundary to the next ----------------------------------------------------------
-
-    def _between(self) -> None:
-        """Begin the next round, tell the store of a table that is new, and wait until the round is complete here."""
-        member = self.member
-        try:
-            self._begin()
-            if member.rank == 0:
-                member.wanted = self._published.message() or member.wanted
-            member.begun()
-            if member.state is State.LOG_TABLE:
-                self._log()
-        except Exception as error:
-            self._trouble(error)
-            self._close_log()
-            return
-        try:
-            self._outcome = self._complete()
-        except Exception as error:
-            self._outcome = error
-
-    def _begin(self) -> None:
-        if self._filled is not self.member.sent:
-            self._filled = self.member.sent
-            self._view[:] = self._filled.ljust(TABLE_BYTES, b"\0")
-        self._work = self._group.broadcast([self._buffer], self._options)
-
-    def _log(self) -> None:
-        """Rank 0 has a new table: the store is told while the job trains."""
-        member = self.member
-        self._store.set(f"table/{member.round + 1}", member.wanted)
-        member.table_logged()
-        member.committed(self._store.compare_set("log", member.log_before(), member.log_after()).decode())
-
-    def _complete(self) -> bytes:
-        """The message of the round under way, once it is here; a table is staged in the plugin. Raises on failure."""
-        assert self._background is not None
-        end = time.monotonic() + ROUND_S + _SLICE_S
-        while True:
-            try:
-                self._work.wait(timedelta(seconds=_SLICE_S))  # in slices: see Background.close
-                break
-            except Exception:
-                if self._enough:
-                    raise TimeoutError(f"another rank took more than {WAIT_S:.0f} s longer to end its step") from None
-                if self._work.is_completed() or self._background.closing or time.monotonic() > end:
-                    raise
-        self._work = None
-        if self._background.closing:  # the plugin may be another agreement's already
-            return NO_TABLE
-        raw = bytes(self._view)
-        if raw == self._raw:
-            return self._message
-        self._raw = raw
-        self._message = STOP if self._raw == _STOP_MESSAGE else message_of(self._raw)
-        self._staged = self._message != STOP and stage(self._plugin, self._message)
-        return self._message
-
-    # -- trouble ------------------------------------------------------------------------------------------------
-
-    def _close_log(self) -> None:
-        try:
-            before, after = "", "stop:"
-            while (found := self._store.compare_set("log", before, after).decode()) != after:
-                before, after = found, closed(found)
-                if before == after:
-                    break
-            self.member.log_closed(after)
-        except Exception as error:
-            say(f"rank {self.member.rank}: the job's store is gone ({error})")
-            self.member.gave_up()
-
-    def _replay(self) -> None:
-        try:
-            key = f"table/{self.member.round}"
-            message = self._store.get(key) if self._store.check([key]) else None
-        except Exception as error:
-            say(f"rank {self.member.rank}: the job's store is gone ({error})")
-            self.member.gave_up()
-            return
-        if message is not None:
-            self._staged = stage(self._plugin, message)
-        self.member.replayed(message)
+    def close_inherited(self) -> None:
+        """In the child of a fork: the connections are the parent's."""
+        if self._tree is not None:
+            self._tree.close_inherited()
 
 
-def _connection_of_our_own(store: Any) -> Any:
-    """A connection to the job's store: with the job's own we would keep its server alive after its group is gone."""
-    try:
-        return store.clone()
-    except Exception:  # older releases of PyTorch, and stores that cannot
-        return store
+class _Under:
+    """A store's keys under a prefix."""
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(self._prefix + key))
+
+    def wait(self, keys: list[str], timeout: Any) -> None:
+        self._store.wait([self._prefix + key for key in keys], timeout)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return bytes(self._store.compare_set(self._prefix + key, expected, desired))
 
 
-def stage(plugin: Plugin | None, message: bytes) -> bool:
-    """Hand the plugin a table, NO_TABLE for an empty one, ready to become active; False if it refuses."""
-    if plugin is None:
-        return False
-    try:
-        plugin.stage(message or _EMPTY)
-    except ValueError as error:  # the same bytes on all ranks: all refuse
-        say(str(error))
-        return False
-    return True
+def _one(reports: list[list[Any]]) -> list[Any]:
+    """Many ranks' [identity, rank, what is wrong] as one: a rank that has something wrong, or differs, is named."""
+    first = reports[0]
+    for report in reports:
+        if report[2]:
+            return report
+        if report[0] != first[0]:
+            return [first[0], report[1], f"rank {report[1]} has {report[0]}, rank {first[1]} has {first[0]}"]
+    return first
 
 
 def say(text: str) -> None:

@@ -1,10 +1,8 @@
 """The probe in the job: sees each optimizer step end, says how long it took, and takes part in the agreement.
 
-It hangs on PyTorch's hook after every optimizer step. A boundary is an optimizer stepping that has stepped since the
-last boundary: a wrapper such as ZeroRedundancyOptimizer fires a second time in a step, a second optimizer fires in
-between, and neither makes a boundary of its own.
-It never raises into the job, and loads the plugin at the first steps, not at import. Where several ranks have to agree
-it has one thread (agreement.py).
+It hangs on PyTorch's hook after every optimizer step, and counts backward passes; steps.py says which of the optimizer
+steps is a boundary. It never raises into the job, and loads the plugin at the first boundary, not at import. Where
+several ranks have to agree it has one thread (agreement.py).
 """
 
 from __future__ import annotations
@@ -19,16 +17,19 @@ from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...traces.records import FLAG_SAMPLED, STEP, STEP_DTYPE, UNSET
-from .agreement import Agreement, Local, Published, say
+from ...traces.records import FLAG_SAMPLED, RECORD_BYTES, STATE, STEP, STEP_DTYPE, UNSET, AgreementState
+from .agreement import Agreement, say
 from .gauges import Gauges, Reading
 from .plugin import Plugin
+from .published import Local, Published
 from .sampling import Sampling
+from .steps import Steps
 
 # STEP_DTYPE as two structs, packed rather than filled as a numpy record: the second part changes twice a second.
 _STEP = struct.Struct("<QBBBBBBHQQIIIIqq")
 _GAUGES = struct.Struct("<QQdffHHIffff8x")
 assert _STEP.size + _GAUGES.size == STEP_DTYPE.itemsize
+_STATE = struct.Struct("<QBBBBBBHQQIIII80s")
 _NO_LOSS = float("nan")
 
 
@@ -39,8 +40,7 @@ class Probe:
         """``run`` is the run folder of the job; on other nodes than rank 0's it need not exist."""
         self._run = run
         self._published = Published(Path(run) / "table")
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that stepped since the last boundary
-        self._only: Any = _nobody  # a reference to the one optimizer in it, where there is one
+        self._steps = Steps()
         self._torch: Any = None
         self._dist: Any = None
         self._plugin: Plugin | None = None
@@ -55,23 +55,19 @@ class Probe:
         self._gauges: Gauges | None = None
         self._reading: Reading | None = None
         self._packed = _pack(Reading())
+        self._left: list[Agreement] = []  # of groups that were destroyed
         self._off = False
         self._measures = True
         self._uneven = 0  # depth of Join contexts: in them a rank may step more often than another
+        self.held_s = 0.0  # the longest that an agreement has held up the training thread
 
     def __call__(self, optimizer: Any, *_args: Any) -> None:
         """An optimizer has stepped. Whatever goes wrong here is said once, and the probe is off from then on."""
         if self._off:
             return
         try:
-            if self._only() is not optimizer:
-                # By program order alone, so that all ranks agree: not by which object the garbage collector has taken.
-                if optimizer not in self._seen:
-                    self._seen.add(optimizer)
-                    self._only = _nobody
-                    return
-                self._seen, self._only = weakref.WeakSet((optimizer,)), weakref.ref(optimizer)
-            self._boundary()
+            if self._steps.stepped(optimizer):
+                self._boundary()
         except Exception as error:
             self._off = True
             say(f"probe off: {type(error).__name__}: {error}")
@@ -91,6 +87,11 @@ class Probe:
             self._pass(self._plugin, cuda, now, flip)
         if agreement is not None:
             agreement.proceed()
+            self.held_s = max(self.held_s, agreement.held_s)
+
+    def watch_backward_passes(self, torch: Any) -> None:
+        """Count them from now on."""
+        self._steps.watch(torch)
 
     def hold_tables_in(self, context: type) -> None:
         """Between ``__enter__`` and ``__exit__`` of the class ``context`` (PyTorch's ``Join``) no table changes.
@@ -101,6 +102,7 @@ class Probe:
 
         def held(join: Any) -> Any:
             self._uneven += 1
+            self._steps.pause(True)
             return enter(join)
 
         def released(join: Any, *error: Any) -> Any:
@@ -108,6 +110,7 @@ class Probe:
                 return leave(join, *error)
             finally:
                 self._uneven -= 1
+                self._steps.pause(self._uneven > 0)
 
         context.__enter__, context.__exit__ = held, released  # type: ignore[attr-defined]
 
@@ -164,9 +167,11 @@ class Probe:
         world = dist.group.WORLD if dist.is_available() else None
         if world is not None and world is self._world():
             return self._agreement
+        before = None
         if isinstance(self._agreement, Agreement):  # its group was destroyed: the table stays as it is
             self._agreement.close()
-            self._agreement = None
+            self._left.append(self._agreement)
+            before, self._agreement = self._agreement.desk.leader, None
         self._world = weakref.ref(world) if world is not None else _nobody
         if world is None:
             if self._attempts == 0 and self._agreement is None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -177,14 +182,30 @@ class Probe:
         if dist.get_world_size() == 1:
             self._agreement = Local(self._plugin, self._published)
         else:
-            store = dist.distributed_c10d._get_default_store()
-            self._agreement = Agreement(self._plugin, self._published, world, store, self._attempts)
+            store = _OurStore(dist.distributed_c10d, self._attempts)
+            size = self._rank, dist.get_world_size()
+            versions = f"NCCL {_nccl(self._torch)}"
+            self._agreement = Agreement(
+                *size, self._plugin, self._steps, self._published, store, versions, before, self._tell
+            )
         return self._agreement
+
+    def _tell(self, state: AgreementState | None, text: str) -> None:
+        """A word of the agreement: for the daemon, and for the user where it is not what he expects."""
+        if state is not None and self._plugin is not None:
+            head = (0, STATE, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, self._step, self._generation, self._rank, state)
+            self._plugin.emit(_STATE.pack(*head, text.encode()[:80]) + bytes(RECORD_BYTES - _STATE.size))
+        if state not in (AgreementState.WAITING, AgreementState.OPEN):
+            alone = "; NCCL decides alone" if state is AgreementState.SHUT else ""
+            say(text + alone)
 
     def close(self) -> None:
         """The interpreter exits: what the GPU clock still owes is written if it is ready."""
         if isinstance(self._agreement, Agreement):
             self._agreement.close()
+            self._left.append(self._agreement)
+        for agreement in self._left:
+            agreement.join()
         if self._gauges:
             self._gauges.close()
         if self._clock:
@@ -195,8 +216,38 @@ class Probe:
 
         What it inherited is kept: destructors would wait for threads that are not there.
         """
+        if isinstance(self._agreement, Agreement):
+            self._agreement.close_inherited()
         _inherited.append(vars(self).copy())
+        steps = self._steps
         self.__init__(self._run)  # type: ignore[misc]
+        self._steps = steps  # the engine counts for it
+
+
+class _OurStore:
+    """A connection of our own to the job's store, made when it is called: with the job's own we would keep its server
+    alive after its group is gone, and wait where the job wants to ask.
+    """
+
+    def __init__(self, c10d: Any, attempt: int) -> None:
+        """``attempt`` counts the process's groups, equally on all ranks."""
+        self._c10d, self._store, self._attempt = c10d, c10d._get_default_store(), attempt
+
+    def __call__(self) -> tuple[Any, str]:
+        store, self._store = self._store, None
+        base = getattr(store, "_underlying_non_prefix_store", store)
+        host = getattr(base, "host", "") or os.environ.get("MASTER_ADDR", "")
+        # torchrun may keep the store when it starts all workers anew: an old gate or log must not be taken for ours.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return self._c10d.PrefixStore(f"dynamiccl/{restart}.{self._attempt}", store.clone()), host
+
+
+def _nccl(torch: Any) -> str:
+    """The version of NCCL in this process."""
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception:  # a build without it
+        return "-"
 
 
 class _Ended(NamedTuple):
@@ -270,6 +321,8 @@ def install() -> None:
         call(*args)
 
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    torch = sys.modules["torch"]
+    probe.watch_backward_passes(torch)
     join = sys.modules.get("torch.distributed.algorithms.join")  # `import torch` brings it where there is one
     if join is not None:
         probe.hold_tables_in(join.Join)

@@ -1,26 +1,34 @@
-"""How all ranks change to the next table at the same step: the protocol alone, without any input or output.
+"""How all ranks change to the next table at the same place of the program: states only, no input or output.
 
-All ranks of a job that runs in step call :meth:`Member.boundary` after the same optimizer steps. At every boundary
-rank 0 begins a small broadcast, a *round*, and all ranks take its outcome at the boundary after: what a round carries
-is active from there on, on every rank. The one hard case is a rank whose wait fails while the others' succeeded (a
-broken connection, a timeout): it must neither keep the old table nor guess. Hence the *log*, one register in the
-store that the job's process group already has, written only when a table is new:
+Rank 0 leads (:class:`Leader`); every rank, rank 0 too, takes part (:class:`Member`). Nothing is sent in steps in which
+nothing is new. A change is an *attempt*, numbered, in three parts:
 
-* Rank 0, before it sends a new table as round n, puts the table into the store and sets the log from "m" to "n"
-  (compare-and-set; m is the last such round). Only then is the table sent. A round that is not in the log changes
-  nothing on any rank. All this takes place while round n - 1 is under way and the job trains.
-* A rank that cannot complete round n closes the log ("stop:" before what stands there) and so learns the last round
-  that is in it. Rank 0's compare-and-set fails from then on, so this is the last table that will ever be sent.
-  The rank then takes the remaining rounds from the store, each at the boundary where it is due: exactly what the
-  others take from their broadcasts. After the last it stops agreeing and keeps the table.
-* Closing also breaks the rank's connections, so the others find out at their next round and do the same.
+1. *Announce.* The message goes to all ranks while they train; each checks it, stages it in the plugin and says so.
+2. *Appoint.* When all have said so rank 0 names a place some steps ahead: the first boundary at which so many backward
+   passes have been made, or so many steps. A rank that has passed it already says "missed".
+3. *Meet.* At that boundary, and only there, each rank stops and says exactly where it is. Once all ranks stand, and
+   stand at the same place, rank 0 writes "commit" into the attempt's *log* (one register in the job's store, set by
+   compare-and-set from nothing) and tells them to flip. A rank that has waited long enough writes "abort" by the same
+   compare-and-set, and obeys what it then finds there.
 
-Whatever fails, at boundary k every rank therefore has the table of the last logged round below k. What is assumed:
-the store is reachable by a rank that is in trouble (a job without its store is lost); collectives are ordered with the
-optimizer step, as on the thread that trains; and ranks take the same steps. Under PyTorch's Join they do not, so no
-boundary in there counts (probe.py).
+So a table changes on all ranks or on none, at a moment at which all ranks stood at the same place. Who never said
+that it stands is never waited for: without its word there is no commit, and it passes freely. Who said so and hears
+nothing asks the log. Therefore a broken network, a dead or frozen rank and a late message can lose an attempt, not
+split it. Lost attempts are tried again at growing distances; after some in a row, or when the ranks turn out not to be
+at the same place (one has skipped a step, say), the agreement *closes*: one last change, to the table that was last
+confirmed, at a place where the collectives themselves prove that all ranks are at the same one.
 
-``tests/test_protocol.py`` explores this class exhaustively; ``agreement.py`` gives it a store and a network.
+A table in force is *confirmed* or a *trial* on a lease. :meth:`Leader.expire` ends a lease: rank 0 then wants the
+confirmed table by itself. Nobody else has to be alive for that.
+
+What it cannot do: a rank that stands, has waited, and cannot reach the job's store does not know whether the others
+have changed. It waits for the store. For that the store must fail, or answer late, within the few milliseconds
+between a rank's arrival and the answer, when it had answered at once before the place was appointed (rank 0 looks):
+once in weeks of a store that fails daily, and as long as the store is away; NCCL's own watchdog treats such a job
+as lost. And where NCCL has no profiler (before 2.23) collectives cannot be counted for each communicator: after a
+skipped step such a job closes only if the ranks have asked for equally many, else the table stays and it is said.
+
+``tests/protocol_model.py`` explores these classes exhaustively; ``agreement.py`` gives them a store and a network.
 """
 
 from __future__ import annotations
@@ -28,131 +36,207 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-#: Sent instead of a table when the log was closed: agreeing ends after this round.
-STOP = b"stop"
+from .place import Place, Verdict, Where
+
 NO_TABLE = b""
+_NOWHERE = Place("steps", 0)
+#: What the log of an attempt can hold.
+COMMIT, ABORT = "commit", "abort"
+#: So many lost attempts in a row, and the agreement closes.
+PATIENCE = 8
+#: The farthest ahead, in steps, that a place is appointed.
+FARTHEST = 1024
 
 
-class State(Enum):
-    """What a member needs next; TRAINING and STOPPED need nothing."""
+class Phase(Enum):
+    """Where a member is in an attempt."""
 
-    ARRIVE = "count this rank in"
-    GATE = "wait until all ranks are counted in, or give up for all"
-    CONNECT = "open the group"
-    TRAINING = "nothing until the next boundary"
-    WAIT = "the outcome of the round under way"
-    LOG_TABLE = "put the new table into the store"
-    COMMIT = "set the log to the next round"
-    BEGIN = "start the next round"
-    CLOSE_LOG = "close the log and learn the last round in it"
-    REPLAY = "what the log holds for this round"
-    STOPPED = "nothing any more: the active table stays"
+    IDLE = "in none"
+    STAGED = "the table is staged; no place is known"
+    APPOINTED = "will stop at the place"
+    CALLED_OFF = "will not stop, but say where it is when it comes by"
+    MET = "stands at the place and waits for the answer"
+    DOUBT = "has waited long enough; the log decides"
+    FLIP = "changes to the staged table before its next collective"
+
+
+class Stop(Enum):
+    """What a member does at a boundary."""
+
+    PASS = "train on"
+    MEET = "stand and say where"
+    TELL = "train on, and say where"
 
 
 @dataclass
 class Member:
-    """One rank. Each method reports the outcome of what the state asked for and moves to the next state."""
+    """One rank. The thread that trains calls :meth:`boundary` and what follows a meeting, the network the rest."""
 
-    rank: int
-    n_ranks: int
-    state: State = State.ARRIVE
-    round: int = 0  # the round under way, or the one that is due
-    active: bytes = NO_TABLE  # the table in force on this rank
-    wanted: bytes = NO_TABLE  # rank 0: what the daemon has published last
-    sent: bytes = NO_TABLE  # rank 0: what the rounds carry
-    last: int = 0  # rank 0: the log as far as it knows; in trouble: the last round that counts
-    in_trouble: bool = False
-    due: bool = False  # the outcome of `round` belongs to the boundary that is being passed
+    phase: Phase = Phase.IDLE
+    attempt: int = 0
+    place: Place = _NOWHERE
+    passed: Where | None = None  # this rank at its last boundary
 
-    def boundary(self, wanted: bytes = NO_TABLE) -> None:
-        """An optimizer step has ended; on rank 0 ``wanted`` is the published table, empty if there is none."""
-        if wanted:
-            self.wanted = wanted
-        if self.state is State.TRAINING:
-            self.due = True
-            self.state = State.REPLAY if self.in_trouble else State.WAIT
+    def is_free(self) -> bool:
+        """False from the moment it stands until it trains on: the staged table must not be replaced then."""
+        return self.phase in (Phase.IDLE, Phase.STAGED, Phase.APPOINTED, Phase.CALLED_OFF)
 
-    # -- the first boundary: nobody opens a group that not everybody opens ------------------------------------
+    def prepared(self, attempt: int) -> None:
+        """The message of a new attempt is staged. Only when :meth:`is_free`."""
+        self.phase, self.attempt = Phase.STAGED, attempt
 
-    def arrived(self, _count: int) -> None:
-        """This rank is counted in."""
-        self.state = State.GATE
+    def appointed(self, attempt: int, place: Place) -> bool:
+        """Rank 0 names the place; False if it lies behind this rank."""
+        if self.phase is Phase.STAGED and attempt == self.attempt:
+            ahead = self.passed is None or not place.reached(self.passed)
+            self.phase, self.place = (Phase.APPOINTED if ahead else Phase.IDLE), place
+            return ahead
+        return True
 
-    def gate(self, opened: bool) -> None:
-        """All ranks were there in time, or some rank gave up: the same answer on all ranks."""
-        self.state = State.CONNECT if opened else State.STOPPED
+    def boundary(self, here: Where) -> Stop:
+        """A step has ended."""
+        self.passed = here
+        if self.phase is Phase.APPOINTED and self.place.reached(here):
+            self.phase = Phase.MET
+            return Stop.MEET
+        if self.phase is Phase.CALLED_OFF and self.place.reached(here):
+            self.phase = Phase.IDLE
+            return Stop.TELL
+        return Stop.PASS
 
-    def connected(self) -> None:
-        """The group is open on this rank."""
-        self.state = State.BEGIN
-
-    # -- a round ------------------------------------------------------------------------------------------------
-
-    def received(self, message: bytes) -> None:
-        """The round is complete here and carried ``message``."""
-        self.due = False
-        if message == STOP:
-            self.state = State.STOPPED
+    def answered(self, attempt: int, commit: bool) -> None:
+        """Rank 0's answer. In doubt it comes too late: the log says the same, and is being asked."""
+        if attempt != self.attempt:
             return
-        self.active = message
-        self.state = State.BEGIN
+        if self.phase is Phase.MET:
+            self.phase = Phase.FLIP if commit else Phase.IDLE
+        elif self.phase is Phase.APPOINTED:
+            self.phase = Phase.CALLED_OFF
+        elif self.phase is Phase.STAGED:
+            self.phase = Phase.IDLE
 
-    def begun(self) -> None:
-        """The next round is under way. If there is a new table, rank 0 sees to the log before the round after it."""
-        self.round += 1
-        new = self.rank == 0 and self.sent != STOP and self.wanted not in (NO_TABLE, self.sent)
-        self.state = State.LOG_TABLE if new else State.TRAINING
+    def overdue(self) -> None:
+        """The answer did not come in time."""
+        if self.phase is Phase.MET:
+            self.phase = Phase.DOUBT
 
-    def table_logged(self) -> None:
-        """The new table lies in the store."""
-        self.state = State.COMMIT
+    def log_read(self, log: str) -> None:
+        """What the log holds after this rank has tried to set it to "abort"."""
+        if self.phase is Phase.DOUBT:
+            self.phase = Phase.FLIP if log == COMMIT else Phase.IDLE
 
-    def log_before(self) -> str:
-        """The log as rank 0 expects it."""
-        return str(self.last) if self.last else ""
+    def flipped(self) -> None:
+        """The staged table is in force."""
+        self.phase = Phase.IDLE
 
-    def log_after(self) -> str:
-        """The log as rank 0 wants it."""
-        return str(self.round + 1)
-
-    def committed(self, log: str) -> None:
-        """The log after rank 0's compare-and-set: as wanted, or closed by a rank in trouble."""
-        if log == self.log_after():
-            self.last, self.sent = self.round + 1, self.wanted
-        else:
-            self.sent = STOP
-        self.state = State.TRAINING
-
-    # -- trouble ------------------------------------------------------------------------------------------------
-
-    def failed(self) -> None:
-        """The group could not be opened, a round not be begun or completed, or the log not be set."""
-        if self.state in (State.CONNECT, State.BEGIN):  # the round that did not begin here is due at the next boundary
-            self.round += 1
-        self.in_trouble = True
-        self.state = State.CLOSE_LOG
-
-    def log_closed(self, log: str) -> None:
-        """The log after this rank closed it: "stop:" and the last round that counts."""
-        self.last = int(log.removeprefix("stop:") or 0)
-        self._replay_or_stop(State.REPLAY if self.due else State.TRAINING)
-
-    def replayed(self, message: bytes | None) -> None:
-        """What the log holds for this round: a table, or None for a round that changed nothing."""
-        if message is not None:
-            self.active = message
-        self.round += 1
-        self.due = False
-        self._replay_or_stop(State.TRAINING)
-
-    def _replay_or_stop(self, state: State) -> None:
-        self.state = state if self.round <= self.last else State.STOPPED
-
-    def gave_up(self) -> None:
-        """The store cannot be reached: nothing more can be learnt."""
-        self.state = State.STOPPED
+    def disconnected(self) -> None:
+        """The network was lost: what was announced will be announced again. A meeting goes on by the log."""
+        if self.is_free():
+            self.phase = Phase.IDLE
 
 
-def closed(log: str) -> str:
-    """What a rank in trouble makes of the log; a closed log stays as it is."""
-    return log if log.startswith("stop:") else "stop:" + log
+class Stage(Enum):
+    """Where the leader is in an attempt."""
+
+    QUIET = "in none"
+    ANNOUNCED = "waits until all ranks have staged the message"
+    APPOINTED = "waits until all ranks stand at the place"
+    COMMIT = "sets the log"
+    CLOSED = "ends: the table in force stays"
+
+
+@dataclass
+class Leader:
+    """Rank 0's other part: which table is wanted, which is in force, and the attempt under way."""
+
+    confirmed: bytes = NO_TABLE  # last of the confirmed tables that were in force
+    active: bytes = NO_TABLE
+    trial: bool = False  # the active table is on a lease
+    wanted: bytes = NO_TABLE
+    wanted_trial: bool = False
+    stage: Stage = Stage.QUIET
+    attempt: int = 0
+    message: bytes = NO_TABLE  # of the attempt
+    message_trial: bool = False
+    closing: str = ""  # why the agreement closes
+    failures: int = 0  # lost attempts in a row
+    ahead: int = 2  # steps between the farthest rank and the place
+    not_before: int = 0  # step of rank 0
+    by_steps: bool = False  # places are named by steps, not by backward passes
+
+    def want(self, message: bytes, trial: bool) -> None:
+        """The daemon has published a table."""
+        self.wanted, self.wanted_trial = message, trial
+
+    def expire(self) -> None:
+        """The lease of the table in force has run out."""
+        self.want(self.confirmed, False)
+
+    def close(self, reason: str) -> None:
+        """Stop agreeing, with the confirmed table in force. The first reason counts."""
+        self.closing = self.closing or reason
+
+    def next(self, here: Where) -> bool:
+        """Begin an attempt if something is wanted and rank 0 has come far enough since a lost one."""
+        if self.stage is not Stage.QUIET:
+            return False
+        message, trial = (self.confirmed, False) if self.closing else (self.wanted, self.wanted_trial)
+        if message == self.active:
+            self.trial = trial
+            if self.closing:
+                self.stage = Stage.CLOSED
+            return False
+        if here.steps < self.not_before:
+            return False
+        self.attempt += 1
+        if self.closing:  # whichever of the two a rank has done otherwise than the others, the other is equal
+            self.by_steps = self.failures % 2 == 0
+        self.by_steps = self.by_steps or not here.backwards
+        self.message, self.message_trial, self.stage = message, trial, Stage.ANNOUNCED
+        return True
+
+    def acknowledged(self, attempt: int, farthest: Where, stride: int = 1) -> Place | None:
+        """All ranks have staged the message; ``farthest`` has the most that any of them has done. The place, if any.
+
+        ``stride`` is the number of backward passes in a step.
+        """
+        if self.stage is not Stage.ANNOUNCED or attempt != self.attempt:
+            return None
+        self.stage = Stage.APPOINTED
+        if self.by_steps:
+            return Place("steps", farthest.steps + self.ahead)
+        return Place("backwards", farthest.backwards + self.ahead * stride)
+
+    def arrived(self, attempt: int, verdict: Verdict) -> bool:
+        """All ranks stand; True if they stand where the table may change: then the log is to be set."""
+        if self.stage is not Stage.APPOINTED or attempt != self.attempt:
+            return False
+        if verdict.same or (self.closing and verdict.same_collectives):
+            self.stage = Stage.COMMIT
+            return True
+        self.close(verdict.words)
+        return False
+
+    def log_read(self, log: str) -> bool:
+        """What the log holds after rank 0 has tried to set it to "commit"; True if that is it."""
+        if log != COMMIT:
+            return False
+        self.active, self.trial = self.message, self.message_trial
+        if not self.trial:
+            self.confirmed = self.active
+        self.stage, self.failures, self.ahead = Stage.QUIET, 0, max(2, self.ahead - 1)
+        return True
+
+    def lost(self, here: Where, why: str) -> None:
+        """The attempt came to nothing: a rank missed the place, was late, or stood elsewhere."""
+        self.failures += 1
+        self.ahead = min(2 * self.ahead, FARTHEST)
+        self.not_before = here.steps + self.ahead
+        self.stage = Stage.QUIET
+        if self.failures >= PATIENCE:
+            self.close(why)
+
+    def disconnected(self) -> None:
+        """The network was lost. What the log is being asked for goes on."""
+        if self.stage in (Stage.ANNOUNCED, Stage.APPOINTED):
+            self.stage = Stage.QUIET

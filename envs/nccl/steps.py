@@ -1,0 +1,106 @@
+"""What a step of a training loop is, seen from the optimizers that step and the backward passes between them.
+
+A *boundary* is an optimizer step before which new work was done: a backward pass since the last optimizer step that
+had one. So a wrapper's second call, DeepSpeed's further parameter groups and Megatron's further inner optimizers make
+none of their own, and a step that a gradient scaler leaves out on all ranks makes none on any.
+
+Where several optimizers have backward passes of their own, as in a GAN, a step of the job goes from one step of the
+optimizer that steps least often to its next: with five critic steps for one of the generator, all six are one step.
+(An optimizer that steps more than sixteen times as seldom as the others is an aside, not the job's rhythm.)
+
+Only program order decides, never a clock or the garbage collector, so that all ranks find the same boundaries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_RARER = 16  # how much less often than the others the optimizer that makes the boundaries may step
+_NAME = "_dynamiccl_number"
+
+
+class Steps:
+    """Counts backward passes and says which optimizer steps are boundaries."""
+
+    def __init__(self) -> None:
+        self.backwards = 0  # outermost ones, begun
+        self.ended = 0  # boundaries
+        self.paused = False  # the ranks may do different things here: nothing counts
+        self._work = 0  # backward passes, those while paused too
+        self._worked_at = 0  # of them, at the last optimizer step that had any
+        self._depth = 0
+        self._numbers = 0
+        self._anchor = 0  # the optimizer whose steps are boundaries
+        self._steps: dict[int, int] = {}  # of each optimizer, since the anchor became it
+        self._gap = 1  # most steps with work from one of the anchor's to its next
+        self._since = 0
+        self._again: set[int] = set()  # without backward passes: who has stepped since the last boundary
+
+    def stepped(self, optimizer: Any) -> bool:
+        """An optimizer has stepped; True if that is a boundary. While paused every step with work is one."""
+        worked = self._work != self._worked_at
+        self._worked_at = self._work
+        if self.paused:
+            return worked
+        number = self._number(optimizer)
+        boundary = self._rhythm(number, worked) if self.backwards else self._without(number)
+        self.ended += boundary
+        return boundary
+
+    def _number(self, optimizer: Any) -> int:
+        number = optimizer.__dict__.get(_NAME)
+        if number is None:
+            self._numbers += 1
+            number = optimizer.__dict__[_NAME] = self._numbers
+        return int(number)
+
+    def _without(self, number: int) -> bool:
+        """No backward pass was ever seen (gradients come from elsewhere): an optimizer that steps again."""
+        again = number in self._again
+        self._again = {number} if again else self._again | {number}
+        return again
+
+    def pause(self, paused: bool) -> None:
+        """Begin or end a part of the program that the ranks go through unevenly."""
+        self.paused, self._worked_at = paused, self._work
+
+    def _rhythm(self, number: int, worked: bool) -> bool:
+        if not worked:
+            return False
+        self._since += 1
+        mine = self._steps[number] = self._steps.get(number, 0) + 1
+        if number == self._anchor:
+            self._gap = max(self._gap, self._since)
+        else:
+            anchors = self._steps.get(self._anchor, 0)
+            rarer = mine >= 2 and 3 * mine < 2 * anchors and anchors <= _RARER * mine
+            if not (rarer or self._anchor == 0 or self._since > 2 * self._gap):
+                return False
+            self._gap = anchors // mine + 1 if rarer else 1
+            self._anchor, self._steps = number, {number: 1}
+        self._since = 0
+        return True
+
+    def watch(self, torch: Any) -> None:
+        """Count PyTorch's backward passes from now on: all of them go through one method of the engine.
+
+        Wrapped on the instance that PyTorch keeps, since some frameworks call it directly. Nested passes (reentrant
+        checkpoints) are parts of the outer one. Where it cannot be wrapped no pass is ever seen.
+        """
+        variable = torch.autograd.Variable
+        engine = type(variable._execution_engine)
+        steps = self
+
+        class Engine(engine):  # type: ignore[misc, valid-type]
+            def run_backward(self, *args: Any, **more: Any) -> Any:
+                if not steps._depth:
+                    steps._work += 1
+                    steps.backwards += not steps.paused
+                steps._depth += 1
+                try:
+                    return super().run_backward(*args, **more)
+                finally:
+                    steps._depth -= 1
+
+        Engine.run_backward._torchdynamo_disable = True  # type: ignore[attr-defined]
+        variable._execution_engine = Engine()

@@ -1,0 +1,339 @@
+"""Ranks of a job without PyTorch, by the hundred: the real agreement, over a store and a plugin that stand in.
+
+Each rank is a forked process that steps through a program: a backward pass, a collective in which all ranks meet (over
+the stand-in store's server, as training meets over NCCL), an optimizer step. ``run`` starts them and gathers what they
+say; scenarios are functions that a rank calls before each step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dynamiccl.envs.nccl import agreement as agreements
+from dynamiccl.envs.nccl.agreement import Agreement
+from dynamiccl.envs.nccl.published import Published
+from dynamiccl.envs.nccl.shm import decode_table
+from dynamiccl.envs.nccl.steps import Steps
+from dynamiccl.traces.records import AgreementState
+
+_LENGTH = struct.Struct("<I")
+
+
+class StoreServer:
+    """A key-value store for forked ranks, of one thread. Counts its requests; ``late_s`` delays each answer."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        self.port = self.listener.getsockname()[1]
+        self.requests = self.requests_at_open = 0
+        self.late_s = 0.0
+        self.values: dict[str, str] = {}
+        self._waiting: list[tuple[socket.socket, list[str]]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poll, peers = select.poll(), {}
+        poll.register(self.listener, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == self.listener.fileno():
+                    sock, _ = self.listener.accept()
+                    peers[sock.fileno()] = sock
+                    poll.register(sock, select.POLLIN)
+                    continue
+                request = _receive(peers[fd])
+                if request is None:
+                    poll.unregister(fd)
+                    peers.pop(fd).close()
+                    continue
+                self.requests += request[0] != "meet"
+                if self.late_s and request[0] != "meet":
+                    time.sleep(self.late_s)
+                self._answer(peers[fd], *request)
+
+    def _answer(self, sock: socket.socket, kind: str, *args: Any) -> None:
+        if kind == "wait":
+            self._waiting.append((sock, args[0]))
+        elif kind == "opened":
+            self.requests_at_open = self.requests
+            _send(sock, True)
+        elif kind == "cancel":
+            self._waiting = [entry for entry in self._waiting if entry[0] is not sock]
+            _send(sock, "cancelled")
+        elif kind == "get":
+            _send(sock, self.values.get(args[0]))
+        elif kind == "compare_set":
+            key, expected, desired = args
+            if self.values.get(key, "") == expected:
+                self.values[key] = desired
+            _send(sock, self.values.get(key, expected))
+        elif kind == "meet":  # (name, ranks): a collective
+            name, n_ranks = args
+            self.values[name] = str(int(self.values.get(name, "0")) + 1)
+            full = f"{name} full"
+            if int(self.values[name]) == n_ranks:
+                self.values[full] = "yes"
+                del self.values[name]
+            self._waiting.append((sock, [full]))
+        else:
+            if kind == "set":
+                self.values[args[0]] = args[1]
+            else:
+                self.values.pop(args[0], None)
+            _send(sock, True)
+        for entry in [e for e in self._waiting if all(key in self.values for key in e[1])]:
+            self._waiting.remove(entry)
+            _send(entry[0], True)
+
+
+class Store:
+    """A rank's connection, with the methods of PyTorch's stores that the agreement uses."""
+
+    def __init__(self, port: int) -> None:
+        self._sock = socket.create_connection(("127.0.0.1", port))
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._lock = threading.Lock()
+
+    def _ask(self, *request: Any, timeout: float | None = None) -> Any:
+        with self._lock:
+            _send(self._sock, request)
+            self._sock.settimeout(timeout)
+            answer = _receive(self._sock)
+        if answer is None:
+            raise ConnectionError("the store is gone")
+        return answer[0]
+
+    def set(self, key: str, value: str) -> None:
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        return str(self._ask("get", key)).encode()
+
+    def wait(self, keys: list[str], timeout: Any) -> None:
+        try:
+            self._ask("wait", keys, timeout=timeout.total_seconds())
+        except TimeoutError:
+            with self._lock:
+                self._sock.settimeout(None)
+                _send(self._sock, ["cancel"])
+                while _receive(self._sock) != ["cancelled"]:  # it may have come in between
+                    pass
+            raise
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return str(self._ask("compare_set", key, expected, desired)).encode()
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete_key", key))
+
+    def meet(self, name: str, n_ranks: int) -> None:
+        """All ranks are here."""
+        self._ask("meet", name, n_ranks)
+
+
+def _send(sock: socket.socket, what: Any) -> None:
+    raw = json.dumps(what if isinstance(what, (list, tuple)) else [what]).encode()
+    sock.sendall(_LENGTH.pack(len(raw)) + raw)
+
+
+def _receive(sock: socket.socket) -> Any:
+    head = _exactly(sock, _LENGTH.size)
+    body = _exactly(sock, _LENGTH.unpack(head)[0]) if head else b""
+    return json.loads(body) if body else None
+
+
+def _exactly(sock: socket.socket, n: int) -> bytes:
+    raw = b""
+    while len(raw) < n:
+        part = sock.recv(n - len(raw))
+        if not part:
+            return b""
+        raw += part
+    return raw
+
+
+class StandIn:
+    """What the agreement asks of the plugin."""
+
+    def __init__(self) -> None:
+        self.tuners, self.asked, self.made = 1, 0, 0
+        self.generation, self.staged = 0, 0
+        self.profiler, self.version = True, "1"
+        self.refuses = False
+
+    def stage(self, message: bytes) -> int:
+        if self.refuses:
+            raise ValueError("the plugin refuses the table")
+        self.staged = decode_table(message).generation
+        return self.staged
+
+    def counts(self) -> dict[int, int]:
+        return {7: self.made} if self.profiler else {}
+
+    def identity(self) -> str:
+        return f"plugin {self.version}"
+
+
+class LightRank:
+    """One rank, in its own process."""
+
+    def __init__(self, rank: int, n_ranks: int, port: int, run: str) -> None:
+        self.rank, self.n_ranks = rank, n_ranks
+        self.plugin, self.steps = StandIn(), Steps()
+        self.store, self.work = Store(port), Store(port)
+        self.said: list[tuple[int | None, str]] = []
+        self.began = self.open_s = 0.0
+        self.more: dict[str, Any] = {}  # that this rank is to say
+        self.generations: list[int] = []  # of each collective
+        self.agreement: Agreement | None = None
+        self._optimizer = type("Optimizer", (), {})()
+        self._published = Published(Path(run) / "table")
+
+    def attach(self) -> None:
+        """As at the first boundary."""
+        self.began = time.monotonic()
+        self.agreement = Agreement(
+            self.rank,
+            self.n_ranks,
+            self.plugin,  # type: ignore[arg-type]
+            self.steps,
+            self._published,
+            lambda: (self.store, "127.0.0.1"),
+            tell=self.tell,
+        )
+
+    def tell(self, state: int | None, text: str) -> None:
+        """The agreement's word."""
+        self.said.append((state, text))
+        if state == AgreementState.OPEN and not self.open_s:
+            self.open_s = time.monotonic() - self.began
+            self.store._ask("opened")
+
+    def collective(self, i: int) -> None:
+        """Runs under the table in force; ends when all ranks have come."""
+        self.plugin.made += 1
+        self.plugin.asked += 1
+        self.generations.append(self.plugin.generation)
+        self.work.meet(f"collective {i}", self.n_ranks)
+
+    def backward(self) -> None:
+        self.steps._work += 1
+        self.steps.backwards += 1
+
+    def optimizer_step(self) -> None:
+        if not self.steps.stepped(self._optimizer):
+            return
+        if self.agreement is None:
+            self.attach()
+        assert self.agreement is not None
+        if self.agreement.boundary():
+            self.plugin.generation = self.plugin.staged
+        self.agreement.proceed()
+
+
+Scenario = Callable[[LightRank, int], None]
+
+
+def run(
+    n_ranks: int,
+    n_steps: int,
+    folder: Any,
+    before_step: Scenario | None = None,
+    *,
+    setup: Callable[[LightRank], None] = lambda rank: None,
+    step: Callable[[LightRank, int], None] | None = None,
+    beside: Callable[[StoreServer, list[int]], None] = lambda server, pids: None,
+    step_s: float = 0.005,
+    attach_s: float = 20.0,
+    meet_ms: float = 50.0,
+) -> tuple[list[dict[str, Any]], StoreServer]:
+    """Run the job; what each rank says at its end ({} if it died), and the store's server.
+
+    ``beside`` runs in this process while the job does.
+    """
+    server = StoreServer()
+    pids, pipes = [], []
+    for rank in range(n_ranks):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                os.close(read)
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                agreements.ATTACH_S, agreements.MEET_S = attach_s, meet_ms / 1e3
+                said = _rank(
+                    LightRank(rank, n_ranks, server.port, str(folder.path)), n_steps, before_step, setup, step, step_s
+                )
+                os.write(write, json.dumps(said).encode())
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(write)
+        pids.append(pid)
+        pipes.append(read)
+    beside(server, pids)
+    said = []
+    for pid, pipe in zip(pids, pipes, strict=True):
+        with os.fdopen(pipe) as file:
+            text = file.read()
+        os.waitpid(pid, 0)
+        said.append(json.loads(text) if text else {})
+    return said, server
+
+
+def descriptors() -> int:
+    """That this process has open; lifts its limit."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    return len(os.listdir("/proc/self/fd")) - 1
+
+
+def _rank(
+    rank: LightRank, n_steps: int, before: Scenario | None, setup: Any, step: Any, step_s: float
+) -> dict[str, Any]:
+    before_us = descriptors()
+    setup(rank)
+    began = time.monotonic()
+    for i in range(n_steps):
+        if before is not None:
+            before(rank, i)
+        if step is not None:
+            step(rank, i)
+        else:
+            rank.backward()
+            rank.collective(i)
+            time.sleep(step_s)
+            rank.optimizer_step()
+    agreement = rank.agreement
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    said = {
+        "rank": rank.rank,
+        "generations": rank.generations,
+        "held_ms": 1e3 * agreement.held_s if agreement else 0.0,
+        "stopped": agreement.stopped if agreement else None,
+        "said": rank.said,
+        "descriptors": descriptors(),
+        "cpu_s": used.ru_utime + used.ru_stime,
+        "wall_s": time.monotonic() - began,
+        "open_s": rank.open_s,
+        "descriptors_before": before_us,
+        **rank.more,
+    }
+    rank.work.meet("the end", rank.n_ranks)
+    if agreement:
+        agreement.close()
+        agreement.join()
+    return said
