@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections import Counter
@@ -17,7 +16,7 @@ from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload import train as train_module
 from dynamiccl.zero_workload.dryrun import Call, CollectiveLog
 from dynamiccl.zero_workload.model import Transformer
-from dynamiccl.zero_workload.parallel import Experts, subgroup, tensor_parallel
+from dynamiccl.zero_workload.parallel import Cut, Experts, subgroup, tensor_parallel
 from dynamiccl.zero_workload.peers import Peer
 from test_zero import TINY, adamw, run, train_alone
 from world import World
@@ -288,9 +287,7 @@ def refused(make: str) -> str:
         elif make == "peer":
             Peer("ddp", model, adamw(1e-3), reduce_dtype=torch.float32, param_dtype=torch.bfloat16)
         else:
-            train_module.Job(
-                argparse.Namespace(tensor_parallel=1, expert_parallel=1, hsdp=3, seed=0), torch.device("cpu")
-            )
+            Cut(dist.get_world_size(), shard=3)
     except ValueError as error:
         return str(error)
     return ""
@@ -305,7 +302,7 @@ def refused(make: str) -> str:
         ("replicas", "replicas of shards exist at stages 2 and 3"),
         ("no group", "give expert_group"),
         ("peer", "ddp has none"),
-        ("ranks", "2 ranks are not a multiple of --hsdp 3"),
+        ("ranks", "2 ranks are not 1 that share matrices (tensor parallelism) times 3 that shard (HSDP)"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_on_every_rank(make: str, words: str, two: World) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group as resolve
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .dryrun_models import Shape
+from .parallel import Cut, tensor_parallel
 from .peers import Peer
 from .zero import Engine, zero
 
@@ -79,6 +80,11 @@ def dry_run(
     engine: str = "zero",
     batch: int = 1,
     param_dtype: torch.dtype = torch.bfloat16,
+    shard: int = 0,
+    tensor: int = 1,
+    sequence: bool = False,
+    experts: int = 1,
+    apart: bool = False,
     **settings: Any,
 ) -> tuple[list[Call], int]:
     """The collectives of one step in steady state (the second), in order, as rank 0 sees them.
@@ -90,7 +96,11 @@ def dry_run(
         engine: ``"zero"`` (ours) or ``"fsdp2"`` (``fully_shard`` of each block and the root).
         batch: sequences a rank.
         param_dtype: dtype of the messages.
-        settings: more arguments of ``zero()``.
+        shard: HSDP: ranks over which ZeRO shards, the rest are replicas; 0: all.
+        tensor: ranks that share each matrix; ``sequence``: they share the sequence between them too.
+        experts: ranks that share a mixture's experts.
+        apart: reduce-scatters have a communicator of their own.
+        settings: more arguments of ``zero()``; FSDP2 knows ``reduce_dtype``.
 
     Returns:
         The calls, and the number of parameters.
@@ -100,22 +110,35 @@ def dry_run(
     """
     if engine not in ("zero", "fsdp2") or (engine == "fsdp2" and stage not in (2, 3)):
         raise ValueError("the engine is zero at stages 0 to 3, or fsdp2 at 2 (no resharding) and 3")
+    if engine == "fsdp2" and (tensor > 1 or experts > 1 or apart):
+        raise ValueError("tensor and expert parallelism, and reduce-scatters apart, are dry runs of zero")
+    if experts > 1 and not shape.experts:
+        raise ValueError("this model has no experts to share")
+    cut = Cut(ranks, shard, tensor, experts, apart)
     if dist.is_initialized():
         raise ValueError("a dry run needs a process without a process group")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,)) if engine == "fsdp2" else None
+        groups = cut.groups()
+        mesh: Any = cut.mesh(groups, "cpu")  # FSDP2's, or of the ranks that share matrices
+        if engine == "fsdp2" and mesh is None:
+            mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
+        elif tensor > 1:
+            mesh = dist.device_mesh.DeviceMesh.from_group(groups.pop("tensor"), "cpu")
         with FakeTensorMode(), torch.device("cpu"):
-            model = shape.build()
-            n_params = sum(p.numel() for p in model.parameters())
+            model = shape.build(groups.pop("experts", None))
+            n_params = sum(p.numel() * (experts if hasattr(p, "expert") else 1) for p in model.parameters())
             job: Engine | Peer
             if engine == "fsdp2":
                 name = "fsdp2" if stage == 3 else "fsdp2-no-reshard"
-                job = Peer(name, model, torch.optim.SGD, param_dtype=param_dtype, mesh=mesh)
+                job = Peer(name, model, torch.optim.SGD, param_dtype=param_dtype, mesh=mesh, **settings)
             else:
-                job = zero(model, torch.optim.SGD, stage=stage, param_dtype=param_dtype, **settings)
+                if tensor > 1:
+                    tensor_parallel(model, mesh, sequence=sequence)
+                both: Any = {**groups, **settings}
+                job = zero(model, torch.optim.SGD, stage=stage, param_dtype=param_dtype, **both)
             tokens = torch.zeros(batch, shape.seq, dtype=torch.int64)
             for _ in range(2):
                 with CollectiveLog() as log:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from .model import ModelConfig, Transformer
+from .parallel import Experts
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,10 @@ class Shape:
     #: experts of each MLP, of which two serve a token; 0: a plain MLP.
     experts: int = 0
 
-    def build(self) -> Transformer:
-        """The model; its forward takes tokens and targets [batch, seq] int64 and returns the loss."""
+    def build(self, group: dist.ProcessGroup | None = None) -> Transformer:
+        """The model; its forward takes tokens and targets [batch, seq] int64 and returns the loss. ``group``: ranks
+        that share the experts.
+        """
         model = Transformer(ModelConfig(self.layers, self.width, self.heads, self.seq, self.vocab))
         if not self.hidden:
             model.head.weight = model.embed.weight
@@ -37,7 +41,11 @@ class Shape:
         for block in model.blocks:
             block.norm1, block.norm2 = _norm(self.width), _norm(self.width)
             block.attention = _Attention(self)
-            block.mlp = _Experts(self) if self.experts else _GatedMLP(self.width, self.hidden)
+            block.mlp = (
+                Experts(self.width, self.experts, group, hidden=self.hidden, gated=True, top=min(2, self.experts))
+                if self.experts
+                else _GatedMLP(self.width, self.hidden)
+            )
         return model
 
 
@@ -61,13 +69,14 @@ class _Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head = shape.width // shape.heads
-        self.split = [shape.width, *[self.head * (shape.kv_heads or shape.heads)] * 2]
-        self.qkv = nn.Linear(shape.width, sum(self.split), bias=False)
+        self.q = nn.Linear(shape.width, shape.width, bias=False)
+        self.k, self.v = (
+            nn.Linear(shape.width, self.head * (shape.kv_heads or shape.heads), bias=False) for _ in range(2)
+        )
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(x).split(self.split, dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head)).transpose(1, 2) for part in parts)
+        q, k, v = (m(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for m in (self.q, self.k, self.v))
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         attended = F.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
         out: torch.Tensor = self.out(attended.transpose(1, 2).flatten(2))
@@ -96,22 +105,3 @@ class _GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
-
-
-class _Experts(nn.Module):
-    """Two of several MLPs per token. Every expert sees every token, those not chosen with weight 0: no shape depends
-    on the data, at the price of idle arithmetic; parameters and their collectives are those of a real mixture.
-    """
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.router = nn.Linear(shape.width, shape.experts, bias=False)
-        for number in range(shape.experts):
-            self.add_module(f"expert{number}", _GatedMLP(shape.width, shape.hidden))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores = self.router(x)
-        top, chosen = scores.topk(min(2, scores.shape[-1]), dim=-1)
-        weight = torch.zeros_like(scores).scatter(-1, chosen, top.softmax(dim=-1))
-        experts = [m for m in self.children() if isinstance(m, _GatedMLP)]
-        return torch.stack([weight[..., i, None] * expert(x) for i, expert in enumerate(experts)]).sum(0)

@@ -2,12 +2,70 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How ``ranks`` share a job. Those that share matrices lie next to each other, then those that share experts, then
+    those that share the rest of the model; its replicas lie apart.
+
+    Args:
+        ranks: all of them.
+        shard: ranks over which ZeRO shards, in each replica; 0: all that tensor parallelism leaves.
+        tensor: ranks that share each matrix.
+        experts: of the ranks of a shard, those that share the experts.
+        apart: reduce-scatters have a communicator of their own.
+
+    Raises:
+        ValueError: the numbers do not divide each other.
+    """
+
+    ranks: int
+    shard: int = 0
+    tensor: int = 1
+    experts: int = 1
+    apart: bool = False
+
+    def __post_init__(self) -> None:
+        shard, replicas = self.shape[1] * self.experts, self.shape[0]
+        if replicas * shard * self.tensor != self.ranks:
+            shared = f"{self.tensor} that share matrices (tensor parallelism)"
+            sharded = f"{self.shard or 'those'} that shard (HSDP), a multiple of {self.experts} that share experts"
+            raise ValueError(f"{self.ranks} ranks are not {shared} times {sharded}, times replicas")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Replicas, ranks that hold the same experts, ranks that share them, ranks that share matrices."""
+        shard = self.shard or self.ranks // self.tensor
+        return self.ranks // max(1, shard * self.tensor), shard // self.experts, self.experts, self.tensor
+
+    def groups(self) -> dict[str, Any]:
+        """New communicators by the names of ``zero``'s arguments, where it needs them; ``tensor`` and ``experts`` are
+        the model's. Every rank has to call it.
+        """
+        n_replicas, _, n_experts, n_tensor = self.shape
+        dims: dict[str, tuple[int, ...]] = {
+            **({"group": (1, 2)} if n_replicas * n_tensor > 1 else {}),
+            **({"reduce_scatter_group": (1, 2)} if self.apart else {}),
+            **({"replicas": (0,)} if n_replicas > 1 else {}),
+            **({"expert_group": (1,), "experts": (2,)} if n_experts > 1 else {}),
+            **({"tensor": (3,)} if n_tensor > 1 else {}),
+        }
+        return {name: subgroup(self.shape, *along) for name, along in dims.items()}
+
+    def mesh(self, groups: dict[str, Any], device: str) -> Any:
+        """FSDP2's mesh of two dimensions, replicas first; ``None`` without replicas."""
+        if "replicas" not in groups:
+            return None
+        both, ranks = [groups["replicas"], groups["group"]], torch.arange(self.ranks).view(self.shape[0], -1)
+        return dist.device_mesh.DeviceMesh.from_group(both, device, ranks, mesh_dim_names=("replicas", "group"))
 
 
 def subgroup(shape: Sequence[int], *dims: int) -> dist.ProcessGroup:
@@ -34,8 +92,8 @@ def tensor_parallel(model: nn.Module, mesh: Any, *, sequence: bool = False) -> N
     """
     from torch.distributed.tensor import Replicate, Shard  # imported where used: it takes seconds
     from torch.distributed.tensor.parallel import ColwiseParallel as Columns
+    from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
     from torch.distributed.tensor.parallel import RowwiseParallel as Rows
-    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
     config: Any = model.config
     if config.experts:
@@ -45,14 +103,21 @@ def tensor_parallel(model: nn.Module, mesh: Any, *, sequence: bool = False) -> N
             raise ValueError(f"{name} is {n}: not a multiple of {mesh.size()} tensor-parallel ranks")
     part: Any = Shard(1) if sequence else Replicate()  # of [batch, seq, width], between attention and MLP
     plan: dict[str, Any] = {}
-    for block in (f"blocks.{i}." for i in range(config.layers)):
-        for first, second in (("attention.qkv", "attention.out"), ("mlp.up", "mlp.down")):
-            plan[block + first], plan[block + second] = Columns(input_layouts=part), Rows(output_layouts=part)
-        plan |= {block + norm: SequenceParallel() for norm in ("norm1", "norm2") if sequence}
+    for name, _ in model.named_modules():
+        match name.rpartition(".")[2]:
+            case "attention" | "mlp":  # gathered, and its gradient summed, once for all that reads it
+                plan[name] = PrepareModuleInput(input_layouts=part, desired_input_layouts=Replicate())
+            case "qkv" | "q" | "k" | "v" | "gate" | "up":
+                plan[name] = Columns()
+            case "out" | "down":
+                plan[name] = Rows(output_layouts=part)
+            case "norm1" | "norm2" | "norm" if sequence:
+                plan[name] = SequenceParallel()
     if sequence:
         plan["embed"] = Rows(input_layouts=Replicate(), output_layouts=part)
-        plan["position"] = Rows(input_layouts=Replicate(), output_layouts=Shard(0))
-        plan |= {"norm": SequenceParallel(), "head": Columns(input_layouts=part, output_layouts=Replicate())}
+        if model.position is not None:
+            plan["position"] = Rows(input_layouts=Replicate(), output_layouts=Shard(0))
+        plan["head"] = Columns(input_layouts=part, output_layouts=Replicate())
     parallelize_module(model, mesh, plan)
 
 
@@ -72,18 +137,18 @@ class _AllToAll(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """``experts`` MLPs in place of a block's one, [batch, seq, width] to the same; one of them serves a token.
+    """``experts`` MLPs in place of a block's one, [batch, seq, width] to the same; ``top`` of them serve a token.
 
-    As the Switch Transformer (Fedus et al., JMLR 2022), without its balancing loss: the router's best expert takes a
-    token unless it has ``capacity * seq / experts`` of that sequence already; the rest pass by on the residual. So a
-    sequence's output depends on that sequence alone, and no shape on the data.
+    As the Switch Transformer (Fedus et al., JMLR 2022), without its balancing loss: the router's best experts take a
+    token unless they have ``capacity`` times their fair share of that sequence already; the rest pass by on the
+    residual. So a sequence's output depends on that sequence alone, and no shape on the data.
 
     Args:
-        width: of the model; an expert is 4 times as wide inside.
+        width: of the model.
         experts: how many there are.
         group: expert-parallel ranks: each holds its part of the experts, tokens travel to them and back by all-to-all,
             two in forward and two in backward. Its ranks read different data. ``None``: all experts here.
-        capacity: room of an expert, in shares of what it gets when all get the same.
+        hidden: width inside an expert, 0: 4 times the model's; ``gated``: SiLU-gated by a third matrix.
 
     Raises:
         ValueError: the ranks do not divide the experts.
@@ -93,39 +158,48 @@ class Experts(nn.Module):
     down: nn.Parameter
 
     def __init__(
-        self, width: int, experts: int, group: dist.ProcessGroup | None = None, capacity: float = 1.25
+        self,
+        width: int,
+        experts: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        hidden: int = 0,
+        gated: bool = False,
+        top: int = 1,
+        capacity: float = 1.25,
     ) -> None:
         super().__init__()
-        self.experts, self.group, self.capacity = experts, group, capacity
-        self.ranks = group.size() if group else 1
+        self.experts, self.group, self.top, self.capacity = experts, group, top, capacity
+        self.ranks, place = (group.size(), group.rank()) if group else (1, 0)
         if experts % self.ranks:
             raise ValueError(f"{experts} experts cannot be dealt to {self.ranks} ranks evenly")
         self.router = nn.Linear(width, experts, bias=False)
-        held = torch.arange(experts).chunk(self.ranks)[group.rank() if group else 0]
-        for name, shape in (("up", (width, 4 * width)), ("down", (4 * width, width))):
+        into, held = (width, hidden or 4 * width), experts // self.ranks
+        self.gate: nn.Parameter | None = None
+        for name, shape in {"up": into, "down": into[::-1], **({"gate": into} if gated else {})}.items():
             weight = torch.empty(experts, *shape).normal_(std=0.02)  # all are drawn: the same whatever the group
-            param = nn.Parameter(weight[held])
+            param = nn.Parameter(weight[place * held : (place + 1) * held].clone())
             if group:
                 param.expert = True  # type: ignore[attr-defined]  # zero() shards it over ``expert_group``
-            self.register_parameter(name, param)
+            setattr(self, name, param)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Route, send, compute, send back, weigh by the router's probability."""
         batch, seq, width = x.shape
-        room = math.ceil(self.capacity * seq / self.experts)
-        gate, chosen = self.router(x).softmax(-1).max(-1)  # [batch, seq]
-        picked = F.one_hot(chosen, self.experts)
+        room = math.ceil(self.capacity * seq * self.top / self.experts)
+        weight, chosen = (t.flatten(1) for t in self.router(x).softmax(-1).topk(self.top))  # [batch, seq * top]
+        picked = (chosen[..., None] == torch.arange(self.experts, device=x.device)).long()
         place = (picked.cumsum(1) * picked).sum(-1) - 1  # tokens before it in the sequence that chose the same
-        fits = place < room
-        slot = torch.where(fits, chosen * room + place, self.experts * room)[..., None].expand_as(x)
-        slots = x.new_zeros(batch, self.experts * room + 1, width).scatter(1, slot, x)[:, :-1]
+        slot = torch.where(place < room, chosen * room + place, self.experts * room)[..., None].expand(-1, -1, width)
+        slots = x.new_zeros(batch, self.experts * room + 1, width)
+        slots = slots.scatter(1, slot, x.repeat_interleave(self.top, 1))[:, :-1]
         sent = slots.view(batch, self.experts, room, width).transpose(0, 1).contiguous()
         come = self._exchange(sent).view(self.ranks, -1, batch * room, width).transpose(0, 1).flatten(1, 2)
-        made = F.gelu(come @ self.up) @ self.down  # [experts here, tokens, width]
-        back = made.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()
+        inner = F.gelu(come @ self.up) if self.gate is None else F.silu(come @ self.gate) * (come @ self.up)
+        back = (inner @ self.down).unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()
         slots = self._exchange(back).view(self.experts, batch, -1, width).transpose(0, 1).flatten(1, 2)
-        out: torch.Tensor = F.pad(slots, (0, 0, 0, 1)).gather(1, slot) * gate[..., None]
-        return out
+        out = F.pad(slots, (0, 0, 0, 1)).gather(1, slot) * weight[..., None]
+        return out.unflatten(1, (seq, self.top)).sum(2)
 
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
         moved: torch.Tensor = _AllToAll.apply(x, self.group) if self.group else x

@@ -23,7 +23,7 @@ from .launch import LAUNCHER, Failed, launch, report
 from .layout import Settings
 from .model import CHECKPOINTS, ModelConfig, Transformer
 from .optim import Adan, Lion, Muon
-from .parallel import subgroup, tensor_parallel
+from .parallel import Cut, tensor_parallel
 from .peers import PEERS, Peer
 from .planner import advice
 from .remat import Partition, best_interval
@@ -193,14 +193,16 @@ class Job:
             signal.signal(number, self._stop)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.parent = int(os.environ.get(LAUNCHER, os.getppid()))
-        groups = self._groups()
+        tensor = args.tensor_parallel
+        cut = Cut(self.size, args.hsdp or 0, tensor, args.expert_parallel, args.reduce_scatter_group)
+        groups, self.share, self.shares = cut.groups(), self.rank // tensor, self.size // tensor  # of the data
         torch.manual_seed(args.seed)
         model = self._model(groups.pop("tensor", None), groups.pop("experts", None))
-        self.n_params = sum(p.numel() for p in model.parameters())
+        self.n_params = sum(p.numel() * (cut.experts if hasattr(p, "expert") else 1) for p in model.parameters())
         more = {"previous_dtype": DTYPES[args.dtype]} if args.optimizer == "adan" else {}
         optimizer = partial(OPTIMIZERS[args.optimizer], lr=args.lr, **more)
         if args.peer:
-            make: Any = partial(Peer, args.peer, mesh=self._mesh(groups))
+            make: Any = partial(Peer, args.peer, mesh=cut.mesh(groups, device.type))
         else:
             make = partial(zero, min_unit=MIN_UNIT, **groups, **args.zero)
         self.engine: Engine | Peer = make(model, optimizer, **args.both)
@@ -213,33 +215,6 @@ class Job:
                 raise ValueError(f"the checkpoint is of step {self.first}: give more than {self.first} --steps")
         self.log = args.log.open("w") if args.log and self.rank == 0 else None
 
-    def _groups(self) -> dict[str, Any]:
-        """The communicators that ``zero`` and the model need, by the names of their arguments; ranks that share
-        matrices or experts lie next to each other, replicas apart.
-        """
-        args, size = self.args, self.size
-        tensor, experts = args.tensor_parallel, args.expert_parallel
-        shard = args.hsdp or max(1, size // tensor)
-        if size % (shard * tensor) or shard % experts:
-            cut = f"--hsdp {shard} x --tensor-parallel {tensor}"
-            raise ValueError(
-                f"{size} ranks are not a multiple of {cut}, or that shard not of --expert-parallel {experts}"
-            )
-        self.share, self.shares = self.rank // tensor, size // tensor  # of the data
-        shape = size // (shard * tensor), shard // experts, experts, tensor
-        dims: dict[str, tuple[int, ...]] = {}
-        if shard < size:
-            dims["group"] = (1, 2)
-        if args.reduce_scatter_group:
-            dims["reduce_scatter_group"] = (1, 2)
-        if shape[0] > 1:
-            dims["replicas"] = (0,)
-        if experts > 1:
-            dims |= {"expert_group": (1,), "experts": (2,)}
-        if tensor > 1:
-            dims["tensor"] = (3,)
-        return {name: subgroup(shape, *along) for name, along in dims.items()}
-
     def _model(self, tensor: Any, experts: Any) -> Transformer:
         args, partition = self.args, None
         if args.partition_activations:
@@ -251,15 +226,6 @@ class Job:
             mesh = dist.device_mesh.DeviceMesh.from_group(tensor, self.device.type)
             tensor_parallel(model, mesh, sequence=args.sequence_parallel)
         return model
-
-    def _mesh(self, groups: dict[str, Any]) -> Any:
-        """FSDP2's mesh of two dimensions with --hsdp, else ``None``."""
-        if "replicas" not in groups:
-            return None
-        ranks, both = torch.arange(self.size).view(-1, self.args.hsdp), [groups["replicas"], groups["group"]]
-        return dist.device_mesh.DeviceMesh.from_group(
-            both, self.device.type, ranks, mesh_dim_names=("replicas", "group")
-        )
 
     def _stop(self, number: int, frame: Any) -> None:
         """SIGINT or SIGTERM: end after this step; a second one ends the process as usual."""
