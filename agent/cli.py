@@ -33,6 +33,7 @@ COMMANDS = {
     "import": "import_",
     "advise": "advise",
     "diff": "diff",
+    "top": "top",
     "why": "why",
     "compare": "compare",
     "record": "record",

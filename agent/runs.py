@@ -1,0 +1,132 @@
+"""How runs stand, from what they leave in their folders: nothing is asked of the job, no record is taken from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..envs.locks import is_locked
+from ..envs.nccl.shm import TableFile
+from .daemon import TUNER
+from .outputs import ROOT
+
+#: Bytes of a run's log that are read from its end.
+_TAIL = 1 << 18
+
+
+def find_runs(where: Iterable[Path] = ()) -> list[Path]:
+    """Folders of results: those given, or in those given, by default in ``runs/tune``; the newest last."""
+    found: dict[Path, float] = {}
+    for root in list(where) or [ROOT]:
+        inside = [root, *(p for p in (root.iterdir() if root.is_dir() else ()) if p.is_dir() and not p.is_symlink())]
+        for path in inside:
+            with contextlib.suppress(OSError):
+                found[path] = (path / "trace" / "header.json").stat().st_mtime
+    return sorted(found, key=lambda path: found[path])
+
+
+def state(out: Path) -> dict[str, Any]:
+    """One run: job, step, phase, table, gain with its interval, what the search cost, agreement, losses, heartbeat.
+
+    Unknown values are None. ``search_cost`` is the part of the steps' time, in windows measured so far, that the search
+    lost against the default (below 0: won). ``heartbeat_s`` is how long ago the tuner last showed that it lives.
+    """
+    header, summary = _json(out / "trace" / "header.json"), _json(out / "summary.json")
+    windows = [line for line in _tail(out / "trace" / "windows.jsonl") if line.get("kind") == "window"]
+    last = windows[-1] if windows else {}
+    searched = [
+        w for w in windows if w.get("phase") in ("search", "confirm") and w.get("step_ms") and w.get("default_ms")
+    ]
+    lost = sum(float(w["step_ms"]) - float(w["default_ms"]) for w in searched)
+    base = sum(float(w["default_ms"]) for w in searched)
+    run = Path(str(header.get("run") or summary.get("run") or ""))
+    alive = bool(run.name) and is_locked(run / TUNER)
+    interval = summary.get("speedup_ci95")
+    agreement = summary.get("agreement") or {}
+    return {
+        "run": str(out),
+        "job": header.get("job"),
+        "emulated": header.get("emulated"),
+        "state": "tuning" if alive else "ended" if summary else "no tuner",
+        "step": summary.get("steps") or last.get("last_step"),
+        "step_ms": last.get("step_ms"),
+        "phase": last.get("phase"),
+        "window": last.get("index"),
+        "windows": last.get("total"),
+        "decisions": sum(1 for d in summary.get("decisions") or () if d.get("algo") or d.get("n_channels")),
+        "kept": summary.get("kept"),
+        "gain": None if summary.get("speedup") is None else 1 - 1 / float(summary["speedup"]),
+        "gain_ci95": None if not interval else [1 - 1 / float(x) for x in interval],
+        "search_cost": lost / base if base else None,
+        "agreement": agreement.get("state"),
+        "agreement_text": agreement.get("text"),
+        "records_lost": summary.get("records_lost", header.get("records_lost")),
+        "mismatches": (summary.get("consistency") or {}).get("mismatches"),
+        "heartbeat_s": _heartbeat_s(run) if run.name else None,
+        "why": summary.get("ended") or summary.get("failure") or summary.get("dropped"),
+    }
+
+
+def write_metrics(path: Path, states: list[dict[str, Any]]) -> None:
+    """The states for node_exporter's textfile collector, replaced at once. Raises ImportError without the extra."""
+    from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+
+    registry = CollectorRegistry()
+    for name, key, text in METRICS:
+        gauge = Gauge(name, text, ["run"], registry=registry)
+        for one in states:
+            value = float(one["state"] == "tuning") if key == "state" else one[key]
+            if value is not None:
+                gauge.labels(run=one["run"]).set(float(value) / (1e3 if key == "step_ms" else 1))
+    write_to_textfile(str(path), registry)
+
+
+#: Metric, the key of :func:`state` that it shows, what it is. Names and base units after Prometheus' conventions.
+METRICS = (
+    ("dynamiccl_tuner_up", "state", "1 while a tuner of the run lives"),
+    ("dynamiccl_steps", "step", "Optimizer steps of the job that were seen"),
+    ("dynamiccl_step_seconds", "step_ms", "Step time in the last measuring window"),
+    ("dynamiccl_windows", "window", "Measuring windows that were run"),
+    ("dynamiccl_table_kept", "kept", "1 while a table is in force, 0 while NCCL decides"),
+    ("dynamiccl_gain_ratio", "gain", "Part of the step that the table saves, by the closing comparison"),
+    ("dynamiccl_search_cost_ratio", "search_cost", "Part of the searched steps' time lost against the default"),
+    ("dynamiccl_lost_records", "records_lost", "Records of the job that were lost"),
+    ("dynamiccl_mismatches", "mismatches", "Collectives that two ranks were seen to run differently"),
+    ("dynamiccl_heartbeat_age_seconds", "heartbeat_s", "Time since the tuner last showed that it lives"),
+)
+
+
+def _heartbeat_s(run: Path) -> float | None:
+    try:
+        table = TableFile(run / "table")
+    except OSError:
+        return None
+    try:
+        at = table.heartbeat_ns()
+    finally:
+        table.close()
+    return (time.monotonic_ns() - at) / 1e9 if at else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _tail(path: Path) -> list[dict[str, Any]]:
+    """The last lines of a log; the first of them may be cut, and one that is being written."""
+    lines = []
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        for text in file.read().splitlines():
+            with contextlib.suppress(ValueError):
+                if isinstance(line := json.loads(text), dict):
+                    lines.append(line)
+    return lines

@@ -1,0 +1,71 @@
+"""``top``: what runs leave in their folders, at a glance and for Prometheus."""
+
+import json
+import os
+import time
+
+import pytest
+from dynamiccl.agent.cli import app
+from dynamiccl.agent.runs import METRICS, find_runs, state
+from dynamiccl.envs.locks import lock
+from dynamiccl.envs.nccl.shm import RunFolder
+from synthetic_trace import write_run
+from typer.testing import CliRunner
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """One run that is over, and one whose tuner lives."""
+    for name, early in (("over", False), ("live", True)):
+        summary, _ = write_run(tmp_path / name / "trace", search=4, final=6, stop_early=early)
+        if not early:
+            summary |= {"kept": True, "records_lost": 3, "agreement": {"state": "OPEN", "text": ""}}
+            (tmp_path / name / "summary.json").write_text(json.dumps(summary))
+    folder = RunFolder.create("top-test")
+    held = lock(folder.path / "tuner", "")
+    folder.table.beat()
+    path = tmp_path / "live" / "trace" / "header.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"run": str(folder.path)}))
+    yield tmp_path
+    os.close(held)
+    folder.close()
+
+
+def test_the_state_of_runs(runs):
+    assert [p.name for p in find_runs([runs])] == ["over", "live"]
+    over, live = state(runs / "over"), state(runs / "live")
+    assert over["state"] == "ended" and over["kept"] and over["decisions"] == 2 and over["records_lost"] == 3
+    low, high = over["gain_ci95"]
+    assert low < over["gain"] < high and over["agreement"] == "OPEN" and over["heartbeat_s"] is None
+    assert live["state"] == "tuning" and live["gain"] is None and live["phase"] == "search"
+    time.sleep(0.05)
+    assert 0.05 <= state(runs / "live")["heartbeat_s"] < 60
+    assert -1 < live["search_cost"] < 1
+
+
+def test_a_damaged_run_is_shown_with_what_is_left(runs):
+    (runs / "over" / "summary.json").write_text('{"kept": tr')
+    (runs / "over" / "trace" / "windows.jsonl").write_bytes(b'\xff\xfe{"kind": "win')
+    assert state(runs / "over")["state"] == "no tuner" and state(runs / "over")["phase"] is None
+
+
+def test_the_command(runs):
+    text = CliRunner().invoke(app, ["top", str(runs)]).stdout
+    assert "over" in text and "live" in text and "tuning" in text and "kept, 2 rows" in text
+    assert len(json.loads(CliRunner().invoke(app, ["top", str(runs), "--json"]).stdout)) == 2
+    result = CliRunner().invoke(app, ["top", str(runs / "nothing")])
+    assert result.exit_code == 2 and "dynamiccl tune" in result.stderr
+
+
+def test_metrics_are_what_prometheus_reads(runs):
+    parser = pytest.importorskip("prometheus_client.parser")
+    result = CliRunner().invoke(app, ["top", str(runs), "--once", "--metrics", str(runs / "d.prom")])
+    assert result.exit_code == 0, result.stderr
+    families = {f.name: f for f in parser.text_string_to_metric_families((runs / "d.prom").read_text())}
+    assert set(families) == {name for name, *_ in METRICS}
+    up = {s.labels["run"]: s.value for s in families["dynamiccl_tuner_up"].samples}
+    assert up == {str(runs / "over"): 0.0, str(runs / "live"): 1.0}
+    (gain,) = families["dynamiccl_gain_ratio"].samples
+    assert gain.value == pytest.approx(state(runs / "over")["gain"])
+    # Base units, a prefix, no unit twice: Prometheus' conventions.
+    assert all(name.startswith("dynamiccl_") and not name.endswith(("_ms", "_percent")) for name in families)
