@@ -1,13 +1,17 @@
-"""What pyproject.toml cannot say: the module that ``import torch`` calls is a real file in every installation.
+"""What pyproject.toml cannot say: the module that ``import torch`` calls is a real file, and the plugin is compiled.
 
 An editable installation would only point to the checkout, and where that is not mounted (a compute node) every ``import
-torch`` of the environment would fail. So it gets a copy, beside the other installed modules.
+torch`` of the environment would fail. So it gets a copy, beside the other installed modules. An installation that is
+not editable has the C plugin in it, where there is a compiler; otherwise it is compiled when first needed.
 """
 
+import importlib.util
 import sys
 import sysconfig
+from pathlib import Path
 
 from setuptools import Distribution, setup
+from setuptools.command.build_py import build_py
 
 LEAF = "dynamiccl_autoload"
 
@@ -20,8 +24,31 @@ class WithData(Distribution):
         return bool(self.data_files)
 
 
+class ForThisMachine(Distribution):
+    """Compiled code is of one platform."""
+
+    def has_ext_modules(self):
+        """Whether there is any."""
+        return True
+
+
+class WithPlugin(build_py):
+    """Compiles the plugin into the package that is being built."""
+
+    def run(self):
+        """As the base class, then the plugin."""
+        super().run()
+        spec = importlib.util.spec_from_file_location("plugin_build", Path(__file__).parent / "envs/nccl/build.py")
+        build = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(build)
+        try:
+            build.install_into(Path(self.build_lib) / "dynamiccl/envs/nccl/lib")
+        except (build.PluginBuildError, OSError) as error:
+            print(f"dynamiccl: {error}; it will be compiled when first needed", file=sys.stderr)
+
+
 if "editable_wheel" in sys.argv:
     folder = sysconfig.get_path("purelib", vars={"base": "", "platbase": ""}).strip("/")
     setup(distclass=WithData, data_files=[(folder, [f"{LEAF}.py"])])
 else:
-    setup(py_modules=[LEAF])
+    setup(py_modules=[LEAF], distclass=ForThisMachine, cmdclass={"build_py": WithPlugin})

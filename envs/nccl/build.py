@@ -1,6 +1,6 @@
-"""Builds the plugin: C sources -> one shared library in a per-user cache, compiled when first needed (under a second).
+"""Builds the plugin: C sources -> one shared library, in the package when it is installed, so that every node has it.
 
-NCCL opens the library by its path, so it need not be in the wheel, and the wheel stays pure Python.
+Where that was not possible (no compiler, a checkout) it is compiled when first needed, into a per-user cache.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "next_tuner.c", "profiler.
 HEADERS = ("abi.h", "plugin.h")
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC")
 LIBRARY = "libnccl-tuner-dynamiccl.so"
+INSTALLED = HERE / "lib"  # where an installation has it built, see setup.py
+_SHARED = ("-shared", f"-Wl,-soname,{LIBRARY}")
 _NAME = "dynamiccl"  # NCCL completes it to the two names, of one file
 _PROFILER_NAME = "libnccl-profiler-dynamiccl.so"
 _KEPT_S = 30 * 86400.0  # how long a build of other sources is kept after it was last used
@@ -91,15 +93,42 @@ def compile_once(
             os.utime(folder)  # used: see _prune
         return target
     folder.mkdir(mode=0o700, exist_ok=True)
-    draft = folder / f".{name}.{os.getpid()}"
-    command = [*cc, *flags, *(str(HERE / s) for s in sources), "-o", str(draft), *libraries]
+    _compile([*cc, *flags, *(str(HERE / s) for s in sources)], target, libraries)
+    _prune(folder)
+    return target
+
+
+def _compile(command: list[str], target: Path, libraries: tuple[str, ...]) -> None:
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    command = [*command, "-o", str(draft), *libraries]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = next((line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr[-200:])
-        raise PluginBuildError(f"{cc[0]} could not build the plugin ({reason.strip()}): try another compiler by CC")
+        raise PluginBuildError(f"{command[0]} could not build the plugin ({reason.strip()}): try another one by CC")
     os.replace(draft, target)
-    _prune(folder)
-    return target
+
+
+def install_into(folder: Path) -> None:
+    """Build the plugin for an installation of the package, under both its names. Raises PluginBuildError, OSError.
+
+    An archive of a package keeps no links: the profiler's name is a library without anything that needs the other one,
+    so that one copy is loaded whichever name comes first.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    cc = compiler()
+    flags = (*FLAGS, *_SHARED, f'-DDCCL_BUILD="{build_of()}"')
+    _compile([*cc, *flags, *(str(HERE / s) for s in SOURCES)], folder / LIBRARY, ("-lpthread", "-ldl"))
+    needs = ("-Wl,--no-as-needed", f"-L{folder}", f"-l:{LIBRARY}", "-Wl,-rpath,$ORIGIN")
+    _compile([*cc, "-shared", "-fPIC", "-x", "c", os.devnull, "-x", "none"], folder / _PROFILER_NAME, needs)
+    (folder / "build").write_text(build_of())
+
+
+def _installed() -> Path | None:
+    """The plugin that lies in the package, if it is of these sources."""
+    try:
+        return INSTALLED / LIBRARY if (INSTALLED / "build").read_text() == build_of() else None
+    except OSError:
+        return None
 
 
 def _prune(newest: Path) -> None:
@@ -117,7 +146,9 @@ def plugin_path() -> Path:
     """
     if chosen := os.environ.get("DYNAMICCL_PLUGIN"):
         return Path(chosen)
-    path = compile_once(LIBRARY, SOURCES, (*FLAGS, "-shared"))
+    if (path := _installed()) is not None:
+        return path
+    path = compile_once(LIBRARY, SOURCES, (*FLAGS, *_SHARED))
     alias = path.with_name(_PROFILER_NAME)
     if not alias.exists():
         draft = alias.with_name(f".{alias.name}.{os.getpid()}")
