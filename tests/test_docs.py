@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("agent", "envs", "traces", "zero_workload")
 PYTHON = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 README = ROOT / "README.md"
-READMES = sorted(p for folder in (".", *FOLDERS) for p in (ROOT / folder).glob("*.md"))
+READMES = sorted(p for folder in (".", *FOLDERS, "envs/nccl") for p in (ROOT / folder).glob("*.md"))
 
 
 def name_of(path):
@@ -142,3 +142,17 @@ def test_the_tour_of_the_job_names_what_is_there():
     defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     named = set(re.findall(r"(?<!\[)`(\w+)`", tour))
     assert len(named) > 10 and named <= defined
+
+
+def test_every_test_that_the_fault_matrix_names_exists():
+    page = (ROOT / "envs" / "nccl" / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", page)
+    missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text("utf-8")]
+    assert len(named) > 20 and not missing
+
+
+def test_every_variable_that_the_job_or_people_set_is_on_the_deployment_page():
+    page = (ROOT / "envs" / "nccl" / "README.md").read_text(encoding="utf-8")
+    sources = [p for p in (ROOT / "envs").rglob("*") if p.suffix in (".py", ".c", ".h")]
+    read = {n for p in sources for n in re.findall(r"[\"'](DYNAMICCL_[A-Z_]+[A-Z])[\"']", p.read_text("utf-8"))}
+    assert "DYNAMICCL_RUN" in read and sorted(n for n in read if n not in page) == []

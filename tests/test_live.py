@@ -145,6 +145,18 @@ def test_a_pause_of_any_length_ends_the_window_and_not_the_run(world, monkeypatc
     assert tables[1].lease is None and any("waiting until it goes on" in text for text in said)
 
 
+def test_a_clock_that_is_set_changes_nothing(world, folder, monkeypatch):
+    job, _, said = world
+    job.window({}, 4)
+    clock = iter(range(10**9, 0, -86_400))  # every look at it is a day earlier
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    job.keep_alive()
+    beat = folder.table.heartbeat_ns()
+    assert list(job.window(TRIAL, 4).durations_ms) == [10.0] * 4 and not said
+    assert 0 <= time.monotonic_ns() - beat < 60e9
+    job.release()
+
+
 def test_a_table_that_makes_the_job_pause_twice_is_measured_so(world, monkeypatch):
     job, ring, _ = world
     job.window({}, 4)
