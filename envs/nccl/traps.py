@@ -248,8 +248,10 @@ def _little_shared_memory(facts: Facts) -> Finding | None:
         return None
     return Finding(
         "shared memory",
-        f"/dev/shm has {facts.shm_free // 2**20} MiB free; {ranks} ranks need {ranks * 9}",
+        f"/dev/shm has {facts.shm_free // 2**20} MiB free; {ranks} ranks need {ranks * 9} for whole rings: smaller "
+        "ones lose records when the tuner is late",
         "give the container more (docker run --shm-size=1g)",
+        must_change=False,
     )
 
 

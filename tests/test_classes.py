@@ -1,0 +1,67 @@
+"""One decision for all groups of a shape: HSDP and TP x DP gain by it what one group gains; a restart keeps it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dynamiccl.envs.live import Job
+from dynamiccl.envs.live_env import LiveEnv
+from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.traces.records import Decision
+
+RANK = Path(__file__).with_name("classes_rank.py")
+LL = Decision("ring", "ll")
+
+
+def start(run, kind, steps, life=1):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(RANK)]
+    env = {**os.environ, **run.env(), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*command, kind, str(steps), str(life)], env=env, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(("kind", "n_slots"), [("one", 1), ("hsdp", 1), ("tp x dp", 2)])
+def test_groups_of_a_shape_gain_together_what_one_gains(folder, kind, n_slots):
+    """Before: two slots for the same all_gather, each tuned alone while the slower half decided the step."""
+    process = start(folder, kind, 10_000)
+    try:
+        job = Job(folder, process)
+        profiles = LiveEnv(job).profile()
+        assert len(profiles) == n_slots and {p.slot.n_ranks for p in profiles} == {4 if kind == "one" else 2}
+        table = {p.slot: LL for p in profiles}
+        default, tuned = job.window({}, 8), job.window(table, 8)
+        again = job.window({}, 8)
+        assert tuned.disobeyed == ()
+        # 4 calls of 8 ms against 4 of 2 ms, beside what the rest of a step takes on a busy machine.
+        assert tuned.step_ms < 0.75 * min(default.step_ms, again.step_ms)
+        events = job.take_events()
+        ours = events[(events["table_generation"] == tuned.generation) & (events["func"] == "all_gather")]
+        assert set(ours["proto"]) == {"ll"} and ours["comm_id"].nunique() == {"one": 1, "hsdp": 2, "tp x dp": 4}[kind]
+        assert job.audit.mismatches == 0
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def test_a_restart_keeps_its_table(folder):
+    """Before: a new life of the job has new communicator ids, which the kept table did not match."""
+    first = start(folder, "hsdp", 10_000)
+    job = Job(folder, first)
+    try:
+        (profile,) = LiveEnv(job).profile()
+        generation = job.confirm({profile.slot: LL})
+        job.window({profile.slot: LL}, 3)
+    finally:
+        first.terminate()
+        first.wait()
+    second = start(folder, "hsdp", 60, life=2)
+    back = Job(RunFolder.open(folder.path), second)
+    assert back.confirmed == {profile.slot: LL} and back.generation > generation
+    back.wait()
+    events = back.take_events()
+    life = events[(events["comm_id"] > 200) & (events["func"] == "all_gather")]
+    assert second.wait() == 0 and life["comm_id"].nunique() == 2
+    last = life[life["step"] > 40]
+    assert set(last["proto"]) == {"ll"} and (last["table_generation"] == back.generation).all()
+    assert back.audit.mismatches == 0
