@@ -343,7 +343,10 @@ class Job:
         return max(PAUSE_STEP_S * 1e3, PAUSE_TIMES * known)
 
     def _ended(self) -> str:
-        return "the job has ended" if self.status is None else f"the job ended with status {self.status}"
+        text = "the job has ended" if self.status is None else f"the job ended with status {self.status}"
+        if self.state and self.state[0] == AgreementState.WAITING:
+            text += f", before its ranks switched tables: {self.state[1]}"
+        return text
 
     def _say(self, text: str) -> None:
         if text != self._told:

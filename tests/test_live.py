@@ -193,6 +193,10 @@ def test_what_it_waits_for_is_said(world, folder, monkeypatch):
     ring.says(AgreementState.WAITING, "NCCL on rank 1 has no tuner of ours")
     job.poll()
     assert "NCCL on rank 1" in job.waits_for()
+    ring.alive, ring.script = False, iter([None] * 10**6)
+    monkeypatch.setattr(live, "RESTART_S", 0.0)
+    with pytest.raises(JobEnded, match="before its ranks switched tables: NCCL on rank 1"):
+        job.window(TRIAL, 4)
 
 
 @pytest.mark.parametrize("code", [AgreementState.SHUT, AgreementState.CLOSED])
