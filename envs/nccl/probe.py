@@ -31,6 +31,7 @@ _GAUGES = struct.Struct("<QQdffHHIffff8x")
 assert _STEP.size + _GAUGES.size == STEP_DTYPE.itemsize
 _STATE = struct.Struct("<QBBBBBBHQQIIII80s")
 _NO_LOSS = float("nan")
+_ASK_NO_TUNER = ("gloo", "mpi", "ucc")  # backends of PyTorch's own that do without NCCL
 
 
 class Probe:
@@ -46,6 +47,7 @@ class Probe:
         self._plugin: Plugin | None = None
         self._world: Any = _nobody  # a reference to the default group: it must go when the job destroys it
         self._attempts = 0
+        self._backend = ""  # of torch.distributed
         self._agreement: Agreement | Local | None = None
         self._rank = self._step = self._last_ns = self._generation = 0
         fixed = os.environ.get("DYNAMICCL_SAMPLE_EVERY")
@@ -185,6 +187,7 @@ class Probe:
             store = _OurStore(dist.distributed_c10d, self._attempts)
             size = self._rank, dist.get_world_size()
             versions = f"NCCL {_nccl(self._torch)}"
+            self._backend = dist.get_backend()
             self._agreement = Agreement(
                 *size, self._plugin, self._steps, self._published, store, versions, before, self._tell
             )
@@ -192,6 +195,8 @@ class Probe:
 
     def _tell(self, state: AgreementState | None, text: str) -> None:
         """A word of the agreement: for the daemon, and for the user where it is not what he expects."""
+        if state in (AgreementState.WAITING, AgreementState.SHUT) and self._backend in _ASK_NO_TUNER:
+            text = f"torch.distributed runs on {self._backend} here; only NCCL asks a tuner"
         if state is not None and self._plugin is not None:
             head = (0, STATE, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, self._step, self._generation, self._rank, state)
             self._plugin.emit(_STATE.pack(*head, text.encode()[:80]) + bytes(RECORD_BYTES - _STATE.size))
