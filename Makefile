@@ -38,19 +38,11 @@ bench: $(VENV)/bench
 	$(RUN) bench --suite held-out --file
 
 # Files what it found in traces/; without a GPU it runs on the emulated cluster and leaves that in runs/.
-gpu-# The same, with a soak of ten minutes of the daemon in place of one of 20 seconds.
-test-all: setup $(VENV)/frameworks
-	SOAK_S=600 $(BIN)/python -m pytest
-
-check: setup
+gpu-check: setup
 	$(RUN) gpu-check
 
 # Every state of the protocol by which the ranks change tables: three ranks, three tables, all that can fail once.
-model-# The same, with a soak of ten minutes of the daemon in place of one of 20 seconds.
-test-all: setup $(VENV)/frameworks
-	SOAK_S=600 $(BIN)/python -m pytest
-
-check: setup
+model-check: setup
 	$(BIN)/python tests/protocol_explore.py
 
 setup: $(VENV)/ready
