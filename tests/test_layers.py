@@ -24,6 +24,7 @@ WORKLOAD_LINES = {
     "the engine": (2000, ()),
     "the job": (900, ("data.py", "launch.py", "model.py", "parallel.py", "peers.py", "train.py")),
     "the planner": (230, ("planner.py",)),
+    "the minimal ZeRO": (200, ("minimal.py",)),
     "the dry run": (300, ("dryrun.py", "dryrun_models.py")),
 }
 #: Libraries that only some folders may import: where the process touches shared memory or learns.

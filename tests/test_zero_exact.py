@@ -38,25 +38,29 @@ class Hand(nn.Module):
         return 0.5 * (self.second(F.relu(self.first(x))) - target).square().sum()
 
 
-def hand_example(stage: int) -> dict[str, list[float] | float]:
+def hand_example(stage: int, by_layer: bool = False) -> dict[str, list[float] | float]:
     rank = dist.get_rank()
     model, local = Hand(), []
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda p: local.append((p, p.grad.flatten().tolist())))
     params = list(model.parameters())
-    engine = zero(model, partial(torch.optim.Adam, lr=0.1), stage=stage, param_dtype=torch.float32, bucket_bytes=1)
+    settings: dict[str, Any] = {"param_dtype": torch.float32, "bucket_bytes": 1}
+    settings |= {"min_unit": 1, "keep_last": False} if by_layer else {}
+    engine = zero(model, partial(torch.optim.Adam, lr=0.1), stage=stage, **settings)
     shards: list[float] = []
     step_hook = engine.optimizer.register_step_pre_hook(
         lambda optimizer, args, kwargs: shards.extend(v for part in engine.owned for v in part.param.grad.tolist())
     )
     x, target = [([1.0, 3.0], 5.0), ([2.0, 1.0], 7.0)][rank]
-    loss = model(torch.tensor(x), target)
-    engine.backward(loss)
-    engine.step()
+    with CollectiveLog() as log:
+        loss = model(torch.tensor(x), target)
+        engine.backward(loss)
+        engine.step()
     step_hook.remove()
     by_param = {id(p): values for p, values in local}
     states = [engine.optimizer.state[part.param] for part in engine.owned]
     return {
+        "gathered": [call.n_bytes for call in log.calls if call.func == "all_gather"],
         "loss": loss.item(),
         "local": [v for p in params for v in by_param[id(p)]],
         "shard": shards,
@@ -67,9 +71,12 @@ def hand_example(stage: int) -> dict[str, list[float] | float]:
     }
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_hand_example(stage: int, two: World) -> None:
-    expected = [
+OF_A_RANK = ("shard", "exp_avg", "exp_avg_sq", "master")  # which half of four values it is
+
+
+@pytest.mark.parametrize(("stage", "by_layer"), [(1, False), (2, False), (3, False), (3, True)])
+def test_hand_example(stage: int, by_layer: bool, two: World) -> None:
+    expected: list[dict[str, Any]] = [
         {
             "loss": 10.125,
             "local": [0.0, 0.0, 0.0, -4.5],
@@ -89,7 +96,13 @@ def test_hand_example(stage: int, two: World) -> None:
             "weights": [2.1, -2.9, 1.1, 0.6],
         },
     ]
-    for rank, got in enumerate(two.run(hand_example, stage)):
+    if by_layer:  # a rank owns half of each layer: the first has w1 and w3
+        for name in OF_A_RANK:
+            (w1, w2), (w3, w4) = (values[name] for values in expected)
+            expected[0][name], expected[1][name] = [w1, w3], [w2, w4]
+    for rank, got in enumerate(two.run(hand_example, stage, by_layer)):
+        # Four weights at once; or the layers' two and two, before forward and again before backward.
+        assert got.pop("gathered") == ([8] * 4 if by_layer else [16])
         for name, value in expected[rank].items():
             exact = torch.tensor(value)  # float32, as the engine computes
             assert torch.tensor(got[name]).sub(exact).abs().max() <= 2e-7 * exact.abs().max(), (rank, name, got[name])

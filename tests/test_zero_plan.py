@@ -44,11 +44,23 @@ def test_planner_reproduces_published_memory(
 
 def test_planner_traffic_time_and_advice() -> None:
     result = estimate(Request(7e9, 8, layers=32, seq=2048, bandwidth=100e9, latency=10e-6, flops=150e12))
-    assert result["break_even_batch"] == 15
+    assert result["break_even_batch"] == 15  # all that stage 3 sends; what it sends more than stage 2:
+    assert result["break_even_extra_batch"] == 5
     assert [s["traffic_bytes_per_step"] for s in result["stages"]] == [24.5e9, 24.5e9, 24.5e9, 36.75e9]
     assert result["prefetch"] == 1
-    # a ten times slower wire: a layer's gather takes 43.8 ms, its forward 5.97 ms
-    assert estimate(Request(7e9, 8, bandwidth=10e9))["prefetch"] == 8
+    # Stage 3 at 7/8 of 3 x 14 GB on 100 GB/s and 96 messages of 10 us; all of a layer's 2 N B L / F three times.
+    assert result["stages"][3]["communication_s"] == pytest.approx(36.75e9 / 100e9 + 96 * 10e-6)
+    assert result["compute_s"] == pytest.approx(6 * 7e9 * 2048 / 150e12)
+    # Stage 2 has (N - 1) / N as well; one rank sends nothing.
+    assert result["stages"][2]["communication_s"] == pytest.approx(24.5e9 / 100e9 + 2 * 535 * 10e-6)
+    assert estimate(Request(7e9, 1, latency=0))["stages"][3]["communication_s"] == 0
+    assert result["stages"][3]["passes"] == 3 and result["stages"][3]["passes_kept"] == 3 - 2 / 32
+    # a ten times slower wire: a layer's gather takes 7/8 of 43.8 ms, its forward 5.97 ms
+    assert estimate(Request(7e9, 8, bandwidth=10e9))["prefetch"] == 7
+    # 38.5 GB at stage 1 and what a step needs beside it fit into 45 GB, but not beside CUDA's context and the rest
+    bare, real = (estimate(Request(7e9, 8, memory=45e9, runtime=gb * 1e9)) for gb in (0, 4))
+    assert bare["stages"][1]["fits"] and not real["stages"][1]["fits"]
+    assert estimate(Request(7e9, 8))["runtime_bytes"] == 3e9
     assert activation_elements(2, 3, 5, 7) == 14 * 2 * 3 * 5 + 2 * 7 * 9
     assert result["activations"]["every"] == 6
     assert estimate(Request(7e9, 8))["recommended_stage"] == 1
@@ -143,7 +155,8 @@ def test_plan_as_a_command() -> None:
     }
     assert result["break_even_batch"] == 15 and result["prefetch"] == 1 and result["activations"]["every"] == 6
     shown = CliRunner().invoke(app, ["plan", "--params", "7e9", "--ranks", "8"]).output
-    assert "26.25" in shown and "use stage" in shown
+    assert "26.25" in shown and "use stage" in shown and "3 GB go to CUDA" in shown
+    assert "2.94 times" in shown and "from batch 15" in shown and "5 on" in shown
     refused = CliRunner().invoke(app, ["plan", "--params", "7e9", "--ranks", "8", "--precision", "fp8"])
     assert refused.exit_code == 2 and refused.output.count("\n") == 1
 

@@ -1,7 +1,8 @@
 """What each ZeRO stage holds, moves and takes, before anything is started; ``dynamiccl plan`` shows it.
 
 Memory and traffic are the formulas of Rajbhandari et al. (SC20); the tests check them against what the engine holds and
-sends. Times are a model: a message of n bytes takes ``latency + n / bandwidth``, arithmetic runs at ``flops``.
+sends. Times are a model: of a message of n bytes each of N ranks sends (N - 1) / N, which takes ``latency`` and that by
+``bandwidth``; arithmetic runs at ``flops``.
 """
 
 from __future__ import annotations
@@ -37,8 +38,12 @@ def advice(params: int, ranks: int, stage: int, precision: str) -> str:
     return f"stage {stage} holds {now:.2f} GB a rank before activations, {cure}; else lower --batch or --seq"
 
 
-#: Passes of the parameters over the wire in a step, by stage: reduce-scatter and all-gathers.
+#: Passes of the parameters over the wire in a step, by stage: reduce-scatter and all-gathers. At stage 3 the most:
+#: the layers that forward ends with stay for backward unless ``keep_last=False``, see ``estimate``.
 PASSES = (2, 2, 2, 3)
+#: Bytes that a process takes on its GPU before it holds anything: CUDA context, NCCL's buffers, libraries' workspace.
+#: Between 2 and 4 GB as a rule; nothing here was measured.
+RUNTIME = 3e9
 _NAMES = ("data parallel", "optimizer states sharded", "gradients too", "parameters too")
 
 
@@ -46,8 +51,9 @@ _NAMES = ("data parallel", "optimizer states sharded", "gradients too", "paramet
 class Request:
     """What to plan for. Zeros are filled in by ``completed``.
 
-    ``batch`` sequences of ``seq`` tokens a rank and step; ``bandwidth`` bytes/s of a whole message, ``latency``
-    seconds a message, ``flops`` operations/s of one rank, ``memory`` bytes of one rank.
+    ``batch`` sequences of ``seq`` tokens a rank and step; ``bandwidth`` bytes/s that a rank sends, ``latency``
+    seconds a message, ``flops`` operations/s of one rank, ``memory`` bytes of one rank, of which ``runtime`` are gone
+    when training begins.
 
     Raises:
         ValueError: a number out of range.
@@ -67,14 +73,15 @@ class Request:
     flops: float = 150e12
     memory: float = 80e9
     bucket_bytes: int = 25 * 2**20
+    runtime: float = RUNTIME
 
     def __post_init__(self) -> None:
         for name in ("params", "ranks", "layers", "seq", "batch", "bandwidth", "flops", "memory", "bucket_bytes"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be above 0, not {value}")
-        if self.latency < 0 or self.hidden < 0 or self.heads < 0:
-            raise ValueError("latency, hidden and heads cannot be negative")
+        if min(self.latency, self.hidden, self.heads, self.runtime) < 0:
+            raise ValueError("latency, hidden, heads and runtime cannot be negative")
 
     def completed(self) -> Request:
         """With ``hidden`` and ``heads`` of a dense transformer: params = 12 layers hidden^2, heads of 128."""
@@ -92,10 +99,12 @@ def activation_elements(batch: int, seq: int, hidden: int, heads: int) -> float:
     return 14.0 * batch * seq * hidden + float(batch) * heads * seq**2
 
 
-def layer_times(request: Request, batch: int) -> tuple[float, float]:
-    """Seconds to gather one layer, and to run its forward: 2 operations a parameter and token."""
+def layer_times(request: Request, batch: int, share: float = 1.0) -> tuple[float, float]:
+    """Seconds to gather one layer, of which a rank sends ``share``, and to run its forward: 2 operations a parameter
+    and token.
+    """
     per_layer = request.params / request.layers
-    gather = request.latency + (2 if request.precision == "mixed" else 4) * per_layer / request.bandwidth
+    gather = request.latency + (2 if request.precision == "mixed" else 4) * per_layer * share / request.bandwidth
     return gather, 2 * per_layer * batch * request.seq / request.flops
 
 
@@ -104,12 +113,15 @@ def estimate(request: Request, share: float = 0.05) -> dict[str, Any]:
 
     Returns:
         ``stages``: one entry a stage with ``stage``, ``weights_bytes``, ``gradients_bytes``, ``optimizer_bytes``, their
-        sum ``total_bytes``, ``overhead_bytes`` (buckets in flight, gathered units), ``traffic_bytes_per_step``,
-        ``messages_per_step``, ``communication_s``, ``step_s`` [fully overlapped, not at all], ``fits``;
+        sum ``total_bytes``, ``overhead_bytes`` (buckets in flight, gathered units), ``traffic_bytes_per_step`` and
+        ``passes`` of the parameters (at stage 3 with ``keep_last=False``; ``passes_kept`` with what the engine keeps by
+        default), ``messages_per_step``, ``communication_s``, ``step_s`` [fully overlapped, not at all], ``fits``
+        (activations checkpointed, and with ``runtime_bytes``);
         ``activations``: ``per_layer_bytes``, ``all_bytes``, ``checkpointed_bytes`` with ``every`` k = sqrt(layers);
-        ``prefetch``: k* = ceil(T_gather / T_compute); ``break_even_batch``: the least batch at which the gather of a
-        layer takes at most ``share`` of the layer's forward; ``compute_s``; ``recommended_stage`` (``None``: nothing
-        fits) and ``reason``.
+        ``prefetch``: k* = ceil(T_gather / T_compute); two break-evens on many ranks, where (N - 1) / N is 1:
+        ``break_even_batch``, from which on all that stage 3 sends takes at most ``share`` of the arithmetic (a layer's
+        gather that share of its forward, which is the same), and ``break_even_extra_batch``, from which on what it
+        sends more than stage 2 does; ``compute_s``; ``recommended_stage`` (``None``: nothing fits) and ``reason``.
 
     Raises:
         ValueError: there are no figures for that optimizer in that precision.
@@ -122,7 +134,8 @@ def estimate(request: Request, share: float = 0.05) -> dict[str, Any]:
     per_layer = weight * activation_elements(r.batch, r.seq, r.hidden, r.heads)
     every = max(1, round(math.sqrt(r.layers)))
     kept = math.ceil(r.layers / every) * weight * r.batch * r.seq * r.hidden + every * per_layer
-    gather, forward = layer_times(r, r.batch)
+    sent = (r.ranks - 1) / r.ranks
+    gather, forward = layer_times(r, r.batch, sent)
     prefetch = max(1, math.ceil(gather / forward))
     one = layer_times(r, 1)
     compute = 6 * r.params * r.batch * r.seq / r.flops
@@ -133,8 +146,9 @@ def estimate(request: Request, share: float = 0.05) -> dict[str, Any]:
         layer = weight * r.params / r.layers
         overhead = (0.0, r.bucket_bytes / r.ranks, 2.0 * r.bucket_bytes, (prefetch + 1 + 2) * layer)[stage]
         messages = (buckets, 2 * buckets, 2 * buckets, 3 * r.layers)[stage]
-        seconds = messages * r.latency + PASSES[stage] * weight * r.params / r.bandwidth
+        seconds = messages * r.latency + traffic_bytes(weight * r.params, r.ranks, stage) / r.bandwidth
         total = weights + grads + states
+        twice = min(1.0, (1 + prefetch) / r.layers) if stage == 3 else 0.0  # of the layers are not gathered again
         stages.append({
             "stage": stage,
             "weights_bytes": weights,
@@ -143,19 +157,21 @@ def estimate(request: Request, share: float = 0.05) -> dict[str, Any]:
             "total_bytes": total,
             "overhead_bytes": overhead,
             "traffic_bytes_per_step": traffic_bytes(weight * r.params, r.ranks, stage),
+            "passes": PASSES[stage],
+            "passes_kept": PASSES[stage] - twice,
             "messages_per_step": messages,
             "communication_s": seconds,
             "step_s": [max(compute, seconds), compute + seconds],
-            "fits": total + overhead + kept <= r.memory,
+            "fits": total + overhead + kept + r.runtime <= r.memory,
         })  # fmt: skip
     fitting = [s["stage"] for s in stages if s["fits"]]
     if fitting:
         best = 1 if fitting[0] == 0 and r.ranks > 1 else fitting[0]
-        spare = r.memory - stages[best]["total_bytes"] - stages[best]["overhead_bytes"] - kept
+        spare = r.memory - stages[best]["total_bytes"] - stages[best]["overhead_bytes"] - kept - r.runtime
         why = "the lowest that fits" if best == fitting[0] else "stage 0 fits too, but saves no traffic"
         reason = f"{why}: {_NAMES[best]}, {spare / 1e9:.1f} GB to spare with checkpointed activations"
     else:
-        left = r.memory - kept - stages[3]["overhead_bytes"]
+        left = r.memory - kept - stages[3]["overhead_bytes"] - r.runtime
         need = math.ceil(sum(STATE[kind]) * r.params / left) if left > 0 else None
         reason = f"nothing fits; stage 3 would on {need} ranks" if need else "one layer's activations do not fit alone"
     return {
@@ -169,7 +185,9 @@ def estimate(request: Request, share: float = 0.05) -> dict[str, Any]:
         },
         "compute_s": compute,
         "prefetch": prefetch,
+        "runtime_bytes": r.runtime,
         "break_even_batch": max(1, math.ceil(one[0] / (share * one[1]))),
+        "break_even_extra_batch": max(1, math.ceil(one[0] / (share * 3 * one[1]))),  # one gather a forward and backward
         "recommended_stage": best if fitting else None,
         "reason": reason,
     }

@@ -22,10 +22,11 @@ def plan(
     batch: Annotated[int, typer.Option(help="Sequences a rank and step.")] = 1,
     optimizer: Annotated[str, typer.Option(help="adam, adan or lion.")] = "adam",
     precision: Annotated[str, typer.Option(help="mixed (16 bit, fp32 master weights) or fp32.")] = "mixed",
-    bandwidth: Annotated[float, typer.Option(help="GB/s of a collective's whole message.")] = 100.0,
+    bandwidth: Annotated[float, typer.Option(help="GB/s that a rank sends in a collective.")] = 100.0,
     latency: Annotated[float, typer.Option(help="Microseconds a collective.")] = 10.0,
     flops: Annotated[float, typer.Option(help="TFLOP/s that one rank reaches.")] = 150.0,
     memory: Annotated[float, typer.Option(help="GB that one rank has.")] = 80.0,
+    runtime: Annotated[float, typer.Option(help="GB of it that CUDA, NCCL and libraries take.")] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, in bytes and seconds.")] = False,
 ) -> None:
     """Memory, traffic and time of ZeRO stages 0 to 3 for a model of this size, and which stage to use."""
@@ -36,7 +37,7 @@ def plan(
     try:
         request = Request(
             params, ranks, layers, hidden, heads, seq, batch, optimizer, precision,
-            bandwidth * 1e9, latency * 1e-6, flops * 1e12, memory * 1e9,
+            bandwidth * 1e9, latency * 1e-6, flops * 1e12, memory * 1e9, runtime=runtime * 1e9,
         )  # fmt: skip
         result = estimate(request)
     except (ValueError, OverflowError) as error:
@@ -91,8 +92,15 @@ def _show(result: dict[str, Any]) -> None:
         f"with a checkpoint every {activations['every']} layers (about a third more arithmetic)"
     )
     console.print(
-        f"stage 3: gather {result['prefetch']} layer(s) ahead; from batch {result['break_even_batch']} a rank on, "
-        f"a layer's gather takes at most 5 % of its forward"
+        f"beside this {result['runtime_bytes'] / 1e9:g} GB go to CUDA, NCCL and libraries: counted in fits, --runtime"
+    )
+    console.print(
+        f"stage 3: gather {result['prefetch']} layer(s) ahead; it sends 3 times the parameters, "
+        f"{result['stages'][3]['passes_kept']:.2f} times with what the engine keeps between forward and backward"
+    )
+    console.print(
+        f"on many ranks all that it sends takes at most 5 % of the arithmetic from batch {result['break_even_batch']} "
+        f"a rank on, what it sends more than stage 2 from batch {result['break_even_extra_batch']} on"
     )
     if result["recommended_stage"] is None:
         console.print(f"no stage: {result['reason']}")
