@@ -89,10 +89,9 @@ class SimulatedLiveEnv(LiveEnv):
             self.bill(self.running, SWITCH_STEPS)
             self.running = configs
         limit = spaces.GIVE_UP * self.default_ms if kind == TRIAL else float("inf")
-        times = self.bill(configs, discard + (n_steps or self.window_steps), limit)
-        kept = times[discard:] if len(times) > discard else times[-1:]
-        if times[-1] > limit:
-            kept = times[-1:]
+        if discard:
+            self.bill(configs, discard)
+        kept = self.bill(configs, n_steps or self.window_steps, limit)
         window = Window(0, np.arange(len(kept)), kept)
         if kind == DEFAULT:
             self._defaults.append(window.step_ms)

@@ -54,6 +54,13 @@ def test_second_jobs_run_on_the_same_clusters():
     assert len(alike) > 5 and max(alike) < 1e-5 and np.median(apart) > 0.01
 
 
+def test_without_gain_every_config_is_the_default(jobs):
+    same, rng = jobs.without_gain(), np.random.default_rng(0)
+    any_ = np.array([[rng.choice(np.flatnonzero(m)) for m in row] for row in same.mask])
+    assert any_.any() and same.step_us(any_)[0] == pytest.approx(same.step_us(np.zeros_like(any_))[0])
+    assert (np.abs(jobs.step_us(any_)[0] / jobs.step_us(np.zeros_like(any_))[0] - 1) > 1e-3).any()
+
+
 def test_masked_configs_are_refused(jobs):
     configs = np.zeros((len(jobs), SLOTS), int)
     configs[0, -1] = 1
