@@ -14,7 +14,7 @@ import numpy as np
 from . import turns
 from .belief import Prior
 from .scores import Ledger, Scores
-from .sim.jobs import SLOTS, Jobs
+from .sim.jobs import Jobs
 from .sim_windows import SWITCH_STEPS, SimSearch, SimWindows
 from .spaces import config_index
 from .watch import Rules
@@ -62,8 +62,8 @@ def judged(
         fresh = np.flatnonzero(over & np.isinf(until))
         ledger.end(fresh, search.tables[fresh])
         until[fresh] = ledger.steps[fresh] + after
-        open_ = np.flatnonzero(ledger.steps < until)
-        if not len(open_):
+        open_ = np.flatnonzero(ledger.steps < until).tolist()
+        if not open_:
             break
         watched, asked = [i for i in open_ if over[i]], [i for i in open_ if not over[i]]
         if watched:
@@ -79,5 +79,3 @@ def judged(
     marks = [s.marks.first_gain for s in search.searches]
     ledger.first_gain = np.where(np.array(marks) >= 0, marks, np.nan)
     return ledger.scores()
-
-

@@ -92,8 +92,16 @@ class SimWindows:
 class SimSearch:
     """Searches on all jobs of a batch, side by side: every one goes on until the policy has a turn or it is over."""
 
-    def __init__(self, jobs: Jobs, prior: Prior, rng: np.random.Generator, rules: Rules | None = None) -> None:
-        self.windows, self.rules = SimWindows(jobs, rng), rules or Rules()
+    def __init__(
+        self,
+        jobs: Jobs,
+        prior: Prior,
+        rng: np.random.Generator,
+        rules: Rules | None = None,
+        windows: SimWindows | None = None,
+    ) -> None:
+        """``windows``: those of ``jobs``, where they are more than simulated."""
+        self.windows, self.rules = windows or SimWindows(jobs, rng), rules or Rules()
         told, seen = self.windows.begin(self.rules.profile_steps)
         self.searches = [Search(t, m, prior, self.rules) for t, m in zip(told, seen, strict=True)]
         self.n_windows = np.zeros(len(jobs), np.int64)

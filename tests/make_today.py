@@ -133,7 +133,7 @@ def play(suite, row, policy):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--most", type=int, help="jobs of a suite")
+    parser.add_argument("--most", type=int, default=100, help="jobs of a suite, evenly over its strata")
     most = parser.parse_args().most
     found = {}
     for name in ("standard", "held-out"):
@@ -148,8 +148,7 @@ def main():
             k: [None if x != x else x for x in np.round(v.astype(float).ravel(), 4).tolist()]
             for k, v in vars(scores).items()
         }
-        print(json.dumps({name: summary(scores)}, indent=1), file=sys.stderr, flush=True)
-    if most is None:
+        print(json.dumps({name: summary(scores)}), file=sys.stderr, flush=True)
         FILE.write_text(json.dumps(found) + "\n")
 
 

@@ -212,7 +212,8 @@ class Timeline:
         self._epoch = self._epoch or c.start_ns
         emulated_s = (c.start_ns - self._epoch) / 1e9 / self._emulation.time_scale
         c.duration_ns = int(c.duration_ns * self._emulation.weather.factor(emulated_s))
-        c.duration_ns = with_neighbours(c, [other for line in _LINES if line is not self for other in line._running])
+        beside = [other for line in tuple(_LINES) if line is not self for other in tuple(line._running)]
+        c.duration_ns = with_neighbours(c, beside)
         c.end_ns = self._stream_end = c.start_ns + c.duration_ns
         self._running.append(c)
         for channel in range(c.n_kernels):

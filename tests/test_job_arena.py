@@ -1,0 +1,60 @@
+"""Searches on whole jobs with every step on the bill."""
+
+import numpy as np
+import pytest
+from dynamiccl.agent.rules import ExpectedImprovement
+from dynamiccl.envs.belief import Prior
+from dynamiccl.envs.job_arena import BilledWindows, judged
+from dynamiccl.envs.scores import Ledger, summary
+from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
+from dynamiccl.envs.sim_windows import SWITCH_STEPS
+from dynamiccl.envs.spaces import actions_of
+from dynamiccl.envs.windows import Plan
+
+
+class Idle:
+    """Leaves every slot to NCCL."""
+
+    def predict(self, observation, state=None, episode_start=None, deterministic=True):
+        return actions_of(np.zeros(len(observation), int)), state
+
+
+@pytest.fixture(scope="module")
+def calm():
+    jobs = draw_jobs(STANDARD, np.random.default_rng(21), 6)
+    jobs.swing[:, 0] = 0
+    return jobs, oracle(jobs)[1]
+
+
+def test_every_step_is_billed_under_what_ran(calm):
+    jobs, us = calm[0].take(slice(None)), calm[1]
+    ledger = Ledger(jobs, us)
+    windows = BilledWindows(jobs, np.random.default_rng(0), ledger)
+    other = np.zeros(SLOTS, int)
+    other[0] = np.flatnonzero(jobs.mask[2, 0])[-1]
+    configs = other[: jobs.n_slots[2]]
+    at = jobs.at.copy()
+    seen = windows.measure([2], [Plan("search", configs, 7, 2)])
+    pace = jobs.step_us(other[None], [2])[0][0] / jobs.default_us[2]
+    assert seen[0].billed == 7 + 2 + SWITCH_STEPS == ledger.steps[2] and ledger.steps.sum() == ledger.steps[2]
+    assert ledger.lost[2] == pytest.approx(9 * (pace - 1)) and jobs.at[2] - at[2] == ledger.steps[2]
+
+
+def test_where_nothing_helps_nothing_is_gained_and_little_lost(calm):
+    """A/A: every config is the default. The jobs themselves are left as they were."""
+    jobs = calm[0].without_gain()
+    at = jobs.at.copy()
+    for policy in (Idle(), ExpectedImprovement()):
+        scores = judged(policy, jobs, jobs.default_us, Prior.load(), after=100)
+        assert (jobs.at == at).all()
+        assert scores.lost == pytest.approx(0, abs=1e-3) and scores.gain == pytest.approx(0, abs=1e-6)
+        assert np.isfinite(scores.verdict).all() and not (scores.is_harmed | scores.is_harsh).any()
+
+
+def test_a_rule_on_the_belief_brings_gain_and_is_repeatable(calm):
+    jobs, us = calm
+    found = [judged(ExpectedImprovement(), jobs, us, Prior.load(), after=100) for _ in range(2)]
+    assert (found[0].lost == found[1].lost).all() and (found[0].gain == found[1].gain).all()
+    assert (found[0].gain <= found[0].oracle_gain + 1e-6).all()
+    told = summary(found[0])
+    assert told["jobs"] == 6 and told["gain_delivered"] > 0.2 and told["slower"] == 0
