@@ -97,7 +97,8 @@ def test_predicted_gains_are_as_sure_as_they_say():
     true, _, low, high, advised, *_ = np.concatenate(rows).T
     on = advised > 0
     assert on.sum() >= 20
-    assert 0.7 <= ((low <= true) & (true <= high))[on].mean() <= 0.95
+    # Of 70 cases, in which each job comes twice: three standard errors about what hundreds of jobs show.
+    assert 0.62 <= ((low <= true) & (true <= high))[on].mean() <= 0.97
     assert (true < -0.01).mean() <= 0.02
     assert true[on].mean() > 0.002
 

@@ -2,9 +2,12 @@
 
 import gzip
 import json
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
+import make_profile
 import numpy as np
 import pytest
 import recordings_made
@@ -84,7 +87,7 @@ def test_clocks_are_aligned_by_the_collectives(tmp_path, ahead_us):
         ("gzip cut", gzip.compress(b'{"traceEvents": [{"ph": "X"}]}' * 1000)[:60]),
         ("wrong types", b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": 7, "args": 3, "ts": "x", "dur": {}}]}'),
         ("entries of a wrong type", b'{"entries": [7, {"profiling_name": "nccl:all_gather", "input_sizes": 3}]}'),
-        ("quotes", b'{"traceEvents": [{"a": "' + b'\\"' * 400_000),
+        ("quotes", b'{"traceEvents": [{"a": "' + b'\\"' * 60_000),
         ("memo", b"\x80\x02}r\xff\xff\xff\x7f."),
         ("huge claim", b"\x80\x04\x8e\xff\xff\xff\xff\xff\x00\x00\x00"),
         ("binary", bytes(range(256)) * 100),
@@ -203,3 +206,14 @@ def test_pytorchs_own_flight_recorder(kind):
     assert len(load(placed, min_share=0).slots) >= 1
     with pytest.raises(TraceError, match=r"the largest takes 0\.\d+% of the step"):  # by NCCL's price: gloo is slower
         load(placed)
+
+
+def test_a_large_profile_is_read_in_little_memory(tmp_path):
+    """In a process of its own; ``make_profile.py`` measures a GiB in the same way."""
+    n_steps = make_profile.write(tmp_path / "big.json", 48)
+    command = [sys.executable, make_profile.__file__, str(tmp_path / "big.json"), "--read"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    events, steps, kernels, _, peak = (float(word) for word in done.stdout.split())
+    assert (events, steps) == (n_steps * make_profile.LAYERS, n_steps)
+    assert kernels == n_steps * make_profile.LAYERS * make_profile.OPERATORS / 2
+    assert peak < 350  # of which the libraries take most; read whole it were over a GiB

@@ -20,6 +20,7 @@ from .files import TraceError
 
 #: Bytes read at a time; the longest single element; the longest document that is read whole.
 BLOCK, MAX_ELEMENT, MAX_WHOLE = 2 << 20, 32 << 20, 256 << 20
+MAX_DEPTH = 1000
 #: More text than this for each compressed byte is no recording (profiles reach about 30), after so much of it.
 MAX_RATIO, RATIO_FROM = 200, 16 << 20
 _BETWEEN = re.compile(rb"\}\s*,(?=\s*\{)")
@@ -158,6 +159,8 @@ def _split(buffer: bytes, final: bool) -> tuple[list[Any], bytes, bool]:
             continue
         elif token in b"{[":
             depth += 1
+            if depth > MAX_DEPTH:
+                raise TraceError(f"the list of events is nested deeper than {MAX_DEPTH}: that is no profile")
         else:
             depth -= 1
             if depth == 0:
