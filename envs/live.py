@@ -35,6 +35,8 @@ SWITCH_STEPS = 3
 PAUSE_TIMES, PAUSE_STEP_S, PAUSE_S = 20, 1.0, 5.0
 #: An attached job without a launcher is over when none of its processes has lived for so long: they may be restarted.
 RESTART_S = 60.0
+#: Rank 0 counts as being on another node when ranks here have stepped for so long without it.
+ELSEWHERE_S = 10.0
 #: Rows of events that are kept for :meth:`Job.take_events` when nobody takes them.
 MOST_EVENTS = 400_000
 #: In the run folder: the launcher's lock and the job's status from it, the wish to end.
@@ -113,6 +115,7 @@ class Job:
         self._durations: deque[float] = deque(maxlen=50)
         self._known: set[str] = set()  # rings whose communicators and offers were read
         self._told = ""
+        self._stepped_at = 0.0  # when the first step of any rank was seen
         self._alive_at = self._taken = time.monotonic()
         self._events: deque[pd.DataFrame] = deque()
         self._fresh: list[np.ndarray[Any, Any]] = []
@@ -171,6 +174,7 @@ class Job:
             self.state = AgreementState(int(row["code"])), text
         steps = step_rows(records, None)
         if len(steps):
+            self._stepped_at = self._stepped_at if self.ranks else time.monotonic()
             self.ranks.update(map(int, np.unique(steps["rank"])))
             steps = steps[steps["rank"] == 0]
         if len(steps):
@@ -203,6 +207,8 @@ class Job:
         if not self.ranks:
             return "the probe is loaded; no optimizer step yet"
         if 0 not in self.ranks:
+            if time.monotonic() - self._stepped_at < ELSEWHERE_S:
+                return "the first step of rank 0"
             return "rank 0 is on another node: the tuner there tunes; here the job is only seen to"
         if self.state and self.state[0] == AgreementState.WAITING:
             return f"the ranks do not switch tables yet: {self.state[1]}"

@@ -187,7 +187,7 @@ def test_a_signal_is_the_jobs_and_what_was_seen_is_kept(tmp_path, number, status
     assert len(losses(log)) == seen  # the job is gone
 
 
-def run(*arguments, env=None, timeout=120):
+def run(*arguments, env=None, timeout=280):
     done = subprocess.run(
         [*DYNAMICCL, *arguments], env={**ENV, **(env or {})}, capture_output=True, text=True, timeout=timeout
     )
