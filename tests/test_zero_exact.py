@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import re
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dynamiccl.zero_workload import zero
+from dynamiccl.zero_workload.comm import Collectives
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.dryrun import Call, CollectiveLog
 from dynamiccl.zero_workload.model import ModelConfig, Transformer
@@ -246,21 +248,50 @@ def test_traffic_equals_the_formulas(two: World) -> None:
     assert kept > 0 and spelled(total) == {"reduce_scatter": whole, "all_gather": 2 * whole - kept}
 
 
-def look_ahead() -> tuple[int, str]:
+class Late(dist.Work):
+    """A gather that ends ``DELAY`` seconds after it could begin: at once, or behind the one before it."""
+
+    DELAY, serial, wire_free_at = 0.1, False, 0.0
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        now = time.perf_counter()
+        self.work, self.end = work, (max(now, Late.wire_free_at) if Late.serial else now) + self.DELAY
+        Late.wire_free_at = self.end
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.work.wait()
+        time.sleep(max(0.0, self.end - time.perf_counter()))
+        return True
+
+
+def look_ahead(serial: bool) -> tuple[int, str]:
     torch.manual_seed(0)
     model = Transformer(TINY)
     engine = zero(model, adamw(1e-3), stage=3, prefetch="auto")
-    batch = Corpus(None, TINY.seq).batch(0, 2, step=0, seed=0)
-    for _ in range(3):
-        engine.backward(model(*batch))
-        engine.step()
+    Late.serial, plain = serial, Collectives.all_gather
+    Collectives.all_gather = lambda *args: Late(plain(*args))
+    try:
+        batch = Corpus(None, TINY.seq).batch(0, 2, step=0, seed=0)
+        for _ in range(3):
+            engine.backward(model(*batch))
+            engine.step()
+    finally:
+        Collectives.all_gather = plain
     return engine.prefetch, engine.sharded.prefetch_reason
 
 
 def test_look_ahead_is_the_ratio_of_measured_times_and_agreed(two: World) -> None:
-    (chosen, reason), other = two.run(look_ahead)
+    (chosen, reason), other = two.run(look_ahead, False)
     assert other == (chosen, reason)
     gather, compute = (float(ms) for ms in re.findall(r"([0-9.]+) ms", reason))
+    assert gather >= 100 * 0.99
     low, high = (gather - 0.005) / (compute + 0.005), (gather + 0.005) / max(compute - 0.005, 1e-9)
     n_units = TINY.layers + 4  # root, embedding, position's share, head
     assert max(1, min(math.ceil(low), TINY.layers)) <= chosen <= max(1, min(math.ceil(high), n_units))
+
+
+def test_no_look_ahead_on_a_wire_that_one_gather_fills(two: World) -> None:
+    chosen, reason = two.run(look_ahead, True)[0]
+    gather, compute = (float(ms) for ms in re.findall(r"([0-9.]+) ms", reason))
+    assert chosen == 1 and ("two at once take" in reason) == (math.ceil(gather / compute) > 1)

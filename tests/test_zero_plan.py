@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from dynamiccl.agent.cli import app
 from dynamiccl.traces.files import Trace
 from dynamiccl.zero_workload.dryrun import dry_run
-from dynamiccl.zero_workload.dryrun_models import PRESETS
+from dynamiccl.zero_workload.dryrun_models import PRESETS, Shape
 from dynamiccl.zero_workload.planner import Request, activation_elements, advice, estimate, stage_bytes
 from typer.testing import CliRunner
 
@@ -110,6 +112,44 @@ def test_dry_run_of_gpt2_adds_up_and_differs_from_fsdp2_as_documented() -> None:
         assert total(calls, "all_gather") == total(calls, "reduce_scatter") == pytest.approx(2 * n_params, rel=1e-4)
 
 
+def test_dry_runs_of_jobs_cut_in_more_ways_than_one_add_up() -> None:
+    """GPT-2 on 16 ranks, of which 8 share a shard or 4 a matrix; a small mixture over 4 of 8."""
+
+    def by_group(shape: Shape, **cut: Any) -> dict[tuple[str, int, int], int]:
+        sums: dict[tuple[str, int, int], int] = {}
+        for call in dry_run(shape, ranks=16, **cut)[0]:
+            if call.func != "all_reduce" or call.dtype != "float32":  # what ranks tell each other
+                key = call.func, call.n_ranks, call.stride
+                sums[key] = sums.get(key, 0) + call.n_bytes
+        return sums
+
+    small = replace(PRESETS["gpt2"], layers=2)
+    with torch.device("meta"):
+        whole = 2 * sum(p.numel() for p in small.build().parameters())
+    state, near = 2 * small.seq * small.width, {"rel": 1e-3}  # padding
+    sent = by_group(small, stage=2, shard=8)
+    assert sent == {
+        ("reduce_scatter", 8, 1): pytest.approx(whole, **near),
+        ("all_gather", 8, 1): pytest.approx(whole, **near),
+        ("all_reduce", 2, 8): pytest.approx(whole / 8, **near),
+    }
+    sent = by_group(small, stage=2, tensor=4)
+    cut = 2 * small.layers * (12 * small.width**2 + 7 * small.width)
+    assert sent == {
+        ("reduce_scatter", 4, 4): pytest.approx(whole - cut * 3 / 4, **near),
+        ("all_gather", 4, 4): pytest.approx(whole - cut * 3 / 4, **near),
+        ("all_reduce", 4, 1): 4 * small.layers * state,
+    }
+    mixture = replace(PRESETS["moe-8x7b"], layers=1, width=256, heads=2, hidden=512, kv_heads=2, seq=64)
+    sent = by_group(mixture, stage=2, experts=4)
+    assert sent["all_to_all", 4, 1] == 4 * 8 * math.ceil(1.25 * 64 * 2 / 8) * 256 * 2
+    assert sent["all_gather", 4, 4] == sent["reduce_scatter", 4, 4] == 2 * 3 * 256 * 512 * 8 // 4
+    with pytest.raises(ValueError, match="no experts to share"):
+        dry_run(small, ranks=16, stage=2, experts=4)
+    with pytest.raises(ValueError, match="are dry runs of zero"):
+        dry_run(small, ranks=16, stage=3, tensor=4, engine="fsdp2")
+
+
 @pytest.mark.parametrize(
     ("model", "n_params"),
     [("llama-13b", 13_015_864_320), ("llama-70b", 68_976_648_192), ("moe-8x7b", 46_702_792_704)],
@@ -170,5 +210,10 @@ def test_record_as_a_command_leaves_an_ordinary_trace(tmp_path: Path) -> None:
     for func in ("reduce_scatter", "all_gather"):
         assert events.loc[events["func"] == func, "n_bytes"].sum() == result[func]["n_bytes"]
         assert result[func]["parameters"] == pytest.approx(1, rel=1e-4)
+    options = ["--model", "gpt2", "--ranks", "16", "--stage", "3", "--shard", "8", "--reduce-dtype", "fp32"]
+    result = command("record", "--dry-run", *options, "--out", str(folder))
+    across = [c for c in result["communicators"] if c["n_nodes"] == 2]
+    assert {(c["func"], c["n_ranks"]) for c in across} == {("all_reduce", 2)}
+    assert result["reduce_scatter"]["parameters"] == pytest.approx(2, rel=1e-4)  # float32: twice bfloat16's
     refused = CliRunner().invoke(app, ["record", "--dry-run", "--model", "gpt5"])
     assert refused.exit_code == 2 and "no model gpt5" in refused.output

@@ -92,7 +92,10 @@ def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
         OSError: the folder cannot be written.
     """
     engine.synchronize()
-    done, partial = folder / f"step-{step:08d}", folder / f"step-{step:08d}.partial"
+    done, partial, replicas = folder / f"step-{step:08d}", folder / f"step-{step:08d}.partial", engine.comm.replicas
+    if replicas and replicas.rank > 0:  # the first replica writes
+        dist.barrier(replicas.group)
+        return done
     if engine.comm.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -108,6 +111,8 @@ def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
         for old in sorted(folder.glob(STEPS))[:-keep]:
             shutil.rmtree(old)
     dist.barrier(engine.comm.group)
+    if replicas:
+        dist.barrier(replicas.group)
     return done
 
 

@@ -40,13 +40,16 @@ _FUNCTIONAL = {
 
 
 class Call(NamedTuple):
-    """One collective: ``n_bytes`` of its whole buffer (ranks x shard), on the group of that name and size."""
+    """One collective: ``n_bytes`` of its whole buffer (ranks x shard), on the group of that name and size, whose ranks
+    lie ``stride`` apart.
+    """
 
     func: str
     n_bytes: int
     dtype: str
     group: str
     n_ranks: int
+    stride: int = 1
 
 
 class CollectiveLog(TorchDispatchMode):
@@ -69,7 +72,9 @@ class CollectiveLog(TorchDispatchMode):
 
     def _note(self, name: str, tensor: torch.Tensor, group: dist.ProcessGroup, times: int = 1) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.calls.append(Call(name, times * tensor.nbytes, dtype, group.group_name, group.size()))
+        first, second = (*dist.get_process_group_ranks(group), 1)[:2]
+        call = Call(name, times * tensor.nbytes, dtype, group.group_name, group.size(), max(1, second - first))
+        self.calls.append(call)
 
 
 def dry_run(

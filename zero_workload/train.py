@@ -210,7 +210,7 @@ class Job:
         if args.resume and isinstance(self.engine, Engine):
             from .checkpoint import load
 
-            self.first = load(self.engine, args.resume)
+            self.first = load(self.engine, self._folder(args.resume))
             if self.first >= args.steps:
                 raise ValueError(f"the checkpoint is of step {self.first}: give more than {self.first} --steps")
         self.log = args.log.open("w") if args.log and self.rank == 0 else None
@@ -295,11 +295,16 @@ class Job:
         self.engine.step()
         return seen, work
 
+    def _folder(self, path: Path) -> Path:
+        """Ranks that share matrices hold different parts: each place among them has a folder of its own."""
+        tensor = self.args.tensor_parallel
+        return path / f"tensor-{self.rank % tensor}-of-{tensor}" if tensor > 1 else path
+
     def _save(self, step: int) -> None:
         if self.args.save and isinstance(self.engine, Engine):
             from .checkpoint import save  # takes seconds to import
 
-            self._say(f"saved {save(self.engine, self.args.save, step)}")
+            self._say(f"saved {save(self.engine, self._folder(self.args.save), step)}")
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.log:
