@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamiccl.envs.nccl import agreement as agreements
+from dynamiccl.envs.nccl import rounds
 from dynamiccl.envs.nccl.agreement import Agreement
 from dynamiccl.envs.nccl.published import Published
 from dynamiccl.envs.nccl.shm import decode_table
@@ -258,6 +259,7 @@ def run(
     step_s: float = 0.005,
     attach_s: float = 20.0,
     meet_ms: float = 50.0,
+    prompt_s: float = rounds.PROMPT_S,
 ) -> tuple[list[dict[str, Any]], StoreServer]:
     """Run the job; what each rank says at its end ({} if it died), and the store's server.
 
@@ -273,7 +275,7 @@ def run(
             try:
                 os.close(read)
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
-                agreements.ATTACH_S, agreements.MEET_S = attach_s, meet_ms / 1e3
+                agreements.ATTACH_S, agreements.MEET_S, rounds.PROMPT_S = attach_s, meet_ms / 1e3, prompt_s
                 said = _rank(
                     LightRank(rank, n_ranks, server.port, str(folder.path)), n_steps, before_step, setup, step, step_s
                 )

@@ -41,7 +41,7 @@ def measured(n_ranks: int, n_steps: int, every_s: float, step_s: float) -> dict[
             }
 
     try:
-        said, server = run(n_ranks, n_steps, folder, before, step_s=step_s, attach_s=120, meet_ms=2000)
+        said, server = run(n_ranks, n_steps, folder, before, step_s=step_s, attach_s=120, meet_ms=5000, prompt_s=5.0)
     finally:
         folder.close()
     assert all(said), "a rank died"

@@ -5,6 +5,7 @@ handed down. All of it in the background thread; :class:`Desk` is what it shares
 from __future__ import annotations
 
 import json
+import os
 import struct
 import threading
 import time
@@ -22,7 +23,7 @@ from .steps import Steps
 from .tree import Tree
 
 #: A store that takes longer to answer is not relied upon: no place is appointed.
-_PROMPT_S = 0.005
+PROMPT_S = 0.1 * float(os.environ.get("DYNAMICCL_MEET_MS", "50")) / 1e3
 _ATTEMPT = struct.Struct("<I")
 
 
@@ -262,7 +263,7 @@ class Rounds:
             self._forget(leader.attempt - 1)  # also tells how fast the store is now
         except Exception:
             late = True
-        late = late or time.monotonic() - began > _PROMPT_S
+        late = late or time.monotonic() - began > PROMPT_S
         with desk.lock:
             place = leader.acknowledged(leader.attempt, farthest, desk.stride)
             if refused:  # the same bytes everywhere: nobody can have it
