@@ -46,26 +46,9 @@ def compare(a: Array, b: Array, seed: int = 0) -> Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The closing interleaved run: default, table, default, table, ..."""
+    """What a run came to: intervals that hold however often the search looked (``envs.sequential``)."""
 
     tuned: Comparison  # default / table
-    same: Comparison  # default / default, the same distance apart: the noise that a win must clear
+    same: Comparison  # default / default, one window after the other
     default_ms: float
     tuned_ms: float
-
-
-def judge(default_ms: Array, tuned_ms: Array) -> Verdict:
-    """Verdict of ``default_ms`` (n + 1,) and ``tuned_ms`` (n,), medians of windows run as D T D T ... T D.
-
-    Each table window is set against the mean of the default windows on either side, so that a drift of the machine
-    cancels. Default pairs (1st, 2nd), (3rd, 4th), ... are exactly as far apart as the windows that are compared.
-    """
-    d, t = np.asarray(default_ms, np.float64), np.asarray(tuned_ms, np.float64)
-    if len(d) != len(t) + 1:
-        raise ValueError(f"{len(t)} table windows want {len(t) + 1} default windows, not {len(d)}")
-    pairs = len(d) // 2 * 2
-    first, second = d[0:pairs:2], d[1:pairs:2]
-    flip = np.arange(len(first)) % 2 == 1  # alternate the order: a steady drift is not a difference
-    same = compare(np.where(flip, second, first), np.where(flip, first, second))
-    tuned = compare(np.sqrt(d[:-1] * d[1:]), t)
-    return Verdict(tuned, same, float(np.median(d)), float(np.median(t)))

@@ -22,7 +22,7 @@ _COLOURS = {
 
 def describe(line: Line) -> str:
     """A window in one line, without markup."""
-    change = "" if line.phase == "verify" else f"  {line.slot}  {line.previous} -> {line.decision}"
+    change = f"  {line.decision}"
     text = f"window {line.index}/{line.total}  {line.regime}  step {line.step_ms:.0f} ms"
     if line.phase == "profile":
         return f"{text}  {line.reason}"

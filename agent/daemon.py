@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..envs.live import LAUNCHER, STOP, Closed, Job, JobEnded, Stopped, Withdrawn
-from ..envs.live_env import DEFAULT, TRIAL, LiveEnv
+from ..envs.live_windows import LiveWindows
 from ..envs.locks import Busy, is_locked, lock
 from ..envs.nccl.shm import RunFolder
 from ..traces.files import Trace, TraceError, TraceWriter
 from ..traces.records import TUNED_FUNCS
-from .baselines import make_policy
+from .choosing import DEFAULT, make_chooser
 from .outputs import claim, link, logged
 from .tuner import Line, Outcome, Settings, Tuner
 
-#: After the verdict, the table is set against the default again every so many steps, and dropped after so many losses.
-WATCH_STEPS, WATCH_LOSSES = 200, 3
 #: Space that a trace may take on disk, however long the job runs.
 TRACE_BYTES = 256 * 2**20
 #: Events that the report is drawn from, at most: the first and the last of a long run.
@@ -64,7 +62,7 @@ class Request:
 
     out: Path | None = None  # None: a new folder, see ``outputs.claim``
     emulated: Emulated | None = None
-    policy: str = "lstm"
+    policy: str = DEFAULT
     seed: int = 0
     settings: Settings = field(default_factory=Settings)
     bitwise: bool = False  # only what keeps the order of sums
@@ -117,7 +115,7 @@ class Daemon:
     ) -> None:
         """Raises ValueError for an unknown policy or a run that was stopped, Busy if the run has a tuner, OSError."""
         self.request, self.run, self.on_window, self.on_phase = request, run, on_window, on_phase
-        self.policy = make_policy(request.policy, request.seed)  # before anything is touched: a bad name costs nothing
+        self.policy = make_chooser(request.policy, request.seed)  # before anything is touched: a bad name costs nothing
         if (run.path / STOP).exists() and not again:
             raise ValueError("tuning of this run was stopped by `dynamiccl stop`: --again begins once more")
         self._lock = lock(run.path / TUNER, f"{run.path} has a tuner already: stop that one first")
@@ -127,6 +125,7 @@ class Daemon:
         self.job = Job(run, on_state=on_phase)
         self.outcome = Outcome()
         self.failure = ""  # why tuning had to be withdrawn
+        self._closed = False
         self._before = _read_summary(self.out / "summary.json") if self.job.confirmed else {}
 
     def _claim(self) -> tuple[Path, int]:
@@ -170,19 +169,20 @@ class Daemon:
 
     def _serve(self, writer: TraceWriter) -> None:
         request, job = self.request, self.job
-        env = LiveEnv(
+        windows = LiveWindows(
             job,
-            window_steps=request.settings.window_steps,
             time_scale=request.emulated.time_scale if request.emulated else 1.0,
             funcs=("all_gather",) if request.bitwise else TUNED_FUNCS,
         )
-        tuner = Tuner(env, self.policy, request.settings, self._tell)
+        tuner = Tuner(windows, self.policy, request.settings, self._tell)
         self.outcome = tuner.outcome
         try:
             job.keep_alive()
             if job.confirmed:
                 self.on_phase("a table was confirmed before: going on with it")
                 self.outcome.kept = True
+                with contextlib.suppress(JobEnded):  # the watch says why
+                    tuner.resume(job.confirmed)
             else:
                 self.on_phase("waiting for the job's first steps")
                 tuner.run()
@@ -191,7 +191,7 @@ class Daemon:
             job.confirm(job.confirmed)
             job.thin = True
             self._write(self._summary())  # a job may run for weeks from here
-            self._watch(env)
+            self._watch(tuner)
         except KeyboardInterrupt as reason:
             self.outcome.ended = str(reason) or "interrupted"
             self.on_phase(f"{self.outcome.ended}: the job goes on under what was confirmed")
@@ -201,34 +201,32 @@ class Daemon:
             if job.damaged:
                 writer.update_header(rings_damaged=job.damaged)
 
-    def _watch(self, env: LiveEnv) -> None:
-        """Until the job ends: compare now and then, and go back to the default once the table keeps losing."""
-        job, losses, over = self.job, 0, False
-        since = job.last_step
+    def _watch(self, tuner: Tuner) -> None:
+        """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""
+        job, over = self.job, tuner.search is None
         while job.is_alive():
-            job.rest()
-            if over:
-                continue
-            since = min(since, job.last_step)  # a restarted job counts anew
             try:
-                job.check()
-                if not self.outcome.kept or job.last_step - since < WATCH_STEPS:
+                if over:
+                    job.rest()
+                    job.check()
                     continue
-                since = job.last_step
-                default = env.measure(DEFAULT, {})
-                tuned = env.measure(TRIAL, job.confirmed)
-                losses = losses + 1 if tuned.step_ms > default.step_ms else 0
-                if losses >= WATCH_LOSSES:
-                    self._drop("the table has lost three comparisons running: back to NCCL's own choice")
+                reopened, kept = self.outcome.reopened, self.outcome.kept
+                tuner.step()
+                if self.outcome.reopened > reopened:
+                    self.on_phase("the job has changed: searching again")
+                if kept and not self.outcome.kept and self.outcome.dropped:
+                    self.on_phase(f"back to NCCL's own choice: {self.outcome.dropped}")
             except Stopped as reason:
                 self._drop(str(reason))
                 return
             except Withdrawn as reason:
-                self.failure, over = str(reason), True
-                self._drop(f"FAILURE: {reason}")
+                if not self.failure:
+                    self.failure, over = str(reason), True
+                    self._drop(f"FAILURE: {reason}")
             except Closed as reason:  # the ranks themselves have gone back to what was confirmed
-                over = True
-                self.on_phase(str(reason))
+                if not self._closed:
+                    self._closed, over = True, True
+                    self.on_phase(str(reason))
             except JobEnded:
                 return
 
@@ -272,6 +270,8 @@ class Daemon:
             "speedup_ci95": [verdict.tuned.low, verdict.tuned.high] if verdict else None,
             "aa_speedup_ci95": [verdict.same.low, verdict.same.high] if verdict else None,
             "windows": outcome.windows,
+            "steps_to_first_gain": outcome.first_gain,
+            "steps_to_verdict": outcome.steps_to_verdict,
             "decisions": [_decision(c) for c in outcome.choices],
         }
         if self._before:  # an earlier tuner of this run found what stands
@@ -289,6 +289,8 @@ class Daemon:
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
             **found,
+            "default_share_after": outcome.default_share,
+            "searches_begun_anew": outcome.reopened,
             "kept": outcome.kept,
             "dropped": outcome.dropped or None,
             "failure": self.failure or None,

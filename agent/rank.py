@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from ..envs.live_env import LiveEnv
+from ..envs.live_windows import LiveWindows
 from ..envs.replay import Recorded, load
 from ..envs.replay_job import RecordedJob
 from ..traces.files import Trace
-from .baselines import make_policy
+from .choosing import make_chooser
 from .tuner import Line, Settings, Tuner
 
 Array = np.ndarray[Any, Any]
 
 FIGURES = ("speedup", "saved")
 #: Windows of a search, as opposed to profiling before and the closing A/B after it.
-SEARCH = ("search", "confirm")
+SEARCH = ("search",)
 DRAWS = 2000
 
 
@@ -70,8 +70,7 @@ def replayed_run(trace: Trace, recorded: Recorded, policy: str, settings: Settin
     job = RecordedJob(trace, recorded, seed, settings.steps)
     lines: list[Line] = []
     scale = float(trace.header.get("time_scale") or 1.0)
-    env = LiveEnv(job, window_steps=settings.window_steps, time_scale=scale)  # type: ignore[arg-type]
-    outcome = Tuner(env, make_policy(policy, seed), settings, lines.append).run()
+    outcome = Tuner(LiveWindows(job, time_scale=scale), make_chooser(policy, seed), settings, lines.append).run()
     final = job.saving(outcome.decisions) if outcome.kept else 0.0
     search = [line.saving for line in lines if line.phase in SEARCH]
     return Run(policy, 1 / (1 - final), saved(search, final, settings.windows))

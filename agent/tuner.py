@@ -1,39 +1,56 @@
-"""The tuning run: find the slots, search each with the policy, confirm, and let an interleaved A/B have the last word.
+"""The tuning run: the search over a running job, its verdict, and the watch after it.
 
-Works on any :class:`LiveEnv`; prints nothing (``on_window`` hears of every window) and touches no process.
+Works on any windows of a job (:class:`envs.live_windows.LiveWindows`); prints nothing (``on_window`` hears of every
+window) and touches no process.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from ..envs.arena import Policy
-from ..envs.live import DISCARD, SWITCH_STEPS, JobEnded, Window
-from ..envs.live_env import DEFAULT, TRIAL, WARM, LiveEnv
+from ..envs.belief import Prior
+from ..envs.live import JobEnded, Window
+from ..envs.live_windows import LiveWindows
 from ..envs.obedience import Disobeyed
+from ..envs.search import Search
+from ..envs.sequential import Race
+from ..envs.spaces import action_of, actions_of, config_index, decision_of
+from ..envs.watch import Rules
+from ..envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, WATCH, Plan
 from ..traces.audit import regime
 from ..traces.records import AUTO, PAIRS, Decision, Slot
 from ..traces.slots import SlotProfile
-from .compare import Verdict, judge
-from .guard import MAX_PAIRS, Confirmation, Guard
-from .stopping import StopRule
+from .choosing import SlotBySlot
+from .compare import Comparison, Verdict
 
-#: A closing A/B of fewer pairs has no interval worth printing.
-LEAST_PAIRS = 6
+Array = np.ndarray[Any, Any]
+
+#: A comparison of fewer pairs is none.
+LEAST_PAIRS = 2
+#: How a window of each kind is told.
+_PHASES = {PROFILE: "profile", SEARCH: "search", REFERENCE: "verify", TABLE: "verify", WATCH: "watch"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How long a run may take. Windows are counted as pairs: a default window and one under a table."""
+    """How long a run may take."""
 
-    windows: int = 60  # for the search, confirmations included
-    verify: int = 20  # for the closing A/B
-    window_steps: int = 4
-    steps: int | None = None  # that the job will take, if known: the closing A/B is kept free
+    windows: int = 30  # of the policy's own, at most
+    verify: int = 12  # pairs of windows in one comparison, at most
+    window_steps: int | None = None  # None: as the noise of the job asks for
+    steps: int | None = None  # that the job will take, if known
     budget: float = 0.05  # share of the job's time that the search may lose against the default
+
+    def rules(self) -> Rules:
+        """The search's."""
+        steps = Rules().window_steps if self.window_steps is None else (self.window_steps, self.window_steps)
+        return Rules(window_steps=steps, rounds=self.windows, pairs=self.verify, budget=self.budget)
 
 
 @dataclass(frozen=True)
@@ -42,7 +59,7 @@ class Line:
 
     index: int
     total: int
-    phase: str  # profile, search, confirm, verify
+    phase: str  # profile, search, verify, watch
     regime: str
     slot: str
     previous: str
@@ -68,7 +85,7 @@ class Choice:
 
 @dataclass
 class Outcome:
-    """What a run came to. ``verdict`` is None when the job ended before the closing A/B."""
+    """What a run came to. ``verdict`` is None when the job ended before it."""
 
     regime: str = "unknown"
     choices: list[Choice] = field(default_factory=list)
@@ -78,6 +95,10 @@ class Outcome:
     ended: str = ""  # why the run ended early, if it did
     dropped: str = ""  # why a table that was kept is no more in force
     disobeyed: list[Disobeyed] = field(default_factory=list)  # rows that NCCL did not follow, each once
+    first_gain: int | None = None  # optimizer steps from the job's first to the first confirmed gain ...
+    steps_to_verdict: int | None = None  # ... and to the verdict
+    default_share: float | None = None  # share of the steps since then that ran under the default
+    reopened: int = 0  # searches begun anew because the job had changed
 
     @property
     def decisions(self) -> dict[Slot, Decision]:
@@ -90,173 +111,147 @@ class Tuner:
 
     def __init__(
         self,
-        env: LiveEnv,
+        windows: LiveWindows,
         policy: Policy,
         settings: Settings,
         on_window: Callable[[Line], None] = lambda line: None,
+        prior: Prior | None = None,
     ) -> None:
-        self.env, self.policy, self.settings, self.on_window = env, policy, settings, on_window
-        self.guard = Guard(settings.budget)
+        self.windows, self.policy, self.settings, self.on_window = windows, policy, settings, on_window
+        self.prior = prior or Prior.load()
         self.outcome = Outcome()
-        env.on_disobeyed = self.outcome.disobeyed.append
-        self._total = settings.windows + settings.verify
+        self.search: Search | None = None
+        self._state: Any = None
+        windows.on_window = self._saw
+        windows.on_disobeyed = self.outcome.disobeyed.append
+        self._last: tuple[Plan, Window] | None = None
 
     def run(self) -> Outcome:
-        """Profile, search, verify. A job that ends early ends the run early: the outcome says so."""
+        """Profile, search, compare. A job that ends early ends the run early: the outcome says so."""
         try:
-            self._profile()
-            profiles = self.env.profiles
-            if not profiles:
-                self.outcome.ended = self.env.nothing()
-                return self.outcome
-            for i, profile in enumerate(profiles):
-                self.outcome.choices.append(self._tune(profile, self._allowance(len(profiles) - i)))
-            self._verify()
+            self._begin()
+            while self.search is not None and not self.search.is_over:
+                self.step()
         except JobEnded as error:
             self.outcome.ended = str(error)
+        self._conclude()
         return self.outcome
 
-    def _profile(self) -> None:
-        env = self.env
-        profiles = env.profile()
-        if len(env.profile_events):
-            self.outcome.regime = regime(env.profile_events)
-        _, window = env.log[-1]
-        found = ", ".join(f"{p.slot} x{p.calls:.0f} ({p.share:.0%} of the step)" for p in profiles) or "no slot"
-        self._tell("profile", "", AUTO, AUTO, window, window, "measured", found)
+    def resume(self, decisions: dict[Slot, Decision]) -> None:
+        """Go on with a table that was confirmed before: only the watch is left. Raises JobEnded."""
+        self._begin()
+        if self.search is not None:
+            configs = [_config(decisions.get(p.slot, AUTO)) for p in self.windows.profiles]
+            self.search.resume(np.array(configs, np.int64))
 
-    def _allowance(self, slots_left: int) -> int:
-        """Trials that the next slot may take, so that every slot after it can be searched and confirmed too."""
-        return (self.settings.windows - self.outcome.windows) // slots_left - MAX_PAIRS
-
-    def _tune(self, profile: SlotProfile, trials: int) -> Choice:
-        """Search one slot, confirm the best, commit it or leave the slot to NCCL."""
-        slot, own = profile.slot, _own(profile)
-        stop = self._out_of_time()
-        if stop:
-            return Choice(profile, AUTO, f"left to NCCL's {own}: not searched, {stop}")
-        tried = self._search(profile, trials)
-        best = self.env.best()
-        if best.is_auto:
-            return Choice(profile, AUTO, f"left to NCCL's {own}: none of {tried} other configs was faster")
-        outcome = self._confirm(slot, best)
-        percent = f"{100 * outcome.gain:.1f} % +- {196 * outcome.error:.1f}"
-        if not outcome.kept:
-            return Choice(
-                profile,
-                AUTO,
-                f"left to NCCL's {own}: {best} looked best of {tried}, saved {percent} of the step",
-            )
-        self.env.committed[slot] = best
-        return Choice(profile, best, f"saves {percent} of the step against NCCL's {own}; best of {tried} configs tried")
-
-    def _search(self, profile: SlotProfile, trials: int) -> int:
-        """Let the policy try configs on one slot, at most ``trials``; returns how many different ones it tried."""
-        env, state, start = self.env, None, True
-        rule = StopRule(self.policy)
-        observation, info = env.reset(options={"slot": profile.slot})
-        self._account(info["log"])
-        previous, tried = AUTO, set[Decision]()
-        for _ in range(trials):
-            if self._out_of_time():
-                break
-            action, state = self.policy.predict(
-                observation, state=state, episode_start=np.array([start]), deterministic=True
-            )
-            start = False
-            if rule(observation, action):
-                break
-            before = env.best()
-            observation, _, _, _, info = env.step(action)
-            self._account(info["log"])
-            decision = info["decision"]
-            if not decision.is_auto:
-                tried.add(decision)
-            verdict = (
-                "best so far" if env.best() == decision != before else ("again" if decision == before else "worse")
-            )
-            self.outcome.windows += 1
-            self._tell("search", str(profile.slot), previous, decision, info["window"], info["default"], verdict)
-            previous = env.best()
-        return len(tried)
-
-    def _confirm(self, slot: Slot, best: Decision) -> Confirmation:
-        last: tuple[Window, Window] | None = None
-        for item in self.guard.confirm(self.env, slot, best):
-            if isinstance(item, Confirmation):
-                break
-            if last:
-                self._tell("confirm", str(slot), AUTO, best, last[1], last[0], "measured again")
-            last = item
-            self.outcome.windows += 1
-        assert isinstance(item, Confirmation) and last is not None
-        word = "kept" if item.kept else "rolled back"
-        self._tell("confirm", str(slot), AUTO, best, last[1], last[0], word)
-        return item
-
-    def _verify(self) -> None:
-        """The closing A/B: default and table in turn, D T D T ... D. The table stays only where it wins."""
-        env, decisions = self.env, self.outcome.decisions
-        default = [env.measure(DEFAULT, {})]
-        tuned: list[Window] = []
+    def _begin(self) -> None:
         try:
-            for i in range(self.settings.verify):
-                window = env.measure(TRIAL, decisions)
-                default.append(env.measure(DEFAULT, {}))
-                tuned.append(window)
-                self.outcome.windows += 1
-                self._tell("verify", "all slots", AUTO, AUTO, window, default[i], "measured")
-        except JobEnded:
-            if len(tuned) < LEAST_PAIRS:
-                raise
-        verdict = judge(np.array([w.step_ms for w in default]), np.array([w.step_ms for w in tuned]))
-        self.outcome.verdict = verdict
-        self.outcome.kept = bool(decisions) and verdict.tuned.is_faster
-        env.job.confirm(decisions if self.outcome.kept else {})
+            job, default = self.windows.begin()
+        except ValueError as error:
+            self.outcome.ended = str(error)
+            return
+        finally:
+            if len(self.windows.profile_events):
+                self.outcome.regime = regime(self.windows.profile_events)
+            self._tell_profile()
+        rules = replace(self.settings.rules(), by_belief=not isinstance(self.policy, SlotBySlot))
+        self.search = Search(job, default, self.prior, rules)
 
-    def _out_of_time(self) -> str:
-        """Why no further trial may start, or ''."""
-        if self.outcome.windows >= self.settings.windows:
-            return "the search's windows are used up"
-        if self.guard.is_spent:
-            return "the search has cost its budget"
-        if self.settings.steps is not None:
-            pairs = 2 + MAX_PAIRS + self.settings.verify + 1  # one more trial, its confirmation, the closing A/B
-            job = self.env.job
-            # Every window is a generation of its own, and a new table takes some steps to reach all ranks.
-            pace = max(job.last_step / max(1, job.generation), self.settings.window_steps + DISCARD + SWITCH_STEPS)
-            if job.last_step + 2 * pairs * pace > self.settings.steps:
-                return "the job's last steps are kept for the closing comparison"
-        return ""
+    def step(self) -> None:
+        """One window, with the policy's turns before it; also after the verdict. Raises JobEnded."""
+        search = self.search
+        assert search is not None
+        while (plan := search.plan()) is None:
+            self._turn(search)
+            if search.is_over:
+                return
+        before = search.confirmed.copy()
+        over = search.is_over
+        seen = self.windows.measure(plan)
+        self.outcome.windows += not over
+        race = search.race
+        pairs = race.n if race else 0
+        search.record(plan, seen)
+        self._tell(plan, search, race if race and race.n > pairs else None, float(seen.step_ms[-1]) > plan.limit_ms)
+        if not np.array_equal(before, search.confirmed):
+            self.windows.job.confirm(self.windows.decisions(search.confirmed))
+        if over or search.marks.reopened:
+            self._conclude()
 
-    def _account(self, log: list[tuple[str, Window]]) -> None:
-        for kind, window in log:
-            if kind != WARM:
-                self.guard.note(kind, window, self.env.default_ms)
+    def _turn(self, search: Search) -> None:
+        observation = search.observe()[None]
+        start = np.array([self._state is None])
+        action, self._state = self.policy.predict(observation, self._state, start, True)
+        search.decide(int(config_index(np.atleast_2d(action))[0]))
 
-    def _tell(
-        self,
-        phase: str,
-        slot: str,
-        previous: Decision,
-        decision: Decision,
-        window: Window,
-        default: Window,
-        verdict: str,
-        reason: str = "",
-    ) -> None:
+    # -- what is told ------------------------------------------------------------------------------------------
+
+    def _conclude(self) -> None:
+        """Bring the outcome up to what the search has come to."""
+        search, o = self.search, self.outcome
+        if search is None:
+            return
+        o.kept = bool(search.confirmed.any())
+        o.first_gain = search.marks.first_gain if search.marks.first_gain >= 0 else None
+        o.steps_to_verdict = search.marks.verdict if search.marks.verdict >= 0 else None
+        o.default_share = search.after_default / search.after if search.after else None
+        o.reopened = search.marks.reopened
+        if search.marks.dropped and not o.dropped and not o.kept:
+            o.dropped = "it had become slower than NCCL's own choice"
+        if search.is_over or search.race is None:
+            o.choices = [self._choice(i, p, search) for i, p in enumerate(self.windows.profiles)]
+        if search.is_over and (o.verdict is None or o.reopened):
+            o.verdict = verdict_of(search)
+
+    def _choice(self, i: int, profile: SlotProfile, search: Search) -> Choice:
+        decision = decision_of(actions_of(search.confirmed[i : i + 1])[0])
+        mean, deviation = search.belief.figures(i)
+        exposure = f"the step waits for {search.belief.exposure[0][i]:.0%} of its time"
+        tried = int((search.tried[i, 1:] > 0).sum())
+        own, config = _own(profile), int(search.confirmed[i])
+        if decision.is_auto:
+            return Choice(profile, AUTO, f"left to NCCL's {own}: none of {tried} other configs was better; {exposure}")
+        percent = f"{100 * mean[config]:.1f} % +- {196 * deviation[config]:.1f}"
+        return Choice(profile, decision, f"saves {percent} of the step against NCCL's {own}; {tried} tried; {exposure}")
+
+    def _saw(self, plan: Plan, window: Window) -> None:
+        self._last = plan, window
+
+    def _tell_profile(self) -> None:
+        if self._last is None:
+            return
+        found = ", ".join(f"{p.slot} x{p.calls:.0f} ({p.share:.0%} of the step)" for p in self.windows.profiles)
+        step_ms = self._last[1].step_ms
+        self._line("profile", "auto", step_ms, step_ms, "measured", found or "no slot")
+
+    def _tell(self, plan: Plan, search: Search, pair: Race | None, given_up: bool) -> None:
+        assert self._last is not None
+        ms, default_ms = self._last[1].step_ms, search.default_ms * math.exp(float(search.belief.mean[0]))
+        table = self.windows.decisions(plan.configs)
+        text = ", ".join(f"{slot} {decision}" for slot, decision in table.items()) or "auto"
+        if plan.kind == WATCH and (plan.configs.any() or not search.confirmed.any()):
+            return  # nothing but the job as it runs
+        verdict = "given up" if given_up else "measured"
+        if pair is not None:
+            low, _ = pair.interval
+            verdict = "kept" if low > 0 and pair.n >= LEAST_PAIRS else "rolled back" if search.race is None else verdict
+        self._line(_PHASES[plan.kind], text, ms, default_ms, verdict, "")
+
+    def _line(self, phase: str, text: str, ms: float, default_ms: float, verdict: str, reason: str) -> None:
+        assert self._last is not None
+        window = self._last[1]
         self.on_window(
             Line(
                 index=self.outcome.windows,
-                total=self._total,
+                total=self.settings.windows + 2 * self.settings.verify,
                 phase=phase,
                 regime=self.outcome.regime,
-                slot=slot,
-                previous=str(previous),
-                decision=str(decision),
-                step_ms=window.step_ms,
-                default_ms=default.step_ms,
-                saving=1 - window.step_ms / default.step_ms,
+                slot="all slots",
+                previous="auto",
+                decision=text,
+                step_ms=ms,
+                default_ms=default_ms,
+                saving=1 - ms / default_ms,
                 verdict=verdict,
                 reason=reason,
                 generation=window.generation,
@@ -264,6 +259,35 @@ class Tuner:
                 last_step=int(window.steps[-1]),
             )
         )
+
+
+def verdict_of(search: Search) -> Verdict:
+    """The verdict of a search that is over: the table against the default, and the default against itself.
+
+    Where no table was ever worth a comparison both are the default against itself.
+    """
+    noise = search.noise * math.sqrt(2)
+    same = Race(noise, logs=search.same_logs)
+    aa = _comparison(same.mean, *same.interval, same.n) if same.n else _comparison(0.0, -3 * noise, 3 * noise, 0)
+    if search.races:
+        tuned = _comparison(*search.gain, sum(race.n for race in search.races))
+    elif search.rejected is not None:
+        tuned = _comparison(search.rejected.mean, *search.rejected.interval, search.rejected.n)
+    else:
+        tuned = aa
+    return Verdict(tuned, aa, search.default_ms, search.default_ms / tuned.speedup)
+
+
+def _comparison(mean: float, low: float, high: float, n: int) -> Comparison:
+    return Comparison(math.exp(mean), math.exp(low), math.exp(high), n)
+
+
+def _config(decision: Decision) -> int:
+    """The config of a decision; AUTO's for one outside the action space."""
+    try:
+        return int(config_index(action_of(decision)[None])[0])
+    except ValueError:
+        return 0
 
 
 def _own(profile: SlotProfile) -> str:

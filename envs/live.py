@@ -111,6 +111,7 @@ class Job:
         self.audit = CallAudit()
         self.obedience = Obedience()
         self.thin = False  # the search is over: write events whose kernels were timed, and keep none
+        self._to_stay: dict[Slot, Decision] | None = None  # the table published last, where it is no trial
         self._heart: Heart | None = None
         self._durations: deque[float] = deque(maxlen=50)
         self._known: set[str] = set()  # rings whose communicators and offers were read
@@ -229,6 +230,7 @@ class Job:
     def publish(self, decisions: Mapping[Slot, Decision], trial: Lease | None = None) -> int:
         """Make ``decisions`` the table of the next generation; the probe switches all ranks at one step."""
         self.generation += 1
+        self._to_stay = None if trial else {s: d for s, d in decisions.items() if not d.is_auto}
         table = Table.of(self.generation, decisions, trial)
         self.obedience.expect(table)
         self.run.table.publish(table)
@@ -288,7 +290,10 @@ class Job:
 
     def _window(self, decisions: dict[Slot, Decision], n_steps: int, discard: int, give_up_ms: float) -> Window:
         trial = decisions != self.confirmed
-        generation = self.publish(decisions, lease(n_steps + discard, self._durations) if trial else None)
+        if trial or decisions != self._to_stay:
+            generation = self.publish(decisions, lease(n_steps + discard, self._durations) if trial else None)
+        else:
+            generation = self.generation  # in force already, and to stay
         steps: list[int] = []
         durations: list[float] = []
         seen = 0
@@ -325,7 +330,7 @@ class Job:
             if self._durations and now - last > max(PAUSE_S, self._pause_ms() / 1e3):
                 self._sit_out(trial, now - last)
                 raise _Pause("the job paused", generation=generation)
-            time.sleep(POLL_S)
+            time.sleep(POLL_S * (5 if self.thin else 1))
         self._told = ""
         return Window(
             generation, np.array(steps), np.array(durations), self.obedience.verdict(generation, self.assembler.comms)

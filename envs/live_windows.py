@@ -17,11 +17,20 @@ from ..traces.slots import SlotProfile, find_slots
 from . import spaces, windows
 from .arms import distinct
 from .live import Window
+from .obedience import Disobeyed
 from .windows import Measured, Plan
 
 Array = np.ndarray[Any, Any]
 
 NOTHING = "the job runs no all_gather or reduce_scatter that a tuner can reach: nothing to tune"
+NOT_LOADED = (
+    "NCCL has not loaded the plugin in any process here, so there is nothing to tune: let the job keep the variables "
+    "that begin with NCCL_ and DYNAMICCL_, and look at NCCL_DEBUG=INFO for TUNER/Plugin"
+)
+NOT_ASKED = (
+    "NCCL runs all_gather or reduce_scatter but never asks the tuner (symmetric kernels, copy engines, another "
+    "tuner): `dynamiccl doctor` names the variables that do that"
+)
 
 
 class LiveWindows:
@@ -39,6 +48,8 @@ class LiveWindows:
     ) -> None:
         self.job, self.profile_steps, self.min_share = job, profile_steps, min_share
         self.time_scale, self.funcs, self.on_window = time_scale, tuple(funcs), on_window
+        self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None
+        self._refused: set[tuple[Slot, Decision]] = set()
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
         self.windows = 0
@@ -61,7 +72,7 @@ class LiveWindows:
         self.profiles = [p for p in found if p.share >= self.min_share and p.slot.func in self.funcs]
         self.on_window(plan, window)
         if not self.profiles:
-            raise ValueError(NOTHING)
+            raise ValueError(self.nothing())
         own = np.array([int(p.fingerprint.own_pair[0]) for p in self.profiles])
         sampled = [np.isfinite(self._calls_of(events, p)) for p in self.profiles]
         call_us = np.where(sampled, [p.call_us for p in self.profiles], np.nan)
@@ -81,12 +92,14 @@ class LiveWindows:
         return {slot: decision for slot, decision in chosen.items() if not decision.is_auto}
 
     def measure(self, plan: Plan) -> Measured:
-        """See ``windows.Windows``."""
-        self.job.take_events()
+        """See ``windows.Windows``. After the verdict no kernel times are asked for."""
+        if plan.kind != windows.WATCH:
+            self.job.take_events()
         before = self.job.last_step
         window = self.job.window(self.decisions(plan.configs), plan.n_steps, plan.discard, plan.limit_ms)
         self.windows += 1
-        call_us, obeyed = self._calls(window), self._obeyed(window)
+        call_us = np.full(len(self.profiles), np.nan) if plan.kind == windows.WATCH else self._calls(window)
+        obeyed = self._obeyed(window)
         self.on_window(plan, window)
         return self._measured(window, before, call_us, obeyed)
 
@@ -121,5 +134,21 @@ class LiveWindows:
         return float(us[(calls["rank"] == calls["rank"].min()) & us.notna()].median())
 
     def _obeyed(self, window: Window) -> Array:
-        refused = {row.slot for row in getattr(window, "disobeyed", ())}
-        return np.array([p.slot not in refused for p in self.profiles])
+        """(s,) bool; what NCCL did not follow is told once."""
+        rows = {row.slot: row for row in getattr(window, "disobeyed", ())}
+        for row in rows.values():
+            if (row.slot, row.decision) not in self._refused:
+                self._refused.add((row.slot, row.decision))
+                self.on_disobeyed(row)
+        return np.array([p.slot not in rows for p in self.profiles])
+
+    def nothing(self) -> str:
+        """Why there is no slot, and the cure."""
+        seen = self.profile_events
+        tuned = seen[seen["func"].isin(self.funcs)] if len(seen) else seen
+        if seen.empty and not self.job.assembler.comms:
+            text = self.job.state[1] if self.job.state else ""
+            return f"{NOT_LOADED}; rank 0 says: {text}" if text else NOT_LOADED
+        if len(tuned) and not self.job.assembler.offers:
+            return NOT_ASKED
+        return NOTHING

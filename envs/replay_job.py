@@ -45,6 +45,7 @@ class RecordedJob:
         quiet_events = events[events["table_generation"].isin(quiet) & (events["step"] > events["step"].min())]
         self._quiet = [group for _, group in quiet_events.groupby("step")]
         self._last: Array = np.zeros(0, np.int64)
+        self._is_default = True
 
     def publish(self, decisions: Mapping[Slot, Decision]) -> int:
         """As ``Job.publish``; nothing has to be told."""
@@ -75,6 +76,7 @@ class RecordedJob:
     ) -> Window:
         """As ``Job.window``: every step of a window takes the same time, one that takes too long is the last."""
         generation = self.publish(decisions)
+        self._is_default = not any(not d.is_auto for d in decisions.values())
         ms = float(self.default_ms[self._at] * (1 - self.saving(decisions)))
         self._at = (self._at + 1) % len(self.default_ms)
         n = 1 if ms > give_up_ms else n_steps
@@ -86,7 +88,7 @@ class RecordedJob:
         return Window(generation, self._last, np.full(n, ms))
 
     def take_events(self) -> pd.DataFrame:
-        """Events of recorded default steps, under the numbers of the last window's steps."""
-        steps = self._last[: len(self._quiet)]
+        """Events of recorded default steps, under the last window's numbers where that was the default's."""
+        steps = self._last[: len(self._quiet)] if self._is_default else self._last[:0]
         parts = [self._quiet[i].assign(step=step) for i, step in enumerate(steps)]
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()

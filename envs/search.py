@@ -64,9 +64,10 @@ class Search:
         self.prior = prior
         self.default_logs, self.n_default = np.log(job.call_us), np.ones(self.n_slots)  # of the default's calls
         self.confirmed: Array = np.zeros(self.n_slots, np.int64)  # in force when nothing is tried
-        self.races: list[
-            Race
-        ] = []  # what confirmed it: the first against the default, each other against the one before
+        # What confirmed it: the first against the default, each other against the one before.
+        self.races: list[Race] = []
+        self.rejected: Race | None = None
+        self.same_logs: list[float] = []  # of default windows one after the other: the default against itself
         self.running: Array = np.zeros(self.n_slots, np.int64)  # under what the job runs now
         self.before = self.confirmed
         self.after = self.after_default = 0  # steps since the verdict; of them under the default
@@ -92,6 +93,7 @@ class Search:
         self.phase = SEARCH
         self.race: Race | None = None
         self._half: list[tuple[str, float]] = []
+        self._default_before: float | None = None
         self.closing = False
         self._given_up: set[bytes] = set()
         self._seen: Counter[bytes] = Counter()
@@ -195,9 +197,10 @@ class Search:
     def _round_is_chosen(self) -> None:
         """All slots have had their turn: a window under these choices, or the policy has nothing left to try."""
         best = self.belief.best()
-        settled = self.round > 0 and (np.array_equal(self.choices, best) or self.idle >= self.rules.patience)
+        at_best = self.rules.by_belief and np.array_equal(self.choices, best)
+        settled = self.round > 0 and (at_best or self.idle >= self.rules.patience)
         self.idle += 1
-        if not settled and self._seen[self.choices.tobytes()] > 1:
+        if self.rules.by_belief and not settled and self._seen[self.choices.tobytes()] > 1:
             # Measured twice as a whole: which slot does what is learned from one slot at a time.
             alone = self.round % self.n_slots
             self.choices = np.where(np.arange(self.n_slots) == alone, self.choices, best)
@@ -222,10 +225,21 @@ class Search:
         self.table, self.reference = table.copy(), self.confirmed.copy()
         self.race, self._half = Race(self.noise * math.sqrt(2)), []
 
+    def resume(self, confirmed: Array) -> None:
+        """A table was confirmed before: straight to the watch."""
+        self.confirmed = confirmed.copy()
+        self._finish()
+
     def _compare(self, plan: Plan, ms: float) -> None:
         """One window of a comparison."""
         race = self.race
         assert race is not None
+        if not plan.configs.any():
+            if self._default_before is not None:
+                self.same_logs.append(math.log(self._default_before / ms))
+            self._default_before = ms
+        else:
+            self._default_before = None
         self._half.append((plan.kind, ms))
         if len(self._half) < 2:
             return
@@ -246,6 +260,7 @@ class Search:
         self._continue()
 
     def _reject(self) -> None:
+        self.rejected = self.race
         self._given_up.add(self.table.tobytes())
         self._continue()
 
@@ -315,7 +330,9 @@ class Search:
             own, self.default_logs + (logs_us - self.default_logs) / self.n_default, self.default_logs
         )
         calls = np.where(seen.obeyed, logs_us - self.default_logs, np.nan)
-        # What NCCL did not obey says nothing of the config.
+        # What NCCL did not obey says nothing of the config, which is not tried again.
+        refused = np.flatnonzero(~seen.obeyed & (plan.configs > 0))
+        self.banned[refused, plan.configs[refused]] = True
         configs = np.where(seen.obeyed, plan.configs, 0)
         self.belief.observe(configs, log_step, noise, calls, np.full(self.n_slots, CALL_NOISE), seen.billed)
         if not given_up:

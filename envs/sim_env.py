@@ -1,7 +1,7 @@
 """The simulated environment: a policy meets thousands of random slots on random clusters, noisy as real ones are.
 
-:class:`BatchSim` steps ``n`` episodes at once for training; :class:`SimEnv` (``dynamiccl/Sim-v0``) is the same with
-one. The observation sees noisy measurements; the reward is computed from the noise-free truth.
+:class:`BatchSim` steps ``n`` searches on single slots at once, for training; :class:`SimEnv` (``dynamiccl/Sim-v0``) is
+the search over a whole job. The observation sees noisy measurements; the reward is computed from the noise-free truth.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ import gymnasium as gym
 import numpy as np
 
 from . import spaces
+from .search_env import SearchEnv
 from .sim import family as families
 from .sim.family import Family, Tasks
+from .sim.jobs import SLOTS, STANDARD, JobFamily, draw_jobs, oracle
+from .sim_windows import OneJob, SimWindows
+from .watch import Rules
+from .windows import Windows
 
 Array = np.ndarray[Any, Any]
 
@@ -142,57 +147,32 @@ def _take(tasks: Tasks, index: Array) -> Tasks:
     return Tasks(fingerprint=fingerprint, **parts)
 
 
-class SimEnv(gym.Env[Array, Array]):
-    """Search for the best NCCL decision of one slot, in simulation (``dynamiccl/Sim-v0``).
-
-    ## Action Space
-    ``MultiDiscrete([pairs, channels])``: AUTO and the (algo, proto) pairs times channel counts, see
-    :func:`dynamiccl.envs.spaces.decision_of`. The last ``N_MASK`` entries of the observation say what may be chosen;
-    an action outside is refused (``info["refused"]``): NCCL would not take it either, so its own choice runs.
-
-    ## Observation Space
-    ``Box(-4, 4, (N_OBSERVATION,), float32)``: fingerprint of the slot, last outcome, statistics per config, mask.
-
-    ## Rewards
-    Expected saving of the config that is best by measurement so far, plus ``TRIAL_PRICE`` times that of the config
-    just run, in units of the slot's share of the step.
+class SimEnv(SearchEnv):
+    """Tune a simulated job (``dynamiccl/Sim-v0``), see :class:`search_env.SearchEnv`.
 
     ## Starting State
-    A random cluster, slot and truth; AUTO counts as measured once with saving 0.
+    A random job of the family, its first default steps behind it.
 
-    ## Episode End
-    Truncated after ``horizon`` windows; never terminated.
+    ## Information
+    Beside what all have, ``oracle_saving``: what the best table saves, as a part of the default step.
 
     ## Arguments
-    ``family``: what tasks are drawn from; ``horizon``: windows of an episode.
+    ``family``: what jobs are drawn from; ``rules``: how the search is run.
     """
 
-    metadata = {"render_modes": []}  # noqa: RUF012 - gymnasium's own spelling
+    def __init__(self, family: JobFamily = STANDARD, rules: Rules | None = None) -> None:
+        super().__init__(rules)
+        self.family = family
 
-    def __init__(self, family: Family = families.STANDARD, horizon: int = spaces.HORIZON) -> None:
-        self._batch = BatchSim(1, None, family, horizon)
-        self.observation_space = spaces.observation_space()
-        self.action_space = spaces.action_space()
+    def open(self, options: dict[str, Any]) -> Windows:
+        """Windows of a new job."""
+        jobs = draw_jobs(self.family, self.np_random, 1)
+        best = float(oracle(jobs)[1][0] / jobs.step_us(np.zeros((1, SLOTS), np.int64))[0][0])
+        self.oracle_saving = 1 - best
+        return OneJob(SimWindows(jobs, self.np_random), self.rules.profile_steps)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        """First observation of a new task; ``seed`` makes the tasks and the noise from here on repeatable."""
-        super().reset(seed=seed)
-        if seed is not None:
-            self._batch.seed(seed)
-        return self._batch.reset()[0], self._info()
-
-    def _info(self) -> dict[str, Any]:
-        return {"oracle_saving": float(self._batch.truth[0].max())}
-
-    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        """One window; see :meth:`BatchSim.step`."""
-        actions = np.asarray(action, np.int64).reshape(1, 2)
-        refused = not spaces.config_mask(self._batch.mask)[0, spaces.config_index(actions)[0]]
-        obs, reward, terminated, truncated, info = self._batch.step(np.zeros_like(actions) if refused else actions)
-        last = info.get("final_observation", obs)[0]
-        single: dict[str, Any] = {"refused": refused, "config": int(info["config"][0])}
-        single |= {key: float(info[key][0]) for key in ("expected_saving", "oracle_saving")}
-        return last, float(reward[0]), bool(terminated[0]), bool(truncated[0]), single
+    def _info(self, masked: bool) -> dict[str, Any]:
+        return super()._info(masked) | {"oracle_saving": self.oracle_saving}
 
 
 gym.register("dynamiccl/Sim-v0", "dynamiccl.envs.sim_env:SimEnv")

@@ -89,6 +89,22 @@ class SimWindows:
         return np.asarray(1 - self.jobs.step_us(tables)[0] / self.jobs.step_us(none)[0])
 
 
+class OneJob:
+    """The windows of a batch of one as ``windows.Windows``."""
+
+    def __init__(self, batch: SimWindows, profile_steps: int) -> None:
+        self.batch, self.profile_steps = batch, profile_steps
+
+    def begin(self) -> tuple[Job, Measured]:
+        """See ``windows.Windows``."""
+        (job,), (seen,) = self.batch.begin(self.profile_steps)
+        return job, seen
+
+    def measure(self, plan: Plan) -> Measured:
+        """See ``windows.Windows``."""
+        return self.batch.measure([0], [plan])[0]
+
+
 class SimSearch:
     """Searches on all jobs of a batch, side by side: every one goes on until the policy has a turn or it is over."""
 

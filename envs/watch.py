@@ -32,6 +32,7 @@ class Rules:
     comparisons: int = 4  # of one search, at most
     early: int = 3  # windows after which a table that promises enough is confirmed before the search goes on
     least_gain: float = 0.001  # part of the step below which a table is not worth a comparison
+    by_belief: bool = True  # a policy that chooses the table of best means has nothing left to try
     patience: int = 3  # windows running under one table that say: that is the policy's result
     reveal: float = 0.5  # noise that a trial is judged by beforehand, in windows: it will not be the last
     budget: float = 0.05  # part of the job's time that the search may lose against the default

@@ -37,6 +37,7 @@ class FakeJob:
         self.assembler = _Assembler()
         self.memory_pressure = 0.0
         self.generation = self.last_step = 0
+        self.confirmed: dict[Slot, Decision] = {}
         self.tables: list[Table] = []
         self._events: list[pd.DataFrame] = []
 
@@ -46,6 +47,7 @@ class FakeJob:
         return self.generation
 
     def confirm(self, decisions: Mapping[Slot, Decision]) -> int:
+        self.confirmed = dict(decisions)
         return self.publish(decisions)
 
     def window(
@@ -66,7 +68,8 @@ class FakeJob:
             times.append(self.step_ms(decisions) * (1 + self.noise * self.rng.standard_normal()))
             if times[-1] > give_up_ms:
                 break
-        self._note(steps)
+        if not any(not d.is_auto for d in decisions.values()):  # of other configs no kernel is sampled
+            self._note(steps)
         return Window(generation, np.array(steps), np.array(times))
 
     def take_events(self) -> pd.DataFrame:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from dynamiccl.envs.live import Job
-from dynamiccl.envs.live_env import LiveEnv
+from dynamiccl.envs.live_windows import LiveWindows
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import Decision
 
@@ -21,13 +21,19 @@ def start(run, kind, steps, life=1):
     return subprocess.Popen([*command, kind, str(steps), str(life)], env=env, stdout=subprocess.DEVNULL)
 
 
+def profiles_of(job):
+    windows = LiveWindows(job)
+    windows.begin()
+    return windows.profiles
+
+
 @pytest.mark.parametrize(("kind", "n_slots"), [("one", 1), ("hsdp", 1), ("tp x dp", 2)])
 def test_groups_of_a_shape_gain_together_what_one_gains(folder, kind, n_slots):
     """Before: two slots for the same all_gather, each tuned alone while the slower half decided the step."""
     process = start(folder, kind, 10_000)
     try:
         job = Job(folder, process)
-        profiles = LiveEnv(job).profile()
+        profiles = profiles_of(job)
         assert len(profiles) == n_slots and {p.slot.n_ranks for p in profiles} == {4 if kind == "one" else 2}
         table = {p.slot: LL for p in profiles}
         default, tuned = job.window({}, 8), job.window(table, 8)
@@ -49,7 +55,7 @@ def test_a_restart_keeps_its_table(folder):
     first = start(folder, "hsdp", 10_000)
     job = Job(folder, first)
     try:
-        (profile,) = LiveEnv(job).profile()
+        (profile,) = profiles_of(job)
         generation = job.confirm({profile.slot: LL})
         job.window({profile.slot: LL}, 3)
     finally:

