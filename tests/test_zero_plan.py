@@ -16,7 +16,7 @@ from dynamiccl.agent.cli import app
 from dynamiccl.traces.files import Trace
 from dynamiccl.zero_workload.dryrun import dry_run
 from dynamiccl.zero_workload.dryrun_models import PRESETS, Shape
-from dynamiccl.zero_workload.planner import Request, activation_elements, advice, estimate, stage_bytes
+from dynamiccl.zero_workload.planner import Request, activation_elements, advice, cut, estimate, stage_bytes
 from typer.testing import CliRunner
 
 # The planner ---------------------------------------------------------------------------------------------------------
@@ -83,6 +83,20 @@ def test_planner_refuses(field: str, value: Any) -> None:
         estimate(Request(**{"params": 7e9, "ranks": 8, field: value}))
 
 
+def test_planner_of_jobs_cut_in_more_ways_than_one() -> None:
+    job = Request(7e9, 64, layers=32, hidden=4096, batch=2)
+    held = cut(job, 3, shard=8, tensor=2, reduce_bytes=4, offload=True)
+    assert held["weights_bytes"] == 2 * 7e9 / 2 / 8 and held["gradients_bytes"] == 4 * 7e9 / 2 / 8
+    assert (held["optimizer_bytes"], held["offloaded_bytes"]) == (0, 12 * 7e9 / 2 / 8)
+    assert held["shard_sent_bytes"] == pytest.approx(7 / 8 * (4 + 2 * 2) * 7e9 / 2)
+    assert held["replicas_sent_bytes"] == pytest.approx(2 * 3 / 4 * 4 * 7e9 / 2 / 8)
+    for stage, ways in ((1, {}), (3, {"shard": 6})):
+        with pytest.raises(ValueError, match="a job is cut at stages 2 and 3"):
+            cut(job, stage, **ways)
+    result = command("plan", "--params", "7e9", "--ranks", "64", "--shard", "8", "--offload")
+    assert result["cut"]["3"]["optimizer_bytes"] == 0 < result["cut"]["2"]["optimizer_bytes"]
+
+
 # Dry runs: they bring their own process group ------------------------------------------------------------------------
 
 
@@ -115,9 +129,9 @@ def test_dry_run_of_gpt2_adds_up_and_differs_from_fsdp2_as_documented() -> None:
 def test_dry_runs_of_jobs_cut_in_more_ways_than_one_add_up() -> None:
     """GPT-2 on 16 ranks, of which 8 share a shard or 4 a matrix; a small mixture over 4 of 8."""
 
-    def by_group(shape: Shape, **cut: Any) -> dict[tuple[str, int, int], int]:
+    def by_group(shape: Shape, **ways: Any) -> dict[tuple[str, int, int], int]:
         sums: dict[tuple[str, int, int], int] = {}
-        for call in dry_run(shape, ranks=16, **cut)[0]:
+        for call in dry_run(shape, ranks=16, **ways)[0]:
             if call.func != "all_reduce" or call.dtype != "float32":  # what ranks tell each other
                 key = call.func, call.n_ranks, call.stride
                 sums[key] = sums.get(key, 0) + call.n_bytes
@@ -133,11 +147,18 @@ def test_dry_runs_of_jobs_cut_in_more_ways_than_one_add_up() -> None:
         ("all_gather", 8, 1): pytest.approx(whole, **near),
         ("all_reduce", 2, 8): pytest.approx(whole / 8, **near),
     }
+    planned = cut(Request(whole / 2, 16, layers=2, hidden=768, seq=1024), 2, shard=8)
+    assert planned["shard_sent_bytes"] == pytest.approx(
+        7 / 8 * (sent["reduce_scatter", 8, 1] + sent["all_gather", 8, 1]), **near
+    )
+    assert planned["replicas_sent_bytes"] == pytest.approx(sent["all_reduce", 2, 8], **near)  # 2 (R-1)/R is 1
     sent = by_group(small, stage=2, tensor=4)
-    cut = 2 * small.layers * (12 * small.width**2 + 7 * small.width)
+    planned = cut(Request(whole / 2, 16, layers=2, hidden=768, seq=1024), 2, tensor=4)
+    assert planned["tensor_sent_bytes"] == 2 * 3 / 4 * sent["all_reduce", 4, 1]
+    matrices = 2 * small.layers * (12 * small.width**2 + 7 * small.width)
     assert sent == {
-        ("reduce_scatter", 4, 4): pytest.approx(whole - cut * 3 / 4, **near),
-        ("all_gather", 4, 4): pytest.approx(whole - cut * 3 / 4, **near),
+        ("reduce_scatter", 4, 4): pytest.approx(whole - matrices * 3 / 4, **near),
+        ("all_gather", 4, 4): pytest.approx(whole - matrices * 3 / 4, **near),
         ("all_reduce", 4, 1): 4 * small.layers * state,
     }
     mixture = replace(PRESETS["moe-8x7b"], layers=1, width=256, heads=2, hidden=512, kv_heads=2, seq=64)

@@ -191,3 +191,38 @@ def estimate(request: Request, share: float = 0.05) -> dict[str, Any]:
         "recommended_stage": best if fitting else None,
         "reason": reason,
     }
+
+
+def cut(
+    request: Request, stage: int, *, shard: int = 0, tensor: int = 1, reduce_bytes: int = 0, offload: bool = False
+) -> dict[str, float]:
+    """What a rank holds and sends at ``stage`` 2 or 3 of a job that is cut in more ways than one.
+
+    Args:
+        request: the job on all its ranks.
+        stage: of ZeRO.
+        shard: HSDP: ranks over which it shards, the rest are replicas; 0: all that ``tensor`` leaves.
+        tensor: ranks that share each matrix, and take turns at none: two all-reduces a layer, forward and backward.
+        reduce_bytes: of an element of gradients on their way (``reduce_dtype``), 0: as the weights'.
+        offload: masters and optimizer states on the CPU.
+
+    Returns:
+        ``weights_bytes``, ``gradients_bytes``, ``optimizer_bytes``, ``offloaded_bytes`` at rest; what it sends a step
+        on rings in its shard, to the replicas and to those it shares matrices with: ``shard_sent_bytes``,
+        ``replicas_sent_bytes``, ``tensor_sent_bytes``.
+
+    Raises:
+        ValueError: another stage, or ranks that the numbers do not divide.
+    """
+    r, n = request.completed(), shard or request.ranks // tensor
+    if stage not in (2, 3) or r.ranks % (n * tensor):
+        raise ValueError(f"a job is cut at stages 2 and 3, into {tensor} x {n} ranks or a multiple, not {r.ranks}")
+    weight, replicas, params = STATE[r.precision, r.optimizer][0], r.ranks // (n * tensor), r.params / tensor
+    weights, _, states = stage_bytes(params, n, stage, r.precision, r.optimizer)
+    grads = (reduce_bytes or weight) * params / n
+    sent = (n - 1) * grads + (n - 1) / n * (stage - 1) * weight * params
+    layer = weight * r.batch * r.seq * r.hidden
+    held = {"weights_bytes": weights, "gradients_bytes": grads, "optimizer_bytes": 0.0 if offload else states}
+    across = {"replicas_sent_bytes": 2 * (replicas - 1) / replicas * grads, "shard_sent_bytes": sent}
+    around = {"tensor_sent_bytes": 4 * r.layers * 2 * (tensor - 1) / tensor * layer}
+    return {**held, "offloaded_bytes": states if offload else 0.0, **across, **around}

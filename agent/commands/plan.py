@@ -27,12 +27,16 @@ def plan(
     flops: Annotated[float, typer.Option(help="TFLOP/s that one rank reaches.")] = 150.0,
     memory: Annotated[float, typer.Option(help="GB that one rank has.")] = 80.0,
     runtime: Annotated[float, typer.Option(help="GB of it that CUDA, NCCL and libraries take.")] = 3.0,
+    shard: Annotated[int, typer.Option(help="HSDP: shard over so many ranks, replicate over the rest; 0: all.")] = 0,
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks that share each matrix.")] = 1,
+    fp32_reduce: Annotated[bool, typer.Option("--fp32-reduce", help="Gradients are reduced in fp32.")] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Optimizer states on the CPU at stage 3.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, in bytes and seconds.")] = False,
 ) -> None:
     """Memory, traffic and time of ZeRO stages 0 to 3 for a model of this size, and which stage to use."""
     import json
 
-    from ...zero_workload.planner import Request, estimate
+    from ...zero_workload.planner import Request, cut, estimate
 
     try:
         request = Request(
@@ -40,6 +44,9 @@ def plan(
             bandwidth * 1e9, latency * 1e-6, flops * 1e12, memory * 1e9, runtime=runtime * 1e9,
         )  # fmt: skip
         result = estimate(request)
+        if shard or tensor_parallel > 1 or fp32_reduce or offload:
+            ways: Any = {"shard": shard, "tensor": tensor_parallel, "reduce_bytes": 4 * fp32_reduce}
+            result["cut"] = {str(n): cut(request, n, **ways, offload=offload and n == 3) for n in (2, 3)}
     except (ValueError, OverflowError) as error:
         fail(str(error))
     if as_json:
@@ -81,6 +88,9 @@ def _show(result: dict[str, Any]) -> None:
         )
     console.print(table)
     largest = max(s["total_bytes"] for s in result["stages"])
+    for number, parts in result.get("cut", {}).items():
+        held = ", ".join(f"{name.removesuffix('_bytes').replace('_', ' ')} {n / 1e9:.4g}" for name, n in parts.items())
+        console.print(f"stage {number} so cut, GB a rank: {held}")
     for s in result["stages"]:
         bar = Text(f"  stage {s['stage']} ")
         for part, colour, letter in _PARTS:
