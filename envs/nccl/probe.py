@@ -195,7 +195,8 @@ class Probe:
 
     def _tell(self, state: AgreementState | None, text: str) -> None:
         """A word of the agreement: for the daemon, and for the user where it is not what he expects."""
-        if state in (AgreementState.WAITING, AgreementState.SHUT) and self._backend in _ASK_NO_TUNER:
+        waits = state in (AgreementState.WAITING, AgreementState.SHUT)
+        if waits and self._backend in _ASK_NO_TUNER and not (self._plugin is not None and self._plugin.tuners):
             text = f"torch.distributed runs on {self._backend} here; only NCCL asks a tuner"
         if state is not None and self._plugin is not None:
             head = (0, STATE, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, self._step, self._generation, self._rank, state)
