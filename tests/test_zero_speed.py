@@ -25,11 +25,11 @@ from world import World
 MODEL = ModelConfig(layers=6, width=192, heads=6, seq=64)
 
 
-def interleaved(name: str, rounds: int, block: int) -> tuple[list[float], list[float]]:
+def interleaved(name: str, rounds: int, block: int, **more: Any) -> tuple[list[float], list[float]]:
     """Milliseconds a step of ours and of the peer: ``rounds`` times ``block`` steps of each, in turn."""
     torch.manual_seed(0)
     ours_model, theirs_model = Transformer(MODEL), Transformer(MODEL)
-    settings: dict[str, Any] = {"param_dtype": torch.float32, "bucket_bytes": 2**21}
+    settings: dict[str, Any] = {"param_dtype": torch.float32, "bucket_bytes": 2**21, **more}
     ours = zero(ours_model, adamw(1e-3), stage=PEERS[name], **settings)
     theirs = Peer(name, theirs_model, adamw(1e-3), **settings)
     corpus, rank = Corpus(None, MODEL.seq), dist.get_rank()
@@ -62,6 +62,15 @@ def test_not_slower_than_the_library(name: str, two: World) -> None:
     median, low = ratio(*two.run(interleaved, name, 8, 3)[0])
     # Stage 1 is ahead by a few per cent only, which a busy machine can hide: it fails when it is slower for certain.
     assert (low if name == "zero-optimizer" else median) <= 1.0, (median, low)
+
+
+def with_float32_reduction(rounds: int) -> tuple[list[float], list[float]]:
+    return interleaved("fsdp2", rounds, 3, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def test_not_slower_than_fsdp2_with_the_same_reduce_dtype(two: World) -> None:
+    median, _ = ratio(*two.run(with_float32_reduction, 6)[0])
+    assert median <= 1.0, median
 
 
 LARGER = ModelConfig(layers=4, width=256, heads=4, seq=128)
