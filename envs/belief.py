@@ -109,6 +109,7 @@ class Belief:
         for index, arms in zip(self.config, self.arms, strict=True):
             index[arms] = np.arange(len(arms))
         self._effects: list[tuple[Array, Array, Array] | None] = [None] * len(self.arms)
+        self.wander = WANDER
         self.reveal, self.call_noise, self.has_calls = 0.005, 0.03, True  # what a window is expected to show
 
     # -- reading -----------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ class Belief:
         """One window under ``configs`` (s,): the log of its step time over the first default's (NaN: not measured),
         the standard deviation of that, logs of the slots' call times over their default's (s,; NaN: not sampled) with
         theirs, and the steps since the last window."""
-        self.cov[0, 0] += WANDER**2 * steps
+        self.cov[0, 0] += self.wander**2 * steps
         rows, misses, noises = [], [], []
         for s, config in enumerate(configs):
             i = self.config[s][int(config)]

@@ -85,6 +85,9 @@ class Search:
         self.window_steps = next(fits, most)
         self.belief = Belief(self.prior, self.job.features, self.job.mask & ~self.banned, self.job.share)
         self.belief.reveal = self.rules.reveal * self.noise
+        # The default's own step time is no surer than a window of it, nor steadier.
+        self.belief.cov[0, 0] = max(self.belief.cov[0, 0], self.noise**2)
+        self.belief.wander = max(self.belief.wander, self.noise / 10)
         self.belief.has_calls = bool(np.isfinite(self.default_logs).any())
         self.choices = np.zeros(self.n_slots, np.int64)
         self.tried, self.hits = np.zeros(self.job.mask.shape), np.zeros(self.job.mask.shape)
