@@ -18,6 +18,7 @@ import torch.distributed as dist
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.model import ModelConfig, Transformer
+from dynamiccl.zero_workload.parallel import Cut
 from dynamiccl.zero_workload.peers import PEERS, Peer
 from test_zero import adamw
 from world import World
@@ -25,13 +26,17 @@ from world import World
 MODEL = ModelConfig(layers=6, width=192, heads=6, seq=64)
 
 
-def interleaved(name: str, rounds: int, block: int, **more: Any) -> tuple[list[float], list[float]]:
-    """Milliseconds a step of ours and of the peer: ``rounds`` times ``block`` steps of each, in turn."""
+def interleaved(name: str, rounds: int, block: int, shard: int = 0, **more: Any) -> tuple[list[float], list[float]]:
+    """Milliseconds a step of ours and of the peer: ``rounds`` times ``block`` steps of each, in turn; with ``shard`` on
+    a mesh of replicas that are sharded over so many ranks.
+    """
     torch.manual_seed(0)
     ours_model, theirs_model = Transformer(MODEL), Transformer(MODEL)
     settings: dict[str, Any] = {"param_dtype": torch.float32, "bucket_bytes": 2**21, **more}
-    ours = zero(ours_model, adamw(1e-3), stage=PEERS[name], **settings)
-    theirs = Peer(name, theirs_model, adamw(1e-3), **settings)
+    cut = Cut(dist.get_world_size(), shard)
+    groups: Any = cut.groups()
+    ours = zero(ours_model, adamw(1e-3), stage=PEERS[name], **groups, **settings)
+    theirs = Peer(name, theirs_model, adamw(1e-3), mesh=cut.mesh(groups, "cpu"), **settings)
     corpus, rank = Corpus(None, MODEL.seq), dist.get_rank()
     batches = [corpus.batch(2 * rank, 2 * rank + 2, step=i, seed=0) for i in range(block)]
     times: dict[str, list[float]] = {"ours": [], "theirs": []}
@@ -71,6 +76,12 @@ def with_float32_reduction(rounds: int) -> tuple[list[float], list[float]]:
 def test_not_slower_than_fsdp2_with_the_same_reduce_dtype(two: World) -> None:
     median, _ = ratio(*two.run(with_float32_reduction, 6)[0])
     assert median <= 1.0, median
+
+
+def test_not_slower_than_fsdp2_on_hsdp(four: World) -> None:
+    for name in ("fsdp2-no-reshard", "fsdp2"):
+        median, _ = ratio(*four.run(interleaved, name, 6, 3, 2)[0])
+        assert median <= 1.0, (name, median)
 
 
 LARGER = ModelConfig(layers=4, width=256, heads=4, seq=128)
