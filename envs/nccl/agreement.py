@@ -70,7 +70,7 @@ class Agreement:
         self._host = ""
         self._tree: Tree | None = None
         self._closing, self._end = False, threading.Event()
-        self._backwards = 0
+        self._backwards = steps.backwards  # at the last boundary
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
         try:
             self._thread.start()
