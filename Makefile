@@ -32,7 +32,7 @@ format: setup
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/clang-format -i $(C_SOURCES)
 
-# The board of both suites from nothing, put on record and into the README.
+# The board of both suites from nothing, put on record and into envs/README.md.
 bench: $(VENV)/bench
 	$(RUN) bench --suite standard --file
 	$(RUN) bench --suite held-out --file

@@ -135,14 +135,14 @@ def filed_results(suite: str) -> list[dict[str, Any]]:
 
 
 def put_on_record(suite: str, submissions: Sequence[Mapping[str, Any]], root: Path | None = None) -> list[Path]:
-    """Write a shipped suite's results to ``traces/`` and both suites' tables into the README; returns the files.
+    """Write a shipped suite's results to ``traces/`` and both suites' tables into ``envs/README.md``; returns both files.
 
     ``root`` is the checkout. Raises ValueError when the suite is not a shipped one.
     """
     if suite not in {Suite.load(name).name for name in SUITES}:
         raise ValueError(f"only the results of {' and '.join(SUITES)} go on record, not those of {suite}")
     root = root or Path(__file__).resolve().parents[1]
-    file, readme = root / "traces" / _file_of(suite), root / "README.md"
+    file, readme = root / "traces" / _file_of(suite), root / "envs" / "README.md"
     order = {name: i for i, name in enumerate(entrants())}
     lines = [json.dumps(s) for s in sorted(submissions, key=lambda s: (order.get(s["entrant"], 99), s["entrant"]))]
     head = {"made_by": "make bench", "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "suite": suite}
@@ -155,7 +155,7 @@ def put_on_record(suite: str, submissions: Sequence[Mapping[str, Any]], root: Pa
 
 
 def tables(folder: Path) -> str:
-    """The README's tables, from the results on record in ``folder``: every decision is replayed.
+    """The tables of ``envs/README.md``, from the results on record in ``folder``: every decision is replayed.
 
     Raises ValueError when one does not reproduce.
     """

@@ -1,8 +1,8 @@
 """What each part of the policy is worth: ``python tests/make_ablation.py [FOLDER]`` (about half an hour).
 
 Trains the policy whole and without each part, all on the same, smaller budget and seed, and plays both suites; what the
-shipped weights owe to their memory is asked at their own budget. Writes ``agent/ablation.json`` and the README's table;
-training can be cut short and goes on where it was.
+shipped weights owe to their memory is asked at their own budget. Writes ``agent/ablation.json`` and the table in
+``agent/README.md``; training can be cut short and goes on where it was.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from dynamiccl.envs.arena import SUITES, Arena, Suite, play
 from dynamiccl.envs.leaderboard import bootstrap, per_task, summary
 
 ROOT = Path(__file__).parents[1]
-FILE, README = ROOT / "agent" / "ablation.json", ROOT / "README.md"
+FILE, README = ROOT / "agent" / "ablation.json", ROOT / "agent" / "README.md"
 BUDGET = Settings(prior=1_048_576, steps=1_048_576)
 #: Without statistics (there is no belief then) only memory tells what was measured; the last has not even that.
 WITHOUT = [*((part,) for part in PARTS), ("statistics", "memory")]

@@ -115,7 +115,8 @@ def test_the_board_ranks_ties_and_what_has_no_rank(suite: Suite) -> None:
 
 def test_results_go_on_record_and_into_the_readme(tmp_path: Path) -> None:
     (tmp_path / "traces").mkdir()
-    (tmp_path / "README.md").write_text("before\n<!-- board -->\nold\n<!-- /board -->\nafter\n")
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "envs" / "README.md").write_text("before\n<!-- board -->\nold\n<!-- /board -->\nafter\n")
     suite = Suite.load("standard")
     made = [enter(Entry(name, suite, 1)) for name in ("random", "default")]
     files = put_on_record(suite.name, made, tmp_path)
@@ -137,7 +138,7 @@ def test_results_go_on_record_and_into_the_readme(tmp_path: Path) -> None:
 def test_the_readme_says_what_the_filed_results_say() -> None:
     """Every filed decision is replayed; the README's tables are made from them and from nothing else."""
     root = Path(__file__).resolve().parents[1]
-    readme = (root / "README.md").read_text(encoding="utf-8")
+    readme = (root / "envs" / "README.md").read_text(encoding="utf-8")
     assert with_tables(readme, tables(root / "traces")) == readme
     for name in SUITES:
         names = {s["entrant"] for s in filed_results(Suite.load(name).name)}

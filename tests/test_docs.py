@@ -1,8 +1,7 @@
-"""Documentation that cannot rot: docstrings on everything public, and a README whose tree is the tree."""
+"""Documentation that cannot rot: docstrings on everything public, pages whose files and links exist."""
 
 import ast
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -52,79 +51,18 @@ def test_the_check_sees_what_is_missing():
     assert undocumented(ast.parse("x = 1")) == ["the module"]
 
 
-def tree_of(readme):
-    """Paths named in the README's tree: the first code block in which a line begins with one of our folders.
-
-    A line holds a path or, indented under its folder, a name, then a comment. Names after a folder on its own line may
-    be written several to a line.
-    """
-    for block in re.findall(r"```\w*\n(.*?)```", readme, flags=re.S):
-        if not re.search(rf"^(?:{'|'.join(FOLDERS)})/", block, flags=re.M):
-            continue
-        paths, stack = set(), []
-        for line in block.splitlines():
-            if not line.strip():
-                continue
-            indent = len(line) - len(line.lstrip())
-            while stack and stack[-1][0] >= indent:
-                stack.pop()
-            prefix = stack[-1][1] if stack else ""
-            for name in re.split(r"\s{2,}|\s+#", line.strip())[0].split():
-                if name.endswith("/"):
-                    stack.append((indent, prefix + name))
-                else:
-                    paths.add(prefix + name)
-        return paths
-    return None
+def test_the_first_page_is_short_and_each_folder_has_one():
+    assert README.stat().st_size <= 8 * 1024
+    for folder in (*FOLDERS, "envs/nccl"):
+        assert (ROOT / folder / "README.md").exists() and f"({folder}/README.md)" in README.read_text("utf-8")
 
 
-def files_of_the_tree():
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *FOLDERS],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    if listed.returncode:
-        pytest.skip("not a git checkout: there is no telling which files belong to the project")
-    boring = ("__init__.py", "py.typed")
-    return {f for f in listed.stdout.split() if (ROOT / f).exists() and not f.endswith(boring)}
-
-
-def test_readme_tree_lists_each_file_and_no_other():
-    if not README.exists() or (listed := tree_of(README.read_text(encoding="utf-8"))) is None:
-        pytest.skip("the README has no tree yet")
-    listed = {p for p in listed if p.split("/")[0] in FOLDERS and not p.endswith(("__init__.py", "py.typed"))}
-    existing = files_of_the_tree()
-    assert sorted(existing - listed) == [], "in the tree, not in the README"
-    assert sorted(listed - existing) == [], "in the README, not in the tree"
-
-
-def test_the_tree_is_read_as_people_write_it():
-    readme = """
-```
-pip install dynamiccl
-```
-
-```
-agent/             what decides
-  policy.py        the LSTM
-  commands/        one file a command
-    show.py tune.py
-envs/nccl/         a running NCCL
-  plugin.c         loaded by NCCL
-traces/records.py  the records
-tests/             one file a module
-```
-"""
-    assert tree_of(readme) == {
-        "agent/policy.py",
-        "agent/commands/show.py",
-        "agent/commands/tune.py",
-        "envs/nccl/plugin.c",
-        "traces/records.py",
-    }
-    assert tree_of("no tree here\n```\nls\n```\n") is None
+@pytest.mark.parametrize("path", [p for p in READMES if p.parent != ROOT], ids=name_of)
+def test_files_that_a_folders_page_names_exist(path):
+    """Names in backticks that end as our files do; ``<...>`` stands for something."""
+    named = set(re.findall(r"`([\w./<>-]+\.(?:py|c|h|md|toml))`", path.read_text(encoding="utf-8")))
+    missing = [n for n in named if "<" not in n and not ((path.parent / n).exists() or (ROOT / n).exists())]
+    assert sorted(missing) == []
 
 
 @pytest.mark.parametrize("path", READMES, ids=name_of)

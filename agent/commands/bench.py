@@ -43,7 +43,7 @@ def bench(
         bool, typer.Option("--filed", help="Play nothing: judge the results on record by replaying their decisions.")
     ] = False,
     file: Annotated[
-        bool, typer.Option("--file", help="Put the results on record, and into the README (in a checkout).")
+        bool, typer.Option("--file", help="Put the results on record, and into envs/README.md (in a checkout).")
     ] = False,
     submission: Annotated[
         list[Path] | None, typer.Option(help="Judge this submission file too; repeat for more.")
