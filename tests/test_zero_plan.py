@@ -215,7 +215,7 @@ def test_plan_as_a_command() -> None:
         *result["stages"][0]
     }
     assert result["break_even_batch"] == 15 and result["prefetch"] == 1 and result["activations"]["every"] == 6
-    shown = CliRunner().invoke(app, ["plan", "--params", "7e9", "--ranks", "8"]).output
+    shown = " ".join(CliRunner().invoke(app, ["plan", "--params", "7e9", "--ranks", "8"]).output.split())
     assert "26.25" in shown and "use stage" in shown and "3 GB go to CUDA" in shown
     assert "2.94 times" in shown and "from batch 15" in shown and "5 on" in shown
     refused = CliRunner().invoke(app, ["plan", "--params", "7e9", "--ranks", "8", "--precision", "fp8"])
