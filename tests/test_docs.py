@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,10 @@ def test_every_variable_that_the_job_or_people_set_is_on_the_deployment_page():
     sources = [p for p in (ROOT / "envs").rglob("*") if p.suffix in (".py", ".c", ".h")]
     read = {n for p in sources for n in re.findall(r"[\"'](DYNAMICCL_[A-Z_]+[A-Z])[\"']", p.read_text("utf-8"))}
     assert "DYNAMICCL_RUN" in read and sorted(n for n in read if n not in page) == []
+
+
+def test_the_snippet_of_the_environments_runs():
+    page = (ROOT / "envs" / "README.md").read_text(encoding="utf-8")
+    snippet = re.search(r"```python\n(.*?)```", page, re.S)[1]
+    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and re.fullmatch(r"\[[\d\s]+\] \d+", done.stdout.strip()), done.stderr
