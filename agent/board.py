@@ -135,7 +135,7 @@ def filed_results(suite: str) -> list[dict[str, Any]]:
 
 
 def put_on_record(suite: str, submissions: Sequence[Mapping[str, Any]], root: Path | None = None) -> list[Path]:
-    """Write a shipped suite's results to ``traces/`` and both suites' tables into ``envs/README.md``; returns both files.
+    """Write a suite's results to ``traces/`` and both suites' tables into ``envs/README.md``; returns the files.
 
     ``root`` is the checkout. Raises ValueError when the suite is not a shipped one.
     """
