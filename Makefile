@@ -41,7 +41,7 @@ bench: $(VENV)/bench
 gpu-check: setup
 	$(RUN) gpu-check
 
-# Every state of the protocol by which the ranks change tables: three ranks, three tables, all that can fail once.
+# Every state of the protocol by which the ranks change tables, with every kind of bad luck; a quarter of an hour or more.
 model-check: setup
 	$(BIN)/python tests/protocol_explore.py
 

