@@ -63,7 +63,7 @@ def test_a_restart_keeps_its_table(folder):
         first.wait()
     second = start(folder, "hsdp", 60, life=2)
     back = Job(RunFolder.open(folder.path), second)
-    assert back.confirmed == {profile.slot: LL} and back.generation > generation
+    assert back.confirmed == {profile.slot: LL} and back.generation == generation
     back.wait()
     events = back.take_events()
     life = events[(events["comm_id"] > 200) & (events["func"] == "all_gather")]
