@@ -68,7 +68,7 @@ def test_full_shared_memory_the_job_trains_without_a_ring(run, monkeypatch):
     assert len(alone) == 2, errors
     limited = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
     limited += "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); sys.argv = sys.argv[1:]; "
-    limited += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    limited += "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
     real = subprocess.Popen
     monkeypatch.setattr(
         subprocess, "Popen", lambda command, **more: real([command[0], "-c", limited, *command[1:]], **more)

@@ -129,7 +129,7 @@ def test_a_job_does_not_outlive_a_launcher_that_was_killed(tmp_path):
     """It is told to end as a scheduler would: nobody could tell of its end any more, and it would hold its GPUs."""
     process = start(tmp_path, python(JOB), BRIEF)
     wait_for(tmp_path / "job.log", "ready")
-    (job,) = map(int, subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True).stdout.split())
+    (job,) = map(int, subprocess.run(["pgrep", "-o", "-P", str(process.pid)], capture_output=True).stdout.split())
     process.kill()
     process.wait()
     end = time.monotonic() + 30

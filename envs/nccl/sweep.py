@@ -111,7 +111,7 @@ class Sweep:
             buffers.call()
             self._finish()
         if self.plugin.open():
-            self.ring = Ring(Path(os.environ["DYNAMICCL_RUN"], f"ring-{os.getpid()}"))
+            self.ring = Ring.of_this_process(Path(os.environ["DYNAMICCL_RUN"]))
             seen = {int(kind) for kind in self.ring.drain()["kind"]}
         self.plugin.sample(True)
         ranks = self._gather({"tuner": OFFER in seen, "profiler": COLL in seen, "communicator": COMM in seen})
