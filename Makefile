@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/dynamiccl
-DEMO_STEPS ?= 1000
+DEMO_STEPS ?= 600
 SOURCES := agent envs traces zero_workload tests
 C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h envs/sim/*.c)
 
