@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from .scores import STRATA, bootstrap, stratum
+from .leaderboard import bootstrap
+from .scores import STRATA, stratum
 from .sim.job_family import HELD_OUT, STANDARD, JobFamily
 from .sim.jobs import SLOTS, Jobs, draw_jobs, oracle
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .leaderboard import bootstrap
 from .sim.jobs import SLOTS, Jobs
 
 Array = np.ndarray[Any, Any]
@@ -119,16 +120,6 @@ class Ledger:
             is_harmed=pace > 1 + HARM,
             worst=self.worst.copy(),
         )
-
-
-def bootstrap(values: Array, over: Array | None = None, seed: int = 0, rounds: int = 2000) -> list[float]:
-    """95 % percentile-bootstrap interval (Efron 1979) of the mean of ``values`` (n,), or of their sum over the sum of
-    ``over`` (n,)."""
-    draws = np.random.default_rng(seed).integers(0, len(values), (rounds, len(values)))
-    means = values[draws].mean(axis=1)
-    if over is not None:
-        means = means / np.maximum(over[draws].mean(axis=1), 1e-9)
-    return [round(float(q), 4) for q in np.percentile(means, [2.5, 97.5])]
 
 
 def _spread(values: Array) -> list[float] | None:
