@@ -214,7 +214,12 @@ class Belief:
 
     def best(self) -> Array:
         """The table of best means, (s,)."""
-        return np.array([self.ahead(s)[0] for s in range(len(self.arms))], np.int64)
+        found = np.zeros(len(self.arms), np.int64)
+        for s, arms in enumerate(self.arms):
+            mean = self._effect(s)[0]
+            if len(arms) and mean.max() > 0:
+                found[s] = arms[mean.argmax()]
+        return found
 
     # -- learning ----------------------------------------------------------------------------------------------
 

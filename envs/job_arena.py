@@ -65,7 +65,9 @@ def judged(
         open_ = np.flatnonzero(ledger.steps < until).tolist()
         if not open_:
             break
-        watched, asked = [i for i in open_ if over[i]], [i for i in open_ if not over[i]]
+        # Where the watch has begun a new search, its first windows come before the policy's turn.
+        asked = [i for i in open_ if not over[i] and search.searches[i].plan() is None]
+        watched = [i for i in open_ if i not in asked]
         if watched:
             search.watch(watched)
         if asked:

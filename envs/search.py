@@ -79,6 +79,8 @@ class Search:
         """A new search, from these default steps."""
         logs = np.log(default.step_ms / middle(default.step_ms))
         self._single = deque(logs, 96)
+        self._noise: float | None = None
+        self._open: Array | None = None
         self.default_ms = middle(default.step_ms)
         lowest, most = self.rules.window_steps
         fits = (n for n in range(lowest, most) if window_noise(logs, n) <= self.rules.good_noise)
@@ -106,6 +108,11 @@ class Search:
     @property
     def open(self) -> Array:
         """(s, N_CONFIGS) bool: what may be chosen now: what is not feared to make steps far too long."""
+        if self._open is None:  # changes with what a window teaches, not from turn to turn
+            self._open = self._find_open()
+        return self._open
+
+    def _find_open(self) -> Array:
         figures = [self.belief.figures(s) for s in range(self.n_slots)]
         mean, deviation = np.array([f[0] for f in figures]), np.array([f[1] for f in figures])
         feared = (_too_long(mean, deviation) > RECKLESS) & (self.tried == 0)
@@ -119,7 +126,9 @@ class Search:
     @property
     def noise(self) -> float:
         """Standard deviation of a window's log step time, as measured on this job."""
-        return window_noise(np.array(self._single), self.window_steps)
+        if self._noise is None:
+            self._noise = window_noise(np.array(self._single), self.window_steps)
+        return self._noise
 
     def plan(self) -> Plan | None:
         """The window to run now, or None where the policy has a turn first."""
@@ -289,6 +298,7 @@ class Search:
     def record(self, plan: Plan, seen: Measured) -> float:
         """Take in a window. Returns the reward: default steps saved (below 0: lost) by all that was billed, / 100."""
         self.steps += seen.billed
+        self._open = None
         if plan.kind == PROFILE:
             self._begin(seen)
             self.turn = self.n_slots if self.before.any() else 0
@@ -322,6 +332,7 @@ class Search:
         logs = np.log(steps / self.default_ms)
         if len(logs) >= 3:
             self._single.extend(logs - np.median(logs))
+            self._noise = None
         log_step = math.log(middle(steps) / self.default_ms) if len(steps) else math.nan
         noise = window_noise(np.array(self._single), max(len(steps), 1))
         if given_up:

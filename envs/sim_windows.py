@@ -62,7 +62,9 @@ class SimWindows:
             configs[row, :s] = plan.configs
             discard[row] = plan.discard
             counted[row] = plan.n_steps + plan.discard
-        before = jobs.step_us(self.running)[0]
+        before = np.zeros(n)
+        rows = list(rows)
+        before[rows] = jobs.step_us(self.running[rows], np.array(rows))[0]
         jobs.advance(np.where(changed, SWITCH_STEPS, 0))
         steps, calls = jobs.window(configs, counted, self.rng)
         found = []
