@@ -5,6 +5,7 @@ Work is a function of one item that returns a JSON-like dict, or raises ValueErr
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -90,7 +91,7 @@ class OnRay:
         except ImportError as error:
             raise ValueError("--ray needs Ray: pip install 'dynamiccl[ray]'") from error
         try:
-            ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="error")
+            ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level=logging.ERROR)
             self.slots = max(1, int(ray.cluster_resources().get("CPU", 1)))
         except Exception as error:
             raise ValueError(f"Ray cannot be reached ({error}): start it, or set RAY_ADDRESS") from error
