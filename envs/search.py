@@ -79,8 +79,7 @@ class Search:
         """A new search, from these default steps."""
         logs = np.log(default.step_ms / middle(default.step_ms))
         self._single = deque(logs, 96)
-        self._noise: float | None = None
-        self._open: Array | None = None
+        self._kept: dict[str, Any] = {}  # what holds until the next window
         self.default_ms = middle(default.step_ms)
         lowest, most = self.rules.window_steps
         fits = (n for n in range(lowest, most) if window_noise(logs, n) <= self.rules.good_noise)
@@ -94,8 +93,7 @@ class Search:
         self.choices = np.zeros(self.n_slots, np.int64)
         self.tried, self.hits = np.zeros(self.job.mask.shape), np.zeros(self.job.mask.shape)
         self.turn = self.round = self.repeats = self.idle = 0
-        self.last_saving, self.comparisons = 0.0, 0
-        self.phase = SEARCH
+        self.phase, self.last_saving, self.comparisons = SEARCH, 0.0, 0
         self.race: Race | None = None
         self._half: list[tuple[str, float]] = []
         self._default_before: float | None = None
@@ -108,15 +106,13 @@ class Search:
     @property
     def open(self) -> Array:
         """(s, N_CONFIGS) bool: what may be chosen now: what is not feared to make steps far too long."""
-        if self._open is None:  # changes with what a window teaches, not from turn to turn
-            self._open = self._find_open()
-        return self._open
-
-    def _find_open(self) -> Array:
+        if "open" in self._kept:
+            return self._kept["open"]
         figures = [self.belief.figures(s) for s in range(self.n_slots)]
         mean, deviation = np.array([f[0] for f in figures]), np.array([f[1] for f in figures])
         feared = (_too_long(mean, deviation) > RECKLESS) & (self.tried == 0)
-        return np.asarray(self.job.mask & ~self.banned & ~feared)
+        self._kept["open"] = np.asarray(self.job.mask & ~self.banned & ~feared)
+        return self._kept["open"]
 
     @property
     def is_over(self) -> bool:
@@ -126,9 +122,9 @@ class Search:
     @property
     def noise(self) -> float:
         """Standard deviation of a window's log step time, as measured on this job."""
-        if self._noise is None:
-            self._noise = window_noise(np.array(self._single), self.window_steps)
-        return self._noise
+        if "noise" not in self._kept:
+            self._kept["noise"] = window_noise(np.array(self._single), self.window_steps)
+        return self._kept["noise"]
 
     def plan(self) -> Plan | None:
         """The window to run now, or None where the policy has a turn first."""
@@ -298,7 +294,7 @@ class Search:
     def record(self, plan: Plan, seen: Measured) -> float:
         """Take in a window. Returns the reward: default steps saved (below 0: lost) by all that was billed, / 100."""
         self.steps += seen.billed
-        self._open = None
+        self._kept.clear()
         if plan.kind == PROFILE:
             self._begin(seen)
             self.turn = self.n_slots if self.before.any() else 0
@@ -332,7 +328,6 @@ class Search:
         logs = np.log(steps / self.default_ms)
         if len(logs) >= 3:
             self._single.extend(logs - np.median(logs))
-            self._noise = None
         log_step = math.log(middle(steps) / self.default_ms) if len(steps) else math.nan
         noise = window_noise(np.array(self._single), max(len(steps), 1))
         if given_up:
@@ -340,9 +335,7 @@ class Search:
         logs_us = np.log(np.asarray(seen.call_us, np.float64))
         own = (plan.configs == 0) & np.isfinite(logs_us)
         self.n_default += own
-        self.default_logs = np.where(
-            own, self.default_logs + (logs_us - self.default_logs) / self.n_default, self.default_logs
-        )
+        self.default_logs = self.default_logs + np.where(own, (logs_us - self.default_logs) / self.n_default, 0.0)
         calls = np.where(seen.obeyed, logs_us - self.default_logs, np.nan)
         # What NCCL did not obey says nothing of the config, which is not tried again.
         refused = np.flatnonzero(~seen.obeyed & (plan.configs > 0))
