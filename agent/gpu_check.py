@@ -33,6 +33,8 @@ from .overhead import measure
 PARTS = ("sweep", "overhead", "zero3")
 #: Share of the budget that each part may take; the rest is for starting and ending processes.
 SHARES = {"sweep": 0.4, "overhead": 0.25, "zero3": 0.3}
+#: Of the tuned job: without end, it is ended after its verdict.
+STEPS = 1_000_000
 RAN = ("ran_algo", "ran_proto", "ran_channels")
 CSV_COLUMNS = (
     *("placement", "func", "n_bytes", "decision", "channels_asked", *RAN),
@@ -49,22 +51,22 @@ class Extent:
     reps: int
     pairs: int  # of jobs with and without the plugin
     overhead_steps: int
-    steps: int  # of the tuned job
+    steps_after: int  # of the tuned job, after its verdict
     windows: int
     verify: int
     model: tuple[str, ...]  # the workload's options
 
 
 REAL = Extent(
-    tuple(2**k for k in range(16, 29, 2)), (0, 1, 2, 4, 8, 16, 24, 32), 10, 5, 60, 500, 14, 8,
+    tuple(2**k for k in range(16, 29, 2)), (0, 1, 2, 4, 8, 16, 24, 32), 10, 5, 60, 200, 14, 8,
     ("--layers", "8", "--width", "1024", "--heads", "16", "--seq", "512", "--log-every", "1"),
 )  # fmt: skip
 DRY = Extent(
-    (2**16, 2**19, 2**22), (0, 1, 4, 16), 3, 3, 30, 400, 8, 6,
+    (2**16, 2**19, 2**22), (0, 1, 4, 16), 3, 3, 30, 100, 8, 6,
     ("--layers", "2", "--width", "64", "--heads", "4", "--seq", "32", "--batch", "1", "--log-every", "1"),
 )  # fmt: skip
 #: For a test of the script itself.
-SMALL = Extent((2**16,), (0, 4), 2, 3, 10, 230, 2, 6, DRY.model)
+SMALL = Extent((2**16,), (0, 4), 2, 3, 10, 20, 2, 6, DRY.model)
 
 
 @dataclass(frozen=True)
@@ -254,8 +256,17 @@ class Check:
         if emulated:
             scales = ["--bytes-scale", str(emulated.bytes_scale), "--time-scale", str(emulated.time_scale)]
             words += ["--cluster", emulated.cluster, *scales]
-        ended = self._job([*words, "--", *self._workload(extent.steps, out / "job.jsonl")], budget_s, out / "job.jsonl")
-        summary = json.loads((out / "summary.json").read_text()) if (out / "summary.json").exists() else {}
+        log = out / "job.jsonl"
+        command = [*words, "--", *self._workload(STEPS, log)]
+        seen: list[int] = []  # steps of the job when the verdict was there
+
+        def over() -> bool:
+            if not seen and _summary(out).get("steps_to_verdict") is not None:
+                seen.append(_lines(log))
+            return bool(seen) and _lines(log) >= seen[0] + extent.steps_after
+
+        ended = self._job(command, budget_s, log, over)
+        summary = _summary(out)
         names = ("speedup", "speedup_ci95", "aa_speedup_ci95", "default_step_ms", "tuned_step_ms", "kept", "decisions")
         found: dict[str, Any] = {name: summary.get(name) for name in (*names, "consistency", "records_lost", "ended")}
         # Cut off after the closing A/B is as good as not cut off.
@@ -279,8 +290,18 @@ class Check:
         ranks = ["--ranks", str(self.machine.n_ranks), "--placement", placement]
         return [sys.executable, "-m", "dynamiccl.envs.nccl.ranks", *ranks, "--", *command]
 
-    def _job(self, command: list[str], limit_s: float, grows: Path, bytes_scale: float | None = None) -> str:
-        """Run a job of this part; '' if it ended well in time, else what happened. Progress is ``grows``'s lines."""
+    def _job(
+        self,
+        command: list[str],
+        limit_s: float,
+        grows: Path,
+        over: Callable[[], bool] = lambda: False,
+        bytes_scale: float | None = None,
+    ) -> str:
+        """Run a job of this part until it ends or is ``over``; '' if that was well and in time, else what happened.
+
+        Progress is ``grows``'s lines.
+        """
         emulated = self.machine.emulated
         env = dict(os.environ)
         run = RunFolder.create() if "dynamiccl.agent.cli" not in command else None  # `tune` makes its own
@@ -291,24 +312,33 @@ class Check:
             job = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
         end, told = time.monotonic() + limit_s, time.monotonic()
         try:
-            while job.poll() is None and time.monotonic() < end:
+            while job.poll() is None and time.monotonic() < end and not over():
                 time.sleep(0.1)
                 if time.monotonic() - told > 10:
                     told = time.monotonic()
-                    done = len(grows.read_bytes().splitlines()) if grows.exists() else 0
-                    self.say(f"  {done} done, {end - told:.0f} s left for this part")
+                    self.say(f"  {_lines(grows)} done, {end - told:.0f} s left for this part")
             if job.poll() is None:
                 job.send_signal(signal.SIGINT)  # `tune` then sums up what it saw; ranks are ended by their launcher
                 try:
-                    job.wait(20)
+                    job.wait(60)
                 except subprocess.TimeoutExpired:
                     os.killpg(job.pid, signal.SIGKILL)
                     job.wait()
-                return f"cut off after {limit_s:.0f} s"
+                return "" if over() else f"cut off after {limit_s:.0f} s"
         finally:
             if run:
                 run.close()
         return f"ended with status {job.returncode}, see {self.folder / 'jobs.log'}" if job.returncode else ""
+
+
+def _summary(out: Path) -> dict[str, Any]:
+    """What `tune` has written so far."""
+    path = out / "summary.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
 def _best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

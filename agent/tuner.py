@@ -134,7 +134,8 @@ class Tuner:
                 self.step()
         except JobEnded as error:
             self.outcome.ended = str(error)
-        self._conclude()
+        finally:  # also where the tuner is interrupted: what was confirmed stays in force
+            self._conclude()
         return self.outcome
 
     def resume(self, decisions: dict[Slot, Decision]) -> None:
@@ -198,9 +199,10 @@ class Tuner:
         o.reopened = search.marks.reopened
         if search.marks.dropped and not o.dropped and not o.kept:
             o.dropped = "it had become slower than NCCL's own choice"
-        if search.is_over or search.race is None:
+        sure = search.is_over or bool(search.races)  # a table that was confirmed has its figures, however the job ends
+        if sure or search.race is None:
             o.choices = [self._choice(i, p, search) for i, p in enumerate(self.windows.profiles)]
-        if search.is_over and (o.verdict is None or o.reopened):
+        if sure and (o.verdict is None or o.reopened):
             o.verdict = verdict_of(search)
 
     def _choice(self, i: int, profile: SlotProfile, search: Search) -> Choice:

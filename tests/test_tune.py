@@ -38,17 +38,20 @@ def losses(log):
 def tuned(tmp_path_factory):
     """One whole run, looked at from several sides."""
     folder = tmp_path_factory.mktemp("tuned")
-    command = options(folder / "out", "--windows", "8", "--verify", "4", "--json", "-")
-    done = subprocess.run(
-        [*command, "--", *job(900, folder / "job.jsonl")], env=ENV, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return folder, json.loads(done.stdout)
+    for steps in (900, 2700, 8100):  # on a busy machine the ranks change tables further apart
+        out, log = folder / f"{steps}", folder / f"{steps}.jsonl"
+        command = options(out, "--windows", "8", "--verify", "4", "--json", "-")
+        done = subprocess.run([*command, "--", *job(steps, log)], env=ENV, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        summary = json.loads(done.stdout)
+        if summary["steps_to_verdict"] is not None:
+            break
+    return out, log, summary
 
 
 def test_summary_holds_what_programs_rely_on(tuned):
-    folder, s = tuned
-    assert s == json.loads((folder / "out" / "summary.json").read_text())
+    out, _, s = tuned
+    assert s == json.loads((out / "summary.json").read_text())
     assert s["cluster"] == "dgx-h100-2x8" and s["emulated"] is True
     assert (s["bytes_scale"], s["time_scale"], s["n_processes"], s["n_ranks"]) == (1500.0, 3.0, 2, 16)
     assert 0 < s["steps_to_verdict"] <= s["steps"] and (s["default_share_after"] or 0) < 0.1
@@ -63,14 +66,13 @@ def test_summary_holds_what_programs_rely_on(tuned):
 
 
 def test_all_ranks_ran_every_collective_alike(tuned):
-    _, s = tuned
+    *_, s = tuned
     assert s["consistency"]["mismatches"] == 0
     assert s["consistency"]["calls_checked"] > 3000
 
 
 def test_the_trace_shows_the_tables_at_work(tuned):
-    folder, _ = tuned
-    trace = Trace.read(folder / "out" / "trace")
+    trace = Trace.read(tuned[0] / "trace")
     assert trace.header["emulated"] and trace.header["cluster"] == "dgx-h100-2x8"
     assert trace.events["table_generation"].nunique() > 4  # ranks switched many times
     rules = [(g, rule) for g, rules in trace.tables.items() for rule in rules]
@@ -91,11 +93,11 @@ def test_the_trace_shows_the_tables_at_work(tuned):
 
 
 def test_tuning_does_not_change_a_bit_of_the_loss(tuned, tmp_path):
-    folder, _ = tuned
+    _, log, _ = tuned
     env = {**ENV, "DYNAMICCL_CLUSTER": "dgx-h100-2x8", "DYNAMICCL_TIME_SCALE": "0.1"}
     subprocess.run([*job(900, tmp_path / "plain"), "--quiet"], env=env, check=True, timeout=120)
     assert len(losses(tmp_path / "plain")) == 900
-    assert losses(tmp_path / "plain") == losses(folder / "job.jsonl")
+    assert losses(tmp_path / "plain") == losses(log)[:900]
 
 
 def test_a_job_on_gloo_is_attached_to_and_keeps_every_bit_of_its_loss(tmp_path):

@@ -63,6 +63,31 @@ def test_a_job_that_ends_early_leaves_what_was_seen():
     assert lines and outcome.windows > 0
 
 
+def test_a_job_that_ends_between_its_first_gain_and_the_verdict_has_the_figures_of_what_was_kept():
+    """Before: "kept" without a speed-up, the interval or a decision."""
+    whole, _, _ = run("expected-improvement", FakeJob(truth, noise=0.002))
+    assert whole.first_gain + 5 < whole.steps_to_verdict
+    job = FakeJob(truth, noise=0.002, steps=whole.first_gain + 5)
+    outcome, _, _ = run("expected-improvement", job)
+    assert outcome.kept and outcome.ended and outcome.steps_to_verdict is None
+    assert outcome.verdict.tuned.low > 1 and outcome.decisions == job.confirmed
+
+
+def test_an_interrupted_run_says_what_stays_in_force():
+    """Before: a table that stayed was summed up as not kept."""
+
+    class Interrupted(FakeJob):
+        def window(self, *args, **more):
+            if self.confirmed:
+                raise KeyboardInterrupt("terminated")
+            return super().window(*args, **more)
+
+    tuner = Tuner(LiveWindows(Interrupted(truth, noise=0.002)), make_chooser("expected-improvement", 0), Settings())
+    with pytest.raises(KeyboardInterrupt):
+        tuner.run()
+    assert tuner.outcome.kept and tuner.outcome.verdict is not None
+
+
 def test_a_job_without_tunable_collectives_has_nothing_to_tune():
     job = FakeJob(truth)
     job.assembler.offers = {}
