@@ -225,10 +225,11 @@ class Belief:
 
     def observe(
         self, configs: Array, log_step: float, noise: float, call_logs: Array, call_noise: Array, steps: int
-    ) -> None:
+    ) -> float:
         """One window under ``configs`` (s,): the log of its step time over the first default's (NaN: not measured),
         the standard deviation of that, logs of the slots' call times over their default's (s,; NaN: not sampled) with
-        theirs, and the steps since the last window."""
+        theirs, and the steps since the last window. Returns how likely that was, as a log density."""
+        likely = 0.0
         self.cov[0, 0] += self.wander**2 * steps
         rows, misses, noises = [], [], []
         for s, config in enumerate(configs):
@@ -240,7 +241,7 @@ class Belief:
                 misses.append(float(np.clip(call_logs[s], *LOG_RANGE)) - self.mean[self.parts[s].start + 1 + i])
                 noises.append(float(call_noise[s]) ** 2 + CALL_FLOOR**2)
         if rows:  # first: they say where to set the tangent for the step
-            self._update(np.array(rows), np.array(misses), np.array(noises))
+            likely = self._update(np.array(rows), np.array(misses), np.array(noises))
         if np.isfinite(log_step):
             total, gradient = self._linear(configs)
             left = max(1 - total, LEAST)
@@ -249,20 +250,27 @@ class Belief:
             miss = log_step - self.mean[0] - math.log(left)
             expected = float(row @ self.cov @ row) + noise**2 + (MISFIT * total) ** 2
             doubt = max(miss**2 / expected / OUTLIER**2, 1.0)
-            self._update(row[None], np.array([miss]), np.array([doubt * (noise**2 + (MISFIT * total) ** 2)]))
+            likely += self._update(row[None], np.array([miss]), np.array([doubt * (noise**2 + (MISFIT * total) ** 2)]))
+        return likely
 
-    def _update(self, rows: Array, misses: Array, noises: Array) -> None:
+    def _update(self, rows: Array, misses: Array, noises: Array) -> float:
         cross = self.cov @ rows.T
-        spread = rows @ cross
-        gain = np.linalg.solve(spread + np.diag(noises), cross.T).T
+        spread = rows @ cross + np.diag(noises)
+        gain = np.linalg.solve(spread, cross.T).T
+        likely = -0.5 * float(misses @ np.linalg.solve(spread, misses) + np.linalg.slogdet(2 * np.pi * spread)[1])
         self.mean = self.mean + gain @ misses
         self.cov -= gain @ cross.T
+        self.touched()
+        return likely
+
+    def touched(self) -> None:
+        """``mean`` or ``cov`` have been changed: what was worked out from them no longer holds."""
         self._effects = [None] * len(self.arms)
 
     def forget(self, part: float) -> None:
         """Something has changed: widen what is believed by this part of its variance (1 doubles it)."""
         self.cov *= 1 + part
-        self._effects = [None] * len(self.arms)
+        self.touched()
 
 
 def expected_improvement(ahead: Array, deviation: Array) -> Array:

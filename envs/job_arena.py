@@ -13,6 +13,7 @@ import numpy as np
 
 from . import turns
 from .belief import Prior
+from .memory import Memory
 from .scores import Ledger, Scores
 from .sim.jobs import Jobs
 from .sim_windows import SWITCH_STEPS, SimSearch, SimWindows
@@ -51,9 +52,23 @@ def judged(
 
     ``jobs`` are left as they are. What the policy raises passes through.
     """
+    return played(policy, jobs, best_us, prior, seed, after, rules)[0].scores()
+
+
+def played(
+    policy: Any,
+    jobs: Jobs,
+    best_us: Array,
+    prior: Prior,
+    seed: int = 0,
+    after: int = AFTER,
+    rules: Rules | None = None,
+    memories: Sequence[Memory | None] | None = None,
+) -> tuple[Ledger, SimSearch]:
+    """As :func:`judged`: the bills, and the searches as they ended. ``memories``: of each job's cluster."""
     jobs, rng, n = jobs.take(slice(None)), np.random.default_rng([seed, len(jobs)]), len(jobs)
     ledger = Ledger(jobs, best_us)
-    search = SimSearch(jobs, prior, rng, rules, BilledWindows(jobs, rng, ledger))
+    search = SimSearch(jobs, prior, rng, rules, BilledWindows(jobs, rng, ledger), memories)
     state, start = None, np.ones(n, bool)
     seen = np.zeros((n, turns.N_OBSERVATION), np.float32)
     until = np.full(n, np.inf)  # steps at which a job's watch has been played
@@ -80,4 +95,4 @@ def judged(
         ledger.final[again] = search.tables[again]
     marks = [s.marks.first_gain for s in search.searches]
     ledger.first_gain = np.where(np.array(marks) >= 0, marks, np.nan)
-    return ledger.scores()
+    return ledger, search

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from . import turns
 from .belief import Belief, Prior
+from .memory import Evidence, Memory, Remembering
 from .sequential import Race, middle, window_noise
-from .watch import CHANGED, HARMFUL, Rules, Watch
+from .watch import CHANGED, HARMFUL, Marks, Rules, Watch
 from .windows import DISCARD, PROFILE, REFERENCE, SEARCH, TABLE, WARM_STEPS, WATCH, Job, Measured, Plan
 
 Array = np.ndarray[Any, Any]
@@ -39,29 +40,18 @@ BUDGET_STEPS = 1000
 CALL_NOISE = 0.03
 
 
-@dataclass
-class Marks:
-    """When what happened, in optimizer steps since the job's first; -1: it has not."""
-
-    first_table: int = -1  # a table came into force that stayed
-    first_gain: int = -1  # a gain was confirmed
-    verdict: int = -1
-    canaries: int = 0  # windows given up
-    reopened: int = 0
-    dropped: int = 0  # tables taken back after the verdict
-
-
 class Search:
     """The search over one job. Ask :meth:`plan`; where it gives a window, measure it and :meth:`record` it; where it
     gives None it is the policy's turn: :meth:`observe`, then :meth:`decide`."""
 
-    def __init__(self, job: Job, default: Measured, prior: Prior, rules: Rules | None = None) -> None:
-        self.job, self.rules = job, rules or Rules()
-        self.n_slots = len(job.share)
-        self.marks = Marks()
+    def __init__(
+        self, job: Job, default: Measured, prior: Prior, rules: Rules | None = None, memory: Memory | None = None
+    ) -> None:
+        """``memory``: what is known of the cluster."""
+        self.job, self.prior, self.rules = job, prior, rules or Rules()
+        self.n_slots, self.marks = len(job.share), Marks()
         self.steps = self.elapsed = default.billed
         self.lost = 0.0  # default steps that the job lost against its default, so far
-        self.prior = prior
         self.default_logs, self.n_default = np.log(job.call_us), np.ones(self.n_slots)  # of the default's calls
         self.confirmed: Array = np.zeros(self.n_slots, np.int64)  # in force when nothing is tried
         # What confirmed it: the first against the default, each other against the one before.
@@ -73,7 +63,13 @@ class Search:
         self.after = self.after_default = 0  # steps since the verdict; of them under the default
         self.warm: set[int] = set()
         self.banned = np.zeros_like(job.mask, bool)
+        self.memory = Remembering(memory)
         self._begin(default)
+
+    @property
+    def evidence(self) -> Evidence:
+        """What has been measured, for the next job on this cluster."""
+        return self.memory.notes.evidence(self.job, np.exp(self.default_logs), self.confirmed)
 
     def _begin(self, default: Measured) -> None:
         """A new search, from these default steps."""
@@ -90,9 +86,10 @@ class Search:
         self.belief.cov[0, 0] = max(self.belief.cov[0, 0], self.noise**2)
         self.belief.wander = max(self.belief.wander, self.noise / 10)
         self.belief.has_calls = bool(np.isfinite(self.default_logs).any())
-        self.choices = np.zeros(self.n_slots, np.int64)
+        self.belief, self.choices = self.memory.begin(self.job, self.prior, self.belief)
         self.tried, self.hits = np.zeros(self.job.mask.shape), np.zeros(self.job.mask.shape)
-        self.turn = self.round = self.repeats = self.idle = 0
+        self.turn = self.n_slots if self.choices.any() else 0  # what was good before is the first to be tried
+        self.round = self.idle = 0
         self.phase, self.last_saving, self.comparisons = SEARCH, 0.0, 0
         self.race: Race | None = None
         self._half: list[tuple[str, float]] = []
@@ -341,7 +338,8 @@ class Search:
         refused = np.flatnonzero(~seen.obeyed & (plan.configs > 0))
         self.banned[refused, plan.configs[refused]] = True
         configs = np.where(seen.obeyed, plan.configs, 0)
-        self.belief.observe(configs, log_step, noise, calls, np.full(self.n_slots, CALL_NOISE), seen.billed)
+        window = configs, log_step, noise, calls, np.full(self.n_slots, CALL_NOISE), seen.billed
+        self.belief = self.memory.observe(self.belief, *window)
         if not given_up:
             self.tried[np.arange(self.n_slots), configs] += 1
         self.last_saving = -log_step if len(steps) else 0.0
@@ -361,9 +359,10 @@ class Search:
 
     def _after_round(self, given_up: bool) -> None:
         self.round, self.turn = self.round + 1, 0
-        if given_up or self.confirmed.any() or self.round < self.rules.early:
+        early = 1 if self.memory.is_borne_out else self.rules.early
+        if given_up or self.confirmed.any() or self.round < early:
             return
-        table = self.belief.best()
+        table = self.choices if self.round < self.rules.early else self.belief.best()
         mean, deviation = self.belief.saving(table)
         if mean > 2 * deviation and mean > 3.0 * self.noise * math.sqrt(2):
             self._propose(table, closing=False)

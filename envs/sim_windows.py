@@ -10,6 +10,7 @@ import numpy as np
 
 from . import turns
 from .belief import Prior
+from .memory import Memory
 from .search import Search
 from .sim.jobs import SLOTS, Jobs
 from .spaces import config_index
@@ -117,11 +118,13 @@ class SimSearch:
         rng: np.random.Generator,
         rules: Rules | None = None,
         windows: SimWindows | None = None,
+        memories: Sequence[Memory | None] | None = None,
     ) -> None:
-        """``windows``: those of ``jobs``, where they are more than simulated."""
+        """``windows``: those of ``jobs``, where they are more than simulated; ``memories``: of each job's cluster."""
         self.windows, self.rules = windows or SimWindows(jobs, rng), rules or Rules()
         told, seen = self.windows.begin(self.rules.profile_steps)
-        self.searches = [Search(t, m, prior, self.rules) for t, m in zip(told, seen, strict=True)]
+        known = memories or [None] * len(told)
+        self.searches = [Search(t, m, prior, self.rules, k) for t, m, k in zip(told, seen, known, strict=True)]
         self.n_windows = np.zeros(len(jobs), np.int64)
 
     @property

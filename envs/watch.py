@@ -20,6 +20,18 @@ AT_ONCE = 1e-3
 SWITCHES = 8
 
 
+@dataclass
+class Marks:
+    """When what happened, in optimizer steps since the job's first; -1: it has not."""
+
+    first_table: int = -1  # a table came into force that stayed
+    first_gain: int = -1  # a gain was confirmed
+    verdict: int = -1
+    canaries: int = 0  # windows given up
+    reopened: int = 0
+    dropped: int = 0  # tables taken back after the verdict
+
+
 @dataclass(frozen=True)
 class Rules:
     """How a search is run; steps are optimizer steps."""

@@ -194,8 +194,15 @@ def _expose(jobs: Jobs, wanted: Array) -> None:
         total, _, bare = jobs._run(none, rows, fair)
         more = bare.sum(axis=1) > wanted * total
         low, high = np.where(more, jobs.scale, low), np.where(more, high, jobs.scale)
-    jobs.scale = high
-    total, spent, bare = jobs._run(none, rows, fair)
+    jobs.change_at = before
+    computing(jobs, high)
+
+
+def computing(jobs: Jobs, scale: Array) -> None:
+    """Scale the compute of each job (n,), and note what its default is like in fair weather, before any change."""
+    n = len(jobs)
+    before, jobs.change_at, jobs.scale = jobs.change_at, np.full(n, NEVER), scale.copy()
+    total, spent, bare = jobs._run(np.zeros((n, SLOTS), int), np.arange(n), np.ones(n))
     jobs.default_us, jobs.change_at = total, before
     share = spent[:, :SLOTS] / total[:, None]
     jobs.fingerprint.share = np.where(jobs.calls > 0, share, share[:, :1]).ravel()
