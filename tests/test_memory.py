@@ -123,7 +123,7 @@ def test_other_durations_of_the_default_throw_the_memory_away_before_a_step_is_s
 
 def test_a_wrong_memory_is_gone_with_the_first_window_and_nothing_of_it_is_left(told, prior):
     job, default = told
-    configs, evidence = notes_of(job)
+    _, evidence = notes_of(job)
     search, plain = (Search(job, default, prior, memory=m) for m in (Memory([evidence]), None))
     plan = search.plan()
     calls = job.call_us.copy()
