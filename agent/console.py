@@ -105,3 +105,5 @@ def show_summary(console: Console, s: dict[str, Any]) -> None:
     if s["records_lost"]:
         console.print(f"{s['records_lost']} records were lost: the tuner could not keep up", style="yellow")
     console.print(f"trace   {s['trace']}\nreport  {s['report']}")
+    if s["table"]:
+        console.print(f"again, without a tuner: dynamiccl apply {s['table']} -- COMMAND", markup=False)

@@ -20,8 +20,10 @@ from ..envs.live import LAUNCHER, STOP, Closed, Job, JobEnded, Stopped, Withdraw
 from ..envs.live_windows import LiveWindows
 from ..envs.locks import Busy, is_locked, lock
 from ..envs.nccl.shm import RunFolder
+from ..envs.nccl.tables import TABLE, to_json
+from ..envs.sim.emulated import Emulated
 from ..traces.files import Trace, TraceError, TraceWriter
-from ..traces.records import TUNED_FUNCS
+from ..traces.records import TUNED_FUNCS, Table
 from .choosing import DEFAULT, make_chooser
 from .outputs import claim, link, logged
 from .tuner import Line, Outcome, Settings, Tuner
@@ -33,27 +35,6 @@ REPORT_EVENTS = 500_000
 #: In the run folder: what the launcher was asked for, so that every tuner of the run goes on alike. And the lock of the
 #: one tuner that a run has at a time.
 REQUEST, TUNER = "request.json", "tuner"
-
-
-@dataclass(frozen=True)
-class Emulated:
-    """The emulated cluster that a job without GPUs runs on."""
-
-    cluster: str
-    bytes_scale: float
-    time_scale: float
-    seed: int = 0
-    weather: str = ""
-
-    def env(self) -> dict[str, str]:
-        """What tells the emulated backend, see ``envs.sim.timeline``."""
-        return {
-            "DYNAMICCL_CLUSTER": self.cluster,
-            "DYNAMICCL_BYTES_SCALE": repr(self.bytes_scale),
-            "DYNAMICCL_TIME_SCALE": repr(self.time_scale),
-            "DYNAMICCL_SEED": str(self.seed),
-            "DYNAMICCL_WEATHER": self.weather,
-        }
 
 
 @dataclass(frozen=True)
@@ -257,6 +238,15 @@ class Daemon:
         path = self.out / "summary.json"
         path.with_suffix(".tmp").write_text(json.dumps(summary, indent=2) + "\n")
         os.replace(path.with_suffix(".tmp"), path)
+        if self.job.confirmed:
+            self.table.write_text(to_json(Table.of(1, self.job.confirmed)))
+        else:
+            self.table.unlink(missing_ok=True)
+
+    @property
+    def table(self) -> Path:
+        """What was confirmed, as `dynamiccl apply` takes it; not there while nothing is."""
+        return self.out / TABLE
 
     def _summary(self) -> dict[str, Any]:
         request, outcome, job = self.request, self.outcome, self.job
@@ -302,6 +292,7 @@ class Daemon:
             "job_status": job.status,
             "run": str(self.run.path),
             "trace": str(self.out / "trace"),
+            "table": str(self.table) if job.confirmed else None,
             "report": str(self.out / "report.html"),
         }
 

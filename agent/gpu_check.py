@@ -27,7 +27,8 @@ import numpy as np
 from ..envs.nccl.ranks import placements
 from ..envs.nccl.shm import RunFolder
 from ..envs.nccl.sweep import rows_of
-from .daemon import Emulated, workload
+from ..envs.sim.emulated import Emulated
+from .daemon import workload
 from .overhead import measure
 
 PARTS = ("sweep", "overhead", "zero3")

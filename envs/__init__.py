@@ -1,1 +1,1 @@
-"""What is decided about: spaces, rewards and the environments, each of which registers its id when it is imported."""
+"""What is decided about: spaces, rewards, the search and its environments."""

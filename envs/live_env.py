@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
-
 from .live_windows import LiveWindows
 from .search_env import SearchEnv
 from .watch import Rules
@@ -26,13 +24,10 @@ class LiveEnv(SearchEnv):
     v0: first.
     """
 
-    def __init__(self, job: Any, rules: Rules | None = None, **windows: Any) -> None:
-        super().__init__(rules)
+    def __init__(self, job: Any, rules: Rules | None = None, render_mode: str | None = None, **windows: Any) -> None:
+        super().__init__(rules, render_mode=render_mode)
         self.job, self.options = job, windows
 
     def open(self, options: dict[str, Any]) -> Windows:
         """Windows of the job."""
         return LiveWindows(self.job, profile_steps=self.rules.profile_steps, **self.options)
-
-
-gym.register("dynamiccl/Live-v0", "dynamiccl.envs.live_env:LiveEnv", nondeterministic=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import gymnasium as gym
-
 from ..traces.files import Trace
 from . import replay
 from .live_windows import LiveWindows
@@ -29,9 +27,13 @@ class ReplayEnv(SearchEnv):
     """
 
     def __init__(
-        self, trace: Trace | str | os.PathLike[str], min_share: float = 0.01, rules: Rules | None = None
+        self,
+        trace: Trace | str | os.PathLike[str],
+        min_share: float = 0.01,
+        rules: Rules | None = None,
+        render_mode: str | None = None,
     ) -> None:
-        super().__init__(rules)
+        super().__init__(rules, render_mode=render_mode)
         self.trace = trace if isinstance(trace, Trace) else Trace.read(trace)
         self.min_share = min_share
         self.recorded = replay.load(self.trace, min_share)
@@ -41,6 +43,3 @@ class ReplayEnv(SearchEnv):
         job = RecordedJob(self.trace, self.recorded, int(self.np_random.integers(2**31)))
         scale = float(self.trace.header.get("time_scale") or 1.0)
         return LiveWindows(job, self.rules.profile_steps, self.min_share, scale)
-
-
-gym.register("dynamiccl/Replay-v0", "dynamiccl.envs.replay_env:ReplayEnv")

@@ -39,10 +39,10 @@ class SearchEnv(gym.Env[Array, Array]):
     Terminated with the verdict; never truncated. Of the verdict: ``info["table"]``, ``info["steps"]``.
     """
 
-    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - gymnasium's contract
+    metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 - gymnasium's contract
 
-    def __init__(self, rules: Rules | None = None, prior: Prior | None = None) -> None:
-        self.rules, self.prior = rules or Rules(), prior or Prior.load()
+    def __init__(self, rules: Rules | None = None, prior: Prior | None = None, render_mode: str | None = None) -> None:
+        self.rules, self.prior, self.render_mode = rules or Rules(), prior or Prior.load(), render_mode
         self.observation_space, self.action_space = turns.observation_space(), spaces.action_space()
         self.search: Search | None = None
 
@@ -69,6 +69,27 @@ class SearchEnv(gym.Env[Array, Array]):
         if search.is_over:
             search.turn = 0
         return search.observe(), reward, search.is_over, False, self._info(masked)
+
+    def action_masks(self) -> Array:
+        """What sb3-contrib's MaskablePPO asks: a flag a pair, then one a channel count.
+
+        A pair and a count may both be open and the two together closed: ``info["mask"]`` has every config.
+        """
+        search = self.search
+        if search is None:
+            raise ValueError("the episode has not begun: call reset()")
+        open_ = search.open[min(search.turn, search.n_slots - 1)].reshape(spaces.N_PAIRS, spaces.N_CHANNELS)
+        return np.concatenate([open_.any(axis=1), open_.any(axis=0)])
+
+    def render(self) -> str:
+        """The search in a line; the episode's own step is a turn, ``steps`` are the job's."""
+        s = self.search
+        if s is None:
+            return "no episode has begun"
+        chosen = enumerate(spaces.actions_of(s.confirmed))
+        table = ", ".join(f"slot {i} {spaces.decision_of(action)}" for i, action in chosen if action.any())
+        turn = "verdict" if s.is_over else f"round {s.round}, turn of slot {s.turn + 1} of {s.n_slots}"
+        return f"{s.steps} steps, {s.lost:+.1f} default steps lost, {turn}; in force: {table or 'NCCL alone'}"
 
     def _info(self, masked: bool) -> dict[str, Any]:
         assert self.search is not None

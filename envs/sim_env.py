@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 
 from . import spaces
@@ -160,8 +159,10 @@ class SimEnv(SearchEnv):
     ``family``: what jobs are drawn from; ``rules``: how the search is run.
     """
 
-    def __init__(self, family: JobFamily = STANDARD, rules: Rules | None = None) -> None:
-        super().__init__(rules)
+    def __init__(
+        self, family: JobFamily = STANDARD, rules: Rules | None = None, render_mode: str | None = None
+    ) -> None:
+        super().__init__(rules, render_mode=render_mode)
         self.family = family
 
     def open(self, options: dict[str, Any]) -> Windows:
@@ -173,6 +174,3 @@ class SimEnv(SearchEnv):
 
     def _info(self, masked: bool) -> dict[str, Any]:
         return super()._info(masked) | {"oracle_saving": self.oracle_saving}
-
-
-gym.register("dynamiccl/Sim-v0", "dynamiccl.envs.sim_env:SimEnv")

@@ -12,9 +12,9 @@ import sys
 
 import numpy as np
 import pytest
-from dynamiccl.agent.daemon import Emulated
 from dynamiccl.envs.live import Job
 from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.envs.sim.emulated import Emulated
 from dynamiccl.traces.audit import audit
 from probe_odd import PACKAGES
 from probe_ranks import STEPS

@@ -40,6 +40,29 @@ def emulated(**env):
     }
 
 
+ASKS_FOR_GLOO = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+where = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+if sys.argv[1] == "mesh":
+    init_device_mesh("cpu", (1,))
+else:
+    dist.init_process_group(*sys.argv[2:], **where)
+print(dist.get_backend(), dist.get_backend(dist.new_group()), dist.get_backend(dist.new_group(backend="gloo")))
+"""
+
+
+@pytest.mark.parametrize("said", [["say", "gloo"], ["say"], ["say", "cpu:gloo,cuda:nccl"], ["mesh"]])
+def test_a_script_that_says_gloo_runs_on_the_emulated_cluster_as_it_is(said):
+    """Before: such a job was told that it runs no collective that a tuner can reach."""
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-c", ASKS_FOR_GLOO, *said]
+    done = subprocess.run(
+        command, env={**os.environ, **alone, **emulated()}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["emulated", "emulated", "gloo"], done.stderr
+
+
 def test_values_are_gloos():
     assert ranks("values", **emulated()) == ranks("values", BACKEND="gloo")
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from dynamiccl.agent import gpu_check as gpu_check_module
 from dynamiccl.agent.compare import Comparison
-from dynamiccl.agent.daemon import Emulated
 from dynamiccl.agent.gpu_check import CSV_COLUMNS, SMALL, Check, Machine
 from dynamiccl.agent.overhead import measure
 from dynamiccl.envs.nccl.ranks import placements, rank_env
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.sweep import rows_of
+from dynamiccl.envs.sim.emulated import Emulated
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -1,6 +1,6 @@
 """The windows of a running job, and Live-v0 on them: slots from default steps, decisions out, durations back."""
 
-import dynamiccl.envs.live_env  # noqa: F401 - registers the id
+import dynamiccl.envs.registration  # noqa: F401
 import gymnasium as gym
 import numpy as np
 import pytest

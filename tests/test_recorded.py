@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from dynamiccl.agent.choosing import DEFAULT
-from dynamiccl.agent.commands import tune
+from dynamiccl.envs.sim.emulated import Emulated
 
 TRACES = Path(__file__).resolve().parents[1] / "traces"
 ORACLE = json.loads((TRACES / "oracle_demo.json").read_text())
@@ -20,11 +20,9 @@ def saved(summary):
 @pytest.mark.parametrize("summary", [ORACLE, DEMO])
 def test_both_ran_on_what_the_demo_runs_on(summary):
     assert summary["emulated"] is True and summary["date"] and summary["made_by"].startswith(("dynamiccl", "make"))
-    assert (summary["cluster"], summary["bytes_scale"], summary["time_scale"]) == (
-        tune.DEMO_CLUSTER,
-        tune.DEMO_BYTES_SCALE,
-        tune.DEMO_TIME_SCALE,
-    )
+    usual = Emulated()
+    scales = (summary["bytes_scale"], summary["time_scale"])
+    assert (summary["cluster"], *scales) == (usual.cluster, usual.bytes_scale, usual.time_scale)
     assert summary["consistency"]["mismatches"] == 0
 
 

@@ -1,6 +1,6 @@
 """Replay: what the trace measured comes back as measured, the rest is predicted and says so."""
 
-import dynamiccl.envs  # noqa: F401 - registers the ids
+import dynamiccl.envs.registration  # noqa: F401
 import gymnasium as gym
 import numpy as np
 import pytest

@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 
-import dynamiccl.envs  # noqa: F401 - registers the ids
+import dynamiccl.envs.registration  # noqa: F401
 import gymnasium as gym
 import make_streams
 import numpy as np
@@ -47,6 +47,20 @@ def test_gymnasium_accepts_it():
     assert terminated and info["table"].shape == (env.unwrapped.search.n_slots,)
     with pytest.raises(ValueError, match=r"call reset\(\)"):
         env.unwrapped.step(np.array([0, 0]))
+
+
+def test_it_says_what_may_be_chosen_and_how_the_search_stands():
+    env = gym.make("dynamiccl.envs.registration:dynamiccl/Sim-v0", render_mode="ansi").unwrapped
+    assert "no episode" in env.render()
+    obs, info = env.reset(seed=2)
+    open_ = info["mask"].reshape(spaces.N_PAIRS, spaces.N_CHANNELS)
+    masks = env.action_masks()
+    assert masks.tolist() == [*open_.any(axis=1), *open_.any(axis=0)] and not masks.all()
+    assert "turn of slot 1" in env.render() and "NCCL alone" in env.render()
+    done = False
+    while not done:
+        obs, _, done, _, info = env.step(ExpectedImprovement().predict(obs)[0])
+    assert "verdict" in env.render() and ("slot" in env.render()) == info["table"].any()
 
 
 def test_episodes_of_the_same_seed_are_the_same():

@@ -11,7 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dynamiccl.agent.commands.tune import n_gpus
+from dynamiccl.agent.daemon import Request
 from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.envs.nccl.tables import load_table
+from dynamiccl.envs.sim.emulated import Emulated
 from dynamiccl.traces.files import Trace
 
 DYNAMICCL = [sys.executable, "-m", "dynamiccl.agent.cli"]
@@ -63,6 +66,20 @@ def test_summary_holds_what_programs_rely_on(tuned):
     assert {d["func"] for d in s["decisions"]} == {"all_gather", "reduce_scatter"}
     assert all(d["reason"] and d["min_bytes"] < d["max_bytes"] for d in s["decisions"])
     assert Path(s["report"]).stat().st_size > 1e6 and s["records_lost"] == 0 and s["job_status"] == 0
+
+
+def test_the_table_that_was_confirmed_is_left_for_apply(tuned):
+    folder, s = tuned
+    chosen = {
+        (d["func"], d["algo"], d["proto"], d["n_channels"]) for d in s["decisions"] if d["algo"] or d["n_channels"]
+    }
+    if not s["kept"]:
+        assert s["table"] is None and not (folder / "out" / "table.json").exists()
+        return
+    assert s["table"] == str(folder / "out" / "table.json")
+    rules = load_table(folder / "out").rules
+    assert {(r.func, r.decision.algo, r.decision.proto, r.decision.n_channels or None) for r in rules} == chosen
+    assert all(r.n_ranks == 16 for r in rules)
 
 
 def test_all_ranks_ran_every_collective_alike(tuned):
@@ -254,6 +271,16 @@ def test_env_is_what_a_shell_can_evaluate(tmp_path):
     assert run("env").stdout.startswith("export DYNAMICCL_RUN=/")
     assert "NCCL_MIN_CTAS" not in variables
     assert json.loads(run("env", "--json", "--headroom", "24").stdout)["NCCL_MIN_CTAS"] == "24"
+
+
+def test_a_job_that_is_joined_on_an_emulated_cluster_is_known_for_one():
+    """Before: `env` had no --cluster, and whoever joined such a job by hand was told `"emulated": false`."""
+    variables = json.loads(run("env", "--json", "--cluster", "dgx-h100-1x8", "--bytes-scale", "7").stdout)
+    assert (variables["DYNAMICCL_CLUSTER"], variables["DYNAMICCL_BYTES_SCALE"]) == ("dgx-h100-1x8", "7.0")
+    folder = Path(variables["DYNAMICCL_RUN"])
+    assert Request.read(folder, {}).emulated == Emulated("dgx-h100-1x8", 7.0)
+    RunFolder.open(folder).close(remove=True)
+    assert "no cluster" in run("env", "--cluster", "dgx-h1000").stderr
 
 
 def test_headroom_reaches_the_job_before_its_communicators_are_made(tmp_path):

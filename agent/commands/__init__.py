@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from ...envs.sim.emulated import Emulated
     from ...traces.records import Table
 
 Headroom = Annotated[
@@ -49,6 +50,26 @@ RanksPerNode = Annotated[
     typer.Option(help="Ranks on a node. Default: the recording's, else the cluster's.", show_default=False),
 ]
 
+# An emulated cluster for a job without GPUs; see :func:`emulation`.
+EmulatedCluster = Annotated[
+    str | None,
+    typer.Option("--cluster", help="Emulate this cluster (a preset's name or a TOML file); no GPU is needed."),
+]
+BytesScale = Annotated[
+    float | None,
+    typer.Option("--bytes-scale", help="Emulated bytes for each byte of the job. Default: our own job's."),
+]
+TimeScale = Annotated[
+    float | None,
+    typer.Option("--time-scale", help="Wall-clock time for each emulated time. Default: our own job's."),
+]
+WeatherText = Annotated[
+    str,
+    typer.Option(
+        "--weather", help="How the emulated network changes: drift=0.2,burst=1,neighbour=0.5; empty: it does not."
+    ),
+]
+
 Force = Annotated[
     bool, typer.Option("--force", help="Go on although `dynamiccl doctor` finds something that must be changed.")
 ]
@@ -58,6 +79,21 @@ def fail(message: str) -> NoReturn:
     """Say in one line what is wrong and how to cure it, and exit with status 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def emulation(cluster: str, bytes_scale: float | None, time_scale: float | None, seed: int, weather: str) -> Emulated:
+    """The emulated cluster that these options mean; one that there is none of is refused."""
+    from ...envs.sim.emulated import Emulated
+
+    usual = Emulated()
+    given = [usual.bytes_scale if bytes_scale is None else bytes_scale]
+    given += [usual.time_scale if time_scale is None else time_scale]
+    emulated = Emulated(cluster, *given, seed, weather)
+    try:
+        emulated.check()
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    return emulated
 
 
 def refuse_traps(

@@ -10,7 +10,10 @@ from . import Force, Headroom, fail, refuse_traps
 
 def apply(
     table: Annotated[
-        Path, typer.Argument(help="A table: our JSON, the CSV of NVIDIA's tuner plugin, or NCCL_ALGO= lines.")
+        Path,
+        typer.Argument(
+            help="A table: our JSON, the CSV of NVIDIA's tuner plugin, NCCL_ALGO= lines, or a run's folder."
+        ),
     ],
     command: Annotated[
         list[str] | None, typer.Argument(help="The job, after --. Any program that uses NCCL.", show_default=False)
@@ -31,6 +34,7 @@ def apply(
     rank then has the same bytes, which the plugin checks.
 
     \b
+    dynamiccl apply runs/tune/latest -- torchrun --nproc-per-node 8 train.py
     dynamiccl apply table.json -- torchrun --nproc-per-node 8 train.py
     dynamiccl apply nccl_tuner.conf --ranks 16 --nodes 2 --convert json
     """

@@ -24,7 +24,8 @@ def bench_overhead(
     from rich.console import Console
 
     from ...envs.sim.clusters import cluster as preset
-    from ..daemon import Emulated, workload
+    from ...envs.sim.emulated import Emulated
+    from ..daemon import workload
     from ..overhead import measure
 
     try:

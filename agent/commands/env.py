@@ -8,12 +8,17 @@ from typing import Annotated
 
 import typer
 
-from . import Force, Headroom, fail, refuse_traps
+from . import BytesScale, EmulatedCluster, Force, Headroom, TimeScale, WeatherText, emulation, fail, refuse_traps
 
 
 def env(
     name: Annotated[str | None, typer.Option(help="Name of the run folder; default: a new one.")] = None,
     headroom: Headroom = None,
+    cluster: EmulatedCluster = None,
+    bytes_scale: BytesScale = None,
+    time_scale: TimeScale = None,
+    weather: WeatherText = "",
+    seed: Annotated[int, typer.Option(help="Seed of the emulation.")] = 0,
     force: Force = False,
     json: Annotated[bool, typer.Option("--json", help="Print the variables as JSON.")] = False,
 ) -> None:
@@ -26,10 +31,16 @@ def env(
     """
     from ...envs.nccl.build import PluginBuildError
     from ...envs.nccl.shm import RunFolder
+    from ..daemon import Request
 
-    refuse_traps(None, force)
+    emulated = emulation(cluster, bytes_scale, time_scale, seed, weather) if cluster else None
+    refuse_traps(None, force, emulated=emulated is not None)
     try:
-        variables = RunFolder.create(name).env(headroom)
+        run = RunFolder.create(name)
+        variables = run.env(headroom)
+        if emulated:
+            variables |= emulated.env()
+            Request(emulated=emulated).write(run.path)  # so that whoever joins the job says so too
     except (PluginBuildError, ValueError, OSError) as error:
         fail(str(error))
     if json:

@@ -10,13 +10,21 @@ from typing import Annotated, Any
 
 import typer
 
-from . import Force, Headroom, fail, refuse_traps, run_folder
+from . import (
+    BytesScale,
+    EmulatedCluster,
+    Force,
+    Headroom,
+    TimeScale,
+    WeatherText,
+    emulation,
+    fail,
+    refuse_traps,
+    run_folder,
+)
 
 #: Steps of our own job below which no search comes to a verdict.
 LEAST_STEPS = 150
-#: Our own job on an emulated cluster: bytes are stretched so that a block weighs what a 2.7B model's does in bf16
-#: (160 MB), time so that communication and compute keep the proportion of a ZeRO-3 step with a small batch.
-DEMO_CLUSTER, DEMO_BYTES_SCALE, DEMO_TIME_SCALE = "dgx-h100-2x8", 90.0, 30.0
 
 
 def tune(
@@ -25,10 +33,7 @@ def tune(
         list[str] | None,
         typer.Argument(help="The training job, after --; without one our own ZeRO job runs.", show_default=False),
     ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="Emulate this cluster (a preset's name or a TOML file); no GPU is needed."),
-    ] = None,
+    cluster: EmulatedCluster = None,
     policy: Annotated[
         str,
         typer.Option(
@@ -56,11 +61,9 @@ def tune(
             "--bitwise", help="Only tune all_gather, which adds nothing up: another reduce_scatter rounds otherwise."
         ),
     ] = False,
-    bytes_scale: Annotated[float | None, typer.Option(help="Emulated bytes for each byte of the job.")] = None,
-    time_scale: Annotated[float | None, typer.Option(help="Wall-clock time for each emulated time.")] = None,
-    weather: Annotated[
-        str, typer.Option(help="How the emulated network changes: drift=0.2,burst=1,neighbour=0.5; empty: it does not.")
-    ] = "",
+    bytes_scale: BytesScale = None,
+    time_scale: TimeScale = None,
+    weather: WeatherText = "",
     headroom: Headroom = None,
     attach: Annotated[
         str | None,
@@ -102,7 +105,7 @@ def tune(
 
     \b
     dynamiccl tune                                   our ZeRO-3 job on the GPUs here, or emulated without GPUs
-    dynamiccl tune --cluster dgx-h100-2x8            the same on an emulated cluster
+    dynamiccl tune --cluster dgx-h100-2x8            the same on an emulated cluster; a COMMAND may say gloo there
     dynamiccl tune -- torchrun --nproc-per-node 8 train.py
     srun --ntasks-per-node 1 dynamiccl tune -- torchrun --nnodes 2 --nproc-per-node 8 ... train.py
     dynamiccl tune --attach runs/tune/latest         a tuner for a job whose tuner is gone
@@ -111,9 +114,10 @@ def tune(
     from ...envs.locks import Busy, lock
     from ...envs.nccl.build import PluginBuildError
     from ...envs.nccl.shm import RunFolder
+    from ...envs.sim.emulated import Emulated
     from ...traces.files import TraceError
     from ..choosing import make_chooser
-    from ..daemon import Emulated, Request, workload
+    from ..daemon import Request, workload
     from ..launcher import Plan
     from ..outputs import claim, link
     from ..tuner import Settings
@@ -127,11 +131,8 @@ def tune(
     gpus = 0 if cluster else n_gpus()
     own = not command
     if own and not cluster and gpus < 2:
-        cluster = DEMO_CLUSTER
-    emulated = None
-    if cluster:
-        emulated = Emulated(cluster, bytes_scale or DEMO_BYTES_SCALE, time_scale or DEMO_TIME_SCALE, seed, weather)
-        _check_cluster(emulated)
+        cluster = Emulated().cluster
+    emulated = emulation(cluster, bytes_scale, time_scale, seed, weather) if cluster else None
     if command and shutil.which(command[0]) is None:
         fail(f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py")
     refuse_traps(command, force, emulated=emulated is not None)
@@ -221,20 +222,6 @@ def _check(
         fail(f"windows and window-steps start at 1, verify at {LEAST_PAIRS}: fewer pairs decide nothing")
     if not (command or attach) and steps < LEAST_STEPS:
         fail(f"{steps} steps are too few to find and confirm anything; give --steps {2 * LEAST_STEPS}")
-
-
-def _check_cluster(emulated: Any) -> None:
-    """Refuse an unknown preset before anything is started."""
-    from ...envs.sim.clusters import cluster
-    from ...envs.sim.weather import Weather
-
-    try:
-        cluster(emulated.cluster)
-        Weather.parse(emulated.weather)
-    except (ValueError, OSError) as error:
-        fail(str(error))
-    if emulated.bytes_scale <= 0 or emulated.time_scale <= 0:
-        fail("bytes-scale and time-scale must be above 0")
 
 
 def _exit_code(summary: dict[str, Any]) -> int:

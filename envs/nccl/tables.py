@@ -21,16 +21,24 @@ from ...traces.records import ALGOS, FUNCS, PROTOS, Decision, Rule, Table
 from .table_env import MAX_BYTES, from_env
 
 FORMAT = 1
+#: In a folder of results: the table that the run confirmed.
+TABLE = "table.json"
 MAX_TEXT = 4 << 20  # characters of a table's file: the plugin holds 1024 rows
 _CSV_FUNCS = {name.replace("_", ""): name for name in FUNCS}
 
 
 def load_table(path: Path | str, *, n_ranks: int | None = None, n_nodes: int | None = None) -> Table:
-    """Read a table of either format. Raises ValueError naming file, line and cure; OSError when unreadable.
+    """Read a table of either format, or the one that a run left in its folder.
+
+    Raises ValueError naming file, line and cure; OSError when unreadable.
 
     ``n_ranks`` and ``n_nodes`` complete lines that name one of the two, and turn bytes per rank into bytes.
     """
     path = Path(path)
+    if path.is_dir():
+        path /= TABLE
+        if not path.exists():
+            raise ValueError(f"{path}: there is none: the run has confirmed no table, or is no run")
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_TEXT + 1)

@@ -1,11 +1,13 @@
 """The emulated backend: ``torch.distributed`` moves the bytes with gloo, the timeline says when NCCL would be done.
 
-Registered as ``emulated`` by the ``torch.backends`` entry point when DYNAMICCL_CLUSTER is set. Results are gloo's, bit
-for bit; only the time of all_gather, reduce_scatter and all_reduce is emulated.
+Registered as ``emulated`` by the ``torch.backends`` entry point when DYNAMICCL_CLUSTER is set; a default group on gloo
+is one of its groups then, so that scripts need no change. Results are gloo's, bit for bit; only the time of all_gather,
+reduce_scatter and all_reduce is emulated.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import threading
@@ -14,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import device_mesh
 
 from .timeline import Collective, Emulation, Timeline, comm_id_of
 
@@ -223,8 +227,27 @@ class _Several(dist.Work):
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
+def _stand_in() -> None:
+    """Let a job that asks for gloo train on the emulated cluster: its default group, where there is no GPU.
+
+    Groups that it makes of gloo besides stay gloo's: in a job on NCCL those carry what no tuner sees.
+    """
+    plain = c10d.init_process_group
+
+    @functools.wraps(plain)
+    def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
+        named = {part.rpartition(":")[2] for part in str(backend or "gloo").lower().split(",")}
+        if named <= {"gloo", "nccl"} and "gloo" in named and not torch.cuda.is_available():
+            backend = "emulated"
+        plain(backend, *args, **options)
+
+    for module in (c10d, dist, device_mesh):  # each took the name for itself
+        module.init_process_group = init_process_group
+
+
 def register() -> None:
-    """Make ``init_process_group("emulated")`` known. Raises ValueError when the environment is wrong."""
+    """Make ``init_process_group("emulated")`` known, and gloo mean the same. Raises ValueError when the environment is
+    wrong."""
     emulation = Emulation.from_env()
     if "emulated" not in dist.Backend.backend_list:
         dist.Backend.register_backend(
@@ -233,3 +256,4 @@ def register() -> None:
             extended_api=True,
             devices=["cpu"],
         )
+        _stand_in()

@@ -9,7 +9,6 @@ All times are nanoseconds of CLOCK_MONOTONIC. Emulated microseconds are stretche
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 import zlib
@@ -24,6 +23,7 @@ from ...traces.records import ALGOS, PROTOS
 from ..nccl.build import plugin_path
 from .clusters import Cluster, cluster
 from .cost_model import channels, cost_table
+from .emulated import Emulated
 from .fabric import Fabric
 from .nccl_caller import EVENT_KERNEL_CH, Communicator
 from .rendezvous import Arrivals
@@ -46,26 +46,9 @@ class Emulation:
 
     @classmethod
     def from_env(cls) -> Emulation:
-        """Read DYNAMICCL_CLUSTER, _BYTES_SCALE, _TIME_SCALE, _SEED and _WEATHER.
-
-        Raises ValueError naming what is wrong.
-        """
-        numbers = {}
-        for name, default in (("BYTES_SCALE", "1"), ("TIME_SCALE", "1"), ("SEED", "0")):
-            text = os.environ.get(f"DYNAMICCL_{name}", default)
-            try:
-                numbers[name] = float(text)
-            except ValueError:
-                raise ValueError(f"DYNAMICCL_{name} must be a number, not {text!r}") from None
-        if numbers["BYTES_SCALE"] <= 0 or numbers["TIME_SCALE"] <= 0:
-            raise ValueError("DYNAMICCL_BYTES_SCALE and DYNAMICCL_TIME_SCALE must be above 0")
-        return cls(
-            cluster(os.environ["DYNAMICCL_CLUSTER"]),
-            numbers["BYTES_SCALE"],
-            numbers["TIME_SCALE"],
-            int(numbers["SEED"]),
-            Weather.parse(os.environ.get("DYNAMICCL_WEATHER", ""), int(numbers["SEED"])),
-        )
+        """See :class:`Emulated`. Raises ValueError naming what is wrong."""
+        e = Emulated.from_env()
+        return cls(cluster(e.cluster), e.bytes_scale, e.time_scale, e.seed, Weather.parse(e.weather, e.seed))
 
 
 @dataclass

@@ -1,0 +1,57 @@
+"""Which emulated cluster a job without GPUs runs on: said on a command line, found again in the job's environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """An emulated cluster, and how far its bytes and times are from the job's own.
+
+    The defaults of the scales are our own job's: bytes are stretched so that a block weighs what a 2.7B model's does in
+    bf16 (160 MB), time so that communication and compute keep the proportion of a ZeRO-3 step with a small batch.
+    """
+
+    cluster: str = "dgx-h100-2x8"  # a preset's name or a TOML file
+    bytes_scale: float = 90.0  # emulated bytes for each byte of the job
+    time_scale: float = 30.0  # wall-clock time for each emulated time
+    seed: int = 0
+    weather: str = ""  # see ``weather.Weather.parse``
+
+    def env(self) -> dict[str, str]:
+        """What tells the job's processes."""
+        return {
+            "DYNAMICCL_CLUSTER": self.cluster,
+            "DYNAMICCL_BYTES_SCALE": repr(self.bytes_scale),
+            "DYNAMICCL_TIME_SCALE": repr(self.time_scale),
+            "DYNAMICCL_SEED": str(self.seed),
+            "DYNAMICCL_WEATHER": self.weather,
+        }
+
+    @classmethod
+    def from_env(cls) -> Emulated:
+        """What :meth:`env` said; scales are 1 where nothing is said. Raises ValueError for what is no number."""
+        numbers = {}
+        for name, default in (("BYTES_SCALE", "1"), ("TIME_SCALE", "1"), ("SEED", "0")):
+            text = os.environ.get(f"DYNAMICCL_{name}", default)
+            try:
+                numbers[name] = float(text)
+            except ValueError:
+                raise ValueError(f"DYNAMICCL_{name} must be a number, not {text!r}") from None
+        if numbers["BYTES_SCALE"] <= 0 or numbers["TIME_SCALE"] <= 0:
+            raise ValueError("DYNAMICCL_BYTES_SCALE and DYNAMICCL_TIME_SCALE must be above 0")
+        weather = os.environ.get("DYNAMICCL_WEATHER", "")
+        scales = numbers["BYTES_SCALE"], numbers["TIME_SCALE"]
+        return cls(os.environ["DYNAMICCL_CLUSTER"], *scales, int(numbers["SEED"]), weather)
+
+    def check(self) -> None:
+        """Refuse what no job could run on, before one is started. Raises ValueError, OSError."""
+        from .clusters import cluster
+        from .weather import Weather
+
+        cluster(self.cluster)
+        Weather.parse(self.weather)
+        if self.bytes_scale <= 0 or self.time_scale <= 0:
+            raise ValueError("bytes-scale and time-scale must be above 0")
