@@ -86,9 +86,9 @@ def emulation(cluster: str, bytes_scale: float | None, time_scale: float | None,
     from ...envs.sim.emulated import Emulated
 
     usual = Emulated()
-    given = [usual.bytes_scale if bytes_scale is None else bytes_scale]
-    given += [usual.time_scale if time_scale is None else time_scale]
-    emulated = Emulated(cluster, *given, seed, weather)
+    by = usual.bytes_scale if bytes_scale is None else bytes_scale
+    slower = usual.time_scale if time_scale is None else time_scale
+    emulated = Emulated(cluster, by, slower, seed, weather)
     try:
         emulated.check()
     except (ValueError, OSError) as error:
