@@ -39,7 +39,7 @@ bench: $(VENV)/bench
 
 # Files what it found in traces/; without a GPU it runs on the emulated cluster and leaves that in runs/.
 gpu-check: setup
-	$(RUN) gpu-check
+	$(RUN) lab gpu-check
 
 # Every state of the protocol by which the ranks change tables, with every kind of bad luck; a quarter of an hour or more.
 model-check: setup

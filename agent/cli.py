@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated
 
 try:
     import typer
@@ -15,53 +15,75 @@ except ModuleNotFoundError:
 #: What a command may lack, and the extra that brings it; all else is in `tuner`.
 _EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train", "optuna": "optuna", "ray": "ray"}
 
+#: Command -> file in agent/commands, in the order of the help text; the function has the file's name. What people need:
+COMMANDS = {"tune": "tune", "show": "show", "apply": "apply", "advise": "advise", "doctor": "doctor"}
+#: Around a run or a recording; the help names them in one line.
+MORE = {
+    "stop": "stop",
+    "env": "env",
+    "top": "top",
+    "why": "why",
+    "compare": "compare",
+    "diff": "diff",
+    "plan": "plan",
+    "import": "import_",
+}
+#: ``dynamiccl lab NAME``: for those who work on models, policies and releases.
+LAB = {
+    "train": "train",
+    "gpu-check": "gpu_check",
+    "model": "model",
+    "dry-run": "dry_run",
+    "oracle": "oracle",
+    "calibrate": "calibrate",
+}
+#: ``dynamiccl bench NAME``; ``dynamiccl bench`` alone is the leaderboard.
+BENCHES = {"plugin": "bench_plugin", "boundary": "bench_boundary", "overhead": "bench_overhead", "rank": "bench_rank"}
+
+
 app = typer.Typer(
     name="dynamiccl",
     help="Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time.",
+    epilog=f"Also: {', '.join(MORE)}. Every command has --help, and --json for programs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-#: Command -> file in agent/commands, in the order of the help text; the function has the command's name.
-COMMANDS = {
-    "tune": "tune",
-    "stop": "stop",
-    "env": "env",
-    "show": "show",
-    "import": "import_",
-    "advise": "advise",
-    "diff": "diff",
-    "top": "top",
-    "why": "why",
-    "compare": "compare",
-    "record": "record",
-    "plan": "plan",
-    "model": "model",
-    "oracle": "oracle",
-    "calibrate": "calibrate",
-    "apply": "apply",
-    "doctor": "doctor",
-    "gpu-check": "gpu_check",
-    "train": "train",
-}
-#: ``dynamiccl bench NAME``; ``dynamiccl bench`` alone is the leaderboard.
-BENCHES = {"plugin": "bench_plugin", "boundary": "bench_boundary", "overhead": "bench_overhead", "rank": "bench_rank"}
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"dynamiccl {version('dynamiccl')}")
+        raise typer.Exit
 
 
-def _function(module: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(importlib.import_module(f".commands.{module}", __package__), module)
-    return function
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
-for _name, _module in COMMANDS.items():
-    app.command(_name)(_function(_module))
+def _add(group: typer.Typer, commands: Mapping[str, str], hidden: bool = False) -> None:
+    for name, file in commands.items():
+        function = getattr(importlib.import_module(f".commands.{file}", __package__), file)
+        group.command(name, hidden=hidden)(function)
+
+
+_add(app, COMMANDS)
 _bench = typer.Typer()
-_bench.callback(invoke_without_command=True)(_function("bench"))
-for _name, _module in BENCHES.items():
-    _bench.command(_name)(_function(_module))
+_bench.callback(invoke_without_command=True)(importlib.import_module(".commands.bench", __package__).bench)
+_add(_bench, BENCHES)
 app.add_typer(_bench, name="bench")
+_lab = typer.Typer(help="Train the policy, check a machine with GPUs, ask the models.", no_args_is_help=True)
+_add(_lab, LAB)
+app.add_typer(_lab, name="lab")
+_add(app, MORE, hidden=True)
 
 
 def main() -> None:

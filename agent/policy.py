@@ -48,7 +48,7 @@ class LstmPolicy:
         if w["lstm_x"].shape != (N_OBSERVATION, 4 * self.hidden) or w["head_e"].shape[0] != N_CONFIGS:
             raise ValueError(
                 f"weights for observations of {len(w['lstm_x'])} and {len(w['head_e'])} configs; this version has "
-                f"{N_OBSERVATION} and {N_CONFIGS}: train anew (dynamiccl train)"
+                f"{N_OBSERVATION} and {N_CONFIGS}: train anew (dynamiccl lab train)"
             )
         # sigmoid(x) = (tanh(x / 2) + 1) / 2: with the halves inside the weights, one tanh does all four gates.
         half = np.repeat([0.5, 0.5, 1.0, 0.5], self.hidden).astype(np.float32)

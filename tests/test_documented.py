@@ -68,8 +68,8 @@ def test_tuning_each_collective_alone_is_worse_than_tuning_the_step():
 def test_the_recorded_oracle_of_the_demo_is_what_its_command_says(capsys):
     recorded = json.loads((Path(__file__).parent / "data" / "modelled_oracle.json").read_text())
     line = recorded.pop("command").split()
-    assert line[:2] == ["dynamiccl", "oracle"]
-    options = dict(zip(line[2::2], line[3::2], strict=False))
+    assert line[:3] == ["dynamiccl", "lab", "oracle"]
+    options = dict(zip(line[3::2], line[4::2], strict=False))
     command(units=options["--units"], exposed=float(options["--exposed"]), json_=True)
     assert json.loads(capsys.readouterr().out) == recorded
     assert recorded["saved"] >= 0.15

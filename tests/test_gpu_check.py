@@ -21,7 +21,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def gpu_check(*arguments):
-    command = [sys.executable, "-m", "dynamiccl.agent.cli", "gpu-check", *arguments]
+    command = [sys.executable, "-m", "dynamiccl.agent.cli", "lab", "gpu-check", *arguments]
     return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=900)
 
 

@@ -222,19 +222,19 @@ def test_plan_as_a_command() -> None:
     assert refused.exit_code == 2 and refused.output.count("\n") == 1
 
 
-def test_record_as_a_command_leaves_an_ordinary_trace(tmp_path: Path) -> None:
+def test_a_dry_run_as_a_command_leaves_an_ordinary_trace(tmp_path: Path) -> None:
     folder = tmp_path / "trace"
     options = ["--model", "gpt2", "--ranks", "64", "--stage", "2", "--out", str(folder)]
-    result = command("record", "--dry-run", *options)
+    result = command("lab", "dry-run", *options)
     events = Trace.read(folder).events
     assert len(events) == result["calls"] and set(events["n_ranks"]) == {64} and set(events["n_nodes"]) == {8}
     for func in ("reduce_scatter", "all_gather"):
         assert events.loc[events["func"] == func, "n_bytes"].sum() == result[func]["n_bytes"]
         assert result[func]["parameters"] == pytest.approx(1, rel=1e-4)
     options = ["--model", "gpt2", "--ranks", "16", "--stage", "3", "--shard", "8", "--reduce-dtype", "fp32"]
-    result = command("record", "--dry-run", *options, "--out", str(folder))
+    result = command("lab", "dry-run", *options, "--out", str(folder))
     across = [c for c in result["communicators"] if c["n_nodes"] == 2]
     assert {(c["func"], c["n_ranks"]) for c in across} == {("all_reduce", 2)}
     assert result["reduce_scatter"]["parameters"] == pytest.approx(2, rel=1e-4)  # float32: twice bfloat16's
-    refused = CliRunner().invoke(app, ["record", "--dry-run", "--model", "gpt5"])
+    refused = CliRunner().invoke(app, ["lab", "dry-run", "--model", "gpt5"])
     assert refused.exit_code == 2 and "no model gpt5" in refused.output

@@ -35,7 +35,7 @@ ClusterName = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        help="Where it was recorded, which other tools do not say: a preset of `dynamiccl model`, a .toml file, or "
+        help="Where it was recorded, which other tools do not say: a preset of `dynamiccl lab model`, a .toml file, or "
         "the .log of NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING.",
         show_default=False,
     ),

@@ -1,4 +1,4 @@
-"""``dynamiccl calibrate``: how well measured collectives are predicted from each other."""
+"""``dynamiccl lab calibrate``: how well measured collectives are predicted from each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``dynamiccl gpu-check``: everything that only a machine with GPUs can tell, in one run."""
+"""``dynamiccl lab gpu-check``: everything that only a machine with GPUs can tell, in one run."""
 
 from __future__ import annotations
 

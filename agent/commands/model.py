@@ -1,4 +1,4 @@
-"""``dynamiccl model``: what NCCL would do on a cluster, from its own cost model."""
+"""``dynamiccl lab model``: what NCCL would do on a cluster, from its own cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``dynamiccl oracle``: what a perfect tuner would gain on an emulated cluster, by trying everything."""
+"""``dynamiccl lab oracle``: what a perfect tuner would gain on an emulated cluster, by trying everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``dynamiccl train``: make the policy's weights anew."""
+"""``dynamiccl lab train``: make the policy's weights anew."""
 
 import os
 from pathlib import Path

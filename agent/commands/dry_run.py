@@ -1,4 +1,4 @@
-"""``dynamiccl record``: the collectives of a training step as a trace, on a machine without GPUs."""
+"""``dynamiccl lab dry-run``: the collectives of a training step as a trace, on a machine without GPUs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from . import fail
 FUNCS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
-def record(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Under fake tensors and a fake process group.")] = False,
+def dry_run(
     model: Annotated[str, typer.Option(help="gpt2, gpt2-xl, llama-7b, llama-13b, llama-70b or moe-8x7b.")] = "llama-7b",
     ranks: Annotated[int, typer.Option(help="All ranks.")] = 64,
     stage: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 3,
@@ -31,12 +30,14 @@ def record(
     reduce_scatter_group: Annotated[
         bool, typer.Option("--reduce-scatter-group", help="Reduce-scatters have a communicator of their own.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Trace folder; default runs/record/MODEL-zero-STAGE-RANKS.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Trace folder; default runs/dry-run/MODEL-zero-STAGE-RANKS.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Record what a model of any size would send in one step, call by call, as an ordinary trace."""
-    if not dry_run:
-        fail("record needs --dry-run; `dynamiccl tune -- COMMAND` writes the trace of a real job")
+    """Record what a model of any size would send in one step, call by call, as an ordinary trace.
+
+    It runs under fake tensors and a fake process group: no GPU, no memory. `dynamiccl tune -- COMMAND` writes the trace
+    of a real job.
+    """
     if min(ranks, ranks_per_node, tensor_parallel, expert_parallel) < 1 or bucket_mb <= 0 or shard < 0:
         fail("--ranks, --ranks-per-node, --tensor-parallel, --expert-parallel and --bucket-mb must be above 0")
     if reduce_dtype not in ("bf16", "fp32"):
@@ -64,7 +65,7 @@ def record(
         fail(str(error))
     also = "".join(f"-{key}-{value}" for key, value in cut.items() if value not in (0, 1) or value is True)
     name = f"{model}-{engine}-{stage}-{ranks}{also}{'-fp32' if reduce_dtype == 'fp32' else ''}"
-    folder = out or Path("runs", "record", name)
+    folder = out or Path("runs", "dry-run", name)
     summary: dict[str, Any] = {"model": model, "n_params": n_params, "ranks": ranks, "stage": stage, "engine": engine}
     summary |= {**cut, "reduce_dtype": reduce_dtype}
     try:

@@ -1,0 +1,77 @@
+"""The command line is frozen: programs and people's fingers rely on names, options and exit statuses.
+
+``python tests/test_cli.py`` writes what is there now to ``data/command_line.json``; a change belongs in the changelog.
+"""
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from dynamiccl.agent.cli import COMMANDS, LAB, MORE, app
+from typer.main import get_command
+from typer.testing import CliRunner
+
+FROZEN = Path(__file__).parent / "data" / "command_line.json"
+
+
+def commands(command=None, path=()):
+    """(words, command) of everything that can be said."""
+    command = command or get_command(app)
+    yield path, command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, (*path, name))
+
+
+def interface():
+    """{words: its arguments and options}."""
+    found = {}
+    for path, command in commands():
+        words = [p.metavar or p.name if p.param_type_name == "argument" else "/".join(p.opts) for p in command.params]
+        found[" ".join(("dynamiccl", *path))] = sorted(words)
+    return found
+
+
+def run(*words):
+    return CliRunner().invoke(app, list(words))
+
+
+def test_names_and_options_are_those_on_record():
+    assert interface() == json.loads(FROZEN.read_text()), (
+        "meant? then say so in CHANGELOG.md and run python tests/test_cli.py"
+    )
+
+
+def test_the_help_shows_what_people_need_and_names_the_rest():
+    shown = run("--help").output
+    listed = [line.split()[1] for line in shown.splitlines() if line.startswith("│ ") and not line.startswith("│ -")]
+    assert [word for word in listed if word in {*COMMANDS, *MORE, *LAB, "bench", "lab"}] == [*COMMANDS, "bench", "lab"]
+    assert all(name in shown for name in MORE)
+    assert all(name in run("lab", "--help").output for name in LAB)
+
+
+@pytest.mark.parametrize("path", [path for path, _ in commands()], ids=" ".join)
+def test_every_command_has_help_that_teaches_and_refuses_what_it_does_not_know(path):
+    told = run(*path, "--help")
+    assert told.exit_code == 0 and len(told.output.split()) > 25
+    refused = run(*path, "--no-such-option")
+    assert refused.exit_code == 2
+
+
+def test_programs_can_ask_every_command_that_tells_something():
+    silent = {"apply", "stop", "bench boundary"}  # these do something and tell nothing, or are the job itself
+    for path, command in commands():
+        words = " ".join(path)
+        if getattr(command, "commands", None) or words in silent:
+            continue
+        assert any("--json" in getattr(p, "opts", ()) for p in command.params), words
+
+
+def test_the_version_is_the_packages():
+    assert run("--version").output.split() == ["dynamiccl", version("dynamiccl")]
+
+
+if __name__ == "__main__":
+    FROZEN.write_text(json.dumps(interface(), indent=1) + "\n")
+    print(f"{len(interface())} commands on record", file=sys.stderr)
