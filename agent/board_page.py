@@ -1,4 +1,4 @@
-"""The board as one self-contained page: table, regret curves with bands, clusters."""
+"""The board as one self-contained page: table, time lost by what there is to gain, when verdicts come, how sure."""
 
 from __future__ import annotations
 
@@ -9,28 +9,11 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from ..envs.arena import WINDOWS
-from ..envs.leaderboard import by_task, per_task, step_time
+from ..envs.scores import HORIZONS, STRATA
 
 if TYPE_CHECKING:
     from .board import Board
 
-Array = np.ndarray[Any, Any]
-
-#: One colour an entrant, ours first; told apart also by people who see few colours, as lines are labelled in the table.
-COLOURS: tuple[str, ...] = (
-    "#0b6e4f",
-    "#7fb7a3",
-    "#c1440e",
-    "#444444",
-    "#9a9a9a",
-    "#1f4e9c",
-    "#8e44ad",
-    "#c2185b",
-    "#b8860b",
-    "#2a9d8f",
-)
-COLOURS += ("#5d4037", "#111111")
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;color:#222;background:#fff}
 h1{margin-bottom:.2em} p{max-width:52em} .wide{overflow-x:auto}
@@ -38,6 +21,8 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font
 td,th{padding:.35em .6em;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}
 tr.ours{background:#eef7f3} tr.unranked td{color:#777}
 """
+#: What each stratum is called: the part of the step that there is to gain.
+_STRATA = {"none": "under 0.5 %", "little": "0.5 to 2 %", "some": "2 to 5 %", "much": "over 5 %"}
 
 
 def page(board: Board) -> str:
@@ -54,111 +39,96 @@ def page(board: Board) -> str:
         cells += f"<tr><td></td><td>{html.escape(name)}</td>{reason}</tr>"
     head = "".join(f"<th>{html.escape(title)}</th>" for title, _ in COLUMNS)
     title = html.escape(f"dynamiccl board: {board.suite.name}")
-    figures = "".join(f.to_html(full_html=False, include_plotlyjs=False) for f in (*_curves(board), *_clusters(board)))
+    figures = [_by_stratum(rows), _by_slots(rows), _verdicts(board, rows), _apart(board, rows)]
+    drawn = "".join(f.to_html(full_html=False, include_plotlyjs=False) for f in figures)
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><link rel='icon' href='data:,'>"
         "<meta name='viewport' content='width=device-width,initial-scale=1'>"
         f"<title>{title}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body><h1>{title}</h1>"
         f"<p>{_words(board, rows)}</p><div class='wide'><table><thead><tr>{head}</tr></thead><tbody>{cells}</tbody>"
-        f"</table></div>{figures}</body></html>\n"
+        f"</table></div>{drawn}</body></html>\n"
     )
 
 
 def _words(board: Board, rows: list[dict[str, Any]]) -> str:
-    suite = board.suite
     text = (
-        f"{len(suite)} slots, suite {html.escape(suite.name)} {suite.digest}; simulated or predicted, no figure here is"
-        " a GPU's. All entrants meet the same tasks, the same price mask and the same noise; scores use expected step"
-        " times and come from replayed decisions. Regret: sum over the windows of step time over the oracle's, minus"
-        " 1, exploration included. Entrants with = share a rank: the 95 % bootstrap interval of their paired"
-        " difference holds 0."
+        f"{len(board.suite)} jobs, suite {html.escape(board.suite.name)} {board.suite.digest}; simulated or predicted,"
+        " no figure here is a GPU's. All entrants run in the same search as `dynamiccl tune --policy` and meet the same"
+        " jobs and the same noise. Time lost: default steps that a job loses against the oracle's table from its first"
+        " step on, every step billed, by true step times. Entrants with = share a rank: the 95 % bootstrap interval of"
+        " their paired difference holds 0."
     )
     for row in rows:
-        if "difference_ci95" in row:
-            low, high = row["difference_ci95"]
-            text += f" A/A: under other noise our policy's regret differs by [{low:+.3f}, {high:+.3f}]: that is luck."
+        if "difference" in row:
+            low, high = row["difference"]["steps_ci95"]
+            text += f" A/A: under other noise the same policy differs by [{low:+.1f}, {high:+.1f}] steps: that is luck."
     return text
 
 
-def _curves(board: Board) -> list[go.Figure]:
-    """Regret and share of the oracle's gain over windows, with 95 % bands over tasks."""
-    regret, gain = go.Figure(), go.Figure()
-    windows = np.arange(1, WINDOWS + 1)
-    n_tasks = len(board.suite)
-    order = [row["entrant"] for row in board.rows()]
-    for i, name in enumerate(order):
-        played, colour = board.played[name], COLOURS[i % len(COLOURS)]
-        lost = step_time(played.expected, played.share) / step_time(played.oracle, played.share) - 1
-        if name != "oracle":  # its regret is 0, and the axis is logarithmic
-            _line(regret, name, colour, windows, _tasks(np.cumsum(lost, axis=0), n_tasks))
-        saved, could = (_tasks(a * played.share, n_tasks) for a in (played.best, played.oracle))
-        _line(gain, name, colour, windows, saved, could)
-    regret.update_layout(
-        title="Step time lost so far (in steps, mean over tasks; lower is better; bands: 95 %)",
-        yaxis={"type": "log", "dtick": 1},
+def _name(name: str) -> str:
+    """An entrant's name in a figure: plotly reads some tags in texts."""
+    return html.escape(name)
+
+
+def _by_stratum(rows: list[dict[str, Any]]) -> go.Figure:
+    """Time lost by what there is to gain."""
+    keys = [k for k in STRATA if any(k in row["by_stratum"] for row in rows)]
+    lost = f"lost_{HORIZONS[0]}"
+    z = [[row["by_stratum"].get(k, {}).get(lost, np.nan) for k in keys] for row in rows]
+    title = f"Default steps lost in {HORIZONS[0]:,}, by what there is to gain of the step"
+    return _heat(z, [_STRATA[k] for k in keys], rows, title, ".0f", "Oranges", np.log1p(np.array(z, float)))
+
+
+def _by_slots(rows: list[dict[str, Any]]) -> go.Figure:
+    """Gain delivered by the number of slots."""
+    keys = sorted({k for row in rows for k in row["by_slots"]})
+    z = [[row["by_slots"].get(k, {}).get("gain_delivered", np.nan) for k in keys] for row in rows]
+    title = "Gain delivered, of the oracle's, by the number of slots"
+    return _heat(z, [f"{k} slots" for k in keys], rows, title, ".0%", "Greens", np.array(z, float))
+
+
+def _heat(
+    z: Any, x: list[str], rows: list[dict[str, Any]], title: str, form: str, scale: str, colour: Any
+) -> go.Figure:
+    names = [_name(row["entrant"]) for row in rows]
+    text = [["" if v != v else format(v, form) for v in line] for line in z]
+    heat = go.Heatmap(z=colour, x=x, y=names, text=text, texttemplate="%{text}", showscale=False, colorscale=scale)
+    figure = go.Figure(heat)
+    figure.update_layout(template="plotly_white", title=title, height=120 + 30 * len(names), margin={"l": 160, "r": 20})
+    figure.update_layout(yaxis_autorange="reversed", yaxis_type="category")
+    return figure
+
+
+def _verdicts(board: Board, rows: list[dict[str, Any]]) -> go.Figure:
+    """Part of the jobs whose verdict is there after so many steps."""
+    figure = go.Figure()
+    for row in rows:
+        steps = np.sort(board.scores[row["entrant"]].verdict)
+        if steps.max(initial=0) > 0:
+            y = np.arange(1, len(steps) + 1) / len(steps)
+            width = 3 if row["entrant"] in ("lstm", "expected-improvement") else 1.5
+            figure.add_scatter(x=steps, y=y, name=_name(row["entrant"]), mode="lines", line_width=width)
+    figure.update_layout(
+        template="plotly_white", title="Jobs with a verdict", xaxis_title="optimizer steps", height=420
     )
-    gain.update_layout(title="Share of the oracle's gain that a stop would keep", yaxis_tickformat=".0%")
-    for figure in (regret, gain):
-        figure.update_layout(template="plotly_white", xaxis_title="window", height=460, margin={"l": 70, "r": 20})
-    return [regret, gain]
+    figure.update_layout(yaxis_tickformat=".0%", xaxis_type="log")
+    return figure
 
 
-def _tasks(values: Array, n_tasks: int) -> Array:
-    """(windows, n) -> (windows, tasks)."""
-    return np.stack([by_task(row, n_tasks) for row in values])
-
-
-def _line(figure: go.Figure, name: str, colour: str, x: Array, values: Array, over: Array | None = None) -> None:
-    """A line of means of ``values`` (windows, tasks), or of their sums over those of ``over``, with its band."""
-    draws = np.random.default_rng(0).integers(0, values.shape[1], (300, values.shape[1]))
-    mean, drawn = values.mean(axis=1), values[:, draws].mean(axis=2)
-    if over is not None:
-        mean = mean / np.maximum(over.mean(axis=1), 1e-9)
-        drawn = drawn / np.maximum(over[:, draws].mean(axis=2), 1e-9)
-    low, high = np.percentile(drawn, [2.5, 97.5], axis=1).round(4)
-    visible = "legendonly" if name == "aa" else True
-    common = {"legendgroup": name, "visible": visible}
-    band = {"x": np.concatenate([x, x[::-1]]), "y": np.concatenate([high, low[::-1]])}
-    tint = f"rgba({int(colour[1:3], 16)},{int(colour[3:5], 16)},{int(colour[5:7], 16)},0.10)"
-    figure.add_scatter(
-        **band, fill="toself", fillcolor=tint, line_width=0, hoverinfo="skip", showlegend=False, **common
-    )
-    width = 3 if name == "lstm" else 1.5
-    figure.add_scatter(x=x, y=mean.round(4), name=name, mode="lines", line={"color": colour, "width": width}, **common)
-
-
-def _clusters(board: Board) -> list[go.Figure]:
-    """Regret, and runs' speed-up at the end, by the size of the cluster."""
-    groups = groups_of(board)
-    names = [row["entrant"] for row in board.rows()]
-    figures = []
-    for key, title, form in (
-        ("regret", "Regret by cluster (nodes x GPUs a node)", ".2f"),
-        ("speedup", "Speed-up at the end by cluster", ".3f"),
-    ):
-        z = [[float(per_task(board.played[n])[key][rows].mean()) for rows in groups.values()] for n in names]
-        heat = go.Heatmap(z=z, x=list(groups), y=names, texttemplate=f"%{{z:{form}}}", showscale=False)
-        heat.colorscale = "Oranges" if key == "regret" else "Greens"
-        figure = go.Figure(heat)
+def _apart(board: Board, rows: list[dict[str, Any]]) -> go.Figure:
+    """Time that each loses beyond the best of those that have a rank, with its interval."""
+    ranked = [row["entrant"] for row in rows if row["rank"] is not None]
+    figure = go.Figure()
+    if ranked:
+        apart = {name: board.against(name, ranked[0]) for name in ranked[1:]}
+        x = [d["steps"] for d in apart.values()]
+        high = [d["steps_ci95"][1] - d["steps"] for d in apart.values()]
+        low = [d["steps"] - d["steps_ci95"][0] for d in apart.values()]
+        bars = {"type": "data", "symmetric": False, "array": high, "arrayminus": low}
+        figure.add_scatter(x=x, y=[_name(n) for n in apart], error_x=bars, mode="markers", marker_size=9)
         figure.update_layout(
-            template="plotly_white", title=title, height=120 + 30 * len(names), yaxis_autorange="reversed"
+            title=f"Default steps lost in {HORIZONS[0]:,} beyond {_name(ranked[0])}, the same jobs (95 %)"
         )
-        figure.update_layout(margin={"l": 140, "r": 20})
-        figures.append(figure)
-    return figures
-
-
-def groups_of(board: Board) -> dict[str, Array]:
-    """Rows of an arena by the number of nodes and of GPUs a node, which every label begins with: ``4 x 8 ...``."""
-    shapes = np.array([[int(part) for part in str(label).split(" ")[0:3:2]] for label in board.suite.label])
-    n = len(next(iter(board.played.values())).share) if board.played else 0
-    nodes, per_node = shapes[np.arange(n) % len(shapes)].T
-    sizes = (("1", 1, 1), ("2-8", 2, 8), ("9-64", 9, 64), ("65+", 65, 10**9))
-    found = {}
-    for said, low, high in sizes:
-        for gpus, least, most in (("1", 1, 1), ("2-4", 2, 4), ("5+", 5, 10**9)):
-            rows = np.flatnonzero((nodes >= low) & (nodes <= high) & (per_node >= least) & (per_node <= most))
-            if len(rows):
-                tasks = len(np.unique(rows % len(shapes)))
-                found[f"{said} x {gpus}<br>({tasks} tasks)"] = rows
-    return found
+    figure.update_layout(template="plotly_white", height=140 + 26 * len(ranked), margin={"l": 160, "r": 20})
+    figure.update_layout(yaxis_autorange="reversed", yaxis_type="category")
+    return figure

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 from typing import Any
 
 import numpy as np
 
 from ..envs import spaces, turns
-from ..envs.arena import Policy
-from .baselines import POLICIES, make_policy
+from ..envs.job_arena import Policy
+from .classical import CLASSICAL, make_classical
+from .policy import LstmPolicy
 from .rules import ExpectedImprovement, ThompsonSampling
 
 Array = np.ndarray[Any, Any]
@@ -22,14 +26,14 @@ class SlotBySlot:
     """A policy of single slots in the search over a job: each slot is a task of its own to it.
 
     It is told of a config what the belief makes of its windows, in units of the slot's share of the step, and how
-    often it ran. Once it asks ``patience`` times for what is best already, or has had ``horizon`` trials, it is asked
+    often it ran. Once it asks twice for what is best already, or has had ``horizon`` trials, it is asked
     no more.
     """
 
+    by_belief, patience, horizon = False, 3, spaces.HORIZON
+
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.horizon = int(getattr(policy, "horizon", spaces.HORIZON))
-        self.patience = min(int(getattr(policy, "patience", 2)), spaces.HORIZON)
 
     def predict(
         self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
@@ -48,7 +52,7 @@ class SlotBySlot:
             mask = self._mask(seen.open[i])
             told = spaces.observe(seen.features[i : i + 1].astype(np.float32), mask[None], trials)
             best = int(trials.best()[0])
-            if repeats >= self.patience or trials.n_trials[0] >= self.horizon:
+            if repeats >= 2 or trials.n_trials[0] >= self.horizon:
                 chosen[i], state[key] = best, (inner, repeats)
                 continue
             action, inner = self.policy.predict(told, inner, np.array([begun]), deterministic)
@@ -83,18 +87,41 @@ class SlotBySlot:
         return np.concatenate([pairs, channels])
 
 
-def make_chooser(name: str, seed: int = 0) -> Policy:
-    """A policy for :class:`envs.search.Search`: one of RULES, of ``baselines.POLICIES`` (slot by slot), or MODULE:NAME.
+#: Policies that can be asked for by name.
+POLICIES = (*RULES, *CLASSICAL, "tpe", "lstm")
 
-    An object from MODULE:NAME whose attribute ``turns`` is true reads turns itself. Raises ValueError, with the known
-    names, when there is none such.
+
+def make_chooser(name: str, seed: int = 0) -> Policy:
+    """A policy for :class:`envs.search.Search`: one of POLICIES, or MODULE:NAME (a class or function called without
+    arguments, or an object), found where Python looks and in the current folder.
+
+    Raises ValueError, with the known names, when there is none such.
     """
     if name == DEFAULT:
         return ExpectedImprovement()
     if name == RULES[1]:
         return ThompsonSampling(seed)
+    if name in CLASSICAL or name == "tpe":
+        return make_classical(name, seed)
+    if name == "lstm":
+        return SlotBySlot(LstmPolicy.load(seed=seed))
+    module, colon, attribute = name.partition(":")
+    known = f"known: {', '.join(POLICIES)}, or MODULE:NAME of your own"
+    if not colon:
+        raise ValueError(f"no policy {name!r}; {known}")
+    look_here()
     try:
-        policy = make_policy(name, seed)
-    except ValueError as error:
-        raise ValueError(f"{error}; beside {', '.join(RULES)}" if name not in POLICIES else str(error)) from error
-    return policy if getattr(policy, "turns", False) else SlotBySlot(policy)
+        made = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot load policy {name!r} ({error}); {known}") from error
+    if isinstance(made, type) or not hasattr(made, "predict"):
+        made = made() if callable(made) else made
+    if not callable(getattr(made, "predict", None)):
+        raise ValueError(f"policy {name!r} has no predict(observation, state, episode_start, deterministic)")
+    return made  # type: ignore[no-any-return]
+
+
+def look_here() -> None:
+    """Let Python find modules in the current folder: a command does not look where it is called, as ``python`` does."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())

@@ -7,22 +7,38 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 Item = TypeVar("Item")
 Work = Callable[[Any], dict[str, Any]]
+_PYTHON = Path(sysconfig.get_path("stdlib")).resolve()
 
 
 def attempt(work: Work, item: Any) -> dict[str, Any]:
     """What ``work`` returns, or ``{"failed": reason}``: runs where the work is done."""
     try:
         return work(item)
-    except ValueError as error:
-        return {"failed": str(error)}
     except Exception as error:  # a guest's policy may raise anything; its reason goes onto the board
-        return {"failed": f"{type(error).__name__}: {error}"}
+        where = _place(error)
+        if isinstance(error, ValueError) and not where:
+            return {"failed": str(error)}
+        return {"failed": f"{type(error).__name__}: {error}{where}"}
+
+
+def _place(error: Exception) -> str:
+    """Where in code that is neither ours nor a library's an error came from; '' where nowhere."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        ours = path.resolve().is_relative_to(Path(__file__).resolve().parents[1])
+        guest = not ours or "tests" in path.resolve().parts
+        if guest and "site-packages" not in path.parts and not path.resolve().is_relative_to(_PYTHON):
+            return f" ({path.name}, line {frame.lineno})"
+    return ""
 
 
 class Executor(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from ..envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, WATCH, Plan
 from ..traces.audit import regime
 from ..traces.records import AUTO, PAIRS, Decision, Slot
 from ..traces.slots import SlotProfile
-from .choosing import SlotBySlot
 from .compare import Comparison, Verdict
 
 Array = np.ndarray[Any, Any]
@@ -155,8 +154,7 @@ class Tuner:
             if len(self.windows.profile_events):
                 self.outcome.regime = regime(self.windows.profile_events)
             self._tell_profile()
-        rules = replace(self.settings.rules(), by_belief=not isinstance(self.policy, SlotBySlot))
-        self.search = Search(job, default, self.prior, rules)
+        self.search = Search(job, default, self.prior, self.settings.rules().of(self.policy))
 
     def step(self) -> None:
         """One window, with the policy's turns before it; also after the verdict. Raises JobEnded."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,8 +22,6 @@ from .spaces import N_CONFIGS
 
 Array = np.ndarray[Any, Any]
 
-#: Shipped suites; a changed suite gets a new number, and old results stay with the old one.
-SUITES = {"standard": "suite_standard_2.npz", "held-out": "suite_held_out_2.npz"}
 #: Windows played per task.
 WINDOWS = 64
 
@@ -122,8 +119,8 @@ class Suite:
 
     @classmethod
     def load(cls, path: str | Path) -> Suite:
-        """Read an .npz, or a shipped suite (one of SUITES). Raises ValueError when it is not a suite."""
-        source = resources.files(__package__).joinpath(SUITES[str(path)]) if str(path) in SUITES else Path(path)
+        """Read an .npz. Raises ValueError when it is not a suite."""
+        source = Path(path)
         try:
             with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 found = {key: arrays[key] for key in arrays.files}

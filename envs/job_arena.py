@@ -1,23 +1,25 @@
-"""Plays a policy's searches on whole jobs, with every step on the bill: what the board shows and training is judged by.
+"""Plays a policy's searches on whole jobs, every step on the bill: what the board shows and training is judged by.
 
-The search is the one that runs live (``search.Search``); only the windows are simulated, and each goes into a
-:class:`scores.Ledger`.
+The search is the one that runs live (``search.Search``), and the policy is asked as it is live: one turn of one job
+at a time. Only the windows are simulated or recorded, and each goes into a :class:`scores.Ledger`.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
-from . import turns
 from .belief import Prior
 from .memory import Memory
 from .scores import Ledger, Scores
 from .sim.jobs import Jobs
+from .sim.noise import Luck
 from .sim_windows import SWITCH_STEPS, SimSearch, SimWindows
-from .spaces import config_index
+from .spaces import N_CONFIGS, action_space, config_index
 from .watch import Rules
 from .windows import Measured, Plan
 
@@ -25,30 +27,145 @@ Array = np.ndarray[Any, Any]
 
 #: Steps of the watch that are played after a verdict; the rest of a job goes on like them.
 AFTER = 1000
+#: A decision may take so many seconds of a processor.
+LIMIT_S = 1.0
+_MOST = action_space().nvec
 
 
-class BilledWindows(SimWindows):
-    """Simulated windows of which each step goes into a ledger, those around a switch and those thrown away too."""
+class Policy(Protocol):
+    """Whatever chooses: SB3's ``predict``. One episode is the search on one job, one step a turn of it.
 
-    def __init__(self, jobs: Jobs, rng: np.random.Generator, ledger: Ledger) -> None:
-        super().__init__(jobs, rng)
-        self.ledger = ledger
+    ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION) of ``turns``; the action is ``[pair, channels]``, int64,
+    (2,) or (n, 2). ``state`` is what the last call for the same jobs returned (None at first), ``episode_start`` (n,)
+    is True where a search begins. Attributes ``by_belief`` and ``patience`` say when it is done, see ``watch.Rules``.
+    """
+
+    def predict(
+        self,
+        observation: Array,
+        state: Any = None,
+        episode_start: Array | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Array, Any]:
+        """The action and the state to pass next time."""
+        ...
+
+
+class Billed:
+    """Windows of which each step goes into a ledger, those around a switch and those thrown away too."""
+
+    ledger: Ledger
+    running: Array
 
     def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
         """See :class:`SimWindows`."""
         before = self.running[rows].copy()
-        found = super().measure(rows, plans)
-        now = self.running[rows]
+        found: list[Measured] = super().measure(rows, plans)  # type: ignore[misc]
+        now, where = self.running[rows], np.asarray(rows)
         waited = np.where((before != now).any(axis=1), SWITCH_STEPS, 0)  # until the table is in force
-        self.ledger.bill(np.asarray(rows), before, waited)
-        self.ledger.bill(np.asarray(rows), now, np.array([m.billed for m in found]) - waited)
+        switched = waited > 0
+        if switched.any():
+            self.ledger.bill(where[switched], before[switched], waited[switched])
+        self.ledger.bill(where, now, np.array([m.billed for m in found]) - waited)
         return found
 
 
+class BilledWindows(Billed, SimWindows):
+    """Simulated windows, billed."""
+
+    def __init__(self, jobs: Jobs, rng: np.random.Generator | Luck, ledger: Ledger) -> None:
+        super().__init__(jobs, rng)
+        self.ledger = ledger
+
+
+@dataclass
+class Game:
+    """What a policy did on ``n`` jobs and what came of it."""
+
+    scores: Scores
+    decisions: list[list[int]]  # of each job: the config of every turn
+    decision_us: float  # mean time of one
+
+
+class Recorded:
+    """Plays decisions again that were recorded: of each job its turns in order."""
+
+    def __init__(self, decisions: Sequence[Sequence[int]]) -> None:
+        self.left = [list(reversed(job)) for job in decisions]
+
+    def next(self, job: int) -> int:
+        """The job's next decision. Raises ValueError when there is none left, or it is no config."""
+        if job >= len(self.left) or not self.left[job]:
+            raise ValueError("the record has too few decisions")
+        config = int(self.left[job].pop())
+        if not 0 <= config < N_CONFIGS:
+            raise ValueError(f"{config} is no config")
+        return config
+
+
+def play(
+    policy: Policy | Recorded, search: SimSearch, ledger: Ledger, after: int = AFTER, limit_s: float = LIMIT_S
+) -> Game:
+    """Let a policy decide on all jobs until ``after`` steps past each one's verdict; windows of ``search`` are billed
+    to ``ledger``.
+
+    Raises ValueError when an answer is no action or takes longer than ``limit_s``; what the policy raises passes
+    through.
+    """
+    n = len(search.searches)
+    states, decisions, spent = [None] * n, [list[int]() for _ in range(n)], 0.0
+    until = np.full(n, np.inf)  # steps at which a job's watch has been played
+    while True:
+        open_ = np.flatnonzero(ledger.steps < until).tolist()
+        if not open_:
+            break
+        for i in open_:
+            one = search.searches[i]
+            # Where the watch has begun a new search, its first windows come before the policy's turn.
+            while not one.is_over and one.plan() is None:
+                if isinstance(policy, Recorded):
+                    decisions[i].append(policy.next(i))
+                else:
+                    observation, start = one.observe()[None], np.array([not decisions[i]])
+                    begin = time.thread_time()  # a busy machine is no fault of the policy's
+                    action, states[i] = policy.predict(observation, states[i], start, True)
+                    took = time.thread_time() - begin
+                    spent += took
+                    if took > limit_s:
+                        raise ValueError(f"a decision took {took:.1f} s, the limit is {limit_s:.0f}")
+                    decisions[i].append(_config(action))
+                one.decide(decisions[i][-1])
+        over = np.array([s.is_over for s in search.searches])
+        fresh = np.flatnonzero(over & np.isinf(until))
+        ledger.end(fresh, search.tables[fresh])
+        until[fresh] = ledger.steps[fresh] + after
+        search.watch([i for i in open_ if ledger.steps[i] < until[i]])
+        again = np.flatnonzero(np.isfinite(until))
+        ledger.final[again] = search.tables[again]
+    marks = np.array([s.marks.first_gain for s in search.searches])
+    ledger.first_gain = np.where(marks >= 0, marks, np.nan)
+    n_turns = max(sum(map(len, decisions)), 1)
+    return Game(ledger.scores(), decisions, 1e6 * spent / n_turns)
+
+
+def _config(action: Any) -> int:
+    """The config of one action, (2,) or (1, 2). Raises ValueError when it is none."""
+    one = np.asarray(action)
+    if one.size != 2 or not np.issubdtype(one.dtype, np.integer) or (one < 0).any() or (one.ravel() >= _MOST).any():
+        raise ValueError(f"an action is two integers below {_MOST.tolist()}, not {action!r}")
+    return int(config_index(one.reshape(1, 2))[0])
+
+
 def judged(
-    policy: Any, jobs: Jobs, best_us: Array, prior: Prior, seed: int = 0, after: int = AFTER, rules: Rules | None = None
+    policy: Policy,
+    jobs: Jobs,
+    best_us: Array,
+    prior: Prior,
+    seed: int = 0,
+    after: int = AFTER,
+    rules: Rules | None = None,
 ) -> Scores:
-    """Scores of a policy (SB3's ``predict`` on ``turns``' observations) on jobs whose best step is ``best_us`` (n,).
+    """Scores of a policy on jobs whose best step is ``best_us`` (n,).
 
     ``jobs`` are left as they are. What the policy raises passes through.
     """
@@ -56,7 +173,7 @@ def judged(
 
 
 def played(
-    policy: Any,
+    policy: Policy,
     jobs: Jobs,
     best_us: Array,
     prior: Prior,
@@ -66,33 +183,9 @@ def played(
     memories: Sequence[Memory | None] | None = None,
 ) -> tuple[Ledger, SimSearch]:
     """As :func:`judged`: the bills, and the searches as they ended. ``memories``: of each job's cluster."""
-    jobs, rng, n = jobs.take(slice(None)), np.random.default_rng([seed, len(jobs)]), len(jobs)
+    jobs, rng = jobs.take(slice(None)), np.random.default_rng([seed, len(jobs)])
     ledger = Ledger(jobs, best_us)
-    search = SimSearch(jobs, prior, rng, rules, BilledWindows(jobs, rng, ledger), memories)
-    state, start = None, np.ones(n, bool)
-    seen = np.zeros((n, turns.N_OBSERVATION), np.float32)
-    until = np.full(n, np.inf)  # steps at which a job's watch has been played
-    while True:
-        over = np.array([s.is_over for s in search.searches])
-        fresh = np.flatnonzero(over & np.isinf(until))
-        ledger.end(fresh, search.tables[fresh])
-        until[fresh] = ledger.steps[fresh] + after
-        open_ = np.flatnonzero(ledger.steps < until).tolist()
-        if not open_:
-            break
-        # Where the watch has begun a new search, its first windows come before the policy's turn.
-        asked = [i for i in open_ if not over[i] and search.searches[i].plan() is None]
-        watched = [i for i in open_ if i not in asked]
-        if watched:
-            search.watch(watched)
-        if asked:
-            seen[asked] = search.observe(asked)
-            # All rows are asked, so that a recurrent policy's state keeps its shape; only those whose turn it is count.
-            actions, state = policy.predict(seen, state=state, episode_start=start, deterministic=True)
-            start = np.zeros(n, bool)
-            search.step(asked, config_index(actions)[asked])
-        again = np.flatnonzero(np.isfinite(until))
-        ledger.final[again] = search.tables[again]
-    marks = [s.marks.first_gain for s in search.searches]
-    ledger.first_gain = np.where(np.array(marks) >= 0, marks, np.nan)
+    windows = BilledWindows(jobs, rng, ledger)
+    search = SimSearch(jobs, prior, rng, (rules or Rules()).of(policy), windows, memories)
+    play(policy, search, ledger, after)
     return ledger, search

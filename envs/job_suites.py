@@ -7,6 +7,7 @@ record is an error: a suite of an older world is not the same suite.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from importlib import resources
@@ -15,10 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from .leaderboard import bootstrap
-from .scores import STRATA, stratum
+from .belief import Prior
+from .job_arena import BilledWindows
+from .scores import STRATA, Ledger, Scores, bootstrap, stratum
 from .sim.job_family import HELD_OUT, STANDARD, JobFamily
 from .sim.jobs import SLOTS, Jobs, draw_jobs, oracle
+from .sim.noise import Luck
+from .sim_windows import SimSearch
+from .watch import Rules
 
 Array = np.ndarray[Any, Any]
 
@@ -51,6 +56,32 @@ class JobSuite:
     def gain(self) -> Array:
         """What there is to gain, (n,), as a part of the default step."""
         return np.asarray(1 - self.best_us / self.jobs.default_us)
+
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits that change with the jobs."""
+        told = [self.family.name, self.family.version, self.seed, self.picked.tolist()]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+
+    @property
+    def n_slots(self) -> Array:
+        """Slots of each job, (n,)."""
+        return self.jobs.n_slots
+
+    def open(self, rows: Array, seed: int, prior: Prior, rules: Rules) -> tuple[SimSearch, Ledger]:
+        """Searches on the jobs at ``rows``, and their bill. In its step t a job meets the same noise, whoever plays."""
+        jobs = self.jobs.take(rows)
+        luck, ledger = Luck(seed, self.picked[rows], SLOTS), Ledger(jobs, self.best_us[rows])
+        return SimSearch(jobs, prior, np.random.default_rng(0), rules, BilledWindows(jobs, luck, ledger)), ledger
+
+    def told(self) -> dict[str, Scores]:
+        """What needs no search: the best joint configs, and each slot's quickest call alone, from the first step."""
+        found = {}
+        for name, tables in (("oracle", self.best), ("static-best", quickest_alone(self.jobs))):
+            ledger = Ledger(self.jobs, self.best_us)
+            ledger.end(np.arange(len(self)), tables)
+            found[name] = ledger.scores()
+        return found
 
     def record(self) -> dict[str, Any]:
         """What a file holds."""

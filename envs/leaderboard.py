@@ -1,17 +1,13 @@
-"""The judge: what policies made of a suite, in figures, intervals and ranks. It never imports ``agent``."""
+"""What policies made of tasks of single slots, in figures and intervals."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-import dataclasses
-import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from .arena import WINDOWS, Arena, Played, Policy, Recorded, Suite, play
+from .arena import Played
+from .scores import bootstrap
 
 Array = np.ndarray[Any, Any]
 
@@ -76,16 +72,6 @@ def by_task(values: Array, n_tasks: int) -> Array:
     return values if n_tasks < FEW else np.asarray(values.reshape(-1, n_tasks).mean(axis=0))
 
 
-def bootstrap(values: Array, seed: int = 0, rounds: int = 2000, over: Array | None = None) -> list[float]:
-    """95 % percentile-bootstrap interval (Efron 1979) of the mean of ``values`` (n,), or of their sum over the sum of
-    ``over`` (n,)."""
-    draws = np.random.default_rng(seed).integers(0, len(values), (rounds, len(values)))
-    means = values[draws].mean(axis=1)
-    if over is not None:
-        means = means / np.maximum(over[draws].mean(axis=1), 1e-9)
-    return [round(float(q), 4) for q in np.percentile(means, [2.5, 97.5])]
-
-
 def _spread(values: Array, digits: int = 4) -> list[float]:
     return [round(float(q), digits) for q in np.percentile(values, [10, 50, 90])]
 
@@ -120,81 +106,3 @@ def summary(played: Played, n_tasks: int | None = None) -> dict[str, Any]:
         "slower": round(float(rows["is_slower"].mean()), 4),
         "decision_us": round(played.decision_us, 1),
     }
-
-
-def ranks(regrets: Mapping[str, Array], seed: int = 0) -> dict[str, int]:
-    """Rank of each entrant by mean regret over the same tasks (``by_task``), 1 = best; entrants that cannot be told
-    apart share one.
-
-    Going down the list, an entrant ties with the best of the group above it unless the 95 % bootstrap interval of
-    their paired difference leaves out 0.
-    """
-    order = sorted(regrets, key=lambda name: float(regrets[name].mean()))
-    place: dict[str, int] = {}
-    head = ""
-    for i, name in enumerate(order):
-        if not head or bootstrap(regrets[name] - regrets[head], seed)[0] > 0:
-            head, rank = name, i + 1
-        place[name] = rank
-    return place
-
-
-#: Layout of a submission.
-FORMAT = 2
-#: What an entrant leaves in force when its search is over: the best config it measured, or the last one it played.
-COMMITS = ("best", "last")
-
-
-def judged(policy: Policy, suite: Suite, repeats: int, seed: int, commits: str = "best") -> Played:
-    """:func:`play`, with what is left in force by the rule ``commits``. Raises ValueError as ``play`` does."""
-    if commits not in COMMITS:
-        raise ValueError(f"commits is {' or '.join(COMMITS)}, not {commits!r}")
-    arena = Arena(suite, repeats, seed)
-    played = play(policy, arena)
-    if commits == "last":
-        kept = [suite.truth_at(t)[arena.task, configs] for t, configs in enumerate(played.configs)]
-        played = dataclasses.replace(played, best=np.stack(kept))
-    return played
-
-
-def pack(configs: Array) -> str:
-    """Decisions (windows, n) as text: bytes, compressed, base64."""
-    return base64.b64encode(zlib.compress(np.asarray(configs, np.uint8).tobytes(), 9)).decode()
-
-
-def unpack(text: str, n: int) -> Array:
-    """Inverse of :func:`pack`, (windows, n). Raises ValueError when it is not that."""
-    try:
-        # Never more than what is wanted: a few bytes may unpack to gigabytes.
-        data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), max(1, WINDOWS * n + 1))
-        flat = np.frombuffer(data, np.uint8)
-    except (binascii.Error, zlib.error) as error:
-        raise ValueError(f"the decisions cannot be unpacked: {error}") from error
-    if len(flat) != WINDOWS * n:
-        raise ValueError(f"{len(flat)} decisions, the suite has {WINDOWS} windows x {n} runs")
-    return flat.reshape(WINDOWS, n)
-
-
-def replay(submission: Mapping[str, Any], suite: Suite) -> Played:
-    """Play a submission's decisions again, believing nothing else in it.
-
-    Raises ValueError, with the reason, when it is of another format or suite, or its figures do not come out.
-    """
-    try:
-        if submission["format"] != FORMAT:
-            raise ValueError(f"format {submission['format']}, this version reads {FORMAT}")
-        if submission["digest"] != suite.digest:
-            raise ValueError(
-                f"made on {submission['suite']} {submission['digest']}, this is {suite.name} {suite.digest}"
-            )
-        repeats = int(submission["repeats"])
-        configs = unpack(submission["decisions"], repeats * len(suite))
-        played = judged(Recorded(configs), suite, repeats, int(submission["seed"]), submission["commits"])
-        claimed = dict(submission["figures"])
-        found = summary(played, len(suite)) | {"decision_us": float(claimed["decision_us"])}  # ours took no decision
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"not a submission: {type(error).__name__} {error}") from error
-    for key, value in found.items():
-        if claimed.get(key) != value:
-            raise ValueError(f"its decisions give {key} {value}, it says {claimed.get(key)}")
-    return played

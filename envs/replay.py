@@ -21,7 +21,6 @@ from ..traces.fingerprint import Fingerprint
 from ..traces.records import N_ALGOS, N_PROTOS, PAIRS, Decision, Slot
 from ..traces.slots import SlotProfile, channels_of, find_slots
 from . import spaces
-from .arena import Suite
 from .sim import clusters, cost_model
 from .sim.clusters import Cluster, Fleet
 from .sim.fabric import Fabric, nominal
@@ -114,15 +113,6 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
     features = np.concatenate([p.fingerprint.vector() for p in profiles])
     noise = np.full(len(profiles), _noise(windows, default))
     return Recorded(profiles, features, mask, truth, measured, runs, share, noise, default_ms)
-
-
-def suite_of(recorded: Recorded, name: str = "replay") -> Suite:
-    """The slots as a suite for the judge; labels say how many of a slot's configs the trace measured, the rest is
-    predicted."""
-    suite = Suite.of(name, recorded)
-    counts = zip(suite.label, recorded.measured.sum(axis=1), suite.allowed.sum(axis=1) - 1, strict=True)
-    suite.label = np.array([f"{label}, {k} of {n} configs measured" for label, k, n in counts])
-    return suite
 
 
 def is_imported(trace: Trace) -> bool:

@@ -22,7 +22,7 @@ from .replay import Recorded, default_windows, offers_of
 Array = np.ndarray[Any, Any]
 
 #: A step never gets shorter than this part of the default's.
-_LEAST = 0.05
+LEAST = 0.05
 
 
 class _Assembler:
@@ -65,7 +65,7 @@ class RecordedJob:
             row = r.slots.index(slot)
             config = int(spaces.config_index(spaces.action_of(decision)[None])[0])
             total += float(r.truth[row, config] * r.share[row]) if np.isfinite(r.truth[row, config]) else 0.0
-        return min(total, 1 - _LEAST)
+        return min(total, 1 - LEAST)
 
     def window(
         self,

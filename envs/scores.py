@@ -7,13 +7,12 @@ searches can be scored by it: rules, networks, other people's tuners. Nothing th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 import numpy as np
 
-from .leaderboard import bootstrap
-from .sim.jobs import SLOTS, Jobs
+from .sim.works import SLOTS
 
 Array = np.ndarray[Any, Any]
 
@@ -25,6 +24,16 @@ HARSH = 1.5
 HARM = 0.002
 #: Strata by what there is to gain, as a part of the default step: upper ends.
 STRATA = {"none": 0.005, "little": 0.02, "some": 0.05, "much": 1.0}
+
+
+def bootstrap(values: Array, seed: int = 0, rounds: int = 2000, over: Array | None = None) -> list[float]:
+    """95 % percentile-bootstrap interval (Efron 1979) of the mean of ``values`` (n,), or of their sum over the sum of
+    ``over`` (n,)."""
+    draws = np.random.default_rng(seed).integers(0, len(values), (rounds, len(values)))
+    means = values[draws].mean(axis=1)
+    if over is not None:
+        means = means / np.maximum(over[draws].mean(axis=1), 1e-9)
+    return [round(float(q), 4) for q in np.percentile(means, [2.5, 97.5])]
 
 
 def stratum(gain: Array) -> Array:
@@ -54,6 +63,43 @@ class Scores:
         """The jobs at ``rows``."""
         return Scores(**{name: value[rows] for name, value in vars(self).items()})
 
+    def record(self) -> dict[str, Any]:
+        """What a file holds, rounded to what can be told apart; NaN becomes None."""
+
+        def plain(values: Array) -> list[Any]:
+            if values.ndim > 1:
+                return [plain(row) for row in values]
+            if values.dtype == bool:
+                return [int(v) for v in values]
+            return [round(float(v), 5) if np.isfinite(v) else None for v in values]
+
+        return {name: plain(value) for name, value in vars(self).items()}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Scores:
+        """Inverse of :meth:`record`. Raises ValueError when it is none."""
+        try:
+            found = {f.name: np.array(record[f.name], float) for f in fields(cls)}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"no scores: {type(error).__name__} {error}") from error
+        n = len(found["gain"])
+        wanted = {name: (n, len(HORIZONS)) if name == "lost" else (n,) for name in found}
+        if any(value.shape != wanted[name] for name, value in found.items()):
+            raise ValueError("no scores: they are not all of as many jobs")
+        return cls(**{name: value > 0.5 if name.startswith("is_") else value for name, value in found.items()})
+
+
+class Truth(Protocol):
+    """Jobs whose true step time is known: ``sim.jobs.Jobs``, or a recorded one."""
+
+    default_us: Array  # (n,)
+
+    def __len__(self) -> int: ...
+
+    def step_us(self, configs: Array, rows: Array | None = None) -> tuple[Array, Array]:
+        """Now, under ``configs`` (m, SLOTS) of the jobs at ``rows``: (m,) us, and of each slot's calls."""
+        ...
+
 
 class Ledger:
     """The bill of one search on each of ``n`` jobs, beside which it runs.
@@ -61,7 +107,7 @@ class Ledger:
     Tell it of windows before the jobs' time goes on: :meth:`bill` reads the truth of the present.
     """
 
-    def __init__(self, jobs: Jobs, oracle_us: Array) -> None:
+    def __init__(self, jobs: Truth, oracle_us: Array) -> None:
         """``oracle_us`` (n,): the step under the best configs, in fair weather."""
         n = len(jobs)
         self.jobs, self.oracle = jobs, oracle_us / jobs.default_us
@@ -78,7 +124,9 @@ class Ledger:
         Returns a step's true time (m,) in default steps of that moment.
         """
         rows, n_steps = np.asarray(rows), np.asarray(n_steps, float)
-        pace = self.jobs.step_us(configs, rows)[0] / self.jobs.step_us(np.zeros_like(configs), rows)[0]
+        # Both at once: what a call costs does not grow with the jobs.
+        both = self.jobs.step_us(np.concatenate([configs, np.zeros_like(configs)]), np.concatenate([rows, rows]))[0]
+        pace = both[: len(rows)] / both[len(rows) :]
         over = np.isfinite(self.verdict[rows])
         np.add.at(self.steps, rows, n_steps)
         np.add.at(self.lost, rows, n_steps * (pace - 1))

@@ -13,6 +13,7 @@ from .belief import Prior
 from .memory import Memory
 from .search import Search
 from .sim.jobs import SLOTS, Jobs
+from .sim.noise import Luck
 from .spaces import config_index
 from .watch import Rules
 from .windows import PROFILE, Job, Measured, Plan, warm_up_families
@@ -24,9 +25,9 @@ SWITCH_STEPS = 3
 
 
 class SimWindows:
-    """Windows of all jobs of a batch. ``rng`` draws the noise."""
+    """Windows of all jobs of a batch. ``rng`` draws the noise: for all jobs together, or for each by itself."""
 
-    def __init__(self, jobs: Jobs, rng: np.random.Generator) -> None:
+    def __init__(self, jobs: Jobs, rng: np.random.Generator | Luck) -> None:
         self.jobs, self.rng = jobs, rng
         self.running = np.zeros((len(jobs), SLOTS), np.int64)
 
@@ -113,11 +114,11 @@ class SimSearch:
 
     def __init__(
         self,
-        jobs: Jobs,
+        jobs: Any,
         prior: Prior,
-        rng: np.random.Generator,
+        rng: np.random.Generator | Luck,
         rules: Rules | None = None,
-        windows: SimWindows | None = None,
+        windows: Any = None,
         memories: Sequence[Memory | None] | None = None,
     ) -> None:
         """``windows``: those of ``jobs``, where they are more than simulated; ``memories``: of each job's cluster."""
@@ -157,6 +158,8 @@ class SimSearch:
         """One window of each of the jobs at ``rows`` whose search is over (or has begun anew by itself)."""
         plans = [self.searches[i].plan() for i in rows]
         due = [(i, plan) for i, plan in zip(rows, plans, strict=True) if plan is not None]
+        if not due:
+            return
         seen = self.windows.measure([i for i, _ in due], [plan for _, plan in due])
         for (i, plan), measured in zip(due, seen, strict=True):
             self.searches[i].record(plan, measured)

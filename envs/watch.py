@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +51,13 @@ class Rules:
     budget: float = 0.05  # part of the job's time that the search may lose against the default
     watch_share: float = 0.008  # of the later steps that may run the default
     change: float = 0.03  # lasting change of the step time that begins a new search
+
+    def of(self, policy: Any) -> Rules:
+        """The same, but that a policy says by attributes of its own when it has nothing left to try: by default when
+        it chooses the table of best means; with ``by_belief = False`` when it keeps to one table for ``patience``
+        windows more."""
+        by_belief, patience = getattr(policy, "by_belief", self.by_belief), getattr(policy, "patience", self.patience)
+        return replace(self, by_belief=bool(by_belief), patience=int(patience))
 
 
 class Watch:

@@ -1,4 +1,4 @@
-"""The board: ranks, ties, the page, and a README whose tables are what the results on record say."""
+"""The board: whole jobs through the judge, forged results refused, ranks, the page, and what is on record."""
 
 from __future__ import annotations
 
@@ -6,92 +6,152 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import make_ablation
 import numpy as np
 import pytest
-from dynamiccl.agent.bench import Entry, enter
+from dynamiccl.agent import bench as bench_module
+from dynamiccl.agent.bench import Entry, enter_one, entrants, fit_one, run, version_of
 from dynamiccl.agent.board import Board, filed_results, put_on_record, tables, with_tables
-from dynamiccl.envs.arena import SUITES, Suite
-from dynamiccl.envs.leaderboard import replay
-from standin import HiddenKind
+from dynamiccl.agent.spread import Processes
+from dynamiccl.envs.job_suites import SUITES, JobSuite, draw_suite
+from dynamiccl.envs.scores import bootstrap
+from dynamiccl.envs.sim.jobs import STANDARD
+from dynamiccl.envs.submissions import pack, replay, unpack
 
-Array = np.ndarray[Any, Any]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Raises:
+    def predict(self, *observation: Any, **rest: Any) -> Any:
+        raise RuntimeError("no idea")
+
+
+class Hangs:
+    def predict(self, *observation: Any, **rest: Any) -> Any:
+        while True:
+            pass
 
 
 @pytest.fixture(scope="module")
-def suite() -> Suite:
-    batch = HiddenKind(12, 5, 0.1)
-    batch.reset()
-    return Suite.of("hidden kind", batch)
+def suite() -> JobSuite:
+    return draw_suite("small", STANDARD, 6, 8)
 
 
 @pytest.fixture(scope="module")
-def submission(suite: Suite) -> dict[str, Any]:
-    return dict(json.loads(json.dumps(enter(Entry("coordinate-descent", suite, repeats=2)))))
+def made(suite: JobSuite) -> dict[str, dict[str, Any]]:
+    """Submissions as they come out of a file."""
+    names = ("expected-improvement", "ladder", "default", "aa")
+    return {name: json.loads(json.dumps(enter_one(Entry(name, suite)))) for name in names}
 
 
-def test_board_page_and_table(suite: Suite, submission: dict[str, Any]) -> None:
-    board = Board(suite)
-    assert board.judge(submission) == ""
-    assert board.judge({"entrant": "guest", "failed": "a decision took <too> long"})
-    page, table = board.page(), board.markdown()
-    assert "coordinate-descent" in page and "a decision took &lt;too&gt; long" in page
-    outside = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
-    assert not re.search(r"""(src|href)=['"]?(https?:)?//""", outside)
-    lines = table.splitlines()
-    assert lines[2].startswith("| 1 | coordinate-descent (as AutoCCL) |") and "refused" in lines[3]
-    assert len({line.count("|") for line in lines}) == 1
-    assert board.rows()[0]["regret"] == submission["figures"]["regret"]
+def test_decisions_are_packed_and_unpacked() -> None:
+    decisions = [[0, 3, 255], [], [7] * 500]
+    assert unpack(pack(decisions), 3) == decisions
+    for text, n in (("#", 3), (pack(decisions), 4), (pack(decisions)[:-8], 3), (pack([]), 1)):
+        with pytest.raises(ValueError, match="decisions"):
+            unpack(text, n)
 
 
-def told(suite: Suite) -> Suite:
-    """The suite with a drift, and with configs that are best alone but not for the step."""
-    later, at = np.roll(suite.truth, 1, axis=0), np.full(12, 10)
-    alone = np.sort(np.where(suite.allowed, suite.truth, -9), axis=1)[:, -2, None]
-    second = (np.where(suite.allowed, suite.truth, -9) == alone).argmax(axis=1)
-    return Suite("t", *(vars(suite)[k] for k in KEYS), later, at, second)
+def test_decisions_give_the_same_scores_again_all_of_them_or_a_few(
+    suite: JobSuite, made: dict[str, dict[str, Any]]
+) -> None:
+    for name, submission in made.items():
+        whole = replay(submission, suite)
+        assert (whole.lost == replay(submission, suite, check=2, seed=3).lost).all(), name
+    assert made["expected-improvement"]["figures"]["gain_delivered"] > 0.5
+    idle = made["default"]["figures"]
+    assert idle["gain_delivered"] == 0 and idle["steps_to_verdict"][2] < 60
 
 
-KEYS = ("features", "mask", "truth", "share", "noise", "label")
+def test_entrants_meet_the_same_noise_step_by_step(suite: JobSuite) -> None:
+    """A job's luck depends neither on who plays nor on the other jobs."""
+    alone = enter_one(Entry("ladder", suite, jobs=1))["scores"]
+    among = enter_one(Entry("ladder", suite))["scores"]
+    assert {key: value[0] for key, value in alone.items()} == {key: value[0] for key, value in among.items()}
 
 
-def test_the_oracle_and_the_offline_sweep_play_what_the_suite_says(suite: Suite) -> None:
-    tasks = told(suite)
-    oracle = enter(Entry("oracle", tasks, 2))
-    assert oracle["figures"]["regret"] == 0 and oracle["figures"]["share_of_gain"]["64"] == 1
-    sweep = enter(Entry("static-best", tasks, 2))
-    played = replay(sweep, tasks)
-    assert (played.configs == np.tile(tasks.alone, 2)).all() and sweep["figures"]["regret"] > 0
-    # It keeps what it plays, whatever was measured of it.
-    np.testing.assert_allclose(played.best[-1], tasks.truth_at(63)[np.arange(24) % 12, played.configs[-1]])
-    with pytest.raises(ValueError, match="does not say"):
-        enter(Entry("static-best", suite))
+def test_forged_figures_are_refused(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
+    honest = made["ladder"]
+    scores = json.loads(json.dumps(honest["scores"]))
+    scores["lost"][3][0] -= 5
+    with pytest.raises(ValueError, match="its jobs give"):
+        replay(honest | {"scores": scores}, suite)
+    from dynamiccl.envs.scores import Scores, summary
+
+    figures = summary(Scores.of(scores)) | {"decision_us": 1.0}
+    with pytest.raises(ValueError, match="its decisions give lost"):
+        replay(honest | {"scores": scores, "figures": figures}, suite)
+    with pytest.raises(ValueError, match="its decisions give"):
+        replay(honest | {"decisions": made["expected-improvement"]["decisions"], "by_belief": True}, suite)
+    short = [job[:1] for job in unpack(honest["decisions"], len(suite))]
+    with pytest.raises(ValueError, match="too few decisions"):
+        replay(honest | {"decisions": pack(short)}, suite)
+    with pytest.raises(ValueError, match="made on small"):
+        replay(honest, draw_suite("small", STANDARD, 7, 4))
 
 
 @pytest.mark.parametrize(
-    "change", [{"figures": 3}, {"figures": {}}, {"decisions": 7}, {"repeats": "x"}, {"seed": None}]
+    "change",
+    [
+        {"figures": 3},
+        {"figures": {}},
+        {"scores": {}},
+        {"scores": 3},
+        {"decisions": 7},
+        {"jobs": "x"},
+        {"jobs": 9},
+        {"seed": None},
+        {"format": 2},
+    ],
 )
-def test_hostile_submissions_are_refused(suite: Suite, submission: dict[str, Any], change: dict[str, Any]) -> None:
+def test_hostile_submissions_are_refused(
+    suite: JobSuite, made: dict[str, dict[str, Any]], change: dict[str, Any]
+) -> None:
     board = Board(suite)
-    assert board.judge(submission | change) and not board.played
-    assert board.judge([submission]) == "not a submission: no JSON object"
+    assert board.judge(made["ladder"] | change, None) and "ladder" not in board.scores
+    assert board.judge([made]) == "not a submission: no JSON object"
 
 
-def test_names_from_outside_cannot_become_markup(suite: Suite, submission: dict[str, Any]) -> None:
+def test_the_table_ranks_ties_and_what_has_no_rank(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
+    board = Board(suite)
+    for submission in made.values():
+        assert board.judge(submission) == ""
+    assert board.judge(made["ladder"] | {"entrant": "twin"}) == ""
+    assert board.judge(made["ladder"]) == "there is one of that name already"
+    part = enter_one(Entry("ladder", suite, jobs=4)) | {"entrant": "part"}
+    assert board.judge(part) == ""
+    assert board.judge({"entrant": "guest", "failed": "a decision took <too> long"})
+    rows = {row["entrant"]: row for row in board.rows()}
+    assert rows["oracle"]["place"] == "-" and rows["oracle"]["lost_20000"] == pytest.approx(0, abs=0.1)
+    assert rows["ladder"]["place"] == rows["twin"]["place"] == f"={rows['ladder']['rank']}"
+    assert rows["aa"]["rank"] is None and rows["aa"]["difference"]["steps_ci95"][0] <= 0
+    assert rows["expected-improvement"]["rank"] == 1 and rows["part"]["jobs"] == 4
+    assert sum(part["jobs"] for part in rows["ladder"]["by_slots"].values()) == len(suite)
+    table, page = board.markdown(), board.page()
+    lines = table.splitlines()
+    assert len({line.count("|") for line in lines}) == 1 and "part, 4 jobs" in table
+    assert "a decision took &lt;too&gt; long" in page
+    outside = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
+    assert not re.search(r"""(src|href)=['"]?(https?:)?//""", outside)
+
+
+def test_names_from_outside_cannot_become_markup(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
     board, evil = Board(suite), "</script><script>alert(1)</script>|\n| 1"
-    assert board.judge(submission | {"entrant": evil}) == ""
+    assert board.judge(made["ladder"] | {"entrant": evil}) == ""
     assert "<script>alert" not in board.page()
-    assert len(board.markdown().splitlines()) == 3 and len({n.count("|") for n in board.markdown().splitlines()}) == 1
+    assert len({line.count("|") for line in board.markdown().splitlines()}) == 1
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_the_page_draws_in_a_browser_without_an_error(suite: Suite, submission: dict[str, Any], tmp_path: Path) -> None:
+def test_the_page_draws_in_a_browser_without_an_error(
+    suite: JobSuite, made: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
     board = Board(suite)
-    board.judge(submission)
+    board.judge(made["ladder"])
     (tmp_path / "b.html").write_text(board.page(), encoding="utf-8")
     args = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--enable-logging=stderr"]
     args += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=6000", "--dump-dom"]
@@ -101,51 +161,102 @@ def test_the_page_draws_in_a_browser_without_an_error(suite: Suite, submission: 
     assert done.stdout.count('class="plot-container') == 4
 
 
-def test_the_board_ranks_ties_and_what_has_no_rank(suite: Suite) -> None:
-    tasks, board = told(suite), Board(told(suite))
-    for name in ("oracle", "static-best", "default", "random"):
-        assert board.judge(enter(Entry(name, tasks, 2))) == ""
-    twin = enter(Entry("default", tasks, 2)) | {"entrant": "test_leaderboard:Twin"}
-    assert board.judge(twin) == ""
-    rows = {row["entrant"]: row for row in board.rows()}
-    assert rows["oracle"]["place"] == "-" and rows["oracle"]["rank"] is None
-    assert rows["default"]["place"] == rows["test_leaderboard:Twin"]["place"] == f"={rows['default']['rank']}"
-    assert board.rows()[0]["entrant"] == "oracle" and "Regret by cluster" in board.page()
+def test_a_failing_entrant_never_stops_the_others(suite: JobSuite, tmp_path: Path) -> None:
+    suite.save(tmp_path / "s.json")
+    names = ("test_board:Raises", "default", "test_board:Hangs")
+    entries = [Entry(n, str(tmp_path / "s.json"), limit_s=15 if "Hangs" in n else 120) for n in names]
+    found = {r["entrant"]: r for r in run(entries, tmp_path / "out", Processes(3))}
+    assert re.fullmatch(r"RuntimeError: no idea \(test_board.py, line \d+\)", found["test_board:Raises"]["failed"])
+    assert "no result in 15 s" in found["test_board:Hangs"]["failed"]
+    file = tmp_path / "out" / "default.json"
+    stamp = file.stat().st_mtime_ns
+    assert next(iter(run(entries[1:2], tmp_path / "out")))["decisions"] == found["default"]["decisions"]
+    assert file.stat().st_mtime_ns == stamp  # kept, not played again
 
 
-def test_results_go_on_record_and_into_the_readme(tmp_path: Path) -> None:
-    (tmp_path / "traces").mkdir()
+def test_a_guest_is_found_where_the_command_is_called_and_never_shown_for_other_code(
+    suite: JobSuite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite.save(tmp_path / "s.json")
+    guest = tmp_path / "my_guest.py"
+    guest.write_text(
+        "import numpy as np\n"
+        "class Mine:\n"
+        "    def predict(self, observation, state=None, episode_start=None, deterministic=True):\n"
+        "        return np.zeros((len(observation), 2), np.int64), state\n"
+    )
+    command = [str(Path(sys.executable).parent / "dynamiccl"), "bench", "--policy", "my_guest:Mine"]
+    command += ["--suite", "s.json", "--jobs", "2", "--out", "out", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = {row["entrant"]: row for row in json.loads(done.stdout)}
+    assert rows["my_guest:Mine"]["gain_delivered"] == 0 and rows["oracle"]["rank"] is None
+    assert (tmp_path / "out" / "s" / "my_guest%3AMine.json").exists() and "1 of 1" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    before = version_of("my_guest:Mine")
+    guest.write_text(guest.read_text() + "# other code\n")
+    assert version_of("my_guest:Mine") != before
+
+
+def test_fit_keeps_what_loses_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench_module.GRID, "ladder", [{"pairs": 0}, {"pairs": 2}])
+    monkeypatch.setattr(bench_module, "ENDS", [{"patience": 1}])
+    found = fit_one(("ladder", 4))
+    assert len(found["tried"]) == 3
+    assert found["settings"] == found["tried"][0]["settings"]
+    assert found["lost"] == min(row["lost"] for row in found["tried"]) <= found["tried"][-1]["lost"]
+
+
+def test_results_go_on_record_beside_those_of_others(tmp_path: Path) -> None:
     (tmp_path / "envs").mkdir()
     (tmp_path / "envs" / "README.md").write_text("before\n<!-- board -->\nold\n<!-- /board -->\nafter\n")
-    suite = Suite.load("standard")
-    made = [enter(Entry(name, suite, 1)) for name in ("random", "default")]
-    files = put_on_record(suite.name, made, tmp_path)
+    first = [enter_one(Entry(name, "standard", jobs=3)) for name in ("random", "default")]
+    files = put_on_record("standard", first, tmp_path)
     assert [f.name for f in files] == ["board_standard.json", "README.md"]
+    again = enter_one(Entry("default", "standard", jobs=4))
+    put_on_record("standard", [again], tmp_path)
+    filed = filed_results("standard", tmp_path)
+    assert {s["entrant"]: s["jobs"] for s in filed["submissions"]} == {"random": 3, "default": 4}
     text = files[1].read_text()
-    assert text.startswith("before\n<!-- board -->\nSuite `standard-") and text.endswith("<!-- /board -->\nafter\n")
-    assert "| =1 | random |" in text or "| 1 | random |" in text
-    filed = json.loads(files[0].read_text())
-    filed["submissions"][0]["figures"]["regret"] = 0.01
+    assert text.startswith("before\n<!-- board -->\nSuite `standard`") and text.endswith("<!-- /board -->\nafter\n")
+    assert "random, 3 jobs" in text
+    filed["submissions"][0]["figures"]["lost_20000"] = 0.01
     files[0].write_text(json.dumps(filed))
-    with pytest.raises(ValueError, match="its decisions give regret"):
-        tables(tmp_path / "traces")
+    with pytest.raises(ValueError, match="its jobs give lost_20000"):
+        tables(tmp_path)
     with pytest.raises(ValueError, match="go on record"):
-        put_on_record("hidden kind", made, tmp_path)
+        put_on_record("small", first, tmp_path)
     with pytest.raises(ValueError, match="needs one"):
         with_tables("no marks", "x")
+    with pytest.raises(ValueError, match="on record"):
+        filed_results("held-out", tmp_path)
 
 
 def test_the_readme_says_what_the_filed_results_say() -> None:
-    """Every filed decision is replayed; the README's tables are made from them and from nothing else."""
-    root = Path(__file__).resolve().parents[1]
-    readme = (root / "envs" / "README.md").read_text(encoding="utf-8")
-    assert with_tables(readme, tables(root / "traces")) == readme
+    """The README's tables are made from what is filed and from nothing else, and jobs of it come out when their
+    decisions are played again."""
+    readme = (ROOT / "envs" / "README.md").read_text(encoding="utf-8")
+    assert with_tables(readme, tables(check=2)) == readme
     for name in SUITES:
-        names = {s["entrant"] for s in filed_results(Suite.load(name).name)}
-        assert {"lstm", "aa", "static-best", "coordinate-descent", "gp", "thompson", "oracle"} <= names
+        names = {s["entrant"] for s in filed_results(name)["submissions"]}
+        assert {"expected-improvement", "aa", "ladder", "coordinate-descent", "gp", "thompson", "default"} <= names
 
 
-def test_the_readme_says_what_the_ablation_on_record_says() -> None:
-    found, readme = json.loads(make_ablation.FILE.read_text()), make_ablation.README.read_text(encoding="utf-8")
-    assert [list(group) for group in found["groups"]] == [list(group) for group in make_ablation.GROUPS]
-    assert with_tables(readme, make_ablation.table(found), "ablation") == readme
+@pytest.mark.parametrize("name", SUITES)
+def test_a_fresh_draw_leaves_no_printed_interval(name: str) -> None:
+    """Other jobs of the same strata: what entrants lose on them lies within what is printed, widened by the fresh
+    draw's own interval."""
+    fresh = draw_suite(name, JobSuite.load(name, 4).family, 91, 24)
+    filed = {s["entrant"]: s["figures"] for s in filed_results(name)["submissions"]}
+    for entrant in ("expected-improvement", "default"):
+        figures = enter_one(Entry(entrant, fresh))["figures"]
+        for key in ("lost_20000", "gain_delivered"):
+            low, high = filed[entrant][f"{key}_ci95"]
+            below, above = figures[f"{key}_ci95"]
+            own = (above - below) / 2
+            assert low - own <= figures[key] <= high + own, (entrant, key, figures[key], filed[entrant][key])
+
+
+def test_entrants_are_known_policies() -> None:
+    assert {"expected-improvement", "thompson-sampling", "ladder", "gp", "sweep", "ucb", "random"} <= set(entrants())
+    assert len(bootstrap(np.ones(5))) == 2

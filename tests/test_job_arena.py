@@ -55,6 +55,6 @@ def test_a_rule_on_the_belief_brings_gain_and_is_repeatable(calm):
     jobs, us = calm
     found = [judged(ExpectedImprovement(), jobs, us, Prior.load(), after=100) for _ in range(2)]
     assert (found[0].lost == found[1].lost).all() and (found[0].gain == found[1].gain).all()
-    assert (found[0].gain <= found[0].oracle_gain + 1e-6).all()
+    assert (found[0].gain <= found[0].oracle_gain + 1e-3).all()  # the oracle goes slot by slot
     told = summary(found[0])
     assert told["jobs"] == 6 and told["gain_delivered"] > 0.2 and told["slower"] == 0

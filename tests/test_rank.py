@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from dynamiccl.agent.baselines import BASELINES
 from dynamiccl.agent.choosing import make_chooser
+from dynamiccl.agent.classical import CLASSICAL
 from dynamiccl.agent.rank import Run, live_run, rank, replayed_run, saved, spearman
 from dynamiccl.agent.tuner import Settings, Tuner
 from dynamiccl.envs.live import JobEnded
@@ -57,7 +57,7 @@ def test_the_tuner_finds_the_best_of_the_record(trace, recorded, name):
     assert outcome.kept and job.saving(outcome.decisions) >= 0.5 * best
 
 
-@pytest.mark.parametrize("name", [*BASELINES, "tpe"])
+@pytest.mark.parametrize("name", [*CLASSICAL, "tpe"])
 def test_every_baseline_can_tune_a_job(trace, recorded, name):
     if name == "tpe":
         pytest.importorskip("optuna")
@@ -78,7 +78,7 @@ def test_spearman():
 
 
 def test_rankings_agree_with_themselves_and_not_with_their_opposite(trace, recorded):
-    names = ("exhaustive", "default", "coordinate-descent", "random")
+    names = ("sweep", "default", "coordinate-descent", "random")
     live = [replayed_run(trace, recorded, name, SETTINGS, seed) for name in names for seed in (100, 101)]
     found = rank(trace, live, SETTINGS, seeds=2)
     assert found["saved"]["spearman"] >= 0.8 and found["saved"]["ci95"][0] <= found["saved"]["ci95"][1]

@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 from dynamiccl.agent.rules import ExpectedImprovement
 from dynamiccl.envs import replay, spaces
-from dynamiccl.envs.arena import Suite
+from dynamiccl.envs.belief import Prior
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.live_windows import LiveWindows
 from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.envs.replay_job import RecordedJob
+from dynamiccl.envs.replay_suite import RecordedSuite
 from dynamiccl.envs.sim_env import SimEnv
+from dynamiccl.envs.submissions import enter
+from dynamiccl.envs.submissions import replay as replay_submission
+from dynamiccl.envs.watch import Rules
 from dynamiccl.traces.files import Trace, TraceError, TraceWriter
 from dynamiccl.traces.records import AUTO, Decision
 from gymnasium.utils.env_checker import check_env
@@ -111,9 +115,22 @@ def test_all_environments_play_one_recorded_episode_alike(trace, recorded):
     assert len(replayed) > 6 and replayed == live == simulated
 
 
-def test_it_is_a_suite_for_the_judge(recorded):
-    suite = Suite.of("replay", recorded)
-    assert len(suite) == len(recorded.slots)
+def test_a_recorded_job_is_a_suite_for_the_board(trace, recorded):
+    """The judge's truth is the record's, whatever order the slots were found in, and decisions come out again."""
+    suite = RecordedSuite(trace, repeats=3)
+    assert len(suite) == 3 and suite.digest == RecordedSuite(trace, repeats=3).digest
+    oracle = suite.told()["oracle"]
+    assert oracle.lost == pytest.approx(0, abs=1e-6) and (oracle.gain > 0).all()
+    found = enter(ExpectedImprovement(), suite)
+    scores = replay_submission(found, suite, check=1)
+    assert (scores.gain <= oracle.gain + 1e-9).all() and scores.gain.max() > 0.5 * oracle.gain[0]
+    search, _ = suite.open(np.arange(1), 0, Prior.load(), Rules())
+    configs = search.searches[0].belief.best()
+    padded = np.zeros((1, search.tables.shape[1]), int)
+    padded[0, : len(configs)] = configs
+    windows = search.windows.each[0]
+    saved = 1 - search.windows.jobs.step_us(padded)[0] / search.windows.jobs.default_us
+    assert saved[0] == pytest.approx(windows.job.saving(windows.decisions(configs)))
 
 
 def test_decisions_read_back():

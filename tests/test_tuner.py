@@ -41,7 +41,7 @@ def test_the_rule_finds_most_of_what_there_is():
     assert 0 < outcome.first_gain <= outcome.steps_to_verdict <= job.last_step < 500
 
 
-@pytest.mark.parametrize("policy", [*RULES, "random", "coordinate-descent", "thompson", "lstm", "default"])
+@pytest.mark.parametrize("policy", [*RULES, "random", "coordinate-descent", "ladder", "lstm", "default"])
 def test_a_table_that_does_not_win_is_never_left_in_force(policy):
     """Nothing helps here: whatever a policy picks, NCCL's own choice must be in force at the end."""
     job = FakeJob(lambda d: STEP_MS + 3 * sum(not x.is_auto for x in d.values()), noise=0.02)
@@ -50,8 +50,8 @@ def test_a_table_that_does_not_win_is_never_left_in_force(policy):
     assert job.confirmed == {} and not outcome.decisions
 
 
-@pytest.mark.parametrize("policy", ["coordinate-descent", "lstm"])
-def test_policies_of_single_slots_play_slot_by_slot(policy):
+@pytest.mark.parametrize("policy", ["coordinate-descent", "ladder", "gp"])
+def test_classical_search_finds_what_there_is_to_find(policy):
     job = FakeJob(truth, noise=0.001)
     outcome, _, _ = run(policy, job, windows=60)
     assert outcome.kept and truth(outcome.decisions) <= STEP_MS - 5

@@ -1,22 +1,20 @@
-"""``dynamiccl bench``: play policies on a suite of tasks and print the board."""
+"""``dynamiccl bench``: play policies on a suite of jobs and print the board."""
 
 from __future__ import annotations
 
 import json as json_module
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import ClusterName, Nccl, fail
 
 if TYPE_CHECKING:
-    from ...envs.arena import Suite
+    from ...envs.submissions import Suite
     from ..spread import Executor
-
-#: Runs of each task: the slots of one trace are few.
-REPEATS, REPLAY_REPEATS = 4, 32
 
 
 def bench(
@@ -25,7 +23,7 @@ def bench(
         list[str] | None, typer.Option(help="Entrant: a known policy or MODULE:NAME; repeat for more. Default: all.")
     ] = None,
     suite: Annotated[
-        str, typer.Option(help="standard, held-out, replay (the slots of --trace), or a suite file.")
+        str, typer.Option(help="standard, held-out, replay (the job of --trace), or a suite file.")
     ] = "standard",
     trace: Annotated[
         Path | None,
@@ -33,15 +31,21 @@ def bench(
     ] = None,
     cluster: ClusterName = None,
     nccl: Nccl = None,
+    jobs: Annotated[
+        int, typer.Option(min=0, help="Play so many jobs of the suite, evenly over it; 0: all of them.")
+    ] = 0,
     out: Annotated[Path, typer.Option(help="Folder for submissions and the board.")] = Path("runs/bench"),
-    repeats: Annotated[int, typer.Option(min=0, help="Runs of each task, under different noise; 0: as usual.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="Entrants played at the same time.")] = 2,
     ray: Annotated[bool, typer.Option("--ray", help="Spread entrants over a Ray cluster (RAY_ADDRESS).")] = False,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that one entrant may take.")] = 1800.0,
     again: Annotated[bool, typer.Option("--again", help="Play entrants anew that have a result already.")] = False,
-    fit: Annotated[bool, typer.Option("--fit", help="Find the baselines' best settings instead.")] = False,
+    fit: Annotated[bool, typer.Option("--fit", help="Find the classical entrants' best settings instead.")] = False,
     filed: Annotated[
         bool, typer.Option("--filed", help="Play nothing: judge the results on record by replaying their decisions.")
     ] = False,
+    check: Annotated[
+        int, typer.Option(min=0, help="Jobs of each --filed or --submission that are replayed; 0: all of them.")
+    ] = 0,
     file: Annotated[
         bool, typer.Option("--file", help="Put the results on record, and into envs/README.md (in a checkout).")
     ] = False,
@@ -50,20 +54,21 @@ def bench(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the board as JSON.")] = False,
 ) -> None:
-    """Judge policies on a suite: every entrant meets the same tasks, masks and noise; its decisions are replayed.
+    """Judge policies on a suite of whole jobs: the search of `dynamiccl tune --policy X`, with every step billed.
 
-    A policy is any object with predict(observation, state, episode_start, deterministic) -> (actions, state):
-    observations are (n, N_OBSERVATION) rows, one a slot, actions (n, 2) int64 [pair, channels]. The module
-    dynamiccl.envs.spaces says what is in a row; spaces.seen(observation) gives it as plain arrays.
+    A policy is any object with predict(observation, state, episode_start, deterministic) -> (action, state), asked one
+    turn at a time: observations are (1, N_OBSERVATION), actions (1, 2) int64 [pair, channels]. The module
+    dynamiccl.envs.turns says what an observation holds; turns.seen(observation) gives it as plain arrays.
 
     \b
-    dynamiccl bench --policy my_module:MyPolicy --policy lstm --suite held-out
+    dynamiccl bench --policy my_module:MyPolicy --policy ladder --suite held-out --jobs 40
     dynamiccl bench --suite replay --trace runs/tune/trace
-    dynamiccl bench --filed --suite standard
+    dynamiccl bench --filed --check 8 --suite standard
     """
     if context.invoked_subcommand:  # `dynamiccl bench plugin` and the like have files of their own
         return
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the matrices are small, threads only fight
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # before numpy: the matrices are small, threads only fight
+        os.environ.setdefault(name, "1")
     from rich.console import Console
 
     from ..bench import Entry, entrants, run
@@ -76,59 +81,70 @@ def bench(
         if fit:
             _fit(out, executor, console.print)
             return
-        tasks = _tasks(suite, trace, cluster, nccl)
+        played = _jobs(suite, trace, cluster, nccl)
         given = [json_module.loads(path.read_text()) for path in submission or ()]
         if filed:
-            given += filed_results(tasks.name)
+            given += filed_results(suite)["submissions"]
     except (OSError, ValueError) as error:
         fail(str(error))
-    names = list(policy or (() if filed or given else entrants()))
-    runs = repeats or (REPLAY_REPEATS if suite == "replay" else REPEATS)
-    entries = [Entry(name, tasks if trace else suite, runs) for name in names]
-    folder, board, accepted = out / tasks.name, Board(tasks), []
+    names = list(dict.fromkeys(policy or (() if filed or given else entrants())))
+    entries = [Entry(name, played if trace else suite, jobs or None, limit_s=limit) for name in names]
+    folder, board, accepted = out / (played.name if trace else Path(suite).stem), Board(played), []
     folder.mkdir(parents=True, exist_ok=True)
-    for result in (*given, *run(entries, folder, executor, again)):
+    total = len(given) + len(entries)
+    for k, result in enumerate(given, 1):
+        _tell(console.print, k, total, result, board.judge(result, check or None))
+    for k, result in enumerate(run(entries, folder, executor, again), len(given) + 1):
         reason = board.judge(result)
+        _tell(console.print, k, total, result, reason)
         if not reason:
             accepted.append(result)
-        console.print(f"{result.get('entrant')}: {f'refused: {reason}' if reason else result['figures']['regret']}")
     (folder / "board.html").write_text(board.page())
     (folder / "board.json").write_text(json_module.dumps(board.rows(), indent=1) + "\n")
     (folder / "board.md").write_text(board.markdown())
     print(json_module.dumps(board.rows()) if json else board.markdown(), end="\n" if json else "")
     console.print(f"board: {folder / 'board.html'}")
-    if not accepted:
+    if len(board.refused) == total:
         fail("no entrant finished: " + "; ".join(f"{n}: {why}" for n, why in board.refused.items()))
     if file:
-        for path in put_on_record(tasks.name, accepted):
+        for path in put_on_record(suite, accepted):
             console.print(f"on record: {path}")
 
 
-def _tasks(suite: str, trace: Path | None, cluster: str | None, nccl: str | None) -> Suite:
-    from ...envs.arena import Suite
+def _tell(say: Callable[[str], object], k: int, total: int, result: Any, reason: str) -> None:
+    """One line of progress."""
+    name = result.get("entrant") if isinstance(result, dict) else "nameless"
+    if reason:
+        say(f"{k} of {total}  {name}: refused: {reason}")
+        return
+    f = result["figures"]
+    lost, gain = f["lost_20000"], f["gain_delivered"]
+    say(f"{k} of {total}  {name}: {lost:,.0f} steps lost in 20,000, {gain:.0%} of the gain, {f['jobs']} jobs")
+
+
+def _jobs(suite: str, trace: Path | None, cluster: str | None, nccl: str | None) -> Suite:
+    from ...envs.job_suites import JobSuite
 
     if (suite == "replay") != (trace is not None):
         raise ValueError(
             "--suite replay and --trace go together: dynamiccl bench --suite replay --trace runs/tune/trace"
         )
     if trace is None:
-        return Suite.load(suite)
-    from ...envs.replay import load, suite_of
+        return JobSuite.load(suite)
+    from ...envs.replay_suite import RecordedSuite
     from ...traces.files import TraceError
     from ..recordings import read
 
     try:
-        return suite_of(load(read([trace], cluster, nccl)))
+        return RecordedSuite(read([trace], cluster, nccl))
     except TraceError as error:
         raise ValueError(str(error)) from error
 
 
-def _fit(out: Path, executor: Executor, tell: object) -> None:
+def _fit(out: Path, executor: Executor, tell: Callable[[str], object]) -> None:
     from ..bench import fit
-    from ..train import held_out
 
-    assert callable(tell)
     out.mkdir(parents=True, exist_ok=True)
-    found = fit(held_out(512), executor, tell)
-    (out / "baselines.json").write_text(json_module.dumps(found, indent=1) + "\n")
-    tell(f"settings: {out / 'baselines.json'}; they are used once they are in agent/")
+    found = fit(executor, tell)
+    (out / "classical.json").write_text(json_module.dumps(found, indent=1) + "\n")
+    tell(f"settings: {out / 'classical.json'}; they are used once they are in agent/")

@@ -12,7 +12,7 @@ from ...traces.fingerprint import Fingerprint
 from ..spaces import N_CONFIGS
 from .clusters import Fleet
 from .fabric import Truth, congested
-from .noise import Noise
+from .noise import Luck, Noise
 from .step import Calls, Law
 from .works import SLOTS, Works
 
@@ -173,7 +173,7 @@ class Jobs:
         with np.errstate(invalid="ignore"):
             return total, np.where(self.calls[rows] > 0, spent[:, :SLOTS] / self.calls[rows], np.nan)
 
-    def window(self, configs: Array, n_steps: Array | int, rng: np.random.Generator) -> tuple[Array, Array]:
+    def window(self, configs: Array, n_steps: Array | int, rng: np.random.Generator | Luck) -> tuple[Array, Array]:
         """Run ``n_steps`` (n,) or a number of steps under ``configs`` (n, SLOTS), and measure; time goes on.
 
         Returns step times (n, most) us, NaN beyond a job's own number, and mean durations of the calls (n, SLOTS) us,

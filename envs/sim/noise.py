@@ -41,6 +41,59 @@ class NoiseFamily:
     unsampled: float = 0.05  # jobs whose kernels are never sampled
 
 
+#: Steps of a job whose random numbers are drawn at once; a window is shorter.
+BLOCK = 256
+
+
+class Luck:
+    """Random numbers of ``n`` jobs, each from a stream of its own.
+
+    In its step t a job meets the same, whoever plays it, in whatever windows and beside whatever other jobs: entrants
+    can be compared job by job, and a few jobs can be played again alone.
+    """
+
+    def __init__(self, seed: int, jobs: Array, n_calls: int) -> None:
+        """``jobs`` (n,): numbers that tell the jobs apart; ``n_calls``: kinds of call of each."""
+        self.keys = [(seed, int(job)) for job in jobs]
+        self.first = np.full(len(self.keys), -1)  # block that a job's part of the buffers begins with
+        self._steps = np.zeros((len(self.keys), 2 * BLOCK, 5))
+        self._calls = np.zeros((len(self.keys), 2 * BLOCK, n_calls))
+
+    def _fill(self, at: Array, rows: Array) -> Array:
+        """Numbers of the two blocks from step ``at`` (n,) on, of the jobs at ``rows``; where ``at`` is in them."""
+        for i in rows[self.first[rows] != at[rows] // BLOCK]:
+            self.first[i] = at[i] // BLOCK
+            for k in (0, 1):
+                rng = np.random.default_rng([*self.keys[i], int(self.first[i]) + k])
+                part = slice(k * BLOCK, (k + 1) * BLOCK)
+                self._steps[i, part] = np.stack(drawn(rng, (BLOCK,)), axis=1)
+                self._calls[i, part] = rng.normal(0.0, 1.0, (BLOCK, self._calls.shape[2]))
+        return at - self.first * BLOCK
+
+    def steps(self, at: Array, n_steps: Array) -> tuple[Array, ...]:
+        """As :func:`drawn`, (max(n_steps), n) each, for the steps from ``at`` (n,) on; 0 where a job does not run."""
+        rows, most = np.flatnonzero(n_steps > 0), int(n_steps.max(initial=0))
+        place = self._fill(at, rows)[rows][:, None] + np.arange(most)
+        out = np.zeros((5, most, len(at)))
+        out[:, :, rows] = self._steps[rows[:, None], np.minimum(place, 2 * BLOCK - 1)].transpose(2, 1, 0)
+        return tuple(out)
+
+    def calls(self, at: Array, n_steps: Array) -> Array:
+        """Standard normal numbers (n, n_calls) of windows that ended before step ``at`` (n,)."""
+        rows = np.flatnonzero(n_steps > 0)
+        out = np.zeros((len(at), self._calls.shape[2]))
+        out[rows] = self._calls[rows, self._fill(at, rows)[rows]]
+        return out
+
+
+def drawn(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[Array, ...]:
+    """What makes up the noise of steps: shocks, chances of a far too long step and of a change of pace, lateness, and
+    how long a far too long step is."""
+    shock, heavy = rng.standard_t(5, shape) / np.sqrt(5 / 3), rng.random(shape)
+    flips, late = rng.random(shape), rng.exponential(1.0, shape)
+    return shock, heavy, flips, late, 0.1 + np.minimum(rng.pareto(1.5, shape), 2.0)
+
+
 @dataclass
 class Noise:
     """The noise of ``n`` jobs, and where each is in it; arrays (n,)."""
@@ -90,13 +143,12 @@ class Noise:
         """Copies of the jobs at ``rows``."""
         return Noise(**{f.name: getattr(self, f.name)[rows].copy() for f in fields(self)})
 
-    def steps(self, us: Array, n_steps: Array, rng: np.random.Generator) -> Array:
+    def steps(self, us: Array, n_steps: Array, rng: np.random.Generator | Luck) -> Array:
         """Measured times (n, max(n_steps)) of the next ``n_steps`` (n,) steps of true time ``us`` (n,); then NaN."""
         n, most = len(us), int(n_steps.max(initial=0))
         out = np.full((n, most), np.nan)
-        shock, heavy = rng.standard_t(5, (most, n)) / np.sqrt(5 / 3), rng.random((most, n))
-        flips, late = rng.random((most, n)), rng.exponential(1.0, (most, n))
-        size = 0.1 + np.minimum(rng.pareto(1.5, (most, n)), 2.0)
+        numbers = rng.steps(self.at, n_steps) if isinstance(rng, Luck) else drawn(rng, (most, n))
+        shock, heavy, flips, late, size = numbers
         stay = np.sqrt(1.0 - self.memory**2)
         for t in range(most):
             on = n_steps > t
@@ -109,10 +161,11 @@ class Noise:
             out[:, t] = np.where(on, us * (factor + np.where(saving, self.save_cost, 0.0)), np.nan)
         return out
 
-    def calls(self, call_us: Array, n_steps: Array, rng: np.random.Generator) -> Array:
+    def calls(self, call_us: Array, n_steps: Array, rng: np.random.Generator | Luck) -> Array:
         """Measured mean durations (n, S) over the last ``n_steps``, NaN where no step of them was sampled."""
         every = np.maximum(self.sampled, 1)
         count = self.at // every - (self.at - n_steps) // every
         count = np.where(self.sampled > 0, count, 0)[:, None]
         spread = (self.call_sigma * (1.0 + 10.0 * self.late))[:, None] / np.sqrt(np.maximum(count, 1))
-        return np.where(count > 0, call_us * np.exp(rng.normal(0.0, 1.0, call_us.shape) * spread), np.nan)
+        off = rng.calls(self.at, n_steps) if isinstance(rng, Luck) else rng.normal(0.0, 1.0, call_us.shape)
+        return np.where(count > 0, call_us * np.exp(off * spread), np.nan)

@@ -1,0 +1,356 @@
+"""Search without a learned policy, for comparison: NCCL's default, random, ladder, descent, sweep, bandits, a GP.
+
+Each decides for all slots of a job in every window, as the search asks it to (``envs.turns``): the slots' trials run
+side by side, and what a config saved is what the belief makes of all windows and durations, the same for every entrant.
+So each of them has the best estimate of its own trials that there is; which config to try next is its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from ..envs import spaces, turns
+from ..envs.spaces import N_CHANNELS, N_CONFIGS
+from ..traces.fingerprint import N_FEATURES
+from ..traces.records import CHANNELS, PAIRS
+
+Array = np.ndarray[Any, Any]
+
+#: Where the prices of the pairs begin in a slot's features, see ``traces.fingerprint.Fingerprint.vector``; before them
+#: lie single figures, among them (log2 / 6) the channels of NCCL's own choice; after them which pair that is.
+_PRICES = N_FEATURES - 2 * len(PAIRS)
+_IS_SCATTER, _OWN_CHANNELS = 0, 8
+
+
+@dataclass
+class Turn:
+    """One slot's turn, as a searcher sees it; savings are in units of the slot's share of the step."""
+
+    slot: int
+    n_slots: int
+    round: int  # windows of the search so far
+    open: Array  # (a,) configs that may be chosen
+    mean: Array  # (N_CONFIGS,) saving of what was tried; -inf: not tried; AUTO's is 0
+    count: Array  # (N_CONFIGS,) windows
+    asked: Array  # (N_CONFIGS,) times that it was chosen
+    noise: float  # standard deviation of a window's saving
+    saved: float  # part of the step that the last window saved
+    is_scatter: bool
+    own: tuple[int, int]  # NCCL's own choice: index of the pair, channels
+    price: Array  # (len(PAIRS),) log2 of NCCL's price against its best, / 3
+
+    @property
+    def best(self) -> int:
+        """The best of what was tried."""
+        return int(self.open[self.mean[self.open].argmax()])
+
+    @property
+    def untried(self) -> list[int]:
+        """What may be chosen and was not tried yet. Last what was asked for before: that window was given up, maybe for
+        what ran in another slot."""
+        found = [int(c) for c in self.open if np.isneginf(self.mean[c])]
+        return sorted(found, key=lambda c: self.asked[c])
+
+    def first(self, configs: Sequence[int]) -> int | None:
+        """The first of ``configs`` that was not tried yet; those that were asked for before come last."""
+        allowed = set(self.untried)
+        return min((c for c in configs if c in allowed), key=lambda c: self.asked[c], default=None)
+
+
+@dataclass
+class Memo:
+    """What a searcher remembers of one job."""
+
+    slots: dict[int, Turn] = field(default_factory=dict)  # the last turn of each slot
+    asked: dict[int, Array] = field(default_factory=dict)  # see Turn, by slot
+    plans: dict[int, Any] = field(default_factory=dict)  # the searcher's own, by slot
+    plan: Any = None  # of the whole job
+
+
+class Searcher:
+    """Base: takes observations apart; a subclass has :meth:`choose`."""
+
+    #: It is done when it keeps to its table, not when it chooses what the belief likes best.
+    by_belief = False
+    #: Windows under one table that say so; at once, where nothing is left to chance.
+    patience = 1
+    #: Windows after which it keeps to the best it has tried.
+    horizon = 30
+
+    def __init__(self, seed: int = 0, horizon: int | None = None, patience: int | None = None) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.horizon, self.patience = horizon or self.horizon, patience or self.patience
+
+    def choose(self, turn: Turn, memo: Memo) -> int:
+        """Config to run next in this slot."""
+        raise NotImplementedError
+
+    def predict(
+        self,
+        observation: Array,
+        state: list[Memo] | None = None,
+        episode_start: Array | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Array, list[Memo]]:
+        """See ``envs.job_arena.Policy``. ``state`` is changed in place; ``deterministic`` makes no difference."""
+        rows = np.atleast_2d(np.asarray(observation))
+        seen = turns.seen(rows)
+        starts = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start)
+        state = [Memo() for _ in rows] if state is None else state
+        chosen = np.zeros(len(rows), np.int64)
+        for i in range(len(rows)):
+            if starts[i]:
+                state[i] = Memo()
+            turn = _turn(seen, i)
+            state[i].slots[turn.slot] = turn
+            turn.asked = state[i].asked.setdefault(turn.slot, turn.asked)
+            chosen[i] = turn.best if turn.round >= self.horizon else self.choose(turn, state[i])
+            turn.asked[chosen[i]] += 1
+        actions = spaces.actions_of(chosen)
+        return (actions if np.ndim(observation) == 2 else actions[0]), state
+
+
+def _turn(seen: turns.Seen, i: int) -> Turn:
+    context, features = {key: float(value[i]) for key, value in seen.context.items()}, seen.features[i]
+    n_slots = round(8 * context["slots"])
+    share = max(context["share"], 0.01)
+    mean = np.where(seen.count[i] > 0, (seen.ahead[i] - seen.ahead[i, 0]) / share, -np.inf)
+    mean[0] = 0.0
+    price, own = np.split(features[_PRICES:], 2)
+    return Turn(
+        slot=round(context["place"] * n_slots),
+        n_slots=n_slots,
+        round=round(16 * context["round"]),
+        open=np.flatnonzero(seen.open[i]),
+        mean=mean,
+        count=seen.count[i],
+        asked=np.zeros(N_CONFIGS),
+        noise=context["noise"] / 50 / share,
+        saved=context["last_saving"] / 5,
+        is_scatter=bool(features[_IS_SCATTER] > 0.5),
+        own=(int(own.argmax()), round(2 ** (6 * features[_OWN_CHANNELS]))),
+        price=price,
+    )
+
+
+class Default(Searcher):
+    """Leaves everything to NCCL."""
+
+    def choose(self, turn: Turn, memo: Memo) -> int:
+        """AUTO."""
+        return 0
+
+
+class Random(Searcher):
+    """Any config that may be chosen, all equally likely, for ``horizon`` windows."""
+
+    horizon = 8
+
+    def choose(self, turn: Turn, memo: Memo) -> int:
+        """A random one."""
+        return int(self.rng.choice(turn.open))
+
+
+class Ladder(Searcher):
+    """What an engineer would try: fewer channels, as long as that helps; then the other pairs in the order of NCCL's
+    prices, ``pairs`` of them at most; then channels of the best again."""
+
+    def __init__(self, seed: int = 0, pairs: int = 4, **ends: Any) -> None:
+        super().__init__(seed, **ends)
+        self.pairs = pairs
+
+    def choose(self, turn: Turn, memo: Memo) -> int:
+        """The next rung; the best when there is none."""
+        best = turn.best
+        pair = turn.own[0] if best < N_CHANNELS else best // N_CHANNELS - 1
+        ran = CHANNELS[best % N_CHANNELS] or turn.own[1]
+        allowed = set(turn.untried)
+        fewer = [c for c in _of_pair(pair, turn) if 0 < CHANNELS[c % N_CHANNELS] < ran]
+        if fewer and fewer[-1] in allowed:  # tried and no better: that was the lowest rung
+            return fewer[-1]
+        tried = {int(c) // N_CHANNELS - 1 for c in turn.open if np.isfinite(turn.mean[c]) and c >= N_CHANNELS}
+        tried.discard(turn.own[0])
+        if len(tried) < self.pairs:
+            order = [int(p) for p in np.argsort(turn.price) if int(p) not in tried and int(p) != turn.own[0]]
+            found = turn.first([row[-1] for p in order if (row := _of_pair(p, turn))])  # with all the channels it has
+            return best if found is None else found
+        return best
+
+
+def _of_pair(pair: int, turn: Turn) -> list[int]:
+    """Configs of a pair from the fewest channels to NCCL's own count; of NCCL's own pair those of AUTO too."""
+    rows = [1 + pair] + ([0] if pair == turn.own[0] else [])
+    found = [c for c in turn.open if int(c) // N_CHANNELS in rows]
+    return [int(c) for c in sorted(found, key=lambda c: CHANNELS[c % N_CHANNELS] or 99)]
+
+
+class CoordinateDescent(Searcher):
+    """One knob at a time, as AutoCCL does within its subspaces, in all slots at once: all pairs, then channel counts
+    outwards from the best until they get worse, then pairs again at that count, until nothing gains."""
+
+    def choose(self, turn: Turn, memo: Memo) -> int:
+        """The next untried neighbour of the best config, else the best."""
+        best = turn.best
+        pair, channel = turn.own[0] if best < N_CHANNELS else best // N_CHANNELS - 1, best % N_CHANNELS
+        pairs = list(range(channel, N_CONFIGS, N_CHANNELS))
+        row = _of_pair(pair, turn)
+        at = row.index(best)
+        counts = [row[k] for k in (at - 1, at - 2 if channel == 0 else at + 1) if 0 <= k < len(row)]
+        found = turn.first(pairs + counts if channel == 0 else counts + pairs)
+        return best if found is None else found
+
+
+class Sweep(Searcher):
+    """Every config once, in order, then the best (as FlagCX); with ``hysteresis`` the config in force is left only for
+    one that is better by that much."""
+
+    def __init__(self, seed: int = 0, hysteresis: float = 0.0, **ends: Any) -> None:
+        super().__init__(seed, **ends)
+        self.hysteresis = hysteresis
+
+    def choose(self, turn: Turn, memo: Memo) -> int:
+        """The first untried one, else the best."""
+        if turn.untried:
+            return turn.untried[0]
+        kept = memo.plans.get(turn.slot, 0)
+        if turn.mean[turn.best] > turn.mean[kept] + self.hysteresis:
+            memo.plans[turn.slot] = turn.best
+        return int(memo.plans.get(turn.slot, 0))
+
+
+class Thompson(Searcher):
+    """Gaussian Thompson sampling: a config's saving is N(mean, noise^2 / count), before that N(prior, width^2)."""
+
+    horizon = 12
+
+    def __init__(self, seed: int = 0, prior: float = -0.1, width: float = 0.1, **ends: Any) -> None:
+        super().__init__(seed, **ends)
+        self.prior, self.width = prior, width
+
+    def choose(self, turn: Turn, memo: Memo) -> int:
+        """The largest of one draw per config; AUTO's is 0."""
+        count, least = turn.count[turn.open], (turn.noise / self.width) ** 2
+        measured = np.where(count > 0, turn.mean[turn.open], 0.0)
+        centre = (least * self.prior + count * measured) / (least + count)
+        draws = centre + turn.noise / np.sqrt(least + count) * self.rng.standard_normal(len(count))
+        return int(turn.open[np.where(turn.open == 0, 0.0, draws).argmax()])
+
+
+class Ucb(Searcher):
+    """UCB1 (Auer et al. 2002) with the given weight; what is untried counts as ``prior`` with one window."""
+
+    horizon = 12
+
+    def __init__(self, seed: int = 0, weight: float = 0.1, prior: float = 0.0, **ends: Any) -> None:
+        super().__init__(seed, **ends)
+        self.weight, self.prior = weight, prior
+
+    def choose(self, turn: Turn, memo: Memo) -> int:
+        """The largest mean + weight * sqrt(2 log t / count)."""
+        count, mean = turn.count[turn.open], turn.mean[turn.open]
+        mean, least = np.where(np.isfinite(mean), mean, self.prior), np.maximum(count, 1)
+        bonus = self.weight * np.sqrt(2 * np.log(turn.round + 2) / least)
+        return int(turn.open[(mean + np.where(turn.open == 0, 0.0, bonus)).argmax()])
+
+
+class GaussianProcess(Searcher):
+    """One Gaussian process over all slots' configs, choosing by upper confidence bound.
+
+    Savings of two configs go together the more, the nearer their channels (log2, over ``length``); another pair counts
+    ``across``, another slot of the same kind of collective ``between``, of the other kind half of that. The posterior
+    is the textbook one (Rasmussen & Williams 2006, eq. 2.23 f.).
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        noise: float = 0.1,
+        scale: float = 0.3,
+        weight: float = 0.5,
+        mean: float = 0.0,
+        length: float = 2.0,
+        across: float = 0.3,
+        between: float = 0.5,
+        **ends: Any,
+    ) -> None:
+        """``mean``: saving expected of a config before anything is known of it."""
+        super().__init__(seed, **ends)
+        self.noise, self.scale, self.weight, self.mean = noise, scale, weight, mean
+        self.length, self.across, self.between = length, across, between
+
+    def kernel(self, a: list[tuple[Turn, int]], b: list[tuple[Turn, int]]) -> Array:
+        """Covariance (len(a), len(b)) of what configs of slots save."""
+        x, y = (np.array([_point(turn, config) for turn, config in part]).reshape(-1, 4) for part in (a, b))
+        apart = (x[:, None, 1] - y[None, :, 1]) / self.length
+        pair = np.where(x[:, None, 0] == y[None, :, 0], 1.0, self.across)
+        kind = np.where(x[:, None, 3] == y[None, :, 3], self.between, self.between / 2)
+        slot = np.where(x[:, None, 2] == y[None, :, 2], 1.0, kind)
+        return np.asarray(self.scale**2 * np.exp(-0.5 * apart**2) * pair * slot)
+
+    def posterior(self, turn: Turn, memo: Memo) -> tuple[Array, Array]:
+        """Mean and standard deviation (a,) of what the slot's open configs save."""
+        known = [(t, int(c)) for t in memo.slots.values() for c in np.flatnonzero(np.isfinite(t.mean)) if c]
+        wanted = [(turn, int(c)) for c in turn.open]
+        own = np.full(len(wanted), self.scale**2)
+        if not known:
+            return np.full(len(wanted), self.mean), np.sqrt(own)
+        values = np.array([t.mean[c] for t, c in known]) - self.mean
+        count = np.array([max(t.count[c], 1) for t, c in known])
+        across = self.kernel(wanted, known)
+        gram = self.kernel(known, known) + np.diag(self.noise**2 / count + 1e-9)
+        solved = np.linalg.solve(gram, np.column_stack([values, across.T]))
+        variance = own - np.einsum("ij,ji->i", across, solved[:, 1:])
+        return self.mean + across @ solved[:, 0], np.sqrt(np.maximum(variance, 1e-12))
+
+    def choose(self, turn: Turn, memo: Memo) -> int:
+        """The largest posterior mean + weight * deviation; AUTO's is 0."""
+        centre, deviation = self.posterior(turn, memo)
+        bound = np.where(turn.open == 0, 0.0, centre + self.weight * deviation)
+        return int(turn.open[bound.argmax()])
+
+
+def _point(turn: Turn, config: int) -> tuple[float, float, float, float]:
+    """A config of a slot for the kernel: pair, log2 of the channels, slot, kind of collective."""
+    pair, channels = divmod(config, N_CHANNELS)
+    count = CHANNELS[channels] or turn.own[1]
+    return float(pair - 1 if pair else turn.own[0]), float(np.log2(count)), float(turn.slot), float(turn.is_scatter)
+
+
+#: By name; ``tpe`` beside them needs the extra ``[optuna]``.
+CLASSICAL: dict[str, type[Searcher]] = {
+    "default": Default,
+    "random": Random,
+    "ladder": Ladder,
+    "coordinate-descent": CoordinateDescent,
+    "sweep": Sweep,
+    "thompson": Thompson,
+    "ucb": Ucb,
+    "gp": GaussianProcess,
+}
+
+
+@cache
+def best_settings() -> dict[str, dict[str, Any]]:
+    """Settings of each as ``dynamiccl bench --fit`` found them, on jobs that no suite holds."""
+    text = resources.files(__package__).joinpath("classical.json").read_text()
+    return {name: found["settings"] for name, found in json.loads(text)["entrants"].items()}
+
+
+def make_classical(name: str, seed: int = 0, settings: dict[str, Any] | None = None) -> Searcher:
+    """One of CLASSICAL (or ``tpe``) with these settings, its best ones where none are given.
+
+    Raises ValueError with the cure where a package is missing.
+    """
+    kind: type[Searcher]
+    if name == "tpe":
+        from .joint_tpe import Tpe as kind
+    else:
+        kind = CLASSICAL[name]
+    return kind(seed, **(best_settings().get(name, {}) if settings is None else settings))

@@ -1,0 +1,129 @@
+"""Each classical searcher keeps to what is open, finds what its method can find, and ends."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from dynamiccl.agent.choosing import make_chooser
+from dynamiccl.agent.classical import CLASSICAL, GaussianProcess, Ladder, Memo, Turn, make_classical
+from dynamiccl.envs.belief import Prior
+from dynamiccl.envs.job_arena import play
+from dynamiccl.envs.job_suites import draw_suite
+from dynamiccl.envs.sim.jobs import STANDARD
+from dynamiccl.envs.spaces import N_CHANNELS, N_CONFIGS, actions_of
+from dynamiccl.envs.watch import Rules
+from dynamiccl.traces.records import CHANNELS, PAIRS
+
+Array = np.ndarray[Any, Any]
+RING = PAIRS.index(("ring", "simple"))
+
+
+@pytest.fixture(scope="module")
+def suite():
+    return draw_suite("small", STANDARD, 12, 8)
+
+
+def config(pair: int, channels: int) -> int:
+    return (1 + pair) * N_CHANNELS + CHANNELS.index(channels)
+
+
+def turn(open_: list[int], saved: dict[int, float], slot: int = 0, **changes: Any) -> Turn:
+    mean, count = np.full(N_CONFIGS, -np.inf), np.zeros(N_CONFIGS)
+    for c, value in ({0: 0.0} | saved).items():
+        mean[c], count[c] = value, 1
+    price = np.linspace(0, 1, len(PAIRS))
+    fields = {"slot": slot, "n_slots": 2, "round": len(saved), "open": np.array(sorted({0, *open_})), "mean": mean}
+    fields |= {"count": count, "asked": np.zeros(N_CONFIGS), "noise": 0.01, "saved": 0.0, "is_scatter": False}
+    return Turn(**(fields | {"own": (RING, 16), "price": price} | changes))
+
+
+@pytest.mark.parametrize("name", [*CLASSICAL, "tpe"])
+def test_plays_whole_jobs_within_what_is_open_and_ends(name, suite):
+    if name == "tpe":
+        pytest.importorskip("optuna")
+    policy = make_chooser(name, 1)
+    search, ledger = suite.open(np.arange(4, 8), 0, Prior.load(), Rules().of(policy))
+    game = play(policy, search, ledger, after=0)
+    assert all(s.is_over for s in search.searches) and not game.scores.is_harmed.any()
+    assert not policy.by_belief and (name != "default" or not game.scores.gain.any())
+    assert all(s.round <= 30 for s in search.searches)
+
+
+def test_a_search_that_finds_much_beats_one_that_finds_nothing(suite):
+    """On jobs with more than 5 % to gain every method finds some of it."""
+    lost = {}
+    for name in ("default", "coordinate-descent", "ladder", "thompson"):
+        policy = make_classical(name)
+        opened = suite.open(np.arange(6, 8), 0, Prior.load(), Rules().of(policy))
+        lost[name] = play(policy, *opened, after=0).scores.lost[:, 0].mean()
+    assert max(lost, key=lost.__getitem__) == "default", lost
+
+
+def test_the_ladder_goes_down_while_that_helps_and_then_asks_the_prices():
+    rungs = [config(RING, c) for c in (2, 4, 8)]
+    other, third = config(RING + 1, 0), config(RING + 2, 0)
+    open_, ladder, memo = [*rungs, other, third], Ladder(pairs=1), Memo()
+    assert ladder.choose(turn(open_, {}), memo) == rungs[2]
+    assert ladder.choose(turn(open_, {rungs[2]: 0.1}), memo) == rungs[1]
+    worse = {rungs[2]: 0.1, rungs[1]: 0.05}
+    assert ladder.choose(turn(open_, worse), memo) == other  # the cheapest pair that is not NCCL's own
+    assert ladder.choose(turn(open_, worse | {other: 0.0}), memo) == rungs[2]  # no second pair: the best
+
+
+def test_a_config_whose_window_was_given_up_comes_again_only_after_the_others():
+    a, b = config(RING, 4), config(RING, 8)
+    t = turn([a, b], {})
+    t.asked[a] = 1
+    assert t.untried == [b, a] and t.first([a, b]) == b and t.first([]) is None
+
+
+def test_the_gaussian_process_learns_from_neighbours_and_other_slots():
+    a, near, far = config(RING, 4), config(RING, 8), config(RING + 1, 0)
+    gp = GaussianProcess(noise=0.05, scale=0.3, mean=0.0)
+    first = turn([a, near, far], {a: 0.3})
+    memo = Memo(slots={0: first})
+    mean, deviation = gp.posterior(first, memo)
+    at = {int(c): k for k, c in enumerate(first.open)}
+    assert mean[at[a]] > mean[at[near]] > mean[at[far]] > 0
+    assert deviation[at[a]] < deviation[at[near]] < deviation[at[far]]
+    second = turn([a, near, far], {}, slot=1)
+    other, _ = gp.posterior(second, Memo(slots={0: first, 1: second}))
+    assert 0 < other[at[a]] < mean[at[a]]
+    kind, _ = gp.posterior(turn([a, near, far], {}, slot=1, is_scatter=True), memo)
+    assert 0 < kind[at[a]] < other[at[a]]
+    # By hand: one observation y of variance n under prior variance s: mean y s / (s + n).
+    assert mean[at[a]] == pytest.approx(0.3 * 0.09 / (0.09 + 0.05**2 + 1e-9))
+
+
+def test_policies_by_name(monkeypatch):
+    assert make_chooser("test_classical:Own").predict(np.zeros(3))[0] == 7
+    for bad in ("no-such", "no_such_module:X", "test_classical:Nothing", "test_classical:RING"):
+        with pytest.raises(ValueError, match=r"known: expected-improvement|has no predict"):
+            make_chooser(bad)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ValueError, match=r"dynamiccl\[optuna\]"):
+        make_chooser("tpe")
+
+
+class Own:
+    def predict(self, observation, state=None, episode_start=None, deterministic=True):
+        return 7, state
+
+
+def test_answers_that_are_no_action_are_refused(suite):
+    class Wrong:
+        def __init__(self, answer: Any) -> None:
+            self.answer = answer
+
+        def predict(self, observation, state=None, episode_start=None, deterministic=True):
+            return self.answer, state
+
+    for answer in (None, [1], np.array([[0.5, 0]]), np.array([[-1, 0]]), np.array([[0, 99]])):
+        opened = suite.open(np.array([0]), 0, Prior.load(), Rules())
+        with pytest.raises(ValueError, match="an action is two integers"):
+            play(Wrong(answer), *opened, after=0)
+    opened = suite.open(np.array([0]), 0, Prior.load(), Rules())
+    play(Wrong(actions_of(np.array([0]))[0]), *opened, after=0)
