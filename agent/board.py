@@ -34,6 +34,7 @@ REMARKS = {
 }
 #: Where results lie in a checkout, and in the package.
 RESULTS = "results"
+NOTHING = "Nothing is on record yet: `make bench`.\n"
 
 
 def _between(interval: Sequence[float], form: str = ",.0f") -> str:
@@ -219,7 +220,7 @@ def tables(root: Path | None = None, check: int | None = 0) -> str:
             if reason:
                 raise ValueError(f"{name}: {submission.get('entrant')}: {reason}")
         parts.append(f"Suite `{name}`, {len(board.suite)} jobs, {found['date']}, simulated:\n\n{board.markdown()}")
-    return "\n".join(parts)
+    return "\n".join(parts) or NOTHING
 
 
 def with_tables(readme: str, text: str, mark: str = "board") -> str:

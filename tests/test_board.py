@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from dynamiccl.agent import bench as bench_module
 from dynamiccl.agent.bench import Entry, enter_one, entrants, fit_one, run, version_of
-from dynamiccl.agent.board import Board, filed_results, put_on_record, tables, with_tables
+from dynamiccl.agent.board import NOTHING, Board, filed_results, put_on_record, tables, with_tables
 from dynamiccl.agent.spread import Processes
 from dynamiccl.envs.job_suites import SUITES, JobSuite, draw_suite
 from dynamiccl.envs.scores import bootstrap
@@ -236,8 +236,9 @@ def test_the_readme_says_what_the_filed_results_say() -> None:
     """The README's tables are made from what is filed and from nothing else, and jobs of it come out when their
     decisions are played again."""
     readme = (ROOT / "envs" / "README.md").read_text(encoding="utf-8")
-    assert with_tables(readme, tables(check=2)) == readme
-    for name in SUITES:
+    told = tables(check=2)
+    assert with_tables(readme, told) == readme
+    for name in SUITES if told != NOTHING else ():
         names = {s["entrant"] for s in filed_results(name)["submissions"]}
         assert {"expected-improvement", "aa", "ladder", "coordinate-descent", "gp", "thompson", "default"} <= names
 
@@ -246,6 +247,8 @@ def test_the_readme_says_what_the_filed_results_say() -> None:
 def test_a_fresh_draw_leaves_no_printed_interval(name: str) -> None:
     """Other jobs of the same strata: what entrants lose on them lies within what is printed, widened by the fresh
     draw's own interval."""
+    if tables() == NOTHING:
+        pytest.skip("no board is on record: make bench")
     fresh = draw_suite(name, JobSuite.load(name, 4).family, 91, 24)
     filed = {s["entrant"]: s["figures"] for s in filed_results(name)["submissions"]}
     for entrant in ("expected-improvement", "default"):
