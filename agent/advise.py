@@ -1,6 +1,8 @@
 """From a recording to advice: what communication costs the step, which table to try first, and what no table can say.
 
-All gains are predicted, by :mod:`.gain`; nothing here has been measured but what the recording says.
+All gains are predicted, by :mod:`.gain`; nothing here has been measured but what the recording says. To follow the
+advice is to measure the table in a tuning run, which keeps it only where it is faster; it may be applied unseen where a
+loss is unlikely enough.
 """
 
 from __future__ import annotations
@@ -9,20 +11,24 @@ from typing import Any
 
 import numpy as np
 
+from ..envs.arms import distinct
+from ..envs.belief import Belief, Prior
+from ..envs.evidence import Evidence, given_back, ratios, seen_in, tell
 from ..envs.recordings import of_size
 from ..envs.replay import Recorded as Tasks
 from ..envs.replay import cluster_of, decision_from, load
 from ..envs.sim.clusters import Cluster, Fleet
 from ..traces.costs import size_text
 from ..traces.files import Trace, TraceError
-from ..traces.overlap import Overlap, exposed_ns, slowdowns
-from ..traces.records import PAIRS, Decision, Slot, Table, size_class
-from ..traces.slots import SlotProfile
-from .gain import Gains, Recorded, config_decision, predict
+from ..traces.overlap import Overlap
+from ..traces.records import PAIRS, Decision, Slot, Table
+from .gain import Gains, config_decision
 from .knobs import knobs
 
 Array = np.ndarray[Any, Any]
 LEVEL = 0.8
+#: A table may be applied unseen where it is no likelier than this to make steps longer by over 1 %.
+UNSEEN = 0.01
 
 
 class Advice:
@@ -35,10 +41,9 @@ class Advice:
         self.cluster = cluster or cluster_of(trace, first.n_ranks, first.n_nodes)
         self.scale = float(trace.header.get("time_scale") or 1.0)
         self.step_us = self.tasks.default_ms * 1e3
-        generations = {g for g, rules in trace.tables.items() if not rules}
-        events = trace.events[trace.events["table_generation"].isin(generations)]
-        self.exposed = self._exposed(events)
-        self.overlaps = slowdowns(events, trace.compute, self.step_us) if len(trace.compute) else []
+        seen, self.overlaps = seen_in(trace, self.step_us)
+        self.evidence = [seen.get(slot, Evidence()) for slot in self.tasks.slots]
+        self.exposed = np.array([one.exposed for one in self.evidence])
         self.gains = self._predict()
         self.configs = self.gains.best()
 
@@ -53,42 +58,18 @@ class Advice:
         """The same as rows."""
         return Table.of(1, self.decisions)
 
-    def _exposed(self, events: Any) -> Array:
-        """Part of each slot's time in which nothing is computed, NaN where the recording does not show it."""
-        found = np.full(len(self.tasks.slots), np.nan)
-        if not len(self.trace.compute):
-            return found
-        bare = exposed_ns(events, self.trace.compute)
-        lasts = (events["end_ns"] - events["start_ns"]).astype("Float64")
-        classes = events["n_bytes"].map(lambda n: size_class(int(n)))
-        for i, slot in enumerate(self.tasks.slots):
-            mine = (events["func"] == slot.func) & (classes == slot.size_class) & bare.notna()
-            mine &= (events["n_ranks"] == slot.n_ranks) & (events["n_nodes"] == slot.n_nodes)
-            if mine.any():
-                found[i] = float(bare[mine].sum() / max(float(lasts[mine].sum()), 1.0))
-        return found
-
-    def overlap_of(self, profile: SlotProfile) -> Overlap | None:
-        """What a slot under NCCL's own choice costs the compute beside it, if it was measured."""
-        slot = profile.slot
-        own = (*PAIRS[int(profile.fingerprint.own_pair[0])], int(profile.fingerprint.own_channels[0]))
-        key = (slot.n_ranks, slot.n_nodes, slot.func, slot.size_class, *own)
-        return next((o for o in self.overlaps if o.key == key), None)
-
     def _predict(self) -> Gains:
-        profiles = self.tasks.profiles
+        profiles, f = self.tasks.profiles, self.tasks.fingerprint
         places = []
         for p in profiles:
             try:
                 places.append(of_size(self.cluster, p.slot.n_ranks, p.slot.n_nodes))
             except ValueError as error:
                 raise TraceError(f"{error}: name the cluster that was recorded with --cluster") from None
-        timed = [p.call_us / self.scale if p.timed_by != "NCCL's price" else np.nan for p in profiles]
-        seen = [self.overlap_of(p) for p in profiles]
-        slow = np.array([np.nan if o is None else max(o.slowdown, 1e-3) for o in seen])
-        unsure = np.array([np.nan if o is None else max(o.error, 0.1 * o.slowdown) for o in seen])
-        fingerprint = self.tasks.fingerprint
-        return predict(Recorded(fingerprint, Fleet.of(places), np.array(timed), self.exposed, slow, unsure))
+        mask = distinct(f, Fleet.of(places).release)
+        belief = Belief(Prior.load(), f.vector(), mask, self.tasks.share)
+        tell(belief, self.evidence)
+        return Gains(belief)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON and for people; unknown values are None."""
@@ -114,6 +95,8 @@ class Advice:
             "slots": [self._slot(i) for i in range(len(self.tasks.slots))],
             "overlap": [self._overlap(o) for o in self.overlaps if o.lost >= 0.001],
             "gain": {"median": middle, "low": low, "high": high, "level": LEVEL} if found else None,
+            "risk": self.gains.risk(self.configs) if found else None,
+            "unseen": found and self.gains.risk(self.configs) <= UNSEEN,
             "possible": {**possible, "level": LEVEL},
             "seen_with_600_steps": None if noise is None else 2 * noise * float(np.sqrt(2 / 600)),
             "knobs": knobs(self),
@@ -153,9 +136,12 @@ class Advice:
         row |= {"high": o.high, "kernels": o.kernels, "kinds": o.kinds, "lost": o.lost, "fewer": None}
         if slot in self.tasks.slots:
             i, half = self.tasks.slots.index(slot), channels // 2
-            config = next((c for c in np.flatnonzero(self.gains.mask[i]) if _is(c, algo, proto, half)), None)
-            if config is not None:
-                row["fewer"] = {"channels": half, "gives_back": float(np.median(self.gains.given_back[:, i, config]))}
+            arms, belief = self.gains.belief.arms[i], self.gains.belief
+            config = next((c for c in arms if _is(c, algo, proto, half)), None)
+            if config is not None and o.slowdown > 0:
+                back = given_back(float(self.exposed[i]), o.slowdown, channels, ratios(belief, i))
+                part = float(back[config]) * float(self.tasks.share[i])
+                row["fewer"] = {"channels": half, "gives_back": min(part, o.lost)}
         return row
 
     def _unknown(self) -> list[str]:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..envs.evidence import Evidence
 from ..envs.live import LAUNCHER, STOP, Closed, Job, JobEnded, Stopped, Withdrawn
 from ..envs.live_windows import LiveWindows
 from ..envs.locks import Busy, is_locked, lock
@@ -23,7 +24,7 @@ from ..envs.nccl.shm import RunFolder
 from ..envs.nccl.tables import TABLE, to_json
 from ..envs.sim.emulated import Emulated
 from ..traces.files import Trace, TraceError, TraceWriter
-from ..traces.records import TUNED_FUNCS, Table
+from ..traces.records import TUNED_FUNCS, Slot, Table
 from .choosing import DEFAULT, make_chooser
 from .outputs import claim, link, logged
 from .tuner import Line, Outcome, Settings, Tuner
@@ -52,6 +53,7 @@ class Request:
     job_log: Path | None = None  # JSON lines with the loss of each step, where the job writes them
     json: str | None = None  # where the summary is also wanted, - is stdout
     launched: bool = False  # the job prints on the same terminal
+    evidence: list[list[Any]] = field(default_factory=list)  # of a recording: (slot's fields, evidence's) a slot
 
     def write(self, run: Path) -> None:
         """Leave the request in the run folder. Raises OSError."""
@@ -155,7 +157,8 @@ class Daemon:
             time_scale=request.emulated.time_scale if request.emulated else 1.0,
             funcs=("all_gather",) if request.bitwise else TUNED_FUNCS,
         )
-        tuner = Tuner(windows, self.policy, request.settings, self._tell)
+        evidence = [(Slot(*slot), Evidence(*seen)) for slot, seen in request.evidence]
+        tuner = Tuner(windows, self.policy, request.settings, self._tell, evidence=evidence)
         self.outcome = tuner.outcome
         try:
             job.keep_alive()

@@ -69,7 +69,7 @@ def _nvls(a: Advice) -> dict[str, str] | None:
 
 def _headroom(a: Advice) -> dict[str, str] | None:
     for i, p in enumerate(a.tasks.profiles):
-        mean = np.where(a.gains.mask[i], a.gains.saved[:, i].mean(axis=0), -np.inf)
+        mean, _ = a.gains.belief.figures(i)
         best = int(mean.argmax())
         if not best or mean[best] < 0.5 * _LEAST:
             continue

@@ -7,7 +7,7 @@ window) and touches no process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from ..envs.arena import Policy
 from ..envs.belief import Prior
+from ..envs.evidence import Evidence, of_slot, tell
 from ..envs.live import JobEnded, Window
 from ..envs.live_windows import LiveWindows
 from ..envs.obedience import Disobeyed
@@ -115,8 +116,11 @@ class Tuner:
         settings: Settings,
         on_window: Callable[[Line], None] = lambda line: None,
         prior: Prior | None = None,
+        evidence: Sequence[tuple[Slot, Evidence]] = (),
     ) -> None:
+        """``evidence``: what a recording of this job showed of its slots."""
         self.windows, self.policy, self.settings, self.on_window = windows, policy, settings, on_window
+        self.evidence = evidence
         self.prior = prior or Prior.load()
         self.outcome = Outcome()
         self.search: Search | None = None
@@ -155,6 +159,7 @@ class Tuner:
                 self.outcome.regime = regime(self.windows.profile_events)
             self._tell_profile()
         self.search = Search(job, default, self.prior, self.settings.rules().of(self.policy))
+        tell(self.search.belief, [of_slot(self.evidence, p.slot) for p in self.windows.profiles])
 
     def step(self) -> None:
         """One window, with the policy's turns before it; also after the verdict. Raises JobEnded."""

@@ -267,6 +267,13 @@ class Belief:
         """``mean`` or ``cov`` have been changed: what was worked out from them no longer holds."""
         self._effects = [None] * len(self.arms)
 
+    def learn(self, at: Array | list[int], values: Array | list[float], noise: Array | list[float]) -> None:
+        """Figures ``at`` (indices into ``mean``) were seen otherwise than by a window: values, standard deviations."""
+        at = np.asarray(at, np.int64)
+        rows = np.zeros((len(at), len(self.mean)))
+        rows[np.arange(len(at)), at] = 1.0
+        self._update(rows, np.asarray(values) - self.mean[at], np.asarray(noise) ** 2)
+
     def forget(self, part: float) -> None:
         """Something has changed: widen what is believed by this part of its variance (1 doubles it)."""
         self.cov *= 1 + part

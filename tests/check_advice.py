@@ -1,57 +1,125 @@
-"""How good predicted gains are, on simulated jobs with known truth: ``python tests/check_advice.py [JOBS] [SEED]``.
+"""How good advice is, on simulated jobs with known truth: ``python tests/check_advice.py [JOBS] [SEED]``, or ``fit``.
 
-For each family, with and without exposure known: how often the 80 % interval holds the true gain of the advised table,
-how often following it makes a job slower by over 1 %, and what part of the possible gain it takes.
+For each family, and for recordings that show no compute and those that show what is exposed: how often the 80 %
+interval holds the true gain of the advised table, what comes of following the advice (to measure the table, and to keep
+it only where it is faster, as a tuning run does; unseen where the advice says that it may be), and what part of the
+possible gain that takes. ``fit`` prints what exposure and overlap tell of what the belief holds: the constants of
+``envs/evidence.py``.
 """
 
 import sys
 
 import numpy as np
-from dynamiccl.agent.gain import Recorded, predict
-from dynamiccl.envs.sim import family
+from dynamiccl.agent.advise import UNSEEN
+from dynamiccl.agent.gain import Gains
+from dynamiccl.agent.job_prior import figures_of, truths
+from dynamiccl.envs.belief import Belief, Prior
+from dynamiccl.envs.evidence import EXPOSED, GIVEN_BACK, Evidence, given_back, tell
+from dynamiccl.envs.sequential import Race, middle, window_noise
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs, oracle
-from dynamiccl.traces.fingerprint import Fingerprint
+from dynamiccl.envs.spaces import N_CONFIGS
+
+#: What a recording shows beside the collectives.
+SHOWN = ("no compute", "exposure")
+PRIOR = Prior.load()
 
 
-def figures(kind, n, seed, exposed=True, best=False):
-    """(one row a job: true gain, median, low, high of the prediction, advised or not)."""
-    fleet = family.draw_fleet(kind.clusters, np.random.default_rng(seed), n)  # draw_jobs' own first draw
+def figures(kind, n, seed, shown="no compute", best=False):
+    """A row a job: true gain, middle, low, high of the prediction, advised or not, true gain of who follows it, the
+    bounds of the best possible gain, and that (NaN unless asked for)."""
     rng = np.random.default_rng(seed)
     jobs = draw_jobs(kind, rng, n)
-    assert np.array_equal(jobs.fingerprint.n_ranks[::SLOTS], fleet.n_ranks)
     none = np.zeros((n, SLOTS), int)
-    _, call_us = jobs.step_us(none)
-    call_us = call_us * np.exp(rng.normal(0, 0.02, call_us.shape))
-    chosen, rows = none.copy(), []
+    chosen, rows, unseen = none.copy(), [], np.zeros(n, bool)
     for j in range(n):
-        k = int(jobs.n_slots[j])
-        at = j * SLOTS + np.arange(k)
-        print_ = Fingerprint(**{name: np.asarray(v)[at] for name, v in vars(jobs.fingerprint).items()})
-        seen = jobs.exposed[j, :k] if exposed else np.full(k, np.nan)
-        blank = np.full(k, np.nan)
-        gains = predict(Recorded(print_, fleet.take(np.full(k, j)), call_us[j, :k], seen, blank, blank), seed=j)
+        belief = belief_of(jobs, j, shown)
+        gains, k = Gains(belief), int(jobs.n_slots[j])
         chosen[j, :k] = gains.best()
+        unseen[j] = gains.risk(chosen[j, :k]) <= UNSEEN
         rows.append((*gains.interval(chosen[j, :k]), bool(chosen[j].any()), *gains.possible()[1:]))
     default, tuned = jobs.step_us(none)[0], jobs.step_us(chosen)[0]
     true = 1 - tuned / default
     most = 1 - oracle(jobs)[1] / default if best else np.full(n, np.nan)
-    return np.column_stack([true, np.array(rows, float), most])
+    keeps = unseen | faster(jobs, chosen, rng)
+    middle_, low, high, advised, least, possible = np.array(rows, float).T
+    return np.column_stack([true, middle_, low, high, advised, np.where(keeps, true, 0.0), least, possible, most])
 
 
-def told(name, rows):
-    true, middle, low, high, advised, least, possible, most = rows.T
+def belief_of(jobs, j, shown):
+    """What is believed of job ``j`` from a recording of its default steps."""
+    k, f = int(jobs.n_slots[j]), jobs.fingerprint
+    features, share = f.vector().reshape(len(jobs), SLOTS, -1), f.share.reshape(-1, SLOTS)
+    belief = Belief(PRIOR, features[j, :k], jobs.mask[j, :k], share[j, :k])
+    if shown == SHOWN[1]:
+        tell(belief, [Evidence(float(x)) for x in jobs.exposed[j, :k]])
+    return belief
+
+
+def faster(jobs, configs, rng, steps=8, pairs=12):
+    """(n,) bool: the table won its comparison with the default, window by window, as in ``envs/search.py``."""
+    none = np.zeros_like(configs)
+    first, _ = jobs.window(none, 20, rng)
+    races = [Race(window_noise(np.log(x / np.median(x)), steps) * np.sqrt(2)) for x in first]
+    won, over = np.zeros(len(jobs), bool), ~configs.any(axis=1)
+    for _ in range(pairs):
+        default, tuned = (jobs.window(c, np.where(over, 0, steps), rng)[0] for c in (none, configs))
+        for j in np.flatnonzero(~over):
+            races[j].add(middle(default[j]), middle(tuned[j]))
+            low, high = races[j].interval
+            won[j] = races[j].n > 1 and low > 0
+            over[j] = won[j] or high < 0
+    return won
+
+
+def fit(n=150, seed=11):
+    """Print the constants of ``envs/evidence.py`` as these jobs give them."""
+    for kind in (STANDARD, HELD_OUT):
+        jobs = draw_jobs(kind, np.random.default_rng(seed), n)
+        logs, savings = truths(jobs)
+        used = np.arange(SLOTS)[None] < jobs.n_slots[:, None]
+        found, known = figures_of(logs, savings, jobs.mask & used[..., None])
+        matters = jobs.fingerprint.share.reshape(-1, SLOTS) > 0.02
+        some = known[..., -1] & used & matters
+        told(f"{kind.name}: exposure", EXPOSED, jobs.exposed[some], found[..., -1][some])
+        channels = jobs.fingerprint.own_channels.reshape(-1, SLOTS)
+        ratio = np.exp(np.clip(logs, -3, 2))
+        back = np.array(
+            [[given_back(jobs.exposed[j, s], jobs.tables.slow[j, s, 0], channels[j, s], ratio[j, s])
+              for s in range(SLOTS)] for j in range(n)]
+        )  # fmt: skip
+        near = known[..., N_CONFIGS : 2 * N_CONFIGS] & matters[..., None] & (np.abs(logs) < 0.5)
+        told(
+            f"{kind.name}: given back", GIVEN_BACK, back[near] / GIVEN_BACK, found[..., N_CONFIGS : 2 * N_CONFIGS][near]
+        )
+
+
+def told(name, used, x, y):
+    slope, offset = np.polyfit(x, y, 1)
+    rest = (y - slope * x - offset).std()
+    print(f"{name:28} {offset:+.2f} + {slope:.2f} x, give or take {rest:.3f} of {y.std():.3f}; in use {used}")
+
+
+def say(name, rows):
+    true, expected, low, high, advised, followed, least, possible, most = rows.T
     on = advised > 0
     held = (low <= true) & (true <= high)
     print(
-        f"{name:28} jobs {len(rows)}, advised {on.sum()}: interval holds {held[on].mean():.0%}, slower by over 1 %: "
-        f"{(true < -0.01).mean():.1%}, gain {true[on].mean():.2%} (predicted {middle[on].mean():.2%}, "
-        f"width {(high - low)[on].mean():.2%}), of the best {np.nansum(true) / max(np.nansum(most), 1e-9):.0%}; "
+        f"{name:32} jobs {len(rows)}, advised {on.sum()}: interval holds {held[on].mean():.0%}; table's gain "
+        f"{true[on].mean():.2%} (predicted {expected[on].mean():.2%}, width {(high - low)[on].mean():.2%}), slower by "
+        f"over 1 % {(true < -0.01).mean():.1%}; who follows: {followed.mean():.2%}, slower by over 1 % "
+        f"{(followed < -0.01).mean():.1%}, of the best {np.nansum(followed) / max(np.nansum(most), 1e-9):.0%}; "
         f"the best possible within its interval {((least <= most) & (most <= possible)).mean():.0%}"
     )
 
 
 if __name__ == "__main__":
-    n, seed = (int(x) for x in [*sys.argv[1:], "200", "7"][:2]) if len(sys.argv) > 1 else (200, 7)
+    if sys.argv[1:] == ["fit"]:
+        fit()
+        raise SystemExit
+    n, seed = (int(x) for x in [*sys.argv[1:], *("200", "7")[len(sys.argv) - 1 :]])
+    parts = {}
     for kind in (STANDARD, HELD_OUT):
-        for exposed in (True, False):
-            told(f"{kind.name}, exposure {'known' if exposed else 'unknown'}", figures(kind, n, seed, exposed, True))
+        for shown in SHOWN:
+            parts[kind.name, shown] = figures(kind, n, seed, shown, True)
+            say(f"{kind.name}, {shown}", parts[kind.name, shown])
+    say("pooled", np.concatenate(list(parts.values())))

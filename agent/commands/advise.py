@@ -27,8 +27,9 @@ def advise(
 ) -> None:
     """What communication costs a recorded job, which table to try first, and what no table can change.
 
-    Every gain is predicted from the recording, NCCL's cost model and many simulated machines that could have made it;
-    nothing was measured but what the recording says. Intervals hold the truth in about 8 cases of 10.
+    Every gain is predicted, by what the search itself believes of a job before it has tried anything; nothing was
+    measured but what the recording says. Intervals hold the truth in about 8 cases of 10. To follow the advice, measure
+    the table: `dynamiccl tune --recording` starts from the same belief, and keeps only what is faster.
 
     \b
     dynamiccl advise profiles/ --cluster dgx-h100-2x8 --out table.json
@@ -91,9 +92,11 @@ def _show(console: Console, a: dict[str, Any]) -> None:
             text += f"; {o['fewer']['channels']} channels would give back {o['fewer']['gives_back']:.1%} (predicted)"
         say(text)
     if a["gain"]:
-        say(f"predicted: this table saves {_interval(a['gain'])} of the step (80 % interval); measure it first")
+        say(f"predicted: this table saves {_interval(a['gain'])} of the step (80 % interval)")
+        unseen = "it may be applied unseen" if a["unseen"] else "measure it first: dynamiccl tune --recording"
+        say(f"  it makes steps over 1 % longer with a probability of {a['risk']:.0%}: {unseen}")
     else:
-        say("predicted: no setting is likely enough to gain anything, so none is advised")
+        say("predicted: no setting gains anything worth a table, so none is advised")
     say(f"the best table, were it known, would save {_interval(a['possible'])} of the step (predicted, 80 % interval)")
     if a["seen_with_600_steps"]:
         say(f"600 steps of tuning would see a gain of {a['seen_with_600_steps']:.2%}, as this job's steps scatter")
@@ -104,7 +107,7 @@ def _show(console: Console, a: dict[str, Any]) -> None:
     for text in a["unknown"]:
         say(f"  - {text}")
     if a.get("table"):
-        say(f"\ntable: {a['table']}; dynamiccl apply {a['table']} -- COMMAND, or dynamiccl tune to measure")
+        say(f"\ntable: {a['table']}" + (f"; dynamiccl apply {a['table']} -- COMMAND" if a["unseen"] else ""))
 
 
 def _interval(gain: dict[str, float]) -> str:

@@ -65,6 +65,14 @@ def tune(
     time_scale: TimeScale = None,
     weather: WeatherText = "",
     headroom: Headroom = None,
+    recording: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A profile of this job (Kineto, an nsys export; may be given once a rank): what part of its "
+            "collectives' time nothing is computed is told to the search before it begins, as in `dynamiccl advise`.",
+            show_default=False,
+        ),
+    ] = None,
     attach: Annotated[
         str | None,
         typer.Option(
@@ -120,6 +128,7 @@ def tune(
     from ..daemon import Request, workload
     from ..launcher import Plan
     from ..outputs import claim, link
+    from ..recordings import evidence
     from ..tuner import Settings
 
     _check(stage, steps, windows, verify, window_steps, command, attach)
@@ -159,6 +168,7 @@ def tune(
             bitwise=bitwise,
             json=None if json is None else "-" if str(json) == "-" else str(json.resolve()),
             launched=not own,
+            evidence=evidence(recording) if recording else [],
         )
         request.write(run.path)
         link(out, run.path)

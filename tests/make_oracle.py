@@ -1,0 +1,150 @@
+"""Sweeps the demo's own job for the record: ``python tests/make_oracle.py``, 5 to 8 minutes on a quiet machine.
+
+The job is the one that ``make demo`` runs. Some default steps of it are kept as a recording (``demo/``), which is all
+that advice may see; then every config of the slots that matter is measured between windows of the default, the best
+of each again, and the whole tables, that of the sweep and that of the advice, each beside the default in turn.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+from dynamiccl.agent.advise import Advice
+from dynamiccl.agent.compare import compare
+from dynamiccl.agent.daemon import workload
+from dynamiccl.agent.gain import config_decision
+from dynamiccl.envs.live import Job
+from dynamiccl.envs.live_windows import LiveWindows
+from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.envs.sequential import middle
+from dynamiccl.envs.sim.emulated import Emulated
+from dynamiccl.envs.windows import SEARCH, Plan
+from dynamiccl.traces.files import Trace, TraceWriter
+from dynamiccl.traces.header import new_header
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDING = ROOT / "tests" / "data" / "recordings" / "demo"
+#: Default steps in the recording; slots below this share of the step are left out of the sweep.
+RECORDED, SHARE = 24, 0.05
+#: Steps of a window, those before it that do not count, how many of a slot's best are measured again, and how often.
+STEPS, DISCARD, AGAIN, PAIRS = 4, 2, 3, 6
+
+
+def main():
+    emulated = Emulated()
+    run = RunFolder.create()
+    command = workload(3, 3000, 2, Path(run.path) / "job.jsonl", backend="emulated", extra=["--quiet"])
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **run.env(), **emulated.env()})
+    job = Job(run, process)
+    try:
+        sweep(job, emulated)
+    finally:
+        job.release()
+        process.terminate()
+        process.wait()
+        run.close()
+
+
+def sweep(job, emulated):
+    header = {"emulated": True, **vars(emulated), "stage": 3, "n_processes": 2, "policy": "default"}
+    with TraceWriter(RECORDING, header, existing="replace") as writer:
+        job.writer = writer
+        windows = LiveWindows(job, time_scale=emulated.time_scale)
+        told, _ = windows.begin()
+        job.window({}, RECORDED, 0)
+        job.take_events()
+        job.writer = None
+    job.keep_alive()
+    recording = Trace.read(RECORDING)
+    advice = Advice(recording)
+    none = np.zeros(len(windows.profiles), np.int64)
+    rate = Rate(windows, none)
+    tried, best = {}, none.copy()
+    for i, profile in enumerate(windows.profiles):
+        if profile.share < SHARE:
+            continue
+        arms = [int(c) for c in np.flatnonzero(told.mask[i]) if c]
+        rows = {c: rate.pairs(at(none, i, c), 1, f"{profile.slot} {config_decision(c)}") for c in arms}
+        ratio = {c: ms / default for c, ((ms, default),) in rows.items()}
+        for c in sorted(arms, key=ratio.__getitem__)[:AGAIN]:
+            rows[c] += rate.pairs(at(none, i, c), PAIRS, f"{profile.slot} {config_decision(c)} again")
+        mean = {c: float(np.mean([np.log(default / ms) for ms, default in r])) for c, r in rows.items()}
+        found = [{"config": str(config_decision(c)), "saved": round(1 - np.exp(-m), 4), "pairs": len(rows[c])}
+                 for c, m in sorted(mean.items(), key=lambda x: -x[1])]  # fmt: skip
+        tried[str(profile.slot)] = found
+        top = max(mean, key=mean.get)
+        best[i] = top if mean[top] > 0 else 0
+    advised = np.array([int(c) for c in table_of(advice, windows.profiles)])
+    pairs = rate.pairs(best, 2 * PAIRS, "the sweep's table")
+    mine = pairs if np.array_equal(best, advised) else rate.pairs(advised, 2 * PAIRS, "the advised table")
+    same = rate.pairs(none, PAIRS, "the default against itself")
+    tuned, followed, aa = (compare(*np.array(p)[:, ::-1].T) for p in (pairs, mine, same))
+    job.take(everything=True)
+    result = {
+        "made_by": "python tests/make_oracle.py",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": new_header().get("commit"),
+        "note": "emulated cluster: these are not GPU times",
+        **{k: v for k, v in header.items() if k != "policy"},
+        "policy": "exhaustive",
+        "steps": job.last_step,
+        "default_step_ms": round(float(np.median([d for _, d in pairs])), 3),
+        "tuned_step_ms": round(float(np.median([ms for ms, _ in pairs])), 3),
+        "speedup": tuned.speedup,
+        "speedup_ci95": [tuned.low, tuned.high],
+        "aa_speedup_ci95": [aa.low, aa.high],
+        "decisions": say(windows.profiles, best),
+        "advised": {"decisions": say(windows.profiles, advised), "speedup": followed.speedup,
+                    "speedup_ci95": [followed.low, followed.high]},
+        "consistency": {"calls_checked": job.audit.calls_checked, "mismatches": job.audit.mismatches},
+        "tried": tried,
+    }  # fmt: skip
+    (ROOT / "traces" / "oracle_demo.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+class Rate:
+    """Windows of a table, each beside one of the default."""
+
+    def __init__(self, windows, none):
+        self.windows, self.none, self.began = windows, none, time.monotonic()
+
+    def pairs(self, configs, n, what):
+        """n times (step of the table, step of the default), ms; which comes first alternates."""
+        found = []
+        for k in range(n):
+            order = (configs, self.none) if k % 2 else (self.none, configs)
+            seen = [middle(self.windows.measure(Plan(SEARCH, c, STEPS, DISCARD)).step_ms) for c in order]
+            found.append(tuple(seen if k % 2 else seen[::-1]))
+        saved = 1 - np.exp(np.mean([np.log(ms / d) for ms, d in found]))
+        print(f"{time.monotonic() - self.began:6.0f} s  {what}: {saved:+.1%}", file=sys.stderr)
+        return found
+
+
+def at(configs, i, config):
+    out = configs.copy()
+    out[i] = config
+    return out
+
+
+def table_of(advice, profiles):
+    """The advised configs by the profiles of the running job; slots that the recording does not hold are left."""
+    known = dict(zip(advice.tasks.slots, advice.configs, strict=True))
+    return [known.get(p.slot, 0) for p in profiles]
+
+
+def say(profiles, configs):
+    rows = []
+    for p, c in zip(profiles, configs, strict=True):
+        d = config_decision(c)
+        rows.append({"func": p.slot.func, "min_bytes": p.slot.min_bytes, "max_bytes": p.slot.max_bytes,
+                     "algo": d.algo, "proto": d.proto, "n_channels": d.n_channels or None})  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    main()
