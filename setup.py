@@ -6,14 +6,18 @@ not editable has the C plugin in it, where there is a compiler; otherwise it is 
 """
 
 import importlib.util
+import os
 import sys
 import sysconfig
 from pathlib import Path
 
 from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 LEAF = "dynamiccl_autoload"
+# The same commit makes the same bytes: no file in a wheel has the time of its making. (1980: an archive knows no less.)
+os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")
 
 
 class WithData(Distribution):
@@ -30,6 +34,14 @@ class ForThisMachine(Distribution):
     def has_ext_modules(self):
         """Whether there is any."""
         return True
+
+
+class ForAnyPython(bdist_wheel):
+    """The compiled code knows nothing of Python: one wheel for all releases."""
+
+    def get_tag(self):
+        """(python, abi, platform)."""
+        return "py3", "none", super().get_tag()[2]
 
 
 class WithPlugin(build_py):
@@ -51,4 +63,4 @@ if "editable_wheel" in sys.argv:
     folder = sysconfig.get_path("purelib", vars={"base": "", "platbase": ""}).strip("/")
     setup(distclass=WithData, data_files=[(folder, [f"{LEAF}.py"])])
 else:
-    setup(py_modules=[LEAF], distclass=ForThisMachine, cmdclass={"build_py": WithPlugin})
+    setup(py_modules=[LEAF], distclass=ForThisMachine, cmdclass={"build_py": WithPlugin, "bdist_wheel": ForAnyPython})

@@ -38,7 +38,7 @@ def test_the_installed_plugin_is_taken_where_it_is_of_these_sources(tmp_path, mo
     library = ctypes.CDLL(str(build.plugin_path()))
     library.dynamiccl_build.restype = ctypes.c_char_p
     assert library.dynamiccl_build().decode() == build.build_of()
-    (tmp_path / "build").write_text("of other sources")
+    (tmp_path / f"{build.LIBRARY}.build").write_text("of other sources")
     with pytest.raises(build.PluginBuildError, match="no C compiler"):
         build.plugin_path()
 

@@ -21,6 +21,12 @@ HEADERS = ("abi.h", "plugin.h")
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC")
 LIBRARY = "libnccl-tuner-dynamiccl.so"
 INSTALLED = HERE / "lib"  # where an installation has it built, see setup.py
+#: The event loop of the simulated steps (``sim.step``) is built in the same way. No fused multiply-add: a suite that is
+#: drawn again must come out the same on every machine.
+STEP, STEP_SOURCES = "libdynamiccl-step.so", ("../sim/step.c",)
+_STEP_FLAGS = (*FLAGS, "-shared", "-ffp-contract=off")
+# No folder of the machine that built it is in a library: the same sources make the same bytes.
+_NOWHERE = f"-ffile-prefix-map={HERE}=."
 _SHARED = ("-shared", f"-Wl,-soname,{LIBRARY}")
 _NAME = "dynamiccl"  # NCCL completes it to the two names, of one file
 _PROFILER_NAME = "libnccl-profiler-dynamiccl.so"
@@ -109,26 +115,36 @@ def _compile(command: list[str], target: Path, libraries: tuple[str, ...]) -> No
 
 
 def install_into(folder: Path) -> None:
-    """Build the plugin for an installation of the package, under both its names. Raises PluginBuildError, OSError.
+    """Build what an installation of the package has of C: the plugin, under both its names, and the simulated step.
+
+    Raises PluginBuildError, OSError.
 
     An archive of a package keeps no links: the profiler's name is a library without anything that needs the other one,
     so that one copy is loaded whichever name comes first.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    cc = compiler()
+    cc = [*compiler(), _NOWHERE]
     flags = (*FLAGS, *_SHARED, f'-DDCCL_BUILD="{build_of()}"')
     _compile([*cc, *flags, *(str(HERE / s) for s in SOURCES)], folder / LIBRARY, ("-lpthread", "-ldl"))
     needs = ("-Wl,--no-as-needed", f"-L{folder}", f"-l:{LIBRARY}", "-Wl,-rpath,$ORIGIN")
     _compile([*cc, "-shared", "-fPIC", "-x", "c", os.devnull, "-x", "none"], folder / _PROFILER_NAME, needs)
-    (folder / "build").write_text(build_of())
+    _compile([*cc, *_STEP_FLAGS, *(str(HERE / s) for s in STEP_SOURCES)], folder / STEP, ("-lm",))
+    for name, build in ((LIBRARY, build_of()), (STEP, build_of(STEP_SOURCES, ()))):
+        (folder / f"{name}.build").write_text(build)
 
 
-def _installed() -> Path | None:
-    """The plugin that lies in the package, if it is of these sources."""
+def _installed(name: str, build: str) -> Path | None:
+    """The library that lies in the package, if it is of these sources."""
     try:
-        return INSTALLED / LIBRARY if (INSTALLED / "build").read_text() == build_of() else None
+        return INSTALLED / name if (INSTALLED / f"{name}.build").read_text() == build else None
     except OSError:
         return None
+
+
+def step_path() -> Path:
+    """The shared library of ``sim/step.c``; compiled at first use. Raises PluginBuildError."""
+    found = _installed(STEP, build_of(STEP_SOURCES, ()))
+    return found or compile_once(STEP, STEP_SOURCES, _STEP_FLAGS, (), ("-lm",))
 
 
 def _prune(newest: Path) -> None:
@@ -146,7 +162,7 @@ def plugin_path() -> Path:
     """
     if chosen := os.environ.get("DYNAMICCL_PLUGIN"):
         return Path(chosen)
-    if (path := _installed()) is not None:
+    if (path := _installed(LIBRARY, build_of())) is not None:
         return path
     path = compile_once(LIBRARY, SOURCES, (*FLAGS, *_SHARED))
     alias = path.with_name(_PROFILER_NAME)

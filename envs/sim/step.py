@@ -11,12 +11,11 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..nccl.build import FLAGS, compile_once
+from ..nccl.build import step_path
 
 Array = np.ndarray[Any, Any]
 COMPUTE = "compute"
@@ -183,10 +182,7 @@ def _at(array: Array | None) -> Any:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    # No fused multiply-add: a suite that is drawn again must come out the same on every machine.
-    flags = (*FLAGS, "-shared", "-ffp-contract=off")
-    here = Path(__file__).parent
-    library = ctypes.CDLL(str(compile_once("libdynamiccl-step.so", (str(here / "step.c"),), flags, (), ("-lm",))))
+    library = ctypes.CDLL(str(step_path()))
     library.dynamiccl_steps.argtypes = [ctypes.c_int32, *[ctypes.c_void_p] * 8, ctypes.c_int32, *[ctypes.c_void_p] * 11]
     library.dynamiccl_steps.restype = ctypes.c_int
     return library
