@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from ..envs.nccl.nvml import driver, gpus
 from ..envs.nccl.ranks import placements
 from ..envs.nccl.shm import RunFolder
 from ..envs.nccl.sweep import rows_of
@@ -92,7 +93,7 @@ class Machine:
         """This machine: its GPUs, or the emulated cluster where it has none (or ``dry``). Raises ValueError."""
         versions = {name: found for name in ("dynamiccl", "torch") if (found := _version(name))}
         versions |= {"python": platform.python_version()}
-        names, driver = _gpus()
+        names = gpus()
         if dry or not names:
             emulated = Emulated("dgx-h100-2x8", bytes_scale=1500.0, time_scale=3.0)
             return cls(f"emulated {emulated.cluster}", 0, ranks or 2, ("apart",), versions, False, emulated)
@@ -103,7 +104,7 @@ class Machine:
                 f"{len(names)} GPUs, but this PyTorch ({torch.__version__}) has no NCCL: install its CUDA build"
             )
         nccl = torch.cuda.nccl.version()
-        versions |= {"nccl": ".".join(map(str, nccl)), "driver": driver, "cuda": str(torch.version.cuda)}
+        versions |= {"nccl": ".".join(map(str, nccl)), "driver": driver(), "cuda": str(torch.version.cuda)}
         if ranks is not None and len(names) > 1 and ranks > len(names):
             raise ValueError(f"{ranks} ranks on {len(names)} GPUs: with several GPUs each rank has one of its own")
         pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
@@ -116,19 +117,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _gpus() -> tuple[list[str], str]:
-    """Names of the GPUs and the driver's version, as NVML tells them; nothing without a driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        names = [pynvml.nvmlDeviceGetName(handle) for handle in handles]
-        return [n.decode() if isinstance(n, bytes) else n for n in names], str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:  # no library, no driver, no permission: all mean that no GPU can be used
-        return [], ""
 
 
 class Check:

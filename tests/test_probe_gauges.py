@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from dynamiccl.envs.nccl import gauges
 from dynamiccl.envs.nccl.gauges import Gauges
+from dynamiccl.envs.nccl.nvml import driver, gpus
 
 
 class Nvml:
@@ -139,6 +140,21 @@ def test_without_nvml_there_is_still_memory(monkeypatch):
         monkeypatch.setitem(sys.modules, "pynvml", obstacle)
         reading = Gauges(cuda()).latest()
         assert reading.memory_used == 60 * 2**30 and math.isnan(reading.power_w)
+
+
+def test_gpus_are_named_where_there_are_any(monkeypatch):
+    fake = SimpleNamespace(
+        nvmlInit=lambda: None,
+        NVMLError=RuntimeError,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetName=lambda handle: b"H100" if handle else "H200",
+        nvmlSystemGetDriverVersion=lambda: "580.1",
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    assert gpus() == ["H200", "H100"] and driver() == "580.1"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpus() == [] and driver() == ""
 
 
 def test_nothing_at_all(monkeypatch):

@@ -7,7 +7,6 @@ spelling); C and shared memory say NCCL's numbers. The tuples below are ordered 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -215,11 +214,6 @@ class Table:
     def from_array(cls, generation: int, rows: np.ndarray[Any, Any], lease: Lease | None = None) -> Table:
         """Inverse of :meth:`to_array`. Raises ValueError on numbers that no release knows."""
         return cls(generation, tuple(_rule(row) for row in rows), lease)
-
-    @property
-    def checksum(self) -> int:
-        """CRC-32 of the rows as they lie in shared memory; equal on all ranks that hold the same table."""
-        return zlib.crc32(self.to_array().tobytes())
 
 
 def _rule_key(rule: Rule) -> tuple[int, int, int, int]:

@@ -121,6 +121,7 @@ def tune(
     from ...envs.live import LAUNCHER
     from ...envs.locks import Busy, lock
     from ...envs.nccl.build import PluginBuildError
+    from ...envs.nccl.nvml import gpus
     from ...envs.nccl.shm import RunFolder
     from ...envs.sim.emulated import Emulated
     from ...traces.files import TraceError
@@ -137,15 +138,15 @@ def tune(
             fail("the job's communicators are made already: give --headroom to `dynamiccl env`, before the job starts")
         _attach(context, attach, again)
         return
-    gpus = 0 if cluster else n_gpus()
+    n_gpus = 0 if cluster else len(gpus())
     own = not command
-    if own and not cluster and gpus < 2:
+    if own and not cluster and n_gpus < 2:
         cluster = Emulated().cluster
     emulated = emulation(cluster, bytes_scale, time_scale, seed, weather) if cluster else None
     if command and shutil.which(command[0]) is None:
         fail(f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py")
     refuse_traps(command, force, emulated=emulated is not None)
-    n_processes = ranks or (2 if emulated else gpus)
+    n_processes = ranks or (2 if emulated else n_gpus)
     try:
         make_chooser(policy, seed)  # all that can fail fails before the job starts
         out, fd = claim(out)
@@ -241,14 +242,3 @@ def _exit_code(summary: dict[str, Any]) -> int:
     if summary["failure"]:
         return 1
     return 2 if summary["speedup"] is None else 0
-
-
-def n_gpus() -> int:
-    """GPUs that NVML sees; 0 without a driver. (torch would take seconds to ask.)"""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except Exception:  # no library, no driver, no permission: all mean that no GPU can be used
-        return 0

@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from .nvml import nvml
+
 _NAN = float("nan")
 EVERY_S = 0.5
 
@@ -132,12 +134,10 @@ class Gauges:
 
 def _open(cuda: Any) -> tuple[Any, Any]:
     """NVML and its handle of the current CUDA device, found by UUID since CUDA_VISIBLE_DEVICES renumbers."""
+    library = nvml()
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
         uuid = str(cuda.get_device_properties(cuda.current_device()).uuid)
         name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(name.encode())
+        return library, library.nvmlDeviceGetHandleByUUID(name.encode())
     except Exception:
         return None, None

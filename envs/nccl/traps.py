@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...traces.records import PAIRS, Table
+from .nvml import gpus
 
 Version = tuple[int, int, int]
 
@@ -303,7 +304,7 @@ def gather(command: list[str] | None = None, table: Table | None = None) -> Fact
     return Facts(
         env,
         _nccl_version(),
-        _count_gpus(),
+        len(gpus()) or None,
         _ranks_per_node(command or [], env),
         free.f_bavail * free.f_frsize if free else None,
         has_compiler,
@@ -322,16 +323,6 @@ def _nccl_version() -> Version | None:
             continue
         return parts[0], parts[1], parts[2]
     return None
-
-
-def _count_gpus() -> int | None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except Exception:  # no driver, no library, no permission: all the same here
-        return None
 
 
 def _ranks_per_node(command: list[str], env: Mapping[str, str]) -> int | None:

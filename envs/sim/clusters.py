@@ -100,21 +100,6 @@ class Cluster:
         """Ranks of the communicator, one a GPU."""
         return self.n_nodes * self.gpus_per_node
 
-    def part(self, n_members: int, n_all: int) -> Cluster:
-        """The cluster of a communicator with ``n_members`` of the job's ``n_all`` members, packed on few nodes.
-
-        It has the same share of this cluster's ranks. Raises ValueError when that is fewer than two ranks.
-        """
-        if not 0 < n_members <= n_all:
-            raise ValueError(f"a communicator has 1 to {n_all} members, not {n_members}")
-        if n_members == n_all:
-            return self
-        n_ranks = self.n_ranks * n_members // n_all
-        n_nodes = -(-n_ranks // self.gpus_per_node)
-        per_node = n_ranks // n_nodes if n_ranks else 0
-        name = f"{self.name}[{n_members}/{n_all}]"
-        return replace(self, name=name, n_nodes=max(n_nodes, 1), gpus_per_node=max(per_node, 1))
-
     @property
     def offers_ll128(self) -> bool:
         """NCCL's default rule for LL128: near paths only (2.30.7 src/graph/tuning.cc, ncclTopoTuneModel)."""
