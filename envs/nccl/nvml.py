@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def nvml() -> Any | None:
+def nvml() -> Any:
     """The library ``pynvml``, ready to be asked; None without it, a driver, or the permission: no GPU can be used."""
     try:
         import pynvml
