@@ -16,7 +16,7 @@ from ..envs.belief import Belief, Prior
 from ..envs.evidence import Evidence, given_back, ratios, seen_in, tell
 from ..envs.recordings import of_size
 from ..envs.replay import Recorded as Tasks
-from ..envs.replay import cluster_of, decision_from, load
+from ..envs.replay import cluster_of, load
 from ..envs.sim.clusters import Cluster, Fleet
 from ..traces.costs import size_text
 from ..traces.files import Trace, TraceError

@@ -27,7 +27,10 @@ MORE = {
     "diff": "diff",
     "plan": "plan",
     "import": "import_",
+    "learn": "learn",
 }
+#: ``dynamiccl clusters NAME``, all in one file; ``dynamiccl clusters`` alone lists them.
+CLUSTERS = ("show", "forget")
 #: ``dynamiccl lab NAME``: for those who work on models, policies and releases.
 LAB = {
     "train": "train",
@@ -44,7 +47,7 @@ BENCHES = {"plugin": "bench_plugin", "boundary": "bench_boundary", "overhead": "
 app = typer.Typer(
     name="dynamiccl",
     help="Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time.",
-    epilog=f"Also: {', '.join(MORE)}. Every command has --help, and --json for programs.",
+    epilog=f"Also: {', '.join([*MORE, 'clusters'])}. Every command has --help, and --json for programs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -84,6 +87,12 @@ _lab = typer.Typer(help="Train the policy, check a machine with GPUs, ask the mo
 _add(_lab, LAB)
 app.add_typer(_lab, name="lab")
 _add(app, MORE, hidden=True)
+_module = importlib.import_module(".commands.clusters", __package__)
+_clusters = typer.Typer()
+_clusters.callback(invoke_without_command=True)(_module.clusters)
+for _name in CLUSTERS:
+    _clusters.command(_name)(getattr(_module, _name))
+app.add_typer(_clusters, name="clusters", hidden=True)
 
 
 def main() -> None:

@@ -96,9 +96,9 @@ class Store:
     """A place for records. Raises ValueError for a URL that nothing installed here can open."""
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self.url = url if "://" in url else str(Path(url).expanduser().absolute())
         try:
-            self.files, self.root = fsspec.core.url_to_fs(str(Path(url).expanduser()) if "://" not in url else url)
+            self.files, self.root = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:
             raise ValueError(f"the memory {url} cannot be opened: {error}") from None
 
@@ -198,7 +198,7 @@ def record_of(
                 "call_us": float(evidence.call_us[i]),
                 "may": [_text(c) for c in np.flatnonzero(evidence.mask[i])],
                 "durations": {_text(c): [float(evidence.logs[i, c]), int(evidence.counts[i, c])] for c in seen},
-                "confirmed": _text(int(evidence.confirmed[i])),
+                "confirmed": _text(evidence.confirmed[i]),
             }
         )
     tables = [
@@ -245,7 +245,7 @@ def evidence_of(record: dict[str, Any], age_days: float) -> Evidence | None:
         return None
 
 
-def _text(config: int) -> str:
+def _text(config: Any) -> str:
     return str(decision_of(actions_of(np.array([config]))[0]))
 
 

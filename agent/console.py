@@ -85,6 +85,8 @@ def show_summary(console: Console, s: dict[str, Any]) -> None:
             style="bold",
         )
         none = "no gain beyond the noise: NCCL's own choice stays in force"
+        if (s.get("memory") or {}).get("jobs"):
+            console.print(f"memory of {s['memory']['jobs']} jobs here: {s['memory']['text']}", markup=False)
         console.print("the table stays in force" if s["kept"] else s["dropped"] or none, markup=False)
     if s["failure"]:
         console.print(f"FAILURE: {s['failure']}", style="bold red", markup=False)

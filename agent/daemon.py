@@ -20,6 +20,7 @@ from ..envs.evidence import Evidence
 from ..envs.live import LAUNCHER, STOP, Closed, Job, JobEnded, Stopped, Withdrawn
 from ..envs.live_windows import LiveWindows
 from ..envs.locks import Busy, is_locked, lock
+from ..envs.memory import Memory
 from ..envs.nccl.shm import RunFolder
 from ..envs.nccl.tables import TABLE, to_json
 from ..envs.sim.emulated import Emulated
@@ -27,6 +28,7 @@ from ..traces.files import Trace, TraceError, TraceWriter
 from ..traces.records import TUNED_FUNCS, Slot, Table
 from .choosing import DEFAULT, make_chooser
 from .outputs import claim, link, logged
+from .remembering import Remembering, facts_of
 from .tuner import Line, Outcome, Settings, Tuner
 
 #: Space that a trace may take on disk, however long the job runs.
@@ -52,6 +54,7 @@ class Request:
     job: str = ""  # its command
     job_log: Path | None = None  # JSON lines with the loss of each step, where the job writes them
     json: str | None = None  # where the summary is also wanted, - is stdout
+    memory: str | None = None  # where what was learned of clusters is kept; None: nowhere
     launched: bool = False  # the job prints on the same terminal
     evidence: list[list[Any]] = field(default_factory=list)  # of a recording: (slot's fields, evidence's) a slot
 
@@ -71,7 +74,7 @@ class Request:
             left = {}
         try:
             left["settings"] = {**left.get("settings", {}), **{k: v for k, v in options.items() if k in _SETTINGS}}
-            left |= {k: v for k, v in options.items() if k in ("policy", "seed", "bitwise", "out", "json")}
+            left |= {k: v for k, v in options.items() if k in ("policy", "seed", "bitwise", "out", "json", "memory")}
             left["settings"] = Settings(**left["settings"])
             left["emulated"] = Emulated(**left["emulated"]) if left.get("emulated") else None
             for name in ("out", "job_log"):
@@ -109,6 +112,9 @@ class Daemon:
         self.outcome = Outcome()
         self.failure = ""  # why tuning had to be withdrawn
         self._closed = False
+        self.memory: Remembering | None = None
+        self._recalled = ""  # as it was told last
+        self._remembered: dict[str, Any] | None = None  # what came of the memory, for the summary
         self._before = _read_summary(self.out / "summary.json") if self.job.confirmed else {}
 
     def _claim(self) -> tuple[Path, int]:
@@ -158,7 +164,21 @@ class Daemon:
             funcs=("all_gather",) if request.bitwise else TUNED_FUNCS,
         )
         evidence = [(Slot(*slot), Evidence(*seen)) for slot, seen in request.evidence]
-        tuner = Tuner(windows, self.policy, request.settings, self._tell, evidence=evidence)
+        if request.memory:
+            self.memory = Remembering(request.memory, self.run.path.name, request.job, self.on_phase)
+
+        def recall(windows: LiveWindows) -> Memory | None:
+            facts = facts_of(windows, request.emulated)
+            writer.update_header(**facts)
+            return self.memory.recall(facts) if self.memory else None
+
+        def tell(line: Line) -> None:
+            if tuner.recalled != self._recalled:
+                self._recalled = tuner.recalled
+                self.on_phase(f"memory: {self._recalled}")
+            self._tell(line)
+
+        tuner = Tuner(windows, self.policy, request.settings, tell, recall=recall, evidence=evidence)
         self.outcome = tuner.outcome
         try:
             job.keep_alive()
@@ -174,6 +194,7 @@ class Daemon:
                     self.on_phase(self.outcome.ended)
             job.confirm(job.confirmed)
             job.thin = True
+            self._remember(tuner)
             self._write(self._summary())  # a job may run for weeks from here
             self._watch(tuner)
         except KeyboardInterrupt as reason:
@@ -181,6 +202,7 @@ class Daemon:
             self.on_phase(f"{self.outcome.ended}: the job goes on under what was confirmed")
         finally:
             job.release()
+            self._remember(tuner)
             job.take(everything=True)
             if job.damaged:
                 writer.update_header(rings_damaged=job.damaged)
@@ -213,6 +235,13 @@ class Daemon:
                     self.on_phase(str(reason))
             except JobEnded:
                 return
+
+    def _remember(self, tuner: Tuner) -> None:
+        """Leave what was learned to the next job here; what failed teaches nobody."""
+        search = tuner.search
+        if self.memory is not None and search is not None and not self.failure:
+            self.memory.leave(tuner.windows, search)
+            self._remembered = self.memory.told(search)
 
     def _drop(self, why: str) -> None:
         if self.outcome.kept:
@@ -283,6 +312,7 @@ class Daemon:
             "loss_last": losses[-1] if losses else None,
             **found,
             "default_share_after": outcome.default_share,
+            "memory": self._remembered,
             "searches_begun_anew": outcome.reopened,
             "kept": outcome.kept,
             "dropped": outcome.dropped or None,

@@ -18,6 +18,7 @@ from ..envs.belief import Prior
 from ..envs.evidence import Evidence, of_slot, tell
 from ..envs.live import JobEnded, Window
 from ..envs.live_windows import LiveWindows
+from ..envs.memory import Memory
 from ..envs.obedience import Disobeyed
 from ..envs.search import Search
 from ..envs.sequential import Race
@@ -117,10 +118,12 @@ class Tuner:
         on_window: Callable[[Line], None] = lambda line: None,
         prior: Prior | None = None,
         evidence: Sequence[tuple[Slot, Evidence]] = (),
+        recall: Callable[[LiveWindows], Memory | None] = lambda windows: None,
     ) -> None:
-        """``evidence``: what a recording of this job showed of its slots."""
+        """``evidence``: what a recording of this job showed of its slots; ``recall``: what is known of the cluster,
+        asked once the job's slots are found."""
         self.windows, self.policy, self.settings, self.on_window = windows, policy, settings, on_window
-        self.evidence = evidence
+        self.evidence, self.recall = evidence, recall
         self.prior = prior or Prior.load()
         self.outcome = Outcome()
         self.search: Search | None = None
@@ -158,8 +161,16 @@ class Tuner:
             if len(self.windows.profile_events):
                 self.outcome.regime = regime(self.windows.profile_events)
             self._tell_profile()
-        self.search = Search(job, default, self.prior, self.settings.rules().of(self.policy))
-        tell(self.search.belief, [of_slot(self.evidence, p.slot) for p in self.windows.profiles])
+        rules = self.settings.rules().of(self.policy)
+        self.search = Search(job, default, self.prior, rules, self.recall(self.windows))
+        for belief in self.search.memory.beliefs or (self.search.belief,):
+            tell(belief, [of_slot(self.evidence, p.slot) for p in self.windows.profiles])
+
+    @property
+    def recalled(self) -> str:
+        """What came of the memory of jobs before; empty without one."""
+        recalled = self.search.memory.recalled if self.search else None
+        return recalled.text if recalled else ""
 
     def step(self) -> None:
         """One window, with the policy's turns before it; also after the verdict. Raises JobEnded."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..envs.replay import decision_from, load
+from ..envs.replay import load
 from ..traces.costs import decision_text
 from ..traces.files import Trace
-from ..traces.records import PAIRS, Slot
+from ..traces.records import PAIRS, Slot, decision_from
 from .gain import config_decision
 
 #: Two configs this many standard errors apart can be told apart.

@@ -132,7 +132,7 @@ class Memory:
         apart = slots.apart(job)
         if abs(apart) > UNLIKE:
             text = f"calls take {math.exp(apart):.2f} times what they took in jobs before: the cluster has changed"
-            return Recalled(belief, belief, None, text)
+            return Recalled(belief, belief, None, text, is_contradicted=True)
         informed = copy.deepcopy(belief)
         slots.inform(informed, job, prior)
         table = None
@@ -156,6 +156,7 @@ class Recalled:
     text: str  # what came of the memory, for people
     odds: float = 0.0  # log odds of the memory against none, by this job's windows
     windows: int = 0
+    is_contradicted: bool = False  # what was measured here is not what is remembered
 
     @property
     def is_used(self) -> bool:
@@ -170,7 +171,7 @@ class Recalled:
         self.odds += float(np.clip(told - self.plain.observe(*seen), -AT_MOST, AT_MOST))
         self.windows += 1
         if self.odds < AGAINST:
-            self.belief, self.table = self.plain, None
+            self.belief, self.table, self.is_contradicted = self.plain, None, True
             self.text = f"not as in jobs before (log odds {self.odds:.1f} after {self.windows} windows): forgotten"
 
 
@@ -201,6 +202,12 @@ class Remembering:
         configs, log_step, noise, call_logs, *_ = seen
         self.notes.add(configs, log_step - float(belief.mean[0]), noise, call_logs)
         return belief
+
+    @property
+    def beliefs(self) -> tuple[Belief, ...]:
+        """The one with the memory and the one without, where there are two."""
+        r = self.recalled
+        return (r.belief, r.plain) if r is not None and r.is_used else ()
 
     @property
     def is_borne_out(self) -> bool:

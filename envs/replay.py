@@ -18,7 +18,7 @@ import pandas as pd
 from ..traces.assemble import Offer
 from ..traces.files import Trace, TraceError
 from ..traces.fingerprint import Fingerprint
-from ..traces.records import N_ALGOS, N_PROTOS, PAIRS, Decision, Slot
+from ..traces.records import N_ALGOS, N_PROTOS, PAIRS, Slot, decision_from
 from ..traces.slots import SlotProfile, channels_of, find_slots
 from . import spaces
 from .sim import clusters, cost_model
@@ -60,7 +60,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class _Window:
+class Stretch:
     """Consecutive steps of one table: rank 0's durations in ms, the first step left out."""
 
     generation: int
@@ -70,7 +70,7 @@ class _Window:
 
 def load(trace: Trace, min_share: float = 0.01) -> Recorded:
     """The tasks of a trace. Raises TraceError when it holds no steps or no slot that a tuner can reach."""
-    windows = _windows(trace)
+    windows = windows_of(trace)
     default = {g for g, rules in trace.tables.items() if not rules}
     default_ms = float(np.median([w.ms for w in default_windows(trace)]))
     offers = offers_of(trace)
@@ -120,16 +120,17 @@ def is_imported(trace: Trace) -> bool:
     return "source" in trace.header
 
 
-def default_windows(trace: Trace) -> list[_Window]:
+def default_windows(trace: Trace) -> list[Stretch]:
     """The windows in which NCCL did as it likes, in order. Raises TraceError when there are none."""
     default = {g for g, rules in trace.tables.items() if not rules}
-    base = [w for w in _windows(trace) if w.generation in default]
+    base = [w for w in windows_of(trace) if w.generation in default]
     if not base:
         raise TraceError(f"{trace.folder} holds no two steps under NCCL's own choices: nothing to compare with")
     return base
 
 
-def _windows(trace: Trace) -> list[_Window]:
+def windows_of(trace: Trace) -> list[Stretch]:
+    """All windows in order. Raises TraceError when there are none."""
     steps = trace.steps
     if not len(steps):
         raise TraceError(f"{trace.folder} holds no steps: record a run with at least a few optimizer steps")
@@ -142,7 +143,7 @@ def _windows(trace: Trace) -> list[_Window]:
     for _, group in steps.groupby(change):
         durations = group["duration_ns"].to_numpy()[0 if imported else 1 :] / 1e6  # a switch's first step is of both
         if len(durations):
-            found.append(_Window(int(group["table_generation"].iloc[0]), float(np.median(durations)), len(durations)))
+            found.append(Stretch(int(group["table_generation"].iloc[0]), float(np.median(durations)), len(durations)))
     return found
 
 
@@ -161,17 +162,6 @@ def _memory_pressure(steps: pd.DataFrame) -> float:
     return float((known["memory_used"] / known["memory_total"]).mean()) if len(known) else 0.0
 
 
-def decision_from(text: str) -> Decision:
-    """Inverse of ``str(Decision)``: ``ring/ll128/8``, ``auto/4``, ``auto``. Raises ValueError for other text."""
-    parts = text.split("/")
-    count = int(parts.pop()) if parts[-1].isdigit() else 0
-    if parts == ["auto"]:
-        return Decision(None, None, count)
-    if len(parts) != 2:
-        raise ValueError(f"{text!r} is no decision: it looks like ring/ll128/8 or auto")
-    return Decision(parts[0], parts[1], count)
-
-
 def _config(rule: dict[str, Any]) -> int | None:
     """Index of a rule's decision in the action space, None where it lies outside."""
     try:
@@ -181,7 +171,7 @@ def _config(rule: dict[str, Any]) -> int | None:
 
 
 def _effects(
-    windows: list[_Window],
+    windows: list[Stretch],
     default: set[int],
     tables: dict[int, tuple[dict[str, Any], ...]],
     profiles: list[SlotProfile],
@@ -219,7 +209,7 @@ def _effects(
     return effects, dict(seen)
 
 
-def _noise(windows: list[_Window], default: set[int]) -> float:
+def _noise(windows: list[Stretch], default: set[int]) -> float:
     """Standard deviation of a window's relative step time, from default windows that follow each other."""
     logs = np.log([w.ms for w in windows if w.generation in default])
     return float(np.clip(np.std(np.diff(logs)) / np.sqrt(2.0), 1e-3, 0.2)) if len(logs) > 2 else 0.02

@@ -9,6 +9,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the matrices
 # Ranks that share two cores with other tests may take longer to come together than in a job.
 os.environ.setdefault("DYNAMICCL_MEET_MS", "2000")
 
+# What tests learn of emulated clusters is no other test's, and not the user's.
+os.environ["DYNAMICCL_MEMORY"] = "off"
+
 import pytest
 from dynamiccl.envs.nccl.shm import RunFolder
 

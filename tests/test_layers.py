@@ -36,6 +36,7 @@ ONLY_IN = {
     "sb3_contrib": ("agent",),
     "torch": ("agent", "envs", "zero_workload"),
     "gymnasium": ("agent", "envs"),
+    "fsspec": ("agent",),
     "typer": ("agent",),
     "rich": ("agent",),
     "plotly": ("agent",),

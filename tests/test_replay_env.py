@@ -17,7 +17,7 @@ from dynamiccl.envs.submissions import enter
 from dynamiccl.envs.submissions import replay as replay_submission
 from dynamiccl.envs.watch import Rules
 from dynamiccl.traces.files import Trace, TraceError, TraceWriter
-from dynamiccl.traces.records import AUTO, Decision
+from dynamiccl.traces.records import AUTO, Decision, decision_from
 from gymnasium.utils.env_checker import check_env
 from synthetic_trace import CALL_US, FINAL, GATHER, HEADER, LAYER_BYTES, OWN, SCATTER, write_run
 
@@ -135,9 +135,9 @@ def test_a_recorded_job_is_a_suite_for_the_board(trace, recorded):
 
 def test_decisions_read_back():
     for decision in (AUTO, Decision(None, None, 8), Decision("ring", "ll128"), Decision("nvls", "simple", 16)):
-        assert replay.decision_from(str(decision)) == decision
+        assert decision_from(str(decision)) == decision
     with pytest.raises(ValueError, match="is no decision"):
-        replay.decision_from("ring")
+        decision_from("ring")
 
 
 def test_traces_that_cannot_be_replayed_are_refused(tmp_path):

@@ -286,3 +286,46 @@ def test_headroom_reaches_the_job_before_its_communicators_are_made(tmp_path):
     program = "import os; raise SystemExit('channels ' + os.environ['NCCL_MIN_CTAS'])"
     run("tune", "--out", str(tmp_path), "--headroom", "24", "--", sys.executable, "-c", program)
     assert "channels 24" in (tmp_path / "job.log").read_text()
+
+
+def test_a_second_job_begins_from_what_the_first_one_left(tmp_path):
+    """Its first window under a table is under the one that was confirmed there; --no-memory asks and leaves nothing."""
+    where = tmp_path / "memory"
+    env = {**ENV, "DYNAMICCL_MEMORY": str(where)}
+
+    def one(name, steps, *more):
+        command = options(tmp_path / name, "--windows", "4", "--verify", "2", "--json", "-", *more)
+        done = subprocess.run(
+            [*command, "--", *job(steps, tmp_path / f"{name}.jsonl")],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return json.loads(done.stdout)
+
+    first = one("first", 100)
+    records = list(where.glob("*/*.json"))
+    left = json.loads(records[-1].read_text())
+    assert first["memory"]["jobs"] == 0 and left["run"] == Path(first["run"]).name
+    assert left["cluster"]["nccl"] and left["cluster"]["layout"] == "2 x 8 ranks"
+    timed = [slot for slot in left["slots"] if slot["durations"]]
+    assert timed and timed[0]["may"]
+    # Whatever it came to, say that it confirmed what it has timed of its largest slot.
+    for slot in left["slots"]:
+        slot["confirmed"] = next(iter(slot["durations"])) if slot is timed[0] else "auto"
+    for record in records:
+        record.write_text(json.dumps(left))
+    second = one("second", 60)["memory"]
+    assert second["jobs"] == 1 and second["cluster"] == first["memory"]["cluster"]
+    windows = Trace.read(tmp_path / "second").windows
+    if "the cluster has changed" not in second["text"]:  # a busy machine slows calls too
+        tried = windows[(windows["phase"] == "search") & (windows["decision"] != "auto")]["decision"].iloc[0]
+        assert tried.endswith(f" {timed[0]['confirmed']}") and timed[0]["func"] in tried
+    runs = {json.loads(path.read_text())["run"] for path in where.glob("*/*.json")}
+    assert len(runs) == 2
+    header = Trace.read(tmp_path / "second").header
+    assert header["hardware"].startswith("emulated dgx-h100-2x8") and header["nccl"]
+    assert one("third", 20, "--no-memory")["memory"] is None
+    assert {json.loads(path.read_text())["run"] for path in where.glob("*/*.json")} == runs

@@ -71,6 +71,17 @@ class Decision:
 AUTO = Decision()
 
 
+def decision_from(text: str) -> Decision:
+    """Inverse of ``str(Decision)``: ``ring/ll128/8``, ``auto/4``, ``auto``. Raises ValueError for other text."""
+    parts = text.split("/")
+    count = int(parts.pop()) if parts[-1].isdigit() else 0
+    if parts == ["auto"]:
+        return Decision(None, None, count)
+    if len(parts) != 2:
+        raise ValueError(f"{text!r} is no decision: it looks like ring/ll128/8 or auto")
+    return Decision(parts[0], parts[1], count)
+
+
 def size_class(n_bytes: int) -> int:
     """Power-of-two class of a message: class ``k`` holds sizes in ``(2**(k-1), 2**k]`` bytes."""
     return max(int(n_bytes) - 1, 0).bit_length()

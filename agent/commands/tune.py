@@ -22,6 +22,7 @@ from . import (
     refuse_traps,
     run_folder,
 )
+from .clusters import Where
 
 #: Steps of our own job below which no search comes to a verdict.
 LEAST_STEPS = 150
@@ -95,6 +96,10 @@ def tune(
             min=0, help="Kill a job that has not ended so many seconds after it was told to.", show_default=False
         ),
     ] = None,
+    memory: Where = None,
+    no_memory: Annotated[
+        bool, typer.Option("--no-memory", help="Begin from nothing, and leave nothing to the next job.")
+    ] = False,
     force: Force = False,
     seed: Annotated[int, typer.Option(help="Seed of the job, the emulation and the policy.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Also write the summary here; - prints it instead of text.")] = None,
@@ -105,6 +110,9 @@ def tune(
     and reduce-scatter. All ranks switch at the same step. The durations of the collectives and the measured step time
     teach what is worth trying next; a table that promises enough meets NCCL's own choice in turn, window by window,
     until one of the two is faster for sure. Only a winner stays, and it is watched until the job ends.
+
+    What is measured is left to the next job on the same cluster (`dynamiccl clusters`), which begins from it: the table
+    that was confirmed there is the first to be tried, and goes through the same comparison.
 
     With a COMMAND this is a launcher that schedulers can trust: its exit status is the job's (128 + n after signal n),
     it hands on every signal, and passes the output through. The tuner is another process: the job does not notice when
@@ -126,6 +134,7 @@ def tune(
     from ...envs.sim.emulated import Emulated
     from ...traces.files import TraceError
     from ..choosing import make_chooser
+    from ..clusters import Store, default_url
     from ..daemon import Request, workload
     from ..launcher import Plan
     from ..outputs import claim, link
@@ -149,6 +158,9 @@ def tune(
     n_processes = ranks or (2 if emulated else n_gpus)
     try:
         make_chooser(policy, seed)  # all that can fail fails before the job starts
+        memory = None if no_memory else memory or default_url()
+        if memory:
+            memory = Store(memory).url
         out, fd = claim(out)
         out = out.resolve()
         job_log = out / "job.jsonl" if own else None
@@ -170,6 +182,7 @@ def tune(
             json=None if json is None else "-" if str(json) == "-" else str(json.resolve()),
             launched=not own,
             evidence=evidence(recording) if recording else [],
+            memory=memory,
         )
         request.write(run.path)
         link(out, run.path)
@@ -189,8 +202,9 @@ def _attach(context: typer.Context, where: str, again: bool) -> None:
     from ...envs.locks import Busy
     from ...envs.nccl.shm import RunFolder
     from ...traces.files import TraceError
+    from ..clusters import default_url
     from ..console import Show, show_summary
-    from ..daemon import Daemon, Request
+    from ..daemon import REQUEST, Daemon, Request
 
     try:
         path = run_folder(where)
@@ -200,6 +214,10 @@ def _attach(context: typer.Context, where: str, again: bool) -> None:
             for name, value in context.params.items()
             if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
         }
+        if "no_memory" in given:
+            given["memory"] = None
+        elif not (path / REQUEST).exists():
+            given.setdefault("memory", default_url())
         request = Request.read(path, given)
         quiet = request.json == "-"
         with Show(request.settings.windows + request.settings.verify, quiet, not request.launched) as show:

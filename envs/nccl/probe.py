@@ -8,6 +8,7 @@ several ranks have to agree it has one thread (agreement.py).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import struct
 import sys
@@ -188,6 +189,8 @@ class Probe:
             size = self._rank, dist.get_world_size()
             versions = f"NCCL {_nccl(self._torch)}"
             self._backend = dist.get_backend()
+            if self._rank == 0:
+                _note(Path(self._run) / "nccl", _nccl(self._torch))
             self._agreement = Agreement(
                 *size, self._plugin, self._steps, self._published, store, versions, before, self._tell
             )
@@ -246,6 +249,12 @@ class _OurStore:
         # torchrun may keep the store when it starts all workers anew: an old gate or log must not be taken for ours.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return self._c10d.PrefixStore(f"dynamiccl/{restart}.{self._attempt}", store.clone()), host
+
+
+def _note(path: Path, text: str) -> None:
+    """Leave a word for the tuner; on other nodes than its own there is nobody to read it."""
+    with contextlib.suppress(OSError):
+        path.write_text(text)
 
 
 def _nccl(torch: Any) -> str:
