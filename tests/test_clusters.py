@@ -3,6 +3,7 @@
 import json
 import threading
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,7 +120,7 @@ def test_what_is_damaged_or_newer_is_left_out_and_named(tmp_path):
     store = Store(str(tmp_path))
     name = store.add(record("whole"))
     folder = tmp_path / key_of(FACTS)
-    (folder / "20250101T000000-half.json").write_text(open(name).read()[:200])
+    (folder / "20250101T000000-half.json").write_text(Path(name).read_text()[:200])
     (folder / "20250102T000000-newer.json").write_text(json.dumps({**record("newer"), "format": 99}))
     (folder / "notes.txt").write_text("not ours")
     known = store.read(key_of(FACTS))
