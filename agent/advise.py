@@ -21,7 +21,7 @@ from ..envs.sim.clusters import Cluster, Fleet
 from ..traces.costs import size_text
 from ..traces.files import Trace, TraceError
 from ..traces.overlap import Overlap
-from ..traces.records import PAIRS, Decision, Slot, Table
+from ..traces.records import PAIRS, Decision, Slot, Table, decision_from
 from .gain import Gains, config_decision
 from .knobs import knobs
 
