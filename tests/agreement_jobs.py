@@ -26,9 +26,8 @@ def table(generation: int, lease: Lease | None = None) -> Table:
 class Publisher:
     """A daemon that publishes a new table every ``every_s`` seconds, and beats."""
 
-    def __init__(self, folder: RunFolder, every_s: float, lease: Lease | None = None) -> None:
-        self.folder, self.every_s, self.lease = folder, every_s, lease
-        self.generation = 0
+    def __init__(self, folder: RunFolder, every_s: float, lease: Lease | None = None, generation: int = 0) -> None:
+        self.folder, self.every_s, self.lease, self.generation = folder, every_s, lease, generation
         self.alive = True
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -50,9 +49,8 @@ def skips(folder: RunFolder) -> Any:
     folder.table.publish(table(1))
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        time.sleep(0.8)
-        publisher = Publisher(folder, 0.05, Lease(10_000, 60_000))
-        publisher.generation = 1
+        server.until_in_force(1)
+        Publisher(folder, 0.05, Lease(10_000, 60_000), generation=1)
 
     def step(rank: LightRank, i: int) -> None:
         rank.backward()
@@ -61,7 +59,7 @@ def skips(folder: RunFolder) -> Any:
         if not (rank.rank == 1 and i == 160):
             rank.optimizer_step()
 
-    return run(3, 300, folder, step=step, beside=beside)
+    return run(3, 10_000, folder, step=step, beside=beside, until_stopped=True)
 
 
 def skips_without_profiler(folder: RunFolder) -> Any:
@@ -79,7 +77,7 @@ def skips_without_profiler(folder: RunFolder) -> Any:
         if not (rank.rank == 1 and i == 60):
             rank.optimizer_step()
 
-    return run(2, 200, folder, step=step, setup=setup)
+    return run(2, 10_000, folder, step=step, setup=setup, until_stopped=True)
 
 
 def local_scaler(folder: RunFolder) -> Any:
@@ -93,7 +91,7 @@ def local_scaler(folder: RunFolder) -> Any:
         if not (rank.rank == 2 and i % 7 == 6):
             rank.optimizer_step()
 
-    return run(3, 150, folder, step=step)
+    return run(3, 10_000, folder, step=step, until_stopped=True)
 
 
 def uneven_collectives(folder: RunFolder) -> Any:
@@ -104,7 +102,7 @@ def uneven_collectives(folder: RunFolder) -> Any:
         if rank.rank == 1 and i == 60:
             rank.plugin.made += 1
 
-    return run(3, 150, folder, before, step_s=0.01)
+    return run(3, 10_000, folder, before, step_s=0.01, until_stopped=True)
 
 
 def frozen(folder: RunFolder) -> Any:
@@ -125,9 +123,9 @@ def late_store(folder: RunFolder) -> Any:
     folder.table.publish(table(1))
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        time.sleep(1.0)
+        server.until_in_force(1)
         server.late_s = 0.3
-        Publisher(folder, 0.03).generation = 1
+        Publisher(folder, 0.03, generation=1)
 
     return run(3, 200, folder, beside=beside, step_s=0.01)
 
@@ -154,11 +152,14 @@ def dead_daemon(folder: RunFolder) -> Any:
     folder.table.publish(table(1))
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        time.sleep(1.0)
+        server.until_in_force(1)
         folder.table.publish(table(2, Lease(10_000, 400)))
         folder.table.beat()
+        server.until_in_force(2)
+        server.until_in_force(1)
+        server.enough()
 
-    return run(2, 250, folder, beside=beside, step_s=0.01)
+    return run(2, 10_000, folder, beside=beside, step_s=0.01, until_stopped=True)
 
 
 def forgotten_trial(folder: RunFolder) -> Any:
@@ -196,6 +197,120 @@ def no_tuner(folder: RunFolder) -> Any:
         rank.plugin.tuners = int(rank.rank != 1)
 
     return run(3, 100, folder, setup=setup, attach_s=0.6, step_s=0.02)
+
+
+def _dies(folder: RunFolder, victim: int) -> Any:
+    """A rank is gone in mid-step, when places are appointed and others may stand at them.
+
+    What would hold the others up without us too, their next collective, is left out from then on.
+    """
+    Publisher(folder, 0.02)
+    last = 120
+
+    def step(rank: LightRank, i: int) -> None:
+        rank.backward()
+        if i < last:
+            rank.collective(i)
+        elif rank.rank == victim:
+            os._exit(0)
+        time.sleep(0.005)
+        rank.optimizer_step()
+
+    return run(3, last + 60, folder, step=step, survivors=2)
+
+
+def rank_0_dies(folder: RunFolder) -> Any:
+    return _dies(folder, 0)
+
+
+def another_rank_dies(folder: RunFolder) -> Any:
+    return _dies(folder, 1)
+
+
+def comes_back(folder: RunFolder) -> Any:
+    """A daemon dies in a trial; one that takes its place confirms another table."""
+    folder.table.publish(table(1))
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        server.until_in_force(1)
+        folder.table.publish(table(2, Lease(10_000, 300)))
+        folder.table.beat()
+        server.until_in_force(2)
+        server.until_in_force(1)
+        folder.table.publish(table(3))
+        server.until_in_force(3)
+        server.enough()
+
+    return run(2, 10_000, folder, beside=beside, step_s=0.01, until_stopped=True)
+
+
+def probe_off(folder: RunFolder) -> Any:
+    """The probe of rank 1 breaks while a trial is in force; the rank trains on."""
+    folder.table.publish(table(1))
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        server.until_in_force(1)
+        folder.table.publish(table(2, Lease(10_000, 600_000)))
+        folder.table.beat()
+        server.until_in_force(2)
+        server.values["break"] = "now"
+
+    def before(rank: LightRank, i: int) -> None:
+        if rank.rank == 1 and "left" not in rank.more and rank.work.get("break") == b"now":
+            rank.more["left"] = i
+            assert rank.agreement is not None
+            rank.agreement.leave("rank 1: probe off: RuntimeError: seeded")
+
+    return run(3, 10_000, folder, before, beside=beside, step_s=0.01, until_stopped=True)
+
+
+def steps_no_more(folder: RunFolder) -> Any:
+    """Rank 1 takes no optimizer step any more while a trial is in force; passes and collectives go on."""
+    folder.table.publish(table(1))
+    stops: list[int] = []
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        server.until_in_force(1)
+        folder.table.publish(table(2, Lease(10_000, 600)))
+        folder.table.beat()
+        server.until_in_force(2)
+        server.values["stop"] = "now"
+        time.sleep(1)
+        steps = len(server.values)  # each leaves its mark
+        while len(server.values) < steps + 250:
+            time.sleep(0.01)
+        server.enough()
+
+    def step(rank: LightRank, i: int) -> None:
+        rank.backward()
+        rank.collective(i)
+        time.sleep(0.005)
+        if rank.rank == 1 and not stops and rank.work.get("stop") == b"now":
+            stops.append(i)
+        if not stops:
+            rank.optimizer_step()
+
+    return run(3, 10_000, folder, step=step, beside=beside, until_stopped=True)
+
+
+def interrupted(folder: RunFolder) -> Any:
+    """Rank 1 is interrupted from the keyboard in each of its meetings, and trains on."""
+    Publisher(folder, 0.05)
+
+    def setup(rank: LightRank) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        rank.interrupts, rank.more["interrupts"] = rank.rank == 1, 0
+
+    def step(rank: LightRank, i: int) -> None:
+        rank.backward()
+        rank.collective(i)
+        time.sleep(0.005)
+        try:
+            rank.optimizer_step()
+        except KeyboardInterrupt:
+            rank.more["interrupts"] += 1
+
+    return run(2, 150, folder, step=step, setup=setup)
 
 
 def leave_descriptors(n: int) -> None:

@@ -7,6 +7,7 @@ say; scenarios are functions that a rank calls before each step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -97,6 +98,18 @@ class StoreServer:
         for entry in [e for e in self._waiting if all(key in self.values for key in e[1])]:
             self._waiting.remove(entry)
             _send(entry[0], True)
+
+    def until_in_force(self, generation: int) -> None:
+        """Wait until the ranks run under a table."""
+        end = time.monotonic() + 60
+        while self.values.get("in force") != str(generation):
+            if time.monotonic() > end:
+                raise TimeoutError(f"generation {generation} never came into force")
+            time.sleep(0.005)
+
+    def enough(self) -> None:
+        """The job of a run with ``until_stopped`` is to end."""
+        self.values["enough"] = "yes"
 
 
 class Store:
@@ -199,6 +212,8 @@ class LightRank:
         self.more: dict[str, Any] = {}  # that this rank is to say
         self.generations: list[int] = []  # of each collective
         self.agreement: Agreement | None = None
+        self.ended = self.interrupts = False
+        self.meetings: list[dict[str, float]] = []
         self._optimizer = type("Optimizer", (), {})()
         self._published = Published(Path(run) / "table")
 
@@ -214,6 +229,32 @@ class LightRank:
             lambda: (self.store, "127.0.0.1"),
             tell=self.tell,
         )
+        self._watch_meetings(self.agreement)
+
+    def _watch_meetings(self, agreement: Agreement) -> None:
+        """Of each meeting: how long the training thread stood, and what of it the protocol is not to blame for."""
+        meet, ask = agreement._meet, agreement._ask_log
+        asked_s = [0.0]
+
+        def asks(attempt: int, word: str) -> str:
+            began = time.monotonic()
+            try:
+                return ask(attempt, word)
+            finally:
+                asked_s[0] += time.monotonic() - began
+
+        def meets(began: float) -> bool:
+            asked_s[0], before = 0.0, _kept_off()
+            if self.interrupts:
+                os.kill(os.getpid(), signal.SIGINT)
+            try:
+                return meet(began)
+            finally:
+                stood = time.monotonic() - began
+                ms = {"stood": stood, "store": asked_s[0], "off": _kept_off_since(before)}
+                self.meetings.append({name: 1e3 * value for name, value in ms.items()})
+
+        agreement._meet, agreement._ask_log = meets, asks  # type: ignore[method-assign]
 
     def tell(self, state: int | None, text: str) -> None:
         """The agreement's word."""
@@ -226,8 +267,21 @@ class LightRank:
         """Runs under the table in force; ends when all ranks have come."""
         self.plugin.made += 1
         self.plugin.asked += 1
+        if self.rank == 0 and self.plugin.generation != (self.generations or [0])[-1]:
+            self.work.set("in force", str(self.plugin.generation))
         self.generations.append(self.plugin.generation)
         self.work.meet(f"collective {i}", self.n_ranks)
+
+    def sees_the_end(self, i: int) -> bool:
+        """Whether the agreement has ended for some while, or `enough` was said; asked on all ranks in the same step."""
+        if self.rank == 0 and self.agreement is not None and self.agreement.stopped:
+            if self.ended:
+                self.work.set(f"over {i}", "yes")
+            self.ended = True
+        if self.rank == 0 and self.work.get("enough") == b"yes":
+            self.work.set(f"over {i}", "yes")
+        self.work.meet(f"over {i}?", self.n_ranks)
+        return self.work.get(f"over {i}") == b"yes"
 
     def backward(self) -> None:
         self.steps._work += 1
@@ -239,9 +293,27 @@ class LightRank:
         if self.agreement is None:
             self.attach()
         assert self.agreement is not None
-        if self.agreement.boundary():
-            self.plugin.generation = self.plugin.staged
-        self.agreement.proceed()
+        try:
+            if self.agreement.boundary():
+                self.plugin.generation = self.plugin.staged
+        finally:
+            self.agreement.proceed()
+
+
+def _kept_off() -> dict[str, float]:
+    """Seconds so far in which each thread of this process could have run and was not let, and that a host took away."""
+    found = {}
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/schedstat") as file:
+            found[thread] = int(file.read().split()[1]) / 1e9
+    with open("/proc/stat") as file:
+        found["stolen"] = int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def _kept_off_since(before: dict[str, float]) -> float:
+    """The machine's doing, not ours: threads wait for one another, so all of them count."""
+    return sum(max(0.0, value - before.get(name, value)) for name, value in _kept_off().items())
 
 
 Scenario = Callable[[LightRank, int], None]
@@ -260,10 +332,13 @@ def run(
     attach_s: float = 20.0,
     meet_ms: float = 50.0,
     prompt_s: float = rounds.PROMPT_S,
+    survivors: int | None = None,
+    until_stopped: bool = False,
 ) -> tuple[list[dict[str, Any]], StoreServer]:
     """Run the job; what each rank says at its end ({} if it died), and the store's server.
 
-    ``beside`` runs in this process while the job does.
+    ``beside`` runs in this process while the job does; ``survivors`` are the ranks that come to the end.
+    ``until_stopped`` ends it some steps after the agreement, however long that takes on this machine.
     """
     server = StoreServer()
     pids, pipes = [], []
@@ -277,7 +352,8 @@ def run(
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 agreements.ATTACH_S, agreements.MEET_S, rounds.PROMPT_S = attach_s, meet_ms / 1e3, prompt_s
                 said = _rank(
-                    LightRank(rank, n_ranks, server.port, str(folder.path)), n_steps, before_step, setup, step, step_s
+                    LightRank(rank, n_ranks, server.port, str(folder.path)),
+                    *(n_steps, before_step, setup, step, step_s, survivors or n_ranks, until_stopped),
                 )
                 os.write(write, json.dumps(said).encode())
                 status = 0
@@ -304,7 +380,14 @@ def descriptors() -> int:
 
 
 def _rank(
-    rank: LightRank, n_steps: int, before: Scenario | None, setup: Any, step: Any, step_s: float
+    rank: LightRank,
+    n_steps: int,
+    before: Scenario | None,
+    setup: Any,
+    step: Any,
+    step_s: float,
+    at_the_end: int,
+    until: bool,
 ) -> dict[str, Any]:
     before_us = descriptors()
     setup(rank)
@@ -319,12 +402,15 @@ def _rank(
             rank.collective(i)
             time.sleep(step_s)
             rank.optimizer_step()
+        if until and i % 20 == 19 and rank.sees_the_end(i):
+            break
     agreement = rank.agreement
     used = resource.getrusage(resource.RUSAGE_SELF)
     said = {
         "rank": rank.rank,
         "generations": rank.generations,
         "held_ms": 1e3 * agreement.held_s if agreement else 0.0,
+        "meetings": rank.meetings,
         "stopped": agreement.stopped if agreement else None,
         "said": rank.said,
         "descriptors": descriptors(),
@@ -334,7 +420,7 @@ def _rank(
         "descriptors_before": before_us,
         **rank.more,
     }
-    rank.work.meet("the end", rank.n_ranks)
+    rank.work.meet("the end", at_the_end)
     if agreement:
         agreement.close()
         agreement.join()

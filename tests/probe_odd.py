@@ -24,6 +24,20 @@ def broken_network(torch, dist) -> Callable[[int], float]:
     return step
 
 
+def probe_breaks(torch, dist) -> Callable[[int], float]:
+    """In step 7 something in the probe of one rank fails."""
+    inner = plain(torch, dist)
+
+    def step(i: int) -> float:
+        from dynamiccl.envs.nccl import probe
+
+        if i == 7 and dist.get_rank() == int(os.environ["VICTIM"]):
+            probe._probe._pass = None
+        return inner(i)
+
+    return step
+
+
 def one_rank_steps(torch, dist) -> Callable[[int], float]:
     """Only rank 0 has an optimizer, as a learner among actors."""
     inner = plain(torch, dist) if dist.get_rank() == 0 else None
@@ -203,6 +217,7 @@ def uneven(torch, dist) -> Callable[[int], float]:
 ODD_LOOPS = {
     "broken network": broken_network,
     "one rank steps": one_rank_steps,
+    "probe breaks": probe_breaks,
     "dies once": dies_once,
     "forks": forks,
     "group anew": group_anew,

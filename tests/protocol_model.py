@@ -107,12 +107,12 @@ class Model:
     def _boundary(self, w: World, r: int, rank: Rank, steps: int) -> tuple[World, str]:
         rank = rank._replace(owes=False, steps=steps)
         member = self.member(rank)
-        stop = member.boundary(where_of(r, rank))
+        stop = member.boundary(where_of(rank))
         w = self._with(w, r, rank._replace(member=pack(member, MEMBER)))
         if stop is Stop.MEET:
-            w = self._send_up(w, r, ("stands", member.attempt, where_of(r, rank), rank.made))
+            w = self._send_up(w, r, ("stands", member.attempt, where_of(rank), rank.made))
         elif stop is Stop.TELL:
-            w = self._send_up(w, r, ("missed", member.attempt, where_of(r, rank)))
+            w = self._send_up(w, r, ("missed", member.attempt, where_of(rank)))
         return w, ""
 
     def _tires(self, w: World, r: int, rank: Rank) -> Iterator[Move]:
@@ -137,10 +137,10 @@ class Model:
             rank = rank._replace(staged=more[0])
             if member.is_free():
                 member.prepared(attempt)
-            after = self._send_up(after, r, ("staged", attempt, where_of(r, rank)))
+            after = self._send_up(after, r, ("staged", attempt, where_of(rank)))
         elif kind == "appoint":
             if not member.appointed(attempt, more[0]):
-                after = self._send_up(after, r, ("missed", attempt, where_of(r, rank)))
+                after = self._send_up(after, r, ("missed", attempt, where_of(rank)))
         else:
             member.answered(attempt, more[0])
         yield f"rank {r} hears: {kind} {attempt} {more}", self._with(after, r, flipped(rank, member)), wrong
@@ -171,13 +171,13 @@ class Model:
         leader, member = self.leader(w), self.member(rank)
         open_ = not w.lost and (not self.bounded or leader.attempt < self.scope.attempts)
         if leader.stage is Stage.QUIET and member.is_free() and open_:
-            begun = leader.next(where_of(0, rank))
+            begun = leader.next(where_of(rank))
             after = w._replace(leader=pack(leader, LEADER), acks=(), stand=())
             if begun:
                 member.prepared(leader.attempt)
                 after = self._with(after, 0, rank._replace(member=pack(member, MEMBER), staged=leader.message))
                 after = self._send_down(after, ("prepare", leader.attempt, leader.message))
-                after = self._staged(after._replace(acks=((0, where_of(0, rank)),)), leader)
+                after = self._staged(after._replace(acks=((0, where_of(rank)),)), leader)
                 yield f"rank 0 announces {leader.message!r}, attempt {leader.attempt}", after, ""
             elif after != w:
                 yield "rank 0 has what it wants", after, ""
@@ -234,7 +234,7 @@ class Model:
     def _lose(self, w: World, leader: Leader, why: str) -> World:
         rank = w.ranks[0]
         assert rank is not None
-        leader.lost(where_of(0, rank), why)
+        leader.lost(where_of(rank), why)
         leader.ahead, leader.not_before, leader.failures = 1, 0, leader.failures % 2  # any distance, any patience
         return self._answer(w._replace(leader=pack(leader, LEADER), asked=False), leader.attempt, False)
 
@@ -250,21 +250,38 @@ class Model:
     def _daemon_moves(self, w: World) -> Iterator[Move]:
         if w.ranks[0] is None:
             return
-        if w.published < self.scope.tables:
+        if w.published < self.scope.tables and w.daemon:
             new = f"t{w.published + 1}".encode()
             for trial in (True, False):
-                leader = self.leader(w)
-                leader.want(new, trial)
-                after = w._replace(leader=pack(leader, LEADER), published=w.published + 1)
+                after = w._replace(file=(new, trial), published=w.published + 1)
                 if not trial:
                     after = after._replace(confirmed=(*w.confirmed, new))
+                if not self.scope.daemon_deaths:  # then nothing comes of a delay
+                    after = self._taken(after)
                 yield f"the daemon publishes {new!r}, {'a trial' if trial else 'confirmed'}", after, ""
+        if w.file is not None:
+            yield "rank 0 sees what was published", self._taken(w), ""
+            if w.file[1] and not w.daemon:
+                stale = (w.file[0] if "keeps what a dead daemon tried" in self.scope.broken else w.confirmed[-1]), False
+                yield "rank 0 sees the trial of a daemon that is gone", self._taken(w._replace(file=stale)), ""
+        if w.daemon and w.daemon_deaths < self.scope.daemon_deaths:
+            yield "the daemon dies", w._replace(daemon=False, daemon_deaths=w.daemon_deaths + 1), ""
+        if not w.daemon:
+            back = w._replace(daemon=True, file=(w.confirmed[-1], False))
+            yield "a daemon comes back and goes on with what was confirmed", back, ""
         leader = self.leader(w)
         if leader.trial and leader.wanted_trial:
             yield "the lease runs out", self._expired(w), ""
         if self.scope.closes and not leader.closing:
             leader.close("patience is at an end")
             yield "rank 0 closes", w._replace(leader=pack(leader, LEADER)), ""
+
+    def _taken(self, w: World) -> World:
+        """Rank 0 has read what the daemon has published last."""
+        leader = self.leader(w)
+        assert w.file is not None
+        leader.want(*w.file)
+        return w._replace(leader=pack(leader, LEADER), file=None)
 
     def _expired(self, w: World) -> World:
         leader = self.leader(w)
@@ -340,6 +357,8 @@ class Model:
         leader = self.leader(w)
         if w.lost:
             return self._reopened(w), ""
+        if w.file is not None:
+            return self._taken(w), ""
         if leader.trial and leader.wanted_trial and "ignores the lease" not in self.scope.broken:
             return self._expired(w), ""
         for _, after, wrong in self._leader_moves(w):

@@ -24,6 +24,7 @@ class Scope:
     breaks: int = 0  # times that the network is lost and opened again
     skips: int = 0  # optimizer steps that one rank leaves out
     extras: int = 0  # backward passes that one rank makes alone
+    daemon_deaths: int = 0  # times that the daemon dies, at any moment; another may come back
     closes: bool = False  # rank 0 may close the agreement at any time
     profiler: bool = True  # collectives can be counted
     member: type[Member] = Member
@@ -62,10 +63,26 @@ class World(NamedTuple):
     breaks: int = 0
     skips: int = 0
     extras: int = 0
+    daemon_deaths: int = 0
+    daemon: bool = True  # it lives
+    file: tuple[bytes, bool] | None = (
+        None  # published and not taken by rank 0 yet: the table, and whether it is a trial
+    )
 
 
-def where_of(r: int, rank: Rank) -> Where:
-    return Where(r, rank.backwards, rank.steps)
+def where_of(rank: Rank) -> Where:
+    """Without the rank's number, by which nothing is decided."""
+    return Where(0, rank.backwards, rank.steps)
+
+
+def fingerprint(w: World) -> int:
+    """64 bits; the same for worlds that differ only in which of the ranks above 0 is which."""
+    if len(w.ranks) > 2:
+        acks, stand = dict(w.acks), dict(w.stand)
+        each = [(w.ranks[r], w.up[r], w.down[r], acks.get(r), stand.get(r)) for r in range(1, len(w.ranks))]
+        rest = w._replace(ranks=w.ranks[:1], up=w.up[:1], down=w.down[:1], acks=acks.get(0), stand=stand.get(0))
+        return hash((rest, tuple(sorted(hash(one) for one in each))))
+    return hash(w)
 
 
 def flipped(rank: Rank, member: Member) -> Rank:
@@ -77,7 +94,9 @@ def flipped(rank: Rank, member: Member) -> Rank:
 
 
 def pack(state: Any, names: list[str]) -> tuple[Any, ...]:
-    return tuple(getattr(state, name) for name in names)
+    """The fields. Why the leader closes is for people: no world differs by it."""
+    values = (getattr(state, name) for name in names)
+    return tuple("why" if name == "closing" and value else value for name, value in zip(names, values, strict=True))
 
 
 def at(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:

@@ -209,6 +209,27 @@ def test_doctor_reads_the_environment_and_the_configuration_file(tmp_path):
     assert done.returncode == 2 and "cannot be read" in done.stderr
 
 
+@pytest.mark.parametrize("trap", [{"NCCL_ALGO": "Tree"}, {"NCCL_TUNER_CONFIG_FILE": "", "NCCL_PROTO": "^LL"}])
+@pytest.mark.parametrize("command", ["tune", "env", "apply"])
+def test_what_must_be_changed_is_refused_with_its_cure_and_nothing_is_started(tmp_path, command, trap):
+    """Before: only `doctor` itself looked."""
+    began = tmp_path / "began"
+    job = ["--", sys.executable, "-c", f"open({str(began)!r}, 'w')"]
+    (tmp_path / "table.csv").write_text("allgather,0,65536,ring,simple,4,-1,-1\n")
+    words = {"tune": ["--out", str(tmp_path / "out")], "env": [], "apply": [str(tmp_path / "table.csv")]}[command]
+    words += job if command != "env" else []
+    found = json.loads(run("doctor", "--json", HOME=str(tmp_path), **trap).stdout)
+    (cure,) = [finding["cure"] for finding in found if finding["must_change"]]
+    done = run(command, *words, HOME=str(tmp_path), **trap)
+    (line,) = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and line.startswith("error:") and cure in line and "--force" in line, done.stderr
+    assert not began.exists() and not (tmp_path / "out").exists() and not done.stdout
+    # Said all the same by one who wants it so.
+    done = run(command, "--force", *words, HOME=str(tmp_path), **trap)
+    assert done.returncode == 0 and "warning:" in done.stderr and cure in done.stderr, done.stderr
+    assert began.exists() == (command != "env")
+
+
 def test_ranks_per_node_from_the_command():
     assert gather(["torchrun", "--nproc_per_node=4", "train.py"]).ranks_per_node == 4
     assert gather(["torchrun", "--nproc-per-node", "8"]).ranks_per_node == 8

@@ -64,7 +64,7 @@ def finish(processes: list[subprocess.Popen], run: RunFolder | None = None) -> t
             generation += 1
             run.table.publish(table(generation))
         time.sleep(0.02)
-    out = [p.communicate(timeout=20) for p in processes]
+    out = [p.communicate(timeout=180) for p in processes]
     return [json.loads(o.splitlines()[-1]) for o, _ in out if o.strip()], [e for _, e in out]
 
 
@@ -199,6 +199,18 @@ def test_a_skipped_optimizer_step_on_one_rank_ends_the_agreement_by_name(run):
     assert first == second, errors
     assert len(set(first)) > 1, "tables changed before"
     assert sum(error.count("rank 1 has ended") for error in errors) == 1 and "rank 1 has ended" in errors[0], errors
+    assert agreement_states(run)[-1][0] is AgreementState.CLOSED
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_probe_that_breaks_on_one_rank_ends_the_agreement_with_all(run, victim):
+    """Before: that rank met the others no more, and what was in force stayed, a trial too."""
+    env = {**run.env(), "VICTIM": str(victim), "JITTER_S": "0.1"}
+    said, errors = finish(start(["probe breaks"], 2, env), run)
+    first, second = (s["generations"]["probe breaks"] for s in said)
+    assert first == second and len(set(first[:8])) > 1, errors
+    assert "probe off: TypeError" in errors[victim] and "Traceback" not in errors[victim]
+    assert all(f"rank {victim}: probe off" in s["stopped"] for s in said), said
     assert agreement_states(run)[-1][0] is AgreementState.CLOSED
 
 

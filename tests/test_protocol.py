@@ -18,8 +18,8 @@ SMALL = Scope(steps=2, attempts=1)
 
 @pytest.mark.parametrize(
     "bad_luck",
-    [{}, {"skips": 1}, {"extras": 1, "profiler": False}, {"deaths": 1}],
-    ids=["late messages", "a skipped step", "a pass of its own, no profiler", "a death"],
+    [{}, {"skips": 1}, {"extras": 1, "profiler": False}, {"deaths": 1}, {"daemon_deaths": 1}],
+    ids=["late messages", "a skipped step", "a pass of its own, no profiler", "a death", "the daemon dies"],
 )
 def test_no_interleaving_lets_two_ranks_differ(bad_luck):
     result = explore(replace(SMALL, **bad_luck))
@@ -86,6 +86,10 @@ MUTANTS = {
     "a rank in doubt takes the new table": ({}, {"doubt flips"}),
     "rank 0 counts a rank that missed the place": ({}, {"ignores who missed", "does not compare"}),
     "leases have no end": ({"leader": KeepsTheLease}, set()),
+    "the trial of a daemon that is gone is taken for confirmed": (
+        {"daemon_deaths": 1},
+        {"keeps what a dead daemon tried"},
+    ),
     "closing leaves a trial in force": ({"leader": ClosesWhereItIs, "closes": True}, set()),
     "a lost attempt's number is used again": ({"leader": RepeatsNumbers, "attempts": 2}, set()),
     "a rank waits for ever": ({"member": NeverTires}, set()),

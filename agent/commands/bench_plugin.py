@@ -27,3 +27,5 @@ def bench_plugin(
     for row in rows:
         p = row.percentiles
         print(f"{row.name:34} {p['p50']:8.1f} {p['p90']:8.1f} {p['p99']:8.1f} {p['p99.9']:8.1f}")
+    (itself,) = (row.percentiles["p50"] for row in rows if row.name == "getCollInfo, 64 rows, itself")
+    print(f"\na lookup among 64 rows costs {itself:.1f} ns in the median (aim: at most 40)")

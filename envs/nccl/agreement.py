@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...traces.records import AgreementState
+from .interrupts import Interrupts
 from .place import Report
 from .plugin import Plugin
 from .protocol import ABORT, Leader, Phase, Stage, Stop
@@ -36,6 +37,7 @@ MEET_S = float(os.environ.get("DYNAMICCL_MEET_MS", "50")) / 1e3
 _FOR_THE_TREE = 0.8
 _REOPEN = 5  # times that a lost network is opened again
 _SOON_S = 0.5  # until it is opened again
+_NEWS_S = 0.02  # between two looks at what the daemon has published
 _LOOK_S = 0.25  # until NCCL has loaded the tuner, this often
 
 Tell = Callable[[AgreementState | None, str], None]
@@ -71,6 +73,8 @@ class Agreement:
         self._tree: Tree | None = None
         self._closing, self._end = False, threading.Event()
         self._backwards = steps.backwards  # at the last boundary
+        self._look_at = 0.0
+        self._interrupts = Interrupts()
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
         try:
             self._thread.start()
@@ -85,34 +89,56 @@ class Agreement:
         if self.stopped:
             return False
         here = desk.here()
-        desk.stride, self._backwards = max(1, here.backwards - self._backwards), here.backwards
+        backwards = here.backwards
+        desk.stride, self._backwards = backwards - self._backwards or 1, backwards
         with desk.lock:
-            stop = desk.member.boundary(here)
+            meets = desk.member.meets(here)
+            stop = Stop.MEET if meets else desk.member.boundary(here)
+        if meets:
+            self._interrupts.hold()
+            with desk.lock:
+                stop = desk.member.boundary(here)  # it may have been called off
+        if stop is Stop.PASS:
+            if desk.leader is not None and self._has_news():
+                self._wake()
+            return False
         if stop is Stop.MEET:
             began = time.monotonic()
-            flip = self._meet(began)
-            self.held_s = max(self.held_s, time.monotonic() - began)
-            return flip
-        if stop is Stop.TELL:
-            desk.outbox.append((Kind.MISSED, desk.member.attempt, here))
-            self._wake()
-        elif desk.leader is not None and self._has_news():
-            self._wake()
+            try:
+                return self._meet(began)
+            finally:
+                self.held_s = max(self.held_s, time.monotonic() - began)
+        desk.outbox.append((Kind.MISSED, desk.member.attempt, here))
+        self._wake()
         return False
 
     def proceed(self) -> None:
-        """The boundary is passed; where a table was to become active it is."""
+        """The boundary is passed; where a table was to become active it is. Raises what the job's signals raise."""
+        if not self._interrupts.held:  # nobody stood here
+            return
         desk = self.desk
         if desk.member.phase is Phase.FLIP:
             with desk.lock:
                 desk.member.flipped()
             self._wake()  # an attempt may be waiting for this
+        self._interrupts.let_go()
+
+    def leave(self, why: str) -> None:
+        """This rank's probe is broken: it meets the others once more, to go back to the confirmed table with them."""
+        self.desk.leaves = why
+        self.desk.outbox.append((Kind.LEAVES, 0, why))
+        self._wake()
 
     def _has_news(self) -> bool:
         """Rank 0: whether the other thread has something to begin."""
         desk, leader = self.desk, self.desk.leader
         assert leader is not None
-        if desk.published.is_new() or (leader.wanted_trial and desk.keeper.over(desk.steps.ended)):
+        now = time.monotonic()
+        if now >= self._look_at:  # asking costs a system call
+            self._look_at = now + _NEWS_S
+            if desk.published.is_new():
+                return True
+        if leader.wanted_trial and desk.keeper.over(desk.steps.ended):
             return True
         open_ = leader.wanted != leader.active or leader.closing
         return bool(open_) and leader.stage is Stage.QUIET and desk.steps.ended >= leader.not_before

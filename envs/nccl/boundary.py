@@ -130,9 +130,13 @@ def _rank(n_steps: int) -> None:
 
     dist.init_process_group("gloo")
     (hook,) = _global_optimizer_post_hooks.values()
+    _global_optimizer_post_hooks.clear()  # called below, with a clock around it
     plugin = Plugin.load()
     Communicator(plugin.path, 7, dist.get_world_size(), 1, dist.get_rank())  # the ranks agree where NCCL has the plugin
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+    weights = [torch.zeros(64, 64, requires_grad=True) for _ in range(4)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW(weights, 0.1)
     gradient = torch.zeros(1000)
     said: dict[str, list[int]] = {name: [] for name in ("hook_ns", "clock_ns", "step_ns", "end_ns", "generation")}
     last = time.perf_counter_ns()
@@ -142,6 +146,7 @@ def _rank(n_steps: int) -> None:
         gradient.mul_(0.5)
         time.sleep(_WAIT_S)
         dist.all_reduce(gradient)  # keeps the ranks in step, as training does
+        optimizer.step()  # what runs before the hook in a job: after a wait all caches are cold
         watched = step < 0 or step // BLOCK % 2 == 0
         nothing = time.perf_counter_ns()
         begin = time.perf_counter_ns()

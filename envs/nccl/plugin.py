@@ -76,7 +76,8 @@ class Plugin:
         that was staged last. Returns the generation that is active then. Raises ValueError if no table was staged; the
         rest is done all the same.
         """
-        return _accepted(self._boundary(ended and _whole(ended), next_step, sample, flip))
+        generation: int = self._boundary(ended and _whole(ended), next_step, sample, flip)
+        return generation if generation >= 0 else _accepted(generation)
 
     def emit(self, record: bytes) -> None:
         """Write one 128-byte record as it is."""

@@ -45,6 +45,7 @@ class Probe:
         self._steps = Steps()
         self._torch: Any = None
         self._dist: Any = None
+        self._worlds: Any = None  # what holds the default group
         self._plugin: Plugin | None = None
         self._world: Any = _nobody  # a reference to the default group: it must go when the job destroys it
         self._attempts = 0
@@ -59,10 +60,9 @@ class Probe:
         self._reading: Reading | None = None
         self._packed = _pack(Reading())
         self._left: list[Agreement] = []  # of groups that were destroyed
-        self._off = False
+        self._off = self._broken = False
         self._measures = True
         self._uneven = 0  # depth of Join contexts: in them a rank may step more often than another
-        self.held_s = 0.0  # the longest that an agreement has held up the training thread
 
     def __call__(self, optimizer: Any, *_args: Any) -> None:
         """An optimizer has stepped. Whatever goes wrong here is said once, and the probe is off from then on."""
@@ -70,27 +70,62 @@ class Probe:
             return
         try:
             if self._steps.stepped(optimizer):
-                self._boundary()
+                if self._broken:
+                    self._leave()
+                else:
+                    self._boundary()
         except Exception as error:
+            self._breaks(f"{type(error).__name__}: {error}")
+
+    def _breaks(self, why: str) -> None:
+        """Something went wrong here. What the ranks agree on they must go on agreeing on until it is taken back."""
+        agreement = self._agreement
+        self._off = bool(self._broken) or not isinstance(agreement, Agreement) or bool(agreement.stopped)
+        self._broken = True
+        say(f"probe off: {why}")
+        if isinstance(agreement, Agreement) and not self._off:
+            agreement.leave(f"rank {self._rank}: probe off: {why}")
+
+    def _leave(self) -> None:
+        """A boundary on the way out: nothing but the part in the last change, to the confirmed table."""
+        agreement = self._agreement
+        assert isinstance(agreement, Agreement) and self._plugin is not None
+        if agreement.stopped:
             self._off = True
-            say(f"probe off: {type(error).__name__}: {error}")
+            return
+        try:
+            if agreement.boundary():
+                self._plugin.flip()
+        finally:
+            agreement.proceed()
+
+    @property
+    def held_s(self) -> float:
+        """The longest that an agreement has held up the training thread."""
+        now = [] if self._agreement is None else [self._agreement]
+        return max((agreement.held_s for agreement in (*self._left, *now)), default=0.0)
 
     def _boundary(self) -> None:
         if self._torch is None:
             self._load()
-        cuda = self._torch.cuda.is_initialized()
+        cuda = self._clock is not None or self._torch.cuda.is_initialized()
         if cuda and self._torch.cuda.is_current_stream_capturing():
             return  # a step captured into a CUDA graph: nothing runs now
         now = time.monotonic_ns()
-        agreement = self._attached()
+        world = self._worlds.default_pg if self._worlds is not None else None
+        agreement = self._agreement if world is not None and world is self._world() else self._attached(world)
         if self._uneven:
             agreement = None  # boundaries that not all ranks have are none of its
-        flip = agreement is not None and agreement.boundary()
-        if self._plugin is not None:
-            self._pass(self._plugin, cuda, now, flip)
-        if agreement is not None:
+        if agreement is None:
+            if self._plugin is not None:
+                self._pass(self._plugin, cuda, now, False)
+            return
+        try:
+            flip = agreement.boundary()
+            if self._plugin is not None:
+                self._pass(self._plugin, cuda, now, flip)
+        finally:
             agreement.proceed()
-            self.held_s = max(self.held_s, agreement.held_s)
 
     def watch_backward_passes(self, torch: Any) -> None:
         """Count them from now on."""
@@ -133,6 +168,7 @@ class Probe:
         import torch.distributed as dist
 
         self._torch, self._dist = torch, dist
+        self._worlds = dist.distributed_c10d._world if dist.is_available() else None
         try:
             self._plugin = Plugin.load()
             self._plugin.open()
@@ -164,12 +200,9 @@ class Probe:
         self._sampled = self._sampling.wants(self._step)
         return ended
 
-    def _attached(self) -> Agreement | Local | None:
-        """The agreement of the process group of now; a new group gets a new one."""
+    def _attached(self, world: Any) -> Agreement | Local | None:
+        """The agreement of the process group of now, ``world``, which is not that of the last boundary."""
         dist = self._dist
-        world = dist.group.WORLD if dist.is_available() else None
-        if world is not None and world is self._world():
-            return self._agreement
         before = None
         if isinstance(self._agreement, Agreement):  # its group was destroyed: the table stays as it is
             self._agreement.close()
@@ -324,16 +357,22 @@ def install() -> None:
 
     probe = _probe = Probe(os.environ["DYNAMICCL_RUN"])
     call: Any = None
+    compiling: Any = None
 
     def hook(*args: Any) -> None:
-        nonlocal call
+        nonlocal call, compiling
         if call is None:
             # Inside a compiled step the hook runs between graphs, and the compiler must not follow it. Optimizers
             # import the compiler, so nothing is imported here that the job would not.
             dynamo = sys.modules.get("torch._dynamo")
             disable = getattr(dynamo, "disable", None)
             call = disable(probe.__call__) if disable else probe.__call__
-        call(*args)
+            frames = sys.modules.get("torch._C._dynamo.eval_frame")
+            compiling = getattr(frames, "get_eval_frame_callback", None)
+        if compiling is not None and compiling() is None:
+            probe(*args)  # no compiler is at work: the way around it costs tens of microseconds
+        else:
+            call(*args)
 
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
     torch = sys.modules["torch"]

@@ -93,6 +93,10 @@ class Member:
             return ahead
         return True
 
+    def meets(self, here: Where) -> bool:
+        """Whether :meth:`boundary` is about to stand."""
+        return self.phase is Phase.APPOINTED and self.place.reached(here)
+
     def boundary(self, here: Where) -> Stop:
         """A step has ended."""
         self.passed = here

@@ -24,6 +24,8 @@ from .tree import Tree
 
 #: A store that takes longer to answer is not relied upon: no place is appointed.
 PROMPT_S = 0.1 * float(os.environ.get("DYNAMICCL_MEET_MS", "50")) / 1e3
+#: So many lost attempts to take a trial back, and the user hears of it.
+_OVERDUE = 5
 _ATTEMPT = struct.Struct("<I")
 
 
@@ -40,6 +42,7 @@ class Kind(IntEnum):
     STANDS = auto()  # up
     ANSWER = auto()
     CLOSED = auto()
+    LEAVES = auto()  # up: a rank's probe is broken
 
 
 class Desk:
@@ -65,6 +68,7 @@ class Desk:
         self.stood: Where | None = None  # rank 0's place in the attempt under way
         self.stride = 1  # backward passes in a step
         self.absent: Callable[[], str] = str  # who has not come to the place
+        self.leaves = ""  # why this rank will take no further part
 
     def here(self) -> Where:
         """This rank's place, now."""
@@ -93,11 +97,14 @@ class Rounds:
         self._waiting: tuple[int, bytes] | None = None  # an attempt announced while this rank was not free for it
         self._leases: dict[bytes, Lease | None] = {}
         self._refused = ""  # said already
+        self._overdue = False  # that a trial outlasts its lease was said
         self.closed = ""  # why the agreement has ended
         desk.absent = self._absent
 
     def serve(self) -> None:
         """Until the agreement ends. Raises OSError when a connection is lost."""
+        if self._desk.leaves:  # it may not have been heard over the network before
+            self._leaves(self._desk.leaves)
         while not self.closed:
             self._outgoing()
             if self._desk.leader is not None:
@@ -118,6 +125,8 @@ class Rounds:
                 self._combine_stands(attempt, self._desk.rank, what)
             elif kind is Kind.MISSED:
                 self._missed(attempt, what)
+            elif kind is Kind.LEAVES:
+                self._leaves(what)
             else:  # rank 0 has waited long enough: its attempt is lost already
                 self._tree.down(Kind.ANSWER, _pack(attempt, False))
 
@@ -149,6 +158,8 @@ class Rounds:
             self._combine_stands(attempt, rank, Report.decode(rest))
         elif kind is Kind.MISSED:
             self._missed(attempt, Where(*json.loads(rest)))
+        elif kind is Kind.LEAVES:
+            self._leaves(json.loads(rest))
         else:
             raise ConnectionError(f"rank {desk.rank} does not expect {kind.name} here")
 
@@ -215,6 +226,15 @@ class Rounds:
         if leader.stage is Stage.APPOINTED:
             self._lose(leader, f"rank {where.rank} was past the place before it knew of it")
 
+    def _leaves(self, why: str) -> None:
+        """Some rank will take no further part: the agreement closes, as long as that rank can still do so with all."""
+        leader = self._desk.leader
+        if leader is None:
+            self._tree.up(Kind.LEAVES, _pack(0, why))
+            return
+        with self._desk.lock:
+            leader.close(why)
+
     def _answered(self, attempt: int, commit: bool) -> None:
         desk = self._desk
         with desk.lock:
@@ -242,6 +262,10 @@ class Rounds:
                 leader.expire()
                 desk.keeper.starts(None, step)
             self._tell(AgreementState.REVERTED, why)
+        overdue = leader.trial and not leader.wanted_trial and leader.failures >= _OVERDUE
+        if overdue and leader.stage is Stage.QUIET and not self._overdue:
+            self._overdue = True
+            self._tell(None, f"the trial table cannot be taken back so far: {self._absent()}")
         with desk.lock:
             before = leader.active
             begun = desk.member.is_free() and desk.member.passed is not None and leader.next(desk.member.passed)

@@ -32,10 +32,11 @@ class Sampling:
         """A step has ended. Call it for every step, in order."""
         if not self._adapts:
             return
-        self._last.append((sampled, duration_ns, generation))
-        if len(self._last) < 3 or [s for s, _, _ in self._last] != [False, True, False]:
+        last = self._last
+        last.append((sampled, duration_ns, generation))
+        if sampled or len(last) < 3 or not last[1][0] or last[0][0]:
             return
-        (_, before, g0), (_, during, g1), (_, after, g2) = self._last
+        (_, before, g0), (_, during, g1), (_, after, g2) = last
         if g0 == g1 == g2 and before + after > 0:  # under one table, or it would be the table's cost
             self._costs.append(2 * during / (before + after) - 1)
             self._fresh += 1

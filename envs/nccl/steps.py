@@ -42,6 +42,10 @@ class Steps:
         self._worked_at = self._work
         if self.paused:
             return worked
+        if worked and self._since == 0 and optimizer.__dict__.get(_NAME) == self._anchor:  # the usual step, in short
+            self._steps[self._anchor] += 1
+            self.ended += 1
+            return True
         number = self._number(optimizer)
         boundary = self._rhythm(number, worked) if self.backwards else self._without(number)
         self.ended += boundary

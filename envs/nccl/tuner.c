@@ -131,9 +131,8 @@ static void apply(const struct context* c, struct memo* m, const struct dccl_que
       memcpy(q->cost, cost, (size_t)(q->n_algos * q->n_protos) * sizeof *cost);
     }
     q->cost[cell] = 0.0f;
-    for (int i = 0; i < cell; i++) {  // of two zeros NCCL takes the first
-      if (q->cost[i] == 0.0f) q->cost[i] = FLT_MIN;
-    }
+    for (int i = 0; i < cell; i++)  // of two zeros NCCL takes the first; without a branch, several at once
+      q->cost[i] = q->cost[i] == 0.0f ? FLT_MIN : q->cost[i];
   }
   const bool sets = d.n_channels >= 1 && d.n_channels <= DCCL_MAX_CHANNELS && q->n_channels != NULL;
   if (sets && cell >= 0 && clips_channels(cell / q->n_protos, c->class)) *q->n_channels = d.n_channels;
