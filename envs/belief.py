@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 #: Figures of a slot: log times (N_CONFIGS), residual effects (N_CONFIGS), exposure.
 N_FIGURES = 2 * N_CONFIGS + 1
 #: Smallest standard deviation of a measured log duration, and what a joint effect may miss, as a part of it.
-CALL_FLOOR, MISFIT = 0.01, 0.08
+CALL_FLOOR, MISFIT = 0.03, 0.08
 #: The prior is surer than it should be of jobs that it was not drawn from: its variances are this much larger.
 DOUBT = 1.3
 #: Standard deviation by which the default's log step time may wander, a step.
@@ -110,6 +110,8 @@ class Belief:
             index[arms] = np.arange(len(arms))
         self._effects: list[tuple[Array, Array, Array] | None] = [None] * len(self.arms)
         self.wander = WANDER
+        # How far the last window was from what was expected of it, in standard deviations: the step, each slot's calls.
+        self.off_step, self.off_calls = 0.0, np.zeros(len(self.arms))
         self.reveal, self.call_noise, self.has_calls = 0.005, 0.03, True  # what a window is expected to show
 
     # -- reading -----------------------------------------------------------------------------------------------
@@ -126,14 +128,14 @@ class Belief:
             return kept
         part, share, a = self.parts[slot], self.share[slot], len(self.arms[slot])
         m, p = self.mean[part], self.cov[part, part]
-        exposure, logs, rest = float(np.clip(m[0], 0.0, 1.3)), m[1 : a + 1], m[a + 1 :]
-        time = np.exp(np.clip(logs, *LOG_RANGE))
+        exposure, logs, rest = min(max(float(m[0]), 0.0), 1.3), m[1 : a + 1], m[a + 1 :]
+        time = np.exp(_within(logs, *LOG_RANGE))
         gradient = np.zeros((a, 2 * a + 1))
         rows = np.arange(a)
         gradient[:, 0] = share * (1 - time)
         gradient[rows, rows + 1] = -share * exposure * time
         gradient[rows, rows + 1 + a] = share
-        variance, cross = np.diagonal(p)[1 : a + 1], p[0, 1 : a + 1]
+        variance, cross = p.diagonal()[1 : a + 1], p[0, 1 : a + 1]
         wait = exposure * (1 - time * (1 + np.minimum(variance, 1.0) / 2)) - cross * time
         mean = share * (wait + rest)
         mean = np.where(logs > FAR, np.minimum(mean, 0.0), mean)  # no call that takes e times as long saves anything
@@ -144,13 +146,13 @@ class Belief:
         """Mean and standard deviation (N_CONFIGS,) of what a slot's configs save; zeros for AUTO and what is masked."""
         mean, cov = self.effects(slot)
         out = np.zeros((2, N_CONFIGS))
-        out[0, self.arms[slot]], out[1, self.arms[slot]] = mean, np.sqrt(np.maximum(np.diagonal(cov), 0))
+        out[0, self.arms[slot]], out[1, self.arms[slot]] = mean, np.sqrt(np.maximum(cov.diagonal(), 0))
         return out[0], out[1]
 
-    def ahead(self, slot: int, beside: float = 0.0) -> tuple[int, Array, Array, Array]:
-        """The config with the best mean, and of all configs (N_CONFIGS,): mean against the best, what a window under
-        it is expected to teach of that (standard deviation of the change of the mean), and the knowledge gradient: by
-        how much the best mean is expected to rise for it (Frazier et al. 2008).
+    def ahead(self, slot: int, beside: float = 0.0) -> tuple[Array, Array, Array]:
+        """Of all configs (N_CONFIGS,): mean against the best, what a window under it is expected to teach of that
+        (standard deviation of the change of the mean), and the knowledge gradient: by how much the best mean is
+        expected to rise for it (Frazier et al. 2008).
 
         A window shows both the duration of the slot's calls and, less surely, the step: ``beside`` is the variance of
         what the other slots are doing to that meanwhile.
@@ -158,21 +160,22 @@ class Belief:
         arms = self.arms[slot]
         mean, learned, worth = np.zeros(N_CONFIGS), np.zeros(N_CONFIGS), np.zeros(N_CONFIGS)
         if not len(arms):
-            return 0, mean, learned, worth
+            return mean, learned, worth
         effects, cov, gradient = self._effect(slot)
         part, a = self.parts[slot], len(arms)
         b = int(effects.argmax())
         best, second = max(float(effects[b]), 0.0), 0.0
-        against = cov - cov[b] if best > 0 else cov  # row c: covariance of arm c's lead with every arm's effect
-        logs = gradient @ self.cov[part, part][:, 1 : a + 1]  # covariance of every arm's effect with log times
-        lead_log = logs - logs[b] if best > 0 else logs
-        rows = np.arange(a)
-        own = np.diagonal(cov) + self.reveal**2 + beside
-        own_log = np.diagonal(self.cov[part, part])[1 : a + 1] + CALL_FLOOR**2 + self.call_noise**2
-        both = logs[rows, rows]
-        k1, k2 = against[rows, rows], lead_log[rows, rows]
-        if best > 0:  # of the best itself: against the runner-up
-            others = np.where(rows == b, -np.inf, effects)
+        p = self.cov[part, part]
+        logs = gradient @ p[:, 1 : a + 1]  # covariance of every arm's effect with log times
+        own = cov.diagonal() + self.reveal**2 + beside
+        own_log = p.diagonal()[1 : a + 1] + CALL_FLOOR**2 + self.call_noise**2
+        both = logs.diagonal()
+        k1, k2 = cov.diagonal(), both  # covariance of every arm's lead with its effect, and with its log time
+        if best > 0:
+            k1, k2 = k1 - cov[b], k2 - logs[b]
+            # Of the best itself: against the runner-up.
+            others = effects.copy()
+            others[b] = -np.inf
             r = int(others.argmax())
             second = max(float(others[r]), 0.0) if a > 1 else 0.0
             k1[b], k2[b] = cov[b, b], logs[b, b]
@@ -189,7 +192,7 @@ class Belief:
             gap[b] = second - best
         worth[arms], learned[arms] = expected_improvement(gap, deviation), deviation
         mean[arms] = effects
-        return (int(arms[b]) if best > 0 else 0), mean - best, learned, worth
+        return mean - best, learned, worth
 
     @property
     def exposure(self) -> tuple[Array, Array]:
@@ -231,6 +234,7 @@ class Belief:
         theirs, and the steps since the last window. Returns how likely that was, as a log density."""
         likely = 0.0
         self.cov[0, 0] += self.wander**2 * steps
+        self.off_step, self.off_calls = 0.0, np.zeros(len(self.arms))
         rows, misses, noises = [], [], []
         for s, config in enumerate(configs):
             i = self.config[s][int(config)]
@@ -240,6 +244,8 @@ class Belief:
                 rows.append(row)
                 misses.append(float(np.clip(call_logs[s], *LOG_RANGE)) - self.mean[self.parts[s].start + 1 + i])
                 noises.append(float(call_noise[s]) ** 2 + CALL_FLOOR**2)
+                at = self.parts[s].start + 1 + i
+                self.off_calls[s] = misses[-1] / math.sqrt(self.cov[at, at] + noises[-1])
         if rows:  # first: they say where to set the tangent for the step
             likely = self._update(np.array(rows), np.array(misses), np.array(noises))
         if np.isfinite(log_step):
@@ -249,7 +255,8 @@ class Belief:
             row[0] = 1.0
             miss = log_step - self.mean[0] - math.log(left)
             expected = float(row @ self.cov @ row) + noise**2 + (MISFIT * total) ** 2
-            doubt = max(miss**2 / expected / OUTLIER**2, 1.0)
+            self.off_step = miss / math.sqrt(expected)
+            doubt = max(self.off_step**2 / OUTLIER**2, 1.0)
             likely += self._update(row[None], np.array([miss]), np.array([doubt * (noise**2 + (MISFIT * total) ** 2)]))
         return likely
 
@@ -280,6 +287,11 @@ class Belief:
         self.touched()
 
 
+def _within(x: Array, low: float, high: float) -> Array:
+    """np.clip without its overhead, which counts here."""
+    return np.minimum(np.maximum(x, low), high)
+
+
 def expected_improvement(ahead: Array, deviation: Array) -> Array:
     """E[max(x, 0)] for x normal with mean ``ahead`` and standard deviation ``deviation``.
 
@@ -287,6 +299,7 @@ def expected_improvement(ahead: Array, deviation: Array) -> Array:
     """
     deviation = np.maximum(deviation, 1e-9)
     u = ahead / deviation
-    below = 1 / (1 + np.exp(-np.clip(1.5976 * u + 0.07056 * u**3, -40, 40)))
-    density = np.exp(-0.5 * u * u) / np.sqrt(2 * np.pi)
+    square = u * u
+    below = 1 / (1 + np.exp(-_within(u * (1.5976 + 0.07056 * square), -40.0, 40.0)))
+    density = np.exp(-0.5 * square) / math.sqrt(2 * math.pi)
     return np.asarray(np.maximum(ahead * below + deviation * density, 0.0))

@@ -35,7 +35,9 @@ ONE_STEP, STRAGGLER, STRAY = 0.15, 2.0, 0.1
 #: A config whose step is so likely to be far too long is not tried.
 RECKLESS = 0.35
 #: The budget counts for so many steps from the start.
-BUDGET_STEPS = 1000
+BUDGET_STEPS = 4000
+#: A table is promising when its mean is so many standard errors above 0, and then gets MORE times as many pairs.
+LIKELY, MORE = 1.0, 2.5
 #: Standard deviation of a log duration where nothing says otherwise.
 CALL_NOISE = 0.03
 
@@ -160,25 +162,15 @@ class Search:
         slot = self.turn
         beside = np.where(np.arange(self.n_slots) < slot, self.choices, self.belief.best())
         beside[slot] = 0
-        _, ahead, learned, worth = self.belief.ahead(slot, self.belief.saving(beside)[1] ** 2)
+        ahead, learned, worth = self.belief.ahead(slot, self.belief.saving(beside)[1] ** 2)
         exposure, unsure = self.belief.exposure
         saving, deviation = self.belief.saving(self.belief.best())
-        context = np.array(
-            [
-                self.job.share[slot],
-                exposure[slot],
-                unsure[slot],
-                50 * self.noise,
-                5 * self.last_saving,
-                5 * saving,
-                5 * deviation,
-                self.round / 16,
-                self.n_slots / 8,
-                slot / self.n_slots,
-                float(self.confirmed.any()),
-                self.comparisons / 4,
-            ]
-        )
+        belief = self.belief
+        context = np.array([
+            self.job.share[slot], exposure[slot], unsure[slot], 50 * self.noise, 5 * self.last_saving, 5 * saving,
+            5 * deviation, self.round / 16, self.n_slots / 8, slot / self.n_slots, float(self.confirmed.any()),
+            self.comparisons / 4, 20 * belief.mean[0], belief.off_step / 2, belief.off_calls[slot] / 2,
+        ])  # fmt: skip
         figures = np.zeros((turns.N_PER_CONFIG, ahead.size))
         figures[:3] = turns.believed(ahead, learned, worth)
         figures[3] = np.minimum(self.tried[slot], 16) / 4
@@ -210,7 +202,7 @@ class Search:
             alone = self.round % self.n_slots
             self.choices = np.where(np.arange(self.n_slots) == alone, self.choices, best)
         self._seen[self.choices.tobytes()] += 1
-        if settled or self.round >= self.rules.rounds or self._is_spent():
+        if settled or self.round >= max(self.rules.rounds, self.rules.rounds_a_slot * self.n_slots) or self._is_spent():
             self._propose(self.choices if settled else best, closing=True)
 
     def _is_spent(self) -> bool:
@@ -254,8 +246,16 @@ class Search:
         low, high = race.interval
         if race.n >= 2 and low > 0:
             self._accept(race)
-        elif high < self.rules.least_gain or race.n >= self.rules.pairs:
+        elif high < self.rules.least_gain:
             self._reject()
+        elif race.n >= self.rules.pairs:
+            # Not sure yet. What is but an improvement of a table that is confirmed may be taken on less, as long as the
+            # two comparisons together are sure of a gain over the default; else a promising table gets more pairs.
+            promising = race.mean > LIKELY * race.sigma / math.sqrt(race.n)
+            if promising and self.races and self.gain[1] + low > 0:
+                self._accept(race)
+            elif not promising or race.n >= MORE * self.rules.pairs:
+                self._reject()
 
     def _accept(self, race: Race) -> None:
         if not self.confirmed.any():

@@ -19,6 +19,8 @@ USUAL, ODD = 64, 6
 AT_ONCE = 1e-3
 #: Steps that a visit to the default costs beside its window: there and back.
 SWITCHES = 8
+#: A window so much longer than usual (log) is worth a look at the default by itself, whatever that costs.
+ALARM = 0.1
 
 
 @dataclass
@@ -40,7 +42,8 @@ class Rules:
     profile_steps: int = 8
     window_steps: tuple[int, int] = (5, 10)  # least and most counted steps of a window
     good_noise: float = 0.004  # standard deviation of a window's log step time that is good enough
-    rounds: int = 30  # windows that the policy may ask for, at most
+    rounds: int = 30  # windows that the policy may ask for, at most ...
+    rounds_a_slot: int = 5  # ... or so many a slot, where that is more
     pairs: int = 12  # of one comparison, at most
     comparisons: int = 4  # of one search, at most
     early: int = 3  # windows after which a table that promises enough is confirmed before the search goes on
@@ -65,8 +68,9 @@ class Watch:
 
     def __init__(self, noise: float, window_steps: int, rules: Rules, has_table: bool, now: int) -> None:
         self.noise, self.rules, self.has_table = noise, rules, has_table
-        self.every = (window_steps + SWITCHES) / rules.watch_share
+        self.visit = window_steps + SWITCHES
         self.since, self.check = now, False
+        self.begin, self.visits = now, 0
         self.race = Race(noise * math.sqrt(2))
         self._default_ms: float | None = None  # waits for the window under the table that follows
         self._usual: deque[float] = deque(maxlen=USUAL)
@@ -74,13 +78,18 @@ class Watch:
 
     def wants_default(self, now: int) -> bool:
         """Whether the next window is the default's, given the steps so far."""
-        return self.has_table and (self.check or now - self.since >= self.every)
+        return self.has_table and (self.check or now - self.since >= self.visit / self.rules.watch_share)
+
+    def _affords(self, now: int) -> bool:
+        """Whether one more visit to the default stays within its share of the steps since the verdict."""
+        return (self.visits + 1) * self.visit <= self.rules.watch_share * (now - self.begin)
 
     def saw(self, ms: float, is_default: bool, now: int) -> str:
         """One window; HARMFUL, CHANGED or nothing."""
         if not is_default:
-            return self._level(ms)
+            return self._level(ms, now)
         self.since, self.check = now, False
+        self.visits += 1
         table_ms = self._odd[-1] if self._odd else self._usual[-1] if self._usual else None
         if table_ms is None:
             return ""
@@ -89,8 +98,9 @@ class Watch:
             race.add(ms, table_ms)
         return HARMFUL if self.race.is_slower or at_once.is_slower else ""
 
-    def _level(self, ms: float) -> str:
-        """Does the step time stay where it was? One odd window asks for the default, several in a row are a change."""
+    def _level(self, ms: float, now: int) -> str:
+        """Does the step time stay where it was? One odd window asks for the default if it is far off or a visit is to
+        be had, else two do; several in a row are a change."""
         if len(self._usual) < 4:
             self._usual.append(ms)
             return ""
@@ -105,5 +115,6 @@ class Watch:
         if self._odd and (off > 0) != (math.log(self._odd[-1]) > middle):
             self._odd.clear()
         self._odd.append(ms)
-        self.check = self.has_table and off > 0 and len(self._odd) == 1
+        enough = 1 if off > ALARM or self._affords(now) else 2
+        self.check = self.has_table and off > 0 and len(self._odd) == enough
         return CHANGED if len(self._odd) >= ODD else ""
