@@ -17,10 +17,13 @@ HARMFUL, CHANGED = "harmful", "changed"
 USUAL, ODD = 64, 6
 #: Level of a single pair that is taken as proof by itself.
 AT_ONCE = 1e-3
+#: Level of all scheduled pairs of a watch together: it goes on for as long as the job does.
+ALL = 0.01
 #: Steps that a visit to the default costs beside its window: there and back.
 SWITCHES = 8
-#: A window so much longer than usual (log) is worth a look at the default by itself, whatever that costs.
-ALARM = 0.1
+#: A window so much longer than usual (log) is worth a look at the default by itself, whatever that costs; and one pair
+#: is proof by itself where the default is so much faster. A job with two paces makes less of one pair.
+ALARM, PLAIN = 0.1, 0.08
 
 
 @dataclass
@@ -71,7 +74,7 @@ class Watch:
         self.visit = window_steps + SWITCHES
         self.since, self.check = now, False
         self.begin, self.visits = now, 0
-        self.race = Race(noise * math.sqrt(2))
+        self.race = Race(noise * math.sqrt(2), ALL)
         self._default_ms: float | None = None  # waits for the window under the table that follows
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._odd: list[float] = []
@@ -88,15 +91,17 @@ class Watch:
         """One window; HARMFUL, CHANGED or nothing."""
         if not is_default:
             return self._level(ms, now)
-        self.since, self.check = now, False
+        asked, self.since, self.check = self.check, now, False
         self.visits += 1
         table_ms = self._odd[-1] if self._odd else self._usual[-1] if self._usual else None
         if table_ms is None:
             return ""
         at_once = Race(self.race.noise, AT_ONCE)
-        for race in (self.race, at_once):
-            race.add(ms, table_ms)
-        return HARMFUL if self.race.is_slower or at_once.is_slower else ""
+        at_once.add(ms, table_ms)
+        if not asked:  # a window that was looked into because it was slow says nothing fair of the table
+            self.race.add(ms, table_ms)
+        plain = at_once.is_slower and at_once.mean < -PLAIN
+        return HARMFUL if self.race.is_slower or plain else ""
 
     def _level(self, ms: float, now: int) -> str:
         """Does the step time stay where it was? One odd window asks for the default if it is far off or a visit is to
