@@ -119,9 +119,17 @@ def test_a_wrong_environment_is_said_and_breaks_nothing():
 
 def test_a_group_is_a_part_of_the_cluster():
     c = cluster("dgx-h100-2x8")
-    assert part_of(c, 2, 2).n_ranks == 16
-    assert (part_of(c, 2, 4).n_nodes, part_of(c, 2, 4).gpus_per_node) == (1, 8)
-    assert (part_of(c, 1, 8).n_nodes, part_of(c, 1, 8).n_ranks) == (1, 2)
+
+    def shape(ranks, world):
+        part = part_of(c, ranks, world)
+        return part.n_nodes, part.gpus_per_node
+
+    assert part_of(c, [0, 1], 2) == c == part_of(c, range(16), 16)
+    assert part_of(c, [2, 3], 4) == part_of(c, [0, 1], 4) == cluster("dgx-h100-1x8")
+    # Before: a group of one process of each node was taken for a node's.
+    assert shape([0, 2], 4) == shape([1, 3], 4) == (2, 4)
+    assert shape([3], 8) == (1, 2) and shape([3, 7], 8) == (2, 2) and shape([0], 16) == (1, 2)
+    assert shape([0, 5, 9, 14], 16) == (2, 2) and shape(range(8), 32) == (1, 4)
 
 
 def test_communicators_share_the_links():

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload import train as train_module
 from dynamiccl.zero_workload.dryrun import Call, CollectiveLog
-from dynamiccl.zero_workload.model import Transformer
-from dynamiccl.zero_workload.parallel import Cut, Experts, subgroup, tensor_parallel
+from dynamiccl.zero_workload.model import Experts, Transformer
+from dynamiccl.zero_workload.parallel import Cut, subgroup, tensor_parallel
 from dynamiccl.zero_workload.peers import Peer
 from test_zero import TINY, adamw, run, train_alone
 from world import World
@@ -252,6 +252,34 @@ def test_the_job_cut_in_any_way_trains_alike_and_sends_what_the_formulas_say(fou
         assert losses == pytest.approx(whole["--experts 4" if "experts" in text else ""], rel=1e-5), text
 
 
+def losses_of(arguments: str, folder: str) -> list[float]:
+    """Of the steps that a job makes; rank 0 has written them."""
+    args = train_module.parser().parse_args([*SMALL, *arguments.split(), "--log", str(Path(folder, "log"))])
+    train_module.check(args)
+    train_module.Job(args, torch.device("cpu")).run()
+    return [json.loads(line)["loss"] for line in Path(folder, "log").read_text().splitlines()[1:]]
+
+
+#: How a checkpoint was written at stage 2 -> how else it is read.
+ELSEWHERE = {
+    "--batch 2 --experts 4 --expert-parallel 2": "--batch 2 --experts 4 --expert-parallel 4 --stage 3",
+    "--batch 2 --experts 4 --expert-parallel 2 --hsdp 2": "--batch 2 --experts 4 --stage 1",
+    "--batch 2": "--batch 2 --hsdp 2 --stage 3",
+    "--batch 4 --tensor-parallel 2": "--batch 4 --tensor-parallel 2 --hsdp 1 --stage 3",
+}
+
+
+def test_a_checkpoint_is_read_where_the_job_is_cut_in_another_way(four: World, tmp_path: Path) -> None:
+    for number, (way, other) in enumerate(ELSEWHERE.items()):
+        saved = tmp_path / str(number)
+        through = four.run(losses_of, f"{way} --stage 2 --steps 5", str(tmp_path))[0]
+        first = four.run(losses_of, f"{way} --stage 2 --steps 3 --save {saved}", str(tmp_path))[0]
+        again = four.run(losses_of, f"{way} --stage 2 --steps 5 --resume {saved}", str(tmp_path))[0]
+        assert len(first) == 3 and first + again == through, way
+        read = four.run(losses_of, f"{other} --steps 5 --resume {saved}", str(tmp_path))[0]
+        assert read == pytest.approx(through[3:], rel=1e-5), other
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -260,7 +288,10 @@ def test_the_job_cut_in_any_way_trains_alike_and_sends_what_the_formulas_say(fou
         ("--expert-parallel 2", "needs --experts"),
         ("--experts 4 --expert-parallel 2 --stage 0", "a stage from 1 up"),
         ("--experts -1", "experts start at 0"),
-        ("--peer fsdp2 --tensor-parallel 2", "a peer knows --hsdp, --reduce-dtype and --no-sync"),
+        (
+            "--peer fsdp2 --tensor-parallel 2",
+            "a peer knows --hsdp, --reduce-dtype, --reduce-scatter-group and --no-sync",
+        ),
         ("--no-sync", "no_sync is stage 2's"),
         ("--offload --stage 2", "offloaded at stage 3 only"),
     ],

@@ -90,9 +90,13 @@ def test_planner_of_jobs_cut_in_more_ways_than_one() -> None:
     assert (held["optimizer_bytes"], held["offloaded_bytes"]) == (0, 12 * 7e9 / 2 / 8)
     assert held["shard_sent_bytes"] == pytest.approx(7 / 8 * (4 + 2 * 2) * 7e9 / 2)
     assert held["replicas_sent_bytes"] == pytest.approx(2 * 3 / 4 * 4 * 7e9 / 2 / 8)
-    for stage, ways in ((1, {}), (3, {"shard": 6})):
+    for stage, ways in ((1, {}), (3, {"shard": 6}), (3, {"experts": 5, "expert_share": 0.5})):
         with pytest.raises(ValueError, match="a job is cut at stages 2 and 3"):
             cut(job, stage, **ways)
+    with pytest.raises(ValueError, match="experts' share of the parameters lies between 0 and 1"):
+        cut(job, 3, experts=2)
+    result = command("plan", "--params", "46.7e9", "--ranks", "64", "--expert-parallel", "8", "--expert-share", "0.96")
+    assert result["cut"]["3"]["experts_sent_bytes"] > 0 == result["cut"]["3"]["tensor_sent_bytes"]
     result = command("plan", "--params", "7e9", "--ranks", "64", "--shard", "8", "--offload")
     assert result["cut"]["3"]["optimizer_bytes"] == 0 < result["cut"]["2"]["optimizer_bytes"]
 
@@ -161,10 +165,35 @@ def test_dry_runs_of_jobs_cut_in_more_ways_than_one_add_up() -> None:
         ("all_gather", 4, 4): pytest.approx(whole - matrices * 3 / 4, **near),
         ("all_reduce", 4, 1): 4 * small.layers * state,
     }
+    beside, sent = sent, by_group(small, stage=2, tensor=4, partition=True)
+    kept = small.layers * state  # recomputed up to the last all-reduce of a block, which nothing in backward needs
+    assert sent == {**beside, ("all_reduce", 4, 1): 5 * kept, ("all_gather", 4, 1): kept}
+    planned = cut(Request(whole / 2, 16, layers=2, hidden=768, seq=1024), 2, tensor=4, partition=True)
+    assert planned["tensor_sent_bytes"] == 2 * 3 / 4 * 5 * kept + 3 / 4 * kept
+    assert planned["inputs_bytes"] == kept / 4
     mixture = replace(PRESETS["moe-8x7b"], layers=1, width=256, heads=2, hidden=512, kv_heads=2, seq=64)
-    sent = by_group(mixture, stage=2, experts=4)
+    sent, ours = by_group(mixture, stage=2, experts=4), 3 * 256 * 512 * 8
     assert sent["all_to_all", 4, 1] == 4 * 8 * math.ceil(1.25 * 64 * 2 / 8) * 256 * 2
-    assert sent["all_gather", 4, 4] == sent["reduce_scatter", 4, 4] == 2 * 3 * 256 * 512 * 8 // 4
+    assert sent["all_gather", 4, 4] == sent["reduce_scatter", 4, 4] == 2 * ours // 4
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in mixture.build().parameters())
+    job = Request(numel, 16, layers=1, hidden=256, seq=64)
+    planned = cut(job, 2, experts=4, expert_share=ours / numel, slots=2 * 1.25)
+    assert planned["experts_sent_bytes"] == pytest.approx(3 / 4 * sent["all_to_all", 4, 1])
+    shard = 15 / 16 * (sent["reduce_scatter", 16, 1] + sent["all_gather", 16, 1]) + 3 / 4 * 2 * 2 * ours / 4
+    assert planned["shard_sent_bytes"] == pytest.approx(shard, **near)
+    assert planned["weights_bytes"] == pytest.approx(2 * (numel - ours) + 2 * ours / 4)
+    assert planned["optimizer_bytes"] == pytest.approx(12 * numel / 16)  # each element on one rank, in both ways
+    plain = by_group(small, stage=3)
+    assert by_group(small, stage=3, offload=True) == plain
+    for engine in ("zero", "fsdp2"):
+        calls, _ = dry_run(small, ranks=16, stage=3, engine=engine, apart=True)
+        groups = {
+            func: {call.group for call in calls if call.func == func} for func in ("all_gather", "reduce_scatter")
+        }
+        assert [len(names) for names in groups.values()] == [1, 1] and len(set.union(*groups.values())) == 2, engine
+    with pytest.raises(ValueError, match="and not the sequence"):
+        dry_run(small, ranks=16, stage=2, tensor=4, sequence=True, partition=True)
     with pytest.raises(ValueError, match="no experts to share"):
         dry_run(small, ranks=16, stage=2, experts=4)
     with pytest.raises(ValueError, match="are dry runs of zero"):
@@ -182,13 +211,13 @@ def test_public_models_have_their_published_size(model: str, n_params: int) -> N
 
 def test_dry_run_of_llama_7b_takes_seconds(tmp_path: Path) -> None:
     code = (
-        "import json, resource, time; begin = time.perf_counter()\n"
+        "import json, resource, time; begin = time.process_time()\n"
         "from dynamiccl.zero_workload.dryrun import dry_run\n"
         "from dynamiccl.zero_workload.dryrun_models import PRESETS\n"
         "calls, n = dry_run(PRESETS['llama-7b'], ranks=128, stage=3, keep_last=False)\n"
         "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "of = {f: sum(c.n_bytes for c in calls if c.func == f) for f in ('all_gather', 'reduce_scatter')}\n"
-        "print(json.dumps([n, of['all_gather'], of['reduce_scatter'], time.perf_counter() - begin, peak]))"
+        "print(json.dumps([n, of['all_gather'], of['reduce_scatter'], time.process_time() - begin, peak]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     n_params, gathered, reduced, seconds, peak = json.loads(done.stdout)
@@ -236,5 +265,8 @@ def test_a_dry_run_as_a_command_leaves_an_ordinary_trace(tmp_path: Path) -> None
     across = [c for c in result["communicators"] if c["n_nodes"] == 2]
     assert {(c["func"], c["n_ranks"]) for c in across} == {("all_reduce", 2)}
     assert result["reduce_scatter"]["parameters"] == pytest.approx(2, rel=1e-4)  # float32: twice bfloat16's
+    options = ["--model", "gpt2", "--ranks", "16", "--stage", "2", "--tensor-parallel", "4", "--partition-activations"]
+    result = command("lab", "dry-run", *options, "--out", str(folder))
+    assert ("all_gather", 4, 1) in {(c["func"], c["n_ranks"], c["n_nodes"]) for c in result["communicators"]}
     refused = CliRunner().invoke(app, ["lab", "dry-run", "--model", "gpt5"])
     assert refused.exit_code == 2 and "no model gpt5" in refused.output

@@ -33,7 +33,9 @@ class World:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = mp.get_context("spawn")
+        # Ranks are forked from a process that has imported what takes seconds, and so has it only once.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "dynamiccl.zero_workload"])
         self.pipes, self.ranks = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()

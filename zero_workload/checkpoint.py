@@ -1,12 +1,13 @@
 """Sharded checkpoints through ``torch.distributed.checkpoint``: each rank writes the elements that it owns.
 
-On disk a parameter, and each optimizer state of it, is one flat tensor under the parameter's name, whatever stage and
-number of ranks wrote it; so any other stage and number can read it. With tensor parallelism, what is saved is what the
-data-parallel group shares: give each tensor-parallel rank a folder of its own.
+On disk a parameter, and each optimizer state of it, is one flat tensor under the parameter's name (all experts of a
+layer in one), whatever stage and number of ranks wrote it; so any other stage and number can read it. With tensor
+parallelism, what is saved is what the data-parallel group shares: give each tensor-parallel rank a folder of its own.
 """
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from .layout import Span
 from .parts import Part
 from .zero import Engine
 
@@ -50,6 +52,13 @@ class _Pieces(torch.Tensor):
         return self.parts[index.offset[0]]
 
 
+def _place(engine: Engine, number: int) -> tuple[torch.Size, int]:
+    """Shape of a parameter on disk, and which element of it comes first here: of a layer's experts some are here."""
+    place, places = getattr(engine.params[number], "expert", (0, 1))
+    shape = engine.shapes[number]
+    return torch.Size([places * n if i == 0 else n for i, n in enumerate(shape)]), place * shape.numel()
+
+
 def _state(engine: Engine) -> dict[str, Any]:
     """Views of everything that a checkpoint holds, by ``kind/name of the parameter``.
 
@@ -57,22 +66,23 @@ def _state(engine: Engine) -> dict[str, Any]:
     """
     found: dict[str, Any] = {f"buffer/{name}": buffer for name, buffer in engine.model.named_buffers()}
 
-    def add(kind: str, index: int, start: int, tensor: torch.Tensor) -> None:
-        pieces = found.setdefault(f"{kind}/{engine.names[index]}", _Pieces.of(engine.shapes[index].numel()))
-        pieces.parts[start] = tensor.detach().view(-1)
+    def add(kind: str, span: Span, tensor: torch.Tensor) -> None:
+        shape, first = _place(engine, span.number)
+        pieces = found.setdefault(f"{kind}/{engine.names[span.number]}", _Pieces.of(shape.numel()))
+        pieces.parts[first + span.start] = tensor.detach().view(-1)
 
     for part in engine.owned:
-        add("parameter", part.number, part.start, part.param)
-        for name, value in engine.optimizer.state[part.param].items():
+        state = {"parameter": part.param.view(-1), **engine.optimizer.state.get(part.param, {})}
+        for (name, value), span in product(state.items(), part.spans):
             if isinstance(value, torch.Tensor) and value.dim():
-                add(name, part.number, part.start, value)
+                add(name, span, part.cut(value, [span]))
             else:
                 kind = f"{type(value).__name__}:{name}"
-                found[f"{kind}/{engine.names[part.number]}"] = torch.tensor(float(value), dtype=torch.float64)
+                found[f"{kind}/{engine.names[span.number]}"] = torch.tensor(float(value), dtype=torch.float64)
     for bucket in engine.replicated.frozen + engine.sharded.buckets:
         if bucket.master is None:
-            for index, start, where in bucket.covered(0, bucket.shard.numel()):
-                add("parameter", index, start, bucket.shard[where])
+            for span in bucket.spans():
+                add("parameter", span, bucket.shard[span.where])
     return found
 
 
@@ -81,6 +91,14 @@ def _scalar(kind: str, value: float, part: Part, group: dict[str, Any]) -> Any:
         return float(value) if kind == "float" else int(value)
     there = group.get("fused") or group.get("capturable")  # where torch's own optimizers keep their step
     return torch.tensor(value, dtype=torch.float32, device=part.param.device if there else "cpu")
+
+
+def _read(engine: Engine, state: dict[str, Any], folder: Path) -> None:
+    """Read from ``folder`` into the tensors of ``state``; a collective. Raises ValueError."""
+    try:
+        state_dict_loader.load(state, checkpoint_id=folder, process_group=engine.comm.group)
+    except CheckpointException as error:
+        raise ValueError(f"{folder} cannot be read: {next(iter(error.failures.values()))[0]}") from error
 
 
 def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
@@ -102,7 +120,7 @@ def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
     dist.barrier(engine.comm.group)
     state_dict_saver.save(_state(engine), checkpoint_id=partial, process_group=engine.comm.group)
     if engine.comm.rank == 0:
-        meta = {"step": step, "shapes": dict(zip(engine.names, engine.shapes, strict=True))}
+        meta = {"step": step, "shapes": {name: _place(engine, i)[0] for i, name in enumerate(engine.names)}}
         meta |= {"loss_scale": engine.loss_scale, "good_steps": engine.good_steps}
         meta["optimizer"] = type(engine.optimizer).__name__
         (partial / "meta.json").write_text(json.dumps(meta))
@@ -129,33 +147,33 @@ def load(engine: Engine, folder: Path) -> int:
     if newest is None:
         raise ValueError(f"no checkpoint in {folder}")
     meta = json.loads((newest / "meta.json").read_text())
-    there, here = meta["shapes"], dict(zip(engine.names, map(list, engine.shapes), strict=True))
+    there, here = meta["shapes"], {name: list(_place(engine, i)[0]) for i, name in enumerate(engine.names)}
     for name in sorted({*there, *here}):
         if there.get(name) != here.get(name):
             raise ValueError(f"{newest} is of another model: {name} is {there.get(name)}, not {here.get(name)}")
     if meta.get("optimizer") != type(engine.optimizer).__name__:
         raise ValueError(f"{newest} is of another optimizer: {meta.get('optimizer')}")
     known: dict[str, Any] = filesystem.FileSystemReader(newest).read_metadata().state_dict_metadata
-    kinds = {key.split("/", 1)[0] for key in known} - {"parameter", "buffer"}
-    groups = {p: group for group in engine.optimizer.param_groups for p in group["params"]}
     engine.synchronize()
-    for part in engine.owned:  # the optimizer's states do not exist yet: make them, to be read into
-        made = engine.optimizer.state[part.param] = {}
-        for kind in kinds:
-            if entry := known.get(f"{kind}/{engine.names[part.number]}"):
-                of, _, name = kind.rpartition(":")
-                exact = torch.zeros_like(part.param.detach(), dtype=entry.properties.dtype)
-                made[name] = _scalar(of, 0, part, groups[part.param]) if of else exact
-    state = _state(engine)
-    try:
-        state_dict_loader.load(state, checkpoint_id=newest, process_group=engine.comm.group)
-    except CheckpointException as error:
-        raise ValueError(f"{newest} cannot be read: {next(iter(error.failures.values()))[0]}") from error
+    # The optimizer's states do not exist yet: they are made, to be read into. What it counts may differ by parameter.
+    numbers = {span.number for part in engine.owned for span in part.spans}
+    kinds = {key.split("/", 1)[0] for key in known} - {"parameter", "buffer"}
+    keys = {n: {kind: key for kind in sorted(kinds) if (key := f"{kind}/{engine.names[n]}") in known} for n in numbers}
+    counts = {
+        key: torch.zeros((), dtype=torch.float64) for of in keys.values() for kind, key in of.items() if ":" in kind
+    }
+    _read(engine, counts, newest)
+    engine.split({n: repr([(kind, counts.get(key)) for kind, key in of.items()]) for n, of in keys.items()})
+    groups = {p: group for group in engine.optimizer.param_groups for p in group["params"]}
     for part in engine.owned:
-        for kind in (kind for kind in kinds if ":" in kind):
-            if (value := state.get(f"{kind}/{engine.names[part.number]}")) is not None:
-                of, _, name = kind.rpartition(":")
-                engine.optimizer.state[part.param][name] = _scalar(of, value.item(), part, groups[part.param])
+        made = engine.optimizer.state[part.param] = {}
+        for kind, key in keys[part.spans[0].number].items():
+            of, _, name = kind.rpartition(":")
+            if of:
+                made[name] = _scalar(of, counts[key].item(), part, groups[part.param])
+            else:
+                made[name] = torch.zeros_like(part.param.detach(), dtype=known[key].properties.dtype)
+    _read(engine, _state(engine), newest)
     if engine.loss_scale is not None and meta["loss_scale"] is not None:
         engine.loss_scale, engine.good_steps = meta["loss_scale"], meta["good_steps"]
     engine.steps = int(meta["step"])

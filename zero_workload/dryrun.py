@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .dryrun_models import Shape
 from .parallel import Cut, tensor_parallel
 from .peers import Peer
+from .remat import Partition
 from .zero import Engine, zero
 
 #: c10d operator -> name, and which argument is the whole buffer.
@@ -88,6 +89,7 @@ def dry_run(
     shard: int = 0,
     tensor: int = 1,
     sequence: bool = False,
+    partition: bool = False,
     experts: int = 1,
     apart: bool = False,
     **settings: Any,
@@ -103,6 +105,7 @@ def dry_run(
         param_dtype: dtype of the messages.
         shard: HSDP: ranks over which ZeRO shards, the rest are replicas; 0: all.
         tensor: ranks that share each matrix; ``sequence``: they share the sequence between them too.
+        partition: they share what recomputing block by block keeps (ZeRO-R's P_a).
         experts: ranks that share a mixture's experts.
         apart: reduce-scatters have a communicator of their own.
         settings: more arguments of ``zero()``; FSDP2 knows ``reduce_dtype``.
@@ -115,11 +118,13 @@ def dry_run(
     """
     if engine not in ("zero", "fsdp2") or (engine == "fsdp2" and stage not in (2, 3)):
         raise ValueError("the engine is zero at stages 0 to 3, or fsdp2 at 2 (no resharding) and 3")
-    if engine == "fsdp2" and (tensor > 1 or experts > 1 or apart):
-        raise ValueError("tensor and expert parallelism, and reduce-scatters apart, are dry runs of zero")
+    if engine == "fsdp2" and (tensor > 1 or experts > 1):
+        raise ValueError("tensor and expert parallelism are dry runs of zero")
+    if partition and (tensor == 1 or sequence):
+        raise ValueError("activations are partitioned over ranks that share matrices, and not the sequence")
     if experts > 1 and not shape.experts:
         raise ValueError("this model has no experts to share")
-    cut = Cut(ranks, shard, tensor, experts, apart)
+    cut = Cut(ranks, shard, tensor, experts, apart and engine == "zero")
     if dist.is_initialized():
         raise ValueError("a dry run needs a process without a process group")
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -131,14 +136,15 @@ def dry_run(
         if engine == "fsdp2" and mesh is None:
             mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
         elif tensor > 1:
-            mesh = dist.device_mesh.DeviceMesh.from_group(groups.pop("tensor"), "cpu")
+            sharing = groups.pop("tensor")
+            mesh = dist.device_mesh.DeviceMesh.from_group(sharing, "cpu")
         with FakeTensorMode(), torch.device("cpu"):
-            model = shape.build(groups.pop("experts", None))
+            model = shape.build(groups.pop("experts", None), Partition(sharing) if partition else None)
             n_params = sum(p.numel() * (experts if hasattr(p, "expert") else 1) for p in model.parameters())
             job: Engine | Peer
             if engine == "fsdp2":
                 name = "fsdp2" if stage == 3 else "fsdp2-no-reshard"
-                job = Peer(name, model, torch.optim.SGD, param_dtype=param_dtype, mesh=mesh, **settings)
+                job = Peer(name, model, torch.optim.SGD, mesh, apart, param_dtype=param_dtype, **settings)
             else:
                 if tensor > 1:
                     tensor_parallel(model, mesh, sequence=sequence)

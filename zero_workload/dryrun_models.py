@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from .model import ModelConfig, Transformer
-from .parallel import Experts
+from .model import Experts, ModelConfig, Transformer
+from .remat import Partition
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,13 @@ class Shape:
     #: experts of each MLP, of which two serve a token; 0: a plain MLP.
     experts: int = 0
 
-    def build(self, group: dist.ProcessGroup | None = None) -> Transformer:
+    def build(self, group: dist.ProcessGroup | None = None, partition: Partition | None = None) -> Transformer:
         """The model; its forward takes tokens and targets [batch, seq] int64 and returns the loss. ``group``: ranks
-        that share the experts.
+        that share the experts; ``partition``: each block is recomputed, and its input kept there.
         """
-        model = Transformer(ModelConfig(self.layers, self.width, self.heads, self.seq, self.vocab))
+        recompute = "block" if partition else "none"
+        config = ModelConfig(self.layers, self.width, self.heads, self.seq, self.vocab, checkpoint=recompute)
+        model = Transformer(config, partition)
         if not self.hidden:
             model.head.weight = model.embed.weight
             return model

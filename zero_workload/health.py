@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from .layout import local
+from .parts import Part
 
 if TYPE_CHECKING:
     from .zero import Engine
@@ -23,9 +24,9 @@ class Health:
         self.engine, self.losses = engine, list[torch.Tensor]()  # of this step's micro-batches
         # What several ranks hold counts once: all at stage 0, replicas of shards, what tensor parallelism replicates.
         times = (1 if engine.stage else engine.comm.size) * (engine.comm.replicas.size if engine.comm.replicas else 1)
-        copies = [times * self._copies(engine.params[part.number]) for part in engine.owned]
-        self._share = 1 / torch.tensor(copies, dtype=torch.float32, device=engine.params[0].device)
-        self._last: tuple[Any, torch.Tensor, torch.Tensor, list[torch.Tensor]] | None = None
+        self.copies = [times * self._copies(p) for p in engine.params]
+        self._share = torch.empty(0)  # of a part's square, this rank's
+        self._last: tuple[Any, torch.Tensor, torch.Tensor, list[Part], list[torch.Tensor]] | None = None
 
     def _copies(self, p: Any) -> int:
         """How many tensor-parallel ranks hold the same of parameter ``p``."""
@@ -38,8 +39,11 @@ class Health:
         Returns:
             ``now``: the global norm of the unscaled gradient (scalar), the same on every rank.
         """
-        engine, comm, used = self.engine, self.engine.comm, self.engine.reducer.used
-        grads = [part.param.grad for part in engine.owned if part.param.grad is not None]  # that is, all
+        engine, comm, used, parts = self.engine, self.engine.comm, self.engine.reducer.used, self.engine.owned
+        if len(self._share) != len(parts):
+            copies = [self.copies[part.spans[0].number] for part in parts]
+            self._share = 1 / torch.tensor(copies, dtype=torch.float32, device=engine.params[0].device)
+        grads = [part.param.grad for part in parts if part.param.grad is not None]  # that is, all
         norms = torch._foreach_norm(grads) if grads else []
         squares = torch.stack([n.float() for n in norms]).square() if norms else torch.zeros_like(self._share)
         seen = torch.tensor([*used, 0.0], device=self._share.device)
@@ -52,19 +56,22 @@ class Health:
             work = comm.replicas.all_reduce(seen, dist.ReduceOp.SUM)
         engine.reducer.used = [0.0] * len(used)
         # Experts that several ranks have in one place are different ones: they count as used.
-        shared = [part for part in engine.owned if part.bucket.comm is comm and comm.backend != "fake"]
-        unsure = [part for part in shared if not used[part.number]]
+        shared = [part for part in parts if part.bucket.comm is comm and comm.backend != "fake"]
+        unsure = any(not used[span.number] for part in shared for span in part.spans)
         if now or unsure:
             work.wait()
         norm = seen[-1].sqrt() / (engine.loss_scale or 1.0) if now else None
-        counts = seen.tolist() if unsure else []
-        for part in unsure:
-            part.param.grad = part.param.grad if counts[part.number] else None
+        if unsure:
+            counts = seen.tolist()
+            engine.split({number: count > 0 for number, count in enumerate(counts)})
+            for part in engine.owned:
+                if part.bucket.comm is comm and not counts[part.spans[0].number]:
+                    part.param.grad = None
         if seen.is_cuda:  # copied now, so that reading it does not wait for what is queued until then
             work.wait()
             seen, work = seen.to("cpu", non_blocking=True), torch.cuda.Event()
             work.record()
-        self._last, self.losses = (work, seen, squares, self.losses), []
+        self._last, self.losses = (work, seen, squares, parts, self.losses), []
         return norm
 
     def check(self) -> None:
@@ -72,20 +79,26 @@ class Health:
         last, self._last = self._last, None
         if last is None or self.engine.comm.backend == "fake" or self.engine.loss_scale is not None:
             return
-        work, seen, squares, losses = last
+        work, seen, *about = last
         work.synchronize() if isinstance(work, torch.cuda.Event) else work.wait()
         if not math.isfinite(seen[-1].item()):
-            raise self.error(f"not finite at step {self.engine.steps - 1}", squares, losses)
+            raise self.error(f"not finite at step {self.engine.steps - 1}", *about)
 
     def overflow(self) -> FloatingPointError:
         """What to raise, on every rank, when this step's gradients overflow float16 at any scale."""
         assert self._last is not None
         return self.error(f"beyond float16 at step {self.engine.steps}, at the least loss scale", *self._last[2:])
 
-    def error(self, what: str, squares: torch.Tensor, losses: list[torch.Tensor]) -> FloatingPointError:
+    def error(
+        self, what: str, squares: torch.Tensor, parts: list[Part], losses: list[torch.Tensor]
+    ) -> FloatingPointError:
         """A collective: names the ranks whose loss is not finite, or else parameters whose gradient is not."""
-        engine = self.engine
-        names = {engine.names[p.number] for p, n in zip(engine.owned, squares.tolist(), strict=False) if n - n != 0}
+        engine, names = self.engine, set[str]()
+        for part in (part for part, n in zip(parts, squares.tolist(), strict=False) if not math.isfinite(n)):
+            gone = part.param.grad is None  # then it has left its mark on the weights
+            seen = part.param.detach() if gone else part.param.grad
+            bad = [span for span in part.spans if not part.cut(seen, [span]).isfinite().all()]
+            names |= {engine.names[span.number] for span in bad or part.spans}
         everyone: list[Any] = [None] * engine.comm.size
         mine = all(math.isfinite(loss.item()) for loss in losses), sorted(names)
         dist.all_gather_object(everyone, mine, group=engine.comm.group)

@@ -5,7 +5,7 @@ shard r. A bucket knows which piece of which parameter lies where in it. A *row*
 allocation and cut into buckets.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -91,6 +91,14 @@ class Piece(NamedTuple):
     offset: int
 
 
+class Span(NamedTuple):
+    """Elements of parameter ``number``, from ``start`` on, that lie at ``where`` in a shard."""
+
+    number: int
+    start: int
+    where: slice
+
+
 @dataclass(eq=False)
 class Bucket:
     """A flat run of ``numel`` elements (a multiple of the ranks), ``pieces`` in order, the rest is padding.
@@ -115,15 +123,14 @@ class Bucket:
         """Its last parameter, and which element of that the last piece begins with."""
         return max((piece[:2] for piece in self.pieces), default=(-1, 0))
 
-    def covered(self, begin: int, numel: int) -> Iterator[tuple[int, int, slice]]:
-        """What the ``numel`` elements of the shard from ``begin`` on are: a parameter, its element that comes first
-        there, and where in those elements they lie; then the next parameter.
-        """
-        first = self.owned.start + begin
+    def spans(self) -> list["Span"]:
+        """What lies in this rank's shard, in order."""
+        found, first = [], self.owned.start
         for piece in self.pieces:
-            low, high = max(piece.offset, first), min(piece.offset + piece.numel, first + numel)
+            low, high = max(piece.offset, first), min(piece.offset + piece.numel, self.owned.stop)
             if low < high:
-                yield piece.param, piece.start + low - piece.offset, slice(low - first, high - first)
+                found.append(Span(piece.param, piece.start + low - piece.offset, slice(low - first, high - first)))
+        return found
 
     def exact_gradients(self) -> torch.Tensor:
         """The reduced gradients [S] as the optimizer wants them, where ``master`` is and in its dtype."""

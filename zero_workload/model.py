@@ -1,15 +1,16 @@
-"""The transformer that the job trains: GPT-2's, on bytes."""
+"""The transformer that the job trains: GPT-2's, on bytes, its MLPs one or a mixture of experts."""
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from .parallel import Experts
 from .remat import Partition, best_interval, remat
 
 CHECKPOINTS = ("none", "block", "sublayer", "attention")
@@ -88,7 +89,7 @@ class Transformer(nn.Module):
     Args:
         config: its shape.
         partition: where checkpoints of whole blocks are kept in parts, see ``remat.Partition``.
-        group: expert-parallel ranks, see ``parallel.Experts``.
+        group: expert-parallel ranks, see ``Experts``.
     """
 
     def __init__(
@@ -122,3 +123,88 @@ class Transformer(nn.Module):
             x = remat(segment, x, partition=self.partition) if self.config.checkpoint == "block" else segment(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class _AllToAll(torch.autograd.Function):
+    """Equal parts of the first dimension change places over ``group``; so do their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _AllToAll.apply(grads[0].contiguous(), ctx.group), None
+
+
+class Experts(nn.Module):
+    """``experts`` MLPs in place of a block's one, [batch, seq, width] to the same; ``top`` of them serve a token.
+
+    As the Switch Transformer (Fedus et al., JMLR 2022), without its balancing loss: the router's best experts take a
+    token unless they have ``capacity`` times their fair share of that sequence already; the rest pass by on the
+    residual. So a sequence's output depends on that sequence alone, and no shape on the data.
+
+    Args:
+        width: of the model.
+        experts: how many there are.
+        group: expert-parallel ranks: each holds its part of the experts, tokens travel to them and back by all-to-all,
+            two in forward and two in backward. Its ranks read different data. ``None``: all experts here.
+        hidden: width inside an expert, 0: 4 times the model's; ``gated``: SiLU-gated by a third matrix.
+
+    Raises:
+        ValueError: the ranks do not divide the experts.
+    """
+
+    up: nn.Parameter
+    down: nn.Parameter
+
+    def __init__(
+        self,
+        width: int,
+        experts: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        hidden: int = 0,
+        gated: bool = False,
+        top: int = 1,
+        capacity: float = 1.25,
+    ) -> None:
+        super().__init__()
+        self.experts, self.group, self.top, self.capacity = experts, group, top, capacity
+        self.ranks, place = (group.size(), group.rank()) if group else (1, 0)
+        if experts % self.ranks:
+            raise ValueError(f"{experts} experts cannot be dealt to {self.ranks} ranks evenly")
+        self.router = nn.Linear(width, experts, bias=False)
+        into, held = (width, hidden or 4 * width), experts // self.ranks
+        self.gate: nn.Parameter | None = None
+        for name, shape in {"up": into, "down": into[::-1], **({"gate": into} if gated else {})}.items():
+            weight = torch.empty(experts, *shape).normal_(std=0.02)  # all are drawn: the same whatever the group
+            param = nn.Parameter(weight[place * held : (place + 1) * held].clone())
+            if group:
+                param.expert = place, self.ranks  # type: ignore[attr-defined]  # zero() shards it over ``expert_group``
+            setattr(self, name, param)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Route, send, compute, send back, weigh by the router's probability."""
+        batch, seq, width = x.shape
+        room = math.ceil(self.capacity * seq * self.top / self.experts)
+        weight, chosen = (t.flatten(1) for t in self.router(x).softmax(-1).topk(self.top))  # [batch, seq * top]
+        picked = (chosen[..., None] == torch.arange(self.experts, device=x.device)).long()
+        place = (picked.cumsum(1) * picked).sum(-1) - 1  # tokens before it in the sequence that chose the same
+        slot = torch.where(place < room, chosen * room + place, self.experts * room)[..., None].expand(-1, -1, width)
+        slots = x.new_zeros(batch, self.experts * room + 1, width)
+        slots = slots.scatter(1, slot, x.repeat_interleave(self.top, 1))[:, :-1]
+        sent = slots.view(batch, self.experts, room, width).transpose(0, 1).contiguous()
+        come = self._exchange(sent).view(self.ranks, -1, batch * room, width).transpose(0, 1).flatten(1, 2)
+        inner = F.gelu(come @ self.up) if self.gate is None else F.silu(come @ self.gate) * (come @ self.up)
+        back = (inner @ self.down).unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()
+        slots = self._exchange(back).view(self.experts, batch, -1, width).transpose(0, 1).flatten(1, 2)
+        out = F.pad(slots, (0, 0, 0, 1)).gather(1, slot) * weight[..., None]
+        return out.unflatten(1, (seq, self.top)).sum(2)
+
+    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+        moved: torch.Tensor = _AllToAll.apply(x, self.group) if self.group else x
+        return moved

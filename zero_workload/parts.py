@@ -1,13 +1,15 @@
 """The user's optimizer, made on the module's own parameters, moved onto the parts of them that this rank owns."""
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
 
-from .layout import Bucket, local
+from .layout import Bucket, Span, local
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -18,25 +20,45 @@ ELEMENTWISE = {
 }
 
 
-class Part(NamedTuple):
-    """What this rank owns of a parameter in one bucket, and so updates."""
+@dataclass(eq=False)
+class Part:
+    """What the optimizer updates as one parameter: neighbours in a bucket that share a group and are used together."""
 
     bucket: Bucket
-    where: slice  # in the bucket's shard
-    number: int  # of the parameter
-    start: int  # of its elements, the first that lies there
-    param: nn.Parameter  # a view of the master weights: 1-D, or the whole parameter
+    spans: list[Span]
+    param: nn.Parameter  # a view of the master weights: 1-D, or one whole parameter
+
+    @classmethod
+    def of(cls, bucket: Bucket, spans: list[Span], shape: Sequence[int] = (-1,)) -> "Part":
+        """Those of ``spans``, and what fills up between them."""
+        assert bucket.master is not None
+        view = bucket.master.detach()[spans[0].where.start : spans[-1].where.stop].view(shape)
+        return cls(bucket, spans, nn.Parameter(view))
+
+    @property
+    def where(self) -> slice:
+        """Where it lies in the bucket's shard."""
+        return slice(self.spans[0].where.start, self.spans[-1].where.stop)
+
+    def cut(self, value: Any, spans: Sequence[Span]) -> Any:
+        """What of ``value`` belongs to ``spans`` of it: elements, if it is a tensor that has one for each of ours."""
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != self.param.numel():
+            return copy.deepcopy(value)
+        begin = self.where.start
+        return value.view(-1)[spans[0].where.start - begin : spans[-1].where.stop - begin]
 
 
-def parts_of(buckets: Sequence[Bucket], shapes: Sequence[torch.Size], whole: bool) -> list[Part]:
-    """The parts of this rank in ``buckets``, in order; with ``whole`` in the shape of the parameter."""
+def parts_of(buckets: Sequence[Bucket], shapes: Sequence[torch.Size], whole: bool, kinds: Sequence[Any]) -> list[Part]:
+    """The parts of this rank in ``buckets``, in order. Neighbours of the same ``kinds`` (one a parameter) are one part;
+    with ``whole`` each parameter is one, in its shape.
+    """
     parts = []
     for bucket in buckets:
-        assert bucket.master is not None
-        flat = bucket.master.detach()
-        for index, start, where in bucket.covered(0, flat.numel()):
-            view = flat[where].view(shapes[index]) if whole else flat[where]
-            parts.append(Part(bucket, where, index, start, nn.Parameter(view)))
+        spans = bucket.spans()
+        if whole:
+            parts += [Part.of(bucket, [span], shapes[span.number]) for span in spans]
+        else:
+            parts += [Part.of(bucket, list(some)) for _, some in groupby(spans, lambda span: kinds[span.number])]
     return parts
 
 
@@ -65,22 +87,38 @@ def group_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, in
 
 
 def regroup(optimizer: torch.optim.Optimizer, params: Sequence[Any], parts: Sequence[Part]) -> None:
-    """Put ``parts`` in place of the module's ``params`` in every group; what the optimizer has already is cut alike."""
-    of: dict[int, list[Part]] = {id(p): [] for p in params}
-    for part in parts:
-        of[id(params[part.number])].append(part)
-    born = dict(optimizer.state)
+    """Put ``parts`` in place of the module's ``params`` in every group. What the optimizer has of one already is cut
+    alike; then each part is of one parameter.
+    """
+    born, number_of = dict(optimizer.state), {id(p): n for n, p in enumerate(params)}
     optimizer.state.clear()
+    for part in parts:
+        span, p = part.spans[0], params[part.spans[0].number]
+        for name, value in born.get(p, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == p.shape:
+                flat = local(value).reshape(-1)[span.start : span.start + part.param.numel()]
+                value = flat.to(part.param, copy=True).view(part.param.shape)
+            optimizer.state[part.param][name] = copy.deepcopy(value)
     for group in optimizer.param_groups:
-        for p in group["params"]:
-            for part in of[id(p)] if born.get(p) else ():
-                optimizer.state[part.param] = {name: _cut(value, p, part) for name, value in born[p].items()}
-        group["params"] = [part.param for p in group["params"] for part in of[id(p)]]
-        group.pop("param_names", None)  # there may be several parts of one name, or none
+        numbers = {number_of[id(p)] for p in group["params"]}
+        group["params"] = [part.param for part in parts if part.spans[0].number in numbers]
+        group.pop("param_names", None)  # there may be several parameters in a part, or several parts of one
 
 
-def _cut(value: Any, p: torch.Tensor, part: Part) -> Any:
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape != p.shape:
-        return copy.deepcopy(value)
-    flat = local(value).reshape(-1)[part.start : part.start + part.param.numel()]
-    return flat.to(part.param, copy=True).view(part.param.shape)
+def split(optimizer: torch.optim.Optimizer, part: Part, kinds: dict[int, Hashable]) -> list[Part]:
+    """``part`` in as many as it has neighbours of different ``kinds`` (by parameter), with their gradients and states;
+    they take its place in the optimizer.
+    """
+    runs = [list(run) for _, run in groupby(part.spans, lambda span: kinds[span.number])]
+    if len(runs) == 1:
+        return [part]
+    made, state = [Part.of(part.bucket, run) for run in runs], optimizer.state.pop(part.param, {})
+    for one in made:
+        one.param.grad = None if part.param.grad is None else part.cut(part.param.grad, one.spans)
+        if state:
+            optimizer.state[one.param] = {name: part.cut(value, one.spans) for name, value in state.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [
+            p for old in group["params"] for p in ([one.param for one in made] if old is part.param else [old])
+        ]
+    return made

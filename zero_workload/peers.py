@@ -21,21 +21,32 @@ class Peer:
         model: a ``Transformer``; at FSDP2 each of its blocks is a unit, as at our stage 3.
         optimizer: makes the optimizer from parameters.
         mesh: FSDP2's device mesh; ``None``: all ranks; two dimensions: replicated over the first, sharded in the other.
+        apart: FSDP2's reduce-scatters have a communicator of their own.
         settings: those of ``zero()`` that the libraries have too: ``param_dtype``, at FSDP2 that of parameters in use;
             ``bucket_bytes`` of DDP; ``max_norm``; ``gradient_accumulation``, gradients are reduced in each pass (with
             ``no_sync`` in the last); FSDP2's ``reduce_dtype``.
 
     Raises:
-        ValueError: an unknown name, or a setting out of range.
+        ValueError: an unknown name, a setting out of range, or one that this torch has not.
     """
 
-    def __init__(self, name: str, model: nn.Module, optimizer: OptimizerOf, mesh: Any = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        optimizer: OptimizerOf,
+        mesh: Any = None,
+        apart: bool = False,
+        **settings: Any,
+    ) -> None:
         if name not in PEERS:
             raise ValueError(f"a peer is one of {', '.join(PEERS)}, not {name!r}")
         self.model, self.settings = model, Settings(PEERS[name], **settings)
         dtype, fsdp2 = self.settings.param_dtype, name.startswith("fsdp2")
-        if not fsdp2 and (mesh or self.settings.wire(dtype) != dtype or self.settings.no_sync):
-            raise ValueError(f"meshes, a reduce_dtype of their own and no_sync are FSDP2's: {name} has none")
+        if not fsdp2 and (mesh or apart or self.settings.wire(dtype) != dtype or self.settings.no_sync):
+            raise ValueError(
+                f"meshes, a reduce_dtype and a communicator of their own, and no_sync are FSDP2's: {name} has none"
+            )
         self._micro_batch = 0
         if fsdp2:  # imported where used: it takes seconds
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -43,7 +54,11 @@ class Peer:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self.settings.wire(dtype))
             for block in model.blocks:  # type: ignore[union-attr]
                 fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=name == "fsdp2")
-            fully_shard(model, mesh=mesh, mp_policy=policy)
+            root: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
+            if apart and not hasattr(root, "set_separate_reduce_scatter_group"):
+                raise ValueError(f"FSDP2 of torch {torch.__version__} has one communicator; since 2.13 it can have two")
+            if apart:
+                root.set_separate_reduce_scatter_group()
         else:
             cap = self.settings.bucket_bytes / 2**20
             ddp = nn.parallel.DistributedDataParallel

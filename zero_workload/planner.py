@@ -194,7 +194,17 @@ def estimate(request: Request, share: float = 0.05) -> dict[str, Any]:
 
 
 def cut(
-    request: Request, stage: int, *, shard: int = 0, tensor: int = 1, reduce_bytes: int = 0, offload: bool = False
+    request: Request,
+    stage: int,
+    *,
+    shard: int = 0,
+    tensor: int = 1,
+    reduce_bytes: int = 0,
+    offload: bool = False,
+    partition: bool = False,
+    experts: int = 1,
+    expert_share: float = 0.0,
+    slots: float = 1.25,
 ) -> dict[str, float]:
     """What a rank holds and sends at ``stage`` 2 or 3 of a job that is cut in more ways than one.
 
@@ -205,24 +215,40 @@ def cut(
         tensor: ranks that share each matrix, and take turns at none: two all-reduces a layer, forward and backward.
         reduce_bytes: of an element of gradients on their way (``reduce_dtype``), 0: as the weights'.
         offload: masters and optimizer states on the CPU.
+        partition: each layer's input is kept in parts by the ranks that share matrices (ZeRO-R's P_a), and the layer
+            recomputed: one all-gather and one all-reduce a layer more.
+        experts: ranks that share the experts of each layer; others hold the same.
+        expert_share: of the parameters, those that are experts'.
+        slots: places for tokens in all experts of a layer, by tokens: experts a token times capacity.
 
     Returns:
-        ``weights_bytes``, ``gradients_bytes``, ``optimizer_bytes``, ``offloaded_bytes`` at rest; what it sends a step
-        on rings in its shard, to the replicas and to those it shares matrices with: ``shard_sent_bytes``,
-        ``replicas_sent_bytes``, ``tensor_sent_bytes``.
+        ``weights_bytes``, ``gradients_bytes``, ``optimizer_bytes``, ``offloaded_bytes`` at rest; ``inputs_bytes`` of
+        all layers, which recomputing layer by layer keeps; what it sends a step on rings in its shard, to the
+        replicas, to those it shares matrices with and to those it shares experts with: ``shard_sent_bytes``,
+        ``replicas_sent_bytes``, ``tensor_sent_bytes``, ``experts_sent_bytes``.
 
     Raises:
-        ValueError: another stage, or ranks that the numbers do not divide.
+        ValueError: another stage, ranks that the numbers do not divide, or a share that is none.
     """
     r, n = request.completed(), shard or request.ranks // tensor
-    if stage not in (2, 3) or r.ranks % (n * tensor):
+    if stage not in (2, 3) or r.ranks % (n * tensor) or n % experts:
         raise ValueError(f"a job is cut at stages 2 and 3, into {tensor} x {n} ranks or a multiple, not {r.ranks}")
-    weight, replicas, params = STATE[r.precision, r.optimizer][0], r.ranks // (n * tensor), r.params / tensor
-    weights, _, states = stage_bytes(params, n, stage, r.precision, r.optimizer)
-    grads = (reduce_bytes or weight) * params / n
-    sent = (n - 1) * grads + (n - 1) / n * (stage - 1) * weight * params
-    layer = weight * r.batch * r.seq * r.hidden
-    held = {"weights_bytes": weights, "gradients_bytes": grads, "optimizer_bytes": 0.0 if offload else states}
-    across = {"replicas_sent_bytes": 2 * (replicas - 1) / replicas * grads, "shard_sent_bytes": sent}
-    around = {"tensor_sent_bytes": 4 * r.layers * 2 * (tensor - 1) / tensor * layer}
-    return {**held, "offloaded_bytes": states if offload else 0.0, **across, **around}
+    if not 0 <= expert_share <= 1 or (experts > 1) > (expert_share > 0):
+        raise ValueError(f"the experts' share of the parameters lies between 0 and 1, not {expert_share}")
+    kind, params, replicas = (r.precision, r.optimizer), r.params / tensor, r.ranks // (n * tensor)
+    weight, total = STATE[kind][0], dict.fromkeys(("weights", "gradients", "optimizer", "shard_sent"), 0.0)
+    # What all ranks of a shard share, and what fewer do.
+    for held, over in (((1 - expert_share) * params, n), (expert_share * params / experts, n // experts)):
+        weights, _, states = stage_bytes(held, over, stage, *kind)
+        grads = (reduce_bytes or weight) * held / over
+        sent = (over - 1) * grads + (over - 1) / over * (stage - 1) * weight * held
+        for name, n_bytes in zip(total, (weights, grads, states, sent), strict=True):
+            total[name] += n_bytes
+    states, layer = total.pop("optimizer"), weight * r.batch * r.seq * r.hidden
+    around = r.layers * layer * (tensor - 1) / tensor  # of one pass: every layer's input or output
+    total |= {"optimizer": 0.0, "offloaded": states} if offload else {"optimizer": states, "offloaded": 0.0}
+    total["inputs"] = r.layers * layer / (tensor if partition else 1)
+    total["replicas_sent"] = 2 * (replicas - 1) / replicas * total["gradients"]
+    total["tensor_sent"] = (5 * 2 + 1 if partition else 4 * 2) * around
+    total["experts_sent"] = 4 * slots * r.layers * layer * (experts - 1) / experts
+    return {f"{name}_bytes": n_bytes for name, n_bytes in total.items()}

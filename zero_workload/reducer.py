@@ -61,11 +61,9 @@ class Reducer:
         last = self.micro_batch == self.settings.gradient_accumulation - 1
         if bucket.grads is not None:
             local = bucket.grads.to(self.settings.wire(bucket.full.dtype))
-            if self.settings.stage == 0 or self.settings.classic:
-                out, work = local[bucket.owned], comm.all_reduce(local)
-            else:
-                out = local.new_empty(size)
-                work = comm.reduce_scatter(out, local)
+            whole = self.settings.stage == 0 or self.settings.classic
+            out = local[bucket.owned] if whole or local is bucket.grads else local.new_empty(size)
+            work = comm.all_reduce(local) if whole else comm.reduce_scatter(out, local)
             bucket.grad_shard = out
             self._work.append((bucket, work, out, None, last))
             return

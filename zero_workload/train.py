@@ -115,15 +115,16 @@ def check(args: argparse.Namespace) -> None:
     for path in (args.log, args.json):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: its folder does not exist")
-    alone = args.tensor_parallel == args.expert_parallel == 1 and not (args.offload or args.reduce_scatter_group)
+    alone = args.tensor_parallel == args.expert_parallel == 1 and not args.offload
     if args.peer and not alone:
-        raise ValueError("a peer knows --hsdp, --reduce-dtype and --no-sync; the other ways to cut a job are ours")
+        known = "--hsdp, --reduce-dtype, --reduce-scatter-group and --no-sync"
+        raise ValueError(f"a peer knows {known}; the other ways to cut a job are ours")
     if args.tensor_parallel == 1 and (args.sequence_parallel or args.partition_activations):
         raise ValueError("--sequence-parallel and --partition-activations need --tensor-parallel above 1")
     if args.partition_activations and (args.sequence_parallel or args.recompute != "block"):
         raise ValueError("--partition-activations needs --recompute block; with --sequence-parallel they are in parts")
-    if args.expert_parallel > 1 and (args.experts == 0 or args.stage == 0 or args.save or args.resume):
-        raise ValueError("--expert-parallel needs --experts and a stage from 1 up, and knows no checkpoints")
+    if args.expert_parallel > 1 and (args.experts == 0 or args.stage == 0):
+        raise ValueError("--expert-parallel needs --experts and a stage from 1 up")
     recompute = {"checkpoint": args.recompute, "checkpoint_every": args.recompute_every}
     args.model = ModelConfig(args.layers, args.width, args.heads, args.seq, experts=args.experts, **recompute)
     args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "classic", "offload")}
@@ -194,7 +195,8 @@ class Job:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.parent = int(os.environ.get(LAUNCHER, os.getppid()))
         tensor = args.tensor_parallel
-        cut = Cut(self.size, args.hsdp or 0, tensor, args.expert_parallel, args.reduce_scatter_group)
+        apart = args.reduce_scatter_group and not args.peer  # FSDP2 makes its own
+        cut = Cut(self.size, args.hsdp or 0, tensor, args.expert_parallel, apart)
         groups, self.share, self.shares = cut.groups(), self.rank // tensor, self.size // tensor  # of the data
         torch.manual_seed(args.seed)
         model = self._model(groups.pop("tensor", None), groups.pop("experts", None))
@@ -202,7 +204,7 @@ class Job:
         more = {"previous_dtype": DTYPES[args.dtype]} if args.optimizer == "adan" else {}
         optimizer = partial(OPTIMIZERS[args.optimizer], lr=args.lr, **more)
         if args.peer:
-            make: Any = partial(Peer, args.peer, mesh=cut.mesh(groups, device.type))
+            make: Any = partial(Peer, args.peer, mesh=cut.mesh(groups, device.type), apart=args.reduce_scatter_group)
         else:
             make = partial(zero, min_unit=MIN_UNIT, **groups, **args.zero)
         self.engine: Engine | Peer = make(model, optimizer, **args.both)

@@ -1,7 +1,7 @@
 """``zero()``: a model and an optimizer in, a ZeRO engine out. Stages 0 (plain data parallel), 1, 2 and 3."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from .comm import Collectives
 from .health import Health
 from .layout import MIN_UNIT, Settings, find_units, local
-from .parts import OptimizerOf, group_of, is_elementwise, parts_of, regroup
+from .parts import OptimizerOf, group_of, is_elementwise, parts_of, regroup, split
 from .reducer import Reducer
 from .replicated import Replicated
 from .sharded import Sharded
@@ -59,7 +59,7 @@ def zero(
         replicas: at stages 2 and 3, with ``group`` a node: the ranks that hold the same shards, one of each node
             (HSDP). Gradients are reduce-scattered in ``group``, then their shards all-reduced here, once a step.
         expert_group: the ranks of ``group`` that hold the same experts (parameters with an attribute ``expert``, as
-            ``parallel.Experts`` makes them): these are sharded over them alone. From stage 1 on.
+            ``model.Experts`` makes them): these are sharded over them alone. From stage 1 on.
         reduce_scatter_group: the ranks of ``group`` as a second communicator: NCCL runs what is on one in order, on two
             at once, so that a reduce-scatter does not hold up the gathers behind it.
         bucket_bytes: bytes that one reduction (stages 0-2) or gather (1-2) moves; at stage 3 it is the unit's size.
@@ -121,7 +121,7 @@ def zero(
     groups = group_of(made, model)
     about = {n: (tuple(local(p).shape), str(p.dtype), groups.get(n, "frozen")) for n, p in model.named_parameters()}
     comm.require_same({"the settings": settings, **about}, "a model or settings")
-    return Engine(model, made, comm, experts, settings)
+    return Engine(model, made, comm, experts, settings, groups)
 
 
 class Engine:
@@ -134,6 +134,7 @@ class Engine:
         comm: Collectives,
         experts: Collectives | None,
         settings: Settings,
+        groups: dict[str, int],
     ) -> None:
         self.model, self.comm, self.settings, self.stage = model, comm, settings, settings.stage
         self.steps = self.skipped = self.good_steps = 0
@@ -158,9 +159,13 @@ class Engine:
         model.register_forward_hook(lambda module, args, output: self.sharded.end_forward())
         self.buckets = [b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None]
         self.loss_scale = settings.loss_scale if torch.float16 in {b.full.dtype for b in self.buckets} else None
-        self.owned = parts_of(self.buckets, self.shapes, bool(settings.whole_params))
-        regroup(optimizer, self.params, self.owned)
         self.health, self._whole = Health(self), False
+        # Few large parts are quicker than many small ones; what the optimizer knows of each parameter keeps them apart.
+        kinds = [
+            (groups.get(name), self.health.copies[i], i if optimizer.state else 0) for i, name in enumerate(self.names)
+        ]
+        self.owned = parts_of(self.buckets, self.shapes, bool(settings.whole_params), kinds)
+        regroup(optimizer, self.params, self.owned)
         model.register_state_dict_pre_hook(self._before_state_dict)
 
     @property
@@ -211,6 +216,10 @@ class Engine:
         """Make the master weights what the model computes with; called by ``step``."""
         self.replicated.publish()
         self.sharded.publish()
+
+    def split(self, kinds: dict[int, Hashable]) -> None:
+        """From now on what the optimizer updates as one is of one kind (one a parameter)."""
+        self.owned = [one for part in self.owned for one in split(self.optimizer, part, kinds)]
 
     def synchronize(self) -> None:
         """Wait until all replicated parameters hold the last step's values; forward does this by itself.

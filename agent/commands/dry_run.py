@@ -25,6 +25,9 @@ def dry_run(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="They share the sequence too.")
     ] = False,
+    partition_activations: Annotated[
+        bool, typer.Option("--partition-activations", help="They share what recomputing block by block keeps.")
+    ] = False,
     expert_parallel: Annotated[int, typer.Option(help="Ranks that share the experts (moe-8x7b).")] = 1,
     reduce_dtype: Annotated[str, typer.Option(help="What gradients are reduced in: bf16 or fp32.")] = "bf16",
     reduce_scatter_group: Annotated[
@@ -53,7 +56,7 @@ def dry_run(
         fail(f"no model {model}: take one of {', '.join(PRESETS)}")
     settings: dict[str, Any] = {"bucket_bytes": int(bucket_mb * 2**20)} if engine == "zero" else {}
     cut: dict[str, Any] = {"shard": shard, "tensor": tensor_parallel, "experts": expert_parallel}
-    cut |= {"sequence": sequence_parallel, "apart": reduce_scatter_group}
+    cut |= {"sequence": sequence_parallel, "partition": partition_activations, "apart": reduce_scatter_group}
     if reduce_dtype == "fp32":
         import torch
 

@@ -31,6 +31,11 @@ def plan(
     tensor_parallel: Annotated[int, typer.Option(help="Ranks that share each matrix.")] = 1,
     fp32_reduce: Annotated[bool, typer.Option("--fp32-reduce", help="Gradients are reduced in fp32.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Optimizer states on the CPU at stage 3.")] = False,
+    partition_activations: Annotated[
+        bool, typer.Option("--partition-activations", help="They also share each layer's kept input.")
+    ] = False,
+    expert_parallel: Annotated[int, typer.Option(help="Ranks that share the experts of each layer.")] = 1,
+    expert_share: Annotated[float, typer.Option(help="Of the parameters, those that are experts'.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, in bytes and seconds.")] = False,
 ) -> None:
     """Memory, traffic and time of ZeRO stages 0 to 3 for a model of this size, and which stage to use."""
@@ -44,8 +49,11 @@ def plan(
             bandwidth * 1e9, latency * 1e-6, flops * 1e12, memory * 1e9, runtime=runtime * 1e9,
         )  # fmt: skip
         result = estimate(request)
-        if shard or tensor_parallel > 1 or fp32_reduce or offload:
+        if partition_activations and tensor_parallel == 1:
+            raise ValueError("--partition-activations needs --tensor-parallel above 1")
+        if shard or tensor_parallel > 1 or fp32_reduce or offload or expert_share:
             ways: Any = {"shard": shard, "tensor": tensor_parallel, "reduce_bytes": 4 * fp32_reduce}
+            ways |= {"partition": partition_activations, "experts": expert_parallel, "expert_share": expert_share}
             result["cut"] = {str(n): cut(request, n, **ways, offload=offload and n == 3) for n in (2, 3)}
     except (ValueError, OverflowError) as error:
         fail(str(error))

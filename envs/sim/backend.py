@@ -94,9 +94,10 @@ class EmulatedGroup(dist.ProcessGroup):
         # torchrun may keep its store when it starts all workers anew: what the dead ones left there is not for us.
         store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", options.store)
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, options.timeout)
-        members = ",".join(map(str, options.global_ranks_in_group))
+        ranks = list(options.global_ranks_in_group) or list(range(size))
+        members = ",".join(map(str, ranks))
         self._timeline = (
-            Timeline(emulation, store, rank, size, world, comm_id_of(f"{self._name}:{members}"))
+            Timeline(emulation, store, rank, ranks, world, comm_id_of(f"{self._name}:{members}"))
             if size > 1  # NCCL does not ask a tuner for a communicator of one rank
             else None
         )

@@ -13,7 +13,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from ...traces.records import ALGOS, PROTOS
 from ..nccl.build import plugin_path
-from .clusters import Cluster, cluster
+from .clusters import Cluster, cluster, resize
 from .cost_model import channels, cost_table
 from .emulated import Emulated
 from .fabric import Fabric
@@ -99,12 +99,14 @@ def with_neighbours(c: Collective, others: Iterable[Collective]) -> int:
 class Timeline:
     """The stream of one communicator in one process."""
 
-    def __init__(self, emulation: Emulation, store: Any, rank: int, n_processes: int, world: int, comm_id: int) -> None:
-        self._emulation, self._cluster = emulation, part_of(emulation.cluster, n_processes, world)
+    def __init__(
+        self, emulation: Emulation, store: Any, rank: int, ranks: Sequence[int], world: int, comm_id: int
+    ) -> None:
+        self._emulation, self._cluster = emulation, part_of(emulation.cluster, ranks, world)
         self._fabric = Fabric.of(self._cluster, seed=emulation.seed)
         n_ranks, n_nodes = self._cluster.n_ranks, self._cluster.n_nodes
         self._nccl = Communicator(plugin_path(), comm_id, n_ranks, n_nodes, rank, release=self._cluster.nccl)
-        self._arrivals = Arrivals(store, rank, n_processes)
+        self._arrivals = Arrivals(store, rank, len(ranks))
         self._comm_id = comm_id
         self._connected: set[str] = set()
         self._order = self._resolved = 0
@@ -220,12 +222,15 @@ def _sleep_until(end_ns: int) -> None:
         pass
 
 
-def part_of(cluster: Cluster, n_processes: int, world: int) -> Cluster:
-    """The share of the cluster that a group of ``n_processes`` of ``world`` stands for: whole nodes where possible."""
-    n_ranks = max(2, round(cluster.n_ranks * n_processes / world))
-    if n_ranks <= cluster.gpus_per_node:
-        return replace(cluster, n_nodes=1, gpus_per_node=n_ranks)
-    return replace(cluster, n_nodes=max(1, round(n_ranks / cluster.gpus_per_node)))
+def part_of(cluster: Cluster, ranks: Sequence[int], world: int) -> Cluster:
+    """The share of the cluster that a group stands for: ``ranks`` of ``world`` processes, each of which stands for as
+    many GPUs, in order. So neighbours share a node, and a group of one process of each node has all of them.
+    """
+    each = cluster.n_ranks / world
+    gpus = [gpu for rank in ranks for gpu in range(int(rank * each), max(int(rank * each) + 1, int((rank + 1) * each)))]
+    n_nodes = len({gpu // cluster.gpus_per_node for gpu in gpus})
+    n_ranks = max(2, round(each * len(ranks)))  # NCCL asks no tuner for one
+    return replace(resize(cluster, n_nodes), gpus_per_node=max(1, round(n_ranks / n_nodes)))
 
 
 def comm_id_of(name: str) -> int:
