@@ -149,17 +149,11 @@ def test_a_weight_used_outside_its_module_is_named_on_every_rank(two: World) -> 
 
 
 def test_a_path_that_one_rank_takes_alone_is_named() -> None:
-    class Silent:
-        """A collective that no one else joins."""
-
-        def all_reduce(self, *_: Any) -> Any:
-            def wait(_: Any) -> None:
-                raise RuntimeError("Timed out")
-
-            return SimpleNamespace(wait=wait)
+    def nobody_else(*_: Any) -> None:
+        raise RuntimeError("Timed out")
 
     sharded = Sharded.__new__(Sharded)
     sharded.params, sharded.units = [torch.zeros(1)], [SimpleNamespace(name="blocks.1")]  # type: ignore[list-item]
-    sharded.comm = SimpleNamespace(all_reduce=Silent().all_reduce, replicas=None)  # type: ignore[assignment]
+    sharded.comm = SimpleNamespace(agree=nobody_else)  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match=r"this rank goes on to blocks\.1, .* Call it on every rank, or"):
         sharded._least(0)

@@ -278,7 +278,7 @@ def look_ahead(serial: bool) -> tuple[int, str]:
             engine.step()
     finally:
         Collectives.all_gather = plain
-    return engine.prefetch, engine.sharded.prefetch_reason
+    return engine.sharded.prefetch, engine.sharded.prefetch_reason
 
 
 def test_look_ahead_is_the_ratio_of_measured_times_and_agreed(two: World) -> None:

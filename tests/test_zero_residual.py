@@ -20,8 +20,8 @@ from dynamiccl.zero_workload import Engine, launch, zero
 from dynamiccl.zero_workload import train as train_module
 from dynamiccl.zero_workload.checkpoint import load, save
 from dynamiccl.zero_workload.data import Corpus
-from dynamiccl.zero_workload.model import ModelConfig, Transformer
-from dynamiccl.zero_workload.remat import Partition, best_interval
+from dynamiccl.zero_workload.model import ModelConfig, Transformer, best_interval
+from dynamiccl.zero_workload.remat import Partition
 from test_zero import BATCH, TINY, adamw, run, train_alone
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from world import World

@@ -159,9 +159,7 @@ def load(engine: Engine, folder: Path) -> int:
     numbers = {span.number for part in engine.owned for span in part.spans}
     kinds = {key.split("/", 1)[0] for key in known} - {"parameter", "buffer"}
     keys = {n: {kind: key for kind in sorted(kinds) if (key := f"{kind}/{engine.names[n]}") in known} for n in numbers}
-    counts = {
-        key: torch.zeros((), dtype=torch.float64) for of in keys.values() for kind, key in of.items() if ":" in kind
-    }
+    counts = {k: torch.zeros((), dtype=torch.float64) for of in keys.values() for kind, k in of.items() if ":" in kind}
     _read(engine, counts, newest)
     engine.split({n: repr([(kind, counts.get(key)) for kind, key in of.items()]) for n, of in keys.items()})
     groups = {p: group for group in engine.optimizer.param_groups for p in group["params"]}

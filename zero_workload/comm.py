@@ -1,6 +1,7 @@
 """The collectives of the workload, asynchronous, under one spelling for every PyTorch release from 2.8."""
 
 import zlib
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 # Renamed in 2.13: the old names warn there, the new ones do not exist before.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+NO_LIMIT = timedelta(0)  # to wait: but for the process group's own
 
 
 class Collectives:
@@ -61,11 +63,10 @@ class Collectives:
         if self.replicas:
             self.replicas.broadcast(tensor)
 
-    def agree(self, tensor: torch.Tensor, op: Any) -> None:
-        """``tensor`` reduced over the ranks and their replicas, in place; returns when done."""
-        self.all_reduce(tensor, op).wait()
-        if self.replicas:
-            self.replicas.all_reduce(tensor, op).wait()
+    def agree(self, tensor: torch.Tensor, op: Any, patience: timedelta = NO_LIMIT) -> None:
+        """``tensor`` reduced over the ranks and their replicas, in place; returns when done. Raises RuntimeError."""
+        for comm in filter(None, (self, self.replicas)):
+            comm.all_reduce(tensor, op).wait(patience)
 
     def require_same(self, about: dict[str, Any], what: str) -> None:
         """End with the same error on every rank when ``about``, which prints alike where it is equal, is not on all.

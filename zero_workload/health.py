@@ -89,14 +89,11 @@ class Health:
         assert self._last is not None
         return self.error(f"beyond float16 at step {self.engine.steps}, at the least loss scale", *self._last[2:])
 
-    def error(
-        self, what: str, squares: torch.Tensor, parts: list[Part], losses: list[torch.Tensor]
-    ) -> FloatingPointError:
+    def error(self, what: str, squares: torch.Tensor, parts: list[Part], losses: list[Any]) -> FloatingPointError:
         """A collective: names the ranks whose loss is not finite, or else parameters whose gradient is not."""
         engine, names = self.engine, set[str]()
         for part in (part for part, n in zip(parts, squares.tolist(), strict=False) if not math.isfinite(n)):
-            gone = part.param.grad is None  # then it has left its mark on the weights
-            seen = part.param.detach() if gone else part.param.grad
+            seen = part.param.detach() if part.param.grad is None else part.param.grad  # a step has left its mark
             bad = [span for span in part.spans if not part.cut(seen, [span]).isfinite().all()]
             names |= {engine.names[span.number] for span in bad or part.spans}
         everyone: list[Any] = [None] * engine.comm.size

@@ -132,11 +132,6 @@ class Bucket:
                 found.append(Span(piece.param, piece.start + low - piece.offset, slice(low - first, high - first)))
         return found
 
-    def exact_gradients(self) -> torch.Tensor:
-        """The reduced gradients [S] as the optimizer wants them, where ``master`` is and in its dtype."""
-        assert self.master is not None and self.grad_shard is not None
-        return self.grad_shard.to(self.master)
-
     def publish(self) -> None:
         """Round the master weights into the shard that is gathered."""
         if self.master is not None and self.shard.untyped_storage()._cdata != self.master.untyped_storage()._cdata:

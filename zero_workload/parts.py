@@ -117,8 +117,7 @@ def split(optimizer: torch.optim.Optimizer, part: Part, kinds: dict[int, Hashabl
         one.param.grad = None if part.param.grad is None else part.cut(part.param.grad, one.spans)
         if state:
             optimizer.state[one.param] = {name: part.cut(value, one.spans) for name, value in state.items()}
+    new = [one.param for one in made]
     for group in optimizer.param_groups:
-        group["params"] = [
-            p for old in group["params"] for p in ([one.param for one in made] if old is part.param else [old])
-        ]
+        group["params"] = [p for old in group["params"] for p in (new if old is part.param else [old])]
     return made

@@ -4,7 +4,6 @@ With a tensor-parallel ``group`` whose ranks hold the same activations, each kee
 when needed (ZeRO-R's P_a: checkpoint memory divided by the tensor-parallel degree, for one all-gather a segment).
 """
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -62,10 +61,3 @@ def remat(function: Callable[..., torch.Tensor], *args: Any, partition: Partitio
     with hooks(partition.save, partition.load) if partition else nullcontext():
         result: torch.Tensor = checkpoint(function, *args, use_reentrant=False)
     return result
-
-
-def best_interval(layers: int) -> int:
-    """Keeping every k-th of n layers' inputs and recomputing k layers at a time holds n/k + k activations: least at
-    k = sqrt(n) (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
-    """
-    return max(1, round(math.sqrt(layers)))

@@ -136,15 +136,14 @@ class Sharded:
     def _least(self, mine: int) -> int:
         """The least of all ranks' numbers."""
         number = torch.tensor([mine], device=self.params[0].device)
-        for comm in filter(None, (self.comm, self.comm.replicas)):
-            try:
-                comm.all_reduce(number, dist.ReduceOp.MIN).wait(self.PATIENCE)
-            except RuntimeError as error:
-                name = self.units[mine].name if mine < len(self.units) else "the end"
-                raise RuntimeError(
-                    f"this rank goes on to {name}, which no rank did in the pass before, and not all ranks do it now: "
-                    "stage 3 gathers it on all of them. Call it on every rank, or replicate it with zero(..., hybrid=N)"
-                ) from error
+        try:
+            self.comm.agree(number, dist.ReduceOp.MIN, self.PATIENCE)
+        except RuntimeError as error:
+            name = self.units[mine].name if mine < len(self.units) else "the end"
+            raise RuntimeError(
+                f"this rank goes on to {name}, which no rank did in the pass before, and not all ranks do it now: "
+                "stage 3 gathers it on all of them. Call it on every rank, or replicate it with zero(..., hybrid=N)"
+            ) from error
         return int(number.item())
 
     def _pass_by(self, unit: Unit) -> None:

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from .data import Corpus
 from .launch import LAUNCHER, Failed, launch, report
 from .layout import Settings
-from .model import CHECKPOINTS, ModelConfig, Transformer
+from .model import CHECKPOINTS, ModelConfig, Transformer, best_interval
 from .optim import Adan, Lion, Muon
 from .parallel import Cut, tensor_parallel
 from .peers import PEERS, Peer
 from .planner import advice
-from .remat import Partition, best_interval
+from .remat import Partition
 from .zero import Engine, zero
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -264,7 +264,7 @@ class Job:
                 took = statistics.median(times[-10:])
                 self._say(f"step {step + 1:5d}/{args.steps}  loss {losses[-1]:.4f}  {took:.0f} ms")
             if args.prefetch == "auto" and isinstance(engine, Engine) and step == self.first + 2:
-                self._say(f"prefetch {engine.prefetch}: {engine.sharded.prefetch_reason}")
+                self._say(f"prefetch {engine.sharded.prefetch}: {engine.sharded.prefetch_reason}")
             if save and not last:
                 self._save(step + 1)
                 begin = time.perf_counter()

@@ -64,7 +64,7 @@ def zero(
             at once, so that a reduce-scatter does not hold up the gathers behind it.
         bucket_bytes: bytes that one reduction (stages 0-2) or gather (1-2) moves; at stage 3 it is the unit's size.
         prefetch: at stage 3, units gathered ahead of the one in use, or ``"auto"``: look-ahead
-            k* = ceil(T_gather / T_compute), measured in the second step, agreed by all ranks, see ``Engine.prefetch``.
+            k* = ceil(T_gather / T_compute), measured in the second step, agreed by all ranks (1 until then).
         param_dtype: dtype of parameters, gradients and messages. float16 turns dynamic loss scaling on.
         master_dtype: dtype of the shards that the optimizer updates.
         reduce_op: ``"mean"`` or ``"sum"`` over the ranks.
@@ -168,11 +168,6 @@ class Engine:
         regroup(optimizer, self.params, self.owned)
         model.register_state_dict_pre_hook(self._before_state_dict)
 
-    @property
-    def prefetch(self) -> int:
-        """Units gathered ahead at stage 3; with ``"auto"`` what was chosen, 1 before that."""
-        return self.sharded.prefetch
-
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagate ``loss`` (scalar), divided by the accumulation steps and multiplied by the loss scale."""
         factor = (self.loss_scale or 1.0) / self.settings.gradient_accumulation
@@ -195,7 +190,8 @@ class Engine:
         self.health.check()
         self.reducer.micro_batch = 0
         self.reducer.drain()
-        exact = {bucket: bucket.exact_gradients() for bucket in self.buckets}
+        reduced: Any = [(b, b.grad_shard, b.master) for b in self.buckets]  # as the optimizer wants them, where it does
+        exact = {bucket: grads.to(master) for bucket, grads, master in reduced}
         for bucket, grads in exact.items():
             if bucket.comm is not self.comm and self.comm.op == dist.ReduceOp.AVG:
                 grads /= self.comm.size // bucket.comm.size  # an expert's has the tokens of several ranks in it
