@@ -79,10 +79,10 @@ class Health:
         last, self._last = self._last, None
         if last is None or self.engine.comm.backend == "fake" or self.engine.loss_scale is not None:
             return
-        work, seen, *about = last
+        work, seen, squares, parts, losses = last
         work.synchronize() if isinstance(work, torch.cuda.Event) else work.wait()
         if not math.isfinite(seen[-1].item()):
-            raise self.error(f"not finite at step {self.engine.steps - 1}", *about)
+            raise self.error(f"not finite at step {self.engine.steps - 1}", squares, parts, losses)
 
     def overflow(self) -> FloatingPointError:
         """What to raise, on every rank, when this step's gradients overflow float16 at any scale."""
