@@ -142,3 +142,17 @@ def test_numbers_survive_json(run):
     assert [e["enqueue_ns"] for e in story["events"]] == expected["enqueue_ns"].tolist()
     starts = [None if pd.isna(v) else int(v) for v in expected["start_ns"]]
     assert [e["start_ns"] for e in story["events"]] == starts and any(starts)
+
+
+def test_a_long_trace_is_not_read_as_a_whole(run, tmp_path, monkeypatch):
+    """Before: all of it, at each call."""
+    events = Trace.read(run / "trace").events
+    part = len(events) // 10
+    with TraceWriter(tmp_path / "t", {}, segment_rows=part) as writer:
+        for first in range(0, 10 * part, part):
+            writer.write(events.iloc[first : first + part])
+    monkeypatch.setitem(show.__globals__, "MOST_EVENTS", 3 * part)
+    told = json.loads(run_show(tmp_path / "t", "--json").stdout)
+    assert part <= told["n_events"] <= 4 * part and told["warnings"]
+    told = json.loads(run_show(tmp_path / "t", "--json", "--whole").stdout)
+    assert told["n_events"] == 10 * part and not told["warnings"]

@@ -229,3 +229,18 @@ def test_a_trace_of_format_1_stays_readable():
     assert trace.events["start_ns"].dropna().min() > 1_763_719_000_000_000_000
     assert len(trace.windows) == 3 and sorted(trace.tables) == [0, 1, 2, 3, 4]
     assert np.shape(trace.offers["cost_us"][0]) == (21,)
+
+
+def test_the_log_of_a_long_run_keeps_its_beginning_and_its_end(tmp_path):
+    """Before: a line for every window, for ever."""
+    cap = 2**20
+    with TraceWriter(tmp_path / "t", {}, most_bytes=cap) as writer:
+        for i in range(5000):
+            writer.log("window", {"index": i, "reason": "x" * 80})
+            if i % 500 == 0:
+                assert (tmp_path / "t" / "windows.jsonl").stat().st_size <= cap / 16 + 300
+    log = Trace.read(tmp_path / "t").log
+    seen = [line["index"] for line in log if line["kind"] == "window"]
+    assert seen == sorted(set(seen)) and seen[:50] == list(range(50)) and seen[-50:] == list(range(4950, 5000))
+    gone = sum(line["lines"] for line in log if line["kind"] == "left_out")
+    assert gone > 3000 and (tmp_path / "t" / "windows.jsonl").stat().st_size <= cap / 16 + 300

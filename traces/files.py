@@ -50,6 +50,9 @@ COMPUTE_COLUMNS: dict[str, str] = {
     "blocks": "int64",
     "stream": "int64",
 }
+#: The log may take one part in so many of what a trace may take.
+LOG_SHARE = 16
+_LEFT_OUT = b'{"kind": "left_out"'
 _SEGMENTED = {"events": EVENT_COLUMNS, "steps": STEP_COLUMNS}
 _WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS, "compute": COMPUTE_COLUMNS}
 _KEYS = {
@@ -86,7 +89,8 @@ class TraceWriter:
             segments to it and keep its header) or ``replace`` (remove its files, and no others).
         segment_rows: a segment is written when so many rows have come,
         segment_seconds: or so much time has passed; up to a minute in a long run, or its files would be too many.
-        most_bytes: of all segments together. Beyond it the oldest go, save those of the beginning (a quarter).
+        most_bytes: of all segments together. Beyond it the oldest go, save those of the beginning (a quarter). The
+            log may have a sixteenth of it beside them.
     """
 
     def __init__(
@@ -211,6 +215,21 @@ class TraceWriter:
         """
         line = {"kind": kind, "time": round(time.time(), 3), **entry}
         self._log.write(json.dumps(plain(line), allow_nan=False) + "\n")
+        if self._log.tell() > self.most_bytes / LOG_SHARE:
+            self._thin_log()
+
+    def _thin_log(self) -> None:
+        """Of a log that has grown too long the first quarter and as much of its end stay; a line says what went."""
+        self._log.close()
+        path, most = self.folder / "windows.jsonl", self.most_bytes / LOG_SHARE / 4
+        lines = path.read_bytes().splitlines(keepends=True)
+        ends = np.cumsum([len(line) for line in lines])
+        first, last = int(np.searchsorted(ends, most)), int(np.searchsorted(ends, ends[-1] - most)) + 1
+        before = (json.loads(line)["lines"] - 1 for line in lines[first:last] if line.startswith(_LEFT_OUT))
+        entry = {"kind": "left_out", "time": round(time.time(), 3), "lines": last - first + sum(before)}
+        gone = json.dumps(entry).encode() + b"\n"
+        _atomically(path, lambda tmp: tmp.write_bytes(b"".join([*lines[:first], gone, *lines[last:]])))
+        self._log = path.open("a", buffering=1, encoding="utf-8")
 
     def close(self) -> None:
         """Write what is still held back."""

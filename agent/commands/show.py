@@ -18,10 +18,17 @@ if TYPE_CHECKING:
     from ...traces.files import Trace
 
 
+#: Collectives that are read of a trace: the first and the last of a long run.
+MOST_EVENTS = 500_000
+
+
 def show(
     trace: Annotated[Path, typer.Argument(help="A trace folder, or the folder of a run.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     events: Annotated[int, typer.Option(help="Also list the first so many collectives.")] = 0,
+    whole: Annotated[
+        bool, typer.Option(help="Read every event of a long trace, not only its first and last half a million.")
+    ] = False,
 ) -> None:
     """Show what a run did: its collectives, what was tried, what was decided and why, and whether ranks agreed."""
     from ...traces.files import Trace, TraceError
@@ -29,7 +36,7 @@ def show(
     if events < 0:
         fail(f"--events is 0 or more, not {events}")
     try:
-        read = Trace.read(trace)
+        read = Trace.read(trace, most_events=None if whole else MOST_EVENTS)
     except TraceError as error:
         fail(str(error))
     story = tell(read, summary_of(read.folder), events)
