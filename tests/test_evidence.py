@@ -48,7 +48,7 @@ def test_without_anything_shown_nothing_changes():
     jobs = draw_jobs(STANDARD, np.random.default_rng(0), 1)
     belief = check_advice.belief_of(jobs, 0, "no compute")
     before = belief.mean.copy(), belief.cov.copy()
-    tell(belief, [16.0] * len(belief.amean), [Evidence()] * len(belief.amean))
+    tell(belief, [Evidence()] * len(belief.arms))
     assert np.array_equal(belief.mean, before[0]) and np.array_equal(belief.cov, before[1])
 
 
