@@ -1,157 +1,199 @@
-"""The simulator as training sees it: what the actor is told, what the critic is told beside it, SB3's interface."""
+"""Searches over simulated jobs as training sees them: many side by side, one turn a step, and what the time was worth.
+
+What an episode earns is time: the default steps that its search did not lose against the oracle's table over
+``HORIZON`` steps of the job. A search shows its worth only at its end, so the reward of a turn is the change of what
+would be lost if the table believed best stayed in force from now on (potential-based shaping, Ng et al. 1999): over an
+episode it adds up to the same.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from stable_baselines3.common.vec_env import VecEnv
 
-from ..envs import spaces
-from .belief import Belief
-from .policy import actor_input
-from .recurrent import N_INPUT
+from ..envs import spaces, turns
+from ..envs.belief import Prior
+from ..envs.sim.jobs import SLOTS, STANDARD, JobFamily, Jobs, draw_jobs, oracle
+from ..envs.sim_windows import SimSearch
+from ..envs.spaces import N_CONFIGS
+from ..envs.watch import Rules
 
 Array = np.ndarray[Any, Any]
 
-
-class Batch(Protocol):
-    """What training needs of an environment (``envs.sim_env.BatchSim``): ``n`` episodes stepped at once, in step."""
-
-    trials: spaces.Trials
-
-    @property
-    def truth(self) -> Array:
-        """Expected scaled saving of every config in the running episodes, (n, N_CONFIGS), -inf where masked."""
-        ...
-
-    @property
-    def share(self) -> Array:
-        """Of their slots in the step, (n,)."""
-        ...
-
-    def reset(self) -> Array:
-        """First observations, (n, N_OBSERVATION)."""
-        ...
-
-    def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
-        """One window in each episode."""
-        ...
-
-
-class Believing:
-    """A batch whose observations come with what is believed of each config: (n, N_INPUT), see ``policy.actor_input``.
-
-    A masked action, which only an actor that is trained without masks takes, leaves the slot to NCCL.
-    """
-
-    def __init__(self, batch: Batch, belief: Belief, without: tuple[str, ...] = ()) -> None:
-        self.batch, self.belief, self.without = batch, belief, without
-
-    @property
-    def trials(self) -> spaces.Trials:
-        """Of the batch."""
-        return self.batch.trials
-
-    @property
-    def truth(self) -> Array:
-        """Of the batch."""
-        return self.batch.truth
-
-    @property
-    def share(self) -> Array:
-        """Of the batch."""
-        return self.batch.share
-
-    def _input(self, observations: Array) -> Array:
-        self.open = spaces.config_mask(observations)
-        return np.concatenate(actor_input(self.belief, observations, self.without), axis=1)
-
-    def reset(self) -> Array:
-        """First inputs, (n, N_INPUT)."""
-        return self._input(self.batch.reset())
-
-    def step(self, actions: Array) -> tuple[Array, Array, Array, Array, dict[str, Any]]:
-        """One window in each episode."""
-        if "masks" in self.without:
-            allowed = self.open[np.arange(len(actions)), spaces.config_index(actions)]
-            actions = np.where(allowed[:, None], actions, 0)
-        observations, *rest = self.batch.step(actions)
-        return self._input(observations), *rest  # type: ignore[return-value]
-
-
-#: Step time in default steps from which ``BatchVecEnv`` makes a window cost more than it loses.
-HARSH = 1.3
-
+#: Steps of a job over which the time lost counts.
+HORIZON = 20_000
+#: A job's loss is divided by HORIZON times this much and this part of what there is to gain: jobs with much to gain
+#: count for more, but do not drown the rest.
+UNIT = (0.01, 0.3)
 #: Figures of the truth that the critic sees.
-N_REVEALED = 5
+N_REVEALED = 4
 
 
-def revealed(truth: Array, best: Array, share: Array) -> Array:
-    """What the critic sees of the truth, (n, N_REVEALED) float32: what is left to gain over the best measured config,
-    the oracle's saving, the slot's share, the mean saving of a config, and how much longer a step the worst makes.
+class Block:
+    """Some jobs, their searches, and what is true of them."""
 
-    ``truth`` (n, N_CONFIGS), -inf where masked; ``best`` (n,) index; ``share`` (n,).
-    """
-    open_ = np.isfinite(truth)
-    oracle = truth.max(axis=1)
-    now = truth[np.arange(len(truth)), best]
-    mean = np.where(open_, truth, 0).sum(axis=1) / open_.sum(axis=1)
-    worst = -np.where(open_, truth, 0).min(axis=1) * share
-    return np.stack([oracle - now, oracle, share, mean, worst], axis=1).astype(np.float32)
+    def __init__(self, jobs: Jobs, prior: Prior, rng: np.random.Generator, rules: Rules | None, teach: bool) -> None:
+        self.calm = jobs.take(slice(None))  # in fair weather
+        self.calm.swing[:, 0] = 0
+        self.best = 1 - oracle(self.calm, passes=1)[1] / self.calm.default_us
+        self.search = SimSearch(jobs, prior, rng, rules)
+        n = len(jobs)
+        self.unit = HORIZON * (UNIT[0] + UNIT[1] * self.best)
+        self.gain, self.lost = np.zeros(n), np.zeros(n)
+        self.teach, self.apart = teach, np.zeros((n, SLOTS, N_CONFIGS), np.float32)
+        self.next = 0  # the first job that nobody works on
+        self._look(np.arange(n))
+
+    def _tables(self, rows: Array) -> Array:
+        """What would stay in force now: what is believed best; once the search is over, what it confirmed."""
+        out = np.zeros((len(rows), SLOTS), np.int64)
+        for row, i in zip(out, rows, strict=True):
+            search = self.search.searches[i]
+            row[: search.n_slots] = search.confirmed if search.is_over else search.belief.best()
+        return out
+
+    def _saving(self, tables: Array, rows: Array) -> Array:
+        return np.asarray(1 - self.calm.step_us(tables, rows)[0] / self.calm.default_us[rows])
+
+    def _look(self, rows: Array) -> None:
+        """Work out what the searches at ``rows`` have come to, in default steps lost over HORIZON."""
+        tables = self._tables(rows)
+        self.gain[rows] = self._saving(tables, rows)
+        steps = np.array([self.search.searches[i].steps for i in rows], float)
+        lost = np.array([self.search.searches[i].lost for i in rows])
+        left = np.maximum(HORIZON - steps, 0)
+        self.lost[rows] = lost + steps * self.best[rows] + left * (self.best[rows] - self.gain[rows])
+        if self.teach:
+            self._compare(rows, tables)
+
+    def _compare(self, rows: Array, tables: Array) -> None:
+        """What every config of every slot truly saves beyond the table believed best, the other slots as in it."""
+        slots = np.arange(SLOTS)[None, :, None] < self.calm.n_slots[rows][:, None, None]
+        place, slot, config = np.nonzero(self.calm.mask[rows] & slots)
+        trial = tables[place]
+        trial[np.arange(len(place)), slot] = config
+        self.apart[rows] = 0
+        saved = self._saving(trial, rows[place]) - self.gain[rows][place]
+        self.apart[rows[place], slot, config] = saved
+
+    def step(self, rows: Array, configs: Array) -> tuple[Array, Array]:
+        """A turn of each of the searches at ``rows``: rewards, and which are over."""
+        before, windows = self.lost[rows].copy(), self.search.n_windows[rows].copy()
+        self.search.step(rows.tolist(), configs)
+        over = np.array([self.search.searches[i].is_over for i in rows])
+        moved = rows[over | (self.search.n_windows[rows] > windows)]
+        if len(moved):
+            self._look(moved)
+        return (before - self.lost[rows]) / self.unit[rows], over
 
 
-class BatchVecEnv(VecEnv):
-    """SB3's interface over an environment that steps ``n`` episodes at once (``envs.sim_env.BatchSim``).
+class JobBatch:
+    """``n`` searches that are stepped at once; one that is over begins anew on a fresh job."""
 
-    An episode's end is a true end (no bootstrap): the observation says how many trials are left.
-    """
+    def __init__(
+        self,
+        n: int,
+        seed: int,
+        family: JobFamily = STANDARD,
+        rules: Rules | None = None,
+        prior: Prior | None = None,
+        teach: bool = False,
+    ) -> None:
+        """``teach``: work out :attr:`apart`."""
+        self.n, self.family, self.rules, self.teach = n, family, rules, teach
+        self.prior = prior or Prior.load()
+        self.rng = np.random.default_rng([seed, 3])
+        self.finished: list[dict[str, float]] = []  # of each episode that ended
+        self._newest: Block | None = None
 
-    def __init__(self, batch: Any, n: int, tail: float = 0.0, risk: float = 0.0) -> None:
-        """``batch`` has ``reset() -> inputs`` and ``step(actions) -> (inputs, reward, terminated, truncated, info)``.
+    def _fresh(self) -> tuple[Block, int]:
+        if self._newest is None or self._newest.next == self.n:
+            jobs = draw_jobs(self.family, self.rng, self.n)
+            self._newest = Block(jobs, self.prior, self.rng, self.rules, self.teach)
+        block = self._newest
+        block.next += 1
+        return block, block.next - 1
 
-        ``tail``: windows that the result of a search stays in force after it. ``risk``: price of a window's step time
-        above HARSH default steps.
-        """
-        self.tail, self.risk = tail, risk
-        self.batch = batch  # before SB3 asks for attributes of it
-        space = gym.spaces.Box(-4.0, 4.0, (N_INPUT + N_REVEALED,), np.float32)
-        super().__init__(n, space, spaces.action_space())
-        self.returns, self.lengths = np.zeros(n), np.zeros(n, np.int64)
-        self.actions = np.zeros((n, 2), np.int64)
+    def reset(self) -> Array:
+        """Fresh searches; observations (n, turns.N_OBSERVATION)."""
+        self._newest = None
+        self.at = [self._fresh() for _ in range(self.n)]
+        self.finished.clear()
+        return self._observe()
+
+    def _observe(self) -> Array:
+        return np.stack([block.search.searches[row].observe() for block, row in self.at])
+
+    def _slot(self) -> Array:
+        return np.array([block.search.searches[row].turn for block, row in self.at])
+
+    def step(self, configs: Array) -> tuple[Array, Array, Array]:
+        """A turn of each search, (n,) configs: observations, rewards (n,), which searches were over (n,)."""
+        rewards, over = np.zeros(self.n), np.zeros(self.n, bool)
+        for block in {id(block): block for block, _ in self.at}.values():
+            mine = np.array([i for i, (other, _) in enumerate(self.at) if other is block])
+            rows = np.array([self.at[i][1] for i in mine])
+            rewards[mine], over[mine] = block.step(rows, configs[mine])
+        for i in np.flatnonzero(over):
+            block, row = self.at[i]
+            search = block.search.searches[row]
+            figures = {"lost": block.lost[row], "oracle": block.best[row], "gain": block.gain[row]}
+            self.finished.append({**figures, "verdict": float(search.steps), "rounds": float(search.round)})
+            self.at[i] = self._fresh()
+        return self._observe(), rewards, over
+
+    @property
+    def revealed(self) -> Array:
+        """What the critic sees of the truth, (n, N_REVEALED) float32: what there is to gain, what is left to gain over
+        the table believed best and over the one in force, and steps so far."""
+        told = [(b.best[r], b.gain[r], b.search.searches[r], b.unit[r]) for b, r in self.at]
+        rows = [
+            (20 * best, 0.5 * (best - gain) * HORIZON / unit, float(search.confirmed.any()), search.steps / 500)
+            for best, gain, search, unit in told
+        ]
+        return np.clip(np.array(rows, np.float32), -4, 4)
+
+    @property
+    def apart(self) -> Array:
+        """What every config of the slot whose turn it is truly saves beyond the table believed best, (n, N_CONFIGS)."""
+        return np.stack([block.apart[row, block.search.searches[row].turn] for block, row in self.at])
+
+
+class JobVecEnv(VecEnv):
+    """SB3's interface over a :class:`JobBatch`."""
+
+    def __init__(self, batch: JobBatch) -> None:
+        self.batch = batch
+        space = gym.spaces.Box(-4.0, 4.0, (turns.N_OBSERVATION + N_REVEALED,), np.float32)
+        super().__init__(batch.n, space, spaces.action_space())
+        self.returns, self.lengths = np.zeros(batch.n), np.zeros(batch.n, np.int64)
+        self.actions = np.zeros((batch.n, 2), np.int64)
+
+    def _with_truth(self, observations: Array) -> Array:
+        return np.concatenate([observations, self.batch.revealed], axis=1)
 
     def reset(self) -> Array:  # type: ignore[override]
-        """Inputs (n, N_INPUT + N_REVEALED) of fresh episodes."""
+        """Observations of fresh searches, the critic's figures behind them."""
         self.returns[:], self.lengths[:] = 0, 0
-        return self._reveal(self.batch.reset())
-
-    def _reveal(self, obs: Array) -> Array:
-        b = self.batch
-        return np.concatenate([obs, revealed(b.truth, b.trials.best(), b.share)], axis=1)
+        return self._with_truth(self.batch.reset())
 
     def step_async(self, actions: Array) -> None:
         """Keep the actions (n, 2)."""
         self.actions = actions
 
     def step_wait(self) -> tuple[Array, Array, Array, list[dict[str, Any]]]:  # type: ignore[override]
-        """Step; infos carry SB3's ``episode`` statistics where one ended."""
-        share = np.array(self.batch.share)  # of the running episodes; a step may begin others
-        obs, reward, terminated, truncated, info = self.batch.step(self.actions)
-        done = np.logical_or(terminated, truncated)
-        # Against what the oracle would have got: the same optimum, and tasks with much to gain do not drown the rest.
-        oracle, trial = info["oracle_saving"], info["expected_saving"]
-        reward = reward - spaces.reward(oracle, oracle)
-        # What the search found stays in force when it is over: that much more counts how good it is in the end.
-        reward = reward + done * self.tail * (reward - spaces.TRIAL_PRICE * (trial - oracle))
-        reward = reward - self.risk * np.maximum(-info["expected_saving"] * share - (HARSH - 1), 0)
-        self.returns += reward
+        """Step; infos carry SB3's ``episode`` statistics where one ended. The verdict is a true end."""
+        observations, rewards, over = self.batch.step(spaces.config_index(self.actions))
+        self.returns += rewards
         self.lengths += 1
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        for i in np.flatnonzero(done):
+        for i in np.flatnonzero(over):
             infos[i]["episode"] = {"r": float(self.returns[i]), "l": int(self.lengths[i]), "t": 0.0}
-        self.returns[done], self.lengths[done] = 0, 0
-        return self._reveal(obs), np.asarray(reward, np.float32), done, infos
+        self.returns[over], self.lengths[over] = 0, 0
+        return self._with_truth(observations), rewards.astype(np.float32), over, infos
 
     def close(self) -> None:
         """Nothing to free."""

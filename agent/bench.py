@@ -32,7 +32,7 @@ from ..envs.job_suites import FAMILIES, JobSuite, draw_suite
 from ..envs.scores import HORIZONS
 from ..envs.submissions import FORMAT, Suite, enter, rows_of
 from ..envs.watch import Rules
-from .choosing import DEFAULT, RULES, SlotBySlot, look_here, make_chooser
+from .choosing import DEFAULT, RULES, look_here, make_chooser
 from .classical import CLASSICAL, make_classical
 from .spread import Executor, Processes, spread
 
@@ -51,8 +51,8 @@ def entrants() -> tuple[str, ...]:
     if importlib.util.find_spec("optuna"):
         found.append("tpe")
     try:
-        if not isinstance(make_chooser("lstm"), SlotBySlot):  # one of single slots is no entrant
-            found.insert(0, "lstm")
+        make_chooser("lstm")
+        found.insert(0, "lstm")
     except ValueError:
         pass
     return tuple(found)

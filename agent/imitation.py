@@ -1,101 +1,109 @@
 """Imitation of a planner that sees the truth: what the policy learns first.
 
-Roll the policy out, and at every step let it predict which config one who knows the truth would run next, given only
-what it has seen so far. The minimiser of such a loss is the posterior over the best config (Lee et al. 2023,
-"Supervised pretraining can learn in-context reinforcement learning"): a searcher that adapts in context. Its likeliest
-config would be the safe one, AUTO, in most slots, since no other is as likely to be the best; so each moment weighs as
-much as there is to gain in it. What is learned then is the expected improvement of each config, up to a factor.
+Play whole jobs with the policy of now, and at every turn let it predict which config one who knows the truth would run
+next, given only what it has seen so far. The minimiser of such a loss is the posterior over the best config (Lee et al.
+2023, "Supervised pretraining can learn in-context reinforcement learning"). Each moment weighs as much as there is to
+gain in it, or the likeliest config would be the safe one in most; what is learned then is the expected improvement of
+each config, up to a factor. Episodes of earlier policies are kept for a while (Ross et al. 2011, DAgger).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..envs import spaces
-from ..envs.spaces import HORIZON
-from .batches import Believing, revealed
+from ..envs.belief import Prior
+from ..envs.sim.job_family import JobFamily
+from ..envs.sim.jobs import draw_jobs
+from ..envs.spaces import N_CONFIGS, actions_of, config_index
+from ..envs.turns import N_OBSERVATION
+from .batches import HORIZON, Block
+from .policy import LstmPolicy, blinded
 from .recurrent import MaskedLstmPolicy
-
-if TYPE_CHECKING:
-    from .train import Settings
 
 Array = np.ndarray[Any, Any]
 
+#: Turns of an episode that are learned from, at most.
+LONGEST = 240
 
-def imitate(
-    policy: MaskedLstmPolicy, batch: Believing, n: int, iterations: int, s: Settings, rate: Callable[[float], float]
+
+@dataclass
+class Episode:
+    """One job as it was played: what was seen at each turn, and what was true."""
+
+    seen: Array  # (t, N_OBSERVATION) float16
+    apart: Array  # (t, N_CONFIGS) float16: what a config truly saves beyond the best, in units of the job
+
+
+def collect(
+    weights: dict[str, Array],
+    record: dict[str, Any],
+    family: JobFamily,
+    seed: tuple[int, ...],
+    n: int,
+    sharpness: float,
+) -> list[Episode]:
+    """Play ``n`` fresh jobs to their verdicts with a policy whose scores are multiplied by ``sharpness``."""
+    rng = np.random.default_rng(seed)
+    policy = LstmPolicy(weights, record, seed=int(rng.integers(2**31)))
+    block = Block(draw_jobs(family, rng, n), Prior.load(), rng, None, teach=True)
+    searches = block.search.searches
+    seen: list[list[Array]] = [[] for _ in range(n)]
+    apart: list[list[Array]] = [[] for _ in range(n)]
+    state = (np.zeros((n, policy.hidden), np.float32),) * 2
+    obs = np.zeros((n, N_OBSERVATION), np.float32)
+    while len(rows := np.array(block.search.waiting)):
+        for i in rows:
+            obs[i] = searches[i].observe()
+            seen[i].append(obs[i].astype(np.float16))
+            apart[i].append(block.apart[i, searches[i].turn] / block.unit[i] * HORIZON)
+        scores, state = policy.scores(obs, state)
+        noisy = sharpness * scores + policy.rng.gumbel(size=scores.shape)
+        block.step(rows, config_index(actions_of(noisy.argmax(axis=1)))[rows])
+    return [Episode(np.array(s), np.array(a, np.float16)) for s, a in zip(seen, apart, strict=True) if s]
+
+
+def learn(
+    policy: MaskedLstmPolicy,
+    episodes: Sequence[Episode],
+    temperature: float,
+    stay: float,
+    foresight: float,
+    calm: float,
+    without: tuple[str, ...] = (),
 ) -> float:
-    """``iterations`` rounds of rolling out ``n`` whole episodes and learning from them; returns the last loss.
+    """One step of gradient descent on whole episodes; the loss.
 
-    The loss is the cross entropy to the softmax of :func:`worth`, weighted by the largest worth (as a saving) plus
-    ``stay``: the larger that is, the surer the policy must be of a gain before it tries one config more. ``rate`` gives
-    the learning rate at a part (0 .. 1) of the rounds. The critic learns the returns on the side.
+    The loss is the cross entropy to the softmax of what a trial is worth to one who knows the truth: ``foresight``
+    windows of what it saves, and the window itself; ``calm`` more for the config that is best already. It is weighted
+    by the largest saving plus ``stay``: the larger these two are, the surer the policy must be of a gain before it
+    tries one config more.
     """
-    loss = torch.zeros(())
-    obs = batch.reset()
-    for k in range(iterations):
-        for group in policy.optimizer.param_groups:
-            group["lr"] = rate(k / iterations)
-        truth, share, allowed = batch.truth.copy(), np.array(batch.share), torch.as_tensor(batch.open)
-        seen, best, rewards, obs = _episodes(policy, batch, obs, n, s.hidden, s.tail)
-        values = np.stack([worth(truth, best[t], s.foresight) for t in range(HORIZON)], axis=1)
-        returns = np.zeros_like(rewards)
-        running = np.zeros(n, np.float32)
-        for t in reversed(range(HORIZON)):
-            returns[t] = running = rewards[t] + s.gamma * running
-        for part in np.array_split(np.arange(n), max(1, n * HORIZON // s.batch // 2)):
-            x = torch.as_tensor(seen[:, part].swapaxes(0, 1).reshape(len(part) * HORIZON, -1))
-            begun = torch.zeros(len(part), HORIZON)
-            begun[:, 0] = 1
-            zero = torch.zeros(1, len(part), s.hidden)
-            scores = policy.scores(x, (zero, zero), begun.flatten())[0].reshape(len(part), HORIZON, -1)
-            worths, open_ = torch.as_tensor(values[part]), allowed[part][:, None]
-            wanted = torch.softmax((worths / s.temperature).masked_fill(~open_, -torch.inf), dim=2)
-            weight = worths.max(dim=2).values / (s.foresight + 1) + s.stay
-            chances = torch.log_softmax(scores, dim=2).masked_fill(~open_, 0.0)
-            loss = -(weight[..., None] * wanted * chances).sum() / weight.sum()
-            known = np.stack([revealed(truth[part], best[t, part], share[part]) for t in range(HORIZON)], 1)
-            value = policy.predict_values(torch.cat([x, torch.as_tensor(known).flatten(0, 1)], dim=1)).flatten()
-            miss = torch.nn.functional.mse_loss(value, torch.as_tensor(returns[:, part].T.flatten()))
-            policy.optimizer.zero_grad()
-            (loss + 0.01 * miss).backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            policy.optimizer.step()
+    length, n = min(max(len(e.seen) for e in episodes), LONGEST), len(episodes)
+    seen, apart = np.zeros((n, length, N_OBSERVATION), np.float32), np.zeros((n, length, N_CONFIGS), np.float32)
+    real = np.zeros((n, length), bool)
+    for k, e in enumerate(episodes):
+        t = min(len(e.seen), length)
+        seen[k, :t], apart[k, :t], real[k, :t] = e.seen[:t], e.apart[:t], True
+    begun = torch.zeros(n, length)
+    begun[:, 0] = 1
+    zero = torch.zeros(1, n, policy.lstm_actor.hidden_size)
+    shown = torch.as_tensor(blinded(seen.reshape(n * length, -1), without))
+    scores = policy.scores(shown, (zero, zero), begun.flatten())[0].unflatten(0, (n, -1))
+    open_ = torch.as_tensor(seen[:, :, -N_CONFIGS:] > 0.5)
+    told = torch.as_tensor(np.clip(apart, -2.0, 2.0))
+    worth = foresight * told.clamp(min=0) + told + calm * (told == 0)
+    wanted = torch.softmax((worth / temperature).masked_fill(~open_, -1e8), dim=2)
+    chances = torch.log_softmax(scores, dim=2).masked_fill(~open_, 0.0)
+    weight = (told * open_).amax(dim=2).clamp(min=0) + stay
+    weight = weight * torch.as_tensor(real)
+    loss = -(weight[..., None] * wanted * chances).sum() / weight.sum()
+    policy.optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    policy.optimizer.step()
     return float(loss.detach())
-
-
-def worth(truth: Array, best: Array, foresight: float) -> Array:
-    """What running each config next is worth to one who knows the truth, (n, N_CONFIGS) float32, 0 where masked.
-
-    ``foresight`` windows under it if it truly is better than what would be committed now, ``best`` (n,), and the trial
-    itself: what it saves or costs against running the best so far once more (which is worth 0).
-    """
-    known = np.where(np.isfinite(truth), truth, 0.0)
-    apart = np.clip(known - known[np.arange(len(best)), best][:, None], -1.5, 1.5)
-    return np.where(np.isfinite(truth), foresight * np.maximum(apart, 0) + apart, 0.0).astype(np.float32)
-
-
-def _episodes(
-    policy: MaskedLstmPolicy, batch: Believing, obs: Array, n: int, hidden: int, tail: float
-) -> tuple[Array, Array, Array, Array]:
-    """One sampled episode each: inputs (HORIZON, n, N_INPUT), the best config before each trial (HORIZON, n), rewards
-    (HORIZON, n), and the first inputs of the next."""
-    seen, rewards = np.zeros((HORIZON, *obs.shape), np.float32), np.zeros((HORIZON, n), np.float32)
-    best = np.zeros((HORIZON, n), np.int64)
-    state, starts = (torch.zeros(1, n, hidden), torch.zeros(1, n, hidden)), torch.zeros(n)
-    for t in range(HORIZON):
-        seen[t], best[t] = obs, batch.trials.best()
-        with torch.no_grad():
-            distribution, state = policy.get_distribution(torch.as_tensor(obs), state, starts)
-            actions = distribution.sample().numpy()
-        obs, rewards[t], terminated, truncated, info = batch.step(actions)
-        oracle, trial = info["oracle_saving"], info["expected_saving"]
-        rewards[t] -= spaces.reward(oracle, oracle)  # as BatchVecEnv does
-    rewards[-1] += tail * (rewards[-1] - spaces.TRIAL_PRICE * (trial - oracle))
-    if not np.all(np.logical_or(terminated, truncated)):
-        raise ValueError(f"episodes of a training batch must all last {HORIZON} trials")
-    return seen, best, rewards, obs

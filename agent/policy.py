@@ -1,4 +1,4 @@
-"""The trained LSTM policy at run time: numpy only, a few microseconds a step, one LSTM state per slot.
+"""The trained LSTM policy at run time: numpy only, well under a millisecond a turn, one LSTM state for the whole job.
 
 Training needs torch (``agent/recurrent.py``); what it learned is a file of weights that this module evaluates. The
 two give the same actions (``tests/test_policy.py``).
@@ -13,42 +13,56 @@ from typing import Any
 
 import numpy as np
 
-from ..envs import spaces
-from ..envs.spaces import N_CONFIGS, N_MASK, N_OBSERVATION, N_OUTCOME
+from ..envs import spaces, turns
+from ..envs.spaces import N_CONFIGS
+from ..envs.turns import N_OBSERVATION, N_PER_CONFIG, SCALE
 from ..traces.fingerprint import N_FEATURES
-from ..traces.records import PAIRS
-from .belief import N_FIGURES, Belief
 
 Array = np.ndarray[Any, Any]
 
 #: Layout of the weights file; an older or newer file is refused.
-FORMAT = 2
+FORMAT = 3
+#: The figure that says which config was chosen in the last round.
+LAST = 4
+#: So much of the step is worth one unit of a score.
+TEMPER = 1e-2
+_N_CONTEXT = N_FEATURES + len(turns.CONTEXT)
+
+
+def rule_scores(figures: Array, rule: Array) -> Array:
+    """What ``rules.ExpectedImprovement`` makes of figures (n, N_PER_CONFIG, N_CONFIGS), as scores (n, N_CONFIGS).
+
+    ``rule`` is its foresight, least and risk. The largest score is the config that the rule chooses.
+    """
+    foresight, least, risk = (float(x) for x in rule)
+    ahead, learned, worth = figures[:, 0] / SCALE, figures[:, 1] / SCALE, figures[:, 2] / SCALE / 10
+    scores = foresight * worth + ahead - risk * learned
+    scores = np.where(worth > least, scores, scores - 2 * foresight * least)
+    return np.asarray(np.where(ahead >= 0, np.maximum(scores, 0), scores) / TEMPER)
 
 
 class LstmPolicy:
-    """Masked LSTM policy: observation -> LSTM -> one hidden layer -> a score per config, made of what the network says
-    and of what is measured and believed of the config, the same way for every config. Its twin in training is
-    ``recurrent.MaskedLstmPolicy``.
+    """Masked LSTM policy over the turns of a job: observation -> LSTM -> one hidden layer -> what is added to the
+    rule's score of each config. Its twin in training is ``recurrent.MaskedLstmPolicy``.
 
-    ``weights`` (float32): ``lstm_x`` (N_OBSERVATION, 4h), ``lstm_h`` (h, 4h), ``lstm_b`` (4h) in torch's gate order
-    i, f, g, o; ``body_w`` (h + N_OBSERVATION, m), ``body_b`` (m); ``head_z`` (m, d), ``head_e`` (N_CONFIGS, d),
-    ``head_s`` (2 + N_FIGURES, d), ``head_u`` (2 + N_FIGURES), ``head_v`` (d), ``skip_w`` (m, N_CONFIGS), ``skip_b``
-    (N_CONFIGS), and those of :class:`belief.Belief`.
+    ``weights`` (float32): ``lstm_x`` (N_READ, 4h), ``lstm_h`` (h, 4h), ``lstm_b`` (4h) in torch's gate order i, f, g,
+    o; ``body_w`` (h + context, m), ``body_b`` (m); ``head_z`` (m, d), ``head_e`` (N_CONFIGS, d), ``head_s``
+    (N_PER_CONFIG, d), ``head_u`` (N_PER_CONFIG), ``head_v`` (d); ``rule`` (3).
     """
 
-    patience = 3  #: see ``stopping.StopRule``
+    turns = True  #: reads the turns of a whole job, see ``choosing.make_chooser``
 
     def __init__(self, weights: dict[str, Array], record: dict[str, Any] | None = None, seed: int = 0) -> None:
         """``record`` says how the weights were trained. Raises ValueError when shapes do not fit the observation."""
         self.weights, self.record = weights, record or {}
         self.rng = np.random.default_rng(seed)
-        self.belief, self.without = Belief(weights), tuple(self.record.get("settings", {}).get("without", ()))
+        self.without = tuple(self.record.get("settings", {}).get("without", ()))
         w = weights
         self.hidden = len(w["lstm_h"])
-        if w["lstm_x"].shape != (N_OBSERVATION, 4 * self.hidden) or w["head_e"].shape[0] != N_CONFIGS:
+        if len(w["lstm_x"]) != _N_CONTEXT + 2 * N_PER_CONFIG or w["head_e"].shape[0] != N_CONFIGS:
             raise ValueError(
                 f"weights for observations of {len(w['lstm_x'])} and {len(w['head_e'])} configs; this version has "
-                f"{N_OBSERVATION} and {N_CONFIGS}: train anew (dynamiccl lab train)"
+                f"{_N_CONTEXT + 2 * N_PER_CONFIG} and {N_CONFIGS}: train anew (dynamiccl train)"
             )
         # sigmoid(x) = (tanh(x / 2) + 1) / 2: with the halves inside the weights, one tanh does all four gates.
         half = np.repeat([0.5, 0.5, 1.0, 0.5], self.hidden).astype(np.float32)
@@ -78,20 +92,23 @@ class LstmPolicy:
     def _fresh(self, n: int) -> tuple[Array, Array]:
         return (np.zeros((n, self.hidden), np.float32),) * 2
 
-    def logits(self, observations: Array, state: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+    def scores(self, observations: Array, state: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         """Scores (n, N_CONFIGS), -inf where masked, and the next LSTM state (h, c), each (n, hidden)."""
         w, k = self.weights, self.hidden
-        observations, believed = actor_input(self.belief, observations, self.without)
+        observations = blinded(observations, self.without)
+        context = observations[:, :_N_CONTEXT]
+        figures = observations[:, _N_CONTEXT:-N_CONFIGS].reshape(-1, N_PER_CONFIG, N_CONFIGS)
+        last = (figures * figures[:, LAST : LAST + 1]).sum(axis=2)
         h, c = state
-        gates = np.tanh(np.concatenate([observations, h], axis=1) @ self._gates + self._bias)
+        gates = np.tanh(np.concatenate([context, last, figures.max(axis=2), h], axis=1) @ self._gates + self._bias)
         i, f, o = (0.5 * gates[:, s] + 0.5 for s in (slice(k), slice(k, 2 * k), slice(3 * k, None)))
         c = f * c + i * gates[:, 2 * k : 3 * k]
         h = o * np.tanh(c)
-        z = np.tanh(np.concatenate([h, observations], axis=1) @ w["body_w"] + w["body_b"])
-        figures = np.concatenate([*spaces.statistics(observations), believed], axis=1).reshape(len(z), -1, N_CONFIGS)
+        z = np.tanh(np.concatenate([h, context], axis=1) @ w["body_w"] + w["body_b"])
         hidden = (z @ w["head_z"])[:, None, :] + w["head_e"] + figures.swapaxes(1, 2) @ w["head_s"]
-        scores = np.maximum(hidden, 0) @ w["head_v"] + z @ w["skip_w"] + w["skip_b"] + w["head_u"] @ figures
-        return np.where(spaces.config_mask(observations), scores, -np.inf), (h, c)
+        learned = np.maximum(hidden, 0) @ w["head_v"] + w["head_u"] @ figures
+        open_ = observations[:, -N_CONFIGS:] > 0.5
+        return np.where(open_, rule_scores(figures, w["rule"]) + learned, -np.inf), (h, c)
 
     def predict(
         self,
@@ -100,46 +117,34 @@ class LstmPolicy:
         episode_start: Array | None = None,
         deterministic: bool = True,
     ) -> tuple[Array, tuple[Array, Array]]:
-        """See :class:`Policy`; the state is a pair of arrays (n, hidden), never changed in place."""
+        """SB3's ``predict`` on the observations of ``turns``; the state is a pair of arrays (n, hidden), never changed
+        in place."""
         rows = np.atleast_2d(np.asarray(observation, np.float32))
         if state is None:
             state = self._fresh(len(rows))
         if episode_start is not None and np.any(episode_start):
             keep = 1 - np.atleast_1d(episode_start).astype(np.float32)[:, None]
             state = (state[0] * keep, state[1] * keep)
-        scores, state = self.logits(rows, state)
+        scores, state = self.scores(rows, state)
         if not deterministic:  # the largest of score + Gumbel noise is a draw from the softmax
             scores = scores + self.rng.gumbel(size=scores.shape)
-        chosen = scores.argmax(axis=1)
-        if "masks" in self.without:  # what it must not ask for leaves the slot to NCCL
-            chosen = np.where(spaces.config_mask(rows)[np.arange(len(rows)), chosen], chosen, 0)
-        actions = spaces.actions_of(chosen)
+        actions = spaces.actions_of(scores.argmax(axis=1))
         return (actions if np.ndim(observation) == 2 else actions[0]), state
 
 
 #: Parts that a policy can be trained without, to see what each is worth.
-PARTS = ("memory", "statistics", "belief", "costs", "masks")
-_COSTS = [7, *range(N_FEATURES - 2 * len(PAIRS), N_FEATURES)]  # of NCCL's model: its best price, all prices, its choice
-_STATISTICS = slice(N_FEATURES + N_OUTCOME, N_FEATURES + N_OUTCOME + 2 * N_CONFIGS)
+PARTS = ("memory", "siblings")
+#: What an observation says of the other slots, and of how the last window came out.
+_SIBLINGS = [N_FEATURES + turns.CONTEXT.index(name) for name in ("last_saving", "best_saving", "best_sd", "off_step")]
 
 
 def blinded(observations: Array, without: tuple[str, ...]) -> Array:
-    """Observations (n, N_OBSERVATION), zero where an actor is to do ``without``; without masks all is open."""
-    if not {"costs", "masks", "statistics"} & set(without):
+    """Observations (n, N_OBSERVATION), zero where a policy is to do ``without``."""
+    if "siblings" not in without:
         return observations
     observations = np.array(observations, np.float32)
-    if "costs" in without:
-        observations[:, _COSTS] = 0
-    if "masks" in without:
-        observations[:, -N_MASK:] = 1
-    if "statistics" in without:
-        observations[:, _STATISTICS] = 0
+    observations[:, _SIBLINGS] = 0
     return observations
 
 
-def actor_input(belief: Belief, observations: Array, without: tuple[str, ...] = ()) -> tuple[Array, Array]:
-    """What the actor sees: observations, and what is believed of each config, (n, N_FIGURES * N_CONFIGS)."""
-    observations = blinded(observations, without)
-    if {"belief", "statistics"} & set(without):
-        return observations, np.zeros((len(observations), N_FIGURES * N_CONFIGS), np.float32)
-    return observations, belief.features(observations)
+assert _N_CONTEXT + N_PER_CONFIG * N_CONFIGS + N_CONFIGS == N_OBSERVATION

@@ -15,25 +15,48 @@ from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from stable_baselines3.common.distributions import MultiCategoricalDistribution
 from torch import nn
 
-from ..envs import spaces
-from ..envs.spaces import N_CHANNELS, N_CONFIGS, N_OBSERVATION
-from .belief import N_FIGURES
+from ..envs import spaces, turns
+from ..envs.spaces import N_CHANNELS, N_CONFIGS
+from ..envs.turns import N_OBSERVATION, N_PER_CONFIG, SCALE
+from ..traces.fingerprint import N_FEATURES
+from .policy import LAST, TEMPER
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
 States = tuple[Tensor, Tensor]
 
-#: The actor's input: an observation and what is believed of each config (``belief.Belief.features``).
-N_INPUT = N_OBSERVATION + N_FIGURES * N_CONFIGS
-#: Figures per config that the head weighs: windows measured, gap to the best, and those of the belief.
-N_STATISTICS = 2 + N_FIGURES
+#: What was learned is multiplied by this, so that steps of gradient descent are felt in scores of a rule's size.
+GAIN = 3.0
+#: Entries of an observation that say nothing of single configs.
+N_CONTEXT = N_FEATURES + len(turns.CONTEXT)
+#: What the LSTM reads: those, the figures of the config that was chosen last, and the most that any open config has.
+N_READ = N_CONTEXT + 2 * N_PER_CONFIG
 
 
 def config_mask(obs: Tensor) -> Tensor:
-    """``spaces.config_mask`` for tensors, (n, N_CONFIGS) bool; rows of zeros (padding of sequences) are left open."""
-    mask = obs[:, -spaces.N_MASK :] > 0.5
-    flags = (mask[:, : spaces.N_PAIRS, None] & mask[:, None, spaces.N_PAIRS :]).flatten(1)
-    return flags | ~mask.any(dim=1, keepdim=True)
+    """What may be chosen, (n, N_CONFIGS) bool; rows of zeros (padding of sequences) are left open."""
+    flags = obs[:, -N_CONFIGS:] > 0.5
+    return flags | ~flags.any(dim=1, keepdim=True)
+
+
+def figures_of(obs: Tensor) -> Tensor:
+    """(n, N_OBSERVATION) -> (n, N_PER_CONFIG, N_CONFIGS)."""
+    return obs[:, N_CONTEXT:-N_CONFIGS].unflatten(1, (N_PER_CONFIG, N_CONFIGS))
+
+
+def read(obs: Tensor) -> Tensor:
+    """What the LSTM reads of observations, (n, N_READ)."""
+    f = figures_of(obs)
+    return torch.cat([obs[:, :N_CONTEXT], (f * f[:, LAST : LAST + 1]).sum(dim=2), f.amax(dim=2)], dim=1)
+
+
+def rule_scores(figures: Tensor, rule: tuple[float, float, float]) -> Tensor:
+    """``policy.rule_scores`` for tensors."""
+    foresight, least, risk = rule
+    ahead, learned, worth = figures[:, 0] / SCALE, figures[:, 1] / SCALE, figures[:, 2] / SCALE / 10
+    scores = foresight * worth + ahead - risk * learned
+    scores = torch.where(worth > least, scores, scores - 2 * foresight * least)
+    return torch.where(ahead >= 0, scores.clamp(min=0), scores) / TEMPER
 
 
 class ConfigDistribution(MultiCategoricalDistribution):
@@ -76,67 +99,73 @@ class ConfigDistribution(MultiCategoricalDistribution):
 
 
 class ConfigHead(nn.Module):
-    """(LSTM output beside the actor's input) -> score per config, masked.
+    """(LSTM output beside an observation) -> score per config, masked: the rule's, and what was learned beside it.
 
-    ``v . relu(Z z + e_c + S' f_c) + u . f_c``: what was measured and is believed of a config (``f_c``, N_STATISTICS
-    figures) acts on its score the same way for every config, so that it need not be learned 56 times; ``skip`` adds
-    what is particular to each.
+    ``v . relu(Z z + e_c + S' f_c) + u . f_c``: what is believed of a config (``f_c``, the N_PER_CONFIG figures of
+    ``turns``) acts on its score the same way for every config, so that it need not be learned 56 times. ``v`` and ``u``
+    begin at 0: the untrained policy is the rule.
     """
 
-    def __init__(self, hidden: int, width: int, depth: int) -> None:
+    def __init__(self, hidden: int, width: int, depth: int, rule: tuple[float, float, float]) -> None:
         super().__init__()
-        self.body = nn.Linear(hidden + N_OBSERVATION, width)
+        self.rule = rule
+        self.body = nn.Linear(hidden + N_CONTEXT, width)
         self.z = nn.Linear(width, depth, bias=False)
         self.e = nn.Parameter(0.3 * torch.randn(N_CONFIGS, depth))
-        self.s = nn.Parameter(0.3 * torch.randn(N_STATISTICS, depth))
-        self.u = nn.Parameter(torch.zeros(N_STATISTICS))
-        self.v = nn.Parameter(0.1 * torch.randn(depth))
-        self.skip = nn.Linear(width, N_CONFIGS)
-        nn.init.orthogonal_(self.skip.weight, 0.01)
-        nn.init.zeros_(self.skip.bias)
+        self.s = nn.Parameter(0.3 * torch.randn(N_PER_CONFIG, depth))
+        self.u = nn.Parameter(torch.zeros(N_PER_CONFIG))
+        self.v = nn.Parameter(torch.zeros(depth))
 
     def forward(self, latent: Tensor) -> Tensor:
-        """``latent`` (n, hidden + N_INPUT) -> (n, N_CONFIGS)."""
-        obs = latent[:, -N_INPUT : N_OBSERVATION - N_INPUT]
-        z = torch.tanh(self.body(latent[:, : N_OBSERVATION - N_INPUT]))
-        start = N_OBSERVATION - spaces.N_MASK - 2 * N_CONFIGS
-        measured = obs[:, start : start + 2 * N_CONFIGS]
-        figures = torch.cat([measured, latent[:, N_OBSERVATION - N_INPUT :]], dim=1).unflatten(1, (-1, N_CONFIGS))
-        hidden = self.z(z)[:, None, :] + self.e + figures.transpose(1, 2) @ self.s
-        scores = torch.relu(hidden) @ self.v + self.skip(z) + (figures * self.u[:, None]).sum(dim=1)
-        return cast(Tensor, scores.masked_fill(~config_mask(obs), -1e8))
+        """``latent`` (n, hidden + N_OBSERVATION) -> (n, N_CONFIGS)."""
+        obs = latent[:, -N_OBSERVATION:]
+        z = torch.tanh(self.body(latent[:, : N_CONTEXT - N_OBSERVATION]))
+        f = figures_of(obs)
+        hidden = self.z(z)[:, None, :] + self.e + f.transpose(1, 2) @ self.s
+        learned = torch.relu(hidden) @ self.v + (f * self.u[:, None]).sum(dim=1)
+        return (rule_scores(f, self.rule) + GAIN * learned).masked_fill(~config_mask(obs), -1e8)
 
 
 class _Extractor(nn.Module):
     """What SB3 calls ``mlp_extractor``: actor and critic on top of the LSTM. See :class:`MaskedLstmPolicy`."""
 
-    def __init__(self, hidden: int, width: int, depth: int, n_seen: int) -> None:
+    def __init__(self, hidden: int, width: int, depth: int, n_seen: int, rule: tuple[float, float, float]) -> None:
         super().__init__()
         self.latent_dim_pi, self.latent_dim_vf = N_CONFIGS, width
-        self.policy_net = ConfigHead(hidden, width, depth)
-        self.value_net = nn.Sequential(nn.Linear(n_seen, 2 * width), nn.Tanh(), nn.Linear(2 * width, width), nn.Tanh())
+        self.policy_net = ConfigHead(hidden, width, depth, rule)
+        n_read = N_READ + n_seen - N_OBSERVATION
+        self.value_net = nn.Sequential(nn.Linear(n_read, 2 * width), nn.Tanh(), nn.Linear(2 * width, width), nn.Tanh())
 
     def forward_actor(self, latent: Tensor) -> Tensor:
         """(n, hidden + N_OBSERVATION) -> scores (n, N_CONFIGS)."""
         return self.policy_net(latent)  # type: ignore[no-any-return]
 
-    def forward_critic(self, latent: Tensor) -> Tensor:
+    def forward_critic(self, seen: Tensor) -> Tensor:
         """(n, n_seen) -> (n, width)."""
-        return self.value_net(latent)  # type: ignore[no-any-return]
+        told = torch.cat([read(seen[:, :N_OBSERVATION]), seen[:, N_OBSERVATION:]], dim=1)
+        return self.value_net(told)  # type: ignore[no-any-return]
 
 
 class MaskedLstmPolicy(RecurrentActorCriticPolicy):
-    """Recurrent policy over configs: observation -> LSTM; its output beside the actor's input -> :class:`ConfigHead`.
+    """Recurrent policy over the turns of a job: observation -> LSTM; its output beside the observation ->
+    :class:`ConfigHead`.
 
-    The critic has no LSTM: it sees a part of the truth (``batches.revealed``) behind the actor's input, which the actor
-    does not look at (asymmetric actor-critic, Pinto et al. 2017). ``head_width``, ``head_depth`` size the head;
-    ``memory=False`` cuts the LSTM's output off (ablation).
+    The critic has no LSTM: it sees a part of the truth (``batches.JobBatch.revealed``) behind the observation, which
+    the actor does not look at (asymmetric actor-critic, Pinto et al. 2017). ``head_width``, ``head_depth`` size the
+    head; ``rule`` is foresight, least and risk of the rule beside it; ``memory=False`` cuts the LSTM's output off
+    (ablation).
     """
 
     def __init__(
-        self, *args: Any, head_width: int = 64, head_depth: int = 24, memory: bool = True, **kwargs: Any
+        self,
+        *args: Any,
+        head_width: int = 64,
+        head_depth: int = 24,
+        rule: tuple[float, float, float] = (20.0, 2e-4, 0.3),
+        memory: bool = True,
+        **kwargs: Any,
     ) -> None:
-        self.head_width, self.head_depth, self.memory = head_width, head_depth, memory
+        self.head_width, self.head_depth, self.rule, self.memory = head_width, head_depth, rule, memory
         kwargs.setdefault("lstm_hidden_size", 64)
         kwargs.setdefault("ortho_init", False)
         kwargs |= {"enable_critic_lstm": False, "shared_lstm": False}
@@ -144,17 +173,17 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
 
     def _build(self, lr_schedule: Any) -> None:
         self.action_dist = ConfigDistribution([spaces.N_PAIRS, N_CHANNELS])
-        self.n_seen, self.features_dim = self.features_dim, N_OBSERVATION  # the critic's input, the LSTM's
+        self.n_seen, self.features_dim = self.features_dim, N_READ  # the critic's input, the LSTM's
         super()._build(lr_schedule)
 
     def _build_mlp_extractor(self) -> None:
-        extractor = _Extractor(self.lstm_output_dim, self.head_width, self.head_depth, self.n_seen)
+        extractor = _Extractor(self.lstm_output_dim, self.head_width, self.head_depth, self.n_seen, self.rule)
         self.mlp_extractor = extractor  # type: ignore[assignment]
 
     def scores(self, obs: Tensor, states: States, starts: Tensor) -> tuple[Tensor, States]:
         """Masked scores (n, N_CONFIGS) of observations (n, n_seen) in sequences, and the next states."""
-        obs = obs[:, :N_INPUT].float()
-        out, states = self._process_sequence(obs[:, :N_OBSERVATION], states, starts, self.lstm_actor)
+        obs = obs[:, :N_OBSERVATION].float()
+        out, states = self._process_sequence(read(obs), states, starts, self.lstm_actor)
         latent = torch.cat([out if self.memory else torch.zeros_like(out), obs], dim=1)
         return self.mlp_extractor.forward_actor(latent), states
 
@@ -207,13 +236,6 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         distribution, _ = self.get_distribution(obs, cast(States, lstm_states.pi), episode_starts)
         return self.predict_values(obs), distribution.log_prob(actions), distribution.entropy()
 
-    def sharpen(self, factor: float) -> None:
-        """Multiply all scores by ``factor``: the same order, a more certain choice."""
-        head = cast(_Extractor, self.mlp_extractor).policy_net
-        with torch.no_grad():
-            for part in (head.v, head.u, head.skip.weight, head.skip.bias):
-                part.mul_(factor)
-
     def export(self) -> dict[str, Array]:
         """Weights as ``policy.LstmPolicy`` wants them (float32)."""
         head, lstm = cast(_Extractor, self.mlp_extractor).policy_net, self.lstm_actor
@@ -226,10 +248,9 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
             "head_z": head.z.weight.T,
             "head_e": head.e,
             "head_s": head.s,
-            "head_u": head.u,
-            "head_v": head.v,
-            "skip_w": head.skip.weight.T,
-            "skip_b": head.skip.bias,
+            "head_u": GAIN * head.u,
+            "head_v": GAIN * head.v,
+            "rule": torch.tensor(self.rule),
         }
         arrays = {name: np.ascontiguousarray(t.detach().cpu().numpy(), np.float32) for name, t in parts.items()}
         if not self.memory:

@@ -1,115 +1,93 @@
-"""Training learns a task that needs memory, goes on after a kill as if nothing had happened, and keeps its record."""
+"""Training in small: it learns, goes on after a kill with the same weights, and says what made them."""
 
-from __future__ import annotations
-
-import dataclasses
 import json
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from dynamiccl.agent.batches import N_REVEALED
-from dynamiccl.agent.policy import LstmPolicy, actor_input
-from dynamiccl.agent.stopping import Stopping
-from dynamiccl.agent.train import Settings, Training, examine, export
-from dynamiccl.envs import spaces
-from dynamiccl.envs.arena import Arena, Suite, play
-from standin import HiddenKind
+from dynamiccl.agent.batches import N_REVEALED, JobBatch, JobVecEnv
+from dynamiccl.agent.imitation import collect, learn
+from dynamiccl.agent.policy import LstmPolicy
+from dynamiccl.agent.rules import ExpectedImprovement
+from dynamiccl.agent.train import Settings, Stage, Training, export, make_policy
+from dynamiccl.envs import turns
+from dynamiccl.envs.sim.job_family import STANDARD
+from dynamiccl.envs.spaces import config_index
 
-SMALL = Settings(
-    prior=8_192,
-    prior_batch=256,
-    steps=32_768,
-    chunk=8_192,
-    n_envs=128,
-    imitation=0.5,
-    batch=1024,
-    hidden=16,
-    head_width=24,
-)
+SMALL = Settings(stages=(Stage(2, 0.02, 0.3, 0.3),), workers=1, jobs=3, descents=2, batch=3, hidden=8, head_width=8)
 
 
-def batch(n: int, seed: int) -> HiddenKind:
-    return HiddenKind(n, seed, 0.1)
+def test_rewards_of_an_episode_add_up_to_the_time_not_lost():
+    batch, rule = JobBatch(4, 0), ExpectedImprovement()
+    seen = batch.reset()
+    block = batch.at[0][0]
+    begin, unit, earned = block.lost.copy(), block.unit.copy(), np.zeros(4)
+    checked = 0
+    while checked < 2:
+        at = list(batch.at)
+        seen, rewards, over = batch.step(config_index(rule.predict(seen)[0]))
+        earned += rewards
+        for i in np.flatnonzero(over):
+            if at[i][0] is block:
+                row = at[i][1]
+                assert earned[i] == pytest.approx((begin[row] - block.lost[row]) / unit[row], abs=1e-6)
+                search = block.search.searches[row]
+                assert search.is_over and batch.finished[-1]["oracle"] >= 0
+                checked += 1
+            earned[i] = 0
+        for i, (other, _) in enumerate(batch.at):
+            if other is not block:
+                earned[i] = 0
 
 
-def suite(n: int = 96) -> Suite:
-    unseen = batch(n, 10**6)
-    unseen.reset()
-    return Suite.of("hidden kind", unseen)
+def test_sb3_sees_the_truth_behind_the_observation():
+    env = JobVecEnv(JobBatch(2, 1))
+    obs = env.reset()
+    assert obs.shape == (2, turns.N_OBSERVATION + N_REVEALED) and env.observation_space.contains(obs[0])
+    obs, reward, over, infos = env.step(np.zeros((2, 2), np.int64))
+    assert reward.shape == over.shape == (2,) and len(infos) == 2
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    training = Training(
-        dataclasses.replace(SMALL, prior=24_576, steps=131_072, chunk=98_304, imitation=0.7, hidden=24, batch=512),
-        batch,
-        lambda policy: examine(policy, suite()),
-        tmp_path_factory.mktemp("train") / "p.checkpoint",
-    )
-    training.run()
-    return training
+def test_imitation_lowers_its_loss():
+    policy = make_policy(SMALL)
+    episodes = collect(policy.export(), {}, STANDARD, (0, 1), 4, 3.0)
+    assert len(episodes) == 4 and all(e.apart.max() >= 0 for e in episodes)
+    losses = [learn(policy, episodes, 0.3, 0.02, 20.0, 0.3) for _ in range(40)]
+    assert losses[-1] < 0.8 * losses[0]
 
 
-def test_learns_to_try_and_to_switch(trained: Training) -> None:
-    played = play(Stopping(trained.light()), Arena(suite()))
-    kinds = suite().truth.argmax(axis=1)
-    first = played.configs[0]
-    assert (first == kinds).mean() < 0.7  # nothing shows the kind beforehand ...
-    assert played.best[8].mean() > 0.9 * played.oracle[8].mean()  # ... trials do
-    wrong = first != kinds
-    assert (played.configs[-1] == kinds)[wrong].mean() > 0.8
-
-
-def test_curve_and_record_tell_how_it_was_made(trained: Training, tmp_path: Path) -> None:
-    beside = export(trained, tmp_path / "p.npz", {"lstm": {"regret": 1.0}})
-    record = json.loads(beside.read_text())
-    assert [row["phase"] for row in record["curve"]] == ["prior", "imitation", "ppo"]
-    assert record["settings"] == json.loads(json.dumps(dataclasses.asdict(trained.settings)))
-    assert record["figures"]["lstm"]["regret"] == 1.0
-    assert record["date"] and "commit" in record
-    loaded = LstmPolicy.load(tmp_path / "p.npz")
-    assert loaded.record["settings"]["seed"] == 0
-    obs = batch(5, 3).reset()
-    np.testing.assert_array_equal(loaded.predict(obs)[0], trained.light().predict(obs)[0])
-    told = np.concatenate([*actor_input(loaded.belief, obs), np.zeros((5, N_REVEALED), np.float32)], axis=1)
-    np.testing.assert_array_equal(trained.policy.predict(told, deterministic=True)[0], loaded.predict(obs)[0])
-
-
-def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole = Training(SMALL, batch, lambda policy: {}, tmp_path / "whole")
-    whole.run()
-
-    class Killed(Exception):
+def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path):
+    class Cut(Exception):
         pass
 
-    def kill(done: int, total: int, row: dict[str, Any]) -> None:
-        if done == 32_768:  # in the midst of PPO
-            raise Killed
+    def stop(done, total, row):
+        if done == 1:
+            raise Cut
 
-    with pytest.raises(Killed):
-        Training(SMALL, batch, lambda policy: {}, tmp_path / "cut").run(kill)
-    again = Training(SMALL, batch, lambda policy: {}, tmp_path / "cut")
+    whole = Training(SMALL, tmp_path / "a")
+    whole.run()
+    cut = Training(SMALL, tmp_path / "b")
+    with pytest.raises(Cut):
+        cut.run(stop)
+    again = Training(SMALL, tmp_path / "b")
     again.resume()
-    assert again.done == 32_768 and len(again.curve) == 4
+    assert again.done == 1
     again.run()
-    for key, value in whole.light().weights.items():
-        np.testing.assert_array_equal(again.light().weights[key], value)
-
-    other = Training(dataclasses.replace(SMALL, gamma=0.5), batch, lambda policy: {}, tmp_path / "cut")
-    with pytest.raises(ValueError, match="gamma"):
-        other.resume()
+    for name, weights in whole.policy.export().items():
+        np.testing.assert_array_equal(weights, again.policy.export()[name], err_msg=name)
+    record = export(whole, tmp_path / "p.npz")
+    told = json.loads(record.read_text())
+    assert [row["phase"] for row in told["curve"]] == ["imitation"] * 2 and told["settings"]["jobs"] == 3
+    assert LstmPolicy.load(tmp_path / "p.npz").record["seconds"] == told["seconds"]
+    with pytest.raises(ValueError, match="other settings"):
+        Training(replace(SMALL, seed=1), tmp_path / "b").resume()
     with pytest.raises(ValueError, match="no checkpoint"):
-        Training(SMALL, batch, lambda policy: {}, tmp_path / "absent").resume()
+        Training(SMALL, tmp_path / "none").resume()
 
 
-def test_without_memory_the_lstm_says_nothing() -> None:
-    training = Training(dataclasses.replace(SMALL, without=("memory",)), batch, lambda policy: {}, Path("unused"))
-    light = training.light()
-    obs = batch(4, 0).reset()
-    rng = np.random.default_rng(0)
-    states = [tuple(rng.standard_normal((4, 16)).astype(np.float32) for _ in range(2)) for _ in range(2)]
-    a, b = (light.logits(obs, (h, c))[0] for h, c in states)
-    np.testing.assert_allclose(a[np.isfinite(a)], b[np.isfinite(b)], atol=1e-6)
-    assert a.shape[1] == spaces.N_CONFIGS
+def test_ppo_goes_on_from_there(tmp_path):
+    training = Training(replace(SMALL, stages=(), ppo=1, ppo_turns=64), tmp_path)
+    before = training.policy.export()
+    training.run()
+    assert any(not np.array_equal(before[k], v) for k, v in training.policy.export().items())
+    assert training.curve[0]["phase"] == "ppo"
