@@ -12,7 +12,7 @@ from . import fail
 
 
 def bench_rank(
-    trace: Annotated[Path, typer.Argument(help="Trace to replay: best of an exhaustive run of the same job.")],
+    trace: Annotated[Path, typer.Argument(help="Trace to replay: best of a sweep of the same job.")],
     live: Annotated[list[Path], typer.Argument(help="Run folders of `dynamiccl tune --policy ...`, one or more each.")],
     seeds: Annotated[int, typer.Option(min=2, help="Replays of each policy.")] = 8,
     windows: Annotated[int, typer.Option(min=1, help="As the live runs had it.")] = 60,
@@ -25,8 +25,8 @@ def bench_rank(
     """Replay every policy that was run live, and compare the two rankings (Spearman's rank correlation).
 
     \b
-    dynamiccl tune --policy exhaustive --windows 400 --budget 10 --steps 3000 --out runs/sweep
-    for p in lstm coordinate-descent gp thompson ucb1 random default; do
+    dynamiccl tune --policy sweep --windows 400 --budget 10 --steps 3000 --out runs/sweep
+    for p in expected-improvement ladder coordinate-descent gp thompson ucb default; do
       dynamiccl tune --policy $p --out runs/rank/$p; done
     dynamiccl bench rank runs/sweep runs/rank/*
     """
