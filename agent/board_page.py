@@ -76,7 +76,9 @@ def _by_stratum(rows: list[dict[str, Any]]) -> go.Figure:
     lost = f"lost_{HORIZONS[0]}"
     z = [[row["by_stratum"].get(k, {}).get(lost, np.nan) for k in keys] for row in rows]
     title = f"Default steps lost in {HORIZONS[0]:,}, by what there is to gain of the step"
-    return _heat(z, [_STRATA[k] for k in keys], rows, title, ".0f", "Oranges", np.log1p(np.array(z, float)))
+    return _heat(
+        z, [_STRATA[k] for k in keys], rows, title, ".0f", "Oranges", np.log1p(np.maximum(np.array(z, float), 0.0))
+    )
 
 
 def _by_slots(rows: list[dict[str, Any]]) -> go.Figure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -52,6 +53,9 @@ def make_chooser(name: str, seed: int = 0) -> Policy:
         made = made() if callable(made) else made
     if not callable(getattr(made, "predict", None)):
         raise ValueError(f"policy {name!r} has no predict(observation, state, episode_start, deterministic)")
+    if not hasattr(made, "by_belief"):  # what the belief likes best is not what a guest has found
+        with contextlib.suppress(AttributeError):
+            made.by_belief = False
     return made  # type: ignore[no-any-return]
 
 

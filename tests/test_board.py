@@ -51,7 +51,7 @@ def made(suite: JobSuite) -> dict[str, dict[str, Any]]:
 def test_decisions_are_packed_and_unpacked() -> None:
     decisions = [[0, 3, 255], [], [7] * 500]
     assert unpack(pack(decisions), 3) == decisions
-    for text, n in (("#", 3), (pack(decisions), 4), (pack(decisions)[:-8], 3), (pack([]), 1)):
+    for text, n in (("#", 3), (pack(decisions), 4), (pack(decisions)[:16], 3), (pack([]), 1)):
         with pytest.raises(ValueError, match="decisions"):
             unpack(text, n)
 
@@ -126,7 +126,7 @@ def test_the_table_ranks_ties_and_what_has_no_rank(suite: JobSuite, made: dict[s
     assert board.judge(part) == ""
     assert board.judge({"entrant": "guest", "failed": "a decision took <too> long"})
     rows = {row["entrant"]: row for row in board.rows()}
-    assert rows["oracle"]["place"] == "-" and rows["oracle"]["lost_20000"] == pytest.approx(0, abs=0.1)
+    assert rows["oracle"]["place"] == "-" and board.rows()[0]["entrant"] == "oracle"
     assert rows["ladder"]["place"] == rows["twin"]["place"] == f"={rows['ladder']['rank']}"
     assert rows["aa"]["rank"] is None and rows["aa"]["difference"]["steps_ci95"][0] <= 0
     assert rows["expected-improvement"]["rank"] == 1 and rows["part"]["jobs"] == 4
