@@ -216,10 +216,13 @@ class Daemon:
                     job.rest()
                     job.check()
                     continue
-                reopened, kept = self.outcome.reopened, self.outcome.kept
+                reopened, returned, kept = self.outcome.reopened, self.outcome.returned, self.outcome.kept
+                job.thin = tuner.search is None or tuner.search.is_over  # a search asks for kernel times
                 tuner.step()
                 if self.outcome.reopened > reopened:
-                    self.on_phase("the job has changed: searching again")
+                    self.on_phase("the job has changed: measuring NCCL's own choice anew")
+                if self.outcome.returned > returned:
+                    self.on_phase("a regime that was tuned before: its table is in force again")
                 if kept and not self.outcome.kept and self.outcome.dropped:
                     self.on_phase(f"back to NCCL's own choice: {self.outcome.dropped}")
             except Stopped as reason:
@@ -313,7 +316,8 @@ class Daemon:
             **found,
             "default_share_after": outcome.default_share,
             "memory": self._remembered,
-            "searches_begun_anew": outcome.reopened,
+            "searches_begun_anew": outcome.reopened - outcome.returned,
+            "regimes_returned": outcome.returned,
             "kept": outcome.kept,
             "dropped": outcome.dropped or None,
             "failure": self.failure or None,

@@ -51,7 +51,9 @@ class Remembering:
         gain = dict(zip(("mean", "low", "high"), search.gain, strict=True)) if search.races else None
         more = {"job": self.job, "gain": gain, "steps": search.steps}
         more |= {"contradicts": recalled is not None and recalled.is_contradicted}
-        record = record_of(self.facts, self.run, windows.profiles, evidence, **more)
+        # What a job is in after a change is another regime: its record stands beside the one before.
+        run = f"{self.run}+{search.marks.reopened}" if search.marks.reopened else self.run
+        record = record_of(self.facts, run, windows.profiles, evidence, **more)
         new = {"slots": record["slots"], "gain": gain}
         if new == self._left:
             return

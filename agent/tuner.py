@@ -99,7 +99,8 @@ class Outcome:
     first_gain: int | None = None  # optimizer steps from the job's first to the first confirmed gain ...
     steps_to_verdict: int | None = None  # ... and to the verdict
     default_share: float | None = None  # share of the steps since then that ran under the default
-    reopened: int = 0  # searches begun anew because the job had changed
+    reopened: int = 0  # times that the job had changed
+    returned: int = 0  # of them, into a regime that was tuned before: no new search
 
     @property
     def decisions(self) -> dict[Slot, Decision]:
@@ -210,7 +211,7 @@ class Tuner:
         o.first_gain = search.marks.first_gain if search.marks.first_gain >= 0 else None
         o.steps_to_verdict = search.marks.verdict if search.marks.verdict >= 0 else None
         o.default_share = search.after_default / search.after if search.after else None
-        o.reopened = search.marks.reopened
+        o.reopened, o.returned = search.marks.reopened, search.marks.returned
         if search.marks.dropped and not o.dropped and not o.kept:
             o.dropped = "it had become slower than NCCL's own choice"
         sure = search.is_over or bool(search.races)  # a table that was confirmed has its figures, however the job ends

@@ -303,3 +303,9 @@ def expected_improvement(ahead: Array, deviation: Array) -> Array:
     below = 1 / (1 + np.exp(-_within(u * (1.5976 + 0.07056 * square), -40.0, 40.0)))
     density = np.exp(-0.5 * square) / math.sqrt(2 * math.pi)
     return np.asarray(np.maximum(ahead * below + deviation * density, 0.0))
+
+
+def too_long(times: float, saving: Any, deviation: Any) -> Any:
+    """Probability that a step takes more than so many defaults, from what is believed to be saved of it."""
+    u = (1 - times - np.asarray(saving)) / np.maximum(deviation, 1e-6)
+    return 1 / (1 + np.exp(-np.clip(1.5976 * u + 0.07056 * u**3, -40, 40)))  # Bowling et al. 2009

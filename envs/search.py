@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from . import turns
-from .belief import Belief, Prior
+from .belief import Belief, Prior, too_long
 from .memory import Evidence, Memory, Remembering
+from .regimes import Regime, Regimes
 from .sequential import Race, middle, window_noise
 from .watch import CHANGED, HARMFUL, Marks, Rules, Watch
 from .windows import DISCARD, PROFILE, REFERENCE, SEARCH, TABLE, WARM_STEPS, WATCH, Job, Measured, Plan
@@ -65,7 +66,7 @@ class Search:
         self.after = self.after_default = 0  # steps since the verdict; of them under the default
         self.warm: set[int] = set()
         self.banned = np.zeros_like(job.mask, bool)
-        self.memory = Remembering(memory)
+        self.memory, self.regimes = Remembering(memory), Regimes()
         self._begin(default)
 
     @property
@@ -88,17 +89,16 @@ class Search:
         self.belief.cov[0, 0] = max(self.belief.cov[0, 0], self.noise**2)
         self.belief.wander = max(self.belief.wander, self.noise / 10)
         self.belief.has_calls = bool(np.isfinite(self.default_logs).any())
-        self.belief, self.choices = self.memory.begin(self.job, self.prior, self.belief)
+        self.belief, first = self.memory.begin(self.job, self.prior, self.belief)
+        self.choices = self.before.copy() if self.before.any() else first
         self.tried, self.hits = np.zeros(self.job.mask.shape), np.zeros(self.job.mask.shape)
         self.turn = self.n_slots if self.choices.any() else 0  # what was good before is the first to be tried
         self.round = self.idle = 0
-        self.phase, self.last_saving, self.comparisons = SEARCH, 0.0, 0
+        self.phase, self.last_saving, self.comparisons, self.closing = SEARCH, 0.0, 0, False
         self.race: Race | None = None
         self._half: list[tuple[str, float]] = []
         self._default_before: float | None = None
-        self.closing = False
-        self._given_up: set[bytes] = set()
-        self._seen: Counter[bytes] = Counter()
+        self._given_up, self._seen = set[bytes](), Counter[bytes]()
 
     # -- what comes next ---------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Search:
             return self._kept["open"]
         figures = [self.belief.figures(s) for s in range(self.n_slots)]
         mean, deviation = np.array([f[0] for f in figures]), np.array([f[1] for f in figures])
-        feared = (_too_long(mean, deviation) > RECKLESS) & (self.tried == 0)
+        feared = (too_long(GIVE_UP, mean, deviation) > RECKLESS) & (self.tried == 0)
         self._kept["open"] = np.asarray(self.job.mask & ~self.banned & ~feared)
         return self._kept["open"]
 
@@ -279,11 +279,13 @@ class Search:
         else:
             self.phase, self.turn, self.idle = SEARCH, 0, 0
 
-    def _finish(self) -> None:
-        self.phase = WATCH
+    def _finish(self, returned: int = 0) -> None:
+        self.phase, self.marks.returned = WATCH, self.marks.returned + returned
         self.marks.verdict = self.steps if self.marks.verdict < 0 else self.marks.verdict
         if self.confirmed.any() and self.marks.first_table < 0:
             self.marks.first_table = self.steps
+        step_ms = self.default_ms * math.exp(float(self.belief.mean[0]))
+        self.regime = Regime(step_ms, self.default_logs, self.confirmed, tuple(self.races))
         self.watch = Watch(self.noise, self.window_steps, self.rules, bool(self.confirmed.any()), self.steps)
 
     # -- what a window gave ------------------------------------------------------------------------------------
@@ -293,9 +295,12 @@ class Search:
         self.steps += seen.billed
         self._kept.clear()
         if plan.kind == PROFILE:
+            self.default_logs = np.where(np.isfinite(seen.call_us), np.log(seen.call_us), self.default_logs)
             self._begin(seen)
-            self.turn = self.n_slots if self.before.any() else 0
-            self.choices = self.before.copy()  # what was good before is the first to be tried
+            if known := self.regimes.find(self.default_ms, self.default_logs, self.noise):
+                self.confirmed, self.races = known.confirmed.copy(), list(known.races)
+                self._finish(returned=1)
+                self.watch.begin_with(self.default_ms)
             return 0.0
         default_ms = self.default_ms * math.exp(float(self.belief.mean[0]))
         given_up = len(seen.step_ms) > 0 and float(seen.step_ms[-1]) > plan.limit_ms
@@ -355,7 +360,7 @@ class Search:
     def _is_to_blame(self, configs: Array) -> bool:
         """Whether a step that was far too long is these configs' doing, rather than chance."""
         again = any(self.hits[s, c] > 0 and self.tried[s, c] == 0 for s, c in enumerate(configs) if c)
-        return again or _too_long(*self.belief.saving(configs)) > STRAY
+        return again or too_long(GIVE_UP, *self.belief.saving(configs)) > STRAY
 
     def _after_round(self, given_up: bool) -> None:
         self.round, self.turn = self.round + 1, 0
@@ -382,18 +387,14 @@ class Search:
         if found == HARMFUL:
             self.marks.dropped += 1
         if found in (HARMFUL, CHANGED):
+            beside = None if found == CHANGED else middle(seen.step_ms) if is_default else self.default_ms
+            self.regimes.leave(self.regime, beside, self.noise)
             self.reopen(keep=found == CHANGED)
 
     def reopen(self, keep: bool = True) -> None:
-        """The job is another than before: measure the default anew and search again, from what was in force."""
+        """The job has changed: measure the default anew; then go on in a regime that was tuned, or search."""
         self.marks.reopened += 1
         self.before = self.confirmed if keep else np.zeros(self.n_slots, np.int64)
         self.confirmed = np.zeros(self.n_slots, np.int64)
         self.races = []
         self.phase = PROFILE
-
-
-def _too_long(saving: Any, deviation: Any) -> Any:
-    """Probability that a step takes more than GIVE_UP defaults, from what is believed to be saved of it."""
-    u = (1 - GIVE_UP - np.asarray(saving)) / np.maximum(deviation, 1e-6)
-    return 1 / (1 + np.exp(-np.clip(1.5976 * u + 0.07056 * u**3, -40, 40)))  # Bowling et al. 2009

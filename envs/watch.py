@@ -35,6 +35,7 @@ class Marks:
     verdict: int = -1
     canaries: int = 0  # windows given up
     reopened: int = 0
+    returned: int = 0  # of them, into regimes that were tuned before
     dropped: int = 0  # tables taken back after the verdict
 
 
@@ -79,6 +80,10 @@ class Watch:
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._odd: list[float] = []
 
+    def begin_with(self, default_ms: float) -> None:
+        """A window of the default has just been measured: the table's first one is set against it."""
+        self._default_ms = default_ms
+
     def wants_default(self, now: int) -> bool:
         """Whether the next window is the default's, given the steps so far."""
         return self.has_table and (self.check or now - self.since >= self.visit / self.rules.watch_share)
@@ -90,16 +95,21 @@ class Watch:
     def saw(self, ms: float, is_default: bool, now: int) -> str:
         """One window; HARMFUL, CHANGED or nothing."""
         if not is_default:
-            return self._level(ms, now)
+            default_ms, self._default_ms = self._default_ms, None
+            found = self._against(default_ms, ms, False) if default_ms is not None and self.has_table else ""
+            return found or self._level(ms, now)
         asked, self.since, self.check = self.check, now, False
         self.visits += 1
         table_ms = self._odd[-1] if self._odd else self._usual[-1] if self._usual else None
         if table_ms is None:
             return ""
+        return self._against(ms, table_ms, asked)
+
+    def _against(self, default_ms: float, table_ms: float, asked: bool) -> str:
         at_once = Race(self.race.noise, AT_ONCE)
-        at_once.add(ms, table_ms)
+        at_once.add(default_ms, table_ms)
         if not asked:  # a window that was looked into because it was slow says nothing fair of the table
-            self.race.add(ms, table_ms)
+            self.race.add(default_ms, table_ms)
         plain = at_once.is_slower and at_once.mean < -PLAIN
         return HARMFUL if self.race.is_slower or plain else ""
 

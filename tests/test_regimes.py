@@ -1,0 +1,139 @@
+"""Regimes that come and go have tables of their own, found again when they return."""
+
+import numpy as np
+import pytest
+from dynamiccl.agent.choosing import make_chooser
+from dynamiccl.agent.rules import ExpectedImprovement
+from dynamiccl.agent.tuner import Settings, Tuner
+from dynamiccl.envs.belief import Prior
+from dynamiccl.envs.live_windows import LiveWindows
+from dynamiccl.envs.regimes import MOST, Regime, Regimes
+from dynamiccl.envs.search import Search
+from dynamiccl.envs.sequential import Race
+from dynamiccl.envs.spaces import config_index
+from dynamiccl.traces.records import AUTO, Decision
+from fake_job import SCATTER, STEP_MS, FakeJob
+from test_search import Told
+
+
+@pytest.fixture(scope="module")
+def prior():
+    return Prior.load()
+
+
+class Batches(Told):
+    """A job of two batch sizes: the larger computes for longer, and what is good in the one costs in the other."""
+
+    def be(self, name):
+        self.scale = {"small": 1.0, "large": 1.6}[name]
+        sign = {"small": 1, "large": -1}[name]
+        self.saving = lambda c: sign * (0.10 * (c[0] == 20) - 0.08 * (c[0] == 18) + 0.02 * (c[1] == 18))
+
+
+def go_on(search, told, until, windows=3000):
+    """Windows until ``until(search)``; how many optimizer steps that took."""
+    policy, begun = ExpectedImprovement(), search.steps
+    for _ in range(windows):
+        if until(search):
+            return search.steps - begun
+        plan = search.plan()
+        if plan is None:
+            search.decide(int(config_index(policy.predict(search.observe())[0][None])[0]))
+        else:
+            search.record(plan, told.measure(plan))
+    raise AssertionError("it never came")
+
+
+def begun(prior, seed=0):
+    told = Batches(None, noise=0.004, seed=seed)
+    told.be("small")
+    search = Search(*told.begin(), prior)
+    go_on(search, told, lambda s: s.is_over)
+    assert search.confirmed[0] == 20
+    return told, search
+
+
+def test_a_regime_that_returns_has_its_table_at_once_and_a_new_one_is_searched(prior):
+    told, search = begun(prior)
+    tables, took = {"small": search.confirmed.tolist()}, []
+    for name in ("large", "small", "large", "small"):
+        go_on(search, told, lambda s, at=search.steps + 300: s.steps > at)
+        told.be(name)
+        before = search.marks.reopened
+        took.append(go_on(search, told, lambda s, n=before: s.marks.reopened > n and s.is_over))
+        assert search.confirmed.tolist() == tables.setdefault(name, search.confirmed.tolist())
+        assert search.marks.reopened == len(took) and search.marks.returned == len(took) - 1
+    assert tables["large"][0] == 18 and tables["small"] != tables["large"]
+    # In the one that was new there was a search; where one returned, the windows that saw it and the default's.
+    assert max(took[1:]) < 0.7 * took[0] and max(took[1:]) < 100
+    go_on(search, told, lambda s, at=search.steps + 500: s.steps > at)
+    assert search.confirmed.any() and search.gain[0] > 0.05
+
+
+def test_what_does_not_hold_in_a_regime_any_more_is_taken_back_at_its_first_window_and_not_found_again(prior):
+    told, search = begun(prior)
+    for name in ("large", "small"):
+        go_on(search, told, lambda s, at=search.steps + 300: s.steps > at)
+        told.be(name)
+        if name == "small":
+            told.saving = lambda c: -0.2 * (c > 0).any()  # the same default, but the table is now the worse one
+        go_on(search, told, lambda s, n=search.marks.reopened: s.marks.reopened > n)
+        go_on(search, told, lambda s: s.is_over)
+    assert search.marks.returned == 1 and search.confirmed.any()
+    before, dropped = search.steps, search.marks.dropped
+    go_on(search, told, lambda s: s.marks.dropped > dropped)
+    assert search.steps - before < 30 and not search.confirmed.any()
+    go_on(search, told, lambda s: s.is_over)
+    assert not search.confirmed.any() and search.marks.returned == 1
+
+
+def test_the_tuner_beside_a_job_of_two_batch_sizes():
+    """Through live windows, slots and decisions: what is published is the regime's own table."""
+    truth = {"batch": 1.0}
+    good = {1.0: Decision("ring", "simple", 4), 1.6: Decision("ring", "ll128", 16)}
+
+    def step_ms(decisions):
+        d = decisions.get(SCATTER, AUTO)
+        own = d == good[truth["batch"]]
+        other = not own and d in good.values()
+        return STEP_MS * truth["batch"] * (1 - 0.12 * own + 0.08 * other)
+
+    job = FakeJob(step_ms, noise=0.003)
+    tuner = Tuner(LiveWindows(job), make_chooser("expected-improvement", 0), Settings())
+    tuner.run()
+    tables = {1.0: job.confirmed}
+    for batch in (1.6, 1.0, 1.6, 1.0):
+        for _ in range(20):
+            tuner.step()
+        truth["batch"], reopened = batch, tuner.outcome.reopened
+        for _ in range(200):
+            if tuner.outcome.reopened > reopened and tuner.search.is_over:
+                break
+            tuner.step()
+        tuner.step()
+        assert job.confirmed == tables.setdefault(batch, job.confirmed)
+    assert tuner.outcome.reopened == 4 and tuner.outcome.returned == 3 and tuner.outcome.kept
+
+
+def regime(step_ms, us=(100.0, 50.0)):
+    return Regime(step_ms, np.log(np.array(us)), np.array([8, 0]), (Race(0.01),))
+
+
+def test_a_regime_is_known_by_its_default_step_and_its_calls():
+    regimes = Regimes()
+    for step_ms in (100.0, 160.0):
+        regimes.leave(regime(step_ms), None, 0.002)
+    logs = regime(1.0).call_logs
+    assert regimes.find(101.0, logs, 0.002).step_ms == 100.0 and regimes.find(130.0, logs, 0.002) is None
+    assert regimes.find(158.0, np.full(2, np.nan), 0.002).step_ms == 160.0  # no kernel was sampled
+    assert regimes.find(100.0, logs + 0.3, 0.002) is None  # the network is another
+    assert regimes.find(110.0, logs, 0.03).step_ms == 100.0  # a noisy job
+    regimes.leave(regime(100.5), None, 0.002)
+    assert sorted(r.step_ms for r in regimes.known) == [100.5, 160.0]
+    regimes.leave(regime(161.0), 100.0, 0.002)  # it was slower than the default of another regime: no fault of its own
+    assert sorted(r.step_ms for r in regimes.known) == [100.5, 161.0]
+    regimes.leave(regime(161.0), 160.0, 0.002)
+    assert [r.step_ms for r in regimes.known] == [100.5]
+    for k in range(12):
+        regimes.leave(regime(200.0 * 1.1**k), None, 0.002)
+    assert len(regimes.known) == MOST
