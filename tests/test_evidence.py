@@ -54,7 +54,7 @@ def test_without_anything_shown_nothing_changes():
 
 def test_fewer_channels_give_compute_back_and_longer_calls_take_it():
     back = given_back(0.2, 0.3, 16, np.ones(N_CONFIGS))
-    assert back[0] == 0 and back.max() > 0.1 > 0 > back.min()
+    assert back[0] == 0 and back.max() > 0.05 > 0 > back.min()
     assert given_back(0.2, 0.3, 16, np.full(N_CONFIGS, 2.0))[0] < 0 and not given_back(1.0, 0.3, 16, np.ones(1)).any()
 
 
