@@ -14,6 +14,7 @@ except ModuleNotFoundError:
 
 #: What a command may lack, and the extra that brings it; all else is in `tuner`.
 _EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train", "optuna": "optuna", "ray": "ray"}
+_EXTRAS["prometheus_client"] = "metrics"
 
 #: Command -> file in agent/commands, in the order of the help text; the function has the file's name. What people need:
 COMMANDS = {"tune": "tune", "show": "show", "apply": "apply", "advise": "advise", "doctor": "doctor"}
@@ -41,7 +42,13 @@ LAB = {
     "calibrate": "calibrate",
 }
 #: ``dynamiccl bench NAME``; ``dynamiccl bench`` alone is the leaderboard.
-BENCHES = {"plugin": "bench_plugin", "boundary": "bench_boundary", "overhead": "bench_overhead", "rank": "bench_rank"}
+BENCHES = {
+    "plugin": "bench_plugin",
+    "boundary": "bench_boundary",
+    "overhead": "bench_overhead",
+    "metrics": "bench_metrics",
+}
+BENCHES["rank"] = "bench_rank"
 
 
 app = typer.Typer(

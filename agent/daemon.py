@@ -9,8 +9,10 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,6 +37,8 @@ from .tuner import Line, Outcome, Settings, Tuner
 TRACE_BYTES = 256 * 2**20
 #: Events that the report is drawn from, at most: the first and the last of a long run.
 REPORT_EVENTS = 500_000
+#: While the job runs the report is written so often at most.
+REPORT_EVERY_S = 30.0
 #: In the run folder: what the launcher was asked for, so that every tuner of the run goes on alike. And the lock of the
 #: one tuner that a run has at a time.
 REQUEST, TUNER = "request.json", "tuner"
@@ -56,6 +60,9 @@ class Request:
     json: str | None = None  # where the summary is also wanted, - is stdout
     memory: str | None = None  # where what was learned of clusters is kept; None: nowhere
     launched: bool = False  # the job prints on the same terminal
+    metrics_port: int | None = None  # answer scrapes there, 0: on any free port
+    metrics_address: str = "127.0.0.1"
+    environment: dict[str, str] = field(default_factory=dict)  # the launch's settings
     evidence: list[list[Any]] = field(default_factory=list)  # of a recording: (slot's fields, evidence's) a slot
 
     def write(self, run: Path) -> None:
@@ -115,6 +122,8 @@ class Daemon:
         self.memory: Remembering | None = None
         self._recalled = ""  # as it was told last
         self._remembered: dict[str, Any] | None = None  # what came of the memory, for the summary
+        self._reporter: subprocess.Popen[str] | None = None
+        self._reported = time.monotonic()
         self._before = _read_summary(self.out / "summary.json") if self.job.confirmed else {}
 
     def _claim(self) -> tuple[Path, int]:
@@ -138,7 +147,8 @@ class Daemon:
         header = {"emulated": request.emulated is not None, "policy": request.policy, **request.facts}
         if request.emulated:
             header |= asdict(request.emulated)
-        header |= {"job": request.job, "run": str(self.run.path)}
+        header |= {"job": request.job, "run": str(self.run.path), "environment": request.environment}
+        stop_metrics = self._serve_metrics()
         with _ended_politely():
             try:
                 resumed = _header(out / "trace").get("run") == str(self.run.path)
@@ -151,6 +161,7 @@ class Daemon:
                 self.on_phase(f"tuning ends: {error}")
             finally:
                 self.job.writer = None
+                stop_metrics()
         summary = self._summarise()
         with contextlib.suppress(OSError):  # the folder may be gone
             self.run.close(remove=not self.job.is_alive())
@@ -219,6 +230,7 @@ class Daemon:
                 reopened, returned, kept = self.outcome.reopened, self.outcome.returned, self.outcome.kept
                 job.thin = tuner.search is None or tuner.search.is_over  # a search asks for kernel times
                 tuner.step()
+                self._report_so_far()
                 if self.outcome.reopened > reopened:
                     self.on_phase("the job has changed: measuring NCCL's own choice anew")
                 if self.outcome.returned > returned:
@@ -258,9 +270,44 @@ class Daemon:
         assert self.job.writer is not None
         self.job.writer.log("window", asdict(line))
         self.on_window(line)
+        self._report_so_far()
+
+    def _serve_metrics(self) -> Callable[[], None]:
+        """The endpoint, where it was asked for; what cannot be served does not stop the tuner. Returns its end."""
+        if self.request.metrics_port is None:
+            return lambda: None
+        try:
+            from .metrics import serve
+            from .runs import state
+
+            address = self.request.metrics_address
+            port, stop = serve(self.request.metrics_port, address, lambda: [state(self.out)])
+        except (ImportError, OSError) as error:
+            self.on_phase(f"no metrics are served: {error}")
+            return lambda: None
+        self.on_phase(f"metrics: http://{address}:{port}/metrics")
+        return stop
+
+    def _report_so_far(self) -> None:
+        """The page of a run that goes on, every half minute, by a process that gives way to the job."""
+        if time.monotonic() - self._reported < REPORT_EVERY_S or (self._reporter and self._reporter.poll() is None):
+            return
+        self._reported = time.monotonic()
+        command = [sys.executable, "-m", "dynamiccl.agent.report", str(self.out), str(REPORT_EVENTS)]
+        with contextlib.suppress(OSError):  # the page is a convenience
+            quiet = subprocess.DEVNULL
+            self._reporter = subprocess.Popen(
+                ["nice", "-n", "19", *command], stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, text=True
+            )
+            assert self._reporter.stdin is not None
+            self._reporter.stdin.write(json.dumps(self._summary()))
+            self._reporter.stdin.close()
 
     def _summarise(self) -> dict[str, Any]:
         summary = self._summary()
+        if self._reporter:
+            self._reporter.kill()  # it must not write after the last page
+            self._reporter.wait()
         try:
             self._write(summary)
             trace = Trace.read(self.out / "trace", most_events=REPORT_EVENTS)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import html
 import json
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
 from ..traces.records import PAIRS, format_bytes
+from .page import page, plot, section
 
 _COLOURS = dict(
     zip(
@@ -25,12 +27,11 @@ def write_page(path: Path, result: dict[str, Any], rows: list[dict[str, Any]]) -
     """One self-contained page: what was found in words, the figure, the whole result as JSON."""
     label = "emulated, no GPU was measured" if result["emulated"] else "measured"
     title = f"gpu-check, {result['device']}, {result['date']} ({label})"
-    drawn = figure(rows, label).to_html(full_html=False, include_plotlyjs=True) if rows else "<p>No sweep.</p>"
-    path.write_text(
-        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>"
-        "<style>body{font-family:system-ui,sans-serif;max-width:75em;margin:2em auto}pre{white-space:pre-wrap}</style>"
-        f"<h1>{html.escape(title)}</h1>{drawn}<pre>{html.escape(json.dumps(result, indent=1))}</pre>\n"
-    )
+    figures = {"sweep": json.loads(figure(rows, label).to_json())} if rows else {}
+    drawn = plot("sweep", "Time of every config over message size") if rows else "<p>No sweep.</p>"
+    body = f"<header><h1>{escape(title)}</h1></header>{section('Sweep', label, drawn)}"
+    body += section("Result", "All that was found.", f"<pre>{escape(json.dumps(result, indent=1))}</pre>")
+    path.write_text(page(title, body, figures, get_plotlyjs() if rows else ""), encoding="utf-8")
 
 
 def figure(rows: list[dict[str, Any]], label: str) -> go.Figure:

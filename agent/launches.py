@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,18 @@ from ..traces.files import Trace, TraceError
 Array = np.ndarray[Any, Any]
 
 #: What of a header makes two launches equal.
-SETTINGS = ("job", "cluster", "nccl", "headroom", "stage", "emulated", "bytes_scale", "time_scale")
+SETTINGS = ("job", "cluster", "nccl", "environment", "stage", "emulated", "bytes_scale", "time_scale")
+#: Variables that are no settings of a launch: where the plugin lies, what is written where.
+_NO_SETTING = ("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS")
 _BATCHES, _LEAST = 20, 8
+
+
+def launch_settings(environ: Mapping[str, str], headroom: int | None = None) -> dict[str, str]:
+    """What a launch says to NCCL and to PyTorch's communicators, for the header of the run."""
+    found = {
+        k: v for k, v in sorted(environ.items()) if k.startswith(("NCCL_", "TORCH_NCCL_")) and k not in _NO_SETTING
+    }
+    return found | ({"NCCL_MIN_CTAS": str(headroom)} if headroom else {})
 
 
 def launch(trace: Trace) -> dict[str, Any]:

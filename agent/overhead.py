@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
+import sys
 import tempfile
+import threading
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -67,3 +72,52 @@ def _step_ms(command: list[str], log: Path, env: Mapping[str, str], watched: boo
     if not steps:
         raise RuntimeError(f"the job logged no step time after its first {WARM_UP}: more steps, or --log-every 1")
     return float(np.median(steps))
+
+
+def measure_scrapes(
+    pairs: int, steps: int, cluster: str, say: Callable[[str], object] = lambda text: None
+) -> tuple[Comparison, int]:
+    """Step time of a tuned job whose endpoint is scraped every second / of one without an endpoint, over ``pairs``
+    pairs of jobs; and how many scrapes were answered. Raises RuntimeError if a job fails or no scrape is answered,
+    ImportError without prometheus-client."""
+    import prometheus_client  # noqa: F401 - says what is missing before a job is started
+
+    times: dict[bool, list[float]] = {True: [], False: []}
+    answered = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(pairs):
+            for scraped in (True, False) if i % 2 else (False, True):
+                ms, n = _tuned_step_ms(Path(folder) / f"{i}-{scraped}", steps, cluster, scraped)
+                times[scraped].append(ms)
+                answered += n
+            say(f"pair {i + 1}/{pairs}  without {times[False][-1]:.2f} ms, scraped {times[True][-1]:.2f} ms")
+    if not answered:
+        raise RuntimeError("no scrape was answered: the endpoint did not come up")
+    return compare(np.array(times[True]), np.array(times[False])), answered
+
+
+def _tuned_step_ms(out: Path, steps: int, cluster: str, scraped: bool) -> tuple[float, int]:
+    """Median step time of one job under a tuner that tries nothing, and the scrapes that its endpoint answered."""
+    command = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--policy", "default", "--cluster", cluster]
+    command += ["--steps", str(steps), "--out", str(out)]
+    answered, over, url = [0], threading.Event(), ""
+    if scraped:
+        with socket.socket() as probe:  # a port that is free now
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command += ["--metrics-port", str(port)]
+        url = f"http://127.0.0.1:{port}/metrics"
+
+    def scrape() -> None:
+        while not over.wait(1.0):
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+                answered[0] += bool(answer.read())
+
+    scraper = threading.Thread(target=scrape, daemon=True)
+    if scraped:
+        scraper.start()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    over.set()
+    if done.returncode:
+        raise RuntimeError(f"the job failed: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")
+    return float(np.median(logged(out / "job.jsonl", "step_ms")[WARM_UP:])), answered[0]

@@ -1,4 +1,7 @@
-"""The report's page: style, script and skeleton. Everything is inline, and the page forbids itself any request."""
+"""The pages of dynamiccl (report, runs, gpu-check): style, script and skeleton.
+
+Everything is inline, and a page forbids itself any request.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from typing import Any
 _STYLE = """
 :root {
   color-scheme: light dark;
-  --ground: #fbfbfa; --card: #ffffff; --ink: #1c2024; --quiet: #63707c; --line: #e3e6e8; --faint: #f1f3f4;
-  --default: #8b98a5; --tuned: #0b7a75; --tuned-soft: #d5ebe9; --warn: #8a5a00; --warn-soft: #fdf1d8; --bad: #b3372f;
+  --ground: #fbfbfa; --card: #ffffff; --ink: #1c2024; --quiet: #5a6671; --line: #e3e6e8; --faint: #f1f3f4;
+  --default: #8b98a5; --tuned: #086460; --tuned-soft: #d5ebe9; --warn: #7a4f00; --warn-soft: #fdf1d8; --bad: #b3372f;
   --slot-0: #2f6fb3; --slot-1: #d98a1f; --slot-2: #3f9166; --slot-3: #b9558f; --slot-4: #6a9fcf; --slot-5: #a5673f;
   --slot-other: #a9b2ba;
 }
@@ -26,6 +29,8 @@ _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+img, svg, pre { max-width: 100%; } pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; }
+summary { cursor: pointer; padding: 6px 0; } details pre { margin: 0 0 8px; }
 main { max-width: 1120px; margin: 0 auto; padding: 40px 28px 72px; }
 h1 { font-size: 15px; font-weight: 600; margin: 0; letter-spacing: .01em; }
 h2 { font-size: 19px; font-weight: 600; margin: 52px 0 4px; }
@@ -64,7 +69,8 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: 5px 24px; margi
 dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
 .slot { white-space: nowrap; }
 .two { display: grid; grid-template-columns: 1fr 1fr; gap: 14px; }
-@media (max-width: 820px) { .cards, .two { grid-template-columns: 1fr; } }
+@media (max-width: 820px) { .cards, .two { grid-template-columns: 1fr; } main { padding: 24px 14px 48px; }
+  .card.wide .big { font-size: 40px; } dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: 6px; } }
 @media print { main { padding: 0; } .card, .plot, .scroll { break-inside: avoid; } }
 """
 
@@ -84,8 +90,11 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 """
 
 
-def page(title: str, body: str, figures: dict[str, Any], plotly_js: str) -> str:
-    """The whole document. ``figures`` maps the id of a div in ``body`` to plotly's ``{"data", "layout"}``."""
+def page(title: str, body: str, figures: dict[str, Any], plotly_js: str, reload_s: int = 0) -> str:
+    """The whole document. ``figures`` maps the id of a div in ``body`` to plotly's ``{"data", "layout"}``.
+
+    The page loads itself anew every ``reload_s`` seconds, 0: never.
+    """
     # A closing tag inside the data would end the script early.
     data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
     scripts = f"<script>{plotly_js}</script>\n<script>const FIGURES = {data};{_SCRIPT}</script>" if figures else ""
@@ -96,6 +105,7 @@ def page(title: str, body: str, figures: dict[str, Any], plotly_js: str) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
+{f'<meta http-equiv="refresh" content="{reload_s}">' if reload_s else ""}
 <title>{escape(title)}</title>
 <style>{_STYLE}</style>
 </head>
@@ -109,18 +119,24 @@ def page(title: str, body: str, figures: dict[str, Any], plotly_js: str) -> str:
 """
 
 
+def plot(name: str, said: str) -> str:
+    """The place of the figure ``name``, with what it shows in words."""
+    return f'<div class="plot"><div id="{escape(name)}" role="img" aria-label="{escape(said)}"></div></div>'
+
+
 def section(heading: str, lead: str, content: str) -> str:
     """One section; ``heading`` and ``lead`` are text, ``content`` is HTML."""
     return f'<section><h2>{escape(heading)}</h2><p class="lead">{escape(lead)}</p>{content}</section>'
 
 
-def table(columns: list[tuple[str, bool]], rows: list[list[str]]) -> str:
-    """A table of HTML cells; ``columns`` are (heading, is a number)."""
+def table(columns: list[tuple[str, bool]], rows: list[list[str]], name: str = "table") -> str:
+    """A table of HTML cells; ``columns`` are (heading, is a number), ``name`` is for who cannot see it."""
     kind = [' class="num"' if number else "" for _, number in columns]
-    head = "".join(f"<th{k}>{escape(name)}</th>" for (name, _), k in zip(columns, kind, strict=True))
+    head = "".join(f'<th scope="col"{k}>{escape(title)}</th>' for (title, _), k in zip(columns, kind, strict=True))
     lines = ("".join(f"<td{k}>{cell}</td>" for cell, k in zip(row, kind, strict=True)) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    box = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}">'
+    return f"{box}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def config(text: str | None, on: bool = False) -> str:
@@ -160,4 +176,7 @@ def interval_chart(intervals: list[tuple[str, float, list[float], str]]) -> str:
             f'fill="var({colour})" opacity=".45"/><circle cx="{x(middle):.1f}" cy="{y}" r="5" fill="var({colour})"/>'
         )
         parts.append(f'<text x="{right + 14}" y="{y + 4}">{a:.3f} - {b:.3f}</text>')
-    return f'<svg viewBox="0 0 {right + 110} {bottom + 22}" role="img">{"".join(parts)}</svg>'
+    said = "; ".join(f"{name} {middle:.3f}, {a:.3f} to {b:.3f}" for name, middle, (a, b), _ in intervals)
+    return (
+        f'<svg viewBox="0 0 {right + 110} {bottom + 22}" role="img" aria-label="{escape(said)}">{"".join(parts)}</svg>'
+    )

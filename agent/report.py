@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,20 @@ import pandas as pd
 
 from ..traces.audit import audit
 from ..traces.costs import Generations, decision_text, generations, size_text, slot_costs
-from ..traces.files import Trace
+from ..traces.files import Trace, TraceError
+from .page import config, facts, interval_chart, page, plot, section, table
 from .report_figures import slot_colours, timeline_figure, windows_figure
-from .report_page import config, facts, interval_chart, page, section, table
+from .why import chains, lines
 
 _HEADLINE = ("default_step_ms", "tuned_step_ms", "speedup", "speedup_ci95", "aa_speedup_ci95")
 
 
-def write_report(path: Path | str, summary: dict[str, Any], trace: Trace) -> Path:
-    """Write the report of a run and return its path.
+#: Seconds after which the page of a run that goes on loads itself anew.
+RELOAD_S = 30
+
+
+def write_report(path: Path | str, summary: dict[str, Any], trace: Trace, running: bool = False) -> Path:
+    """Write the report of a run, at once, and return its path; one of a run that is ``running`` reloads itself.
 
     ``summary`` is what ``summary.json`` holds; any key may be missing or None (a job that ended early): the report then
     says what it lacks. Raises OSError if the file cannot be written.
@@ -42,6 +49,7 @@ def write_report(path: Path | str, summary: dict[str, Any], trace: Trace) -> Pat
         _missing(summary, trace, costs),
         _windows(figures),
         _decisions(decisions or [], summary),
+        _why(summary, trace),
         _costs(costs, which, colours, summary),
         _timeline(figures, which),
         _consistency(summary, trace),
@@ -55,7 +63,11 @@ def write_report(path: Path | str, summary: dict[str, Any], trace: Trace) -> Pat
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(path.name + ".tmp")
-    tmp.write_text(page(f"dynamiccl: {_place(summary, trace)}", "\n".join(parts), figures, plotly_js), encoding="utf-8")
+    if running:
+        parts.insert(1, '<p class="lead">The run goes on: this page loads itself anew every half minute.</p>')
+    title = f"dynamiccl: {_place(summary, trace)}"
+    html = page(title, "\n".join(parts), figures, plotly_js, RELOAD_S if running else 0)
+    tmp.write_text(html, encoding="utf-8")
     os.replace(tmp, path)
     return path
 
@@ -148,7 +160,9 @@ def _windows(figures: dict[str, Any]) -> str:
         "Each point is a window of some steps under one table; the line is NCCL's own choice, measured in between. "
         "Filled points were kept, crosses rolled back; point at one to read what it tried."
     )
-    return section("Step time over windows", lead, '<div class="plot"><div id="windows"></div></div>')
+    return section(
+        "Step time over windows", lead, plot("windows", "Step time of each window, and of NCCL's own choice in between")
+    )
 
 
 def _decisions(decisions: list[dict[str, Any]], summary: dict[str, Any]) -> str:
@@ -166,7 +180,21 @@ def _decisions(decisions: list[dict[str, Any]], summary: dict[str, Any]) -> str:
     if summary.get("kept") is False:
         lead += " The table as a whole did not win the closing comparison and is not in force."
     columns = [("collective", False), ("messages", True), ("decision", False), ("why", False)]
-    return section("Decisions", lead, table(columns, rows))
+    return section("Decisions", lead, table(columns, rows, "Decisions"))
+
+
+def _why(summary: dict[str, Any], trace: Trace) -> str:
+    """The chain behind each decision, as `dynamiccl why` tells it."""
+    try:
+        found = [lines(chain) for chain in chains(trace, summary)]
+    except TraceError:  # no steps, no slot: said above
+        return ""
+    told = "".join(
+        f"<details><summary>{escape(first)}</summary><pre>{escape(chr(10).join(rest))}</pre></details>"
+        for first, *rest in found
+    )
+    lead = "What NCCL chose and its prices, what was tried and measured, how sure it is, why not the next best."
+    return section("Why", lead, f'<div class="card">{told}</div>') if told else ""
 
 
 def _costs(costs: pd.DataFrame, which: Generations, colours: dict[str, str], summary: dict[str, Any]) -> str:
@@ -197,14 +225,14 @@ def _costs(costs: pd.DataFrame, which: Generations, colours: dict[str, str], sum
         )
     tuned = "tuned" if summary.get("speedup") is not None else "last table"
     columns = [("slot", False), ("calls a step", True), ("NCCL's own", False), (tuned, False)]
-    columns += [("median time of a call", False), ("", True), ("per default step", True)]
+    columns += [("median time of a call", False), ("change", True), ("per default step", True)]
     lead = "Median duration of one call over all ranks and n sampled calls, from the first channel's start to the "
     lead += "last one's end: grey NCCL's own choice, coloured under the table."
     if summary.get("emulated"):
         lead += " Emulated times, stretched by the time scale."
     if not which.tuned:
         lead += " No table was in force long enough to compare."
-    return section("What each collective costs", lead, table(columns, rows))
+    return section("What each collective costs", lead, table(columns, rows, "What each collective costs"))
 
 
 def _slot(text: str) -> str:
@@ -227,7 +255,9 @@ def _timeline(figures: dict[str, Any], which: Generations) -> str:
         lead += "Both steps are the ones nearest the median of their kind; the dotted line is the end of the step."
     else:
         lead += "The step nearest the median; the dotted line is its end."
-    return section("Timeline of a step", lead, '<div class="plot"><div id="timeline"></div></div>')
+    return section(
+        "Timeline of a step", lead, plot("timeline", "Every collective of a step from its start to its end, by rank")
+    )
 
 
 def _consistency(summary: dict[str, Any], trace: Trace) -> str:
@@ -274,3 +304,10 @@ def _settings(summary: dict[str, Any], trace: Trace) -> str:
     machine += [*names, ("trace format", h.get("format"))]
     content = f'<div class="two"><div class="card">{facts(run)}</div><div class="card">{facts(machine)}</div></div>'
     return section("Settings and versions", "", content)
+
+
+if __name__ == "__main__":  # the daemon's page of a run that goes on: python -m ... FOLDER MOST_EVENTS < summary
+    _out = Path(sys.argv[1])
+    write_report(
+        _out / "report.html", json.load(sys.stdin), Trace.read(_out / "trace", most_events=int(sys.argv[2])), True
+    )

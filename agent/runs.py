@@ -72,35 +72,6 @@ def state(out: Path) -> dict[str, Any]:
     }
 
 
-def write_metrics(path: Path, states: list[dict[str, Any]]) -> None:
-    """The states for node_exporter's textfile collector, replaced at once. Raises ImportError without the extra."""
-    from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
-
-    registry = CollectorRegistry()
-    for name, key, text in METRICS:
-        gauge = Gauge(name, text, ["run"], registry=registry)
-        for one in states:
-            value = float(one["state"] == "tuning") if key == "state" else one[key]
-            if value is not None:
-                gauge.labels(run=one["run"]).set(float(value) / (1e3 if key == "step_ms" else 1))
-    write_to_textfile(str(path), registry)
-
-
-#: Metric, the key of :func:`state` that it shows, what it is. Names and base units after Prometheus' conventions.
-METRICS = (
-    ("dynamiccl_tuner_up", "state", "1 while a tuner of the run lives"),
-    ("dynamiccl_steps", "step", "Optimizer steps of the job that were seen"),
-    ("dynamiccl_step_seconds", "step_ms", "Step time in the last measuring window"),
-    ("dynamiccl_windows", "window", "Measuring windows that were run"),
-    ("dynamiccl_table_kept", "kept", "1 while a table is in force, 0 while NCCL decides"),
-    ("dynamiccl_gain_ratio", "gain", "Part of the step that the table saves, by the closing comparison"),
-    ("dynamiccl_search_cost_ratio", "search_cost", "Part of the searched steps' time lost against the default"),
-    ("dynamiccl_lost_records", "records_lost", "Records of the job that were lost"),
-    ("dynamiccl_mismatches", "mismatches", "Collectives that two ranks were seen to run differently"),
-    ("dynamiccl_heartbeat_age_seconds", "heartbeat_s", "Time since the tuner last showed that it lives"),
-)
-
-
 def _heartbeat_s(run: Path) -> float | None:
     try:
         table = TableFile(run / "table")

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 
 import pandas as pd
 import pytest
+from dynamiccl.agent.page import interval_chart, page
 from dynamiccl.agent.report import write_report
-from dynamiccl.agent.report_page import interval_chart, page
 from dynamiccl.traces.costs import generations, slot_costs, typical_step
 from dynamiccl.traces.files import Trace, TraceWriter
 from synthetic_trace import CALL_US, GATHER, LAYERS, SCATTER, write_run
@@ -229,3 +229,55 @@ def test_frames_are_not_changed_by_reporting(run, tmp_path):
     before = trace.events.copy()
     write_report(tmp_path / "r.html", summary, trace)
     pd.testing.assert_frame_equal(trace.events, before)
+
+
+def luminance(colour):
+    """WCAG 2.1, relative luminance of #rrggbb."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a, b):
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_text_can_be_read_in_light_and_dark(run):
+    """WCAG AA: 4.5 for text, of every colour that text has on every ground that it stands on."""
+    style = re.search(r"<style>(.*?)</style>", run[2].read_text(encoding="utf-8"), flags=re.S)[1]
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", part)) for part in re.split(r"@media \(prefers", style)[:2]
+    )
+    for colours in (light, {**light, **dark}):
+        pairs = [(ink, ground) for ink in ("ink", "quiet", "tuned", "bad") for ground in ("ground", "card")]
+        pairs += [("warn", "warn-soft"), ("tuned", "tuned-soft"), ("ink", "faint")]
+        found = {pair: contrast(*(colours[c] for c in pair)) for pair in pairs}
+        assert {pair: ratio for pair, ratio in found.items() if ratio < 4.5} == {}
+
+
+def test_the_page_is_built_for_every_reader(run):
+    """Language, title, one h1 before its h2s, headers with scope, names for figures and for what scrolls."""
+    html = run[2].read_text(encoding="utf-8")
+    body = re.sub(r"<script>.*?</script>", "", html, flags=re.S)
+    assert '<html lang="en">' in html and re.search(r"<title>[^<]+</title>", html)
+    assert 'name="viewport" content="width=device-width' in html
+    levels = [int(n) for n in re.findall(r"<h([1-6])", body)]
+    assert levels[0] == 1 and set(levels[1:]) == {2}
+    assert body.count("<th") - body.count("<thead") == body.count('<th scope="col"') > 0
+    assert all("aria-label=" in tag for tag in re.findall(r'<[^>]*role="(?:img|region)"[^>]*>', body))
+    assert all('role="img"' in tag for tag in re.findall(r"<svg[^>]*>|<div id=[^>]*>", body))
+    assert all('tabindex="0"' in tag for tag in re.findall(r'<div class="scroll"[^>]*>', body))
+    assert len(re.findall(r"<table", body)) == len(re.findall(r'<div class="scroll"', body))
+
+
+def test_a_run_that_goes_on_reloads_its_page(run, tmp_path):
+    summary, trace, last = run
+    live = write_report(tmp_path / "live.html", {**summary, "speedup": None}, trace, running=True).read_text()
+    assert '<meta http-equiv="refresh" content="30">' in live and "The run goes on" in live
+    assert 'http-equiv="refresh"' not in last.read_text()
+
+
+def test_the_report_tells_the_chain_behind_each_decision(run):
+    text = text_of(run[2])
+    assert "as its prices say" in text and "sure" in text

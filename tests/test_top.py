@@ -6,7 +6,7 @@ import time
 
 import pytest
 from dynamiccl.agent.cli import app
-from dynamiccl.agent.runs import METRICS, find_runs, state
+from dynamiccl.agent.runs import find_runs, state
 from dynamiccl.envs.locks import lock
 from dynamiccl.envs.nccl.shm import RunFolder
 from synthetic_trace import write_run
@@ -59,10 +59,12 @@ def test_the_command(runs):
 
 def test_metrics_are_what_prometheus_reads(runs):
     parser = pytest.importorskip("prometheus_client.parser")
+    from dynamiccl.agent.metrics import METRICS
+
     result = CliRunner().invoke(app, ["top", str(runs), "--once", "--metrics", str(runs / "d.prom")])
     assert result.exit_code == 0, result.stderr
     families = {f.name: f for f in parser.text_string_to_metric_families((runs / "d.prom").read_text())}
-    assert set(families) == {name for name, *_ in METRICS}
+    assert set(families) == {name.removesuffix("_total") for name, *_ in METRICS}
     up = {s.labels["run"]: s.value for s in families["dynamiccl_tuner_up"].samples}
     assert up == {str(runs / "over"): 0.0, str(runs / "live"): 1.0}
     (gain,) = families["dynamiccl_gain_ratio"].samples

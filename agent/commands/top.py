@@ -23,6 +23,9 @@ def top(
         Path | None,
         typer.Option(help="Also write a file for node_exporter's textfile collector (NAME.prom).", show_default=False),
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Also write a page of all runs beside each other (HTML).", show_default=False)
+    ] = None,
 ) -> None:
     """How runs stand: job, step, phase, table, gain, the search's cost, agreement, lost records, heartbeat.
 
@@ -35,17 +38,25 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    from ..runs import find_runs, state, write_metrics
+    from ..runs import find_runs, state
+    from ..runs_page import write_runs_page
 
     def look() -> list[dict[str, Any]]:
         found = [state(path) for path in find_runs(runs or ())]
         if metrics is not None:
             try:
+                from ..metrics import write_metrics
+
                 write_metrics(metrics, found)
             except ImportError:
                 fail("--metrics needs prometheus-client: pip install 'dynamiccl[metrics]'")
             except OSError as error:
                 fail(f"cannot write {metrics}: {error.strerror}")
+        if page is not None:
+            try:
+                write_runs_page(page, found)
+            except OSError as error:
+                fail(f"cannot write {page}: {error.strerror}")
         return found
 
     found = look()

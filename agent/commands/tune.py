@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -100,6 +101,13 @@ def tune(
     no_memory: Annotated[
         bool, typer.Option("--no-memory", help="Begin from nothing, and leave nothing to the next job.")
     ] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Answer Prometheus' scrapes on this port (0: any free one).", show_default=False
+        ),
+    ] = None,
+    metrics_address: Annotated[str, typer.Option(help="Address that the metrics are served on.")] = "127.0.0.1",
     force: Force = False,
     seed: Annotated[int, typer.Option(help="Seed of the job, the emulation and the policy.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Also write the summary here; - prints it instead of text.")] = None,
@@ -137,6 +145,7 @@ def tune(
     from ..clusters import Store, default_url
     from ..daemon import Request, workload
     from ..launcher import Plan
+    from ..launches import launch_settings
     from ..outputs import claim, link
     from ..recordings import evidence
     from ..tuner import Settings
@@ -157,6 +166,8 @@ def tune(
     refuse_traps(command, force, emulated=emulated is not None)
     n_processes = ranks or (2 if emulated else n_gpus)
     try:
+        if metrics_port is not None:
+            _needs_prometheus()
         make_chooser(policy, seed)  # all that can fail fails before the job starts
         memory = None if no_memory else memory or default_url()
         if memory:
@@ -181,6 +192,9 @@ def tune(
             bitwise=bitwise,
             json=None if json is None else "-" if str(json) == "-" else str(json.resolve()),
             launched=not own,
+            metrics_port=metrics_port,
+            metrics_address=metrics_address,
+            environment=launch_settings(os.environ, headroom),
             evidence=evidence(recording) if recording else [],
             memory=memory,
         )
@@ -251,6 +265,13 @@ def _check(
         fail(f"windows and window-steps start at 1, verify at {LEAST_PAIRS}: fewer pairs decide nothing")
     if not (command or attach) and steps < LEAST_STEPS:
         fail(f"{steps} steps are too few to find and confirm anything; give --steps {2 * LEAST_STEPS}")
+
+
+def _needs_prometheus() -> None:
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError:
+        fail("--metrics-port needs prometheus-client: pip install 'dynamiccl[metrics]'")
 
 
 def _exit_code(summary: dict[str, Any]) -> int:

@@ -1,0 +1,72 @@
+"""The endpoint: what a scrape reads, the dashboard's queries, and that it is there only while the tuner is."""
+
+import json
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from dynamiccl.agent.cli import app
+from dynamiccl.agent.runs import state
+from synthetic_trace import write_run
+from typer.testing import CliRunner
+
+pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+from dynamiccl.agent.metrics import METRICS, serve
+from prometheus_client.parser import text_string_to_metric_families
+
+DASHBOARD = Path(__file__).resolve().parents[1] / "agent" / "grafana.json"
+WORDS = {"rate", "increase", "run"}
+
+
+@pytest.fixture
+def run(tmp_path):
+    summary, _ = write_run(tmp_path / "a" / "trace", search=4, final=6)
+    (tmp_path / "a" / "summary.json").write_text(json.dumps(summary | {"kept": True, "records_lost": 3}))
+    return tmp_path / "a"
+
+
+def test_a_scrape_reads_the_run_and_after_the_end_nothing_listens(run):
+    port, stop = serve(0, "127.0.0.1", lambda: [state(run)])
+    url = f"http://127.0.0.1:{port}/metrics"
+    try:
+        text = urllib.request.urlopen(url, timeout=20).read().decode()
+    finally:
+        stop()
+    names = {f.name for f in text_string_to_metric_families(text)}
+    assert names == {name.removesuffix("_total") for name, *_ in METRICS}
+    assert f'dynamiccl_lost_records_total{{run="{run}"}} 3.0' in text
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url, timeout=2)
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are():
+    board = json.loads(DASHBOARD.read_text())
+    queries = [t["expr"] for p in board["panels"] for t in p["targets"]]
+    queries += [v["query"] for v in board["templating"]["list"] if v["type"] == "query"]
+    asked = {name for q in queries for name in re.findall(r"dynamiccl_\w+", q)}
+    assert asked == {name for name, *_ in METRICS}
+    for panel in board["panels"]:
+        (target,) = panel["targets"]
+        grows = "_total" in target["expr"]
+        assert not grows or panel["title"] == "Measuring windows" or re.match(r"(rate|increase)\(", target["expr"])
+    places = [tuple(p["gridPos"][k] for k in "xy") for p in board["panels"]]
+    assert len(set(places)) == len(places)
+
+
+def test_a_port_that_is_taken_is_said(run):
+    port, stop = serve(0, "127.0.0.1", lambda: [])
+    try:
+        with pytest.raises(OSError):
+            serve(port, "127.0.0.1", lambda: [])
+    finally:
+        stop()
+
+
+def test_a_page_of_several_runs(run, tmp_path):
+    path = tmp_path / "runs.html"
+    result = CliRunner().invoke(app, ["top", str(tmp_path), "--once", "--page", str(path)])
+    assert result.exit_code == 0, result.stderr
+    html = path.read_text()
+    assert html.count('scope="col"') == 9 and str(run) in html and '<html lang="en">' in html and "kept, 2 rows" in html
