@@ -298,7 +298,7 @@ def interrupted(folder: RunFolder) -> Any:
     Publisher(folder, 0.05)
 
     def setup(rank: LightRank) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
         rank.interrupts, rank.more["interrupts"] = rank.rank == 1, 0
 
     def step(rank: LightRank, i: int) -> None:

@@ -31,7 +31,10 @@ WHOLE = {
     "a daemon that dies and comes back": Scope(steps=2, daemon_deaths=1, attempts=2),
     "a daemon that dies, a skipped step": Scope(steps=2, daemon_deaths=1, skips=1, attempts=2),
     "far ahead": Scope(steps=3, skew=2, attempts=1),
-    "three ranks": Scope(n_ranks=3, steps=1, attempts=1),
+    "three ranks, a skipped step": Scope(n_ranks=3, steps=1, skips=1, attempts=1),
+    "three ranks, a death": Scope(n_ranks=3, steps=1, deaths=1, attempts=1),
+    "three ranks, a broken network": Scope(n_ranks=3, steps=1, breaks=1, attempts=1),
+    "three ranks": Scope(n_ranks=3, steps=2, attempts=1),
 }
 
 

@@ -102,7 +102,7 @@ def test_an_interrupt_in_a_meeting_comes_when_the_change_is_made():
     """Before: the rank left the meeting, and ran under another table than the rest from then on."""
     job = outcome("interrupted")
     meetings, came = len(job.ranks[1]["meetings"]), job.ranks[1]["interrupts"]
-    assert came == meetings > 3 and len(set(job.generations)) > 2
+    assert meetings >= came > 3 and len(set(job.generations)) > 2
     assert not any(rank["stopped"] for rank in job.ranks)
 
 

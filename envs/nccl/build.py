@@ -18,13 +18,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "next_tuner.c", "profiler.c", "chain.c")
 HEADERS = ("abi.h", "plugin.h")
-FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC")
+FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC")
 LIBRARY = "libnccl-tuner-dynamiccl.so"
 INSTALLED = HERE / "lib"  # where an installation has it built, see setup.py
 #: The event loop of the simulated steps (``sim.step``) is built in the same way. No fused multiply-add: a suite that is
 #: drawn again must come out the same on every machine.
 STEP, STEP_SOURCES = "libdynamiccl-step.so", ("../sim/step.c",)
-_STEP_FLAGS = (*FLAGS, "-shared", "-ffp-contract=off")
+_STEP_FLAGS = (*FLAGS, "-O2", "-shared", "-ffp-contract=off")
 # No folder of the machine that built it is in a library: the same sources make the same bytes.
 _NOWHERE = f"-ffile-prefix-map={HERE}=."
 _SHARED = ("-shared", f"-Wl,-soname,{LIBRARY}")
