@@ -27,7 +27,7 @@ class ExpectedImprovement:
     def predict(
         self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
     ) -> tuple[Array, Any]:
-        """See ``envs.arena.Policy``."""
+        """See ``envs.job_arena.Policy``."""
         seen = turns.seen(observation)
         worth = self.foresight * seen.worth + seen.ahead - self.risk * seen.learned
         worth = np.where(seen.open & (seen.worth > self.least), worth, -np.inf)
@@ -48,7 +48,7 @@ class ThompsonSampling:
     def predict(
         self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
     ) -> tuple[Array, Any]:
-        """See ``envs.arena.Policy``."""
+        """See ``envs.job_arena.Policy``."""
         seen = turns.seen(observation)
         draw = seen.ahead + seen.learned * self.rng.standard_normal(seen.learned.shape) / self.calm
         worth = np.where(seen.open & ((seen.worth > self.least) | (seen.ahead >= 0)), draw, -np.inf)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..envs.arena import Policy
 from ..envs.belief import Prior
 from ..envs.evidence import Evidence, of_slot, tell
+from ..envs.job_arena import Policy
 from ..envs.live import JobEnded, Window
 from ..envs.live_windows import LiveWindows
 from ..envs.memory import Memory

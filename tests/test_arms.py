@@ -1,9 +1,11 @@
 """One config an arm: against what the cost model really plans, over thousands of slots."""
 
+from types import SimpleNamespace
+
 import numpy as np
 from dynamiccl.envs import arms, spaces
 from dynamiccl.envs.sim import cost_model
-from dynamiccl.envs.sim import family as families
+from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, draw_jobs
 from dynamiccl.traces.records import CHANNELS, PAIRS
 
 
@@ -19,12 +21,10 @@ def what_runs(tasks, fleet):
     return pair, cost_model.planned_channels(columns, n_bytes, pair, np.where(asked == 0, limit, wanted))
 
 
-def drawn(n=3000):
-    rng = np.random.default_rng(5)
-    state = rng.bit_generator.state
-    tasks = families.draw(families.HELD_OUT, rng, n)
-    rng.bit_generator.state = state
-    return tasks, families.draw_fleet(families.HELD_OUT, rng, n)
+def drawn(n=300):
+    jobs = draw_jobs(HELD_OUT, np.random.default_rng(5), n)
+    tasks = SimpleNamespace(fingerprint=jobs.fingerprint, mask=spaces.action_mask(jobs.fingerprint))
+    return tasks, jobs.sites.fleet.take(np.repeat(np.arange(n), SLOTS))
 
 
 def test_every_arm_is_left_one_config_and_none_is_lost():
@@ -48,4 +48,4 @@ def test_auto_with_a_count_goes_by_the_name_of_its_pair():
     keep = arms.distinct(tasks.fingerprint, fleet.release)
     assert not keep[:, 1 : spaces.N_CHANNELS].any()
     own = tasks.fingerprint.own_pair
-    assert not keep[np.arange(200), (1 + own) * spaces.N_CHANNELS].any(), "the own pair with NCCL's count is AUTO"
+    assert not keep[np.arange(len(own)), (1 + own) * spaces.N_CHANNELS].any(), "the own pair with NCCL's count is AUTO"
