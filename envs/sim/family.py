@@ -1,7 +1,7 @@
 """Random clusters: what jobs are drawn on.
 
-The family is meant to be far wider than any one cluster (2 to 2048 ranks, four GPU generations), so that a policy learns
-to search rather than to know. All of it is drawn; nothing here is a measurement.
+The family is meant to be far wider than any one cluster (2 to 2048 ranks, four GPU generations), so that a policy
+learns to search rather than to know. All of it is drawn; nothing here is a measurement.
 """
 
 from __future__ import annotations
