@@ -19,6 +19,8 @@ USUAL, ODD = 64, 6
 AT_ONCE = 1e-3
 #: Level of all scheduled pairs of a watch together: it goes on for as long as the job does.
 ALL = 0.01
+#: Fewer pairs show too little of a job that has two paces.
+LEAST = 4
 #: Steps that a visit to the default costs beside its window: there and back.
 SWITCHES = 8
 #: A window so much longer than usual (log) is worth a look at the default by itself, whatever that costs; and one pair
@@ -111,7 +113,7 @@ class Watch:
         if not asked:  # a window that was looked into because it was slow says nothing fair of the table
             self.race.add(default_ms, table_ms)
         plain = at_once.is_slower and at_once.mean < -PLAIN
-        return HARMFUL if self.race.is_slower or plain else ""
+        return HARMFUL if (self.race.n >= LEAST and self.race.is_slower) or plain else ""
 
     def _level(self, ms: float, now: int) -> str:
         """Does the step time stay where it was? One odd window asks for the default if it is far off or a visit is to
