@@ -13,6 +13,8 @@ from dynamiccl.traces.records import Decision
 
 RANK = Path(__file__).with_name("classes_rank.py")
 LL = Decision("ring", "ll")
+LL128 = Decision("ring", "ll128", 24)
+BLOCK = 20 * 4 * 49_984  # bytes of a block of the job below, as the emulated backend scales them
 
 
 def start(run, kind, steps, life=1):
@@ -71,3 +73,50 @@ def test_a_restart_keeps_its_table(folder):
     last = life[life["step"] > 40]
     assert set(last["proto"]) == {"ll"} and (last["table_generation"] == back.generation).all()
     assert back.audit.mismatches == 0
+
+
+#: Our own job: ranks, the cluster they stand for, how it is cut. A process is four GPUs, so two are a node in each.
+JOBS = {
+    "one group": (2, "dgx-h100-1x8", []),
+    "hsdp": (4, "dgx-h100-2x8", ["--hsdp", "2"]),
+}
+
+
+def train(run, kind, steps):
+    """Our ZeRO-3 job on the emulated backend; a block's gather is 4 MB, where NCCL takes LL and LL128 is faster."""
+    n_ranks, cluster, cut = JOBS[kind]
+    command = [sys.executable, "-m", "dynamiccl.zero_workload", "--backend", "emulated", "--quiet", *cut]
+    shape = ["--layers", "4", "--width", "64", "--heads", "2", "--seq", "16", "--batch", "1", "--steps", str(steps)]
+    scales = {"DYNAMICCL_CLUSTER": cluster, "DYNAMICCL_BYTES_SCALE": "20", "DYNAMICCL_TIME_SCALE": "300"}
+    env = {**os.environ, **run.env(), **scales, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*command, *shape, "--ranks", str(n_ranks)], env=env, stdout=subprocess.DEVNULL)
+
+
+def slots_of(kind):
+    """The slots of the job's blocks, and how many communicators ran each collective as a table said."""
+    run = RunFolder.create()
+    process = train(run, kind, 10_000)
+    try:
+        job = Job(run, process)
+        profiles = profiles_of(job)
+        blocks = {p.slot for p in profiles if p.slot.min_bytes <= BLOCK <= p.slot.max_bytes}
+        tuned = job.window(dict.fromkeys(blocks, LL128), 4)
+        events = job.take_events()
+        obeyed = events[
+            (events["table_generation"] == tuned.generation) & events["n_bytes"].between(BLOCK, 1.01 * BLOCK)
+        ]
+        assert tuned.disobeyed == () and set(obeyed["proto"]) == {"ll128"} and job.audit.mismatches == 0
+        assert len({(p.slot.func, p.slot.size_class) for p in profiles}) == len(profiles)
+        return blocks, {func: some["comm_id"].nunique() for func, some in obeyed.groupby("func")}
+    finally:
+        process.terminate()
+        process.wait()
+        run.close()
+
+
+def test_two_shard_groups_of_a_real_job_share_the_slots_of_one():
+    """HSDP 2 x 2 of our own job: the slots of a job of one node, one for each collective, in force on both groups."""
+    slots, comms = slots_of("one group")
+    shared, both = slots_of("hsdp")
+    assert len(slots) == 2 and {(s.n_ranks, s.n_nodes) for s in slots} == {(8, 1)} and shared == slots
+    assert comms == {"all_gather": 1, "reduce_scatter": 1} and both == {"all_gather": 2, "reduce_scatter": 2}
