@@ -34,7 +34,7 @@ WHOLE = {
     "three ranks, a skipped step": Scope(n_ranks=3, steps=1, skips=1, attempts=1),
     "three ranks, a death": Scope(n_ranks=3, steps=1, deaths=1, attempts=1),
     "three ranks, a broken network": Scope(n_ranks=3, steps=1, breaks=1, attempts=1),
-    "three ranks": Scope(n_ranks=3, steps=2, attempts=1),
+    "three ranks": Scope(n_ranks=3, steps=1, attempts=1),
 }
 
 
