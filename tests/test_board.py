@@ -85,7 +85,7 @@ def test_forged_figures_are_refused(suite: JobSuite, made: dict[str, dict[str, A
     figures = summary(Scores.of(scores)) | {"decision_us": 1.0}
     with pytest.raises(ValueError, match="its decisions give lost"):
         replay(honest | {"scores": scores, "figures": figures}, suite)
-    with pytest.raises(ValueError, match="its decisions give"):
+    with pytest.raises(ValueError, match=r"its decisions give|too few decisions"):
         replay(honest | {"decisions": made["expected-improvement"]["decisions"], "by_belief": True}, suite)
     short = [job[:1] for job in unpack(honest["decisions"], len(suite))]
     with pytest.raises(ValueError, match="too few decisions"):
