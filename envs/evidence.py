@@ -8,9 +8,10 @@ That is told to people only: fed to the belief it made predictions worse there, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -86,9 +87,8 @@ def seen_in(trace: Trace, step_us: float) -> tuple[dict[Slot, Evidence], list[Ov
     lasts = (events["end_ns"] - events["start_ns"]).astype("Float64")
     told = events.assign(bare=bare, lasts=lasts, size_class=events["n_bytes"].map(lambda n: size_class(int(n))))
     found = {}
-    for (n_ranks, n_nodes, func, klass), mine in told[bare.notna()].groupby(
-        ["n_ranks", "n_nodes", "func", "size_class"]
-    ):
+    for key, mine in told[bare.notna()].groupby(["n_ranks", "n_nodes", "func", "size_class"]):
+        n_ranks, n_nodes, func, klass = cast(tuple[int, int, str, int], key)
         slot = Slot(int(n_ranks), int(n_nodes), str(func), int(klass))
         exposed = float(mine["bare"].sum() / max(float(mine["lasts"].sum()), 1.0))
         own = _usual(mine)
@@ -103,5 +103,4 @@ def _key(slot: Slot) -> tuple[int, int, str, int]:
 
 def _usual(events: pd.DataFrame) -> tuple[str, str, int]:
     """What ran most often: algorithm, protocol, channels."""
-    columns = [events[c] for c in ("algo", "proto", "n_channels")]
-    return max(zip(*columns, strict=True), key=pd.Series(list(zip(*columns, strict=True))).value_counts().get)
+    return Counter(zip(*(events[c] for c in ("algo", "proto", "n_channels")), strict=True)).most_common(1)[0][0]

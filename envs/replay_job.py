@@ -42,8 +42,8 @@ class RecordedJob:
         self._at = int(np.random.default_rng(seed).integers(len(self.default_ms)))
         events = trace.events
         quiet = {g for g, rules in trace.tables.items() if not rules}
-        quiet_events = events[events["table_generation"].isin(quiet) & (events["step"] > events["step"].min())]
-        self._quiet = [group for _, group in quiet_events.groupby("step")]
+        by_step = [group for _, group in events[events["table_generation"].isin(quiet)].groupby("step")]
+        self._quiet = by_step[1:] or by_step  # a first step warms up; some recordings have no other
         self._last: Array = np.zeros(0, np.int64)
         self._is_default = True
 

@@ -12,14 +12,20 @@ import numpy as np
 import pytest
 import recordings_made
 from dynamiccl.agent.recordings import read
+from dynamiccl.envs import turns
+from dynamiccl.envs.belief import Prior
 from dynamiccl.envs.recordings import named, on_cluster
-from dynamiccl.envs.replay import load, suite_of
+from dynamiccl.envs.replay import load
+from dynamiccl.envs.replay_suite import RecordedSuite
+from dynamiccl.envs.watch import Rules
 from dynamiccl.traces import json_stream
 from dynamiccl.traces.files import TraceError
 from dynamiccl.traces.importers import FORMATS, detect, read_recording
 from dynamiccl.traces.importers_chakra import write
 from make_recordings import RANKS
 from test_traces_importers import kineto, run_import, sources
+
+PRIOR = Prior.load()
 
 
 def test_every_format_is_told_by_its_bytes_and_replayed_on_a_named_cluster(tmp_path):
@@ -29,8 +35,8 @@ def test_every_format_is_told_by_its_bytes_and_replayed_on_a_named_cluster(tmp_p
         recorded = load(trace)
         assert len(recorded.slots) >= 1 and np.isfinite(recorded.default_ms) and recorded.default_ms > 0, source
         assert not recorded.measured[:, 1:].any()  # nothing but NCCL's own choice was ever run
-        suite = suite_of(recorded)
-        assert suite.allowed.sum() > 8
+        search, _ = RecordedSuite(trace, 1).open(np.arange(1), 0, PRIOR, Rules())
+        assert search.observe([0]).shape == (1, turns.N_OBSERVATION) and search.searches[0].open.sum() > 4
         notes = " ".join(trace.header["notes"])
         if source not in ("inspector", "nccl-log"):  # which alone tell algorithm and protocol
             assert "taken to be NCCL's own choice" in notes
