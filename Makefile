@@ -10,7 +10,7 @@ C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h envs/sim/*.c)
 .PHONY: demo test test-all check format setup bench gpu-check model-check clean
 
 demo: setup
-	$(RUN) tune --out runs/demo --steps $(DEMO_STEPS)
+	$(RUN) tune --out runs/demo --no-memory --steps $(DEMO_STEPS)
 
 test: setup $(VENV)/frameworks
 	$(BIN)/python -m pytest

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..envs.arms import distinct
 from ..envs.belief import Belief, Prior
-from ..envs.evidence import Evidence, given_back, ratios, seen_in, tell
+from ..envs.evidence import SlotOverlap, given_back, ratios, seen_in, tell
 from ..envs.recordings import of_size
 from ..envs.replay import Recorded as Tasks
 from ..envs.replay import cluster_of, load
@@ -42,7 +42,7 @@ class Advice:
         self.scale = float(trace.header.get("time_scale") or 1.0)
         self.step_us = self.tasks.default_ms * 1e3
         seen, self.overlaps = seen_in(trace, self.step_us)
-        self.evidence = [seen.get(slot, Evidence()) for slot in self.tasks.slots]
+        self.evidence = [seen.get(slot, SlotOverlap()) for slot in self.tasks.slots]
         self.exposed = np.array([one.exposed for one in self.evidence])
         self.gains = self._predict()
         self.configs = self.gains.best()

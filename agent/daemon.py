@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..envs.evidence import Evidence
+from ..envs.evidence import SlotOverlap
 from ..envs.live import LAUNCHER, STOP, Closed, Job, JobEnded, Stopped, Withdrawn
 from ..envs.live_windows import LiveWindows
 from ..envs.locks import Busy, is_locked, lock
@@ -174,7 +174,7 @@ class Daemon:
             time_scale=request.emulated.time_scale if request.emulated else 1.0,
             funcs=("all_gather",) if request.bitwise else TUNED_FUNCS,
         )
-        evidence = [(Slot(*slot), Evidence(*seen)) for slot, seen in request.evidence]
+        evidence = [(Slot(*slot), SlotOverlap(*seen)) for slot, seen in request.evidence]
         if request.memory:
             self.memory = Remembering(request.memory, self.run.path.name, request.job, self.on_phase)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..envs.belief import Prior
-from ..envs.evidence import Evidence, of_slot, tell
+from ..envs.evidence import SlotOverlap, of_slot, tell
 from ..envs.job_arena import Policy
 from ..envs.live import JobEnded, Window
 from ..envs.live_windows import LiveWindows
@@ -118,7 +118,7 @@ class Tuner:
         settings: Settings,
         on_window: Callable[[Line], None] = lambda line: None,
         prior: Prior | None = None,
-        evidence: Sequence[tuple[Slot, Evidence]] = (),
+        evidence: Sequence[tuple[Slot, SlotOverlap]] = (),
         recall: Callable[[LiveWindows], Memory | None] = lambda windows: None,
     ) -> None:
         """``evidence``: what a recording of this job showed of its slots; ``recall``: what is known of the cluster,

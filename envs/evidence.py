@@ -34,7 +34,7 @@ _ASKED = np.array([decision_of(action).n_channels for action in actions_of(np.ar
 
 
 @dataclass(frozen=True)
-class Evidence:
+class SlotOverlap:
     """Of one slot under NCCL's own choice; NaN where it was not seen."""
 
     exposed: float = np.nan  # part of its time in which nothing is computed
@@ -59,7 +59,7 @@ def ratios(belief: Belief, slot: int) -> Array:
     return out
 
 
-def tell(belief: Belief, seen: Sequence[Evidence]) -> None:
+def tell(belief: Belief, seen: Sequence[SlotOverlap]) -> None:
     """Let the belief know what was seen of its slots."""
     known = [(part.start, one.exposed) for part, one in zip(belief.parts, seen, strict=True) if one.exposed >= 0]
     if known:
@@ -67,16 +67,16 @@ def tell(belief: Belief, seen: Sequence[Evidence]) -> None:
         belief.learn(list(at), EXPOSED[0] + EXPOSED[1] * np.minimum(exposed, 1.0), np.full(len(at), EXPOSED[2]))
 
 
-def of_slot(seen: Iterable[tuple[Slot, Evidence]], slot: Slot) -> Evidence:
+def of_slot(seen: Iterable[tuple[Slot, SlotOverlap]], slot: Slot) -> SlotOverlap:
     """What was seen of a slot; recordings that do not tell the nodes of a communicator are taken by its ranks."""
     for other, one in seen:
         same = (other.func, other.size_class, other.n_ranks) == (slot.func, slot.size_class, slot.n_ranks)
         if same and other.n_nodes in (0, slot.n_nodes):
             return one
-    return Evidence()
+    return SlotOverlap()
 
 
-def seen_in(trace: Trace, step_us: float) -> tuple[dict[Slot, Evidence], list[Overlap]]:
+def seen_in(trace: Trace, step_us: float) -> tuple[dict[Slot, SlotOverlap], list[Overlap]]:
     """What a recording shows of each slot as NCCL's own choice runs it, and every overlap that was measured."""
     if not len(trace.compute):
         return {}, []
@@ -93,7 +93,7 @@ def seen_in(trace: Trace, step_us: float) -> tuple[dict[Slot, Evidence], list[Ov
         exposed = float(mine["bare"].sum() / max(float(mine["lasts"].sum()), 1.0))
         own = _usual(mine)
         beside = next((o for o in overlaps if o.key == (*_key(slot), *own)), None)
-        found[slot] = Evidence(exposed, np.nan if beside is None else beside.slowdown)
+        found[slot] = SlotOverlap(exposed, np.nan if beside is None else beside.slowdown)
     return found, overlaps
 
 

@@ -14,7 +14,7 @@ from dynamiccl.agent.advise import UNSEEN
 from dynamiccl.agent.gain import Gains
 from dynamiccl.agent.job_prior import figures_of, truths
 from dynamiccl.envs.belief import Belief, Prior
-from dynamiccl.envs.evidence import EXPOSED, GIVEN_BACK, Evidence, given_back, tell
+from dynamiccl.envs.evidence import EXPOSED, GIVEN_BACK, SlotOverlap, given_back, tell
 from dynamiccl.envs.sequential import Race, middle, window_noise
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs, oracle
 from dynamiccl.envs.spaces import N_CONFIGS
@@ -51,7 +51,7 @@ def belief_of(jobs, j, shown):
     features, share = f.vector().reshape(len(jobs), SLOTS, -1), f.share.reshape(-1, SLOTS)
     belief = Belief(PRIOR, features[j, :k], jobs.mask[j, :k], share[j, :k])
     if shown == SHOWN[1]:
-        tell(belief, [Evidence(float(x)) for x in jobs.exposed[j, :k]])
+        tell(belief, [SlotOverlap(float(x)) for x in jobs.exposed[j, :k]])
     return belief
 
 

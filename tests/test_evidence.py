@@ -8,7 +8,7 @@ from dynamiccl.agent.recordings import evidence
 from dynamiccl.agent.rules import ExpectedImprovement
 from dynamiccl.agent.tuner import Settings, Tuner
 from dynamiccl.envs.belief import Belief
-from dynamiccl.envs.evidence import Evidence, given_back, of_slot, seen_in, tell
+from dynamiccl.envs.evidence import SlotOverlap, given_back, of_slot, seen_in, tell
 from dynamiccl.envs.live_windows import LiveWindows
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs
 from dynamiccl.envs.spaces import N_CONFIGS
@@ -48,7 +48,7 @@ def test_without_anything_shown_nothing_changes():
     jobs = draw_jobs(STANDARD, np.random.default_rng(0), 1)
     belief = check_advice.belief_of(jobs, 0, "no compute")
     before = belief.mean.copy(), belief.cov.copy()
-    tell(belief, [Evidence()] * len(belief.arms))
+    tell(belief, [SlotOverlap()] * len(belief.arms))
     assert np.array_equal(belief.mean, before[0]) and np.array_equal(belief.cov, before[1])
 
 
@@ -59,7 +59,7 @@ def test_fewer_channels_give_compute_back_and_longer_calls_take_it():
 
 
 def test_slots_are_matched_by_their_ranks_where_nodes_are_not_told():
-    seen = [(Slot(16, 0, "all_gather", 26), Evidence(0.5))]
+    seen = [(Slot(16, 0, "all_gather", 26), SlotOverlap(0.5))]
     assert of_slot(seen, Slot(16, 2, "all_gather", 26)).exposed == 0.5
     assert np.isnan(of_slot(seen, Slot(8, 1, "all_gather", 26)).exposed)
     assert np.isnan(of_slot(seen, Slot(16, 2, "reduce_scatter", 26)).exposed)
@@ -83,5 +83,5 @@ def test_the_search_of_a_running_job_begins_with_it():
         belief: Belief = tuner.search.belief
         return belief.exposure[0][0], belief.exposure[1][0]
 
-    alone, told = first([]), first([(GATHER, Evidence(0.02))])
+    alone, told = first([]), first([(GATHER, SlotOverlap(0.02))])
     assert told[0] < alone[0] and told[1] < alone[1]
