@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,13 +25,13 @@ from ..envs.locks import Busy, is_locked, lock
 from ..envs.memory import Memory
 from ..envs.nccl.shm import RunFolder
 from ..envs.nccl.tables import TABLE, to_json
-from ..envs.sim.emulated import Emulated
 from ..traces.files import Trace, TraceError, TraceWriter
 from ..traces.records import TUNED_FUNCS, Slot, Table
-from .choosing import DEFAULT, make_chooser
+from .choosing import make_chooser
 from .outputs import claim, link, logged
 from .remembering import Remembering, facts_of
-from .tuner import Line, Outcome, Settings, Tuner
+from .request import Request
+from .tuner import Line, Outcome, Tuner
 
 #: Space that a trace may take on disk, however long the job runs.
 TRACE_BYTES = 256 * 2**20
@@ -39,60 +39,8 @@ TRACE_BYTES = 256 * 2**20
 REPORT_EVENTS = 500_000
 #: While the job runs the report is written so often at most.
 REPORT_EVERY_S = 30.0
-#: In the run folder: what the launcher was asked for, so that every tuner of the run goes on alike. And the lock of the
-#: one tuner that a run has at a time.
-REQUEST, TUNER = "request.json", "tuner"
-
-
-@dataclass(frozen=True)
-class Request:
-    """One run of ``dynamiccl tune``."""
-
-    out: Path | None = None  # None: a new folder, see ``outputs.claim``
-    emulated: Emulated | None = None
-    policy: str = DEFAULT
-    seed: int = 0
-    settings: Settings = field(default_factory=Settings)
-    bitwise: bool = False  # only what keeps the order of sums
-    facts: dict[str, Any] = field(default_factory=dict)  # of the job, for the summary: stage, n_processes
-    job: str = ""  # its command
-    job_log: Path | None = None  # JSON lines with the loss of each step, where the job writes them
-    json: str | None = None  # where the summary is also wanted, - is stdout
-    memory: str | None = None  # where what was learned of clusters is kept; None: nowhere
-    launched: bool = False  # the job prints on the same terminal
-    metrics_port: int | None = None  # answer scrapes there, 0: on any free port
-    metrics_address: str = "127.0.0.1"
-    environment: dict[str, str] = field(default_factory=dict)  # the launch's settings
-    evidence: list[list[Any]] = field(default_factory=list)  # of a recording: (slot's fields, evidence's) a slot
-
-    def write(self, run: Path) -> None:
-        """Leave the request in the run folder. Raises OSError."""
-        (run / REQUEST).write_text(json.dumps(asdict(self), default=str))
-
-    @classmethod
-    def read(cls, run: Path, options: Mapping[str, Any]) -> Request:
-        """What was left in the run folder, if anything, with what the command line says besides (names of options).
-
-        Raises ValueError when the file is damaged.
-        """
-        try:
-            left = json.loads((run / REQUEST).read_text())
-        except FileNotFoundError:
-            left = {}
-        try:
-            left["settings"] = {**left.get("settings", {}), **{k: v for k, v in options.items() if k in _SETTINGS}}
-            left |= {k: v for k, v in options.items() if k in ("policy", "seed", "bitwise", "out", "json", "memory")}
-            left["settings"] = Settings(**left["settings"])
-            left["emulated"] = Emulated(**left["emulated"]) if left.get("emulated") else None
-            for name in ("out", "job_log"):
-                left[name] = Path(left[name]) if left.get(name) is not None else None
-            left["json"] = str(left["json"]) if left.get("json") is not None else None
-            return cls(**left)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{run / REQUEST} is damaged ({error}): remove it, and say again what is wanted") from None
-
-
-_SETTINGS = ("windows", "verify", "window_steps", "budget")
+#: In the run folder: the lock of the one tuner that a run has at a time.
+TUNER = "tuner"
 
 
 class Daemon:

@@ -16,7 +16,8 @@ from typing import Any
 
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import Decision, Lease, Rule, Table
-from light_ranks import LightRank, StoreServer, descriptors, run
+from light_ranks import LightRank, descriptors, run
+from light_store import StoreServer
 
 
 def table(generation: int, lease: Lease | None = None) -> Table:

@@ -346,10 +346,10 @@ class Model:
                 w = after
         finally:
             self.bounded = True
-        leader = self.leader(w)
         tables = {rank.table for rank in w.ranks if rank}
         if len(tables) > 1 or tables.pop() not in w.confirmed:
-            return path, f"the tables stay {[rank and rank.table for rank in w.ranks]}, the leader is at {leader}"
+            now = [rank and rank.table for rank in w.ranks]
+            return path, f"the tables stay {now}, the leader is at {self.leader(w)}"
         return path, ""
 
     def _best(self, w: World) -> tuple[World | None, str]:
@@ -374,17 +374,14 @@ class Model:
         for r in order:
             rank = w.ranks[r]
             assert rank is not None
-            if self.member(rank).phase is not Phase.MET:
-                for _, after, wrong in self._rank_moves(w, r, rank):
-                    return after, wrong
+            for _, after, wrong in self._rank_moves(w, r, rank) if self.member(rank).phase is not Phase.MET else ():
+                return after, wrong
         for r in order:
             rank = w.ranks[r]
             assert rank is not None
             for _, after, wrong in self._tires(w, r, rank) if self.member(rank).phase is Phase.MET else ():
                 return after, wrong
         return None, ""
-
-    # -- bookkeeping -----------------------------------------------------------------------------------------------
 
     def _with(self, w: World, r: int, rank: Rank) -> World:
         return w._replace(ranks=at(w.ranks, r, rank))

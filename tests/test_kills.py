@@ -95,7 +95,7 @@ def test_full_disk_ends_the_record_not_the_job_and_what_was_written_can_be_read(
         path.with_suffix(".tmp").write_bytes(b"PAR1 and no more")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("dynamiccl.traces.files._write_parquet", full)
+    monkeypatch.setattr("dynamiccl.traces.files.write_parquet", full)
     while job.last_step < 6:
         job.rest()
     with pytest.raises(OSError, match="No space left"):

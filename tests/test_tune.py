@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dynamiccl.agent.daemon import Request
+from dynamiccl.agent.request import Request
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.envs.sim.emulated import Emulated

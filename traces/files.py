@@ -19,64 +19,44 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from .assemble import (
-    COMM_COLUMNS,
-    EVENT_COLUMNS,
-    OFFER_COLUMNS,
-    STEP_COLUMNS,
     Assembler,
-    complete,
     empty,
 )
 from .header import FORMAT, masked, new_header, plain
 from .records import Slot
+from .segments import (
+    COMPUTE_COLUMNS as COMPUTE_COLUMNS,
+)
+from .segments import (
+    SEGMENTED,
+    WHOLE,
+    atomically,
+    next_segment,
+    read_parquet,
+    read_segments,
+    segments,
+    write_parquet,
+)
+from .segments import (
+    TraceError as TraceError,
+)
 
-#: What a profile shows beside the collectives: kernels that compute. ``blocks`` is the grid's size; from imports only.
-COMPUTE_COLUMNS: dict[str, str] = {
-    "rank": "int32",
-    "start_ns": "int64",
-    "end_ns": "int64",
-    "name": "category",
-    "blocks": "int64",
-    "stream": "int64",
-}
 #: The log may take one part in so many of what a trace may take.
 LOG_SHARE = 16
 _LEFT_OUT = b'{"kind": "left_out"'
-_SEGMENTED = {"events": EVENT_COLUMNS, "steps": STEP_COLUMNS}
-_WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS, "compute": COMPUTE_COLUMNS}
 _KEYS = {
     "comms": ["comm_id", "rank", "pid"],
     "offers": ["comm_id", "func", "n_bytes"],
     "compute": ["rank", "start_ns", "stream"],
 }
-_ARROW = {
-    "bool": pa.bool_(),
-    "int16": pa.int16(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "Int64": pa.int64(),
-    "uint64": pa.uint64(),
-    "float32": pa.float32(),
-    "float64": pa.float64(),
-    "str": pa.string(),
-    "object": pa.list_(pa.float32()),
-    "category": pa.dictionary(pa.int32(), pa.string()),
-}
-
-
-class TraceError(Exception):
-    """A trace cannot be read or written; the message is one line and names the cure."""
 
 
 class TraceWriter:
@@ -120,9 +100,9 @@ class TraceWriter:
             raise TraceError(f"cannot make the trace folder {self.folder}: {error.strerror}") from None
         self.header = {**new_header(), **old, **_without_secrets(plain(header)), "format": FORMAT}
         self._write_header()
-        self._buffers: dict[str, list[pd.DataFrame]] = {kind: [] for kind in _SEGMENTED}
-        self._next = {kind: _next_segment(self.folder, kind) for kind in _SEGMENTED}
-        self._sizes = {kind: {p: p.stat().st_size for p in _segments(self.folder, kind)} for kind in _SEGMENTED}
+        self._buffers: dict[str, list[pd.DataFrame]] = {kind: [] for kind in SEGMENTED}
+        self._next = {kind: next_segment(self.folder, kind) for kind in SEGMENTED}
+        self._sizes = {kind: {p: p.stat().st_size for p in segments(self.folder, kind)} for kind in SEGMENTED}
         self._known: tuple[dict[int, dict[int, int]], int] = ({}, 0)
         self._began = self._flushed = time.monotonic()
         self._log = (self.folder / "windows.jsonl").open("a", buffering=1, encoding="utf-8")
@@ -170,7 +150,7 @@ class TraceWriter:
         for kind, frames in self._buffers.items():
             if frames:
                 path = self.folder / f"{kind}-{self._next[kind]:05d}.parquet"
-                _write_parquet(path, pd.concat(frames, ignore_index=True), _SEGMENTED[kind])
+                write_parquet(path, pd.concat(frames, ignore_index=True), SEGMENTED[kind])
                 self._sizes[kind][path] = path.stat().st_size
                 self._next[kind] += 1
                 frames.clear()
@@ -201,9 +181,9 @@ class TraceWriter:
         """Write comms, offers or compute, keeping rows that an earlier life of this trace has written."""
         path = self.folder / f"{kind}.parquet"
         if path.exists():
-            both = pd.concat([_read_parquet(path, _WHOLE[kind]), frame], ignore_index=True)
-            frame = both.drop_duplicates(_KEYS[kind], keep="last").astype(_WHOLE[kind])
-        _write_parquet(path, frame, _WHOLE[kind])
+            both = pd.concat([read_parquet(path, WHOLE[kind]), frame], ignore_index=True)
+            frame = both.drop_duplicates(_KEYS[kind], keep="last").astype(WHOLE[kind])
+        write_parquet(path, frame, WHOLE[kind])
 
     def log(self, kind: str, entry: dict[str, Any]) -> None:
         """Append one line to the log, on disk at once.
@@ -228,7 +208,7 @@ class TraceWriter:
         before = (json.loads(line)["lines"] - 1 for line in lines[first:last] if line.startswith(_LEFT_OUT))
         entry = {"kind": "left_out", "time": round(time.time(), 3), "lines": last - first + sum(before)}
         gone = json.dumps(entry).encode() + b"\n"
-        _atomically(path, lambda tmp: tmp.write_bytes(b"".join([*lines[:first], gone, *lines[last:]])))
+        atomically(path, lambda tmp: tmp.write_bytes(b"".join([*lines[:first], gone, *lines[last:]])))
         self._log = path.open("a", buffering=1, encoding="utf-8")
 
     def close(self) -> None:
@@ -238,7 +218,7 @@ class TraceWriter:
 
     def _write_header(self) -> None:
         text = json.dumps(self.header, indent=2, allow_nan=False) + "\n"
-        _atomically(self.folder / "header.json", lambda tmp: tmp.write_text(text, encoding="utf-8"))
+        atomically(self.folder / "header.json", lambda tmp: tmp.write_text(text, encoding="utf-8"))
 
 
 @dataclass
@@ -269,12 +249,12 @@ class Trace:
         header = _read_header(path)
         warnings: list[str] = []
         limits = {"events": most_events}
-        parts = {kind: _read_segments(path, kind, warnings, limits.get(kind)) for kind in _SEGMENTED}
+        parts = {kind: read_segments(path, kind, warnings, limits.get(kind)) for kind in SEGMENTED}
         whole = {
-            kind: _read_parquet(path / f"{kind}.parquet", columns)
+            kind: read_parquet(path / f"{kind}.parquet", columns)
             if (path / f"{kind}.parquet").exists()
             else empty(columns)
-            for kind, columns in _WHOLE.items()
+            for kind, columns in WHOLE.items()
         }
         log = _read_log(path / "windows.jsonl", warnings)
         return cls(path, header, **parts, **whole, log=log, warnings=warnings)
@@ -302,83 +282,7 @@ def _without_secrets(header: dict[str, Any]) -> dict[str, Any]:
 
 def _own_files(folder: Path) -> list[Path]:
     patterns = ("header.json", "windows.jsonl", "*.tmp", "events-*.parquet", "steps-*.parquet")
-    return [p for pattern in (*patterns, *(f"{k}.parquet" for k in _WHOLE)) for p in folder.glob(pattern)]
-
-
-def _segments(folder: Path, kind: str) -> list[Path]:
-    return sorted(p for p in folder.glob(f"{kind}-*.parquet") if p.stem.rpartition("-")[2].isdigit())
-
-
-def _next_segment(folder: Path, kind: str) -> int:
-    """Number after the last segment; a last segment that a crash cut short is set aside first."""
-    paths = _segments(folder, kind)
-    if not paths:
-        return 0
-    try:
-        _read_parquet(paths[-1], _SEGMENTED[kind])
-    except TraceError:
-        paths[-1].rename(paths[-1].with_suffix(".damaged"))
-    return int(paths[-1].stem.rpartition("-")[2]) + 1
-
-
-def _atomically(path: Path, write: Callable[[Path], object]) -> None:
-    tmp = path.with_name(path.name + ".tmp")
-    try:
-        write(tmp)
-        os.replace(tmp, path)
-    except OSError as error:
-        raise TraceError(f"cannot write {path}: {error.strerror or error}; free space or give another folder") from None
-
-
-def _write_parquet(path: Path, frame: pd.DataFrame, columns: dict[str, str]) -> None:
-    schema = pa.schema([(name, _ARROW[kind]) for name, kind in columns.items()])
-    table = pa.Table.from_pandas(frame[list(columns)], schema=schema, preserve_index=False)
-    _atomically(path, lambda tmp: pq.write_table(table, tmp, compression="zstd"))
-
-
-def _read_parquet(path: Path, columns: dict[str, str]) -> pd.DataFrame:
-    try:
-        # int64 with gaps must not pass through float64: GPU clock values have more digits than that holds.
-        frame = pq.read_table(path).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
-        return complete(frame, columns)
-    except (OSError, pa.ArrowException, KeyError, ValueError, TypeError) as error:
-        why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise TraceError(f"{path} is damaged ({why}): remove it to read the rest of the trace") from None
-
-
-def _read_segments(folder: Path, kind: str, warnings: list[str], most_rows: int | None = None) -> pd.DataFrame:
-    columns = _SEGMENTED[kind]
-    paths = sorted(folder.glob(f"{kind}-*.parquet"))
-    frames = []
-    for path in _ends(paths, most_rows, warnings) if most_rows is not None else paths:
-        try:
-            frames.append(_read_parquet(path, columns))
-        except TraceError:
-            if path != paths[-1]:
-                raise
-            warnings.append(f"{path.name} was cut short and is left out: the last {kind} are missing")
-    if list(folder.glob(f"{kind}-*.tmp")):
-        warnings.append(f"the writer was stopped while it wrote a segment: the last {kind} are missing")
-    return pd.concat(frames, ignore_index=True) if frames else empty(columns)
-
-
-def _ends(paths: list[Path], most_rows: int, warnings: list[str]) -> list[Path]:
-    """The first and the last of the segments, half of ``most_rows`` each, at least one of either."""
-    rows = []
-    for path in paths:
-        try:
-            rows.append(int(pq.read_metadata(path).num_rows))
-        except (OSError, pa.ArrowException):
-            rows.append(0)  # told of when it is read
-    if sum(rows) <= most_rows:
-        return paths
-    before, after = np.cumsum(rows), np.cumsum(rows[::-1])[::-1]
-    keep = [i for i in range(len(paths)) if before[i] <= most_rows / 2 or after[i] <= most_rows / 2]
-    keep = sorted({0, len(paths) - 1, *keep})
-    left_out = sum(rows) - sum(rows[i] for i in keep)
-    if left_out:
-        warnings.append(f"{left_out} of {sum(rows)} events, in the middle of the run, are left out")
-    return [paths[i] for i in keep]
+    return [p for pattern in (*patterns, *(f"{k}.parquet" for k in WHOLE)) for p in folder.glob(pattern)]
 
 
 def _read_header(folder: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def env(
     """
     from ...envs.nccl.build import PluginBuildError
     from ...envs.nccl.shm import RunFolder
-    from ..daemon import Request
+    from ..request import Request
 
     emulated = emulation(cluster, bytes_scale, time_scale, seed, weather) if cluster else None
     refuse_traps(None, force, emulated=emulated is not None)

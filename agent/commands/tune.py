@@ -143,11 +143,12 @@ def tune(
     from ...traces.files import TraceError
     from ..choosing import make_chooser
     from ..clusters import Store, default_url
-    from ..daemon import Request, workload
+    from ..daemon import workload
     from ..launcher import Plan
     from ..launches import launch_settings
     from ..outputs import claim, link
     from ..recordings import evidence
+    from ..request import Request
     from ..tuner import Settings
 
     _check(stage, steps, windows, verify, window_steps, command, attach)
@@ -218,7 +219,8 @@ def _attach(context: typer.Context, where: str, again: bool) -> None:
     from ...traces.files import TraceError
     from ..clusters import default_url
     from ..console import Show, show_summary
-    from ..daemon import REQUEST, Daemon, Request
+    from ..daemon import Daemon
+    from ..request import REQUEST, Request
 
     try:
         path = run_folder(where)

@@ -1,0 +1,127 @@
+"""The Parquet files of a trace: written whole or not at all, read though the last was cut short."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, complete, empty
+
+#: What a profile shows beside the collectives: kernels that compute. ``blocks`` is the grid's size; from imports only.
+COMPUTE_COLUMNS: dict[str, str] = {
+    "rank": "int32",
+    "start_ns": "int64",
+    "end_ns": "int64",
+    "name": "category",
+    "blocks": "int64",
+    "stream": "int64",
+}
+SEGMENTED = {"events": EVENT_COLUMNS, "steps": STEP_COLUMNS}
+WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS, "compute": COMPUTE_COLUMNS}
+_ARROW = {
+    "bool": pa.bool_(),
+    "int16": pa.int16(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "Int64": pa.int64(),
+    "uint64": pa.uint64(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "str": pa.string(),
+    "object": pa.list_(pa.float32()),
+    "category": pa.dictionary(pa.int32(), pa.string()),
+}
+
+
+class TraceError(Exception):
+    """A trace cannot be read or written; the message is one line and names the cure."""
+
+
+def segments(folder: Path, kind: str) -> list[Path]:
+    """Of one kind that are whole, in order."""
+    return sorted(p for p in folder.glob(f"{kind}-*.parquet") if p.stem.rpartition("-")[2].isdigit())
+
+
+def next_segment(folder: Path, kind: str) -> int:
+    """Number after the last segment; a last segment that a crash cut short is set aside first."""
+    paths = segments(folder, kind)
+    if not paths:
+        return 0
+    try:
+        read_parquet(paths[-1], SEGMENTED[kind])
+    except TraceError:
+        paths[-1].rename(paths[-1].with_suffix(".damaged"))
+    return int(paths[-1].stem.rpartition("-")[2]) + 1
+
+
+def atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` write a file under another name, and rename it. Raises TraceError."""
+    tmp = path.with_name(path.name + ".tmp")
+    try:
+        write(tmp)
+        os.replace(tmp, path)
+    except OSError as error:
+        raise TraceError(f"cannot write {path}: {error.strerror or error}; free space or give another folder") from None
+
+
+def write_parquet(path: Path, frame: pd.DataFrame, columns: dict[str, str]) -> None:
+    """One file of these columns. Raises TraceError."""
+    schema = pa.schema([(name, _ARROW[kind]) for name, kind in columns.items()])
+    table = pa.Table.from_pandas(frame[list(columns)], schema=schema, preserve_index=False)
+    atomically(path, lambda tmp: pq.write_table(table, tmp, compression="zstd"))
+
+
+def read_parquet(path: Path, columns: dict[str, str]) -> pd.DataFrame:
+    """One file, with what an older release did not write filled in. Raises TraceError when it is damaged."""
+    try:
+        # int64 with gaps must not pass through float64: GPU clock values have more digits than that holds.
+        frame = pq.read_table(path).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
+        return complete(frame, columns)
+    except (OSError, pa.ArrowException, KeyError, ValueError, TypeError) as error:
+        why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise TraceError(f"{path} is damaged ({why}): remove it to read the rest of the trace") from None
+
+
+def read_segments(folder: Path, kind: str, warnings: list[str], most_rows: int | None = None) -> pd.DataFrame:
+    """All of one kind, or the first and the last of ``most_rows``; what is left out is told in ``warnings``.
+
+    Raises TraceError when one that is not the last is damaged.
+    """
+    columns = SEGMENTED[kind]
+    paths = sorted(folder.glob(f"{kind}-*.parquet"))
+    frames = []
+    for path in _ends(paths, most_rows, warnings) if most_rows is not None else paths:
+        try:
+            frames.append(read_parquet(path, columns))
+        except TraceError:
+            if path != paths[-1]:
+                raise
+            warnings.append(f"{path.name} was cut short and is left out: the last {kind} are missing")
+    if list(folder.glob(f"{kind}-*.tmp")):
+        warnings.append(f"the writer was stopped while it wrote a segment: the last {kind} are missing")
+    return pd.concat(frames, ignore_index=True) if frames else empty(columns)
+
+
+def _ends(paths: list[Path], most_rows: int, warnings: list[str]) -> list[Path]:
+    """The first and the last of the segments, half of ``most_rows`` each, at least one of either."""
+    rows = []
+    for path in paths:
+        try:
+            rows.append(int(pq.read_metadata(path).num_rows))
+        except (OSError, pa.ArrowException):
+            rows.append(0)  # told of when it is read
+    if sum(rows) <= most_rows:
+        return paths
+    before, after = np.cumsum(rows), np.cumsum(rows[::-1])[::-1]
+    keep = [i for i in range(len(paths)) if before[i] <= most_rows / 2 or after[i] <= most_rows / 2]
+    keep = sorted({0, len(paths) - 1, *keep})
+    left_out = sum(rows) - sum(rows[i] for i in keep)
+    if left_out:
+        warnings.append(f"{left_out} of {sum(rows)} events, in the middle of the run, are left out")
+    return [paths[i] for i in keep]
