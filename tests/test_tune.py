@@ -68,15 +68,15 @@ def test_summary_holds_what_programs_rely_on(tuned):
 
 
 def test_the_table_that_was_confirmed_is_left_for_apply(tuned):
-    folder, s = tuned
+    out, _, s = tuned
     chosen = {
         (d["func"], d["algo"], d["proto"], d["n_channels"]) for d in s["decisions"] if d["algo"] or d["n_channels"]
     }
     if not s["kept"]:
-        assert s["table"] is None and not (folder / "out" / "table.json").exists()
+        assert s["table"] is None and not (out / "table.json").exists()
         return
-    assert s["table"] == str(folder / "out" / "table.json")
-    rules = load_table(folder / "out").rules
+    assert s["table"] == str(out / "table.json")
+    rules = load_table(out).rules
     assert {(r.func, r.decision.algo, r.decision.proto, r.decision.n_channels or None) for r in rules} == chosen
     assert all(r.n_ranks == 16 for r in rules)
 
