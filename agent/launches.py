@@ -13,8 +13,8 @@ from ..traces.files import Trace, TraceError
 
 Array = np.ndarray[Any, Any]
 
-#: What of a header makes two launches equal.
-SETTINGS = ("job", "cluster", "nccl", "environment", "stage", "emulated", "bytes_scale", "time_scale")
+#: What of a header makes two launches equal, beside its ``environment``.
+SETTINGS = ("job", "cluster", "nccl", "stage", "emulated", "bytes_scale", "time_scale")
 #: Variables that are no settings of a launch: where the plugin lies, what is written where.
 _NO_SETTING = ("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS")
 _BATCHES, _LEAST = 20, 8
@@ -49,6 +49,7 @@ def launch(trace: Trace) -> dict[str, Any]:
     batches = np.array([np.median(part) for part in np.array_split(ms, min(_BATCHES, len(ms) // 4))])
     error = 1.4826 * float(np.median(np.abs(batches - np.median(batches)))) * math.sqrt(math.pi / 2 / len(batches))
     settings = {key: trace.header.get(key) for key in SETTINGS if trace.header.get(key) is not None}
+    settings |= trace.header.get("environment") or {}
     return {"run": str(trace.folder), "steps": len(ms), "median_ms": middle, "error_ms": error, "settings": settings}
 
 

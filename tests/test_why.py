@@ -68,12 +68,15 @@ def test_a_setting_counts_only_beyond_what_equal_launches_differ_by(tmp_path):
         kinds = [("a", 1), ("b", 1), ("c", 2), ("d", 2)]
         runs = zip(kinds, medians, strict=False)
         folder = tmp_path / "-".join(map(str, medians))
-        return [launch(write_launch(folder / n, m, seed=i, headroom=k)) for i, ((n, k), m) in enumerate(runs)]
+        return [
+            launch(write_launch(folder / n, m, seed=i, environment={"NCCL_MIN_CTAS": k}))
+            for i, ((n, k), m) in enumerate(runs)
+        ]
 
     steady = side_by_side(made(100.0, 100.05, 98.0, 98.02))
     assert steady["between_equal_launches"] < 0.002
     (row,) = steady["against_the_first"]
-    assert row["verdict"] == "faster" and row["differs_in"] == {"headroom": 2}
+    assert row["verdict"] == "faster" and row["differs_in"] == {"NCCL_MIN_CTAS": 2}
     assert row["low"] < row["ratio"] < row["high"] and row["ratio"] == pytest.approx(0.98, abs=0.002)
     (row,) = side_by_side(made(100.0, 103.0, 98.0, 101.0))["against_the_first"]
     assert row["verdict"] == "same"  # launches of one kind are further apart than the kinds
