@@ -37,17 +37,27 @@ def measure(
     hears of every pair; after three of them no pair begins that would not be done in ``budget_s``. Raises RuntimeError
     with the job's last words if a job fails.
     """
-    times: dict[bool, list[float]] = {True: [], False: []}
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "job.jsonl"
-        for i in range(pairs):
-            used = time.monotonic() - began
-            if i >= 3 and used * (i + 1) / i > budget_s:
-                break
-            for watched in (True, False) if i % 2 else (False, True):
-                times[watched].append(_step_ms(command(log), log, env, watched))
-            say(f"pair {i + 1}/{pairs}  without {times[False][-1]:.2f} ms, with {times[True][-1]:.2f} ms")
+        return in_turn(pairs, lambda watched: _step_ms(command(log), log, env, watched), say, budget_s)
+
+
+def in_turn(
+    pairs: int,
+    step_ms: Callable[[bool], float],
+    say: Callable[[str], object] = lambda text: None,
+    budget_s: float = float("inf"),
+) -> Comparison:
+    """``step_ms(True)`` / ``step_ms(False)``, one job each, over ``pairs`` pairs whose order alternates."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    began = time.monotonic()
+    for i in range(pairs):
+        used = time.monotonic() - began
+        if i >= 3 and used * (i + 1) / i > budget_s:
+            break
+        for added in (True, False) if i % 2 else (False, True):
+            times[added].append(step_ms(added))
+        say(f"pair {i + 1}/{pairs}  without {times[False][-1]:.2f} ms, with {times[True][-1]:.2f} ms")
     return compare(np.array(times[True]), np.array(times[False]))
 
 
@@ -82,18 +92,19 @@ def measure_scrapes(
     ImportError without prometheus-client."""
     import prometheus_client  # noqa: F401 - says what is missing before a job is started
 
-    times: dict[bool, list[float]] = {True: [], False: []}
     answered = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for i in range(pairs):
-            for scraped in (True, False) if i % 2 else (False, True):
-                ms, n = _tuned_step_ms(Path(folder) / f"{i}-{scraped}", steps, cluster, scraped)
-                times[scraped].append(ms)
-                answered += n
-            say(f"pair {i + 1}/{pairs}  without {times[False][-1]:.2f} ms, scraped {times[True][-1]:.2f} ms")
+
+    def step_ms(scraped: bool) -> float:
+        nonlocal answered
+        with tempfile.TemporaryDirectory() as folder:
+            ms, n = _tuned_step_ms(Path(folder) / "run", steps, cluster, scraped)
+        answered += n
+        return ms
+
+    result = in_turn(pairs, step_ms, say)
     if not answered:
         raise RuntimeError("no scrape was answered: the endpoint did not come up")
-    return compare(np.array(times[True]), np.array(times[False])), answered
+    return result, answered
 
 
 def _tuned_step_ms(out: Path, steps: int, cluster: str, scraped: bool) -> tuple[float, int]:

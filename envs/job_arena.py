@@ -156,22 +156,6 @@ def _config(action: Any) -> int:
     return int(config_index(one.reshape(1, 2))[0])
 
 
-def judged(
-    policy: Policy,
-    jobs: Jobs,
-    best_us: Array,
-    prior: Prior,
-    seed: int = 0,
-    after: int = AFTER,
-    rules: Rules | None = None,
-) -> Scores:
-    """Scores of a policy on jobs whose best step is ``best_us`` (n,).
-
-    ``jobs`` are left as they are. What the policy raises passes through.
-    """
-    return played(policy, jobs, best_us, prior, seed, after, rules)[0].scores()
-
-
 def played(
     policy: Policy,
     jobs: Jobs,
@@ -182,7 +166,10 @@ def played(
     rules: Rules | None = None,
     memories: Sequence[Memory | None] | None = None,
 ) -> tuple[Ledger, SimSearch]:
-    """As :func:`judged`: the bills, and the searches as they ended. ``memories``: of each job's cluster."""
+    """The bills of a policy on jobs whose best step is ``best_us`` (n,), and the searches as they ended.
+
+    ``jobs`` are left as they are; ``memories``: of each job's cluster. What the policy raises passes through.
+    """
     jobs, rng = jobs.take(slice(None)), np.random.default_rng([seed, len(jobs)])
     ledger = Ledger(jobs, best_us)
     windows = BilledWindows(jobs, rng, ledger)

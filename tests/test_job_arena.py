@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from dynamiccl.agent.rules import ExpectedImprovement
 from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.job_arena import BilledWindows, judged
+from dynamiccl.envs.job_arena import BilledWindows, played
 from dynamiccl.envs.scores import Ledger, summary
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
 from dynamiccl.envs.sim_windows import SWITCH_STEPS
@@ -45,7 +45,7 @@ def test_where_nothing_helps_nothing_is_gained_and_little_lost(calm):
     jobs = calm[0].without_gain()
     at = jobs.at.copy()
     for policy in (Idle(), ExpectedImprovement()):
-        scores = judged(policy, jobs, jobs.default_us, Prior.load(), after=100)
+        scores = played(policy, jobs, jobs.default_us, Prior.load(), after=100)[0].scores()
         assert (jobs.at == at).all()
         assert scores.lost == pytest.approx(0, abs=1e-3) and scores.gain == pytest.approx(0, abs=1e-6)
         assert np.isfinite(scores.verdict).all() and not (scores.is_harmed | scores.is_harsh).any()
@@ -53,7 +53,7 @@ def test_where_nothing_helps_nothing_is_gained_and_little_lost(calm):
 
 def test_a_rule_on_the_belief_brings_gain_and_is_repeatable(calm):
     jobs, us = calm
-    found = [judged(ExpectedImprovement(), jobs, us, Prior.load(), after=100) for _ in range(2)]
+    found = [played(ExpectedImprovement(), jobs, us, Prior.load(), after=100)[0].scores() for _ in range(2)]
     assert (found[0].lost == found[1].lost).all() and (found[0].gain == found[1].gain).all()
     assert (found[0].gain <= found[0].oracle_gain + 1e-3).all()  # the oracle goes slot by slot
     told = summary(found[0])
