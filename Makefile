@@ -7,24 +7,35 @@ DEMO_STEPS ?= 600
 SOURCES := agent envs traces zero_workload tests
 C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h envs/sim/*.c)
 
-.PHONY: demo test test-all check format setup bench gpu-check model-check clean
+.PHONY: demo test test-slow test-all coverage check format setup bench gpu-check model-check clean
 
 demo: setup
 	$(RUN) tune --out runs/demo --no-memory --steps $(DEMO_STEPS)
 
+# What takes seconds. Two at a time; those that compare times run alone afterwards.
 test: setup $(VENV)/frameworks
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow and not timing" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "timing and not slow"
 
-# Everything that takes long, some 45 minutes on two quiet cores: every state of the protocol, two soaks of the daemon of
-# ten minutes each in place of 20 seconds, a rank frozen for a minute in place of 3 seconds, sanitizers, and network
-# namespaces (these need root: without it they are skipped and say so).
+# The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python, speed beside FSDP2.
+test-slow: setup $(VENV)/frameworks
+	$(BIN)/python -m pytest -m slow
+
+# Everything, as long as it takes, some 45 minutes on two quiet cores: every state of the protocol, two soaks of the
+# daemon of ten minutes each in place of 20 seconds, a rank frozen for a minute in place of 3 seconds, sanitizers, and
+# network namespaces (these need root: without it they are skipped and say so).
 test-all: setup $(VENV)/frameworks
 	@echo "1/3 every state of the protocol"
 	$(BIN)/python tests/protocol_explore.py
 	@echo "2/3 soaks of ten minutes, a rank frozen for a minute"
-	SOAK_S=600 FROZEN_S=60 $(BIN)/python -m pytest -v -rs tests/test_event_path.py tests/test_agreement.py
+	SOAK_S=600 FROZEN_S=60 $(BIN)/python -m pytest -v tests/test_event_path.py tests/test_agreement.py
 	@echo "3/3 all other tests"
-	$(BIN)/python -m pytest -rs --ignore tests/test_event_path.py --ignore tests/test_agreement.py
+	$(BIN)/python -m pytest --ignore tests/test_event_path.py --ignore tests/test_agreement.py
+
+# Lines and branches that the quick tests run, those of the processes that they start included, by folder.
+coverage: setup $(VENV)/frameworks
+	$(BIN)/python -m pytest -m "not slow and not timing" -n 2 --dist loadfile --cov --cov-report=
+	$(BIN)/python tests/coverage_by_folder.py
 
 check: setup
 	$(BIN)/ruff format --check $(SOURCES) *.py
@@ -33,6 +44,7 @@ check: setup
 	mkdir -p build && ln -sfn .. build/dynamiccl
 	MYPYPATH=build $(BIN)/mypy -p dynamiccl.agent -p dynamiccl.envs -p dynamiccl.traces -p dynamiccl.zero_workload
 	$${CC:-cc} -std=c11 -D_GNU_SOURCE -Wall -Wextra -Werror -fsyntax-only envs/nccl/*.c envs/sim/*.c
+	@$(BIN)/python tests/count_lines.py
 
 format: setup
 	$(BIN)/ruff check --fix-only --quiet $(SOURCES)
@@ -72,8 +84,8 @@ $(VENV)/bench: $(VENV)/ready
 # `make -B .venv/frameworks` tries again. Compiled once: the tests start hundreds of processes that import PyTorch.
 $(VENV)/frameworks: pyproject.toml constraints.txt | setup
 	DS_BUILD_OPS=0 UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet \
-		--python $(BIN)/python --constraint constraints.txt --editable '.[frameworks]' \
-		|| echo "accelerate and deepspeed cannot be installed: their tests will be skipped"
+		--python $(BIN)/python --constraint constraints.txt --editable '.[frameworks,optuna,metrics]' \
+		|| echo "accelerate, deepspeed and optuna cannot be installed: their tests will be skipped"
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python*/site-packages > /dev/null 2>&1 || true
 	touch $@
 

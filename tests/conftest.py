@@ -15,6 +15,42 @@ os.environ["DYNAMICCL_MEMORY"] = "off"
 import pytest
 from dynamiccl.envs.nccl.shm import RunFolder
 
+#: Reasons of skips that nothing in this checkout can do away with: what the machine lacks.
+LACKS = (
+    "not installed",
+    "GPU",
+    "root",
+    "no Python",
+    "two nodes cannot be made",
+    "does not let us mount",
+    "could not import",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--strict-skips", action="store_true", help="fail on a skip that this machine could have run")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} skipped, named above with what each lacks")
+    if found := could_have_run(skipped, config):
+        terminalreporter.write_line(f"this machine could have run: {', '.join(found)}", red=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter and session.exitstatus == 0 and could_have_run(reporter.stats.get("skipped", []), session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def could_have_run(skipped: list[pytest.TestReport], config: pytest.Config) -> list[str]:
+    """The tests that were skipped for anything but what the machine lacks; asked for by ``--strict-skips``."""
+    if not config.getoption("--strict-skips"):
+        return []
+    return [report.nodeid for report in skipped if not any(lack in str(report.longrepr) for lack in LACKS)]
+
 
 @pytest.fixture
 def folder():

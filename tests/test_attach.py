@@ -37,6 +37,7 @@ def package_jobs():
     run.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(PACKAGES))
 def test_a_framework_is_attached_to_without_touching_it(request, name):
     """Tables change all the time: the ranks change at the same steps, and the losses are those of the job alone."""
@@ -53,6 +54,7 @@ def test_a_framework_is_attached_to_without_touching_it(request, name):
     assert np.array_equal(steps[0]["generation"], steps[1]["generation"])
 
 
+@pytest.mark.slow
 def test_workers_that_torchrun_starts_anew_agree_again():
     """A worker dies in mid-job: the new workers attach to the same run, switch together, and the audit agrees."""
     run = RunFolder.create()
@@ -102,6 +104,7 @@ print(*(m for m in sys.modules if m.startswith("dynamiccl")), file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 def test_a_job_that_did_not_ask_costs_nothing_that_can_be_measured():
     """Import and step with the package installed and the run variable unset, against PyTorch's loading switched off."""
     seen = {"1": [], "0": []}

@@ -161,6 +161,7 @@ def test_the_page_draws_in_a_browser_without_an_error(
     assert done.stdout.count('class="plot-container') == 4
 
 
+@pytest.mark.slow
 def test_a_failing_entrant_never_stops_the_others(suite: JobSuite, tmp_path: Path) -> None:
     suite.save(tmp_path / "s.json")
     names = ("test_board:Raises", "default", "test_board:Hangs")

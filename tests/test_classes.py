@@ -29,6 +29,7 @@ def profiles_of(job):
     return windows.profiles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "n_slots"), [("one", 1), ("hsdp", 1), ("tp x dp", 2)])
 def test_groups_of_a_shape_gain_together_what_one_gains(folder, kind, n_slots):
     """Before: two slots for the same all_gather, each tuned alone while the slower half decided the step."""
@@ -52,6 +53,7 @@ def test_groups_of_a_shape_gain_together_what_one_gains(folder, kind, n_slots):
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_its_table(folder):
     """Before: a new life of the job has new communicator ids, which the kept table did not match."""
     first = start(folder, "hsdp", 10_000)
@@ -114,6 +116,7 @@ def slots_of(kind):
         run.close()
 
 
+@pytest.mark.slow
 def test_two_shard_groups_of_a_real_job_share_the_slots_of_one():
     """HSDP 2 x 2 of our own job: the slots of a job of one node, one for each collective, in force on both groups."""
     slots, comms = slots_of("one group")

@@ -84,6 +84,7 @@ def test_times_are_the_fabrics():
     assert times["late"] == pytest.approx(50 + times["sync"], rel=0.25)
 
 
+@pytest.mark.slow
 def test_weather_stretches_the_times():
     fair, foul = (ranks("times", **emulated(DYNAMICCL_WEATHER=text)) for text in ("", "burst=1,burst_share=1"))
     assert median(foul["sync"]) == pytest.approx(2 * median(fair["sync"]), rel=0.25)

@@ -79,6 +79,7 @@ def test_twenty_thousand_collectives_a_second_are_all_seen(folder, tmp_path):
     assert sent == 60_000 == seen_in(trace) and "records_lost" not in trace.header
 
 
+@pytest.mark.slow
 def test_a_stopped_daemon_costs_the_job_nothing_and_says_what_it_lost(folder, tmp_path):
     """SIGSTOP for longer than the ring lasts: the job's steps take what they took before, the loss is told."""
     stopped = []
@@ -115,6 +116,7 @@ def resident_mb(pid):
 SOAK_S = float(os.environ.get("SOAK_S", "20"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thin", [False, True])
 def test_a_soak_leaves_memory_flat_and_the_disk_within_its_cap(folder, tmp_path, thin):
     """Before: 145 bytes of memory an event for ever, and a trace without a limit."""

@@ -25,6 +25,7 @@ def gpu_check(*arguments):
     return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=900)
 
 
+@pytest.mark.slow
 def test_the_dry_mode_runs_to_its_end_and_says_that_it_is_emulated(tmp_path):
     parts = ["--only", "sweep", "--only", "zero3"]
     done = gpu_check("--dry", "--small", "--json", "--budget", "1500", "--out", str(tmp_path), *parts)
@@ -67,6 +68,7 @@ sweep.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "found"), [("table", "obeyed"), ("table", "ranks_agree"), ("bits", "same_bits")])
 def test_a_rank_that_does_otherwise_is_found_out(tmp_path, what, found):
     run, lines = RunFolder.create(), tmp_path / "rows"

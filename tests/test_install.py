@@ -56,6 +56,7 @@ def test_nothing_of_ours_can_fail_import_torch(tmp_path):
     assert done.stdout == "there\n" and "not attached: numpy is broken" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_not_mounted_does_not_fail_import_torch():
     """Before: an editable installation on a compute node without the checkout failed every `import torch`."""
     installed = [p for p in sys.path if p.endswith("site-packages") and list(Path(p).glob("__editable___dynamiccl*"))]

@@ -62,6 +62,7 @@ def test_daemon_dies_or_freezes_the_job_goes_on_with_the_table_it_has(run, how):
     assert not any("Traceback" in error for error in errors)
 
 
+@pytest.mark.slow
 def test_full_shared_memory_the_job_trains_without_a_ring(run, monkeypatch):
     """No ring can be made: not a step is lost, the losses are the same, and nothing is said in a loop."""
     alone, errors = finish(start(["plain"], 2, {}))
@@ -80,6 +81,7 @@ def test_full_shared_memory_the_job_trains_without_a_ring(run, monkeypatch):
     assert not steps_of(run) and all(error.count("dynamiccl:") <= 1 and "Traceback" not in error for error in errors)
 
 
+@pytest.mark.slow
 def test_full_disk_ends_the_record_not_the_job_and_what_was_written_can_be_read(tmp_path, run, monkeypatch):
     """The trace's disk fills up while the job trains: the daemon hears of it, the segments before are whole."""
     processes = start(["plain"], 2, {**run.env(), "JITTER_S": "0.2"})

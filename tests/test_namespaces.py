@@ -49,6 +49,7 @@ def nodes():
         yield names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_itself", ["its address", "127.0.1.1"])
 def test_two_nodes_decide_together_whatever_their_hosts_files_say(nodes, tmp_path, of_itself):
     """Seen: where the hosts file says 127.0.1.1 the job stood for 2.5 hours under the probe, and ended well alone."""

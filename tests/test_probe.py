@@ -160,6 +160,7 @@ def test_a_killed_rank_does_not_leave_the_other_hanging(run, victim):
     processes[victim].communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_network_that_breaks_is_opened_again(run, victim):
     """Nobody switches alone, nobody waits, nothing is said, and tables change again."""
@@ -171,6 +172,7 @@ def test_a_network_that_breaks_is_opened_again(run, victim):
     assert not any(errors), errors
 
 
+@pytest.mark.slow
 def test_a_rank_without_an_optimizer_is_named_and_nobody_waits(run):
     """Seen: the others stood at their first boundary until the gate was shut."""
     env = {**run.env(), "DYNAMICCL_ATTACH_S": "1.5", "JITTER_S": "0.6"}
@@ -183,6 +185,7 @@ def test_a_rank_without_an_optimizer_is_named_and_nobody_waits(run):
     assert "rank 1" in states[-1][1]
 
 
+@pytest.mark.slow
 def test_a_rank_whose_nccl_took_no_tuner_keeps_the_gate_shut(run):
     """Seen with NCCL 2.28.9: tables switched all the same, and 728 of 6,000 collectives ran two ways."""
     env = {**run.env(), "DYNAMICCL_ATTACH_S": "1.5", "JITTER_S": "0.6", "NO_TUNER": "1"}
@@ -221,6 +224,7 @@ def agreement_states(run: RunFolder) -> list[tuple[AgreementState, str]]:
     return [(AgreementState(int(record["code"])), record["text"].decode()) for record in told]
 
 
+@pytest.mark.slow
 def test_damaged_files_and_a_dead_daemon_change_nothing(run):
     """One job lives through noise, truncation, a half-written table, a table of another version and no folder."""
     processes = start(["plain"], 2, {**run.env(), "JITTER_S": "0.4"})
@@ -254,6 +258,7 @@ assert not _global_optimizer_post_hooks
     subprocess.run([sys.executable, "-c", program], env=env, check=True)
 
 
+@pytest.mark.slow
 def test_import_torch_survives_a_broken_probe(tmp_path):
     """Whatever is wrong on our side, `import torch` and the steps after it work."""
     program = """

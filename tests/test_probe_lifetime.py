@@ -30,6 +30,7 @@ def whole(names, env, run):
     return said, errors
 
 
+@pytest.mark.slow
 def test_children_of_a_rank_live_and_end_as_without_us(run):
     """Data loaders fork while a round is under way: the child has our objects, but not the threads behind them."""
     said, errors = whole(["forks"], {**run.env(), "JITTER_S": "0.05"}, run)
@@ -39,6 +40,7 @@ def test_children_of_a_rank_live_and_end_as_without_us(run):
     assert not any("dynamiccl:" in error for error in errors), errors
 
 
+@pytest.mark.slow
 def test_a_job_that_makes_its_group_anew_is_tuned_on(run, tmp_path):
     env = {**run.env(), "JITTER_S": "0.4", "MEET": str(tmp_path / "store")}
     said, errors = whole(["group anew"], env, run)
@@ -49,6 +51,7 @@ def test_a_job_that_makes_its_group_anew_is_tuned_on(run, tmp_path):
     assert not any("dynamiccl:" in error for error in errors), errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_steps_no_more_holds_up_nobody(run, victim):
     """Seen: the others stood for 30 s. It answers the others' collectives, so the job goes on."""

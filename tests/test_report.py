@@ -162,6 +162,7 @@ def test_an_empty_summary_and_an_empty_trace(tmp_path):
     assert "plotly" not in path.read_text(encoding="utf-8")  # nothing to draw: no need for five megabytes
 
 
+@pytest.mark.slow
 def test_every_key_may_be_absent_or_none(run, tmp_path):
     summary, trace, _ = run
     for key in summary:

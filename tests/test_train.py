@@ -56,6 +56,7 @@ def test_imitation_lowers_its_loss():
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path):
     class Cut(Exception):
         pass

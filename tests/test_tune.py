@@ -108,6 +108,7 @@ def test_the_trace_shows_the_tables_at_work(tuned):
     assert {"profile", "search"} <= set(trace.windows["phase"])
 
 
+@pytest.mark.slow
 def test_tuning_does_not_change_a_bit_of_the_loss(tuned, tmp_path):
     _, log, _ = tuned
     env = {**ENV, "DYNAMICCL_CLUSTER": "dgx-h100-2x8", "DYNAMICCL_TIME_SCALE": "0.1"}
@@ -116,6 +117,7 @@ def test_tuning_does_not_change_a_bit_of_the_loss(tuned, tmp_path):
     assert losses(tmp_path / "plain") == losses(log)[:900]
 
 
+@pytest.mark.slow
 def test_a_job_on_gloo_is_attached_to_and_keeps_every_bit_of_its_loss(tmp_path):
     """gloo has nothing to tune, which is said; the probe is at work all the same, and the status is the job's."""
     on_gloo = {name: [{"emulated": "gloo"}.get(word, word) for word in job(60, tmp_path / name)] for name in "ab"}
@@ -150,6 +152,7 @@ def tuner_of(launcher):
     return int(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_tuner_that_is_killed_is_started_again_and_goes_on_while_the_job_does_not_notice(tmp_path):
     """Before: a daemon that came back found nothing to tune, and deleted the trace of the first."""
     log, out = tmp_path / "job.jsonl", tmp_path / "out"
@@ -192,6 +195,7 @@ def test_a_tuner_that_is_killed_is_started_again_and_goes_on_while_the_job_does_
     assert not run_folder.exists()  # what nobody cleared is cleared by the next run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_is_the_jobs_and_what_was_seen_is_kept(tmp_path, number, status):
     log = tmp_path / "job.jsonl"
@@ -288,6 +292,7 @@ def test_headroom_reaches_the_job_before_its_communicators_are_made(tmp_path):
     assert "channels 24" in (tmp_path / "job.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_second_job_begins_from_what_the_first_one_left(tmp_path):
     """Its first window under a table is under the one that was confirmed there; --no-memory asks and leaves nothing."""
     where = tmp_path / "memory"

@@ -49,6 +49,7 @@ def test_the_same_sources_make_the_same_bytes(wheels):
     assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", ["3.11", "3.12", "3.13"])
 def test_it_works_on_every_python_without_a_compiler(wheels, tmp_path, release):
     by_pyenv = (Path.home() / ".pyenv" / "versions").glob(f"{release}.*/bin/python")

@@ -269,6 +269,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_where_the_job_is_cut_in_another_way(four: World, tmp_path: Path) -> None:
     for number, (way, other) in enumerate(ELSEWHERE.items()):
         saved = tmp_path / str(number)

@@ -97,7 +97,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("size", ["two", "three", "four"])
+@pytest.mark.parametrize("size", ["two", *(pytest.param(n, marks=pytest.mark.slow) for n in ("three", "four"))])
 def test_the_odd_model_trains_as_plain_pytorch_trains_it(size: str, request: pytest.FixtureRequest) -> None:
     world: World = request.getfixturevalue(size)
     for max_norm in (None, 0.3):

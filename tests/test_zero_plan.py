@@ -209,6 +209,7 @@ def test_public_models_have_their_published_size(model: str, n_params: int) -> N
         assert sum(p.numel() for p in PRESETS[model].build().parameters()) == n_params
 
 
+@pytest.mark.slow
 def test_dry_run_of_llama_7b_takes_seconds(tmp_path: Path) -> None:
     code = (
         "import json, resource, time; begin = time.process_time()\n"
@@ -251,6 +252,7 @@ def test_plan_as_a_command() -> None:
     assert refused.exit_code == 2 and refused.output.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_dry_run_as_a_command_leaves_an_ordinary_trace(tmp_path: Path) -> None:
     folder = tmp_path / "trace"
     options = ["--model", "gpt2", "--ranks", "64", "--stage", "2", "--out", str(folder)]

@@ -112,6 +112,7 @@ def test_checkpoints_of_tensor_parallel_ranks(four: World, tmp_path: Path) -> No
         assert resumed == pytest.approx(through, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_zero_with_tensor_parallelism_agrees_with_one_process(four: World) -> None:
     alone = train_alone(10, max_norm=0.5)
     torch.manual_seed(0)
@@ -143,6 +144,7 @@ def job(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=90, env={**os.environ, **env})
 
 
+@pytest.mark.slow
 def test_the_job_logs_saves_and_resumes(tmp_path: Path) -> None:
     log, summary, folder = tmp_path / "log", tmp_path / "summary", str(tmp_path / "saved")
     done = job("--steps", "6", "--stage", "2", "--log", str(log), "--json", str(summary), "--save", folder)
@@ -156,6 +158,7 @@ def test_the_job_logs_saves_and_resumes(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()[1:]] == [6, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -180,6 +183,7 @@ def test_the_job_refuses_in_one_line(arguments: list[str], code: int, words: str
     assert words in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_out_of_memory_ends_the_job_with_the_planners_advice() -> None:
     """29e9 parameters in 8 GB of address space: the allocator's own refusal, on every rank."""
     arguments = ["--layers", "1", "--width", "49152", "--heads", "2", "--stage", "1", "--quiet"]
@@ -203,6 +207,7 @@ def test_a_full_gpu_is_out_of_memory_too(monkeypatch: pytest.MonkeyPatch) -> Non
         train_module.work(args)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-m", "dynamiccl.zero_workload", *SMALL, "--steps", "100000", "--log", str(log)]
@@ -215,6 +220,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert launcher.returncode == 1 and said.strip() == "error: rank 1: killed by signal 9"
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_alone_ends_the_job_with_its_reason() -> None:
     """Only rank 0 makes the checkpoint's folder; the others wait for it in a collective."""
     begin = time.monotonic()
@@ -235,6 +241,7 @@ def test_the_rank_that_failed_by_itself_is_blamed(tmp_path: Path) -> None:
     assert launch._blame(tmp_path, 0, {0: 1, 1: 2}) == (1, 2, "rank 1 has no text")
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_job_after_a_step(tmp_path: Path) -> None:
     log, summary = tmp_path / "log", tmp_path / "summary"
     command = [sys.executable, "-m", "dynamiccl.zero_workload", *SMALL, "--steps", "100000", "--log", str(log)]

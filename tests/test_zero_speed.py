@@ -62,6 +62,7 @@ def ratio(ours: list[float], theirs: list[float]) -> tuple[float, float]:
     return statistics.median(pairs), medians[50]
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 @pytest.mark.parametrize("name", ["zero-optimizer", "fsdp2-no-reshard", "fsdp2"])
 def test_not_slower_than_the_library(name: str, two: World) -> None:
@@ -78,12 +79,14 @@ def with_float32_reduction(rounds: int) -> tuple[list[float], list[float]]:
     return interleaved("fsdp2", rounds, 3, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_not_slower_than_fsdp2_with_the_same_reduce_dtype(two: World) -> None:
     median, _ = ratio(*two.run(with_float32_reduction, 6, timeout=400)[0])
     assert median <= 1.0, median
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_not_slower_than_fsdp2_on_hsdp(four: World) -> None:
     for name in ("fsdp2-no-reshard", "fsdp2"):
@@ -176,6 +179,7 @@ def by_the_slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
     return {name: min(waits[name] for waits in ranks) for name in ranks[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_stage_3_hides_what_fsdp2_exposes_on_cpu(two: World) -> None:
     for _ in range(3):  # compute that others stretch hides a collective by itself
