@@ -81,28 +81,44 @@ def test_clocks_are_aligned_by_the_collectives(tmp_path, ahead_us):
     assert any("clocks of 1 ranks moved" in n for n in trace.header["notes"]) == (abs(ahead_us) > 1)
 
 
+HOSTILE = {
+    "nested": lambda: b'{"traceEvents": [{"args": ' + b"[" * 200_000,
+    "nested whole": lambda: b'{"entries": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    "nested object": lambda: b'{"a": ' * 200_000,
+    "bomb": lambda: gzip.compress(b'{"traceEvents": [' + b" " * (200 << 20), 1),
+    "bomb of a text": lambda: gzip.compress(b'{"traceEvents": ["' + b"a" * (200 << 20), 1),
+    "gzip cut": lambda: gzip.compress(b'{"traceEvents": [{"ph": "X"}]}' * 1000)[:60],
+    "wrong types": lambda: (
+        b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": 7, "args": 3, "ts": "x", "dur": {}}]}'
+    ),
+    "entries of a wrong type": lambda: b'{"entries": [7, {"profiling_name": "nccl:all_gather", "input_sizes": 3}]}',
+    "quotes": lambda: b'{"traceEvents": [{"a": "' + b'\\"' * 60_000,
+    "memo": lambda: b"\x80\x02}r\xff\xff\xff\x7f.",
+    "huge claim": lambda: b"\x80\x04\x8e\xff\xff\xff\xff\xff\x00\x00\x00",
+    "binary": lambda: bytes(range(256)) * 100,
+}
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """Path of each, made once."""
+    made = {}
+
+    def path(name):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("hostile") / "file"
+            made[name].write_bytes(HOSTILE[name]())
+        return made[name]
+
+    return path
+
+
 @pytest.mark.parametrize("source", FORMATS)
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("nested", b'{"traceEvents": [{"args": ' + b"[" * 200_000),
-        ("nested whole", b'{"entries": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
-        ("nested object", b'{"a": ' * 200_000),
-        ("bomb", gzip.compress(b'{"traceEvents": [' + b" " * (200 << 20))),
-        ("bomb of a text", gzip.compress(b'{"traceEvents": ["' + b"a" * (200 << 20))),
-        ("gzip cut", gzip.compress(b'{"traceEvents": [{"ph": "X"}]}' * 1000)[:60]),
-        ("wrong types", b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": 7, "args": 3, "ts": "x", "dur": {}}]}'),
-        ("entries of a wrong type", b'{"entries": [7, {"profiling_name": "nccl:all_gather", "input_sizes": 3}]}'),
-        ("quotes", b'{"traceEvents": [{"a": "' + b'\\"' * 60_000),
-        ("memo", b"\x80\x02}r\xff\xff\xff\x7f."),
-        ("huge claim", b"\x80\x04\x8e\xff\xff\xff\xff\xff\x00\x00\x00"),
-        ("binary", bytes(range(256)) * 100),
-    ],
-)
-def test_hostile_files_are_one_line_in_little_memory(tmp_path, source, name, content):
-    (tmp_path / "file").write_bytes(content)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_one_line_in_little_memory(tmp_path, hostile, source, name):
+    path = hostile(name)
     tracemalloc.start()
-    result = run_import(source, tmp_path / "file", tmp_path / "t")
+    result = run_import(source, path, tmp_path / "t")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert result.exit_code == 2 and not (tmp_path / "t").exists(), name
