@@ -1,4 +1,4 @@
-"""Sweeps the demo's own job for the record: ``python tests/make_oracle.py``, 5 to 8 minutes on a quiet machine.
+"""Sweeps the demo's own job for the record: ``python tests/make_oracle.py``, some 15 minutes on a quiet machine.
 
 The job is the one that ``make demo`` runs. Some default steps of it are kept as a recording (``demo/``), which is all
 that advice may see; then every config of the slots that matter is measured between windows of the default, the best
@@ -31,8 +31,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDING = ROOT / "tests" / "data" / "recordings" / "demo"
 #: Default steps in the recording; slots below this share of the step are left out of the sweep.
 RECORDED, SHARE = 24, 0.05
-#: Steps of a window, those before it that do not count, how many of a slot's best are measured again, and how often.
-STEPS, DISCARD, AGAIN, PAIRS = 4, 2, 3, 6
+#: Steps of a window, and those before it that do not count.
+STEPS, DISCARD = 4, 2
+#: How many of a slot's best are measured again, and how often; pairs of windows of the whole tables.
+AGAIN, PAIRS = ((3, 6), (2, 18)), 6
 
 
 def main():
@@ -70,15 +72,12 @@ def sweep(job, emulated):
             continue
         arms = [int(c) for c in np.flatnonzero(told.mask[i]) if c]
         rows = {c: rate.pairs(at(none, i, c), 1, f"{profile.slot} {config_decision(c)}") for c in arms}
-        ratio = {c: ms / default for c, ((ms, default),) in rows.items()}
-        for c in sorted(arms, key=ratio.__getitem__)[:AGAIN]:
-            rows[c] += rate.pairs(at(none, i, c), PAIRS, f"{profile.slot} {config_decision(c)} again")
-        mean = {c: float(np.mean([np.log(default / ms) for ms, default in r])) for c, r in rows.items()}
-        found = [{"config": str(config_decision(c)), "saved": round(1 - np.exp(-m), 4), "pairs": len(rows[c])}
-                 for c, m in sorted(mean.items(), key=lambda x: -x[1])]  # fmt: skip
-        tried[str(profile.slot)] = found
-        top = max(mean, key=mean.get)
-        best[i] = top if mean[top] > 0 else 0
+        for most, n in AGAIN:
+            for c in sorted(arms, key=lambda c: -gained(rows[c])[0])[:most]:
+                rows[c] += rate.pairs(at(none, i, c), n, f"{profile.slot} {config_decision(c)} again")
+        tried[str(profile.slot)] = [said(c, rows[c]) for c in sorted(arms, key=lambda c: -gained(rows[c])[0])]
+        top = max(arms, key=lambda c: gained(rows[c])[0])
+        best[i] = top if gained(rows[top])[0] > 0 else 0
     advised = np.array([int(c) for c in table_of(advice, windows.profiles)])
     pairs = rate.pairs(best, 2 * PAIRS, "the sweep's table")
     mine = pairs if np.array_equal(best, advised) else rate.pairs(advised, 2 * PAIRS, "the advised table")
@@ -123,6 +122,18 @@ class Rate:
         saved = 1 - np.exp(np.mean([np.log(ms / d) for ms, d in found]))
         print(f"{time.monotonic() - self.began:6.0f} s  {what}: {saved:+.1%}", file=sys.stderr)
         return found
+
+
+def gained(rows):
+    """Mean log of default / config over the pairs, and its standard error, nan for one pair."""
+    logs = np.log([default / ms for ms, default in rows])
+    return logs.mean(), logs.std(ddof=1) / np.sqrt(len(logs)) if len(logs) > 1 else np.nan
+
+
+def said(config, rows):
+    mean, error = gained(rows)
+    row = {"config": str(config_decision(config)), "saved": round(1 - np.exp(-mean), 4), "pairs": len(rows)}
+    return row if np.isnan(error) else {**row, "error": round(error * np.exp(-mean), 4)}
 
 
 def at(configs, i, config):
