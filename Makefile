@@ -56,7 +56,7 @@ bench: $(VENV)/bench
 	$(RUN) bench --suite standard --file
 	$(RUN) bench --suite held-out --file
 
-# Files what it found in traces/; without a GPU it runs on the emulated cluster and leaves that in runs/.
+# Files what it found in envs/results/; without a GPU it runs on the emulated cluster and leaves that in runs/.
 gpu-check: setup
 	$(RUN) lab gpu-check
 

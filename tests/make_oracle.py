@@ -103,7 +103,7 @@ def sweep(job, emulated):
         "consistency": {"calls_checked": job.audit.calls_checked, "mismatches": job.audit.mismatches},
         "tried": tried,
     }  # fmt: skip
-    (ROOT / "traces" / "oracle_demo.json").write_text(json.dumps(result, indent=1) + "\n")
+    (ROOT / "envs" / "results" / "oracle_demo.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 class Rate:

@@ -1,4 +1,4 @@
-"""The results that the README speaks of are filed beside the traces' code, and say what it says of them."""
+"""The results that the README speaks of are filed in envs/results/, and say what it says of them."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,10 @@ from dynamiccl.agent.choosing import DEFAULT
 from dynamiccl.envs.sim.emulated import Emulated
 from dynamiccl.traces.files import Trace
 
-TRACES = Path(__file__).resolve().parents[1] / "traces"
-ORACLE = json.loads((TRACES / "oracle_demo.json").read_text())
+RESULTS = Path(__file__).resolve().parents[1] / "envs" / "results"
+ORACLE = json.loads((RESULTS / "oracle_demo.json").read_text())
 RECORDING = Path(__file__).parent / "data" / "recordings" / "demo"
-DEMO = json.loads((TRACES / "demo.json").read_text())
+DEMO = json.loads((RESULTS / "demo.json").read_text())
 
 
 def saved_by(speedup):

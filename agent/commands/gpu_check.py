@@ -17,7 +17,7 @@ def gpu_check(
     budget: Annotated[float, typer.Option(min=20, help="Seconds that all parts together may take.")] = 480,
     ranks: Annotated[int | None, typer.Option(min=2, max=64, help="Default: one a GPU, 2 on a single GPU.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for results; default: traces on GPUs, else runs/gpu-check.")
+        Path | None, typer.Option(help="Folder for results; default: envs/results on GPUs, else runs/gpu-check.")
     ] = None,
     small: Annotated[bool, typer.Option("--small", help="The least of everything: does the script work?")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -42,7 +42,7 @@ def gpu_check(
     console = Console(stderr=True, quiet=json)
     try:
         machine = Machine.here(ranks, dry)
-        out = out or Path("runs/gpu-check" if machine.emulated else "traces")
+        out = out or Path("runs/gpu-check" if machine.emulated else "envs/results")
         extent = SMALL if small else DRY if machine.emulated else REAL
         check = Check(machine, extent, out, budget, lambda text: console.print(text, highlight=False))
         console.print(f"{machine.device}, {machine.n_ranks} ranks, results in {check.folder}", highlight=False)
