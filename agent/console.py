@@ -84,6 +84,12 @@ def show_summary(console: Console, s: dict[str, Any]) -> None:
             f"step {s['default_step_ms']:.0f} -> {s['tuned_step_ms']:.0f} ms",
             style="bold",
         )
+        if s.get("family"):
+            console.print(
+                f"of random jobs of the emulated family {s['family']['less']:.0%} have less to gain than this one; "
+                f"their median has {s['family']['median']:.1%}",
+                style="yellow",
+            )
         none = "no gain beyond the noise: NCCL's own choice stays in force"
         if (s.get("memory") or {}).get("jobs"):
             console.print(f"memory of {s['memory']['jobs']} jobs here: {s['memory']['text']}", markup=False)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..envs.evidence import SlotOverlap
+from ..envs.job_suites import standing
 from ..envs.live import LAUNCHER, STOP, Closed, Job, JobEnded, Stopped, Withdrawn
 from ..envs.live_windows import LiveWindows
 from ..envs.locks import Busy, is_locked, lock
@@ -289,6 +290,7 @@ class Daemon:
             "speedup": verdict.tuned.speedup if verdict else None,
             "speedup_ci95": [verdict.tuned.low, verdict.tuned.high] if verdict else None,
             "aa_speedup_ci95": [verdict.same.low, verdict.same.high] if verdict else None,
+            "family": standing(1 - 1 / verdict.tuned.speedup) if verdict and request.emulated else None,
             "windows": outcome.windows,
             "steps_to_first_gain": outcome.first_gain,
             "steps_to_verdict": outcome.steps_to_verdict,

@@ -131,6 +131,23 @@ class JobSuite:
         return suite
 
 
+def standing(saved: float, name: str = "standard") -> dict[str, float]:
+    """Where a job with that much to save, a part of its default step, stands among random jobs of a suite's family.
+
+    ``less``: the share of them that have less to gain; ``median``: what half of them have at least.
+    """
+    told = json.loads(resources.files(__package__).joinpath(SUITES[name]).read_text())
+    gain = np.sort(told["gain"])
+    kind = stratum(gain)
+    weight = np.array([told["weights"][k] for k in STRATA])[kind] / np.bincount(kind, minlength=len(STRATA))[kind]
+    share = np.cumsum(weight) / weight.sum()
+    below = int(np.searchsorted(gain, saved))
+    return {
+        "less": round(float(share[below - 1]), 3) if below else 0.0,
+        "median": round(float(gain[np.searchsorted(share, 0.5)]), 4),
+    }
+
+
 def numbered(family: JobFamily, seed: int, picked: Array) -> Jobs:
     """The jobs of those numbers among all that a seed draws."""
     picked = np.asarray(picked)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from dynamiccl.envs import job_suites
-from dynamiccl.envs.job_suites import SUITES, JobSuite, draw_suite, fair, figures
+from dynamiccl.envs.job_suites import SUITES, JobSuite, draw_suite, fair, figures, standing
 from dynamiccl.envs.scores import STRATA, stratum
 from dynamiccl.envs.sim.jobs import SLOTS
 
@@ -56,3 +56,12 @@ def test_a_suite_is_saved_and_read_and_others_are_refused(tmp_path):
             JobSuite.load(path)
     with pytest.raises(ValueError, match="not a suite"):
         JobSuite.load(tmp_path / "absent.json")
+
+
+def test_where_a_job_stands_in_its_family():
+    """Half of random jobs have less than the median; a suite holds more of the rare ones, which count for less."""
+    told = [standing(saved) for saved in (-0.1, 0.0001, standing(0)["median"], 0.23, 0.9)]
+    less = [t["less"] for t in told]
+    assert less[0] == 0 and less == sorted(less) and less[-1] == 1
+    assert less[2] == pytest.approx(0.5, abs=0.01) and 0.9 < less[3] < 0.99
+    assert told[0]["median"] == pytest.approx(0.0236, abs=0.0005)
