@@ -14,7 +14,9 @@ import threading
 import time
 from typing import Any
 
+from dynamiccl.envs.nccl import agreement as agreements
 from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.envs.nccl.tree import Tree
 from dynamiccl.traces.records import Decision, Lease, Rule, Table
 from light_ranks import LightRank, descriptors, run
 from light_store import StoreServer
@@ -351,6 +353,42 @@ def breaks(folder: RunFolder) -> Any:
                 peer.sock.shutdown(2)
 
     return run(3, 220, folder, before, step_s=0.01)
+
+
+def away(folder: RunFolder) -> Any:
+    """The network among the ranks is away for longer than the gate waits, in a trial; collectives go on over theirs."""
+    folder.table.publish(table(1))
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        server.until_in_force(1)
+        folder.table.publish(table(2, Lease(10_000, 300)))
+        folder.table.beat()
+        server.until_in_force(2)
+        server.values["cut"] = "now"
+        time.sleep(2.5)
+        server.values["cut"] = "mended"
+        server.until_in_force(1)
+        server.enough()
+
+    def before(rank: LightRank, i: int) -> None:
+        word = rank.work.get("cut") if rank.agreement is not None else b""
+        if word == b"now" and "cut" not in rank.more:
+            rank.more["cut"], agreements.ATTACH_S = i, 0.4
+            Tree.open = no_route  # type: ignore[method-assign]
+            for peer in list(rank.agreement._tree._by_fd.values() if rank.agreement and rank.agreement._tree else ()):
+                peer.sock.shutdown(2)
+        elif word == b"mended" and rank.more.get("mended") is None:
+            rank.more["mended"], agreements.ATTACH_S = i, 20.0
+            Tree.open = OPEN  # type: ignore[method-assign]
+
+    return run(3, 10_000, folder, before, beside=beside, step_s=0.02, until_stopped=True)
+
+
+OPEN = Tree.open
+
+
+def no_route(tree: Tree, limit_s: float) -> None:
+    raise OSError("No route to host")
 
 
 def refused(folder: RunFolder) -> Any:

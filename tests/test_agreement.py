@@ -59,6 +59,7 @@ class Outcome:
         ("another_rank_dies", True),
         ("frozen", True),
         ("breaks", True),
+        ("away", True),
         ("late_store", True),
         ("late_in_a_meeting", True),
         ("skips", True),
@@ -188,6 +189,16 @@ def test_a_broken_network_is_opened_again():
     job = outcome("breaks")
     assert job.states.count(AgreementState.OPEN) >= 3
     assert len(set(job.generations[150:])) > 1
+
+
+def test_a_trial_goes_as_soon_as_a_network_that_was_away_for_long_is_back():
+    """Before: it was opened again some times within a minute, and then the trial stayed to the job's end."""
+    job = outcome("away")
+    cut, mended = job.ranks[0]["cut"], job.ranks[0]["mended"]
+    assert set(job.generations[cut:mended]) == {2} and job.generations[-1] == 1, "no rank changes alone"
+    assert sum("until the ranks are connected again" in text for _, text in job.ranks[0]["said"]) == 1
+    assert job.states.count(AgreementState.OPEN) >= 2 and AgreementState.REVERTED in job.states
+    assert not any(rank["stopped"] for rank in job.ranks) and not job.others
 
 
 def test_a_table_that_one_rank_refuses_nobody_gets():

@@ -6,7 +6,8 @@ been appointed to it stops, for at most 50 ms; all else is done by one thread in
 
 The gate: every rank says what it would decide with (the plugin's sources and interfaces, NCCL's version) once NCCL
 itself has initialised our tuner there. It opens when all are connected and say the same, within a minute; else it is
-shut for good, with a reason, and NCCL decides alone. A network that is lost later is opened again, some times.
+shut for good, with a reason, and NCCL decides alone. A network that is lost later is opened again, however long that
+takes: a trial may be in force, and only together can the ranks take it back.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
 #: The longest that the training thread may stand at a boundary; a part of it is kept for asking the log.
 MEET_S = float(os.environ.get("DYNAMICCL_MEET_MS", "50")) / 1e3
 _FOR_THE_TREE = 0.8
-_REOPEN = 5  # times that a lost network is opened again
-_SOON_S = 0.5  # until it is opened again
+_SOON_S, _LATER_S = 0.5, 60.0  # until a lost network is opened again: at first, and at most
+_OFTEN = 5  # losses after which it takes longer each time
+_OPENING = "opening"  # in the store: how often rank 0 has opened the network again
 _NEWS_S = 0.02  # between two looks at what the daemon has published
 _LOOK_S = 0.25  # until NCCL has loaded the tuner, this often
 
@@ -196,32 +198,51 @@ class Agreement:
 
     def _run(self) -> None:
         self._tell_first(AgreementState.WAITING, "for every rank's first step, and for NCCL to load the tuner")
-        why = ""
-        for opening in range(_REOPEN + 1):
-            is_open, final = False, True
+        opening, losses, told = 0, 0, False
+        while True:
+            why, closed, opened = "", "", 0.0
             try:
                 why = self._gate(opening)
                 if not why:
-                    is_open = True
+                    opened = time.monotonic()
                     self._tell_first(AgreementState.OPEN, "all ranks decide together")
                     assert self._tree is not None
                     rounds = Rounds(self.desk, self._tree, self._ask_log, self._forget, self._tell_first)
                     rounds.serve()
-                    why = rounds.closed
+                    closed = rounds.closed
             except Exception as error:  # whatever it is: the job goes on
                 why = f"rank {self.desk.rank}: {str(error) or type(error).__name__}"
-                final = not is_open
-                if final:
-                    why = self._give_up(opening, why)
+                if not (opened or opening):
+                    why = self._give_up(why)
             self._leave()
-            if not final:
-                self._end.wait(_SOON_S)  # most often the job has ended on another rank, and does so here in a moment
-            if self._closing:
+            if not self._closing and (closed or not (opened or opening)):
+                self._stop(AgreementState.CLOSED if closed else AgreementState.SHUT, closed or why)
                 return
-            if final:
-                self._stop(AgreementState.CLOSED if opening or is_open else AgreementState.SHUT, why)
-                return
-        self._stop(AgreementState.CLOSED, f"the network was lost too often; last, {why}")
+            # The ranks have decided together, and a trial may be in force: only together can they take it back.
+            if opened:
+                told, losses = False, 0 if time.monotonic() - opened > _LATER_S else losses
+            elif not told:
+                told = True
+                self._tell_first(None, f"no table changes until the ranks are connected again ({why})")
+            before = opening
+            while opening == before:
+                losses += 1
+                again_s = min(_SOON_S * 2 ** min(max(0, losses - _OFTEN), 20), _LATER_S)
+                if self.desk.rank:  # not to come when rank 0 has given up waiting
+                    again_s = min(again_s, ATTACH_S / 6)
+                self._end.wait(again_s)  # most often the job has ended on another rank, and does so here in a moment
+                if self._closing:
+                    return
+                opening = self._next(before)
+
+    def _next(self, opening: int) -> int:
+        """Which time the network is opened now: rank 0 counts, so that all ranks try at the same one."""
+        with contextlib.suppress(Exception):  # the store is away too
+            if self.desk.rank:
+                return int(self._store.get(_OPENING))
+            self._store.set(_OPENING, str(opening + 1))
+            return opening + 1
+        return opening
 
     def _leave(self) -> None:
         """The network is gone: what was announced is off; who stands asks the log."""
@@ -245,6 +266,8 @@ class Agreement:
         desk, end = self.desk, time.monotonic() + ATTACH_S
         if self._store is None:
             self._store, self._host = self._make_store()
+            if desk.rank == 0:
+                self._store.set(_OPENING, "0")
         store = _Under(self._store, f"{opening}/")
         tree = self._tree = Tree(desk.rank, desk.n_ranks, store, self._host)
         if self._closing:
@@ -303,10 +326,10 @@ class Agreement:
             return f"not all ranks were ready within {ATTACH_S:.0f} s: rank {late} or one below it"
         return f"not all ranks were ready within {ATTACH_S:.0f} s"
 
-    def _give_up(self, opening: int, why: str) -> str:
+    def _give_up(self, why: str) -> str:
         """This rank cannot take part: nobody may have a table. The reason that all hear of, which may be another's."""
         with contextlib.suppress(Exception):
-            word = _Under(self._store, f"{opening}/").compare_set("gate", "", f"shut:{why}").decode()
+            word = _Under(self._store, "0/").compare_set("gate", "", f"shut:{why}").decode()
             return word.removeprefix("shut:") if word != "open" else why
         return why
 
