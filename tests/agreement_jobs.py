@@ -72,26 +72,29 @@ def skips_without_profiler(folder: RunFolder) -> Any:
         rank.plugin.profiler = False
 
     Publisher(folder, 0.05, Lease(10_000, 60_000))
+    left_out: list[int] = []
 
     def step(rank: LightRank, i: int) -> None:
         rank.backward()
         rank.collective(i)
         time.sleep(0.01)
-        if not (rank.rank == 1 and i == 60):
+        if rank.rank == 1 and i >= 60 and not left_out and any(rank.generations):
+            left_out.append(i)
+        else:
             rank.optimizer_step()
 
     return run(2, 10_000, folder, step=step, setup=setup, until_stopped=True)
 
 
 def local_scaler(folder: RunFolder) -> Any:
-    """Rank 2's own GradScaler leaves out every seventh step."""
+    """Rank 2's own GradScaler leaves out every seventh step, from the first table on."""
     Publisher(folder, 0.05, Lease(10_000, 60_000))
 
     def step(rank: LightRank, i: int) -> None:
         rank.backward()
         rank.collective(i)
         time.sleep(0.01)
-        if not (rank.rank == 2 and i % 7 == 6):
+        if not (rank.rank == 2 and i % 7 == 6 and any(rank.generations)):
             rank.optimizer_step()
 
     return run(3, 10_000, folder, step=step, until_stopped=True)
@@ -344,15 +347,27 @@ def few_descriptors_above(folder: RunFolder) -> Any:
 
 
 def breaks(folder: RunFolder) -> Any:
-    """Rank 1's connections are cut three times."""
+    """Rank 1's connections are cut three times, each time after some steps of an open network."""
     Publisher(folder, 0.05)
 
-    def before(rank: LightRank, i: int) -> None:
-        if rank.rank == 1 and i in (40, 80, 120) and rank.agreement and rank.agreement._tree:
-            for peer in list(rank.agreement._tree._by_fd.values()):
-                peer.sock.shutdown(2)
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        while server.values.get("cuts") != "3":
+            time.sleep(0.01)
+        generation = int(server.values["in force"])
+        while int(server.values["in force"]) < generation + 5:
+            time.sleep(0.01)
+        server.enough()
 
-    return run(3, 220, folder, before, step_s=0.01)
+    def before(rank: LightRank, i: int) -> None:
+        cuts = rank.more.setdefault("cuts", [0])
+        peers = list(rank.agreement._tree._by_fd.values()) if rank.agreement and rank.agreement._tree else []
+        if rank.rank == 1 and len(cuts) <= 3 and i >= cuts[-1] + 30 and peers:
+            cuts.append(i)
+            for peer in peers:
+                peer.sock.shutdown(2)
+            rank.work.set("cuts", str(len(cuts) - 1))
+
+    return run(3, 10_000, folder, before, beside=beside, step_s=0.01, until_stopped=True)
 
 
 def away(folder: RunFolder) -> Any:

@@ -37,6 +37,7 @@ ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
 MEET_S = float(os.environ.get("DYNAMICCL_MEET_MS", "50")) / 1e3
 _FOR_THE_TREE = 0.8
 _SOON_S, _LATER_S = 0.5, 60.0  # until a lost network is opened again: at first, and at most
+_AFTER_S = 0.1
 _OFTEN = 5  # losses after which it takes longer each time
 _OPENING = "opening"  # in the store: how often rank 0 has opened the network again
 _NEWS_S = 0.02  # between two looks at what the daemon has published
@@ -228,8 +229,8 @@ class Agreement:
             while opening == before:
                 losses += 1
                 again_s = min(_SOON_S * 2 ** min(max(0, losses - _OFTEN), 20), _LATER_S)
-                if self.desk.rank:  # not to come when rank 0 has given up waiting
-                    again_s = min(again_s, ATTACH_S / 6)
+                if self.desk.rank:  # rank 0 goes first, and waits at its gate for ATTACH_S
+                    again_s = min(again_s, ATTACH_S / 6) + _AFTER_S
                 self._end.wait(again_s)  # most often the job has ended on another rank, and does so here in a moment
                 if self._closing:
                     return
