@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/dynamiccl
 DEMO_STEPS ?= 600
 SOURCES := agent envs traces zero_workload tests
-C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h envs/sim/*.c)
+C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h envs/sim/*.c tests/*.c)
 
 .PHONY: demo test test-slow test-all coverage check format setup bench gpu-check model-check clean
 

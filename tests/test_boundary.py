@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from dynamiccl.envs.nccl.boundary import time_boundary
+from dynamiccl.agent.boundary import time_boundary
 from dynamiccl.envs.nccl.build import plugin_path
 from dynamiccl.envs.nccl.plugin import Plugin
 from dynamiccl.envs.nccl.shm import encode_table

@@ -1,8 +1,8 @@
 """Random jobs of eight ranks, as processes and threads, through every tuner version; the sanitizers watch."""
 
 import pytest
-from dynamiccl.envs.nccl.fuzz import fuzz
-from dynamiccl.envs.nccl.stress import SANITIZERS, stress
+from fuzz import fuzz
+from stress import SANITIZERS, stress
 
 WRONG = ("disagreements", "outside", "failures", "crashed")
 
@@ -21,6 +21,6 @@ def test_a_process_that_switches_late_is_found_out():
 
 
 def test_fuzzed_readers_refuse_or_understand():
-    """A few seconds here; ``python -m dynamiccl.envs.nccl.fuzz --minutes 5`` for the long run."""
+    """A few seconds here; ``python tests/fuzz.py --minutes 5`` for the long run."""
     counts = fuzz(4, seed=7)
     assert min(counts[f"{what}"] for what in ("table taken", "table refused", "ring read", "text refused")) > 4

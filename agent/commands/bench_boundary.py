@@ -10,7 +10,7 @@ import typer
 from . import fail
 
 if TYPE_CHECKING:
-    from ...envs.nccl.boundary import Boundary
+    from ..boundary import Boundary
 
 
 def bench_boundary(
@@ -23,8 +23,8 @@ def bench_boundary(
     Tables of the largest size are published all the time. Caches are cold, as after a step. The agreement itself runs
     in the background; the last lines show what all of it adds to a step, and that all ranks were under the same table.
     """
-    from ...envs.nccl.boundary import time_boundary
     from ...envs.nccl.build import PluginBuildError
+    from ..boundary import time_boundary
 
     found = {}
     for n in ranks or [2, 4]:
@@ -41,7 +41,7 @@ def bench_boundary(
 def _figures(b: Boundary) -> dict[str, Any]:
     import numpy as np
 
-    from ...envs.nccl.boundary import BLOCK
+    from ..boundary import BLOCK
     from ..compare import compare
 
     def percentiles(values: Any) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Times what the probe does between two steps, in real processes on gloo: with a new table, without, and not at all.
 
-``python -m dynamiccl.envs.nccl.boundary STEPS`` is one rank of the job that is measured.
+``python -m dynamiccl.agent.boundary STEPS`` is one rank of the job that is measured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from ...traces.records import Decision, Rule, Table
-from .shm import MAX_RULES, RunFolder
+from ..envs.nccl.shm import MAX_RULES, RunFolder
+from ..traces.records import Decision, Rule, Table
 
 Array = np.ndarray[Any, Any]
 
@@ -125,8 +125,8 @@ def _rank(n_steps: int) -> None:
     import torch.distributed as dist
     from torch.optim.optimizer import _global_optimizer_post_hooks
 
-    from ..sim.nccl_caller import Communicator
-    from .plugin import Plugin
+    from ..envs.nccl.plugin import Plugin
+    from ..envs.sim.nccl_caller import Communicator
 
     dist.init_process_group("gloo")
     (hook,) = _global_optimizer_post_hooks.values()

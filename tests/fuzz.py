@@ -1,4 +1,4 @@
-"""Hostile tables, rings and table files against their readers: ``python -m dynamiccl.envs.nccl.fuzz --minutes 5``.
+"""Hostile tables, rings and table files against their readers: ``python tests/fuzz.py --minutes 5``.
 
 Each input is a sound one with a few bytes changed, cut or repeated, half of them sealed again with a right checksum so
 that the checks behind the checksum are reached too. A reader may refuse; it may not crash, hang, accept what its twin
@@ -20,14 +20,13 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-
-from ...traces.records import FUNCS, PAIRS, RECORD_BYTES, Decision, Lease, Rule, Table
-from ..sim.nccl_caller import Communicator, choose
-from .build import FLAGS, SOURCES, compile_once, compiler
-from .plugin import Plugin
-from .rings import Ring
-from .shm import decode_table, encode_table
-from .tables import load_table, to_csv, to_json
+from dynamiccl.envs.nccl.build import FLAGS, SOURCES, compile_once, compiler
+from dynamiccl.envs.nccl.plugin import Plugin
+from dynamiccl.envs.nccl.rings import Ring
+from dynamiccl.envs.nccl.shm import decode_table, encode_table
+from dynamiccl.envs.nccl.tables import load_table, to_csv, to_json
+from dynamiccl.envs.sim.nccl_caller import Communicator, choose
+from dynamiccl.traces.records import FUNCS, PAIRS, RECORD_BYTES, Decision, Lease, Rule, Table
 
 
 def mutate(sound: bytes, rng: random.Random) -> bytes:

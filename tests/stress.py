@@ -1,5 +1,5 @@
-"""Random jobs of eight ranks against the plugin, in C, with or without a sanitizer: ``python -m
-dynamiccl.envs.nccl.stress --jobs 200 --sanitize thread``. Exits 1 if the ranks of any job disagreed."""
+"""Random jobs of eight ranks against the plugin, in C, with or without a sanitizer: ``python tests/stress.py --jobs 200
+--sanitize thread``. Exits 1 if the ranks of any job disagreed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import argparse
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-from .build import FLAGS, SOURCES, compile_once
-from .shm import RunFolder
+from dynamiccl.envs.nccl.build import FLAGS, HERE, SOURCES, compile_once
+from dynamiccl.envs.nccl.shm import RunFolder
 
+PROGRAM = Path(__file__).with_name("stress.c")
 SANITIZERS = ("none", "address,undefined", "thread")
 
 
@@ -19,10 +21,10 @@ def stress(jobs: int, seed: int = 1, sanitize: str = "none", *, late: bool = Fal
 
     Raises PluginBuildError, or RuntimeError with the sanitizer's report.
     """
-    flags = [*FLAGS, "-g"]
+    flags = [*FLAGS, "-g", f"-I{HERE}"]
     if sanitize != "none":
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    program = compile_once("stress-" + sanitize.replace(",", "-"), ("stress.c", *SOURCES), tuple(flags))
+    program = compile_once("stress-" + sanitize.replace(",", "-"), (str(PROGRAM), *SOURCES), tuple(flags))
     total: dict[str, int] = {}
     for first in range(0, jobs, 20):  # every process leaves a ring of 8 MiB: clear them now and then
         run = RunFolder.create()
