@@ -20,6 +20,7 @@ from ..envs.sim.jobs import SLOTS, STANDARD, JobFamily, Jobs, draw_jobs, oracle
 from ..envs.sim_windows import SimSearch
 from ..envs.spaces import N_CONFIGS
 from ..envs.watch import Rules
+from .policy import blinded
 
 Array = np.ndarray[Any, Any]
 
@@ -165,15 +166,16 @@ class JobBatch:
 class JobVecEnv(VecEnv):
     """SB3's interface over a :class:`JobBatch`."""
 
-    def __init__(self, batch: JobBatch) -> None:
-        self.batch = batch
+    def __init__(self, batch: JobBatch, without: tuple[str, ...] = ()) -> None:
+        """``without``: what the policy is not shown, see ``policy.blinded``."""
+        self.batch, self.without = batch, without
         space = gym.spaces.Box(-4.0, 4.0, (turns.N_OBSERVATION + N_REVEALED,), np.float32)
         super().__init__(batch.n, space, spaces.action_space())
         self.returns, self.lengths = np.zeros(batch.n), np.zeros(batch.n, np.int64)
         self.actions = np.zeros((batch.n, 2), np.int64)
 
     def _with_truth(self, observations: Array) -> Array:
-        return np.concatenate([observations, self.batch.revealed], axis=1)
+        return np.concatenate([blinded(observations, self.without), self.batch.revealed], axis=1)
 
     def reset(self) -> Array:  # type: ignore[override]
         """Observations of fresh searches, the critic's figures behind them."""

@@ -35,6 +35,8 @@ CLUSTERS = ("show", "forget")
 #: ``dynamiccl lab NAME``: for those who work on models, policies and releases.
 LAB = {
     "train": "train",
+    "prior": "prior",
+    "regimes": "regimes",
     "gpu-check": "gpu_check",
     "model": "model",
     "dry-run": "dry_run",

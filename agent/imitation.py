@@ -21,6 +21,7 @@ from ..envs.sim.job_family import JobFamily
 from ..envs.sim.jobs import draw_jobs
 from ..envs.spaces import N_CONFIGS, actions_of, config_index
 from ..envs.turns import N_OBSERVATION
+from ..envs.watch import Rules
 from .batches import HORIZON, Block
 from .policy import LstmPolicy, blinded
 from .recurrent import MaskedLstmPolicy
@@ -50,7 +51,7 @@ def collect(
     """Play ``n`` fresh jobs to their verdicts with a policy whose scores are multiplied by ``sharpness``."""
     rng = np.random.default_rng(seed)
     policy = LstmPolicy(weights, record, seed=int(rng.integers(2**31)))
-    block = Block(draw_jobs(family, rng, n), Prior.load(), rng, None, teach=True)
+    block = Block(draw_jobs(family, rng, n), Prior.load(), rng, Rules().of(policy), teach=True)
     searches = block.search.searches
     seen: list[list[Array]] = [[] for _ in range(n)]
     apart: list[list[Array]] = [[] for _ in range(n)]

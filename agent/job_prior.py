@@ -1,6 +1,6 @@
 """Trains the prior of ``envs/belief.py`` on simulated jobs: what the fingerprints of a job's slots tell of all configs.
 
-Only training needs this module (and torch).
+Only training (``dynamiccl lab prior``) needs this module, and torch.
 """
 
 from __future__ import annotations
@@ -43,6 +43,18 @@ class JobPrior(nn.Module):
             x = torch.tanh(layer(x))
         mean, own, loadings = self.out(x).split([N_FIGURES, N_FIGURES, N_FIGURES * self.n_factors], dim=-1)
         return mean, torch.exp(own.clamp(-9.0, 3.0)) + 1e-5, loadings.unflatten(-1, (N_FIGURES, -1))
+
+    @classmethod
+    def of(cls, weights: dict[str, Array], n_shared: int) -> JobPrior:
+        """Inverse of :meth:`export`."""
+        width, factors = len(weights["b0"]), len(weights["b2"]) // N_FIGURES - 2
+        prior = cls(width, n_shared, factors - n_shared)
+        with torch.no_grad():
+            for i, layer in enumerate([*prior.layers, prior.out]):
+                linear = cast(nn.Linear, layer)
+                linear.weight.copy_(torch.as_tensor(weights[f"w{i}"].T))
+                linear.bias.copy_(torch.as_tensor(weights[f"b{i}"]))
+        return prior
 
     def export(self) -> dict[str, Array]:
         """Weights as ``envs.belief.Prior`` wants them (float32)."""
@@ -113,33 +125,43 @@ def truths(jobs: Jobs) -> tuple[Array, Array]:
     return logs, savings
 
 
+def told(jobs: Jobs) -> tuple[Tensor, Tensor, Tensor]:
+    """What the prior reads of jobs, (n, slots, N_FEATURES + N_CONFIGS), the figures that it is fitted to, and which of
+    them are known, both (n, slots, N_FIGURES)."""
+    used = np.arange(SLOTS)[None] < jobs.n_slots[:, None]
+    figures, known = figures_of(*truths(jobs), jobs.mask & used[..., None])
+    features = jobs.fingerprint.vector().reshape(len(jobs), SLOTS, -1)
+    most = int(jobs.n_slots.max())
+    parts = (np.concatenate([features, jobs.mask], axis=2), figures, known)
+    x, y, z = (torch.as_tensor(np.asarray(part[:, :most], np.float32)) for part in parts)
+    return x, y, z
+
+
+def judge(prior: JobPrior, jobs: Jobs) -> float:
+    """Mean negative log likelihood a figure of jobs (constants left out): the less, the better is the prior."""
+    x, figures, known = told(jobs)
+    with torch.no_grad():
+        return float(log_loss(prior(x), prior.n_shared, figures, known))
+
+
 def fit(
     prior: JobPrior,
-    optimizer: torch.optim.Optimizer,
     draw: Callable[[int], Jobs],
     rounds: int,
     batch: int,
-    rate: Callable[[float], float],
-) -> float:
-    """``rounds`` steps of gradient descent, each on ``batch`` fresh jobs of ``draw``; mean loss of the last quarter.
-
-    ``rate`` gives the learning rate at a part (0 .. 1) of the rounds.
-    """
-    losses = []
+    rate: float = 2e-3,
+    progress: Callable[[int, float], object] = lambda done, loss: None,
+) -> None:
+    """``rounds`` steps of gradient descent (Adam), each on ``batch`` fresh jobs of ``draw``. The learning rate begins
+    with ``rate`` and falls along half a cosine."""
+    optimizer = torch.optim.Adam(prior.parameters(), lr=rate)
     for k in range(rounds):
         for group in optimizer.param_groups:
-            group["lr"] = rate(k / rounds)
-        jobs = draw(batch)
-        used = np.arange(SLOTS)[None] < jobs.n_slots[:, None]
-        figures, known = figures_of(*truths(jobs), jobs.mask & used[..., None])
-        features = jobs.fingerprint.vector().reshape(batch, SLOTS, -1)
-        most = int(jobs.n_slots.max())
-        parts = (np.concatenate([features, jobs.mask], axis=2), figures, known)
-        told, figures_, known_ = (torch.as_tensor(np.asarray(a[:, :most], np.float32)) for a in parts)
-        loss = log_loss(prior(told), prior.n_shared, figures_, known_)
+            group["lr"] = rate * (0.01 + 0.99 * 0.5 * (1 + float(np.cos(np.pi * k / rounds))))
+        x, figures, known = told(draw(batch))
+        loss = log_loss(prior(x), prior.n_shared, figures, known)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(prior.parameters(), 1.0)
         optimizer.step()
-        losses.append(float(loss.detach()))
-    return float(np.mean(losses[-max(1, rounds // 4) :]))
+        progress(k + 1, float(loss.detach()))

@@ -57,6 +57,7 @@ class LstmPolicy:
         self.weights, self.record = weights, record or {}
         self.rng = np.random.default_rng(seed)
         self.without = tuple(self.record.get("settings", {}).get("without", ()))
+        self.by_belief = "belief" not in self.without  # else it is done once it keeps to one table
         w = weights
         self.hidden = len(w["lstm_h"])
         if len(w["lstm_x"]) != _N_CONTEXT + 2 * N_PER_CONFIG or w["head_e"].shape[0] != N_CONFIGS:
@@ -132,18 +133,25 @@ class LstmPolicy:
         return (actions if np.ndim(observation) == 2 else actions[0]), state
 
 
-#: Parts that a policy can be trained without, to see what each is worth.
-PARTS = ("memory", "siblings")
+#: Parts that a policy can be trained without, to see what each is worth. Without durations no kernel is ever sampled in
+#: the jobs that train (``train.Settings.family``).
+PARTS = ("memory", "siblings", "durations", "belief")
 #: What an observation says of the other slots, and of how the last window came out.
-_SIBLINGS = [N_FEATURES + turns.CONTEXT.index(name) for name in ("last_saving", "best_saving", "best_sd", "off_step")]
+_SIBLINGS = ("last_saving", "best_saving", "best_sd", "off_step")
+#: What only the belief knows, beside its figures of each config.
+_BELIEVED = ("exposure", "exposure_sd", "best_saving", "best_sd", "wander", "off_step", "off_calls")
+_N_BELIEVED = 3  # of the figures: turns.believed
 
 
 def blinded(observations: Array, without: tuple[str, ...]) -> Array:
     """Observations (n, N_OBSERVATION), zero where a policy is to do ``without``."""
-    if "siblings" not in without:
+    hidden = {*(_SIBLINGS if "siblings" in without else ()), *(_BELIEVED if "belief" in without else ())}
+    if not hidden:
         return observations
     observations = np.array(observations, np.float32)
-    observations[:, _SIBLINGS] = 0
+    observations[:, [N_FEATURES + turns.CONTEXT.index(name) for name in hidden]] = 0
+    if "belief" in without:
+        observations[:, _N_CONTEXT : _N_CONTEXT + _N_BELIEVED * N_CONFIGS] = 0
     return observations
 
 

@@ -24,8 +24,9 @@ from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.utils import set_random_seed
 
 from ..envs import spaces
-from ..envs.sim.job_family import STANDARD
+from ..envs.sim.job_family import STANDARD, JobFamily
 from ..envs.turns import N_OBSERVATION
+from ..envs.watch import Rules
 from .batches import N_REVEALED, JobBatch, JobVecEnv
 from .imitation import Episode, collect, learn
 from .policy import LstmPolicy
@@ -71,6 +72,13 @@ class Settings:
     def chunks(self) -> int:
         """Of imitation and PPO together."""
         return sum(stage.chunks for stage in self.stages) + self.ppo
+
+    @property
+    def family(self) -> JobFamily:
+        """The jobs that train."""
+        if "durations" not in self.without:
+            return STANDARD
+        return dataclasses.replace(STANDARD, noise=dataclasses.replace(STANDARD.noise, unsampled=1.0))
 
 
 def _sizes(s: Settings) -> dict[str, Any]:
@@ -178,7 +186,7 @@ class Training:
     def _imitate(self, pool: Any, stage: Stage, part: float) -> dict[str, Any]:
         s = self.settings
         weights, record = self.policy.export(), {"settings": _told(s)}
-        tasks = [(weights, record, STANDARD, (s.seed, self.done, w), s.jobs, s.sharpness) for w in range(s.workers)]
+        tasks = [(weights, record, s.family, (s.seed, self.done, w), s.jobs, s.sharpness) for w in range(s.workers)]
         fresh = [episode for found in pool.starmap(collect, tasks) for episode in found]
         self.episodes[self.done] = fresh
         self.episodes.pop(self.done - s.kept, None)
@@ -195,10 +203,12 @@ class Training:
 
     def _ppo(self) -> dict[str, Any]:
         s = self.settings
-        batch = JobBatch(64, s.seed * 100_003 + self.done)
+        rules = Rules(by_belief="belief" not in s.without)
+        batch = JobBatch(64, s.seed * 100_003 + self.done, s.family, rules)
         model = RecurrentPPO(
-            MaskedLstmPolicy, JobVecEnv(batch), learning_rate=s.ppo_rate, n_steps=64, batch_size=2048, n_epochs=4,
-            gamma=0.99, gae_lambda=0.95, target_kl=0.03, seed=s.seed + self.done, device="cpu", policy_kwargs=_sizes(s),
+            MaskedLstmPolicy, JobVecEnv(batch, s.without), learning_rate=s.ppo_rate, n_steps=64, batch_size=2048,
+            n_epochs=4, gamma=0.99, gae_lambda=0.95, target_kl=0.03, seed=s.seed + self.done, device="cpu",
+            policy_kwargs=_sizes(s),
         )  # fmt: skip
         model.policy.load_state_dict(self.policy.state_dict())
         model.learn(s.ppo_turns)

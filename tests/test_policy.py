@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from dynamiccl.agent.choosing import make_chooser
-from dynamiccl.agent.policy import FORMAT, LstmPolicy
+from dynamiccl.agent.policy import FORMAT, LstmPolicy, blinded
 from dynamiccl.agent.recurrent import MaskedLstmPolicy
 from dynamiccl.agent.rules import ExpectedImprovement
 from dynamiccl.agent.train import Settings, make_policy
@@ -91,6 +91,25 @@ def test_memory_matters_unless_it_is_cut_off(observed):
         _, later = light.scores(observed[0], state)
         apart = light.scores(observed[1], later)[0] != light.scores(observed[1], state)[0]
         assert apart.any() == differs
+
+
+@pytest.mark.parametrize("part", ["siblings", "belief"])
+def test_what_a_policy_does_without_changes_nothing_for_it(observed, part):
+    """Ablations: entries that say the same to a policy without that part, and not to a whole one."""
+    seen = observed[1]
+    other = np.where(blinded(np.ones_like(seen), (part,)) == 0, seen + 0.3, seen)
+    assert 0 < (other != seen).mean() < 0.7
+    for without, differs in (((), True), ((part,), False)):
+        light = LstmPolicy(shaken().export(), {"settings": {"without": without}})
+        state = light._fresh(len(seen))
+        assert (light.scores(seen, state)[0] != light.scores(other, state)[0]).any() == differs
+    assert LstmPolicy(shaken().export(), {"settings": {"without": [part]}}).by_belief == (part != "belief")
+
+
+def test_without_durations_no_kernel_is_sampled_in_training():
+    for without, some in (((), True), (("durations",), False)):
+        jobs = draw_jobs(Settings(without=without).family, np.random.default_rng(0), 8)
+        assert (jobs.noise.sampled > 0).any() == some
 
 
 def test_a_new_episode_begins_without_memory(observed):

@@ -19,7 +19,9 @@ def train(
     out: Annotated[Path, typer.Option(help="Weights file to write; a .json record goes beside it.")] = Path(
         "runs/train/policy.npz"
     ),
-    without: Annotated[list[str] | None, typer.Option(help="Ablation: train without memory or siblings.")] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(help="Ablation: train without memory, siblings, durations or belief.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint beside --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
