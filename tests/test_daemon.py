@@ -1,0 +1,121 @@
+"""The daemon beside a job that really steps: whatever ends it, the job is left under what was confirmed."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from dynamiccl.agent.daemon import Daemon
+from dynamiccl.agent.request import Request
+from dynamiccl.envs import live
+from dynamiccl.envs.live import Closed
+from dynamiccl.envs.nccl.shm import TableFile, decode_table
+
+#: A job of one process without PyTorch: NCCL's calls, a step's end, and the part of the probe that takes a new table.
+#: It ends when a file named `enough` lies beside it.
+JOB = """
+import itertools, os, struct, sys, time
+from pathlib import Path
+import numpy as np
+from dynamiccl.envs.nccl.plugin import Plugin
+from dynamiccl.envs.nccl.published import Local, Published
+from dynamiccl.envs.sim.nccl_caller import Communicator, choose
+from dynamiccl.traces.records import ALGOS, PROTOS, STEP, UNSET
+run, enough = Path(os.environ["DYNAMICCL_RUN"]), Path(sys.argv[1])
+rank = int(os.environ.get("RANK", "0"))
+plugin = Plugin.load()
+plugin.open()
+local = Local(plugin, Published(run / "table"))
+comm = Communicator(plugin.path, 77, 8, 1, rank)
+last = time.monotonic_ns()
+for step in itertools.count():
+    if enough.exists():
+        raise SystemExit(7)
+    for call in range(4):
+        cost = np.full((7, 3), -1, np.float32)
+        cost[1] = (900, 850, 800)
+        channels = comm.get_coll_info("all_gather", 1 << 20, cost) or 16
+        algo, proto = choose(cost)
+        how = (channels, 16, ALGOS[algo], PROTOS[proto])
+        comm.stop(comm.start_coll("all_gather", 4 * step + call, 1 << 15, "float32", *how))
+    time.sleep(0.004)
+    now = time.monotonic_ns()
+    head = (0, STEP, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, step, plugin.generation, rank, 0, now, now - last)
+    flip = rank == 0 and local.boundary()
+    plugin.boundary(struct.pack("<QBBBBBBHQQIIIIqq", *head).ljust(128, bytes(1)), step + 1, flip=flip)
+    last = now
+"""
+
+
+@pytest.fixture
+def job(folder, tmp_path):
+    """(its process, the file that ends it)."""
+    enough = tmp_path / "enough"
+    process = subprocess.Popen([sys.executable, "-c", JOB, str(enough)], env={**os.environ, **folder.env()})
+    yield process, enough
+    enough.touch()
+    assert process.wait(60) == 7
+
+
+@pytest.mark.parametrize("fault", ["a full disk", "a deleted run folder", "an agreement that ends", "a bug of ours"])
+def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, tmp_path, monkeypatch, fault):
+    """Before: exit 2, or a traceback, and the trial that happened to be in force stayed to the job's end."""
+    process, enough = job
+    table = TableFile(folder.path / "table")  # open, as the probe has it
+    struck = []
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def closed():
+        raise Closed("rank 3 has taken a step less")
+
+    def polls():
+        poll()
+        found = table.read()
+        if struck or found is None or decode_table(found[1]).lease is None:  # a trial must be published
+            return
+        struck.append(daemon.job.generation)
+        if fault == "a full disk":
+            monkeypatch.setattr("dynamiccl.traces.files.write_parquet", full)
+            monkeypatch.setattr(daemon.job, "take", full)
+        elif fault == "a deleted run folder":
+            shutil.rmtree(folder.path)
+        elif fault == "an agreement that ends":
+            monkeypatch.setattr(daemon.job, "check", closed)
+            enough.touch()  # the daemon stays for as long as the job does
+        else:
+            raise ZeroDivisionError("seeded")
+
+    daemon = Daemon(Request(tmp_path / "out", policy="random"), folder)
+    poll = daemon.job.poll
+    monkeypatch.setattr(daemon.job, "poll", polls)
+    monkeypatch.setattr(live, "RESTART_S", 0.5)
+    while not folder.rings():
+        assert process.poll() is None
+        time.sleep(0.01)
+    if fault == "a bug of ours":
+        with pytest.raises(ZeroDivisionError):
+            daemon.serve()
+    else:
+        daemon.serve()
+    left = decode_table(table.read()[1])
+    assert struck and left.generation > struck[0] and left.lease is None and left.rules == ()
+
+
+def test_the_tuner_of_a_node_without_rank_0_says_so_and_the_status_is_the_jobs(tmp_path):
+    """Before: "no step for 120 s" and exit 2, on every node but one."""
+    enough = tmp_path / "enough"
+    command = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--force", "--out", str(tmp_path / "out")]
+    command += ["--", sys.executable, "-c", JOB, str(enough)]
+    env = {**os.environ, "RANK": "1"}
+    launcher = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = ""
+    for line in launcher.stdout:
+        said += line
+        if "rank 0 is on another node" in line:
+            enough.touch()
+    assert launcher.wait(60) == 7 and enough.exists(), said
