@@ -32,7 +32,9 @@ class Outcome:
         command = [sys.executable, str(JOBS), name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
-        self.ranks = [rank for rank in json.loads(done.stdout)["ranks"] if rank]
+        found = json.loads(done.stdout)
+        self.requests = found["requests"]  # at the job's store
+        self.ranks = [rank for rank in found["ranks"] if rank]
         assert len(self.ranks) == 2 or "dies" not in name
         self.generations = self.ranks[0]["generations"]
         assert all(rank["generations"] == self.generations for rank in self.ranks), "two tables at one collective"
@@ -183,6 +185,13 @@ def test_the_gate_stays_shut_with_a_reason_and_the_job_goes_on(name, reason):
     assert job.states[-1] == AgreementState.SHUT and reason in job.last_word
     assert set(job.generations) == {0} and job.held_ms == 0.0
     assert len(job.others) <= 1, "one line, and one of the rank at fault"
+
+
+def test_who_waits_at_the_gate_hardly_asks_the_jobs_store():
+    """Seen: every rank asked every two milliseconds. Here three wait for 0.6 s."""
+    job = outcome("no_tuner")
+    print(f"{job.requests} requests of three ranks")
+    assert job.requests <= 30
 
 
 def test_a_broken_network_is_opened_again():

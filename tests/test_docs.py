@@ -84,18 +84,53 @@ def test_the_tour_of_the_job_names_what_is_there():
     assert len(named) > 10 and named <= defined
 
 
-def test_every_test_that_the_fault_matrix_names_exists():
-    page = (ROOT / "envs" / "nccl" / "README.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", page)
+DEPLOYMENT = ROOT / "envs" / "nccl" / "README.md"
+NAMED = re.compile(r"`(tests/\w+\.py)::(\w+)`")
+
+
+def rows(page):
+    """The cells of the page's tables, row by row, without heads and rules."""
+    lines = [line.strip("|").split("|") for line in page.read_text("utf-8").splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line] for line in lines]
+
+
+@pytest.mark.parametrize("page", [DEPLOYMENT, DEPLOYMENT.with_name("SEEN.md")], ids=name_of)
+def test_every_test_that_a_table_of_faults_names_exists(page):
+    named = NAMED.findall(page.read_text(encoding="utf-8"))
     missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text("utf-8")]
     assert len(named) > 20 and not missing
 
 
-def test_every_variable_that_the_job_or_people_set_is_on_the_deployment_page():
-    page = (ROOT / "envs" / "nccl" / "README.md").read_text(encoding="utf-8")
-    sources = [p for p in (ROOT / "envs").rglob("*") if p.suffix in (".py", ".c", ".h")]
-    read = {n for p in sources for n in re.findall(r"[\"'](DYNAMICCL_[A-Z_]+[A-Z])[\"']", p.read_text("utf-8"))}
-    assert "DYNAMICCL_RUN" in read and sorted(n for n in read if n not in page) == []
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("tuner killed", "rank 0 dies", "another rank dies", "node lost", "store answers late", "network breaks"),
+        *("disk of `OUT` full", "`/dev/shm` full", "clock set", "versions differ", "step skipped", "rank frozen"),
+    ],
+)
+def test_the_fault_matrix_has_every_part_of_a_job_with_its_test(part):
+    (row,) = [row for row in rows(DEPLOYMENT) if row[0].startswith(part)]
+    _, experience, _, test = row
+    assert experience and NAMED.search(test)
+
+
+def test_every_row_of_what_was_seen_has_its_guard_and_what_happened_before():
+    table = [row for row in rows(DEPLOYMENT.with_name("SEEN.md"))[1:] if not row[0].startswith("**")]
+    assert len(table) > 30 and all(before and "_ROW" not in before for _, _, before in table)
+    assert all(NAMED.search(guard) or guard == "the same" for _, guard, _ in table)
+
+
+def test_the_deployment_page_has_every_variable_of_ours_and_no_other():
+    page = DEPLOYMENT.read_text(encoding="utf-8")
+    sources = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".c", ".h")]
+    texts = [p.read_text("utf-8") for p in sources]
+    read = {n for text in texts for n in re.findall(r"[\"'](DYNAMICCL_[A-Z_]+[A-Z])[\"']", text)}
+    read |= {f"DYNAMICCL_NEXT_{kind}" for kind in ("TUNER", "PROFILER")}
+    told = set(re.findall(r"DYNAMICCL_[A-Z_]+[A-Z]", page))
+    assert "DYNAMICCL_RUN" in read and read == told
+    theirs = set(re.findall(r"\b(?:NCCL|GLOO|TORCH|TORCHELASTIC|SLURM|XDG)_[A-Z_]+[A-Z]\b", page))
+    unread = [n for n in theirs if not any(n in text for text in texts)]
+    assert unread == ["SLURM_NNODES"]  # in the example
 
 
 def test_the_snippet_of_the_environments_runs():

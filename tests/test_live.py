@@ -55,6 +55,19 @@ class Ring:
         self.extra.append(row.view(COLL_DTYPE))
 
 
+class Clock:
+    """In the place of ``time``: every sleep takes two seconds and no time."""
+
+    def __init__(self):
+        self.now = time.monotonic()
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, _seconds):
+        self.now += 2.0
+
+
 @pytest.fixture
 def world(folder, monkeypatch):
     """(job, rank 0's ring, what the job said)."""
@@ -133,16 +146,28 @@ def test_the_heart_beats_while_the_daemon_computes(world, folder):
 def test_a_pause_of_any_length_ends_the_window_and_not_the_run(world, monkeypatch):
     """Before: after 120 s without a step the run was over, and the trial table stayed to the job's end."""
     job, ring, said = world
-    monkeypatch.setattr(live, "PAUSE_S", 0.02)
-    monkeypatch.setattr(live, "PAUSE_STEP_S", 0.02)
     job.window({}, 4)
     n_before = len(ring.seen)
+    clock = Clock()
+    monkeypatch.setattr(live, "time", clock)
+    began = clock.now
     ring.script = iter([10.0, 10.0] + [None] * 500 + [3000.0])
     window = job.window(TRIAL, 4)
-    assert list(window.durations_ms) == [10.0] * 4
+    assert clock.now - began > 1000 and list(window.durations_ms) == [10.0] * 4
     tables = ring.seen[n_before:]
     assert [bool(t.rules) for t in tables] == [True, False, True]  # trial, confirmed in the pause, trial anew
     assert tables[1].lease is None and any("waiting until it goes on" in text for text in said)
+
+
+def test_the_first_step_may_take_any_time(world, monkeypatch):
+    """Before: a job whose first step came after 124 s was never tuned."""
+    job, ring, said = world
+    clock = Clock()
+    monkeypatch.setattr(live, "time", clock)
+    began = clock.now
+    ring.script = iter([None] * 500)
+    assert list(job.window({}, 4).durations_ms) == [10.0] * 4 and clock.now - began > 1000
+    assert said == ["waiting: the probe is loaded; no optimizer step yet"]
 
 
 def test_a_clock_that_is_set_changes_nothing(world, folder, monkeypatch):

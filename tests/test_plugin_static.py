@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from dynamiccl.envs.nccl import build
 from dynamiccl.envs.nccl.tables import MAX_BYTES, from_csv, load_table, to_csv, to_json
 from dynamiccl.envs.nccl.traps import TRAPS, Facts, examine, gather
 from dynamiccl.traces.records import PAIRS, Decision, Rule, Table
@@ -228,6 +229,16 @@ def test_what_must_be_changed_is_refused_with_its_cure_and_nothing_is_started(tm
     done = run(command, "--force", *words, HOME=str(tmp_path), **trap)
     assert done.returncode == 0 and "warning:" in done.stderr and cure in done.stderr, done.stderr
     assert began.exists() == (command != "env")
+
+
+def test_no_compiler_is_asked_for_where_the_plugin_lies_in_the_package(monkeypatch, tmp_path):
+    """Before: `tune` refused to start in an image that had the plugin and no compiler."""
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.delenv("DYNAMICCL_PLUGIN", raising=False)
+    monkeypatch.setattr(build, "INSTALLED", tmp_path)
+    assert "compiler" in {trap.name for trap in examine(gather())}
+    (tmp_path / f"{build.LIBRARY}.build").write_text(build.build_of())
+    assert "compiler" not in {trap.name for trap in examine(gather())}
 
 
 def test_ranks_per_node_from_the_command():

@@ -173,6 +173,11 @@ def plugin_path() -> Path:
     return path
 
 
+def needs_compiler() -> bool:
+    """Whether the plugin has still to be compiled on this machine, or may have to be."""
+    return not os.environ.get("DYNAMICCL_PLUGIN") and _installed(LIBRARY, build_of()) is None
+
+
 def configured() -> dict[str, str]:
     """NCCL's settings: the environment, below it NCCL_CONF_FILE or ~/.nccl.conf, below that /etc/nccl.conf."""
     own = Path(os.environ.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf")

@@ -36,7 +36,7 @@ class Facts:
     n_gpus: int | None = None
     ranks_per_node: int | None = None
     shm_free: int | None = None  # bytes
-    has_compiler: bool = True
+    has_compiler: bool = True  # or what it would compile is there
     table: Table | None = None
 
 
@@ -293,10 +293,10 @@ def examine(facts: Facts) -> list[Finding]:
 
 def gather(command: list[str] | None = None, table: Table | None = None) -> Facts:
     """The facts of this machine and environment, and of ``command`` as far as its words tell."""
-    from .build import PluginBuildError, compiler, configured
+    from .build import PluginBuildError, compiler, configured, needs_compiler
 
     try:
-        has_compiler = bool(compiler())
+        has_compiler = not needs_compiler() or bool(compiler())
     except PluginBuildError:
         has_compiler = False
     env = configured()
