@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from . import turns
 from .belief import Belief, Prior, too_long
 from .memory import Evidence, Memory, Remembering
-from .regimes import Regime, Regimes
+from .regimes import SAME_CALLS, SAME_STEP, Regime, Regimes
 from .sequential import Race, middle, window_noise
 from .watch import CHANGED, HARMFUL, Marks, Rules, Watch
 from .windows import DISCARD, PROFILE, REFERENCE, SEARCH, TABLE, WARM_STEPS, WATCH, Job, Measured, Plan
@@ -41,6 +41,8 @@ BUDGET_STEPS = 4000
 LIKELY, MORE = 1.0, 2.5
 #: Standard deviation of a log duration where nothing says otherwise.
 CALL_NOISE = 0.03
+#: By more than this (log) no job changes its pace.
+PACE = 0.1
 
 
 class Search:
@@ -67,6 +69,11 @@ class Search:
         self.warm: set[int] = set()
         self.banned = np.zeros_like(job.mask, bool)
         self.memory, self.regimes = Remembering(memory), Regimes()
+        self._moved: float | None = (
+            None  # log by which the watched level had moved when the job was held to have changed
+        )
+        self._is_other = False  # a regime has come back, and its table does not do what it did
+        self._levels: list[float] = []  # logs of the step time under the table, of a job that has several paces
         self._begin(default)
 
     @property
@@ -279,14 +286,15 @@ class Search:
         else:
             self.phase, self.turn, self.idle = SEARCH, 0, 0
 
-    def _finish(self, returned: int = 0) -> None:
-        self.phase, self.marks.returned = WATCH, self.marks.returned + returned
+    def _finish(self, levels: Sequence[float] = ()) -> None:
+        self.phase = WATCH
         self.marks.verdict = self.steps if self.marks.verdict < 0 else self.marks.verdict
         if self.confirmed.any() and self.marks.first_table < 0:
             self.marks.first_table = self.steps
         step_ms = self.default_ms * math.exp(float(self.belief.mean[0]))
         self.regime = Regime(step_ms, self.default_logs, self.confirmed, tuple(self.races))
-        self.watch = Watch(self.noise, self.window_steps, self.rules, bool(self.confirmed.any()), self.steps)
+        known, has_table = (self.gain[0], sum(race.n for race in self.races)), bool(self.confirmed.any())
+        self.watch = Watch(self.noise, self.window_steps, self.rules, has_table, self.steps, known, levels)
 
     # -- what a window gave ------------------------------------------------------------------------------------
 
@@ -297,10 +305,7 @@ class Search:
         if plan.kind == PROFILE:
             self.default_logs = np.where(np.isfinite(seen.call_us), np.log(seen.call_us), self.default_logs)
             self._begin(seen)
-            if known := self.regimes.find(self.default_ms, self.default_logs, self.noise):
-                self.confirmed, self.races = known.confirmed.copy(), list(known.races)
-                self._finish(returned=1)
-                self.watch.begin_with(self.default_ms)
+            self._recognise()
             return 0.0
         default_ms = self.default_ms * math.exp(float(self.belief.mean[0]))
         given_up = len(seen.step_ms) > 0 and float(seen.step_ms[-1]) > plan.limit_ms
@@ -377,7 +382,10 @@ class Search:
     def _watch_plan(self) -> Plan:
         """Windows under the confirmed table, and now and then one of the default. A checkpoint is no canary here."""
         configs = np.zeros_like(self.confirmed) if self.watch.wants_default(self.steps) else self.confirmed
-        return replace(self._window(WATCH, configs), limit_ms=math.inf)
+        discard = 0 if np.array_equal(configs, self.running) else DISCARD
+        if discard and self._families(configs) - self.warm:
+            discard += WARM_STEPS
+        return Plan(WATCH, configs.copy(), self.window_steps, discard)
 
     def _watched(self, plan: Plan, seen: Measured) -> None:
         is_default = self.confirmed.any() and not plan.configs.any()
@@ -389,6 +397,8 @@ class Search:
         if found in (HARMFUL, CHANGED):
             beside = None if found == CHANGED else middle(seen.step_ms) if is_default else self.default_ms
             self.regimes.leave(self.regime, beside, self.noise)
+            self._moved, self._is_other = (None, False) if found == HARMFUL else (self.watch.moved, self.watch.is_other)
+            self._levels = self.watch.all_levels
             self.reopen(keep=found == CHANGED)
 
     def reopen(self, keep: bool = True) -> None:
@@ -398,3 +408,21 @@ class Search:
         self.confirmed = np.zeros(self.n_slots, np.int64)
         self.races = []
         self.phase = PROFILE
+
+    def _recognise(self) -> None:
+        """After a change, with the default just measured: a regime that was tuned before, or the same at another pace,
+        has its table again, which its next window is set against. Else the search that has begun goes on."""
+        found = self.regimes.find(self.default_ms, self.default_logs, self.noise)
+        if found is None and self._moved is not None and abs(self._moved) < PACE:
+            step = math.log(self.default_ms / self.regime.step_ms)
+            calls = self.regime.apart(self.default_ms, self.default_logs)[1]
+            # All goes slower or quicker by the same, and the network is as it was.
+            if abs(step - self._moved) < max(SAME_STEP, 3 * self.noise) and calls < SAME_CALLS:
+                found = self.regime
+        if found is None or self._is_other:
+            return
+        same = np.array_equal(found.confirmed, self.before)
+        self.confirmed, self.races = found.confirmed.copy(), list(found.races)
+        self.marks.returned += 1
+        self._finish(self._levels if same else ())
+        self.watch.begin_with(self.default_ms)

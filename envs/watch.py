@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from .sequential import Race
 
@@ -15,17 +14,23 @@ from .sequential import Race
 HARMFUL, CHANGED = "harmful", "changed"
 #: Windows by which the usual step time goes, and so many odd ones running are a change.
 USUAL, ODD = 64, 6
-#: Level of a single pair that is taken as proof by itself.
-AT_ONCE = 1e-3
+#: Level of a single pair that is taken as proof by itself, where the default is so much faster (log).
+AT_ONCE, PLAIN = 1e-3, 0.08
 #: Level of all scheduled pairs of a watch together: it goes on for as long as the job does.
 ALL = 0.01
 #: Fewer pairs show too little of a job that has two paces.
 LEAST = 4
 #: Steps that a visit to the default costs beside its window: there and back.
 SWITCHES = 8
-#: A window so much longer than usual (log) is worth a look at the default by itself, whatever that costs; and one pair
-#: is proof by itself where the default is so much faster. A job with two paces makes less of one pair.
-ALARM, PLAIN = 0.1, 0.08
+#: The longest time between two scheduled visits, in first ones.
+LONGEST = 8
+#: A table that is slower than the default by so much (log) is looked into at once; and the least gain that a look is
+#: taken to cost.
+HARM, SMALL = 0.14, 0.05
+#: Standard deviations of a pair by which a table that has become slower has to be slower than the default.
+SURE = 2.5
+#: Levels of the step time (log) within which a job is at the same pace.
+SAME_LEVEL = 0.015
 
 
 @dataclass
@@ -70,68 +75,143 @@ class Rules:
 
 
 class Watch:
-    """Sees a window after the other. ``noise``: standard deviation of a window's log step time."""
+    """Sees a window after the other. ``noise``: standard deviation of a window's log step time.
 
-    def __init__(self, noise: float, window_steps: int, rules: Rules, has_table: bool, now: int) -> None:
+    The default is looked at where that is worth its price. On schedule: seldom, and ever less so while nothing speaks
+    against the table. Out of turn: where the table has become so slow that, going by what it gained, the job has lost
+    what a look costs; the price doubles with every look that the table survives. A level that the job was seen at
+    before, as one with two paces has, is no change.
+    """
+
+    def __init__(
+        self,
+        noise: float,
+        window_steps: int,
+        rules: Rules,
+        has_table: bool,
+        now: int,
+        gain: tuple[float, int] = (0.0, 0),
+        levels: Sequence[float] = (),
+    ) -> None:
+        """``gain``: mean log ratio of the default's step to the table's as it was confirmed, and the pairs that it is
+        the mean of; ``levels``: logs of step times that the job had under this table before."""
         self.noise, self.rules, self.has_table = noise, rules, has_table
-        self.visit = window_steps + SWITCHES
+        self.steps, self.visit = window_steps, window_steps + SWITCHES
+        self.moved: float | None = None  # by how much (log) the level had, where it is a change
+        self.is_other = False  # the table does not do what it did: nothing that was tuned before has come back
         self.since, self.check = now, False
-        self.begin, self.visits = now, 0
+        self.base = self.gap = self.visit / rules.watch_share
+        self.gain, self.pairs = gain
+        self.levels = list(levels)
         self.race = Race(noise * math.sqrt(2), ALL)
-        self._default_ms: float | None = None  # waits for the window under the table that follows
+        self.innocent = 0  # looks out of turn that the table survived
+        self._harm = 0.0  # default steps that the job may have lost by the table's doing
+        self._calm = 0  # windows as usual since the last of those looks
+        self._default: float | None = None  # waits for the window under the table that follows
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._odd: list[float] = []
 
     def begin_with(self, default_ms: float) -> None:
         """A window of the default has just been measured: the table's first one is set against it."""
-        self._default_ms = default_ms
+        self._default = math.log(default_ms)
 
     def wants_default(self, now: int) -> bool:
         """Whether the next window is the default's, given the steps so far."""
-        return self.has_table and (self.check or now - self.since >= self.visit / self.rules.watch_share)
-
-    def _affords(self, now: int) -> bool:
-        """Whether one more visit to the default stays within its share of the steps since the verdict."""
-        return (self.visits + 1) * self.visit <= self.rules.watch_share * (now - self.begin)
+        return self.has_table and (self.check or now - self.since >= self.gap)
 
     def saw(self, ms: float, is_default: bool, now: int) -> str:
         """One window; HARMFUL, CHANGED or nothing."""
-        if not is_default:
-            default_ms, self._default_ms = self._default_ms, None
-            found = self._against(default_ms, ms, False) if default_ms is not None and self.has_table else ""
-            return found or self._level(ms, now)
-        asked, self.since, self.check = self.check, now, False
-        self.visits += 1
-        table_ms = self._odd[-1] if self._odd else self._usual[-1] if self._usual else None
-        if table_ms is None:
-            return ""
-        return self._against(ms, table_ms, asked)
+        log = math.log(ms)
+        if is_default:
+            asked, self.since, self.check = self.check, now, False
+            if not self._usual:
+                return ""
+            return self._asked(log) if asked and self._odd else self._scheduled(log)
+        default, self._default = self._default, None
+        if default is not None and self.has_table:
+            if self._is_plain(default - log):
+                return HARMFUL
+            if self.pairs and abs(default - log - self.gain) > max(self.rules.change, 2 * SURE * self.noise):
+                self.is_other = True
+                return CHANGED
+        return self._level(log)
 
-    def _against(self, default_ms: float, table_ms: float, asked: bool) -> str:
-        at_once = Race(self.race.noise, AT_ONCE)
-        at_once.add(default_ms, table_ms)
-        if not asked:  # a window that was looked into because it was slow says nothing fair of the table
-            self.race.add(default_ms, table_ms)
-        plain = at_once.is_slower and at_once.mean < -PLAIN
-        return HARMFUL if (self.race.n >= LEAST and self.race.is_slower) or plain else ""
+    @property
+    def price(self) -> float:
+        """Default steps that a look out of turn has to be worth: what the default costs the job meanwhile, but no more
+        than what a window of HARM costs."""
+        return min(self.visit * max(self.gain, SMALL), self.steps * HARM) * 2**self.innocent
 
-    def _level(self, ms: float, now: int) -> str:
-        """Does the step time stay where it was? One odd window asks for the default if it is far off or a visit is to
-        be had, else two do; several in a row are a change."""
+    def _scheduled(self, default: float) -> str:
+        ahead = default - (self._odd[-1] if self._odd else self._usual[-1])
+        self.race.logs.append(ahead)
+        self.gain = (self.gain * self.pairs + ahead) / (self.pairs + 1)
+        self.pairs += 1
+        self.gap = min(2 * self.gap, LONGEST * self.base) if ahead > 0 else self.base
+        sure = self.race.n >= LEAST and self.race.is_slower
+        return HARMFUL if sure or self._is_plain(ahead) else ""
+
+    def _is_plain(self, ahead: float) -> bool:
+        """One pair of windows is proof by itself."""
+        at_once = Race(self.race.noise, AT_ONCE, [ahead])
+        return at_once.is_slower and ahead < -PLAIN
+
+    def _asked(self, default: float) -> str:
+        """A look out of turn, after odd windows: is it the table that is slow, or all that the job does?"""
+        table, (middle, noise) = sum(self._odd) / len(self._odd), self._as_usual()
+        slower = table - default
+        is_fault = default - middle - self.gain < (table - middle) / 2  # the default is nearer to where it was
+        if is_fault and slower > max(self.rules.change, SURE * noise * math.sqrt(1 + 1 / len(self._odd))):
+            return HARMFUL
+        self.innocent, self._calm = self.innocent + 1, 0
+        return ""
+
+    def _as_usual(self) -> tuple[float, float]:
+        """Middle and standard deviation of the last windows' logs; no less than the noise as it was measured."""
+        x = sorted(self._usual)
+        middle = x[len(x) // 2]
+        away = sorted(abs(v - middle) for v in x)
+        return middle, max(self.noise, 1.4826 * away[len(x) // 2])
+
+    def _level(self, log: float) -> str:
+        """Does the step time stay where it was? Several windows in a row that do not are a change."""
         if len(self._usual) < 4:
-            self._usual.append(ms)
+            self._usual.append(log)
             return ""
-        x = np.log(np.array(self._usual))
-        middle = float(np.median(x))
-        noise = max(self.noise, 1.4826 * float(np.median(np.abs(x - middle))))
-        off = math.log(ms) - middle
+        middle, noise = self._as_usual()
+        off = log - middle
         if abs(off) < max(4 * noise, self.rules.change):
             self._odd.clear()
-            self._usual.append(ms)
+            self._harm = 0.0
+            self._usual.append(log)
+            self._calm += 1
+            if self._calm >= USUAL and self.innocent:
+                self.innocent, self._calm = self.innocent - 1, 0
             return ""
-        if self._odd and (off > 0) != (math.log(self._odd[-1]) > middle):
+        if self._odd and (off > 0) != (self._odd[-1] > middle):
             self._odd.clear()
-        self._odd.append(ms)
-        enough = 1 if off > ALARM or self._affords(now) else 2
-        self.check = self.has_table and off > 0 and len(self._odd) == enough
-        return CHANGED if len(self._odd) >= ODD else ""
+            self._harm = 0.0
+        self._odd.append(log)
+        self._harm += self.steps * max(off - self.gain, 0.0)
+        if self.has_table and self._harm >= self.price:
+            self.check, self._harm = True, 0.0
+        if len(self._odd) < ODD:
+            return ""
+        level = sum(self._odd) / len(self._odd)
+        self.levels = self.all_levels
+        if any(abs(level - known) < max(SAME_LEVEL, noise) for known in self.levels):
+            self._usual = deque(self._odd, USUAL)
+            self._odd.clear()
+            self._harm, self.check = 0.0, False
+            return ""
+        self.moved = level - middle
+        return CHANGED
+
+    @property
+    def all_levels(self) -> list[float]:
+        """Those that the job was seen at, the one that it is at now among them."""
+        if len(self._usual) < 4:
+            return self.levels
+        middle = self._as_usual()[0]
+        known = any(abs(middle - level) < SAME_LEVEL for level in self.levels)
+        return self.levels if known else [*self.levels, middle]
