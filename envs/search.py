@@ -309,9 +309,10 @@ class Search:
             return 0.0
         default_ms = self.default_ms * math.exp(float(self.belief.mean[0]))
         given_up = len(seen.step_ms) > 0 and float(seen.step_ms[-1]) > plan.limit_ms
+        ms = middle(seen.step_ms)
         saved = seen.billed - seen.billed_ms / default_ms
         # A step that saves a checkpoint is not the search's doing, but a step that was given up is.
-        self.lost -= saved if given_up else seen.billed * (1 - middle(seen.step_ms) / default_ms)
+        self.lost -= saved if given_up else seen.billed * (1 - ms / default_ms)
         if plan.kind != WATCH or not plan.configs.any():
             self._learn(plan, seen, given_up)
         if given_up:
@@ -325,9 +326,9 @@ class Search:
             if given_up:
                 self._reject()
             else:
-                self._compare(plan, middle(seen.step_ms))
+                self._compare(plan, ms)
         else:
-            self._watched(plan, seen)
+            self._watched(plan, seen, ms)
         return saved / 100.0
 
     def _learn(self, plan: Plan, seen: Measured, given_up: bool) -> None:
@@ -387,15 +388,15 @@ class Search:
             discard += WARM_STEPS
         return Plan(WATCH, configs.copy(), self.window_steps, discard)
 
-    def _watched(self, plan: Plan, seen: Measured) -> None:
-        is_default = self.confirmed.any() and not plan.configs.any()
+    def _watched(self, plan: Plan, seen: Measured, ms: float) -> None:
+        is_default = bool(self.confirmed.any() and not plan.configs.any())
         self.after += seen.billed
-        self.after_default += seen.billed * bool(is_default)
-        found = self.watch.saw(middle(seen.step_ms), bool(is_default), self.steps)
+        self.after_default += seen.billed * is_default
+        found = self.watch.saw(ms, is_default, self.steps)
         if found == HARMFUL:
             self.marks.dropped += 1
         if found in (HARMFUL, CHANGED):
-            beside = None if found == CHANGED else middle(seen.step_ms) if is_default else self.default_ms
+            beside = None if found == CHANGED else ms if is_default else self.default_ms
             self.regimes.leave(self.regime, beside, self.noise)
             self._moved, self._is_other = (None, False) if found == HARMFUL else (self.watch.moved, self.watch.is_other)
             self._levels = self.watch.all_levels

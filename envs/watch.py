@@ -14,6 +14,8 @@ from .sequential import Race
 HARMFUL, CHANGED = "harmful", "changed"
 #: Windows by which the usual step time goes, and so many odd ones running are a change.
 USUAL, ODD = 64, 6
+#: ... which is worked out anew so often.
+FRESH = 4
 #: Level of a single pair that is taken as proof by itself, where the default is so much faster (log).
 AT_ONCE, PLAIN = 1e-3, 0.08
 #: Level of all scheduled pairs of a watch together: it goes on for as long as the job does.
@@ -109,6 +111,7 @@ class Watch:
         self._calm = 0  # windows as usual since the last of those looks
         self._default: float | None = None  # waits for the window under the table that follows
         self._usual: deque[float] = deque(maxlen=USUAL)
+        self._figures: tuple[float, float] | None = None  # what _as_usual says
         self._odd: list[float] = []
 
     def begin_with(self, default_ms: float) -> None:
@@ -168,25 +171,33 @@ class Watch:
 
     def _as_usual(self) -> tuple[float, float]:
         """Middle and standard deviation of the last windows' logs; no less than the noise as it was measured."""
-        x = sorted(self._usual)
-        middle = x[len(x) // 2]
-        away = sorted(abs(v - middle) for v in x)
-        return middle, max(self.noise, 1.4826 * away[len(x) // 2])
+        if self._figures is None:
+            x = sorted(self._usual)
+            middle = x[len(x) // 2]
+            away = sorted([abs(v - middle) for v in x])
+            self._figures = middle, max(self.noise, 1.4826 * away[len(x) // 2])
+        return self._figures
+
+    def _note(self, log: float) -> None:
+        """One more window that is as usual."""
+        self._usual.append(log)
+        self._calm += 1
+        if self._calm % FRESH == 0 or len(self._usual) < USUAL // 4:
+            self._figures = None
+        if self._calm >= USUAL:
+            self.innocent, self._calm = max(self.innocent - 1, 0), 0
 
     def _level(self, log: float) -> str:
         """Does the step time stay where it was? Several windows in a row that do not are a change."""
         if len(self._usual) < 4:
-            self._usual.append(log)
+            self._note(log)
             return ""
         middle, noise = self._as_usual()
         off = log - middle
         if abs(off) < max(4 * noise, self.rules.change):
             self._odd.clear()
             self._harm = 0.0
-            self._usual.append(log)
-            self._calm += 1
-            if self._calm >= USUAL and self.innocent:
-                self.innocent, self._calm = self.innocent - 1, 0
+            self._note(log)
             return ""
         if self._odd and (off > 0) != (self._odd[-1] > middle):
             self._odd.clear()
@@ -200,7 +211,7 @@ class Watch:
         level = sum(self._odd) / len(self._odd)
         self.levels = self.all_levels
         if any(abs(level - known) < max(SAME_LEVEL, noise) for known in self.levels):
-            self._usual = deque(self._odd, USUAL)
+            self._usual, self._figures = deque(self._odd, USUAL), None
             self._odd.clear()
             self._harm, self.check = 0.0, False
             return ""
