@@ -42,6 +42,7 @@ LAB = {
     "dry-run": "dry_run",
     "oracle": "oracle",
     "calibrate": "calibrate",
+    "promises": "promises",
 }
 #: ``dynamiccl bench NAME``; ``dynamiccl bench`` alone is the leaderboard.
 BENCHES = {

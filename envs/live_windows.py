@@ -53,6 +53,7 @@ class LiveWindows:
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
         self.windows = 0
+        self._before_ms = 0.0  # a step under the table before
 
     def begin(self, skip: int = 3) -> tuple[windows.Job, Measured]:
         """Run default steps (the first ``skip`` of the job do not count) and find the slots.
@@ -83,7 +84,7 @@ class LiveWindows:
             call_us=call_us,
             families=windows.warm_up_families(own),
         )
-        return told, self._measured(window, before, call_us, np.ones(len(own), bool))
+        return told, self._measured(plan, window, before, call_us, np.ones(len(own), bool))
 
     def decisions(self, configs: Array) -> dict[Slot, Decision]:
         """What slots are told under configs (s,); those left to NCCL are left out."""
@@ -101,12 +102,15 @@ class LiveWindows:
         call_us = np.full(len(self.profiles), np.nan) if plan.kind == windows.WATCH else self._calls(window)
         obeyed = self._obeyed(window)
         self.on_window(plan, window)
-        return self._measured(window, before, call_us, obeyed)
+        return self._measured(plan, window, before, call_us, obeyed)
 
-    def _measured(self, window: Window, before: int, call_us: Array, obeyed: Array) -> Measured:
+    def _measured(self, plan: Plan, window: Window, before: int, call_us: Array, obeyed: Array) -> Measured:
         counted = len(window.durations_ms)
         billed = max(self.job.last_step - before, counted)
-        billed_ms = float(window.durations_ms.sum()) + (billed - counted) * window.step_ms
+        waited = max(billed - counted - plan.discard, 0) if self._before_ms else 0  # until the table was in force
+        billed_ms = float(window.durations_ms.sum()) + (billed - counted - waited) * window.step_ms
+        billed_ms += waited * self._before_ms
+        self._before_ms = window.step_ms
         return Measured(np.asarray(window.durations_ms, np.float64), call_us, obeyed, billed, billed_ms)
 
     def _calls(self, window: Window) -> Array:

@@ -46,6 +46,7 @@ class RecordedJob:
         self._quiet = by_step[1:] or by_step  # a first step warms up; some recordings have no other
         self._last: Array = np.zeros(0, np.int64)
         self._is_default = True
+        self._running: dict[Slot, Decision] = {}
 
     def publish(self, decisions: Mapping[Slot, Decision]) -> int:
         """As ``Job.publish``; nothing has to be told."""
@@ -76,11 +77,13 @@ class RecordedJob:
     ) -> Window:
         """As ``Job.window``: every step of a window takes the same time, one that takes too long is the last."""
         generation = self.publish(decisions)
-        self._is_default = not any(not d.is_auto for d in decisions.values())
+        chosen = {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
+        switch = SWITCH_STEPS if chosen != self._running else 0
+        self._running, self._is_default = chosen, not chosen
         ms = float(self.default_ms[self._at] * (1 - self.saving(decisions)))
         self._at = (self._at + 1) % len(self.default_ms)
         n = 1 if ms > give_up_ms else n_steps
-        first = self.last_step + SWITCH_STEPS + discard + 1
+        first = self.last_step + switch + discard + 1
         self.last_step = first + n - 1
         if self.steps is not None and self.last_step > self.steps:
             raise JobEnded("the recorded job's steps are over")

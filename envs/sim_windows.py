@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,14 +73,11 @@ class SimWindows:
             s, ms = len(plan.configs), steps[row, : counted[row]] / 1e3
             extra, kept = SWITCH_STEPS * bool(changed[row]), ms[discard[row] :]
             billed = extra * float(before[row]) / 1e3
-            over = np.flatnonzero(ms > plan.limit_ms)
+            over = np.flatnonzero(kept > plan.limit_ms)
             call_us = calls[row, :s].copy()
-            if math.isfinite(plan.limit_ms) and len(over):
-                k = int(over[0])
-                ms = ms[: k + 1]
-                kept = ms[discard[row] :] if k >= discard[row] else ms[-1:]
-                extra += SWITCH_STEPS  # until all ranks are back
-                billed += SWITCH_STEPS * float(ms[-1])
+            if len(over):  # the next window bills the steps until all ranks are back
+                kept = kept[: int(over[0]) + 1]
+                ms = ms[: discard[row] + len(kept)]
                 call_us[:] = np.nan
             found.append(Measured(kept, call_us, np.ones(s, bool), extra + len(ms), billed + float(ms.sum())))
             self.running[row] = configs[row]
