@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 
 from .sequential import Race
+from .watch import Change
 
 Array = np.ndarray[Any, Any]
 
 #: Log ratios within which two regimes are the same: of the default's step (or four standard deviations of a window,
 #: where that is more), of the middle call.
 SAME_STEP, SAME_CALLS, DEVIATIONS = 0.02, 0.10, 4.0
+#: By more than this (log) no job changes its pace.
+PACE = 0.1
 #: Regimes of a job that are remembered, those seen last.
 MOST = 8
 
@@ -60,6 +63,18 @@ class Regimes:
         apart = [(r.apart(step_ms, call_logs), r) for r in self.known]
         near = [(step, r) for (step, calls), r in apart if step < reach and calls < SAME_CALLS]
         return min(near, key=lambda pair: pair[0])[1] if near else None
+
+    def same(self, left: Regime, change: Change, default_ms: float, call_logs: Array, noise: float) -> Regime | None:
+        """After a ``change`` out of ``left``: the regime that the default is as in now, if any: one that was tuned, or
+        the one left, at another pace: all goes slower or quicker by the same, and the network is as it was."""
+        if change.is_other:
+            return None
+        found = self.find(default_ms, call_logs, noise)
+        if found is None and change.moved is not None and abs(change.moved) < PACE:
+            apart = abs(math.log(default_ms / left.step_ms) - change.moved)
+            same_calls = left.apart(default_ms, call_logs)[1] < SAME_CALLS
+            return left if apart < max(SAME_STEP, 3 * noise) and same_calls else None
+        return found
 
 
 def _reach(noise: float) -> float:

@@ -19,30 +19,22 @@ from typing import Any
 import numpy as np
 
 from . import turns
-from .belief import Belief, Prior, too_long
+from .belief import Belief, Prior
+from .canary import GIVE_UP, Canary
 from .memory import Evidence, Memory, Remembering
-from .regimes import SAME_CALLS, SAME_STEP, Regime, Regimes
+from .regimes import Regime, Regimes
 from .sequential import Race, middle, window_noise
-from .watch import CHANGED, HARMFUL, Marks, Rules, Watch
+from .watch import CHANGED, HARMFUL, Change, Marks, Rules, Watch
 from .windows import DISCARD, PROFILE, REFERENCE, SEARCH, TABLE, WARM_STEPS, WATCH, Job, Measured, Plan
 
 Array = np.ndarray[Any, Any]
 
-#: A step that takes so many default steps ends its window: what was new in it goes no further.
-GIVE_UP = 1.5
-#: Standard deviation of the log time of one step that was far too long; and where something else was the likelier
-#: cause: steps that save a checkpoint, or wait for a late rank, come about once in so many windows.
-ONE_STEP, STRAGGLER, STRAY = 0.15, 2.0, 0.1
-#: A config whose step is so likely to be far too long is not tried.
-RECKLESS = 0.35
 #: The budget counts for so many steps from the start.
 BUDGET_STEPS = 4000
 #: A table is promising when its mean is so many standard errors above 0, and then gets MORE times as many pairs.
 LIKELY, MORE = 1.0, 2.5
 #: Standard deviation of a log duration where nothing says otherwise.
 CALL_NOISE = 0.03
-#: By more than this (log) no job changes its pace.
-PACE = 0.1
 
 
 class Search:
@@ -69,11 +61,7 @@ class Search:
         self.warm: set[int] = set()
         self.banned = np.zeros_like(job.mask, bool)
         self.memory, self.regimes = Remembering(memory), Regimes()
-        self._moved: float | None = (
-            None  # log by which the watched level had moved when the job was held to have changed
-        )
-        self._is_other = False  # a regime has come back, and its table does not do what it did
-        self._levels: list[float] = []  # logs of the step time under the table, of a job that has several paces
+        self._change = Change()
         self._begin(default)
 
     @property
@@ -98,7 +86,7 @@ class Search:
         self.belief.has_calls = bool(np.isfinite(self.default_logs).any())
         self.belief, first = self.memory.begin(self.job, self.prior, self.belief)
         self.choices = self.before.copy() if self.before.any() else first
-        self.tried, self.hits = np.zeros(self.job.mask.shape), np.zeros(self.job.mask.shape)
+        self.tried, self.canary = np.zeros(self.job.mask.shape), Canary(self.job.mask.shape)
         self.turn = self.n_slots if self.choices.any() else 0  # what was good before is the first to be tried
         self.round = self.idle = 0
         self.phase, self.last_saving, self.comparisons, self.closing = SEARCH, 0.0, 0, False
@@ -112,12 +100,9 @@ class Search:
     @property
     def open(self) -> Array:
         """(s, N_CONFIGS) bool: what may be chosen now: what is not feared to make steps far too long."""
-        if "open" in self._kept:
-            return self._kept["open"]
-        figures = [self.belief.figures(s) for s in range(self.n_slots)]
-        mean, deviation = np.array([f[0] for f in figures]), np.array([f[1] for f in figures])
-        feared = (too_long(GIVE_UP, mean, deviation) > RECKLESS) & (self.tried == 0)
-        self._kept["open"] = np.asarray(self.job.mask & ~self.banned & ~feared)
+        if "open" not in self._kept:
+            feared = self.canary.feared(self.belief, self.tried)
+            self._kept["open"] = np.asarray(self.job.mask & ~self.banned & ~feared)
         return self._kept["open"]
 
     @property
@@ -144,13 +129,15 @@ class Search:
         return self._window(REFERENCE, self.reference) if reference else self._window(TABLE, self.table)
 
     def _window(self, kind: str, configs: Array) -> Plan:
-        discard, changed = 0, not np.array_equal(configs, self.running)
-        new = self._families(configs) - self.warm
-        if changed:
-            discard = DISCARD + (WARM_STEPS if new else 0)
+        discard = self._discard(configs)
         untried = (self.tried[np.arange(self.n_slots), configs] == 0) & (configs > 0)
         limit = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0]) if untried.any() else math.inf
         return Plan(kind, configs.copy(), self.window_steps, discard, limit)
+
+    def _discard(self, configs: Array) -> int:
+        if np.array_equal(configs, self.running):
+            return 0
+        return DISCARD + (WARM_STEPS if self._families(configs) - self.warm else 0)
 
     def _families(self, configs: Array) -> set[int]:
         found = {int(self.job.families[s, c]) for s, c in enumerate(configs)}
@@ -219,15 +206,22 @@ class Search:
 
     def _propose(self, table: Array, closing: bool) -> None:
         """Compare a table with what is in force, or end the search where there is nothing to compare."""
-        same = np.array_equal(table, self.confirmed)
         promised = self.belief.saving(table)[0] - self.belief.saving(self.confirmed)[0]
-        if same or promised < self.rules.least_gain or table.tobytes() in self._given_up:
+        if (
+            np.array_equal(table, self.confirmed)
+            or promised < self.rules.least_gain
+            or table.tobytes() in self._given_up
+        ):
             if closing:
                 self._finish()
             return
+        self._race(table, closing)
+
+    def _race(self, table: Array, closing: bool) -> Race:
         self.phase, self.closing = TABLE, closing
         self.table, self.reference = table.copy(), self.confirmed.copy()
         self.race, self._half = Race(self.noise * math.sqrt(2)), []
+        return self.race
 
     def resume(self, confirmed: Array) -> None:
         """A table was confirmed before: straight to the watch."""
@@ -316,7 +310,8 @@ class Search:
         if plan.kind != WATCH or not plan.configs.any():
             self._learn(plan, seen, given_up)
         if given_up:
-            self._give_up(plan)
+            self.marks.canaries += 1
+            self.canary.struck(plan.configs, self.tried, self.banned)
         else:
             self.warm |= self._families(plan.configs)
         self.running = plan.configs.copy()
@@ -339,7 +334,7 @@ class Search:
         log_step = math.log(middle(steps) / self.default_ms) if len(steps) else math.nan
         noise = window_noise(np.array(self._single), max(len(steps), 1))
         if given_up:
-            noise = ONE_STEP if self._is_to_blame(plan.configs) else STRAGGLER
+            noise = self.canary.noise(plan.configs, self.tried, self.belief)
         logs_us = np.log(np.asarray(seen.call_us, np.float64))
         own = (plan.configs == 0) & np.isfinite(logs_us)
         self.n_default += own
@@ -354,19 +349,6 @@ class Search:
         if not given_up:
             self.tried[np.arange(self.n_slots), configs] += 1
         self.last_saving = -log_step if len(steps) else 0.0
-
-    def _give_up(self, plan: Plan) -> None:
-        """A step was far too long: this window's new configs go no further where it happens again."""
-        self.marks.canaries += 1
-        for s, config in enumerate(plan.configs):
-            if config and self.tried[s, config] == 0:
-                self.hits[s, config] += 1
-                self.banned[s, config] = self.hits[s, config] > 1
-
-    def _is_to_blame(self, configs: Array) -> bool:
-        """Whether a step that was far too long is these configs' doing, rather than chance."""
-        again = any(self.hits[s, c] > 0 and self.tried[s, c] == 0 for s, c in enumerate(configs) if c)
-        return again or too_long(GIVE_UP, *self.belief.saving(configs)) > STRAY
 
     def _after_round(self, given_up: bool) -> None:
         self.round, self.turn = self.round + 1, 0
@@ -383,10 +365,7 @@ class Search:
     def _watch_plan(self) -> Plan:
         """Windows under the confirmed table, and now and then one of the default. A checkpoint is no canary here."""
         configs = np.zeros_like(self.confirmed) if self.watch.wants_default(self.steps) else self.confirmed
-        discard = 0 if np.array_equal(configs, self.running) else DISCARD
-        if discard and self._families(configs) - self.warm:
-            discard += WARM_STEPS
-        return Plan(WATCH, configs.copy(), self.window_steps, discard)
+        return Plan(WATCH, configs.copy(), self.window_steps, self._discard(configs))
 
     def _watched(self, plan: Plan, seen: Measured, ms: float) -> None:
         is_default = bool(self.confirmed.any() and not plan.configs.any())
@@ -398,8 +377,7 @@ class Search:
         if found in (HARMFUL, CHANGED):
             beside = None if found == CHANGED else ms if is_default else self.default_ms
             self.regimes.leave(self.regime, beside, self.noise)
-            self._moved, self._is_other = (None, False) if found == HARMFUL else (self.watch.moved, self.watch.is_other)
-            self._levels = self.watch.all_levels
+            self._change = self.watch.change if found == CHANGED else Change()
             self.reopen(keep=found == CHANGED)
 
     def reopen(self, keep: bool = True) -> None:
@@ -411,19 +389,16 @@ class Search:
         self.phase = PROFILE
 
     def _recognise(self) -> None:
-        """After a change, with the default just measured: a regime that was tuned before, or the same at another pace,
-        has its table again, which its next window is set against. Else the search that has begun goes on."""
-        found = self.regimes.find(self.default_ms, self.default_logs, self.noise)
-        if found is None and self._moved is not None and abs(self._moved) < PACE:
-            step = math.log(self.default_ms / self.regime.step_ms)
-            calls = self.regime.apart(self.default_ms, self.default_logs)[1]
-            # All goes slower or quicker by the same, and the network is as it was.
-            if abs(step - self._moved) < max(SAME_STEP, 3 * self.noise) and calls < SAME_CALLS:
-                found = self.regime
-        if found is None or self._is_other:
-            return
-        same = np.array_equal(found.confirmed, self.before)
-        self.confirmed, self.races = found.confirmed.copy(), list(found.races)
-        self.marks.returned += 1
-        self._finish(self._levels if same else ())
-        self.watch.begin_with(self.default_ms)
+        """After a change, with the default just measured: a regime that was tuned before has its table again, which the
+        next window is set against. Else a new search goes on; what was in force before meets the default first, with
+        the windows that showed the change for a first pair."""
+        change, self._change = self._change, Change()
+        known = self.regimes.same(self.regime, change, self.default_ms, self.default_logs, self.noise)
+        if known is not None:
+            same = np.array_equal(known.confirmed, self.before)
+            self.confirmed, self.races = known.confirmed.copy(), list(known.races)
+            self.marks.returned += 1
+            self._finish(change.levels if same else ())
+            self.watch.begin_with(self.default_ms)
+        elif self.before.any() and change.level is not None and change.level < math.log(self.default_ms):
+            self._race(self.before, closing=False).add(self.default_ms, math.exp(change.level))

@@ -12,8 +12,8 @@ from .sequential import Race
 
 #: What a window after the verdict may say: the table is slower than the default; the job has changed for good.
 HARMFUL, CHANGED = "harmful", "changed"
-#: Windows by which the usual step time goes, and so many odd ones running are a change.
-USUAL, ODD = 64, 6
+#: Windows by which the usual step time goes, and so many odd ones running are a change; fewer of LONG steps and more.
+USUAL, ODD, ODD_LONG, LONG = 64, 6, 4, 8
 #: ... which is worked out anew so often.
 FRESH = 4
 #: Level of a single pair that is taken as proof by itself, where the default is so much faster (log).
@@ -76,6 +76,16 @@ class Rules:
         return replace(self, by_belief=bool(by_belief), patience=int(patience))
 
 
+@dataclass(frozen=True)
+class Change:
+    """How a job changed, as a watch saw it: logs of step times under the table."""
+
+    levels: Sequence[float] = ()  # all that it was seen at before
+    level: float | None = None  # what it came to; None: unknown
+    moved: float | None = None  # by how much
+    is_other: bool = False  # a regime that came back, and its table does not do there what it did
+
+
 class Watch:
     """Sees a window after the other. ``noise``: standard deviation of a window's log step time.
 
@@ -99,8 +109,6 @@ class Watch:
         the mean of; ``levels``: logs of step times that the job had under this table before."""
         self.noise, self.rules, self.has_table = noise, rules, has_table
         self.steps, self.visit = window_steps, window_steps + SWITCHES
-        self.moved: float | None = None  # by how much (log) the level had, where it is a change
-        self.is_other = False  # the table does not do what it did: nothing that was tuned before has come back
         self.since, self.check = now, False
         self.base = self.gap = self.visit / rules.watch_share
         self.gain, self.pairs = gain
@@ -112,6 +120,7 @@ class Watch:
         self._default: float | None = None  # waits for the window under the table that follows
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._figures: tuple[float, float] | None = None  # what _as_usual says
+        self.change = Change()  # what CHANGED means
         self._odd: list[float] = []
 
     def begin_with(self, default_ms: float) -> None:
@@ -135,7 +144,7 @@ class Watch:
             if self._is_plain(default - log):
                 return HARMFUL
             if self.pairs and abs(default - log - self.gain) > max(self.rules.change, 2 * SURE * self.noise):
-                self.is_other = True
+                self.change = Change(is_other=True)
                 return CHANGED
         return self._level(log)
 
@@ -206,23 +215,16 @@ class Watch:
         self._harm += self.steps * max(off - self.gain, 0.0)
         if self.has_table and self._harm >= self.price:
             self.check, self._harm = True, 0.0
-        if len(self._odd) < ODD:
+        if len(self._odd) < (ODD if self.steps < LONG else ODD_LONG):
             return ""
-        level = sum(self._odd) / len(self._odd)
-        self.levels = self.all_levels
+        later = self._odd[1:]  # the first may be of both
+        level = sum(later) / len(later)
+        if not any(abs(middle - known) < SAME_LEVEL for known in self.levels):
+            self.levels.append(middle)
         if any(abs(level - known) < max(SAME_LEVEL, noise) for known in self.levels):
             self._usual, self._figures = deque(self._odd, USUAL), None
             self._odd.clear()
             self._harm, self.check = 0.0, False
             return ""
-        self.moved = level - middle
+        self.change = Change(self.levels, level, level - middle)
         return CHANGED
-
-    @property
-    def all_levels(self) -> list[float]:
-        """Those that the job was seen at, the one that it is at now among them."""
-        if len(self._usual) < 4:
-            return self.levels
-        middle = self._as_usual()[0]
-        known = any(abs(middle - level) < SAME_LEVEL for level in self.levels)
-        return self.levels if known else [*self.levels, middle]

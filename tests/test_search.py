@@ -7,7 +7,8 @@ import pytest
 from dynamiccl.agent.rules import ExpectedImprovement, ThompsonSampling
 from dynamiccl.envs import turns
 from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.search import GIVE_UP, Search
+from dynamiccl.envs.canary import GIVE_UP
+from dynamiccl.envs.search import Search
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
 from dynamiccl.envs.sim_windows import SimSearch, play
 from dynamiccl.envs.spaces import N_CONFIGS, config_index
