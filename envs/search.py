@@ -23,7 +23,7 @@ from .belief import Belief, Prior
 from .canary import GIVE_UP, Canary
 from .memory import Evidence, Memory, Remembering
 from .regimes import Regime, Regimes
-from .sequential import Race, middle, window_noise
+from .sequential import Race, least, middle, window_noise
 from .watch import CHANGED, HARMFUL, Change, Marks, Rules, Watch
 from .windows import DISCARD, PROFILE, REFERENCE, SEARCH, TABLE, WARM_STEPS, WATCH, Job, Measured, Plan
 
@@ -140,8 +140,7 @@ class Search:
         return DISCARD + (WARM_STEPS if self._families(configs) - self.warm else 0)
 
     def _families(self, configs: Array) -> set[int]:
-        found = {int(self.job.families[s, c]) for s, c in enumerate(configs)}
-        return {f for f in found if f >= 0}
+        return {f for s, c in enumerate(configs) if (f := int(self.job.families[s, c])) >= 0}
 
     @property
     def gain(self) -> tuple[float, float, float]:
@@ -196,11 +195,9 @@ class Search:
             alone = self.round % self.n_slots
             self.choices = np.where(np.arange(self.n_slots) == alone, self.choices, best)
         self._seen[self.choices.tobytes()] += 1
-        if settled or self.round >= max(self.rules.rounds, self.rules.rounds_a_slot * self.n_slots) or self._is_spent():
+        is_spent = self.lost > self.rules.budget * max(self.steps, BUDGET_STEPS)
+        if settled or is_spent or self.round >= max(self.rules.rounds, self.rules.rounds_a_slot * self.n_slots):
             self._propose(self.choices if settled else best, closing=True)
-
-    def _is_spent(self) -> bool:
-        return self.lost > self.rules.budget * max(self.steps, BUDGET_STEPS)
 
     # -- comparisons -------------------------------------------------------------------------------------------
 
@@ -371,9 +368,8 @@ class Search:
         is_default = bool(self.confirmed.any() and not plan.configs.any())
         self.after += seen.billed
         self.after_default += seen.billed * is_default
-        found = self.watch.saw(ms, is_default, self.steps)
-        if found == HARMFUL:
-            self.marks.dropped += 1
+        found = self.watch.saw(ms, is_default, self.steps, least(seen.step_ms))
+        self.marks.dropped += found == HARMFUL
         if found in (HARMFUL, CHANGED):
             beside = None if found == CHANGED else ms if is_default else self.default_ms
             self.regimes.leave(self.regime, beside, self.noise)

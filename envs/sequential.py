@@ -106,6 +106,11 @@ def middle(durations: Array) -> float:
     return sum(x[cut : len(x) - cut]) / (len(x) - 2 * cut)
 
 
+def least(durations: Array) -> float:
+    """What nearly all steps of a window took at least: the shortest that :func:`middle` counts."""
+    return float(np.partition(durations, len(durations) // 5)[len(durations) // 5])
+
+
 def window_noise(logs: Array, n_steps: int) -> float:
     """Standard deviation of a window's log step time, from the logs of single steps in their order.
 

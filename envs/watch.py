@@ -28,7 +28,7 @@ SWITCHES = 8
 LONGEST = 8
 #: A table that is slower than the default by so much (log) is looked into at once; and the least gain that a look is
 #: taken to cost.
-HARM, SMALL = 0.14, 0.05
+HARM, SMALL = 0.12, 0.05
 #: Standard deviations of a pair by which a table that has become slower has to be slower than the default.
 SURE = 2.5
 #: Levels of the step time (log) within which a job is at the same pace.
@@ -131,8 +131,9 @@ class Watch:
         """Whether the next window is the default's, given the steps so far."""
         return self.has_table and (self.check or now - self.since >= self.gap)
 
-    def saw(self, ms: float, is_default: bool, now: int) -> str:
-        """One window; HARMFUL, CHANGED or nothing."""
+    def saw(self, ms: float, is_default: bool, now: int, least_ms: float | None = None) -> str:
+        """One window; HARMFUL, CHANGED or nothing. ``least_ms``: what nearly all of its steps took at least: stragglers
+        are no fault of a table, under which all steps are slow."""
         log = math.log(ms)
         if is_default:
             asked, self.since, self.check = self.check, now, False
@@ -146,7 +147,7 @@ class Watch:
             if self.pairs and abs(default - log - self.gain) > max(self.rules.change, 2 * SURE * self.noise):
                 self.change = Change(is_other=True)
                 return CHANGED
-        return self._level(log)
+        return self._level(log, log if least_ms is None else math.log(least_ms))
 
     @property
     def price(self) -> float:
@@ -196,7 +197,7 @@ class Watch:
         if self._calm >= USUAL:
             self.innocent, self._calm = max(self.innocent - 1, 0), 0
 
-    def _level(self, log: float) -> str:
+    def _level(self, log: float, least: float) -> str:
         """Does the step time stay where it was? Several windows in a row that do not are a change."""
         if len(self._usual) < 4:
             self._note(log)
@@ -212,7 +213,7 @@ class Watch:
             self._odd.clear()
             self._harm = 0.0
         self._odd.append(log)
-        self._harm += self.steps * max(off - self.gain, 0.0)
+        self._harm += self.steps * max(least - middle - self.gain, 0.0)
         if self.has_table and self._harm >= self.price:
             self.check, self._harm = True, 0.0
         if len(self._odd) < (ODD if self.steps < LONG else ODD_LONG):

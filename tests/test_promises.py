@@ -1,21 +1,64 @@
-"""What is promised of the time after a verdict holds in simulation; ``envs/README.md`` has the figures in full."""
+"""What is promised of a search holds in simulation, in small; ``dynamiccl lab promises`` measures it in full."""
+
+import json
 
 import numpy as np
+from dynamiccl.agent.cli import app
 from dynamiccl.agent.rules import ExpectedImprovement
-from dynamiccl.envs.promises import tables_of_nothing, watch
+from dynamiccl.envs.promises import ended, lived, nothing_to_gain, recovery, watch
+from dynamiccl.envs.scores import HARM
+from dynamiccl.envs.sim.job_family import HELD_OUT
+from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
+from typer.testing import CliRunner
 
 
-def test_where_there_is_nothing_to_gain_hardly_a_table_is_left():
-    assert tables_of_nothing(24, ExpectedImprovement(), seed=1).sum() <= 2
+def test_where_there_is_nothing_to_gain_hardly_a_table_is_left_and_none_harms():
+    found = ended(nothing_to_gain(24, seed=1), ExpectedImprovement(), seed=1)
+    assert found.has_table.sum() <= 4 and np.abs(found.saving).max() < 1e-6
+
+
+def test_where_every_other_config_costs_none_is_left_that_is_slower():
+    jobs = nothing_to_gain(16, seed=1, worse=0.03)
+    none = np.zeros((16, SLOTS), int)
+    other = none.copy()
+    other[:, 0] = [np.flatnonzero(row)[-1] for row in jobs.mask[:, 0]]
+    slower = jobs.step_us(other)[0] / jobs.step_us(none)[0] - 1
+    assert slower.min() > -1e-6 and 0.005 < slower.max() < 0.06
+    found = ended(jobs, ExpectedImprovement(), seed=1)
+    assert not found.is_harmed.any() and found.saving.min() > -HARM
 
 
 def test_a_small_gain_stays_in_force_and_costs_few_default_steps():
-    found = watch(12, 6000, 0.99, 0.99, seed=1)
-    assert np.isnan(found.dropped).all() and found.in_force.sum() >= 11
-    assert np.median(found.default_share) <= 0.01
+    found = watch(12, 6000, 0.99, 0.99, ExpectedImprovement(), seed=1)
+    assert found.in_force.all() and (found.anew == 0).all()
+    assert found.default_share.mean() <= 0.006
+    assert (watch(6, 500, 0.99, 0.99, ExpectedImprovement(), seed=1).default_share <= 0.01).all()
 
 
 def test_a_table_that_turned_bad_is_gone_within_windows():
-    found = watch(16, 4000, 0.95, 1.2, change_at=1000, seed=2)
-    gone = np.fmin(found.dropped, found.reopened)
-    assert np.isfinite(gone).all() and np.median(found.dropped_windows[np.isfinite(found.dropped)]) <= 2
+    for family in (STANDARD, HELD_OUT):
+        found = watch(16, 2500, 0.95, 1.2, ExpectedImprovement(), change_at=1000, seed=2, family=family)
+        assert np.isfinite(found.windows).sum() >= 15 and np.median(found.windows) <= 2
+
+
+def test_a_job_that_changes_for_good_is_tuned_again():
+    found = recovery(6, ExpectedImprovement(), (300, 600), change_at=1500, seed=3)
+    assert (found.anew > 0).sum() >= 3
+    assert found.in_force[1].sum() > 0.6 * found.possible.sum() and found.in_force[1].min() > -HARM
+
+
+def test_what_is_lived_through_is_billed_by_the_truth():
+    jobs = draw_jobs(STANDARD, np.random.default_rng(5), 4)
+    found = lived(jobs, ExpectedImprovement(), (300, 900), seed=0)
+    assert found.default_share.shape == (2, 4) and (found.default_share[1] <= 0.05).all()
+    assert (found.saving <= found.oracle + 1e-3).all()
+
+
+def test_one_command_prints_them_for_people_and_programs():
+    words = ["lab", "promises", "--part", "nothing", "--jobs", "4"]
+    told = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
+    first, *_ = rows = told["promises"]
+    assert told["emulated"] and len(rows) == 4 and {row["part"] for row in rows} == {"nothing"}
+    assert first["of"] == 40 and first["holds"] == (first["value"] <= first["aim"] == 0)
+    refused = CliRunner().invoke(app, ["lab", "promises", "--part", "wish"])
+    assert refused.exit_code == 2 and "watch" in refused.output

@@ -142,7 +142,7 @@ def promises(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same figures.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Measure in simulation what a search promises its user: how soon it is over and what it delivers, that a table stays
+    """Measure in simulation what a search promises its user: how soon it is over and what it brings, that a table stays
     while it is worth having and no longer, that nothing is harmed where nothing is to be gained, how a job that changes
     recovers, and what the memory of a job before is worth. All of it takes about 20 minutes of one core.
 
