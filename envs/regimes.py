@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 #: where that is more), of the middle call.
 SAME_STEP, SAME_CALLS, DEVIATIONS = 0.02, 0.10, 4.0
 #: By more than this (log) no job changes its pace.
-PACE = 0.1
+PACE = 0.08
 #: Regimes of a job that are remembered, those seen last.
 MOST = 8
 

@@ -24,7 +24,7 @@ from .canary import GIVE_UP, Canary
 from .memory import Evidence, Memory, Remembering
 from .regimes import Regime, Regimes
 from .sequential import Race, least, middle, window_noise
-from .watch import CHANGED, HARMFUL, Change, Marks, Rules, Watch
+from .watch import CHANGED, HARMFUL, Marks, Rules, Watch
 from .windows import DISCARD, PROFILE, REFERENCE, SEARCH, TABLE, WARM_STEPS, WATCH, Job, Measured, Plan
 
 Array = np.ndarray[Any, Any]
@@ -47,7 +47,7 @@ class Search:
         """``memory``: what is known of the cluster."""
         self.job, self.prior, self.rules = job, prior, rules or Rules()
         self.n_slots, self.marks = len(job.share), Marks()
-        self.steps = self.elapsed = default.billed
+        self.steps = default.billed
         self.lost = 0.0  # default steps that the job lost against its default, so far
         self.default_logs, self.n_default = np.log(job.call_us), np.ones(self.n_slots)  # of the default's calls
         self.confirmed: Array = np.zeros(self.n_slots, np.int64)  # in force when nothing is tried
@@ -59,9 +59,9 @@ class Search:
         self.before = self.confirmed
         self.after = self.after_default = 0  # steps since the verdict; of them under the default
         self.warm: set[int] = set()
+        self._single: deque[float] = deque(maxlen=96)  # logs of single steps over their window's; a change keeps them
         self.banned = np.zeros_like(job.mask, bool)
         self.memory, self.regimes = Remembering(memory), Regimes()
-        self._change = Change()
         self._begin(default)
 
     @property
@@ -71,8 +71,8 @@ class Search:
 
     def _begin(self, default: Measured) -> None:
         """A new search, from these default steps."""
-        logs = np.log(default.step_ms / middle(default.step_ms))
-        self._single = deque(logs, 96)
+        self._single.extend(np.log(default.step_ms / middle(default.step_ms)))
+        logs = np.array(self._single)
         self._kept: dict[str, Any] = {}  # what holds until the next window
         self.default_ms = middle(default.step_ms)
         lowest, most = self.rules.window_steps
@@ -373,7 +373,6 @@ class Search:
         if found in (HARMFUL, CHANGED):
             beside = None if found == CHANGED else ms if is_default else self.default_ms
             self.regimes.leave(self.regime, beside, self.noise)
-            self._change = self.watch.change if found == CHANGED else Change()
             self.reopen(keep=found == CHANGED)
 
     def reopen(self, keep: bool = True) -> None:
@@ -388,7 +387,7 @@ class Search:
         """After a change, with the default just measured: a regime that was tuned before has its table again, which the
         next window is set against. Else a new search goes on; what was in force before meets the default first, with
         the windows that showed the change for a first pair."""
-        change, self._change = self._change, Change()
+        change = self.watch.change
         known = self.regimes.same(self.regime, change, self.default_ms, self.default_logs, self.noise)
         if known is not None:
             same = np.array_equal(known.confirmed, self.before)
