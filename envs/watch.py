@@ -14,7 +14,9 @@ from .sequential import Race
 HARMFUL, CHANGED = "harmful", "changed"
 #: Windows by which the usual step time goes, and so many odd ones running are a change; fewer of LONG steps and more.
 USUAL, ODD, ODD_LONG, LONG = 64, 6, 4, 8
-#: ... which is worked out anew so often.
+#: A window is odd so many standard deviations from the usual.
+FAR = 3.0
+#: The usual is worked out anew so often.
 FRESH = 4
 #: Level of a single pair that is taken as proof by itself, where the default is so much faster (log).
 AT_ONCE, PLAIN = 1e-3, 0.08
@@ -204,7 +206,7 @@ class Watch:
             return ""
         middle, noise = self._as_usual()
         off = log - middle
-        if abs(off) < max(4 * noise, self.rules.change):
+        if abs(off) < max(FAR * noise, self.rules.change):
             self._odd.clear()
             self._harm = 0.0
             self._note(log)

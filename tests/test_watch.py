@@ -1,0 +1,95 @@
+"""The watch by itself: when it looks at the default, what it makes of that, and which changes are none."""
+
+import numpy as np
+import pytest
+from dynamiccl.envs.canary import Canary
+from dynamiccl.envs.sequential import least, middle
+from dynamiccl.envs.watch import CHANGED, HARMFUL, LONGEST, ODD, Rules, Watch
+
+
+def begun(gain=0.05, steps=8, noise=0.005, windows=10, levels=()):
+    watch = Watch(noise, steps, Rules(), True, 0, (gain, 6), levels)
+    for _ in range(windows):
+        assert watch.saw(100.0, False, 0) == "" and not watch.wants_default(1)
+    return watch
+
+
+@pytest.mark.parametrize(("gain", "slower"), [(0.05, 1.25), (0.15, 1.4)])
+def test_a_table_that_has_become_slower_than_the_default_is_looked_into_at_once_and_goes(gain, slower):
+    watch = begun(gain)
+    watch.saw(100.0 * slower, False, 2)
+    assert watch.wants_default(3)
+    assert watch.saw(100.0 * np.exp(gain), True, 4) == HARMFUL
+
+
+def test_a_table_that_is_still_ahead_of_what_the_default_took_is_not_worth_a_look():
+    """17 % slower than usual, but it had gained 30: the default is no better, going by what is known."""
+    watch = begun(0.3)
+    for _ in range(ODD - 3):
+        assert watch.saw(117.0, False, 2) == "" and not watch.wants_default(3)
+
+
+def test_where_all_is_slower_it_is_not_the_tables_doing_and_the_next_look_costs_more():
+    watch, asked = begun(), []
+    for _ in range(2):
+        windows = 0
+        while not watch.wants_default(1):
+            assert watch.saw(118.0, False, 1) == ""
+            windows += 1
+        asked.append(windows)
+        assert watch.saw(124.0, True, 1) == ""  # as slow as the table
+        assert all(watch.saw(100.0, False, 1) == "" for _ in range(3))
+    assert asked == [1, 2]
+
+
+def test_stragglers_are_no_fault_of_a_table():
+    steps = np.array([100.0, 101.0, 99.0, 250.0, 240.0])
+    assert middle(steps) > 130 and least(steps) == 100.0
+    watch = begun(steps=5)
+    assert watch.saw(middle(steps), False, 2, least(steps)) == "" and not watch.wants_default(3)
+
+
+def test_scheduled_looks_become_rarer_while_nothing_speaks_against_the_table():
+    watch, looks, now = begun(windows=0), [], 0
+    while now < 60_000:
+        now += 8
+        if watch.wants_default(now):
+            looks.append(now)
+            watch.saw(105.0, True, now)
+        else:
+            watch.saw(100.0, False, now)
+    gaps = np.diff(looks)
+    assert gaps[0] > looks[0] and gaps[-1] == pytest.approx(LONGEST * looks[0], rel=0.02)
+    assert len(looks) * watch.visit / now < 0.002
+    watch.saw(99.0, True, now)  # the default was quicker once: looked at again as soon as at first
+    assert watch.gap == watch.base
+
+
+def test_a_pace_that_was_seen_before_is_no_change():
+    watch = begun(levels=())
+    found = [watch.saw(105.0, False, 2) for _ in range(ODD)]
+    change = watch.change
+    assert (
+        CHANGED in found and change.moved == pytest.approx(np.log(1.05)) and change.level == pytest.approx(np.log(105))
+    )
+    again = Watch(0.005, 8, Rules(), True, 0, (0.05, 6), change.levels)
+    for ms in (105.0, 100.0, 105.0, 100.0):
+        assert all(again.saw(ms, False, 1) == "" for _ in range(20))
+    assert CHANGED in [again.saw(112.0, False, 1) for _ in range(ODD)]
+
+
+def test_a_regime_that_comes_back_and_whose_table_does_not_do_what_it_did_is_searched_anew():
+    watch = Watch(0.004, 8, Rules(), True, 0, (0.1, 6))
+    watch.begin_with(100.0)
+    assert watch.saw(98.0, False, 1) == CHANGED and watch.change.is_other
+    watch = Watch(0.004, 8, Rules(), True, 0, (0.1, 6))
+    watch.begin_with(100.0)
+    assert watch.saw(91.0, False, 1) == ""
+
+
+def test_a_config_that_struck_twice_is_closed():
+    canary, tried, banned = Canary((1, 4)), np.zeros((1, 4)), np.zeros((1, 4), bool)
+    for _ in range(2):
+        assert not banned.any()
+        canary.struck(np.array([2]), tried, banned)
+    assert banned.tolist() == [[False, False, True, False]]
