@@ -18,7 +18,7 @@ from ..traces.fingerprint import N_FEATURES
 from .belief import Prior
 from .job_arena import play as play_billed
 from .job_arena import played
-from .scores import HARM
+from .scores import HARM, Ledger
 from .search import Search
 from .sim.jobs import SLOTS, STANDARD, JobFamily, Jobs, draw_jobs, oracle
 from .sim.noise import Noise
@@ -183,10 +183,10 @@ def lived(jobs: Jobs, policy: Any, milestones: Sequence[int], seed: int = 0) -> 
     calm.swing[:, 0] = 0
     best_us = oracle(calm)[1]
     ledger, search = played(policy, jobs, best_us, Prior.load(), seed, after=milestones[0])
-    shares = [ledger.default_after / ledger.after]
+    shares = [_share(ledger)]
     for before, more in pairwise(milestones):
         play_billed(policy, search, ledger, more - before)
-        shares.append(ledger.default_after / ledger.after)
+        shares.append(_share(ledger))
     scores, marks = ledger.scores(), [s.marks for s in search.searches]
     return Lived(
         np.array(shares),
@@ -241,6 +241,11 @@ def recovery(
         running.append(saves(search.windows.running))
     anew = np.array([s.marks.reopened - s.marks.returned for s in search.searches])
     return Recovered(np.array(in_force), np.array(running), possible, before, anew)
+
+
+def _share(ledger: Ledger) -> Array:
+    """Of the steps after a verdict those at the default; NaN where no table is in force."""
+    return np.where(ledger.final.any(axis=1), ledger.default_after / ledger.after, np.nan)
 
 
 def _settle(search: Search, policy: Any) -> None:

@@ -48,10 +48,12 @@ def test_a_job_that_changes_for_good_is_tuned_again():
 
 
 def test_what_is_lived_through_is_billed_by_the_truth():
-    jobs = draw_jobs(STANDARD, np.random.default_rng(5), 4)
+    jobs = draw_jobs(STANDARD, np.random.default_rng(5), 3)
     jobs.swing[:, 0] = 0
-    found = lived(jobs, ExpectedImprovement(), (300, 900), seed=0)
-    assert found.default_share.shape == (2, 4) and (found.default_share[1] <= 0.05).all()
+    found = lived(jobs, ExpectedImprovement(), (200, 600), seed=0)
+    has_table = np.isfinite(found.default_share[1])
+    assert found.default_share.shape == (2, 3) and has_table.any()
+    assert (found.default_share[1][has_table] <= 0.05).all() and (found.saving[~has_table] == 0).all()
     assert (found.saving <= found.oracle + 1e-3).all()
 
 
