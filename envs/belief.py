@@ -254,7 +254,7 @@ class Belief:
             row = -gradient / left
             row[0] = 1.0
             miss = log_step - self.mean[0] - math.log(left)
-            expected = float(row @ self.cov @ row) + noise**2 + (MISFIT * total) ** 2
+            expected = max(float(row @ self.cov @ row), 0.0) + noise**2 + (MISFIT * total) ** 2
             self.off_step = miss / math.sqrt(expected)
             doubt = max(self.off_step**2 / OUTLIER**2, 1.0)
             likely += self._update(row[None], np.array([miss]), np.array([doubt * (noise**2 + (MISFIT * total) ** 2)]))

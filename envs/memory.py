@@ -44,6 +44,8 @@ UNLIKE = 0.5
 SAME_SIZE, SAME_SHARE = 0.02, 0.3
 #: The memory goes once the windows speak against it by so much (log odds); one window counts for at most that much.
 AGAINST, AT_MOST = -1.5, 3.0
+#: No direction of a belief is surer than this (a variance).
+LEAST_VARIANCE = 1e-9
 #: Remembered slots that are taken in, at most.
 MOST_SLOTS = 24
 
@@ -295,6 +297,10 @@ class _Slots:
         gain = np.linalg.solve(spread, DOUBT * cross.T).T
         belief.mean = belief.mean + gain @ (self.logs[slot, config] - mean[slot, config])
         belief.cov -= gain @ (DOUBT * cross.T)
+        # What slots are taken to have in common is not always a covariance: what would be a negative variance is none.
+        values, vectors = np.linalg.eigh(belief.cov)
+        if values[0] < LEAST_VARIANCE:
+            belief.cov = (vectors * np.maximum(values, LEAST_VARIANCE)) @ vectors.T
         belief.touched()
 
 

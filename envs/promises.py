@@ -52,7 +52,7 @@ def ended(jobs: Jobs, policy: Any, seed: int = 0) -> Ended:
     """Search all ``jobs`` to their verdicts."""
     done = play(SimSearch(jobs, Prior.load(), np.random.default_rng([seed, 13])), policy)
     noise = np.array([np.sqrt(2) * s.noise for s in done.searches])
-    return Ended(done.tables.any(axis=1), done.windows.saving(done.tables), noise)
+    return Ended(np.asarray(done.tables.any(axis=1)), done.windows.saving(done.tables), noise)
 
 
 def nothing_to_gain(n: int, seed: int = 0, family: JobFamily = STANDARD, worse: float = 0.0) -> Jobs:

@@ -294,7 +294,8 @@ class Search:
         self.steps += seen.billed
         self._kept.clear()
         if plan.kind == PROFILE:
-            self.default_logs = np.where(np.isfinite(seen.call_us), np.log(seen.call_us), self.default_logs)
+            self.job = self.job.changed(seen.call_us, middle(seen.step_ms) / self.default_ms)
+            self.default_logs = np.log(self.job.call_us)
             self._begin(seen)
             self._recognise()
             return 0.0
@@ -378,10 +379,11 @@ class Search:
     def reopen(self, keep: bool = True) -> None:
         """The job has changed: measure the default anew; then go on in a regime that was tuned, or search."""
         self.marks.reopened += 1
+        if keep and self.memory.notes.counts.any():  # what was measured informs the next search as a job before would
+            self.memory.memory = Memory([self.evidence])
         self.before = self.confirmed if keep else np.zeros(self.n_slots, np.int64)
         self.confirmed = np.zeros(self.n_slots, np.int64)
-        self.races = []
-        self.phase = PROFILE
+        self.races, self.phase = [], PROFILE
 
     def _recognise(self) -> None:
         """After a change, with the default just measured: a regime that was tuned before has its table again, which the
@@ -390,10 +392,9 @@ class Search:
         change = self.watch.change
         known = self.regimes.same(self.regime, change, self.default_ms, self.default_logs, self.noise)
         if known is not None:
-            same = np.array_equal(known.confirmed, self.before)
             self.confirmed, self.races = known.confirmed.copy(), list(known.races)
             self.marks.returned += 1
-            self._finish(change.levels if same else ())
+            self._finish(change.levels if np.array_equal(self.confirmed, self.before) else ())
             self.watch.begin_with(self.default_ms)
         elif self.before.any() and change.level is not None and change.level < math.log(self.default_ms):
             self._race(self.before, closing=False).add(self.default_ms, math.exp(change.level))

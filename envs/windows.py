@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,6 +53,12 @@ class Job:
     share: Array  # (s,) of the step
     call_us: Array  # (s,) of the default's calls; NaN where no kernel was ever sampled
     families: Array  # (s, N_CONFIGS) int: configs with the same number need one warm-up; negative: none
+
+    def changed(self, call_us: Array, step: float) -> Job:
+        """The same job after a change: the default's calls (s,) now, and its step in steps of before."""
+        us = np.where(np.isfinite(call_us), call_us, self.call_us)
+        longer = np.nan_to_num(us / self.call_us, nan=1.0) / step
+        return replace(self, call_us=us, share=np.clip(self.share * longer, 1e-3, 1.0))
 
 
 class Windows(Protocol):
