@@ -55,7 +55,7 @@ class Job:
     families: Array  # (s, N_CONFIGS) int: configs with the same number need one warm-up; negative: none
 
     def changed(self, call_us: Array, step: float) -> Job:
-        """The same job after a change: the default's calls (s,) now, NaN where none was sampled, and its step in steps of
+        """The same job after a change: the default's calls (s,) now, NaN where none was sampled; its step in steps of
         before."""
         us = np.where(np.isfinite(call_us), call_us, self.call_us)
         longer = np.where(np.isfinite(call_us / self.call_us), us / self.call_us / step, 1.0)
