@@ -10,11 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from dynamiccl.envs.nccl.probe import takes_connections
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState, Decision, Rule, Table
 from probe_ranks import LOOPS, STEPS
@@ -183,6 +185,26 @@ def test_a_rank_without_an_optimizer_is_named_and_nobody_waits(run):
     states = agreement_states(run)
     assert [code for code, _ in states] == [AgreementState.WAITING, AgreementState.SHUT]
     assert "rank 1" in states[-1][1]
+
+
+def test_a_store_that_takes_no_connection_is_known_at_once():
+    """Before: PyTorch's client tried for half an hour, on the training thread, without descriptors."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        takes_connections("127.0.0.1", port)  # it waits for what we say
+
+        def take_and_drop():  # what the store's server does with a connection for which it has no descriptor
+            for _ in range(2):
+                server.accept()[0].close()
+
+        thread = threading.Thread(target=take_and_drop)
+        thread.start()
+        with pytest.raises(ConnectionError):
+            for _ in range(2):
+                takes_connections("127.0.0.1", port)
+        thread.join()
+    with pytest.raises(ConnectionError):
+        takes_connections("127.0.0.1", port)
 
 
 @pytest.mark.slow

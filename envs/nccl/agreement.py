@@ -212,7 +212,11 @@ class Agreement:
                     rounds.serve()
                     closed = rounds.closed
             except Exception as error:  # whatever it is: the job goes on
-                why = f"rank {self.desk.rank}: {str(error) or type(error).__name__}"
+                why = str(error) or type(error).__name__
+                if self._store is not None or not isinstance(
+                    error, ConnectionError
+                ):  # else it is not this rank's fault
+                    why = f"rank {self.desk.rank}: {why}"
                 if not (opened or opening):
                     why = self._give_up(why)
             self._leave()
