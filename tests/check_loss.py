@@ -29,7 +29,7 @@ AIM, SURE = 0.15, 1.96 + 0.84
 class Knows:
     """Chooses one table for each job, slot by slot, from the first turn on; jobs are told apart by their state."""
 
-    by_belief, patience = False, 3
+    by_belief, patience = False, 1
 
     def __init__(self, tables, n_slots):
         self.tables, self.n_slots, self.jobs = tables, n_slots, 0
