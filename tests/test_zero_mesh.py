@@ -19,6 +19,7 @@ from dynamiccl.zero_workload.model import Experts, Transformer
 from dynamiccl.zero_workload.parallel import Cut, subgroup, tensor_parallel
 from dynamiccl.zero_workload.peers import Peer
 from test_zero import TINY, adamw, run, train_alone
+from test_zero_exact import OVER_GLOO
 from world import World
 
 FP32: dict[str, Any] = {"param_dtype": torch.float32, "bucket_bytes": 2**14}
@@ -42,7 +43,7 @@ def traffic(job: Any, names: dict[str, str], accumulation: int = 1) -> Bytes:
         run(job, range(1), accumulation=accumulation)
     total: Bytes = Counter()
     for call in without_note(log.calls[:-1], job):  # the last averages the losses
-        total[names.get(call.group, "all"), call.func.replace("all_to_all", "reduce_scatter")] += call.n_bytes
+        total[names.get(call.group, "all"), OVER_GLOO.get(call.func, call.func)] += call.n_bytes
     return total
 
 
@@ -191,7 +192,9 @@ def job(arguments: list[str], folder: str) -> tuple[list[float], Bytes, dict[str
     total: Bytes = Counter()
     for call in without_note(log.calls, engine):
         if call.n_bytes != 4 * 5:  # the losses
-            total[names.get(call.group, "model"), call.func] += call.n_bytes
+            shared = call.group in names  # among those that share a model all-to-alls are such
+            func = OVER_GLOO.get(call.func, call.func) if shared else call.func
+            total[names.get(call.group, "model"), func] += call.n_bytes
     losses = [json.loads(line)["loss"] for line in Path(folder, "log").read_text().splitlines()[1:]]
     return losses, total, engine.memory()
 
@@ -240,9 +243,9 @@ def test_the_job_cut_in_any_way_trains_alike_and_sends_what_the_formulas_say(fou
         assert losses == pytest.approx(whole["--experts 4" if experts else ""], rel=1e-5), text
         shard = dense // ranks + (experts // expert_ranks if experts else 0)
         expected: Bytes = Counter({("model", func): n for func, n in model.items()})
-        expected |= {("shard", func): dense for func in ("all_to_all", "all_gather")}
+        expected |= {("shard", func): dense for func in ("reduce_scatter", "all_gather")}
         if experts:
-            expected |= {("experts", func): experts for func in ("all_to_all", "all_gather")}
+            expected |= {("experts", func): experts for func in ("reduce_scatter", "all_gather")}
         if replicas > 1:
             expected["replicas", "all_reduce"] = shard
         assert sent == expected, text

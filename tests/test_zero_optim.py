@@ -222,7 +222,6 @@ def refusal(case: str) -> str:
         ("stage=4", "stage is 0, 1, 2 or 3"),
         ("prefetch=-1", "prefetch"),
         ("gradient_accumulation=0", "start at 1"),
-        ("reduce_op=max", "'mean' or 'sum'"),
         ("unit=row", "'block' or 'layer'"),
         ("ranks", "ranks [1] have a model or settings that differs from rank 0's: weight is ((5, 4),"),
         ("frozen", "no trainable parameter"),

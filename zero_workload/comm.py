@@ -1,6 +1,7 @@
 """The collectives of the workload, asynchronous, under one spelling for every PyTorch release from 2.8."""
 
 import zlib
+from collections import defaultdict, deque
 from datetime import timedelta
 from typing import Any
 
@@ -11,51 +12,68 @@ import torch.distributed as dist
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 NO_LIMIT = timedelta(0)  # to wait: but for the process group's own
+#: Reductions under way at once, where each has buffers of its own.
+IN_FLIGHT = 2
 
 
 class Collectives:
-    """All-gather, reduce-scatter and all-reduce on one process group; each returns a work handle at once.
+    """All-gather, reduce-scatter and all-reduce (to the mean) on one process group; each returns a work handle at once.
 
     Args:
         group: process group of the data-parallel ranks; ``None`` is the default group.
-        reduce_op: ``"mean"`` or ``"sum"``: what gradients are reduced with.
         reduce_group: the same ranks as a second communicator, for reduce-scatters; ``None``: ``group``.
         replicas: ranks that hold the same shards, one of each copy of ``group``.
 
     Raises:
-        ValueError: ``reduce_op`` is neither, or no process group was initialised.
+        ValueError: no process group was initialised.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        reduce_op: str = "mean",
         reduce_group: dist.ProcessGroup | None = None,
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        ops = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
-        if reduce_op not in ops:
-            raise ValueError(f"reduce_op is 'mean' or 'sum', not {reduce_op!r}")
         if not dist.is_initialized():
             raise ValueError("call torch.distributed.init_process_group() before zero()")
-        self.group, self.op = group, ops[reduce_op]
+        self.group = group
         self.rank, self.size, self.backend = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
         self.reduce_group = reduce_group or group
-        self.replicas = Collectives(replicas, reduce_op) if replicas else None
+        self.replicas = Collectives(replicas) if replicas else None
+        self.buffer_bytes = 0  # of all that were made
+        self._free: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._exchanges: deque[_Exchange] = deque()
+
+    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """A buffer [numel] of that dtype, whatever is in it: few are used again and again (ZeRO's constant C_B)."""
+        if self._free[numel, like.dtype]:
+            return self._free[numel, like.dtype].pop()
+        buffer = like.new_empty(numel)
+        self.buffer_bytes += buffer.nbytes
+        return buffer
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Back, to be taken again."""
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work:
         """``shard`` [S] of every rank into ``full`` [size * S]; ``shard`` may be this rank's slice of ``full``."""
+        if self.backend == "gloo" and full.untyped_storage()._cdata == shard.untyped_storage()._cdata:
+            return _InPlace(self, full)
         return _ALL_GATHER(full, shard, group=self.group, async_op=True)
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> dist.Work:
-        """``full`` [size * S] reduced over the ranks; slice ``rank`` of it into ``shard`` [S]."""
-        if self.backend == "gloo":
-            return _Exchange(self, shard, full)
-        return _REDUCE_SCATTER(shard, full, op=self.op, group=self.reduce_group, async_op=True)
+        """The mean of ``full`` [size * S] over the ranks; slice ``rank`` of it into ``shard`` [S]."""
+        if self.backend == "gloo" and self.size > 1:
+            while len(self._exchanges) >= IN_FLIGHT:
+                self._exchanges.popleft().wait()
+            self._exchanges.append(_Exchange(self, shard, full))
+            return self._exchanges[-1]
+        return _REDUCE_SCATTER(shard, full, op=dist.ReduceOp.AVG, group=self.reduce_group, async_op=True)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> dist.Work:
-        """``tensor`` reduced over the ranks, in place; ``op`` defaults to the gradients' own."""
-        return dist.all_reduce(tensor, op=op or self.op, group=self.group, async_op=True)
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.AVG) -> dist.Work:
+        """``tensor`` reduced over the ranks, in place."""
+        return dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """``tensor`` of the group's first rank on every rank, replicas included; returns when done."""
@@ -78,13 +96,10 @@ class Collectives:
             return
         if self.replicas:
             self.replicas.require_same(about, what)
-        digest = zlib.crc32(repr(about).encode())
-        mine = torch.tensor([digest], device="cuda" if self.backend == "nccl" else "cpu")
-        seen = mine.new_zeros(self.size)
-        self.all_gather(seen, mine).wait()
-        odd = [rank for rank, value in enumerate(seen.tolist()) if value != seen[0].item()]
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, zlib.crc32(repr(about).encode()), group=self.group)  # a few bytes, as a rule
+        odd = [rank for rank, digest in enumerate(everyone) if digest != everyone[0]]
         if odd:
-            everyone: list[Any] = [None] * self.size
             dist.all_gather_object(everyone, about, group=self.group)
             here, there = everyone[0], everyone[odd[0]]
             name = next((n for n in {**here, **there} if here.get(n) != there.get(n)), "their order")
@@ -92,17 +107,37 @@ class Collectives:
             raise ValueError(f"ranks {odd} have {what} that differs from rank 0's: {name} is {values}")
 
 
+class _InPlace(dist.Work):
+    """All-gather over gloo where shards lie in the whole already: gloo's own copies all of it, twice."""
+
+    def __init__(self, comm: Collectives, full: torch.Tensor) -> None:
+        super().__init__()
+        shards = enumerate(full.chunk(comm.size))
+        self._work = [dist.broadcast(part, group=comm.group, group_src=rank, async_op=True) for rank, part in shards]
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self._work:
+            work.wait()
+        return True
+
+
 class _Exchange(dist.Work):
     """Reduce-scatter over gloo, whose own is an all-reduce: slices change places, each rank adds up what it got."""
 
     def __init__(self, comm: Collectives, shard: torch.Tensor, full: torch.Tensor) -> None:
         super().__init__()
-        self._comm, self._shard, self._slices = comm, shard, torch.empty_like(full)
-        self._work = dist.all_to_all_single(self._slices, full, group=comm.reduce_group, async_op=True)
+        self._comm, self._shard = comm, shard
+        self._got: torch.Tensor | None = comm.take(full.numel(), full)
+        self._work = dist.all_to_all_single(self._got, full, group=comm.reduce_group, async_op=True)
 
     def wait(self, timeout: Any = None) -> bool:
-        self._work.wait()
-        torch.sum(self._slices.view(self._comm.size, -1), 0, out=self._shard)
-        if self._comm.op == dist.ReduceOp.AVG:
+        if self._got is not None:
+            self._work.wait()
+            first, second, *rest = self._got.chunk(self._comm.size)
+            torch.add(first, second, out=self._shard)  # torch.sum over the ranks takes twice as long
+            for part in rest:
+                self._shard.add_(part)
             self._shard.div_(self._comm.size)
+            self._comm.give(self._got)
+            self._got = None
         return True

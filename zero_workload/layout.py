@@ -27,13 +27,12 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of ``zero()``, described there. Raises ValueError where one is out of range."""
+    """Settings of ``zero()``, described there. Raises ValueError where one is out of range."""
 
     stage: int
     bucket_bytes: int = 25 * 2**20
     prefetch: int | str = 1
     param_dtype: torch.dtype = torch.bfloat16
-    master_dtype: torch.dtype = torch.float32
     gradient_accumulation: int = 1
     max_norm: float | None = None
     unit: str = "block"
@@ -53,8 +52,8 @@ class Settings:
         return self.reduce_dtype or dtype
 
     def master(self, dtype: torch.dtype) -> torch.dtype:
-        """What the optimizer updates in their place: ``master_dtype``, or theirs where it has more digits."""
-        return torch.promote_types(self.master_dtype, dtype)
+        """What the optimizer updates in their place: float32, or theirs where it has more digits."""
+        return torch.promote_types(torch.float32, dtype)
 
     def sums(self, dtype: torch.dtype) -> torch.dtype:
         """What a shard of theirs is kept in at stages 2 and 3: sums over micro-batches are in the master's dtype."""
@@ -113,7 +112,7 @@ class Bucket:
     full: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: [S] this rank's part of ``full``: a view of it, at stage 3 a tensor of its own.
     shard: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    master: nn.Parameter | None = None  # [S] what the optimizer updates, in master_dtype; None if frozen
+    master: nn.Parameter | None = None  # [S] what the optimizer updates; None if frozen
     grads: torch.Tensor | None = None  # [numel] local gradients, at stages 0 and 1
     grad_shard: torch.Tensor | None = None  # [S] reduced gradients
     pending: int = 0  # pieces of parameters without a gradient yet in this backward pass

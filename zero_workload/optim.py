@@ -8,10 +8,13 @@ from torch import nn
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """Calls ``_update`` for every parameter that has a gradient; ``options`` are the keywords and their defaults."""
+    """Calls ``_update`` for every parameter that has a gradient; ``options`` are the keywords and their defaults. The
+    state of each is a ``step``, which counts from 1, and ``moments``.
+    """
 
     elementwise = True
     options: ClassVar[dict[str, Any]]
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
     def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
         if unknown := options.keys() - self.options.keys():
@@ -24,10 +27,14 @@ class _Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._update(param, param.grad, self.state[param], group)
+                    state = self.state[param]
+                    if not state:
+                        state.update(step=0, **{name: torch.zeros_like(param) for name in self.moments})
+                    state["step"] += 1
+                    self._update(param, param.grad, state, group)
 
     def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Change ``p`` by its gradient ``g``, in place; ``state`` is empty at first."""
+        """Change ``p`` by its gradient ``g``, in place."""
         raise NotImplementedError
 
 
@@ -46,15 +53,12 @@ class Adan(_Optimizer):
         "weight_decay": 0,
         "previous_dtype": None,
     }
+    moments = ("exp_avg", "exp_avg_diff", "exp_avg_sq")
 
     def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not state:
-            state["step"] = 0
-            state.update({name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_diff", "exp_avg_sq")})
+        if state["step"] == 1:
             state["previous"] = g.to(group["previous_dtype"] or p.dtype, copy=True)
-        state["step"] += 1
-        beta1, beta2, beta3 = group["betas"]
-        change = g - state["previous"]
+        (beta1, beta2, beta3), change = group["betas"], g - state["previous"]
         state["previous"].copy_(g)
         state["exp_avg"].lerp_(g, 1 - beta1)
         state["exp_avg_diff"].lerp_(change, 1 - beta2)
@@ -75,8 +79,6 @@ class Lion(_Optimizer):
     options: ClassVar = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
 
     def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not state:
-            state["exp_avg"] = torch.zeros_like(p)
         beta1, beta2 = group["betas"]
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.sub_(torch.lerp(g, state["exp_avg"], beta1).sign_(), alpha=group["lr"])
@@ -94,19 +96,16 @@ class Muon(_Optimizer):
     options: ClassVar = {"lr": 0.02, "momentum": 0.95, "adam_lr": 1e-3}
 
     def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not state:
-            state["exp_avg"] = torch.zeros_like(p)
         if p.dim() >= 2:
             state["exp_avg"].mul_(group["momentum"]).add_(g)
             update = orthogonal((g + group["momentum"] * state["exp_avg"]).flatten(1))
             scale = max(1.0, update.shape[0] / update.shape[1]) ** 0.5
             p.sub_(update.view(p.shape), alpha=group["lr"] * scale)
             return
-        state.setdefault("exp_avg_sq", torch.zeros_like(p))
-        n = state["step"] = state.get("step", 0) + 1
+        second, n = state.setdefault("exp_avg_sq", torch.zeros_like(p)), state["step"]
         state["exp_avg"].lerp_(g, 0.1)
-        state["exp_avg_sq"].mul_(0.999).addcmul_(g, g, value=0.001)
-        root = (state["exp_avg_sq"] / (1 - 0.999**n)).sqrt_().add_(1e-8)
+        second.mul_(0.999).addcmul_(g, g, value=0.001)
+        root = (second / (1 - 0.999**n)).sqrt_().add_(1e-8)
         p.addcdiv_(state["exp_avg"] / (1 - 0.9**n), root, value=-group["adam_lr"])
 
 
@@ -115,9 +114,10 @@ def orthogonal(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 
     Quintic Newton-Schulz iteration with the coefficients of Jordan et al., 2024.
     """
+    if matrix.shape[0] > matrix.shape[1]:
+        return orthogonal(matrix.T, iterations).T
     x = matrix / (matrix.norm() + 1e-7)
-    x = x if matrix.shape[0] <= matrix.shape[1] else x.T
     for _ in range(iterations):
         gram = x @ x.T
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+    return x

@@ -19,6 +19,9 @@ ELEMENTWISE = {
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 }
 
+#: Elements of a part on a CPU, as a rule: so few that each pass of an optimizer finds them in the cache.
+IN_CACHE = 2**17
+
 
 @dataclass(eq=False)
 class Part:
@@ -58,7 +61,9 @@ def parts_of(buckets: Sequence[Bucket], shapes: Sequence[torch.Size], whole: boo
         if whole:
             parts += [Part.of(bucket, [span], shapes[span.number]) for span in spans]
         else:
-            parts += [Part.of(bucket, list(some)) for _, some in groupby(spans, lambda span: kinds[span.number])]
+            most = IN_CACHE if bucket.master.device.type == "cpu" else bucket.numel
+            runs = groupby(spans, lambda span, most=most: (span.where.start // most, kinds[span.number]))
+            parts += [Part.of(bucket, list(run)) for _, run in runs]
     return parts
 
 

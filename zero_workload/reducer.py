@@ -1,13 +1,13 @@
 """A gradient's way: from ``p.grad`` into a bucket's buffer, through one collective, into the owner's shard."""
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .comm import Collectives
+from .comm import IN_FLIGHT, Collectives
 from .layout import Bucket, Row, Settings, gradient
 
 
@@ -15,10 +15,8 @@ class Reducer:
     """Knows where in a step backward is, starts each bucket's reduction when told to and collects the results.
 
     Stages 2 and 3 copy gradients into buffers that are kept for the next bucket. At most ``IN_FLIGHT`` reductions are
-    under way at once, so the buffers do not grow with the model (ZeRO's constant-size buffers, C_B).
+    under way at once, so the buffers do not grow with the model.
     """
-
-    IN_FLIGHT = 2
 
     def __init__(
         self, comm: Collectives, experts: Collectives | None, params: Sequence[nn.Parameter], settings: Settings
@@ -27,8 +25,6 @@ class Reducer:
         self.micro_batch, self.in_backward = 0, False
         self.used = [0.0] * len(params)  # 1: has a gradient on this rank in this step
         self.at_end: list[Callable[[], None]] = []  # called at the end of every backward pass
-        self.buffer_bytes = 0
-        self._free: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         # bucket, handle, result, the buffer that is sent (stages 2 and 3), whether it was the last micro-batch
         self._work: deque[tuple[Bucket, dist.Work, torch.Tensor, torch.Tensor | None, bool]] = deque()
         self._replicas: list[dist.Work] = []
@@ -68,13 +64,13 @@ class Reducer:
             self._work.append((bucket, work, out, None, last))
             return
         # The buffers are as many as the reductions in flight: wait for the oldest before filling another.
-        while len(self._work) >= self.IN_FLIGHT:
+        while len(self._work) >= IN_FLIGHT:
             self._finish()
         send = self._pack(bucket)
         assert bucket.grad_shard is not None
         out, first = bucket.grad_shard, self.micro_batch == 0 or self.settings.no_sync
         if not first or out.dtype != send.dtype:  # to be added to what is there
-            out = self._take(size, send.dtype)
+            out = self.comm.take(size, send)
             if first:
                 bucket.grad_shard.zero_()
         self._work.append((bucket, comm.reduce_scatter(out, send), out, send, last))
@@ -86,18 +82,8 @@ class Reducer:
         while self._replicas:
             self._replicas.pop().wait()
 
-    def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if self._free[numel, dtype]:
-            return self._free[numel, dtype].pop()
-        buffer = torch.empty(numel, dtype=dtype, device=self.params[0].device)
-        self.buffer_bytes += buffer.nbytes
-        return buffer
-
-    def _give(self, buffer: torch.Tensor) -> None:
-        self._free[buffer.numel(), buffer.dtype].append(buffer)
-
     def _pack(self, bucket: Bucket) -> torch.Tensor:
-        send = self._take(bucket.numel, self.settings.wire(bucket.full.dtype))
+        send = self.comm.take(bucket.numel, bucket.full.new_empty(0, dtype=self.settings.wire(bucket.full.dtype)))
         into, source, end = [], [], 0
         for piece in bucket.pieces:
             send[end : piece.offset].zero_()
@@ -124,7 +110,7 @@ class Reducer:
         assert bucket.grad_shard is not None
         if out is not bucket.grad_shard:
             bucket.grad_shard.add_(out)
-            self._give(out)
-        self._give(send)
+            self.comm.give(out)
+        self.comm.give(send)
         if last and bucket.comm.replicas:  # once a step, while the next bucket's reduce-scatter is under way
             self._replicas.append(bucket.comm.replicas.all_reduce(bucket.grad_shard))

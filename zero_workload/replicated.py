@@ -42,14 +42,17 @@ class Replicated:
     def _on_grad(self, index: int, param: nn.Parameter) -> None:
         """``param.grad`` is complete for this backward pass: take it, reduce the buckets that became full."""
         self.reducer.begin_backward(index)
-        if self.stage <= 1 and param.grad is not self._views[index]:
-            grad = gradient(param)
-            assert grad is not None
-            local(self._views[index]).copy_(grad)
-            param.grad = self._views[index]
+        grad, view = param.grad, self._views.get(index)
+        if view is not None and grad is not view:
+            whole = grad if local(view) is view else gradient(param)
+            local(view).copy_(whole)
+            param.grad = view
+        full = False
         for bucket in self.in_bucket[index]:
             bucket.pending -= 1
-        self._launch(complete_only=True)
+            full |= bucket.pending == 0
+        if full:
+            self._launch(complete_only=True)
 
     def _launch(self, complete_only: bool) -> None:
         """Buckets are reduced strictly last to first, on every rank alike: a rank that does not use some parameter

@@ -10,7 +10,7 @@ from torch import nn
 
 from .comm import Collectives
 from .health import Health
-from .layout import MIN_UNIT, Settings, find_units, local
+from .layout import Settings, find_units, local
 from .parts import OptimizerOf, group_of, is_elementwise, parts_of, regroup, split
 from .reducer import Reducer
 from .replicated import Replicated
@@ -26,23 +26,8 @@ def zero(
     replicas: dist.ProcessGroup | None = None,
     expert_group: dist.ProcessGroup | None = None,
     reduce_scatter_group: dist.ProcessGroup | None = None,
-    bucket_bytes: int = 25 * 2**20,
-    prefetch: int | str = 1,
-    param_dtype: torch.dtype = torch.bfloat16,
-    master_dtype: torch.dtype = torch.float32,
-    reduce_op: str = "mean",
-    gradient_accumulation: int = 1,
-    max_norm: float | None = None,
-    unit: str = "block",
-    min_unit: int = MIN_UNIT,
-    hybrid: int | None = None,
-    classic: bool = False,
-    keep_last: bool = True,
-    loss_scale: float = 2.0**16,
-    reduce_dtype: torch.dtype | None = None,
-    no_sync: bool = False,
-    offload: bool = False,
     elementwise: bool | None = None,
+    **settings: Any,
 ) -> "Engine":
     """Make ``model`` train under ZeRO. The model is changed in place: its parameters become views of flat buffers.
 
@@ -53,7 +38,7 @@ def zero(
             then shards what it holds of them.
         optimizer: makes the optimizer from the module's trainable parameters, in groups or not:
             ``lambda params: torch.optim.AdamW(params, lr=1e-3)``. Each group then gets this rank's parts of its
-            parameters, 1-D and of ``master_dtype``. A parameter that no rank used in a step is not updated in it.
+            parameters, 1-D, in float32 or theirs if that has more digits. What no rank used in a step is not updated.
         stage: 0 replicates all; 1 shards optimizer states; 2 gradients as well; 3 parameters as well.
         group: the data-parallel ranks, default all.
         replicas: at stages 2 and 3, with ``group`` a node: the ranks that hold the same shards, one of each node
@@ -62,14 +47,16 @@ def zero(
             ``model.Experts`` makes them): these are sharded over them alone. From stage 1 on.
         reduce_scatter_group: the ranks of ``group`` as a second communicator: NCCL runs what is on one in order, on two
             at once, so that a reduce-scatter does not hold up the gathers behind it.
+        elementwise: whether the optimizer looks at each element by itself. ``None``: what its class says
+            (``elementwise = True``), else those of torch that are known to. One that does not gets whole parameters,
+            at stages 0 and 1 only.
+        settings: any of the following, whose defaults are those of ``layout.Settings``.
         bucket_bytes: bytes that one reduction (stages 0-2) or gather (1-2) moves; at stage 3 it is the unit's size.
         prefetch: at stage 3, units gathered ahead of the one in use, or ``"auto"``: look-ahead
             k* = ceil(T_gather / T_compute), measured in the second step, agreed by all ranks (1 until then).
         param_dtype: dtype of parameters, gradients and messages. float16 turns dynamic loss scaling on.
-        master_dtype: dtype of the shards that the optimizer updates.
-        reduce_op: ``"mean"`` or ``"sum"`` over the ranks.
         gradient_accumulation: backward passes an optimizer step. Stages 0 and 1 add up full gradients and reduce once,
-            2 and 3 reduce each pass and add up the shard, in ``master_dtype``.
+            2 and 3 reduce each pass and add up the shard, in the dtype of what the optimizer updates.
         max_norm: clip the global gradient norm to this.
         unit: ``"block"`` or ``"layer"``: what stage 3 gathers at once, see ``layout.find_units``.
         min_unit: modules outside the blocks with fewer elements are gathered with the root.
@@ -82,9 +69,6 @@ def zero(
             parameters doubles the bytes of each reduction, and those of the gradient shard.
         no_sync: at stage 2, add up whole gradients over the micro-batches and reduce once, as stage 1 does.
         offload: at stage 3, masters and optimizer states live on the CPU, and the optimizer runs there.
-        elementwise: whether the optimizer looks at each element by itself. ``None``: what its class says
-            (``elementwise = True``), else those of torch that are known to. One that does not gets whole parameters,
-            at stages 0 and 1 only.
 
     Returns:
         The engine: ``engine.backward(loss)`` and ``engine.step()`` in place of ``loss.backward()`` and
@@ -103,11 +87,8 @@ def zero(
     made = optimizer(trainable)
     whole = not is_elementwise(made, elementwise)
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    settings = Settings(
-        stage, bucket_bytes, prefetch, param_dtype, master_dtype, gradient_accumulation, max_norm, unit, min_unit,
-        hybrid, classic, keep_last, loss_scale, reduce_dtype, no_sync, offload,
-        type(made).__name__ if whole else "", len(dtypes) > 1,
-    )  # fmt: skip
+    found: Any = {"whole_params": type(made).__name__ if whole else "", "keep_dtypes": len(dtypes) > 1}
+    checked = Settings(stage, **settings, **found)
     if whole and any(local(p) is not p for p in model.parameters()):
         raise ValueError("this optimizer needs whole matrices, and tensor parallelism (DTensor) cuts them up")
     if replicas and stage < 2:
@@ -116,12 +97,12 @@ def zero(
         raise ValueError("the ranks of `group` hold different experts: give expert_group, those that hold the same")
     if expert_group and stage == 0:
         raise ValueError("experts on some of the ranks only are not replicated: take stage 1 to 3")
-    comm = Collectives(group, reduce_op, reduce_scatter_group, replicas)
-    experts = Collectives(expert_group, reduce_op, replicas=replicas) if expert_group else None
+    comm = Collectives(group, reduce_scatter_group, replicas)
+    experts = Collectives(expert_group, replicas=replicas) if expert_group else None
     groups = group_of(made, model)
     about = {n: (tuple(local(p).shape), str(p.dtype), groups.get(n, "frozen")) for n, p in model.named_parameters()}
-    comm.require_same({"the settings": settings, **about}, "a model or settings")
-    return Engine(model, made, comm, experts, settings, groups)
+    comm.require_same({"the settings": checked, **about}, "a model or settings")
+    return Engine(model, made, comm, experts, checked, groups)
 
 
 class Engine:
@@ -190,10 +171,10 @@ class Engine:
         self.health.check()
         self.reducer.micro_batch = 0
         self.reducer.drain()
-        reduced: Any = [(b, b.grad_shard, b.master) for b in self.buckets]  # as the optimizer wants them, where it does
-        exact = {bucket: grads.to(master) for bucket, grads, master in reduced}
+        buckets: Any = self.buckets
+        exact = {b: b.grad_shard.to(b.master) for b in buckets}  # as the optimizer wants them, where it does
         for bucket, grads in exact.items():
-            if bucket.comm is not self.comm and self.comm.op == dist.ReduceOp.AVG:
+            if bucket.comm is not self.comm:
                 grads /= self.comm.size // bucket.comm.size  # an expert's has the tokens of several ranks in it
         for part in self.owned:
             part.param.grad = exact[part.bucket][part.where].view(part.param.shape)
