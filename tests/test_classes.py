@@ -1,5 +1,6 @@
 """One decision for all groups of a shape: HSDP and TP x DP gain by it what one group gains; a restart keeps it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from dynamiccl.envs.live import Job
 from dynamiccl.envs.live_windows import LiveWindows
 from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import Decision
 
 RANK = Path(__file__).with_name("classes_rank.py")
@@ -84,14 +86,21 @@ JOBS = {
 }
 
 
-def train(run, kind, steps):
+BYTES_SCALE, TIME_SCALE = "20", "300"
+
+
+def command(kind, steps):
     """Our ZeRO-3 job on the emulated backend; a block's gather is 4 MB, where NCCL takes LL and LL128 is faster."""
-    n_ranks, cluster, cut = JOBS[kind]
-    command = [sys.executable, "-m", "dynamiccl.zero_workload", "--backend", "emulated", "--quiet", *cut]
+    n_ranks, _, cut = JOBS[kind]
+    job = [sys.executable, "-m", "dynamiccl.zero_workload", "--backend", "emulated", "--quiet", *cut]
     shape = ["--layers", "4", "--width", "64", "--heads", "2", "--seq", "16", "--batch", "1", "--steps", str(steps)]
-    scales = {"DYNAMICCL_CLUSTER": cluster, "DYNAMICCL_BYTES_SCALE": "20", "DYNAMICCL_TIME_SCALE": "300"}
-    env = {**os.environ, **run.env(), **scales, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*command, *shape, "--ranks", str(n_ranks)], env=env, stdout=subprocess.DEVNULL)
+    return [*job, *shape, "--ranks", str(n_ranks)]
+
+
+def train(run, kind, steps):
+    scales = {"DYNAMICCL_BYTES_SCALE": BYTES_SCALE, "DYNAMICCL_TIME_SCALE": TIME_SCALE}
+    env = {**os.environ, **run.env(), **scales, "DYNAMICCL_CLUSTER": JOBS[kind][1], "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command(kind, steps), env=env, stdout=subprocess.DEVNULL)
 
 
 def slots_of(kind):
@@ -123,3 +132,40 @@ def test_two_shard_groups_of_a_real_job_share_the_slots_of_one():
     shared, both = slots_of("hsdp")
     assert len(slots) == 2 and {(s.n_ranks, s.n_nodes) for s in slots} == {(8, 1)} and shared == slots
     assert comms == {"all_gather": 1, "reduce_scatter": 1} and both == {"all_gather": 2, "reduce_scatter": 2}
+
+
+def tuned(kind, out):
+    """Milliseconds a step that a whole ``dynamiccl tune`` of the job saves; how often each communicator ran a block's
+    collectives as the search's winner says.
+    """
+    tune = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--cluster", JOBS[kind][1], "--no-memory"]
+    scales = ["--bytes-scale", BYTES_SCALE, "--time-scale", "600", "--window-steps", "4"]  # above the machine's noise
+    search = ["--windows", "8", "--verify", "4", "--out", str(out), "--json", "-", "--"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*tune, *scales, *search, *command(kind, 220)], env=env, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = json.loads(done.stdout)
+    assert summary["kept"] and summary["consistency"]["mismatches"] == 0, summary
+    for d in summary["decisions"]:
+        if d["min_bytes"] <= BLOCK <= d["max_bytes"]:
+            assert d["proto"] == "ll128", summary["decisions"]
+    events = Trace.read(out / "trace").events
+    won = events[(events["proto"] == "ll128") & events["n_bytes"].between(BLOCK, 1.01 * BLOCK)]
+    calls = {func: some.groupby("comm_id").size().tolist() for func, some in won.groupby("func")}
+    return summary["default_step_ms"] - summary["tuned_step_ms"], calls
+
+
+@pytest.mark.slow
+def test_under_a_whole_tune_two_shard_groups_gain_what_one_gains(tmp_path):
+    """HSDP 2 x 2 waits for both of its groups in every step: were one of them tuned alone, it would gain nothing."""
+    alone, one = tuned("one group", tmp_path / "one")
+    assert alone > 0 and {func: len(calls) for func, calls in one.items()} == {"all_gather": 1, "reduce_scatter": 1}
+    for turn in range(3):  # four processes on a busy machine: it looks again
+        both, two = tuned("hsdp", tmp_path / f"{turn}")
+        assert {func: len(calls) for func, calls in two.items()} == {"all_gather": 2, "reduce_scatter": 2}
+        assert all(min(calls) > 0.9 * max(calls) for calls in two.values())
+        if both > 0.5 * alone:
+            break
+    assert both > 0.5 * alone, (alone, both)

@@ -18,9 +18,10 @@ MAY_IMPORT = {
 }
 #: What decides must not know the job; the command line may offer what the job can tell of itself.
 KNOW_THE_JOB = ("agent/commands/",)
-#: The workload's engine is what is not listed here, and needs nothing that is: the job that it trains, with its
-#: optimizers and its libraries' peers, and what stands beside both, have limits of their own.
-JOB = ("__main__.py", "data.py", "launch.py", "model.py", "optim.py", "peers.py", "train.py")
+#: The workload's engine is what is not listed here, and needs nothing that is, its optimizers counted: the job that it
+#: trains, with the ways in which its model is cut and its libraries' peers, and what stands beside both, have limits of
+#: their own.
+JOB = ("__main__.py", "data.py", "launch.py", "model.py", "parallel.py", "peers.py", "train.py")
 WORKLOAD_LINES = {
     "the engine": (2000, ()),
     "the job": (950, JOB),

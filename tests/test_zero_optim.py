@@ -52,6 +52,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(two: World) -> None:
         (partial(Lion, lr=1e-3), (0, 1, 2, 3)),
         (partial(torch.optim.SGD, lr=0.1, momentum=0.9), (0, 3)),
         (partial(torch.optim.RMSprop, lr=1e-3), (0, 3)),
+        (partial(torch.optim.Adagrad, lr=1e-2), (0, 1, 2, 3)),  # it has a state before the first step
         (partial(Muon, lr=0.02), (0, 1)),
     ],
 )

@@ -151,6 +151,9 @@ def test_dry_runs_of_jobs_cut_in_more_ways_than_one_add_up() -> None:
         ("all_gather", 8, 1): pytest.approx(whole, **near),
         ("all_reduce", 2, 8): pytest.approx(whole / 8, **near),
     }
+    in_full = by_group(small, stage=2, shard=8, reduce_dtype=torch.float32)
+    assert in_full["reduce_scatter", 8, 1] == 2 * sent["reduce_scatter", 8, 1]
+    assert in_full["all_gather", 8, 1] == sent["all_gather", 8, 1]
     planned = cut(Request(whole / 2, 16, layers=2, hidden=768, seq=1024), 2, shard=8)
     assert planned["shard_sent_bytes"] == pytest.approx(
         7 / 8 * (sent["reduce_scatter", 8, 1] + sent["all_gather", 8, 1]), **near

@@ -11,7 +11,7 @@ import torch.distributed as dist
 # Renamed in 2.13: the old names warn there, the new ones do not exist before.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-NO_LIMIT = timedelta(0)  # to wait: but for the process group's own
+Group = dist.ProcessGroup | None
 #: Reductions under way at once, where each has buffers of its own.
 IN_FLIGHT = 2
 
@@ -28,12 +28,7 @@ class Collectives:
         ValueError: no process group was initialised.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        reduce_group: dist.ProcessGroup | None = None,
-        replicas: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, group: Group = None, reduce_group: Group = None, replicas: Group = None) -> None:
         if not dist.is_initialized():
             raise ValueError("call torch.distributed.init_process_group() before zero()")
         self.group = group
@@ -81,7 +76,7 @@ class Collectives:
         if self.replicas:
             self.replicas.broadcast(tensor)
 
-    def agree(self, tensor: torch.Tensor, op: Any, patience: timedelta = NO_LIMIT) -> None:
+    def agree(self, tensor: torch.Tensor, op: Any, patience: timedelta = timedelta(0)) -> None:
         """``tensor`` reduced over the ranks and their replicas, in place; returns when done. Raises RuntimeError."""
         for comm in filter(None, (self, self.replicas)):
             comm.all_reduce(tensor, op).wait(patience)

@@ -1,6 +1,6 @@
 """Optimizers that torch does not have: Adan and Lion for every stage; Muon, which needs whole matrices, for 0 and 1."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ class _Optimizer(torch.optim.Optimizer):
     elementwise = True
     options: ClassVar[dict[str, Any]]
     moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    _update: Callable[..., None]  # changes a parameter by its gradient, in place, with its state and group
 
     def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
         if unknown := options.keys() - self.options.keys():
@@ -32,10 +33,6 @@ class _Optimizer(torch.optim.Optimizer):
                         state.update(step=0, **{name: torch.zeros_like(param) for name in self.moments})
                     state["step"] += 1
                     self._update(param, param.grad, state, group)
-
-    def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Change ``p`` by its gradient ``g``, in place."""
-        raise NotImplementedError
 
 
 class Adan(_Optimizer):

@@ -19,7 +19,7 @@ ELEMENTWISE = {
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 }
 
-#: Elements of a part on a CPU, as a rule: so few that each pass of an optimizer finds them in the cache.
+#: Elements of neighbours that a CPU updates as one: so few that each pass of an optimizer finds them in the cache.
 IN_CACHE = 2**17
 
 
@@ -61,9 +61,7 @@ def parts_of(buckets: Sequence[Bucket], shapes: Sequence[torch.Size], whole: boo
         if whole:
             parts += [Part.of(bucket, [span], shapes[span.number]) for span in spans]
         else:
-            most = IN_CACHE if bucket.master.device.type == "cpu" else bucket.numel
-            runs = groupby(spans, lambda span, most=most: (span.where.start // most, kinds[span.number]))
-            parts += [Part.of(bucket, list(run)) for _, run in runs]
+            parts += [Part.of(bucket, list(run)) for _, run in groupby(spans, lambda span: kinds[span.number])]
     return parts
 
 
@@ -91,16 +89,16 @@ def group_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, in
     return found
 
 
-def regroup(optimizer: torch.optim.Optimizer, params: Sequence[Any], parts: Sequence[Part]) -> None:
-    """Put ``parts`` in place of the module's ``params`` in every group. What the optimizer has of one already is cut
-    alike; then each part is of one parameter.
+def regroup(optimizer: torch.optim.Optimizer, params: Sequence[Any], shapes: Sequence[Any], parts: list[Part]) -> None:
+    """Put ``parts`` in place of the module's ``params``, of those ``shapes`` here, in every group. What the optimizer
+    has of one already is cut alike; then each part is of one parameter.
     """
     born, number_of = dict(optimizer.state), {id(p): n for n, p in enumerate(params)}
     optimizer.state.clear()
     for part in parts:
         span, p = part.spans[0], params[part.spans[0].number]
         for name, value in born.get(p, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == p.shape:
+            if isinstance(value, torch.Tensor) and value.dim() and local(value).shape == shapes[span.number]:
                 flat = local(value).reshape(-1)[span.start : span.start + part.param.numel()]
                 value = flat.to(part.param, copy=True).view(part.param.shape)
             optimizer.state[part.param][name] = copy.deepcopy(value)

@@ -56,8 +56,6 @@ class Partition:
 
 def remat(function: Callable[..., torch.Tensor], *args: Any, partition: Partition | None = None) -> torch.Tensor:
     """``function(*args)``, whose inner activations are recomputed in backward and not kept."""
-    hooks = torch.autograd.graph.saved_tensors_hooks
-    # They see what checkpoint() itself saves, that is the inputs; inside it installs its own.
-    with hooks(partition.save, partition.load) if partition else nullcontext():
-        result: torch.Tensor = checkpoint(function, *args, use_reentrant=False)
-    return result
+    # The hooks see what checkpoint() itself saves, that is the inputs; inside it installs its own.
+    with torch.autograd.graph.saved_tensors_hooks(partition.save, partition.load) if partition else nullcontext():
+        return checkpoint(function, *args, use_reentrant=False)

@@ -42,10 +42,11 @@ class Replicated:
     def _on_grad(self, index: int, param: nn.Parameter) -> None:
         """``param.grad`` is complete for this backward pass: take it, reduce the buckets that became full."""
         self.reducer.begin_backward(index)
-        grad, view = param.grad, self._views.get(index)
-        if view is not None and grad is not view:
-            whole = grad if local(view) is view else gradient(param)
-            local(view).copy_(whole)
+        view = self._views.get(index)
+        if view is not None and param.grad is not view:
+            grad = gradient(param)
+            assert grad is not None
+            local(view).copy_(grad)
             param.grad = view
         full = False
         for bucket in self.in_bucket[index]:

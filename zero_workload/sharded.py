@@ -48,8 +48,6 @@ class Sharded:
         self.buckets = [b for u in self.units for b in u.buckets]
         reducer.at_end.append(self._flush)
 
-    # Gather and free -----------------------------------------------------------------------------------------------
-
     def gather(self, unit: Unit) -> None:
         """Start to gather ``unit`` unless it is gathered or on its way."""
         if unit.state in (State.SHARDED, State.REDUCED):
@@ -261,8 +259,6 @@ class Sharded:
             self.free(unit)
         for bucket in self.buckets:
             bucket.publish()
-
-    # prefetch="auto" -----------------------------------------------------------------------------------------------
 
     def _clock(self, name: str | None) -> None:
         """Now ends a span of that name, the device's queue included, and the next begins."""

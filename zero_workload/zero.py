@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Hashable, Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from .comm import Collectives
 from .health import Health
 from .layout import Settings, find_units, local
-from .parts import OptimizerOf, group_of, is_elementwise, parts_of, regroup, split
+from .parts import IN_CACHE, OptimizerOf, group_of, is_elementwise, parts_of, regroup, split
 from .reducer import Reducer
 from .replicated import Replicated
 from .sharded import Sharded
@@ -85,11 +86,10 @@ def zero(
     if not trainable:
         raise ValueError("the model has no trainable parameter")
     made = optimizer(trainable)
-    whole = not is_elementwise(made, elementwise)
+    whole_params = "" if is_elementwise(made, elementwise) else type(made).__name__
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    found: Any = {"whole_params": type(made).__name__ if whole else "", "keep_dtypes": len(dtypes) > 1}
-    checked = Settings(stage, **settings, **found)
-    if whole and any(local(p) is not p for p in model.parameters()):
+    checked = Settings(stage, **settings, whole_params=whole_params, keep_dtypes=len(dtypes) > 1)
+    if whole_params and any(local(p) is not p for p in model.parameters()):
         raise ValueError("this optimizer needs whole matrices, and tensor parallelism (DTensor) cuts them up")
     if replicas and stage < 2:
         raise ValueError(f"replicas of shards exist at stages 2 and 3, not at {stage}")
@@ -142,11 +142,14 @@ class Engine:
         self.loss_scale = settings.loss_scale if torch.float16 in {b.full.dtype for b in self.buckets} else None
         self.health, self._whole = Health(self), False
         # Few large parts are quicker than many small ones; what the optimizer knows of each parameter keeps them apart.
+        most = IN_CACHE * comm.size if settings.offload or self.params[0].is_cpu else math.inf
+        begins = accumulate((shape.numel() for shape in self.shapes), initial=0)
         kinds = [
-            (groups.get(name), self.health.copies[i], i if optimizer.state else 0) for i, name in enumerate(self.names)
+            (groups.get(name), self.health.copies[i], begin // most, i if optimizer.state else 0)
+            for i, (name, begin) in enumerate(zip(self.names, begins, strict=False))
         ]
         self.owned = parts_of(self.buckets, self.shapes, bool(settings.whole_params), kinds)
-        regroup(optimizer, self.params, self.owned)
+        regroup(optimizer, self.params, self.shapes, self.owned)
         model.register_state_dict_pre_hook(self._before_state_dict)
 
     def backward(self, loss: torch.Tensor) -> None:
