@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as Grid
 
+from ..traces.reasons import RunEnds
 from ..traces.records import format_bytes
 from .tuner import Line
 
@@ -18,16 +19,6 @@ _COLOURS = {
     "worse": "dim",
     "again": "dim",
 }
-
-
-def describe(line: Line) -> str:
-    """A window in one line, without markup."""
-    change = f"  {line.decision}"
-    text = f"window {line.index}/{line.total}  {line.regime}  step {line.step_ms:.0f} ms"
-    if line.phase == "profile":
-        return f"{text}  {line.reason}"
-    text += f", default {line.default_ms:.0f} ms ({-100 * line.saving:+.1f} %)"
-    return f"{text}{change}  {line.verdict}"
 
 
 class Show:
@@ -62,7 +53,7 @@ class Show:
     def window(self, line: Line) -> None:
         """One window was measured."""
         self._progress.update(self._task, completed=line.index, description=line.phase)
-        self.console.print(describe(line), style=_COLOURS.get(line.verdict, ""), markup=False)
+        self.console.print(str(line), style=_COLOURS.get(line.verdict, ""), markup=False)
 
 
 def show_summary(console: Console, s: dict[str, Any]) -> None:
@@ -90,7 +81,7 @@ def show_summary(console: Console, s: dict[str, Any]) -> None:
                 f"their median has {s['family']['median']:.1%}",
                 style="yellow",
             )
-        none = "no gain beyond the noise: NCCL's own choice stays in force"
+        none = RunEnds.NO_GAIN()
         if (s.get("memory") or {}).get("jobs"):
             console.print(f"memory of {s['memory']['jobs']} jobs here: {s['memory']['text']}", markup=False)
         console.print("the table stays in force" if s["kept"] else s["dropped"] or none, markup=False)

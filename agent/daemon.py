@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -19,19 +20,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..envs.evidence import SlotOverlap
-from ..envs.job_suites import standing
-from ..envs.live import LAUNCHER, STOP, Closed, Job, JobEnded, Stopped, Withdrawn
+from ..envs.live import LAUNCHER, STOP, Closed, Job, JobEnded, Stopped, Window, Withdrawn
 from ..envs.live_windows import LiveWindows
 from ..envs.locks import Busy, is_locked, lock
 from ..envs.memory import Memory
 from ..envs.nccl.shm import RunFolder
 from ..envs.nccl.tables import TABLE, to_json
+from ..envs.windows import Plan
 from ..traces.files import Trace, TraceError, TraceWriter
+from ..traces.reasons import RunEnds
 from ..traces.records import TUNED_FUNCS, Slot, Table
 from .choosing import make_chooser
-from .outputs import claim, link, logged
+from .log import LOG, log, open_log
+from .outputs import claim, link
 from .remembering import Remembering, facts_of
 from .request import Request
+from .scalars import Scalars
+from .summary import read_json, summarise
 from .tuner import Line, Outcome, Tuner
 
 #: Space that a trace may take on disk, however long the job runs.
@@ -64,16 +69,17 @@ class Daemon:
         if again:
             (run.path / STOP).unlink(missing_ok=True)
         self.out, self._out_lock = self._claim()
-        self.job = Job(run, on_state=on_phase)
+        self.job = Job(run, on_state=self._say)
         self.outcome = Outcome()
         self.failure = ""  # why tuning had to be withdrawn
         self._closed = False
         self.memory: Remembering | None = None
         self._recalled = ""  # as it was told last
         self._remembered: dict[str, Any] | None = None  # what came of the memory, for the summary
+        self._scalars: Scalars | None = None
         self._reporter: subprocess.Popen[str] | None = None
         self._reported = time.monotonic()
-        self._before = _read_summary(self.out / "summary.json") if self.job.confirmed else {}
+        self._before = read_json(self.out / "summary.json") if self.job.confirmed else {}
 
     def _claim(self) -> tuple[Path, int]:
         try:
@@ -97,24 +103,38 @@ class Daemon:
         if request.emulated:
             header |= asdict(request.emulated)
         header |= {"job": request.job, "run": str(self.run.path), "environment": request.environment}
-        stop_metrics = self._serve_metrics()
-        with _ended_politely():
-            try:
-                resumed = _header(out / "trace").get("run") == str(self.run.path)
-                existing: Literal["resume", "replace"] = "resume" if resumed else "replace"
-                with TraceWriter(out / "trace", header, existing=existing, most_bytes=TRACE_BYTES) as writer:
-                    self.job.writer = writer
-                    self._serve(writer)
-            except (OSError, TraceError) as error:
-                self.outcome.ended = self.outcome.ended or str(error)
-                self.on_phase(f"tuning ends: {error}")
-            finally:
-                self.job.writer = None
-                stop_metrics()
-        summary = self._summarise()
-        with contextlib.suppress(OSError):  # the folder may be gone
-            self.run.close(remove=not self.job.is_alive())
+        with contextlib.ExitStack() as stack:
+            self._open(stack)
+            with _ended_politely():
+                try:
+                    resumed = read_json(out / "trace" / "header.json").get("run") == str(self.run.path)
+                    existing: Literal["resume", "replace"] = "resume" if resumed else "replace"
+                    with TraceWriter(out / "trace", header, existing=existing, most_bytes=TRACE_BYTES) as writer:
+                        self.job.writer = writer
+                        self._serve(writer)
+                except (OSError, TraceError) as error:
+                    self.outcome.ended = self.outcome.ended or RunEnds.CANNOT_WRITE(error=error)
+                    self._warn(f"tuning ends: {error}")
+                finally:
+                    self.job.writer = None
+            summary = self._summarise()
+            with contextlib.suppress(OSError):  # the folder may be gone
+                self.run.close(remove=not self.job.is_alive())
         return summary
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        """The log, the scalars and the endpoint, as they were asked for, until ``stack`` closes."""
+        request = self.request
+        try:
+            stack.callback(open_log(self.out, request.log_level))
+            if request.tensorboard:
+                self._scalars = Scalars(Path(request.tensorboard))
+                stack.callback(self._scalars.close)
+        except (ImportError, OSError) as error:
+            self._warn(f"not written: {error}")
+        log.info("a tuner begins, process %d: policy %s, run %s", os.getpid(), request.policy, self.run.path)
+        log.info("job: %s", request.job or "joined")
+        stack.callback(self._serve_metrics())
 
     def _serve(self, writer: TraceWriter) -> None:
         request, job = self.request, self.job
@@ -125,7 +145,7 @@ class Daemon:
         )
         evidence = [(Slot(*slot), SlotOverlap(*seen)) for slot, seen in request.evidence]
         if request.memory:
-            self.memory = Remembering(request.memory, self.run.path.name, request.job, self.on_phase)
+            self.memory = Remembering(request.memory, self.run.path.name, request.job, self._warn)
 
         def recall(windows: LiveWindows) -> Memory | None:
             facts = facts_of(windows, request.emulated)
@@ -135,37 +155,49 @@ class Daemon:
         def tell(line: Line) -> None:
             if tuner.recalled != self._recalled:
                 self._recalled = tuner.recalled
-                self.on_phase(f"memory: {self._recalled}")
+                self._say(f"memory: {self._recalled}")
             self._tell(line)
 
         tuner = Tuner(windows, self.policy, request.settings, tell, recall=recall, evidence=evidence)
         self.outcome = tuner.outcome
+        if self._scalars is not None:
+            self._hear(windows, self._scalars)
         try:
             job.keep_alive()
             if job.confirmed:
-                self.on_phase("a table was confirmed before: going on with it")
+                self._say("a table was confirmed before: going on with it")
                 self.outcome.kept = True
                 with contextlib.suppress(JobEnded):  # the watch says why
                     tuner.resume(job.confirmed)
             else:
-                self.on_phase("waiting for the job's first steps")
+                self._say("waiting for the job's first steps")
                 tuner.run()
                 if self.outcome.ended:
-                    self.on_phase(self.outcome.ended)
+                    self._say(self.outcome.ended)
             job.confirm(job.confirmed)
             job.thin = True
             self._remember(tuner)
             self._write(self._summary())  # a job may run for weeks from here
             self._watch(tuner)
         except KeyboardInterrupt as reason:
-            self.outcome.ended = str(reason) or "interrupted"
-            self.on_phase(f"{self.outcome.ended}: the job goes on under what was confirmed")
+            self.outcome.ended = str(reason) or RunEnds.INTERRUPTED()
+            self._say(f"{self.outcome.ended}: the job goes on under what was confirmed")
         finally:
             job.release()
             self._remember(tuner)
             job.take(everything=True)
             if job.damaged:
                 writer.update_header(rings_damaged=job.damaged)
+
+    @staticmethod
+    def _hear(windows: LiveWindows, scalars: Scalars) -> None:
+        heard = windows.on_window
+
+        def both(plan: Plan, window: Window) -> None:
+            heard(plan, window)
+            scalars.window(plan, window)
+
+        windows.on_window = both
 
     def _watch(self, tuner: Tuner) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""
@@ -181,22 +213,22 @@ class Daemon:
                 tuner.step()
                 self._report_so_far()
                 if self.outcome.reopened > reopened:
-                    self.on_phase("the job has changed: measuring NCCL's own choice anew")
+                    self._say("the job has changed: measuring NCCL's own choice anew")
                 if self.outcome.returned > returned:
-                    self.on_phase("a regime that was tuned before: its table is in force again")
+                    self._say("a regime that was tuned before: its table is in force again")
                 if kept and not self.outcome.kept and self.outcome.dropped:
-                    self.on_phase(f"back to NCCL's own choice: {self.outcome.dropped}")
+                    self._say(f"back to NCCL's own choice: {self.outcome.dropped}")
             except Stopped as reason:
                 self._drop(str(reason))
                 return
             except Withdrawn as reason:
                 if not self.failure:
                     self.failure, over = str(reason), True
-                    self._drop(f"FAILURE: {reason}")
+                    self._drop(str(reason), "FAILURE: ")
             except Closed as reason:  # the ranks themselves have gone back to what was confirmed
                 if not self._closed:
                     self._closed, over = True, True
-                    self.on_phase(str(reason))
+                    self._say(str(reason))
             except JobEnded:
                 return
 
@@ -207,17 +239,26 @@ class Daemon:
             self.memory.leave(tuner.windows, search)
             self._remembered = self.memory.told(search)
 
-    def _drop(self, why: str) -> None:
+    def _drop(self, why: str, mark: str = "") -> None:
         if self.outcome.kept:
             self.outcome.dropped = why
         self.outcome.kept = False
         self.outcome.ended = self.outcome.ended or why
         self.job.confirm({})
-        self.on_phase(why)
+        self._say(mark + why, logging.ERROR if mark else logging.INFO)
+
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        """To the log, and to who watches."""
+        log.log(level, "%s", text)
+        self.on_phase(text)
+
+    def _warn(self, text: str) -> None:
+        self._say(text, logging.WARNING)
 
     def _tell(self, line: Line) -> None:
         assert self.job.writer is not None
         self.job.writer.log("window", asdict(line))
+        log.info("%s", line)
         self.on_window(line)
         self._report_so_far()
 
@@ -232,9 +273,9 @@ class Daemon:
             address = self.request.metrics_address
             port, stop = serve(self.request.metrics_port, address, lambda: [state(self.out)])
         except (ImportError, OSError) as error:
-            self.on_phase(f"no metrics are served: {error}")
+            self._warn(f"no metrics are served: {error}")
             return lambda: None
-        self.on_phase(f"metrics: http://{address}:{port}/metrics")
+        self._say(f"metrics: http://{address}:{port}/metrics")
         return stop
 
     def _report_so_far(self) -> None:
@@ -262,7 +303,7 @@ class Daemon:
             trace = Trace.read(self.out / "trace", most_events=REPORT_EVENTS)
             _report(self.out / "report.html", summary, trace)
         except Exception as error:  # the page is the last thing made: what was measured must not be lost with it
-            self.on_phase(f"the report could not be made ({type(error).__name__}: {error}); the rest is whole")
+            self._warn(f"the report could not be made ({type(error).__name__}: {error}); the rest is whole")
         return summary
 
     def _write(self, summary: dict[str, Any]) -> None:
@@ -280,74 +321,25 @@ class Daemon:
         return self.out / TABLE
 
     def _summary(self) -> dict[str, Any]:
-        request, outcome, job = self.request, self.outcome, self.job
-        losses = logged(request.job_log, "loss")
-        verdict = outcome.verdict
-        found: dict[str, Any] = {
-            "regime": outcome.regime,
-            "default_step_ms": verdict.default_ms if verdict else None,
-            "tuned_step_ms": verdict.tuned_ms if verdict else None,
-            "speedup": verdict.tuned.speedup if verdict else None,
-            "speedup_ci95": [verdict.tuned.low, verdict.tuned.high] if verdict else None,
-            "aa_speedup_ci95": [verdict.same.low, verdict.same.high] if verdict else None,
-            "family": standing(1 - 1 / verdict.tuned.speedup) if verdict and request.emulated else None,
-            "windows": outcome.windows,
-            "steps_to_first_gain": outcome.first_gain,
-            "steps_to_verdict": outcome.steps_to_verdict,
-            "decisions": [_decision(c) for c in outcome.choices],
-        }
-        if self._before:  # an earlier tuner of this run found what stands
-            found = {name: self._before.get(name, value) for name, value in found.items()}
+        found = summarise(self.request, self.outcome, self.job, self._before)
         return {
-            "cluster": request.emulated.cluster if request.emulated else None,
-            "emulated": request.emulated is not None,
-            "bytes_scale": request.emulated.bytes_scale if request.emulated else 1.0,
-            "time_scale": request.emulated.time_scale if request.emulated else 1.0,
-            "stage": request.facts.get("stage"),
-            "n_processes": len(job.ranks) or request.facts.get("n_processes"),
-            "n_ranks": max((c.n_ranks for c in job.assembler.comms.values()), default=None),
-            "policy": request.policy,
-            "steps": job.last_step,
-            "loss_first": losses[0] if losses else None,
-            "loss_last": losses[-1] if losses else None,
             **found,
-            "default_share_after": outcome.default_share,
             "memory": self._remembered,
-            "searches_begun_anew": outcome.reopened - outcome.returned,
-            "regimes_returned": outcome.returned,
-            "kept": outcome.kept,
-            "dropped": outcome.dropped or None,
             "failure": self.failure or None,
-            "not_obeyed": [str(item) for item in outcome.disobeyed],
-            "agreement": {"state": job.state[0].name, "text": job.state[1]} if job.state else None,
-            "consistency": {"calls_checked": job.audit.calls_checked, "mismatches": job.audit.mismatches},
-            "records_lost": sum(job.lost.values()),
-            "ended": outcome.ended or None,
-            "job_status": job.status,
             "run": str(self.run.path),
             "trace": str(self.out / "trace"),
-            "table": str(self.table) if job.confirmed else None,
+            "table": str(self.table) if self.job.confirmed else None,
             "report": str(self.out / "report.html"),
+            "log": str(self.out / LOG),
         }
-
-
-def _read_summary(path: Path) -> dict[str, Any]:
-    """The summary that an earlier tuner of the run left, {} if there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads(path.read_text()))
-    return {}
-
-
-def _header(trace: Path) -> dict[str, Any]:
-    return _read_summary(trace / "header.json")
 
 
 @contextlib.contextmanager
 def _ended_politely() -> Iterator[None]:
-    """SIGTERM comes as a KeyboardInterrupt that says "terminated"; only the main thread can see to that."""
+    """SIGTERM comes as a KeyboardInterrupt that says so; only the main thread can see to that."""
 
     def handle(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt("terminated")
+        raise KeyboardInterrupt(RunEnds.TERMINATED())
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -363,19 +355,6 @@ def _report(path: Path, summary: dict[str, Any], trace: Trace) -> None:
     from .report import write_report  # plotly: a second to import, needed once
 
     write_report(path, summary, trace)
-
-
-def _decision(choice: Any) -> dict[str, Any]:
-    slot, d = choice.profile.slot, choice.decision
-    return {
-        "func": slot.func,
-        "min_bytes": slot.min_bytes,
-        "max_bytes": slot.max_bytes,
-        "algo": d.algo,
-        "proto": d.proto,
-        "n_channels": d.n_channels or None,
-        "reason": choice.reason,
-    }
 
 
 def workload(

@@ -14,6 +14,7 @@ import pandas as pd
 from ..traces.audit import audit
 from ..traces.costs import Generations, decision_text, generations, size_text, slot_costs
 from ..traces.files import Trace, TraceError
+from ..traces.reasons import RunEnds
 from .page import config, facts, interval_chart, page, plot, section, table
 from .report_figures import slot_colours, timeline_figure, windows_figure
 from .why import chains, lines
@@ -102,7 +103,8 @@ def _headline(summary: dict[str, Any]) -> str:
         wide = f'<div class="big">No result</div><p class="note">{escape(str(ended))}</p>'
     else:
         wins = summary.get("kept", interval is None or interval[0] > 1)
-        verdict = "The table stays in force." if wins else "No gain beyond the noise: NCCL's own choice stays in force."
+        none = RunEnds.NO_GAIN()
+        verdict = "The table stays in force." if wins else f"{none[0].upper()}{none[1:]}."
         wide = f'<div class="big">{speedup:.3f} x</div>'
         wide += f'<p class="note">default step time / tuned step time, 95 % intervals. {verdict}</p>'
         rows = [("tuned", float(speedup), interval, "--tuned")] if interval else []

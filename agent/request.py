@@ -16,6 +16,7 @@ from .tuner import Settings
 REQUEST = "request.json"
 # What of the settings can be said anew by whoever joins.
 _SETTINGS = ("windows", "verify", "window_steps", "budget")
+_AFRESH = ("policy", "seed", "bitwise", "out", "json", "memory", "log_level", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Request:
     launched: bool = False  # the job prints on the same terminal
     metrics_port: int | None = None  # answer scrapes there, 0: on any free port
     metrics_address: str = "127.0.0.1"
+    log_level: str = "info"  # of OUT/tuner.log
+    tensorboard: str | None = None  # folder for scalars
     environment: dict[str, str] = field(default_factory=dict)  # the launch's settings
     evidence: list[list[Any]] = field(default_factory=list)  # of a recording: (slot's fields, evidence's) a slot
 
@@ -55,12 +58,13 @@ class Request:
             left = {}
         try:
             left["settings"] = {**left.get("settings", {}), **{k: v for k, v in options.items() if k in _SETTINGS}}
-            left |= {k: v for k, v in options.items() if k in ("policy", "seed", "bitwise", "out", "json", "memory")}
+            left |= {k: v for k, v in options.items() if k in _AFRESH}
             left["settings"] = Settings(**left["settings"])
             left["emulated"] = Emulated(**left["emulated"]) if left.get("emulated") else None
             for name in ("out", "job_log"):
                 left[name] = Path(left[name]) if left.get(name) is not None else None
-            left["json"] = str(left["json"]) if left.get("json") is not None else None
+            for name in ("json", "tensorboard"):
+                left[name] = str(left[name]) if left.get(name) is not None else None
             return cls(**left)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{run / REQUEST} is damaged ({error}): remove it, and say again what is wanted") from None

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..envs.locks import is_locked
 from ..envs.nccl.shm import TableFile
+from ..traces.reasons import names
 from .daemon import TUNER
 from .outputs import ROOT
 
@@ -48,6 +49,7 @@ def state(out: Path) -> dict[str, Any]:
     alive = bool(run.name) and is_locked(run / TUNER)
     interval = summary.get("speedup_ci95")
     agreement = summary.get("agreement") or {}
+    why = summary.get("ended") or summary.get("failure") or summary.get("dropped")
     return {
         "run": str(out),
         "job": header.get("job"),
@@ -68,7 +70,8 @@ def state(out: Path) -> dict[str, Any]:
         "records_lost": summary.get("records_lost", header.get("records_lost")),
         "mismatches": (summary.get("consistency") or {}).get("mismatches"),
         "heartbeat_s": _heartbeat_s(run) if run.name else None,
-        "why": summary.get("ended") or summary.get("failure") or summary.get("dropped"),
+        "why": why,
+        "reasons": names(str(why or "")),
     }
 
 

@@ -20,12 +20,13 @@ from ..envs.live import JobEnded, Window
 from ..envs.live_windows import LiveWindows
 from ..envs.memory import Memory
 from ..envs.obedience import Disobeyed
-from ..envs.search import Search
+from ..envs.search import GIVE_UP, Search
 from ..envs.sequential import Race
 from ..envs.spaces import action_of, actions_of, config_index, decision_of
 from ..envs.watch import Rules
 from ..envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, WATCH, Plan
 from ..traces.audit import regime
+from ..traces.reasons import RowRefused, RunEnds
 from ..traces.records import AUTO, PAIRS, Decision, Slot
 from ..traces.slots import SlotProfile
 from .compare import Comparison, Verdict
@@ -74,6 +75,13 @@ class Line:
     first_step: int
     last_step: int
 
+    def __str__(self) -> str:
+        text = f"window {self.index}/{self.total}  {self.regime}  step {self.step_ms:.0f} ms"
+        if self.phase == "profile":
+            return f"{text}  {self.reason}"
+        text += f", default {self.default_ms:.0f} ms ({-100 * self.saving:+.1f} %)"
+        return f"{text}  {self.decision}  {self.verdict}"
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -96,6 +104,7 @@ class Outcome:
     ended: str = ""  # why the run ended early, if it did
     dropped: str = ""  # why a table that was kept is no more in force
     disobeyed: list[Disobeyed] = field(default_factory=list)  # rows that NCCL did not follow, each once
+    refused: list[tuple[Slot, Decision, str]] = field(default_factory=list)  # what is not tried again, and why
     first_gain: int | None = None  # optimizer steps from the job's first to the first confirmed gain ...
     steps_to_verdict: int | None = None  # ... and to the verdict
     default_share: float | None = None  # share of the steps since then that ran under the default
@@ -213,12 +222,19 @@ class Tuner:
         o.default_share = search.after_default / search.after if search.after else None
         o.reopened, o.returned = search.marks.reopened, search.marks.returned
         if search.marks.dropped and not o.dropped and not o.kept:
-            o.dropped = "it had become slower than NCCL's own choice"
+            o.dropped = RunEnds.SLOWER()
         sure = search.is_over or bool(search.races)  # a table that was confirmed has its figures, however the job ends
         if sure or search.race is None:
             o.choices = [self._choice(i, p, search) for i, p in enumerate(self.windows.profiles)]
         if sure and (o.verdict is None or o.reopened):
             o.verdict = verdict_of(search)
+        o.refused = [self._refusal(int(s), int(c)) for s, c in np.argwhere(search.banned)]
+
+    def _refusal(self, i: int, config: int) -> tuple[Slot, Decision, str]:
+        slot, decision = self.windows.profiles[i].slot, decision_of(actions_of(np.array([config]))[0])
+        row = next((d for d in self.outcome.disobeyed if (d.slot, d.decision) == (slot, decision)), None)
+        too_slow = RowRefused.TOO_SLOW(decision=decision, slot=slot, times=GIVE_UP)
+        return slot, decision, too_slow if row is None else str(row)
 
     def _choice(self, i: int, profile: SlotProfile, search: Search) -> Choice:
         decision = decision_of(actions_of(search.confirmed[i : i + 1])[0])
@@ -227,7 +243,7 @@ class Tuner:
         tried = int((search.tried[i, 1:] > 0).sum())
         own, config = _own(profile), int(search.confirmed[i])
         if decision.is_auto:
-            return Choice(profile, AUTO, f"left to NCCL's {own}: none of {tried} other configs was better; {exposure}")
+            return Choice(profile, AUTO, RowRefused.NOT_BETTER(own=own, tried=tried, exposure=exposure))
         percent = f"{100 * mean[config]:.1f} % +- {196 * deviation[config]:.1f}"
         return Choice(profile, decision, f"saves {percent} of the step against NCCL's {own}; {tried} tried; {exposure}")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..envs.arms import masked
 from ..envs.replay import load
 from ..traces.costs import decision_text
 from ..traces.files import Trace
@@ -48,6 +49,10 @@ def chains(trace: Trace, summary: Mapping[str, Any], wanted: str = "") -> list[d
         row: dict[str, Any] = {"slot": str(p.slot), "n_ranks": p.slot.n_ranks, "n_nodes": p.slot.n_nodes}
         row |= {"n_bytes": p.n_bytes, "calls": p.calls, "share": float(p.share), "own": own, "prices": prices}
         row |= {"tried": tried, "decided": decided, "reason": reason, "next": other}
+        row["masked"] = {
+            why.title: int(configs.sum()) for why, configs in masked(p.fingerprint).items() if configs.any()
+        }
+        row["refused"] = [r for r in summary.get("refused") or () if r["slot"] == str(p.slot)]
         row["in_force"] = None if decided is None else bool(summary.get("kept")) and decided != "auto"
         row["sure"] = None if mine is None else 0.5 * math.erfc(-mine["saved"] / mine["error"] / math.sqrt(2))
         row["apart"] = None
@@ -84,6 +89,9 @@ def lines(chain: Mapping[str, Any]) -> list[str]:
         said.append(f"          and {len(chain['tried']) - 5} more that saved less")
     if not chain["tried"]:
         said.append("  tried   nothing else")
+    said += [f"  refused {row['why']}" for row in chain["refused"]]
+    if chain["masked"]:
+        said.append("  masked  " + ", ".join(f"{n} configs {name}" for name, n in chain["masked"].items()))
     if chain["decided"] is None:
         said.append("  decided nothing: the run left no word of it")
     else:

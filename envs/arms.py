@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..traces.fingerprint import Fingerprint
+from ..traces.reasons import RowRefused
 from ..traces.records import CHANNELS, PAIRS, PROTOS
 from .sim.cost_model import planned_channels
 from .spaces import N_CHANNELS, N_CONFIGS, N_PAIRS, action_mask
@@ -60,14 +61,21 @@ def distinct(fingerprint: Fingerprint, release: Array | int | None = None) -> Ar
 
     Of the configs of one arm AUTO stays, else the one with the fewest channels asked for.
     """
+    return ~np.any(list(masked(fingerprint, release).values()), axis=0)
+
+
+def masked(fingerprint: Fingerprint, release: Array | int | None = None) -> dict[RowRefused, Array]:
+    """The configs that may not be chosen, (n, N_CONFIGS) bool a reason; each config has one reason at most."""
     n = len(fingerprint.n_bytes)
     mask = action_mask(fingerprint)
-    allowed = (mask[:, :N_PAIRS, None] & mask[:, None, N_PAIRS:]).reshape(n, N_CONFIGS)
+    offered = np.repeat(mask[:, :N_PAIRS], N_CHANNELS, axis=1)
+    counts = np.tile(mask[:, N_PAIRS:], (1, N_PAIRS))
     pair = np.concatenate([np.asarray(fingerprint.own_pair, int)[:, None], np.tile(np.arange(len(PAIRS)), (n, 1))], 1)
     # Where NCCL does not clip a count to what the algorithm has, the plugin sets none (tuner.c): those are no arms.
     over_nodes = np.asarray(fingerprint.n_nodes).reshape(n, 1) > 1
     fixed = (pair == _COLLNET) | ((pair == _NVLS) & over_nodes)
-    allowed &= ~(np.repeat(fixed, N_CHANNELS, axis=1) & (np.tile(CHANNELS, N_PAIRS) > 0))
+    fixed = np.repeat(fixed, N_CHANNELS, axis=1) & (np.tile(CHANNELS, N_PAIRS) > 0)
+    allowed = offered & counts & ~fixed
     arm = np.repeat(pair, N_CHANNELS, axis=1) * 256 + channels_of(fingerprint, release)
     order = np.arange(N_CONFIGS)
     # AUTO with a count is a name for a pair: the pair goes by its own.
@@ -77,6 +85,12 @@ def distinct(fingerprint: Fingerprint, release: Array | int | None = None) -> Ar
     for config in range(N_CONFIGS):
         same = arm == arm[:, config : config + 1]
         first[:, config] = np.where(same, rank, 3 * N_CONFIGS).min(axis=1)
-    keep = allowed & (rank == first)
-    keep[:, 0] = True
-    return np.asarray(keep)
+    found = {
+        RowRefused.NOT_OFFERED: ~offered,
+        RowRefused.TOO_MANY_CHANNELS: offered & ~counts,
+        RowRefused.COUNT_NOT_SET: offered & counts & fixed,
+        RowRefused.SAME_AS_ANOTHER: allowed & (rank != first),
+    }
+    for configs in found.values():
+        configs[:, 0] = False
+    return found

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import subprocess
 import time
 from collections import deque
@@ -18,12 +19,16 @@ import pandas as pd
 
 from ..traces.assemble import EVENT_COLUMNS, Assembler, as_records, empty, step_rows
 from ..traces.files import TraceWriter
+from ..traces.reasons import NotTuning, RunEnds
 from ..traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, AgreementState, Decision, Lease, Slot, Table
 from .leases import Heart, lease, note_confirmed, read_confirmed
 from .locks import is_locked
 from .nccl.shm import RunFolder
 from .obedience import CallAudit, Disobeyed, Obedience
 
+#: Written by the tuner's log where there is one.
+log = logging.getLogger("dynamiccl.live")
+logging.getLogger("dynamiccl").addHandler(logging.NullHandler())
 POLL_S = 0.02
 TAKE_S = 2.0  # how often records become tables: pandas is too slow for every poll
 #: Steps at the start of a window that do not count: the host runs ahead of a GPU, so the first step after a switch
@@ -157,6 +162,7 @@ class Job:
                 records = ring.drain()
             except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
                 self.damaged[ring.name] = str(error)
+                log.warning("ring %s cannot be read any more: %s", ring.name, error)
                 continue
             self.lost[ring.name] = ring.lost
             if len(records):
@@ -173,6 +179,7 @@ class Job:
         for row in rows[rows["kind"] == STATE].view(STATE_DTYPE):
             text = bytes(row["text"]).split(b"\0", 1)[0].decode("utf-8", "replace")
             self.state = AgreementState(int(row["code"])), text
+            log.info("the ranks' agreement is %s: %s", self.state[0].name, text)
         steps = step_rows(records, None)
         if len(steps):
             self._stepped_at = self._stepped_at if self.ranks else time.monotonic()
@@ -188,6 +195,7 @@ class Job:
         lost = sum(self.lost.values())
         if self.writer and lost != self.writer.header.get("records_lost", 0):
             self.writer.update_header(records_lost=lost)
+            log.warning("%d records of the job were lost so far", lost)
         if self.writer:
             events, steps = self.writer.drain(self.assembler, everything, self.thin)
         else:
@@ -204,26 +212,26 @@ class Job:
     def waits_for(self) -> str:
         """What stands between the job and a step under our table, in words."""
         if not self.run.rings():
-            return "no process of the job has loaded the probe yet"
+            return NotTuning.NO_PROBE()
         if not self.ranks:
-            return "the probe is loaded; no optimizer step yet"
+            return NotTuning.NO_STEP()
         if 0 not in self.ranks:
             if time.monotonic() - self._stepped_at < ELSEWHERE_S:
-                return "the first step of rank 0"
-            return "rank 0 is on another node: the tuner there tunes; here the job is only seen to"
+                return NotTuning.NO_STEP_OF_RANK_0()
+            return NotTuning.ELSEWHERE()
         if self.state and self.state[0] == AgreementState.WAITING:
-            return f"the ranks do not switch tables yet: {self.state[1]}"
-        return "steps"
+            return NotTuning.NO_SWITCH_YET(why=self.state[1])
+        return NotTuning.NEXT_STEP()
 
     def check(self) -> None:
         """Raise what ends tuning while the job goes on: Withdrawn, Stopped, Closed."""
         if self.audit.mismatches:
-            raise Withdrawn(f"ranks ran one collective two ways ({self.audit.example}): the table was withdrawn")
+            raise Withdrawn(RunEnds.TWO_WAYS(example=self.audit.example))
         if (self.run.path / STOP).exists():
-            raise Stopped("stopped by `dynamiccl stop`")
+            raise Stopped(RunEnds.STOPPED())
         if self.state and self.state[0] in (AgreementState.SHUT, AgreementState.CLOSED):
             never = self.state[0] == AgreementState.SHUT
-            raise Closed(f"the ranks {'never switched tables' if never else 'switch no more tables'}: {self.state[1]}")
+            raise Closed((RunEnds.NEVER_SWITCHED if never else RunEnds.NO_MORE_SWITCHES)(why=self.state[1]))
 
     # -- tables --------------------------------------------------------------------------------------------------
 
@@ -233,6 +241,7 @@ class Job:
         self._to_stay = None if trial else {s: d for s, d in decisions.items() if not d.is_auto}
         table = Table.of(self.generation, decisions, trial)
         self.obedience.expect(table)
+        log.debug("table %d published (%s): %s", self.generation, "trial" if trial else "to stay", table.rules)
         self.run.table.publish(table)
         if self.writer:
             self.writer.log("table", {"table": table})
@@ -340,7 +349,7 @@ class Job:
         """The job takes no steps: the confirmed table meanwhile, and wait, however long, until steps come."""
         if trial:
             self.publish(self.confirmed)
-        self._say(f"the job has taken no step for {since_s:.0f} s: waiting until it goes on")
+        self._say(NotTuning.PAUSED(seconds=since_s))
         while not self._fresh:
             alive = self.is_alive()
             self.poll()
@@ -354,10 +363,10 @@ class Job:
         return max(PAUSE_STEP_S * 1e3, PAUSE_TIMES * known)
 
     def _ended(self) -> str:
-        text = "the job has ended" if self.status is None else f"the job ended with status {self.status}"
+        ended = RunEnds.JOB_ENDED() if self.status is None else RunEnds.JOB_STATUS(status=self.status)
         if self.state and self.state[0] == AgreementState.WAITING:
-            text += f", before its ranks switched tables: {self.state[1]}"
-        return text
+            return RunEnds.BEFORE_A_SWITCH(ended=ended, why=self.state[1])
+        return ended
 
     def _say(self, text: str) -> None:
         if text != self._told:

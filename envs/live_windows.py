@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..traces.reasons import NotTuning
 from ..traces.records import TUNED_FUNCS, Decision, Slot
 from ..traces.skew import durations
 from ..traces.slots import SlotProfile, find_slots
@@ -21,16 +22,6 @@ from .obedience import Disobeyed
 from .windows import Measured, Plan
 
 Array = np.ndarray[Any, Any]
-
-NOTHING = "the job runs no all_gather or reduce_scatter that a tuner can reach: nothing to tune"
-NOT_LOADED = (
-    "NCCL has not loaded the plugin in any process here, so there is nothing to tune: let the job keep the variables "
-    "that begin with NCCL_ and DYNAMICCL_, and look at NCCL_DEBUG=INFO for TUNER/Plugin"
-)
-NOT_ASKED = (
-    "NCCL runs all_gather or reduce_scatter but never asks the tuner (symmetric kernels, copy engines, another "
-    "tuner): `dynamiccl doctor` names the variables that do that"
-)
 
 
 class LiveWindows:
@@ -152,7 +143,7 @@ class LiveWindows:
         tuned = seen[seen["func"].isin(self.funcs)] if len(seen) else seen
         if seen.empty and not self.job.assembler.comms:
             text = self.job.state[1] if self.job.state else ""
-            return f"{NOT_LOADED}; rank 0 says: {text}" if text else NOT_LOADED
+            return NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
         if len(tuned) and not self.job.assembler.offers:
-            return NOT_ASKED
-        return NOTHING
+            return NotTuning.NOT_ASKED()
+        return NotTuning.NOTHING()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..traces.assemble import Communicator
+from ..traces.reasons import RowRefused
 from ..traces.records import ALGOS, FUNCS, PROTOS, UNSET, Decision, Rule, Slot, Table, names, size_class
 
 Array = np.ndarray[Any, Any]
@@ -93,7 +94,7 @@ class Disobeyed:
     ran: str  # what it ran mostly
 
     def __str__(self) -> str:
-        return f"not obeyed: NCCL ran {self.ran} where the table says {self.decision} for {self.slot}"
+        return RowRefused.NOT_OBEYED(ran=self.ran, decision=self.decision, slot=self.slot)
 
 
 class Obedience:

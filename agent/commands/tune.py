@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..log import Level
 from . import (
     BytesScale,
     EmulatedCluster,
@@ -108,6 +109,15 @@ def tune(
         ),
     ] = None,
     metrics_address: Annotated[str, typer.Option(help="Address that the metrics are served on.")] = "127.0.0.1",
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write TensorBoard scalars into this folder: step time by default and under tables, the table's "
+            "generation.",
+            show_default=False,
+        ),
+    ] = None,
+    log_level: Annotated[Level, typer.Option(help="What OUT/tuner.log holds: this, and what is graver.")] = Level.info,
     force: Force = False,
     seed: Annotated[int, typer.Option(help="Seed of the job, the emulation and the policy.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Also write the summary here; - prints it instead of text.")] = None,
@@ -169,6 +179,8 @@ def tune(
     try:
         if metrics_port is not None:
             _needs_prometheus()
+        if tensorboard is not None:
+            _needs_tensorboard()
         make_chooser(policy, seed)  # all that can fail fails before the job starts
         memory = None if no_memory else memory or default_url()
         if memory:
@@ -195,6 +207,8 @@ def tune(
             launched=not own,
             metrics_port=metrics_port,
             metrics_address=metrics_address,
+            log_level=log_level.value,
+            tensorboard=None if tensorboard is None else str(tensorboard.resolve()),
             environment=launch_settings(os.environ, headroom),
             evidence=evidence(recording) if recording else [],
             memory=memory,
@@ -230,6 +244,8 @@ def _attach(context: typer.Context, where: str, again: bool) -> None:
             for name, value in context.params.items()
             if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
         }
+        if "tensorboard" in given:
+            _needs_tensorboard()
         if "no_memory" in given:
             given["memory"] = None
         elif not (path / REQUEST).exists():
@@ -276,10 +292,20 @@ def _needs_prometheus() -> None:
         fail("--metrics-port needs prometheus-client: pip install 'dynamiccl[metrics]'")
 
 
+def _needs_tensorboard() -> None:
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError:
+        fail("--tensorboard needs torch and tensorboard: pip install 'dynamiccl[tensorboard]'")
+
+
 def _exit_code(summary: dict[str, Any]) -> int:
     """Of the tuner alone: 0 with a result, 1 if tuning had to be withdrawn, 2 without a result, 128 + n interrupted."""
-    if summary["ended"] in ("interrupted", "terminated"):  # as a shell says it: 128 + SIGINT, 128 + SIGTERM
-        return 130 if summary["ended"] == "interrupted" else 143
+    from ...traces.reasons import RunEnds
+
+    by_signal = {RunEnds.INTERRUPTED(): 130, RunEnds.TERMINATED(): 143}  # as a shell says it: 128 + SIGINT, + SIGTERM
+    if summary["ended"] in by_signal:
+        return by_signal[summary["ended"]]
     if summary["failure"]:
         return 1
     return 2 if summary["speedup"] is None else 0

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ...traces.reasons import KEEP_CONFIRMED, KEEP_TRIAL, NotAgreeing, NotTuning
 from ...traces.records import AgreementState
 from .interrupts import Interrupts
 from .place import Report
@@ -82,7 +83,7 @@ class Agreement:
         try:
             self._thread.start()
         except RuntimeError as error:  # no thread to be had
-            self._stop(AgreementState.SHUT, f"rank {rank}: {error}")
+            self._stop(AgreementState.SHUT, NotAgreeing.FAULT(rank=rank, error=error))
 
     # -- the thread that trains ----------------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class Agreement:
             try:  # it may have been done all the same
                 return str(self._store.compare_set(f"log/{attempt}", "", word).decode())
             except Exception:
-                say(f"rank {self.desk.rank}: the job's store is gone ({error}); the table stays")
+                say(NotAgreeing.NO_STORE(rank=self.desk.rank, error=error))
                 return ABORT
 
     def _forget(self, attempt: int) -> None:
@@ -198,7 +199,7 @@ class Agreement:
     # -- the thread in the background ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._tell_first(AgreementState.WAITING, "for every rank's first step, and for NCCL to load the tuner")
+        self._tell_first(AgreementState.WAITING, NotTuning.NOT_ALL_THERE())
         opening, losses, told = 0, 0, False
         while True:
             why, closed, opened = "", "", 0.0
@@ -216,7 +217,7 @@ class Agreement:
                 if self._store is not None or not isinstance(
                     error, ConnectionError
                 ):  # else it is not this rank's fault
-                    why = f"rank {self.desk.rank}: {why}"
+                    why = NotAgreeing.FAULT(rank=self.desk.rank, error=why)
                 if not (opened or opening):
                     why = self._give_up(why)
             self._leave()
@@ -228,7 +229,7 @@ class Agreement:
                 told, losses = False, 0 if time.monotonic() - opened > _LATER_S else losses
             elif not told:
                 told = True
-                self._tell_first(None, f"no table changes until the ranks are connected again ({why})")
+                self._tell_first(None, NotAgreeing.NOT_CONNECTED(why=why))
             before = opening
             while opening == before:
                 losses += 1
@@ -276,7 +277,7 @@ class Agreement:
         store = _Under(self._store, f"{opening}/")
         tree = self._tree = Tree(desk.rank, desk.n_ranks, store, self._host)
         if self._closing:
-            raise ConnectionAbortedError("the process group was destroyed")
+            raise ConnectionAbortedError(NotAgreeing.DESTROYED())
         tree.open(ATTACH_S)
         reports: dict[int, list[Any]] = {}  # [identity, rank, what is wrong] of this rank and of those below
         sent = False
@@ -314,7 +315,7 @@ class Agreement:
         """What this rank would decide with; None as long as NCCL has not loaded the tuner here."""
         desk = self.desk
         if desk.plugin is None:
-            return ["", desk.rank, f"rank {desk.rank} has no plugin"]
+            return ["", desk.rank, NotAgreeing.NO_PLUGIN(rank=desk.rank)]
         if not desk.plugin.tuners:
             return None
         return [f"{desk.plugin.identity()} {self._versions}".strip(), desk.rank, ""]
@@ -322,14 +323,14 @@ class Agreement:
     def _not_ready(self, tree: Tree, reports: dict[int, list[Any]]) -> str:
         rank = self.desk.rank
         if rank not in reports:
-            return f"NCCL has not loaded the tuner on rank {rank}"
+            return NotAgreeing.NO_TUNER(rank=rank)
         missing = tree.missing()
         if missing:
-            return f"rank {missing[0]} took no optimizer step within {ATTACH_S:.0f} s of rank {rank}'s first"
+            return NotAgreeing.NO_FIRST_STEP(rank=missing[0], seconds=ATTACH_S, other=rank)
         late = next((child for child in tree.children if child not in reports), None)
         if late is not None:
-            return f"not all ranks were ready within {ATTACH_S:.0f} s: rank {late} or one below it"
-        return f"not all ranks were ready within {ATTACH_S:.0f} s"
+            return NotAgreeing.NOT_READY_BELOW(seconds=ATTACH_S, rank=late)
+        return NotAgreeing.NOT_READY(seconds=ATTACH_S)
 
     def _give_up(self, why: str) -> str:
         """This rank cannot take part: nobody may have a table. The reason that all hear of, which may be another's."""
@@ -339,12 +340,12 @@ class Agreement:
         return why
 
     def _stop(self, state: AgreementState, why: str) -> None:
-        self.stopped = why or "the agreement has ended"
+        self.stopped = why or NotAgreeing.OVER()
         if self.desk.rank == 0:
             kept = ""
             leader = self.desk.leader
             if state is AgreementState.CLOSED and leader is not None:
-                kept = "; the trial table stays" if leader.trial else "; the confirmed table stays"
+                kept = KEEP_TRIAL if leader.trial else KEEP_CONFIRMED
             self._tell(state, self.stopped + kept)
         elif self.stopped.startswith(f"rank {self.desk.rank}:"):
             self._tell(None, self.stopped)
@@ -356,7 +357,7 @@ class Agreement:
     def close(self) -> None:
         """This rank takes no further part; the active table stays."""
         self._closing = True
-        self.stopped = self.stopped or "the process group was destroyed"
+        self.stopped = self.stopped or NotAgreeing.DESTROYED()
         self._end.set()
         if (tree := self._tree) is not None:
             tree.stop()
@@ -397,7 +398,8 @@ def _one(reports: list[list[Any]]) -> list[Any]:
         if report[2]:
             return report
         if report[0] != first[0]:
-            return [first[0], report[1], f"rank {report[1]} has {report[0]}, rank {first[1]} has {first[0]}"]
+            ranks = {"rank": report[1], "other": first[1]}
+            return [first[0], report[1], NotAgreeing.NOT_ALIKE(**ranks, what=report[0], others=first[0])]
     return first
 
 

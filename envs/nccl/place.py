@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...traces.reasons import NotAgreeing
+
 Array = np.ndarray[Any, Any]
 #: Collectives of a communicator, and a rank that counted them.
 COUNT_DTYPE = np.dtype([("comm", "<u8"), ("count", "<u8"), ("rank", "<u4")])
@@ -54,6 +56,12 @@ class Verdict(NamedTuple):
 _WORDS = {"steps": "ended {} steps", "backwards": "made {} backward passes", "asked": "begun {} collectives"}
 
 
+def elsewhere(by: str, one: Where, other: Where) -> str:
+    """How two ranks differ in the field ``by``, in words."""
+    done, others = (_WORDS[by].format(getattr(where, by)) for where in (one, other))
+    return NotAgreeing.OTHER_PLACE(rank=one.rank, done=done, other=other.rank, others=others)
+
+
 @dataclass(frozen=True)
 class Report:
     """The places of one rank or of several."""
@@ -92,8 +100,8 @@ class Report:
         clash = next((r.clash for r in (first, *others) if r.clash), "")
         if len(differ) and not clash:
             one, two = every[differ[0]], every[differ[0] + 1]
-            clash = f"rank {two['rank']} has enqueued {two['count']} collectives where rank {one['rank']} has enqueued "
-            clash += f"{one['count']} on the same communicator"
+            counts = {"done": two["count"], "others": one["count"]}
+            clash = NotAgreeing.OTHER_COUNT(rank=two["rank"], other=one["rank"], **counts)
         kept = np.concatenate([[True], ~again]) if len(every) else slice(None)
         return cls(first.here, odd, every[kept], clash, any(r.bare for r in (first, *others)))
 
@@ -102,9 +110,7 @@ class Report:
         words = self.clash
         for name in ("steps", "backwards"):
             if name in self.odd and not words:
-                odd, said = self.odd[name], _WORDS[name]
-                words = f"rank {odd.rank} has {said.format(getattr(odd, name))} where rank {self.here.rank} has "
-                words += said.format(getattr(self.here, name))
+                words = elsewhere(name, self.odd[name], self.here)
         proven = not self.clash and (not self.bare or "asked" not in self.odd)
         return Verdict(not words, proven, words)
 

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ...traces.reasons import RowRefused
 from ...traces.records import RECORD_BYTES, TABLE_VERSION
 from .build import plugin_path
 
@@ -124,7 +125,7 @@ def _typed(function: Any, result: Any, arguments: list[Any]) -> Any:
 
 def _accepted(generation: int) -> int:
     if generation < 0:
-        raise ValueError(f"the plugin refuses the table: {os.strerror(-generation)}")
+        raise ValueError(RowRefused.PLUGIN_REFUSES(error=os.strerror(-generation)))
     return generation
 
 

@@ -19,6 +19,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...traces.reasons import NotAgreeing, NotTuning
 from ...traces.records import FLAG_SAMPLED, RECORD_BYTES, STATE, STEP, STEP_DTYPE, UNSET, AgreementState
 from .agreement import Agreement, say
 from .gauges import Gauges, Reading
@@ -86,7 +87,7 @@ class Probe:
         self._broken = True
         say(f"probe off: {why}")
         if isinstance(agreement, Agreement) and not self._off:
-            agreement.leave(f"rank {self._rank}: probe off: {why}")
+            agreement.leave(NotAgreeing.PROBE_OFF(rank=self._rank, error=why))
 
     def _leave(self) -> None:
         """A boundary on the way out: nothing but the part in the last change, to the confirmed table."""
@@ -235,7 +236,7 @@ class Probe:
         """A word of the agreement: for the daemon, and for the user where it is not what he expects."""
         waits = state in (AgreementState.WAITING, AgreementState.SHUT)
         if waits and self._backend in _ASK_NO_TUNER and not (self._plugin is not None and self._plugin.tuners):
-            text = f"torch.distributed runs on {self._backend} here; only NCCL asks a tuner"
+            text = NotTuning.OTHER_BACKEND(backend=self._backend)
         if state is not None and self._plugin is not None:
             head = (0, STATE, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, self._step, self._generation, self._rank, state)
             self._plugin.emit(_STATE.pack(*head, text.encode()[:80]) + bytes(RECORD_BYTES - _STATE.size))

@@ -6,6 +6,7 @@ import contextlib
 import time
 from pathlib import Path
 
+from ...traces.reasons import NotAgreeing, RowRefused
 from ...traces.records import Lease, Table
 from .plugin import Plugin
 from .shm import TableFile, decode_table, encode_table, lease_of, message_of
@@ -85,9 +86,9 @@ class Keeper:
         if self._lease is None:
             return ""
         if step > self._until:
-            return f"a trial table was in force for {self._lease.steps} steps and nothing followed it"
+            return NotAgreeing.LEASE_USED_UP(steps=self._lease.steps)
         if (silent := self._published.silent_ms()) > self._lease.ms:
-            return f"no sign of life of the tuner for {silent / 1e3:.0f} s while a trial table was in force"
+            return NotAgreeing.TUNER_SILENT(seconds=silent / 1e3)
         return ""
 
 
@@ -126,7 +127,7 @@ class Local:
 def stage(plugin: Plugin | None, message: bytes) -> str:
     """Hand the plugin a table, empty for none, ready to become active; why it refuses, empty if it does not."""
     if plugin is None:
-        return "there is no plugin"
+        return RowRefused.PLUGIN_MISSING()
     try:
         plugin.stage(message or EMPTY)
     except ValueError as error:

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from enum import IntEnum, auto
 from typing import Any
 
+from ...traces.reasons import NotAgreeing
 from ...traces.records import AgreementState, Lease
-from .place import Place, Report, Where
+from .place import Place, Report, Where, elsewhere
 from .plugin import Plugin
 from .protocol import COMMIT, NO_TABLE, Leader, Member, Phase, Stage
 from .published import EMPTY, Keeper, Published, stage
 from .steps import Steps
-from .tree import Tree
+from .tree import FAN_OUT, Tree
 
 #: A store that takes longer to answer is not relied upon: no place is appointed.
 PROMPT_S = 0.1 * float(os.environ.get("DYNAMICCL_MEET_MS", "50")) / 1e3
@@ -220,11 +221,10 @@ class Rounds:
             return
         stood = desk.stood
         if stood is not None and stood.backwards == where.backwards and stood.steps != where.steps:
-            words = f"rank {where.rank} has ended {where.steps} steps where rank 0 has ended {stood.steps} steps"
             with desk.lock:
-                leader.close(words)
+                leader.close(elsewhere("steps", where, stood))
         if leader.stage is Stage.APPOINTED:
-            self._lose(leader, f"rank {where.rank} was past the place before it knew of it")
+            self._lose(leader, NotAgreeing.PAST_THE_PLACE(rank=where.rank))
 
     def _leaves(self, why: str) -> None:
         """Some rank will take no further part: the agreement closes, as long as that rank can still do so with all."""
@@ -265,7 +265,7 @@ class Rounds:
         overdue = leader.trial and not leader.wanted_trial and leader.failures >= _OVERDUE
         if overdue and leader.stage is Stage.QUIET and not self._overdue:
             self._overdue = True
-            self._tell(None, f"the trial table cannot be taken back so far: {self._absent()}")
+            self._tell(None, NotAgreeing.NOT_TAKEN_BACK(why=self._absent()))
         with desk.lock:
             before = leader.active
             begun = desk.member.is_free() and desk.member.passed is not None and leader.next(desk.member.passed)
@@ -296,7 +296,7 @@ class Rounds:
             self._refused = refused
             self._tell(None, refused)
         if refused or late or place is None:
-            self._lose(leader, refused or "the job's store answers late")
+            self._lose(leader, refused or NotAgreeing.SLOW_STORE())
             return
         self._tree.down(Kind.APPOINT, _pack(leader.attempt, place))
         self._appointed(leader.attempt, place)
@@ -315,7 +315,7 @@ class Rounds:
         with desk.lock:
             flips = leader.log_read(log)
         if not flips:
-            self._lose(leader, "a rank had waited too long before all stood at the place")
+            self._lose(leader, NotAgreeing.WAITED_TOO_LONG())
             return
         self._answered(attempt, True)  # first: a connection may be lost in the next line
         self._tree.down(Kind.ANSWER, _pack(attempt, True))
@@ -335,9 +335,9 @@ class Rounds:
         """Who has not come to the place: also asked by the training thread of rank 0."""
         missing = [r for r in self._tree.children if r not in self._stands]
         if not missing:
-            return "the ranks come to a step's end too far apart"
-        below = " or a rank below it" if self._desk.n_ranks > 17 else ""
-        return f"rank {missing[0]}{below} did not end the step with the others"
+            return NotAgreeing.TOO_FAR_APART()
+        absent = NotAgreeing.ABSENT_BELOW if self._desk.n_ranks > FAN_OUT + 1 else NotAgreeing.ABSENT
+        return absent(rank=missing[0])
 
 
 def _leader(plugin: Plugin | None, before: Leader | None) -> Leader:

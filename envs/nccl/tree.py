@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+from ...traces.reasons import NotAgreeing
 from .interfaces import reachable, this_host
 
 FAN_OUT = 16
@@ -102,7 +103,7 @@ class Tree:
                 if time.monotonic() - began < WAIT_S / 2:  # not the time is over: the store is gone
                     raise
             if time.monotonic() > end:
-                raise TimeoutError(f"rank {parent(self.rank)} took no optimizer step in time")
+                raise TimeoutError(NotAgreeing.NO_STEP_IN_TIME(rank=parent(self.rank)))
         raise ConnectionAbortedError("closed")
 
     def _listen(self) -> None:
@@ -136,9 +137,8 @@ class Tree:
                 self._flush(peer)
                 return peer
             time.sleep(0.2)
-        raise ConnectionError(
-            f"rank {parent(self.rank)} cannot be reached at {', '.join(tried) or 'any address'}: {error}"
-        )
+        address = ", ".join(tried) or "any address"
+        raise ConnectionError(NotAgreeing.UNREACHABLE(rank=parent(self.rank), address=address, error=error))
 
     def _register(self, sock: socket.socket, rank: int) -> _Peer:
         peer = _Peer(sock, rank)
@@ -230,7 +230,7 @@ class Tree:
             known = peer.rank
             self._drop(peer)
             if known >= 0:
-                raise ConnectionError(f"rank {self.rank} has lost rank {known}")
+                raise ConnectionError(NotAgreeing.LOST(rank=self.rank, other=known))
             return
         peer.incoming += part
         if peer.rank < 0 and not self._introduced(peer):

@@ -1,0 +1,190 @@
+"""Every reason that is given for what is over or was not done, by name: the one place where its words stand.
+
+Four questions: why a run is over or its table gone (:class:`RunEnds`), why nothing is tuned (:class:`NotTuning`), why a
+row of a table is refused (:class:`RowRefused`), why the ranks change no table (:class:`NotAgreeing`). A member is a
+text with gaps; called with its facts it gives the words. Words travel as text, between ranks and into JSON:
+:func:`names` tells whose words a text has. ``envs/nccl/README.md`` has a line on each member.
+
+Standard library only: the probe in a job imports this.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from functools import cache
+from itertools import zip_longest
+from string import Formatter
+from typing import Any
+
+#: The words of a record end after so many bytes: those of a reason may be cut there.
+_CUT = 80
+#: Facts that are a reason themselves, or hold one.
+_INNER = ("ended", "why", "error")
+_NUMBERS = ("rank", "other", "seconds", "steps", "status", "tried")
+#: Words that are a reason's, cut off, have so many characters of it at least.
+_ENOUGH = 20
+#: What a reason's words may end with: the table that the ranks keep.
+KEEP_TRIAL, KEEP_CONFIRMED = "; the trial table stays", "; the confirmed table stays"
+
+
+class Reason(Enum):
+    """One reason: its text, with gaps."""
+
+    def __call__(self, **facts: Any) -> str:
+        """The words. Raises KeyError where a fact is missing."""
+        return str(self.value).format(**facts)
+
+    @property
+    def title(self) -> str:
+        """Its name, as programs and the documentation write it: ``no-plugin``."""
+        return self.name.lower().replace("_", "-")
+
+    def facts(self, text: str) -> dict[str, str] | None:
+        """The facts in ``text`` if these are this reason's words, as text; None if they are not."""
+        found = _pattern(str(self.value)).fullmatch(text)
+        return found.groupdict() if found else None
+
+
+class RunEnds(Reason):
+    """Why a run is over, or the table that it had confirmed is no more in force."""
+
+    JOB_ENDED = "the job has ended"
+    JOB_STATUS = "the job ended with status {status}"
+    BEFORE_A_SWITCH = "{ended}, before its ranks switched tables: {why}"
+    STOPPED = "stopped by `dynamiccl stop`"
+    INTERRUPTED = "interrupted"
+    TERMINATED = "terminated"
+    NEVER_SWITCHED = "the ranks never switched tables: {why}"
+    NO_MORE_SWITCHES = "the ranks switch no more tables: {why}"
+    TWO_WAYS = "ranks ran one collective two ways ({example}): the table was withdrawn"
+    SLOWER = "it had become slower than NCCL's own choice"
+    NO_GAIN = "no gain beyond the noise: NCCL's own choice stays in force"
+    CANNOT_WRITE = "what was seen cannot be written: {error}"
+
+
+class NotTuning(Reason):
+    """Why nothing is tuned: for good, or what is waited for."""
+
+    NOTHING = "the job runs no all_gather or reduce_scatter that a tuner can reach: nothing to tune"
+    NOT_LOADED = (
+        "NCCL has not loaded the plugin in any process here, so there is nothing to tune: let the job keep the "
+        "variables that begin with NCCL_ and DYNAMICCL_, and look at NCCL_DEBUG=INFO for TUNER/Plugin"
+    )
+    NOT_LOADED_AS_TOLD = NOT_LOADED + "; rank 0 says: {why}"
+    NOT_ASKED = (
+        "NCCL runs all_gather or reduce_scatter but never asks the tuner (symmetric kernels, copy engines, another "
+        "tuner): `dynamiccl doctor` names the variables that do that"
+    )
+    OTHER_BACKEND = "torch.distributed runs on {backend} here; only NCCL asks a tuner"
+    NO_PROBE = "no process of the job has loaded the probe yet"
+    NO_STEP = "the probe is loaded; no optimizer step yet"
+    NO_STEP_OF_RANK_0 = "the first step of rank 0"
+    ELSEWHERE = "rank 0 is on another node: the tuner there tunes; here the job is only seen to"
+    NO_SWITCH_YET = "the ranks do not switch tables yet: {why}"
+    NOT_ALL_THERE = "for every rank's first step, and for NCCL to load the tuner"
+    NEXT_STEP = "steps"
+    PAUSED = "the job has taken no step for {seconds:.0f} s: waiting until it goes on"
+
+
+class RowRefused(Reason):
+    """Why a row of a table, or a config of a slot, is not in force."""
+
+    NOT_BETTER = "left to NCCL's {own}: none of {tried} other configs was better; {exposure}"
+    NOT_OBEYED = "not obeyed: NCCL ran {ran} where the table says {decision} for {slot}"
+    TOO_SLOW = "not tried again: {decision} for {slot} made steps over {times:g} times as long"
+    NOT_OFFERED = "NCCL does not offer it for this message"
+    TOO_MANY_CHANNELS = "it asks for more channels than the communicator has"
+    COUNT_NOT_SET = "NCCL does not limit a count to what this algorithm has, so none is set"
+    SAME_AS_ANOTHER = "another config asks for the same"
+    PLUGIN_REFUSES = "the plugin refuses the table: {error}"
+    PLUGIN_MISSING = "there is no plugin"
+
+
+class NotAgreeing(Reason):
+    """Why the ranks change no table: the gate is shut, an attempt was lost, the agreement is over, a lease ran out."""
+
+    NO_PLUGIN = "rank {rank} has no plugin"
+    NO_TUNER = "NCCL has not loaded the tuner on rank {rank}"
+    NO_FIRST_STEP = "rank {rank} took no optimizer step within {seconds:.0f} s of rank {other}'s first"
+    NO_STEP_IN_TIME = "rank {rank} took no optimizer step in time"
+    NOT_READY = "not all ranks were ready within {seconds:.0f} s"
+    NOT_READY_BELOW = "not all ranks were ready within {seconds:.0f} s: rank {rank} or one below it"
+    UNREACHABLE = "rank {rank} cannot be reached at {address}: {error}"
+    NOT_ALIKE = "rank {rank} has {what}, rank {other} has {others}"
+    LOST = "rank {rank} has lost rank {other}"
+    NOT_CONNECTED = "no table changes until the ranks are connected again ({why})"
+    DESTROYED = "the process group was destroyed"
+    OTHER_PLACE = "rank {rank} has {done} where rank {other} has {others}"
+    OTHER_COUNT = (
+        "rank {rank} has enqueued {done} collectives where rank {other} has enqueued {others} on the same communicator"
+    )
+    PAST_THE_PLACE = "rank {rank} was past the place before it knew of it"
+    WAITED_TOO_LONG = "a rank had waited too long before all stood at the place"
+    ABSENT = "rank {rank} did not end the step with the others"
+    ABSENT_BELOW = "rank {rank} or a rank below it did not end the step with the others"
+    TOO_FAR_APART = "the ranks come to a step's end too far apart"
+    SLOW_STORE = "the job's store answers late"
+    NO_STORE = "rank {rank}: the job's store is gone ({error}); the table stays"
+    PROBE_OFF = "rank {rank}: probe off: {error}"
+    FAULT = "rank {rank}: {error}"
+    OVER = "the agreement has ended"
+    LEASE_USED_UP = "a trial table was in force for {steps} steps and nothing followed it"
+    TUNER_SILENT = "no sign of life of the tuner for {seconds:.0f} s while a trial table was in force"
+    NOT_TAKEN_BACK = "the trial table cannot be taken back so far: {why}"
+
+
+VOCABULARY: tuple[type[Reason], ...] = (RunEnds, NotTuning, RowRefused, NotAgreeing)
+
+
+def names(text: str) -> list[str]:
+    """Titles of the reasons that a text gives, the outermost first; [] where its words are nobody's.
+
+    >>> names(RunEnds.NEVER_SWITCHED(why=NotAgreeing.NO_PLUGIN(rank=3)))
+    ['never-switched', 'no-plugin']
+    """
+    text = text.removesuffix(KEEP_TRIAL).removesuffix(KEEP_CONFIRMED)
+    members = [one for kind in VOCABULARY for one in kind]
+    is_cut = len(text.encode()) >= _CUT - 4  # four: a character that was cut in two
+    begun = max((_begun(str(one.value), text), -i) for i, one in enumerate(members)) if is_cut else (0, 0)
+    said = [(_fixed(str(one.value)), i) for i, one in enumerate(members) if one.facts(text) is not None]
+    n, i = max(said, default=(0, 0))
+    if begun[0] > max(n, _ENOUGH):
+        return [members[-begun[1]].title]
+    if not said:
+        return []
+    facts = members[i].facts(text) or {}
+    return [members[i].title, *(title for key in _INNER if key in facts for title in names(facts[key]))]
+
+
+def _pieces(template: str) -> list[str]:
+    """What stands before, between and after a template's gaps."""
+    parts = list(Formatter().parse(template))
+    return [text for text, *_ in parts] + ([""] if parts[-1][1] is not None else [])
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    kinds = [(name, r"\d+" if name in _NUMBERS else ".*?") for _, name, *_ in Formatter().parse(template) if name]
+    gaps = [f"(?P<{name}>{kind})" for name, kind in kinds]
+    pieces = [re.escape(piece) for piece in _pieces(template)]
+    return re.compile("".join(a + b for a, b in zip_longest(pieces, gaps, fillvalue="")), re.DOTALL)
+
+
+def _fixed(template: str) -> int:
+    """Characters of a template outside its gaps."""
+    return sum(map(len, _pieces(template)))
+
+
+def _begun(template: str, text: str) -> int:
+    """How many characters outside its gaps a text has that may be a template's words, cut off; 0: it is not."""
+    first, *rest = _pieces(template)
+    if not text.startswith(first):
+        return len(text) if first.startswith(text) else 0
+    at = n = len(first)
+    for piece in rest:
+        found = text.find(piece, at + 1)
+        if found < 0:
+            return n + next((k for k in range(len(piece) - 1, 0, -1) if text.endswith(piece[:k])), 0)
+        at, n = found + len(piece), n + len(piece)
+    return n
