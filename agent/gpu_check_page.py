@@ -27,11 +27,25 @@ def write_page(path: Path, result: dict[str, Any], rows: list[dict[str, Any]]) -
     """One self-contained page: what was found in words, the figure, the whole result as JSON."""
     label = "emulated, no GPU was measured" if result["emulated"] else "measured"
     title = f"gpu-check, {result['device']}, {result['date']} ({label})"
-    figures = {"sweep": json.loads(figure(rows, label).to_json())} if rows else {}
+    figures = {"sweep": _themed(figure(rows, label))} if rows else {}
     drawn = plot("sweep", "Time of every config over message size") if rows else "<p>No sweep.</p>"
     body = f"<header><h1>{escape(title)}</h1></header>{section('Sweep', label, drawn)}"
     body += section("Result", "All that was found.", f"<pre>{escape(json.dumps(result, indent=1))}</pre>")
     path.write_text(page(title, body, figures, get_plotlyjs() if rows else ""), encoding="utf-8")
+
+
+def _themed(made: go.Figure) -> dict[str, Any]:
+    """A figure in the page's own colours, which change with its theme."""
+    drawn: dict[str, Any] = json.loads(made.to_json().replace(_COLOURS["auto"], "--ink"))
+    layout = drawn["layout"]
+    del layout["template"]
+    for name in ("paper_bgcolor", "plot_bgcolor"):
+        layout[name] = "rgba(0,0,0,0)"
+    layout["font"] = {"color": "--quiet"}
+    for name, axis in layout.items():
+        if name.startswith(("xaxis", "yaxis")):
+            axis |= {"gridcolor": "--line", "zeroline": False, "linecolor": "--line", "automargin": True}
+    return drawn
 
 
 def figure(rows: list[dict[str, Any]], label: str) -> go.Figure:

@@ -57,6 +57,7 @@ th { text-align: left; font-weight: 500; color: var(--quiet); font-size: 13px; }
 td code { white-space: nowrap; }
 th, td { padding: 9px 11px; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr:last-child td { border-bottom: 0; } .num { text-align: right; white-space: nowrap; }
+thead .num { white-space: normal; } th { vertical-align: bottom; } .named { min-width: 190px; }
 code { font: 13px ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
 .config { background: var(--faint); border-radius: 6px; padding: 2px 7px; white-space: nowrap; }
 .config.on { background: var(--tuned-soft); color: var(--tuned); font-weight: 600; }
@@ -89,15 +90,24 @@ draw();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 """
 
+# A page that reloads by itself must let its reader stop that (WCAG 2.2, 2.2.1): no meta refresh.
+_RELOAD = '<label><input type="checkbox" id="reload" checked> The run goes on: load this page anew every {} s.</label>'
+_RELOADS = """
+setInterval(() => { if (document.getElementById("reload").checked) location.reload(); }, 1000 * SECONDS);
+"""
+
 
 def page(title: str, body: str, figures: dict[str, Any], plotly_js: str, reload_s: int = 0) -> str:
     """The whole document. ``figures`` maps the id of a div in ``body`` to plotly's ``{"data", "layout"}``.
 
-    The page loads itself anew every ``reload_s`` seconds, 0: never.
+    The page loads itself anew every ``reload_s`` seconds (0: never) until the reader turns that off.
     """
     # A closing tag inside the data would end the script early.
     data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
     scripts = f"<script>{plotly_js}</script>\n<script>const FIGURES = {data};{_SCRIPT}</script>" if figures else ""
+    if reload_s:
+        body = f'<p class="lead">{_RELOAD.format(reload_s)}</p>\n{body}'
+        scripts += f"<script>{_RELOADS.replace('SECONDS', str(reload_s))}</script>"
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -105,7 +115,6 @@ def page(title: str, body: str, figures: dict[str, Any], plotly_js: str, reload_
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
-{f'<meta http-equiv="refresh" content="{reload_s}">' if reload_s else ""}
 <title>{escape(title)}</title>
 <style>{_STYLE}</style>
 </head>
@@ -120,8 +129,8 @@ def page(title: str, body: str, figures: dict[str, Any], plotly_js: str, reload_
 
 
 def plot(name: str, said: str) -> str:
-    """The place of the figure ``name``, with what it shows in words."""
-    return f'<div class="plot"><div id="{escape(name)}" role="img" aria-label="{escape(said)}"></div></div>'
+    """The place of the figure ``name``, with what it shows in words. Plotly puts buttons into it: it is no image."""
+    return f'<div class="plot"><div id="{escape(name)}" role="figure" aria-label="{escape(said)}"></div></div>'
 
 
 def section(heading: str, lead: str, content: str) -> str:

@@ -64,8 +64,6 @@ def write_report(path: Path | str, summary: dict[str, Any], trace: Trace, runnin
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(path.name + ".tmp")
-    if running:
-        parts.insert(1, '<p class="lead">The run goes on: this page loads itself anew every half minute.</p>')
     title = f"dynamiccl: {_place(summary, trace)}"
     html = page(title, "\n".join(parts), figures, plotly_js, RELOAD_S if running else 0)
     tmp.write_text(html, encoding="utf-8")

@@ -15,8 +15,8 @@ MAX_BARS, MAX_RANKS = 3000, 4
 N_COLOURS = 6
 _OTHER = "--slot-other"
 
-_FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, Arial, sans-serif", "color": "--quiet", "size": 12}
-_HOVER = {"bgcolor": "--card", "bordercolor": "--line", "font": {**_FONT, "color": "--ink"}, "align": "left"}
+FONT = {"family": "system-ui, -apple-system, Segoe UI, Roboto, Arial, sans-serif", "color": "--quiet", "size": 12}
+_HOVER = {"bgcolor": "--card", "bordercolor": "--line", "font": {**FONT, "color": "--ink"}, "align": "left"}
 #: How a window's outcome is drawn: (marker symbol, colour, filled).
 _OUTCOMES = {
     "kept": ("circle", "--tuned", True),
@@ -31,20 +31,22 @@ def slot_colours(slots: list[str]) -> dict[str, str]:
     return {s: f"--slot-{i}" if i < N_COLOURS else _OTHER for i, s in enumerate(slots)}
 
 
-def _axis(title: str, **more: Any) -> dict[str, Any]:
-    label = {"text": title, "font": {**_FONT, "size": 12}, "standoff": 10}
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """An axis of the pages' figures; ``more`` is plotly's."""
+    label = {"text": title, "font": {**FONT, "size": 12}, "standoff": 10}
     look = {"gridcolor": "--line", "zeroline": False, "linecolor": "--line", "automargin": True}
     return {"title": label, **look, **more}
 
 
-def _layout(height: int, **more: Any) -> dict[str, Any]:
+def layout_of(height: int, **more: Any) -> dict[str, Any]:
+    """The layout of the pages' figures; ``more`` is plotly's."""
     look: dict[str, Any] = {
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": _FONT,
+        "font": FONT,
         "hoverlabel": _HOVER,
     }
-    legend = {"orientation": "h", "y": 1.07, "yanchor": "bottom", "x": 0, "font": _FONT}
+    legend = {"orientation": "h", "y": 1.07, "yanchor": "bottom", "x": 0, "font": FONT}
     look["modebar"] = {"bgcolor": "rgba(0,0,0,0)", "color": "--default", "activecolor": "--ink", "orientation": "v"}
     return {"height": height, "margin": {"l": 64, "r": 36, "t": 62, "b": 48}, "legend": legend, **look, **more}
 
@@ -71,7 +73,7 @@ def windows_figure(windows: pd.DataFrame) -> dict[str, Any] | None:
         "mode": "lines",
         "name": "NCCL's own choice, measured in between",
         "x": rows.index.tolist(),
-        "y": _plain(rows.get("default_ms", rows["step_ms"])),
+        "y": plain(rows.get("default_ms", rows["step_ms"])),
         "line": {"color": "--default", "width": 2},
         "hovertemplate": "default %{y:.1f} ms<extra></extra>",
     }
@@ -80,7 +82,7 @@ def windows_figure(windows: pd.DataFrame) -> dict[str, Any] | None:
         "mode": "lines+markers",
         "name": "under the table of the window",
         "x": tried.index.tolist(),
-        "y": _plain(tried["step_ms"]),
+        "y": plain(tried["step_ms"]),
         "line": {"color": "--tuned", "width": 1, "dash": "dot"},
         "marker": marker,
         "text": hover,
@@ -94,12 +96,12 @@ def windows_figure(windows: pd.DataFrame) -> dict[str, Any] | None:
         first, last = span.index[0] - 0.5, span.index[-1] + 0.5
         text = "closing comparison" if name == "verify" else name
         notes.append({"x": first, "y": 1, "xref": "x", "yref": "paper", "text": text, "showarrow": False})
-        notes[-1] |= {"xanchor": "left", "yanchor": "bottom", "font": _FONT}
+        notes[-1] |= {"xanchor": "left", "yanchor": "bottom", "font": FONT}
         if name == "verify":
             shapes.append({"type": "rect", "xref": "x", "yref": "paper", "x0": first, "x1": last, "y0": 0, "y1": 1})
             shapes[-1] |= {"fillcolor": "--faint", "line": {"width": 0}, "layer": "below"}
-    axes = {"xaxis": _axis("window", rangemode="tozero"), "yaxis": _axis("step time, ms")}
-    layout = _layout(400, hovermode="closest", shapes=shapes, annotations=notes, **axes)
+    axes = {"xaxis": axis("window", rangemode="tozero"), "yaxis": axis("step time, ms")}
+    layout = layout_of(400, hovermode="closest", shapes=shapes, annotations=notes, **axes)
     return {"data": [default, trial], "layout": layout}
 
 
@@ -114,7 +116,8 @@ def _window_text(row: dict[Any, Any]) -> str:
     return "<br>".join(line.replace("<=", "&lt;=") for line in lines if line)
 
 
-def _plain(values: pd.Series[Any]) -> list[float | None]:
+def plain(values: pd.Series[Any]) -> list[float | None]:
+    """Numbers for a figure, NaN as None."""
     return [None if pd.isna(v) else round(float(v), 3) for v in values]
 
 
@@ -143,12 +146,12 @@ def timeline_figure(trace: Trace, which: Generations, colours: dict[str, str]) -
             shown.add(drawn["name"])
             data.append(drawn)
         lanes = sorted(bars["lane"].unique(), reverse=True)
-        layout[f"yaxis{suffix}"] = _axis("", domain=[bottom, top], categoryorder="array", categoryarray=lanes)
+        layout[f"yaxis{suffix}"] = axis("", domain=[bottom, top], categoryorder="array", categoryarray=lanes)
         layout[f"yaxis{suffix}"] |= {"gridcolor": "rgba(0,0,0,0)"}
-        layout[f"xaxis{suffix}"] = _axis("ms since the step began" if i == len(steps) - 1 else "", anchor=f"y{suffix}")
+        layout[f"xaxis{suffix}"] = axis("ms since the step began" if i == len(steps) - 1 else "", anchor=f"y{suffix}")
         label = f"<b>{name}</b>, step {step}" + (f", {end_ms:.1f} ms" if end_ms else "")
         notes.append({"x": 0, "y": top, "xref": "paper", "yref": "paper", "text": label, "showarrow": False})
-        notes[-1] |= {"xanchor": "left", "yanchor": "bottom", "font": {**_FONT, "color": "--ink"}}
+        notes[-1] |= {"xanchor": "left", "yanchor": "bottom", "font": {**FONT, "color": "--ink"}}
         if end_ms:
             shapes.append(
                 {"type": "line", "xref": f"x{suffix}", "yref": f"y{suffix} domain", "x0": end_ms, "x1": end_ms}
@@ -158,9 +161,9 @@ def timeline_figure(trace: Trace, which: Generations, colours: dict[str, str]) -
         layout[key]["range"] = [0, longest * 1.02]
     n_lanes = sum(bars["lane"].nunique() for bars, _ in lanes_of)
     # The legend lies below: the labels of the two steps take the room above.
-    legend = {"orientation": "h", "y": -0.16, "yanchor": "top", "x": 0, "font": _FONT}
+    legend = {"orientation": "h", "y": -0.16, "yanchor": "top", "x": 0, "font": FONT}
     size = 150 + 80 * len(steps) + 30 * n_lanes
-    frame = _layout(size, barmode="overlay", shapes=shapes, annotations=notes, hovermode="closest")
+    frame = layout_of(size, barmode="overlay", shapes=shapes, annotations=notes, hovermode="closest")
     return {"data": data, "layout": {**frame, **layout, "legend": legend}}
 
 
@@ -176,8 +179,8 @@ def _bars(slot: str, group: pd.DataFrame, colours: dict[str, str], suffix: str, 
         "xaxis": f"x{suffix}",
         "yaxis": f"y{suffix}",
         "y": group["lane"].tolist(),
-        "base": _plain(group["start_ms"]),
-        "x": _plain(lengths),
+        "base": plain(group["start_ms"]),
+        "x": plain(lengths),
         "width": 0.62,
         "marker": {"color": colours.get(slot, _OTHER), "line": {"width": edges, "color": "--card"}},
         "text": group["text"].tolist(),

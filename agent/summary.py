@@ -89,4 +89,4 @@ def _decision(choice: Any) -> dict[str, Any]:
 
 
 def _refusal(slot: Any, decision: Any, why: str) -> dict[str, Any]:
-    return {"slot": str(slot), "decision": str(decision), "reason": (names(why) or [None])[0], "why": why}
+    return {"slot": str(slot), "decision": str(decision), "reason": next(iter(names(why)), None), "why": why}

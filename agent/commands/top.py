@@ -69,18 +69,19 @@ def top(
     if not console.is_terminal:
         console.width = 160
     if once or not console.is_terminal:
-        console.print(_grid(found))
+        console.print(grid(found))
         return
     try:
-        with Live(_grid(found), console=console, screen=True) as live:
+        with Live(grid(found), console=console, screen=True) as live:
             while True:
                 time.sleep(every)
-                live.update(_grid(look()))
+                live.update(grid(look()))
     except KeyboardInterrupt:
         pass
 
 
-def _grid(found: list[dict[str, Any]]) -> Any:
+def grid(found: list[dict[str, Any]]) -> Any:
+    """Runs as a table, a row a run; see ``runs.state``."""
     from rich import box
     from rich.table import Table
 

@@ -1,0 +1,108 @@
+"""Every page in a real browser, at the width of a phone and of a desk: no sideways scrolling, no error, every control
+within reach of the keyboard, and no serious finding of axe-core (where ``AXE`` names its file; see ``browser.py``)."""
+
+import re
+
+import pytest
+from browser import AXE, CHROMIUM, ROOT, Browser
+from dynamiccl.agent.bench import Entry, enter_one
+from dynamiccl.agent.board import Board
+from dynamiccl.agent.gpu_check_page import write_page
+from dynamiccl.agent.report import write_report
+from dynamiccl.agent.runs import state
+from dynamiccl.agent.runs_page import write_runs_page
+from dynamiccl.envs.job_suites import draw_suite
+from dynamiccl.envs.sim.jobs import STANDARD
+from synthetic_trace import write_run
+
+NAMES = ("report", "live", "early", "board", "runs", "gpu-check")
+PICTURES = ROOT / "agent" / "pictures"
+
+
+def sweep():
+    """Rows of a gpu-check's sweep."""
+    rows = []
+    for func in ("all_gather", "reduce_scatter"):
+        for n_bytes in (1 << 16, 1 << 22, 1 << 28):
+            for i, decision in enumerate(("auto", "ring/ll/8", "ring/ll128/16", "ring/simple/16")):
+                row = {"placement": "one node", "func": func, "n_bytes": n_bytes, "decision": decision}
+                rows.append({**row, "kernel_us": 20.0 + n_bytes / 1e5 * (1 + i), "wall_us": 40.0, "ran_channels": 8})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    summary, trace = write_run(folder / "a" / "trace")
+    found = {"report": write_report(folder / "report.html", summary, trace)}
+    found["live"] = write_report(folder / "live.html", {**summary, "speedup": None}, trace, running=True)
+    found["early"] = write_report(folder / "early.html", *write_run(folder / "b" / "trace", search=3, stop_early=True))
+    board = Board(draw_suite("small", STANDARD, 6, 4))
+    for name in ("expected-improvement", "default", "aa"):
+        board.judge(enter_one(Entry(name, board.suite)))
+    board.judge({"entrant": "guest", "failed": "a decision took too long"})
+    found["board"] = folder / "board.html"
+    found["board"].write_text(board.page(), encoding="utf-8")
+    found["runs"] = folder / "runs.html"
+    states = [state(folder / name) for name in "ab"]
+    states[0] |= {"gain": 0.2, "gain_ci95": [0.15, 0.24], "kept": True, "decisions": 3, "why": "the job has ended"}
+    write_runs_page(found["runs"], states)
+    found["gpu-check"] = folder / "check.html"
+    write_page(found["gpu-check"], {"emulated": True, "device": "none", "date": "2026-11-22"}, sweep())
+    assert set(found) == set(NAMES)
+    return found
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_fits_its_window_and_is_worked_by_keyboard_without_an_error(browser, pages, name, width):
+    page = browser.open(pages[name], width)
+    assert page.errors() == [] and page.overflow() == 0
+    count, missed = page.unreached()
+    assert missed == [] and (count > 0 or name == "gpu-check")
+    page.resize(2 * width, 900)  # turned, or the window pulled wider
+    page.resize(width, 900)
+    page.run("new Promise(done => setTimeout(done, 300))")
+    assert page.overflow() == 0 and page.errors() == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("name", NAMES)
+def test_axe_finds_nothing_serious(browser, pages, name, width, dark):
+    if AXE is None:
+        pytest.skip("axe-core is not here: npm install axe-core, AXE=node_modules/axe-core/axe.min.js")
+    page = browser.open(pages[name], width, dark=dark)
+    assert page.findings() == []
+
+
+def test_the_checks_see_what_is_wrong(browser, tmp_path):
+    bad = tmp_path / "bad.html"
+    bad.write_text(
+        "<!doctype html><html><body><div style='width:3000px'>wide</div><button tabindex=5>one</button>"
+        "<select onkeydown='event.preventDefault()'><option>1</select><button>never</button>"
+        "<img src='data:image/gif;base64,R0lGODlhAQABAAAAACw='><script>console.error('no'); nothing.there()</script>"
+    )
+    page = browser.open(bad, 390)
+    assert len(page.errors()) == 2 and page.overflow() > 0
+    count, missed = page.unreached()
+    assert count == 3 and any("never" in m for m in missed)
+    if AXE is not None:
+        assert {rule for rule, *_ in page.findings()} >= {"html-has-lang", "image-alt"}
+
+
+def test_pictures_are_there_and_small():
+    """``python tests/make_pictures.py`` makes them."""
+    names = {path.name: path.stat().st_size for path in PICTURES.iterdir()}
+    assert set(names) == {"board.png", "report.png", "top.png", "top.svg"} and max(names.values()) < 150_000
+    assert all((PICTURES / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for name in names if name.endswith("png"))
+    svg = (PICTURES / "top.svg").read_text(encoding="utf-8")
+    assert "<svg" in svg and not re.search(r"(src|href)=|url\(.?http|@import", svg)
