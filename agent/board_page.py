@@ -81,7 +81,7 @@ def _table(board: Board, rows: list[dict[str, Any]]) -> str:
 def _words(board: Board, rows: list[dict[str, Any]]) -> str:
     text = (
         f"{len(board.suite)} jobs, suite {board.suite.name} {board.suite.digest}. All entrants run in the same search"
-        " as `dynamiccl tune --policy` and meet the same jobs and the same noise. Time lost: default steps that a job"
+        " as dynamiccl tune --policy and meet the same jobs and the same noise. Time lost: default steps that a job"
         " loses against the oracle's table from its first step on, every step billed, by true step times. Entrants with"
         " = share a rank: the 95 % bootstrap interval of their paired difference holds 0."
     )

@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 METRICS = (
     ("dynamiccl_tuner_up", "state", "1 while a tuner of the run lives"),
     ("dynamiccl_steps_total", "step", "Optimizer steps of the job that were seen"),
-    ("dynamiccl_step_seconds", "step_ms", "Step time in the last measuring window"),
+    ("dynamiccl_step_seconds", "step_ms", "Step time under the table in force, else in the last window"),
     ("dynamiccl_windows_total", "window", "Measuring windows that were run"),
     ("dynamiccl_table_kept", "kept", "1 while a table is in force, 0 while NCCL decides"),
     ("dynamiccl_table_rows", "decisions", "Rows of the table that was decided for"),

@@ -167,7 +167,8 @@ def interval_chart(intervals: list[tuple[str, float, list[float], str]]) -> str:
     high = max(1.0, *(i[2][1] for i in intervals))
     margin = 0.12 * (high - low) + 1e-3
     low, high = low - margin, high + margin
-    left, right, row = 56, 350, 30
+    left = max(56, 16 + 7 * max(len(name) for name, *_ in intervals))
+    right, row = left + 294, 30
 
     def x(value: float) -> float:
         return left + (right - left) * (value - low) / (high - low)

@@ -157,8 +157,8 @@ def _windows(figures: dict[str, Any]) -> str:
     if "windows" not in figures:
         return ""
     lead = (
-        "Each point is a window of some steps under one table; the line is NCCL's own choice, measured in between. "
-        "Filled points were kept, crosses rolled back; point at one to read what it tried."
+        "Each point is a window of some steps; the line is NCCL's own choice as measured so far. Filled points ran "
+        "under a table, grey rings under NCCL's own choice, crosses were rolled back; point at one to read it."
     )
     return section(
         "Step time over windows", lead, plot("windows", "Step time of each window, and of NCCL's own choice in between")

@@ -24,6 +24,8 @@ _OUTCOMES = {
     "measured": ("circle", "--tuned", True),
     "rolled back": ("x", "--warn", True),
 }
+#: A window of NCCL's own choice, within a comparison or after the verdict.
+_AUTO = ("circle", "--default", False)
 
 
 def slot_colours(slots: list[str]) -> dict[str, str]:
@@ -61,7 +63,10 @@ def windows_figure(windows: pd.DataFrame) -> dict[str, Any] | None:
         rows[name] = rows[name].fillna("").astype(str) if name in rows else ""
     tried = rows[rows["phase"] != "profile"]
     hover = [_window_text(row) for row in tried.to_dict("records")]
-    looks = [_OUTCOMES.get(v, ("circle", "--default", False)) for v in tried["verdict"]]
+    looks = [
+        _AUTO if said == "auto" and phase != "search" else _OUTCOMES.get(v, _AUTO)
+        for v, said, phase in zip(tried["verdict"], tried["decision"], tried["phase"], strict=True)
+    ]
     marker = {
         "symbol": [s if full else f"{s}-open" for s, _, full in looks],
         "color": [colour for _, colour, _ in looks],
@@ -79,11 +84,10 @@ def windows_figure(windows: pd.DataFrame) -> dict[str, Any] | None:
     }
     trial = {
         "type": "scatter",
-        "mode": "lines+markers",
-        "name": "under the table of the window",
+        "mode": "markers",
+        "name": "a window",
         "x": tried.index.tolist(),
         "y": plain(tried["step_ms"]),
-        "line": {"color": "--tuned", "width": 1, "dash": "dot"},
         "marker": marker,
         "text": hover,
         "hovertemplate": "%{text}<extra></extra>",

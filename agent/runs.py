@@ -56,7 +56,8 @@ def state(out: Path) -> dict[str, Any]:
         "emulated": header.get("emulated"),
         "state": "tuning" if alive else "ended" if summary else "no tuner",
         "step": summary.get("steps") or last.get("last_step"),
-        "step_ms": last.get("step_ms"),
+        # After the verdict only the default is measured in windows: the table's time is what it was confirmed with.
+        "step_ms": (summary.get("tuned_step_ms") if summary.get("kept") else None) or last.get("step_ms"),
         "phase": last.get("phase"),
         "window": last.get("index"),
         "windows": last.get("total"),

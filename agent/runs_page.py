@@ -31,7 +31,8 @@ def write_runs_page(path: Path, states: list[dict[str, Any]]) -> None:
     rows = []
     for s in states:
         kept = {True: config(f"kept, {s['decisions']} rows", on=True), False: "NCCL decides", None: "-"}[s["kept"]]
-        name = f"<code>{escape(s['run'])}</code>{' (emulated)' if s['emulated'] else ''}"
+        name = f'<code title="{escape(s["run"])}">{escape(Path(s["run"]).name)}</code>'
+        name += " (emulated)" if s["emulated"] else ""
         cells = [name, escape(s["state"]), _text(s["step"], "{:,}"), _text(s["step_ms"], "{:.1f} ms"), kept]
         cells += [_text(s["gain"], "{:.1%}"), _text(s["search_cost"], "{:.1%}"), _text(s["records_lost"], "{:,}")]
         rows.append([*cells, escape(str(s["why"] or ""))])

@@ -22,50 +22,39 @@ def summarise(request: Request, outcome: Outcome, job: Job, before: dict[str, An
     force, why the ranks change none.
     """
     losses = logged(request.job_log, "loss")
-    verdict = outcome.verdict
-    found: dict[str, Any] = {
-        "regime": outcome.regime,
-        "default_step_ms": verdict.default_ms if verdict else None,
-        "tuned_step_ms": verdict.tuned_ms if verdict else None,
-        "speedup": verdict.tuned.speedup if verdict else None,
-        "speedup_ci95": [verdict.tuned.low, verdict.tuned.high] if verdict else None,
-        "aa_speedup_ci95": [verdict.same.low, verdict.same.high] if verdict else None,
-        "family": standing(1 - 1 / verdict.tuned.speedup) if verdict and request.emulated else None,
-        "windows": outcome.windows,
-        "steps_to_first_gain": outcome.first_gain,
-        "steps_to_verdict": outcome.steps_to_verdict,
-        "decisions": [_decision(c) for c in outcome.choices],
-    }
+    found: dict[str, Any] = {"regime": outcome.regime, **_measured(outcome, request.emulated is not None)}
+    found |= {"windows": outcome.windows, "steps_to_first_gain": outcome.first_gain}
+    found |= {"steps_to_verdict": outcome.steps_to_verdict, "decisions": [_decision(c) for c in outcome.choices]}
     found = {name: before.get(name, value) for name, value in found.items()}
     no_table = outcome.dropped or (RunEnds.NO_GAIN() if found["speedup"] is not None and not outcome.kept else "")
     reasons = {"ended": outcome.ended, "no_table": no_table, "agreement": job.state[1] if job.state else ""}
-    return {
-        "cluster": request.emulated.cluster if request.emulated else None,
-        "emulated": request.emulated is not None,
-        "bytes_scale": request.emulated.bytes_scale if request.emulated else 1.0,
-        "time_scale": request.emulated.time_scale if request.emulated else 1.0,
-        "stage": request.facts.get("stage"),
-        "n_processes": len(job.ranks) or request.facts.get("n_processes"),
-        "n_ranks": max((c.n_ranks for c in job.assembler.comms.values()), default=None),
-        "policy": request.policy,
-        "steps": job.last_step,
-        "loss_first": losses[0] if losses else None,
-        "loss_last": losses[-1] if losses else None,
-        **found,
-        "default_share_after": outcome.default_share,
-        "searches_begun_anew": outcome.reopened - outcome.returned,
-        "regimes_returned": outcome.returned,
-        "kept": outcome.kept,
-        "dropped": outcome.dropped or None,
+    e = request.emulated
+    told: dict[str, Any] = {"cluster": e.cluster if e else None, "emulated": e is not None}
+    told |= {"bytes_scale": e.bytes_scale if e else 1.0, "time_scale": e.time_scale if e else 1.0}
+    told |= {"stage": request.facts.get("stage"), "n_processes": len(job.ranks) or request.facts.get("n_processes")}
+    told["n_ranks"] = max((c.n_ranks for c in job.assembler.comms.values()), default=None)
+    told |= {"policy": request.policy, "steps": job.last_step}
+    told |= {"loss_first": losses[0] if losses else None, "loss_last": losses[-1] if losses else None, **found}
+    told |= {"default_share_after": outcome.default_share, "searches_begun_anew": outcome.reopened - outcome.returned}
+    told |= {"regimes_returned": outcome.returned, "kept": outcome.kept, "dropped": outcome.dropped or None}
+    told |= {
         "not_obeyed": [str(item) for item in outcome.disobeyed],
-        "refused": [_refusal(*row) for row in outcome.refused],
-        "agreement": {"state": job.state[0].name, "text": job.state[1]} if job.state else None,
-        "consistency": {"calls_checked": job.audit.calls_checked, "mismatches": job.audit.mismatches},
-        "records_lost": sum(job.lost.values()),
-        "ended": outcome.ended or None,
-        "reasons": {key: names(text) for key, text in reasons.items()},
-        "job_status": job.status,
+        "refused": [_refusal(*r) for r in outcome.refused],
     }
+    told["agreement"] = {"state": job.state[0].name, "text": job.state[1]} if job.state else None
+    told["consistency"] = {"calls_checked": job.audit.calls_checked, "mismatches": job.audit.mismatches}
+    told |= {"records_lost": sum(job.lost.values()), "ended": outcome.ended or None}
+    return told | {"reasons": {key: names(text) for key, text in reasons.items()}, "job_status": job.status}
+
+
+def _measured(outcome: Outcome, emulated: bool) -> dict[str, Any]:
+    """What the closing comparison gave, None where there was none."""
+    keys = ("default_step_ms", "tuned_step_ms", "speedup", "speedup_ci95", "aa_speedup_ci95", "family")
+    if (v := outcome.verdict) is None:
+        return dict.fromkeys(keys)
+    intervals = [[v.tuned.low, v.tuned.high], [v.same.low, v.same.high]]
+    stands = standing(1 - 1 / v.tuned.speedup) if emulated else None
+    return dict(zip(keys, (v.default_ms, v.tuned_ms, v.tuned.speedup, *intervals, stands), strict=True))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -77,15 +66,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _decision(choice: Any) -> dict[str, Any]:
     slot, d = choice.profile.slot, choice.decision
-    return {
-        "func": slot.func,
-        "min_bytes": slot.min_bytes,
-        "max_bytes": slot.max_bytes,
-        "algo": d.algo,
-        "proto": d.proto,
-        "n_channels": d.n_channels or None,
-        "reason": choice.reason,
-    }
+    found = {"func": slot.func, "min_bytes": slot.min_bytes, "max_bytes": slot.max_bytes, "algo": d.algo}
+    return found | {"proto": d.proto, "n_channels": d.n_channels or None, "reason": choice.reason}
 
 
 def _refusal(slot: Any, decision: Any, why: str) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def pages(folder, runs):
         assert not refused, refused
     (folder / "board.html").write_text(board.page(), encoding="utf-8")
     write_runs_page(folder / "runs.html", [state(run) for run in runs])
-    return {"report": (report, 940), "board": (folder / "board.html", 1180), "top": (folder / "runs.html", 560)}
+    return {"report": (report, 940), "board": (folder / "board.html", 860), "top": (folder / "runs.html", 720)}
 
 
 def main():

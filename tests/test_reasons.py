@@ -22,7 +22,18 @@ TELLERS = (
 SINKS = {"_stop", "_lose", "close", "leave", "_drop", "JobEnded", "Closed", "Stopped", "Withdrawn", "KeyboardInterrupt"}
 FIELDS = {"ended", "dropped", "failure", "stopped", "closing", "clash", "closed"}
 #: Functions that return a reason as text.
-RETURN = {"_not_ready", "_absent", "over", "stage", "waits_for", "_ended", "nothing", "_identity", "elsewhere", "_one"}
+RETURN = {
+    "_not_ready",
+    "_absent",
+    "over",
+    "stage",
+    "waits_for",
+    "_ended",
+    "nothing",
+    "_identity",
+    "elsewhere",
+    "one_of",
+}
 
 
 def example(one):
@@ -45,8 +56,8 @@ def test_a_reason_within_a_reason_is_told_too():
     inner = NotAgreeing.NO_TUNER(rank=3)
     assert names(RunEnds.NEVER_SWITCHED(why=inner)) == ["never-switched", "no-tuner"]
     deep = NotAgreeing.FAULT(rank=1, error=NotAgreeing.LOST(rank=1, other=0))
-    told = RunEnds.NO_MORE_SWITCHES(why=NotAgreeing.LOST_TOO_OFTEN(why=deep) + reasons.KEEP_TRIAL)
-    assert names(told) == ["no-more-switches", "lost-too-often", "fault", "lost"]
+    told = RunEnds.NO_MORE_SWITCHES(why=NotAgreeing.NOT_CONNECTED(why=deep) + reasons.KEEP_TRIAL)
+    assert names(told) == ["no-more-switches", "not-connected", "fault", "lost"]
     assert names("") == names("something else") == names("something else " * 20) == []
     assert doctest.testmod(reasons).failed == 0 and names.__doc__.count(">>>") == 1
 

@@ -24,7 +24,7 @@ from typing import Any
 from ...traces.reasons import KEEP_CONFIRMED, KEEP_TRIAL, NotAgreeing, NotTuning
 from ...traces.records import AgreementState
 from .interrupts import Interrupts
-from .place import Report
+from .place import Report, one_of
 from .plugin import Plugin
 from .protocol import ABORT, Leader, Phase, Stage, Stop
 from .published import Published
@@ -285,7 +285,7 @@ class Agreement:
             if desk.rank not in reports and (mine := self._identity()) is not None:
                 reports[desk.rank] = mine
             if not sent and len(reports) > len(tree.children):
-                sent, whole = True, _one(list(reports.values()))
+                sent, whole = True, one_of(list(reports.values()))
                 if desk.rank == 0:
                     word = f"shut:{whole[2]}" if whole[2] else "open"
                     return self._passed(store.compare_set("gate", "", word).decode())
@@ -389,18 +389,6 @@ class _Under:
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return bytes(self._store.compare_set(self._prefix + key, expected, desired))
-
-
-def _one(reports: list[list[Any]]) -> list[Any]:
-    """Many ranks' [identity, rank, what is wrong] as one: a rank that has something wrong, or differs, is named."""
-    first = reports[0]
-    for report in reports:
-        if report[2]:
-            return report
-        if report[0] != first[0]:
-            ranks = {"rank": report[1], "other": first[1]}
-            return [first[0], report[1], NotAgreeing.NOT_ALIKE(**ranks, what=report[0], others=first[0])]
-    return first
 
 
 def say(text: str) -> None:

@@ -126,3 +126,15 @@ class Report:
         here, odd, clash, bare = json.loads(head)
         where = {name: Where(*values) for name, values in odd.items()}
         return cls(Where(*here), where, np.frombuffer(counts, COUNT_DTYPE), clash, bare)
+
+
+def one_of(reports: list[list[Any]]) -> list[Any]:
+    """Many ranks' [identity, rank, what is wrong] as one: a rank that has something wrong, or differs, is named."""
+    first = reports[0]
+    for report in reports:
+        if report[2]:
+            return report
+        if report[0] != first[0]:
+            ranks = {"rank": report[1], "other": first[1]}
+            return [first[0], report[1], NotAgreeing.NOT_ALIKE(**ranks, what=report[0], others=first[0])]
+    return first
