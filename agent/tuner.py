@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from ..envs.belief import Prior
+from ..envs.canary import GIVE_UP
 from ..envs.evidence import SlotOverlap, of_slot, tell
 from ..envs.job_arena import Policy
 from ..envs.live import JobEnded, Window
 from ..envs.live_windows import LiveWindows
 from ..envs.memory import Memory
 from ..envs.obedience import Disobeyed
-from ..envs.search import GIVE_UP, Search
+from ..envs.search import Search
 from ..envs.sequential import Race
 from ..envs.spaces import action_of, actions_of, config_index, decision_of
 from ..envs.watch import Rules

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from dynamiccl.agent.rules import ExpectedImprovement
 from dynamiccl.envs.belief import Prior
+from dynamiccl.envs.second_jobs import CHANGED, OTHER, SAME, STRANGE, compare, draw_pairs
 from dynamiccl.envs.sim.jobs import STANDARD
-from second_jobs import CHANGED, OTHER, SAME, STRANGE, compare, draw_pairs
 
 
 @pytest.mark.parametrize(("kind", "same_work", "same_truth"), [(SAME, True, True), (OTHER, False, True)])

@@ -1,7 +1,7 @@
 """Second jobs on a cluster, with and without what the first one left: what memory between jobs is worth.
 
-Each pair is two jobs with every step on the bill: the first is searched from nothing and leaves its evidence, the
-second is searched with it and, on the same draws, without it.
+Each pair is two jobs with every step on the bill (:mod:`.job_arena`): the first is searched from nothing and leaves its
+evidence, the second is searched with it and, on the same draws, without it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from dynamiccl.envs import job_arena
-from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.memory import Evidence, Memory, aged
-from dynamiccl.envs.scores import Scores, difference, summary
-from dynamiccl.envs.sim.fabric import Fabric, unmodelled
-from dynamiccl.envs.sim.job_family import JobFamily
-from dynamiccl.envs.sim.jobs import Jobs, Sites, assemble, computing, draw_jobs, oracle
-from dynamiccl.envs.sim.noise import even
+
+from . import job_arena
+from .belief import Prior
+from .memory import Evidence, Memory, aged
+from .scores import Scores, difference, summary
+from .sim.fabric import Fabric, unmodelled
+from .sim.job_family import JobFamily
+from .sim.jobs import Jobs, Sites, assemble, computing, draw_jobs, oracle
+from .sim.noise import even
 
 Array = np.ndarray[Any, Any]
 
