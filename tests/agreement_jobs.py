@@ -7,39 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import sys
-import threading
 import time
 from typing import Any
 
-from dynamiccl.envs.nccl import agreement as agreements
+import agreement_network
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.nccl.tree import Tree
-from dynamiccl.traces.records import Decision, Lease, Rule, Table
-from light_ranks import LightRank, descriptors, run
+from dynamiccl.traces.records import Lease
+from light_daemon import Publisher, table
+from light_ranks import LightRank, run
 from light_store import StoreServer
-
-
-def table(generation: int, lease: Lease | None = None) -> Table:
-    return Table(generation, (Rule(0, 0, "all_gather", 0, 2**30, Decision("ring", "ll", 1 + generation % 64)),), lease)
-
-
-class Publisher:
-    """A daemon that publishes a new table every ``every_s`` seconds, and beats."""
-
-    def __init__(self, folder: RunFolder, every_s: float, lease: Lease | None = None, generation: int = 0) -> None:
-        self.folder, self.every_s, self.lease, self.generation = folder, every_s, lease, generation
-        self.alive = True
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        while self.alive:
-            self.generation += 1
-            self.folder.table.publish(table(self.generation, self.lease))
-            self.folder.table.beat()
-            time.sleep(self.every_s)
 
 
 def healthy(folder: RunFolder) -> Any:
@@ -124,37 +102,8 @@ def frozen(folder: RunFolder) -> Any:
     return run(3, 250, folder, beside=beside, step_s=0.01)
 
 
-def late_store(folder: RunFolder) -> Any:
-    """From some moment on the store takes a while for each answer; then there are new tables."""
-    folder.table.publish(table(1))
-
-    def beside(server: StoreServer, pids: list[int]) -> None:
-        server.until_in_force(1)
-        server.late_s = 0.3
-        Publisher(folder, 0.03, generation=1)
-
-    return run(3, 200, folder, beside=beside, step_s=0.01)
-
-
-def late_in_a_meeting(folder: RunFolder) -> Any:
-    """The case that has a name: the store answers late from one moment to the next, while ranks stand."""
-    folder.table.publish(table(1))
-
-    def setup(rank: LightRank) -> None:
-        ask = rank.store.compare_set
-
-        def late(key: str, expected: str, desired: str) -> bytes:
-            if key.startswith("log/"):
-                time.sleep(0.3)
-            return ask(key, expected, desired)
-
-        rank.store.compare_set = late  # type: ignore[method-assign]
-
-    return run(3, 150, folder, setup=setup, step_s=0.01)
-
-
-def dead_daemon(folder: RunFolder) -> Any:
-    """A confirmed table, then a trial, then silence."""
+def dead_daemon(folder: RunFolder, then: tuple[int, ...] = ()) -> Any:
+    """A confirmed table, then a trial, then silence; ``then`` the generations that another daemon confirms."""
     folder.table.publish(table(1))
 
     def beside(server: StoreServer, pids: list[int]) -> None:
@@ -163,6 +112,9 @@ def dead_daemon(folder: RunFolder) -> Any:
         folder.table.beat()
         server.until_in_force(2)
         server.until_in_force(1)
+        for generation in then:
+            folder.table.publish(table(generation))
+            server.until_in_force(generation)
         server.enough()
 
     return run(2, 10_000, folder, beside=beside, step_s=0.01, until_stopped=True)
@@ -235,19 +187,7 @@ def another_rank_dies(folder: RunFolder) -> Any:
 
 def comes_back(folder: RunFolder) -> Any:
     """A daemon dies in a trial; one that takes its place confirms another table."""
-    folder.table.publish(table(1))
-
-    def beside(server: StoreServer, pids: list[int]) -> None:
-        server.until_in_force(1)
-        folder.table.publish(table(2, Lease(10_000, 300)))
-        folder.table.beat()
-        server.until_in_force(2)
-        server.until_in_force(1)
-        folder.table.publish(table(3))
-        server.until_in_force(3)
-        server.enough()
-
-    return run(2, 10_000, folder, beside=beside, step_s=0.01, until_stopped=True)
+    return dead_daemon(folder, (3,))
 
 
 def probe_off(folder: RunFolder) -> Any:
@@ -319,93 +259,6 @@ def interrupted(folder: RunFolder) -> Any:
     return run(2, 150, folder, step=step, setup=setup)
 
 
-def leave_descriptors(n: int) -> None:
-    used = descriptors()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + n, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
-
-def few_descriptors(folder: RunFolder) -> Any:
-    """Rank 1 has no descriptor left when its connections are to be made."""
-    Publisher(folder, 0.05)
-
-    def setup(rank: LightRank) -> None:
-        if rank.rank == 1:
-            leave_descriptors(0)
-
-    return run(3, 100, folder, setup=setup, attach_s=0.6, step_s=0.02)
-
-
-def few_descriptors_above(folder: RunFolder) -> Any:
-    """Rank 0 can listen, but take nobody in."""
-    Publisher(folder, 0.05)
-
-    def setup(rank: LightRank) -> None:
-        if rank.rank == 0:
-            leave_descriptors(2)  # the bell and the listener
-
-    return run(4, 100, folder, setup=setup, attach_s=0.6, step_s=0.02)
-
-
-def breaks(folder: RunFolder) -> Any:
-    """Rank 1's connections are cut three times, each time after some steps of an open network."""
-    Publisher(folder, 0.05)
-
-    def beside(server: StoreServer, pids: list[int]) -> None:
-        while server.values.get("cuts") != "3":
-            time.sleep(0.01)
-        generation = int(server.values["in force"])
-        while int(server.values["in force"]) < generation + 5:
-            time.sleep(0.01)
-        server.enough()
-
-    def before(rank: LightRank, i: int) -> None:
-        cuts = rank.more.setdefault("cuts", [0])
-        peers = list(rank.agreement._tree._by_fd.values()) if rank.agreement and rank.agreement._tree else []
-        if rank.rank == 1 and len(cuts) <= 3 and i >= cuts[-1] + 30 and peers:
-            cuts.append(i)
-            for peer in peers:
-                peer.sock.shutdown(2)
-            rank.work.set("cuts", str(len(cuts) - 1))
-
-    return run(3, 10_000, folder, before, beside=beside, step_s=0.01, until_stopped=True)
-
-
-def away(folder: RunFolder) -> Any:
-    """The network among the ranks is away for longer than the gate waits, in a trial; collectives go on over theirs."""
-    folder.table.publish(table(1))
-
-    def beside(server: StoreServer, pids: list[int]) -> None:
-        server.until_in_force(1)
-        folder.table.publish(table(2, Lease(10_000, 300)))
-        folder.table.beat()
-        server.until_in_force(2)
-        server.values["cut"] = "now"
-        time.sleep(2.5)
-        server.values["cut"] = "mended"
-        server.until_in_force(1)
-        server.enough()
-
-    def before(rank: LightRank, i: int) -> None:
-        word = rank.work.get("cut") if rank.agreement is not None else b""
-        if word == b"now" and "cut" not in rank.more:
-            rank.more["cut"], agreements.ATTACH_S = i, 0.4
-            Tree.open = no_route  # type: ignore[method-assign]
-            for peer in list(rank.agreement._tree._by_fd.values() if rank.agreement and rank.agreement._tree else ()):
-                peer.sock.shutdown(2)
-        elif word == b"mended" and rank.more.get("mended") is None:
-            rank.more["mended"], agreements.ATTACH_S = i, 20.0
-            Tree.open = OPEN  # type: ignore[method-assign]
-
-    return run(3, 10_000, folder, before, beside=beside, step_s=0.02, until_stopped=True)
-
-
-OPEN = Tree.open
-
-
-def no_route(tree: Tree, limit_s: float) -> None:
-    raise OSError("No route to host")
-
-
 def refused(folder: RunFolder) -> Any:
     """The plugin of one rank refuses a table: nobody gets it."""
     Publisher(folder, 0.05)
@@ -419,7 +272,7 @@ def refused(folder: RunFolder) -> Any:
 def main() -> None:
     folder = RunFolder.create()
     try:
-        said, server = globals()[sys.argv[1]](folder)
+        said, server = {**vars(agreement_network), **globals()}[sys.argv[1]](folder)
     finally:
         folder.close()
     print(json.dumps({"ranks": said, "requests": server.requests}))
