@@ -38,6 +38,7 @@ def _watch(n: int, seed: int, policy: Any, family: Any) -> Iterator[Promise]:
     import numpy as np
 
     from ...envs import promises as p
+    from ...envs.sim.jobs import draw_jobs
 
     def part(share: float) -> int:
         return max(round(share * n), 4)
@@ -48,6 +49,11 @@ def _watch(n: int, seed: int, policy: Any, family: Any) -> Iterator[Promise]:
         text = f"share of the first {steps:,} later steps at the default"
         yield _row("watch", text, seen.default_share.mean(), 0.01, few)
     yield _row("watch", "jobs searched anew in 20,000 unchanged steps", (seen.anew > 0).mean(), 0.0, few)
+    jobs = draw_jobs(family, np.random.default_rng([seed, 15]), few)
+    whole = p.lived(jobs, policy, (500, 2_000), seed)
+    for steps, share in zip((500, 2_000), whole.default_share, strict=True):
+        text = f"whole jobs, searched first: share of the first {steps:,} later steps at the default"
+        yield _row("watch", text, np.nanmean(share), 0.01, int(np.isfinite(share).sum()))
     seen = p.watch(n, 4_000, 0.95, 1.2, policy, change_at=1000, seed=seed, family=family)
     soon = (seen.windows <= 2).mean()
     yield _row("watch", "tables that became 20 % slower, gone within 2 windows", soon, 0.95, n, at_most=False)
