@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import time
 from typing import Any
@@ -71,6 +72,12 @@ def few_descriptors_above(folder: RunFolder) -> Any:
     return run(4, 100, folder, setup=setup, attach_s=0.6, step_s=0.02)
 
 
+def peers_of(rank: LightRank) -> list[Any]:
+    """Those that a rank is connected to. Another rank's cut may end the tree at any moment."""
+    tree = rank.agreement._tree if rank.agreement else None
+    return list(tree._by_fd.values()) if tree else []
+
+
 def breaks(folder: RunFolder) -> Any:
     """Rank 1's connections are cut three times, each time after some steps of an open network."""
     Publisher(folder, 0.05)
@@ -85,11 +92,12 @@ def breaks(folder: RunFolder) -> Any:
 
     def before(rank: LightRank, i: int) -> None:
         cuts = rank.more.setdefault("cuts", [0])
-        peers = list(rank.agreement._tree._by_fd.values()) if rank.agreement and rank.agreement._tree else []
+        peers = peers_of(rank)
         if rank.rank == 1 and len(cuts) <= 3 and i >= cuts[-1] + 30 and peers:
             cuts.append(i)
             for peer in peers:
-                peer.sock.shutdown(2)
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    peer.sock.shutdown(2)
             rank.work.set("cuts", str(len(cuts) - 1))
 
     return run(3, 10_000, folder, before, beside=beside, step_s=0.01, until_stopped=True)
@@ -115,8 +123,9 @@ def away(folder: RunFolder) -> Any:
         if word == b"now" and "cut" not in rank.more:
             rank.more["cut"], agreements.ATTACH_S = i, 0.4
             Tree.open = no_route  # type: ignore[method-assign]
-            for peer in list(rank.agreement._tree._by_fd.values() if rank.agreement and rank.agreement._tree else ()):
-                peer.sock.shutdown(2)
+            for peer in peers_of(rank):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    peer.sock.shutdown(2)
         elif word == b"mended" and rank.more.get("mended") is None:
             rank.more["mended"], agreements.ATTACH_S = i, 20.0
             Tree.open = OPEN  # type: ignore[method-assign]

@@ -214,9 +214,8 @@ class Agreement:
                     closed = rounds.closed
             except Exception as error:  # whatever it is: the job goes on
                 why = str(error) or type(error).__name__
-                if self._store is not None or not isinstance(
-                    error, ConnectionError
-                ):  # else it is not this rank's fault
+                # No connection to the store is not this rank's fault.
+                if self._store is not None or not isinstance(error, ConnectionError):
                     why = NotAgreeing.FAULT(rank=self.desk.rank, error=why)
                 if not (opened or opening):
                     why = self._give_up(why)
@@ -278,7 +277,8 @@ class Agreement:
         tree = self._tree = Tree(desk.rank, desk.n_ranks, store, self._host)
         if self._closing:
             raise ConnectionAbortedError(NotAgreeing.DESTROYED())
-        tree.open(ATTACH_S)
+        # Anew: a part of it, or a rank that comes to an opening when rank 0 has left it misses the next one as well.
+        tree.open(ATTACH_S / 3 if opening else ATTACH_S)
         reports: dict[int, list[Any]] = {}  # [identity, rank, what is wrong] of this rank and of those below
         sent = False
         while True:
