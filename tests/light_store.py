@@ -47,14 +47,11 @@ class StoreServer:
                 self._answer(peers[fd], *request)
 
     def _answer(self, sock: socket.socket, kind: str, *args: Any) -> None:
-        if kind == "wait":
-            self._waiting.append((sock, args[0]))
+        if kind == "check":
+            _send(sock, all(key in self.values for key in args[0]))
         elif kind == "opened":
             self.requests_at_open = self.requests
             _send(sock, True)
-        elif kind == "cancel":
-            self._waiting = [entry for entry in self._waiting if entry[0] is not sock]
-            _send(sock, "cancelled")
         elif kind == "get":
             _send(sock, self.values.get(args[0]))
         elif kind == "compare_set":
@@ -101,10 +98,9 @@ class Store:
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._lock = threading.Lock()
 
-    def _ask(self, *request: Any, timeout: float | None = None) -> Any:
+    def _ask(self, *request: Any) -> Any:
         with self._lock:
             _send(self._sock, request)
-            self._sock.settimeout(timeout)
             answer = _receive(self._sock)
         if answer is None:
             raise ConnectionError("the store is gone")
@@ -116,16 +112,8 @@ class Store:
     def get(self, key: str) -> bytes:
         return str(self._ask("get", key)).encode()
 
-    def wait(self, keys: list[str], timeout: Any) -> None:
-        try:
-            self._ask("wait", keys, timeout=timeout.total_seconds())
-        except TimeoutError:
-            with self._lock:
-                self._sock.settimeout(None)
-                _send(self._sock, ["cancel"])
-                while _receive(self._sock) != ["cancelled"]:  # it may have come in between
-                    pass
-            raise
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", keys))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return str(self._ask("compare_set", key, expected, desired)).encode()

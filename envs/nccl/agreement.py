@@ -220,7 +220,9 @@ class Agreement:
                 if not (opened or opening):
                     why = self._give_up(why)
             self._leave()
-            if not self._closing and (closed or not (opened or opening)):
+            if self._closing:
+                return
+            if closed or not (opened or opening):
                 self._stop(AgreementState.CLOSED if closed else AgreementState.SHUT, closed or why)
                 return
             # The ranks have decided together, and a trial may be in force: only together can they take it back.
@@ -384,8 +386,8 @@ class _Under:
     def get(self, key: str) -> bytes:
         return bytes(self._store.get(self._prefix + key))
 
-    def wait(self, keys: list[str], timeout: Any) -> None:
-        self._store.wait([self._prefix + key for key in keys], timeout)
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check([self._prefix + key for key in keys]))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return bytes(self._store.compare_set(self._prefix + key, expected, desired))

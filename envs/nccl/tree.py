@@ -2,7 +2,7 @@
 
 Each rank with children listens, publishes where in the job's store, and takes only those who know the secret that lies
 there too. Nothing here is known to torch.distributed; whatever goes wrong is an OSError in the thread that uses it.
-Needs no torch: the store is anything with ``set``, ``wait`` and ``get``.
+Needs no torch: the store is anything with ``set``, ``check`` and ``get``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 from ...traces.reasons import NotAgreeing
 from .interfaces import reachable, this_host
 
 FAN_OUT = 16
-#: A wait at the store is taken up again after so long.
-WAIT_S = 1.0
+#: Between two questions to the store: at most, and at first.
+WAIT_S, _FIRST_S = 1.0, 0.02
 _FRAME = struct.Struct("<IB")  # bytes of the message, kind
 _HELLO = struct.Struct("<8s16sI")  # magic, secret, rank
 _MAGIC = b"DCCLNET1"
@@ -92,19 +91,18 @@ class Tree:
             self._above = self._connect(json.loads(self._parents_word(end)), end)
 
     def _parents_word(self, end: float) -> bytes:
-        """What the parent has published. In slices: no thread may be inside the store when the interpreter ends."""
-        key = f"at/{parent(self.rank)}"
-        while not self._stopped:
-            began = time.monotonic()
-            try:
-                self._store.wait([key], timedelta(seconds=WAIT_S))
-                return bytes(self._store.get(key))
-            except Exception:
-                if time.monotonic() - began < WAIT_S / 2:  # not the time is over: the store is gone
-                    raise
+        """What the parent has published. Asked for ever more rarely, not waited for: PyTorch warns of every wait that
+        ends without an answer, and no thread may be inside the store when the interpreter ends.
+        """
+        key, pause = f"at/{parent(self.rank)}", _FIRST_S
+        while not self._store.check([key]):
+            if self._stopped:
+                raise ConnectionAbortedError("closed")
             if time.monotonic() > end:
                 raise TimeoutError(NotAgreeing.NO_STEP_IN_TIME(rank=parent(self.rank)))
-        raise ConnectionAbortedError("closed")
+            time.sleep(pause)
+            pause = min(2 * pause, WAIT_S)
+        return bytes(self._store.get(key))
 
     def _listen(self) -> None:
         bind, offered = reachable(self._host)
