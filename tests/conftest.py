@@ -18,6 +18,7 @@ from dynamiccl.envs.nccl.shm import RunFolder
 #: Reasons of skips that nothing in this checkout can do away with: what the machine lacks.
 LACKS = (
     "not installed",
+    "axe-core",
     "GPU",
     "root",
     "no Python",

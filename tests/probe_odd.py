@@ -17,7 +17,9 @@ def broken_network(torch, dist) -> Callable[[int], float]:
         from dynamiccl.envs.nccl import probe
 
         if i == 7 and dist.get_rank() == int(os.environ["VICTIM"]):
-            for peer in list(probe._probe._agreement._tree._by_fd.values()):
+            while not (peers := list(getattr(probe._probe._agreement._tree, "_by_fd", {}).values())):
+                time.sleep(0.01)  # the tree is made in the background
+            for peer in peers:
                 peer.sock.shutdown(2)
         return inner(i)
 

@@ -43,7 +43,7 @@ def test_windows_take_what_the_record_says(trace, recorded):
     assert len(job.window({}, 4, give_up_ms=0.1).steps) == 1
     ending = RecordedJob(trace, recorded, steps=20)
     with pytest.raises(JobEnded, match="are over"):
-        for _ in range(4):
+        for _ in range(6):
             ending.window({}, 4)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import socket
 import struct
 import sys
 import time
@@ -27,6 +26,7 @@ from .plugin import Plugin
 from .published import Local, Published
 from .sampling import Sampling
 from .steps import Steps
+from .tree import takes_connections
 
 # STEP_DTYPE as two structs, packed rather than filled as a numpy record: the second part changes twice a second.
 _STEP = struct.Struct("<QBBBBBBHQQIIIIqq")
@@ -34,7 +34,6 @@ _GAUGES = struct.Struct("<QQdffHHIffff8x")
 assert _STEP.size + _GAUGES.size == STEP_DTYPE.itemsize
 _STATE = struct.Struct("<QBBBBBBHQQIIII80s")
 _NO_LOSS = float("nan")
-_STORE_S, _SILENT_S = 10.0, 0.3  # to connect to the job's store; until it counts as waiting for what we say
 _ASK_NO_TUNER = ("gloo", "mpi", "ucc")  # backends of PyTorch's own that do without NCCL
 
 
@@ -287,19 +286,6 @@ class _OurStore:
         # torchrun may keep the store when it starts all workers anew: an old gate or log must not be taken for ours.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return self._c10d.PrefixStore(f"dynamiccl/{restart}.{self._attempt}", store.clone()), host
-
-
-def takes_connections(host: str, port: int) -> None:
-    """Raises OSError where no connection to the job's store is to be had, a ConnectionError if it is the store's fault.
-
-    PyTorch's own client would try again for half an hour, and warn each time: this process, or the store's, may be out
-    of file descriptors.
-    """
-    with socket.create_connection((host, port), _STORE_S) as connection:
-        connection.settimeout(_SILENT_S)
-        with contextlib.suppress(TimeoutError):  # it waits for our first word, as it should
-            connection.recv(1)
-            raise ConnectionAbortedError("the job's store takes no more connections")
 
 
 def _note(path: Path, text: str) -> None:

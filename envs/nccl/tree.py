@@ -31,6 +31,7 @@ _MAGIC = b"DCCLNET1"
 _LARGEST = 1 << 24
 _TRY_S = 2.0  # for one address
 _STRANGER_S = 5.0  # how long one that has connected may take to say who it is
+_STORE_S, _SILENT_S = 10.0, 0.3  # to connect to the job's store; until it counts as waiting for what we say
 
 
 def parent(rank: int) -> int:
@@ -294,3 +295,16 @@ class Tree:
         if self._bell >= 0:
             bell, self._bell = self._bell, -1
             os.close(bell)
+
+
+def takes_connections(host: str, port: int) -> None:
+    """Raises OSError where no connection to the job's store is to be had, a ConnectionError if it is the store's fault.
+
+    PyTorch's own client would try again for half an hour, and warn each time: this process, or the store's, may be out
+    of file descriptors.
+    """
+    with socket.create_connection((host, port), _STORE_S) as connection:
+        connection.settimeout(_SILENT_S)
+        with contextlib.suppress(TimeoutError):  # it waits for our first word, as it should
+            connection.recv(1)
+            raise ConnectionAbortedError("the job's store takes no more connections")
