@@ -13,6 +13,8 @@ from ..traces.header import masked
 
 #: Its file beside the summary; at this size it is renamed, the one before it goes.
 LOG, MOST_BYTES = "tuner.log", 8 * 2**20
+#: Characters of a line: what is longer is cut.
+MOST = 8192
 #: All that the tuner and what it uses write to; nobody else's handlers hear of it.
 log = logging.getLogger("dynamiccl")
 
@@ -51,5 +53,5 @@ class _File(RotatingFileHandler):
 
 def _without_secrets(record: logging.LogRecord) -> bool:
     """One line, whatever texts from outside hold; tokens and passwords as ``***``."""
-    record.msg, record.args = masked(" ".join(record.getMessage().splitlines())), ()
+    record.msg, record.args = masked(" ".join(record.getMessage()[:MOST].splitlines())), ()
     return True

@@ -227,6 +227,7 @@ def test_the_readme_says_what_the_filed_results_say() -> None:
         assert {"expected-improvement", "aa", "ladder", "coordinate-descent", "gp", "thompson", "default"} <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SUITES)
 def test_a_fresh_draw_leaves_no_printed_interval(name: str) -> None:
     """Other jobs of the same strata: what entrants lose on them lies within what is printed, widened by the fresh

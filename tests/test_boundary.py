@@ -50,6 +50,7 @@ def test_a_staged_table_changes_nothing_until_it_is_flipped(plugin):
     assert plugin.generation == 7
 
 
+@pytest.mark.slow
 def test_the_child_of_a_fork_begins_anew(folder):
     """A child that trains has a ring and a probe of its own; the parent's go on."""
     program = """

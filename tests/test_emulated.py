@@ -67,6 +67,7 @@ def test_values_are_gloos():
     assert ranks("values", **emulated()) == ranks("values", BACKEND="gloo")
 
 
+@pytest.mark.slow
 def test_times_are_the_fabrics():
     """A gather ends when the model says, two queue up, compute hides one and pays for it, a late rank delays."""
     times = {name: median(values) for name, values in ranks("times", **emulated()).items()}
@@ -90,6 +91,7 @@ def test_weather_stretches_the_times():
     assert median(foul["sync"]) == pytest.approx(2 * median(fair["sync"]), rel=0.25)
 
 
+@pytest.mark.slow
 def test_training_is_bit_equal_with_and_without_emulation(tmp_path):
     losses = {}
     for backend in ("gloo", "emulated"):
@@ -102,6 +104,7 @@ def test_training_is_bit_equal_with_and_without_emulation(tmp_path):
     assert len(losses["gloo"]) == 6 and losses["gloo"] == losses["emulated"]
 
 
+@pytest.mark.slow
 def test_a_wrong_environment_is_said_and_breaks_nothing():
     for env, word in (
         ({"DYNAMICCL_CLUSTER": "dgx-h1000"}, "dgx-h100"),

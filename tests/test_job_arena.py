@@ -40,6 +40,7 @@ def test_every_step_is_billed_under_what_ran(calm):
     assert ledger.lost[2] == pytest.approx(9 * (pace - 1)) and jobs.at[2] - at[2] == ledger.steps[2]
 
 
+@pytest.mark.slow
 def test_where_nothing_helps_nothing_is_gained_and_little_lost(calm):
     """A/A: every config is the default. The jobs themselves are left as they were."""
     jobs = calm[0].without_gain()

@@ -62,6 +62,7 @@ def test_a_rank_that_steps_no_more_holds_up_nobody(run, victim):
     assert max(s["held_ms"] for s in said) < 50 + SLACK_MS and not any("Traceback" in error for error in errors)
 
 
+@pytest.mark.slow
 def test_no_table_changes_while_the_ranks_step_unevenly(run):
     """Under PyTorch's Join the ranks take different numbers of steps; before and after it they change together."""
     said, errors = whole(["uneven"], {**run.env(), "JITTER_S": "0.05"}, run)
@@ -71,6 +72,7 @@ def test_no_table_changes_while_the_ranks_step_unevenly(run):
     assert not any("dynamiccl:" in error for error in errors), errors
 
 
+@pytest.mark.slow
 def test_a_job_without_standard_error_is_not_troubled(run):
     said, errors = whole(["cannot speak"], {**run.env(), "VICTIM": "1", "JITTER_S": "0.02"}, run)
     assert len(said) == 2, errors
@@ -78,6 +80,7 @@ def test_a_job_without_standard_error_is_not_troubled(run):
     assert first == second
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_cannot_be_hashed_trains(run):
     program = """
 import torch

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 from dynamiccl.agent.cli import app
 from dynamiccl.agent.rules import ExpectedImprovement
 from dynamiccl.envs.promises import ended, lived, nothing_to_gain, recovery, watch
@@ -57,6 +58,7 @@ def test_what_is_lived_through_is_billed_by_the_truth():
     assert (found.saving <= found.oracle + 1e-3).all()
 
 
+@pytest.mark.slow
 def test_one_command_prints_them_for_people_and_programs():
     words = ["lab", "promises", "--part", "nothing", "--jobs", "4"]
     told = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)

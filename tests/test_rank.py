@@ -77,6 +77,7 @@ def test_spearman():
     assert spearman([1, 1, 1], [1, 2, 3]) == 0
 
 
+@pytest.mark.slow
 def test_rankings_agree_with_themselves_and_not_with_their_opposite(trace, recorded):
     names = ("sweep", "default", "coordinate-descent", "random")
     live = [replayed_run(trace, recorded, name, SETTINGS, seed) for name in names for seed in (100, 101)]

@@ -25,6 +25,7 @@ def test_another_fabric_bears_the_same_name_and_the_same_compute():
         assert not np.allclose(pairs.first.default_us, pairs.second.default_us, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_same_job_again_is_quicker_and_no_worse():
     found = compare(ExpectedImprovement(), SAME, STANDARD, 6, Prior.load())
     assert found["pairs"] == 6 and found["used_at_the_end"] > 0.5

@@ -86,6 +86,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_weights(tmp_path):
         Training(SMALL, tmp_path / "none").resume()
 
 
+@pytest.mark.slow
 def test_ppo_goes_on_from_there(tmp_path):
     training = Training(replace(SMALL, stages=(), ppo=1, ppo_turns=64), tmp_path)
     before = training.policy.export()

@@ -232,6 +232,7 @@ CUTS: dict[str, tuple[int, int, int, int, int, dict[str, int]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_job_cut_in_any_way_trains_alike_and_sends_what_the_formulas_say(four: World, tmp_path: Path) -> None:
     def run_job(text: str) -> tuple[list[float], Bytes, dict[str, int]]:
         done: tuple[list[float], Bytes, dict[str, int]] = four.run(job, text.split(), str(tmp_path), timeout=300)[0]

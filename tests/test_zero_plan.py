@@ -112,6 +112,7 @@ def total(calls: Any, func: str) -> int:
     return sum(call.n_bytes for call in calls if call.func == func)
 
 
+@pytest.mark.slow
 def test_dry_run_of_gpt2_adds_up_and_differs_from_fsdp2_as_documented() -> None:
     ours, n_params = dry("gpt2", 16, 3, keep_last=False)
     assert n_params == 124_439_808 and all(c.n_ranks == 16 for c in ours)
@@ -130,6 +131,7 @@ def test_dry_run_of_gpt2_adds_up_and_differs_from_fsdp2_as_documented() -> None:
         assert total(calls, "all_gather") == total(calls, "reduce_scatter") == pytest.approx(2 * n_params, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_dry_runs_of_jobs_cut_in_more_ways_than_one_add_up() -> None:
     """GPT-2 on 16 ranks, of which 8 share a shard or 4 a matrix; a small mixture over 4 of 8."""
 

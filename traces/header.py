@@ -45,7 +45,7 @@ def new_header() -> dict[str, Any]:
 _SECRET_NAME = r"[\w.-]*(?:token|(?:secret|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key|credential)s?)"
 _SECRETS = (
     re.compile(rf"(?i)(?P<keep>(?<![\w-])(?:--?)?{_SECRET_NAME}(?:\s*[=:]\s*|\s+)[\"']?)(?P<secret>[^\s\"']+)"),
-    re.compile(r"(?P<keep>\w+://[^\s/:@]+:)(?P<secret>[^\s/@]+)(?=@)"),
+    re.compile(r"(?P<keep>\b\w{1,20}://[^\s/:@]{1,200}:)(?P<secret>[^\s/@]{1,500})(?=@)"),
     re.compile(r"(?P<keep>(?i:bearer|basic)\s+)(?P<secret>[\w.~+/=-]{8,})"),
     re.compile(
         r"(?P<keep>)(?P<secret>\b(?:hf_\w{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{16,}"
