@@ -7,19 +7,22 @@ DEMO_STEPS ?= 600
 SOURCES := agent envs traces zero_workload tests
 C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h envs/sim/*.c tests/*.c)
 
-.PHONY: demo test test-slow test-all coverage check format setup bench gpu-check model-check clean
+.PHONY: demo test test-slow test-timing test-all coverage check format setup bench gpu-check model-check clean
 
 demo: setup
 	$(RUN) tune --out runs/demo --no-memory --steps $(DEMO_STEPS)
 
-# What takes seconds. Two at a time; those that compare times run alone afterwards.
+# What takes seconds, two at a time.
 test: setup $(VENV)/frameworks
 	$(BIN)/python -m pytest -m "not slow and not timing" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m "timing and not slow"
 
-# The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python, speed beside FSDP2.
+# The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python.
 test-slow: setup $(VENV)/frameworks
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not timing" -n 2 --dist loadfile
+
+# Those that compare times, one after the other: for a machine that does nothing else.
+test-timing: setup $(VENV)/frameworks
+	$(BIN)/python -m pytest -m timing
 
 # Everything, as long as it takes, some 45 minutes on two quiet cores: every state of the protocol, two soaks of the
 # daemon of ten minutes each in place of 20 seconds, a rank frozen for a minute in place of 3 seconds, sanitizers, and

@@ -158,6 +158,7 @@ def tuned(kind, out):
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_under_a_whole_tune_two_shard_groups_gain_what_one_gains(tmp_path):
     """HSDP 2 x 2 waits for both of its groups in every step: were one of them tuned alone, it would gain nothing."""
     alone, one = tuned("one group", tmp_path / "one")
