@@ -26,7 +26,7 @@ INSTALLED = [name for name in PACKAGES if importlib.util.find_spec(name.split()[
 @pytest.fixture(scope="module")
 def package_jobs():
     """The loops of all packages that there are in one job alone, and in one with the probe and changing tables."""
-    env = {"DS_ACCELERATOR": "cpu", "JITTER_S": "0.02"}
+    env = {"DS_ACCELERATOR": "cpu", "JITTER_S": "0.15"}
     alone, errors = finish(start(INSTALLED, 2, env))
     assert len(alone) == 2, errors
     run = RunFolder.create()
