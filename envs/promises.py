@@ -40,7 +40,6 @@ class Ended:
 
     has_table: Array  # bool
     saving: Array  # what the table truly saves, as a part of the default's step
-    noise: Array  # standard deviation of the log ratio of two windows: what A/A shows
 
     @property
     def is_harmed(self) -> Array:
@@ -51,8 +50,7 @@ class Ended:
 def ended(jobs: Jobs, policy: Any, seed: int = 0) -> Ended:
     """Search all ``jobs`` to their verdicts."""
     done = play(SimSearch(jobs, Prior.load(), np.random.default_rng([seed, 13])), policy)
-    noise = np.array([np.sqrt(2) * s.noise for s in done.searches])
-    return Ended(np.asarray(done.tables.any(axis=1)), done.windows.saving(done.tables), noise)
+    return Ended(np.asarray(done.tables.any(axis=1)), done.windows.saving(done.tables))
 
 
 def nothing_to_gain(n: int, seed: int = 0, family: JobFamily = STANDARD, worse: float = 0.0) -> Jobs:

@@ -15,7 +15,7 @@ from typing import Any
 import agreement_network
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import Lease
-from light_daemon import Publisher, table
+from light_daemon import Publisher, table, try_one
 from light_ranks import LightRank, run
 from light_store import StoreServer
 
@@ -107,10 +107,7 @@ def dead_daemon(folder: RunFolder, then: tuple[int, ...] = ()) -> Any:
     folder.table.publish(table(1))
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        server.until_in_force(1)
-        folder.table.publish(table(2, Lease(10_000, 400)))
-        folder.table.beat()
-        server.until_in_force(2)
+        try_one(folder, server, 400)
         server.until_in_force(1)
         for generation in then:
             folder.table.publish(table(generation))
@@ -195,10 +192,7 @@ def probe_off(folder: RunFolder) -> Any:
     folder.table.publish(table(1))
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        server.until_in_force(1)
-        folder.table.publish(table(2, Lease(10_000, 600_000)))
-        folder.table.beat()
-        server.until_in_force(2)
+        try_one(folder, server, 600_000)
         server.values["break"] = "now"
 
     def before(rank: LightRank, i: int) -> None:
@@ -216,10 +210,7 @@ def steps_no_more(folder: RunFolder) -> Any:
     stops: list[int] = []
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        server.until_in_force(1)
-        folder.table.publish(table(2, Lease(10_000, 600)))
-        folder.table.beat()
-        server.until_in_force(2)
+        try_one(folder, server, 600)
         server.values["stop"] = "now"
         time.sleep(1)
         steps = len(server.values)  # each leaves its mark

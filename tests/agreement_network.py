@@ -10,8 +10,7 @@ from typing import Any
 from dynamiccl.envs.nccl import agreement as agreements
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.tree import Tree
-from dynamiccl.traces.records import Lease
-from light_daemon import Publisher, table
+from light_daemon import Publisher, table, try_one
 from light_ranks import LightRank, descriptors, run
 from light_store import StoreServer
 
@@ -78,6 +77,12 @@ def peers_of(rank: LightRank) -> list[Any]:
     return list(tree._by_fd.values()) if tree else []
 
 
+def cut(peers: list[Any]) -> None:
+    for peer in peers:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            peer.sock.shutdown(2)
+
+
 def breaks(folder: RunFolder) -> Any:
     """Rank 1's connections are cut three times, each time after some steps of an open network."""
     Publisher(folder, 0.05)
@@ -95,9 +100,7 @@ def breaks(folder: RunFolder) -> Any:
         peers = peers_of(rank)
         if rank.rank == 1 and len(cuts) <= 3 and i >= cuts[-1] + 30 and peers:
             cuts.append(i)
-            for peer in peers:
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    peer.sock.shutdown(2)
+            cut(peers)
             rank.work.set("cuts", str(len(cuts) - 1))
 
     return run(3, 10_000, folder, before, beside=beside, step_s=0.01, until_stopped=True)
@@ -108,10 +111,7 @@ def away(folder: RunFolder) -> Any:
     folder.table.publish(table(1))
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        server.until_in_force(1)
-        folder.table.publish(table(2, Lease(10_000, 300)))
-        folder.table.beat()
-        server.until_in_force(2)
+        try_one(folder, server, 300)
         server.values["cut"] = "now"
         time.sleep(2.5)
         server.values["cut"] = "mended"
@@ -123,9 +123,7 @@ def away(folder: RunFolder) -> Any:
         if word == b"now" and "cut" not in rank.more:
             rank.more["cut"], agreements.ATTACH_S = i, 0.4
             Tree.open = no_route  # type: ignore[method-assign]
-            for peer in peers_of(rank):
-                with contextlib.suppress(OSError):  # closed meanwhile
-                    peer.sock.shutdown(2)
+            cut(peers_of(rank))
         elif word == b"mended" and rank.more.get("mended") is None:
             rank.more["mended"], agreements.ATTACH_S = i, 20.0
             Tree.open = OPEN  # type: ignore[method-assign]

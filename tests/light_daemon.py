@@ -7,6 +7,7 @@ import time
 
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import Decision, Lease, Rule, Table
+from light_store import StoreServer
 
 
 def table(generation: int, lease: Lease | None = None) -> Table:
@@ -27,3 +28,11 @@ class Publisher:
             self.folder.table.publish(table(self.generation, self.lease))
             self.folder.table.beat()
             time.sleep(self.every_s)
+
+
+def try_one(folder: RunFolder, server: StoreServer, lease_ms: int) -> None:
+    """With generation 1 in force, a trial of generation 2; returns when that is in force. Nobody beats after it."""
+    server.until_in_force(1)
+    folder.table.publish(table(2, Lease(10_000, lease_ms)))
+    folder.table.beat()
+    server.until_in_force(2)

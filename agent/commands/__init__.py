@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -123,3 +124,9 @@ def run_folder(where: str) -> Path:
     """A run folder by its path, or by the folder that holds a run's results. Raises ValueError."""
     path = Path(where)
     return (path / "run").resolve() if (path / "run").is_symlink() else path
+
+
+def one_thread() -> None:
+    """Before numpy is imported: the matrices here are small, and more threads only fight."""
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, "1")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import ClusterName, Nccl, fail
+from . import ClusterName, Nccl, fail, one_thread
 
 if TYPE_CHECKING:
     from ...envs.submissions import Suite
@@ -67,8 +66,7 @@ def bench(
     """
     if context.invoked_subcommand:  # `dynamiccl bench plugin` and the like have files of their own
         return
-    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # before numpy: the matrices are small, threads only fight
-        os.environ.setdefault(name, "1")
+    one_thread()
     from rich.console import Console
 
     from ..bench import Entry, entrants, run

@@ -1,12 +1,11 @@
 """``dynamiccl lab prior``: fit the prior of the belief anew."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from . import fail
+from . import fail, one_thread
 
 #: Fresh jobs that judge, of each family; the seed is no one else's.
 JUDGES, JUDGE_SEED = 256, 2_800_000_000
@@ -24,8 +23,7 @@ def prior(
     Both are judged by how likely the true times of fresh jobs are under them (negative log likelihood a figure; less is
     better). To use the new one, put it in place of envs/prior.npz and train the policy anew: it reads the belief.
     """
-    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # before numpy: with more, small matrices take longer
-        os.environ.setdefault(name, "1")
+    one_thread()
     import json
     import time
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import fail
+from . import fail, one_thread
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,7 @@ def promises(
     dynamiccl lab promises --part watch --jobs 20
     dynamiccl lab promises --family held-out --json
     """
-    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # before numpy: with more, small matrices take longer
-        os.environ.setdefault(name, "1")
+    one_thread()
     from ...envs.job_suites import FAMILIES
     from ..choosing import DEFAULT, make_chooser
 

@@ -1,13 +1,12 @@
 """``dynamiccl lab train``: make the policy's weights anew."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from . import fail
+from . import fail, one_thread
 
 
 def train(
@@ -26,8 +25,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
     """Train the LSTM policy on whole jobs, across random clusters in the simulator (about 40 minutes on two cores)."""
-    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):  # before numpy: with more, small matrices take longer
-        os.environ.setdefault(name, "1")
+    one_thread()
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
