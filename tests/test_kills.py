@@ -77,7 +77,7 @@ def test_full_shared_memory_the_job_trains_without_a_ring(run, monkeypatch):
     monkeypatch.setattr(
         subprocess, "Popen", lambda command, **more: real([command[0], "-c", limited, *command[1:]], **more)
     )
-    said, errors = finish(start(["plain"], 2, {**run.env(), "JITTER_S": "0.15"}), run)
+    said, errors = finish(start(["plain"], 2, {**run.env(), "JITTER_S": "0.05", "WARM": "1"}), run)
     assert [s["losses"] for s in said] == [s["losses"] for s in alone], errors
     first, second = (s["generations"]["plain"] for s in said)
     assert first == second and len(set(first)) > 1, "tables need no ring"

@@ -56,7 +56,7 @@ def test_two_nodes_decide_together_whatever_their_hosts_files_say(nodes, tmp_pat
     folder = RunFolder.create()
     base = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))}
     base |= {"MASTER_ADDR": NODES[0], "MASTER_PORT": "29631", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
-    base |= {**folder.env(), **MEET, "JITTER_S": "0.3"}
+    base |= {**folder.env(), **MEET, "JITTER_S": "0.1", "WARM": "1"}
     if of_itself == "127.0.1.1":
         base["GLOO_SOCKET_IFNAME"] = "dccl0"  # without it the job's own gloo does not come together
     processes = []

@@ -166,11 +166,11 @@ def test_a_killed_rank_does_not_leave_the_other_hanging(run, victim):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_network_that_breaks_is_opened_again(run, victim):
     """Nobody switches alone, nobody waits, nothing is said, and tables change again."""
-    env = {**run.env(), "VICTIM": str(victim), "JITTER_S": "0.5"}
+    env = {**run.env(), "VICTIM": str(victim), "JITTER_S": "0.5", "WARM": "1"}
     said, errors = finish(start(["broken network"], 2, env), run)
     first, second = (s["generations"]["broken network"] for s in said)
     assert first == second, errors
-    assert len(set(first[:8])) > 1 and len(set(first[8:])) > 1
+    assert first[0] > 0 and len(set(first[8:])) > 1
     assert not any(errors), errors
 
 
@@ -218,11 +218,10 @@ def test_a_rank_whose_nccl_took_no_tuner_keeps_the_gate_shut(run):
 
 def test_a_skipped_optimizer_step_on_one_rank_ends_the_agreement_by_name(run):
     """Seen: every switch after it ran one step under two tables. Now all go back to the confirmed table together."""
-    env = {**run.env(), "VICTIM": "1", "JITTER_S": "0.1"}
+    env = {**run.env(), "VICTIM": "1", "JITTER_S": "0.1", "WARM": "1"}
     said, errors = finish(start(["skips once"], 2, env), run)
     first, second = (s["generations"]["skips once"] for s in said)
-    assert first == second, errors
-    assert len(set(first)) > 1, "tables changed before"
+    assert first == second and first[0] > 0, errors
     assert sum(error.count("rank 1 has ended") for error in errors) == 1 and "rank 1 has ended" in errors[0], errors
     assert agreement_states(run)[-1][0] is AgreementState.CLOSED
 
@@ -230,10 +229,10 @@ def test_a_skipped_optimizer_step_on_one_rank_ends_the_agreement_by_name(run):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_probe_that_breaks_on_one_rank_ends_the_agreement_with_all(run, victim):
     """Before: that rank met the others no more, and what was in force stayed, a trial too."""
-    env = {**run.env(), "VICTIM": str(victim), "JITTER_S": "0.1"}
+    env = {**run.env(), "VICTIM": str(victim), "JITTER_S": "0.1", "WARM": "1"}
     said, errors = finish(start(["probe breaks"], 2, env), run)
     first, second = (s["generations"]["probe breaks"] for s in said)
-    assert first == second and len(set(first[:8])) > 1, errors
+    assert first == second and first[0] > 0, errors
     assert "probe off: TypeError" in errors[victim] and "Traceback" not in errors[victim]
     assert all(f"rank {victim}: probe off" in s["stopped"] for s in said), said
     assert agreement_states(run)[-1][0] is AgreementState.CLOSED

@@ -33,7 +33,7 @@ def whole(names, env, run):
 @pytest.mark.slow
 def test_children_of_a_rank_live_and_end_as_without_us(run):
     """Data loaders fork while a round is under way: the child has our objects, but not the threads behind them."""
-    said, errors = whole(["forks"], {**run.env(), "JITTER_S": "0.05"}, run)
+    said, errors = whole(["forks"], {**run.env(), "JITTER_S": "0.05", "WARM": "1"}, run)
     assert len(said) == 2, errors
     first, second = (s["generations"]["forks"] for s in said)
     assert first == second and len(set(first)) > 2
@@ -42,12 +42,12 @@ def test_children_of_a_rank_live_and_end_as_without_us(run):
 
 @pytest.mark.slow
 def test_a_job_that_makes_its_group_anew_is_tuned_on(run, tmp_path):
-    env = {**run.env(), "JITTER_S": "0.4", "MEET": str(tmp_path / "store")}
+    env = {**run.env(), "JITTER_S": "0.4", "MEET": str(tmp_path / "store"), "WARM": "1"}
     said, errors = whole(["group anew"], env, run)
     assert len(said) == 2, errors
     first, second = (s["generations"]["group anew"] for s in said)
     assert first == second
-    assert len(set(first[:8])) > 1 and len(set(first[8:])) > 1, first
+    assert first[0] > 0 and len(set(first[8:])) > 1, first
     assert not any("dynamiccl:" in error for error in errors), errors
 
 
@@ -55,7 +55,7 @@ def test_a_job_that_makes_its_group_anew_is_tuned_on(run, tmp_path):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_steps_no_more_holds_up_nobody(run, victim):
     """Seen: the others stood for 30 s. It answers the others' collectives, so the job goes on."""
-    env = {**run.env(), "VICTIM": str(victim), "JITTER_S": "0.1", "DYNAMICCL_MEET_MS": "50"}
+    env = {**run.env(), "VICTIM": str(victim), "JITTER_S": "0.1", "DYNAMICCL_MEET_MS": "50", "WARM": "1"}
     said, errors = whole(["leaves early"], env, run)
     first, second = (s["generations"]["leaves early"] for s in said)
     assert first[:7] == second[:7] and len(set(first[9:] + second[9:])) == 1, (first, second)
@@ -65,7 +65,7 @@ def test_a_rank_that_steps_no_more_holds_up_nobody(run, victim):
 @pytest.mark.slow
 def test_no_table_changes_while_the_ranks_step_unevenly(run):
     """Under PyTorch's Join the ranks take different numbers of steps; before and after it they change together."""
-    said, errors = whole(["uneven"], {**run.env(), "JITTER_S": "0.05"}, run)
+    said, errors = whole(["uneven"], {**run.env(), "JITTER_S": "0.05", "WARM": "1"}, run)
     assert len(said) == 2, errors
     first, second = (s["generations"]["uneven"] for s in said)
     assert first == second and len(set(first)) > 2, (first, second)
@@ -74,7 +74,7 @@ def test_no_table_changes_while_the_ranks_step_unevenly(run):
 
 @pytest.mark.slow
 def test_a_job_without_standard_error_is_not_troubled(run):
-    said, errors = whole(["cannot speak"], {**run.env(), "VICTIM": "1", "JITTER_S": "0.02"}, run)
+    said, errors = whole(["cannot speak"], {**run.env(), "VICTIM": "1", "JITTER_S": "0.02", "WARM": "1"}, run)
     assert len(said) == 2, errors
     first, second = (s["generations"]["cannot speak"] for s in said)
     assert first == second

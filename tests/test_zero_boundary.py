@@ -140,6 +140,28 @@ def test_modules_may_do_this_at_every_stage(kind: str, two: World) -> None:
             assert refused.startswith(at_3) if settings["stage"] == 3 else refused == ""
 
 
+def loaded(stage: int, dtype: torch.dtype) -> tuple[bool, str]:
+    """Whether the engine trains on from what was loaded into the model, and how that was refused."""
+    model = Model("objects")
+    state = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
+    engine = zero(model, lambda p: torch.optim.SGD(p, lr=0.0), stage=stage, param_dtype=dtype, min_unit=1)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        return False, str(error)
+    engine.backward(model(batch(0).to(dtype), -1))
+    engine.step()
+    return all((value == 0.25).all() for value in engine.state_dict().values()), ""
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_are_loaded_into_the_model_or_refused(stage: int, two: World) -> None:
+    """Seen: "size mismatch" at stage 3; in bfloat16 the next step wrote the old weights back without a word."""
+    cure = "the engine holds the weights: load a state dict before zero(), or checkpoint.load()"
+    assert two.run(loaded, stage, torch.float32) == [(False, cure) if stage == 3 else (True, "")] * 2
+    assert two.run(loaded, stage, torch.bfloat16) == [(False, cure)] * 2
+
+
 def test_a_weight_used_outside_its_module_is_named_on_every_rank(two: World) -> None:
     for _, said in two.run(trained, "outside", {"stage": 3}):
         assert said.startswith("blocks.0.weight is used outside the forward of blocks.0, where stage 3 holds a shard")

@@ -34,11 +34,8 @@ class Health:
         return math.prod(group.size() for d, group in dims if local(p) is p or p.placements[d].is_replicate())
 
     def look(self, now: bool) -> torch.Tensor | None:
-        """After the reductions. Gradients of parameters that no rank used become ``None``.
-
-        Returns:
-            ``now``: the global norm of the unscaled gradient (scalar), the same on every rank.
-        """
+        """After the reductions. Gradients of parameters that no rank used become ``None``. With ``now``, returns the
+        global norm of the unscaled gradient (scalar), the same on every rank."""
         engine, comm, used, parts = self.engine, self.engine.comm, self.engine.reducer.used, self.engine.owned
         if len(self._share) != len(parts):
             copies = [self.copies[part.spans[0].number] for part in parts]

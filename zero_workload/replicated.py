@@ -56,9 +56,7 @@ class Replicated:
             self._launch(complete_only=True)
 
     def _launch(self, complete_only: bool) -> None:
-        """Buckets are reduced strictly last to first, on every rank alike: a rank that does not use some parameter
-        must not send its collectives in another order than the rest.
-        """
+        """Reduce strictly last to first, on every rank alike, whatever parameters a rank has not used."""
         settings = self.reducer.settings
         each = self.stage == 2 and not settings.no_sync
         if each or self.reducer.micro_batch == settings.gradient_accumulation - 1:

@@ -151,6 +151,7 @@ class Engine:
         self.owned = parts_of(self.buckets, self.shapes, bool(settings.whole_params), kinds)
         regroup(optimizer, self.params, self.shapes, self.owned)
         model.register_state_dict_pre_hook(self._before_state_dict)
+        model.register_load_state_dict_pre_hook(self._before_loading)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagate ``loss`` (scalar), divided by the accumulation steps and multiplied by the loss scale."""
@@ -228,6 +229,10 @@ class Engine:
                 "at stage 3 the model holds none of its parameters: take engine.state_dict(), on every rank, or write "
                 "a sharded checkpoint: zero_workload.checkpoint.save(engine, folder, step)"
             )
+
+    def _before_loading(self, *_: Any) -> None:
+        if self.sharded.units or any(b.master is not None and b.master.dtype != b.full.dtype for b in self.buckets):
+            raise RuntimeError("the engine holds the weights: load a state dict before zero(), or checkpoint.load()")
 
     def memory(self) -> dict[str, int]:
         """Bytes this rank holds at rest by component, padding included; what shares a storage counts once."""
