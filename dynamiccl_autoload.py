@@ -8,13 +8,16 @@ import os
 
 
 def autoload() -> None:
-    """Attach to the job where the environment of a run asks for it; never raises."""
-    if "DYNAMICCL_RUN" not in os.environ and "DYNAMICCL_CLUSTER" not in os.environ:
-        return
+    """Register the emulated backend, install the probe, each where the environment asks for it; never raises."""
     try:
-        from dynamiccl.envs.nccl.autoload import autoload as attach
+        if "DYNAMICCL_CLUSTER" in os.environ:
+            from dynamiccl.envs.sim.backend import register
 
-        attach()
+            register()
+        if "DYNAMICCL_RUN" in os.environ:
+            from dynamiccl.envs.nccl.probe import install
+
+            install()
     except (Exception, SystemExit) as error:
         try:  # noqa: SIM105 - contextlib would be one more import
             os.write(2, f"dynamiccl: not attached: {type(error).__name__}: {error}\n".encode(errors="replace"))

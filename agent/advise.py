@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ..envs.arms import distinct
 from ..envs.belief import Belief, Prior
 from ..envs.evidence import SlotOverlap, given_back, ratios, seen_in, tell
 from ..envs.recordings import of_size
 from ..envs.replay import Recorded as Tasks
 from ..envs.replay import cluster_of, load
+from ..envs.sim.arms import distinct
 from ..envs.sim.clusters import Cluster, Fleet
 from ..traces.costs import size_text
 from ..traces.files import Trace, TraceError

@@ -14,12 +14,13 @@ import gymnasium as gym
 import numpy as np
 from stable_baselines3.common.vec_env import VecEnv
 
-from ..envs import spaces, turns
+from ..envs import turns
 from ..envs.belief import Prior
 from ..envs.sim.jobs import SLOTS, STANDARD, JobFamily, Jobs, draw_jobs, oracle
 from ..envs.sim_windows import SimSearch
-from ..envs.spaces import N_CONFIGS
 from ..envs.watch import Rules
+from ..traces import spaces
+from ..traces.spaces import N_CONFIGS
 from .policy import blinded
 
 Array = np.ndarray[Any, Any]
@@ -170,7 +171,7 @@ class JobVecEnv(VecEnv):
         """``without``: what the policy is not shown, see ``policy.blinded``."""
         self.batch, self.without = batch, without
         space = gym.spaces.Box(-4.0, 4.0, (turns.N_OBSERVATION + N_REVEALED,), np.float32)
-        super().__init__(batch.n, space, spaces.action_space())
+        super().__init__(batch.n, space, turns.action_space())
         self.returns, self.lengths = np.zeros(batch.n), np.zeros(batch.n, np.int64)
         self.actions = np.zeros((batch.n, 2), np.int64)
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from ..envs import spaces, turns
-from ..envs.spaces import N_CHANNELS, N_CONFIGS
+from ..envs import turns
+from ..traces import spaces
 from ..traces.fingerprint import N_FEATURES
 from ..traces.records import CHANNELS, PAIRS
+from ..traces.spaces import N_CHANNELS, N_CONFIGS
 
 Array = np.ndarray[Any, Any]
 

@@ -23,11 +23,11 @@ import fsspec
 import numpy as np
 
 from ..envs.memory import Evidence, Memory
-from ..envs.spaces import N_CONFIGS, action_of, actions_of, config_index, decision_of
 from ..traces.fingerprint import Fingerprint
 from ..traces.header import plain
 from ..traces.records import AUTO, PAIRS, Decision, decision_from
 from ..traces.slots import SlotProfile
+from ..traces.spaces import N_CONFIGS, action_of, actions_of, config_index, decision_of
 
 Array = np.ndarray[Any, Any]
 Found = TypeVar("Found")

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..envs.belief import LOG_RANGE, Belief
-from ..envs.spaces import actions_of, decision_of
 from ..traces.records import Decision
+from ..traces.spaces import actions_of, decision_of
 
 Array = np.ndarray[Any, Any]
 

@@ -19,9 +19,9 @@ import torch
 from ..envs.belief import Prior
 from ..envs.sim.job_family import JobFamily
 from ..envs.sim.jobs import draw_jobs
-from ..envs.spaces import N_CONFIGS, actions_of, config_index
 from ..envs.turns import N_OBSERVATION
 from ..envs.watch import Rules
+from ..traces.spaces import N_CONFIGS, actions_of, config_index
 from .batches import HORIZON, Block
 from .policy import LstmPolicy, blinded
 from .recurrent import MaskedLstmPolicy

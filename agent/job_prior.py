@@ -14,8 +14,8 @@ from torch import nn
 
 from ..envs.belief import LOG_RANGE, N_FIGURES
 from ..envs.sim.jobs import SLOTS, Jobs
-from ..envs.spaces import N_CONFIGS
 from ..traces.fingerprint import N_FEATURES
+from ..traces.spaces import N_CONFIGS
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor

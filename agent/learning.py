@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..envs import spaces
-from ..envs.arms import distinct
 from ..envs.memory import Notes
 from ..envs.replay import default_windows, load, windows_of
 from ..envs.sequential import window_noise
+from ..envs.sim.arms import distinct
 from ..envs.sim.emulated import Emulated
 from ..envs.windows import Job, warm_up_families
+from ..traces import spaces
 from ..traces.files import Trace
 from ..traces.records import decision_from
 from ..traces.skew import durations

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ..envs import spaces, turns
-from ..envs.spaces import N_CONFIGS
+from ..envs import turns
 from ..envs.turns import N_OBSERVATION, N_PER_CONFIG, SCALE
+from ..traces import spaces
 from ..traces.fingerprint import N_FEATURES
+from ..traces.spaces import N_CONFIGS
 
 Array = np.ndarray[Any, Any]
 

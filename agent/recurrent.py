@@ -15,10 +15,11 @@ from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from stable_baselines3.common.distributions import MultiCategoricalDistribution
 from torch import nn
 
-from ..envs import spaces, turns
-from ..envs.spaces import N_CHANNELS, N_CONFIGS
+from ..envs import turns
 from ..envs.turns import N_OBSERVATION, N_PER_CONFIG, SCALE
+from ..traces import spaces
 from ..traces.fingerprint import N_FEATURES
+from ..traces.spaces import N_CHANNELS, N_CONFIGS
 from .policy import LAST, TEMPER
 
 Array = np.ndarray[Any, Any]

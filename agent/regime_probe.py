@@ -16,8 +16,8 @@ from ..envs.belief import Prior
 from ..envs.sim.job_family import HELD_OUT, STANDARD, JobFamily
 from ..envs.sim.jobs import draw_jobs
 from ..envs.sim_windows import SimSearch
-from ..envs.spaces import config_index
 from ..traces.fingerprint import N_FEATURES
+from ..traces.spaces import config_index
 from .policy import LstmPolicy
 
 Array = np.ndarray[Any, Any]

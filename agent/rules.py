@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..envs import turns
-from ..envs.spaces import actions_of
+from ..traces.spaces import actions_of
 
 Array = np.ndarray[Any, Any]
 

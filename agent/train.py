@@ -23,9 +23,8 @@ import torch
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.utils import set_random_seed
 
-from ..envs import spaces
 from ..envs.sim.job_family import STANDARD, JobFamily
-from ..envs.turns import N_OBSERVATION
+from ..envs.turns import N_OBSERVATION, action_space
 from ..envs.watch import Rules
 from .batches import N_REVEALED, JobBatch, JobVecEnv
 from .imitation import Episode, collect, learn
@@ -93,7 +92,7 @@ def _sizes(s: Settings) -> dict[str, Any]:
 def make_policy(s: Settings) -> MaskedLstmPolicy:
     """An untrained policy: the rule."""
     space = gym.spaces.Box(-4.0, 4.0, (N_OBSERVATION + N_REVEALED,), np.float32)
-    return MaskedLstmPolicy(space, spaces.action_space(), lambda _: s.rate, **_sizes(s))
+    return MaskedLstmPolicy(space, action_space(), lambda _: s.rate, **_sizes(s))
 
 
 class Training:

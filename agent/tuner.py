@@ -23,13 +23,13 @@ from ..envs.memory import Memory
 from ..envs.obedience import Disobeyed
 from ..envs.search import Search
 from ..envs.sequential import Race
-from ..envs.spaces import action_of, actions_of, config_index, decision_of
 from ..envs.watch import Rules
 from ..envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, WATCH, Plan
 from ..traces.audit import regime
 from ..traces.reasons import RowRefused, RunEnds
 from ..traces.records import AUTO, PAIRS, Decision, Slot
 from ..traces.slots import SlotProfile
+from ..traces.spaces import action_of, actions_of, config_index, decision_of
 from .compare import Comparison, Verdict
 
 Array = np.ndarray[Any, Any]

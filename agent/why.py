@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..envs.arms import masked
 from ..envs.replay import load
+from ..envs.sim.arms import masked
 from ..traces.costs import decision_text
 from ..traces.files import Trace
 from ..traces.records import PAIRS, Slot, decision_from

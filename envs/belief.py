@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..traces.fingerprint import N_FEATURES
-from .spaces import N_CONFIGS
+from ..traces.spaces import N_CONFIGS
 
 Array = np.ndarray[Any, Any]
 

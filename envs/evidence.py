@@ -19,8 +19,8 @@ import pandas as pd
 from ..traces.files import Trace
 from ..traces.overlap import Overlap, exposed_ns, slowdowns
 from ..traces.records import Slot, size_class
+from ..traces.spaces import N_CONFIGS, actions_of, decision_of
 from .belief import LOG_RANGE, Belief
-from .spaces import N_CONFIGS, actions_of, decision_of
 
 Array = np.ndarray[Any, Any]
 

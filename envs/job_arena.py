@@ -13,13 +13,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..traces.spaces import N_CONFIGS, config_index
+from . import turns
 from .belief import Prior
 from .memory import Memory
 from .scores import Ledger, Scores
 from .sim.jobs import Jobs
 from .sim.noise import Luck
 from .sim_windows import SWITCH_STEPS, SimSearch, SimWindows
-from .spaces import N_CONFIGS, action_space, config_index
 from .watch import Rules
 from .windows import Measured, Plan
 
@@ -29,7 +30,7 @@ Array = np.ndarray[Any, Any]
 AFTER = 1000
 #: A decision may take so many seconds of a processor.
 LIMIT_S = 1.0
-_MOST = action_space().nvec
+_MOST = turns.action_space().nvec
 
 
 class Policy(Protocol):

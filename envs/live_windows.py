@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..traces import spaces
 from ..traces.reasons import NotTuning
 from ..traces.records import TUNED_FUNCS, Decision, Slot
 from ..traces.skew import durations
 from ..traces.slots import SlotProfile, find_slots
-from . import spaces, windows
-from .arms import distinct
+from . import windows
 from .live import Window
 from .obedience import Disobeyed
+from .sim.arms import distinct
 from .windows import Measured, Plan
 
 Array = np.ndarray[Any, Any]

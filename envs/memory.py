@@ -24,8 +24,8 @@ import numpy as np
 
 from ..traces.fingerprint import N_FEATURES
 from ..traces.records import PAIRS
+from ..traces.spaces import N_CONFIGS
 from .belief import CALL_FLOOR, DOUBT, LOG_RANGE, Belief, Prior
-from .spaces import N_CONFIGS
 from .windows import Job
 
 Array = np.ndarray[Any, Any]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..traces.fingerprint import N_FEATURES
+from ..traces.spaces import N_CONFIGS, config_index
 from .belief import Prior
 from .job_arena import play as play_billed
 from .job_arena import played
@@ -23,7 +24,6 @@ from .search import Search
 from .sim.jobs import SLOTS, STANDARD, JobFamily, Jobs, draw_jobs, oracle
 from .sim.noise import Noise
 from .sim_windows import SWITCH_STEPS, SimSearch, play
-from .spaces import N_CONFIGS, config_index
 from .windows import Job, Measured, Plan
 
 Array = np.ndarray[Any, Any]

@@ -1,11 +1,10 @@
-"""The ids of the environments: ``import dynamiccl.envs.registration``, or
-``gymnasium.make("dynamiccl.envs.registration:dynamiccl/Sim-v0")``, which imports this by itself.
+"""The ids of the environments: ``import dynamiccl`` registers them."""
 
-Not done by ``import dynamiccl``: every process of a job that is tuned imports that, and may have no gymnasium.
-"""
+from gymnasium.envs.registration import register
 
-import gymnasium as gym
 
-gym.register("dynamiccl/Sim-v0", "dynamiccl.envs.sim_env:SimEnv")
-gym.register("dynamiccl/Replay-v0", "dynamiccl.envs.replay_env:ReplayEnv")
-gym.register("dynamiccl/Live-v0", "dynamiccl.envs.live_env:LiveEnv", nondeterministic=True)
+def register_envs() -> None:
+    """Make ``gymnasium.make("dynamiccl/Sim-v0")`` and the like known."""
+    register("dynamiccl/Sim-v0", "dynamiccl.envs.sim_env:SimEnv")
+    register("dynamiccl/Replay-v0", "dynamiccl.envs.replay_env:ReplayEnv")
+    register("dynamiccl/Live-v0", "dynamiccl.envs.live_env:LiveEnv", nondeterministic=True)

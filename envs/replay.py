@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..traces import spaces
 from ..traces.assemble import Offer
 from ..traces.files import Trace, TraceError
 from ..traces.fingerprint import Fingerprint
 from ..traces.records import N_ALGOS, N_PROTOS, PAIRS, Slot, decision_from
 from ..traces.slots import SlotProfile, channels_of, find_slots
-from . import spaces
 from .sim import clusters, cost_model
 from .sim.clusters import Cluster, Fleet
 from .sim.fabric import Fabric, nominal

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..traces import spaces
 from ..traces.assemble import Offer
 from ..traces.files import Trace
 from ..traces.records import Decision, Slot
-from . import spaces
 from .live import DISCARD, SWITCH_STEPS, JobEnded, Window
 from .replay import Recorded, default_windows, offers_of
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from ..traces import spaces
 from ..traces.files import Trace
-from . import replay, spaces
+from . import replay
 from .belief import Prior
 from .job_arena import Billed
 from .live_windows import LiveWindows

@@ -7,7 +7,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from . import spaces, turns
+from ..traces import spaces
+from . import turns
 from .belief import Prior
 from .search import Search
 from .watch import Rules
@@ -24,8 +25,8 @@ class SearchEnv(gym.Env[Array, Array]):
     some optimizer steps run under all decisions at once; comparisons with the default follow where they are due.
 
     ## Action Space
-    ``MultiDiscrete([pair, channels])``, see :mod:`dynamiccl.envs.spaces`. A masked action runs as AUTO and is reported
-    in ``info["masked"]``.
+    ``MultiDiscrete([pair, channels])``, see :mod:`dynamiccl.traces.spaces`. A masked action runs as AUTO and is
+    reported in ``info["masked"]``.
 
     ## Observation Space
     ``Box(-4, 4, (turns.N_OBSERVATION,), float32)``: the slot's fingerprint, context, what is believed of its configs,
@@ -43,7 +44,7 @@ class SearchEnv(gym.Env[Array, Array]):
 
     def __init__(self, rules: Rules | None = None, prior: Prior | None = None, render_mode: str | None = None) -> None:
         self.rules, self.prior, self.render_mode = rules or Rules(), prior or Prior.load(), render_mode
-        self.observation_space, self.action_space = turns.observation_space(), spaces.action_space()
+        self.observation_space, self.action_space = turns.observation_space(), turns.action_space()
         self.search: Search | None = None
 
     def open(self, options: dict[str, Any]) -> Windows:

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from ..traces.spaces import config_index
 from . import turns
 from .belief import Prior
 from .memory import Memory
 from .search import Search
 from .sim.jobs import SLOTS, Jobs
 from .sim.noise import Luck
-from .spaces import config_index
 from .watch import Rules
 from .windows import PROFILE, Job, Measured, Plan, warm_up_families
 

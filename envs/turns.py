@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 
 from ..traces.fingerprint import N_FEATURES
-from .spaces import N_CONFIGS
+from ..traces.spaces import N_CHANNELS, N_CONFIGS, N_PAIRS
 
 Array = np.ndarray[Any, Any]
 
@@ -32,6 +32,11 @@ N_OBSERVATION = N_FEATURES + len(CONTEXT) + N_PER_CONFIG * N_CONFIGS + N_CONFIGS
 def observation_space() -> gym.spaces.Box:
     """Fingerprint, context, figures per config, and in the last ``N_CONFIGS`` entries what may be chosen (0 / 1)."""
     return gym.spaces.Box(-4.0, 4.0, (N_OBSERVATION,), np.float32)
+
+
+def action_space() -> gym.spaces.MultiDiscrete:
+    """``[pair, channels]`` of one slot: indices into AUTO + PAIRS and into CHANNELS."""
+    return gym.spaces.MultiDiscrete([N_PAIRS, N_CHANNELS])
 
 
 def observe(features: Array, context: Array, figures: Array, open_: Array) -> Array:

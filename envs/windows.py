@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..traces.records import PAIRS
-from .spaces import N_CHANNELS
+from ..traces.spaces import N_CHANNELS
 
 Array = np.ndarray[Any, Any]
 

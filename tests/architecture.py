@@ -3,31 +3,16 @@
 import ast
 from collections import Counter
 
-from test_layers import FOLDERS, PYTHON, ROOT, imports, name_of
+from test_layers import PYTHON, ROOMS, ROOT, imports, name_of, room, rooms_of
 
 TITLE = "## The architecture, drawn from the imports"
-ROOMS = {
-    "agent/commands": "the command line",
-    "agent": "search, policies, training, daemon, reports",
-    "envs": "decisions, search spaces, Gymnasium environments",
-    "envs/nccl": "a running NCCL: plugin, probe, agreement",
-    "envs/sim": "the emulated cluster, NCCL's cost model",
-    "traces": "what was seen: records, files, importers",
-    "zero_workload": "the job: ZeRO 1, 2, 3",
-}
-
-
-def room(path):
-    """The innermost folder of the list that a file of ours, or a module's parts, lie in."""
-    return next(r for r in sorted(ROOMS, key=len, reverse=True) if f"{path}/".startswith(f"{r}/"))
 
 
 def arrows():
     """(from, to) -> in how many files a folder imports another."""
     found = Counter()
     for path in PYTHON:
-        names = [module.split(".") for _, module in imports(ast.parse(path.read_text()), path)]
-        rooms = {room("/".join(n[1:])) for n in names if n[0] == "dynamiccl" and len(n) > 1 and n[1] in FOLDERS}
+        rooms = set().union(*(rooms_of(module) for _, module in imports(ast.parse(path.read_text()), path)))
         here = room(name_of(path))
         found.update((here, there) for there in rooms - {here})
     return found

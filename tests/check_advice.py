@@ -17,7 +17,7 @@ from dynamiccl.envs.belief import Belief, Prior
 from dynamiccl.envs.evidence import EXPOSED, GIVEN_BACK, SlotOverlap, given_back, tell
 from dynamiccl.envs.sequential import Race, middle, window_noise
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs, oracle
-from dynamiccl.envs.spaces import N_CONFIGS
+from dynamiccl.traces.spaces import N_CONFIGS
 
 #: What a recording shows beside the collectives.
 SHOWN = ("no compute", "exposure")

@@ -18,9 +18,9 @@ from dynamiccl.envs.job_arena import play
 from dynamiccl.envs.job_suites import JobSuite, fair
 from dynamiccl.envs.scores import HORIZONS, Scores, bootstrap
 from dynamiccl.envs.sim.jobs import SLOTS, oracle
-from dynamiccl.envs.spaces import actions_of
 from dynamiccl.envs.submissions import rows_of
 from dynamiccl.envs.watch import Rules
+from dynamiccl.traces.spaces import actions_of
 
 #: An improvement that is to be seen, and how sure: 95 % interval above 0 in 80 of 100 tries.
 AIM, SURE = 0.15, 1.96 + 0.84

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
-STEPS = 14
+STEPS = int(os.environ.get("STEPS", "14"))
 
 
 # -- the job ----------------------------------------------------------------------------------------------------------

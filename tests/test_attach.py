@@ -61,7 +61,13 @@ def test_workers_that_torchrun_starts_anew_agree_again():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(JOB), "dies once"]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))}
-    env |= {**run.env(), **Emulated("dgx-h100-2x8", 1.0, 1.0).env(), "BACKEND": "emulated", "JITTER_S": "0.1", "WARM": "1"}
+    env |= {
+        **run.env(),
+        **Emulated("dgx-h100-2x8", 1.0, 1.0).env(),
+        "BACKEND": "emulated",
+        "JITTER_S": "0.1",
+        "WARM": "1",
+    }
     try:
         job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         watcher = Job(run, job)

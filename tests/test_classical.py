@@ -13,9 +13,9 @@ from dynamiccl.envs.belief import Prior
 from dynamiccl.envs.job_arena import play
 from dynamiccl.envs.job_suites import draw_suite
 from dynamiccl.envs.sim.jobs import STANDARD
-from dynamiccl.envs.spaces import N_CHANNELS, N_CONFIGS, actions_of
 from dynamiccl.envs.watch import Rules
 from dynamiccl.traces.records import CHANNELS, PAIRS
+from dynamiccl.traces.spaces import N_CHANNELS, N_CONFIGS, actions_of
 
 Array = np.ndarray[Any, Any]
 RING = PAIRS.index(("ring", "simple"))

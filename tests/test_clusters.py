@@ -18,15 +18,15 @@ from dynamiccl.agent.clusters import (
     record_of,
 )
 from dynamiccl.agent.remembering import Remembering
-from dynamiccl.envs.arms import distinct
 from dynamiccl.envs.memory import Notes
-from dynamiccl.envs.spaces import N_CONFIGS
+from dynamiccl.envs.sim.arms import distinct
 from dynamiccl.envs.windows import Job
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.fingerprint import Fingerprint
 from dynamiccl.traces.header import plain
 from dynamiccl.traces.records import PAIRS, Slot
 from dynamiccl.traces.slots import SlotProfile
+from dynamiccl.traces.spaces import N_CONFIGS
 from synthetic_trace import write_run
 from typer.testing import CliRunner
 

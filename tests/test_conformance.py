@@ -19,7 +19,6 @@ from dynamiccl.envs.replay_job import RecordedJob
 from dynamiccl.envs.sim.works import SLOTS
 from dynamiccl.envs.sim_env import SimEnv
 from dynamiccl.envs.sim_windows import OneJob, SimWindows
-from dynamiccl.envs.spaces import N_CONFIGS
 from dynamiccl.traces.assemble import DTYPES
 from dynamiccl.traces.records import (
     ALGOS,
@@ -37,6 +36,7 @@ from dynamiccl.traces.records import (
     STEP_DTYPE,
     Table,
 )
+from dynamiccl.traces.spaces import N_CONFIGS
 from synthetic_trace import HEADER, write_run
 
 SCALE = HEADER["time_scale"]

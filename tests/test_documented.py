@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dynamiccl.agent.commands.oracle import oracle as command
-from dynamiccl.envs import spaces
 from dynamiccl.envs.job_suites import quickest_alone
 from dynamiccl.envs.sim import workloads
 from dynamiccl.envs.sim.clusters import cluster
 from dynamiccl.envs.sim.documented import one_job
 from dynamiccl.envs.sim.jobs import SLOTS, oracle
+from dynamiccl.traces import spaces
 from dynamiccl.traces.records import Decision
 
 SMALL = workloads.llama_units(2048, 8, 32000, 5632)

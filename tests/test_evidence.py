@@ -11,10 +11,10 @@ from dynamiccl.envs.belief import Belief
 from dynamiccl.envs.evidence import SlotOverlap, given_back, of_slot, seen_in, tell
 from dynamiccl.envs.live_windows import LiveWindows
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs
-from dynamiccl.envs.spaces import N_CONFIGS
 from dynamiccl.traces.files import TraceError
 from dynamiccl.traces.importers import read_recording
 from dynamiccl.traces.records import Slot
+from dynamiccl.traces.spaces import N_CONFIGS
 from fake_job import GATHER, STEP_MS, FakeJob
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_nothing_of_ours_can_fail_import_torch(tmp_path):
     assert python(TRAINS, PYTHONPATH=str(tmp_path)).stdout == "trained\n"
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('numpy is broken')")  # torch can do without
     done = python("import torch; print('there')", PYTHONPATH=str(tmp_path), DYNAMICCL_RUN=str(tmp_path))
-    assert done.stdout == "there\n" and "not attached: numpy is broken" in done.stderr
+    assert done.stdout == "there\n" and "not attached: ModuleNotFoundError: numpy is broken" in done.stderr
 
 
 @pytest.mark.slow
@@ -94,3 +95,12 @@ def test_a_jobs_image_gets_numpy_and_no_pin_on_torch():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert [word.partition(">")[0] for word in project["dependencies"]] == ["numpy"]
     assert not any(word.startswith("torch") for word in project["optional-dependencies"]["tuner"])
+
+
+def test_the_package_knows_its_version_and_its_environments():
+    """Before: a namespace without either. In a job that is tuned nothing of Gymnasium is imported."""
+    program = "import dynamiccl, sys; print(dynamiccl.__version__, 'gymnasium' in sys.modules)"
+    assert python(program).stdout == f"{version('dynamiccl')} True\n"
+    assert python(program, DYNAMICCL_RUN="/nowhere").stdout == f"{version('dynamiccl')} False\n"
+    made = "import dynamiccl, gymnasium; print(gymnasium.make('dynamiccl/Sim-v0').spec.id)"
+    assert python(made).stdout == "dynamiccl/Sim-v0\n"

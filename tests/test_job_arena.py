@@ -8,8 +8,8 @@ from dynamiccl.envs.job_arena import BilledWindows, played
 from dynamiccl.envs.scores import Ledger, summary
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
 from dynamiccl.envs.sim_windows import SWITCH_STEPS
-from dynamiccl.envs.spaces import actions_of
 from dynamiccl.envs.windows import Plan
+from dynamiccl.traces.spaces import actions_of
 
 
 class Idle:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from dynamiccl.envs.belief import Belief, Prior
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
-from dynamiccl.envs.spaces import N_CONFIGS
+from dynamiccl.traces.spaces import N_CONFIGS
 
 
 @pytest.fixture(scope="module")

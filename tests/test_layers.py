@@ -3,21 +3,23 @@
 import ast
 import re
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("agent", "envs", "traces", "zero_workload")
-#: What each folder may import of ours.
-MAY_IMPORT = {
-    "agent": {"agent", "envs", "traces"},
-    "envs": {"envs", "traces"},
-    "traces": {"traces"},
-    "zero_workload": {"zero_workload"},
+#: The rooms of the house, and what is in them.
+ROOMS = {
+    "agent/commands": "the command line",
+    "agent": "search, policies, training, daemon, reports",
+    "envs": "the search over a job, Gymnasium environments",
+    "envs/nccl": "a running NCCL: plugin, probe, agreement",
+    "envs/sim": "the emulated cluster, NCCL's cost model",
+    "traces": "what was seen: records, files, importers",
+    "zero_workload": "the job: ZeRO 1, 2, 3",
 }
-#: What decides must not know the job; the command line may offer what the job can tell of itself.
-KNOW_THE_JOB = ("agent/commands/",)
 #: The workload's engine is what is not listed here, and needs nothing that is, its optimizers counted: the job that it
 #: trains, with the ways in which its model is cut and its libraries' peers, and what stands beside both, have limits of
 #: their own.
@@ -66,19 +68,39 @@ def imports(tree, path):
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
+def room(path):
+    """The innermost room that a file of ours, or a module's parts, lie in."""
+    return next(r for r in sorted(ROOMS, key=len, reverse=True) if f"{path}/".startswith(f"{r}/"))
+
+
+def rooms_of(module):
+    """Of a dotted name: the room, if it is one of ours."""
+    parts = module.split(".")
+    return {room("/".join(parts[1:]))} if parts[0] == "dynamiccl" and len(parts) > 1 and parts[1] in FOLDERS else set()
+
+
+def stated():
+    """Room -> rooms that it may import, as the folders' own pages say."""
+    pages = " ".join(" ".join((ROOT / r / "README.md").read_text("utf-8").split()) for r in ROOMS if "comm" not in r)
+    found = re.findall(r"`([\w/]+)/` may import (nothing of ours|`[\w/`, ]+`)\.", pages)
+    return {here: set(re.findall(r"`([\w/]+)`", there)) for here, there in found}
+
+
+MAY_IMPORT = stated()
+
+
 def breaches(source, path):
     """What a file does that its folder must not, one line each."""
     tree = ast.parse(source)
     name = name_of(path)
-    folder = name.split("/")[0]
+    here = room(name)
     found = []
     for line, module in imports(tree, path):
         parts = module.split(".")
         if parts[0] in FOLDERS:
             found.append(f"{name}:{line}: import {module} bare: it is dynamiccl.{module}")
-        allowed = MAY_IMPORT[folder] | ({"zero_workload"} if name.startswith(KNOW_THE_JOB) else set())
-        if parts[0] == "dynamiccl" and len(parts) > 1 and parts[1] not in allowed:
-            found.append(f"{name}:{line}: {folder} may not import {module}")
+        if not rooms_of(module) <= MAY_IMPORT[here] | {here}:
+            found.append(f"{name}:{line}: {here} may not import {module}")
         for library, places in ONLY_IN.items():
             if (module == library or module.startswith(library + ".")) and not name.startswith(places):
                 found.append(f"{name}:{line}: {library} is imported outside {' and '.join(places)}")
@@ -90,6 +112,12 @@ def breaches(source, path):
     return found
 
 
+def test_every_room_says_what_it_may_import_and_none_goes_in_a_circle():
+    assert MAY_IMPORT.keys() == ROOMS.keys()
+    order = list(TopologicalSorter(MAY_IMPORT).static_order())  # raises CycleError
+    assert order.index("traces") < order.index("envs/nccl") < order.index("envs/sim") < order.index("agent")
+
+
 @pytest.mark.parametrize("path", PYTHON, ids=name_of)
 def test_imports_point_down(path):
     assert breaches(path.read_text(encoding="utf-8"), path) == []
@@ -98,7 +126,9 @@ def test_imports_point_down(path):
 @pytest.mark.parametrize(
     ("place", "source"),
     [
-        ("traces/x.py", "from ..envs import spaces"),
+        ("traces/x.py", "from ..envs import turns"),
+        ("envs/nccl/x.py", "from ..sim.backend import register"),
+        ("envs/sim/x.py", "def f():\n    from ..search import Search"),
         ("traces/x.py", "from .. import envs"),
         ("traces/x.py", "def f():\n    import dynamiccl.agent.policy"),
         ("envs/nccl/x.py", "from ...agent.policy import load"),
@@ -160,10 +190,9 @@ def test_package_list_is_the_tree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     settings = project["tool"]["setuptools"]
     with_code = {p.parent for p in PYTHON}
-    assert sorted(settings["packages"]) == sorted(
-        "dynamiccl." + p.relative_to(ROOT).as_posix().replace("/", ".") for p in with_code
-    )
-    assert settings["package-dir"] == {f"dynamiccl.{f}": f for f in FOLDERS}
+    packages = ["dynamiccl." + p.relative_to(ROOT).as_posix().replace("/", ".") for p in with_code]
+    assert sorted(settings["packages"]) == sorted(["dynamiccl", *packages])
+    assert settings["package-dir"] == {"dynamiccl": "."} | {f"dynamiccl.{f}": f for f in FOLDERS}
     for folder in with_code:
         assert (folder / "__init__.py").exists() and (folder / "py.typed").exists(), folder
 

@@ -1,12 +1,12 @@
 """The windows of a running job, and Live-v0 on them: slots from default steps, decisions out, durations back."""
 
-import dynamiccl.envs.registration  # noqa: F401
+import dynamiccl  # noqa: F401
 import gymnasium as gym
 import numpy as np
 import pytest
-from dynamiccl.envs import spaces
 from dynamiccl.envs.live_windows import LiveWindows
 from dynamiccl.envs.windows import SEARCH, Plan
+from dynamiccl.traces import spaces
 from dynamiccl.traces.records import Decision
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
 from gymnasium.utils.env_checker import check_env

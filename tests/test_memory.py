@@ -12,8 +12,8 @@ from dynamiccl.envs.memory import HALF_LIFE_DAYS, Memory, Notes, aged
 from dynamiccl.envs.search import Search
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim_windows import OneJob, SimWindows
-from dynamiccl.envs.spaces import config_index
 from dynamiccl.envs.windows import TABLE
+from dynamiccl.traces.spaces import config_index
 
 
 @pytest.fixture(scope="module")

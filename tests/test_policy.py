@@ -16,7 +16,7 @@ from dynamiccl.envs import turns
 from dynamiccl.envs.belief import Prior
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim_windows import SimSearch
-from dynamiccl.envs.spaces import N_CONFIGS, config_index
+from dynamiccl.traces.spaces import N_CONFIGS, config_index
 from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 
 

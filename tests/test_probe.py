@@ -218,7 +218,8 @@ def test_a_rank_whose_nccl_took_no_tuner_keeps_the_gate_shut(run):
 
 def test_a_skipped_optimizer_step_on_one_rank_ends_the_agreement_by_name(run):
     """Seen: every switch after it ran one step under two tables. Now all go back to the confirmed table together."""
-    env = {**run.env(), "VICTIM": "1", "JITTER_S": "0.1", "WARM": "1"}
+    # Most steps come after it: where the ranks were to meet at that very step, they first have to meet again.
+    env = {**run.env(), "VICTIM": "1", "JITTER_S": "0.05", "WARM": "1", "STEPS": "60"}
     said, errors = finish(start(["skips once"], 2, env), run)
     first, second = (s["generations"]["skips once"] for s in said)
     assert first == second and first[0] > 0, errors
@@ -229,7 +230,7 @@ def test_a_skipped_optimizer_step_on_one_rank_ends_the_agreement_by_name(run):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_probe_that_breaks_on_one_rank_ends_the_agreement_with_all(run, victim):
     """Before: that rank met the others no more, and what was in force stayed, a trial too."""
-    env = {**run.env(), "VICTIM": str(victim), "JITTER_S": "0.1", "WARM": "1"}
+    env = {**run.env(), "VICTIM": str(victim), "JITTER_S": "0.05", "WARM": "1", "STEPS": "40"}
     said, errors = finish(start(["probe breaks"], 2, env), run)
     first, second = (s["generations"]["probe breaks"] for s in said)
     assert first == second and first[0] > 0, errors
@@ -272,7 +273,7 @@ def test_a_job_whose_run_is_not_set_is_untouched():
 import sys, torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 ours = [m for m in sys.modules if m.startswith("dynamiccl.")]
-assert set(ours) <= {"dynamiccl.envs", "dynamiccl.envs.nccl", "dynamiccl.envs.nccl.autoload"}, ours
+assert not ours, ours
 assert not _global_optimizer_post_hooks
 """
     env = {k: v for k, v in os.environ.items() if not k.startswith("DYNAMICCL_")}

@@ -10,8 +10,8 @@ from dynamiccl.envs.live_windows import LiveWindows
 from dynamiccl.envs.regimes import MOST, Regime, Regimes
 from dynamiccl.envs.search import Search
 from dynamiccl.envs.sequential import Race
-from dynamiccl.envs.spaces import config_index
 from dynamiccl.traces.records import AUTO, Decision
+from dynamiccl.traces.spaces import config_index
 from fake_job import SCATTER, STEP_MS, FakeJob
 from test_search import Told
 

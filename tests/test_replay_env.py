@@ -1,11 +1,11 @@
 """Replay: what the trace measured comes back as measured, the rest is predicted and says so."""
 
-import dynamiccl.envs.registration  # noqa: F401
+import dynamiccl  # noqa: F401
 import gymnasium as gym
 import numpy as np
 import pytest
 from dynamiccl.agent.rules import ExpectedImprovement
-from dynamiccl.envs import replay, spaces
+from dynamiccl.envs import replay
 from dynamiccl.envs.belief import Prior
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.live_windows import LiveWindows
@@ -16,6 +16,7 @@ from dynamiccl.envs.sim_env import SimEnv
 from dynamiccl.envs.submissions import enter
 from dynamiccl.envs.submissions import replay as replay_submission
 from dynamiccl.envs.watch import Rules
+from dynamiccl.traces import spaces
 from dynamiccl.traces.files import Trace, TraceError, TraceWriter
 from dynamiccl.traces.records import AUTO, Decision, decision_from
 from gymnasium.utils.env_checker import check_env

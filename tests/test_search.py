@@ -11,10 +11,10 @@ from dynamiccl.envs.canary import GIVE_UP
 from dynamiccl.envs.search import Search
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
 from dynamiccl.envs.sim_windows import SimSearch, play
-from dynamiccl.envs.spaces import N_CONFIGS, config_index
 from dynamiccl.envs.watch import Rules, Watch
 from dynamiccl.envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, Job, Measured
 from dynamiccl.traces.fingerprint import N_FEATURES
+from dynamiccl.traces.spaces import N_CONFIGS, config_index
 
 AGES = np.full(2, -1)
 

@@ -1,11 +1,11 @@
 """The simulated environment: its contract, its truth, and its speed."""
 
-import dynamiccl.envs.registration  # noqa: F401
+import dynamiccl  # noqa: F401
 import gymnasium as gym
 import numpy as np
 import pytest
 from dynamiccl.agent.rules import ExpectedImprovement
-from dynamiccl.envs import spaces
+from dynamiccl.traces import spaces
 from gymnasium.utils.env_checker import check_env
 
 
@@ -26,7 +26,7 @@ def test_gymnasium_accepts_it():
 
 
 def test_it_says_what_may_be_chosen_and_how_the_search_stands():
-    env = gym.make("dynamiccl.envs.registration:dynamiccl/Sim-v0", render_mode="ansi").unwrapped
+    env = gym.make("dynamiccl/Sim-v0", render_mode="ansi").unwrapped
     assert "no episode" in env.render()
     obs, info = env.reset(seed=2)
     open_ = info["mask"].reshape(spaces.N_PAIRS, spaces.N_CHANNELS)

@@ -12,7 +12,7 @@ from dynamiccl.agent.rules import ExpectedImprovement
 from dynamiccl.agent.train import Settings, Stage, Training, export, make_policy
 from dynamiccl.envs import turns
 from dynamiccl.envs.sim.job_family import STANDARD
-from dynamiccl.envs.spaces import config_index
+from dynamiccl.traces.spaces import config_index
 
 SMALL = Settings(stages=(Stage(2, 0.02, 0.3, 0.3),), workers=1, jobs=3, descents=2, batch=3, hidden=8, head_width=8)
 

@@ -34,13 +34,13 @@ def oracle(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Sweep every config of every slot on one emulated ZeRO step: the default, each collective best, the step best."""
-    from ...envs import spaces
     from ...envs.job_suites import quickest_alone
     from ...envs.sim import workloads
     from ...envs.sim.clusters import cluster as preset
     from ...envs.sim.documented import one_job
     from ...envs.sim.jobs import SLOTS
     from ...envs.sim.jobs import oracle as best_of
+    from ...traces import spaces
     from ...traces.records import Slot
 
     if not 0 < exposed < 1:

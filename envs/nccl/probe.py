@@ -125,7 +125,13 @@ class Probe:
         try:
             flip = agreement.boundary()
             if self._plugin is not None:
-                self._pass(self._plugin, cuda, now, flip)
+                try:
+                    self._pass(self._plugin, cuda, now, flip)
+                except Exception:
+                    if flip:  # the others change tables at this boundary, whatever goes wrong here
+                        with contextlib.suppress(ValueError):  # it may have been done before
+                            self._plugin.flip()
+                    raise
         finally:
             agreement.proceed()
 

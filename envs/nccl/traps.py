@@ -233,7 +233,7 @@ def _no_autoload(facts: Facts) -> Finding | None:
     return Finding(
         "autoload",
         "TORCH_DEVICE_BACKEND_AUTOLOAD=0: PyTorch does not load the probe",
-        "unset it, or call dynamiccl.envs.nccl.autoload.autoload() after import torch",
+        "unset it, or call dynamiccl_autoload.autoload() after import torch",
     )
 
 

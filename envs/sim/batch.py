@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ...traces.fingerprint import Fingerprint
-from ..spaces import N_CONFIGS
+from ...traces.spaces import N_CONFIGS
 from .clusters import Fleet
 from .fabric import Truth, congested
 from .noise import Luck, Noise

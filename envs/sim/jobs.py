@@ -14,9 +14,9 @@ import numpy as np
 
 from ...traces.fingerprint import Fingerprint
 from ...traces.records import CHANNELS, PAIRS
-from ..arms import distinct
-from ..spaces import N_CONFIGS, N_PAIRS
+from ...traces.spaces import N_CONFIGS, N_PAIRS
 from . import cost_model, family
+from .arms import distinct
 from .batch import NEVER, Jobs, Sites, Tables, oracle
 from .clusters import Fleet
 from .fabric import Fabric, unmodelled

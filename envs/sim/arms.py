@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ..traces.fingerprint import Fingerprint
-from ..traces.reasons import RowRefused
-from ..traces.records import CHANNELS, PAIRS, PROTOS
-from .sim.cost_model import planned_channels
-from .spaces import N_CHANNELS, N_CONFIGS, N_PAIRS, action_mask
+from ...traces.fingerprint import Fingerprint
+from ...traces.reasons import RowRefused
+from ...traces.records import CHANNELS, PAIRS, PROTOS
+from ...traces.spaces import N_CHANNELS, N_CONFIGS, N_PAIRS, action_mask
+from .cost_model import planned_channels
 
 Array = np.ndarray[Any, Any]
 _NVLS, _COLLNET = PAIRS.index(("nvls", "simple")), PAIRS.index(("collnet_direct", "simple"))

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 
-from ..traces.fingerprint import Fingerprint
-from ..traces.records import CHANNELS, PAIRS, Decision
+from .fingerprint import Fingerprint
+from .records import CHANNELS, PAIRS, Decision
 
 Array = np.ndarray[Any, Any]
 
@@ -22,11 +21,6 @@ N_MASK = N_PAIRS + N_CHANNELS
 
 #: Savings are divided by the slot's share of the step and clipped to this range.
 SAVING_RANGE = (-3.0, 1.0)
-
-
-def action_space() -> gym.spaces.MultiDiscrete:
-    """``[pair, channels]``: indices into AUTO + PAIRS and into CHANNELS."""
-    return gym.spaces.MultiDiscrete([N_PAIRS, N_CHANNELS])
 
 
 def decision_of(action: Any) -> Decision:
