@@ -14,7 +14,7 @@ demo: setup
 
 # What takes seconds, two at a time.
 test: setup $(VENV)/frameworks
-	$(BIN)/python -m pytest -m "not slow and not timing" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile
 
 # The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python.
 test-slow: setup $(VENV)/frameworks

@@ -54,6 +54,7 @@ def test_decisions_are_packed_and_unpacked() -> None:
             unpack(text, n)
 
 
+@pytest.mark.slow
 def test_decisions_give_the_same_scores_again_all_of_them_or_a_few(
     suite: JobSuite, made: dict[str, dict[str, Any]]
 ) -> None:
@@ -216,6 +217,7 @@ def test_results_go_on_record_beside_those_of_others(tmp_path: Path) -> None:
         filed_results("held-out", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_readme_says_what_the_filed_results_say() -> None:
     """The README's tables are made from what is filed and from nothing else, and jobs of it come out when their
     decisions are played again."""

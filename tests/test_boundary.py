@@ -22,6 +22,7 @@ def plugin(tmp_path):
     return Plugin.load(copy)
 
 
+@pytest.mark.slow
 def test_a_new_table_is_met_for_by_all_ranks_at_the_same_step():
     """Two ranks, tables of the largest size all the time. The limits are loose: other tests share the cores."""
     found = time_boundary(2, 400)

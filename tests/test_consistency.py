@@ -53,6 +53,7 @@ def stormy(tmp_path_factory):
         run.close()
 
 
+@pytest.mark.slow
 def test_twenty_thousand_collectives_without_a_mismatch(stormy):
     job, events, published = stormy
     assert job.status == 0 and sum(job.lost.values()) == 0
@@ -64,6 +65,7 @@ def test_twenty_thousand_collectives_without_a_mismatch(stormy):
     assert len(events[["algo", "proto", "n_channels"]].drop_duplicates()) > 6  # the tables were obeyed
 
 
+@pytest.mark.slow
 def test_the_audit_would_have_seen_a_rank_that_switched_late(stormy):
     """The same events with one rank one generation behind for one step: the check can fail."""
     _, events, _ = stormy

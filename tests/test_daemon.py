@@ -106,6 +106,7 @@ def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, 
     assert struck and left.generation > struck[0] and left.lease is None and left.rules == ()
 
 
+@pytest.mark.slow
 def test_the_tuner_of_a_node_without_rank_0_says_so_and_the_status_is_the_jobs(tmp_path):
     """Before: "no step for 120 s" and exit 2, on every node but one."""
     enough = tmp_path / "enough"

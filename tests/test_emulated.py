@@ -63,6 +63,7 @@ def test_a_script_that_says_gloo_runs_on_the_emulated_cluster_as_it_is(said):
     assert done.stdout.split() == ["emulated", "emulated", "gloo"], done.stderr
 
 
+@pytest.mark.slow
 def test_values_are_gloos():
     assert ranks("values", **emulated()) == ranks("values", BACKEND="gloo")
 

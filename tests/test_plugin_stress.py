@@ -7,6 +7,7 @@ from stress import SANITIZERS, stress
 WRONG = ("disagreements", "outside", "failures", "crashed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitize", SANITIZERS)
 def test_random_jobs_agree_call_by_call(sanitize):
     jobs = 200 if sanitize == "none" else 30

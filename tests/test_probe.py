@@ -106,6 +106,7 @@ def framework_jobs():
     folder.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(LOOPS))
 def test_ranks_switch_at_the_same_step_and_losses_stay(framework_jobs, name):
     alone, attached, _, _ = framework_jobs
@@ -115,6 +116,7 @@ def test_ranks_switch_at_the_same_step_and_losses_stay(framework_jobs, name):
         assert before["losses"][name] == after["losses"][name], "not bit-equal"
 
 
+@pytest.mark.slow
 def test_tables_do_change_and_steps_are_recorded(framework_jobs):
     _, attached, errors, steps = framework_jobs
     seen = [g for name in LOOPS for g in attached[0]["generations"][name]]

@@ -13,6 +13,7 @@ from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from typer.testing import CliRunner
 
 
+@pytest.mark.slow
 def test_where_there_is_nothing_to_gain_hardly_a_table_is_left_and_none_harms():
     found = ended(nothing_to_gain(24, seed=1), ExpectedImprovement(), seed=1)
     assert found.has_table.sum() <= 4 and np.abs(found.saving).max() < 1e-6

@@ -207,6 +207,7 @@ def test_the_watch_asks_for_the_default_at_once_where_a_window_is_odd():
     assert watch.saw(120.0, True, 4) == "" and not watch.wants_default(5)  # all is slower: not the table's doing
 
 
+@pytest.mark.slow
 def test_simulated_jobs_gain_and_none_ends_slower(prior):
     jobs = draw_jobs(STANDARD, np.random.default_rng(11), 40)
     _, best = oracle(jobs)

@@ -48,6 +48,7 @@ def test_sb3_sees_the_truth_behind_the_observation():
     assert reward.shape == over.shape == (2,) and len(infos) == 2
 
 
+@pytest.mark.slow
 def test_imitation_lowers_its_loss():
     policy = make_policy(SMALL)
     episodes = collect(policy.export(), {}, STANDARD, (0, 1), 4, 3.0)

@@ -52,6 +52,7 @@ def tuned(tmp_path_factory):
     return out, log, summary
 
 
+@pytest.mark.slow
 def test_summary_holds_what_programs_rely_on(tuned):
     out, _, s = tuned
     assert s == json.loads((out / "summary.json").read_text())
@@ -69,6 +70,7 @@ def test_summary_holds_what_programs_rely_on(tuned):
     assert Path(s["report"]).stat().st_size > 1e6 and s["records_lost"] == 0 and s["job_status"] == 0
 
 
+@pytest.mark.slow
 def test_the_table_that_was_confirmed_is_left_for_apply(tuned):
     out, _, s = tuned
     chosen = {
@@ -83,12 +85,14 @@ def test_the_table_that_was_confirmed_is_left_for_apply(tuned):
     assert all(r.n_ranks == 16 for r in rules)
 
 
+@pytest.mark.slow
 def test_all_ranks_ran_every_collective_alike(tuned):
     *_, s = tuned
     assert s["consistency"]["mismatches"] == 0
     assert s["consistency"]["calls_checked"] > 3000
 
 
+@pytest.mark.slow
 def test_the_trace_shows_the_tables_at_work(tuned):
     trace = Trace.read(tuned[0] / "trace")
     assert trace.header["emulated"] and trace.header["cluster"] == "dgx-h100-2x8"
@@ -248,6 +252,7 @@ def test_no_compiler_is_said_with_the_cure(tmp_path):
     assert done.returncode == 2 and "install gcc" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_job_without_collectives_is_told_so(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -45,6 +45,7 @@ def wheels(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 def test_the_same_sources_make_the_same_bytes(wheels):
     one, other = wheels
     assert one.name == other.name and one.name.split("-")[2:4] == ["py3", "none"]

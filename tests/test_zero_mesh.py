@@ -118,6 +118,7 @@ def reduced(settings: dict[str, Any], steps: int) -> tuple[list[float], Bytes, d
     return losses, bytes_of, engine.memory(), sum(b.numel for b in engine.buckets)
 
 
+@pytest.mark.slow
 def test_float32_reduction_of_bfloat16_gradients(two: World) -> None:
     exact = train_alone(15, max_norm=None)
     both: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -134,6 +135,7 @@ def test_float32_reduction_of_bfloat16_gradients(two: World) -> None:
             assert memory["gradients"] == 4 * numel // 2
 
 
+@pytest.mark.slow
 def test_stage_2_without_synchronising_reduces_once_a_step(two: World) -> None:
     alone, settings = train_alone(10, max_norm=None), {"gradient_accumulation": 4, "param_dtype": torch.float32}
     for no_sync, times in ((False, 4), (True, 1)):

@@ -20,6 +20,7 @@ def collectives(name: str) -> set[str]:
     return {call.func for call in log.calls}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
 def test_peers_agree_with_one_process_and_with_ours(name: str, two: World) -> None:
     alone = train_alone(20, max_norm=0.5)
