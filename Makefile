@@ -37,7 +37,7 @@ test-all: setup $(VENV)/frameworks
 
 # Lines and branches that the quick tests run, those of the processes that they start included, by folder.
 coverage: setup $(VENV)/frameworks
-	$(BIN)/python -m pytest -m "not slow and not timing" -n 2 --dist loadfile --cov --cov-report=
+	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile --cov --cov-report=
 	$(BIN)/python tests/coverage_by_folder.py
 
 check: setup

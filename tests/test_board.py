@@ -73,6 +73,7 @@ def test_entrants_meet_the_same_noise_step_by_step(suite: JobSuite) -> None:
     assert {key: value[0] for key, value in alone.items()} == {key: value[0] for key, value in among.items()}
 
 
+@pytest.mark.slow
 def test_forged_figures_are_refused(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
     honest = made["ladder"]
     scores = json.loads(json.dumps(honest["scores"]))

@@ -146,6 +146,7 @@ def test_the_batch_path_equals_the_scalar_path():
         assert cost_model.channels(c, "all_gather", int(b), *PAIRS[pair[i]])[0] == planned[i]
 
 
+@pytest.mark.timing
 def test_a_call_is_quick_enough_to_stand_in_for_the_library():
     c = cluster("dgx-h100-2x8")
     sizes = [3_000_000 + 16 * i for i in range(50)]

@@ -219,6 +219,7 @@ def test_all_reduce_costs_both_halves_and_trees_help_small_ones():
         f.time_us("all_gather", 8, "tree", "ll", 1)
 
 
+@pytest.mark.timing
 def test_a_known_message_is_answered_within_20_us():
     f = Fabric.of(cluster("dgx-h100-2x8"))
     f.time_us("all_gather", 10**8, "ring", "simple", 16)

@@ -134,6 +134,7 @@ def test_the_knowledge_gradient_is_what_windows_teach(jobs, prior):
     assert belief.ahead(0)[1][table[0]] < 0.5 * learned[table[0]]
 
 
+@pytest.mark.timing
 def test_ten_slots_take_about_a_millisecond_a_decision(prior):
     """Measured on an idle core: 0.2 ms; the limit is wide, because the machine may be busy."""
     jobs = draw_jobs(STANDARD, np.random.default_rng(1), 1)

@@ -151,6 +151,7 @@ def wait_for_steps(run: RunFolder, n: int) -> None:
     assert len(count) == 2, "the job did not get going"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_does_not_leave_the_other_hanging(run, victim):
     processes = start(["plain"], 2, {**run.env(), "JITTER_S": "0.2"})

@@ -246,6 +246,7 @@ def test_every_collective_leaves_once_with_the_right_time(data):
         assert (timed.start_ns == pid * 10_000 + timed.seq).all() and (timed.end_ns - timed.start_ns == 5).all()
 
 
+@pytest.mark.timing
 def test_one_poll_is_cheap():
     """20 polls a second of 2,000 collectives/s must not load the job's cores: the best poll takes some 1 ms."""
     poll = ring(comm(0), *(coll(i) for i in range(100)), *(kernel(i, i, i + 1) for i in range(50)))

@@ -94,6 +94,7 @@ def test_equal_pids_on_two_hosts_with_unlike_clocks():
     assert (result.calls_checked, result.mismatches) == (50, 0)
 
 
+@pytest.mark.timing
 def test_a_hundred_thousand_events_take_seconds():
     events = join(*(calls(n=6250, comm_id=c) for c in range(4)))
     began = time.perf_counter()

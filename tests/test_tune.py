@@ -264,6 +264,7 @@ def test_a_job_without_collectives_is_told_so(tmp_path):
     assert done.returncode == 0 and "nothing to tune" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_that_never_steps_and_one_that_crashes(tmp_path):
     """Before: exit status 2 for the first, 1 for the second."""
     done = run("tune", "--out", str(tmp_path / "a"), "--", sys.executable, "-c", "pass")

@@ -100,8 +100,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("size", ["two", pytest.param("four", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["two", "four"])
+@pytest.mark.parametrize("accumulation", [1, 4])
 def test_stages_agree_with_one_process(size: str, accumulation: int, request: pytest.FixtureRequest) -> None:
     world: World = request.getfixturevalue(size)
     alone = train_alone(20, max_norm=0.5)

@@ -152,6 +152,7 @@ def resting(stage: int, optimizer: str) -> tuple[int, int, int, dict[str, int]]:
     return live_bytes(tensors, known | texts) - buffers, padded, engine.comm.size, engine.memory()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["two", "four"])
 def test_memory_at_rest_equals_the_formulas(size: str, request: pytest.FixtureRequest) -> None:
     world: World = request.getfixturevalue(size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import traceback
@@ -18,8 +19,8 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group("gloo")
-    while True:
-        function, args = pipe.recv()
+    while (task := pipe.recv()) is not None:
+        function, args = task
         try:
             pipe.send((True, function(*args)))
         except BaseException:  # torch's CheckpointException is no Exception
@@ -55,6 +56,9 @@ class World:
         return [value for _, value in answers]
 
     def close(self) -> None:
-        for process in self.ranks:
+        for pipe, process in zip(self.pipes, self.ranks, strict=True):
+            with contextlib.suppress(OSError):  # it has died
+                pipe.send(None)
+            process.join(5)
             process.kill()
             process.join()
