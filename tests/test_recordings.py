@@ -239,3 +239,11 @@ def test_a_large_profile_is_read_in_little_memory(tmp_path):
     assert (events, steps) == (n_steps * make_profile.LAYERS, n_steps)
     assert kernels == n_steps * make_profile.LAYERS * make_profile.OPERATORS / 2
     assert peak < 350  # of which the libraries take most; read whole it were over a GiB
+
+
+def test_a_folder_of_two_formats_is_told_by_the_files_that_differ(tmp_path):
+    """Before: the first file's reader blamed the second."""
+    (tmp_path / "a.json").write_text('{"traceEvents": []}')
+    (tmp_path / "b.log").write_text("host:1:1 [0] NCCL INFO Bootstrap\n")
+    with pytest.raises(TraceError, match=r"a\.json is kineto, b\.log is nccl-log: give the files of one of them"):
+        read_recording([tmp_path])

@@ -75,6 +75,19 @@ def detect(path: Path) -> str:
     raise TraceError(f"{path} is of no format that is known: say which, one of {', '.join(FORMATS)}")
 
 
+def _format_of_all(files: list[Path]) -> str:
+    """The format of the first file. Raises TraceError where another's is one that is known, and not the same."""
+    first = detect(files[0])
+    for file in files[1:]:
+        try:
+            other = detect(file)
+        except TraceError:  # it does not tell by its first bytes: its reader will
+            continue
+        if other != first:
+            raise TraceError(f"{files[0].name} is {first}, {file.name} is {other}: give the files of one of them")
+    return first
+
+
 def recording_files(paths: list[Path]) -> list[Path]:
     """The files of ``paths``, folders replaced by the files in them. Raises TraceError for what is not there."""
     found: list[Path] = []
@@ -108,7 +121,7 @@ def read_recording(
     if ranks_per_node is not None and ranks_per_node < 1:
         raise TraceError(f"there is at least 1 rank on a node, not {ranks_per_node}")
     files = recording_files(paths)
-    source = source or detect(files[0])
+    source = source or _format_of_all(files)
     if source not in FORMATS:
         raise TraceError(f"unknown format {source!r}: give one of {', '.join(FORMATS)}")
     try:
