@@ -84,7 +84,7 @@ def test_workers_that_torchrun_starts_anew_agree_again():
     said = [json.JSONDecoder().raw_decode(out, at.start())[0] for at in re.finditer(r'\{"rank"', out)]
     assert len(pids) == 4 and sorted(s["rank"] for s in said) == [0, 1]  # two workers, then two others
     first, second = (s["generations"]["dies once"] for s in said)
-    assert first == second and len(set(first)) > 3 and min(first[-3:]) > 1
+    assert first == second and len(set(first)) > 1 and min(first[-3:]) > 1
     assert set(events["pid"]) == pids
     for workers in (sorted(pids)[:2], sorted(pids)[2:]):
         check = audit(events[events["pid"].isin(workers)])
