@@ -20,12 +20,18 @@ _COLOURS = {
     "again": "dim",
 }
 
+#: What to do about a run that came to nothing, by the name of its reason.
+_CURES = {
+    "other-backend": "Run the job on NCCL, or try it on the emulated cluster: dynamiccl tune --cluster dgx-h100-2x8",
+}
+_TOO_SHORT = "It was too short for a verdict: let it take more steps, or run it where less runs beside it."
+
 
 class Show:
     """Prints lines on stderr, above a progress bar where it has the terminal for itself (``alone``)."""
 
     def __init__(self, total: int, quiet: bool = False, alone: bool = True) -> None:
-        self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True, emoji=False)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -67,6 +73,11 @@ def show_summary(console: Console, s: dict[str, Any]) -> None:
         )
     if s["speedup"] is None:
         console.print(f"no result: {s['ended']}. What was seen is kept in {s['trace']}", style="bold")
+        for name in s["reasons"]["ended"]:
+            if name in _CURES:
+                console.print(_CURES[name], markup=False)
+        if s["reasons"]["ended"] == ["job-status"] and s["job_status"] == 0 and s["windows"]:
+            console.print(_TOO_SHORT, markup=False)
     else:
         low, high = s["speedup_ci95"]
         console.print(

@@ -228,7 +228,8 @@ class Daemon:
             except Closed as reason:  # the ranks themselves have gone back to what was confirmed
                 if not self._closed:
                     self._closed, over = True, True
-                    self._say(str(reason))
+                    if str(reason) != self.outcome.ended:  # else the search has said it
+                        self._say(str(reason))
             except JobEnded:
                 return
 

@@ -36,7 +36,7 @@ def read(
     """The recording, with offers of the named cluster where it has none. Raises TraceError or ValueError."""
     c = named(cluster, nccl) if cluster else None
     total = sum(p.stat().st_size for p in recording_files(paths))
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)

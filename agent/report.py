@@ -135,8 +135,8 @@ def _card(name: str, value: str, note: str) -> str:
 def _missing(summary: dict[str, Any], trace: Trace, costs: pd.DataFrame) -> str:
     """What this report lacks, and why; empty when it lacks nothing."""
     lacks = list(trace.warnings)
-    if absent := [k for k in _HEADLINE if summary.get(k) is None]:
-        lacks.append(f"no closing comparison, hence no {', '.join(absent)}")
+    if any(summary.get(key) is None for key in _HEADLINE):
+        lacks.append("the closing comparison did not come to its end, hence no speed-up and no times of a step")
     if summary.get("loss_first") is None:
         lacks.append("the job reported no loss")
     if trace.windows.empty:

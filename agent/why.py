@@ -44,6 +44,9 @@ def chains(trace: Trace, summary: Mapping[str, Any], wanted: str = "") -> list[d
             tried.append({**told, "error": error})
         tried.sort(key=lambda t: -float(t["saved"]))
         decided, reason = _decided(summary, p.slot, p.n_bytes)
+        if decided is None:
+            nothing = "the run left no word of it" if summary else "the run goes on, or was cut off"
+            reason = summary.get("ended") or nothing
         mine = next((t for t in tried if _same(str(t["decision"]), decided)), None)
         other = next((t for t in tried if t is not mine), None)
         row: dict[str, Any] = {"slot": str(p.slot), "n_ranks": p.slot.n_ranks, "n_nodes": p.slot.n_nodes}
@@ -93,7 +96,7 @@ def lines(chain: Mapping[str, Any]) -> list[str]:
     if chain["masked"]:
         said.append("  masked  " + ", ".join(f"{n} configs {name}" for name, n in chain["masked"].items()))
     if chain["decided"] is None:
-        said.append("  decided nothing: the run left no word of it")
+        said.append(f"  decided nothing: {chain['reason']}")
     else:
         state = "in force" if chain["in_force"] else "NCCL decides" if chain["decided"] == "auto" else "not in force"
         said.append(f"  decided {chain['decided']} ({state}){': ' + chain['reason'] if chain['reason'] else ''}")

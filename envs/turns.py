@@ -67,7 +67,7 @@ class Seen:
 
 
 def seen(observations: Array) -> Seen:
-    """Inverse of :func:`observe`."""
+    """What a policy is given, (n, N_OBSERVATION) or one of them, taken apart: the inverse of :func:`observe`."""
     x = np.atleast_2d(np.asarray(observations, np.float64))
     ends = np.cumsum([N_FEATURES, len(CONTEXT), N_PER_CONFIG * N_CONFIGS])
     features, context, figures, open_ = np.split(x, ends, axis=1)

@@ -3,6 +3,7 @@
 ``python tests/test_cli.py`` writes what is there now to ``data/command_line.json``; a change belongs in the changelog.
 """
 
+import io
 import json
 import sys
 from importlib.metadata import version
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from dynamiccl.agent.cli import COMMANDS, LAB, MORE, app
+from dynamiccl.agent.console import show_summary
+from dynamiccl.envs.nccl.traps import Facts
+from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -70,6 +74,49 @@ def test_programs_can_ask_every_command_that_tells_something():
 
 def test_the_version_is_the_packages():
     assert run("--version").output.split() == ["dynamiccl", version("dynamiccl")]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["top", "{}/none"], "no run in {}/none"),
+        (["advise", "{}/none", "--cluster", "dgx-h100-2x8"], "there is no file or folder {}/none"),
+        (["bench", "--suite", "none"], "there is no suite none: known are standard, held-out"),
+        (["bench", "--policy", "none:X", "--jobs", "2", "--out", "{}"], "1 of 1  none:X: refused"),
+        (["tune", "--force", "--out", "{}/file/x", "--", "true"], "no run can be left in {}/file/x: Not a directory"),
+    ],
+)
+def test_wrong_input_is_named_as_it_was_given(tmp_path, words, says):
+    """Before: `top` named another folder, `none:X` came out as an emoji."""
+    (tmp_path / "file").touch()
+    done = run(*(word.format(tmp_path) for word in words))
+    assert done.exit_code == 2 and says.format(tmp_path) in " ".join(done.stderr.split("\n")), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("reasons", "status", "says"),
+    [
+        (["never-switched", "other-backend"], 0, "tune --cluster"),
+        (["job-status"], 0, "too short for a verdict"),
+        (["job-status"], 1, None),
+        (["before-a-switch", "job-status", "no-probe"], 0, None),
+    ],
+)
+def test_a_run_without_a_result_says_what_to_do(reasons, status, says):
+    told = {"emulated": False, "speedup": None, "ended": "it is over", "trace": "t", "report": "r", "table": None}
+    told |= {"reasons": {"ended": reasons}, "job_status": status, "windows": 9, "failure": None, "not_obeyed": []}
+    told |= {"decisions": [], "consistency": {"calls_checked": 0, "mismatches": 0}, "records_lost": 0}
+    console = Console(record=True, width=200, file=io.StringIO())
+    show_summary(console, told)
+    text = console.export_text()
+    assert says in text if says else "--cluster" not in text and "too short" not in text
+
+
+def test_the_doctor_says_what_can_be_tuned_without_nccl(monkeypatch):
+    monkeypatch.setattr("dynamiccl.envs.nccl.traps.gather", lambda *_: Facts())
+    assert "on the emulated cluster only" in run("doctor").stdout
+    monkeypatch.setattr("dynamiccl.envs.nccl.traps.gather", lambda *_: Facts(nccl=(2, 30, 7), n_gpus=8))
+    assert "emulated" not in run("doctor").stdout
 
 
 if __name__ == "__main__":

@@ -138,3 +138,12 @@ def test_the_snippet_of_the_environments_runs():
     snippet = re.search(r"```python\n(.*?)```", page, re.S)[1]
     done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and re.fullmatch(r"\[[\d\s]+\] \d+", done.stdout.strip()), done.stderr
+
+
+def test_the_entrant_of_the_environments_plays(tmp_path):
+    page = (ROOT / "envs" / "README.md").read_text(encoding="utf-8")
+    entrant = re.findall(r"```python\n(.*?)```", page, re.S)[1]
+    (tmp_path / "my_module.py").write_text(entrant)
+    command = [sys.executable, "-m", "dynamiccl.agent.cli", "bench", "--policy", "my_module:MyPolicy", "--jobs", "4"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "my_module:MyPolicy, 4 jobs" in done.stdout, done.stderr

@@ -54,7 +54,7 @@ def test_a_suite_is_saved_and_read_and_others_are_refused(tmp_path):
         path.write_text(json.dumps(told | change))
         with pytest.raises(ValueError, match=word):
             JobSuite.load(path)
-    with pytest.raises(ValueError, match="not a suite"):
+    with pytest.raises(ValueError, match="there is no suite"):
         JobSuite.load(tmp_path / "absent.json")
 
 

@@ -149,6 +149,7 @@ def test_apply_says_what_is_wrong(tmp_path):
     path.write_text("allgather,0,65536,ring,simple,4,-1,-1\n")
     for args, says in (
         ((str(tmp_path / "none"),), "cannot be read"),
+        ((str(tmp_path / "table.json"),), "the run has confirmed no table"),
         ((str(path),), "say what to run"),
         ((str(path), "--", "no-such-program"), "not a program"),
         ((str(path), "--convert", "xml"), "json, csv or env"),

@@ -150,7 +150,7 @@ def test_gpu_clock_that_is_not_the_hosts(run, tmp_path):
 def test_a_job_that_ended_early(tmp_path):
     summary, trace = write_run(tmp_path / "trace", search=3, stop_early=True)
     text = text_of(write_report(tmp_path / "r.html", summary, trace))
-    assert "No result" in text and "What this report lacks" in text and "no closing comparison" in text
+    assert "No result" in text and "What this report lacks" in text and "hence no speed-up" in text
     assert "Step time over windows" in text and "What each collective costs" in text
 
 

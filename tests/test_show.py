@@ -84,9 +84,17 @@ def test_a_run_that_ended_early_and_a_cut_segment(tmp_path):
     result = run_show(tmp_path)
     assert result.exit_code == 0
     assert "warning: steps-00000.parquet was cut short" in result.stdout
-    assert "no optimizer step was seen" in result.stdout and "no decisions" in result.stdout
+    assert "no optimizer step was seen" in result.stdout
+    assert "no decisions: the run goes on, or was cut off" in result.stdout
     assert "window 3" in result.stdout
     assert json.loads(run_show(tmp_path, "--json").stdout)["steps"] == {"n": 0}
+
+
+def test_a_run_that_decided_nothing_says_who_decides(tmp_path):
+    write_run(tmp_path / "trace", search=3, stop_early=True)
+    (tmp_path / "summary.json").write_text(json.dumps({"ended": "the job ended with status 0", "decisions": []}))
+    result = run_show(tmp_path)
+    assert "no decisions: NCCL decides everywhere\nno result: the job ended with status 0" in result.stdout
 
 
 def test_an_empty_trace(tmp_path):

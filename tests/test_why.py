@@ -43,6 +43,18 @@ def test_the_chain_names_prices_trials_and_the_next_best(run):
     assert gather["next"]["decision"] == "ring/ll128/16"
 
 
+@pytest.mark.parametrize(
+    ("summary", "says"),
+    [
+        ({}, "decided nothing: the run goes on, or was cut off"),
+        ({"ended": "stopped by `dynamiccl stop`"}, "decided nothing: stopped by `dynamiccl stop`"),
+        ({"speedup": 1.1, "decisions": []}, "decided nothing: the run left no word of it"),
+    ],
+)
+def test_a_slot_of_which_nothing_was_decided_says_why(run, summary, says):
+    assert says in "\n".join(lines(chains(run[2], summary)[0]))
+
+
 def test_the_command_filters_and_explains(run):
     folder, *_ = run
     text = CliRunner().invoke(app, ["why", str(folder), "reduce_scatter"]).stdout

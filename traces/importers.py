@@ -97,7 +97,7 @@ def recording_files(paths: list[Path]) -> list[Path]:
         elif path.is_file():
             found.append(path)
         else:
-            raise TraceError(f"no file {path}: give the files to import, then the folder to make")
+            raise TraceError(f"there is no file or folder {path}")
     if not found:
         raise TraceError(f"no file in {', '.join(map(str, paths))}")
     return found

@@ -57,9 +57,9 @@ def advise(
         return
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
-        console.width = 120
+        console.width = 160
     _show(console, told)
 
 

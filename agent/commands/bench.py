@@ -73,7 +73,7 @@ def bench(
     from ..board import Board, filed_results, put_on_record
     from ..spread import OnRay, Processes
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     try:
         executor: Executor = OnRay() if ray else Processes(processes)
         if fit:

@@ -36,7 +36,7 @@ def bench_rank(
     from ..rank import FIGURES, live_run, rank
     from ..tuner import Settings
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, emoji=False)
     try:
         runs = [live_run(folder, windows) for folder in live]
         settings = Settings(windows, verify, window_steps, steps, budget)

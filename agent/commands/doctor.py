@@ -41,6 +41,8 @@ def doctor(
         nccl = ".".join(map(str, facts.nccl)) if facts.nccl else "no NCCL found"
         gpus = "no GPU" if not facts.n_gpus else f"{facts.n_gpus} GPUs"
         print(f"NCCL: {nccl}; {gpus} in sight")
+        if not facts.nccl and not facts.n_gpus:  # where the GPUs are this may be another Python's
+            print("Without NCCL a job is tuned on the emulated cluster only: dynamiccl tune --cluster dgx-h100-2x8")
         for finding in findings:
             print(f"{'CHANGE' if finding.must_change else 'note  '}  {finding.what}\n        -> {finding.cure}")
         if not findings:

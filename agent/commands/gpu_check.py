@@ -39,7 +39,7 @@ def gpu_check(
     for part in only or ():
         if part not in PARTS:
             fail(f"--only is one of {', '.join(PARTS)}, not {part}")
-    console = Console(stderr=True, quiet=json)
+    console = Console(stderr=True, quiet=json, emoji=False)
     try:
         machine = Machine.here(ranks, dry)
         out = out or Path("runs/gpu-check" if machine.emulated else "envs/results")

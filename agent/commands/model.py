@@ -115,4 +115,4 @@ def _show(cluster: str, nccl: str, func: str, rows: list[dict[str, Any]]) -> Non
         chosen = f"{row['algo']}/{row['proto']}".lower()
         cells = [format_bytes(row["nBytes"]), chosen, str(row["nChannels"]), str(row["nWarps"])]
         table.add_row(*cells, *(f"{row[key]:,.{1 if row[key] < 1000 else 0}f}" for key in prices))
-    Console().print(table)
+    Console(emoji=False).print(table)

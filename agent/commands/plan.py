@@ -72,7 +72,7 @@ def _show(result: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    console = Console(emoji=False)
     request, activations = result["request"], result["activations"]
     console.print(
         f"{request['params'] / 1e9:g} B parameters on {request['ranks']} ranks, {request['precision']} precision, "

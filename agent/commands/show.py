@@ -173,9 +173,10 @@ def _communicators(trace: Trace) -> list[dict[str, Any]]:
 def _print(story: dict[str, Any]) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=160)  # a pipe has no width: tables must not be cut to 80 columns
+        # A pipe has no width: tables must not be cut to 80 columns.
+        console = Console(highlight=False, width=160, emoji=False)
     for warning in story["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     _print_head(console, story)
@@ -191,7 +192,7 @@ def _print(story: dict[str, Any]) -> None:
         grid = _grid("collectives", list(story["events"][0]) if story["events"] else ["none"])
         for event in story["events"]:
             grid.add_row(*(_text(v) for v in event.values()))
-        Console(highlight=False, width=max(console.width, 240)).print(grid)
+        Console(highlight=False, width=max(console.width, 240), emoji=False).print(grid)
 
 
 def _print_head(console: Console, story: dict[str, Any]) -> None:
@@ -285,6 +286,7 @@ def _window(line: dict[str, Any]) -> str:
 def _print_decisions(console: Console, story: dict[str, Any]) -> None:
     from ...traces.costs import decision_text, size_text
 
+    result = story["result"]
     if story["decisions"]:
         grid = _grid("decisions", ["collective", "messages", "decision", "why"], ("messages",))
         for d in story["decisions"]:
@@ -293,8 +295,8 @@ def _print_decisions(console: Console, story: dict[str, Any]) -> None:
             grid.add_row(d["func"], sizes, "left to NCCL" if text == "auto" else text, _text(d.get("reason")))
         console.print(grid)
     else:
-        console.print("\nno decisions: the run left no summary, or NCCL decides everywhere")
-    result = story["result"]
+        is_known = result["ended"] or result["speedup"] is not None
+        console.print(f"\nno decisions: {'NCCL decides everywhere' if is_known else 'the run goes on, or was cut off'}")
     if result["speedup"] is not None:
         spread = "".join(
             f"  {name} [{low:.3f}, {high:.3f}]"

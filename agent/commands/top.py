@@ -38,6 +38,7 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
+    from ..outputs import ROOT
     from ..runs import find_runs, state
     from ..runs_page import write_runs_page
 
@@ -64,8 +65,9 @@ def top(
         typer.echo(json_module.dumps(found, indent=1))
         return
     if not found:
-        fail("no run in runs/tune: name a folder of runs, or start one with dynamiccl tune")
-    console = Console(highlight=False)
+        places = ", ".join(map(str, runs or [ROOT]))
+        fail(f"no run in {places}: name a folder of runs, or start one with dynamiccl tune")
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 160
     if once or not console.is_terminal:

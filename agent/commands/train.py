@@ -46,7 +46,7 @@ def train(
             training.resume()
     except (OSError, ValueError) as error:
         fail(str(error))
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     columns = (
         TextColumn("{task.fields[phase]:>9}"),
         BarColumn(),

@@ -185,7 +185,10 @@ def tune(
         memory = None if no_memory else memory or default_url()
         if memory:
             memory = Store(memory).url
-        out, fd = claim(out)
+        try:
+            out, fd = claim(out)
+        except OSError as error:
+            fail(f"no run can be left in {error.filename}: {error.strerror}; give another --out")
         out = out.resolve()
         job_log = out / "job.jsonl" if own else None
         if job_log:

@@ -37,8 +37,8 @@ def load_table(path: Path | str, *, n_ranks: int | None = None, n_nodes: int | N
     path = Path(path)
     if path.is_dir():
         path /= TABLE
-        if not path.exists():
-            raise ValueError(f"{path}: there is none: the run has confirmed no table, or is no run")
+    if path.name == TABLE and path.parent.is_dir() and not path.exists():
+        raise ValueError(f"{path}: there is none: the run has confirmed no table, or is no run")
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_TEXT + 1)
