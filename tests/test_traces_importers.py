@@ -283,7 +283,7 @@ def test_formats_are_not_mistaken_for_one_another(tmp_path):
     [
         (("nsight", "FILE", "OUT"), "unknown format 'nsight'"),
         (("kineto", "FILE"), "then the folder to make"),
-        (("kineto", "missing.json", "OUT"), "no file missing.json"),
+        (("kineto", "missing.json", "OUT"), "no file or folder missing.json"),
         (("kineto", "FILE", "OUT", "--ranks-per-node", "0"), "at least 1 rank"),
         (("kineto", "FILE", "FULL"), "already holds a trace"),
     ],
