@@ -185,7 +185,7 @@ def test_chunk_sizes_are_passed_through(beside, tmp_path, capfd):
     )
     for fail, size in ((0, MB // 2), (4, 77)):
         ours, seen, _ = beside(their_tuner(tmp_path, 6, fail, f"libnccl-tuner-chunk{fail}.so"))
-        table = (ctypes.c_void_p * 5).in_dll(ours.library, "ncclTunerPlugin_v6")
+        table = (ctypes.c_void_p * 5).in_dll(ours.shared_object, "ncclTunerPlugin_v6")
         assert table[4] is None  # NCCL's own chunks
         comm = Communicator(ours.path, 42, 8, 1, 0, RELEASES[6])
         chunk = ctypes.c_size_t(77)

@@ -211,7 +211,7 @@ def test_random_tables_and_offers_against_the_rules_in_python(run, data):
 def test_broken_callers_survive(plugin):
     """NULL and nonsense in every argument: success, and nothing written."""
     plugin.activate(encode_table(Table(1, (Rule(0, 0, "all_gather", 0, 2**63, Decision("pat", "simple", 9)),))))
-    library = plugin.library
+    library = plugin.shared_object
     info = ctypes.CFUNCTYPE(
         ctypes.c_int,
         *(ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p),

@@ -20,7 +20,7 @@ class Plugin:
 
     def __init__(self, library: ctypes.CDLL, path: Path) -> None:
         self.path = path
-        self.library = library
+        self.shared_object = library
         # Calls of less than a microsecond keep the interpreter's lock: who took it in between would keep it far longer.
         quick = ctypes.PyDLL(library._name, handle=library._handle)
         message = [ctypes.c_char_p, ctypes.c_size_t]
@@ -48,7 +48,7 @@ class Plugin:
 
     def open(self) -> bool:
         """Open this process's ring in the folder that DYNAMICCL_RUN names; True if there is one."""
-        return bool(self.library.dynamiccl_open())
+        return bool(self.shared_object.dynamiccl_open())
 
     def activate(self, message: bytes) -> int:
         """Make a table message (:func:`dynamiccl.envs.nccl.shm.encode_table`) the active table; its generation.
