@@ -10,6 +10,7 @@ from rich.table import Table as Grid
 
 from ..traces.reasons import RunEnds
 from ..traces.records import format_bytes
+from .terminal import terminal
 from .tuner import Line
 
 _COLOURS = {
@@ -31,7 +32,7 @@ class Show:
     """Prints lines on stderr, above a progress bar where it has the terminal for itself (``alone``)."""
 
     def __init__(self, total: int, quiet: bool = False, alone: bool = True) -> None:
-        self.console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True, emoji=False)
+        self.console = terminal(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

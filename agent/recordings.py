@@ -6,13 +6,13 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ..envs.evidence import seen_in
 from ..envs.recordings import named, on_cluster
 from ..traces.files import Trace, TraceError
 from ..traces.importers import read_recording, recording_files
+from .terminal import terminal
 
 
 def evidence(paths: list[Path]) -> list[list[Any]]:
@@ -36,7 +36,7 @@ def read(
     """The recording, with offers of the named cluster where it has none. Raises TraceError or ValueError."""
     c = named(cluster, nccl) if cluster else None
     total = sum(p.stat().st_size for p in recording_files(paths))
-    console = Console(stderr=True, emoji=False)
+    console = terminal(stderr=True)
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)

@@ -55,11 +55,9 @@ def advise(
     if json:
         typer.echo(json_module.dumps(told, indent=1, allow_nan=False))
         return
-    from rich.console import Console
+    from ..terminal import wide_terminal
 
-    console = Console(highlight=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = wide_terminal()
     _show(console, told)
 
 

@@ -67,13 +67,12 @@ def bench(
     if context.invoked_subcommand:  # `dynamiccl bench plugin` and the like have files of their own
         return
     one_thread()
-    from rich.console import Console
-
     from ..bench import Entry, entrants, run
     from ..board import Board, filed_results, put_on_record
     from ..spread import OnRay, Processes
+    from ..terminal import terminal
 
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    console = terminal(stderr=True, highlight=False, markup=False)
     try:
         executor: Executor = OnRay() if ray else Processes(processes)
         if fit:

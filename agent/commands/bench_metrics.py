@@ -21,14 +21,13 @@ def bench_metrics(
     Both are our ZeRO-3 job on the emulated cluster under a tuner that tries nothing; jobs in turn, the order within a
     pair alternates. The interval is over the pairs.
     """
-    from rich.console import Console
-
     from ...envs.sim.clusters import cluster as preset
     from ..overhead import measure_scrapes
+    from ..terminal import terminal
 
     try:
         preset(cluster)
-        console = Console(stderr=True, quiet=json)
+        console = terminal(stderr=True, quiet=json)
         result, scrapes = measure_scrapes(pairs, steps, cluster, lambda text: console.print(text, highlight=False))
     except ImportError:
         fail("the endpoint needs prometheus-client: pip install 'dynamiccl[metrics]'")

@@ -21,16 +21,15 @@ def bench_overhead(
     Both jobs run our ZeRO-3 workload on the emulated cluster, where nothing but the two CPU cores is shared. The
     order within a pair alternates.
     """
-    from rich.console import Console
-
     from ...envs.sim.clusters import cluster as preset
     from ...envs.sim.emulated import Emulated
     from ..daemon import workload
     from ..overhead import measure
+    from ..terminal import terminal
 
     try:
         preset(cluster)
-        console = Console(stderr=True, quiet=json)
+        console = terminal(stderr=True, quiet=json)
         emulated = Emulated(cluster, bytes_scale=90.0, time_scale=15.0)
         result = measure(
             pairs,

@@ -30,13 +30,12 @@ def bench_rank(
       dynamiccl tune --policy $p --out runs/rank/$p; done
     dynamiccl bench rank runs/sweep runs/rank/*
     """
-    from rich.console import Console
-
     from ...traces.files import Trace, TraceError
     from ..rank import FIGURES, live_run, rank
+    from ..terminal import terminal
     from ..tuner import Settings
 
-    console = Console(stderr=True, highlight=False, emoji=False)
+    console = terminal(stderr=True, highlight=False)
     try:
         runs = [live_run(folder, windows) for folder in live]
         settings = Settings(windows, verify, window_steps, steps, budget)

@@ -32,14 +32,13 @@ def gpu_check(
 
     Without a GPU all of it runs on the emulated cluster, and every figure says so. Exit status 1 if anything is wrong.
     """
-    from rich.console import Console
-
     from ..gpu_check import DRY, PARTS, REAL, SMALL, Check, Machine
+    from ..terminal import terminal
 
     for part in only or ():
         if part not in PARTS:
             fail(f"--only is one of {', '.join(PARTS)}, not {part}")
-    console = Console(stderr=True, quiet=json, emoji=False)
+    console = terminal(stderr=True, quiet=json)
     try:
         machine = Machine.here(ranks, dry)
         out = out or Path("runs/gpu-check" if machine.emulated else "envs/results")

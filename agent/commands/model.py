@@ -100,10 +100,10 @@ def _show(cluster: str, nccl: str, func: str, rows: list[dict[str, Any]]) -> Non
     if not rows:
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from ...traces.records import format_bytes
+    from ..terminal import terminal
 
     prices = [key for key in rows[0] if key.startswith("us_")]
     table = Table(title=f"{func} on {cluster} as NCCL {nccl} sees it (predicted us)", box=box.SIMPLE)
@@ -115,4 +115,4 @@ def _show(cluster: str, nccl: str, func: str, rows: list[dict[str, Any]]) -> Non
         chosen = f"{row['algo']}/{row['proto']}".lower()
         cells = [format_bytes(row["nBytes"]), chosen, str(row["nChannels"]), str(row["nWarps"])]
         table.add_row(*cells, *(f"{row[key]:,.{1 if row[key] < 1000 else 0}f}" for key in prices))
-    Console(emoji=False).print(table)
+    terminal().print(table)

@@ -68,11 +68,12 @@ _PARTS = (("weights", "cyan", "w"), ("gradients", "magenta", "g"), ("optimizer",
 
 
 def _show(result: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(emoji=False)
+    from ..terminal import terminal
+
+    console = terminal()
     request, activations = result["request"], result["activations"]
     console.print(
         f"{request['params'] / 1e9:g} B parameters on {request['ranks']} ranks, {request['precision']} precision, "

@@ -29,13 +29,13 @@ def prior(
 
     import numpy as np
     import torch
-    from rich.console import Console
     from rich.progress import Progress
 
     from ...envs.belief import Prior
     from ...envs.sim.job_family import HELD_OUT, STANDARD
     from ...envs.sim.jobs import draw_jobs
     from ..job_prior import JobPrior, fit, judge
+    from ..terminal import terminal
 
     if out.suffix != ".npz":
         fail(f"--out is a .npz file, not {out}")
@@ -46,7 +46,7 @@ def prior(
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     fresh, begin, rng = JobPrior(), time.perf_counter(), np.random.default_rng([seed, 23])
-    with Progress(console=Console(stderr=True), disable=as_json) as bar:
+    with Progress(console=terminal(stderr=True), disable=as_json) as bar:
         task = bar.add_task("fitting", total=rounds)
         fit(
             fresh,

@@ -171,12 +171,9 @@ def _communicators(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _print(story: dict[str, Any]) -> None:
-    from rich.console import Console
+    from ..terminal import terminal, wide_terminal
 
-    console = Console(highlight=False, emoji=False)
-    if not console.is_terminal:
-        # A pipe has no width: tables must not be cut to 80 columns.
-        console = Console(highlight=False, width=160, emoji=False)
+    console = wide_terminal()
     for warning in story["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     _print_head(console, story)
@@ -192,7 +189,7 @@ def _print(story: dict[str, Any]) -> None:
         grid = _grid("collectives", list(story["events"][0]) if story["events"] else ["none"])
         for event in story["events"]:
             grid.add_row(*(_text(v) for v in event.values()))
-        Console(highlight=False, width=max(console.width, 240), emoji=False).print(grid)
+        terminal(highlight=False, width=max(console.width, 240)).print(grid)
 
 
 def _print_head(console: Console, story: dict[str, Any]) -> None:

@@ -35,12 +35,12 @@ def top(
     dynamiccl top
     dynamiccl top runs/tune --once --metrics /var/lib/node_exporter/dynamiccl.prom
     """
-    from rich.console import Console
     from rich.live import Live
 
     from ..outputs import ROOT
     from ..runs import find_runs, state
     from ..runs_page import write_runs_page
+    from ..terminal import wide_terminal
 
     def look() -> list[dict[str, Any]]:
         found = [state(path) for path in find_runs(runs or ())]
@@ -67,9 +67,7 @@ def top(
     if not found:
         places = ", ".join(map(str, runs or [ROOT]))
         fail(f"no run in {places}: name a folder of runs, or start one with dynamiccl tune")
-    console = Console(highlight=False, emoji=False)
-    if not console.is_terminal:
-        console.width = 160
+    console = wide_terminal()
     if once or not console.is_terminal:
         console.print(grid(found))
         return

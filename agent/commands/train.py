@@ -26,10 +26,10 @@ def train(
 ) -> None:
     """Train the LSTM policy on whole jobs, across random clusters in the simulator (about 40 minutes on two cores)."""
     one_thread()
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from ..policy import PARTS
+    from ..terminal import terminal
     from ..train import Settings, Training, export
 
     if out.suffix != ".npz":
@@ -46,7 +46,7 @@ def train(
             training.resume()
     except (OSError, ValueError) as error:
         fail(str(error))
-    console = Console(stderr=True, emoji=False)
+    console = terminal(stderr=True)
     columns = (
         TextColumn("{task.fields[phase]:>9}"),
         BarColumn(),
