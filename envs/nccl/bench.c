@@ -1,7 +1,7 @@
 // Times what the plugin costs a job, as NCCL would call it: `bench LIBRARY TABLE...`, with DYNAMICCL_RUN set.
 //
-// One line a measurement: its name, then nanoseconds per call of one batch each, in the order they were
-// taken.
+// In rounds, each of which takes every measurement in turn: a neighbour's load comes and goes within a
+// second. One line a measurement: its name, then nanoseconds per call of one batch each.
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +10,7 @@
 
 #include "plugin.h"
 
-enum { BATCH = 128, BATCHES = 4000, N_QUERIES = 1024 };
+enum { BATCH = 128, BATCHES = 100, ROUNDS = 40, N_QUERIES = 1024 };
 
 static const struct nccl_tuner_v6* tuner;
 static const struct nccl_profiler_v5* profiler;
@@ -74,9 +74,9 @@ static void look_at_clock(int i) {
 
 static void measure(const char* name, void (*call)(int)) {
   printf("%s", name);
-  for (int batch = -100; batch < BATCHES; batch++) {  // the first hundred warm the caches up
+  for (int batch = -BATCHES; batch < BATCHES; batch++) {  // the first half warms the caches up
     const int64_t start = now_ns();
-    for (int i = 0; i < BATCH; i++) call(batch * BATCH + i + 100 * BATCH);
+    for (int i = 0; i < BATCH; i++) call(batch * BATCH + i + BATCHES * BATCH);
     const int64_t end = now_ns();
     if (batch >= 0) printf(" %.2f", (double)(end - start) / BATCH);
   }
@@ -110,15 +110,17 @@ int main(int argc, char** argv) {
     query[i].func = rand() % 2 ? FUNC_ALL_GATHER : FUNC_REDUCE_SCATTER;
     query[i].n_bytes = (size_t)1 << rand() % 32;
   }
-  measure("clock", look_at_clock);
-  measure("nothing", ask_nobody);
-  for (int t = 2; t < argc; t++) {
-    activate(argv[t], activate_message);
-    char name[64];
-    snprintf(name, sizeof name, "getCollInfo/%d", t - 2);
-    measure(name, ask);
+  for (int round = 0; round < ROUNDS; round++) {
+    measure("clock", look_at_clock);
+    measure("nothing", ask_nobody);
+    for (int t = 2; t < argc; t++) {
+      activate(argv[t], activate_message);
+      char name[64];
+      snprintf(name, sizeof name, "getCollInfo/%d", t - 2);
+      measure(name, ask);
+    }
+    measure("ring", write_record);
+    measure("event", start_and_stop);
   }
-  measure("ring", write_record);
-  measure("event", start_and_stop);
   return 0;
 }
