@@ -70,24 +70,30 @@ model-check: setup
 
 setup: $(VENV)/ready
 
-# uv resolves and installs in seconds what takes pip a minute; it does not read pip's settings, hence the variable.
+# uv resolves and installs in seconds what takes pip a minute. It does not read pip's settings: these it is told.
+as_uv = $(if $($(1)),$(if $($(2)),,$(eval export $(2) := $($(1)))))
+$(call as_uv,PIP_FIND_LINKS,UV_FIND_LINKS)
+$(call as_uv,PIP_INDEX_URL,UV_DEFAULT_INDEX)
+$(call as_uv,PIP_EXTRA_INDEX_URL,UV_INDEX)
+$(call as_uv,PIP_CERT,SSL_CERT_FILE)
+
 $(VENV)/ready: pyproject.toml setup.py dynamiccl_autoload.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("dynamiccl needs Python 3.11 or newer: make PYTHON=python3.12 demo" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(BIN)/python \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python \
 		--constraint constraints.txt --editable '.[train,dev]'
 	touch $@
 
 $(VENV)/bench: $(VENV)/ready
-	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet --python $(BIN)/python \
+	$(BIN)/uv pip install --quiet --python $(BIN)/python \
 		--constraint constraints.txt --editable '.[optuna]'
 	touch $@
 
 # The other frameworks that the probe is tested in. Where they cannot be installed their tests say so and are skipped;
 # `make -B .venv/frameworks` tries again. Compiled once: the tests start hundreds of processes that import PyTorch.
 $(VENV)/frameworks: pyproject.toml constraints.txt | setup
-	DS_BUILD_OPS=0 UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip install --quiet \
+	DS_BUILD_OPS=0 $(BIN)/uv pip install --quiet \
 		--python $(BIN)/python --constraint constraints.txt --editable '.[frameworks,optuna,metrics,tensorboard]' \
 		|| echo "accelerate, deepspeed and optuna cannot be installed: their tests will be skipped"
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python*/site-packages > /dev/null 2>&1 || true
