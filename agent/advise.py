@@ -153,7 +153,10 @@ class Advice:
             notes.append("what collectives cost the compute beside them: no kernel was seen both beside one and alone")
         if any(p.timed_by == "NCCL's price" for p in self.tasks.profiles):
             notes.append("how long calls take: NCCL's own price stands in for it")
-        notes.append("how other settings behave on this network: only NCCL's own choice was recorded")
+        if self.tasks.measured[:, 1:].any():
+            notes.append("what steps under a tuner's tables say: only those under NCCL's own choice were used")
+        else:
+            notes.append("how other settings behave on this network: only NCCL's own choice was recorded")
         return list(dict.fromkeys(notes))
 
 

@@ -57,6 +57,14 @@ def test_the_command(runs):
     assert result.exit_code == 2 and "dynamiccl tune" in result.stderr
 
 
+def test_a_run_that_kept_no_table_shows_no_gain(runs):
+    path = runs / "over" / "summary.json"
+    assert f"{state(runs / 'over')['gain']:.1%}" in CliRunner().invoke(app, ["top", str(runs)]).stdout
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kept": False}))
+    text = CliRunner().invoke(app, ["top", str(runs)]).stdout
+    assert "NCCL decides" in text and f"{state(runs / 'over')['gain']:.1%}" not in text
+
+
 def test_metrics_are_what_prometheus_reads(runs):
     parser = pytest.importorskip("prometheus_client.parser")
     from dynamiccl.agent.metrics import METRICS

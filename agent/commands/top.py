@@ -121,7 +121,7 @@ def grid(found: list[dict[str, Any]]) -> Any:
 
 
 def _gain(r: dict[str, Any]) -> str:
-    if r["gain"] is None:
+    if r["gain"] is None or r["kept"] is False:  # a table that was not kept brings nothing
         return ""
     low, high = r["gain_ci95"] or (None, None)
     return f"{r['gain']:.1%}" + (f" [{low:.1%}, {high:.1%}]" if low is not None else "")
