@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 #: Figures of a slot: log times (N_CONFIGS), residual effects (N_CONFIGS), exposure.
 N_FIGURES = 2 * N_CONFIGS + 1
 #: Smallest standard deviation of a measured log duration, and what a joint effect may miss, as a part of it.
-CALL_FLOOR, MISFIT = 0.03, 0.08
+CALL_FLOOR, MISFIT = 0.03, 0.2
 #: The prior is surer than it should be of jobs that it was not drawn from: its variances are this much larger.
 DOUBT = 1.3
 #: Standard deviation by which the default's log step time may wander, a step.

@@ -28,6 +28,8 @@ Array = np.ndarray[Any, Any]
 
 #: Steps of the watch that are played after a verdict; the rest of a job goes on like them.
 AFTER = 1000
+#: Where the job has changed meanwhile, its new search is played to its end, for so many steps more at most.
+MOST = 3000
 #: A decision may take so many seconds of a processor.
 LIMIT_S = 1.0
 _MOST = turns.action_space().nvec
@@ -117,7 +119,8 @@ def play(
     states, decisions, spent = [None] * n, [list[int]() for _ in range(n)], 0.0
     until = np.full(n, np.inf)  # steps at which a job's watch has been played
     while True:
-        open_ = np.flatnonzero(ledger.steps < until).tolist()
+        searching = np.array([not s.is_over for s in search.searches])  # anew: what is in force now will not last
+        open_ = np.flatnonzero((ledger.steps < until) | (searching & (ledger.steps < until + MOST))).tolist()
         if not open_:
             break
         for i in open_:
@@ -140,7 +143,7 @@ def play(
         fresh = np.flatnonzero(over & np.isinf(until))
         ledger.end(fresh, search.tables[fresh])
         until[fresh] = ledger.steps[fresh] + after
-        search.watch([i for i in open_ if ledger.steps[i] < until[i]])
+        search.watch(open_)
         again = np.flatnonzero(np.isfinite(until))
         ledger.final[again] = search.tables[again]
     marks = np.array([s.marks.first_gain for s in search.searches])

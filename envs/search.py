@@ -22,6 +22,7 @@ from . import turns
 from .belief import Belief, Prior
 from .canary import GIVE_UP, Canary
 from .memory import Evidence, Memory, Remembering
+from .neighbours import untested
 from .regimes import Regime, Regimes
 from .sequential import Race, least, middle, window_noise
 from .watch import CHANGED, HARMFUL, Marks, Rules, Watch
@@ -194,10 +195,17 @@ class Search:
             # Measured twice as a whole: which slot does what is learned from one slot at a time.
             alone = self.round % self.n_slots
             self.choices = np.where(np.arange(self.n_slots) == alone, self.choices, best)
+        if settled and at_best and self.round < self._most_rounds:
+            beside = untested(best, self.job.share, self.open, self.tried, self.belief, self._seen)
+            settled, self.choices = np.array_equal(beside, best), beside
         self._seen[self.choices.tobytes()] += 1
         is_spent = self.lost > self.rules.budget * max(self.steps, BUDGET_STEPS)
-        if settled or is_spent or self.round >= max(self.rules.rounds, self.rules.rounds_a_slot * self.n_slots):
+        if settled or is_spent or self.round >= self._most_rounds:
             self._propose(self.choices if settled else best, closing=True)
+
+    @property
+    def _most_rounds(self) -> int:
+        return max(self.rules.rounds, self.rules.rounds_a_slot * self.n_slots)
 
     # -- comparisons -------------------------------------------------------------------------------------------
 
@@ -242,17 +250,18 @@ class Search:
         self._half = []
         race.add(pair[REFERENCE], pair[TABLE])
         low, high = race.interval
+        pairs = self.rules.pairs_again if self.races else self.rules.pairs
         if race.n >= 2 and low > 0:
             self._accept(race)
         elif high < self.rules.least_gain:
             self._reject()
-        elif race.n >= self.rules.pairs:
+        elif race.n >= pairs:
             # Not sure yet. What is but an improvement of a table that is confirmed may be taken on less, as long as the
             # two comparisons together are sure of a gain over the default; else a promising table gets more pairs.
             promising = race.mean > LIKELY * race.sigma / math.sqrt(race.n)
             if promising and self.races and self.gain[1] + low > 0:
                 self._accept(race)
-            elif not promising or race.n >= MORE * self.rules.pairs:
+            elif not promising or race.n >= MORE * pairs:
                 self._reject()
 
     def _accept(self, race: Race) -> None:
@@ -316,10 +325,12 @@ class Search:
         if plan.kind == SEARCH:
             self._after_round(given_up)
         elif plan.kind in (REFERENCE, TABLE):
-            if given_up:
-                self._reject()
-            else:
+            if not given_up:
                 self._compare(plan, ms)
+            elif self.banned[np.arange(self.n_slots), plan.configs].any():
+                self._reject()
+            else:  # it may have been a checkpoint: once more
+                self._half = []
         else:
             self._watched(plan, seen, ms)
         return saved / 100.0

@@ -59,7 +59,8 @@ class Rules:
     good_noise: float = 0.004  # standard deviation of a window's log step time that is good enough
     rounds: int = 30  # windows that the policy may ask for, at most ...
     rounds_a_slot: int = 5  # ... or so many a slot, where that is more
-    pairs: int = 12  # of one comparison, at most
+    pairs: int = 12  # of one comparison, at most ...
+    pairs_again: int = 8  # ... and of one with a table that is confirmed already
     comparisons: int = 4  # of one search, at most
     early: int = 3  # windows after which a table that promises enough is confirmed before the search goes on
     least_gain: float = 0.001  # part of the step below which a table is not worth a comparison

@@ -1,0 +1,116 @@
+"""What a search still looks at before it closes."""
+
+import math
+
+import numpy as np
+import pytest
+from dynamiccl.envs.belief import Belief, Prior
+from dynamiccl.envs.neighbours import untested
+from dynamiccl.envs.search import Search
+from dynamiccl.envs.windows import TABLE, Job, Measured
+from dynamiccl.traces.fingerprint import N_FEATURES
+from dynamiccl.traces.spaces import N_CONFIGS
+from test_search import Told
+
+# ring/ll128 with NCCL's count, 1, 2, 4 and 8 channels; ring/simple with NCCL's and 16
+CONFIGS = [0, 16, 17, 18, 19, 20, 24, 29]
+SHARE = np.array([0.3, 0.2, 0.01])
+
+
+@pytest.fixture(scope="module")
+def prior():
+    return Prior.load()
+
+
+@pytest.fixture
+def asked(prior):
+    """``ask(table, tried=..., seen=...)`` of a job of three slots, the last of no account."""
+    mask = np.zeros((3, N_CONFIGS), bool)
+    mask[:, CONFIGS] = True
+    belief = Belief(prior, np.zeros((3, N_FEATURES), np.float32), mask, SHARE)
+
+    def ask(table, tried=(), seen=(), open_=mask, sure=True):
+        counts = np.zeros((3, N_CONFIGS))
+        for slot, config in tried:
+            counts[slot, config] = 1
+        table = np.array(table)
+        for slot, config in enumerate(table):
+            at = belief.parts[slot].start + 1 + belief.config[slot][config]
+            belief.mean[at] = -0.7  # half as long
+            belief.mean[belief.parts[slot].start] = 1.0
+            belief.cov[:, :] = np.eye(len(belief.cov)) * (1e-6 if sure else 4.0)
+        belief.touched()
+        ran = {np.array(t).tobytes(): 1 for t in seen}
+        return untested(table, SHARE, open_, counts, belief, ran).tolist()
+
+    return ask
+
+
+def test_fewer_channels_come_before_more_in_all_slots_at_once(asked):
+    assert asked([19, 18, 19]) == [18, 17, 19]  # the third slot is too small
+    assert asked([19, 18, 19], tried=[(0, 18)]) == [20, 17, 19]
+    assert asked([19, 18, 19], tried=[(0, 18), (0, 20), (1, 17)]) == [19, 19, 19]
+    assert asked([19, 18, 19], tried=[(0, 18), (0, 20), (1, 17), (1, 19)]) == [19, 18, 19]
+
+
+def test_at_the_ends_of_a_pair(asked):
+    assert asked([17, 20, 0]) == [18, 19, 0]
+    assert asked([24, 29, 0]) == [29, 29, 0]  # NCCL's count: what has most; a pair of one count has no neighbour
+    assert asked([24, 29, 0], tried=[(0, 29)]) == [24, 29, 0]
+
+
+def test_what_may_not_run_is_no_neighbour(asked):
+    open_ = np.zeros((3, N_CONFIGS), bool)
+    open_[:, [0, 17, 19, 20]] = True
+    assert asked([19, 19, 0], open_=open_) == [17, 17, 0]
+
+
+def test_what_is_not_surely_better_meets_the_default_one_slot_at_a_time(asked):
+    done = [(0, 18), (0, 20), (1, 17), (1, 19)]
+    assert asked([19, 18, 19], tried=done, sure=True) == [19, 18, 19]
+    assert asked([19, 18, 19], tried=done, sure=False) == [0, 18, 19]
+    assert asked([19, 18, 19], tried=done, sure=False, seen=[[0, 18, 19]]) == [19, 0, 19]
+    assert asked([19, 18, 19], tried=done, sure=False, seen=[[0, 18, 19], [19, 0, 19]]) == [19, 18, 19]
+
+
+def test_a_policy_without_curiosity_finds_the_better_neighbour(prior):
+    """18 is good, 17 beside it better: nobody asks for it but the search."""
+
+    class Wide(Told):
+        def begin(self):
+            job, default = super().begin()
+            mask = np.zeros((2, N_CONFIGS), bool)
+            mask[:, [0, 16, 17, 18, 19, 20]] = True
+            return Job(job.features, mask, job.share, job.call_us, job.families), default
+
+    told = Wide(lambda c: 0.06 * (c[0] == 18) + 0.12 * (c[0] == 17))
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    at = search.belief.parts[0].start + 1 + search.belief.config[0]
+    search.belief.learn(at[[18, 17]], [-0.5, 0.1], [0.01, 0.05])  # and 17 is believed to be slower
+    while not search.is_over:
+        if search.plan() is None:
+            search.decide(int(search.belief.best()[search.turn]))
+        else:
+            plan = search.plan()
+            search.record(plan, told.measure(plan))
+    assert search.confirmed[0] == 17
+
+
+@pytest.mark.parametrize(("long_steps", "confirmed"), [(1, 20), (2, 0)])
+def test_one_long_step_in_a_comparison_is_no_verdict(prior, long_steps, confirmed):
+    """A checkpoint falls into the first window of a table that was never tried: it is measured again. Twice is no
+    chance."""
+    told = Told(lambda c: 0.10 * (c[0] == 20))
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    search._race(np.array([20, 0]), closing=True)
+    while search.race is not None:
+        plan = search.plan()
+        found = told.measure(plan)
+        if plan.kind == TABLE and long_steps:
+            long_steps -= 1
+            found = Measured(np.array([1e3 * plan.limit_ms]), found.call_us, found.obeyed, 1, 1e3 * plan.limit_ms)
+            assert math.isfinite(plan.limit_ms)
+        search.record(plan, found)
+    assert search.confirmed.tolist() == [confirmed, 0]
