@@ -30,7 +30,7 @@ def untested(
     N_CONFIGS) bool: what may run; ``tried`` (s, N_CONFIGS): windows measured; ``seen``: how often a table ran, by its
     bytes.
     """
-    found, notable = table.copy(), np.flatnonzero((table > 0) & (share > NOTABLE))
+    found, notable = table.copy(), np.flatnonzero((table > 0) & (share > NOTABLE)).tolist()
     for slot in notable:
         own = int(table[slot]) // N_CHANNELS * N_CHANNELS
         known = [c for c in range(own + 1, own + N_CHANNELS) if open_[slot, c]]
