@@ -281,11 +281,6 @@ class Belief:
         rows[np.arange(len(at)), at] = 1.0
         self._update(rows, np.asarray(values) - self.mean[at], np.asarray(noise) ** 2)
 
-    def forget(self, part: float) -> None:
-        """Something has changed: widen what is believed by this part of its variance (1 doubles it)."""
-        self.cov *= 1 + part
-        self.touched()
-
 
 def _within(x: Array, low: float, high: float) -> Array:
     """np.clip without its overhead, which counts here."""

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import torch
-from dynamiccl.envs.sim.workloads import RECORDED, Recording, recordings, save_recordings
+from dynamiccl.envs.sim.workloads import RECORDED, Recording, recordings
 from dynamiccl.zero_workload import dryrun
 from dynamiccl.zero_workload.dryrun_models import PRESETS
 from torch.utils._pytree import tree_leaves
@@ -155,6 +155,19 @@ def record(model, engine):
     return Recording.of(f"{model} {engine}", Recorder.last.ops)
 
 
+def save(recordings):
+    """Write all into one file."""
+    np.savez_compressed(
+        RECORDED,
+        name=np.array([r.name for r in recordings]),
+        op_at=np.cumsum([0, *(len(r.kind) for r in recordings)]),
+        wait_at=np.cumsum([0, *(len(r.waits) for r in recordings)]),
+        kind=np.concatenate([r.kind for r in recordings]),
+        value=np.concatenate([r.value for r in recordings]),
+        waits=np.concatenate([r.waits for r in recordings]),
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="a model of PLAN: the others are kept as they are")
@@ -169,7 +182,7 @@ def main():
                 took = time.monotonic() - begin
                 print(f"{found.name}: {len(found.kind)} operations, {took:.0f} s", file=sys.stderr, flush=True)
     order = [f"{model} {engine}" for model, engines in PLAN.items() for engine in engines]
-    save_recordings([kept[name] for name in order if name in kept])
+    save([kept[name] for name in order if name in kept])
     assert np.load(RECORDED)["name"].size == len(kept)
 
 

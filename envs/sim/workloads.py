@@ -212,19 +212,6 @@ class Recording:
         return Workload(self.name, tuple(ops))
 
 
-def save_recordings(recordings: Sequence[Recording], path: Path = RECORDED) -> None:
-    """Write all into one file."""
-    np.savez_compressed(
-        path,
-        name=np.array([r.name for r in recordings]),
-        op_at=np.cumsum([0, *(len(r.kind) for r in recordings)]),
-        wait_at=np.cumsum([0, *(len(r.waits) for r in recordings)]),
-        kind=np.concatenate([r.kind for r in recordings]),
-        value=np.concatenate([r.value for r in recordings]),
-        waits=np.concatenate([r.waits for r in recordings]),
-    )
-
-
 @functools.cache
 def recordings(path: Path = RECORDED) -> dict[str, Recording]:
     """The shipped recordings by name. Raises ValueError when the file is not one of them."""
