@@ -32,8 +32,6 @@ Array = np.ndarray[Any, Any]
 
 #: The budget counts for so many steps from the start.
 BUDGET_STEPS = 4000
-#: A table is promising when its mean is so many standard errors above 0, and then gets MORE times as many pairs.
-LIKELY, MORE = 1.0, 2.5
 #: Standard deviation of a log duration where nothing says otherwise.
 CALL_NOISE = 0.03
 
@@ -195,17 +193,14 @@ class Search:
             # Measured twice as a whole: which slot does what is learned from one slot at a time.
             alone = self.round % self.n_slots
             self.choices = np.where(np.arange(self.n_slots) == alone, self.choices, best)
-        if settled and at_best and self.round < self._most_rounds:
+        last = self.round >= self.rules.most_rounds(self.n_slots)
+        if settled and at_best and not last:
             beside = untested(best, self.job.share, self.open, self.tried, self.belief, self._seen)
             settled, self.choices = np.array_equal(beside, best), beside
         self._seen[self.choices.tobytes()] += 1
         is_spent = self.lost > self.rules.budget * max(self.steps, BUDGET_STEPS)
-        if settled or is_spent or self.round >= self._most_rounds:
+        if settled or is_spent or last:
             self._propose(self.choices if settled else best, closing=True)
-
-    @property
-    def _most_rounds(self) -> int:
-        return max(self.rules.rounds, self.rules.rounds_a_slot * self.n_slots)
 
     # -- comparisons -------------------------------------------------------------------------------------------
 
@@ -249,20 +244,13 @@ class Search:
         pair = dict(self._half)
         self._half = []
         race.add(pair[REFERENCE], pair[TABLE])
-        low, high = race.interval
-        pairs = self.rules.pairs_again if self.races else self.rules.pairs
-        if race.n >= 2 and low > 0:
+        known = self.gain[1] if self.races else None
+        pairs = self.rules.pairs if known is None else self.rules.pairs_again
+        verdict = race.verdict(pairs, self.rules.least_gain, known)
+        if verdict:
             self._accept(race)
-        elif high < self.rules.least_gain:
+        elif verdict is not None:
             self._reject()
-        elif race.n >= pairs:
-            # Not sure yet. What is but an improvement of a table that is confirmed may be taken on less, as long as the
-            # two comparisons together are sure of a gain over the default; else a promising table gets more pairs.
-            promising = race.mean > LIKELY * race.sigma / math.sqrt(race.n)
-            if promising and self.races and self.gain[1] + low > 0:
-                self._accept(race)
-            elif not promising or race.n >= MORE * pairs:
-                self._reject()
 
     def _accept(self, race: Race) -> None:
         if not self.confirmed.any():

@@ -27,6 +27,8 @@ TUNED_FOR = 4.0
 CLIP = 3.0
 #: What is assumed beyond the measured noise, because it is measured from few windows and windows are not independent.
 ROOM = 1.25
+#: A table is promising when its mean is so many standard errors above 0, and then gets MORE times as many pairs.
+LIKELY, MORE = 1.0, 2.5
 #: So many pairs' worth of evidence is what the noise measured before the comparison counts for.
 KNOWN_PAIRS = 6.0
 
@@ -84,6 +86,24 @@ class Race:
         """Bounds of the true mean log ratio that hold at all times."""
         width = ROOM * self.sigma * half_width(self.n, self.alpha)
         return self.mean - width, self.mean + width
+
+    def verdict(self, pairs: int, least: float, known: float | None = None) -> bool | None:
+        """Whether the table is to be taken, None: not known yet. ``pairs``: after which it is not worth many more;
+        ``least``: gain that is worth a table; ``known``: lower bound of what the reference itself gains over the
+        default, None where it is the default."""
+        low, high = self.interval
+        if self.n >= 2 and low > 0:
+            return True
+        if high < least:
+            return False
+        if self.n < pairs:
+            return None
+        # Not sure yet. What is but an improvement of a table that is confirmed may be taken on less, as long as the two
+        # comparisons together are sure of a gain over the default; else a promising table gets more pairs.
+        promising = self.mean > LIKELY * self.sigma / math.sqrt(self.n)
+        if promising and known is not None and known + low > 0:
+            return True
+        return None if promising and self.n < MORE * pairs else False
 
     @property
     def is_faster(self) -> bool:

@@ -71,6 +71,10 @@ class Rules:
     watch_share: float = 0.008  # of the later steps that may run the default
     change: float = 0.03  # lasting change of the step time that begins a new search
 
+    def most_rounds(self, n_slots: int) -> int:
+        """Windows that the policy may ask for."""
+        return max(self.rounds, self.rounds_a_slot * n_slots)
+
     def of(self, policy: Any) -> Rules:
         """The same, but that a policy says by attributes of its own when it has nothing left to try: by default when
         it chooses the table of best means; with ``by_belief = False`` when it keeps to one table for ``patience``

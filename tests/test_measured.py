@@ -34,7 +34,7 @@ def test_measured_points_come_back_and_the_rest_lies_between():
     sizes = np.array([2**20, 2**22, 2**26])
     model = Measured(sizes, np.ones(3), np.array([30.0, 50.0, 500.0]))
     assert [model.predict_us(int(b), 1) for b in sizes] == [30.0, 50.0, 500.0]
-    assert model.is_measured(2**22, 1) and not model.is_measured(2**22, 2)
+    assert (2**22, 1) in model.known and (2**22, 2) not in model.known
     assert 30 < model.predict_us(2**21, 1) < 50 < model.predict_us(2**24, 1) < 500
     repeated = Measured(np.array([8, 8, 8]), np.ones(3), np.array([1.0, 2.0, 9.0]))
     assert repeated.predict_us(8, 1) == 2.0

@@ -78,10 +78,6 @@ class Measured:
         miss = np.log(times) - self._mean(keys[:, 0], keys[:, 1])
         self._weights = np.linalg.solve(_kernel(self._at, self._at) + _NOISE**2 * np.eye(len(keys)), miss)
 
-    def is_measured(self, n_bytes: int, n_channels: int) -> bool:
-        """Whether this very point was measured."""
-        return (int(n_bytes), int(n_channels)) in self.known
-
     def predict_us(self, n_bytes: int, n_channels: int) -> float:
         """Microseconds: the measured median at a measured point, else interpolated or extrapolated."""
         known = self.known.get((int(n_bytes), int(n_channels)))
