@@ -313,12 +313,13 @@ class Search:
         if plan.kind == SEARCH:
             self._after_round(given_up)
         elif plan.kind in (REFERENCE, TABLE):
-            if not given_up:
-                self._compare(plan, ms)
-            elif self.banned[np.arange(self.n_slots), plan.configs].any():
+            refused = (~seen.obeyed & (plan.configs > 0)).any()
+            if refused or (given_up and self.banned[np.arange(self.n_slots), plan.configs].any()):
                 self._reject()
-            else:  # it may have been a checkpoint: once more
+            elif given_up:  # it may have been a checkpoint: once more
                 self._half = []
+            else:
+                self._compare(plan, ms)
         else:
             self._watched(plan, seen, ms)
         return saved / 100.0
