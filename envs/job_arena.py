@@ -143,7 +143,7 @@ def play(
         fresh = np.flatnonzero(over & np.isinf(until))
         ledger.end(fresh, search.tables[fresh])
         until[fresh] = ledger.steps[fresh] + after
-        search.watch(open_)
+        search.watch([i for i in open_ if ledger.steps[i] < until[i] or not search.searches[i].is_over])
         again = np.flatnonzero(np.isfinite(until))
         ledger.final[again] = search.tables[again]
     marks = np.array([s.marks.first_gain for s in search.searches])
