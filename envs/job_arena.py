@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 #: Steps of the watch that are played after a verdict; the rest of a job goes on like them.
 AFTER = 1000
 #: Where the job has changed meanwhile, its new search is played to its end, for so many steps more at most.
-MOST = 3000
+LONGER = 3000
 #: A decision may take so many seconds of a processor.
 LIMIT_S = 1.0
 _MOST = turns.action_space().nvec
@@ -120,7 +120,7 @@ def play(
     until = np.full(n, np.inf)  # steps at which a job's watch has been played
     while True:
         searching = np.array([not s.is_over for s in search.searches])  # anew: what is in force now will not last
-        open_ = np.flatnonzero((ledger.steps < until) | (searching & (ledger.steps < until + MOST))).tolist()
+        open_ = np.flatnonzero((ledger.steps < until) | (searching & (ledger.steps < until + LONGER))).tolist()
         if not open_:
             break
         for i in open_:
