@@ -85,7 +85,7 @@ class Block:
         """A turn of each of the searches at ``rows``: rewards, and which are over."""
         before, windows = self.lost[rows].copy(), self.search.n_windows[rows].copy()
         self.search.step(rows.tolist(), configs)
-        over = np.array([self.search.searches[i].is_over for i in rows])
+        over = np.array([self.search.searches[i].is_done for i in rows])
         moved = rows[over | (self.search.n_windows[rows] > windows)]
         if len(moved):
             self._look(moved)
@@ -133,7 +133,7 @@ class JobBatch:
         return np.array([block.search.searches[row].turn for block, row in self.at])
 
     def step(self, configs: Array) -> tuple[Array, Array, Array]:
-        """A turn of each search, (n,) configs: observations, rewards (n,), which searches were over (n,)."""
+        """A turn of each search, (n,) configs: observations, rewards (n,), which searches were done (n,)."""
         rewards, over = np.zeros(self.n), np.zeros(self.n, bool)
         for block in {id(block): block for block, _ in self.at}.values():
             mine = np.array([i for i, (other, _) in enumerate(self.at) if other is block])
@@ -143,7 +143,7 @@ class JobBatch:
             block, row = self.at[i]
             search = block.search.searches[row]
             figures = {"lost": block.lost[row], "oracle": block.best[row], "gain": block.gain[row]}
-            self.finished.append({**figures, "verdict": float(search.steps), "rounds": float(search.round)})
+            self.finished.append({**figures, "verdict": float(search.marks.verdict), "rounds": float(search.round)})
             self.at[i] = self._fresh()
         return self._observe(), rewards, over
 

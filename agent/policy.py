@@ -22,24 +22,30 @@ from ..traces.spaces import N_CONFIGS
 Array = np.ndarray[Any, Any]
 
 #: Layout of the weights file; an older or newer file is refused.
-FORMAT = 3
-#: The figure that says which config was chosen in the last round.
-LAST = 4
+FORMAT = 4
+#: The figures that say which config was chosen in the last round, and which is in force.
+LAST, IN_FORCE = 4, 5
 #: So much of the step is worth one unit of a score.
 TEMPER = 1e-2
 _N_CONTEXT = N_FEATURES + len(turns.CONTEXT)
+#: Where an observation says that the verdict is there.
+LATER = N_FEATURES + turns.CONTEXT.index("refining")
 
 
-def rule_scores(figures: Array, rule: Array) -> Array:
+def rule_scores(figures: Array, later: Array, rule: Array) -> Array:
     """What ``rules.ExpectedImprovement`` makes of figures (n, N_PER_CONFIG, N_CONFIGS), as scores (n, N_CONFIGS).
 
-    ``rule`` is its foresight, least and risk. The largest score is the config that the rule chooses.
+    ``later`` (n,) bool: after the verdict; ``rule`` is its foresight, least, risk and the foresight of then. The
+    largest score is the config that the rule chooses.
     """
-    foresight, least, risk = (float(x) for x in rule)
+    soon, least, risk, far = (float(x) for x in rule)
     ahead, learned, worth = figures[:, 0] / SCALE, figures[:, 1] / SCALE, figures[:, 2] / SCALE / 10
+    foresight = np.where(later, far, soon)[:, None]
     scores = foresight * worth + ahead - risk * learned
-    scores = np.where(worth > least, scores, scores - 2 * foresight * least)
-    return np.asarray(np.where(ahead >= 0, np.maximum(scores, 0), scores) / TEMPER)
+    scores = np.where(foresight * worth > soon * least, scores, scores - 2 * soon * least)
+    then = np.where(figures[:, IN_FORCE] > 0.5, 0.0, scores * soon / far)  # of the size of those before
+    now = np.where(ahead >= 0, np.maximum(scores, 0), scores)
+    return np.asarray(np.where(later[:, None], then, now) / TEMPER)
 
 
 class LstmPolicy:
@@ -48,7 +54,7 @@ class LstmPolicy:
 
     ``weights`` (float32): ``lstm_x`` (N_READ, 4h), ``lstm_h`` (h, 4h), ``lstm_b`` (4h) in torch's gate order i, f, g,
     o; ``body_w`` (h + context, m), ``body_b`` (m); ``head_z`` (m, d), ``head_e`` (N_CONFIGS, d), ``head_s``
-    (N_PER_CONFIG, d), ``head_u`` (N_PER_CONFIG), ``head_v`` (d); ``rule`` (3).
+    (N_PER_CONFIG, d), ``head_u`` (N_PER_CONFIG), ``head_v`` (d); ``rule`` (4).
     """
 
     turns = True  #: reads the turns of a whole job, see ``choosing.make_chooser``
@@ -110,7 +116,7 @@ class LstmPolicy:
         hidden = (z @ w["head_z"])[:, None, :] + w["head_e"] + figures.swapaxes(1, 2) @ w["head_s"]
         learned = np.maximum(hidden, 0) @ w["head_v"] + w["head_u"] @ figures
         open_ = observations[:, -N_CONFIGS:] > 0.5
-        return np.where(open_, rule_scores(figures, w["rule"]) + learned, -np.inf), (h, c)
+        return np.where(open_, rule_scores(figures, context[:, LATER] > 0.5, w["rule"]) + learned, -np.inf), (h, c)
 
     def predict(
         self,

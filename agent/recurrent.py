@@ -20,11 +20,12 @@ from ..envs.turns import N_OBSERVATION, N_PER_CONFIG, SCALE
 from ..traces import spaces
 from ..traces.fingerprint import N_FEATURES
 from ..traces.spaces import N_CHANNELS, N_CONFIGS
-from .policy import LAST, TEMPER
+from .policy import IN_FORCE, LAST, LATER, TEMPER
 
 Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
 States = tuple[Tensor, Tensor]
+Rule = tuple[float, float, float, float]
 
 #: What was learned is multiplied by this, so that steps of gradient descent are felt in scores of a rule's size.
 GAIN = 3.0
@@ -51,13 +52,15 @@ def read(obs: Tensor) -> Tensor:
     return torch.cat([obs[:, :N_CONTEXT], (f * f[:, LAST : LAST + 1]).sum(dim=2), f.amax(dim=2)], dim=1)
 
 
-def rule_scores(figures: Tensor, rule: tuple[float, float, float]) -> Tensor:
+def rule_scores(figures: Tensor, later: Tensor, rule: Rule) -> Tensor:
     """``policy.rule_scores`` for tensors."""
-    foresight, least, risk = rule
+    soon, least, risk, far = rule
     ahead, learned, worth = figures[:, 0] / SCALE, figures[:, 1] / SCALE, figures[:, 2] / SCALE / 10
+    foresight = torch.where(later, far, soon)[:, None]
     scores = foresight * worth + ahead - risk * learned
-    scores = torch.where(worth > least, scores, scores - 2 * foresight * least)
-    return torch.where(ahead >= 0, scores.clamp(min=0), scores) / TEMPER
+    scores = torch.where(foresight * worth > soon * least, scores, scores - 2 * soon * least)
+    then = (scores * soon / far).masked_fill(figures[:, IN_FORCE] > 0.5, 0.0)
+    return torch.where(later[:, None], then, torch.where(ahead >= 0, scores.clamp(min=0), scores)) / TEMPER
 
 
 class ConfigDistribution(MultiCategoricalDistribution):
@@ -107,7 +110,7 @@ class ConfigHead(nn.Module):
     begin at 0: the untrained policy is the rule.
     """
 
-    def __init__(self, hidden: int, width: int, depth: int, rule: tuple[float, float, float]) -> None:
+    def __init__(self, hidden: int, width: int, depth: int, rule: Rule) -> None:
         super().__init__()
         self.rule = rule
         self.body = nn.Linear(hidden + N_CONTEXT, width)
@@ -124,13 +127,13 @@ class ConfigHead(nn.Module):
         f = figures_of(obs)
         hidden = self.z(z)[:, None, :] + self.e + f.transpose(1, 2) @ self.s
         learned = torch.relu(hidden) @ self.v + (f * self.u[:, None]).sum(dim=1)
-        return (rule_scores(f, self.rule) + GAIN * learned).masked_fill(~config_mask(obs), -1e8)
+        return (rule_scores(f, obs[:, LATER] > 0.5, self.rule) + GAIN * learned).masked_fill(~config_mask(obs), -1e8)
 
 
 class _Extractor(nn.Module):
     """What SB3 calls ``mlp_extractor``: actor and critic on top of the LSTM. See :class:`MaskedLstmPolicy`."""
 
-    def __init__(self, hidden: int, width: int, depth: int, n_seen: int, rule: tuple[float, float, float]) -> None:
+    def __init__(self, hidden: int, width: int, depth: int, n_seen: int, rule: Rule) -> None:
         super().__init__()
         self.latent_dim_pi, self.latent_dim_vf = N_CONFIGS, width
         self.policy_net = ConfigHead(hidden, width, depth, rule)
@@ -153,8 +156,8 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
 
     The critic has no LSTM: it sees a part of the truth (``batches.JobBatch.revealed``) behind the observation, which
     the actor does not look at (asymmetric actor-critic, Pinto et al. 2017). ``head_width``, ``head_depth`` size the
-    head; ``rule`` is foresight, least and risk of the rule beside it; ``memory=False`` cuts the LSTM's output off
-    (ablation).
+    head; ``rule`` is foresight, least, risk and later foresight of the rule beside it; ``memory=False`` cuts the LSTM's
+    output off (ablation).
     """
 
     def __init__(
@@ -162,7 +165,7 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         *args: Any,
         head_width: int = 64,
         head_depth: int = 24,
-        rule: tuple[float, float, float] = (20.0, 2e-4, 0.3),
+        rule: Rule = (20.0, 2e-4, 0.3, 600.0),
         memory: bool = True,
         **kwargs: Any,
     ) -> None:

@@ -19,19 +19,23 @@ class ExpectedImprovement:
     """Run what promises most: ``foresight`` windows of the expected improvement over the best, less what the trial
     itself is expected to cost (Jones et al. 1998)."""
 
-    def __init__(self, foresight: float = 20.0, least: float = 2e-4, risk: float = 0.3) -> None:
+    def __init__(self, foresight: float = 20.0, least: float = 2e-4, risk: float = 0.3, later: float = 600.0) -> None:
         """``least``: expected improvement, as a part of the step, below which nothing is tried any more. ``risk``: how
-        many standard deviations worse a config is taken to be."""
-        self.foresight, self.least, self.risk = foresight, least, risk
+        many standard deviations worse a config is taken to be. ``later``: the foresight after the verdict, when a trial
+        is of one slot and holds up nothing; ``least`` is by so much less then."""
+        self.foresight, self.least, self.risk, self.later = foresight, least, risk, later
 
     def predict(
         self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
     ) -> tuple[Array, Any]:
         """See ``envs.job_arena.Policy``."""
         seen = turns.seen(observation)
-        worth = self.foresight * seen.worth + seen.ahead - self.risk * seen.learned
-        worth = np.where(seen.open & (seen.worth > self.least), worth, -np.inf)
-        best = np.where(seen.open, seen.ahead, -np.inf).argmax(axis=1)
+        later = seen.context["refining"][:, None] > 0.5
+        foresight = np.where(later, self.later, self.foresight)
+        worth = foresight * seen.worth + seen.ahead - self.risk * seen.learned
+        is_known = (foresight * seen.worth <= self.foresight * self.least) | (later & seen.in_force)
+        worth = np.where(seen.open & ~is_known, worth, -np.inf)
+        best = np.where(seen.open, np.where(later, seen.in_force, seen.ahead), -np.inf).argmax(axis=1)
         pick = worth.argmax(axis=1)
         chosen = np.where(worth[np.arange(len(pick)), pick] > 0, pick, best)
         actions = actions_of(chosen)

@@ -24,7 +24,7 @@ from ..envs.obedience import Disobeyed
 from ..envs.search import Search
 from ..envs.sequential import Race
 from ..envs.watch import Rules
-from ..envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, WATCH, Plan
+from ..envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan
 from ..traces.audit import regime
 from ..traces.reasons import RowRefused, RunEnds
 from ..traces.records import AUTO, PAIRS, Decision, Slot
@@ -37,7 +37,9 @@ Array = np.ndarray[Any, Any]
 #: A comparison of fewer pairs is none.
 LEAST_PAIRS = 2
 #: How a window of each kind is told.
-_PHASES = {PROFILE: "profile", SEARCH: "search", REFERENCE: "verify", TABLE: "verify", WATCH: "watch"}
+_PHASES = {
+    PROFILE: "profile", SEARCH: "search", REFERENCE: "verify", TABLE: "verify", TRIAL: "refine", WATCH: "watch",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Line:
 
     index: int
     total: int
-    phase: str  # profile, search, verify, watch
+    phase: str  # profile, search, verify, refine, watch
     regime: str
     slot: str
     previous: str

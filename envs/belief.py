@@ -260,6 +260,20 @@ class Belief:
             likely += self._update(row[None], np.array([miss]), np.array([doubt * (noise**2 + (MISFIT * total) ** 2)]))
         return likely
 
+    def difference(self, table: Array, beside: Array) -> float:
+        """What a table saves beyond another, both (s,), as a part of the step."""
+        return self._linear(table)[0] - self._linear(beside)[0]
+
+    def compare(self, table: Array, beside: Array, log_ratio: float, noise: float) -> None:
+        """``log_ratio``: of the step under ``beside`` (s,) over that under ``table`` (s,), one window after the other;
+        ``noise``: its standard deviation. What the two have in common cancels."""
+        (total, gradient), (other, slopes) = self._linear(table), self._linear(beside)
+        left, rest = max(1 - total, LEAST), max(1 - other, LEAST)
+        row, miss = gradient / left - slopes / rest, log_ratio - math.log(rest / left)
+        variance = noise**2 + (MISFIT * (total - other)) ** 2
+        doubt = max(miss**2 / (float(row @ self.cov @ row) + variance) / OUTLIER**2, 1.0)
+        self._update(row[None], np.array([miss]), np.array([doubt * variance]))
+
     def _update(self, rows: Array, misses: Array, noises: Array) -> float:
         cross = self.cov @ rows.T
         spread = rows @ cross + np.diag(noises)

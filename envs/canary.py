@@ -38,8 +38,8 @@ class Canary:
         return ONE_STEP if again or too_long(GIVE_UP, *belief.saving(configs)) > STRAY else STRAGGLER
 
     @staticmethod
-    def feared(belief: Belief, tried: Array) -> Array:
-        """(s, N_CONFIGS) bool: untried, and likely to be far too long."""
+    def feared(belief: Belief, tried: Array, reckless: float = RECKLESS) -> Array:
+        """(s, N_CONFIGS) bool: untried, and more likely than ``reckless`` to be far too long."""
         figures = [belief.figures(s) for s in range(len(tried))]
         mean, deviation = np.array([f[0] for f in figures]), np.array([f[1] for f in figures])
-        return np.asarray((too_long(GIVE_UP, mean, deviation) > RECKLESS) & (tried == 0))
+        return np.asarray((too_long(GIVE_UP, mean, deviation) > reckless) & (tried == 0))

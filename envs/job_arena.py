@@ -126,7 +126,7 @@ def play(
         for i in open_:
             one = search.searches[i]
             # Where the watch has begun a new search, its first windows come before the policy's turn.
-            while not one.is_over and one.plan() is None:
+            while one.plan() is None:
                 if isinstance(policy, Recorded):
                     decisions[i].append(policy.next(i))
                 else:
@@ -142,7 +142,10 @@ def play(
         over = np.array([s.is_over for s in search.searches])
         fresh = np.flatnonzero(over & np.isinf(until))
         ledger.end(fresh, search.tables[fresh])
-        until[fresh] = ledger.steps[fresh] + after
+        busy = np.flatnonzero(over & ~np.array([s.is_done for s in search.searches]))
+        ledger.go_on(busy)
+        calm = np.concatenate([fresh, busy])
+        until[calm] = ledger.steps[calm] + after
         search.watch([i for i in open_ if ledger.steps[i] < until[i] or not search.searches[i].is_over])
         again = np.flatnonzero(np.isfinite(until))
         ledger.final[again] = search.tables[again]

@@ -248,5 +248,5 @@ def _share(ledger: Ledger) -> Array:
 
 def _settle(search: Search, policy: Any) -> None:
     """The policy's turns, where it has any."""
-    while not search.is_over and search.plan() is None:
+    while search.plan() is None:
         search.decide(int(config_index(policy.predict(search.observe()[None])[0])[0]))

@@ -149,8 +149,12 @@ class Ledger:
         self.verdict[rows] = np.fmin(self.verdict[rows], self.steps[rows])
         self.final[rows] = configs
 
+    def go_on(self, rows: Array) -> None:
+        """They are still at work: how a job goes on once nothing is tried any more does not yet show."""
+        self.after[rows] = self.lost_after[rows] = self.default_after[rows] = 0.0
+
     def scores(self) -> Scores:
-        """What it came to. After what was billed a job goes on as it did after the verdict, or under its table."""
+        """What it came to. After what was billed a job goes on as it did in the end, or under its table."""
         pace = self.jobs.step_us(self.final)[0] / self.jobs.step_us(np.zeros_like(self.final))[0]
         with np.errstate(invalid="ignore"):
             goes_on = np.where(self.after > 0, self.lost_after / self.after, pace - 1)

@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 
 from . import turns
+from .afterwards import Afterwards
 from .belief import Belief, Prior
 from .canary import GIVE_UP, Canary
 from .memory import Evidence, Memory, Remembering
 from .neighbours import untested
-from .regimes import Regime, Regimes
-from .sequential import Race, least, middle, window_noise
-from .watch import CHANGED, HARMFUL, Marks, Rules, Watch
-from .windows import DISCARD, PROFILE, REFERENCE, SEARCH, TABLE, WARM_STEPS, WATCH, Job, Measured, Plan
+from .regimes import Regimes
+from .sequential import Race, middle, window_noise
+from .watch import Marks, Rules
+from .windows import DISCARD, PROFILE, REFERENCE, REFINE, SEARCH, TABLE, TRIAL, WARM_STEPS, WATCH, Job, Measured, Plan
 
 Array = np.ndarray[Any, Any]
 
@@ -92,7 +93,7 @@ class Search:
         self.race: Race | None = None
         self._half: list[tuple[str, float]] = []
         self._default_before: float | None = None
-        self._given_up, self._seen = set[bytes](), Counter[bytes]()
+        self.given_up, self._seen = set[bytes](), Counter[bytes]()
 
     # -- what comes next ---------------------------------------------------------------------------------------
 
@@ -100,14 +101,24 @@ class Search:
     def open(self) -> Array:
         """(s, N_CONFIGS) bool: what may be chosen now: what is not feared to make steps far too long."""
         if "open" not in self._kept:
-            feared = self.canary.feared(self.belief, self.tried)
-            self._kept["open"] = np.asarray(self.job.mask & ~self.banned & ~feared)
+            closed = self.later.closed if self.phase == REFINE else self.canary.feared(self.belief, self.tried)
+            self._kept["open"] = np.asarray(self.job.mask & ~self.banned & ~closed)
         return self._kept["open"]
 
     @property
     def is_over(self) -> bool:
-        """The verdict is there; what comes now is the watch."""
+        """The verdict is there; what comes now is the watch, and what is still tried beside it."""
+        return self.phase in (REFINE, WATCH)
+
+    @property
+    def is_done(self) -> bool:
+        """The policy has nothing left to decide."""
         return self.phase == WATCH
+
+    @property
+    def is_spent(self) -> bool:
+        """The search has lost what it may."""
+        return self.lost > self.rules.budget * max(self.steps, BUDGET_STEPS)
 
     @property
     def noise(self) -> float:
@@ -119,21 +130,23 @@ class Search:
     def plan(self) -> Plan | None:
         """The window to run now, or None where the policy has a turn first."""
         if self.phase == SEARCH:
-            return self._window(SEARCH, self.choices) if self.turn == self.n_slots else None
-        if self.phase == WATCH:
-            return self._watch_plan()
+            return self.window(SEARCH, self.choices) if self.turn == self.n_slots else None
+        if self.is_over:
+            return self.later.plan()
         if self.phase == PROFILE:
             return Plan(PROFILE, np.zeros(self.n_slots, np.int64), self.rules.profile_steps, DISCARD)
         reference = (len(self._half) + self.race.n) % 2 == 0 if self.race else True  # R T, T R, R T: one switch a pair
-        return self._window(REFERENCE, self.reference) if reference else self._window(TABLE, self.table)
+        return self.window(REFERENCE, self.reference) if reference else self.window(TABLE, self.table)
 
-    def _window(self, kind: str, configs: Array) -> Plan:
-        discard = self._discard(configs)
+    def window(self, kind: str, configs: Array) -> Plan:
+        """A window under these configs (s,), given up where they are new and far too long."""
+        discard = self.discard(configs)
         untried = (self.tried[np.arange(self.n_slots), configs] == 0) & (configs > 0)
         limit = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0]) if untried.any() else math.inf
         return Plan(kind, configs.copy(), self.window_steps, discard, limit)
 
-    def _discard(self, configs: Array) -> int:
+    def discard(self, configs: Array) -> int:
+        """Steps that do not count after a change to these configs (s,)."""
         if np.array_equal(configs, self.running):
             return 0
         return DISCARD + (WARM_STEPS if self._families(configs) - self.warm else 0)
@@ -151,17 +164,17 @@ class Search:
 
     def observe(self) -> Array:
         """What the policy sees of the slot whose turn it is, (turns.N_OBSERVATION,) float32."""
-        slot = self.turn
-        beside = np.where(np.arange(self.n_slots) < slot, self.choices, self.belief.best())
+        slot, belief = self.turn, self.belief
+        beside = np.where(np.arange(self.n_slots) < slot, self.choices, belief.best())
         beside[slot] = 0
-        ahead, learned, worth = self.belief.ahead(slot, self.belief.saving(beside)[1] ** 2)
-        exposure, unsure = self.belief.exposure
-        saving, deviation = self.belief.saving(self.belief.best())
-        belief = self.belief
+        refines = self.phase == REFINE  # then all other slots run alike in both windows
+        ahead, learned, worth = belief.ahead(slot, 0.0 if refines else belief.saving(beside)[1] ** 2)
+        exposure, unsure = belief.exposure
+        saving, deviation = belief.saving(belief.best())
         context = np.array([
             self.job.share[slot], exposure[slot], unsure[slot], 50 * self.noise, 5 * self.last_saving, 5 * saving,
             5 * deviation, self.round / 16, self.n_slots / 8, slot / self.n_slots, float(self.confirmed.any()),
-            self.comparisons / 4, 20 * belief.mean[0], belief.off_step / 2, belief.off_calls[slot] / 2,
+            self.comparisons / 4, 20 * belief.mean[0], belief.off_step / 2, belief.off_calls[slot] / 2, float(refines),
         ])  # fmt: skip
         figures = np.zeros((turns.N_PER_CONFIG, ahead.size))
         figures[:3] = turns.believed(ahead, learned, worth)
@@ -171,10 +184,13 @@ class Search:
         return turns.observe(self.job.features[slot], context, figures, self.open[slot])
 
     def decide(self, config: int) -> bool:
-        """The policy's choice for the slot whose turn it is; one that is not open runs as AUTO. Returns whether it
-        was open."""
+        """The policy's choice for the slot whose turn it is; one that is not open runs as AUTO, after the verdict as
+        it does already. Returns whether it was open."""
         slot = self.turn
         ok = bool(self.open[slot, config])
+        if self.phase == REFINE:
+            self.later.decide(config if ok else int(self.confirmed[slot]))
+            return ok
         choice = config if ok else 0
         self.idle = self.idle if self.choices[slot] == choice and self.round else 0
         self.choices[slot] = choice
@@ -195,11 +211,10 @@ class Search:
             self.choices = np.where(np.arange(self.n_slots) == alone, self.choices, best)
         last = self.round >= self.rules.most_rounds(self.n_slots)
         if settled and at_best and not last:
-            beside = untested(best, self.job.share, self.open, self.tried, self.belief, self._seen)
+            beside = untested(best, self.job.share, self.open, self.tried)
             settled, self.choices = np.array_equal(beside, best), beside
         self._seen[self.choices.tobytes()] += 1
-        is_spent = self.lost > self.rules.budget * max(self.steps, BUDGET_STEPS)
-        if settled or is_spent or last:
+        if settled or self.is_spent or last:
             self._propose(self.choices if settled else best, closing=True)
 
     # -- comparisons -------------------------------------------------------------------------------------------
@@ -210,10 +225,10 @@ class Search:
         if (
             np.array_equal(table, self.confirmed)
             or promised < self.rules.least_gain
-            or table.tobytes() in self._given_up
+            or table.tobytes() in self.given_up
         ):
             if closing:
-                self._finish()
+                self._finish(refine=True)
             return
         self._race(table, closing)
 
@@ -261,7 +276,7 @@ class Search:
 
     def _reject(self) -> None:
         self.rejected = self.race
-        self._given_up.add(self.table.tobytes())
+        self.given_up.add(self.table.tobytes())
         self._continue()
 
     def _continue(self) -> None:
@@ -270,19 +285,17 @@ class Search:
         self.comparisons += 1
         surprised = not np.array_equal(self.belief.best(), self.table) and self.comparisons < self.rules.comparisons
         if self.closing and not surprised:
-            self._finish()
+            self._finish(refine=True)
         else:
             self.phase, self.turn, self.idle = SEARCH, 0, 0
 
-    def _finish(self, levels: Sequence[float] = ()) -> None:
-        self.phase = WATCH
+    def _finish(self, levels: Sequence[float] = (), refine: bool = False) -> None:
         self.marks.verdict = self.steps if self.marks.verdict < 0 else self.marks.verdict
         if self.confirmed.any() and self.marks.first_table < 0:
             self.marks.first_table = self.steps
-        step_ms = self.default_ms * math.exp(float(self.belief.mean[0]))
-        self.regime = Regime(step_ms, self.default_logs, self.confirmed, tuple(self.races))
-        known, has_table = (self.gain[0], sum(race.n for race in self.races)), bool(self.confirmed.any())
-        self.watch = Watch(self.noise, self.window_steps, self.rules, has_table, self.steps, known, levels)
+        trials = self.rules.trials if refine and self.rules.by_belief and self.confirmed.any() else 0
+        self.phase, self.turn, self.choices = REFINE if trials else WATCH, 0, self.confirmed.copy()
+        self.later = Afterwards(self, levels, trials)
 
     # -- what a window gave ------------------------------------------------------------------------------------
 
@@ -312,6 +325,8 @@ class Search:
         self.running = plan.configs.copy()
         if plan.kind == SEARCH:
             self._after_round(given_up)
+        elif plan.kind == TRIAL:
+            self.later.tried(seen, ms, given_up)
         elif plan.kind in (REFERENCE, TABLE):
             refused = (~seen.obeyed & (plan.configs > 0)).any()
             if refused or (given_up and self.banned[np.arange(self.n_slots), plan.configs].any()):
@@ -321,7 +336,7 @@ class Search:
             else:
                 self._compare(plan, ms)
         else:
-            self._watched(plan, seen, ms)
+            self.later.watched(plan, seen, ms)
         return saved / 100.0
 
     def _learn(self, plan: Plan, seen: Measured, given_up: bool) -> None:
@@ -329,7 +344,8 @@ class Search:
         logs = np.log(steps / self.default_ms)
         if len(logs) >= 3:
             self._single.extend(logs - np.median(logs))
-        log_step = math.log(middle(steps) / self.default_ms) if len(steps) else math.nan
+        is_told = len(steps) > 0 and plan.kind != TRIAL  # a trial is set beside the table in force
+        log_step = math.log(middle(steps) / self.default_ms) if is_told else math.nan
         noise = window_noise(np.array(self._single), max(len(steps), 1))
         if given_up:
             noise = self.canary.noise(plan.configs, self.tried, self.belief)
@@ -346,7 +362,7 @@ class Search:
         self.belief = self.memory.observe(self.belief, *window)
         if not given_up:
             self.tried[np.arange(self.n_slots), configs] += 1
-        self.last_saving = -log_step if len(steps) else 0.0
+        self.last_saving = -log_step if is_told else 0.0
 
     def _after_round(self, given_up: bool) -> None:
         self.round, self.turn = self.round + 1, 0
@@ -359,22 +375,6 @@ class Search:
             self._propose(table, closing=False)
 
     # -- after the verdict -------------------------------------------------------------------------------------
-
-    def _watch_plan(self) -> Plan:
-        """Windows under the confirmed table, and now and then one of the default. A checkpoint is no canary here."""
-        configs = np.zeros_like(self.confirmed) if self.watch.wants_default(self.steps) else self.confirmed
-        return Plan(WATCH, configs.copy(), self.window_steps, self._discard(configs))
-
-    def _watched(self, plan: Plan, seen: Measured, ms: float) -> None:
-        is_default = bool(self.confirmed.any() and not plan.configs.any())
-        self.after += seen.billed
-        self.after_default += seen.billed * is_default
-        found = self.watch.saw(ms, is_default, self.steps, least(seen.step_ms))
-        self.marks.dropped += found == HARMFUL
-        if found in (HARMFUL, CHANGED):
-            beside = None if found == CHANGED else ms if is_default else self.default_ms
-            self.regimes.leave(self.regime, beside, self.noise)
-            self.reopen(keep=found == CHANGED)
 
     def reopen(self, keep: bool = True) -> None:
         """The job has changed: measure the default anew; then go on in a regime that was tuned, or search."""
@@ -389,12 +389,12 @@ class Search:
         """After a change, with the default just measured: a regime that was tuned before has its table again, which the
         next window is set against. Else a new search goes on; what was in force before meets the default first, with
         the windows that showed the change for a first pair."""
-        change = self.watch.change
-        known = self.regimes.same(self.regime, change, self.default_ms, self.default_logs, self.noise)
+        change = self.later.watch.change
+        known = self.regimes.same(self.later.regime, change, self.default_ms, self.default_logs, self.noise)
         if known is not None:
             self.confirmed, self.races = known.confirmed.copy(), list(known.races)
             self.marks.returned += 1
             self._finish(change.levels if np.array_equal(self.confirmed, self.before) else ())
-            self.watch.begin_with(self.default_ms)
+            self.later.watch.begin_with(self.default_ms)
         elif self.before.any() and change.level is not None and change.level < math.log(self.default_ms):
             self._race(self.before, closing=False).add(self.default_ms, math.exp(change.level))

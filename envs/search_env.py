@@ -22,11 +22,12 @@ class SearchEnv(gym.Env[Array, Array]):
 
     ## Description
     One episode is the search over a whole job, one step the decision for one slot. When all slots have had their turn
-    some optimizer steps run under all decisions at once; comparisons with the default follow where they are due.
+    some optimizer steps run under all decisions at once; comparisons with the default follow where they are due. After
+    the verdict each turn is a chance to try one slot otherwise, beside the table in force.
 
     ## Action Space
-    ``MultiDiscrete([pair, channels])``, see :mod:`dynamiccl.traces.spaces`. A masked action runs as AUTO and is
-    reported in ``info["masked"]``.
+    ``MultiDiscrete([pair, channels])``, see :mod:`dynamiccl.traces.spaces`. A masked action runs as AUTO (after the
+    verdict: as what is in force) and is reported in ``info["masked"]``.
 
     ## Observation Space
     ``Box(-4, 4, (turns.N_OBSERVATION,), float32)``: the slot's fingerprint, context, what is believed of its configs,
@@ -37,7 +38,8 @@ class SearchEnv(gym.Env[Array, Array]):
     the job's own default.
 
     ## Episode End
-    Terminated with the verdict; never truncated. Of the verdict: ``info["table"]``, ``info["steps"]``.
+    Terminated where nothing is left to try after the verdict; never truncated. What it came to: ``info["table"]``,
+    ``info["steps"]``.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 - gymnasium's contract
@@ -61,15 +63,15 @@ class SearchEnv(gym.Env[Array, Array]):
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         """One turn, and the windows that come of it. Raises ValueError before the first :meth:`reset`."""
         search = self.search
-        if search is None or search.is_over:
+        if search is None or search.is_done:
             raise ValueError("the episode is over or has not begun: call reset()")
         masked = not search.decide(int(spaces.config_index(np.asarray(action, np.int64).reshape(1, 2))[0]))
         reward = 0.0
-        while not search.is_over and (plan := search.plan()) is not None:
+        while not search.is_done and (plan := search.plan()) is not None:
             reward += search.record(plan, self.windows.measure(plan))
-        if search.is_over:
+        if search.is_done:
             search.turn = 0
-        return search.observe(), reward, search.is_over, False, self._info(masked)
+        return search.observe(), reward, search.is_done, False, self._info(masked)
 
     def action_masks(self) -> Array:
         """What sb3-contrib's MaskablePPO asks: a flag a pair, then one a channel count.
@@ -89,7 +91,8 @@ class SearchEnv(gym.Env[Array, Array]):
             return "no episode has begun"
         chosen = enumerate(spaces.actions_of(s.confirmed))
         table = ", ".join(f"slot {i} {spaces.decision_of(action)}" for i, action in chosen if action.any())
-        turn = "verdict" if s.is_over else f"round {s.round}, turn of slot {s.turn + 1} of {s.n_slots}"
+        place = "done" if s.is_done else "verdict" if s.is_over else f"round {s.round}"
+        turn = place if s.is_done else f"{place}, turn of slot {s.turn + 1} of {s.n_slots}"
         return f"{s.steps} steps, {s.lost:+.1f} default steps lost, {turn}; in force: {table or 'NCCL alone'}"
 
     def _info(self, masked: bool) -> dict[str, Any]:

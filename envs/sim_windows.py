@@ -106,7 +106,7 @@ class OneJob:
 
 
 class SimSearch:
-    """Searches on all jobs of a batch, side by side: every one goes on until the policy has a turn or it is over."""
+    """Searches on all jobs of a batch, side by side: every one goes on until the policy has a turn or it is done."""
 
     def __init__(
         self,
@@ -126,8 +126,8 @@ class SimSearch:
 
     @property
     def waiting(self) -> list[int]:
-        """Jobs whose search is not over: it is the policy's turn."""
-        return [i for i, search in enumerate(self.searches) if not search.is_over]
+        """Jobs whose search is not done: it is the policy's turn."""
+        return [i for i, search in enumerate(self.searches) if not search.is_done]
 
     def observe(self, rows: Sequence[int]) -> Array:
         """Observations of the jobs at ``rows``, (len(rows), N_OBSERVATION)."""
@@ -139,7 +139,7 @@ class SimSearch:
         for i, config in zip(rows, configs, strict=True):
             self.searches[i].decide(int(config))
         going = list(range(len(rows)))
-        while going := [k for k in going if not self.searches[rows[k]].is_over]:
+        while going := [k for k in going if not self.searches[rows[k]].is_done]:
             plans = {k: plan for k in going if (plan := self.searches[rows[k]].plan()) is not None}
             if not plans:
                 break

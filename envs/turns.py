@@ -24,7 +24,7 @@ SCALE = 20.0
 N_PER_CONFIG = 6
 CONTEXT = (
     "share", "exposure", "exposure_sd", "noise", "last_saving", "best_saving", "best_sd", "round", "slots", "place",
-    "confirmed", "comparisons", "wander", "off_step", "off_calls",
+    "confirmed", "comparisons", "wander", "off_step", "off_calls", "refining",
 )  # fmt: skip
 N_OBSERVATION = N_FEATURES + len(CONTEXT) + N_PER_CONFIG * N_CONFIGS + N_CONFIGS
 

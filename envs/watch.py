@@ -48,6 +48,7 @@ class Marks:
     reopened: int = 0
     returned: int = 0  # of them, into regimes that were tuned before
     dropped: int = 0  # tables taken back after the verdict
+    refined: int = 0  # slots changed for the better after it
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Rules:
     early: int = 3  # windows after which a table that promises enough is confirmed before the search goes on
     least_gain: float = 0.001  # part of the step below which a table is not worth a comparison
     by_belief: bool = True  # a policy that chooses the table of best means has nothing left to try
+    trials: int = 80  # windows after the verdict that may try one slot otherwise, beside the table in force
     patience: int = 3  # windows running under one table that say: that is the policy's result
     reveal: float = 0.5  # noise that a trial is judged by beforehand, in windows: it will not be the last
     budget: float = 0.05  # part of the job's time that the search may lose against the default

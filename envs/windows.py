@@ -13,8 +13,10 @@ from ..traces.spaces import N_CHANNELS
 
 Array = np.ndarray[Any, Any]
 
-#: What a window is for. SEARCH: the policy's; the rest are the search's own.
+#: What a window is for. SEARCH and TRIAL: the policy's; the rest are the search's own. REFINE is a phase with no window
+#: of its own: of trials, and of the table in force between them.
 PROFILE, SEARCH, REFERENCE, TABLE, WATCH = "profile", "search", "reference", "table", "watch"
+REFINE, TRIAL = "refine", "trial"
 #: Steps of a window that do not count after a table has changed, and more where an algorithm is new to a slot's
 #: communicator: NCCL connects lazily, and the first runs are slow.
 DISCARD, WARM_STEPS = 1, 2

@@ -1,0 +1,132 @@
+"""After the verdict: the watch over the table in force, and what is still tried beside it, one slot at a time.
+
+The search learns of all slots at once and ends as soon as a gain is sure; what it leaves behind is mostly a slot whose
+best config is a little faster than the one chosen. Such differences are too small for a window of its own, but not for
+a pair: a *trial* is the table in force with one slot changed, as the policy says, and it runs beside the table in
+force, window against window. What is faster for sure takes its place, by the same test as everywhere
+(:mod:`sequential`). The watch sees the windows between the trials as it sees all later ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .regimes import Regime
+from .sequential import Race, least
+from .watch import CHANGED, HARMFUL, Watch
+from .windows import REFINE, TRIAL, WATCH, Measured, Plan
+
+if TYPE_CHECKING:
+    from .search import Search
+
+Array = np.ndarray[Any, Any]
+
+#: What is not tried for fear of a step that is far too long, as ``canary.RECKLESS``: there is less to gain by now.
+CAREFUL = 0.05
+
+
+class Afterwards:
+    """Of one search, from its verdict on."""
+
+    def __init__(self, search: Search, levels: Sequence[float], trials: int) -> None:
+        """``levels``: as for :class:`watch.Watch`; ``trials``: windows that may try something."""
+        self.search, self.left = search, trials
+        self.noise = search.noise * math.sqrt(2)  # of the log ratio of a pair
+        self.trial: Array | None = None  # (s,) the table that is tried
+        self.beside_ms: float | None = None  # step time of the window under the table in force that came just before
+        self.passed = 0  # slots, one after the other, in which the policy had nothing to try
+        self._keep_watch(levels)
+
+    def _keep_watch(self, levels: Sequence[float] = ()) -> None:
+        """Over the table in force, as it was just confirmed."""
+        search = self.search
+        self.races: dict[bytes, Race] = {}  # of each trial beside that table
+        step_ms = search.default_ms * math.exp(float(search.belief.mean[0]))
+        self.regime = Regime(step_ms, search.default_logs, search.confirmed, tuple(search.races))
+        known, has_table = (search.gain[0], sum(race.n for race in search.races)), bool(search.confirmed.any())
+        self.watch = Watch(search.noise, search.window_steps, search.rules, has_table, search.steps, known, levels)
+
+    # -- trials ------------------------------------------------------------------------------------------------
+
+    def decide(self, config: int) -> None:
+        """What the slot whose turn it is runs in the next trial; what it runs already: nothing is tried."""
+        search, table = self.search, self.search.confirmed.copy()
+        table[search.turn] = config
+        self.passed = self.passed + 1 if config == search.confirmed[search.turn] else 0
+        self.trial = None if self.passed else table
+        search.turn = (search.turn + 1) % search.n_slots
+        self._rest()
+
+    def _rest(self) -> None:
+        """Go over to the watch alone where nothing is left to try."""
+        search = self.search
+        if self.trial is None and (self.passed >= search.n_slots or self.left <= 0 or search.is_spent):
+            search.phase = WATCH
+
+    @property
+    def closed(self) -> Array:
+        """(s, N_CONFIGS) bool: what is feared, or was given up as a trial of the table in force before."""
+        search = self.search
+        out = search.canary.feared(search.belief, search.tried, CAREFUL)
+        for table in search.given_up:
+            configs = np.frombuffer(table, search.confirmed.dtype)
+            (apart,) = np.nonzero(configs != search.confirmed)
+            if len(apart) == 1:
+                out[apart[0], configs[apart[0]]] = True
+        return out
+
+    def tried(self, seen: Measured, ms: float, given_up: bool) -> None:
+        """One window of the trial, ``ms`` a step: it takes the place of what is in force, gets another pair, or not."""
+        search, trial = self.search, self.trial
+        assert trial is not None and self.beside_ms is not None
+        self.left -= 1
+        search.after += seen.billed
+        race = self.races.setdefault(trial.tobytes(), Race(self.noise))
+        race.add(self.beside_ms, float(seen.step_ms[-1]) if given_up else ms)
+        noise = search.canary.noise(trial, search.tried, search.belief) if given_up else self.noise
+        search.belief.compare(trial, search.confirmed, race.logs[-1], noise)
+        verdict = race.verdict(search.rules.pairs_again, search.rules.least_gain, search.gain[1])
+        if given_up or search.banned[np.arange(len(trial)), trial].any():
+            verdict = False
+        self.trial = trial if verdict is None and search.belief.difference(trial, search.confirmed) > 0 else None
+        self.beside_ms = None
+        if verdict:
+            search.races.append(race)
+            search.confirmed = trial.copy()
+            search.marks.refined += 1
+            self._keep_watch()
+        elif verdict is not None:
+            search.given_up.add(trial.tobytes())
+        self._rest()
+
+    # -- the watch ---------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan | None:
+        """The trial, where the window beside it has just run; else one under the table in force, or now and then of the
+        default; None where it is the policy's turn. A checkpoint is no canary here."""
+        search = self.search
+        if self.trial is None and search.phase == REFINE:
+            return None
+        if self.trial is not None and self.beside_ms is not None:
+            return search.window(TRIAL, self.trial)
+        wants_default = self.watch.wants_default(search.steps)
+        configs = np.zeros_like(search.confirmed) if wants_default else search.confirmed
+        return Plan(WATCH, configs.copy(), search.window_steps, search.discard(configs))
+
+    def watched(self, plan: Plan, seen: Measured, ms: float) -> None:
+        """A window of the watch."""
+        search = self.search
+        is_default = bool(search.confirmed.any() and not plan.configs.any())
+        self.beside_ms = None if is_default else ms
+        search.after += seen.billed
+        search.after_default += seen.billed * is_default
+        found = self.watch.saw(ms, is_default, search.steps, least(seen.step_ms))
+        search.marks.dropped += found == HARMFUL
+        if found in (HARMFUL, CHANGED):
+            beside = None if found == CHANGED else ms if is_default else search.default_ms
+            search.regimes.leave(self.regime, beside, search.noise)
+            search.reopen(keep=found == CHANGED)
