@@ -189,12 +189,12 @@ class Tuner:
         """One window, with the policy's turns before it; also after the verdict. Raises JobEnded."""
         search = self.search
         assert search is not None
+        over = search.is_over
         while (plan := search.plan()) is None:
             self._turn(search)
-            if search.is_over:
+            if search.is_over != over:
                 return
         before = search.confirmed.copy()
-        over = search.is_over
         seen = self.windows.measure(plan)
         self.outcome.windows += not over
         race = search.race
@@ -229,7 +229,7 @@ class Tuner:
         sure = search.is_over or bool(search.races)  # a table that was confirmed has its figures, however the job ends
         if sure or search.race is None:
             o.choices = [self._choice(i, p, search) for i, p in enumerate(self.windows.profiles)]
-        if sure and (o.verdict is None or o.reopened):
+        if sure and (o.verdict is None or o.reopened or search.marks.refined):
             o.verdict = verdict_of(search)
         o.refused = [self._refusal(int(s), int(c)) for s, c in np.argwhere(search.banned)]
 

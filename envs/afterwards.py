@@ -111,7 +111,7 @@ class Afterwards:
         search = self.search
         if self.trial is None and search.phase == REFINE:
             return None
-        if self.trial is not None and self.beside_ms is not None:
+        if self.trial is not None and self.beside_ms is not None and not self.watch.is_uneasy:
             return search.window(TRIAL, self.trial)
         wants_default = self.watch.wants_default(search.steps)
         configs = np.zeros_like(search.confirmed) if wants_default else search.confirmed

@@ -159,6 +159,11 @@ class Watch:
         return self._level(log, log if least_ms is None else math.log(least_ms))
 
     @property
+    def is_uneasy(self) -> bool:
+        """The last windows were odd: no time to try anything."""
+        return bool(self._odd) or self.check
+
+    @property
     def price(self) -> float:
         """Default steps that a look out of turn has to be worth: what the default costs the job meanwhile, but no more
         than what a window of HARM costs."""

@@ -4,11 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from dynamiccl.envs.belief import Belief, Prior
+from dynamiccl.envs.belief import Prior
 from dynamiccl.envs.neighbours import untested
 from dynamiccl.envs.search import Search
 from dynamiccl.envs.windows import TABLE, Job, Measured
-from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS
 from test_search import Told
 
@@ -22,55 +21,35 @@ def prior():
     return Prior.load()
 
 
-@pytest.fixture
-def asked(prior):
-    """``ask(table, tried=..., seen=...)`` of a job of three slots, the last of no account."""
-    mask = np.zeros((3, N_CONFIGS), bool)
-    mask[:, CONFIGS] = True
-    belief = Belief(prior, np.zeros((3, N_FEATURES), np.float32), mask, SHARE)
-
-    def ask(table, tried=(), seen=(), open_=mask, sure=True):
-        counts = np.zeros((3, N_CONFIGS))
-        for slot, config in tried:
-            counts[slot, config] = 1
-        table = np.array(table)
-        for slot, config in enumerate(table):
-            at = belief.parts[slot].start + 1 + belief.config[slot][config]
-            belief.mean[at] = -0.7  # half as long
-            belief.mean[belief.parts[slot].start] = 1.0
-            belief.cov[:, :] = np.eye(len(belief.cov)) * (1e-6 if sure else 4.0)
-        belief.touched()
-        ran = {np.array(t).tobytes(): 1 for t in seen}
-        return untested(table, SHARE, open_, counts, belief, ran).tolist()
-
-    return ask
+MASK = np.zeros((3, N_CONFIGS), bool)
+MASK[:, CONFIGS] = True
 
 
-def test_fewer_channels_come_before_more_in_all_slots_at_once(asked):
+def asked(table, tried=(), open_=MASK):
+    """Of a job of three slots, the last of no account."""
+    counts = np.zeros((3, N_CONFIGS))
+    for slot, config in tried:
+        counts[slot, config] = 1
+    return untested(np.array(table), SHARE, open_, counts).tolist()
+
+
+def test_fewer_channels_come_before_more_in_all_slots_at_once():
     assert asked([19, 18, 19]) == [18, 17, 19]  # the third slot is too small
     assert asked([19, 18, 19], tried=[(0, 18)]) == [20, 17, 19]
     assert asked([19, 18, 19], tried=[(0, 18), (0, 20), (1, 17)]) == [19, 19, 19]
     assert asked([19, 18, 19], tried=[(0, 18), (0, 20), (1, 17), (1, 19)]) == [19, 18, 19]
 
 
-def test_at_the_ends_of_a_pair(asked):
+def test_at_the_ends_of_a_pair():
     assert asked([17, 20, 0]) == [18, 19, 0]
     assert asked([24, 29, 0]) == [29, 29, 0]  # NCCL's count: what has most; a pair of one count has no neighbour
     assert asked([24, 29, 0], tried=[(0, 29)]) == [24, 29, 0]
 
 
-def test_what_may_not_run_is_no_neighbour(asked):
+def test_what_may_not_run_is_no_neighbour():
     open_ = np.zeros((3, N_CONFIGS), bool)
     open_[:, [0, 17, 19, 20]] = True
     assert asked([19, 19, 0], open_=open_) == [17, 17, 0]
-
-
-def test_what_is_not_surely_better_meets_the_default_one_slot_at_a_time(asked):
-    done = [(0, 18), (0, 20), (1, 17), (1, 19)]
-    assert asked([19, 18, 19], tried=done, sure=True) == [19, 18, 19]
-    assert asked([19, 18, 19], tried=done, sure=False) == [0, 18, 19]
-    assert asked([19, 18, 19], tried=done, sure=False, seen=[[0, 18, 19]]) == [19, 0, 19]
-    assert asked([19, 18, 19], tried=done, sure=False, seen=[[0, 18, 19], [19, 0, 19]]) == [19, 18, 19]
 
 
 def test_a_policy_without_curiosity_finds_the_better_neighbour(prior):

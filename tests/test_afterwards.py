@@ -1,0 +1,186 @@
+"""After the verdict: what is still tried beside the table in force, a slot at a time, and what becomes of it."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from dynamiccl.agent.rules import ExpectedImprovement
+from dynamiccl.envs.belief import Belief, Prior
+from dynamiccl.envs.search import Search
+from dynamiccl.envs.watch import Rules
+from dynamiccl.envs.windows import PROFILE, REFINE, TRIAL, WATCH, Measured
+from dynamiccl.traces.fingerprint import N_FEATURES
+from dynamiccl.traces.spaces import N_CONFIGS, config_index
+from test_search import Told
+
+
+@pytest.fixture(scope="module")
+def prior():
+    return Prior.load()
+
+
+def after(told, prior, table=(18, 18), rules=None):
+    """A search that has just given its verdict for ``table``, by a comparison."""
+    job, default = told.begin()
+    search = Search(job, default, prior, rules)
+    search._race(np.array(table), closing=True)
+    search.comparisons = search.rules.comparisons
+    while not search.is_over:
+        plan = search.plan()
+        search.record(plan, told.measure(plan))
+    return search
+
+
+def go_on(search, told, wanted, windows=400):
+    """Until nothing is left to try; ``wanted(slot)`` is the policy. The kinds of all windows and their configs."""
+    ran = []
+    for _ in range(windows):
+        if search.is_done:
+            break
+        plan = search.plan()
+        if plan is None:
+            search.decide(int(wanted(search.turn)))
+        else:
+            ran.append((plan.kind, plan.configs.tolist()))
+            search.record(plan, told.measure(plan))
+    return ran
+
+
+def rule(search):
+    return int(config_index(ExpectedImprovement().predict(search.observe())[0][None])[0])
+
+
+def savings(**better):
+    """0.10 for 18 in the first slot, and so much more for others in it: c20=0.01."""
+    return lambda c: (
+        0.10 * (c[0] > 0) + sum(v for name, v in better.items() if c[0] == int(name[1:])) + 0.03 * (c[1] > 0)
+    )
+
+
+def test_what_is_a_little_faster_takes_its_slots_place(prior):
+    told = Told(savings(c20=0.01))
+    search = after(told, prior)
+    assert search.confirmed.tolist() == [18, 18] and search.phase == REFINE and not search.is_done
+    verdict, gain = search.marks.verdict, search.gain
+    ran = go_on(search, told, [20, 18].__getitem__)
+    assert search.confirmed.tolist() == [20, 18] and search.is_done and search.marks.refined == 1
+    trials = [configs for kind, configs in ran if kind == TRIAL]
+    assert len(trials) >= 2 and all(t == [20, 18] for t in trials)
+    for (kind, configs), (before, beside) in zip(ran[1:], ran, strict=False):
+        assert kind != TRIAL or (before, beside) == (WATCH, [18, 18]), configs
+    assert search.marks.verdict == verdict and search.gain[0] > gain[0] and len(search.races) == 2
+    assert search.gain[0] == pytest.approx(-math.log(1 - 0.14), abs=0.01)
+
+
+def test_what_is_slower_is_tried_once_and_the_default_is_as_good_a_trial(prior):
+    told = Told(savings(c20=-0.03))
+    search = after(told, prior)
+    ran = go_on(search, told, [20, 0].__getitem__)
+    trials = [configs for kind, configs in ran if kind == TRIAL]
+    assert trials.count([20, 18]) <= 2 and trials.count([18, 0]) <= 2 and search.confirmed.tolist() == [18, 18]
+    assert search.is_done and search.marks.refined == 0
+
+
+def test_a_policy_that_wants_nothing_ends_it_in_one_round(prior):
+    told = Told(savings())
+    search = after(told, prior)
+    assert go_on(search, told, [18, 18].__getitem__) == [] and search.phase == WATCH
+    assert search.plan().kind == WATCH
+
+
+def test_the_watch_goes_on_meanwhile(prior):
+    """Half-way through, the job becomes slower for good: the search begins anew, and no trial is left over."""
+    told = Told(savings(c20=0.0))
+    search = after(told, prior)
+    kinds = []
+    for _ in range(120):
+        plan = search.plan()
+        if plan is None:
+            search.decide([20, 18][search.turn])
+            continue
+        kinds.append(plan.kind)
+        if len(kinds) == 8:
+            told.scale = 1.3
+        search.record(plan, told.measure(plan))
+        if search.marks.reopened:
+            break
+    assert search.marks.reopened == 1 and search.phase == PROFILE and TRIAL in kinds
+
+
+def test_it_ends_with_its_trials_and_with_the_budget(prior):
+    told = Told(savings())
+    few = replace(Rules(), trials=3)
+    search = after(told, prior, rules=few)
+    turns = iter([20, 8, 16, 0] * 50)
+    ran = go_on(search, told, lambda slot: next(turns))
+    assert 3 <= sum(kind == TRIAL for kind, _ in ran) <= 3 + few.pairs_again and search.is_done  # the last is finished
+    search = after(told, prior)
+    search.lost = 1e4
+    assert search.is_spent
+    go_on(search, told, [20, 18].__getitem__, windows=3)
+    assert search.is_done
+
+
+@pytest.mark.parametrize("rules", [replace(Rules(), trials=0), replace(Rules(), by_belief=False)])
+def test_it_can_be_left_out(prior, rules):
+    assert after(Told(savings()), prior, rules=rules).phase == WATCH
+
+
+def test_who_resumes_a_table_only_watches(prior):
+    told = Told(savings())
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    search.resume(np.array([18, 18]))
+    assert search.is_done and search.plan().kind == WATCH
+
+
+def test_a_step_that_is_far_too_long_ends_a_trial(prior):
+    told = Told(lambda c: -9.0 if c[0] == 20 else savings()(c))
+    search = after(told, prior)
+    ran = go_on(search, told, [20, 18].__getitem__)
+    assert sum(kind == TRIAL for kind, _ in ran) == 1 and search.confirmed.tolist() == [18, 18]
+    assert search.marks.canaries == 1 and search.is_done
+
+
+def test_what_nccl_refuses_is_no_improvement(prior):
+    told = Told(savings(c20=0.05))
+    search = after(told, prior)
+    for _ in range(200):
+        if search.is_done:
+            break
+        plan = search.plan()
+        if plan is None:
+            search.decide([20, 18][search.turn])
+            continue
+        seen = told.measure(plan)
+        if plan.kind == TRIAL:
+            seen = Measured(seen.step_ms, seen.call_us, np.array([False, True]), seen.billed, seen.billed_ms)
+        search.record(plan, seen)
+    assert search.banned[0, 20] and search.confirmed.tolist() == [18, 18] and search.is_done
+
+
+def test_a_harmful_change_is_hardly_ever_taken(prior):
+    """All others are 0.5 % slower or as fast, windows are noisy: 40 searches."""
+    worse = 0
+    for seed in range(40):
+        truth = savings(c8=-0.005, c16=0.0, c20=-0.005)
+        told = Told(truth, noise=0.01, seed=seed)
+        search = after(told, prior)
+        go_on(search, told, lambda slot, s=search: rule(s))
+        worse += truth(search.confirmed) < truth([18, 18]) - 0.001
+    assert worse <= 2
+
+
+def test_a_pair_says_what_two_tables_differ_by_whatever_they_have_in_common(prior):
+    mask = np.zeros((2, N_CONFIGS), bool)
+    mask[:, [0, 18, 20]] = True
+    belief = Belief(prior, np.zeros((2, N_FEATURES), np.float32), mask, np.array([0.4, 0.4]))
+    base, other = np.array([18, 18]), np.array([20, 18])
+    common = belief.saving(np.array([0, 18]))
+    for _ in range(30):
+        belief.compare(other, base, math.log(1.02), 0.002)
+    left = 1 - belief.saving(base)[0]
+    assert belief.difference(other, base) == pytest.approx(left * (1 - 1 / 1.02), rel=0.1)
+    assert belief.difference(base, other) == -belief.difference(other, base)
+    assert belief.saving(np.array([0, 18]))[0] == pytest.approx(common[0], abs=0.02)
