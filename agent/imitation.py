@@ -23,13 +23,13 @@ from ..envs.turns import N_OBSERVATION
 from ..envs.watch import Rules
 from ..traces.spaces import N_CONFIGS, actions_of, config_index
 from .batches import HORIZON, Block
-from .policy import LATER, LstmPolicy, blinded
+from .policy import LstmPolicy, blinded
 from .recurrent import MaskedLstmPolicy
 
 Array = np.ndarray[Any, Any]
 
-#: Turns of an episode that are learned from, at most; and trials after the verdict, which are alike.
-LONGEST, TRIALS = 240, 30
+#: Turns of an episode that are learned from, at most.
+LONGEST = 240
 
 
 @dataclass
@@ -51,7 +51,7 @@ def collect(
     """Play ``n`` fresh jobs to their verdicts with a policy whose scores are multiplied by ``sharpness``."""
     rng = np.random.default_rng(seed)
     policy = LstmPolicy(weights, record, seed=int(rng.integers(2**31)))
-    block = Block(draw_jobs(family, rng, n), Prior.load(), rng, Rules(trials=TRIALS).of(policy), teach=True)
+    block = Block(draw_jobs(family, rng, n), Prior.load(), rng, Rules(trials=0).of(policy), teach=True)
     searches = block.search.searches
     seen: list[list[Array]] = [[] for _ in range(n)]
     apart: list[list[Array]] = [[] for _ in range(n)]
@@ -97,9 +97,7 @@ def learn(
     scores = policy.scores(shown, (zero, zero), begun.flatten())[0].unflatten(0, (n, -1))
     open_ = torch.as_tensor(seen[:, :, -N_CONFIGS:] > 0.5)
     told = torch.as_tensor(np.clip(apart, -2.0, 2.0))
-    # After the verdict what is found counts for so much longer: what a trial costs counts for less beside it.
-    cost = torch.where(torch.as_tensor(seen[:, :, LATER] > 0.5), foresight / policy.rule[3], 1.0)[..., None]
-    worth = foresight * told.clamp(min=0) + cost * (told + calm * (told == 0))
+    worth = foresight * told.clamp(min=0) + told + calm * (told == 0)
     wanted = torch.softmax((worth / temperature).masked_fill(~open_, -1e8), dim=2)
     chances = torch.log_softmax(scores, dim=2).masked_fill(~open_, 0.0)
     weight = (told * open_).amax(dim=2).clamp(min=0) + stay

@@ -114,9 +114,10 @@ class LstmPolicy:
         h = o * np.tanh(c)
         z = np.tanh(np.concatenate([h, context], axis=1) @ w["body_w"] + w["body_b"])
         hidden = (z @ w["head_z"])[:, None, :] + w["head_e"] + figures.swapaxes(1, 2) @ w["head_s"]
-        learned = np.maximum(hidden, 0) @ w["head_v"] + w["head_u"] @ figures
+        later = context[:, LATER] > 0.5  # what comes then was not trained on: the rule alone
+        learned = np.where(later[:, None], 0.0, np.maximum(hidden, 0) @ w["head_v"] + w["head_u"] @ figures)
         open_ = observations[:, -N_CONFIGS:] > 0.5
-        return np.where(open_, rule_scores(figures, context[:, LATER] > 0.5, w["rule"]) + learned, -np.inf), (h, c)
+        return np.where(open_, rule_scores(figures, later, w["rule"]) + learned, -np.inf), (h, c)
 
     def predict(
         self,

@@ -126,8 +126,9 @@ class ConfigHead(nn.Module):
         z = torch.tanh(self.body(latent[:, : N_CONTEXT - N_OBSERVATION]))
         f = figures_of(obs)
         hidden = self.z(z)[:, None, :] + self.e + f.transpose(1, 2) @ self.s
-        learned = torch.relu(hidden) @ self.v + (f * self.u[:, None]).sum(dim=1)
-        return (rule_scores(f, obs[:, LATER] > 0.5, self.rule) + GAIN * learned).masked_fill(~config_mask(obs), -1e8)
+        later = obs[:, LATER] > 0.5
+        learned = (torch.relu(hidden) @ self.v + (f * self.u[:, None]).sum(dim=1)).masked_fill(later[:, None], 0.0)
+        return (rule_scores(f, later, self.rule) + GAIN * learned).masked_fill(~config_mask(obs), -1e8)
 
 
 class _Extractor(nn.Module):
