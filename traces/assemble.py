@@ -38,21 +38,10 @@ from .records import (
 
 Array = np.ndarray[Any, Any]
 
-#: Names of ncclDataType_t by number, torch's spelling.
-DTYPES = (
-    "int8",
-    "uint8",
-    "int32",
-    "uint32",
-    "int64",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-)
+#: Bytes of one element of each type, and the names of ncclDataType_t by number, torch's spelling.
+DTYPE_BYTES = {"int8": 1, "uint8": 1, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "float16": 2, "float32": 4}
+DTYPE_BYTES |= {"float64": 8, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+DTYPES = tuple(DTYPE_BYTES)
 
 #: Columns of an events table and their pandas types. Times in ns; `start_ns` / `end_ns` are the GPU's clock
 #: and unset (NA) where the kernel was not sampled; `n_ranks` is 0 if the communicator was never announced;
@@ -126,27 +115,10 @@ COMM_COLUMNS: dict[str, str] = {
 }
 
 _NO_TIME = np.iinfo(np.int64).min
-_PENDING = np.dtype(
-    [
-        ("pid", "i8"),
-        ("rank", "i4"),
-        ("comm_id", "u8"),
-        ("seq", "u8"),
-        ("n_bytes", "u8"),
-        ("asked_bytes", "u8"),
-        ("enqueue_ns", "i8"),
-        ("start_ns", "i8"),
-        ("end_ns", "i8"),
-        ("step", "u4"),
-        ("generation", "u4"),
-        ("func", "u1"),
-        ("dtype", "u1"),
-        ("algo", "u1"),
-        ("proto", "u1"),
-        ("n_channels", "u1"),
-        ("flags", "u2"),
-    ]
-)
+#: What a row that waits takes from its COLL record as it is; its rank may be -1.
+_KEPT = tuple(n for n in COLL_DTYPE.names or () if n not in ("stamp", "kind", "rank", "spare", "_pad"))
+_TIMES = [("pid", "i8"), ("rank", "i4"), ("start_ns", "i8"), ("end_ns", "i8")]
+_PENDING = np.dtype([*_TIMES, *((name, COLL_DTYPE[name]) for name in _KEPT)])
 
 
 def _lookup(known: tuple[str, ...], unset: str = "auto") -> Array:
@@ -156,14 +128,9 @@ def _lookup(known: tuple[str, ...], unset: str = "auto") -> Array:
 
 
 _FUNC_NAME, _ALGO_NAME, _PROTO_NAME = _lookup(FUNCS, "unknown"), _lookup(ALGOS), _lookup(PROTOS)
-_DTYPE_NAME = _lookup(DTYPES, "unknown")
+_NAMES = {"func": _FUNC_NAME, "dtype": _lookup(DTYPES, "unknown"), "algo": _ALGO_NAME, "proto": _PROTO_NAME}
 #: The same as pandas strings: taking from these is far cheaper than turning objects into them at every poll.
-_STRINGS = {
-    "func": pd.array(list(_FUNC_NAME), dtype="str"),
-    "dtype": pd.array(list(_DTYPE_NAME), dtype="str"),
-    "algo": pd.array(list(_ALGO_NAME), dtype="str"),
-    "proto": pd.array(list(_PROTO_NAME), dtype="str"),
-}
+_STRINGS = {name: pd.array(list(table), dtype="str") for name, table in _NAMES.items()}
 
 
 @dataclass
@@ -269,7 +236,7 @@ class Assembler:
         self._pending = [rows[~release]] if not release.all() else []
         steps = [_step_frame(s, pid) for s, pid in zip(self._steps, self._step_pids, strict=True)]
         self._steps, self._step_pids = [], []
-        step_frame = pd.concat(steps, ignore_index=True) if steps else _NO_STEPS.copy()
+        step_frame = pd.concat(steps, ignore_index=True) if steps else empty(STEP_COLUMNS)
         return self._event_frame(rows[release]), step_frame
 
     def comms_frame(self) -> pd.DataFrame:
@@ -300,9 +267,8 @@ class Assembler:
     def _add_offer(self, row: np.void) -> None:
         key = (int(row["comm_id"]), str(_FUNC_NAME[row["func"]]), int(row["n_bytes"]))
         costs = np.array(row["cost_us"], np.float32).reshape(N_ALGOS, N_PROTOS)
-        self.offers[key] = Offer(
-            costs, str(_ALGO_NAME[row["algo"]]), str(_PROTO_NAME[row["proto"]]), int(row["n_pipe_ops"])
-        )
+        own = str(_ALGO_NAME[row["algo"]]), str(_PROTO_NAME[row["proto"]])
+        self.offers[key] = Offer(costs, *own, int(row["n_pipe_ops"]))
 
     def _join(self, rows: Array) -> None:
         """Write the times of all waiting kernels into ``rows``; keep the newest that found no row."""
@@ -369,13 +335,10 @@ def _typed(rows: list[tuple[Any, ...]], columns: dict[str, str]) -> pd.DataFrame
     return pd.DataFrame(series).astype(columns)
 
 
-_NO_STEPS = empty(STEP_COLUMNS)
-
-
 def _pending(coll: Array, pid: int) -> Array:
     rows = np.empty(coll.size, _PENDING)
     rows["pid"], rows["start_ns"], rows["end_ns"] = pid, _NO_TIME, _NO_TIME
-    for name in set(_PENDING.names or ()) - {"pid", "start_ns", "end_ns"}:
+    for name in ("rank", *_KEPT):
         rows[name] = coll[name]
     return rows
 

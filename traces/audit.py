@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .assemble import DTYPES
+from .assemble import DTYPE_BYTES
 
 Array = np.ndarray[Any, Any]
 
@@ -17,9 +17,6 @@ MUST_AGREE = ("algo", "proto", "n_channels", "n_bytes", "table_generation", "ste
 
 #: Collectives that concern two ranks only: their sides need not agree.
 _POINT_TO_POINT = ("send", "recv", "send_recv")
-
-#: Bytes of one element; numpy knows the first nine types.
-_WIDTH = {name: np.dtype(name).itemsize for name in DTYPES[:9]} | dict(zip(DTYPES[9:], (2, 1, 1), strict=True))
 
 
 @dataclass(frozen=True)
@@ -92,12 +89,7 @@ def _lives(rows: pd.DataFrame) -> Array:
 def _example(rows: pd.DataFrame) -> dict[str, Any]:
     head = rows.iloc[0]
     views = {int(r["rank"]): {n: r[n] for n in MUST_AGREE} for r in rows.to_dict("records")}
-    return {
-        "comm_id": int(head["comm_id"]),
-        "func": str(head["func"]),
-        "seq": int(head["seq"]),
-        "ranks": views,
-    }
+    return {"comm_id": int(head["comm_id"]), "func": str(head["func"]), "seq": int(head["seq"]), "ranks": views}
 
 
 def regime(events: pd.DataFrame) -> str:
@@ -118,8 +110,8 @@ def regime(events: pd.DataFrame) -> str:
     rows = rows[rows["rank"] == rows["rank"].min()].sort_values("enqueue_ns", kind="stable")
     if rows.empty:
         return "unknown"
-    known = rows["dtype"].isin(list(_WIDTH)).all()
-    amount = rows["n_bytes"] / rows["dtype"].map(_WIDTH) if known else rows["n_bytes"].astype(float)
+    known = rows["dtype"].isin(list(DTYPE_BYTES)).all()
+    amount = rows["n_bytes"] / rows["dtype"].map(DTYPE_BYTES) if known else rows["n_bytes"].astype(float)
     gather, scatter, reduce = (
         float(amount[rows["func"] == func].sum()) for func in ("all_gather", "reduce_scatter", "all_reduce")
     )

@@ -26,28 +26,12 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from .assemble import (
-    Assembler,
-    empty,
-)
+from .assemble import Assembler, empty
 from .header import FORMAT, masked, new_header, plain
 from .records import Slot
-from .segments import (
-    COMPUTE_COLUMNS as COMPUTE_COLUMNS,
-)
-from .segments import (
-    SEGMENTED,
-    WHOLE,
-    atomically,
-    next_segment,
-    read_parquet,
-    read_segments,
-    segments,
-    write_parquet,
-)
-from .segments import (
-    TraceError as TraceError,
-)
+from .segments import COMPUTE_COLUMNS as COMPUTE_COLUMNS
+from .segments import SEGMENTED, WHOLE, atomically, next_segment, read_parquet, read_segments, segments, write_parquet
+from .segments import TraceError as TraceError
 
 #: The log may take one part in so many of what a trace may take.
 LOG_SHARE = 16
@@ -250,12 +234,8 @@ class Trace:
         warnings: list[str] = []
         limits = {"events": most_events}
         parts = {kind: read_segments(path, kind, warnings, limits.get(kind)) for kind in SEGMENTED}
-        whole = {
-            kind: read_parquet(path / f"{kind}.parquet", columns)
-            if (path / f"{kind}.parquet").exists()
-            else empty(columns)
-            for kind, columns in WHOLE.items()
-        }
+        files = {kind: path / f"{kind}.parquet" for kind in WHOLE}
+        whole = {k: read_parquet(files[k], of) if files[k].exists() else empty(of) for k, of in WHOLE.items()}
         log = _read_log(path / "windows.jsonl", warnings)
         return cls(path, header, **parts, **whole, log=log, warnings=warnings)
 
@@ -290,9 +270,8 @@ def _read_header(folder: Path) -> dict[str, Any]:
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise TraceError(
-            f"no trace in {folder}: give the folder that holds header.json, e.g. runs/demo/trace"
-        ) from None
+        cure = "give the folder that holds header.json, e.g. runs/demo/trace"
+        raise TraceError(f"no trace in {folder}: {cure}") from None
     except NotADirectoryError:
         raise TraceError(f"{folder} is a file, a trace is a folder: `dynamiccl import` makes one from it") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

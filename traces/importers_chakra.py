@@ -32,8 +32,7 @@ def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) ->
     """Read one trace a rank. Raises TraceError for files that are no Chakra traces."""
     found = Imported()
     for order, path in enumerate(paths):
-        rank = rank_in_name(path)
-        rank = order if rank is None else rank
+        rank = rank_in_name(path, order)
         with Source(path, on_bytes) as source:
             data = memoryview(source.read_all())
         try:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .assemble import EVENT_COLUMNS, STEP_COLUMNS, complete, empty
+from .assemble import DTYPE_BYTES, EVENT_COLUMNS, complete, empty
 from .files import COMPUTE_COLUMNS
-from .json_stream import Source, loads
+from .importers_steps import step_rows
 from .records import ALGOS, FUNCS, PROTOS
 
 Array = np.ndarray[Any, Any]
@@ -34,7 +34,6 @@ _TYPES = {
     "float8_e5m2": ("float8_e5m2", "float8e5m2", "f8e5m2"),
 }
 _TYPE_OF = {alias: name for name, aliases in _TYPES.items() for alias in aliases}
-_WIDTH = {name: int(bits) // 8 for name in _TYPES for bits in re.findall(r"^\w*?(8|16|32|64)", name)}
 
 
 class Compute:
@@ -97,13 +96,7 @@ class Imported:
                 ]
                 events["n_nodes"] = events["n_nodes"].where(events["n_nodes"] > 0, pd.Series(nodes, dtype=object))
             events = complete(events, EVENT_COLUMNS)
-        steps = empty(STEP_COLUMNS)
-        if self.steps:
-            unknown: dict[str, Any] = {"table_generation": 0, "memory_used": 0, "memory_total": 0, "pid": 0}
-            unknown |= dict.fromkeys(("sm_utilization", "power_w", "loss"), float("nan"))
-            rows = [{**unknown, **row} for row in self.steps]
-            steps = complete(pd.DataFrame(rows), STEP_COLUMNS).sort_values(["index", "rank"])
-        return events, steps.reset_index(drop=True)
+        return events, step_rows(self.steps)
 
 
 def func_of(name: str) -> str | None:
@@ -125,7 +118,7 @@ def dtype_of(name: str) -> str:
 
 def width_of(dtype: str) -> int:
     """Bytes of one element of one of our types; 1 for 'unknown', whose counts are then taken for bytes."""
-    return _WIDTH.get(dtype, 1)
+    return DTYPE_BYTES.get(dtype, 1)
 
 
 def known(name: str | None, names: Iterable[str]) -> str:
@@ -158,15 +151,7 @@ def ranks_of(value: Any) -> tuple[int, ...]:
     return tuple(int(r) for r in value if str(r).strip()) if isinstance(value, list | tuple) else ()
 
 
-def read_json(path: Path, text: str | None = None) -> Any:
-    """The JSON in a file (or in ``text``, read from it). Raises TraceError that says where it stops to be JSON."""
-    if text is not None:
-        return loads(path, text)
-    with Source(path) as source:
-        return loads(path, source.read_all())
-
-
-def rank_in_name(path: Path) -> int | None:
-    """The rank in a file's name (``trace_rank_3.json``, ``nccl_trace_rank_12``), None if it tells none."""
+def rank_in_name(path: Path, otherwise: Any = None) -> Any:
+    """The rank in a file's name (``trace_rank_3.json``, ``nccl_trace_rank_12``), ``otherwise`` if it tells none."""
     found = re.search(r"rank[-_.]?(\d+)", path.name) or re.search(r"(\d+)(?:\.\w+)*$", path.name)
-    return int(found[1]) if found else None
+    return int(found[1]) if found else otherwise

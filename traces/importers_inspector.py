@@ -6,7 +6,7 @@ are laid end to end, in the order of their sequence numbers, so that durations a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import orjson
 
 from .files import TraceError
 from .importers_common import Imported, algo_of, func_of, proto_of
-from .json_stream import BLOCK, Source
+from .json_stream import read_lines
 
 
 def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) -> Imported:
@@ -25,7 +25,7 @@ def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) ->
         context: dict[str, Any] = {}
         ends: dict[tuple[int, int, int], int] = {}  # where the next call of a communicator without timestamps begins
         n_before = len(found.events)
-        for text in _lines(path, on_bytes):
+        for text in filter(bytes.strip, read_lines(path, on_bytes)):
             try:
                 line = orjson.loads(text)
                 # From v4.3 on only the marker before a batch says whose calls they are.
@@ -89,15 +89,3 @@ def _whole_bytes(perf: dict[str, Any], func: str, n_ranks: int) -> int:
     moved = float(perf.get("coll_algobw_gbs") or 0) * 1e3 * float(perf["coll_exec_time_us"])
     is_whole = moved and abs(moved - size) < abs(moved - size * n_ranks)
     return size if is_whole else size * n_ranks
-
-
-def _lines(path: Path, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
-    """The lines of a file, one at a time; one that is too long to be a line of a log is cut."""
-    rest = b""
-    with Source(path, on_bytes) as source:
-        while block := source.read(BLOCK):
-            *lines, rest = (rest + block).split(b"\n")
-            yield from (line for line in lines if line.strip())
-            rest = rest[:BLOCK]
-    if rest.strip():
-        yield rest

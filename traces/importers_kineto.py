@@ -49,13 +49,7 @@ class _File:
         self.asked: dict[Any, tuple[float, dict[str, Any]]] = {}
         self.kernels: list[tuple[float, float, dict[str, Any]]] = []
         # Begin and duration in us, number of the name, blocks, stream.
-        self.compute: tuple[array[Any], ...] = (
-            array("d"),
-            array("d"),
-            array("q"),
-            array("q"),
-            array("q"),
-        )  # us, us, name, blocks, stream
+        self.compute: tuple[array[Any], ...] = tuple(array(kind) for kind in "ddqqq")
         self.operators: list[tuple[float, str, dict[str, Any]]] = []
         self.gloo: list[tuple[float, float, str]] = []
 
@@ -101,9 +95,7 @@ def _read_one(path: Path, order: int, found: Imported, on_bytes: Callable[[int],
     info = elements.rest.get("distributedInfo") or {}
     base = int(elements.rest.get("baseTimeNanoseconds") or 0)
     rank = info.get("rank")
-    if rank is None:
-        rank = rank_in_name(path)
-    rank = order if rank is None else int(rank)
+    rank = rank_in_name(path, order) if rank is None else int(rank)
     if info.get("nccl_version"):
         found.header["nccl"] = str(info["nccl_version"])
     if device := next(iter(elements.rest.get("deviceProperties") or ()), None):
@@ -111,9 +103,8 @@ def _read_one(path: Path, order: int, found: Imported, on_bytes: Callable[[int],
     pid = int(info.get("pid") or rank)
     marks = sorted((_ns(base, ts), _ns(0, dur), index) for ts, dur, index in seen.marks)
     for start, duration, index in marks:
-        found.steps.append(
-            {"index": index, "rank": rank, "end_ns": start + duration, "duration_ns": duration, "pid": pid}
-        )
+        step = {"index": index, "rank": rank, "end_ns": start + duration, "duration_ns": duration, "pid": pid}
+        found.steps.append(step)
     ran = set()
     for ts, dur, args in seen.kernels:
         external = args.get("External id")

@@ -15,7 +15,7 @@ from typing import Any
 from .assemble import DTYPES
 from .files import TraceError
 from .importers_common import Imported, algo_of, comm_id_of, func_of, proto_of, width_of
-from .json_stream import BLOCK, Source
+from .json_stream import read_lines
 
 _LINE = re.compile(r"^(?:\[([\d\-: T.,]+)\]\s*)?(\S+?):(\d+):(\d+)(?: \[(\d+)\])? NCCL INFO (.*)$")
 _COLL = re.compile(r"(\w+): opCount (\w+) .*?count (\d+) datatype (\d+) .*?comm (0x\w+) \[nranks=(\d+)\]")
@@ -32,7 +32,8 @@ def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) ->
     timed = False
     for path in paths:
         n_before, n_line = len(found.events), 0
-        for text in _lines(path, on_bytes):
+        for raw in read_lines(path, on_bytes):
+            text = raw[:2000].decode("utf-8", "replace")
             if version := _VERSION.search(text):
                 found.header["nccl"] = version[1]
             line = _LINE.match(text)
@@ -82,13 +83,3 @@ def _ns(stamp: str) -> int | None:
         return round(datetime.fromisoformat(stamp.strip().replace(",", ".")).timestamp() * 1e9)
     except ValueError:
         return None
-
-
-def _lines(path: Path, on_bytes: Callable[[int], None]) -> Any:
-    rest = b""
-    with Source(path, on_bytes) as source:
-        while block := source.read(BLOCK):
-            *lines, rest = (rest + block).split(b"\n")
-            rest = rest[:BLOCK]
-            yield from (line[:2000].decode("utf-8", "replace") for line in lines)
-    yield rest[:2000].decode("utf-8", "replace")

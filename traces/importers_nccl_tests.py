@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from .files import TraceError
-from .importers_common import Imported, algo_of, comm_id_of, dtype_of, func_of, proto_of, read_json
-from .json_stream import Source
+from .importers_common import Imported, algo_of, comm_id_of, dtype_of, func_of, proto_of
+from .json_stream import Source, loads
 
 _CURE = "give the file of -J, what the test printed, or a CSV with the columns collective, size_bytes and time_us"
 #: Names that a CSV's columns go by.
@@ -68,7 +68,7 @@ def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) ->
 
 
 def _read_json(path: Path, text: str, rows: _Rows) -> None:
-    document = read_json(path, text)
+    document = loads(path, text)
     arguments = [str(a) for a in document.get("args") or []]
     func = _func(Path(arguments[0]).name if arguments else "", path)
     config = document.get("config") or {}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .assemble import STEP_COLUMNS, complete
+from .assemble import STEP_COLUMNS, complete, empty
 
 Array = np.ndarray[Any, Any]
 
@@ -78,14 +78,13 @@ def _whole_step(at: Array, period: int) -> tuple[int, int]:
 
 
 def step_rows(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Rows of ``index, rank, pid, end_ns, duration_ns`` as STEP_COLUMNS, the rest unknown."""
-    unknown: dict[str, Any] = {"table_generation": 0, "memory_used": 0, "memory_total": 0}
+    """Rows of ``index, rank, pid, end_ns, duration_ns`` as STEP_COLUMNS, the rest unknown; without a pid it is 0."""
+    if not rows:
+        return empty(STEP_COLUMNS)
+    unknown: dict[str, Any] = {"table_generation": 0, "memory_used": 0, "memory_total": 0, "pid": 0}
     unknown |= dict.fromkeys(("sm_utilization", "power_w", "loss"), float("nan"))
-    frame = pd.DataFrame([{**unknown, **row} for row in rows], columns=[*unknown, *_ROW])
-    return complete(frame, STEP_COLUMNS).sort_values(["index", "rank"]).reset_index(drop=True)
-
-
-_ROW = ("index", "rank", "pid", "end_ns", "duration_ns")
+    frame = complete(pd.DataFrame([{**unknown, **row} for row in rows]), STEP_COLUMNS)
+    return frame.sort_values(["index", "rank"]).reset_index(drop=True)
 
 
 def clock_offsets(events: pd.DataFrame) -> dict[int, tuple[int, int]]:

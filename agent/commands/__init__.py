@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -82,6 +84,15 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+@contextmanager
+def refusing(*kinds: type[Exception]) -> Iterator[None]:
+    """Within it, an error of these kinds ends the command as :func:`fail` does."""
+    try:
+        yield
+    except kinds as error:
+        fail(str(error))
+
+
 def emulation(cluster: str, bytes_scale: float | None, time_scale: float | None, seed: int, weather: str) -> Emulated:
     """The emulated cluster that these options mean; one that there is none of is refused."""
     from ...envs.sim.emulated import Emulated
@@ -90,10 +101,8 @@ def emulation(cluster: str, bytes_scale: float | None, time_scale: float | None,
     by = usual.bytes_scale if bytes_scale is None else bytes_scale
     slower = usual.time_scale if time_scale is None else time_scale
     emulated = Emulated(cluster, by, slower, seed, weather)
-    try:
+    with refusing(ValueError, OSError):
         emulated.check()
-    except (ValueError, OSError) as error:
-        fail(str(error))
     return emulated
 
 

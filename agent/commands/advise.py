@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import ClusterName, Format, Nccl, RanksPerNode, Recording, fail
+from . import ClusterName, Format, Nccl, RanksPerNode, Recording, refusing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,12 +42,10 @@ def advise(
     from ..advise import Advice
     from ..recordings import read
 
-    try:
+    with refusing(TraceError, ValueError):
         trace = read(recording, cluster, nccl, format_, ranks_per_node)
         place = named(cluster, nccl, trace.header.get("nccl")) if cluster else None
         advice = Advice(trace, place)
-    except (TraceError, ValueError) as error:
-        fail(str(error))
     told = advice.as_dict()
     if out is not None:
         out.write_text(to_json(advice.table))

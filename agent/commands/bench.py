@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import ClusterName, Nccl, fail, one_thread
+from . import ClusterName, Nccl, fail, one_thread, refusing
 
 if TYPE_CHECKING:
     from ...envs.submissions import Suite
@@ -73,7 +73,7 @@ def bench(
     from ..terminal import terminal
 
     console = terminal(stderr=True, highlight=False, markup=False)
-    try:
+    with refusing(OSError, ValueError):
         executor: Executor = OnRay() if ray else Processes(processes)
         if fit:
             _fit(out, executor, console.print)
@@ -82,8 +82,6 @@ def bench(
         given = [json_module.loads(path.read_text()) for path in submission or ()]
         if filed:
             given += filed_results(suite)["submissions"]
-    except (OSError, ValueError) as error:
-        fail(str(error))
     names = list(dict.fromkeys(policy or (() if filed or given else entrants())))
     entries = [Entry(name, played if trace else suite, jobs or None, limit_s=limit) for name in names]
     folder, board, accepted = out / (played.name if trace else Path(suite).stem), Board(played), []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import fail
+from . import refusing
 
 if TYPE_CHECKING:
     from ..boundary import Boundary
@@ -28,10 +28,8 @@ def bench_boundary(
 
     found = {}
     for n in ranks or [2, 4]:
-        try:
+        with refusing(PluginBuildError, RuntimeError, OSError):
             found[n] = _figures(time_boundary(n, steps))
-        except (PluginBuildError, RuntimeError, OSError) as error:
-            fail(str(error))
         if not json:
             _print(n, found[n])
     if json:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from . import fail
+from . import refusing
 
 
 def bench_overhead(
@@ -27,7 +27,7 @@ def bench_overhead(
     from ..overhead import measure
     from ..terminal import terminal
 
-    try:
+    with refusing(OSError, ValueError, RuntimeError):
         preset(cluster)
         console = terminal(stderr=True, quiet=json)
         emulated = Emulated(cluster, bytes_scale=90.0, time_scale=15.0)
@@ -37,8 +37,6 @@ def bench_overhead(
             emulated.env(),
             lambda text: console.print(text, highlight=False),
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        fail(str(error))
     percent = [100 * (x - 1) for x in (result.speedup, result.low, result.high)]
     if json:
         print(json_module.dumps({"overhead_percent": percent[0], "ci95": percent[1:], "pairs": result.n_pairs}))

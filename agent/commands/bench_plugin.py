@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from . import fail
+from . import refusing
 
 
 def bench_plugin(
@@ -16,10 +16,8 @@ def bench_plugin(
     from ...envs.nccl.build import PluginBuildError
     from ...envs.nccl.timing import time_plugin
 
-    try:
+    with refusing(PluginBuildError, OSError):
         rows = time_plugin()
-    except (PluginBuildError, OSError) as error:
-        fail(str(error))
     if json:
         print(json_module.dumps({row.name: row.percentiles for row in rows}))
         return

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import fail
+from . import refusing
 
 
 def bench_rank(
@@ -36,12 +36,10 @@ def bench_rank(
     from ..tuner import Settings
 
     console = terminal(stderr=True, highlight=False)
-    try:
+    with refusing(ValueError, TraceError):
         runs = [live_run(folder, windows) for folder in live]
         settings = Settings(windows, verify, window_steps, steps, budget)
         found = rank(Trace.read(trace), runs, settings, seeds, console.print)
-    except (ValueError, TraceError) as error:
-        fail(str(error))
     if json:
         print(json_module.dumps(found))
         return

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from . import fail
+from . import fail, refusing
 
 
 def calibrate(
@@ -23,10 +22,8 @@ def calibrate(
 
     from ...envs.sim import measured
 
-    try:
+    with refusing(ValueError):
         found = measured.public_points() if points is None else measured.public_points(points)
-    except ValueError as error:
-        fail(str(error))
     errors = measured.leave_one_out(found)
     if not errors:
         fail("no curve has three points: there is nothing to leave out")
@@ -41,8 +38,7 @@ def calibrate(
         for source, values in [*sorted(errors.items()), ("all", every)]
     ]
     if json_:
-        json.dump(rows, sys.stdout, indent=1)
-        print()
+        print(json.dumps(rows, indent=1))
         return
     print(f"{'source':12} {'points':>7} {'median error':>13} {'90th percentile':>16}")
     for row in rows:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import fail
+from . import fail, refusing
 
 Where = Annotated[
     str | None,
@@ -103,10 +103,8 @@ def _store(url: str | None) -> Any:
     where = url or default_url()
     if where is None:
         fail(f"the memory is switched off by {VARIABLE}: name one with --memory")
-    try:
+    with refusing(ValueError):
         return Store(where)
-    except ValueError as error:
-        fail(str(error))
 
 
 def _try(work: Any) -> Any:

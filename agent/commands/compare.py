@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import fail
+from . import fail, refusing
 
 
 def compare(
@@ -29,10 +29,8 @@ def compare(
 
     if len(runs) < 2:
         fail("give two runs at least: dynamiccl compare runs/a runs/b")
-    try:
+    with refusing(TraceError):
         found = side_by_side([launch(Trace.read(run)) for run in runs])
-    except TraceError as error:
-        fail(str(error))
     if json:
         typer.echo(json_module.dumps(found, indent=1, allow_nan=False))
         return

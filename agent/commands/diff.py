@@ -86,9 +86,7 @@ def _row(x: Any) -> dict[str, Any]:
 def _show(told: dict[str, Any]) -> None:
     from ...traces.records import format_bytes
 
-    def say(text: str) -> None:
-        typer.echo(text)
-
+    say = typer.echo
     say(f"NCCL {told['before']} -> {told['after']} on {told['cluster']}, by its own model: {told['messages']} messages")
     for row in told["changes"]:
         extra = "".join(f"  no more {p}" for p in row["gone"]) + "".join(f"  new {p}" for p in row["new"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from . import fail
+from . import fail, refusing
 
 FUNCS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -62,20 +63,15 @@ def dry_run(
 
         settings["reduce_dtype"] = torch.float32
     begin = time.perf_counter()
-    try:
+    with refusing(ValueError):
         calls, n_params = run(PRESETS[model], ranks=ranks, stage=stage, engine=engine, **cut, **settings)
-    except ValueError as error:
-        fail(str(error))
     also = "".join(f"-{key}-{value}" for key, value in cut.items() if value not in (0, 1) or value is True)
     name = f"{model}-{engine}-{stage}-{ranks}{also}{'-fp32' if reduce_dtype == 'fp32' else ''}"
     folder = out or Path("runs", "dry-run", name)
     summary: dict[str, Any] = {"model": model, "n_params": n_params, "ranks": ranks, "stage": stage, "engine": engine}
     summary |= {**cut, "reduce_dtype": reduce_dtype}
-    try:
-        with TraceWriter(folder, {**summary, "dry_run": True}, existing="replace") as trace:
-            trace.write(_events(calls, ranks_per_node), _steps())
-    except TraceError as error:
-        fail(str(error))
+    with refusing(TraceError), TraceWriter(folder, {**summary, "dry_run": True}, existing="replace") as trace:
+        trace.write(*_frames(calls, ranks_per_node))
     summary |= {"trace": str(folder), "calls": len(calls), "seconds": round(time.perf_counter() - begin, 1)}
     for func in FUNCS:
         sizes = [c.n_bytes for c in calls if c.func == func]
@@ -98,45 +94,14 @@ def _nodes(call: Any, ranks_per_node: int) -> int:
     return len({place // ranks_per_node for place in range(0, call.n_ranks * call.stride, call.stride)})
 
 
-def _events(calls: list[Any], ranks_per_node: int) -> Any:
-    """Rows of an events table for rank 0; algorithm, protocol and channels are unset: nobody has chosen."""
-    import zlib
+def _frames(calls: list[Any], ranks_per_node: int) -> Any:
+    """Events and steps of rank 0; algorithm, protocol and channels are unset: nobody has chosen."""
+    from ...traces.importers_common import Imported
 
-    import pandas as pd
-
-    from ...traces.assemble import EVENT_COLUMNS, complete
-
-    count: dict[tuple[str, str], int] = {}
-    rows = []
+    found = Imported(steps=[{"index": 0, "rank": 0, "end_ns": 0, "duration_ns": 0}])
     for order, call in enumerate(calls):
-        key = (call.group, call.func)
-        count[key] = count.get(key, -1) + 1
-        rows.append({
-            "seq": count[key],
-            "comm_id": zlib.crc32(f"{call.group}/{call.n_ranks}".encode()),
-            "rank": 0,
-            "n_ranks": call.n_ranks,
-            "n_nodes": _nodes(call, ranks_per_node),
-            "func": call.func,
-            "n_bytes": call.n_bytes,
-            "dtype": call.dtype,
-            "algo": "auto",
-            "proto": "auto",
-            "n_channels": 0,
-            "table_generation": 0,
-            "enqueue_ns": order,  # an order, not a time
-            "start_ns": None,
-            "end_ns": None,
-            "step": 0,
-            "pid": 0,
-        })  # fmt: skip
-    return complete(pd.DataFrame(rows), EVENT_COLUMNS)
-
-
-def _steps() -> Any:
-    import pandas as pd
-
-    from ...traces.assemble import STEP_COLUMNS
-
-    blank = {name: float("nan") if kind.startswith("float") else 0 for name, kind in STEP_COLUMNS.items()}
-    return pd.DataFrame([blank], columns=list(STEP_COLUMNS)).astype(STEP_COLUMNS)
+        comm_id = zlib.crc32(f"{call.group}/{call.n_ranks}".encode())
+        row = {"comm_id": comm_id, "rank": 0, "func": call.func, "n_bytes": call.n_bytes, "dtype": call.dtype}
+        row |= {"n_ranks": call.n_ranks, "n_nodes": _nodes(call, ranks_per_node), "algo": "auto", "proto": "auto"}
+        found.events.append({**row, "enqueue_ns": order})  # an order, not a time
+    return found.frames()

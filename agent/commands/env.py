@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import BytesScale, EmulatedCluster, Force, Headroom, TimeScale, WeatherText, emulation, fail, refuse_traps
+from . import BytesScale, EmulatedCluster, Force, Headroom, TimeScale, WeatherText, emulation, refuse_traps, refusing
 
 
 def env(
@@ -35,14 +35,12 @@ def env(
 
     emulated = emulation(cluster, bytes_scale, time_scale, seed, weather) if cluster else None
     refuse_traps(None, force, emulated=emulated is not None)
-    try:
+    with refusing(PluginBuildError, ValueError, OSError):
         run = RunFolder.create(name)
         variables = run.env(headroom)
         if emulated:
             variables |= emulated.env()
             Request(emulated=emulated).write(run.path)  # so that whoever joins the job says so too
-    except (PluginBuildError, ValueError, OSError) as error:
-        fail(str(error))
     if json:
         print(json_module.dumps(variables))
     else:

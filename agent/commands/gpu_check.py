@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import fail
+from . import fail, refusing
 
 
 def gpu_check(
@@ -39,15 +39,13 @@ def gpu_check(
         if part not in PARTS:
             fail(f"--only is one of {', '.join(PARTS)}, not {part}")
     console = terminal(stderr=True, quiet=json)
-    try:
+    with refusing(OSError, ValueError, RuntimeError):
         machine = Machine.here(ranks, dry)
         out = out or Path("runs/gpu-check" if machine.emulated else "envs/results")
         extent = SMALL if small else DRY if machine.emulated else REAL
         check = Check(machine, extent, out, budget, lambda text: console.print(text, highlight=False))
         console.print(f"{machine.device}, {machine.n_ranks} ranks, results in {check.folder}", highlight=False)
         result = check.run(only or PARTS)
-    except (OSError, ValueError, RuntimeError) as error:
-        fail(str(error))
     if json:
         print(json_module.dumps(result, indent=1))
     else:

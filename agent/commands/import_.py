@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import ClusterName, Nccl, RanksPerNode, fail
+from . import ClusterName, Nccl, RanksPerNode, fail, refusing
 
 
 def import_(
@@ -50,14 +50,12 @@ def import_(
     if len(paths) < 2:
         fail("give the files to import and then the folder to make, e.g. kineto rank0.json rank1.json trace")
     form = None if source == "auto" else source
-    try:
+    with refusing(TraceError, ValueError):
         if cluster:
             trace = read(paths[:-1], cluster, nccl, form, ranks_per_node)
         else:
             trace = read_recording(paths[:-1], form, ranks_per_node)
         result = write_recording(trace, paths[-1])
-    except (TraceError, ValueError) as error:
-        fail(str(error))
     if json:
         typer.echo(json_module.dumps({**asdict(result), "folder": str(result.folder)}))
         return

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import fail
+from . import fail, refusing
 
 #: Columns: ring first, as the one algorithm that is always there (numbers are NCCL's).
 _ORDER = (1, 4, 2, 6, 0, 3, 5)
@@ -36,10 +36,8 @@ def model(
         fail("give one of --csv, --json and --toml")
     if nodes is not None and nodes < 1:
         fail(f"--nodes must be at least 1, not {nodes}")
-    try:
+    with refusing(ValueError):
         preset = clusters.resize(clusters.find(cluster, nodes), nodes, nccl)
-    except ValueError as error:
-        fail(str(error))
     if toml:
         from ...envs.sim.nccl_log import to_toml
 
@@ -47,8 +45,7 @@ def model(
         return
     rows = [row for name in _NAMES if func in (None, name) for row in _rows(preset, name)]
     if json_:
-        json.dump(rows, sys.stdout, indent=1)
-        print()
+        print(json.dumps(rows, indent=1))
     elif csv:
         import csv as csv_module
 
@@ -87,13 +84,12 @@ def _rows(preset: Any, func: str) -> list[dict[str, Any]]:
             "nWarps": n_warps,
             "argmin": f"{algo}/{proto}".upper(),
         }
-        row |= {f"us_{ALGOS[a]}_{PROTOS[p]}".upper().replace("US_", "us_", 1): _round(costs[a, p]) for a, p in offered}
+        row |= {
+            f"us_{ALGOS[a]}_{PROTOS[p]}".upper().replace("US_", "us_", 1): float(f"{costs[a, p]:.9g}")
+            for a, p in offered
+        }
         rows.append(row)
     return rows
-
-
-def _round(us: float) -> float:
-    return float(f"{us:.9g}")
 
 
 def _show(cluster: str, nccl: str, func: str, rows: list[dict[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -66,12 +66,10 @@ def oracle(
     best = float(us[0])
     decisions, lines = [], []
     for k, (func, size) in enumerate(list(work.slots())[:SLOTS]):
-        slot, decision = (
-            Slot(c.n_ranks, c.n_nodes, func, size),
-            spaces.decision_of(spaces.actions_of(chosen[0, [k]])[0]),
-        )
+        slot = Slot(c.n_ranks, c.n_nodes, func, size)
+        decision = spaces.decision_of(spaces.actions_of(chosen[0, [k]])[0])
         row = {"func": func, "min_bytes": slot.min_bytes, "max_bytes": slot.max_bytes}
-        decisions.append({**row, "algo": decision.algo, "proto": decision.proto, "n_channels": decision.n_channels})
+        decisions.append({**row, **asdict(decision)})
         lines.append(f"    {slot!s:28} {decision}")
     found = {
         "emulated": True,
@@ -87,8 +85,7 @@ def oracle(
         "decisions": decisions,
     }
     if json_:
-        json.dump(found, sys.stdout, indent=1)
-        print()
+        print(json.dumps(found, indent=1))
         return
     print(f"{c.name} (emulated, seed {seed}), {work.name}, {exposed:.0%} of the default step exposed")
     print(f"  NCCL's own choices        {default / 1e3:9.2f} ms")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import fail
+from . import refusing
 
 
 def plan(
@@ -43,7 +43,7 @@ def plan(
 
     from ...zero_workload.planner import Request, cut, estimate
 
-    try:
+    with refusing(ValueError, OverflowError):
         request = Request(
             params, ranks, layers, hidden, heads, seq, batch, optimizer, precision,
             bandwidth * 1e9, latency * 1e-6, flops * 1e12, memory * 1e9, runtime=runtime * 1e9,
@@ -55,8 +55,6 @@ def plan(
             ways: Any = {"shard": shard, "tensor": tensor_parallel, "reduce_bytes": 4 * fp32_reduce}
             ways |= {"partition": partition_activations, "experts": expert_parallel, "expert_share": expert_share}
             result["cut"] = {str(n): cut(request, n, **ways, offload=offload and n == 3) for n in (2, 3)}
-    except (ValueError, OverflowError) as error:
-        fail(str(error))
     if as_json:
         print(json.dumps(result, indent=2))
     else:

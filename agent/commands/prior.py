@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import fail, one_thread
+from . import fail, one_thread, refusing
 
 #: Fresh jobs that judge, of each family; the seed is no one else's.
 JUDGES, JUDGE_SEED = 256, 2_800_000_000
@@ -39,10 +39,8 @@ def prior(
 
     if out.suffix != ".npz":
         fail(f"--out is a .npz file, not {out}")
-    try:
+    with refusing(OSError):
         out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(str(error))
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     fresh, begin, rng = JobPrior(), time.perf_counter(), np.random.default_rng([seed, 23])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json as json_module
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
-from . import fail, one_thread
+from . import fail, one_thread, refusing
 
 
 @dataclass(frozen=True)
@@ -123,20 +123,13 @@ def _memory(n: int, seed: int, policy: Any, family: Any) -> Iterator[Promise]:
             text = f"{kind}: gain in its first window under a table, of what it comes to"
             yield _row("memory", text, first, 0.9 if kind == SAME else 0.6, pairs, at_most=False)
         if kind == SAME:
-            yield _row(
-                "memory", f"{kind}: steps to the verdict, median", found["with"]["steps_to_verdict"][1], 300, pairs
-            )
+            median = found["with"]["steps_to_verdict"][1]
+            yield _row("memory", f"{kind}: steps to the verdict, median", median, 300, pairs)
         worse = found["with_against_without"]["steps_ci95"][0]  # all of the interval above 0: worse for sure
         yield _row("memory", f"{kind}: steps lost beyond a job without memory, at least", worse, 0.0, pairs)
 
 
-PARTS: dict[str, Callable[[int, int, Any, Any], Iterator[Promise]]] = {
-    "watch": _watch,
-    "nothing": _nothing,
-    "change": _change,
-    "suite": _suite,
-    "memory": _memory,
-}
+PARTS = {part.__name__.removeprefix("_"): part for part in (_watch, _nothing, _change, _suite, _memory)}
 
 
 def promises(
@@ -164,10 +157,8 @@ def promises(
         fail(f"--part is one of {', '.join(PARTS)}, not {', '.join(unknown)}")
     if family not in FAMILIES:
         fail(f"--family is {' or '.join(FAMILIES)}, not {family!r}")
-    try:
+    with refusing(ValueError):
         chosen = make_chooser(policy or DEFAULT, seed)
-    except ValueError as error:
-        fail(str(error))
     found, begun = list[Promise](), time.monotonic()
     if not as_json:
         print(f"{policy or DEFAULT}, jobs of the {family} family, simulated")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import fail
+from . import refusing
 
 
 def regimes(
@@ -26,10 +26,8 @@ def regimes(
     from ..policy import LstmPolicy
     from ..regime_probe import probe
 
-    try:
+    with refusing(ValueError):
         policy = LstmPolicy.load(weights)
-    except ValueError as error:
-        fail(str(error))
     found = probe(policy, jobs, seed)
     if as_json:
         print(json.dumps(found))

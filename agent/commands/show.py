@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import fail
+from . import fail, refusing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,10 +35,8 @@ def show(
 
     if events < 0:
         fail(f"--events is 0 or more, not {events}")
-    try:
+    with refusing(TraceError):
         read = Trace.read(trace, most_events=None if whole else MOST_EVENTS)
-    except TraceError as error:
-        fail(str(error))
     story = tell(read, summary_of(read.folder), events)
     if json:
         typer.echo(json_module.dumps(story, indent=2, allow_nan=False))
@@ -70,11 +68,7 @@ def tell(trace: Trace, summary: dict[str, Any], n_events: int = 0) -> dict[str, 
         "tables": len(trace.tables) - 1,
         "decisions": decisions,
         "result": {k: summary.get(k) for k in ("speedup", "speedup_ci95", "aa_speedup_ci95", "kept", "ended")},
-        "consistency": {
-            "calls_checked": check.calls_checked,
-            "mismatches": check.mismatches,
-            "examples": check.examples,
-        },
+        "consistency": vars(check),
     }
     if n_events:
         rows = trace.events.head(n_events).astype(object).to_dict("records")
@@ -138,32 +132,21 @@ def _steps(steps: pd.DataFrame, summary: dict[str, Any]) -> dict[str, Any]:
 
 def _communicators(trace: Trace) -> list[dict[str, Any]]:
     """Communicators as announced; those only known from their collectives have no name and no size."""
-    rows = []
     calls = trace.events.groupby("comm_id").size()
+
+    def row(comm_id: Any, seen: pd.DataFrame, name: str | None, n_ranks: int | None, n_nodes: int | None) -> Any:
+        found = {"comm_id": _hex(comm_id), "name": name, "n_ranks": n_ranks, "n_nodes": n_nodes}
+        ranks = sorted(seen["rank"].unique().tolist())
+        return {**found, "ranks_seen": ranks, "n_events": int(calls.get(comm_id, 0))}
+
+    rows = []
     for comm_id, group in trace.comms.groupby("comm_id"):
         head = group.iloc[0]
-        rows.append(
-            {
-                "comm_id": _hex(comm_id),
-                "name": str(head["name"]),
-                "n_ranks": int(head["n_ranks"]),
-                "n_nodes": int(head["n_nodes"]),
-                "ranks_seen": sorted(group["rank"].unique().tolist()),
-                "n_events": int(calls.get(comm_id, 0)),
-            }
-        )
+        rows.append(row(comm_id, group, str(head["name"]), int(head["n_ranks"]), int(head["n_nodes"])))
     for comm_id in calls.index.difference(trace.comms["comm_id"].unique().tolist()):
         seen = trace.events[trace.events["comm_id"] == comm_id]
-        rows.append(
-            {
-                "comm_id": _hex(comm_id),
-                "name": None,
-                "n_ranks": int(seen["n_ranks"].max()) or None,
-                "n_nodes": int(seen["n_nodes"].max()) or None,
-                "ranks_seen": sorted(seen["rank"].unique().tolist()),
-                "n_events": len(seen),
-            }
-        )
+        sizes = (int(seen[name].max()) or None for name in ("n_ranks", "n_nodes"))
+        rows.append(row(comm_id, seen, None, *sizes))
     return rows
 
 
@@ -220,10 +203,8 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     if steps["sample_every"]:
         console.print(f"kernel times of {steps['sampled']} steps, at the end one in {steps['sample_every']}")
     if story["records_lost"]:
-        lost = (
-            f"{story['records_lost']} records were lost: the tuner did not read them in time; counts below are too low"
-        )
-        console.print(lost, style="yellow")
+        lost = f"{story['records_lost']} records were lost: the tuner did not read them in time"
+        console.print(f"{lost}; counts below are too low", style="yellow")
 
 
 def _grid(title: str, columns: list[str], numbers: tuple[str, ...] = ()) -> Grid:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import fail, run_folder
+from . import refusing, run_folder
 
 
 def stop(
@@ -29,7 +29,7 @@ def stop(
     from ...envs.nccl.shm import RunFolder
     from ..daemon import TUNER
 
-    try:
+    with refusing(ValueError, OSError):
         path = run_folder(run)
         folder = RunFolder.open(path)
         (path / STOP).touch()
@@ -41,8 +41,6 @@ def stop(
         if not by_tuner:
             job.confirm({})
         seen = _in_force(job, folder, max(0.0, wait - (time.monotonic() - begun)))
-    except (ValueError, OSError) as error:
-        fail(str(error))
     what: dict[str, Any] = {"run": str(path), "had_tuner": by_tuner, "job_runs": job.is_alive(), "in_force": seen}
     if json:
         print(json_module.dumps(what))

@@ -86,19 +86,8 @@ def grid(found: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     grid = Table(box=box.SIMPLE)
-    for head in (
-        "run",
-        "state",
-        "step",
-        "phase",
-        "step time",
-        "table",
-        "gain",
-        "search cost",
-        "agreement",
-        "lost",
-        "beat",
-    ):
+    heads = ("run", "state", "step", "phase", "step time", "table", "gain", "search cost", "agreement", "lost", "beat")
+    for head in heads:
         grid.add_column(head, no_wrap=True, justify="right" if head in ("step", "step time", "lost") else "left")
     for r in found:
         phase = f"{r['phase']} {r['window']}/{r['windows']}" if r["phase"] else ""

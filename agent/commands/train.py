@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import fail, one_thread
+from . import fail, one_thread, refusing
 
 
 def train(
@@ -39,13 +39,11 @@ def train(
         fail(f"--without takes {', '.join(PARTS)}, not {', '.join(unknown)}")
     stages = tuple(replace(stage, chunks=round(part * stage.chunks)) for stage in Settings.stages)
     settings = Settings(seed=seed, stages=stages, ppo=ppo, without=tuple(without or ()))
-    try:
+    with refusing(OSError, ValueError):
         out.parent.mkdir(parents=True, exist_ok=True)
         training = Training(settings, out.with_suffix(".training"))
         if resume:
             training.resume()
-    except (OSError, ValueError) as error:
-        fail(str(error))
     console = terminal(stderr=True)
     columns = (
         TextColumn("{task.fields[phase]:>9}"),

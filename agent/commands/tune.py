@@ -22,6 +22,7 @@ from . import (
     emulation,
     fail,
     refuse_traps,
+    refusing,
     run_folder,
 )
 from .clusters import Where
@@ -176,7 +177,7 @@ def tune(
         fail(f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py")
     refuse_traps(command, force, emulated=emulated is not None)
     n_processes = ranks or (2 if emulated else n_gpus)
-    try:
+    with refusing(PluginBuildError, TraceError, Busy, ValueError, OSError):
         if metrics_port is not None:
             _needs_prometheus()
         if tensorboard is not None:
@@ -225,8 +226,6 @@ def tune(
         Plan(
             list(command or ()), tuner, str(run.path), str(out / "job.log"), environment, quiet, own, kill_after, locks
         ).become()
-    except (PluginBuildError, TraceError, Busy, ValueError, OSError) as error:
-        fail(str(error))
 
 
 def _attach(context: typer.Context, where: str, again: bool) -> None:
@@ -239,7 +238,7 @@ def _attach(context: typer.Context, where: str, again: bool) -> None:
     from ..daemon import Daemon
     from ..request import REQUEST, Request
 
-    try:
+    with refusing(TraceError, Busy, ValueError, OSError):
         path = run_folder(where)
         run = RunFolder.open(path)
         given = {
@@ -257,8 +256,6 @@ def _attach(context: typer.Context, where: str, again: bool) -> None:
         quiet = request.json == "-"
         with Show(request.settings.windows + request.settings.verify, quiet, not request.launched) as show:
             summary = Daemon(request, run, again, show.window, show.phase).serve()
-    except (TraceError, Busy, ValueError, OSError) as error:
-        fail(str(error))
     if request.json is not None:
         text = json_module.dumps(summary, indent=2)
         sys.stdout.write(text + "\n") if quiet else Path(request.json).write_text(text + "\n")

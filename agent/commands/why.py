@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import fail
+from . import fail, refusing
 
 
 def why(
@@ -29,11 +29,9 @@ def why(
     from ..why import chains, lines
     from .show import summary_of
 
-    try:
+    with refusing(TraceError):
         trace = Trace.read(run)
         found = chains(trace, summary_of(trace.folder), slot)
-    except TraceError as error:
-        fail(str(error))
     if not found:
         fail(f"no slot of {run} is called {slot!r}: `dynamiccl show {run}` lists them")
     if json:

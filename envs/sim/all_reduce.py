@@ -62,9 +62,8 @@ def terms(c: Cluster) -> tuple[Array, Array]:
                 if p == LL:
                     rate = min(rate / 3.8, ll_max)
                 elif p == LL128:
-                    rate = min(
-                        rate * (7 / 9 if nodes == 1 else 120 / 128), graph.channels * _TREE_LL128_GBS[gen][scale]
-                    )
+                    part = 7 / 9 if nodes == 1 else 120 / 128
+                    rate = min(rate * part, graph.channels * _TREE_LL128_GBS[gen][scale])
             elif p == LL:
                 rate = min(ll_max, 0.5 * bus)
             elif p == LL128:
@@ -106,9 +105,8 @@ def _nvls(c: Cluster, lat: Array, bw: Array) -> None:
         else:
             rate = min(within, graph.bw_inter * (2 if nodes <= 2 else 1), cap)
         bw[_NVLS_TREE, SIMPLE] = graph.channels * rate * ratio
-        lat[_NVLS_TREE, SIMPLE] = 25.0 + 2 * int(math.log2(nodes)) * (
-            (14.0 if early else 20.9) + 2 * graph.latency_inter
-        )
+        hop = (14.0 if early else 20.9) + 2 * graph.latency_inter
+        lat[_NVLS_TREE, SIMPLE] = 25.0 + 2 * int(math.log2(nodes)) * hop
 
 
 def _collnet(c: Cluster, lat: Array, bw: Array) -> None:

@@ -60,16 +60,12 @@ class EmulatedWork(dist.Work):
         return future
 
 
-_queue: queue.SimpleQueue[tuple[EmulatedWork, torch.futures.Future[_Tensors]]] | None = None
-
-
+@functools.cache
 def _completer() -> queue.SimpleQueue[tuple[EmulatedWork, torch.futures.Future[_Tensors]]]:
     """The queue of one thread that completes futures in order; started when the first future is asked for."""
-    global _queue
-    if _queue is None:
-        _queue = queue.SimpleQueue()
-        threading.Thread(target=_complete, args=(_queue,), daemon=True, name="emulated-futures").start()
-    return _queue
+    works: queue.SimpleQueue[tuple[EmulatedWork, torch.futures.Future[_Tensors]]] = queue.SimpleQueue()
+    threading.Thread(target=_complete, args=(works,), daemon=True, name="emulated-futures").start()
+    return works
 
 
 def _complete(works: queue.SimpleQueue[tuple[EmulatedWork, torch.futures.Future[_Tensors]]]) -> None:
@@ -96,11 +92,9 @@ class EmulatedGroup(dist.ProcessGroup):
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, options.timeout)
         ranks = list(options.global_ranks_in_group) or list(range(size))
         members = ",".join(map(str, ranks))
-        self._timeline = (
-            Timeline(emulation, store, rank, ranks, world, comm_id_of(f"{self._name}:{members}"))
-            if size > 1  # NCCL does not ask a tuner for a communicator of one rank
-            else None
-        )
+        self._timeline: Timeline | None = None
+        if size > 1:  # NCCL does not ask a tuner for a communicator of one rank
+            self._timeline = Timeline(emulation, store, rank, ranks, world, comm_id_of(f"{self._name}:{members}"))
 
     def _timed(self, func: str, tensor: torch.Tensor, outputs: _Tensors, run: Callable[[], dist.Work]) -> dist.Work:
         """Run on gloo; hold the result back to the emulated end. ``tensor`` is the whole buffer."""
@@ -124,9 +118,8 @@ class EmulatedGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Reduce a buffer and keep this rank's shard."""
         opts = opts or dist.ReduceScatterOptions()
-        return self._timed(
-            "reduce_scatter", input, [output], lambda: self._gloo._reduce_scatter_base(output, input, opts)
-        )
+        run = functools.partial(self._gloo._reduce_scatter_base, output, input, opts)
+        return self._timed("reduce_scatter", input, [output], run)
 
     def allreduce(self, tensors: _Tensors, opts: Any = None) -> dist.Work:
         """Reduce on all ranks, in place."""
@@ -193,16 +186,12 @@ class EmulatedGroup(dist.ProcessGroup):
 
 
 def _untimed(name: str) -> Callable[..., Any]:
-    def run(self: EmulatedGroup, *args: Any, **options: Any) -> Any:
-        return getattr(self._gloo, name)(*args, **options)
-
-    return run
+    return lambda self, *args, **options: getattr(self._gloo, name)(*args, **options)
 
 
 # The rest passes through: set-up traffic that no tuner touches.
-for _name in ("allgather", "broadcast", "reduce", "gather", "scatter", "send", "recv", "recv_anysource", "barrier"):
-    setattr(EmulatedGroup, _name, _untimed(_name))
-for _name in ("reduce_scatter", "alltoall", "alltoall_base", "allgather_coalesced", "monitored_barrier"):
+_UNTIMED = ("allgather", "broadcast", "reduce", "gather", "scatter", "send", "recv", "recv_anysource", "barrier")
+for _name in (*_UNTIMED, "reduce_scatter", "alltoall", "alltoall_base", "allgather_coalesced", "monitored_barrier"):
     setattr(EmulatedGroup, _name, _untimed(_name))
 
 

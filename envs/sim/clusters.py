@@ -84,10 +84,7 @@ class Cluster:
             (self.cpu in CPUS, f"cpu must be one of {', '.join(CPUS)}"),
             (1 <= self.comm_channels <= MAX_CHANNELS, f"comm_channels must lie in 1..{MAX_CHANNELS}"),
             (0 <= self.nvls_channels <= MAX_CHANNELS, f"nvls_channels must lie in 0..{MAX_CHANNELS}"),
-            (
-                self.n_sms >= 1 and self.n_nics >= 1 and self.nic_gbs > 0,
-                "n_sms, n_nics and nic_gbs must be positive",
-            ),
+            (self.n_sms >= 1 and self.n_nics >= 1 and self.nic_gbs > 0, "n_sms, n_nics and nic_gbs must be positive"),
             (self.ring.channels >= 1, "the ring graph has at least one channel"),
         )
         for ok, message in checks:
@@ -172,36 +169,14 @@ class Fleet:
 
 
 def _row(c: Cluster) -> dict[str, Any]:
-    return {
-        "n_nodes": c.n_nodes,
-        "gpus_per_node": c.gpus_per_node,
-        "generation": GENERATIONS.index(c.generation),
-        "release": release_number(c.nccl),
-        "amd": c.cpu in ("amd", "mixed"),
-        "ring_channels": c.ring.channels,
-        "ring_bw_intra": float(c.ring.bw_intra),
-        "ring_bw_inter": float(c.ring.bw_inter),
-        "ring_nvl": c.ring.type_intra == "NVL",
-        "ring_latency": float(c.ring.latency_inter),
-        "tree_channels": c.tree.channels,
-        "tree_bw_intra": float(c.tree.bw_intra),
-        "tree_bw_inter": float(c.tree.bw_inter),
-        "tree_nvl": c.tree.type_intra == "NVL",
-        "tree_latency": float(c.tree.latency_inter),
-        "nvls_graph_channels": c.nvls.channels,
-        "nvls_bw_intra": float(c.nvls.bw_intra),
-        "nvls_bw_inter": float(c.nvls.bw_inter),
-        "nvls_latency": float(c.nvls.latency_inter),
-        "comm_channels": c.comm_channels,
-        "nvls_channels": c.nvls_channels,
-        "ll128": c.offers_ll128,
-        "nvls": c.offers_nvls,
-        "pat": c.offers_pat,
-        "collnet": c.collnet,
-        "n_sms": c.n_sms,
-        "n_nics": c.n_nics,
-        "nic_gbs": float(c.nic_gbs),
-    }
+    """What a Fleet has of a cluster, by its fields: those of the cluster, and some that follow from them."""
+    row = {**vars(c), "nic_gbs": float(c.nic_gbs), "nvls_graph_channels": c.nvls.channels}
+    row |= {"generation": GENERATIONS.index(c.generation), "release": release_number(c.nccl)}
+    row |= {"amd": c.cpu in ("amd", "mixed"), "ring_channels": c.ring.channels, "tree_channels": c.tree.channels}
+    for kind, graph in (("ring", c.ring), ("tree", c.tree), ("nvls", c.nvls)):
+        row |= {f"{kind}_bw_intra": float(graph.bw_intra), f"{kind}_bw_inter": float(graph.bw_inter)}
+        row |= {f"{kind}_latency": float(graph.latency_inter), f"{kind}_nvl": graph.type_intra == "NVL"}
+    return {**row, "ll128": c.offers_ll128, "nvls": c.offers_nvls, "pat": c.offers_pat}
 
 
 @functools.lru_cache(maxsize=256)
@@ -284,9 +259,7 @@ def _read(path: Path) -> Cluster:
         raise ValueError(f"cannot read cluster file {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"cluster file {path} is not TOML: {error}") from None
-    tables = [
-        key for key, value in values.items() if isinstance(value, Mapping) and key not in ("ring", "tree", "nvls")
-    ]
+    tables = [k for k, value in values.items() if isinstance(value, Mapping) and k not in ("ring", "tree", "nvls")]
     if tables and len(tables) == len(values) == 1:
         return from_mapping(tables[0], values[tables[0]])
     return from_mapping(str(values.get("name", path.stem)), values)

@@ -267,21 +267,10 @@ class Fabric:
         if f.pat.any():
             rounds = np.ceil(np.log2(np.maximum(n, 2)))
             rate = soft_min(c * t.channel_gbs[rows, func, proto], bus * t.pat_share[:, None], knee) * 1e3
-            tree = (
-                rounds * t.pat_us[:, None]
-                + (n - 1) * shard / rate
-                + rounds * t.ramp_bytes[rows, func, SIMPLE] * c / rate
-            )
-            us = np.where(pair == _PAT, tree, us)
+            tree = rounds * t.pat_us[:, None] + (n - 1) * shard / rate
+            us = np.where(pair == _PAT, tree + rounds * t.ramp_bytes[rows, func, SIMPLE] * c / rate, us)
         count_class = np.ceil(np.log2(np.maximum(c, 1.0))).astype(int)
         return np.asarray((t.launch_us[:, None] + us) * np.exp(t.effect[rows, func, pair, count_class]))
-
-    def slowdowns(self, n_channels: Array) -> Array:
-        """Share by which compute slows that overlaps a collective on that many channels, (n,) or (n, k)."""
-        c = np.asarray(n_channels, float)
-        lift = (slice(None),) + (None,) * (c.ndim - 1)
-        t = self.truth
-        return np.asarray(t.sm_cost[lift] * c / self.fleet.n_sms[lift] + t.memory_cost[lift] * np.minimum(c, 32) / 16)
 
     def overlap(
         self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array, us: Array
@@ -348,7 +337,8 @@ class Fabric:
 
     def slowdown(self, n_channels: int) -> float:
         """Share by which compute slows that overlaps one collective on that many channels."""
-        return float(self.slowdowns(np.array([n_channels]))[0])
+        sm_cost, memory_cost = self.truth.sm_cost[0], self.truth.memory_cost[0]
+        return float(sm_cost * n_channels / self.fleet.n_sms[0] + memory_cost * min(n_channels, 32) / 16)
 
     def noise(self, rng: np.random.Generator, size: int | None = None) -> Any:
         """Factors on the time of single collectives: log-normal, and now and then a straggler of up to 5 x."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...traces.records import CHANNELS
 from .clusters import Fleet
+from .noise import even
 
 Array = np.ndarray[Any, Any]
 _COUNTS = np.array(CHANNELS)
@@ -47,7 +48,7 @@ def draw_fleet(family: Family, rng: np.random.Generator, n: int) -> Fleet:
     gen = rng.choice(4, n, p=np.array(family.generations) / sum(family.generations))
     sizes, weights = zip(*family.per_node, strict=True)
     per_node = rng.choice(np.array(sizes), n, p=np.array(weights) / sum(weights))
-    nodes = np.where(rng.random(n) < family.one_node, 1, _even(rng, family.n_nodes, n).round().astype(int))
+    nodes = np.where(rng.random(n) < family.one_node, 1, even(rng, family.n_nodes, n).round().astype(int))
     nodes = np.where((nodes == 1) & (per_node == 1), rng.choice([2, 4, 8], n), nodes)
     nodes = np.minimum(nodes, 2048 // per_node)
     many = nodes > 1
@@ -103,8 +104,3 @@ def draw_fleet(family: Family, rng: np.random.Generator, n: int) -> Fleet:
         n_nics=n_nics,
         nic_gbs=nic,
     )
-
-
-def _even(rng: np.random.Generator, bounds: tuple[float, float], n: int) -> Array:
-    """``n`` numbers within ``bounds``, even on a log scale."""
-    return np.exp(rng.uniform(np.log(bounds[0]), np.log(bounds[1]), n))

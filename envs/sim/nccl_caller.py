@@ -19,28 +19,11 @@ from ...traces.records import FUNCS, N_ALGOS, N_PROTOS
 
 EVENT_COLL, EVENT_KERNEL_CH, KERNEL_CH_STOP = 2, 64, 22
 
-_FUNC_NAMES = dict(
-    zip(
-        FUNCS,
-        (b"Broadcast", b"Reduce", b"AllGather", b"ReduceScatter", b"AllReduce", b"SendRecv", b"Send", b"Recv"),
-        strict=True,
-    )
-)
+#: As the profiler hears them: AllGather, ReduceScatter ...
+_FUNC_NAMES = {func: func.title().replace("_", "").encode() for func in FUNCS}
 _DTYPE_OF_SIZE = {1: "int8", 2: "float16", 4: "float32", 8: "float64"}
-_DTYPE_BYTES = {
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "uint32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "float8e4m3": 1,
-    "float8e5m2": 1,
-}
+_DTYPE_BYTES = {"int8": 1, "uint8": 1, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "float16": 2, "bfloat16": 2}
+_DTYPE_BYTES |= {"float32": 4, "float64": 8, "float8e4m3": 1, "float8e5m2": 1}
 
 
 class _Coll(ctypes.Structure):
@@ -187,17 +170,9 @@ class Communicator:
             _check(_TUNER_INIT[3](init)(self.n_ranks, self.n_nodes, None, byref(self._tuner)))
         else:
             self._domains, self._constants = (c_int * 3)(self.n_nodes, 1, self.n_ranks), (c_uint8 * 1152)()
-            _check(
-                _TUNER_INIT[5](init)(
-                    byref(self._tuner),
-                    self.comm_id,
-                    self.n_ranks,
-                    self.n_nodes,
-                    None,
-                    ctypes.addressof(self._domains),
-                    ctypes.addressof(self._constants),
-                )
-            )
+            given = (ctypes.addressof(part) for part in (self._domains, self._constants))
+            context = byref(self._tuner)
+            _check(_TUNER_INIT[5](init)(context, self.comm_id, self.n_ranks, self.n_nodes, None, *given))
 
     def get_coll_info(
         self,
@@ -293,15 +268,7 @@ class Communicator:
 
 
 def _first(library: ctypes.CDLL, prefix: str, wanted: tuple[int, ...]) -> int:
-    return next((v for v in wanted if _exports(library, f"{prefix}{v}")), 0)
-
-
-def _exports(library: ctypes.CDLL, symbol: str) -> bool:
-    try:
-        c_void_p.in_dll(library, symbol)
-    except ValueError:
-        return False
-    return True
+    return next((v for v in wanted if hasattr(library, f"{prefix}{v}")), 0)
 
 
 def _pointers(library: ctypes.CDLL, symbol: str, n: int) -> tuple[int, ...]:

@@ -120,9 +120,8 @@ class Noise:
             return np.where(rng.random(n) < share, value, 0.0)
 
         every = some(family.saves, even(rng, family.save_every, n).round()).astype(int)
-        sampled = np.where(
-            rng.random(n) < family.unsampled, 0, rng.integers(family.sampled[0], family.sampled[1] + 1, n)
-        )
+        low, high = family.sampled
+        sampled = np.where(rng.random(n) < family.unsampled, 0, rng.integers(low, high + 1, n))
         return cls(
             sigma=even(rng, family.sigma, n),
             memory=rng.uniform(*family.memory, n),

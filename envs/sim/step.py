@@ -170,11 +170,6 @@ class Timeline:
     end: Array
     exposed: Array
 
-    @property
-    def total_us(self) -> float:
-        """Duration of the step."""
-        return float(self.end.max(initial=0.0))
-
 
 def _at(array: Array | None) -> Any:
     return None if array is None else ctypes.c_void_p(array.ctypes.data)
