@@ -237,7 +237,7 @@ def episode(env, policy, seed):
     return story, windows
 
 
-@pytest.mark.parametrize("policy", [ExpectedImprovement, ThompsonSampling], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("policy", [ExpectedImprovement, pytest.param(ThompsonSampling, marks=pytest.mark.slow)])
 def test_all_backends_play_one_recorded_episode_alike(trace, folder, monkeypatch, policy):
     monkeypatch.setattr(live, "POLL_S", 0.0)
     recorded = replay.load(trace)

@@ -43,6 +43,7 @@ def test_a_table_that_turned_bad_is_gone_within_windows():
         assert np.isfinite(found.windows).sum() >= 15 and np.median(found.windows) <= 2
 
 
+@pytest.mark.slow
 def test_a_job_that_changes_for_good_is_tuned_again():
     found = recovery(6, ExpectedImprovement(), (300, 600), change_at=1500, seed=3)
     assert (found.anew > 0).sum() >= 3

@@ -36,7 +36,7 @@ def test_it_says_what_may_be_chosen_and_how_the_search_stands():
     done = False
     while not done:
         obs, _, done, _, info = env.step(ExpectedImprovement().predict(obs)[0])
-    assert "verdict" in env.render() and ("slot" in env.render()) == info["table"].any()
+    assert "done" in env.render() and ("slot" in env.render()) == info["table"].any()
 
 
 def test_episodes_of_the_same_seed_are_the_same():

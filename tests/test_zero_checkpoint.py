@@ -51,6 +51,7 @@ def test_resume_is_exact_at_the_same_stage(
         assert first + two.run(part, folder, stage, 4, 8, True, optimizer, dtype)[0] == through, stage
 
 
+@pytest.mark.slow
 def test_resume_elsewhere(two: World, four: World, tmp_path: Path) -> None:
     through = two.run(part, str(tmp_path), 1, 0, 8, False)[0]
     two.run(part, str(tmp_path), 3, 0, 4, False)
