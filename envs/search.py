@@ -25,7 +25,7 @@ from .canary import GIVE_UP, Canary
 from .memory import Evidence, Memory, Remembering
 from .neighbours import untested
 from .regimes import Regimes
-from .sequential import Race, middle, window_noise
+from .sequential import Race, median, middle, window_noise
 from .watch import Marks, Rules
 from .windows import DISCARD, PROFILE, REFERENCE, REFINE, SEARCH, TABLE, TRIAL, WARM_STEPS, WATCH, Job, Measured, Plan
 
@@ -343,10 +343,10 @@ class Search:
         steps = seen.step_ms[-1:] if given_up else seen.step_ms
         logs = np.log(steps / self.default_ms)
         if len(logs) >= 3:
-            self._single.extend(logs - np.median(logs))
+            self._single.extend(logs - median(logs))
         is_told = len(steps) > 0 and plan.kind != TRIAL  # a trial is set beside the table in force
         log_step = math.log(middle(steps) / self.default_ms) if is_told else math.nan
-        noise = window_noise(np.array(self._single), max(len(steps), 1))
+        noise = window_noise(np.array(self._single), len(steps)) if is_told else 1.0
         if given_up:
             noise = self.canary.noise(plan.configs, self.tried, self.belief)
         logs_us = np.log(np.asarray(seen.call_us, np.float64))
