@@ -142,13 +142,15 @@ def play(
         over = np.array([s.is_over for s in search.searches])
         fresh = np.flatnonzero(over & np.isinf(until))
         ledger.end(fresh, search.tables[fresh])
+        until[fresh] = ledger.steps[fresh] + after
         busy = np.flatnonzero(over & ~np.array([s.is_done for s in search.searches]))
         ledger.go_on(busy)
-        calm = np.concatenate([fresh, busy])
-        until[calm] = ledger.steps[calm] + after
+        until[busy] = ledger.steps[busy] + max(after, 1)
         search.watch([i for i in open_ if ledger.steps[i] < until[i] or not search.searches[i].is_over])
         again = np.flatnonzero(np.isfinite(until))
         ledger.final[again] = search.tables[again]
+    if not after:  # what ran last were trials: a job does not go on like them
+        ledger.go_on(np.arange(n))
     marks = np.array([s.marks.first_gain for s in search.searches])
     ledger.first_gain = np.where(marks >= 0, marks, np.nan)
     n_turns = max(sum(map(len, decisions)), 1)

@@ -71,6 +71,7 @@ def hsdp(settings: dict[str, Any], steps: int) -> tuple[list[float], Bytes, dict
     return losses, bytes_of, job.memory(), 4 * sum(b.numel for b in job.buckets)
 
 
+@pytest.mark.slow
 def test_hsdp_agrees_with_one_process_and_with_fsdp2(four: World) -> None:
     alone = train_alone(10, max_norm=0.5)
     for stage, accumulation, peer in ((2, 1, "fsdp2-no-reshard"), (3, 2, "fsdp2")):

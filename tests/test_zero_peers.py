@@ -60,6 +60,7 @@ def with_float32_norms(stage: int) -> tuple[list[float], dict[str, torch.dtype],
     return losses, {name: value.dtype for name, value in engine.state_dict().items()}, engine.memory()
 
 
+@pytest.mark.slow
 def test_a_bfloat16_body_with_float32_norms_keeps_both(two: World) -> None:
     exact = train_alone(15, max_norm=None)
     theirs = two.run(train, 15, {"name": "fsdp2", "param_dtype": torch.bfloat16})[0]
