@@ -209,7 +209,7 @@ class Daemon:
                     job.check()
                     continue
                 reopened, returned, kept = self.outcome.reopened, self.outcome.returned, self.outcome.kept
-                refined = tuner.search.marks.refined if tuner.search else 0
+                refined = self.outcome.refined
                 job.thin = tuner.search is None or tuner.search.is_over  # a search asks for kernel times
                 tuner.step()
                 self._report_so_far()
@@ -217,7 +217,7 @@ class Daemon:
                     self._say("the job has changed: measuring NCCL's own choice anew")
                 if self.outcome.returned > returned:
                     self._say("a regime that was tuned before: its table is in force again")
-                if tuner.search and tuner.search.marks.refined > refined:
+                if self.outcome.refined > refined:
                     self._say("one slot's config beside the table was faster for sure: it is part of the table now")
                 if kept and not self.outcome.kept and self.outcome.dropped:
                     self._say(f"back to NCCL's own choice: {self.outcome.dropped}")

@@ -113,6 +113,7 @@ class Outcome:
     default_share: float | None = None  # share of the steps since then that ran under the default
     reopened: int = 0  # times that the job had changed
     returned: int = 0  # of them, into a regime that was tuned before: no new search
+    refined: int = 0  # slots changed for the better after the verdict
 
     @property
     def decisions(self) -> dict[Slot, Decision]:
@@ -223,13 +224,13 @@ class Tuner:
         o.first_gain = search.marks.first_gain if search.marks.first_gain >= 0 else None
         o.steps_to_verdict = search.marks.verdict if search.marks.verdict >= 0 else None
         o.default_share = search.after_default / search.after if search.after else None
-        o.reopened, o.returned = search.marks.reopened, search.marks.returned
+        o.reopened, o.returned, o.refined = search.marks.reopened, search.marks.returned, search.marks.refined
         if search.marks.dropped and not o.dropped and not o.kept:
             o.dropped = RunEnds.SLOWER()
         sure = search.is_over or bool(search.races)  # a table that was confirmed has its figures, however the job ends
         if sure or search.race is None:
             o.choices = [self._choice(i, p, search) for i, p in enumerate(self.windows.profiles)]
-        if sure and (o.verdict is None or o.reopened or search.marks.refined):
+        if sure and (o.verdict is None or o.reopened or o.refined):
             o.verdict = verdict_of(search)
         o.refused = [self._refusal(int(s), int(c)) for s, c in np.argwhere(search.banned)]
 
