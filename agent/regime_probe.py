@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..envs.belief import Prior
 from ..envs.sim.job_family import HELD_OUT, STANDARD, JobFamily
@@ -24,8 +25,8 @@ Array = np.ndarray[Any, Any]
 
 #: Jobs that are drawn at once.
 BLOCK = 64
-#: What is added to the classes' common variance, as a part of it: features are many and go together.
-RIDGE = 0.01
+#: Weights of the squared slopes that are tried, each judged by one in so many jobs.
+PENALTIES, KEPT_BACK = (1e-3, 1e-4, 1e-5, 1e-6), 5
 
 
 def regime_of(workload: str) -> str:
@@ -82,19 +83,32 @@ def fingerprints(seen: list[Array]) -> Array:
 
 
 class Linear:
-    """A linear classifier: normal classes with one common covariance (Fisher's discriminant)."""
+    """A linear classifier: multinomial logistic regression. How much its slopes are held back is chosen on a part of
+    what it is given."""
 
     def __init__(self, x: Array, names: Array) -> None:
         """``x`` (n, d), ``names`` (n,)."""
         self.names, which = np.unique(names, return_inverse=True)
         self.middle, self.scale = x.mean(axis=0), x.std(axis=0) + 1e-6
-        z = (x - self.middle) / self.scale
-        means = np.array([z[which == k].mean(axis=0) for k in range(len(self.names))])
-        away = z - means[which]
-        common = away.T @ away / len(z) + RIDGE * np.eye(z.shape[1])
-        self.slopes = np.linalg.solve(common, means.T)
-        share = np.bincount(which) / len(which)
-        self.offsets = np.log(share) - 0.5 * (means.T * self.slopes).sum(axis=0)
+        z, back = (x - self.middle) / self.scale, len(x) // KEPT_BACK
+        tries = [self._fit(z[back:], which[back:], penalty) for penalty in PENALTIES]
+        right = [((z[:back] @ slopes + offsets).argmax(axis=1) == which[:back]).mean() for slopes, offsets in tries]
+        self.slopes, self.offsets = self._fit(z, which, PENALTIES[int(np.argmax(right))])
+
+    def _fit(self, z: Array, which: Array, penalty: float) -> tuple[Array, Array]:
+        data, told = torch.from_numpy(np.asarray(z, np.float64)), torch.from_numpy(which)
+        slopes = torch.zeros(z.shape[1], len(self.names), dtype=torch.float64, requires_grad=True)
+        offsets = torch.zeros(len(self.names), dtype=torch.float64, requires_grad=True)
+        fit = torch.optim.LBFGS([slopes, offsets], max_iter=300, line_search_fn="strong_wolfe")
+
+        def loss() -> torch.Tensor:
+            fit.zero_grad()
+            found = torch.nn.functional.cross_entropy(data @ slopes + offsets, told) + penalty * (slopes**2).sum()
+            found.backward()
+            return found
+
+        fit.step(loss)
+        return slopes.detach().numpy(), offsets.detach().numpy()
 
     def __call__(self, x: Array) -> Array:
         """The likeliest name of each row, (n,)."""
@@ -110,27 +124,35 @@ def untrained(policy: LstmPolicy, seed: int = 0) -> LstmPolicy:
 
 
 def probe(policy: LstmPolicy, jobs: int, seed: int = 0) -> dict[str, Any]:
-    """Fit on ``jobs`` jobs of the standard family, name the regime of half as many fresh ones of each family.
+    """Fit a probe on ``jobs`` jobs of each family, name the regime of half as many fresh ones.
 
-    Returns for each family the part that is named right, by what it is read from, and what was taken for what. The
-    held-out family has other models and clusters, and no zero-1.
+    Returns for each family the part that is named right, by what it is read from, and what was taken for what;
+    ``elsewhere``: the part of the held-out family that the standard family's probe names right. That family has other
+    models and clusters, and no zero-1.
     """
-    known = read(STANDARD, seed, jobs, policy)
-    fresh = {family.name: read(family, seed + 1, jobs // 2, policy) for family in (STANDARD, HELD_OUT)}
     chance = untrained(policy, seed)
     ways = {
         "state": lambda seen: states(policy, seen),
         "state, untrained": lambda seen: states(chance, seen),
         "fingerprints": fingerprints,
     }
-    found: dict[str, Any] = {"jobs": jobs, "seed": seed, "right": {name: {} for name in fresh}}
-    for way, of in ways.items():
-        classifier = Linear(of(known.seen), known.regime)
-        for name, some in fresh.items():
-            said = classifier(of(some.seen))
-            found["right"][name][way] = round(float((said == some.regime).mean()), 4)
+    found: dict[str, Any] = {"jobs": jobs, "seed": seed, "right": {}, "mistaken": {}, "elsewhere": {}}
+    before: dict[str, Linear] = {}
+    for family in (STANDARD, HELD_OUT):
+        known, fresh = read(family, seed, jobs, policy), read(family, seed + 1, jobs // 2, policy)
+        right = found["right"][family.name] = dict[str, float]()
+        for way, of in ways.items():
+            x, own = of(fresh.seen), Linear(of(known.seen), known.regime)
+            right[way] = _part(own(x) == fresh.regime)
+            if way in before:
+                found["elsewhere"][way] = _part(before[way](x) == fresh.regime)
+            before[way] = own
             if way == "state":
-                pairs, counts = np.unique([*zip(some.regime, said, strict=True)], axis=0, return_counts=True)
+                pairs, counts = np.unique([*zip(fresh.regime, own(x), strict=True)], axis=0, return_counts=True)
                 taken = {f"{a} as {b}": int(n) for (a, b), n in zip(pairs, counts, strict=True) if a != b}
-                found.setdefault("mistaken", {})[name] = taken
+                found["mistaken"][family.name] = taken
     return found
+
+
+def _part(is_right: Array) -> float:
+    return round(float(is_right.mean()), 4)
