@@ -27,6 +27,8 @@ Array = np.ndarray[Any, Any]
 
 #: What is not tried for fear of a step that is far too long, as ``canary.RECKLESS``: there is less to gain by now.
 CAREFUL = 0.05
+#: Pairs before a trial takes the place of what is in force: a slow spell may last for two, and a trial can wait.
+SOONEST = 4
 
 
 class Afterwards:
@@ -89,7 +91,7 @@ class Afterwards:
         race.add(self.beside_ms, float(seen.step_ms[-1]) if given_up else ms)
         noise = search.canary.noise(trial, search.tried, search.belief) if given_up else self.noise
         search.belief.compare(trial, search.confirmed, race.logs[-1], noise)
-        verdict = race.verdict(search.rules.pairs_again, search.rules.least_gain, search.gain[1])
+        verdict = race.verdict(search.rules.pairs_again, search.rules.least_gain, search.gain[1], SOONEST)
         if given_up or search.banned[np.arange(len(trial)), trial].any():
             verdict = False
         self.trial = trial if verdict is None and search.belief.difference(trial, search.confirmed) > 0 else None

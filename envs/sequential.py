@@ -87,13 +87,13 @@ class Race:
         width = ROOM * self.sigma * half_width(self.n, self.alpha)
         return self.mean - width, self.mean + width
 
-    def verdict(self, pairs: int, least: float, known: float | None = None) -> bool | None:
+    def verdict(self, pairs: int, least: float, known: float | None = None, soonest: int = 2) -> bool | None:
         """Whether the table is to be taken, None: not known yet. ``pairs``: after which it is not worth many more;
         ``least``: gain that is worth a table; ``known``: lower bound of what the reference itself gains over the
-        default, None where it is the default."""
+        default, None where it is the default; ``soonest``: pairs before it is taken."""
         low, high = self.interval
-        if self.n >= 2 and low > 0:
-            return True
+        if low > 0:
+            return True if self.n >= soonest else None
         if high < least:
             return False
         if self.n < pairs:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from dynamiccl.agent.rules import ExpectedImprovement
+from dynamiccl.envs.afterwards import SOONEST
 from dynamiccl.envs.belief import Belief, Prior
 from dynamiccl.envs.search import Search
 from dynamiccl.envs.watch import Rules
@@ -65,6 +66,7 @@ def test_what_is_a_little_faster_takes_its_slots_place(prior):
     verdict, gain = search.marks.verdict, search.gain
     ran = go_on(search, told, [20, 18].__getitem__)
     assert search.confirmed.tolist() == [20, 18] and search.is_done and search.marks.refined == 1
+    assert search.races[-1].n >= SOONEST
     trials = [configs for kind, configs in ran if kind == TRIAL]
     assert len(trials) >= 2 and all(t == [20, 18] for t in trials)
     for (kind, configs), (before, beside) in zip(ran[1:], ran, strict=False):

@@ -61,7 +61,7 @@ def browser(tmp_path_factory):
         yield opened
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, pytest.param(1280, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_fits_its_window_and_is_worked_by_keyboard_without_an_error(browser, pages, name, width):
     page = browser.open(pages[name], width)

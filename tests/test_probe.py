@@ -219,6 +219,7 @@ def test_a_rank_whose_nccl_took_no_tuner_keeps_the_gate_shut(run):
     assert "rank 1" in errors[0] and "NCCL decides alone" in errors[0], errors
 
 
+@pytest.mark.slow
 def test_a_skipped_optimizer_step_on_one_rank_ends_the_agreement_by_name(run):
     """Seen: every switch after it ran one step under two tables. Now all go back to the confirmed table together."""
     # Most steps come after it: where the ranks were to meet at that very step, they first have to meet again.
@@ -230,7 +231,7 @@ def test_a_skipped_optimizer_step_on_one_rank_ends_the_agreement_by_name(run):
     assert agreement_states(run)[-1][0] is AgreementState.CLOSED
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_probe_that_breaks_on_one_rank_ends_the_agreement_with_all(run, victim):
     """Before: that rank met the others no more, and what was in force stayed, a trial too."""
     env = {**run.env(), "VICTIM": str(victim), "JITTER_S": "0.05", "WARM": "1", "STEPS": "40"}

@@ -61,6 +61,15 @@ def test_a_difference_is_found_and_a_large_one_at_once():
     assert all(done for done, _ in harm)
 
 
+def test_what_can_wait_is_not_taken_before_its_pairs():
+    race = Race(0.01)
+    told = []
+    for _ in range(4):
+        race.add(120.0, 100.0)
+        told.append((race.verdict(8, 0.001), race.verdict(8, 0.001, soonest=4)))
+    assert told == [(None, None), (True, None), (True, None), (True, True)]
+
+
 def test_the_interval_shrinks_and_one_straggler_does_not_decide():
     widths = [half_width(n) for n in (0, 1, 4, 16, 64)]
     assert widths == sorted(widths, reverse=True) and widths[0] == math.inf
