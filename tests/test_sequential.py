@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from dynamiccl.envs.sequential import Race, half_width, middle, window_noise
+from dynamiccl.envs.sequential import Race, half_width, median, middle, window_noise
 
 STEPS, GAP = 6, 4
 
@@ -68,6 +68,40 @@ def test_what_can_wait_is_not_taken_before_its_pairs():
         race.add(120.0, 100.0)
         told.append((race.verdict(8, 0.001), race.verdict(8, 0.001, soonest=4)))
     assert told == [(None, None), (True, None), (True, None), (True, True)]
+
+
+@pytest.mark.parametrize(
+    ("noise", "logs", "known", "verdict"),
+    [
+        (0.001, [0.0] * 6, None, None),  # at most 0.2 %: worth a table where 0.1 % is
+        (0.001, [0.0] * 6 + [-0.001] * 6, None, False),
+        (0.02, [0.03, -0.01, 0.01] * 2, None, None),
+        (0.02, [0.03, -0.01] * 4, None, None),  # promising: more pairs
+        (0.02, [0.03, -0.01] * 10, None, False),
+        (0.02, [0.022, -0.018] * 4, None, False),  # not promising
+        (0.02, [0.022, -0.018] * 4, 0.1, False),
+        (0.02, [0.03, -0.01] * 4, 0.1, True),  # sure of a gain over the default all the same
+        (0.02, [0.03, -0.01] * 4, 0.001, None),
+    ],
+)
+def test_the_verdict_weighs_what_more_pairs_are_worth(noise, logs, known, verdict):
+    assert Race(noise, logs=logs).verdict(8, 0.001, known) is verdict
+
+
+def test_the_verdict_asks_for_a_gain_that_is_worth_a_table():
+    race = Race(0.001, logs=[0.0] * 6)
+    assert race.verdict(8, 0.001) is None and race.verdict(8, 0.01) is False
+
+
+def test_a_median_of_even_numbers_lies_between_the_middle_ones():
+    assert median(np.array([10.0, 1.0, 3.0, 2.0])) == 2.5 and median(np.array([5.0, 1.0, 3.0])) == 3.0
+
+
+def test_stragglers_are_no_noise():
+    logs = np.random.default_rng(4).normal(0, 0.01, 400)
+    plain = window_noise(logs, 10)
+    logs[::40] += 0.5
+    assert plain == pytest.approx(0.01 / 10**0.5, rel=0.15) and window_noise(logs, 10) < 3 * plain
 
 
 def test_the_interval_shrinks_and_one_straggler_does_not_decide():

@@ -115,7 +115,7 @@ def _memory(n: int, seed: int, policy: Any, family: Any) -> Iterator[Promise]:
     from ...envs.belief import Prior
     from ...envs.second_jobs import CHANGED, OTHER, SAME, STRANGE, compare
 
-    pairs = max(round(0.64 * n), 4)
+    pairs = max(round(2.56 * n), 4)  # one job with nothing to gain and a bad first window weighs as much as ten
     for kind in (SAME, OTHER, CHANGED, STRANGE):
         found = compare(policy, kind, family, pairs, Prior.load(), seed)
         if kind in (SAME, OTHER):
@@ -142,7 +142,7 @@ def promises(
 ) -> None:
     """Measure in simulation what a search promises its user: how soon it is over and what it brings, that a table stays
     while it is worth having and no longer, that nothing is harmed where nothing is to be gained, how a job that changes
-    recovers, and what the memory of a job before is worth. All of it takes about 20 minutes of one core.
+    recovers, and what the memory of a job before is worth. All of it takes about 30 minutes of one core.
 
     \b
     dynamiccl lab promises --part watch --jobs 20
