@@ -4,8 +4,8 @@ import json
 
 import pytest
 from dynamiccl.envs.nccl import tables
-from dynamiccl.envs.nccl.tables import MAX_BYTES, MAX_TEXT, from_csv, load_table
-from dynamiccl.traces.records import Decision, Rule
+from dynamiccl.envs.nccl.tables import MAX_BYTES, MAX_TEXT, from_csv, load_table, to_csv, to_json
+from dynamiccl.traces.records import Decision, Rule, Table
 
 ROW = {"func": "all_gather", "algo": "ring", "proto": "ll"}
 
@@ -111,3 +111,30 @@ def test_a_line_of_nvidias_is_read_to_its_edges():
 def test_a_line_of_nvidias_beyond_its_edge_is_refused(text, words):
     with pytest.raises(ValueError, match=f"line 1: .*{words}"):
         from_csv(text)
+
+
+def test_what_a_line_lies_around_keeps_both_its_ends():
+    parts = from_csv("\n".join(["allgather,8,15,tree,ll,-1,-1,-1", line(high=31)])).rules
+    assert [(rule.min_bytes, rule.max_bytes) for rule in parts] == [(8, 15), (0, 7), (16, 31)]
+
+
+@pytest.mark.parametrize("given", [{"nodes": 2}, {"ranks": 16}])
+def test_a_line_that_names_nodes_or_ranks_alone_is_completed_or_refused(given):
+    (rule,) = from_csv(line(**given), n_ranks=16, n_nodes=2).rules
+    assert (rule.n_ranks, rule.n_nodes) == (16, 2)
+    with pytest.raises(ValueError, match="alone: say how many"):
+        from_csv(line(**given))
+
+
+CLASS = Rule(16, 2, "reduce_scatter", 8, 4096, Decision("tree", "simple", 4))
+ANY = Rule(0, 0, "all_gather", 0, MAX_BYTES, Decision("ring", "ll"))
+
+
+def test_a_table_comes_back_from_either_format(tmp_path):
+    path = tmp_path / "table.json"
+    channels = Rule(8, 1, "all_gather", 0, 7, Decision(None, None, 2))
+    path.write_text(to_json(Table(1, (ANY, CLASS, channels))))
+    assert load_table(path).rules == (ANY, CLASS, channels)
+    assert from_csv(to_csv(Table(1, (ANY, CLASS)))).rules == (CLASS, ANY)  # a class comes first
+    with pytest.raises(ValueError, match="cannot set channels alone"):
+        to_csv(Table(1, (channels,)))
