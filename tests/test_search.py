@@ -140,6 +140,31 @@ def test_turns_then_a_window_under_all(prior):
     assert seen.context["share"][0] == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize(("saved", "early"), [(0.1, True), (0.002, False)])
+def test_a_table_that_promises_much_is_confirmed_before_the_search_goes_on(prior, saved, early):
+    """Once, after three windows: a slot that is not settled yet keeps on changing meanwhile."""
+    told = Told(lambda configs: saved * (configs[0] == 20))
+    job, default = told.begin()
+    search, kinds = Search(job, default, prior), []
+    for turn in range(2 * Rules().early + 2):
+        while (plan := search.plan()) is not None and len(kinds) < 40:
+            kinds.append(plan.kind)
+            search.record(plan, told.measure(plan))
+        search.decide([20, [0, 8, 18, 16][turn // 2 % 4]][search.turn])
+    assert kinds[: Rules().early] == [SEARCH] * Rules().early
+    assert (REFERENCE in kinds) == early == search.confirmed.any()
+    after = kinds[Rules().early :]
+    assert not early or (after[-1] == SEARCH and REFERENCE not in after[after.index(SEARCH) :])
+
+
+def test_what_runs_already_has_no_steps_to_throw_away(prior):
+    told = Told(good)
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    search.running = np.array([20, 0])
+    assert search.discard(np.array([20, 0])) == 0 < search.discard(np.array([20, 18]))
+
+
 def test_comparisons_change_sides_from_pair_to_pair(prior):
     told = Told(good, noise=0.01)
     run(told, prior)
