@@ -170,11 +170,11 @@ def test_what_runs_already_has_no_steps_to_throw_away(prior):
 
 
 def test_comparisons_change_sides_from_pair_to_pair(prior):
-    told = Told(good, noise=0.03)
+    told = Told(good, noise=0.1)
     search, _ = run(told, prior)
     kinds = [p.kind for p in told.windows if p.kind in (REFERENCE, TABLE)]
     assert kinds[:4] == [REFERENCE, TABLE, TABLE, REFERENCE]
-    assert search.same_logs and np.abs(search.same_logs).max() < 0.1  # the default's windows one after the other
+    assert search.same_logs and np.abs(search.same_logs).max() < 0.3  # the default's windows one after the other
 
 
 def test_a_table_that_turned_bad_is_gone_within_two_windows(prior):
