@@ -34,17 +34,27 @@ def python(program, *options, **env):
     return done
 
 
-def test_without_a_run_import_torch_meets_one_small_module():
-    """Before: +55 to 85 ms and 79 modules in every process of the environment."""
+def autoloaded():
+    """Without a run: milliseconds that our part of ``import torch`` takes, and the modules that it brings."""
     program = (
         "import os, sys, time; sys.path.append(sys.argv[1]); before = set(sys.modules); begun = time.perf_counter()\n"
         "import dynamiccl_autoload; dynamiccl_autoload.autoload()\n"
         "print(1e3 * (time.perf_counter() - begun), *(set(sys.modules) - before))"
     )
     command = [sys.executable, "-I", "-S", "-c", program, str(Path(dynamiccl_autoload.__file__).parent)]
-    runs = [subprocess.run(command, env=PLAIN, capture_output=True, text=True, check=True).stdout for _ in range(5)]
-    assert all(run.split()[1:] == ["dynamiccl_autoload"] for run in runs)
-    assert min(float(run.split()[0]) for run in runs) < 1.0
+    ms, *modules = subprocess.run(command, env=PLAIN, capture_output=True, text=True, check=True).stdout.split()
+    return float(ms), modules
+
+
+def test_without_a_run_import_torch_meets_one_small_module():
+    """Before: 79 modules in every process of the environment."""
+    assert autoloaded()[1] == ["dynamiccl_autoload"]
+
+
+@pytest.mark.timing
+def test_without_a_run_import_torch_takes_less_than_a_millisecond_more():
+    """Before: 55 to 85 ms."""
+    assert min(autoloaded()[0] for _ in range(5)) < 1.0
 
 
 def test_nothing_of_ours_can_fail_import_torch(tmp_path):
