@@ -172,8 +172,7 @@ class Daemon:
             else:
                 self._say("waiting for the job's first steps")
                 tuner.run()
-                if self.outcome.ended:
-                    self._say(self.outcome.ended)
+                self._say(self.outcome.ended or self.outcome.told)
             job.confirm(job.confirmed)
             job.thin = True
             self._remember(tuner)

@@ -79,7 +79,8 @@ class Line:
     last_step: int
 
     def __str__(self) -> str:
-        text = f"window {self.index}/{self.total}  {self.regime}  step {self.step_ms:.0f} ms"
+        number = "trial" if self.phase == "refine" else f"window {self.index}/{self.total}"
+        text = f"{number}  {self.regime}  step {self.step_ms:.0f} ms"
         if self.phase == "profile":
             return f"{text}  {self.reason}"
         text += f", default {self.default_ms:.0f} ms ({-100 * self.saving:+.1f} %)"
@@ -119,6 +120,12 @@ class Outcome:
     def decisions(self) -> dict[Slot, Decision]:
         """What the table holds for each slot."""
         return {c.profile.slot: c.decision for c in self.choices if not c.decision.is_auto}
+
+    @property
+    def told(self) -> str:
+        """The verdict, for who waits for it."""
+        found = f"speed-up {self.verdict.tuned}; the table stays in force" if self.kept and self.verdict else None
+        return f"verdict after {self.steps_to_verdict} steps: {found or RunEnds.NO_GAIN()}"
 
 
 class Tuner:

@@ -59,6 +59,7 @@ def test_summary_holds_what_programs_rely_on(tuned):
     assert s["cluster"] == "dgx-h100-2x8" and s["emulated"] is True
     assert (s["bytes_scale"], s["time_scale"], s["n_processes"], s["n_ranks"]) == (1500.0, 3.0, 2, 16)
     assert 0 < s["steps_to_verdict"] <= s["steps"] and (s["default_share_after"] or 0) < 0.1
+    assert f"verdict after {s['steps_to_verdict']} steps: " in (out / "tuner.log").read_text()
     assert (s["steps_to_first_gain"] is not None) >= s["kept"]
     assert s["default_step_ms"] > 0 and s["tuned_step_ms"] > 0 and s["windows"] >= 2
     assert s["speedup_ci95"][0] <= s["speedup"] <= s["speedup_ci95"][1]

@@ -39,6 +39,18 @@ def test_the_rule_finds_most_of_what_there_is():
     assert {line.phase for line in lines} == {"profile", "search", "verify"}
     assert [line.index for line in lines] == sorted(line.index for line in lines)
     assert 0 < outcome.first_gain <= outcome.steps_to_verdict <= job.last_step < 500
+    said = f"verdict after {outcome.steps_to_verdict} steps: speed-up {outcome.verdict.tuned}; the table stays in force"
+    assert outcome.told == said and str(lines[1]).startswith("window 1/")
+
+
+def test_a_trial_after_the_verdict_is_told_as_one():
+    _, _, tuner = run("expected-improvement", FakeJob(truth, noise=0.002))
+    tuner.on_window, after = lambda line: after.append(line), []
+    for _ in range(80):
+        tuner.step()
+    assert after and {line.phase for line in after} <= {"refine", "watch"}
+    trials = [str(line) for line in after if line.phase == "refine"]
+    assert trials and all(text.startswith("trial  ") for text in trials)
 
 
 @pytest.mark.parametrize("policy", [*RULES, "random", "coordinate-descent", "ladder", "lstm", "default"])
@@ -48,6 +60,7 @@ def test_a_table_that_does_not_win_is_never_left_in_force(policy):
     outcome, _, _ = run(policy, job, windows=16)
     assert not outcome.kept and outcome.verdict is not None
     assert job.confirmed == {} and not outcome.decisions
+    assert outcome.told.endswith(": no gain beyond the noise: NCCL's own choice stays in force")
 
 
 @pytest.mark.parametrize("policy", ["coordinate-descent", "ladder", "gp"])
