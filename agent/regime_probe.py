@@ -143,12 +143,13 @@ def probe(policy: LstmPolicy, jobs: int, seed: int = 0) -> dict[str, Any]:
         right = found["right"][family.name] = dict[str, float]()
         for way, of in ways.items():
             x, own = of(fresh.seen), Linear(of(known.seen), known.regime)
-            right[way] = _part(own(x) == fresh.regime)
+            said = own(x)
+            right[way] = _part(said == fresh.regime)
             if way in before:
                 found["elsewhere"][way] = _part(before[way](x) == fresh.regime)
             before[way] = own
             if way == "state":
-                pairs, counts = np.unique([*zip(fresh.regime, own(x), strict=True)], axis=0, return_counts=True)
+                pairs, counts = np.unique([*zip(fresh.regime, said, strict=True)], axis=0, return_counts=True)
                 taken = {f"{a} as {b}": int(n) for (a, b), n in zip(pairs, counts, strict=True) if a != b}
                 found["mistaken"][family.name] = taken
     return found
