@@ -27,6 +27,8 @@ FORMAT = 4
 LAST, IN_FORCE = 4, 5
 #: So much of the step is worth one unit of a score.
 TEMPER = 1e-2
+#: The weights that what was learned is proportional to, together.
+LEARNED = ("head_u", "head_v")
 _N_CONTEXT = N_FEATURES + len(turns.CONTEXT)
 #: Where an observation says that the verdict is there.
 LATER = N_FEATURES + turns.CONTEXT.index("refining")

@@ -28,7 +28,7 @@ from ..envs.turns import N_OBSERVATION, action_space
 from ..envs.watch import Rules
 from .batches import N_REVEALED, JobBatch, JobVecEnv
 from .imitation import Episode, collect, learn
-from .policy import LstmPolicy
+from .policy import LEARNED, LstmPolicy
 from .recurrent import MaskedLstmPolicy
 
 #: Called after each chunk with (chunks done, chunks in all, newest row of the learning curve).
@@ -59,6 +59,7 @@ class Settings:
     batch: int = 32  #: ... on so many episodes each
     rate: float = 3e-3
     sharpness: float = 3.0  #: by which scores are multiplied while playing
+    trust: float = 0.5  #: part of what was learned that is added to the rule's scores in the end
     ppo: int = 0  #: chunks of PPO after that ...
     ppo_turns: int = 16_384  #: ... of so many turns
     ppo_rate: float = 3e-4
@@ -243,7 +244,8 @@ def export(training: Training, path: Path) -> Path:
         "settings": _told(training.settings),
         "curve": training.curve,
     }
-    LstmPolicy(training.policy.export(), record).save(path)
+    weights, trust = training.policy.export(), np.float32(training.settings.trust)
+    LstmPolicy(weights | {name: trust * weights[name] for name in LEARNED}, record).save(path)
     beside = path.with_suffix(".json")
     beside.write_text(json.dumps(record, indent=1) + "\n")
     return beside

@@ -11,7 +11,7 @@ from dynamiccl.agent.choosing import make_chooser
 from dynamiccl.agent.policy import FORMAT, LstmPolicy, blinded
 from dynamiccl.agent.recurrent import MaskedLstmPolicy
 from dynamiccl.agent.rules import ExpectedImprovement
-from dynamiccl.agent.train import Settings, make_policy
+from dynamiccl.agent.train import Settings, Training, export, make_policy
 from dynamiccl.envs import turns
 from dynamiccl.envs.belief import Prior
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
@@ -82,6 +82,17 @@ def test_untrained_it_is_the_rule(observed):
     seen = observed.reshape(-1, turns.N_OBSERVATION)
     same = (light.predict(seen)[0] == rule.predict(seen)[0]).all(axis=1)
     assert same.mean() > 0.98  # ties, and the best config masked, are all that may differ
+
+
+def test_what_was_learned_counts_for_a_part_in_the_end(observed, tmp_path):
+    training = Training(Settings(hidden=24), tmp_path)
+    rule, training.policy = training.light(), shaken()
+    whole, shipped = training.light(), LstmPolicy.load(export(training, tmp_path / "p.npz").with_suffix(".npz"))
+    seen = observed[0]
+    open_ = seen[:, -N_CONFIGS:] > 0.5
+    low, mid, high = (p.scores(seen, p._fresh(len(seen)))[0][open_] for p in (rule, shipped, whole))
+    assert np.abs(high - low).max() > 0.1
+    np.testing.assert_allclose(mid - low, Settings().trust * (high - low), rtol=1e-3, atol=1e-3)
 
 
 def test_memory_matters_unless_it_is_cut_off(observed):
