@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,6 +79,16 @@ def own_variance(raw: Array) -> Array:
     return np.asarray(np.exp(np.clip(raw, -9.0, 3.0)) + 1e-5)
 
 
+class _Effects(NamedTuple):
+    """What the ``a`` arms of a slot save, as parts of the step."""
+
+    mean: Array  # (a,)
+    cov: Array  # (a, a)
+    by_exposure: Array  # (a,) slopes by the slot's exposure ...
+    by_log: Array  # (a,) ... and by each arm's own log time
+    with_logs: Array  # (a, a) covariance of every arm's effect with every arm's log time
+
+
 class Belief:
     """The belief over one job of ``s`` slots.
 
@@ -108,7 +118,7 @@ class Belief:
         self.config = [np.full(N_CONFIGS, -1) for _ in self.arms]
         for index, arms in zip(self.config, self.arms, strict=True):
             index[arms] = np.arange(len(arms))
-        self._effects: list[tuple[Array, Array, Array] | None] = [None] * len(self.arms)
+        self._effects: list[_Effects | None] = [None] * len(self.arms)
         self.wander = WANDER
         # How far the last window was from what was expected of it, in standard deviations: the step, each slot's calls.
         self.off_step, self.off_calls = 0.0, np.zeros(len(self.arms))
@@ -118,11 +128,10 @@ class Belief:
 
     def effects(self, slot: int) -> tuple[Array, Array]:
         """Mean (a,) and covariance (a, a) of what a slot's arms (not AUTO) save, as parts of the step."""
-        mean, cov, _ = self._effect(slot)
-        return mean, cov
+        found = self._effect(slot)
+        return found.mean, found.cov
 
-    def _effect(self, slot: int) -> tuple[Array, Array, Array]:
-        """Mean, covariance and gradient (a, figures) of a slot's effects."""
+    def _effect(self, slot: int) -> _Effects:
         kept = self._effects[slot]
         if kept is not None:
             return kept
@@ -130,16 +139,15 @@ class Belief:
         m, p = self.mean[part], self.cov[part, part]
         exposure, logs, rest = min(max(float(m[0]), 0.0), 1.3), m[1 : a + 1], m[a + 1 :]
         time = np.exp(_within(logs, *LOG_RANGE))
-        gradient = np.zeros((a, 2 * a + 1))
-        rows = np.arange(a)
-        gradient[:, 0] = share * (1 - time)
-        gradient[rows, rows + 1] = -share * exposure * time
-        gradient[rows, rows + 1 + a] = share
-        variance, cross = p.diagonal()[1 : a + 1], p[0, 1 : a + 1]
-        wait = exposure * (1 - time * (1 + np.minimum(variance, 1.0) / 2)) - cross * time
+        by_exposure, by_log = share * (1 - time), -share * exposure * time
+        # Of an arm's effect with every figure of the slot: only three of them have a slope.
+        cross = by_exposure[:, None] * p[0] + by_log[:, None] * p[1 : a + 1] + share * p[a + 1 :]
+        cov = cross[:, :1] * by_exposure + cross[:, 1 : a + 1] * by_log + share * cross[:, a + 1 :]
+        variance, with_exposure = p.diagonal()[1 : a + 1], p[0, 1 : a + 1]
+        wait = exposure * (1 - time * (1 + np.minimum(variance, 1.0) / 2)) - with_exposure * time
         mean = share * (wait + rest)
         mean = np.where(logs > FAR, np.minimum(mean, 0.0), mean)  # no call that takes e times as long saves anything
-        self._effects[slot] = found = mean, gradient @ p @ gradient.T, gradient
+        self._effects[slot] = found = _Effects(mean, cov, by_exposure, by_log, cross[:, 1 : a + 1])
         return found
 
     def figures(self, slot: int) -> tuple[Array, Array]:
@@ -161,14 +169,12 @@ class Belief:
         mean, learned, worth = np.zeros(N_CONFIGS), np.zeros(N_CONFIGS), np.zeros(N_CONFIGS)
         if not len(arms):
             return mean, learned, worth
-        effects, cov, gradient = self._effect(slot)
-        part, a = self.parts[slot], len(arms)
+        effects, cov, _, _, logs = self._effect(slot)
+        at, a = self.parts[slot].start + 1, len(arms)
         b = int(effects.argmax())
         best, second = max(float(effects[b]), 0.0), 0.0
-        p = self.cov[part, part]
-        logs = gradient @ p[:, 1 : a + 1]  # covariance of every arm's effect with log times
         own = cov.diagonal() + self.reveal**2 + beside
-        own_log = p.diagonal()[1 : a + 1] + CALL_FLOOR**2 + self.call_noise**2
+        own_log = self.cov.diagonal()[at : at + a] + CALL_FLOOR**2 + self.call_noise**2
         both = logs.diagonal()
         k1, k2 = cov.diagonal(), both  # covariance of every arm's lead with its effect, and with its log time
         if best > 0:
@@ -202,24 +208,26 @@ class Belief:
 
     def saving(self, configs: Array) -> tuple[float, float]:
         """Mean and standard deviation of what a whole table (s,) of configs saves, as a part of the step."""
-        total, gradient = self._linear(configs)
-        return total, math.sqrt(max(float(gradient @ self.cov @ gradient), 0.0))
+        total, at, slopes = self._linear(configs)
+        return total, math.sqrt(max(float(slopes @ self.cov[np.ix_(at, at)] @ slopes), 0.0))
 
-    def _linear(self, configs: Array) -> tuple[float, Array]:
-        total, gradient = 0.0, np.zeros(len(self.mean))
+    def _linear(self, configs: Array) -> tuple[float, Array, Array]:
+        """Mean of what a table (s,) saves; figures (indices into ``mean``) that it has a slope by, and the slopes."""
+        total, at, slopes = 0.0, list[int](), list[float]()
         for s, config in enumerate(configs):
             i = self.config[s][int(config)]
             if i >= 0:
-                mean, _, slopes = self._effect(s)
-                total += float(mean[i])
-                gradient[self.parts[s]] = slopes[i]
-        return total, gradient
+                effect, start = self._effect(s), self.parts[s].start
+                total += float(effect.mean[i])
+                at += [start, start + 1 + i, start + 1 + len(self.arms[s]) + i]
+                slopes += [effect.by_exposure[i], effect.by_log[i], self.share[s]]
+        return total, np.array(at, np.int64), np.array(slopes, np.float64)
 
     def best(self) -> Array:
         """The table of best means, (s,)."""
         found = np.zeros(len(self.arms), np.int64)
         for s, arms in enumerate(self.arms):
-            mean = self._effect(s)[0]
+            mean = self._effect(s).mean
             if len(arms) and mean.max() > 0:
                 found[s] = arms[mean.argmax()]
         return found
@@ -235,29 +243,24 @@ class Belief:
         likely = 0.0
         self.cov[0, 0] += self.wander**2 * steps
         self.off_step, self.off_calls = 0.0, np.zeros(len(self.arms))
-        rows, misses, noises = [], [], []
+        seen, misses, noises = [], [], []
         for s, config in enumerate(configs):
             i = self.config[s][int(config)]
             if i >= 0 and np.isfinite(call_logs[s]):
-                row = np.zeros(len(self.mean))
-                row[self.parts[s].start + 1 + i] = 1.0
-                rows.append(row)
-                misses.append(float(np.clip(call_logs[s], *LOG_RANGE)) - self.mean[self.parts[s].start + 1 + i])
-                noises.append(float(call_noise[s]) ** 2 + CALL_FLOOR**2)
                 at = self.parts[s].start + 1 + i
+                seen.append(at)
+                misses.append(float(np.clip(call_logs[s], *LOG_RANGE)) - self.mean[at])
+                noises.append(float(call_noise[s]) ** 2 + CALL_FLOOR**2)
                 self.off_calls[s] = misses[-1] / math.sqrt(self.cov[at, at] + noises[-1])
-        if rows:  # first: they say where to set the tangent for the step
-            likely = self._update(np.array(rows), np.array(misses), np.array(noises))
+        if seen:  # first: they say where to set the tangent for the step
+            likely = self._see(np.array(seen), np.array(misses), np.array(noises))
         if np.isfinite(log_step):
-            total, gradient = self._linear(configs)
+            total, figures, slopes = self._linear(configs)
             left = max(1 - total, LEAST)
-            row = -gradient / left
-            row[0] = 1.0
-            miss = log_step - self.mean[0] - math.log(left)
-            expected = max(float(row @ self.cov @ row), 0.0) + noise**2 + (MISFIT * total) ** 2
-            self.off_step = miss / math.sqrt(expected)
-            doubt = max(self.off_step**2 / OUTLIER**2, 1.0)
-            likely += self._update(row[None], np.array([miss]), np.array([doubt * (noise**2 + (MISFIT * total) ** 2)]))
+            row = np.append(figures, 0), np.append(-slopes / left, 1.0)
+            miss, variance = log_step - self.mean[0] - math.log(left), noise**2 + (MISFIT * total) ** 2
+            told, self.off_step = self._see_step(*row, miss, variance)
+            likely += told
         return likely
 
     def difference(self, table: Array, beside: Array) -> float:
@@ -267,16 +270,28 @@ class Belief:
     def compare(self, table: Array, beside: Array, log_ratio: float, noise: float) -> None:
         """``log_ratio``: of the step under ``beside`` (s,) over that under ``table`` (s,), one window after the other;
         ``noise``: its standard deviation. What the two have in common cancels."""
-        (total, gradient), (other, slopes) = self._linear(table), self._linear(beside)
+        (total, at, slopes), (other, others, less) = self._linear(table), self._linear(beside)
         left, rest = max(1 - total, LEAST), max(1 - other, LEAST)
-        row, miss = gradient / left - slopes / rest, log_ratio - math.log(rest / left)
-        variance = noise**2 + (MISFIT * (total - other)) ** 2
-        doubt = max(miss**2 / (float(row @ self.cov @ row) + variance) / OUTLIER**2, 1.0)
-        self._update(row[None], np.array([miss]), np.array([doubt * variance]))
+        row = np.concatenate([at, others]), np.concatenate([slopes / left, -less / rest])
+        miss, variance = log_ratio - math.log(rest / left), noise**2 + (MISFIT * (total - other)) ** 2
+        self._see_step(*row, miss, variance)
 
-    def _update(self, rows: Array, misses: Array, noises: Array) -> float:
-        cross = self.cov @ rows.T
-        spread = rows @ cross + np.diag(noises)
+    def _see_step(self, at: Array, slopes: Array, miss: float, variance: float) -> tuple[float, float]:
+        """What goes by ``slopes`` of the figures ``at`` was off by ``miss``: how likely that was, as a log density, and
+        by how many standard deviations. An outlier counts for less."""
+        cross = slopes @ self.cov[at]
+        expected = max(float(cross[at] @ slopes), 0.0)
+        off = miss / math.sqrt(expected + variance)
+        spread = expected + max(off**2 / OUTLIER**2, 1.0) * variance
+        return self._update(cross[:, None], np.array([[spread]]), np.array([miss])), off
+
+    def _see(self, at: Array, misses: Array, variances: Array) -> float:
+        """The figures ``at`` themselves were off by ``misses``."""
+        cross = self.cov[at].T
+        return self._update(cross, cross[at] + np.diag(variances), misses)
+
+    def _update(self, cross: Array, spread: Array, misses: Array) -> float:
+        """``cross`` (n, k): covariance of all figures with what was seen, ``spread`` (k, k): of that itself."""
         gain = np.linalg.solve(spread, cross.T).T
         likely = -0.5 * float(misses @ np.linalg.solve(spread, misses) + np.linalg.slogdet(2 * np.pi * spread)[1])
         self.mean = self.mean + gain @ misses
@@ -291,9 +306,7 @@ class Belief:
     def learn(self, at: Array | list[int], values: Array | list[float], noise: Array | list[float]) -> None:
         """Figures ``at`` (indices into ``mean``) were seen otherwise than by a window: values, standard deviations."""
         at = np.asarray(at, np.int64)
-        rows = np.zeros((len(at), len(self.mean)))
-        rows[np.arange(len(at)), at] = 1.0
-        self._update(rows, np.asarray(values) - self.mean[at], np.asarray(noise) ** 2)
+        self._see(at, np.asarray(values) - self.mean[at], np.asarray(noise) ** 2)
 
 
 def _within(x: Array, low: float, high: float) -> Array:
