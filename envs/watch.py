@@ -28,8 +28,8 @@ LEAST = 4
 SWITCHES = 8
 #: The longest time between two scheduled visits, in first ones.
 LONGEST = 8
-#: A table that is slower than the default by so much (log) is looked into at once; and the least gain that a look is
-#: taken to cost.
+#: A table that is slower than the default by so much (log) is looked into at once, and then gone without one more
+#: window; and the least gain that a look is taken to cost.
 HARM, SMALL = 0.12, 0.05
 #: Standard deviations of a pair by which a table that has become slower has to be slower than the default.
 SURE = 2.5
@@ -127,6 +127,7 @@ class Watch:
         self._harm = 0.0  # default steps that the job may have lost by the table's doing
         self._calm = 0  # windows as usual since the last of those looks
         self._default: float | None = None  # waits for the window under the table that follows
+        self._accused: float | None = None  # as well: the default, beside which the last windows of the table were slow
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._figures: tuple[float, float] | None = None  # what _as_usual says
         self.change = Change()  # what CHANGED means
@@ -149,6 +150,11 @@ class Watch:
             if not self._usual:
                 return ""
             return self._asked(log) if asked and self._odd else self._scheduled(log)
+        accused, self._accused = self._accused, None
+        if accused is not None:
+            if log - accused > self._slower(1):
+                return HARMFUL
+            self._acquit()
         default, self._default = self._default, None
         if default is not None and self.has_table:
             if self._is_plain(default - log):
@@ -185,13 +191,22 @@ class Watch:
 
     def _asked(self, default: float) -> str:
         """A look out of turn, after odd windows: is it the table that is slow, or all that the job does?"""
-        table, (middle, noise) = sum(self._odd) / len(self._odd), self._as_usual()
-        slower = table - default
+        table, middle = sum(self._odd) / len(self._odd), self._as_usual()[0]
         is_fault = default - middle - self.gain < (table - middle) / 2  # the default is nearer to where it was
-        if is_fault and slower > max(self.rules.change, SURE * noise * math.sqrt(1 + 1 / len(self._odd))):
+        if not is_fault or table - default < self._slower(len(self._odd)):
+            self._acquit()
+        elif table - default > HARM:
             return HARMFUL
-        self.innocent, self._calm = self.innocent + 1, 0
+        else:  # the job itself may have changed its pace just before the default's window
+            self._accused = default
         return ""
+
+    def _slower(self, windows: int) -> float:
+        """By how much (log) so many windows of the table have to be slower than one of the default."""
+        return max(self.rules.change, SURE * self._as_usual()[1] * math.sqrt(1 + 1 / windows))
+
+    def _acquit(self) -> None:
+        self.innocent, self._calm = self.innocent + 1, 0
 
     def _as_usual(self) -> tuple[float, float]:
         """Middle and standard deviation of the last windows' logs; no less than the noise as it was measured."""

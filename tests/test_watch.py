@@ -29,6 +29,17 @@ def test_a_table_that_is_still_ahead_of_what_the_default_took_is_not_worth_a_loo
         assert watch.saw(117.0, False, 2) == "" and not watch.wants_default(3)
 
 
+@pytest.mark.parametrize(("after", "found"), [(100.0, ""), (106.0, HARMFUL)])
+def test_a_table_that_is_a_little_slower_is_seen_once_more_before_it_goes(after, found):
+    """The job may have gone back to its quicker pace just before the default was looked at."""
+    watch = begun(gain=0.01, steps=40)
+    while not watch.wants_default(1):
+        assert watch.saw(106.0, False, 1) == ""
+    assert watch.saw(101.0, True, 2) == "" and watch.is_uneasy and not watch.wants_default(3)
+    assert watch.saw(after, False, 3) == found
+    assert watch.innocent == (not found)
+
+
 def test_where_all_is_slower_it_is_not_the_tables_doing_and_the_next_look_costs_more():
     watch, asked = begun(), []
     for _ in range(2):
