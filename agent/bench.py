@@ -32,7 +32,7 @@ from ..envs.job_suites import FAMILIES, JobSuite, draw_suite
 from ..envs.scores import HORIZONS
 from ..envs.submissions import FORMAT, Suite, enter, rows_of
 from ..envs.watch import Rules
-from .choosing import DEFAULT, RULES, look_here, make_chooser
+from .choosing import DEFAULT, RULES, WEIGHTS, look_here, make_chooser
 from .classical import CLASSICAL, make_classical
 from .spread import Executor, Processes, spread
 
@@ -116,6 +116,7 @@ def _code_of(name: str) -> list[Path]:
             theirs = list(origin.parent.rglob("*.py"))
     else:
         theirs = [p for p in root.glob("*") if p.stem in _DECIDES and p.suffix in (".py", ".json", ".npz")]
+        theirs += [Path(name)] if name.endswith(WEIGHTS) else []
     return sorted(ours) + sorted(theirs)
 
 

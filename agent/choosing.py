@@ -20,15 +20,15 @@ Array = np.ndarray[Any, Any]
 #: What decides where nothing else is asked for: the best that was measured, see the README.
 DEFAULT = "expected-improvement"
 RULES = (DEFAULT, "thompson-sampling")
-
-
+#: Ending of a file of trained weights, which is a policy too.
+WEIGHTS = ".npz"
 #: Policies that can be asked for by name.
 POLICIES = (*RULES, *CLASSICAL, "tpe", "lstm")
 
 
 def make_chooser(name: str, seed: int = 0) -> Policy:
-    """A policy for :class:`envs.search.Search`: one of POLICIES, or MODULE:NAME (a class or function called without
-    arguments, or an object), found where Python looks and in the current folder.
+    """A policy for :class:`envs.search.Search`: one of POLICIES, weights of ``lab train`` (FILE.npz), or MODULE:NAME
+    (a class or function called without arguments, or an object), found where Python looks and in the current folder.
 
     Raises ValueError, with the known names, when there is none such.
     """
@@ -40,8 +40,10 @@ def make_chooser(name: str, seed: int = 0) -> Policy:
         return make_classical(name, seed)
     if name == "lstm":
         return LstmPolicy.load(seed=seed)
+    if name.endswith(WEIGHTS):
+        return LstmPolicy.load(name, seed)
     module, colon, attribute = name.partition(":")
-    known = f"known: {', '.join(POLICIES)}, or MODULE:NAME of your own"
+    known = f"known: {', '.join(POLICIES)}, weights of lab train (FILE.npz), or MODULE:NAME of your own"
     if not colon:
         raise ValueError(f"no policy {name!r}; {known}")
     look_here()

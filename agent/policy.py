@@ -59,8 +59,6 @@ class LstmPolicy:
     (N_PER_CONFIG, d), ``head_u`` (N_PER_CONFIG), ``head_v`` (d); ``rule`` (4).
     """
 
-    turns = True  #: reads the turns of a whole job, see ``choosing.make_chooser``
-
     def __init__(self, weights: dict[str, Array], record: dict[str, Any] | None = None, seed: int = 0) -> None:
         """``record`` says how the weights were trained. Raises ValueError when shapes do not fit the observation."""
         self.weights, self.record = weights, record or {}

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dynamiccl.agent.bench import version_of
 from dynamiccl.agent.choosing import make_chooser
 from dynamiccl.agent.classical import CLASSICAL, GaussianProcess, Ladder, Memo, Turn, make_classical
+from dynamiccl.agent.policy import LstmPolicy
 from dynamiccl.envs.belief import Prior
 from dynamiccl.envs.job_arena import play
 from dynamiccl.envs.job_suites import draw_suite
@@ -96,6 +98,19 @@ def test_the_gaussian_process_learns_from_neighbours_and_other_slots():
     assert 0 < kind[at[a]] < other[at[a]]
     # By hand: one observation y of variance n under prior variance s: mean y s / (s + n).
     assert mean[at[a]] == pytest.approx(0.3 * 0.09 / (0.09 + 0.05**2 + 1e-9))
+
+
+def test_weights_of_a_file_are_a_policy_and_its_version_is_that_of_the_file(tmp_path):
+    path = tmp_path / "mine.npz"
+    with pytest.raises(ValueError, match=r"mine\.npz as policy weights"):
+        make_chooser(str(path))
+    shipped = LstmPolicy.load()
+    shipped.save(path)
+    mine, same = version_of(str(path)), make_chooser(str(path))
+    assert all(np.array_equal(same.weights[name], w) for name, w in shipped.weights.items())
+    shipped.weights["head_v"] += 1
+    shipped.save(path)
+    assert len({mine, version_of(str(path)), version_of("lstm")}) == 3
 
 
 def test_policies_by_name(monkeypatch):

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def bench(
     context: typer.Context,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Entrant: a known policy or MODULE:NAME; repeat for more. Default: all.")
+        list[str] | None,
+        typer.Option(help="Entrant: a known policy, weights (FILE.npz) or MODULE:NAME; repeat for more. Default: all."),
     ] = None,
     suite: Annotated[
         str, typer.Option(help="standard, held-out, replay (the job of --trace), or a suite file.")

@@ -65,5 +65,7 @@ def train(
     if as_json:
         print(record.read_text())
         return
-    console.print(f"{out}: trained in {training.seconds:.0f} s; judge it by: dynamiccl bench", highlight=False)
+    console.print(
+        f"{out}: trained in {training.seconds:.0f} s; judge it by: dynamiccl bench --policy {out}", highlight=False
+    )
     console.print(f"record and learning curve: {record}")

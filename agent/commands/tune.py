@@ -41,8 +41,8 @@ def tune(
     policy: Annotated[
         str,
         typer.Option(
-            help="Who decides: expected-improvement or thompson-sampling on the belief over the job; slot by slot "
-            "lstm, default, random, coordinate-descent, thompson, ...; or MODULE:NAME."
+            help="Who decides: expected-improvement or thompson-sampling on the belief over the job; lstm, or weights "
+            "of lab train (FILE.npz); default, random, coordinate-descent, thompson, ...; or MODULE:NAME."
         ),
     ] = "expected-improvement",
     stage: Annotated[int, typer.Option(help="ZeRO stage of our own job, 0 to 3.")] = 3,
