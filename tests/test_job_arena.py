@@ -1,13 +1,16 @@
 """Searches on whole jobs with every step on the bill."""
 
+import contextlib
+import time
+
 import numpy as np
 import pytest
 from dynamiccl.agent.rules import ExpectedImprovement
 from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.job_arena import BilledWindows, played
+from dynamiccl.envs.job_arena import BilledWindows, play, played
 from dynamiccl.envs.scores import Ledger, summary
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
-from dynamiccl.envs.sim_windows import SWITCH_STEPS
+from dynamiccl.envs.sim_windows import SWITCH_STEPS, SimSearch
 from dynamiccl.envs.windows import Plan
 from dynamiccl.traces.spaces import actions_of
 
@@ -17,6 +20,24 @@ class Idle:
 
     def predict(self, observation, state=None, episode_start=None, deterministic=True):
         return actions_of(np.zeros(len(observation), int)), state
+
+
+def work(seconds):
+    begin = time.thread_time()
+    while time.thread_time() - begin < seconds:
+        pass
+
+
+class Slow(Idle):
+    """Takes its time over the first decision."""
+
+    def __init__(self, wait):
+        self.waits = [wait]
+
+    def predict(self, *asked):
+        if self.waits:
+            self.waits.pop()(0.3)
+        return super().predict(*asked)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +59,15 @@ def test_every_step_is_billed_under_what_ran(calm):
     pace = jobs.step_us(other[None], [2])[0][0] / jobs.default_us[2]
     assert seen[0].billed == 7 + 2 + SWITCH_STEPS == ledger.steps[2] and ledger.steps.sum() == ledger.steps[2]
     assert ledger.lost[2] == pytest.approx(9 * (pace - 1)) and jobs.at[2] - at[2] == ledger.steps[2]
+
+
+@pytest.mark.parametrize(("wait", "is_refused"), [(work, True), (time.sleep, False)])
+def test_a_decision_that_takes_long_is_the_policys_fault_where_it_kept_a_processor_busy(calm, wait, is_refused):
+    jobs = calm[0].take([0])
+    windows = BilledWindows(jobs, np.random.default_rng(0), Ledger(jobs, calm[1][:1]))
+    search = SimSearch(jobs, Prior.load(), np.random.default_rng(0), windows=windows)
+    with pytest.raises(ValueError, match="a decision took") if is_refused else contextlib.nullcontext():
+        play(Slow(wait), search, windows.ledger, after=0, limit_s=0.1)
 
 
 @pytest.mark.slow
