@@ -24,7 +24,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint beside --out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Train the LSTM policy on whole jobs, across random clusters in the simulator (about 40 minutes on two cores)."""
+    """Train the LSTM policy on whole jobs, across random clusters in the simulator (about 35 minutes on two cores)."""
     one_thread()
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
