@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dynamiccl.envs.nccl.place import NO_COUNTS, Place, Report, Where
+from dynamiccl.envs.nccl.place import NO_COUNTS, Place, Report, Verdict, Where
 from dynamiccl.envs.nccl.protocol import PATIENCE, Leader, Member, Phase, Stage, Stop
 from protocol_explore import explore
 from protocol_world import Scope
@@ -154,6 +154,55 @@ def test_lost_attempts_are_tried_again_ever_farther_apart_and_then_it_closes():
     apart = np.diff(begun)
     assert len(begun) == PATIENCE and (apart[1:] > 1.5 * apart[:-1]).all() and leader.closing == "too slow"
     assert not leader.next(Where(0, 10**6, 10**6)) and leader.stage is Stage.CLOSED, "nothing was in force"
+
+
+def test_places_are_named_by_backward_passes_where_there_are_any():
+    leader = Leader()
+    leader.want(b"one", False)
+    assert leader.next(Where(0, 6, 3)) is True
+    assert leader.acknowledged(1, Where(0, 8, 4), stride=2) == Place("backwards", 8 + 2 * leader.ahead)
+    leader.lost(Where(0, 8, 4), "late")
+    assert leader.next(Where(0, 0, 40)) is True  # nothing counts them
+    assert leader.acknowledged(2, Where(0, 0, 41)) == Place("steps", 41 + leader.ahead)
+
+
+def test_an_agreement_that_closes_goes_by_steps_and_by_backward_passes_in_turn():
+    leader, kinds = Leader(active=b"trial", trial=True), []
+    leader.close("apart")
+    for k in range(1, 5):
+        here = Where(0, 10**k, 10**k)
+        assert leader.next(here) is True
+        kinds.append(leader.acknowledged(k, here).by)
+        leader.lost(here, "late")
+    assert kinds == ["steps", "backwards"] * 2
+
+
+def test_a_change_that_succeeds_lets_the_next_place_come_nearer_and_only_a_confirmed_table_is_gone_back_to():
+    leader = Leader()
+    for k, (table, trial) in enumerate([(b"kept", False), (b"tried", True)], 1):
+        leader.want(table, trial)
+        leader.lost(Where(0, 100 * k, 100 * k), "late")
+        ahead = leader.ahead
+        here = Where(0, 1000 * k, 1000 * k)
+        assert leader.next(here) and leader.next(here) is False, "one at a time"
+        assert leader.acknowledged(leader.attempt, here)
+        assert leader.arrived(leader.attempt, Verdict(True, True, "")) and leader.log_read("abort") is False
+        assert leader.log_read("commit") and (leader.active, leader.trial, leader.failures) == (table, trial, 0)
+        assert leader.ahead == ahead - 1
+    assert leader.next(Where(0, 5000, 5000)) is False and leader.trial, "what is wanted is in force"
+    leader.want(b"tried", False)
+    assert leader.next(Where(0, 5000, 5000)) is False and not leader.trial, "the same table, no longer on a lease"
+    leader.want(b"tried", True)
+    leader.expire()
+    assert (leader.wanted, leader.wanted_trial) == (b"kept", False)
+
+
+def test_an_attempt_that_is_called_off_before_a_place_was_named_leaves_nothing_behind():
+    member = Member()
+    member.prepared(1)
+    member.answered(1, False)
+    assert member.phase is Phase.IDLE and member.is_free()
+    assert member.appointed(1, Place("steps", 9)) and member.boundary(Where(1, 9, 9)) is Stop.PASS
 
 
 def test_a_place_that_was_passed_is_missed_and_a_called_off_one_told():
