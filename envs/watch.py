@@ -100,8 +100,9 @@ class Watch:
 
     The default is looked at where that is worth its price. On schedule: seldom, and ever less so while nothing speaks
     against the table. Out of turn: where the table has become so slow that, going by what it gained, the job has lost
-    what a look costs; the price doubles with every look that the table survives. A level that the job was seen at
-    before, as one with two paces has, is no change.
+    what a look costs; the price doubles with every look that the table survives. A table that seems but a little slower
+    than the default is seen once more: the job may have changed its pace between the two. A level that the job was seen
+    at before, as one with two paces has, is no change.
     """
 
     def __init__(
