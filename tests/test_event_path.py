@@ -95,8 +95,10 @@ def test_a_stopped_daemon_costs_the_job_nothing_and_says_what_it_lost(folder, tm
     sent, steps = watched_job(folder, tmp_path / "trace", 7, stop)
     at, us = steps.T
     quiet = (at > stopped[0]) & (at < stopped[1])
-    print(f"median step {np.median(us[quiet]):.0f} us with the daemon stopped, {np.median(us[~quiet]):.0f} us with it")
-    assert np.median(us[quiet]) < 1.2 * np.median(us[~quiet])
+    # The quick steps of both: what other processes do to a busy machine only ever adds.
+    without, beside = np.percentile(us[quiet], 10), np.percentile(us[~quiet], 10)
+    print(f"a step of the quickest tenth takes {without:.0f} us with the daemon stopped, {beside:.0f} us with it")
+    assert without < 1.2 * beside
     trace = Trace.read(tmp_path / "trace")
     assert trace.header["records_lost"] == sent - seen_in(trace) > 10_000
     said = tell(trace, {})
