@@ -21,11 +21,6 @@ class Comparison:
     high: float
     n_pairs: int
 
-    @property
-    def is_faster(self) -> bool:
-        """The whole interval lies above 1."""
-        return self.low > 1.0
-
     def __str__(self) -> str:
         return f"{self.speedup:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
