@@ -216,6 +216,10 @@ class Daemon:
                     self._say("the job has changed: measuring NCCL's own choice anew")
                 if self.outcome.returned > returned:
                     self._say("a regime that was tuned before: its table is in force again")
+                if self.outcome.kept and not kept and self.outcome.reopened == reopened and self.outcome.verdict:
+                    self._say(
+                        f"a gain that was not sure is sure now, {self.outcome.verdict.tuned}: the table is in force"
+                    )
                 if self.outcome.refined > refined:
                     self._say("one slot's config beside the table was faster for sure: it is part of the table now")
                 if kept and not self.outcome.kept and self.outcome.dropped:

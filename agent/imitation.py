@@ -51,7 +51,7 @@ def collect(
     """Play ``n`` fresh jobs to their verdicts with a policy whose scores are multiplied by ``sharpness``."""
     rng = np.random.default_rng(seed)
     policy = LstmPolicy(weights, record, seed=int(rng.integers(2**31)))
-    block = Block(draw_jobs(family, rng, n), Prior.load(), rng, Rules(trials=0).of(policy), teach=True)
+    block = Block(draw_jobs(family, rng, n), Prior.load(), rng, Rules(trials=0, doubtful=0).of(policy), teach=True)
     searches = block.search.searches
     seen: list[list[Array]] = [[] for _ in range(n)]
     apart: list[list[Array]] = [[] for _ in range(n)]

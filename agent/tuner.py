@@ -237,7 +237,7 @@ class Tuner:
         sure = search.is_over or bool(search.races)  # a table that was confirmed has its figures, however the job ends
         if sure or search.race is None:
             o.choices = [self._choice(i, p, search) for i, p in enumerate(self.windows.profiles)]
-        if sure and (o.verdict is None or o.reopened or o.refined):
+        if sure:
             o.verdict = verdict_of(search)
         o.refused = [self._refusal(int(s), int(c)) for s, c in np.argwhere(search.banned)]
 

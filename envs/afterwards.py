@@ -5,6 +5,9 @@ best config is a little faster than the one chosen. Such differences are too sma
 a pair: a *trial* is the table in force with one slot changed, as the policy says, and it runs beside the table in
 force, window against window. What is faster for sure takes its place, by the same test as everywhere
 (:mod:`sequential`). The watch sees the windows between the trials as it sees all later ones.
+
+Where no table was confirmed, but the last one was faster, if not for sure, the trial is that table: its comparison goes
+on where it stood, which is as valid as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ SOONEST = 4
 class Afterwards:
     """Of one search, from its verdict on."""
 
-    def __init__(self, search: Search, levels: Sequence[float], trials: int) -> None:
-        """``levels``: as for :class:`watch.Watch`; ``trials``: windows that may try something."""
-        self.search, self.left = search, trials
+    def __init__(self, search: Search, levels: Sequence[float] = ()) -> None:
+        """``levels``: as for :class:`watch.Watch`."""
+        self.search, self.left = search, 0  # windows that may still try something
         self.noise = search.noise * math.sqrt(2)  # of the log ratio of a pair
         self.trial: Array | None = None  # (s,) the table that is tried
         self.beside_ms: float | None = None  # step time of the window under the table in force that came just before
@@ -54,6 +57,22 @@ class Afterwards:
 
     # -- trials ------------------------------------------------------------------------------------------------
 
+    def refine(self) -> None:
+        """From now on there are trials, where there is something to try."""
+        search, race = self.search, self.search.rejected
+        if search.confirmed.any():
+            self.left = search.rules.trials if search.rules.by_belief else 0
+        elif race is not None and self._is_doubtful(race):
+            self.left, self.trial = search.rules.doubtful, search.table
+            self.races[search.table.tobytes()] = race
+        if self.left:
+            search.phase = REFINE
+
+    def _is_doubtful(self, race: Race) -> bool:
+        """Whether the comparison that ended without a table is worth going on with."""
+        may_run = not self.search.banned[np.arange(self.search.n_slots), self.search.table].any()
+        return may_run and race.mean > 0 and race.interval[1] > self.search.rules.least_gain
+
     def decide(self, config: int) -> None:
         """What the slot whose turn it is runs in the next trial; what it runs already: nothing is tried."""
         search, table = self.search, self.search.confirmed.copy()
@@ -66,7 +85,8 @@ class Afterwards:
     def _rest(self) -> None:
         """Go over to the watch alone where nothing is left to try."""
         search = self.search
-        if self.trial is None and (self.passed >= search.n_slots or self.left <= 0 or search.is_spent):
+        is_over = self.passed >= search.n_slots or self.left <= 0 or search.is_spent or not search.confirmed.any()
+        if self.trial is None and is_over:
             search.phase = WATCH
 
     @property
@@ -91,16 +111,23 @@ class Afterwards:
         race.add(self.beside_ms, float(seen.step_ms[-1]) if given_up else ms)
         noise = search.canary.noise(trial, search.tried, search.belief) if given_up else self.noise
         search.belief.compare(trial, search.confirmed, race.logs[-1], noise)
-        verdict = race.verdict(search.rules.pairs_again, search.rules.least_gain, search.gain[1], SOONEST)
-        if given_up or search.banned[np.arange(len(trial)), trial].any():
+        is_first = not search.confirmed.any()
+        pairs = math.inf if is_first else search.rules.pairs_again
+        verdict = race.verdict(pairs, search.rules.least_gain, search.gain[1], SOONEST)
+        is_hopeless = is_first and not verdict and (race.mean <= 0 or self.left <= 0)
+        if given_up or is_hopeless or search.banned[np.arange(len(trial)), trial].any():
             verdict = False
         self.trial = trial if verdict is None and search.belief.difference(trial, search.confirmed) > 0 else None
         self.beside_ms = None
         if verdict:
             search.races.append(race)
             search.confirmed = trial.copy()
-            search.marks.refined += 1
             self._keep_watch()
+            if is_first:
+                search.marks.gained(search.steps)
+                self.refine()
+            else:
+                search.marks.refined += 1
         elif verdict is not None:
             search.given_up.add(trial.tobytes())
         self._rest()

@@ -283,15 +283,16 @@ class Belief:
         expected = max(float(cross[at] @ slopes), 0.0)
         off = miss / math.sqrt(expected + variance)
         spread = expected + max(off**2 / OUTLIER**2, 1.0) * variance
-        return self._update(cross[:, None], np.array([[spread]]), np.array([miss])), off
+        gain = cross / spread
+        self.mean = self.mean + gain * miss
+        self.cov -= np.outer(gain, cross)
+        self.touched()
+        return -0.5 * (miss**2 / spread + math.log(2 * math.pi * spread)), off
 
     def _see(self, at: Array, misses: Array, variances: Array) -> float:
-        """The figures ``at`` themselves were off by ``misses``."""
+        """The figures ``at`` (k,) themselves were off by ``misses``."""
         cross = self.cov[at].T
-        return self._update(cross, cross[at] + np.diag(variances), misses)
-
-    def _update(self, cross: Array, spread: Array, misses: Array) -> float:
-        """``cross`` (n, k): covariance of all figures with what was seen, ``spread`` (k, k): of that itself."""
+        spread = cross[at] + np.diag(variances)
         gain = np.linalg.solve(spread, cross.T).T
         likely = -0.5 * float(misses @ np.linalg.solve(spread, misses) + np.linalg.slogdet(2 * np.pi * spread)[1])
         self.mean = self.mean + gain @ misses

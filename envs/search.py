@@ -53,7 +53,6 @@ class Search:
         self.confirmed: Array = np.zeros(self.n_slots, np.int64)  # in force when nothing is tried
         # What confirmed it: the first against the default, each other against the one before.
         self.races: list[Race] = []
-        self.rejected: Race | None = None
         self.same_logs: list[float] = []  # of default windows one after the other: the default against itself
         self.running: Array = np.zeros(self.n_slots, np.int64)  # under what the job runs now
         self.before = self.confirmed
@@ -91,6 +90,7 @@ class Search:
         self.round = self.idle = 0
         self.phase, self.last_saving, self.comparisons, self.closing = SEARCH, 0.0, 0, False
         self.race: Race | None = None
+        self.rejected: Race | None = None
         self._half: list[tuple[str, float]] = []
         self._default_before: float | None = None
         self.given_up, self._seen = set[bytes](), Counter[bytes]()
@@ -126,6 +126,14 @@ class Search:
         if "noise" not in self._kept:
             self._kept["noise"] = window_noise(np.array(self._single), self.window_steps)
         return self._kept["noise"]
+
+    @property
+    def _believed(self) -> tuple[Array, float, float]:
+        """The table of best means, what it is believed to save, and its standard deviation."""
+        if "believed" not in self._kept:
+            best = self.belief.best()
+            self._kept["believed"] = best, *self.belief.saving(best)
+        return self._kept["believed"]
 
     def plan(self) -> Plan | None:
         """The window to run now, or None where the policy has a turn first."""
@@ -165,12 +173,12 @@ class Search:
     def observe(self) -> Array:
         """What the policy sees of the slot whose turn it is, (turns.N_OBSERVATION,) float32."""
         slot, belief = self.turn, self.belief
-        beside = np.where(np.arange(self.n_slots) < slot, self.choices, belief.best())
+        best, saving, deviation = self._believed
+        beside = np.where(np.arange(self.n_slots) < slot, self.choices, best)
         beside[slot] = 0
         refines = self.phase == REFINE  # then all other slots run alike in both windows
         ahead, learned, worth = belief.ahead(slot, 0.0 if refines else belief.saving(beside)[1] ** 2)
         exposure, unsure = belief.exposure
-        saving, deviation = belief.saving(belief.best())
         context = np.array([
             self.job.share[slot], exposure[slot], unsure[slot], 50 * self.noise, 5 * self.last_saving, 5 * saving,
             5 * deviation, self.round / 16, self.n_slots / 8, slot / self.n_slots, float(self.confirmed.any()),
@@ -269,7 +277,7 @@ class Search:
 
     def _accept(self, race: Race) -> None:
         if not self.confirmed.any():
-            self.marks.first_gain = self.steps if self.marks.first_gain < 0 else self.marks.first_gain
+            self.marks.gained(self.steps)
         self.races.append(race)
         self.confirmed = self.table.copy()
         self._continue()
@@ -291,11 +299,10 @@ class Search:
 
     def _finish(self, levels: Sequence[float] = (), refine: bool = False) -> None:
         self.marks.verdict = self.steps if self.marks.verdict < 0 else self.marks.verdict
-        if self.confirmed.any() and self.marks.first_table < 0:
-            self.marks.first_table = self.steps
-        trials = self.rules.trials if refine and self.rules.by_belief and self.confirmed.any() else 0
-        self.phase, self.turn, self.choices = REFINE if trials else WATCH, 0, self.confirmed.copy()
-        self.later = Afterwards(self, levels, trials)
+        self.phase, self.turn, self.choices = WATCH, 0, self.confirmed.copy()
+        self.later = Afterwards(self, levels)
+        if refine:
+            self.later.refine()
 
     # -- what a window gave ------------------------------------------------------------------------------------
 

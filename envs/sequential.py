@@ -84,10 +84,10 @@ class Race:
     @property
     def interval(self) -> tuple[float, float]:
         """Bounds of the true mean log ratio that hold at all times."""
-        width = ROOM * self.sigma * half_width(self.n, self.alpha)
-        return self.mean - width, self.mean + width
+        mean, width = self.mean, ROOM * self.sigma * half_width(self.n, self.alpha)
+        return mean - width, mean + width
 
-    def verdict(self, pairs: int, least: float, known: float | None = None, soonest: int = 2) -> bool | None:
+    def verdict(self, pairs: float, least: float, known: float | None = None, soonest: int = 2) -> bool | None:
         """Whether the table is to be taken, None: not known yet. ``pairs``: after which it is not worth many more;
         ``least``: gain that is worth a table; ``known``: lower bound of what the reference itself gains over the
         default, None where it is the default; ``soonest``: pairs before it is taken."""

@@ -41,7 +41,6 @@ SAME_LEVEL = 0.015
 class Marks:
     """When what happened, in optimizer steps since the job's first; -1: it has not."""
 
-    first_table: int = -1  # a table came into force that stayed
     first_gain: int = -1  # a gain was confirmed
     verdict: int = -1
     canaries: int = 0  # windows given up
@@ -49,6 +48,10 @@ class Marks:
     returned: int = 0  # of them, into regimes that were tuned before
     dropped: int = 0  # tables taken back after the verdict
     refined: int = 0  # slots changed for the better after it
+
+    def gained(self, now: int) -> None:
+        """A gain was confirmed."""
+        self.first_gain = now if self.first_gain < 0 else self.first_gain
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Rules:
     least_gain: float = 0.001  # part of the step below which a table is not worth a comparison
     by_belief: bool = True  # a policy that chooses the table of best means has nothing left to try
     trials: int = 80  # windows after the verdict that may try one slot otherwise, beside the table in force
+    doubtful: int = 400  # ... and those that a table may have whose gain was not sure then
     patience: int = 3  # windows running under one table that say: that is the policy's result
     reveal: float = 0.5  # noise that a trial is judged by beforehand, in windows: it will not be the last
     budget: float = 0.05  # part of the job's time that the search may lose against the default

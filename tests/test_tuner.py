@@ -53,6 +53,27 @@ def test_a_trial_after_the_verdict_is_told_as_one():
     assert trials and all(text.startswith("trial  ") for text in trials)
 
 
+def test_a_gain_that_was_not_sure_at_the_verdict_is_told_when_it_is():
+    """1 % by one config of one slot, on a job whose steps scatter by 3 %."""
+
+    def little(decisions):
+        gather, scatter = decisions.get(GATHER, AUTO), decisions.get(SCATTER, AUTO)
+        cost = 4 * (not gather.is_auto) if gather != BEST[GATHER] else -0.8
+        return STEP_MS + cost + 4 * (not scatter.is_auto)
+
+    outcome, _, tuner = run("expected-improvement", FakeJob(little, noise=0.03, seed=4))
+    said = outcome.steps_to_verdict
+    assert (
+        not outcome.kept
+        and outcome.first_gain is None
+        and outcome.verdict.tuned.low < 1 < outcome.verdict.tuned.speedup
+    )
+    for _ in range(100):
+        tuner.step()
+    assert outcome.kept and outcome.decisions == {GATHER: BEST[GATHER]} and outcome.verdict.tuned.low > 1
+    assert outcome.first_gain > outcome.steps_to_verdict == said and outcome.refined == outcome.reopened == 0
+
+
 @pytest.mark.parametrize("policy", [*RULES, "random", "coordinate-descent", "ladder", "lstm", "default"])
 def test_a_table_that_does_not_win_is_never_left_in_force(policy):
     """Nothing helps here: whatever a policy picks, NCCL's own choice must be in force at the end."""
