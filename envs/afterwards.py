@@ -62,7 +62,7 @@ class Afterwards:
         search, race = self.search, self.search.rejected
         if search.confirmed.any():
             self.left = search.rules.trials if search.rules.by_belief else 0
-        elif race is not None and self._is_doubtful(race):
+        elif search.rules.doubtful and race is not None and self._is_doubtful(race):
             self.left, self.trial = search.rules.doubtful, search.table
             self.races[search.table.tobytes()] = race
         if self.left:

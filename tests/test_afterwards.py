@@ -164,7 +164,11 @@ def test_a_gain_that_was_not_sure_has_so_many_windows(prior):
     told, search = doubtful(prior=prior, rules=replace(Rules(), doubtful=3))
     ran = go_on(search, told, [18, 0].__getitem__)
     assert sum(kind == TRIAL for kind, _ in ran) == 3 and search.phase == WATCH and not search.confirmed.any()
-    assert doubtful(prior=prior, rules=replace(Rules(), doubtful=0))[1].phase == WATCH
+    told, search = doubtful(prior=prior, rules=replace(Rules(), doubtful=0))
+    for _ in range(4):
+        plan = search.plan()
+        assert plan.kind == WATCH and not plan.configs.any()
+        search.record(plan, told.measure(plan))
 
 
 def test_what_seems_no_gain_or_may_not_run_does_not_go_on(prior):
