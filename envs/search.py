@@ -127,14 +127,6 @@ class Search:
             self._kept["noise"] = window_noise(np.array(self._single), self.window_steps)
         return self._kept["noise"]
 
-    @property
-    def _believed(self) -> tuple[Array, float, float]:
-        """The table of best means, what it is believed to save, and its standard deviation."""
-        if "believed" not in self._kept:
-            best = self.belief.best()
-            self._kept["believed"] = best, *self.belief.saving(best)
-        return self._kept["believed"]
-
     def plan(self) -> Plan | None:
         """The window to run now, or None where the policy has a turn first."""
         if self.phase == SEARCH:
@@ -173,12 +165,13 @@ class Search:
     def observe(self) -> Array:
         """What the policy sees of the slot whose turn it is, (turns.N_OBSERVATION,) float32."""
         slot, belief = self.turn, self.belief
-        best, saving, deviation = self._believed
+        best = belief.best()
         beside = np.where(np.arange(self.n_slots) < slot, self.choices, best)
         beside[slot] = 0
         refines = self.phase == REFINE  # then all other slots run alike in both windows
         ahead, learned, worth = belief.ahead(slot, 0.0 if refines else belief.saving(beside)[1] ** 2)
         exposure, unsure = belief.exposure
+        saving, deviation = belief.saving(best)
         context = np.array([
             self.job.share[slot], exposure[slot], unsure[slot], 50 * self.noise, 5 * self.last_saving, 5 * saving,
             5 * deviation, self.round / 16, self.n_slots / 8, slot / self.n_slots, float(self.confirmed.any()),
