@@ -48,10 +48,7 @@ def page(board: Board) -> str:
             "By what there is to gain",
             f"Default steps lost in {HORIZONS[0]:,}, by the part of the step that the best table saves.",
         ),
-        "slots": (
-            "By the number of slots",
-            "Part of the oracle's gain that was delivered.",
-        ),
+        "slots": ("By the number of slots", "Part of the oracle's gain that was delivered."),
     }
     body = f"<header><h1>{escape(title)}</h1></header>"
     badge = "simulated or predicted: no figure here is a GPU's"

@@ -13,17 +13,11 @@ from ..traces.records import format_bytes
 from .terminal import terminal
 from .tuner import Line
 
-_COLOURS = {
-    "kept": "bold green",
-    "best so far": "green",
-    "rolled back": "yellow",
-    "worse": "dim",
-    "again": "dim",
-}
+_COLOURS = {"kept": "bold green", "rolled back": "yellow", "given up": "yellow"}
 
 #: What to do about a run that came to nothing, by the name of its reason.
 _CURES = {
-    "other-backend": "Run the job on NCCL, or try it on the emulated cluster: dynamiccl tune --cluster dgx-h100-2x8",
+    "other-backend": "Run the job on NCCL, or try it on the emulated cluster: dynamiccl tune --cluster dgx-h100-2x8"
 }
 _TOO_SHORT = "It was too short for a verdict: let it take more steps, or run it where less runs beside it."
 
@@ -77,7 +71,8 @@ def show_summary(console: Console, s: dict[str, Any]) -> None:
         for name in s["reasons"]["ended"]:
             if name in _CURES:
                 console.print(_CURES[name], markup=False)
-        if s["reasons"]["ended"] == ["job-status"] and s["job_status"] == 0 and s["windows"]:
+        was_seen = s["windows"] or s["decisions"]
+        if s["reasons"]["ended"] == ["job-status"] and s["job_status"] == 0 and was_seen:
             console.print(_TOO_SHORT, markup=False)
     else:
         low, high = s["speedup_ci95"]

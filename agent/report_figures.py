@@ -20,9 +20,9 @@ _HOVER = {"bgcolor": "--card", "bordercolor": "--line", "font": {**FONT, "color"
 #: How a window's outcome is drawn: (marker symbol, colour, filled).
 _OUTCOMES = {
     "kept": ("circle", "--tuned", True),
-    "best so far": ("circle", "--tuned", False),
     "measured": ("circle", "--tuned", True),
     "rolled back": ("x", "--warn", True),
+    "given up": ("x", "--warn", False),
 }
 #: A window of NCCL's own choice, within a comparison or after the verdict.
 _AUTO = ("circle", "--default", False)

@@ -250,9 +250,12 @@ class Tuner:
     def _choice(self, i: int, profile: SlotProfile, search: Search) -> Choice:
         decision = decision_of(actions_of(search.confirmed[i : i + 1])[0])
         mean, deviation = search.belief.figures(i)
-        exposure = f"the step waits for {search.belief.exposure[0][i]:.0%} of its time"
+        # More than all of it is possible, a call slows what runs beside it, but is no more than that in words.
+        exposure = f"the step waits for {min(1.0, search.belief.exposure[0][i]):.0%} of its time"
         tried = int((search.tried[i, 1:] > 0).sum())
         own, config = _own(profile), int(search.confirmed[i])
+        if decision.is_auto and not tried:
+            return Choice(profile, AUTO, RowRefused.NOT_TRIED(own=own))
         if decision.is_auto:
             return Choice(profile, AUTO, RowRefused.NOT_BETTER(own=own, tried=tried, exposure=exposure))
         percent = f"{100 * mean[config]:.1f} % +- {196 * deviation[config]:.1f}"
@@ -279,7 +282,8 @@ class Tuner:
         if pair is not None:
             low, _ = pair.interval
             verdict = "kept" if low > 0 and pair.n >= LEAST_PAIRS else "rolled back" if search.race is None else verdict
-        self._line(_PHASES[plan.kind], text, ms, default_ms, verdict, "")
+        of_the_table = verdict == "kept" and not plan.configs.any()  # it was this window that made it sure
+        self._line(_PHASES[plan.kind], text, ms, default_ms, verdict, "the table beside it" if of_the_table else "")
 
     def _line(self, phase: str, text: str, ms: float, default_ms: float, verdict: str, reason: str) -> None:
         assert self._last is not None

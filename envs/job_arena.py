@@ -44,11 +44,7 @@ class Policy(Protocol):
     """
 
     def predict(
-        self,
-        observation: Array,
-        state: Any = None,
-        episode_start: Array | None = None,
-        deterministic: bool = True,
+        self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
     ) -> tuple[Array, Any]:
         """The action and the state to pass next time."""
         ...

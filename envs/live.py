@@ -219,7 +219,7 @@ class Job:
             if time.monotonic() - self._stepped_at < ELSEWHERE_S:
                 return NotTuning.NO_STEP_OF_RANK_0()
             return NotTuning.ELSEWHERE()
-        if self.state and self.state[0] == AgreementState.WAITING:
+        if self.state and self.state[0] in (AgreementState.WAITING, AgreementState.LOSING):
             return NotTuning.NO_SWITCH_YET(why=self.state[1])
         return NotTuning.NEXT_STEP()
 
@@ -273,11 +273,7 @@ class Job:
     # -- windows -------------------------------------------------------------------------------------------------
 
     def window(
-        self,
-        decisions: Mapping[Slot, Decision],
-        n_steps: int,
-        discard: int = DISCARD,
-        give_up_ms: float = float("inf"),
+        self, decisions: Mapping[Slot, Decision], n_steps: int, discard: int = DISCARD, give_up_ms: float = float("inf")
     ) -> Window:
         """Run ``n_steps`` counted steps under ``decisions`` and return them.
 
@@ -364,9 +360,10 @@ class Job:
 
     def _ended(self) -> str:
         ended = RunEnds.JOB_ENDED() if self.status is None else RunEnds.JOB_STATUS(status=self.status)
+        why = "" if self.ranks else self.waits_for()
         if self.state and self.state[0] == AgreementState.WAITING:
-            return RunEnds.BEFORE_A_SWITCH(ended=ended, why=self.state[1])
-        return ended
+            why = self.state[1]
+        return RunEnds.BEFORE_A_SWITCH(ended=ended, why=why) if why else ended
 
     def _say(self, text: str) -> None:
         if text != self._told:

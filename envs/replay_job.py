@@ -69,11 +69,7 @@ class RecordedJob:
         return min(total, 1 - LEAST)
 
     def window(
-        self,
-        decisions: Mapping[Slot, Decision],
-        n_steps: int,
-        discard: int = DISCARD,
-        give_up_ms: float = float("inf"),
+        self, decisions: Mapping[Slot, Decision], n_steps: int, discard: int = DISCARD, give_up_ms: float = float("inf")
     ) -> Window:
         """As ``Job.window``: every step of a window takes the same time, one that takes too long is the last."""
         generation = self.publish(decisions)

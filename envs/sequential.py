@@ -106,11 +106,6 @@ class Race:
         return None if promising and self.n < MORE * pairs else False
 
     @property
-    def is_faster(self) -> bool:
-        """The table is faster than the reference, for sure."""
-        return self.interval[0] > 0
-
-    @property
     def is_slower(self) -> bool:
         """The table is slower than the reference, for sure."""
         return self.interval[1] < 0

@@ -43,6 +43,38 @@ def skips(folder: RunFolder) -> Any:
     return run(3, 10_000, folder, step=step, beside=beside, until_stopped=True)
 
 
+def own_model(folder: RunFolder) -> Any:
+    """Rank 0 trains a small model of its own: a step beside each of the job's, and a hundred in a row."""
+    Publisher(folder, 0.05)
+    own = type("Optimizer", (), {})()
+
+    def step(rank: LightRank, i: int) -> None:
+        rank.backward()
+        rank.collective(i)
+        time.sleep(0.01)
+        rank.optimizer_step()
+        for _ in range((rank.rank == 0) * (100 if i == 60 else 1)):
+            rank.backward()
+            rank.optimizer_step(own)
+
+    return run(3, 120, folder, step=step)
+
+
+def own_passes(folder: RunFolder) -> Any:
+    """Rank 0 makes backward passes of its own, which no step follows: nobody can tell them from the job's."""
+    Publisher(folder, 0.05, Lease(10_000, 60_000))
+
+    def step(rank: LightRank, i: int) -> None:
+        rank.backward()
+        if rank.rank == 0:
+            rank.backward()
+        rank.collective(i)
+        time.sleep(0.08)  # rank 0 would be at a place by backward passes when the others are half way to it
+        rank.optimizer_step()
+
+    return run(2, 10_000, folder, step=step, until_stopped=True)
+
+
 def skips_without_profiler(folder: RunFolder) -> Any:
     """The same where NCCL counts nothing for us: the tuner's questions prove the place."""
 

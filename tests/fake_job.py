@@ -51,11 +51,7 @@ class FakeJob:
         return self.publish(decisions)
 
     def window(
-        self,
-        decisions: Mapping[Slot, Decision],
-        n_steps: int,
-        discard: int = 1,
-        give_up_ms: float = float("inf"),
+        self, decisions: Mapping[Slot, Decision], n_steps: int, discard: int = 1, give_up_ms: float = float("inf")
     ) -> Window:
         generation = self.publish(decisions)
         self.last_step += discard

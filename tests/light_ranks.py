@@ -54,7 +54,8 @@ class LightRank:
 
     def __init__(self, rank: int, n_ranks: int, port: int, run: str) -> None:
         self.rank, self.n_ranks = rank, n_ranks
-        self.plugin, self.steps = StandIn(), Steps()
+        self.plugin = StandIn()
+        self.steps = Steps(lambda: self.plugin.asked)
         self.store, self.work = Store(port), Store(port)
         self.said: list[tuple[int | None, str]] = []
         self.began = self.open_s = 0.0
@@ -134,11 +135,10 @@ class LightRank:
         return self.work.get(f"over {i}") == b"yes"
 
     def backward(self) -> None:
-        self.steps._work += 1
-        self.steps.backwards += 1
+        self.steps.begun()
 
-    def optimizer_step(self) -> None:
-        if not self.steps.stepped(self._optimizer):
+    def optimizer_step(self, optimizer: Any = None) -> None:
+        if not self.steps.stepped(optimizer or self._optimizer):
             return
         if self.agreement is None:
             self.attach()

@@ -27,14 +27,7 @@ ORDER = (
     + [("all_gather", LAYER_BYTES), ("reduce_scatter", LAYER_BYTES)] * (LAYERS - 1)
     + [("reduce_scatter", LAYER_BYTES), ("reduce_scatter", ROOT_BYTES)]
 )
-HEADER = {
-    "cluster": "h100-2x8",
-    "emulated": True,
-    "bytes_scale": 64.0,
-    "time_scale": 8.0,
-    "stage": 3,
-    "nccl": "2.28.9",
-}
+HEADER = {"cluster": "h100-2x8", "emulated": True, "bytes_scale": 64.0, "time_scale": 8.0, "stage": 3, "nccl": "2.28.9"}
 
 
 class Job:
@@ -122,7 +115,7 @@ def write_run(folder, *, search=12, final=8, seed=0, sampled=0.5, stop_early=Fal
             previous = kept.get(slot, Decision())
             kept |= {slot: decision} if good else {}
             reason = "saves step time in 3 of 3 pairs" if good else ""
-            verdict = "kept" if good else "worse"
+            verdict = "kept" if good else "rolled back"
             log(slot, decision, previous, step_ms, base, verdict, reason, "search")
         ratios = []
         for _ in range(0 if stop_early else final):

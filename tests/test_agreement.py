@@ -98,6 +98,7 @@ def test_a_rank_that_steps_no_more_is_named_and_changes_nothing():
     job = outcome("steps_no_more")
     assert job.generations[-1] == 2 and len(job.generations) > 100
     assert AgreementState.REVERTED in job.states, "its lease has run out, and that is said"
+    assert job.states[-1] == AgreementState.LOSING, "the tuner hears that one attempt after the other is lost"
     assert "cannot be taken back so far: rank 1 did not end the step" in job.last_word and not job.others
 
 
@@ -138,6 +139,19 @@ def test_a_step_skipped_on_one_rank_ends_it_with_the_confirmed_table(name):
     assert job.states[-1] == AgreementState.CLOSED
     skipper = 2 if name == "local_scaler" else 1
     assert f"rank {skipper} has ended" in job.last_word and not job.others
+
+
+def test_what_a_rank_trains_for_itself_is_in_nobodys_way():
+    """Seen: one more optimizer on rank 0, and the ranks changed no table for an hour, without a word."""
+    job = outcome("own_model")
+    assert len(set(job.generations)) > 4 and len(set(job.generations[70:])) > 1, "before and after"
+    assert job.states == [AgreementState.WAITING, AgreementState.OPEN] and not job.others
+
+
+def test_where_one_rank_alone_makes_backward_passes_it_ends_within_two_attempts():
+    job = outcome("own_passes")
+    assert job.states[-1] == AgreementState.CLOSED and " where rank 0 has " in job.last_word
+    assert len(job.generations) < 60 and set(job.generations) == {0}
 
 
 def test_a_rank_with_other_collectives_ends_it():

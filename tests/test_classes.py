@@ -80,10 +80,7 @@ def test_a_restart_keeps_its_table(folder):
 
 
 #: Our own job: ranks, the cluster they stand for, how it is cut. A process is four GPUs, so two are a node in each.
-JOBS = {
-    "one group": (2, "dgx-h100-1x8", []),
-    "hsdp": (4, "dgx-h100-2x8", ["--hsdp", "2"]),
-}
+JOBS = {"one group": (2, "dgx-h100-1x8", []), "hsdp": (4, "dgx-h100-2x8", ["--hsdp", "2"])}
 
 
 BYTES_SCALE, TIME_SCALE = "20", "300"

@@ -8,15 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dynamiccl.agent.cli import app
-from dynamiccl.agent.clusters import (
-    VARIABLE,
-    Store,
-    default_url,
-    evidence_of,
-    in_time,
-    key_of,
-    record_of,
-)
+from dynamiccl.agent.clusters import VARIABLE, Store, default_url, evidence_of, in_time, key_of, record_of
 from dynamiccl.agent.remembering import Remembering
 from dynamiccl.envs.memory import Notes
 from dynamiccl.envs.sim.arms import distinct

@@ -204,6 +204,16 @@ def test_a_lease_that_ran_out_voids_the_window(world):
     assert any("taken back" in text for text in said)
 
 
+def test_a_job_that_ends_without_an_optimizer_step_is_told_so(world, folder, monkeypatch):
+    """Inference, say. Before: "the job has ended", and no reason why nothing came of it."""
+    job, ring, _ = world
+    ring.rank, ring.alive, ring.script = 0, False, iter([None] * 10**6)
+    monkeypatch.setattr(folder, "rings", lambda: [ring])
+    monkeypatch.setattr(live, "RESTART_S", 0.0)
+    with pytest.raises(JobEnded, match="before its ranks switched tables: the probe is loaded; no optimizer step yet"):
+        job.window(TRIAL, 4)
+
+
 def test_what_it_waits_for_is_said(world, folder, monkeypatch):
     """Before: given up after 120 s, "no step for 120 s" in every case."""
     job, ring, _ = world
@@ -220,6 +230,13 @@ def test_what_it_waits_for_is_said(world, folder, monkeypatch):
     ring.says(AgreementState.WAITING, "NCCL on rank 1 has no tuner of ours")
     job.poll()
     assert "NCCL on rank 1" in job.waits_for()
+    ring.says(AgreementState.OPEN, "all ranks decide together")
+    job.poll()
+    assert job.waits_for() == "steps"
+    ring.says(AgreementState.LOSING, "rank 1 did not end the step with the others")
+    job.poll()
+    assert job.waits_for() == "the ranks do not switch tables yet: rank 1 did not end the step with the others"
+    ring.says(AgreementState.WAITING, "NCCL on rank 1 has no tuner of ours")
     ring.alive, ring.script = False, iter([None] * 10**6)
     monkeypatch.setattr(live, "RESTART_S", 0.0)
     with pytest.raises(JobEnded, match="before its ranks switched tables: NCCL on rank 1"):

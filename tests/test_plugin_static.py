@@ -213,10 +213,7 @@ def test_doctor_reads_the_environment_and_the_configuration_file(tmp_path):
 
 @pytest.mark.parametrize(
     "trap",
-    [
-        {"NCCL_ALGO": "Tree"},
-        pytest.param({"NCCL_TUNER_CONFIG_FILE": "", "NCCL_PROTO": "^LL"}, marks=pytest.mark.slow),
-    ],
+    [{"NCCL_ALGO": "Tree"}, pytest.param({"NCCL_TUNER_CONFIG_FILE": "", "NCCL_PROTO": "^LL"}, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("command", ["tune", "env", "apply"])
 def test_what_must_be_changed_is_refused_with_its_cure_and_nothing_is_started(tmp_path, command, trap):

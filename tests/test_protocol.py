@@ -166,6 +166,18 @@ def test_places_are_named_by_backward_passes_where_there_are_any():
     assert leader.acknowledged(2, Where(0, 0, 41)) == Place("steps", 41 + leader.ahead)
 
 
+def test_after_a_lost_attempt_the_next_place_is_of_the_other_kind():
+    """Where one rank makes more backward passes ranks meet by steps, and find what differs; or the other way round."""
+    leader, kinds = Leader(), []
+    leader.want(b"one", True)
+    for k in range(1, 5):
+        here = Where(0, 10**k, 10**k)
+        assert leader.next(here) is True
+        kinds.append(leader.acknowledged(k, here).by)
+        leader.lost(here, "rank 1 did not come")
+    assert kinds == ["backwards", "steps"] * 2 and leader.why == "rank 1 did not come"
+
+
 def test_an_agreement_that_closes_goes_by_steps_and_by_backward_passes_in_turn():
     leader, kinds = Leader(active=b"trial", trial=True), []
     leader.close("apart")

@@ -34,7 +34,7 @@ def test_people_are_told_what_happened(run):
     assert "ring/ll/8" in slot and "ring/simple/16" in slot and "-45 %" in slot
     windows = [line for line in out.splitlines() if line.startswith("window ")]
     assert len(windows) == 1 + 6 + 6
-    assert "all_gather <=8 MiB  auto -> ring/ll128/16  worse" in windows[1]
+    assert "all_gather <=8 MiB  auto -> ring/ll128/16  rolled back" in windows[1]
     assert "step time 3.6 ms shorter than NCCL's own choice in 3 of 3 pairs" in out
     assert "speed-up 1." in out and "default against itself [0.994, 1.005]" in out
     assert "collectives compared across ranks, 0 mismatches" in out

@@ -10,16 +10,24 @@ class Optimizer:
 
 
 def boundaries(program: str) -> str:
-    """``b`` a backward pass, letters an optimizer's step: the steps that are boundaries in upper case."""
-    steps, optimizers, said = Steps(), {}, ""
+    """``b`` a backward pass, ``.`` a collective, letters an optimizer's step: the boundaries in upper case."""
+    return run(program)[0]
+
+
+def run(program: str) -> tuple[str, int]:
+    """The same, and the backward passes that are counted."""
+    asked, optimizers, said = 0, {}, ""
+    steps = Steps(lambda: asked)
     for what in program.replace(" ", ""):
         if what == "b":
-            steps._work += 1
-            steps.backwards += 1
+            steps.begun()
+            continue
+        if what == ".":
+            asked += 1
             continue
         is_one = steps.stepped(optimizers.setdefault(what, Optimizer()))
         said += what.upper() if is_one else what
-    return said
+    return said, steps.backwards
 
 
 @pytest.mark.parametrize(
@@ -50,6 +58,35 @@ def test_an_optimizer_that_hardly_steps_is_not_the_rhythm_and_one_that_is_replac
     assert boundaries("ba" * 20 + "bc" * 20)[-18:] == "C" * 18
 
 
+@pytest.mark.parametrize(
+    ("name", "job", "rank_0"),
+    [
+        ("a linear probe is fitted after some steps", ".b.a .b.a .b.a .b.a", ".b.a .b.a bpbpbp .b.a .b.a"),
+        ("after a collective that no step waited for", ".b.a. .b.a. .b.a.", ".b.a. bp .b.a. bpbp .b.a."),
+        ("a model of its own beside each step", ".b.a .b.a .b.a", ".b.a be .b.a be .b.a be"),
+        ("beside a GAN", "b.d b.d b.g " * 9, "b.d b.d b.g be " * 9),
+        ("beside accumulation", "bb.a bb.a", "bb.a be bb.a"),
+    ],
+)
+def test_what_one_rank_does_for_itself_makes_no_step_and_no_backward_pass(name, job, rank_0):
+    said, passes = run(rank_0)
+    said = "".join(c for c in said if c not in "pe")
+    assert (said, passes) == run(job), name
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "ba ba ba",  # nothing counts collectives
+        "..ba ba ba",  # parameters are averaged once in a while, gradients never
+        "b.a ba ba",  # captured into a graph after the first step: nobody asks any more
+        "ba. ba. ba.",  # reduced after the step, for the next one
+    ],
+)
+def test_a_step_counts_where_no_other_optimizer_or_it_itself_has_shared_its_gradients(program):
+    assert boundaries(program) == "AAA"
+
+
 def test_without_backward_passes_an_optimizer_that_steps_again_makes_the_boundary():
     steps, one, two = Steps(), Optimizer(), Optimizer()
     assert [steps.stepped(o) for o in (one, two, one, two, one)] == [False, False, True, False, True]
@@ -57,10 +94,10 @@ def test_without_backward_passes_an_optimizer_that_steps_again_makes_the_boundar
 
 def test_where_ranks_step_unevenly_nothing_counts():
     steps, one = Steps(), Optimizer()
-    steps._work = steps.backwards = 1
+    steps.begun()
     assert steps.stepped(one) and steps.ended == 1
     steps.pause(True)
-    steps._work += 1
+    steps.begun()
     assert steps.stepped(one), "it is still a step to be measured"
     steps.pause(False)
     assert (steps.ended, steps.backwards) == (1, 1) and not steps.stepped(one)

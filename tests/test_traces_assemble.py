@@ -159,11 +159,7 @@ def test_communicators_and_offers():
     got = assembler.offers[7, "reduce_scatter", 4096]
     assert (got.algo, got.proto, got.n_pipe_ops) == ("ring", "ll", 2)
     np.testing.assert_array_equal(got.cost_us, costs)
-    assert assembler.comms_frame()[["comm_id", "pid", "rank"]].to_numpy().tolist() == [
-        [7, 1, 0],
-        [7, 2, 1],
-        [9, 2, 0],
-    ]
+    assert assembler.comms_frame()[["comm_id", "pid", "rank"]].to_numpy().tolist() == [[7, 1, 0], [7, 2, 1], [9, 2, 0]]
     np.testing.assert_array_equal(assembler.offers_frame().cost_us[0].reshape(7, 3), costs)
 
 

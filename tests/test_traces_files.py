@@ -11,14 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from dynamiccl.traces.assemble import (
-    EVENT_COLUMNS,
-    STEP_COLUMNS,
-    Assembler,
-    Communicator,
-    Offer,
-    complete,
-)
+from dynamiccl.traces.assemble import EVENT_COLUMNS, STEP_COLUMNS, Assembler, Communicator, Offer, complete
 from dynamiccl.traces.files import Trace, TraceError, TraceWriter
 from dynamiccl.traces.header import FORMAT
 from dynamiccl.traces.records import Decision, Rule, Slot, Table

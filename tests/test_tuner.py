@@ -40,6 +40,8 @@ def test_the_rule_finds_most_of_what_there_is():
     assert [line.index for line in lines] == sorted(line.index for line in lines)
     assert 0 < outcome.first_gain <= outcome.steps_to_verdict <= job.last_step < 500
     said = f"verdict after {outcome.steps_to_verdict} steps: speed-up {outcome.verdict.tuned}; the table stays in force"
+    of_the_default = [line.reason for line in lines if (line.verdict, line.decision) == ("kept", "auto")]
+    assert of_the_default == ["the table beside it"]
     assert outcome.told == said and str(lines[1]).startswith("window 1/")
 
 
@@ -95,6 +97,18 @@ def test_a_job_that_ends_early_leaves_what_was_seen():
     outcome, lines, _ = run("random", FakeJob(truth, steps=30))
     assert outcome.verdict is None and "ended" in outcome.ended
     assert lines and outcome.windows > 0
+
+
+def test_where_nothing_was_tried_no_config_is_said_to_be_no_better():
+    """Seen: "none of 0 other configs was better"."""
+    job = FakeJob(truth)
+    tuner = Tuner(
+        LiveWindows(job), make_chooser("expected-improvement", 0), Settings(), lambda _: setattr(job, "steps", 0)
+    )
+    outcome = tuner.run()
+    assert outcome.ended and {c.reason for c in outcome.choices} == {
+        "left to NCCL's ring/simple/16: no other config was tried"
+    }
 
 
 def test_a_job_that_ends_between_its_first_gain_and_the_verdict_has_the_figures_of_what_was_kept():

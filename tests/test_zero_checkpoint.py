@@ -38,11 +38,7 @@ def part(
     ("optimizer", "dtype", "stages"), [("adamw", torch.float32, (0, 1, 2, 3)), ("adan", torch.bfloat16, (1, 3))]
 )
 def test_resume_is_exact_at_the_same_stage(
-    optimizer: str,
-    dtype: Any,
-    stages: tuple[int, ...],
-    two: World,
-    tmp_path: Path,
+    optimizer: str, dtype: Any, stages: tuple[int, ...], two: World, tmp_path: Path
 ) -> None:
     for stage in stages:
         folder = str(tmp_path / str(stage))

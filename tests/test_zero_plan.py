@@ -206,8 +206,7 @@ def test_dry_runs_of_jobs_cut_in_more_ways_than_one_add_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "n_params"),
-    [("llama-13b", 13_015_864_320), ("llama-70b", 68_976_648_192), ("moe-8x7b", 46_702_792_704)],
+    ("model", "n_params"), [("llama-13b", 13_015_864_320), ("llama-70b", 68_976_648_192), ("moe-8x7b", 46_702_792_704)]
 )
 def test_public_models_have_their_published_size(model: str, n_params: int) -> None:
     with torch.device("meta"):

@@ -104,10 +104,7 @@ def recording_files(paths: list[Path]) -> list[Path]:
 
 
 def read_recording(
-    paths: list[Path],
-    source: str | None = None,
-    ranks_per_node: int | None = None,
-    on_bytes: OnBytes = lambda n: None,
+    paths: list[Path], source: str | None = None, ranks_per_node: int | None = None, on_bytes: OnBytes = lambda n: None
 ) -> Trace:
     """A recording as a trace in memory: a trace folder of ours, or files (or folders of them) of another tool.
 

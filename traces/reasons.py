@@ -90,6 +90,7 @@ class NotTuning(Reason):
 class RowRefused(Reason):
     """Why a row of a table, or a config of a slot, is not in force."""
 
+    NOT_TRIED = "left to NCCL's {own}: no other config was tried"
     NOT_BETTER = "left to NCCL's {own}: none of {tried} other configs was better; {exposure}"
     NOT_OBEYED = "not obeyed: NCCL ran {ran} where the table says {decision} for {slot}"
     TOO_SLOW = "not tried again: {decision} for {slot} made steps over {times:g} times as long"

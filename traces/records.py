@@ -236,9 +236,7 @@ def _rule(row: np.void) -> Rule:
     if func >= len(FUNCS) or (algo != UNSET and algo >= N_ALGOS) or (proto != UNSET and proto >= N_PROTOS):
         raise ValueError(f"table row with unknown numbers: func {func}, algo {algo}, proto {proto}")
     decision = Decision(
-        None if algo == UNSET else ALGOS[algo],
-        None if proto == UNSET else PROTOS[proto],
-        int(row["n_channels"]),
+        None if algo == UNSET else ALGOS[algo], None if proto == UNSET else PROTOS[proto], int(row["n_channels"])
     )
     sizes = int(row["min_bytes"]), int(row["max_bytes"])
     return Rule(int(row["n_ranks"]), int(row["n_nodes"]), FUNCS[func], *sizes, decision)
@@ -321,6 +319,7 @@ class AgreementState(IntEnum):
     SHUT = 2  # never opened: the text says why
     CLOSED = 3  # stopped agreeing: the text says why and names the rank
     REVERTED = 4  # a lease ran out; the confirmed table is in force
+    LOSING = 5  # open, but one attempt after the other to change tables is lost: the text says why
 
 
 #: A cost of this or more means that NCCL does not have the pair: 2.32 writes 1.7e38 for PAT.

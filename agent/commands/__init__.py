@@ -49,8 +49,7 @@ Nccl = Annotated[
 ]
 Format = Annotated[str | None, typer.Option("--format", help="The format; else the files tell.", show_default=False)]
 RanksPerNode = Annotated[
-    int | None,
-    typer.Option(help="Ranks on a node. Default: the recording's, else the cluster's.", show_default=False),
+    int | None, typer.Option(help="Ranks on a node. Default: the recording's, else the cluster's.", show_default=False)
 ]
 
 # An emulated cluster for a job without GPUs; see :func:`emulation`.
@@ -59,12 +58,10 @@ EmulatedCluster = Annotated[
     typer.Option("--cluster", help="Emulate this cluster (a preset's name or a TOML file); no GPU is needed."),
 ]
 BytesScale = Annotated[
-    float | None,
-    typer.Option("--bytes-scale", help="Emulated bytes for each byte of the job. Default: our own job's."),
+    float | None, typer.Option("--bytes-scale", help="Emulated bytes for each byte of the job. Default: our own job's.")
 ]
 TimeScale = Annotated[
-    float | None,
-    typer.Option("--time-scale", help="Wall-clock time for each emulated time. Default: our own job's."),
+    float | None, typer.Option("--time-scale", help="Wall-clock time for each emulated time. Default: our own job's.")
 ]
 WeatherText = Annotated[
     str,

@@ -26,8 +26,7 @@ def bench(
         str, typer.Option(help="standard, held-out, replay (the job of --trace), or a suite file.")
     ] = "standard",
     trace: Annotated[
-        Path | None,
-        typer.Option(help="Recording of --suite replay: a trace of ours, or another's with --cluster."),
+        Path | None, typer.Option(help="Recording of --suite replay: a trace of ours, or another's with --cluster.")
     ] = None,
     cluster: ClusterName = None,
     nccl: Nccl = None,

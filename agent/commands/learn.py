@@ -14,8 +14,7 @@ from .clusters import Json, Where
 def learn(
     recordings: Recording,
     hardware: Annotated[
-        str | None,
-        typer.Option(help="The GPUs, as `dynamiccl clusters` names them, e.g. '8 x NVIDIA H100 80GB HBM3'."),
+        str | None, typer.Option(help="The GPUs, as `dynamiccl clusters` names them, e.g. '8 x NVIDIA H100 80GB HBM3'.")
     ] = None,
     nccl: Annotated[str | None, typer.Option(help="NCCL's release where the recording does not say.")] = None,
     memory: Where = None,

@@ -53,8 +53,7 @@ def tune(
     windows: Annotated[int, typer.Option(help="Most windows that the policy may ask for.")] = 30,
     verify: Annotated[int, typer.Option(help="Most pairs of windows in one comparison with the default.")] = 12,
     window_steps: Annotated[
-        int | None,
-        typer.Option(help="Steps counted in a window; default: 5 to 10, as the noise of the job asks for."),
+        int | None, typer.Option(help="Steps counted in a window; default: 5 to 10, as the noise of the job asks for.")
     ] = None,
     budget: Annotated[
         float, typer.Option(min=0, help="Share of the job's time that the search may lose against the default.")

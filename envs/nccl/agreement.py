@@ -28,7 +28,7 @@ from .place import Report, one_of
 from .plugin import Plugin
 from .protocol import ABORT, Leader, Phase, Stage, Stop
 from .published import Published
-from .rounds import Desk, Kind, Rounds
+from .rounds import TOGETHER, Desk, Kind, Rounds
 from .steps import Steps
 from .tree import WAIT_S, Tree
 
@@ -207,7 +207,7 @@ class Agreement:
                 why = self._gate(opening)
                 if not why:
                     opened = time.monotonic()
-                    self._tell_first(AgreementState.OPEN, "all ranks decide together")
+                    self._tell_first(*TOGETHER)
                     assert self._tree is not None
                     rounds = Rounds(self.desk, self._tree, self._ask_log, self._forget, self._tell_first)
                     rounds.serve()

@@ -1,8 +1,9 @@
 """The probe in the job: sees each optimizer step end, says how long it took, and takes part in the agreement.
 
 It hangs on PyTorch's hook after every optimizer step, and counts backward passes; steps.py says which of the optimizer
-steps is a boundary. It never raises into the job, and loads the plugin at the first boundary, not at import. Where
-several ranks have to agree it has one thread (agreement.py).
+steps is a boundary. It never raises into the job, and loads the plugin when the job trains, not at import: at the first
+boundary, or the first backward pass of a process group. Where several ranks have to agree it has one thread
+(agreement.py).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Probe:
         """``run`` is the run folder of the job; on other nodes than rank 0's it need not exist."""
         self._run = run
         self._published = Published(Path(run) / "table")
-        self._steps = Steps()
+        self._steps = Steps(self._asked)
         self._torch: Any = None
         self._dist: Any = None
         self._worlds: Any = None  # what holds the default group
@@ -171,6 +172,17 @@ class Probe:
                 say(f"steps are no longer measured: {type(error).__name__}: {error}")
         self._generation = plugin.boundary(ended, self._step, self._sampled, flip)
 
+    def _asked(self) -> int:
+        """Collectives of which NCCL has asked the tuner in this process. Called in backward passes: never raises."""
+        # A forked child that has backward passes may be no rank (a data loader's worker): it waits for a step.
+        if self._torch is None and not self._off and not _inherited:
+            try:
+                if sys.modules["torch"].distributed.is_initialized():
+                    self._load()
+            except Exception as error:
+                self._breaks(f"{type(error).__name__}: {error}")
+        return self._plugin.asked if self._plugin is not None else 0
+
     def _load(self) -> None:
         import torch
         import torch.distributed as dist
@@ -245,7 +257,7 @@ class Probe:
         if state is not None and self._plugin is not None:
             head = (0, STATE, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, self._step, self._generation, self._rank, state)
             self._plugin.emit(_STATE.pack(*head, text.encode()[:80]) + bytes(RECORD_BYTES - _STATE.size))
-        if state not in (AgreementState.WAITING, AgreementState.OPEN):
+        if state not in (AgreementState.WAITING, AgreementState.OPEN, AgreementState.LOSING):
             alone = "; NCCL decides alone" if state is AgreementState.SHUT else ""
             say(text + alone)
 

@@ -164,6 +164,7 @@ class Leader:
     message_trial: bool = False
     closing: str = ""  # why the agreement closes
     failures: int = 0  # lost attempts in a row
+    why: str = ""  # the last of them was lost
     ahead: int = 2  # steps between the farthest rank and the place
     not_before: int = 0  # step of rank 0
     by_steps: bool = False  # places are named by steps, not by backward passes
@@ -193,9 +194,9 @@ class Leader:
         if here.steps < self.not_before:
             return False
         self.attempt += 1
-        if self.closing:  # whichever of the two a rank has done otherwise than the others, the other is equal
-            self.by_steps = self.failures % 2 == 0
-        self.by_steps = self.by_steps or not here.backwards
+        # In turn: where ranks have done one of the two unequally often, they meet only by the other, and what differs
+        # is found there. Closing begins with the one by which it was found.
+        self.by_steps = (self.failures % 2 == 1) != bool(self.closing) or not here.backwards
         self.message, self.message_trial, self.stage = message, trial, Stage.ANNOUNCED
         return True
 
@@ -233,7 +234,7 @@ class Leader:
 
     def lost(self, here: Where, why: str) -> None:
         """The attempt came to nothing: a rank missed the place, was late, or stood elsewhere."""
-        self.failures += 1
+        self.failures, self.why = self.failures + 1, why
         self.ahead = min(2 * self.ahead, FARTHEST)
         self.not_before = here.steps + self.ahead
         self.stage = Stage.QUIET

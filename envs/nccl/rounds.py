@@ -25,8 +25,12 @@ from .tree import FAN_OUT, Tree
 
 #: A store that takes longer to answer is not relied upon: no place is appointed.
 PROMPT_S = 0.1 * float(os.environ.get("DYNAMICCL_MEET_MS", "50")) / 1e3
-#: So many lost attempts to take a trial back, and the user hears of it.
+#: So many lost attempts in a row, and the tuner hears of it.
+_IN_A_ROW = 3
+#: So many to take a trial back, and the user hears of it.
 _OVERDUE = 5
+#: While no attempt is lost.
+TOGETHER = AgreementState.OPEN, "all ranks decide together"
 _ATTEMPT = struct.Struct("<I")
 
 
@@ -98,7 +102,7 @@ class Rounds:
         self._waiting: tuple[int, bytes] | None = None  # an attempt announced while this rank was not free for it
         self._leases: dict[bytes, Lease | None] = {}
         self._refused = ""  # said already
-        self._overdue = False  # that a trial outlasts its lease was said
+        self._said_lost = self._overdue = False  # that attempts are lost, that a trial outlasts its lease: was said
         self.closed = ""  # why the agreement has ended
         desk.absent = self._absent
 
@@ -262,6 +266,9 @@ class Rounds:
                 leader.expire()
                 desk.keeper.starts(None, step)
             self._tell(AgreementState.REVERTED, why)
+        if self._said_lost != (leader.failures >= _IN_A_ROW) and leader.stage is Stage.QUIET:
+            self._said_lost = not self._said_lost
+            self._tell(*(AgreementState.LOSING, leader.why) if self._said_lost else TOGETHER)
         overdue = leader.trial and not leader.wanted_trial and leader.failures >= _OVERDUE
         if overdue and leader.stage is Stage.QUIET and not self._overdue:
             self._overdue = True

@@ -8,11 +8,16 @@ Where several optimizers have backward passes of their own, as in a GAN, a step 
 optimizer that steps least often to its next: with five critic steps for one of the generator, all six are one step.
 (An optimizer that steps more than sixteen times as seldom as the others is an aside, not the job's rhythm.)
 
+What one rank does for itself is no step of the job: where rank 0 alone fits a linear probe, or keeps a small model of
+its own, no collective begins between that backward pass and that optimizer's step. Once an optimizer has stepped on
+gradients that other ranks had a part in, those which never did make no boundaries, and their passes are not counted.
+
 Only program order decides, never a clock or the garbage collector, so that all ranks find the same boundaries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 _RARER = 16  # how much less often than the others the optimizer that makes the boundaries may step
@@ -22,12 +27,16 @@ _NAME = "_dynamiccl_number"
 class Steps:
     """Counts backward passes and says which optimizer steps are boundaries."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Callable[[], int] = lambda: 0) -> None:
+        """``asked()`` counts the collectives that this process has begun so far; 0 where nothing counts them."""
+        self._asked = asked
         self.backwards = 0  # outermost ones, begun
         self.ended = 0  # boundaries
         self.paused = False  # the ranks may do different things here: nothing counts
         self._work = 0  # backward passes, those while paused too
         self._worked_at = 0  # of them, at the last optimizer step that had any
+        self._asked_then = self._backwards_then = 0  # when the first pass since that began
+        self._shared: set[int] = set()  # optimizers that stepped on what other ranks had a part in
         self._depth = 0
         self._numbers = 0
         self._anchor = 0  # the optimizer whose steps are boundaries
@@ -42,6 +51,9 @@ class Steps:
         self._worked_at = self._work
         if self.paused:
             return worked
+        if worked and self._is_alone(optimizer):
+            self.backwards = self._backwards_then
+            return False
         if worked and self._since == 0 and optimizer.__dict__.get(_NAME) == self._anchor:  # the usual step, in short
             self._steps[self._anchor] += 1
             self.ended += 1
@@ -57,6 +69,15 @@ class Steps:
             self._numbers += 1
             number = optimizer.__dict__[_NAME] = self._numbers
         return int(number)
+
+    def _is_alone(self, optimizer: Any) -> bool:
+        """Whether this optimizer has always stepped on this rank's own affairs, where others have not."""
+        if optimizer.__dict__.get(_NAME) in self._shared:
+            return False
+        if self._asked() == self._asked_then:
+            return bool(self._shared)
+        self._shared.add(self._number(optimizer))
+        return False
 
     def _without(self, number: int) -> bool:
         """No backward pass was ever seen (gradients come from elsewhere): an optimizer that steps again."""
@@ -85,6 +106,13 @@ class Steps:
         self._since = 0
         return True
 
+    def begun(self) -> None:
+        """A backward pass begins, an outermost one."""
+        if self._work == self._worked_at:
+            self._asked_then, self._backwards_then = self._asked(), self.backwards
+        self._work += 1
+        self.backwards += not self.paused
+
     def watch(self, torch: Any) -> None:
         """Count PyTorch's backward passes from now on: all of them go through one method of the engine.
 
@@ -98,8 +126,7 @@ class Steps:
         class Engine(engine):  # type: ignore[misc, valid-type]
             def run_backward(self, *args: Any, **more: Any) -> Any:
                 if not steps._depth:
-                    steps._work += 1
-                    steps.backwards += not steps.paused
+                    steps.begun()
                 steps._depth += 1
                 try:
                     return super().run_backward(*args, **more)

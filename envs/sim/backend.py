@@ -241,9 +241,6 @@ def register() -> None:
     emulation = Emulation.from_env()
     if "emulated" not in dist.Backend.backend_list:
         dist.Backend.register_backend(
-            "emulated",
-            lambda options, _: EmulatedGroup(options, emulation),
-            extended_api=True,
-            devices=["cpu"],
+            "emulated", lambda options, _: EmulatedGroup(options, emulation), extended_api=True, devices=["cpu"]
         )
         _stand_in()

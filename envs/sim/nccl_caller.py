@@ -200,15 +200,7 @@ class Communicator:
     choose = staticmethod(choose)
 
     def start_coll(
-        self,
-        func: str,
-        seq: int,
-        count: int,
-        datatype: str | int,
-        n_channels: int,
-        n_warps: int,
-        algo: str,
-        proto: str,
+        self, func: str, seq: int, count: int, datatype: str | int, n_channels: int, n_warps: int, algo: str, proto: str
     ) -> int | None:
         """Tell the profiler that a collective is enqueued; a handle for :meth:`kernel` and :meth:`stop`, or None.
 
