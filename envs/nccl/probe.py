@@ -15,26 +15,21 @@ import struct
 import sys
 import time
 import weakref
-from collections import deque
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...traces.reasons import NotAgreeing, NotTuning
-from ...traces.records import FLAG_SAMPLED, RECORD_BYTES, STATE, STEP, STEP_DTYPE, UNSET, AgreementState
+from ...traces.records import FLAG_SAMPLED, RECORD_BYTES, STATE, STEP, UNSET, AgreementState
 from .agreement import Agreement, say
 from .gauges import Gauges, Reading
 from .plugin import Plugin
 from .published import Local, Published
 from .sampling import Sampling
+from .step_clock import STEP_PACKED, CudaClock, Ended, pack_gauges
 from .steps import Steps
 from .tree import takes_connections
 
-# STEP_DTYPE as two structs, packed rather than filled as a numpy record: the second part changes twice a second.
-_STEP = struct.Struct("<QBBBBBBHQQIIIIqq")
-_GAUGES = struct.Struct("<QQdffHHIffff8x")
-assert _STEP.size + _GAUGES.size == STEP_DTYPE.itemsize
 _STATE = struct.Struct("<QBBBBBBHQQIIII80s")
-_NO_LOSS = float("nan")
 _ASK_NO_TUNER = ("gloo", "mpi", "ucc")  # backends of PyTorch's own that do without NCCL
 
 
@@ -58,10 +53,10 @@ class Probe:
         fixed = os.environ.get("DYNAMICCL_SAMPLE_EVERY")
         self._sampling = Sampling(int(fixed) if fixed else None)
         self._sampled = False  # kernel times are being taken
-        self._clock: _CudaClock | None = None
+        self._clock: CudaClock | None = None
         self._gauges: Gauges | None = None
         self._reading: Reading | None = None
-        self._packed = _pack(Reading())
+        self._packed = pack_gauges(Reading())
         self._left: list[Agreement] = []  # of groups that were destroyed
         self._off = self._broken = False
         self._measures = True
@@ -198,20 +193,20 @@ class Probe:
     def _measure(self, plugin: Plugin, cuda: bool, now: int) -> bytes | None:
         """The STEP record of the step that has ended, None if it is not known (yet); decides on the next step."""
         if self._clock is None and cuda:
-            self._clock = _CudaClock(self._torch.cuda, plugin, self._sampling)
+            self._clock = CudaClock(self._torch.cuda, plugin, self._sampling)
             self._gauges = Gauges(self._torch.cuda)
             self._last_ns = 0
         if self._gauges and (reading := self._gauges.latest()) is not self._reading:
-            self._reading, self._packed = reading, _pack(reading)
+            self._reading, self._packed = reading, pack_gauges(reading)
         ended = None
         if self._last_ns:
             flags = FLAG_SAMPLED if self._sampled else 0
             which = (self._step, self._generation, self._rank, self._sampling.every, now)
             head = (0, STEP, UNSET, UNSET, UNSET, 0, UNSET, flags, 0, 0, *which)
             if self._clock:
-                self._clock.mark(_Ended(head, self._packed, self._sampled, self._generation))
+                self._clock.mark(Ended(head, self._packed, self._sampled, self._generation))
             else:
-                ended = _STEP.pack(*head, now - self._last_ns) + self._packed
+                ended = STEP_PACKED.pack(*head, now - self._last_ns) + self._packed
                 self._sampling.ended(self._sampled, now - self._last_ns, self._generation)
             self._step += 1
         elif self._clock:
@@ -318,48 +313,6 @@ def _nccl(torch: Any) -> str:
         return ".".join(map(str, torch.cuda.nccl.version()))
     except Exception:  # a build without it
         return "-"
-
-
-class _Ended(NamedTuple):
-    """A step whose end the GPU has still to pass."""
-
-    head: tuple[int, ...]  # of its STEP record, up to the duration
-    gauges: bytes
-    sampled: bool
-    generation: int
-
-
-class _CudaClock:
-    """Step times from CUDA events at the boundaries, read when the GPU has passed them: no synchronisation."""
-
-    def __init__(self, cuda: Any, plugin: Plugin, sampling: Sampling) -> None:
-        self._cuda, self._plugin, self._sampling = cuda, plugin, sampling
-        self._marks: deque[tuple[Any, _Ended | None]] = deque()
-        self._free: list[Any] = []
-
-    def mark(self, ended: _Ended | None) -> None:
-        """A boundary, and the step that ends with it."""
-        event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append((event, ended))
-        self.settle()
-
-    def settle(self) -> None:
-        """Write the records of the steps whose ends the GPU has passed."""
-        while len(self._marks) > 1 and self._marks[1][0].query():
-            begin, _ = self._marks.popleft()
-            end, ended = self._marks[0]
-            assert ended is not None  # only the first mark has no step before it
-            duration_ns = int(begin.elapsed_time(end) * 1e6)
-            self._plugin.emit(_STEP.pack(*ended.head, duration_ns) + ended.gauges)
-            self._sampling.ended(ended.sampled, duration_ns, ended.generation)
-            self._free.append(begin)
-
-
-def _pack(seen: Reading) -> bytes:
-    """The part of a STEP record that holds the gauges; the loss lies among them."""
-    memory_used, memory_total, *rest = vars(seen).values()
-    return _GAUGES.pack(memory_used, memory_total, _NO_LOSS, *rest)
 
 
 def _nobody() -> None:
