@@ -330,7 +330,7 @@ class Job:
             if not alive:
                 raise JobEnded(self._ended())
             now = time.monotonic()
-            if not seen and now - last > 2:
+            if not seen and (now - last > 2 or (self.state and self.state[0] == AgreementState.LOSING)):
                 self._say(f"waiting: {self.waits_for()}")
             if self._durations and now - last > max(PAUSE_S, self._pause_ms() / 1e3):
                 self._sit_out(trial, now - last)
@@ -361,7 +361,7 @@ class Job:
     def _ended(self) -> str:
         ended = RunEnds.JOB_ENDED() if self.status is None else RunEnds.JOB_STATUS(status=self.status)
         why = "" if self.ranks else self.waits_for()
-        if self.state and self.state[0] == AgreementState.WAITING:
+        if self.state and self.state[0] in (AgreementState.WAITING, AgreementState.LOSING):
             why = self.state[1]
         return RunEnds.BEFORE_A_SWITCH(ended=ended, why=why) if why else ended
 

@@ -100,6 +100,8 @@ def test_wrong_input_is_named_as_it_was_given(tmp_path, words, says):
         (["job-status"], 0, "too short for a verdict"),
         (["job-status"], 1, None),
         (["before-a-switch", "job-status", "no-probe"], 0, None),
+        (["before-a-switch", "job-status", "no-step"], 0, "as in inference"),
+        (["before-a-switch", "job-status", "no-switch-yet", "absent"], 0, "DYNAMICCL_MEET_MS"),
     ],
 )
 def test_a_run_without_a_result_says_what_to_do(reasons, status, says):
