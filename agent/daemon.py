@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..envs.evidence import SlotOverlap
-from ..envs.live import LAUNCHER, STOP, Closed, Job, JobEnded, Stopped, Window, Withdrawn
+from ..envs.job_ends import Closed, JobEnded, Stopped, Withdrawn
+from ..envs.live import LAUNCHER, STOP, Job, Window
 from ..envs.live_windows import LiveWindows
 from ..envs.locks import Busy, is_locked, lock
 from ..envs.memory import Memory

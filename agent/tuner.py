@@ -17,7 +17,8 @@ from ..envs.belief import Prior
 from ..envs.canary import GIVE_UP
 from ..envs.evidence import SlotOverlap, of_slot, tell
 from ..envs.job_arena import Policy
-from ..envs.live import JobEnded, Window
+from ..envs.job_ends import JobEnded
+from ..envs.live import Window
 from ..envs.live_windows import LiveWindows
 from ..envs.memory import Memory
 from ..envs.obedience import Disobeyed

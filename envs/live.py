@@ -11,7 +11,8 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from ..traces.assemble import EVENT_COLUMNS, Assembler, as_records, empty, step_
 from ..traces.files import TraceWriter
 from ..traces.reasons import NotTuning, RunEnds
 from ..traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, AgreementState, Decision, Lease, Slot, Table
+from .job_ends import Closed, JobEnded, Stopped, Withdrawn
 from .leases import Heart, lease, note_confirmed, read_confirmed
 from .locks import is_locked
 from .nccl.shm import RunFolder
@@ -36,8 +38,9 @@ TAKE_S = 2.0  # how often records become tables: pandas is too slow for every po
 DISCARD = 1
 #: Steps from publishing a table to the first one under it: the poll, the round under way, the round that carries it.
 SWITCH_STEPS = 3
-#: A pause (checkpoint, evaluation) is a step that takes so many times the median of those before it, and so long.
+#: A pause (checkpoint, evaluation) is a step that takes so many times what most before it took, and so long.
 PAUSE_TIMES, PAUSE_STEP_S, PAUSE_S = 20, 1.0, 5.0
+_OFTEN = 0.8  # a fifth of the steps that are longer are the job's rhythm
 #: An attached job without a launcher is over when none of its processes has lived for so long: they may be restarted.
 RESTART_S = 60.0
 #: Rank 0 counts as being on another node when ranks here have stepped for so long without it.
@@ -46,22 +49,6 @@ ELSEWHERE_S = 10.0
 MOST_EVENTS = 400_000
 #: In the run folder: the launcher's lock and the job's status from it, the wish to end.
 LAUNCHER, STATUS, STOP = "launcher", "status", "stop"
-
-
-class JobEnded(Exception):
-    """There is nothing more to tune: the job is over (its exit status is in ``Job.status``), or see the subclasses."""
-
-
-class Closed(JobEnded):
-    """The job goes on, and its ranks change no table any more; the message says why."""
-
-
-class Stopped(Closed):
-    """``dynamiccl stop`` was called."""
-
-
-class Withdrawn(Closed):
-    """Ranks ran one collective two ways: the table was taken back. A failure."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +68,12 @@ class Window:
 
 @dataclass
 class _Pause(Exception):
-    """A window is void: what happened, and how long the step took in which it did."""
+    """A window was cut short: what happened, and the step in which it did; ``took_ms`` 0: the job did not pause."""
 
     what: str
-    durations_ms: list[float] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    generation: int = 0
+    generation: int
+    step: int = 0
+    took_ms: float = 0.0
 
 
 class Job:
@@ -116,6 +103,8 @@ class Job:
         self.audit = CallAudit()
         self.obedience = Obedience()
         self.thin = False  # the search is over: write events whose kernels were timed, and keep none
+        self._reverted = False  # rank 0 has taken a trial back since the last table was published
+        self._pauses = 0  # of the job under confirmed tables: two, and it does so of its own
         self._to_stay: dict[Slot, Decision] | None = None  # the table published last, where it is no trial
         self._heart: Heart | None = None
         self._durations: deque[float] = deque(maxlen=50)
@@ -179,6 +168,7 @@ class Job:
         for row in rows[rows["kind"] == STATE].view(STATE_DTYPE):
             text = bytes(row["text"]).split(b"\0", 1)[0].decode("utf-8", "replace")
             self.state = AgreementState(int(row["code"])), text
+            self._reverted |= self.state[0] == AgreementState.REVERTED
             log.info("the ranks' agreement is %s: %s", self.state[0].name, text)
         steps = step_rows(records, None)
         if len(steps):
@@ -237,7 +227,7 @@ class Job:
 
     def publish(self, decisions: Mapping[Slot, Decision], trial: Lease | None = None) -> int:
         """Make ``decisions`` the table of the next generation; the probe switches all ranks at one step."""
-        self.generation += 1
+        self.generation, self._reverted = self.generation + 1, False
         self._to_stay = None if trial else {s: d for s, d in decisions.items() if not d.is_auto}
         table = Table.of(self.generation, decisions, trial)
         self.obedience.expect(table)
@@ -277,33 +267,45 @@ class Job:
     ) -> Window:
         """Run ``n_steps`` counted steps under ``decisions`` and return them.
 
-        Ends early once a counted step took longer than ``give_up_ms``. A pause of the job, of any length, voids the
-        window: the confirmed table is published meanwhile and the window begins anew when steps come again. If that
-        happens twice it is taken for the table's doing, and is the window's result. Raises JobEnded.
+        Ends early once a counted step took longer than ``give_up_ms``. In a pause of the job, of any length, the
+        confirmed table is published, and the window begins anew when steps come again; of a job that pauses under the
+        confirmed table too (rollouts, evaluations) it goes on. Where ``decisions`` alone make the job pause, that
+        is the window's result. Raises JobEnded.
         """
         chosen = {s: d for s, d in decisions.items() if not d.is_auto}
-        for attempt in range(10**9):
+        counted: dict[int, float] = {}  # duration in ms by step
+        pauses = barren = 0
+        for _ in count():
+            before = len(counted)
             try:
-                return self._window(chosen, n_steps, discard, give_up_ms)
+                return self._window(chosen, n_steps, discard, give_up_ms, counted)
             except _Pause as pause:
-                if attempt and chosen and pause.durations_ms:
-                    worst = int(np.argmax(pause.durations_ms))
-                    times, steps = np.array([pause.durations_ms[worst]]), np.array([pause.steps[worst]])
-                    return Window(pause.generation, steps, times)
-                self._say(f"the window is measured again: {pause.what}")
+                pauses += bool(pause.took_ms)
+                barren = barren + 1 if len(counted) == before else 0
+                if chosen == self.confirmed:
+                    self._pauses += bool(pause.took_ms)
+                elif chosen and pause.took_ms and pauses >= 2:
+                    if (before := self._pauses) < 2:  # does it pause without them too?
+                        self.window(self.confirmed, n_steps, discard)
+                        self._pauses += self._pauses > before
+                    if barren >= 2 or self._pauses < 2:
+                        return Window(pause.generation, np.array([pause.step]), np.array([pause.took_ms]))
+                if self._pauses < 2:
+                    counted.clear()
+                self._say(f"the window {'goes on' if counted else 'is measured again'}: {pause.what}")
         raise AssertionError("unreachable")
 
-    def _window(self, decisions: dict[Slot, Decision], n_steps: int, discard: int, give_up_ms: float) -> Window:
+    def _window(
+        self, decisions: dict[Slot, Decision], n_steps: int, discard: int, give_up_ms: float, counted: dict[int, float]
+    ) -> Window:
         trial = decisions != self.confirmed
         if trial or decisions != self._to_stay:
             generation = self.publish(decisions, lease(n_steps + discard, self._durations) if trial else None)
         else:
             generation = self.generation  # in force already, and to stay
-        steps: list[int] = []
-        durations: list[float] = []
-        seen = 0
+        seen, newest = 0, 0.0
         last = time.monotonic()
-        while len(durations) < n_steps:
+        while len(counted) < n_steps:
             alive = self.is_alive()
             self.poll()
             self.check()
@@ -314,31 +316,32 @@ class Job:
                 self._durations.append(took)
                 if int(row["generation"]) != generation:
                     if seen:
-                        raise _Pause("its table was taken back", generation=generation)
+                        raise _Pause("its table was taken back", generation)
                     continue
                 seen += 1
                 if took > pause_ms:
-                    steps.append(int(row["step"]))
-                    raise _Pause(f"a step took {took / 1e3:.1f} s", [took], steps[-1:], generation)
-                if seen > discard and len(durations) < n_steps:
-                    steps.append(int(row["step"]))
-                    durations.append(took)
-            if durations and durations[-1] > give_up_ms:
-                break
-            if len(durations) >= n_steps:
+                    raise _Pause(f"a step took {took / 1e3:.1f} s", generation, int(row["step"]), took)
+                if seen > discard and len(counted) < n_steps:
+                    counted[int(row["step"])] = newest = took
+            if newest > give_up_ms or len(counted) >= n_steps:
                 break
             if not alive:
                 raise JobEnded(self._ended())
+            if not seen and self._reverted:  # it was published while rank 0 took the one before it back
+                raise _Pause("its table was taken back", generation)
             now = time.monotonic()
             if not seen and (now - last > 2 or (self.state and self.state[0] == AgreementState.LOSING)):
                 self._say(f"waiting: {self.waits_for()}")
             if self._durations and now - last > max(PAUSE_S, self._pause_ms() / 1e3):
                 self._sit_out(trial, now - last)
-                raise _Pause("the job paused", generation=generation)
+                raise _Pause("the job paused", generation, self.last_step, 1e3 * (time.monotonic() - last))
             time.sleep(POLL_S * (5 if self.thin else 1))
         self._told = ""
         return Window(
-            generation, np.array(steps), np.array(durations), self.obedience.verdict(generation, self.assembler.comms)
+            generation,
+            np.array([*counted]),
+            np.array([*counted.values()]),
+            self.obedience.verdict(generation, self.assembler.comms),
         )
 
     def _sit_out(self, trial: bool, since_s: float) -> None:
@@ -355,7 +358,7 @@ class Job:
             time.sleep(POLL_S * 5)
 
     def _pause_ms(self) -> float:
-        known = float(np.median(self._durations)) if len(self._durations) >= 3 else float("inf")
+        known = float(np.quantile(self._durations, _OFTEN)) if len(self._durations) >= 3 else float("inf")
         return max(PAUSE_STEP_S * 1e3, PAUSE_TIMES * known)
 
     def _ended(self) -> str:

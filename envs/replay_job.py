@@ -16,7 +16,8 @@ from ..traces import spaces
 from ..traces.assemble import Offer
 from ..traces.files import Trace
 from ..traces.records import Decision, Slot
-from .live import DISCARD, SWITCH_STEPS, JobEnded, Window
+from .job_ends import JobEnded
+from .live import DISCARD, SWITCH_STEPS, Window
 from .replay import Recorded, default_windows, offers_of
 
 Array = np.ndarray[Any, Any]

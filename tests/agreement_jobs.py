@@ -44,18 +44,22 @@ def skips(folder: RunFolder) -> Any:
 
 
 def own_model(folder: RunFolder) -> Any:
-    """Rank 0 trains a small model of its own: a step beside each of the job's, and a hundred in a row."""
+    """Rank 0 trains a small model of its own: before the job does, beside each of its steps, and a hundred in a row."""
     Publisher(folder, 0.05)
     own = type("Optimizer", (), {})()
 
+    def trains_its_own(rank: LightRank, steps: int) -> None:
+        for _ in range((rank.rank == 0) * steps):
+            rank.backward()
+            rank.optimizer_step(own)
+
     def step(rank: LightRank, i: int) -> None:
+        trains_its_own(rank, 40 if i == 0 else 0)
         rank.backward()
         rank.collective(i)
         time.sleep(0.01)
         rank.optimizer_step()
-        for _ in range((rank.rank == 0) * (100 if i == 60 else 1)):
-            rank.backward()
-            rank.optimizer_step(own)
+        trains_its_own(rank, 100 if i == 60 else 1)
 
     return run(3, 120, folder, step=step)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pandas as pd
-from dynamiccl.envs.live import JobEnded, Window
+from dynamiccl.envs.job_ends import JobEnded
+from dynamiccl.envs.live import Window
 from dynamiccl.traces.assemble import Offer
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
 

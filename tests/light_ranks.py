@@ -83,7 +83,7 @@ class LightRank:
 
     def _watch_meetings(self, agreement: Agreement) -> None:
         """Of each meeting: how long the training thread stood, and what of it the protocol is not to blame for."""
-        meet, ask = agreement._meet, agreement._ask_log
+        meet, ask = agreement._meet, agreement.store.log
         asked_s = [0.0]
 
         def asks(attempt: int, word: str) -> str:
@@ -105,7 +105,7 @@ class LightRank:
                 ms = {"stood": stood, "store": asked_s[0], "off": _kept_off_since(before)}
                 self.meetings.append({name: 1e3 * value for name, value in ms.items()})
 
-        agreement._meet, agreement._ask_log = meets, asks  # type: ignore[method-assign]
+        agreement._meet, agreement.store.log = meets, asks  # type: ignore[method-assign]
 
     def tell(self, state: int | None, text: str) -> None:
         """The agreement's word."""

@@ -11,7 +11,7 @@ import pytest
 from dynamiccl.agent.daemon import Daemon
 from dynamiccl.agent.request import Request
 from dynamiccl.envs import live
-from dynamiccl.envs.live import Closed
+from dynamiccl.envs.job_ends import Closed
 from dynamiccl.envs.nccl.shm import TableFile, decode_table
 
 #: A job of one process without PyTorch: NCCL's calls, a step's end, and the part of the probe that takes a new table.

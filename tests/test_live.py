@@ -6,8 +6,9 @@ import time
 import numpy as np
 import pytest
 from dynamiccl.envs import live
+from dynamiccl.envs.job_ends import Closed, JobEnded, Stopped, Withdrawn
 from dynamiccl.envs.leases import CONFIRMED, LEASE_MS, read_confirmed
-from dynamiccl.envs.live import STOP, Closed, Job, JobEnded, Stopped, Withdrawn
+from dynamiccl.envs.live import STOP, Job
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.traces.assemble import Communicator
 from dynamiccl.traces.records import COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState, Decision, Slot
@@ -187,6 +188,68 @@ def test_a_table_that_makes_the_job_pause_twice_is_measured_so(world, monkeypatc
     job.window({}, 4)
     ring.script = iter([10.0, 10.0, 5000.0, 10.0, 10.0, 6000.0])
     assert list(job.window(TRIAL, 20).durations_ms) == [6000.0]
+
+
+def rollouts(every):
+    """A step of a minute after so many of a second: reinforcement learning, evaluation."""
+    while True:
+        for i in range(every):
+            yield 60e3 if i == every - 1 else 1000.0
+
+
+@pytest.mark.parametrize("every", [6, 8, 10, 12, 14])
+def test_a_job_with_a_long_step_now_and_then_is_measured_and_no_table_blamed_for_it(world, every):
+    """Before: the first window never ended, or every table was struck for steps over 1.5 times as long."""
+    job, ring, _ = world
+    ring.script = rollouts(every)
+    assert list(job.window({}, 10, 1).durations_ms) == [1000.0] * 10
+    for _ in range(3):
+        assert list(job.window(TRIAL, 8, 1).durations_ms) == [1000.0] * 8
+    assert ring.step < 60 * every
+
+
+def test_where_the_default_had_not_paused_yet_it_is_asked_before_a_table_is_blamed(world):
+    job, ring, _ = world
+    job.window({}, 6)
+    ring.script = rollouts(8)
+    assert list(job.window(TRIAL, 8, 1).durations_ms) == [1000.0] * 8
+
+
+def test_long_steps_that_come_often_are_the_jobs_rhythm(world):
+    job, ring, _ = world
+    ring.script = rollouts(4)
+    job.window({}, 6, 1)
+    assert set(job.window(TRIAL, 12, 1).durations_ms) == {1000.0, 60e3}
+
+
+def test_a_trial_that_rank_0_dropped_before_it_came_into_force_is_published_anew(world):
+    """Rank 0 takes the trial before it back and drops what it heard since. Before: waited for to the job's end."""
+    job, ring, said = world
+    job.window({}, 4)
+
+    def reverted():
+        ring.says(AgreementState.REVERTED, "no sign of life of the tuner")
+
+    drain = ring.drain
+
+    def under_the_old_table():
+        records = drain()
+        assert ring.step < 100
+        records.view(STEP_DTYPE)["generation"][records["kind"] == STEP] = 1
+        return records
+
+    ring.drain = under_the_old_table
+    ring.script = iter([10.0] * 5 + [reverted])
+    published = job.publish
+
+    def heard(*args):
+        if said:
+            ring.drain = drain
+        return published(*args)
+
+    job.publish = heard
+    assert list(job.window(TRIAL, 4).durations_ms) == [10.0] * 4
+    assert any("taken back" in text for text in said)
 
 
 def test_a_lease_that_ran_out_voids_the_window(world):

@@ -8,7 +8,7 @@ from dynamiccl.agent.choosing import make_chooser
 from dynamiccl.agent.classical import CLASSICAL
 from dynamiccl.agent.rank import Run, live_run, rank, replayed_run, saved, spearman
 from dynamiccl.agent.tuner import Settings, Tuner
-from dynamiccl.envs.live import JobEnded
+from dynamiccl.envs.job_ends import JobEnded
 from dynamiccl.envs.live_windows import LiveWindows
 from dynamiccl.envs.replay import load
 from dynamiccl.envs.replay_job import RecordedJob

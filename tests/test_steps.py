@@ -14,8 +14,8 @@ def boundaries(program: str) -> str:
     return run(program)[0]
 
 
-def run(program: str) -> tuple[str, int]:
-    """The same, and the backward passes that are counted."""
+def run(program: str) -> tuple[str, int, int]:
+    """The same, and the backward passes and boundaries that are counted."""
     asked, optimizers, said = 0, {}, ""
     steps = Steps(lambda: asked)
     for what in program.replace(" ", ""):
@@ -27,7 +27,7 @@ def run(program: str) -> tuple[str, int]:
             continue
         is_one = steps.stepped(optimizers.setdefault(what, Optimizer()))
         said += what.upper() if is_one else what
-    return said, steps.backwards
+    return said, steps.backwards, steps.ended
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,13 @@ def test_an_optimizer_that_hardly_steps_is_not_the_rhythm_and_one_that_is_replac
         ("a model of its own beside each step", ".b.a .b.a .b.a", ".b.a be .b.a be .b.a be"),
         ("beside a GAN", "b.d b.d b.g " * 9, "b.d b.d b.g be " * 9),
         ("beside accumulation", "bb.a bb.a", "bb.a be bb.a"),
+        ("before training", ".b.a .b.a", "bpbpbp .b.a bp .b.a"),
+        ("before accumulation, with a model that is thrown away", ".bb.a .bb.a", ". bpbp bebebe .bb.a .bb.a"),
     ],
 )
 def test_what_one_rank_does_for_itself_makes_no_step_and_no_backward_pass(name, job, rank_0):
-    said, passes = run(rank_0)
-    said = "".join(c for c in said if c not in "pe")
-    assert (said, passes) == run(job), name
+    said, *counted = run(rank_0)
+    assert ("".join(c for c in said if c not in "pePE"), *counted) == run(job), name
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,21 @@ def test_what_one_rank_does_for_itself_makes_no_step_and_no_backward_pass(name, 
 )
 def test_a_step_counts_where_no_other_optimizer_or_it_itself_has_shared_its_gradients(program):
     assert boundaries(program) == "AAA"
+
+
+def test_counts_go_on_where_the_ranks_agreed_before_they_first_shared_gradients():
+    """A place may have been named in them. And with one that skips a step its next has passes of two."""
+    asked, one = 0, Optimizer()
+    steps = Steps(lambda: asked)
+    for _ in range(5):
+        steps.begun()
+        assert steps.stepped(one)
+    steps.agreed = True
+    steps.begun()
+    asked += 1
+    assert steps.stepped(one) and (steps.backwards, steps.ended) == (6, 6)
+    steps.restart()
+    assert (steps.backwards, steps.ended, steps.agreed) == (0, 0, False)
 
 
 def test_without_backward_passes_an_optimizer_that_steps_again_makes_the_boundary():

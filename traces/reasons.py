@@ -105,6 +105,7 @@ class RowRefused(Reason):
 class NotAgreeing(Reason):
     """Why the ranks change no table: the gate is shut, an attempt was lost, the agreement is over, a lease ran out."""
 
+    NO_GROUP = "several ranks, and no process group of torch.distributed to agree through"
     NO_PLUGIN = "rank {rank} has no plugin"
     NO_TUNER = "NCCL has not loaded the tuner on rank {rank}"
     NO_FIRST_STEP = "rank {rank} took no optimizer step within {seconds:.0f} s of rank {other}'s first"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,9 +23,10 @@ from typing import Any
 from ...traces.reasons import KEEP_CONFIRMED, KEEP_TRIAL, NotAgreeing, NotTuning
 from ...traces.records import AgreementState
 from .interrupts import Interrupts
+from .job_store import JobStore
 from .place import Report, one_of
 from .plugin import Plugin
-from .protocol import ABORT, Leader, Phase, Stage, Stop
+from .protocol import ABORT, Phase, Stage, Stop
 from .published import Published
 from .rounds import TOGETHER, Desk, Kind, Rounds
 from .steps import Steps
@@ -40,7 +40,6 @@ _FOR_THE_TREE = 0.8
 _SOON_S, _LATER_S = 0.5, 60.0  # until a lost network is opened again: at first, and at most
 _AFTER_S = 0.1
 _OFTEN = 5  # losses after which it takes longer each time
-_OPENING = "opening"  # in the store: how often rank 0 has opened the network again
 _NEWS_S = 0.02  # between two looks at what the daemon has published
 _LOOK_S = 0.25  # until NCCL has loaded the tuner, this often
 
@@ -59,21 +58,20 @@ class Agreement:
         published: Published,
         store: Callable[[], tuple[Any, str]],
         versions: str = "",
-        before: Leader | None = None,
+        before: Desk | None = None,
         tell: Tell = lambda state, text: None,
     ) -> None:
-        """``store()`` gives a connection of our own to the job's store, and the store's host; called in the background.
+        """``store()`` gives a new connection of our own to the job's store, and the store's host.
 
         ``versions`` is what beside the plugin's identity must be equal on all ranks. ``tell`` hears on rank 0 of every
-        change of state, elsewhere only of what is wrong with the rank itself. ``before`` is the leader of the group
+        change of state, elsewhere only of what is wrong with the rank itself. ``before`` is the desk of the group
         that this process had before.
         """
         self.desk = Desk(rank, n_ranks, plugin, steps, published, before)
         self.held_s = 0.0  # the longest that the training thread has stood here
         self.stopped = ""  # why the active table will not change any more
-        self._make_store, self._versions, self._tell = store, versions, tell
-        self._store: Any = None
-        self._host = ""
+        self.store = JobStore(store, rank)
+        self._versions, self._tell = versions, tell
         self._tree: Tree | None = None
         self._closing, self._end = False, threading.Event()
         self._backwards = steps.backwards  # at the last boundary
@@ -94,7 +92,7 @@ class Agreement:
             return False
         here = desk.here()
         backwards = here.backwards
-        desk.stride, self._backwards = backwards - self._backwards or 1, backwards
+        desk.stride, self._backwards = max(1, backwards - self._backwards), backwards  # the count may begin anew
         with desk.lock:
             meets = desk.member.meets(here)
             stop = Stop.MEET if meets else desk.member.boundary(here)
@@ -171,7 +169,7 @@ class Agreement:
             while member.phase is Phase.MET and self._thread.is_alive():
                 desk.answered.acquire(timeout=1.0)
         elif waits:
-            log = self._ask_log(attempt, ABORT)
+            log = self.store.log(attempt, ABORT)
             with desk.lock:
                 member.log_read(log)
         return member.phase is Phase.FLIP
@@ -180,21 +178,6 @@ class Agreement:
         tree = self._tree
         if tree is not None:
             tree.wake()
-
-    def _ask_log(self, attempt: int, word: str) -> str:
-        """Set an attempt's log if it is free; what it holds. A store that is gone for good has committed nothing."""
-        try:
-            return str(self._store.compare_set(f"log/{attempt}", "", word).decode())
-        except Exception as error:
-            try:  # it may have been done all the same
-                return str(self._store.compare_set(f"log/{attempt}", "", word).decode())
-            except Exception:
-                say(NotAgreeing.NO_STORE(rank=self.desk.rank, error=error))
-                return ABORT
-
-    def _forget(self, attempt: int) -> None:
-        if attempt:
-            self._store.delete_key(f"log/{attempt}")
 
     # -- the thread in the background ----------------------------------------------------------------------------------
 
@@ -206,16 +189,16 @@ class Agreement:
             try:
                 why = self._gate(opening)
                 if not why:
-                    opened = time.monotonic()
+                    opened, self.desk.steps.agreed = time.monotonic(), True
                     self._tell_first(*TOGETHER)
                     assert self._tree is not None
-                    rounds = Rounds(self.desk, self._tree, self._ask_log, self._forget, self._tell_first)
+                    rounds = Rounds(self.desk, self._tree, self.store, self._tell_first)
                     rounds.serve()
                     closed = rounds.closed
             except Exception as error:  # whatever it is: the job goes on
                 why = str(error) or type(error).__name__
                 # No connection to the store is not this rank's fault.
-                if self._store is not None or not isinstance(error, ConnectionError):
+                if self.store.is_connected or not isinstance(error, ConnectionError):
                     why = NotAgreeing.FAULT(rank=self.desk.rank, error=why)
                 if not (opened or opening):
                     why = self._give_up(why)
@@ -240,16 +223,7 @@ class Agreement:
                 self._end.wait(again_s)  # most often the job has ended on another rank, and does so here in a moment
                 if self._closing:
                     return
-                opening = self._next(before)
-
-    def _next(self, opening: int) -> int:
-        """Which time the network is opened now: rank 0 counts, so that all ranks try at the same one."""
-        with contextlib.suppress(Exception):  # the store is away too
-            if self.desk.rank:
-                return int(self._store.get(_OPENING))
-            self._store.set(_OPENING, str(opening + 1))
-            return opening + 1
-        return opening
+                opening = self.store.next_opening(before)
 
     def _leave(self) -> None:
         """The network is gone: what was announced is off; who stands asks the log."""
@@ -271,12 +245,9 @@ class Agreement:
     def _gate(self, opening: int) -> str:
         """Open the tree and pass the gate; why it is shut, empty if it is open. Raises OSError."""
         desk, end = self.desk, time.monotonic() + ATTACH_S
-        if self._store is None:
-            self._store, self._host = self._make_store()
-            if desk.rank == 0:
-                self._store.set(_OPENING, "0")
-        store = _Under(self._store, f"{opening}/")
-        tree = self._tree = Tree(desk.rank, desk.n_ranks, store, self._host)
+        if not self.store.is_connected:
+            self.store.connect()
+        tree = self._tree = Tree(desk.rank, desk.n_ranks, self.store.under(opening), self.store.host)
         if self._closing:
             raise ConnectionAbortedError(NotAgreeing.DESTROYED())
         # Anew: a part of it, or a rank that comes to an opening when rank 0 has left it misses the next one as well.
@@ -289,16 +260,18 @@ class Agreement:
             if not sent and len(reports) > len(tree.children):
                 sent, whole = True, one_of(list(reports.values()))
                 if desk.rank == 0:
-                    word = f"shut:{whole[2]}" if whole[2] else "open"
-                    return self._passed(store.compare_set("gate", "", word).decode())
+                    store = self.store
+                    return self._passed(store.shuts(opening, whole[2]) if whole[2] else store.opens(opening))
                 tree.up(Kind.READY, json.dumps(whole).encode())
             left = end - time.monotonic()
             if desk.rank in reports:  # who is at fault itself says so first
                 left += ATTACH_S / 10
             if left < 0:
-                word = store.compare_set("gate", "", "shut:" + self._not_ready(tree, reports)).decode()
-                if word != "open":
-                    return self._passed(word)
+                not_ready = self._not_ready(tree, reports)
+                if shut := self.store.hears(self.store.shuts(opening, not_ready)):
+                    return self._passed(shut)
+                if left < -ATTACH_S:  # the word of a job before this one
+                    return not_ready
                 left = 1.0  # it has opened this moment: the word is on its way
             for rank, kind, payload in tree.receive(left if desk.rank in reports else min(left, _LOOK_S)):
                 if kind == Kind.READY:
@@ -309,7 +282,7 @@ class Agreement:
     def _passed(self, word: str) -> str:
         """The gate's word is handed on to the ranks below."""
         assert self._tree is not None
-        shut = word.removeprefix("shut:") if word != "open" else ""
+        shut = self.store.hears(word)
         self._tree.down(Kind.SHUT if shut else Kind.OPEN, word.encode())
         return shut
 
@@ -337,8 +310,7 @@ class Agreement:
     def _give_up(self, why: str) -> str:
         """This rank cannot take part: nobody may have a table. The reason that all hear of, which may be another's."""
         with contextlib.suppress(Exception):
-            word = _Under(self._store, "0/").compare_set("gate", "", f"shut:{why}").decode()
-            return word.removeprefix("shut:") if word != "open" else why
+            return self.store.hears(self.store.shuts(0, why)) or why
         return why
 
     def _stop(self, state: AgreementState, why: str) -> None:
@@ -358,7 +330,7 @@ class Agreement:
 
     def close(self) -> None:
         """This rank takes no further part; the active table stays."""
-        self._closing = True
+        self._closing = self.store.closing = True
         self.stopped = self.stopped or NotAgreeing.DESTROYED()
         self._end.set()
         if (tree := self._tree) is not None:
@@ -372,28 +344,3 @@ class Agreement:
         """In the child of a fork: the connections are the parent's."""
         if self._tree is not None:
             self._tree.close_inherited()
-
-
-class _Under:
-    """A store's keys under a prefix."""
-
-    def __init__(self, store: Any, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
-
-    def set(self, key: str, value: str) -> None:
-        self._store.set(self._prefix + key, value)
-
-    def get(self, key: str) -> bytes:
-        return bytes(self._store.get(self._prefix + key))
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._store.check([self._prefix + key for key in keys]))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return bytes(self._store.compare_set(self._prefix + key, expected, desired))
-
-
-def say(text: str) -> None:
-    """Tell the user. Never raises: standard error may be closed or full."""
-    with contextlib.suppress(Exception):
-        print(f"dynamiccl: {text}", file=sys.stderr, flush=True)

@@ -28,7 +28,7 @@ struct dccl_seat {
 
 static struct dccl_seat seats[SEATS];
 static pthread_mutex_t seating = PTHREAD_MUTEX_INITIALIZER;
-static _Atomic uint32_t n_tuners, abi;
+static _Atomic uint32_t n_tuners, widest, abi;
 static _Atomic int n_contexts;
 static _Atomic uint64_t n_asked;
 
@@ -79,6 +79,7 @@ void dccl_comms_after_fork(void) {
   pthread_mutex_init(&seating, NULL);
   memset(seats, 0, sizeof seats);
   atomic_store(&n_tuners, 0);
+  atomic_store(&widest, 0);
   atomic_store(&n_contexts, 0);
 }
 
@@ -139,9 +140,10 @@ void dccl_emit_comm(const struct dccl_comm* comm, const char* name) {
 
 // ---- what the probe asks ----
 
-void dccl_note_tuner(int version) {
+void dccl_note_tuner(int version, uint32_t n_ranks) {
   atomic_fetch_and(&abi, 0xff);
   atomic_fetch_or(&abi, (uint32_t)version << 8);
+  if (n_ranks > atomic_load(&widest)) atomic_store(&widest, n_ranks);
   atomic_fetch_add(&n_tuners, 1);
 }
 
@@ -151,6 +153,8 @@ void dccl_note_profiler(int version) {
 }
 
 uint32_t dynamiccl_tuners(void) { return atomic_load(&n_tuners); }
+
+uint32_t dynamiccl_widest(void) { return atomic_load(&widest); }
 
 uint64_t dynamiccl_asked(void) { return atomic_load(&n_asked); }
 
@@ -162,7 +166,7 @@ uint32_t dynamiccl_counts(uint64_t* comm_ids, uint64_t* counts, uint32_t capacit
   uint32_t n = 0;
   pthread_mutex_lock(&seating);
   for (int i = 0; i < SEATS; i++) {
-    if (seats[i].comm_id == 0 || !atomic_load(&seats[i].is_watched)) continue;
+    if (seats[i].comm_id == 0 || seats[i].n_users == 0 || !atomic_load(&seats[i].is_watched)) continue;
     if (n < capacity) {
       comm_ids[n] = seats[i].comm_id;
       counts[n] = atomic_load(&seats[i].n_colls);

@@ -257,7 +257,7 @@ void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes);
 // Counts a collective. The size that NCCL asked about before it: its own, or of the group that it is part of;
 // 0 if it did not ask.
 uint64_t dccl_note_coll(struct dccl_seat* seat, uint8_t func, uint64_t n_bytes);
-void dccl_note_tuner(int version);
+void dccl_note_tuner(int version, uint32_t n_ranks);
 void dccl_note_profiler(int version);
 void dccl_comms_after_fork(void);
 
@@ -280,13 +280,15 @@ DCCL_EXPORT int64_t dynamiccl_boundary(const struct dccl_record* ended, uint32_t
                                        int flip);
 // Kernel times on (1) or off (0) for the collectives enqueued from now on.
 DCCL_EXPORT void dynamiccl_sample(int on);
-// What NCCL has done with us in this process: communicators on which it has initialised our tuner, questions
-// that it has asked, and the versions that it speaks, tuner's << 8 | profiler's (0 = not loaded).
+// What NCCL has done with us in this process: communicators on which it has initialised our tuner, ranks of
+// the largest, questions that it has asked, and the versions that it speaks, tuner's << 8 | profiler's (0 =
+// not loaded).
 DCCL_EXPORT uint32_t dynamiccl_tuners(void);
+DCCL_EXPORT uint32_t dynamiccl_widest(void);
 DCCL_EXPORT uint64_t dynamiccl_asked(void);
 DCCL_EXPORT uint32_t dynamiccl_abi(void);
-// Collectives that the profiler has seen on each communicator since it was made, in no order; how many
-// communicators there are, which may be more than `capacity`. 0 without a profiler.
+// Collectives that the profiler has seen on each communicator that there is since it was made, in no order;
+// how many communicators there are, which may be more than `capacity`. 0 without a profiler.
 DCCL_EXPORT uint32_t dynamiccl_counts(uint64_t* comm_ids, uint64_t* counts, uint32_t capacity);
 // Of which sources this library was built.
 DCCL_EXPORT const char* dynamiccl_build(void);

@@ -33,11 +33,13 @@ class Plugin:
         self._emit = _typed(quick.dynamiccl_emit, None, [ctypes.c_char_p])
         self._sample = _typed(quick.dynamiccl_sample, None, [ctypes.c_int])
         self._tuners = _typed(quick.dynamiccl_tuners, ctypes.c_uint32, [])
+        self._widest = _typed(quick.dynamiccl_widest, ctypes.c_uint32, [])
         self._asked = _typed(quick.dynamiccl_asked, ctypes.c_uint64, [])
         self._abi = _typed(quick.dynamiccl_abi, ctypes.c_uint32, [])
         numbers = ctypes.POINTER(ctypes.c_uint64)
         self._counts = _typed(quick.dynamiccl_counts, ctypes.c_uint32, [numbers, numbers, ctypes.c_uint32])
         self._room = (ctypes.c_uint64 * 256)(), (ctypes.c_uint64 * 256)()  # as many as the plugin has seats
+        self._old: set[int] = set()
         self._build = _typed(library.dynamiccl_build, ctypes.c_char_p, [])
 
     @classmethod
@@ -94,6 +96,11 @@ class Plugin:
         return int(self._tuners())
 
     @property
+    def widest(self) -> int:
+        """Ranks of the largest of them; 0 if there was none."""
+        return int(self._widest())
+
+    @property
     def asked(self) -> int:
         """Questions that NCCL has asked the tuner in this process so far."""
         return int(self._asked())
@@ -104,13 +111,14 @@ class Plugin:
         return divmod(int(self._abi()), 256)
 
     def counts(self) -> dict[int, int]:
-        """Collectives that the profiler has seen since the communicator was made, by communicator; empty without one.
-
-        Those of destroyed communicators stay until 256 have been made.
-        """
+        """Collectives that the profiler has seen, by communicator, since it was made; empty without a profiler."""
         ids, counts = self._room
         n = min(int(self._counts(ids, counts, len(ids))), len(ids))
-        return dict(zip(ids[:n], counts[:n], strict=True))
+        return {comm: count for comm, count in zip(ids[:n], counts[:n], strict=True) if comm not in self._old}
+
+    def forget_communicators(self) -> None:
+        """Count no more on those that there are: NCCL may never say that they are gone."""
+        self._old |= self.counts().keys()
 
     def identity(self) -> str:
         """What must be equal on all ranks before they decide together: our sources, the table's format, the ABI."""

@@ -18,16 +18,18 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from ...traces.reasons import NotAgreeing, NotTuning
+from ...traces.reasons import KEEP_CONFIRMED, NotAgreeing, NotTuning
 from ...traces.records import FLAG_SAMPLED, RECORD_BYTES, STATE, STEP, UNSET, AgreementState
-from .agreement import Agreement, say
+from .agreement import Agreement
 from .gauges import Gauges, Reading
 from .plugin import Plugin
-from .published import Local, Published
+from .published import EMPTY, Local, Published
+from .rounds import Desk
 from .sampling import Sampling
 from .step_clock import STEP_PACKED, CudaClock, Ended, pack_gauges
 from .steps import Steps
 from .tree import takes_connections
+from .words import say
 
 _STATE = struct.Struct("<QBBBBBBHQQIIII80s")
 _ASK_NO_TUNER = ("gloo", "mpi", "ucc")  # backends of PyTorch's own that do without NCCL
@@ -58,6 +60,7 @@ class Probe:
         self._reading: Reading | None = None
         self._packed = pack_gauges(Reading())
         self._left: list[Agreement] = []  # of groups that were destroyed
+        self._before: Desk | None = None  # of the last of them
         self._off = self._broken = False
         self._measures = True
         self._uneven = 0  # depth of Join contexts: in them a rank may step more often than another
@@ -156,6 +159,39 @@ class Probe:
 
         context.__enter__, context.__exit__ = held, released  # type: ignore[attr-defined]
 
+    def clear_tables_before_groups(self, c10d: Any) -> None:
+        """Before a default group is made in the place of another, no table is in force.
+
+        Its ranks may not all have been in the other one; they agree anew, and count from there.
+        """
+        make = c10d._new_process_group_helper
+
+        def makes(*args: Any, **more: Any) -> Any:
+            if len(args) > 2 and not args[2] and self._agreement is not None and not self._off:  # no ranks: all
+                try:
+                    self._clear()
+                except Exception as error:
+                    self._breaks(f"{type(error).__name__}: {error}")
+            return make(*args, **more)
+
+        c10d._new_process_group_helper = makes
+
+    def _clear(self) -> None:
+        self._leave_group()
+        self._steps.restart()
+        if self._plugin is not None:
+            self._plugin.forget_communicators()
+            self._plugin.stage(EMPTY)
+            self._plugin.flip()
+
+    def _leave_group(self) -> None:
+        """The default group was destroyed."""
+        if isinstance(self._agreement, Agreement):
+            self._agreement.close()
+            self._left.append(self._agreement)
+            self._before = self._agreement.desk
+        self._agreement, self._world = None, _nobody
+
     def _pass(self, plugin: Plugin, cuda: bool, now: int, flip: bool) -> None:
         """The step is over: its record, its successor's number and table, in one call."""
         ended = None
@@ -218,29 +254,26 @@ class Probe:
     def _attached(self, world: Any) -> Agreement | Local | None:
         """The agreement of the process group of now, ``world``, which is not that of the last boundary."""
         dist = self._dist
-        before = None
-        if isinstance(self._agreement, Agreement):  # its group was destroyed: the table stays as it is
-            self._agreement.close()
-            self._left.append(self._agreement)
-            before, self._agreement = self._agreement.desk.leader, None
+        if isinstance(self._agreement, Agreement):
+            self._leave_group()
         self._world = weakref.ref(world) if world is not None else _nobody
         if world is None:
             if self._attempts == 0 and self._agreement is None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-                self._agreement = Local(self._plugin, self._published)
+                self._agreement = Local(self._plugin, self._published, self._tell)
             return self._agreement
         self._rank = dist.get_rank()
         self._attempts += 1
         if dist.get_world_size() == 1:
             self._agreement = Local(self._plugin, self._published)
         else:
-            store = _OurStore(dist.distributed_c10d, self._attempts)
+            store = _OurStore(dist.distributed_c10d)
             size = self._rank, dist.get_world_size()
             versions = f"NCCL {_nccl(self._torch)}"
             self._backend = dist.get_backend()
             if self._rank == 0:
                 _note(Path(self._run) / "nccl", _nccl(self._torch))
             self._agreement = Agreement(
-                *size, self._plugin, self._steps, self._published, store, versions, before, self._tell
+                *size, self._plugin, self._steps, self._published, store, versions, self._before, self._tell
             )
         return self._agreement
 
@@ -251,7 +284,8 @@ class Probe:
             text = NotTuning.OTHER_BACKEND(backend=self._backend)
         if state is not None and self._plugin is not None:
             head = (0, STATE, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, self._step, self._generation, self._rank, state)
-            self._plugin.emit(_STATE.pack(*head, text.encode()[:80]) + bytes(RECORD_BYTES - _STATE.size))
+            words = text.removesuffix(KEEP_CONFIRMED) if len(text.encode()) > 80 else text
+            self._plugin.emit(_STATE.pack(*head, words.encode()[:80]) + bytes(RECORD_BYTES - _STATE.size))
         if state not in (AgreementState.WAITING, AgreementState.OPEN, AgreementState.LOSING):
             alone = "; NCCL decides alone" if state is AgreementState.SHUT else ""
             say(text + alone)
@@ -282,23 +316,22 @@ class Probe:
 
 
 class _OurStore:
-    """A connection of our own to the job's store, made when it is called: with the job's own we would keep its server
-    alive after its group is gone, and wait where the job wants to ask.
+    """Connections of our own to the job's store: with the job's own we would keep its server alive after its group is
+    gone, and wait where the job wants to ask.
     """
 
-    def __init__(self, c10d: Any, attempt: int) -> None:
-        """``attempt`` counts the process's groups, equally on all ranks."""
-        self._c10d, self._store, self._attempt = c10d, c10d._get_default_store(), attempt
+    def __init__(self, c10d: Any) -> None:
+        self._c10d, self._store, self._is_first = c10d, c10d._get_default_store(), True
+        base = getattr(self._store, "_underlying_non_prefix_store", self._store)
+        self._host = getattr(base, "host", "") or os.environ.get("MASTER_ADDR", "")
+        self._port = getattr(base, "port", 0)
 
     def __call__(self) -> tuple[Any, str]:
-        store, self._store = self._store, None
-        base = getattr(store, "_underlying_non_prefix_store", store)
-        host = getattr(base, "host", "") or os.environ.get("MASTER_ADDR", "")
-        if port := getattr(base, "port", 0):
-            takes_connections(host, port)
-        # torchrun may keep the store when it starts all workers anew: an old gate or log must not be taken for ours.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return self._c10d.PrefixStore(f"dynamiccl/{restart}.{self._attempt}", store.clone()), host
+        """A new connection and the store's host; from the second on, who asks may be training."""
+        if self._port:
+            takes_connections(self._host, self._port, patiently=self._is_first)
+        self._store, self._is_first = self._store.clone(), False
+        return self._c10d.PrefixStore("dynamiccl", self._store), self._host
 
 
 def _note(path: Path, text: str) -> None:
@@ -355,6 +388,8 @@ def install() -> None:
     join = sys.modules.get("torch.distributed.algorithms.join")  # `import torch` brings it where there is one
     if join is not None:
         probe.hold_tables_in(join.Join)
+    if hasattr(c10d := sys.modules.get("torch.distributed.distributed_c10d"), "_new_process_group_helper"):
+        probe.clear_tables_before_groups(c10d)
     register_optimizer_step_post_hook(hook)
     atexit.register(probe.close)
     os.register_at_fork(after_in_child=probe.after_fork)

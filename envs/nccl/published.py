@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ...traces.reasons import NotAgreeing, RowRefused
-from ...traces.records import Lease, Table
+from ...traces.records import AgreementState, Lease, Table
 from .plugin import Plugin
 from .shm import TableFile, decode_table, encode_table, lease_of, message_of
 
@@ -93,19 +94,31 @@ class Keeper:
 
 
 class Local:
-    """A job of one process: what is published becomes active at the next boundary."""
+    """A job of one process: what is published becomes active at the next boundary.
 
-    stopped = False
+    Not where it has no process group, and NCCL a communicator of several ranks: they were started by other means than
+    torch.distributed, and nothing is known through which they could agree.
+    """
+
     held_s = 0.0
 
-    def __init__(self, plugin: Plugin | None, published: Published) -> None:
-        self._plugin, self._published, self._keeper = plugin, published, Keeper(published)
+    def __init__(
+        self, plugin: Plugin | None, published: Published, alone: Callable[[AgreementState, str], None] | None = None
+    ) -> None:
+        """Without a process group ``alone`` hears once that there are several ranks."""
+        self._plugin, self._published, self._keeper, self._alone = plugin, published, Keeper(published), alone
+        self.stopped = ""
         self._confirmed = EMPTY
         self._step = 0
 
     def boundary(self) -> bool:
         """An optimizer step has ended; True if the plugin has been handed a table that is now to become active."""
         self._step += 1
+        if self._alone is not None and self._plugin is not None and self._plugin.widest > 1:
+            if not self.stopped:
+                self.stopped = NotAgreeing.NO_GROUP()
+                self._alone(AgreementState.SHUT, self.stopped)
+            return False
         if self._published.is_new() and (found := self._published.take()):
             message, lease = found
             if lease is None:

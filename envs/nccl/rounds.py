@@ -16,6 +16,7 @@ from typing import Any
 
 from ...traces.reasons import NotAgreeing
 from ...traces.records import AgreementState, Lease
+from .job_store import JobStore
 from .place import Place, Report, Where, elsewhere
 from .plugin import Plugin
 from .protocol import COMMIT, NO_TABLE, Leader, Member, Phase, Stage
@@ -60,13 +61,14 @@ class Desk:
         plugin: Plugin | None,
         steps: Steps,
         published: Published,
-        before: Leader | None = None,
+        before: Desk | None = None,
     ) -> None:
         self.rank, self.n_ranks, self.plugin, self.steps = rank, n_ranks, plugin, steps
         self.published, self.keeper = published, Keeper(published)
         self.lock = threading.Lock()
         self.member = Member()
-        self.leader = _leader(plugin, before) if rank == 0 else None
+        self.leader: Leader | None = _leader(plugin, before.leader if before else None) if rank == 0 else None
+        self.leases: dict[bytes, Lease | None] = before.leases if before else {}  # of what was published
         self.answered = threading.Lock()  # released when the answer that the training thread waits for is there
         self.answered.acquire()
         self.outbox: deque[tuple[Kind, int, Any]] = deque()  # from the training thread
@@ -88,19 +90,13 @@ class Desk:
 class Rounds:
     """Handles the messages of one open tree."""
 
-    def __init__(
-        self, desk: Desk, tree: Tree, log: Callable[[int, str], str], forget: Callable[[int], None], tell: Any
-    ) -> None:
-        """``log(attempt, word)`` sets an attempt's log if it is free and returns what it holds; ``forget`` drops it.
-
-        ``tell(state, text)`` is rank 0's word to the user.
-        """
-        self._desk, self._tree, self._log, self._forget, self._tell = desk, tree, log, forget, tell
+    def __init__(self, desk: Desk, tree: Tree, store: JobStore, tell: Any) -> None:
+        """``tell(state, text)`` is rank 0's word to the user."""
+        self._desk, self._tree, self._store, self._tell = desk, tree, store, tell
         self._attempt = 0
         self._staged: dict[int, tuple[Where, str]] = {}
         self._stands: dict[int, Report] = {}
         self._waiting: tuple[int, bytes] | None = None  # an attempt announced while this rank was not free for it
-        self._leases: dict[bytes, Lease | None] = {}
         self._refused = ""  # said already
         self._said_lost = self._overdue = False  # that attempts are lost, that a trial outlasts its lease: was said
         self.closed = ""  # why the agreement has ended
@@ -256,9 +252,10 @@ class Rounds:
         if desk.published.is_new() and (found := desk.published.take()) is not None:
             message, lease = found
             if desk.published.is_stale(lease):
+                self._tell(AgreementState.REVERTED, NotAgreeing.TUNER_SILENT(seconds=desk.published.silent_ms() / 1e3))
                 message, lease = desk.published.confirmed() or leader.confirmed, None
             with desk.lock:
-                self._leases[message] = lease
+                desk.leases[message] = lease
                 leader.want(message, lease is not None)
                 desk.keeper.renewed(step)
         if leader.wanted_trial and (why := desk.keeper.over(step)):
@@ -291,7 +288,7 @@ class Rounds:
         desk = self._desk
         began, late = time.monotonic(), False
         try:
-            self._forget(leader.attempt - 1)  # also tells how fast the store is now
+            self._store.forget(leader.attempt - 1)  # also tells how fast the store is now
         except Exception:
             late = True
         late = late or time.monotonic() - began > PROMPT_S
@@ -318,18 +315,18 @@ class Rounds:
         if not stands:
             self._lose(leader, verdict.words)
             return
-        log = self._log(attempt, COMMIT)
+        log = self._store.log(attempt, COMMIT)
         with desk.lock:
             flips = leader.log_read(log)
         if not flips:
             self._lose(leader, NotAgreeing.WAITED_TOO_LONG())
             return
+        with desk.lock:
+            lease = desk.leases.get(leader.active) if leader.trial else None
+            desk.keeper.starts(lease, desk.steps.ended)
+            desk.leases = {m: kept for m, kept in desk.leases.items() if m in (leader.active, leader.wanted)}
         self._answered(attempt, True)  # first: a connection may be lost in the next line
         self._tree.down(Kind.ANSWER, _pack(attempt, True))
-        with desk.lock:
-            lease = self._leases.get(leader.active) if leader.trial else None
-            desk.keeper.starts(lease, desk.steps.ended)
-            self._leases = {m: kept for m, kept in self._leases.items() if m in (leader.active, leader.wanted)}
 
     def _lose(self, leader: Leader, why: str) -> None:
         desk = self._desk

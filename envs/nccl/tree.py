@@ -89,7 +89,7 @@ class Tree:
         if self.children:
             self._listen()
         if self.rank:
-            self._above = self._connect(json.loads(self._parents_word(end)), end)
+            self._above = self._connect(end)
 
     def _parents_word(self, end: float) -> bytes:
         """What the parent has published. Asked for ever more rarely, not waited for: PyTorch warns of every wait that
@@ -120,10 +120,13 @@ class Tree:
         where |= {"port": listener.getsockname()[1], "secret": self._secret.hex()}
         self._store.set(f"at/{self.rank}", json.dumps(where))
 
-    def _connect(self, where: dict[str, Any], end: float) -> _Peer:
-        tried = [where["here"]] if where["host"] == this_host() else where["at"]
+    def _connect(self, end: float) -> _Peer:
         error: OSError = ConnectionError("it offers no address")
-        while time.monotonic() < end:
+        while True:
+            where = json.loads(self._parents_word(end))  # again: it may be of a process that was there before
+            tried = [where["here"]] if where["host"] == this_host() else where["at"]
+            if time.monotonic() >= end:
+                break
             for address in tried:
                 try:
                     left = max(0.1, min(_TRY_S, end - time.monotonic()))
@@ -297,13 +300,15 @@ class Tree:
             os.close(bell)
 
 
-def takes_connections(host: str, port: int) -> None:
+def takes_connections(host: str, port: int, patiently: bool = True) -> None:
     """Raises OSError where no connection to the job's store is to be had, a ConnectionError if it is the store's fault.
 
     PyTorch's own client would try again for half an hour, and warn each time: this process, or the store's, may be out
-    of file descriptors.
+    of file descriptors. ``patiently`` waits until a server that is short of them would have hung up.
     """
     with socket.create_connection((host, port), _STORE_S) as connection:
+        if not patiently:
+            return
         connection.settimeout(_SILENT_S)
         with contextlib.suppress(TimeoutError):  # it waits for our first word, as it should
             connection.recv(1)

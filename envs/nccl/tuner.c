@@ -193,7 +193,7 @@ static int start(void** context, const struct dccl_tuner_init* init) {
   if (dccl_next_tuner_has_chunk_size(&c->next)) ncclTunerPlugin_v6.get_chunk_size = chunk_size;
   c->seat = dccl_sit(comm.comm_id, false);
   *context = c;
-  dccl_note_tuner(init->version);
+  dccl_note_tuner(init->version, comm.n_ranks);
   if (!announced) dccl_emit_comm(&comm, NULL);
   if (init->log != NULL) {
     init->log(LOG_INFO, LOG_FLAG_TUNING, __FILE__, __LINE__,

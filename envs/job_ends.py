@@ -1,0 +1,19 @@
+"""What ends the tuning of a job, as exceptions."""
+
+from __future__ import annotations
+
+
+class JobEnded(Exception):
+    """There is nothing more to tune: the job is over (its exit status is in ``Job.status``), or see the subclasses."""
+
+
+class Closed(JobEnded):
+    """The job goes on, and its ranks change no table any more; the message says why."""
+
+
+class Stopped(Closed):
+    """``dynamiccl stop`` was called."""
+
+
+class Withdrawn(Closed):
+    """Ranks ran one collective two ways: the table was taken back. A failure."""

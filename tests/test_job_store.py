@@ -1,0 +1,95 @@
+"""The job's store as the agreement uses it: connections that die, stores that are gone, what another life has left."""
+
+import pytest
+from dynamiccl.envs.nccl.job_store import JobStore
+from dynamiccl.envs.nccl.protocol import ABORT, COMMIT
+from light_store import Store, StoreServer
+
+
+class Cut(Store):
+    """A connection that was dropped on the way while it idled."""
+
+    def _ask(self, *request):
+        raise OSError("Connection reset by peer")
+
+
+@pytest.fixture
+def server():
+    return StoreServer()
+
+
+def connected(server, rank, *stores):
+    """A rank's store, over ``stores`` first and then over new ones."""
+    left = list(stores)
+    made = JobStore(lambda: (left.pop(0) if left else Store(server.port), "127.0.0.1"), rank)
+    made.connect()
+    return made
+
+
+def opened(server, n_ranks=2):
+    """Ranks of one life that have passed the gate."""
+    ranks = [connected(server, rank) for rank in range(n_ranks)]
+    word = ranks[0].opens(0)
+    assert [rank.hears(word) for rank in ranks] == [""] * n_ranks
+    return ranks
+
+
+def test_whose_connection_has_died_asks_over_a_new_one(server):
+    """Before: it took an error of its own for "nothing was committed", and trained on under another table."""
+    leader, member = opened(server)
+    leader._store = member._store = Cut(server.port)
+    assert leader.log(1, COMMIT) == COMMIT
+    assert member.log(1, ABORT) == COMMIT
+
+
+def test_who_is_in_doubt_does_not_trust_a_connection_that_has_idled(server):
+    leader, member = opened(server)
+    assert leader.log(1, COMMIT) == COMMIT
+    member._store = None  # using it would raise
+    assert member.log(1, ABORT) == COMMIT
+
+
+def test_a_store_that_is_away_is_waited_for_and_one_that_nobody_serves_has_committed_nothing(server, capsys):
+    _, member = opened(server)
+    tries = []
+
+    def away():
+        tries.append(1)
+        if len(tries) < 4:
+            raise TimeoutError("timed out")
+        return Store(server.port), "127.0.0.1"
+
+    member._make = away
+    assert member.log(1, ABORT) == ABORT and len(tries) == 4 and capsys.readouterr().err == ""
+
+    def gone():
+        raise ConnectionRefusedError("nobody listens")
+
+    member._make = gone
+    assert member.log(2, ABORT) == ABORT
+    assert "the job's store is gone (nobody listens); the table stays" in capsys.readouterr().err
+    member._make, member.closing = away, True
+    tries.clear()
+    assert member.log(3, ABORT) == ABORT and len(tries) == 1, "who leaves does not wait"
+
+
+def test_the_leaders_connection_is_made_anew_after_an_error(server):
+    """Before: every attempt was lost from then on, to "the job's store answers late"."""
+    leader, _ = opened(server)
+    leader._store = Cut(server.port)
+    with pytest.raises(OSError, match="reset"):
+        leader.forget(1)
+    leader.forget(1)
+    leader._store = Cut(server.port)
+    assert [leader.next_opening(0), leader.next_opening(0)] == [0, 1]
+
+
+def test_a_life_of_the_job_reads_nothing_of_the_one_before(server):
+    """torchrun keeps its store, and agents of several nodes count restarts each for itself: no number names a life."""
+    old = opened(server)
+    assert old[0].log(1, COMMIT) == COMMIT and old[0].next_opening(0) == 1
+    assert old[1].shuts(1, "rank 9 is gone").endswith("rank 9 is gone")
+    new = opened(server)
+    assert new[1].log(1, ABORT) == ABORT
+    assert new[1].next_opening(0) == 0 and new[0].next_opening(0) == 1
+    assert new[0].hears(new[0].opens(1)) == ""
