@@ -142,12 +142,17 @@ def forks(torch, dist) -> Callable[[int], float]:
 
 
 def group_anew(torch, dist) -> Callable[[int], float]:
-    """After step 7 the job destroys its process group and makes another one."""
+    """Before step 7 the job destroys its process group, as after an error, and makes another one; a rank was ahead."""
     inner = plain(torch, dist)
+    ahead = model(torch)
+    optimizer = adam(torch, ahead)
 
     def step(i: int) -> float:
         if i == 7:
             rank = dist.get_rank()
+            if rank == 1:
+                ahead(torch.ones(1, 32)).sum().backward()
+                optimizer.step()
             dist.destroy_process_group()
             meet = f"file://{os.environ['MEET']}"
             dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)

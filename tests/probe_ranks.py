@@ -76,7 +76,8 @@ def nccl(rank: int) -> Callable[[], None]:
     from dynamiccl.envs.nccl.build import plugin_path
     from dynamiccl.envs.sim.nccl_caller import Communicator
 
-    n_ranks, release = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("NCCL_RELEASE", "2.29.7")
+    n_ranks = int(os.environ.get("COMM_RANKS") or os.environ.get("WORLD_SIZE", "1"))
+    release = os.environ.get("NCCL_RELEASE", "2.29.7")
     comm = Communicator(plugin_path(), 77, n_ranks, 1, rank, release)
     cost = np.full((7, 3), 10, np.float32)
 

@@ -104,9 +104,9 @@ class Told(live.Job):
             self.n, self.ms, self.generation_in_force = int(window.steps[-1]), ms, generation
         super().poll()
 
-    def _window(self, decisions, n_steps, discard, give_up_ms):
+    def _window(self, decisions, n_steps, discard, *rest):
         self.discarded = discard
-        return super()._window(decisions, n_steps, discard, give_up_ms)
+        return super()._window(decisions, n_steps, discard, *rest)
 
     def steps(self, step, generation, ms, events):
         row = np.zeros(1, STEP_DTYPE)

@@ -1,6 +1,9 @@
 """The job's store as the agreement uses it: connections that die, stores that are gone, what another life has left."""
 
+import time
+
 import pytest
+from dynamiccl.envs.nccl import job_store
 from dynamiccl.envs.nccl.job_store import JobStore
 from dynamiccl.envs.nccl.protocol import ABORT, COMMIT
 from light_store import Store, StoreServer
@@ -84,12 +87,20 @@ def test_the_leaders_connection_is_made_anew_after_an_error(server):
     assert [leader.next_opening(0), leader.next_opening(0)] == [0, 1]
 
 
-def test_a_life_of_the_job_reads_nothing_of_the_one_before(server):
-    """torchrun keeps its store, and agents of several nodes count restarts each for itself: no number names a life."""
+@pytest.mark.parametrize("word", ["open", "shut"])
+def test_a_life_of_the_job_reads_nothing_of_the_one_before(server, monkeypatch, word):
+    """torchrun keeps its store, and agents of several nodes count restarts each for itself: none names a life."""
     old = opened(server)
     assert old[0].log(1, COMMIT) == COMMIT and old[0].next_opening(0) == 1
-    assert old[1].shuts(1, "rank 9 is gone").endswith("rank 9 is gone")
+    assert old[1].shuts(1, "rank 9 is gone") == "shut:rank 9 is gone"
+    if word == "shut":
+        server.values.pop("0/gate")
+        assert old[1].shuts(0, "versions differ") == old[0].opens(0) == "shut:versions differ"
+    monkeypatch.setattr(job_store, "_BEGAN", time.time() + 10)
+    later = time.time() + 20
+    monkeypatch.setattr(job_store.time, "time", lambda: later)
     new = opened(server)
+    assert new[1].shuts(0, "too late").startswith("open ")
     assert new[1].log(1, ABORT) == ABORT
     assert new[1].next_opening(0) == 0 and new[0].next_opening(0) == 1
     assert new[0].hears(new[0].opens(1)) == ""

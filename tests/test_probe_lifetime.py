@@ -48,7 +48,18 @@ def test_a_job_that_makes_its_group_anew_is_tuned_on(run, tmp_path):
     first, second = (s["generations"]["group anew"] for s in said)
     assert first == second
     assert first[0] > 0 and len(set(first[8:])) > 1, first
+    assert first[8] == 0, "a process that was not in the group before would have no table either"
     assert not any("dynamiccl:" in error for error in errors), errors
+
+
+@pytest.mark.slow
+def test_ranks_without_a_process_group_change_no_table(run):
+    """Horovod's, say. Before: each was taken for a job of one process, and changed tables by itself."""
+    said, errors = finish(start(["plain"], 1, {**run.env(), "JITTER_S": "0.05", "COMM_RANKS": "2"}), run)
+    assert set(said[0]["generations"]["plain"]) == {0}
+    assert errors[0].count("several ranks, and no process group") == 1 and "NCCL decides alone" in errors[0], errors
+    said, errors = finish(start(["plain"], 1, {**run.env(), "JITTER_S": "0.05"}), run)
+    assert len(set(said[0]["generations"]["plain"])) > 1 and not errors[0], "one process alone"
 
 
 @pytest.mark.slow

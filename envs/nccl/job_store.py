@@ -2,6 +2,7 @@
 
 torchrun keeps its store when it starts all workers anew, and its agents count restarts each for itself. So rank 0
 draws a name for each life, which all ranks hear when the gate opens: what an earlier life has left is not read then.
+The gate's own word is older than this process if it is of an earlier life.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from .words import say
 #: How long who stands asks again a store that cannot be reached: as long as NCCL's own watchdog waits for the others.
 _LOST_S = 600.0
 _AGAIN_S = 0.1
+#: This process began, by the clock of the node; those of two nodes may differ by so much.
+_BEGAN, _SKEW_S = time.time(), 2.0
 _OPENING = "opening"  # how often rank 0 has opened the network again
 _GATE = "gate"
 _OPEN, _SHUT = "open ", "shut:"
@@ -42,10 +45,7 @@ class JobStore:
 
     def connect(self) -> None:
         """A new connection, in place of the one that there may be."""
-        first = self._store is None
         self._store, self.host = self._make()
-        if first and self._rank == 0:
-            self._store.set(f"0/{_GATE}", "")
 
     # -- the network and its gate ----------------------------------------------------------------------------------
 
@@ -62,8 +62,12 @@ class JobStore:
         return self.gate(opening, _SHUT + why)
 
     def gate(self, opening: int, word: str) -> str:
-        """Set the gate if it is free; what stands there."""
-        return self.under(opening).compare_set(_GATE, "", word).decode()
+        """Set the gate if it is free, or an earlier life's; what stands there."""
+        keys, mine = self.under(opening), f"{time.time():.0f} {word}"
+        found = keys.compare_set(_GATE, "", mine).decode()
+        if float(found.split()[0]) < _BEGAN - _SKEW_S:
+            found = keys.compare_set(_GATE, found, mine).decode()
+        return found.partition(" ")[2]
 
     def hears(self, word: str) -> str:
         """What the gate's word says: why it is shut, empty if it is open; then this life's name is known."""
