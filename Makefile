@@ -12,7 +12,7 @@ C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h envs/sim/*.c tests/*.c)
 demo: setup
 	$(RUN) tune --out runs/demo --no-memory --steps $(DEMO_STEPS)
 
-# What takes seconds, two at a time.
+# What takes seconds, four at a time.
 test: setup $(VENV)/frameworks
 	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile
 
@@ -24,7 +24,7 @@ test-slow: setup $(VENV)/frameworks
 test-timing: setup $(VENV)/frameworks
 	$(BIN)/python -m pytest -m timing
 
-# Everything, as long as it takes, some 45 minutes on two quiet cores: every state of the protocol, two soaks of the
+# Everything, as long as it takes, hours, and 45 minutes of them for all but every state of the protocol; two soaks of the
 # daemon of ten minutes each in place of 20 seconds, a rank frozen for a minute in place of 3 seconds, sanitizers, and
 # network namespaces (these need root: without it they are skipped and say so).
 test-all: setup $(VENV)/frameworks
@@ -64,7 +64,7 @@ bench: $(VENV)/bench
 gpu-check: setup
 	$(RUN) lab gpu-check
 
-# Every state of the protocol by which the ranks change tables, with every kind of bad luck; some minutes.
+# Every state of the protocol by which the ranks change tables, with every kind of bad luck; many hours.
 model-check: setup
 	$(BIN)/python tests/protocol_explore.py
 

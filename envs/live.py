@@ -28,7 +28,6 @@ from .locks import is_locked
 from .nccl.shm import RunFolder
 from .obedience import CallAudit, Disobeyed, Obedience
 
-#: Written by the tuner's log where there is one.
 log = logging.getLogger("dynamiccl.live")
 logging.getLogger("dynamiccl").addHandler(logging.NullHandler())
 POLL_S = 0.02
@@ -104,7 +103,7 @@ class Job:
         self.obedience = Obedience()
         self.thin = False  # the search is over: write events whose kernels were timed, and keep none
         self._reverted = False  # rank 0 has taken a trial back since the last table was published
-        self._pauses = 0  # of the job under confirmed tables: two, and it does so of its own
+        self._pauses = 0  # under confirmed tables: two, and the job does so of its own
         self._to_stay: dict[Slot, Decision] | None = None  # the table published last, where it is no trial
         self._heart: Heart | None = None
         self._durations: deque[float] = deque(maxlen=50)
@@ -267,10 +266,9 @@ class Job:
     ) -> Window:
         """Run ``n_steps`` counted steps under ``decisions`` and return them.
 
-        Ends early once a counted step took longer than ``give_up_ms``. In a pause of the job, of any length, the
-        confirmed table is published, and the window begins anew when steps come again; of a job that pauses under the
-        confirmed table too (rollouts, evaluations) it goes on. Where ``decisions`` alone make the job pause, that
-        is the window's result. Raises JobEnded.
+        Ends early once a counted step took longer than ``give_up_ms``. In a pause the confirmed table is published,
+        and the window begins anew when steps come again; of a job that pauses under the confirmed table too (rollouts)
+        it goes on. Where ``decisions`` alone make it pause, that is the result. Raises JobEnded.
         """
         chosen = {s: d for s, d in decisions.items() if not d.is_auto}
         counted: dict[int, float] = {}  # duration in ms by step
@@ -280,17 +278,17 @@ class Job:
             try:
                 return self._window(chosen, n_steps, discard, give_up_ms, counted)
             except _Pause as pause:
-                pauses += bool(pause.took_ms)
-                barren = barren + 1 if len(counted) == before else 0
+                pauses += pause.took_ms > 0
+                barren = barren + 1 if len(counted) == before and pause.took_ms else 0
                 if chosen == self.confirmed:
-                    self._pauses += bool(pause.took_ms)
+                    self._pauses += pause.took_ms > 0
                 elif chosen and pause.took_ms and pauses >= 2:
                     if (before := self._pauses) < 2:  # does it pause without them too?
                         self.window(self.confirmed, n_steps, discard)
                         self._pauses += self._pauses > before
                     if barren >= 2 or self._pauses < 2:
                         return Window(pause.generation, np.array([pause.step]), np.array([pause.took_ms]))
-                if self._pauses < 2:
+                if chosen and self._pauses < 2:
                     counted.clear()
                 self._say(f"the window {'goes on' if counted else 'is measured again'}: {pause.what}")
         raise AssertionError("unreachable")
@@ -299,6 +297,7 @@ class Job:
         self, decisions: dict[Slot, Decision], n_steps: int, discard: int, give_up_ms: float, counted: dict[int, float]
     ) -> Window:
         trial = decisions != self.confirmed
+        self.poll()  # what was said of older tables
         if trial or decisions != self._to_stay:
             generation = self.publish(decisions, lease(n_steps + discard, self._durations) if trial else None)
         else:
@@ -327,14 +326,15 @@ class Job:
                 break
             if not alive:
                 raise JobEnded(self._ended())
-            if not seen and self._reverted:  # it was published while rank 0 took the one before it back
+            if trial and not seen and self._reverted:  # it was published while rank 0 took the one before it back
                 raise _Pause("its table was taken back", generation)
             now = time.monotonic()
             if not seen and (now - last > 2 or (self.state and self.state[0] == AgreementState.LOSING)):
                 self._say(f"waiting: {self.waits_for()}")
             if self._durations and now - last > max(PAUSE_S, self._pause_ms() / 1e3):
                 self._sit_out(trial, now - last)
-                raise _Pause("the job paused", generation, self.last_step, 1e3 * (time.monotonic() - last))
+                took_ms = 1e3 * (time.monotonic() - last) if seen else 0.0  # not this table's doing
+                raise _Pause("the job paused", generation, self.last_step, took_ms)
             time.sleep(POLL_S * (5 if self.thin else 1))
         self._told = ""
         return Window(

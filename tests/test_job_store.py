@@ -1,5 +1,6 @@
 """The job's store as the agreement uses it: connections that die, stores that are gone, what another life has left."""
 
+import errno
 import time
 
 import pytest
@@ -21,17 +22,11 @@ def server():
     return StoreServer()
 
 
-def connected(server, rank, *stores):
-    """A rank's store, over ``stores`` first and then over new ones."""
-    left = list(stores)
-    made = JobStore(lambda: (left.pop(0) if left else Store(server.port), "127.0.0.1"), rank)
-    made.connect()
-    return made
-
-
-def opened(server, n_ranks=2):
-    """Ranks of one life that have passed the gate."""
-    ranks = [connected(server, rank) for rank in range(n_ranks)]
+def opened(server, n_ranks=2, since=0.0):
+    """Stores of ranks of one life that have passed the gate."""
+    ranks = [JobStore(lambda: (Store(server.port), "127.0.0.1"), rank, since) for rank in range(n_ranks)]
+    for rank in ranks:
+        rank.connect()
     word = ranks[0].opens(0)
     assert [rank.hears(word) for rank in ranks] == [""] * n_ranks
     return ranks
@@ -49,6 +44,17 @@ def test_who_is_in_doubt_does_not_trust_a_connection_that_has_idled(server):
     leader, member = opened(server)
     assert leader.log(1, COMMIT) == COMMIT
     member._store = None  # using it would raise
+    assert member.log(1, ABORT) == COMMIT
+
+
+def test_a_node_without_descriptors_asks_over_the_connection_it_has(server):
+    leader, member = opened(server)
+    assert leader.log(1, COMMIT) == COMMIT
+
+    def none():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    member._make = none
     assert member.log(1, ABORT) == COMMIT
 
 
@@ -96,10 +102,9 @@ def test_a_life_of_the_job_reads_nothing_of_the_one_before(server, monkeypatch, 
     if word == "shut":
         server.values.pop("0/gate")
         assert old[1].shuts(0, "versions differ") == old[0].opens(0) == "shut:versions differ"
-    monkeypatch.setattr(job_store, "_BEGAN", time.time() + 10)
     later = time.time() + 20
     monkeypatch.setattr(job_store.time, "time", lambda: later)
-    new = opened(server)
+    new = opened(server, since=later - 10)
     assert new[1].shuts(0, "too late").startswith("open ")
     assert new[1].log(1, ABORT) == ABORT
     assert new[1].next_opening(0) == 0 and new[0].next_opening(0) == 1

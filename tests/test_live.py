@@ -222,6 +222,20 @@ def test_long_steps_that_come_often_are_the_jobs_rhythm(world):
     assert set(job.window(TRIAL, 12, 1).durations_ms) == {1000.0, 60e3}
 
 
+def under(generation, ring):
+    """The ring's steps run under that table, whatever is published; call it to end that."""
+    drain = ring.drain
+
+    def drained():
+        records = drain()
+        assert ring.step < 200
+        records.view(STEP_DTYPE)["generation"][records["kind"] == STEP] = generation
+        return records
+
+    ring.drain = drained
+    return lambda: setattr(ring, "drain", drain)
+
+
 def test_a_trial_that_rank_0_dropped_before_it_came_into_force_is_published_anew(world):
     """Rank 0 takes the trial before it back and drops what it heard since. Before: waited for to the job's end."""
     job, ring, said = world
@@ -230,26 +244,51 @@ def test_a_trial_that_rank_0_dropped_before_it_came_into_force_is_published_anew
     def reverted():
         ring.says(AgreementState.REVERTED, "no sign of life of the tuner")
 
-    drain = ring.drain
-
-    def under_the_old_table():
-        records = drain()
-        assert ring.step < 100
-        records.view(STEP_DTYPE)["generation"][records["kind"] == STEP] = 1
-        return records
-
-    ring.drain = under_the_old_table
+    end = under(1, ring)
     ring.script = iter([10.0] * 5 + [reverted])
     published = job.publish
 
     def heard(*args):
         if said:
-            ring.drain = drain
+            end()
         return published(*args)
 
     job.publish = heard
     assert list(job.window(TRIAL, 4).durations_ms) == [10.0] * 4
     assert any("taken back" in text for text in said)
+
+
+def test_a_table_that_was_never_in_force_is_not_blamed_for_pauses(world, monkeypatch):
+    """Two checkpoints while the ranks fail to meet. Before: the second was the window's result."""
+    job, ring, said = world
+    job.window({}, 4)
+    clock = Clock()
+    monkeypatch.setattr(live, "time", clock)
+    end = under(1, ring)
+    ring.script = iter(([10.0] * 3 + [None] * 6) * 3 + [lambda: end() or 10.0])
+    assert list(job.window(TRIAL, 4).durations_ms) == [10.0] * 4
+    assert sum("waiting until it goes on" in text for text in said) >= 2
+
+
+def test_a_default_that_is_measured_in_pieces_ends_where_another_table_is_confirmed(world):
+    """As a tuner that comes back does, beside a job with rollouts. Before: without end."""
+    job, ring, _ = world
+    job.window({}, 4)
+    job.confirm(TRIAL)
+    ring.script = rollouts(6)
+    assert list(job.window({}, 10, 1).durations_ms) == [1000.0] * 10
+
+
+def test_an_old_word_of_a_trial_that_was_taken_back_does_not_void_a_confirmed_window(world):
+    """Before: looked for the next step without a pause, a core for nothing."""
+    job, ring, said = world
+    job.window({}, 4)
+    job.confirm(TRIAL)
+    end = under(1, ring)
+    ring.says(AgreementState.REVERTED, "a trial table was in force for 10 steps")
+    ring.script = iter([10.0] * 5 + [lambda: end() or 10.0])
+    assert list(job.window(TRIAL, 4).durations_ms) == [10.0] * 4
+    assert not any("taken back" in text for text in said)
 
 
 def test_a_lease_that_ran_out_voids_the_window(world):

@@ -6,8 +6,11 @@ The jobs are loops of ``probe_ranks.py``.
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from dynamiccl.envs.nccl.probe import Probe
+from dynamiccl.envs.nccl.published import EMPTY
 from dynamiccl.envs.nccl.shm import RunFolder
 from test_probe import finish, start
 
@@ -50,6 +53,29 @@ def test_a_job_that_makes_its_group_anew_is_tuned_on(run, tmp_path):
     assert first[0] > 0 and len(set(first[8:])) > 1, first
     assert first[8] == 0, "a process that was not in the group before would have no table either"
     assert not any("dynamiccl:" in error for error in errors), errors
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_table_goes_where_a_default_group_is_made_and_nowhere_else(fails):
+    """Trainers make groups of no named ranks beside the default one too, to reach an inference engine, on one rank."""
+    activated = []
+
+    class Plugin:
+        def forget_communicators(self):
+            if fails:
+                raise RuntimeError("of ours")
+
+        activate = staticmethod(activated.append)
+
+    c10d = SimpleNamespace(GroupMember=SimpleNamespace(WORLD=object()), _new_process_group_helper=lambda *args: args)
+    probe = Probe("/nowhere")
+    probe._plugin = Plugin()
+    probe.clear_tables_before_groups(c10d)
+    for ranks in ([], [0, 1], None):
+        assert c10d._new_process_group_helper(2, 0, ranks) == (2, 0, ranks) and not activated
+    c10d.GroupMember.WORLD = None
+    assert c10d._new_process_group_helper(2, 0, []) == (2, 0, [])
+    assert activated == ([] if fails else [EMPTY]) and probe._off == fails
 
 
 @pytest.mark.slow

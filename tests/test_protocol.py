@@ -1,6 +1,6 @@
 """The switch of all ranks to the next table, proven by exploring every state of the real protocol code.
 
-Here small scopes and mutations; the whole list takes minutes: ``python tests/protocol_explore.py``, or
+Here small scopes and mutations; the whole list takes hours: ``python tests/protocol_explore.py``, or
 ``make model-check``.
 """
 

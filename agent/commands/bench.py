@@ -56,12 +56,12 @@ def bench(
     """Judge policies on a suite of whole jobs: the search of `dynamiccl tune --policy X`, with every step billed.
 
     A policy is any object with predict(observation, state, episode_start, deterministic) -> (action, state), asked one
-    turn at a time: observations are (1, N_OBSERVATION), actions (1, 2) int64 [pair, channels]. The module
+    turn at a time: observations are (1, N_OBSERVATION), actions (1, 2) int64: (pair, channels). The module
     dynamiccl.envs.turns says what an observation holds; turns.seen(observation) gives it as plain arrays.
 
     \b
     dynamiccl bench --policy my_module:MyPolicy --policy ladder --suite held-out --jobs 40
-    dynamiccl bench --suite replay --trace runs/tune/trace
+    dynamiccl bench --suite replay --trace runs/tune/latest/trace
     dynamiccl bench --filed --check 8 --suite standard
     """
     if context.invoked_subcommand:  # `dynamiccl bench plugin` and the like have files of their own
@@ -122,7 +122,7 @@ def _jobs(suite: str, trace: Path | None, cluster: str | None, nccl: str | None)
 
     if (suite == "replay") != (trace is not None):
         raise ValueError(
-            "--suite replay and --trace go together: dynamiccl bench --suite replay --trace runs/tune/trace"
+            "--suite replay and --trace go together: dynamiccl bench --suite replay --trace runs/tune/latest/trace"
         )
     if trace is None:
         return JobSuite.load(suite)

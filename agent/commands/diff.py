@@ -28,7 +28,7 @@ def diff(
     the sizes that its rows are for, for a recording those that were recorded.
 
     \b
-    dynamiccl diff --nccl 2.28.9 --nccl 2.30.7 runs/tune/trace --cluster dgx-h100-2x8
+    dynamiccl diff --nccl 2.28.9 --nccl 2.30.7 runs/tune/latest/trace --cluster dgx-h100-2x8
     dynamiccl diff --nccl 2.28.9 --nccl 2.31.2 table.json --cluster nccl_debug.log
     """
     from ...envs import upgrade

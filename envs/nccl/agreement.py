@@ -60,17 +60,18 @@ class Agreement:
         versions: str = "",
         before: Desk | None = None,
         tell: Tell = lambda state, text: None,
+        since: float = 0.0,
     ) -> None:
         """``store()`` gives a new connection of our own to the job's store, and the store's host.
 
         ``versions`` is what beside the plugin's identity must be equal on all ranks. ``tell`` hears on rank 0 of every
         change of state, elsewhere only of what is wrong with the rank itself. ``before`` is the desk of the group
-        that this process had before.
+        that this process had before; ``since`` is when this one began to be made, by the node's clock.
         """
         self.desk = Desk(rank, n_ranks, plugin, steps, published, before)
         self.held_s = 0.0  # the longest that the training thread has stood here
         self.stopped = ""  # why the active table will not change any more
-        self.store = JobStore(store, rank)
+        self.store = JobStore(store, rank, since)
         self._versions, self._tell = versions, tell
         self._tree: Tree | None = None
         self._closing, self._end = False, threading.Event()

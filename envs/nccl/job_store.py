@@ -2,7 +2,7 @@
 
 torchrun keeps its store when it starts all workers anew, and its agents count restarts each for itself. So rank 0
 draws a name for each life, which all ranks hear when the gate opens: what an earlier life has left is not read then.
-The gate's own word is older than this process if it is of an earlier life.
+The gate's own word is older than the process group if it is of an earlier one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from .words import say
 #: How long who stands asks again a store that cannot be reached: as long as NCCL's own watchdog waits for the others.
 _LOST_S = 600.0
 _AGAIN_S = 0.1
-#: This process began, by the clock of the node; those of two nodes may differ by so much.
-_BEGAN, _SKEW_S = time.time(), 2.0
+_SKEW_S = 2.0  # between the clocks of two nodes
 _OPENING = "opening"  # how often rank 0 has opened the network again
 _GATE = "gate"
 _OPEN, _SHUT = "open ", "shut:"
@@ -30,9 +29,12 @@ _OPEN, _SHUT = "open ", "shut:"
 class JobStore:
     """Connected at :meth:`connect`; used by one thread at a time. Raises what the store raises, but in :meth:`log`."""
 
-    def __init__(self, make: Callable[[], tuple[Any, str]], rank: int) -> None:
-        """``make()`` gives a new connection of our own to the job's store, and the store's host."""
-        self._make, self._rank = make, rank
+    def __init__(self, make: Callable[[], tuple[Any, str]], rank: int, since: float = 0.0) -> None:
+        """``make()`` gives a new connection of our own to the job's store, and the store's host.
+
+        ``since`` is when the process group began to be made, in seconds of the node's clock.
+        """
+        self._make, self._rank, self._since = make, rank, since
         self._store: Any = None
         self.host = ""
         self.closing = False
@@ -65,7 +67,7 @@ class JobStore:
         """Set the gate if it is free, or an earlier life's; what stands there."""
         keys, mine = self.under(opening), f"{time.time():.0f} {word}"
         found = keys.compare_set(_GATE, "", mine).decode()
-        if float(found.split()[0]) < _BEGAN - _SKEW_S:
+        if float(found.split()[0]) < self._since - _SKEW_S:
             found = keys.compare_set(_GATE, found, mine).decode()
         return found.partition(" ")[2]
 
@@ -104,7 +106,7 @@ class JobStore:
         while True:
             try:
                 if anew:
-                    self.connect()
+                    self._renew()
                 return str(self._store.compare_set(f"{self._life}/log/{attempt}", "", word).decode())
             except Exception as error:
                 if isinstance(error, ConnectionRefusedError) or self.closing or time.monotonic() > end:
@@ -113,10 +115,18 @@ class JobStore:
                 anew = True
                 time.sleep(_AGAIN_S)
 
+    def _renew(self) -> None:
+        """A new connection; the one there is where this node has no descriptor for another, or no name service."""
+        try:
+            self.connect()
+        except (ConnectionError, TimeoutError):
+            raise
+        except OSError:
+            if self._store is None:
+                raise
+
     def forget(self, attempt: int) -> None:
         """Drop an attempt's log. Raises when the store is away, and has a new connection the next time."""
-        if not attempt:
-            return
         try:
             self._store.delete_key(f"{self._life}/log/{attempt}")
         except Exception:

@@ -49,6 +49,7 @@ class Probe:
         self._plugin: Plugin | None = None
         self._world: Any = _nobody  # a reference to the default group: it must go when the job destroys it
         self._attempts = 0
+        self._since = time.time()  # when the default group of now, or else this process, began
         self._backend = ""  # of torch.distributed
         self._agreement: Agreement | Local | None = None
         self._rank = self._step = self._last_ns = self._generation = 0
@@ -167,22 +168,23 @@ class Probe:
         make = c10d._new_process_group_helper
 
         def makes(*args: Any, **more: Any) -> Any:
-            if len(args) > 2 and not args[2] and self._agreement is not None and not self._off:  # no ranks: all
-                try:
+            try:
+                # Others make groups of no named ranks with this beside the default one, on some ranks only.
+                if c10d.GroupMember.WORLD is None and len(args) > 2 and len(args[2]) == 0:
                     self._clear()
-                except Exception as error:
-                    self._breaks(f"{type(error).__name__}: {error}")
+            except Exception as error:
+                self._breaks(f"{type(error).__name__}: {error}")
             return make(*args, **more)
 
         c10d._new_process_group_helper = makes
 
     def _clear(self) -> None:
+        self._since = time.time()
         self._leave_group()
         self._steps.restart()
         if self._plugin is not None:
             self._plugin.forget_communicators()
-            self._plugin.stage(EMPTY)
-            self._plugin.flip()
+            self._plugin.activate(EMPTY)
 
     def _leave_group(self) -> None:
         """The default group was destroyed."""
@@ -273,7 +275,8 @@ class Probe:
             if self._rank == 0:
                 _note(Path(self._run) / "nccl", _nccl(self._torch))
             self._agreement = Agreement(
-                *size, self._plugin, self._steps, self._published, store, versions, self._before, self._tell
+                *(*size, self._plugin, self._steps, self._published, store, versions, self._before, self._tell),
+                since=self._since,
             )
         return self._agreement
 

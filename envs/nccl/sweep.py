@@ -119,6 +119,7 @@ class Sweep:
         name = torch.cuda.get_device_name() if self.device.type == "cuda" else "emulated"
         self._write({"loaded": ranks, "device": name, "nccl": nccl, "n_ranks": dist.get_world_size()})
         if not all(all(rank.values()) for rank in ranks):
+            dist.barrier()  # the first rank that fails ends the others: what was found must be written
             raise NotLoaded("the plugin was not loaded on every rank")
 
     def _cell(self, func: str, n_bytes: int, deadline: float) -> None:

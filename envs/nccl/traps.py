@@ -121,7 +121,7 @@ def _no_profiler(facts: Facts) -> Finding | None:
 
 
 def _name_only(facts: Facts) -> Finding | None:
-    if facts.nccl != (2, 27, 3) or "/" not in facts.env.get("NCCL_TUNER_PLUGIN", "/"):
+    if facts.nccl != (2, 27, 3) or "/" not in facts.env.get("NCCL_TUNER_PLUGIN", ""):
         return None
     return Finding(
         "plugin path",
@@ -223,7 +223,7 @@ def _ranks_share_gpu(facts: Facts) -> Finding | None:
     allowed = facts.nccl is None or facts.nccl >= (2, 30, 3)
     if allowed and facts.env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return None
-    cure = "set NCCL_MULTI_RANK_GPU_ENABLE=1" if allowed else "use NCCL 2.30.3, or one NCCL_HOSTID a rank"
+    cure = "set NCCL_MULTI_RANK_GPU_ENABLE=1" if allowed else "use NCCL 2.30.3, or one NCCL_HOSTID a rank and --force"
     return Finding("ranks on a GPU", f"{facts.ranks_per_node} ranks share {facts.n_gpus} GPUs: NCCL refuses", cure)
 
 

@@ -8,7 +8,6 @@ reduce_scatter and all_reduce is emulated.
 from __future__ import annotations
 
 import functools
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -87,8 +86,9 @@ class EmulatedGroup(dist.ProcessGroup):
         world = dist.get_world_size() if dist.is_initialized() else size
         self._rank, self._size = rank, size
         self._name, self._desc = str(options.group_id), ""
-        # torchrun may keep its store when it starts all workers anew: what the dead ones left there is not for us.
-        store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", options.store)
+        # torchrun may keep its store when it starts all workers anew: what the dead ones left there is not for us. Its
+        # agents count restarts each for itself; all ranks have come here equally often.
+        store = dist.PrefixStore(f"life {options.store.add(f'lives of {rank}', 1)}", options.store)
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, options.timeout)
         ranks = list(options.global_ranks_in_group) or list(range(size))
         members = ",".join(map(str, ranks))
