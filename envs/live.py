@@ -297,7 +297,6 @@ class Job:
         self, decisions: dict[Slot, Decision], n_steps: int, discard: int, give_up_ms: float, counted: dict[int, float]
     ) -> Window:
         trial = decisions != self.confirmed
-        self.poll()  # what was said of older tables
         if trial or decisions != self._to_stay:
             generation = self.publish(decisions, lease(n_steps + discard, self._durations) if trial else None)
         else:
