@@ -1,6 +1,6 @@
 """Tunes NCCL's algorithm, protocol and channel count for every reduce-scatter and all-gather of a running training job.
 
-``import dynamiccl`` registers the Gymnasium environments where Gymnasium is installed. The processes of a job that is
+``import dynamiccl`` registers the Gymnasium environments, once Gymnasium is imported. The processes of a job that is
 tuned import this as well; there it does nothing, so that nothing of Gymnasium's can trouble them.
 """
 
@@ -11,12 +11,9 @@ __all__ = ["__version__"]
 
 # pytest imports this file once more, by the name of the folder that it lies in.
 if __name__ == "dynamiccl" and not {"DYNAMICCL_RUN", "DYNAMICCL_CLUSTER"} & os.environ.keys():
-    try:
-        from .envs.registration import register_envs
-    except ImportError:  # the probe's own needs do not bring Gymnasium
-        pass
-    else:
-        register_envs()
+    from .envs.registration import register_envs
+
+    register_envs()
 
 
 def __getattr__(name: str) -> Any:

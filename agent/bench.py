@@ -34,7 +34,7 @@ from ..envs.submissions import FORMAT, Suite, enter, rows_of
 from ..envs.watch import Rules
 from .choosing import DEFAULT, RULES, WEIGHTS, look_here, make_chooser
 from .classical import CLASSICAL, make_classical
-from .spread import Executor, Processes, spread
+from .spread import spread
 
 Array = np.ndarray[Any, Any]
 
@@ -120,12 +120,10 @@ def _code_of(name: str) -> list[Path]:
     return sorted(ours) + sorted(theirs)
 
 
-_DECIDES = ("bench", "choosing", "classical", "joint_tpe", "rules", "policy")
+_DECIDES = ("bench", "choosing", "classical", "rules", "policy")
 
 
-def run(
-    entries: Sequence[Entry], folder: Path, executor: Executor | None = None, again: bool = False
-) -> Iterator[dict[str, Any]]:
+def run(entries: Sequence[Entry], folder: Path, processes: int = 2, again: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the submission of each entry, or ``{"entrant", "failed"}``; results already in ``folder`` are kept, if
     they are of the same code.
 
@@ -140,7 +138,7 @@ def run(
             _path(entry, folder).unlink(missing_ok=True)
         else:
             yield kept
-    for entry, result in spread(enter_one, waiting, executor or Processes(), lambda entry: entry.limit_s):
+    for entry, result in spread(enter_one, waiting, processes, lambda entry: entry.limit_s):
         if "failed" in result:
             yield {"entrant": entry.name, "failed": result["failed"]}
             continue
@@ -173,9 +171,6 @@ GRID: dict[str, list[dict[str, Any]]] = {
     "ladder": [{"pairs": p} for p in (0, 1, 2, 4, 8)],
     "sweep": [{"hysteresis": h} for h in (0.0, 0.02, 0.05)],
     "coordinate-descent": [{"horizon": h} for h in (4, 8, 16, 30)],
-    "thompson": [{"prior": m, "width": w, "horizon": h} for m in (-0.1, 0.0) for w in (0.05, 0.15) for h in (6, 12)],
-    "ucb": [{"weight": w, "prior": m, "horizon": h} for w in (0.05, 0.2) for m in (-0.1, 0.0) for h in (6, 12)],
-    "gp": [{"weight": w, "mean": m, "scale": s} for w in (0.5, 1.0) for m in (-0.2, 0.0) for s in (0.15, 0.4)],
     "tpe": [{"startup": s, "horizon": h} for s in (3, 6) for h in (12, 24)],
 }
 ENDS: list[dict[str, Any]] = [{"patience": p} for p in (1, 2)]
@@ -184,14 +179,14 @@ FIT_JOBS, FIT_SEED = 12, 2_900_000_000
 
 
 def fit(
-    executor: Executor | None = None, progress: Callable[[str], object] = lambda line: None, jobs: int = FIT_JOBS
+    processes: int = 2, progress: Callable[[str], object] = lambda line: None, jobs: int = FIT_JOBS
 ) -> dict[str, Any]:
     """Try the grid of each entrant on jobs that no suite holds, of both families; of each the settings that lose the
     least time over 20,000 steps, and all that were tried. Raises ValueError when one fails."""
     found: dict[str, Any] = {}
     names = [name for name in reversed(GRID) if name != "tpe" or "tpe" in entrants()]  # the slow ones first
     items = [(name, jobs) for name in names]
-    for (name, _), result in spread(fit_one, items, executor or Processes(), lambda item: 3600.0):
+    for (name, _), result in spread(fit_one, items, processes, lambda item: 3600.0):
         if "failed" in result:
             raise ValueError(f"{name}: {result['failed']}")
         best, worst = result["tried"][0], result["tried"][-1]

@@ -160,12 +160,6 @@ class Board:
             lines.append(f"| | {_cell(name)} | refused: {_cell(why)} |" + " |" * (len(COLUMNS) - 3))
         return "\n".join(lines) + "\n"
 
-    def page(self) -> str:
-        """One HTML file, plotly inside, nothing loaded from elsewhere."""
-        from .board_page import page  # plotly: a second to import
-
-        return page(self)
-
 
 def filed_results(suite: str, root: Path | None = None) -> dict[str, Any]:
     """What is on record of a suite by its name: the day, and the submissions. Raises ValueError when nothing is."""

@@ -6,24 +6,26 @@ import contextlib
 import importlib
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..envs.job_arena import Policy
-from .classical import CLASSICAL, make_classical
-from .policy import LstmPolicy
-from .rules import ExpectedImprovement, ThompsonSampling
-
-Array = np.ndarray[Any, Any]
+if TYPE_CHECKING:  # none of them before a policy is made: a job that is to be started does not wait for numpy
+    from ..envs.job_arena import Policy
 
 #: What decides where nothing else is asked for: the best that was measured, see the README.
 DEFAULT = "expected-improvement"
 RULES = (DEFAULT, "thompson-sampling")
 #: Ending of a file of trained weights, which is a policy too.
 WEIGHTS = ".npz"
+#: Those of ``classical.CLASSICAL``.
+CLASSICAL = ("default", "random", "ladder", "coordinate-descent", "sweep")
 #: Policies that can be asked for by name.
 POLICIES = (*RULES, *CLASSICAL, "tpe", "lstm")
+
+
+def check_chooser(name: str) -> None:
+    """Refuse what :func:`make_chooser` would; what is always there is known by its name. Raises ValueError."""
+    if name == "tpe" or name not in POLICIES:
+        make_chooser(name)
 
 
 def make_chooser(name: str, seed: int = 0) -> Policy:
@@ -32,6 +34,10 @@ def make_chooser(name: str, seed: int = 0) -> Policy:
 
     Raises ValueError, with the known names, when there is none such.
     """
+    from .classical import make_classical
+    from .policy import LstmPolicy
+    from .rules import ExpectedImprovement, ThompsonSampling
+
     if name == DEFAULT:
         return ExpectedImprovement()
     if name == RULES[1]:

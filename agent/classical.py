@@ -1,4 +1,4 @@
-"""Search without a learned policy, for comparison: NCCL's default, random, ladder, descent, sweep, bandits, a GP.
+"""Search without a learned policy, for comparison: NCCL's default, random, ladder, descent, sweep, Optuna's TPE.
 
 Each decides for all slots of a job in every window, as the search asks it to (``envs.turns``): the slots' trials run
 side by side, and what a config saved is what the belief makes of all windows and durations, the same for every entrant.
@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 #: Where the prices of the pairs begin in a slot's features, see ``traces.fingerprint.Fingerprint.vector``; before them
 #: lie single figures, among them (log2 / 6) the channels of NCCL's own choice; after them which pair that is.
 _PRICES = N_FEATURES - 2 * len(PAIRS)
-_IS_SCATTER, _OWN_CHANNELS = 0, 8
+_OWN_CHANNELS = 8
 
 
 @dataclass
@@ -35,15 +35,11 @@ class Turn:
     """One slot's turn, as a searcher sees it; savings are in units of the slot's share of the step."""
 
     slot: int
-    n_slots: int
     round: int  # windows of the search so far
     open: Array  # (a,) configs that may be chosen
     mean: Array  # (N_CONFIGS,) saving of what was tried; -inf: not tried; AUTO's is 0
-    count: Array  # (N_CONFIGS,) windows
     asked: Array  # (N_CONFIGS,) times that it was chosen
-    noise: float  # standard deviation of a window's saving
     saved: float  # part of the step that the last window saved
-    is_scatter: bool
     own: tuple[int, int]  # NCCL's own choice: index of the pair, channels
     price: Array  # (len(PAIRS),) log2 of NCCL's price against its best, / 3
 
@@ -69,10 +65,10 @@ class Turn:
 class Memo:
     """What a searcher remembers of one job."""
 
-    slots: dict[int, Turn] = field(default_factory=dict)  # the last turn of each slot
     asked: dict[int, Array] = field(default_factory=dict)  # see Turn, by slot
     plans: dict[int, Any] = field(default_factory=dict)  # the searcher's own, by slot
-    plan: Any = None  # of the whole job
+    study: Any = None  # Optuna's, and the trial that runs
+    trial: Any = None
 
 
 class Searcher:
@@ -110,7 +106,6 @@ class Searcher:
             if starts[i]:
                 state[i] = Memo()
             turn = _turn(seen, i)
-            state[i].slots[turn.slot] = turn
             turn.asked = state[i].asked.setdefault(turn.slot, turn.asked)
             chosen[i] = turn.best if turn.round >= self.horizon else self.choose(turn, state[i])
             turn.asked[chosen[i]] += 1
@@ -127,15 +122,11 @@ def _turn(seen: turns.Seen, i: int) -> Turn:
     price, own = np.split(features[_PRICES:], 2)
     return Turn(
         slot=round(context["place"] * n_slots),
-        n_slots=n_slots,
         round=round(16 * context["round"]),
         open=np.flatnonzero(seen.open[i]),
         mean=mean,
-        count=seen.count[i],
         asked=np.zeros(N_CONFIGS),
-        noise=context["noise"] / 50 / share,
         saved=context["last_saving"] / 5,
-        is_scatter=bool(features[_IS_SCATTER] > 0.5),
         own=(int(own.argmax()), round(2 ** (6 * features[_OWN_CHANNELS]))),
         price=price,
     )
@@ -226,102 +217,39 @@ class Sweep(Searcher):
         return int(memo.plans.get(turn.slot, 0))
 
 
-class Thompson(Searcher):
-    """Gaussian Thompson sampling: a config's saving is N(mean, noise^2 / count), before that N(prior, width^2)."""
+class Tpe(Searcher):
+    """Optuna's tree-structured Parzen estimator (Bergstra et al. 2011), one study a job: the config of each slot is a
+    categorical parameter, a window is a trial, and its value is what the window saved of the step. Needs the extra
+    ``[optuna]``."""
 
-    horizon = 12
+    horizon = 24
 
-    def __init__(self, seed: int = 0, prior: float = -0.1, width: float = 0.1, **ends: Any) -> None:
+    def __init__(self, seed: int = 0, startup: int = 6, candidates: int = 24, **ends: Any) -> None:
+        """``startup``: random trials before the model has a say; ``candidates``: drawn from it for each choice.
+
+        Raises ValueError, with the cure, when Optuna is not installed.
+        """
         super().__init__(seed, **ends)
-        self.prior, self.width = prior, width
+        try:
+            import optuna
+        except ImportError as error:
+            raise ValueError("the policy tpe needs Optuna: pip install 'dynamiccl[optuna]'") from error
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self.optuna = optuna
+        self.options: dict[str, Any] = {"n_startup_trials": startup, "n_ei_candidates": candidates}
 
     def choose(self, turn: Turn, memo: Memo) -> int:
-        """The largest of one draw per config; AUTO's is 0."""
-        count, least = turn.count[turn.open], (turn.noise / self.width) ** 2
-        measured = np.where(count > 0, turn.mean[turn.open], 0.0)
-        centre = (least * self.prior + count * measured) / (least + count)
-        draws = centre + turn.noise / np.sqrt(least + count) * self.rng.standard_normal(len(count))
-        return int(turn.open[np.where(turn.open == 0, 0.0, draws).argmax()])
-
-
-class Ucb(Searcher):
-    """UCB1 (Auer et al. 2002) with the given weight; what is untried counts as ``prior`` with one window."""
-
-    horizon = 12
-
-    def __init__(self, seed: int = 0, weight: float = 0.1, prior: float = 0.0, **ends: Any) -> None:
-        super().__init__(seed, **ends)
-        self.weight, self.prior = weight, prior
-
-    def choose(self, turn: Turn, memo: Memo) -> int:
-        """The largest mean + weight * sqrt(2 log t / count)."""
-        count, mean = turn.count[turn.open], turn.mean[turn.open]
-        mean, least = np.where(np.isfinite(mean), mean, self.prior), np.maximum(count, 1)
-        bonus = self.weight * np.sqrt(2 * np.log(turn.round + 2) / least)
-        return int(turn.open[(mean + np.where(turn.open == 0, 0.0, bonus)).argmax()])
-
-
-class GaussianProcess(Searcher):
-    """One Gaussian process over all slots' configs, choosing by upper confidence bound.
-
-    Savings of two configs go together the more, the nearer their channels (log2, over ``length``); another pair counts
-    ``across``, another slot of the same kind of collective ``between``, of the other kind half of that. The posterior
-    is the textbook one (Rasmussen & Williams 2006, eq. 2.23 f.).
-    """
-
-    def __init__(
-        self,
-        seed: int = 0,
-        noise: float = 0.1,
-        scale: float = 0.3,
-        weight: float = 0.5,
-        mean: float = 0.0,
-        length: float = 2.0,
-        across: float = 0.3,
-        between: float = 0.5,
-        **ends: Any,
-    ) -> None:
-        """``mean``: saving expected of a config before anything is known of it."""
-        super().__init__(seed, **ends)
-        self.noise, self.scale, self.weight, self.mean = noise, scale, weight, mean
-        self.length, self.across, self.between = length, across, between
-
-    def kernel(self, a: list[tuple[Turn, int]], b: list[tuple[Turn, int]]) -> Array:
-        """Covariance (len(a), len(b)) of what configs of slots save."""
-        x, y = (np.array([_point(turn, config) for turn, config in part]).reshape(-1, 4) for part in (a, b))
-        apart = (x[:, None, 1] - y[None, :, 1]) / self.length
-        pair = np.where(x[:, None, 0] == y[None, :, 0], 1.0, self.across)
-        kind = np.where(x[:, None, 3] == y[None, :, 3], self.between, self.between / 2)
-        slot = np.where(x[:, None, 2] == y[None, :, 2], 1.0, kind)
-        return np.asarray(self.scale**2 * np.exp(-0.5 * apart**2) * pair * slot)
-
-    def posterior(self, turn: Turn, memo: Memo) -> tuple[Array, Array]:
-        """Mean and standard deviation (a,) of what the slot's open configs save."""
-        known = [(t, int(c)) for t in memo.slots.values() for c in np.flatnonzero(np.isfinite(t.mean)) if c]
-        wanted = [(turn, int(c)) for c in turn.open]
-        own = np.full(len(wanted), self.scale**2)
-        if not known:
-            return np.full(len(wanted), self.mean), np.sqrt(own)
-        values = np.array([t.mean[c] for t, c in known]) - self.mean
-        count = np.array([max(t.count[c], 1) for t, c in known])
-        across = self.kernel(wanted, known)
-        gram = self.kernel(known, known) + np.diag(self.noise**2 / count + 1e-9)
-        solved = np.linalg.solve(gram, np.column_stack([values, across.T]))
-        variance = own - np.einsum("ij,ji->i", across, solved[:, 1:])
-        return self.mean + across @ solved[:, 0], np.sqrt(np.maximum(variance, 1e-12))
-
-    def choose(self, turn: Turn, memo: Memo) -> int:
-        """The largest posterior mean + weight * deviation; AUTO's is 0."""
-        centre, deviation = self.posterior(turn, memo)
-        bound = np.where(turn.open == 0, 0.0, centre + self.weight * deviation)
-        return int(turn.open[bound.argmax()])
-
-
-def _point(turn: Turn, config: int) -> tuple[float, float, float, float]:
-    """A config of a slot for the kernel: pair, log2 of the channels, slot, kind of collective."""
-    pair, channels = divmod(config, N_CHANNELS)
-    count = CHANNELS[channels] or turn.own[1]
-    return float(pair - 1 if pair else turn.own[0]), float(np.log2(count)), float(turn.slot), float(turn.is_scatter)
+        """What the study asks for, slot by slot; it is told how the window went before the next one begins."""
+        if memo.study is None:
+            sampler = self.optuna.samplers.TPESampler(**self.options, seed=int(self.rng.integers(2**31)))
+            memo.study = self.optuna.create_study(direction="maximize", sampler=sampler)
+        if turn.slot == 0:
+            if memo.trial is not None:
+                memo.study.tell(memo.trial, turn.saved)
+            memo.trial = memo.study.ask()
+        options = memo.plans.setdefault(turn.slot, turn.open.tolist())  # a parameter keeps its choices
+        config = int(memo.trial.suggest_categorical(f"slot {turn.slot}", options))
+        return config if config in turn.open else 0
 
 
 #: By name; ``tpe`` beside them needs the extra ``[optuna]``.
@@ -331,9 +259,6 @@ CLASSICAL: dict[str, type[Searcher]] = {
     "ladder": Ladder,
     "coordinate-descent": CoordinateDescent,
     "sweep": Sweep,
-    "thompson": Thompson,
-    "ucb": Ucb,
-    "gp": GaussianProcess,
 }
 
 
@@ -349,9 +274,5 @@ def make_classical(name: str, seed: int = 0, settings: dict[str, Any] | None = N
 
     Raises ValueError with the cure where a package is missing.
     """
-    kind: type[Searcher]
-    if name == "tpe":
-        from .joint_tpe import Tpe as kind
-    else:
-        kind = CLASSICAL[name]
+    kind = Tpe if name == "tpe" else CLASSICAL[name]
     return kind(seed, **(best_settings().get(name, {}) if settings is None else settings))

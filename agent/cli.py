@@ -13,7 +13,7 @@ except ModuleNotFoundError:
     raise SystemExit("error: the command line needs more than the probe: pip install 'dynamiccl[tuner]'") from None
 
 #: What a command may lack, and the extra that brings it; all else is in `tuner`.
-_EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train", "optuna": "optuna", "ray": "ray"}
+_EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train", "optuna": "optuna"}
 _EXTRAS["prometheus_client"] = "metrics"
 
 #: Command -> file in agent/commands, in the order of the help text; the function has the file's name. What people need:
@@ -24,40 +24,19 @@ MORE = {
     "env": "env",
     "top": "top",
     "why": "why",
-    "compare": "compare",
-    "diff": "diff",
-    "plan": "plan",
-    "import": "import_",
-    "learn": "learn",
-}
-#: ``dynamiccl clusters NAME``, all in one file; ``dynamiccl clusters`` alone lists them.
-CLUSTERS = ("show", "forget")
-#: ``dynamiccl lab NAME``: for those who work on models, policies and releases.
-LAB = {
-    "train": "train",
-    "prior": "prior",
-    "regimes": "regimes",
-    "gpu-check": "gpu_check",
     "model": "model",
-    "dry-run": "dry_run",
-    "oracle": "oracle",
-    "calibrate": "calibrate",
-    "promises": "promises",
+    "plan": "plan",
+    "clusters": "clusters",
 }
+#: ``dynamiccl lab NAME``: for those who work on models, policies and releases.
+LAB = {"train": "train", "prior": "prior", "gpu-check": "gpu_check"}
 #: ``dynamiccl bench NAME``; ``dynamiccl bench`` alone is the leaderboard.
-BENCHES = {
-    "plugin": "bench_plugin",
-    "boundary": "bench_boundary",
-    "overhead": "bench_overhead",
-    "metrics": "bench_metrics",
-}
-BENCHES["rank"] = "bench_rank"
-
+BENCHES = {"overhead": "bench_overhead"}
 
 app = typer.Typer(
     name="dynamiccl",
     help="Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time.",
-    epilog=f"Also: {', '.join([*MORE, 'clusters'])}. Every command has --help, and --json for programs.",
+    epilog=f"Also: {', '.join(MORE)}. Every command has --help, and --json for programs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -97,12 +76,6 @@ _lab = typer.Typer(help="Train the policy, check a machine with GPUs, ask the mo
 _add(_lab, LAB)
 app.add_typer(_lab, name="lab")
 _add(app, MORE, hidden=True)
-_module = importlib.import_module(".commands.clusters", __package__)
-_clusters = typer.Typer()
-_clusters.callback(invoke_without_command=True)(_module.clusters)
-for _name in CLUSTERS:
-    _clusters.command(_name)(getattr(_module, _name))
-app.add_typer(_clusters, name="clusters", hidden=True)
 
 
 def main() -> None:

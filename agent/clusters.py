@@ -1,276 +1,201 @@
-"""The memory between jobs: records of what tuners measured, one file each, in a folder or an object store.
+"""The memory between jobs: what a run confirmed is the first table of the next run of that job on the same cluster.
 
-A record is written once and never changed, under a name of its own, so any number of jobs may write to one place; they
-are put together when they are read. Places are fsspec URLs: a local folder, a shared one, ``s3://bucket/folder``.
-Records hold durations, prices and decisions as text, no number that only one release understands: what a reader does
-not know it leaves out. What to believe of them is decided in ``envs/memory.py``.
+One JSON file a run, in a folder or wherever fsspec writes (``s3://bucket/folder``), below the cluster's key. A run
+begins with the table of the run that had most of its slots, the newest of these: the same job again with all its own.
+Nothing is believed: the search compares that table with NCCL's own choice as any other. A file that is damaged, foreign
+or of another format is passed over by name; where no store answers in time, a run begins from nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+import math
+import queue
 import threading
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec
-import numpy as np
 
-from ..envs.memory import Evidence, Memory
-from ..traces.fingerprint import Fingerprint
-from ..traces.header import plain
-from ..traces.records import AUTO, PAIRS, Decision, decision_from
+from ..envs.live_windows import LiveWindows
+from ..envs.nccl.nvml import gpus
+from ..envs.sim.clusters import cluster
+from ..envs.sim.emulated import Emulated
+from ..traces.header import masked, plain
+from ..traces.records import AUTO, PAIRS, Decision, Slot, decision_from
 from ..traces.slots import SlotProfile
-from ..traces.spaces import N_CONFIGS, action_of, actions_of, config_index, decision_of
+from .outputs import full_url
+from .tuner import Outcome
 
-Array = np.ndarray[Any, Any]
-Found = TypeVar("Found")
-
-FORMAT = 1
-#: Records of a cluster that are read, the newest.
-MOST_RECORDS = 40
+#: Of the files; those of any other are not read. Runs of a cluster that are looked at, the newest.
+FORMAT, MOST_RUNS = 2, 40
 #: A store that does not answer for so long is not waited for.
 WAIT_S = 15.0
-#: Says where the memory is; one of OFF: nowhere.
-VARIABLE, OFF = "DYNAMICCL_MEMORY", ("", "off", "none")
-#: What tells clusters apart: GPUs or the emulated cluster, nodes x ranks, NCCL's version.
+#: What tells clusters apart: GPUs or the emulated cluster, nodes x ranks, NCCL's release.
 FACTS = ("hardware", "layout", "nccl")
+#: Logs by which the message and the default's time of the same slot may differ between two runs.
+SAME_SIZE, SAME_TIME = 0.015, 0.5
+#: In the run folder: NCCL's release in the job, as rank 0's probe found it.
+NCCL = "nccl"
 
 
-def default_url() -> str | None:
-    """Where the memory is unless told otherwise: DYNAMICCL_MEMORY, else below the user's data folder; None: off."""
-    told = os.environ.get(VARIABLE)
-    if told is not None:
-        return None if told.strip().lower() in OFF else told
-    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
-    return str(Path(base) / "dynamiccl" / "clusters")
-
-
-def key_of(facts: dict[str, Any]) -> str:
-    """What a cluster is called in the store: the same for the same FACTS on every machine and in every release."""
+def key_of(facts: Mapping[str, Any]) -> str:
+    """The folder of a cluster: the same for the same FACTS on every machine and in every release."""
     known = {name: str(facts.get(name) or "unknown") for name in FACTS}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
 
 
-@dataclass
-class Known:
-    """The records of one cluster, the newest first, and what could not be read of it."""
+@dataclass(frozen=True)
+class Kept:
+    """One slot of a run, and what the run decided for it."""
 
-    key: str
-    records: list[dict[str, Any]] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
+    slot: Slot
+    n_bytes: int
+    own: str  # NCCL's own choice
+    call_us: float  # of it
+    decision: Decision
 
-    @property
-    def facts(self) -> dict[str, str]:
-        """What it is."""
-        return {name: str(self.records[0]["cluster"].get(name)) if self.records else "unknown" for name in FACTS}
+    @classmethod
+    def of(cls, p: SlotProfile, decision: Decision = AUTO) -> Kept:
+        """Of a slot as a run found it."""
+        return cls(p.slot, p.n_bytes, "/".join(PAIRS[int(p.fingerprint.own_pair[0])]), p.call_us, decision)
 
-    @property
-    def in_use(self) -> list[dict[str, Any]]:
-        """One record a run, the newest, and none from before a run that found the cluster changed."""
-        seen: set[str] = set()
-        out = []
-        for record in self.records:
-            if record["run"] not in seen:
-                seen.add(record["run"])
-                out.append(record)
-                if record.get("contradicts"):
-                    break
-        return out
+    def is_again(self, other: Kept) -> bool:
+        """Whether it is the same slot, and its calls take what they took."""
+        sizes, times = math.log(self.n_bytes / other.n_bytes), math.log(self.call_us / other.call_us)
+        return (self.slot, self.own) == (other.slot, other.own) and abs(sizes) < SAME_SIZE and abs(times) < SAME_TIME
 
-    def memory(self, now: datetime | None = None) -> Memory | None:
-        """What a search begins from; None without a usable record."""
-        now = now or datetime.now(UTC)
-        found = [evidence_of(record, (now - when(record)).total_seconds() / 86400) for record in self.in_use]
-        known = [evidence for evidence in found if evidence is not None]
-        return Memory(known) if known else None
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """What a file holds, its slots as :class:`Kept`. Raises ValueError, KeyError or TypeError for one that is none."""
+    told = json.loads(text)
+    if told["format"] != FORMAT:
+        raise ValueError(f"format {told['format']}, this release reads {FORMAT}")
+    slots = [{**s, "slot": Slot(**s["slot"]), "decision": decision_from(s["decision"])} for s in told["slots"]]
+    told["slots"] = [Kept(**slot) for slot in slots]
+    if any(slot.n_bytes <= 0 or slot.call_us <= 0 for slot in told["slots"]):
+        raise ValueError("a slot without bytes or time")
+    datetime.fromisoformat(told["written"]), told["job"], told["speedup"], [told["cluster"][fact] for fact in FACTS]
+    return dict(told)
 
 
 class Store:
-    """A place for records. Raises ValueError for a URL that nothing installed here can open."""
+    """A place for runs. Raises ValueError for a URL that nothing installed here can open."""
 
     def __init__(self, url: str) -> None:
-        self.url = url if "://" in url else str(Path(url).expanduser().absolute())
+        self.url = full_url(url)
         try:
             self.files, self.root = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:
             raise ValueError(f"the memory {url} cannot be opened: {error}") from None
 
     def keys(self) -> list[str]:
-        """Clusters that have a record. Raises OSError."""
-        if not self.files.exists(self.root):
-            return []
-        inside = self.files.ls(self.root, detail=True)
+        """Clusters that have a folder. Raises OSError."""
+        inside = self.files.ls(self.root, detail=True) if self.files.exists(self.root) else []
         return sorted(str(e["name"]).rstrip("/").rpartition("/")[2] for e in inside if e["type"] == "directory")
 
-    def read(self, key: str, most: int = MOST_RECORDS) -> Known:
-        """The newest records of a cluster. What is damaged, or of a newer format, is left out and named."""
-        known, folder = Known(key), f"{self.root}/{key}"
-        if not self.files.exists(folder):
-            return known
-        names = sorted((str(n) for n in self.files.ls(folder, detail=False) if str(n).endswith(".json")), reverse=True)
-        for name in names[:most]:
+    def read(self, key: str) -> tuple[list[dict[str, Any]], list[str]]:
+        """The runs of a cluster, the newest first, and what was passed over, each with the reason. Raises OSError."""
+        folder, runs, passed = f"{self.root}/{key}", list[dict[str, Any]](), list[str]()
+        names = self.files.ls(folder, detail=False) if self.files.exists(folder) else []
+        for name in sorted((str(name) for name in names if str(name).endswith(".json")), reverse=True)[:MOST_RUNS]:
             try:
-                record = json.loads(self.files.cat_file(name))
-                if int(record["format"]) > FORMAT:
-                    raise ValueError(f"format {record['format']}: a newer dynamiccl wrote it")
-                when(record), record["run"], record["slots"], record["cluster"][FACTS[0]]
-                known.records.append(record)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                known.damaged.append(f"{name}: {error}")
-        known.records.sort(key=when, reverse=True)
-        return known
+                runs.append(parsed(self.files.cat_file(name)))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                passed.append(f"{name} ({type(error).__name__}: {error})")
+        return runs, passed
 
-    def add(self, record: dict[str, Any]) -> str:
-        """Write a record under a name that nobody else has; the name. Raises OSError."""
-        folder = f"{self.root}/{key_of(record['cluster'])}"
-        name = f"{folder}/{when(record):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:12]}.json"
-        self.files.makedirs(folder, exist_ok=True)
-        with self.files.transaction, self.files.open(name, "wb") as file:  # readers see all of it or nothing
-            file.write(json.dumps(plain(record), separators=(",", ":")).encode())
-        return name
-
-    def forget(self, key: str, days: float = 0.0) -> int:
-        """Remove a cluster's records that are at least so many days old; how many. Raises OSError."""
-        folder, now, n = f"{self.root}/{key}", datetime.now(UTC), 0
-        for name in [str(n) for n in self.files.ls(folder, detail=False)] if self.files.exists(folder) else []:
-            stem = name.rpartition("/")[2].partition("-")[0]
-            try:
-                age = (now - datetime.strptime(stem, "%Y%m%dT%H%M%S").replace(tzinfo=UTC)).total_seconds() / 86400
-            except ValueError:  # not one of ours
-                continue
-            if age >= days:
-                self.files.rm_file(name)
-                n += 1
-        if n and not self.files.ls(folder, detail=False):
-            self.files.rmdir(folder)
-        return n
+    def write(self, key: str, name: str, told: Mapping[str, Any]) -> None:
+        """Write a file of a cluster, or write it anew. Raises OSError."""
+        self.files.makedirs(f"{self.root}/{key}", exist_ok=True)
+        with self.files.transaction, self.files.open(f"{self.root}/{key}/{name}", "wb") as file:  # all of it or nothing
+            file.write(json.dumps(plain(told), indent=1).encode())
 
 
-def in_time(work: Callable[[], Found], seconds: float = WAIT_S) -> Found:
+class Memory:
+    """The memory at ``url`` as one run uses it; ``say`` hears what fails. Nothing here stops the run."""
+
+    def __init__(self, url: str, job: str, say: Callable[[str], None]) -> None:
+        self.url, self.job, self._say = url, masked(job), say
+        self.facts: dict[str, str] = {}
+        self.runs: list[dict[str, Any]] = []
+        self.text = "nothing is known of this cluster yet"
+        self._name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:12]}.json"
+
+    def recall(self, facts: dict[str, str], profiles: Sequence[SlotProfile]) -> dict[Slot, Decision]:
+        """The table to be tried first in a job of these slots on that cluster; empty: none."""
+        self.facts, mine, table = facts, list(map(Kept.of, profiles)), dict[Slot, Decision]()
+        try:
+            self.runs, passed = in_time(lambda: Store(self.url).read(key_of(facts)))
+        except Exception as error:  # whatever a file system or an object store can raise
+            self._say(f"the memory {self.url} cannot be read ({error}): beginning from nothing")
+            return table
+        for text in passed:
+            self._say(f"the memory passes over {text}")
+        if self.runs:
+            self.text = "runs before had no slot like these, or its calls took another time"
+        for run in self.runs:
+            found = {m.slot: kept.decision for m in mine for kept in run["slots"] if kept.is_again(m)}
+            if len(found) > len(table):
+                table = found
+                self.text = f"{len(found)} of {len(mine)} slots begin with what {run['job']} came to, {run['written']}"
+        return table
+
+    def leave(self, outcome: Outcome) -> None:
+        """Write down what the run has come to by now."""
+        v = outcome.verdict if outcome.kept else None
+        told = {"format": FORMAT, "written": datetime.now(UTC).isoformat(timespec="seconds"), "job": self.job}
+        told |= {"cluster": {fact: self.facts.get(fact) or "unknown" for fact in FACTS}}
+        told |= {"speedup": [v.tuned.speedup, v.tuned.low, v.tuned.high] if v else None}
+        told |= {"slots": [vars(Kept.of(c.profile, c.decision)) for c in outcome.choices]}
+        try:
+            in_time(lambda: Store(self.url).write(key_of(self.facts), self._name, told))
+        except Exception as error:
+            self._say(f"the table could not be left in {self.url}: {error}")
+
+    def told(self) -> dict[str, Any]:
+        """For the summary."""
+        key = key_of(self.facts) if self.facts else None
+        return {"url": self.url, "cluster": key, "jobs": len(self.runs), "text": self.text}
+
+
+def in_time(work: Callable[[], Any], seconds: float = WAIT_S) -> Any:
     """What ``work`` returns or raises. Raises TimeoutError where it takes too long, and leaves it to itself."""
-    out: list[Any] = []
+    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            out.append((work(), None))
+            done.put((work(), None))
         except BaseException as error:
-            out.append((None, error))
+            done.put((None, error))
 
-    thread = threading.Thread(target=run, name="dynamiccl-memory", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not out:
-        raise TimeoutError(f"no answer for {seconds:.0f} s")
-    found, error = out[0]
+    threading.Thread(target=run, name="dynamiccl-memory", daemon=True).start()
+    try:
+        found, error = done.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer for {seconds:.0f} s") from None
     if error is not None:
         raise error
-    return found  # type: ignore[no-any-return]
+    return found
 
 
-def when(record: dict[str, Any]) -> datetime:
-    """When a record was written."""
-    at = datetime.fromisoformat(str(record["written"]))
-    return at if at.tzinfo else at.replace(tzinfo=UTC)
-
-
-# -- records ---------------------------------------------------------------------------------------------------------
-
-
-def record_of(
-    facts: dict[str, Any], run: str, profiles: Sequence[SlotProfile], evidence: Evidence, **more: Any
-) -> dict[str, Any]:
-    """A record of what a run measured on a cluster; ``more`` is kept beside it (job, gain, contradicts)."""
-    slots = []
-    for i, profile in enumerate(profiles):
-        seen = np.flatnonzero(evidence.counts[i] > 0)
-        slots.append(
-            {
-                **vars(profile.slot),
-                "fingerprint": _told(profile.fingerprint),
-                "share": float(evidence.share[i]),
-                "call_us": float(evidence.call_us[i]),
-                "may": [_text(c) for c in np.flatnonzero(evidence.mask[i])],
-                "durations": {_text(c): [float(evidence.logs[i, c]), int(evidence.counts[i, c])] for c in seen},
-                "confirmed": _text(evidence.confirmed[i]),
-            }
-        )
-    tables = [
-        {"decisions": [_text(c) for c in table], "saving": float(saving), "deviation": float(deviation)}
-        for table, saving, deviation in zip(evidence.tables, evidence.savings, evidence.deviations, strict=True)
-    ]
-    head = {"format": FORMAT, "written": datetime.now(UTC).isoformat(timespec="seconds"), "run": run}
-    return {**head, "cluster": {name: str(facts.get(name) or "unknown") for name in FACTS}, **more} | {
-        "slots": slots,
-        "tables": tables,
-    }
-
-
-def evidence_of(record: dict[str, Any], age_days: float) -> Evidence | None:
-    """Inverse of :func:`record_of`; None for a record without a slot, or of which nothing can be understood."""
-    slots = record["slots"]
-    n = len(slots)
-    mask = np.zeros((n, N_CONFIGS), bool)
-    logs, counts = np.full((n, N_CONFIGS), np.nan), np.zeros((n, N_CONFIGS))
+def facts_of(windows: LiveWindows, emulated: Emulated | None) -> dict[str, str]:
+    """What tells the cluster of a running job from others: FACTS."""
+    comms = windows.job.assembler.comms.values()
+    n_ranks, n_nodes = max(((c.n_ranks, c.n_nodes) for c in comms), default=(0, 0))
+    layout = f"{n_nodes} x {n_ranks // n_nodes} ranks" if n_nodes else "unknown"  # of the largest communicator
+    if emulated is not None:  # its seed and its weather are what may change from one run to the next
+        scales = f"bytes x {emulated.bytes_scale:g}, compute x {emulated.compute_scale:g}"
+        hardware = f"emulated {emulated.cluster}, {scales}"
+        return {"hardware": hardware, "layout": layout, "nccl": str(cluster(emulated.cluster).nccl)}
     try:
-        for i, slot in enumerate(slots):
-            mask[i, [c for c in map(_config, slot["may"]) if c is not None]] = True
-            for text, (log, windows) in slot["durations"].items():
-                config = _config(text)
-                if config:
-                    logs[i, config], counts[i, config] = log, windows
-        tables = [([_config(text) for text in t["decisions"]], t["saving"], t["deviation"]) for t in record["tables"]]
-        whole = [t for t in tables if len(t[0]) == n and None not in t[0] and t[1] is not None and t[2]]
-        confirmed = [_config(slot["confirmed"]) for slot in slots]
-        return Evidence(
-            features=np.concatenate([_fingerprint(slot["fingerprint"]).vector() for slot in slots]),
-            mask=mask,
-            share=np.array([float(slot["share"]) for slot in slots]),
-            call_us=np.array([np.nan if slot["call_us"] is None else float(slot["call_us"]) for slot in slots]),
-            logs=logs,
-            counts=counts,
-            tables=np.array([t[0] for t in whole], np.int64).reshape(len(whole), n),
-            savings=np.array([float(t[1]) for t in whole]),
-            deviations=np.array([float(t[2]) for t in whole]),
-            confirmed=np.array([0 if None in confirmed else c for c in confirmed], np.int64),
-            age_days=max(age_days, 0.0),
-        )
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _text(config: Any) -> str:
-    return str(decision_of(actions_of(np.array([config]))[0]))
-
-
-def _config(text: str) -> int | None:
-    """The config of a decision's text; None where this release has none such."""
-    try:
-        decision = decision_from(text)
-        return 0 if decision == AUTO else int(config_index(action_of(decision)[None])[0])
-    except ValueError:
-        return None
-
-
-def _told(fingerprint: Fingerprint) -> dict[str, Any]:
-    """A fingerprint of one slot by names, pairs by their text."""
-    out = {name: float(value[0]) for name, value in vars(fingerprint).items() if np.ndim(value) == 1}
-    prices = {str(Decision(*pair)): float(us) for pair, us in zip(PAIRS, fingerprint.cost_us[0], strict=True)}
-    return out | {"cost_us": prices, "own_pair": str(Decision(*PAIRS[int(fingerprint.own_pair[0])]))}
-
-
-def _fingerprint(told: dict[str, Any]) -> Fingerprint:
-    names = [str(Decision(*pair)) for pair in PAIRS]
-    values = {
-        name: np.array([np.nan if value is None else float(value)])
-        for name, value in told.items()
-        if name not in ("cost_us", "own_pair")
-    }
-    cost = np.array([[float(told["cost_us"].get(name, -1.0)) for name in names]])
-    return Fingerprint(**values, cost_us=cost, own_pair=np.array([names.index(told["own_pair"])]))
+        release = (windows.job.run.path / NCCL).read_text().strip()
+    except OSError:
+        release = ""
+    names = gpus()
+    hardware = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
+    return {"hardware": hardware or "no GPU", "layout": layout, "nccl": release or "unknown"}

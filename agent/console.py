@@ -65,7 +65,7 @@ def show_summary(console: Console, s: dict[str, Any]) -> None:
     console.print()
     if s["emulated"]:
         console.print(
-            f"emulated cluster {s['cluster']}, bytes x {s['bytes_scale']:g}, time x {s['time_scale']:g}: "
+            f"emulated cluster {s['cluster']}, bytes x {s['bytes_scale']:g}, compute x {s['compute_scale']:g}: "
             "these are not GPU times",
             style="yellow",
         )
@@ -93,7 +93,7 @@ def show_summary(console: Console, s: dict[str, Any]) -> None:
             )
         none = RunEnds.NO_GAIN()
         if (s.get("memory") or {}).get("jobs"):
-            console.print(f"memory of {s['memory']['jobs']} jobs here: {s['memory']['text']}", markup=False)
+            console.print(f"memory: {s['memory']['text']}", markup=False)
         console.print("the table stays in force" if s["kept"] else s["dropped"] or none, markup=False)
     if s["failure"]:
         console.print(f"FAILURE: {s['failure']}", style="bold red", markup=False)

@@ -14,29 +14,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from ..envs.evidence import SlotOverlap
 from ..envs.job_ends import Closed, JobEnded, Stopped, Withdrawn
-from ..envs.live import LAUNCHER, STOP, Job, Window
+from ..envs.live import Job
 from ..envs.live_windows import LiveWindows
 from ..envs.locks import Busy, is_locked, lock
-from ..envs.memory import Memory
+from ..envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ..envs.nccl.shm import RunFolder
 from ..envs.nccl.tables import TABLE, to_json
-from ..envs.windows import Plan
 from ..traces.files import Trace, TraceError, TraceWriter
 from ..traces.reasons import RunEnds
-from ..traces.records import TUNED_FUNCS, Slot, Table
+from ..traces.records import TUNED_FUNCS, Decision, Slot, Table
 from .choosing import make_chooser
+from .clusters import Memory, facts_of
 from .log import LOG, log, open_log
 from .outputs import claim, link
-from .remembering import Remembering, facts_of
 from .request import Request
-from .scalars import Scalars
 from .summary import read_json, summarise
 from .tuner import Line, Outcome, Tuner
 
@@ -46,8 +43,6 @@ TRACE_BYTES = 256 * 2**20
 REPORT_EVENTS = 500_000
 #: While the job runs the report is written so often at most.
 REPORT_EVERY_S = 30.0
-#: In the run folder: the lock of the one tuner that a run has at a time.
-TUNER = "tuner"
 
 
 class Daemon:
@@ -74,10 +69,7 @@ class Daemon:
         self.outcome = Outcome()
         self.failure = ""  # why tuning had to be withdrawn
         self._closed = False
-        self.memory: Remembering | None = None
-        self._recalled = ""  # as it was told last
-        self._remembered: dict[str, Any] | None = None  # what came of the memory, for the summary
-        self._scalars: Scalars | None = None
+        self.memory: Memory | None = None
         self._reporter: subprocess.Popen[str] | None = None
         self._reported = time.monotonic()
         self._before = read_json(self.out / "summary.json") if self.job.confirmed else {}
@@ -103,7 +95,7 @@ class Daemon:
         header = {"emulated": request.emulated is not None, "policy": request.policy, **request.facts}
         if request.emulated:
             header |= asdict(request.emulated)
-        header |= {"job": request.job, "run": str(self.run.path), "environment": request.environment}
+        header |= {"job": request.job, "run": str(self.run.path)}
         with contextlib.ExitStack() as stack:
             self._open(stack)
             with _ended_politely():
@@ -124,14 +116,11 @@ class Daemon:
         return summary
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        """The log, the scalars and the endpoint, as they were asked for, until ``stack`` closes."""
+        """The log and the endpoint, as they were asked for, until ``stack`` closes."""
         request = self.request
         try:
             stack.callback(open_log(self.out, request.log_level))
-            if request.tensorboard:
-                self._scalars = Scalars(Path(request.tensorboard))
-                stack.callback(self._scalars.close)
-        except (ImportError, OSError) as error:
+        except OSError as error:
             self._warn(f"not written: {error}")
         log.info("a tuner begins, process %d: policy %s, run %s", os.getpid(), request.policy, self.run.path)
         log.info("job: %s", request.job or "joined")
@@ -139,45 +128,26 @@ class Daemon:
 
     def _serve(self, writer: TraceWriter) -> None:
         request, job = self.request, self.job
-        windows = LiveWindows(
-            job,
-            time_scale=request.emulated.time_scale if request.emulated else 1.0,
-            funcs=("all_gather",) if request.bitwise else TUNED_FUNCS,
-        )
-        evidence = [(Slot(*slot), SlotOverlap(*seen)) for slot, seen in request.evidence]
+        windows = LiveWindows(job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
         if request.memory:
-            self.memory = Remembering(request.memory, self.run.path.name, request.job, self._warn)
+            self.memory = Memory(request.memory, request.job, self._warn)
 
-        def recall(windows: LiveWindows) -> Memory | None:
+        def recall(windows: LiveWindows) -> dict[Slot, Decision]:
             facts = facts_of(windows, request.emulated)
             writer.update_header(**facts)
-            return self.memory.recall(facts) if self.memory else None
+            if self.memory is None:
+                return {}
+            table = self.memory.recall(facts, windows.profiles)
+            self._say(f"memory: {self.memory.text}")
+            return table
 
-        def tell(line: Line) -> None:
-            if tuner.recalled != self._recalled:
-                self._recalled = tuner.recalled
-                self._say(f"memory: {self._recalled}")
-            self._tell(line)
-
-        tuner = Tuner(windows, self.policy, request.settings, tell, recall=recall, evidence=evidence)
+        tuner = Tuner(windows, self.policy, request.settings, self._tell, recall=recall)
         self.outcome = tuner.outcome
-        if self._scalars is not None:
-            self._hear(windows, self._scalars)
         try:
             job.keep_alive()
-            if job.confirmed:
-                self._say("a table was confirmed before: going on with it")
-                self.outcome.kept = True
-                with contextlib.suppress(JobEnded):  # the watch says why
-                    tuner.resume(job.confirmed)
-            else:
-                self._say("waiting for the job's first steps")
-                tuner.run()
-                self._say(self.outcome.ended or self.outcome.told)
-            job.confirm(job.confirmed)
-            job.thin = True
-            self._remember(tuner)
-            self._write(self._summary())  # a job may run for weeks from here
+            told = "a table was confirmed before: going on with it"
+            self._say(told if job.confirmed else "waiting for the job's first steps")
+            self._tune(tuner)
             self._watch(tuner)
         except KeyboardInterrupt as reason:
             self.outcome.ended = str(reason) or RunEnds.INTERRUPTED()
@@ -189,15 +159,21 @@ class Daemon:
             if job.damaged:
                 writer.update_header(rings_damaged=job.damaged)
 
-    @staticmethod
-    def _hear(windows: LiveWindows, scalars: Scalars) -> None:
-        heard = windows.on_window
-
-        def both(plan: Plan, window: Window) -> None:
-            heard(plan, window)
-            scalars.window(plan, window)
-
-        windows.on_window = both
+    def _tune(self, tuner: Tuner) -> None:
+        """Up to the verdict, the watch over a table that was confirmed before, or why there is nothing to tune."""
+        job = self.job
+        job.thin = False
+        if job.confirmed:
+            self.outcome.kept = True
+            with contextlib.suppress(JobEnded):  # the watch says why
+                tuner.resume(job.confirmed)
+        else:
+            tuner.run()
+            self._say(self.outcome.ended or self.outcome.told)
+        job.confirm(job.confirmed)
+        job.thin = True
+        self._remember(tuner)
+        self._write(self._summary())  # a job may run for weeks from here
 
     def _watch(self, tuner: Tuner) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""
@@ -207,6 +183,10 @@ class Daemon:
                 if over:
                     job.rest()
                     job.check()
+                    if tuner.looks_again():
+                        self._say("looking again for what can be tuned")
+                        self._tune(tuner)
+                        over = tuner.search is None
                     continue
                 reopened, returned, kept = self.outcome.reopened, self.outcome.returned, self.outcome.kept
                 refined = self.outcome.refined
@@ -241,11 +221,10 @@ class Daemon:
                 return
 
     def _remember(self, tuner: Tuner) -> None:
-        """Leave what was learned to the next job here; what failed teaches nobody."""
+        """Leave the table to the next job here; of what failed, or has no verdict, nothing is left."""
         search = tuner.search
-        if self.memory is not None and search is not None and not self.failure:
-            self.memory.leave(tuner.windows, search)
-            self._remembered = self.memory.told(search)
+        if self.memory is not None and search is not None and (search.is_over or search.races) and not self.failure:
+            self.memory.leave(self.outcome)
 
     def _drop(self, why: str, mark: str = "") -> None:
         if self.outcome.kept:
@@ -332,7 +311,7 @@ class Daemon:
         found = summarise(self.request, self.outcome, self.job, self._before)
         return {
             **found,
-            "memory": self._remembered,
+            "memory": self.memory.told() if self.memory else None,
             "failure": self.failure or None,
             "run": str(self.run.path),
             "trace": str(self.out / "trace"),
@@ -363,12 +342,3 @@ def _report(path: Path, summary: dict[str, Any], trace: Trace) -> None:
     from .report import write_report  # plotly: a second to import, needed once
 
     write_report(path, summary, trace)
-
-
-def workload(
-    stage: int, steps: int, ranks: int, log: Path, *, backend: str, seed: int = 0, extra: Sequence[str] = ()
-) -> list[str]:
-    """The command of our own training job, the one that ``dynamiccl tune`` runs when it is given none."""
-    command = [sys.executable, "-m", "dynamiccl.zero_workload", "--stage", str(stage), "--steps", str(steps)]
-    command += ["--ranks", str(ranks), "--backend", backend, "--seed", str(seed), "--log", str(log)]
-    return command + (["--device", "cuda", "--dtype", "bf16"] if backend == "nccl" else []) + list(extra)

@@ -1,8 +1,9 @@
 """What a table should gain, predicted from a recording alone: the search's own belief before it has tried anything.
 
 The belief's prior (``envs/belief.py``) has seen many simulated jobs: it knows how long every config of a slot takes
-there beside NCCL's own choice, and what the step feels of that. What the recording shows of compute beside
-communication is told to it (``envs/evidence.py``). A table that is advised is to be measured, and kept only where it is
+there beside NCCL's own choice, and what the step feels of that. What a recording shows of compute beside communication
+is told to it: the part of a call's time in which nothing is computed is not what the belief holds, the part of a
+shorter call that the step gains, but tells of it. A table that is advised is to be measured, and kept only where it is
 faster: so of what should gain, the boldest within reason is tried first; how sure that is, is said with it.
 """
 
@@ -14,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from ..envs.belief import LOG_RANGE, Belief
-from ..traces.records import Decision
+from ..traces.files import Trace
+from ..traces.overlap import exposed_ns
+from ..traces.records import Decision, Slot, size_class
 from ..traces.spaces import actions_of, decision_of
 
 Array = np.ndarray[Any, Any]
@@ -26,12 +29,39 @@ LEAST, LOSS = 0.001, 0.01
 NARROWER = 0.8
 #: Among configs that should gain, so many standard deviations count beside the mean. Chosen in the same way.
 BOLD = 0.5
+#: Exposure in the belief's sense for a part ``x`` of the time without compute: ``EXPOSED[0] + EXPOSED[1] * x``, give
+#: or take ``EXPOSED[2]``. As simulated jobs of both families show it (``tests/check_advice.py fit``).
+EXPOSED = (0.49, 0.31, 0.25)
 _DRAWS = 2000
 
 
 def config_decision(config: Any) -> Decision:
     """Index of a config -> Decision."""
     return decision_of(actions_of(np.array([int(config)]))[0])
+
+
+def exposure(trace: Trace) -> dict[Slot, float]:
+    """Of slots under NCCL's own choice: the part of their time in which nothing is computed; empty where the recording
+    shows no compute."""
+    if not len(trace.compute):
+        return {}
+    default = {g for g, rules in trace.tables.items() if not rules}
+    events = trace.events[trace.events["table_generation"].isin(default)]
+    events = events.assign(bare=exposed_ns(events, trace.compute)).dropna(subset="bare")
+    lasts = (events["end_ns"] - events["start_ns"]).astype(float)
+    sizes = events["n_bytes"].map(lambda n: size_class(int(n)))
+    grouped = events.assign(lasts=lasts, size_class=sizes).groupby(["n_ranks", "n_nodes", "func", "size_class"])
+    sums = grouped[["bare", "lasts"]].sum()
+    return {Slot(*key): bare / max(lasts, 1.0) for key, bare, lasts in sums.itertuples()}
+
+
+def tell(belief: Belief, exposed: Array) -> None:
+    """Let the belief know what part of its slots' time was seen without compute, (s,); NaN: not seen."""
+    seen = np.flatnonzero(np.isfinite(exposed))
+    if len(seen):
+        at = [belief.parts[i].start for i in seen]
+        values = EXPOSED[0] + EXPOSED[1] * np.minimum(exposed[seen], 1.0)
+        belief.learn(at, values, np.full(len(at), EXPOSED[2]))
 
 
 class Gains:

@@ -29,8 +29,8 @@ from ..envs.nccl.ranks import placements
 from ..envs.nccl.shm import RunFolder
 from ..envs.nccl.sweep import rows_of
 from ..envs.sim.emulated import Emulated
-from .daemon import workload
 from .overhead import measure
+from .request import workload
 
 PARTS = ("sweep", "overhead", "zero3")
 #: Share of the budget that each part may take; the rest is for starting and ending processes.
@@ -95,7 +95,7 @@ class Machine:
         versions |= {"python": platform.python_version()}
         names = gpus()
         if dry or not names:
-            emulated = Emulated("dgx-h100-2x8", bytes_scale=1500.0, time_scale=3.0)
+            emulated = Emulated("dgx-h100-2x8", bytes_scale=1500.0, compute_scale=1000.0)
             return cls(f"emulated {emulated.cluster}", 0, ranks or 2, ("apart",), versions, False, emulated)
         import torch
 
@@ -133,7 +133,7 @@ class Check:
         self.rows: list[dict[str, Any]] = []
 
     def run(self, parts: Sequence[str] = PARTS) -> dict[str, Any]:
-        """Run the parts; the result, which also lies in ``check.json`` beside ``sweep.csv`` and ``check.html``."""
+        """Run the parts; the result, which also lies in ``check.json`` beside ``sweep.csv``."""
         started = time.monotonic()
         found: dict[str, Any] = {}
         for part in PARTS:
@@ -153,9 +153,6 @@ class Check:
             "seconds": round(time.monotonic() - started, 1),
         }
         (self.folder / "check.json").write_text(json.dumps(result, indent=1) + "\n")
-        from .gpu_check_page import write_page  # plotly takes a second to import
-
-        write_page(self.folder / "check.html", result, self.rows)
         return result
 
     def _guarded(self, part: Callable[[float], dict[str, Any]], budget_s: float) -> dict[str, Any]:
@@ -236,14 +233,14 @@ class Check:
         return {"ok": True, "overhead_percent": percent[0], "ci95": percent[1:], "pairs": result.n_pairs}
 
     def _zero3(self, budget_s: float) -> dict[str, Any]:
-        """``dynamiccl tune`` on our ZeRO-3 job, its closing A/B and the A/A beside it."""
+        """``dynamiccl tune`` on our ZeRO-3 job, its comparisons and the A/A beside them."""
         extent, out, emulated = self.extent, self.folder / "zero3", self.machine.emulated
         shutil.rmtree(out, ignore_errors=True)  # nothing of an earlier run may pass for this one's
         out.mkdir()
         words = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--out", str(out), "--window-steps", "3"]
         words += ["--windows", str(extent.windows), "--verify", str(extent.verify), "--json", str(out / "summary.json")]
         if emulated:
-            scales = ["--bytes-scale", str(emulated.bytes_scale), "--time-scale", str(emulated.time_scale)]
+            scales = ["--bytes-scale", str(emulated.bytes_scale), "--compute-scale", str(emulated.compute_scale)]
             words += ["--cluster", emulated.cluster, *scales]
         log = out / "job.jsonl"
         command = [*words, "--", *self._workload(STEPS, log)]
@@ -258,7 +255,7 @@ class Check:
         summary = _summary(out)
         names = ("speedup", "speedup_ci95", "aa_speedup_ci95", "default_step_ms", "tuned_step_ms", "kept", "decisions")
         found: dict[str, Any] = {name: summary.get(name) for name in (*names, "consistency", "records_lost", "ended")}
-        # Cut off after the closing A/B is as good as not cut off.
+        # Cut off after the verdict is as good as not cut off.
         ok = found["speedup"] is not None and found["consistency"]["mismatches"] == 0
         if ok:
             (low, high), same = found["speedup_ci95"], found["aa_speedup_ci95"]

@@ -44,7 +44,7 @@ _LINGER_S, _TUNER_S = 2.0, 60.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run and where. ``tuner`` is the tuner's command; ``env`` is added to the job's environment.
+    """What to run and where. ``env`` is added to the job's environment; ``tuner`` is the tuner's command, or empty.
 
     ``log`` keeps the job's output. It is also passed through, stdout to stdout and stderr to stderr; or to stderr alone
     (``mixed``), where stdout is wanted for something else; or not at all (``silent``). ``locks`` are open file
@@ -140,7 +140,8 @@ class Launcher:
             self.say(f"cannot start {plan.command[0]!r}: {error.strerror}")
             return 127 if isinstance(error, FileNotFoundError) else 126
         try:
-            self.tuner = self._start(plan.tuner, {}, before, piped=False)
+            if plan.tuner:
+                self.tuner = self._start(plan.tuner, {}, before, piped=False)
         except OSError as error:
             self.say(f"the tuner cannot be started ({error.strerror}); the job runs without it")
         copy = Copy(plan.log)  # threads from here on: there is no more fork
@@ -278,14 +279,15 @@ def _is_terminal(fd: int) -> bool:
         return False
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """One line of ours on stderr, which nobody may read."""
     with contextlib.suppress(OSError):
         _write(2, f"dynamiccl: {text}\n".encode())
 
 
 def main() -> None:
     """Run the plan of the run folder in ``sys.argv[1]``."""
-    status = Launcher(Plan.read(sys.argv[1]), _say).run()
+    status = Launcher(Plan.read(sys.argv[1]), say).run()
     os._exit(status)  # readers may still hang on the output of processes that the job left behind
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from enum import StrEnum
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from ..traces.header import masked
+from .request import Level
 
 #: Its file beside the summary; at this size it is renamed, the one before it goes.
 LOG, MOST_BYTES = "tuner.log", 8 * 2**20
@@ -17,15 +17,6 @@ LOG, MOST_BYTES = "tuner.log", 8 * 2**20
 MOST = 8192
 #: All that the tuner and what it uses write to; nobody else's handlers hear of it.
 log = logging.getLogger("dynamiccl")
-
-
-class Level(StrEnum):
-    """What is written to the log: this, and what is graver."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
 
 
 def open_log(folder: Path, level: str) -> Callable[[], None]:

@@ -12,6 +12,8 @@ from ..envs.locks import Busy, lock
 
 #: Below this a run that was given no folder makes one of its own; ``latest`` leads to the newest.
 ROOT = Path("runs/tune")
+#: Says where the memory is; one of OFF: nowhere.
+VARIABLE, OFF = "DYNAMICCL_MEMORY", ("", "off", "none")
 
 
 def claim(out: Path | None) -> tuple[Path, int]:
@@ -39,6 +41,20 @@ def claim(out: Path | None) -> tuple[Path, int]:
             _point(ROOT / "latest", os.path.relpath(candidate, ROOT))
         return candidate, fd
     raise Busy(f"{folder} and 98 more are in use: give --out")
+
+
+def default_url() -> str | None:
+    """Where the memory is unless told otherwise: DYNAMICCL_MEMORY, else below the user's data folder; None: off."""
+    told = os.environ.get(VARIABLE)
+    if told is not None:
+        return None if told.strip().lower() in OFF else told
+    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return str(Path(base) / "dynamiccl" / "clusters")
+
+
+def full_url(memory: str) -> str:
+    """The place of a memory, the same from every folder; what is no URL is a local folder."""
+    return memory if "://" in memory else str(Path(memory).expanduser().absolute())
 
 
 def _job_id() -> str:

@@ -1,4 +1,4 @@
-"""The pages of dynamiccl (report, runs, gpu-check): style, script and skeleton.
+"""The page of a run: style, script and skeleton.
 
 Everything is inline, and a page forbids itself any request.
 """
@@ -102,8 +102,8 @@ def page(title: str, body: str, figures: dict[str, Any], plotly_js: str, reload_
 
     The page loads itself anew every ``reload_s`` seconds (0: never) until the reader turns that off.
     """
-    # A closing tag inside the data would end the script early.
-    data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
+    # A tag or a comment inside the data would end the script early, or never: it has no "<".
+    data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     scripts = f"<script>{plotly_js}</script>\n<script>const FIGURES = {data};{_SCRIPT}</script>" if figures else ""
     if reload_s:
         body = f'<p class="lead">{_RELOAD.format(reload_s)}</p>\n{body}'

@@ -22,7 +22,7 @@ from ..traces.spaces import N_CONFIGS
 Array = np.ndarray[Any, Any]
 
 #: Layout of the weights file; an older or newer file is refused.
-FORMAT = 4
+FORMAT = 5
 #: The figures that say which config was chosen in the last round, and which is in force.
 LAST, IN_FORCE = 4, 5
 #: So much of the step is worth one unit of a score.
@@ -70,7 +70,7 @@ class LstmPolicy:
         if len(w["lstm_x"]) != _N_CONTEXT + 2 * N_PER_CONFIG or w["head_e"].shape[0] != N_CONFIGS:
             raise ValueError(
                 f"weights for observations of {len(w['lstm_x'])} and {len(w['head_e'])} configs; this version has "
-                f"{_N_CONTEXT + 2 * N_PER_CONFIG} and {N_CONFIGS}: train anew (dynamiccl train)"
+                f"{_N_CONTEXT + 2 * N_PER_CONFIG} and {N_CONFIGS}: train anew (dynamiccl lab train)"
             )
         # sigmoid(x) = (tanh(x / 2) + 1) / 2: with the halves inside the weights, one tanh does all four gates.
         half = np.repeat([0.5, 0.5, 1.0, 0.5], self.hidden).astype(np.float32)

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from pathlib import Path
-from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ..envs.evidence import seen_in
 from ..envs.recordings import named, on_cluster
 from ..traces.files import Trace, TraceError
 from ..traces.importers import read_recording, recording_files
 from .terminal import terminal
-
-
-def evidence(paths: list[Path]) -> list[list[Any]]:
-    """What a recording shows of compute beside communication: a list of (slot's fields, evidence's), as
-    ``daemon.Request`` keeps it. Raises TraceError for one that shows none."""
-    trace = read_recording(paths)
-    steps = trace.steps["duration_ns"]
-    seen, _ = seen_in(trace, float(steps.median()) / 1e3 if len(steps) else 1.0)
-    if not seen:
-        raise TraceError(f"{paths[0]} shows no compute beside collectives: a Kineto profile or an nsys export does")
-    return [[list(astuple(slot)), list(astuple(one))] for slot, one in seen.items()]
 
 
 def read(

@@ -88,8 +88,8 @@ def _masthead(summary: dict[str, Any], trace: Trace) -> str:
     line = f'<span class="quiet">{escape(" · ".join(str(w) for w in words if w))}</span>'
     badge = ""
     if _known(summary, trace, "emulated"):
-        scales = [f"{_known(summary, trace, k) or 1:g}" for k in ("bytes_scale", "time_scale")]
-        text = f"emulated cluster {_place(summary, trace)}, bytes x {scales[0]}, time x {scales[1]}: not GPU times"
+        scales = [f"{_known(summary, trace, k) or 1:g}" for k in ("bytes_scale", "compute_scale")]
+        text = f"emulated cluster {_place(summary, trace)}, bytes x {scales[0]}, compute x {scales[1]}: not GPU times"
         badge = f'<p style="margin-top:10px"><span class="badge">{escape(text)}</span></p>'
     return f"<header><h1>dynamiccl</h1>{line}</header>{badge}"
 
@@ -97,7 +97,7 @@ def _masthead(summary: dict[str, Any], trace: Trace) -> str:
 def _headline(summary: dict[str, Any]) -> str:
     speedup, interval, same = (summary.get(k) for k in ("speedup", "speedup_ci95", "aa_speedup_ci95"))
     if speedup is None:
-        ended = summary.get("ended") or "the run ended before the closing comparison"
+        ended = summary.get("ended") or "the run ended before its verdict"
         wide = f'<div class="big">No result</div><p class="note">{escape(str(ended))}</p>'
     else:
         wins = summary.get("kept", interval is None or interval[0] > 1)
@@ -114,7 +114,7 @@ def _headline(summary: dict[str, Any]) -> str:
     if before and after:
         saved = 100 * (1 - after / before)
         note = f"{saved:.1f} % of the step saved" if saved > 0 else f"{-saved:.1f} % longer"
-        cards.append(_card("step, NCCL's own choice", f"{before:.1f} ms", "median of the closing comparison"))
+        cards.append(_card("step, NCCL's own choice", f"{before:.1f} ms", "before the verdict"))
         cards.append(_card("step, tuned", f"{after:.1f} ms", note))
     first, last = summary.get("loss_first"), summary.get("loss_last")
     if first is not None and last is not None:
@@ -136,7 +136,7 @@ def _missing(summary: dict[str, Any], trace: Trace, costs: pd.DataFrame) -> str:
     """What this report lacks, and why; empty when it lacks nothing."""
     lacks = list(trace.warnings)
     if any(summary.get(key) is None for key in _HEADLINE):
-        lacks.append("the closing comparison did not come to its end, hence no speed-up and no times of a step")
+        lacks.append("the search did not come to its verdict, hence no speed-up and no times of a step")
     if summary.get("loss_first") is None:
         lacks.append("the job reported no loss")
     if trace.windows.empty:
@@ -178,7 +178,7 @@ def _decisions(decisions: list[dict[str, Any]], summary: dict[str, Any]) -> str:
         "One per kind of collective and size of message (whole buffers, as NCCL counts). Sizes not listed are NCCL's."
     )
     if summary.get("kept") is False:
-        lead += " The table as a whole did not win the closing comparison and is not in force."
+        lead += " The table as a whole did not win a comparison and is not in force."
     columns = [("collective", False), ("messages", True), ("decision", False), ("why", False)]
     return section("Decisions", lead, table(columns, rows, "Decisions"))
 
@@ -286,7 +286,7 @@ def _settings(summary: dict[str, Any], trace: Trace) -> str:
         ("ended", summary.get("ended")),
         ("cluster", _known(summary, trace, "cluster")),
         ("bytes scale", _known(summary, trace, "bytes_scale")),
-        ("time scale", _known(summary, trace, "time_scale")),
+        ("compute scale", _known(summary, trace, "compute_scale")),
         ("ZeRO stage", _known(summary, trace, "stage")),
         ("processes", _known(summary, trace, "n_processes")),
         ("ranks", summary.get("n_ranks")),

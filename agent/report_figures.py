@@ -98,7 +98,7 @@ def windows_figure(windows: pd.DataFrame) -> dict[str, Any] | None:
         if name != "verify" and not (len(span) >= 8 and name == "search"):
             continue
         first, last = span.index[0] - 0.5, span.index[-1] + 0.5
-        text = "closing comparison" if name == "verify" else name
+        text = "comparison" if name == "verify" else name
         notes.append({"x": first, "y": 1, "xref": "x", "yref": "paper", "text": text, "showarrow": False})
         notes[-1] |= {"xanchor": "left", "yanchor": "bottom", "font": FONT}
         if name == "verify":

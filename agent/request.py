@@ -1,22 +1,49 @@
-"""What a run of ``dynamiccl tune`` was asked for: left in its folder, so that every tuner of the run goes on alike."""
+"""What a run of ``dynamiccl tune`` was asked for: left in its folder, so that every tuner of the run goes on alike.
+
+Imports nothing large: the launcher writes it before the job starts.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from ..envs.sim.emulated import Emulated
 from .choosing import DEFAULT
-from .tuner import Settings
 
 #: Its file in the run folder.
 REQUEST = "request.json"
 # What of the settings can be said anew by whoever joins.
 _SETTINGS = ("windows", "verify", "window_steps", "budget")
-_AFRESH = ("policy", "seed", "bitwise", "out", "json", "memory", "log_level", "tensorboard")
+_AFRESH = ("policy", "seed", "bitwise", "out", "json", "memory", "log_level")
+
+#: A comparison of fewer pairs is none.
+LEAST_PAIRS = 2
+
+
+class Level(StrEnum):
+    """What is written to the tuner's log: this, and what is graver."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long a run may take."""
+
+    windows: int = 30  # of the policy's own, at most
+    verify: int = 12  # pairs of windows in one comparison, at most
+    window_steps: int | None = None  # None: as the noise of the job asks for
+    steps: int | None = None  # that the job will take, if known
+    budget: float = 0.05  # share of the job's time that the search may lose against the default
 
 
 @dataclass(frozen=True)
@@ -38,9 +65,6 @@ class Request:
     metrics_port: int | None = None  # answer scrapes there, 0: on any free port
     metrics_address: str = "127.0.0.1"
     log_level: str = "info"  # of OUT/tuner.log
-    tensorboard: str | None = None  # folder for scalars
-    environment: dict[str, str] = field(default_factory=dict)  # the launch's settings
-    evidence: list[list[Any]] = field(default_factory=list)  # of a recording: (slot's fields, evidence's) a slot
 
     def write(self, run: Path) -> None:
         """Leave the request in the run folder. Raises OSError."""
@@ -63,8 +87,21 @@ class Request:
             left["emulated"] = Emulated(**left["emulated"]) if left.get("emulated") else None
             for name in ("out", "job_log"):
                 left[name] = Path(left[name]) if left.get(name) is not None else None
-            for name in ("json", "tensorboard"):
-                left[name] = str(left[name]) if left.get(name) is not None else None
+            left["json"] = str(left["json"]) if left.get("json") is not None else None
             return cls(**left)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{run / REQUEST} is damaged ({error}): remove it, and say again what is wanted") from None
+
+
+def workload(
+    stage: int, steps: int, ranks: int, log: Path, *, backend: str, seed: int = 0, extra: Sequence[str] = ()
+) -> list[str]:
+    """The command of our own training job, the one that ``dynamiccl tune`` runs when it is given none.
+
+    On the emulated cluster the model is small, so that its steps are soon done: the scales make up for it.
+    """
+    command = [sys.executable, "-m", "dynamiccl.zero_workload", "--stage", str(stage), "--steps", str(steps)]
+    command += ["--ranks", str(ranks), "--backend", backend, "--seed", str(seed), "--log", str(log)]
+    if backend == "emulated":
+        command += ["--width", "96", "--heads", "3", "--seq", "32", "--batch", "1"]
+    return command + (["--device", "cuda", "--dtype", "bf16"] if backend == "nccl" else []) + list(extra)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ..envs.locks import is_locked
+from ..envs.nccl.run_folder import TUNER
 from ..envs.nccl.shm import TableFile
 from ..traces.reasons import names
-from .daemon import TUNER
 from .outputs import ROOT
+from .tuner import SEARCHED
 
 #: Bytes of a run's log that are read from its end.
 _TAIL = 1 << 18
@@ -34,15 +35,14 @@ def find_runs(where: Iterable[Path] = ()) -> list[Path]:
 def state(out: Path) -> dict[str, Any]:
     """One run: job, step, phase, table, gain with its interval, what the search cost, agreement, losses, heartbeat.
 
-    Unknown values are None. ``search_cost`` is the part of the steps' time, in windows measured so far, that the search
-    lost against the default (below 0: won). ``heartbeat_s`` is how long ago the tuner last showed that it lives.
+    Unknown values are None. ``search_cost`` is the part of the steps' time, in windows of the search, its comparisons
+    and trials so far, that was lost against the default (below 0: won). ``heartbeat_s`` is how long ago the tuner last
+    showed that it lives.
     """
     header, summary = _json(out / "trace" / "header.json"), _json(out / "summary.json")
     windows = [line for line in _tail(out / "trace" / "windows.jsonl") if line.get("kind") == "window"]
     last = windows[-1] if windows else {}
-    searched = [
-        w for w in windows if w.get("phase") in ("search", "confirm") and w.get("step_ms") and w.get("default_ms")
-    ]
+    searched = [w for w in windows if w.get("phase") in SEARCHED and w.get("step_ms") and w.get("default_ms")]
     lost = sum(float(w["step_ms"]) - float(w["default_ms"]) for w in searched)
     base = sum(float(w["default_ms"]) for w in searched)
     run = Path(str(header.get("run") or summary.get("run") or ""))

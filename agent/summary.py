@@ -30,7 +30,7 @@ def summarise(request: Request, outcome: Outcome, job: Job, before: dict[str, An
     reasons = {"ended": outcome.ended, "no_table": no_table, "agreement": job.state[1] if job.state else ""}
     e = request.emulated
     told: dict[str, Any] = {"cluster": e.cluster if e else None, "emulated": e is not None}
-    told |= {"bytes_scale": e.bytes_scale if e else 1.0, "time_scale": e.time_scale if e else 1.0}
+    told |= {"bytes_scale": e.bytes_scale if e else 1.0, "compute_scale": e.compute_scale if e else 1.0}
     told |= {"stage": request.facts.get("stage"), "n_processes": len(job.ranks) or request.facts.get("n_processes")}
     told["n_ranks"] = max((c.n_ranks for c in job.assembler.comms.values()), default=None)
     told |= {"policy": request.policy, "steps": job.last_step}
@@ -48,7 +48,7 @@ def summarise(request: Request, outcome: Outcome, job: Job, before: dict[str, An
 
 
 def _measured(outcome: Outcome, emulated: bool) -> dict[str, Any]:
-    """What the closing comparison gave, None where there was none."""
+    """What the comparisons gave, None where there is no verdict."""
     keys = ("default_step_ms", "tuned_step_ms", "speedup", "speedup_ci95", "aa_speedup_ci95", "family")
     if (v := outcome.verdict) is None:
         return dict.fromkeys(keys)

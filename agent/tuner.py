@@ -7,7 +7,7 @@ window) and touches no process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,10 @@ import numpy as np
 
 from ..envs.belief import Prior
 from ..envs.canary import GIVE_UP
-from ..envs.evidence import SlotOverlap, of_slot, tell
 from ..envs.job_arena import Policy
 from ..envs.job_ends import JobEnded
 from ..envs.live import Window
 from ..envs.live_windows import LiveWindows
-from ..envs.memory import Memory
 from ..envs.obedience import Disobeyed
 from ..envs.search import Search
 from ..envs.sequential import Race
@@ -32,31 +30,24 @@ from ..traces.records import AUTO, PAIRS, Decision, Slot
 from ..traces.slots import SlotProfile
 from ..traces.spaces import action_of, actions_of, config_index, decision_of
 from .compare import Comparison, Verdict
+from .request import LEAST_PAIRS, Settings
 
 Array = np.ndarray[Any, Any]
 
-#: A comparison of fewer pairs is none.
-LEAST_PAIRS = 2
+#: Steps after which a job in which there was nothing to tune is looked at again; twice as many each time.
+LOOK_AGAIN = 50
 #: How a window of each kind is told.
 _PHASES = {
     PROFILE: "profile", SEARCH: "search", REFERENCE: "verify", TABLE: "verify", TRIAL: "refine", WATCH: "watch",
 }  # fmt: skip
+#: The phases whose windows are what a search costs: configs, comparisons, trials.
+SEARCHED = {_PHASES[kind] for kind in (SEARCH, REFERENCE, TABLE, TRIAL)}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How long a run may take."""
-
-    windows: int = 30  # of the policy's own, at most
-    verify: int = 12  # pairs of windows in one comparison, at most
-    window_steps: int | None = None  # None: as the noise of the job asks for
-    steps: int | None = None  # that the job will take, if known
-    budget: float = 0.05  # share of the job's time that the search may lose against the default
-
-    def rules(self) -> Rules:
-        """The search's."""
-        steps = Rules().window_steps if self.window_steps is None else (self.window_steps, self.window_steps)
-        return Rules(window_steps=steps, rounds=self.windows, pairs=self.verify, budget=self.budget)
+def rules_of(s: Settings) -> Rules:
+    """The search's rules."""
+    steps = Rules().window_steps if s.window_steps is None else (s.window_steps, s.window_steps)
+    return Rules(window_steps=steps, rounds=s.windows, pairs=s.verify, budget=s.budget)
 
 
 @dataclass(frozen=True)
@@ -139,13 +130,11 @@ class Tuner:
         settings: Settings,
         on_window: Callable[[Line], None] = lambda line: None,
         prior: Prior | None = None,
-        evidence: Sequence[tuple[Slot, SlotOverlap]] = (),
-        recall: Callable[[LiveWindows], Memory | None] = lambda windows: None,
+        recall: Callable[[LiveWindows], Mapping[Slot, Decision]] = lambda windows: {},
     ) -> None:
-        """``evidence``: what a recording of this job showed of its slots; ``recall``: what is known of the cluster,
-        asked once the job's slots are found."""
+        """``recall``: a table to be tried before all others, asked for once the job's slots are found."""
         self.windows, self.policy, self.settings, self.on_window = windows, policy, settings, on_window
-        self.evidence, self.recall = evidence, recall
+        self.recall = recall
         self.prior = prior or Prior.load()
         self.outcome = Outcome()
         self.search: Search | None = None
@@ -153,15 +142,17 @@ class Tuner:
         windows.on_window = self._saw
         windows.on_disobeyed = self.outcome.disobeyed.append
         self._last: tuple[Plan, Window] | None = None
+        self._wait, self._look_at = LOOK_AGAIN, math.inf
 
     def run(self) -> Outcome:
-        """Profile, search, compare. A job that ends early ends the run early: the outcome says so."""
+        """Profile, search, compare. A job that ends early ends the run early, and so does one in which there is nothing
+        to tune: the outcome says so, and the latter may be run again, see :meth:`looks_again`."""
         try:
             self._begin()
             while self.search is not None and not self.search.is_over:
                 self.step()
         except JobEnded as error:
-            self.outcome.ended = str(error)
+            self.outcome.ended = self.outcome.ended or str(error)
         finally:  # also where the tuner is interrupted: what was confirmed stays in force
             self._conclude()
         return self.outcome
@@ -170,29 +161,31 @@ class Tuner:
         """Go on with a table that was confirmed before: only the watch is left. Raises JobEnded."""
         self._begin()
         if self.search is not None:
-            configs = [_config(decisions.get(p.slot, AUTO)) for p in self.windows.profiles]
-            self.search.resume(np.array(configs, np.int64))
+            self.search.resume(self._configs(decisions))
+
+    def looks_again(self) -> bool:
+        """Whether there was nothing to tune, and the job has taken enough steps since to be looked at once more."""
+        return float(self.windows.job.last_step) >= self._look_at
 
     def _begin(self) -> None:
+        self._look_at = math.inf
         try:
             job, default = self.windows.begin()
-        except ValueError as error:
+            self.outcome.ended = ""
+        except ValueError as error:  # not for good: first steps are long, and a job may begin with another part
             self.outcome.ended = str(error)
+            self._look_at, self._wait = self.windows.job.last_step + self._wait, 2 * self._wait
             return
         finally:
             if len(self.windows.profile_events):
                 self.outcome.regime = regime(self.windows.profile_events)
             self._tell_profile()
-        rules = self.settings.rules().of(self.policy)
-        self.search = Search(job, default, self.prior, rules, self.recall(self.windows))
-        for belief in self.search.memory.beliefs or (self.search.belief,):
-            tell(belief, [of_slot(self.evidence, p.slot) for p in self.windows.profiles])
+        rules = rules_of(self.settings).of(self.policy)
+        first = self._configs(self.recall(self.windows))
+        self.search = Search(job, default, self.prior, rules, first, self.windows.confirm)
 
-    @property
-    def recalled(self) -> str:
-        """What came of the memory of jobs before; empty without one."""
-        recalled = self.search.memory.recalled if self.search else None
-        return recalled.text if recalled else ""
+    def _configs(self, decisions: Mapping[Slot, Decision]) -> Array:
+        return np.array([_config(decisions.get(p.slot, AUTO)) for p in self.windows.profiles], np.int64)
 
     def step(self) -> None:
         """One window, with the policy's turns before it; also after the verdict. Raises JobEnded."""
@@ -203,15 +196,12 @@ class Tuner:
             self._turn(search)
             if search.is_over != over:
                 return
-        before = search.confirmed.copy()
         seen = self.windows.measure(plan)
         self.outcome.windows += not over
         race = search.race
         pairs = race.n if race else 0
         search.record(plan, seen)
         self._tell(plan, search, race if race and race.n > pairs else None, float(seen.step_ms[-1]) > plan.limit_ms)
-        if not np.array_equal(before, search.confirmed):
-            self.windows.job.confirm(self.windows.decisions(search.confirmed))
         if over or search.marks.reopened:
             self._conclude()
 

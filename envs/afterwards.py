@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .regimes import Regime
-from .sequential import Race, least
+from .sequential import LongSteps, Race, least
 from .watch import CHANGED, HARMFUL, Watch
-from .windows import REFINE, TRIAL, WATCH, Measured, Plan
+from .windows import PROFILE, REFINE, TRIAL, WATCH, Measured, Plan
 
 if TYPE_CHECKING:
     from .search import Search
@@ -30,6 +30,8 @@ Array = np.ndarray[Any, Any]
 
 #: What is not tried for fear of a step that is far too long, as ``canary.RECKLESS``: there is less to gain by now.
 CAREFUL = 0.05
+#: So much oftener is the default looked at where the table in force seems slower for its long steps.
+SUSPECT = 8
 #: Pairs before a trial takes the place of what is in force: a slow spell may last for two, and a trial can wait.
 SOONEST = 4
 
@@ -50,6 +52,7 @@ class Afterwards:
         """Over the table in force, as it was just confirmed."""
         search = self.search
         self.races: dict[bytes, Race] = {}  # of each trial beside that table
+        self.long = LongSteps()  # from here on: the job's own may have become more since it was compared
         step_ms = search.default_ms * math.exp(float(search.belief.mean[0]))
         self.regime = Regime(step_ms, search.default_logs, search.confirmed, tuple(search.races))
         known, has_table = (search.gain[0], sum(race.n for race in search.races)), bool(search.confirmed.any())
@@ -112,16 +115,16 @@ class Afterwards:
         noise = search.canary.noise(trial, search.tried, search.belief) if given_up else self.noise
         search.belief.compare(trial, search.confirmed, race.logs[-1], noise)
         is_first = not search.confirmed.any()
-        pairs = math.inf if is_first else search.rules.pairs_again
-        verdict = race.verdict(pairs, search.rules.least_gain, search.gain[1], SOONEST)
-        is_hopeless = is_first and not verdict and (race.mean <= 0 or self.left <= 0)
+        verdict = search.verdict(race, trial, math.inf, SOONEST)
+        is_slower = race.mean <= 0 or search.long.forbids(trial, search.confirmed, race.mean)
+        is_hopeless = is_first and not verdict and (is_slower or self.left <= 0)
         if given_up or is_hopeless or search.banned[np.arange(len(trial)), trial].any():
             verdict = False
         self.trial = trial if verdict is None and search.belief.difference(trial, search.confirmed) > 0 else None
         self.beside_ms = None
         if verdict:
             search.races.append(race)
-            search.confirmed = trial.copy()
+            search.confirm(trial)
             self._keep_watch()
             if is_first:
                 search.marks.gained(search.steps)
@@ -154,8 +157,51 @@ class Afterwards:
         search.after += seen.billed
         search.after_default += seen.billed * is_default
         found = self.watch.saw(ms, is_default, search.steps, least(seen.step_ms))
+        self.long.add(plan.configs, seen.step_ms, ms)
+        if not found and search.confirmed.any():
+            found = self._long_steps()
         search.marks.dropped += found == HARMFUL
         if found in (HARMFUL, CHANGED):
             beside = None if found == CHANGED else ms if is_default else search.default_ms
             search.regimes.leave(self.regime, beside, search.noise)
-            search.reopen(keep=found == CHANGED)
+            self.reopen(keep=found == CHANGED)
+
+    def _long_steps(self) -> str:
+        """HARMFUL where those of the table in force cost more than it gains; where they seem to, the default is looked
+        at SUSPECT times as often as at first, which costs little where little is gained."""
+        search, table = self.search, self.search.confirmed
+        if not self.watch.pairs:  # a table of an earlier tuner: what it gains is not known yet
+            return ""
+        pair = table, np.zeros_like(table), self.watch.gain
+        if self.long.forbids(*pair):
+            search.straggling.add(table.tobytes())
+            return HARMFUL
+        if self.long.gain(*pair) <= 0:
+            self.watch.gap = self.watch.base / SUSPECT
+        return ""
+
+    # -- where the job has changed -------------------------------------------------------------------------------
+
+    def reopen(self, keep: bool = True) -> None:
+        """The job has changed: measure the default anew; then go on in a regime that was tuned, or search."""
+        search = self.search
+        search.marks.reopened += 1
+        none = np.zeros_like(search.confirmed)
+        search.before = search.confirmed if keep else none
+        search.confirm(none)
+        search.races, search.phase = [], PROFILE
+
+    def recognise(self) -> None:
+        """After a change, with the default just measured: a regime that was tuned before has its table again, which the
+        next window is set against. Else a new search goes on; what was in force before meets the default first, with
+        the windows that showed the change for a first pair."""
+        search, change = self.search, self.watch.change
+        known = search.regimes.same(self.regime, change, search.default_ms, search.default_logs, search.noise)
+        if known is not None:
+            search.races = list(known.races)
+            search.confirm(known.confirmed)
+            search.marks.returned += 1
+            search._finish(change.levels if np.array_equal(search.confirmed, search.before) else ())
+            search.later.watch.begin_with(search.default_ms)
+        elif search.before.any() and change.level is not None and change.level < math.log(search.default_ms):
+            search._race(search.before, closing=False).add(search.default_ms, math.exp(change.level))

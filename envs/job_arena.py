@@ -15,13 +15,10 @@ import numpy as np
 
 from ..traces.spaces import N_CONFIGS, config_index
 from . import turns
-from .belief import Prior
-from .memory import Memory
 from .scores import Ledger, Scores
 from .sim.jobs import Jobs
 from .sim.noise import Luck
 from .sim_windows import SWITCH_STEPS, SimSearch, SimWindows
-from .watch import Rules
 from .windows import Measured, Plan
 
 Array = np.ndarray[Any, Any]
@@ -163,25 +160,3 @@ def _config(action: Any) -> int:
     if one.size != 2 or not np.issubdtype(one.dtype, np.integer) or (one < 0).any() or (one.ravel() >= _MOST).any():
         raise ValueError(f"an action is two integers below {_MOST.tolist()}, not {action!r}")
     return int(config_index(one.reshape(1, 2))[0])
-
-
-def played(
-    policy: Policy,
-    jobs: Jobs,
-    best_us: Array,
-    prior: Prior,
-    seed: int = 0,
-    after: int = AFTER,
-    rules: Rules | None = None,
-    memories: Sequence[Memory | None] | None = None,
-) -> tuple[Ledger, SimSearch]:
-    """The bills of a policy on jobs whose best step is ``best_us`` (n,), and the searches as they ended.
-
-    ``jobs`` are left as they are; ``memories``: of each job's cluster. What the policy raises passes through.
-    """
-    jobs, rng = jobs.take(slice(None)), np.random.default_rng([seed, len(jobs)])
-    ledger = Ledger(jobs, best_us)
-    windows = BilledWindows(jobs, rng, ledger)
-    search = SimSearch(jobs, prior, rng, (rules or Rules()).of(policy), windows, memories)
-    play(policy, search, ledger, after)
-    return ledger, search

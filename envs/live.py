@@ -13,20 +13,24 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 
-from ..traces.assemble import EVENT_COLUMNS, Assembler, as_records, empty, step_rows
-from ..traces.files import TraceWriter
+from ..traces.assemble import EVENT_COLUMNS, Assembler, as_records, joined, step_rows
 from ..traces.reasons import NotTuning, RunEnds
 from ..traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, AgreementState, Decision, Lease, Slot, Table
 from .job_ends import Closed, JobEnded, Stopped, Withdrawn
 from .leases import Heart, lease, note_confirmed, read_confirmed
 from .locks import is_locked
+from .nccl.run_folder import LAUNCHER, STATUS, STOP
 from .nccl.shm import RunFolder
 from .obedience import CallAudit, Disobeyed, Obedience
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ..traces.files import TraceWriter
 
 log = logging.getLogger("dynamiccl.live")
 logging.getLogger("dynamiccl").addHandler(logging.NullHandler())
@@ -46,8 +50,6 @@ RESTART_S = 60.0
 ELSEWHERE_S = 10.0
 #: Rows of events that are kept for :meth:`Job.take_events` when nobody takes them.
 MOST_EVENTS = 400_000
-#: In the run folder: the launcher's lock and the job's status from it, the wish to end.
-LAUNCHER, STATUS, STOP = "launcher", "status", "stop"
 
 
 @dataclass(frozen=True)
@@ -376,9 +378,8 @@ class Job:
         """Events since the last call (the newest MOST_EVENTS), those still waiting for their kernel times included."""
         self.poll()
         self.take(everything=True)
-        events = list(self._events)
-        self._events.clear()
-        return pd.concat(events, ignore_index=True) if events else empty(EVENT_COLUMNS)
+        events, self._events = list(self._events), deque()
+        return joined(events, EVENT_COLUMNS)
 
     def wait(self) -> int:
         """Keep reading until the job ends; its exit status (0 where nobody has told)."""

@@ -18,7 +18,12 @@ class LiveEnv(SearchEnv):
     :class:`live_windows.LiveWindows` has it.
 
     ## Starting State
-    Some default steps, from which the slots are found. Raises ValueError where there is none to tune.
+    Some default steps, from which the slots are found; a table of an episode before is no more in force. Raises
+    ValueError where there is none to tune, JobEnded where the job is over.
+
+    ## Episode End
+    As everywhere. What was confirmed stays in force until the next :meth:`reset`, also after :meth:`close`, with which
+    no more is tried.
 
     ## Version History
     v0: first.
@@ -29,5 +34,12 @@ class LiveEnv(SearchEnv):
         self.job, self.options = job, windows
 
     def open(self, options: dict[str, Any]) -> Windows:
-        """Windows of the job."""
+        """Windows of the job, whose trials stay in force for as long as the environment is not closed."""
+        self.job.keep_alive()
+        if self.job.confirmed:
+            self.job.confirm({})
         return LiveWindows(self.job, profile_steps=self.rules.profile_steps, **self.options)
+
+    def close(self) -> None:
+        """Leave the job under what was confirmed."""
+        self.job.release()

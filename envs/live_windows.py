@@ -52,7 +52,6 @@ class LiveWindows:
 
         Raises ValueError when there is none to tune.
         """
-        self.job.take_events()
         before = self.job.last_step
         plan = Plan(windows.PROFILE, np.zeros(0, np.int64), self.profile_steps, skip)
         window = self.job.window({}, plan.n_steps, skip)
@@ -65,7 +64,7 @@ class LiveWindows:
         self.profiles = [p for p in found if p.share >= self.min_share and p.slot.func in self.funcs]
         self.on_window(plan, window)
         if not self.profiles:
-            raise ValueError(self.nothing())
+            raise ValueError(self.nothing([p.share for p in found if p.slot.func in self.funcs]))
         own = np.array([int(p.fingerprint.own_pair[0]) for p in self.profiles])
         sampled = [np.isfinite(self._calls_of(events, p)) for p in self.profiles]
         call_us = np.where(sampled, [p.call_us for p in self.profiles], np.nan)
@@ -85,16 +84,21 @@ class LiveWindows:
         return {slot: decision for slot, decision in chosen.items() if not decision.is_auto}
 
     def measure(self, plan: Plan) -> Measured:
-        """See ``windows.Windows``. After the verdict no kernel times are asked for."""
-        if plan.kind != windows.WATCH:
+        """See ``windows.Windows``."""
+        is_timed = plan.kind not in windows.UNTIMED
+        if is_timed:
             self.job.take_events()
         before = self.job.last_step
         window = self.job.window(self.decisions(plan.configs), plan.n_steps, plan.discard, plan.limit_ms)
         self.windows += 1
-        call_us = np.full(len(self.profiles), np.nan) if plan.kind == windows.WATCH else self._calls(window)
+        call_us = self._calls(window) if is_timed else np.full(len(self.profiles), np.nan)
         obeyed = self._obeyed(window)
         self.on_window(plan, window)
         return self._measured(plan, window, before, call_us, obeyed)
+
+    def confirm(self, configs: Array) -> None:
+        """See ``windows.Windows``."""
+        self.job.confirm(self.decisions(configs))
 
     def _measured(self, plan: Plan, window: Window, before: int, call_us: Array, obeyed: Array) -> Measured:
         counted = len(window.durations_ms)
@@ -138,8 +142,10 @@ class LiveWindows:
                 self.on_disobeyed(row)
         return np.array([p.slot not in rows for p in self.profiles])
 
-    def nothing(self) -> str:
-        """Why there is no slot, and the cure."""
+    def nothing(self, shares: Sequence[float] = ()) -> str:
+        """Why there is no slot, and the cure. ``shares``: parts of the step of those that are too small."""
+        if shares:
+            return NotTuning.TOO_SMALL(share=sum(shares))
         seen = self.profile_events
         tuned = seen[seen["func"].isin(self.funcs)] if len(seen) else seen
         if seen.empty and not self.job.assembler.comms:
@@ -147,4 +153,6 @@ class LiveWindows:
             return NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
         if len(tuned) and not self.job.assembler.offers:
             return NotTuning.NOT_ASKED()
+        if seen.empty and any(func in self.funcs for _, func, _ in self.job.assembler.offers):
+            return NotTuning.NOT_TOLD()
         return NotTuning.NOTHING()

@@ -39,13 +39,10 @@ def of_size(c: Cluster, n_ranks: int, n_nodes: int = 0) -> Cluster:
         return c
     if n_ranks < 2 or n_ranks % n_nodes or n_ranks // n_nodes > c.gpus_per_node:
         raise ValueError(f"{n_ranks} ranks on {n_nodes} nodes do not lie evenly on {c.name}")
-    grown = clusters.resize(c, n_nodes)
-    per_node = n_ranks // n_nodes
-    return (
-        grown
-        if per_node == grown.gpus_per_node
-        else replace(grown, gpus_per_node=per_node, name=f"{c.name}[{n_ranks} ranks on {n_nodes} nodes]")
-    )
+    grown, per_node = clusters.resize(c, n_nodes), n_ranks // n_nodes
+    if per_node == grown.gpus_per_node:
+        return grown
+    return replace(grown, gpus_per_node=per_node, name=f"{c.name}[{n_ranks} ranks on {n_nodes} nodes]")
 
 
 def on_cluster(trace: Trace, c: Cluster) -> Trace:
@@ -96,7 +93,7 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
     header = {**trace.header, "cluster": c.name, "nccl_model": c.nccl, "comm_channels": c.comm_channels}
     made = replace(trace, events=events, offers=pd.DataFrame(columns).astype(OFFER_COLUMNS), header=header)
     made.steps, note = _steps(made)
-    header["notes"] = [*notes, note] if note else notes
+    header |= {"notes": [*notes, note], "steps_from": "none"} if note else {"notes": notes}
     return made
 
 
@@ -113,12 +110,10 @@ def _steps(trace: Trace) -> tuple[pd.DataFrame, str]:
     }
     rows, note = [], "no step is recorded: shares are of the time from the first call to the last"
     told = events.assign(end=ends, price=[price.get(k, 0.0) for k in keys])
-    priced = bool(trace.header.get("ordered_only"))
-    if not priced:
-        told["step"] = trace.events["step"] = 0
+    told["step"] = trace.events["step"] = 0
     for (rank, pid, step), group in told.groupby(["rank", "pid", "step"]):
         begin, end = int(group["enqueue_ns"].min()), int(group["end"].max())
-        if priced or end <= begin:
+        if end <= begin:
             note = "no times are recorded: shares are of the calls' prices in NCCL's model alone"
             end = begin + max(1, round(1e3 * group["price"].sum()))
         rows.append({"index": step, "rank": rank, "pid": pid, "end_ns": end, "duration_ns": end - begin})

@@ -114,7 +114,6 @@ class Ledger:
         self.steps, self.lost = np.zeros(n), np.zeros(n)  # all billed; lost against the default
         self.after, self.lost_after, self.default_after = np.zeros(n), np.zeros(n), np.zeros(n)
         self.worst = np.ones(n)
-        self.first_table = np.full(n, np.nan)  # a step's true time in the first window under any table
         self.first_gain, self.verdict = np.full(n, np.nan), np.full(n, np.nan)
         self.final = np.zeros((n, SLOTS), int)
 
@@ -133,8 +132,6 @@ class Ledger:
         np.add.at(self.after, rows, n_steps * over)
         np.add.at(self.lost_after, rows, n_steps * (pace - 1) * over)
         np.add.at(self.default_after, rows, n_steps * over * ~np.asarray(configs).any(axis=1))
-        own = (n_steps > 0) & np.asarray(configs).any(axis=1) & np.isnan(self.first_table[rows])
-        self.first_table[rows[own]] = pace[own]
         np.maximum.at(self.worst, rows, np.where(n_steps > 0, pace, 1.0))
         return np.asarray(pace)
 

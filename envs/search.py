@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,9 @@ from . import turns
 from .afterwards import Afterwards
 from .belief import Belief, Prior
 from .canary import GIVE_UP, Canary
-from .memory import Evidence, Memory, Remembering
 from .neighbours import untested
 from .regimes import Regimes
-from .sequential import Race, median, middle, window_noise
+from .sequential import MORE, LongSteps, Race, median, middle, window_noise
 from .watch import Marks, Rules
 from .windows import DISCARD, PROFILE, REFERENCE, REFINE, SEARCH, TABLE, TRIAL, WARM_STEPS, WATCH, Job, Measured, Plan
 
@@ -42,31 +41,34 @@ class Search:
     gives None it is the policy's turn: :meth:`observe`, then :meth:`decide`."""
 
     def __init__(
-        self, job: Job, default: Measured, prior: Prior, rules: Rules | None = None, memory: Memory | None = None
+        self,
+        job: Job,
+        default: Measured,
+        prior: Prior,
+        rules: Rules | None = None,
+        first: Array | None = None,
+        on_confirmed: Callable[[Array], object] = lambda configs: None,
     ) -> None:
-        """``memory``: what is known of the cluster."""
+        """``first``: configs (s,) to be tried before all others; ``on_confirmed`` hears of other configs (s,) that are
+        confirmed."""
         self.job, self.prior, self.rules = job, prior, rules or Rules()
-        self.n_slots, self.marks = len(job.share), Marks()
+        self.n_slots, self.marks, self.on_confirmed = len(job.share), Marks(), on_confirmed
         self.steps = default.billed
         self.lost = 0.0  # default steps that the job lost against its default, so far
         self.default_logs, self.n_default = np.log(job.call_us), np.ones(self.n_slots)  # of the default's calls
         self.confirmed: Array = np.zeros(self.n_slots, np.int64)  # in force when nothing is tried
         # What confirmed it: the first against the default, each other against the one before.
         self.races: list[Race] = []
-        self.same_logs: list[float] = []  # of default windows one after the other: the default against itself
+        self.same_logs: list[float] = []  # of each default window and the one before it: the default against itself
         self.running: Array = np.zeros(self.n_slots, np.int64)  # under what the job runs now
-        self.before = self.confirmed
+        self.before = self.confirmed if first is None else np.where(job.mask[np.arange(self.n_slots), first], first, 0)
         self.after = self.after_default = 0  # steps since the verdict; of them under the default
         self.warm: set[int] = set()
         self._single: deque[float] = deque(maxlen=96)  # logs of single steps over their window's; a change keeps them
         self.banned = np.zeros_like(job.mask, bool)
-        self.memory, self.regimes = Remembering(memory), Regimes()
+        self.regimes = Regimes()
+        self.straggling = set[bytes]()  # tables that were taken back for their long steps
         self._begin(default)
-
-    @property
-    def evidence(self) -> Evidence:
-        """What has been measured, for the next job on this cluster."""
-        return self.memory.notes.evidence(self.job, np.exp(self.default_logs), self.confirmed)
 
     def _begin(self, default: Measured) -> None:
         """A new search, from these default steps."""
@@ -83,8 +85,7 @@ class Search:
         self.belief.cov[0, 0] = max(self.belief.cov[0, 0], self.noise**2)
         self.belief.wander = max(self.belief.wander, self.noise / 10)
         self.belief.has_calls = bool(np.isfinite(self.default_logs).any())
-        self.belief, first = self.memory.begin(self.job, self.prior, self.belief)
-        self.choices = self.before.copy() if self.before.any() else first
+        self.choices = self.before.copy()
         self.tried, self.canary = np.zeros(self.job.mask.shape), Canary(self.job.mask.shape)
         self.turn = self.n_slots if self.choices.any() else 0  # what was good before is the first to be tried
         self.round = self.idle = 0
@@ -92,8 +93,10 @@ class Search:
         self.race: Race | None = None
         self.rejected: Race | None = None
         self._half: list[tuple[str, float]] = []
-        self._default_before: float | None = None
-        self.given_up, self._seen = set[bytes](), Counter[bytes]()
+        self._default_before = self.default_ms
+        self.given_up, self._seen = set(self.straggling), Counter[bytes]()
+        self.long = LongSteps()
+        self.long.add(np.zeros(self.n_slots, np.int64), default.step_ms, self.default_ms)
 
     # -- what comes next ---------------------------------------------------------------------------------------
 
@@ -249,31 +252,42 @@ class Search:
         race = self.race
         assert race is not None
         if not plan.configs.any():
-            if self._default_before is not None:
-                self.same_logs.append(math.log(self._default_before / ms))
+            self.same_logs.append(math.log(self._default_before / ms))
             self._default_before = ms
-        else:
-            self._default_before = None
         self._half.append((plan.kind, ms))
         if len(self._half) < 2:
             return
         pair = dict(self._half)
         self._half = []
         race.add(pair[REFERENCE], pair[TABLE])
-        known = self.gain[1] if self.races else None
-        pairs = self.rules.pairs if known is None else self.rules.pairs_again
-        verdict = race.verdict(pairs, self.rules.least_gain, known)
+        verdict = self.verdict(race, self.table, self.rules.pairs)
         if verdict:
             self._accept(race)
         elif verdict is not None:
             self._reject()
 
+    def verdict(self, race: Race, table: Array, pairs: float, soonest: int = 2) -> bool | None:
+        """Whether a table (s,) takes the place of what is in force: :meth:`Race.verdict`, long steps counted."""
+        known, pairs = (self.gain[1], self.rules.pairs_again) if self.races else (None, pairs)
+        found = race.verdict(pairs, self.rules.least_gain, known, soonest)
+        if not found or self.long.allows(table, self.confirmed, race.mean):
+            return found
+        most = MORE * pairs if known is not None else self.rules.doubtful  # it goes on: it gains, and costs little
+        return False if race.n >= most or self.long.forbids(table, self.confirmed, race.mean) else None
+
     def _accept(self, race: Race) -> None:
         if not self.confirmed.any():
             self.marks.gained(self.steps)
         self.races.append(race)
-        self.confirmed = self.table.copy()
+        self.confirm(self.table)
         self._continue()
+
+    def confirm(self, configs: Array) -> None:
+        """These configs (s,) are in force from now on, when nothing is tried; the job is told where they are others."""
+        is_other = not np.array_equal(configs, self.confirmed)
+        self.confirmed = configs.copy()
+        if is_other:
+            self.on_confirmed(self.confirmed)
 
     def _reject(self) -> None:
         self.rejected = self.race
@@ -300,21 +314,23 @@ class Search:
     # -- what a window gave ------------------------------------------------------------------------------------
 
     def record(self, plan: Plan, seen: Measured) -> float:
-        """Take in a window. Returns the reward: default steps saved (below 0: lost) by all that was billed, / 100."""
+        """Take in a window. Returns the reward, as :class:`search_env.SearchEnv` describes it."""
         self.steps += seen.billed
         self._kept.clear()
         if plan.kind == PROFILE:
             self.job = self.job.changed(seen.call_us, middle(seen.step_ms) / self.default_ms)
             self.default_logs = np.log(self.job.call_us)
             self._begin(seen)
-            self._recognise()
+            self.later.recognise()
             return 0.0
         default_ms = self.default_ms * math.exp(float(self.belief.mean[0]))
         given_up = len(seen.step_ms) > 0 and float(seen.step_ms[-1]) > plan.limit_ms
         ms = middle(seen.step_ms)
         saved = seen.billed - seen.billed_ms / default_ms
+        anyway = seen.billed * (1 - math.exp(-self.gain[0])) if self.is_over else 0.0
         # A step that saves a checkpoint is not the search's doing, but a step that was given up is.
         self.lost -= saved if given_up else seen.billed * (1 - ms / default_ms)
+        self.long.add(plan.configs, seen.step_ms, default_ms if given_up else ms)
         if plan.kind != WATCH or not plan.configs.any():
             self._learn(plan, seen, given_up)
         if given_up:
@@ -337,7 +353,7 @@ class Search:
                 self._compare(plan, ms)
         else:
             self.later.watched(plan, seen, ms)
-        return saved / 100.0
+        return (saved - anyway) / 100.0
 
     def _learn(self, plan: Plan, seen: Measured, given_up: bool) -> None:
         steps = seen.step_ms[-1:] if given_up else seen.step_ms
@@ -358,43 +374,16 @@ class Search:
         refused = np.flatnonzero(~seen.obeyed & (plan.configs > 0))
         self.banned[refused, plan.configs[refused]] = True
         configs = np.where(seen.obeyed, plan.configs, 0)
-        window = configs, log_step, noise, calls, np.full(self.n_slots, CALL_NOISE), seen.billed
-        self.belief = self.memory.observe(self.belief, *window)
+        self.belief.observe(configs, log_step, noise, calls, np.full(self.n_slots, CALL_NOISE), seen.billed)
         if not given_up:
             self.tried[np.arange(self.n_slots), configs] += 1
         self.last_saving = -log_step if is_told else 0.0
 
     def _after_round(self, given_up: bool) -> None:
         self.round, self.turn = self.round + 1, 0
-        early = 1 if self.memory.is_borne_out else self.rules.early
-        if given_up or self.confirmed.any() or self.round < early:
+        if given_up or self.confirmed.any() or self.round < self.rules.early:
             return
-        table = self.choices if self.round < self.rules.early else self.belief.best()
+        table = self.belief.best()
         mean, deviation = self.belief.saving(table)
         if mean > 2 * deviation and mean > 3.0 * self.noise * math.sqrt(2):
             self._propose(table, closing=False)
-
-    # -- after the verdict -------------------------------------------------------------------------------------
-
-    def reopen(self, keep: bool = True) -> None:
-        """The job has changed: measure the default anew; then go on in a regime that was tuned, or search."""
-        self.marks.reopened += 1
-        if keep and self.memory.notes.counts.any():  # what was measured informs the next search as a job before would
-            self.memory.memory = Memory([self.evidence])
-        self.before = self.confirmed if keep else np.zeros(self.n_slots, np.int64)
-        self.confirmed = np.zeros(self.n_slots, np.int64)
-        self.races, self.phase = [], PROFILE
-
-    def _recognise(self) -> None:
-        """After a change, with the default just measured: a regime that was tuned before has its table again, which the
-        next window is set against. Else a new search goes on; what was in force before meets the default first, with
-        the windows that showed the change for a first pair."""
-        change = self.later.watch.change
-        known = self.regimes.same(self.later.regime, change, self.default_ms, self.default_logs, self.noise)
-        if known is not None:
-            self.confirmed, self.races = known.confirmed.copy(), list(known.races)
-            self.marks.returned += 1
-            self._finish(change.levels if np.array_equal(self.confirmed, self.before) else ())
-            self.later.watch.begin_with(self.default_ms)
-        elif self.before.any() and change.level is not None and change.level < math.log(self.default_ms):
-            self._race(self.before, closing=False).add(self.default_ms, math.exp(change.level))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import gymnasium as gym
@@ -10,11 +11,17 @@ import numpy as np
 from ..traces import spaces
 from . import turns
 from .belief import Prior
+from .job_ends import JobEnded, Stopped, Withdrawn
+from .scores import HORIZONS
 from .search import Search
+from .sim.works import SLOTS
 from .watch import Rules
 from .windows import Windows
 
 Array = np.ndarray[Any, Any]
+
+#: Steps of a job, from its first, over which a confirmed table earns.
+HORIZON = HORIZONS[0]
 
 
 class SearchEnv(gym.Env[Array, Array]):
@@ -34,12 +41,16 @@ class SearchEnv(gym.Env[Array, Array]):
     mask (the last ``N_CONFIGS`` entries).
 
     ## Rewards
-    Default steps saved by all steps that were billed since the turn before, divided by 100: measured step time against
-    the job's own default.
+    Default steps, divided by 100, by measured step times alone. Up to the verdict: what the steps billed since the turn
+    before saved against the job's own default. After it: what they saved against the table in force, so that trials
+    earn nothing by the gain that is there already, and cost what they are slower. At the end: what the table in force
+    saves for sure, the lower bound of its gain, in the steps from the verdict to the job's step :data:`HORIZON`. So the
+    sooner a good table is confirmed the better, and who goes on trying for nothing loses.
 
     ## Episode End
-    Terminated where nothing is left to try after the verdict; never truncated. What it came to: ``info["table"]``,
-    ``info["steps"]``.
+    Terminated where nothing is left to try after the verdict. Truncated where the job is over, or its ranks change no
+    table any more: then the table earns nothing for steps to come, and ``info["ended"]`` says why. What it came to:
+    ``info["table"]`` (configs by slot, 0 beyond the job's slots), ``info["steps"]``.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 - gymnasium's contract
@@ -48,6 +59,7 @@ class SearchEnv(gym.Env[Array, Array]):
         self.rules, self.prior, self.render_mode = rules or Rules(), prior or Prior.load(), render_mode
         self.observation_space, self.action_space = turns.observation_space(), turns.action_space()
         self.search: Search | None = None
+        self._is_over = True
 
     def open(self, options: dict[str, Any]) -> Windows:
         """Windows of the job of a new episode."""
@@ -57,21 +69,31 @@ class SearchEnv(gym.Env[Array, Array]):
         """Begin a search. Raises ValueError where the job has nothing to tune."""
         super().reset(seed=seed)
         self.windows = self.open(options or {})
-        self.search = Search(*self.windows.begin(), self.prior, self.rules)
+        job, default = self.windows.begin()
+        self.search = Search(job, default, self.prior, self.rules, on_confirmed=self.windows.confirm)
+        self._is_over = False
         return self.search.observe(), self._info(False)
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         """One turn, and the windows that come of it. Raises ValueError before the first :meth:`reset`."""
         search = self.search
-        if search is None or search.is_done:
+        if search is None or self._is_over:
             raise ValueError("the episode is over or has not begun: call reset()")
         masked = not search.decide(int(spaces.config_index(np.asarray(action, np.int64).reshape(1, 2))[0]))
-        reward = 0.0
-        while not search.is_done and (plan := search.plan()) is not None:
-            reward += search.record(plan, self.windows.measure(plan))
-        if search.is_done:
+        reward, ended = 0.0, dict[str, Any]()
+        try:
+            while not search.is_done and (plan := search.plan()) is not None:
+                reward += search.record(plan, self.windows.measure(plan))
+        except JobEnded as error:
+            ended = {"ended": str(error)}
+            if isinstance(error, (Stopped, Withdrawn)):  # the job is to run as if nobody had tuned it
+                search.confirm(np.zeros_like(search.confirmed))
+        self._is_over = search.is_done or bool(ended)
+        if self._is_over:
             search.turn = 0
-        return search.observe(), reward, search.is_done, False, self._info(masked)
+        if search.is_done:
+            reward += worth(search) / 100
+        return search.observe(), reward, search.is_done, bool(ended), self._info(masked) | ended
 
     def action_masks(self) -> Array:
         """What sb3-contrib's MaskablePPO asks: a flag a pair, then one a channel count.
@@ -98,11 +120,18 @@ class SearchEnv(gym.Env[Array, Array]):
     def _info(self, masked: bool) -> dict[str, Any]:
         assert self.search is not None
         s = self.search
+        table = np.zeros(max(SLOTS, s.n_slots), np.int64)  # as long for one job as for another: many run side by side
+        table[: s.n_slots] = s.confirmed
         return {
             "slot": s.turn,
             "masked": masked,
             "mask": s.open[s.turn] if s.turn < s.n_slots else s.open[0],
             "steps": s.steps,
-            "table": s.confirmed.copy(),
+            "table": table,
             "lost": s.lost,
         }
+
+
+def worth(search: Search) -> float:
+    """Default steps that the table in force saves for sure, from the verdict to the job's step :data:`HORIZON`."""
+    return max(HORIZON - search.marks.verdict, 0) * max(1 - math.exp(-search.gain[1]), 0.0)

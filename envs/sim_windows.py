@@ -10,12 +10,11 @@ import numpy as np
 from ..traces.spaces import config_index
 from . import turns
 from .belief import Prior
-from .memory import Memory
 from .search import Search
 from .sim.jobs import SLOTS, Jobs
 from .sim.noise import Luck
 from .watch import Rules
-from .windows import PROFILE, Job, Measured, Plan, warm_up_families
+from .windows import PROFILE, UNTIMED, Job, Measured, Plan, warm_up_families
 
 Array = np.ndarray[Any, Any]
 
@@ -78,6 +77,7 @@ class SimWindows:
             if len(over):  # the next window bills the steps until all ranks are back
                 kept = kept[: int(over[0]) + 1]
                 ms = ms[: discard[row] + len(kept)]
+            if len(over) or plan.kind in UNTIMED:
                 call_us[:] = np.nan
             found.append(Measured(kept, call_us, np.ones(s, bool), extra + len(ms), billed + float(ms.sum())))
             self.running[row] = configs[row]
@@ -104,24 +104,20 @@ class OneJob:
         """See ``windows.Windows``."""
         return self.batch.measure([0], [plan])[0]
 
+    def confirm(self, configs: Array) -> None:
+        """See ``windows.Windows``: nothing takes a table back here."""
+
 
 class SimSearch:
     """Searches on all jobs of a batch, side by side: every one goes on until the policy has a turn or it is done."""
 
     def __init__(
-        self,
-        jobs: Any,
-        prior: Prior,
-        rng: np.random.Generator | Luck,
-        rules: Rules | None = None,
-        windows: Any = None,
-        memories: Sequence[Memory | None] | None = None,
+        self, jobs: Any, prior: Prior, rng: np.random.Generator | Luck, rules: Rules | None = None, windows: Any = None
     ) -> None:
-        """``windows``: those of ``jobs``, where they are more than simulated; ``memories``: of each job's cluster."""
+        """``windows``: those of ``jobs``, where they are more than simulated."""
         self.windows, self.rules = windows or SimWindows(jobs, rng), rules or Rules()
         told, seen = self.windows.begin(self.rules.profile_steps)
-        known = memories or [None] * len(told)
-        self.searches = [Search(t, m, prior, self.rules, k) for t, m, k in zip(told, seen, known, strict=True)]
+        self.searches = [Search(t, m, prior, self.rules) for t, m in zip(told, seen, strict=True)]
         self.n_windows = np.zeros(len(jobs), np.int64)
 
     @property

@@ -17,6 +17,8 @@ Array = np.ndarray[Any, Any]
 #: of its own: of trials, and of the table in force between them.
 PROFILE, SEARCH, REFERENCE, TABLE, WATCH = "profile", "search", "reference", "table", "watch"
 REFINE, TRIAL = "refine", "trial"
+#: Windows after the verdict, of which no kernel times are asked: they are not worth what they cost a running job.
+UNTIMED = (TRIAL, WATCH)
 #: Steps of a window that do not count after a table has changed, and more where an algorithm is new to a slot's
 #: communicator: NCCL connects lazily, and the first runs are slow.
 DISCARD, WARM_STEPS = 1, 2
@@ -74,6 +76,10 @@ class Windows(Protocol):
     def measure(self, plan: Plan) -> Measured:
         """Run a window: ``plan.n_steps`` counted steps with slot i under config ``plan.configs[i]``, after
         ``plan.discard`` that do not count. Ends early with a step above ``plan.limit_ms``, which is then the last."""
+        ...
+
+    def confirm(self, configs: Array) -> None:
+        """These configs (s,) stay in force from now on, whatever becomes of the search; zeros: NCCL's own choice."""
         ...
 
 

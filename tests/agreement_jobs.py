@@ -79,25 +79,14 @@ def own_passes(folder: RunFolder) -> Any:
     return run(2, 10_000, folder, step=step, until_stopped=True)
 
 
-def skips_without_profiler(folder: RunFolder) -> Any:
-    """The same where NCCL counts nothing for us: the tuner's questions prove the place."""
+def uncounted(folder: RunFolder) -> Any:
+    """NCCL asks our tuner on rank 1 and tells our profiler there of nothing."""
 
     def setup(rank: LightRank) -> None:
-        rank.plugin.profiler = False
+        rank.plugin.profiler = rank.rank != 1
 
     Publisher(folder, 0.05, Lease(10_000, 60_000))
-    left_out: list[int] = []
-
-    def step(rank: LightRank, i: int) -> None:
-        rank.backward()
-        rank.collective(i)
-        time.sleep(0.01)
-        if rank.rank == 1 and i >= 60 and not left_out and any(rank.generations):
-            left_out.append(i)
-        else:
-            rank.optimizer_step()
-
-    return run(2, 10_000, folder, step=step, setup=setup, until_stopped=True)
+    return run(3, 10_000, folder, setup=setup, until_stopped=True)
 
 
 def local_scaler(folder: RunFolder) -> Any:

@@ -3,21 +3,18 @@
 For each family, and for recordings that show no compute and those that show what is exposed: how often the 80 %
 interval holds the true gain of the advised table, what comes of following the advice (to measure the table, and to keep
 it only where it is faster, as a tuning run does; unseen where the advice says that it may be), and what part of the
-possible gain that takes. ``fit`` prints what exposure and overlap tell of what the belief holds: the constants of
-``envs/evidence.py``.
+possible gain that takes. ``fit`` prints what exposure tells of what the belief holds: ``agent/gain.EXPOSED``.
 """
 
 import sys
 
 import numpy as np
 from dynamiccl.agent.advise import UNSEEN
-from dynamiccl.agent.gain import Gains
+from dynamiccl.agent.gain import EXPOSED, Gains, tell
 from dynamiccl.agent.job_prior import figures_of, truths
 from dynamiccl.envs.belief import Belief, Prior
-from dynamiccl.envs.evidence import EXPOSED, GIVEN_BACK, SlotOverlap, given_back, tell
 from dynamiccl.envs.sequential import Race, middle, window_noise
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs, oracle
-from dynamiccl.traces.spaces import N_CONFIGS
 
 #: What a recording shows beside the collectives.
 SHOWN = ("no compute", "exposure")
@@ -51,7 +48,7 @@ def belief_of(jobs, j, shown):
     features, share = f.vector().reshape(len(jobs), SLOTS, -1), f.share.reshape(-1, SLOTS)
     belief = Belief(PRIOR, features[j, :k], jobs.mask[j, :k], share[j, :k])
     if shown == SHOWN[1]:
-        tell(belief, [SlotOverlap(float(x)) for x in jobs.exposed[j, :k]])
+        tell(belief, jobs.exposed[j, :k])
     return belief
 
 
@@ -72,7 +69,7 @@ def faster(jobs, configs, rng, steps=8, pairs=12):
 
 
 def fit(n=150, seed=11):
-    """Print the constants of ``envs/evidence.py`` as these jobs give them."""
+    """Print the constant of ``agent/gain.py`` as these jobs give it."""
     for kind in (STANDARD, HELD_OUT):
         jobs = draw_jobs(kind, np.random.default_rng(seed), n)
         logs, savings = truths(jobs)
@@ -81,16 +78,6 @@ def fit(n=150, seed=11):
         matters = jobs.fingerprint.share.reshape(-1, SLOTS) > 0.02
         some = known[..., -1] & used & matters
         told(f"{kind.name}: exposure", EXPOSED, jobs.exposed[some], found[..., -1][some])
-        channels = jobs.fingerprint.own_channels.reshape(-1, SLOTS)
-        ratio = np.exp(np.clip(logs, -3, 2))
-        back = np.array(
-            [[given_back(jobs.exposed[j, s], jobs.tables.slow[j, s, 0], channels[j, s], ratio[j, s])
-              for s in range(SLOTS)] for j in range(n)]
-        )  # fmt: skip
-        near = known[..., N_CONFIGS : 2 * N_CONFIGS] & matters[..., None] & (np.abs(logs) < 0.5)
-        told(
-            f"{kind.name}: given back", GIVEN_BACK, back[near] / GIVEN_BACK, found[..., N_CONFIGS : 2 * N_CONFIGS][near]
-        )
 
 
 def told(name, used, x, y):

@@ -6,19 +6,19 @@ Rank 0 prints one JSON object.
 import json
 import os
 import sys
-import time
 
 import torch
 import torch.distributed as dist
+from dynamiccl.envs.nccl import step_clock
 
 torch.set_num_threads(1)
 
 
 def timed(run):
-    dist.barrier()
-    start = time.monotonic()
+    """Emulated microseconds that ``run`` takes."""
+    start = step_clock.now_ns()
     run()
-    return 1e3 * (time.monotonic() - start)
+    return 1e-3 * (step_clock.now_ns() - start)
 
 
 def gather(n, async_op=False):
@@ -34,15 +34,23 @@ def scatter(n):
     return out
 
 
-def compute(ms):
-    """Stands for compute: time that passes outside of collectives. Slept, so that other load does not stretch it."""
-    time.sleep(ms / 1e3)
+MATRIX = torch.ones(1024, 1024)
 
 
-def overlap(n, ms):
+def compute(times=1):
+    for _ in range(times):
+        MATRIX @ MATRIX
+
+
+def overlap(n):
     work, _ = gather(n, async_op=True)
-    compute(ms)
+    compute()
     work.wait()
+
+
+def late(n):
+    compute(dist.get_rank())
+    gather(n)
 
 
 def case_times():
@@ -52,9 +60,9 @@ def case_times():
     return {
         "sync": [timed(lambda: gather(n)) for _ in range(5)],
         "two": [timed(lambda: [w.wait() for w, _ in [gather(n, True), gather(n, True)]]) for _ in range(5)],
-        "hidden": [timed(lambda: overlap(n, 60)) for _ in range(5)],
-        "compute": [timed(lambda: compute(60)) for _ in range(5)],
-        "late": [timed(lambda: (dist.get_rank() and time.sleep(0.05), gather(n))) for _ in range(5)],
+        "hidden": [timed(lambda: overlap(n)) for _ in range(5)],
+        "compute": [timed(compute) for _ in range(5)],
+        "late": [timed(lambda: late(n)) for _ in range(5)],
     }
 
 

@@ -9,11 +9,13 @@ import pandas as pd
 from dynamiccl.envs.job_ends import JobEnded
 from dynamiccl.envs.live import Window
 from dynamiccl.traces.assemble import Offer
-from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
+from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Lease, Slot, Table
 
 GATHER = Slot(16, 2, "all_gather", 27)
 SCATTER = Slot(16, 2, "reduce_scatter", 28)
 STEP_MS = 100.0
+#: Steps of a trial after which it lapses where nobody renews its lease.
+LEASE_STEPS = 3
 
 COST = np.full((len(ALGOS), len(PROTOS)), -1, np.float32)
 COST[1] = (900, 400, 300)  # ring: ll, ll128, simple
@@ -28,7 +30,11 @@ class _Assembler:
 
 
 class FakeJob:
-    """Two slots of 8 calls a step each; ``step_ms(decisions)`` is the truth, ``noise`` its relative spread."""
+    """Two slots of 8 calls a step each; ``step_ms(decisions)`` is the truth, ``noise`` its relative spread.
+
+    As with a real job, a table that is published but not confirmed is a trial: where nobody renews its lease, it
+    lapses, and what was confirmed last is in force.
+    """
 
     def __init__(
         self, step_ms: Callable[[Mapping[Slot, Decision]], float], noise: float = 0.0, steps: int = 10**9, seed: int = 0
@@ -39,33 +45,51 @@ class FakeJob:
         self.memory_pressure = 0.0
         self.generation = self.last_step = 0
         self.confirmed: dict[Slot, Decision] = {}
+        self.in_force: dict[Slot, Decision] = {}  # what the ranks run
+        self.is_renewed = False  # the leases of trials
         self.tables: list[Table] = []
         self._events: list[pd.DataFrame] = []
 
-    def publish(self, decisions: Mapping[Slot, Decision]) -> int:
+    def publish(self, decisions: Mapping[Slot, Decision], trial: Lease | None = None) -> int:
         self.generation += 1
-        self.tables.append(Table.of(self.generation, decisions))
+        self.tables.append(Table.of(self.generation, decisions, trial))
+        self.in_force = dict(decisions)
         return self.generation
 
     def confirm(self, decisions: Mapping[Slot, Decision]) -> int:
-        self.confirmed = dict(decisions)
-        return self.publish(decisions)
+        self.confirmed = {s: d for s, d in decisions.items() if not d.is_auto}
+        return self.publish(self.confirmed)
+
+    def keep_alive(self) -> None:
+        self.is_renewed = True
+
+    def release(self) -> None:
+        self.is_renewed = False
+        self.confirm(self.confirmed)
+
+    def lapse(self) -> None:
+        """Time goes by, and nobody renews anything: what a job runs under once its tuner is gone."""
+        if self.tables and self.tables[-1].lease:
+            self.in_force = dict(self.confirmed)
 
     def window(
         self, decisions: Mapping[Slot, Decision], n_steps: int, discard: int = 1, give_up_ms: float = float("inf")
     ) -> Window:
-        generation = self.publish(decisions)
+        chosen = {s: d for s, d in decisions.items() if not d.is_auto}
+        generation = self.publish(chosen, Lease(100, 5000) if chosen != self.confirmed else None)
         self.last_step += discard
         steps, times = [], []
-        for _ in range(n_steps):
+        for k in range(n_steps):
+            if k + discard == LEASE_STEPS and not self.is_renewed:
+                self.lapse()
             self.last_step += 1
             if self.last_step > self.steps:
                 raise JobEnded("the job ended with status 0")
             steps.append(self.last_step)
-            times.append(self.step_ms(decisions) * (1 + self.noise * self.rng.standard_normal()))
+            times.append(self.step_ms(self.in_force) * (1 + self.noise * self.rng.standard_normal()))
             if times[-1] > give_up_ms:
                 break
-        if not any(not d.is_auto for d in decisions.values()):  # of other configs no kernel is sampled
+        if not chosen:  # of other configs no kernel is sampled
             self._note(steps)
         return Window(generation, np.array(steps), np.array(times))
 

@@ -45,6 +45,10 @@ class StandIn:
     def counts(self) -> dict[int, int]:
         return {7: self.made} if self.profiler else {}
 
+    @property
+    def untold(self) -> bool:
+        return not self.profiler and self.asked > 0
+
     def identity(self) -> str:
         return f"plugin {self.version}"
 

@@ -1,4 +1,4 @@
-"""Sweeps the demo's own job for the record: ``python tests/make_oracle.py``, some 15 minutes on a quiet machine.
+"""Sweeps the demo's own job for the record: ``python tests/make_oracle.py``, some 6 minutes on a quiet machine.
 
 The job is the one that ``make demo`` runs. Some default steps of it are kept as a recording (``demo/``), which is all
 that advice may see; then every config of the slots that matter is measured between windows of the default, the best
@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from dynamiccl.agent.advise import Advice
 from dynamiccl.agent.compare import compare
-from dynamiccl.agent.daemon import workload
 from dynamiccl.agent.gain import config_decision
+from dynamiccl.agent.request import workload
 from dynamiccl.envs.live import Job
 from dynamiccl.envs.live_windows import LiveWindows
 from dynamiccl.envs.nccl.shm import RunFolder
@@ -40,7 +40,7 @@ AGAIN, PAIRS = ((3, 6), (2, 18)), 6
 def main():
     emulated = Emulated()
     run = RunFolder.create()
-    command = workload(3, 3000, 2, Path(run.path) / "job.jsonl", backend="emulated", extra=["--quiet"])
+    command = workload(3, 30_000, 2, Path(run.path) / "job.jsonl", backend="emulated", extra=["--quiet"])
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **run.env(), **emulated.env()})
     job = Job(run, process)
     try:
@@ -56,7 +56,7 @@ def sweep(job, emulated):
     header = {"emulated": True, **vars(emulated), "stage": 3, "n_processes": 2, "policy": "default"}
     with TraceWriter(RECORDING, header, existing="replace") as writer:
         job.writer = writer
-        windows = LiveWindows(job, time_scale=emulated.time_scale)
+        windows = LiveWindows(job)
         told, _ = windows.begin()
         job.window({}, RECORDED, 0)
         job.take_events()

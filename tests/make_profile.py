@@ -1,6 +1,6 @@
 """Makes a Kineto profile of any size, written as Kineto writes it: ``python tests/make_profile.py FILE [MIB]``.
 
-With ``--read`` in place of the size it is read as ``dynamiccl import`` does, and time and peak memory are printed:
+With ``--read`` in place of the size it is read as ``dynamiccl advise`` does, and time and peak memory are printed:
 1 GiB is to take at most 60 seconds and 500 MiB on one core.
 """
 

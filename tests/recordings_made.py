@@ -2,38 +2,12 @@
 
 import json
 import sqlite3
-from types import SimpleNamespace
-
-from dynamiccl.traces.importers_chakra import write
-from dynamiccl.traces.importers_common import Imported
-from dynamiccl.traces.records import FUNCS
 
 BASE = 1_763_719_000_000_000_000
 #: One step of a ZeRO-3 job: (func, whole bytes, us from the step's begin, us).
 STEP = [("all_gather", 64 << 20, 100, 400), ("all_gather", 64 << 20, 700, 410), ("reduce_scatter", 64 << 20, 1500, 500)]
 STEP_US, N_RANKS, N_STEPS, CHANNELS = 3000, 16, 6, 16
 NCCL_NAMES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter"}
-
-
-def nccl_log(path, rank=0, timed=True):
-    lines = [f"host1:700:700 [{rank}] NCCL INFO NCCL version 2.28.9+cuda13.0"]
-    lines.append(
-        f"host1:700:712 [{rank}] NCCL INFO ncclCommInitRankConfig comm 0x55aa rank {rank} nranks {N_RANKS} "
-        f"cudaDev {rank} nvmlDev 0 busId 18000 commId 0x7f1234 - Init COMPLETE"
-    )
-    for step in range(N_STEPS):
-        for n, (func, n_bytes, at, _) in enumerate(STEP):
-            us = step * STEP_US + at
-            stamp = f"[2026-11-21 10:00:{us // 1_000_000:02d}.{us % 1_000_000:06d}] " if timed else ""
-            head = f"{stamp}host1:700:712 [{rank}] NCCL INFO {NCCL_NAMES[func]}: "
-            count = n_bytes // N_RANKS // 2
-            lines.append(
-                f"{head}opCount {3 * step + n:x} sendbuff 0x7f00 recvbuff 0x7f01 count {count} datatype 9 op 0 root 0 "
-                f"comm 0x55aa [nranks={N_RANKS}] stream 0x5500"
-            )
-            lines.append(f"{head}{n_bytes} Bytes -> Algo RING proto LL128 channel{{Lo..Hi}}={{0..{CHANNELS - 1}}}")
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 def nsys(path, sizes=True, compute=True):
@@ -82,17 +56,3 @@ def nsys(path, sizes=True, compute=True):
     base.commit()
     base.close()
     return path
-
-
-def chakra(folder, ranks=(0, 1)):
-    """What :func:`write` makes of the same job: files ``rank.N.et``."""
-    found = Imported()
-    for rank in ranks:
-        for step in range(N_STEPS):
-            for func, n_bytes, at, us in STEP:
-                start = BASE + 1000 * (step * STEP_US + at)
-                row = {"comm_id": 7, "rank": rank, "pid": rank, "func": func, "n_bytes": n_bytes, "n_ranks": N_RANKS}
-                times = {"enqueue_ns": start, "start_ns": start, "end_ns": start + 1000 * us}
-                found.events.append({**row, **times, "step": step})
-    assert {func for func, *_ in STEP} <= set(FUNCS)
-    return write(SimpleNamespace(events=found.frames()[0], folder=folder), folder)

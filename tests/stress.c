@@ -213,6 +213,13 @@ static void report(const struct job* job, void* context, int rank, int func, siz
                                        .proto = "LL128"};
   void *handle = NULL, *channel[2] = {NULL, NULL};
   union nccl_event_state state = {.kernel_ch_timer = 200};
+  void* group = NULL;  // 2.27 tells of a collective only where its group has a handle
+  if (job->tuner_version < 5) {
+    struct nccl_event_v4 e = {.type = EVENT_GROUP, .rank = rank};
+    ncclProfiler_v4.start_event(context, &group, &e);
+    if (group == NULL) atomic_fetch_add(&shared->n_failures, 1);
+    handle = group;
+  }
   for (int c = -1; c < 2; c++) {
     if (job->tuner_version < 5) {
       struct nccl_event_v4 e = {.type = c < 0 ? EVENT_COLL : EVENT_KERNEL_CH, .parent = handle, .rank = rank};
@@ -231,6 +238,7 @@ static void report(const struct job* job, void* context, int rank, int func, siz
     ncclProfiler_v5.stop_event(channel[c]);
   }
   ncclProfiler_v5.stop_event(handle);
+  if (group != NULL) ncclProfiler_v4.stop_event(group);
 }
 
 // ---- a rank ----

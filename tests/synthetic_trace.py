@@ -27,7 +27,15 @@ ORDER = (
     + [("all_gather", LAYER_BYTES), ("reduce_scatter", LAYER_BYTES)] * (LAYERS - 1)
     + [("reduce_scatter", LAYER_BYTES), ("reduce_scatter", ROOT_BYTES)]
 )
-HEADER = {"cluster": "h100-2x8", "emulated": True, "bytes_scale": 64.0, "time_scale": 8.0, "stage": 3, "nccl": "2.28.9"}
+HEADER = {
+    "cluster": "h100-2x8",
+    "emulated": True,
+    "bytes_scale": 64.0,
+    "time_scale": 8.0,
+    "compute_scale": 8.0,
+    "stage": 3,
+    "nccl": "2.28.9",
+}
 
 
 class Job:
@@ -38,7 +46,7 @@ class Job:
         self.sampled = sampled
         self.events, self.steps = [], []
         self.seq = {"all_gather": 0, "reduce_scatter": 0}
-        self.index, self.now, self.loss = 0, CLOCK, 5.5
+        self.index, self.now, self.losses = 0, CLOCK, [5.5]
 
     def step(self, table):
         """One optimizer step; returns its time in ms."""
@@ -61,12 +69,11 @@ class Job:
             t = [max(t)] * 2
             self.seq[func] += 1
         self.now = max(t) + 400_000
-        self.loss = 0.995 * self.loss + self.rng.normal(0, 0.01)
+        self.losses.append(0.995 * self.losses[-1] + self.rng.normal(0, 0.01))  # what the job itself logs
         duration = self.now - began
         for rank in (0, 1):
-            loss = self.loss if rank == 0 else np.nan
             memory = (11 << 30, 80 << 30)
-            row = (self.index, rank, self.now, duration, table.generation, *memory, 0.7, 410.0, loss, 1000 + rank)
+            row = (self.index, rank, self.now, duration, table.generation, *memory, 0.7, 410.0, 1000 + rank)
             self.steps.append(row)
         self.index += 1
         return duration / 1e6
@@ -147,14 +154,13 @@ def summary_of(trace, ratios, job):
         }
         for (slot, d), saved in zip(FINAL.items(), (3.6, 2.0), strict=True)
     ]
-    losses = trace.steps["loss"].dropna()
     return {
-        **{k: HEADER[k] for k in ("cluster", "emulated", "bytes_scale", "time_scale", "stage")},
+        **{k: HEADER[k] for k in ("cluster", "emulated", "bytes_scale", "compute_scale", "stage")},
         "n_processes": 2,
         "n_ranks": 16,
         "steps": job.index,
-        "loss_first": float(losses.iloc[0]),
-        "loss_last": float(losses.iloc[-1]),
+        "loss_first": job.losses[1],
+        "loss_last": job.losses[-1],
         "default_step_ms": float(windows["default_ms"].median()),
         "tuned_step_ms": float(windows["step_ms"].median()),
         "speedup": float(np.mean(ratios)),

@@ -1,4 +1,4 @@
-"""The board: whole jobs through the judge, forged results refused, ranks, the page, and what is on record."""
+"""The board: whole jobs through the judge, forged results refused, ranks, and what is on record."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from dynamiccl.agent import bench as bench_module
 from dynamiccl.agent.bench import Entry, enter_one, entrants, fit_one, run, version_of
 from dynamiccl.agent.board import NOTHING, Board, filed_results, put_on_record, tables, with_tables
-from dynamiccl.agent.spread import Processes
 from dynamiccl.envs.job_suites import SUITES, JobSuite, draw_suite
 from dynamiccl.envs.scores import bootstrap
 from dynamiccl.envs.sim.jobs import STANDARD
@@ -132,18 +131,15 @@ def test_the_table_ranks_ties_and_what_has_no_rank(suite: JobSuite, made: dict[s
     assert rows["aa"]["rank"] is None and apart["steps_ci95"][0] <= apart["steps"] <= apart["steps_ci95"][1]
     assert rows["expected-improvement"]["rank"] == 1 and rows["part"]["jobs"] == 4
     assert sum(part["jobs"] for part in rows["ladder"]["by_slots"].values()) == len(suite)
-    table, page = board.markdown(), board.page()
+    table = board.markdown()
     lines = table.splitlines()
     assert len({line.count("|") for line in lines}) == 1 and "part, 4 jobs" in table
-    assert "a decision took &lt;too&gt; long" in page
-    outside = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
-    assert not re.search(r"""(src|href)=['"]?(https?:)?//""", outside)
+    assert "refused: a decision took <too> long" in table
 
 
-def test_names_from_outside_cannot_become_markup(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
-    board, evil = Board(suite), "</script><script>alert(1)</script>|\n| 1"
+def test_names_from_outside_cannot_become_columns(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
+    board, evil = Board(suite), "a|\n| 1"
     assert board.judge(made["ladder"] | {"entrant": evil}) == ""
-    assert "<script>alert" not in board.page()
     assert len({line.count("|") for line in board.markdown().splitlines()}) == 1
 
 
@@ -152,7 +148,7 @@ def test_a_failing_entrant_never_stops_the_others(suite: JobSuite, tmp_path: Pat
     suite.save(tmp_path / "s.json")
     names = ("test_board:Raises", "default", "test_board:Hangs")
     entries = [Entry(n, str(tmp_path / "s.json"), limit_s=15 if "Hangs" in n else 120) for n in names]
-    found = {r["entrant"]: r for r in run(entries, tmp_path / "out", Processes(3))}
+    found = {r["entrant"]: r for r in run(entries, tmp_path / "out", processes=3)}
     assert re.fullmatch(r"RuntimeError: no idea \(test_board.py, line \d+\)", found["test_board:Raises"]["failed"])
     assert "no result in 15 s" in found["test_board:Hangs"]["failed"]
     file = tmp_path / "out" / "default.json"
@@ -229,7 +225,7 @@ def test_the_readme_says_what_the_filed_results_say() -> None:
     assert with_tables(readme, told) == readme
     for name in SUITES if told != NOTHING else ():
         names = {s["entrant"] for s in filed_results(name)["submissions"]}
-        assert {"expected-improvement", "aa", "ladder", "coordinate-descent", "gp", "thompson", "default"} <= names
+        assert {"expected-improvement", "aa", "ladder", "coordinate-descent", "sweep", "default"} <= names
 
 
 @pytest.mark.slow
@@ -251,5 +247,5 @@ def test_a_fresh_draw_leaves_no_printed_interval(name: str) -> None:
 
 
 def test_entrants_are_known_policies() -> None:
-    assert {"expected-improvement", "thompson-sampling", "ladder", "gp", "sweep", "ucb", "random"} <= set(entrants())
+    assert {"expected-improvement", "thompson-sampling", "ladder", "sweep", "random"} <= set(entrants())
     assert len(bootstrap(np.ones(5))) == 2

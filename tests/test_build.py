@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from dynamiccl.envs.nccl import build
+from dynamiccl.envs.nccl.build import LIBRARY, nccl_env, plugin_path
 
 BOTH = """
 import ctypes, sys
@@ -56,3 +58,47 @@ def test_builds_that_nobody_uses_go(tmp_path, monkeypatch):
     assert {p.name for p in cache.iterdir()} == {"recent", path.parent.name}
     os.utime(path.parent, (0, 0))
     assert build.plugin_path() == path and time.time() - path.parent.stat().st_mtime < 60  # used: kept
+
+
+PATH, NAME = "/x/libnccl-tuner-dynamiccl.so", "dynamiccl"
+
+
+@pytest.mark.parametrize(
+    ("release", "path", "named"),
+    [
+        (None, PATH, PATH),  # most releases take it, and where not the probe sees to it
+        ((2, 26, 2), PATH, PATH),
+        ((2, 27, 3), PATH, NAME),
+        ((2, 27, 5), PATH, PATH),
+        ((2, 29, 7), PATH, PATH),
+        ((2, 29, 7), "/" + 300 * "x" + PATH, NAME),
+    ],
+)
+def test_the_plugin_is_named_so_that_a_new_library_path_does_not_lose_it(monkeypatch, release, path, named):
+    """Before: by its name, and `export LD_LIBRARY_PATH=...` in a job's script lost it without a word."""
+    monkeypatch.setattr(build, "nccl_release", lambda: release)
+    for variable in ("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"):
+        monkeypatch.delenv(variable, raising=False)
+        assert nccl_env(Path(path))[variable] == named
+    assert nccl_env(Path(path))["LD_LIBRARY_PATH"].split(":")[0] == os.path.dirname(path)
+
+
+FOUND = """
+import ctypes, os, sys
+from pathlib import Path
+from dynamiccl.envs.nccl.plugin import name_where_no_path_is_taken
+name_where_no_path_is_taken(sys.argv[1])
+named = {os.environ["NCCL_TUNER_PLUGIN"], os.environ["NCCL_PROFILER_PLUGIN"]}
+for name in named:
+    ctypes.CDLL(name).ncclTunerPlugin_v4
+print(*named)
+"""
+
+
+def test_where_nccl_takes_no_path_it_finds_the_plugin_by_a_library_name_all_the_same():
+    """As NCCL 2.27.3 asks the system for it: no folder of ours is on LD_LIBRARY_PATH."""
+    env = {**os.environ, "DYNAMICCL_PLUGIN": str(plugin_path()), "LD_LIBRARY_PATH": "/nowhere"}
+    env |= dict.fromkeys(("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"), str(plugin_path()))
+    for release, said in (("2.27.3", LIBRARY), ("2.29.7", str(plugin_path())), ("-", str(plugin_path()))):
+        out = subprocess.check_output([sys.executable, "-c", FOUND, release], env=env, text=True)
+        assert out.split() == [said]

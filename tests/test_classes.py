@@ -83,7 +83,7 @@ def test_a_restart_keeps_its_table(folder):
 JOBS = {"one group": (2, "dgx-h100-1x8", []), "hsdp": (4, "dgx-h100-2x8", ["--hsdp", "2"])}
 
 
-BYTES_SCALE, TIME_SCALE = "20", "300"
+BYTES_SCALE, COMPUTE_SCALE = "20", "10"
 
 
 def command(kind, steps):
@@ -95,7 +95,7 @@ def command(kind, steps):
 
 
 def train(run, kind, steps):
-    scales = {"DYNAMICCL_BYTES_SCALE": BYTES_SCALE, "DYNAMICCL_TIME_SCALE": TIME_SCALE}
+    scales = {"DYNAMICCL_BYTES_SCALE": BYTES_SCALE, "DYNAMICCL_COMPUTE_SCALE": COMPUTE_SCALE}
     env = {**os.environ, **run.env(), **scales, "DYNAMICCL_CLUSTER": JOBS[kind][1], "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command(kind, steps), env=env, stdout=subprocess.DEVNULL)
 
@@ -136,7 +136,7 @@ def tuned(kind, out):
     collectives as the search's winner says.
     """
     tune = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--cluster", JOBS[kind][1], "--no-memory"]
-    scales = ["--bytes-scale", BYTES_SCALE, "--time-scale", "600", "--window-steps", "4"]  # above the machine's noise
+    scales = ["--bytes-scale", BYTES_SCALE, "--compute-scale", COMPUTE_SCALE, "--window-steps", "4"]
     search = ["--windows", "8", "--verify", "4", "--out", str(out), "--json", "-", "--"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

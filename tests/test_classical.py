@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dynamiccl.agent import choosing
 from dynamiccl.agent.bench import version_of
 from dynamiccl.agent.choosing import make_chooser
-from dynamiccl.agent.classical import CLASSICAL, GaussianProcess, Ladder, Memo, Turn, make_classical
+from dynamiccl.agent.classical import CLASSICAL, Ladder, Memo, Turn, make_classical
 from dynamiccl.agent.policy import LstmPolicy
 from dynamiccl.envs.belief import Prior
 from dynamiccl.envs.job_arena import play
@@ -33,12 +34,12 @@ def config(pair: int, channels: int) -> int:
 
 
 def turn(open_: list[int], saved: dict[int, float], slot: int = 0, **changes: Any) -> Turn:
-    mean, count = np.full(N_CONFIGS, -np.inf), np.zeros(N_CONFIGS)
+    mean = np.full(N_CONFIGS, -np.inf)
     for c, value in ({0: 0.0} | saved).items():
-        mean[c], count[c] = value, 1
+        mean[c] = value
     price = np.linspace(0, 1, len(PAIRS))
-    fields = {"slot": slot, "n_slots": 2, "round": len(saved), "open": np.array(sorted({0, *open_})), "mean": mean}
-    fields |= {"count": count, "asked": np.zeros(N_CONFIGS), "noise": 0.01, "saved": 0.0, "is_scatter": False}
+    fields = {"slot": slot, "round": len(saved), "open": np.array(sorted({0, *open_})), "mean": mean}
+    fields |= {"asked": np.zeros(N_CONFIGS), "saved": 0.0}
     return Turn(**(fields | {"own": (RING, 16), "price": price} | changes))
 
 
@@ -57,7 +58,7 @@ def test_plays_whole_jobs_within_what_is_open_and_ends(name, suite):
 def test_a_search_that_finds_much_beats_one_that_finds_nothing(suite):
     """On jobs with more than 5 % to gain every method finds some of it."""
     lost = {}
-    for name in ("default", "coordinate-descent", "ladder", "thompson"):
+    for name in ("default", "coordinate-descent", "ladder", "sweep"):
         policy = make_classical(name)
         opened = suite.open(np.arange(6, 8), 0, Prior.load(), Rules().of(policy))
         lost[name] = play(policy, *opened, after=0).scores.lost[:, 0].mean()
@@ -80,24 +81,6 @@ def test_a_config_whose_window_was_given_up_comes_again_only_after_the_others():
     t = turn([a, b], {})
     t.asked[a] = 1
     assert t.untried == [b, a] and t.first([a, b]) == b and t.first([]) is None
-
-
-def test_the_gaussian_process_learns_from_neighbours_and_other_slots():
-    a, near, far = config(RING, 4), config(RING, 8), config(RING + 1, 0)
-    gp = GaussianProcess(noise=0.05, scale=0.3, mean=0.0)
-    first = turn([a, near, far], {a: 0.3})
-    memo = Memo(slots={0: first})
-    mean, deviation = gp.posterior(first, memo)
-    at = {int(c): k for k, c in enumerate(first.open)}
-    assert mean[at[a]] > mean[at[near]] > mean[at[far]] > 0
-    assert deviation[at[a]] < deviation[at[near]] < deviation[at[far]]
-    second = turn([a, near, far], {}, slot=1)
-    other, _ = gp.posterior(second, Memo(slots={0: first, 1: second}))
-    assert 0 < other[at[a]] < mean[at[a]]
-    kind, _ = gp.posterior(turn([a, near, far], {}, slot=1, is_scatter=True), memo)
-    assert 0 < kind[at[a]] < other[at[a]]
-    # By hand: one observation y of variance n under prior variance s: mean y s / (s + n).
-    assert mean[at[a]] == pytest.approx(0.3 * 0.09 / (0.09 + 0.05**2 + 1e-9))
 
 
 def test_weights_of_a_file_are_a_policy_and_its_version_is_that_of_the_file(tmp_path):
@@ -142,3 +125,10 @@ def test_answers_that_are_no_action_are_refused(suite):
             play(Wrong(answer), *opened, after=0)
     opened = suite.open(np.array([0]), 0, Prior.load(), Rules())
     play(Wrong(actions_of(np.array([0]))[0]), *opened, after=0)
+
+
+def test_every_classical_policy_can_be_asked_for_by_name():
+    """The names stand in a file of their own: whoever only checks one need not import numpy."""
+    assert tuple(CLASSICAL) == choosing.CLASSICAL and {*CLASSICAL, "tpe", "lstm", *choosing.RULES} == {
+        *choosing.POLICIES
+    }

@@ -5,6 +5,7 @@
 
 import io
 import json
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_every_command_has_help_that_teaches_and_refuses_what_it_does_not_know(p
 
 
 def test_programs_can_ask_every_command_that_tells_something():
-    silent = {"apply", "stop", "bench boundary"}  # these do something and tell nothing, or are the job itself
+    silent = {"apply", "stop"}  # these do something and tell nothing, or are the job itself
     for path, command in commands():
         words = " ".join(path)
         if getattr(command, "commands", None) or words in silent:
@@ -91,6 +92,19 @@ def test_wrong_input_is_named_as_it_was_given(tmp_path, words, says):
     (tmp_path / "file").touch()
     done = run(*(word.format(tmp_path) for word in words))
     assert done.exit_code == 2 and says.format(tmp_path) in " ".join(done.stderr.split("\n")), done.stderr
+
+
+@pytest.mark.parametrize("words", [["stop", "{}"], ["tune", "--attach", "{}"]])
+def test_a_run_that_is_over_is_said_to_be_over(tmp_path, words):
+    """Before: "/dev/shm/... is not a run folder of this user (a folder of its own, mode 0700)"."""
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamiccl.agent.cli", *(word.format(tmp_path) for word in words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path}: this run has ended"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,123 +1,186 @@
-"""The memory between jobs as a store: records of several writers, damage, age, and the commands."""
+"""The memory between jobs: the same job again begins with its table, and nothing that is remembered is believed."""
 
 import json
 import threading
-from datetime import UTC, datetime, timedelta
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from dynamiccl.agent.choosing import make_chooser
 from dynamiccl.agent.cli import app
-from dynamiccl.agent.clusters import VARIABLE, Store, default_url, evidence_of, in_time, key_of, record_of
-from dynamiccl.agent.remembering import Remembering
-from dynamiccl.envs.memory import Notes
-from dynamiccl.envs.sim.arms import distinct
-from dynamiccl.envs.windows import Job
-from dynamiccl.traces.files import Trace
-from dynamiccl.traces.fingerprint import Fingerprint
-from dynamiccl.traces.header import plain
-from dynamiccl.traces.records import PAIRS, Slot
-from dynamiccl.traces.slots import SlotProfile
-from dynamiccl.traces.spaces import N_CONFIGS
-from synthetic_trace import write_run
+from dynamiccl.agent.clusters import Memory, Store, in_time, key_of
+from dynamiccl.agent.outputs import VARIABLE, default_url
+from dynamiccl.agent.rules import ExpectedImprovement
+from dynamiccl.agent.tuner import Settings, Tuner
+from dynamiccl.envs.belief import Prior
+from dynamiccl.envs.job_arena import BilledWindows, play
+from dynamiccl.envs.live_windows import LiveWindows
+from dynamiccl.envs.scores import Ledger, summary
+from dynamiccl.envs.search import Search
+from dynamiccl.envs.sim.job_family import STANDARD
+from dynamiccl.envs.sim.jobs import assemble, computing, draw_jobs, oracle
+from dynamiccl.envs.sim.noise import even
+from dynamiccl.envs.sim_windows import SimSearch
+from dynamiccl.traces.records import Decision
+from fake_job import SCATTER, STEP_MS, FakeJob
 from typer.testing import CliRunner
 
 FACTS = {"hardware": "8 x H100", "layout": "2 x 8 ranks", "nccl": "2.28.9"}
+GOOD = Decision("ring", "ll128", 8)
 
 
-def profile(n_bytes=160e6, own=0):
-    fingerprint = Fingerprint(
-        is_reduce_scatter=np.array([1.0]),
-        n_bytes=np.array([float(n_bytes)]),
-        calls=np.array([12.0]),
-        n_ranks=np.array([16.0]),
-        n_nodes=np.array([2.0]),
-        cost_us=np.linspace(100, 200, len(PAIRS))[None],
-        own_pair=np.array([own]),
-        own_channels=np.array([16.0]),
-        comm_channels=np.array([16.0]),
-        share=np.array([0.2]),
-        exposed=np.array([np.nan]),
-        memory_pressure=np.array([0.5]),
+def step_ms(decisions):
+    return STEP_MS * (1 - 0.12 * (decisions.get(SCATTER) == GOOD))
+
+
+def alive(truth=step_ms):
+    """A fake job whose trials are renewed."""
+    fake = FakeJob(truth, noise=0.003)
+    fake.keep_alive()
+    return fake
+
+
+def tuned(where, truth=step_ms, job="train.py", facts=FACTS, windows=30):
+    """A run on a fake job that asks the memory and leaves what it came to: (the tuner, its job, the memory)."""
+    fake, said = alive(truth), []
+    memory = Memory(str(where), job, said.append)
+    tuner = Tuner(
+        LiveWindows(fake),
+        make_chooser("expected-improvement", 0),
+        Settings(windows=windows),
+        recall=lambda windows: memory.recall(facts, windows.profiles),
     )
-    return SlotProfile(Slot(16, 2, "reduce_scatter", 28), int(n_bytes), 12.0, 900.0, "gpu", 0.2, fingerprint)
+    tuner.run()
+    memory.leave(tuner.outcome)
+    assert not said
+    return tuner, fake, memory
 
 
-def evidence(log=-0.3, confirmed=12):
-    p = profile()
-    mask = distinct(p.fingerprint)
-    mask[0, 12] = True
-    job = Job(p.fingerprint.vector(), mask, np.array([0.2]), np.array([900.0]), np.full((1, N_CONFIGS), -1))
-    notes = Notes(1)
-    notes.add(np.array([12]), -0.05, 0.004, np.array([log]))
-    return notes.evidence(job, job.call_us, np.array([confirmed]))
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A memory of one run that confirmed a table."""
+    where = tmp_path_factory.mktemp("memory")
+    tuner, _, memory = tuned(where)
+    assert tuner.outcome.kept and tuner.outcome.decisions[SCATTER] == GOOD and memory.told()["jobs"] == 0
+    return where
 
 
-def record(run="run-1", days=0.0, **more):
-    made = record_of(FACTS, run, [profile()], evidence(), **more)
-    return made | {"written": (datetime.now(UTC) - timedelta(days=days)).isoformat(timespec="seconds")}
+def first_tables(fake, n=1):
+    """The first tables with a row that a job ran."""
+    return [t for t in fake.tables if t.rules][:n]
 
 
-def test_a_record_holds_all_of_the_evidence_as_text_that_other_releases_read():
-    made = json.loads(json.dumps(plain(record())))
-    back, left = evidence_of(made, 3.0), evidence()
-    assert back.age_days == 3.0
-    for name in ("features", "mask", "share", "call_us", "logs", "counts", "tables", "savings", "deviations"):
-        np.testing.assert_allclose(getattr(back, name), getattr(left, name), err_msg=name)
-    assert back.confirmed.tolist() == [12]
-    slot = made["slots"][0]
-    assert slot["fingerprint"]["own_pair"] == "/".join(PAIRS[0]) and slot["fingerprint"]["exposed"] is None
-    slot["durations"]["parabola/simple/8"] = [-0.9, 3]
-    slot["may"].append("parabola/simple/8")
-    slot["confirmed"] = "parabola/simple/8"
-    newer = evidence_of(made, 0.0)
-    assert (newer.logs[~np.isnan(newer.logs)] == left.logs[~np.isnan(left.logs)]).all() and not newer.confirmed.any()
-    del slot["share"]
-    assert evidence_of(made, 0.0) is None
+def test_the_second_run_of_a_job_begins_with_the_table_that_the_first_confirmed(kept, tmp_path):
+    (left,) = Store(str(kept)).read(key_of(FACTS))[0]
+    decisions = {slot.slot: slot.decision for slot in left["slots"] if not slot.decision.is_auto}
+    memory = Memory(str(kept), "train.py", print)
+    fake = alive()
+    tuner = Tuner(
+        LiveWindows(fake), ExpectedImprovement(), Settings(), recall=lambda w: memory.recall(FACTS, w.profiles)
+    )
+    outcome = tuner.run()
+    (first,) = first_tables(fake)
+    assert {rule.decision for rule in first.rules} == set(decisions.values()) and SCATTER in decisions
+    assert "2 of 2 slots begin with what train.py came to" in memory.text
+    alone = Tuner(LiveWindows(alive()), ExpectedImprovement(), Settings()).run()
+    assert outcome.kept and outcome.first_gain < alone.first_gain
 
 
-def test_the_key_is_the_cluster_not_the_job(tmp_path):
-    assert key_of(FACTS) == key_of({**FACTS, "host": "a"}) != key_of({**FACTS, "nccl": "2.29.1"})
+def test_it_is_compared_as_any_other_and_goes_where_it_does_not_hold(kept):
+    """The same slots, the same times of calls: but the table of before now makes the step longer."""
+    memory = Memory(str(kept), "train.py", print)
+    fake = alive(lambda d: STEP_MS * (1 + 0.1 * any(not x.is_auto for x in d.values())))
+    tuner = Tuner(
+        LiveWindows(fake), ExpectedImprovement(), Settings(), recall=lambda w: memory.recall(FACTS, w.profiles)
+    )
+    outcome = tuner.run()
+    assert first_tables(fake) and not outcome.kept and not fake.confirmed
+
+
+def test_another_cluster_or_other_times_of_calls_begin_from_nothing(kept):
+    profiles = _profiles()
+    memory = Memory(str(kept), "job", print)
+    assert not memory.recall(FACTS | {"nccl": "2.30.7"}, profiles) and memory.told()["jobs"] == 0
+    assert memory.recall(FACTS, profiles)
+    slow = [replace(p, call_us=2 * p.call_us) for p in profiles]
+    assert not memory.recall(FACTS, slow) and "took another time" in memory.text
+    assert not memory.recall(FACTS, [replace(p, n_bytes=2 * p.n_bytes) for p in profiles])
+
+
+def test_the_slots_that_another_job_shares_begin_with_what_it_came_to(kept):
+    shared, other = _profiles()
+    found = Memory(str(kept), "job", print).recall(FACTS, [shared, replace(other, n_bytes=other.n_bytes // 3)])
+    assert set(found) == {shared.slot}
+
+
+def test_the_run_that_had_most_of_the_slots_counts_and_of_these_the_newest(kept, tmp_path):
+    store, profiles = Store(str(tmp_path)), _profiles()
+    (name,) = (kept / key_of(FACTS)).glob("*.json")
+    for stamp, decision, n in (("2", "ring/ll/1", 2), ("3", "ring/ll/2", 2), ("4", "ring/ll/4", 1)):
+        told = json.loads(name.read_text())
+        told["slots"] = [{**slot, "decision": decision} for slot in told["slots"]][:n]
+        store.write(key_of(FACTS), f"{stamp}.json", told)
+    found = Memory(str(tmp_path), "job", print).recall(FACTS, profiles)
+    assert set(found.values()) == {Decision("ring", "ll", 2)} and len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"format": 2, "slo', "JSONDecodeError"),
+        ('{"format": 1, "slots": [], "run": "of an older release"}', "format 1, this release reads 2"),
+        ('{"format": 99}', "format 99, this release reads 2"),
+        ("[1, 2]", "TypeError"),
+        ('{"some": "thing of another"}', "KeyError: 'format'"),
+        ("SLOTS", "parabola/simple"),
+        ("BYTES", "without bytes or time"),
+    ],
+)
+def test_what_is_damaged_foreign_or_old_is_passed_over_by_name(kept, tmp_path, text, why):
+    (name,) = (kept / key_of(FACTS)).glob("*.json")
+    folder = tmp_path / key_of(FACTS)
+    folder.mkdir()
+    (folder / "1.json").write_text(name.read_text())
+    text = name.read_text().replace("ring/ll128/8", "parabola/simple/8") if text == "SLOTS" else text
+    text = name.read_text().replace('"n_bytes": ', '"n_bytes": -') if text == "BYTES" else text
+    (folder / "2.json").write_text(text)
+    (folder / "notes.txt").write_text("not ours")
+    said = []
+    assert Memory(str(tmp_path), "job", said.append).recall(FACTS, _profiles())
+    (told,) = said
+    assert "passes over" in told and "2.json" in told and why in told
+    listed = CliRunner().invoke(app, ["clusters", "--memory", str(tmp_path)]).stdout
+    assert "passed over" in listed and "2.json" in listed
+
+
+def test_a_decision_that_this_job_may_not_run_is_left_to_nccl():
+    windows = LiveWindows(FakeJob(lambda d: STEP_MS))
+    job, default = windows.begin()
+    masked = np.array([np.flatnonzero(~row)[0] for row in job.mask])
+    search = Search(job, default, Prior.load(), first=masked)
+    assert not search.choices.any() and search.plan() is None
 
 
 @pytest.mark.parametrize("kind", ["folder", "memory"])
-def test_several_writers_lose_nothing_and_are_merged_on_reading(tmp_path, kind):
+def test_several_runs_write_beside_each_other_and_each_has_one_file(tmp_path, kind):
     url = str(tmp_path / "new" / "store") if kind == "folder" else f"memory://{tmp_path.name}"
-    assert Store(url).keys() == [] and Store(url).read("x").memory() is None
-    writers = [threading.Thread(target=lambda i=i: Store(url).add(record(f"run-{i}", days=i))) for i in range(12)]
+    assert Store(url).keys() == [] and Store(url).read("x") == ([], [])
+    tuner, *_ = tuned(url, windows=1)
+
+    def leave(n):
+        memory = Memory(url, f"job {n}", print)
+        memory.facts = FACTS
+        memory.leave(tuner.outcome)
+        memory.leave(tuner.outcome)
+
+    writers = [threading.Thread(target=leave, args=(n,)) for n in range(8)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
-    assert Store(url).keys() == [key_of(FACTS)]
-    known = Store(url).read(key_of(FACTS))
-    assert [r["run"] for r in known.records] == [f"run-{i}" for i in range(12)] and not known.damaged
-    assert [e.age_days for e in known.memory().evidence] == pytest.approx(list(range(12)), abs=0.01)
-    assert len(Store(url).read(key_of(FACTS), most=5).records) == 5
-    assert Store(url).forget(key_of(FACTS), days=5.5) == 6
-    assert Store(url).forget(key_of(FACTS)) == 6 and Store(url).keys() == []
-
-
-def test_of_a_run_the_newest_record_counts_and_none_from_before_a_change(tmp_path):
-    store = Store(str(tmp_path))
-    for made in (record("a", 9), record("b", 8), record("b", 7), record("c", 6, contradicts=True), record("d", 5)):
-        store.add(made)
-    known = store.read(key_of(FACTS))
-    assert [r["run"] for r in known.in_use] == ["d", "c"]
-    store.add(record("d", 4))
-    assert [e.age_days for e in store.read(key_of(FACTS)).memory().evidence] == pytest.approx([4, 6], abs=0.01)
-
-
-def test_what_is_damaged_or_newer_is_left_out_and_named(tmp_path):
-    store = Store(str(tmp_path))
-    name = store.add(record("whole"))
-    folder = tmp_path / key_of(FACTS)
-    (folder / "20250101T000000-half.json").write_text(Path(name).read_text()[:200])
-    (folder / "20250102T000000-newer.json").write_text(json.dumps({**record("newer"), "format": 99}))
-    (folder / "notes.txt").write_text("not ours")
-    known = store.read(key_of(FACTS))
-    assert [r["run"] for r in known.records] == ["whole"] and len(known.damaged) == 2
-    assert any("newer dynamiccl" in text for text in known.damaged)
+    runs, passed = Store(url).read(key_of(FACTS))
+    assert sorted(r["job"] for r in runs) == [*(f"job {n}" for n in range(8)), "train.py"] and not passed
 
 
 def test_where_the_memory_is(monkeypatch, tmp_path):
@@ -130,51 +193,75 @@ def test_where_the_memory_is(monkeypatch, tmp_path):
     assert default_url() == str(tmp_path / "dynamiccl" / "clusters")
     with pytest.raises(ValueError, match="cannot be opened"):
         Store("nosuchprotocol://x")
+    assert key_of(FACTS) == key_of({**FACTS, "host": "a"}) != key_of({**FACTS, "nccl": "2.29.1"})
 
 
 def test_a_store_that_fails_or_hangs_is_done_without(tmp_path):
-    file = tmp_path / "a file"
-    file.write_text("")
+    (tmp_path / "a file").write_text("")
     said = []
-    keeper = Remembering(str(file), "run", "job --api-key 123", said.append)
-    assert keeper.job == "job --api-key ***"
-    assert keeper.recall(FACTS) is None
+    memory = Memory(str(tmp_path / "a file"), "job --api-key 123", said.append)
+    assert memory.job == "job --api-key ***"
+    tuner, *_ = tuned(tmp_path / "whole", windows=1)
+    assert memory.recall(FACTS, _profiles()) == {}
+    memory.leave(tuner.outcome)
+    assert any("could not be left" in text for text in said)
     with pytest.raises(TimeoutError):
         in_time(threading.Event().wait, 0.05)
     with pytest.raises(ZeroDivisionError):
         in_time(lambda: 1 / 0)
 
 
-def run(*words):
-    done = CliRunner().invoke(app, [str(w) for w in words])
-    assert done.exit_code in (0, 2), done.output
-    return done
+def test_the_command_lists_and_forgets(kept, tmp_path):
+    (name,) = (kept / key_of(FACTS)).glob("*.json")
+    Store(str(tmp_path)).write(key_of(FACTS), "1.json", json.loads(name.read_text()))
+
+    def run(*words):
+        return CliRunner().invoke(app, ["clusters", "--memory", str(tmp_path), *words])
+
+    listed = run().stdout
+    assert "8 x H100, 2 x 8 ranks, 2.28.9" in listed and "speed-up 1.1" in listed and "train.py" in listed
+    told = json.loads(run("--json").stdout)["clusters"][key_of(FACTS)]
+    assert told["runs"][0]["slots"][0]["slot"]["func"] in ("all_gather", "reduce_scatter")
+    refused = run("--forget", "zzz")
+    assert refused.exit_code == 2 and "known are" in refused.stderr
+    assert "nothing is known of any cluster" in run("--forget", key_of(FACTS)).stdout
+    assert not list(Path(tmp_path).iterdir())
 
 
-def test_the_commands_list_show_and_forget(tmp_path):
-    Store(str(tmp_path)).add(record(gain={"mean": 0.1, "low": 0.05, "high": 0.15}, job="train.py"))
-    where = ("--memory", tmp_path)
-    listed = json.loads(run("clusters", *where, "--json").stdout)["clusters"]
-    assert [c["jobs"] for c in listed] == [1] and listed[0]["hardware"] == "8 x H100"
-    assert "8 x H100, 2 x 8 ranks, NCCL 2.28.9: 1 jobs" in run("clusters", *where).stdout
-    shown = run("clusters", "show", key_of(FACTS)[:4], *where).stdout
-    assert "train.py: saves 4.9 to 13.9 % of the step" in shown and "1 configs timed" in shown
-    assert run("clusters", "show", "zzz", *where).exit_code == 2
-    assert json.loads(run("clusters", "forget", key_of(FACTS), *where, "--older", 1, "--json").stdout)["removed"] == 0
-    assert json.loads(run("clusters", "forget", key_of(FACTS), *where, "--json").stdout)["removed"] == 1
-    assert "nothing is known" in run("clusters", *where).stdout
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["the same job", "a changed network"])
+def test_a_second_job_is_no_worse_for_its_memory(kind):
+    """Simulated pairs of jobs, every step billed: with the table of the first and, on the same draws, without."""
+    rng = np.random.default_rng(7)
+    first = draw_jobs(STANDARD, rng, 24)
+    tables = [search.confirmed for search in _played(first, None)[1].searches]
+    second = first.take(slice(None))
+    if kind != "the same job":
+        exposed, sites = even(rng, STANDARD.exposed, len(first)), first.sites.worsened(rng)
+        second = assemble(first.works, first.which, sites, exposed, STANDARD, rng)
+        computing(second, first.scale)
+    with_it, without = (_played(second, known)[0] for known in (tables, None))
+    assert with_it["lost_20000"] < without["lost_20000"] + 20 and with_it["slower"] == 0
+    if kind == "the same job":
+        assert with_it["steps_to_first_gain"][1] < without["steps_to_first_gain"][1]
 
 
-def test_a_recorded_job_is_learned_once(tmp_path):
-    write_run(tmp_path / "run")
-    done = run("learn", tmp_path / "run", "--memory", tmp_path / "store", "--json")
-    assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)["learned"][0]
-    assert told["slots"] > 0 and told["timed"] > 0
-    again = run("learn", tmp_path / "run", "--memory", tmp_path / "store")
-    assert again.exit_code == 0 and "configs timed" in again.stdout
-    store = Store(str(tmp_path / "store"))
-    known = store.read(store.keys()[0])
-    assert len(known.records) == 2 and len(known.memory().evidence) == 1
-    assert (known.memory().evidence[0].counts > 0).sum() == told["timed"]
-    assert Trace.read(tmp_path / "run").header.get("cluster") in known.facts["hardware"]
+def _played(jobs, tables):
+    """Summary and searches of jobs that begin with these tables, if any."""
+    jobs, rng, policy = jobs.take(slice(None)), np.random.default_rng(len(jobs)), ExpectedImprovement()
+    calm = jobs.take(slice(None))
+    calm.swing[:, 0] = 0.0
+    ledger = Ledger(jobs, oracle(calm)[1])
+    sims = SimSearch(jobs, Prior.load(), rng, windows=(windows := BilledWindows(jobs, rng, ledger)))
+    if tables is not None:
+        told, seen = windows.begin(sims.rules.profile_steps)
+        begun = zip(told, seen, tables, strict=True)
+        sims.searches = [Search(job, default, Prior.load(), first=table) for job, default, table in begun]
+    play(policy, sims, ledger)
+    return summary(ledger.scores()), sims
+
+
+def _profiles():
+    windows = LiveWindows(FakeJob(lambda d: STEP_MS))
+    windows.begin()
+    return windows.profiles

@@ -6,9 +6,11 @@ import sys
 
 import pytest
 from dynamiccl.envs.nccl.build import build_of
-from dynamiccl.envs.sim.nccl_caller import Communicator
+from dynamiccl.envs.nccl.shm import encode_table
+from dynamiccl.envs.sim.nccl_caller import Call, Communicator, choose
 from dynamiccl.traces import records as rec
-from test_plugin import MB, drained, offer, plugin, run
+from dynamiccl.traces.records import PROTOS, Decision, Rule, Table
+from test_plugin import MB, RELEASES, drained, offer, plugin, run
 
 __all__ = ["plugin", "run"]  # fixtures
 
@@ -43,6 +45,28 @@ def test_what_nccl_has_done_with_the_plugin_is_told(tmp_path, release, abi, coun
     assert out[2] == f"{build_of()} table 2 tuner {abi[0]} profiler {abi[1]}"
 
 
+UNTOLD = """
+import numpy as np
+from dynamiccl.envs.nccl.plugin import Plugin
+from dynamiccl.envs.sim.nccl_caller import Call, Communicator
+plugin, cost, said = Plugin.load(), np.full((7, 3), 10, np.float32), []
+comm = Communicator(plugin.path, 40, 8, 1, 0, "2.29.7", with_profiler=False)
+for func in ("broadcast", "all_reduce", "all_gather"):
+    comm.group([Call(func, 4096)], cost)
+    said.append(plugin.untold)
+other = Communicator(plugin.path, 41, 8, 1, 0, "2.29.7")
+other.group([Call("all_gather", 4096)], cost)
+print(*said, plugin.untold)
+"""
+
+
+def test_a_plugin_that_is_asked_and_told_of_nothing_says_so(tmp_path):
+    """Of all_gather and reduce_scatter: a broadcast is told of by no release from 2.29 on."""
+    env = {**os.environ, "DYNAMICCL_RUN": str(tmp_path / "of another node")}
+    out = subprocess.check_output([sys.executable, "-c", UNTOLD], env=env, text=True)
+    assert out.split() == ["False", "False", "True", "False"]
+
+
 def test_a_collective_says_what_nccl_asked_about(run, plugin):
     """Grouped calls are asked about once, with the sum of their sizes, before the first of them is enqueued."""
     drained(run)
@@ -66,3 +90,48 @@ def test_a_collective_says_what_nccl_asked_about(run, plugin):
     got = drained(run)
     asked = [int(n) // MB for n in got[got["kind"] == rec.COLL]["asked_bytes"]]
     assert asked == [0, 1, 4, 4, 4, 4, 64, 64, 2, 2, 8]
+
+
+@pytest.mark.parametrize("release", ["2.27.3", "2.27.7", *RELEASES[3:]])
+def test_every_release_tells_of_its_collectives(run, plugin, release):
+    """Before: 2.27, whose groups had no handle of ours, told of none, and the job seemed to run none."""
+    drained(run)
+    comm = Communicator(plugin.path, 99, 8, 1, 0, release)
+    comm.group([Call("all_gather", 4096), Call("all_gather", 2**20)], offer(ring_ll=10))
+    comm.get_coll_info("reduce_scatter", 8 * 4096, offer(ring_ll=10))
+    comm.stop(comm.start_coll("reduce_scatter", 0, 4096, 1, 1, 16, "ring", "ll"))
+    comm.finalize()
+    got = drained(run)
+    assert sorted(got[got["kind"] == rec.COLL]["n_bytes"]) == [8 * 4096, 8 * 4096, 8 * 2**20]
+
+
+@pytest.mark.parametrize("release", RELEASES[3:])
+def test_calls_under_graph_capture_are_left_to_nccl_flagged_and_not_counted(run, plugin, release):
+    """A graph would replay a trial for ever; and NCCL tells of replays, not on each rank of all."""
+    drained(run)
+    everything = Table(1, (Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "simple", 4)),))
+    plugin.activate(encode_table(everything))
+    comm = Communicator(plugin.path, 99, 8, 1, 0, release)
+    obeyed, before = [], plugin.counts()[99]
+    for seq, captured in enumerate([False, True, False, True]):
+        cost = offer(ring_ll=10, ring_simple=30)
+        n_channels = comm.get_coll_info("all_gather", 80, cost, captured=captured)
+        comm.stop(comm.start_coll("all_gather", seq, 10, 1, 1, 16, "ring", "ll"))
+        obeyed.append((n_channels, PROTOS[choose(cost)[1]]))
+    counted = plugin.counts()[99] - before
+    comm.finalize()
+    assert obeyed == [(4, "simple"), (0, "ll")] * 2
+    assert counted == 2
+    got = drained(run)
+    assert list(got[got["kind"] == rec.COLL]["flags"] & rec.FLAG_CAPTURED) == [0, 2, 0, 2]
+
+
+def test_what_2_32_prices_aside_is_nobodys_size(run, plugin):
+    """Before: the sizes that 2.32 asks about with 0 pipe operations were taken for the collectives' own."""
+    drained(run)
+    comm = Communicator(plugin.path, 98, 8, 1, 0, "2.32.3")
+    comm.group([Call("all_gather", 2**18), Call("all_gather", 2**21)], offer(ring_ll=10))
+    comm.finalize()
+    got = drained(run)
+    assert set(got[got["kind"] == rec.COLL]["asked_bytes"]) == {8 * (2**18 + 2**21)}
+    assert set(got[got["kind"] == rec.OFFER]["n_bytes"]) == {8 * (2**18 + 2**21)}

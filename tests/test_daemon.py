@@ -13,6 +13,7 @@ from dynamiccl.agent.request import Request
 from dynamiccl.envs import live
 from dynamiccl.envs.job_ends import Closed
 from dynamiccl.envs.nccl.shm import TableFile, decode_table
+from dynamiccl.traces.reasons import names
 
 #: A job of one process without PyTorch: NCCL's calls, a step's end, and the part of the probe that takes a new table.
 #: It ends when a file named `enough` lies beside it.
@@ -41,7 +42,7 @@ for step in range(60_000):
         algo, proto = choose(cost)
         how = (channels, 16, ALGOS[algo], PROTOS[proto])
         comm.stop(comm.start_coll("all_gather", 4 * step + call, 1 << 15, "float32", *how))
-    time.sleep(0.004)
+    time.sleep(0.004 if step >= int(os.environ.get("SLOW_STEPS", "0")) else 0.4)
     now = time.monotonic_ns()
     head = (0, STEP, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, step, plugin.generation, rank, 0, now, now - last)
     flip = rank == 0 and local.boundary()
@@ -104,6 +105,29 @@ def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, 
         daemon.serve()
     left = decode_table(table.read()[1])
     assert struck and left.generation > struck[0] and left.lease is None and left.rules == ()
+
+
+def test_a_slow_start_is_looked_at_again_and_then_tuned(folder, tmp_path, monkeypatch):
+    """Before: "nothing to tune" to the end of the job, decided by its first eleven steps."""
+    enough = tmp_path / "enough"
+    env = {**os.environ, **folder.env(), "SLOW_STEPS": "20"}
+    process = subprocess.Popen([sys.executable, "-c", JOB, str(enough)], env=env)
+    said, seen = [], []
+
+    def on_window(line):
+        seen.append(line.phase)
+        if line.phase != "profile" or len(seen) > 5:
+            enough.touch()
+
+    daemon = Daemon(Request(tmp_path / "out", policy="random"), folder, on_window=on_window, on_phase=said.append)
+    monkeypatch.setattr(live, "RESTART_S", 0.5)
+    try:
+        summary = daemon.serve()
+    finally:
+        enough.touch()
+        assert process.wait(60) == 7
+    assert "looking again for what can be tuned" in said and ["too-small"] in map(names, said), said
+    assert summary["windows"] > 0 and summary["reasons"]["ended"] != ["too-small"]
 
 
 @pytest.mark.slow

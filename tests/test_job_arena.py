@@ -7,12 +7,34 @@ import numpy as np
 import pytest
 from dynamiccl.agent.rules import ExpectedImprovement
 from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.job_arena import BilledWindows, play, played
+from dynamiccl.envs.job_arena import BilledWindows, play
 from dynamiccl.envs.scores import Ledger, summary
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
 from dynamiccl.envs.sim_windows import SWITCH_STEPS, SimSearch
+from dynamiccl.envs.watch import Rules
 from dynamiccl.envs.windows import Plan
 from dynamiccl.traces.spaces import actions_of
+
+
+def without_gain(jobs, worse=0.0, seed=0):
+    """The same jobs, but that every config does what the default does, or costs up to ``worse`` of the step more."""
+    same = jobs.take(slice(None))
+    for name, table in vars(same.tables).items():
+        setattr(same.tables, name, np.broadcast_to(table[:, :, :1], table.shape))
+    share = np.maximum(same.fingerprint.share.reshape(len(same), SLOTS, 1), 1e-3)
+    more = np.random.default_rng(seed).uniform(0.0, worse, same.mask.shape) / share
+    more[:, :, 0] = 0.0
+    same.tables.us = np.array(same.tables.us)
+    same.tables.us[: len(same)] *= 1 + more
+    return same
+
+
+def played(policy, jobs, best_us, after=100):
+    """Scores of a policy on jobs whose best step is ``best_us``; the jobs are left as they are."""
+    jobs, rng = jobs.take(slice(None)), np.random.default_rng([0, len(jobs)])
+    windows = BilledWindows(jobs, rng, Ledger(jobs, best_us))
+    search = SimSearch(jobs, Prior.load(), rng, Rules().of(policy), windows)
+    return play(policy, search, windows.ledger, after).scores
 
 
 class Idle:
@@ -73,18 +95,27 @@ def test_a_decision_that_takes_long_is_the_policys_fault_where_it_kept_a_process
 @pytest.mark.slow
 def test_where_nothing_helps_nothing_is_gained_and_little_lost(calm):
     """A/A: every config is the default. The jobs themselves are left as they were."""
-    jobs = calm[0].without_gain()
+    jobs = without_gain(calm[0])
     at = jobs.at.copy()
     for policy in (Idle(), ExpectedImprovement()):
-        scores = played(policy, jobs, jobs.default_us, Prior.load(), after=100)[0].scores()
+        scores = played(policy, jobs, jobs.default_us)
         assert (jobs.at == at).all()
         assert scores.lost == pytest.approx(0, abs=1e-3) and scores.gain == pytest.approx(0, abs=1e-6)
         assert np.isfinite(scores.verdict).all() and not (scores.is_harmed | scores.is_harsh).any()
 
 
+def test_where_every_other_config_costs_none_is_left_that_is_slower():
+    jobs = without_gain(draw_jobs(STANDARD, np.random.default_rng(1), 16), worse=0.03)
+    other = np.zeros((16, SLOTS), int)
+    other[:, 0] = [np.flatnonzero(row)[-1] for row in jobs.mask[:, 0]]
+    slower = jobs.step_us(other)[0] / jobs.step_us(np.zeros_like(other))[0] - 1
+    assert slower.min() > -1e-6 and 0.005 < slower.max() < 0.06
+    assert not played(ExpectedImprovement(), jobs, jobs.default_us).is_harmed.any()
+
+
 def test_a_rule_on_the_belief_brings_gain_and_is_repeatable(calm):
     jobs, us = calm
-    found = [played(ExpectedImprovement(), jobs, us, Prior.load(), after=100)[0].scores() for _ in range(2)]
+    found = [played(ExpectedImprovement(), jobs, us) for _ in range(2)]
     assert (found[0].lost == found[1].lost).all() and (found[0].gain == found[1].gain).all()
     assert (found[0].gain <= found[0].oracle_gain + 1e-3).all()  # the oracle goes slot by slot
     told = summary(found[0])

@@ -37,30 +37,6 @@ def test_the_default_step_waits_as_drawn_and_slots_are_ordered(jobs):
     assert waits.min() > 0.008 and waits.max() < 0.55
 
 
-def test_second_jobs_run_on_the_same_clusters():
-    """Same fabric, so the same call takes as long; another workload, other noise. A worsened network is another."""
-    first = draw_jobs(STANDARD, np.random.default_rng(11), 60)
-    rng = np.random.default_rng(12)
-    same, worse = (draw_jobs(STANDARD, rng, 60, sites) for sites in (first.sites, first.sites.worsened(rng)))
-    assert (same.which != first.which).mean() > 0.5 and (same.noise.sigma != first.noise.sigma).all()
-    alike, apart = [], []
-    for j in range(60):
-        size = first.fingerprint.n_bytes.reshape(60, SLOTS)[j, 0]
-        for other, found in ((same, alike), (worse, apart)):
-            f = other.fingerprint
-            is_rs = f.is_reduce_scatter.reshape(60, SLOTS)[j] == first.fingerprint.is_reduce_scatter[j * SLOTS]
-            for s in np.flatnonzero(is_rs & (f.n_bytes.reshape(60, SLOTS)[j] == size) & (other.calls[j] > 0)):
-                found.append(np.abs(np.log(other.tables.us[j, s] / first.tables.us[j, 0])).max())
-    assert len(alike) > 5 and max(alike) < 1e-5 and np.median(apart) > 0.01
-
-
-def test_without_gain_every_config_is_the_default(jobs):
-    same, rng = jobs.without_gain(), np.random.default_rng(0)
-    any_ = np.array([[rng.choice(np.flatnonzero(m)) for m in row] for row in same.mask])
-    assert any_.any() and same.step_us(any_)[0] == pytest.approx(same.step_us(np.zeros_like(any_))[0])
-    assert (np.abs(jobs.step_us(any_)[0] / jobs.step_us(np.zeros_like(any_))[0] - 1) > 1e-3).any()
-
-
 def test_masked_configs_are_refused(jobs):
     configs = np.zeros((len(jobs), SLOTS), int)
     configs[0, -1] = 1

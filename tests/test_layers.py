@@ -7,6 +7,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from count_lines import SLACK, faults
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("agent", "envs", "traces", "zero_workload")
@@ -25,11 +26,11 @@ ROOMS = {
 #: their own.
 JOB = ("__main__.py", "data.py", "launch.py", "model.py", "parallel.py", "peers.py", "train.py")
 WORKLOAD_LINES = {
-    "the engine": (2000, ()),
+    "the engine": (2040, ()),
     "the job": (950, JOB),
-    "the planner": (260, ("planner.py",)),
+    "the planner": (175, ("planner.py",)),
     "the minimal ZeRO": (200, ("minimal.py",)),
-    "the dry run": (300, ("dryrun.py", "dryrun_models.py")),
+    "the dry run": (225, ("dryrun.py", "dryrun_models.py")),
 }
 #: Libraries that only some folders may import: where the process touches shared memory or learns.
 SHARED_MEMORY = ("envs/nccl/", "envs/sim/rendezvous.py")  # the second stands in for NCCL's own transport
@@ -167,6 +168,13 @@ def test_the_rule_allows(place, source):
 def test_files_stay_small(path):
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MOST_LINES, f"{name_of(path)} has {lines} lines: split it"
+
+
+def test_a_count_of_lines_is_neither_above_its_number_nor_far_below_it():
+    (above,) = faults({"a": (11, 0)}, {"a": (10, 0)})
+    (below,) = faults({"a": (0, 10)}, {"a": (0, 10 + SLACK)})
+    assert "take something away" in above and "lower that" in below
+    assert faults({"a": (11, 10)}, {"a": (10 + SLACK, 10)}) == []
 
 
 def test_the_workload_can_be_read_in_an_hour():

@@ -4,8 +4,14 @@ import dynamiccl  # noqa: F401
 import gymnasium as gym
 import numpy as np
 import pytest
+from dynamiccl.agent.rules import ExpectedImprovement
+from dynamiccl.envs.job_ends import JobEnded, Withdrawn
+from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.live_windows import LiveWindows
-from dynamiccl.envs.windows import SEARCH, Plan
+from dynamiccl.envs.search_env import HORIZON
+from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
+from dynamiccl.envs.sim_windows import OneJob, SimWindows
+from dynamiccl.envs.windows import REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan
 from dynamiccl.traces import spaces
 from dynamiccl.traces.records import Decision
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
@@ -27,6 +33,73 @@ def test_gymnasium_accepts_it():
     check_env(env.unwrapped, skip_render_check=True)
 
 
+def play(env, after=None):
+    """An episode under the rule, after the verdict under ``after(search)``: what it earned, and what was told last."""
+    observation, info = env.reset(seed=0)
+    earned, over = 0.0, False
+    while not over:
+        search = env.search
+        action, _ = ExpectedImprovement().predict(observation)
+        if after and search.is_over:
+            action = spaces.actions_of(np.array([after(search)]))[0]
+        observation, reward, terminated, truncated, info = env.step(action)
+        earned, over = earned + reward, terminated or truncated
+    return earned, info
+
+
+def test_what_an_episode_confirmed_is_in_force_when_it_is_over():
+    """Before: all its tables were trials, which lapsed, also while they were measured."""
+    job = FakeJob(truth, noise=0.002)
+    env = LiveEnv(job)
+    _, info = play(env)
+    env.close()
+    job.lapse()
+    table = env.windows.decisions(info["table"][:2])
+    assert table[GATHER] == LL128 and job.in_force == job.confirmed == table
+
+
+def test_a_new_episode_begins_from_the_default():
+    job = FakeJob(truth, noise=0.002)
+    env = LiveEnv(job)
+    play(env)
+    assert job.confirmed
+    env.reset()
+    assert job.confirmed == {}
+
+
+@pytest.mark.parametrize(("why", "stays"), [(JobEnded("status 0"), True), (Withdrawn("two ways"), False)])
+def test_the_end_of_the_job_ends_the_episode(why, stays):
+    """Before: an exception. What made the ranks disagree is not left in force."""
+    job = FakeJob(truth, noise=0.002)
+    env = LiveEnv(job)
+    window = job.window
+
+    def ends(*args):
+        if job.confirmed:
+            raise why
+        return window(*args)
+
+    job.window = ends
+    earned, info = play(env)
+    assert info["ended"] == str(why) and bool(job.confirmed) == bool(job.in_force) == stays and earned < 1
+    with pytest.raises(ValueError, match=r"call reset\(\)"):
+        env.step(np.array([0, 0]))
+
+
+def test_who_is_done_with_a_table_earns_more_than_who_goes_on_trying_for_nothing():
+    """Before: the gain of the table was paid for as long as something was tried beside it, and not after."""
+
+    def other(search):
+        open_ = np.flatnonzero(search.open[search.turn])
+        return int(open_[search.later.left % len(open_)])
+
+    stops, stopped = play(LiveEnv(FakeJob(truth, noise=0.002)), lambda search: search.confirmed[search.turn])
+    tries, tried = play(LiveEnv(FakeJob(truth, noise=0.002)), other)
+    assert tried["steps"] > stopped["steps"] + 100 and (tried["table"] == stopped["table"]).all()
+    assert stops > tries
+    assert stops == pytest.approx(0.1 * HORIZON / 100, rel=0.1)  # what the table saves until then
+
+
 def test_slots_come_from_default_steps_largest_share_first():
     windows = LiveWindows(FakeJob(truth))
     job, default = windows.begin()
@@ -41,6 +114,7 @@ def test_slots_come_from_default_steps_largest_share_first():
 
 def test_a_window_runs_under_the_decisions_and_says_what_it_cost():
     job = FakeJob(truth)
+    job.keep_alive()
     windows = LiveWindows(job)
     windows.begin()
     seen = windows.measure(Plan(SEARCH, np.array([config(LL128), 0]), 5, 3, 150.0))
@@ -64,8 +138,38 @@ def test_only_the_functions_that_may_be_tuned():
     assert [p.slot for p in windows.profiles] == [GATHER]
 
 
+def test_slots_too_small_to_tune_are_not_said_to_be_none():
+    """Before: "the job runs no all_gather or reduce_scatter that a tuner can reach"."""
+    with pytest.raises(ValueError, match=r"reduce_scatter .* take 0.6% of a step: too small a share"):
+        LiveWindows(FakeJob(lambda _: 10_000.0)).begin()
+    with pytest.raises(ValueError, match=r" 0.3% of a step"):  # of what may be tuned
+        LiveWindows(FakeJob(lambda _: 10_000.0), funcs=("all_gather",)).begin()
+
+
 def test_nothing_to_tune_is_said():
     job = FakeJob(truth)
     job.assembler.offers = {}
     with pytest.raises(ValueError, match=r"never asks the tuner|nothing to tune"):
         LiveWindows(job).begin()
+
+
+def test_a_job_of_whose_collectives_nobody_tells_is_not_said_to_have_none():
+    """Before: on NCCL 2.27 every job was said to run no all_gather or reduce_scatter."""
+    job = FakeJob(truth)
+    told = job.take_events
+    job.take_events = lambda: told().iloc[:0]
+    job.assembler.comms = {7: "the world"}
+    with pytest.raises(ValueError, match="tells the profiler of no collective"):
+        LiveWindows(job).begin()
+
+
+@pytest.mark.parametrize("kind", [SEARCH, REFERENCE, TABLE, TRIAL, WATCH])
+def test_windows_after_the_verdict_tell_no_times_of_calls_wherever_they_come_from(kind):
+    """Before: trials after the verdict had them in simulated jobs, and none in a running one."""
+    jobs = draw_jobs(STANDARD, np.random.default_rng(3), 1)
+    simulated, job = OneJob(SimWindows(jobs, np.random.default_rng(0)), 8), FakeJob(truth)
+    job.keep_alive()
+    for windows in (simulated, LiveWindows(job)):
+        told, _ = windows.begin()
+        plan = Plan(kind, np.zeros(len(told.share), np.int64), 8, 1)
+        assert np.isfinite(windows.measure(plan).call_us).any() == (kind in (SEARCH, REFERENCE, TABLE))

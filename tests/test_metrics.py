@@ -7,10 +7,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from dynamiccl.agent.cli import app
 from dynamiccl.agent.runs import state
 from synthetic_trace import write_run
-from typer.testing import CliRunner
 
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
 from dynamiccl.agent.metrics import METRICS, serve
@@ -62,11 +60,3 @@ def test_a_port_that_is_taken_is_said(run):
             serve(port, "127.0.0.1", lambda: [])
     finally:
         stop()
-
-
-def test_a_page_of_several_runs(run, tmp_path):
-    path = tmp_path / "runs.html"
-    result = CliRunner().invoke(app, ["top", str(tmp_path), "--once", "--page", str(path)])
-    assert result.exit_code == 0, result.stderr
-    html = path.read_text()
-    assert html.count('scope="col"') == 9 and str(run) in html and '<html lang="en">' in html and "kept, 2 rows" in html

@@ -245,7 +245,7 @@ def test_what_ran_is_in_the_ring(run, plugin, release):
     comm = Communicator(plugin.path, 99, 8, 2, 3, release, "dp")
     assert comm.mask == 2
     plugin.sample(True)
-    assert comm.mask == 2 + 64 + 512
+    assert comm.mask == 2 + 64
     cost = offer(ring_ll=10, ring_simple=30)
     comm.get_coll_info("reduce_scatter", 8 * 4000, cost)
     comm.get_coll_info("reduce_scatter", 8 * 4000, cost)  # the same message: no second offer
@@ -272,24 +272,6 @@ def test_what_ran_is_in_the_ring(run, plugin, release):
     assert (last["n_bytes"], rec.ALGOS[last["algo"]], last["dtype"]) == (8 * 1000, "nvls", 0)
     kernel = got[3:4].view(rec.KERNEL_DTYPE)[0]
     assert (kernel["start_ns"], kernel["end_ns"], kernel["seq"], kernel["func"]) == (999, 5000, 6, 3)
-
-
-@pytest.mark.parametrize("release", ["2.28.9", "2.30.7"])
-def test_collectives_under_graph_capture_are_flagged(run, plugin, release):
-    """Where the program's calls are watched: in sampled steps, and before the first step has ended."""
-    drained(run)
-    comm = Communicator(plugin.path, 99, 8, 1, 0, release)
-    handle = ctypes.c_void_p()
-    for seq, (watched, captured) in enumerate([(1, 0), (1, 1), (1, 0), (1, 1), (0, 0)]):
-        plugin.sample(bool(watched))
-        if comm.mask & 512:
-            call = struct.pack("<Q56x?47x", 512, captured)  # profiler v5: CollApi, graphCaptured at byte 64
-            assert comm._start_event(comm._profiler, ctypes.byref(handle), call) == 0 and handle.value is None
-        comm.start_coll("all_gather", seq, 10, 4, 1, 16, "ring", "ll")
-    plugin.sample(False)
-    comm.finalize()
-    got = drained(run)
-    assert list(got[got["kind"] == rec.COLL]["flags"] & rec.FLAG_CAPTURED) == [0, 2, 0, 2, 0]
 
 
 def test_stale_and_foreign_handles_are_ignored(run, plugin):
@@ -390,8 +372,7 @@ def test_build_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", str(failing))
     with pytest.raises(PluginBuildError, match="out of order"):
         plugin_path()
-    for kind in ("TUNER", "PROFILER"):  # 2.27.3 takes no path: `tune` then said that the job runs no all_gather
-        assert nccl_env(tmp_path / "x.so")[f"NCCL_{kind}_PLUGIN"] == "dynamiccl"
+    for kind in ("TUNER", "PROFILER"):
         assert (plugin_folder / f"libnccl-{kind.lower()}-dynamiccl.so").samefile(plugin_folder / LIBRARY)
     assert nccl_env(tmp_path / "x.so")["LD_LIBRARY_PATH"].split(":")[0] == str(tmp_path)
     assert set(HEADERS) <= {p.name for p in HERE.glob("*.h")}

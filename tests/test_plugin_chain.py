@@ -39,6 +39,9 @@ static int init(void** c, uint64_t id, int* mask, const char* n, int nn, int nr,
 static int start(void* c, void** handle, struct EVENT* e) {
   seen.alien_context += c != &context_of_mine;
   seen.alien_parent += !is_mine(e->parent);
+#if VERSION > 4
+  if (e->type == EVENT_COLL) seen.alien_parent += !is_mine(e->parent_group);
+#endif
   seen.coll += e->type == EVENT_COLL;
   seen.kernel += e->type == EVENT_KERNEL_CH;
   struct event* mine = malloc(sizeof *mine);
@@ -122,7 +125,7 @@ def test_both_see_what_they_ask_for(beside, tmp_path, release, version, sampled,
     ours, seen, run = beside(other(tmp_path, version, mask))
     ours.sample(sampled)
     comm = Communicator(ours.path, 9, 8, 1, 3, release)
-    assert comm.mask == mask | 2 | (64 + 512 if sampled else 0)
+    assert comm.mask == mask | 2 | (64 if sampled else 0)
     one_step(comm)
     comm.finalize()
     got = seen()
@@ -134,6 +137,30 @@ def test_both_see_what_they_ask_for(beside, tmp_path, release, version, sampled,
         **{"init": 1, "finalize": 1, "coll": coll, "kernel": kernel, "stop": coll + kernel, "state": kernel},
     }
     assert our_records(run) == ([(s, 1000 * s, 1000 * s + 501) for s in range(3)] if sampled else [])
+
+
+GROUPS, CALLS = 1, 512
+
+
+@pytest.mark.parametrize(("release", "version"), [("2.27.3", 4), ("2.27.7", 4), ("2.28.9", 5), ("2.30.7", 6)])
+@pytest.mark.parametrize("mask", [COLL_ONLY, COLL_ONLY + GROUPS, COLL_ONLY + CALLS, COLL_ONLY + GROUPS + CALLS])
+@pytest.mark.parametrize("captured", [False, True])
+def test_handles_that_we_make_for_nccl_reach_nobody_else(beside, tmp_path, release, version, mask, captured):
+    """Of groups (2.27) and captured calls (later). The other's own come back to it, as parents too."""
+    ours, seen, run = beside(other(tmp_path, version, mask))
+    comm = Communicator(ours.path, 9, 8, 1, 3, release)
+    for seq in range(3):
+        comm.get_coll_info("all_gather", 8000, np.full((7, 3), 10, np.float32), captured=captured)
+        comm.stop(comm.start_coll("all_gather", seq, 1000, "int8", 2, 16, "ring", "simple"))
+    comm.finalize()
+    got = seen()
+    groups, calls = 3 * bool(mask & GROUPS), 3 * bool(mask & CALLS) * (version > 4)
+    assert (got["coll"], got["stop"]) == (3, 3 + groups + calls)
+    assert got["alien_handle"] == got["alien_parent"] == got["alien_context"] == 0
+    (ring,) = run.rings()
+    colls = ring.drain()
+    flags = colls[colls["kind"] == rec.COLL]["flags"] & rec.FLAG_CAPTURED
+    assert list(flags) == [rec.FLAG_CAPTURED * (captured and version > 4)] * 3
 
 
 @pytest.mark.parametrize(

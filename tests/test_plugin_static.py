@@ -139,7 +139,7 @@ def test_apply_runs_a_job_under_the_table(tmp_path):
     path = tmp_path / "nccl_tuner.conf"
     path.write_text("allgather,0,65536,ring,simple,4,-1,-1\n")
     for release in ("2.22.3", "2.29.7"):
-        done = run("apply", str(path), "--", sys.executable, "-c", JOB, RELEASE=release)
+        done = run("apply", str(path), "--no-gate", "--", sys.executable, "-c", JOB, RELEASE=release)
         assert done.stdout.split() == ["4", "1", "2"], done.stderr
     assert json.loads(run("apply", str(path), "--convert", "json").stdout)["rules"][0]["n_channels"] == 4
 
@@ -171,6 +171,7 @@ SEEDED = {
     "old NCCL": Facts(nccl=(2, 21, 5)),
     "no profiler": Facts(nccl=(2, 26, 2)),
     "plugin path": Facts({"NCCL_TUNER_PLUGIN": "/x/libnccl-tuner-dynamiccl.so"}, nccl=(2, 27, 3)),
+    "CUDA graphs": Facts(nccl=(2, 27, 7)),
     "profiler fault": Facts(nccl=(2, 30, 3)),
     "profiler overhead": Facts(nccl=(2, 31, 2)),
     "channels": Facts(nccl=(2, 32, 3)),
@@ -191,13 +192,33 @@ SEEDED = {
 def test_each_trap_is_found(name):
     found = {finding.name: finding for finding in examine(SEEDED[name])}
     assert name in found and found[name].cure
-    assert len(SEEDED) == len(TRAPS)
+    assert set(SEEDED) == {trap for trap, *_ in TRAPS}
+
+
+def test_each_variable_that_passes_the_tuner_by_is_named():
+    """Before: the second was told only once the first was cured."""
+    found = examine(Facts({"NCCL_SYM_NOWIN_ENABLE": "1", "NCCL_CTA_POLICY": "ZERO"}))
+    assert [finding.cure for finding in found] == ["unset NCCL_SYM_NOWIN_ENABLE", "unset NCCL_CTA_POLICY"]
+
+
+def test_words_are_filled_from_what_was_found():
+    found = [*examine(SEEDED["never offered"]), *examine(SEEDED["ranks on a GPU"])]
+    assert "rule 2 of the table wants tree/ll" in found[0].what and "ring/ll" in found[0].cure
+    assert found[1].what == "2 ranks share 1 GPUs: NCCL refuses" and "NCCL_HOSTID" in found[1].cure
+    (protocol,) = examine(SEEDED["NCCL_PROTO"])
+    assert "NCCL_PROTO=^LL128" in protocol.what and protocol.what.endswith("can corrupt data")
+
+
+@pytest.mark.parametrize(("every", "must"), [("0", False), ("1", True)])
+def test_slow_kernel_times_matter_only_where_they_are_asked_for(every, must):
+    found = examine(Facts({"DYNAMICCL_SAMPLE_EVERY": every}, nccl=(2, 31, 2)))
+    assert [finding.must_change for finding in found if finding.name == "profiler overhead"] == [must]
 
 
 def test_a_clean_environment_has_none():
     clean = Facts({}, (2, 29, 7), 8, 8, 2**33, True, table(*(Decision(*pair, 8) for pair in PAIRS)))
     assert examine(clean) == []
-    assert examine(Facts()) == examine(Facts(nccl=(2, 27, 3))) == []
+    assert examine(Facts()) == [] and not any(trap.must_change for trap in examine(Facts(nccl=(2, 27, 3))))
 
 
 def test_doctor_reads_the_environment_and_the_configuration_file(tmp_path):

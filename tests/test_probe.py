@@ -128,7 +128,7 @@ def test_tables_do_change_and_steps_are_recorded(framework_jobs):
         expected = sum(STEPS - 2 for name in LOOPS)
         assert abs(len(mine) - expected) <= 2 * len(LOOPS)
         assert np.array_equal(mine["step"], np.arange(len(mine)))
-        assert (mine["duration_ns"] > 0).all() and np.isnan(mine["loss"]).all()
+        assert (mine["duration_ns"] > 0).all()
     assert len(steps[0]) == len(steps[1])
     assert np.array_equal(steps[0]["generation"], steps[1]["generation"])
     assert not any("dynamiccl" in error for error in errors), errors

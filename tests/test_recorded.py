@@ -33,8 +33,8 @@ def test_both_ran_on_what_the_demo_runs_on(summary):
         and summary["made_by"].startswith(("dynamiccl", "make", "python"))
     )
     usual = Emulated()
-    scales = (summary["bytes_scale"], summary["time_scale"])
-    assert (summary["cluster"], *scales) == (usual.cluster, usual.bytes_scale, usual.time_scale)
+    scales = (summary["bytes_scale"], summary["compute_scale"])
+    assert (summary["cluster"], *scales) == (usual.cluster, usual.bytes_scale, usual.compute_scale)
     assert summary["consistency"]["mismatches"] == 0
 
 
@@ -55,11 +55,11 @@ def test_the_oracle_tried_every_config_of_the_large_slots():
 
 @pytest.mark.skipif("advised" not in ORACLE, reason="the sweep is of the earlier world: python tests/make_oracle.py")
 def test_advice_on_the_demos_default_windows_is_what_the_sweep_found():
-    """Each advised decision is within 2 % of the step of the best that was tried; the interval holds what is gained."""
+    """Each advised decision is within 2 % of the step of the best tried; no more is promised than is gained."""
     advice = Advice(Trace.read(RECORDING))
     table = {str(slot): str(decision) for slot, decision in advice.decisions.items()}
     for slot, rows in ORACLE["tried"].items():
         saved = {row["config"]: row["saved"] for row in rows}
         assert saved.get(table.get(slot, "auto"), 0.0) >= max(saved.values()) - 0.02
-    _, low, high = advice.gains.interval(advice.configs)
-    assert low <= saved_by(ORACLE["advised"]["speedup"]) <= high
+    _, low, _ = advice.gains.interval(advice.configs)
+    assert low <= saved_by(ORACLE["advised"]["speedup"])

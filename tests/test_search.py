@@ -53,6 +53,22 @@ class Told:
         return Measured(steps, np.full(2, np.nan), np.ones(2, bool), billed, billed * step)
 
 
+class Straggling(Told):
+    """With a config of ``which`` in the first slot, one step in ``every`` takes three times as long."""
+
+    def __init__(self, saving, which=(20,), every=100, **more):
+        super().__init__(saving, **more)
+        self.which, self.every, self.luck = which, every, np.random.default_rng(more.get("seed", 0) + 1000)
+
+    def measure_steps(self, configs, n, discard, limit):
+        seen = super().measure_steps(configs, n, discard, limit)
+        hit = (self.luck.random(len(seen.step_ms)) < 1 / self.every) & (configs[0] in self.which)
+        steps = seen.step_ms * np.where(hit, 3.0, 1.0)
+        return Measured(
+            steps, seen.call_us, seen.obeyed, seen.billed, seen.billed_ms + float((steps - seen.step_ms).sum())
+        )
+
+
 def run(told, prior, policy=None, rules=None, windows=400):
     job, default = told.begin()
     search = Search(job, default, prior, rules)
@@ -124,6 +140,52 @@ def test_a_step_that_is_far_too_long_ends_its_window(prior):
     assert not search.decide(16) and search.choices[0] == 0  # what is masked runs as AUTO
 
 
+def one_percent(configs):
+    return 0.01 * (configs[0] == 20) - 0.03 * (configs[0] in (8, 16, 18)) - 0.03 * (configs[1] > 0)
+
+
+def finished(told, prior, rules=None):
+    """A search that is over, with what is tried after its verdict."""
+    search, _ = run(told, prior, rules=rules)
+    policy = ExpectedImprovement()
+    while not search.is_done:
+        plan = search.plan()
+        if plan is None:
+            search.decide(int(config_index(policy.predict(search.observe())[0][None])[0]))
+        else:
+            search.record(plan, told.measure(plan))
+    return search
+
+
+def test_a_config_that_is_faster_but_for_its_long_steps_is_not_confirmed(prior):
+    """1 % faster in 99 steps of 100, three times as long in the last: 1 % slower. Before: confirmed in all of these."""
+    kept = [finished(Straggling(one_percent, seed=s), prior).confirmed.any() for s in range(20)]
+    assert sum(kept) <= 5
+
+
+@pytest.mark.parametrize(("which", "every"), [((), 100), ((0, 8, 16, 18, 20), 200)])
+def test_long_steps_that_are_the_jobs_own_do_not_stand_in_the_way(prior, which, every):
+    kept, steps = [], []
+    for seed in range(12):
+        search = finished(Straggling(one_percent, which, every, seed=seed), prior)
+        kept.append(search.confirmed.tolist() == [20, 0])
+        steps.append(search.marks.first_gain)
+    assert sum(kept) >= 11 and np.median(steps) < 700
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("which", "is_gone"), [((20,), True), ((0, 20), False)])
+def test_a_table_in_force_whose_long_steps_cost_more_than_it_gains_is_gone(prior, which, is_gone):
+    """6 % by long steps, for 1 % in all others: no window shows it, but all together. Not where they are the job's."""
+    for seed in range(2):
+        told = Straggling(one_percent, which=(), seed=seed)
+        search = finished(told, prior)
+        assert search.confirmed.tolist() == [20, 0]
+        told.which, told.every = which, 33
+        go_on(search, told, 1500)
+        assert search.marks.dropped == is_gone == (not search.confirmed.any())
+
+
 def test_turns_then_a_window_under_all(prior):
     told = Told(good)
     job, default = told.begin()
@@ -140,13 +202,13 @@ def test_turns_then_a_window_under_all(prior):
     assert seen.context["share"][0] == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize(("saved", "early"), [(1, True), (0.02, False)])
-def test_a_table_that_promises_much_is_confirmed_before_the_search_goes_on(prior, saved, early):
+@pytest.mark.parametrize(("saved", "turns", "early"), [(1, 24, True), (0.02, 12, False)])
+def test_a_table_that_promises_much_is_confirmed_before_the_search_goes_on(prior, saved, turns, early):
     """After three windows at the earliest; one slot keeps on changing, so the policy is not through."""
     told = Told(lambda configs: saved * good(configs))
     job, default = told.begin()
     search, windows = Search(job, default, prior), 0
-    for turn in range(12):
+    for turn in range(turns):
         plan = search.plan()
         if plan is not None and plan.kind == SEARCH:
             windows += 1
@@ -156,7 +218,7 @@ def test_a_table_that_promises_much_is_confirmed_before_the_search_goes_on(prior
             break
         search.decide([20, [0, 8, 18, 16][turn // 2 % 4]][search.turn])
     if early:
-        assert plan.kind == REFERENCE and not search.closing and Rules().early <= windows < 6
+        assert plan.kind == REFERENCE and not search.closing and Rules().early <= windows < 12
     else:
         assert plan is None and windows == 5
 
@@ -247,4 +309,5 @@ def test_simulated_jobs_gain_and_none_ends_slower(prior):
         saving = done.windows.saving(done.tables)
         assert saving.min() > -0.005
         assert saving.sum() > 0.4 * possible.sum()
-        assert np.median([s.marks.verdict for s in done.searches]) < 400
+        # What long steps cost has to be settled too before a table is confirmed: below 400 steps before that was asked.
+        assert np.median([s.marks.verdict for s in done.searches]) < 500

@@ -28,7 +28,7 @@ def run(tmp_path_factory):
 
 def test_people_are_told_what_happened(run):
     out = run_show(run).stdout
-    assert "emulated cluster h100-2x8, bytes x 64, time x 8: these are not GPU times" in out
+    assert "emulated cluster h100-2x8, bytes x 64, compute x 8: these are not GPU times" in out
     assert f"{COMM:#018x}" in out and "zero-3: steps 0 to" in out
     (slot,) = [line for line in out.splitlines() if f"│ {GATHER}" in line]
     assert "ring/ll/8" in slot and "ring/simple/16" in slot and "-45 %" in slot

@@ -5,6 +5,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from dynamiccl.agent.rules import ExpectedImprovement
+from dynamiccl.envs.sim.jobs import SLOTS
 from dynamiccl.traces import spaces
 from gymnasium.utils.env_checker import check_env
 
@@ -20,7 +21,7 @@ def test_gymnasium_accepts_it():
         assert not truncated and np.isfinite(reward)
         if terminated:
             break
-    assert terminated and info["table"].shape == (env.unwrapped.search.n_slots,)
+    assert terminated and info["table"].shape == (SLOTS,)
     with pytest.raises(ValueError, match=r"call reset\(\)"):
         env.unwrapped.step(np.array([0, 0]))
 
@@ -51,6 +52,21 @@ def test_episodes_of_the_same_seed_are_the_same():
         return rewards, info["table"].tolist(), info["steps"]
 
     assert episode(3) == episode(3) != episode(4)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_jobs_of_any_number_of_slots_run_side_by_side(mode):
+    """Before: "could not broadcast input array from shape (4,) into shape (2,)"."""
+    envs = gym.make_vec("dynamiccl/Sim-v0", num_envs=4, vectorization_mode=mode)
+    try:
+        _, info = envs.reset(seed=1)
+        assert info["table"].shape == (4, SLOTS)
+        for _ in range(12):
+            observations, rewards, _, _, info = envs.step(envs.action_space.sample())
+        assert observations.shape == envs.observation_space.shape and np.isfinite(rewards).all()
+        assert info["table"].shape == (4, SLOTS)
+    finally:
+        envs.close()
 
 
 def test_an_action_outside_the_mask_runs_as_auto():

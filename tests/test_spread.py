@@ -1,47 +1,16 @@
-"""Work over processes and over Ray: the same loop, and what fails takes nothing with it."""
+"""Work over processes: what fails takes nothing with it."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dynamiccl.agent.spread import OnRay, Processes, spread
-
-
-class FakeRay:
-    """Ray's interface as far as we use it; tasks run when asked for, and one never ends."""
-
-    def __init__(self) -> None:
-        self.cancelled: list[Any] = []
-
-    def init(self, **options: Any) -> None:
-        self.options = options
-
-    def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": 3.0}
-
-    def remote(self, function: Any) -> Any:
-        class Remote:
-            def options(self, **_: Any) -> Any:
-                return self
-
-            def remote(self, work: Any, item: Any) -> Any:
-                return None if item == "hangs" else (lambda: function(work, item))
-
-        return Remote()
-
-    def wait(self, handles: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        return ([], handles) if handles[0] is None else (handles, [])
-
-    def get(self, handle: Any) -> Any:
-        return handle()
-
-    def cancel(self, handle: Any, force: bool) -> None:
-        self.cancelled.append(handle)
+from dynamiccl.agent.spread import spread
 
 
 def work(item: str) -> dict[str, Any]:
@@ -79,36 +48,29 @@ def limit(item: str) -> float:
     return 1.0 if item == "hangs" else 60.0
 
 
-def test_over_processes() -> None:
-    found = dict(spread(work, [*WANTED, "dies"], Processes(3), limit))
+def thread(item: str) -> dict[str, Any]:
+    if item == "stays":
+        threading.Thread(target=time.sleep, args=(300,)).start()
+    return {"item": item}
+
+
+def test_what_fails_is_told_by_name_and_takes_nothing_with_it() -> None:
+    found = dict(spread(work, [*WANTED, "dies"], 3, limit))
     assert found == WANTED | {"dies": {"failed": "exited with 3"}}
 
 
-def test_over_ray_by_the_same_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeRay()
-    monkeypatch.setitem(sys.modules, "ray", fake)
-    assert dict(spread(work, list(WANTED), OnRay(), limit)) == WANTED
-    assert fake.cancelled == [None] and fake.options["ignore_reinit_error"]
-
-
-def test_without_ray_or_a_cluster_the_cure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"pip install 'dynamiccl\[ray\]'"):
-        OnRay()
-    fake = FakeRay()
-    monkeypatch.setattr(fake, "cluster_resources", lambda: 1 / 0)
-    monkeypatch.setitem(sys.modules, "ray", fake)
-    with pytest.raises(ValueError, match="set RAY_ADDRESS"):
-        OnRay()
+@pytest.mark.slow
+def test_one_whose_process_does_not_end_holds_nobody_up() -> None:
+    """Before: its result had come, and its process was waited for without a limit."""
+    begun = time.monotonic()
+    assert dict(spread(thread, ["stays", "a"], 1)) == {"stays": {"item": "stays"}, "a": {"item": "a"}}
+    assert time.monotonic() - begun < 60
 
 
 def test_work_is_ended_when_the_caller_goes_away() -> None:
-    executor = Processes(1)
-    handles = []
-    start = executor.start
-    executor.start = lambda *args: handles.append(start(*args)) or handles[-1]  # type: ignore[func-returns-value,method-assign]
-    going = spread(work, ["a", "hangs"], executor)
+    going = spread(work, ["hangs", "a"])
     assert next(going)[0] == "a"
+    (hanging,) = (child for child in multiprocessing.active_children() if child.is_alive())
     with pytest.raises(KeyboardInterrupt):
         going.throw(KeyboardInterrupt)
-    assert not any(process.is_alive() for process, _ in handles)
+    assert not hanging.is_alive()

@@ -43,6 +43,15 @@ def test_the_state_of_runs(runs):
     assert -1 < live["search_cost"] < 1
 
 
+def test_what_a_search_costs_holds_its_comparisons_and_trials(tmp_path):
+    """Before: of windows called "search" alone."""
+    lines = [("profile", 900.0), ("search", 110.0), ("verify", 120.0), ("refine", 130.0), ("watch", 900.0)]
+    told = [{"kind": "window", "phase": phase, "step_ms": ms, "default_ms": 100.0} for phase, ms in lines]
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "windows.jsonl").write_text("\n".join(map(json.dumps, told)))
+    assert state(tmp_path)["search_cost"] == pytest.approx(0.2)
+
+
 def test_a_damaged_run_is_shown_with_what_is_left(runs):
     (runs / "over" / "summary.json").write_text('{"kept": tr')
     (runs / "over" / "trace" / "windows.jsonl").write_bytes(b'\xff\xfe{"kind": "win')

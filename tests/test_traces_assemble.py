@@ -188,7 +188,7 @@ def test_steps_and_the_quick_path():
     def step(i, rank, **more):
         return record(STEP_DTYPE, kind=STEP, step=i, rank=rank, duration_ns=5_000_000, end_ns=i * 6_000_000, **more)
 
-    records = ring(step(3, 0, loss=2.5, generation=8), coll(0), step(3, 1, loss=np.nan), step(4, 0, loss=2.0))
+    records = ring(step(3, 0, generation=8), coll(0), step(3, 1), step(4, 0))
     quick = step_rows(records)
     assert quick["step"].tolist() == [3, 4] and quick["duration_ns"].tolist() == [5_000_000] * 2
     assert len(step_rows(records, rank=None)) == 3
@@ -196,7 +196,6 @@ def test_steps_and_the_quick_path():
     assembler.add(records, pid=1)
     _, steps = assembler.take()
     assert steps["index"].tolist() == [3, 3, 4] and steps["table_generation"].tolist() == [8, 0, 0]
-    assert steps["loss"].isna().tolist() == [False, True, False]
     assert assembler.take()[1].empty
 
 

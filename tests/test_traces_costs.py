@@ -35,12 +35,12 @@ def test_every_empty_table_is_the_default(tmp_path):
     assert which.default == {0, 1, 3, 4} and which.tuned == {5}
 
 
-def test_the_table_in_question_is_that_of_the_closing_comparison(tmp_path):
+def test_the_table_in_question_is_that_of_the_last_comparison(tmp_path):
     trace = with_tables(tmp_path, Table.of(1, {A: ONE}), Table.of(2, {A: TWO}), Table.of(3, {A: ONE}), closing=1)
     assert generations(trace).tuned == {1, 3}
 
 
-def test_a_closing_comparison_of_nothing_has_no_tuned_steps(tmp_path):
+def test_a_comparison_of_nothing_has_no_tuned_steps(tmp_path):
     """The search kept nothing: the table that was tried last is not what the run came to."""
     trace = with_tables(tmp_path, Table.of(1, {A: ONE}), Table(2), closing=2)
     assert generations(trace).tuned == set() and generations(trace).rules == set()

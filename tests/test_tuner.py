@@ -4,6 +4,7 @@ import pytest
 from dynamiccl.agent.choosing import RULES, make_chooser
 from dynamiccl.agent.tuner import Settings, Tuner
 from dynamiccl.envs.live_windows import LiveWindows
+from dynamiccl.traces.reasons import names
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
 
@@ -25,6 +26,7 @@ def truth(decisions):
 
 def run(policy, job, **settings):
     lines = []
+    job.keep_alive()
     tuner = Tuner(LiveWindows(job), make_chooser(policy, 0), Settings(**settings), lines.append)
     return tuner.run(), lines, tuner
 
@@ -86,7 +88,7 @@ def test_a_table_that_does_not_win_is_never_left_in_force(policy):
     assert outcome.told.endswith(": no gain beyond the noise: NCCL's own choice stays in force")
 
 
-@pytest.mark.parametrize("policy", ["coordinate-descent", "ladder", "gp"])
+@pytest.mark.parametrize("policy", ["coordinate-descent", "ladder", "sweep"])
 def test_classical_search_finds_what_there_is_to_find(policy):
     job = FakeJob(truth, noise=0.001)
     outcome, _, _ = run(policy, job, windows=60)
@@ -130,7 +132,9 @@ def test_an_interrupted_run_says_what_stays_in_force():
                 raise KeyboardInterrupt("terminated")
             return super().window(*args, **more)
 
-    tuner = Tuner(LiveWindows(Interrupted(truth, noise=0.002)), make_chooser("expected-improvement", 0), Settings())
+    job = Interrupted(truth, noise=0.002)
+    job.keep_alive()
+    tuner = Tuner(LiveWindows(job), make_chooser("expected-improvement", 0), Settings())
     with pytest.raises(KeyboardInterrupt):
         tuner.run()
     assert tuner.outcome.kept and tuner.outcome.verdict is not None
@@ -140,7 +144,34 @@ def test_a_job_without_tunable_collectives_has_nothing_to_tune():
     job = FakeJob(truth)
     job.assembler.offers = {}
     outcome, _, _ = run("random", job)
-    assert outcome.choices == [] and not outcome.kept and outcome.ended
+    assert outcome.choices == [] and not outcome.kept and names(outcome.ended) == ["not-asked"]
+
+
+def test_a_slow_first_window_does_not_end_tuning_for_good():
+    """Seen: warm-up made calls seem too short, "the job runs no all_gather or reduce_scatter" of 600 that it ran."""
+    job = FakeJob(lambda d: 10_000.0 if job.last_step < 40 else truth(d), noise=0.002)
+    outcome, lines, tuner = run("expected-improvement", job)
+    assert names(outcome.ended) == ["too-small"] and " 0.6% of a step" in outcome.ended and len(lines) == 1
+    assert not tuner.looks_again()  # its steps are the job's: it waits
+    job.last_step += 100
+    assert tuner.looks_again()
+    tuner.run()
+    assert outcome.kept and not outcome.ended and outcome.told.startswith("verdict after")
+    assert not tuner.looks_again()
+
+
+def test_a_job_with_nothing_to_tune_is_looked_at_less_and_less():
+    job = FakeJob(lambda d: 10_000.0, steps=3000)
+    _, lines, tuner = run("random", job)
+    waits = []
+    while job.last_step < 3000:
+        before = job.last_step
+        while not tuner.looks_again():
+            job.last_step += 1
+        waits.append(job.last_step - before)
+        tuner.run()
+    assert len(lines) < 10 and waits == sorted(waits) and waits[0] < waits[-1]
+    assert names(tuner.outcome.ended) == ["too-small"] and not tuner.looks_again()  # the true reason to the end
 
 
 def test_a_search_that_only_costs_ends_within_its_budget():

@@ -1,22 +1,30 @@
-"""Upgrades: every changed cell of two releases' plans is found and no other; tables are checked and travel."""
+"""Upgrades: every changed cell of two releases' plans is found and no other. Tables travel to NCCL's variables."""
 
 import csv
 import json
 from pathlib import Path
 
 import pytest
-import recordings_made
 from dynamiccl.agent.cli import app
-from dynamiccl.envs import upgrade
 from dynamiccl.envs.nccl.table_env import from_env, to_env
-from dynamiccl.envs.nccl.tables import load_table, to_json
-from dynamiccl.envs.sim.clusters import cluster
+from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.traces.records import Decision, Rule, Table
 from typer.testing import CliRunner
 
 DATA = Path(__file__).parent / "data"
 FUNCS = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter"}
 ALL = 2**63 - 1
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["model", *words])
+
+
+def changed(cluster, before, after):
+    """func -> what `dynamiccl model` says that the upgrade changes."""
+    done = run(cluster, "--release", before, "--release", after, "--json")
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def plans(release):
@@ -32,60 +40,51 @@ def plans(release):
 
 def test_every_changed_cell_of_two_real_releases_is_found_and_no_other():
     old, new = plans("2.28.9"), plans("2.30.7")
-    messages = [upgrade.Message(8, 1, func, n_bytes) for func, n_bytes in old]
-    found = {
-        (x.message.func, x.message.n_bytes): x
-        for x in upgrade.changes(messages, cluster("dgx-h100-1x8"), "2.28.9", "2.30.7")
-    }
-    assert set(found) == set(old) == set(new)
-    really = {k for k in old if old[k][:2] != new[k][:2]}
-    assert {k for k, x in found.items() if x.is_change} == really
-    for key, x in found.items():
-        assert (x.before, x.after) == (old[key][0], new[key][0])
-        assert x.price == pytest.approx(new[key][2] / old[key][2], rel=1e-4)
+    told, found = changed("dgx-h100-1x8", "2.28.9", "2.30.7"), {}
+    for func in FUNCS.values():
+        for row in told[func]:
+            sizes = [n for name, n in old if name == func and row["min_bytes"] <= n <= row["max_bytes"]]
+            ratios = [new[func, n][2] / old[func, n][2] for n in sizes]
+            assert row["price"] == pytest.approx([min(ratios), max(ratios)], rel=1e-4)
+            found |= {(func, n): (row["before"], row["after"]) for n in sizes}
+    really = {k: (old[k][0], new[k][0]) for k in old if old[k][:2] != new[k][:2]}
+    assert found == really and really
 
 
-def test_a_new_algorithm_is_seen():
+def test_a_new_algorithm_is_seen_and_one_that_goes():
     """PAT came with 2.23, for one GPU a node."""
-    messages = [upgrade.Message(8, 8, func, 1 << k) for func in FUNCS.values() for k in range(10, 32)]
-    found = upgrade.changes(messages, cluster("one-gpu-per-node-8x1"), "2.22.3", "2.23.4")
-    assert all(x.new == ("pat/simple",) and x.is_change and not x.gone for x in found)
-    back = upgrade.changes(messages, cluster("one-gpu-per-node-8x1"), "2.23.4", "2.22.3")
-    assert all(x.gone == ("pat/simple",) and not x.after.startswith("pat") for x in back)
-    assert not any(x.is_change for x in upgrade.changes(messages, cluster("one-gpu-per-node-8x1"), "2.30.7", "2.30.7"))
+    for rows in (changed("one-gpu-per-node-8x1", "2.22.3", "2.23.4")[func] for func in FUNCS.values()):
+        assert all(row["new"] == ["pat/simple"] and not row["gone"] for row in rows)
+        assert (rows[0]["min_bytes"], rows[-1]["max_bytes"]) == (1 << 10, 1 << 32)
+    back = changed("one-gpu-per-node-8x1", "2.23.4", "2.22.3")["all_gather"]
+    assert all(row["gone"] == ["pat/simple"] and not row["after"].startswith("pat") for row in back)
 
 
-def test_rules_are_checked_under_the_new_release():
-    c = cluster("dgx-h100-1x8")
-
-    def state(rule, messages=None):
-        (row,) = upgrade.holds(Table(1, (rule,)), c, "2.30.7", messages)
-        return row["state"]
-
-    big = (1 << 27) + 1, 1 << 28
-    assert state(Rule(8, 1, "all_gather", *big, Decision("ring", "ll128", 8))) == "holds"
-    assert state(Rule(8, 1, "all_gather", *big, Decision("pat", "simple"))) == "refused"
-    assert state(Rule(8, 1, "all_gather", 1 << 30, 1 << 30, Decision("ring", "ll"))) in ("refused", "holds")
-    assert state(Rule(8, 1, "all_gather", *big, Decision("ring", "simple", 32))) in ("fewer", "holds")
-    own = upgrade.changes([upgrade.Message(8, 1, "all_gather", 1 << 28)], c, "2.30.7", "2.30.7")[0].before.split("/")
-    assert state(Rule(0, 0, "all_gather", 1 << 28, 1 << 28, Decision(own[0], own[1]))) == "same"
-    other = [upgrade.Message(8, 1, "all_gather", 1 << 20)]
-    assert state(Rule(8, 1, "all_gather", *big, Decision("ring", "ll128")), other) == "unmatched"
+def test_the_same_release_changes_nothing_and_that_is_said():
+    assert not any(changed("dgx-h100-2x8", "2.30.7", "2.30.7").values())
+    assert "all_gather: nothing that runs" in run("dgx-h100-2x8", "--release", "2.30.7", "--release", "2.30.7").stdout
 
 
-def test_diff_of_a_table_and_of_a_recording(tmp_path):
-    rules = (Rule(16, 2, "all_gather", (1 << 27) + 1, 1 << 28, Decision("ring", "ll128", 8)),)
-    (tmp_path / "t.json").write_text(to_json(Table(1, rules)))
-    args = ["--nccl", "2.28.9", "--nccl", "2.30.7", "--cluster", "dgx-h100-2x8"]
-    result = CliRunner().invoke(app, ["diff", str(tmp_path / "t.json"), *args, "--json"])
-    told = json.loads(result.stdout)
-    assert told["rules"][0]["state"] == "holds" and told["messages"] == 2
-    log = recordings_made.nccl_log(tmp_path / "a.log")
-    result = CliRunner().invoke(app, ["diff", str(log), *args, "--table", str(tmp_path / "t.json")])
-    assert result.exit_code == 0 and "unmatched" in result.stdout and "2 messages" in result.stdout
-    for wrong, says in ((["--nccl", "2.28.9"], "two releases"), (args[:4], "--cluster")):
-        result = CliRunner().invoke(app, ["diff", str(log), *wrong])
-        assert result.exit_code == 2 and says in result.stderr
+def test_an_upgrade_is_told_in_a_few_lines():
+    said = run("one-gpu-per-node-8x1", "--release", "2.22.3", "--release", "2.23.4", "--func", "all_gather").stdout
+    assert "NCCL 2.22.3 -> 2.23.4 on one-gpu-per-node-8x1" in said and "new pat/simple" in said
+    assert "1 KiB to" in said and len(said.splitlines()) < 12
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--release", "2.28.9", "--release", "2.29.1", "--release", "2.30.7"), "one --release, or two"),
+        (("--release", "2.28.9", "--release", "2.30.7", "--csv"), "one --release, or two"),
+        (("--release", "new"), "NCCL release looks like"),
+        (("no-such-cluster",), "presets are"),
+        (("--nodes", "0"), "at least 1"),
+        (("--func", "broadcast"), "unknown collective"),
+    ],
+)
+def test_bad_arguments_are_one_line(words, says):
+    done = run(*words)
+    assert done.exit_code == 2 and says in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_table_goes_to_nccls_variables_and_back_with_what_is_lost(tmp_path):

@@ -81,38 +81,3 @@ def test_a_file_that_holds_none_is_refused(tmp_path):
     path.write_bytes(b"nothing")
     with pytest.raises(ValueError, match="make_steps"):
         recordings(path)
-
-
-def test_zero_steps_move_what_zero_moves():
-    """Per step and rank: stage 3 gathers the parameters twice and scatters gradients once, stages 1 and 2 each once."""
-    units = workloads.llama_units(2048, 8, 32000, 5632)
-    for stage, gathers in ((1, 1), (2, 1), (3, 2)):
-        work = workloads.zero_step(stage, units, 16)
-        assert moved(work, "all_gather") == pytest.approx(gathers * sum(units), rel=1e-3)
-        assert moved(work, "reduce_scatter") == pytest.approx(sum(units), rel=1e-3)
-    with pytest.raises(ValueError, match="stage is 1, 2 or 3"):
-        workloads.zero_step(0, units, 16)
-
-
-def test_a_public_stream_becomes_a_step(tmp_path):
-    path = tmp_path / "stream.csv"
-    head = "comm_type,comm_group,comm_group_size,msg_size,stage,dst,src,additional,_elapsed_time,algbw,busbw,count"
-    rows = [
-        ("all_gather", 4096, "init._allgather_params"),
-        *[("all_gather", 2**25, "forward.allgather_fn")] * 3,
-        *[("all_gather", 2**25, "backward.allgather_fn")] * 3,
-        ("reduce_scatter", 3 * 2**25, "backward.reduce_scatter_fn"),
-        ("all_gather", 8192, "step.allgather_fn"),
-    ]
-    lines = [f"CommType.{f},CommGroup.dp_group,16,{size},{where},,,,,,,1" for f, size, where in rows]
-    path.write_text("\n".join(["[rank0 ~ rank15]", head, *lines, "CommType.epoch_end,,,0,,,,,,,,1"]))
-    work = workloads.from_aicb(path)
-    assert {k: len(v) for k, v in work.slots().items()} == {
-        ("all_gather", 25): 6,
-        ("reduce_scatter", 27): 1,
-        ("all_gather", 13): 1,
-    }
-    assert sum(not op.func for op in work.ops) == 6
-    path.write_text("not a stream\n")
-    with pytest.raises(ValueError, match="no AICB stream"):
-        workloads.from_aicb(path)

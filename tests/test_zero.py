@@ -85,7 +85,6 @@ def train_alone(steps: int, max_norm: float | None, seed: int = 0) -> list[float
 VARIANTS: dict[str, dict[str, Any]] = {
     "0": {"stage": 0},
     "1": {"stage": 1},
-    "1 classic": {"stage": 1, "classic": True},
     "2": {"stage": 2},
     "3": {"stage": 3},
     "3 by layer": {"stage": 3, "unit": "layer", "prefetch": 2},

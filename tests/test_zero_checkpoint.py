@@ -12,6 +12,7 @@ from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.checkpoint import load, save
 from dynamiccl.zero_workload.model import Transformer
 from dynamiccl.zero_workload.optim import Adan, Lion, Muon
+from dynamiccl.zero_workload.parallel import Cut
 from test_zero import TINY, adamw, run
 from torch import nn
 from world import World
@@ -94,3 +95,73 @@ def test_interrupted_save_and_another_model(two: World, tmp_path: Path) -> None:
     for said in two.run(interrupted, str(tmp_path)):
         assert "is of another model: " in said and "is of another optimizer: AdamW" in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def in_an_older_runs_folder(folder: str) -> str:
+    engine = zero(nn.Linear(3, 3), adamw(1e-2), stage=1)
+    try:
+        save(engine, Path(folder), 1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_new_run_is_not_saved_behind_an_older_ones_checkpoints(two: World, tmp_path: Path) -> None:
+    for step in (2, 4):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    for said in two.run(in_an_older_runs_folder, str(tmp_path)):
+        assert "step-00000004 is of another run, and later than step 1: resume from it, or save elsewhere" in said
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def rates(folder: str) -> tuple[list[float], int]:
+    """What a resumed engine has of another that changed its rates and skipped a step."""
+
+    def groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], "lr": 0.1} for p in params])
+
+    engine, resumed = (zero(nn.Linear(3, 3), groups, stage=1, param_dtype=torch.float32) for _ in range(2))
+    for group, rate in zip(engine.optimizer.param_groups, (0.05, 0.02), strict=True):
+        group["lr"] = rate
+    engine.skipped = 3
+    save(engine, Path(folder), 1)
+    load(resumed, Path(folder))
+    return [group["lr"] for group in resumed.optimizer.param_groups], resumed.skipped
+
+
+def test_rates_and_skipped_steps_are_kept(two: World, tmp_path: Path) -> None:
+    for got in two.run(rates, str(tmp_path)):
+        assert got == ([0.05, 0.02], 3)
+
+
+def unwritten(folder: str, fails: str, replicas: bool) -> str:
+    """What each rank is told, in seconds, when rank 0 cannot write ``fails``; the next save goes well."""
+    engine = zero(nn.Linear(8, 8), adamw(1e-2), stage=2, **(Cut(4, shard=2).groups() if replicas else {}))
+    before = Path.write_text, torch.distributed.checkpoint.state_dict_saver.save
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if fails == "meta.json":
+        Path.write_text = full
+    elif dist.get_rank() < 2:
+        torch.distributed.checkpoint.state_dict_saver.save = full
+    try:
+        save(engine, Path(folder), 1)
+        said = ""
+    except OSError as error:
+        said = str(error)
+    finally:
+        Path.write_text, torch.distributed.checkpoint.state_dict_saver.save = before
+    save(engine, Path(folder), 2)
+    return said
+
+
+@pytest.mark.parametrize(("size", "fails"), [("two", "meta.json"), ("four", "the elements")])
+def test_a_full_disk_is_told_on_every_rank(
+    size: str, fails: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    world: World = request.getfixturevalue(size)
+    for said in world.run(unwritten, str(tmp_path), fails, size == "four", timeout=60):
+        assert "No space left on device" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
-import re
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,6 +18,7 @@ from dynamiccl.zero_workload.data import Corpus
 from dynamiccl.zero_workload.dryrun import Call, CollectiveLog
 from dynamiccl.zero_workload.model import ModelConfig, Transformer
 from dynamiccl.zero_workload.optim import Adan, Lion
+from dynamiccl.zero_workload.planner import Request, held_and_sent
 from test_zero import TINY, adamw
 from torch import nn
 from world import World
@@ -170,6 +169,19 @@ def test_memory_at_rest_equals_the_formulas(size: str, request: pytest.FixtureRe
                 assert tuple(account.values()) == parts, (name, stage)
 
 
+def accumulating(stage: int) -> tuple[int, int]:
+    """Bytes of gradients at rest over two micro-batches in bfloat16, padded parameters."""
+    settings = {"stage": stage, "gradient_accumulation": 2}
+    engine = zero(Transformer(TINY), adamw(1e-3), bucket_bytes=2**14, **settings)
+    return engine.memory()["gradients"], sum(bucket.numel for bucket in engine.buckets)
+
+
+def test_gradients_that_add_up_are_held_as_planned(two: World) -> None:
+    for stage in range(4):
+        n_bytes, padded = two.run(accumulating, stage)[0]
+        assert n_bytes == held_and_sent(Request(padded, 2, accumulate=2), stage)["gradients_bytes"]
+
+
 def peak_of_gradients(bucket_bytes: int, layers: int) -> tuple[int, int, int]:
     """Most bytes of gradients alive at once in a backward pass of stage 2; of all of them; of the buffers."""
     torch.manual_seed(0)
@@ -240,7 +252,6 @@ def test_traffic_equals_the_formulas(two: World) -> None:
     expected = [
         ({"stage": 0}, {"all_reduce": 1}, 2),
         ({"stage": 1}, {"reduce_scatter": 1, "all_gather": 1}, 2),
-        ({"stage": 1, "classic": True}, {"all_reduce": 1, "all_gather": 1}, 3),
         ({"stage": 2}, {"reduce_scatter": 1, "all_gather": 1}, 2),
         ({"stage": 3, "keep_last": False}, {"reduce_scatter": 1, "all_gather": 2}, 3),
     ]
@@ -254,15 +265,11 @@ def test_traffic_equals_the_formulas(two: World) -> None:
 
 
 class Late(dist.Work):
-    """A gather that ends ``DELAY`` seconds after it could begin: at once, or behind the one before it."""
-
-    DELAY, serial, wire_free_at = 0.1, False, 0.0
+    """A gather that ends a tenth of a second after it began."""
 
     def __init__(self, work: dist.Work) -> None:
         super().__init__()
-        now = time.perf_counter()
-        self.work, self.end = work, (max(now, Late.wire_free_at) if Late.serial else now) + self.DELAY
-        Late.wire_free_at = self.end
+        self.work, self.end = work, time.perf_counter() + 0.1
 
     def wait(self, timeout: Any = None) -> bool:
         self.work.wait()
@@ -270,33 +277,33 @@ class Late(dist.Work):
         return True
 
 
-def look_ahead(serial: bool) -> tuple[int, str]:
-    torch.manual_seed(0)
-    model = Transformer(TINY)
-    engine = zero(model, adamw(1e-3), stage=3, prefetch="auto")
-    Late.serial, plain = serial, Collectives.all_gather
-    Collectives.all_gather = lambda *args: Late(plain(*args))
+class Slow(nn.Module):
+    """Five blocks whose forward takes 40 ms each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+        for block in self.blocks:
+            block.register_forward_hook(lambda *_: time.sleep(0.04))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.blocks(x).sum()
+        return out
+
+
+def look_ahead() -> int:
+    engine = zero(Slow(), adamw(1e-3), stage=3, prefetch="auto")
+    plain = Collectives.all_gather
+    if dist.get_rank() == 1:  # the slowest rank decides
+        Collectives.all_gather = lambda *args: Late(plain(*args))
     try:
-        batch = Corpus(None, TINY.seq).batch(0, 2, step=0, seed=0)
         for _ in range(3):
-            engine.backward(model(*batch))
+            engine.backward(engine.model(torch.ones(1, 4).bfloat16()))
             engine.step()
     finally:
         Collectives.all_gather = plain
-    return engine.sharded.prefetch, engine.sharded.prefetch_reason
+    return engine.sharded.prefetch
 
 
 def test_look_ahead_is_the_ratio_of_measured_times_and_agreed(two: World) -> None:
-    (chosen, reason), other = two.run(look_ahead, False)
-    assert other == (chosen, reason)
-    gather, compute = (float(ms) for ms in re.findall(r"([0-9.]+) ms", reason))
-    assert gather >= 100 * 0.99
-    low, high = (gather - 0.005) / (compute + 0.005), (gather + 0.005) / max(compute - 0.005, 1e-9)
-    n_units = TINY.layers + 4  # root, embedding, position's share, head
-    assert max(1, min(math.ceil(low), TINY.layers)) <= chosen <= max(1, min(math.ceil(high), n_units))
-
-
-def test_no_look_ahead_on_a_wire_that_one_gather_fills(two: World) -> None:
-    chosen, reason = two.run(look_ahead, True)[0]
-    gather, compute = (float(ms) for ms in re.findall(r"([0-9.]+) ms", reason))
-    assert chosen == 1 and ("two at once take" in reason) == (math.ceil(gather / compute) > 1)
+    assert two.run(look_ahead) in ([3, 3], [2, 2])  # 100 ms by 40, or a little more on a busy machine

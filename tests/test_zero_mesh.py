@@ -295,12 +295,17 @@ def test_a_checkpoint_is_read_where_the_job_is_cut_in_another_way(four: World, t
         ("--tensor-parallel 2 --partition-activations", "needs --recompute block"),
         ("--expert-parallel 2", "needs --experts"),
         ("--experts 4 --expert-parallel 2 --stage 0", "a stage from 1 up"),
-        ("--experts -1", "experts start at 0"),
+        ("--experts -1", "--experts: a whole number from 0 up"),
         (
             "--peer fsdp2 --tensor-parallel 2",
             "a peer knows --hsdp, --reduce-dtype, --reduce-scatter-group and --no-sync",
         ),
         ("--no-sync", "no_sync is stage 2's"),
+        ("--recompute-every -1", "--recompute-every: a whole number from 0 up, not -1"),
+        ("--save-every -1", "--save-every: a whole number from 0 up, not -1"),
+        *((f"--clip {x}", f"--clip: a number above 0 .*, not {x}") for x in ("-1", "0", "nan")),
+        *((f"--bucket-mb {x}", f"--bucket-mb: a number above 0 .*, not {x}") for x in ("inf", "nan", "0")),
+        ("--timeout -5", "--timeout: a number above 0 .*, not -5"),
         ("--offload --stage 2", "offloaded at stage 3 only"),
     ],
 )

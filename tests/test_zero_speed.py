@@ -94,53 +94,32 @@ LARGER = ModelConfig(layers=4, width=256, heads=4, seq=128)
 DELAY_MS = 20
 
 
-class Clock:
-    """What the emulated timeline sees of time; ``held`` is the milliseconds that waiting for ends of collectives took.
-    That is counted, and not the difference of two step times, so that other work on the machine does not enter.
-    """
-
-    held = 0.0
-
-    def monotonic_ns(self) -> int:
-        return time.monotonic_ns()
-
-    def compute(self, ms: float) -> None:
-        time.sleep(ms / 1e3)
-
-    def until(self, end_ns: int) -> None:
-        now = self.monotonic_ns()
-        self.held += max(0, end_ns - now) / 1e6
-        self.compute(max(0, end_ns - now) / 1e6)
-
-
-class Still(Clock):
-    """It stands still while Python works: only compute and waiting pass, on all ranks alike."""
-
-    def __init__(self) -> None:
-        now = torch.tensor([time.monotonic_ns()])
-        dist.broadcast(now, 0)
-        self.now = int(now.item())
-
-    def monotonic_ns(self) -> int:
-        return self.now
-
-    def compute(self, ms: float) -> None:
-        self.now += round(ms * 1e6)
-
-
-def emulate(clock: Clock) -> None:
-    """From now on a collective takes 20 ms of ``clock``, on links that have room for several."""
+def emulate() -> Any:
+    """From now on a collective takes 20 ms, on links that have room for several; returns this rank's emulated clock,
+    whose ``held`` is the milliseconds that it was waited for ends of collectives."""
+    from dynamiccl.envs.nccl import step_clock
     from dynamiccl.envs.sim import backend, timeline
 
-    os.environ.update(DYNAMICCL_CLUSTER="dgx-h100-2x8")
+    os.environ.update(DYNAMICCL_CLUSTER="dgx-h100-2x8", DYNAMICCL_COMPUTE_SCALE="1500")
     timeline.Timeline._duration_ns = lambda *_: int(DELAY_MS * 1e6)
     timeline.Fabric.beside = lambda *_: (0.0, 0.0, 0.0)
-    timeline.time, timeline._sleep_until = clock, clock.until
-    timeline._LINES.clear()  # what earlier clocks saw
     backend.register()
+    clock: Any = step_clock.now_ns.__self__
+    if not hasattr(clock, "held"):
+        wait_until = clock.wait_until
+
+        def waiting(ns: int) -> int:
+            before = clock.now()
+            after: int = wait_until(ns)
+            clock.held += (after - before) / 1e6
+            return after
+
+        clock.wait_until = waiting
+    clock.held = 0.0
+    return clock
 
 
-def waited(clock: Clock, jobs: dict[str, Any], batch: tuple[Any, ...], steps: int) -> dict[str, float]:
+def waited(clock: Any, jobs: dict[str, Any], batch: tuple[Any, ...], steps: int) -> dict[str, float]:
     """Milliseconds that a step of each job stands still, the median."""
     waits: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(steps + 2):
@@ -155,13 +134,13 @@ def waited(clock: Clock, jobs: dict[str, Any], batch: tuple[Any, ...], steps: in
 
 def exposed(steps: int) -> dict[str, float]:
     """What a step stands still because collectives take 20 ms each: ours at stage 3, and FSDP2."""
-    clock = Clock()
-    emulate(clock)
+    clock = emulate()
     group, rank = dist.new_group(backend="emulated"), dist.get_rank()
     batch = Corpus(None, LARGER.seq).batch(8 * rank, 8 * rank + 8, step=0, seed=0)
     torch.manual_seed(0)
     ours, theirs = Transformer(LARGER), Transformer(LARGER)
-    settings: dict[str, Any] = {"param_dtype": torch.float32}
+    # Both clip, so both wait for the norm: ours does in every step, that nothing that is not finite is applied.
+    settings: dict[str, Any] = {"param_dtype": torch.float32, "max_norm": 1.0}
     mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
     jobs = {
         "ours": zero(ours, adamw(1e-3), stage=3, group=group, **settings),  # with the units that anybody gets
@@ -176,12 +155,8 @@ def by_the_slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timing
 def test_stage_3_hides_what_fsdp2_exposes_on_cpu(two: World) -> None:
-    for _ in range(3):  # compute that others stretch hides a collective by itself
-        waits = by_the_slowest(two.run(exposed, 5))
-        if waits["fsdp2"] > 10 * DELAY_MS * 0.9:
-            break
+    waits = by_the_slowest(two.run(exposed, 5))
     assert waits["fsdp2"] > 10 * DELAY_MS * 0.9  # or there was nothing to hide
     assert 1 - waits["ours"] / waits["fsdp2"] >= 0.6, waits
 
@@ -190,21 +165,21 @@ class Compute(torch.autograd.Function):
     """Takes half as long as a collective in forward, as long as one in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, clock: Clock) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, clock: Any) -> torch.Tensor:
         ctx.clock = clock
-        clock.compute(DELAY_MS / 2)
+        clock.count(DELAY_MS / 2 * 1e6)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.clock.compute(DELAY_MS)
+        ctx.clock.count(DELAY_MS * 1e6)
         return grads[0], None
 
 
 class Block(torch.nn.Linear):
     """One unit."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Any) -> None:
         super().__init__(16, 16)
         self.clock = clock
 
@@ -216,7 +191,7 @@ class Block(torch.nn.Linear):
 class Blocks(torch.nn.Module):
     """Eight units and nothing else."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Any) -> None:
         super().__init__()
         self.blocks = torch.nn.Sequential(*(Block(clock) for _ in range(8)))
 
@@ -229,8 +204,7 @@ def overlapped(steps: int) -> dict[str, float]:
     """What a step of eight units stands still, with reduce-scatters on the gathers' communicator and on their own, at
     stages 2 and 3 of ours and in FSDP2. A unit's backward takes as long as one collective, and it needs two.
     """
-    clock = Still()
-    emulate(clock)
+    clock = emulate()
     group, apart = (dist.new_group(backend="emulated") for _ in range(2))
     dist.all_reduce(torch.ones(1), group=group)  # connected
     dist.all_reduce(torch.ones(1), group=apart)

@@ -7,11 +7,15 @@ time came, or until the process is so far ahead that it never will.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
+
+if TYPE_CHECKING:  # imported where tables are made: `dynamiccl stop` only reads records
+    import pandas as pd
 
 from .records import (
     ALGOS,
@@ -81,7 +85,6 @@ STEP_COLUMNS: dict[str, str] = {
     "memory_total": "int64",
     "sm_utilization": "float32",
     "power_w": "float32",
-    "loss": "float64",
     "pid": "int64",
     "sampled": "bool",
     "sample_every": "int64",
@@ -129,8 +132,14 @@ def _lookup(known: tuple[str, ...], unset: str = "auto") -> Array:
 
 _FUNC_NAME, _ALGO_NAME, _PROTO_NAME = _lookup(FUNCS, "unknown"), _lookup(ALGOS), _lookup(PROTOS)
 _NAMES = {"func": _FUNC_NAME, "dtype": _lookup(DTYPES, "unknown"), "algo": _ALGO_NAME, "proto": _PROTO_NAME}
-#: The same as pandas strings: taking from these is far cheaper than turning objects into them at every poll.
-_STRINGS = {name: pd.array(list(table), dtype="str") for name, table in _NAMES.items()}
+
+
+@cache
+def _strings() -> dict[str, Any]:
+    """The same as pandas strings: taking from these is far cheaper than turning objects into them at every poll."""
+    import pandas as pd
+
+    return {name: pd.array(list(table), dtype="str") for name, table in _NAMES.items()}
 
 
 @dataclass
@@ -236,8 +245,7 @@ class Assembler:
         self._pending = [rows[~release]] if not release.all() else []
         steps = [_step_frame(s, pid) for s, pid in zip(self._steps, self._step_pids, strict=True)]
         self._steps, self._step_pids = [], []
-        step_frame = pd.concat(steps, ignore_index=True) if steps else empty(STEP_COLUMNS)
-        return self._event_frame(rows[release]), step_frame
+        return self._event_frame(rows[release]), joined(steps, STEP_COLUMNS)
 
     def comms_frame(self) -> pd.DataFrame:
         """The communicators, one row per communicator and process (COMM_COLUMNS)."""
@@ -293,6 +301,8 @@ class Assembler:
         self._kernels, self._kernel_pids = [kernels[waiting]], [pids[waiting]]
 
     def _event_frame(self, rows: Array) -> pd.DataFrame:
+        import pandas as pd
+
         rows = rows[np.argsort(rows["enqueue_ns"], kind="stable")]
         size = np.zeros((2, len(rows)), np.int32)
         for comm_id in np.unique(rows["comm_id"]):
@@ -305,7 +315,7 @@ class Assembler:
             if kind == "Int64":
                 columns[name] = pd.arrays.IntegerArray(np.where(unset, 0, rows[name]), unset.copy())
             elif kind == "str":
-                columns[name] = _STRINGS[name].take(rows[name].astype(np.intp))
+                columns[name] = _strings()[name].take(rows[name].astype(np.intp))
             elif name not in columns:
                 source = "generation" if name == "table_generation" else name
                 columns[name] = rows[source].astype(kind)
@@ -329,7 +339,16 @@ def empty(columns: dict[str, str]) -> pd.DataFrame:
     return _typed([], columns)
 
 
+def joined(frames: Sequence[pd.DataFrame], columns: dict[str, str]) -> pd.DataFrame:
+    """Tables with these columns as one."""
+    import pandas as pd
+
+    return pd.concat(frames, ignore_index=True) if frames else empty(columns)
+
+
 def _typed(rows: list[tuple[Any, ...]], columns: dict[str, str]) -> pd.DataFrame:
+    import pandas as pd
+
     data = list(zip(*rows, strict=True)) if rows else [()] * len(columns)
     series = {n: pd.Series(list(v), dtype=object) for n, v in zip(columns, data, strict=True)}
     return pd.DataFrame(series).astype(columns)
@@ -352,6 +371,8 @@ def _key(rows: Array, pids: Array) -> Array:
 
 
 def _step_frame(rows: Array, pid: int) -> pd.DataFrame:
+    import pandas as pd
+
     source = {"index": "step", "table_generation": "generation"}
     made = {"pid": pid, "sampled": (rows["flags"] & FLAG_SAMPLED) != 0}
     columns = {n: made[n] if n in made else rows[source.get(n, n)] for n in STEP_COLUMNS}

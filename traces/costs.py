@@ -29,7 +29,7 @@ class Generations:
 def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = None) -> Generations:
     """Tell default generations from tuned ones by the tables that were logged.
 
-    ``decisions`` are a summary's; without them the table in question is that of the closing A/B, or the last one that
+    ``decisions`` are a summary's; without them the table in question is that of the last comparison, or the last that
     held any rule. A trace without logged tables has generation 0 as default and its newest generation as tuned.
     """
     tables = {g: frozenset(map(_key, rules)) for g, rules in trace.tables.items()}
@@ -41,14 +41,14 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
         wanted = frozenset(_key({**d, "decision": decision_text(d)}) for d in decisions if decision_text(d) != "auto")
     else:
         held = [rules for rules in tables.values() if rules]
-        wanted = tables.get(_closing(trace), held[-1] if held else frozenset())
+        wanted = tables.get(_compared(trace), held[-1] if held else frozenset())
     return Generations(default, frozenset(g for g, rules in tables.items() if rules and rules == wanted), wanted)
 
 
-def _closing(trace: Trace) -> int:
-    """Generation of the last window of the closing A/B, -1 if there was none."""
-    closing = [line for line in trace.log if line["kind"] == "window" and line.get("phase") == "verify"]
-    return int(closing[-1].get("generation", -1)) if closing else -1
+def _compared(trace: Trace) -> int:
+    """Generation of the last window of a comparison, -1 if there was none."""
+    compared = [line for line in trace.log if line["kind"] == "window" and line.get("phase") == "verify"]
+    return int(compared[-1].get("generation", -1)) if compared else -1
 
 
 def decision_text(decision: Mapping[str, Any]) -> str:

@@ -273,7 +273,9 @@ def _read_header(folder: Path) -> dict[str, Any]:
         cure = "give the folder that holds header.json, e.g. runs/demo/trace"
         raise TraceError(f"no trace in {folder}: {cure}") from None
     except NotADirectoryError:
-        raise TraceError(f"{folder} is a file, a trace is a folder: `dynamiccl import` makes one from it") from None
+        raise TraceError(
+            f"{folder} is a file, a trace is a folder; `dynamiccl show` and `advise` read other tools' files"
+        ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise TraceError(f"cannot read {path} ({error}): restore it, the segments beside it are unharmed") from None
     version = header.get("format") if isinstance(header, dict) else None

@@ -25,7 +25,7 @@ class Fingerprint:
 
     Sources: ``cost_us`` is the row that NCCL hands to the tuner (:func:`dynamiccl.traces.records.pair_costs`);
     ``own_pair``/``own_channels`` are what NCCL ran when left alone; ``comm_channels`` is the most channels ever seen
-    on the communicator; ``share`` and ``exposed`` come from the events of a default window.
+    on the communicator; ``share`` comes from the events of a default window.
     """
 
     is_reduce_scatter: Array  # 0 / 1
@@ -38,7 +38,6 @@ class Fingerprint:
     own_channels: Array
     comm_channels: Array
     share: Array  # time of this slot's calls / step time, under NCCL's own choice
-    exposed: Array  # the part of that share during which nothing was computed; NaN = unknown
     memory_pressure: Array  # memory used / total, 0 = unknown
 
     @property
@@ -55,7 +54,6 @@ class Fingerprint:
         live = cost >= 0
         best = np.where(live, cost, np.inf).min(axis=1)
         relative = np.where(live, np.log2(np.maximum(cost, 1e-3) / best[:, None]), 3.0)
-        exposed = np.nan_to_num(np.asarray(self.exposed, np.float64), nan=-1.0)
         columns = [
             np.asarray(self.is_reduce_scatter, np.float64),
             np.log2(np.maximum(self.n_bytes, 1)) / 32 - 0.5,
@@ -68,7 +66,6 @@ class Fingerprint:
             np.log2(np.maximum(self.own_channels, 1)) / 6,
             np.log2(np.maximum(self.comm_channels, 1)) / 6,
             np.asarray(self.share, np.float64),
-            exposed,
             np.asarray(self.memory_pressure, np.float64),
         ]
         own = np.eye(len(PAIRS))[np.asarray(self.own_pair, np.int64)]
@@ -76,4 +73,4 @@ class Fingerprint:
         return np.clip(features, -2, 2).astype(np.float32)
 
 
-N_FEATURES = 13 + 2 * len(PAIRS)
+N_FEATURES = 12 + 2 * len(PAIRS)

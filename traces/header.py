@@ -19,7 +19,7 @@ from .records import Decision, Slot, Table
 
 #: Version of a trace folder's layout. Raise it when a reader of the old layout would go wrong, and keep
 #: reading the old one.
-FORMAT = 1
+FORMAT = 2
 
 
 def new_header() -> dict[str, Any]:

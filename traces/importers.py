@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
-from . import (
-    importers_chakra,
-    importers_flight,
-    importers_inspector,
-    importers_kineto,
-    importers_nccl_log,
-    importers_nccl_tests,
-    importers_nsys,
-)
+from . import importers_flight, importers_kineto, importers_nsys
 from .assemble import COMM_COLUMNS, OFFER_COLUMNS, empty
-from .files import Trace, TraceError, TraceWriter
+from .files import Trace, TraceError
 from .importers_common import Imported
 from .importers_steps import clock_offsets, infer_steps, shifted
 from .json_stream import Source
@@ -30,31 +21,10 @@ OnBytes = Callable[[int], None]
 FORMATS: dict[str, tuple[Callable[[list[Path], OnBytes], Imported], str]] = {
     "kineto": (importers_kineto.read, "PyTorch profiler traces, one .json or .json.gz a rank"),
     "flight-recorder": (importers_flight.read, "PyTorch Flight Recorder dumps, one a rank"),
-    "inspector": (importers_inspector.read, "NCCL Inspector logs, JSON lines"),
-    "nccl-tests": (importers_nccl_tests.read, "nccl-tests results: -J JSON, printed text, or CSV"),
-    "nccl-log": (importers_nccl_log.read, "NCCL's debug log with INIT, COLL and TUNING lines"),
     "nsys": (importers_nsys.read, "Nsight Systems' SQLite export"),
-    "chakra": (importers_chakra.read, "Chakra execution traces, one .et a rank"),
 }
 #: What tells a format within a file's first bytes, in this order.
-_SIGNS = (
-    ("kineto", (b'"traceEvents"', b'"deviceProperties"')),
-    ("flight-recorder", (b'"entries"', b'"pg_config"')),
-    ("inspector", (b'"coll_perf"', b'"inspector_output_format_version"', b'"dump_stats"')),
-    ("nccl-log", (b" NCCL INFO ",)),
-    ("nccl-tests", (b"nccl-tests", b"_perf", b"out-of-place", b"size_bytes", b'"out_of_place"')),
-)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What an import came to."""
-
-    folder: Path
-    n_events: int
-    n_steps: int
-    n_timed: int  # events that have a start and an end
-    notes: list[str]  # what the source could not tell
+_SIGNS = (("kineto", (b'"traceEvents"', b'"deviceProperties"')), ("flight-recorder", (b'"entries"', b'"pg_config"')))
 
 
 def detect(path: Path) -> str:
@@ -65,8 +35,6 @@ def detect(path: Path) -> str:
         return "nsys"
     if head[:1] == b"\x80":
         return "flight-recorder"
-    if path.suffix == ".et":
-        return "chakra"
     for name, signs in _SIGNS:
         if any(sign in head for sign in signs):
             return name
@@ -146,10 +114,8 @@ def read_recording(
             f"clocks of {len(moved)} ranks moved by up to {abs(most[0]) / 1e3:.0f} us, to where their "
             f"collectives end together (known to {max(s for _, s in moved.values()) / 1e3:.0f} us)"
         )
-    if steps.empty and source != "nccl-tests":
+    if steps.empty:
         events, steps, period = infer_steps(events)
-        if found.header.get("ordered_only"):  # then how long a step took is not known
-            steps = steps.iloc[:0]
         found.header["steps_from"] = "period" if period else "none"
         found.notes.append(
             f"no marks of optimizer steps: a step is taken to be {period} calls, which repeat"
@@ -160,24 +126,6 @@ def read_recording(
     header = {"host": None, "kernel": None, "commit": None, **found.header, "source": source, "emulated": False}
     header |= {"files": [str(p) for p in files], "notes": found.notes}
     return Trace(Path(os.path.commonpath(files)), header, events, steps, _comms(events), empty(OFFER_COLUMNS), compute)
-
-
-def write_recording(trace: Trace, out: Path) -> Result:
-    """Write a recording that was read as a trace folder. Raises TraceError when it holds a trace already."""
-    with TraceWriter(out, trace.header) as writer:
-        writer.write(trace.events, trace.steps)
-        writer.write_whole("comms", trace.comms)
-        if len(trace.offers):
-            writer.write_whole("offers", trace.offers)
-        if len(trace.compute):
-            writer.write_whole("compute", trace.compute)
-    n_timed = int(trace.events["start_ns"].notna().sum())
-    return Result(Path(out), len(trace.events), len(trace.steps), n_timed, list(trace.header.get("notes") or ()))
-
-
-def import_files(source: str, paths: list[Path], out: Path, ranks_per_node: int | None = None) -> Result:
-    """:func:`read_recording` and :func:`write_recording`."""
-    return write_recording(read_recording(paths, source, ranks_per_node), out)
 
 
 def _comms(events: pd.DataFrame) -> pd.DataFrame:

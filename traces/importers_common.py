@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pandas as pd
 from .assemble import DTYPE_BYTES, EVENT_COLUMNS, complete, empty
 from .files import COMPUTE_COLUMNS
 from .importers_steps import step_rows
-from .records import ALGOS, FUNCS, PROTOS
+from .records import FUNCS
 
 Array = np.ndarray[Any, Any]
 
@@ -100,11 +99,11 @@ class Imported:
 
 
 def func_of(name: str) -> str | None:
-    """A collective's name as PyTorch, NCCL or nccl-tests writes it -> one of FUNCS; None if it is none of them.
+    """A collective's name as PyTorch or NCCL writes it -> one of FUNCS; None if it is none of them.
 
-    ``_allgather_base``, ``AllGather``, ``nccl:_all_gather_base`` and ``all_gather_perf`` are all ``all_gather``.
+    ``_allgather_base``, ``AllGather`` and ``nccl:_all_gather_base`` are all ``all_gather``.
     """
-    text = re.sub(r"[^a-z]", "", name.lower().rpartition(":")[2].removesuffix("_perf"))
+    text = re.sub(r"[^a-z]", "", name.lower().rpartition(":")[2])
     for func in ("reduce_scatter", "all_gather", "all_reduce", "send_recv", "broadcast", "reduce", "send", "recv"):
         if text.startswith(func.replace("_", "")) and func in FUNCS:
             return func
@@ -112,30 +111,13 @@ def func_of(name: str) -> str | None:
 
 
 def dtype_of(name: str) -> str:
-    """A type's name as PyTorch, NCCL or nccl-tests writes it -> ours; 'unknown' if it is no type of NCCL's."""
+    """A type's name as PyTorch or NCCL writes it -> ours; 'unknown' if it is no type of NCCL's."""
     return _TYPE_OF.get(name.lower().removeprefix("torch.").removeprefix("nccl").removeprefix("c10::"), "unknown")
 
 
 def width_of(dtype: str) -> int:
     """Bytes of one element of one of our types; 1 for 'unknown', whose counts are then taken for bytes."""
     return DTYPE_BYTES.get(dtype, 1)
-
-
-def known(name: str | None, names: Iterable[str]) -> str:
-    """An algorithm's or protocol's name -> our spelling, 'unknown' if there is none of that name."""
-    text = (name or "").lower().replace("-", "_")
-    text = {"collnetdirect": "collnet_direct", "collnetchain": "collnet_chain", "nvlstree": "nvls_tree"}.get(text, text)
-    return text if text in names else "unknown"
-
-
-def algo_of(name: str | None) -> str:
-    """An algorithm's name as NCCL writes it (``RING``, ``NVLSTree``) -> ours."""
-    return known(name, ALGOS)
-
-
-def proto_of(name: str | None) -> str:
-    """A protocol's name as NCCL writes it (``LL128``) -> ours."""
-    return known(name, PROTOS)
 
 
 def comm_id_of(*parts: Any) -> int:

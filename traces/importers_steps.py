@@ -82,7 +82,7 @@ def step_rows(rows: list[dict[str, Any]]) -> pd.DataFrame:
     if not rows:
         return empty(STEP_COLUMNS)
     unknown: dict[str, Any] = {"table_generation": 0, "memory_used": 0, "memory_total": 0, "pid": 0}
-    unknown |= dict.fromkeys(("sm_utilization", "power_w", "loss"), float("nan"))
+    unknown |= dict.fromkeys(("sm_utilization", "power_w"), float("nan"))
     frame = complete(pd.DataFrame([{**unknown, **row} for row in rows]), STEP_COLUMNS)
     return frame.sort_values(["index", "rank"]).reset_index(drop=True)
 

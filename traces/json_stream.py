@@ -71,17 +71,6 @@ class Source:
         return b"".join(parts)
 
 
-def read_lines(path: Path, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
-    """The lines of a file, one at a time; one that is too long to be a line of a log is cut."""
-    rest = b""
-    with Source(path, on_bytes) as source:
-        while block := source.read(BLOCK):
-            *lines, rest = (rest + block).split(b"\n")
-            yield from lines
-            rest = rest[:BLOCK]
-    yield rest
-
-
 def loads(path: Path, data: bytes | str) -> Any:
     """The value of a JSON text. Raises TraceError that says where it stops to be JSON (nesting over 1,024 is none)."""
     try:

@@ -67,6 +67,9 @@ class NotTuning(Reason):
     """Why nothing is tuned: for good, or what is waited for."""
 
     NOTHING = "the job runs no all_gather or reduce_scatter that a tuner can reach: nothing to tune"
+    TOO_SMALL = (
+        "the all_gather and reduce_scatter that a tuner can reach take {share:.1%} of a step: too small a share to tune"
+    )
     NOT_LOADED = (
         "NCCL has not loaded the plugin in any process here, so there is nothing to tune: let the job keep the "
         "variables that begin with NCCL_ and DYNAMICCL_, and look at NCCL_DEBUG=INFO for TUNER/Plugin"
@@ -75,6 +78,10 @@ class NotTuning(Reason):
     NOT_ASKED = (
         "NCCL runs all_gather or reduce_scatter but never asks the tuner (symmetric kernels, copy engines, another "
         "tuner): `dynamiccl doctor` names the variables that do that"
+    )
+    NOT_TOLD = (
+        "NCCL asks the tuner and tells the profiler of no collective, so none can be compared: let the job keep "
+        "NCCL_PROFILER_PLUGIN, and use NCCL 2.27 or newer"
     )
     OTHER_BACKEND = "torch.distributed runs on {backend} here; only NCCL asks a tuner"
     NO_PROBE = "no process of the job has loaded the probe yet"
@@ -120,6 +127,10 @@ class NotAgreeing(Reason):
     OTHER_PLACE = "rank {rank} has {done} where rank {other} has {others}"
     OTHER_COUNT = (
         "rank {rank} has enqueued {done} collectives where rank {other} has enqueued {others} on the same communicator"
+    )
+    UNCOUNTED = (
+        "rank {rank} has no count of its collectives: NCCL asks our tuner there and tells our profiler of none "
+        "(NCCL_PROFILER_PLUGIN, or NCCL before 2.27)"
     )
     PAST_THE_PLACE = "rank {rank} was past the place before it knew of it"
     WAITED_TOO_LONG = "a rank had waited too long before all stood at the place"

@@ -291,7 +291,7 @@ STEP_DTYPE = _record(
         ("duration_ns", "<i8"),
         ("memory_used", "<u8"),  # bytes, 0 = unknown
         ("memory_total", "<u8"),
-        ("loss", "<f8"),  # NaN = unknown
+        ("spare", "<u8"),
         ("sm_utilization", "<f4"),  # 0..1, NaN = unknown
         ("power_w", "<f4"),
         ("sm_clock_mhz", "<u2"),  # 0 = unknown

@@ -87,7 +87,6 @@ def find_slots(
             own_channels=np.array([float(group["n_channels"].median())]),
             comm_channels=np.array([most_channels[slot.n_ranks, slot.n_nodes]]),
             share=np.array([share]),
-            exposed=np.array([np.nan]),  # the host cannot see when a GPU computes
             memory_pressure=np.array([memory_pressure]),
         )
         profiles.append(SlotProfile(slot, n_bytes, calls, call_us, timed_by, share, fingerprint))

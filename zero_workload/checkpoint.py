@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from .comm import ask
 from .layout import Span
 from .parts import Part
 from .zero import Engine
@@ -107,31 +108,53 @@ def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
     It is written under another name and renamed when whole: killed in the middle, the previous one is untouched.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: on every rank: one of them could not write.
+        ValueError: on every rank: the folder holds a later step, of another run.
     """
+    require_newest(folder, step)
     engine.synchronize()
     done, partial, replicas = folder / f"step-{step:08d}", folder / f"step-{step:08d}.partial", engine.comm.replicas
-    if replicas and replicas.rank > 0:  # the first replica writes
-        dist.barrier(replicas.group)
-        return done
-    if engine.comm.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
+    first = engine.comm.rank == 0 and not (replicas and replicas.rank)  # the first replica writes
+
+    def begin() -> None:
+        for old in folder.glob(f"{STEPS}.partial"):  # of a save that failed
+            shutil.rmtree(old)
         partial.mkdir(parents=True)
-    dist.barrier(engine.comm.group)
-    state_dict_saver.save(_state(engine), checkpoint_id=partial, process_group=engine.comm.group)
-    if engine.comm.rank == 0:
+
+    def write() -> None:
+        state_dict_saver.save(_state(engine), checkpoint_id=partial, process_group=engine.comm.group)
+
+    def end() -> None:
         meta = {"step": step, "shapes": {name: _place(engine, i)[0] for i, name in enumerate(engine.names)}}
-        meta |= {"loss_scale": engine.loss_scale, "good_steps": engine.good_steps}
-        meta["optimizer"] = type(engine.optimizer).__name__
+        meta |= {"loss_scale": engine.loss_scale, "good_steps": engine.good_steps, "skipped": engine.skipped}
+        meta |= {
+            "optimizer": type(engine.optimizer).__name__,
+            "rates": [float(group.get("lr", 0)) for group in engine.optimizer.param_groups],
+        }
         (partial / "meta.json").write_text(json.dumps(meta))
         shutil.rmtree(done, ignore_errors=True)
         partial.rename(done)
         for old in sorted(folder.glob(STEPS))[:-keep]:
             shutil.rmtree(old)
-    dist.barrier(engine.comm.group)
-    if replicas:
-        dist.barrier(replicas.group)
+
+    for part, mine in ((begin, first), (write, not (replicas and replicas.rank)), (end, first)):
+        error: BaseException | None = None
+        try:
+            if mine:
+                part()
+        except (OSError, CheckpointException) as caught:
+            error = caught
+        said = ask(f"rank {dist.get_rank()}: {type(error).__name__}: {error}" if error else "", *engine.comm.groups)
+        if any(said):
+            raise error if isinstance(error, OSError) else OSError(f"a peer failed: {max(said)}") from error
     return done
+
+
+def require_newest(folder: Path, step: int) -> None:
+    """Raise ValueError when ``folder`` holds a checkpoint of a later step than ``step``, which would count as newer."""
+    newest = max(folder.glob(STEPS), default=None)
+    if newest is not None and int(newest.name.removeprefix("step-")) > step:
+        raise ValueError(f"{newest} is of another run, and later than step {step}: resume from it, or save elsewhere")
 
 
 def load(engine: Engine, folder: Path) -> int:
@@ -174,7 +197,11 @@ def load(engine: Engine, folder: Path) -> int:
     _read(engine, _state(engine), newest)
     if engine.loss_scale is not None and meta["loss_scale"] is not None:
         engine.loss_scale, engine.good_steps = meta["loss_scale"], meta["good_steps"]
-    engine.steps = int(meta["step"])
+    engine.steps, engine.skipped = int(meta["step"]), meta.get("skipped", 0)
+    for group, rate in zip(
+        (g for g in engine.optimizer.param_groups if "lr" in g), meta.get("rates", ()), strict=False
+    ):
+        group |= {"lr": rate} if "lr" in group else {}
     engine.publish()
     engine.synchronize()
     return engine.steps

@@ -16,6 +16,16 @@ Group = dist.ProcessGroup | None
 IN_FLIGHT = 2
 
 
+def ask(mine: Any, *groups: Group) -> list[Any]:
+    """What every rank that shares a group of ``groups`` with this one, or with one of those, says; a collective."""
+    said = [mine]
+    for group in groups:
+        lists: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(lists, said, group=group)
+        said = [one for some in lists for one in some]
+    return said
+
+
 class Collectives:
     """All-gather, reduce-scatter and all-reduce (to the mean) on one process group; each returns a work handle at once.
 
@@ -35,6 +45,7 @@ class Collectives:
         self.rank, self.size, self.backend = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
         self.reduce_group = reduce_group or group
         self.replicas = Collectives(replicas) if replicas else None
+        self.groups = [group, replicas] if replicas else [group]
         self.buffer_bytes = 0  # of all that were made
         self._free: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._exchanges: deque[_Exchange] = deque()
@@ -91,11 +102,10 @@ class Collectives:
             return
         if self.replicas:
             self.replicas.require_same(about, what)
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, zlib.crc32(repr(about).encode()), group=self.group)  # a few bytes, as a rule
+        everyone = ask(zlib.crc32(repr(about).encode()), self.group)  # a few bytes, as a rule
         odd = [rank for rank, digest in enumerate(everyone) if digest != everyone[0]]
         if odd:
-            dist.all_gather_object(everyone, about, group=self.group)
+            everyone = ask(about, self.group)
             here, there = everyone[0], everyone[odd[0]]
             name = next((n for n in {**here, **there} if here.get(n) != there.get(n)), "their order")
             values = f"{there.get(name)} on rank {odd[0]}, {here.get(name)} on rank 0"

@@ -1,10 +1,8 @@
 """The collectives of a training step without the machines: fake tensors, a fake process group, every real call.
 
 The engine (or FSDP2) runs as it would; only arithmetic and memory are missing. So the calls, their bytes and their
-order are exactly those of a real run on so many ranks. Ours and FSDP2's stage 3 differ in three things: FSDP2 gathers
-embedding and head with the root, ours by themselves from ``layout.MIN_UNIT`` elements on; each pads in its own way
-(ours below 16 elements a parameter, FSDP2 each parameter's first dimension to the ranks); and ours keeps what backward
-begins with, unless ``keep_last=False``.
+order are exactly those of a real run on so many ranks. The two differ at stage 3: FSDP2 gathers embedding and head with
+the root, ours by themselves; each pads in its own way; and ours keeps what backward begins with.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .dryrun_models import Shape
 from .parallel import Cut, tensor_parallel
 from .peers import Peer
-from .remat import Partition
 from .zero import Engine, zero
 
 #: c10d operator -> name, and which argument is the whole buffer.
@@ -79,35 +76,16 @@ class CollectiveLog(TorchDispatchMode):
 
 
 def dry_run(
-    shape: Shape,
-    *,
-    ranks: int,
-    stage: int,
-    engine: str = "zero",
-    batch: int = 1,
-    param_dtype: torch.dtype = torch.bfloat16,
-    shard: int = 0,
-    tensor: int = 1,
-    sequence: bool = False,
-    partition: bool = False,
-    experts: int = 1,
-    apart: bool = False,
-    **settings: Any,
+    shape: Shape, *, ranks: int, stage: int, engine: str = "zero", shard: int = 0, tensor: int = 1, **settings: Any
 ) -> tuple[list[Call], int]:
-    """The collectives of one step in steady state (the second), in order, as rank 0 sees them.
+    """The collectives of one step in steady state (the second), in order, as rank 0 sees them, in bfloat16.
 
     Args:
         shape: of the transformer, see ``dryrun_models.PRESETS``.
         ranks: size of the fake group.
-        stage: 0 to 3; for ``engine="fsdp2"`` 2 (parameters stay gathered) or 3.
-        engine: ``"zero"`` (ours) or ``"fsdp2"`` (``fully_shard`` of each block and the root).
-        batch: sequences a rank.
-        param_dtype: dtype of the messages.
+        stage: 0 to 3 of ``engine="zero"`` (ours); of ``"fsdp2"`` 2 (parameters stay gathered) or 3.
         shard: HSDP: ranks over which ZeRO shards, the rest are replicas; 0: all.
-        tensor: ranks that share each matrix; ``sequence``: they share the sequence between them too.
-        partition: they share what recomputing block by block keeps (ZeRO-R's P_a).
-        experts: ranks that share a mixture's experts.
-        apart: reduce-scatters have a communicator of their own.
+        tensor: ranks that share each matrix, of ours.
         settings: more arguments of ``zero()``; FSDP2 knows ``reduce_dtype``.
 
     Returns:
@@ -116,15 +94,11 @@ def dry_run(
     Raises:
         ValueError: a setting out of range, or a process group exists already.
     """
-    if engine not in ("zero", "fsdp2") or (engine == "fsdp2" and stage not in (2, 3)):
-        raise ValueError("the engine is zero at stages 0 to 3, or fsdp2 at 2 (no resharding) and 3")
-    if engine == "fsdp2" and (tensor > 1 or experts > 1):
-        raise ValueError("tensor and expert parallelism are dry runs of zero")
-    if partition and (tensor == 1 or sequence):
-        raise ValueError("activations are partitioned over ranks that share matrices, and not the sequence")
-    if experts > 1 and not shape.experts:
-        raise ValueError("this model has no experts to share")
-    cut = Cut(ranks, shard, tensor, experts, apart and engine == "zero")
+    if engine not in ("zero", "fsdp2") or (engine == "fsdp2" and (stage not in (2, 3) or tensor > 1)):
+        raise ValueError(
+            "the engine is zero at stages 0 to 3, or fsdp2 at 2 (no resharding) and 3, not tensor-parallel"
+        )
+    cut = Cut(ranks, shard, tensor)
     if dist.is_initialized():
         raise ValueError("a dry run needs a process without a process group")
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -132,25 +106,22 @@ def dry_run(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         groups = cut.groups()
-        mesh: Any = cut.mesh(groups, "cpu")  # FSDP2's, or of the ranks that share matrices
-        if engine == "fsdp2" and mesh is None:
-            mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))
-        elif tensor > 1:
-            sharing = groups.pop("tensor")
+        sharing = groups.pop("tensor", None)
+        mesh = cut.mesh(groups, "cpu") or dist.device_mesh.init_device_mesh("cpu", (ranks,))  # FSDP2's
+        if sharing:
             mesh = dist.device_mesh.DeviceMesh.from_group(sharing, "cpu")
         with FakeTensorMode(), torch.device("cpu"):
-            model = shape.build(groups.pop("experts", None), Partition(sharing) if partition else None)
-            n_params = sum(p.numel() * (experts if hasattr(p, "expert") else 1) for p in model.parameters())
+            model = shape.build()
+            n_params = sum(p.numel() for p in model.parameters())
             job: Engine | Peer
             if engine == "fsdp2":
                 name = "fsdp2" if stage == 3 else "fsdp2-no-reshard"
-                job = Peer(name, model, torch.optim.SGD, mesh, apart, param_dtype=param_dtype, **settings)
+                job = Peer(name, model, torch.optim.SGD, mesh, **settings)
             else:
-                if tensor > 1:
-                    tensor_parallel(model, mesh, sequence=sequence)
-                both: Any = {**groups, **settings}
-                job = zero(model, torch.optim.SGD, stage=stage, param_dtype=param_dtype, **both)
-            tokens = torch.zeros(batch, shape.seq, dtype=torch.int64)
+                if sharing:
+                    tensor_parallel(model, mesh)
+                job = zero(model, torch.optim.SGD, stage=stage, **groups, **settings)
+            tokens = torch.zeros(1, shape.seq, dtype=torch.int64)
             for _ in range(2):
                 with CollectiveLog() as log:
                     job.backward(model(tokens, tokens))

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from .model import Experts, ModelConfig, Transformer
-from .remat import Partition
 
 
 @dataclass(frozen=True)
@@ -22,32 +20,23 @@ class Shape:
     heads: int
     seq: int
     vocab: int
-    #: width inside the gated MLP.
-    hidden: int = 0
-    #: heads of keys and values; 0: as many as ``heads``.
-    kv_heads: int = 0
-    #: experts of each MLP, of which two serve a token; 0: a plain MLP.
-    experts: int = 0
+    hidden: int = 0  # width inside the gated MLP
+    kv_heads: int = 0  # heads of keys and values; 0: as many as ``heads``
+    experts: int = 0  # of each MLP, two of which serve a token; 0: a plain MLP
 
-    def build(self, group: dist.ProcessGroup | None = None, partition: Partition | None = None) -> Transformer:
-        """The model; its forward takes tokens and targets [batch, seq] int64 and returns the loss. ``group``: ranks
-        that share the experts; ``partition``: each block is recomputed, and its input kept there.
-        """
-        recompute = "block" if partition else "none"
-        config = ModelConfig(self.layers, self.width, self.heads, self.seq, self.vocab, checkpoint=recompute)
-        model = Transformer(config, partition)
+    def build(self) -> Transformer:
+        """The model; its forward takes tokens and targets [batch, seq] int64 and returns the loss."""
+        model = Transformer(ModelConfig(self.layers, self.width, self.heads, self.seq, self.vocab))
         if not self.hidden:
             model.head.weight = model.embed.weight
             return model
-        model.position, model.norm = None, _norm(self.width)
+        model.position, model.norm = None, nn.RMSNorm(self.width)
         for block in model.blocks:
-            block.norm1, block.norm2 = _norm(self.width), _norm(self.width)
+            block.norm1, block.norm2 = nn.RMSNorm(self.width), nn.RMSNorm(self.width)
             block.attention = _Attention(self)
-            block.mlp = (
-                Experts(self.width, self.experts, group, hidden=self.hidden, gated=True, top=min(2, self.experts))
-                if self.experts
-                else _GatedMLP(self.width, self.hidden)
-            )
+            block.mlp = _GatedMLP(self.width, self.hidden)
+            if self.experts:
+                block.mlp = Experts(self.width, self.experts, hidden=self.hidden, gated=True, top=2)
         return model
 
 
@@ -61,38 +50,25 @@ PRESETS = {
 }
 
 
-def _norm(width: int) -> nn.Module:
-    return nn.RMSNorm(width, eps=1e-5)
-
-
 class _Attention(nn.Module):
-    """Causal self-attention with rotary positions, [batch, seq, width] to the same; heads share keys and values."""
+    """Causal, [batch, seq, width] to the same; heads share keys and values. Rotary positions, which have no parameters
+    and no matrices, are left out.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head = shape.width // shape.heads
+        shared = self.head * (shape.kv_heads or shape.heads)
         self.q = nn.Linear(shape.width, shape.width, bias=False)
-        self.k, self.v = (
-            nn.Linear(shape.width, self.head * (shape.kv_heads or shape.heads), bias=False) for _ in range(2)
-        )
+        self.k, self.v = (nn.Linear(shape.width, shared, bias=False) for _ in range(2))
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (m(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for m in (self.q, self.k, self.v))
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        attended = F.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: torch.Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return out
-
-
-def _rotate(x: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on [batch, heads, seq, head]: halves are paired (Su et al., RoFormer, 2021)."""
-    half = x.shape[-1] // 2
-    speed = 10000.0 ** -(torch.arange(half, device=x.device) / half)
-    angle = torch.arange(x.shape[-2], device=x.device)[:, None] * speed
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 class _GatedMLP(nn.Module):

@@ -6,18 +6,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .comm import ask
 from .layout import local
-from .parts import Part
 
 if TYPE_CHECKING:
     from .zero import Engine
 
 
 class Health:
-    """One small all-reduce a step, of float32: an element a parameter and one more.
-
-    It is waited for at once only where somebody needs it: to clip, to see a float16 overflow, or because this rank owns
-    a parameter that it did not use. Else the answer is read a step later, when it has long arrived.
+    """One small all-reduce a step: an element a parameter and one more. It is waited for before the optimizer's step,
+    so that what is not finite never reaches the weights.
     """
 
     def __init__(self, engine: "Engine") -> None:
@@ -26,79 +24,66 @@ class Health:
         times = (1 if engine.stage else engine.comm.size) * (engine.comm.replicas.size if engine.comm.replicas else 1)
         self.copies = [times * self._copies(p) for p in engine.params]
         self._share = torch.empty(0)  # of a part's square, this rank's
-        self._last: tuple[Any, torch.Tensor, torch.Tensor, list[Part], list[torch.Tensor]] | None = None
 
     def _copies(self, p: Any) -> int:
         """How many tensor-parallel ranks hold the same of parameter ``p``."""
         dims = enumerate(self.engine.tp_groups)
         return math.prod(group.size() for d, group in dims if local(p) is p or p.placements[d].is_replicate())
 
-    def look(self, now: bool) -> torch.Tensor | None:
-        """After the reductions. Gradients of parameters that no rank used become ``None``. With ``now``, returns the
-        global norm of the unscaled gradient (scalar), the same on every rank."""
+    def look(self) -> torch.Tensor:
+        """After the reductions. Gradients of parameters that no rank used become ``None``. Returns the global norm of
+        the unscaled gradient (scalar), the same on every rank: not finite where backward failed on some rank.
+        """
         engine, comm, used, parts = self.engine, self.engine.comm, self.engine.reducer.used, self.engine.owned
+        grads = [part.param.grad for part in parts if part.param.grad is not None]  # that is, all
+        dtype = torch.float64 if torch.float64 in {b.full.dtype for b in engine.buckets} else torch.float32
         if len(self._share) != len(parts):
             copies = [self.copies[part.spans[0].number] for part in parts]
-            self._share = 1 / torch.tensor(copies, dtype=torch.float32, device=engine.params[0].device)
-        grads = [part.param.grad for part in parts if part.param.grad is not None]  # that is, all
-        norms = torch._foreach_norm(grads) if grads else []
-        squares = torch.stack([n.float() for n in norms]).square() if norms else torch.zeros_like(self._share)
-        seen = torch.tensor([*used, 0.0], device=self._share.device)
-        seen[-1] = (squares.to(seen.device) * self._share).sum()
+            self._share = 1 / torch.tensor(copies, dtype=dtype, device=engine.params[0].device)
+        seen = torch.tensor([*used, 0.0], dtype=dtype, device=self._share.device)
+        if grads:
+            squares = torch.stack([n.to(dtype) for n in torch._foreach_norm(grads)]).square()
+            seen[-1] = (squares.to(seen.device) * self._share).sum()
+        if engine.reducer.broken:
+            seen[-1] = math.nan
         for group in engine.tp_groups:
             dist.all_reduce(seen[-1:], group=group)
-        work: Any = comm.all_reduce(seen, dist.ReduceOp.SUM)
-        if comm.replicas:
-            work.wait()
-            work = comm.replicas.all_reduce(seen, dist.ReduceOp.SUM)
+        comm.agree(seen, dist.ReduceOp.SUM)
         engine.reducer.used = [0.0] * len(used)
         # Experts that several ranks have in one place are different ones: they count as used.
         shared = [part for part in parts if part.bucket.comm is comm and comm.backend != "fake"]
-        unsure = any(not used[span.number] for part in shared for span in part.spans)
-        if now or unsure:
-            work.wait()
-        norm = seen[-1].sqrt() / (engine.loss_scale or 1.0) if now else None
-        if unsure:
+        if any(not used[span.number] for part in shared for span in part.spans):
             counts = seen.tolist()
             engine.split({number: count > 0 for number, count in enumerate(counts)})
             for part in engine.owned:
                 if part.bucket.comm is comm and not counts[part.spans[0].number]:
                     part.param.grad = None
-        if seen.is_cuda:  # copied now, so that reading it does not wait for what is queued until then
-            work.wait()
-            seen, work = seen.to("cpu", non_blocking=True), torch.cuda.Event()
-            work.record()
-        self._last, self.losses = (work, seen, squares, parts, self.losses), []
-        return norm
+        return seen[-1].sqrt() / (engine.loss_scale or 1.0)
 
-    def check(self) -> None:
-        """Raise FloatingPointError, on every rank, when the last step's gradients were not finite."""
-        last, self._last = self._last, None
-        if last is None or self.engine.comm.backend == "fake" or self.engine.loss_scale is not None:
-            return
-        work, seen, squares, parts, losses = last
-        work.synchronize() if isinstance(work, torch.cuda.Event) else work.wait()
-        if not math.isfinite(seen[-1].item()):
-            raise self.error(f"not finite at step {self.engine.steps - 1}", squares, parts, losses)
-
-    def overflow(self) -> FloatingPointError:
-        """What to raise, on every rank, when this step's gradients overflow float16 at any scale."""
-        assert self._last is not None
-        return self.error(f"beyond float16 at step {self.engine.steps}, at the least loss scale", *self._last[2:])
-
-    def error(self, what: str, squares: torch.Tensor, parts: list[Part], losses: list[Any]) -> FloatingPointError:
-        """A collective: names the ranks whose loss is not finite, or else parameters whose gradient is not."""
+    def error(self) -> Exception | None:
+        """A collective, of all ranks, when the norm is not finite: what each of them raises. ``None``: this step is
+        skipped, because backward failed on every rank and was caught there, or for a lower loss scale.
+        """
         engine, names = self.engine, set[str]()
-        for part in (part for part, n in zip(parts, squares.tolist(), strict=False) if not math.isfinite(n)):
-            seen = part.param.detach() if part.param.grad is None else part.param.grad  # a step has left its mark
-            bad = [span for span in part.spans if not part.cut(seen, [span]).isfinite().all()]
-            names |= {engine.names[span.number] for span in bad or part.spans}
-        everyone: list[Any] = [None] * engine.comm.size
-        mine = all(math.isfinite(loss.item()) for loss in losses), sorted(names)
-        dist.all_gather_object(everyone, mine, group=engine.comm.group)
-        ranks = [rank for rank, (fine, _) in enumerate(everyone) if not fine]
+        for part in engine.owned:
+            grad = part.param.grad
+            if grad is not None and not grad.norm().square().isfinite():
+                bad = [span for span in part.spans if not part.cut(grad, [span]).isfinite().all()]
+                names |= {engine.names[span.number] for span in bad or part.spans}
+        fine = all(math.isfinite(loss.item()) for loss in self.losses)
+        mine = dist.get_rank(), engine.reducer.broken, fine, sorted(names)
+        everyone = ask(mine, *engine.comm.groups, *engine.tp_groups)
+        at, broken = f"at step {engine.steps}", sorted({rank for rank, failed, _, _ in everyone if failed})
+        if broken:
+            what = f"backward failed on ranks {broken} and not on the others {at}, which was applied on none"
+            every = all(failed for _, failed, _, _ in everyone)
+            return None if every else RuntimeError(f"{what}: leave a batch out on every rank, or on none")
+        if engine.loss_scale is not None and engine.loss_scale > 1:
+            return None
+        what = "not finite " + at if engine.loss_scale is None else f"beyond float16 {at}, at the least loss scale"
+        ranks = sorted({rank for rank, _, fine, _ in everyone if not fine})
         if ranks:
             return FloatingPointError(f"the loss is {what} on ranks {ranks}: lower the rate, or look at the data")
-        found = sorted({name for _, names in everyone for name in names})
+        found = sorted({name for _, _, _, names in everyone for name in names})
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         return FloatingPointError(f"the gradient is {what}, though each loss is finite: {', '.join(found[:3])}{more}")

@@ -5,7 +5,8 @@ shard r. A bucket knows which piece of which parameter lies where in it. A *row*
 allocation and cut into buckets.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -38,7 +39,6 @@ class Settings:
     unit: str = "block"
     min_unit: int = MIN_UNIT
     hybrid: int | None = None
-    classic: bool = False
     keep_last: bool = True
     loss_scale: float = 2.0**16
     reduce_dtype: torch.dtype | None = None
@@ -60,23 +60,42 @@ class Settings:
         return self.wire(dtype) if self.gradient_accumulation == 1 or self.no_sync else self.master(dtype)
 
     def __post_init__(self) -> None:
-        counts = self.prefetch == "auto" or (isinstance(self.prefetch, int) and self.prefetch >= 0)
+        def within(name: str, what: str, fine: Callable[[Any], bool], *others: Any) -> tuple[str, bool]:
+            value = getattr(self, name)
+            what += "".join(f", or {other!r}" for other in others)
+            return f"{name} is {what}, not {value!r}", value in others or fine(value)
+
+        def whole(name: str, least: int, *others: Any) -> tuple[str, bool]:
+            return within(name, f"a whole number from {least} up", lambda n: type(n) is int and n >= least, *others)
+
+        def floating(name: str, *others: Any) -> tuple[str, bool]:
+            dtype = torch.dtype
+            return within(name, "a floating-point dtype", lambda t: type(t) is dtype and t.is_floating_point, *others)
+
         matrices = (
             f"stage {self.stage} cuts gradients up, and {self.whole_params} may need whole matrices: use stage 1, or "
             "say elementwise=True if it looks at each element by itself"
         )
-        for message, fine in {
-            f"stage is 0, 1, 2 or 3, not {self.stage!r}": self.stage in (0, 1, 2, 3),
-            f"prefetch is a number from 0 up or 'auto', not {self.prefetch!r}": counts,
-            "gradient accumulation and bucket size start at 1": min(self.gradient_accumulation, self.bucket_bytes) > 0,
-            f"unit is 'block' or 'layer', not {self.unit!r}": self.unit in ("block", "layer"),
-            "the classic form exists at stage 1 only": self.stage == 1 or not self.classic,
-            "hybrid says which units stay replicated at stage 3": self.stage == 3 or self.hybrid is None,
-            "no_sync is stage 2's: 0 and 1 reduce once a step anyway, 3 has no room": self.stage == 2
-            or not self.no_sync,
-            "optimizer states are offloaded at stage 3 only": self.stage == 3 or not self.offload,
-            matrices: self.stage <= 1 or not self.whole_params,
-        }.items():
+        for message, fine in (
+            within("stage", "0, 1, 2 or 3", lambda n: type(n) is int and 0 <= n <= 3),
+            whole("prefetch", 0, "auto"),
+            whole("gradient_accumulation", 1),
+            whole("bucket_bytes", 1),
+            whole("min_unit", 0),
+            whole("hybrid", 0, None),
+            floating("param_dtype"),
+            floating("reduce_dtype", None),
+            within("max_norm", "above 0", lambda x: x > 0, None),
+            within("loss_scale", "1 or more, and finite", lambda x: 1 <= x < math.inf),
+            within("unit", "'block' or 'layer'", ("block", "layer").__contains__),
+            ("hybrid says which units stay replicated at stage 3", self.stage == 3 or self.hybrid is None),
+            (
+                "no_sync is stage 2's: 0 and 1 reduce once a step anyway, 3 has no room",
+                self.stage == 2 or not self.no_sync,
+            ),
+            ("optimizer states are offloaded at stage 3 only", self.stage == 3 or not self.offload),
+            (matrices, self.stage <= 1 or not self.whole_params),
+        ):
             if not fine:
                 raise ValueError(message)
 

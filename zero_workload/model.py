@@ -35,8 +35,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.seq, self.vocab) < 1:
             raise ValueError("layers, width, heads, seq and vocab start at 1")
-        if self.experts < 0:
-            raise ValueError(f"experts start at 0, not {self.experts}")
+        for name in ("experts", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} starts at 0, not {getattr(self, name)}")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
         if self.checkpoint not in CHECKPOINTS:

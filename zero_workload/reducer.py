@@ -23,6 +23,7 @@ class Reducer:
     ) -> None:
         self.comm, self.experts, self.params, self.settings = comm, experts, params, settings
         self.micro_batch, self.in_backward = 0, False
+        self.broken = False  # a backward pass of this step ended with an error
         self.used = [0.0] * len(params)  # 1: has a gradient on this rank in this step
         self.at_end: list[Callable[[], None]] = []  # called at the end of every backward pass
         # bucket, handle, result, the buffer that is sent (stages 2 and 3), whether it was the last micro-batch
@@ -51,15 +52,23 @@ class Reducer:
             flush()
         self.micro_batch, self.in_backward = self.micro_batch + 1, False
 
+    def mend(self) -> bool:
+        """Outside backward: whether a pass of this step ended with an error that was caught. What other ranks go on to
+        reduce in that pass is reduced here too, whatever it is: the step will be applied on no rank.
+        """
+        if self.in_backward and torch._C._current_graph_task_id() < 0:
+            self.broken = True
+            self._end_backward()
+        return self.broken
+
     def launch(self, bucket: Bucket) -> None:
         """Start the reduction of ``bucket``. At stages 2 and 3 this frees the gradients it has copied."""
         comm, size = bucket.comm, bucket.numel // bucket.comm.size
         last = self.micro_batch == self.settings.gradient_accumulation - 1
         if bucket.grads is not None:
             local = bucket.grads.to(self.settings.wire(bucket.full.dtype))
-            whole = self.settings.stage == 0 or self.settings.classic
-            out = local[bucket.owned] if whole or local is bucket.grads else local.new_empty(size)
-            work = comm.all_reduce(local) if whole else comm.reduce_scatter(out, local)
+            out = local[bucket.owned] if not self.settings.stage or local is bucket.grads else local.new_empty(size)
+            work = comm.reduce_scatter(out, local) if self.settings.stage else comm.all_reduce(local)
             bucket.grad_shard = out
             self._work.append((bucket, work, out, None, last))
             return

@@ -16,18 +16,10 @@ from .comm import Collectives
 
 
 class Partition:
-    """Saves tensors that are equal on all ranks of ``group`` in parts.
+    """Saves tensors that are equal on all ranks of ``group``, the tensor-parallel ones, in parts."""
 
-    Args:
-        group: the tensor-parallel ranks.
-        arena: a flat tensor, allocated beforehand, for the parts of its dtype, so that long-lived checkpoints do not
-            lie between short-lived activations (ZeRO-R's M_D); what does not fit is allocated by itself.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, arena: torch.Tensor | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.comm = Collectives(group)
-        self.arena = torch.empty(0) if arena is None else arena
-        self._used = self._live = 0
 
     def save(self, tensor: torch.Tensor) -> Any:
         """This rank's part of ``tensor``, or the tensor itself where it cannot be cut evenly."""
@@ -35,22 +27,15 @@ class Partition:
         if not tensor.is_floating_point() or tensor.numel() % self.comm.size:
             return tensor
         mine = tensor.detach().reshape(-1)[self.comm.rank * n : (self.comm.rank + 1) * n]
-        if mine.dtype != self.arena.dtype or self._used + n > self.arena.numel():
-            return mine.clone(), tensor.shape, False
-        part = self.arena[self._used : self._used + n].copy_(mine)
-        self._used, self._live = self._used + n, self._live + 1
-        return part, tensor.shape, True
+        return mine.clone(), tensor.shape
 
     def load(self, saved: Any) -> torch.Tensor:
         """The whole tensor again; a collective of all ranks of the group."""
         if isinstance(saved, torch.Tensor):
             return saved
-        part, shape, in_arena = saved
+        part, shape = saved
         whole: torch.Tensor = part.new_empty(part.numel() * self.comm.size)
         self.comm.all_gather(whole, part).wait()
-        if in_arena:
-            self._live -= 1
-            self._used = self._used if self._live else 0  # all are back: the arena starts afresh
         return whole.view(shape)
 
 

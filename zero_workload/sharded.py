@@ -29,7 +29,6 @@ class Sharded:
         self.comm, self.params, self.reducer, self.names = reducer.comm, reducer.params, reducer, names
         settings, self.keep_last = reducer.settings, reducer.settings.keep_last
         self.prefetch = 1 if settings.prefetch == "auto" else int(settings.prefetch)
-        self.prefetch_reason = "as asked for"
         #: seconds of each gather and each unit's forward, while ``prefetch="auto"`` measures.
         self._spans: dict[str, list[float]] | None = {} if settings.prefetch == "auto" else None
         self._since = 0.0
@@ -99,7 +98,8 @@ class Sharded:
 
     def begin_forward(self) -> None:
         """At the start of the model's forward."""
-        self.reducer.in_backward = False  # a backward pass may have ended with an error
+        if self.reducer.in_backward:  # the whole model is recomputed
+            return
         if self._spans and self._cursor == len(self.order):
             self._choose_prefetch(self._spans)
         del self.order[self._cursor :]
@@ -247,6 +247,10 @@ class Sharded:
 
     def _flush(self) -> None:
         """At the end of a backward pass: reduce the units whose inputs carry no gradient, or that were not used."""
+        if torch._C._current_graph_task_id() < 0:  # backward failed here: where it has not, all of them are gathered
+            for unit in [u for u in reversed(self.order) if u.uses]:
+                self._before_backward(unit, None)
+                self._after_backward(unit)
         self._catch_up(-1)
         for unit in reversed(self.units):
             if unit.state is not State.REDUCED:
@@ -269,35 +273,14 @@ class Sharded:
             self._spans.setdefault(name, []).append(time.perf_counter() - self._since)
         self._since = time.perf_counter()
 
-    def _side_by_side(self, spans: dict[str, list[float]]) -> list[float]:
-        """Seconds that gathers of the two largest units take, one after the other and at once; the best of three."""
-        pair = sorted(self.units, key=lambda unit: sum(b.numel for b in unit.buckets))[-2:]
-        for _ in range(3):
-            for name in ("alone", "together"):
-                self._clock(None)
-                for unit in pair if name == "together" else ():
-                    self.gather(unit)
-                for unit in pair:
-                    self.wait(unit)
-                self._clock(name)
-                for unit in pair:
-                    self.free(unit)
-        return [min(spans[name]) for name in ("alone", "together")]
-
     def _choose_prefetch(self, spans: dict[str, list[float]]) -> None:
-        """k* = ceil(T_gather / T_compute): so many units' forward hides one gather, if gathers run side by side. On a
-        wire that one gather fills (and on one communicator of NCCL) they run one after another: there the next gather
-        is always waiting, the wire never rests, and looking further ahead takes memory and gains next to nothing.
+        """k* = ceil(T_gather / T_compute): so many units' forward hides one gather, if gathers run side by side.
 
         The slowest rank decides for all, because every rank has to start its gathers in the same order.
         """
         means = [fmean(spans.get(name, [0.0])) for name in ("gather", "compute")]
-        times = torch.tensor([*means, *self._side_by_side(spans)], device=self.params[0].device)
+        times = torch.tensor(means, device=self.params[0].device)
         self.comm.agree(times, dist.ReduceOp.MAX)
-        gather, compute, alone, together = times.tolist()
-        self._spans, wanted = None, math.ceil(gather / max(compute, 1e-9))
-        self.prefetch = max(1, min(wanted, len(self.units)))
-        self.prefetch_reason = f"a gather takes {gather * 1e3:.2f} ms, a unit's forward {compute * 1e3:.2f} ms"
-        if self.prefetch > 1 and together > 0.75 * alone:
-            self.prefetch = 1
-            self.prefetch_reason += f"; not {wanted}: two at once take {together / alone:.0%} of one after the other"
+        gather, compute = times.tolist()
+        self._spans = None
+        self.prefetch = max(1, min(math.ceil(gather / max(compute, 1e-9)), len(self.units)))

@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from .data import Corpus
 from .launch import LAUNCHER, Failed, launch, report
 from .layout import Settings
-from .model import CHECKPOINTS, ModelConfig, Transformer, best_interval
+from .model import CHECKPOINTS, ModelConfig, Transformer
 from .optim import Adan, Lion, Muon
 from .parallel import Cut, tensor_parallel
 from .peers import PEERS, Peer
@@ -45,14 +46,21 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """The command line; every option has a default that runs on two CPU cores."""
 
-    def count(text: str) -> int:
-        if not text.isdigit() or text == "0":
-            raise argparse.ArgumentTypeError(f"starts at 1, not {text}")
+    def whole(text: str, least: int = 0) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"a whole number from {least} up, not {text}")
         return int(text)
 
-    def ahead(text: str) -> int | str:
-        return text if text == "auto" else int(text)
+    def amount(text: str) -> float:
+        with suppress(ValueError):
+            if 0 < float(text) < 1e9:
+                return float(text)
+        raise argparse.ArgumentTypeError(f"a number above 0 (and below 1e9), not {text}")
 
+    def ahead(text: str) -> int | str:
+        return text if text == "auto" else whole(text)
+
+    count = partial(whole, least=1)
     p, default = _Parser("zero_workload", description="Train a byte-level transformer under ZeRO."), ModelConfig()
     p.add_argument("--stage", type=int, default=3, help="0 data parallel, 1 optimizer, 2 gradients, 3 parameters")
     p.add_argument("--steps", type=count, default=100, help="optimizer steps")
@@ -67,17 +75,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--accumulate", type=count, default=1, help="micro-batches a step")
     p.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="dtype of parameters and messages")
     p.add_argument("--lr", type=float, default=2e-3, help="learning rate")
-    p.add_argument("--clip", type=float, help="clip the global gradient norm to this")
+    p.add_argument("--clip", type=amount, help="clip the global gradient norm to this")
     p.add_argument("--seed", type=int, default=0, help="model, data order")
     p.add_argument("--text", type=Path, metavar="FILE", help="train on this text, not the standard library")
-    p.add_argument("--bucket-mb", type=float, default=1.0, help="bucket size in MiB, stages 0 to 2")
+    p.add_argument("--bucket-mb", type=amount, default=1.0, help="bucket size in MiB, stages 0 to 2")
     p.add_argument("--unit", choices=("block", "layer"), default="block", help="what stage 3 gathers at once")
     p.add_argument("--prefetch", type=ahead, default=1, help="units stage 3 gathers ahead: a number, or auto")
-    p.add_argument("--hybrid", type=int, metavar="N", help="at stage 3, replicate units below N elements")
-    p.add_argument("--classic", action="store_true", help="stage 1 all-reduces gradients")
+    p.add_argument("--hybrid", type=whole, metavar="N", help="at stage 3, replicate units below N elements")
     p.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="muon: stages 0, 1")
     p.add_argument("--recompute", choices=CHECKPOINTS, default="none", help="activation checkpointing")
-    p.add_argument("--recompute-every", type=int, default=1, help="blocks a segment; 0: the root of --layers")
+    p.add_argument("--recompute-every", type=whole, default=1, help="blocks a segment; 0: the root of --layers")
     p.add_argument("--hsdp", type=count, metavar="N", help="shard over N ranks, a node's, and replicate over the rest")
     p.add_argument("--reduce-dtype", choices=tuple(DTYPES), help="dtype gradients are reduced in; default --dtype")
     p.add_argument("--reduce-scatter-group", action="store_true", help="a communicator of its own for reduce-scatters")
@@ -86,16 +93,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tensor-parallel", type=count, default=1, metavar="N", help="ranks that share each matrix")
     p.add_argument("--sequence-parallel", action="store_true", help="they also share the sequence between matrices")
     p.add_argument("--partition-activations", action="store_true", help="they also share what --recompute block keeps")
-    p.add_argument("--experts", type=int, default=0, metavar="N", help="a mixture of N experts in each block")
+    p.add_argument("--experts", type=whole, default=0, metavar="N", help="a mixture of N experts in each block")
     p.add_argument("--expert-parallel", type=count, default=1, metavar="N", help="ranks that share the experts")
     p.add_argument("--peer", choices=tuple(PEERS), help="train under a library's implementation instead of ours")
     p.add_argument("--save", type=Path, metavar="FOLDER", help="write checkpoints there, and at the end")
-    p.add_argument("--save-every", type=int, default=0, metavar="N", help="also every N steps")
+    p.add_argument("--save-every", type=whole, default=0, metavar="N", help="also every N steps")
     p.add_argument("--resume", type=Path, metavar="FOLDER", help="go on from the newest checkpoint there")
     p.add_argument("--log", type=Path, metavar="FILE", help="JSON lines: the run, then one a step")
-    p.add_argument("--log-every", type=int, help="read the loss every so many steps; default 1, on cuda 10")
+    p.add_argument("--log-every", type=count, help="read the loss every so many steps; default 1, on cuda 10")
     p.add_argument("--json", type=Path, metavar="FILE", help="write a summary")
-    p.add_argument("--timeout", type=float, default=300, help="seconds until a collective counts as hung")
+    p.add_argument("--timeout", type=amount, default=300, help="seconds until a collective counts as hung")
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     return p
 
@@ -104,31 +111,41 @@ def check(args: argparse.Namespace) -> None:
     """Complete the command line and say what is wrong with it before any process starts. Raises ValueError."""
     args.device = args.device or ("cuda" if args.backend == "nccl" else "cpu")
     args.stage = PEERS[args.peer] if args.peer else args.stage
-    if args.peer and (args.save or args.resume):
-        raise ValueError("--save and --resume work with our stages only, not with --peer")
-    if args.backend == "emulated" and not hasattr(dist.Backend, "EMULATED"):
-        raise ValueError("backend emulated is not there: start the job with `dynamiccl tune --cluster PRESET`")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("this machine has no GPU that PyTorch can use: take --backend gloo --device cpu")
-    if args.backend == "nccl" and args.device == "cpu":
-        raise ValueError("backend nccl needs --device cuda")
-    for path in (args.log, args.json):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: its folder does not exist")
-    alone = args.tensor_parallel == args.expert_parallel == 1 and not args.offload
-    if args.peer and not alone:
-        known = "--hsdp, --reduce-dtype, --reduce-scatter-group and --no-sync"
-        raise ValueError(f"a peer knows {known}; the other ways to cut a job are ours")
-    if args.tensor_parallel == 1 and (args.sequence_parallel or args.partition_activations):
-        raise ValueError("--sequence-parallel and --partition-activations need --tensor-parallel above 1")
-    if args.partition_activations and (args.sequence_parallel or args.recompute != "block"):
-        raise ValueError("--partition-activations needs --recompute block; with --sequence-parallel they are in parts")
-    if args.expert_parallel > 1 and (args.experts == 0 or args.stage == 0):
-        raise ValueError("--expert-parallel needs --experts and a stage from 1 up")
+    known = "--hsdp, --reduce-dtype, --reduce-scatter-group and --no-sync"
+    cut_up, apart = args.tensor_parallel > 1, args.sequence_parallel or args.partition_activations
+    no_folder = [p for p in (args.log, args.json) if p is not None and not p.absolute().parent.is_dir()]
+    for message, wrong in (
+        ("--save and --resume work with our stages only, not with --peer", args.peer and (args.save or args.resume)),
+        (
+            "backend emulated is not there: start the job with `dynamiccl tune --cluster PRESET`",
+            args.backend == "emulated" and not hasattr(dist.Backend, "EMULATED"),
+        ),
+        (
+            "this machine has no GPU that PyTorch can use: take --backend gloo --device cpu",
+            args.device == "cuda" and not torch.cuda.is_available(),
+        ),
+        ("backend nccl needs --device cuda", args.backend == "nccl" and args.device == "cpu"),
+        (f"{no_folder and no_folder[0]}: its folder does not exist", no_folder),
+        (
+            f"a peer knows {known}; the other ways to cut a job are ours",
+            args.peer and (cut_up or args.expert_parallel > 1 or args.offload),
+        ),
+        ("--sequence-parallel and --partition-activations need --tensor-parallel above 1", apart and not cut_up),
+        (
+            "--partition-activations needs --recompute block; with --sequence-parallel they are in parts",
+            args.partition_activations and (args.sequence_parallel or args.recompute != "block"),
+        ),
+        (
+            "--expert-parallel needs --experts and a stage from 1 up",
+            args.expert_parallel > 1 and (args.experts == 0 or args.stage == 0),
+        ),
+    ):
+        if wrong:
+            raise ValueError(message)
     recompute = {"checkpoint": args.recompute, "checkpoint_every": args.recompute_every}
     args.model = ModelConfig(args.layers, args.width, args.heads, args.seq, experts=args.experts, **recompute)
-    args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "classic", "offload")}
-    args.both = {"param_dtype": DTYPES[args.dtype], "bucket_bytes": int(args.bucket_mb * 2**20)}
+    args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "offload")}
+    args.both = {"param_dtype": DTYPES[args.dtype], "bucket_bytes": max(1, int(args.bucket_mb * 2**20))}
     args.both |= {"max_norm": args.clip, "gradient_accumulation": args.accumulate, "no_sync": args.no_sync}
     args.both["reduce_dtype"] = DTYPES[args.reduce_dtype] if args.reduce_dtype else None
     Settings(**args.zero, **args.both, whole_params="Muon" if args.optimizer == "muon" else "")
@@ -213,16 +230,20 @@ class Job:
             from .checkpoint import load
 
             self.first = load(self.engine, self._folder(args.resume))
+            for group in self.engine.optimizer.param_groups:
+                group["lr"] = args.lr
             if self.first >= args.steps:
                 raise ValueError(f"the checkpoint is of step {self.first}: give more than {self.first} --steps")
+        if args.save:
+            from .checkpoint import require_newest
+
+            require_newest(self._folder(args.save), self.first)
         self.log = args.log.open("w") if args.log and self.rank == 0 else None
 
     def _model(self, tensor: Any, experts: Any) -> Transformer:
         args, partition = self.args, None
         if args.partition_activations:
-            segments = -(-args.layers // (args.recompute_every or best_interval(args.layers)))
-            kept = segments * args.batch * args.seq * args.width // args.tensor_parallel
-            partition = Partition(tensor, torch.empty(kept, dtype=DTYPES[args.dtype], device=self.device))
+            partition = Partition(tensor)
         model = Transformer(args.model, partition, experts).to(self.device)
         if tensor:
             mesh = dist.device_mesh.DeviceMesh.from_group(tensor, self.device.type)
@@ -264,7 +285,7 @@ class Job:
                 took = statistics.median(times[-10:])
                 self._say(f"step {step + 1:5d}/{args.steps}  loss {losses[-1]:.4f}  {took:.0f} ms")
             if args.prefetch == "auto" and isinstance(engine, Engine) and step == self.first + 2:
-                self._say(f"prefetch {engine.sharded.prefetch}: {engine.sharded.prefetch_reason}")
+                self._say(f"prefetch {engine.sharded.prefetch}")
             if save and not last:
                 self._save(step + 1)
                 begin = time.perf_counter()

@@ -62,7 +62,6 @@ def zero(
         unit: ``"block"`` or ``"layer"``: what stage 3 gathers at once, see ``layout.find_units``.
         min_unit: modules outside the blocks with fewer elements are gathered with the root.
         hybrid: at stage 3, units below this many elements stay replicated, as at stage 2.
-        classic: stage 1 all-reduces gradients, as its first descriptions did (3/2 of the traffic).
         keep_last: at stage 3, do not free what forward ends with and backward begins with: the last 1 + prefetch units
             and the root's. Saves their second gather at no more memory than backward's own look-ahead takes.
         loss_scale: the first loss scale at float16; it is never lowered below 1.
@@ -85,6 +84,10 @@ def zero(
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("the model has no trainable parameter")
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.is_complex():
+            cure = "hold its real and imaginary part (torch.view_as_real) as a parameter, or freeze it"
+            raise ValueError(f"{name} is {str(p.dtype).removeprefix('torch.')}, and what trains is real: {cure}")
     made = optimizer(trainable)
     whole_params = "" if is_elementwise(made, elementwise) else type(made).__name__
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -136,7 +139,7 @@ class Engine:
         if self.replicated.buckets and self.stage:  # module by module: what forward begins with waits least
             for u in find_units(model, "block", 1):
                 u.module.register_forward_pre_hook(lambda module, args, u=u: self.replicated.wait(u), prepend=True)
-        model.register_forward_pre_hook(lambda module, args: self.sharded.begin_forward(), prepend=True)
+        model.register_forward_pre_hook(lambda module, args: self._begin_forward(), prepend=True)
         model.register_forward_hook(lambda module, args, output: self.sharded.end_forward())
         self.buckets = [b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None]
         self.loss_scale = settings.loss_scale if torch.float16 in {b.full.dtype for b in self.buckets} else None
@@ -154,7 +157,18 @@ class Engine:
         model.register_load_state_dict_pre_hook(self._before_loading)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backpropagate ``loss`` (scalar), divided by the accumulation steps and multiplied by the loss scale."""
+        """Backpropagate ``loss`` (scalar), divided by the accumulation steps and multiplied by the loss scale.
+
+        An error in it may be caught, on every rank alike: that micro-batch counts, and its step is applied nowhere.
+
+        Raises:
+            RuntimeError: it was called once a micro-batch already.
+        """
+        if self.reducer.micro_batch >= self.settings.gradient_accumulation:
+            raise RuntimeError(
+                f"backward was called {self.reducer.micro_batch} times in this step, which has as many micro-batches: "
+                "add the losses up for one backward, or call engine.step() first"
+            )
         factor = (self.loss_scale or 1.0) / self.settings.gradient_accumulation
         self.health.losses.append(loss.detach())
         (loss if factor == 1.0 else loss * factor).backward()
@@ -164,15 +178,16 @@ class Engine:
 
         Returns:
             The global gradient norm (scalar, of the unscaled gradient before clipping) with ``max_norm`` or float16,
-            else ``None``. At float16 it is not finite when an overflow made every rank skip the update.
+            else ``None``. It is not finite when every rank skipped the update: float16 overflowed, or backward failed.
 
         Raises:
-            FloatingPointError: on every rank alike: the gradients of the step before were not finite, or at float16
-                these are not at the least loss scale. It names the ranks or the parameters.
+            FloatingPointError: on every rank alike: the gradients are not finite, at float16 not even at the least loss
+                scale. It names the ranks or the parameters. The weights are those of the step before.
+            RuntimeError: on every rank alike: backward failed on some ranks only.
         """
+        self.reducer.mend()
         if self.reducer.micro_batch < self.settings.gradient_accumulation:
             return None
-        self.health.check()
         self.reducer.micro_batch = 0
         self.reducer.drain()
         buckets: Any = self.buckets
@@ -182,16 +197,19 @@ class Engine:
                 grads /= self.comm.size // bucket.comm.size  # an expert's has the tokens of several ranks in it
         for part in self.owned:
             part.param.grad = exact[part.bucket][part.where].view(part.param.shape)
-        norm = self.health.look(now=self.settings.max_norm is not None or self.loss_scale is not None)
-        if norm is not None:
-            self._unscale_and_clip(norm)
-        if norm is None or self.loss_scale is None or self._no_overflow(norm):
-            self.optimizer.step()
+        norm, error = self.health.look(), None
+        if self.comm.backend == "fake" or math.isfinite(norm.item()):
+            self._update(norm)
+        else:
+            error = self._skip()
         for part in self.owned:
             part.param.grad = None
-        self.steps += 1
+        self.health.losses, self.reducer.broken = [], False
         self.publish()
-        return norm
+        if error:
+            raise error
+        self.steps += 1
+        return norm if self.settings.max_norm is not None or self.loss_scale is not None else None
 
     def publish(self) -> None:
         """Make the master weights what the model computes with; called by ``step``."""
@@ -203,12 +221,7 @@ class Engine:
         self.owned = [one for part in self.owned for one in split(self.optimizer, part, kinds)]
 
     def synchronize(self) -> None:
-        """Wait until all replicated parameters hold the last step's values; forward does this by itself.
-
-        Raises:
-            FloatingPointError: on every rank, when that step's gradients were not finite.
-        """
-        self.health.check()
+        """Wait until all replicated parameters hold the last step's values; forward does this by itself."""
         self.replicated.wait()
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,23 +263,29 @@ class Engine:
             "offloaded" if self.settings.offload else "optimizer": masters + size(s for s in states if s.dim()),
         }
 
-    def _unscale_and_clip(self, norm: torch.Tensor) -> None:
+    def _begin_forward(self) -> None:
+        if self.reducer.mend() and self.reducer.micro_batch == self.settings.gradient_accumulation:
+            self.step()  # its caller left it out, as backward had failed
+        self.sharded.begin_forward()
+
+    def _update(self, norm: torch.Tensor) -> None:
+        """Unscale, clip, step; raise the loss scale now and then."""
         factor = torch.ones_like(norm) / (self.loss_scale or 1.0)
         if self.settings.max_norm is not None:
             factor = factor * torch.clamp(self.settings.max_norm / (norm + 1e-6), max=1.0)
         grads = [part.param.grad for part in self.owned if part.param.grad is not None]
-        if grads:
+        if grads and (self.settings.max_norm is not None or self.loss_scale is not None):
             torch._foreach_mul_(grads, factor.to(grads[0].device))
-
-    def _no_overflow(self, norm: torch.Tensor) -> bool:
-        """The norm is the same number on every rank, so all of them skip or none does."""
-        assert self.loss_scale is not None
-        if not math.isfinite(norm.item()):
-            if self.loss_scale <= 1:
-                raise self.health.overflow()
-            self.loss_scale, self.good_steps, self.skipped = max(1.0, self.loss_scale / 2), 0, self.skipped + 1
-            return False
+        self.optimizer.step()
         self.good_steps += 1
-        if self.good_steps % 2000 == 0:
+        if self.loss_scale is not None and self.good_steps % 2000 == 0:
             self.loss_scale *= 2
-        return True
+
+    def _skip(self) -> Exception | None:
+        """No update: the norm is not finite, which is the same on every rank. Returns what to raise, if anything."""
+        error = self.health.error()
+        if error is None:
+            self.skipped, self.good_steps = self.skipped + 1, 0
+            if self.loss_scale is not None and not self.reducer.broken:
+                self.loss_scale = max(1.0, self.loss_scale / 2)
+        return error

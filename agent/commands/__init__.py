@@ -29,7 +29,7 @@ Recording = Annotated[
     list[Path],
     typer.Argument(
         metavar="RECORDING...",
-        help="A trace folder of ours, or another tool's files (one a rank), or their folder; `dynamiccl import --help` "
+        help="A trace folder of ours, or another tool's files (one a rank), or their folder; `dynamiccl advise --help` "
         "lists the formats.",
         show_default=False,
     ),
@@ -38,7 +38,7 @@ ClusterName = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        help="Where it was recorded, which other tools do not say: a preset of `dynamiccl lab model`, a .toml file, or "
+        help="Where it was recorded, which other tools do not say: a preset of `dynamiccl model`, a .toml file, or "
         "the .log of NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING.",
         show_default=False,
     ),
@@ -60,8 +60,9 @@ EmulatedCluster = Annotated[
 BytesScale = Annotated[
     float | None, typer.Option("--bytes-scale", help="Emulated bytes for each byte of the job. Default: our own job's.")
 ]
-TimeScale = Annotated[
-    float | None, typer.Option("--time-scale", help="Wall-clock time for each emulated time. Default: our own job's.")
+ComputeScale = Annotated[
+    float | None,
+    typer.Option("--compute-scale", help="Emulated operations for each of the job's. Default: our own job's."),
 ]
 WeatherText = Annotated[
     str,
@@ -90,14 +91,16 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
         fail(str(error))
 
 
-def emulation(cluster: str, bytes_scale: float | None, time_scale: float | None, seed: int, weather: str) -> Emulated:
+def emulation(
+    cluster: str, bytes_scale: float | None, compute_scale: float | None, seed: int, weather: str
+) -> Emulated:
     """The emulated cluster that these options mean; one that there is none of is refused."""
     from ...envs.sim.emulated import Emulated
 
     usual = Emulated()
     by = usual.bytes_scale if bytes_scale is None else bytes_scale
-    slower = usual.time_scale if time_scale is None else time_scale
-    emulated = Emulated(cluster, by, slower, seed, weather)
+    compute = usual.compute_scale if compute_scale is None else compute_scale
+    emulated = Emulated(cluster, by, compute, seed, weather)
     with refusing(ValueError, OSError):
         emulated.check()
     return emulated
@@ -129,7 +132,11 @@ def refuse_traps(
 def run_folder(where: str) -> Path:
     """A run folder by its path, or by the folder that holds a run's results. Raises ValueError."""
     path = Path(where)
-    return (path / "run").resolve() if (path / "run").is_symlink() else path
+    if not (path / "run").is_symlink():
+        return path
+    if not (path / "run").exists():
+        raise ValueError(f"{where}: this run has ended; what it left is in that folder")
+    return (path / "run").resolve()
 
 
 def one_thread() -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from . import ClusterName, Format, Nccl, RanksPerNode, Recording, refusing
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def advise(
@@ -25,50 +22,72 @@ def advise(
     ranks_per_node: RanksPerNode = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
-    """What communication costs a recorded job, which table to try first, and what no table can change.
+    """Is a recorded job worth a tuning run, and which table is to be tried first?
 
     Every gain is predicted, by what the search itself believes of a job before it has tried anything; nothing was
-    measured but what the recording says. Intervals hold the truth in about 8 cases of 10. To follow the advice, measure
-    the table: `dynamiccl tune --recording` starts from the same belief, and keeps only what is faster.
+    measured but what the recording says. Intervals hold the truth in about 8 cases of 10. Of a finished run of
+    `dynamiccl tune` the measured verdict is told. What no table can change is not looked for: symmetric buffers, copy
+    engines, a second group for reduce_scatter are settings of the launch.
+
+    \b
+    kineto            PyTorch profiler traces: one .json or .json.gz a rank
+    nsys              Nsight Systems: nsys export --type sqlite
+    flight-recorder   PyTorch Flight Recorder dumps: one pickle or JSON file a rank
 
     \b
     dynamiccl advise profiles/ --cluster dgx-h100-2x8 --out table.json
     dynamiccl advise trace.sqlite --cluster nccl_debug.log
-    dynamiccl advise runs/tune/latest/trace
     """
     from ...envs.nccl.tables import to_json
     from ...envs.recordings import named
     from ...traces.files import TraceError
     from ..advise import Advice
     from ..recordings import read
+    from .show import summary_of
 
     with refusing(TraceError, ValueError):
         trace = read(recording, cluster, nccl, format_, ranks_per_node)
-        place = named(cluster, nccl, trace.header.get("nccl")) if cluster else None
-        advice = Advice(trace, place)
+        measured = summary_of(trace.folder)
+        if measured.get("speedup") is not None:
+            _tell_measured(measured, json)
+            return
+        advice = Advice(trace, named(cluster, nccl, trace.header.get("nccl")) if cluster else None)
     told = advice.as_dict()
-    if out is not None:
+    if out is not None and advice.decisions:
         out.write_text(to_json(advice.table))
         told["table"] = str(out)
     if json:
         typer.echo(json_module.dumps(told, indent=1, allow_nan=False))
-        return
-    from ..terminal import wide_terminal
-
-    console = wide_terminal()
-    _show(console, told)
+    else:
+        _show(told)
 
 
-def _show(console: Console, a: dict[str, Any]) -> None:
+def _tell_measured(summary: dict[str, Any], json: bool) -> None:
+    keys = ("speedup", "speedup_ci95", "aa_speedup_ci95", "kept", "table")
+    told: dict[str, Any] = {"predicted": False, **{key: summary.get(key) for key in keys}}
+    low, high = told["speedup_ci95"]
+    kept = f"apply its table: {told['table']}" if told["kept"] and told["table"] else "no table of it is in force"
+    told["verdict"] = f"measured by this run: speed-up {told['speedup']:.3f} [{low:.3f}, {high:.3f}]; {kept}"
+    typer.echo(json_module.dumps(told, indent=1) if json else told["verdict"])
+
+
+def _show(a: dict[str, Any]) -> None:
     from rich import box
     from rich.table import Table
 
-    def say(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
+    from ..advise import text
+    from ..terminal import wide_terminal
 
+    console = wide_terminal()
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    say(a["verdict"])
     kind = "emulated, not GPU times" if a["emulated"] else a["source"]
     say(f"{a['recording']} ({kind}) on {a['cluster']}, NCCL {a['nccl']}")
-    say(f"step {a['step_ms']:.1f} ms, {a['steps']} steps, {a['communication']:.1%} of it in these collectives")
+    guessed = "" if a["steps_are_marked"] else ", a step being what repeats: no marks of steps are in it"
+    say(f"step {a['step_ms']:.1f} ms, {a['communication']:.1%} of it in these collectives; {a['steps']} steps{guessed}")
     grid = Table(box=box.SIMPLE)
     for head in ("recorded", "calls", "one call", "of the step", "exposed", "NCCL's choice", "try", "should save"):
         grid.add_column(head, justify="left" if head in ("recorded", "NCCL's choice", "try") else "right", no_wrap=True)
@@ -76,35 +95,17 @@ def _show(console: Console, a: dict[str, Any]) -> None:
         if s["share"] < 0.005 and s["saves"] is None:
             continue
         bare = "?" if s["exposed_share"] is None else f"{s['exposed_share']:.1%}"
-        saves = "" if s["saves"] is None else _interval(s["saves"])
-        row = (s["slot"], f"{s['calls']:.0f}", f"{s['call_us'] / 1e3:.2f} ms", f"{s['share']:.1%}", bare)
-        grid.add_row(*row, s["own"], "as it is" if s["advice"] == "auto" else s["advice"], saves)
+        row = (s["slot"], f"{s['calls']:.0f}", f"{s['call_us'] / 1e3:.2f} ms", f"{s['share']:.1%}", bare, s["own"])
+        advice = "as it is" if s["advice"] == "auto" else s["advice"]
+        grid.add_row(*row, advice, "" if s["saves"] is None else text(s["saves"]))
     console.print(grid)
-    for o in a["overlap"]:
-        times = f"{1 + o['slowdown']:.2f} [{1 + o['low']:.2f}, {1 + o['high']:.2f}]"
-        text = f"compute beside {o['slot']} on {o['ran']} takes {times} times as long"
-        text += f" ({o['kernels']} kernels of {o['kinds']} kinds): {o['lost']:.1%} of the step"
-        if o["fewer"]:
-            text += f"; {o['fewer']['channels']} channels would give back {o['fewer']['gives_back']:.1%} (predicted)"
-        say(text)
     if a["gain"]:
-        say(f"predicted: this table saves {_interval(a['gain'])} of the step (80 % interval)")
-        unseen = "it may be applied unseen" if a["unseen"] else "measure it first: dynamiccl tune --recording"
-        say(f"  it makes steps over 1 % longer with a probability of {a['risk']:.0%}: {unseen}")
+        say(f"predicted: this table saves {text(a['gain'])} of the step ({a['level']:.0%} interval)")
+        say(f"  it makes steps over 1 % longer with a probability of {a['risk']:.0%}")
     else:
         say("predicted: no setting gains anything worth a table, so none is advised")
-    say(f"the best table, were it known, would save {_interval(a['possible'])} of the step (predicted, 80 % interval)")
-    if a["seen_with_600_steps"]:
-        say(f"600 steps of tuning would see a gain of {a['seen_with_600_steps']:.2%}, as this job's steps scatter")
-    for k in a["knobs"]:
-        say(f"\nno table says: {k['knob']}\n  because  {k['because']}")
-        say(f"  public   {k['evidence']}\n  set      {k['set']}")
     say("\nnot known:")
-    for text in a["unknown"]:
-        say(f"  - {text}")
+    for line in a["unknown"]:
+        say(f"  - {line}")
     if a.get("table"):
-        say(f"\ntable: {a['table']}" + (f"; dynamiccl apply {a['table']} -- COMMAND" if a["unseen"] else ""))
-
-
-def _interval(gain: dict[str, float]) -> str:
-    return f"{gain['median']:.1%} [{gain['low']:.1%}, {gain['high']:.1%}]"
+        say(f"\ntable: {a['table']}; dynamiccl apply {a['table']} -- COMMAND")

@@ -1,11 +1,17 @@
 """``dynamiccl apply``: run a job under a fixed table, without a daemon."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import Force, Headroom, fail, refuse_traps
+from . import Force, Headroom, fail, refuse_traps, refusing
+
+if TYPE_CHECKING:
+    from ...envs.nccl.shm import RunFolder
+    from ...traces.records import Table
 
 
 def apply(
@@ -24,25 +30,37 @@ def apply(
         str | None,
         typer.Option(help="Only print the table: json, csv (NVIDIA's) or env (NCCL_ALGO).", show_default=False),
     ] = None,
+    gate: Annotated[
+        bool,
+        typer.Option(
+            "--gate/--no-gate",
+            help="Without the gate a process has the table as soon as it loads the plugin, and nobody sees whether all "
+            "do: for programs other than PyTorch's training loops.",
+        ),
+    ] = True,
     headroom: Headroom = None,
     force: Force = False,
 ) -> None:
     """Run COMMAND with every collective that TABLE names done as it says; NCCL decides the rest.
 
-    Only the environment is set: the job may be PyTorch, JAX or nccl-tests. The table travels in the environment, so
-    hand all variables that begin with NCCL_ and DYNAMICCL_ to the other nodes (mpirun -x, srun --export=ALL); every
-    rank then has the same bytes, which the plugin checks.
+    Nothing is tuned. As under `tune` the ranks take the table together, at the end of an early step, once all have
+    shown that NCCL has loaded the plugin, or none of them does; the last line says in how many calls it was used, or
+    why in none. Start the same command on every node, or hand all variables that begin with NCCL_ and DYNAMICCL_ to the
+    others (mpirun -x, srun --export=ALL).
+
+    With --no-gate only the environment is set: the job may be JAX, nccl-tests or an inference server. Every rank must
+    then load the plugin: one that does not runs other ways than its peers, which hangs.
 
     \b
     dynamiccl apply runs/tune/latest -- torchrun --nproc-per-node 8 train.py
-    dynamiccl apply table.json -- torchrun --nproc-per-node 8 train.py
+    dynamiccl apply table.json --no-gate -- mpirun -x LD_LIBRARY_PATH ... all_gather_perf
     dynamiccl apply nccl_tuner.conf --ranks 16 --nodes 2 --convert json
     """
     import os
     import shutil
 
     from ...envs.nccl.build import PluginBuildError, nccl_env, plugin_path
-    from ...envs.nccl.shm import encode_table
+    from ...envs.nccl.shm import MAX_RULES, encode_table
     from ...envs.nccl.table_env import to_env
     from ...envs.nccl.tables import load_table, to_csv, to_json
 
@@ -58,22 +76,60 @@ def apply(
             else:
                 print(to_json(loaded) if convert == "json" else to_csv(loaded), end="")
             return
-        if len(loaded.rules) > 1024:
-            fail(f"{table}: {len(loaded.rules)} rules, the plugin holds 1024")
-        environment = {
-            **nccl_env(plugin_path(), headroom=headroom),
-            "DYNAMICCL_TABLE": f"hex:{encode_table(loaded).hex()}",
-        }
-    except (ValueError, PluginBuildError) as error:
+        most = MAX_RULES if gate else 1024
+        if len(loaded.rules) > most:
+            cure = "; up to 1024 with --no-gate" if gate else ""
+            fail(f"{table}: {len(loaded.rules)} rules, at most {most} can be applied{cure}")
+        path, message = plugin_path(), encode_table(loaded)
+    except (OSError, ValueError, PluginBuildError) as error:
         fail(str(error))
-    except OSError as error:
-        fail(f"{table} cannot be read: {error.strerror}")
     if not command:
         fail("say what to run, after --, or --convert json to look at the table")
     program = shutil.which(command[0])
     if program is None:
         fail(f"{command[0]} is not a program that can be run")
+    if gate:
+        refuse_traps(command, force, table=loaded, emulated="DYNAMICCL_CLUSTER" in os.environ)
+        raise SystemExit(_together(loaded, command, headroom))
     os.environ.pop("DYNAMICCL_RUN", None)
     # Nothing is watched: no probe, no profiler, no ring.
     refuse_traps(command, force, table=loaded, but=("autoload", "no profiler", "plugin path", "shared memory"))
+    environment = {**nccl_env(path, headroom=headroom), "DYNAMICCL_TABLE": f"hex:{message.hex()}"}
     os.execve(program, command, {**os.environ, **environment})
+
+
+def _together(table: Table, command: list[str], headroom: int | None) -> int:
+    """Run the job with the table confirmed in its run folder: its ranks take it as they do a tuner's. The job's status.
+
+    Where the probe is, it has the gate; a plugin that NCCL has not loaded on some rank keeps it shut.
+    """
+    import os
+
+    from ...envs.nccl.shm import RunFolder
+    from ..launcher import Launcher, Plan, say
+
+    with refusing(ValueError, OSError):
+        run = RunFolder.create()
+        run.table.publish(table)
+        environment = {**run.env(headroom), "DYNAMICCL_SAMPLE_EVERY": "0"}  # nobody reads kernel times
+    os.environ.pop("DYNAMICCL_TABLE", None)
+    status = Launcher(Plan(command, [], str(run.path), os.devnull, environment), say).run()
+    say(_outcome(run))
+    run.close()
+    return status
+
+
+def _outcome(run: RunFolder) -> str:
+    """In how many calls of the processes on this node the table was used, or why in none."""
+    from ...traces.reasons import NotTuning
+
+    calls = [ring.calls() for ring in run.rings()]
+    asked, used = (sum(numbers) for numbers in zip(*calls, strict=True)) if calls else (0, 0)
+    told = f"the table was used in {used:,} of {asked:,} calls"
+    if used:
+        return told
+    try:
+        why = (run.path / "agreement").read_text()  # the ranks' last word, on the node of rank 0
+    except OSError:
+        why = "no step of a PyTorch optimizer was seen here; --no-gate is for other programs" if asked else ""
+    return f"{told}: {why or NotTuning.NOT_LOADED()}"

@@ -13,7 +13,6 @@ from . import ClusterName, Nccl, fail, one_thread, refusing
 
 if TYPE_CHECKING:
     from ...envs.submissions import Suite
-    from ..spread import Executor
 
 
 def bench(
@@ -35,7 +34,6 @@ def bench(
     ] = 0,
     out: Annotated[Path, typer.Option(help="Folder for submissions and the board.")] = Path("runs/bench"),
     processes: Annotated[int, typer.Option(min=1, help="Entrants played at the same time.")] = 2,
-    ray: Annotated[bool, typer.Option("--ray", help="Spread entrants over a Ray cluster (RAY_ADDRESS).")] = False,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one entrant may take.")] = 1800.0,
     again: Annotated[bool, typer.Option("--again", help="Play entrants anew that have a result already.")] = False,
     fit: Annotated[bool, typer.Option("--fit", help="Find the classical entrants' best settings instead.")] = False,
@@ -64,19 +62,17 @@ def bench(
     dynamiccl bench --suite replay --trace runs/tune/latest/trace
     dynamiccl bench --filed --check 8 --suite standard
     """
-    if context.invoked_subcommand:  # `dynamiccl bench plugin` and the like have files of their own
+    if context.invoked_subcommand:  # `dynamiccl bench overhead` has a file of its own
         return
     one_thread()
     from ..bench import Entry, entrants, run
     from ..board import Board, filed_results, put_on_record
-    from ..spread import OnRay, Processes
     from ..terminal import terminal
 
     console = terminal(stderr=True, highlight=False, markup=False)
     with refusing(OSError, ValueError):
-        executor: Executor = OnRay() if ray else Processes(processes)
         if fit:
-            _fit(out, executor, console.print)
+            _fit(out, processes, console.print)
             return
         played = _jobs(suite, trace, cluster, nccl)
         given = [json_module.loads(path.read_text()) for path in submission or ()]
@@ -89,16 +85,15 @@ def bench(
     total = len(given) + len(entries)
     for k, result in enumerate(given, 1):
         _tell(console.print, k, total, result, board.judge(result, check or None))
-    for k, result in enumerate(run(entries, folder, executor, again), len(given) + 1):
+    for k, result in enumerate(run(entries, folder, processes, again), len(given) + 1):
         reason = board.judge(result)
         _tell(console.print, k, total, result, reason)
         if not reason:
             accepted.append(result)
-    (folder / "board.html").write_text(board.page())
     (folder / "board.json").write_text(json_module.dumps(board.rows(), indent=1) + "\n")
     (folder / "board.md").write_text(board.markdown())
     print(json_module.dumps(board.rows()) if json else board.markdown(), end="\n" if json else "")
-    console.print(f"board: {folder / 'board.html'}")
+    console.print(f"board: {folder / 'board.md'}")
     if len(board.refused) == total:
         fail("no entrant finished: " + "; ".join(f"{n}: {why}" for n, why in board.refused.items()))
     if file:
@@ -136,10 +131,10 @@ def _jobs(suite: str, trace: Path | None, cluster: str | None, nccl: str | None)
         raise ValueError(str(error)) from error
 
 
-def _fit(out: Path, executor: Executor, tell: Callable[[str], object]) -> None:
+def _fit(out: Path, processes: int, tell: Callable[[str], object]) -> None:
     from ..bench import fit
 
     out.mkdir(parents=True, exist_ok=True)
-    found = fit(executor, tell)
+    found = fit(processes, tell)
     (out / "classical.json").write_text(json_module.dumps(found, indent=1) + "\n")
     tell(f"settings: {out / 'classical.json'}; they are used once they are in agent/")

@@ -9,6 +9,9 @@ import typer
 
 from . import refusing
 
+#: A step of our own job, of which the processor has some 100 ms to do.
+_LARGER = ("--width", "192", "--heads", "6", "--seq", "128", "--batch", "4")
+
 
 def bench_overhead(
     pairs: Annotated[int, typer.Option(min=3, help="Pairs of jobs, one with the probe and one without.")] = 10,
@@ -23,17 +26,17 @@ def bench_overhead(
     """
     from ...envs.sim.clusters import cluster as preset
     from ...envs.sim.emulated import Emulated
-    from ..daemon import workload
     from ..overhead import measure
+    from ..request import workload
     from ..terminal import terminal
 
     with refusing(OSError, ValueError, RuntimeError):
         preset(cluster)
         console = terminal(stderr=True, quiet=json)
-        emulated = Emulated(cluster, bytes_scale=90.0, time_scale=15.0)
+        emulated = Emulated(cluster)
         result = measure(
             pairs,
-            lambda log: workload(3, steps, 2, log, backend="emulated", extra=["--quiet"]),
+            lambda log: workload(3, steps, 2, log, backend="emulated", extra=["--quiet", *_LARGER]),
             emulated.env(),
             lambda text: console.print(text, highlight=False),
         )

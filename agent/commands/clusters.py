@@ -1,9 +1,9 @@
-"""``dynamiccl clusters``: what was learned of clusters, and what is to be forgotten of it."""
+"""``dynamiccl clusters``: what runs have left for the next one on their cluster; with --forget, no more."""
 
 from __future__ import annotations
 
 import json as json_module
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,116 +19,53 @@ Where = Annotated[
         show_default=False,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Key = Annotated[str, typer.Argument(metavar="CLUSTER", help="As the list names it; its beginning is enough.")]
 
 
-def clusters(context: typer.Context, memory: Where = None, json: Json = False) -> None:
-    """What was learned of clusters in jobs before, and what is begun with there.
-
-    A tuner leaves at its verdict what it measured: durations of the collectives under each config, what whole tables
-    did to the step, what was confirmed. The next job on a cluster of the same GPUs, nodes x ranks and NCCL begins from
-    that, behind the same guard: older evidence counts for less (half every 30 days), durations that are not those
-    remembered throw it away before a step is spent, and so does the first window that contradicts it. `dynamiccl tune
-    --no-memory` does without; `dynamiccl learn` adds recorded jobs.
-
-    \b
-    dynamiccl clusters                      list them
-    dynamiccl clusters show 3f2a            what is known of one
-    dynamiccl clusters forget 3f2a          forget it; --older 90: only what is older than 90 days
-    dynamiccl clusters --memory s3://team/dynamiccl
-    """
-    if context.invoked_subcommand is not None:
-        return
-    store = _store(memory)
-    found = [_summary(store.read(key)) for key in _try(store.keys)]
-    if json:
-        typer.echo(json_module.dumps({"memory": store.url, "clusters": found}, indent=1))
-        return
-    if not found:
-        typer.echo(f"nothing is known of any cluster in {store.url}: `dynamiccl tune` and `dynamiccl learn` fill it")
-    for one in found:
-        text = f"{one['cluster']}  {one['hardware']}, {one['layout']}, NCCL {one['nccl']}: {one['jobs']} jobs, "
-        typer.echo(text + f"{one['slots']} slots, last {one['last'] or 'never'}")
-
-
-def show(cluster: Key, memory: Where = None, json: Json = False) -> None:
-    """What is known of one cluster: its jobs, their slots, the tables that were confirmed.
-
-    \b
-    dynamiccl clusters show 3f2a
-    """
-    store = _store(memory)
-    known = _try(lambda: store.read(_find(store, cluster)))
-    summary, records = _summary(known), known.in_use
-    if json:
-        typer.echo(json_module.dumps({"memory": store.url, **summary, "records": records}, indent=1))
-        return
-    typer.echo(f"{summary['cluster']}: {summary['hardware']}, {summary['layout']}, NCCL {summary['nccl']}")
-    for record in records:
-        gain = record.get("gain")
-        text = "nothing confirmed"
-        if gain:
-            low, high = (100 * (1 - 2.718281828**-x) for x in (gain["low"], gain["high"]))
-            text = f"saves {low:.1f} to {high:.1f} % of the step"
-        typer.echo(f"\n{record['written']}  {record.get('job') or record['run']}: {text}")
-        for slot in record["slots"]:
-            name = f"{slot['func']} of {slot['fingerprint']['n_bytes'] / 2**20:.1f} MiB"
-            tried = f"{len(slot['durations'])} configs timed"
-            typer.echo(f"  {name:32} {slot['share']:6.1%} of the step  {slot['confirmed']:22} {tried}")
-    for text in known.damaged:
-        typer.echo(f"\nnot read: {text}")
-
-
-def forget(
-    cluster: Key,
-    older: Annotated[float, typer.Option(min=0, help="Only what is at least so many days old.")] = 0.0,
+def clusters(
     memory: Where = None,
-    json: Json = False,
+    forget: Annotated[
+        str | None, typer.Option(metavar="CLUSTER", help="Remove all that is known of it.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Remove what is known of a cluster; the next job there begins from nothing.
+    """What runs have left for the next one on a cluster of the same GPUs, nodes x ranks and NCCL.
+
+    A tuner leaves the table of its verdict. The same job begins with it the next time, as the first table that is
+    compared with NCCL's own choice. `dynamiccl tune --no-memory` does without.
 
     \b
-    dynamiccl clusters forget 3f2a --older 90
+    dynamiccl clusters
+    dynamiccl clusters --forget 3f2a91c07b5e
     """
-    store = _store(memory)
-    key = _find(store, cluster)
-    n = _try(lambda: store.forget(key, older))
-    typer.echo(json_module.dumps({"cluster": key, "removed": n}) if json else f"{n} records of {key} removed")
+    from ...traces.header import plain
+    from ..clusters import Store
+    from ..outputs import VARIABLE, default_url
 
-
-def _store(url: str | None) -> Any:
-    from ..clusters import VARIABLE, Store, default_url
-
-    where = url or default_url()
+    where = memory or default_url()
     if where is None:
         fail(f"the memory is switched off by {VARIABLE}: name one with --memory")
-    with refusing(ValueError):
-        return Store(where)
-
-
-def _try(work: Any) -> Any:
-    try:
-        return work()
-    except Exception as error:  # whatever a file system or an object store can raise
-        fail(f"the memory cannot be used: {error}")
-
-
-def _find(store: Any, beginning: str) -> str:
-    keys: list[str] = _try(store.keys)
-    found = [key for key in keys if key.startswith(beginning)]
-    if len(found) != 1:
-        fail(f"{len(found)} clusters begin with {beginning!r}; known are: {', '.join(keys) or 'none'}")
-    return found[0]
-
-
-def _summary(known: Any) -> dict[str, Any]:
-    records = known.in_use
-    return {
-        "cluster": known.key,
-        **known.facts,
-        "jobs": len(records),
-        "slots": sum(len(record["slots"]) for record in records),
-        "last": records[0]["written"] if records else None,
-        "not_read": known.damaged,
-    }
+    with refusing(ValueError, OSError):
+        store = Store(where)
+        keys = store.keys()
+        if forget is not None:
+            if forget not in keys:
+                fail(f"nothing is known of a cluster {forget}; known are: {', '.join(keys) or 'none'}")
+            store.files.rm(f"{store.root}/{forget}", recursive=True)
+            keys.remove(forget)
+        known = {key: store.read(key) for key in keys}
+    if json:
+        told = {}
+        for key, (runs, passed) in known.items():
+            plain_runs = [{**run, "slots": plain([vars(slot) for slot in run["slots"]])} for run in runs]
+            told[key] = {"runs": plain_runs, "passed_over": passed}
+        typer.echo(json_module.dumps({"memory": store.url, "clusters": told}, indent=1))
+        return
+    if not known:
+        typer.echo(f"nothing is known of any cluster in {store.url}: `dynamiccl tune` fills it")
+    for key, (runs, passed) in known.items():
+        typer.echo(f"{key}  " + (", ".join(map(str, runs[0]["cluster"].values())) if runs else "unknown"))
+        for run in runs:
+            gain = "nothing confirmed" if run["speedup"] is None else f"speed-up {run['speedup'][0]:.3f}"
+            typer.echo(f"  {run['written']}  {gain}, {len(run['slots'])} slots  {run['job']}")
+        for text in passed:
+            typer.echo(f"  passed over: {text}")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from . import fail
+from . import refusing
 
 
 def doctor(
@@ -21,22 +21,20 @@ def doctor(
 
     Exit status 1 if something must be changed, 0 if not.
     """
-    import dataclasses
     import json as json_module
 
-    from ...envs.nccl.tables import load_table
     from ...envs.nccl.traps import examine, gather
 
-    try:
-        loaded = load_table(table, n_ranks=ranks, n_nodes=nodes) if table else None
-    except ValueError as error:
-        fail(str(error))
-    except OSError as error:
-        fail(f"{table} cannot be read: {error.strerror}")
+    loaded = None
+    if table:
+        from ...envs.nccl.tables import load_table
+
+        with refusing(ValueError):
+            loaded = load_table(table, n_ranks=ranks, n_nodes=nodes)
     facts = gather(command, loaded)
     findings = examine(facts)
     if json:
-        print(json_module.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+        print(json_module.dumps([vars(finding) for finding in findings], indent=1))
     else:
         nccl = ".".join(map(str, facts.nccl)) if facts.nccl else "no NCCL found"
         gpus = "no GPU" if not facts.n_gpus else f"{facts.n_gpus} GPUs"

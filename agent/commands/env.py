@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import BytesScale, EmulatedCluster, Force, Headroom, TimeScale, WeatherText, emulation, refuse_traps, refusing
+from . import BytesScale, ComputeScale, EmulatedCluster, Force, Headroom, WeatherText, emulation, refuse_traps, refusing
 
 
 def env(
@@ -16,7 +16,7 @@ def env(
     headroom: Headroom = None,
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,
-    time_scale: TimeScale = None,
+    compute_scale: ComputeScale = None,
     weather: WeatherText = "",
     seed: Annotated[int, typer.Option(help="Seed of the emulation.")] = 0,
     force: Force = False,
@@ -30,17 +30,17 @@ def env(
     dynamiccl tune --attach "$DYNAMICCL_RUN"
     """
     from ...envs.nccl.build import PluginBuildError
-    from ...envs.nccl.shm import RunFolder
+    from ...envs.nccl.run_folder import job_env, make_folder
     from ..request import Request
 
-    emulated = emulation(cluster, bytes_scale, time_scale, seed, weather) if cluster else None
+    emulated = emulation(cluster, bytes_scale, compute_scale, seed, weather) if cluster else None
     refuse_traps(None, force, emulated=emulated is not None)
     with refusing(PluginBuildError, ValueError, OSError):
-        run = RunFolder.create(name)
-        variables = run.env(headroom)
+        run = make_folder(name)
+        variables = job_env(run, headroom)
         if emulated:
             variables |= emulated.env()
-            Request(emulated=emulated).write(run.path)  # so that whoever joins the job says so too
+            Request(emulated=emulated).write(run)  # so that whoever joins the job says so too
     if json:
         print(json_module.dumps(variables))
     else:

@@ -49,5 +49,5 @@ def gpu_check(
     if json:
         print(json_module.dumps(result, indent=1))
     else:
-        print(f"{'all well' if result['ok'] else 'SOMETHING IS WRONG'} ({result['label']}): {check.folder}/check.html")
+        print(f"{'all well' if result['ok'] else 'SOMETHING IS WRONG'} ({result['label']}): {check.folder}/check.json")
     raise SystemExit(0 if result["ok"] else 1)

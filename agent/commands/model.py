@@ -1,14 +1,16 @@
-"""``dynamiccl lab model``: what NCCL would do on a cluster, from its own cost model."""
+"""``dynamiccl model``: what a release of NCCL would choose on a cluster, and what another release changes."""
 
 from __future__ import annotations
 
-import json
-import sys
-from typing import Annotated, Any
+import json as json_module
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import fail, refusing
+
+if TYPE_CHECKING:
+    from ...envs.sim.clusters import Cluster
 
 #: Columns: ring first, as the one algorithm that is always there (numbers are NCCL's).
 _ORDER = (1, 4, 2, 6, 0, 3, 5)
@@ -18,97 +20,134 @@ _NAMES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_red
 
 def model(
     cluster: Annotated[
-        str, typer.Option(help="Cluster preset, its kind, a .toml file or a NCCL .log.")
+        str, typer.Argument(help="Cluster preset, its kind, a .toml file or a NCCL .log.")
     ] = "dgx-h100-1x8",
     nodes: Annotated[int | None, typer.Option(help="Number of nodes, where it is not the preset's.")] = None,
-    nccl: Annotated[str | None, typer.Option(help="NCCL release, for example 2.28.9.")] = None,
+    release: Annotated[
+        list[str] | None, typer.Option(help="NCCL release, e.g. 2.28.9; a second one: what it changes.")
+    ] = None,
     func: Annotated[str | None, typer.Option(help="Only all_gather, reduce_scatter or all_reduce.")] = None,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     toml: Annotated[bool, typer.Option("--toml", help="Print the cluster itself, as a file for --cluster.")] = False,
 ) -> None:
-    """Print NCCL's prices, choice and channels for 1 KiB to 4 GiB: its own model, not a measurement."""
+    """NCCL's prices, choice and channels for 1 KiB to 4 GiB, and what an upgrade changes of them.
+
+    By NCCL's own cost model, which follows the plans of the real releases; nothing runs, nothing is measured.
+
+    \b
+    dynamiccl model dgx-h100-2x8
+    dynamiccl model dgx-h100-2x8 --release 2.28.9 --release 2.30.7
+    dynamiccl model nccl_debug.log --toml > mine.toml
+    """
     from ...envs.sim import clusters
 
     if func is not None and func not in _NAMES:
         fail(f"unknown collective {func!r}: give one of {', '.join(_NAMES)}")
-    if csv + json_ + toml > 1:
+    if csv + json + toml > 1:
         fail("give one of --csv, --json and --toml")
     if nodes is not None and nodes < 1:
         fail(f"--nodes must be at least 1, not {nodes}")
+    releases: list[str | None] = [*release] if release else [None]
+    if len(releases) > 2 or (len(releases) == 2 and csv + toml):
+        fail("one --release, or two to see what changes, as text or --json")
     with refusing(ValueError):
-        preset = clusters.resize(clusters.find(cluster, nodes), nodes, nccl)
+        found = [clusters.resize(clusters.find(cluster, nodes), nodes, one) for one in releases]
     if toml:
         from ...envs.sim.nccl_log import to_toml
 
-        print(to_toml(preset), end="")
+        typer.echo(to_toml(found[0]), nl=False)
         return
-    rows = [row for name in _NAMES if func in (None, name) for row in _rows(preset, name)]
-    if json_:
-        print(json.dumps(rows, indent=1))
+    tables = [{name: _rows(c, name) for name in _NAMES if func in (None, name)} for c in found]
+    if len(found) == 2:
+        told = {name: changes(tables[0][name], tables[1][name]) for name in tables[0]}
+        typer.echo(json_module.dumps(told, indent=1)) if json else _show_changes(found, told)
+    elif json:
+        typer.echo(json_module.dumps([row for rows in tables[0].values() for row in rows], indent=1))
     elif csv:
-        import csv as csv_module
+        import pandas as pd
 
-        columns = list(dict.fromkeys(key for row in rows for key in row))  # all_reduce has more of them
-        writer = csv_module.DictWriter(sys.stdout, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        # All columns of all collectives: all_reduce has more of them.
+        frame = pd.DataFrame([row for rows in tables[0].values() for row in rows], dtype=object)
+        typer.echo(frame.to_csv(index=False, lineterminator="\n"), nl=False)
     else:
-        for name in _NAMES.values():
-            _show(preset.name, preset.nccl, name, [row for row in rows if row["coll"] == name])
+        for name, rows in tables[0].items():
+            _show(found[0], _NAMES[name], rows)
 
 
-def _rows(preset: Any, func: str) -> list[dict[str, Any]]:
+def _rows(c: Cluster, func: str) -> list[dict[str, Any]]:
     """One row a message size, with the columns of the plans in tests/data."""
     from ...envs.sim import cost_model
     from ...traces.records import ALGOS, PROTOS
 
-    table = cost_model.cost_table(preset, func, 1024)
-    offered = [(a, p) for a in _ORDER for p in range(len(PROTOS)) if table[a, p] >= 0]
+    offered = [(a, p) for a in _ORDER for p in range(len(PROTOS)) if cost_model.cost_table(c, func, 1024)[a, p] >= 0]
     rows = []
-    for exponent in range(10, 33):
-        n_bytes = 2**exponent
-        costs = cost_model.cost_table(preset, func, n_bytes)
-        algo, proto = cost_model.choice(preset, func, n_bytes)
-        n_channels, n_warps = cost_model.channels(preset, func, n_bytes, algo, proto)
-        row: dict[str, Any] = {
-            "nccl": preset.nccl,
-            "nNodes": preset.n_nodes,
-            "nRanks": preset.n_ranks,
-            "coll": _NAMES[func],
-            "nBytes": n_bytes,
-            "host_us": None,  # of planning, which a model does not do; kept for the column's sake
-            "algo": algo.upper(),
-            "proto": proto.upper(),
-            "nChannels": n_channels,
-            "nWarps": n_warps,
-            "argmin": f"{algo}/{proto}".upper(),
-        }
+    for n_bytes in (2**exponent for exponent in range(10, 33)):
+        costs, (algo, proto) = cost_model.cost_table(c, func, n_bytes), cost_model.choice(c, func, n_bytes)
+        n_channels, n_warps = cost_model.channels(c, func, n_bytes, algo, proto)
+        row: dict[str, Any] = {"nccl": c.nccl, "nNodes": c.n_nodes, "nRanks": c.n_ranks, "coll": _NAMES[func]}
+        row |= {"nBytes": n_bytes, "algo": algo.upper(), "proto": proto.upper()}
+        row |= {"nChannels": n_channels, "nWarps": n_warps, "argmin": f"{algo}/{proto}".upper()}
         row |= {
-            f"us_{ALGOS[a]}_{PROTOS[p]}".upper().replace("US_", "us_", 1): float(f"{costs[a, p]:.9g}")
-            for a, p in offered
+            f"us_{ALGOS[a]}_{PROTOS[p]}".upper().replace("US", "us", 1): float(f"{costs[a, p]:.9g}") for a, p in offered
         }
         rows.append(row)
     return rows
 
 
-def _show(cluster: str, nccl: str, func: str, rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        return
+def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of two releases' rows of one collective: sizes at which something else runs or is offered, equal neighbours as
+    one: ``min_bytes``, ``max_bytes``, ``before``, ``after`` (algo/proto/channels), pairs ``gone`` and ``new``, and
+    ``price``: the least and the most of NCCL's price after / before."""
+    found: list[dict[str, Any]] = []
+    for old, new in zip(before, after, strict=True):
+        offers = [
+            {key[3:].lower().replace("_", "/") for key, us in row.items() if key[:3] == "us_" and us >= 0}
+            for row in (old, new)
+        ]
+        ran = [f"{row['algo']}/{row['proto']}/{row['nChannels']}".lower() for row in (old, new)]
+        us = [row[f"us_{row['algo']}_{row['proto']}"] for row in (old, new)]
+        gone, fresh, price = sorted(offers[0] - offers[1]), sorted(offers[1] - offers[0]), round(us[1] / us[0], 6)
+        if ran[0] == ran[1] and not gone and not fresh:
+            continue
+        row = {"before": ran[0], "after": ran[1], "gone": gone, "new": fresh}
+        last = found[-1] if found else {}
+        if last.get("max_bytes") == old["nBytes"] // 2 and all(last[key] == row[key] for key in row):
+            last |= {"max_bytes": old["nBytes"], "price": [min(*last["price"], price), max(*last["price"], price)]}
+        else:
+            found.append({"min_bytes": old["nBytes"], "max_bytes": old["nBytes"], **row, "price": [price, price]})
+    return found
+
+
+def _show_changes(found: list[Cluster], told: dict[str, list[dict[str, Any]]]) -> None:
+    from ...traces.records import format_bytes
+
+    typer.echo(f"NCCL {found[0].nccl} -> {found[1].nccl} on {found[0].name}, by its own model, 1 KiB to 4 GiB:")
+    for func, rows in told.items():
+        for row in rows:
+            sizes = " to ".join(dict.fromkeys(format_bytes(row[key]) for key in ("min_bytes", "max_bytes")))
+            said = row["after"] if row["before"] == row["after"] else f"{row['before']} -> {row['after']}"
+            said += "".join([f", no more {p}" for p in row["gone"]] + [f", new {p}" for p in row["new"]])
+            low, high = row["price"]
+            price = "" if low == high == 1 else f", at {low:.2f} to {high:.2f} times the price"
+            typer.echo(f"  {func} {sizes}: {said}{price}")
+        if not rows:
+            typer.echo(f"  {func}: nothing that runs or is offered changes")
+
+
+def _show(c: Cluster, func: str, rows: list[dict[str, Any]]) -> None:
     from rich import box
     from rich.table import Table
 
     from ...traces.records import format_bytes
-    from ..terminal import terminal
+    from ..terminal import wide_terminal
 
     prices = [key for key in rows[0] if key.startswith("us_")]
-    table = Table(title=f"{func} on {cluster} as NCCL {nccl} sees it (predicted us)", box=box.SIMPLE)
-    for head in ("bytes", "choice", "channels", "warps"):
+    table = Table(title=f"{func} on {c.name} as NCCL {c.nccl} sees it (predicted us)", box=box.SIMPLE)
+    for head in ("bytes", "choice", "channels", "warps", *(key[3:].lower().replace("_", "/") for key in prices)):
         table.add_column(head, justify="left" if head == "choice" else "right", no_wrap=True)
-    for key in prices:
-        table.add_column(key[3:].lower().replace("_", "/"), justify="right", no_wrap=True)
     for row in rows:
-        chosen = f"{row['algo']}/{row['proto']}".lower()
-        cells = [format_bytes(row["nBytes"]), chosen, str(row["nChannels"]), str(row["nWarps"])]
+        choice = f"{row['algo']}/{row['proto']}".lower()
+        cells = [format_bytes(row["nBytes"]), choice, str(row["nChannels"]), str(row["nWarps"])]
         table.add_row(*cells, *(f"{row[key]:,.{1 if row[key] < 1000 else 0}f}" for key in prices))
-    terminal().print(table)
+    wide_terminal().print(table)

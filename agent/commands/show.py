@@ -23,7 +23,9 @@ MOST_EVENTS = 500_000
 
 
 def show(
-    trace: Annotated[Path, typer.Argument(help="A trace folder, or the folder of a run.")],
+    trace: Annotated[
+        Path, typer.Argument(help="A trace folder, the folder of a run, or a recording as for `dynamiccl advise`.")
+    ],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     events: Annotated[int, typer.Option(help="Also list the first so many collectives.")] = 0,
     whole: Annotated[
@@ -32,16 +34,26 @@ def show(
 ) -> None:
     """Show what a run did: its collectives, what was tried, what was decided and why, and whether ranks agreed."""
     from ...traces.files import Trace, TraceError
+    from ...traces.importers import read_recording
 
     if events < 0:
         fail(f"--events is 0 or more, not {events}")
     with refusing(TraceError):
-        read = Trace.read(trace, most_events=None if whole else MOST_EVENTS)
+        if _is_recording(trace):
+            read = read_recording([trace])
+        else:
+            read = Trace.read(trace, most_events=None if whole else MOST_EVENTS)
     story = tell(read, summary_of(read.folder), events)
     if json:
         typer.echo(json_module.dumps(story, indent=2, allow_nan=False))
     else:
         _print(story)
+
+
+def _is_recording(path: Path) -> bool:
+    """Another tool's file, or a folder of such."""
+    names = {inside.name for inside in path.iterdir()} if path.is_dir() else set()
+    return path.is_file() or (bool(names) and not names & {"header.json", "trace"})
 
 
 def tell(trace: Trace, summary: dict[str, Any], n_events: int = 0) -> dict[str, Any]:
@@ -110,11 +122,10 @@ def _plain_window(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steps(steps: pd.DataFrame, summary: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer steps; the loss is the summary's where the job told it to nobody else."""
+    """The optimizer steps; the loss is the summary's, from the job's own log."""
     if steps.empty:
         return {"n": 0}
     first = steps[steps["rank"] == steps["rank"].min()]
-    losses = first["loss"].dropna()
     used, total = int(steps["memory_used"].max()), int(steps["memory_total"].max())
     return {
         "n": len(first),
@@ -122,8 +133,8 @@ def _steps(steps: pd.DataFrame, summary: dict[str, Any]) -> dict[str, Any]:
         "last": int(first["index"].max()),
         "ranks": int(steps["rank"].nunique()),
         "median_ms": float(first["duration_ns"].median()) / 1e6,
-        "loss_first": float(losses.iloc[0]) if len(losses) else summary.get("loss_first"),
-        "loss_last": float(losses.iloc[-1]) if len(losses) else summary.get("loss_last"),
+        "loss_first": summary.get("loss_first"),
+        "loss_last": summary.get("loss_last"),
         "memory": used / total if total else None,
         "sample_every": int(first["sample_every"].iloc[-1]),
         "sampled": int(first["sampled"].sum()),
@@ -181,7 +192,7 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     if h.get("emulated"):
         console.print(
             f"emulated cluster {h.get('cluster')}, bytes x {h.get('bytes_scale') or 1:g}, "
-            f"time x {h.get('time_scale') or 1:g}: these are not GPU times",
+            f"compute x {h.get('compute_scale') or h.get('time_scale') or 1:g}: these are not GPU times",
             style="yellow",
         )
     words: list[Any] = [h.get("date"), f"host {h['host']}" if h.get("host") else None]

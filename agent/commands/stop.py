@@ -24,10 +24,10 @@ def stop(
     \b
     dynamiccl stop runs/tune/latest
     """
-    from ...envs.live import STOP, Job
+    from ...envs.live import Job
     from ...envs.locks import is_locked
+    from ...envs.nccl.run_folder import STOP, TUNER
     from ...envs.nccl.shm import RunFolder
-    from ..daemon import TUNER
 
     with refusing(ValueError, OSError):
         path = run_folder(run)

@@ -23,9 +23,6 @@ def top(
         Path | None,
         typer.Option(help="Also write a file for node_exporter's textfile collector (NAME.prom).", show_default=False),
     ] = None,
-    page: Annotated[
-        Path | None, typer.Option(help="Also write a page of all runs beside each other (HTML).", show_default=False)
-    ] = None,
 ) -> None:
     """How runs stand: job, step, phase, table, gain, the search's cost, agreement, lost records, heartbeat.
 
@@ -39,7 +36,6 @@ def top(
 
     from ..outputs import ROOT
     from ..runs import find_runs, state
-    from ..runs_page import write_runs_page
     from ..terminal import wide_terminal
 
     def look() -> list[dict[str, Any]]:
@@ -53,11 +49,6 @@ def top(
                 fail("--metrics needs prometheus-client: pip install 'dynamiccl[metrics]'")
             except OSError as error:
                 fail(f"cannot write {metrics}: {error.strerror}")
-        if page is not None:
-            try:
-                write_runs_page(page, found)
-            except OSError as error:
-                fail(f"cannot write {page}: {error.strerror}")
         return found
 
     found = look()

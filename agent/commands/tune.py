@@ -6,18 +6,19 @@ import json as json_module
 import os
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..log import Level
+from ..request import Level
 from . import (
     BytesScale,
+    ComputeScale,
     EmulatedCluster,
     Force,
     Headroom,
-    TimeScale,
     WeatherText,
     emulation,
     fail,
@@ -27,6 +28,9 @@ from . import (
 )
 from .clusters import Where
 
+#: How far the tuner gives way to the job: a third of its share of a core that both want. No further: where no core is
+#: idle it must still begin, keep its trials alive, and sum up within the minute that the launcher waits for it.
+NICE = 5
 #: Steps of our own job below which no search comes to a verdict.
 LEAST_STEPS = 150
 
@@ -65,17 +69,9 @@ def tune(
         ),
     ] = False,
     bytes_scale: BytesScale = None,
-    time_scale: TimeScale = None,
+    compute_scale: ComputeScale = None,
     weather: WeatherText = "",
     headroom: Headroom = None,
-    recording: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="A profile of this job (Kineto, an nsys export; may be given once a rank): what part of its "
-            "collectives' time nothing is computed is told to the search before it begins, as in `dynamiccl advise`.",
-            show_default=False,
-        ),
-    ] = None,
     attach: Annotated[
         str | None,
         typer.Option(
@@ -109,14 +105,6 @@ def tune(
         ),
     ] = None,
     metrics_address: Annotated[str, typer.Option(help="Address that the metrics are served on.")] = "127.0.0.1",
-    tensorboard: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write TensorBoard scalars into this folder: step time by default and under tables, the table's "
-            "generation.",
-            show_default=False,
-        ),
-    ] = None,
     log_level: Annotated[Level, typer.Option(help="What OUT/tuner.log holds: this, and what is graver.")] = Level.info,
     force: Force = False,
     seed: Annotated[int, typer.Option(help="Seed of the job, the emulation and the policy.")] = 0,
@@ -129,8 +117,8 @@ def tune(
     teach what is worth trying next; a table that promises enough meets NCCL's own choice in turn, window by window,
     until one of the two is faster for sure. Only a winner stays, and it is watched until the job ends.
 
-    What is measured is left to the next job on the same cluster (`dynamiccl clusters`), which begins from it: the table
-    that was confirmed there is the first to be tried, and goes through the same comparison.
+    The table that is confirmed is left to the next run of the job on the same cluster (`dynamiccl clusters`), which
+    tries it first and compares it as any other.
 
     With a COMMAND this is a launcher that schedulers can trust: its exit status is the job's (128 + n after signal n),
     it hands on every signal, and passes the output through. The tuner is another process: the job does not notice when
@@ -144,22 +132,16 @@ def tune(
     srun --ntasks-per-node 1 dynamiccl tune -- torchrun --nnodes 2 --nproc-per-node 8 ... train.py
     dynamiccl tune --attach runs/tune/latest         a tuner for a job whose tuner is gone
     """
-    from ...envs.live import LAUNCHER
+    # Nothing large: the job waits for what is imported here. All else is imported by the tuner, while the job starts.
     from ...envs.locks import Busy, lock
     from ...envs.nccl.build import PluginBuildError
     from ...envs.nccl.nvml import gpus
-    from ...envs.nccl.shm import RunFolder
+    from ...envs.nccl.run_folder import LAUNCHER, job_env, make_folder
     from ...envs.sim.emulated import Emulated
-    from ...traces.files import TraceError
-    from ..choosing import make_chooser
-    from ..clusters import Store, default_url
-    from ..daemon import workload
+    from ..choosing import check_chooser
     from ..launcher import Plan
-    from ..launches import launch_settings
-    from ..outputs import claim, link
-    from ..recordings import evidence
-    from ..request import Request
-    from ..tuner import Settings
+    from ..outputs import claim, default_url, full_url, link
+    from ..request import Request, Settings, workload
 
     _check(stage, steps, windows, verify, window_steps, command, attach)
     if attach:
@@ -171,20 +153,20 @@ def tune(
     own = not command
     if own and not cluster and n_gpus < 2:
         cluster = Emulated().cluster
-    emulated = emulation(cluster, bytes_scale, time_scale, seed, weather) if cluster else None
+    emulated = emulation(cluster, bytes_scale, compute_scale, seed, weather) if cluster else None
     if command and shutil.which(command[0]) is None:
         fail(f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py")
     refuse_traps(command, force, emulated=emulated is not None)
     n_processes = ranks or (2 if emulated else n_gpus)
-    with refusing(PluginBuildError, TraceError, Busy, ValueError, OSError):
+    with refusing(PluginBuildError, Busy, ValueError, OSError):
         if metrics_port is not None:
             _needs_prometheus()
-        if tensorboard is not None:
-            _needs_tensorboard()
-        make_chooser(policy, seed)  # all that can fail fails before the job starts
+        check_chooser(policy)  # all that can fail fails before the job starts
         memory = None if no_memory else memory or default_url()
         if memory:
-            memory = Store(memory).url
+            memory = full_url(memory)
+            if "://" in memory:
+                _can_be_opened(memory)
         try:
             out, fd = claim(out)
         except OSError as error:
@@ -195,7 +177,7 @@ def tune(
             job_log.unlink(missing_ok=True)
             backend = "emulated" if emulated else "nccl"
             command = workload(stage, steps, n_processes, job_log, backend=backend, seed=seed)
-        run = RunFolder.create()
+        run = make_folder()
         request = Request(
             out,
             policy=policy,
@@ -211,30 +193,33 @@ def tune(
             metrics_port=metrics_port,
             metrics_address=metrics_address,
             log_level=log_level.value,
-            tensorboard=None if tensorboard is None else str(tensorboard.resolve()),
-            environment=launch_settings(os.environ, headroom),
-            evidence=evidence(recording) if recording else [],
             memory=memory,
         )
-        request.write(run.path)
-        link(out, run.path)
-        tuner = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--attach", str(run.path)]
-        environment = {**run.env(headroom), **(emulated.env() if emulated else {})}
-        locks = [fd, lock(run.path / LAUNCHER, f"{run.path} has a launcher already")]
+        request.write(run)
+        link(out, run)
+        tuner = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--attach", str(run)]
+        environment = {**job_env(run, headroom), **(emulated.env() if emulated else {})}
+        locks = [fd, lock(run / LAUNCHER, f"{run} has a launcher already")]
         quiet = str(json) == "-"
-        Plan(
-            list(command or ()), tuner, str(run.path), str(out / "job.log"), environment, quiet, own, kill_after, locks
-        ).become()
+        log = str(out / "job.log")
+        Plan(list(command or ()), tuner, str(run), log, environment, quiet, own, kill_after, locks).become()
+
+
+def _can_be_opened(memory: str) -> None:
+    from ..clusters import Store
+
+    Store(memory)
 
 
 def _attach(context: typer.Context, where: str, again: bool) -> None:
     """Be the tuner of a running job: as its launcher left word, save what is given on this command line."""
+    os.nice(NICE)  # before anything large is imported, and before there are threads
     from ...envs.locks import Busy
     from ...envs.nccl.shm import RunFolder
     from ...traces.files import TraceError
-    from ..clusters import default_url
     from ..console import Show, show_summary
     from ..daemon import Daemon
+    from ..outputs import default_url
     from ..request import REQUEST, Request
 
     with refusing(TraceError, Busy, ValueError, OSError):
@@ -245,8 +230,6 @@ def _attach(context: typer.Context, where: str, again: bool) -> None:
             for name, value in context.params.items()
             if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
         }
-        if "tensorboard" in given:
-            _needs_tensorboard()
         if "no_memory" in given:
             given["memory"] = None
         elif not (path / REQUEST).exists():
@@ -272,7 +255,7 @@ def _check(
     command: list[str] | None,
     attach: str | None,
 ) -> None:
-    from ..tuner import LEAST_PAIRS
+    from ..request import LEAST_PAIRS
 
     if stage not in (0, 1, 2, 3):
         fail(f"stage is 0, 1, 2 or 3, not {stage}")
@@ -285,17 +268,8 @@ def _check(
 
 
 def _needs_prometheus() -> None:
-    try:
-        import prometheus_client  # noqa: F401
-    except ImportError:
+    if find_spec("prometheus_client") is None:
         fail("--metrics-port needs prometheus-client: pip install 'dynamiccl[metrics]'")
-
-
-def _needs_tensorboard() -> None:
-    try:
-        import torch.utils.tensorboard  # noqa: F401
-    except ImportError:
-        fail("--tensorboard needs torch and tensorboard: pip install 'dynamiccl[tensorboard]'")
 
 
 def _exit_code(summary: dict[str, Any]) -> int:

@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ...traces.reasons import KEEP_CONFIRMED, KEEP_TRIAL, NotAgreeing, NotTuning
@@ -154,7 +155,10 @@ class Agreement:
         asked, counts = (plugin.asked, plugin.counts()) if plugin is not None else (0, {})
         desk.stood = desk.here()._replace(asked=asked)
         desk.answered.acquire(blocking=False)  # of an older meeting
-        desk.outbox.append((Kind.STANDS, attempt, Report.of(desk.stood, counts)))
+        report = Report.of(desk.stood, counts)
+        if plugin is not None and plugin.untold:  # steps and backward passes alone prove nothing
+            report = replace(report, clash=NotAgreeing.UNCOUNTED(rank=desk.rank))
+        desk.outbox.append((Kind.STANDS, attempt, report))
         self._wake()
         desk.answered.acquire(timeout=max(0.0, _FOR_THE_TREE * MEET_S - (time.monotonic() - began)))
         with desk.lock:

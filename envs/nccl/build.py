@@ -30,6 +30,7 @@ _NOWHERE = f"-ffile-prefix-map={HERE}=."
 _SHARED = ("-shared", f"-Wl,-soname,{LIBRARY}")
 _NAME = "dynamiccl"  # NCCL completes it to the two names, of one file
 _PROFILER_NAME = "libnccl-profiler-dynamiccl.so"
+_LONGEST = 254  # characters of a name or path that every release of NCCL takes whole
 _KEPT_S = 30 * 86400.0  # how long a build of other sources is kept after it was last used
 
 
@@ -192,21 +193,52 @@ def configured() -> dict[str, str]:
     return {**found, **os.environ}
 
 
+def nccl_release() -> tuple[int, int, int] | None:
+    """Of the NCCL wheel that PyTorch would load; None without one (a build for CPUs, a system NCCL)."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        try:
+            parts = [int(part) for part in version(package).split(".")[:3]]
+        except (PackageNotFoundError, ValueError):
+            continue
+        return parts[0], parts[1], parts[2]
+    return None
+
+
+def takes_no_path(release: tuple[int, ...] | None) -> bool:
+    """Whether NCCL of this release loads a plugin by its name alone; None: not known, and then it most likely does not.
+
+    >>> takes_no_path((2, 27, 3)), takes_no_path((2, 27, 5)), takes_no_path(None)
+    (True, False, False)
+    """
+    return release is not None and (2, 27, 0) <= release < (2, 27, 5)
+
+
+def named(value: str) -> bool:
+    """Whether a variable of NCCL's names our plugin."""
+    return _NAME in value
+
+
 def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
     """Environment that makes NCCL load ``path`` as tuner and profiler, beside those that the job has already.
 
-    By name, with its folder on LD_LIBRARY_PATH: NCCL 2.27.3 takes no path, all others take both. ``headroom``: channels
-    that communicators are made with, where NCCL would have made fewer.
+    ``headroom``: channels that communicators are made with, where NCCL would have made fewer.
     """
     theirs = configured()
+    path = path.absolute()
+    # By path: a name is lost where a job's script sets LD_LIBRARY_PATH anew. By name where the release takes no path,
+    # or none so long. The folder is on LD_LIBRARY_PATH all the same: the job's NCCL may be another than the one seen
+    # from here, and where it takes names alone the probe, which sits beside it, changes path into name.
+    by_name = takes_no_path(nccl_release()) or len(os.fspath(path)) > _LONGEST
     search = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))
     ours = {"DYNAMICCL_PLUGIN": str(path), "LD_LIBRARY_PATH": search}
     if headroom is not None:
         ours["NCCL_MIN_CTAS"] = str(headroom)
     for kind in ("TUNER", "PROFILER"):  # NCCL loads one of each: ours hands on to theirs
-        named = theirs.get(f"NCCL_{kind}_PLUGIN", "")
-        ours[f"NCCL_{kind}_PLUGIN"] = _NAME
+        other = theirs.get(f"NCCL_{kind}_PLUGIN", "")
+        ours[f"NCCL_{kind}_PLUGIN"] = _NAME if by_name else str(path)
         # A tuner is also looked for where nothing is named, see next_tuner.c: unless "none" forbids it.
-        if named and _NAME not in named and (kind == "TUNER" or named != "none"):
-            ours[f"DYNAMICCL_NEXT_{kind}"] = named
+        if other and not named(other) and (kind == "TUNER" or other != "none"):
+            ours[f"DYNAMICCL_NEXT_{kind}"] = other
     return ours

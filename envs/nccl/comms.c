@@ -18,6 +18,7 @@ struct dccl_seat {
   uint64_t comm_id;  // 0: free
   int n_users;       // contexts of tuner and profiler; guarded by `seating`, as comm_id is
   _Atomic bool is_watched;
+  _Atomic bool is_captured;  // its last call goes into a CUDA graph
   _Atomic uint64_t n_colls;
   struct {
     _Atomic uint32_t n;
@@ -30,7 +31,7 @@ static struct dccl_seat seats[SEATS];
 static pthread_mutex_t seating = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic uint32_t n_tuners, widest, abi;
 static _Atomic int n_contexts;
-static _Atomic uint64_t n_asked;
+static struct dccl_calls unseen;  // of a process without a ring
 
 _Thread_local struct dccl_comm dccl_last_comm;
 
@@ -85,12 +86,31 @@ void dccl_comms_after_fork(void) {
 
 // ---- what NCCL asked about ----
 
+static void count(_Atomic uint64_t* calls) {
+  // No locked addition in every collective's path: of two threads at once one may not be counted.
+  atomic_store_explicit(calls, atomic_load_explicit(calls, memory_order_relaxed) + 1, memory_order_relaxed);
+}
+
+static struct dccl_calls* calls(void) {
+  struct dccl_calls* seen = dccl_ring_calls();
+  return seen != NULL ? seen : &unseen;
+}
+
+void dccl_note_answer(void) { count(&calls()->used); }
+
+void dccl_note_call(struct dccl_seat* seat, bool captured) {
+  if (seat != NULL) atomic_store_explicit(&seat->is_captured, captured, memory_order_relaxed);
+}
+
+bool dccl_is_captured(const struct dccl_seat* seat) {
+  return seat != NULL && atomic_load_explicit(&seat->is_captured, memory_order_relaxed);
+}
+
 // NCCL prices the collectives of a group together: it asks with the sum of their sizes and then enqueues each
 // with its own. All of a group's questions come before its first collective.
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes) {
-  // No locked addition in every collective's path: of two threads at once one may not be counted.
-  atomic_store_explicit(&n_asked, atomic_load_explicit(&n_asked, memory_order_relaxed) + 1,
-                        memory_order_relaxed);
+  count(&calls()->asked);
+  if (func == FUNC_ALL_GATHER || func == FUNC_REDUCE_SCATTER) count(&calls()->tuned);
   if (seat == NULL) return;
   uint32_t n = 0;
   if (!atomic_load_explicit(&seat->asks[func].answered, memory_order_relaxed))
@@ -105,9 +125,10 @@ void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes) {
   atomic_store_explicit(&seat->asks[func].n, n + 1, memory_order_relaxed);
 }
 
-uint64_t dccl_note_coll(struct dccl_seat* seat, uint8_t func, uint64_t n_bytes) {
+uint64_t dccl_note_coll(struct dccl_seat* seat, uint8_t func, uint64_t n_bytes, bool captured) {
+  count(&calls()->told);
   if (seat == NULL) return 0;
-  if (func < FUNC_SEND_RECV || func >= N_FUNCS)
+  if (!captured && (func < FUNC_SEND_RECV || func >= N_FUNCS))
     atomic_fetch_add_explicit(&seat->n_colls, 1, memory_order_relaxed);
   if (func >= N_FUNCS) return 0;
   uint64_t found = 0;
@@ -156,7 +177,9 @@ uint32_t dynamiccl_tuners(void) { return atomic_load(&n_tuners); }
 
 uint32_t dynamiccl_widest(void) { return atomic_load(&widest); }
 
-uint64_t dynamiccl_asked(void) { return atomic_load(&n_asked); }
+uint64_t dynamiccl_asked(void) { return atomic_load(&calls()->asked); }
+
+int dynamiccl_untold(void) { return atomic_load(&calls()->tuned) > 0 && atomic_load(&calls()->told) == 0; }
 
 uint32_t dynamiccl_abi(void) { return atomic_load(&abi); }
 

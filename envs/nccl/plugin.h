@@ -119,7 +119,7 @@ struct dccl_record {
       uint32_t rank, sample_every;
       int64_t end_ns, duration_ns;
       uint64_t memory_used, memory_total;
-      double loss;
+      uint64_t spare;
       float sm_utilization, power_w;
       uint16_t sm_clock_mhz, memory_clock_mhz;
       uint32_t throttle;
@@ -143,6 +143,14 @@ struct dccl_slot {
   _Atomic uint64_t word[16];  // word 0 is the stamp
 };
 
+// Calls on NCCL's collectives in this process.
+struct dccl_calls {
+  _Atomic uint64_t asked;  // about which NCCL has asked the tuner
+  _Atomic uint64_t used;   // that the table had its word in
+  _Atomic uint64_t tuned;  // all_gather and reduce_scatter among those asked about
+  _Atomic uint64_t told;   // that the profiler was told of
+};
+
 struct dccl_ring {
   uint64_t magic;
   uint32_t version;
@@ -150,7 +158,7 @@ struct dccl_ring {
   uint64_t capacity;
   uint32_t pid;
   uint32_t n_known;  // places for known records, DCCL_KNOWN_RECORDS
-  uint32_t reserved[8];
+  struct dccl_calls calls;
   _Atomic uint64_t head;   // positions handed out so far; on its own cache line
   _Atomic uint64_t known;  // known records written so far
   uint64_t reserved_line[6];
@@ -170,7 +178,8 @@ void dccl_emit(const struct dccl_record* record);
 // comes later.
 void dccl_note(const struct dccl_record* record);
 bool dccl_ring_is_open(void);
-bool dccl_has_run(void);  // whether this process belongs to a run, with a ring or without
+struct dccl_calls* dccl_ring_calls(void);  // NULL without a ring
+bool dccl_has_run(void);                   // whether this process belongs to a run, with a ring or without
 uint32_t dccl_step_now(void);
 int64_t dccl_now_ns(void);
 
@@ -254,9 +263,13 @@ struct dccl_seat* dccl_sit(uint64_t comm_id, bool as_profiler);
 void dccl_leave(struct dccl_seat* seat);
 bool dccl_in_use(void);  // whether NCCL has contexts of ours
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes);
-// Counts a collective. The size that NCCL asked about before it: its own, or of the group that it is part of;
-// 0 if it did not ask.
-uint64_t dccl_note_coll(struct dccl_seat* seat, uint8_t func, uint64_t n_bytes);
+void dccl_note_answer(void);  // the table has had its word
+// Whether the communicator's call under way goes into a CUDA graph.
+void dccl_note_call(struct dccl_seat* seat, bool captured);
+bool dccl_is_captured(const struct dccl_seat* seat);
+// Counts a collective, but not a captured one, of which NCCL tells at replays, and not of each on every rank.
+// The size that NCCL asked about before it: its own, or of the group that it is part of; 0 if it did not ask.
+uint64_t dccl_note_coll(struct dccl_seat* seat, uint8_t func, uint64_t n_bytes, bool captured);
 void dccl_note_tuner(int version, uint32_t n_ranks);
 void dccl_note_profiler(int version);
 void dccl_comms_after_fork(void);
@@ -266,6 +279,8 @@ void dccl_comms_after_fork(void);
 // Opens the ring in the folder named by DYNAMICCL_RUN, once a process. 1 = there is a ring, 0 = there is
 // none.
 DCCL_EXPORT int dynamiccl_open(void);
+// The times of records are read from *ns from now on: an emulated job has a clock of its own.
+DCCL_EXPORT void dynamiccl_clock(const int64_t* ns);
 // Makes a table message the active table. Its generation, or a negative errno and the old table stays.
 DCCL_EXPORT int64_t dynamiccl_activate(const void* message, size_t size);
 // The same in two parts: check and copy beside the job, then make active in a few nanoseconds. Whatever is
@@ -286,6 +301,8 @@ DCCL_EXPORT void dynamiccl_sample(int on);
 DCCL_EXPORT uint32_t dynamiccl_tuners(void);
 DCCL_EXPORT uint32_t dynamiccl_widest(void);
 DCCL_EXPORT uint64_t dynamiccl_asked(void);
+// 1 if NCCL has asked about all_gather or reduce_scatter, and has told the profiler of no collective at all.
+DCCL_EXPORT int dynamiccl_untold(void);
 DCCL_EXPORT uint32_t dynamiccl_abi(void);
 // Collectives that the profiler has seen on each communicator that there is since it was made, in no order;
 // how many communicators there are, which may be more than `capacity`. 0 without a profiler.

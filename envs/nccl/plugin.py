@@ -5,6 +5,7 @@ ctypes and NCCL open the same file, so both get the same library: what is activa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from ...traces.reasons import RowRefused
 from ...traces.records import RECORD_BYTES, TABLE_VERSION
-from .build import plugin_path
+from .build import LIBRARY, PluginBuildError, named, plugin_path, takes_no_path
 
 
 class Plugin:
@@ -35,6 +36,7 @@ class Plugin:
         self._tuners = _typed(quick.dynamiccl_tuners, ctypes.c_uint32, [])
         self._widest = _typed(quick.dynamiccl_widest, ctypes.c_uint32, [])
         self._asked = _typed(quick.dynamiccl_asked, ctypes.c_uint64, [])
+        self._untold = _typed(quick.dynamiccl_untold, ctypes.c_int, [])
         self._abi = _typed(quick.dynamiccl_abi, ctypes.c_uint32, [])
         numbers = ctypes.POINTER(ctypes.c_uint64)
         self._counts = _typed(quick.dynamiccl_counts, ctypes.c_uint32, [numbers, numbers, ctypes.c_uint32])
@@ -106,6 +108,11 @@ class Plugin:
         return int(self._asked())
 
     @property
+    def untold(self) -> bool:
+        """Whether NCCL asks the tuner about all_gather or reduce_scatter and has told the profiler of no collective."""
+        return bool(self._untold())
+
+    @property
     def abi(self) -> tuple[int, int]:
         """Versions of the tuner's and the profiler's interface that NCCL uses, 0 = not loaded."""
         return divmod(int(self._abi()), 256)
@@ -124,6 +131,18 @@ class Plugin:
         """What must be equal on all ranks before they decide together: our sources, the table's format, the ABI."""
         tuner, profiler = self.abi
         return f"{self._build().decode()} table {TABLE_VERSION} tuner {tuner} profiler {profiler}"
+
+
+def name_where_no_path_is_taken(release: str) -> None:
+    """Before NCCL of ``release`` ("2.27.3") loads plugins: where it takes names alone, lead it to ours by such a name.
+
+    The library is loaded now, so that its name is known in this process wherever LD_LIBRARY_PATH leads.
+    """
+    ours = [variable for kind in ("TUNER", "PROFILER") if named(os.environ.get(variable := f"NCCL_{kind}_PLUGIN", ""))]
+    if takes_no_path(tuple(int(part) for part in release.split(".") if part.isdigit())) and ours:
+        with contextlib.suppress(OSError, PluginBuildError):
+            Plugin.load()
+            os.environ.update(dict.fromkeys(ours, LIBRARY))
 
 
 def _typed(function: Any, result: Any, arguments: list[Any]) -> Any:

@@ -20,13 +20,13 @@ from typing import Any
 
 from ...traces.reasons import KEEP_CONFIRMED, NotAgreeing, NotTuning
 from ...traces.records import FLAG_SAMPLED, RECORD_BYTES, STATE, STEP, UNSET, AgreementState
+from . import step_clock
 from .agreement import Agreement
 from .gauges import Gauges, Reading
-from .plugin import Plugin
+from .plugin import Plugin, name_where_no_path_is_taken
 from .published import EMPTY, Local, Published
 from .rounds import Desk
 from .sampling import Sampling
-from .step_clock import STEP_PACKED, CudaClock, Ended, pack_gauges
 from .steps import Steps
 from .tree import takes_connections
 from .words import say
@@ -56,10 +56,10 @@ class Probe:
         fixed = os.environ.get("DYNAMICCL_SAMPLE_EVERY")
         self._sampling = Sampling(int(fixed) if fixed else None)
         self._sampled = False  # kernel times are being taken
-        self._clock: CudaClock | None = None
+        self._clock: step_clock.CudaClock | None = None
         self._gauges: Gauges | None = None
         self._reading: Reading | None = None
-        self._packed = pack_gauges(Reading())
+        self._packed = step_clock.pack_gauges(Reading())
         self._left: list[Agreement] = []  # of groups that were destroyed
         self._before: Desk | None = None  # of the last of them
         self._off = self._broken = False
@@ -113,7 +113,7 @@ class Probe:
         cuda = self._clock is not None or self._torch.cuda.is_initialized()
         if cuda and self._torch.cuda.is_current_stream_capturing():
             return  # a step captured into a CUDA graph: nothing runs now
-        now = time.monotonic_ns()
+        now = step_clock.now_ns()
         world = self._worlds.default_pg if self._worlds is not None else None
         agreement = self._agreement if world is not None and world is self._world() else self._attached(world)
         if self._uneven:
@@ -231,20 +231,20 @@ class Probe:
     def _measure(self, plugin: Plugin, cuda: bool, now: int) -> bytes | None:
         """The STEP record of the step that has ended, None if it is not known (yet); decides on the next step."""
         if self._clock is None and cuda:
-            self._clock = CudaClock(self._torch.cuda, plugin, self._sampling)
+            self._clock = step_clock.CudaClock(self._torch.cuda, plugin, self._sampling)
             self._gauges = Gauges(self._torch.cuda)
             self._last_ns = 0
         if self._gauges and (reading := self._gauges.latest()) is not self._reading:
-            self._reading, self._packed = reading, pack_gauges(reading)
+            self._reading, self._packed = reading, step_clock.pack_gauges(reading)
         ended = None
         if self._last_ns:
             flags = FLAG_SAMPLED if self._sampled else 0
             which = (self._step, self._generation, self._rank, self._sampling.every, now)
             head = (0, STEP, UNSET, UNSET, UNSET, 0, UNSET, flags, 0, 0, *which)
             if self._clock:
-                self._clock.mark(Ended(head, self._packed, self._sampled, self._generation))
+                self._clock.mark(step_clock.Ended(head, self._packed, self._sampled, self._generation))
             else:
-                ended = STEP_PACKED.pack(*head, now - self._last_ns) + self._packed
+                ended = step_clock.STEP_PACKED.pack(*head, now - self._last_ns) + self._packed
                 self._sampling.ended(self._sampled, now - self._last_ns, self._generation)
             self._step += 1
         elif self._clock:
@@ -285,6 +285,7 @@ class Probe:
         waits = state in (AgreementState.WAITING, AgreementState.SHUT)
         if waits and self._backend in _ASK_NO_TUNER and not (self._plugin is not None and self._plugin.tuners):
             text = NotTuning.OTHER_BACKEND(backend=self._backend)
+        _note(Path(self._run) / "agreement", text)
         if state is not None and self._plugin is not None:
             head = (0, STATE, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, self._step, self._generation, self._rank, state)
             words = text.removesuffix(KEEP_CONFIRMED) if len(text.encode()) > 80 else text
@@ -366,6 +367,7 @@ def install() -> None:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    name_where_no_path_is_taken(_nccl(sys.modules["torch"]))
     probe = _probe = Probe(os.environ["DYNAMICCL_RUN"])
     call: Any = None
     compiling: Any = None

@@ -27,11 +27,7 @@ static struct flight flights[POOL];
 static _Atomic uint64_t next_flight;
 
 static _Atomic int sampling;
-// Calls by the program are looked at in sampled steps, and before the first step has ended: graphs are
-// captured early.
-static _Atomic int watching_calls = 1;
-static _Thread_local bool captured;  // the call under way on this thread goes into a CUDA graph
-static int* _Atomic nccl_mask;       // one int in NCCL for the whole process, read before every event
+static int* _Atomic nccl_mask;  // one int in NCCL for the whole process, read before every event
 static _Atomic int n_contexts;
 
 struct profiler {
@@ -91,6 +87,11 @@ static void* pack(uint64_t index, uint64_t channel_plus_1, uint64_t lap) {
   const uint64_t bits = lap << (POOL_BITS + CHANNEL_BITS) | channel_plus_1 << POOL_BITS | index;
   return (void*)(uintptr_t)((bits & (UINT64_MAX >> 8)) | UINT64_C(0xDC) << 56);  // see dccl_is_ours
 }
+
+// Handles of no flight. NCCL 2.27 tells of a collective only where its group has one. A call that is captured
+// into a CUDA graph has one by which its collectives are known, at each replay and on whatever thread.
+enum { OF_GROUP, OF_CAPTURED_CALL };
+static void* token(uint64_t which) { return pack(which, 0, 0); }
 
 static uint64_t lap_of(const void* handle) {
   return ((uint64_t)(uintptr_t)handle & (UINT64_MAX >> 8)) >> (POOL_BITS + CHANNEL_BITS);
@@ -168,13 +169,18 @@ static void land(struct flight* f, const void* handle) {
 
 // ---- events ----
 
-static void* start_coll(const struct profiler* p, const struct nccl_coll_event* e, int rank) {
+static void* start_call(const struct profiler* p, const struct nccl_coll_api_event* e) {
+  if (p != NULL) dccl_note_call(p->seat, e->graph_captured);
+  return e->graph_captured ? token(OF_CAPTURED_CALL) : NULL;
+}
+
+static void* start_coll(const struct profiler* p, const struct nccl_coll_event* e, int rank, bool captured) {
   struct dccl_record r = {.kind = DCCL_COLL,
                           .func = number(e->func, func_names, N_FUNCS),
                           .algo = number(e->algo, algo_names, N_ALGOS),
                           .proto = number(e->proto, proto_names, N_PROTOS),
                           .n_channels = e->n_channels,
-                          .flags = captured && atomic_load(&watching_calls) ? DCCL_FLAG_CAPTURED : 0,
+                          .flags = captured ? DCCL_FLAG_CAPTURED : 0,
                           .comm_id = p->comm.comm_id,
                           .step = dccl_step_now(),
                           .generation = dccl_generation()};
@@ -184,7 +190,7 @@ static void* start_coll(const struct profiler* p, const struct nccl_coll_event* 
   r.coll.seq = e->seq;
   r.coll.enqueue_ns = dccl_now_ns();
   r.coll.rank = (uint32_t)rank;
-  r.coll.asked_bytes = dccl_note_coll(p->seat, r.func, r.n_bytes);
+  r.coll.asked_bytes = dccl_note_coll(p->seat, r.func, r.n_bytes, captured);
   dccl_emit(&r);
   return atomic_load_explicit(&sampling, memory_order_relaxed) ? take_off(&r) : NULL;
 }
@@ -216,17 +222,12 @@ static void set_mask(void) {
   if (mask == NULL) return;
   int bits = dccl_next_mask();             // without it and without a run nobody listens: no event, no cost
   if (dccl_has_run()) bits |= EVENT_COLL;  // counted where there is no ring too: ranks compare the counts
-  if (dccl_ring_is_open()) {
-    if (atomic_load(&sampling)) bits |= EVENT_KERNEL_CH;
-    if (atomic_load(&watching_calls))
-      bits |= EVENT_COLL_API;  // bits that a release does not know mean nothing to it
-  }
+  if (dccl_ring_is_open() && atomic_load(&sampling)) bits |= EVENT_KERNEL_CH;
   __atomic_store_n(mask, bits, __ATOMIC_RELAXED);
 }
 
 void dynamiccl_sample(int on) {
   atomic_store(&sampling, on != 0);
-  atomic_store(&watching_calls, on != 0);
   set_mask();
 }
 
@@ -259,10 +260,10 @@ static int finish(void* context) {
 
 static void start_event(const struct profiler* p, void** handle, uint64_t type, void* parent, int rank,
                         const struct nccl_coll_event* coll, const struct nccl_kernel_ch_event* kernel,
-                        void* theirs) {
+                        void* ours, void* theirs) {
   if (handle == NULL) return;
-  void* ours = NULL;
-  if (type == EVENT_COLL && p != NULL) ours = start_coll(p, coll, rank);
+  if (type == EVENT_COLL && p != NULL)
+    ours = start_coll(p, coll, rank, ours_of(parent) == token(OF_CAPTURED_CALL));
   if (type == EVENT_KERNEL_CH) ours = start_kernel(ours_of(parent), kernel);
   *handle = theirs != NULL ? theirs : ours;
   if (theirs != NULL) tie(theirs, ours);
@@ -303,16 +304,16 @@ static int init_v6(void** context, uint64_t comm_id, int* mask, const char* comm
 static int start_event_v4(void* context, void** handle, struct nccl_event_v4* e) {
   if (e == NULL) return NCCL_SUCCESS;
   void* theirs = context != NULL ? dccl_next_start_v4(((struct profiler*)context)->next, e) : NULL;
-  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, theirs);
+  void* ours = e->type == EVENT_GROUP ? token(OF_GROUP) : NULL;
+  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, ours, theirs);
   return NCCL_SUCCESS;
 }
 
 static int start_event_v5(void* context, void** handle, struct nccl_event_v5* e) {
   if (e == NULL) return NCCL_SUCCESS;
   void* theirs = context != NULL ? dccl_next_start_v5(((struct profiler*)context)->next, e) : NULL;
-  // The collectives of a call are enqueued between its start and the next call's, on the same thread.
-  if (e->type == EVENT_COLL_API) captured = e->coll_api.graph_captured;
-  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, theirs);
+  void* ours = e->type == EVENT_COLL_API ? start_call(context, &e->coll_api) : NULL;
+  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, ours, theirs);
   return NCCL_SUCCESS;
 }
 

@@ -25,7 +25,13 @@ static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER, noting = PTHREAD_MUT
 static _Atomic bool opened, has_run;
 static _Atomic uint32_t step_now;
 
+static const int64_t* _Atomic borrowed_clock;
+
+void dynamiccl_clock(const int64_t* ns) { atomic_store(&borrowed_clock, ns); }
+
 int64_t dccl_now_ns(void) {
+  const int64_t* clock = atomic_load_explicit(&borrowed_clock, memory_order_relaxed);
+  if (clock) return *clock;
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
@@ -82,6 +88,11 @@ void dccl_note(const struct dccl_record* record) {
     atomic_store_explicit(&r->known, n + 1, memory_order_release);
   }
   pthread_mutex_unlock(&noting);
+}
+
+struct dccl_calls* dccl_ring_calls(void) {
+  struct dccl_ring* r = atomic_load_explicit(&ring, memory_order_relaxed);
+  return r != NULL ? &r->calls : NULL;
 }
 
 bool dccl_ring_is_open(void) { return atomic_load_explicit(&ring, memory_order_relaxed) != NULL; }

@@ -6,14 +6,11 @@ table file is the daemon, its reader is the probe of rank 0.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
 import shutil
-import stat
 import struct
-import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -21,17 +18,17 @@ from pathlib import Path
 import numpy as np
 
 from ...traces.records import RULE_DTYPE, TABLE_VERSION, Lease, Table
-from .build import nccl_env, plugin_path, private_folder
+from .build import private_folder
 from .rings import Ring
+from .run_folder import TABLE, TABLE_FILE_BYTES, job_env, make_folder
 
 TABLE_MAGIC = b"DCCLTBL1"
 TABLE_BYTES = 4096
-_FILE_BYTES, _HEARTBEAT_AT = 8192, 4096
+_HEARTBEAT_AT = 4096
 MAX_RULES = 126  # what fits into TABLE_BYTES
 _HEAD = struct.Struct("<8sIIIIQII24x")  # magic, version, n_rows, generation, crc, sequence, lease steps and ms
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_AT = 24
-_DAY_S = 86400.0
 _PIDS = 2**22  # above every process id
 
 
@@ -100,7 +97,7 @@ class TableFile:
             self._fd = os.open(path.name, flags, 0o600, dir_fd=folder)
             _require_ours(self._fd, path)
             if write:
-                os.posix_fallocate(self._fd, 0, _FILE_BYTES)
+                os.posix_fallocate(self._fd, 0, TABLE_FILE_BYTES)
         except BaseException:
             self.close()
             raise
@@ -171,7 +168,7 @@ class RunFolder:
 
     def __init__(self, path: Path, hold: int) -> None:
         self.path, self._hold = path, hold
-        self.table = TableFile(path / "table", write=True)
+        self.table = TableFile(path / TABLE, write=True)
         self._rings: dict[tuple[str, int], Ring] = {}
         #: Files that look like rings by name but are not, with the reason.
         self.refused: dict[str, str] = {}
@@ -182,11 +179,7 @@ class RunFolder:
 
         Raises OSError, FileExistsError where a run of that ``name`` still lives or waits for its job.
         """
-        root = _root()
-        _remove_stale(root)
-        path = root / (name or f"{os.getpid()}-{time.time_ns():x}")
-        path.mkdir(mode=0o700)
-        return cls._own(path)
+        return cls._own(make_folder(name))
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
@@ -207,7 +200,7 @@ class RunFolder:
 
     def env(self, headroom: int | None = None) -> dict[str, str]:
         """What the job needs in its environment, see ``build.nccl_env``. Raises PluginBuildError."""
-        return {"DYNAMICCL_RUN": str(self.path), **nccl_env(plugin_path(), headroom=headroom)}
+        return job_env(self.path, headroom)
 
     def rings(self) -> list[Ring]:
         """Rings of the job's processes, dead ones included; opens those that are new since the last call."""
@@ -246,15 +239,6 @@ def _require_ours(fd: int, path: Path) -> None:
         raise PermissionError(errno.EPERM, "belongs to another user, or others may write to it", os.fspath(path))
 
 
-def _root() -> Path:
-    name = f"dynamiccl-{os.geteuid()}"
-    for base in (Path("/dev/shm"), Path(tempfile.gettempdir())):
-        folder = base / name
-        if base.is_dir() and not folder.is_symlink() and private_folder(folder):
-            return folder
-    raise OSError(f"neither /dev/shm nor {tempfile.gettempdir()} takes a folder {name} of this user alone")
-
-
 def _hold(path: Path) -> int:
     """Says that somebody uses the run folder, as long as the returned file is open. Raises OSError."""
     fd = os.open(path / "daemon", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -264,35 +248,3 @@ def _hold(path: Path) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _nobody_has(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _remove_stale(root: Path) -> None:
-    """Delete run folders of this user in which nobody lives: no file in it is locked, by a ring's process or another.
-
-    One without rings may wait for its job, as ``dynamiccl env`` leaves it: that one stays for a day.
-    """
-    for folder in root.iterdir():
-        with contextlib.suppress(OSError):
-            status = folder.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                continue
-            files = list(folder.iterdir())
-            if not any("ring-" in path.name for path in files) and time.time() - status.st_mtime < _DAY_S:
-                continue
-            locks: list[int] = []
-            try:
-                for path in files:
-                    locks.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
-                if all(map(_nobody_has, locks)):
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                for fd in locks:
-                    os.close(fd)

@@ -41,6 +41,7 @@ from ...traces.records import (
     Table,
     pair_costs,
 )
+from . import step_clock
 from .plugin import Plugin
 from .rings import Ring
 from .shm import encode_table
@@ -156,11 +157,11 @@ class Sweep:
         self._finish()
         same = buffers.is_same()
         self._meet()
-        begin = time.perf_counter()
+        begin = step_clock.now_ns()
         for _ in range(self.args.reps):
             buffers.call()
         self._finish()
-        wall_us = 1e6 * (time.perf_counter() - begin) / self.args.reps
+        wall_us = (step_clock.now_ns() - begin) / 1e3 / self.args.reps
         same = same and buffers.is_same()
         records = self._records(buffers.func, n_bytes)
         events = _of(records, COLL, buffers.func, n_bytes).view(COLL_DTYPE)
@@ -168,7 +169,7 @@ class Sweep:
         asked = decision.is_auto or all((ALGOS[a], PROTOS[p]) == (decision.algo, decision.proto) for a, p, _ in ran)
         asked = asked and len(ran) > 0 and (decision.n_channels == 0 or all(n <= decision.n_channels for *_, n in ran))
         kernels = _of(records, KERNEL, buffers.func, n_bytes).view(KERNEL_DTYPE)
-        took = (kernels["end_ns"] - kernels["start_ns"])[-self.args.reps :] / 1e3 / self.args.time_scale
+        took = (kernels["end_ns"] - kernels["start_ns"])[-self.args.reps :] / 1e3
         ranks = self._gather((same, asked, ran, len(events), wall_us, took.tolist()))
         shortest = [min(times) for times in zip(*(rank[5] for rank in ranks), strict=False)]
         first = ranks[0][2][0] if ranks[0][2] else (0, 0, 0)
@@ -242,7 +243,6 @@ def main() -> int:
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--budget", type=float, default=120, help="seconds")
     args = parser.parse_args()
-    args.time_scale = float(os.environ.get("DYNAMICCL_TIME_SCALE", "1")) if args.backend == "emulated" else 1.0
     device = torch.device("cpu")
     torch.set_num_threads(1)
     if args.backend == "nccl":

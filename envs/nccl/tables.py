@@ -30,7 +30,7 @@ _CSV_FUNCS = {name.replace("_", ""): name for name in FUNCS}
 def load_table(path: Path | str, *, n_ranks: int | None = None, n_nodes: int | None = None) -> Table:
     """Read a table of either format, or the one that a run left in its folder.
 
-    Raises ValueError naming file, line and cure; OSError when unreadable.
+    Raises ValueError naming file, line and cure.
 
     ``n_ranks`` and ``n_nodes`` complete lines that name one of the two, and turn bytes per rank into bytes.
     """
@@ -46,6 +46,8 @@ def load_table(path: Path | str, *, n_ranks: int | None = None, n_nodes: int | N
             raise ValueError(f"{path}: over {MAX_TEXT >> 20} MiB is no table")
     except UnicodeDecodeError:
         raise ValueError(f"{path}: neither a JSON table nor NVIDIA's CSV") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     try:
         if text.lstrip().startswith("{"):
             table = _from_json(text, n_ranks)

@@ -114,18 +114,20 @@ static bool clips_channels(int algo, uint64_t class) {
   return algo == ALGO_TREE || algo == ALGO_RING || algo == ALGO_PAT;
 }
 
-// The table's word, after the next tuner's. `cost` is NCCL's own offer, `n_channels` its own count.
-static void apply(const struct context* c, struct memo* m, const struct dccl_question* q, const float* cost,
+// The table's word, after the next tuner's; whether it has one. `cost` is NCCL's own offer, `n_channels` its
+// own count.
+static bool apply(const struct context* c, struct memo* m, const struct dccl_question* q, const float* cost,
                   int n_channels) {
   struct dccl_decision d;
-  if (!look_up(c, m, q, &d)) return;
+  if (!look_up(c, m, q, &d)) return false;
   int cell;
   if (d.algo == DCCL_UNSET) {
     cell = choice(q, q->cost);
   } else {
-    if (d.algo >= q->n_algos || d.proto >= q->n_protos) return;
+    if (d.algo >= q->n_algos || d.proto >= q->n_protos) return false;
     cell = d.algo * q->n_protos + d.proto;
-    if (!offered(cost[cell])) return;  // then its channel count was not meant for what NCCL picks either
+    // Where it is not offered its channel count was not meant for what NCCL picks either.
+    if (!offered(cost[cell])) return false;
     if (cost != q->cost) {  // another tuner had its word: what it said was meant for its own choice
       if (choice(q, q->cost) != cell && q->n_channels != NULL) *q->n_channels = n_channels;
       memcpy(q->cost, cost, (size_t)(q->n_algos * q->n_protos) * sizeof *cost);
@@ -136,13 +138,15 @@ static void apply(const struct context* c, struct memo* m, const struct dccl_que
   }
   const bool sets = d.n_channels >= 1 && d.n_channels <= DCCL_MAX_CHANNELS && q->n_channels != NULL;
   if (sets && cell >= 0 && clips_channels(cell / q->n_protos, c->class)) *q->n_channels = d.n_channels;
+  return cell >= 0;
 }
 
 static void decide(void* context, const struct dccl_question* q) {
   struct context* c = context;
   if (c == NULL || q->cost == NULL || q->func < 0 || q->func >= N_FUNCS) return;
   if (q->n_algos <= 0 || q->n_protos <= 0 || q->n_algos > 64 || q->n_protos > 64) return;
-  dccl_note_question(c->seat, q->func, q->n_bytes);
+  const bool counts = q->n_pipe_ops != 0;  // 2.32 also asks, with 0, about another way to make the call
+  if (counts) dccl_note_question(c->seat, q->func, q->n_bytes);
   const int n_channels = q->n_channels != NULL ? *q->n_channels : 0;
   const size_t size = (size_t)(q->n_algos * q->n_protos) * sizeof(float);
   float own[MOST_CELLS];
@@ -156,9 +160,12 @@ static void decide(void* context, const struct dccl_question* q) {
   }
   const float* cost = asks ? own : q->cost;
   struct memo* m = memo_of(c, key_of(q));
-  if (!atomic_load_explicit(&m->noted, memory_order_relaxed) && dccl_ring_is_open())
+  if (counts && !atomic_load_explicit(&m->noted, memory_order_relaxed) && dccl_ring_is_open())
     atomic_store_explicit(&m->noted, emit_offer(c, q, cost), memory_order_relaxed);
-  apply(c, m, q, cost, n_channels);
+  // A graph replays for ever what it was captured with, and ranks may capture at different times: no table
+  // that may change has a word in it.
+  if (dccl_has_run() && dccl_is_captured(c->seat)) return;
+  if (apply(c, m, q, cost, n_channels) && counts) dccl_note_answer();
 }
 
 static int chunk_size(void* context, int func, size_t n_bytes, int algo, int proto, int n_channels,

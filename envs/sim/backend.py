@@ -1,5 +1,7 @@
 """The emulated backend: ``torch.distributed`` moves the bytes with gloo, the timeline says when NCCL would be done.
 
+Nothing sleeps: who waits for a collective has its emulated clock moved to the end (clock.py).
+
 Registered as ``emulated`` by the ``torch.backends`` entry point when DYNAMICCL_CLUSTER is set; a default group on gloo
 is one of its groups then, so that scripts need no change. Results are gloo's, bit for bit; only the time of all_gather,
 reduce_scatter and all_reduce is emulated.
@@ -18,6 +20,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import device_mesh
 
+from ..nccl import step_clock as steps
+from .clock import Clock, CountedWork
 from .timeline import Collective, Emulation, Timeline, comm_id_of
 
 # The options' classes as gloo wants them; the names have been stable since torch 2.0.
@@ -25,11 +29,14 @@ _Tensors = list[torch.Tensor]
 
 
 class EmulatedWork(dist.Work):
-    """A collective in flight: done when gloo has moved the bytes and the emulated end has passed."""
+    """A collective in flight: done when gloo has moved the bytes; who waits for it waits to its emulated end."""
 
-    def __init__(self, gloo: dist.Work, timeline: Timeline, collective: Collective, outputs: _Tensors) -> None:
+    def __init__(
+        self, gloo: dist.Work, timeline: Timeline, clock: Clock, collective: Collective, outputs: _Tensors
+    ) -> None:
         super().__init__()
-        self._gloo, self._timeline, self._collective, self._outputs = gloo, timeline, collective, outputs
+        self._gloo, self._timeline, self._clock = gloo, timeline, clock
+        self._collective, self._outputs = collective, outputs
         self._done = False
 
     def is_completed(self) -> bool:
@@ -42,18 +49,26 @@ class EmulatedWork(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """Block until the emulated end. Raises what gloo raises (a rank that died, a time-out)."""
-        if not self._done:
-            self._gloo.wait(timeout) if timeout else self._gloo.wait()
-            self._timeline.finish(self._collective)
-            self._done = True
+        self._clock.wait_until(self._collective.end_ns if self._done else self._end_ns(timeout))
+        self._done = True
         return True
+
+    def _end_ns(self, timeout: Any = None) -> int:
+        self._gloo.wait(timeout) if timeout else self._gloo.wait()
+        return self._timeline.finish(self._collective)
+
+    def complete(self, future: torch.futures.Future[_Tensors]) -> None:
+        """Complete ``future`` when the bytes are there. Raises what gloo raises."""
+        self._clock.complete_at(self._end_ns())
+        self._done = True
+        future.set_result(self._outputs)
 
     def result(self) -> _Tensors:
         """The output tensors."""
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[_Tensors]:
-        """A future that completes at the emulated end (DistributedDataParallel waits on these)."""
+        """A future of the outputs (DistributedDataParallel waits on these)."""
         future: torch.futures.Future[_Tensors] = torch.futures.Future()
         _completer().put((self, future))
         return future
@@ -71,8 +86,7 @@ def _complete(works: queue.SimpleQueue[tuple[EmulatedWork, torch.futures.Future[
     while True:
         work, future = works.get()
         try:
-            work.wait()
-            future.set_result(work.result())
+            work.complete(future)
         except Exception as error:
             future.set_exception(error)
 
@@ -80,7 +94,7 @@ def _complete(works: queue.SimpleQueue[tuple[EmulatedWork, torch.futures.Future[
 class EmulatedGroup(dist.ProcessGroup):
     """One communicator of the emulated cluster; methods are c10d's, see ``torch.distributed.ProcessGroup``."""
 
-    def __init__(self, options: Any, emulation: Emulation) -> None:
+    def __init__(self, options: Any, emulation: Emulation, clock: Clock) -> None:
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
         world = dist.get_world_size() if dist.is_initialized() else size
@@ -93,20 +107,17 @@ class EmulatedGroup(dist.ProcessGroup):
         ranks = list(options.global_ranks_in_group) or list(range(size))
         members = ",".join(map(str, ranks))
         self._timeline: Timeline | None = None
+        self._clock = clock
         if size > 1:  # NCCL does not ask a tuner for a communicator of one rank
-            self._timeline = Timeline(emulation, store, rank, ranks, world, comm_id_of(f"{self._name}:{members}"))
+            comm_id = comm_id_of(f"{self._name}:{members}")
+            self._timeline = Timeline(emulation, clock, store, rank, ranks, world, comm_id)
 
     def _timed(self, func: str, tensor: torch.Tensor, outputs: _Tensors, run: Callable[[], dist.Work]) -> dist.Work:
-        """Run on gloo; hold the result back to the emulated end. ``tensor`` is the whole buffer."""
+        """Run on gloo, and on the emulated stream. ``tensor`` is the whole buffer."""
         if self._timeline is None:
             return run()
-        started: list[dist.Work] = []
-        nbytes = tensor.numel() * tensor.element_size()
-        collective = self._timeline.enqueue(
-            func, nbytes, tensor.element_size(), lambda: bool(started) and started[0].is_completed()
-        )
-        started.append(run())
-        return EmulatedWork(started[0], self._timeline, collective, outputs)
+        collective = self._timeline.enqueue(func, tensor.numel() * tensor.element_size(), tensor.element_size())
+        return EmulatedWork(run(), self._timeline, self._clock, collective, outputs)
 
     # -- what training uses; torch 2.13 names first, older spellings below -------------------------------------
 
@@ -236,11 +247,22 @@ def _stand_in() -> None:
 
 
 def register() -> None:
-    """Make ``init_process_group("emulated")`` known, and gloo mean the same. Raises ValueError when the environment is
-    wrong."""
+    """Make ``init_process_group("emulated")`` known, and gloo mean the same; from now on the work of this process is
+    counted, and steps are timed by the emulated clock. Raises ValueError when the environment is wrong."""
     emulation = Emulation.from_env()
-    if "emulated" not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            "emulated", lambda options, _: EmulatedGroup(options, emulation), extended_api=True, devices=["cpu"]
-        )
-        _stand_in()
+    if "emulated" in dist.Backend.backend_list:
+        return
+    clock = Clock()
+    dist.Backend.register_backend(
+        "emulated", lambda options, _: EmulatedGroup(options, emulation, clock), extended_api=True, devices=["cpu"]
+    )
+    _stand_in()
+    steps.now_ns = clock.step_ended
+    CountedWork(clock, emulation.compute_scale).__enter__()
+    run = threading.Thread.run
+
+    def counted(thread: threading.Thread) -> None:
+        with CountedWork(clock, emulation.compute_scale):
+            run(thread)
+
+    threading.Thread.run = counted  # type: ignore[method-assign]

@@ -129,14 +129,6 @@ class Jobs:
             | {"fingerprint": Fingerprint(**seen), "noise": self.noise.take(rows), "sites": self.sites.take(rows)}
         )
 
-    def without_gain(self) -> Jobs:
-        """The same jobs, but that every config does what the default does: what is found in them is luck."""
-        same = self.take(slice(None))
-        for f in fields(Tables):
-            table = getattr(same.tables, f.name)
-            setattr(same.tables, f.name, np.broadcast_to(table[:, :, :1], table.shape))
-        return same
-
     @classmethod
     def join(cls, parts: Sequence[Jobs]) -> Jobs:
         """One batch of several of the same family. Raises ValueError when their steps are not the same."""

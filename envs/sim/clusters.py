@@ -12,11 +12,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:  # a job on an emulated cluster does not wait for numpy to have its cluster checked
+    import numpy as np
 
-Array = np.ndarray[Any, Any]
+    Array = np.ndarray[Any, Any]
 
 #: Rows of NCCL's tuning constants, in their order (NCCL 2.30.7 src/graph/tuning.cc).
 GENERATIONS = ("V", "A", "H", "B")
@@ -152,6 +153,8 @@ class Fleet:
     @property
     def n_ranks(self) -> Array:
         """Ranks, (n,)."""
+        import numpy as np
+
         return np.asarray(self.n_nodes * self.gpus_per_node)
 
     def __len__(self) -> int:
@@ -160,6 +163,8 @@ class Fleet:
     @classmethod
     def of(cls, clusters: Sequence[Cluster]) -> Fleet:
         """The arrays of ``clusters``, in their order."""
+        import numpy as np
+
         rows = [_row(c) for c in clusters]
         return cls(**{f.name: np.array([row[f.name] for row in rows]) for f in fields(cls)})
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Emulated:
-    """An emulated cluster, and how far its bytes and times are from the job's own.
+    """An emulated cluster, and how far its messages and its compute are from the job's own.
 
     The defaults of the scales are our own job's: bytes are stretched so that a block weighs what a 2.7B model's does in
-    bf16 (160 MB), time so that communication and compute keep the proportion of a ZeRO-3 step with a small batch.
+    bf16 (160 MB), compute so that it keeps the proportion to communication of a ZeRO-3 step with a small batch.
     """
 
     cluster: str = "dgx-h100-2x8"  # a preset's name or a TOML file
-    bytes_scale: float = 90.0  # emulated bytes for each byte of the job
-    time_scale: float = 30.0  # wall-clock time for each emulated time
+    bytes_scale: float = 360.0  # emulated bytes for each byte of the job
+    compute_scale: float = 400.0  # emulated operations for each of the job's
     seed: int = 0
     weather: str = ""  # see ``weather.Weather.parse``
 
@@ -25,25 +25,27 @@ class Emulated:
         return {
             "DYNAMICCL_CLUSTER": self.cluster,
             "DYNAMICCL_BYTES_SCALE": repr(self.bytes_scale),
-            "DYNAMICCL_TIME_SCALE": repr(self.time_scale),
+            "DYNAMICCL_COMPUTE_SCALE": repr(self.compute_scale),
             "DYNAMICCL_SEED": str(self.seed),
             "DYNAMICCL_WEATHER": self.weather,
+            # Ranks that wait for each other on a busy machine lose no emulated time by it.
+            "DYNAMICCL_MEET_MS": os.environ.get("DYNAMICCL_MEET_MS", "2000"),
         }
 
     @classmethod
     def from_env(cls) -> Emulated:
         """What :meth:`env` said; scales are 1 where nothing is said. Raises ValueError for what is no number."""
         numbers = {}
-        for name, default in (("BYTES_SCALE", "1"), ("TIME_SCALE", "1"), ("SEED", "0")):
+        for name, default in (("BYTES_SCALE", "1"), ("COMPUTE_SCALE", "1"), ("SEED", "0")):
             text = os.environ.get(f"DYNAMICCL_{name}", default)
             try:
                 numbers[name] = float(text)
             except ValueError:
                 raise ValueError(f"DYNAMICCL_{name} must be a number, not {text!r}") from None
-        if numbers["BYTES_SCALE"] <= 0 or numbers["TIME_SCALE"] <= 0:
-            raise ValueError("DYNAMICCL_BYTES_SCALE and DYNAMICCL_TIME_SCALE must be above 0")
+        if numbers["BYTES_SCALE"] <= 0 or numbers["COMPUTE_SCALE"] <= 0:
+            raise ValueError("DYNAMICCL_BYTES_SCALE and DYNAMICCL_COMPUTE_SCALE must be above 0")
         weather = os.environ.get("DYNAMICCL_WEATHER", "")
-        scales = numbers["BYTES_SCALE"], numbers["TIME_SCALE"]
+        scales = numbers["BYTES_SCALE"], numbers["COMPUTE_SCALE"]
         return cls(os.environ["DYNAMICCL_CLUSTER"], *scales, int(numbers["SEED"]), weather)
 
     def check(self) -> None:
@@ -53,5 +55,5 @@ class Emulated:
 
         cluster(self.cluster)
         Weather.parse(self.weather)
-        if self.bytes_scale <= 0 or self.time_scale <= 0:
-            raise ValueError("bytes-scale and time-scale must be above 0")
+        if self.bytes_scale <= 0 or self.compute_scale <= 0:
+            raise ValueError("bytes-scale and compute-scale must be above 0")

@@ -137,7 +137,7 @@ def nominal(fleet: Fleet) -> Truth:
         sm_weight=np.tile(_SM_WEIGHT, (n, 1)),
         connect_us=np.full(n, 6000.0) + 200.0 * fleet.n_ranks,
         noise=np.where(many, 0.012, 0.003),
-        tail=np.where(many, 0.004, 0.001),
+        tail=np.where(many, 0.0005, 0.0002),  # of a collective; of a step, which has a dozen, as noise.py draws it
         effect=np.zeros((n, 2, len(PAIRS), N_COUNTS)),
     )
 

@@ -28,10 +28,10 @@ Array = np.ndarray[Any, Any]
 __all__ = ["HELD_OUT", "SLOTS", "STANDARD", "JobFamily", "Jobs", "Sites", "call_tables", "draw_jobs", "oracle"]
 
 
-def draw_jobs(kind: JobFamily, rng: np.random.Generator, n: int, sites: Sites | None = None) -> Jobs:
-    """``n`` jobs of a family, each at its first steps; with ``sites`` (``Jobs.sites`` of others), on their clusters."""
+def draw_jobs(kind: JobFamily, rng: np.random.Generator, n: int) -> Jobs:
+    """``n`` jobs of a family, each at its first steps."""
     works = works_of(kind.works)
-    fleet = family.draw_fleet(kind.clusters, rng, n) if sites is None else sites.fleet
+    fleet = family.draw_fleet(kind.clusters, rng, n)
     replicated = (fleet.n_nodes == 1) & (fleet.gpus_per_node == 8) & (rng.random(n) < kind.replicated)
     one = rng.random(n) < kind.one_communicator
     pick = rng.random(n)
@@ -42,8 +42,6 @@ def draw_jobs(kind: JobFamily, rng: np.random.Generator, n: int, sites: Sites | 
             fit = np.flatnonzero((works.replicated == a) & (is_one == b))
             mine = (replicated == a) & (one == b)
             which[mine] = fit[(pick[mine] * len(fit)).astype(int)]
-    if sites is not None:
-        return assemble(works, which, sites, even(rng, kind.exposed, n), kind, rng)
     truth = Fabric.random(fleet, rng, kind.clusters.width, sigma := even(rng, kind.effects, n)).truth
     other = sigma[:, None, None, None] * unmodelled(rng, n)
     turn = np.pi / 2 / rng.uniform(*kind.octaves, n)
@@ -96,7 +94,6 @@ def assemble(
         own_channels=ran[:, 0],
         comm_channels=slot_fleet.comm_channels.astype(float),
         share=np.zeros(n * SLOTS),
-        exposed=np.full(n * SLOTS, np.nan),  # the host cannot see when a GPU computes
         memory_pressure=np.repeat(np.where(rng.random(n) < 0.5, rng.uniform(0.2, 1.0, n), 0.0), SLOTS),
     )
     mask = distinct(fingerprint, slot_fleet.release).reshape(n, SLOTS, N_CONFIGS)

@@ -9,11 +9,9 @@ by 15-33 % in the median.)
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +20,7 @@ Array = np.ndarray[Any, Any]
 #: log us of (n_bytes (n,), n_channels (n,)).
 Formula = Callable[[Array, Array], Array]
 
-_FILE = Path(__file__).with_name("measured.csv")
-# Standard deviations (log us) and lengths (doublings) of the kernel; chosen by leave-one-out on measured.csv.
+# Standard deviations (log us) and lengths (doublings) of the kernel; chosen by leave-one-out on public measurements.
 _OFFSET, _SIZE, _SIZE_LENGTH = 1.0, 0.8, 4.0
 _SLOPE, _COUNT, _COUNT_LENGTH, _BOTH = 1.0, 0.3, 3.0, 0.1
 _NOISE = 0.01
@@ -86,63 +83,3 @@ class Measured:
     def _predict(self, keys: Array) -> Array:
         at = np.log2(np.maximum(keys, 1.0))
         return np.asarray(np.exp(self._mean(keys[:, 0], keys[:, 1]) + _kernel(at, self._at) @ self._weights))
-
-
-@dataclass(frozen=True)
-class Point:
-    """One public measurement."""
-
-    source: str
-    func: str
-    curve: str
-    n_bytes: int
-    n_channels: int  # 1 where the source does not vary it
-    us: float
-
-
-def public_points(path: Path = _FILE) -> list[Point]:
-    """The shipped measurements, or those of a file with the same columns (``n_channels`` optional).
-
-    Raises ValueError naming what is wrong with a file.
-    """
-    try:
-        lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
-    points = []
-    for number, row in enumerate(csv.DictReader(lines), 2):
-        try:
-            count, curve = int(row.get("n_channels") or 1), row["curve"]
-            if curve.startswith("channel_sweep") and curve[-1].isdigit():  # the sweep's count is in its label
-                curve, _, text = curve.rpartition("/")
-                count = int(text)
-            point = Point(row["source"], row["func"], curve, int(row["n_bytes"]), count, float(row["us"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}, row {number}: needs source, func, curve, n_bytes, us ({error})") from None
-        if not (point.us > 0 and point.n_bytes > 0 and point.n_channels > 0):
-            raise ValueError(f"{path}, row {number}: n_bytes, us and n_channels must be above 0")
-        points.append(point)
-    if not points:
-        raise ValueError(f"{path} holds no measurements")
-    return points
-
-
-def leave_one_out(points: Iterable[Point]) -> dict[str, list[float]]:
-    """Relative error of predicting each point from the others of its curve, per source.
-
-    The error is ``|predicted / measured - 1|``; curves of fewer than three points are passed over.
-    """
-    curves: dict[tuple[str, str, str], list[Point]] = defaultdict(list)
-    for point in points:
-        curves[point.source, point.func, point.curve].append(point)
-    errors: dict[str, list[float]] = defaultdict(list)
-    for (source, _, _), curve in curves.items():
-        table = np.array([(p.n_bytes, p.n_channels, p.us) for p in curve], float)
-        if len(table) < 3:
-            continue
-        for i in range(len(table)):
-            rest = np.delete(table, i, axis=0)
-            model = Measured(rest[:, 0], rest[:, 1], rest[:, 2])
-            predicted = model.predict_us(int(table[i, 0]), int(table[i, 1]))
-            errors[source].append(abs(predicted / table[i, 2] - 1.0))
-    return dict(errors)

@@ -1,68 +1,27 @@
 """A miniature NCCL: loads the plugin as a given release does and calls it in that release's order.
 
-The emulated backend runs on it, and the tests drive the plugin through every version with it. Structs are declared
-here a second time, from NCCL's documented layouts: a slip in the plugin's own declarations would show.
+The emulated backend runs on it, and the tests drive the plugin through every version with it. What it calls, and in
+which order, is what six releases were recorded to call (``tests/data/nccl_calls.json``).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint8, c_uint64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...traces.records import FUNCS, N_ALGOS, N_PROTOS
+from ...traces.records import ALGOS, FUNCS, N_ALGOS, N_PROTOS, PROTOS
+from . import nccl_events as events
+from .nccl_events import EVENT_KERNEL_CH as EVENT_KERNEL_CH
+from .nccl_events import CollApi, EventV4, EventV5, P2p
 
-EVENT_COLL, EVENT_KERNEL_CH, KERNEL_CH_STOP = 2, 64, 22
-
-#: As the profiler hears them: AllGather, ReduceScatter ...
-_FUNC_NAMES = {func: func.title().replace("_", "").encode() for func in FUNCS}
 _DTYPE_OF_SIZE = {1: "int8", 2: "float16", 4: "float32", 8: "float64"}
-_DTYPE_BYTES = {"int8": 1, "uint8": 1, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "float16": 2, "bfloat16": 2}
-_DTYPE_BYTES |= {"float32": 4, "float64": 8, "float8e4m3": 1, "float8e5m2": 1}
-
-
-class _Coll(ctypes.Structure):
-    _fields_ = (
-        ("seq", c_uint64),
-        ("func", c_char_p),
-        ("send_buffer", c_void_p),
-        ("recv_buffer", c_void_p),
-        ("count", c_size_t),
-        ("root", c_int),
-        ("datatype", c_char_p),
-        ("n_channels", c_uint8),
-        ("n_warps", c_uint8),
-        ("algo", c_char_p),
-        ("proto", c_char_p),
-    )
-
-
-class _KernelCh(ctypes.Structure):
-    _fields_ = (("channel", c_uint8), ("timer", c_uint64))
-
-
-class _Body(ctypes.Union):
-    _fields_ = (("coll", _Coll), ("kernel", _KernelCh), ("size_v4", c_uint8 * 80))
-
-
-class _BodyV5(ctypes.Union):
-    _fields_ = (("coll", _Coll), ("kernel", _KernelCh), ("size_v5", c_uint8 * 88))
-
-
-class _EventV4(ctypes.Structure):
-    _fields_ = (("type", c_uint8), ("parent", c_void_p), ("rank", c_int), ("body", _Body))
-
-
-class _EventV5(ctypes.Structure):
-    _fields_ = (("type", c_uint64), ("parent", c_void_p), ("rank", c_int), ("body", _BodyV5))
-
-
-assert ctypes.sizeof(_EventV4) == 104 and ctypes.sizeof(_EventV5) == 112
 
 # Which symbols a release tries, newest first; the first that the library exports is loaded.
 _TUNERS = {(2, 22): (3,), (2, 24): (4, 3), (2, 28): (5, 4, 3), (2, 30): (6, 5, 4, 3)}
@@ -85,6 +44,7 @@ _PROFILER_INIT = {
 _START_EVENT = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p), c_void_p)
 _STATE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, POINTER(c_uint64))
 _ONE_POINTER = ctypes.CFUNCTYPE(c_int, c_void_p)
+_CHUNK_SIZE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, c_size_t, c_int, c_int, c_int, POINTER(c_size_t))
 
 # NCCL keeps one event mask for the whole process and hands its address to every communicator.
 _MASKS: dict[str, Any] = {}
@@ -96,10 +56,7 @@ class CallerError(RuntimeError):
 
 def versions(release: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Tuner and profiler versions that NCCL ``release`` ("2.29.7") tries, newest first. Raises ValueError."""
-    try:
-        number = tuple(int(part) for part in release.split(".")[:2])
-    except ValueError:
-        number = ()
+    number = _number(release)
     if len(number) < 2 or number < (2, 22):
         raise ValueError(f"NCCL {release} is not a release that loads this plugin: 2.22 is the first")
     return (
@@ -108,11 +65,30 @@ def versions(release: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     )
 
 
+def _number(release: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in release.split(".")[:2])
+    except ValueError:
+        return ()
+
+
 def choose(cost: np.ndarray[Any, Any]) -> tuple[int, int]:
     """NCCL's choice from a ``(n_algos, n_protos)`` cost table: the first of the smallest >= 0, else (-1, -1)."""
     flat = np.where(cost >= 0, cost, np.inf).ravel()
     best = int(flat.argmin())
     return divmod(best, cost.shape[1]) if np.isfinite(flat[best]) else (-1, -1)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective that a program calls, and how NCCL runs it. ``count`` as in :meth:`Communicator.start_coll`."""
+
+    func: str
+    count: int
+    datatype: str = "int8"
+    n_channels: int = 1
+    algo: str = "ring"
+    proto: str = "simple"
 
 
 class Communicator:
@@ -133,10 +109,15 @@ class Communicator:
         library = ctypes.CDLL(os.fspath(plugin_path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
         tuners, profilers = versions(release)
         self.comm_id, self.n_ranks, self.n_nodes, self.rank = comm_id, n_ranks, n_nodes, rank
+        self._release = _number(release)
         self.profiler_version = _first(library, "ncclProfiler_v", profilers) if with_profiler else 0
         self.tuner_version = _first(library, "ncclTunerPlugin_v", tuners)
         self._mask = _MASKS.setdefault(os.fspath(plugin_path), c_int(0))
         self._profiler, self._tuner = c_void_p(), c_void_p()
+        self._group_api: int | None = None  # handles of the group under way, and of the program's calls in it
+        self._group: int | None = None
+        self._calls: list[int | None] = []
+        self._seq = dict.fromkeys(FUNCS, 0)
         if self.profiler_version:
             self._init_profiler(library, name)
         self._init_tuner(library)
@@ -152,16 +133,20 @@ class Communicator:
         else:
             _check(_PROFILER_INIT[5](init)(context, self.comm_id, mask, label, *size, None))
         # Kept for every call: ctypes objects are slow to make.
-        event_type = _EventV4 if self.profiler_version == 4 else _EventV5
-        self._coll, self._kernel = event_type(type=EVENT_COLL), event_type(type=EVENT_KERNEL_CH)
+        event_type = EventV4 if self.profiler_version == 4 else EventV5
+        self._event_type = event_type
+        self._coll, self._kernel = event_type(type=events.EVENT_COLL), event_type(type=EVENT_KERNEL_CH)
         self._coll.rank = self._kernel.rank = self.rank
         self._coll_body, self._kernel_body = self._coll.body.coll, self._kernel.body.kernel
-        self._coll_ref, self._kernel_ref = byref(self._coll), byref(self._kernel)
+        self._kernel_ref = byref(self._kernel)
         self._handle, self._timer = c_void_p(), c_uint64()
         self._handle_ref, self._timer_ref = byref(self._handle), byref(self._timer)
 
     def _init_tuner(self, library: ctypes.CDLL) -> None:
-        _, init, info, finalize = _pointers(library, f"ncclTunerPlugin_v{self.tuner_version}", 4)
+        self._functions = _pointers(
+            library, f"ncclTunerPlugin_v{self.tuner_version}", 5 if self.tuner_version > 5 else 4
+        )
+        _, init, info, finalize = self._functions[:4]
         self._finalize_tuner = _ONE_POINTER(finalize)
         self._info: Callable[..., int] = _TUNER_INFO[min(self.tuner_version, 4)](info)
         self._channels, self._cost = c_int(), np.empty((N_ALGOS, N_PROTOS), np.float32)
@@ -182,11 +167,26 @@ class Communicator:
         n_pipe_ops: int = 1,
         reg_buff: int = 0,
         n_channels: int = 0,
+        captured: bool = False,
     ) -> int:
         """Ask the tuner; ``cost`` (7, 3) float32 microseconds is changed in place. Returns the channel count.
 
         ``n_channels`` is what NCCL has in the variable before: 0, and it stays so unless the table says otherwise.
+        ``captured``: the call goes into a CUDA graph.
         """
+        self._begin(events.EVENT_COLL_API, [func], captured)
+        self._ask_aside(func, self._share(func, n_bytes))
+        return self._ask(func, n_bytes, cost, n_pipe_ops, reg_buff, n_channels)
+
+    def _ask(
+        self,
+        func: str,
+        n_bytes: int,
+        cost: np.ndarray[Any, Any],
+        n_pipe_ops: int,
+        reg_buff: int = 0,
+        n_channels: int = 0,
+    ) -> int:
         self._cost[:] = cost
         self._channels.value = n_channels
         head = (self._tuner, FUNCS.index(func), n_bytes, n_pipe_ops, self._cost_at, N_ALGOS, N_PROTOS)
@@ -207,19 +207,135 @@ class Communicator:
         ``count`` is NCCL's: elements of one rank for all_gather and reduce_scatter. ``datatype`` is a name
         ("bfloat16") or an element size in bytes. As NCCL does, an all_gather is reported as bytes.
         """
-        if not self.profiler_version or not self._mask.value & EVENT_COLL:
-            return None
         dtype = _DTYPE_OF_SIZE[datatype] if isinstance(datatype, int) else datatype
+        self._launch([Call(func, count, dtype, n_channels, algo, proto)])
+        return self._tell(func, seq, count, dtype, n_channels, n_warps, algo, proto, self._calls[-1:])
+
+    def _tell(
+        self,
+        func: str,
+        seq: int,
+        count: int,
+        dtype: str,
+        n_channels: int,
+        n_warps: int,
+        algo: str,
+        proto: str,
+        call: Sequence[int | None],
+    ) -> int | None:
+        self._seq[func] = seq + 1
+        if not self.profiler_version or (self.profiler_version == 4 and self._group is None):
+            return None
         if func == "all_gather":
-            count, dtype = count * _DTYPE_BYTES[dtype], "int8"
+            count, dtype = count * events.DTYPE_BYTES[dtype], "int8"
         body = self._coll_body
-        body.seq, body.func, body.count = seq, _FUNC_NAMES[func], count
+        body.seq, body.func, body.count = seq, events.FUNC_NAMES[func], count
         body.datatype = b"nccl" + dtype.capitalize().encode()
         body.n_channels, body.n_warps = n_channels, n_warps
         body.algo, body.proto = algo.upper().encode(), proto.upper().encode()
+        if self.profiler_version == 4:
+            self._coll.parent = self._group
+        else:
+            self._coll.parent, body.parent_group = next(iter(call), None), self._group
+        return self._start(self._coll)
+
+    def group(self, calls: Sequence[Call], cost: np.ndarray[Any, Any], captured: bool = False) -> list[int | None]:
+        """One ncclGroupStart to ncclGroupEnd around ``calls``: asked with ``cost``, told, stopped; handles as told."""
+        handles = self._begin(events.EVENT_COLL_API, [call.func for call in calls], captured)
+        ordered: list[tuple[Call, int | None]] = []
+        for func in dict.fromkeys(call.func for call in calls):
+            found = [(call, handle) for call, handle in zip(calls, handles, strict=True) if call.func == func]
+            # Largest first from 2.29 on: calls up to four times as large as the first are priced together, so all are.
+            found.sort(key=lambda one: self._n_bytes(one[0]), reverse=self._release >= (2, 29))
+            sums: list[list[int]] = []
+            for n_bytes in (self._n_bytes(call) for call, _ in found):
+                if sums and n_bytes < 4 * sums[-1][0]:
+                    sums[-1].append(n_bytes)
+                else:
+                    sums.append([n_bytes])
+            self._ask_aside(func, sum(self._share(func, self._n_bytes(call)) for call, _ in found))
+            for together in sums:
+                self._ask(func, sum(together), cost.copy(), 1)
+            ordered += found
+        told = [one for one in ordered if one[0].func != "broadcast" or self._release < (2, 29)]
+        self._launch([call for call, _ in ordered], launches=bool(told))
+        seen: list[int | None] = []
+        for call, handle in told:
+            how = (call.n_channels, 16, call.algo, call.proto)
+            seen.append(self._tell(call.func, self._seq[call.func], call.count, call.datatype, *how, [handle]))
+        self._end(seen)
+        return seen
+
+    def send_recv(self) -> None:
+        """A send and a receive in one group."""
+        calls = self._begin(events.EVENT_P2P_API, ["send", "recv"], False)
+        self._end([], group=False)
+        self._launch([])
+        told = [self._event_type(type=events.EVENT_P2P, rank=self.rank) for _ in calls] if self.profiler_version else []
+        for event, func, call in zip(told, (b"Send", b"Recv"), calls, strict=False):
+            event.body.p2p = P2p(func, None, b"ncclInt8", 1, 1 - self.rank, 1, self._group)
+            event.parent = self._group if self.profiler_version == 4 else call
+        self._end([self._start(event) for event in told if self.profiler_version > 4 or self._group is not None])
+
+    def _begin(self, kind: int, funcs: Sequence[str], captured: bool) -> list[int | None]:
+        """The program's calls, as NCCL tells of them before it asks anything: their handles."""
+        self._calls = [None] * len(funcs)
+        if self.profiler_version < 5:
+            return self._calls
+        self._group_api = self._start(self._event_type(type=events.EVENT_GROUP_API))
+        for i, func in enumerate(funcs):
+            event = self._event_type(type=kind, parent=self._group_api)
+            event.body.call = CollApi(events.FUNC_NAMES[func], 1, b"ncclInt8", 0, None, captured)
+            self._calls[i] = self._start(event)
+            self._stop(self._calls[i])
+        return self._calls
+
+    def _ask_aside(self, func: str, n_bytes: int) -> None:
+        """2.32 also prices another way to make the call, in which it has none of the tuner's algorithms."""
+        if self._release >= (2, 32) and func in ("all_gather", "reduce_scatter", "all_reduce"):
+            for _ in range(2):
+                self._ask(func, max(1024, n_bytes), np.full((N_ALGOS, N_PROTOS), -1, np.float32), 0)
+
+    def _launch(self, calls: Sequence[Call], launches: bool = True) -> None:
+        """What is between the last question and the first collective: chunks, the kernel, the group."""
+        for call in calls if len(self._functions) > 4 and self._functions[4] else ():
+            cell = ALGOS.index(call.algo), PROTOS.index(call.proto)
+            for _ in range(min(3, call.n_channels)):  # the first channel, those between, the last
+                head = (self._tuner, FUNCS.index(call.func), self._n_bytes(call))
+                _check(_CHUNK_SIZE(self._functions[4])(*head, *cell, 1, byref(c_size_t(2**19))))
+        self._group = None
+        if launches and self.profiler_version:
+            if self.profiler_version > 4:
+                self._stop(self._start(self._event_type(type=events.EVENT_KERNEL_LAUNCH, parent=self._group_api)))
+            self._group = self._start(self._event_type(type=events.EVENT_GROUP))
+
+    def _end(self, handles: Sequence[int | None], group: bool = True) -> None:
+        """Everything that was started is stopped; without ``group`` only what the program began."""
+        for handle in handles:
+            self._stop(handle)
+        if group:
+            self._stop(self._group)
+            self._group = None
+        self._stop(self._group_api)
+        self._group_api, self._calls = None, []
+
+    def _n_bytes(self, call: Call) -> int:
+        whole = call.count * events.DTYPE_BYTES[call.datatype]
+        return whole * self.n_ranks if call.func in ("all_gather", "reduce_scatter") else whole
+
+    def _share(self, func: str, n_bytes: int) -> int:
+        return n_bytes // self.n_ranks if func in ("all_gather", "reduce_scatter") else n_bytes
+
+    def _start(self, event: Any) -> int | None:
+        if not self.profiler_version or not self._mask.value & (event.type | events.BELOW[event.type]):
+            return None
         self._handle.value = None
-        _check(self._start_event(self._profiler, self._handle_ref, self._coll_ref))
+        _check(self._start_event(self._profiler, self._handle_ref, byref(event)))
         return self._handle.value
+
+    def _stop(self, handle: int | None) -> None:
+        if handle is not None:
+            _check(self._stop_event(handle))
 
     def kernel(self, handle: int | None, channel: int, start_ns: int, stop_ns: int) -> None:
         """Report one channel of a collective's kernel, as NCCL's proxy thread does for a sampled one."""
@@ -239,13 +355,12 @@ class Communicator:
         """The second half of :meth:`kernel`."""
         if handle is not None:
             self._timer.value = stop_ns
-            _check(self._record_state(handle, KERNEL_CH_STOP, self._timer_ref))
+            _check(self._record_state(handle, events.KERNEL_CH_STOP, self._timer_ref))
             _check(self._stop_event(handle))
 
     def stop(self, handle: int | None) -> None:
         """Tell the profiler that enqueueing is over (not that the collective is)."""
-        if handle is not None:
-            _check(self._stop_event(handle))
+        self._end([handle])
 
     @property
     def mask(self) -> int:

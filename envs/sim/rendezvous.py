@@ -1,8 +1,8 @@
 """When did each rank enqueue its n-th collective? One small shared page per emulated communicator.
 
-A real collective starts when its last rank arrives. Each rank notes its arrival here before it hands the bytes to
-gloo; gloo is done only after every rank took part, so by then all arrivals can be read and every rank computes the
-same start. CLOCK_MONOTONIC is one clock for all processes of a machine, which is where an emulated job runs.
+A real collective starts when its last rank arrives. Each rank notes its arrival here, by its emulated clock, before it
+hands the bytes to gloo; gloo is done only after every rank took part, so by then all arrivals can be read and every
+rank computes the same start: the ranks' clocks meet in it.
 """
 
 from __future__ import annotations

@@ -4,16 +4,18 @@ The order of events is NCCL's: the plugin's tuner is asked with the cost table t
 the smallest cost wins, the profiler hears of the collective, and the kernel runs on the communicator's stream, after
 the one before it and not before the last rank arrived. How long it takes is the fabric's word, not NCCL's.
 
-All times are nanoseconds of CLOCK_MONOTONIC. Emulated microseconds are stretched by ``time_scale``.
+All times are nanoseconds of the emulated rank's clock (clock.py). A collective's start and end are known when this rank
+waits for it, in the order of the program: so they do not depend on how fast the ranks really run.
 """
 
 from __future__ import annotations
 
-import time
+import ctypes
+import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +23,7 @@ import numpy as np
 
 from ...traces.records import ALGOS, PROTOS
 from ..nccl.build import plugin_path
+from .clock import Clock
 from .clusters import Cluster, cluster, resize
 from .cost_model import channels, cost_table
 from .emulated import Emulated
@@ -31,7 +34,6 @@ from .weather import Weather
 
 #: The collectives that take emulated time; the others (broadcast, barrier ...) only happen at set-up.
 TIMED = ("all_gather", "reduce_scatter", "all_reduce")
-SPIN_NS = 60_000  # the end of a wait is spun, not slept: a sleep wakes up to this much late
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Emulation:
 
     cluster: Cluster
     bytes_scale: float
-    time_scale: float
+    compute_scale: float
     seed: int
     weather: Weather = field(default_factory=Weather)
 
@@ -48,12 +50,12 @@ class Emulation:
     def from_env(cls) -> Emulation:
         """See :class:`Emulated`. Raises ValueError naming what is wrong."""
         e = Emulated.from_env()
-        return cls(cluster(e.cluster), e.bytes_scale, e.time_scale, e.seed, Weather.parse(e.weather, e.seed))
+        return cls(cluster(e.cluster), e.bytes_scale, e.compute_scale, e.seed, Weather.parse(e.weather, e.seed))
 
 
 @dataclass
 class Collective:
-    """One collective in flight. ``start_ns`` and ``end_ns`` are 0 until every rank has arrived."""
+    """One collective in flight. ``start_ns`` and ``end_ns`` are 0 until this rank waits for it."""
 
     func: str
     seq: int  # per function, as NCCL's profiler counts
@@ -62,14 +64,18 @@ class Collective:
     beside: tuple[float, float, float]  # what it does to compute, and takes of the links: see Fabric.beside
     n_kernels: int  # channels whose kernel times the profiler wants
     handle: Any
-    moved: Callable[[], bool]  # the bytes have been moved
     start_ns: int = 0
     end_ns: int = 0
-    charged_ns: int = 0  # compute has paid for the overlap up to here
+
+    @property
+    def slowdown(self) -> float:
+        """Time that compute loses to it, for each time that both run."""
+        return self.beside[0]
 
 
-#: The communicators of this process: they share the rank's links.
+#: The communicators of this process: they share the rank's links. One thread at a time deals with them.
 _LINES: weakref.WeakSet[Timeline] = weakref.WeakSet()
+_LOCK = threading.RLock()
 #: What collectives of two communicators cost each other beside the links: SMs, proxy threads, the launch queue. Drawn.
 CROWD = 0.05
 #: Of a link that others fill, a collective still gets this part.
@@ -100,73 +106,55 @@ class Timeline:
     """The stream of one communicator in one process."""
 
     def __init__(
-        self, emulation: Emulation, store: Any, rank: int, ranks: Sequence[int], world: int, comm_id: int
+        self, emulation: Emulation, clock: Clock, store: Any, rank: int, ranks: Sequence[int], world: int, comm_id: int
     ) -> None:
-        self._emulation, self._cluster = emulation, part_of(emulation.cluster, ranks, world)
+        self._emulation, self._cluster, self._clock = emulation, part_of(emulation.cluster, ranks, world), clock
         self._fabric = Fabric.of(self._cluster, seed=emulation.seed)
         n_ranks, n_nodes = self._cluster.n_ranks, self._cluster.n_nodes
         self._nccl = Communicator(plugin_path(), comm_id, n_ranks, n_nodes, rank, release=self._cluster.nccl)
+        ctypes.CDLL(str(plugin_path())).dynamiccl_clock(ctypes.byref(clock.cell))
         self._arrivals = Arrivals(store, rank, len(ranks))
         self._comm_id = comm_id
         self._connected: set[str] = set()
-        self._order = self._resolved = 0
+        self._order = 0
         self._seq = dict.fromkeys(TIMED, 0)
         self._stream_end = self._epoch = 0
-        self._owed_ns = 0.0
-        self._queue: deque[Collective] = deque()  # enqueued, not resolved
-        self._running: deque[Collective] = deque()  # resolved, overlap not yet fully charged
+        self._queue: deque[Collective] = deque()  # enqueued, nobody has waited for them
+        self._running: deque[Collective] = deque()  # known, perhaps not over
         _LINES.add(self)
 
-    def enqueue(self, func: str, n_bytes: float, element_bytes: int, moved: Callable[[], bool]) -> Collective:
+    def enqueue(self, func: str, n_bytes: float, element_bytes: int) -> Collective:
         """Plan a collective of ``n_bytes`` (whole buffer, before scaling) and put it on the stream."""
-        now = self.charge()
-        unit = element_bytes * self._cluster.n_ranks if func != "all_reduce" else element_bytes
-        count = max(1, round(n_bytes * self._emulation.bytes_scale / unit))
-        n_bytes = count * unit
-        self._order += 1
-        self._seq[func] += 1
-        algo, proto, n_channels = self._plan(func, n_bytes)
-        self._arrivals.note(self._order, now)
-        sampled = bool(self._nccl.mask & EVENT_KERNEL_CH)
-        handle = self._nccl.start_coll(func, self._seq[func], count, element_bytes, n_channels, 16, algo, proto)
-        self._nccl.stop(handle)
-        collective = Collective(
-            func,
-            self._seq[func],
-            self._order,
-            self._duration_ns(func, n_bytes, algo, proto, n_channels),
-            self._fabric.beside(func, n_bytes, algo, proto, n_channels),
-            n_channels if sampled else 0,
-            handle,
-            moved,
-        )
-        self._queue.append(collective)
-        return collective
+        with _LOCK:
+            now = self._clock.enqueued()
+            unit = element_bytes * self._cluster.n_ranks if func != "all_reduce" else element_bytes
+            count = max(1, round(n_bytes * self._emulation.bytes_scale / unit))
+            n_bytes = count * unit
+            self._order += 1
+            self._seq[func] += 1
+            algo, proto, n_channels = self._plan(func, n_bytes)
+            self._arrivals.note(self._order, now)
+            sampled = bool(self._nccl.mask & EVENT_KERNEL_CH)
+            handle = self._nccl.start_coll(func, self._seq[func], count, element_bytes, n_channels, 16, algo, proto)
+            self._nccl.stop(handle)
+            collective = Collective(
+                func,
+                self._seq[func],
+                self._order,
+                self._duration_ns(func, n_bytes, algo, proto, n_channels),
+                self._fabric.beside(func, n_bytes, algo, proto, n_channels),
+                n_channels if sampled else 0,
+                handle,
+            )
+            self._queue.append(collective)
+            return collective
 
-    def finish(self, collective: Collective) -> None:
-        """Return when the collective has ended; the caller has seen its bytes moved."""
-        self.charge()
-        while collective.end_ns == 0:
-            self._resolve(self._queue.popleft())
-        _sleep_until(collective.end_ns)
-        self._skip_charges()
-
-    def charge(self) -> int:
-        """Let this rank's compute pay for the channels that ran beside it since the last call; returns now.
-
-        Compute here runs at full speed on the CPU, on a GPU it would have shared the SMs: the difference is slept.
-        """
-        while self._queue and self._queue[0].moved():
-            self._resolve(self._queue.popleft())
-        now = time.monotonic_ns()
-        for c in self._running:
-            low, high = max(c.start_ns, c.charged_ns), min(c.end_ns, now)
-            if high > low:
-                self._owed_ns += (high - low) * c.beside[0]
-        if self._owed_ns > SPIN_NS:  # less than that is paid with the next
-            _sleep_until(now + int(self._owed_ns))
-            self._owed_ns = 0.0
-        return self._skip_charges()
+    def finish(self, collective: Collective) -> int:
+        """The emulated end of a collective; its bytes have been moved, so every rank has arrived."""
+        with _LOCK:
+            while collective.end_ns == 0:
+                self._resolve(self._queue.popleft())
+            return collective.end_ns
 
     def close(self) -> None:
         """The communicator is destroyed."""
@@ -189,37 +177,22 @@ class Timeline:
         if algo not in self._connected:  # NCCL connects an algorithm at its first use
             self._connected.add(algo)
             us += self._fabric.connect_us
-        return int(us * 1e3 * self._emulation.time_scale)
+        return int(us * 1e3)
 
     def _resolve(self, c: Collective) -> None:
         """All ranks have arrived: fix start and end, and tell the profiler."""
         c.start_ns = max(self._stream_end, self._arrivals.last(c.order))
         self._epoch = self._epoch or c.start_ns
-        emulated_s = (c.start_ns - self._epoch) / 1e9 / self._emulation.time_scale
-        c.duration_ns = int(c.duration_ns * self._emulation.weather.factor(emulated_s))
-        beside = [other for line in tuple(_LINES) if line is not self for other in tuple(line._running)]
+        c.duration_ns = int(c.duration_ns * self._emulation.weather.factor((c.start_ns - self._epoch) / 1e9))
+        beside = [other for line in tuple(_LINES) if line is not self for other in line._running]
         c.duration_ns = with_neighbours(c, beside)
         c.end_ns = self._stream_end = c.start_ns + c.duration_ns
-        self._running.append(c)
         for channel in range(c.n_kernels):
             self._nccl.kernel(c.handle, channel, c.start_ns, c.end_ns)
-
-    def _skip_charges(self) -> int:
-        """Time up to now was waited or has been reckoned: compute owes nothing more for it."""
-        now = time.monotonic_ns()
-        for c in self._running:
-            c.charged_ns = now
+        self._running.append(c)
+        now = self._clock.known(c)
         while self._running and self._running[0].end_ns <= now:
             self._running.popleft()
-        return now
-
-
-def _sleep_until(end_ns: int) -> None:
-    left = end_ns - time.monotonic_ns()
-    if left > SPIN_NS:
-        time.sleep((left - SPIN_NS) / 1e9)
-    while time.monotonic_ns() < end_ns:
-        pass
 
 
 def part_of(cluster: Cluster, ranks: Sequence[int], world: int) -> Cluster:

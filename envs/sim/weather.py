@@ -10,8 +10,6 @@ import functools
 import math
 from dataclasses import dataclass, fields
 
-import numpy as np
-
 
 @dataclass(frozen=True)
 class Weather:
@@ -73,9 +71,13 @@ _PACES = (1.0, 1.618, 2.77)
 
 @functools.lru_cache(maxsize=256)
 def _phases(seed: int) -> tuple[float, ...]:
+    import numpy as np  # here: a job does not wait for it to have its weather checked
+
     return tuple(float(x) for x in np.random.default_rng((seed, 1)).uniform(0, 2 * math.pi, len(_PACES)))
 
 
 @functools.lru_cache(maxsize=4096)
 def _hit(seed: int, cell: int, share: float) -> bool:
+    import numpy as np
+
     return bool(np.random.default_rng((seed, 2, cell & 0xFFFFFFFF)).random() < share)

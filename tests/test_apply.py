@@ -1,0 +1,64 @@
+"""``dynamiccl apply`` on jobs of two ranks: the table is in force on all of them or on none, and the last line says so.
+
+The job is ``probe_ranks.py``, whose collectives the stand-in for NCCL asks about and tells of.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_plugin_static import run
+
+JOB = Path(__file__).with_name("probe_ranks.py")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(JOB), "plain")
+SOON = {"DYNAMICCL_MEET_MS": "2000", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("allgather,0,65536,ring,simple,4,-1,-1\n")
+    return str(path)
+
+
+def last_line(done: subprocess.CompletedProcess) -> str:
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_ranks_take_the_table_together_and_the_last_line_says_how_often_it_was_used(table, tmp_path):
+    done = run("apply", table, "--", *TORCHRUN, WARM="1", STEPS="20", **SOON)
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [rank["generations"]["plain"] for rank in said] == [[1] * 20] * 2
+    calls = 2 * (said[0]["warm"] + 20)
+    found = re.fullmatch("dynamiccl: the table was used in ([0-9,]+) of ([0-9,]+) calls", last_line(done))
+    used, asked = (int(number.replace(",", "")) for number in found.groups())
+    assert asked == calls and 40 <= used < calls
+
+
+@pytest.mark.slow
+def test_a_table_that_one_rank_would_not_have_is_in_force_on_none(table):
+    """Before: each process that loaded the plugin had it at once, and its peers ran another way, which hangs."""
+    done = run("apply", table, "--", *TORCHRUN, NO_TUNER="1", JITTER_S="0.6", **{**SOON, "DYNAMICCL_ATTACH_S": "1.5"})
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [set(rank["generations"]["plain"]) for rank in said] == [{0}, {0}]
+    assert "the table was used in 0 of 14 calls" in last_line(done) and "rank 1" in last_line(done)
+
+
+def test_what_is_no_training_loop_of_pytorch_is_told_of_the_other_way(table):
+    from test_plugin_static import JOB as ONE
+
+    done = run("apply", table, "--", sys.executable, "-c", ONE, RELEASE="2.29.7")
+    assert done.returncode == 0 and done.stdout.split() == ["0", "1", "0"], done.stderr
+    assert "used in 0 of 1 calls" in last_line(done) and "--no-gate" in last_line(done)
+
+
+def test_a_job_in_which_nothing_loads_the_plugin_is_told_so_and_keeps_its_status(table):
+    done = run("apply", table, "--", sys.executable, "-c", "raise SystemExit(7)")
+    assert done.returncode == 7
+    assert "used in 0 of 0 calls: NCCL has not loaded the plugin" in last_line(done)

@@ -1,0 +1,63 @@
+"""A recorded job tuned again: its windows are those of the record, and the tuner finds on it what is best in it."""
+
+import numpy as np
+import pytest
+from dynamiccl.agent.choosing import make_chooser
+from dynamiccl.agent.classical import CLASSICAL
+from dynamiccl.agent.tuner import Settings, Tuner
+from dynamiccl.envs.job_ends import JobEnded
+from dynamiccl.envs.live_windows import LiveWindows
+from dynamiccl.envs.replay import load
+from dynamiccl.envs.replay_job import RecordedJob
+from dynamiccl.traces.records import AUTO
+from synthetic_trace import FINAL, GATHER, SCATTER, write_run
+
+SETTINGS = Settings(windows=120, verify=10, budget=10.0)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("recorded") / "trace", search=24, final=12)[1]
+
+
+@pytest.fixture(scope="module")
+def recorded(trace):
+    return load(trace)
+
+
+def test_windows_take_what_the_record_says(trace, recorded):
+    job = RecordedJob(trace, recorded, seed=3)
+    share = {slot: recorded.share[recorded.slots.index(slot)] for slot in (GATHER, SCATTER)}
+    gain = job.saving(FINAL)
+    assert gain == pytest.approx(sum(job.saving({slot: d}) for slot, d in FINAL.items()))
+    assert job.saving({}) == job.saving({GATHER: AUTO}) == 0 and 0 < gain < sum(share.values())
+    default = [job.window({}, 4).step_ms for _ in range(len(job.default_ms))]
+    assert sorted(default) == sorted(job.default_ms)  # each recorded default window once a round
+    assert default[0] == job.default_ms[job._at]
+    tuned = [job.window(FINAL, 4).step_ms for _ in range(len(job.default_ms))]
+    np.testing.assert_allclose(tuned, (1 - gain) * np.array(default))
+    assert len(job.window({}, 4, give_up_ms=0.1).steps) == 1
+    ending = RecordedJob(trace, recorded, steps=20)
+    with pytest.raises(JobEnded, match="are over"):
+        for _ in range(6):
+            ending.window({}, 4)
+
+
+@pytest.mark.parametrize("name", ["expected-improvement", "thompson-sampling"])
+def test_the_tuner_finds_the_best_of_the_record(trace, recorded, name):
+    job = RecordedJob(trace, recorded, seed=1)
+    tuner = Tuner(LiveWindows(job, time_scale=8.0), make_chooser(name), SETTINGS)
+    outcome = tuner.run()
+    assert {p.slot for p in tuner.windows.profiles} >= {GATHER, SCATTER}
+    best = sum(float(recorded.truth[i].max() * recorded.share[i]) for i in range(len(recorded.slots)))
+    assert outcome.kept and job.saving(outcome.decisions) >= 0.5 * best
+
+
+@pytest.mark.parametrize("name", [*CLASSICAL, "tpe"])
+def test_every_baseline_can_tune_a_job(trace, recorded, name):
+    if name == "tpe":
+        pytest.importorskip("optuna")
+    job = RecordedJob(trace, recorded, 0)
+    outcome = Tuner(LiveWindows(job, time_scale=8.0), make_chooser(name), Settings(windows=16, verify=6)).run()
+    saving = job.saving(outcome.decisions) if outcome.kept else 0.0
+    assert 0 <= saving < 1 and (name != "default" or saving == 0)
