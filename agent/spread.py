@@ -45,6 +45,7 @@ def spread(
                     continue
                 del running[pipe]
                 process.kill()
+                process.join()
                 yield item, found
     finally:
         for _, process, _ in running.values():  # interrupted

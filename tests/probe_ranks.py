@@ -48,9 +48,11 @@ def job(names: list[str]) -> None:
         if "DEBUG" in os.environ:
             a = probe._probe._agreement
             print(vars(a), vars(a.desk), vars(probe._probe._steps), vars(probe._probe), file=sys.stderr)
-    print(json.dumps(said), flush=True)
+    sys.stdout.write(json.dumps(said) + "\n")  # in one piece: print writes the end of the line apart, and ranks share it
+    sys.stdout.flush()
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(0.1)  # gloo's threads give up their last tensors; where Python has ended meanwhile they abort
 
 
 def until_tables_change(torch, dist, collective: Callable[[], None]) -> int:
