@@ -48,7 +48,9 @@ def job(names: list[str]) -> None:
         if "DEBUG" in os.environ:
             a = probe._probe._agreement
             print(vars(a), vars(a.desk), vars(probe._probe._steps), vars(probe._probe), file=sys.stderr)
-    sys.stdout.write(json.dumps(said) + "\n")  # in one piece: print writes the end of the line apart, and ranks share it
+    sys.stdout.write(
+        json.dumps(said) + "\n"
+    )  # in one piece: print writes the end of the line apart, and ranks share it
     sys.stdout.flush()
     if dist.is_initialized():
         dist.destroy_process_group()
