@@ -103,5 +103,5 @@ def workload(
     command = [sys.executable, "-m", "dynamiccl.zero_workload", "--stage", str(stage), "--steps", str(steps)]
     command += ["--ranks", str(ranks), "--backend", backend, "--seed", str(seed), "--log", str(log)]
     if backend == "emulated":
-        command += ["--width", "96", "--heads", "3", "--seq", "32", "--batch", "1"]
+        command += ["--layers", "2", "--width", "96", "--heads", "3", "--seq", "32", "--batch", "1"]
     return command + (["--device", "cuda", "--dtype", "bf16"] if backend == "nccl" else []) + list(extra)

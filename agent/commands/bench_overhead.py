@@ -10,7 +10,7 @@ import typer
 from . import refusing
 
 #: A step of our own job, of which the processor has some 100 ms to do.
-_LARGER = ("--width", "192", "--heads", "6", "--seq", "128", "--batch", "4")
+_LARGER = ("--layers", "4", "--width", "192", "--heads", "6", "--seq", "128", "--batch", "4")
 
 
 def bench_overhead(
