@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ..envs.job_suites import SUITES, JobSuite
+from ..envs.job_suites import JobSuite
 from ..envs.scores import HORIZONS, Scores, bootstrap, by_stratum, difference, ranks, summary
+from ..envs.strata import SUITES
 from ..envs.submissions import Suite, claimed, replay, rows_of
 from .bench import UNRANKED, entrants
 from .choosing import DEFAULT

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # none of them before a policy is made: a job that is to be started does not wait for numpy
-    from ..envs.job_arena import Policy
+    from ..envs.windows import Policy
 
 #: What decides where nothing else is asked for: the best that was measured, see the README.
 DEFAULT = "expected-improvement"

@@ -96,7 +96,7 @@ class Searcher:
         episode_start: Array | None = None,
         deterministic: bool = True,
     ) -> tuple[Array, list[Memo]]:
-        """See ``envs.job_arena.Policy``. ``state`` is changed in place; ``deterministic`` makes no difference."""
+        """See ``envs.windows.Policy``. ``state`` is changed in place; ``deterministic`` makes no difference."""
         rows = np.atleast_2d(np.asarray(observation))
         seen = turns.seen(rows)
         starts = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start)

@@ -28,7 +28,7 @@ class ExpectedImprovement:
     def predict(
         self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
     ) -> tuple[Array, Any]:
-        """See ``envs.job_arena.Policy``."""
+        """See ``envs.windows.Policy``."""
         seen = turns.seen(observation)
         later = seen.context["refining"][:, None] > 0.5
         foresight = np.where(later, self.later, self.foresight)
@@ -52,7 +52,7 @@ class ThompsonSampling:
     def predict(
         self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
     ) -> tuple[Array, Any]:
-        """See ``envs.job_arena.Policy``."""
+        """See ``envs.windows.Policy``."""
         seen = turns.seen(observation)
         draw = seen.ahead + seen.learned * self.rng.standard_normal(seen.learned.shape) / self.calm
         worth = np.where(seen.open & ((seen.worth > self.least) | (seen.ahead >= 0)), draw, -np.inf)

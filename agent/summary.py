@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..envs.job_suites import standing
 from ..envs.live import Job
+from ..envs.strata import standing
 from ..traces.reasons import RunEnds, names
 from .outputs import logged
 from .request import Request

@@ -15,7 +15,6 @@ import numpy as np
 
 from ..envs.belief import Prior
 from ..envs.canary import GIVE_UP
-from ..envs.job_arena import Policy
 from ..envs.job_ends import JobEnded
 from ..envs.live import Window
 from ..envs.live_windows import LiveWindows
@@ -23,7 +22,7 @@ from ..envs.obedience import Disobeyed
 from ..envs.search import Search
 from ..envs.sequential import Race
 from ..envs.watch import Rules
-from ..envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan
+from ..envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
 from ..traces.audit import regime
 from ..traces.reasons import RowRefused, RunEnds
 from ..traces.records import AUTO, PAIRS, Decision, Slot

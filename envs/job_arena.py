@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from .scores import Ledger, Scores
 from .sim.jobs import Jobs
 from .sim.noise import Luck
 from .sim_windows import SWITCH_STEPS, SimSearch, SimWindows
-from .windows import Measured, Plan
+from .windows import Measured, Plan, Policy
 
 Array = np.ndarray[Any, Any]
 
@@ -30,21 +30,6 @@ LONGER = 3000
 #: A decision may take so many seconds of a processor.
 LIMIT_S = 1.0
 _MOST = turns.action_space().nvec
-
-
-class Policy(Protocol):
-    """Whatever chooses: SB3's ``predict``. One episode is the search on one job, one step a turn of it.
-
-    ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION) of ``turns``; the action is ``[pair, channels]``, int64,
-    (2,) or (n, 2). ``state`` is what the last call for the same jobs returned (None at first), ``episode_start`` (n,)
-    is True where a search begins. Attributes ``by_belief`` and ``patience`` say when it is done, see ``watch.Rules``.
-    """
-
-    def predict(
-        self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
-    ) -> tuple[Array, Any]:
-        """The action and the state to pass next time."""
-        ...
 
 
 class Billed:

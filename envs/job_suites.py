@@ -18,18 +18,17 @@ import numpy as np
 
 from .belief import Prior
 from .job_arena import BilledWindows
-from .scores import STRATA, Ledger, Scores, bootstrap, stratum
+from .scores import Ledger, Scores, bootstrap
 from .sim.job_family import HELD_OUT, STANDARD, JobFamily
 from .sim.jobs import SLOTS, Jobs, draw_jobs, oracle
 from .sim.noise import Luck
 from .sim_windows import SimSearch
+from .strata import STRATA, SUITES, stratum
 from .watch import Rules
 
 Array = np.ndarray[Any, Any]
 
 FAMILIES = {family.name: family for family in (STANDARD, HELD_OUT)}
-#: Shipped suites; a changed suite gets a new number.
-SUITES = {"standard": "jobs_standard_3.json", "held-out": "jobs_held_out_3.json"}
 #: Jobs are drawn in blocks: any job can be had without all before it.
 BLOCK = 256
 #: What a fresh draw may differ from the record by: the last digits of another machine's arithmetic.
@@ -132,23 +131,6 @@ class JobSuite:
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{source} is not a suite of jobs: {error}") from error
         return suite
-
-
-def standing(saved: float, name: str = "standard") -> dict[str, float]:
-    """Where a job with that much to save, a part of its default step, stands among random jobs of a suite's family.
-
-    ``less``: the share of them that have less to gain; ``median``: what half of them have at least.
-    """
-    told = json.loads(resources.files(__package__).joinpath(SUITES[name]).read_text())
-    gain = np.sort(told["gain"])
-    kind = stratum(gain)
-    weight = np.array([told["weights"][k] for k in STRATA])[kind] / np.bincount(kind, minlength=len(STRATA))[kind]
-    share = np.cumsum(weight) / weight.sum()
-    below = int(np.searchsorted(gain, saved))
-    return {
-        "less": round(float(share[below - 1]), 3) if below else 0.0,
-        "median": round(float(gain[np.searchsorted(share, 0.5)]), 4),
-    }
 
 
 def numbered(family: JobFamily, seed: int, picked: Array) -> Jobs:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .sim.works import SLOTS
+from .strata import STRATA, stratum
 
 Array = np.ndarray[Any, Any]
 
@@ -22,8 +23,6 @@ HORIZONS = (20_000, 200_000)
 HARSH = 1.5
 #: A table that makes the true step this much longer than the default is harmful; what is less, nobody can tell.
 HARM = 0.002
-#: Strata by what there is to gain, as a part of the default step: upper ends.
-STRATA = {"none": 0.005, "little": 0.02, "some": 0.05, "much": 1.0}
 
 
 def bootstrap(values: Array, seed: int = 0, rounds: int = 2000, over: Array | None = None) -> list[float]:
@@ -34,11 +33,6 @@ def bootstrap(values: Array, seed: int = 0, rounds: int = 2000, over: Array | No
     if over is not None:
         means = means / np.maximum(over[draws].mean(axis=1), 1e-9)
     return [round(float(q), 4) for q in np.percentile(means, [2.5, 97.5])]
-
-
-def stratum(gain: Array) -> Array:
-    """Index into STRATA of each gain."""
-    return np.searchsorted(list(STRATA.values()), gain, side="right").clip(0, len(STRATA) - 1)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from .belief import Prior
-from .job_arena import AFTER, Game, Policy, Recorded, play
+from .job_arena import AFTER, Game, Recorded, play
 from .scores import Ledger, Scores, summary
 from .sim_windows import SimSearch
 from .watch import Rules
+from .windows import Policy
 
 Array = np.ndarray[Any, Any]
 

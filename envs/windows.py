@@ -96,3 +96,18 @@ def warm_up_families(own_pair: Array) -> Array:
     own = _ALGOS[N_CHANNELS * (1 + np.asarray(own_pair, int))]
     known = np.isin(_ALGOS, np.unique(own))
     return np.tile(np.where(known, -1, _ALGOS), (len(own), 1))
+
+
+class Policy(Protocol):
+    """Whatever chooses: SB3's ``predict``. One episode is the search on one job, one step a turn of it.
+
+    ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION) of ``turns``; the action is ``[pair, channels]``, int64,
+    (2,) or (n, 2). ``state`` is what the last call for the same jobs returned (None at first), ``episode_start`` (n,)
+    is True where a search begins. Attributes ``by_belief`` and ``patience`` say when it is done, see ``watch.Rules``.
+    """
+
+    def predict(
+        self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
+    ) -> tuple[Array, Any]:
+        """The action and the state to pass next time."""
+        ...

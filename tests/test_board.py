@@ -14,9 +14,10 @@ import pytest
 from dynamiccl.agent import bench as bench_module
 from dynamiccl.agent.bench import Entry, enter_one, entrants, fit_one, run, version_of
 from dynamiccl.agent.board import NOTHING, Board, filed_results, put_on_record, tables, with_tables
-from dynamiccl.envs.job_suites import SUITES, JobSuite, draw_suite
+from dynamiccl.envs.job_suites import JobSuite, draw_suite
 from dynamiccl.envs.scores import bootstrap
 from dynamiccl.envs.sim.jobs import STANDARD
+from dynamiccl.envs.strata import SUITES
 from dynamiccl.envs.submissions import pack, replay, unpack
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -238,63 +238,6 @@ def test_cluster_files_and_what_is_wrong_with_them(tmp_path):
         cluster(str(tmp_path / "absent.toml"))
 
 
-LOG = """
-node1:100:200 [0] NCCL INFO NCCL version 2.28.9+cuda12.9
-node1:100:200 [0] NCCL INFO === System : maxBw 48.0 totalBw 370.8 ===
-node1:100:200 [0] NCCL INFO CPU/0-0 (1/1/2)
-node1:100:200 [0] NCCL INFO         + PCI[48.0] - GPU/0-1b000 (0)
-node1:100:200 [0] NCCL INFO                       + NVL[370.8] - NVS/0-0
-node1:100:200 [0] NCCL INFO         + PCI[48.0] - NIC/0-18000
-node1:100:200 [0] NCCL INFO                       + NET[50.0] - NET/0-0 (0/0/50.000000)
-node1:100:200 [0] NCCL INFO Pattern 4, crossNic 0, nChannels 8, bw 48.000000/48.000000, type NVL/PXN, sameChannels 1
-node1:100:200 [0] NCCL INFO  0 : NET/0-0 GPU/0-1b000 GPU/0-2a000 NET/0-0
-node1:100:200 [0] NCCL INFO Pattern 1, crossNic 0, nChannels 8, bw 48.000000/48.000000, type NVL/PXN, sameChannels 0
-node1:100:200 [0] NCCL INFO Pattern 5, crossNic 0, nChannels 8, bw 40.000000/48.000000, type NVL/PXN, sameChannels 0
-node1:100:200 [0] NCCL INFO comm 0x55d0 rank 0 nRanks 16 nNodes 2 localRanks 8 localRank 0 MNNVL 0
-node1:100:200 [0] NCCL INFO 16 coll channels, 16 collnet channels, 16 nvls channels, 16 p2p channels
-"""
-
-
-def test_a_nccl_log_becomes_the_cluster_it_is_from(tmp_path, capsys):
-    path = tmp_path / "job.log"
-    path.write_text(LOG)
-    c, preset = cluster(str(path)), cluster("dgx-h100-2x8")
-    assert (c.n_ranks, c.n_nodes, c.generation, c.cpu, c.nccl) == (16, 2, "H", "intel", "2.28.9")
-    assert (c.ring, c.tree, c.nvls, c.comm_channels) == (preset.ring, preset.tree, preset.nvls, preset.comm_channels)
-    for k in range(10, 33):
-        assert (cost_model.cost_table(c, "all_gather", 2**k) == cost_model.cost_table(preset, "all_gather", 2**k)).all()
-    # And back out as a preset file.
-    model(cluster=str(path), toml=True)
-    again = tmp_path / "again.toml"
-    again.write_text(capsys.readouterr().out)
-    assert cluster(str(again)) == c
-
-
-@pytest.mark.parametrize(
-    ("gone", "message"),
-    [("Pattern 4", "no ring graph"), ("nNodes", "no line 'nRanks"), ("coll channels", "no line '... coll channels'")],
-)
-def test_a_nccl_log_of_another_shape_is_refused(tmp_path, gone, message):
-    path = tmp_path / "job.log"
-    path.write_text("\n".join(line for line in LOG.splitlines() if gone not in line))
-    with pytest.raises(ValueError, match=message):
-        cluster(str(path))
-    path.write_text(LOG.replace("nRanks 16 nNodes 2", "nRanks 16 nNodes 3"))
-    with pytest.raises(ValueError, match="do not divide"):
-        cluster(str(path))
-    with pytest.raises(ValueError, match="cannot read NCCL log"):
-        cluster(str(tmp_path / "absent.log"))
-
-
-@pytest.mark.parametrize(
-    ("link", "generation"), [("370.8", "H"), ("240.0", "A"), ("120.0", "V"), ("721.8", "B"), ("40.0", "V")]
-)
-def test_the_generation_shows_in_the_links(tmp_path, link, generation):
-    path = tmp_path / f"{link}.log"
-    path.write_text(LOG.replace("370.8", link))
-    assert cluster(str(path)).generation == generation
-
-
 def test_the_command_prints_what_the_model_says(capsys):
     model(cluster="dgx-h100", nodes=2, release=["2.28.9"], func="all_gather", csv=True, json=False)
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))

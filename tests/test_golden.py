@@ -17,10 +17,11 @@ from dynamiccl.agent.commands.show import tell
 from dynamiccl.agent.rules import ExpectedImprovement
 from dynamiccl.envs.belief import Prior
 from dynamiccl.envs.job_arena import Recorded, play
-from dynamiccl.envs.job_suites import SUITES, JobSuite
+from dynamiccl.envs.job_suites import JobSuite
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.envs.sim_env import SimEnv
+from dynamiccl.envs.strata import SUITES
 from dynamiccl.envs.submissions import SAME, rows_of, unpack
 from dynamiccl.envs.watch import Rules
 from dynamiccl.traces.files import Trace

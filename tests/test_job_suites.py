@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 from dynamiccl.envs import job_suites
-from dynamiccl.envs.job_suites import SUITES, JobSuite, draw_suite, fair, figures, standing
+from dynamiccl.envs.job_suites import JobSuite, draw_suite, fair, figures
 from dynamiccl.envs.scores import STRATA, stratum
 from dynamiccl.envs.sim.jobs import SLOTS
+from dynamiccl.envs.strata import SUITES, standing
 
 JOBS = 400
 RECORDS = {

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from dynamiccl.agent.clusters import FACTS, FORMAT, Kept, Store, key_of
 from dynamiccl.agent.request import Request
-from dynamiccl.envs.job_suites import standing
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.envs.replay import load
 from dynamiccl.envs.sim.emulated import Emulated
+from dynamiccl.envs.strata import standing
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import decision_from
 

@@ -38,8 +38,7 @@ ClusterName = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        help="Where it was recorded, which other tools do not say: a preset of `dynamiccl model`, a .toml file, or "
-        "the .log of NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING.",
+        help="Where it was recorded, which other tools do not say: a preset of `dynamiccl model`, or a .toml file.",
         show_default=False,
     ),
 ]

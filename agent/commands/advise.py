@@ -36,7 +36,7 @@ def advise(
 
     \b
     dynamiccl advise profiles/ --cluster dgx-h100-2x8 --out table.json
-    dynamiccl advise trace.sqlite --cluster nccl_debug.log
+    dynamiccl advise trace.sqlite --cluster mine.toml
     """
     from ...envs.nccl.tables import to_json
     from ...envs.recordings import named

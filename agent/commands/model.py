@@ -19,9 +19,7 @@ _NAMES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_red
 
 
 def model(
-    cluster: Annotated[
-        str, typer.Argument(help="Cluster preset, its kind, a .toml file or a NCCL .log.")
-    ] = "dgx-h100-1x8",
+    cluster: Annotated[str, typer.Argument(help="Cluster preset, its kind, or a .toml file.")] = "dgx-h100-1x8",
     nodes: Annotated[int | None, typer.Option(help="Number of nodes, where it is not the preset's.")] = None,
     release: Annotated[
         list[str] | None, typer.Option(help="NCCL release, e.g. 2.28.9; a second one: what it changes.")
@@ -29,7 +27,6 @@ def model(
     func: Annotated[str | None, typer.Option(help="Only all_gather, reduce_scatter or all_reduce.")] = None,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    toml: Annotated[bool, typer.Option("--toml", help="Print the cluster itself, as a file for --cluster.")] = False,
 ) -> None:
     """NCCL's prices, choice and channels for 1 KiB to 4 GiB, and what an upgrade changes of them.
 
@@ -38,26 +35,20 @@ def model(
     \b
     dynamiccl model dgx-h100-2x8
     dynamiccl model dgx-h100-2x8 --release 2.28.9 --release 2.30.7
-    dynamiccl model nccl_debug.log --toml > mine.toml
     """
     from ...envs.sim import clusters
 
     if func is not None and func not in _NAMES:
         fail(f"unknown collective {func!r}: give one of {', '.join(_NAMES)}")
-    if csv + json + toml > 1:
-        fail("give one of --csv, --json and --toml")
+    if csv and json:
+        fail("give one of --csv and --json")
     if nodes is not None and nodes < 1:
         fail(f"--nodes must be at least 1, not {nodes}")
     releases: list[str | None] = [*release] if release else [None]
-    if len(releases) > 2 or (len(releases) == 2 and csv + toml):
+    if len(releases) > 2 or (len(releases) == 2 and csv):
         fail("one --release, or two to see what changes, as text or --json")
     with refusing(ValueError):
         found = [clusters.resize(clusters.find(cluster, nodes), nodes, one) for one in releases]
-    if toml:
-        from ...envs.sim.nccl_log import to_toml
-
-        typer.echo(to_toml(found[0]), nl=False)
-        return
     tables = [{name: _rows(c, name) for name in _NAMES if func in (None, name)} for c in found]
     if len(found) == 2:
         told = {name: changes(tables[0][name], tables[1][name]) for name in tables[0]}

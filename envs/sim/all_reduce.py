@@ -20,6 +20,10 @@ _TREE, _RING, _DIRECT, _CHAIN, _NVLS, _NVLS_TREE = (
     ALGOS.index(a) for a in ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree")
 )
 LL, LL128, SIMPLE = range(3)
+#: GB/s of LL at most, for the other collectives too; rows V, A, H, B; columns 1, 2, more nodes.
+LL_MAX = np.array([[39.0, 39.0, 20.4], [87.7, 22.5, 19.0], [141.0, 45.0, 35.0], [282.0, 90.0, 70.0]])
+#: GB/s of one channel of a ring with LL128, rows as above.
+_RING_LL128_CHANNEL = np.array([20.0, 20.0, 36.7, 40.0])
 _BASE = {_TREE: (6.8, 14.0, 8.4), _RING: (6.6, 14.0, 8.4)}
 # us within a node over NVLink and over PCI, and between nodes.
 _HW = {
@@ -41,17 +45,24 @@ _CORRECTION = np.array(
 )
 
 
+def ring_ll128_channel(fleet: Fleet) -> Array:
+    """GB/s that one ring channel carries with LL128, (n,); Blackwell's figure was changed three times."""
+    limit = _RING_LL128_CHANNEL[fleet.generation]
+    blackwell, scale = fleet.generation == 3, np.minimum(fleet.n_nodes, 3) - 1
+    for first, row in ((22803, (73.4, 73.4, 73.4)), (22809, (73.4, 34.6, 73.4)), (22902, (34.5, 34.6, 34.5))):
+        limit = np.where(blackwell & (fleet.release >= first), np.array(row)[scale], limit)
+    return np.where(blackwell & (fleet.release >= 22907), 40.0, limit)
+
+
 @functools.lru_cache(maxsize=64)
 def terms(c: Cluster) -> tuple[Array, Array]:
     """Latency (us) and algorithm bandwidth (GB/s, 0 = not offered) of all_reduce, both (7, 3), before corrections."""
-    from .cost_model import _LL_MAX, ring_ll128_channel
-
     n, nodes = c.n_ranks, c.n_nodes
     per_node, steps = n / nodes, 2 * (n - 1)
     gen, scale = GENERATIONS.index(c.generation), min(nodes, 3) - 1
     lat, bw = np.zeros((N_ALGOS, N_PROTOS)), np.zeros((N_ALGOS, N_PROTOS))
     amd = c.cpu in ("amd", "mixed")
-    ll_max = _LL_MAX[gen if nodes == 1 else int(amd), scale]
+    ll_max = LL_MAX[gen if nodes == 1 else int(amd), scale]
     overhead = 0.0 if nodes == 1 else (2.0 if amd else 1.0)
     for a, graph in ((_TREE, c.tree), (_RING, c.ring)):
         bus = graph.channels * (graph.bw_intra if nodes <= 2 else graph.bw_inter)

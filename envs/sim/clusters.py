@@ -238,7 +238,7 @@ def _preset(name: str) -> Cluster:
 
 
 def cluster(name: str) -> Cluster:
-    """The preset of that name, or the cluster in the TOML file or NCCL log (.log, .txt) at that path.
+    """The preset of that name, or the cluster in the TOML file at that path.
 
     Raises ValueError naming the presets (near ones first) for an unknown name, what is wrong for a bad file.
     """
@@ -246,15 +246,9 @@ def cluster(name: str) -> Cluster:
         return _preset(name)
     if name.endswith(".toml"):
         return _read(Path(name))
-    if name.endswith((".log", ".txt")):
-        from . import nccl_log
-
-        return nccl_log.read(Path(name))
     near = difflib.get_close_matches(name, preset_names(), 3, 0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(
-        f"no cluster preset {name!r}: {hint}presets are {', '.join(preset_names())}; or a .toml or NCCL .log file"
-    )
+    raise ValueError(f"no cluster preset {name!r}: {hint}presets are {', '.join(preset_names())}; or a .toml file")
 
 
 def _read(path: Path) -> Cluster:

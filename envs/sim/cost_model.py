@@ -16,6 +16,7 @@ import numpy as np
 
 from ...traces.records import ALGOS, N_ALGOS, N_PROTOS, PAIRS, PROTOS, TUNED_FUNCS
 from . import all_reduce
+from .all_reduce import LL_MAX, ring_ll128_channel
 from .clusters import Cluster, Fleet
 
 Array = np.ndarray[Any, Any]
@@ -34,19 +35,7 @@ _NET_TREE = np.array([5.0, 8.5, 14.0])
 _HW_NVLS, _NET_NVLS = np.array([25.0, 0.0]), 18.0
 _HW_COLLNET, _NET_COLLNET = 3.7, 31.0
 _NET_PAT = 14.0
-# Bandwidth limits in GB/s; rows V, A, H, B; columns 1, 2, more nodes.
-_LL_MAX = np.array([[39.0, 39.0, 20.4], [87.7, 22.5, 19.0], [141.0, 45.0, 35.0], [282.0, 90.0, 70.0]])
-_RING_LL128_CHANNEL = np.array([20.0, 20.0, 36.7, 40.0])
 _NVLS_EFFICIENCY = np.array([1.0, 1.0, 0.85, 0.74])
-
-
-def ring_ll128_channel(fleet: Fleet) -> Array:
-    """GB/s that one ring channel carries with LL128, (n,); Blackwell's figure was changed three times."""
-    limit = _RING_LL128_CHANNEL[fleet.generation]
-    blackwell, scale = fleet.generation == 3, np.minimum(fleet.n_nodes, 3) - 1
-    for first, row in ((22803, (73.4, 73.4, 73.4)), (22809, (73.4, 34.6, 73.4)), (22902, (34.5, 34.6, 34.5))):
-        limit = np.where(blackwell & (fleet.release >= first), np.array(row)[scale], limit)
-    return np.where(blackwell & (fleet.release >= 22907), 40.0, limit)
 
 
 def terms(fleet: Fleet) -> tuple[Array, Array]:
@@ -64,7 +53,7 @@ def terms(fleet: Fleet) -> tuple[Array, Array]:
     near = np.where(late, nodes == 1, nodes <= 2)
     bus = fleet.ring_channels * np.where(near, fleet.ring_bw_intra, fleet.ring_bw_inter)
     row = np.where(many, fleet.amd.astype(int), fleet.generation)
-    ll_max = _LL_MAX[row, np.minimum(nodes, 3) - 1]
+    ll_max = LL_MAX[row, np.minimum(nodes, 3) - 1]
     bus_ll128 = np.minimum(0.92 * bus, fleet.ring_channels * ring_ll128_channel(fleet)) * fleet.ll128
     bw[:, :3] = np.stack([np.minimum(ll_max, 0.5 * bus), bus_ll128, bus], axis=1) * (n / steps)[:, None]
     link = _HW_RING[np.where(fleet.ring_nvl, 0, 1)]
