@@ -75,7 +75,11 @@ PATH, NAME = "/x/libnccl-tuner-dynamiccl.so", "dynamiccl"
     ],
 )
 def test_the_plugin_is_named_so_that_a_new_library_path_does_not_lose_it(monkeypatch, release, path, named):
-    """Before: by its name, and `export LD_LIBRARY_PATH=...` in a job's script lost it without a word."""
+    """Before: by its name, and `export LD_LIBRARY_PATH=...` in a job's script lost it without a word.
+
+    Seen at 679c0ae, the plugin is named by its path, which NCCL 2.27.3 does not take; or by its name, which a new
+    ``LD_LIBRARY_PATH`` loses: ``env`` prints a path, or a name.
+    """
     monkeypatch.setattr(build, "nccl_release", lambda: release)
     for variable in ("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"):
         monkeypatch.delenv(variable, raising=False)

@@ -34,7 +34,10 @@ def profiles_of(job):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "n_slots"), [("one", 1), ("hsdp", 1), ("tp x dp", 2)])
 def test_groups_of_a_shape_gain_together_what_one_gains(folder, kind, n_slots):
-    """Before: two slots for the same all_gather, each tuned alone while the slower half decided the step."""
+    """Before: two slots for the same all_gather, each tuned alone while the slower half decided the step.
+
+    Seen at 679c0ae, HSDP 2 x 2: two slots for the same all_gather, each tuned alone.
+    """
     process = start(folder, kind, 10_000)
     try:
         job = Job(folder, process)
@@ -57,7 +60,11 @@ def test_groups_of_a_shape_gain_together_what_one_gains(folder, kind, n_slots):
 
 @pytest.mark.slow
 def test_a_restart_keeps_its_table(folder):
-    """Before: a new life of the job has new communicator ids, which the kept table did not match."""
+    """Before: a new life of the job has new communicator ids, which the kept table did not match.
+
+    Seen at 679c0ae, an elastic restart: in the second life ring/simple ran again: the kept table names communicators
+    that are no more.
+    """
     first = start(folder, "hsdp", 10_000)
     job = Job(folder, first)
     try:

@@ -94,7 +94,11 @@ def test_a_collective_says_what_nccl_asked_about(run, plugin):
 
 @pytest.mark.parametrize("release", ["2.27.3", "2.27.7", *RELEASES[3:]])
 def test_every_release_tells_of_its_collectives(run, plugin, release):
-    """Before: 2.27, whose groups had no handle of ours, told of none, and the job seemed to run none."""
+    """Before: 2.27, whose groups had no handle of ours, told of none, and the job seemed to run none.
+
+    Seen at 679c0ae, NCCL 2.27 tells of no collective whose group has no handle: 0 of 96 collectives seen: "runs no
+    all_gather or reduce_scatter".
+    """
     drained(run)
     comm = Communicator(plugin.path, 99, 8, 1, 0, release)
     comm.group([Call("all_gather", 4096), Call("all_gather", 2**20)], offer(ring_ll=10))

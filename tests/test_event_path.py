@@ -121,7 +121,11 @@ SOAK_S = float(os.environ.get("SOAK_S", "20"))
 @pytest.mark.slow
 @pytest.mark.parametrize("thin", [False, True])
 def test_a_soak_leaves_memory_flat_and_the_disk_within_its_cap(folder, tmp_path, thin):
-    """Before: 145 bytes of memory an event for ever, and a trace without a limit."""
+    """Before: 145 bytes of memory an event for ever, and a trace without a limit.
+
+    Seen at 679c0ae, 145 bytes of memory an event, for ever: resident memory from 165 to 325 MiB over a million events,
+    160 bytes each, none let go.
+    """
     memory, cap = [], 2**20
 
     def watch(daemon):

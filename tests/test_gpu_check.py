@@ -108,7 +108,10 @@ def test_overhead_is_the_ratio_of_the_jobs_own_clocks():
 
 
 def test_overhead_without_a_figure_is_not_all_well(tmp_path, monkeypatch):
-    """Before: it printed NaN and "all well"."""
+    """Before: it printed NaN and "all well".
+
+    Seen at 679c0ae, ``gpu-check`` calls an overhead of NaN well: "overhead +nan % [+nan, +nan]", and ``ok``.
+    """
     program = "import sys; open(sys.argv[1], 'w').write('{\"step_ms\": 1}\\n' * 5)"
     with pytest.raises(RuntimeError, match="no step time"):
         measure(3, lambda log: [sys.executable, "-c", program, str(log)], {})

@@ -47,7 +47,11 @@ def autoloaded():
 
 
 def test_without_a_run_import_torch_meets_one_small_module():
-    """Before: 79 modules in every process of the environment."""
+    """Before: 79 modules in every process of the environment.
+
+    Seen at 679c0ae, 55 to 85 ms and 79 modules in every ``import torch``: 79 modules more (1,117 to 1,196); 0.2 s more
+    CPU of 2.6 s, on a busy machine.
+    """
     assert autoloaded()[1] == ["dynamiccl_autoload"]
 
 
@@ -58,7 +62,11 @@ def test_without_a_run_import_torch_takes_less_than_a_millisecond_more():
 
 
 def test_nothing_of_ours_can_fail_import_torch(tmp_path):
-    """Before: a broken gymnasium made every `import torch` fail, run or no run."""
+    """Before: a broken gymnasium made every `import torch` fail, run or no run.
+
+    Seen at 679c0ae, a broken gymnasium fails ``import torch``: ``RuntimeError: Failed to load the backend extension``
+    without any run.
+    """
     for name in ("gymnasium", "pandas"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('broken')")
     assert python(TRAINS, PYTHONPATH=str(tmp_path)).stdout == "trained\n"
@@ -69,7 +77,11 @@ def test_nothing_of_ours_can_fail_import_torch(tmp_path):
 
 @pytest.mark.slow
 def test_a_checkout_that_is_not_mounted_does_not_fail_import_torch():
-    """Before: an editable installation on a compute node without the checkout failed every `import torch`."""
+    """Before: an editable installation on a compute node without the checkout failed every `import torch`.
+
+    Seen at 679c0ae, a checkout that is not mounted fails it too: ``RuntimeError: Failed to load the backend extension``
+    without any run.
+    """
     installed = [p for p in sys.path if p.endswith("site-packages") and list(Path(p).glob("__editable___dynamiccl*"))]
     if not installed:
         pytest.skip("not an editable installation")

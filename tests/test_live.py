@@ -145,7 +145,10 @@ def test_the_heart_beats_while_the_daemon_computes(world, folder):
 
 
 def test_the_first_step_may_take_any_time(world, monkeypatch):
-    """Before: a job whose first step came after 124 s was never tuned."""
+    """Before: a job whose first step came after 124 s was never tuned.
+
+    Seen at 679c0ae, the first step comes after 124 s: given up after 120 s, never tuned, exit 2.
+    """
     job, ring, said = world
     clock = Clock()
     monkeypatch.setattr(live, "time", clock)
@@ -233,6 +236,9 @@ def test_an_agreement_that_is_over_ends_tuning_with_its_reason(world, code):
 
 
 def test_the_first_call_that_ran_two_ways_ends_tuning(world):
+    """Seen at 679c0ae, a whole ``tune`` of such a job: exit 0 and a speed-up of 1.016, beside 2,576 mismatches in 3,500
+    collectives of its own audit.
+    """
     job, ring, _ = world
     job.window({}, 2)
     other = Ring(job.run, rank=1)

@@ -52,7 +52,11 @@ def nodes():
 @pytest.mark.slow
 @pytest.mark.parametrize("of_itself", ["its address", "127.0.1.1"])
 def test_two_nodes_decide_together_whatever_their_hosts_files_say(nodes, tmp_path, of_itself):
-    """Seen: where the hosts file says 127.0.1.1 the job stood for 2.5 hours under the probe, and ended well alone."""
+    """Seen: where the hosts file says 127.0.1.1 the job stood for 2.5 hours under the probe, and ended well alone.
+
+    Seen at 679c0ae, two nodes whose hosts files say 127.0.1.1: with its limit set from 1,800 to 20 s both ranks stand
+    for 109 s longer than alone, in the full mesh that is made on the training thread.
+    """
     folder = RunFolder.create()
     base = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))}
     base |= {"MASTER_ADDR": NODES[0], "MASTER_PORT": "29631", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}

@@ -113,6 +113,9 @@ def named(cell):
 
 @pytest.mark.parametrize("version", RELEASES)
 def test_it_is_asked_first_and_an_empty_table_changes_nothing(beside, tmp_path, version):
+    """Seen at 679c0ae, the job's own tuner is replaced: ``NCCL_TUNER_PLUGIN=libnccl-ofi-tuner.so dynamiccl env`` names
+    ours alone.
+    """
     ours, seen, _ = beside(their_tuner(tmp_path, version))
     comm = Communicator(ours.path, 42, 8, 1, 0, RELEASES[version])
     cost = offer(pat_simple=99)

@@ -238,7 +238,10 @@ def test_doctor_reads_the_environment_and_the_configuration_file(tmp_path):
 )
 @pytest.mark.parametrize("command", ["tune", "env", "apply"])
 def test_what_must_be_changed_is_refused_with_its_cure_and_nothing_is_started(tmp_path, command, trap):
-    """Before: only `doctor` itself looked."""
+    """Before: only `doctor` itself looked.
+
+    Seen at 679c0ae, ``tune`` never asks ``doctor``: starts with NCCL_ALGO=Tree without a word.
+    """
     began = tmp_path / "began"
     job = ["--", sys.executable, "-c", f"open({str(began)!r}, 'w')"]
     (tmp_path / "table.csv").write_text("allgather,0,65536,ring,simple,4,-1,-1\n")

@@ -25,7 +25,11 @@ def test_folder_is_private_and_goes_away(folder):
 
 
 def test_folders_in_which_nobody_lives_are_cleared_others_stay(folder):
-    """Process ids say nothing where containers share /dev/shm: a live folder of another one was deleted."""
+    """Process ids say nothing where containers share /dev/shm: a live folder of another one was deleted.
+
+    Seen at 679c0ae, ``env`` in a container that shares /dev/shm deletes a live run folder: the folder of the job that
+    runs is gone, only the new one is there.
+    """
     root = folder.path.parent
     paths = {name: root / f"test-{os.getpid()}-{name}" for name in ("dead", "job", "daemon", "waits", "forgotten")}
     held = []
@@ -48,7 +52,10 @@ def test_folders_in_which_nobody_lives_are_cleared_others_stay(folder):
 
 
 def test_env_of_a_job_that_has_not_begun_outlives_other_commands(tmp_path):
-    """`eval "$(dynamiccl env --name big)"`, then any other command before the job's first ring: the folder was gone."""
+    """`eval "$(dynamiccl env --name big)"`, then any other command before the job's first ring: the folder was gone.
+
+    Seen at 679c0ae, a named folder that has no ring yet is deleted by the next command: gone after another ``env``.
+    """
     name = f"test-{os.getpid()}-big"
     command = [sys.executable, "-m", "dynamiccl.agent.cli", "env"]
     subprocess.run([*command, "--name", name], capture_output=True, check=True)
@@ -99,7 +106,10 @@ def test_the_daemons_signs_of_life_reach_the_probe(tmp_path):
     "fault", ["folder of another", "folder open to others", "file of another", "file open to others"]
 )
 def test_what_others_could_have_written_is_not_obeyed(tmp_path, fault):
-    """A table of uid 65534 in a folder with a predictable name was obeyed."""
+    """A table of uid 65534 in a folder with a predictable name was obeyed.
+
+    Seen at 679c0ae, a table of another user is obeyed: read and in force, from a folder that everybody may write to.
+    """
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
     TableFile(folder / "table", write=True).publish(table_of(666))

@@ -96,7 +96,11 @@ def test_columns_and_values():
 
 
 def test_a_rank_that_nobody_said(tmp_path):
-    """NCCL 2.22 to 2.26 have no profiler that says it: the daemon died of `4294967295 out of bounds`."""
+    """NCCL 2.22 to 2.26 have no profiler that says it: the daemon died of `4294967295 out of bounds`.
+
+    Seen at 679c0ae, NCCL 2.22 to 2.26, or no profiler: ``OverflowError: Python integer 4294967295 out of bounds for
+    int32``.
+    """
     assembler = Assembler()
     assembler.add(ring(comm(0xFFFFFFFF)), pid=42)
     assert assembler.comms_frame()["rank"].tolist() == [-1]
