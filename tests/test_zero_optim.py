@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import zero
-from dynamiccl.zero_workload.data import Corpus
-from dynamiccl.zero_workload.model import Transformer
-from dynamiccl.zero_workload.optim import Adan, Lion, Muon
+from dynamiccl.zero_workload.job.data import Corpus
+from dynamiccl.zero_workload.job.model import Transformer
+from dynamiccl.zero_workload.job.optim import Adan, Lion, Muon
 from test_zero import TINY, adamw, train
 from test_zero_exact import Hand
 from torch import nn

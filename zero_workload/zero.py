@@ -45,7 +45,7 @@ def zero(
         replicas: at stages 2 and 3, with ``group`` a node: the ranks that hold the same shards, one of each node
             (HSDP). Gradients are reduce-scattered in ``group``, then their shards all-reduced here, once a step.
         expert_group: the ranks of ``group`` that hold the same experts (parameters with an attribute ``expert``, as
-            ``model.Experts`` makes them): these are sharded over them alone. From stage 1 on.
+            ``job.model.Experts`` makes them): these are sharded over them alone. From stage 1 on.
         reduce_scatter_group: the ranks of ``group`` as a second communicator: NCCL runs what is on one in order, on two
             at once, so that a reduce-scatter does not hold up the gathers behind it.
         elementwise: whether the optimizer looks at each element by itself. ``None``: what its class says
@@ -240,7 +240,7 @@ class Engine:
         if self.sharded.units and not self._whole:
             raise RuntimeError(
                 "at stage 3 the model holds none of its parameters: take engine.state_dict(), on every rank, or write "
-                "a sharded checkpoint: zero_workload.checkpoint.save(engine, folder, step)"
+                "a sharded checkpoint: zero_workload.job.checkpoint.save(engine, folder, step)"
             )
 
     def _before_loading(self, *_: Any) -> None:

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from .comm import ask
-from .layout import Span
-from .parts import Part
-from .zero import Engine
+from ..comm import ask
+from ..layout import Span
+from ..parts import Part
+from ..zero import Engine
 
 STEPS = "step-" + "[0-9]" * 8
 

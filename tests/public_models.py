@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from dynamiccl.zero_workload.job.model import Experts, ModelConfig, Transformer
 from torch import nn
-
-from .model import Experts, ModelConfig, Transformer
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from .remat import Partition, remat
+from ..remat import Partition, remat
 
 CHECKPOINTS = ("none", "block", "sublayer", "attention")
 
