@@ -123,10 +123,10 @@ def rates(folder: str) -> tuple[list[float], int]:
     engine, resumed = (zero(nn.Linear(3, 3), groups, stage=1, param_dtype=torch.float32) for _ in range(2))
     for group, rate in zip(engine.optimizer.param_groups, (0.05, 0.02), strict=True):
         group["lr"] = rate
-    engine.skipped = 3
+    engine.health.skipped = 3
     save(engine, Path(folder), 1)
     load(resumed, Path(folder))
-    return [group["lr"] for group in resumed.optimizer.param_groups], resumed.skipped
+    return [group["lr"] for group in resumed.optimizer.param_groups], resumed.health.skipped
 
 
 def test_rates_and_skipped_steps_are_kept(two: World, tmp_path: Path) -> None:

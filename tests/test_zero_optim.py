@@ -34,8 +34,8 @@ def half_precision() -> tuple[list[float | None], int, list[float]]:
         engine.backward(loss)
         engine.step()
         changes.append((torch.cat([b.master.detach() for b in engine.buckets]) - before).abs().max().item())
-        scales.append(engine.loss_scale)
-    return scales, engine.skipped, changes
+        scales.append(engine.health.loss_scale)
+    return scales, engine.health.skipped, changes
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all(two: World) -> None:
@@ -75,7 +75,7 @@ def always_overflowing() -> tuple[list[float | None], str]:
             engine.step()
         except FloatingPointError as error:
             return scales, str(error)
-        scales.append(engine.loss_scale)
+        scales.append(engine.health.loss_scale)
     return scales, ""
 
 
