@@ -11,11 +11,11 @@ import dataclasses
 import sys
 import time
 
+import dry_run
 import numpy as np
 import torch
 from dynamiccl.envs.sim.workloads import RECORDED, Recording, recordings
-from dynamiccl.zero_workload import dryrun
-from dynamiccl.zero_workload.dryrun_models import PRESETS
+from public_models import PRESETS
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -56,7 +56,7 @@ def shape_of(model):
     return dataclasses.replace(PRESETS[model], layers=LAYERS.get(model, PRESETS[model].layers))
 
 
-class Recorder(dryrun.CollectiveLog):
+class Recorder(dry_run.CollectiveLog):
     """Also counts the arithmetic, and follows data from collectives to compute and back."""
 
     last = None
@@ -138,7 +138,7 @@ def record(model, engine):
     """One Recording."""
     kind, stage, settings = ENGINES[engine]
     shape = shape_of(model)
-    original, step = dryrun.CollectiveLog, torch.optim.SGD.step
+    original, step = dry_run.CollectiveLog, torch.optim.SGD.step
 
     def stepping(self, *args, **kwargs):
         log = Recorder.last
@@ -147,11 +147,11 @@ def record(model, engine):
             log.compute(frozenset(i for i, op in enumerate(log.ops) if op[0] == "reduce_scatter"), "optimizer")
         return step(self, *args, **kwargs)
 
-    dryrun.CollectiveLog, torch.optim.SGD.step = lambda: Recorder(shape), stepping
+    dry_run.CollectiveLog, torch.optim.SGD.step = lambda: Recorder(shape), stepping
     try:
-        dryrun.dry_run(shape, ranks=RANKS, stage=stage, engine=kind, **settings)
+        dry_run.dry_run(shape, ranks=RANKS, stage=stage, engine=kind, **settings)
     finally:
-        dryrun.CollectiveLog, torch.optim.SGD.step = original, step
+        dry_run.CollectiveLog, torch.optim.SGD.step = original, step
     return Recording.of(f"{model} {engine}", Recorder.last.ops)
 
 

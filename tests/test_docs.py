@@ -78,7 +78,7 @@ def test_the_tour_of_the_job_names_what_is_there():
     """Every name in backticks that stands outside of links is something that the folder's modules define."""
     folder = ROOT / "zero_workload"
     tour = (folder / "README.md").read_text(encoding="utf-8").partition("## A guided tour")[2]
-    nodes = [node for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    nodes = [node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     named = set(re.findall(r"(?<!\[)`(\w+)`", tour))
     assert len(named) > 10 and named <= defined

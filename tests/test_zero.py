@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import Engine, zero
-from dynamiccl.zero_workload.data import Corpus
-from dynamiccl.zero_workload.model import ModelConfig, Transformer
-from dynamiccl.zero_workload.peers import Peer
+from dynamiccl.zero_workload.job.data import Corpus
+from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
+from peers import Peer
 from world import World
 
 # Agreement ------------------------------------------------------------------------------------------------------------

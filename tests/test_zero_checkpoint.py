@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import zero
-from dynamiccl.zero_workload.checkpoint import load, save
-from dynamiccl.zero_workload.model import Transformer
-from dynamiccl.zero_workload.optim import Adan, Lion, Muon
-from dynamiccl.zero_workload.parallel import Cut
+from dynamiccl.zero_workload.job.checkpoint import load, save
+from dynamiccl.zero_workload.job.model import Transformer
+from dynamiccl.zero_workload.job.optim import Adan, Lion, Muon
+from dynamiccl.zero_workload.job.parallel import Cut
 from test_zero import TINY, adamw, run
 from torch import nn
 from world import World
@@ -64,7 +64,7 @@ def interrupted(folder: str) -> str:
     torch.manual_seed(0)
     engine = zero(Transformer(TINY), adamw(1e-2), stage=3)
     save(engine, Path(folder), 1)
-    import dynamiccl.zero_workload.checkpoint as module
+    import dynamiccl.zero_workload.job.checkpoint as module
 
     original = module.state_dict_saver.save
 
@@ -123,10 +123,10 @@ def rates(folder: str) -> tuple[list[float], int]:
     engine, resumed = (zero(nn.Linear(3, 3), groups, stage=1, param_dtype=torch.float32) for _ in range(2))
     for group, rate in zip(engine.optimizer.param_groups, (0.05, 0.02), strict=True):
         group["lr"] = rate
-    engine.skipped = 3
+    engine.health.skipped = 3
     save(engine, Path(folder), 1)
     load(resumed, Path(folder))
-    return [group["lr"] for group in resumed.optimizer.param_groups], resumed.skipped
+    return [group["lr"] for group in resumed.optimizer.param_groups], resumed.health.skipped
 
 
 def test_rates_and_skipped_steps_are_kept(two: World, tmp_path: Path) -> None:

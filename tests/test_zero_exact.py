@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from dry_run import Call, CollectiveLog
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.comm import Collectives
-from dynamiccl.zero_workload.data import Corpus
-from dynamiccl.zero_workload.dryrun import Call, CollectiveLog
-from dynamiccl.zero_workload.model import ModelConfig, Transformer
-from dynamiccl.zero_workload.optim import Adan, Lion
-from dynamiccl.zero_workload.planner import Request, held_and_sent
+from dynamiccl.zero_workload.job.data import Corpus
+from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
+from dynamiccl.zero_workload.job.optim import Adan, Lion
+from dynamiccl.zero_workload.job.planner import Request, held_and_sent
 from test_zero import TINY, adamw
 from torch import nn
 from world import World

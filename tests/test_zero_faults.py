@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import Engine, zero
-from dynamiccl.zero_workload.model import ModelConfig, Transformer
-from dynamiccl.zero_workload.parallel import Cut
+from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
+from dynamiccl.zero_workload.job.parallel import Cut
 from test_zero import TINY, adamw, texts
 from test_zero_exact import Hand
 from torch import nn

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from dry_run import CollectiveLog
 from dynamiccl.zero_workload import minimal, zero
-from dynamiccl.zero_workload.data import Corpus
-from dynamiccl.zero_workload.dryrun import CollectiveLog
-from dynamiccl.zero_workload.model import Transformer
+from dynamiccl.zero_workload.job.data import Corpus
+from dynamiccl.zero_workload.job.model import Transformer
 from test_zero import TINY, adamw
 from world import World
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import zero
-from dynamiccl.zero_workload.data import Corpus
-from dynamiccl.zero_workload.model import Transformer
-from dynamiccl.zero_workload.optim import Adan, Lion, Muon
+from dynamiccl.zero_workload.job.data import Corpus
+from dynamiccl.zero_workload.job.model import Transformer
+from dynamiccl.zero_workload.job.optim import Adan, Lion, Muon
 from test_zero import TINY, adamw, train
 from test_zero_exact import Hand
 from torch import nn
@@ -34,8 +34,8 @@ def half_precision() -> tuple[list[float | None], int, list[float]]:
         engine.backward(loss)
         engine.step()
         changes.append((torch.cat([b.master.detach() for b in engine.buckets]) - before).abs().max().item())
-        scales.append(engine.loss_scale)
-    return scales, engine.skipped, changes
+        scales.append(engine.health.loss_scale)
+    return scales, engine.health.skipped, changes
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all(two: World) -> None:
@@ -75,7 +75,7 @@ def always_overflowing() -> tuple[list[float | None], str]:
             engine.step()
         except FloatingPointError as error:
             return scales, str(error)
-        scales.append(engine.loss_scale)
+        scales.append(engine.health.loss_scale)
     return scales, ""
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dry_run import CollectiveLog
 from dynamiccl.zero_workload import zero
-from dynamiccl.zero_workload.dryrun import CollectiveLog
-from dynamiccl.zero_workload.model import Transformer
-from dynamiccl.zero_workload.peers import PEERS, Peer
+from dynamiccl.zero_workload.job.model import Transformer
+from peers import PEERS, Peer
 from test_zero import TINY, adamw, run, train, train_alone
 from world import World
 

@@ -6,14 +6,22 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dry_run import dry_run
 from dynamiccl.agent.cli import app
-from dynamiccl.zero_workload.dryrun import dry_run
-from dynamiccl.zero_workload.dryrun_models import PRESETS, Shape
-from dynamiccl.zero_workload.planner import Request, advice, checkpointed_bytes, estimate, held_and_sent, stage_bytes
+from dynamiccl.zero_workload.job.planner import (
+    Request,
+    advice,
+    checkpointed_bytes,
+    estimate,
+    held_and_sent,
+    stage_bytes,
+)
+from public_models import PRESETS, Shape
 from typer.testing import CliRunner
 
 # The planner ---------------------------------------------------------------------------------------------------------
@@ -201,14 +209,17 @@ def test_public_models_have_their_published_size(model: str, n_params: int) -> N
 def test_dry_run_of_llama_7b_takes_seconds() -> None:
     code = (
         "import json, resource, time; begin = time.process_time()\n"
-        "from dynamiccl.zero_workload.dryrun import dry_run\n"
-        "from dynamiccl.zero_workload.dryrun_models import PRESETS\n"
+        "from dry_run import dry_run\n"
+        "from public_models import PRESETS\n"
         "calls, n = dry_run(PRESETS['llama-7b'], ranks=128, stage=3, keep_last=False)\n"
         "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "of = {f: sum(c.n_bytes for c in calls if c.func == f) for f in ('all_gather', 'reduce_scatter')}\n"
         "print(json.dumps([n, of['all_gather'], of['reduce_scatter'], time.process_time() - begin, peak]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True, cwd=here
+    )
     n_params, gathered, reduced, seconds, peak = json.loads(done.stdout)
     assert n_params == 6_738_415_616
     assert (gathered, reduced) == (4 * n_params, 2 * n_params)

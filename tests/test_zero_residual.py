@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dynamiccl.zero_workload import Engine, launch, zero
-from dynamiccl.zero_workload import train as train_module
-from dynamiccl.zero_workload.checkpoint import load, save
-from dynamiccl.zero_workload.data import Corpus
-from dynamiccl.zero_workload.model import ModelConfig, Transformer, best_interval
+from dynamiccl.zero_workload import Engine, zero
+from dynamiccl.zero_workload.job import launch
+from dynamiccl.zero_workload.job import train as train_module
+from dynamiccl.zero_workload.job.checkpoint import load, save
+from dynamiccl.zero_workload.job.data import Corpus
+from dynamiccl.zero_workload.job.model import ModelConfig, Transformer, best_interval
 from dynamiccl.zero_workload.remat import Partition
 from test_zero import BATCH, TINY, adamw, run, train_alone
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import zero
-from dynamiccl.zero_workload.data import Corpus
-from dynamiccl.zero_workload.model import ModelConfig, Transformer
-from dynamiccl.zero_workload.parallel import Cut
-from dynamiccl.zero_workload.peers import PEERS, Peer
+from dynamiccl.zero_workload.job.data import Corpus
+from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
+from dynamiccl.zero_workload.job.parallel import Cut
+from peers import PEERS, Peer
 from test_zero import adamw
 from world import World
 

@@ -1,6 +1,6 @@
-"""``python -m dynamiccl.zero_workload``."""
+"""``python -m dynamiccl.zero_workload``: the door of ``job``."""
 
-from .train import main
+from .job.train import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

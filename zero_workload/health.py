@@ -20,14 +20,21 @@ class Health:
 
     def __init__(self, engine: "Engine") -> None:
         self.engine, self.losses = engine, list[torch.Tensor]()  # of this step's micro-batches
+        mesh: Any = next((p.device_mesh for p in engine.params if local(p) is not p), None)
+        self.tp_groups = mesh.get_all_groups() if mesh else []  # those of tensor parallelism
         # What several ranks hold counts once: all at stage 0, replicas of shards, what tensor parallelism replicates.
-        times = (1 if engine.stage else engine.comm.size) * (engine.comm.replicas.size if engine.comm.replicas else 1)
+        times = (1 if engine.settings.stage else engine.comm.size) * (
+            engine.comm.replicas.size if engine.comm.replicas else 1
+        )
         self.copies = [times * self._copies(p) for p in engine.params]
         self._share = torch.empty(0)  # of a part's square, this rank's
+        half = torch.float16 in {b.full.dtype for b in engine.buckets}
+        self.loss_scale = engine.settings.loss_scale if half else None
+        self.skipped = self.good_steps = 0  # steps without an update, and those with one since
 
     def _copies(self, p: Any) -> int:
         """How many tensor-parallel ranks hold the same of parameter ``p``."""
-        dims = enumerate(self.engine.tp_groups)
+        dims = enumerate(self.tp_groups)
         return math.prod(group.size() for d, group in dims if local(p) is p or p.placements[d].is_replicate())
 
     def look(self) -> torch.Tensor:
@@ -46,7 +53,7 @@ class Health:
             seen[-1] = (squares.to(seen.device) * self._share).sum()
         if engine.reducer.broken:
             seen[-1] = math.nan
-        for group in engine.tp_groups:
+        for group in self.tp_groups:
             dist.all_reduce(seen[-1:], group=group)
         comm.agree(seen, dist.ReduceOp.SUM)
         engine.reducer.used = [0.0] * len(used)
@@ -58,12 +65,26 @@ class Health:
             for part in engine.owned:
                 if part.bucket.comm is comm and not counts[part.spans[0].number]:
                     part.param.grad = None
-        return seen[-1].sqrt() / (engine.loss_scale or 1.0)
+        return seen[-1].sqrt() / (self.loss_scale or 1.0)
 
-    def error(self) -> Exception | None:
-        """A collective, of all ranks, when the norm is not finite: what each of them raises. ``None``: this step is
+    def updated(self) -> None:
+        """After an update: the loss scale is raised now and then."""
+        self.good_steps += 1
+        if self.loss_scale is not None and self.good_steps % 2000 == 0:
+            self.loss_scale *= 2
+
+    def skip(self) -> Exception | None:
+        """The norm is not finite, which is the same on every rank: what each of them raises. ``None``: this step is
         skipped, because backward failed on every rank and was caught there, or for a lower loss scale.
         """
+        error = self._error()
+        if error is None:
+            self.skipped, self.good_steps = self.skipped + 1, 0
+            if self.loss_scale is not None and not self.engine.reducer.broken:
+                self.loss_scale = max(1.0, self.loss_scale / 2)
+        return error
+
+    def _error(self) -> Exception | None:
         engine, names = self.engine, set[str]()
         for part in engine.owned:
             grad = part.param.grad
@@ -72,15 +93,15 @@ class Health:
                 names |= {engine.names[span.number] for span in bad or part.spans}
         fine = all(math.isfinite(loss.item()) for loss in self.losses)
         mine = dist.get_rank(), engine.reducer.broken, fine, sorted(names)
-        everyone = ask(mine, *engine.comm.groups, *engine.tp_groups)
+        everyone = ask(mine, *engine.comm.groups, *self.tp_groups)
         at, broken = f"at step {engine.steps}", sorted({rank for rank, failed, _, _ in everyone if failed})
         if broken:
             what = f"backward failed on ranks {broken} and not on the others {at}, which was applied on none"
             every = all(failed for _, failed, _, _ in everyone)
             return None if every else RuntimeError(f"{what}: leave a batch out on every rank, or on none")
-        if engine.loss_scale is not None and engine.loss_scale > 1:
+        if self.loss_scale is not None and self.loss_scale > 1:
             return None
-        what = "not finite " + at if engine.loss_scale is None else f"beyond float16 {at}, at the least loss scale"
+        what = "not finite " + at if self.loss_scale is None else f"beyond float16 {at}, at the least loss scale"
         ranks = sorted({rank for rank, _, fine, _ in everyone if not fine})
         if ranks:
             return FloatingPointError(f"the loss is {what} on ranks {ranks}: lower the rate, or look at the data")

@@ -6,7 +6,7 @@ allocation and cut into buckets.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -60,44 +60,41 @@ class Settings:
         return self.wire(dtype) if self.gradient_accumulation == 1 or self.no_sync else self.master(dtype)
 
     def __post_init__(self) -> None:
-        def within(name: str, what: str, fine: Callable[[Any], bool], *others: Any) -> tuple[str, bool]:
-            value = getattr(self, name)
-            what += "".join(f", or {other!r}" for other in others)
-            return f"{name} is {what}, not {value!r}", value in others or fine(value)
-
-        def whole(name: str, least: int, *others: Any) -> tuple[str, bool]:
-            return within(name, f"a whole number from {least} up", lambda n: type(n) is int and n >= least, *others)
-
-        def floating(name: str, *others: Any) -> tuple[str, bool]:
-            dtype = torch.dtype
-            return within(name, "a floating-point dtype", lambda t: type(t) is dtype and t.is_floating_point, *others)
-
-        matrices = (
-            f"stage {self.stage} cuts gradients up, and {self.whole_params} may need whole matrices: use stage 1, or "
-            "say elementwise=True if it looks at each element by itself"
-        )
-        for message, fine in (
-            within("stage", "0, 1, 2 or 3", lambda n: type(n) is int and 0 <= n <= 3),
-            whole("prefetch", 0, "auto"),
-            whole("gradient_accumulation", 1),
-            whole("bucket_bytes", 1),
-            whole("min_unit", 0),
-            whole("hybrid", 0, None),
-            floating("param_dtype"),
-            floating("reduce_dtype", None),
-            within("max_norm", "above 0", lambda x: x > 0, None),
-            within("loss_scale", "1 or more, and finite", lambda x: 1 <= x < math.inf),
-            within("unit", "'block' or 'layer'", ("block", "layer").__contains__),
-            ("hybrid says which units stay replicated at stage 3", self.stage == 3 or self.hybrid is None),
-            (
-                "no_sync is stage 2's: 0 and 1 reduce once a step anyway, 3 has no room",
-                self.stage == 2 or not self.no_sync,
-            ),
-            ("optimizer states are offloaded at stage 3 only", self.stage == 3 or not self.offload),
-            (matrices, self.stage <= 1 or not self.whole_params),
+        natural, positive, floating = "a whole number from 0 up", "a whole number from 1 up", "a floating-point dtype"
+        for name, what, fine in (
+            ("stage", "0, 1, 2 or 3", _whole(self.stage) and self.stage <= 3),
+            ("prefetch", f"{natural}, or 'auto'", self.prefetch == "auto" or _whole(self.prefetch)),
+            ("gradient_accumulation", positive, _whole(self.gradient_accumulation, 1)),
+            ("bucket_bytes", positive, _whole(self.bucket_bytes, 1)),
+            ("min_unit", natural, _whole(self.min_unit)),
+            ("hybrid", f"{natural}, or None", self.hybrid is None or _whole(self.hybrid)),
+            ("param_dtype", floating, _floating(self.param_dtype)),
+            ("reduce_dtype", f"{floating}, or None", self.reduce_dtype is None or _floating(self.reduce_dtype)),
+            ("max_norm", "above 0, or None", self.max_norm is None or self.max_norm > 0),
+            ("loss_scale", "1 or more, and finite", 1 <= self.loss_scale < math.inf),
+            ("unit", "'block' or 'layer'", self.unit in ("block", "layer")),
         ):
             if not fine:
-                raise ValueError(message)
+                raise ValueError(f"{name} is {what}, not {getattr(self, name)!r}")
+        if self.stage != 3 and self.hybrid is not None:
+            raise ValueError("hybrid says which units stay replicated at stage 3")
+        if self.stage != 2 and self.no_sync:
+            raise ValueError("no_sync is stage 2's: 0 and 1 reduce once a step anyway, 3 has no room")
+        if self.stage != 3 and self.offload:
+            raise ValueError("optimizer states are offloaded at stage 3 only")
+        if self.stage >= 2 and self.whole_params:
+            raise ValueError(
+                f"stage {self.stage} cuts gradients up, and {self.whole_params} may need whole matrices: use stage 1, "
+                "or say elementwise=True if it looks at each element by itself"
+            )
+
+
+def _whole(value: object, least: int = 0) -> bool:
+    return type(value) is int and value >= least
+
+
+def _floating(value: object) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point
 
 
 class Piece(NamedTuple):
@@ -154,11 +151,6 @@ class Bucket:
         """Round the master weights into the shard that is gathered."""
         if self.master is not None and self.shard.untyped_storage()._cdata != self.master.untyped_storage()._cdata:
             self.shard.copy_(self.master.detach())
-
-
-def _one_arena(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of 1-D ``parts``, end to end in one allocation of their own."""
-    return list(torch.cat(parts).split([p.numel() for p in parts])) if parts else []
 
 
 def _up(n: int, multiple: int) -> int:
@@ -239,45 +231,28 @@ class Row:
             bucket.full = full
         for index in indices:
             point(params[index], self.view(self.arena, index))
-        if stage == 3:
-            self._shard_weights(exact, settings.offload)
-        else:
-            self._hold_weights(exact)
-        if self.trainable and stage <= 1:
-            self._hold_gradients()
-        elif self.trainable:
-            self._shard_gradients(settings.sums(dtype), comm.size)
+        self._hold_weights(exact, stage, settings.offload)
+        if self.trainable and stage <= 1:  # gradients of all parameters add up here until they are reduced
+            self.grads = torch.zeros_like(self.arena)
+            for bucket, part in zip(self.buckets, self._split(self.grads), strict=True):
+                bucket.grads = part
+        elif self.trainable:  # only reduced gradients of this rank's shard are kept
+            shards = self.arena.new_zeros(total // comm.size, dtype=settings.sums(dtype))
+            for bucket, part in zip(self.buckets, self._split(shards, comm.size), strict=True):
+                bucket.grad_shard = part
 
-    def _hold_weights(self, exact: torch.Tensor) -> None:
-        """Stages 0 to 2: all parameters, this rank's shard is a view of them; masters of ``exact`` [all buckets]."""
-        mine = [part[b.owned] for b, part in zip(self.buckets, self._split(exact), strict=True)]
-        if self.trainable and exact.dtype != self.arena.dtype:
-            mine = _one_arena(mine)  # where dtypes agree, the optimizer updates the parameters themselves
-        for bucket, master in zip(self.buckets, mine, strict=True):
-            bucket.shard = bucket.full[bucket.owned]
-            bucket.master = nn.Parameter(master) if self.trainable else None
+    def _hold_weights(self, exact: torch.Tensor, stage: int, offload: bool) -> None:
+        """Shards and masters, of the weights ``exact`` [all buckets]. Where dtypes agree the two are one.
 
-    def _shard_weights(self, exact: torch.Tensor, offload: bool) -> None:
-        """Stage 3: this rank's shard is all that stays when ``full`` is freed; where dtypes agree it is the master,
-        unless masters are on the CPU.
+        At stage 3 the shard is all that stays when ``full`` is freed; below it is a view of ``full``.
         """
-        mine = _one_arena([part[b.owned] for b, part in zip(self.buckets, self._split(exact), strict=True)])
+        mine = [part[b.owned] for b, part in zip(self.buckets, self._split(exact), strict=True)]
+        if mine and (stage == 3 or (self.trainable and exact.dtype != self.arena.dtype)):
+            mine = list(torch.cat(mine).split([part.numel() for part in mine]))  # one allocation of their own
         for bucket, master in zip(self.buckets, mine, strict=True):
-            bucket.shard = master.to(bucket.full.dtype)
+            bucket.shard = master.to(bucket.full.dtype) if stage == 3 else bucket.full[bucket.owned]
             if self.trainable:
                 bucket.master = nn.Parameter(master.to("cpu", copy=True) if offload else master)
-
-    def _hold_gradients(self) -> None:
-        """Stages 0 and 1: gradients of all parameters add up here until they are reduced."""
-        self.grads = torch.zeros_like(self.arena)
-        for bucket, part in zip(self.buckets, self._split(self.grads), strict=True):
-            bucket.grads = part
-
-    def _shard_gradients(self, dtype: torch.dtype, n_ranks: int) -> None:
-        """Stages 2 and 3: only reduced gradients of this rank's shard are kept."""
-        shards = self.arena.new_zeros(self.arena.numel() // n_ranks, dtype=dtype)
-        for bucket, part in zip(self.buckets, self._split(shards, n_ranks), strict=True):
-            bucket.grad_shard = part
 
     def _split(self, arena: torch.Tensor, over: int = 1) -> tuple[torch.Tensor, ...]:
         return arena.split([b.numel // over for b in self.buckets])

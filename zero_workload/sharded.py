@@ -227,10 +227,13 @@ class Sharded:
     def _catch_up(self, here: int) -> None:
         """What this rank passed by in forward, from the end of `order` back to ``here``: as if it had run."""
         while self._skipped and self._skipped[-1] > here:
-            unit = self.order[self._skipped.pop()]
-            if unit.uses:
-                self._before_backward(unit, None)
-                self._after_backward(unit)
+            self._run_backward(self.order[self._skipped.pop()])
+
+    def _run_backward(self, unit: Unit) -> None:
+        """As if the backward of one of its uses had run here."""
+        if unit.uses:
+            self._before_backward(unit, None)
+            self._after_backward(unit)
 
     def _after_backward(self, unit: Unit) -> None:
         unit.uses -= 1
@@ -248,9 +251,8 @@ class Sharded:
     def _flush(self) -> None:
         """At the end of a backward pass: reduce the units whose inputs carry no gradient, or that were not used."""
         if torch._C._current_graph_task_id() < 0:  # backward failed here: where it has not, all of them are gathered
-            for unit in [u for u in reversed(self.order) if u.uses]:
-                self._before_backward(unit, None)
-                self._after_backward(unit)
+            for unit in reversed(self.order):
+                self._run_backward(unit)
         self._catch_up(-1)
         for unit in reversed(self.units):
             if unit.state is not State.REDUCED:

@@ -45,7 +45,7 @@ def zero(
         replicas: at stages 2 and 3, with ``group`` a node: the ranks that hold the same shards, one of each node
             (HSDP). Gradients are reduce-scattered in ``group``, then their shards all-reduced here, once a step.
         expert_group: the ranks of ``group`` that hold the same experts (parameters with an attribute ``expert``, as
-            ``model.Experts`` makes them): these are sharded over them alone. From stage 1 on.
+            ``job.model.Experts`` makes them): these are sharded over them alone. From stage 1 on.
         reduce_scatter_group: the ranks of ``group`` as a second communicator: NCCL runs what is on one in order, on two
             at once, so that a reduce-scatter does not hold up the gathers behind it.
         elementwise: whether the optimizer looks at each element by itself. ``None``: what its class says
@@ -120,29 +120,25 @@ class Engine:
         settings: Settings,
         groups: dict[str, int],
     ) -> None:
-        self.model, self.comm, self.settings, self.stage = model, comm, settings, settings.stage
-        self.steps = self.skipped = self.good_steps = 0
-        self.optimizer = optimizer
+        self.model, self.optimizer, self.comm, self.settings = model, optimizer, comm, settings
+        self.steps = 0  # with an update
         self.names = [name for name, _ in model.named_parameters()]
         self.params: list[Any] = list(model.parameters())  # nn.Parameter or DTensor
         self.shapes = [local(p).shape for p in self.params]
-        mesh: Any = next((p.device_mesh for p in self.params if local(p) is not p), None)
-        self.tp_groups = mesh.get_all_groups() if mesh else []  # those of tensor parallelism
         for tensor in (*model.buffers(), *(p.detach() for p in self.params if not p.is_floating_point())):
             comm.broadcast(tensor)
         units = find_units(model, settings.unit, settings.min_unit)
-        least = math.inf if self.stage < 3 else settings.hybrid or 0
+        least = math.inf if settings.stage < 3 else settings.hybrid or 0
         large = [u for u in units if sum(self.shapes[i].numel() for i in u.params) >= least]
         self.reducer = Reducer(comm, experts, self.params, settings)
         self.replicated = Replicated([u for u in units if u not in large], self.reducer)
         self.sharded = Sharded(large, self.reducer, self.names)
-        if self.replicated.buckets and self.stage:  # module by module: what forward begins with waits least
+        if self.replicated.buckets and settings.stage:  # module by module: what forward begins with waits least
             for u in find_units(model, "block", 1):
                 u.module.register_forward_pre_hook(lambda module, args, u=u: self.replicated.wait(u), prepend=True)
         model.register_forward_pre_hook(lambda module, args: self._begin_forward(), prepend=True)
         model.register_forward_hook(lambda module, args, output: self.sharded.end_forward())
         self.buckets = [b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None]
-        self.loss_scale = settings.loss_scale if torch.float16 in {b.full.dtype for b in self.buckets} else None
         self.health, self._whole = Health(self), False
         # Few large parts are quicker than many small ones; what the optimizer knows of each parameter keeps them apart.
         most = IN_CACHE * comm.size if settings.offload or self.params[0].is_cpu else math.inf
@@ -169,7 +165,7 @@ class Engine:
                 f"backward was called {self.reducer.micro_batch} times in this step, which has as many micro-batches: "
                 "add the losses up for one backward, or call engine.step() first"
             )
-        factor = (self.loss_scale or 1.0) / self.settings.gradient_accumulation
+        factor = (self.health.loss_scale or 1.0) / self.settings.gradient_accumulation
         self.health.losses.append(loss.detach())
         (loss if factor == 1.0 else loss * factor).backward()
 
@@ -201,7 +197,7 @@ class Engine:
         if self.comm.backend == "fake" or math.isfinite(norm.item()):
             self._update(norm)
         else:
-            error = self._skip()
+            error = self.health.skip()
         for part in self.owned:
             part.param.grad = None
         self.health.losses, self.reducer.broken = [], False
@@ -209,7 +205,7 @@ class Engine:
         if error:
             raise error
         self.steps += 1
-        return norm if self.settings.max_norm is not None or self.loss_scale is not None else None
+        return norm if self.settings.max_norm is not None or self.health.loss_scale is not None else None
 
     def publish(self) -> None:
         """Make the master weights what the model computes with; called by ``step``."""
@@ -233,14 +229,13 @@ class Engine:
             state = self.model.state_dict(keep_vars=True)
         finally:
             self._whole = False
-        copied = {n: t.detach().to("cpu", copy=True) for n, t in state.items() if id(t) not in whole}
-        return {name: whole[id(t)] if id(t) in whole else copied[name] for name, t in state.items()}
+        return {n: whole[id(t)] if id(t) in whole else t.detach().to("cpu", copy=True) for n, t in state.items()}
 
     def _before_state_dict(self, *_: Any) -> None:
         if self.sharded.units and not self._whole:
             raise RuntimeError(
                 "at stage 3 the model holds none of its parameters: take engine.state_dict(), on every rank, or write "
-                "a sharded checkpoint: zero_workload.checkpoint.save(engine, folder, step)"
+                "a sharded checkpoint: zero_workload.job.checkpoint.save(engine, folder, step)"
             )
 
     def _before_loading(self, *_: Any) -> None:
@@ -269,23 +264,13 @@ class Engine:
         self.sharded.begin_forward()
 
     def _update(self, norm: torch.Tensor) -> None:
-        """Unscale, clip, step; raise the loss scale now and then."""
-        factor = torch.ones_like(norm) / (self.loss_scale or 1.0)
-        if self.settings.max_norm is not None:
-            factor = factor * torch.clamp(self.settings.max_norm / (norm + 1e-6), max=1.0)
+        """Unscale, clip, step."""
+        scale, most = self.health.loss_scale, self.settings.max_norm
+        factor = torch.ones_like(norm) / (scale or 1.0)
+        if most is not None:
+            factor = factor * torch.clamp(most / (norm + 1e-6), max=1.0)
         grads = [part.param.grad for part in self.owned if part.param.grad is not None]
-        if grads and (self.settings.max_norm is not None or self.loss_scale is not None):
+        if grads and (most is not None or scale is not None):
             torch._foreach_mul_(grads, factor.to(grads[0].device))
         self.optimizer.step()
-        self.good_steps += 1
-        if self.loss_scale is not None and self.good_steps % 2000 == 0:
-            self.loss_scale *= 2
-
-    def _skip(self) -> Exception | None:
-        """No update: the norm is not finite, which is the same on every rank. Returns what to raise, if anything."""
-        error = self.health.error()
-        if error is None:
-            self.skipped, self.good_steps = self.skipped + 1, 0
-            if self.loss_scale is not None and not self.reducer.broken:
-                self.loss_scale = max(1.0, self.loss_scale / 2)
-        return error
+        self.health.updated()

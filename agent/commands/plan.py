@@ -1,6 +1,6 @@
 """``dynamiccl plan``: what each ZeRO stage holds and sends for a model, before anything is started.
 
-The figures are those of ``zero_workload.planner``; here they are asked for and shown.
+The figures are those of ``zero_workload.job.planner``; here they are asked for and shown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plan(
     """Memory and traffic of ZeRO stages 0 to 3 for a dense transformer of this size, and which stage to use."""
     import json
 
-    from ...zero_workload.planner import Request, estimate
+    from ...zero_workload.job.planner import Request, estimate
 
     with refusing(ValueError, OverflowError):
         request = Request(

@@ -62,7 +62,7 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
         previous = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             for place in ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)):
-                command = [sys.executable, "-m", str(__package__), *arguments]
+                command = [sys.executable, "-m", "dynamiccl.zero_workload", *arguments]
                 # A session of their own: Ctrl-C reaches the launcher, which tells the ranks once.
                 ranks.append(subprocess.Popen(command, env=env | place, start_new_session=True))
             while not stopped and not (failed := [n for n, r in enumerate(ranks) if r.poll()]):

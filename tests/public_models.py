@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from dynamiccl.zero_workload.job.model import Experts, ModelConfig, Transformer
 from torch import nn
-
-from .model import Experts, ModelConfig, Transformer
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Shape:
             block.attention = _Attention(self)
             block.mlp = _GatedMLP(self.width, self.hidden)
             if self.experts:
-                block.mlp = Experts(self.width, self.experts, hidden=self.hidden, gated=True, top=2)
+                block.mlp = _GatedExperts(self.width, self.experts, self.hidden)
         return model
 
 
@@ -83,3 +82,19 @@ class _GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
+
+
+class _GatedExperts(Experts):
+    """SiLU-gated experts, two of which serve a token."""
+
+    top = 2
+
+    def __init__(self, width: int, experts: int, hidden: int) -> None:
+        with torch.device("meta"):
+            super().__init__(width, experts)
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up, self.gate = (nn.Parameter(torch.empty(experts, width, hidden)) for _ in range(2))
+        self.down = nn.Parameter(torch.empty(experts, hidden, width))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x @ self.gate) * (x @ self.up)

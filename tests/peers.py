@@ -4,10 +4,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from dynamiccl.zero_workload.layout import Settings
+from dynamiccl.zero_workload.parts import OptimizerOf
 from torch import nn
-
-from .layout import Settings
-from .parts import OptimizerOf
 
 #: Peer -> the ZeRO stage that it is a peer of.
 PEERS = {"ddp": 0, "zero-optimizer": 1, "fsdp2-no-reshard": 2, "fsdp2": 3}

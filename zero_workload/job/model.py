@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from .remat import Partition, remat
+from ..remat import Partition, remat
 
 CHECKPOINTS = ("none", "block", "sublayer", "attention")
 
@@ -160,40 +160,32 @@ class Experts(nn.Module):
         experts: how many there are.
         group: expert-parallel ranks: each holds its part of the experts, tokens travel to them and back by all-to-all,
             two in forward and two in backward. Its ranks read different data. ``None``: all experts here.
-        hidden: width inside an expert, 0: 4 times the model's; ``gated``: SiLU-gated by a third matrix.
 
     Raises:
         ValueError: the ranks do not divide the experts.
     """
 
+    top, capacity = 1, 1.25
     up: nn.Parameter
     down: nn.Parameter
 
-    def __init__(
-        self,
-        width: int,
-        experts: int,
-        group: dist.ProcessGroup | None = None,
-        *,
-        hidden: int = 0,
-        gated: bool = False,
-        top: int = 1,
-        capacity: float = 1.25,
-    ) -> None:
+    def __init__(self, width: int, experts: int, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.experts, self.group, self.top, self.capacity = experts, group, top, capacity
+        self.experts, self.group = experts, group
         self.ranks, place = (group.size(), group.rank()) if group else (1, 0)
         if experts % self.ranks:
             raise ValueError(f"{experts} experts cannot be dealt to {self.ranks} ranks evenly")
         self.router = nn.Linear(width, experts, bias=False)
-        into, held = (width, hidden or 4 * width), experts // self.ranks
-        self.gate: nn.Parameter | None = None
-        for name, shape in {"up": into, "down": into[::-1], **({"gate": into} if gated else {})}.items():
-            weight = torch.empty(experts, *shape).normal_(std=0.02)  # all are drawn: the same whatever the group
-            param = nn.Parameter(weight[place * held : (place + 1) * held].clone())
+        for name, shape in {"up": (width, 4 * width), "down": (4 * width, width)}.items():
+            weights = torch.empty(experts, *shape).normal_(std=0.02)  # all are drawn: the same whatever the group
+            param = nn.Parameter(weights.chunk(self.ranks)[place].clone())
             if group:
                 param.expert = place, self.ranks  # type: ignore[attr-defined]  # zero() shards it over ``expert_group``
             setattr(self, name, param)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """What is between the matrices of each expert here, for its tokens [experts here, tokens, width]."""
+        return F.gelu(x @ self.up)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Route, send, compute, send back, weigh by the router's probability."""
@@ -207,8 +199,7 @@ class Experts(nn.Module):
         slots = slots.scatter(1, slot, x.repeat_interleave(self.top, 1))[:, :-1]
         sent = slots.view(batch, self.experts, room, width).transpose(0, 1).contiguous()
         come = self._exchange(sent).view(self.ranks, -1, batch * room, width).transpose(0, 1).flatten(1, 2)
-        inner = F.gelu(come @ self.up) if self.gate is None else F.silu(come @ self.gate) * (come @ self.up)
-        back = (inner @ self.down).unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()
+        back = (self.inner(come) @ self.down).unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()
         slots = self._exchange(back).view(self.experts, batch, -1, width).transpose(0, 1).flatten(1, 2)
         out = F.pad(slots, (0, 0, 0, 1)).gather(1, slot) * weight[..., None]
         return out.unflatten(1, (seq, self.top)).sum(2)

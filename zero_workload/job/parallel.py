@@ -59,13 +59,6 @@ class Cut:
         }
         return {name: subgroup(self.shape, *along) for name, along in dims.items()}
 
-    def mesh(self, groups: dict[str, Any], device: str) -> Any:
-        """FSDP2's mesh of two dimensions, replicas first; ``None`` without replicas."""
-        if "replicas" not in groups:
-            return None
-        both, ranks = [groups["replicas"], groups["group"]], torch.arange(self.ranks).view(self.shape[0], -1)
-        return dist.device_mesh.DeviceMesh.from_group(both, device, ranks, mesh_dim_names=("replicas", "group"))
-
 
 def subgroup(shape: Sequence[int], *dims: int) -> dist.ProcessGroup:
     """A new communicator of the ranks that differ from this one along ``dims`` only, when all ranks are laid out in

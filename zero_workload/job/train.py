@@ -19,16 +19,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..layout import Settings
+from ..remat import Partition
+from ..zero import Engine, zero
 from .data import Corpus
 from .launch import LAUNCHER, Failed, launch, report
-from .layout import Settings
 from .model import CHECKPOINTS, ModelConfig, Transformer
 from .optim import Adan, Lion, Muon
 from .parallel import Cut, tensor_parallel
-from .peers import PEERS, Peer
 from .planner import advice
-from .remat import Partition
-from .zero import Engine, zero
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, fused=True), "adan": Adan, "lion": Lion, "muon": Muon}
@@ -95,7 +94,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--partition-activations", action="store_true", help="they also share what --recompute block keeps")
     p.add_argument("--experts", type=whole, default=0, metavar="N", help="a mixture of N experts in each block")
     p.add_argument("--expert-parallel", type=count, default=1, metavar="N", help="ranks that share the experts")
-    p.add_argument("--peer", choices=tuple(PEERS), help="train under a library's implementation instead of ours")
     p.add_argument("--save", type=Path, metavar="FOLDER", help="write checkpoints there, and at the end")
     p.add_argument("--save-every", type=whole, default=0, metavar="N", help="also every N steps")
     p.add_argument("--resume", type=Path, metavar="FOLDER", help="go on from the newest checkpoint there")
@@ -110,45 +108,28 @@ def parser() -> argparse.ArgumentParser:
 def check(args: argparse.Namespace) -> None:
     """Complete the command line and say what is wrong with it before any process starts. Raises ValueError."""
     args.device = args.device or ("cuda" if args.backend == "nccl" else "cpu")
-    args.stage = PEERS[args.peer] if args.peer else args.stage
-    known = "--hsdp, --reduce-dtype, --reduce-scatter-group and --no-sync"
-    cut_up, apart = args.tensor_parallel > 1, args.sequence_parallel or args.partition_activations
-    no_folder = [p for p in (args.log, args.json) if p is not None and not p.absolute().parent.is_dir()]
-    for message, wrong in (
-        ("--save and --resume work with our stages only, not with --peer", args.peer and (args.save or args.resume)),
-        (
-            "backend emulated is not there: start the job with `dynamiccl tune --cluster PRESET`",
-            args.backend == "emulated" and not hasattr(dist.Backend, "EMULATED"),
-        ),
-        (
-            "this machine has no GPU that PyTorch can use: take --backend gloo --device cpu",
-            args.device == "cuda" and not torch.cuda.is_available(),
-        ),
-        ("backend nccl needs --device cuda", args.backend == "nccl" and args.device == "cpu"),
-        (f"{no_folder and no_folder[0]}: its folder does not exist", no_folder),
-        (
-            f"a peer knows {known}; the other ways to cut a job are ours",
-            args.peer and (cut_up or args.expert_parallel > 1 or args.offload),
-        ),
-        ("--sequence-parallel and --partition-activations need --tensor-parallel above 1", apart and not cut_up),
-        (
-            "--partition-activations needs --recompute block; with --sequence-parallel they are in parts",
-            args.partition_activations and (args.sequence_parallel or args.recompute != "block"),
-        ),
-        (
-            "--expert-parallel needs --experts and a stage from 1 up",
-            args.expert_parallel > 1 and (args.experts == 0 or args.stage == 0),
-        ),
-    ):
-        if wrong:
-            raise ValueError(message)
+    if args.backend == "emulated" and not hasattr(dist.Backend, "EMULATED"):
+        raise ValueError("backend emulated is not there: start the job with `dynamiccl tune --cluster PRESET`")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("this machine has no GPU that PyTorch can use: take --backend gloo --device cpu")
+    if args.backend == "nccl" and args.device == "cpu":
+        raise ValueError("backend nccl needs --device cuda")
+    for path in (args.log, args.json):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{path}: its folder does not exist")
+    if (args.sequence_parallel or args.partition_activations) and args.tensor_parallel == 1:
+        raise ValueError("--sequence-parallel and --partition-activations need --tensor-parallel above 1")
+    if args.partition_activations and (args.sequence_parallel or args.recompute != "block"):
+        raise ValueError("--partition-activations needs --recompute block; with --sequence-parallel they are in parts")
+    if args.expert_parallel > 1 and (args.experts == 0 or args.stage == 0):
+        raise ValueError("--expert-parallel needs --experts and a stage from 1 up")
     recompute = {"checkpoint": args.recompute, "checkpoint_every": args.recompute_every}
     args.model = ModelConfig(args.layers, args.width, args.heads, args.seq, experts=args.experts, **recompute)
-    args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "offload")}
-    args.both = {"param_dtype": DTYPES[args.dtype], "bucket_bytes": max(1, int(args.bucket_mb * 2**20))}
-    args.both |= {"max_norm": args.clip, "gradient_accumulation": args.accumulate, "no_sync": args.no_sync}
-    args.both["reduce_dtype"] = DTYPES[args.reduce_dtype] if args.reduce_dtype else None
-    Settings(**args.zero, **args.both, whole_params="Muon" if args.optimizer == "muon" else "")
+    args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "offload", "no_sync")}
+    args.zero |= {"param_dtype": DTYPES[args.dtype], "bucket_bytes": max(1, int(args.bucket_mb * 2**20))}
+    args.zero |= {"max_norm": args.clip, "gradient_accumulation": args.accumulate, "min_unit": MIN_UNIT}
+    args.zero["reduce_dtype"] = DTYPES[args.reduce_dtype] if args.reduce_dtype else None
+    Settings(**args.zero, whole_params="Muon" if args.optimizer == "muon" else "")
     args.corpus = Corpus(args.text, args.seq)
 
 
@@ -212,21 +193,16 @@ class Job:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.parent = int(os.environ.get(LAUNCHER, os.getppid()))
         tensor = args.tensor_parallel
-        apart = args.reduce_scatter_group and not args.peer  # FSDP2 makes its own
-        cut = Cut(self.size, args.hsdp or 0, tensor, args.expert_parallel, apart)
+        cut = Cut(self.size, args.hsdp or 0, tensor, args.expert_parallel, args.reduce_scatter_group)
         groups, self.share, self.shares = cut.groups(), self.rank // tensor, self.size // tensor  # of the data
         torch.manual_seed(args.seed)
         model = self._model(groups.pop("tensor", None), groups.pop("experts", None))
         self.n_params = sum(p.numel() * (cut.experts if hasattr(p, "expert") else 1) for p in model.parameters())
         more = {"previous_dtype": DTYPES[args.dtype]} if args.optimizer == "adan" else {}
         optimizer = partial(OPTIMIZERS[args.optimizer], lr=args.lr, **more)
-        if args.peer:
-            make: Any = partial(Peer, args.peer, mesh=cut.mesh(groups, device.type), apart=args.reduce_scatter_group)
-        else:
-            make = partial(zero, min_unit=MIN_UNIT, **groups, **args.zero)
-        self.engine: Engine | Peer = make(model, optimizer, **args.both)
+        self.engine: Engine = zero(model, optimizer, **groups, **args.zero)
         self.first = 0
-        if args.resume and isinstance(self.engine, Engine):
+        if args.resume:
             from .checkpoint import load
 
             self.first = load(self.engine, self._folder(args.resume))
@@ -241,9 +217,8 @@ class Job:
         self.log = args.log.open("w") if args.log and self.rank == 0 else None
 
     def _model(self, tensor: Any, experts: Any) -> Transformer:
-        args, partition = self.args, None
-        if args.partition_activations:
-            partition = Partition(tensor)
+        args = self.args
+        partition = Partition(tensor) if args.partition_activations else None
         model = Transformer(args.model, partition, experts).to(self.device)
         if tensor:
             mesh = dist.device_mesh.DeviceMesh.from_group(tensor, self.device.type)
@@ -259,7 +234,7 @@ class Job:
         """All steps, then the held-out loss and the summary."""
         args, engine = self.args, self.engine
         every = args.log_every or (10 if self.device.type == "cuda" else 1)
-        about = {name: getattr(args, name) for name in ("stage", "peer", "backend", "dtype", "batch", "steps")}
+        about = {name: getattr(args, name) for name in ("stage", "backend", "dtype", "batch", "steps")}
         about["model"] = {name: getattr(args, name) for name in ("layers", "width", "heads", "seq")}
         about |= {"n_params": self.n_params, "n_ranks": self.size, "device": str(self.device)}
         self._write(about)
@@ -284,7 +259,7 @@ class Job:
             if last or (step + 1) % max(10, every) == 0:
                 took = statistics.median(times[-10:])
                 self._say(f"step {step + 1:5d}/{args.steps}  loss {losses[-1]:.4f}  {took:.0f} ms")
-            if args.prefetch == "auto" and isinstance(engine, Engine) and step == self.first + 2:
+            if args.prefetch == "auto" and step == self.first + 2:
                 self._say(f"prefetch {engine.sharded.prefetch}")
             if save and not last:
                 self._save(step + 1)
@@ -324,7 +299,7 @@ class Job:
         return path / f"tensor-{self.rank % tensor}-of-{tensor}" if tensor > 1 else path
 
     def _save(self, step: int) -> None:
-        if self.args.save and isinstance(self.engine, Engine):
+        if self.args.save:
             from .checkpoint import save  # takes seconds to import
 
             self._say(f"saved {save(self.engine, self._folder(self.args.save), step)}")

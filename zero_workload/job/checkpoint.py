@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from .comm import ask
-from .layout import Span
-from .parts import Part
-from .zero import Engine
+from ..comm import ask
+from ..layout import Span
+from ..parts import Part
+from ..zero import Engine
 
 STEPS = "step-" + "[0-9]" * 8
 
@@ -126,7 +126,7 @@ def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
 
     def end() -> None:
         meta = {"step": step, "shapes": {name: _place(engine, i)[0] for i, name in enumerate(engine.names)}}
-        meta |= {"loss_scale": engine.loss_scale, "good_steps": engine.good_steps, "skipped": engine.skipped}
+        meta |= {name: getattr(engine.health, name) for name in ("loss_scale", "good_steps", "skipped")}
         meta |= {
             "optimizer": type(engine.optimizer).__name__,
             "rates": [float(group.get("lr", 0)) for group in engine.optimizer.param_groups],
@@ -195,9 +195,9 @@ def load(engine: Engine, folder: Path) -> int:
             else:
                 made[name] = torch.zeros_like(part.param.detach(), dtype=known[key].properties.dtype)
     _read(engine, _state(engine), newest)
-    if engine.loss_scale is not None and meta["loss_scale"] is not None:
-        engine.loss_scale, engine.good_steps = meta["loss_scale"], meta["good_steps"]
-    engine.steps, engine.skipped = int(meta["step"]), meta.get("skipped", 0)
+    if engine.health.loss_scale is not None and meta["loss_scale"] is not None:
+        engine.health.loss_scale, engine.health.good_steps = meta["loss_scale"], meta["good_steps"]
+    engine.steps, engine.health.skipped = int(meta["step"]), meta.get("skipped", 0)
     for group, rate in zip(
         (g for g in engine.optimizer.param_groups if "lr" in g), meta.get("rates", ()), strict=False
     ):

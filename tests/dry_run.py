@@ -1,5 +1,7 @@
 """The collectives of a training step without the machines: fake tensors, a fake process group, every real call.
 
+``python tests/dry_run.py llama-7b --ranks 64 --stage 3`` prints them.
+
 The engine (or FSDP2) runs as it would; only arithmetic and memory are missing. So the calls, their bytes and their
 order are exactly those of a real run on so many ranks. The two differ at stage 3: FSDP2 gathers embedding and head with
 the root, ours by themselves; each pads in its own way; and ours keeps what backward begins with.
@@ -7,18 +9,19 @@ the root, ours by themselves; each pads in its own way; and ours keeps what back
 
 from __future__ import annotations
 
+import argparse
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from dynamiccl.zero_workload.job.parallel import Cut, tensor_parallel
+from dynamiccl.zero_workload.zero import Engine, zero
+from peers import Peer
+from public_models import PRESETS, Shape
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from .dryrun_models import Shape
-from .parallel import Cut, tensor_parallel
-from .peers import Peer
-from .zero import Engine, zero
 
 #: c10d operator -> name, and which argument is the whole buffer.
 _OPS = {
@@ -81,7 +84,7 @@ def dry_run(
     """The collectives of one step in steady state (the second), in order, as rank 0 sees them, in bfloat16.
 
     Args:
-        shape: of the transformer, see ``dryrun_models.PRESETS``.
+        shape: of the transformer, see ``public_models.PRESETS``.
         ranks: size of the fake group.
         stage: 0 to 3 of ``engine="zero"`` (ours); of ``"fsdp2"`` 2 (parameters stay gathered) or 3.
         shard: HSDP: ranks over which ZeRO shards, the rest are replicas; 0: all.
@@ -94,10 +97,8 @@ def dry_run(
     Raises:
         ValueError: a setting out of range, or a process group exists already.
     """
-    if engine not in ("zero", "fsdp2") or (engine == "fsdp2" and (stage not in (2, 3) or tensor > 1)):
-        raise ValueError(
-            "the engine is zero at stages 0 to 3, or fsdp2 at 2 (no resharding) and 3, not tensor-parallel"
-        )
+    if engine == "fsdp2" and (stage not in (2, 3) or shard or tensor > 1):
+        raise ValueError("fsdp2 runs at stages 2 (no resharding) and 3, over all ranks, not tensor-parallel")
     cut = Cut(ranks, shard, tensor)
     if dist.is_initialized():
         raise ValueError("a dry run needs a process without a process group")
@@ -107,7 +108,7 @@ def dry_run(
     try:
         groups = cut.groups()
         sharing = groups.pop("tensor", None)
-        mesh = cut.mesh(groups, "cpu") or dist.device_mesh.init_device_mesh("cpu", (ranks,))  # FSDP2's
+        mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))  # FSDP2's
         if sharing:
             mesh = dist.device_mesh.DeviceMesh.from_group(sharing, "cpu")
         with FakeTensorMode(), torch.device("cpu"):
@@ -129,3 +130,19 @@ def dry_run(
     finally:
         dist.destroy_process_group()
     return log.calls, n_params
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print the collectives of one training step, in order.")
+    parser.add_argument("model", choices=tuple(PRESETS))
+    parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("--stage", type=int, default=3)
+    args = parser.parse_args()
+    calls, n_params = dry_run(PRESETS[args.model], ranks=args.ranks, stage=args.stage)
+    print(f"{n_params / 1e9:.2f} B parameters")
+    for call, same in groupby(calls):
+        print(f"{len(list(same)):4} x {call.func:14} of {call.n_bytes / 2**20:10.2f} MiB in {call.dtype}")
+
+
+if __name__ == "__main__":
+    main()
