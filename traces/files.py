@@ -39,7 +39,7 @@ _LEFT_OUT = b'{"kind": "left_out"'
 _KEYS = {
     "comms": ["comm_id", "rank", "pid"],
     "offers": ["comm_id", "func", "n_bytes"],
-    "compute": ["rank", "start_ns", "stream"],
+    "compute": ["rank", "start_ns", "end_ns"],
 }
 
 
