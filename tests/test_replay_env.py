@@ -141,7 +141,7 @@ def test_a_recorded_job_is_a_suite_for_the_board(trace, recorded):
 
 
 def test_the_times_of_an_early_release_are_read_unstretched(tmp_path, trace, recorded):
-    """They were stretched by the header's ``time_scale``; of the same files without it they are as they were written."""
+    """They were stretched by the header's ``time_scale``: the same files without it are read as they were written."""
     shutil.copytree(trace.folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "header.json").write_text(json.dumps({**HEADER, "format": 2, "time_scale": None}))
     stretched = Trace.read(tmp_path)
