@@ -28,8 +28,7 @@ WORTH = 0.01
 
 
 class Advice:
-    """What a recording says, and what is predicted from it. Raises TraceError for one without steps or slots, and for
-    one over gloo, whose times say nothing of NCCL."""
+    """What a recording says, and what is predicted from it. Raises TraceError for one without steps or slots."""
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None, min_share: float = 0.0) -> None:
         self.trace, self.notes = trace, [str(note) for note in trace.header.get("notes") or ()]
@@ -38,8 +37,6 @@ class Advice:
                 "the recording holds no step, so what a table saves of one cannot be said: record some steps of the "
                 "training, e.g. by PyTorch's profiler with its step()"
             )
-        if any(note.startswith("over gloo") for note in self.notes):
-            raise TraceError("the recording is of gloo, whose times say nothing of NCCL: record the job over NCCL")
         self.tasks = load(trace, min_share)
         first = self.tasks.slots[0]
         self.cluster = cluster or cluster_of(trace, first.n_ranks, first.n_nodes)

@@ -229,7 +229,7 @@ def _costs(costs: pd.DataFrame, which: Generations, colours: dict[str, str], sum
     lead = "Median duration of one call over all ranks and n sampled calls, from the first channel's start to the "
     lead += "last one's end: grey NCCL's own choice, coloured under the table."
     if summary.get("emulated"):
-        lead += " Emulated times, stretched by the time scale."
+        lead += " Emulated times."
     if not which.tuned:
         lead += " No table was in force long enough to compare."
     return section("What each collective costs", lead, table(columns, rows, "What each collective costs"))

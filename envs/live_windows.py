@@ -34,12 +34,11 @@ class LiveWindows:
         job: Any,
         profile_steps: int = 8,
         min_share: float = 0.01,
-        time_scale: float = 1.0,
         funcs: Sequence[str] = TUNED_FUNCS,
         on_window: Callable[[Plan, Window], None] = lambda plan, window: None,
     ) -> None:
         self.job, self.profile_steps, self.min_share = job, profile_steps, min_share
-        self.time_scale, self.funcs, self.on_window = time_scale, tuple(funcs), on_window
+        self.funcs, self.on_window = tuple(funcs), on_window
         self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None
         self._refused: set[tuple[Slot, Decision]] = set()
         self.profiles: list[SlotProfile] = []
@@ -60,7 +59,7 @@ class LiveWindows:
             events = events[events["step"].isin(window.steps)]
         self.profile_events = events
         step_us = window.step_ms * 1e3
-        found = find_slots(events, self.job.assembler.offers, step_us, self.job.memory_pressure, self.time_scale)
+        found = find_slots(events, self.job.assembler.offers, step_us, self.job.memory_pressure)
         self.profiles = [p for p in found if p.share >= self.min_share and p.slot.func in self.funcs]
         self.on_window(plan, window)
         if not self.profiles:

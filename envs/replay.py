@@ -78,9 +78,8 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
     if not is_imported(trace):
         events = events[events["step"] > events["step"].min()]
     quiet = events[events["table_generation"].isin(default)]
-    scale = float(trace.header.get("time_scale") or 1.0)
     memory = _memory_pressure(trace.steps)
-    every = find_slots(quiet, offers, default_ms * 1e3, memory, scale)
+    every = find_slots(quiet, offers, default_ms * 1e3, memory)
     profiles = [p for p in every if p.share >= min_share]
     if not profiles:
         small = f"; the largest takes {every[0].share:.2%} of the step" if every else ""
@@ -96,7 +95,7 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
     allowed = spaces.config_mask(mask)
     truth = np.full((len(profiles), spaces.N_CONFIGS), -np.inf)
     measured = np.zeros_like(allowed)
-    took = _Times(trace, events, profiles, scale)
+    took = _Times(trace, events, profiles)
     for i, profile in enumerate(profiles):
         known = {config: saving for (slot, config), saving in effects.items() if slot == i}
         predicted = _predict(took, profile, allowed[i], known, default_ms * 1e3)
@@ -218,12 +217,12 @@ def _noise(windows: list[Stretch], default: set[int]) -> float:
 class _Times:
     """Times of single collectives: sampled ones of the trace, and a nominal fabric fitted to them."""
 
-    def __init__(self, trace: Trace, events: pd.DataFrame, profiles: list[SlotProfile], scale: float) -> None:
+    def __init__(self, trace: Trace, events: pd.DataFrame, profiles: list[SlotProfile]) -> None:
         first = profiles[0].fingerprint
         self.cluster = cluster_of(trace, int(first.n_ranks[0]), int(first.n_nodes[0]))
         fleet = Fleet.of([self.cluster])
         # Deliberately without a preset's own parameters: a replay must not know what the trace did not see.
-        self._fabric, self._scale = Fabric(fleet, nominal(fleet)), scale
+        self._fabric = Fabric(fleet, nominal(fleet))
         sampled = events.dropna(subset=["start_ns", "end_ns"])
         us = (sampled["end_ns"] - sampled["start_ns"]).astype(float) / 1e3
         self._models: dict[tuple[str, str, str], Measured] = {}
@@ -248,8 +247,7 @@ class _Times:
 
     def _formula(self, func: str, algo: str, proto: str, n_bytes: Array, n_channels: Array) -> Array:
         pairs = zip(n_bytes, n_channels, strict=True)
-        times = [self._fabric.time_us(func, int(b), algo, proto, max(int(c), 1)) for b, c in pairs]
-        return np.log(np.array(times) * self._scale)
+        return np.log([self._fabric.time_us(func, int(b), algo, proto, max(int(c), 1)) for b, c in pairs])
 
     def us(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> float:
         """Microseconds of one call on the trace's machine."""

@@ -41,5 +41,4 @@ class ReplayEnv(SearchEnv):
     def open(self, options: dict[str, Any]) -> Windows:
         """Windows of the recorded job, from a random place in the record on."""
         job = RecordedJob(self.trace, self.recorded, int(self.np_random.integers(2**31)))
-        scale = float(self.trace.header.get("time_scale") or 1.0)
-        return LiveWindows(job, self.rules.profile_steps, self.min_share, scale)
+        return LiveWindows(job, self.rules.profile_steps, self.min_share)

@@ -50,9 +50,8 @@ class RecordedWindows:
     """Windows of the same recorded job, ``n`` times, as ``sim_windows.SimWindows`` has them of simulated ones."""
 
     def __init__(self, trace: Trace, recorded: replay.Recorded, seeds: Sequence[int], min_share: float) -> None:
-        scale = float(trace.header.get("time_scale") or 1.0)
         self.jobs = RecordedJobs(recorded, len(seeds))
-        self.each = [LiveWindows(RecordedJob(trace, recorded, s), 8, min_share, scale) for s in seeds]
+        self.each = [LiveWindows(RecordedJob(trace, recorded, s), 8, min_share) for s in seeds]
         self.running = np.zeros((len(seeds), SLOTS), np.int64)
 
     def begin(self, n_steps: int) -> tuple[list[Job], list[Measured]]:

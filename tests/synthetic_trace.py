@@ -1,4 +1,7 @@
-"""A made-up ZeRO-3 run on two of 16 ranks, for the tests of what reads traces: known costs, known decisions."""
+"""A made-up ZeRO-3 run on two of 16 ranks, for the tests of what reads traces: known costs, known decisions.
+
+Its times are stretched, as early releases wrote them: they are read unstretched.
+"""
 
 import numpy as np
 import pandas as pd

@@ -37,9 +37,7 @@ from dynamiccl.traces.records import (
     Table,
 )
 from dynamiccl.traces.spaces import N_CONFIGS
-from synthetic_trace import HEADER, write_run
-
-SCALE = HEADER["time_scale"]
+from synthetic_trace import write_run
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +160,7 @@ class Jobs:
 
     def __init__(self, trace, recorded, seed):
         self.job, self.reader = RecordedJob(trace, recorded, seed), None
-        found = LiveWindows(RecordedJob(trace, recorded, seed), time_scale=SCALE)
+        found = LiveWindows(RecordedJob(trace, recorded, seed))
         self.told, _ = found.begin()
         self.reader, self.last_us, self.plan = found, 0.0, None
         n = len(found.profiles)
@@ -244,7 +242,7 @@ def test_all_backends_play_one_recorded_episode_alike(trace, folder, monkeypatch
     job = Told(folder, trace, recorded, seed_of(7), monkeypatch)
     played = {
         "recorded": episode(ReplayEnv(trace), policy(), 7),
-        "live": episode(LiveEnv(job, time_scale=SCALE), policy(), 7),
+        "live": episode(LiveEnv(job), policy(), 7),
         "simulated": episode(Sim(trace, recorded), policy(), 7),
     }
     assert job.audit.calls_checked > 100 and job.audit.mismatches == 0
@@ -277,7 +275,7 @@ def test_a_table_for_the_ranks_is_what_was_decided(trace, folder, monkeypatch):
     """The stand-in reads what ``live.Job`` published, and only then answers."""
     monkeypatch.setattr(live, "POLL_S", 0.0)
     job = Told(folder, trace, replay.load(trace), 0, monkeypatch)
-    windows = LiveWindows(job, time_scale=SCALE)
+    windows = LiveWindows(job)
     told, _ = windows.begin()
     configs = np.array([int(np.flatnonzero(row)[-1]) for row in told.mask])
     decisions = windows.decisions(configs)

@@ -46,7 +46,7 @@ def test_windows_take_what_the_record_says(trace, recorded):
 @pytest.mark.parametrize("name", ["expected-improvement", "thompson-sampling"])
 def test_the_tuner_finds_the_best_of_the_record(trace, recorded, name):
     job = RecordedJob(trace, recorded, seed=1)
-    tuner = Tuner(LiveWindows(job, time_scale=8.0), make_chooser(name), SETTINGS)
+    tuner = Tuner(LiveWindows(job), make_chooser(name), SETTINGS)
     outcome = tuner.run()
     assert {p.slot for p in tuner.windows.profiles} >= {GATHER, SCATTER}
     best = sum(float(recorded.truth[i].max() * recorded.share[i]) for i in range(len(recorded.slots)))
@@ -58,6 +58,6 @@ def test_every_baseline_can_tune_a_job(trace, recorded, name):
     if name == "tpe":
         pytest.importorskip("optuna")
     job = RecordedJob(trace, recorded, 0)
-    outcome = Tuner(LiveWindows(job, time_scale=8.0), make_chooser(name), Settings(windows=16, verify=6)).run()
+    outcome = Tuner(LiveWindows(job), make_chooser(name), Settings(windows=16, verify=6)).run()
     saving = job.saving(outcome.decisions) if outcome.kept else 0.0
     assert 0 <= saving < 1 and (name != "default" or saving == 0)

@@ -1,5 +1,7 @@
 """Replay: what the trace measured comes back as measured, the rest is predicted and says so."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import dynamiccl  # noqa: F401
@@ -18,7 +20,7 @@ from dynamiccl.envs.submissions import enter
 from dynamiccl.envs.submissions import replay as replay_submission
 from dynamiccl.envs.watch import Rules
 from dynamiccl.traces import spaces
-from dynamiccl.traces.files import TraceError, TraceWriter
+from dynamiccl.traces.files import Trace, TraceError, TraceWriter
 from dynamiccl.traces.records import AUTO, Decision, decision_from
 from gymnasium.utils.env_checker import check_env
 from synthetic_trace import CALL_US, FINAL, GATHER, HEADER, LAYER_BYTES, OWN, SCATTER, write_run
@@ -136,6 +138,24 @@ def test_a_recorded_job_is_a_suite_for_the_board(trace, recorded):
     windows = search.windows.each[0]
     saved = 1 - search.windows.jobs.step_us(padded)[0] / search.windows.jobs.default_us
     assert saved[0] == pytest.approx(windows.job.saving(windows.decisions(configs)))
+
+
+def test_the_times_of_an_early_release_are_read_unstretched(tmp_path, trace, recorded):
+    """They were stretched by the header's ``time_scale``: the same files without it are read as they were written."""
+    shutil.copytree(trace.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "header.json").write_text(json.dumps({**HEADER, "format": 2, "time_scale": None}))
+    stretched = Trace.read(tmp_path)
+    assert "time_scale" not in trace.header and trace.header["compute_scale"] == 8.0 == HEADER["time_scale"]
+    assert trace.events.dtypes.equals(stretched.events.dtypes) and trace.steps.dtypes.equals(stretched.steps.dtypes)
+    for name, kind in (("enqueue_ns", "events"), ("start_ns", "events"), ("end_ns", "events"), ("end_ns", "steps")):
+        times, slow = (getattr(one, kind)[name] for one in (trace, stretched))
+        assert times.isna().equals(slow.isna())
+        assert np.abs(np.diff(times.dropna()) - np.diff(slow.dropna()) / 8).max() <= 1
+    for name in ("step_ms", "default_ms"):
+        np.testing.assert_allclose(trace.windows[name], stretched.windows[name] / 8)
+    other = replay.load(stretched)
+    assert recorded.default_ms == pytest.approx(other.default_ms / 8)
+    np.testing.assert_allclose(recorded.share, other.share, rtol=1e-4)
 
 
 def test_decisions_read_back():

@@ -7,7 +7,7 @@ import pytest
 import typer
 from dynamiccl.agent.commands.show import show
 from dynamiccl.traces.files import Trace, TraceWriter
-from synthetic_trace import COMM, GATHER, write_run
+from synthetic_trace import COMM, GATHER, HEADER, write_run
 from typer.testing import CliRunner
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -63,7 +63,8 @@ def test_programs_are_told_the_same(run):
         "ring/simple/16",
         9,
     )
-    assert gather["default_us"] == pytest.approx(900, rel=0.05) and gather["tuned_us"] == pytest.approx(500, rel=0.05)
+    times = [gather[name] * HEADER["time_scale"] for name in ("default_us", "tuned_us")]
+    assert times == pytest.approx([900, 500], rel=0.05)
     assert [w["index"] for w in story["windows"]] == list(range(13)) and story["windows"][1]["slot"] == str(GATHER)
     assert len(story["decisions"]) == 2 and story["result"]["speedup"] > 1
     assert story["consistency"]["calls_checked"] == len(trace.events) // 2 and not story["consistency"]["mismatches"]

@@ -99,8 +99,8 @@ def test_rows_keep_large_clock_values_and_get_sequence_numbers():
     found = Imported(
         [{**call, "enqueue_ns": clock + 5}, {**call, "enqueue_ns": clock, "start_ns": clock, "end_ns": clock + 3}]
     )
-    events, steps = found.frames(ranks_per_node=8)
-    assert events.dtypes.astype(str).to_dict() == EVENT_COLUMNS and steps.empty
+    events, steps, compute = found.frames(ranks_per_node=8)
+    assert events.dtypes.astype(str).to_dict() == EVENT_COLUMNS and steps.empty and compute.empty
     assert events["seq"].tolist() == [0, 1] and events["start_ns"].tolist() == [clock, pd.NA]
     assert events["n_nodes"].tolist() == [2, 2] and events["algo"].tolist() == ["unknown"] * 2
 

@@ -199,10 +199,8 @@ class Assembler:
         self.comms: dict[int, Communicator] = {}
         self.offers: dict[tuple[int, str, int], Offer] = {}
         self._pending: list[Array] = []
-        self._kernels: list[Array] = []
-        self._kernel_pids: list[Array] = []
-        self._steps: list[Array] = []
-        self._step_pids: list[int] = []
+        self._kernels: list[tuple[Array, Array]] = []  # records, and the process of each
+        self._steps: list[tuple[Array, int]] = []
         self._last_step: dict[int, int] = {}  # pid -> newest step that has ended
 
     def add(self, records: Array, pid: int) -> None:
@@ -214,12 +212,10 @@ class Assembler:
             self._pending.append(_pending(coll, pid))
         kernel = rows[kind == KERNEL].view(KERNEL_DTYPE)
         if kernel.size:
-            self._kernels.append(kernel)
-            self._kernel_pids.append(np.full(kernel.size, pid, np.int64))
+            self._kernels.append((kernel, np.full(kernel.size, pid, np.int64)))
         step = rows[kind == STEP].view(STEP_DTYPE)
         if step.size:
-            self._steps.append(step)
-            self._step_pids.append(pid)
+            self._steps.append((step, pid))
             self._last_step[pid] = int(step["step"].max())
         for row in rows[kind == COMM].view(COMM_DTYPE):
             self._add_comm(row, pid)
@@ -243,8 +239,8 @@ class Assembler:
                 release[of_pid[: -self.hold]] = True
                 release[of_pid] |= rows["step"][of_pid] + np.int64(2) <= self._last_step.get(int(pid), -1)
         self._pending = [rows[~release]] if not release.all() else []
-        steps = [_step_frame(s, pid) for s, pid in zip(self._steps, self._step_pids, strict=True)]
-        self._steps, self._step_pids = [], []
+        steps = [_step_frame(records, pid) for records, pid in self._steps]
+        self._steps = []
         return self._event_frame(rows[release]), joined(steps, STEP_COLUMNS)
 
     def comms_frame(self) -> pd.DataFrame:
@@ -282,7 +278,7 @@ class Assembler:
         """Write the times of all waiting kernels into ``rows``; keep the newest that found no row."""
         if not self._kernels:
             return
-        kernels, pids = np.concatenate(self._kernels), np.concatenate(self._kernel_pids)
+        kernels, pids = (np.concatenate(parts) for parts in zip(*self._kernels, strict=True))
         found = np.zeros(len(kernels), bool)
         if len(rows):
             keys = _key(rows, rows["pid"])
@@ -298,7 +294,7 @@ class Assembler:
             np.minimum.at(start, at, kernels["start_ns"][found])
             np.maximum.at(end, at, kernels["end_ns"][found])
         waiting = np.flatnonzero(~found)[-4 * self.hold :]
-        self._kernels, self._kernel_pids = [kernels[waiting]], [pids[waiting]]
+        self._kernels = [(kernels[waiting], pids[waiting])]
 
     def _event_frame(self, rows: Array) -> pd.DataFrame:
         import pandas as pd
@@ -349,9 +345,7 @@ def joined(frames: Sequence[pd.DataFrame], columns: dict[str, str]) -> pd.DataFr
 def _typed(rows: list[tuple[Any, ...]], columns: dict[str, str]) -> pd.DataFrame:
     import pandas as pd
 
-    data = list(zip(*rows, strict=True)) if rows else [()] * len(columns)
-    series = {n: pd.Series(list(v), dtype=object) for n, v in zip(columns, data, strict=True)}
-    return pd.DataFrame(series).astype(columns)
+    return pd.DataFrame(rows, columns=list(columns), dtype=object).astype(columns)
 
 
 def _pending(coll: Array, pid: int) -> Array:

@@ -38,34 +38,21 @@ def audit(events: pd.DataFrame, max_examples: int = 5) -> Consistency:
     rows = rows.sort_values("enqueue_ns", kind="stable").reset_index(drop=True)
     if rows.empty:
         return Consistency(0, 0)
-    keys = rows[["comm_id", "func", "seq"]].assign(life=_lives(rows), again=_restarts(rows))
-    call = keys.groupby(list(keys), sort=False).ngroup().to_numpy()
-    n_calls = int(call.max()) + 1
-    first = np.full(n_calls, len(rows))
-    np.minimum.at(first, call, np.arange(len(rows)))
-    reference = first[call]
-    differs = np.zeros(len(rows), bool)
-    for name in MUST_AGREE:
-        values = pd.factorize(rows[name])[0]
-        differs |= values != values[reference]
-    several = np.bincount(call, minlength=n_calls) > 1
+    rows = rows.assign(life=_lives(rows), again=_restarts(rows))
+    calls = rows.groupby(["comm_id", "func", "seq", "life", "again"], sort=False)
+    values = rows[list(MUST_AGREE)]
+    differs = (values != calls[list(MUST_AGREE)].transform("first")).any(axis=1)
+    call = calls.ngroup()
     bad = np.unique(call[differs])
     examples = [_example(rows[call == c]) for c in bad[:max_examples]]
-    return Consistency(int(several.sum()), len(bad), examples)
+    return Consistency(int((calls.size() > 1).sum()), len(bad), examples)
 
 
-def _actors(rows: pd.DataFrame) -> Array:
-    """Number of the (rank, process) that saw each row; pids alone may repeat on other hosts."""
-    return rows.groupby(["rank", "pid"], sort=False).ngroup().to_numpy()
-
-
-def _restarts(rows: pd.DataFrame) -> Array:
+def _restarts(rows: pd.DataFrame) -> pd.Series[int]:
     """How often the sequence had begun anew, per row in time order: a number that comes again is a restart."""
-    actor = _actors(rows)
-    keys = rows[["comm_id", "func", "seq"]].assign(actor=actor)
-    again = keys.groupby(list(keys), sort=False).cumcount()
-    by_sequence = [keys["comm_id"], keys["func"], keys["actor"]]
-    return again.groupby(by_sequence, sort=False).cummax().to_numpy()
+    who = ["comm_id", "func", "rank", "pid"]  # pids alone may repeat on other hosts
+    again = rows.groupby([*who, "seq"], sort=False).cumcount()
+    return again.groupby([rows[name] for name in who], sort=False).cummax()
 
 
 def _lives(rows: pd.DataFrame) -> Array:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
 from .files import Trace
 from .records import Decision, Slot, format_bytes, size_class
-from .skew import durations, label
+from .skew import OWN, durations, label
 from .slots import sizes_asked
 
 #: A rule as text: (func, min_bytes, max_bytes, decision).
@@ -86,43 +86,33 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
         config=events["algo"] + "/" + events["proto"] + "/" + events["n_channels"].astype("str"),
     )
     rows = rows.join(durations(events))
-    before = rows[rows["table_generation"].isin(default)]
-    after = rows[rows["table_generation"].isin(tuned)]
+    before, after = (rows[rows["table_generation"].isin(which)] for which in (default, tuned))
+    if before.empty:
+        return pd.DataFrame(columns=_COLUMNS)
+    keys = _COLUMNS[:4]
+    groups, both = before.groupby(keys), pd.concat([before, after])
+    table = groups.agg(
+        n_bytes=("n_bytes", _most), own=("config", _most), default_us=("us", "median"), n_default=("us", "count")
+    )
     n_steps = before.groupby("pid")["step"].nunique()
-    keys = ["n_ranks", "n_nodes", "func", "size_class"]
-    afterwards = dict(iter(after.groupby(keys)))
-    found = []
-    for key, group in before.groupby(keys):
-        then = afterwards.get(key, after.iloc[:0])
-        n_ranks, n_nodes, func, klass = cast(tuple[int, int, str, int], key)
-        slot = Slot(int(n_ranks), int(n_nodes), func, int(klass))
-        found.append(
-            {
-                **asdict(slot),
-                "slot": str(slot),
-                "n_bytes": int(group["n_bytes"].mode().iloc[0]),
-                "calls": len(group) / int(n_steps[group["pid"].unique()].sum()),
-                "own": _most(group["config"]),
-                "ran": _most(then["config"]),
-                "default_us": float(group["us"].median()),
-                "tuned_us": float(then["us"].median()),
-                "n_default": int(group["us"].notna().sum()),
-                "n_tuned": int(then["us"].notna().sum()),
-                "timed_by": label(pd.concat([group, then])[lambda r: r["us"].notna()]["timed_by"]),
-            }
-        )
-    if not found:
-        return pd.DataFrame(columns=[*keys, "slot", "n_bytes", "calls", "own", "ran", *_TIMES])
-    table = pd.DataFrame(found)
+    table["calls"] = groups.size() / groups["pid"].agg(lambda pids: n_steps[pids.unique()].sum())
+    table = table.join(
+        after.groupby(keys).agg(ran=("config", _most), tuned_us=("us", "median"), n_tuned=("us", "count"))
+    )
+    table = table.join(both[both["us"].notna()].groupby(keys)["timed_by"].agg(label))
+    table = table.fillna({"n_tuned": 0, "timed_by": OWN}).astype({"n_tuned": "int64"})
+    table["slot"] = [str(Slot(*key)) for key in table.index]
+    table["ran"] = table["ran"].astype(object).where(table["ran"].notna(), None)
     order = (table["calls"] * table["default_us"].fillna(0)).sort_values(ascending=False, kind="stable").index
-    return table.loc[order].reset_index(drop=True)
+    return table.loc[order].reset_index()[_COLUMNS]
 
 
-_TIMES = ("default_us", "tuned_us", "n_default", "n_tuned", "timed_by")
+_COLUMNS = ["n_ranks", "n_nodes", "func", "size_class", "slot", "n_bytes", "calls", "own", "ran", "default_us"]
+_COLUMNS += ["tuned_us", "n_default", "n_tuned", "timed_by"]
 
 
-def _most(configs: pd.Series[str]) -> str | None:
-    return str(configs.mode().iloc[0]) if len(configs) else None
+def _most(values: pd.Series[Any]) -> Any:
+    return values.mode().iloc[0]
 
 
 def typical_step(trace: Trace, wanted: Collection[int]) -> int | None:

@@ -39,7 +39,7 @@ _LEFT_OUT = b'{"kind": "left_out"'
 _KEYS = {
     "comms": ["comm_id", "rank", "pid"],
     "offers": ["comm_id", "func", "n_bytes"],
-    "compute": ["rank", "start_ns", "stream"],
+    "compute": ["rank", "start_ns", "end_ns"],
 }
 
 
@@ -237,7 +237,9 @@ class Trace:
         files = {kind: path / f"{kind}.parquet" for kind in WHOLE}
         whole = {k: read_parquet(files[k], of) if files[k].exists() else empty(of) for k, of in WHOLE.items()}
         log = _read_log(path / "windows.jsonl", warnings)
-        return cls(path, header, **parts, **whole, log=log, warnings=warnings)
+        trace = cls(path, header, **parts, **whole, log=log, warnings=warnings)
+        _undo_time_scale(trace)
+        return trace
 
     @property
     def windows(self) -> pd.DataFrame:
@@ -284,6 +286,21 @@ def _read_header(folder: Path) -> dict[str, Any]:
     if version > FORMAT:
         raise TraceError(f"{folder} has trace format {version}, this release reads up to {FORMAT}: upgrade dynamiccl")
     return dict(header)
+
+
+def _undo_time_scale(trace: Trace) -> None:
+    """Early releases stretched an emulated cluster's times, and told by how much; NCCL's prices were not stretched."""
+    scale = float(trace.header.pop("time_scale", None) or 1.0)
+    if scale == 1.0:
+        return
+    trace.header.setdefault("compute_scale", scale)
+    first = 0 if trace.events.empty else int(trace.events["enqueue_ns"].min())
+    for frame in (trace.events, trace.steps):
+        for name in frame.columns.intersection(["enqueue_ns", "start_ns", "end_ns"]):
+            frame[name] = first + ((frame[name] - first) / scale).round().astype(frame[name].dtype)
+    trace.steps["duration_ns"] = (trace.steps["duration_ns"] / scale).round().astype("int64")
+    for line in trace.log:
+        line |= {name: line[name] / scale for name in ("step_ms", "default_ms") if line.get(name) is not None}
 
 
 def _read_log(path: Path, warnings: list[str]) -> list[dict[str, Any]]:

@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import pandas as pd
-
 from . import importers_flight, importers_kineto, importers_nsys
 from .assemble import COMM_COLUMNS, OFFER_COLUMNS, empty
 from .files import Trace, TraceError
@@ -17,11 +15,12 @@ from .json_stream import Source
 
 OnBytes = Callable[[int], None]
 
-#: Format -> (reader, what it is).
-FORMATS: dict[str, tuple[Callable[[list[Path], OnBytes], Imported], str]] = {
-    "kineto": (importers_kineto.read, "PyTorch profiler traces, one .json or .json.gz a rank"),
-    "flight-recorder": (importers_flight.read, "PyTorch Flight Recorder dumps, one a rank"),
-    "nsys": (importers_nsys.read, "Nsight Systems' SQLite export"),
+#: Format -> reader: PyTorch profiler traces, one .json or .json.gz a rank; PyTorch Flight Recorder dumps, one a rank;
+#: Nsight Systems' SQLite export.
+FORMATS: dict[str, Callable[[list[Path], OnBytes], Imported]] = {
+    "kineto": importers_kineto.read,
+    "flight-recorder": importers_flight.read,
+    "nsys": importers_nsys.read,
 }
 #: What tells a format within a file's first bytes, in this order.
 _SIGNS = (("kineto", (b'"traceEvents"', b'"deviceProperties"')), ("flight-recorder", (b'"entries"', b'"pg_config"')))
@@ -90,29 +89,22 @@ def read_recording(
     if source not in FORMATS:
         raise TraceError(f"unknown format {source!r}: give one of {', '.join(FORMATS)}")
     try:
-        found = FORMATS[source][0](files, on_bytes)
-        events, steps = found.frames(ranks_per_node)
+        found = FORMATS[source](files, on_bytes)
+        events, steps, compute = found.frames(ranks_per_node)
     except TraceError:
         raise
-    except (RecursionError, MemoryError) as error:
-        raise TraceError(
-            f"{files[0]}: nested or large beyond any {source} recording ({type(error).__name__})"
-        ) from None
-    except Exception as error:  # wrong types in a file that otherwise parses
+    except Exception as error:  # wrong types in a file that otherwise parses, or too much of it
         what = f"{type(error).__name__}: {error}".splitlines()[0][:120]
         raise TraceError(f"{', '.join(p.name for p in files)} is no whole {source} recording ({what})") from None
     if events.empty:
         raise TraceError(f"{', '.join(p.name for p in files)}: no collective in it that NCCL runs, nothing to import")
-    compute = found.compute.frame()
-    offsets = clock_offsets(events)
-    moved = {r: o for r, o in offsets.items() if o[0]}
+    moved = {rank: offset for rank, offset in clock_offsets(events).items() if offset[0]}
     if moved:
-        events = shifted(events, offsets, ("enqueue_ns", "start_ns", "end_ns"))
-        steps, compute = shifted(steps, offsets, ("end_ns",)), shifted(compute, offsets, ("start_ns", "end_ns"))
-        most = max(moved.values(), key=lambda o: abs(o[0]))
+        events, steps, compute = (shifted(frame, moved) for frame in (events, steps, compute))
+        most, unsure = (max(abs(offset[i]) for offset in moved.values()) / 1e3 for i in (0, 1))
         found.notes.append(
-            f"clocks of {len(moved)} ranks moved by up to {abs(most[0]) / 1e3:.0f} us, to where their "
-            f"collectives end together (known to {max(s for _, s in moved.values()) / 1e3:.0f} us)"
+            f"clocks of {len(moved)} ranks moved by up to {most:.0f} us, to where their collectives end together "
+            f"(known to {unsure:.0f} us)"
         )
     if steps.empty:
         events, steps, period = infer_steps(events)
@@ -122,14 +114,9 @@ def read_recording(
             if period
             else "no marks of optimizer steps and no calls that repeat: all are counted as one step"
         )
+    comms = events.drop_duplicates(["comm_id", "rank", "pid"]).assign(name="")
+    comms = comms[list(COMM_COLUMNS)].astype(COMM_COLUMNS)
     # The header tells of the recorded machine; what is not known of it must not be this machine's.
     header = {"host": None, "kernel": None, "commit": None, **found.header, "source": source, "emulated": False}
     header |= {"files": [str(p) for p in files], "notes": found.notes}
-    return Trace(Path(os.path.commonpath(files)), header, events, steps, _comms(events), empty(OFFER_COLUMNS), compute)
-
-
-def _comms(events: pd.DataFrame) -> pd.DataFrame:
-    """The communicators that the events name."""
-    columns = ["comm_id", "n_ranks", "n_nodes", "rank", "pid"]
-    seen = events[columns].drop_duplicates(["comm_id", "rank", "pid"])
-    return seen.assign(name="")[list(COMM_COLUMNS)].astype(COMM_COLUMNS)
+    return Trace(Path(os.path.commonpath(files)), header, events, steps, comms, empty(OFFER_COLUMNS), compute)

@@ -8,55 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from .assemble import DTYPE_BYTES, EVENT_COLUMNS, complete, empty
+from .assemble import DTYPE_BYTES, EVENT_COLUMNS, complete, empty, joined
 from .files import COMPUTE_COLUMNS
 from .importers_steps import step_rows
-from .records import FUNCS
 
-Array = np.ndarray[Any, Any]
+#: PyTorch's names of types that are not ours.
+_ALIASES = {"char": "int8", "byte": "uint8", "bool": "uint8", "int": "int32", "long": "int64"}
+_ALIASES |= {"half": "float16", "float": "float32", "double": "float64"}
 
-_TYPES = {
-    "int8": ("char", "int8", "i8"),
-    "uint8": ("byte", "uint8", "u8", "bool"),
-    "int32": ("int", "int32", "i32"),
-    "uint32": ("uint32", "u32"),
-    "int64": ("long", "long int", "int64", "i64"),
-    "uint64": ("uint64", "u64"),
-    "float16": ("half", "float16", "f16"),
-    "float32": ("float", "float32", "f32"),
-    "float64": ("double", "float64", "f64"),
-    "bfloat16": ("bfloat16", "bf16"),
-    "float8_e4m3fn": ("float8_e4m3fn", "float8e4m3", "f8e4m3"),
-    "float8_e5m2": ("float8_e5m2", "float8e5m2", "f8e5m2"),
-}
-_TYPE_OF = {alias: name for name, aliases in _TYPES.items() for alias in aliases}
-
-
-class Compute:
-    """Kernels that compute, column by column: a profile has hundreds of thousands of them."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, int] = {}
-        self._parts: list[dict[str, Any]] = []
-
-    def __len__(self) -> int:
-        return sum(len(part["start_ns"]) for part in self._parts)
-
-    def add(self, rank: int, start_ns: Array, end_ns: Array, name: Array, blocks: Array, stream: Array) -> None:
-        """Kernels of one rank, arrays (n,); ``name`` is the number of a name in :attr:`names`."""
-        part = {"rank": np.full(len(start_ns), rank), "start_ns": start_ns, "end_ns": end_ns, "blocks": blocks}
-        self._parts.append({**part, "stream": stream, "name": name})
-
-    def frame(self) -> pd.DataFrame:
-        """All of them, as COMPUTE_COLUMNS."""
-        if not self._parts:
-            return empty(COMPUTE_COLUMNS)
-        columns = {key: np.concatenate([part[key] for part in self._parts]) for key in self._parts[0]}
-        name = pd.Categorical.from_codes(columns["name"], dtype=pd.CategoricalDtype(list(self.names)))
-        return pd.DataFrame({**columns, "name": name})[list(COMPUTE_COLUMNS)]
+#: What a row of events has where its source does not tell.
+_UNKNOWN: dict[str, Any] = {"n_ranks": 0, "n_nodes": 0, "dtype": "unknown", "algo": "unknown", "proto": "unknown"}
+_UNKNOWN |= {"n_channels": 0, "table_generation": 0, "enqueue_ns": 0, "step": 0, "pid": 0, "seq": None}
+_UNKNOWN |= {"start_ns": None, "end_ns": None}
 
 
 @dataclass
@@ -72,30 +37,28 @@ class Imported:
     header: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     groups: dict[int, tuple[int, ...]] = field(default_factory=dict)  # comm_id -> ranks, () where not told
-    compute: Compute = field(default_factory=lambda: Compute())
+    computes: list[pd.DataFrame] = field(default_factory=list)  # parts of COMPUTE_COLUMNS
 
-    def frames(self, ranks_per_node: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Events and steps as tables; ``ranks_per_node`` tells the number of nodes where the source does not."""
-        blank: dict[str, Any] = {"n_ranks": 0, "n_nodes": 0, "dtype": "unknown", "algo": "unknown", "proto": "unknown"}
-        blank |= {"n_channels": 0, "table_generation": 0, "enqueue_ns": 0, "step": 0, "pid": 0, "seq": None}
-        blank |= {"start_ns": None, "end_ns": None}
-        events = empty(EVENT_COLUMNS)
-        if self.events:
-            # Through objects: a column with gaps must not become float64, clock values have more digits than that.
-            rows = [{**blank, **row} for row in self.events]
-            told = [name for name in EVENT_COLUMNS if name in rows[0]]
-            events = pd.DataFrame({n: pd.Series([r[n] for r in rows], dtype=object) for n in told})
-            events = events.sort_values("enqueue_ns", kind="stable").reset_index(drop=True)
-            counted = events.groupby(["rank", "pid", "comm_id", "func"], sort=False).cumcount()
-            events["seq"] = events["seq"].where(events["seq"].notna(), counted)
-            if ranks_per_node:
-                nodes = [
-                    len({rank // ranks_per_node for rank in self.groups.get(comm_id) or range(n)})
-                    for comm_id, n in zip(events["comm_id"], events["n_ranks"], strict=True)
-                ]
-                events["n_nodes"] = events["n_nodes"].where(events["n_nodes"] > 0, pd.Series(nodes, dtype=object))
-            events = complete(events, EVENT_COLUMNS)
-        return events, step_rows(self.steps)
+    def add_compute(self, rank: int, start_ns: Any, end_ns: Any) -> None:
+        """Kernels of one rank that compute: begins and ends, (n,) each."""
+        part = pd.DataFrame({"rank": rank, "start_ns": start_ns, "end_ns": end_ns})
+        self.computes.append(part.astype(COMPUTE_COLUMNS))
+
+    def frames(self, ranks_per_node: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+        """Events, steps and compute; ``ranks_per_node`` tells the number of nodes, which no source does."""
+        steps, compute = step_rows(self.steps), joined(self.computes, COMPUTE_COLUMNS)
+        if not self.events:
+            return empty(EVENT_COLUMNS), steps, compute
+        # As objects: a column with gaps must not become float64, clock values have more digits than that.
+        events = pd.DataFrame([{**_UNKNOWN, **row} for row in self.events], dtype=object)
+        events = events.sort_values("enqueue_ns", kind="stable").reset_index(drop=True)
+        counted = events.groupby(["rank", "pid", "comm_id", "func"], sort=False).cumcount()
+        events["seq"] = events["seq"].where(events["seq"].notna(), counted)
+        if ranks_per_node:
+            sizes = events[["comm_id", "n_ranks"]].drop_duplicates("comm_id").itertuples(index=False)
+            nodes = {c: len({r // ranks_per_node for r in self.groups.get(c) or range(n)}) for c, n in sizes}
+            events["n_nodes"] = events["comm_id"].map(nodes)
+        return complete(events, EVENT_COLUMNS), steps, compute
 
 
 def func_of(name: str) -> str | None:
@@ -105,14 +68,16 @@ def func_of(name: str) -> str | None:
     """
     text = re.sub(r"[^a-z]", "", name.lower().rpartition(":")[2])
     for func in ("reduce_scatter", "all_gather", "all_reduce", "send_recv", "broadcast", "reduce", "send", "recv"):
-        if text.startswith(func.replace("_", "")) and func in FUNCS:
+        if text.startswith(func.replace("_", "")):
             return func
     return None
 
 
 def dtype_of(name: str) -> str:
     """A type's name as PyTorch or NCCL writes it -> ours; 'unknown' if it is no type of NCCL's."""
-    return _TYPE_OF.get(name.lower().removeprefix("torch.").removeprefix("nccl").removeprefix("c10::"), "unknown")
+    plain = name.lower().removeprefix("torch.").removeprefix("nccl")
+    plain = _ALIASES.get(plain, plain)
+    return plain if plain in DTYPE_BYTES else "unknown"
 
 
 def width_of(dtype: str) -> int:

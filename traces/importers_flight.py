@@ -19,13 +19,6 @@ from .importers_common import Imported, comm_id_of, dtype_of, func_of, rank_in_n
 from .json_stream import Source, loads
 
 
-class _Plain(pickle.Unpickler):
-    """Unpickles numbers, text, lists and dictionaries, and nothing else: a pickle from elsewhere can run any code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise TraceError(f"it refers to {module}.{name}, which no Flight Recorder dump does: it was not read")
-
-
 def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) -> Imported:
     """Read one dump a rank. Raises TraceError for files that are not the Flight Recorder's."""
     found = Imported()
@@ -33,58 +26,55 @@ def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) ->
         dump = _load(path, on_bytes)
         if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
             raise TraceError(f"{path} is no Flight Recorder dump: it has no entries")
-        rank = dump.get("rank", rank_in_name(path))
-        _read_one(dump, order if rank is None else int(rank), found)
+        if version := (dump.get("nccl_version") or dump.get("comm_lib_version")):
+            found.header["nccl"] = str(version)
+        rank = int(rank_in_name(path, order) if dump.get("rank") is None else dump["rank"])
+        for entry in dump["entries"]:
+            if func := func_of(str(entry.get("profiling_name", ""))):
+                found.events.append({"rank": rank, "pid": rank, "func": func, **_call(entry, dump, found)})
     if found.events and all(e["start_ns"] is None for e in found.events):
         found.notes.append("no durations: the job ran without TORCH_NCCL_ENABLE_TIMING=1, there are no times")
     return found
 
 
-def _read_one(dump: dict[str, Any], rank: int, found: Imported) -> None:
-    if version := (dump.get("nccl_version") or dump.get("comm_lib_version")):
-        found.header["nccl"] = str(version)
-    configs = dump.get("pg_config") or {}
-    for entry in dump["entries"]:
-        func = func_of(str(entry.get("profiling_name", "")))
-        if func is None:
-            continue
-        name, ranks = _group(entry, configs)
-        dtypes = [dtype_of(str(t)) for t in (entry.get("output_dtypes") or []) + (entry.get("input_dtypes") or [])]
-        dtype = dtypes[0] if dtypes else "unknown"
-        elements = max(_elements(entry.get("input_sizes")), _elements(entry.get("output_sizes")))
-        comm_id = comm_id_of(name, ranks)
-        found.groups[comm_id] = ranks
-        row = {"comm_id": comm_id, "rank": rank, "pid": rank, "func": func, "dtype": dtype}
-        row |= {"n_ranks": len(ranks), "n_bytes": elements * width_of(dtype)}
-        seq = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
-        start, end = _times(entry)
-        row |= {"seq": seq, "enqueue_ns": int(entry.get("time_created_ns") or 0), "start_ns": start, "end_ns": end}
-        found.events.append(row)
-
-
-def _times(entry: dict[str, Any]) -> tuple[int | None, int | None]:
-    duration, end = entry.get("duration_ms"), entry.get("time_discovered_completed_ns")
-    if not duration or not end:
-        return None, None
-    return int(end) - round(float(duration) * 1e6), int(end)
+def _call(entry: dict[str, Any], dump: dict[str, Any], found: Imported) -> dict[str, Any]:
+    """What an entry says of its call."""
+    name, ranks = _group(entry, dump.get("pg_config"))
+    comm_id = comm_id_of(name, ranks)
+    found.groups[comm_id] = ranks
+    types = (entry.get("output_dtypes") or []) + (entry.get("input_dtypes") or [])
+    dtype = dtype_of(str(types[0])) if types else "unknown"
+    sides = entry.get("input_sizes") or [], entry.get("output_sizes") or []
+    elements = max(sum(math.prod(map(int, size)) for size in sizes) for sizes in sides)
+    duration, end = (entry.get(name) or 0 for name in ("duration_ms", "time_discovered_completed_ns"))
+    timed = bool(duration and end)
+    return {
+        "comm_id": comm_id,
+        "n_ranks": len(ranks),
+        "dtype": dtype,
+        "n_bytes": elements * width_of(dtype),
+        "seq": entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id"),
+        "enqueue_ns": int(entry.get("time_created_ns") or 0),
+        "start_ns": int(end) - round(float(duration) * 1e6) if timed else None,
+        "end_ns": int(end) if timed else None,
+    }
 
 
 def _group(entry: dict[str, Any], configs: Any) -> tuple[str, tuple[int, ...]]:
     """Name and ranks of an entry's process group; the ranks are () where the dump does not list them."""
-    group = entry.get("process_group") or [str(entry.get("pg_id", ""))]
-    name = str(group[0]) if isinstance(group, list | tuple) else str(group)
-    if not isinstance(configs, dict):
-        return name, ()
-    config = configs.get(name)
-    if config is None and len(configs) == 1:  # a gloo job's one group has no name there
-        config = next(iter(configs.values()))
-    ranks = config.get("ranks", ()) if isinstance(config, dict) else ()
-    return name, ranks_of(ranks)
+    group = entry.get("process_group") or [entry.get("pg_id", "")]
+    name = str(group[0] if isinstance(group, list | tuple) else group)
+    configs = configs if isinstance(configs, dict) else {}
+    # A gloo job's one group has no name there.
+    config = configs.get(name) or (next(iter(configs.values())) if len(configs) == 1 else None)
+    return name, ranks_of(config.get("ranks", ())) if isinstance(config, dict) else ()
 
 
-def _elements(sizes: Any) -> int:
-    """Elements of all the tensors whose sizes are listed."""
-    return sum(math.prod(int(n) for n in size) for size in sizes or [])
+class _Plain(pickle.Unpickler):
+    """Unpickles numbers, text, lists and dictionaries, and nothing else: a pickle from elsewhere can run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise TraceError(f"it refers to {module}.{name}, which no Flight Recorder dump does: it was not read")
 
 
 def _load(path: Path, on_bytes: Callable[[int], None]) -> Any:
@@ -93,16 +83,11 @@ def _load(path: Path, on_bytes: Callable[[int], None]) -> Any:
     if data[:1] in (b"{", b"["):
         return loads(path, data)
     try:
-        _check(data)
+        for n, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            if "PUT" in opcode.name and int(argument or 0) > n:  # a place in the memo far beyond what was put there
+                raise TraceError("it asks for more memory than it fills: it was not read")
         return _Plain(io.BytesIO(data)).load()
     except TraceError as error:
         raise TraceError(f"{path} is not a plain dump: {error}") from None
     except Exception as error:  # a damaged pickle can raise anything
         raise TraceError(f"{path} is neither JSON nor a whole pickle ({type(error).__name__}): dump it again") from None
-
-
-def _check(data: bytes) -> None:
-    """Refuse a pickle that claims memory that it does not fill: a place in the memo far beyond what was put there."""
-    for n, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-        if "PUT" in opcode.name and int(argument or 0) > n:
-            raise TraceError("it asks for more memory than it fills: it was not read")

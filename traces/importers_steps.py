@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -38,18 +36,12 @@ def infer_steps(events: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, int]:
         begin -= 1
     period, phase = _whole_step(first["enqueue_ns"].to_numpy(np.int64)[begin:], period)
     phase += begin
-    rows: list[dict[str, Any]] = []
-    step = np.zeros(len(events), np.int64)
-    for (rank, pid), group in events.groupby(["rank", "pid"], sort=False):
-        group = group.sort_values("enqueue_ns", kind="stable")
-        place = np.arange(len(group)) - phase
-        of_call = np.where(place < 0, 0, place // period + 1)
-        step[events.index.get_indexer(group.index)] = of_call
-        starts = group["enqueue_ns"].to_numpy(np.int64)[np.flatnonzero((place >= 0) & (place % period == 0))]
-        for k, (begin, end) in enumerate(itertools.pairwise(starts), 1):
-            row = {"index": k, "rank": rank, "pid": pid, "end_ns": int(end), "duration_ns": int(end - begin)}
-            rows.append(row)
-    return events.assign(step=step), step_rows(rows), period
+    place = events.groupby(["rank", "pid"]).cumcount() - phase  # of each rank's calls, in the order of ``enqueue_ns``
+    events = events.assign(step=np.where(place < 0, 0, place // period + 1))
+    begins = events[(place >= 0) & (place % period == 0)]
+    ends = begins.groupby(["rank", "pid"])["enqueue_ns"].shift(-1, fill_value=0)
+    steps = begins.assign(index=begins["step"], end_ns=ends, duration_ns=ends - begins["enqueue_ns"])[ends > 0]
+    return events, step_rows(steps[["index", "rank", "pid", "end_ns", "duration_ns"]]), period
 
 
 def _period(codes: Array) -> int:
@@ -77,13 +69,12 @@ def _whole_step(at: Array, period: int) -> tuple[int, int]:
     return best[0], best[1]
 
 
-def step_rows(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Rows of ``index, rank, pid, end_ns, duration_ns`` as STEP_COLUMNS, the rest unknown; without a pid it is 0."""
-    if not rows:
+def step_rows(rows: list[dict[str, Any]] | pd.DataFrame) -> pd.DataFrame:
+    """Rows of ``index, rank, pid, end_ns, duration_ns`` as STEP_COLUMNS, the rest unknown."""
+    if not len(rows):
         return empty(STEP_COLUMNS)
-    unknown: dict[str, Any] = {"table_generation": 0, "memory_used": 0, "memory_total": 0, "pid": 0}
-    unknown |= dict.fromkeys(("sm_utilization", "power_w"), float("nan"))
-    frame = complete(pd.DataFrame([{**unknown, **row} for row in rows]), STEP_COLUMNS)
+    unknown = {"table_generation": 0, "memory_used": 0, "memory_total": 0, "sm_utilization": np.nan, "power_w": np.nan}
+    frame = complete(pd.DataFrame(rows).assign(**unknown), STEP_COLUMNS)
     return frame.sort_values(["index", "rank"]).reset_index(drop=True)
 
 
@@ -95,27 +86,25 @@ def clock_offsets(events: pd.DataFrame) -> dict[int, tuple[int, int]]:
     others are left out. A slow last hop looks like a clock: the spread says how well it is known.
     """
     timed = events[events["end_ns"].notna() & events["func"].isin(("all_gather", "reduce_scatter", "all_reduce"))]
-    ends: dict[int, dict[tuple[int, str, int], int]] = defaultdict(dict)
-    columns = (timed[c] for c in ("rank", "comm_id", "func", "seq", "end_ns"))
-    for rank, comm_id, func, seq, end in zip(*columns, strict=True):
-        ends[int(rank)][int(comm_id), str(func), int(seq)] = int(end)
-    if not ends:
+    if timed.empty:
         return {}
-    known = {min(ends): (0, 0)}
-    waiting = [min(ends)]
+    # From the first of them on: clock values have more digits than a float64 holds.
+    timed = timed.assign(end=(timed["end_ns"] - timed["end_ns"].min()).astype("float64"))
+    ends = timed.pivot_table("end", ["comm_id", "func", "seq"], "rank", aggfunc="last")
+    known = {int(ends.columns[0]): (0, 0)}
+    waiting = list(known)
     while waiting:
         near = waiting.pop()
-        for rank in ends.keys() - known.keys():
-            shared = ends[near].keys() & ends[rank].keys()
-            if len(shared) >= 3:
-                apart = np.array([ends[rank][k] - ends[near][k] for k in shared])
+        for rank in ends.columns.difference(list(known)):
+            apart = (ends[rank] - ends[near]).dropna()
+            if len(apart) >= 3:
                 low, middle, high = np.percentile(apart, (25, 50, 75))
-                known[rank] = known[near][0] + round(middle), round((high - low) / 2)
-                waiting.append(rank)
+                known[int(rank)] = known[near][0] + round(middle), round((high - low) / 2)
+                waiting.append(int(rank))
     return {r: v if abs(v[0]) > max(_SAME_NS, v[1]) else (0, v[1]) for r, v in known.items()}
 
 
-def shifted(frame: pd.DataFrame, offsets: dict[int, tuple[int, int]], columns: tuple[str, ...]) -> pd.DataFrame:
+def shifted(frame: pd.DataFrame, offsets: dict[int, tuple[int, int]]) -> pd.DataFrame:
     """``frame`` with its times on the lowest rank's clock."""
     by = frame["rank"].map({r: o for r, (o, _) in offsets.items()}).fillna(0).astype("int64")
-    return frame.assign(**{name: frame[name] - by for name in columns if name in frame})
+    return frame.assign(**{name: frame[name] - by for name in ("enqueue_ns", "start_ns", "end_ns") if name in frame})

@@ -1,8 +1,8 @@
 """Large JSON documents with one long array (a profile's events), read in blocks: memory stays that of a block.
 
-A block is cut where an element seems to end and parsed; only a cut between two whole elements parses, so a wrong guess
-is noticed and the brackets are counted instead. Hostile input (endless nesting, compressed nothing, a truncated file)
-ends in a TraceError of one line.
+A block is cut where an element seems to end and parsed: only a cut between two whole elements parses, so a wrong guess
+is noticed, and another place is tried or another block read. Hostile input (endless nesting, compressed nothing, a
+truncated file) ends in a TraceError of one line.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -20,11 +20,11 @@ from .files import TraceError
 
 #: Bytes read at a time; the longest single element; the longest document that is read whole.
 BLOCK, MAX_ELEMENT, MAX_WHOLE = 2 << 20, 32 << 20, 256 << 20
-MAX_DEPTH = 1000
+#: A cut is looked for in so many of a buffer's last bytes, at so many places.
+WINDOW, TRIES = 256 << 10, 8
 #: More text than this for each compressed byte is no recording (profiles reach about 30), after so much of it.
 MAX_RATIO, RATIO_FROM = 200, 16 << 20
 _BETWEEN = re.compile(rb"\}\s*,(?=\s*\{)")
-_TOKEN = re.compile(rb'\\.|["{}\[\]]', re.S)
 
 
 class Source:
@@ -79,98 +79,51 @@ def loads(path: Path, data: bytes | str) -> Any:
         raise TraceError(f"{path} is not JSON ({error}): is it whole, and of the format that was named?") from None
 
 
-class Elements:
-    """The elements of the array ``key`` of a JSON object, in batches; :attr:`rest` then holds its other keys.
+def read_elements(source: Source, key: str, take: Callable[[list[Any]], None]) -> dict[str, Any] | None:
+    """Hand the elements of the array ``key`` of a JSON object to ``take``, in batches; the object's other keys.
 
-    A document that is itself an array gives its elements, and nothing else.
+    A document that is itself an array gives its elements, and no other keys. None where there is no such array.
     """
-
-    def __init__(self, source: Source, key: str) -> None:
-        self._source, self._key = source, re.compile(rb'"' + key.encode() + rb'"\s*:\s*\[')
-        self.rest: dict[str, Any] = {}
-        self.found = False  # there is such an array
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        source = self._source
-        buffer = self._head()
-        while self.found:
-            block = source.read(BLOCK)
-            buffer += block
-            batch, buffer, closed = _split(buffer, final=not block)
-            if batch:
-                yield batch
-            if closed:
-                while (more := source.read(BLOCK)) and len(buffer) <= MAX_ELEMENT:
-                    buffer += more
-                tail = buffer.strip().lstrip(b",").strip()
-                if tail:
-                    self._take(b"{" + tail)
-                return
-            if not block:
-                raise TraceError(f"{source.path} is cut short: its list of events has no end; record or copy it again")
-            if len(buffer) > MAX_ELEMENT:
-                raise TraceError(f"{source.path} holds an event of over {MAX_ELEMENT >> 20} MiB: that is no profile")
-
-    def _head(self) -> bytes:
-        """Read as far as the array begins; what was read of it."""
-        buffer = self._source.read(BLOCK)
-        if buffer.lstrip()[:1] == b"[":
-            self.found = True
-            return buffer.lstrip()[1:]
-        while True:
-            for match in self._key.finditer(buffer):
-                try:
-                    head = orjson.loads(buffer[: match.start()].rstrip().rstrip(b",") + b"}")
-                except orjson.JSONDecodeError:
-                    continue  # the key's name within a text or another object
-                self.rest |= head
-                self.found = True
-                return buffer[match.end() :]
-            block = self._source.read(BLOCK)
-            if not block:
-                self._take(buffer)
-                return b""
-            buffer += block
-            if len(buffer) > MAX_ELEMENT:
-                raise TraceError(f"{self._source.path}: no list of events in its first {MAX_ELEMENT >> 20} MiB")
-
-    def _take(self, text: bytes) -> None:
-        found = loads(self._source.path, text)
-        if not isinstance(found, dict):
-            raise TraceError(f"{self._source.path} is no JSON object")
-        self.rest |= found
+    head, buffer = b"", b""  # the document as far as its array begins; of the array what was not handed on yet
+    while block := source.read(BLOCK):
+        buffer += block
+        if not head:
+            head, buffer = _opened(buffer, key)
+        if head:
+            batch, buffer = _whole_elements(buffer)
+            take(batch)
+        if len(buffer) > MAX_ELEMENT:
+            raise TraceError(f"{source.path} holds an event of over {MAX_ELEMENT >> 20} MiB: that is no profile")
+    document = loads(source.path, head + buffer)  # what is left of the array, in the document that it is of
+    if isinstance(document, list):
+        document = {key: document}
+    if not isinstance(document, dict):
+        raise TraceError(f"{source.path} is no JSON object")
+    if not isinstance(document.get(key), list):
+        return None
+    take(document.pop(key))
+    return document
 
 
-def _split(buffer: bytes, final: bool) -> tuple[list[Any], bytes, bool]:
-    """Whole elements at the buffer's begin, what is left, and whether the array has ended."""
-    if not final:
-        window = max(0, len(buffer) - (256 << 10))
-        for match in list(_BETWEEN.finditer(buffer, window))[:-9:-1]:
-            try:
-                return orjson.loads(b"[" + buffer[: match.start() + 1] + b"]"), buffer[match.end() :], False
-            except orjson.JSONDecodeError:
-                continue
-    depth, in_text, last, closed = 0, False, 0, False
-    for match in _TOKEN.finditer(buffer):
-        token = match[0]
-        if token == b'"':
-            in_text = not in_text
-        elif in_text or len(token) > 1:
-            continue
-        elif token in b"{[":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise TraceError(f"the list of events is nested deeper than {MAX_DEPTH}: that is no profile")
-        else:
-            depth -= 1
-            if depth == 0:
-                last = match.end()
-            elif depth < 0:
-                closed, end = True, match.end()
-                break
-    whole = buffer[: end - 1].strip() if closed else buffer[:last]
-    left = buffer[end:] if closed else buffer[last:].lstrip().removeprefix(b",")
-    try:
-        return orjson.loads(b"[" + whole.rstrip().removesuffix(b",") + b"]"), left, closed
-    except orjson.JSONDecodeError as error:
-        raise TraceError(f"the list of events is not JSON ({error}): is the file whole?") from None
+def _opened(buffer: bytes, key: str) -> tuple[bytes, bytes]:
+    """The document as far as its array begins, and what follows; the first is empty where it does not begin yet."""
+    if buffer.lstrip()[:1] == b"[":
+        return b"[", buffer.lstrip()[1:]
+    for match in re.finditer(rb'"' + key.encode() + rb'"\s*:\s*\[', buffer):
+        try:
+            orjson.loads(buffer[: match.end()] + b"]}")
+        except orjson.JSONDecodeError:
+            continue  # the key's name within a text or another object
+        return buffer[: match.end()], buffer[match.end() :]
+    return b"", buffer
+
+
+def _whole_elements(buffer: bytes) -> tuple[list[Any], bytes]:
+    """The elements at the buffer's begin, as many as seem whole, and what is left."""
+    window = max(0, len(buffer) - WINDOW)
+    for match in list(_BETWEEN.finditer(buffer, window))[: -TRIES - 1 : -1]:
+        try:
+            return orjson.loads(b"[" + buffer[: match.start() + 1] + b"]"), buffer[match.end() :]
+        except orjson.JSONDecodeError:
+            continue  # within a text or another element
+    return [], buffer

@@ -13,15 +13,8 @@ import pyarrow.parquet as pq
 
 from .assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, complete, empty
 
-#: What a profile shows beside the collectives: kernels that compute. ``blocks`` is the grid's size; from imports only.
-COMPUTE_COLUMNS: dict[str, str] = {
-    "rank": "int32",
-    "start_ns": "int64",
-    "end_ns": "int64",
-    "name": "category",
-    "blocks": "int64",
-    "stream": "int64",
-}
+#: What a profile shows beside the collectives: when kernels computed; from imports only.
+COMPUTE_COLUMNS: dict[str, str] = {"rank": "int32", "start_ns": "int64", "end_ns": "int64"}
 SEGMENTED = {"events": EVENT_COLUMNS, "steps": STEP_COLUMNS}
 WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS, "compute": COMPUTE_COLUMNS}
 _ARROW = {
@@ -35,7 +28,6 @@ _ARROW = {
     "float64": pa.float64(),
     "str": pa.string(),
     "object": pa.list_(pa.float32()),
-    "category": pa.dictionary(pa.int32(), pa.string()),
 }
 
 

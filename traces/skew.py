@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 
 #: How a duration was found. RANKS: from the latest start to the latest stop over all ranks of the communicator.
@@ -21,30 +20,20 @@ def durations(events: pd.DataFrame) -> pd.DataFrame:
     A trace holds the events of one host, whose GPUs' clocks agree as far as their driver sets them; where a rank seems
     to have stopped before another began they do not, and each rank's own start counts.
     """
-    start, end = (
-        events[name].astype("Float64").to_numpy(np.float64, na_value=np.nan) for name in ("start_ns", "end_ns")
-    )
-    # Clock values have more digits than a float64 holds; differences do not.
-    base = int(events["start_ns"].min()) if events["start_ns"].notna().any() else 0
-    for name, values in (("start_ns", start), ("end_ns", end)):
-        timed = events[name].notna().to_numpy()
-        values[timed] = events[name][timed].astype("int64").to_numpy() - base
-    us, by = (end - start) / 1e3, np.full(len(events), OWN, object)
-    timed = ~np.isnan(us)
-    call = events.groupby(_CALL, sort=False).ngroup().to_numpy()
-    n = int(call.max()) + 1 if len(call) else 0
-    last_start, last_end, first_end = np.full(n, -np.inf), np.full(n, -np.inf), np.full(n, np.inf)
-    np.maximum.at(last_start, call[timed], start[timed])
-    np.maximum.at(last_end, call[timed], end[timed])
-    np.minimum.at(first_end, call[timed], end[timed])
-    ranks = pd.DataFrame({"call": call, "rank": events["rank"].to_numpy()})[timed].drop_duplicates()
-    n_seen = np.bincount(ranks["call"], minlength=n)
-    n_rows = np.bincount(call[timed], minlength=n)
-    whole = (n_seen[call] == events["n_ranks"].to_numpy()) & (n_rows[call] == n_seen[call])
-    whole &= timed & events["func"].isin(_TOGETHER).to_numpy() & (first_end[call] >= last_start[call])
-    us[whole] = (last_end[call[whole]] - last_start[call[whole]]) / 1e3
-    by[whole] = RANKS
-    return pd.DataFrame({"us": us, "timed_by": by}, index=events.index)
+    # From the first start on: clock values have more digits than a float64 holds.
+    start, end = ((events[n] - events["start_ns"].min()).astype("float64") for n in ("start_ns", "end_ns"))
+    found = pd.DataFrame({"us": (end - start) / 1e3, "timed_by": OWN}, index=events.index).astype({"timed_by": object})
+    columns = [*_CALL, "rank", "n_ranks"]
+    timed = events[columns].assign(start=start, end=end)[found["us"].notna()]
+    calls = timed.groupby(_CALL, sort=False)
+    last_start = calls["start"].transform("max")
+    whole = timed["func"].isin(_TOGETHER) & (calls["end"].transform("min") >= last_start)
+    for count in ("nunique", "size"):  # of each rank one event
+        whole &= calls["rank"].transform(count) == timed["n_ranks"]
+    us = (calls["end"].transform("max") - last_start) / 1e3
+    found.loc[timed.index[whole], "us"] = us[whole]
+    found.loc[timed.index[whole], "timed_by"] = RANKS
+    return found
 
 
 def label(timed_by: pd.Series[str]) -> str:

@@ -30,16 +30,12 @@ class SlotProfile:
 
 
 def find_slots(
-    events: pd.DataFrame,
-    offers: Mapping[tuple[int, str, int], Offer],
-    step_us: float,
-    memory_pressure: float = 0.0,
-    time_scale: float = 1.0,
+    events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer], step_us: float, memory_pressure: float = 0.0
 ) -> list[SlotProfile]:
     """The slots of a job, the one with the largest share of the step first.
 
     ``events`` are those of whole default steps; ``step_us`` is their step time. Where kernels were not sampled, NCCL's
-    own price (stretched by ``time_scale`` on an emulated cluster) stands in for the time of a call.
+    own price stands in for the time of a call.
 
     All communicators of a class make one slot. Its calls, times and share are those of one process, the one that it
     costs most, over all its communicators of the class: it waits for them one after the other.
@@ -71,7 +67,7 @@ def find_slots(
         if own not in PAIRS:
             continue
         timed = group[group["us"].notna()]
-        price = float(cost[PAIRS.index(own)]) * time_scale
+        price = float(cost[PAIRS.index(own)])
         call_us = float((timed["us"] / timed["part"]).median()) if len(timed) else price
         timed_by = label(timed["timed_by"]) if len(timed) else "NCCL's price"
         calls = float(group["part"].sum()) / n_steps[pid]  # a group of calls that NCCL prices together is one

@@ -192,7 +192,7 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     if h.get("emulated"):
         console.print(
             f"emulated cluster {h.get('cluster')}, bytes x {h.get('bytes_scale') or 1:g}, "
-            f"compute x {h.get('compute_scale') or h.get('time_scale') or 1:g}: these are not GPU times",
+            f"compute x {h.get('compute_scale') or 1:g}: these are not GPU times",
             style="yellow",
         )
     words: list[Any] = [h.get("date"), f"host {h['host']}" if h.get("host") else None]
