@@ -259,16 +259,17 @@ def test_all_backends_play_one_recorded_episode_alike(trace, folder, monkeypatch
             assert seen.billed == other_seen.billed and seen.billed_ms == pytest.approx(other_seen.billed_ms, rel=1e-6)
             assert seen.step_ms == pytest.approx(other_seen.step_ms, rel=1e-6)
             assert seen.call_us == pytest.approx(other_seen.call_us, rel=1e-6, nan_ok=True)
+        # A ring holds whole nanoseconds, of steps of 2 ms: what is added up differs in the sixth digit.
         for (observation, reward, over, info), (o, r, v, i) in zip(story, other, strict=True):
             assert (
                 observation == pytest.approx(o, abs=1e-4)
-                and r == pytest.approx(reward, rel=1e-6, abs=1e-6)
+                and r == pytest.approx(reward, rel=5e-6, abs=1e-6)
                 and over == v
             )
             assert set(info) == set(i) - {"oracle_saving"}
             assert (info["mask"] == i["mask"]).all() and (info["table"] == i["table"]).all()
             assert (info["slot"], info["masked"], info["steps"]) == (i["slot"], i["masked"], i["steps"])
-            assert info["lost"] == pytest.approx(i["lost"], abs=1e-4)
+            assert info["lost"] == pytest.approx(i["lost"], rel=5e-6, abs=1e-4)
 
 
 def test_a_table_for_the_ranks_is_what_was_decided(trace, folder, monkeypatch):

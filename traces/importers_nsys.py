@@ -34,7 +34,8 @@ _KERNELS = """SELECT k.start, k.end, k.globalPid >> 24 AS pid, k.deviceId AS dev
                      k.gridX * k.gridY * k.gridZ AS blocks,
                      COALESCE(r.globalTid, -1) AS tid, COALESCE(r.start, k.start) AS launched
               FROM CUPTI_ACTIVITY_KIND_KERNEL k LEFT JOIN StringIds s ON s.id = k.shortName
-              LEFT JOIN CUPTI_ACTIVITY_KIND_RUNTIME r
+              LEFT JOIN (SELECT correlationId, globalTid, start FROM CUPTI_ACTIVITY_KIND_RUNTIME
+                         GROUP BY correlationId, globalTid >> 24) r
                      ON r.correlationId = k.correlationId AND r.globalTid >> 24 = k.globalPid >> 24
               ORDER BY k.start"""
 
@@ -68,7 +69,7 @@ def _read_one(path: Path, base: sqlite3.Connection, first: int, found: Imported)
     kernels["rank"] = first + place
     if (named := rank_in_name(path)) is not None:
         kernels.loc[place == 0, "rank"] = named
-    of_nccl = kernels["name"].str.lower().str.startswith("nccl")
+    of_nccl = kernels["name"].str.lower().str.startswith("nccl").astype(bool)
     for rank, others in kernels[~of_nccl].groupby("rank"):
         found.add_compute(int(cast(int, rank)), others["start"], others["end"])
     number = ranges["name"].str.extract(_STEP, expand=False)
@@ -76,8 +77,11 @@ def _read_one(path: Path, base: sqlite3.Connection, first: int, found: Imported)
     for mark in kernels[["pid", "rank"]].drop_duplicates().merge(marks, on="pid").to_dict("records"):
         row = {name: int(mark[name]) for name in ("index", "rank", "pid")}
         found.steps.append({**row, "end_ns": int(mark["end"]), "duration_ns": int(mark["end"] - mark["start"])})
+    n_before = len(found.events)
     _calls(kernels[of_nccl], ranges, marks, found)
-    if not found.events and of_nccl.any():
+    if unsized := int(of_nccl.sum()) - len(found.events) + n_before:
+        found.notes.append(f"{unsized} NCCL kernels whose NVTX range tells no message size are left out")
+    if not found.events and unsized:
         raise TraceError(f"{path}: no NCCL range tells its message size: profile with --trace cuda,nvtx and NCCL 2.20+")
     return first + place.nunique()
 
@@ -85,16 +89,15 @@ def _read_one(path: Path, base: sqlite3.Connection, first: int, found: Imported)
 def _calls(kernels: pd.DataFrame, ranges: pd.DataFrame, marks: pd.DataFrame, found: Imported) -> None:
     """Each of NCCL's kernels with the call that launched it: the last range of NCCL's around the launch."""
     func = ranges["name"].str.extract(r"^nccl([^,(]*)", expand=False).fillna("").map(func_of)
-    ranges = ranges[func.notna()].assign(func=func.dropna(), text=ranges["payload"] + " " + ranges["name"])
+    ranges = ranges.assign(func=func, text=ranges["payload"] + " " + ranges["name"])[func.notna()]
     ranges = ranges.reset_index(drop=True).rename(columns={"start": "begin", "end": "finish"})
     ranges["row"] = ranges.index
-    kernels = kernels.sort_values("launched")
-    last = pd.merge_asof(kernels, ranges[["begin", "tid", "row"]], left_on="launched", right_on="begin", by="tid")[
-        "row"
-    ]
-    calls = kernels.assign(row=last.to_numpy()).merge(ranges[["row", "begin", "finish", "func", "text"]], on="row")
+    if ranges.empty or kernels.empty:
+        return
+    begins = ranges[["begin", "tid", "row"]].rename(columns={"begin": "launched"})
+    calls = pd.merge_asof(kernels.sort_values("launched"), begins, on="launched", by="tid")
+    calls = calls.merge(ranges[["row", "begin", "finish", "func", "text"]], on="row")
     steps = marks.groupby("pid")[["start", "end", "index"]].apply(lambda rows: rows.to_numpy().tolist())
-    n_before = len(found.events)
     for call in calls[calls["finish"] >= calls["launched"]].to_dict("records"):
         size, ranks, comm = (pattern.search(call["text"]) for pattern in (_SIZE, _RANKS, _COMM))
         if size is None:
@@ -106,5 +109,3 @@ def _calls(kernels: pd.DataFrame, ranges: pd.DataFrame, marks: pd.DataFrame, fou
         event |= {"n_channels": int(call["blocks"]), "start_ns": int(call["start"]), "end_ns": int(call["end"])}
         event["step"] = next((k for s, e, k in steps.get(call["pid"], []) if s <= begin < e), 0)
         found.events.append({**event, "enqueue_ns": begin})
-    if unsized := len(kernels) - len(found.events) + n_before:
-        found.notes.append(f"{unsized} NCCL kernels whose NVTX range tells no message size are left out")
