@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from dynamiccl.agent.cli import COMMANDS, LAB, MORE, app
 from dynamiccl.agent.console import show_summary
-from dynamiccl.envs.nccl.traps import Facts
+from dynamiccl.agent.doctor import Facts
 from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -129,9 +129,9 @@ def test_a_run_without_a_result_says_what_to_do(reasons, status, says):
 
 
 def test_the_doctor_says_what_can_be_tuned_without_nccl(monkeypatch):
-    monkeypatch.setattr("dynamiccl.envs.nccl.traps.gather", lambda *_: Facts())
+    monkeypatch.setattr("dynamiccl.agent.doctor.gather", lambda *_: Facts())
     assert "on the emulated cluster only" in run("doctor").stdout
-    monkeypatch.setattr("dynamiccl.envs.nccl.traps.gather", lambda *_: Facts(nccl=(2, 30, 7), n_gpus=8))
+    monkeypatch.setattr("dynamiccl.agent.doctor.gather", lambda *_: Facts(nccl=(2, 30, 7), n_gpus=8))
     assert "emulated" not in run("doctor").stdout
 
 

@@ -1,97 +1,120 @@
-"""``gpu-check`` in its dry mode, small; and that what it looks for is found."""
+"""``gpu-check`` on the emulated cluster, small; and that what it looks for is found."""
 
-import csv
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+import time
 
 import pytest
-from dynamiccl.agent import gpu_check as gpu_check_module
-from dynamiccl.agent.compare import Comparison
-from dynamiccl.agent.gpu_check import CSV_COLUMNS, SMALL, Check, Machine
-from dynamiccl.agent.overhead import measure
-from dynamiccl.envs.nccl.ranks import placements, rank_env
+from dynamiccl.agent import gpu_check
+from dynamiccl.agent.commands.bench_overhead import measure
+from dynamiccl.agent.gpu_check import Check, Machine, best, placements
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.nccl.sweep import rows_of
-from dynamiccl.envs.sim.emulated import Emulated
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+ENV = {k: v for k, v in os.environ.items() if not k.startswith("DYNAMICCL_")} | {"OMP_NUM_THREADS": "1"}
+CLUSTER = "dgx-h100-2x8"
 
 
-def gpu_check(*arguments):
-    command = [sys.executable, "-m", "dynamiccl.agent.cli", "lab", "gpu-check", *arguments]
+def dynamiccl(*words):
+    command = [sys.executable, "-m", "dynamiccl.agent.cli", *words]
     return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.slow
-def test_the_dry_mode_runs_to_its_end_and_says_that_it_is_emulated(tmp_path):
-    parts = ["--only", "sweep", "--only", "zero3"]
-    done = gpu_check("--dry", "--small", "--json", "--budget", "1500", "--out", str(tmp_path), *parts)
-    assert done.returncode == 0, done.stderr + done.stdout
-    result = json.loads(done.stdout)
-    (folder,) = tmp_path.iterdir()
-    assert json.loads((folder / "check.json").read_text()) == result
-    assert result["emulated"] and "emulated" in result["label"] and "emulated" in folder.name
-    sweep = result["parts"]["sweep"]["placements"]["apart"]
-    assert sweep["loaded"] and sweep["configs"] == sweep["configs_offered"] == 12 and sweep["cells"] == 2
-    assert (sweep["not_obeyed"], sweep["ranks_differ"], sweep["bits_differ"]) == (0, 0, 0)
-    with open(folder / "sweep.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 16 and set(rows[0]) == set(CSV_COLUMNS)
-    assert {row["ran_proto"] for row in rows} == {"ll", "ll128", "simple"}
-    assert all(float(row["kernel_us"]) > 0 for row in rows)
-    zero3 = result["parts"]["zero3"]
-    assert zero3["speedup"] > 0 and len(zero3["aa_speedup_ci95"]) == 2 and zero3["consistency"]["mismatches"] == 0
+def test_all_of_it_runs_to_its_end_and_says_that_it_is_emulated(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "SIZES", {"emulated": [2**16]})
+    monkeypatch.setattr(gpu_check, "STEPS", 400)
+    check = Check(Machine.here(CLUSTER), tmp_path, print)
+    result = check.run(600)
+    assert result["ok"], result
+    assert json.loads((check.folder / "check.json").read_text()) == json.loads(json.dumps(result))
+    assert result["emulated"] and "emulated" in result["label"] and "emulated" in check.folder.name
+    sweep = result["parts"]["sweep-apart"]
+    assert sweep["loaded"] and sweep["configs"] == 2 * 3 * 8 and len(sweep["best"]) == 2
+    _, *rows = map(json.loads, (check.folder / "sweep-apart.jsonl").read_text().splitlines())
+    assert len(rows) == sweep["configs"] + 2 * 2
+    assert {row["ran"][1] for row in rows} == {"ll", "ll128", "simple"}
+    assert all(row["kernel_us"] > 0 for row in rows)
+    summary = result["parts"]["zero3-apart"]["summary"]
+    assert summary["speedup"] > 0 and len(summary["aa_speedup_ci95"]) == 2 and summary["steps"] <= gpu_check.STEPS
 
 
 SABOTAGE = """
-import sys
-from dynamiccl.envs.nccl import sweep
+import os, sys
+from dynamiccl.agent import gpu_sweep
 from dynamiccl.traces.records import Decision, Rule, Table
-if __import__("os").environ["RANK"] == "1":
-    if sys.argv[1] == "table":
-        encode = sweep.encode_table
+gpu_sweep.REPS = 1
+if os.environ["RANK"] == "1":
+    if sys.argv[2] == "table":
+        encode = gpu_sweep.encode_table
         other = Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "simple", 1))
-        sweep.encode_table = lambda table: encode(Table(table.generation, (other,) if table.rules else ()))
-    if sys.argv[1] == "bits":
-        call = sweep.Buffers.call
+        gpu_sweep.encode_table = lambda table: encode(Table(table.generation, (other,) if table.rules else ()))
+    if sys.argv[2] == "bits":
+        call = gpu_sweep.Buffers.call
         def wrong(self):
             call(self)
-            self.output[-1] += len(self.reference) > 0
-        sweep.Buffers.call = wrong
-sys.argv[1:2] = []
-sweep.main()
+            self.output[-1] += 1
+        gpu_sweep.Buffers.call = wrong
+gpu_sweep.main()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "found"), [("table", "obeyed"), ("table", "ranks_agree"), ("bits", "same_bits")])
+@pytest.mark.parametrize(("what", "found"), [("table", "obeyed"), ("table", "ranks_agree"), ("bits", "right")])
 def test_a_rank_that_does_otherwise_is_found_out(tmp_path, what, found):
-    run, lines = RunFolder.create(), tmp_path / "rows"
-    words = ["--backend", "emulated", "--out", str(lines), "--sizes", "65536", "--channels", "4", "--reps", "1"]
-    command = [sys.executable, "-m", "dynamiccl.envs.nccl.ranks", "--", sys.executable, "-c", SABOTAGE, what, *words]
+    machine, run = Machine.here(CLUSTER), RunFolder.create()
+    told = json.dumps({"backend": "emulated", "out": str(tmp_path / "rows"), "sizes": [65536], "budget_s": 60})
     try:
-        env = ENV | run.env() | Emulated("dgx-h100-2x8", 1.0, 1.0).env()
-        subprocess.run(command, env=env, check=True, timeout=100)
+        env = ENV | machine.env("apart") | run.env() | {"DYNAMICCL_BYTES_SCALE": "1"}
+        subprocess.run(
+            machine.ranks([sys.executable, "-c", SABOTAGE, told, what], "apart"), env=env, check=True, timeout=100
+        )
     finally:
         run.close()
-    _, *rows = rows_of(lines)
+    _, *rows = map(json.loads, (tmp_path / "rows").read_text().splitlines())
     forced = [row for row in rows if row["func"] == "all_gather" and row["decision"] != "auto"]
-    assert len(forced) == 3
-    assert sum(not row[found] for row in forced) >= 2, rows
+    assert len(forced) == 24
+    assert sum(not row[found] for row in forced) >= 16, rows
 
 
 def test_a_plugin_that_is_not_there_is_found_out(tmp_path):
     """Without a run folder nothing is recorded, as if NCCL had not loaded the plugin."""
-    words = ["--backend", "emulated", "--out", str(tmp_path / "rows"), "--sizes", "65536", "--channels", "0"]
-    ranks = [sys.executable, "-m", "dynamiccl.envs.nccl.ranks", "--", sys.executable, "-m", "dynamiccl.envs.nccl.sweep"]
-    env = {k: v for k, v in ENV.items() if not k.startswith("DYNAMICCL_")} | Emulated("dgx-h100-2x8", 1.0, 1.0).env()
-    done = subprocess.run([*ranks, *words], env=env, capture_output=True, text=True, timeout=100)
+    machine = Machine.here(CLUSTER)
+    told = json.dumps({"backend": "emulated", "out": str(tmp_path / "rows"), "sizes": [65536], "budget_s": 60})
+    command = machine.ranks([sys.executable, "-m", "dynamiccl.agent.gpu_sweep", told], "apart")
+    done = subprocess.run(command, env=ENV | machine.env("apart"), capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "not loaded on every rank" in done.stderr
-    (head,) = rows_of(tmp_path / "rows")
-    assert head["loaded"] == [{"tuner": False, "profiler": False, "communicator": False}] * 2
+    (head,) = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    assert not head["loaded"] and [rank["ring"] for rank in head["ranks"]] == [False, False]
+
+
+def test_a_part_that_hangs_or_fails_costs_its_own_result_only(tmp_path, monkeypatch):
+    hangs = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(Machine, "ranks", lambda self, program, placement: hangs)
+    monkeypatch.setattr(Check, "_zero3", lambda self, placement, limit_s: {"ok": True})
+    began = time.monotonic()
+    result = Check(Machine.here(CLUSTER), tmp_path, print).run(2)
+    sweep = result["parts"]["sweep-apart"]
+    assert time.monotonic() - began < 20 and sweep["ended"] == "cut off after 1 s"
+    assert not result["ok"] and not sweep["loaded"] and result["parts"]["zero3-apart"]["ok"]
+    monkeypatch.setattr(Machine, "ranks", lambda self, program, placement: ["false"])
+    assert (
+        "status 1" in Check(Machine.here(CLUSTER), tmp_path, print).run(60, ["sweep"])["parts"]["sweep-apart"]["ended"]
+    )
+
+
+def test_the_fastest_config_of_a_cell_stands_beside_both_measurements_of_the_default():
+    rows = [{"decision": "auto", "kernel_us": 8.0}, {"decision": "ring/ll/8", "kernel_us": 5.0}]
+    rows = [
+        {"func": "all_gather", "n_bytes": 64, "wall_us": 9.0} | row for row in [*rows, {**rows[0], "kernel_us": 7.0}]
+    ]
+    (cell,) = best(rows)
+    assert (cell["default_us"], cell["again_us"], cell["fastest_us"], cell["fastest"]) == (8, 7, 5, "ring/ll/8")
+    (cut_off,) = best(rows[:2])
+    assert cut_off["again_us"] is None and best([]) == []
+    rows[1]["kernel_us"] = None
+    assert best(rows)[0]["timed"] == "wall_us"
 
 
 def test_overhead_is_the_ratio_of_the_jobs_own_clocks():
@@ -101,13 +124,14 @@ def test_overhead_is_the_ratio_of_the_jobs_own_clocks():
         "open(sys.argv[1], 'w').writelines(json.dumps({'step_ms': ms}) + chr(10) for _ in range(8))"
     )
     said = []
-    result = measure(9, lambda log: [sys.executable, "-c", program, str(log)], {}, said.append, budget_s=0)
-    assert abs(result.speedup - 1.1) < 1e-9 and result.n_pairs == len(said) == 3  # the budget ends it at the least
-    with pytest.raises(RuntimeError, match="no luck"):
-        measure(3, lambda log: [sys.executable, "-c", "raise SystemExit('no luck')"], {})
+    result = measure(3, lambda log: [sys.executable, "-c", program, str(log)], {}, said.append)
+    assert abs(result.speedup - 1.1) < 1e-9 and result.n_pairs == len(said) == 3
+    for words in ("no luck", "error: no luck\\n===="):
+        with pytest.raises(RuntimeError, match="no luck"):
+            measure(3, lambda log, words=words: [sys.executable, "-c", f"raise SystemExit('{words}')"], {})
 
 
-def test_overhead_without_a_figure_is_not_all_well(tmp_path, monkeypatch):
+def test_overhead_without_a_figure_is_not_all_well():
     """Before: it printed NaN and "all well".
 
     Seen at 679c0ae, ``gpu-check`` calls an overhead of NaN well: "overhead +nan % [+nan, +nan]", and ``ok``.
@@ -115,35 +139,31 @@ def test_overhead_without_a_figure_is_not_all_well(tmp_path, monkeypatch):
     program = "import sys; open(sys.argv[1], 'w').write('{\"step_ms\": 1}\\n' * 5)"
     with pytest.raises(RuntimeError, match="no step time"):
         measure(3, lambda log: [sys.executable, "-c", program, str(log)], {})
-    nan = Comparison(float("nan"), float("nan"), float("nan"), 3)
-    monkeypatch.setattr(gpu_check_module, "measure", lambda *_args, **_more: nan)
-    check = Check(Machine.here(dry=True), SMALL, tmp_path, 60, lambda text: None)
-    result = check.run(["overhead"])
-    assert not result["ok"] and "no figure" in result["parts"]["overhead"]["error"]
+
+
+@pytest.mark.slow
+def test_overhead_of_our_own_job():
+    done = dynamiccl("bench", "overhead", "--pairs", "3", "--steps", "10", "--json", "--cluster", CLUSTER)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["pairs"] == 3
 
 
 def test_ranks_that_share_a_gpu_are_told_how():
     assert placements(8, (2, 29, 7)) == ("apart",) and placements(1, (2, 29, 7)) == ("hosts",)
     assert placements(1, (2, 30, 3)) == ("shared", "hosts")
-    hosts = [rank_env(rank, 3, 1234, "hosts") for rank in range(3)]
-    assert len({env["NCCL_HOSTID"] for env in hosts}) == 3 and hosts[0]["NCCL_SOCKET_IFNAME"] == "lo"
-    shared = rank_env(1, 2, 1234, "shared")
-    assert shared["NCCL_MULTI_RANK_GPU_ENABLE"] == "1" and "NCCL_HOSTID" not in shared
-    assert not any(name.startswith("NCCL_") for name in rank_env(0, 2, 1234, "apart"))
-
-
-def test_a_failed_rank_ends_the_others(tmp_path):
-    program = "import os, time; os.environ['RANK'] == '1' and os._exit(7); time.sleep(60)"
-    command = [sys.executable, "-m", "dynamiccl.envs.nccl.ranks", "--ranks", "3", "--", sys.executable, "-c", program]
-    assert subprocess.run(command, timeout=30).returncode == 7
+    machine = Machine("a GPU", 2, ("shared", "hosts"), {})
+    assert (
+        machine.env("hosts")["NCCL_SOCKET_IFNAME"] == "lo"
+        and machine.env("shared")["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    )
+    assert not any(name.startswith("NCCL_") for name in machine.env("apart"))
+    program = [sys.executable, "-c", "import os; print(os.environ.get('NCCL_HOSTID'), os.environ['LOCAL_RANK'])"]
+    for way, said in (("hosts", ["rank-0 0", "rank-1 1"]), ("shared", ["None 0", "None 1"])):
+        done = subprocess.run(machine.ranks(program, way), env=ENV, capture_output=True, text=True, timeout=100)
+        assert sorted(done.stdout.splitlines()) == said, done.stderr
 
 
 def test_bad_input():
-    done = gpu_check("--only", "everything")
-    assert done.returncode == 2 and "sweep, overhead, zero3" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_without_a_gpu_the_dry_mode_is_taken():
-    machine = Machine.here(dry=True)
-    assert machine.backend == "emulated" and machine.emulated and machine.placements == ("apart",)
-    assert Path(machine.emulated.cluster).name in machine.device
+    for words, says in ((["--only", "everything"], "sweep, zero3"), (["--cluster", "no-such"], "no-such")):
+        done = dynamiccl("lab", "gpu-check", *words)
+        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr

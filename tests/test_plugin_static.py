@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from dynamiccl.agent.doctor import TRAPS, Facts, examine, gather
 from dynamiccl.envs.nccl import build
 from dynamiccl.envs.nccl.tables import MAX_BYTES, from_csv, load_table, to_csv, to_json
-from dynamiccl.envs.nccl.traps import TRAPS, Facts, examine, gather
 from dynamiccl.traces.records import PAIRS, Decision, Rule, Table
 from hypothesis import given
 from hypothesis import strategies as st

@@ -16,7 +16,7 @@ import dynamiccl_autoload
 from dynamiccl.envs.nccl import build, plugin
 from dynamiccl.envs.sim.step import Op, Steps
 dynamiccl_autoload.autoload()
-from dynamiccl.envs.nccl.traps import examine, gather
+from dynamiccl.agent.doctor import examine, gather
 assert "compiler" not in {trap.name for trap in examine(gather())}
 assert build.plugin_path().parent == build.INSTALLED and build.step_path().parent == build.INSTALLED
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "pandas", "gymnasium", "numpy"}))

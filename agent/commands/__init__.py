@@ -116,7 +116,7 @@ def refuse_traps(
 
     ``but``: traps that do not bear on what is asked for.
     """
-    from ...envs.nccl.traps import WITHOUT_NCCL, examine, gather
+    from ..doctor import WITHOUT_NCCL, examine, gather
 
     found = [trap for trap in examine(gather(command, table)) if trap.must_change and trap.name not in but]
     if emulated:  # NCCL has no part in it

@@ -2,46 +2,91 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
-from typing import Annotated
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import refusing
+from . import EmulatedCluster, refusing
 
-#: A step of our own job, of which the processor has some 100 ms to do.
+if TYPE_CHECKING:
+    from ..compare import Comparison
+
+#: Steps at the start of a job that do not count: imports, connections, first touches of memory.
+WARM_UP = 5
+#: On the emulated cluster: a step of our own job, of which the processor has some 100 ms to do.
 _LARGER = ("--layers", "4", "--width", "192", "--heads", "6", "--seq", "128", "--batch", "4")
 
 
 def bench_overhead(
     pairs: Annotated[int, typer.Option(min=3, help="Pairs of jobs, one with the probe and one without.")] = 10,
     steps: Annotated[int, typer.Option(min=10, help="Steps of each job; the first five do not count.")] = 40,
-    cluster: Annotated[str, typer.Option(help="Emulated cluster that the jobs run on.")] = "dgx-h100-2x8",
+    cluster: EmulatedCluster = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Step time with probe and plugin, tuning idle, against the same job without: jobs in turn, medians, interval.
 
-    Both jobs run our ZeRO-3 workload on the emulated cluster, where nothing but the two CPU cores is shared. The
-    order within a pair alternates.
+    Both jobs run our ZeRO-3 workload on the GPUs here; without a GPU on an emulated cluster, where only the CPU's cores
+    are shared. The order within a pair alternates.
     """
-    from ...envs.sim.clusters import cluster as preset
-    from ...envs.sim.emulated import Emulated
-    from ..overhead import measure
-    from ..request import workload
+    from ..gpu_check import Machine
     from ..terminal import terminal
 
+    console = terminal(stderr=True, quiet=json, highlight=False)
     with refusing(OSError, ValueError, RuntimeError):
-        preset(cluster)
-        console = terminal(stderr=True, quiet=json)
-        emulated = Emulated(cluster)
-        result = measure(
-            pairs,
-            lambda log: workload(3, steps, 2, log, backend="emulated", extra=["--quiet", *_LARGER]),
-            emulated.env(),
-            lambda text: console.print(text, highlight=False),
-        )
+        machine = Machine.here(cluster)
+        way = machine.placements[0]
+        result = measure(pairs, lambda log: machine.zero3(steps, log, way, _LARGER), machine.env(way), console.print)
     percent = [100 * (x - 1) for x in (result.speedup, result.low, result.high)]
     if json:
         print(json_module.dumps({"overhead_percent": percent[0], "ci95": percent[1:], "pairs": result.n_pairs}))
     else:
         print(f"overhead {percent[0]:+.2f} % [{percent[1]:+.2f}, {percent[2]:+.2f}] of a step, {result.n_pairs} pairs")
+
+
+def measure(
+    pairs: int, command: Callable[[Path], list[str]], env: Mapping[str, str], say: Callable[[str], object] = print
+) -> Comparison:
+    """Step time with / without, over ``pairs`` pairs of jobs: 1.01 is one percent of overhead.
+
+    ``command(log)`` is a job that writes its steps to ``log``, ``env`` what it has in its environment, ``say`` hears of
+    every pair. Raises RuntimeError where a job fails, with its last words.
+    """
+    import numpy as np
+
+    from ..compare import compare
+
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for i in range(pairs):
+        for watched in (True, False) if i % 2 else (False, True):
+            times[watched].append(_step_ms(command, env, watched))
+        say(f"pair {i + 1}/{pairs}  without {times[False][-1]:.2f} ms, with {times[True][-1]:.2f} ms")
+    return compare(np.array(times[True]), np.array(times[False]))
+
+
+def _step_ms(command: Callable[[Path], list[str]], env: Mapping[str, str], watched: bool) -> float:
+    """Median step time of one job, by its own clock."""
+    from statistics import median
+
+    from ...envs.nccl.shm import RunFolder
+    from ..outputs import logged
+
+    with contextlib.ExitStack() as stack:
+        log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "job.jsonl"
+        run = stack.enter_context(contextlib.closing(RunFolder.create())) if watched else None
+        added = {**env, **(run.env() if run else {})}
+        done = subprocess.run(command(log), env={**os.environ, **added}, capture_output=True, text=True, check=False)
+        steps = logged(log, "step_ms")[WARM_UP:]
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["no output"]
+        said = [line for line in said if line.startswith("error")] or said  # what torchrun adds names no cause
+        raise RuntimeError(f"the job failed: {said[-1]}")
+    if not steps:
+        raise RuntimeError(f"the job logged no step time after its first {WARM_UP}: more steps, or --log-every 1")
+    return median(steps)

@@ -23,7 +23,7 @@ def doctor(
     """
     import json as json_module
 
-    from ...envs.nccl.traps import examine, gather
+    from ..doctor import examine, gather
 
     loaded = None
     if table:

@@ -44,6 +44,14 @@ def job_env(path: Path, headroom: int | None = None) -> dict[str, str]:
     return {"DYNAMICCL_RUN": str(path), **nccl_env(plugin_path(), headroom=headroom)}
 
 
+def free_bytes() -> int | None:
+    """What is left of shared memory; None where there is none."""
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return None
+
+
 def _root() -> Path:
     name = f"dynamiccl-{os.geteuid()}"
     for base in (Path("/dev/shm"), Path(tempfile.gettempdir())):

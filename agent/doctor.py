@@ -5,18 +5,17 @@ Each is a row of TRAPS. Sources: NCCL's code and issue tracker, as far as they b
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .build import takes_no_path
-from .nvml import gpus
+from ..envs.nccl.build import PluginBuildError, compiler, configured, nccl_release, needs_compiler, takes_no_path
+from ..envs.nccl.nvml import gpus
+from ..envs.nccl.run_folder import free_bytes
 
 if TYPE_CHECKING:  # numpy with it, which a job that is to be started does not wait for
-    from ...traces.records import Table
+    from ..traces.records import Table
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def _never_offered(facts: Facts) -> tuple[int, Any, str] | None:
     """Number of the table's first rule that NCCL cannot obey, the rule, and what it could."""
     if facts.table is None:
         return None
-    from ...traces.records import PAIRS
+    from ..traces.records import PAIRS
 
     off = {a for a, name in (("pat", "NCCL_PAT_ENABLE"), ("nvls", "NCCL_NVLS_ENABLE")) if facts.env.get(name) == "0"}
     if facts.release((0,), (2, 23)):
@@ -152,8 +151,8 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("compiler", lambda f: not f.has_compiler,
      "no C compiler: the plugin cannot be built", "install gcc or clang, or set CC", CHANGE),
     ("shared memory", _little_shared_memory,
-     "/dev/shm has {found[0]} MiB free; {found[1]} ranks need {found[2]} for whole rings: smaller ones lose records "
-     "when the tuner is late", "give the container more (docker run --shm-size=1g)", NOTE),
+     "shared memory has {found[0]} MiB free; {found[1]} ranks need {found[2]} for whole rings: smaller ones lose "
+     "records when the tuner is late", "give the container more (docker run --shm-size=1g)", NOTE),
     ("CPU vendors", lambda f: f.release((0,), (2, 22, 3)),
      "NCCL before 2.22.3 hangs when nodes have CPUs of different vendors and decide differently",
      "use NCCL 2.22.3 or newer", CHANGE),
@@ -178,16 +177,12 @@ def examine(facts: Facts) -> list[Finding]:
 
 def gather(command: list[str] | None = None, table: Table | None = None) -> Facts:
     """The facts of this machine and environment, and of ``command`` as far as its words tell."""
-    from .build import PluginBuildError, compiler, configured, nccl_release, needs_compiler
-
     try:
         has_compiler = not needs_compiler() or bool(compiler())
     except PluginBuildError:
         has_compiler = False
     env = configured()
-    shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
-    shm_free = shm.f_bavail * shm.f_frsize if shm else None
     told = re.search(r"(?:^| )-*nproc[-_]per[-_]node[= ](\d+)(?!\S)", " ".join(command or ()))
     ranks = told[1] if told else env.get("LOCAL_WORLD_SIZE", "")
     ranks_per_node = int(ranks) if ranks.isdigit() else None
-    return Facts(env, nccl_release(), len(gpus()) or None, ranks_per_node, shm_free, has_compiler, table)
+    return Facts(env, nccl_release(), len(gpus()) or None, ranks_per_node, free_bytes(), has_compiler, table)
