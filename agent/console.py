@@ -6,8 +6,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..traces.reasons import RunEnds
-from .summary import DECISIONS, RunSummary, emulation_text
+from .summary import RunSummary
 from .terminal import grid, terminal
+from .texts import DECISIONS, NUMBERS, decision_rows, emulation_text
 from .tuner import Line
 
 _COLOURS = {"kept": "bold green", "rolled back": "yellow", "given up": "yellow"}
@@ -85,7 +86,7 @@ def show_summary(console: Console, s: RunSummary) -> None:
     for text in s.not_obeyed:
         console.print(text, style="yellow", markup=False)
     if s.decisions:
-        console.print(grid(DECISIONS, s.decision_rows(), title="decisions"))
+        console.print(grid(DECISIONS, decision_rows(s), NUMBERS, title="decisions"))
     calls, bad = s.consistency["calls_checked"], s.consistency["mismatches"]
     console.print(f"{calls} collectives checked across ranks, {bad} mismatches")
     if s.records_lost:

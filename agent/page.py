@@ -5,7 +5,7 @@ Everything is inline, and a page forbids itself any request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +36,12 @@ h1 { font-size: 15px; margin: 0; }
 h2 { font-size: 19px; margin: 52px 0 4px; }
 p { margin: 0; }
 pre { max-width: 100%; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; margin: 0 0 8px; }
-code { font: 13px ui-monospace, Menlo, Consolas, monospace; white-space: nowrap; }
 summary { cursor: pointer; padding: 6px 0; }
 header { display: flex; flex-wrap: wrap; gap: 6px 16px; align-items: baseline; justify-content: space-between; }
 .quiet, .lead, .note, dt, th { color: var(--quiet); }
 .lead { margin-bottom: 16px; max-width: 76ch; }
 .note, .name, th { font-size: 13px; }
-.good { color: var(--tuned); } .bad { color: var(--bad); }
+.bad { color: var(--bad); }
 .badge { display: inline-block; margin-top: 10px; background: var(--warn-soft); color: var(--warn);
   border-radius: 999px; padding: 3px 13px; font-size: 13px; }
 .missing { margin-top: 14px; background: var(--warn-soft); color: var(--warn); padding: 9px 16px; font-size: 14px; }
@@ -62,13 +61,7 @@ th { text-align: left; font-weight: 500; vertical-align: bottom; }
 th, td { padding: 9px 11px; border-bottom: 1px solid var(--line); }
 td { vertical-align: top; }
 .num { text-align: right; }
-td.num, .slot, .bar { white-space: nowrap; }
-.config { background: var(--faint); border-radius: 6px; padding: 2px 7px; }
-.config.on { background: var(--tuned-soft); color: var(--tuned); font-weight: 600; }
-.bar { display: flex; align-items: center; gap: 8px; font-size: 13px; }
-.bar i { height: 9px; background: var(--default); }
-.bar.tuned i { background: var(--tuned); }
-.key { display: inline-block; width: 10px; height: 10px; margin-right: 7px; }
+td.num { white-space: nowrap; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 5px 24px; margin: 0; font-size: 14px; }
 dd { margin: 0; overflow-wrap: anywhere; }
 .two { display: grid; grid-template-columns: 1fr 1fr; gap: 14px; }
@@ -141,21 +134,16 @@ def section(heading: str, lead: str, content: str) -> str:
     return f'<section><h2>{escape(heading)}</h2><p class="lead">{escape(lead)}</p>{content}</section>'
 
 
-def table(name: str, columns: Mapping[str, bool], rows: Iterable[Iterable[str]]) -> str:
-    """A table of HTML cells; ``columns`` are {heading: is a number}, ``name`` is for who cannot see it."""
-    kinds = [' class="num"' if number else "" for number in columns.values()]
-    head = "".join(f'<th scope="col"{k}>{escape(title)}</th>' for title, k in zip(columns, kinds, strict=True))
-    lines = ("".join(f"<td{k}>{cell}</td>" for cell, k in zip(row, kinds, strict=True)) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
+def table(name: str, heads: Sequence[str], rows: Iterable[Iterable[str | None]], numbers: Collection[str] = ()) -> str:
+    """A table of texts; columns in ``numbers`` stand to the right, ``name`` is for who cannot see it."""
+    kinds = [' class="num"' if head in numbers else "" for head in heads]
+    head = "".join(f'<th scope="col"{kind}>{escape(text)}</th>' for text, kind in zip(heads, kinds, strict=True))
+    lines = (zip(row, kinds, strict=True) for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td{k}>{escape(text or '')}</td>" for text, k in line) + "</tr>" for line in lines
+    )
     box = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}">'
     return f"{box}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
-def config(text: str | None, on: bool = False) -> str:
-    """A configuration such as ``ring/ll128/16`` as a chip; ``on`` marks what the table sets."""
-    if not text:
-        return '<span class="quiet">-</span>'
-    return f'<code class="config{" on" if on else ""}">{escape(text)}</code>'
 
 
 def facts(pairs: Mapping[str, Any]) -> str:

@@ -16,9 +16,10 @@ from ..traces.costs import generations, slot_costs
 from ..traces.files import Trace, TraceError
 from ..traces.reasons import RunEnds
 from ..traces.segments import atomically
-from .page import config, facts, page, plot, section, table
-from .report_figures import slot_colours, speedup_figure, timeline_figure, windows_figure
-from .summary import DECISIONS, LEFT, RunSummary, emulation_text
+from .page import facts, page, plot, section, table
+from .report_figures import speedup_figure, timeline_figure, windows_figure
+from .summary import RunSummary
+from .texts import COSTS, COSTS_NOTE, DECISIONS, NUMBERS, cost_rows, decision_rows, emulation_text
 from .why import chains, lines
 
 if TYPE_CHECKING:
@@ -41,11 +42,10 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace, running: b
     place = str(s.cluster or trace.header.get("host") or "a run")
     which = generations(trace, s.decisions or None)
     costs = slot_costs(trace.events, which.default, which.tuned)
-    colours = slot_colours(costs["slot"].drop_duplicates().tolist())
     drawn = {
         "speedup": speedup_figure(s),
         "windows": windows_figure(trace.windows),
-        "timeline": timeline_figure(trace, which, colours),
+        "timeline": timeline_figure(trace, which),
     }
     figures = {name: figure for name, figure in drawn.items() if figure is not None}
     parts = [
@@ -55,7 +55,7 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace, running: b
         _windows(figures),
         _decisions(s),
         _why(s, trace),
-        _costs(costs, colours, s, bool(which.tuned)),
+        _costs(costs, s, bool(which.tuned)),
         _timeline(figures, bool(which.tuned)),
         _consistency(s, trace),
         _settings(s, trace),
@@ -136,16 +136,12 @@ def _windows(figures: dict[str, Figure]) -> str:
 def _decisions(s: RunSummary) -> str:
     if not s.decisions:
         return section("Decisions", "", '<p class="quiet">None was made: NCCL decides everywhere.</p>')
-    rows = [
-        (f"<code>{escape(func)}</code>", sizes, config(decision, on=decision != LEFT), escape(why))
-        for func, sizes, decision, why in s.decision_rows()
-    ]
     lead = (
         "One per kind of collective and size of message (whole buffers, as NCCL counts). Sizes not listed are NCCL's."
     )
     if s.kept is False:
         lead += " The table as a whole did not win a comparison and is not in force."
-    return section("Decisions", lead, table("Decisions", {head: head == "messages" for head in DECISIONS}, rows))
+    return section("Decisions", lead, table("Decisions", DECISIONS, decision_rows(s), NUMBERS))
 
 
 def _why(s: RunSummary, trace: Trace) -> str:
@@ -162,46 +158,16 @@ def _why(s: RunSummary, trace: Trace) -> str:
     return section("Why", lead, f'<div class="card">{told}</div>') if told else ""
 
 
-def _costs(costs: pd.DataFrame, colours: dict[str, str], s: RunSummary, is_tuned: bool) -> str:
+def _costs(costs: pd.DataFrame, s: RunSummary, is_tuned: bool) -> str:
     if costs.empty:
         return ""
-    most = float(costs[["default_us", "tuned_us"]].max().max())
-    rows = []
-    for c in costs.to_dict("records"):
-        name = escape(c["slot"].replace("<=", "≤ "))
-        key = f'<span class="key" style="background:{colours[c["slot"]]}"></span>'
-        percent = 100 * (c["tuned_us"] / c["default_us"] - 1)
-        mood = "good" if percent < -1 else "bad" if percent > 1 else "quiet"
-        per_step = c["calls"] * c["default_us"] / 1e3
-        row = [
-            f'<span class="slot">{key}<code>{name}</code></span>',
-            f"{c['calls']:.3g}",
-            config(c["own"]),
-            config(c["ran"], on=c["ran"] not in (None, c["own"])),
-            _bar(c["default_us"], c["n_default"], most, "") + _bar(c["tuned_us"], c["n_tuned"], most, " tuned"),
-            f'<span class="{mood}">{percent:+.0f} %</span>' if pd.notna(percent) else "",
-            f"{per_step:.2f} ms" if pd.notna(per_step) else "-",
-        ]
-        rows.append(row)
-    columns = {"slot": False, "calls a step": True, "NCCL's own": False}
-    columns |= {"last table" if s.speedup is None else "tuned": False}
-    columns |= {"median time of a call": False, "change": True, "per default step": True}
-    lead = "Median duration of one call over all ranks and n sampled calls, from the first channel's start to the "
-    lead += "last one's end: grey NCCL's own choice, coloured under the table."
+    lead = COSTS_NOTE + "."
     if s.emulated:
         lead += " Emulated times, stretched by the time scale."
     if not is_tuned:
         lead += " No table was in force long enough to compare."
     heading = "What each collective costs"
-    return section(heading, lead, table(heading, columns, rows))
-
-
-def _bar(us: float, n: int, most: float, kind: str) -> str:
-    if pd.isna(us):
-        return ""
-    text = f"{us / 1e3:.2f} ms" if most >= 2000 else f"{us:.0f} µs"
-    strip = f'<i style="width:{max(1.0, 84 * us / most):.0f}px"></i>'
-    return f'<div class="bar{kind}">{strip}{text} <span class="quiet">n {n:,}</span></div>'
+    return section(heading, lead, table(heading, COSTS, cost_rows(costs.to_dict("records")), NUMBERS))
 
 
 def _timeline(figures: dict[str, Figure], is_tuned: bool) -> str:

@@ -11,12 +11,12 @@ from plotly import graph_objects as go
 from ..traces.costs import Generations, typical_step
 from ..traces.files import Trace
 from ..traces.records import Slot, size_class
-from .summary import RunSummary, window_parts
+from .summary import RunSummary
+from .texts import window_parts
 
 #: Bars drawn per step and ranks drawn at most: beyond, a timeline is neither readable nor light.
 MAX_BARS, MAX_RANKS = 3000, 4
 N_COLOURS = 6
-_OTHER = "var(--slot-other)"
 _AXIS = {"gridcolor": "var(--line)", "zeroline": False, "linecolor": "var(--line)", "automargin": True}
 _CLEAR = "rgba(0,0,0,0)"
 #: What all figures of the page have in common.
@@ -42,11 +42,6 @@ _OUTCOMES = {
     "rolled back": ("var(--warn)", "x"),
     "given up": ("var(--warn)", "x-open"),
 }
-
-
-def slot_colours(slots: list[str]) -> dict[str, str]:
-    """Colour of each slot: the first ones in the list get one of their own."""
-    return {s: f"var(--slot-{i})" if i < N_COLOURS else _OTHER for i, s in enumerate(slots)}
 
 
 def speedup_figure(summary: RunSummary) -> go.Figure | None:
@@ -91,7 +86,7 @@ def windows_figure(windows: pd.DataFrame) -> go.Figure | None:
     return figure
 
 
-def timeline_figure(trace: Trace, which: Generations, colours: dict[str, str]) -> go.Figure | None:
+def timeline_figure(trace: Trace, which: Generations) -> go.Figure | None:
     """One default step above one tuned step: a bar per sampled collective; None when none was sampled."""
     wanted = {_OWN: which.default, "tuned": which.tuned}
     steps = {name: step for name, those in wanted.items() if (step := typical_step(trace, those)) is not None}
@@ -99,15 +94,16 @@ def timeline_figure(trace: Trace, which: Generations, colours: dict[str, str]) -
         return None
     drawn = [_lanes(trace, step, name) for name, step in steps.items()]
     bars = pd.concat([bars for bars, _ in drawn])
-    names = {slot: "other" if colour == _OTHER else slot.replace("<=", "≤ ") for slot, colour in colours.items()}
-    bars["slot"] = bars["slot"].map(names).fillna("other")
+    dearest = bars.groupby("slot")["ms"].sum().sort_values(ascending=False).index[:N_COLOURS]
+    bars["slot"] = bars["slot"].where(bars["slot"].isin(dearest), "other")
+    colours = {slot: f"var(--slot-{i})" for i, slot in enumerate(dearest)} | {"other": "var(--slot-other)"}
     figure = px.bar(
         bars,
         x="ms",
         y="lane",
         base="start",
         color="slot",
-        color_discrete_map={name: colours[slot] for slot, name in names.items()},
+        color_discrete_map=colours,
         orientation="h",
         facet_col="part",
         facet_col_wrap=1,
@@ -154,7 +150,7 @@ def _lanes(trace: Trace, step: int, name: str) -> tuple[pd.DataFrame, float | No
             "ms": (end - start) / 1e6,
             "MiB": events["n_bytes"] / 2**20,
             "config": events["algo"] + "/" + events["proto"] + "/" + events["n_channels"].astype("str"),
-            "slot": [str(Slot(0, 0, func, size_class(int(n)))) for func, n in classes],
+            "slot": [str(Slot(0, 0, func, size_class(int(n)))).replace("<=", "≤ ") for func, n in classes],
             "lane": "rank " + events["rank"].astype("str") + "  " + events["func"].astype("str"),
             "part": f"<b>{name}</b>, step {step}" + (f", {end_ms:.1f} ms" if end_ms else ""),
         }

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..traces.costs import decision_text, size_text
 from ..traces.reasons import RunEnds, names
 from ..traces.segments import atomically
 from .outputs import logged
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from .tuner import Outcome
 
 _FILE = "summary.json"
-#: Heads of :meth:`RunSummary.decision_rows`, and what stands there where nothing is set.
-DECISIONS, LEFT = ("collective", "messages", "decision", "why"), "left to NCCL"
 
 
 @dataclass
@@ -95,36 +92,6 @@ class RunSummary:
         spread = [("95 %", self.speedup_ci95), ("default against itself", self.aa_speedup_ci95)]
         told = [f"{name} [{ends[0]:.3f}, {ends[1]:.3f}]" for name, ends in spread if ends]
         return "  ".join([f"speed-up {self.speedup:.3f}", *told])
-
-    def decision_rows(self) -> list[tuple[str, str, str, str]]:
-        """The decisions as texts: collective, messages, decision, why."""
-        return [
-            (
-                str(d["func"]),
-                size_text(d["min_bytes"], d["max_bytes"]),
-                LEFT if (text := decision_text(d)) == "auto" else text,
-                str(d.get("reason") or ""),
-            )
-            for d in self.decisions
-        ]
-
-
-def emulation_text(facts: Mapping[str, Any]) -> str:
-    """Which emulated cluster a run was on, from its summary or the header of its trace."""
-    compute = facts.get("compute_scale") or facts.get("time_scale") or 1
-    return f"emulated cluster {facts.get('cluster')}, bytes x {facts.get('bytes_scale') or 1:g}, compute x {compute:g}"
-
-
-def window_parts(line: Mapping[str, Any]) -> list[str]:
-    """What a logged window, its slot as text, came to; whatever is unknown is left out."""
-    step, default = line.get("step_ms"), line.get("default_ms")
-    parts = [f"window {line.get('index', '?')}", line.get("phase"), line.get("regime")]
-    if step is not None:
-        against = f", default {default:.1f} ms ({100 * (step / default - 1):+.1f} %)" if default else ""
-        parts.append(f"step {step:.1f} ms{against}")
-    if (slot := line.get("slot")) and line.get("phase") not in ("verify", "profile"):
-        parts += [slot, f"{line.get('previous') or 'auto'} -> {line.get('decision') or 'auto'}"]
-    return [str(part) for part in [*parts, line.get("verdict"), line.get("reason")] if part]
 
 
 def summarise(request: Request, outcome: Outcome, job: Job, before: RunSummary) -> RunSummary:

@@ -155,8 +155,8 @@ def _communicators(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _print(story: dict[str, Any], summary: RunSummary) -> None:
-    from ..summary import DECISIONS, window_parts
     from ..terminal import grid, terminal, wide_terminal
+    from ..texts import COSTS, COSTS_NOTE, DECISIONS, NUMBERS, cost_rows, decision_rows, window_parts
 
     console = wide_terminal()
     for warning in story["warnings"]:
@@ -164,16 +164,17 @@ def _print(story: dict[str, Any], summary: RunSummary) -> None:
     _print_head(console, story)
     if comms := story["communicators"]:
         heads = ("id", "name", "ranks", "nodes", "recorded", "collectives")
-        rows = [[*list(c.values())[:4], _ranks(c["ranks_seen"]), c["n_events"]] for c in comms]
+        rows = ({**c, "ranks_seen": ", ".join(map(str, c["ranks_seen"]))}.values() for c in comms)
         console.print(grid(heads, rows, ("ranks", "nodes"), title="communicators"))
     if story["slots"]:
-        _print_slots(console, story["slots"])
+        console.print(grid(COSTS, cost_rows(story["slots"]), NUMBERS, title="slots"))
+        console.print(COSTS_NOTE, style="dim")
     if story["windows"]:
         console.print("\n[bold]windows[/]")
         for line in story["windows"]:
             console.print("  ".join(window_parts(line)), markup=False, soft_wrap=True)
     if summary.decisions:
-        console.print(grid(DECISIONS, summary.decision_rows(), ("messages",), title="decisions"))
+        console.print(grid(DECISIONS, decision_rows(summary), NUMBERS, title="decisions"))
     else:
         is_known = summary.ended or summary.speedup is not None
         console.print(f"\nno decisions: {'NCCL decides everywhere' if is_known else 'the run goes on, or was cut off'}")
@@ -189,7 +190,7 @@ def _print(story: dict[str, Any], summary: RunSummary) -> None:
 
 
 def _print_head(console: Console, story: dict[str, Any]) -> None:
-    from ..summary import emulation_text
+    from ..texts import emulation_text
 
     h, steps = story["header"], story["steps"]
     console.print(f"[bold]{story['folder']}[/]", soft_wrap=True)
@@ -216,32 +217,6 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     if story["records_lost"]:
         lost = f"{story['records_lost']} records were lost: the tuner did not read them in time"
         console.print(f"{lost}; counts below are too low", style="yellow")
-
-
-def _ranks(seen: list[int]) -> str:
-    return ", ".join(map(str, seen[:8])) + (" ..." if len(seen) > 8 else "")
-
-
-def _print_slots(console: Console, slots: list[dict[str, Any]]) -> None:
-    from ..terminal import grid
-
-    in_ms = max((s[k] or 0 for s in slots for k in ("default_us", "tuned_us")), default=0) >= 2000
-
-    def time(us: float | None) -> str | None:
-        return None if us is None else f"{us / 1e3:.2f} ms" if in_ms else f"{us:.1f} us"
-
-    rows = []
-    for s in slots:
-        before, after, sampled = s["default_us"], s["tuned_us"], (s["n_default"], s["n_tuned"])
-        change = f"{100 * (after / before - 1):+.0f} %" if before and after else None
-        row = [s["slot"], f"{s['calls']:.3g}", s["own"], s["table"], time(before), time(after), change]
-        rows.append([*row, f"{sampled[0]} / {sampled[1]}", s["timed_by"] if any(sampled) else None])
-    numbers = ("calls/step", "default", "tuned", "change", "sampled")
-    heads = ("slot", "calls/step", "NCCL's own", "table", "default", "tuned", "change", "sampled", "timed by")
-    console.print(grid(heads, rows, numbers, title="slots"))
-    note = "default, tuned: median time of one call under NCCL's own choice and under the table; timed by: "
-    note += "latest start to latest stop of all ranks, or a rank's own start to its own stop, waiting included"
-    console.print(note, style="dim")
 
 
 def _print_consistency(console: Console, check: dict[str, Any]) -> None:
