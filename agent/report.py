@@ -30,6 +30,15 @@ RELOAD_S = 30
 #: What the header of a trace tells as well, of a run that left no summary.
 _IN_HEADER = ("cluster", "emulated", "bytes_scale", "compute_scale", "stage", "n_processes", "policy")
 
+_WINDOWS = (
+    "Each point is a window of some steps, under a table or under NCCL's own choice; the line is NCCL's own choice "
+    "as measured so far. Point at one to read it."
+)
+_TIMELINE = (
+    "Every bar is one collective from its kernel's start to its end, on the ranks that were recorded. Each step is the "
+    "one nearest the median of its kind; the dotted line is its end."
+)
+
 
 def write_report(path: Path | str, summary: RunSummary, trace: Trace, running: bool = False) -> Path:
     """Write the report of a run, at once, and return its path; one of a run that is ``running`` reloads itself.
@@ -52,11 +61,11 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace, running: b
         _masthead(s, trace, place),
         _headline(s, figures),
         _missing(s, trace, costs),
-        _windows(figures),
+        _figure("windows", figures, "Step time over windows", _WINDOWS, "Step time of each window, and of the default"),
         _decisions(s),
         _why(s, trace),
         _costs(costs, s, bool(which.tuned)),
-        _timeline(figures, bool(which.tuned)),
+        _figure("timeline", figures, "Timeline of a step", _TIMELINE, "Every collective of a step, by rank"),
         _consistency(s, trace),
         _settings(s, trace),
     ]
@@ -124,15 +133,6 @@ def _missing(s: RunSummary, trace: Trace, costs: pd.DataFrame) -> str:
     return f'<div class="missing">What this report lacks:<ul>{items}</ul></div>' if lacks else ""
 
 
-def _windows(figures: dict[str, Figure]) -> str:
-    lead = (
-        "Each point is a window of some steps, under a table or under NCCL's own choice; the line is NCCL's own choice "
-        "as measured so far. Point at one to read it."
-    )
-    drawn = plot("windows", "Step time of each window, and of NCCL's own choice in between")
-    return section("Step time over windows", lead, drawn) if "windows" in figures else ""
-
-
 def _decisions(s: RunSummary) -> str:
     if not s.decisions:
         return section("Decisions", "", '<p class="quiet">None was made: NCCL decides everywhere.</p>')
@@ -170,14 +170,8 @@ def _costs(costs: pd.DataFrame, s: RunSummary, is_tuned: bool) -> str:
     return section(heading, lead, table(heading, COSTS, cost_rows(costs.to_dict("records")), NUMBERS))
 
 
-def _timeline(figures: dict[str, Figure], is_tuned: bool) -> str:
-    lead = "Every bar is one collective from its kernel's start to its end, on the ranks that were recorded. "
-    if is_tuned:
-        lead += "Both steps are the ones nearest the median of their kind; the dotted line is the end of the step."
-    else:
-        lead += "The step nearest the median; the dotted line is its end."
-    drawn = plot("timeline", "Every collective of a step from its start to its end, by rank")
-    return section("Timeline of a step", lead, drawn) if "timeline" in figures else ""
+def _figure(name: str, figures: dict[str, Figure], heading: str, lead: str, said: str) -> str:
+    return section(heading, lead, plot(name, said)) if name in figures else ""
 
 
 def _consistency(s: RunSummary, trace: Trace) -> str:
