@@ -37,7 +37,7 @@ _OWN = "NCCL's own choice"
 #: How a window is drawn by its outcome: (colour, symbol).
 _OUTCOMES = {
     _OWN: ("var(--default)", "circle-open"),
-    "kept": ("var(--tuned)", "circle"),
+    "kept": ("var(--tuned)", "diamond"),
     "measured": ("var(--tuned)", "circle"),
     "rolled back": ("var(--warn)", "x"),
     "given up": ("var(--warn)", "x-open"),
