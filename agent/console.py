@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table as Grid
 
 from ..traces.reasons import RunEnds
-from ..traces.records import format_bytes
-from .terminal import terminal
+from .summary import RunSummary
+from .terminal import grid, terminal
+from .texts import DECISIONS, NUMBERS, decision_rows, emulation_text
 from .tuner import Line
 
 _COLOURS = {"kept": "bold green", "rolled back": "yellow", "given up": "yellow"}
@@ -60,59 +58,39 @@ class Show:
         self.console.print(str(line), style=_COLOURS.get(line.verdict, ""), markup=False)
 
 
-def show_summary(console: Console, s: dict[str, Any]) -> None:
+def show_summary(console: Console, s: RunSummary) -> None:
     """The result, for people."""
     console.print()
-    if s["emulated"]:
-        console.print(
-            f"emulated cluster {s['cluster']}, bytes x {s['bytes_scale']:g}, compute x {s['compute_scale']:g}: "
-            "these are not GPU times",
-            style="yellow",
-        )
-    if s["speedup"] is None:
-        console.print(f"no result: {s['ended']}. What was seen is kept in {s['trace']}", style="bold")
-        for name in s["reasons"]["ended"]:
+    if s.emulated:
+        console.print(f"{emulation_text(vars(s))}: these are not GPU times", style="yellow")
+    if s.speedup is None:
+        console.print(f"no result: {s.ended}. What was seen is kept in {s.trace}", style="bold")
+        for name in s.reasons["ended"]:
             if name in _CURES:
                 console.print(_CURES[name], markup=False)
-        was_seen = s["windows"] or s["decisions"]
-        if s["reasons"]["ended"] == ["job-status"] and s["job_status"] == 0 and was_seen:
+        if s.reasons["ended"] == ["job-status"] and s.job_status == 0 and (s.windows or s.decisions):
             console.print(_TOO_SHORT, markup=False)
     else:
-        low, high = s["speedup_ci95"]
-        console.print(
-            f"speed-up {s['speedup']:.3f} [{low:.3f}, {high:.3f}]   "
-            f"(default against itself: [{s['aa_speedup_ci95'][0]:.3f}, {s['aa_speedup_ci95'][1]:.3f}])   "
-            f"step {s['default_step_ms']:.0f} -> {s['tuned_step_ms']:.0f} ms",
-            style="bold",
-        )
-        if s.get("family"):
+        console.print(f"{s.speedup_text()}  step {s.default_step_ms:.0f} -> {s.tuned_step_ms:.0f} ms", style="bold")
+        if s.family:
             console.print(
-                f"of random jobs of the emulated family {s['family']['less']:.0%} have less to gain than this one; "
-                f"their median has {s['family']['median']:.1%}",
+                f"of random jobs of the emulated family {s.family['less']:.0%} have less to gain than this one; "
+                f"their median has {s.family['median']:.1%}",
                 style="yellow",
             )
-        none = RunEnds.NO_GAIN()
-        if (s.get("memory") or {}).get("jobs"):
-            console.print(f"memory: {s['memory']['text']}", markup=False)
-        console.print("the table stays in force" if s["kept"] else s["dropped"] or none, markup=False)
-    if s["failure"]:
-        console.print(f"FAILURE: {s['failure']}", style="bold red", markup=False)
-    for text in s["not_obeyed"]:
+        if s.memory and s.memory.get("jobs"):
+            console.print(f"memory: {s.memory['text']}", markup=False)
+        console.print("the table stays in force" if s.kept else s.dropped or RunEnds.NO_GAIN(), markup=False)
+    if s.failure:
+        console.print(f"FAILURE: {s.failure}", style="bold red", markup=False)
+    for text in s.not_obeyed:
         console.print(text, style="yellow", markup=False)
-    if s["decisions"]:
-        grid = Grid(title="decisions", title_justify="left")
-        for column in ("collective", "up to", "decision", "reason"):
-            grid.add_column(column)
-        for d in s["decisions"]:
-            decision = "left to NCCL"
-            if d["algo"] or d["n_channels"]:
-                decision = "/".join(str(x) for x in (d["algo"] or "auto", d["proto"], d["n_channels"]) if x)
-            grid.add_row(d["func"], format_bytes(d["max_bytes"]), decision, d["reason"])
-        console.print(grid)
-    c = s["consistency"]
-    console.print(f"{c['calls_checked']} collectives checked across ranks, {c['mismatches']} mismatches")
-    if s["records_lost"]:
-        console.print(f"{s['records_lost']} records were lost: the tuner could not keep up", style="yellow")
-    console.print(f"trace   {s['trace']}\nreport  {s['report']}")
-    if s["table"]:
-        console.print(f"again, without a tuner: dynamiccl apply {s['table']} -- COMMAND", markup=False)
+    if s.decisions:
+        console.print(grid(DECISIONS, decision_rows(s), NUMBERS, title="decisions"))
+    calls, bad = s.consistency["calls_checked"], s.consistency["mismatches"]
+    console.print(f"{calls} collectives checked across ranks, {bad} mismatches")
+    if s.records_lost:
+        console.print(f"{s.records_lost} records were lost: the tuner could not keep up", style="yellow")
+    console.print(f"trace   {s.trace}\nreport  {s.report}")
+    if s.table:
+        console.print(f"again, without a tuner: dynamiccl apply {s.table} -- COMMAND", markup=False)

@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ..envs.job_ends import Closed, JobEnded, Stopped, Withdrawn
 from ..envs.live import Job
@@ -34,7 +34,7 @@ from .clusters import Memory, facts_of
 from .log import LOG, log, open_log
 from .outputs import claim, link
 from .request import Request
-from .summary import read_json, summarise
+from .summary import RunSummary, read_json, summarise
 from .tuner import Line, Outcome, Tuner
 
 #: Space that a trace may take on disk, however long the job runs.
@@ -72,7 +72,7 @@ class Daemon:
         self.memory: Memory | None = None
         self._reporter: subprocess.Popen[str] | None = None
         self._reported = time.monotonic()
-        self._before = read_json(self.out / "summary.json") if self.job.confirmed else {}
+        self._before = RunSummary.read(self.out) if self.job.confirmed else RunSummary()
 
     def _claim(self) -> tuple[Path, int]:
         try:
@@ -84,7 +84,7 @@ class Daemon:
                 raise
             return out, -1  # our launcher has it
 
-    def serve(self) -> dict[str, Any]:
+    def serve(self) -> RunSummary:
         """Tune, and stay to the end of the job; returns the summary (also ``summary.json``).
 
         Raises OSError or TraceError if what was seen cannot be written. A KeyboardInterrupt, or SIGTERM, ends the tuner
@@ -277,10 +277,10 @@ class Daemon:
                 ["nice", "-n", "19", *command], stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, text=True
             )
             assert self._reporter.stdin is not None
-            self._reporter.stdin.write(json.dumps(self._summary()))
+            self._reporter.stdin.write(json.dumps(vars(self._summary())))
             self._reporter.stdin.close()
 
-    def _summarise(self) -> dict[str, Any]:
+    def _summarise(self) -> RunSummary:
         summary = self._summary()
         if self._reporter:
             self._reporter.kill()  # it must not write after the last page
@@ -293,10 +293,8 @@ class Daemon:
             self._warn(f"the report could not be made ({type(error).__name__}: {error}); the rest is whole")
         return summary
 
-    def _write(self, summary: dict[str, Any]) -> None:
-        path = self.out / "summary.json"
-        path.with_suffix(".tmp").write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(path.with_suffix(".tmp"), path)
+    def _write(self, summary: RunSummary) -> None:
+        summary.write(self.out)
         if self.job.confirmed:
             self.table.write_text(to_json(Table.of(1, self.job.confirmed)))
         else:
@@ -307,18 +305,17 @@ class Daemon:
         """What was confirmed, as `dynamiccl apply` takes it; not there while nothing is."""
         return self.out / TABLE
 
-    def _summary(self) -> dict[str, Any]:
-        found = summarise(self.request, self.outcome, self.job, self._before)
-        return {
-            **found,
-            "memory": self.memory.told() if self.memory else None,
-            "failure": self.failure or None,
-            "run": str(self.run.path),
-            "trace": str(self.out / "trace"),
-            "table": str(self.table) if self.job.confirmed else None,
-            "report": str(self.out / "report.html"),
-            "log": str(self.out / LOG),
-        }
+    def _summary(self) -> RunSummary:
+        return replace(
+            summarise(self.request, self.outcome, self.job, self._before),
+            memory=self.memory.told() if self.memory else None,
+            failure=self.failure or None,
+            run=str(self.run.path),
+            trace=str(self.out / "trace"),
+            table=str(self.table) if self.job.confirmed else None,
+            report=str(self.out / "report.html"),
+            log=str(self.out / LOG),
+        )
 
 
 @contextlib.contextmanager
@@ -338,7 +335,7 @@ def _ended_politely() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _report(path: Path, summary: dict[str, Any], trace: Trace) -> None:
+def _report(path: Path, summary: RunSummary, trace: Trace) -> None:
     from .report import write_report  # plotly: a second to import, needed once
 
     write_report(path, summary, trace)

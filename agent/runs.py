@@ -15,6 +15,7 @@ from ..envs.nccl.run_folder import TUNER
 from ..envs.nccl.shm import TableFile
 from ..traces.reasons import names
 from .outputs import ROOT
+from .summary import RunSummary, read_json
 from .tuner import SEARCHED
 
 #: Bytes of a run's log that are read from its end.
@@ -39,60 +40,50 @@ def state(out: Path) -> dict[str, Any]:
     and trials so far, that was lost against the default (below 0: won). ``heartbeat_s`` is how long ago the tuner last
     showed that it lives.
     """
-    header, summary = _json(out / "trace" / "header.json"), _json(out / "summary.json")
+    header, summary = read_json(out / "trace" / "header.json"), RunSummary.read(out)
     windows = [line for line in _tail(out / "trace" / "windows.jsonl") if line.get("kind") == "window"]
     last = windows[-1] if windows else {}
-    searched = [w for w in windows if w.get("phase") in SEARCHED and w.get("step_ms") and w.get("default_ms")]
-    lost = sum(float(w["step_ms"]) - float(w["default_ms"]) for w in searched)
-    base = sum(float(w["default_ms"]) for w in searched)
-    run = Path(str(header.get("run") or summary.get("run") or ""))
+    run = Path(str(header.get("run") or summary.run or ""))
     alive = bool(run.name) and is_locked(run / TUNER)
-    interval = summary.get("speedup_ci95")
-    agreement = summary.get("agreement") or {}
-    why = summary.get("ended") or summary.get("failure") or summary.get("dropped")
+    agreement = summary.agreement or {}
+    why = summary.ended or summary.failure or summary.dropped
     return {
         "run": str(out),
         "job": header.get("job"),
         "emulated": header.get("emulated"),
         "state": "tuning" if alive else "ended" if summary else "no tuner",
-        "step": summary.get("steps") or last.get("last_step"),
+        "step": summary.steps or last.get("last_step"),
         # After the verdict only the default is measured in windows: the table's time is what it was confirmed with.
-        "step_ms": (summary.get("tuned_step_ms") if summary.get("kept") else None) or last.get("step_ms"),
+        "step_ms": (summary.tuned_step_ms if summary.kept else None) or last.get("step_ms"),
         "phase": last.get("phase"),
         "window": last.get("index"),
         "windows": last.get("total"),
-        "decisions": sum(1 for d in summary.get("decisions") or () if d.get("algo") or d.get("n_channels")),
-        "kept": summary.get("kept"),
-        "gain": None if summary.get("speedup") is None else 1 - 1 / float(summary["speedup"]),
-        "gain_ci95": None if not interval else [1 - 1 / float(x) for x in interval],
-        "search_cost": lost / base if base else None,
+        "decisions": sum(1 for d in summary.decisions if d.get("algo") or d.get("n_channels")),
+        "kept": summary.kept,
+        "gain": None if summary.speedup is None else 1 - 1 / summary.speedup,
+        "gain_ci95": [1 - 1 / x for x in summary.speedup_ci95] if summary.speedup_ci95 else None,
+        "search_cost": _search_cost(windows),
         "agreement": agreement.get("state"),
         "agreement_text": agreement.get("text"),
-        "records_lost": summary.get("records_lost", header.get("records_lost")),
-        "mismatches": (summary.get("consistency") or {}).get("mismatches"),
+        "records_lost": header.get("records_lost") if summary.records_lost is None else summary.records_lost,
+        "mismatches": summary.consistency.get("mismatches"),
         "heartbeat_s": _heartbeat_s(run) if run.name else None,
         "why": why,
         "reasons": names(str(why or "")),
     }
 
 
+def _search_cost(windows: list[dict[str, Any]]) -> float | None:
+    searched = [w for w in windows if w.get("phase") in SEARCHED and w.get("step_ms") and w.get("default_ms")]
+    base = sum(float(w["default_ms"]) for w in searched)
+    return sum(float(w["step_ms"]) for w in searched) / base - 1 if base else None
+
+
 def _heartbeat_s(run: Path) -> float | None:
-    try:
-        table = TableFile(run / "table")
-    except OSError:
-        return None
-    try:
+    with contextlib.suppress(OSError), contextlib.closing(TableFile(run / "table")) as table:
         at = table.heartbeat_ns()
-    finally:
-        table.close()
-    return (time.monotonic_ns() - at) / 1e9 if at else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}
+        return (time.monotonic_ns() - at) / 1e9 if at else None
+    return None
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:

@@ -1,10 +1,13 @@
-"""Where commands print: rich's console, in which ``module:Name`` stays what it is."""
+"""Where commands print: rich's console, in which ``module:Name`` stays what it is, and its tables."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 #: Columns where there is no terminal: tables in a pipe must not be cut to 80.
 IN_A_PIPE = 160
@@ -21,3 +24,19 @@ def wide_terminal() -> Console:
     if not console.is_terminal:
         console.width = IN_A_PIPE
     return console
+
+
+def grid(
+    heads: Iterable[str],
+    rows: Iterable[Iterable[Any]],
+    numbers: Collection[str] = (),
+    no_wrap: bool = False,
+    **look: Any,
+) -> Table:
+    """A table of plain text, None as an empty cell; columns in ``numbers`` stand to the right, ``look`` is rich's."""
+    made = Table(title_justify="left", title_style="bold", **look)
+    for head in heads:
+        made.add_column(head, justify="right" if head in numbers else "left", overflow="fold", no_wrap=no_wrap)
+    for row in rows:
+        made.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    return made

@@ -14,12 +14,13 @@ from ..traces.costs import decision_text
 from ..traces.files import Trace
 from ..traces.records import PAIRS, Slot, decision_from
 from .gain import config_decision
+from .summary import RunSummary
 
 #: Two configs this many standard errors apart can be told apart.
 _APART = 2.0
 
 
-def chains(trace: Trace, summary: Mapping[str, Any], wanted: str = "") -> list[dict[str, Any]]:
+def chains(trace: Trace, summary: RunSummary, wanted: str = "") -> list[dict[str, Any]]:
     """One chain a slot whose text contains ``wanted``, the dearest first; savings are parts of the step.
 
     What NCCL chose and its prices; every config that was tried, with the windows it was measured in, what it saved and
@@ -46,7 +47,7 @@ def chains(trace: Trace, summary: Mapping[str, Any], wanted: str = "") -> list[d
         decided, reason = _decided(summary, p.slot, p.n_bytes)
         if decided is None:
             nothing = "the run left no word of it" if summary else "the run goes on, or was cut off"
-            reason = summary.get("ended") or nothing
+            reason = summary.ended or nothing
         mine = next((t for t in tried if _same(str(t["decision"]), decided)), None)
         other = next((t for t in tried if t is not mine), None)
         row: dict[str, Any] = {"slot": str(p.slot), "n_ranks": p.slot.n_ranks, "n_nodes": p.slot.n_nodes}
@@ -55,8 +56,8 @@ def chains(trace: Trace, summary: Mapping[str, Any], wanted: str = "") -> list[d
         row["masked"] = {
             why.title: int(configs.sum()) for why, configs in masked(p.fingerprint).items() if configs.any()
         }
-        row["refused"] = [r for r in summary.get("refused") or () if r["slot"] == str(p.slot)]
-        row["in_force"] = None if decided is None else bool(summary.get("kept")) and decided != "auto"
+        row["refused"] = [r for r in summary.refused if r["slot"] == str(p.slot)]
+        row["in_force"] = None if decided is None else bool(summary.kept) and decided != "auto"
         row["sure"] = None if mine is None else 0.5 * math.erfc(-mine["saved"] / mine["error"] / math.sqrt(2))
         row["apart"] = None
         if mine is not None and other is not None:
@@ -65,9 +66,9 @@ def chains(trace: Trace, summary: Mapping[str, Any], wanted: str = "") -> list[d
     return found
 
 
-def _decided(summary: Mapping[str, Any], slot: Slot, n_bytes: int) -> tuple[str | None, str | None]:
+def _decided(summary: RunSummary, slot: Slot, n_bytes: int) -> tuple[str | None, str | None]:
     """What the run's summary says of a slot: (decision as text, reason); None where it says nothing."""
-    for d in summary.get("decisions") or ():
+    for d in summary.decisions:
         here = d.get("func") == slot.func and int(d["min_bytes"]) <= n_bytes <= int(d["max_bytes"])
         if here and int(d.get("n_ranks") or slot.n_ranks) == slot.n_ranks:
             return decision_text(d), d.get("reason")

@@ -4,7 +4,6 @@ Needs the folders of finished runs (``make demo`` leaves one; the first is the r
 is drawn by hand: what is wrong in a picture is wrong in a page.
 """
 
-import json
 import re
 import sys
 import tempfile
@@ -12,9 +11,10 @@ from io import StringIO
 from pathlib import Path
 
 from browser import CHROMIUM, ROOT, Browser
-from dynamiccl.agent.commands.top import grid
+from dynamiccl.agent.commands.top import table
 from dynamiccl.agent.report import write_report
 from dynamiccl.agent.runs import state
+from dynamiccl.agent.summary import RunSummary
 from dynamiccl.traces.files import Trace
 from rich.console import Console
 
@@ -25,7 +25,7 @@ MOST_BYTES = 150_000
 def svg(states):
     """``dynamiccl top`` as a terminal shows it. Rich's fonts are fetched from elsewhere: the reader's own serve."""
     console = Console(record=True, width=156, file=StringIO(), highlight=False)
-    console.print(grid(states))
+    console.print(table(states))
     text = console.export_svg(title="dynamiccl top --once")
     text = re.sub(r"@font-face \{.*?\}", "", text, flags=re.S).replace("Fira Code", "ui-monospace")
     assert "http" not in text.replace("http://www.w3.org", "").replace("https://www.textualize.io", "")
@@ -40,7 +40,7 @@ def main():
     OUT.mkdir(exist_ok=True)
     (OUT / "top.svg").write_text(svg([state(run) for run in runs]), encoding="utf-8")
     with tempfile.TemporaryDirectory() as scratch:
-        summary = json.loads((runs[0] / "summary.json").read_text())
+        summary = RunSummary.read(runs[0])
         report = write_report(Path(scratch) / "report.html", summary, Trace.read(runs[0] / "trace"))
         with Browser(Path(scratch) / "profile") as browser:
             browser.open(report, 1280).picture(OUT / "report.png", 940)

@@ -14,6 +14,7 @@ import pytest
 from dynamiccl.agent.cli import COMMANDS, LAB, MORE, app
 from dynamiccl.agent.console import show_summary
 from dynamiccl.agent.doctor import Facts
+from dynamiccl.agent.summary import RunSummary
 from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -123,7 +124,7 @@ def test_a_run_without_a_result_says_what_to_do(reasons, status, says):
     told |= {"reasons": {"ended": reasons}, "job_status": status, "windows": 9, "failure": None, "not_obeyed": []}
     told |= {"decisions": [], "consistency": {"calls_checked": 0, "mismatches": 0}, "records_lost": 0}
     console = Console(record=True, width=200, file=io.StringIO())
-    show_summary(console, told)
+    show_summary(console, RunSummary.of(told))
     text = console.export_text()
     assert says in text if says else "--cluster" not in text and "too short" not in text
 

@@ -133,7 +133,7 @@ def test_a_slow_start_is_looked_at_again_and_then_tuned(folder, tmp_path, monkey
         enough.touch()
         assert process.wait(60) == 7
     assert "looking again for what can be tuned" in said and ["too-small"] in map(names, said), said
-    assert summary["windows"] > 0 and summary["reasons"]["ended"] != ["too-small"]
+    assert summary.windows > 0 and summary.reasons["ended"] != ["too-small"]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import re
 import pytest
 from browser import AXE, CHROMIUM, ROOT, Browser
 from dynamiccl.agent.report import write_report
+from dynamiccl.agent.summary import RunSummary
 from synthetic_trace import write_run
 
 NAMES = ("report", "live", "early")
@@ -16,9 +17,11 @@ PICTURES = ROOT / "agent" / "pictures"
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     summary, trace = write_run(folder / "a" / "trace")
-    found = {"report": write_report(folder / "report.html", summary, trace)}
-    found["live"] = write_report(folder / "live.html", {**summary, "speedup": None}, trace, running=True)
-    found["early"] = write_report(folder / "early.html", *write_run(folder / "b" / "trace", search=3, stop_early=True))
+    early, short = write_run(folder / "b" / "trace", search=3, stop_early=True)
+    found = {"report": write_report(folder / "report.html", RunSummary.of(summary), trace)}
+    unfinished = RunSummary.of({**summary, "speedup": None})
+    found["live"] = write_report(folder / "live.html", unfinished, trace, running=True)
+    found["early"] = write_report(folder / "early.html", RunSummary.of(early), short)
     assert set(found) == set(NAMES)
     return found
 

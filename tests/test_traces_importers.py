@@ -13,6 +13,7 @@ import recordings_made
 from dynamiccl.agent.cli import app
 from dynamiccl.agent.commands.show import tell
 from dynamiccl.agent.report import write_report
+from dynamiccl.agent.summary import RunSummary
 from dynamiccl.traces.assemble import EVENT_COLUMNS
 from dynamiccl.traces.audit import audit, regime
 from dynamiccl.traces.files import Trace, TraceError, TraceWriter
@@ -264,7 +265,7 @@ def test_what_was_imported_can_be_shown_and_reported(tmp_path, source):
     story = tell(trace, {}, 2)
     assert story["slots"] and story["communicators"] and not story["consistency"]["mismatches"]
     assert any(s["default_us"] for s in story["slots"])
-    assert "What each collective costs" in write_report(tmp_path / "r.html", {}, trace).read_text()
+    assert "What each collective costs" in write_report(tmp_path / "r.html", RunSummary(), trace).read_text()
 
 
 @pytest.mark.parametrize("source", FORMATS)

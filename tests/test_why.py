@@ -4,6 +4,7 @@ import json
 
 import pytest
 from dynamiccl.agent.cli import app
+from dynamiccl.agent.summary import RunSummary
 from dynamiccl.agent.why import chains, lines
 from synthetic_trace import CALL_US, FINAL, GATHER, HEADER, LAYER_BYTES, OWN, SCATTER, write_run
 from typer.testing import CliRunner
@@ -19,7 +20,7 @@ def run(tmp_path_factory):
 
 def test_the_chain_names_prices_trials_and_the_next_best(run):
     _, summary, trace = run
-    found = {c["slot"]: c for c in chains(trace, summary)}
+    found = {c["slot"]: c for c in chains(trace, RunSummary.of(summary))}
     for slot, decision in FINAL.items():
         chain = found[str(slot)]
         assert chain["own"] == "/".join(map(str, OWN)) and chain["prices"]
@@ -47,7 +48,7 @@ def test_the_chain_names_prices_trials_and_the_next_best(run):
     ],
 )
 def test_a_slot_of_which_nothing_was_decided_says_why(run, summary, says):
-    assert says in "\n".join(lines(chains(run[2], summary)[0]))
+    assert says in "\n".join(lines(chains(run[2], RunSummary.of(summary))[0]))
 
 
 def test_the_command_filters_and_explains(run):

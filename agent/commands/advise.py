@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import ClusterName, Format, Nccl, RanksPerNode, Recording, refusing
+
+if TYPE_CHECKING:
+    from ..summary import RunSummary
 
 
 def advise(
@@ -43,12 +46,12 @@ def advise(
     from ...traces.files import TraceError
     from ..advise import Advice
     from ..recordings import read
-    from .show import summary_of
+    from ..summary import RunSummary
 
     with refusing(TraceError, ValueError):
         trace = read(recording, cluster, nccl, format_, ranks_per_node)
-        measured = summary_of(trace.folder)
-        if measured.get("speedup") is not None:
+        measured = RunSummary.read(trace.folder, trace.folder.parent)
+        if measured.speedup is not None:
             _tell_measured(measured, json)
             return
         advice = Advice(trace, named(cluster, nccl, trace.header.get("nccl")) if cluster else None)
@@ -62,9 +65,9 @@ def advise(
         _show(told)
 
 
-def _tell_measured(summary: dict[str, Any], json: bool) -> None:
+def _tell_measured(summary: RunSummary, json: bool) -> None:
     keys = ("speedup", "speedup_ci95", "aa_speedup_ci95", "kept", "table")
-    told: dict[str, Any] = {"predicted": False, **{key: summary.get(key) for key in keys}}
+    told: dict[str, Any] = {"predicted": False, **{key: getattr(summary, key) for key in keys}}
     low, high = told["speedup_ci95"]
     kept = f"apply its table: {told['table']}" if told["kept"] and told["table"] else "no table of it is in force"
     told["verdict"] = f"measured by this run: speed-up {told['speedup']:.3f} [{low:.3f}, {high:.3f}]; {kept}"

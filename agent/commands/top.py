@@ -5,11 +5,14 @@ from __future__ import annotations
 import json as json_module
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import fail
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def top(
@@ -60,48 +63,44 @@ def top(
         fail(f"no run in {places}: name a folder of runs, or start one with dynamiccl tune")
     console = wide_terminal()
     if once or not console.is_terminal:
-        console.print(grid(found))
+        console.print(table(found))
         return
     try:
-        with Live(grid(found), console=console, screen=True) as live:
+        with Live(table(found), console=console, screen=True) as live:
             while True:
                 time.sleep(every)
-                live.update(grid(look()))
+                live.update(table(look()))
     except KeyboardInterrupt:
         pass
 
 
-def grid(found: list[dict[str, Any]]) -> Any:
+def table(found: list[dict[str, Any]]) -> Table:
     """Runs as a table, a row a run; see ``runs.state``."""
     from rich import box
-    from rich.table import Table
 
-    grid = Table(box=box.SIMPLE)
+    from ..terminal import grid
+
     heads = ("run", "state", "step", "phase", "step time", "table", "gain", "search cost", "agreement", "lost", "beat")
-    for head in heads:
-        grid.add_column(head, no_wrap=True, justify="right" if head in ("step", "step time", "lost") else "left")
-    for r in found:
-        phase = f"{r['phase']} {r['window']}/{r['windows']}" if r["phase"] else ""
-        table = {True: f"kept, {r['decisions']} rows", False: "NCCL decides", None: ""}[r["kept"]]
-        beat = "" if r["heartbeat_s"] is None or r["state"] != "tuning" else f"{r['heartbeat_s']:.0f} s ago"
-        grid.add_row(
-            f"{Path(r['run']).name}{' (emulated)' if r['emulated'] else ''}",
-            r["state"],
-            "" if r["step"] is None else str(r["step"]),
-            phase,
-            "" if r["step_ms"] is None else f"{r['step_ms']:.1f} ms",
-            table,
-            _gain(r),
-            "" if r["search_cost"] is None else f"{r['search_cost']:.1%}",
-            r["agreement"] or "",
-            "" if r["records_lost"] is None else str(r["records_lost"]),
-            beat,
-        )
-    return grid
+    return grid(heads, map(_row, found), ("step", "step time", "lost"), no_wrap=True, box=box.SIMPLE)
 
 
-def _gain(r: dict[str, Any]) -> str:
-    if r["gain"] is None or r["kept"] is False:  # a table that was not kept brings nothing
-        return ""
-    low, high = r["gain_ci95"] or (None, None)
-    return f"{r['gain']:.1%}" + (f" [{low:.1%}, {high:.1%}]" if low is not None else "")
+def _row(r: dict[str, Any]) -> list[Any]:
+    def said(key: str, look: str) -> str | None:
+        return None if r[key] is None else format(r[key], look)
+
+    gain = said("gain", ".1%") if r["kept"] is not False else None  # a table that was not kept brings nothing
+    if gain and r["gain_ci95"]:
+        gain += " [{:.1%}, {:.1%}]".format(*r["gain_ci95"])
+    return [
+        f"{Path(r['run']).name}{' (emulated)' if r['emulated'] else ''}",
+        r["state"],
+        r["step"],
+        f"{r['phase']} {r['window']}/{r['windows']}" if r["phase"] else None,
+        None if r["step_ms"] is None else f"{r['step_ms']:.1f} ms",
+        {True: f"kept, {r['decisions']} rows", False: "NCCL decides", None: None}[r["kept"]],
+        gain,
+        said("search_cost", ".1%"),
+        r["agreement"],
+        r["records_lost"],
+        f"{r['heartbeat_s']:.0f} s ago" if r["state"] == "tuning" and r["heartbeat_s"] is not None else None,
+    ]

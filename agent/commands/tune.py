@@ -8,7 +8,7 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,9 @@ from . import (
     run_folder,
 )
 from .clusters import Where
+
+if TYPE_CHECKING:
+    from ..summary import RunSummary
 
 #: How far the tuner gives way to the job: a third of its share of a core that both want. No further: where no core is
 #: idle it must still begin, keep its trials alive, and sum up within the minute that the launcher waits for it.
@@ -239,7 +242,7 @@ def _attach(context: typer.Context, where: str, again: bool) -> None:
         with Show(request.settings.windows + request.settings.verify, quiet, not request.launched) as show:
             summary = Daemon(request, run, again, show.window, show.phase).serve()
     if request.json is not None:
-        text = json_module.dumps(summary, indent=2)
+        text = json_module.dumps(vars(summary), indent=2)
         sys.stdout.write(text + "\n") if quiet else Path(request.json).write_text(text + "\n")
     if not quiet:
         show_summary(show.console, summary)
@@ -272,13 +275,13 @@ def _needs_prometheus() -> None:
         fail("--metrics-port needs prometheus-client: pip install 'dynamiccl[metrics]'")
 
 
-def _exit_code(summary: dict[str, Any]) -> int:
+def _exit_code(summary: RunSummary) -> int:
     """Of the tuner alone: 0 with a result, 1 if tuning had to be withdrawn, 2 without a result, 128 + n interrupted."""
     from ...traces.reasons import RunEnds
 
     by_signal = {RunEnds.INTERRUPTED(): 130, RunEnds.TERMINATED(): 143}  # as a shell says it: 128 + SIGINT, + SIGTERM
-    if summary["ended"] in by_signal:
-        return by_signal[summary["ended"]]
-    if summary["failure"]:
+    if summary.ended in by_signal:
+        return by_signal[summary.ended]
+    if summary.failure:
         return 1
-    return 2 if summary["speedup"] is None else 0
+    return 2 if summary.speedup is None else 0

@@ -26,12 +26,12 @@ def why(
     dynamiccl why runs/tune/latest reduce_scatter
     """
     from ...traces.files import Trace, TraceError
+    from ..summary import RunSummary
     from ..why import chains, lines
-    from .show import summary_of
 
     with refusing(TraceError):
         trace = Trace.read(run)
-        found = chains(trace, summary_of(trace.folder), slot)
+        found = chains(trace, RunSummary.read(trace.folder, trace.folder.parent), slot)
     if not found:
         fail(f"no slot of {run} is called {slot!r}: `dynamiccl show {run}` lists them")
     if json:
