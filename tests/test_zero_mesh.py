@@ -295,7 +295,6 @@ def test_a_checkpoint_is_read_where_the_job_is_cut_in_another_way(four: World, t
         ("--expert-parallel 2", "needs --experts"),
         ("--experts 4 --expert-parallel 2 --stage 0", "a stage from 1 up"),
         ("--experts -1", "--experts: a whole number from 0 up"),
-        (),
         ("--no-sync", "no_sync is stage 2's"),
         ("--recompute-every -1", "--recompute-every: a whole number from 0 up, not -1"),
         ("--save-every -1", "--save-every: a whole number from 0 up, not -1"),
