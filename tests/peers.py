@@ -4,12 +4,22 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from dynamiccl.zero_workload.layout import Settings
 from dynamiccl.zero_workload.parts import OptimizerOf
 from torch import nn
 
 #: Peer -> the ZeRO stage that it is a peer of.
 PEERS = {"ddp": 0, "zero-optimizer": 1, "fsdp2-no-reshard": 2, "fsdp2": 3}
+
+
+def mesh_of(groups: dict[str, Any]) -> Any:
+    """FSDP2's mesh of two dimensions, replicas first, of what ``Cut.groups`` returns; ``None`` without replicas."""
+    if "replicas" not in groups:
+        return None
+    both = [groups["replicas"], groups["group"]]
+    ranks = torch.arange(dist.get_world_size()).view(both[0].size(), -1)
+    return dist.device_mesh.DeviceMesh.from_group(both, "cpu", ranks, mesh_dim_names=("replicas", "group"))
 
 
 class Peer:

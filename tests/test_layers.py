@@ -24,7 +24,7 @@ ROOMS = {
 }
 #: `python -m dynamiccl.zero_workload` starts there: it is the job's door, though it lies beside the engine.
 DOOR = "zero_workload/__main__.py"
-WORKLOAD_LINES = {"zero_workload": 1880, "zero_workload/job": 1320}
+WORKLOAD_LINES = {"zero_workload": 1860, "zero_workload/job": 1300}
 #: Libraries that only some folders may import: where the process touches shared memory or learns.
 SHARED_MEMORY = ("envs/nccl/", "envs/sim/rendezvous.py")  # the second stands in for NCCL's own transport
 ONLY_IN = {

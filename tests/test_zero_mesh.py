@@ -17,7 +17,7 @@ from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload.job import train as train_module
 from dynamiccl.zero_workload.job.model import Experts, Transformer
 from dynamiccl.zero_workload.job.parallel import Cut, subgroup, tensor_parallel
-from peers import Peer
+from peers import Peer, mesh_of
 from test_zero import TINY, adamw, run, train_alone
 from test_zero_exact import OVER_GLOO
 from world import World
@@ -58,8 +58,7 @@ def hsdp(settings: dict[str, Any], steps: int) -> tuple[list[float], Bytes, dict
     names = {group.group_name: "shard", replicas.group_name: "replicas"}
     settings = {**FP32, **settings}
     if "name" in settings:
-        ranks = torch.arange(4).view(2, 2)
-        mesh = dist.device_mesh.DeviceMesh.from_group([replicas, group], "cpu", ranks, mesh_dim_names=("r", "s"))
+        mesh = mesh_of({"replicas": replicas, "group": group})
         job: Any = Peer(settings.pop("name"), model, adamw(1e-2), mesh=mesh, **settings)
     else:
         job = zero(model, adamw(1e-2), group=group, replicas=replicas, **settings)
@@ -296,7 +295,6 @@ def test_a_checkpoint_is_read_where_the_job_is_cut_in_another_way(four: World, t
         ("--expert-parallel 2", "needs --experts"),
         ("--experts 4 --expert-parallel 2 --stage 0", "a stage from 1 up"),
         ("--experts -1", "--experts: a whole number from 0 up"),
-        (),
         ("--no-sync", "no_sync is stage 2's"),
         ("--recompute-every -1", "--recompute-every: a whole number from 0 up, not -1"),
         ("--save-every -1", "--save-every: a whole number from 0 up, not -1"),

@@ -24,6 +24,7 @@ from dynamiccl.zero_workload.job.data import Corpus
 from dynamiccl.zero_workload.job.model import ModelConfig, Transformer, best_interval
 from dynamiccl.zero_workload.remat import Partition
 from test_zero import BATCH, TINY, adamw, run, train_alone
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from world import World
 
@@ -223,14 +224,18 @@ def test_a_rank_that_fails_alone_ends_the_job_with_its_reason() -> None:
 
 
 def test_the_rank_that_failed_by_itself_is_blamed(tmp_path: Path) -> None:
+    def blame(*ended: tuple[int, int]) -> tuple[int, int, str]:
+        """Of ranks with their exit codes, in the order in which they were seen to end."""
+        return launch._blame(ProcessFailure(rank, 0, code, str(tmp_path / str(rank))) for rank, code in ended)
+
     lost = "RuntimeError: Connection reset by peer"
-    (tmp_path / "0").write_text(f"1\n{lost}")
+    (tmp_path / "0").write_text(json.dumps({"message": lost, "errorCode": 1, "timestamp": 1}))
     # Rank 0 lost the killed rank 1 and was seen to end first.
-    assert launch._blame(tmp_path, 0, {0: 1, 1: -9}) == (1, 1, "killed by signal 9")
-    assert launch._blame(tmp_path, 1, {0: 1, 1: 7}) == (1, 1, "ended with exit code 7")
-    assert launch._blame(tmp_path, 0, {0: 1}) == (0, 1, lost)  # the other end of the connection was not ours
-    (tmp_path / "1").write_text("2\nrank 1 has no text")
-    assert launch._blame(tmp_path, 0, {0: 1, 1: 2}) == (1, 2, "rank 1 has no text")
+    assert blame((0, 1), (1, -9)) == (1, 1, "killed by signal 9")
+    assert blame((1, 7), (0, 1)) == (1, 1, "ended with exit code 7")
+    assert blame((0, 1)) == (0, 1, lost)  # the other end of the connection was not ours
+    (tmp_path / "1").write_text(json.dumps({"message": "rank 1 has no text", "errorCode": 2, "timestamp": 2}))
+    assert blame((0, 1), (1, 2)) == (1, 2, "rank 1 has no text")
 
 
 @pytest.mark.slow

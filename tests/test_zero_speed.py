@@ -19,7 +19,7 @@ from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.job.data import Corpus
 from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
 from dynamiccl.zero_workload.job.parallel import Cut
-from peers import PEERS, Peer
+from peers import PEERS, Peer, mesh_of
 from test_zero import adamw
 from world import World
 
@@ -36,7 +36,7 @@ def interleaved(name: str, rounds: int, block: int, shard: int = 0, **more: Any)
     cut = Cut(dist.get_world_size(), shard)
     groups: Any = cut.groups()
     ours = zero(ours_model, adamw(1e-3), stage=PEERS[name], **groups, **settings)
-    theirs = Peer(name, theirs_model, adamw(1e-3), mesh=cut.mesh(groups, "cpu"), **settings)
+    theirs = Peer(name, theirs_model, adamw(1e-3), mesh=mesh_of(groups), **settings)
     corpus, rank = Corpus(None, MODEL.seq), dist.get_rank()
     batches = [corpus.batch(2 * rank, 2 * rank + 2, step=i, seed=0) for i in range(block)]
     times: dict[str, list[float]] = {"ours": [], "theirs": []}

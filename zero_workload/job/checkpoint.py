@@ -127,10 +127,8 @@ def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
     def end() -> None:
         meta = {"step": step, "shapes": {name: _place(engine, i)[0] for i, name in enumerate(engine.names)}}
         meta |= {name: getattr(engine.health, name) for name in ("loss_scale", "good_steps", "skipped")}
-        meta |= {
-            "optimizer": type(engine.optimizer).__name__,
-            "rates": [float(group.get("lr", 0)) for group in engine.optimizer.param_groups],
-        }
+        meta["optimizer"] = type(engine.optimizer).__name__
+        meta["rates"] = [float(group.get("lr", 0)) for group in engine.optimizer.param_groups]
         (partial / "meta.json").write_text(json.dumps(meta))
         shutil.rmtree(done, ignore_errors=True)
         partial.rename(done)
@@ -198,10 +196,9 @@ def load(engine: Engine, folder: Path) -> int:
     if engine.health.loss_scale is not None and meta["loss_scale"] is not None:
         engine.health.loss_scale, engine.health.good_steps = meta["loss_scale"], meta["good_steps"]
     engine.steps, engine.health.skipped = int(meta["step"]), meta.get("skipped", 0)
-    for group, rate in zip(
-        (g for g in engine.optimizer.param_groups if "lr" in g), meta.get("rates", ()), strict=False
-    ):
-        group |= {"lr": rate} if "lr" in group else {}
+    for group, rate in zip(engine.optimizer.param_groups, meta.get("rates", ()), strict=False):
+        if "lr" in group:
+            group["lr"] = rate
     engine.publish()
     engine.synchronize()
     return engine.steps
