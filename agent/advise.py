@@ -17,8 +17,9 @@ from ..envs.replay import cluster_of, load
 from ..envs.sim.arms import distinct
 from ..envs.sim.clusters import Cluster, Fleet
 from ..traces.files import Trace, TraceError
-from ..traces.records import PAIRS, Decision, Slot, Table
-from .gain import Gains, config_decision, exposure, tell
+from ..traces.records import Decision, Slot, Table
+from ..traces.spaces import decision_of
+from .gain import Gains, exposure, tell
 
 LEVEL = 0.8
 #: A table may be applied unseen where it is no likelier than this to make steps longer by over 1 %.
@@ -58,8 +59,7 @@ class Advice:
     @property
     def decisions(self) -> dict[Slot, Decision]:
         """The table to try first; slots that are left to NCCL are not in it."""
-        found = zip(self.tasks.slots, map(config_decision, self.configs), strict=True)
-        return {slot: decision for slot, decision in found if not decision.is_auto}
+        return {slot: decision_of(c) for slot, c in zip(self.tasks.slots, self.configs, strict=True) if c}
 
     @property
     def table(self) -> Table:
@@ -87,9 +87,9 @@ class Advice:
         alone[i] = self.configs[i]
         told = {"slot": str(p.slot), "func": p.slot.func, "n_ranks": p.slot.n_ranks, "n_nodes": p.slot.n_nodes}
         told |= {"n_bytes": p.n_bytes, "calls": p.calls, "call_us": p.call_us, "timed_by": p.timed_by}
-        told |= {"share": p.share, "advice": str(config_decision(self.configs[i]))}
+        told |= {"share": p.share, "advice": str(decision_of(self.configs[i]))}
         told["exposed_share"] = float(self.exposed[i]) * p.share if np.isfinite(self.exposed[i]) else None
-        told["own"] = f"{'/'.join(PAIRS[int(p.fingerprint.own_pair[0])])}/{int(p.fingerprint.own_channels[0])}"
+        told["own"] = p.own
         told["saves"] = _interval(*self.gains.interval(alone, LEVEL)) if self.configs[i] else None
         return told
 

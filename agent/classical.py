@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from ..envs import turns
-from ..traces import spaces
 from ..traces.fingerprint import N_FEATURES
 from ..traces.records import CHANNELS, PAIRS
-from ..traces.spaces import N_CHANNELS, N_CONFIGS
+from ..traces.spaces import N_CHANNELS, N_CONFIGS, actions_of
 
 Array = np.ndarray[Any, Any]
 
@@ -50,15 +49,14 @@ class Turn:
 
     @property
     def untried(self) -> list[int]:
-        """What may be chosen and was not tried yet. Last what was asked for before: that window was given up, maybe for
-        what ran in another slot."""
-        found = [int(c) for c in self.open if np.isneginf(self.mean[c])]
-        return sorted(found, key=lambda c: self.asked[c])
+        """What may be chosen and was not tried yet."""
+        return [int(c) for c in self.open if np.isneginf(self.mean[c])]
 
-    def first(self, configs: Sequence[int]) -> int | None:
-        """The first of ``configs`` that was not tried yet; those that were asked for before come last."""
-        allowed = set(self.untried)
-        return min((c for c in configs if c in allowed), key=lambda c: self.asked[c], default=None)
+    def first(self, configs: Sequence[int]) -> int:
+        """The first of ``configs`` that was not tried yet, the best where there is none. Last comes what was asked for
+        before: that window was given up, maybe for what ran in another slot."""
+        allowed = self.untried
+        return min((c for c in configs if c in allowed), key=lambda c: self.asked[c], default=self.best)
 
 
 @dataclass
@@ -109,8 +107,7 @@ class Searcher:
             turn.asked = state[i].asked.setdefault(turn.slot, turn.asked)
             chosen[i] = turn.best if turn.round >= self.horizon else self.choose(turn, state[i])
             turn.asked[chosen[i]] += 1
-        actions = spaces.actions_of(chosen)
-        return (actions if np.ndim(observation) == 2 else actions[0]), state
+        return actions_of(chosen if np.ndim(observation) == 2 else chosen[0]), state
 
 
 def _turn(seen: turns.Seen, i: int) -> Turn:
@@ -163,16 +160,14 @@ class Ladder(Searcher):
         best = turn.best
         pair = turn.own[0] if best < N_CHANNELS else best // N_CHANNELS - 1
         ran = CHANNELS[best % N_CHANNELS] or turn.own[1]
-        allowed = set(turn.untried)
         fewer = [c for c in _of_pair(pair, turn) if 0 < CHANNELS[c % N_CHANNELS] < ran]
-        if fewer and fewer[-1] in allowed:  # tried and no better: that was the lowest rung
+        if fewer and fewer[-1] in turn.untried:  # tried and no better: that was the lowest rung
             return fewer[-1]
         tried = {int(c) // N_CHANNELS - 1 for c in turn.open if np.isfinite(turn.mean[c]) and c >= N_CHANNELS}
         tried.discard(turn.own[0])
         if len(tried) < self.pairs:
             order = [int(p) for p in np.argsort(turn.price) if int(p) not in tried and int(p) != turn.own[0]]
-            found = turn.first([row[-1] for p in order if (row := _of_pair(p, turn))])  # with all the channels it has
-            return best if found is None else found
+            return turn.first([row[-1] for p in order if (row := _of_pair(p, turn))])  # with all the channels it has
         return best
 
 
@@ -195,8 +190,7 @@ class CoordinateDescent(Searcher):
         row = _of_pair(pair, turn)
         at = row.index(best)
         counts = [row[k] for k in (at - 1, at - 2 if channel == 0 else at + 1) if 0 <= k < len(row)]
-        found = turn.first(pairs + counts if channel == 0 else counts + pairs)
-        return best if found is None else found
+        return turn.first(pairs + counts if channel == 0 else counts + pairs)
 
 
 class Sweep(Searcher):
@@ -210,7 +204,7 @@ class Sweep(Searcher):
     def choose(self, turn: Turn, memo: Memo) -> int:
         """The first untried one, else the best."""
         if turn.untried:
-            return turn.untried[0]
+            return turn.first(turn.untried)
         kept = memo.plans.get(turn.slot, 0)
         if turn.mean[turn.best] > turn.mean[kept] + self.hysteresis:
             memo.plans[turn.slot] = turn.best

@@ -26,7 +26,7 @@ from ..envs.nccl.nvml import gpus
 from ..envs.sim.clusters import cluster
 from ..envs.sim.emulated import Emulated
 from ..traces.header import masked, plain
-from ..traces.records import AUTO, PAIRS, Decision, Slot, decision_from
+from ..traces.records import AUTO, Decision, Slot, decision_from
 from ..traces.slots import SlotProfile
 from .outputs import full_url
 from .tuner import Outcome
@@ -62,7 +62,7 @@ class Kept:
     @classmethod
     def of(cls, p: SlotProfile, decision: Decision = AUTO) -> Kept:
         """Of a slot as a run found it."""
-        return cls(p.slot, p.n_bytes, "/".join(PAIRS[int(p.fingerprint.own_pair[0])]), p.call_us, decision)
+        return cls(p.slot, p.n_bytes, p.own.rpartition("/")[0], p.call_us, decision)
 
     def is_again(self, other: Kept) -> bool:
         """Whether it is the same slot, and its calls take what they took."""

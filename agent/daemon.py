@@ -26,7 +26,7 @@ from ..envs.locks import Busy, is_locked, lock
 from ..envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ..envs.nccl.shm import RunFolder
 from ..envs.nccl.tables import TABLE, to_json
-from ..traces.files import Trace, TraceError, TraceWriter
+from ..traces.files import TraceError, TraceWriter
 from ..traces.reasons import RunEnds
 from ..traces.records import TUNED_FUNCS, Decision, Slot, Table
 from .choosing import make_chooser
@@ -124,7 +124,8 @@ class Daemon:
             self._warn(f"not written: {error}")
         log.info("a tuner begins, process %d: policy %s, run %s", os.getpid(), request.policy, self.run.path)
         log.info("job: %s", request.job or "joined")
-        stack.callback(self._serve_metrics())
+        if request.metrics_port is not None:
+            self._serve_metrics(stack, request.metrics_port)
 
     def _serve(self, writer: TraceWriter) -> None:
         request, job = self.request, self.job
@@ -141,7 +142,7 @@ class Daemon:
             self._say(f"memory: {self.memory.text}")
             return table
 
-        tuner = Tuner(windows, self.policy, request.settings, self._tell, recall=recall)
+        tuner = Tuner(windows, self.policy, request, self._tell, recall=recall)
         self.outcome = tuner.outcome
         try:
             job.keep_alive()
@@ -188,23 +189,20 @@ class Daemon:
                         self._tune(tuner)
                         over = tuner.search is None
                     continue
-                reopened, returned, kept = self.outcome.reopened, self.outcome.returned, self.outcome.kept
-                refined = self.outcome.refined
+                now, before = self.outcome, replace(self.outcome)
                 job.thin = tuner.search is None or tuner.search.is_over  # a search asks for kernel times
                 tuner.step()
                 self._report_so_far()
-                if self.outcome.reopened > reopened:
+                if now.reopened > before.reopened:
                     self._say("the job has changed: measuring NCCL's own choice anew")
-                if self.outcome.returned > returned:
+                if now.returned > before.returned:
                     self._say("a regime that was tuned before: its table is in force again")
-                if self.outcome.kept and not kept and self.outcome.reopened == reopened and self.outcome.verdict:
-                    self._say(
-                        f"a gain that was not sure is sure now, {self.outcome.verdict.tuned}: the table is in force"
-                    )
-                if self.outcome.refined > refined:
+                if now.kept and not before.kept and now.reopened == before.reopened and now.verdict:
+                    self._say(f"a gain that was not sure is sure now, {now.verdict.tuned}: the table is in force")
+                if now.refined > before.refined:
                     self._say("one slot's config beside the table was faster for sure: it is part of the table now")
-                if kept and not self.outcome.kept and self.outcome.dropped:
-                    self._say(f"back to NCCL's own choice: {self.outcome.dropped}")
+                if before.kept and not now.kept and now.dropped:
+                    self._say(f"back to NCCL's own choice: {now.dropped}")
             except Stopped as reason:
                 self._drop(str(reason))
                 return
@@ -249,48 +247,56 @@ class Daemon:
         self.on_window(line)
         self._report_so_far()
 
-    def _serve_metrics(self) -> Callable[[], None]:
-        """The endpoint, where it was asked for; what cannot be served does not stop the tuner. Returns its end."""
-        if self.request.metrics_port is None:
-            return lambda: None
+    def _serve_metrics(self, stack: contextlib.ExitStack, port: int) -> None:
+        """The endpoint, until ``stack`` closes; what cannot be served does not stop the tuner."""
         try:
             from .metrics import serve
             from .runs import state
 
             address = self.request.metrics_address
-            port, stop = serve(self.request.metrics_port, address, lambda: [state(self.out)])
+            port, stop = serve(port, address, lambda: [state(self.out)])
         except (ImportError, OSError) as error:
             self._warn(f"no metrics are served: {error}")
-            return lambda: None
-        self._say(f"metrics: http://{address}:{port}/metrics")
-        return stop
+        else:
+            stack.callback(stop)
+            self._say(f"metrics: http://{address}:{port}/metrics")
 
     def _report_so_far(self) -> None:
         """The page of a run that goes on, every half minute, by a process that gives way to the job."""
         if time.monotonic() - self._reported < REPORT_EVERY_S or (self._reporter and self._reporter.poll() is None):
             return
         self._reported = time.monotonic()
-        command = [sys.executable, "-m", "dynamiccl.agent.report", str(self.out), str(REPORT_EVENTS)]
         with contextlib.suppress(OSError):  # the page is a convenience
-            quiet = subprocess.DEVNULL
-            self._reporter = subprocess.Popen(
-                ["nice", "-n", "19", *command], stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, text=True
-            )
-            assert self._reporter.stdin is not None
-            self._reporter.stdin.write(json.dumps(vars(self._summary())))
-            self._reporter.stdin.close()
+            self._reporter = self._draw(self._summary(), "running", "nice", "-n", "19")
+
+    def _draw(self, summary: RunSummary, state: str, *before: str) -> subprocess.Popen[str]:
+        """Start the process that makes the page: what draws is not imported beside the job."""
+        words = [sys.executable, "-m", "dynamiccl.agent.report", str(self.out), str(REPORT_EVENTS), state]
+        pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
+        process = subprocess.Popen(
+            [*before, *words], stdin=pipe, stdout=quiet, stderr=quiet if before else pipe, text=True
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(vars(summary)))
+        process.stdin.close()
+        return process
 
     def _summarise(self) -> RunSummary:
         summary = self._summary()
         if self._reporter:
             self._reporter.kill()  # it must not write after the last page
             self._reporter.wait()
+        why = ""
         try:
             self._write(summary)
-            trace = Trace.read(self.out / "trace", most_events=REPORT_EVENTS)
-            _report(self.out / "report.html", summary, trace)
+            drawing = self._draw(summary, "over")
+            said = drawing.stderr.read() if drawing.stderr else ""
+            if drawing.wait():
+                why = said.strip().rpartition("\n")[2] or f"its process ended with {drawing.returncode}"
         except Exception as error:  # the page is the last thing made: what was measured must not be lost with it
-            self._warn(f"the report could not be made ({type(error).__name__}: {error}); the rest is whole")
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self._warn(f"the report could not be made ({why}); the rest is whole")
         return summary
 
     def _write(self, summary: RunSummary) -> None:
@@ -333,9 +339,3 @@ def _ended_politely() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _report(path: Path, summary: RunSummary, trace: Trace) -> None:
-    from .report import write_report  # plotly: a second to import, needed once
-
-    write_report(path, summary, trace)

@@ -17,8 +17,7 @@ import numpy as np
 from ..envs.belief import LOG_RANGE, Belief
 from ..traces.files import Trace
 from ..traces.overlap import exposed_ns
-from ..traces.records import Decision, Slot, size_class
-from ..traces.spaces import actions_of, decision_of
+from ..traces.records import Slot, size_class
 
 Array = np.ndarray[Any, Any]
 
@@ -33,11 +32,6 @@ BOLD = 0.5
 #: or take ``EXPOSED[2]``. As simulated jobs of both families show it (``tests/check_advice.py fit``).
 EXPOSED = (0.49, 0.31, 0.25)
 _DRAWS = 2000
-
-
-def config_decision(config: Any) -> Decision:
-    """Index of a config -> Decision."""
-    return decision_of(actions_of(np.array([int(config)]))[0])
 
 
 def exposure(trace: Trace) -> dict[Slot, float]:

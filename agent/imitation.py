@@ -21,7 +21,7 @@ from ..envs.sim.job_family import JobFamily
 from ..envs.sim.jobs import draw_jobs
 from ..envs.turns import N_OBSERVATION
 from ..envs.watch import Rules
-from ..traces.spaces import N_CONFIGS, actions_of, config_index
+from ..traces.spaces import N_CONFIGS
 from .batches import HORIZON, Block
 from .policy import LstmPolicy, blinded
 from .recurrent import MaskedLstmPolicy
@@ -64,7 +64,7 @@ def collect(
             apart[i].append(block.apart[i, searches[i].turn] / block.unit[i] * HORIZON)
         scores, state = policy.scores(obs, state)
         noisy = sharpness * scores + policy.rng.gumbel(size=scores.shape)
-        block.step(rows, config_index(actions_of(noisy.argmax(axis=1)))[rows])
+        block.step(rows, noisy.argmax(axis=1)[rows])
     return [Episode(np.array(s), np.array(a, np.float16)) for s, a in zip(seen, apart, strict=True) if s]
 
 

@@ -137,8 +137,8 @@ class LstmPolicy:
         scores, state = self.scores(rows, state)
         if not deterministic:  # the largest of score + Gumbel noise is a draw from the softmax
             scores = scores + self.rng.gumbel(size=scores.shape)
-        actions = spaces.actions_of(scores.argmax(axis=1))
-        return (actions if np.ndim(observation) == 2 else actions[0]), state
+        chosen = scores.argmax(axis=1)
+        return spaces.actions_of(chosen if np.ndim(observation) == 2 else chosen[0]), state
 
 
 #: Parts that a policy can be trained without, to see what each is worth. Without durations no kernel is ever sampled in

@@ -201,7 +201,7 @@ def _settings(s: RunSummary, trace: Trace) -> str:
     return section("Settings and versions", "", f'<div class="two">{cards}</div>')
 
 
-if __name__ == "__main__":  # the daemon's page of a run that goes on: python -m ... FOLDER MOST_EVENTS < summary
+if __name__ == "__main__":  # for the daemon: python -m ... FOLDER MOST_EVENTS running|over < summary
     _out = Path(sys.argv[1])
     _summary, _trace = RunSummary.of(json.load(sys.stdin)), Trace.read(_out / "trace", most_events=int(sys.argv[2]))
-    write_report(_out / "report.html", _summary, _trace, running=True)
+    write_report(_out / "report.html", _summary, _trace, running=sys.argv[3] == "running")

@@ -18,10 +18,12 @@ from .choosing import DEFAULT
 
 #: Its file in the run folder.
 REQUEST = "request.json"
-# What of the settings can be said anew by whoever joins.
-_SETTINGS = ("windows", "verify", "window_steps", "budget")
-_AFRESH = ("policy", "seed", "bitwise", "out", "json", "memory", "log_level")
-
+#: Options that are said anew by whoever joins, and those that only the launcher takes; each is a field of its name.
+AFRESH = (
+    *("windows", "verify", "window_steps", "budget"),
+    *("policy", "seed", "bitwise", "out", "json", "memory", "log_level"),
+)
+ONCE = ("metrics_port", "metrics_address")
 #: A comparison of fewer pairs is none.
 LEAST_PAIRS = 2
 
@@ -42,19 +44,17 @@ class Settings:
     windows: int = 30  # of the policy's own, at most
     verify: int = 12  # pairs of windows in one comparison, at most
     window_steps: int | None = None  # None: as the noise of the job asks for
-    steps: int | None = None  # that the job will take, if known
     budget: float = 0.05  # share of the job's time that the search may lose against the default
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Settings):
     """One run of ``dynamiccl tune``."""
 
     out: Path | None = None  # None: a new folder, see ``outputs.claim``
     emulated: Emulated | None = None
     policy: str = DEFAULT
     seed: int = 0
-    settings: Settings = field(default_factory=Settings)
     bitwise: bool = False  # only what keeps the order of sums
     facts: dict[str, Any] = field(default_factory=dict)  # of the job, for the summary: stage, n_processes
     job: str = ""  # its command
@@ -81,13 +81,10 @@ class Request:
         except FileNotFoundError:
             left = {}
         try:
-            left["settings"] = {**left.get("settings", {}), **{k: v for k, v in options.items() if k in _SETTINGS}}
-            left |= {k: v for k, v in options.items() if k in _AFRESH}
-            left["settings"] = Settings(**left["settings"])
+            left |= {k: v for k, v in options.items() if k in AFRESH}
             left["emulated"] = Emulated(**left["emulated"]) if left.get("emulated") else None
-            for name in ("out", "job_log"):
-                left[name] = Path(left[name]) if left.get(name) is not None else None
-            left["json"] = str(left["json"]) if left.get("json") is not None else None
+            for name, kind in (("out", Path), ("job_log", Path), ("json", str)):
+                left[name] = kind(left[name]) if left.get(name) is not None else None
             return cls(**left)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{run / REQUEST} is damaged ({error}): remove it, and say again what is wanted") from None

@@ -38,8 +38,7 @@ class ExpectedImprovement:
         best = np.where(seen.open, np.where(later, seen.in_force, seen.ahead), -np.inf).argmax(axis=1)
         pick = worth.argmax(axis=1)
         chosen = np.where(worth[np.arange(len(pick)), pick] > 0, pick, best)
-        actions = actions_of(chosen)
-        return (actions if np.ndim(observation) == 2 else actions[0]), state
+        return actions_of(chosen if np.ndim(observation) == 2 else chosen[0]), state
 
 
 class ThompsonSampling:
@@ -56,5 +55,5 @@ class ThompsonSampling:
         seen = turns.seen(observation)
         draw = seen.ahead + seen.learned * self.rng.standard_normal(seen.learned.shape) / self.calm
         worth = np.where(seen.open & ((seen.worth > self.least) | (seen.ahead >= 0)), draw, -np.inf)
-        actions = actions_of(worth.argmax(axis=1))
-        return (actions if np.ndim(observation) == 2 else actions[0]), state
+        chosen = worth.argmax(axis=1)
+        return actions_of(chosen if np.ndim(observation) == 2 else chosen[0]), state

@@ -6,6 +6,7 @@ window) and touches no process.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,9 +26,9 @@ from ..envs.watch import Rules
 from ..envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
 from ..traces.audit import regime
 from ..traces.reasons import RowRefused, RunEnds
-from ..traces.records import AUTO, PAIRS, Decision, Slot
+from ..traces.records import AUTO, Decision, Slot
 from ..traces.slots import SlotProfile
-from ..traces.spaces import action_of, actions_of, config_index, decision_of
+from ..traces.spaces import config_of, decision_of
 from .compare import Comparison, Verdict
 from .request import LEAST_PAIRS, Settings
 
@@ -49,7 +50,7 @@ def rules_of(s: Settings) -> Rules:
     return Rules(window_steps=steps, rounds=s.windows, pairs=s.verify, budget=s.budget)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Line:
     """One window as it is told to people and written to the trace. Times in ms, ``saving`` relative to the default."""
 
@@ -57,8 +58,8 @@ class Line:
     total: int
     phase: str  # profile, search, verify, refine, watch
     regime: str
-    slot: str
-    previous: str
+    slot: str = "all slots"
+    previous: str = "auto"
     decision: str
     step_ms: float
     default_ms: float
@@ -140,7 +141,7 @@ class Tuner:
         self._state: Any = None
         windows.on_window = self._saw
         windows.on_disobeyed = self.outcome.disobeyed.append
-        self._last: tuple[Plan, Window] | None = None
+        self._last: Window | None = None
         self._wait, self._look_at = LOOK_AGAIN, math.inf
 
     def run(self) -> Outcome:
@@ -184,7 +185,12 @@ class Tuner:
         self.search = Search(job, default, self.prior, rules, first, self.windows.confirm)
 
     def _configs(self, decisions: Mapping[Slot, Decision]) -> Array:
-        return np.array([_config(decisions.get(p.slot, AUTO)) for p in self.windows.profiles], np.int64)
+        """Of each slot; AUTO's where there is no decision, or one outside the action space."""
+        configs = np.zeros(len(self.windows.profiles), np.int64)
+        for i, profile in enumerate(self.windows.profiles):
+            with contextlib.suppress(ValueError):
+                configs[i] = config_of(decisions.get(profile.slot, AUTO))
+        return configs
 
     def step(self) -> None:
         """One window, with the policy's turns before it; also after the verdict. Raises JobEnded."""
@@ -192,7 +198,7 @@ class Tuner:
         assert search is not None
         over = search.is_over
         while (plan := search.plan()) is None:
-            self._turn(search)
+            self._state = search.ask(self.policy, self._state)
             if search.is_over != over:
                 return
         seen = self.windows.measure(plan)
@@ -203,12 +209,6 @@ class Tuner:
         self._tell(plan, search, race if race and race.n > pairs else None, float(seen.step_ms[-1]) > plan.limit_ms)
         if over or search.marks.reopened:
             self._conclude()
-
-    def _turn(self, search: Search) -> None:
-        observation = search.observe()[None]
-        start = np.array([self._state is None])
-        action, self._state = self.policy.predict(observation, self._state, start, True)
-        search.decide(int(config_index(np.atleast_2d(action))[0]))
 
     # -- what is told ------------------------------------------------------------------------------------------
 
@@ -232,18 +232,19 @@ class Tuner:
         o.refused = [self._refusal(int(s), int(c)) for s, c in np.argwhere(search.banned)]
 
     def _refusal(self, i: int, config: int) -> tuple[Slot, Decision, str]:
-        slot, decision = self.windows.profiles[i].slot, decision_of(actions_of(np.array([config]))[0])
+        slot, decision = self.windows.profiles[i].slot, decision_of(config)
         row = next((d for d in self.outcome.disobeyed if (d.slot, d.decision) == (slot, decision)), None)
         too_slow = RowRefused.TOO_SLOW(decision=decision, slot=slot, times=GIVE_UP)
         return slot, decision, too_slow if row is None else str(row)
 
     def _choice(self, i: int, profile: SlotProfile, search: Search) -> Choice:
-        decision = decision_of(actions_of(search.confirmed[i : i + 1])[0])
+        config = int(search.confirmed[i])
+        decision = decision_of(config)
         mean, deviation = search.belief.figures(i)
         # More than all of it is possible, a call slows what runs beside it, but is no more than that in words.
         exposure = f"the step waits for {min(1.0, search.belief.exposure[0][i]):.0%} of its time"
         tried = int((search.tried[i, 1:] > 0).sum())
-        own, config = _own(profile), int(search.confirmed[i])
+        own = profile.own
         if decision.is_auto and not tried:
             return Choice(profile, AUTO, RowRefused.NOT_TRIED(own=own))
         if decision.is_auto:
@@ -252,18 +253,16 @@ class Tuner:
         return Choice(profile, decision, f"saves {percent} of the step against NCCL's {own}; {tried} tried; {exposure}")
 
     def _saw(self, plan: Plan, window: Window) -> None:
-        self._last = plan, window
+        self._last = window
 
     def _tell_profile(self) -> None:
         if self._last is None:
             return
         found = ", ".join(f"{p.slot} x{p.calls:.0f} ({p.share:.0%} of the step)" for p in self.windows.profiles)
-        step_ms = self._last[1].step_ms
-        self._line("profile", "auto", step_ms, step_ms, "measured", found or "no slot")
+        self._line("profile", "auto", self._last.step_ms, "measured", found or "no slot")
 
     def _tell(self, plan: Plan, search: Search, pair: Race | None, given_up: bool) -> None:
-        assert self._last is not None
-        ms, default_ms = self._last[1].step_ms, search.default_ms * math.exp(float(search.belief.mean[0]))
+        default_ms = search.default_ms * math.exp(float(search.belief.mean[0]))
         table = self.windows.decisions(plan.configs)
         text = ", ".join(f"{slot} {decision}" for slot, decision in table.items()) or "auto"
         if plan.kind == WATCH and (plan.configs.any() or not search.confirmed.any()):
@@ -273,23 +272,22 @@ class Tuner:
             low, _ = pair.interval
             verdict = "kept" if low > 0 and pair.n >= LEAST_PAIRS else "rolled back" if search.race is None else verdict
         of_the_table = verdict == "kept" and not plan.configs.any()  # it was this window that made it sure
-        self._line(_PHASES[plan.kind], text, ms, default_ms, verdict, "the table beside it" if of_the_table else "")
+        self._line(_PHASES[plan.kind], text, default_ms, verdict, "the table beside it" if of_the_table else "")
 
-    def _line(self, phase: str, text: str, ms: float, default_ms: float, verdict: str, reason: str) -> None:
+    def _line(self, phase: str, text: str, default_ms: float, verdict: str, reason: str) -> None:
+        """Tell the last window."""
         assert self._last is not None
-        window = self._last[1]
+        window = self._last
         self.on_window(
             Line(
                 index=self.outcome.windows,
                 total=self.settings.windows + 2 * self.settings.verify,
                 phase=phase,
                 regime=self.outcome.regime,
-                slot="all slots",
-                previous="auto",
                 decision=text,
-                step_ms=ms,
+                step_ms=window.step_ms,
                 default_ms=default_ms,
-                saving=1 - ms / default_ms,
+                saving=1 - window.step_ms / default_ms,
                 verdict=verdict,
                 reason=reason,
                 generation=window.generation,
@@ -318,17 +316,3 @@ def verdict_of(search: Search) -> Verdict:
 
 def _comparison(mean: float, low: float, high: float, n: int) -> Comparison:
     return Comparison(math.exp(mean), math.exp(low), math.exp(high), n)
-
-
-def _config(decision: Decision) -> int:
-    """The config of a decision; AUTO's for one outside the action space."""
-    try:
-        return int(config_index(action_of(decision)[None])[0])
-    except ValueError:
-        return 0
-
-
-def _own(profile: SlotProfile) -> str:
-    """NCCL's own choice for a slot, as text."""
-    algo, proto = PAIRS[int(profile.fingerprint.own_pair[0])]
-    return f"{algo}/{proto}/{int(profile.fingerprint.own_channels[0])}"

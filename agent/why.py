@@ -13,7 +13,7 @@ from ..envs.sim.arms import masked
 from ..traces.costs import decision_text
 from ..traces.files import Trace
 from ..traces.records import PAIRS, Slot, decision_from
-from .gain import config_decision
+from ..traces.spaces import decision_of
 from .summary import RunSummary
 
 #: Two configs this many standard errors apart can be told apart.
@@ -34,14 +34,14 @@ def chains(trace: Trace, summary: RunSummary, wanted: str = "") -> list[dict[str
             continue
         offered = zip(PAIRS, p.fingerprint.cost_us[0], strict=True)
         prices = {"/".join(pair): round(float(us), 1) for pair, us in offered if us >= 0}
-        own = f"{'/'.join(PAIRS[int(p.fingerprint.own_pair[0])])}/{int(p.fingerprint.own_channels[0])}"
+        own = p.own
         noise = float(recorded.noise[i])
         tried: list[dict[str, Any]] = []
         for config, savings in recorded.windows[i].items():
             values = np.array(savings) * recorded.share[i]
             spread = max(float(np.std(values, ddof=1)) if len(values) > 2 else 0.0, noise * math.sqrt(2))
             error = spread / math.sqrt(len(values))
-            told = {"decision": str(config_decision(config)), "windows": len(values), "saved": float(values.mean())}
+            told = {"decision": str(decision_of(config)), "windows": len(values), "saved": float(values.mean())}
             tried.append({**told, "error": error})
         tried.sort(key=lambda t: -float(t["saved"]))
         decided, reason = _decided(summary, p.slot, p.n_bytes)

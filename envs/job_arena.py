@@ -128,7 +128,7 @@ def play(
         busy = np.flatnonzero(over & ~np.array([s.is_done for s in search.searches]))
         ledger.go_on(busy)
         until[busy] = ledger.steps[busy] + max(after, 1)
-        search.watch([i for i in open_ if ledger.steps[i] < until[i] or not search.searches[i].is_over])
+        search.measure([i for i in open_ if ledger.steps[i] < until[i] or not search.searches[i].is_over])
         again = np.flatnonzero(np.isfinite(until))
         ledger.final[again] = search.tables[again]
     if not after:  # what ran last were trials: a job does not go on like them
@@ -144,4 +144,4 @@ def _config(action: Any) -> int:
     one = np.asarray(action)
     if one.size != 2 or not np.issubdtype(one.dtype, np.integer) or (one < 0).any() or (one.ravel() >= _MOST).any():
         raise ValueError(f"an action is two integers below {_MOST.tolist()}, not {action!r}")
-    return int(config_index(one.reshape(1, 2))[0])
+    return int(config_index(one.reshape(2)))

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -275,7 +274,7 @@ class Job:
         chosen = {s: d for s, d in decisions.items() if not d.is_auto}
         counted: dict[int, float] = {}  # duration in ms by step
         pauses = barren = 0
-        for _ in count():
+        while True:
             before = len(counted)
             try:
                 return self._window(chosen, n_steps, discard, give_up_ms, counted)
@@ -293,7 +292,6 @@ class Job:
                 if chosen and self._pauses < 2:
                     counted.clear()
                 self._say(f"the window {'goes on' if counted else 'is measured again'}: {pause.what}")
-        raise AssertionError("unreachable")
 
     def _window(
         self, decisions: dict[Slot, Decision], n_steps: int, discard: int, give_up_ms: float, counted: dict[int, float]
@@ -380,13 +378,6 @@ class Job:
         self.take(everything=True)
         events, self._events = list(self._events), deque()
         return joined(events, EVENT_COLUMNS)
-
-    def wait(self) -> int:
-        """Keep reading until the job ends; its exit status (0 where nobody has told)."""
-        while self.is_alive():
-            self.rest()
-        self.poll()
-        return self.status or 0
 
     def rest(self) -> None:
         """One unhurried poll; steps that no window asked for are let go."""

@@ -78,9 +78,7 @@ class LiveWindows:
 
     def decisions(self, configs: Array) -> dict[Slot, Decision]:
         """What slots are told under configs (s,); those left to NCCL are left out."""
-        pairs = zip(self.profiles, spaces.actions_of(configs), strict=True)
-        chosen = {p.slot: spaces.decision_of(action) for p, action in pairs}
-        return {slot: decision for slot, decision in chosen.items() if not decision.is_auto}
+        return {p.slot: spaces.decision_of(c) for p, c in zip(self.profiles, configs, strict=True) if c}
 
     def measure(self, plan: Plan) -> Measured:
         """See ``windows.Windows``."""

@@ -161,14 +161,6 @@ def _memory_pressure(steps: pd.DataFrame) -> float:
     return float((known["memory_used"] / known["memory_total"]).mean()) if len(known) else 0.0
 
 
-def _config(rule: dict[str, Any]) -> int | None:
-    """Index of a rule's decision in the action space, None where it lies outside."""
-    try:
-        return int(spaces.config_index(spaces.action_of(decision_from(str(rule["decision"])))[None])[0])
-    except ValueError:
-        return None
-
-
 def _effects(
     windows: list[Stretch],
     default: set[int],
@@ -184,12 +176,15 @@ def _effects(
             continue
         parts = []
         for rule in tables.get(w.generation, ()):
-            config = _config(rule)
+            try:
+                config = spaces.config_of(decision_from(str(rule["decision"])))
+            except ValueError:  # outside the action space
+                continue
             for i, p in enumerate(profiles):
                 inside = int(rule["min_bytes"]) <= p.n_bytes <= int(rule["max_bytes"])
                 sizes = int(rule.get("n_ranks", 0)), int(rule.get("n_nodes", 0))  # older traces named communicators
                 same = sizes in ((0, 0), (p.slot.n_ranks, p.slot.n_nodes))
-                if config is not None and inside and same and rule["func"] == p.slot.func:
+                if inside and same and rule["func"] == p.slot.func:
                     parts.append((i, config))
         if parts and last is not None:
             rows.append((1.0 - w.ms / last, float(w.n_steps), parts))
@@ -279,8 +274,8 @@ def _predict(took: _Times, p: SlotProfile, allowed: Array, known: dict[int, floa
     own_pair, own_channels = PAIRS[int(f.own_pair[0])], max(int(f.own_channels[0]), 1)
     default_us = took.us(p.slot.func, p.n_bytes, *own_pair, own_channels)
     waits, slows = np.zeros(spaces.N_CONFIGS), np.zeros(spaces.N_CONFIGS)
-    for config in np.flatnonzero(allowed):
-        decision = spaces.decision_of(spaces.actions_of(np.array([config]))[0])
+    for config in np.flatnonzero(allowed).tolist():
+        decision = spaces.decision_of(config)
         algo, proto = (decision.algo, str(decision.proto)) if decision.algo else own_pair
         if decision.n_channels or (algo, proto) != own_pair:
             ran, _ = cost_model.channels(took.cluster, p.slot.func, p.n_bytes, algo, proto, decision.n_channels)

@@ -65,7 +65,7 @@ class RecordedJob:
             if decision.is_auto or slot not in r.slots:
                 continue
             row = r.slots.index(slot)
-            config = int(spaces.config_index(spaces.action_of(decision)[None])[0])
+            config = spaces.config_of(decision)
             total += float(r.truth[row, config] * r.share[row]) if np.isfinite(r.truth[row, config]) else 0.0
         return min(total, 1 - LEAST)
 

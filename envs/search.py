@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from . import turns
+from ..traces.spaces import config_index
+from . import turns, windows
 from .afterwards import Afterwards
 from .belief import Belief, Prior
 from .canary import GIVE_UP, Canary
@@ -202,6 +203,12 @@ class Search:
         if self.turn == self.n_slots:
             self._round_is_chosen()
         return ok
+
+    def ask(self, policy: windows.Policy, state: Any = None) -> Any:
+        """Let a policy decide for the slot whose turn it is, from its state of the turn before; its state now."""
+        action, state = policy.predict(self.observe()[None], state, np.array([state is None]), True)
+        self.decide(int(config_index(np.reshape(action, 2))))
+        return state
 
     def _round_is_chosen(self) -> None:
         """All slots have had their turn: a window under these choices, or the policy has nothing left to try."""

@@ -79,7 +79,7 @@ class SearchEnv(gym.Env[Array, Array]):
         search = self.search
         if search is None or self._is_over:
             raise ValueError("the episode is over or has not begun: call reset()")
-        masked = not search.decide(int(spaces.config_index(np.asarray(action, np.int64).reshape(1, 2))[0]))
+        masked = not search.decide(int(spaces.config_index(np.asarray(action, np.int64).reshape(2))))
         reward, ended = 0.0, dict[str, Any]()
         try:
             while not search.is_done and (plan := search.plan()) is not None:
@@ -111,8 +111,7 @@ class SearchEnv(gym.Env[Array, Array]):
         s = self.search
         if s is None:
             return "no episode has begun"
-        chosen = enumerate(spaces.actions_of(s.confirmed))
-        table = ", ".join(f"slot {i} {spaces.decision_of(action)}" for i, action in chosen if action.any())
+        table = ", ".join(f"slot {i} {spaces.decision_of(c)}" for i, c in enumerate(s.confirmed) if c)
         place = "done" if s.is_done else "verdict" if s.is_over else f"round {s.round}"
         turn = place if s.is_done else f"{place}, turn of slot {s.turn + 1} of {s.n_slots}"
         return f"{s.steps} steps, {s.lost:+.1f} default steps lost, {turn}; in force: {table or 'NCCL alone'}"

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ..traces.spaces import config_index
-from . import turns
 from .belief import Prior
 from .search import Search
 from .sim.jobs import SLOTS, Jobs
@@ -53,40 +51,25 @@ class SimWindows:
 
     def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
         """One window for each of the jobs at ``rows``, as ``windows.Windows.measure`` does for one."""
-        jobs, n = self.jobs, len(self.jobs)
-        configs, counted = self.running.copy(), np.zeros(n, int)
-        changed, discard = np.zeros(n, bool), np.zeros(n, int)
+        rows, configs, counted = list(rows), self.running.copy(), np.zeros(len(self.jobs), int)
         for row, plan in zip(rows, plans, strict=True):
-            s = len(plan.configs)
-            changed[row] = not np.array_equal(plan.configs, configs[row, :s])
-            configs[row, :s] = plan.configs
-            discard[row] = plan.discard
+            configs[row, : len(plan.configs)] = plan.configs
             counted[row] = plan.n_steps + plan.discard
-        before = np.zeros(n)
-        rows = list(rows)
-        before[rows] = jobs.step_us(self.running[rows], np.array(rows))[0]
-        jobs.advance(np.where(changed, SWITCH_STEPS, 0))
-        steps, calls = jobs.window(configs, counted, self.rng)
-        found = []
-        for row, plan in zip(rows, plans, strict=True):
-            s, ms = len(plan.configs), steps[row, : counted[row]] / 1e3
-            extra, kept = SWITCH_STEPS * bool(changed[row]), ms[discard[row] :]
-            billed = extra * float(before[row]) / 1e3
-            over = np.flatnonzero(kept > plan.limit_ms)
-            call_us = calls[row, :s].copy()
+        before = self.jobs.step_us(self.running[rows], np.array(rows))[0]
+        waited = np.where((configs != self.running).any(axis=1), SWITCH_STEPS, 0)
+        self.jobs.advance(waited)
+        steps, calls = self.jobs.window(configs, counted, self.rng)
+        self.running, found = configs, []
+        for row, plan, before_us in zip(rows, plans, before.tolist(), strict=True):
+            s, ms, extra = len(plan.configs), steps[row, : counted[row]] / 1e3, int(waited[row])
+            call_us, over = calls[row, :s].copy(), np.flatnonzero(ms[plan.discard :] > plan.limit_ms)
             if len(over):  # the next window bills the steps until all ranks are back
-                kept = kept[: int(over[0]) + 1]
-                ms = ms[: discard[row] + len(kept)]
+                ms = ms[: plan.discard + int(over[0]) + 1]
             if len(over) or plan.kind in UNTIMED:
                 call_us[:] = np.nan
-            found.append(Measured(kept, call_us, np.ones(s, bool), extra + len(ms), billed + float(ms.sum())))
-            self.running[row] = configs[row]
+            billed_ms = extra * before_us / 1e3 + float(ms.sum())
+            found.append(Measured(ms[plan.discard :], call_us, np.ones(s, bool), extra + len(ms), billed_ms))
         return found
-
-    def saving(self, tables: Array) -> Array:
-        """What tables (n, SLOTS) truly save now, as a part of the default's step time, (n,)."""
-        none = np.zeros((len(self.jobs), SLOTS), np.int64)
-        return np.asarray(1 - self.jobs.step_us(tables)[0] / self.jobs.step_us(none)[0])
 
 
 class OneJob:
@@ -131,30 +114,23 @@ class SimSearch:
 
     def step(self, rows: Sequence[int], configs: Array) -> Array:
         """A turn of each of the jobs at ``rows``, and the windows that come of it; rewards."""
-        rewards = np.zeros(len(rows))
+        rewards = dict.fromkeys(rows, 0.0)
         for i, config in zip(rows, configs, strict=True):
             self.searches[i].decide(int(config))
-        going = list(range(len(rows)))
-        while going := [k for k in going if not self.searches[rows[k]].is_done]:
-            plans = {k: plan for k in going if (plan := self.searches[rows[k]].plan()) is not None}
-            if not plans:
-                break
-            seen = self.windows.measure([rows[k] for k in plans], list(plans.values()))
-            for (k, plan), measured in zip(plans.items(), seen, strict=True):
-                rewards[k] += self.searches[rows[k]].record(plan, measured)
-                self.n_windows[rows[k]] += 1
-            going = list(plans)
-        return rewards
+        going = list(rows)
+        while going := [i for i in going if not self.searches[i].is_done]:
+            earned = self.measure(going)
+            for i, reward in earned.items():
+                rewards[i] += reward
+            going = list(earned)
+        return np.array(list(rewards.values()))
 
-    def watch(self, rows: Sequence[int]) -> None:
-        """One window of each of the jobs at ``rows`` whose search is over (or has begun anew by itself)."""
-        plans = [self.searches[i].plan() for i in rows]
-        due = [(i, plan) for i, plan in zip(rows, plans, strict=True) if plan is not None]
-        if not due:
-            return
-        seen = self.windows.measure([i for i, _ in due], [plan for _, plan in due])
-        for (i, plan), measured in zip(due, seen, strict=True):
-            self.searches[i].record(plan, measured)
+    def measure(self, rows: Sequence[int]) -> dict[int, float]:
+        """One window of each of the jobs at ``rows`` where it is not the policy's turn; their rewards."""
+        plans = {i: plan for i in rows if (plan := self.searches[i].plan()) is not None}
+        seen = self.windows.measure(list(plans), list(plans.values())) if plans else []
+        self.n_windows[list(plans)] += 1
+        return {i: self.searches[i].record(plans[i], m) for i, m in zip(plans, seen, strict=True)}
 
     @property
     def tables(self) -> Array:
@@ -163,16 +139,3 @@ class SimSearch:
         for row, search in zip(out, self.searches, strict=True):
             row[: search.n_slots] = search.confirmed
         return out
-
-
-def play(search: SimSearch, policy: Any) -> SimSearch:
-    """Let a policy (SB3's ``predict``) decide until every search is over. Its state is kept for every job apart."""
-    state, start = None, np.ones(len(search.searches), bool)
-    everyone = np.zeros((len(start), turns.N_OBSERVATION), np.float32)
-    while rows := search.waiting:
-        everyone[rows] = search.observe(rows)
-        # All rows are asked, so that a recurrent policy's state keeps its shape; what is over is not listened to.
-        actions, state = policy.predict(everyone, state=state, episode_start=start, deterministic=True)
-        start = np.zeros(len(start), bool)
-        search.step(rows, config_index(actions)[rows])
-    return search

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 from dynamiccl.agent.advise import Advice
 from dynamiccl.agent.compare import compare
-from dynamiccl.agent.gain import config_decision
 from dynamiccl.agent.request import workload
 from dynamiccl.envs.live import Job
 from dynamiccl.envs.live_windows import LiveWindows
@@ -26,6 +25,7 @@ from dynamiccl.envs.sim.emulated import Emulated
 from dynamiccl.envs.windows import SEARCH, Plan
 from dynamiccl.traces.files import Trace, TraceWriter
 from dynamiccl.traces.header import new_header
+from dynamiccl.traces.spaces import decision_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDING = ROOT / "tests" / "data" / "recordings" / "demo"
@@ -71,10 +71,10 @@ def sweep(job, emulated):
         if profile.share < SHARE:
             continue
         arms = [int(c) for c in np.flatnonzero(told.mask[i]) if c]
-        rows = {c: rate.pairs(at(none, i, c), 1, f"{profile.slot} {config_decision(c)}") for c in arms}
+        rows = {c: rate.pairs(at(none, i, c), 1, f"{profile.slot} {decision_of(c)}") for c in arms}
         for most, n in AGAIN:
             for c in sorted(arms, key=lambda c: -gained(rows[c])[0])[:most]:
-                rows[c] += rate.pairs(at(none, i, c), n, f"{profile.slot} {config_decision(c)} again")
+                rows[c] += rate.pairs(at(none, i, c), n, f"{profile.slot} {decision_of(c)} again")
         tried[str(profile.slot)] = [said(c, rows[c]) for c in sorted(arms, key=lambda c: -gained(rows[c])[0])]
         top = max(arms, key=lambda c: gained(rows[c])[0])
         best[i] = top if gained(rows[top])[0] > 0 else 0
@@ -132,7 +132,7 @@ def gained(rows):
 
 def said(config, rows):
     mean, error = gained(rows)
-    row = {"config": str(config_decision(config)), "saved": round(1 - np.exp(-mean), 4), "pairs": len(rows)}
+    row = {"config": str(decision_of(config)), "saved": round(1 - np.exp(-mean), 4), "pairs": len(rows)}
     return row if np.isnan(error) else {**row, "error": round(error * np.exp(-mean), 4)}
 
 
@@ -151,7 +151,7 @@ def table_of(advice, profiles):
 def say(profiles, configs):
     rows = []
     for p, c in zip(profiles, configs, strict=True):
-        d = config_decision(c)
+        d = decision_of(c)
         rows.append({"func": p.slot.func, "min_bytes": p.slot.min_bytes, "max_bytes": p.slot.max_bytes,
                      "algo": d.algo, "proto": d.proto, "n_channels": d.n_channels or None})  # fmt: skip
     return rows

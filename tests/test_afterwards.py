@@ -49,7 +49,7 @@ def go_on(search, told, wanted, windows=400):
 
 
 def rule(search):
-    return int(config_index(ExpectedImprovement().predict(search.observe())[0][None])[0])
+    return int(config_index(ExpectedImprovement().predict(search.observe())[0]))
 
 
 def savings(**better):

@@ -80,7 +80,7 @@ def test_a_config_whose_window_was_given_up_comes_again_only_after_the_others():
     a, b = config(RING, 4), config(RING, 8)
     t = turn([a, b], {})
     t.asked[a] = 1
-    assert t.untried == [b, a] and t.first([a, b]) == b and t.first([]) is None
+    assert t.untried == [a, b] and t.first([a, b]) == b and t.first([]) == t.best
 
 
 def test_weights_of_a_file_are_a_policy_and_its_version_is_that_of_the_file(tmp_path):
@@ -124,7 +124,7 @@ def test_answers_that_are_no_action_are_refused(suite):
         with pytest.raises(ValueError, match="an action is two integers"):
             play(Wrong(answer), *opened, after=0)
     opened = suite.open(np.array([0]), 0, Prior.load(), Rules())
-    play(Wrong(actions_of(np.array([0]))[0]), *opened, after=0)
+    play(Wrong(actions_of(0)), *opened, after=0)
 
 
 def test_every_classical_policy_can_be_asked_for_by_name():

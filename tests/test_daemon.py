@@ -97,7 +97,7 @@ def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, 
         else:
             raise ZeroDivisionError("seeded")
 
-    daemon = Daemon(Request(tmp_path / "out", policy="random"), folder)
+    daemon = Daemon(Request(out=tmp_path / "out", policy="random"), folder)
     poll = daemon.job.poll
     monkeypatch.setattr(daemon.job, "poll", polls)
     monkeypatch.setattr(live, "RESTART_S", 0.5)
@@ -125,7 +125,7 @@ def test_a_slow_start_is_looked_at_again_and_then_tuned(folder, tmp_path, monkey
         if line.phase != "profile" or len(seen) > 5:
             enough.touch()
 
-    daemon = Daemon(Request(tmp_path / "out", policy="random"), folder, on_window=on_window, on_phase=said.append)
+    daemon = Daemon(Request(out=tmp_path / "out", policy="random"), folder, on_window=on_window, on_phase=said.append)
     monkeypatch.setattr(live, "RESTART_S", 0.5)
     try:
         summary = daemon.serve()

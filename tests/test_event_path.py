@@ -49,7 +49,9 @@ with TraceWriter(Path(sys.argv[2]), {}, most_bytes=float(sys.argv[3])) as writer
     while not job.run.rings():
         job.rest()
     job.thin = len(sys.argv) > 4
-    job.wait()
+    while job.is_alive():
+        job.rest()
+    job.poll()
     job.take(everything=True)
 """
 

@@ -14,6 +14,7 @@ from dynamiccl.envs.sim_windows import OneJob, SimWindows
 from dynamiccl.envs.windows import REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan
 from dynamiccl.traces import spaces
 from dynamiccl.traces.records import Decision
+from dynamiccl.traces.spaces import config_of
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
 from gymnasium.utils.env_checker import check_env
 
@@ -22,10 +23,6 @@ LL128 = Decision("ring", "ll128", 8)
 
 def truth(decisions):
     return STEP_MS - 10 * (decisions.get(GATHER) == LL128)
-
-
-def config(decision):
-    return int(spaces.config_index(spaces.action_of(decision)[None])[0])
 
 
 def test_gymnasium_accepts_it():
@@ -41,7 +38,7 @@ def play(env, after=None):
         search = env.search
         action, _ = ExpectedImprovement().predict(observation)
         if after and search.is_over:
-            action = spaces.actions_of(np.array([after(search)]))[0]
+            action = spaces.actions_of(after(search))
         observation, reward, terminated, truncated, info = env.step(action)
         earned, over = earned + reward, terminated or truncated
     return earned, info
@@ -107,9 +104,9 @@ def test_slots_come_from_default_steps_largest_share_first():
     assert windows.profiles[0].calls == 8 and job.call_us.tolist() == [4000, 4000]
     assert job.share == pytest.approx(8 * 4 / STEP_MS)
     assert default.billed == 11 and len(default.step_ms) == 8
-    assert job.mask[:, 0].all() and not job.mask[0, config(Decision("nvls", "simple", 0))]
+    assert job.mask[:, 0].all() and not job.mask[0, config_of(Decision("nvls", "simple", 0))]
     # AUTO with a count is the own pair with that count: one of the two is folded.
-    assert not job.mask[0, config(Decision(None, None, 8))] and job.mask[0, config(Decision("ring", "simple", 8))]
+    assert not job.mask[0, config_of(Decision(None, None, 8))] and job.mask[0, config_of(Decision("ring", "simple", 8))]
 
 
 def test_a_window_runs_under_the_decisions_and_says_what_it_cost():
@@ -117,7 +114,7 @@ def test_a_window_runs_under_the_decisions_and_says_what_it_cost():
     job.keep_alive()
     windows = LiveWindows(job)
     windows.begin()
-    seen = windows.measure(Plan(SEARCH, np.array([config(LL128), 0]), 5, 3, 150.0))
+    seen = windows.measure(Plan(SEARCH, np.array([config_of(LL128), 0]), 5, 3, 150.0))
     assert len(seen.step_ms) == 5 and seen.step_ms[0] == pytest.approx(STEP_MS - 10)
     assert seen.billed == 8 and seen.billed_ms == pytest.approx(8 * (STEP_MS - 10)) and seen.obeyed.all()
     assert {rule.decision for rule in job.tables[-1].rules} == {LL128}
@@ -128,7 +125,7 @@ def test_a_window_runs_under_the_decisions_and_says_what_it_cost():
 def test_a_step_above_the_limit_ends_the_window():
     windows = LiveWindows(FakeJob(lambda d: STEP_MS * (2 if d else 1)))
     windows.begin()
-    seen = windows.measure(Plan(SEARCH, np.array([config(LL128), 0]), 5, 1, 150.0))
+    seen = windows.measure(Plan(SEARCH, np.array([config_of(LL128), 0]), 5, 1, 150.0))
     assert len(seen.step_ms) == 1 and seen.step_ms[-1] > 150
 
 

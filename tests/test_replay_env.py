@@ -22,6 +22,7 @@ from dynamiccl.envs.watch import Rules
 from dynamiccl.traces import spaces
 from dynamiccl.traces.files import Trace, TraceError, TraceWriter
 from dynamiccl.traces.records import AUTO, Decision, decision_from
+from dynamiccl.traces.spaces import config_of
 from gymnasium.utils.env_checker import check_env
 from synthetic_trace import CALL_US, FINAL, GATHER, HEADER, LAYER_BYTES, OWN, SCATTER, write_run
 
@@ -34,10 +35,6 @@ def trace(tmp_path_factory):
 @pytest.fixture(scope="module")
 def recorded(trace):
     return replay.load(trace)
-
-
-def config(decision):
-    return int(spaces.config_index(spaces.action_of(decision)[None])[0])
 
 
 def expected_saving(recorded, slot, decision):
@@ -56,13 +53,13 @@ def test_what_was_measured_comes_back_as_measured(recorded):
     assert recorded.slots[:2] == [GATHER, SCATTER]  # the larger share of the step first
     assert (np.diff(recorded.share) <= 0).all()
     for slot, decision in FINAL.items():
-        row, c = recorded.slots.index(slot), config(decision)
+        row, c = recorded.slots.index(slot), config_of(decision)
         assert recorded.measured[row, c]
         right = expected_saving(recorded, slot, (decision.algo, decision.proto, decision.n_channels))
         assert recorded.truth[row, c] == pytest.approx(right, abs=0.12)
         assert len(recorded.windows[row][c]) >= 5
         assert np.mean(recorded.windows[row][c]) == pytest.approx(recorded.truth[row, c], abs=0.1)
-    worse = recorded.truth[recorded.slots.index(SCATTER), config(Decision("ring", "simple", 8))]
+    worse = recorded.truth[recorded.slots.index(SCATTER), config_of(Decision("ring", "simple", 8))]
     assert worse < 0, "a config that made the step longer has a negative saving"
 
 
@@ -74,10 +71,10 @@ def test_what_was_not_measured_is_predicted_and_marked(recorded):
     for slot in (GATHER, SCATTER):
         row = recorded.slots.index(slot)
         # NCCL's own choice, forced, is what the default ran.
-        own = config(Decision(OWN[0], OWN[1], 0))
+        own = config_of(Decision(OWN[0], OWN[1], 0))
         assert recorded.truth[row, own] == pytest.approx(0.0, abs=0.05) and not recorded.measured[row, own]
         # One channel was never tried; on any machine it is slow for megabytes.
-        assert recorded.truth[row, config(Decision("ring", "simple", 1))] < -0.3
+        assert recorded.truth[row, config_of(Decision("ring", "simple", 1))] < -0.3
 
 
 def episode(env, seed):

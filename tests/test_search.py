@@ -10,7 +10,7 @@ from dynamiccl.envs.belief import Prior
 from dynamiccl.envs.canary import GIVE_UP
 from dynamiccl.envs.search import Search
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
-from dynamiccl.envs.sim_windows import SimSearch, play
+from dynamiccl.envs.sim_windows import SimSearch
 from dynamiccl.envs.watch import Rules, Watch
 from dynamiccl.envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, Job, Measured
 from dynamiccl.traces.fingerprint import N_FEATURES
@@ -79,8 +79,7 @@ def run(told, prior, policy=None, rules=None, windows=400):
             break
         plan = search.plan()
         if plan is None:
-            action, _ = policy.predict(search.observe())
-            search.decide(int(config_index(action[None])[0]))
+            search.ask(policy)
         else:
             rewards += search.record(plan, told.measure(plan))
     return search, rewards
@@ -151,7 +150,7 @@ def finished(told, prior, rules=None):
     while not search.is_done:
         plan = search.plan()
         if plan is None:
-            search.decide(int(config_index(policy.predict(search.observe())[0][None])[0]))
+            search.ask(policy)
         else:
             search.record(plan, told.measure(plan))
     return search
@@ -284,7 +283,7 @@ def test_a_lasting_change_begins_a_new_search(prior):
         if search.is_over:
             break
         if plan is None:
-            search.decide(int(config_index(policy.predict(search.observe())[0][None])[0]))
+            search.ask(policy)
         else:
             search.record(plan, told.measure(plan))
     assert search.confirmed.tolist() == [20, 18] and search.default_ms == pytest.approx(140, rel=0.05)
@@ -305,8 +304,11 @@ def test_simulated_jobs_gain_and_none_ends_slower(prior):
     _, best = oracle(jobs)
     possible = 1 - best / jobs.step_us(np.zeros((40, SLOTS), int))[0]
     for policy in (ExpectedImprovement(), ThompsonSampling()):
-        done = play(SimSearch(jobs.take(np.arange(40)), prior, np.random.default_rng(1)), policy)
-        saving = done.windows.saving(done.tables)
+        done = SimSearch(jobs.take(np.arange(40)), prior, np.random.default_rng(1))
+        while rows := done.waiting:
+            done.step(rows, config_index(policy.predict(done.observe(rows))[0]))
+        now, tables = done.windows.jobs, done.tables
+        saving = 1 - now.step_us(tables)[0] / now.step_us(np.zeros_like(tables))[0]
         assert saving.min() > -0.005
         assert saving.sum() > 0.4 * possible.sum()
         # What long steps cost has to be settled too before a table is confirmed: below 400 steps before that was asked.

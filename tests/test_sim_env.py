@@ -73,5 +73,5 @@ def test_an_action_outside_the_mask_runs_as_auto():
     env = gym.make("dynamiccl/Sim-v0").unwrapped
     _, info = env.reset(seed=1)
     closed = np.flatnonzero(~info["mask"])[0]
-    _, _, _, _, info = env.step(spaces.actions_of(np.array([closed]))[0])
+    _, _, _, _, info = env.step(spaces.actions_of(closed))
     assert info["masked"] and env.search.choices[0] == 0

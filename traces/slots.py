@@ -28,6 +28,12 @@ class SlotProfile:
     share: float  # calls x call_us / step time
     fingerprint: Fingerprint  # of this one slot: arrays of shape (1, ...)
 
+    @property
+    def own(self) -> str:
+        """NCCL's own choice, as text."""
+        algo, proto = PAIRS[int(self.fingerprint.own_pair[0])]
+        return f"{algo}/{proto}/{int(self.fingerprint.own_channels[0])}"
+
 
 def find_slots(
     events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer], step_us: float, memory_pressure: float = 0.0

@@ -23,24 +23,22 @@ N_MASK = N_PAIRS + N_CHANNELS
 SAVING_RANGE = (-3.0, 1.0)
 
 
-def decision_of(action: Any) -> Decision:
-    """Action ``[pair, channels]`` -> Decision."""
-    pair, channels = int(action[0]), int(action[1])
-    if pair == 0:
-        return Decision(None, None, CHANNELS[channels])
-    algo, proto = PAIRS[pair - 1]
+def decision_of(config: int) -> Decision:
+    """What a config's number stands for."""
+    pair, channels = divmod(int(config), N_CHANNELS)
+    algo, proto = PAIRS[pair - 1] if pair else (None, None)
     return Decision(algo, proto, CHANNELS[channels])
 
 
-def action_of(decision: Decision) -> Array:
+def config_of(decision: Decision) -> int:
     """Inverse of :func:`decision_of`. Raises ValueError for a decision outside the action space."""
     pair = 0 if decision.algo is None else 1 + PAIRS.index((decision.algo, str(decision.proto)))
-    return np.array([pair, CHANNELS.index(decision.n_channels)], np.int64)
+    return pair * N_CHANNELS + CHANNELS.index(decision.n_channels)
 
 
 def config_index(actions: Array) -> Array:
-    """Actions ``(n, 2)`` -> index of the config in ``0 .. N_CONFIGS - 1``, shape (n,)."""
-    return np.asarray(actions)[:, 0] * N_CHANNELS + np.asarray(actions)[:, 1]
+    """Actions ``(..., 2)`` -> index of the config in ``0 .. N_CONFIGS - 1``, shape (...)."""
+    return np.asarray(actions)[..., 0] * N_CHANNELS + np.asarray(actions)[..., 1]
 
 
 def action_mask(fingerprint: Fingerprint) -> Array:
@@ -64,5 +62,5 @@ def config_mask(mask: Array) -> Array:
 
 
 def actions_of(configs: Array) -> Array:
-    """Inverse of :func:`config_index`: indices (n,) -> actions (n, 2) int64."""
-    return np.stack(np.divmod(np.asarray(configs, np.int64), N_CHANNELS), axis=1)
+    """Inverse of :func:`config_index`: indices (...) -> actions (..., 2) int64."""
+    return np.stack(np.divmod(np.asarray(configs, np.int64), N_CHANNELS), axis=-1)

@@ -144,7 +144,7 @@ def tune(
     from ..choosing import check_chooser
     from ..launcher import Plan
     from ..outputs import claim, default_url, full_url, link
-    from ..request import Request, Settings, workload
+    from ..request import AFRESH, ONCE, Request, workload
 
     _check(stage, steps, windows, verify, window_steps, command, attach)
     if attach:
@@ -162,14 +162,16 @@ def tune(
     refuse_traps(command, force, emulated=emulated is not None)
     n_processes = ranks or (2 if emulated else n_gpus)
     with refusing(PluginBuildError, Busy, ValueError, OSError):
-        if metrics_port is not None:
-            _needs_prometheus()
+        if metrics_port is not None and find_spec("prometheus_client") is None:
+            fail("--metrics-port needs prometheus-client: pip install 'dynamiccl[metrics]'")
         check_chooser(policy)  # all that can fail fails before the job starts
         memory = None if no_memory else memory or default_url()
         if memory:
             memory = full_url(memory)
             if "://" in memory:
-                _can_be_opened(memory)
+                from ..clusters import Store
+
+                Store(memory)  # raises where nothing here can open it
         try:
             out, fd = claim(out)
         except OSError as error:
@@ -181,24 +183,11 @@ def tune(
             backend = "emulated" if emulated else "nccl"
             command = workload(stage, steps, n_processes, job_log, backend=backend, seed=seed)
         run = make_folder()
-        request = Request(
-            out,
-            policy=policy,
-            seed=seed,
-            settings=Settings(windows, verify, window_steps, steps if own else None, budget),
-            emulated=emulated,
-            facts={"stage": stage, "n_processes": n_processes} if own else {},
-            job_log=job_log,
-            job=" ".join(command or ()),
-            bitwise=bitwise,
-            json=None if json is None else "-" if str(json) == "-" else str(json.resolve()),
-            launched=not own,
-            metrics_port=metrics_port,
-            metrics_address=metrics_address,
-            log_level=log_level.value,
-            memory=memory,
-        )
-        request.write(run)
+        asked = {name: context.params[name] for name in (*AFRESH, *ONCE)}
+        asked |= {"out": out, "memory": memory, "emulated": emulated, "job_log": job_log, "launched": not own}
+        asked |= {"facts": {"stage": stage, "n_processes": n_processes} if own else {}, "job": " ".join(command or ())}
+        asked |= {"json": None if json is None else "-" if str(json) == "-" else str(json.resolve())}
+        Request(**asked).write(run)
         link(out, run)
         tuner = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--attach", str(run)]
         environment = {**job_env(run, headroom), **(emulated.env() if emulated else {})}
@@ -206,12 +195,6 @@ def tune(
         quiet = str(json) == "-"
         log = str(out / "job.log")
         Plan(list(command or ()), tuner, str(run), log, environment, quiet, own, kill_after, locks).become()
-
-
-def _can_be_opened(memory: str) -> None:
-    from ..clusters import Store
-
-    Store(memory)
 
 
 def _attach(context: typer.Context, where: str, again: bool) -> None:
@@ -239,7 +222,7 @@ def _attach(context: typer.Context, where: str, again: bool) -> None:
             given.setdefault("memory", default_url())
         request = Request.read(path, given)
         quiet = request.json == "-"
-        with Show(request.settings.windows + request.settings.verify, quiet, not request.launched) as show:
+        with Show(request.windows + request.verify, quiet, not request.launched) as show:
             summary = Daemon(request, run, again, show.window, show.phase).serve()
     if request.json is not None:
         text = json_module.dumps(vars(summary), indent=2)
@@ -268,11 +251,6 @@ def _check(
         fail(f"windows and window-steps start at 1, verify at {LEAST_PAIRS}: fewer pairs decide nothing")
     if not (command or attach) and steps < LEAST_STEPS:
         fail(f"{steps} steps are too few to find and confirm anything; give --steps {2 * LEAST_STEPS}")
-
-
-def _needs_prometheus() -> None:
-    if find_spec("prometheus_client") is None:
-        fail("--metrics-port needs prometheus-client: pip install 'dynamiccl[metrics]'")
 
 
 def _exit_code(summary: RunSummary) -> int:
