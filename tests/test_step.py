@@ -86,11 +86,11 @@ def test_equals_a_brute_force_simulation(seed):
         assert bare[0, k] == pytest.approx(exposed[mine].sum())
 
 
-def one(ops, us, slow=0.0, near=0.0, far=0.0, law=None):
+def one(ops, us, slow=0.0, near=0.0, far=0.0, **law):
     """When each operation ended, and the part of it that no compute ran beside."""
     k = np.ones((1, len(us)))
     calls = Calls(np.array([us]), slow * k, near * k, far * k, k)
-    (_, end, exposed), _ = timeline(Steps.of([ops]), 0, calls, 1.0, law or Law())
+    (_, end, exposed), _ = timeline(Steps.of([ops]), 0, calls, 1.0, Law(**law))
     return end, exposed
 
 
@@ -106,7 +106,7 @@ def test_two_communicators_share_a_link_and_no_more_than_it():
     assert one(ops, [4.0, 4.0], near=0.5)[0].max() == 4.0
     assert one(ops, [4.0, 4.0], near=0.8)[0].max() == pytest.approx(6.4)
     assert one(ops, [4.0, 4.0], far=1.0)[0].max() == pytest.approx(8.0), "as long as one after the other"
-    assert one(ops, [4.0, 4.0], law=Law(crowd=0.5))[0].max() == pytest.approx(6.0)
+    assert one(ops, [4.0, 4.0], crowd=0.5)[0].max() == pytest.approx(6.0)
 
 
 def test_what_can_never_run_is_refused():

@@ -28,7 +28,7 @@ from .clusters import Cluster, cluster, resize
 from .cost_model import channels, cost_table
 from .emulated import Emulated
 from .fabric import Fabric
-from .nccl_caller import EVENT_KERNEL_CH, Communicator
+from .nccl_caller import EVENT_KERNEL_CH, Communicator, choose
 from .rendezvous import Arrivals
 from .weather import Weather
 
@@ -165,7 +165,7 @@ class Timeline:
         """Ask NCCL's model and the plugin, as ncclPrepareTasks does, and clip as the scheduler does."""
         cost = cost_table(self._cluster, func, n_bytes).copy()
         asked = self._nccl.get_coll_info(func, n_bytes, cost)
-        algo, proto = self._nccl.choose(cost)
+        algo, proto = choose(cost)
         n_channels, _ = channels(self._cluster, func, n_bytes, ALGOS[algo], PROTOS[proto], asked)
         return ALGOS[algo], PROTOS[proto], n_channels
 
