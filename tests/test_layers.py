@@ -33,7 +33,7 @@ WORKLOAD_LINES = {
     "the dry run": (225, ("dryrun.py", "dryrun_models.py")),
 }
 #: Libraries that only some folders may import: where the process touches shared memory or learns.
-SHARED_MEMORY = ("envs/nccl/", "envs/sim/rendezvous.py")  # the second stands in for NCCL's own transport
+SHARED_MEMORY = ("envs/nccl/", "envs/sim/timeline.py")  # the second stands in for NCCL's own transport
 ONLY_IN = {
     "mmap": SHARED_MEMORY,
     "multiprocessing.shared_memory": SHARED_MEMORY,
