@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..envs.belief import Prior
-from ..envs.sim.job_family import JobFamily
+from ..envs.sim.family import JobFamily
 from ..envs.sim.jobs import draw_jobs
 from ..envs.turns import N_OBSERVATION
 from ..envs.watch import Rules

@@ -23,7 +23,7 @@ import torch
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.utils import set_random_seed
 
-from ..envs.sim.job_family import STANDARD, JobFamily
+from ..envs.sim.family import STANDARD, JobFamily
 from ..envs.turns import N_OBSERVATION, action_space
 from ..envs.watch import Rules
 from .batches import N_REVEALED, JobBatch, JobVecEnv

@@ -19,7 +19,7 @@ import numpy as np
 from .belief import Prior
 from .job_arena import BilledWindows
 from .scores import Ledger, Scores, bootstrap
-from .sim.job_family import HELD_OUT, STANDARD, JobFamily
+from .sim.family import HELD_OUT, STANDARD, JobFamily
 from .sim.jobs import SLOTS, Jobs, draw_jobs, oracle
 from .sim.noise import Luck
 from .sim_windows import SimSearch
@@ -143,7 +143,7 @@ def numbered(family: JobFamily, seed: int, picked: Array) -> Jobs:
 
 
 def fair(jobs: Jobs, configs: Array) -> Array:
-    """Step times (n,) us under ``configs`` in fair weather, before any change."""
+    """Step times (n,) us under ``configs`` in fair weather."""
     calm = jobs.take(slice(None))
     calm.swing[:, 0] = 0
     return calm.step_us(configs)[0]
@@ -190,7 +190,7 @@ def draw_suite(name: str, family: JobFamily, seed: int, n: int) -> JobSuite:
 
 def quickest_alone(jobs: Jobs) -> Array:
     """For each slot the config whose call alone is quickest, as an offline sweep finds it, (n, SLOTS)."""
-    return np.asarray(np.where(jobs.mask, jobs.tables.us[: len(jobs)], np.inf).argmin(axis=2))
+    return np.asarray(np.where(jobs.mask, jobs.tables.us, np.inf).argmin(axis=2))
 
 
 def figures(suite: JobSuite) -> dict[str, Any]:

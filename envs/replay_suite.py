@@ -19,7 +19,7 @@ from .job_arena import Billed
 from .live_windows import LiveWindows
 from .replay_job import LEAST, RecordedJob
 from .scores import Ledger, Scores
-from .sim.works import SLOTS
+from .sim.workloads import SLOTS
 from .sim_windows import SimSearch
 from .watch import Rules
 from .windows import Job, Measured, Plan

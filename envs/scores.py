@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .sim.works import SLOTS
+from .sim.workloads import SLOTS
 from .strata import STRATA, stratum
 
 Array = np.ndarray[Any, Any]

@@ -14,7 +14,7 @@ from .belief import Prior
 from .job_ends import JobEnded, Stopped, Withdrawn
 from .scores import HORIZONS
 from .search import Search
-from .sim.works import SLOTS
+from .sim.workloads import SLOTS
 from .watch import Rules
 from .windows import Windows
 

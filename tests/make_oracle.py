@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def main():
 
 
 def sweep(job, emulated):
-    header = {"emulated": True, **vars(emulated), "stage": 3, "n_processes": 2, "policy": "default"}
+    header = {"emulated": True, **asdict(emulated), "stage": 3, "n_processes": 2, "policy": "default"}
     with TraceWriter(RECORDING, header, existing="replace") as writer:
         job.writer = writer
         windows = LiveWindows(job)

@@ -14,14 +14,12 @@ from dynamiccl.agent.cli import app
 from dynamiccl.agent.gain import Gains, exposure, tell
 from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.envs.recordings import named, on_cluster
-from dynamiccl.envs.sim.batch import Sites
 from dynamiccl.envs.sim.clusters import cluster
 from dynamiccl.envs.sim.fabric import Fabric
-from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, assemble, draw_jobs, oracle
+from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, Sites, assemble, draw_jobs, oracle
 from dynamiccl.envs.sim.step import COMPUTE, Law
 from dynamiccl.envs.sim.timeline import CROWD
-from dynamiccl.envs.sim.workloads import Recording
-from dynamiccl.envs.sim.works import Works
+from dynamiccl.envs.sim.workloads import Recording, Works
 from dynamiccl.traces.importers import read_recording
 from dynamiccl.traces.overlap import exposed_ns
 from synthetic_trace import write_run
@@ -87,7 +85,7 @@ def like_the_demo(exposed):
         if k >= len(units):
             ops.append(("reduce_scatter", n_bytes, {len(ops) - 1}))
     ops.append(("optimizer", 1.0, {i for i, op in enumerate(ops) if op[0] == "reduce_scatter"}))
-    fabric, law = Fabric.of(cluster("dgx-h100-2x8"), 0), Law(crowd=CROWD).rows(1)
+    fabric, law = Fabric.of(cluster("dgx-h100-2x8"), 0), Law(*np.array([[CROWD], [1.0], [0.0], [0.0]]))
     sites = Sites(fabric.fleet, fabric.truth, np.zeros_like(fabric.truth.effect), np.zeros(1), np.ones(1), law)
     works = Works.of([(Recording.of("zero-3", ops).workload(), False)])
     calm = replace(STANDARD, swing=0.0)

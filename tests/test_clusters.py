@@ -18,7 +18,7 @@ from dynamiccl.envs.job_arena import BilledWindows, play
 from dynamiccl.envs.live_windows import LiveWindows
 from dynamiccl.envs.scores import Ledger, summary
 from dynamiccl.envs.search import Search
-from dynamiccl.envs.sim.job_family import STANDARD
+from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.envs.sim.jobs import assemble, computing, draw_jobs, oracle
 from dynamiccl.envs.sim.noise import even
 from dynamiccl.envs.sim_windows import SimSearch
@@ -237,13 +237,27 @@ def test_a_second_job_is_no_worse_for_its_memory(kind):
     tables = [search.confirmed for search in _played(first, None)[1].searches]
     second = first.take(slice(None))
     if kind != "the same job":
-        exposed, sites = even(rng, STANDARD.exposed, len(first)), first.sites.worsened(rng)
+        exposed, sites = even(rng, STANDARD.exposed, len(first)), worsened(first.sites, rng)
         second = assemble(first.works, first.which, sites, exposed, STANDARD, rng)
         computing(second, first.scale)
     with_it, without = (_played(second, known)[0] for known in (tables, None))
     assert with_it["lost_20000"] < without["lost_20000"] + 20 and with_it["slower"] == 0
     if kind == "the same job":
         assert with_it["steps_to_first_gain"][1] < without["steps_to_first_gain"][1]
+
+
+def worsened(sites, rng):
+    """The same clusters after their network changed: a neighbour's job, a lost link, a busy switch."""
+    truth, n, many = sites.truth, len(sites), sites.fleet.n_nodes > 1
+    crowding = np.maximum(truth.congestion, rng.uniform(0.01, 0.04, n))
+    worse = replace(
+        truth,
+        bus_gbs=truth.bus_gbs * np.where(many, rng.uniform(0.35, 0.8, n), rng.uniform(0.6, 0.9, n)),
+        net_us=truth.net_us * rng.uniform(1.0, 2.5, (n, 1)),
+        ramp_bytes=truth.ramp_bytes * np.exp(rng.normal(0.0, 0.5, truth.ramp_bytes.shape)),
+        congestion=np.where(many, crowding, truth.congestion),
+    )
+    return replace(sites, truth=worse)
 
 
 def _played(jobs, tables):

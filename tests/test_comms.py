@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from dynamiccl.envs.nccl.build import build_of
@@ -10,6 +11,7 @@ from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.envs.sim.nccl_caller import Call, Communicator, choose
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import PROTOS, Decision, Rule, Table
+from nccl_groups import Groups
 from test_plugin import MB, RELEASES, drained, offer, plugin, run
 
 __all__ = ["plugin", "run"]  # fixtures
@@ -48,13 +50,14 @@ def test_what_nccl_has_done_with_the_plugin_is_told(tmp_path, release, abi, coun
 UNTOLD = """
 import numpy as np
 from dynamiccl.envs.nccl.plugin import Plugin
-from dynamiccl.envs.sim.nccl_caller import Call, Communicator
+from dynamiccl.envs.sim.nccl_caller import Call
+from nccl_groups import Groups
 plugin, cost, said = Plugin.load(), np.full((7, 3), 10, np.float32), []
-comm = Communicator(plugin.path, 40, 8, 1, 0, "2.29.7", with_profiler=False)
+comm = Groups(plugin.path, 40, 8, 1, 0, "2.29.7", with_profiler=False)
 for func in ("broadcast", "all_reduce", "all_gather"):
     comm.group([Call(func, 4096)], cost)
     said.append(plugin.untold)
-other = Communicator(plugin.path, 41, 8, 1, 0, "2.29.7")
+other = Groups(plugin.path, 41, 8, 1, 0, "2.29.7")
 other.group([Call("all_gather", 4096)], cost)
 print(*said, plugin.untold)
 """
@@ -62,7 +65,8 @@ print(*said, plugin.untold)
 
 def test_a_plugin_that_is_asked_and_told_of_nothing_says_so(tmp_path):
     """Of all_gather and reduce_scatter: a broadcast is told of by no release from 2.29 on."""
-    env = {**os.environ, "DYNAMICCL_RUN": str(tmp_path / "of another node")}
+    here = str(Path(__file__).parent)
+    env = {**os.environ, "DYNAMICCL_RUN": str(tmp_path / "of another node"), "PYTHONPATH": here}
     out = subprocess.check_output([sys.executable, "-c", UNTOLD], env=env, text=True)
     assert out.split() == ["False", "False", "True", "False"]
 
@@ -100,7 +104,7 @@ def test_every_release_tells_of_its_collectives(run, plugin, release):
     all_gather or reduce_scatter".
     """
     drained(run)
-    comm = Communicator(plugin.path, 99, 8, 1, 0, release)
+    comm = Groups(plugin.path, 99, 8, 1, 0, release)
     comm.group([Call("all_gather", 4096), Call("all_gather", 2**20)], offer(ring_ll=10))
     comm.get_coll_info("reduce_scatter", 8 * 4096, offer(ring_ll=10))
     comm.stop(comm.start_coll("reduce_scatter", 0, 4096, 1, 1, 16, "ring", "ll"))
@@ -133,7 +137,7 @@ def test_calls_under_graph_capture_are_left_to_nccl_flagged_and_not_counted(run,
 def test_what_2_32_prices_aside_is_nobodys_size(run, plugin):
     """Before: the sizes that 2.32 asks about with 0 pipe operations were taken for the collectives' own."""
     drained(run)
-    comm = Communicator(plugin.path, 98, 8, 1, 0, "2.32.3")
+    comm = Groups(plugin.path, 98, 8, 1, 0, "2.32.3")
     comm.group([Call("all_gather", 2**18), Call("all_gather", 2**21)], offer(ring_ll=10))
     comm.finalize()
     got = drained(run)

@@ -16,7 +16,7 @@ from dynamiccl.envs.live_windows import LiveWindows
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.envs.replay_job import RecordedJob
-from dynamiccl.envs.sim.works import SLOTS
+from dynamiccl.envs.sim.workloads import SLOTS
 from dynamiccl.envs.sim_env import SimEnv
 from dynamiccl.envs.sim_windows import OneJob, SimWindows
 from dynamiccl.traces.assemble import DTYPES

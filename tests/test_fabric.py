@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from dynamiccl.envs.sim import cost_model
 from dynamiccl.envs.sim.clusters import Fleet, cluster, preset_names, resize
+from dynamiccl.envs.sim.emulated import Weather
 from dynamiccl.envs.sim.fabric import Fabric, soft_min
-from dynamiccl.envs.sim.weather import Weather
 from dynamiccl.traces.records import CHANNELS, PAIRS, TUNED_FUNCS, pair_costs
 
 DATA = Path(__file__).parent / "data"

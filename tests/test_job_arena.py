@@ -25,7 +25,7 @@ def without_gain(jobs, worse=0.0, seed=0):
     more = np.random.default_rng(seed).uniform(0.0, worse, same.mask.shape) / share
     more[:, :, 0] = 0.0
     same.tables.us = np.array(same.tables.us)
-    same.tables.us[: len(same)] *= 1 + more
+    same.tables.us *= 1 + more
     return same
 
 

@@ -1,7 +1,6 @@
 """Whole jobs: what may be chosen, what a step takes, what is measured, and what a perfect tuner finds."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ def jobs(request):
 
 
 def test_the_same_seed_draws_the_same_jobs(jobs):
-    again = draw_jobs(STANDARD if (jobs.law[:, 1] == 1).all() else HELD_OUT, np.random.default_rng(3), 24)
+    again = draw_jobs(STANDARD if (jobs.sites.law.power == 1).all() else HELD_OUT, np.random.default_rng(3), 24)
     assert (again.label == jobs.label).all() and (again.default_us == jobs.default_us).all()
     assert (again.tables.us == jobs.tables.us).all() and (again.mask == jobs.mask).all()
 
@@ -77,35 +76,9 @@ def test_noise_lasts_where_it_is_said_to():
     assert log.std(axis=1) / jobs.noise.sigma == pytest.approx(1.0, abs=0.35)
 
 
-def test_a_change_for_good_moves_the_truth_and_taken_jobs_keep_theirs():
-    kind = replace(STANDARD, change=1.0, swing=0.0)
-    jobs = draw_jobs(kind, np.random.default_rng(4), 40)
-    none = np.zeros((40, SLOTS), int)
-    before = jobs.step_us(none)[0]
-    assert before == pytest.approx(jobs.default_us)
-    some = jobs.take([5, 7, 30])
-    for part in (jobs, some):
-        part.advance(np.maximum(part.change_at - part.at, 0))
-    after = jobs.step_us(none)[0]
-    assert (np.abs(after / before - 1) > 1e-3).mean() > 0.9
-    assert some.step_us(none[:3])[0] == pytest.approx(after[[5, 7, 30]])
-
-
-def test_a_change_that_passes_leaves_all_as_it_was():
-    kind = replace(STANDARD, change=1.0, passing=1.0, swing=0.0)
-    jobs = draw_jobs(kind, np.random.default_rng(4), 20)
-    none = np.zeros((20, SLOTS), int)
-    before = jobs.step_us(none)[0]
-    jobs.advance(jobs.change_at - jobs.at)
-    during = jobs.step_us(none)[0]
-    jobs.advance(jobs.change_until - jobs.at)
-    assert (np.abs(during / before - 1) > 1e-3).mean() > 0.8 and jobs.step_us(none)[0] == pytest.approx(before)
-
-
 def test_joined_jobs_are_the_jobs():
-    kind = replace(STANDARD, change=0.5)
     rng = np.random.default_rng(9)
-    parts = [draw_jobs(kind, rng, n) for n in (3, 6, 4)]
+    parts = [draw_jobs(STANDARD, rng, n) for n in (3, 6, 4)]
     whole = Jobs.join(parts)
     for shift in (0, 10**5):
         for batch in (whole, *parts):

@@ -26,7 +26,7 @@ ROOMS = {
 DOOR = "zero_workload/__main__.py"
 WORKLOAD_LINES = {"zero_workload": 1860, "zero_workload/job": 1300}
 #: Libraries that only some folders may import: where the process touches shared memory or learns.
-SHARED_MEMORY = ("envs/nccl/", "envs/sim/rendezvous.py")  # the second stands in for NCCL's own transport
+SHARED_MEMORY = ("envs/nccl/", "envs/sim/timeline.py")  # the second stands in for NCCL's own transport
 ONLY_IN = {
     "mmap": SHARED_MEMORY,
     "multiprocessing.shared_memory": SHARED_MEMORY,

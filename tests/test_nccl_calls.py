@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dynamiccl.envs.nccl.build import HERE, compiler
-from dynamiccl.envs.sim.nccl_caller import Call, Communicator
+from dynamiccl.envs.sim.nccl_caller import Call
+from nccl_groups import Groups
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "nccl_calls.json").read_text())["calls"]
 
@@ -134,11 +135,11 @@ def recorder(tmp_path_factory):
 
 def run_job(release, recorder, one_by_one):
     """The recorded job: {case: what was called}. Single calls are made in a group of one, or one after the other."""
-    first = comm = Communicator(recorder.path, 7, 2, 1, 0, release)
+    first = comm = Groups(recorder.path, 7, 2, 1, 0, release)
     said, n_told = {"init": recorder()}, {}
     for case, calls in CASES.items():
         if case.startswith("new"):
-            comm = Communicator(recorder.path, 8, 2, 1, 0, release)
+            comm = Groups(recorder.path, 8, 2, 1, 0, release)
         if not calls:
             comm.send_recv()
         elif one_by_one and len(calls) == 1 and calls[0].func != "broadcast":

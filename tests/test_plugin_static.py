@@ -120,11 +120,11 @@ def test_bad_tables_name_place_and_cure(tmp_path, text, says):
 JOB = """
 import numpy as np, os
 from dynamiccl.envs.nccl.build import plugin_path
-from dynamiccl.envs.sim.nccl_caller import Communicator
+from dynamiccl.envs.sim.nccl_caller import Communicator, choose
 comm = Communicator(plugin_path(), 5, 8, 1, 0, os.environ["RELEASE"])
 cost = np.full((7, 3), -1, np.float32)
 cost[1] = 10, 20, 30
-print(comm.get_coll_info("all_gather", 4096, cost), *comm.choose(cost))
+print(comm.get_coll_info("all_gather", 4096, cost), *choose(cost))
 """
 
 

@@ -70,7 +70,7 @@ def test_harm_and_harsh_steps_are_seen(calm):
     book, _, none, rows = ledger(calm)
     worst = none.copy()
     for s in range(SLOTS):  # one channel, or whatever is slowest
-        slow = np.where(jobs.mask[:, s], jobs.tables.us[: len(jobs), s], -1)
+        slow = np.where(jobs.mask[:, s], jobs.tables.us[:, s], -1)
         worst[:, s] = slow.argmax(axis=1)
     pace = book.bill(rows, worst, np.ones(len(rows)))
     book.end(rows, worst)

@@ -61,6 +61,12 @@ def random_calls(rng):
     ]
 
 
+def timeline(steps, which, calls, scale, law):
+    """One step: begin, end and exposed part of every operation, and what ``run`` returns."""
+    times = np.zeros((3, int(steps.op_at[which + 1] - steps.op_at[which])))
+    return times, steps.run(np.array([which]), calls.rows(), np.array([scale]), law, times)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_equals_a_brute_force_simulation(seed):
     rng = random.Random(seed)
@@ -68,37 +74,39 @@ def test_equals_a_brute_force_simulation(seed):
     law = Law(*(rng.choice([zero, zero + rng.random()]) for zero in (0.0, 1.0, 0.0, 0.0)))
     begun, ended = brute_force(ops, calls, law, scale, dt)
     steps, rows = Steps.of([random_step(rng), ops]), Calls(*(np.array([part]) for part in calls))
-    got = steps.timeline(1, rows, scale, law)
+    (start, end, exposed), (total, spent, bare) = timeline(steps, 1, rows, scale, law)
     # Each operation on the critical path may be a tick late, twice where its pace changed.
     tolerance = dt * 4 * (len(ops) + 1)
-    assert got.start == pytest.approx(begun, abs=tolerance)
-    assert got.end == pytest.approx(ended, abs=tolerance)
-    total, spent, bare = steps.run(np.array([1]), rows, np.array([scale]), law)
-    assert total[0] == got.end.max()
+    assert start == pytest.approx(begun, abs=tolerance)
+    assert end == pytest.approx(ended, abs=tolerance)
+    assert total[0] == end.max()
     for k in range(3):
         mine = [i for i, op in enumerate(ops) if op.slot == k]
-        assert spent[0, k] == pytest.approx((got.end - got.start)[mine].sum())
-        assert bare[0, k] == pytest.approx(got.exposed[mine].sum())
+        assert spent[0, k] == pytest.approx((end - start)[mine].sum())
+        assert bare[0, k] == pytest.approx(exposed[mine].sum())
 
 
-def one(ops, us, slow=0.0, near=0.0, far=0.0, law=None):
+def one(ops, us, slow=0.0, near=0.0, far=0.0, **law):
+    """When each operation ended, and the part of it that no compute ran beside."""
     k = np.ones((1, len(us)))
-    return Steps.of([ops]).timeline(0, Calls(np.array([us]), slow * k, near * k, far * k, k), 1.0, law or Law())
+    calls = Calls(np.array([us]), slow * k, near * k, far * k, k)
+    (_, end, exposed), _ = timeline(Steps.of([ops]), 0, calls, 1.0, Law(**law))
+    return end, exposed
 
 
 def test_channels_slow_the_compute_they_overlap():
-    got = one([Op(COMPUTE, 10.0), Op("nccl", 1.0, (), 0)], [4.0], slow=0.25)
-    assert got.end[1] == 4.0 and got.end[0] == pytest.approx(4.0 + (10.0 - 4.0 / 1.25))
-    assert got.exposed.sum() == 0
-    assert one([Op(COMPUTE, 2.0), Op("nccl", 1.0, (), 0)], [4.0]).exposed[1] == 2.0
+    end, exposed = one([Op(COMPUTE, 10.0), Op("nccl", 1.0, (), 0)], [4.0], slow=0.25)
+    assert end[1] == 4.0 and end[0] == pytest.approx(4.0 + (10.0 - 4.0 / 1.25))
+    assert exposed.sum() == 0
+    assert one([Op(COMPUTE, 2.0), Op("nccl", 1.0, (), 0)], [4.0])[1][1] == 2.0
 
 
 def test_two_communicators_share_a_link_and_no_more_than_it():
     ops = [Op("gather", 1.0, (), 0), Op("scatter", 1.0, (), 1)]
-    assert one(ops, [4.0, 4.0], near=0.5).end.max() == 4.0
-    assert one(ops, [4.0, 4.0], near=0.8).end.max() == pytest.approx(6.4)
-    assert one(ops, [4.0, 4.0], far=1.0).end.max() == pytest.approx(8.0), "as long as one after the other"
-    assert one(ops, [4.0, 4.0], law=Law(crowd=0.5)).end.max() == pytest.approx(6.0)
+    assert one(ops, [4.0, 4.0], near=0.5)[0].max() == 4.0
+    assert one(ops, [4.0, 4.0], near=0.8)[0].max() == pytest.approx(6.4)
+    assert one(ops, [4.0, 4.0], far=1.0)[0].max() == pytest.approx(8.0), "as long as one after the other"
+    assert one(ops, [4.0, 4.0], crowd=0.5)[0].max() == pytest.approx(6.0)
 
 
 def test_what_can_never_run_is_refused():

@@ -11,7 +11,7 @@ from dynamiccl.agent.policy import LstmPolicy
 from dynamiccl.agent.rules import ExpectedImprovement
 from dynamiccl.agent.train import Settings, Stage, Training, export, make_policy
 from dynamiccl.envs import turns
-from dynamiccl.envs.sim.job_family import STANDARD
+from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.traces.spaces import config_index
 
 SMALL = Settings(stages=(Stage(2, 0.02, 0.3, 0.3),), workers=1, jobs=3, descents=2, batch=3, hidden=8, head_width=8)

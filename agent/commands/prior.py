@@ -32,7 +32,7 @@ def prior(
     from rich.progress import Progress
 
     from ...envs.belief import Prior
-    from ...envs.sim.job_family import HELD_OUT, STANDARD
+    from ...envs.sim.family import HELD_OUT, STANDARD
     from ...envs.sim.jobs import draw_jobs
     from ..job_prior import JobPrior, fit, judge
     from ..terminal import terminal

@@ -22,7 +22,8 @@ from torch.distributed import device_mesh
 
 from ..nccl import step_clock as steps
 from .clock import Clock, CountedWork
-from .timeline import Collective, Emulation, Timeline, comm_id_of
+from .emulated import Emulated
+from .timeline import Collective, Timeline, comm_id_of
 
 # The options' classes as gloo wants them; the names have been stable since torch 2.0.
 _Tensors = list[torch.Tensor]
@@ -94,7 +95,7 @@ def _complete(works: queue.SimpleQueue[tuple[EmulatedWork, torch.futures.Future[
 class EmulatedGroup(dist.ProcessGroup):
     """One communicator of the emulated cluster; methods are c10d's, see ``torch.distributed.ProcessGroup``."""
 
-    def __init__(self, options: Any, emulation: Emulation, clock: Clock) -> None:
+    def __init__(self, options: Any, emulated: Emulated, clock: Clock) -> None:
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
         world = dist.get_world_size() if dist.is_initialized() else size
@@ -110,7 +111,7 @@ class EmulatedGroup(dist.ProcessGroup):
         self._clock = clock
         if size > 1:  # NCCL does not ask a tuner for a communicator of one rank
             comm_id = comm_id_of(f"{self._name}:{members}")
-            self._timeline = Timeline(emulation, clock, store, rank, ranks, world, comm_id)
+            self._timeline = Timeline(emulated, clock, store, rank, ranks, world, comm_id)
 
     def _timed(self, func: str, tensor: torch.Tensor, outputs: _Tensors, run: Callable[[], dist.Work]) -> dist.Work:
         """Run on gloo, and on the emulated stream. ``tensor`` is the whole buffer."""
@@ -249,20 +250,21 @@ def _stand_in() -> None:
 def register() -> None:
     """Make ``init_process_group("emulated")`` known, and gloo mean the same; from now on the work of this process is
     counted, and steps are timed by the emulated clock. Raises ValueError when the environment is wrong."""
-    emulation = Emulation.from_env()
+    emulated = Emulated.from_env()
+    emulated.check()
     if "emulated" in dist.Backend.backend_list:
         return
     clock = Clock()
     dist.Backend.register_backend(
-        "emulated", lambda options, _: EmulatedGroup(options, emulation, clock), extended_api=True, devices=["cpu"]
+        "emulated", lambda options, _: EmulatedGroup(options, emulated, clock), extended_api=True, devices=["cpu"]
     )
     _stand_in()
     steps.now_ns = clock.step_ended
-    CountedWork(clock, emulation.compute_scale).__enter__()
+    CountedWork(clock, emulated.compute_scale).__enter__()
     run = threading.Thread.run
 
     def counted(thread: threading.Thread) -> None:
-        with CountedWork(clock, emulation.compute_scale):
+        with CountedWork(clock, emulated.compute_scale):
             run(thread)
 
     threading.Thread.run = counted  # type: ignore[method-assign]

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .columns import Columns
+
 if TYPE_CHECKING:  # a job on an emulated cluster does not wait for numpy to have its cluster checked
     import numpy as np
 
@@ -118,7 +120,7 @@ class Cluster:
 
 
 @dataclass
-class Fleet:
+class Fleet(Columns):
     """``n`` clusters as arrays of shape (n,): what the cost model and the fabric compute on."""
 
     n_nodes: Array
@@ -157,9 +159,6 @@ class Fleet:
 
         return np.asarray(self.n_nodes * self.gpus_per_node)
 
-    def __len__(self) -> int:
-        return len(self.n_nodes)
-
     @classmethod
     def of(cls, clusters: Sequence[Cluster]) -> Fleet:
         """The arrays of ``clusters``, in their order."""
@@ -167,10 +166,6 @@ class Fleet:
 
         rows = [_row(c) for c in clusters]
         return cls(**{f.name: np.array([row[f.name] for row in rows]) for f in fields(cls)})
-
-    def take(self, index: Any) -> Fleet:
-        """The clusters at ``index`` (any NumPy index)."""
-        return Fleet(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
 
 def _row(c: Cluster) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import numpy as np
 from ...traces.records import PAIRS, PROTOS
 from . import cost_model
 from .clusters import Cluster, Fleet
+from .columns import Columns
 
 Array = np.ndarray[Any, Any]
 
@@ -35,7 +36,7 @@ N_COUNTS = 7  # classes of channel counts with an un-modelled effect of their ow
 
 
 @dataclass
-class Truth:
+class Truth(Columns):
     """Parameters of ``n`` fabrics: shape (n,) unless the comment says more. Times in us, rates in GB/s."""
 
     launch_us: Array  # kernel launch and rendezvous, once a collective
@@ -59,10 +60,6 @@ class Truth:
     noise: Array  # log-normal sigma of one collective
     tail: Array  # probability of a straggling collective
     effect: Array  # (n, 2, 6, N_COUNTS) log of what the formula misses, per collective, pair and channel class
-
-    def take(self, index: Any) -> Truth:
-        """The fabrics at ``index`` (any NumPy index)."""
-        return Truth(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
 
 #: Memory traffic beside compute, in units of a ring's all_gather with SIMPLE (a read and a write), (2, 6) over
@@ -194,19 +191,6 @@ def unmodelled(rng: np.random.Generator, n: int) -> Array:
     """What the formula misses, (n, 2, 6, N_COUNTS), of unit variance: mostly a pair's own, partly a count's."""
     shape = n, 2, len(PAIRS), N_COUNTS
     return np.asarray(rng.normal(0.0, 1.0, (*shape[:3], 1)) * 0.8 + rng.normal(0.0, 1.0, shape) * 0.6)
-
-
-def congested(truth: Truth, fleet: Fleet, rng: np.random.Generator) -> Truth:
-    """The same fabrics after their network changed for the worse: a neighbour's job, a lost link, a busy switch."""
-    n, many = len(fleet), fleet.n_nodes > 1
-    crowding = np.maximum(truth.congestion, rng.uniform(0.01, 0.04, n))
-    return replace(
-        truth,
-        bus_gbs=truth.bus_gbs * np.where(many, rng.uniform(0.35, 0.8, n), rng.uniform(0.6, 0.9, n)),
-        net_us=truth.net_us * rng.uniform(1.0, 2.5, (n, 1)),
-        ramp_bytes=truth.ramp_bytes * np.exp(rng.normal(0.0, 0.5, truth.ramp_bytes.shape)),
-        congestion=np.where(many, crowding, truth.congestion),
-    )
 
 
 class Fabric:

@@ -1,49 +1,89 @@
-"""Random clusters: what jobs are drawn on.
+"""What random jobs are drawn from: clusters and jobs of the family that trains, and of one that is structurally outside
+of it.
 
-The family is meant to be far wider than any one cluster (2 to 2048 ranks, four GPU generations), so that a policy
-learns to search rather than to know. All of it is drawn; nothing here is a measurement.
+Every range is drawn, to be wider than any one cluster (2 to 2048 ranks, four GPU generations), so that a policy learns
+to search rather than to know; nothing here is a measurement. The public figures that the ranges lie around are named
+where the quantities are: :mod:`.fabric`, :mod:`.noise`, :mod:`.clusters`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ...traces.records import CHANNELS
 from .clusters import Fleet
-from .noise import even
+from .noise import NoiseFamily, Range, even
 
 Array = np.ndarray[Any, Any]
-_COUNTS = np.array(CHANNELS)
 
 
 @dataclass(frozen=True)
-class Family:
+class ClusterFamily:
     """What clusters are drawn from; ranges are (low, high), drawn evenly on a log scale unless said otherwise."""
 
-    name: str = "standard"
     generations: tuple[float, ...] = (0.08, 0.3, 0.47, 0.15)  # weights of V, A, H, B
     per_node: tuple[tuple[int, float], ...] = ((1, 0.12), (2, 0.04), (4, 0.14), (8, 0.7))
     one_node: float = 0.3  # probability
-    n_nodes: tuple[float, float] = (2, 256)
+    n_nodes: Range = (2, 256)
     releases: tuple[int, ...] = (22707, 22809, 22907, 23007, 23203)
     width: float = 1.0  # of the fabric's parameters around the nominal ones, see fabric.spread
 
 
-STANDARD = Family()
-#: Outside of the training family: more Blackwell and Volta, more nodes and few-GPU nodes, wilder fabrics.
-HELD_OUT = Family(
-    name="held-out",
-    generations=(0.25, 0.1, 0.2, 0.45),
-    per_node=((1, 0.2), (2, 0.15), (4, 0.25), (8, 0.4)),
-    n_nodes=(2, 512),
-    width=1.4,
+@dataclass(frozen=True)
+class JobFamily:
+    """What jobs are drawn from. Ranges are (low, high): of sizes even on a log scale, else evenly; others are
+    probabilities."""
+
+    name: str
+    version: int
+    clusters: ClusterFamily
+    works: tuple[str, ...]  # prefixes of the names of workloads
+    one_communicator: float = 0.5  # gathers and scatters share one stream, as in FSDP1 and DeepSpeed
+    replicated: float = 0.3  # of the jobs with eight GPUs a node: sharded in the node, replicated over nodes
+    exposed: Range = (0.01, 0.5)  # part of the default step that waits, log scale; public: 5.6 % (marin#8053)
+    effects: Range = (0.05, 0.3)  # log size of what no formula knows, log scale
+    octaves: Range = (3.0, 12.0)  # of message size over which such an effect turns into another, evenly
+    touch: Range = (0.7, 1.8)  # by how much more calls slow the compute than fabrics say, log scale; public: 30-40 %
+    crowd: Range = (0.0, 0.15)
+    crowd_by_channels: bool = False  # else every call beside a call weighs the same
+    power: Range = (1.0, 1.0)
+    saturation: Range = (0.0, 0.5)
+    drag: Range = (0.0, 0.15)
+    noise: NoiseFamily = field(default_factory=NoiseFamily)
+    swing: float = 0.4  # jobs on a network whose pace swings ...
+    swing_size: Range = (0.02, 0.4)  # ... by up to this much, log scale ...
+    swing_steps: Range = (300, 20_000)  # ... with this period, log scale
+
+
+STANDARD = JobFamily("standard", 2, ClusterFamily(), ("gpt2 ", "gpt2-xl", "llama-7b"))
+#: Structurally outside: other models, another law of contention, compute that saturates, another kind of noise.
+HELD_OUT = JobFamily(
+    "held-out",
+    2,
+    # More Blackwell and Volta, more nodes and few-GPU nodes, wilder fabrics.
+    ClusterFamily(
+        generations=(0.25, 0.1, 0.2, 0.45),
+        per_node=((1, 0.2), (2, 0.15), (4, 0.25), (8, 0.4)),
+        n_nodes=(2, 512),
+        width=1.4,
+    ),
+    ("llama-13b", "llama-70b", "moe-8x7b"),
+    effects=(0.15, 0.45),
+    octaves=(1.5, 4.0),
+    touch=(0.8, 2.5),
+    crowd=(0.1, 0.5),
+    crowd_by_channels=True,
+    power=(1.2, 1.8),
+    saturation=(0.5, 2.0),
+    drag=(0.1, 0.4),
+    noise=NoiseFamily(sigma=(0.003, 0.05), memory=(0.5, 0.98), two_paces=0.4, late_rank=0.25, call_sigma=(0.01, 0.08)),
+    swing=0.7,
 )
 
 
-def draw_fleet(family: Family, rng: np.random.Generator, n: int) -> Fleet:
+def draw_fleet(family: ClusterFamily, rng: np.random.Generator, n: int) -> Fleet:
     """``n`` clusters with graphs such as NCCL's search finds (2.30.7 src/graph/search.cc: speed ladders)."""
     gen = rng.choice(4, n, p=np.array(family.generations) / sum(family.generations))
     sizes, weights = zip(*family.per_node, strict=True)

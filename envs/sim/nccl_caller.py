@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from ...traces.records import ALGOS, FUNCS, N_ALGOS, N_PROTOS, PROTOS
-from . import nccl_events as events
-from .nccl_events import EVENT_KERNEL_CH as EVENT_KERNEL_CH
-from .nccl_events import CollApi, EventV4, EventV5, P2p
 
+DTYPE_BYTES = {"int8": 1, "uint8": 1, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES |= {"float32": 4, "float64": 8, "float8e4m3": 1, "float8e5m2": 1}
 _DTYPE_OF_SIZE = {1: "int8", 2: "float16", 4: "float32", 8: "float64"}
+_SHARDED = ("all_gather", "reduce_scatter")  # NCCL counts the elements of one rank, and asks for those of all
+#: As the profiler hears them: AllGather, ReduceScatter ...
+_FUNC_NAMES = {func: func.title().replace("_", "").encode() for func in FUNCS}
 
 # Which symbols a release tries, newest first; the first that the library exports is loaded.
 _TUNERS = {(2, 22): (3,), (2, 24): (4, 3), (2, 28): (5, 4, 3), (2, 30): (6, 5, 4, 3)}
@@ -45,6 +47,36 @@ _START_EVENT = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p), c_void_p)
 _STATE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, POINTER(c_uint64))
 _ONE_POINTER = ctypes.CFUNCTYPE(c_int, c_void_p)
 _CHUNK_SIZE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, c_size_t, c_int, c_int, c_int, POINTER(c_size_t))
+
+EVENT_GROUP, EVENT_COLL, EVENT_KERNEL_CH, KERNEL_CH_STOP = 1, 2, 64, 22
+EVENT_GROUP_API, EVENT_COLL_API, EVENT_KERNEL_LAUNCH = 256, 512, 2048
+# NCCL tells of an event whose bit is in the mask, and of these (4 and 1024 are sends) where one of the bits below is.
+_BELOW = {EVENT_GROUP: 0xDF, EVENT_COLL: 0xDA, 4: 0xDC, EVENT_COLL_API: 0xDA, 1024: 0xDC, EVENT_GROUP_API: 0xEDF}
+
+
+def _layout(base: type, **members: Any) -> Any:
+    """A structure or union of C with these members in their order."""
+    return type(base)("_layout", (base,), {"_fields_": tuple(members.items())})
+
+
+# A profiler's events as NCCL lays them out on 64-bit Linux, declared a second time: a slip in the plugin's own would
+# show. v4 is NCCL 2.27's; v5 and v6, of 2.28 on, have one layout.
+_COLL = {"seq": c_uint64, "func": c_char_p, "send_buffer": c_void_p, "recv_buffer": c_void_p, "count": c_size_t}
+_COLL |= {"root": c_int, "datatype": c_char_p, "n_channels": c_uint8, "n_warps": c_uint8}
+_COLL |= {"algo": c_char_p, "proto": c_char_p}
+_CALL = {"func": c_char_p, "count": c_size_t, "datatype": c_char_p, "root": c_int, "stream": c_void_p}
+_KERNEL = _layout(ctypes.Structure, channel=c_uint8, timer=c_uint64)
+_BODY_V4 = _layout(ctypes.Union, coll=_layout(ctypes.Structure, **_COLL), kernel=_KERNEL, whole=c_uint8 * 80)
+_BODY_V5 = _layout(
+    ctypes.Union,
+    coll=_layout(ctypes.Structure, **_COLL, parent_group=c_void_p),
+    call=_layout(ctypes.Structure, **_CALL, graph_captured=ctypes.c_bool),
+    kernel=_KERNEL,
+    whole=c_uint8 * 88,
+)
+_EVENT_V4 = _layout(ctypes.Structure, type=c_uint8, parent=c_void_p, rank=c_int, body=_BODY_V4)
+_EVENT_V5 = _layout(ctypes.Structure, type=c_uint64, parent=c_void_p, rank=c_int, body=_BODY_V5)
+assert ctypes.sizeof(_EVENT_V4) == 104 and ctypes.sizeof(_EVENT_V5) == 112
 
 # NCCL keeps one event mask for the whole process and hands its address to every communicator.
 _MASKS: dict[str, Any] = {}
@@ -117,7 +149,6 @@ class Communicator:
         self._group_api: int | None = None  # handles of the group under way, and of the program's calls in it
         self._group: int | None = None
         self._calls: list[int | None] = []
-        self._seq = dict.fromkeys(FUNCS, 0)
         if self.profiler_version:
             self._init_profiler(library, name)
         self._init_tuner(library)
@@ -133,9 +164,8 @@ class Communicator:
         else:
             _check(_PROFILER_INIT[5](init)(context, self.comm_id, mask, label, *size, None))
         # Kept for every call: ctypes objects are slow to make.
-        event_type = EventV4 if self.profiler_version == 4 else EventV5
-        self._event_type = event_type
-        self._coll, self._kernel = event_type(type=events.EVENT_COLL), event_type(type=EVENT_KERNEL_CH)
+        self._event_type = _EVENT_V4 if self.profiler_version == 4 else _EVENT_V5
+        self._coll, self._kernel = self._event_type(type=EVENT_COLL), self._event_type(type=EVENT_KERNEL_CH)
         self._coll.rank = self._kernel.rank = self.rank
         self._coll_body, self._kernel_body = self._coll.body.coll, self._kernel.body.kernel
         self._kernel_ref = byref(self._kernel)
@@ -160,44 +190,27 @@ class Communicator:
             _check(_TUNER_INIT[5](init)(context, self.comm_id, self.n_ranks, self.n_nodes, None, *given))
 
     def get_coll_info(
-        self,
-        func: str,
-        n_bytes: int,
-        cost: np.ndarray[Any, Any],
-        n_pipe_ops: int = 1,
-        reg_buff: int = 0,
-        n_channels: int = 0,
-        captured: bool = False,
+        self, func: str, n_bytes: int, cost: np.ndarray[Any, Any], n_channels: int = 0, captured: bool = False
     ) -> int:
         """Ask the tuner; ``cost`` (7, 3) float32 microseconds is changed in place. Returns the channel count.
 
         ``n_channels`` is what NCCL has in the variable before: 0, and it stays so unless the table says otherwise.
         ``captured``: the call goes into a CUDA graph.
         """
-        self._begin(events.EVENT_COLL_API, [func], captured)
-        self._ask_aside(func, self._share(func, n_bytes))
-        return self._ask(func, n_bytes, cost, n_pipe_ops, reg_buff, n_channels)
+        self._begin([func], captured)
+        self._ask_aside(func, n_bytes // self.n_ranks if func in _SHARDED else n_bytes)
+        return self._ask(func, n_bytes, cost, n_channels=n_channels)
 
     def _ask(
-        self,
-        func: str,
-        n_bytes: int,
-        cost: np.ndarray[Any, Any],
-        n_pipe_ops: int,
-        reg_buff: int = 0,
-        n_channels: int = 0,
+        self, func: str, n_bytes: int, cost: np.ndarray[Any, Any], n_pipe_ops: int = 1, n_channels: int = 0
     ) -> int:
         self._cost[:] = cost
         self._channels.value = n_channels
+        registered = () if self.tuner_version == 3 else (0,)
         head = (self._tuner, FUNCS.index(func), n_bytes, n_pipe_ops, self._cost_at, N_ALGOS, N_PROTOS)
-        if self.tuner_version == 3:
-            _check(self._info(*head, self._channels_ref))
-        else:
-            _check(self._info(*head, reg_buff, self._channels_ref))
+        _check(self._info(*head, *registered, self._channels_ref))
         cost[:] = self._cost
         return self._channels.value
-
-    choose = staticmethod(choose)
 
     def start_coll(
         self, func: str, seq: int, count: int, datatype: str | int, n_channels: int, n_warps: int, algo: str, proto: str
@@ -208,93 +221,45 @@ class Communicator:
         ("bfloat16") or an element size in bytes. As NCCL does, an all_gather is reported as bytes.
         """
         dtype = _DTYPE_OF_SIZE[datatype] if isinstance(datatype, int) else datatype
-        self._launch([Call(func, count, dtype, n_channels, algo, proto)])
-        return self._tell(func, seq, count, dtype, n_channels, n_warps, algo, proto, self._calls[-1:])
+        call = Call(func, count, dtype, n_channels, algo, proto)
+        self._launch([call])
+        return self._tell(call, seq, n_warps, next(iter(self._calls), None))
 
-    def _tell(
-        self,
-        func: str,
-        seq: int,
-        count: int,
-        dtype: str,
-        n_channels: int,
-        n_warps: int,
-        algo: str,
-        proto: str,
-        call: Sequence[int | None],
-    ) -> int | None:
-        self._seq[func] = seq + 1
+    def _tell(self, call: Call, seq: int, n_warps: int, parent: int | None) -> int | None:
         if not self.profiler_version or (self.profiler_version == 4 and self._group is None):
             return None
-        if func == "all_gather":
-            count, dtype = count * events.DTYPE_BYTES[dtype], "int8"
+        count, dtype = call.count, call.datatype
+        if call.func == "all_gather":
+            count, dtype = count * DTYPE_BYTES[dtype], "int8"
         body = self._coll_body
-        body.seq, body.func, body.count = seq, events.FUNC_NAMES[func], count
+        body.seq, body.func, body.count = seq, _FUNC_NAMES[call.func], count
         body.datatype = b"nccl" + dtype.capitalize().encode()
-        body.n_channels, body.n_warps = n_channels, n_warps
-        body.algo, body.proto = algo.upper().encode(), proto.upper().encode()
+        body.n_channels, body.n_warps = call.n_channels, n_warps
+        body.algo, body.proto = call.algo.upper().encode(), call.proto.upper().encode()
         if self.profiler_version == 4:
             self._coll.parent = self._group
         else:
-            self._coll.parent, body.parent_group = next(iter(call), None), self._group
+            self._coll.parent, body.parent_group = parent, self._group
         return self._start(self._coll)
 
-    def group(self, calls: Sequence[Call], cost: np.ndarray[Any, Any], captured: bool = False) -> list[int | None]:
-        """One ncclGroupStart to ncclGroupEnd around ``calls``: asked with ``cost``, told, stopped; handles as told."""
-        handles = self._begin(events.EVENT_COLL_API, [call.func for call in calls], captured)
-        ordered: list[tuple[Call, int | None]] = []
-        for func in dict.fromkeys(call.func for call in calls):
-            found = [(call, handle) for call, handle in zip(calls, handles, strict=True) if call.func == func]
-            # Largest first from 2.29 on: calls up to four times as large as the first are priced together, so all are.
-            found.sort(key=lambda one: self._n_bytes(one[0]), reverse=self._release >= (2, 29))
-            sums: list[list[int]] = []
-            for n_bytes in (self._n_bytes(call) for call, _ in found):
-                if sums and n_bytes < 4 * sums[-1][0]:
-                    sums[-1].append(n_bytes)
-                else:
-                    sums.append([n_bytes])
-            self._ask_aside(func, sum(self._share(func, self._n_bytes(call)) for call, _ in found))
-            for together in sums:
-                self._ask(func, sum(together), cost.copy(), 1)
-            ordered += found
-        told = [one for one in ordered if one[0].func != "broadcast" or self._release < (2, 29)]
-        self._launch([call for call, _ in ordered], launches=bool(told))
-        seen: list[int | None] = []
-        for call, handle in told:
-            how = (call.n_channels, 16, call.algo, call.proto)
-            seen.append(self._tell(call.func, self._seq[call.func], call.count, call.datatype, *how, [handle]))
-        self._end(seen)
-        return seen
-
-    def send_recv(self) -> None:
-        """A send and a receive in one group."""
-        calls = self._begin(events.EVENT_P2P_API, ["send", "recv"], False)
-        self._end([], group=False)
-        self._launch([])
-        told = [self._event_type(type=events.EVENT_P2P, rank=self.rank) for _ in calls] if self.profiler_version else []
-        for event, func, call in zip(told, (b"Send", b"Recv"), calls, strict=False):
-            event.body.p2p = P2p(func, None, b"ncclInt8", 1, 1 - self.rank, 1, self._group)
-            event.parent = self._group if self.profiler_version == 4 else call
-        self._end([self._start(event) for event in told if self.profiler_version > 4 or self._group is not None])
-
-    def _begin(self, kind: int, funcs: Sequence[str], captured: bool) -> list[int | None]:
+    def _begin(self, funcs: Sequence[str], captured: bool = False, kind: int = EVENT_COLL_API) -> list[int | None]:
         """The program's calls, as NCCL tells of them before it asks anything: their handles."""
         self._calls = [None] * len(funcs)
         if self.profiler_version < 5:
             return self._calls
-        self._group_api = self._start(self._event_type(type=events.EVENT_GROUP_API))
+        self._group_api = self._start(self._event_type(type=EVENT_GROUP_API))
         for i, func in enumerate(funcs):
             event = self._event_type(type=kind, parent=self._group_api)
-            event.body.call = CollApi(events.FUNC_NAMES[func], 1, b"ncclInt8", 0, None, captured)
+            event.body.call = (_FUNC_NAMES[func], 1, b"ncclInt8", 0, None, captured)
             self._calls[i] = self._start(event)
             self._stop(self._calls[i])
         return self._calls
 
     def _ask_aside(self, func: str, n_bytes: int) -> None:
         """2.32 also prices another way to make the call, in which it has none of the tuner's algorithms."""
-        if self._release >= (2, 32) and func in ("all_gather", "reduce_scatter", "all_reduce"):
+        if self._release >= (2, 32) and func in (*_SHARDED, "all_reduce"):
             for _ in range(2):
-                self._ask(func, max(1024, n_bytes), np.full((N_ALGOS, N_PROTOS), -1, np.float32), 0)
+                self._ask(func, max(1024, n_bytes), np.full((N_ALGOS, N_PROTOS), -1, np.float32), n_pipe_ops=0)
 
     def _launch(self, calls: Sequence[Call], launches: bool = True) -> None:
         """What is between the last question and the first collective: chunks, the kernel, the group."""
@@ -306,8 +271,8 @@ class Communicator:
         self._group = None
         if launches and self.profiler_version:
             if self.profiler_version > 4:
-                self._stop(self._start(self._event_type(type=events.EVENT_KERNEL_LAUNCH, parent=self._group_api)))
-            self._group = self._start(self._event_type(type=events.EVENT_GROUP))
+                self._stop(self._start(self._event_type(type=EVENT_KERNEL_LAUNCH, parent=self._group_api)))
+            self._group = self._start(self._event_type(type=EVENT_GROUP))
 
     def _end(self, handles: Sequence[int | None], group: bool = True) -> None:
         """Everything that was started is stopped; without ``group`` only what the program began."""
@@ -320,14 +285,11 @@ class Communicator:
         self._group_api, self._calls = None, []
 
     def _n_bytes(self, call: Call) -> int:
-        whole = call.count * events.DTYPE_BYTES[call.datatype]
-        return whole * self.n_ranks if call.func in ("all_gather", "reduce_scatter") else whole
-
-    def _share(self, func: str, n_bytes: int) -> int:
-        return n_bytes // self.n_ranks if func in ("all_gather", "reduce_scatter") else n_bytes
+        whole = call.count * DTYPE_BYTES[call.datatype]
+        return whole * self.n_ranks if call.func in _SHARDED else whole
 
     def _start(self, event: Any) -> int | None:
-        if not self.profiler_version or not self._mask.value & (event.type | events.BELOW[event.type]):
+        if not self.profiler_version or not self._mask.value & (event.type | _BELOW.get(event.type, 0)):
             return None
         self._handle.value = None
         _check(self._start_event(self._profiler, self._handle_ref, byref(event)))
@@ -355,7 +317,7 @@ class Communicator:
         """The second half of :meth:`kernel`."""
         if handle is not None:
             self._timer.value = stop_ns
-            _check(self._record_state(handle, events.KERNEL_CH_STOP, self._timer_ref))
+            _check(self._record_state(handle, KERNEL_CH_STOP, self._timer_ref))
             _check(self._stop_event(handle))
 
     def stop(self, handle: int | None) -> None:

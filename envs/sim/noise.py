@@ -7,10 +7,12 @@ two paces, a rank that comes late, steps that also save a checkpoint.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from .columns import Columns
 
 Array = np.ndarray[Any, Any]
 Range = tuple[float, float]
@@ -95,7 +97,7 @@ def drawn(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[Array, ...]
 
 
 @dataclass
-class Noise:
+class Noise(Columns):
     """The noise of ``n`` jobs, and where each is in it; arrays (n,)."""
 
     sigma: Array
@@ -137,10 +139,6 @@ class Noise:
             level=rng.normal(0.0, 1.0, n),
             is_slow=rng.random(n) < 0.5,
         )
-
-    def take(self, rows: Array) -> Noise:
-        """Copies of the jobs at ``rows``."""
-        return Noise(**{f.name: getattr(self, f.name)[rows].copy() for f in fields(self)})
 
     def steps(self, us: Array, n_steps: Array, rng: np.random.Generator | Luck) -> Array:
         """Measured times (n, max(n_steps)) of the next ``n_steps`` (n,) steps of true time ``us`` (n,); then NaN."""

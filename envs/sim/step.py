@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..nccl.build import step_path
+from .columns import Columns
 
 Array = np.ndarray[Any, Any]
 COMPUTE = "compute"
@@ -42,7 +43,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Law:
+class Law(Columns):
     """How what runs side by side slows each other; fields are floats or arrays (n,), drawn, see :mod:`.jobs`.
 
     A call runs ``max(1, load) ** power`` times as long, where ``load`` is the sum of what all running calls take of the
@@ -63,8 +64,8 @@ class Law:
 
 
 @dataclass(frozen=True)
-class Calls:
-    """What each kind of call of each job takes, arrays (n, k): ``k`` rows that operations point to."""
+class Calls(Columns):
+    """What calls are to the event loop; arrays of one shape, of which the last axis counts a job's kinds of call."""
 
     us: Array  # alone
     slow: Array  # of compute beside it
@@ -73,8 +74,8 @@ class Calls:
     crowd: Array  # its weight in crowding others
 
     def rows(self) -> Array:
-        """(n, k, 5) as step.c reads it."""
-        return np.stack([self.us, self.slow, self.near, self.far, self.crowd], axis=2, dtype=float)
+        """(..., 5) as step.c reads it."""
+        return np.stack([self.us, self.slow, self.near, self.far, self.crowd], axis=-1, dtype=float)
 
 
 @dataclass(frozen=True)
@@ -116,59 +117,39 @@ class Steps:
             np.array([*after, 0], np.int32),
         )
 
-    def run(self, which: Array, calls: Calls, scale: Array, law: Law) -> tuple[Array, Array, Array]:
+    def run(
+        self, which: Array, calls: Array, scale: Array, law: Law, times: Array | None = None
+    ) -> tuple[Array, Array, Array]:
         """Steps of ``n`` jobs: job ``j`` takes step ``which[j]`` with its compute ``scale[j]`` times as long.
 
-        Returns the steps' us (n,), and of each kind of call the sum over a step of its durations and of what of it no
-        compute ran beside, (n, k) us. Raises ValueError when operations wait for each other for ever.
+        ``calls`` are the rows of :class:`Calls`, (n, k, 5): ``k`` kinds of call that operations point to. Returns the
+        steps' us (n,), and of each kind of call the sum over a step of its durations and of what of it no compute ran
+        beside, (n, k) us. Of a single job ``times`` (3, operations) is filled with when each began and ended, us from
+        the step's begin, and what of it no compute ran beside. Raises ValueError when operations wait for each other
+        for ever.
         """
-        return self._run(which, calls, scale, law, None)
-
-    def timeline(self, which: int, calls: Calls, scale: float, law: Law) -> Timeline:
-        """One step (``calls`` of one job) with the times of every operation. Raises ValueError as :meth:`run`."""
-        n = int(self.op_at[which + 1] - self.op_at[which])
-        times = np.zeros((3, n))
-        self._run(np.array([which]), calls, np.array([scale]), law, times)
-        return Timeline(*times)
-
-    def _run(
-        self, which: Array, calls: Calls, scale: Array, law: Law, times: Array | None
-    ) -> tuple[Array, Array, Array]:
-        n, rows = len(which), calls.rows()
-        k = rows.shape[1]
-        if rows.shape != (n, k, N_CALL) or not np.isfinite(rows).all() or (rows < 0).any():
+        n, k = len(which), calls.shape[1]
+        if calls.shape != (n, k, N_CALL) or not np.isfinite(calls).all() or (calls < 0).any():
             raise ValueError("every call of every job needs a duration, and nothing of it below 0")
         if k <= self.slot.max(initial=-1):
             raise ValueError(f"the steps have {self.slot.max() + 1} kinds of call, {k} are given")
-        which = np.ascontiguousarray(which, np.int32)
+        # Names for what the loop reads: an array lives as long as its name.
+        which, calls = np.ascontiguousarray(which, np.int32), np.ascontiguousarray(calls)
+        scale, laws = np.ascontiguousarray(np.broadcast_to(np.asarray(scale, float), n)), law.rows(n)
         total, spent, bare = np.zeros(n), np.zeros((n, k)), np.zeros((n, k))
         most = int(np.diff(self.op_at).max(initial=0))
         done, following = np.zeros(most, np.uint8), np.zeros(most, np.int32)
-        given = [None] * 3 if times is None else list(times)
-        flat = (self.op_at, self.n_streams, self.stream, self.slot, self.work, self.after_at, self.after)
+        steps = (self.op_at, self.n_streams, self.stream, self.slot, self.work, self.after_at, self.after)
+        given = (None, None, None) if times is None else tuple(times)
         stuck = _library().dynamiccl_steps(
             n,
-            _at(which),
-            *map(_at, flat),
+            *map(_at, (which, *steps)),
             k,
-            _at(np.ascontiguousarray(rows)),
-            _at(scale := np.ascontiguousarray(np.broadcast_to(np.asarray(scale, float), n))),
-            _at(laws := law.rows(n)),
-            *map(_at, (total, spent, bare, *given, done, following)),
+            *map(_at, (calls, scale, laws, total, spent, bare, *given, done, following)),
         )
-        del laws, scale  # alive until here: the loop has read them
         if stuck:
             raise ValueError(f"operations of job {stuck - 1} wait for each other: the step never ends")
         return total, spent, bare
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """When each operation of a step ran, us from its begin; ``exposed`` is the part without compute beside it."""
-
-    start: Array  # (n_ops,)
-    end: Array
-    exposed: Array
 
 
 def _at(array: Array | None) -> Any:

@@ -11,12 +11,15 @@ waits for it, in the order of the program: so they do not depend on how fast the
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
+import tempfile
 import threading
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,33 +27,15 @@ import numpy as np
 from ...traces.records import ALGOS, PROTOS
 from ..nccl.build import plugin_path
 from .clock import Clock
-from .clusters import Cluster, cluster, resize
+from .clusters import Cluster, resize
 from .cost_model import channels, cost_table
 from .emulated import Emulated
 from .fabric import Fabric
-from .nccl_caller import EVENT_KERNEL_CH, Communicator
-from .rendezvous import Arrivals
-from .weather import Weather
+from .nccl_caller import EVENT_KERNEL_CH, Communicator, choose
 
 #: The collectives that take emulated time; the others (broadcast, barrier ...) only happen at set-up.
 TIMED = ("all_gather", "reduce_scatter", "all_reduce")
-
-
-@dataclass(frozen=True)
-class Emulation:
-    """What is emulated, as the launcher put it into the job's environment."""
-
-    cluster: Cluster
-    bytes_scale: float
-    compute_scale: float
-    seed: int
-    weather: Weather = field(default_factory=Weather)
-
-    @classmethod
-    def from_env(cls) -> Emulation:
-        """See :class:`Emulated`. Raises ValueError naming what is wrong."""
-        e = Emulated.from_env()
-        return cls(cluster(e.cluster), e.bytes_scale, e.compute_scale, e.seed, Weather.parse(e.weather, e.seed))
+DEPTH = 1024  # collectives that one rank may be ahead of another
 
 
 @dataclass
@@ -102,14 +87,55 @@ def with_neighbours(c: Collective, others: Iterable[Collective]) -> int:
     return round(now + left - c.start_ns)
 
 
+class Arrivals:
+    """When did each rank enqueue its n-th collective? A ring of arrival times in a small page that the ranks share.
+
+    A real collective starts when its last rank arrives. Each rank notes its arrival here, by its emulated clock, before
+    it hands the bytes to gloo; gloo is done only after every rank took part, so by then all arrivals can be read and
+    every rank computes the same start: the ranks' clocks meet in it.
+    """
+
+    def __init__(self, store: Any, rank: int, n_processes: int) -> None:
+        shape = (DEPTH, n_processes, 2)  # the sequence number and the nanosecond
+        size = int(np.prod(shape)) * 8
+        if rank == 0:
+            folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+            fd, path = tempfile.mkstemp(prefix="dynamiccl-arrivals-", dir=folder)
+            os.ftruncate(fd, size)
+            store.set("arrivals", path)
+        else:
+            path = store.get("arrivals").decode()
+            fd = os.open(path, os.O_RDWR)
+        with os.fdopen(fd, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), size)
+        self._array: np.ndarray[Any, Any] = np.frombuffer(self._map, np.int64).reshape(shape)
+        self._rank = rank
+        store.set(f"arrivals-open-{rank}", "1")
+        if rank == 0:  # nobody needs the name any more once all have opened it: nothing is left behind
+            for other in range(n_processes):
+                store.get(f"arrivals-open-{other}")
+            os.unlink(path)
+
+    def note(self, seq: int, now_ns: int) -> None:
+        """This rank enqueues its ``seq``-th collective (from 1) at ``now_ns``."""
+        cell = self._array[seq % DEPTH, self._rank]
+        cell[1] = now_ns
+        cell[0] = seq
+
+    def last(self, seq: int) -> int:
+        """The latest arrival noted for collective ``seq``, ns; ranks that have not arrived do not count."""
+        row = self._array[seq % DEPTH]
+        return int(np.where(row[:, 0] == seq, row[:, 1], 0).max())
+
+
 class Timeline:
     """The stream of one communicator in one process."""
 
     def __init__(
-        self, emulation: Emulation, clock: Clock, store: Any, rank: int, ranks: Sequence[int], world: int, comm_id: int
+        self, emulated: Emulated, clock: Clock, store: Any, rank: int, ranks: Sequence[int], world: int, comm_id: int
     ) -> None:
-        self._emulation, self._cluster, self._clock = emulation, part_of(emulation.cluster, ranks, world), clock
-        self._fabric = Fabric.of(self._cluster, seed=emulation.seed)
+        self._emulated, self._cluster, self._clock = emulated, part_of(emulated.place, ranks, world), clock
+        self._fabric = Fabric.of(self._cluster, seed=emulated.seed)
         n_ranks, n_nodes = self._cluster.n_ranks, self._cluster.n_nodes
         self._nccl = Communicator(plugin_path(), comm_id, n_ranks, n_nodes, rank, release=self._cluster.nccl)
         ctypes.CDLL(str(plugin_path())).dynamiccl_clock(ctypes.byref(clock.cell))
@@ -128,7 +154,7 @@ class Timeline:
         with _LOCK:
             now = self._clock.enqueued()
             unit = element_bytes * self._cluster.n_ranks if func != "all_reduce" else element_bytes
-            count = max(1, round(n_bytes * self._emulation.bytes_scale / unit))
+            count = max(1, round(n_bytes * self._emulated.bytes_scale / unit))
             n_bytes = count * unit
             self._order += 1
             self._seq[func] += 1
@@ -165,14 +191,14 @@ class Timeline:
         """Ask NCCL's model and the plugin, as ncclPrepareTasks does, and clip as the scheduler does."""
         cost = cost_table(self._cluster, func, n_bytes).copy()
         asked = self._nccl.get_coll_info(func, n_bytes, cost)
-        algo, proto = self._nccl.choose(cost)
+        algo, proto = choose(cost)
         n_channels, _ = channels(self._cluster, func, n_bytes, ALGOS[algo], PROTOS[proto], asked)
         return ALGOS[algo], PROTOS[proto], n_channels
 
     def _duration_ns(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> int:
         us = self._fabric.time_us(func, n_bytes, algo, proto, n_channels)
         # Every rank draws the same noise: the collective is one event, not one a rank.
-        rng = np.random.default_rng((self._emulation.seed, self._comm_id & 0xFFFFFFFF, self._order))
+        rng = np.random.default_rng((self._emulated.seed, self._comm_id & 0xFFFFFFFF, self._order))
         us *= float(self._fabric.noise(rng))
         if algo not in self._connected:  # NCCL connects an algorithm at its first use
             self._connected.add(algo)
@@ -183,7 +209,7 @@ class Timeline:
         """All ranks have arrived: fix start and end, and tell the profiler."""
         c.start_ns = max(self._stream_end, self._arrivals.last(c.order))
         self._epoch = self._epoch or c.start_ns
-        c.duration_ns = int(c.duration_ns * self._emulation.weather.factor((c.start_ns - self._epoch) / 1e9))
+        c.duration_ns = int(c.duration_ns * self._emulated.sky.factor((c.start_ns - self._epoch) / 1e9))
         beside = [other for line in tuple(_LINES) if line is not self for other in line._running]
         c.duration_ns = with_neighbours(c, beside)
         c.end_ns = self._stream_end = c.start_ns + c.duration_ns

@@ -1,0 +1,46 @@
+"""Many things of one kind, kept as a dataclass of arrays: row ``i`` of every array is of thing ``i``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, Self
+
+
+class Columns:
+    """Base of such dataclasses. A field holds an array, other columns, or something that all rows share."""
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
+
+    def take(self, rows: Any) -> Self:
+        """The things at ``rows``, any NumPy index; copies, unless it is a slice."""
+        return type(self)(**{name: _taken(value, rows) for name, value in vars(self).items()})
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """All things of ``parts``, in their order; what rows share is the first part's."""
+        columns = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
+        return cls(**{name: _joined(values) for name, values in columns.items()})
+
+
+def _taken(value: Any, rows: Any) -> Any:
+    if isinstance(value, Columns):
+        return value.take(rows)
+    return value[rows] if _is_array(value) else value
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Columns):
+        return type(values[0]).join(values)
+    if not _is_array(values[0]):
+        return values[0]
+    import numpy as np
+
+    return np.concatenate(values)
+
+
+def _is_array(value: Any) -> bool:
+    import numpy as np  # here: the launcher checks a cluster without waiting for numpy
+
+    return isinstance(value, np.ndarray)
