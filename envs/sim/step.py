@@ -63,7 +63,7 @@ class Law(Columns):
         return np.ascontiguousarray(np.stack([np.broadcast_to(np.asarray(p, float), n) for p in parts], axis=1))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Calls(Columns):
     """What calls are to the event loop; arrays of one shape, of which the last axis counts a job's kinds of call."""
 
