@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..nccl import step_clock as steps
 from .clock import Clock, CountedWork
@@ -118,7 +119,9 @@ class EmulatedGroup(dist.ProcessGroup):
         if self._timeline is None:
             return run()
         collective = self._timeline.enqueue(func, tensor.numel() * tensor.element_size(), tensor.element_size())
-        return EmulatedWork(run(), self._timeline, self._clock, collective, outputs)
+        with _disable_current_modes():  # gloo copies where NCCL does not: that is not the job's work, in any thread
+            work = run()
+        return EmulatedWork(work, self._timeline, self._clock, collective, outputs)
 
     # -- what training uses; torch 2.13 names first, older spellings below -------------------------------------
 
