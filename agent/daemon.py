@@ -34,7 +34,8 @@ from .clusters import Memory, facts_of
 from .log import LOG, log, open_log
 from .outputs import claim, link
 from .request import Request
-from .summary import RunSummary, read_json, summarise
+from .summarise import summarise
+from .summary import RunSummary, read_json
 from .tuner import Line, Outcome, Tuner
 
 #: Space that a trace may take on disk, however long the job runs.

@@ -13,10 +13,10 @@ from typing import Any
 from ..envs.locks import is_locked
 from ..envs.nccl.run_folder import TUNER
 from ..envs.nccl.shm import TableFile
+from ..envs.windows import SEARCHED
 from ..traces.reasons import names
 from .outputs import ROOT
 from .summary import RunSummary, read_json
-from .tuner import SEARCHED
 
 #: Bytes of a run's log that are read from its end.
 _TAIL = 1 << 18

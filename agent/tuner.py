@@ -23,7 +23,7 @@ from ..envs.obedience import Disobeyed
 from ..envs.search import Search
 from ..envs.sequential import Race
 from ..envs.watch import Rules
-from ..envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
+from ..envs.windows import PHASES, WATCH, Plan, Policy
 from ..traces.audit import regime
 from ..traces.reasons import RowRefused, RunEnds
 from ..traces.records import AUTO, Decision, Slot
@@ -36,12 +36,6 @@ Array = np.ndarray[Any, Any]
 
 #: Steps after which a job in which there was nothing to tune is looked at again; twice as many each time.
 LOOK_AGAIN = 50
-#: How a window of each kind is told.
-_PHASES = {
-    PROFILE: "profile", SEARCH: "search", REFERENCE: "verify", TABLE: "verify", TRIAL: "refine", WATCH: "watch",
-}  # fmt: skip
-#: The phases whose windows are what a search costs: configs, comparisons, trials.
-SEARCHED = {_PHASES[kind] for kind in (SEARCH, REFERENCE, TABLE, TRIAL)}
 
 
 def rules_of(s: Settings) -> Rules:
@@ -272,7 +266,7 @@ class Tuner:
             low, _ = pair.interval
             verdict = "kept" if low > 0 and pair.n >= LEAST_PAIRS else "rolled back" if search.race is None else verdict
         of_the_table = verdict == "kept" and not plan.configs.any()  # it was this window that made it sure
-        self._line(_PHASES[plan.kind], text, default_ms, verdict, "the table beside it" if of_the_table else "")
+        self._line(PHASES[plan.kind], text, default_ms, verdict, "the table beside it" if of_the_table else "")
 
     def _line(self, phase: str, text: str, default_ms: float, verdict: str, reason: str) -> None:
         """Tell the last window."""
