@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/dynamiccl
 DEMO_STEPS ?= 600
 SOURCES := agent envs traces zero_workload tests
-C_SOURCES := $(wildcard envs/nccl/*.c envs/nccl/*.h envs/sim/*.c tests/*.c)
+C_SOURCES := $(wildcard envs/nccl/plugin/*.[ch] envs/sim/*.c tests/*.c)
 
 .PHONY: demo test test-slow test-timing test-all coverage check format setup bench gpu-check model-check clean
 
@@ -46,7 +46,7 @@ check: setup
 	$(BIN)/clang-format --dry-run --Werror $(C_SOURCES)
 	mkdir -p build && ln -sfn .. build/dynamiccl
 	MYPYPATH=build $(BIN)/mypy -p dynamiccl.agent -p dynamiccl.envs -p dynamiccl.traces -p dynamiccl.zero_workload
-	$${CC:-cc} -std=c11 -D_GNU_SOURCE -Wall -Wextra -Werror -fsyntax-only envs/nccl/*.c envs/sim/*.c
+	$${CC:-cc} -std=c11 -D_GNU_SOURCE -Wall -Wextra -Werror -fsyntax-only envs/nccl/plugin/*.c envs/sim/*.c
 	@$(BIN)/python tests/count_lines.py
 	$(BIN)/python -m pytest -q tests/test_layers.py
 

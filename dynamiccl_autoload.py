@@ -11,11 +11,11 @@ def autoload() -> None:
     """Register the emulated backend, install the probe, each where the environment asks for it; never raises."""
     try:
         if "DYNAMICCL_CLUSTER" in os.environ:
-            from dynamiccl.envs.sim.backend import register
+            from dynamiccl.envs.sim.emulated.backend import register
 
             register()
         if "DYNAMICCL_RUN" in os.environ:
-            from dynamiccl.envs.nccl.probe import install
+            from dynamiccl.envs.nccl.probe.probe import install
 
             install()
     except (Exception, SystemExit) as error:

@@ -55,11 +55,13 @@ class WithPlugin(build_py):
     def run(self):
         """As the base class, then the plugin."""
         super().run()
-        spec = importlib.util.spec_from_file_location("plugin_build", Path(__file__).parent / "envs/nccl/build.py")
+        spec = importlib.util.spec_from_file_location(
+            "plugin_build", Path(__file__).parent / "envs/nccl/plugin/build.py"
+        )
         build = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(build)
         try:
-            build.install_into(Path(self.build_lib) / "dynamiccl/envs/nccl/lib")
+            build.install_into(Path(self.build_lib) / "dynamiccl/envs/nccl/plugin/lib")
         except (build.PluginBuildError, OSError) as error:
             print(f"dynamiccl: {error}; it will be compiled when first needed", file=sys.stderr)
 

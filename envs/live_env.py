@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from .live_windows import LiveWindows
+from .live.windows import LiveWindows
+from .search.watch import Rules
+from .search.windows import Windows
 from .search_env import SearchEnv
-from .watch import Rules
-from .windows import Windows
 
 
 class LiveEnv(SearchEnv):
     """Tune a running job (see :class:`search_env.SearchEnv`).
 
     ## Arguments
-    ``job``: a :class:`dynamiccl.envs.live.Job`; ``rules``: how the search is run; the rest as
+    ``job``: a :class:`dynamiccl.envs.live.job.Job`; ``rules``: how the search is run; the rest as
     :class:`live_windows.LiveWindows` has it.
 
     ## Starting State

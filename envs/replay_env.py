@@ -6,12 +6,12 @@ import os
 from typing import Any
 
 from ..traces.files import Trace
-from . import replay
-from .live_windows import LiveWindows
-from .replay_job import RecordedJob
+from .live.windows import LiveWindows
+from .replay import decisions as replay
+from .replay.job import RecordedJob
+from .search.watch import Rules
+from .search.windows import Windows
 from .search_env import SearchEnv
-from .watch import Rules
-from .windows import Windows
 
 
 class ReplayEnv(SearchEnv):

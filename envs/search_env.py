@@ -9,14 +9,14 @@ import gymnasium as gym
 import numpy as np
 
 from ..traces import spaces
-from . import turns
-from .belief import Prior
-from .job_ends import JobEnded, Stopped, Withdrawn
-from .scores import HORIZONS
-from .search import Search
+from .bench.scores import HORIZONS
+from .live.job_ends import JobEnded, Stopped, Withdrawn
+from .search import turns
+from .search.belief import Prior
+from .search.search import Search
+from .search.watch import Rules
+from .search.windows import Windows
 from .sim.workloads import SLOTS
-from .watch import Rules
-from .windows import Windows
 
 Array = np.ndarray[Any, Any]
 

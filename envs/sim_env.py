@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from .search.watch import Rules
+from .search.windows import Windows
 from .search_env import SearchEnv
 from .sim.jobs import SLOTS, STANDARD, JobFamily, draw_jobs, oracle
-from .sim_windows import OneJob, SimWindows
-from .watch import Rules
-from .windows import Windows
+from .sim.windows import OneJob, SimWindows
 
 Array = np.ndarray[Any, Any]
 

@@ -7,9 +7,9 @@ import resource
 import time
 from typing import Any
 
-from dynamiccl.envs.nccl import agreement as agreements
+from dynamiccl.envs.nccl.agreement import agreement as agreements
+from dynamiccl.envs.nccl.agreement.tree import Tree
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.nccl.tree import Tree
 from light_daemon import Publisher, table, try_one
 from light_ranks import LightRank, descriptors, run
 from light_store import StoreServer

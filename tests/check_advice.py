@@ -9,11 +9,11 @@ possible gain that takes. ``fit`` prints what exposure tells of what the belief 
 import sys
 
 import numpy as np
-from dynamiccl.agent.advise import UNSEEN
-from dynamiccl.agent.gain import EXPOSED, Gains, tell
-from dynamiccl.agent.job_prior import figures_of, truths
-from dynamiccl.envs.belief import Belief, Prior
-from dynamiccl.envs.sequential import Race, middle, window_noise
+from dynamiccl.agent.advice.advise import UNSEEN
+from dynamiccl.agent.report.gain import EXPOSED, Gains, tell
+from dynamiccl.agent.train.job_prior import figures_of, truths
+from dynamiccl.envs.search.belief import Belief, Prior
+from dynamiccl.envs.search.sequential import Race, middle, window_noise
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs, oracle
 
 #: What a recording shows beside the collectives.
@@ -53,7 +53,7 @@ def belief_of(jobs, j, shown):
 
 
 def faster(jobs, configs, rng, steps=8, pairs=12):
-    """(n,) bool: the table won its comparison with the default, window by window, as in ``envs/search.py``."""
+    """(n,) bool: the table won its comparison with the default, window by window, as in ``envs/search/search.py``."""
     none = np.zeros_like(configs)
     first, _ = jobs.window(none, 20, rng)
     races = [Race(window_noise(np.log(x / np.median(x)), steps) * np.sqrt(2)) for x in first]
@@ -69,7 +69,7 @@ def faster(jobs, configs, rng, steps=8, pairs=12):
 
 
 def fit(n=150, seed=11):
-    """Print the constant of ``agent/gain.py`` as these jobs give it."""
+    """Print the constant of ``agent/report/gain.py`` as these jobs give it."""
     for kind in (STANDARD, HELD_OUT):
         jobs = draw_jobs(kind, np.random.default_rng(seed), n)
         logs, savings = truths(jobs)

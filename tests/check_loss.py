@@ -11,15 +11,15 @@ policy can save. The watch after the verdict is not played: that is no policy's 
 import sys
 
 import numpy as np
-from dynamiccl.agent.board import filed_results
-from dynamiccl.agent.choosing import DEFAULT, make_chooser
-from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.job_arena import play
-from dynamiccl.envs.job_suites import JobSuite, fair
-from dynamiccl.envs.scores import HORIZONS, Scores, bootstrap
+from dynamiccl.agent.bench.board import filed_results
+from dynamiccl.agent.policies.choosing import DEFAULT, make_chooser
+from dynamiccl.envs.bench.job_arena import play
+from dynamiccl.envs.bench.job_suites import JobSuite, fair
+from dynamiccl.envs.bench.scores import HORIZONS, Scores, bootstrap
+from dynamiccl.envs.bench.submissions import rows_of
+from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.watch import Rules
 from dynamiccl.envs.sim.jobs import SLOTS, oracle
-from dynamiccl.envs.submissions import rows_of
-from dynamiccl.envs.watch import Rules
 from dynamiccl.traces.spaces import actions_of
 
 #: An improvement that is to be seen, and how sure: 95 % interval above 0 in 80 of 100 tries.

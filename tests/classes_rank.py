@@ -10,8 +10,8 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-from dynamiccl.envs.nccl.build import plugin_path
-from dynamiccl.envs.sim.nccl_caller import Communicator
+from dynamiccl.envs.nccl.plugin.build import plugin_path
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 from dynamiccl.traces.records import ALGOS, PROTOS
 
 KIND, STEPS, LIFE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

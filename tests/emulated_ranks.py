@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from dynamiccl.envs.nccl import step_clock
+from dynamiccl.envs.nccl.steps import clock as step_clock
 
 torch.set_num_threads(1)
 

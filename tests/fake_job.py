@@ -1,4 +1,4 @@
-"""A job without processes: step times come from a function of the decisions. Stands in for ``envs.live.Job``."""
+"""A job without processes: step times come from a function of the decisions. Stands in for ``envs.live.job.Job``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pandas as pd
-from dynamiccl.envs.job_ends import JobEnded
-from dynamiccl.envs.live import Window
+from dynamiccl.envs.live.job import Window
+from dynamiccl.envs.live.job_ends import JobEnded
 from dynamiccl.traces.assemble import Offer
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Lease, Slot, Table
 

@@ -20,12 +20,12 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from dynamiccl.envs.nccl.build import FLAGS, SOURCES, compile_once, compiler
-from dynamiccl.envs.nccl.plugin import Plugin
+from dynamiccl.envs.nccl.plugin.build import FLAGS, SOURCES, compile_once, compiler
+from dynamiccl.envs.nccl.plugin.library import Plugin
 from dynamiccl.envs.nccl.rings import Ring
 from dynamiccl.envs.nccl.shm import decode_table, encode_table
 from dynamiccl.envs.nccl.tables import load_table, to_csv, to_json
-from dynamiccl.envs.sim.nccl_caller import Communicator, choose
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
 from dynamiccl.traces.records import FUNCS, PAIRS, RECORD_BYTES, Decision, Lease, Rule, Table
 
 

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dynamiccl.envs.nccl import agreement as agreements
-from dynamiccl.envs.nccl import rounds
-from dynamiccl.envs.nccl.agreement import Agreement
-from dynamiccl.envs.nccl.published import Published
+from dynamiccl.envs.nccl.agreement import agreement as agreements
+from dynamiccl.envs.nccl.agreement import rounds
+from dynamiccl.envs.nccl.agreement.agreement import Agreement
+from dynamiccl.envs.nccl.agreement.published import Published
 from dynamiccl.envs.nccl.shm import decode_table
-from dynamiccl.envs.nccl.steps import Steps
+from dynamiccl.envs.nccl.steps.steps import Steps
 from dynamiccl.traces.records import AgreementState
 from light_store import Store, StoreServer
 

@@ -5,9 +5,9 @@ Seeds from 3,000,000,000 on are kept for suites: nothing trains on them.
 
 from pathlib import Path
 
-from dynamiccl.envs import job_suites
-from dynamiccl.envs.job_suites import FAMILIES, draw_suite
-from dynamiccl.envs.strata import SUITES
+from dynamiccl.envs.bench import job_suites
+from dynamiccl.envs.bench.job_suites import FAMILIES, draw_suite
+from dynamiccl.envs.bench.strata import SUITES
 
 JOBS = 400
 SEEDS = {"standard": 3_000_000_000, "held-out": 3_000_000_001}

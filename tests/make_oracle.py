@@ -15,15 +15,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
-from dynamiccl.agent.advise import Advice
-from dynamiccl.agent.compare import compare
-from dynamiccl.agent.request import workload
-from dynamiccl.envs.live import Job
-from dynamiccl.envs.live_windows import LiveWindows
+from dynamiccl.agent.advice.advise import Advice
+from dynamiccl.agent.daemon.compare import compare
+from dynamiccl.agent.daemon.request import workload
+from dynamiccl.envs.live.job import Job
+from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.sequential import middle
-from dynamiccl.envs.sim.emulated import Emulated
-from dynamiccl.envs.windows import SEARCH, Plan
+from dynamiccl.envs.search.sequential import middle
+from dynamiccl.envs.search.windows import SEARCH, Plan
+from dynamiccl.envs.sim.emulated.settings import Emulated
 from dynamiccl.traces.files import Trace, TraceWriter
 from dynamiccl.traces.header import new_header
 from dynamiccl.traces.spaces import decision_of

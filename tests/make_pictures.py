@@ -12,9 +12,9 @@ from pathlib import Path
 
 from browser import CHROMIUM, ROOT, Browser
 from dynamiccl.agent.commands.top import table
-from dynamiccl.agent.report import write_report
-from dynamiccl.agent.runs import state
-from dynamiccl.agent.summary import RunSummary
+from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.runs import state
+from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.traces.files import Trace
 from rich.console import Console
 

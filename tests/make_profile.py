@@ -73,7 +73,7 @@ def write(path, mib):
 
 def read(path):
     """Read it; prints collectives, steps, kernels, CPU seconds, peak MiB."""
-    from dynamiccl.traces.importers import read_recording
+    from dynamiccl.traces.importers.recording import read_recording
 
     began = time.process_time()
     trace = read_recording([Path(path)])

@@ -2,7 +2,7 @@
 
 import ctypes
 
-from dynamiccl.envs.sim.nccl_caller import _SHARDED, Communicator
+from dynamiccl.envs.sim.emulated.nccl_caller import _SHARDED, Communicator
 from dynamiccl.traces.records import FUNCS
 
 EVENT_P2P, EVENT_P2P_API = 4, 1024

@@ -14,7 +14,7 @@ def broken_network(torch, dist) -> Callable[[int], float]:
     inner = plain(torch, dist)
 
     def step(i: int) -> float:
-        from dynamiccl.envs.nccl import probe
+        from dynamiccl.envs.nccl.probe import probe
 
         if i == 7 and dist.get_rank() == int(os.environ["VICTIM"]):
             while not (peers := list(getattr(probe._probe._agreement._tree, "_by_fd", {}).values())):
@@ -31,7 +31,7 @@ def probe_breaks(torch, dist) -> Callable[[int], float]:
     inner = plain(torch, dist)
 
     def step(i: int) -> float:
-        from dynamiccl.envs.nccl import probe
+        from dynamiccl.envs.nccl.probe import probe
 
         if i == 7 and dist.get_rank() == int(os.environ["VICTIM"]):
             probe._probe._pass = None

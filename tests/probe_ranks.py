@@ -41,7 +41,7 @@ def job(names: list[str]) -> None:
             losses.append(step(i))
         said["losses"][name], said["generations"][name] = losses, generations
     if "DYNAMICCL_RUN" in os.environ:
-        from dynamiccl.envs.nccl import probe
+        from dynamiccl.envs.nccl.probe import probe
 
         said["held_ms"] = 1e3 * probe._probe.held_s
         said["stopped"] = getattr(probe._probe._agreement, "stopped", None)
@@ -77,8 +77,8 @@ def nccl(rank: int) -> Callable[[], None]:
     if "DYNAMICCL_RUN" not in os.environ or rank == int(os.environ.get("NO_TUNER", "-1")):
         return lambda: None
     import numpy as np
-    from dynamiccl.envs.nccl.build import plugin_path
-    from dynamiccl.envs.sim.nccl_caller import Communicator
+    from dynamiccl.envs.nccl.plugin.build import plugin_path
+    from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 
     n_ranks = int(os.environ.get("COMM_RANKS") or os.environ.get("WORLD_SIZE", "1"))
     release = os.environ.get("NCCL_RELEASE", "2.29.7")
@@ -96,7 +96,7 @@ def generation() -> int:
     """Generation of the active table in this process."""
     if "DYNAMICCL_RUN" not in os.environ:
         return 0
-    from dynamiccl.envs.nccl.plugin import Plugin
+    from dynamiccl.envs.nccl.plugin.library import Plugin
 
     return Plugin.load().generation
 

@@ -1,6 +1,7 @@
 """A model of the agreement around the real protocol code, to be explored exhaustively by protocol_explore.py.
 
-:class:`Member` and :class:`Leader` of ``dynamiccl.envs.nccl.protocol`` are driven, with a network, a store, a daemon
+:class:`Member` and :class:`Leader` of ``dynamiccl.envs.nccl.agreement.protocol`` are driven, with a network, a store,
+a daemon
 and a training program around them. In each state every step is taken that a rank, the daemon or bad luck could take
 next.
 
@@ -17,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dynamiccl.envs.nccl.place import Report
-from dynamiccl.envs.nccl.protocol import ABORT, COMMIT, Leader, Member, Phase, Stage, Stop
+from dynamiccl.envs.nccl.agreement.place import Report
+from dynamiccl.envs.nccl.agreement.protocol import ABORT, COMMIT, Leader, Member, Phase, Stage, Stop
 from protocol_world import LEADER, MEMBER, Rank, Scope, World, at, flipped, pack, put, where_of
 
 Move = tuple[str, World, str]  # what happened, the world after it, what is wrong with it

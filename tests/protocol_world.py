@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from dynamiccl.envs.nccl.place import Where
-from dynamiccl.envs.nccl.protocol import Leader, Member, Phase
+from dynamiccl.envs.nccl.agreement.place import Where
+from dynamiccl.envs.nccl.agreement.protocol import Leader, Member, Phase
 
 MEMBER, LEADER = [f.name for f in fields(Member)], [f.name for f in fields(Leader)]
 

@@ -15,8 +15,8 @@ import random
 import time
 from typing import Any
 
+from dynamiccl.envs.nccl.agreement.tree import children
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.nccl.tree import children
 from dynamiccl.traces.records import Decision, Rule, Table
 from light_ranks import LightRank, run
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dynamiccl.envs.nccl.build import FLAGS, HERE, SOURCES, compile_once
+from dynamiccl.envs.nccl.plugin.build import FLAGS, HERE, SOURCES, compile_once
 from dynamiccl.envs.nccl.shm import RunFolder
 
 PROGRAM = Path(__file__).with_name("stress.c")

@@ -9,19 +9,19 @@ import numpy as np
 import pandas as pd
 import pytest
 import recordings_made
-from dynamiccl.agent.advise import Advice
+from dynamiccl.agent.advice.advise import Advice
 from dynamiccl.agent.cli import app
-from dynamiccl.agent.gain import Gains, exposure, tell
+from dynamiccl.agent.report.gain import Gains, exposure, tell
 from dynamiccl.envs.nccl.tables import load_table
-from dynamiccl.envs.recordings import named, on_cluster
-from dynamiccl.envs.sim.clusters import cluster
+from dynamiccl.envs.nccl_model.clusters import cluster
+from dynamiccl.envs.replay.recordings import named, on_cluster
+from dynamiccl.envs.sim.emulated.timeline import CROWD
 from dynamiccl.envs.sim.fabric import Fabric
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, Sites, assemble, draw_jobs, oracle
 from dynamiccl.envs.sim.step import COMPUTE, Law
-from dynamiccl.envs.sim.timeline import CROWD
 from dynamiccl.envs.sim.workloads import Recording, Works
-from dynamiccl.traces.importers import read_recording
-from dynamiccl.traces.overlap import exposed_ns
+from dynamiccl.traces.importers.recording import read_recording
+from dynamiccl.traces.queries.overlap import exposed_ns
 from synthetic_trace import write_run
 from test_traces_importers import flight, sources
 from typer.testing import CliRunner

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dynamiccl.agent.rules import ExpectedImprovement
-from dynamiccl.envs.afterwards import SOONEST
-from dynamiccl.envs.belief import Belief, Prior
-from dynamiccl.envs.search import Search
-from dynamiccl.envs.watch import Rules
-from dynamiccl.envs.windows import PROFILE, REFINE, TRIAL, WATCH, Measured
+from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.envs.search.afterwards import SOONEST
+from dynamiccl.envs.search.belief import Belief, Prior
+from dynamiccl.envs.search.search import Search
+from dynamiccl.envs.search.watch import Rules
+from dynamiccl.envs.search.windows import PROFILE, REFINE, TRIAL, WATCH, Measured
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS, config_index
 from test_search import Told

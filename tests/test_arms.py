@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
-from dynamiccl.envs.sim import arms, cost_model
+from dynamiccl.envs.nccl_model import arms, cost_model
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, draw_jobs
 from dynamiccl.traces import spaces
 from dynamiccl.traces.records import CHANNELS, PAIRS

@@ -12,10 +12,10 @@ import sys
 
 import numpy as np
 import pytest
-from dynamiccl.envs.live import Job
+from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.sim.emulated import Emulated
-from dynamiccl.traces.audit import audit
+from dynamiccl.envs.sim.emulated.settings import Emulated
+from dynamiccl.traces.queries.audit import audit
 from probe_odd import PACKAGES
 from probe_ranks import STEPS
 from test_probe import JOB, finish, start, steps_of, table

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dynamiccl.agent import bench as bench_module
-from dynamiccl.agent.bench import Entry, enter_one, entrants, fit_one, run, version_of
-from dynamiccl.agent.board import NOTHING, Board, filed_results, put_on_record, tables, with_tables
-from dynamiccl.envs.job_suites import JobSuite, draw_suite
-from dynamiccl.envs.scores import bootstrap
+from dynamiccl.agent.bench import run as bench_module
+from dynamiccl.agent.bench.board import NOTHING, Board, filed_results, put_on_record, tables, with_tables
+from dynamiccl.agent.bench.run import Entry, enter_one, entrants, fit_one, run, version_of
+from dynamiccl.envs.bench.job_suites import JobSuite, draw_suite
+from dynamiccl.envs.bench.scores import bootstrap
+from dynamiccl.envs.bench.strata import SUITES
+from dynamiccl.envs.bench.submissions import pack, replay, unpack
 from dynamiccl.envs.sim.jobs import STANDARD
-from dynamiccl.envs.strata import SUITES
-from dynamiccl.envs.submissions import pack, replay, unpack
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -80,7 +80,7 @@ def test_forged_figures_are_refused(suite: JobSuite, made: dict[str, dict[str, A
     scores["lost"][3][0] -= 5
     with pytest.raises(ValueError, match="its jobs give"):
         replay(honest | {"scores": scores}, suite)
-    from dynamiccl.envs.scores import Scores, summary
+    from dynamiccl.envs.bench.scores import Scores, summary
 
     figures = summary(Scores.of(scores)) | {"decision_us": 1.0}
     with pytest.raises(ValueError, match="its decisions give lost"):

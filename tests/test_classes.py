@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from dynamiccl.envs.live import Job
-from dynamiccl.envs.live_windows import LiveWindows
+from dynamiccl.envs.live.job import Job
+from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import Decision

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dynamiccl.agent import choosing
-from dynamiccl.agent.bench import version_of
-from dynamiccl.agent.choosing import make_chooser
-from dynamiccl.agent.classical import CLASSICAL, Ladder, Memo, Turn, make_classical
-from dynamiccl.agent.policy import LstmPolicy
-from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.job_arena import play
-from dynamiccl.envs.job_suites import draw_suite
+from dynamiccl.agent.bench.run import version_of
+from dynamiccl.agent.policies import choosing
+from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.agent.policies.classical import CLASSICAL, Ladder, Memo, Turn, make_classical
+from dynamiccl.agent.policies.lstm import LstmPolicy
+from dynamiccl.envs.bench.job_arena import play
+from dynamiccl.envs.bench.job_suites import draw_suite
+from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.watch import Rules
 from dynamiccl.envs.sim.jobs import STANDARD
-from dynamiccl.envs.watch import Rules
 from dynamiccl.traces.records import CHANNELS, PAIRS
 from dynamiccl.traces.spaces import N_CHANNELS, N_CONFIGS, actions_of
 

@@ -11,10 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from dynamiccl.agent.checks.doctor import Facts
 from dynamiccl.agent.cli import COMMANDS, LAB, MORE, app
-from dynamiccl.agent.console import show_summary
-from dynamiccl.agent.doctor import Facts
-from dynamiccl.agent.summary import RunSummary
+from dynamiccl.agent.daemon.console import show_summary
+from dynamiccl.agent.report.summary import RunSummary
 from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -130,9 +130,9 @@ def test_a_run_without_a_result_says_what_to_do(reasons, status, says):
 
 
 def test_the_doctor_says_what_can_be_tuned_without_nccl(monkeypatch):
-    monkeypatch.setattr("dynamiccl.agent.doctor.gather", lambda *_: Facts())
+    monkeypatch.setattr("dynamiccl.agent.checks.doctor.gather", lambda *_: Facts())
     assert "on the emulated cluster only" in run("doctor").stdout
-    monkeypatch.setattr("dynamiccl.agent.doctor.gather", lambda *_: Facts(nccl=(2, 30, 7), n_gpus=8))
+    monkeypatch.setattr("dynamiccl.agent.checks.doctor.gather", lambda *_: Facts(nccl=(2, 30, 7), n_gpus=8))
     assert "emulated" not in run("doctor").stdout
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from dynamiccl.envs.sim.clock import BYTES_PER_NS, FLOPS_PER_NS, Clock, CountedWork
+from dynamiccl.envs.sim.emulated.clock import BYTES_PER_NS, FLOPS_PER_NS, Clock, CountedWork
 
 
 @dataclass

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dynamiccl.agent.choosing import make_chooser
 from dynamiccl.agent.cli import app
-from dynamiccl.agent.clusters import Memory, Store, in_time, key_of
-from dynamiccl.agent.outputs import VARIABLE, default_url
-from dynamiccl.agent.rules import ExpectedImprovement
-from dynamiccl.agent.tuner import Settings, Tuner
-from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.job_arena import BilledWindows, play
-from dynamiccl.envs.live_windows import LiveWindows
-from dynamiccl.envs.scores import Ledger, summary
-from dynamiccl.envs.search import Search
+from dynamiccl.agent.daemon.memory import Memory, Store, in_time, key_of
+from dynamiccl.agent.daemon.tuner import Settings, Tuner
+from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.agent.report.outputs import VARIABLE, default_url
+from dynamiccl.envs.bench.job_arena import BilledWindows, play
+from dynamiccl.envs.bench.scores import Ledger, summary
+from dynamiccl.envs.live.windows import LiveWindows
+from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.envs.sim.jobs import assemble, computing, draw_jobs, oracle
 from dynamiccl.envs.sim.noise import even
-from dynamiccl.envs.sim_windows import SimSearch
+from dynamiccl.envs.sim.windows import SimSearch
 from dynamiccl.traces.records import Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
 from typer.testing import CliRunner

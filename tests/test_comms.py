@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from dynamiccl.envs.nccl.build import build_of
+from dynamiccl.envs.nccl.plugin.build import build_of
 from dynamiccl.envs.nccl.shm import encode_table
-from dynamiccl.envs.sim.nccl_caller import Call, Communicator, choose
+from dynamiccl.envs.sim.emulated.nccl_caller import Call, Communicator, choose
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import PROTOS, Decision, Rule, Table
 from nccl_groups import Groups
@@ -19,8 +19,8 @@ __all__ = ["plugin", "run"]  # fixtures
 
 COUNTED = """
 import os, numpy as np
-from dynamiccl.envs.nccl.plugin import Plugin
-from dynamiccl.envs.sim.nccl_caller import Communicator
+from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 plugin = Plugin.load()
 print(plugin.tuners, plugin.asked, *plugin.abi, plugin.counts())
 comms = [Communicator(plugin.path, 40 + i, 8, 1, 0, os.environ["RELEASE"]) for i in range(2)]
@@ -49,8 +49,8 @@ def test_what_nccl_has_done_with_the_plugin_is_told(tmp_path, release, abi, coun
 
 UNTOLD = """
 import numpy as np
-from dynamiccl.envs.nccl.plugin import Plugin
-from dynamiccl.envs.sim.nccl_caller import Call
+from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.sim.emulated.nccl_caller import Call
 from nccl_groups import Groups
 plugin, cost, said = Plugin.load(), np.full((7, 3), 10, np.float32), []
 comm = Groups(plugin.path, 40, 8, 1, 0, "2.29.7", with_profiler=False)

@@ -9,16 +9,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from dynamiccl.agent.rules import ExpectedImprovement, ThompsonSampling
-from dynamiccl.envs import live, replay
+from dynamiccl.agent.policies.rule import ExpectedImprovement, ThompsonSampling
+from dynamiccl.envs.live import job as live
+from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
-from dynamiccl.envs.live_windows import LiveWindows
 from dynamiccl.envs.nccl.shm import decode_table
+from dynamiccl.envs.replay import decisions as replay
+from dynamiccl.envs.replay.job import RecordedJob
 from dynamiccl.envs.replay_env import ReplayEnv
-from dynamiccl.envs.replay_job import RecordedJob
+from dynamiccl.envs.sim.windows import OneJob, SimWindows
 from dynamiccl.envs.sim.workloads import SLOTS
 from dynamiccl.envs.sim_env import SimEnv
-from dynamiccl.envs.sim_windows import OneJob, SimWindows
 from dynamiccl.traces.assemble import DTYPES
 from dynamiccl.traces.records import (
     ALGOS,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from dynamiccl.envs.live import Job
+from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.audit import audit
+from dynamiccl.traces.queries.audit import audit
 from dynamiccl.traces.records import Decision, Slot
 
 RANK = Path(__file__).with_name("consistency_rank.py")

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dynamiccl.agent.commands.model import model
-from dynamiccl.envs.sim import clusters, cost_model
-from dynamiccl.envs.sim.clusters import Cluster, Fleet, Graph, cluster, preset_names
+from dynamiccl.envs.nccl_model import clusters, cost_model
+from dynamiccl.envs.nccl_model.clusters import Cluster, Fleet, Graph, cluster, preset_names
 from dynamiccl.traces.records import ALGOS, PAIRS, PROTOS, pair_costs
 
 DATA = Path(__file__).parent / "data"

@@ -8,10 +8,10 @@ import sys
 import time
 
 import pytest
-from dynamiccl.agent.daemon import Daemon
-from dynamiccl.agent.request import Request
-from dynamiccl.envs import live
-from dynamiccl.envs.job_ends import Closed
+from dynamiccl.agent.daemon.daemon import Daemon
+from dynamiccl.agent.daemon.request import Request
+from dynamiccl.envs.live import job as live
+from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.nccl.shm import TableFile, decode_table
 from dynamiccl.traces.reasons import names
 
@@ -21,9 +21,9 @@ JOB = """
 import os, struct, sys, time
 from pathlib import Path
 import numpy as np
-from dynamiccl.envs.nccl.plugin import Plugin
-from dynamiccl.envs.nccl.published import Local, Published
-from dynamiccl.envs.sim.nccl_caller import Communicator, choose
+from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.nccl.agreement.published import Local, Published
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
 from dynamiccl.traces.records import ALGOS, PROTOS, STEP, UNSET
 run, enough = Path(os.environ["DYNAMICCL_RUN"]), Path(sys.argv[1])
 rank = int(os.environ.get("RANK", "0"))

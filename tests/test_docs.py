@@ -84,7 +84,7 @@ def test_the_tour_of_the_job_names_what_is_there():
     assert len(named) > 10 and named <= defined
 
 
-DEPLOYMENT = ROOT / "envs" / "nccl" / "README.md"
+DEPLOYMENT = ROOT / "OPERATING.md"
 NAMED = re.compile(r"`(tests/\w+\.py)::(\w+)`")
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from dynamiccl.envs.sim.clock import FLOPS_PER_NS
-from dynamiccl.envs.sim.clusters import cluster
-from dynamiccl.envs.sim.cost_model import channels, choice
+from dynamiccl.envs.nccl_model.clusters import cluster
+from dynamiccl.envs.nccl_model.cost_model import channels, choice
+from dynamiccl.envs.sim.emulated.clock import FLOPS_PER_NS
+from dynamiccl.envs.sim.emulated.timeline import CROWD, Collective, part_of, with_neighbours
 from dynamiccl.envs.sim.fabric import Fabric
-from dynamiccl.envs.sim.timeline import CROWD, Collective, part_of, with_neighbours
 
 HERE = Path(__file__).parent
 BYTES_SCALE = 128.0

@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 from dynamiccl.agent.commands.show import tell
-from dynamiccl.envs import live
+from dynamiccl.envs.live import job as live
 from dynamiccl.traces.files import Trace
 
 TRAINER = """
 import sys, time
-from dynamiccl.envs.nccl.plugin import Plugin
+from dynamiccl.envs.nccl.plugin.library import Plugin
 from dynamiccl.traces.records import COLL, STEP
 import struct
 plugin = Plugin.load()
@@ -38,8 +38,8 @@ print(*(f"{begin:.3f}:{us:.1f}" for begin, us in steps))
 DAEMON = """
 import sys
 from pathlib import Path
-from dynamiccl.envs import live
-from dynamiccl.envs.live import Job
+from dynamiccl.envs.live import job as live
+from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.files import TraceWriter
 live.RESTART_S = 0.5  # nobody starts this job anew

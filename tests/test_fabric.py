@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dynamiccl.envs.sim import cost_model
-from dynamiccl.envs.sim.clusters import Fleet, cluster, preset_names, resize
-from dynamiccl.envs.sim.emulated import Weather
+from dynamiccl.envs.nccl_model import cost_model
+from dynamiccl.envs.nccl_model.clusters import Fleet, cluster, preset_names, resize
+from dynamiccl.envs.sim.emulated.settings import Weather
 from dynamiccl.envs.sim.fabric import Fabric, soft_min
 from dynamiccl.traces.records import CHANNELS, PAIRS, TUNED_FUNCS, pair_costs
 

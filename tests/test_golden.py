@@ -12,18 +12,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dynamiccl.agent.board import filed_results
+from dynamiccl.agent.bench.board import filed_results
 from dynamiccl.agent.commands.show import tell
-from dynamiccl.agent.rules import ExpectedImprovement
-from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.job_arena import Recorded, play
-from dynamiccl.envs.job_suites import JobSuite
+from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.envs.bench.job_arena import Recorded, play
+from dynamiccl.envs.bench.job_suites import JobSuite
+from dynamiccl.envs.bench.strata import SUITES
+from dynamiccl.envs.bench.submissions import SAME, rows_of, unpack
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.replay_env import ReplayEnv
+from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.watch import Rules
 from dynamiccl.envs.sim_env import SimEnv
-from dynamiccl.envs.strata import SUITES
-from dynamiccl.envs.submissions import SAME, rows_of, unpack
-from dynamiccl.envs.watch import Rules
 from dynamiccl.traces.files import Trace
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
 

@@ -7,9 +7,9 @@ import sys
 import time
 
 import pytest
-from dynamiccl.agent import gpu_check
+from dynamiccl.agent.checks import gpu_check
+from dynamiccl.agent.checks.gpu_check import Check, Machine, best, placements
 from dynamiccl.agent.commands.bench_overhead import measure
-from dynamiccl.agent.gpu_check import Check, Machine, best, placements
 from dynamiccl.envs.nccl.shm import RunFolder
 
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("DYNAMICCL_")} | {"OMP_NUM_THREADS": "1"}
@@ -82,7 +82,7 @@ def test_a_plugin_that_is_not_there_is_found_out(tmp_path):
     """Without a run folder nothing is recorded, as if NCCL had not loaded the plugin."""
     machine = Machine.here(CLUSTER)
     told = json.dumps({"backend": "emulated", "out": str(tmp_path / "rows"), "sizes": [65536], "budget_s": 60})
-    command = machine.ranks([sys.executable, "-m", "dynamiccl.agent.gpu_sweep", told], "apart")
+    command = machine.ranks([sys.executable, "-m", "dynamiccl.agent.checks.gpu_sweep", told], "apart")
     done = subprocess.run(command, env=ENV | machine.env("apart"), capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "not loaded on every rank" in done.stderr
     (head,) = map(json.loads, (tmp_path / "rows").read_text().splitlines())

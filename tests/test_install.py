@@ -100,7 +100,9 @@ def test_the_probe_needs_torch_and_numpy_alone(tmp_path):
     done = python(TRAINS + loaded, DYNAMICCL_RUN=str(tmp_path), DYNAMICCL_CLUSTER="dgx-h100-2x8")
     assert "not attached" not in done.stderr and "Traceback" not in done.stderr
     names = set(done.stdout.split())
-    assert {"dynamiccl.envs.nccl.probe", "dynamiccl.envs.sim.backend"} <= names and not names & set(HEAVY)
+    assert {"dynamiccl.envs.nccl.probe.probe", "dynamiccl.envs.sim.emulated.backend"} <= names and not names & set(
+        HEAVY
+    )
 
 
 def test_a_command_that_lacks_a_package_names_the_extra():

@@ -5,14 +5,14 @@ import time
 
 import numpy as np
 import pytest
-from dynamiccl.agent.rules import ExpectedImprovement
-from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.job_arena import BilledWindows, play
-from dynamiccl.envs.scores import Ledger, summary
+from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.envs.bench.job_arena import BilledWindows, play
+from dynamiccl.envs.bench.scores import Ledger, summary
+from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.watch import Rules
+from dynamiccl.envs.search.windows import Plan
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
-from dynamiccl.envs.sim_windows import SWITCH_STEPS, SimSearch
-from dynamiccl.envs.watch import Rules
-from dynamiccl.envs.windows import Plan
+from dynamiccl.envs.sim.windows import SWITCH_STEPS, SimSearch
 from dynamiccl.traces.spaces import actions_of
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from dynamiccl.agent.job_prior import JobPrior, fit, judge, told
-from dynamiccl.envs.belief import Prior
+from dynamiccl.agent.train.job_prior import JobPrior, fit, judge, told
+from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.traces.fingerprint import N_FEATURES
 

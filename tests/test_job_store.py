@@ -4,9 +4,9 @@ import errno
 import time
 
 import pytest
-from dynamiccl.envs.nccl import job_store
-from dynamiccl.envs.nccl.job_store import JobStore
-from dynamiccl.envs.nccl.protocol import ABORT, COMMIT
+from dynamiccl.envs.nccl.agreement import job_store
+from dynamiccl.envs.nccl.agreement.job_store import JobStore
+from dynamiccl.envs.nccl.agreement.protocol import ABORT, COMMIT
 from light_store import Store, StoreServer
 
 

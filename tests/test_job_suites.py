@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from dynamiccl.envs import job_suites
-from dynamiccl.envs.job_suites import JobSuite, draw_suite, fair, figures
-from dynamiccl.envs.scores import STRATA, stratum
+from dynamiccl.envs.bench import job_suites
+from dynamiccl.envs.bench.job_suites import JobSuite, draw_suite, fair, figures
+from dynamiccl.envs.bench.scores import STRATA, stratum
+from dynamiccl.envs.bench.strata import SUITES, standing
 from dynamiccl.envs.sim.jobs import SLOTS
-from dynamiccl.envs.strata import SUITES, standing
 
 JOBS = 400
 RECORDS = {

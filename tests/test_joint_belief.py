@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from dynamiccl.envs.belief import Belief, Prior
+from dynamiccl.envs.search.belief import Belief, Prior
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from dynamiccl.traces.spaces import N_CONFIGS
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from dynamiccl.envs.live import Job
+from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.files import Trace, TraceWriter
 from test_probe import finish, start, steps_of, table, wait_for_steps

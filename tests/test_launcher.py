@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from dynamiccl.agent import launcher
-from dynamiccl.agent.launcher import STATUS, Plan
+from dynamiccl.agent.daemon import launcher
+from dynamiccl.agent.daemon.launcher import STATUS, Plan
 
 IDLE = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 BRIEF = [sys.executable, "-S", "-c", "pass"]

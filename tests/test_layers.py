@@ -1,4 +1,4 @@
-"""The architecture, enforced: imports point down, one folder per concern, small files, an honest package list."""
+"""The architecture, enforced: imports point down, no circle, small rooms, small files, an honest package list."""
 
 import ast
 import re
@@ -11,22 +11,12 @@ from count_lines import SLACK, faults
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("agent", "envs", "traces", "zero_workload")
-#: The rooms of the house, and what is in them.
-ROOMS = {
-    "agent/commands": "the command line",
-    "agent": "search, policies, training, daemon, reports",
-    "envs": "the search over a job, Gymnasium environments",
-    "envs/nccl": "a running NCCL: plugin, probe, agreement",
-    "envs/sim": "the emulated cluster, NCCL's cost model",
-    "traces": "what was seen: records, files, importers",
-    "zero_workload": "the engine: ZeRO stages 0 to 3",
-    "zero_workload/job": "the job around it: model, data, launcher",
-}
 #: `python -m dynamiccl.zero_workload` starts there: it is the job's door, though it lies beside the engine.
 DOOR = "zero_workload/__main__.py"
-WORKLOAD_LINES = {"zero_workload": 1860, "zero_workload/job": 1300}
+#: Lines of the workload's two rooms, at most: a reader of the engine has an hour.
+WORKLOAD_LINES = {"zero_workload": 1880, "zero_workload/job": 1320}
 #: Libraries that only some folders may import: where the process touches shared memory or learns.
-SHARED_MEMORY = ("envs/nccl/", "envs/sim/timeline.py")  # the second stands in for NCCL's own transport
+SHARED_MEMORY = ("envs/nccl/", "envs/sim/emulated/timeline.py")  # the second stands in for NCCL's own transport
 ONLY_IN = {
     "mmap": SHARED_MEMORY,
     "multiprocessing.shared_memory": SHARED_MEMORY,
@@ -40,6 +30,15 @@ ONLY_IN = {
     "plotly": ("agent",),
 }
 MOST_LINES = 400
+#: What is loaded beside a job for the tuner, all policies counted.
+TUNER_LINES = 8_700
+#: Files of code in a room, and what has more: a file a command.
+MOST_FILES, MORE_FILES = 12, {"agent/commands": 17}
+#: Files that import each other, each pair with its reason. It may only shrink.
+CIRCLES = {
+    frozenset({"envs/search/search.py", "envs/search/afterwards.py"}),  # a search and its phase after the verdict
+    frozenset({"zero_workload/zero.py", "zero_workload/health.py"}),  # the engine, and the check of its steps, by type
+}
 
 PYTHON = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 C_FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.[ch]"))
@@ -47,6 +46,10 @@ C_FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.[ch]"
 
 def name_of(path):
     return path.relative_to(ROOT).as_posix()
+
+
+#: The rooms of the house: folders with code.
+ROOMS = {name_of(path.parent) for path in PYTHON}
 
 
 def imports(tree, path):
@@ -76,14 +79,31 @@ def rooms_of(module):
 
 
 def stated():
-    """Room -> rooms that it may import, as the folders' own pages say."""
-    files = [page for page in (ROOT / r / "README.md" for r in ROOMS) if page.exists()]
-    pages = " ".join(" ".join(page.read_text("utf-8").split()) for page in files)
-    found = re.findall(r"`([\w/]+)/` may import (nothing of ours|`[\w/`, ]+`)\.", pages)
-    return {here: set(re.findall(r"`([\w/]+)`", there)) for here, there in found}
+    """Room -> (what is in it, rooms that it may import), as the tables of the four folders' pages say.
+
+    `x/*` is the room x and all that lie in it.
+    """
+    found = {}
+    for folder in FOLDERS:
+        page = (ROOT / folder / "README.md").read_text("utf-8")
+        for here, what, there in re.findall(rf"^\| `({folder}[\w/]*)/` \| (.+?) \| (.+?) \|$", page, flags=re.M):
+            named = re.findall(r"`([\w/]+)/(\*?)`", there)
+            found[here] = what, {r for n, all_ in named for r in ROOMS if r == n or (all_ and r.startswith(f"{n}/"))}
+    return found
 
 
-MAY_IMPORT = stated()
+STATED = stated()
+
+
+def arrows():
+    """(room, room) -> in how many files the one imports the other."""
+    found = {}
+    for path in PYTHON:
+        here = room(name_of(path))
+        there = set().union(*(rooms_of(module) for _, module in imports(ast.parse(path.read_text("utf-8")), path)))
+        for other in there - {here}:
+            found[here, other] = found.get((here, other), 0) + 1
+    return found
 
 
 def breaches(source, path):
@@ -96,7 +116,7 @@ def breaches(source, path):
         parts = module.split(".")
         if parts[0] in FOLDERS:
             found.append(f"{name}:{line}: import {module} bare: it is dynamiccl.{module}")
-        if not rooms_of(module) <= MAY_IMPORT[here] | {here}:
+        if not rooms_of(module) <= STATED[here][1] | {here}:
             found.append(f"{name}:{line}: {here} may not import {module}")
         for library, places in ONLY_IN.items():
             if (module == library or module.startswith(library + ".")) and not name.startswith(places):
@@ -109,10 +129,63 @@ def breaches(source, path):
     return found
 
 
+def in_circles(needs):
+    """Pairs (a, b) of ``needs`` = {a: those that a needs} that need each other, through others too."""
+
+    def reach(start):
+        seen, left = set(), [start]
+        while left:
+            for other in needs.get(left.pop(), ()):
+                if other not in seen:
+                    seen.add(other)
+                    left.append(other)
+        return seen
+
+    reached = {a: reach(a) for a in needs}
+    return {frozenset({a, b}) for a in reached for b in reached[a] if a != b and a in reached.get(b, ())}
+
+
 def test_every_room_says_what_it_may_import_and_none_goes_in_a_circle():
-    assert MAY_IMPORT.keys() == ROOMS.keys()
-    order = list(TopologicalSorter(MAY_IMPORT).static_order())  # raises CycleError
-    assert order.index("traces") < order.index("envs/nccl") < order.index("envs/sim") < order.index("agent")
+    assert STATED.keys() == ROOMS
+    needs = {}
+    for here, there in arrows():
+        needs.setdefault(here, set()).add(there)
+    order = list(TopologicalSorter(needs).static_order())  # raises CycleError
+    assert order.index("traces") < order.index("envs/search") < order.index("agent/daemon")
+
+
+def needs_of_files():
+    """File -> files of ours that it imports, wherever in it."""
+    modules = {f"dynamiccl.{name_of(p)[:-3].removesuffix('/__init__').replace('/', '.')}": name_of(p) for p in PYTHON}
+    found = {}
+    for path in PYTHON:
+        named = {m for _, m in imports(ast.parse(path.read_text("utf-8")), path)}
+        found[name_of(path)] = {modules[m] for m in named if m in modules} - {name_of(path)}
+    return found
+
+
+def test_no_file_imports_one_that_imports_it_not_even_late():
+    assert in_circles(needs_of_files()) == CIRCLES
+    assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {frozenset({"b", "c"})}
+
+
+def test_the_tuner_beside_a_job_imports_no_simulator_and_nothing_that_draws():
+    """Late imports counted."""
+    needs, left, seen = needs_of_files(), ["agent/daemon/daemon.py"], set()
+    while left:
+        if (name := left.pop()) not in seen:
+            seen.add(name)
+            left += needs[name]
+    rooms = {room(name) for name in seen}
+    assert not rooms & {"agent/train", "agent/bench", "agent/advice", "envs/replay", "envs/sim", "zero_workload"}
+    assert "agent/report/page.py" not in seen
+    assert sum(len((ROOT / name).read_text("utf-8").splitlines()) for name in seen) <= TUNER_LINES
+
+
+def test_rooms_are_small():
+    files = {r: [p for p in (ROOT / r).iterdir() if p.suffix in (".py", ".c", ".h")] for r in ROOMS}
+    counts = {r: len([p for p in found if p.name != "__init__.py"]) for r, found in files.items()}
+    assert {r: n for r, n in counts.items() if n > MOST_FILES} == MORE_FILES
 
 
 def test_imports_point_down():
@@ -122,12 +195,14 @@ def test_imports_point_down():
 @pytest.mark.parametrize(
     ("place", "source"),
     [
-        ("traces/x.py", "from ..envs import turns"),
-        ("envs/nccl/x.py", "from ..sim.backend import register"),
-        ("envs/sim/x.py", "def f():\n    from ..search import Search"),
+        ("traces/x.py", "from ..envs.search import turns"),
+        ("envs/nccl/x.py", "from ..sim.emulated.backend import register"),
+        ("envs/sim/x.py", "def f():\n    from ..live.job import Job"),
+        ("envs/live/x.py", "from ..sim.jobs import Jobs"),
         ("traces/x.py", "from .. import envs"),
-        ("traces/x.py", "def f():\n    import dynamiccl.agent.policy"),
-        ("envs/nccl/x.py", "from ...agent.policy import load"),
+        ("traces/x.py", "def f():\n    import dynamiccl.agent.policies.lstm"),
+        ("envs/nccl/x.py", "from ...agent.policies.lstm import load"),
+        ("agent/daemon/x.py", "from ...envs.sim.jobs import Jobs"),
         ("envs/sim/x.py", "import mmap"),
         ("envs/x.py", "from multiprocessing import shared_memory"),
         ("envs/x.py", "import stable_baselines3.common"),
@@ -149,8 +224,9 @@ def test_the_rule_catches(place, source):
     ("place", "source"),
     [
         ("envs/nccl/x.py", "import mmap\nSHM = '/dev/shm'"),
-        ("agent/x.py", "from ..envs.nccl import shm\nimport sb3_contrib"),
-        ("envs/x.py", "from ..traces.records import Slot\nfrom .nccl.shm import RunFolder"),
+        ("agent/daemon/x.py", "from ...envs.nccl import shm"),
+        ("agent/train/x.py", "import sb3_contrib"),
+        ("envs/live/x.py", "from ...traces.records import Slot\nfrom ..nccl.shm import RunFolder"),
         ("agent/commands/x.py", "from ...traces.files import Trace\nfrom . import fail"),
         ("agent/commands/x.py", "from ...zero_workload.job.planner import plan"),
         ("agent/x.py", '"""Says /dev/shm in its documentation only."""'),
@@ -188,7 +264,8 @@ def test_package_list_is_the_tree():
     assert sorted(settings["packages"]) == sorted(["dynamiccl", *packages])
     assert settings["package-dir"] == {"dynamiccl": "."} | {f"dynamiccl.{f}": f for f in FOLDERS}
     for folder in with_code:
-        assert (folder / "__init__.py").exists() and (folder / "py.typed").exists(), folder
+        assert (folder / "__init__.py").exists(), folder
+    assert (ROOT / "py.typed").exists()  # counts for all below it
 
 
 def test_package_data_reaches_the_wheel():

@@ -5,10 +5,10 @@ import time
 
 import numpy as np
 import pytest
-from dynamiccl.envs import live
-from dynamiccl.envs.job_ends import Closed, JobEnded, Stopped, Withdrawn
-from dynamiccl.envs.leases import CONFIRMED, LEASE_MS, read_confirmed
-from dynamiccl.envs.live import STOP, Job
+from dynamiccl.envs.live import job as live
+from dynamiccl.envs.live.job import STOP, Job
+from dynamiccl.envs.live.job_ends import Closed, JobEnded, Stopped, Withdrawn
+from dynamiccl.envs.live.leases import CONFIRMED, LEASE_MS, read_confirmed
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.traces.assemble import Communicator
 from dynamiccl.traces.records import COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState, Decision, Slot

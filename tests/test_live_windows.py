@@ -4,14 +4,14 @@ import dynamiccl  # noqa: F401
 import gymnasium as gym
 import numpy as np
 import pytest
-from dynamiccl.agent.rules import ExpectedImprovement
-from dynamiccl.envs.job_ends import JobEnded, Withdrawn
+from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.envs.live.job_ends import JobEnded, Withdrawn
+from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
-from dynamiccl.envs.live_windows import LiveWindows
+from dynamiccl.envs.search.windows import REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan
 from dynamiccl.envs.search_env import HORIZON
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
-from dynamiccl.envs.sim_windows import OneJob, SimWindows
-from dynamiccl.envs.windows import REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan
+from dynamiccl.envs.sim.windows import OneJob, SimWindows
 from dynamiccl.traces import spaces
 from dynamiccl.traces.records import Decision
 from dynamiccl.traces.spaces import config_of

@@ -4,7 +4,7 @@ import logging
 import re
 
 import pytest
-from dynamiccl.agent.log import LOG, Level, log, open_log
+from dynamiccl.agent.daemon.log import LOG, Level, log, open_log
 
 LINE = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING|ERROR) +\S.*$")
 
@@ -57,7 +57,7 @@ def test_a_full_disk_costs_the_line_and_no_more(tmp_path, capfd):
 
 
 def test_it_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("dynamiccl.agent.log.MOST_BYTES", 1000)
+    monkeypatch.setattr("dynamiccl.agent.daemon.log.MOST_BYTES", 1000)
     close = open_log(tmp_path, "info")
     for i in range(200):
         log.info("line %d", i)

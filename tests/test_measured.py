@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dynamiccl.envs.sim.measured import Measured, line
+from dynamiccl.envs.replay.measured import Measured, line
 
 PUBLIC = Path(__file__).parent / "data" / "measured.csv"
 

@@ -7,11 +7,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from dynamiccl.agent.runs import state
+from dynamiccl.agent.report.runs import state
 from synthetic_trace import write_run
 
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
-from dynamiccl.agent.metrics import METRICS, serve
+from dynamiccl.agent.report.metrics import METRICS, serve
 from prometheus_client.parser import text_string_to_metric_families
 
 DASHBOARD = Path(__file__).resolve().parents[1] / "agent" / "grafana.json"

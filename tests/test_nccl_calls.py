@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dynamiccl.envs.nccl.build import HERE, compiler
-from dynamiccl.envs.sim.nccl_caller import Call
+from dynamiccl.envs.nccl.plugin.build import HERE, compiler
+from dynamiccl.envs.sim.emulated.nccl_caller import Call
 from nccl_groups import Groups
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "nccl_calls.json").read_text())["calls"]

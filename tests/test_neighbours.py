@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.neighbours import untested
-from dynamiccl.envs.search import Search
-from dynamiccl.envs.windows import TABLE, Job, Measured
+from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.neighbours import untested
+from dynamiccl.envs.search.search import Search
+from dynamiccl.envs.search.windows import TABLE, Job, Measured
 from dynamiccl.traces.spaces import N_CONFIGS
 from test_search import Told
 

@@ -8,10 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from dynamiccl.envs.nccl.build import HERE, compiler, nccl_env, plugin_path
-from dynamiccl.envs.nccl.plugin import Plugin
+from dynamiccl.envs.nccl.plugin.build import HERE, compiler, nccl_env, plugin_path
+from dynamiccl.envs.nccl.plugin.library import Plugin
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
-from dynamiccl.envs.sim.nccl_caller import Communicator, choose
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
 from dynamiccl.traces.records import ALGOS, OFFER, OFFER_DTYPE, PROTOS, Decision, Slot, Table
 
 MB = 2**20
@@ -200,8 +200,8 @@ def test_chunk_sizes_are_passed_through(beside, tmp_path, capfd):
 
 SEARCHES = """
 import numpy as np
-from dynamiccl.envs.nccl.build import plugin_path
-from dynamiccl.envs.sim.nccl_caller import Communicator
+from dynamiccl.envs.nccl.plugin.build import plugin_path
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 comm = Communicator(plugin_path(), 42, 8, 1, 0)
 cost = np.full((7, 3), -1, np.float32)
 cost[1] = 30, 20, 10

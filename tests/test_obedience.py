@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from dynamiccl.envs.obedience import CallAudit, Obedience
+from dynamiccl.envs.live.obedience import CallAudit, Obedience
 from dynamiccl.traces.assemble import Communicator
 from dynamiccl.traces.records import ALGOS, COLL, COLL_DTYPE, FUNCS, PROTOS, Decision, Slot, Table
 

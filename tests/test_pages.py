@@ -5,8 +5,8 @@ import re
 
 import pytest
 from browser import AXE, CHROMIUM, ROOT, Browser
-from dynamiccl.agent.report import write_report
-from dynamiccl.agent.summary import RunSummary
+from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.summary import RunSummary
 from synthetic_trace import write_run
 
 NAMES = ("report", "live", "early")

@@ -1,7 +1,7 @@
 """A job that pauses, once or again and again, and tables that are taken back meanwhile, as the daemon sees them."""
 
 import pytest
-from dynamiccl.envs import live
+from dynamiccl.envs.live import job as live
 from dynamiccl.traces.records import STEP, STEP_DTYPE, AgreementState
 from test_live import TRIAL, Clock, world
 

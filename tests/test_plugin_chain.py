@@ -6,10 +6,10 @@ import subprocess
 
 import numpy as np
 import pytest
-from dynamiccl.envs.nccl.build import HERE, compiler, nccl_env, plugin_path
-from dynamiccl.envs.nccl.plugin import Plugin
+from dynamiccl.envs.nccl.plugin.build import HERE, compiler, nccl_env, plugin_path
+from dynamiccl.envs.nccl.plugin.library import Plugin
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.sim.nccl_caller import Communicator
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 from dynamiccl.traces import records as rec
 
 # A profiler that keeps its events in memory of its own, checks what comes back, and counts. VERSION, MASK, FAIL_INIT.

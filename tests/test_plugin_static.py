@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from dynamiccl.agent.doctor import TRAPS, Facts, examine, gather
-from dynamiccl.envs.nccl import build
+from dynamiccl.agent.checks.doctor import TRAPS, Facts, examine, gather
+from dynamiccl.envs.nccl.plugin import build
 from dynamiccl.envs.nccl.tables import MAX_BYTES, from_csv, load_table, to_csv, to_json
 from dynamiccl.traces.records import PAIRS, Decision, Rule, Table
 from hypothesis import given
@@ -119,8 +119,8 @@ def test_bad_tables_name_place_and_cure(tmp_path, text, says):
 
 JOB = """
 import numpy as np, os
-from dynamiccl.envs.nccl.build import plugin_path
-from dynamiccl.envs.sim.nccl_caller import Communicator, choose
+from dynamiccl.envs.nccl.plugin.build import plugin_path
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
 comm = Communicator(plugin_path(), 5, 8, 1, 0, os.environ["RELEASE"])
 cost = np.full((7, 3), -1, np.float32)
 cost[1] = 10, 20, 30

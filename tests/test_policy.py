@@ -7,15 +7,15 @@ import time
 import numpy as np
 import pytest
 import torch
-from dynamiccl.agent.choosing import make_chooser
-from dynamiccl.agent.policy import FORMAT, LstmPolicy, blinded
-from dynamiccl.agent.recurrent import MaskedLstmPolicy
-from dynamiccl.agent.rules import ExpectedImprovement
-from dynamiccl.agent.train import Settings, Training, export, make_policy
-from dynamiccl.envs import turns
-from dynamiccl.envs.belief import Prior
+from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.agent.policies.lstm import FORMAT, LstmPolicy, blinded
+from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.agent.train.recurrent import MaskedLstmPolicy
+from dynamiccl.agent.train.training import Settings, Training, export, make_policy
+from dynamiccl.envs.search import turns
+from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
-from dynamiccl.envs.sim_windows import SimSearch
+from dynamiccl.envs.sim.windows import SimSearch
 from dynamiccl.traces.spaces import N_CONFIGS, config_index
 from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 
@@ -155,7 +155,7 @@ def test_weights_of_another_kind_are_refused(tmp_path):
 
 
 def test_run_time_needs_no_torch():
-    code = "import sys; import dynamiccl.agent.policy, dynamiccl.agent.choosing; sys.exit('torch' in sys.modules)"
+    code = "import sys; from dynamiccl.agent.policies import choosing, lstm; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dynamiccl.envs.nccl.agreement.tree import takes_connections
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.nccl.tree import takes_connections
 from dynamiccl.traces.records import STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState, Decision, Rule, Table
 from probe_ranks import LOOPS, STEPS
 

@@ -6,9 +6,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from dynamiccl.envs.nccl import gauges
-from dynamiccl.envs.nccl.gauges import Gauges
-from dynamiccl.envs.nccl.nvml import driver, gpus
+from dynamiccl.envs.nccl.steps import gauges
+from dynamiccl.envs.nccl.steps.gauges import Gauges
+from dynamiccl.envs.nccl.steps.nvml import driver, gpus
 
 
 class Nvml:

@@ -9,8 +9,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from dynamiccl.envs.nccl.probe import Probe
-from dynamiccl.envs.nccl.published import EMPTY
+from dynamiccl.envs.nccl.agreement.published import EMPTY
+from dynamiccl.envs.nccl.probe.probe import Probe
 from dynamiccl.envs.nccl.shm import RunFolder
 from test_probe import finish, start
 

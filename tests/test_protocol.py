@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dynamiccl.envs.nccl.place import NO_COUNTS, Place, Report, Verdict, Where
-from dynamiccl.envs.nccl.protocol import PATIENCE, Leader, Member, Phase, Stage, Stop
+from dynamiccl.envs.nccl.agreement.place import NO_COUNTS, Place, Report, Verdict, Where
+from dynamiccl.envs.nccl.agreement.protocol import PATIENCE, Leader, Member, Phase, Stage, Stop
 from protocol_explore import explore
 from protocol_world import Scope
 

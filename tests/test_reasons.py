@@ -12,12 +12,13 @@ from dynamiccl.traces.reasons import VOCABULARY, NotAgreeing, NotTuning, RowRefu
 
 ROOT = Path(__file__).resolve().parents[1]
 MEMBERS = [one for kind in VOCABULARY for one in kind]
-PAGE = (ROOT / "envs" / "nccl" / "README.md").read_text(encoding="utf-8").partition("## Reasons")[2]
+PAGE = (ROOT / "OPERATING.md").read_text(encoding="utf-8").partition("## Reasons")[2]
 #: Where reasons are given, and the calls and names that take one.
 TELLERS = (
-    *(f"envs/nccl/{name}.py" for name in ("agreement", "rounds", "place", "published", "tree", "plugin", "probe")),
-    *(f"envs/{name}.py" for name in ("live", "live_windows", "obedience")),
-    *(f"agent/{name}.py" for name in ("tuner", "daemon", "console", "summary")),
+    *(f"envs/nccl/agreement/{name}.py" for name in ("agreement", "rounds", "place", "published", "tree")),
+    *("envs/nccl/plugin/library.py", "envs/nccl/probe/probe.py"),
+    *(f"envs/live/{name}.py" for name in ("job", "windows", "obedience")),
+    *(f"agent/daemon/{name}.py" for name in ("tuner", "daemon", "console", "summarise")),
 )
 SINKS = {"_stop", "_lose", "close", "leave", "_drop", "JobEnded", "Closed", "Stopped", "Withdrawn", "KeyboardInterrupt"}
 FIELDS = {"ended", "dropped", "failure", "stopped", "closing", "clash", "closed"}

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from dynamiccl.agent.advise import Advice
-from dynamiccl.agent.choosing import DEFAULT
-from dynamiccl.envs.sim.emulated import Emulated
+from dynamiccl.agent.advice.advise import Advice
+from dynamiccl.agent.policies.choosing import DEFAULT
+from dynamiccl.envs.sim.emulated.settings import Emulated
 from dynamiccl.traces.files import Trace
 
 RESULTS = Path(__file__).resolve().parents[1] / "envs" / "results"

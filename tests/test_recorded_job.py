@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from dynamiccl.agent.choosing import make_chooser
-from dynamiccl.agent.classical import CLASSICAL
-from dynamiccl.agent.tuner import Settings, Tuner
-from dynamiccl.envs.job_ends import JobEnded
-from dynamiccl.envs.live_windows import LiveWindows
-from dynamiccl.envs.replay import load
-from dynamiccl.envs.replay_job import RecordedJob
+from dynamiccl.agent.daemon.tuner import Settings, Tuner
+from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.agent.policies.classical import CLASSICAL
+from dynamiccl.envs.live.job_ends import JobEnded
+from dynamiccl.envs.live.windows import LiveWindows
+from dynamiccl.envs.replay.decisions import load
+from dynamiccl.envs.replay.job import RecordedJob
 from dynamiccl.traces.records import AUTO
 from synthetic_trace import FINAL, GATHER, SCATTER, write_run
 

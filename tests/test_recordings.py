@@ -11,16 +11,16 @@ import make_profile
 import numpy as np
 import pytest
 import recordings_made
-from dynamiccl.agent.recordings import read
-from dynamiccl.envs import turns
-from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.recordings import named, on_cluster
-from dynamiccl.envs.replay import load
-from dynamiccl.envs.replay_suite import RecordedSuite
-from dynamiccl.envs.watch import Rules
-from dynamiccl.traces import json_stream
+from dynamiccl.agent.advice.recordings import read
+from dynamiccl.envs.bench.replay_suite import RecordedSuite
+from dynamiccl.envs.replay.decisions import load
+from dynamiccl.envs.replay.recordings import named, on_cluster
+from dynamiccl.envs.search import turns
+from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.watch import Rules
 from dynamiccl.traces.files import TraceError
-from dynamiccl.traces.importers import FORMATS, detect, read_recording
+from dynamiccl.traces.importers import json_stream
+from dynamiccl.traces.importers.recording import FORMATS, detect, read_recording
 from make_recordings import RANKS
 from test_traces_importers import kineto, run_advise, sources
 

@@ -4,14 +4,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from dynamiccl.agent.choosing import make_chooser
-from dynamiccl.agent.rules import ExpectedImprovement
-from dynamiccl.agent.tuner import Settings, Tuner
-from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.live_windows import LiveWindows
-from dynamiccl.envs.regimes import MOST, Regime, Regimes
-from dynamiccl.envs.search import Search
-from dynamiccl.envs.sequential import Race
+from dynamiccl.agent.daemon.tuner import Settings, Tuner
+from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.envs.live.windows import LiveWindows
+from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.regimes import MOST, Regime, Regimes
+from dynamiccl.envs.search.search import Search
+from dynamiccl.envs.search.sequential import Race
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
 from test_search import Told

@@ -8,17 +8,17 @@ import dynamiccl  # noqa: F401
 import gymnasium as gym
 import numpy as np
 import pytest
-from dynamiccl.agent.rules import ExpectedImprovement
-from dynamiccl.envs import replay
-from dynamiccl.envs.belief import Prior
+from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.envs.bench.replay_suite import RecordedSuite, RecordedWindows
+from dynamiccl.envs.bench.submissions import enter
+from dynamiccl.envs.bench.submissions import replay as replay_submission
+from dynamiccl.envs.replay import decisions as replay
+from dynamiccl.envs.replay.job import RecordedJob
 from dynamiccl.envs.replay_env import ReplayEnv
-from dynamiccl.envs.replay_job import RecordedJob
-from dynamiccl.envs.replay_suite import RecordedSuite, RecordedWindows
+from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.watch import Rules
 from dynamiccl.envs.search_env import worth
-from dynamiccl.envs.sim_windows import SimSearch
-from dynamiccl.envs.submissions import enter
-from dynamiccl.envs.submissions import replay as replay_submission
-from dynamiccl.envs.watch import Rules
+from dynamiccl.envs.sim.windows import SimSearch
 from dynamiccl.traces import spaces
 from dynamiccl.traces.files import Trace, TraceError, TraceWriter
 from dynamiccl.traces.records import AUTO, Decision, decision_from

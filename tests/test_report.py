@@ -11,11 +11,11 @@ from html.parser import HTMLParser
 import numpy as np
 import pandas as pd
 import pytest
-from dynamiccl.agent.page import page
-from dynamiccl.agent.report import write_report
-from dynamiccl.agent.summary import RunSummary
-from dynamiccl.traces.costs import generations, slot_costs, typical_step
+from dynamiccl.agent.report.page import page
+from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.traces.files import Trace, TraceWriter
+from dynamiccl.traces.queries.costs import generations, slot_costs, typical_step
 from plotly.graph_objects import Bar, Figure
 from synthetic_trace import CALL_US, GATHER, HEADER, LAYERS, SCATTER, write_run
 

@@ -6,15 +6,15 @@ import subprocess
 import sys
 
 import pytest
-from dynamiccl.envs.live import Job
-from dynamiccl.envs.nccl.build import plugin_path
+from dynamiccl.envs.live.job import Job
+from dynamiccl.envs.nccl.plugin.build import plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import COMM, OFFER
 
 TALKS = """
 import sys, struct, numpy as np
-from dynamiccl.envs.nccl.plugin import Plugin
-from dynamiccl.envs.sim.nccl_caller import Communicator
+from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 from dynamiccl.traces.records import COLL
 plugin = Plugin.load()
 comms = [Communicator(plugin.path, 70 + i, 8, 1, i) for i in range(2)]
@@ -64,8 +64,8 @@ def test_a_daemon_that_comes_after_200_000_records_knows_communicators_and_offer
 
 MANY_SIZES = """
 import sys, numpy as np
-from dynamiccl.envs.nccl.plugin import Plugin
-from dynamiccl.envs.sim.nccl_caller import Communicator
+from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 plugin = Plugin.load()
 comm = Communicator(plugin.path, 70, 8, 1, 0)
 for _ in range(2):
@@ -106,7 +106,7 @@ def test_a_ring_is_held_by_its_process_not_named_by_its_number(folder):
 
 FORKS = """
 import os, sys, time
-from dynamiccl.envs.nccl.plugin import Plugin
+from dynamiccl.envs.nccl.plugin.library import Plugin
 Plugin.load().open()
 child = os.fork()
 if child == 0:
@@ -170,7 +170,7 @@ def test_rings_take_an_eighth_of_what_is_free(tmp_path, mib, ranks, records):
 
 UNLOADS = """
 import ctypes, os, shutil, sys
-from dynamiccl.envs.sim.nccl_caller import Communicator
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 import _ctypes
 for _ in range(3):
     handle = _ctypes.dlopen(sys.argv[1], os.RTLD_NOW | os.RTLD_LOCAL)
@@ -196,8 +196,8 @@ def test_nothing_stays_mapped_when_the_plugin_is_unloaded(folder, tmp_path):
 
 RACES = """
 import sys, threading
-from dynamiccl.envs.nccl.plugin import Plugin
-from dynamiccl.envs.sim.nccl_caller import Communicator
+from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 plugin = Plugin.load()
 ready = threading.Barrier(8)
 def make(i):

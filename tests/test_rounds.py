@@ -1,13 +1,13 @@
 """Rounds of one rank, driven by hand: what must outlive the network they run over."""
 
 import pytest
-from dynamiccl.envs.nccl.job_store import JobStore
-from dynamiccl.envs.nccl.place import Report
-from dynamiccl.envs.nccl.protocol import Stop
-from dynamiccl.envs.nccl.published import Published
-from dynamiccl.envs.nccl.rounds import Desk, Rounds
+from dynamiccl.envs.nccl.agreement.job_store import JobStore
+from dynamiccl.envs.nccl.agreement.place import Report
+from dynamiccl.envs.nccl.agreement.protocol import Stop
+from dynamiccl.envs.nccl.agreement.published import Published
+from dynamiccl.envs.nccl.agreement.rounds import Desk, Rounds
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.nccl.steps import Steps
+from dynamiccl.envs.nccl.steps.steps import Steps
 from dynamiccl.traces.records import Decision, Lease, Slot, Table
 from light_ranks import StandIn
 from light_store import Store, StoreServer

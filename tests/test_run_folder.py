@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from dynamiccl.envs.live import Job
+from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.shm import RunFolder, TableFile, decode_table, lease_of
 from dynamiccl.traces.records import COLL_DTYPE, RECORD_BYTES, Lease, Table
 from test_shm import table_of

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from dynamiccl.envs.nccl.sampling import BUDGET, LEAST_OFTEN, MOST_OFTEN, START, Sampling, share
+from dynamiccl.envs.nccl.steps.sampling import BUDGET, LEAST_OFTEN, MOST_OFTEN, START, Sampling, share
 
 
 def run(cost: float, noise: float, steps: int = 8000, seed: int = 0, tables: int = 10**9) -> Sampling:

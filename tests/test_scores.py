@@ -2,7 +2,17 @@
 
 import numpy as np
 import pytest
-from dynamiccl.envs.scores import HORIZONS, STRATA, Ledger, Scores, by_stratum, difference, ranks, stratum, summary
+from dynamiccl.envs.bench.scores import (
+    HORIZONS,
+    STRATA,
+    Ledger,
+    Scores,
+    by_stratum,
+    difference,
+    ranks,
+    stratum,
+    summary,
+)
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
 
 SHORT = HORIZONS[0]

@@ -4,15 +4,15 @@ import math
 
 import numpy as np
 import pytest
-from dynamiccl.agent.rules import ExpectedImprovement, ThompsonSampling
-from dynamiccl.envs import turns
-from dynamiccl.envs.belief import Prior
-from dynamiccl.envs.canary import GIVE_UP
-from dynamiccl.envs.search import Search
+from dynamiccl.agent.policies.rule import ExpectedImprovement, ThompsonSampling
+from dynamiccl.envs.search import turns
+from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.canary import GIVE_UP
+from dynamiccl.envs.search.search import Search
+from dynamiccl.envs.search.watch import Rules, Watch
+from dynamiccl.envs.search.windows import PROFILE, REFERENCE, SEARCH, TABLE, Job, Measured
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
-from dynamiccl.envs.sim_windows import SimSearch
-from dynamiccl.envs.watch import Rules, Watch
-from dynamiccl.envs.windows import PROFILE, REFERENCE, SEARCH, TABLE, Job, Measured
+from dynamiccl.envs.sim.windows import SimSearch
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS, config_index
 

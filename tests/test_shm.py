@@ -11,8 +11,8 @@ import time
 import numpy as np
 import pytest
 from dynamiccl.envs.nccl import rings
-from dynamiccl.envs.nccl.build import plugin_path
-from dynamiccl.envs.nccl.plugin import Plugin
+from dynamiccl.envs.nccl.plugin.build import plugin_path
+from dynamiccl.envs.nccl.plugin.library import Plugin
 from dynamiccl.envs.nccl.rings import Ring
 from dynamiccl.envs.nccl.shm import RunFolder, decode_table, encode_table
 from dynamiccl.traces.records import COLL, RECORD_BYTES, Decision, Rule, Table
@@ -155,8 +155,8 @@ def test_no_ring_no_harm(tmp_path, obstacle):
     if obstacle == "unset":
         del env["DYNAMICCL_RUN"]
     program = """
-from dynamiccl.envs.nccl.plugin import Plugin
-from dynamiccl.envs.sim.nccl_caller import Communicator
+from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 p = Plugin.load()
 c = Communicator(p.path, 1, 2, 1, 0)
 print(p.open(), c.mask)
@@ -172,7 +172,7 @@ def test_full_disk_means_no_ring():
     """A file system without room for the ring, which is reserved at once: no ring and no signal later."""
     program = """
 import resource
-from dynamiccl.envs.nccl.plugin import Plugin
+from dynamiccl.envs.nccl.plugin.library import Plugin
 p = Plugin.load()
 import signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -338,7 +338,7 @@ def test_lookups_race_activations(tmp_path):
     copy = tmp_path / "plugin.so"
     shutil.copy(plugin_path(), copy)
     plugin = Plugin.load(copy)
-    from dynamiccl.envs.sim.nccl_caller import Communicator, choose
+    from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
 
     # Table g forces ring/ll with g channels or ring/simple with 32 + g: the pair tells the parity of the count.
     def message(g: int) -> bytes:

@@ -4,7 +4,7 @@ import dynamiccl  # noqa: F401
 import gymnasium as gym
 import numpy as np
 import pytest
-from dynamiccl.agent.rules import ExpectedImprovement
+from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.sim.jobs import SLOTS
 from dynamiccl.traces import spaces
 from gymnasium.utils.env_checker import check_env

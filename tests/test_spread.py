@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dynamiccl.agent.spread import spread
+from dynamiccl.agent.bench.spread import spread
 
 
 def work(item: str) -> dict[str, Any]:

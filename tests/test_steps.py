@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dynamiccl.envs.nccl.steps import Steps
+from dynamiccl.envs.nccl.steps.steps import Steps
 
 
 class Optimizer:

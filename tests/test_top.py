@@ -6,8 +6,8 @@ import time
 
 import pytest
 from dynamiccl.agent.cli import app
-from dynamiccl.agent.runs import find_runs, state
-from dynamiccl.envs.locks import lock
+from dynamiccl.agent.report.runs import find_runs, state
+from dynamiccl.envs.live.locks import lock
 from dynamiccl.envs.nccl.shm import RunFolder
 from synthetic_trace import write_run
 from typer.testing import CliRunner
@@ -76,7 +76,7 @@ def test_a_run_that_kept_no_table_shows_no_gain(runs):
 
 def test_metrics_are_what_prometheus_reads(runs):
     parser = pytest.importorskip("prometheus_client.parser")
-    from dynamiccl.agent.metrics import METRICS
+    from dynamiccl.agent.report.metrics import METRICS
 
     result = CliRunner().invoke(app, ["top", str(runs), "--once", "--metrics", str(runs / "d.prom")])
     assert result.exit_code == 0, result.stderr

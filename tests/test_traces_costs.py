@@ -2,9 +2,9 @@
 
 import pandas as pd
 import pytest
-from dynamiccl.traces.audit import audit
-from dynamiccl.traces.costs import decision_text, generations, size_text, slot_costs, typical_step
 from dynamiccl.traces.files import Trace, TraceWriter
+from dynamiccl.traces.queries.audit import audit
+from dynamiccl.traces.queries.costs import decision_text, generations, size_text, slot_costs, typical_step
 from dynamiccl.traces.records import AUTO, Decision, Rule, Slot, Table
 from synthetic_trace import FINAL, GATHER, SCATTER, write_run
 

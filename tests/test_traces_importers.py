@@ -12,13 +12,13 @@ import pytest
 import recordings_made
 from dynamiccl.agent.cli import app
 from dynamiccl.agent.commands.show import tell
-from dynamiccl.agent.report import write_report
-from dynamiccl.agent.summary import RunSummary
+from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.traces.assemble import EVENT_COLUMNS
-from dynamiccl.traces.audit import audit, regime
 from dynamiccl.traces.files import Trace, TraceError, TraceWriter
-from dynamiccl.traces.importers import FORMATS, read_recording
-from dynamiccl.traces.importers_common import Imported, dtype_of, func_of, width_of
+from dynamiccl.traces.importers.common import Imported, dtype_of, func_of, width_of
+from dynamiccl.traces.importers.recording import FORMATS, read_recording
+from dynamiccl.traces.queries.audit import audit, regime
 from typer.testing import CliRunner
 
 BASE = 1_790_857_026_000_000_000  # Kineto's baseTimeNanoseconds

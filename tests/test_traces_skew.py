@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from dynamiccl.traces.assemble import EVENT_COLUMNS, complete
-from dynamiccl.traces.skew import OWN, RANKS, durations, label
+from dynamiccl.traces.queries.skew import OWN, RANKS, durations, label
 
 CLOCK = 1_763_719_000_000_000_123  # beyond what a float64 holds exactly
 
@@ -73,7 +73,7 @@ def test_labels():
 
 @pytest.mark.parametrize("delay_us", [0, 500, 5000])
 def test_what_a_slot_costs_does_not_depend_on_how_late_a_rank_is(delay_us):
-    from dynamiccl.traces.costs import slot_costs
+    from dynamiccl.traces.queries.costs import slot_costs
 
     rng = np.random.default_rng(0)
     calls = []

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from dynamiccl.traces.assemble import Offer
+from dynamiccl.traces.queries.slots import find_slots
 from dynamiccl.traces.records import ALGOS, PROTOS, Slot
-from dynamiccl.traces.slots import find_slots
 
 MB = 2**20
 COST = np.full((len(ALGOS), len(PROTOS)), -1, np.float32)

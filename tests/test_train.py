@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dynamiccl.agent.batches import N_REVEALED, JobBatch, JobVecEnv
-from dynamiccl.agent.imitation import collect, learn
-from dynamiccl.agent.policy import LstmPolicy
-from dynamiccl.agent.rules import ExpectedImprovement
-from dynamiccl.agent.train import Settings, Stage, Training, export, make_policy
-from dynamiccl.envs import turns
+from dynamiccl.agent.policies.lstm import LstmPolicy
+from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.agent.train.batches import N_REVEALED, JobBatch, JobVecEnv
+from dynamiccl.agent.train.imitation import collect, learn
+from dynamiccl.agent.train.training import Settings, Stage, Training, export, make_policy
+from dynamiccl.envs.search import turns
 from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.traces.spaces import config_index
 

@@ -5,8 +5,8 @@ import threading
 import time
 
 import pytest
-from dynamiccl.envs.nccl import interfaces
-from dynamiccl.envs.nccl.tree import FAN_OUT, Tree, children, parent
+from dynamiccl.envs.nccl.agreement import interfaces
+from dynamiccl.envs.nccl.agreement.tree import FAN_OUT, Tree, children, parent
 
 
 class Values(dict):

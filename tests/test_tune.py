@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dynamiccl.agent.clusters import FACTS, FORMAT, Kept, Store, key_of
-from dynamiccl.agent.request import Request
+from dynamiccl.agent.daemon.memory import FACTS, FORMAT, Kept, Store, key_of
+from dynamiccl.agent.daemon.request import Request
+from dynamiccl.envs.bench.strata import standing
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.tables import load_table
-from dynamiccl.envs.replay import load
-from dynamiccl.envs.sim.emulated import Emulated
-from dynamiccl.envs.strata import standing
+from dynamiccl.envs.replay.decisions import load
+from dynamiccl.envs.sim.emulated.settings import Emulated
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import decision_from
 

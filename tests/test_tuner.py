@@ -1,9 +1,9 @@
 """The tuning run on a job whose truth is known."""
 
 import pytest
-from dynamiccl.agent.choosing import RULES, make_chooser
-from dynamiccl.agent.tuner import Settings, Tuner
-from dynamiccl.envs.live_windows import LiveWindows
+from dynamiccl.agent.daemon.tuner import Settings, Tuner
+from dynamiccl.agent.policies.choosing import RULES, make_chooser
+from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.traces.reasons import names
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
@@ -207,7 +207,7 @@ def test_a_later_tuner_goes_on_with_what_was_confirmed():
 
 
 def test_what_nccl_does_not_do_is_not_tried_again():
-    from dynamiccl.envs.obedience import Disobeyed
+    from dynamiccl.envs.live.obedience import Disobeyed
 
     job = FakeJob(truth, noise=0.002)
     window = job.window

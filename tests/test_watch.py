@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from dynamiccl.envs.canary import Canary
-from dynamiccl.envs.sequential import least, middle
-from dynamiccl.envs.watch import CHANGED, HARMFUL, LONGEST, ODD, Rules, Watch
+from dynamiccl.envs.search.canary import Canary
+from dynamiccl.envs.search.sequential import least, middle
+from dynamiccl.envs.search.watch import CHANGED, HARMFUL, LONGEST, ODD, Rules, Watch
 
 
 def begun(gain=0.05, steps=8, noise=0.005, windows=10, levels=()):

@@ -13,10 +13,10 @@ PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", 
 LOOKS = """
 import os, sys
 import dynamiccl_autoload
-from dynamiccl.envs.nccl import build, plugin
+from dynamiccl.envs.nccl.plugin import build, library as plugin
 from dynamiccl.envs.sim.step import Op, Steps
 dynamiccl_autoload.autoload()
-from dynamiccl.agent.doctor import examine, gather
+from dynamiccl.agent.checks.doctor import examine, gather
 assert "compiler" not in {trap.name for trap in examine(gather())}
 assert build.plugin_path().parent == build.INSTALLED and build.step_path().parent == build.INSTALLED
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "pandas", "gymnasium", "numpy"}))

@@ -4,8 +4,8 @@ import json
 
 import pytest
 from dynamiccl.agent.cli import app
-from dynamiccl.agent.summary import RunSummary
-from dynamiccl.agent.why import chains, lines
+from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.agent.report.why import chains, lines
 from synthetic_trace import CALL_US, FINAL, GATHER, HEADER, LAYER_BYTES, OWN, SCATTER, write_run
 from typer.testing import CliRunner
 

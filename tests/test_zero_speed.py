@@ -97,8 +97,8 @@ DELAY_MS = 20
 def emulate() -> Any:
     """From now on a collective takes 20 ms, on links that have room for several; returns this rank's emulated clock,
     whose ``held`` is the milliseconds that it was waited for ends of collectives."""
-    from dynamiccl.envs.nccl import step_clock
-    from dynamiccl.envs.sim import backend, timeline
+    from dynamiccl.envs.nccl.steps import clock as step_clock
+    from dynamiccl.envs.sim.emulated import backend, timeline
 
     os.environ.update(DYNAMICCL_CLUSTER="dgx-h100-2x8", DYNAMICCL_COMPUTE_SCALE="1500")
     timeline.Timeline._duration_ns = lambda *_: int(DELAY_MS * 1e6)

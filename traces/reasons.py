@@ -3,7 +3,7 @@
 Four questions: why a run is over or its table gone (:class:`RunEnds`), why nothing is tuned (:class:`NotTuning`), why a
 row of a table is refused (:class:`RowRefused`), why the ranks change no table (:class:`NotAgreeing`). A member is a
 text with gaps; called with its facts it gives the words. Words travel as text, between ranks and into JSON:
-:func:`names` tells whose words a text has. ``envs/nccl/README.md`` has a line on each member.
+:func:`names` tells whose words a text has. ``OPERATING.md`` has a line on each member.
 
 Standard library only: the probe in a job imports this.
 """

@@ -134,7 +134,7 @@ def format_bytes(n: float) -> str:
 #: Format of tables in shared memory, on the wire and in the plugin.
 TABLE_VERSION = 2
 
-# One row of a table in shared memory and on the wire (C: struct dccl_rule in envs/nccl/plugin.h), 32 bytes.
+# One row of a table in shared memory and on the wire (C: struct dccl_rule in envs/nccl/plugin/plugin.h), 32 bytes.
 RULE_DTYPE = np.dtype(
     [
         ("n_ranks", "<u4"),  # the class of communicators; both 0 match every communicator
@@ -242,7 +242,8 @@ def _rule(row: np.void) -> Rule:
     return Rule(int(row["n_ranks"]), int(row["n_nodes"]), FUNCS[func], *sizes, decision)
 
 
-# What the plugin and the probe write into a ring (C: struct dccl_record in envs/nccl/plugin.h), 128 bytes. The last 88
+# What the plugin and the probe write into a ring (C: struct dccl_record in envs/nccl/plugin/plugin.h), 128 bytes. The
+# last 88
 # bytes depend on `kind`; the views below name them.
 COMM, OFFER, COLL, KERNEL, STEP, STATE = range(1, 7)
 #: Bits of ``flags``: both buffers are registered (OFFER), captured in a CUDA graph: asked once, replayed often (COLL),

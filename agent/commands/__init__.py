@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from ...envs.sim.emulated import Emulated
+    from ...envs.sim.emulated.settings import Emulated
     from ...traces.records import Table
 
 Headroom = Annotated[
@@ -94,7 +94,7 @@ def emulation(
     cluster: str, bytes_scale: float | None, compute_scale: float | None, seed: int, weather: str
 ) -> Emulated:
     """The emulated cluster that these options mean; one that there is none of is refused."""
-    from ...envs.sim.emulated import Emulated
+    from ...envs.sim.emulated.settings import Emulated
 
     usual = Emulated()
     by = usual.bytes_scale if bytes_scale is None else bytes_scale
@@ -116,7 +116,7 @@ def refuse_traps(
 
     ``but``: traps that do not bear on what is asked for.
     """
-    from ..doctor import WITHOUT_NCCL, examine, gather
+    from ..checks.doctor import WITHOUT_NCCL, examine, gather
 
     found = [trap for trap in examine(gather(command, table)) if trap.must_change and trap.name not in but]
     if emulated:  # NCCL has no part in it

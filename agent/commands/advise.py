@@ -11,7 +11,7 @@ import typer
 from . import ClusterName, Format, Nccl, RanksPerNode, Recording, refusing
 
 if TYPE_CHECKING:
-    from ..summary import RunSummary
+    from ..report.summary import RunSummary
 
 
 def advise(
@@ -42,11 +42,11 @@ def advise(
     dynamiccl advise trace.sqlite --cluster mine.toml
     """
     from ...envs.nccl.tables import to_json
-    from ...envs.recordings import named
+    from ...envs.replay.recordings import named
     from ...traces.files import TraceError
-    from ..advise import Advice
-    from ..recordings import read
-    from ..summary import RunSummary
+    from ..advice.advise import Advice
+    from ..advice.recordings import read
+    from ..report.summary import RunSummary
 
     with refusing(TraceError, ValueError):
         trace = read(recording, cluster, nccl, format_, ranks_per_node)
@@ -78,8 +78,8 @@ def _show(a: dict[str, Any]) -> None:
     from rich import box
     from rich.table import Table
 
-    from ..advise import text
-    from ..terminal import wide_terminal
+    from ..advice.advise import text
+    from ..report.terminal import wide_terminal
 
     console = wide_terminal()
 

@@ -59,7 +59,7 @@ def apply(
     import os
     import shutil
 
-    from ...envs.nccl.build import PluginBuildError, nccl_env, plugin_path
+    from ...envs.nccl.plugin.build import PluginBuildError, nccl_env, plugin_path
     from ...envs.nccl.shm import MAX_RULES, encode_table
     from ...envs.nccl.table_env import to_env
     from ...envs.nccl.tables import load_table, to_csv, to_json
@@ -106,7 +106,7 @@ def _together(table: Table, command: list[str], headroom: int | None) -> int:
     import os
 
     from ...envs.nccl.shm import RunFolder
-    from ..launcher import Launcher, Plan, say
+    from ..daemon.launcher import Launcher, Plan, say
 
     with refusing(ValueError, OSError):
         run = RunFolder.create()

@@ -12,7 +12,7 @@ import typer
 from . import ClusterName, Nccl, fail, one_thread, refusing
 
 if TYPE_CHECKING:
-    from ...envs.submissions import Suite
+    from ...envs.bench.submissions import Suite
 
 
 def bench(
@@ -55,7 +55,7 @@ def bench(
 
     A policy is any object with predict(observation, state, episode_start, deterministic) -> (action, state), asked one
     turn at a time: observations are (1, N_OBSERVATION), actions (1, 2) int64: (pair, channels). The module
-    dynamiccl.envs.turns says what an observation holds; turns.seen(observation) gives it as plain arrays.
+    dynamiccl.envs.search.turns says what an observation holds; turns.seen(observation) gives it as plain arrays.
 
     \b
     dynamiccl bench --policy my_module:MyPolicy --policy ladder --suite held-out --jobs 40
@@ -65,9 +65,9 @@ def bench(
     if context.invoked_subcommand:  # `dynamiccl bench overhead` has a file of its own
         return
     one_thread()
-    from ..bench import Entry, entrants, run
-    from ..board import Board, filed_results, put_on_record
-    from ..terminal import terminal
+    from ..bench.board import Board, filed_results, put_on_record
+    from ..bench.run import Entry, entrants, run
+    from ..report.terminal import terminal
 
     console = terminal(stderr=True, highlight=False, markup=False)
     with refusing(OSError, ValueError):
@@ -113,7 +113,7 @@ def _tell(say: Callable[[str], object], k: int, total: int, result: Any, reason:
 
 
 def _jobs(suite: str, trace: Path | None, cluster: str | None, nccl: str | None) -> Suite:
-    from ...envs.job_suites import JobSuite
+    from ...envs.bench.job_suites import JobSuite
 
     if (suite == "replay") != (trace is not None):
         raise ValueError(
@@ -121,9 +121,9 @@ def _jobs(suite: str, trace: Path | None, cluster: str | None, nccl: str | None)
         )
     if trace is None:
         return JobSuite.load(suite)
-    from ...envs.replay_suite import RecordedSuite
+    from ...envs.bench.replay_suite import RecordedSuite
     from ...traces.files import TraceError
-    from ..recordings import read
+    from ..advice.recordings import read
 
     try:
         return RecordedSuite(read([trace], cluster, nccl))
@@ -132,7 +132,7 @@ def _jobs(suite: str, trace: Path | None, cluster: str | None, nccl: str | None)
 
 
 def _fit(out: Path, processes: int, tell: Callable[[str], object]) -> None:
-    from ..bench import fit
+    from ..bench.run import fit
 
     out.mkdir(parents=True, exist_ok=True)
     found = fit(processes, tell)

@@ -16,7 +16,7 @@ import typer
 from . import EmulatedCluster, refusing
 
 if TYPE_CHECKING:
-    from ..compare import Comparison
+    from ..daemon.compare import Comparison
 
 #: Steps at the start of a job that do not count: imports, connections, first touches of memory.
 WARM_UP = 5
@@ -35,8 +35,8 @@ def bench_overhead(
     Both jobs run our ZeRO-3 workload on the GPUs here; without a GPU on an emulated cluster, where only the CPU's cores
     are shared. The order within a pair alternates.
     """
-    from ..gpu_check import Machine
-    from ..terminal import terminal
+    from ..checks.gpu_check import Machine
+    from ..report.terminal import terminal
 
     console = terminal(stderr=True, quiet=json, highlight=False)
     with refusing(OSError, ValueError, RuntimeError):
@@ -60,7 +60,7 @@ def measure(
     """
     import numpy as np
 
-    from ..compare import compare
+    from ..daemon.compare import compare
 
     times: dict[bool, list[float]] = {True: [], False: []}
     for i in range(pairs):
@@ -75,7 +75,7 @@ def _step_ms(command: Callable[[Path], list[str]], env: Mapping[str, str], watch
     from statistics import median
 
     from ...envs.nccl.shm import RunFolder
-    from ..outputs import logged
+    from ..report.outputs import logged
 
     with contextlib.ExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "job.jsonl"

@@ -38,8 +38,8 @@ def clusters(
     dynamiccl clusters --forget 3f2a91c07b5e
     """
     from ...traces.header import plain
-    from ..clusters import Store
-    from ..outputs import VARIABLE, default_url
+    from ..daemon.memory import Store
+    from ..report.outputs import VARIABLE, default_url
 
     where = memory or default_url()
     if where is None:

@@ -23,7 +23,7 @@ def doctor(
     """
     import json as json_module
 
-    from ..doctor import examine, gather
+    from ..checks.doctor import examine, gather
 
     loaded = None
     if table:

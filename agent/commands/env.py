@@ -29,9 +29,9 @@ def env(
     torchrun --nproc-per-node 8 train.py &
     dynamiccl tune --attach "$DYNAMICCL_RUN"
     """
-    from ...envs.nccl.build import PluginBuildError
+    from ...envs.nccl.plugin.build import PluginBuildError
     from ...envs.nccl.run_folder import job_env, make_folder
-    from ..request import Request
+    from ..daemon.request import Request
 
     emulated = emulation(cluster, bytes_scale, compute_scale, seed, weather) if cluster else None
     refuse_traps(None, force, emulated=emulated is not None)

@@ -33,8 +33,8 @@ def gpu_check(
     """
     import pandas as pd
 
-    from ..gpu_check import PARTS, Check, Machine
-    from ..terminal import terminal
+    from ..checks.gpu_check import PARTS, Check, Machine
+    from ..report.terminal import terminal
 
     if wrong := set(only or ()) - set(PARTS):
         fail(f"--only is one of {', '.join(PARTS)}, not {', '.join(wrong)}")

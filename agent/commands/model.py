@@ -10,7 +10,7 @@ import typer
 from . import fail, refusing
 
 if TYPE_CHECKING:
-    from ...envs.sim.clusters import Cluster
+    from ...envs.nccl_model.clusters import Cluster
 
 #: Columns: ring first, as the one algorithm that is always there (numbers are NCCL's).
 _ORDER = (1, 4, 2, 6, 0, 3, 5)
@@ -36,7 +36,7 @@ def model(
     dynamiccl model dgx-h100-2x8
     dynamiccl model dgx-h100-2x8 --release 2.28.9 --release 2.30.7
     """
-    from ...envs.sim import clusters
+    from ...envs.nccl_model import clusters
 
     if func is not None and func not in _NAMES:
         fail(f"unknown collective {func!r}: give one of {', '.join(_NAMES)}")
@@ -68,7 +68,7 @@ def model(
 
 def _rows(c: Cluster, func: str) -> list[dict[str, Any]]:
     """One row a message size, with the columns of the plans in tests/data."""
-    from ...envs.sim import cost_model
+    from ...envs.nccl_model import cost_model
     from ...traces.records import ALGOS, PROTOS
 
     offered = [(a, p) for a in _ORDER for p in range(len(PROTOS)) if cost_model.cost_table(c, func, 1024)[a, p] >= 0]
@@ -131,7 +131,7 @@ def _show(c: Cluster, func: str, rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     from ...traces.records import format_bytes
-    from ..terminal import wide_terminal
+    from ..report.terminal import wide_terminal
 
     prices = [key for key in rows[0] if key.startswith("us_")]
     table = Table(title=f"{func} on {c.name} as NCCL {c.nccl} sees it (predicted us)", box=box.SIMPLE)

@@ -21,7 +21,8 @@ def prior(
     """Fit what the belief expects of a job before anything is tried, on simulated jobs; set it beside the shipped one.
 
     Both are judged by how likely the true times of fresh jobs are under them (negative log likelihood a figure; less is
-    better). To use the new one, put it in place of envs/prior.npz and train the policy anew: it reads the belief.
+    better). To use the new one, put it in place of envs/search/prior.npz and train the policy anew: it reads the
+    belief.
     """
     one_thread()
     import json
@@ -31,11 +32,11 @@ def prior(
     import torch
     from rich.progress import Progress
 
-    from ...envs.belief import Prior
+    from ...envs.search.belief import Prior
     from ...envs.sim.family import HELD_OUT, STANDARD
     from ...envs.sim.jobs import draw_jobs
-    from ..job_prior import JobPrior, fit, judge
-    from ..terminal import terminal
+    from ..report.terminal import terminal
+    from ..train.job_prior import JobPrior, fit, judge
 
     if out.suffix != ".npz":
         fail(f"--out is a .npz file, not {out}")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ...traces.files import Trace
-    from ..summary import RunSummary
+    from ..report.summary import RunSummary
 
 
 #: Collectives that are read of a trace: the first and the last of a long run.
@@ -34,8 +34,8 @@ def show(
 ) -> None:
     """Show what a run did: its collectives, what was tried, what was decided and why, and whether ranks agreed."""
     from ...traces.files import Trace, TraceError
-    from ...traces.importers import read_recording
-    from ..summary import RunSummary
+    from ...traces.importers.recording import read_recording
+    from ..report.summary import RunSummary
 
     if events < 0:
         fail(f"--events is 0 or more, not {events}")
@@ -60,10 +60,10 @@ def _is_recording(path: Path) -> bool:
 
 def tell(trace: Trace, summary: RunSummary | None = None, n_events: int = 0) -> dict[str, Any]:
     """Everything that ``show`` prints, ready for JSON; unknown values are None."""
-    from ...traces.audit import audit, regime
-    from ...traces.costs import generations, slot_costs
     from ...traces.header import plain
-    from ..summary import RunSummary
+    from ...traces.queries.audit import audit, regime
+    from ...traces.queries.costs import generations, slot_costs
+    from ..report.summary import RunSummary
 
     summary = summary or RunSummary()
     which = generations(trace, summary.decisions or None)
@@ -155,8 +155,8 @@ def _communicators(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _print(story: dict[str, Any], summary: RunSummary) -> None:
-    from ..terminal import grid, terminal, wide_terminal
-    from ..texts import COSTS, COSTS_NOTE, DECISIONS, NUMBERS, cost_rows, decision_rows, window_parts
+    from ..report.terminal import grid, terminal, wide_terminal
+    from ..report.texts import COSTS, COSTS_NOTE, DECISIONS, NUMBERS, cost_rows, decision_rows, window_parts
 
     console = wide_terminal()
     for warning in story["warnings"]:
@@ -190,7 +190,7 @@ def _print(story: dict[str, Any], summary: RunSummary) -> None:
 
 
 def _print_head(console: Console, story: dict[str, Any]) -> None:
-    from ..texts import emulation_text
+    from ..report.texts import emulation_text
 
     h, steps = story["header"], story["steps"]
     console.print(f"[bold]{story['folder']}[/]", soft_wrap=True)

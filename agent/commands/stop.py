@@ -24,8 +24,8 @@ def stop(
     \b
     dynamiccl stop runs/tune/latest
     """
-    from ...envs.live import Job
-    from ...envs.locks import is_locked
+    from ...envs.live.job import Job
+    from ...envs.live.locks import is_locked
     from ...envs.nccl.run_folder import STOP, TUNER
     from ...envs.nccl.shm import RunFolder
 

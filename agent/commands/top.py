@@ -37,15 +37,15 @@ def top(
     """
     from rich.live import Live
 
-    from ..outputs import ROOT
-    from ..runs import find_runs, state
-    from ..terminal import wide_terminal
+    from ..report.outputs import ROOT
+    from ..report.runs import find_runs, state
+    from ..report.terminal import wide_terminal
 
     def look() -> list[dict[str, Any]]:
         found = [state(path) for path in find_runs(runs or ())]
         if metrics is not None:
             try:
-                from ..metrics import write_metrics
+                from ..report.metrics import write_metrics
 
                 write_metrics(metrics, found)
             except ImportError:
@@ -78,7 +78,7 @@ def table(found: list[dict[str, Any]]) -> Table:
     """Runs as a table, a row a run; see ``runs.state``."""
     from rich import box
 
-    from ..terminal import grid
+    from ..report.terminal import grid
 
     heads = ("run", "state", "step", "phase", "step time", "table", "gain", "search cost", "agreement", "lost", "beat")
     return grid(heads, map(_row, found), ("step", "step time", "lost"), no_wrap=True, box=box.SIMPLE)

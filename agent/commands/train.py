@@ -28,9 +28,9 @@ def train(
     one_thread()
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from ..policy import PARTS
-    from ..terminal import terminal
-    from ..train import Settings, Training, export
+    from ..policies.lstm import PARTS
+    from ..report.terminal import terminal
+    from ..train.training import Settings, Training, export
 
     if out.suffix != ".npz":
         fail(f"--out is a .npz file, not {out}")

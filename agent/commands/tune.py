@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..request import Level
+from ..daemon.request import Level
 from . import (
     BytesScale,
     ComputeScale,
@@ -29,7 +29,7 @@ from . import (
 from .clusters import Where
 
 if TYPE_CHECKING:
-    from ..summary import RunSummary
+    from ..report.summary import RunSummary
 
 #: How far the tuner gives way to the job: a third of its share of a core that both want. No further: where no core is
 #: idle it must still begin, keep its trials alive, and sum up within the minute that the launcher waits for it.
@@ -136,15 +136,15 @@ def tune(
     dynamiccl tune --attach runs/tune/latest         a tuner for a job whose tuner is gone
     """
     # Nothing large: the job waits for what is imported here. All else is imported by the tuner, while the job starts.
-    from ...envs.locks import Busy, lock
-    from ...envs.nccl.build import PluginBuildError
-    from ...envs.nccl.nvml import gpus
+    from ...envs.live.locks import Busy, lock
+    from ...envs.nccl.plugin.build import PluginBuildError
     from ...envs.nccl.run_folder import LAUNCHER, job_env, make_folder
-    from ...envs.sim.emulated import Emulated
-    from ..choosing import check_chooser
-    from ..launcher import Plan
-    from ..outputs import claim, default_url, full_url, link
-    from ..request import AFRESH, ONCE, Request, workload
+    from ...envs.nccl.steps.nvml import gpus
+    from ...envs.sim.emulated.settings import Emulated
+    from ..daemon.launcher import Plan
+    from ..daemon.request import AFRESH, ONCE, Request, workload
+    from ..policies.choosing import check_chooser
+    from ..report.outputs import claim, default_url, full_url, link
 
     _check(stage, steps, windows, verify, window_steps, command, attach)
     if attach:
@@ -169,7 +169,7 @@ def tune(
         if memory:
             memory = full_url(memory)
             if "://" in memory:
-                from ..clusters import Store
+                from ..daemon.memory import Store
 
                 Store(memory)  # raises where nothing here can open it
         try:
@@ -200,13 +200,13 @@ def tune(
 def _attach(context: typer.Context, where: str, again: bool) -> None:
     """Be the tuner of a running job: as its launcher left word, save what is given on this command line."""
     os.nice(NICE)  # before anything large is imported, and before there are threads
-    from ...envs.locks import Busy
+    from ...envs.live.locks import Busy
     from ...envs.nccl.shm import RunFolder
     from ...traces.files import TraceError
-    from ..console import Show, show_summary
-    from ..daemon import Daemon
-    from ..outputs import default_url
-    from ..request import REQUEST, Request
+    from ..daemon.console import Show, show_summary
+    from ..daemon.daemon import Daemon
+    from ..daemon.request import REQUEST, Request
+    from ..report.outputs import default_url
 
     with refusing(TraceError, Busy, ValueError, OSError):
         path = run_folder(where)
@@ -241,7 +241,7 @@ def _check(
     command: list[str] | None,
     attach: str | None,
 ) -> None:
-    from ..request import LEAST_PAIRS
+    from ..daemon.request import LEAST_PAIRS
 
     if stage not in (0, 1, 2, 3):
         fail(f"stage is 0, 1, 2 or 3, not {stage}")

@@ -26,8 +26,8 @@ def why(
     dynamiccl why runs/tune/latest reduce_scatter
     """
     from ...traces.files import Trace, TraceError
-    from ..summary import RunSummary
-    from ..why import chains, lines
+    from ..report.summary import RunSummary
+    from ..report.why import chains, lines
 
     with refusing(TraceError):
         trace = Trace.read(run)

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from .build import nccl_env, plugin_path, private_folder
+from .plugin.build import nccl_env, plugin_path, private_folder
 
 #: The launcher's lock and the job's status from it, the lock of the run's one tuner, the wish to end, the table.
 LAUNCHER, STATUS, TUNER, STOP, TABLE = "launcher", "status", "tuner", "stop", "table"

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ...traces.records import RULE_DTYPE, TABLE_VERSION, Lease, Table
-from .build import private_folder
+from .plugin.build import private_folder
 from .rings import Ring
 from .run_folder import TABLE, TABLE_FILE_BYTES, job_env, make_folder
 

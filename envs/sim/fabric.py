@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from ...traces.records import PAIRS, PROTOS
-from . import cost_model
-from .clusters import Cluster, Fleet
-from .columns import Columns
+from ..nccl_model import cost_model
+from ..nccl_model.clusters import Cluster, Fleet
+from ..nccl_model.columns import Columns
 
 Array = np.ndarray[Any, Any]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .clusters import Fleet
+from ..nccl_model.clusters import Fleet
 from .noise import NoiseFamily, Range, even
 
 Array = np.ndarray[Any, Any]

@@ -17,10 +17,10 @@ import numpy as np
 from ...traces.fingerprint import Fingerprint
 from ...traces.records import CHANNELS, PAIRS
 from ...traces.spaces import N_CONFIGS, N_PAIRS
-from . import cost_model
-from .arms import distinct
-from .clusters import Fleet
-from .columns import Columns
+from ..nccl_model import cost_model
+from ..nccl_model.arms import distinct
+from ..nccl_model.clusters import Fleet
+from ..nccl_model.columns import Columns
 from .fabric import Fabric, Truth, unmodelled
 from .family import HELD_OUT, STANDARD, JobFamily, draw_fleet
 from .noise import Luck, Noise, even

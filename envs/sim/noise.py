@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .columns import Columns
+from ..nccl_model.columns import Columns
 
 Array = np.ndarray[Any, Any]
 Range = tuple[float, float]

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..nccl.build import step_path
-from .columns import Columns
+from ..nccl.plugin.build import step_path
+from ..nccl_model.columns import Columns
 
 Array = np.ndarray[Any, Any]
 COMPUTE = "compute"

@@ -1,0 +1,124 @@
+"""From a recording to advice: what communication costs the step, and which table to try first.
+
+All gains are predicted, by :mod:`.gain`; nothing here has been measured but what the recording says. To follow the
+advice is to measure the table in a tuning run, which keeps it only where it is faster; it may be applied unseen where a
+loss is unlikely enough.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...envs.nccl_model.arms import distinct
+from ...envs.nccl_model.clusters import Cluster, Fleet
+from ...envs.replay.decisions import cluster_of, load
+from ...envs.replay.recordings import of_size
+from ...envs.search.belief import Belief, Prior
+from ...traces.files import Trace, TraceError
+from ...traces.records import Decision, Slot, Table
+from ...traces.spaces import decision_of
+from ..report.gain import Gains, exposure, tell
+
+LEVEL = 0.8
+#: A table may be applied unseen where it is no likelier than this to make steps longer by over 1 %.
+UNSEEN = 0.01
+#: A tuning run is worth its price where the best table should save this part of the step.
+WORTH = 0.01
+
+
+class Advice:
+    """What a recording says, and what is predicted from it. Raises TraceError for one without steps or slots."""
+
+    def __init__(self, trace: Trace, cluster: Cluster | None = None, min_share: float = 0.0) -> None:
+        self.trace, self.notes = trace, [str(note) for note in trace.header.get("notes") or ()]
+        if trace.header.get("steps_from") == "none":
+            raise TraceError(
+                "the recording holds no step, so what a table saves of one cannot be said: record some steps of the "
+                "training, e.g. by PyTorch's profiler with its step()"
+            )
+        self.tasks = load(trace, min_share)
+        first = self.tasks.slots[0]
+        self.cluster = cluster or cluster_of(trace, first.n_ranks, first.n_nodes)
+        profiles, fingerprint = self.tasks.profiles, self.tasks.fingerprint
+        try:
+            places = [of_size(self.cluster, p.slot.n_ranks, p.slot.n_nodes) for p in profiles]
+        except ValueError as error:
+            raise TraceError(f"{error}: name the cluster that was recorded with --cluster") from None
+        self.cluster = max(places, key=lambda place: place.n_ranks)
+        belief = Belief(
+            Prior.load(), fingerprint.vector(), distinct(fingerprint, Fleet.of(places).release), self.tasks.share
+        )
+        seen = exposure(trace)
+        self.exposed = np.array([seen.get(slot, np.nan) for slot in self.tasks.slots])
+        tell(belief, self.exposed)
+        self.gains = Gains(belief)
+        self.configs = self.gains.best()
+
+    @property
+    def decisions(self) -> dict[Slot, Decision]:
+        """The table to try first; slots that are left to NCCL are not in it."""
+        return {slot: decision_of(c) for slot, c in zip(self.tasks.slots, self.configs, strict=True) if c}
+
+    @property
+    def table(self) -> Table:
+        """The same as rows."""
+        return Table.of(1, self.decisions)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON and for people; unknown values are None."""
+        header, profiles = self.trace.header, self.tasks.profiles
+        found = bool(self.configs.any())
+        gain = _interval(*self.gains.interval(self.configs, LEVEL)) if found else None
+        risk = self.gains.risk(self.configs) if found else None
+        told = {"predicted": True, "recording": str(self.trace.folder), "source": header.get("source") or "dynamiccl"}
+        told |= {"emulated": bool(header.get("emulated")), "cluster": self.cluster.name, "nccl": self.cluster.nccl}
+        told |= {"step_ms": self.tasks.default_ms, "steps": int(self.trace.steps["index"].nunique())}
+        told |= {"steps_are_marked": header.get("steps_from") != "period"}
+        told |= {"communication": float(sum(p.share for p in profiles)), "gain": gain, "risk": risk, "level": LEVEL}
+        told |= {"unseen": risk is not None and risk <= UNSEEN, "possible": _interval(*self.gains.possible(LEVEL))}
+        told |= {"slots": [self._slot(i) for i in range(len(profiles))], "unknown": self._unknown()}
+        return {"verdict": verdict(told), **told}
+
+    def _slot(self, i: int) -> dict[str, Any]:
+        p = self.tasks.profiles[i]
+        alone = np.zeros(len(self.configs), int)
+        alone[i] = self.configs[i]
+        told = {"slot": str(p.slot), "func": p.slot.func, "n_ranks": p.slot.n_ranks, "n_nodes": p.slot.n_nodes}
+        told |= {"n_bytes": p.n_bytes, "calls": p.calls, "call_us": p.call_us, "timed_by": p.timed_by}
+        told |= {"share": p.share, "advice": str(decision_of(self.configs[i]))}
+        told["exposed_share"] = float(self.exposed[i]) * p.share if np.isfinite(self.exposed[i]) else None
+        told["own"] = p.own
+        told["saves"] = _interval(*self.gains.interval(alone, LEVEL)) if self.configs[i] else None
+        return told
+
+    def _unknown(self) -> list[str]:
+        """What the recording does not say, each once."""
+        notes = list(self.notes)
+        if not np.isfinite(self.exposed).any():
+            notes.append("what of the communication the step waits for: record compute too (a Kineto or nsys profile)")
+        if any(p.timed_by == "NCCL's price" for p in self.tasks.profiles):
+            notes.append("how long calls take: NCCL's own price stands in for it")
+        if not self.tasks.measured[:, 1:].any():
+            notes.append("how other settings behave on this network: only NCCL's own choice was recorded")
+        return list(dict.fromkeys(notes))
+
+
+def verdict(told: dict[str, Any]) -> str:
+    """What to do, in one line."""
+    best = f"the best table should save {told['possible']['low']:.1%} to {told['possible']['high']:.1%} of the step"
+    if told["unseen"]:
+        return f"apply the table: it saves {text(told['gain'])} of the step; {best}"
+    if told["possible"]["median"] >= WORTH:
+        return f"worth a tuning run, nothing to be applied unseen: {best} (predicted)"
+    return f"not worth a tuning run: {best} (predicted)"
+
+
+def text(gain: dict[str, float]) -> str:
+    """A gain for people: ``2.1% [0.3%, 4.0%]``."""
+    return f"{gain['median']:.1%} [{gain['low']:.1%}, {gain['high']:.1%}]"
+
+
+def _interval(median: float, low: float, high: float) -> dict[str, float]:
+    return {"median": median, "low": low, "high": high}

@@ -1,0 +1,342 @@
+"""The daemon: the tuner beside a running job. It searches, keeps watch, and leaves a trace, a summary and a report.
+
+It may end at any time, however it ends: what was confirmed stays in force, and a later daemon goes on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Literal
+
+from ...envs.live.job import Job
+from ...envs.live.job_ends import Closed, JobEnded, Stopped, Withdrawn
+from ...envs.live.locks import Busy, is_locked, lock
+from ...envs.live.windows import LiveWindows
+from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
+from ...envs.nccl.shm import RunFolder
+from ...envs.nccl.tables import TABLE, to_json
+from ...traces.files import TraceError, TraceWriter
+from ...traces.reasons import RunEnds
+from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
+from ..policies.choosing import make_chooser
+from ..report.outputs import claim, link
+from ..report.summary import RunSummary, read_json
+from .log import LOG, log, open_log
+from .memory import Memory, facts_of
+from .request import Request
+from .summarise import summarise
+from .tuner import Line, Outcome, Tuner
+
+#: Space that a trace may take on disk, however long the job runs.
+TRACE_BYTES = 256 * 2**20
+#: Events that the report is drawn from, at most: the first and the last of a long run.
+REPORT_EVENTS = 500_000
+#: While the job runs the report is written so often at most.
+REPORT_EVERY_S = 30.0
+
+
+class Daemon:
+    """One request being served. ``on_window`` hears of every window, ``on_phase`` of what is being done."""
+
+    def __init__(
+        self,
+        request: Request,
+        run: RunFolder,
+        again: bool = False,
+        on_window: Callable[[Line], None] = lambda line: None,
+        on_phase: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Raises ValueError for an unknown policy or a run that was stopped, Busy if the run has a tuner, OSError."""
+        self.request, self.run, self.on_window, self.on_phase = request, run, on_window, on_phase
+        self.policy = make_chooser(request.policy, request.seed)  # before anything is touched: a bad name costs nothing
+        if (run.path / STOP).exists() and not again:
+            raise ValueError("tuning of this run was stopped by `dynamiccl stop`: --again begins once more")
+        self._lock = lock(run.path / TUNER, f"{run.path} has a tuner already: stop that one first")
+        if again:
+            (run.path / STOP).unlink(missing_ok=True)
+        self.out, self._out_lock = self._claim()
+        self.job = Job(run, on_state=self._say)
+        self.outcome = Outcome()
+        self.failure = ""  # why tuning had to be withdrawn
+        self._closed = False
+        self.memory: Memory | None = None
+        self._reporter: subprocess.Popen[str] | None = None
+        self._reported = time.monotonic()
+        self._before = RunSummary.read(self.out) if self.job.confirmed else RunSummary()
+
+    def _claim(self) -> tuple[Path, int]:
+        try:
+            return claim(self.request.out)
+        except Busy:
+            out = self.request.out
+            ours = out is not None and (out / "run").is_symlink() and (out / "run").resolve() == self.run.path
+            if out is None or not ours or not is_locked(self.run.path / LAUNCHER):
+                raise
+            return out, -1  # our launcher has it
+
+    def serve(self) -> RunSummary:
+        """Tune, and stay to the end of the job; returns the summary (also ``summary.json``).
+
+        Raises OSError or TraceError if what was seen cannot be written. A KeyboardInterrupt, or SIGTERM, ends the tuner
+        and not the job. However it ends, what was confirmed is in force.
+        """
+        request, out = self.request, self.out
+        link(out, self.run.path)
+        header = {"emulated": request.emulated is not None, "policy": request.policy, **request.facts}
+        if request.emulated:
+            header |= asdict(request.emulated)
+        header |= {"job": request.job, "run": str(self.run.path)}
+        with contextlib.ExitStack() as stack:
+            self._open(stack)
+            with _ended_politely():
+                try:
+                    resumed = read_json(out / "trace" / "header.json").get("run") == str(self.run.path)
+                    existing: Literal["resume", "replace"] = "resume" if resumed else "replace"
+                    with TraceWriter(out / "trace", header, existing=existing, most_bytes=TRACE_BYTES) as writer:
+                        self.job.writer = writer
+                        self._serve(writer)
+                except (OSError, TraceError) as error:
+                    self.outcome.ended = self.outcome.ended or RunEnds.CANNOT_WRITE(error=error)
+                    self._warn(f"tuning ends: {error}")
+                finally:
+                    self.job.writer = None
+            summary = self._summarise()
+            with contextlib.suppress(OSError):  # the folder may be gone
+                self.run.close(remove=not self.job.is_alive())
+        return summary
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        """The log and the endpoint, as they were asked for, until ``stack`` closes."""
+        request = self.request
+        try:
+            stack.callback(open_log(self.out, request.log_level))
+        except OSError as error:
+            self._warn(f"not written: {error}")
+        log.info("a tuner begins, process %d: policy %s, run %s", os.getpid(), request.policy, self.run.path)
+        log.info("job: %s", request.job or "joined")
+        if request.metrics_port is not None:
+            self._serve_metrics(stack, request.metrics_port)
+
+    def _serve(self, writer: TraceWriter) -> None:
+        request, job = self.request, self.job
+        windows = LiveWindows(job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
+        if request.memory:
+            self.memory = Memory(request.memory, request.job, self._warn)
+
+        def recall(windows: LiveWindows) -> dict[Slot, Decision]:
+            facts = facts_of(windows, request.emulated)
+            writer.update_header(**facts)
+            if self.memory is None:
+                return {}
+            table = self.memory.recall(facts, windows.profiles)
+            self._say(f"memory: {self.memory.text}")
+            return table
+
+        tuner = Tuner(windows, self.policy, request, self._tell, recall=recall)
+        self.outcome = tuner.outcome
+        try:
+            job.keep_alive()
+            told = "a table was confirmed before: going on with it"
+            self._say(told if job.confirmed else "waiting for the job's first steps")
+            self._tune(tuner)
+            self._watch(tuner)
+        except KeyboardInterrupt as reason:
+            self.outcome.ended = str(reason) or RunEnds.INTERRUPTED()
+            self._say(f"{self.outcome.ended}: the job goes on under what was confirmed")
+        finally:
+            job.release()
+            self._remember(tuner)
+            job.take(everything=True)
+            if job.damaged:
+                writer.update_header(rings_damaged=job.damaged)
+
+    def _tune(self, tuner: Tuner) -> None:
+        """Up to the verdict, the watch over a table that was confirmed before, or why there is nothing to tune."""
+        job = self.job
+        job.thin = False
+        if job.confirmed:
+            self.outcome.kept = True
+            with contextlib.suppress(JobEnded):  # the watch says why
+                tuner.resume(job.confirmed)
+        else:
+            tuner.run()
+            self._say(self.outcome.ended or self.outcome.told)
+        job.confirm(job.confirmed)
+        job.thin = True
+        self._remember(tuner)
+        self._write(self._summary())  # a job may run for weeks from here
+
+    def _watch(self, tuner: Tuner) -> None:
+        """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""
+        job, over = self.job, tuner.search is None
+        while job.is_alive():
+            try:
+                if over:
+                    job.rest()
+                    job.check()
+                    if tuner.looks_again():
+                        self._say("looking again for what can be tuned")
+                        self._tune(tuner)
+                        over = tuner.search is None
+                    continue
+                now, before = self.outcome, replace(self.outcome)
+                job.thin = tuner.search is None or tuner.search.is_over  # a search asks for kernel times
+                tuner.step()
+                self._report_so_far()
+                if now.reopened > before.reopened:
+                    self._say("the job has changed: measuring NCCL's own choice anew")
+                if now.returned > before.returned:
+                    self._say("a regime that was tuned before: its table is in force again")
+                if now.kept and not before.kept and now.reopened == before.reopened and now.verdict:
+                    self._say(f"a gain that was not sure is sure now, {now.verdict.tuned}: the table is in force")
+                if now.refined > before.refined:
+                    self._say("one slot's config beside the table was faster for sure: it is part of the table now")
+                if before.kept and not now.kept and now.dropped:
+                    self._say(f"back to NCCL's own choice: {now.dropped}")
+            except Stopped as reason:
+                self._drop(str(reason))
+                return
+            except Withdrawn as reason:
+                if not self.failure:
+                    self.failure, over = str(reason), True
+                    self._drop(str(reason), "FAILURE: ")
+            except Closed as reason:  # the ranks themselves have gone back to what was confirmed
+                if not self._closed:
+                    self._closed, over = True, True
+                    if str(reason) != self.outcome.ended:  # else the search has said it
+                        self._say(str(reason))
+            except JobEnded:
+                return
+
+    def _remember(self, tuner: Tuner) -> None:
+        """Leave the table to the next job here; of what failed, or has no verdict, nothing is left."""
+        search = tuner.search
+        if self.memory is not None and search is not None and (search.is_over or search.races) and not self.failure:
+            self.memory.leave(self.outcome)
+
+    def _drop(self, why: str, mark: str = "") -> None:
+        if self.outcome.kept:
+            self.outcome.dropped = why
+        self.outcome.kept = False
+        self.outcome.ended = self.outcome.ended or why
+        self.job.confirm({})
+        self._say(mark + why, logging.ERROR if mark else logging.INFO)
+
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        """To the log, and to who watches."""
+        log.log(level, "%s", text)
+        self.on_phase(text)
+
+    def _warn(self, text: str) -> None:
+        self._say(text, logging.WARNING)
+
+    def _tell(self, line: Line) -> None:
+        assert self.job.writer is not None
+        self.job.writer.log("window", asdict(line))
+        log.info("%s", line)
+        self.on_window(line)
+        self._report_so_far()
+
+    def _serve_metrics(self, stack: contextlib.ExitStack, port: int) -> None:
+        """The endpoint, until ``stack`` closes; what cannot be served does not stop the tuner."""
+        try:
+            from ..report.metrics import serve
+            from ..report.runs import state
+
+            address = self.request.metrics_address
+            port, stop = serve(port, address, lambda: [state(self.out)])
+        except (ImportError, OSError) as error:
+            self._warn(f"no metrics are served: {error}")
+        else:
+            stack.callback(stop)
+            self._say(f"metrics: http://{address}:{port}/metrics")
+
+    def _report_so_far(self) -> None:
+        """The page of a run that goes on, every half minute, by a process that gives way to the job."""
+        if time.monotonic() - self._reported < REPORT_EVERY_S or (self._reporter and self._reporter.poll() is None):
+            return
+        self._reported = time.monotonic()
+        with contextlib.suppress(OSError):  # the page is a convenience
+            self._reporter = self._draw(self._summary(), "running", "nice", "-n", "19")
+
+    def _draw(self, summary: RunSummary, state: str, *before: str) -> subprocess.Popen[str]:
+        """Start the process that makes the page: what draws is not imported beside the job."""
+        words = [sys.executable, "-m", "dynamiccl.agent.report.report", str(self.out), str(REPORT_EVENTS), state]
+        pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
+        process = subprocess.Popen(
+            [*before, *words], stdin=pipe, stdout=quiet, stderr=quiet if before else pipe, text=True
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(vars(summary)))
+        process.stdin.close()
+        return process
+
+    def _summarise(self) -> RunSummary:
+        summary = self._summary()
+        if self._reporter:
+            self._reporter.kill()  # it must not write after the last page
+            self._reporter.wait()
+        why = ""
+        try:
+            self._write(summary)
+            drawing = self._draw(summary, "over")
+            said = drawing.stderr.read() if drawing.stderr else ""
+            if drawing.wait():
+                why = said.strip().rpartition("\n")[2] or f"its process ended with {drawing.returncode}"
+        except Exception as error:  # the page is the last thing made: what was measured must not be lost with it
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self._warn(f"the report could not be made ({why}); the rest is whole")
+        return summary
+
+    def _write(self, summary: RunSummary) -> None:
+        summary.write(self.out)
+        if self.job.confirmed:
+            self.table.write_text(to_json(Table.of(1, self.job.confirmed)))
+        else:
+            self.table.unlink(missing_ok=True)
+
+    @property
+    def table(self) -> Path:
+        """What was confirmed, as `dynamiccl apply` takes it; not there while nothing is."""
+        return self.out / TABLE
+
+    def _summary(self) -> RunSummary:
+        return replace(
+            summarise(self.request, self.outcome, self.job, self._before),
+            memory=self.memory.told() if self.memory else None,
+            failure=self.failure or None,
+            run=str(self.run.path),
+            trace=str(self.out / "trace"),
+            table=str(self.table) if self.job.confirmed else None,
+            report=str(self.out / "report.html"),
+            log=str(self.out / LOG),
+        )
+
+
+@contextlib.contextmanager
+def _ended_politely() -> Iterator[None]:
+    """SIGTERM comes as a KeyboardInterrupt that says so; only the main thread can see to that."""
+
+    def handle(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt(RunEnds.TERMINATED())
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

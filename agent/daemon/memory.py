@@ -1,0 +1,201 @@
+"""The memory between jobs: what a run confirmed is the first table of the next run of that job on the same cluster.
+
+One JSON file a run, in a folder or wherever fsspec writes (``s3://bucket/folder``), below the cluster's key. A run
+begins with the table of the run that had most of its slots, the newest of these: the same job again with all its own.
+Nothing is believed: the search compares that table with NCCL's own choice as any other. A file that is damaged, foreign
+or of another format is passed over by name; where no store answers in time, a run begins from nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import fsspec
+
+from ...envs.live.windows import LiveWindows
+from ...envs.nccl.steps.nvml import gpus
+from ...envs.nccl_model.clusters import cluster
+from ...envs.sim.emulated.settings import Emulated
+from ...traces.header import masked, plain
+from ...traces.queries.slots import SlotProfile
+from ...traces.records import AUTO, Decision, Slot, decision_from
+from ..report.outputs import full_url
+from .tuner import Outcome
+
+#: Of the files; those of any other are not read. Runs of a cluster that are looked at, the newest.
+FORMAT, MOST_RUNS = 2, 40
+#: A store that does not answer for so long is not waited for.
+WAIT_S = 15.0
+#: What tells clusters apart: GPUs or the emulated cluster, nodes x ranks, NCCL's release.
+FACTS = ("hardware", "layout", "nccl")
+#: Logs by which the message and the default's time of the same slot may differ between two runs.
+SAME_SIZE, SAME_TIME = 0.015, 0.5
+#: In the run folder: NCCL's release in the job, as rank 0's probe found it.
+NCCL = "nccl"
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    """The folder of a cluster: the same for the same FACTS on every machine and in every release."""
+    known = {name: str(facts.get(name) or "unknown") for name in FACTS}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One slot of a run, and what the run decided for it."""
+
+    slot: Slot
+    n_bytes: int
+    own: str  # NCCL's own choice
+    call_us: float  # of it
+    decision: Decision
+
+    @classmethod
+    def of(cls, p: SlotProfile, decision: Decision = AUTO) -> Kept:
+        """Of a slot as a run found it."""
+        return cls(p.slot, p.n_bytes, p.own.rpartition("/")[0], p.call_us, decision)
+
+    def is_again(self, other: Kept) -> bool:
+        """Whether it is the same slot, and its calls take what they took."""
+        sizes, times = math.log(self.n_bytes / other.n_bytes), math.log(self.call_us / other.call_us)
+        return (self.slot, self.own) == (other.slot, other.own) and abs(sizes) < SAME_SIZE and abs(times) < SAME_TIME
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """What a file holds, its slots as :class:`Kept`. Raises ValueError, KeyError or TypeError for one that is none."""
+    told = json.loads(text)
+    if told["format"] != FORMAT:
+        raise ValueError(f"format {told['format']}, this release reads {FORMAT}")
+    slots = [{**s, "slot": Slot(**s["slot"]), "decision": decision_from(s["decision"])} for s in told["slots"]]
+    told["slots"] = [Kept(**slot) for slot in slots]
+    if any(slot.n_bytes <= 0 or slot.call_us <= 0 for slot in told["slots"]):
+        raise ValueError("a slot without bytes or time")
+    datetime.fromisoformat(told["written"]), told["job"], told["speedup"], [told["cluster"][fact] for fact in FACTS]
+    return dict(told)
+
+
+class Store:
+    """A place for runs. Raises ValueError for a URL that nothing installed here can open."""
+
+    def __init__(self, url: str) -> None:
+        self.url = full_url(url)
+        try:
+            self.files, self.root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"the memory {url} cannot be opened: {error}") from None
+
+    def keys(self) -> list[str]:
+        """Clusters that have a folder. Raises OSError."""
+        inside = self.files.ls(self.root, detail=True) if self.files.exists(self.root) else []
+        return sorted(str(e["name"]).rstrip("/").rpartition("/")[2] for e in inside if e["type"] == "directory")
+
+    def read(self, key: str) -> tuple[list[dict[str, Any]], list[str]]:
+        """The runs of a cluster, the newest first, and what was passed over, each with the reason. Raises OSError."""
+        folder, runs, passed = f"{self.root}/{key}", list[dict[str, Any]](), list[str]()
+        names = self.files.ls(folder, detail=False) if self.files.exists(folder) else []
+        for name in sorted((str(name) for name in names if str(name).endswith(".json")), reverse=True)[:MOST_RUNS]:
+            try:
+                runs.append(parsed(self.files.cat_file(name)))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                passed.append(f"{name} ({type(error).__name__}: {error})")
+        return runs, passed
+
+    def write(self, key: str, name: str, told: Mapping[str, Any]) -> None:
+        """Write a file of a cluster, or write it anew. Raises OSError."""
+        self.files.makedirs(f"{self.root}/{key}", exist_ok=True)
+        with self.files.transaction, self.files.open(f"{self.root}/{key}/{name}", "wb") as file:  # all of it or nothing
+            file.write(json.dumps(plain(told), indent=1).encode())
+
+
+class Memory:
+    """The memory at ``url`` as one run uses it; ``say`` hears what fails. Nothing here stops the run."""
+
+    def __init__(self, url: str, job: str, say: Callable[[str], None]) -> None:
+        self.url, self.job, self._say = url, masked(job), say
+        self.facts: dict[str, str] = {}
+        self.runs: list[dict[str, Any]] = []
+        self.text = "nothing is known of this cluster yet"
+        self._name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:12]}.json"
+
+    def recall(self, facts: dict[str, str], profiles: Sequence[SlotProfile]) -> dict[Slot, Decision]:
+        """The table to be tried first in a job of these slots on that cluster; empty: none."""
+        self.facts, mine, table = facts, list(map(Kept.of, profiles)), dict[Slot, Decision]()
+        try:
+            self.runs, passed = in_time(lambda: Store(self.url).read(key_of(facts)))
+        except Exception as error:  # whatever a file system or an object store can raise
+            self._say(f"the memory {self.url} cannot be read ({error}): beginning from nothing")
+            return table
+        for text in passed:
+            self._say(f"the memory passes over {text}")
+        if self.runs:
+            self.text = "runs before had no slot like these, or its calls took another time"
+        for run in self.runs:
+            found = {m.slot: kept.decision for m in mine for kept in run["slots"] if kept.is_again(m)}
+            if len(found) > len(table):
+                table = found
+                self.text = f"{len(found)} of {len(mine)} slots begin with what {run['job']} came to, {run['written']}"
+        return table
+
+    def leave(self, outcome: Outcome) -> None:
+        """Write down what the run has come to by now."""
+        v = outcome.verdict if outcome.kept else None
+        told = {"format": FORMAT, "written": datetime.now(UTC).isoformat(timespec="seconds"), "job": self.job}
+        told |= {"cluster": {fact: self.facts.get(fact) or "unknown" for fact in FACTS}}
+        told |= {"speedup": [v.tuned.speedup, v.tuned.low, v.tuned.high] if v else None}
+        told |= {"slots": [vars(Kept.of(c.profile, c.decision)) for c in outcome.choices]}
+        try:
+            in_time(lambda: Store(self.url).write(key_of(self.facts), self._name, told))
+        except Exception as error:
+            self._say(f"the table could not be left in {self.url}: {error}")
+
+    def told(self) -> dict[str, Any]:
+        """For the summary."""
+        key = key_of(self.facts) if self.facts else None
+        return {"url": self.url, "cluster": key, "jobs": len(self.runs), "text": self.text}
+
+
+def in_time(work: Callable[[], Any], seconds: float = WAIT_S) -> Any:
+    """What ``work`` returns or raises. Raises TimeoutError where it takes too long, and leaves it to itself."""
+    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((work(), None))
+        except BaseException as error:
+            done.put((None, error))
+
+    threading.Thread(target=run, name="dynamiccl-memory", daemon=True).start()
+    try:
+        found, error = done.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer for {seconds:.0f} s") from None
+    if error is not None:
+        raise error
+    return found
+
+
+def facts_of(windows: LiveWindows, emulated: Emulated | None) -> dict[str, str]:
+    """What tells the cluster of a running job from others: FACTS."""
+    comms = windows.job.assembler.comms.values()
+    n_ranks, n_nodes = max(((c.n_ranks, c.n_nodes) for c in comms), default=(0, 0))
+    layout = f"{n_nodes} x {n_ranks // n_nodes} ranks" if n_nodes else "unknown"  # of the largest communicator
+    if emulated is not None:  # its seed and its weather are what may change from one run to the next
+        scales = f"bytes x {emulated.bytes_scale:g}, compute x {emulated.compute_scale:g}"
+        hardware = f"emulated {emulated.cluster}, {scales}"
+        return {"hardware": hardware, "layout": layout, "nccl": str(cluster(emulated.cluster).nccl)}
+    try:
+        release = (windows.job.run.path / NCCL).read_text().strip()
+    except OSError:
+        release = ""
+    names = gpus()
+    hardware = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
+    return {"hardware": hardware or "no GPU", "layout": layout, "nccl": release or "unknown"}

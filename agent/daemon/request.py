@@ -1,0 +1,104 @@
+"""What a run of ``dynamiccl tune`` was asked for: left in its folder, so that every tuner of the run goes on alike.
+
+Imports nothing large: the launcher writes it before the job starts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from ...envs.sim.emulated.settings import Emulated
+from ..policies.choosing import DEFAULT
+
+#: Its file in the run folder.
+REQUEST = "request.json"
+#: Options that are said anew by whoever joins, and those that only the launcher takes; each is a field of its name.
+AFRESH = (
+    *("windows", "verify", "window_steps", "budget"),
+    *("policy", "seed", "bitwise", "out", "json", "memory", "log_level"),
+)
+ONCE = ("metrics_port", "metrics_address")
+#: A comparison of fewer pairs is none.
+LEAST_PAIRS = 2
+
+
+class Level(StrEnum):
+    """What is written to the tuner's log: this, and what is graver."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long a run may take."""
+
+    windows: int = 30  # of the policy's own, at most
+    verify: int = 12  # pairs of windows in one comparison, at most
+    window_steps: int | None = None  # None: as the noise of the job asks for
+    budget: float = 0.05  # share of the job's time that the search may lose against the default
+
+
+@dataclass(frozen=True)
+class Request(Settings):
+    """One run of ``dynamiccl tune``."""
+
+    out: Path | None = None  # None: a new folder, see ``outputs.claim``
+    emulated: Emulated | None = None
+    policy: str = DEFAULT
+    seed: int = 0
+    bitwise: bool = False  # only what keeps the order of sums
+    facts: dict[str, Any] = field(default_factory=dict)  # of the job, for the summary: stage, n_processes
+    job: str = ""  # its command
+    job_log: Path | None = None  # JSON lines with the loss of each step, where the job writes them
+    json: str | None = None  # where the summary is also wanted, - is stdout
+    memory: str | None = None  # where what was learned of clusters is kept; None: nowhere
+    launched: bool = False  # the job prints on the same terminal
+    metrics_port: int | None = None  # answer scrapes there, 0: on any free port
+    metrics_address: str = "127.0.0.1"
+    log_level: str = "info"  # of OUT/tuner.log
+
+    def write(self, run: Path) -> None:
+        """Leave the request in the run folder. Raises OSError."""
+        (run / REQUEST).write_text(json.dumps(asdict(self), default=str))
+
+    @classmethod
+    def read(cls, run: Path, options: Mapping[str, Any]) -> Request:
+        """What was left in the run folder, if anything, with what the command line says besides (names of options).
+
+        Raises ValueError when the file is damaged.
+        """
+        try:
+            left = json.loads((run / REQUEST).read_text())
+        except FileNotFoundError:
+            left = {}
+        try:
+            left |= {k: v for k, v in options.items() if k in AFRESH}
+            left["emulated"] = Emulated(**left["emulated"]) if left.get("emulated") else None
+            for name, kind in (("out", Path), ("job_log", Path), ("json", str)):
+                left[name] = kind(left[name]) if left.get(name) is not None else None
+            return cls(**left)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{run / REQUEST} is damaged ({error}): remove it, and say again what is wanted") from None
+
+
+def workload(
+    stage: int, steps: int, ranks: int, log: Path, *, backend: str, seed: int = 0, extra: Sequence[str] = ()
+) -> list[str]:
+    """The command of our own training job, the one that ``dynamiccl tune`` runs when it is given none.
+
+    On the emulated cluster the model is small, so that its steps are soon done: the scales make up for it.
+    """
+    command = [sys.executable, "-m", "dynamiccl.zero_workload", "--stage", str(stage), "--steps", str(steps)]
+    command += ["--ranks", str(ranks), "--backend", backend, "--seed", str(seed), "--log", str(log)]
+    if backend == "emulated":
+        command += ["--layers", "2", "--width", "96", "--heads", "3", "--seq", "32", "--batch", "1"]
+    return command + (["--device", "cuda", "--dtype", "bf16"] if backend == "nccl" else []) + list(extra)

@@ -1,0 +1,74 @@
+"""Policies by name for the search over a job."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # none of them before a policy is made: a job that is to be started does not wait for numpy
+    from ...envs.search.windows import Policy
+
+#: What decides where nothing else is asked for: the best that was measured, see the README.
+DEFAULT = "expected-improvement"
+RULES = (DEFAULT, "thompson-sampling")
+#: Ending of a file of trained weights, which is a policy too.
+WEIGHTS = ".npz"
+#: Those of ``classical.CLASSICAL``.
+CLASSICAL = ("default", "random", "ladder", "coordinate-descent", "sweep")
+#: Policies that can be asked for by name.
+POLICIES = (*RULES, *CLASSICAL, "tpe", "lstm")
+
+
+def check_chooser(name: str) -> None:
+    """Refuse what :func:`make_chooser` would; what is always there is known by its name. Raises ValueError."""
+    if name == "tpe" or name not in POLICIES:
+        make_chooser(name)
+
+
+def make_chooser(name: str, seed: int = 0) -> Policy:
+    """A policy for :class:`envs.search.search.Search`: one of POLICIES, weights of ``lab train`` (FILE.npz), or
+    MODULE:NAME
+    (a class or function called without arguments, or an object), found where Python looks and in the current folder.
+
+    Raises ValueError, with the known names, when there is none such.
+    """
+    from .classical import make_classical
+    from .lstm import LstmPolicy
+    from .rule import ExpectedImprovement, ThompsonSampling
+
+    if name == DEFAULT:
+        return ExpectedImprovement()
+    if name == RULES[1]:
+        return ThompsonSampling(seed)
+    if name in CLASSICAL or name == "tpe":
+        return make_classical(name, seed)
+    if name == "lstm":
+        return LstmPolicy.load(seed=seed)
+    if name.endswith(WEIGHTS):
+        return LstmPolicy.load(name, seed)
+    module, colon, attribute = name.partition(":")
+    known = f"known: {', '.join(POLICIES)}, weights of lab train (FILE.npz), or MODULE:NAME of your own"
+    if not colon:
+        raise ValueError(f"no policy {name!r}; {known}")
+    look_here()
+    try:
+        made = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot load policy {name!r} ({error}); {known}") from error
+    if isinstance(made, type) or not hasattr(made, "predict"):
+        made = made() if callable(made) else made
+    if not callable(getattr(made, "predict", None)):
+        raise ValueError(f"policy {name!r} has no predict(observation, state, episode_start, deterministic)")
+    if not hasattr(made, "by_belief"):  # what the belief likes best is not what a guest has found
+        with contextlib.suppress(AttributeError):
+            made.by_belief = False
+    return made  # type: ignore[no-any-return]
+
+
+def look_here() -> None:
+    """Let Python find modules in the current folder: a command does not look where it is called, as ``python`` does."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())

@@ -1,0 +1,88 @@
+"""Where a run leaves its results, a folder that no other run can have at the same time; and what a job itself logs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+
+from ...envs.live.locks import Busy, lock
+
+#: Below this a run that was given no folder makes one of its own; ``latest`` leads to the newest.
+ROOT = Path("runs/tune")
+#: Says where the memory is; one of OFF: nowhere.
+VARIABLE, OFF = "DYNAMICCL_MEMORY", ("", "off", "none")
+
+
+def claim(out: Path | None) -> tuple[Path, int]:
+    """(folder, its lock): ``out``, or a new one below ROOT, named after the scheduler's job or the time.
+
+    Where a scheduler starts this command several times in one job (``srun`` with a task a node) each has a folder of
+    its own in it. Raises Busy, OSError.
+    """
+    given = out is not None
+    folder = out if out is not None else ROOT / _job_id()
+    if int(os.environ.get("SLURM_NTASKS", "1") or 1) > 1 and "SLURM_PROCID" in os.environ:
+        folder = folder / f"task-{os.environ['SLURM_PROCID']}"
+    for attempt in range(1, 100):
+        candidate = folder if attempt == 1 else folder.with_name(f"{folder.name}-{attempt}")
+        if not given and attempt < 99 and (candidate / "summary.json").exists():
+            continue  # results of an earlier run under the same name stay
+        candidate.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = lock(candidate / "lock", f"{candidate} belongs to a run that is not over: give another --out")
+        except Busy:
+            if given:
+                raise
+            continue
+        if not given:
+            _point(ROOT / "latest", os.path.relpath(candidate, ROOT))
+        return candidate, fd
+    raise Busy(f"{folder} and 98 more are in use: give --out")
+
+
+def default_url() -> str | None:
+    """Where the memory is unless told otherwise: DYNAMICCL_MEMORY, else below the user's data folder; None: off."""
+    told = os.environ.get(VARIABLE)
+    if told is not None:
+        return None if told.strip().lower() in OFF else told
+    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return str(Path(base) / "dynamiccl" / "clusters")
+
+
+def full_url(memory: str) -> str:
+    """The place of a memory, the same from every folder; what is no URL is a local folder."""
+    return memory if "://" in memory else str(Path(memory).expanduser().absolute())
+
+
+def _job_id() -> str:
+    env = os.environ
+    if job := env.get("SLURM_JOB_ID"):
+        return ".".join(filter(None, [job, env.get("SLURM_STEP_ID")]))
+    return time.strftime("%Y%m%d-%H%M%S")
+
+
+def link(out: Path, run: Path) -> None:
+    """Let ``out/run`` lead to the run folder: `stop` and `--attach` take either."""
+    _point(out / "run", str(run))
+
+
+def _point(path: Path, target: str) -> None:
+    """Make ``path`` lead to ``target``; where it cannot, it is only a convenience."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    with contextlib.suppress(OSError):
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(target)
+        os.replace(draft, path)
+
+
+def logged(path: Path | None, name: str) -> list[float]:
+    """Field ``name`` of a job's own log, JSON lines in step order; lines that are not whole or lack it are left out."""
+    values = []
+    if path and path.exists():
+        for text in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                values.append(float(json.loads(text)[name]))
+    return values

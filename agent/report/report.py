@@ -1,0 +1,207 @@
+"""The report of a run: one self-contained HTML file that opens from the file system and asks no network."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from ...traces.files import Trace, TraceError
+from ...traces.queries.audit import audit
+from ...traces.queries.costs import generations, slot_costs
+from ...traces.reasons import RunEnds
+from ...traces.segments import atomically
+from .figures import speedup_figure, timeline_figure, windows_figure
+from .page import facts, page, plot, section, table
+from .summary import RunSummary
+from .texts import COSTS, COSTS_NOTE, DECISIONS, NUMBERS, cost_rows, decision_rows, emulation_text
+from .why import chains, lines
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+#: Seconds after which the page of a run that goes on loads itself anew.
+RELOAD_S = 30
+#: What the header of a trace tells as well, of a run that left no summary.
+_IN_HEADER = ("cluster", "emulated", "bytes_scale", "compute_scale", "stage", "n_processes", "policy")
+
+_WINDOWS = (
+    "Each point is a window of some steps, under a table or under NCCL's own choice; the line is NCCL's own choice "
+    "as measured so far. Point at one to read it."
+)
+_TIMELINE = (
+    "Every bar is one collective from its kernel's start to its end, on the ranks that were recorded. Each step is the "
+    "one nearest the median of its kind; the dotted line is its end."
+)
+
+
+def write_report(path: Path | str, summary: RunSummary, trace: Trace, running: bool = False) -> Path:
+    """Write the report of a run, at once, and return its path; one of a run that is ``running`` reloads itself.
+
+    What the summary lacks (of a job that ended early), the report says it lacks. Raises TraceError if the file cannot
+    be written.
+    """
+    lacking: dict[str, Any] = {k: trace.header.get(k) for k in _IN_HEADER if getattr(summary, k) is None}
+    s = replace(summary, **lacking)
+    place = str(s.cluster or trace.header.get("host") or "a run")
+    which = generations(trace, s.decisions or None)
+    costs = slot_costs(trace.events, which.default, which.tuned)
+    drawn = {
+        "speedup": speedup_figure(s),
+        "windows": windows_figure(trace.windows),
+        "timeline": timeline_figure(trace, which),
+    }
+    figures = {name: figure for name, figure in drawn.items() if figure is not None}
+    parts = [
+        _masthead(s, trace, place),
+        _headline(s, figures),
+        _missing(s, trace, costs),
+        _figure("windows", figures, "Step time over windows", _WINDOWS, "Step time of each window, and of the default"),
+        _decisions(s),
+        _why(s, trace),
+        _costs(costs, s, bool(which.tuned)),
+        _figure("timeline", figures, "Timeline of a step", _TIMELINE, "Every collective of a step, by rank"),
+        _consistency(s, trace),
+        _settings(s, trace),
+    ]
+    html = page(f"dynamiccl: {place}", "\n".join(parts), figures, RELOAD_S if running else 0)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomically(path, lambda draft: draft.write_text(html, encoding="utf-8"))
+    return path
+
+
+def _masthead(s: RunSummary, trace: Trace, place: str) -> str:
+    words = [place, s.regime if s.stage is None else f"ZeRO stage {s.stage}", s.n_ranks and f"{s.n_ranks} ranks"]
+    words.append(str(trace.header.get("date", ""))[:10])
+    badge = f'<p class="badge">{escape(emulation_text(vars(s)))}: not GPU times</p>' if s.emulated else ""
+    line = " · ".join(str(word) for word in words if word)
+    return f'<header><h1>dynamiccl</h1><span class="quiet">{escape(line)}</span></header>{badge}'
+
+
+def _headline(s: RunSummary, figures: dict[str, Figure]) -> str:
+    name = "speed-up of a training step"
+    if s.speedup is None:
+        cards = [_card(name, "No result", s.ended or "the run ended before its verdict", wide=True)]
+    else:
+        wins = s.kept if s.kept is not None else s.speedup_ci95 is None or s.speedup_ci95[0] > 1
+        none = RunEnds.NO_GAIN()
+        verdict = "The table stays in force." if wins else f"{none[0].upper()}{none[1:]}."
+        note = f"Default step time / tuned step time: {s.speedup_text()}. {verdict}"
+        chart = plot("speedup", s.speedup_text()) if "speedup" in figures else ""
+        cards = [_card(name, f"{s.speedup:.3f} x", note, chart, wide=True)]
+    if s.default_step_ms and s.tuned_step_ms:
+        saved = 100 * (1 - s.tuned_step_ms / s.default_step_ms)
+        note = f"{saved:.1f} % of the step saved" if saved > 0 else f"{-saved:.1f} % longer"
+        cards.append(_card("step, NCCL's own choice", f"{s.default_step_ms:.1f} ms", "before the verdict"))
+        cards.append(_card("step, tuned", f"{s.tuned_step_ms:.1f} ms", note))
+    if s.loss_first is not None and s.loss_last is not None:
+        cards.append(_card("loss", f"{s.loss_first:.3f} → {s.loss_last:.3f}", "first and last step"))
+    if s.steps:
+        cards.append(_card("steps", f"{s.steps:,}", "" if s.windows is None else f"{s.windows} measuring windows"))
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _card(name: str, value: str, note: str, more: str = "", wide: bool = False) -> str:
+    return (
+        f'<div class="card{" wide" if wide else ""}"><div class="name">{escape(name)}</div>'
+        f'<div class="big">{escape(value)}</div><div class="note">{escape(note)}</div>{more}</div>'
+    )
+
+
+def _missing(s: RunSummary, trace: Trace, costs: pd.DataFrame) -> str:
+    """What this report lacks, and why; empty when it lacks nothing."""
+    lacks = list(trace.warnings)
+    if None in (s.default_step_ms, s.tuned_step_ms, s.speedup, s.speedup_ci95, s.aa_speedup_ci95):
+        lacks.append("the search did not come to its verdict, hence no speed-up and no times of a step")
+    if s.loss_first is None:
+        lacks.append("the job reported no loss")
+    if trace.windows.empty:
+        lacks.append("no measuring window was finished")
+    if trace.events.empty:
+        lacks.append("no collective was seen")
+    elif costs.empty or not costs["n_default"].any():
+        lacks.append("no kernel time was sampled: there are no costs and no timeline")
+    if s.records_lost:
+        lacks.append(f"{s.records_lost} records were lost: the rings were not read fast enough")
+    items = "".join(f"<li>{escape(text)}</li>" for text in lacks)
+    return f'<div class="missing">What this report lacks:<ul>{items}</ul></div>' if lacks else ""
+
+
+def _decisions(s: RunSummary) -> str:
+    if not s.decisions:
+        return section("Decisions", "", '<p class="quiet">None was made: NCCL decides everywhere.</p>')
+    lead = (
+        "One per kind of collective and size of message (whole buffers, as NCCL counts). Sizes not listed are NCCL's."
+    )
+    if s.kept is False:
+        lead += " The table as a whole did not win a comparison and is not in force."
+    return section("Decisions", lead, table("Decisions", DECISIONS, decision_rows(s), NUMBERS))
+
+
+def _why(s: RunSummary, trace: Trace) -> str:
+    """The chain behind each decision, as `dynamiccl why` tells it."""
+    try:
+        found = [lines(chain) for chain in chains(trace, s)]
+    except TraceError:  # no steps, no slot: said above
+        return ""
+    told = "".join(
+        f"<details><summary>{escape(first)}</summary><pre>{escape(chr(10).join(rest))}</pre></details>"
+        for first, *rest in found
+    )
+    lead = "What NCCL chose and its prices, what was tried and measured, how sure it is, why not the next best."
+    return section("Why", lead, f'<div class="card">{told}</div>') if told else ""
+
+
+def _costs(costs: pd.DataFrame, s: RunSummary, is_tuned: bool) -> str:
+    if costs.empty:
+        return ""
+    lead = COSTS_NOTE + "."
+    if s.emulated:
+        lead += " Emulated times."
+    if not is_tuned:
+        lead += " No table was in force long enough to compare."
+    heading = "What each collective costs"
+    return section(heading, lead, table(heading, COSTS, cost_rows(costs.to_dict("records")), NUMBERS))
+
+
+def _figure(name: str, figures: dict[str, Figure], heading: str, lead: str, said: str) -> str:
+    return section(heading, lead, plot(name, said)) if name in figures else ""
+
+
+def _consistency(s: RunSummary, trace: Trace) -> str:
+    found = s.consistency or vars(audit(trace.events))
+    calls, bad = found["calls_checked"], found["mismatches"]
+    if not calls:
+        text = '<p class="quiet">No collective was seen by two ranks: nothing could be compared.</p>'
+    elif bad:
+        text = f'<p class="bad">{bad:,} of {calls:,} collectives ran differently on different ranks.</p>'
+    else:
+        text = f"<p>{calls:,} collectives were compared call by call: none ran differently on any two ranks.</p>"
+    lead = "All ranks must run a collective with the same algorithm, protocol, channels and table, at the same step."
+    return section("Rank consistency", lead, text)
+
+
+def _settings(s: RunSummary, trace: Trace) -> str:
+    h = trace.header
+    run = {name: h.get(name) for name in ("command", "job", "seed")}
+    run |= {"policy": s.policy, "regime recognised": s.regime, "ended": s.ended, "cluster": s.cluster}
+    run |= {"bytes scale": s.bytes_scale, "compute scale": s.compute_scale, "ZeRO stage": s.stage}
+    run |= {"processes": s.n_processes, "ranks": s.n_ranks, "trace": s.trace or trace.folder}
+    machine = {name: h.get(name) for name in ("host", "kernel", "date", "commit")}
+    versions = h.get("versions")
+    machine |= {"NCCL": h.get("nccl"), **(versions if isinstance(versions, dict) else {})}
+    machine["trace format"] = h.get("format")
+    cards = "".join(f'<div class="card">{facts(pairs)}</div>' for pairs in (run, machine))
+    return section("Settings and versions", "", f'<div class="two">{cards}</div>')
+
+
+if __name__ == "__main__":  # for the daemon: python -m ... FOLDER MOST_EVENTS running|over < summary
+    _out = Path(sys.argv[1])
+    _summary, _trace = RunSummary.of(json.load(sys.stdin)), Trace.read(_out / "trace", most_events=int(sys.argv[2]))
+    write_report(_out / "report.html", _summary, _trace, running=sys.argv[3] == "running")

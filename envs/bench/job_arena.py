@@ -1,0 +1,147 @@
+"""Plays a policy's searches on whole jobs, every step on the bill: what the board shows and training is judged by.
+
+The search is the one that runs live (``search.Search``), and the policy is asked as it is live: one turn of one job
+at a time. Only the windows are simulated or recorded, and each goes into a :class:`scores.Ledger`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...traces.spaces import N_CONFIGS, config_index
+from ..search import turns
+from ..search.windows import Measured, Plan, Policy
+from ..sim.jobs import Jobs
+from ..sim.noise import Luck
+from ..sim.windows import SWITCH_STEPS, SimSearch, SimWindows
+from .scores import Ledger, Scores
+
+Array = np.ndarray[Any, Any]
+
+#: Steps of the watch that are played after a verdict; the rest of a job goes on like them.
+AFTER = 1000
+#: Where the job has changed meanwhile, its new search is played to its end, for so many steps more at most.
+LONGER = 3000
+#: A decision may take so many seconds of a processor.
+LIMIT_S = 1.0
+_MOST = turns.action_space().nvec
+
+
+class Billed:
+    """Windows of which each step goes into a ledger, those around a switch and those thrown away too."""
+
+    ledger: Ledger
+    running: Array
+
+    def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
+        """See :class:`SimWindows`."""
+        before = self.running[rows].copy()
+        found: list[Measured] = super().measure(rows, plans)  # type: ignore[misc]
+        now, where = self.running[rows], np.asarray(rows)
+        waited = np.where((before != now).any(axis=1), SWITCH_STEPS, 0)  # until the table is in force
+        switched = waited > 0
+        if switched.any():
+            self.ledger.bill(where[switched], before[switched], waited[switched])
+        self.ledger.bill(where, now, np.array([m.billed for m in found]) - waited)
+        return found
+
+
+class BilledWindows(Billed, SimWindows):
+    """Simulated windows, billed."""
+
+    def __init__(self, jobs: Jobs, rng: np.random.Generator | Luck, ledger: Ledger) -> None:
+        super().__init__(jobs, rng)
+        self.ledger = ledger
+
+
+@dataclass
+class Game:
+    """What a policy did on ``n`` jobs and what came of it."""
+
+    scores: Scores
+    decisions: list[list[int]]  # of each job: the config of every turn
+    decision_us: float  # mean time of one
+
+
+class Recorded:
+    """Plays decisions again that were recorded: of each job its turns in order."""
+
+    def __init__(self, decisions: Sequence[Sequence[int]]) -> None:
+        self.left = [list(reversed(job)) for job in decisions]
+
+    def next(self, job: int) -> int:
+        """The job's next decision. Raises ValueError when there is none left, or it is no config."""
+        if job >= len(self.left) or not self.left[job]:
+            raise ValueError("the record has too few decisions")
+        config = int(self.left[job].pop())
+        if not 0 <= config < N_CONFIGS:
+            raise ValueError(f"{config} is no config")
+        return config
+
+
+def play(
+    policy: Policy | Recorded, search: SimSearch, ledger: Ledger, after: int = AFTER, limit_s: float = LIMIT_S
+) -> Game:
+    """Let a policy decide on all jobs until ``after`` steps past each one's verdict; windows of ``search`` are billed
+    to ``ledger``.
+
+    Raises ValueError when an answer is no action or takes longer than ``limit_s``; what the policy raises passes
+    through.
+    """
+    n = len(search.searches)
+    states, decisions, spent = [None] * n, [list[int]() for _ in range(n)], 0.0
+    looked, processor = time.perf_counter(), time.thread_time()
+    until = np.full(n, np.inf)  # steps at which a job's watch has been played
+    while True:
+        searching = np.array([not s.is_over for s in search.searches])  # anew: what is in force now will not last
+        open_ = np.flatnonzero((ledger.steps < until) | (searching & (ledger.steps < until + LONGER))).tolist()
+        if not open_:
+            break
+        for i in open_:
+            one = search.searches[i]
+            # Where the watch has begun a new search, its first windows come before the policy's turn.
+            while one.plan() is None:
+                if isinstance(policy, Recorded):
+                    decisions[i].append(policy.next(i))
+                else:
+                    observation, start = one.observe()[None], np.array([not decisions[i]])
+                    begin = time.perf_counter()
+                    if begin - looked > limit_s / 4:  # seldom: on some machines a look takes longer than a decision
+                        looked, processor = begin, time.thread_time()
+                    action, states[i] = policy.predict(observation, states[i], start, True)
+                    took = time.perf_counter() - begin
+                    spent += took
+                    # A busy machine is no fault of the policy's.
+                    if took > limit_s and time.thread_time() - processor > limit_s:
+                        raise ValueError(f"a decision took {took:.1f} s, the limit is {limit_s:.0f}")
+                    decisions[i].append(_config(action))
+                one.decide(decisions[i][-1])
+        over = np.array([s.is_over for s in search.searches])
+        fresh = np.flatnonzero(over & np.isinf(until))
+        ledger.end(fresh, search.tables[fresh])
+        until[fresh] = ledger.steps[fresh] + after
+        busy = np.flatnonzero(over & ~np.array([s.is_done for s in search.searches]))
+        ledger.go_on(busy)
+        until[busy] = ledger.steps[busy] + max(after, 1)
+        search.measure([i for i in open_ if ledger.steps[i] < until[i] or not search.searches[i].is_over])
+        again = np.flatnonzero(np.isfinite(until))
+        ledger.final[again] = search.tables[again]
+    if not after:  # what ran last were trials: a job does not go on like them
+        ledger.go_on(np.arange(n))
+    marks = np.array([s.marks.first_gain for s in search.searches])
+    ledger.first_gain = np.where(marks >= 0, marks, np.nan)
+    n_turns = max(sum(map(len, decisions)), 1)
+    return Game(ledger.scores(), decisions, 1e6 * spent / n_turns)
+
+
+def _config(action: Any) -> int:
+    """The config of one action, (2,) or (1, 2). Raises ValueError when it is none."""
+    one = np.asarray(action)
+    if one.size != 2 or not np.issubdtype(one.dtype, np.integer) or (one < 0).any() or (one.ravel() >= _MOST).any():
+        raise ValueError(f"an action is two integers below {_MOST.tolist()}, not {action!r}")
+    return int(config_index(one.reshape(2)))

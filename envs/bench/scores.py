@@ -1,0 +1,231 @@
+"""What a search over a job costs and brings its user: every step billed, by the truth, in default steps.
+
+A :class:`Ledger` is told each step that ran and under which configs; it knows the truth of the simulated jobs. Whatever
+searches can be scored by it: rules, networks, other people's tuners. Nothing that a search measures enters its score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..sim.workloads import SLOTS
+from .strata import STRATA, stratum
+
+Array = np.ndarray[Any, Any]
+
+#: Steps of a job over which the time lost is told.
+HORIZONS = (20_000, 200_000)
+#: A step this many times the default's is one that people notice.
+HARSH = 1.5
+#: A table that makes the true step this much longer than the default is harmful; what is less, nobody can tell.
+HARM = 0.002
+
+
+def bootstrap(values: Array, seed: int = 0, rounds: int = 2000, over: Array | None = None) -> list[float]:
+    """95 % percentile-bootstrap interval (Efron 1979) of the mean of ``values`` (n,), or of their sum over the sum of
+    ``over`` (n,)."""
+    draws = np.random.default_rng(seed).integers(0, len(values), (rounds, len(values)))
+    means = values[draws].mean(axis=1)
+    if over is not None:
+        means = means / np.maximum(over[draws].mean(axis=1), 1e-9)
+    return [round(float(q), 4) for q in np.percentile(means, [2.5, 97.5])]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One entrant on ``n`` jobs, arrays (n,). Steps count from the job's first; NaN where there was none.
+
+    ``lost`` is in default steps against the oracle's table from the first step on; ``gain`` is what the table in force
+    at the end truly saves, as a part of the default step.
+    """
+
+    first_gain: Array  # steps to the first confirmed gain
+    verdict: Array  # steps to the verdict
+    gain: Array
+    oracle_gain: Array
+    lost: Array  # (n, len(HORIZONS))
+    default_share: Array  # of the steps after the verdict, that ran all at the default
+    is_harsh: Array  # a step took more than HARSH times the default's
+    is_harmed: Array  # ends under a table that is slower than the default by more than HARM
+    worst: Array  # longest step, in default steps
+
+    def take(self, rows: Array) -> Scores:
+        """The jobs at ``rows``."""
+        return Scores(**{name: value[rows] for name, value in vars(self).items()})
+
+    def record(self) -> dict[str, Any]:
+        """What a file holds, rounded to what can be told apart; NaN becomes None."""
+
+        def plain(values: Array) -> list[Any]:
+            if values.ndim > 1:
+                return [plain(row) for row in values]
+            if values.dtype == bool:
+                return [int(v) for v in values]
+            return [round(float(v), 5) if np.isfinite(v) else None for v in values]
+
+        return {name: plain(value) for name, value in vars(self).items()}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Scores:
+        """Inverse of :meth:`record`. Raises ValueError when it is none."""
+        try:
+            found = {f.name: np.array(record[f.name], float) for f in fields(cls)}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"no scores: {type(error).__name__} {error}") from error
+        n = len(found["gain"])
+        wanted = {name: (n, len(HORIZONS)) if name == "lost" else (n,) for name in found}
+        if any(value.shape != wanted[name] for name, value in found.items()):
+            raise ValueError("no scores: they are not all of as many jobs")
+        return cls(**{name: value > 0.5 if name.startswith("is_") else value for name, value in found.items()})
+
+
+class Truth(Protocol):
+    """Jobs whose true step time is known: ``sim.jobs.Jobs``, or a recorded one."""
+
+    default_us: Array  # (n,)
+
+    def __len__(self) -> int: ...
+
+    def step_us(self, configs: Array, rows: Array | None = None) -> tuple[Array, Array]:
+        """Now, under ``configs`` (m, SLOTS) of the jobs at ``rows``: (m,) us, and of each slot's calls."""
+        ...
+
+
+class Ledger:
+    """The bill of one search on each of ``n`` jobs, beside which it runs.
+
+    Tell it of windows before the jobs' time goes on: :meth:`bill` reads the truth of the present.
+    """
+
+    def __init__(self, jobs: Truth, oracle_us: Array) -> None:
+        """``oracle_us`` (n,): the step under the best configs, in fair weather."""
+        n = len(jobs)
+        self.jobs, self.oracle = jobs, oracle_us / jobs.default_us
+        self.steps, self.lost = np.zeros(n), np.zeros(n)  # all billed; lost against the default
+        self.after, self.lost_after, self.default_after = np.zeros(n), np.zeros(n), np.zeros(n)
+        self.worst = np.ones(n)
+        self.first_gain, self.verdict = np.full(n, np.nan), np.full(n, np.nan)
+        self.final = np.zeros((n, SLOTS), int)
+
+    def bill(self, rows: Array, configs: Array, n_steps: Array) -> Array:
+        """``n_steps`` (m,) ran of the jobs at ``rows`` (m,) under ``configs`` (m, SLOTS).
+
+        Returns a step's true time (m,) in default steps of that moment.
+        """
+        rows, n_steps = np.asarray(rows), np.asarray(n_steps, float)
+        # Both at once: what a call costs does not grow with the jobs.
+        both = self.jobs.step_us(np.concatenate([configs, np.zeros_like(configs)]), np.concatenate([rows, rows]))[0]
+        pace = both[: len(rows)] / both[len(rows) :]
+        over = np.isfinite(self.verdict[rows])
+        np.add.at(self.steps, rows, n_steps)
+        np.add.at(self.lost, rows, n_steps * (pace - 1))
+        np.add.at(self.after, rows, n_steps * over)
+        np.add.at(self.lost_after, rows, n_steps * (pace - 1) * over)
+        np.add.at(self.default_after, rows, n_steps * over * ~np.asarray(configs).any(axis=1))
+        np.maximum.at(self.worst, rows, np.where(n_steps > 0, pace, 1.0))
+        return np.asarray(pace)
+
+    def confirm(self, rows: Array) -> None:
+        """The searches at ``rows`` have just confirmed a gain."""
+        rows = np.asarray(rows)
+        self.first_gain[rows] = np.fmin(self.first_gain[rows], self.steps[rows])
+
+    def end(self, rows: Array, configs: Array) -> None:
+        """They have given a verdict: ``configs`` (m, SLOTS) stay in force. Called again when that is changed."""
+        rows = np.asarray(rows)
+        self.verdict[rows] = np.fmin(self.verdict[rows], self.steps[rows])
+        self.final[rows] = configs
+
+    def go_on(self, rows: Array) -> None:
+        """They are still at work: how a job goes on once nothing is tried any more does not yet show."""
+        self.after[rows] = self.lost_after[rows] = self.default_after[rows] = 0.0
+
+    def scores(self) -> Scores:
+        """What it came to. After what was billed a job goes on as it did in the end, or under its table."""
+        pace = self.jobs.step_us(self.final)[0] / self.jobs.step_us(np.zeros_like(self.final))[0]
+        with np.errstate(invalid="ignore"):
+            goes_on = np.where(self.after > 0, self.lost_after / self.after, pace - 1)
+            default_share = np.where(self.after > 0, self.default_after / self.after, np.nan)
+        lost = []
+        for horizon in HORIZONS:
+            part = np.minimum(horizon / np.maximum(self.steps, 1), 1.0)  # of the bill, where it is longer than that
+            rest = np.maximum(horizon - self.steps, 0)
+            lost.append(part * self.lost + rest * goes_on + horizon * (1 - self.oracle))
+        return Scores(
+            first_gain=self.first_gain.copy(),
+            verdict=self.verdict.copy(),
+            gain=1 - pace,
+            oracle_gain=1 - self.oracle,
+            lost=np.stack(lost, axis=1),
+            default_share=np.where(self.final.any(axis=1), default_share, np.nan),
+            is_harsh=self.worst > HARSH,
+            is_harmed=pace > 1 + HARM,
+            worst=self.worst.copy(),
+        )
+
+
+def _spread(values: Array) -> list[float] | None:
+    """p10, median, p90; None where there is nothing."""
+    known = values[np.isfinite(values)]
+    return [round(float(q), 1) for q in np.percentile(known, [10, 50, 90])] if len(known) else None
+
+
+def summary(scores: Scores) -> dict[str, Any]:
+    """Figures of one entrant for people and programs; intervals are over jobs, spreads are p10, median and p90."""
+    s = scores
+    found = s.oracle_gain >= 0.01  # steps to a first gain mean little where there is none
+    return {
+        "jobs": len(s.gain),
+        "steps_to_first_gain": _spread(s.first_gain[found]),
+        "confirmed": round(float(np.isfinite(s.first_gain[found]).mean()), 4) if found.any() else None,
+        "steps_to_verdict": _spread(s.verdict),
+        "gain_delivered": round(float(s.gain.sum() / max(s.oracle_gain.sum(), 1e-9)), 4),
+        "gain_delivered_ci95": bootstrap(s.gain, over=s.oracle_gain),
+        **{f"lost_{h}": round(float(s.lost[:, k].mean()), 1) for k, h in enumerate(HORIZONS)},
+        **{f"lost_{h}_ci95": bootstrap(s.lost[:, k]) for k, h in enumerate(HORIZONS)},
+        "default_share_after": _mean(s.default_share),
+        "harsh": round(float(s.is_harsh.mean()), 4),
+        "worst_step": round(float(s.worst.max()), 3),
+        "slower": round(float(s.is_harmed.mean()), 4),
+    }
+
+
+def by_stratum(scores: Scores) -> dict[str, dict[str, Any]]:
+    """:func:`summary` of the jobs of each stratum that has any."""
+    of = stratum(scores.oracle_gain)
+    return {name: summary(scores.take(of == k)) for k, name in enumerate(STRATA) if (of == k).any()}
+
+
+def difference(a: Scores, b: Scores, horizon: int = HORIZONS[0]) -> dict[str, Any]:
+    """Time that ``a`` loses beyond ``b`` on the same jobs, default steps a job, and as a part of what ``b`` loses."""
+    k = HORIZONS.index(horizon)
+    apart = a.lost[:, k] - b.lost[:, k]
+    part = apart.mean() / max(float(b.lost[:, k].mean()), 1e-9)
+    return {
+        "steps": round(float(apart.mean()), 2),
+        "steps_ci95": bootstrap(apart),
+        "part": round(float(part), 4),
+        "part_ci95": bootstrap(apart, over=b.lost[:, k]),
+    }
+
+
+def ranks(entrants: Mapping[str, Scores], horizon: int = HORIZONS[0]) -> dict[str, int]:
+    """Rank of each by mean time lost, 1 = best; entrants whose paired difference cannot be told from 0 share one."""
+    k = HORIZONS.index(horizon)
+    order = sorted(entrants, key=lambda name: float(entrants[name].lost[:, k].mean()))
+    place: dict[str, int] = {}
+    head = ""
+    for i, name in enumerate(order):
+        if not head or difference(entrants[name], entrants[head], horizon)["steps_ci95"][0] > 0:
+            head, rank = name, i + 1
+        place[name] = rank
+    return place
+
+
+def _mean(values: Array) -> float | None:
+    known = values[np.isfinite(values)]
+    return round(float(known.mean()), 4) if len(known) else None

@@ -1,0 +1,163 @@
+"""The judge of submissions: believes only decisions, and plays them again. It never imports ``agent``.
+
+A submission is one JSON object: who played which jobs of which suite, the decision of every turn (packed), and what it
+says came of it, job by job. Jobs do not know of each other, so any of them can be played again alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..search.belief import Prior
+from ..search.watch import Rules
+from ..search.windows import Policy
+from ..sim.windows import SimSearch
+from .job_arena import AFTER, Game, Recorded, play
+from .scores import Ledger, Scores, summary
+
+Array = np.ndarray[Any, Any]
+
+#: Layout of a submission.
+FORMAT = 3
+#: A figure that comes out again may differ by so much, in its own unit: the last digits of another machine.
+SAME = 2e-5
+#: More turns than this no search takes.
+MOST_TURNS = 20_000
+
+
+class Suite(Protocol):
+    """Jobs that can be played: ``job_suites.JobSuite``, ``replay_suite.RecordedSuite``."""
+
+    name: str
+
+    @property
+    def digest(self) -> str:
+        """Changes with the jobs."""
+        ...
+
+    @property
+    def n_slots(self) -> Array:
+        """Of each job."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def open(self, rows: Array, seed: int, prior: Prior, rules: Rules) -> tuple[SimSearch, Ledger]:
+        """Searches on some of the jobs, and their bill."""
+        ...
+
+    def told(self) -> dict[str, Scores]:
+        """Scores of what needs no search."""
+        ...
+
+
+def pack(decisions: Sequence[Sequence[int]]) -> str:
+    """Decisions of each job as text: their number and they themselves as bytes, compressed, base64."""
+    lengths = np.array([len(job) for job in decisions], "<u4").tobytes()
+    flat = np.concatenate([np.asarray(job, np.uint8) for job in decisions] or [np.zeros(0, np.uint8)])
+    return base64.b64encode(zlib.compress(lengths + flat.tobytes(), 9)).decode()
+
+
+def unpack(text: str, n: int) -> list[list[int]]:
+    """Inverse of :func:`pack` for ``n`` jobs. Raises ValueError when it is not that."""
+    try:
+        # Never more than what can be wanted: a few bytes may unpack to gigabytes.
+        data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), n * (MOST_TURNS + 4) + 1)
+    except (binascii.Error, zlib.error) as error:
+        raise ValueError(f"the decisions cannot be unpacked: {error}") from error
+    lengths = np.frombuffer(data[: 4 * n], "<u4") if len(data) >= 4 * n else np.zeros(0, int)
+    flat = np.frombuffer(data[4 * n :], np.uint8)
+    if len(lengths) != n or int(lengths.sum()) != len(flat):
+        raise ValueError(f"{len(flat)} decisions, not as many as {n} jobs say that they have")
+    return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1].astype(int))]
+
+
+def enter(policy: Policy, suite: Suite, seed: int = 0, most: int | None = None) -> dict[str, Any]:
+    """Play ``most`` jobs of a suite (all) and return the submission, without who played.
+
+    What the policy raises, or is refused for, passes through.
+    """
+    rows = rows_of(suite, most)
+    rules = Rules().of(policy)
+    game = play(policy, *suite.open(rows, seed, Prior.load(), rules))
+    record = game.scores.record()
+    return {
+        "format": FORMAT,
+        "suite": suite.name,
+        "digest": suite.digest,
+        "jobs": len(rows),
+        "seed": seed,
+        "by_belief": rules.by_belief,
+        "patience": rules.patience,
+        "figures": summary(Scores.of(record)) | {"decision_us": round(game.decision_us, 1)},
+        "scores": record,
+        "decisions": pack(game.decisions),
+    }
+
+
+def rows_of(suite: Suite, most: int | None) -> Array:
+    """``most`` jobs of a suite, evenly over it; they are ordered by what there is to gain."""
+    n = len(suite)
+    return np.arange(n) if most is None or most >= n else np.linspace(0, n - 1, most).round().astype(int)
+
+
+def claimed(submission: Mapping[str, Any], suite: Suite) -> Scores:
+    """The scores that a submission says, after all has been checked that needs no playing.
+
+    Raises ValueError, with the reason, when it is of another format or suite or does not agree with itself.
+    """
+    try:
+        if submission["format"] != FORMAT:
+            raise ValueError(f"format {submission['format']}, this version reads {FORMAT}")
+        if submission["digest"] != suite.digest:
+            raise ValueError(
+                f"made on {submission['suite']} {submission['digest']}, this is {suite.name} {suite.digest}"
+            )
+        scores, n = Scores.of(submission["scores"]), int(submission["jobs"])
+        if len(scores.gain) != n or not 0 < n <= len(suite):
+            raise ValueError(f"scores of {len(scores.gain)} jobs, {n} were played of {len(suite)}")
+        told, found = dict(submission["figures"]), summary(scores)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a submission: {type(error).__name__} {error}") from error
+    for key, value in found.items():
+        if told.get(key) != value:
+            raise ValueError(f"its jobs give {key} {value}, it says {told.get(key)}")
+    if not 0 <= _number(told.get("decision_us")) < 1e9:
+        raise ValueError("it does not say what a decision takes")
+    return scores
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else -1.0
+
+
+def replay(submission: Mapping[str, Any], suite: Suite, check: int | None = None, seed: int = 0) -> Scores:
+    """Play a submission's decisions again, of ``check`` jobs drawn by ``seed`` (all), believing nothing else in it.
+
+    Raises ValueError as :func:`claimed` does, and when a figure of a job does not come out.
+    """
+    scores = claimed(submission, suite)
+    n = len(scores.gain)
+    try:
+        decisions = unpack(submission["decisions"], n)
+        rules = Rules(by_belief=bool(submission["by_belief"]), patience=int(submission["patience"]))
+        picked = np.arange(n)
+        if check is not None and check < n:
+            picked = np.sort(np.random.default_rng(seed).choice(n, check, replace=False))
+        opened = suite.open(rows_of(suite, n)[picked], int(submission["seed"]), Prior.load(), rules)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not a submission: {type(error).__name__} {error}") from error
+    game: Game = play(Recorded([decisions[i] for i in picked]), *opened, AFTER)
+    for name, values in vars(Scores.of(game.scores.record())).items():
+        said = getattr(scores, name)[picked]
+        off = ~np.isclose(values, said, rtol=SAME, atol=SAME, equal_nan=True)
+        if off.any():
+            k = tuple(np.argwhere(off)[0])
+            raise ValueError(f"its decisions give {name} {values[k]} in job {picked[k[0]]}, it says {said[k]}")
+    return scores

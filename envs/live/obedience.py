@@ -1,0 +1,190 @@
+"""Two checks while a job runs, on what NCCL reports of each collective: do all ranks run it alike, is a table obeyed?
+
+Both work on the raw records and keep a bounded window of them: they cost milliseconds a second at 20,000 a second.
+The audit of a whole recorded trace is ``traces.queries.audit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...traces.assemble import Communicator
+from ...traces.reasons import RowRefused
+from ...traces.records import ALGOS, FUNCS, PROTOS, UNSET, Decision, Rule, Slot, Table, names, size_class
+
+Array = np.ndarray[Any, Any]
+
+#: Point-to-point calls concern two ranks only: their sides need not agree.
+_POINT_TO_POINT = [FUNCS.index(name) for name in ("send_recv", "send", "recv")]
+#: What has to agree on all ranks of one collective.
+_MUST_AGREE = ("algo", "proto", "n_channels", "n_bytes", "generation")
+#: A row counts as obeyed when this share of its collectives ran as it says: some calls ask no tuner.
+OBEYED = 0.9
+#: So often may records of one rank of a communicator come before it counts as the only one on this node.
+PATIENCE = 100
+
+
+class CallAudit:
+    """Compares each collective over the ranks whose rings lie here, as their records come in."""
+
+    def __init__(self, window: int = 200_000) -> None:
+        """``window``: most records that wait for their other ranks; older ones are let go unchecked."""
+        self.window = window
+        self.calls_checked = 0
+        self.mismatches = 0
+        self.example = ""  # the first mismatch in words
+        self._waiting = np.empty(
+            0, [("key", "u8"), ("value", "u8"), ("comm_id", "u8"), ("actor", "u8"), ("row", "V128")]
+        )
+        self._actors: dict[int, dict[int, int]] = {}  # comm_id -> rank -> pid of its present life
+        self._adds: dict[int, int] = {}  # comm_id -> how often records of it came
+
+    def add(self, rows: Array, pid: int) -> None:
+        """Take in COLL records of process ``pid``, shape (n,)."""
+        rows = rows[~np.isin(rows["func"], _POINT_TO_POINT)]
+        if not len(rows):
+            return
+        for comm_id, rank in np.unique(rows[["comm_id", "rank"]]):
+            known = self._actors.setdefault(int(comm_id), {})
+            if known.get(int(rank), pid) != pid:  # the job was restarted: its former life is over
+                self._waiting = self._waiting[self._waiting["comm_id"] != comm_id]
+                known.clear()
+            known[int(rank)] = pid
+            self._adds[int(comm_id)] = self._adds.get(int(comm_id), 0) + 1
+        new = np.empty(len(rows), self._waiting.dtype)
+        new["key"] = _hash(rows, ("comm_id", "func", "seq"))
+        new["value"] = _hash(rows, _MUST_AGREE)
+        new["comm_id"] = rows["comm_id"]
+        new["actor"] = (np.uint64(pid) << np.uint64(32)) | rows["rank"].astype(np.uint64)
+        new["row"] = rows.view("V128")
+        self._compare(np.concatenate([self._waiting, new])[-self.window :])
+
+    def _compare(self, rows: Array) -> None:
+        order = np.lexsort((rows["actor"], rows["key"]))
+        rows = rows[order]
+        new_call = np.r_[True, rows["key"][1:] != rows["key"][:-1]]
+        start = np.flatnonzero(new_call)
+        call = np.cumsum(new_call) - 1
+        size = np.bincount(call)
+        # A rank that has the same number twice began a communicator anew under its old id: no telling which is which.
+        twice = np.bincount(call, ~new_call & (rows["actor"] == np.r_[rows["actor"][:1], rows["actor"][:-1]])) > 0
+        bad = (np.bincount(call, rows["value"] != rows["value"][start][call]) > 0) & ~twice
+        expected = np.array([len(self._actors.get(int(c), {})) for c in rows["comm_id"][start]])
+        done = twice | bad | ((size >= expected) & (size > 1))
+        self.calls_checked += int((done & ~twice).sum())
+        if bad.any() and not self.mismatches:
+            self.example = _words(rows["row"][call == np.flatnonzero(bad)[0]])
+        self.mismatches += int(bad.sum())
+        # Alone on this node for long: there will never be anything to compare.
+        alone = np.array([self._adds[int(c)] > PATIENCE for c in rows["comm_id"][start]]) & (expected < 2)
+        keep = ~(done | alone)[call]
+        self._waiting = rows[keep][np.argsort(order[keep])]
+
+
+@dataclass(frozen=True)
+class Disobeyed:
+    """A row of a table that NCCL did not follow."""
+
+    slot: Slot
+    decision: Decision
+    ran: str  # what it ran mostly
+
+    def __str__(self) -> str:
+        return RowRefused.NOT_OBEYED(ran=self.ran, decision=self.decision, slot=self.slot)
+
+
+class Obedience:
+    """Compares what ran with the table of that generation."""
+
+    def __init__(self, generations: int = 8, enough: int = 4000) -> None:
+        """Keeps the last ``generations`` tables; of each ``enough`` collectives are looked at."""
+        self.generations, self.enough = generations, enough
+        self._tables: dict[int, tuple[Table, list[Array]]] = {}
+
+    def expect(self, table: Table) -> None:
+        """A table was published."""
+        if table.rules:
+            self._tables[table.generation] = (table, [])
+            while len(self._tables) > self.generations:
+                del self._tables[next(iter(self._tables))]
+
+    def add(self, rows: Array) -> None:
+        """Take in COLL records, shape (n,)."""
+        for generation, (_, seen) in self._tables.items():
+            if sum(map(len, seen)) < self.enough:
+                found = rows[rows["generation"] == generation]
+                if len(found):
+                    seen.append(found[: self.enough].copy())
+
+    def verdict(self, generation: int, comms: Mapping[int, Communicator]) -> tuple[Disobeyed, ...]:
+        """The rows of that table that were not followed, as far as collectives that they bear on were seen."""
+        table, seen = self._tables.get(generation, (Table(), []))
+        if not seen:
+            return ()
+        rows = np.concatenate(seen)
+        shape = np.array([_shape(comms, int(c)) for c in rows["comm_id"]])
+        found = (_judge(rule, rows, shape) for rule in table.rules)
+        return tuple(item for item in found if item is not None)
+
+
+def _judge(rule: Rule, rows: Array, shape: Array) -> Disobeyed | None:
+    of_class = rows["func"] == FUNCS.index(rule.func)
+    if rule.n_ranks:
+        of_class &= (shape == (rule.n_ranks, rule.n_nodes)).all(axis=1)
+    asked = rows["asked_bytes"]  # of the whole group where calls are grouped; 0 = no tuner was asked
+    ours = of_class & (asked >= rule.min_bytes) & (asked <= rule.max_bytes) & (asked > 0)
+    d = rule.decision
+    alike = np.ones(len(rows), bool)
+    if d.algo is not None and d.proto is not None:
+        alike = (rows["algo"] == ALGOS.index(d.algo)) & (rows["proto"] == PROTOS.index(d.proto))
+    if d.n_channels:  # NCCL may use fewer, for a message that is too small for all; never more
+        alike &= rows["n_channels"] <= d.n_channels
+    if not ours.any():
+        # NCCL asks of grouped calls with their sum and reports the parts: then any of them stands for the row.
+        if not of_class.any() or (alike & of_class).any():
+            return None
+        ours = of_class
+    if alike[ours].mean() >= OBEYED:
+        return None
+    ran, count = np.unique(rows[ours & ~alike][["algo", "proto", "n_channels"]], return_counts=True)
+    return Disobeyed(slot_of(rule), d, _config(ran[count.argmax()]))
+
+
+def slot_of(rule: Rule) -> Slot:
+    """The slot that a row was made for."""
+    return Slot(rule.n_ranks, rule.n_nodes, rule.func, size_class(rule.max_bytes))
+
+
+def _shape(comms: Mapping[int, Communicator], comm_id: int) -> tuple[int, int]:
+    comm = comms.get(comm_id)
+    return (comm.n_ranks, comm.n_nodes) if comm else (0, 0)
+
+
+def _config(row: np.void) -> str:
+    (algo,), (proto,) = names([row["algo"]], ALGOS), names([row["proto"]], PROTOS)
+    return f"{algo}/{proto}/{int(row['n_channels'])}"
+
+
+def _words(raw: Array) -> str:
+    from ...traces.records import COLL_DTYPE
+
+    rows = np.ascontiguousarray(raw).view(COLL_DTYPE)
+    func = FUNCS[int(rows["func"][0])] if int(rows["func"][0]) != UNSET else "collective"
+    views = "; ".join(
+        f"rank {int(r['rank'])}: {_config(r)}, {int(r['n_bytes'])} bytes, table {int(r['generation'])}"
+        for r in rows[:4]
+    )
+    return f"{func} {int(rows['seq'][0])}: {views}"
+
+
+def _hash(rows: Array, fields: tuple[str, ...]) -> Array:
+    key = np.zeros(len(rows), np.uint64)
+    for name in fields:
+        part = rows[name].astype(np.uint64)
+        key = (key ^ (key >> np.uint64(29)) ^ part) * np.uint64(0x9E3779B97F4A7C15)
+        key ^= key >> np.uint64(32)
+    return key

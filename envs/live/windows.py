@@ -1,0 +1,155 @@
+"""Windows of a running job, for the search: decisions by slot on one side, configs by number on the other.
+
+Works on :class:`live.Job` and on whatever stands in for it (a recorded job).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...traces import spaces
+from ...traces.queries.skew import durations
+from ...traces.queries.slots import SlotProfile, find_slots
+from ...traces.reasons import NotTuning
+from ...traces.records import TUNED_FUNCS, Decision, Slot
+from ..nccl_model.arms import distinct
+from ..search import windows
+from ..search.windows import Measured, Plan
+from .job import Window
+from .obedience import Disobeyed
+
+Array = np.ndarray[Any, Any]
+
+
+class LiveWindows:
+    """``job``: a :class:`live.Job`; ``profile_steps``: default steps that find the slots; ``min_share``: slots with a
+    smaller share of the step are left to NCCL. ``on_window`` hears of every window with what it was for."""
+
+    def __init__(
+        self,
+        job: Any,
+        profile_steps: int = 8,
+        min_share: float = 0.01,
+        funcs: Sequence[str] = TUNED_FUNCS,
+        on_window: Callable[[Plan, Window], None] = lambda plan, window: None,
+    ) -> None:
+        self.job, self.profile_steps, self.min_share = job, profile_steps, min_share
+        self.funcs, self.on_window = tuple(funcs), on_window
+        self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None
+        self._refused: set[tuple[Slot, Decision]] = set()
+        self.profiles: list[SlotProfile] = []
+        self.profile_events = pd.DataFrame()
+        self.windows = 0
+        self._before_ms = 0.0  # a step under the table before
+
+    def begin(self, skip: int = 3) -> tuple[windows.Job, Measured]:
+        """Run default steps (the first ``skip`` of the job do not count) and find the slots.
+
+        Raises ValueError when there is none to tune.
+        """
+        before = self.job.last_step
+        plan = Plan(windows.PROFILE, np.zeros(0, np.int64), self.profile_steps, skip)
+        window = self.job.window({}, plan.n_steps, skip)
+        events = self.job.take_events()
+        if len(events):
+            events = events[events["step"].isin(window.steps)]
+        self.profile_events = events
+        step_us = window.step_ms * 1e3
+        found = find_slots(events, self.job.assembler.offers, step_us, self.job.memory_pressure)
+        self.profiles = [p for p in found if p.share >= self.min_share and p.slot.func in self.funcs]
+        self.on_window(plan, window)
+        if not self.profiles:
+            raise ValueError(self.nothing([p.share for p in found if p.slot.func in self.funcs]))
+        own = np.array([int(p.fingerprint.own_pair[0]) for p in self.profiles])
+        sampled = [np.isfinite(self._calls_of(events, p)) for p in self.profiles]
+        call_us = np.where(sampled, [p.call_us for p in self.profiles], np.nan)
+        told = windows.Job(
+            features=np.concatenate([p.fingerprint.vector() for p in self.profiles]),
+            mask=np.concatenate([distinct(p.fingerprint) for p in self.profiles]),
+            share=np.array([p.share for p in self.profiles]),
+            call_us=call_us,
+            families=windows.warm_up_families(own),
+        )
+        return told, self._measured(plan, window, before, call_us, np.ones(len(own), bool))
+
+    def decisions(self, configs: Array) -> dict[Slot, Decision]:
+        """What slots are told under configs (s,); those left to NCCL are left out."""
+        return {p.slot: spaces.decision_of(c) for p, c in zip(self.profiles, configs, strict=True) if c}
+
+    def measure(self, plan: Plan) -> Measured:
+        """See ``windows.Windows``."""
+        is_timed = plan.kind not in windows.UNTIMED
+        if is_timed:
+            self.job.take_events()
+        before = self.job.last_step
+        window = self.job.window(self.decisions(plan.configs), plan.n_steps, plan.discard, plan.limit_ms)
+        self.windows += 1
+        call_us = self._calls(window) if is_timed else np.full(len(self.profiles), np.nan)
+        obeyed = self._obeyed(window)
+        self.on_window(plan, window)
+        return self._measured(plan, window, before, call_us, obeyed)
+
+    def confirm(self, configs: Array) -> None:
+        """See ``windows.Windows``."""
+        self.job.confirm(self.decisions(configs))
+
+    def _measured(self, plan: Plan, window: Window, before: int, call_us: Array, obeyed: Array) -> Measured:
+        counted = len(window.durations_ms)
+        billed = max(self.job.last_step - before, counted)
+        waited = max(billed - counted - plan.discard, 0) if self._before_ms else 0  # until the table was in force
+        billed_ms = float(window.durations_ms.sum()) + (billed - counted - waited) * window.step_ms
+        billed_ms += waited * self._before_ms
+        self._before_ms = window.step_ms
+        return Measured(np.asarray(window.durations_ms, np.float64), call_us, obeyed, billed, billed_ms)
+
+    def _calls(self, window: Window) -> Array:
+        """Median time of each slot's calls in the window's steps, us; NaN where no kernel was sampled."""
+        events = self.job.take_events()
+        if len(events):
+            events = events[events["step"].isin(window.steps)]
+        return np.array([self._calls_of(events, p) for p in self.profiles])
+
+    def _calls_of(self, events: pd.DataFrame, profile: SlotProfile) -> float:
+        """Median time of a slot's calls in these events, us, NaN where none was sampled."""
+        if not len(events):
+            return float("nan")
+        slot = profile.slot
+        mine = (
+            (events["func"] == slot.func)
+            & (events["n_bytes"] >= slot.min_bytes)
+            & (events["n_bytes"] <= slot.max_bytes)
+        )
+        mine &= (events["n_ranks"] == slot.n_ranks) & (events["n_nodes"] == slot.n_nodes)
+        calls = events[mine & events["start_ns"].notna()]
+        if not len(calls):
+            return float("nan")
+        us = durations(calls)["us"]
+        return float(us[(calls["rank"] == calls["rank"].min()) & us.notna()].median())
+
+    def _obeyed(self, window: Window) -> Array:
+        """(s,) bool; what NCCL did not follow is told once."""
+        rows = {row.slot: row for row in getattr(window, "disobeyed", ())}
+        for row in rows.values():
+            if (row.slot, row.decision) not in self._refused:
+                self._refused.add((row.slot, row.decision))
+                self.on_disobeyed(row)
+        return np.array([p.slot not in rows for p in self.profiles])
+
+    def nothing(self, shares: Sequence[float] = ()) -> str:
+        """Why there is no slot, and the cure. ``shares``: parts of the step of those that are too small."""
+        if shares:
+            return NotTuning.TOO_SMALL(share=sum(shares))
+        seen = self.profile_events
+        tuned = seen[seen["func"].isin(self.funcs)] if len(seen) else seen
+        if seen.empty and not self.job.assembler.comms:
+            text = self.job.state[1] if self.job.state else ""
+            return NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
+        if len(tuned) and not self.job.assembler.offers:
+            return NotTuning.NOT_ASKED()
+        if seen.empty and any(func in self.funcs for _, func, _ in self.job.assembler.offers):
+            return NotTuning.NOT_TOLD()
+        return NotTuning.NOTHING()

@@ -1,0 +1,244 @@
+"""Builds the plugin: C sources -> one shared library, in the package when it is installed, so that every node has it.
+
+Where that was not possible (no compiler, a checkout) it is compiled when first needed, into a per-user cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "next_tuner.c", "profiler.c", "chain.c")
+HEADERS = ("abi.h", "plugin.h")
+FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC")
+LIBRARY = "libnccl-tuner-dynamiccl.so"
+INSTALLED = HERE / "lib"  # where an installation has it built, see setup.py
+#: The event loop of the simulated steps (``sim.step``) is built in the same way. No fused multiply-add: a suite that is
+#: drawn again must come out the same on every machine.
+STEP, STEP_SOURCES = "libdynamiccl-step.so", ("../../sim/step.c",)
+_STEP_FLAGS = (*FLAGS, "-O2", "-shared", "-ffp-contract=off")
+# No folder of the machine that built it is in a library: the same sources make the same bytes.
+_NOWHERE = f"-ffile-prefix-map={HERE}=."
+_SHARED = ("-shared", f"-Wl,-soname,{LIBRARY}")
+_NAME = "dynamiccl"  # NCCL completes it to the two names, of one file
+_PROFILER_NAME = "libnccl-profiler-dynamiccl.so"
+_LONGEST = 254  # characters of a name or path that every release of NCCL takes whole
+_KEPT_S = 30 * 86400.0  # how long a build of other sources is kept after it was last used
+
+
+class PluginBuildError(RuntimeError):
+    """The plugin could not be compiled; the message is one line and names the cure."""
+
+
+def compiler() -> list[str]:
+    """The C compiler as an argument list: ``$CC``, else the first of cc, gcc, clang. Raises PluginBuildError."""
+    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    names = [command[0]] if "CC" in os.environ else ["cc", "gcc", "clang"]
+    found = next((path for path in map(shutil.which, names) if path), None)
+    if found is None:
+        raise PluginBuildError(
+            f"no C compiler found (tried {', '.join(names)}): install gcc or clang, or set CC to one"
+        )
+    return [found, *command[1:]]
+
+
+def private_folder(path: Path) -> bool:
+    """Makes ``path`` (0700) if needed; True if it is ours alone to write, so that what lies there can be loaded."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError:
+        return False
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022 and os.access(path, os.W_OK)
+
+
+def cache_folder() -> Path:
+    """Where built files are kept: ``$XDG_CACHE_HOME/dynamiccl``, else ``~/.cache/dynamiccl``, else the temp folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    temp = Path(tempfile.gettempdir()) / f"dynamiccl-{os.geteuid()}"
+    for folder in (Path(base) / "dynamiccl", temp / "cache"):
+        if folder.is_absolute() and private_folder(folder):
+            return folder
+    raise PluginBuildError(f"no folder to build the plugin in: make {base}/dynamiccl writable for you alone (0700)")
+
+
+def build_of(sources: tuple[str, ...] = SOURCES, headers: tuple[str, ...] = HEADERS) -> str:
+    """Hash of these sources, 16 digits: ranks whose plugins have the same one decide alike."""
+    text = hashlib.sha256()
+    for source in (*sources, *headers):
+        text.update(source.encode() + (HERE / source).read_bytes())
+    return text.hexdigest()[:16]
+
+
+def compile_once(
+    name: str,
+    sources: tuple[str, ...],
+    flags: tuple[str, ...],
+    headers: tuple[str, ...] = HEADERS,
+    libraries: tuple[str, ...] = ("-lpthread", "-ldl"),
+) -> Path:
+    """Path of ``name`` built from ``sources`` of this folder; compiles if sources, flags or compiler are new.
+
+    Safe when many ranks start at once: each compiles under a name of its own, then renames. Raises PluginBuildError.
+    """
+    cc = compiler()
+    build = build_of(sources, headers)
+    flags = (*flags, f'-DDCCL_BUILD="{build}"')
+    key = hashlib.sha256(repr((name, flags, cc, os.stat(cc[0]).st_mtime_ns)).encode())
+    folder = cache_folder() / key.hexdigest()[:16]
+    target = folder / name
+    if target.exists():
+        with contextlib.suppress(OSError):
+            os.utime(folder)  # used: see _prune
+        return target
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _compile([*cc, *flags, *(str(HERE / s) for s in sources)], target, libraries)
+    _prune(folder)
+    return target
+
+
+def _compile(command: list[str], target: Path, libraries: tuple[str, ...]) -> None:
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    command = [*command, "-o", str(draft), *libraries]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = next((line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr[-200:])
+        raise PluginBuildError(f"{command[0]} could not build the plugin ({reason.strip()}): try another one by CC")
+    os.replace(draft, target)
+
+
+def install_into(folder: Path) -> None:
+    """Build what an installation of the package has of C: the plugin, under both its names, and the simulated step.
+
+    Raises PluginBuildError, OSError.
+
+    An archive of a package keeps no links: the profiler's name is a library without anything that needs the other one,
+    so that one copy is loaded whichever name comes first.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    cc = [*compiler(), _NOWHERE]
+    flags = (*FLAGS, *_SHARED, f'-DDCCL_BUILD="{build_of()}"')
+    _compile([*cc, *flags, *(str(HERE / s) for s in SOURCES)], folder / LIBRARY, ("-lpthread", "-ldl"))
+    needs = ("-Wl,--no-as-needed", f"-L{folder}", f"-l:{LIBRARY}", "-Wl,-rpath,$ORIGIN")
+    _compile([*cc, "-shared", "-fPIC", "-x", "c", os.devnull, "-x", "none"], folder / _PROFILER_NAME, needs)
+    _compile([*cc, *_STEP_FLAGS, *(str(HERE / s) for s in STEP_SOURCES)], folder / STEP, ("-lm",))
+    for name, build in ((LIBRARY, build_of()), (STEP, build_of(STEP_SOURCES, ()))):
+        (folder / f"{name}.build").write_text(build)
+
+
+def _installed(name: str, build: str) -> Path | None:
+    """The library that lies in the package, if it is of these sources."""
+    try:
+        return INSTALLED / name if (INSTALLED / f"{name}.build").read_text() == build else None
+    except OSError:
+        return None
+
+
+def step_path() -> Path:
+    """The shared library of ``sim/step.c``; compiled at first use. Raises PluginBuildError."""
+    found = _installed(STEP, build_of(STEP_SOURCES, ()))
+    return found or compile_once(STEP, STEP_SOURCES, _STEP_FLAGS, (), ("-lm",))
+
+
+def _prune(newest: Path) -> None:
+    """Delete builds beside ``newest`` that nobody has used for 30 days."""
+    for folder in newest.parent.iterdir():
+        with contextlib.suppress(OSError):
+            if folder != newest and folder.is_dir() and time.time() - folder.stat().st_mtime > _KEPT_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def plugin_path() -> Path:
+    """The plugin's shared library (tuner and profiler in one); compiled at first use. Raises PluginBuildError.
+
+    Inside a job it is the file that the launcher chose (DYNAMICCL_PLUGIN): two copies would not share a table.
+    """
+    if chosen := os.environ.get("DYNAMICCL_PLUGIN"):
+        return Path(chosen)
+    if (path := _installed(LIBRARY, build_of())) is not None:
+        return path
+    path = compile_once(LIBRARY, SOURCES, (*FLAGS, *_SHARED))
+    alias = path.with_name(_PROFILER_NAME)
+    if not alias.exists():
+        draft = alias.with_name(f".{alias.name}.{os.getpid()}")
+        os.symlink(path.name, draft)
+        os.replace(draft, alias)
+    return path
+
+
+def needs_compiler() -> bool:
+    """Whether the plugin has still to be compiled on this machine, or may have to be."""
+    return not os.environ.get("DYNAMICCL_PLUGIN") and _installed(LIBRARY, build_of()) is None
+
+
+def configured() -> dict[str, str]:
+    """NCCL's settings: the environment, below it NCCL_CONF_FILE or ~/.nccl.conf, below that /etc/nccl.conf."""
+    own = Path(os.environ.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf")
+    found: dict[str, str] = {}
+    for path in (Path("/etc/nccl.conf"), own):
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError):
+            continue
+        pairs = (line.partition("#")[0].partition("=") for line in lines)
+        found |= {name.strip(): value.strip() for name, _, value in pairs if value.strip()}
+    return {**found, **os.environ}
+
+
+def nccl_release() -> tuple[int, int, int] | None:
+    """Of the NCCL wheel that PyTorch would load; None without one (a build for CPUs, a system NCCL)."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        try:
+            parts = [int(part) for part in version(package).split(".")[:3]]
+        except (PackageNotFoundError, ValueError):
+            continue
+        return parts[0], parts[1], parts[2]
+    return None
+
+
+def takes_no_path(release: tuple[int, ...] | None) -> bool:
+    """Whether NCCL of this release loads a plugin by its name alone; None: not known, and then it most likely does not.
+
+    >>> takes_no_path((2, 27, 3)), takes_no_path((2, 27, 5)), takes_no_path(None)
+    (True, False, False)
+    """
+    return release is not None and (2, 27, 0) <= release < (2, 27, 5)
+
+
+def named(value: str) -> bool:
+    """Whether a variable of NCCL's names our plugin."""
+    return _NAME in value
+
+
+def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
+    """Environment that makes NCCL load ``path`` as tuner and profiler, beside those that the job has already.
+
+    ``headroom``: channels that communicators are made with, where NCCL would have made fewer.
+    """
+    theirs = configured()
+    path = path.absolute()
+    # By path: a name is lost where a job's script sets LD_LIBRARY_PATH anew. By name where the release takes no path,
+    # or none so long. The folder is on LD_LIBRARY_PATH all the same: the job's NCCL may be another than the one seen
+    # from here, and where it takes names alone the probe, which sits beside it, changes path into name.
+    by_name = takes_no_path(nccl_release()) or len(os.fspath(path)) > _LONGEST
+    search = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))
+    ours = {"DYNAMICCL_PLUGIN": str(path), "LD_LIBRARY_PATH": search}
+    if headroom is not None:
+        ours["NCCL_MIN_CTAS"] = str(headroom)
+    for kind in ("TUNER", "PROFILER"):  # NCCL loads one of each: ours hands on to theirs
+        other = theirs.get(f"NCCL_{kind}_PLUGIN", "")
+        ours[f"NCCL_{kind}_PLUGIN"] = _NAME if by_name else str(path)
+        # A tuner is also looked for where nothing is named, see next_tuner.c: unless "none" forbids it.
+        if other and not named(other) and (kind == "TUNER" or other != "none"):
+            ours[f"DYNAMICCL_NEXT_{kind}"] = other
+    return ours

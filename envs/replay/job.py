@@ -1,0 +1,94 @@
+"""A recorded job that can be tuned again: :class:`envs.live.job.Job`'s part that a tuner uses, over a trace.
+
+Step times are the recorded default windows, in their order from a random one on, times what the decisions in force
+save: as measured where the trace measured them, else as predicted (``replay.load``); slots add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...traces import spaces
+from ...traces.assemble import Offer
+from ...traces.files import Trace
+from ...traces.records import Decision, Slot
+from ..live.job import DISCARD, SWITCH_STEPS, Window
+from ..live.job_ends import JobEnded
+from .decisions import Recorded, default_windows, offers_of
+
+Array = np.ndarray[Any, Any]
+
+#: A step never gets shorter than this part of the default's.
+LEAST = 0.05
+
+
+class _Assembler:
+    def __init__(self, offers: dict[tuple[int, str, int], Offer]) -> None:
+        self.offers = offers
+
+
+class RecordedJob:
+    """``steps``: after which the job ends; ``seed``: where in the record it begins."""
+
+    def __init__(self, trace: Trace, recorded: Recorded, seed: int = 0, steps: int | None = None) -> None:
+        self.recorded, self.steps = recorded, steps
+        self.assembler = _Assembler(offers_of(trace))
+        self.memory_pressure = float(recorded.fingerprint.memory_pressure[0])
+        self.generation = self.last_step = 0
+        self.default_ms = np.array([w.ms for w in default_windows(trace)])
+        self._at = int(np.random.default_rng(seed).integers(len(self.default_ms)))
+        events = trace.events
+        quiet = {g for g, rules in trace.tables.items() if not rules}
+        by_step = [group for _, group in events[events["table_generation"].isin(quiet)].groupby("step")]
+        self._quiet = by_step[1:] or by_step  # a first step warms up; some recordings have no other
+        self._last: Array = np.zeros(0, np.int64)
+        self._is_default = True
+        self._running: dict[Slot, Decision] = {}
+
+    def publish(self, decisions: Mapping[Slot, Decision]) -> int:
+        """As ``Job.publish``; nothing has to be told."""
+        self.generation += 1
+        return self.generation
+
+    def confirm(self, decisions: Mapping[Slot, Decision]) -> int:
+        """As ``Job.confirm``."""
+        return self.publish(decisions)
+
+    def saving(self, decisions: Mapping[Slot, Decision]) -> float:
+        """Part of the default's step time that ``decisions`` save, measured or predicted."""
+        r, total = self.recorded, 0.0
+        for slot, decision in decisions.items():
+            if decision.is_auto or slot not in r.slots:
+                continue
+            row = r.slots.index(slot)
+            config = spaces.config_of(decision)
+            total += float(r.truth[row, config] * r.share[row]) if np.isfinite(r.truth[row, config]) else 0.0
+        return min(total, 1 - LEAST)
+
+    def window(
+        self, decisions: Mapping[Slot, Decision], n_steps: int, discard: int = DISCARD, give_up_ms: float = float("inf")
+    ) -> Window:
+        """As ``Job.window``: every step of a window takes the same time, one that takes too long is the last."""
+        generation = self.publish(decisions)
+        chosen = {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
+        switch = SWITCH_STEPS if chosen != self._running else 0
+        self._running, self._is_default = chosen, not chosen
+        ms = float(self.default_ms[self._at] * (1 - self.saving(decisions)))
+        self._at = (self._at + 1) % len(self.default_ms)
+        n = 1 if ms > give_up_ms else n_steps
+        first = self.last_step + switch + discard + 1
+        self.last_step = first + n - 1
+        if self.steps is not None and self.last_step > self.steps:
+            raise JobEnded("the recorded job's steps are over")
+        self._last = np.arange(first, first + n)
+        return Window(generation, self._last, np.full(n, ms))
+
+    def take_events(self) -> pd.DataFrame:
+        """Events of recorded default steps, under the last window's numbers where that was the default's."""
+        steps = self._last[: len(self._quiet)] if self._is_default else self._last[:0]
+        parts = [self._quiet[i].assign(step=step) for i, step in enumerate(steps)]
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()

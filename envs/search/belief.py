@@ -1,0 +1,334 @@
+"""What is believed of a whole job: how long every slot's calls take under every config, and what the step feels of it.
+
+One Gaussian over the log time of each slot's calls under each config (against NCCL's own choice), over each slot's
+*exposure* (the part of a call's time that the step waits for), over what is left of a config's effect on the step, and
+over the default's step time now. Its prior comes from a small network that has seen many simulated jobs
+(``dynamiccl lab prior`` fits it): a mean, factors that all slots of the job share, factors of one slot, and a variance
+of its own for each figure. Durations of calls and step times turn it into the posterior by an extended Kalman filter
+(Rasmussen and Williams 2006, chapter 2; Sarkka 2013, chapter 5). Numpy only.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...traces.fingerprint import N_FEATURES
+from ...traces.spaces import N_CONFIGS
+
+Array = np.ndarray[Any, Any]
+
+#: Figures of a slot: log times (N_CONFIGS), residual effects (N_CONFIGS), exposure.
+N_FIGURES = 2 * N_CONFIGS + 1
+#: Smallest standard deviation of a measured log duration, and what a joint effect may miss, as a part of it.
+CALL_FLOOR, MISFIT = 0.03, 0.2
+#: The prior is surer than it should be of jobs that it was not drawn from: its variances are this much larger.
+DOUBT = 1.3
+#: Standard deviation by which the default's log step time may wander, a step.
+WANDER = 3e-4
+#: A step time further off than so many standard deviations counts for less: step times have heavy tails.
+OUTLIER = 4.0
+#: Logs of call times are clipped to this range, in training as well; above FAR none is believed to save anything.
+LOG_RANGE, FAR = (-3.0, 2.0), 1.0
+#: The least that a step or a call can take, as a part of the default's.
+LEAST = 0.05
+
+
+class Prior:
+    """The network: features and mask of a slot -> mean, own variance and loadings of its N_FIGURES figures.
+
+    ``weights`` (float32): ``w0``, ``b0``, ``w1``, ``b1`` of two tanh layers, ``w2`` (m, N_FIGURES * (2 + k)), ``b2``;
+    ``n_shared``: how many of the k factors all slots of a job share.
+    """
+
+    def __init__(self, weights: dict[str, Array]) -> None:
+        self.weights = {k: np.asarray(v, np.float32) for k, v in weights.items() if k != "n_shared"}
+        self.n_shared = int(weights["n_shared"])
+        self.n_factors = len(self.weights["b2"]) // N_FIGURES - 2
+        if len(self.weights["w0"]) != N_FEATURES + N_CONFIGS:
+            raise ValueError("the prior was fitted to other features: fit anew (dynamiccl lab prior)")
+
+    @classmethod
+    def load(cls, path: str | Path | None = None) -> Prior:
+        """The shipped prior, or the one in ``path``. Raises ValueError when it is none of this version."""
+        source = Path(path) if path is not None else resources.files(__package__).joinpath("prior.npz")
+        try:
+            with source.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                return cls({key: arrays[key] for key in arrays.files})
+        except (OSError, KeyError) as error:
+            raise ValueError(f"{source} holds no prior: {error}") from error
+
+    def __call__(self, features: Array, mask: Array) -> tuple[Array, Array, Array]:
+        """``features`` (s, N_FEATURES), ``mask`` (s, N_CONFIGS) -> mean (s, N_FIGURES), own variance (s, N_FIGURES),
+        loadings (s, N_FIGURES, k)."""
+        w = self.weights
+        x = np.concatenate([features, mask], axis=1).astype(np.float32)
+        for layer in "01":
+            x = np.tanh(x @ w["w" + layer] + w["b" + layer])
+        out = (x @ w["w2"] + w["b2"]).astype(np.float64)
+        mean, own, loadings = np.split(out, [N_FIGURES, 2 * N_FIGURES], axis=1)
+        return mean, own_variance(own), loadings.reshape(len(out), N_FIGURES, self.n_factors)
+
+
+def own_variance(raw: Array) -> Array:
+    """The variance of what a figure shares with no other, from the network's output."""
+    return np.asarray(np.exp(np.clip(raw, -9.0, 3.0)) + 1e-5)
+
+
+class _Effects(NamedTuple):
+    """What the ``a`` arms of a slot save, as parts of the step."""
+
+    mean: Array  # (a,)
+    cov: Array  # (a, a)
+    by_exposure: Array  # (a,) slopes by the slot's exposure ...
+    by_log: Array  # (a,) ... and by each arm's own log time
+    with_logs: Array  # (a, a) covariance of every arm's effect with every arm's log time
+
+
+class Belief:
+    """The belief over one job of ``s`` slots.
+
+    ``features`` (s, N_FEATURES), ``mask`` (s, N_CONFIGS) bool with aliases folded, ``share`` (s,) of the step.
+    Effects are parts of the default's step time that a config saves; AUTO saves 0.
+    """
+
+    def __init__(self, prior: Prior, features: Array, mask: Array, share: Array) -> None:
+        self.share = np.asarray(share, np.float64)
+        self.arms = [np.flatnonzero(row[1:]) + 1 for row in np.asarray(mask, bool)]
+        mean, own, loadings = prior(features, mask)
+        picks, self.parts, at = [], [], 1
+        for arms in self.arms:
+            picks.append(np.concatenate([[2 * N_CONFIGS], arms, N_CONFIGS + arms]))
+            self.parts.append(slice(at, at + len(picks[-1])))
+            at += len(picks[-1])
+        self.mean, self.cov = np.zeros(at), np.zeros((at, at))
+        shared = np.zeros((at, prior.n_shared))
+        for s, (pick, part) in enumerate(zip(picks, self.parts, strict=True)):
+            self.mean[part] = mean[s, pick]
+            shared[part] = loadings[s, pick, : prior.n_shared]
+            alone = loadings[s, pick, prior.n_shared :]
+            self.cov[part, part] = alone @ alone.T + np.diag(own[s, pick])
+        self.cov += shared @ shared.T
+        self.cov *= DOUBT
+        self.cov[0, 0] = 1e-4
+        self.config = [np.full(N_CONFIGS, -1) for _ in self.arms]
+        for index, arms in zip(self.config, self.arms, strict=True):
+            index[arms] = np.arange(len(arms))
+        self._effects: list[_Effects | None] = [None] * len(self.arms)
+        self.wander = WANDER
+        # How far the last window was from what was expected of it, in standard deviations: the step, each slot's calls.
+        self.off_step, self.off_calls = 0.0, np.zeros(len(self.arms))
+        self.reveal, self.call_noise, self.has_calls = 0.005, 0.03, True  # what a window is expected to show
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def effects(self, slot: int) -> tuple[Array, Array]:
+        """Mean (a,) and covariance (a, a) of what a slot's arms (not AUTO) save, as parts of the step."""
+        found = self._effect(slot)
+        return found.mean, found.cov
+
+    def _effect(self, slot: int) -> _Effects:
+        kept = self._effects[slot]
+        if kept is not None:
+            return kept
+        part, share, a = self.parts[slot], self.share[slot], len(self.arms[slot])
+        m, p = self.mean[part], self.cov[part, part]
+        exposure, logs, rest = min(max(float(m[0]), 0.0), 1.3), m[1 : a + 1], m[a + 1 :]
+        time = np.exp(_within(logs, *LOG_RANGE))
+        by_exposure, by_log = share * (1 - time), -share * exposure * time
+        # Of an arm's effect with every figure of the slot: only three of them have a slope.
+        cross = by_exposure[:, None] * p[0] + by_log[:, None] * p[1 : a + 1] + share * p[a + 1 :]
+        cov = cross[:, :1] * by_exposure + cross[:, 1 : a + 1] * by_log + share * cross[:, a + 1 :]
+        variance, with_exposure = p.diagonal()[1 : a + 1], p[0, 1 : a + 1]
+        wait = exposure * (1 - time * (1 + np.minimum(variance, 1.0) / 2)) - with_exposure * time
+        mean = share * (wait + rest)
+        mean = np.where(logs > FAR, np.minimum(mean, 0.0), mean)  # no call that takes e times as long saves anything
+        self._effects[slot] = found = _Effects(mean, cov, by_exposure, by_log, cross[:, 1 : a + 1])
+        return found
+
+    def figures(self, slot: int) -> tuple[Array, Array]:
+        """Mean and standard deviation (N_CONFIGS,) of what a slot's configs save; zeros for AUTO and what is masked."""
+        mean, cov = self.effects(slot)
+        out = np.zeros((2, N_CONFIGS))
+        out[0, self.arms[slot]], out[1, self.arms[slot]] = mean, np.sqrt(np.maximum(cov.diagonal(), 0))
+        return out[0], out[1]
+
+    def ahead(self, slot: int, beside: float = 0.0) -> tuple[Array, Array, Array]:
+        """Of all configs (N_CONFIGS,): mean against the best, what a window under it is expected to teach of that
+        (standard deviation of the change of the mean), and the knowledge gradient: by how much the best mean is
+        expected to rise for it (Frazier et al. 2008).
+
+        A window shows both the duration of the slot's calls and, less surely, the step: ``beside`` is the variance of
+        what the other slots are doing to that meanwhile.
+        """
+        arms = self.arms[slot]
+        mean, learned, worth = np.zeros(N_CONFIGS), np.zeros(N_CONFIGS), np.zeros(N_CONFIGS)
+        if not len(arms):
+            return mean, learned, worth
+        effects, cov, _, _, logs = self._effect(slot)
+        at, a = self.parts[slot].start + 1, len(arms)
+        b = int(effects.argmax())
+        best, second = max(float(effects[b]), 0.0), 0.0
+        own = cov.diagonal() + self.reveal**2 + beside
+        own_log = self.cov.diagonal()[at : at + a] + CALL_FLOOR**2 + self.call_noise**2
+        both = logs.diagonal()
+        k1, k2 = cov.diagonal(), both  # covariance of every arm's lead with its effect, and with its log time
+        if best > 0:
+            k1, k2 = k1 - cov[b], k2 - logs[b]
+            # Of the best itself: against the runner-up.
+            others = effects.copy()
+            others[b] = -np.inf
+            r = int(others.argmax())
+            second = max(float(others[r]), 0.0) if a > 1 else 0.0
+            k1[b], k2[b] = cov[b, b], logs[b, b]
+            if second > 0:
+                k1[b], k2[b] = k1[b] - cov[r, b], k2[b] - logs[r, b]
+        if not self.has_calls:
+            told = k1**2 / own
+        else:
+            det = np.maximum(own * own_log - both**2, 1e-18)
+            told = (k1**2 * own_log - 2 * k1 * k2 * both + k2**2 * own) / det
+        deviation = np.sqrt(np.maximum(told, 0.0))
+        gap = effects - best
+        if best > 0:
+            gap[b] = second - best
+        worth[arms], learned[arms] = expected_improvement(gap, deviation), deviation
+        mean[arms] = effects
+        return mean - best, learned, worth
+
+    @property
+    def exposure(self) -> tuple[Array, Array]:
+        """Mean and standard deviation (s,) of the part of each slot's time that the step waits for."""
+        at = [part.start for part in self.parts]
+        return np.clip(self.mean[at], 0.0, 1.3), np.sqrt(np.maximum(self.cov[at, at], 0))
+
+    def saving(self, configs: Array) -> tuple[float, float]:
+        """Mean and standard deviation of what a whole table (s,) of configs saves, as a part of the step."""
+        total, at, slopes = self._linear(configs)
+        return total, math.sqrt(max(float(slopes @ self.cov[np.ix_(at, at)] @ slopes), 0.0))
+
+    def _linear(self, configs: Array) -> tuple[float, Array, Array]:
+        """Mean of what a table (s,) saves; figures (indices into ``mean``) that it has a slope by, and the slopes."""
+        total, at, slopes = 0.0, list[int](), list[float]()
+        for s, config in enumerate(configs):
+            i = self.config[s][int(config)]
+            if i >= 0:
+                effect, start = self._effect(s), self.parts[s].start
+                total += float(effect.mean[i])
+                at += [start, start + 1 + i, start + 1 + len(self.arms[s]) + i]
+                slopes += [effect.by_exposure[i], effect.by_log[i], self.share[s]]
+        return total, np.array(at, np.int64), np.array(slopes, np.float64)
+
+    def best(self) -> Array:
+        """The table of best means, (s,)."""
+        found = np.zeros(len(self.arms), np.int64)
+        for s, arms in enumerate(self.arms):
+            mean = self._effect(s).mean
+            if len(arms) and mean.max() > 0:
+                found[s] = arms[mean.argmax()]
+        return found
+
+    # -- learning ----------------------------------------------------------------------------------------------
+
+    def observe(
+        self, configs: Array, log_step: float, noise: float, call_logs: Array, call_noise: Array, steps: int
+    ) -> float:
+        """One window under ``configs`` (s,): the log of its step time over the first default's (NaN: not measured),
+        the standard deviation of that, logs of the slots' call times over their default's (s,; NaN: not sampled) with
+        theirs, and the steps since the last window. Returns how likely that was, as a log density."""
+        likely = 0.0
+        self.cov[0, 0] += self.wander**2 * steps
+        self.off_step, self.off_calls = 0.0, np.zeros(len(self.arms))
+        seen, misses, noises = [], [], []
+        for s, config in enumerate(configs):
+            i = self.config[s][int(config)]
+            if i >= 0 and np.isfinite(call_logs[s]):
+                at = self.parts[s].start + 1 + i
+                seen.append(at)
+                misses.append(float(np.clip(call_logs[s], *LOG_RANGE)) - self.mean[at])
+                noises.append(float(call_noise[s]) ** 2 + CALL_FLOOR**2)
+                self.off_calls[s] = misses[-1] / math.sqrt(self.cov[at, at] + noises[-1])
+        if seen:  # first: they say where to set the tangent for the step
+            likely = self._see(np.array(seen), np.array(misses), np.array(noises))
+        if np.isfinite(log_step):
+            total, figures, slopes = self._linear(configs)
+            left = max(1 - total, LEAST)
+            row = np.append(figures, 0), np.append(-slopes / left, 1.0)
+            miss, variance = log_step - self.mean[0] - math.log(left), noise**2 + (MISFIT * total) ** 2
+            told, self.off_step = self._see_step(*row, miss, variance)
+            likely += told
+        return likely
+
+    def difference(self, table: Array, beside: Array) -> float:
+        """What a table saves beyond another, both (s,), as a part of the step."""
+        return self._linear(table)[0] - self._linear(beside)[0]
+
+    def compare(self, table: Array, beside: Array, log_ratio: float, noise: float) -> None:
+        """``log_ratio``: of the step under ``beside`` (s,) over that under ``table`` (s,), one window after the other;
+        ``noise``: its standard deviation. What the two have in common cancels."""
+        (total, at, slopes), (other, others, less) = self._linear(table), self._linear(beside)
+        left, rest = max(1 - total, LEAST), max(1 - other, LEAST)
+        row = np.concatenate([at, others]), np.concatenate([slopes / left, -less / rest])
+        miss, variance = log_ratio - math.log(rest / left), noise**2 + (MISFIT * (total - other)) ** 2
+        self._see_step(*row, miss, variance)
+
+    def _see_step(self, at: Array, slopes: Array, miss: float, variance: float) -> tuple[float, float]:
+        """What goes by ``slopes`` of the figures ``at`` was off by ``miss``: how likely that was, as a log density, and
+        by how many standard deviations. An outlier counts for less."""
+        cross = slopes @ self.cov[at]
+        expected = max(float(cross[at] @ slopes), 0.0)
+        off = miss / math.sqrt(expected + variance)
+        spread = expected + max(off**2 / OUTLIER**2, 1.0) * variance
+        gain = cross / spread
+        self.mean = self.mean + gain * miss
+        self.cov -= np.outer(gain, cross)
+        self.touched()
+        return -0.5 * (miss**2 / spread + math.log(2 * math.pi * spread)), off
+
+    def _see(self, at: Array, misses: Array, variances: Array) -> float:
+        """The figures ``at`` (k,) themselves were off by ``misses``."""
+        cross = self.cov[at].T
+        spread = cross[at] + np.diag(variances)
+        gain = np.linalg.solve(spread, cross.T).T
+        likely = -0.5 * float(misses @ np.linalg.solve(spread, misses) + np.linalg.slogdet(2 * np.pi * spread)[1])
+        self.mean = self.mean + gain @ misses
+        self.cov -= gain @ cross.T
+        self.touched()
+        return likely
+
+    def touched(self) -> None:
+        """``mean`` or ``cov`` have been changed: what was worked out from them no longer holds."""
+        self._effects = [None] * len(self.arms)
+
+    def learn(self, at: Array | list[int], values: Array | list[float], noise: Array | list[float]) -> None:
+        """Figures ``at`` (indices into ``mean``) were seen otherwise than by a window: values, standard deviations."""
+        at = np.asarray(at, np.int64)
+        self._see(at, np.asarray(values) - self.mean[at], np.asarray(noise) ** 2)
+
+
+def _within(x: Array, low: float, high: float) -> Array:
+    """np.clip without its overhead, which counts here."""
+    return np.minimum(np.maximum(x, low), high)
+
+
+def expected_improvement(ahead: Array, deviation: Array) -> Array:
+    """E[max(x, 0)] for x normal with mean ``ahead`` and standard deviation ``deviation``.
+
+    The normal's tail is that of Bowling et al. 2009 (a logistic of a cubic), within 2e-4.
+    """
+    deviation = np.maximum(deviation, 1e-9)
+    u = ahead / deviation
+    square = u * u
+    below = 1 / (1 + np.exp(-_within(u * (1.5976 + 0.07056 * square), -40.0, 40.0)))
+    density = np.exp(-0.5 * square) / math.sqrt(2 * math.pi)
+    return np.asarray(np.maximum(ahead * below + deviation * density, 0.0))
+
+
+def too_long(times: float, saving: Any, deviation: Any) -> Any:
+    """Probability that a step takes more than so many defaults, from what is believed to be saved of it."""
+    u = (1 - times - np.asarray(saving)) / np.maximum(deviation, 1e-6)
+    return 1 / (1 + np.exp(-np.clip(1.5976 * u + 0.07056 * u**3, -40, 40)))  # Bowling et al. 2009

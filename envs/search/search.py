@@ -1,0 +1,396 @@
+"""The search over a whole job: one code for training, board, replay and a running job.
+
+It goes in *turns*: one decision a slot, and when all slots have had their turn a *window* of some steps runs under all
+of them at once (``Windows.measure``). The search owns what is not the policy's: the mask, warm-up and canary of what is
+new, how long a window is, when the default is measured, what the belief learns, every comparison, and the end. When the
+policy has nothing left to try, its table meets the default in turn, window by window, until :class:`sequential.Race` is
+sure. After the verdict the same object keeps watch, and begins anew where the job has changed.
+
+Where windows come from (a simulator, a trace, a running job) is all that differs between the environments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...traces.spaces import config_index
+from . import turns, windows
+from .afterwards import Afterwards
+from .belief import Belief, Prior
+from .canary import GIVE_UP, Canary
+from .neighbours import untested
+from .regimes import Regimes
+from .sequential import MORE, LongSteps, Race, median, middle, window_noise
+from .watch import Marks, Rules
+from .windows import DISCARD, PROFILE, REFERENCE, REFINE, SEARCH, TABLE, TRIAL, WARM_STEPS, WATCH, Job, Measured, Plan
+
+Array = np.ndarray[Any, Any]
+
+#: The budget counts for so many steps from the start.
+BUDGET_STEPS = 4000
+#: Standard deviation of a log duration where nothing says otherwise.
+CALL_NOISE = 0.03
+
+
+class Search:
+    """The search over one job. Ask :meth:`plan`; where it gives a window, measure it and :meth:`record` it; where it
+    gives None it is the policy's turn: :meth:`observe`, then :meth:`decide`."""
+
+    def __init__(
+        self,
+        job: Job,
+        default: Measured,
+        prior: Prior,
+        rules: Rules | None = None,
+        first: Array | None = None,
+        on_confirmed: Callable[[Array], object] = lambda configs: None,
+    ) -> None:
+        """``first``: configs (s,) to be tried before all others; ``on_confirmed`` hears of other configs (s,) that are
+        confirmed."""
+        self.job, self.prior, self.rules = job, prior, rules or Rules()
+        self.n_slots, self.marks, self.on_confirmed = len(job.share), Marks(), on_confirmed
+        self.steps = default.billed
+        self.lost = 0.0  # default steps that the job lost against its default, so far
+        self.default_logs, self.n_default = np.log(job.call_us), np.ones(self.n_slots)  # of the default's calls
+        self.confirmed: Array = np.zeros(self.n_slots, np.int64)  # in force when nothing is tried
+        # What confirmed it: the first against the default, each other against the one before.
+        self.races: list[Race] = []
+        self.same_logs: list[float] = []  # of each default window and the one before it: the default against itself
+        self.running: Array = np.zeros(self.n_slots, np.int64)  # under what the job runs now
+        self.before = self.confirmed if first is None else np.where(job.mask[np.arange(self.n_slots), first], first, 0)
+        self.after = self.after_default = 0  # steps since the verdict; of them under the default
+        self.warm: set[int] = set()
+        self._single: deque[float] = deque(maxlen=96)  # logs of single steps over their window's; a change keeps them
+        self.banned = np.zeros_like(job.mask, bool)
+        self.regimes = Regimes()
+        self.straggling = set[bytes]()  # tables that were taken back for their long steps
+        self._begin(default)
+
+    def _begin(self, default: Measured) -> None:
+        """A new search, from these default steps."""
+        self._single.extend(np.log(default.step_ms / middle(default.step_ms)))
+        logs = np.array(self._single)
+        self._kept: dict[str, Any] = {}  # what holds until the next window
+        self.default_ms = middle(default.step_ms)
+        lowest, most = self.rules.window_steps
+        fits = (n for n in range(lowest, most) if window_noise(logs, n) <= self.rules.good_noise)
+        self.window_steps = next(fits, most)
+        self.belief = Belief(self.prior, self.job.features, self.job.mask & ~self.banned, self.job.share)
+        self.belief.reveal = self.rules.reveal * self.noise
+        # The default's own step time is no surer than a window of it, nor steadier.
+        self.belief.cov[0, 0] = max(self.belief.cov[0, 0], self.noise**2)
+        self.belief.wander = max(self.belief.wander, self.noise / 10)
+        self.belief.has_calls = bool(np.isfinite(self.default_logs).any())
+        self.choices = self.before.copy()
+        self.tried, self.canary = np.zeros(self.job.mask.shape), Canary(self.job.mask.shape)
+        self.turn = self.n_slots if self.choices.any() else 0  # what was good before is the first to be tried
+        self.round = self.idle = 0
+        self.phase, self.last_saving, self.comparisons, self.closing = SEARCH, 0.0, 0, False
+        self.race: Race | None = None
+        self.rejected: Race | None = None
+        self._half: list[tuple[str, float]] = []
+        self._default_before = self.default_ms
+        self.given_up, self._seen = set(self.straggling), Counter[bytes]()
+        self.long = LongSteps()
+        self.long.add(np.zeros(self.n_slots, np.int64), default.step_ms, self.default_ms)
+
+    # -- what comes next ---------------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> Array:
+        """(s, N_CONFIGS) bool: what may be chosen now: what is not feared to make steps far too long."""
+        if "open" not in self._kept:
+            closed = self.later.closed if self.phase == REFINE else self.canary.feared(self.belief, self.tried)
+            self._kept["open"] = np.asarray(self.job.mask & ~self.banned & ~closed)
+        return self._kept["open"]
+
+    @property
+    def is_over(self) -> bool:
+        """The verdict is there; what comes now is the watch, and what is still tried beside it."""
+        return self.phase in (REFINE, WATCH)
+
+    @property
+    def is_done(self) -> bool:
+        """The policy has nothing left to decide."""
+        return self.phase == WATCH
+
+    @property
+    def is_spent(self) -> bool:
+        """The search has lost what it may."""
+        return self.lost > self.rules.budget * max(self.steps, BUDGET_STEPS)
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of a window's log step time, as measured on this job."""
+        if "noise" not in self._kept:
+            self._kept["noise"] = window_noise(np.array(self._single), self.window_steps)
+        return self._kept["noise"]
+
+    def plan(self) -> Plan | None:
+        """The window to run now, or None where the policy has a turn first."""
+        if self.phase == SEARCH:
+            return self.window(SEARCH, self.choices) if self.turn == self.n_slots else None
+        if self.is_over:
+            return self.later.plan()
+        if self.phase == PROFILE:
+            return Plan(PROFILE, np.zeros(self.n_slots, np.int64), self.rules.profile_steps, DISCARD)
+        reference = (len(self._half) + self.race.n) % 2 == 0 if self.race else True  # R T, T R, R T: one switch a pair
+        return self.window(REFERENCE, self.reference) if reference else self.window(TABLE, self.table)
+
+    def window(self, kind: str, configs: Array) -> Plan:
+        """A window under these configs (s,), given up where they are new and far too long."""
+        discard = self.discard(configs)
+        untried = (self.tried[np.arange(self.n_slots), configs] == 0) & (configs > 0)
+        limit = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0]) if untried.any() else math.inf
+        return Plan(kind, configs.copy(), self.window_steps, discard, limit)
+
+    def discard(self, configs: Array) -> int:
+        """Steps that do not count after a change to these configs (s,)."""
+        if np.array_equal(configs, self.running):
+            return 0
+        return DISCARD + (WARM_STEPS if self._families(configs) - self.warm else 0)
+
+    def _families(self, configs: Array) -> set[int]:
+        return {f for s, c in enumerate(configs) if (f := int(self.job.families[s, c])) >= 0}
+
+    @property
+    def gain(self) -> tuple[float, float, float]:
+        """Mean of the log of the default's step time over the confirmed table's, and its interval."""
+        bounds = [race.interval for race in self.races]
+        return sum(r.mean for r in self.races), sum(b[0] for b in bounds), sum(b[1] for b in bounds)
+
+    # -- the policy's turns ------------------------------------------------------------------------------------
+
+    def observe(self) -> Array:
+        """What the policy sees of the slot whose turn it is, (turns.N_OBSERVATION,) float32."""
+        slot, belief = self.turn, self.belief
+        best = belief.best()
+        beside = np.where(np.arange(self.n_slots) < slot, self.choices, best)
+        beside[slot] = 0
+        refines = self.phase == REFINE  # then all other slots run alike in both windows
+        ahead, learned, worth = belief.ahead(slot, 0.0 if refines else belief.saving(beside)[1] ** 2)
+        exposure, unsure = belief.exposure
+        saving, deviation = belief.saving(best)
+        context = np.array([
+            self.job.share[slot], exposure[slot], unsure[slot], 50 * self.noise, 5 * self.last_saving, 5 * saving,
+            5 * deviation, self.round / 16, self.n_slots / 8, slot / self.n_slots, float(self.confirmed.any()),
+            self.comparisons / 4, 20 * belief.mean[0], belief.off_step / 2, belief.off_calls[slot] / 2, float(refines),
+        ])  # fmt: skip
+        figures = np.zeros((turns.N_PER_CONFIG, ahead.size))
+        figures[:3] = turns.believed(ahead, learned, worth)
+        figures[3] = np.minimum(self.tried[slot], 16) / 4
+        figures[4, self.choices[slot]] = float(self.round > 0)
+        figures[5, self.confirmed[slot]] = 1.0
+        return turns.observe(self.job.features[slot], context, figures, self.open[slot])
+
+    def decide(self, config: int) -> bool:
+        """The policy's choice for the slot whose turn it is; one that is not open runs as AUTO, after the verdict as
+        it does already. Returns whether it was open."""
+        slot = self.turn
+        ok = bool(self.open[slot, config])
+        if self.phase == REFINE:
+            self.later.decide(config if ok else int(self.confirmed[slot]))
+            return ok
+        choice = config if ok else 0
+        self.idle = self.idle if self.choices[slot] == choice and self.round else 0
+        self.choices[slot] = choice
+        self.turn += 1
+        if self.turn == self.n_slots:
+            self._round_is_chosen()
+        return ok
+
+    def ask(self, policy: windows.Policy, state: Any = None) -> Any:
+        """Let a policy decide for the slot whose turn it is, from its state of the turn before; its state now."""
+        action, state = policy.predict(self.observe()[None], state, np.array([state is None]), True)
+        self.decide(int(config_index(np.reshape(action, 2))))
+        return state
+
+    def _round_is_chosen(self) -> None:
+        """All slots have had their turn: a window under these choices, or the policy has nothing left to try."""
+        best = self.belief.best()
+        at_best = self.rules.by_belief and np.array_equal(self.choices, best)
+        settled = self.round > 0 and (at_best or self.idle >= self.rules.patience)
+        self.idle += 1
+        if self.rules.by_belief and not settled and self._seen[self.choices.tobytes()] > 1:
+            # Measured twice as a whole: which slot does what is learned from one slot at a time.
+            alone = self.round % self.n_slots
+            self.choices = np.where(np.arange(self.n_slots) == alone, self.choices, best)
+        last = self.round >= self.rules.most_rounds(self.n_slots)
+        if settled and at_best and not last:
+            beside = untested(best, self.job.share, self.open, self.tried)
+            settled, self.choices = np.array_equal(beside, best), beside
+        self._seen[self.choices.tobytes()] += 1
+        if settled or self.is_spent or last:
+            self._propose(self.choices if settled else best, closing=True)
+
+    # -- comparisons -------------------------------------------------------------------------------------------
+
+    def _propose(self, table: Array, closing: bool) -> None:
+        """Compare a table with what is in force, or end the search where there is nothing to compare."""
+        promised = self.belief.saving(table)[0] - self.belief.saving(self.confirmed)[0]
+        if (
+            np.array_equal(table, self.confirmed)
+            or promised < self.rules.least_gain
+            or table.tobytes() in self.given_up
+        ):
+            if closing:
+                self._finish(refine=True)
+            return
+        self._race(table, closing)
+
+    def _race(self, table: Array, closing: bool) -> Race:
+        self.phase, self.closing = TABLE, closing
+        self.table, self.reference = table.copy(), self.confirmed.copy()
+        self.race, self._half = Race(self.noise * math.sqrt(2)), []
+        return self.race
+
+    def resume(self, confirmed: Array) -> None:
+        """A table was confirmed before: straight to the watch."""
+        self.confirmed = confirmed.copy()
+        self._finish()
+
+    def _compare(self, plan: Plan, ms: float) -> None:
+        """One window of a comparison."""
+        race = self.race
+        assert race is not None
+        if not plan.configs.any():
+            self.same_logs.append(math.log(self._default_before / ms))
+            self._default_before = ms
+        self._half.append((plan.kind, ms))
+        if len(self._half) < 2:
+            return
+        pair = dict(self._half)
+        self._half = []
+        race.add(pair[REFERENCE], pair[TABLE])
+        verdict = self.verdict(race, self.table, self.rules.pairs)
+        if verdict:
+            self._accept(race)
+        elif verdict is not None:
+            self._reject()
+
+    def verdict(self, race: Race, table: Array, pairs: float, soonest: int = 2) -> bool | None:
+        """Whether a table (s,) takes the place of what is in force: :meth:`Race.verdict`, long steps counted."""
+        known, pairs = (self.gain[1], self.rules.pairs_again) if self.races else (None, pairs)
+        found = race.verdict(pairs, self.rules.least_gain, known, soonest)
+        if not found or self.long.allows(table, self.confirmed, race.mean):
+            return found
+        most = MORE * pairs if known is not None else self.rules.doubtful  # it goes on: it gains, and costs little
+        return False if race.n >= most or self.long.forbids(table, self.confirmed, race.mean) else None
+
+    def _accept(self, race: Race) -> None:
+        if not self.confirmed.any():
+            self.marks.gained(self.steps)
+        self.races.append(race)
+        self.confirm(self.table)
+        self._continue()
+
+    def confirm(self, configs: Array) -> None:
+        """These configs (s,) are in force from now on, when nothing is tried; the job is told where they are others."""
+        is_other = not np.array_equal(configs, self.confirmed)
+        self.confirmed = configs.copy()
+        if is_other:
+            self.on_confirmed(self.confirmed)
+
+    def _reject(self) -> None:
+        self.rejected = self.race
+        self.given_up.add(self.table.tobytes())
+        self._continue()
+
+    def _continue(self) -> None:
+        """After a comparison: on with the search, or the end."""
+        self.race = None
+        self.comparisons += 1
+        surprised = not np.array_equal(self.belief.best(), self.table) and self.comparisons < self.rules.comparisons
+        if self.closing and not surprised:
+            self._finish(refine=True)
+        else:
+            self.phase, self.turn, self.idle = SEARCH, 0, 0
+
+    def _finish(self, levels: Sequence[float] = (), refine: bool = False) -> None:
+        self.marks.verdict = self.steps if self.marks.verdict < 0 else self.marks.verdict
+        self.phase, self.turn, self.choices = WATCH, 0, self.confirmed.copy()
+        self.later = Afterwards(self, levels)
+        if refine:
+            self.later.refine()
+
+    # -- what a window gave ------------------------------------------------------------------------------------
+
+    def record(self, plan: Plan, seen: Measured) -> float:
+        """Take in a window. Returns the reward, as :class:`search_env.SearchEnv` describes it."""
+        self.steps += seen.billed
+        self._kept.clear()
+        if plan.kind == PROFILE:
+            self.job = self.job.changed(seen.call_us, middle(seen.step_ms) / self.default_ms)
+            self.default_logs = np.log(self.job.call_us)
+            self._begin(seen)
+            self.later.recognise()
+            return 0.0
+        default_ms = self.default_ms * math.exp(float(self.belief.mean[0]))
+        given_up = len(seen.step_ms) > 0 and float(seen.step_ms[-1]) > plan.limit_ms
+        ms = middle(seen.step_ms)
+        saved = seen.billed - seen.billed_ms / default_ms
+        anyway = seen.billed * (1 - math.exp(-self.gain[0])) if self.is_over else 0.0
+        # A step that saves a checkpoint is not the search's doing, but a step that was given up is.
+        self.lost -= saved if given_up else seen.billed * (1 - ms / default_ms)
+        self.long.add(plan.configs, seen.step_ms, default_ms if given_up else ms)
+        if plan.kind != WATCH or not plan.configs.any():
+            self._learn(plan, seen, given_up)
+        if given_up:
+            self.marks.canaries += 1
+            self.canary.struck(plan.configs, self.tried, self.banned)
+        else:
+            self.warm |= self._families(plan.configs)
+        self.running = plan.configs.copy()
+        if plan.kind == SEARCH:
+            self._after_round(given_up)
+        elif plan.kind == TRIAL:
+            self.later.tried(seen, ms, given_up)
+        elif plan.kind in (REFERENCE, TABLE):
+            refused = (~seen.obeyed & (plan.configs > 0)).any()
+            if refused or (given_up and self.banned[np.arange(self.n_slots), plan.configs].any()):
+                self._reject()
+            elif given_up:  # it may have been a checkpoint: once more
+                self._half = []
+            else:
+                self._compare(plan, ms)
+        else:
+            self.later.watched(plan, seen, ms)
+        return (saved - anyway) / 100.0
+
+    def _learn(self, plan: Plan, seen: Measured, given_up: bool) -> None:
+        steps = seen.step_ms[-1:] if given_up else seen.step_ms
+        logs = np.log(steps / self.default_ms)
+        if len(logs) >= 3:
+            self._single.extend(logs - median(logs))
+        is_told = len(steps) > 0 and plan.kind != TRIAL  # a trial is set beside the table in force
+        log_step = math.log(middle(steps) / self.default_ms) if is_told else math.nan
+        noise = window_noise(np.array(self._single), len(steps)) if is_told else 1.0
+        if given_up:
+            noise = self.canary.noise(plan.configs, self.tried, self.belief)
+        logs_us = np.log(np.asarray(seen.call_us, np.float64))
+        own = (plan.configs == 0) & np.isfinite(logs_us)
+        self.n_default += own
+        self.default_logs = self.default_logs + np.where(own, (logs_us - self.default_logs) / self.n_default, 0.0)
+        calls = np.where(seen.obeyed, logs_us - self.default_logs, np.nan)
+        # What NCCL did not obey says nothing of the config, which is not tried again.
+        refused = np.flatnonzero(~seen.obeyed & (plan.configs > 0))
+        self.banned[refused, plan.configs[refused]] = True
+        configs = np.where(seen.obeyed, plan.configs, 0)
+        self.belief.observe(configs, log_step, noise, calls, np.full(self.n_slots, CALL_NOISE), seen.billed)
+        if not given_up:
+            self.tried[np.arange(self.n_slots), configs] += 1
+        self.last_saving = -log_step if is_told else 0.0
+
+    def _after_round(self, given_up: bool) -> None:
+        self.round, self.turn = self.round + 1, 0
+        if given_up or self.confirmed.any() or self.round < self.rules.early:
+            return
+        table = self.belief.best()
+        mean, deviation = self.belief.saving(table)
+        if mean > 2 * deviation and mean > 3.0 * self.noise * math.sqrt(2):
+            self._propose(table, closing=False)

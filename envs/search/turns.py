@@ -1,0 +1,85 @@
+"""Observation and action of one turn in the search over a job: the same for Sim, Replay and Live.
+
+A turn is the decision for one slot. Effects are parts of the job's step time; the belief's figures are scaled so that
+5 % of the step is 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from ...traces.fingerprint import N_FEATURES
+from ...traces.spaces import N_CHANNELS, N_CONFIGS, N_PAIRS
+
+Array = np.ndarray[Any, Any]
+
+#: Effects in the observation are multiplied by this: 5 % of the step is 1.
+SCALE = 20.0
+#: Figures per config: mean against the best, what a window is expected to teach, its worth (ten times larger), windows
+#: measured (quarters), whether it was chosen in the last round, whether it is in force when nothing is tried.
+N_PER_CONFIG = 6
+CONTEXT = (
+    "share", "exposure", "exposure_sd", "noise", "last_saving", "best_saving", "best_sd", "round", "slots", "place",
+    "confirmed", "comparisons", "wander", "off_step", "off_calls", "refining",
+)  # fmt: skip
+N_OBSERVATION = N_FEATURES + len(CONTEXT) + N_PER_CONFIG * N_CONFIGS + N_CONFIGS
+
+
+def observation_space() -> gym.spaces.Box:
+    """Fingerprint, context, figures per config, and in the last ``N_CONFIGS`` entries what may be chosen (0 / 1)."""
+    return gym.spaces.Box(-4.0, 4.0, (N_OBSERVATION,), np.float32)
+
+
+def action_space() -> gym.spaces.MultiDiscrete:
+    """``[pair, channels]`` of one slot: indices into AUTO + PAIRS and into CHANNELS."""
+    return gym.spaces.MultiDiscrete([N_PAIRS, N_CHANNELS])
+
+
+def observe(features: Array, context: Array, figures: Array, open_: Array) -> Array:
+    """One turn's observation (N_OBSERVATION,) float32 from its parts: (N_FEATURES,), (len(CONTEXT),), (N_PER_CONFIG,
+    N_CONFIGS), (N_CONFIGS,) bool."""
+    shown = np.where(open_, figures, 0.0)
+    return np.clip(np.concatenate([features, context, shown.ravel(), open_]), -4, 4).astype(np.float32)
+
+
+def believed(ahead: Array, learned: Array, worth: Array) -> Array:
+    """The first three figures of all configs, (3, N_CONFIGS), from what ``belief.Belief.ahead`` says."""
+    return np.stack([SCALE * ahead, SCALE * learned, 10 * SCALE * worth])
+
+
+@dataclass
+class Seen:
+    """Observations (n, N_OBSERVATION) taken apart, for policies that are no network. Effects are parts of the step."""
+
+    ahead: Array  # (n, N_CONFIGS) mean of what a config saves, against the best
+    learned: Array  # (n, N_CONFIGS) what a window under it is expected to teach of that (standard deviation)
+    worth: Array  # (n, N_CONFIGS) by how much the best mean is expected to rise for that window
+    count: Array  # (n, N_CONFIGS) windows measured, at most 16
+    last: Array  # (n, N_CONFIGS) bool: chosen in the last round
+    in_force: Array  # (n, N_CONFIGS) bool
+    open: Array  # (n, N_CONFIGS) bool: may be chosen
+    context: dict[str, Array]  # (n,) each, as they stand in the observation
+    features: Array  # (n, N_FEATURES)
+
+
+def seen(observations: Array) -> Seen:
+    """What a policy is given, (n, N_OBSERVATION) or one of them, taken apart: the inverse of :func:`observe`."""
+    x = np.atleast_2d(np.asarray(observations, np.float64))
+    ends = np.cumsum([N_FEATURES, len(CONTEXT), N_PER_CONFIG * N_CONFIGS])
+    features, context, figures, open_ = np.split(x, ends, axis=1)
+    f = figures.reshape(len(x), N_PER_CONFIG, N_CONFIGS)
+    return Seen(
+        f[:, 0] / SCALE,
+        f[:, 1] / SCALE,
+        f[:, 2] / SCALE / 10,
+        np.rint(4 * f[:, 3]),
+        f[:, 4] > 0.5,
+        f[:, 5] > 0.5,
+        open_ > 0.5,
+        dict(zip(CONTEXT, context.T, strict=True)),
+        features,
+    )

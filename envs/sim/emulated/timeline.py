@@ -1,0 +1,237 @@
+"""The emulated timeline of one communicator: what NCCL would choose, and when each collective would end.
+
+The order of events is NCCL's: the plugin's tuner is asked with the cost table that NCCL would offer on this cluster,
+the smallest cost wins, the profiler hears of the collective, and the kernel runs on the communicator's stream, after
+the one before it and not before the last rank arrived. How long it takes is the fabric's word, not NCCL's.
+
+All times are nanoseconds of the emulated rank's clock (clock.py). A collective's start and end are known when this rank
+waits for it, in the order of the program: so they do not depend on how fast the ranks really run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ....traces.records import ALGOS, PROTOS
+from ...nccl.plugin.build import plugin_path
+from ...nccl_model.clusters import Cluster, resize
+from ...nccl_model.cost_model import channels, cost_table
+from ..fabric import Fabric
+from .clock import Clock
+from .nccl_caller import EVENT_KERNEL_CH, Communicator, choose
+from .settings import Emulated
+
+#: The collectives that take emulated time; the others (broadcast, barrier ...) only happen at set-up.
+TIMED = ("all_gather", "reduce_scatter", "all_reduce")
+DEPTH = 1024  # collectives that one rank may be ahead of another
+
+
+@dataclass
+class Collective:
+    """One collective in flight. ``start_ns`` and ``end_ns`` are 0 until this rank waits for it."""
+
+    func: str
+    seq: int  # per function, as NCCL's profiler counts
+    order: int  # on the communicator's stream
+    duration_ns: int
+    beside: tuple[float, float, float]  # what it does to compute, and takes of the links: see Fabric.beside
+    n_kernels: int  # channels whose kernel times the profiler wants
+    handle: Any
+    start_ns: int = 0
+    end_ns: int = 0
+
+    @property
+    def slowdown(self) -> float:
+        """Time that compute loses to it, for each time that both run."""
+        return self.beside[0]
+
+
+#: The communicators of this process: they share the rank's links. One thread at a time deals with them.
+_LINES: weakref.WeakSet[Timeline] = weakref.WeakSet()
+_LOCK = threading.RLock()
+#: What collectives of two communicators cost each other beside the links: SMs, proxy threads, the launch queue. Drawn.
+CROWD = 0.05
+#: Of a link that others fill, a collective still gets this part.
+LEAST_LINK = 0.1
+
+
+def with_neighbours(c: Collective, others: Iterable[Collective]) -> int:
+    """Nanoseconds that a collective takes which starts at ``c.start_ns``, beside those of other communicators.
+
+    Links are shared: who comes later gets what the earlier leave free, so that together they take as long as if they
+    shared evenly (the law of the simulated jobs, :class:`.step.Law`), and none's end has to be taken back.
+    """
+    _, *mine = c.beside
+    left, now = float(c.duration_ns), float(c.start_ns)
+    beside = sorted((o for o in others if o.end_ns > c.start_ns), key=lambda o: o.end_ns)
+    while beside:
+        taken = [min(sum(o.beside[1 + k] for o in beside), 1.0 - LEAST_LINK) for k in range(2)]
+        pace = max([1.0, *(m / (1.0 - t) for m, t in zip(mine, taken, strict=True))]) * (1.0 + CROWD * len(beside))
+        passed = min(beside[0].end_ns - now, left * pace)
+        left, now = left - passed / pace, now + passed
+        if left <= 0.0:
+            return round(now - c.start_ns)
+        beside = [o for o in beside if o.end_ns > now]
+    return round(now + left - c.start_ns)
+
+
+class Arrivals:
+    """When did each rank enqueue its n-th collective? A ring of arrival times in a small page that the ranks share.
+
+    A real collective starts when its last rank arrives. Each rank notes its arrival here, by its emulated clock, before
+    it hands the bytes to gloo; gloo is done only after every rank took part, so by then all arrivals can be read and
+    every rank computes the same start: the ranks' clocks meet in it.
+    """
+
+    def __init__(self, store: Any, rank: int, n_processes: int) -> None:
+        shape = (DEPTH, n_processes, 2)  # the sequence number and the nanosecond
+        size = int(np.prod(shape)) * 8
+        if rank == 0:
+            folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+            fd, path = tempfile.mkstemp(prefix="dynamiccl-arrivals-", dir=folder)
+            os.ftruncate(fd, size)
+            store.set("arrivals", path)
+        else:
+            path = store.get("arrivals").decode()
+            fd = os.open(path, os.O_RDWR)
+        with os.fdopen(fd, "r+b") as file:
+            self._map = mmap.mmap(file.fileno(), size)
+        self._array: np.ndarray[Any, Any] = np.frombuffer(self._map, np.int64).reshape(shape)
+        self._rank = rank
+        store.set(f"arrivals-open-{rank}", "1")
+        if rank == 0:  # nobody needs the name any more once all have opened it: nothing is left behind
+            for other in range(n_processes):
+                store.get(f"arrivals-open-{other}")
+            os.unlink(path)
+
+    def note(self, seq: int, now_ns: int) -> None:
+        """This rank enqueues its ``seq``-th collective (from 1) at ``now_ns``."""
+        cell = self._array[seq % DEPTH, self._rank]
+        cell[1] = now_ns
+        cell[0] = seq
+
+    def last(self, seq: int) -> int:
+        """The latest arrival noted for collective ``seq``, ns; ranks that have not arrived do not count."""
+        row = self._array[seq % DEPTH]
+        return int(np.where(row[:, 0] == seq, row[:, 1], 0).max())
+
+
+class Timeline:
+    """The stream of one communicator in one process."""
+
+    def __init__(
+        self, emulated: Emulated, clock: Clock, store: Any, rank: int, ranks: Sequence[int], world: int, comm_id: int
+    ) -> None:
+        self._emulated, self._cluster, self._clock = emulated, part_of(emulated.place, ranks, world), clock
+        self._fabric = Fabric.of(self._cluster, seed=emulated.seed)
+        n_ranks, n_nodes = self._cluster.n_ranks, self._cluster.n_nodes
+        self._nccl = Communicator(plugin_path(), comm_id, n_ranks, n_nodes, rank, release=self._cluster.nccl)
+        ctypes.CDLL(str(plugin_path())).dynamiccl_clock(ctypes.byref(clock.cell))
+        self._arrivals = Arrivals(store, rank, len(ranks))
+        self._comm_id = comm_id
+        self._connected: set[str] = set()
+        self._order = 0
+        self._seq = dict.fromkeys(TIMED, 0)
+        self._stream_end = self._epoch = 0
+        self._queue: deque[Collective] = deque()  # enqueued, nobody has waited for them
+        self._running: deque[Collective] = deque()  # known, perhaps not over
+        _LINES.add(self)
+
+    def enqueue(self, func: str, n_bytes: float, element_bytes: int) -> Collective:
+        """Plan a collective of ``n_bytes`` (whole buffer, before scaling) and put it on the stream."""
+        with _LOCK:
+            now = self._clock.enqueued()
+            unit = element_bytes * self._cluster.n_ranks if func != "all_reduce" else element_bytes
+            count = max(1, round(n_bytes * self._emulated.bytes_scale / unit))
+            n_bytes = count * unit
+            self._order += 1
+            self._seq[func] += 1
+            algo, proto, n_channels = self._plan(func, n_bytes)
+            self._arrivals.note(self._order, now)
+            sampled = bool(self._nccl.mask & EVENT_KERNEL_CH)
+            handle = self._nccl.start_coll(func, self._seq[func], count, element_bytes, n_channels, 16, algo, proto)
+            self._nccl.stop(handle)
+            collective = Collective(
+                func,
+                self._seq[func],
+                self._order,
+                self._duration_ns(func, n_bytes, algo, proto, n_channels),
+                self._fabric.beside(func, n_bytes, algo, proto, n_channels),
+                n_channels if sampled else 0,
+                handle,
+            )
+            self._queue.append(collective)
+            return collective
+
+    def finish(self, collective: Collective) -> int:
+        """The emulated end of a collective; its bytes have been moved, so every rank has arrived."""
+        with _LOCK:
+            while collective.end_ns == 0:
+                self._resolve(self._queue.popleft())
+            return collective.end_ns
+
+    def close(self) -> None:
+        """The communicator is destroyed."""
+        self._nccl.finalize()
+        _LINES.discard(self)
+
+    def _plan(self, func: str, n_bytes: int) -> tuple[str, str, int]:
+        """Ask NCCL's model and the plugin, as ncclPrepareTasks does, and clip as the scheduler does."""
+        cost = cost_table(self._cluster, func, n_bytes).copy()
+        asked = self._nccl.get_coll_info(func, n_bytes, cost)
+        algo, proto = choose(cost)
+        n_channels, _ = channels(self._cluster, func, n_bytes, ALGOS[algo], PROTOS[proto], asked)
+        return ALGOS[algo], PROTOS[proto], n_channels
+
+    def _duration_ns(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> int:
+        us = self._fabric.time_us(func, n_bytes, algo, proto, n_channels)
+        # Every rank draws the same noise: the collective is one event, not one a rank.
+        rng = np.random.default_rng((self._emulated.seed, self._comm_id & 0xFFFFFFFF, self._order))
+        us *= float(self._fabric.noise(rng))
+        if algo not in self._connected:  # NCCL connects an algorithm at its first use
+            self._connected.add(algo)
+            us += self._fabric.connect_us
+        return int(us * 1e3)
+
+    def _resolve(self, c: Collective) -> None:
+        """All ranks have arrived: fix start and end, and tell the profiler."""
+        c.start_ns = max(self._stream_end, self._arrivals.last(c.order))
+        self._epoch = self._epoch or c.start_ns
+        c.duration_ns = int(c.duration_ns * self._emulated.sky.factor((c.start_ns - self._epoch) / 1e9))
+        beside = [other for line in tuple(_LINES) if line is not self for other in line._running]
+        c.duration_ns = with_neighbours(c, beside)
+        c.end_ns = self._stream_end = c.start_ns + c.duration_ns
+        for channel in range(c.n_kernels):
+            self._nccl.kernel(c.handle, channel, c.start_ns, c.end_ns)
+        self._running.append(c)
+        now = self._clock.known(c)
+        while self._running and self._running[0].end_ns <= now:
+            self._running.popleft()
+
+
+def part_of(cluster: Cluster, ranks: Sequence[int], world: int) -> Cluster:
+    """The share of the cluster that a group stands for: ``ranks`` of ``world`` processes, each of which stands for as
+    many GPUs, in order. So neighbours share a node, and a group of one process of each node has all of them.
+    """
+    each = cluster.n_ranks / world
+    gpus = [gpu for rank in ranks for gpu in range(int(rank * each), max(int(rank * each) + 1, int((rank + 1) * each)))]
+    n_nodes = len({gpu // cluster.gpus_per_node for gpu in gpus})
+    n_ranks = max(2, round(each * len(ranks)))  # NCCL asks no tuner for one
+    return replace(resize(cluster, n_nodes), gpus_per_node=max(1, round(n_ranks / n_nodes)))
+
+
+def comm_id_of(name: str) -> int:
+    """A communicator's id from its group name: equal on all ranks, never 0 (0 means any in a table)."""
+    return (zlib.crc32(name.encode()) << 32 | zlib.crc32(name[::-1].encode())) or 1

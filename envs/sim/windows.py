@@ -1,0 +1,141 @@
+"""Windows of simulated jobs: many searches side by side, one on each job of ``sim.jobs.Jobs``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..search.belief import Prior
+from ..search.search import Search
+from ..search.watch import Rules
+from ..search.windows import PROFILE, UNTIMED, Job, Measured, Plan, warm_up_families
+from .jobs import SLOTS, Jobs
+from .noise import Luck
+
+Array = np.ndarray[Any, Any]
+
+#: Steps from publishing a table to the first one under it: the poll, the round under way, the round that carries it.
+SWITCH_STEPS = 3
+
+
+class SimWindows:
+    """Windows of all jobs of a batch. ``rng`` draws the noise: for all jobs together, or for each by itself."""
+
+    def __init__(self, jobs: Jobs, rng: np.random.Generator | Luck) -> None:
+        self.jobs, self.rng = jobs, rng
+        self.running = np.zeros((len(jobs), SLOTS), np.int64)
+
+    def begin(self, n_steps: int) -> tuple[list[Job], list[Measured]]:
+        """Default steps of every job, and what its search is told. Kernels of the default are waited for."""
+        jobs, f = self.jobs, self.jobs.fingerprint
+        none = np.zeros((len(jobs), SLOTS), np.int64)
+        rows = range(len(jobs))
+        seen = self.measure(list(rows), [Plan(PROFILE, none[i, : jobs.n_slots[i]], n_steps, 3) for i in rows])
+        late = jobs.noise.calls(jobs.step_us(none)[1], np.full(len(jobs), 8), self.rng)
+        features, told = f.vector(), []
+        for i, m in enumerate(seen):
+            s = int(jobs.n_slots[i])
+            part = slice(i * SLOTS, i * SLOTS + s)
+            told.append(
+                Job(
+                    features=features[part],
+                    mask=jobs.mask[i, :s],
+                    share=np.asarray(f.share[part], np.float64),
+                    call_us=np.where(np.isfinite(m.call_us), m.call_us, late[i, :s]),
+                    families=warm_up_families(f.own_pair[part]),
+                )
+            )
+        return told, seen
+
+    def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
+        """One window for each of the jobs at ``rows``, as ``windows.Windows.measure`` does for one."""
+        rows, configs, counted = list(rows), self.running.copy(), np.zeros(len(self.jobs), int)
+        for row, plan in zip(rows, plans, strict=True):
+            configs[row, : len(plan.configs)] = plan.configs
+            counted[row] = plan.n_steps + plan.discard
+        before = self.jobs.step_us(self.running[rows], np.array(rows))[0]
+        waited = np.where((configs != self.running).any(axis=1), SWITCH_STEPS, 0)
+        self.jobs.advance(waited)
+        steps, calls = self.jobs.window(configs, counted, self.rng)
+        self.running, found = configs, []
+        for row, plan, before_us in zip(rows, plans, before.tolist(), strict=True):
+            s, ms, extra = len(plan.configs), steps[row, : counted[row]] / 1e3, int(waited[row])
+            call_us, over = calls[row, :s].copy(), np.flatnonzero(ms[plan.discard :] > plan.limit_ms)
+            if len(over):  # the next window bills the steps until all ranks are back
+                ms = ms[: plan.discard + int(over[0]) + 1]
+            if len(over) or plan.kind in UNTIMED:
+                call_us[:] = np.nan
+            billed_ms = extra * before_us / 1e3 + float(ms.sum())
+            found.append(Measured(ms[plan.discard :], call_us, np.ones(s, bool), extra + len(ms), billed_ms))
+        return found
+
+
+class OneJob:
+    """The windows of a batch of one as ``windows.Windows``."""
+
+    def __init__(self, batch: SimWindows, profile_steps: int) -> None:
+        self.batch, self.profile_steps = batch, profile_steps
+
+    def begin(self) -> tuple[Job, Measured]:
+        """See ``windows.Windows``."""
+        (job,), (seen,) = self.batch.begin(self.profile_steps)
+        return job, seen
+
+    def measure(self, plan: Plan) -> Measured:
+        """See ``windows.Windows``."""
+        return self.batch.measure([0], [plan])[0]
+
+    def confirm(self, configs: Array) -> None:
+        """See ``windows.Windows``: nothing takes a table back here."""
+
+
+class SimSearch:
+    """Searches on all jobs of a batch, side by side: every one goes on until the policy has a turn or it is done."""
+
+    def __init__(
+        self, jobs: Any, prior: Prior, rng: np.random.Generator | Luck, rules: Rules | None = None, windows: Any = None
+    ) -> None:
+        """``windows``: those of ``jobs``, where they are more than simulated."""
+        self.windows, self.rules = windows or SimWindows(jobs, rng), rules or Rules()
+        told, seen = self.windows.begin(self.rules.profile_steps)
+        self.searches = [Search(t, m, prior, self.rules) for t, m in zip(told, seen, strict=True)]
+        self.n_windows = np.zeros(len(jobs), np.int64)
+
+    @property
+    def waiting(self) -> list[int]:
+        """Jobs whose search is not done: it is the policy's turn."""
+        return [i for i, search in enumerate(self.searches) if not search.is_done]
+
+    def observe(self, rows: Sequence[int]) -> Array:
+        """Observations of the jobs at ``rows``, (len(rows), N_OBSERVATION)."""
+        return np.stack([self.searches[i].observe() for i in rows])
+
+    def step(self, rows: Sequence[int], configs: Array) -> Array:
+        """A turn of each of the jobs at ``rows``, and the windows that come of it; rewards."""
+        rewards = dict.fromkeys(rows, 0.0)
+        for i, config in zip(rows, configs, strict=True):
+            self.searches[i].decide(int(config))
+        going = list(rows)
+        while going := [i for i in going if not self.searches[i].is_done]:
+            earned = self.measure(going)
+            for i, reward in earned.items():
+                rewards[i] += reward
+            going = list(earned)
+        return np.array(list(rewards.values()))
+
+    def measure(self, rows: Sequence[int]) -> dict[int, float]:
+        """One window of each of the jobs at ``rows`` where it is not the policy's turn; their rewards."""
+        plans = {i: plan for i in rows if (plan := self.searches[i].plan()) is not None}
+        seen = self.windows.measure(list(plans), list(plans.values())) if plans else []
+        self.n_windows[list(plans)] += 1
+        return {i: self.searches[i].record(plans[i], m) for i, m in zip(plans, seen, strict=True)}
+
+    @property
+    def tables(self) -> Array:
+        """What is confirmed in every job, (n, SLOTS)."""
+        out = np.zeros((len(self.searches), SLOTS), np.int64)
+        for row, search in zip(out, self.searches, strict=True):
+            row[: search.n_slots] = search.confirmed
+        return out

@@ -1,0 +1,124 @@
+"""Recordings of other tools as ordinary traces: what ``show``, the report, a replay and ``advise`` can read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ..assemble import COMM_COLUMNS, OFFER_COLUMNS, empty
+from ..files import Trace, TraceError
+from . import flight as importers_flight
+from . import kineto as importers_kineto
+from . import nsys as importers_nsys
+from .common import Imported
+from .json_stream import Source
+from .steps import clock_offsets, infer_steps, shifted
+
+OnBytes = Callable[[int], None]
+
+#: Format -> reader: PyTorch profiler traces, one .json or .json.gz a rank; PyTorch Flight Recorder dumps, one a rank;
+#: Nsight Systems' SQLite export.
+FORMATS: dict[str, Callable[[list[Path], OnBytes], Imported]] = {
+    "kineto": importers_kineto.read,
+    "flight-recorder": importers_flight.read,
+    "nsys": importers_nsys.read,
+}
+#: What tells a format within a file's first bytes, in this order.
+_SIGNS = (("kineto", (b'"traceEvents"', b'"deviceProperties"')), ("flight-recorder", (b'"entries"', b'"pg_config"')))
+
+
+def detect(path: Path) -> str:
+    """The format of a file, by its first bytes. Raises TraceError when it is none that is known."""
+    with Source(path) as source:
+        head = source.read(1 << 16)
+    if head[:16] == b"SQLite format 3\0":
+        return "nsys"
+    if head[:1] == b"\x80":
+        return "flight-recorder"
+    for name, signs in _SIGNS:
+        if any(sign in head for sign in signs):
+            return name
+    if path.name.endswith(("trace.json", "trace.json.gz")) or head.lstrip()[:2] == b"[{":
+        return "kineto"
+    raise TraceError(f"{path} is of no format that is known: say which, one of {', '.join(FORMATS)}")
+
+
+def _format_of_all(files: list[Path]) -> str:
+    """The format of the first file. Raises TraceError where another's is one that is known, and not the same."""
+    first = detect(files[0])
+    for file in files[1:]:
+        try:
+            other = detect(file)
+        except TraceError:  # it does not tell by its first bytes: its reader will
+            continue
+        if other != first:
+            raise TraceError(f"{files[0].name} is {first}, {file.name} is {other}: give the files of one of them")
+    return first
+
+
+def recording_files(paths: list[Path]) -> list[Path]:
+    """The files of ``paths``, folders replaced by the files in them. Raises TraceError for what is not there."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found += sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise TraceError(f"there is no file or folder {path}")
+    if not found:
+        raise TraceError(f"no file in {', '.join(map(str, paths))}")
+    return found
+
+
+def read_recording(
+    paths: list[Path], source: str | None = None, ranks_per_node: int | None = None, on_bytes: OnBytes = lambda n: None
+) -> Trace:
+    """A recording as a trace in memory: a trace folder of ours, or files (or folders of them) of another tool.
+
+    ``source`` is a key of FORMATS, None to tell by the files; ``ranks_per_node`` gives the number of nodes where the
+    recordings do not tell; ``on_bytes`` hears of every byte read. The header's ``notes`` say what is not known. Raises
+    TraceError for an unknown format, a file that is not of it or is damaged, one without any collective.
+    """
+    ours = [p for p in paths for name in ("header.json", "trace/header.json") if (p / name).exists()]
+    if source is None and ours:
+        return Trace.read(ours[0])
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise TraceError(f"there is at least 1 rank on a node, not {ranks_per_node}")
+    files = recording_files(paths)
+    source = source or _format_of_all(files)
+    if source not in FORMATS:
+        raise TraceError(f"unknown format {source!r}: give one of {', '.join(FORMATS)}")
+    try:
+        found = FORMATS[source](files, on_bytes)
+        events, steps, compute = found.frames(ranks_per_node)
+    except TraceError:
+        raise
+    except Exception as error:  # wrong types in a file that otherwise parses, or too much of it
+        what = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        raise TraceError(f"{', '.join(p.name for p in files)} is no whole {source} recording ({what})") from None
+    if events.empty:
+        raise TraceError(f"{', '.join(p.name for p in files)}: no collective in it that NCCL runs, nothing to import")
+    moved = {rank: offset for rank, offset in clock_offsets(events).items() if offset[0]}
+    if moved:
+        events, steps, compute = (shifted(frame, moved) for frame in (events, steps, compute))
+        most, unsure = (max(abs(offset[i]) for offset in moved.values()) / 1e3 for i in (0, 1))
+        found.notes.append(
+            f"clocks of {len(moved)} ranks moved by up to {most:.0f} us, to where their collectives end together "
+            f"(known to {unsure:.0f} us)"
+        )
+    if steps.empty:
+        events, steps, period = infer_steps(events)
+        found.header["steps_from"] = "period" if period else "none"
+        found.notes.append(
+            f"no marks of optimizer steps: a step is taken to be {period} calls, which repeat"
+            if period
+            else "no marks of optimizer steps and no calls that repeat: all are counted as one step"
+        )
+    comms = events.drop_duplicates(["comm_id", "rank", "pid"]).assign(name="")
+    comms = comms[list(COMM_COLUMNS)].astype(COMM_COLUMNS)
+    # The header tells of the recorded machine; what is not known of it must not be this machine's.
+    header = {"host": None, "kernel": None, "commit": None, **found.header, "source": source, "emulated": False}
+    header |= {"files": [str(p) for p in files], "notes": found.notes}
+    return Trace(Path(os.path.commonpath(files)), header, events, steps, comms, empty(OFFER_COLUMNS), compute)

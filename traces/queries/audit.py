@@ -1,0 +1,123 @@
+"""Two questions to events: did all ranks run every collective alike, and what kind of job is this?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..assemble import DTYPE_BYTES
+
+Array = np.ndarray[Any, Any]
+
+#: What has to agree on all ranks of one collective, call by call.
+MUST_AGREE = ("algo", "proto", "n_channels", "n_bytes", "table_generation", "step")
+
+#: Collectives that concern two ranks only: their sides need not agree.
+_POINT_TO_POINT = ("send", "recv", "send_recv")
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """Result of :func:`audit`."""
+
+    calls_checked: int  # collectives seen by two ranks or more
+    mismatches: int  # those on which two ranks differ in any of MUST_AGREE
+    examples: list[dict[str, Any]] = field(default_factory=list)  # the first mismatches, each rank's view
+
+
+def audit(events: pd.DataFrame, max_examples: int = 5) -> Consistency:
+    """Compare every collective that two ranks or more have seen.
+
+    A call is (communicator, func, seq). Sequence numbers start again when a communicator is made anew under an
+    old id or when an elastic job restarts its processes: such lives are told apart, each is compared by itself.
+    """
+    rows = events[~events["func"].isin(_POINT_TO_POINT)]
+    rows = rows.sort_values("enqueue_ns", kind="stable").reset_index(drop=True)
+    if rows.empty:
+        return Consistency(0, 0)
+    rows = rows.assign(life=_lives(rows), again=_restarts(rows))
+    calls = rows.groupby(["comm_id", "func", "seq", "life", "again"], sort=False)
+    values = rows[list(MUST_AGREE)]
+    differs = (values != calls[list(MUST_AGREE)].transform("first")).any(axis=1)
+    call = calls.ngroup()
+    bad = np.unique(call[differs])
+    examples = [_example(rows[call == c]) for c in bad[:max_examples]]
+    return Consistency(int((calls.size() > 1).sum()), len(bad), examples)
+
+
+def _restarts(rows: pd.DataFrame) -> pd.Series[int]:
+    """How often the sequence had begun anew, per row in time order: a number that comes again is a restart."""
+    who = ["comm_id", "func", "rank", "pid"]  # pids alone may repeat on other hosts
+    again = rows.groupby([*who, "seq"], sort=False).cumcount()
+    return again.groupby([rows[name] for name in who], sort=False).cummax()
+
+
+def _lives(rows: pd.DataFrame) -> Array:
+    """Number of the job's life within its communicator: 0 unless some rank was seen in two processes.
+
+    Clocks of several hosts may differ, so time is only consulted where there was a restart: processes whose
+    spans overlap then belong to one life.
+    """
+    lives = np.zeros(len(rows), np.int64)
+    processes = rows.groupby(["comm_id", "rank"])["pid"].nunique()
+    for comm_id in processes.index[processes > 1].get_level_values("comm_id").unique():
+        of_comm = rows["comm_id"] == comm_id
+        spans = rows[of_comm].groupby(["rank", "pid"])["enqueue_ns"].agg(["min", "max"]).sort_values("min")
+        reached = spans["max"].cummax().shift(fill_value=spans["min"].iloc[0])
+        spans["life"] = (spans["min"] > reached).cumsum()
+        index = pd.MultiIndex.from_frame(rows.loc[of_comm, ["rank", "pid"]])
+        lives[of_comm.to_numpy()] = spans["life"].reindex(index).to_numpy()
+    return lives
+
+
+def _example(rows: pd.DataFrame) -> dict[str, Any]:
+    head = rows.iloc[0]
+    views = {int(r["rank"]): {n: r[n] for n in MUST_AGREE} for r in rows.to_dict("records")}
+    return {"comm_id": int(head["comm_id"]), "func": str(head["func"]), "seq": int(head["seq"]), "ranks": views}
+
+
+def regime(events: pd.DataFrame) -> str:
+    """Kind of data parallelism, from the traffic of some whole steps: ddp, zero-1/2, zero-3 or unknown.
+
+    One rank's calls are read, step by step, in the order in which they were enqueued; amounts are counted in
+    elements (bytes where the type is unknown), so that gathered bf16 parameters and fp32 gradients compare.
+
+    * **zero-3**: parameters are gathered for the forward pass and again for the backward pass: at least 1.5
+      elements gathered for each one reduce-scattered, a tenth of the gathering between reduce-scatters.
+    * **zero-1/2**: parameters are gathered once, after (or long before) the gradients are reduce-scattered:
+      fewer than 1.5, nearly none of it in between. Stages 1 and 2 differ in what a rank keeps, which traffic
+      does not show. A stage 1 that all-reduces its gradients and gathers the parameters counts as well.
+    * **ddp**: gradients are all-reduced, and next to nothing is gathered or reduce-scattered.
+    * **unknown**: anything else, or nothing at all.
+    """
+    rows = events[events["func"].isin(["all_gather", "reduce_scatter", "all_reduce"])]
+    rows = rows[rows["rank"] == rows["rank"].min()].sort_values("enqueue_ns", kind="stable")
+    if rows.empty:
+        return "unknown"
+    known = rows["dtype"].isin(list(DTYPE_BYTES)).all()
+    amount = rows["n_bytes"] / rows["dtype"].map(DTYPE_BYTES) if known else rows["n_bytes"].astype(float)
+    gather, scatter, reduce = (
+        float(amount[rows["func"] == func].sum()) for func in ("all_gather", "reduce_scatter", "all_reduce")
+    )
+    total = gather + scatter + reduce
+    if scatter < 0.05 * total:
+        if gather < 0.05 * total:
+            return "ddp"
+        return "zero-1/2" if reduce and 0.3 <= gather / reduce <= 1.5 else "unknown"
+    if gather < 0.05 * total:
+        return "unknown"
+    between = float(amount[_between_scatters(rows)].sum()) / gather
+    if gather / scatter >= 1.5 and between >= 0.1:
+        return "zero-3"
+    return "zero-1/2" if gather / scatter < 1.5 and between < 0.1 else "unknown"
+
+
+def _between_scatters(rows: pd.DataFrame) -> Array:
+    """Which all-gathers of a step come after its first and before its last reduce-scatter (rows in time order)."""
+    is_scatter = (rows["func"] == "reduce_scatter").astype(int)
+    before = is_scatter.groupby(rows["step"]).cumsum()
+    total = is_scatter.groupby(rows["step"]).transform("sum")
+    return ((rows["func"] == "all_gather") & (before > 0) & (before < total)).to_numpy()

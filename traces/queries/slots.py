@@ -1,0 +1,137 @@
+"""Which slots a job has, and the fingerprint of each: from the events of some default steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import pandas as pd
+
+from ..assemble import Offer
+from ..fingerprint import Fingerprint
+from ..records import PAIRS, TUNED_FUNCS, Slot, pair_costs, size_class
+from .skew import durations, label
+
+
+@dataclass(frozen=True)
+class SlotProfile:
+    """One slot as the job uses it when NCCL decides."""
+
+    slot: Slot
+    n_bytes: int  # that NCCL asks about, of the message that most of the slot's time goes to
+    calls: float  # per step
+    call_us: float  # median time of one call
+    timed_by: str  # how that was found: see skew.py, or "NCCL's price" where no kernel was sampled
+    share: float  # calls x call_us / step time
+    fingerprint: Fingerprint  # of this one slot: arrays of shape (1, ...)
+
+    @property
+    def own(self) -> str:
+        """NCCL's own choice, as text."""
+        algo, proto = PAIRS[int(self.fingerprint.own_pair[0])]
+        return f"{algo}/{proto}/{int(self.fingerprint.own_channels[0])}"
+
+
+def find_slots(
+    events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer], step_us: float, memory_pressure: float = 0.0
+) -> list[SlotProfile]:
+    """The slots of a job, the one with the largest share of the step first.
+
+    ``events`` are those of whole default steps; ``step_us`` is their step time. Where kernels were not sampled, NCCL's
+    own price stands in for the time of a call.
+
+    All communicators of a class make one slot. Its calls, times and share are those of one process, the one that it
+    costs most, over all its communicators of the class: it waits for them one after the other.
+    """
+    tuned = events[events["func"].isin(TUNED_FUNCS)]
+    if tuned.empty:
+        return []
+    tuned = tuned.join(durations(tuned))
+    n_steps = tuned.groupby("pid")["step"].nunique()
+    tuned = tuned[tuned["n_ranks"] > 0]  # never announced: its class is not known
+    tuned = tuned.assign(asked=sizes_asked(tuned, offers))
+    tuned = tuned[tuned["asked"] > 0]  # else a symmetric kernel or copy engine ran it: no table reaches that
+    classes = {n: size_class(int(n)) for n in tuned["asked"].unique()}
+    tuned = tuned.assign(size_class=tuned["asked"].map(classes), part=tuned["n_bytes"] / tuned["asked"])
+    most_channels = channels_of(tuned)
+    profiles = []
+    for key, everyone in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
+        n_ranks, n_nodes, func, klass = cast(tuple[int, int, str, int], key)
+        slot = Slot(int(n_ranks), int(n_nodes), func, int(klass))
+        pid = _busiest(everyone)
+        group = everyone[everyone["pid"] == pid]
+        moved = group.groupby(["comm_id", "asked"])["n_bytes"].sum()
+        comm_id, n_bytes = map(int, cast(tuple[int, int], moved.idxmax()))
+        offer = offers.get((comm_id, slot.func, n_bytes)) or _nearest(offers, comm_id, slot.func, n_bytes)
+        if offer is None:
+            continue
+        cost = pair_costs(offer.cost_us)
+        own = (str(offer.algo), str(offer.proto))
+        if own not in PAIRS:
+            continue
+        timed = group[group["us"].notna()]
+        price = float(cost[PAIRS.index(own)])
+        call_us = float((timed["us"] / timed["part"]).median()) if len(timed) else price
+        timed_by = label(timed["timed_by"]) if len(timed) else "NCCL's price"
+        calls = float(group["part"].sum()) / n_steps[pid]  # a group of calls that NCCL prices together is one
+        share = min(1.0, calls * call_us / step_us)
+        fingerprint = Fingerprint(
+            is_reduce_scatter=np.array([float(func == "reduce_scatter")]),
+            n_bytes=np.array([float(n_bytes)]),
+            calls=np.array([calls]),
+            n_ranks=np.array([float(slot.n_ranks)]),
+            n_nodes=np.array([float(slot.n_nodes)]),
+            cost_us=cost[None].astype(np.float64),
+            own_pair=np.array([PAIRS.index(own)]),
+            own_channels=np.array([float(group["n_channels"].median())]),
+            comm_channels=np.array([most_channels[slot.n_ranks, slot.n_nodes]]),
+            share=np.array([share]),
+            memory_pressure=np.array([memory_pressure]),
+        )
+        profiles.append(SlotProfile(slot, n_bytes, calls, call_us, timed_by, share, fingerprint))
+    return sorted(profiles, key=lambda p: -p.share)
+
+
+def sizes_asked(events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer] | None = None) -> pd.Series[int]:
+    """What NCCL asked the tuner about each of these collectives, bytes; 0 = it did not ask.
+
+    Of grouped calls it asks with the sum of their sizes, which is what a row of a table has to hold. Recordings that do
+    not tell are read by the ``offers``: the event's own size where that was asked about, else the next larger one.
+    """
+    if "asked_bytes" in events and (events["asked_bytes"] > 0).any():
+        return events["asked_bytes"]
+    if offers is None:
+        return events["n_bytes"]
+    asked: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for comm_id, func, n_bytes in sorted(offers):
+        asked[comm_id, func].append(n_bytes)
+
+    def size(comm_id: int, func: str, n_bytes: int) -> int:
+        known = asked.get((comm_id, func), [])
+        return next((n for n in known if n >= n_bytes), n_bytes if known else 0)
+
+    keys = events[["comm_id", "func", "n_bytes"]]
+    found = {key: size(*key) for key in keys.drop_duplicates().itertuples(index=False, name=None)}
+    return pd.Series([found[key] for key in keys.itertuples(index=False, name=None)], events.index, dtype="int64")
+
+
+def channels_of(events: pd.DataFrame) -> dict[tuple[int, int], float]:
+    """Channels that all communicators of a class (n_ranks, n_nodes) have: the least of the most seen on each."""
+    most = events.groupby(["n_ranks", "n_nodes", "comm_id"])["n_channels"].max()
+    least = most.groupby(level=["n_ranks", "n_nodes"]).min()
+    return {cast(tuple[int, int], sizes): float(n) for sizes, n in least.items()}
+
+
+def _busiest(events: pd.DataFrame) -> int:
+    """The process that these events move most bytes for; of equals the one of the lowest rank."""
+    by_process = events.groupby("pid").agg(n_bytes=("n_bytes", "sum"), rank=("rank", "min"))
+    return int(by_process.sort_values(["n_bytes", "rank"], ascending=[False, True], kind="stable").index[0])
+
+
+def _nearest(offers: Mapping[tuple[int, str, int], Offer], comm_id: int, func: str, n_bytes: int) -> Offer | None:
+    """Grouped calls are priced as one larger message: the nearest size of the same communicator then stands in."""
+    sizes = [n for comm, name, n in offers if comm == comm_id and name == func]
+    return offers[comm_id, func, min(sizes, key=lambda n: abs(n - n_bytes))] if sizes else None
