@@ -10,14 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: Folder -> most lines of (Python, C). Whoever adds beyond these takes something away first.
 CEILINGS = {
-    "agent": (7_590, 0),
-    "envs": (4_550, 0),
-    "envs/nccl": (4_460, 2_070),
-    "envs/sim": (3_860, 150),
-    "traces": (3_100, 0),
-    "zero_workload": (3_530, 0),
+    "agent": (7_610, 0),
+    "envs": (5_280, 0),
+    "envs/nccl": (3_910, 2_070),
+    "envs/sim": (2_665, 150),
+    "traces": (2_870, 0),
+    "zero_workload": (3_160, 0),
 }
-IN_ALL = (27_050, 2_210)
+IN_ALL = (25_480, 2_210)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 
