@@ -14,7 +14,7 @@ pytest.importorskip("prometheus_client", reason="prometheus-client is not instal
 from dynamiccl.agent.report.metrics import METRICS, serve
 from prometheus_client.parser import text_string_to_metric_families
 
-DASHBOARD = Path(__file__).resolve().parents[1] / "agent" / "grafana.json"
+DASHBOARD = Path(__file__).resolve().parents[1] / "agent" / "report" / "grafana.json"
 WORDS = {"rate", "increase", "run"}
 
 
