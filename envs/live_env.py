@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .live.windows import LiveWindows
-from .search.watch import Rules
+from .search.watch import SearchConfig
 from .search.windows import Windows
 from .search_env import SearchEnv
 
@@ -29,7 +29,9 @@ class LiveEnv(SearchEnv):
     v0: first.
     """
 
-    def __init__(self, job: Any, rules: Rules | None = None, render_mode: str | None = None, **windows: Any) -> None:
+    def __init__(
+        self, job: Any, rules: SearchConfig | None = None, render_mode: str | None = None, **windows: Any
+    ) -> None:
         super().__init__(rules, render_mode=render_mode)
         self.job, self.options = job, windows
 

@@ -9,7 +9,7 @@ from ..traces.files import Trace
 from .live.windows import LiveWindows
 from .replay import decisions as replay
 from .replay.job import RecordedJob
-from .search.watch import Rules
+from .search.watch import SearchConfig
 from .search.windows import Windows
 from .search_env import SearchEnv
 
@@ -30,7 +30,7 @@ class ReplayEnv(SearchEnv):
         self,
         trace: Trace | str | os.PathLike[str],
         min_share: float = 0.01,
-        rules: Rules | None = None,
+        rules: SearchConfig | None = None,
         render_mode: str | None = None,
     ) -> None:
         super().__init__(rules, render_mode=render_mode)

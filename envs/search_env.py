@@ -14,7 +14,7 @@ from .live.job_ends import JobEnded, Stopped, Withdrawn
 from .search import turns
 from .search.belief import Prior
 from .search.search import Search
-from .search.watch import Rules
+from .search.watch import SearchConfig
 from .search.windows import Windows
 from .sim.workloads import SLOTS
 
@@ -55,8 +55,10 @@ class SearchEnv(gym.Env[Array, Array]):
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 - gymnasium's contract
 
-    def __init__(self, rules: Rules | None = None, prior: Prior | None = None, render_mode: str | None = None) -> None:
-        self.rules, self.prior, self.render_mode = rules or Rules(), prior or Prior.load(), render_mode
+    def __init__(
+        self, rules: SearchConfig | None = None, prior: Prior | None = None, render_mode: str | None = None
+    ) -> None:
+        self.rules, self.prior, self.render_mode = rules or SearchConfig(), prior or Prior.load(), render_mode
         self.observation_space, self.action_space = turns.observation_space(), turns.action_space()
         self.search: Search | None = None
         self._is_over = True

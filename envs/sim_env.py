@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .search.watch import Rules
+from .search.watch import SearchConfig
 from .search.windows import Windows
 from .search_env import SearchEnv
 from .sim.jobs import SLOTS, STANDARD, JobFamily, draw_jobs, oracle
@@ -29,7 +29,7 @@ class SimEnv(SearchEnv):
     """
 
     def __init__(
-        self, family: JobFamily = STANDARD, rules: Rules | None = None, render_mode: str | None = None
+        self, family: JobFamily = STANDARD, rules: SearchConfig | None = None, render_mode: str | None = None
     ) -> None:
         super().__init__(rules, render_mode=render_mode)
         self.family = family

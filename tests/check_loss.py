@@ -14,11 +14,11 @@ import numpy as np
 from dynamiccl.agent.bench.board import filed_results
 from dynamiccl.agent.policies.choosing import DEFAULT, make_chooser
 from dynamiccl.envs.bench.job_arena import play
-from dynamiccl.envs.bench.job_suites import JobSuite, fair
+from dynamiccl.envs.bench.job_suites import JobSuite, quiet_step_us
 from dynamiccl.envs.bench.scores import HORIZONS, Scores, bootstrap
 from dynamiccl.envs.bench.submissions import rows_of
 from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import Rules
+from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.sim.jobs import SLOTS, oracle
 from dynamiccl.traces.spaces import actions_of
 
@@ -59,7 +59,7 @@ def filed(name):
 
 def played(suite, rows, policy):
     """Scores of a policy up to its verdicts, and its searches."""
-    search, ledger = suite.open(rows, 0, Prior.load(), Rules().of(policy))
+    search, ledger = suite.open(rows, 0, Prior.load(), SearchConfig().of(policy))
     return play(policy, search, ledger, after=0).scores, search
 
 
@@ -74,7 +74,7 @@ def parts(suite, rows, scores, search):
     seen = jobs.take(slice(None))
     seen.swing[:, 0], seen.mask = 0, jobs.mask & tried
     best, measured = suite.gain[rows], 1 - oracle(seen)[1] / jobs.default_us
-    believed, confirmed = (1 - fair(jobs, table) / jobs.default_us for table in (liked, kept))
+    believed, confirmed = (1 - quiet_step_us(jobs, table) / jobs.default_us for table in (liked, kept))
     left = np.maximum(HORIZONS[0] - scores.verdict, 0)
     return {
         "never measured": left * (best - measured),

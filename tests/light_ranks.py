@@ -20,7 +20,7 @@ from typing import Any
 from dynamiccl.envs.nccl.agreement import agreement as agreements
 from dynamiccl.envs.nccl.agreement import rounds
 from dynamiccl.envs.nccl.agreement.agreement import Agreement
-from dynamiccl.envs.nccl.agreement.published import Published
+from dynamiccl.envs.nccl.agreement.published import TableMailbox
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.envs.nccl.steps.steps import Steps
 from dynamiccl.traces.records import AgreementState
@@ -69,7 +69,7 @@ class LightRank:
         self.ended = self.interrupts = False
         self.meetings: list[dict[str, float]] = []
         self._optimizer = type("Optimizer", (), {})()
-        self._published = Published(Path(run) / "table")
+        self._published = TableMailbox(Path(run) / "table")
 
     def attach(self) -> None:
         """As at the first boundary."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from dynamiccl.envs.nccl.agreement.place import Where
+from dynamiccl.envs.nccl.agreement.place import Progress
 from dynamiccl.envs.nccl.agreement.protocol import Leader, Member, Phase
 
 MEMBER, LEADER = [f.name for f in fields(Member)], [f.name for f in fields(Leader)]
@@ -50,8 +50,8 @@ class World(NamedTuple):
 
     ranks: tuple[Rank | None, ...]  # None: dead
     leader: tuple[Any, ...]
-    acks: tuple[tuple[int, Where], ...] = ()  # of the attempt, by rank
-    stand: tuple[tuple[int, tuple[Where, int]], ...] = ()
+    acks: tuple[tuple[int, Progress], ...] = ()  # of the attempt, by rank
+    stand: tuple[tuple[int, tuple[Progress, int]], ...] = ()
     up: tuple[tuple[Any, ...], ...] = ()  # messages of each rank to rank 0
     down: tuple[tuple[Any, ...], ...] = ()
     logs: tuple[tuple[int, str], ...] = ()
@@ -70,9 +70,9 @@ class World(NamedTuple):
     )
 
 
-def where_of(rank: Rank) -> Where:
+def where_of(rank: Rank) -> Progress:
     """Without the rank's number, by which nothing is decided."""
-    return Where(0, rank.backwards, rank.steps)
+    return Progress(0, rank.backwards, rank.steps)
 
 
 def fingerprint(w: World) -> int:

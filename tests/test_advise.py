@@ -17,9 +17,9 @@ from dynamiccl.envs.nccl_model.clusters import cluster
 from dynamiccl.envs.replay.recordings import named, on_cluster
 from dynamiccl.envs.sim.emulated.timeline import CROWD
 from dynamiccl.envs.sim.fabric import Fabric
-from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, Sites, assemble, draw_jobs, oracle
+from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, SampledClusters, assemble, draw_jobs, oracle
 from dynamiccl.envs.sim.step import COMPUTE, Law
-from dynamiccl.envs.sim.workloads import Recording, Works
+from dynamiccl.envs.sim.workloads import Recording, WorkloadArrays
 from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.queries.overlap import exposed_ns
 from synthetic_trace import write_run
@@ -86,8 +86,10 @@ def like_the_demo(exposed):
             ops.append(("reduce_scatter", n_bytes, {len(ops) - 1}))
     ops.append(("optimizer", 1.0, {i for i, op in enumerate(ops) if op[0] == "reduce_scatter"}))
     fabric, law = Fabric.of(cluster("dgx-h100-2x8"), 0), Law(*np.array([[CROWD], [1.0], [0.0], [0.0]]))
-    sites = Sites(fabric.fleet, fabric.truth, np.zeros_like(fabric.truth.effect), np.zeros(1), np.ones(1), law)
-    works = Works.of([(Recording.of("zero-3", ops).workload(), False)])
+    sites = SampledClusters(
+        fabric.fleet, fabric.truth, np.zeros_like(fabric.truth.effect), np.zeros(1), np.ones(1), law
+    )
+    works = WorkloadArrays.of([(Recording.of("zero-3", ops).workload(), False)])
     calm = replace(STANDARD, swing=0.0)
     return assemble(works, np.zeros(1, int), sites, np.array([exposed]), calm, np.random.default_rng(0))
 

@@ -9,7 +9,7 @@ from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.search.afterwards import SOONEST
 from dynamiccl.envs.search.belief import Belief, Prior
 from dynamiccl.envs.search.search import Search
-from dynamiccl.envs.search.watch import Rules
+from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.search.windows import PROFILE, REFINE, TRIAL, WATCH, Measured
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS, config_index
@@ -112,7 +112,7 @@ def test_the_watch_goes_on_meanwhile(prior):
 
 def test_it_ends_with_its_trials_and_with_the_budget(prior):
     told = Told(savings())
-    few = replace(Rules(), trials=3)
+    few = replace(SearchConfig(), trials=3)
     search = after(told, prior, rules=few)
     turns = iter([20, 8, 16, 0] * 50)
     ran = go_on(search, told, lambda slot: next(turns))
@@ -124,7 +124,7 @@ def test_it_ends_with_its_trials_and_with_the_budget(prior):
     assert search.is_done
 
 
-@pytest.mark.parametrize("rules", [replace(Rules(), trials=0), replace(Rules(), by_belief=False)])
+@pytest.mark.parametrize("rules", [replace(SearchConfig(), trials=0), replace(SearchConfig(), by_belief=False)])
 def test_it_can_be_left_out(prior, rules):
     assert after(Told(savings()), prior, rules=rules).phase == WATCH
 
@@ -161,10 +161,10 @@ def test_a_gain_that_is_none_ends_in_the_watch(prior):
 
 
 def test_a_gain_that_was_not_sure_has_so_many_windows(prior):
-    told, search = doubtful(prior=prior, rules=replace(Rules(), doubtful=3))
+    told, search = doubtful(prior=prior, rules=replace(SearchConfig(), doubtful=3))
     ran = go_on(search, told, [18, 0].__getitem__)
     assert sum(kind == TRIAL for kind, _ in ran) == 3 and search.phase == WATCH and not search.confirmed.any()
-    told, search = doubtful(prior=prior, rules=replace(Rules(), doubtful=0))
+    told, search = doubtful(prior=prior, rules=replace(SearchConfig(), doubtful=0))
     for _ in range(4):
         plan = search.plan()
         assert plan.kind == WATCH and not plan.configs.any()

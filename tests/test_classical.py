@@ -15,7 +15,7 @@ from dynamiccl.agent.policies.lstm import LstmPolicy
 from dynamiccl.envs.bench.job_arena import play
 from dynamiccl.envs.bench.job_suites import draw_suite
 from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import Rules
+from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.sim.jobs import STANDARD
 from dynamiccl.traces.records import CHANNELS, PAIRS
 from dynamiccl.traces.spaces import N_CHANNELS, N_CONFIGS, actions_of
@@ -48,7 +48,7 @@ def test_plays_whole_jobs_within_what_is_open_and_ends(name, suite):
     if name == "tpe":
         pytest.importorskip("optuna")
     policy = make_chooser(name, 1)
-    search, ledger = suite.open(np.arange(4, 8), 0, Prior.load(), Rules().of(policy))
+    search, ledger = suite.open(np.arange(4, 8), 0, Prior.load(), SearchConfig().of(policy))
     game = play(policy, search, ledger, after=0)
     assert all(s.is_over for s in search.searches) and not game.scores.is_harmed.any()
     assert not policy.by_belief and (name != "default" or not game.scores.gain.any())
@@ -60,7 +60,7 @@ def test_a_search_that_finds_much_beats_one_that_finds_nothing(suite):
     lost = {}
     for name in ("default", "coordinate-descent", "ladder", "sweep"):
         policy = make_classical(name)
-        opened = suite.open(np.arange(6, 8), 0, Prior.load(), Rules().of(policy))
+        opened = suite.open(np.arange(6, 8), 0, Prior.load(), SearchConfig().of(policy))
         lost[name] = play(policy, *opened, after=0).scores.lost[:, 0].mean()
     assert max(lost, key=lost.__getitem__) == "default", lost
 
@@ -120,10 +120,10 @@ def test_answers_that_are_no_action_are_refused(suite):
             return self.answer, state
 
     for answer in (None, [1], np.array([[0.5, 0]]), np.array([[-1, 0]]), np.array([[0, 99]])):
-        opened = suite.open(np.array([0]), 0, Prior.load(), Rules())
+        opened = suite.open(np.array([0]), 0, Prior.load(), SearchConfig())
         with pytest.raises(ValueError, match="an action is two integers"):
             play(Wrong(answer), *opened, after=0)
-    opened = suite.open(np.array([0]), 0, Prior.load(), Rules())
+    opened = suite.open(np.array([0]), 0, Prior.load(), SearchConfig())
     play(Wrong(actions_of(0)), *opened, after=0)
 
 

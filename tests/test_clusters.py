@@ -13,14 +13,14 @@ from dynamiccl.agent.daemon.tuner import Settings, Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.agent.report.outputs import VARIABLE, default_url
-from dynamiccl.envs.bench.job_arena import BilledWindows, play
-from dynamiccl.envs.bench.scores import Ledger, summary
+from dynamiccl.envs.bench.job_arena import AccountedWindows, play
+from dynamiccl.envs.bench.scores import LossAccount, summary
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.envs.sim.jobs import assemble, computing, draw_jobs, oracle
-from dynamiccl.envs.sim.noise import even
+from dynamiccl.envs.sim.noise import log_uniform
 from dynamiccl.envs.sim.windows import SimSearch
 from dynamiccl.traces.records import Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
@@ -237,7 +237,7 @@ def test_a_second_job_is_no_worse_for_its_memory(kind):
     tables = [search.confirmed for search in _played(first, None)[1].searches]
     second = first.take(slice(None))
     if kind != "the same job":
-        exposed, sites = even(rng, STANDARD.exposed, len(first)), worsened(first.sites, rng)
+        exposed, sites = log_uniform(rng, STANDARD.exposed, len(first)), worsened(first.sites, rng)
         second = assemble(first.works, first.which, sites, exposed, STANDARD, rng)
         computing(second, first.scale)
     with_it, without = (_played(second, known)[0] for known in (tables, None))
@@ -265,8 +265,8 @@ def _played(jobs, tables):
     jobs, rng, policy = jobs.take(slice(None)), np.random.default_rng(len(jobs)), ExpectedImprovement()
     calm = jobs.take(slice(None))
     calm.swing[:, 0] = 0.0
-    ledger = Ledger(jobs, oracle(calm)[1])
-    sims = SimSearch(jobs, Prior.load(), rng, windows=(windows := BilledWindows(jobs, rng, ledger)))
+    ledger = LossAccount(jobs, oracle(calm)[1])
+    sims = SimSearch(jobs, Prior.load(), rng, windows=(windows := AccountedWindows(jobs, rng, ledger)))
     if tables is not None:
         told, seen = windows.begin(sims.rules.profile_steps)
         begun = zip(told, seen, tables, strict=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dynamiccl.agent.commands.model import model
 from dynamiccl.envs.nccl_model import clusters, cost_model
-from dynamiccl.envs.nccl_model.clusters import Cluster, Fleet, Graph, cluster, preset_names
+from dynamiccl.envs.nccl_model.clusters import Cluster, ClusterArrays, Graph, cluster, preset_names
 from dynamiccl.traces.records import ALGOS, PAIRS, PROTOS, pair_costs
 
 DATA = Path(__file__).parent / "data"
@@ -79,7 +79,7 @@ def test_costs_worked_out_by_hand(c, proto, expected):
     ],
 )
 def test_channel_heuristic_worked_out_by_hand(proto, n_bytes, limit, threads):
-    fleet = Fleet.of([cluster("dgx-h100-1x8")])
+    fleet = ClusterArrays.of([cluster("dgx-h100-1x8")])
     pair = PAIRS.index(("ring", proto))
     channels, warps = cost_model.heuristic_channels(fleet, np.array(n_bytes), np.array(pair))
     assert (int(channels[0]), int(warps[0]) * 32) == (limit, threads)
@@ -135,7 +135,7 @@ def test_the_batch_path_equals_the_scalar_path():
     presets = [cluster(name) for name in preset_names()]
     rng = np.random.default_rng(0)
     sizes = (2 ** rng.uniform(10, 32, len(presets))).astype(np.int64)
-    fleet = Fleet.of(presets)
+    fleet = ClusterArrays.of(presets)
     rows = cost_model.pair_cost_rows(fleet, sizes)
     for c, b, row in zip(presets, sizes, rows, strict=True):
         assert (pair_costs(cost_model.cost_table(c, "reduce_scatter", int(b))) == row).all()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dynamiccl.envs.nccl_model import cost_model
-from dynamiccl.envs.nccl_model.clusters import Fleet, cluster, preset_names, resize
+from dynamiccl.envs.nccl_model.clusters import ClusterArrays, cluster, preset_names, resize
 from dynamiccl.envs.sim.emulated.settings import Weather
 from dynamiccl.envs.sim.fabric import Fabric, soft_min
 from dynamiccl.traces.records import CHANNELS, PAIRS, TUNED_FUNCS, pair_costs
@@ -173,7 +173,7 @@ def test_seeds_draw_other_fabrics_and_zero_is_the_documented_one():
 def test_drawn_fabrics_are_possible_ones():
     presets = [cluster(n) for n in preset_names()] * 40
     rng = np.random.default_rng(0)
-    f = Fabric.random(Fleet.of(presets), rng, width=1.5, sigma=0.3)
+    f = Fabric.random(ClusterArrays.of(presets), rng, width=1.5, sigma=0.3)
     sizes = (2 ** rng.uniform(12, 32, len(presets))).astype(np.int64)
     pair, counts = np.repeat(np.arange(len(PAIRS)), 3)[None, :], np.tile([1, 8, 32], len(PAIRS))[None, :]
     times = f.times_us(rng.random(len(presets)) < 0.5, sizes, pair, counts)

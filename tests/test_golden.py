@@ -15,14 +15,14 @@ import pytest
 from dynamiccl.agent.bench.board import filed_results
 from dynamiccl.agent.commands.show import tell
 from dynamiccl.agent.policies.rule import ExpectedImprovement
-from dynamiccl.envs.bench.job_arena import Recorded, play
+from dynamiccl.envs.bench.job_arena import ReplayedDecisions, play
 from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.strata import SUITES
 from dynamiccl.envs.bench.submissions import SAME, rows_of, unpack
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import Rules
+from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.sim_env import SimEnv
 from dynamiccl.traces.files import Trace
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
@@ -57,9 +57,9 @@ def replayed(suite, submission):
     n = int(submission["jobs"])
     picked = np.linspace(0, n - 1, min(n, JOBS)).round().astype(int)
     decisions = unpack(submission["decisions"], n)
-    rules = Rules(by_belief=submission["by_belief"], patience=submission["patience"])
+    rules = SearchConfig(by_belief=submission["by_belief"], patience=submission["patience"])
     search, ledger = suite.open(rows_of(suite, n)[picked], submission["seed"], Prior.load(), rules)
-    game = play(Recorded([decisions[i] for i in picked]), search, ledger)
+    game = play(ReplayedDecisions([decisions[i] for i in picked]), search, ledger)
     scores = game.scores.record()
     for name, values in scores.items():
         said = [submission["scores"][name][i] for i in picked]

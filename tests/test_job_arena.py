@@ -6,10 +6,10 @@ import time
 import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
-from dynamiccl.envs.bench.job_arena import BilledWindows, play
-from dynamiccl.envs.bench.scores import Ledger, summary
+from dynamiccl.envs.bench.job_arena import AccountedWindows, play
+from dynamiccl.envs.bench.scores import LossAccount, summary
 from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import Rules
+from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.search.windows import Plan
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
 from dynamiccl.envs.sim.windows import SWITCH_STEPS, SimSearch
@@ -32,8 +32,8 @@ def without_gain(jobs, worse=0.0, seed=0):
 def played(policy, jobs, best_us, after=100):
     """Scores of a policy on jobs whose best step is ``best_us``; the jobs are left as they are."""
     jobs, rng = jobs.take(slice(None)), np.random.default_rng([0, len(jobs)])
-    windows = BilledWindows(jobs, rng, Ledger(jobs, best_us))
-    search = SimSearch(jobs, Prior.load(), rng, Rules().of(policy), windows)
+    windows = AccountedWindows(jobs, rng, LossAccount(jobs, best_us))
+    search = SimSearch(jobs, Prior.load(), rng, SearchConfig().of(policy), windows)
     return play(policy, search, windows.ledger, after).scores
 
 
@@ -71,8 +71,8 @@ def calm():
 
 def test_every_step_is_billed_under_what_ran(calm):
     jobs, us = calm[0].take(slice(None)), calm[1]
-    ledger = Ledger(jobs, us)
-    windows = BilledWindows(jobs, np.random.default_rng(0), ledger)
+    ledger = LossAccount(jobs, us)
+    windows = AccountedWindows(jobs, np.random.default_rng(0), ledger)
     other = np.zeros(SLOTS, int)
     other[0] = np.flatnonzero(jobs.mask[2, 0])[-1]
     configs = other[: jobs.n_slots[2]]
@@ -86,7 +86,7 @@ def test_every_step_is_billed_under_what_ran(calm):
 @pytest.mark.parametrize(("wait", "is_refused"), [(work, True), (time.sleep, False)])
 def test_a_decision_that_takes_long_is_the_policys_fault_where_it_kept_a_processor_busy(calm, wait, is_refused):
     jobs = calm[0].take([0])
-    windows = BilledWindows(jobs, np.random.default_rng(0), Ledger(jobs, calm[1][:1]))
+    windows = AccountedWindows(jobs, np.random.default_rng(0), LossAccount(jobs, calm[1][:1]))
     search = SimSearch(jobs, Prior.load(), np.random.default_rng(0), windows=windows)
     with pytest.raises(ValueError, match="a decision took") if is_refused else contextlib.nullcontext():
         play(Slow(wait), search, windows.ledger, after=0, limit_s=0.1)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from dynamiccl.agent.train.job_prior import JobPrior, fit, judge, told
+from dynamiccl.agent.train.job_prior import JobPrior, fit, judge, training_arrays
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.traces.fingerprint import N_FEATURES
@@ -19,7 +19,7 @@ def test_the_prior_learns_and_comes_back_from_its_weights():
     again = JobPrior.of(weights, int(weights["n_shared"]))
     assert judge(again, jobs) == pytest.approx(judge(prior, jobs), abs=1e-5)
     # The belief reads from these weights what training wrote into them.
-    x, _, _ = told(jobs)
+    x, _, _ = training_arrays(jobs)
     mean, own, loadings = Prior(weights)(x[0, :2, :N_FEATURES].numpy(), x[0, :2, N_FEATURES:].numpy())
     for found, wanted in zip((mean, own, loadings), prior(x[0, :2]), strict=True):
         np.testing.assert_allclose(found, wanted.detach().numpy(), rtol=1e-4, atol=1e-4)

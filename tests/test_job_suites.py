@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 from dynamiccl.envs.bench import job_suites
-from dynamiccl.envs.bench.job_suites import JobSuite, draw_suite, fair, figures
+from dynamiccl.envs.bench.job_suites import JobSuite, draw_suite, figures, quiet_step_us
 from dynamiccl.envs.bench.scores import STRATA, stratum
-from dynamiccl.envs.bench.strata import SUITES, standing
+from dynamiccl.envs.bench.strata import SUITES, percentile_of_gain
 from dynamiccl.envs.sim.jobs import SLOTS
 
 JOBS = 400
@@ -22,7 +22,7 @@ def test_a_shipped_suite_comes_out_as_on_record(name):
     suite = JobSuite.load(name, 40)
     assert len(RECORDS[name]["picked"]) >= JOBS and len(suite) == 40
     assert (np.bincount(stratum(suite.gain), minlength=len(STRATA)) == 10).all()
-    assert fair(suite.jobs, np.zeros((40, SLOTS), int)) == pytest.approx(suite.jobs.default_us)
+    assert quiet_step_us(suite.jobs, np.zeros((40, SLOTS), int)) == pytest.approx(suite.jobs.default_us)
     assert (suite.jobs.mask[np.arange(40)[:, None], np.arange(SLOTS), suite.best]).all()
 
 
@@ -61,7 +61,7 @@ def test_a_suite_is_saved_and_read_and_others_are_refused(tmp_path):
 
 def test_where_a_job_stands_in_its_family():
     """Half of random jobs have less than the median; a suite holds more of the rare ones, which count for less."""
-    told = [standing(saved) for saved in (-0.1, 0.0001, standing(0)["median"], 0.23, 0.9)]
+    told = [percentile_of_gain(saved) for saved in (-0.1, 0.0001, percentile_of_gain(0)["median"], 0.23, 0.9)]
     less = [t["less"] for t in told]
     assert less[0] == 0 and less == sorted(less) and less[-1] == 1
     assert less[2] == pytest.approx(0.5, abs=0.01) and 0.9 < less[3] < 0.99

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.neighbours import untested
+from dynamiccl.envs.search.neighbours import one_slot_neighbours
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search.windows import TABLE, Job, Measured
 from dynamiccl.traces.spaces import N_CONFIGS
@@ -30,7 +30,7 @@ def asked(table, tried=(), open_=MASK):
     counts = np.zeros((3, N_CONFIGS))
     for slot, config in tried:
         counts[slot, config] = 1
-    return untested(np.array(table), SHARE, open_, counts).tolist()
+    return one_slot_neighbours(np.array(table), SHARE, open_, counts).tolist()
 
 
 def test_fewer_channels_come_before_more_in_all_slots_at_once():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from dynamiccl.agent.policies.choosing import make_chooser
-from dynamiccl.agent.policies.lstm import FORMAT, LstmPolicy, blinded
+from dynamiccl.agent.policies.lstm import FORMAT, LstmPolicy, ablate
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.agent.train.recurrent import MaskedLstmPolicy
 from dynamiccl.agent.train.training import Settings, Training, export, make_policy
@@ -108,7 +108,7 @@ def test_memory_matters_unless_it_is_cut_off(observed):
 def test_what_a_policy_does_without_changes_nothing_for_it(observed, part):
     """Ablations: entries that say the same to a policy without that part, and not to a whole one."""
     seen = observed[1]
-    other = np.where(blinded(np.ones_like(seen), (part,)) == 0, seen + 0.3, seen)
+    other = np.where(ablate(np.ones_like(seen), (part,)) == 0, seen + 0.3, seen)
     assert 0 < (other != seen).mean() < 0.7
     for without, differs in (((), True), ((part,), False)):
         light = LstmPolicy(shaken().export(), {"settings": {"without": without}})

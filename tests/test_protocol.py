@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dynamiccl.envs.nccl.agreement.place import NO_COUNTS, Place, Report, Verdict, Where
+from dynamiccl.envs.nccl.agreement.place import NO_COUNTS, Progress, Report, SwitchPoint, Verdict
 from dynamiccl.envs.nccl.agreement.protocol import PATIENCE, Leader, Member, Phase, Stage, Stop
 from protocol_explore import explore
 from protocol_world import Scope
@@ -38,7 +38,7 @@ class KeepsTheLease(Leader):
 class ClosesWhereItIs(Leader):
     """Mutation: an agreement that closes does not go back to the confirmed table."""
 
-    def next(self, here: Where) -> bool:
+    def next(self, here: Progress) -> bool:
         if self.closing:
             self.stage = Stage.CLOSED
             return False
@@ -48,7 +48,7 @@ class ClosesWhereItIs(Leader):
 class RepeatsNumbers(Leader):
     """Mutation: an attempt that was lost is tried again under its number, and with its log."""
 
-    def lost(self, here: Where, why: str) -> None:
+    def lost(self, here: Progress, why: str) -> None:
         super().lost(here, why)
         self.attempt -= 1
 
@@ -113,7 +113,7 @@ def test_a_broken_protocol_is_refuted(name):
 
 
 def report(rank, backwards=9, steps=9, comms=(), counts=(), asked=0):
-    return Report.of(Where(rank, backwards, steps, asked), dict(zip(comms, counts, strict=True)))
+    return Report.of(Progress(rank, backwards, steps, asked), dict(zip(comms, counts, strict=True)))
 
 
 def test_ranks_at_one_place_and_ranks_that_are_not():
@@ -147,23 +147,23 @@ def test_lost_attempts_are_tried_again_ever_farther_apart_and_then_it_closes():
     leader.want(b"new", True)
     while not leader.closing:
         step += 1
-        if leader.next(Where(0, step, step)):
+        if leader.next(Progress(0, step, step)):
             begun.append(step)
-            assert leader.acknowledged(leader.attempt, Where(0, step, step))
-            leader.lost(Where(0, step, step), "too slow")
+            assert leader.acknowledged(leader.attempt, Progress(0, step, step))
+            leader.lost(Progress(0, step, step), "too slow")
     apart = np.diff(begun)
     assert len(begun) == PATIENCE and (apart[1:] > 1.5 * apart[:-1]).all() and leader.closing == "too slow"
-    assert not leader.next(Where(0, 10**6, 10**6)) and leader.stage is Stage.CLOSED, "nothing was in force"
+    assert not leader.next(Progress(0, 10**6, 10**6)) and leader.stage is Stage.CLOSED, "nothing was in force"
 
 
 def test_places_are_named_by_backward_passes_where_there_are_any():
     leader = Leader()
     leader.want(b"one", False)
-    assert leader.next(Where(0, 6, 3)) is True
-    assert leader.acknowledged(1, Where(0, 8, 4), stride=2) == Place("backwards", 8 + 2 * leader.ahead)
-    leader.lost(Where(0, 8, 4), "late")
-    assert leader.next(Where(0, 0, 40)) is True  # nothing counts them
-    assert leader.acknowledged(2, Where(0, 0, 41)) == Place("steps", 41 + leader.ahead)
+    assert leader.next(Progress(0, 6, 3)) is True
+    assert leader.acknowledged(1, Progress(0, 8, 4), stride=2) == SwitchPoint("backwards", 8 + 2 * leader.ahead)
+    leader.lost(Progress(0, 8, 4), "late")
+    assert leader.next(Progress(0, 0, 40)) is True  # nothing counts them
+    assert leader.acknowledged(2, Progress(0, 0, 41)) == SwitchPoint("steps", 41 + leader.ahead)
 
 
 def test_after_a_lost_attempt_the_next_place_is_of_the_other_kind():
@@ -171,7 +171,7 @@ def test_after_a_lost_attempt_the_next_place_is_of_the_other_kind():
     leader, kinds = Leader(), []
     leader.want(b"one", True)
     for k in range(1, 5):
-        here = Where(0, 10**k, 10**k)
+        here = Progress(0, 10**k, 10**k)
         assert leader.next(here) is True
         kinds.append(leader.acknowledged(k, here).by)
         leader.lost(here, "rank 1 did not come")
@@ -182,7 +182,7 @@ def test_an_agreement_that_closes_goes_by_steps_and_by_backward_passes_in_turn()
     leader, kinds = Leader(active=b"trial", trial=True), []
     leader.close("apart")
     for k in range(1, 5):
-        here = Where(0, 10**k, 10**k)
+        here = Progress(0, 10**k, 10**k)
         assert leader.next(here) is True
         kinds.append(leader.acknowledged(k, here).by)
         leader.lost(here, "late")
@@ -193,17 +193,17 @@ def test_a_change_that_succeeds_lets_the_next_place_come_nearer_and_only_a_confi
     leader = Leader()
     for k, (table, trial) in enumerate([(b"kept", False), (b"tried", True)], 1):
         leader.want(table, trial)
-        leader.lost(Where(0, 100 * k, 100 * k), "late")
+        leader.lost(Progress(0, 100 * k, 100 * k), "late")
         ahead = leader.ahead
-        here = Where(0, 1000 * k, 1000 * k)
+        here = Progress(0, 1000 * k, 1000 * k)
         assert leader.next(here) and leader.next(here) is False, "one at a time"
         assert leader.acknowledged(leader.attempt, here)
         assert leader.arrived(leader.attempt, Verdict(True, True, "")) and leader.log_read("abort") is False
         assert leader.log_read("commit") and (leader.active, leader.trial, leader.failures) == (table, trial, 0)
         assert leader.ahead == ahead - 1
-    assert leader.next(Where(0, 5000, 5000)) is False and leader.trial, "what is wanted is in force"
+    assert leader.next(Progress(0, 5000, 5000)) is False and leader.trial, "what is wanted is in force"
     leader.want(b"tried", False)
-    assert leader.next(Where(0, 5000, 5000)) is False and not leader.trial, "the same table, no longer on a lease"
+    assert leader.next(Progress(0, 5000, 5000)) is False and not leader.trial, "the same table, no longer on a lease"
     leader.want(b"tried", True)
     leader.expire()
     assert (leader.wanted, leader.wanted_trial) == (b"kept", False)
@@ -214,15 +214,15 @@ def test_an_attempt_that_is_called_off_before_a_place_was_named_leaves_nothing_b
     member.prepared(1)
     member.answered(1, False)
     assert member.phase is Phase.IDLE and member.is_free()
-    assert member.appointed(1, Place("steps", 9)) and member.boundary(Where(1, 9, 9)) is Stop.PASS
+    assert member.appointed(1, SwitchPoint("steps", 9)) and member.boundary(Progress(1, 9, 9)) is Stop.PASS
 
 
 def test_a_place_that_was_passed_is_missed_and_a_called_off_one_told():
-    member, here = Member(), Where(1, 6, 3)
+    member, here = Member(), Progress(1, 6, 3)
     member.boundary(here)
     member.prepared(1)
-    assert not member.appointed(1, Place("backwards", 6)) and member.phase is Phase.IDLE
+    assert not member.appointed(1, SwitchPoint("backwards", 6)) and member.phase is Phase.IDLE
     member.prepared(2)
-    assert member.appointed(2, Place("backwards", 7))
+    assert member.appointed(2, SwitchPoint("backwards", 7))
     member.answered(2, False)
-    assert member.boundary(Where(1, 8, 4)) is Stop.TELL and member.boundary(Where(1, 10, 5)) is Stop.PASS
+    assert member.boundary(Progress(1, 8, 4)) is Stop.TELL and member.boundary(Progress(1, 10, 5)) is Stop.PASS

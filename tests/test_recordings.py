@@ -17,7 +17,7 @@ from dynamiccl.envs.replay.decisions import load
 from dynamiccl.envs.replay.recordings import named, on_cluster
 from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import Rules
+from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.traces.files import TraceError
 from dynamiccl.traces.importers import json_stream
 from dynamiccl.traces.importers.recording import FORMATS, detect, read_recording
@@ -34,7 +34,7 @@ def test_every_format_is_told_by_its_bytes_and_replayed_on_a_named_cluster(tmp_p
         recorded = load(trace)
         assert len(recorded.slots) >= 1 and np.isfinite(recorded.default_ms) and recorded.default_ms > 0, source
         assert not recorded.measured[:, 1:].any()  # nothing but NCCL's own choice was ever run
-        search, _ = RecordedSuite(trace, 1).open(np.arange(1), 0, PRIOR, Rules())
+        search, _ = RecordedSuite(trace, 1).open(np.arange(1), 0, PRIOR, SearchConfig())
         assert search.observe([0]).shape == (1, turns.N_OBSERVATION) and search.searches[0].open.sum() > 4
         notes = " ".join(trace.header["notes"])
         assert "taken to be NCCL's own choice" in notes  # none of them tells algorithm and protocol

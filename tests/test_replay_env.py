@@ -16,7 +16,7 @@ from dynamiccl.envs.replay import decisions as replay
 from dynamiccl.envs.replay.job import RecordedJob
 from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import Rules
+from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.search_env import worth
 from dynamiccl.envs.sim.windows import SimSearch
 from dynamiccl.traces import spaces
@@ -103,7 +103,7 @@ def test_the_environment_and_the_board_play_a_record_alike(trace, recorded):
     replayed = episode(ReplayEnv(trace), 7)
     seed = int(np.random.Generator(np.random.PCG64(np.random.SeedSequence(7))).integers(2**31))
     windows = RecordedWindows(trace, recorded, [seed + 1, seed], min_share=0.01)
-    search = SimSearch(windows.jobs, Prior.load(), np.random.default_rng(0), Rules(), windows)
+    search = SimSearch(windows.jobs, Prior.load(), np.random.default_rng(0), SearchConfig(), windows)
     story = [(search.observe([1])[0].tolist(), 0.0)]
     while search.waiting:
         rows = search.waiting
@@ -128,7 +128,7 @@ def test_a_recorded_job_is_a_suite_for_the_board(trace, recorded):
     found = enter(ExpectedImprovement(), suite)
     scores = replay_submission(found, suite, check=1)
     assert (scores.gain <= oracle.gain + 1e-9).all() and scores.gain.max() > 0.5 * oracle.gain[0]
-    search, _ = suite.open(np.arange(1), 0, Prior.load(), Rules())
+    search, _ = suite.open(np.arange(1), 0, Prior.load(), SearchConfig())
     configs = search.searches[0].belief.best()
     padded = np.zeros((1, search.tables.shape[1]), int)
     padded[0, : len(configs)] = configs

@@ -4,8 +4,8 @@ import pytest
 from dynamiccl.envs.nccl.agreement.job_store import JobStore
 from dynamiccl.envs.nccl.agreement.place import Report
 from dynamiccl.envs.nccl.agreement.protocol import Stop
-from dynamiccl.envs.nccl.agreement.published import Published
-from dynamiccl.envs.nccl.agreement.rounds import Desk, Rounds
+from dynamiccl.envs.nccl.agreement.published import TableMailbox
+from dynamiccl.envs.nccl.agreement.rounds import RankState, Rounds
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.steps.steps import Steps
 from dynamiccl.traces.records import Decision, Lease, Slot, Table
@@ -37,7 +37,7 @@ class Rank0:
         self.store = JobStore(lambda: (Store(server.port), "127.0.0.1"), 0)
         self.store.connect()
         self.steps = Steps()
-        self.desk = Desk(0, 1, StandIn(), self.steps, Published(folder.path / "table"), before)
+        self.desk = RankState(0, 1, StandIn(), self.steps, TableMailbox(folder.path / "table"), before)
         self.connects()
 
     def connects(self, breaks=False):

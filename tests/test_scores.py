@@ -5,7 +5,7 @@ import pytest
 from dynamiccl.envs.bench.scores import (
     HORIZONS,
     STRATA,
-    Ledger,
+    LossAccount,
     Scores,
     by_stratum,
     difference,
@@ -28,7 +28,7 @@ def calm():
 
 def ledger(calm):
     jobs, best, us = calm
-    return Ledger(jobs.take(slice(None)), us), best, np.zeros((len(jobs), SLOTS), int), np.arange(len(jobs))
+    return LossAccount(jobs.take(slice(None)), us), best, np.zeros((len(jobs), SLOTS), int), np.arange(len(jobs))
 
 
 def test_who_never_searches_loses_what_there_is_to_gain_and_the_oracle_nothing(calm):

@@ -9,7 +9,7 @@ from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.canary import GIVE_UP
 from dynamiccl.envs.search.search import Search
-from dynamiccl.envs.search.watch import Rules, Watch
+from dynamiccl.envs.search.watch import SearchConfig, Watch
 from dynamiccl.envs.search.windows import PROFILE, REFERENCE, SEARCH, TABLE, Job, Measured
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
 from dynamiccl.envs.sim.windows import SimSearch
@@ -217,7 +217,7 @@ def test_a_table_that_promises_much_is_confirmed_before_the_search_goes_on(prior
             break
         search.decide([20, [0, 8, 18, 16][turn // 2 % 4]][search.turn])
     if early:
-        assert plan.kind == REFERENCE and not search.closing and Rules().early <= windows < 12
+        assert plan.kind == REFERENCE and not search.closing and SearchConfig().early <= windows < 12
     else:
         assert plan is None and windows == 5
 
@@ -254,7 +254,7 @@ def test_a_small_true_gain_survives_the_watch(prior):
     kept, share, reopened = 0, [], 0
     for seed in range(12):
         told = Told(lambda c: 0.03 * (c[0] == 20), noise=0.01, seed=seed)
-        search, _ = run(told, prior, rules=Rules(pairs=40))
+        search, _ = run(told, prior, rules=SearchConfig(pairs=40))
         if not search.confirmed.any():
             continue
         told.saving = lambda c: 0.01 * (c[0] == 20)
@@ -290,7 +290,7 @@ def test_a_lasting_change_begins_a_new_search(prior):
 
 
 def test_the_watch_asks_for_the_default_at_once_where_a_window_is_odd():
-    watch = Watch(0.005, 8, Rules(), True, 0)
+    watch = Watch(0.005, 8, SearchConfig(), True, 0)
     for _ in range(10):
         assert watch.saw(100.0, False, 0) == "" and not watch.wants_default(1)
     watch.saw(120.0, False, 2)

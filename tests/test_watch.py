@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from dynamiccl.envs.search.canary import Canary
 from dynamiccl.envs.search.sequential import least, middle
-from dynamiccl.envs.search.watch import CHANGED, HARMFUL, LONGEST, ODD, Rules, Watch
+from dynamiccl.envs.search.watch import CHANGED, HARMFUL, LONGEST, ODD, SearchConfig, Watch
 
 
 def begun(gain=0.05, steps=8, noise=0.005, windows=10, levels=()):
-    watch = Watch(noise, steps, Rules(), True, 0, (gain, 6), levels)
+    watch = Watch(noise, steps, SearchConfig(), True, 0, (gain, 6), levels)
     for _ in range(windows):
         assert watch.saw(100.0, False, 0) == "" and not watch.wants_default(1)
     return watch
@@ -83,17 +83,17 @@ def test_a_pace_that_was_seen_before_is_no_change():
     assert (
         CHANGED in found and change.moved == pytest.approx(np.log(1.05)) and change.level == pytest.approx(np.log(105))
     )
-    again = Watch(0.005, 8, Rules(), True, 0, (0.05, 6), change.levels)
+    again = Watch(0.005, 8, SearchConfig(), True, 0, (0.05, 6), change.levels)
     for ms in (105.0, 100.0, 105.0, 100.0):
         assert all(again.saw(ms, False, 1) == "" for _ in range(20))
     assert CHANGED in [again.saw(112.0, False, 1) for _ in range(ODD)]
 
 
 def test_a_regime_that_comes_back_and_whose_table_does_not_do_what_it_did_is_searched_anew():
-    watch = Watch(0.004, 8, Rules(), True, 0, (0.1, 6))
+    watch = Watch(0.004, 8, SearchConfig(), True, 0, (0.1, 6))
     watch.begin_with(100.0)
     assert watch.saw(98.0, False, 1) == CHANGED and watch.change.is_other
-    watch = Watch(0.004, 8, Rules(), True, 0, (0.1, 6))
+    watch = Watch(0.004, 8, SearchConfig(), True, 0, (0.1, 6))
     watch.begin_with(100.0)
     assert watch.saw(91.0, False, 1) == ""
 

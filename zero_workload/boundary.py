@@ -79,7 +79,7 @@ _HARMLESS |= {"size", "dim", "numel", "nelement", "stride", "element_size", "is_
 _HARMLESS |= {"requires_grad_", "untyped_storage", "storage_offset", "data_ptr", "get_device", "is_contiguous"}
 
 
-class Away(nn.Parameter):
+class ShardedAwayParameter(nn.Parameter):
     """The class of a parameter while its unit is sharded: whoever computes with it is told which one it is."""
 
     place: tuple[str, str]  # its name, its unit's
@@ -90,7 +90,7 @@ class Away(nn.Parameter):
         if func.__name__ in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        name, unit = next(x.place for x in tree_leaves((args, kwargs)) if type(x) is Away)
+        name, unit = next(x.place for x in tree_leaves((args, kwargs)) if type(x) is ShardedAwayParameter)
         raise RuntimeError(
             f"{name} is used outside the forward of {unit}, where stage 3 holds a shard of it only: call that module, "
             f"or keep it whole with zero(..., hybrid=N), N above the number of its elements"
@@ -101,10 +101,10 @@ def send_away(param: Any, name: str, unit: str) -> None:
     """Let ``param``, which is empty now, say so when it is used. DTensors and fake tensors stay what they are."""
     if type(param) is nn.Parameter:
         param.place = (name, unit)  # type: ignore[attr-defined]
-        param.__class__ = Away
+        param.__class__ = ShardedAwayParameter
 
 
 def bring_back(param: Any) -> None:
     """The opposite, before it shows its values again."""
-    if type(param) is Away:
+    if type(param) is ShardedAwayParameter:
         param.__class__ = nn.Parameter  # type: ignore[assignment]

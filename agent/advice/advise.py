@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...envs.nccl_model.arms import distinct
-from ...envs.nccl_model.clusters import Cluster, Fleet
+from ...envs.nccl_model.clusters import Cluster, ClusterArrays
 from ...envs.replay.decisions import cluster_of, load
 from ...envs.replay.recordings import of_size
 from ...envs.search.belief import Belief, Prior
@@ -48,7 +48,10 @@ class Advice:
             raise TraceError(f"{error}: name the cluster that was recorded with --cluster") from None
         self.cluster = max(places, key=lambda place: place.n_ranks)
         belief = Belief(
-            Prior.load(), fingerprint.vector(), distinct(fingerprint, Fleet.of(places).release), self.tasks.share
+            Prior.load(),
+            fingerprint.vector(),
+            distinct(fingerprint, ClusterArrays.of(places).release),
+            self.tasks.share,
         )
         seen = exposure(trace)
         self.exposed = np.array([seen.get(slot, np.nan) for slot in self.tasks.slots])

@@ -32,7 +32,7 @@ from ...envs.bench.job_suites import FAMILIES, JobSuite, draw_suite
 from ...envs.bench.scores import HORIZONS
 from ...envs.bench.submissions import FORMAT, Suite, enter, rows_of
 from ...envs.search.belief import Prior
-from ...envs.search.watch import Rules
+from ...envs.search.watch import SearchConfig
 from ..policies.choosing import DEFAULT, RULES, WEIGHTS, look_here, make_chooser
 from ..policies.classical import CLASSICAL, make_classical
 from .spread import spread
@@ -209,7 +209,7 @@ def fit_one(item: tuple[str, int]) -> dict[str, Any]:
             lost = []
             for suite in suites:
                 policy = make_classical(name, 0, settings)
-                opened = suite.open(np.arange(len(suite)), 0, Prior.load(), Rules().of(policy))
+                opened = suite.open(np.arange(len(suite)), 0, Prior.load(), SearchConfig().of(policy))
                 lost.append(play(policy, *opened, after=0).scores.lost[:, 0].mean())
             tried.append({"settings": settings, "lost": round(float(np.mean(lost)), 1)})
         tried.sort(key=lambda row: float(row["lost"]))

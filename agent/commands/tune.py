@@ -49,7 +49,7 @@ def tune(
         str,
         typer.Option(
             help="Who decides: expected-improvement or thompson-sampling on the belief over the job; lstm, or weights "
-            "of lab train (FILE.npz); default, random, coordinate-descent, thompson, ...; or MODULE:NAME."
+            "of lab train (FILE.npz); default, random, coordinate-descent, tpe, ...; or MODULE:NAME."
         ),
     ] = "expected-improvement",
     stage: Annotated[int, typer.Option(help="ZeRO stage of our own job, 0 to 3.")] = 3,
@@ -203,7 +203,7 @@ def _attach(context: typer.Context, where: str, again: bool) -> None:
     from ...envs.live.locks import Busy
     from ...envs.nccl.shm import RunFolder
     from ...traces.files import TraceError
-    from ..daemon.console import Show, show_summary
+    from ..daemon.console import LiveView, show_summary
     from ..daemon.daemon import Daemon
     from ..daemon.request import REQUEST, Request
     from ..report.outputs import default_url
@@ -222,7 +222,7 @@ def _attach(context: typer.Context, where: str, again: bool) -> None:
             given.setdefault("memory", default_url())
         request = Request.read(path, given)
         quiet = request.json == "-"
-        with Show(request.windows + request.verify, quiet, not request.launched) as show:
+        with LiveView(request.windows + request.verify, quiet, not request.launched) as show:
             summary = Daemon(request, run, again, show.window, show.phase).serve()
     if request.json is not None:
         text = json_module.dumps(vars(summary), indent=2)

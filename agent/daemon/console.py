@@ -9,7 +9,7 @@ from ...traces.reasons import RunEnds
 from ..report.summary import RunSummary
 from ..report.terminal import grid, terminal
 from ..report.texts import DECISIONS, NUMBERS, decision_rows, emulation_text
-from .tuner import Line
+from .tuner import WindowLine
 
 _COLOURS = {"kept": "bold green", "rolled back": "yellow", "given up": "yellow"}
 
@@ -23,7 +23,7 @@ _CURES = {
 _TOO_SHORT = "It was too short for a verdict: let it take more steps, or run it where less runs beside it."
 
 
-class Show:
+class LiveView:
     """Prints lines on stderr, above a progress bar where it has the terminal for itself (``alone``)."""
 
     def __init__(self, total: int, quiet: bool = False, alone: bool = True) -> None:
@@ -39,7 +39,7 @@ class Show:
         )
         self._task: TaskID = self._progress.add_task("starting", total=total)
 
-    def __enter__(self) -> Show:
+    def __enter__(self) -> LiveView:
         self._progress.start()
         return self
 
@@ -52,7 +52,7 @@ class Show:
         if self._progress.disable:
             self.console.print(f"dynamiccl: {text}", markup=False)
 
-    def window(self, line: Line) -> None:
+    def window(self, line: WindowLine) -> None:
         """One window was measured."""
         self._progress.update(self._task, completed=line.index, description=line.phase)
         self.console.print(str(line), style=_COLOURS.get(line.verdict, ""), markup=False)

@@ -36,7 +36,7 @@ from .log import LOG, log, open_log
 from .memory import Memory, facts_of
 from .request import Request
 from .summarise import summarise
-from .tuner import Line, Outcome, Tuner
+from .tuner import Outcome, Tuner, WindowLine
 
 #: Space that a trace may take on disk, however long the job runs.
 TRACE_BYTES = 256 * 2**20
@@ -54,7 +54,7 @@ class Daemon:
         request: Request,
         run: RunFolder,
         again: bool = False,
-        on_window: Callable[[Line], None] = lambda line: None,
+        on_window: Callable[[WindowLine], None] = lambda line: None,
         on_phase: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Raises ValueError for an unknown policy or a run that was stopped, Busy if the run has a tuner, OSError."""
@@ -241,7 +241,7 @@ class Daemon:
     def _warn(self, text: str) -> None:
         self._say(text, logging.WARNING)
 
-    def _tell(self, line: Line) -> None:
+    def _tell(self, line: WindowLine) -> None:
         assert self.job.writer is not None
         self.job.writer.log("window", asdict(line))
         log.info("%s", line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...envs.bench.strata import standing
+from ...envs.bench.strata import percentile_of_gain
 from ...envs.live.job import Job
 from ...traces.reasons import RunEnds, names
 from ..report.outputs import logged
@@ -58,7 +58,7 @@ def _measured(outcome: Outcome, emulated: bool) -> RunSummary:
         found.default_step_ms, found.tuned_step_ms, found.speedup = v.default_ms, v.tuned_ms, v.tuned.speedup
         found.speedup_ci95, found.aa_speedup_ci95 = [v.tuned.low, v.tuned.high], [v.same.low, v.same.high]
         if emulated:
-            found.family = standing(1 - 1 / v.tuned.speedup)
+            found.family = percentile_of_gain(1 - 1 / v.tuned.speedup)
     return found
 
 

@@ -22,7 +22,7 @@ from ...envs.search.belief import Prior
 from ...envs.search.canary import GIVE_UP
 from ...envs.search.search import Search
 from ...envs.search.sequential import Race
-from ...envs.search.watch import Rules
+from ...envs.search.watch import SearchConfig
 from ...envs.search.windows import PHASES, WATCH, Plan, Policy
 from ...traces.queries.audit import regime
 from ...traces.queries.slots import SlotProfile
@@ -38,14 +38,14 @@ Array = np.ndarray[Any, Any]
 LOOK_AGAIN = 50
 
 
-def rules_of(s: Settings) -> Rules:
+def rules_of(s: Settings) -> SearchConfig:
     """The search's rules."""
-    steps = Rules().window_steps if s.window_steps is None else (s.window_steps, s.window_steps)
-    return Rules(window_steps=steps, rounds=s.windows, pairs=s.verify, budget=s.budget)
+    steps = SearchConfig().window_steps if s.window_steps is None else (s.window_steps, s.window_steps)
+    return SearchConfig(window_steps=steps, rounds=s.windows, pairs=s.verify, budget=s.budget)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class WindowLine:
     """One window as it is told to people and written to the trace. Times in ms, ``saving`` relative to the default."""
 
     index: int
@@ -74,7 +74,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SlotChoice:
     """What was decided for one slot, and why."""
 
     profile: SlotProfile
@@ -87,7 +87,7 @@ class Outcome:
     """What a run came to. ``verdict`` is None when the job ended before it."""
 
     regime: str = "unknown"
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[SlotChoice] = field(default_factory=list)
     verdict: Verdict | None = None
     kept: bool = False  # the table is in force; otherwise NCCL's own choice is
     windows: int = 0
@@ -122,7 +122,7 @@ class Tuner:
         windows: LiveWindows,
         policy: Policy,
         settings: Settings,
-        on_window: Callable[[Line], None] = lambda line: None,
+        on_window: Callable[[WindowLine], None] = lambda line: None,
         prior: Prior | None = None,
         recall: Callable[[LiveWindows], Mapping[Slot, Decision]] = lambda windows: {},
     ) -> None:
@@ -231,7 +231,7 @@ class Tuner:
         too_slow = RowRefused.TOO_SLOW(decision=decision, slot=slot, times=GIVE_UP)
         return slot, decision, too_slow if row is None else str(row)
 
-    def _choice(self, i: int, profile: SlotProfile, search: Search) -> Choice:
+    def _choice(self, i: int, profile: SlotProfile, search: Search) -> SlotChoice:
         config = int(search.confirmed[i])
         decision = decision_of(config)
         mean, deviation = search.belief.figures(i)
@@ -240,11 +240,13 @@ class Tuner:
         tried = int((search.tried[i, 1:] > 0).sum())
         own = profile.own
         if decision.is_auto and not tried:
-            return Choice(profile, AUTO, RowRefused.NOT_TRIED(own=own))
+            return SlotChoice(profile, AUTO, RowRefused.NOT_TRIED(own=own))
         if decision.is_auto:
-            return Choice(profile, AUTO, RowRefused.NOT_BETTER(own=own, tried=tried, exposure=exposure))
+            return SlotChoice(profile, AUTO, RowRefused.NOT_BETTER(own=own, tried=tried, exposure=exposure))
         percent = f"{100 * mean[config]:.1f} % +- {196 * deviation[config]:.1f}"
-        return Choice(profile, decision, f"saves {percent} of the step against NCCL's {own}; {tried} tried; {exposure}")
+        return SlotChoice(
+            profile, decision, f"saves {percent} of the step against NCCL's {own}; {tried} tried; {exposure}"
+        )
 
     def _saw(self, plan: Plan, window: Window) -> None:
         self._last = window
@@ -273,7 +275,7 @@ class Tuner:
         assert self._last is not None
         window = self._last
         self.on_window(
-            Line(
+            WindowLine(
                 index=self.outcome.windows,
                 total=self.settings.windows + 2 * self.settings.verify,
                 phase=phase,

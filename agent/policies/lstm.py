@@ -104,7 +104,7 @@ class LstmPolicy:
     def scores(self, observations: Array, state: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         """Scores (n, N_CONFIGS), -inf where masked, and the next LSTM state (h, c), each (n, hidden)."""
         w, k = self.weights, self.hidden
-        observations = blinded(observations, self.without)
+        observations = ablate(observations, self.without)
         context = observations[:, :_N_CONTEXT]
         figures = observations[:, _N_CONTEXT:-N_CONFIGS].reshape(-1, N_PER_CONFIG, N_CONFIGS)
         last = (figures * figures[:, LAST : LAST + 1]).sum(axis=2)
@@ -152,7 +152,7 @@ _BELIEVED = ("exposure", "exposure_sd", "best_saving", "best_sd", "wander", "off
 _N_BELIEVED = 3  # of the figures: turns.believed
 
 
-def blinded(observations: Array, without: tuple[str, ...]) -> Array:
+def ablate(observations: Array, without: tuple[str, ...]) -> Array:
     """Observations (n, N_OBSERVATION), zero where a policy is to do ``without``."""
     hidden = {*(_SIBLINGS if "siblings" in without else ()), *(_BELIEVED if "belief" in without else ())}
     if not hidden:

@@ -16,12 +16,12 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from ...envs.search import turns
 from ...envs.search.belief import Prior
-from ...envs.search.watch import Rules
+from ...envs.search.watch import SearchConfig
 from ...envs.sim.jobs import SLOTS, STANDARD, JobFamily, Jobs, draw_jobs, oracle
 from ...envs.sim.windows import SimSearch
 from ...traces import spaces
 from ...traces.spaces import N_CONFIGS
-from ..policies.lstm import blinded
+from ..policies.lstm import ablate
 
 Array = np.ndarray[Any, Any]
 
@@ -34,10 +34,12 @@ UNIT = (0.01, 0.3)
 N_REVEALED = 4
 
 
-class Block:
+class JobBlock:
     """Some jobs, their searches, and what is true of them."""
 
-    def __init__(self, jobs: Jobs, prior: Prior, rng: np.random.Generator, rules: Rules | None, teach: bool) -> None:
+    def __init__(
+        self, jobs: Jobs, prior: Prior, rng: np.random.Generator, rules: SearchConfig | None, teach: bool
+    ) -> None:
         self.calm = jobs.take(slice(None))  # in fair weather
         self.calm.swing[:, 0] = 0
         self.best = 1 - oracle(self.calm, passes=1)[1] / self.calm.default_us
@@ -100,7 +102,7 @@ class JobBatch:
         n: int,
         seed: int,
         family: JobFamily = STANDARD,
-        rules: Rules | None = None,
+        rules: SearchConfig | None = None,
         prior: Prior | None = None,
         teach: bool = False,
     ) -> None:
@@ -109,12 +111,12 @@ class JobBatch:
         self.prior = prior or Prior.load()
         self.rng = np.random.default_rng([seed, 3])
         self.finished: list[dict[str, float]] = []  # of each episode that ended
-        self._newest: Block | None = None
+        self._newest: JobBlock | None = None
 
-    def _fresh(self) -> tuple[Block, int]:
+    def _fresh(self) -> tuple[JobBlock, int]:
         if self._newest is None or self._newest.next == self.n:
             jobs = draw_jobs(self.family, self.rng, self.n)
-            self._newest = Block(jobs, self.prior, self.rng, self.rules, self.teach)
+            self._newest = JobBlock(jobs, self.prior, self.rng, self.rules, self.teach)
         block = self._newest
         block.next += 1
         return block, block.next - 1
@@ -176,7 +178,7 @@ class JobVecEnv(VecEnv):
         self.actions = np.zeros((batch.n, 2), np.int64)
 
     def _with_truth(self, observations: Array) -> Array:
-        return np.concatenate([blinded(observations, self.without), self.batch.revealed], axis=1)
+        return np.concatenate([ablate(observations, self.without), self.batch.revealed], axis=1)
 
     def reset(self) -> Array:  # type: ignore[override]
         """Observations of fresh searches, the critic's figures behind them."""

@@ -18,12 +18,12 @@ import torch
 
 from ...envs.search.belief import Prior
 from ...envs.search.turns import N_OBSERVATION
-from ...envs.search.watch import Rules
+from ...envs.search.watch import SearchConfig
 from ...envs.sim.family import JobFamily
 from ...envs.sim.jobs import draw_jobs
 from ...traces.spaces import N_CONFIGS
-from ..policies.lstm import LstmPolicy, blinded
-from .batches import HORIZON, Block
+from ..policies.lstm import LstmPolicy, ablate
+from .batches import HORIZON, JobBlock
 from .recurrent import MaskedLstmPolicy
 
 Array = np.ndarray[Any, Any]
@@ -51,7 +51,9 @@ def collect(
     """Play ``n`` fresh jobs to their verdicts with a policy whose scores are multiplied by ``sharpness``."""
     rng = np.random.default_rng(seed)
     policy = LstmPolicy(weights, record, seed=int(rng.integers(2**31)))
-    block = Block(draw_jobs(family, rng, n), Prior.load(), rng, Rules(trials=0, doubtful=0).of(policy), teach=True)
+    block = JobBlock(
+        draw_jobs(family, rng, n), Prior.load(), rng, SearchConfig(trials=0, doubtful=0).of(policy), teach=True
+    )
     searches = block.search.searches
     seen: list[list[Array]] = [[] for _ in range(n)]
     apart: list[list[Array]] = [[] for _ in range(n)]
@@ -93,7 +95,7 @@ def learn(
     begun = torch.zeros(n, length)
     begun[:, 0] = 1
     zero = torch.zeros(1, n, policy.lstm_actor.hidden_size)
-    shown = torch.as_tensor(blinded(seen.reshape(n * length, -1), without))
+    shown = torch.as_tensor(ablate(seen.reshape(n * length, -1), without))
     scores = policy.scores(shown, (zero, zero), begun.flatten())[0].unflatten(0, (n, -1))
     open_ = torch.as_tensor(seen[:, :, -N_CONFIGS:] > 0.5)
     told = torch.as_tensor(np.clip(apart, -2.0, 2.0))

@@ -127,7 +127,7 @@ def truths(jobs: Jobs) -> tuple[Array, Array]:
     return logs, savings
 
 
-def told(jobs: Jobs) -> tuple[Tensor, Tensor, Tensor]:
+def training_arrays(jobs: Jobs) -> tuple[Tensor, Tensor, Tensor]:
     """What the prior reads of jobs, (n, slots, N_FEATURES + N_CONFIGS), the figures that it is fitted to, and which of
     them are known, both (n, slots, N_FIGURES)."""
     used = np.arange(SLOTS)[None] < jobs.n_slots[:, None]
@@ -141,7 +141,7 @@ def told(jobs: Jobs) -> tuple[Tensor, Tensor, Tensor]:
 
 def judge(prior: JobPrior, jobs: Jobs) -> float:
     """Mean negative log likelihood a figure of jobs (constants left out): the less, the better is the prior."""
-    x, figures, known = told(jobs)
+    x, figures, known = training_arrays(jobs)
     with torch.no_grad():
         return float(log_loss(prior(x), prior.n_shared, figures, known))
 
@@ -160,7 +160,7 @@ def fit(
     for k in range(rounds):
         for group in optimizer.param_groups:
             group["lr"] = rate * (0.01 + 0.99 * 0.5 * (1 + float(np.cos(np.pi * k / rounds))))
-        x, figures, known = told(draw(batch))
+        x, figures, known = training_arrays(draw(batch))
         loss = log_loss(prior(x), prior.n_shared, figures, known)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

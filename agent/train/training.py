@@ -24,7 +24,7 @@ from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.utils import set_random_seed
 
 from ...envs.search.turns import N_OBSERVATION, action_space
-from ...envs.search.watch import Rules
+from ...envs.search.watch import SearchConfig
 from ...envs.sim.family import STANDARD, JobFamily
 from ..policies.lstm import LEARNED, LstmPolicy
 from .batches import N_REVEALED, JobBatch, JobVecEnv
@@ -203,7 +203,7 @@ class Training:
 
     def _ppo(self) -> dict[str, Any]:
         s = self.settings
-        rules = Rules(by_belief="belief" not in s.without)
+        rules = SearchConfig(by_belief="belief" not in s.without)
         batch = JobBatch(64, s.seed * 100_003 + self.done, s.family, rules)
         model = RecurrentPPO(
             MaskedLstmPolicy, JobVecEnv(batch, s.without), learning_rate=s.ppo_rate, n_steps=64, batch_size=2048,

@@ -1,7 +1,7 @@
 """Plays a policy's searches on whole jobs, every step on the bill: what the board shows and training is judged by.
 
 The search is the one that runs live (``search.Search``), and the policy is asked as it is live: one turn of one job
-at a time. Only the windows are simulated or recorded, and each goes into a :class:`scores.Ledger`.
+at a time. Only the windows are simulated or recorded, and each goes into a :class:`scores.LossAccount`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ...traces.spaces import N_CONFIGS, config_index
 from ..search import turns
 from ..search.windows import Measured, Plan, Policy
 from ..sim.jobs import Jobs
-from ..sim.noise import Luck
+from ..sim.noise import NoiseStream
 from ..sim.windows import SWITCH_STEPS, SimSearch, SimWindows
-from .scores import Ledger, Scores
+from .scores import LossAccount, Scores
 
 Array = np.ndarray[Any, Any]
 
@@ -32,10 +32,10 @@ LIMIT_S = 1.0
 _MOST = turns.action_space().nvec
 
 
-class Billed:
+class Accounted:
     """Windows of which each step goes into a ledger, those around a switch and those thrown away too."""
 
-    ledger: Ledger
+    ledger: LossAccount
     running: Array
 
     def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
@@ -51,16 +51,16 @@ class Billed:
         return found
 
 
-class BilledWindows(Billed, SimWindows):
+class AccountedWindows(Accounted, SimWindows):
     """Simulated windows, billed."""
 
-    def __init__(self, jobs: Jobs, rng: np.random.Generator | Luck, ledger: Ledger) -> None:
+    def __init__(self, jobs: Jobs, rng: np.random.Generator | NoiseStream, ledger: LossAccount) -> None:
         super().__init__(jobs, rng)
         self.ledger = ledger
 
 
 @dataclass
-class Game:
+class PlayedJobs:
     """What a policy did on ``n`` jobs and what came of it."""
 
     scores: Scores
@@ -68,7 +68,7 @@ class Game:
     decision_us: float  # mean time of one
 
 
-class Recorded:
+class ReplayedDecisions:
     """Plays decisions again that were recorded: of each job its turns in order."""
 
     def __init__(self, decisions: Sequence[Sequence[int]]) -> None:
@@ -85,8 +85,12 @@ class Recorded:
 
 
 def play(
-    policy: Policy | Recorded, search: SimSearch, ledger: Ledger, after: int = AFTER, limit_s: float = LIMIT_S
-) -> Game:
+    policy: Policy | ReplayedDecisions,
+    search: SimSearch,
+    ledger: LossAccount,
+    after: int = AFTER,
+    limit_s: float = LIMIT_S,
+) -> PlayedJobs:
     """Let a policy decide on all jobs until ``after`` steps past each one's verdict; windows of ``search`` are billed
     to ``ledger``.
 
@@ -106,7 +110,7 @@ def play(
             one = search.searches[i]
             # Where the watch has begun a new search, its first windows come before the policy's turn.
             while one.plan() is None:
-                if isinstance(policy, Recorded):
+                if isinstance(policy, ReplayedDecisions):
                     decisions[i].append(policy.next(i))
                 else:
                     observation, start = one.observe()[None], np.array([not decisions[i]])
@@ -136,7 +140,7 @@ def play(
     marks = np.array([s.marks.first_gain for s in search.searches])
     ledger.first_gain = np.where(marks >= 0, marks, np.nan)
     n_turns = max(sum(map(len, decisions)), 1)
-    return Game(ledger.scores(), decisions, 1e6 * spent / n_turns)
+    return PlayedJobs(ledger.scores(), decisions, 1e6 * spent / n_turns)
 
 
 def _config(action: Any) -> int:

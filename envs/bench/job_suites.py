@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from ..search.belief import Prior
-from ..search.watch import Rules
+from ..search.watch import SearchConfig
 from ..sim.family import HELD_OUT, STANDARD, JobFamily
 from ..sim.jobs import SLOTS, Jobs, draw_jobs, oracle
-from ..sim.noise import Luck
+from ..sim.noise import NoiseStream
 from ..sim.windows import SimSearch
-from .job_arena import BilledWindows
-from .scores import Ledger, Scores, bootstrap
+from .job_arena import AccountedWindows
+from .scores import LossAccount, Scores, bootstrap
 from .strata import STRATA, SUITES, stratum
 
 Array = np.ndarray[Any, Any]
@@ -67,17 +67,17 @@ class JobSuite:
         """Slots of each job, (n,)."""
         return self.jobs.n_slots
 
-    def open(self, rows: Array, seed: int, prior: Prior, rules: Rules) -> tuple[SimSearch, Ledger]:
+    def open(self, rows: Array, seed: int, prior: Prior, rules: SearchConfig) -> tuple[SimSearch, LossAccount]:
         """Searches on the jobs at ``rows``, and their bill. In its step t a job meets the same noise, whoever plays."""
         jobs = self.jobs.take(rows)
-        luck, ledger = Luck(seed, self.picked[rows], SLOTS), Ledger(jobs, self.best_us[rows])
-        return SimSearch(jobs, prior, np.random.default_rng(0), rules, BilledWindows(jobs, luck, ledger)), ledger
+        luck, ledger = NoiseStream(seed, self.picked[rows], SLOTS), LossAccount(jobs, self.best_us[rows])
+        return SimSearch(jobs, prior, np.random.default_rng(0), rules, AccountedWindows(jobs, luck, ledger)), ledger
 
     def told(self) -> dict[str, Scores]:
         """What needs no search: the best joint configs, and each slot's quickest call alone, from the first step."""
         found = {}
         for name, tables in (("oracle", self.best), ("static-best", quickest_alone(self.jobs))):
-            ledger = Ledger(self.jobs, self.best_us)
+            ledger = LossAccount(self.jobs, self.best_us)
             ledger.end(np.arange(len(self)), tables)
             found[name] = ledger.scores()
         return found
@@ -121,7 +121,7 @@ class JobSuite:
             weights = np.array([told["weights"][k] for k in STRATA])
             off = np.abs(jobs.default_us / expected_us - 1)
             if (off <= SAME).all():
-                suite = cls(told["suite"], family, told["seed"], picked, jobs, best, fair(jobs, best), weights)
+                suite = cls(told["suite"], family, told["seed"], picked, jobs, best, quiet_step_us(jobs, best), weights)
                 off = np.abs(suite.gain - gain)
             if (off > SAME).any():
                 raise ValueError(f"job {int(picked[off.argmax()])} comes out otherwise than on record")
@@ -142,7 +142,7 @@ def numbered(family: JobFamily, seed: int, picked: Array) -> Jobs:
     return Jobs.join(parts).take(np.argsort(order))
 
 
-def fair(jobs: Jobs, configs: Array) -> Array:
+def quiet_step_us(jobs: Jobs, configs: Array) -> Array:
     """Step times (n,) us under ``configs`` in fair weather."""
     calm = jobs.take(slice(None))
     calm.swing[:, 0] = 0
@@ -198,7 +198,7 @@ def figures(suite: JobSuite) -> dict[str, Any]:
 
     Means over jobs with 95 % intervals; a fresh draw's must lie within them, which a test looks after.
     """
-    sweep = fair(suite.jobs, quickest_alone(suite.jobs)) / suite.jobs.default_us
+    sweep = quiet_step_us(suite.jobs, quickest_alone(suite.jobs)) / suite.jobs.default_us
     found: dict[str, Any] = {}
     for name, values in (("oracle_gain", suite.gain), ("sweep_gain", 1 - sweep)):
         found[name] = round(float(values.mean()), 5)

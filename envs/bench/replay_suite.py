@@ -17,18 +17,18 @@ from ..live.windows import LiveWindows
 from ..replay import decisions as replay
 from ..replay.job import LEAST, RecordedJob
 from ..search.belief import Prior
-from ..search.watch import Rules
+from ..search.watch import SearchConfig
 from ..search.windows import Job, Measured, Plan
 from ..sim.windows import SimSearch
 from ..sim.workloads import SLOTS
-from .job_arena import Billed
-from .scores import Ledger, Scores
+from .job_arena import Accounted
+from .scores import LossAccount, Scores
 
 Array = np.ndarray[Any, Any]
 
 
 class RecordedJobs:
-    """What a :class:`scores.Ledger` asks of jobs, of ``n`` times the recorded one."""
+    """What a :class:`scores.LossAccount` asks of jobs, of ``n`` times the recorded one."""
 
     def __init__(self, recorded: replay.Recorded, n: int) -> None:
         saved = np.where(np.isfinite(recorded.truth), recorded.truth, 0.0) * recorded.share[:, None]
@@ -73,7 +73,7 @@ class RecordedWindows:
         return [self.each[row].measure(plan) for row, plan in zip(rows, plans, strict=True)]
 
 
-class _Billed(Billed, RecordedWindows):
+class _Billed(Accounted, RecordedWindows):
     def begin(self, n_steps: int) -> tuple[list[Job], list[Measured]]:
         told, seen = super().begin(n_steps)
         self.ledger.bill(np.arange(len(seen)), self.running, np.array([m.billed for m in seen]))
@@ -109,11 +109,11 @@ class RecordedSuite:
         gain = float((np.where(np.isfinite(r.truth), r.truth, 0.0).max(axis=1) * r.share).sum())
         return r.default_ms * 1e3 * (1 - min(gain, 1 - LEAST))
 
-    def open(self, rows: Array, seed: int, prior: Prior, rules: Rules) -> tuple[SimSearch, Ledger]:
+    def open(self, rows: Array, seed: int, prior: Prior, rules: SearchConfig) -> tuple[SimSearch, LossAccount]:
         """Searches, each from another place in the record on, and their bill."""
         seeds = [1_000_003 * seed + int(row) for row in rows]
         windows = _Billed(self.trace, self.recorded, seeds, self.min_share)
-        ledger = windows.ledger = Ledger(windows.jobs, np.full(len(rows), self._best_us))
+        ledger = windows.ledger = LossAccount(windows.jobs, np.full(len(rows), self._best_us))
         return SimSearch(windows.jobs, prior, np.random.default_rng(seed), rules, windows), ledger
 
     def told(self) -> dict[str, Scores]:
@@ -122,6 +122,6 @@ class RecordedSuite:
         best = np.zeros((self.repeats, SLOTS), np.int64)
         for s, saved in enumerate(list(jobs.by_slot.values())[:SLOTS]):
             jobs.saved[:, s], best[:, s] = saved, int(np.argmax(saved))
-        ledger = Ledger(jobs, np.full(self.repeats, self._best_us))
+        ledger = LossAccount(jobs, np.full(self.repeats, self._best_us))
         ledger.end(np.arange(self.repeats), best)
         return {"oracle": ledger.scores()}

@@ -1,6 +1,6 @@
 """What a search over a job costs and brings its user: every step billed, by the truth, in default steps.
 
-A :class:`Ledger` is told each step that ran and under which configs; it knows the truth of the simulated jobs. Whatever
+A :class:`LossAccount` is told each step that ran and under which configs; it knows the truth of the simulated jobs. Whatever
 searches can be scored by it: rules, networks, other people's tuners. Nothing that a search measures enters its score.
 """
 
@@ -83,7 +83,7 @@ class Scores:
         return cls(**{name: value > 0.5 if name.startswith("is_") else value for name, value in found.items()})
 
 
-class Truth(Protocol):
+class JobOracle(Protocol):
     """Jobs whose true step time is known: ``sim.jobs.Jobs``, or a recorded one."""
 
     default_us: Array  # (n,)
@@ -95,13 +95,13 @@ class Truth(Protocol):
         ...
 
 
-class Ledger:
+class LossAccount:
     """The bill of one search on each of ``n`` jobs, beside which it runs.
 
     Tell it of windows before the jobs' time goes on: :meth:`bill` reads the truth of the present.
     """
 
-    def __init__(self, jobs: Truth, oracle_us: Array) -> None:
+    def __init__(self, jobs: JobOracle, oracle_us: Array) -> None:
         """``oracle_us`` (n,): the step under the best configs, in fair weather."""
         n = len(jobs)
         self.jobs, self.oracle = jobs, oracle_us / jobs.default_us

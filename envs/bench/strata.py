@@ -21,7 +21,7 @@ def stratum(gain: Array) -> Array:
     return np.searchsorted(list(STRATA.values()), gain, side="right").clip(0, len(STRATA) - 1)
 
 
-def standing(saved: float, name: str = "standard") -> dict[str, float]:
+def percentile_of_gain(saved: float, name: str = "standard") -> dict[str, float]:
     """Where a job with that much to save, a part of its default step, stands among random jobs of a suite's family.
 
     ``less``: the share of them that have less to gain; ``median``: what half of them have at least.

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..search.belief import Prior
-from ..search.watch import Rules
+from ..search.watch import SearchConfig
 from ..search.windows import Policy
 from ..sim.windows import SimSearch
-from .job_arena import AFTER, Game, Recorded, play
-from .scores import Ledger, Scores, summary
+from .job_arena import AFTER, PlayedJobs, ReplayedDecisions, play
+from .scores import LossAccount, Scores, summary
 
 Array = np.ndarray[Any, Any]
 
@@ -48,7 +48,7 @@ class Suite(Protocol):
 
     def __len__(self) -> int: ...
 
-    def open(self, rows: Array, seed: int, prior: Prior, rules: Rules) -> tuple[SimSearch, Ledger]:
+    def open(self, rows: Array, seed: int, prior: Prior, rules: SearchConfig) -> tuple[SimSearch, LossAccount]:
         """Searches on some of the jobs, and their bill."""
         ...
 
@@ -84,7 +84,7 @@ def enter(policy: Policy, suite: Suite, seed: int = 0, most: int | None = None) 
     What the policy raises, or is refused for, passes through.
     """
     rows = rows_of(suite, most)
-    rules = Rules().of(policy)
+    rules = SearchConfig().of(policy)
     game = play(policy, *suite.open(rows, seed, Prior.load(), rules))
     record = game.scores.record()
     return {
@@ -146,14 +146,14 @@ def replay(submission: Mapping[str, Any], suite: Suite, check: int | None = None
     n = len(scores.gain)
     try:
         decisions = unpack(submission["decisions"], n)
-        rules = Rules(by_belief=bool(submission["by_belief"]), patience=int(submission["patience"]))
+        rules = SearchConfig(by_belief=bool(submission["by_belief"]), patience=int(submission["patience"]))
         picked = np.arange(n)
         if check is not None and check < n:
             picked = np.sort(np.random.default_rng(seed).choice(n, check, replace=False))
         opened = suite.open(rows_of(suite, n)[picked], int(submission["seed"]), Prior.load(), rules)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not a submission: {type(error).__name__} {error}") from error
-    game: Game = play(Recorded([decisions[i] for i in picked]), *opened, AFTER)
+    game: PlayedJobs = play(ReplayedDecisions([decisions[i] for i in picked]), *opened, AFTER)
     for name, values in vars(Scores.of(game.scores.record())).items():
         said = getattr(scores, name)[picked]
         off = ~np.isclose(values, said, rtol=SAME, atol=SAME, equal_nan=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...traces.records import ALGOS, N_ALGOS, N_PROTOS
-from .clusters import GENERATIONS, Cluster, Fleet, release_number
+from .clusters import GENERATIONS, Cluster, ClusterArrays, release_number
 
 Array = np.ndarray[Any, Any]
 _TREE, _RING, _DIRECT, _CHAIN, _NVLS, _NVLS_TREE = (
@@ -45,7 +45,7 @@ _CORRECTION = np.array(
 )
 
 
-def ring_ll128_channel(fleet: Fleet) -> Array:
+def ring_ll128_channel(fleet: ClusterArrays) -> Array:
     """GB/s that one ring channel carries with LL128, (n,); Blackwell's figure was changed three times."""
     limit = _RING_LL128_CHANNEL[fleet.generation]
     blackwell, scale = fleet.generation == 3, np.minimum(fleet.n_nodes, 3) - 1
@@ -78,7 +78,7 @@ def terms(c: Cluster) -> tuple[Array, Array]:
             elif p == LL:
                 rate = min(ll_max, 0.5 * bus)
             elif p == LL128:
-                rate = min(0.92 * bus, graph.channels * float(ring_ll128_channel(Fleet.of([c]))[0]))
+                rate = min(0.92 * bus, graph.channels * float(ring_ll128_channel(ClusterArrays.of([c]))[0]))
             bw[a, p] = rate * (0.5 if a == _TREE else n / steps)
             near = _HW[a][0 if graph.type_intra == "NVL" else 1][p]
             far = _HW[_TREE if per_node == 1 else a][2][p] + graph.latency_inter * (2 if p == SIMPLE else 1)

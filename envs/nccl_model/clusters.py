@@ -1,6 +1,6 @@
 """Clusters as NCCL sees them: presets, files, and many clusters at once as arrays.
 
-A :class:`Cluster` is what NCCL knows after its topology search; a :class:`Fleet` is ``n`` of them as arrays,
+A :class:`Cluster` is what NCCL knows after its topology search; a :class:`ClusterArrays` is ``n`` of them as arrays,
 which is what the cost model and the fabric compute on.
 """
 
@@ -120,7 +120,7 @@ class Cluster:
 
 
 @dataclass
-class Fleet(Columns):
+class ClusterArrays(Columns):
     """``n`` clusters as arrays of shape (n,): what the cost model and the fabric compute on."""
 
     n_nodes: Array
@@ -160,7 +160,7 @@ class Fleet(Columns):
         return np.asarray(self.n_nodes * self.gpus_per_node)
 
     @classmethod
-    def of(cls, clusters: Sequence[Cluster]) -> Fleet:
+    def of(cls, clusters: Sequence[Cluster]) -> ClusterArrays:
         """The arrays of ``clusters``, in their order."""
         import numpy as np
 
@@ -169,7 +169,7 @@ class Fleet(Columns):
 
 
 def _row(c: Cluster) -> dict[str, Any]:
-    """What a Fleet has of a cluster, by its fields: those of the cluster, and some that follow from them."""
+    """What ClusterArrays has of a cluster, by its fields: those of the cluster, and some that follow from them."""
     row = {**vars(c), "nic_gbs": float(c.nic_gbs), "nvls_graph_channels": c.nvls.channels}
     row |= {"generation": GENERATIONS.index(c.generation), "release": release_number(c.nccl)}
     row |= {"amd": c.cpu in ("amd", "mixed"), "ring_channels": c.ring.channels, "tree_channels": c.tree.channels}

@@ -4,7 +4,7 @@ Written from the constants and formulas in NCCL 2.28.9 to 2.30.7, src/graph/tuni
 src/enqueue.cc (choice, channels, cutting work into cells of traffic); the tests compare with plans of the real
 library. Prices of ten releases, 2.27.3 to 2.32.3, are within 0.5 % of this, but for NVLS in 2.32.3: 0.6 % off on one
 node of 8, for a reason that we do not know. Units: microseconds, bytes, GB/s. Everything is computed for a whole
-:class:`Fleet` at once; the functions on one cluster cache their answers.
+:class:`ClusterArrays` at once; the functions on one cluster cache their answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from ...traces.records import ALGOS, N_ALGOS, N_PROTOS, PAIRS, PROTOS, TUNED_FUNCS
 from . import all_reduce
 from .all_reduce import LL_MAX, ring_ll128_channel
-from .clusters import Cluster, Fleet
+from .clusters import Cluster, ClusterArrays
 
 Array = np.ndarray[Any, Any]
 
@@ -38,7 +38,7 @@ _NET_PAT = 14.0
 _NVLS_EFFICIENCY = np.array([1.0, 1.0, 0.85, 0.74])
 
 
-def terms(fleet: Fleet) -> tuple[Array, Array]:
+def terms(fleet: ClusterArrays) -> tuple[Array, Array]:
     """Latency (us) and algorithm bandwidth (GB/s; 0 = not offered) of PAIRS, both (n, len(PAIRS)).
 
     A message of ``b`` bytes is priced at ``latency + b / (1000 * bandwidth)``, all_gather and reduce_scatter
@@ -88,7 +88,7 @@ def terms(fleet: Fleet) -> tuple[Array, Array]:
     return lat, bw
 
 
-def pair_cost_rows(fleet: Fleet, n_bytes: Array, n_pipe_ops: int = 1) -> Array:
+def pair_cost_rows(fleet: ClusterArrays, n_bytes: Array, n_pipe_ops: int = 1) -> Array:
     """Costs of PAIRS, one message a cluster: ``n_bytes`` (n,) -> (n, len(PAIRS)) us, -1 = not offered."""
     lat, bw = terms(fleet)
     return _price(lat, bw, np.asarray(n_bytes, np.float64)[:, None], _counts(fleet.release[:, None], n_pipe_ops))
@@ -106,8 +106,8 @@ def _price(lat: Array, bw: Array, n_bytes: Any, counts: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=64)
-def _one(cluster: Cluster) -> tuple[Fleet, Array, Array]:
-    fleet = Fleet.of([cluster])
+def _one(cluster: Cluster) -> tuple[ClusterArrays, Array, Array]:
+    fleet = ClusterArrays.of([cluster])
     lat, bw = terms(fleet)
     return fleet, lat[0], bw[0]
 
@@ -153,7 +153,7 @@ def _own_choice(cluster: Cluster, func: str, n_bytes: int) -> tuple[str, str]:
     return choice(cluster, func, n_bytes, cost_table(cluster, func, n_bytes))
 
 
-def heuristic_channels(fleet: Fleet, n_bytes: Array, pair: Array) -> tuple[Array, Array]:
+def heuristic_channels(fleet: ClusterArrays, n_bytes: Array, pair: Array) -> tuple[Array, Array]:
     """NCCL's own channel limit and warps of a block for ``pair`` (index into PAIRS): two arrays.
 
     ``n_bytes`` and ``pair`` broadcast against the fleet's (n,). 2.30.7 src/enqueue.cc, topoGetAlgoInfo.
@@ -180,7 +180,7 @@ def _up(a: Any, b: Any) -> Any:
     return -(-a // b)
 
 
-def planned_channels(fleet: Fleet, n_bytes: Array, pair: Array, limit: Array) -> Array:
+def planned_channels(fleet: ClusterArrays, n_bytes: Array, pair: Array, limit: Array) -> Array:
     """Channels that really run when the limit of a collective alone in its group is ``limit`` (1..64).
 
     NCCL cuts the work into cells of at least 32 KiB of traffic (16 KiB up to 2.28) and gives each channel

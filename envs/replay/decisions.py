@@ -22,7 +22,7 @@ from ...traces.fingerprint import Fingerprint
 from ...traces.queries.slots import SlotProfile, channels_of, find_slots
 from ...traces.records import N_ALGOS, N_PROTOS, PAIRS, Slot, decision_from
 from ..nccl_model import clusters, cost_model
-from ..nccl_model.clusters import Cluster, Fleet
+from ..nccl_model.clusters import Cluster, ClusterArrays
 from ..sim.fabric import Fabric, nominal
 from .measured import Measured
 
@@ -60,7 +60,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class SteadyWindow:
     """Consecutive steps of one table: rank 0's durations in ms, the first step left out."""
 
     generation: int
@@ -119,7 +119,7 @@ def is_imported(trace: Trace) -> bool:
     return "source" in trace.header
 
 
-def default_windows(trace: Trace) -> list[Stretch]:
+def default_windows(trace: Trace) -> list[SteadyWindow]:
     """The windows in which NCCL did as it likes, in order. Raises TraceError when there are none."""
     default = {g for g, rules in trace.tables.items() if not rules}
     base = [w for w in windows_of(trace) if w.generation in default]
@@ -128,7 +128,7 @@ def default_windows(trace: Trace) -> list[Stretch]:
     return base
 
 
-def windows_of(trace: Trace) -> list[Stretch]:
+def windows_of(trace: Trace) -> list[SteadyWindow]:
     """All windows in order. Raises TraceError when there are none."""
     steps = trace.steps
     if not len(steps):
@@ -142,7 +142,9 @@ def windows_of(trace: Trace) -> list[Stretch]:
     for _, group in steps.groupby(change):
         durations = group["duration_ns"].to_numpy()[0 if imported else 1 :] / 1e6  # a switch's first step is of both
         if len(durations):
-            found.append(Stretch(int(group["table_generation"].iloc[0]), float(np.median(durations)), len(durations)))
+            found.append(
+                SteadyWindow(int(group["table_generation"].iloc[0]), float(np.median(durations)), len(durations))
+            )
     return found
 
 
@@ -162,7 +164,7 @@ def _memory_pressure(steps: pd.DataFrame) -> float:
 
 
 def _effects(
-    windows: list[Stretch],
+    windows: list[SteadyWindow],
     default: set[int],
     tables: dict[int, tuple[dict[str, Any], ...]],
     profiles: list[SlotProfile],
@@ -203,7 +205,7 @@ def _effects(
     return effects, dict(seen)
 
 
-def _noise(windows: list[Stretch], default: set[int]) -> float:
+def _noise(windows: list[SteadyWindow], default: set[int]) -> float:
     """Standard deviation of a window's relative step time, from default windows that follow each other."""
     logs = np.log([w.ms for w in windows if w.generation in default])
     return float(np.clip(np.std(np.diff(logs)) / np.sqrt(2.0), 1e-3, 0.2)) if len(logs) > 2 else 0.02
@@ -215,7 +217,7 @@ class _Times:
     def __init__(self, trace: Trace, events: pd.DataFrame, profiles: list[SlotProfile]) -> None:
         first = profiles[0].fingerprint
         self.cluster = cluster_of(trace, int(first.n_ranks[0]), int(first.n_nodes[0]))
-        fleet = Fleet.of([self.cluster])
+        fleet = ClusterArrays.of([self.cluster])
         # Deliberately without a preset's own parameters: a replay must not know what the trace did not see.
         self._fabric = Fabric(fleet, nominal(fleet))
         sampled = events.dropna(subset=["start_ns", "end_ns"])

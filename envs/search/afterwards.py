@@ -36,7 +36,7 @@ SUSPECT = 8
 SOONEST = 4
 
 
-class Afterwards:
+class Refinement:
     """Of one search, from its verdict on."""
 
     def __init__(self, search: Search, levels: Sequence[float] = ()) -> None:

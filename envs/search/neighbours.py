@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 NOTABLE = 0.02
 
 
-def untested(table: Array, share: Array, open_: Array, tried: Array) -> Array:
+def one_slot_neighbours(table: Array, share: Array, open_: Array, tried: Array) -> Array:
     """The table (s,), in all its slots at once with the next number of channels that was never measured, fewer before
     more.
 

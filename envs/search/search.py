@@ -20,13 +20,13 @@ import numpy as np
 
 from ...traces.spaces import config_index
 from . import turns, windows
-from .afterwards import Afterwards
+from .afterwards import Refinement
 from .belief import Belief, Prior
 from .canary import GIVE_UP, Canary
-from .neighbours import untested
+from .neighbours import one_slot_neighbours
 from .regimes import Regimes
 from .sequential import MORE, LongSteps, Race, median, middle, window_noise
-from .watch import Marks, Rules
+from .watch import Milestones, SearchConfig
 from .windows import DISCARD, PROFILE, REFERENCE, REFINE, SEARCH, TABLE, TRIAL, WARM_STEPS, WATCH, Job, Measured, Plan
 
 Array = np.ndarray[Any, Any]
@@ -46,14 +46,14 @@ class Search:
         job: Job,
         default: Measured,
         prior: Prior,
-        rules: Rules | None = None,
+        rules: SearchConfig | None = None,
         first: Array | None = None,
         on_confirmed: Callable[[Array], object] = lambda configs: None,
     ) -> None:
         """``first``: configs (s,) to be tried before all others; ``on_confirmed`` hears of other configs (s,) that are
         confirmed."""
-        self.job, self.prior, self.rules = job, prior, rules or Rules()
-        self.n_slots, self.marks, self.on_confirmed = len(job.share), Marks(), on_confirmed
+        self.job, self.prior, self.rules = job, prior, rules or SearchConfig()
+        self.n_slots, self.marks, self.on_confirmed = len(job.share), Milestones(), on_confirmed
         self.steps = default.billed
         self.lost = 0.0  # default steps that the job lost against its default, so far
         self.default_logs, self.n_default = np.log(job.call_us), np.ones(self.n_slots)  # of the default's calls
@@ -222,7 +222,7 @@ class Search:
             self.choices = np.where(np.arange(self.n_slots) == alone, self.choices, best)
         last = self.round >= self.rules.most_rounds(self.n_slots)
         if settled and at_best and not last:
-            beside = untested(best, self.job.share, self.open, self.tried)
+            beside = one_slot_neighbours(best, self.job.share, self.open, self.tried)
             settled, self.choices = np.array_equal(beside, best), beside
         self._seen[self.choices.tobytes()] += 1
         if settled or self.is_spent or last:
@@ -314,7 +314,7 @@ class Search:
     def _finish(self, levels: Sequence[float] = (), refine: bool = False) -> None:
         self.marks.verdict = self.steps if self.marks.verdict < 0 else self.marks.verdict
         self.phase, self.turn, self.choices = WATCH, 0, self.confirmed.copy()
-        self.later = Afterwards(self, levels)
+        self.later = Refinement(self, levels)
         if refine:
             self.later.refine()
 

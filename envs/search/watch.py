@@ -38,7 +38,7 @@ SAME_LEVEL = 0.015
 
 
 @dataclass
-class Marks:
+class Milestones:
     """When what happened, in optimizer steps since the job's first; -1: it has not."""
 
     first_gain: int = -1  # a gain was confirmed
@@ -55,7 +55,7 @@ class Marks:
 
 
 @dataclass(frozen=True)
-class Rules:
+class SearchConfig:
     """How a search is run; steps are optimizer steps."""
 
     profile_steps: int = 8
@@ -81,7 +81,7 @@ class Rules:
         """Windows that the policy may ask for."""
         return max(self.rounds, self.rounds_a_slot * n_slots)
 
-    def of(self, policy: Any) -> Rules:
+    def of(self, policy: Any) -> SearchConfig:
         """The same, but that a policy says by attributes of its own when it has nothing left to try: by default when
         it chooses the table of best means; with ``by_belief = False`` when it keeps to one table for ``patience``
         windows more."""
@@ -113,7 +113,7 @@ class Watch:
         self,
         noise: float,
         window_steps: int,
-        rules: Rules,
+        rules: SearchConfig,
         has_table: bool,
         now: int,
         gain: tuple[float, int] = (0.0, 0),

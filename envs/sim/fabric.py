@@ -24,7 +24,7 @@ import numpy as np
 
 from ...traces.records import PAIRS, PROTOS
 from ..nccl_model import cost_model
-from ..nccl_model.clusters import Cluster, Fleet
+from ..nccl_model.clusters import Cluster, ClusterArrays
 from ..nccl_model.columns import Columns
 
 Array = np.ndarray[Any, Any]
@@ -36,7 +36,7 @@ N_COUNTS = 7  # classes of channel counts with an un-modelled effect of their ow
 
 
 @dataclass
-class Truth(Columns):
+class FabricParams(Columns):
     """Parameters of ``n`` fabrics: shape (n,) unless the comment says more. Times in us, rates in GB/s."""
 
     launch_us: Array  # kernel launch and rendezvous, once a collective
@@ -96,7 +96,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def nominal(fleet: Fleet) -> Truth:
+def nominal(fleet: ClusterArrays) -> FabricParams:
     """The middle of the family for each cluster: the fabric that the sources above describe."""
     n, gen, many = len(fleet), fleet.generation, fleet.n_nodes > 1
     slow = np.array([1.6, 1.2, 1.0, 0.9])[gen] * np.where(fleet.ring_nvl | (fleet.gpus_per_node == 1), 1.0, 1.8)
@@ -114,7 +114,7 @@ def nominal(fleet: Fleet) -> Truth:
     _, price = cost_model.terms(fleet)
     nvls = np.maximum(price[:, _NVLS], 1.0)
     rates = np.array([[6.0, 30.0, 34.0], [5.0, 26.0, 26.0]])
-    return Truth(
+    return FabricParams(
         launch_us=np.full(n, 6.0),
         hop_us=slow[:, None] * np.array([0.9, 1.6, 3.2]),
         net_us=net[:, None] * np.array([8.0, 10.0, 16.0]),
@@ -139,7 +139,9 @@ def nominal(fleet: Fleet) -> Truth:
     )
 
 
-def spread(truth: Truth, rng: np.random.Generator, width: float = 1.0, sigma: Array | float = 0.15) -> Truth:
+def spread(
+    truth: FabricParams, rng: np.random.Generator, width: float = 1.0, sigma: Array | float = 0.15
+) -> FabricParams:
     """``truth`` with every parameter drawn anew around it.
 
     ``width`` scales the log-normal spread (1 = the training family: crossovers move by a factor of three either
@@ -196,7 +198,7 @@ def unmodelled(rng: np.random.Generator, n: int) -> Array:
 class Fabric:
     """What really happens on ``n`` clusters (the functions on one message need ``n = 1``)."""
 
-    def __init__(self, fleet: Fleet, truth: Truth) -> None:
+    def __init__(self, fleet: ClusterArrays, truth: FabricParams) -> None:
         self.fleet, self.truth = fleet, truth
         self._cache: dict[tuple[str, int, str, str, int], float] = {}
         self._beside: dict[tuple[str, int, str, str, int], tuple[float, float, float]] = {}
@@ -204,7 +206,7 @@ class Fabric:
     @classmethod
     def of(cls, cluster: Cluster, seed: int | None = None) -> Fabric:
         """The fabric of one cluster: the documented one for ``seed`` 0 or None, else one drawn around it."""
-        fleet = Fleet.of([cluster])
+        fleet = ClusterArrays.of([cluster])
         truth = nominal(fleet)
         name = cluster.name.partition("[")[0]
         for key in (name.rpartition("-")[0], name):
@@ -212,7 +214,9 @@ class Fabric:
         return cls(fleet, spread(truth, np.random.default_rng(seed)) if seed else truth)
 
     @classmethod
-    def random(cls, fleet: Fleet, rng: np.random.Generator, width: float = 1.0, sigma: Array | float = 0.15) -> Fabric:
+    def random(
+        cls, fleet: ClusterArrays, rng: np.random.Generator, width: float = 1.0, sigma: Array | float = 0.15
+    ) -> Fabric:
         """One drawn fabric for each cluster of ``fleet``; see :func:`spread`."""
         return cls(fleet, spread(nominal(fleet), rng, width, sigma))
 
@@ -342,8 +346,8 @@ def soft_min(a: Array, b: Array, knee: Array) -> Array:
     return np.asarray(low * (1.0 + (low / high) ** knee) ** (-1.0 / knee))
 
 
-def _with(truth: Truth, values: Mapping[str, Any]) -> Truth:
-    known = {f.name for f in fields(Truth)}
+def _with(truth: FabricParams, values: Mapping[str, Any]) -> FabricParams:
+    known = {f.name for f in fields(FabricParams)}
     assert known >= set(values), f"no such parameter of a fabric: {set(values) - known}"
     shaped = {k: np.broadcast_to(np.asarray(v, float), getattr(truth, k).shape).copy() for k, v in values.items()}
     return replace(truth, **shaped)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..nccl_model.clusters import Fleet
-from .noise import NoiseFamily, Range, even
+from ..nccl_model.clusters import ClusterArrays
+from .noise import NoiseFamily, Range, log_uniform
 
 Array = np.ndarray[Any, Any]
 
@@ -83,12 +83,12 @@ HELD_OUT = JobFamily(
 )
 
 
-def draw_fleet(family: ClusterFamily, rng: np.random.Generator, n: int) -> Fleet:
+def draw_fleet(family: ClusterFamily, rng: np.random.Generator, n: int) -> ClusterArrays:
     """``n`` clusters with graphs such as NCCL's search finds (2.30.7 src/graph/search.cc: speed ladders)."""
     gen = rng.choice(4, n, p=np.array(family.generations) / sum(family.generations))
     sizes, weights = zip(*family.per_node, strict=True)
     per_node = rng.choice(np.array(sizes), n, p=np.array(weights) / sum(weights))
-    nodes = np.where(rng.random(n) < family.one_node, 1, even(rng, family.n_nodes, n).round().astype(int))
+    nodes = np.where(rng.random(n) < family.one_node, 1, log_uniform(rng, family.n_nodes, n).round().astype(int))
     nodes = np.where((nodes == 1) & (per_node == 1), rng.choice([2, 4, 8], n), nodes)
     nodes = np.minimum(nodes, 2048 // per_node)
     many = nodes > 1
@@ -114,7 +114,7 @@ def draw_fleet(family: ClusterFamily, rng: np.random.Generator, n: int) -> Fleet
     switch = nvlink & (per_node == 8) & (gen >= 2) & ~many & (rng.random(n) < 0.85)
     nvls_channels = np.where(gen == 3, 24, 16)
     release = rng.choice(np.array(family.releases), n)
-    return Fleet(
+    return ClusterArrays(
         n_nodes=nodes,
         gpus_per_node=per_node,
         generation=gen,

@@ -19,24 +19,24 @@ from ...traces.records import CHANNELS, PAIRS
 from ...traces.spaces import N_CONFIGS, N_PAIRS
 from ..nccl_model import cost_model
 from ..nccl_model.arms import distinct
-from ..nccl_model.clusters import Fleet
+from ..nccl_model.clusters import ClusterArrays
 from ..nccl_model.columns import Columns
-from .fabric import Fabric, Truth, unmodelled
+from .fabric import Fabric, FabricParams, unmodelled
 from .family import HELD_OUT, STANDARD, JobFamily, draw_fleet
-from .noise import Luck, Noise, even
+from .noise import Noise, NoiseStream, log_uniform
 from .step import Calls, Law
-from .workloads import SLOTS, Works, works_of
+from .workloads import SLOTS, WorkloadArrays, works_of
 
 Array = np.ndarray[Any, Any]
-__all__ = ["HELD_OUT", "SLOTS", "STANDARD", "JobFamily", "Jobs", "Sites", "draw_jobs", "oracle"]
+__all__ = ["HELD_OUT", "SLOTS", "STANDARD", "JobFamily", "Jobs", "SampledClusters", "draw_jobs", "oracle"]
 
 
 @dataclass
-class Sites(Columns):
+class SampledClusters(Columns):
     """Where ``n`` jobs run: what another job on the same clusters has in common with them. Arrays (n, ...)."""
 
-    fleet: Fleet
-    truth: Truth
+    fleet: ClusterArrays
+    truth: FabricParams
     other: Array  # (n, 2, 6, N_COUNTS) what the formulas miss, far in message size from where truth.effect holds
     turn: Array  # pi / 2 / octaves of message size from the one to the other
     touch: Array  # calls slow the compute so many times as much as the fabric says
@@ -65,14 +65,14 @@ class Jobs(Columns):
     default_us: Array  # true time of the default step in fair weather
     exposed: Array  # (n, SLOTS) part of a slot's time, under the default, with no compute beside it: hidden
     calls: Array  # (n, SLOTS) a step
-    works: Works
+    works: WorkloadArrays
     which: Array  # of works
     tables: Calls  # (n, SLOTS, N_CONFIGS) float32: what a call is under every config
     beside: Array  # (n, 2, 5) calls that are not tuned
     scale: Array  # of compute
     noise: Noise
     swing: Array  # (n, 3): size, period in steps, phase
-    sites: Sites
+    sites: SampledClusters
 
     @property
     def at(self) -> Array:
@@ -105,7 +105,9 @@ class Jobs(Columns):
         with np.errstate(invalid="ignore"):
             return total, np.where(self.calls[rows] > 0, spent[:, :SLOTS] / self.calls[rows], np.nan)
 
-    def window(self, configs: Array, n_steps: Array | int, rng: np.random.Generator | Luck) -> tuple[Array, Array]:
+    def window(
+        self, configs: Array, n_steps: Array | int, rng: np.random.Generator | NoiseStream
+    ) -> tuple[Array, Array]:
         """Run ``n_steps`` (n,) or a number of steps under ``configs`` (n, SLOTS), and measure; time goes on.
 
         Returns step times (n, most) us, NaN beyond a job's own number, and mean durations of the calls (n, SLOTS) us,
@@ -149,16 +151,21 @@ def draw_jobs(kind: JobFamily, rng: np.random.Generator, n: int) -> Jobs:
             fit = np.flatnonzero((works.replicated == a) & (is_one == b))
             mine = (replicated == a) & (one == b)
             which[mine] = fit[(pick[mine] * len(fit)).astype(int)]
-    truth = Fabric.random(fleet, rng, kind.clusters.width, sigma := even(rng, kind.effects, n)).truth
+    truth = Fabric.random(fleet, rng, kind.clusters.width, sigma := log_uniform(rng, kind.effects, n)).truth
     other = sigma[:, None, None, None] * unmodelled(rng, n)
     turn = np.pi / 2 / rng.uniform(*kind.octaves, n)
-    exposed, touch = even(rng, kind.exposed, n), even(rng, kind.touch, n)
+    exposed, touch = log_uniform(rng, kind.exposed, n), log_uniform(rng, kind.touch, n)
     law = Law(*(rng.uniform(*bounds, n) for bounds in (kind.crowd, kind.power, kind.saturation, kind.drag)))
-    return assemble(works, which, Sites(fleet, truth, other, turn, touch, law), exposed, kind, rng)
+    return assemble(works, which, SampledClusters(fleet, truth, other, turn, touch, law), exposed, kind, rng)
 
 
 def assemble(
-    works: Works, which: Array, sites: Sites, exposed: Array, kind: JobFamily, rng: np.random.Generator
+    works: WorkloadArrays,
+    which: Array,
+    sites: SampledClusters,
+    exposed: Array,
+    kind: JobFamily,
+    rng: np.random.Generator,
 ) -> Jobs:
     """One job on each of ``sites``: ``which`` (n,) names its workload, ``exposed`` (n,) is the part of its default step
     that waits for communication, which its compute is scaled to."""
@@ -214,7 +221,7 @@ def assemble(
     return jobs
 
 
-def _truth_at(sites: Sites, rows: Array, n_bytes: Array) -> Truth:
+def _truth_at(sites: SampledClusters, rows: Array, n_bytes: Array) -> FabricParams:
     """The fabrics at ``rows``, with what the formulas miss of messages of ``n_bytes`` there."""
     truth = sites.truth.take(rows)
     shard = np.log2(n_bytes / sites.fleet.n_ranks[rows])
@@ -242,7 +249,7 @@ def _call_tables(
     return Calls(*(part.reshape(-1, SLOTS, N_CONFIGS).astype(np.float32) for part in parts)), ran
 
 
-def _beside(works: Works, which: Array, fleet: Fleet, rng: np.random.Generator) -> Array:
+def _beside(works: WorkloadArrays, which: Array, fleet: ClusterArrays, rng: np.random.Generator) -> Array:
     """Calls that no tuner reaches, (n, 2, 5): all_reduces of shards over the network, and slots beyond SLOTS."""
     n = len(which)
     port = fleet.n_nics * fleet.nic_gbs / fleet.gpus_per_node * rng.uniform(0.6, 0.95, n)
@@ -255,8 +262,8 @@ def _beside(works: Works, which: Array, fleet: Fleet, rng: np.random.Generator) 
 
 
 def _swing(kind: JobFamily, rng: np.random.Generator, n: int) -> Array:
-    size = np.where(rng.random(n) < kind.swing, even(rng, kind.swing_size, n), 0.0)
-    return np.stack([size, even(rng, kind.swing_steps, n), rng.random(n)], axis=1)
+    size = np.where(rng.random(n) < kind.swing, log_uniform(rng, kind.swing_size, n), 0.0)
+    return np.stack([size, log_uniform(rng, kind.swing_steps, n), rng.random(n)], axis=1)
 
 
 def _expose(jobs: Jobs, wanted: Array) -> None:

@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 Range = tuple[float, float]
 
 
-def even(rng: np.random.Generator, bounds: Range, n: int) -> Array:
+def log_uniform(rng: np.random.Generator, bounds: Range, n: int) -> Array:
     """``n`` numbers within ``bounds``, even on a log scale."""
     return np.asarray(np.exp(rng.uniform(np.log(bounds[0]), np.log(bounds[1]), n)))
 
@@ -47,7 +47,7 @@ class NoiseFamily:
 BLOCK = 256
 
 
-class Luck:
+class NoiseStream:
     """Random numbers of ``n`` jobs, each from a stream of its own.
 
     In its step t a job meets the same, whoever plays it, in whatever windows and beside whatever other jobs: entrants
@@ -121,30 +121,30 @@ class Noise(Columns):
         def some(share: float, value: Array) -> Array:
             return np.where(rng.random(n) < share, value, 0.0)
 
-        every = some(family.saves, even(rng, family.save_every, n).round()).astype(int)
+        every = some(family.saves, log_uniform(rng, family.save_every, n).round()).astype(int)
         low, high = family.sampled
         sampled = np.where(rng.random(n) < family.unsampled, 0, rng.integers(low, high + 1, n))
         return cls(
-            sigma=even(rng, family.sigma, n),
+            sigma=log_uniform(rng, family.sigma, n),
             memory=rng.uniform(*family.memory, n),
-            tail=even(rng, family.tail, n),
-            pace=some(family.two_paces, even(rng, family.pace, n)),
-            hold=even(rng, family.hold, n),
-            late=some(family.late_rank, even(rng, family.late, n)),
+            tail=log_uniform(rng, family.tail, n),
+            pace=some(family.two_paces, log_uniform(rng, family.pace, n)),
+            hold=log_uniform(rng, family.hold, n),
+            late=some(family.late_rank, log_uniform(rng, family.late, n)),
             save_every=every,
-            save_cost=even(rng, family.save_cost, n),
-            call_sigma=even(rng, family.call_sigma, n),
+            save_cost=log_uniform(rng, family.save_cost, n),
+            call_sigma=log_uniform(rng, family.call_sigma, n),
             sampled=sampled,
             at=rng.integers(5, 200, n),
             level=rng.normal(0.0, 1.0, n),
             is_slow=rng.random(n) < 0.5,
         )
 
-    def steps(self, us: Array, n_steps: Array, rng: np.random.Generator | Luck) -> Array:
+    def steps(self, us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream) -> Array:
         """Measured times (n, max(n_steps)) of the next ``n_steps`` (n,) steps of true time ``us`` (n,); then NaN."""
         n, most = len(us), int(n_steps.max(initial=0))
         out = np.full((n, most), np.nan)
-        numbers = rng.steps(self.at, n_steps) if isinstance(rng, Luck) else drawn(rng, (most, n))
+        numbers = rng.steps(self.at, n_steps) if isinstance(rng, NoiseStream) else drawn(rng, (most, n))
         shock, heavy, flips, late, size = numbers
         stay = np.sqrt(1.0 - self.memory**2)
         for t in range(most):
@@ -158,11 +158,11 @@ class Noise(Columns):
             out[:, t] = np.where(on, us * (factor + np.where(saving, self.save_cost, 0.0)), np.nan)
         return out
 
-    def calls(self, call_us: Array, n_steps: Array, rng: np.random.Generator | Luck) -> Array:
+    def calls(self, call_us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream) -> Array:
         """Measured mean durations (n, S) over the last ``n_steps``, NaN where no step of them was sampled."""
         every = np.maximum(self.sampled, 1)
         count = self.at // every - (self.at - n_steps) // every
         count = np.where(self.sampled > 0, count, 0)[:, None]
         spread = (self.call_sigma * (1.0 + 10.0 * self.late))[:, None] / np.sqrt(np.maximum(count, 1))
-        off = rng.calls(self.at, n_steps) if isinstance(rng, Luck) else rng.normal(0.0, 1.0, call_us.shape)
+        off = rng.calls(self.at, n_steps) if isinstance(rng, NoiseStream) else rng.normal(0.0, 1.0, call_us.shape)
         return np.where(count > 0, call_us * np.exp(off * spread), np.nan)

@@ -9,10 +9,10 @@ import numpy as np
 
 from ..search.belief import Prior
 from ..search.search import Search
-from ..search.watch import Rules
+from ..search.watch import SearchConfig
 from ..search.windows import PROFILE, UNTIMED, Job, Measured, Plan, warm_up_families
 from .jobs import SLOTS, Jobs
-from .noise import Luck
+from .noise import NoiseStream
 
 Array = np.ndarray[Any, Any]
 
@@ -23,7 +23,7 @@ SWITCH_STEPS = 3
 class SimWindows:
     """Windows of all jobs of a batch. ``rng`` draws the noise: for all jobs together, or for each by itself."""
 
-    def __init__(self, jobs: Jobs, rng: np.random.Generator | Luck) -> None:
+    def __init__(self, jobs: Jobs, rng: np.random.Generator | NoiseStream) -> None:
         self.jobs, self.rng = jobs, rng
         self.running = np.zeros((len(jobs), SLOTS), np.int64)
 
@@ -95,10 +95,15 @@ class SimSearch:
     """Searches on all jobs of a batch, side by side: every one goes on until the policy has a turn or it is done."""
 
     def __init__(
-        self, jobs: Any, prior: Prior, rng: np.random.Generator | Luck, rules: Rules | None = None, windows: Any = None
+        self,
+        jobs: Any,
+        prior: Prior,
+        rng: np.random.Generator | NoiseStream,
+        rules: SearchConfig | None = None,
+        windows: Any = None,
     ) -> None:
         """``windows``: those of ``jobs``, where they are more than simulated."""
-        self.windows, self.rules = windows or SimWindows(jobs, rng), rules or Rules()
+        self.windows, self.rules = windows or SimWindows(jobs, rng), rules or SearchConfig()
         told, seen = self.windows.begin(self.rules.profile_steps)
         self.searches = [Search(t, m, prior, self.rules) for t, m in zip(told, seen, strict=True)]
         self.n_windows = np.zeros(len(jobs), np.int64)

@@ -136,7 +136,7 @@ def recordings(path: Path = RECORDED) -> dict[str, Recording]:
 
 
 @dataclass(frozen=True)
-class Works:
+class WorkloadArrays:
     """Workloads as arrays: what jobs pick from."""
 
     names: tuple[str, ...]
@@ -149,7 +149,7 @@ class Works:
     replicated: Array  # (w,) bool
 
     @classmethod
-    def of(cls, works: list[tuple[Workload, bool]]) -> Works:
+    def of(cls, works: list[tuple[Workload, bool]]) -> WorkloadArrays:
         """Each workload, and whether its shards are replicated over nodes."""
         shape = len(works), SLOTS
         is_rs, n_bytes, calls = np.zeros(shape, bool), np.full(shape, 1024, np.int64), np.zeros(shape)
@@ -177,7 +177,7 @@ class Works:
 
 
 @functools.cache
-def works_of(prefixes: tuple[str, ...]) -> Works:
+def works_of(prefixes: tuple[str, ...]) -> WorkloadArrays:
     """The steps of a family: each on two communicators, on one, and replicated over nodes."""
     found: list[tuple[Workload, bool]] = []
     for name, recording in recordings().items():
@@ -192,4 +192,4 @@ def works_of(prefixes: tuple[str, ...]) -> Works:
                     found += [(work, True), (work.on_one_communicator(), True)]
     if not found:
         raise ValueError(f"no step is recorded of {', '.join(prefixes)}: make them by tests/make_steps.py")
-    return Works.of(found)
+    return WorkloadArrays.of(found)

@@ -29,8 +29,8 @@ from ..steps.steps import Steps
 from .job_store import JobStore
 from .place import Report, one_of
 from .protocol import ABORT, Phase, Stage, Stop
-from .published import Published
-from .rounds import TOGETHER, Desk, Kind, Rounds
+from .published import TableMailbox
+from .rounds import TOGETHER, Kind, RankState, Rounds
 from .tree import WAIT_S, Tree
 
 #: How long the gate waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
@@ -56,10 +56,10 @@ class Agreement:
         n_ranks: int,
         plugin: Plugin | None,
         steps: Steps,
-        published: Published,
+        published: TableMailbox,
         store: Callable[[], tuple[Any, str]],
         versions: str = "",
-        before: Desk | None = None,
+        before: RankState | None = None,
         tell: Tell = lambda state, text: None,
         since: float = 0.0,
     ) -> None:
@@ -69,7 +69,7 @@ class Agreement:
         change of state, elsewhere only of what is wrong with the rank itself. ``before`` is the desk of the group
         that this process had before; ``since`` is when this one began to be made, by the node's clock.
         """
-        self.desk = Desk(rank, n_ranks, plugin, steps, published, before)
+        self.desk = RankState(rank, n_ranks, plugin, steps, published, before)
         self.held_s = 0.0  # the longest that the training thread has stood here
         self.stopped = ""  # why the active table will not change any more
         self.store = JobStore(store, rank, since)

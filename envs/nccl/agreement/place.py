@@ -21,7 +21,7 @@ COUNT_DTYPE = np.dtype([("comm", "<u8"), ("count", "<u8"), ("rank", "<u4")])
 NO_COUNTS: Array = np.zeros(0, COUNT_DTYPE)
 
 
-class Where(NamedTuple):
+class Progress(NamedTuple):
     """One rank's place."""
 
     rank: int
@@ -29,18 +29,18 @@ class Where(NamedTuple):
     steps: int  # boundaries
     asked: int = 0  # times that NCCL has asked the tuner, on all communicators
 
-    def farther(self, other: Where) -> Where:
+    def farther(self, other: Progress) -> Progress:
         """The most that either has done, by each measure."""
-        return Where(self.rank, max(self.backwards, other.backwards), max(self.steps, other.steps))
+        return Progress(self.rank, max(self.backwards, other.backwards), max(self.steps, other.steps))
 
 
-class Place(NamedTuple):
+class SwitchPoint(NamedTuple):
     """The first boundary at which a rank has done so much."""
 
     by: str  # "backwards" or "steps"
     number: int
 
-    def reached(self, here: Where) -> bool:
+    def reached(self, here: Progress) -> bool:
         """Whether a rank that is ``here`` is at the place or beyond it."""
         return int(getattr(here, self.by)) >= self.number
 
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
 _WORDS = {"steps": "ended {} steps", "backwards": "made {} backward passes", "asked": "begun {} collectives"}
 
 
-def elsewhere(by: str, one: Where, other: Where) -> str:
+def elsewhere(by: str, one: Progress, other: Progress) -> str:
     """How two ranks differ in the field ``by``, in words."""
     done, others = (_WORDS[by].format(getattr(where, by)) for where in (one, other))
     return NotAgreeing.OTHER_PLACE(rank=one.rank, done=done, other=other.rank, others=others)
@@ -66,14 +66,14 @@ def elsewhere(by: str, one: Where, other: Where) -> str:
 class Report:
     """The places of one rank or of several."""
 
-    here: Where  # of one of them
-    odd: dict[str, Where] = field(default_factory=dict)  # by field: a rank that differs from `here` in it
+    here: Progress  # of one of them
+    odd: dict[str, Progress] = field(default_factory=dict)  # by field: a rank that differs from `here` in it
     counts: Array = field(default_factory=lambda: NO_COUNTS)  # one entry a communicator
     clash: str = ""  # two ranks that share a communicator and have counted differently
     bare: bool = False  # some rank has no counts: its NCCL has no profiler
 
     @classmethod
-    def of(cls, here: Where, counts: Mapping[int, int]) -> Report:
+    def of(cls, here: Progress, counts: Mapping[int, int]) -> Report:
         """One rank's report; ``counts`` has its collectives by communicator, empty where nothing counts them."""
         used = sorted(
             (comm, count, here.rank) for comm, count in counts.items() if count
@@ -124,8 +124,8 @@ class Report:
         """Inverse of :meth:`encode`. Raises ValueError."""
         head, _, counts = raw.partition(b"\n")
         here, odd, clash, bare = json.loads(head)
-        where = {name: Where(*values) for name, values in odd.items()}
-        return cls(Where(*here), where, np.frombuffer(counts, COUNT_DTYPE), clash, bare)
+        where = {name: Progress(*values) for name, values in odd.items()}
+        return cls(Progress(*here), where, np.frombuffer(counts, COUNT_DTYPE), clash, bare)
 
 
 def one_of(reports: list[list[Any]]) -> list[Any]:

@@ -36,10 +36,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from .place import Place, Verdict, Where
+from .place import Progress, SwitchPoint, Verdict
 
 NO_TABLE = b""
-_NOWHERE = Place("steps", 0)
+_NOWHERE = SwitchPoint("steps", 0)
 #: What the log of an attempt can hold.
 COMMIT, ABORT = "commit", "abort"
 #: So many lost attempts in a row, and the agreement closes.
@@ -74,8 +74,8 @@ class Member:
 
     phase: Phase = Phase.IDLE
     attempt: int = 0
-    place: Place = _NOWHERE
-    passed: Where | None = None  # this rank at its last boundary
+    place: SwitchPoint = _NOWHERE
+    passed: Progress | None = None  # this rank at its last boundary
 
     def is_free(self) -> bool:
         """False from the moment it stands until it trains on: the staged table must not be replaced then."""
@@ -85,7 +85,7 @@ class Member:
         """The message of a new attempt is staged. Only when :meth:`is_free`."""
         self.phase, self.attempt = Phase.STAGED, attempt
 
-    def appointed(self, attempt: int, place: Place) -> bool:
+    def appointed(self, attempt: int, place: SwitchPoint) -> bool:
         """Rank 0 names the place; False if it lies behind this rank."""
         if self.phase is Phase.STAGED and attempt == self.attempt:
             ahead = self.passed is None or not place.reached(self.passed)
@@ -93,11 +93,11 @@ class Member:
             return ahead
         return True
 
-    def meets(self, here: Where) -> bool:
+    def meets(self, here: Progress) -> bool:
         """Whether :meth:`boundary` is about to stand."""
         return self.phase is Phase.APPOINTED and self.place.reached(here)
 
-    def boundary(self, here: Where) -> Stop:
+    def boundary(self, here: Progress) -> Stop:
         """A step has ended."""
         self.passed = here
         if self.phase is Phase.APPOINTED and self.place.reached(here):
@@ -181,7 +181,7 @@ class Leader:
         """Stop agreeing, with the confirmed table in force. The first reason counts."""
         self.closing = self.closing or reason
 
-    def next(self, here: Where) -> bool:
+    def next(self, here: Progress) -> bool:
         """Begin an attempt if something is wanted and rank 0 has come far enough since a lost one."""
         if self.stage is not Stage.QUIET:
             return False
@@ -200,7 +200,7 @@ class Leader:
         self.message, self.message_trial, self.stage = message, trial, Stage.ANNOUNCED
         return True
 
-    def acknowledged(self, attempt: int, farthest: Where, stride: int = 1) -> Place | None:
+    def acknowledged(self, attempt: int, farthest: Progress, stride: int = 1) -> SwitchPoint | None:
         """All ranks have staged the message; ``farthest`` has the most that any of them has done. The place, if any.
 
         ``stride`` is the number of backward passes in a step.
@@ -209,8 +209,8 @@ class Leader:
             return None
         self.stage = Stage.APPOINTED
         if self.by_steps:
-            return Place("steps", farthest.steps + self.ahead)
-        return Place("backwards", farthest.backwards + self.ahead * stride)
+            return SwitchPoint("steps", farthest.steps + self.ahead)
+        return SwitchPoint("backwards", farthest.backwards + self.ahead * stride)
 
     def arrived(self, attempt: int, verdict: Verdict) -> bool:
         """All ranks stand; True if they stand where the table may change: then the log is to be set."""
@@ -232,7 +232,7 @@ class Leader:
         self.stage, self.failures, self.ahead = Stage.QUIET, 0, max(2, self.ahead - 1)
         return True
 
-    def lost(self, here: Where, why: str) -> None:
+    def lost(self, here: Progress, why: str) -> None:
         """The attempt came to nothing: a rank missed the place, was late, or stood elsewhere."""
         self.failures, self.why = self.failures + 1, why
         self.ahead = min(2 * self.ahead, FARTHEST)

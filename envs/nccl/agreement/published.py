@@ -15,7 +15,7 @@ from ..shm import TableFile, decode_table, encode_table, lease_of, message_of
 EMPTY = encode_table(Table())
 
 
-class Published:
+class TableMailbox:
     """Rank 0's view of the table file. Nothing here raises OSError."""
 
     def __init__(self, path: Path) -> None:
@@ -65,10 +65,10 @@ class Published:
         return lease is not None and 0 < beat < time.monotonic_ns() - lease.ms * 1_000_000
 
 
-class Keeper:
+class LeaseClock:
     """Keeps the lease of the table in force."""
 
-    def __init__(self, published: Published) -> None:
+    def __init__(self, published: TableMailbox) -> None:
         self._published = published
         self._lease: Lease | None = None
         self._until = 0
@@ -93,7 +93,7 @@ class Keeper:
         return ""
 
 
-class Local:
+class SingleProcess:
     """A job of one process: what is published becomes active at the next boundary.
 
     Not where it has no process group, and NCCL a communicator of several ranks: they were started by other means than
@@ -103,10 +103,10 @@ class Local:
     held_s = 0.0
 
     def __init__(
-        self, plugin: Plugin | None, published: Published, alone: Callable[[AgreementState, str], None] | None = None
+        self, plugin: Plugin | None, published: TableMailbox, alone: Callable[[AgreementState, str], None] | None = None
     ) -> None:
         """Without a process group ``alone`` hears once that there are several ranks."""
-        self._plugin, self._published, self._keeper, self._alone = plugin, published, Keeper(published), alone
+        self._plugin, self._published, self._keeper, self._alone = plugin, published, LeaseClock(published), alone
         self.stopped = ""
         self._confirmed = EMPTY
         self._step = 0

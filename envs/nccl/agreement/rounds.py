@@ -1,5 +1,5 @@
 """The messages of the agreement over an open tree: what ranks below have said is combined and handed up, rank 0's word
-handed down. All of it in the background thread; :class:`Desk` is what it shares with the thread that trains.
+handed down. All of it in the background thread; :class:`RankState` is what it shares with the thread that trains.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ....traces.records import AgreementState, Lease
 from ..plugin.library import Plugin
 from ..steps.steps import Steps
 from .job_store import JobStore
-from .place import Place, Report, Where, elsewhere
+from .place import Progress, Report, SwitchPoint, elsewhere
 from .protocol import COMMIT, NO_TABLE, Leader, Member, Phase, Stage
-from .published import EMPTY, Keeper, Published, stage
+from .published import EMPTY, LeaseClock, TableMailbox, stage
 from .tree import FAN_OUT, Tree
 
 #: A store that takes longer to answer is not relied upon: no place is appointed.
@@ -51,7 +51,7 @@ class Kind(IntEnum):
     LEAVES = auto()  # up: a rank's probe is broken
 
 
-class Desk:
+class RankState:
     """One rank's member, for rank 0 the leader, and what its two threads tell each other. ``lock`` guards both."""
 
     def __init__(
@@ -60,11 +60,11 @@ class Desk:
         n_ranks: int,
         plugin: Plugin | None,
         steps: Steps,
-        published: Published,
-        before: Desk | None = None,
+        published: TableMailbox,
+        before: RankState | None = None,
     ) -> None:
         self.rank, self.n_ranks, self.plugin, self.steps = rank, n_ranks, plugin, steps
-        self.published, self.keeper = published, Keeper(published)
+        self.published, self.keeper = published, LeaseClock(published)
         self.lock = threading.Lock()
         self.member = Member()
         self.leader: Leader | None = _leader(plugin, before.leader if before else None) if rank == 0 else None
@@ -72,14 +72,14 @@ class Desk:
         self.answered = threading.Lock()  # released when the answer that the training thread waits for is there
         self.answered.acquire()
         self.outbox: deque[tuple[Kind, int, Any]] = deque()  # from the training thread
-        self.stood: Where | None = None  # rank 0's place in the attempt under way
+        self.stood: Progress | None = None  # rank 0's place in the attempt under way
         self.stride = 1  # backward passes in a step
         self.absent: Callable[[], str] = str  # who has not come to the place
         self.leaves = ""  # why this rank will take no further part
 
-    def here(self) -> Where:
+    def here(self) -> Progress:
         """This rank's place, now."""
-        return Where(self.rank, self.steps.backwards, self.steps.ended)
+        return Progress(self.rank, self.steps.backwards, self.steps.ended)
 
     def release(self) -> None:
         """Let the training thread go on."""
@@ -90,11 +90,11 @@ class Desk:
 class Rounds:
     """Handles the messages of one open tree."""
 
-    def __init__(self, desk: Desk, tree: Tree, store: JobStore, tell: Any) -> None:
+    def __init__(self, desk: RankState, tree: Tree, store: JobStore, tell: Any) -> None:
         """``tell(state, text)`` is rank 0's word to the user."""
         self._desk, self._tree, self._store, self._tell = desk, tree, store, tell
         self._attempt = 0
-        self._staged: dict[int, tuple[Where, str]] = {}
+        self._staged: dict[int, tuple[Progress, str]] = {}
         self._stands: dict[int, Report] = {}
         self._waiting: tuple[int, bytes] | None = None  # an attempt announced while this rank was not free for it
         self._refused = ""  # said already
@@ -146,7 +146,7 @@ class Rounds:
             self._prepare(attempt, rest)
         elif kind is Kind.APPOINT:
             self._tree.down(kind, payload)
-            self._appointed(attempt, Place(*json.loads(rest)))
+            self._appointed(attempt, SwitchPoint(*json.loads(rest)))
         elif kind is Kind.ANSWER:
             self._tree.down(kind, payload)
             if self._waiting is not None and self._waiting[0] == attempt:
@@ -154,11 +154,11 @@ class Rounds:
             self._answered(attempt, json.loads(rest))
         elif kind is Kind.STAGED:
             where, refused = json.loads(rest)
-            self._combine_staged(attempt, rank, Where(*where), refused)
+            self._combine_staged(attempt, rank, Progress(*where), refused)
         elif kind is Kind.STANDS:
             self._combine_stands(attempt, rank, Report.decode(rest))
         elif kind is Kind.MISSED:
-            self._missed(attempt, Where(*json.loads(rest)))
+            self._missed(attempt, Progress(*json.loads(rest)))
         elif kind is Kind.LEAVES:
             self._leaves(json.loads(rest))
         else:
@@ -179,7 +179,7 @@ class Rounds:
             desk.member.prepared(attempt)
         self._combine_staged(attempt, desk.rank, desk.here(), refused)
 
-    def _combine_staged(self, attempt: int, rank: int, where: Where, refused: str) -> None:
+    def _combine_staged(self, attempt: int, rank: int, where: Progress, refused: str) -> None:
         if attempt != self._attempt:
             return
         self._staged[rank] = where, refused
@@ -193,7 +193,7 @@ class Rounds:
         else:
             self._appoint(self._desk.leader, farthest, refused)
 
-    def _appointed(self, attempt: int, place: Place) -> None:
+    def _appointed(self, attempt: int, place: SwitchPoint) -> None:
         desk = self._desk
         with desk.lock:
             in_time = desk.member.appointed(attempt, place)
@@ -212,7 +212,7 @@ class Rounds:
         else:
             self._decide(self._desk.leader, attempt, whole)
 
-    def _missed(self, attempt: int, where: Where) -> None:
+    def _missed(self, attempt: int, where: Progress) -> None:
         leader, desk = self._desk.leader, self._desk
         if leader is None:
             self._tree.up(Kind.MISSED, _pack(attempt, where))
@@ -284,7 +284,7 @@ class Rounds:
             self._tree.down(Kind.PREPARE, _ATTEMPT.pack(leader.attempt) + leader.message)
             self._prepare(leader.attempt, leader.message)
 
-    def _appoint(self, leader: Leader, farthest: Where, refused: str) -> None:
+    def _appoint(self, leader: Leader, farthest: Progress, refused: str) -> None:
         desk = self._desk
         began, late = time.monotonic(), False
         try:

@@ -21,8 +21,8 @@ from typing import Any
 from ....traces.reasons import KEEP_CONFIRMED, NotAgreeing, NotTuning
 from ....traces.records import FLAG_SAMPLED, RECORD_BYTES, STATE, STEP, UNSET, AgreementState
 from ..agreement.agreement import Agreement
-from ..agreement.published import EMPTY, Local, Published
-from ..agreement.rounds import Desk
+from ..agreement.published import EMPTY, SingleProcess, TableMailbox
+from ..agreement.rounds import RankState
 from ..agreement.tree import takes_connections
 from ..plugin.library import Plugin, name_where_no_path_is_taken
 from ..steps import clock as step_clock
@@ -41,7 +41,7 @@ class Probe:
     def __init__(self, run: str) -> None:
         """``run`` is the run folder of the job; on other nodes than rank 0's it need not exist."""
         self._run = run
-        self._published = Published(Path(run) / "table")
+        self._published = TableMailbox(Path(run) / "table")
         self._steps = Steps(self._asked)
         self._torch: Any = None
         self._dist: Any = None
@@ -51,7 +51,7 @@ class Probe:
         self._attempts = 0
         self._since = time.time()  # when the default group of now, or else this process, began
         self._backend = ""  # of torch.distributed
-        self._agreement: Agreement | Local | None = None
+        self._agreement: Agreement | SingleProcess | None = None
         self._rank = self._step = self._last_ns = self._generation = 0
         fixed = os.environ.get("DYNAMICCL_SAMPLE_EVERY")
         self._sampling = Sampling(int(fixed) if fixed else None)
@@ -61,7 +61,7 @@ class Probe:
         self._reading: Reading | None = None
         self._packed = step_clock.pack_gauges(Reading())
         self._left: list[Agreement] = []  # of groups that were destroyed
-        self._before: Desk | None = None  # of the last of them
+        self._before: RankState | None = None  # of the last of them
         self._off = self._broken = False
         self._measures = True
         self._uneven = 0  # depth of Join contexts: in them a rank may step more often than another
@@ -253,7 +253,7 @@ class Probe:
         self._sampled = self._sampling.wants(self._step)
         return ended
 
-    def _attached(self, world: Any) -> Agreement | Local | None:
+    def _attached(self, world: Any) -> Agreement | SingleProcess | None:
         """The agreement of the process group of now, ``world``, which is not that of the last boundary."""
         dist = self._dist
         if isinstance(self._agreement, Agreement):
@@ -261,14 +261,14 @@ class Probe:
         self._world = weakref.ref(world) if world is not None else _nobody
         if world is None:
             if self._attempts == 0 and self._agreement is None and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-                self._agreement = Local(self._plugin, self._published, self._tell)
+                self._agreement = SingleProcess(self._plugin, self._published, self._tell)
             return self._agreement
         self._rank = dist.get_rank()
         self._attempts += 1
         if dist.get_world_size() == 1:
-            self._agreement = Local(self._plugin, self._published)
+            self._agreement = SingleProcess(self._plugin, self._published)
         else:
-            store = _OurStore(dist.distributed_c10d)
+            store = _PrivateStoreConnection(dist.distributed_c10d)
             size = self._rank, dist.get_world_size()
             versions = f"NCCL {_nccl(self._torch)}"
             self._backend = dist.get_backend()
@@ -319,7 +319,7 @@ class Probe:
         self._steps = steps  # the engine counts for it
 
 
-class _OurStore:
+class _PrivateStoreConnection:
     """Connections of our own to the job's store: with the job's own we would keep its server alive after its group is
     gone, and wait where the job wants to ask.
     """
