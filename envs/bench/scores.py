@@ -1,7 +1,8 @@
 """What a search over a job costs and brings its user: every step billed, by the truth, in default steps.
 
-A :class:`LossAccount` is told each step that ran and under which configs; it knows the truth of the simulated jobs. Whatever
-searches can be scored by it: rules, networks, other people's tuners. Nothing that a search measures enters its score.
+A :class:`LossAccount` is told each step that ran and under which configs; it knows the truth of the simulated jobs.
+Whatever searches can be scored by it: rules, networks, other people's tuners. Nothing that a search measures enters its
+score.
 """
 
 from __future__ import annotations
