@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from dynamiccl.envs.nccl.plugin.build import plugin_path
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
 from dynamiccl.traces.records import ALGOS, PROTOS
 
 KIND, STEPS, LIFE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -37,7 +37,7 @@ for _ in range(STEPS):
         comm, cost = comms[i], np.full((len(ALGOS), len(PROTOS)), -1, np.float32)
         cost[1] = (9000, -1, 8000)  # NCCL thinks otherwise
         channels = comm.get_coll_info(func, n_bytes, cost) or 16
-        algo, proto = comm.choose(cost)
+        algo, proto = choose(cost)
         chosen = ALGOS[algo], PROTOS[proto]
         seq += 1
         time.sleep(SECONDS[chosen])

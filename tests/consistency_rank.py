@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from dynamiccl.envs.nccl.plugin.build import plugin_path
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
 from dynamiccl.traces.records import ALGOS, PROTOS
 
 STEPS, CALLS, SIZES = int(sys.argv[1]), int(sys.argv[2]), (1 << 16, 3 << 20, 100 << 20)
@@ -34,7 +34,7 @@ for _ in range(STEPS):
         i, func, n_bytes = shared.randrange(2), shared.choice(("all_gather", "reduce_scatter")), shared.choice(SIZES)
         cost = offer.copy()
         channels = comms[i].get_coll_info(func, n_bytes, cost) or 16
-        algo, proto = comms[i].choose(cost)
+        algo, proto = choose(cost)
         seq[i, func] += 1
         count = n_bytes // comms[i].n_ranks // 4
         handle = comms[i].start_coll(func, seq[i, func], count, "float32", channels, 16, ALGOS[algo], PROTOS[proto])

@@ -22,14 +22,14 @@ import os, struct, sys, time
 from pathlib import Path
 import numpy as np
 from dynamiccl.envs.nccl.plugin.library import Plugin
-from dynamiccl.envs.nccl.agreement.published import Local, Published
+from dynamiccl.envs.nccl.agreement.published import SingleProcess, TableMailbox
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
 from dynamiccl.traces.records import ALGOS, PROTOS, STEP, UNSET
 run, enough = Path(os.environ["DYNAMICCL_RUN"]), Path(sys.argv[1])
 rank = int(os.environ.get("RANK", "0"))
 plugin = Plugin.load()
 plugin.open()
-local = Local(plugin, Published(run / "table"))
+local = SingleProcess(plugin, TableMailbox(run / "table"))
 comm = Communicator(plugin.path, 77, 8, 1, rank)
 last = time.monotonic_ns()
 for step in range(60_000):

@@ -42,7 +42,7 @@ def test_all_of_it_runs_to_its_end_and_says_that_it_is_emulated(tmp_path, monkey
 
 SABOTAGE = """
 import os, sys
-from dynamiccl.agent import gpu_sweep
+from dynamiccl.agent.checks import gpu_sweep
 from dynamiccl.traces.records import Decision, Rule, Table
 gpu_sweep.REPS = 1
 if os.environ["RANK"] == "1":
