@@ -157,7 +157,7 @@ def test_ranks_that_share_a_gpu_are_told_how():
         and machine.env("shared")["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     )
     assert not any(name.startswith("NCCL_") for name in machine.env("apart"))
-    says = "import os; os.write(1, f'{os.environ.get(\"NCCL_HOSTID\")} {os.environ[\"LOCAL_RANK\"]}\\n'.encode())"
+    says = 'import os; os.write(1, f\'{os.environ.get("NCCL_HOSTID")} {os.environ["LOCAL_RANK"]}\\n\'.encode())'
     program = [sys.executable, "-c", says]  # in one piece: the ranks share the output
     for way, said in (("hosts", ["rank-0 0", "rank-1 1"]), ("shared", ["None 0", "None 1"])):
         done = subprocess.run(machine.ranks(program, way), env=ENV, capture_output=True, text=True, timeout=100)
