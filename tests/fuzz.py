@@ -20,8 +20,8 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import FLAGS, SOURCES, compile_once, compiler
-from dynamiccl.envs.nccl.plugin.library import Plugin
 from dynamiccl.envs.nccl.rings import Ring
 from dynamiccl.envs.nccl.shm import decode_table, encode_table
 from dynamiccl.envs.nccl.tables import load_table, to_csv, to_json

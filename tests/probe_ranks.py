@@ -96,7 +96,7 @@ def generation() -> int:
     """Generation of the active table in this process."""
     if "DYNAMICCL_RUN" not in os.environ:
         return 0
-    from dynamiccl.envs.nccl.plugin.library import Plugin
+    from dynamiccl.envs.nccl.plugin.bindings import Plugin
 
     return Plugin.load().generation
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import plugin_path
-from dynamiccl.envs.nccl.plugin.library import Plugin
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces.records import Table
 

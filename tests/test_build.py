@@ -90,7 +90,7 @@ def test_the_plugin_is_named_so_that_a_new_library_path_does_not_lose_it(monkeyp
 FOUND = """
 import ctypes, os, sys
 from pathlib import Path
-from dynamiccl.envs.nccl.plugin.library import name_where_no_path_is_taken
+from dynamiccl.envs.nccl.plugin.bindings import name_where_no_path_is_taken
 name_where_no_path_is_taken(sys.argv[1])
 named = {os.environ["NCCL_TUNER_PLUGIN"], os.environ["NCCL_PROFILER_PLUGIN"]}
 for name in named:

@@ -19,7 +19,7 @@ __all__ = ["plugin", "run"]  # fixtures
 
 COUNTED = """
 import os, numpy as np
-from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 plugin = Plugin.load()
 print(plugin.tuners, plugin.asked, *plugin.abi, plugin.counts())
@@ -49,7 +49,7 @@ def test_what_nccl_has_done_with_the_plugin_is_told(tmp_path, release, abi, coun
 
 UNTOLD = """
 import numpy as np
-from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.sim.emulated.nccl_caller import Call
 from nccl_groups import Groups
 plugin, cost, said = Plugin.load(), np.full((7, 3), 10, np.float32), []

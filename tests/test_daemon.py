@@ -21,7 +21,7 @@ JOB = """
 import os, struct, sys, time
 from pathlib import Path
 import numpy as np
-from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.agreement.published import SingleProcess, TableMailbox
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
 from dynamiccl.traces.records import ALGOS, PROTOS, STEP, UNSET

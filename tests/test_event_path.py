@@ -14,7 +14,7 @@ from dynamiccl.traces.files import Trace
 
 TRAINER = """
 import sys, time
-from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.traces.records import COLL, STEP
 import struct
 plugin = Plugin.load()

@@ -129,19 +129,20 @@ def breaches(source, path):
     return found
 
 
+def reach(needs, start):
+    """All that ``start`` needs, through others too, by ``needs`` = {a: those that a needs}."""
+    seen, left = set(), [start]
+    while left:
+        for other in needs.get(left.pop(), ()):
+            if other not in seen:
+                seen.add(other)
+                left.append(other)
+    return seen
+
+
 def in_circles(needs):
-    """Pairs (a, b) of ``needs`` = {a: those that a needs} that need each other, through others too."""
-
-    def reach(start):
-        seen, left = set(), [start]
-        while left:
-            for other in needs.get(left.pop(), ()):
-                if other not in seen:
-                    seen.add(other)
-                    left.append(other)
-        return seen
-
-    reached = {a: reach(a) for a in needs}
+    """Pairs (a, b) that need each other."""
+    reached = {a: reach(needs, a) for a in needs}
     return {frozenset({a, b}) for a in reached for b in reached[a] if a != b and a in reached.get(b, ())}
 
 
@@ -171,11 +172,8 @@ def test_no_file_imports_one_that_imports_it_not_even_late():
 
 def test_the_tuner_beside_a_job_imports_no_simulator_and_nothing_that_draws():
     """Late imports counted."""
-    needs, left, seen = needs_of_files(), ["agent/daemon/daemon.py"], set()
-    while left:
-        if (name := left.pop()) not in seen:
-            seen.add(name)
-            left += needs[name]
+    daemon = "agent/daemon/daemon.py"
+    seen = {daemon} | reach(needs_of_files(), daemon)
     rooms = {room(name) for name in seen}
     assert not rooms & {"agent/train", "agent/bench", "agent/advice", "envs/replay", "envs/sim", "zero_workload"}
     assert "agent/report/page.py" not in seen

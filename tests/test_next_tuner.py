@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import HERE, compiler, nccl_env, plugin_path
-from dynamiccl.envs.nccl.plugin.library import Plugin
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
 from dynamiccl.traces.records import ALGOS, OFFER, OFFER_DTYPE, PROTOS, Decision, Slot, Table

@@ -10,8 +10,8 @@ import zlib
 
 import numpy as np
 import pytest
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import HEADERS, HERE, LIBRARY, PluginBuildError, compiler, nccl_env, plugin_path
-from dynamiccl.envs.nccl.plugin.library import Plugin
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose, versions
 from dynamiccl.traces import records as rec
@@ -340,7 +340,7 @@ def test_messages_that_are_no_table_change_nothing(plugin):
 def test_static_table_by_environment():
     """Without a daemon: the table travels in the environment, and nonsense there is said once and ignored."""
     message = encode_table(Table(4, (Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "simple")),)))
-    program = "from dynamiccl.envs.nccl.plugin.library import Plugin; p = Plugin.load(); print(p.open(), p.generation)"
+    program = "from dynamiccl.envs.nccl.plugin.bindings import Plugin; p = Plugin.load(); print(p.open(), p.generation)"
     for value, generation in (("hex:" + message.hex(), 4), ("hex:00zz", 0), ("/nowhere", 0), ("hex:", 0)):
         env = {**os.environ, "DYNAMICCL_TABLE": value}
         env.pop("DYNAMICCL_RUN", None)

@@ -6,8 +6,8 @@ import subprocess
 
 import numpy as np
 import pytest
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import HERE, compiler, nccl_env, plugin_path
-from dynamiccl.envs.nccl.plugin.library import Plugin
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 from dynamiccl.traces import records as rec

@@ -16,7 +16,7 @@ PAGE = (ROOT / "OPERATING.md").read_text(encoding="utf-8").partition("## Reasons
 #: Where reasons are given, and the calls and names that take one.
 TELLERS = (
     *(f"envs/nccl/agreement/{name}.py" for name in ("agreement", "rounds", "place", "published", "tree")),
-    *("envs/nccl/plugin/library.py", "envs/nccl/probe/probe.py"),
+    *("envs/nccl/plugin/bindings.py", "envs/nccl/probe/probe.py"),
     *(f"envs/live/{name}.py" for name in ("job", "windows", "obedience")),
     *(f"agent/daemon/{name}.py" for name in ("tuner", "daemon", "console", "summarise")),
 )

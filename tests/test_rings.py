@@ -13,7 +13,7 @@ from dynamiccl.traces.records import COMM, OFFER
 
 TALKS = """
 import sys, struct, numpy as np
-from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 from dynamiccl.traces.records import COLL
 plugin = Plugin.load()
@@ -64,7 +64,7 @@ def test_a_daemon_that_comes_after_200_000_records_knows_communicators_and_offer
 
 MANY_SIZES = """
 import sys, numpy as np
-from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 plugin = Plugin.load()
 comm = Communicator(plugin.path, 70, 8, 1, 0)
@@ -106,7 +106,7 @@ def test_a_ring_is_held_by_its_process_not_named_by_its_number(folder):
 
 FORKS = """
 import os, sys, time
-from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 Plugin.load().open()
 child = os.fork()
 if child == 0:
@@ -196,7 +196,7 @@ def test_nothing_stays_mapped_when_the_plugin_is_unloaded(folder, tmp_path):
 
 RACES = """
 import sys, threading
-from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 plugin = Plugin.load()
 ready = threading.Barrier(8)

@@ -11,8 +11,8 @@ import time
 import numpy as np
 import pytest
 from dynamiccl.envs.nccl import rings
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import plugin_path
-from dynamiccl.envs.nccl.plugin.library import Plugin
 from dynamiccl.envs.nccl.rings import Ring
 from dynamiccl.envs.nccl.shm import RunFolder, decode_table, encode_table
 from dynamiccl.traces.records import COLL, RECORD_BYTES, Decision, Rule, Table
@@ -155,7 +155,7 @@ def test_no_ring_no_harm(tmp_path, obstacle):
     if obstacle == "unset":
         del env["DYNAMICCL_RUN"]
     program = """
-from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 p = Plugin.load()
 c = Communicator(p.path, 1, 2, 1, 0)
@@ -172,7 +172,7 @@ def test_full_disk_means_no_ring():
     """A file system without room for the ring, which is reserved at once: no ring and no signal later."""
     program = """
 import resource
-from dynamiccl.envs.nccl.plugin.library import Plugin
+from dynamiccl.envs.nccl.plugin.bindings import Plugin
 p = Plugin.load()
 import signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -13,7 +13,7 @@ PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", 
 LOOKS = """
 import os, sys
 import dynamiccl_autoload
-from dynamiccl.envs.nccl.plugin import build, library as plugin
+from dynamiccl.envs.nccl.plugin import build, bindings as plugin
 from dynamiccl.envs.sim.step import Op, Steps
 dynamiccl_autoload.autoload()
 from dynamiccl.agent.checks.doctor import examine, gather

@@ -36,7 +36,7 @@ def new_header() -> dict[str, Any]:
         "host": platform.node(),
         "kernel": platform.release(),
         "versions": versions,
-        "commit": _commit(),
+        "commit": git("rev-parse", "HEAD"),
         "command": masked(" ".join(sys.argv)),
     }
 
@@ -61,14 +61,13 @@ def masked(text: str) -> str:
     return text
 
 
-def _commit() -> str | None:
+def git(*args: str) -> str | None:
+    """What git says of the checkout that this code lies in, None where it lies in none."""
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        )
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -34,6 +34,7 @@ from ...envs.nccl.shm import RunFolder
 from ...envs.nccl.steps.nvml import driver, gpus
 from ...envs.sim.emulated.settings import Emulated
 from ..daemon.request import workload
+from ..report.summary import RunSummary
 
 PARTS = ("sweep", "zero3")
 _CHANNELS = {"NCCL_MIN_CTAS": "16", "NCCL_MAX_CTAS": "16"}
@@ -170,17 +171,12 @@ class Check:
         tune += ["--cluster", emulated.cluster] if emulated else []
         job = self.machine.zero3(STEPS, out / "job.jsonl", placement)
         ended = self._job([*tune, "--", *job], self.machine.env(placement), limit_s)
-        path = out / "summary.json"
-        summary = json.loads(path.read_text()) if path.exists() else {}
-        if summary.get("speedup") is None:
-            raise RuntimeError(f"no verdict ({ended or summary.get('ended')}); see {out}")
-        tuned, same = ("[{:.3f}, {:.3f}]".format(*summary[name]) for name in ("speedup_ci95", "aa_speedup_ci95"))
-        self.say(
-            f"  default {summary['default_step_ms']:.1f} ms a step, speed-up {summary['speedup']:.3f} {tuned}, "
-            f"default against itself {same}"
-        )
+        summary = RunSummary.read(out)
+        if summary.speedup is None:
+            raise RuntimeError(f"no verdict ({ended or summary.ended}); see {out}")
+        self.say(f"  default {summary.default_step_ms:.1f} ms a step, {summary.speedup_text()}")
         # Cut off after the verdict is as good as not cut off.
-        return {"ok": summary["consistency"]["mismatches"] == 0, "cut_off": ended, "summary": summary}
+        return {"ok": summary.consistency["mismatches"] == 0, "cut_off": ended, "summary": vars(summary)}
 
     def _job(self, command: Sequence[str], env: Mapping[str, str], limit_s: float) -> str:
         """Run a job until it ends or its time is over; '' if that was well and in time, else what happened."""

@@ -1,9 +1,9 @@
 """One rank of a sweep: each (algorithm, protocol) that NCCL offers x channel counts x sizes, each forced by a table.
 
 ``torchrun -m dynamiccl.agent.checks.gpu_sweep JSON``, with a run folder's environment; the JSON is what :class:`Sweep`
-takes.
-For each collective and size NCCL's own way runs first and last. Every rank checks its results, and that the events say
-what the table said. Rank 0 writes one JSON line a config: what a sweep that is cut off has found is there to read.
+takes. For each collective and size NCCL's own way runs first and last. Every rank checks its results, and that the
+events say what the table said. Rank 0 writes one JSON line a config: what a sweep that is cut off has found is there to
+read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
-from ...envs.nccl.plugin.library import Plugin
+from ...envs.nccl.plugin.bindings import Plugin
 from ...envs.nccl.rings import Ring
 from ...envs.nccl.shm import encode_table
 from ...envs.nccl.steps import clock as step_clock

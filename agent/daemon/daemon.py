@@ -268,15 +268,14 @@ class Daemon:
             return
         self._reported = time.monotonic()
         with contextlib.suppress(OSError):  # the page is a convenience
-            self._reporter = self._draw(self._summary(), "running", "nice", "-n", "19")
+            self._reporter = self._draw(self._summary(), running=True)
 
-    def _draw(self, summary: RunSummary, state: str, *before: str) -> subprocess.Popen[str]:
-        """Start the process that makes the page: what draws is not imported beside the job."""
-        words = [sys.executable, "-m", "dynamiccl.agent.report.report", str(self.out), str(REPORT_EVENTS), state]
+    def _draw(self, summary: RunSummary, running: bool) -> subprocess.Popen[str]:
+        """Start the process that makes the page: what draws is not imported beside the job, and gives way to it."""
+        words = [sys.executable, "-m", "dynamiccl.agent.report.report", str(self.out), str(REPORT_EVENTS)]
+        words = ["nice", "-n", "19", *words, "running"] if running else [*words, "over"]
         pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-        process = subprocess.Popen(
-            [*before, *words], stdin=pipe, stdout=quiet, stderr=quiet if before else pipe, text=True
-        )
+        process = subprocess.Popen(words, stdin=pipe, stdout=quiet, stderr=quiet if running else pipe, text=True)
         assert process.stdin is not None
         process.stdin.write(json.dumps(vars(summary)))
         process.stdin.close()
@@ -290,7 +289,7 @@ class Daemon:
         why = ""
         try:
             self._write(summary)
-            drawing = self._draw(summary, "over")
+            drawing = self._draw(summary, running=False)
             said = drawing.stderr.read() if drawing.stderr else ""
             if drawing.wait():
                 why = said.strip().rpartition("\n")[2] or f"its process ended with {drawing.returncode}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import subprocess
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -26,6 +25,7 @@ from stable_baselines3.common.utils import set_random_seed
 from ...envs.search.turns import N_OBSERVATION, action_space
 from ...envs.search.watch import SearchConfig
 from ...envs.sim.family import STANDARD, JobFamily
+from ...traces.header import git
 from ..policies.lstm import LEARNED, LstmPolicy
 from .batches import N_REVEALED, JobBatch, JobVecEnv
 from .imitation import Episode, collect, learn
@@ -224,15 +224,8 @@ def _told(settings: Settings) -> dict[str, Any]:
 
 def commit_of_checkout() -> str:
     """Commit that the code was at, with ``+`` when it had been changed since; '' outside a checkout."""
-
-    def git(*args: str) -> str:
-        here = str(Path(__file__).resolve().parent)
-        return subprocess.run(["git", "-C", here, *args], capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+    head = git("rev-parse", "HEAD") or ""
+    return f"{head}+" if head and git("status", "--porcelain", "--untracked-files=no") else head
 
 
 def export(training: Training, path: Path) -> Path:

@@ -142,11 +142,16 @@ def numbered(family: JobFamily, seed: int, picked: Array) -> Jobs:
     return Jobs.join(parts).take(np.argsort(order))
 
 
+def calm(jobs: Jobs) -> Jobs:
+    """The same jobs in fair weather."""
+    found = jobs.take(slice(None))
+    found.swing[:, 0] = 0
+    return found
+
+
 def quiet_step_us(jobs: Jobs, configs: Array) -> Array:
     """Step times (n,) us under ``configs`` in fair weather."""
-    calm = jobs.take(slice(None))
-    calm.swing[:, 0] = 0
-    return calm.step_us(configs)[0]
+    return calm(jobs).step_us(configs)[0]
 
 
 def draw_suite(name: str, family: JobFamily, seed: int, n: int) -> JobSuite:
@@ -156,9 +161,7 @@ def draw_suite(name: str, family: JobFamily, seed: int, n: int) -> JobSuite:
     counts, drawn, picked = np.zeros(len(STRATA), int), np.zeros(len(STRATA)), list[int]()
     for block in range(64):
         some = draw_jobs(family, np.random.default_rng([seed, block]), BLOCK)
-        calm = some.take(slice(None))
-        calm.swing[:, 0] = 0
-        configs, fast = oracle(calm)
+        configs, fast = oracle(calm(some))
         of = stratum(1 - fast / some.default_us)
         drawn += np.bincount(of, minlength=len(STRATA))
         keep = [i for i in range(BLOCK) if (np.flatnonzero(of == of[i]) < i).sum() + counts[of[i]] < each]

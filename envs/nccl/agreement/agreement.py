@@ -23,20 +23,18 @@ from typing import Any
 
 from ....traces.reasons import KEEP_CONFIRMED, KEEP_TRIAL, NotAgreeing, NotTuning
 from ....traces.records import AgreementState
-from ..plugin.library import Plugin
+from ..plugin.bindings import Plugin
 from ..steps.interrupts import Interrupts
 from ..steps.steps import Steps
 from .job_store import JobStore
 from .place import Report, one_of
 from .protocol import ABORT, Phase, Stage, Stop
 from .published import TableMailbox
-from .rounds import TOGETHER, Kind, RankState, Rounds
+from .rounds import MEET_S, TOGETHER, Kind, RankState, Rounds
 from .tree import WAIT_S, Tree
 
 #: How long the gate waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
 ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
-#: The longest that the training thread may stand at a boundary; a part of it is kept for asking the log.
-MEET_S = float(os.environ.get("DYNAMICCL_MEET_MS", "50")) / 1e3
 _FOR_THE_TREE = 0.8
 _SOON_S, _LATER_S = 0.5, 60.0  # until a lost network is opened again: at first, and at most
 _AFTER_S = 0.1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ....traces.reasons import NotAgreeing, RowRefused
 from ....traces.records import AgreementState, Lease, Table
-from ..plugin.library import Plugin
+from ..plugin.bindings import Plugin
 from ..shm import TableFile, decode_table, encode_table, lease_of, message_of
 
 EMPTY = encode_table(Table())

@@ -16,7 +16,7 @@ from typing import Any
 
 from ....traces.reasons import NotAgreeing
 from ....traces.records import AgreementState, Lease
-from ..plugin.library import Plugin
+from ..plugin.bindings import Plugin
 from ..steps.steps import Steps
 from .job_store import JobStore
 from .place import Progress, Report, SwitchPoint, elsewhere
@@ -24,8 +24,10 @@ from .protocol import COMMIT, NO_TABLE, Leader, Member, Phase, Stage
 from .published import EMPTY, LeaseClock, TableMailbox, stage
 from .tree import FAN_OUT, Tree
 
+#: The longest that the training thread may stand at a boundary; a part of it is kept for asking the log.
+MEET_S = float(os.environ.get("DYNAMICCL_MEET_MS", "50")) / 1e3
 #: A store that takes longer to answer is not relied upon: no place is appointed.
-PROMPT_S = 0.1 * float(os.environ.get("DYNAMICCL_MEET_MS", "50")) / 1e3
+PROMPT_S = 0.1 * MEET_S
 #: So many lost attempts in a row, and the tuner hears of it.
 _IN_A_ROW = 3
 #: So many to take a trial back, and the user hears of it.

@@ -24,7 +24,7 @@ from ..agreement.agreement import Agreement
 from ..agreement.published import EMPTY, SingleProcess, TableMailbox
 from ..agreement.rounds import RankState
 from ..agreement.tree import takes_connections
-from ..plugin.library import Plugin, name_where_no_path_is_taken
+from ..plugin.bindings import Plugin, name_where_no_path_is_taken
 from ..steps import clock as step_clock
 from ..steps.gauges import Gauges, Reading
 from ..steps.sampling import Sampling

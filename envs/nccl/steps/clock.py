@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ....traces.records import STEP_DTYPE
-from ..plugin.library import Plugin
+from ..plugin.bindings import Plugin
 from .gauges import Reading
 from .sampling import Sampling
 
