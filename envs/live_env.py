@@ -37,7 +37,6 @@ class LiveEnv(SearchEnv):
 
     def open(self, options: dict[str, Any]) -> Windows:
         """Windows of the job, whose trials stay in force for as long as the environment is not closed."""
-        self.job.keep_alive()
         if self.job.confirmed:
             self.job.confirm({})
         return LiveWindows(self.job, profile_steps=self.rules.profile_steps, **self.options)

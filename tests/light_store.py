@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
 import struct
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 _LENGTH = struct.Struct("<I")
@@ -19,10 +21,10 @@ class StoreServer:
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.port = self.listener.getsockname()[1]
-        self.requests = self.requests_at_open = 0
+        self.requests = 0
         self.late_s = 0.0
         self.values: dict[str, str] = {}
-        self._waiting: list[tuple[socket.socket, list[str]]] = []
+        self._waiting: list[tuple[socket.socket, list[str], float]] = []  # who, for what, until when
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -30,7 +32,8 @@ class StoreServer:
         poll, peers = select.poll(), {}
         poll.register(self.listener, select.POLLIN)
         while True:
-            for fd, _ in poll.poll():
+            self._let_go()
+            for fd, _ in poll.poll(10 if self._waiting else None):
                 if fd == self.listener.fileno():
                     sock, _ = self.listener.accept()
                     peers[sock.fileno()] = sock
@@ -47,47 +50,40 @@ class StoreServer:
                 self._answer(peers[fd], *request)
 
     def _answer(self, sock: socket.socket, kind: str, *args: Any) -> None:
-        if kind == "check":
-            _send(sock, all(key in self.values for key in args[0]))
-        elif kind == "opened":
-            self.requests_at_open = self.requests
-            _send(sock, True)
-        elif kind == "get":
-            _send(sock, self.values.get(args[0]))
-        elif kind == "compare_set":
-            key, expected, desired = args
-            if self.values.get(key, "") == expected:
-                self.values[key] = desired
-            _send(sock, self.values.get(key, expected))
+        if kind == "wait":
+            self._waiting.append((sock, [args[0]], time.monotonic() + args[1]))
         elif kind == "meet":  # (name, ranks): a collective
             name, n_ranks = args
             self.values[name] = str(int(self.values.get(name, "0")) + 1)
-            full = f"{name} full"
             if int(self.values[name]) == n_ranks:
-                self.values[full] = "yes"
+                self.values[f"{name} full"] = "yes"
                 del self.values[name]
-            self._waiting.append((sock, [full]))
+            self._waiting.append((sock, [f"{name} full"], float("inf")))
         else:
-            if kind == "set":
-                self.values[args[0]] = args[1]
-            else:
-                self.values.pop(args[0], None)
-            _send(sock, True)
-        for entry in [e for e in self._waiting if all(key in self.values for key in e[1])]:
+            _send(sock, [self._value(kind, *args)])
+
+    def _let_go(self) -> None:
+        """Answer who waits for what is there by now, or has waited long enough."""
+        now = time.monotonic()
+        for entry in [e for e in self._waiting if e[2] < now or all(key in self.values for key in e[1])]:
             self._waiting.remove(entry)
-            _send(entry[0], True)
+            with contextlib.suppress(OSError):  # a rank that was killed
+                _send(entry[0], all(key in self.values for key in entry[1]))
 
-    def until_in_force(self, generation: int) -> None:
-        """Wait until the ranks run under a table."""
-        end = time.monotonic() + 60
-        while self.values.get("in force") != str(generation):
-            if time.monotonic() > end:
-                raise TimeoutError(f"generation {generation} never came into force")
-            time.sleep(0.005)
-
-    def enough(self) -> None:
-        """The job of a run with ``until_stopped`` is to end."""
-        self.values["enough"] = "yes"
+    def _value(self, kind: str, key: Any, *args: Any) -> Any:
+        if kind == "check":
+            return all(one in self.values for one in key)
+        if kind == "multi_get":
+            return [self.values[one] for one in key]
+        if kind == "add":
+            self.values[key] = str(int(self.values.get(key, "0")) + args[0])
+        elif kind == "set":
+            self.values[key] = args[0]
+        elif kind == "delete_key":
+            return self.values.pop(key, None) is not None
+        elif kind == "compare_set" and self.values.get(key, "") == args[0]:
+            self.values[key] = args[1]
+        return self.values.get(key)
 
 
 class Store:
@@ -106,14 +102,27 @@ class Store:
             raise ConnectionError("the store is gone")
         return answer[0]
 
+    def has_extended_api(self) -> bool:
+        return True
+
     def set(self, key: str, value: str) -> None:
         self._ask("set", key, value)
 
     def get(self, key: str) -> bytes:
         return str(self._ask("get", key)).encode()
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [str(value).encode() for value in self._ask("multi_get", keys)]
+
+    def add(self, key: str, n: int) -> int:
+        return int(self._ask("add", key, n))
+
     def check(self, keys: list[str]) -> bool:
         return bool(self._ask("check", keys))
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        if not self._ask("wait", keys[0], timeout.total_seconds()):
+            raise TimeoutError(f"no {keys[0]} within {timeout}")
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return str(self._ask("compare_set", key, expected, desired)).encode()

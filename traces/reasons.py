@@ -21,11 +21,9 @@ from typing import Any
 _CUT = 80
 #: Facts that are a reason themselves, or hold one.
 _INNER = ("ended", "why", "error")
-_NUMBERS = ("rank", "other", "seconds", "steps", "status", "tried")
+_NUMBERS = ("rank", "other", "seconds", "status", "tried", "n", "of", "count")
 #: Words that are a reason's, cut off, have so many characters of it at least.
 _ENOUGH = 20
-#: What a reason's words may end with: the table that the ranks keep.
-KEEP_TRIAL, KEEP_CONFIRMED = "; the trial table stays", "; the confirmed table stays"
 
 
 class Reason(Enum):
@@ -110,41 +108,28 @@ class RowRefused(Reason):
 
 
 class NotAgreeing(Reason):
-    """Why the ranks change no table: the gate is shut, an attempt was lost, the agreement is over, a lease ran out."""
+    """Why the ranks change no table, or not on all communicators."""
 
-    NO_GROUP = "several ranks, and no process group of torch.distributed to agree through"
     NO_PLUGIN = "rank {rank} has no plugin"
-    NO_TUNER = "NCCL has not loaded the tuner on rank {rank}"
-    NO_FIRST_STEP = "rank {rank} took no optimizer step within {seconds:.0f} s of rank {other}'s first"
-    NO_STEP_IN_TIME = "rank {rank} took no optimizer step in time"
-    NOT_READY = "not all ranks were ready within {seconds:.0f} s"
-    NOT_READY_BELOW = "not all ranks were ready within {seconds:.0f} s: rank {rank} or one below it"
-    UNREACHABLE = "rank {rank} cannot be reached at {address}: {error}"
+    NOTHING_COUNTED = (
+        "no collectives are counted yet: NCCL tells the profiler of none (NCCL_PROFILER_PLUGIN, NCCL before 2.27), or the "
+        "job has run too few"
+    )
+    NOT_ALL_VOTED = (
+        "{n} of {of} ranks of a communicator of rank {rank} take part: the others have no tuner, count nothing, or answer late"
+    )
     NOT_ALIKE = "rank {rank} has {what}, rank {other} has {others}"
-    LOST = "rank {rank} has lost rank {other}"
-    NOT_CONNECTED = "no table changes until the ranks are connected again ({why})"
+    NO_COMMON_COUNT = (
+        "rank {rank} has issued {count} collectives on a communicator, and rank {other} so many more or fewer that they "
+        "cannot be compared"
+    )
+    OTHER_CALLS = "the first {count} collectives of rank {rank} and rank {other} on their communicator are not the same"
+    LATE_STORE = "a rank came to its limit before the job's store had answered"
+    NO_STORE = "rank {rank}: the job's store is gone ({error}); what was to change stays as it is"
+    NOT_CONNECTED = "no table changes until the job's store answers ({why})"
+    CAPTURES = "rank {rank} captures CUDA graphs, and NCCL before 2.28 does not say which collectives are in them"
     DESTROYED = "the process group was destroyed"
-    OTHER_PLACE = "rank {rank} has {done} where rank {other} has {others}"
-    OTHER_COUNT = (
-        "rank {rank} has enqueued {done} collectives where rank {other} has enqueued {others} on the same communicator"
-    )
-    UNCOUNTED = (
-        "rank {rank} has no count of its collectives: NCCL asks our tuner there and tells our profiler of none "
-        "(NCCL_PROFILER_PLUGIN, or NCCL before 2.27)"
-    )
-    PAST_THE_PLACE = "rank {rank} was past the place before it knew of it"
-    WAITED_TOO_LONG = "a rank had waited too long before all stood at the place"
-    ABSENT = "rank {rank} did not end the step with the others"
-    ABSENT_BELOW = "rank {rank} or a rank below it did not end the step with the others"
-    TOO_FAR_APART = "the ranks come to a step's end too far apart"
-    SLOW_STORE = "the job's store answers late"
-    NO_STORE = "rank {rank}: the job's store is gone ({error}); the table stays"
-    PROBE_OFF = "rank {rank}: probe off: {error}"
     FAULT = "rank {rank}: {error}"
-    OVER = "the agreement has ended"
-    LEASE_USED_UP = "a trial table was in force for {steps} steps and nothing followed it"
-    TUNER_SILENT = "no sign of life of the tuner for {seconds:.0f} s while a trial table was in force"
-    NOT_TAKEN_BACK = "the trial table cannot be taken back so far: {why}"
 
 
 VOCABULARY: tuple[type[Reason], ...] = (RunEnds, NotTuning, RowRefused, NotAgreeing)
@@ -156,7 +141,6 @@ def names(text: str) -> list[str]:
     >>> names(RunEnds.NEVER_SWITCHED(why=NotAgreeing.NO_PLUGIN(rank=3)))
     ['never-switched', 'no-plugin']
     """
-    text = text.removesuffix(KEEP_TRIAL).removesuffix(KEEP_CONFIRMED)
     members = [one for kind in VOCABULARY for one in kind]
     is_cut = len(text.encode()) >= _CUT - 4  # four: a character that was cut in two
     begun = max((_begun(str(one.value), text), -i) for i, one in enumerate(members)) if is_cut else (0, 0)

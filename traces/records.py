@@ -1,4 +1,4 @@
-"""The records that every part of dynamiccl shares: names of the knobs, Slot, Decision, Rule, Table, Lease.
+"""The records that every part of dynamiccl shares: names of the knobs, Slot, Decision, Rule, Table.
 
 Spelling: Python says ``all_gather``, ``ring``, ``ll128`` (lower case, torch.distributed's and NVIDIA's tuner-file
 spelling); C and shared memory say NCCL's numbers. The tuples below are ordered so that the index *is* NCCL's number
@@ -132,7 +132,7 @@ def format_bytes(n: float) -> str:
 
 
 #: Format of tables in shared memory, on the wire and in the plugin.
-TABLE_VERSION = 2
+TABLE_VERSION = 3
 
 # One row of a table in shared memory and on the wire (C: struct dccl_rule in envs/nccl/plugin/plugin.h), 32 bytes.
 RULE_DTYPE = np.dtype(
@@ -172,32 +172,20 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Lease:
-    """How long a trial may stay in force without a sign of life: steps, and milliseconds of a silent tuner."""
-
-    steps: int
-    ms: int
-
-    def __post_init__(self) -> None:
-        if not (0 < self.steps < 2**32 and 0 < self.ms < 2**32):
-            raise ValueError(f"a lease has a number of steps and of milliseconds above 0, not {self.steps}, {self.ms}")
-
-
-@dataclass(frozen=True)
 class Table:
     """All decisions in force at once. The empty table is NCCL's own choice everywhere.
 
-    With a ``lease`` it is a trial, which rank 0 takes back when the lease runs out; without one it is confirmed.
+    With ``trial_steps`` it is a trial, which ends by itself after about so many steps; with 0 it is there to stay.
     """
 
     generation: int = 0
     rules: tuple[Rule, ...] = field(default=())
-    lease: Lease | None = None
+    trial_steps: int = 0
 
     @classmethod
-    def of(cls, generation: int, decisions: Mapping[Slot, Decision], lease: Lease | None = None) -> Table:
+    def of(cls, generation: int, decisions: Mapping[Slot, Decision], trial_steps: int = 0) -> Table:
         """Table with one row per slot whose decision is not AUTO."""
-        return cls(generation, tuple(Rule.of(s, d) for s, d in sorted(decisions.items()) if not d.is_auto), lease)
+        return cls(generation, tuple(Rule.of(s, d) for s, d in sorted(decisions.items()) if not d.is_auto), trial_steps)
 
     def to_array(self) -> np.ndarray[Any, Any]:
         """Rows as RULE_DTYPE, sorted by (n_nodes, n_ranks, func, min_bytes) as the plugin's binary search needs.
@@ -222,9 +210,9 @@ class Table:
         return rows
 
     @classmethod
-    def from_array(cls, generation: int, rows: np.ndarray[Any, Any], lease: Lease | None = None) -> Table:
+    def from_array(cls, generation: int, rows: np.ndarray[Any, Any], trial_steps: int = 0) -> Table:
         """Inverse of :meth:`to_array`. Raises ValueError on numbers that no release knows."""
-        return cls(generation, tuple(_rule(row) for row in rows), lease)
+        return cls(generation, tuple(_rule(row) for row in rows), trial_steps)
 
 
 def _rule_key(rule: Rule) -> tuple[int, int, int, int]:
@@ -319,8 +307,7 @@ class AgreementState(IntEnum):
     OPEN = 1
     SHUT = 2  # never opened: the text says why
     CLOSED = 3  # stopped agreeing: the text says why and names the rank
-    REVERTED = 4  # a lease ran out; the confirmed table is in force
-    LOSING = 5  # open, but one attempt after the other to change tables is lost: the text says why
+    LOSING = 5  # open, but one round after the other comes to nothing: the text says why (4 was used by releases before 0.3)
 
 
 #: A cost of this or more means that NCCL does not have the pair: 2.32 writes 1.7e38 for PAT.

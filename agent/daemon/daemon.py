@@ -146,7 +146,6 @@ class Daemon:
         tuner = Tuner(windows, self.policy, request, self._tell, recall=recall)
         self.outcome = tuner.outcome
         try:
-            job.keep_alive()
             told = "a table was confirmed before: going on with it"
             self._say(told if job.confirmed else "waiting for the job's first steps")
             self._tune(tuner)

@@ -18,11 +18,11 @@ import numpy as np
 
 from ...traces.assemble import EVENT_COLUMNS, Assembler, as_records, joined, step_rows
 from ...traces.reasons import NotTuning, RunEnds
-from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, AgreementState, Decision, Lease, Slot, Table
+from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, AgreementState, Decision, Slot, Table
 from ..nccl.run_folder import LAUNCHER, STATUS, STOP
 from ..nccl.shm import RunFolder
 from .job_ends import Closed, JobEnded, Stopped, Withdrawn
-from .leases import Heart, lease, note_confirmed, read_confirmed
+from .confirmed import note_confirmed, read_confirmed
 from .locks import is_locked
 from .obedience import CallAudit, Disobeyed, Obedience
 
@@ -38,8 +38,13 @@ TAKE_S = 2.0  # how often records become tables: pandas is too slow for every po
 #: Steps at the start of a window that do not count: the host runs ahead of a GPU, so the first step after a switch
 #: still holds collectives of the table before.
 DISCARD = 1
-#: Steps from publishing a table to the first one under it: the poll, the round under way, the round that carries it.
+#: Steps from publishing a table to the first one under it: the poll, and the two steps that the ranks keep ahead.
 SWITCH_STEPS = 3
+#: A trial ends by itself after twice the steps of its window and so many more: the next table is late at times.
+SPARE_STEPS = 20
+#: So many steps in a row under another table, and the table of a window has ended. A communicator that is used in few
+#: steps comes to a new table later than the others: such a step alone is left out.
+ODD_STEPS = 3
 #: A pause (checkpoint, evaluation) is a step that takes so many times what most before it took, and so long.
 PAUSE_TIMES, PAUSE_STEP_S, PAUSE_S = 20, 1.0, 5.0
 _OFTEN = 0.8  # a fifth of the steps that are longer are the job's rhythm
@@ -80,7 +85,7 @@ class Job:
     """One training job with our plugin and probe in it.
 
     ``writer``, where given, gets every event, step and table. ``on_state`` hears what is waited for. A table is
-    published *confirmed* or as a *trial*: a trial is taken back, by the ranks themselves, when nobody renews it.
+    published *confirmed* or as a *trial*, which ends by itself some steps after its window would.
     """
 
     def __init__(
@@ -103,10 +108,8 @@ class Job:
         self.audit = CallAudit()
         self.obedience = Obedience()
         self.thin = False  # the search is over: write events whose kernels were timed, and keep none
-        self._reverted = False  # rank 0 has taken a trial back since the last table was published
         self._pauses = 0  # under confirmed tables: two, and the job does so of its own
         self._to_stay: dict[Slot, Decision] | None = None  # the table published last, where it is no trial
-        self._heart: Heart | None = None
         self._durations: deque[float] = deque(maxlen=50)
         self._known: set[str] = set()  # rings whose communicators and offers were read
         self._told = ""
@@ -168,7 +171,6 @@ class Job:
         for row in rows[rows["kind"] == STATE].view(STATE_DTYPE):
             text = bytes(row["text"]).split(b"\0", 1)[0].decode("utf-8", "replace")
             self.state = AgreementState(int(row["code"])), text
-            self._reverted |= self.state[0] == AgreementState.REVERTED
             log.info("the ranks' agreement is %s: %s", self.state[0].name, text)
         steps = step_rows(records, None)
         if len(steps):
@@ -225,13 +227,13 @@ class Job:
 
     # -- tables --------------------------------------------------------------------------------------------------
 
-    def publish(self, decisions: Mapping[Slot, Decision], trial: Lease | None = None) -> int:
-        """Make ``decisions`` the table of the next generation; the probe switches all ranks at one step."""
-        self.generation, self._reverted = self.generation + 1, False
-        self._to_stay = None if trial else {s: d for s, d in decisions.items() if not d.is_auto}
-        table = Table.of(self.generation, decisions, trial)
+    def publish(self, decisions: Mapping[Slot, Decision], trial_steps: int = 0) -> int:
+        """Make ``decisions`` the table of the next generation, for about so many steps, or to stay."""
+        self.generation += 1
+        self._to_stay = None if trial_steps else {s: d for s, d in decisions.items() if not d.is_auto}
+        table = Table.of(self.generation, decisions, trial_steps)
         self.obedience.expect(table)
-        log.debug("table %d published (%s): %s", self.generation, "trial" if trial else "to stay", table.rules)
+        log.debug("table %d published (%s): %s", self.generation, "trial" if trial_steps else "to stay", table.rules)
         self.run.table.publish(table)
         if self.writer:
             self.writer.log("table", {"table": table})
@@ -244,21 +246,13 @@ class Job:
         note_confirmed(self.run.path, Table.of(generation, self.confirmed))
         return generation
 
-    def keep_alive(self) -> None:
-        """Renew the lease of trials from now on, from a thread of its own, until :meth:`release`."""
-        if self._heart is None:
-            self._heart = Heart(self.run.table.beat)
-
     def release(self) -> None:
-        """The way out, whatever happened: what was confirmed is in force, and trials are renewed no more."""
+        """The way out, whatever happened: what was confirmed is in force."""
         writer, self.writer = self.writer, None  # a full disk must not stand in the way
         try:
             self.confirm(self.confirmed)
         finally:
             self.writer = writer
-            if self._heart:
-                self._heart.stop()
-                self._heart = None
 
     # -- windows -------------------------------------------------------------------------------------------------
 
@@ -267,8 +261,8 @@ class Job:
     ) -> Window:
         """Run ``n_steps`` counted steps under ``decisions`` and return them.
 
-        Ends early once a counted step took longer than ``give_up_ms``. In a pause the confirmed table is published,
-        and the window begins anew when steps come again; of a job that pauses under the confirmed table too (rollouts)
+        Ends early once a counted step took longer than ``give_up_ms``. After a pause the window begins
+        anew; of a job that pauses under the confirmed table too (rollouts)
         it goes on. Where ``decisions`` alone make it pause, that is the result. Raises JobEnded.
         """
         chosen = {s: d for s, d in decisions.items() if not d.is_auto}
@@ -298,10 +292,10 @@ class Job:
     ) -> Window:
         trial = decisions != self.confirmed
         if trial or decisions != self._to_stay:
-            generation = self.publish(decisions, lease(n_steps + discard, self._durations) if trial else None)
+            generation = self.publish(decisions, 2 * (n_steps + discard) + SPARE_STEPS if trial else 0)
         else:
             generation = self.generation  # in force already, and to stay
-        seen, newest = 0, 0.0
+        seen, odd, newest = 0, 0, 0.0
         last = time.monotonic()
         while len(counted) < n_steps:
             alive = self.is_alive()
@@ -313,10 +307,11 @@ class Job:
                 pause_ms = self._pause_ms()
                 self._durations.append(took)
                 if int(row["generation"]) != generation:
-                    if seen:
-                        raise _Pause("its table was taken back", generation)
+                    odd += 1
+                    if seen and odd == ODD_STEPS:
+                        raise _Pause("its table has ended", generation)
                     continue
-                seen += 1
+                seen, odd = seen + 1, 0
                 if took > pause_ms:
                     raise _Pause(f"a step took {took / 1e3:.1f} s", generation, int(row["step"]), took)
                 if seen > discard and len(counted) < n_steps:
@@ -325,13 +320,11 @@ class Job:
                 break
             if not alive:
                 raise JobEnded(self._ended())
-            if trial and not seen and self._reverted:  # it was published while rank 0 took the one before it back
-                raise _Pause("its table was taken back", generation)
             now = time.monotonic()
             if not seen and (now - last > 2 or (self.state and self.state[0] == AgreementState.LOSING)):
                 self._say(f"waiting: {self.waits_for()}")
             if self._durations and now - last > max(PAUSE_S, self._pause_ms() / 1e3):
-                self._sit_out(trial, now - last)
+                self._sit_out(now - last)
                 took_ms = 1e3 * (time.monotonic() - last) if seen else 0.0  # not this table's doing
                 raise _Pause("the job paused", generation, self.last_step, took_ms)
             time.sleep(POLL_S * (5 if self.thin else 1))
@@ -343,10 +336,8 @@ class Job:
             self.obedience.verdict(generation, self.assembler.comms),
         )
 
-    def _sit_out(self, trial: bool, since_s: float) -> None:
-        """The job takes no steps: the confirmed table meanwhile, and wait, however long, until steps come."""
-        if trial:
-            self.publish(self.confirmed)
+    def _sit_out(self, since_s: float) -> None:
+        """The job takes no steps: wait, however long, until they come."""
         self._say(NotTuning.PAUSED(seconds=since_s))
         while not self._fresh:
             alive = self.is_alive()

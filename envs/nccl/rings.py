@@ -21,7 +21,7 @@ RING_MAGIC, RING_VERSION = b"DCCLRNG1", 2
 _NO_RING = b"DCCLNONE"  # begins a file that says why a rank has no ring
 _HEAD = struct.Struct("<8sIIQII")  # magic, version, record_bytes, capacity, pid, places for known records
 _HEAD_BYTES = 128
-_CALLS_AT, _HEAD_AT, _KNOWN_AT = 32, 64, 72
+_CALLS_AT, _HEAD_AT, _KNOWN_AT, _WAITED_AT = 32, 64, 72, 80
 _NUMBER = struct.Struct("<Q")
 _BUSY = np.uint64(2**64 - 1)
 _PATIENCE_S = 1.0  # how long a record may stay half written before it counts as lost
@@ -90,6 +90,11 @@ class Ring:
         """(collectives about which NCCL has asked the tuner in this process, those in which a table had its word)."""
         raw = os.pread(self._fd, 16, _CALLS_AT)
         return (int(_NUMBER.unpack_from(raw)[0]), int(_NUMBER.unpack_from(raw, 8)[0])) if len(raw) == 16 else (0, 0)
+
+    def waited_ns(self) -> int:
+        """Nanoseconds that threads of this process were held back while the ranks agreed on a table."""
+        raw = os.pread(self._fd, 8, _WAITED_AT)
+        return int(_NUMBER.unpack(raw)[0]) if len(raw) == 8 else 0
 
     def known(self) -> np.ndarray[Any, Any]:
         """What was told once, communicators and offers, shape (n,) of COLL_DTYPE: for ``Assembler.add``.

@@ -18,7 +18,7 @@ from .plugin.build import nccl_env, plugin_path, private_folder
 
 #: The launcher's lock and the job's status from it, the lock of the run's one tuner, the wish to end, the table.
 LAUNCHER, STATUS, TUNER, STOP, TABLE = "launcher", "status", "tuner", "stop", "table"
-TABLE_FILE_BYTES = 8192
+TABLE_FILE_BYTES = 4096
 _DAY_S = 86400.0
 
 

@@ -11,22 +11,20 @@ import fcntl
 import os
 import shutil
 import struct
-import time
 import zlib
 from pathlib import Path
 
 import numpy as np
 
-from ...traces.records import RULE_DTYPE, TABLE_VERSION, Lease, Table
+from ...traces.records import RULE_DTYPE, TABLE_VERSION, Table
 from .plugin.build import private_folder
 from .rings import Ring
 from .run_folder import TABLE, TABLE_FILE_BYTES, job_env, make_folder
 
 TABLE_MAGIC = b"DCCLTBL1"
 TABLE_BYTES = 4096
-_HEARTBEAT_AT = 4096
 MAX_RULES = 126  # what fits into TABLE_BYTES
-_HEAD = struct.Struct("<8sIIIIQII24x")  # magic, version, n_rows, generation, crc, sequence, lease steps and ms
+_HEAD = struct.Struct("<8sIIIIQI28x")  # magic, version, n_rows, generation, crc, sequence, trial_steps
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_AT = 24
 _PIDS = 2**22  # above every process id
@@ -36,22 +34,20 @@ def encode_table(table: Table) -> bytes:
     """Table -> the message that lies in the file, travels between ranks and is activated. Raises ValueError."""
     rows = table.to_array().tobytes()
     n_rows = len(rows) // RULE_DTYPE.itemsize
-    lease = (table.lease.steps, table.lease.ms) if table.lease else (0, 0)
     head = TABLE_MAGIC, TABLE_VERSION, n_rows, table.generation
-    crc = zlib.crc32(rows, zlib.crc32(_HEAD.pack(*head, 0, 0, *lease)))
-    return _HEAD.pack(*head, crc, 0, *lease) + rows
+    crc = zlib.crc32(rows, zlib.crc32(_HEAD.pack(*head, 0, 0, table.trial_steps)))
+    return _HEAD.pack(*head, crc, 0, table.trial_steps) + rows
 
 
 def decode_table(message: bytes) -> Table:
     """Inverse of :func:`encode_table`; bytes after the last row are ignored. Raises ValueError with the reason."""
     generation, rows = _unpack(message)
-    return Table.from_array(generation, np.frombuffer(rows, RULE_DTYPE), lease_of(message))
+    return Table.from_array(generation, np.frombuffer(rows, RULE_DTYPE), trial_steps_of(message))
 
 
-def lease_of(message: bytes) -> Lease | None:
-    """The lease of a sound message, None = the table is confirmed."""
-    *_, steps, ms = _HEAD.unpack_from(message)
-    return Lease(steps, ms) if steps or ms else None
+def trial_steps_of(message: bytes) -> int:
+    """About how many steps the table of a sound message is tried for; 0: it is there to stay."""
+    return int(_HEAD.unpack_from(message)[-1])
 
 
 def _unpack(message: bytes) -> tuple[int, bytes]:
@@ -81,7 +77,7 @@ def message_of(raw: bytes) -> bytes:
 
 
 class TableFile:
-    """The table that the daemon wants in force, under a sequence lock (odd = being written), and its signs of life."""
+    """The table that the daemon wants in force, under a sequence lock (odd = being written)."""
 
     def __init__(self, path: Path, *, write: bool = False) -> None:
         """Open the file to read it, or to ``write`` it, which makes it if needed.
@@ -103,15 +99,6 @@ class TableFile:
             raise
         finally:
             os.close(folder)
-
-    def beat(self) -> None:
-        """A sign of life of the daemon, for the leases of its trials. Raises OSError."""
-        os.pwrite(self._fd, _SEQUENCE.pack(time.monotonic_ns()), _HEARTBEAT_AT)
-
-    def heartbeat_ns(self) -> int:
-        """CLOCK_MONOTONIC of the last sign of life, nanoseconds; 0 before the first."""
-        raw = os.pread(self._fd, 8, _HEARTBEAT_AT)
-        return int(_SEQUENCE.unpack(raw)[0]) if len(raw) == 8 else 0
 
     def sequence(self) -> int:
         """Grows by 2 with every publication; 0 before the first and when the file is cut off."""

@@ -1,46 +1,43 @@
-"""One rank's part in the agreement of all ranks on the active table: protocol.py with a store, a network and a thread.
+"""One rank's part in the agreement of all ranks on tables: protocol.py with a store, a plugin and a thread.
 
-The training thread does next to nothing at a boundary: it notes where it is. Only at a boundary that all ranks have
-been appointed to it stops, for at most 50 ms; all else is done by one thread in the background: opening the network
-(tree.py) and the gate, staging tables, passing messages on (rounds.py). Nothing is sent in steps without news.
-
-The gate: every rank says what it would decide with (the plugin's sources and interfaces, NCCL's version) once NCCL
-itself has initialised our tuner there. It opens when all are connected and say the same, within a minute; else it is
-shut for good, with a reason, and NCCL decides alone. A network that is lost later is opened again, however long that
-takes: a trial may be in force, and only together can the ranks take it back.
+The training thread has no part in it. One thread in the background waits for what rank 0 proposes, votes, and tells the
+plugin what was decided. Rank 0's thread looks for tables that the daemon has published and leads a round for each; once
+more where a communicator came later than the table that is there to stay.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from ....traces.reasons import KEEP_CONFIRMED, KEEP_TRIAL, NotAgreeing, NotTuning
+from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import AgreementState
 from ..plugin.bindings import Plugin
-from ..steps.interrupts import Interrupts
+from ..shm import trial_steps_of
 from ..steps.steps import Steps
-from .job_store import JobStore
-from .place import Report, one_of
-from .protocol import ABORT, Phase, Stage, Stop
-from .published import TableMailbox
-from .rounds import MEET_S, TOGETHER, Kind, RankState, Rounds
-from .tree import WAIT_S, Tree
+from . import protocol
+from .mailbox import TableMailbox
+from .pace import Pace
+from .protocol import CommVote, Decision, LeftOut
+from .store import Proposal, RoundStore
 
-#: How long the gate waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
+#: How long rank 0 waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
 ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
-_FOR_THE_TREE = 0.8
-_SOON_S, _LATER_S = 0.5, 60.0  # until a lost network is opened again: at first, and at most
-_AFTER_S = 0.1
-_OFTEN = 5  # losses after which it takes longer each time
-_NEWS_S = 0.02  # between two looks at what the daemon has published
-_LOOK_S = 0.25  # until NCCL has loaded the tuner, this often
+#: The longest request to the store; with thousands of ranks a longer one. The job's end waits for one.
+_IDLE_S, _A_RANK_S = 0.25, 5e-5
+_LOOK_S = 0.02  # between two looks of rank 0 at what the daemon has published
+_NEWS_S = 0.5  # between two questions of rank 0 whether a rank or a communicator is new
+_HELD_S = 0.02  # between two looks whether a call is held back at a limit
+_VOTES_S = 0.5  # for the votes of all ranks, or four rounds as they last
+_SOON_S, _LATER_S = 0.25, 60.0  # until a store that is away is tried again: at first, and at most
+_AGAIN_S = 0.2  # until a lost round is tried again, doubled each time
+#: So many lost rounds in a row, and the user hears of it; from so many on, rank 0 goes on without who does not vote.
+_IN_A_ROW, _PATIENCE = 3, 5
+TOGETHER = AgreementState.OPEN, "all ranks decide together"
 
 Tell = Callable[[AgreementState | None, str], None]
 
@@ -52,298 +49,282 @@ class Agreement:
         self,
         rank: int,
         n_ranks: int,
-        plugin: Plugin | None,
+        plugin: Plugin,
         steps: Steps,
         published: TableMailbox,
-        store: Callable[[], tuple[Any, str]],
+        store: Callable[[], Any],
         versions: str = "",
-        before: RankState | None = None,
         tell: Tell = lambda state, text: None,
-        since: float = 0.0,
     ) -> None:
-        """``store()`` gives a new connection of our own to the job's store, and the store's host.
+        """``store()`` gives a new connection of our own to the job's store.
 
         ``versions`` is what beside the plugin's identity must be equal on all ranks. ``tell`` hears on rank 0 of every
-        change of state, elsewhere only of what is wrong with the rank itself. ``before`` is the desk of the group
-        that this process had before; ``since`` is when this one began to be made, by the node's clock.
+        change of state, elsewhere only of what is wrong with the rank itself.
         """
-        self.desk = RankState(rank, n_ranks, plugin, steps, published, before)
-        self.held_s = 0.0  # the longest that the training thread has stood here
-        self.stopped = ""  # why the active table will not change any more
-        self.store = JobStore(store, rank, since)
-        self._versions, self._tell = versions, tell
-        self._tree: Tree | None = None
-        self._closing, self._end = False, threading.Event()
-        self._backwards = steps.backwards  # at the last boundary
-        self._look_at = 0.0
-        self._interrupts = Interrupts()
+        self.rank, self.n_ranks = rank, n_ranks
+        self.stopped = ""  # why no table will change any more
+        self._plugin, self._steps, self._versions, self._tell = plugin, steps, versions, tell
+        self._store, self._pace, self._end = RoundStore(store, rank), Pace(), threading.Event()
+        self._leaves = False  # this rank has no part in any further change
+        self._comms: frozenset[int] = frozenset()  # communicators that rank 0 has heard of
+        self._leader = _Leader(n_ranks, published) if rank == 0 else None
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:  # no thread to be had
-            self._stop(AgreementState.SHUT, NotAgreeing.FAULT(rank=rank, error=error))
-
-    # -- the thread that trains ----------------------------------------------------------------------------------------
-
-    def boundary(self) -> bool:
-        """A step has ended; True if the table that the plugin has staged is now to become active. Never raises."""
-        desk = self.desk
-        if self.stopped:
-            return False
-        here = desk.here()
-        backwards = here.backwards
-        desk.stride, self._backwards = max(1, backwards - self._backwards), backwards  # the count may begin anew
-        with desk.lock:
-            meets = desk.member.meets(here)
-            stop = Stop.MEET if meets else desk.member.boundary(here)
-        if meets:
-            self._interrupts.hold()
-            with desk.lock:
-                stop = desk.member.boundary(here)  # it may have been called off
-        if stop is Stop.PASS:
-            if desk.leader is not None and self._has_news():
-                self._wake()
-            return False
-        if stop is Stop.MEET:
-            began = time.monotonic()
-            try:
-                return self._meet(began)
-            finally:
-                self.held_s = max(self.held_s, time.monotonic() - began)
-        desk.outbox.append((Kind.MISSED, desk.member.attempt, here))
-        self._wake()
-        return False
-
-    def proceed(self) -> None:
-        """The boundary is passed; where a table was to become active it is. Raises what the job's signals raise."""
-        if not self._interrupts.held:  # nobody stood here
-            return
-        desk = self.desk
-        if desk.member.phase is Phase.FLIP:
-            with desk.lock:
-                desk.member.flipped()
-            self._wake()  # an attempt may be waiting for this
-        self._interrupts.let_go()
-
-    def leave(self, why: str) -> None:
-        """This rank's probe is broken: it meets the others once more, to go back to the confirmed table with them."""
-        self.desk.leaves = why
-        self.desk.outbox.append((Kind.LEAVES, 0, why))
-        self._wake()
-
-    def _has_news(self) -> bool:
-        """Rank 0: whether the other thread has something to begin."""
-        desk, leader = self.desk, self.desk.leader
-        assert leader is not None
-        now = time.monotonic()
-        if now >= self._look_at:  # asking costs a system call
-            self._look_at = now + _NEWS_S
-            if desk.published.is_new():
-                return True
-        if leader.wanted_trial and desk.keeper.over(desk.steps.ended):
-            return True
-        open_ = leader.wanted != leader.active or leader.closing
-        return bool(open_) and leader.stage is Stage.QUIET and desk.steps.ended >= leader.not_before
-
-    def _meet(self, began: float) -> bool:
-        """Stand at the place until rank 0 has answered; True if the table is to change."""
-        desk, member = self.desk, self.desk.member
-        attempt = member.attempt
-        plugin = desk.plugin
-        asked, counts = (plugin.asked, plugin.counts()) if plugin is not None else (0, {})
-        desk.stood = desk.here()._replace(asked=asked)
-        desk.answered.acquire(blocking=False)  # of an older meeting
-        report = Report.of(desk.stood, counts)
-        if plugin is not None and plugin.untold:  # steps and backward passes alone prove nothing
-            report = replace(report, clash=NotAgreeing.UNCOUNTED(rank=desk.rank))
-        desk.outbox.append((Kind.STANDS, attempt, report))
-        self._wake()
-        desk.answered.acquire(timeout=max(0.0, _FOR_THE_TREE * MEET_S - (time.monotonic() - began)))
-        with desk.lock:
-            if member.phase is Phase.MET and desk.leader is not None and desk.leader.stage is Stage.APPOINTED:
-                desk.leader.lost(desk.stood, desk.absent())
-                member.answered(attempt, False)
-                desk.outbox.append((Kind.ANSWER, attempt, False))
-                self._wake()
-            waits = member.phase is Phase.MET
-            if waits and desk.leader is None:
-                member.overdue()
-        if waits and desk.leader is not None:  # the log is being set: what it holds then is the answer
-            while member.phase is Phase.MET and self._thread.is_alive():
-                desk.answered.acquire(timeout=1.0)
-        elif waits:
-            log = self.store.log(attempt, ABORT)
-            with desk.lock:
-                member.log_read(log)
-        return member.phase is Phase.FLIP
-
-    def _wake(self) -> None:
-        tree = self._tree
-        if tree is not None:
-            tree.wake()
-
-    # -- the thread in the background ----------------------------------------------------------------------------------
+            self._stop(str(error))
 
     def _run(self) -> None:
-        self._tell_first(AgreementState.WAITING, NotTuning.NOT_ALL_THERE())
-        opening, losses, told = 0, 0, False
-        while True:
-            why, closed, opened = "", "", 0.0
+        self._say(AgreementState.WAITING, NotTuning.NOT_ALL_THERE())
+        faults = 0
+        while not self.stopped:
+            began = time.monotonic()
             try:
-                why = self._gate(opening)
-                if not why:
-                    opened, self.desk.steps.agreed = time.monotonic(), True
-                    self._tell_first(*TOGETHER)
-                    assert self._tree is not None
-                    rounds = Rounds(self.desk, self._tree, self.store, self._tell_first)
-                    rounds.serve()
-                    closed = rounds.closed
-            except Exception as error:  # whatever it is: the job goes on
-                why = str(error) or type(error).__name__
-                # No connection to the store is not this rank's fault.
-                if self.store.is_connected or not isinstance(error, ConnectionError):
-                    why = NotAgreeing.FAULT(rank=self.desk.rank, error=why)
-                if not (opened or opening):
-                    why = self._give_up(why)
-            self._leave()
-            if self._closing:
-                return
-            if closed or not (opened or opening):
-                self._stop(AgreementState.CLOSED if closed else AgreementState.SHUT, closed or why)
-                return
-            # The ranks have decided together, and a trial may be in force: only together can they take it back.
-            if opened:
-                told, losses = False, 0 if time.monotonic() - opened > _LATER_S else losses
-            elif not told:
-                told = True
-                self._tell_first(None, NotAgreeing.NOT_CONNECTED(why=why))
-            before = opening
-            while opening == before:
-                losses += 1
-                again_s = min(_SOON_S * 2 ** min(max(0, losses - _OFTEN), 20), _LATER_S)
-                if self.desk.rank:  # rank 0 goes first, and waits at its gate for ATTACH_S
-                    again_s = min(again_s, ATTACH_S / 6) + _AFTER_S
-                self._end.wait(again_s)  # most often the job has ended on another rank, and does so here in a moment
-                if self._closing:
+                self._store.connect()
+                if self._leader is not None:
+                    self._lead_rounds(self._leader)
+                else:
+                    self._follow_rounds()
+            except Exception as error:  # whatever it is: the job goes on, and tables change again when the store is there
+                faults = 1 if time.monotonic() - began > _LATER_S else faults + 1
+                if faults == _IN_A_ROW and not self._end.is_set():
+                    why = NotAgreeing.FAULT(rank=self.rank, error=str(error) or type(error).__name__)
+                    self._tell(None, NotAgreeing.NOT_CONNECTED(why=why))
+                self._end.wait(min(_SOON_S * 2**faults, _LATER_S))
+        self._plugin.lift(0)
+
+    # -- every rank but the first --------------------------------------------------------------------------------------
+
+    def _follow_rounds(self) -> None:
+        number = 0
+        while not self._end.is_set():
+            if self._store.is_new_life():
+                number, self._comms = self._store.last_round(), frozenset()
+                self._present()
+            self._look_around()
+            proposal = self._store.proposal(number + 1, _IDLE_S + _A_RANK_S * self.n_ranks)
+            if proposal is not None:
+                number += 1
+                self._drive(protocol.follow(self.rank, number, self._identity()), proposal)
+
+    def _present(self) -> None:
+        """Say that this rank is there, once NCCL has loaded the tuner."""
+        while not self._plugin.tuners and not self._end.wait(_IDLE_S):
+            pass
+        self._store.cast(protocol.Vote(self.rank, 0, self._identity()), 0)
+        self._store.says_news()
+
+    def _look_around(self) -> None:
+        """Note how fast this rank goes, and say where a communicator is new."""
+        counts = {comm: view.count for comm, view in self._plugin.comms().items() if view.marks}
+        self._pace.sample(self._steps.ended, counts)
+        if new := counts.keys() - self._comms:
+            self._comms |= new
+            if self._leader is None:
+                self._store.says_news()
+            else:
+                self._leader.news = True
+
+    # -- rank 0 --------------------------------------------------------------------------------------------------------
+
+    def _lead_rounds(self, leader: _Leader) -> None:
+        looked = 0.0
+        while not self._end.wait(_LOOK_S):
+            leader.look()
+            if time.monotonic() - looked > _NEWS_S:
+                looked = time.monotonic()
+                self._look_around()
+                leader.hears(self._store)
+            if leader.is_waiting(self._comms) or time.monotonic() < leader.not_before:
+                if why := leader.misses():
+                    self._stop(why)
                     return
-                opening = self.store.next_opening(before)
+                continue
+            if (message := leader.next()) is not None:
+                self._lead(leader, message)
+                if leader.is_over(self._comms):
+                    self._stop(next(iter(leader.gone.values())))
+                    return
 
-    def _leave(self) -> None:
-        """The network is gone: what was announced is off; who stands asks the log."""
-        desk = self.desk
-        tree, self._tree = self._tree, None
-        if tree is not None:
-            tree.close()
-        with desk.lock:
-            desk.member.disconnected()
-            if desk.leader is not None:
-                desk.leader.disconnected()
-                if desk.member.phase is Phase.MET and desk.leader.stage is Stage.QUIET:
-                    desk.member.answered(desk.member.attempt, False)
-            desk.outbox.clear()
-            desk.release()
-        while desk.member.phase in (Phase.MET, Phase.DOUBT) and not self._closing:
-            time.sleep(0.01)  # the training thread is at the store, and the connection is its own for so long
+    def _lead(self, leader: _Leader, message: tuple[int, bytes]) -> None:
+        """One round."""
+        generation, table = message
+        leader.number += 1
+        proposal = Proposal(leader.number, table, len(leader.known) - len(leader.silent))
+        steps, left_out = trial_steps_of(table), dict[int, LeftOut]()
+        must = leader.switched if leader.lost < _PATIENCE else set[int]()
+        part = protocol.lead(leader.number, self._identity(), generation, steps, leader.gone, must, left_out)
+        decision = self._drive(part, proposal)
+        leader.ended(message, decision, left_out)
+        if leader.number > 2 and not leader.silent:
+            self._store.forget(leader.number - 2)  # all have voted since
+        if decision.switches:
+            self._say(*TOGETHER)
+        elif leader.lost >= _IN_A_ROW:
+            self._say(AgreementState.LOSING, leader.why)
 
-    def _gate(self, opening: int) -> str:
-        """Open the tree and pass the gate; why it is shut, empty if it is open. Raises OSError."""
-        desk, end = self.desk, time.monotonic() + ATTACH_S
-        if not self.store.is_connected:
-            self.store.connect()
-        tree = self._tree = Tree(desk.rank, desk.n_ranks, self.store.under(opening), self.store.host)
-        if self._closing:
-            raise ConnectionAbortedError(NotAgreeing.DESTROYED())
-        # Anew: a part of it, or a rank that comes to an opening when rank 0 has left it misses the next one as well.
-        tree.open(ATTACH_S / 3 if opening else ATTACH_S)
-        reports: dict[int, list[Any]] = {}  # [identity, rank, what is wrong] of this rank and of those below
-        sent = False
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def _identity(self) -> str:
+        return f"{self._plugin.identity()} {self._versions}".strip()
+
+    def _drive(self, part: protocol.Part, proposal: Proposal) -> Decision:
+        """Do what a part of the protocol asks for, one thing after the other; the decision of the round."""
+        began, result = time.monotonic(), None
         while True:
-            if desk.rank not in reports and (mine := self._identity()) is not None:
-                reports[desk.rank] = mine
-            if not sent and len(reports) > len(tree.children):
-                sent, whole = True, one_of(list(reports.values()))
-                if desk.rank == 0:
-                    store = self.store
-                    return self._passed(store.shuts(opening, whole[2]) if whole[2] else store.opens(opening))
-                tree.up(Kind.READY, json.dumps(whole).encode())
-            left = end - time.monotonic()
-            if desk.rank in reports:  # who is at fault itself says so first
-                left += ATTACH_S / 10
-            if left < 0:
-                not_ready = self._not_ready(tree, reports)
-                if shut := self.store.hears(self.store.shuts(opening, not_ready)):
-                    return self._passed(shut)
-                if left < -ATTACH_S:  # the word of a job before this one
-                    return not_ready
-                left = 1.0  # it has opened this moment: the word is on its way
-            for rank, kind, payload in tree.receive(left if desk.rank in reports else min(left, _LOOK_S)):
-                if kind == Kind.READY:
-                    reports[rank] = json.loads(payload)
-                elif kind in (Kind.OPEN, Kind.SHUT):
-                    return self._passed(payload.decode())
+            try:
+                request = part.send(result)
+            except StopIteration as end:
+                decision: Decision = end.value
+                self._pace.round_took(time.monotonic() - began, not decision.switches)
+                return decision
+            result = self._do(request, proposal)
 
-    def _passed(self, word: str) -> str:
-        """The gate's word is handed on to the ranks below."""
-        assert self._tree is not None
-        shut = self.store.hears(word)
-        self._tree.down(Kind.SHUT if shut else Kind.OPEN, word.encode())
-        return shut
+    def _do(self, request: protocol.Request, proposal: Proposal) -> Any:
+        store, number = self._store, proposal.number
+        match request:
+            case protocol.Propose():
+                return store.propose(proposal)
+            case protocol.Stage():
+                return self._staged(proposal.message)
+            case protocol.Limit():
+                return self._limits()
+            case protocol.Cast(vote):
+                with contextlib.suppress(Exception):  # it may have been heard all the same: the register says
+                    store.cast(vote, proposal.n_votes)
+                return None
+            case protocol.Gather():
+                assert self._leader is not None
+                votes = store.votes(number, self._leader.known, max(_VOTES_S, 4 * self._pace.round_s))
+                self._leader.silent = {vote.rank for vote in votes if vote.round != number}
+                return votes
+            case protocol.Settle(decision):
+                return store.settle(number, decision)
+            case protocol.Await():
+                return self._awaited(number)
+            case protocol.Switch(comm, since, until):
+                return self._plugin.switch(comm, since, until)
+            case protocol.Lift(generation):
+                return self._plugin.lift(generation)
 
-    def _identity(self) -> list[Any] | None:
-        """What this rank would decide with; None as long as NCCL has not loaded the tuner here."""
-        desk = self.desk
-        if desk.plugin is None:
-            return ["", desk.rank, NotAgreeing.NO_PLUGIN(rank=desk.rank)]
-        if not desk.plugin.tuners:
-            return None
-        return [f"{desk.plugin.identity()} {self._versions}".strip(), desk.rank, ""]
+    def _awaited(self, number: int) -> Decision | None:
+        with contextlib.suppress(Exception):  # the store is away: the register must be asked until it answers
+            while not self._plugin.waiting and not self._end.is_set():
+                if (found := self._store.decision(number, _HELD_S)) is not None:
+                    return found
+        return None
 
-    def _not_ready(self, tree: Tree, reports: dict[int, list[Any]]) -> str:
-        rank = self.desk.rank
-        if rank not in reports:
-            return NotAgreeing.NO_TUNER(rank=rank)
-        missing = tree.missing()
-        if missing:
-            return NotAgreeing.NO_FIRST_STEP(rank=missing[0], seconds=ATTACH_S, other=rank)
-        late = next((child for child in tree.children if child not in reports), None)
-        if late is not None:
-            return NotAgreeing.NOT_READY_BELOW(seconds=ATTACH_S, rank=late)
-        return NotAgreeing.NOT_READY(seconds=ATTACH_S)
+    def _staged(self, message: bytes) -> str:
+        try:
+            self._plugin.stage(message)
+        except ValueError as error:
+            return str(error)
+        return ""
 
-    def _give_up(self, why: str) -> str:
-        """This rank cannot take part: nobody may have a table. The reason that all hear of, which may be another's."""
-        with contextlib.suppress(Exception):
-            return self.store.hears(self.store.shuts(0, why)) or why
-        return why
+    def _limits(self) -> dict[int, CommVote]:
+        found: dict[int, CommVote] = {}
+        if self._leaves:
+            return found
+        for comm, view in self._plugin.comms().items():
+            if view.marks and (limit := self._plugin.limit(comm, self._pace.distance(comm))):
+                size, pace = (view.n_ranks, view.n_nodes), self._pace.calls_a_step(comm)
+                found[comm] = CommVote(*size, limit, pace, view.marks)
+        return found
 
-    def _stop(self, state: AgreementState, why: str) -> None:
-        self.stopped = why or NotAgreeing.OVER()
-        if self.desk.rank == 0:
-            kept = ""
-            leader = self.desk.leader
-            if state is AgreementState.CLOSED and leader is not None:
-                kept = KEEP_TRIAL if leader.trial else KEEP_CONFIRMED
-            self._tell(state, self.stopped + kept)
-        elif self.stopped.startswith(f"rank {self.desk.rank}:"):
-            self._tell(None, self.stopped)
-
-    def _tell_first(self, state: AgreementState | None, text: str) -> None:
-        if self.desk.rank == 0:
+    def _say(self, state: AgreementState, text: str) -> None:
+        if self._leader is not None and (state, text) != self._leader.said:
+            self._leader.said = state, text
             self._tell(state, text)
 
+    def _stop(self, why: str) -> None:
+        self.stopped = why
+        if self._leader is not None:
+            self._say(AgreementState.CLOSED if self._leader.switched else AgreementState.SHUT, why)
+        else:
+            self._tell(None, why)
+
+    def leave(self, why: str) -> None:
+        """This rank votes no more: its communicators keep what they have, a trial until its end."""
+        if not self._leaves:
+            self._leaves = True
+            self._tell(None, why)
+
     def close(self) -> None:
-        """This rank takes no further part; the active table stays."""
-        self._closing = self.store.closing = True
+        """This rank takes no further part; what is there to stay stays."""
+        self._store.closing = True
         self.stopped = self.stopped or NotAgreeing.DESTROYED()
         self._end.set()
-        if (tree := self._tree) is not None:
-            tree.stop()
 
     def join(self) -> None:
         """After :meth:`close`, before the interpreter ends: no thread may be inside the store's code then."""
-        self._thread.join(2 * WAIT_S)
+        self._thread.join(8 * (_IDLE_S + _A_RANK_S * self.n_ranks))
 
-    def close_inherited(self) -> None:
-        """In the child of a fork: the connections are the parent's."""
-        if self._tree is not None:
-            self._tree.close_inherited()
+
+class _Leader:
+    """What rank 0 knows of the other ranks, and which tables are wanted."""
+
+    def __init__(self, n_ranks: int, published: TableMailbox) -> None:
+        self.known: set[int] = set()  # ranks that are there, but rank 0
+        self.silent: set[int] = set()  # of them, who has not voted in the last round
+        self.gone: dict[int, str] = {}  # communicators that have left for good, and why
+        self.switched: set[int] = set()  # communicators of the last round that was not lost
+        self.news = False  # a rank or a communicator is new
+        self.number, self.lost, self.why = 0, 0, ""  # the last round, lost ones in a row, why the last of them was
+        self.not_before = 0.0  # of the next round
+        self.said: tuple[AgreementState, str] | None = None
+        self._absent, self._published = set(range(1, n_ranks)), published
+        self._heard, self._until = 0, time.monotonic() + ATTACH_S
+        self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
+        self._stays = published.confirmed()  # the last table that was decided to stay, in this life or before
+        self._tries = False  # the table decided last is a trial
+
+    def look(self) -> None:
+        """Whether the daemon has published another table."""
+        if (found := self._published.take()) is not None:
+            self._wanted, self.not_before = found, 0.0
+
+    def hears(self, store: RoundStore) -> None:
+        """Whether ranks have come, or communicators."""
+        if (heard := store.news()) == self._heard:
+            return
+        self._heard, self.news = heard, True
+        if store.are_there(sorted(self._absent)):
+            here = set(self._absent)
+        else:
+            here = {rank for rank in self._absent if store.are_there([rank])}
+        self.known |= here
+        self._absent -= here
+
+    def is_waiting(self, comms: frozenset[int]) -> bool:
+        """Whether ranks, or rank 0's own communicators ``comms``, may still come before the first round."""
+        return (bool(self._absent) or not comms) and self.number == 0 and time.monotonic() < self._until
+
+    def misses(self) -> str:
+        """Why no round can be led, not even later; empty if one can."""
+        late = time.monotonic() > self._until
+        return self.why if late and self.lost >= _PATIENCE and not self.switched else ""
+
+    def next(self) -> tuple[int, bytes] | None:
+        """The table of the next round, if there is to be one: first what stays, for who does not have it yet."""
+        if self._stays is not None and not self._tries and (self.news or not self.switched):
+            return self._stays
+        return self._wanted
+
+    def ended(self, message: tuple[int, bytes], decision: Decision, left_out: dict[int, LeftOut]) -> None:
+        """A round is over."""
+        self.gone |= {comm: one.why for comm, one in left_out.items() if comm and one.for_good}
+        refused = 0 in left_out and left_out[0].for_good
+        if not (decision.switches or refused):
+            self.lost += 1
+            self.why = next((one.why for one in left_out.values()), NotAgreeing.LATE_STORE())
+            self.not_before = time.monotonic() + _AGAIN_S * 2 ** min(self.lost, _PATIENCE)
+            return
+        self.lost, self.news = 0, False
+        self._wanted = None if message == self._wanted else self._wanted
+        if decision.switches:
+            self.switched, self._tries = set(decision.switches), bool(trial_steps_of(message[1]))
+            self._stays = self._stays if self._tries else message
+
+    def is_over(self, comms: frozenset[int]) -> bool:
+        """Whether all of rank 0's communicators have left for good."""
+        return bool(comms) and comms <= self.gone.keys()

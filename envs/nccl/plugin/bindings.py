@@ -9,11 +9,36 @@ import contextlib
 import ctypes
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....traces.reasons import RowRefused
 from ....traces.records import RECORD_BYTES, TABLE_VERSION
 from .build import LIBRARY, PluginBuildError, named, plugin_path, takes_no_path
+
+
+class CommView(NamedTuple):
+    """A communicator as its rank knows it."""
+
+    n_ranks: int
+    n_nodes: int
+    count: int  # collectives so far
+    marks: dict[int, int]  # hash of the first so many of them
+
+
+class _View(ctypes.Structure):
+    """struct dccl_comm_view."""
+
+    _fields_ = (
+        ("comm_id", ctypes.c_uint64),
+        ("n_ranks", ctypes.c_uint32),
+        ("n_nodes", ctypes.c_uint32),
+        ("count", ctypes.c_uint64),
+        ("marks", ctypes.c_uint64 * 2 * 16),
+    )
+
+    def decoded(self) -> CommView:
+        """Without the marks that are not there yet."""
+        return CommView(self.n_ranks, self.n_nodes, self.count, {at: mark for at, mark in self.marks if at})
 
 
 class Plugin:
@@ -27,21 +52,19 @@ class Plugin:
         message = [ctypes.c_char_p, ctypes.c_size_t]
         self._activate = _typed(library.dynamiccl_activate, ctypes.c_int64, message)
         self._stage = _typed(library.dynamiccl_stage, ctypes.c_int64, message)
-        self._flip = _typed(quick.dynamiccl_flip, ctypes.c_int64, [])
-        self._generation = _typed(quick.dynamiccl_generation, ctypes.c_uint32, [])
-        arguments = [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_int]
-        self._boundary = _typed(quick.dynamiccl_boundary, ctypes.c_int64, arguments)
+        self._boundary = _typed(quick.dynamiccl_boundary, None, [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_int])
+        self._ended = _typed(quick.dynamiccl_ended, ctypes.c_uint32, [])
         self._emit = _typed(quick.dynamiccl_emit, None, [ctypes.c_char_p])
         self._sample = _typed(quick.dynamiccl_sample, None, [ctypes.c_int])
         self._tuners = _typed(quick.dynamiccl_tuners, ctypes.c_uint32, [])
-        self._widest = _typed(quick.dynamiccl_widest, ctypes.c_uint32, [])
         self._asked = _typed(quick.dynamiccl_asked, ctypes.c_uint64, [])
-        self._untold = _typed(quick.dynamiccl_untold, ctypes.c_int, [])
         self._abi = _typed(quick.dynamiccl_abi, ctypes.c_uint32, [])
-        numbers = ctypes.POINTER(ctypes.c_uint64)
-        self._counts = _typed(quick.dynamiccl_counts, ctypes.c_uint32, [numbers, numbers, ctypes.c_uint32])
-        self._room = (ctypes.c_uint64 * 256)(), (ctypes.c_uint64 * 256)()  # as many as the plugin has seats
-        self._old: set[int] = set()
+        self._comms = _typed(quick.dynamiccl_comms, ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_uint32])
+        self._limit = _typed(quick.dynamiccl_limit, ctypes.c_int64, [ctypes.c_uint64] * 2)
+        self._switch = _typed(quick.dynamiccl_switch, ctypes.c_int, [ctypes.c_uint64] * 3)
+        self._lift = _typed(quick.dynamiccl_lift, None, [ctypes.c_uint32])
+        self._waiting = _typed(quick.dynamiccl_waiting, ctypes.c_uint32, [])
+        self._views = (_View * 256)()  # as many as the plugin has places for communicators
         self._build = _typed(library.dynamiccl_build, ctypes.c_char_p, [])
 
     @classmethod
@@ -55,34 +78,53 @@ class Plugin:
         return bool(self.shared_object.dynamiccl_open())
 
     def activate(self, message: bytes) -> int:
-        """Make a table message (:func:`dynamiccl.envs.nccl.shm.encode_table`) the active table; its generation.
+        """Make a table message (:func:`dynamiccl.envs.nccl.shm.encode_table`) the one that holds where nothing was
+        agreed; its generation.
 
-        Raises ValueError on a message that is not a sound table; the active table then stays.
+        Raises ValueError on a message that is not a sound table; the table before then stays.
         """
         return _accepted(self._activate(message, len(message)))
 
     def stage(self, message: bytes) -> int:
-        """Check a table message and lay it ready for :meth:`flip`; its generation. Raises ValueError as `activate`."""
+        """Check a table message and lay it ready for :meth:`switch`; its generation. Raises ValueError as `activate`."""
         return _accepted(self._stage(message, len(message)))
 
-    def flip(self) -> int:
-        """Make the table that was staged last the active table; its generation. Raises ValueError if there is none."""
-        return _accepted(self._flip())
+    def comms(self) -> dict[int, CommView]:
+        """The communicators whose collectives are counted, by id; none without a profiler."""
+        n = min(int(self._comms(self._views, len(self._views))), len(self._views))
+        return {view.comm_id: view.decoded() for view in self._views[:n]}
+
+    def limit(self, comm: int, distance: int) -> int:
+        """Answer no question on a communicator after so many more collectives; the limit that was set.
+
+        0 where none was: the communicator is gone, or its last switches are all ahead of it.
+        """
+        return max(int(self._limit(comm, distance)), 0)
+
+    def switch(self, comm: int, since: int, until: int) -> None:
+        """The staged table holds from collective ``since`` to ``until`` of a communicator; 0: to stay."""
+        self._switch(comm, since, until)
+
+    def lift(self, generation: int) -> None:
+        """No limits any more; ``generation`` of what was switched to, 0 for nothing."""
+        self._lift(generation)
 
     @property
-    def generation(self) -> int:
-        """Generation of the active table; 0 before the first."""
-        return int(self._generation())
+    def waiting(self) -> int:
+        """Threads of the job that are held back at a limit."""
+        return int(self._waiting())
 
-    def boundary(self, ended: bytes | None, next_step: int, sample: bool = False, flip: bool = False) -> int:
-        """A step has ended: emit ``ended`` (one of STEP_DTYPE), if given, under the active generation.
-
-        What comes after belongs to ``next_step``, with kernel times if ``sample``, and with ``flip`` under the table
-        that was staged last. Returns the generation that is active then. Raises ValueError if no table was staged; the
-        rest is done all the same.
+    def ended(self) -> int:
+        """A step has ended: generation of the table of the last switch if no call of it was answered by another, else of
+        that other one. Once a step.
         """
-        generation: int = self._boundary(ended and _whole(ended), next_step, sample, flip)
-        return generation if generation >= 0 else _accepted(generation)
+        return int(self._ended())
+
+    def boundary(self, ended: bytes | None, next_step: int, sample: bool = False) -> None:
+        """A step has ended: emit ``ended`` (one of STEP_DTYPE), if given. What comes after belongs to ``next_step``,
+        with kernel times if ``sample``.
+        """
+        self._boundary(ended and _whole(ended), next_step, sample)
 
     def emit(self, record: bytes) -> None:
         """Write one 128-byte record as it is."""
@@ -98,34 +140,14 @@ class Plugin:
         return int(self._tuners())
 
     @property
-    def widest(self) -> int:
-        """Ranks of the largest of them; 0 if there was none."""
-        return int(self._widest())
-
-    @property
     def asked(self) -> int:
         """Questions that NCCL has asked the tuner in this process so far."""
         return int(self._asked())
 
     @property
-    def untold(self) -> bool:
-        """Whether NCCL asks the tuner about all_gather or reduce_scatter and has told the profiler of no collective."""
-        return bool(self._untold())
-
-    @property
     def abi(self) -> tuple[int, int]:
         """Versions of the tuner's and the profiler's interface that NCCL uses, 0 = not loaded."""
         return divmod(int(self._abi()), 256)
-
-    def counts(self) -> dict[int, int]:
-        """Collectives that the profiler has seen, by communicator, since it was made; empty without a profiler."""
-        ids, counts = self._room
-        n = min(int(self._counts(ids, counts, len(ids))), len(ids))
-        return {comm: count for comm, count in zip(ids[:n], counts[:n], strict=True) if comm not in self._old}
-
-    def forget_communicators(self) -> None:
-        """Count no more on those that there are: NCCL may never say that they are gone."""
-        self._old |= self.counts().keys()
 
     def identity(self) -> str:
         """What must be equal on all ranks before they decide together: our sources, the table's format, the ABI."""

@@ -22,16 +22,17 @@ enum { DCCL_NO_RANK = 0xffffffff };
 // ---- table: a 64-byte head and rows of 32 bytes, the same bytes in the file, on the wire and here ----
 
 #define DCCL_TABLE_MAGIC UINT64_C(0x314c42544c434344)  // "DCCLTBL1"
-enum { DCCL_TABLE_VERSION = 2, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64 };
+enum { DCCL_TABLE_VERSION = 3, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64, DCCL_TABLES = 32 };
 
 struct dccl_table_head {
   uint64_t magic;
   uint32_t version;
   uint32_t n_rows;
   uint32_t generation;
-  uint32_t crc;                    // CRC-32 of head and rows with this field and `sequence` zero
-  uint64_t sequence;               // of the file's seqlock; zero on the wire
-  uint32_t lease_steps, lease_ms;  // both zero: confirmed, else a trial; for the probe of rank 0, not for us
+  uint32_t crc;          // CRC-32 of head and rows with this field and `sequence` zero
+  uint64_t sequence;     // of the file's seqlock; zero on the wire
+  uint32_t trial_steps;  // zero: confirmed, else a trial; for the probe of rank 0, not for us
+  uint32_t spare;
   uint64_t reserved[3];
 };
 
@@ -62,12 +63,14 @@ struct dccl_decision {
   uint8_t n_channels;  // 0: NCCL decides
 };
 
-// The decision for a message under the active table; false where the table is silent. Never waits for a
-// writer. `class` is dccl_class() of the communicator.
-bool dccl_lookup(uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision);
-uint32_t dccl_generation(void);
-// Changes with every table that becomes active; 39 bits.
-uint64_t dccl_epoch(void);
+// Tables have numbers below DCCL_TABLES; 0 is the empty one.
+// 1: `decision` is that of a message under a table, 0: the table is silent, -1: it is being filled with
+// another. `class` is dccl_class() of the communicator.
+int dccl_lookup(uint32_t table, uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision);
+uint64_t dccl_epoch(uint32_t table);  // another one each time that it is filled; 37 bits
+uint32_t dccl_generation_of(uint32_t table);
+uint32_t dccl_fixed(void);  // what dynamiccl_activate or the environment gave; holds where nothing was agreed
+uint32_t dccl_staged(void);  // 0: none
 // Loads the table that DYNAMICCL_TABLE names (a job without a daemon), once.
 void dccl_load_static_table(void);
 void dccl_table_after_fork(void);
@@ -159,9 +162,10 @@ struct dccl_ring {
   uint32_t pid;
   uint32_t n_known;  // places for known records, DCCL_KNOWN_RECORDS
   struct dccl_calls calls;
-  _Atomic uint64_t head;   // positions handed out so far; on its own cache line
-  _Atomic uint64_t known;  // known records written so far
-  uint64_t reserved_line[6];
+  _Atomic uint64_t head;       // positions handed out so far; on its own cache line
+  _Atomic uint64_t known;      // known records written so far
+  _Atomic uint64_t waited_ns;  // by threads of the job at the limit of a communicator
+  uint64_t reserved_line[5];
   struct dccl_slot slots[];  // the known records, then the ring
 };
 
@@ -179,7 +183,8 @@ void dccl_emit(const struct dccl_record* record);
 void dccl_note(const struct dccl_record* record);
 bool dccl_ring_is_open(void);
 struct dccl_calls* dccl_ring_calls(void);  // NULL without a ring
-bool dccl_has_run(void);                   // whether this process belongs to a run, with a ring or without
+_Atomic uint64_t* dccl_ring_waited(void);
+bool dccl_has_run(void);  // whether this process belongs to a run, with a ring or without
 uint32_t dccl_step_now(void);
 int64_t dccl_now_ns(void);
 
@@ -259,9 +264,14 @@ void dccl_emit_comm(const struct dccl_comm* comm, const char* name);
 
 // What tuner and profiler know of one communicator together; NULL where there is no id or no room.
 struct dccl_seat;
-struct dccl_seat* dccl_sit(uint64_t comm_id, bool as_profiler);
+struct dccl_seat* dccl_sit(uint64_t comm_id, uint32_t n_ranks, uint32_t n_nodes, bool as_profiler);
 void dccl_leave(struct dccl_seat* seat);
 bool dccl_in_use(void);  // whether NCCL has contexts of ours
+// The table that holds for the question of now. Waits while the communicator is at its limit.
+uint32_t dccl_table_now(struct dccl_seat* seat);
+bool dccl_table_is_used(uint32_t table);                       // by a switch that may still hold
+void dccl_note_table(struct dccl_seat* seat, uint32_t table);  // it answers
+uint32_t dccl_generation(const struct dccl_seat* seat);        // of the table that answered last
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes);
 void dccl_note_answer(void);  // the table has had its word
 // Whether the communicator's call under way goes into a CUDA graph.
@@ -269,8 +279,8 @@ void dccl_note_call(struct dccl_seat* seat, bool captured);
 bool dccl_is_captured(const struct dccl_seat* seat);
 // Counts a collective, but not a captured one, of which NCCL tells at replays, and not of each on every rank.
 // The size that NCCL asked about before it: its own, or of the group that it is part of; 0 if it did not ask.
-uint64_t dccl_note_coll(struct dccl_seat* seat, uint8_t func, uint64_t n_bytes, bool captured);
-void dccl_note_tuner(int version, uint32_t n_ranks);
+uint64_t dccl_note_coll(struct dccl_seat* seat, const struct dccl_record* coll, bool captured);
+void dccl_note_tuner(int version);
 void dccl_note_profiler(int version);
 void dccl_comms_after_fork(void);
 
@@ -281,32 +291,49 @@ void dccl_comms_after_fork(void);
 DCCL_EXPORT int dynamiccl_open(void);
 // The times of records are read from *ns from now on: an emulated job has a clock of its own.
 DCCL_EXPORT void dynamiccl_clock(const int64_t* ns);
-// Makes a table message the active table. Its generation, or a negative errno and the old table stays.
+// Makes a table message the one that holds where nothing was agreed. Its generation, or a negative errno and
+// the table before stays.
 DCCL_EXPORT int64_t dynamiccl_activate(const void* message, size_t size);
-// The same in two parts: check and copy beside the job, then make active in a few nanoseconds. Whatever is
-// staged later, or activated, takes the place of what was staged. `flip` without a staged table is -ENOENT.
+// The same for a table that switches will name; whatever is staged later takes its place.
 DCCL_EXPORT int64_t dynamiccl_stage(const void* message, size_t size);
-DCCL_EXPORT int64_t dynamiccl_flip(void);
-DCCL_EXPORT uint32_t dynamiccl_generation(void);
-// A step has ended, all in one call: emits `ended`, if given, as a STEP record of the active generation;
-// later records belong to `next_step`; kernel times as dynamiccl_sample; with `flip` the staged table becomes
-// active. Returns the active generation, or flip's negative errno: then the table before stays.
-DCCL_EXPORT int64_t dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample,
-                                       int flip);
+
+// All ranks of a communicator switch at a call. Each rank sets a limit and tells the others; the switch is at
+// the largest, which nobody has passed.
+enum { DCCL_MARKS = 16 };
+struct dccl_comm_view {
+  uint64_t comm_id;
+  uint32_t n_ranks, n_nodes;
+  uint64_t count;  // collectives so far
+  // Hash of the first `at` of them; at = 0: none. After 16, 32 and 48 of them and after each 64th.
+  struct {
+    uint64_t at, hash;
+  } marks[DCCL_MARKS];
+};
+// The communicators that count, in no order; how many there are, which may be more than `capacity`.
+DCCL_EXPORT uint32_t dynamiccl_comms(struct dccl_comm_view* comms, uint32_t capacity);
+// From now on no question on the communicator is answered once so many collectives are made: `distance` from
+// now, or where its last switch is if that is farther. Returns that limit; -ENOENT: no such communicator,
+// -EAGAIN: its last switches are all ahead of it.
+DCCL_EXPORT int64_t dynamiccl_limit(uint64_t comm_id, uint64_t distance);
+// The staged table holds from collective `from` on: until `until`, then again what was there to stay before;
+// 0: to stay. Returns 0, or a negative errno.
+DCCL_EXPORT int dynamiccl_switch(uint64_t comm_id, uint64_t from, uint64_t until);
+// No limits any more. `generation`: of the switches since, whose steps are told by it; 0: there were none.
+DCCL_EXPORT void dynamiccl_lift(uint32_t generation);
+DCCL_EXPORT uint32_t dynamiccl_waiting(void);  // threads at a limit
+// Of the step that has ended: the generation of the last switch if every question was answered by its table,
+// but for communicators that were left out, else of another table that answered. Call it once a step.
+DCCL_EXPORT uint32_t dynamiccl_ended(void);
+// A step has ended, all in one call: emits `ended`, if given, as a STEP record; later records belong to
+// `next_step`; kernel times as dynamiccl_sample.
+DCCL_EXPORT void dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample);
 // Kernel times on (1) or off (0) for the collectives enqueued from now on.
 DCCL_EXPORT void dynamiccl_sample(int on);
-// What NCCL has done with us in this process: communicators on which it has initialised our tuner, ranks of
-// the largest, questions that it has asked, and the versions that it speaks, tuner's << 8 | profiler's (0 =
-// not loaded).
+// What NCCL has done with us in this process: communicators on which it has initialised our tuner, questions
+// that it has asked, and the versions that it speaks, tuner's << 8 | profiler's (0 = not loaded).
 DCCL_EXPORT uint32_t dynamiccl_tuners(void);
-DCCL_EXPORT uint32_t dynamiccl_widest(void);
 DCCL_EXPORT uint64_t dynamiccl_asked(void);
-// 1 if NCCL has asked about all_gather or reduce_scatter, and has told the profiler of no collective at all.
-DCCL_EXPORT int dynamiccl_untold(void);
 DCCL_EXPORT uint32_t dynamiccl_abi(void);
-// Collectives that the profiler has seen on each communicator that there is since it was made, in no order;
-// how many communicators there are, which may be more than `capacity`. 0 without a profiler.
-DCCL_EXPORT uint32_t dynamiccl_counts(uint64_t* comm_ids, uint64_t* counts, uint32_t capacity);
 // Of which sources this library was built.
 DCCL_EXPORT const char* dynamiccl_build(void);
 // Emits a record as it is: what the benchmark times and the tests fill rings with.

@@ -183,14 +183,14 @@ static void* start_coll(const struct profiler* p, const struct nccl_coll_event* 
                           .flags = captured ? DCCL_FLAG_CAPTURED : 0,
                           .comm_id = p->comm.comm_id,
                           .step = dccl_step_now(),
-                          .generation = dccl_generation()};
+                          .generation = dccl_generation(p->seat)};
   const bool nccl_type = e->datatype != NULL && strncmp(e->datatype, "nccl", 4) == 0;
   r.dtype = number(nccl_type ? e->datatype + 4 : e->datatype, dtype_names, N_DTYPES);
   r.n_bytes = message_bytes(r.func, r.dtype, e->count, p->comm.n_ranks);
   r.coll.seq = e->seq;
   r.coll.enqueue_ns = dccl_now_ns();
   r.coll.rank = (uint32_t)rank;
-  r.coll.asked_bytes = dccl_note_coll(p->seat, r.func, r.n_bytes, captured);
+  r.coll.asked_bytes = dccl_note_coll(p->seat, &r, captured);
   dccl_emit(&r);
   return atomic_load_explicit(&sampling, memory_order_relaxed) ? take_off(&r) : NULL;
 }
@@ -243,7 +243,7 @@ static int start(int version, void** context, uint64_t comm_id, int* mask, const
   set_mask();
   if (context == NULL) return NCCL_SUCCESS;
   struct profiler* p = calloc(1, sizeof *p);
-  if (p != NULL) *p = (struct profiler){comm, dccl_sit(comm_id, true), next};
+  if (p != NULL) *p = (struct profiler){comm, dccl_sit(comm_id, comm.n_ranks, comm.n_nodes, true), next};
   *context = p;
   return NCCL_SUCCESS;
 }

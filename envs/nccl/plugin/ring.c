@@ -95,6 +95,12 @@ struct dccl_calls* dccl_ring_calls(void) {
   return r != NULL ? &r->calls : NULL;
 }
 
+_Atomic uint64_t* dccl_ring_waited(void) {
+  static _Atomic uint64_t unseen;
+  struct dccl_ring* r = atomic_load_explicit(&ring, memory_order_relaxed);
+  return r != NULL ? &r->waited_ns : &unseen;
+}
+
 bool dccl_ring_is_open(void) { return atomic_load_explicit(&ring, memory_order_relaxed) != NULL; }
 
 uint32_t dccl_step_now(void) { return atomic_load_explicit(&step_now, memory_order_relaxed); }
@@ -241,17 +247,14 @@ int dynamiccl_open(void) {
   return dccl_ring_is_open();
 }
 
-int64_t dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample, int flip) {
+void dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample) {
   if (ended != NULL) {
     struct dccl_record record = *ended;
     record.kind = DCCL_STEP;
-    record.generation = dccl_generation();
     dccl_emit(&record);
   }
   atomic_store_explicit(&step_now, next_step, memory_order_relaxed);
   dynamiccl_sample(sample);
-  const int64_t flipped = flip ? dynamiccl_flip() : 0;
-  return flipped < 0 ? flipped : dccl_generation();
 }
 
 void dynamiccl_emit(const struct dccl_record* record) {

@@ -1,12 +1,12 @@
-// The active table: what this process decides by, until the probe activates the next one.
+// Tables in memory: what this process decides by. Which of them answers is a communicator's affair (comms.c).
 //
-// Two buffers. A writer fills the one that is not active and then, at once or at the next step boundary,
-// makes it active, so a reader meets a writer only if a table is made active and the next one staged while it
-// searches; the sequence number tells it so, and it searches again. Every word is loaded with acquire and
-// stored with release order (plain moves on x86), which makes the check sound without fences: a reader that
-// saw a word of the new table also sees the odd sequence number stored before it.
+// A table is filled while nobody refers to it. A reader that was given its number just before the last
+// reference went may find it refilled: the sequence number says so, and the reader asks again which table
+// holds. Every word is loaded with acquire and stored with release order (plain moves on x86), which makes
+// the check sound without fences: a reader that saw a word of the new table also sees the odd sequence number
+// stored before it.
 #include <errno.h>
-#include <sched.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,11 +26,11 @@ struct buffer {
   _Atomic uint64_t row[DCCL_MAX_ROWS][WORDS];
 };
 
-static struct buffer buffers[2];
-static _Atomic uint32_t active;
-static atomic_flag writing = ATOMIC_FLAG_INIT;
-enum { PATIENCE = 1 << 16 };  // yields to another writer, some tens of milliseconds
-static bool staged;           // the buffer that is not active holds the next table; guarded by `writing`
+// The first is empty and stays so: NCCL decides. The rest are filled in turn.
+static struct buffer buffers[DCCL_TABLES];
+static _Atomic uint32_t fixed;  // where no switch of a communicator holds
+static uint32_t staged;         // the next switches are to this one, 0: none; guarded by `writing`
+static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
 
 static uint64_t word(const struct buffer* b, uint32_t row, int i) {
   return atomic_load_explicit(&b->row[row][i], memory_order_acquire);
@@ -63,33 +63,27 @@ static int64_t search(const struct buffer* b, uint32_t low, uint32_t high, uint6
                                                                                             : -1;
 }
 
-bool dccl_lookup(uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision) {
-  for (;;) {
-    const struct buffer* b = &buffers[head(&active) & 1];
-    const uint32_t sequence = head(&b->sequence);
-    if (sequence & 1) continue;
-    const uint32_t n_rows = head(&b->n_rows), n_any = head(&b->n_any);
-    if (n_rows > DCCL_MAX_ROWS || n_any > n_rows) continue;  // torn by two activations
-    int64_t row = class ? search(b, n_any, n_rows, key_of(class, (uint64_t)func), n_bytes) : -1;
-    if (row < 0) row = search(b, 0, n_any, key_of(0, (uint64_t)func), n_bytes);
-    const uint64_t last = row < 0 ? 0 : word(b, (uint32_t)row, 3);
-    if (head(&b->sequence) != sequence) continue;
-    if (row < 0) return false;
-    decision->algo = (uint8_t)(last >> 8);
-    decision->proto = (uint8_t)(last >> 16);
-    decision->n_channels = (uint8_t)(last >> 24);
-    return true;
-  }
+int dccl_lookup(uint32_t table, uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision) {
+  const struct buffer* b = &buffers[table];
+  const uint32_t sequence = head(&b->sequence), n_rows = head(&b->n_rows), n_any = head(&b->n_any);
+  if (sequence & 1 || n_rows > DCCL_MAX_ROWS || n_any > n_rows) return -1;
+  int64_t row = class ? search(b, n_any, n_rows, key_of(class, (uint64_t)func), n_bytes) : -1;
+  if (row < 0) row = search(b, 0, n_any, key_of(0, (uint64_t)func), n_bytes);
+  const uint64_t last = row < 0 ? 0 : word(b, (uint32_t)row, 3);
+  if (head(&b->sequence) != sequence) return -1;
+  decision->algo = (uint8_t)(last >> 8);
+  decision->proto = (uint8_t)(last >> 16);
+  decision->n_channels = (uint8_t)(last >> 24);
+  return row >= 0;
 }
 
-uint64_t dccl_epoch(void) {
-  const uint32_t which = head(&active) & 1;
-  return (uint64_t)head(&buffers[which].sequence) << 1 | which;
-}
+uint64_t dccl_epoch(uint32_t table) { return (uint64_t)head(&buffers[table].sequence) << 5 | table; }
 
-uint32_t dccl_generation(void) { return head(&buffers[head(&active) & 1].generation); }
+uint32_t dccl_generation_of(uint32_t table) { return head(&buffers[table].generation); }
 
-// ---- activation ----
+uint32_t dccl_fixed(void) { return head(&fixed); }
+
+// ---- messages ----
 
 static uint32_t crc_table[256];
 
@@ -133,7 +127,6 @@ static int check(const void* message, size_t size, struct dccl_table_head* h) {
   if (h->magic != DCCL_TABLE_MAGIC) return -EINVAL;
   if (h->version != DCCL_TABLE_VERSION) return -EPROTONOSUPPORT;
   if (h->n_rows > DCCL_MAX_ROWS) return -E2BIG;
-  if ((h->lease_steps == 0) != (h->lease_ms == 0)) return -EINVAL;
   if (size < sizeof *h + h->n_rows * sizeof(struct dccl_rule)) return -EMSGSIZE;
   const char* rows = (const char*)message + sizeof *h;
   struct dccl_table_head bare = *h;
@@ -150,9 +143,7 @@ static int check(const void* message, size_t size, struct dccl_table_head* h) {
   return 0;
 }
 
-// Fills the buffer that is not active. The caller holds `writing`.
-static void fill(const void* message, const struct dccl_table_head* h) {
-  struct buffer* b = &buffers[1 - (head(&active) & 1)];
+static void fill(struct buffer* b, const void* message, const struct dccl_table_head* h) {
   const char* rows = (const char*)message + sizeof *h;
   // Already odd if a fork left the buffer half written.
   const uint32_t odd = head(&b->sequence) | 1;
@@ -171,54 +162,34 @@ static void fill(const void* message, const struct dccl_table_head* h) {
   atomic_store_explicit(&b->sequence, odd + 1, memory_order_release);
 }
 
-// Makes the other buffer the active one. The caller holds `writing`.
-static int64_t turn(void) {
-  const uint32_t next = 1 - (head(&active) & 1);
-  staged = false;
-  atomic_store_explicit(&active, next, memory_order_release);
-  return head(&buffers[next].generation);
-}
-
-// Another thread may be staging a table: that takes microseconds, and a flip that did not happen would leave
-// this rank with another table than the others.
-static bool begin_writing(void) {
-  for (int i = 0; i < PATIENCE; i++) {
-    if (!atomic_flag_test_and_set_explicit(&writing, memory_order_acquire)) return true;
-    sched_yield();
-  }
-  return false;
-}
-
-// Checks a message and fills the buffer that is not active; with `now` makes it active too.
+// Checks a message and fills a table that nobody refers to; it is staged, or `now` takes the fixed one's
+// place.
 static int64_t take(const void* message, size_t size, bool now) {
   struct dccl_table_head h;
   const int error = check(message, size, &h);
   if (error) return error;
-  if (!begin_writing()) return -EBUSY;
-  fill(message, &h);
-  staged = true;
-  if (now) turn();
-  atomic_flag_clear_explicit(&writing, memory_order_release);
-  return h.generation;
+  pthread_mutex_lock(&writing);
+  uint32_t next = 1;
+  while (next < DCCL_TABLES && (next == head(&fixed) || dccl_table_is_used(next))) next++;
+  if (next < DCCL_TABLES) {
+    fill(&buffers[next], message, &h);
+    if (now) atomic_store(&fixed, next);
+    staged = now ? 0 : next;
+  }
+  pthread_mutex_unlock(&writing);
+  return next < DCCL_TABLES ? (int64_t)h.generation : -ENOSPC;
 }
 
 int64_t dynamiccl_activate(const void* message, size_t size) { return take(message, size, true); }
 
 int64_t dynamiccl_stage(const void* message, size_t size) { return take(message, size, false); }
 
-int64_t dynamiccl_flip(void) {
-  if (!begin_writing()) return -EBUSY;
-  const int64_t generation = staged ? turn() : -ENOENT;
-  atomic_flag_clear_explicit(&writing, memory_order_release);
-  return generation;
-}
-
-uint32_t dynamiccl_generation(void) { return dccl_generation(); }
+uint32_t dccl_staged(void) { return staged; }
 
 // In the child of a fork the thread that was writing is gone.
 void dccl_table_after_fork(void) {
-  staged = false;
-  atomic_flag_clear(&writing);
+  pthread_mutex_init(&writing, NULL);
+  staged = 0;
 }
 
 // ---- a table without a daemon ----

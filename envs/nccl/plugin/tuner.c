@@ -51,21 +51,27 @@ static struct memo* memo_of(struct context* c, uint64_t key) {
   return m;
 }
 
+// The word of the table that holds now; whether it has one.
 static bool look_up(const struct context* c, struct memo* m, const struct dccl_question* q,
                     struct dccl_decision* d) {
-  const uint64_t epoch = dccl_epoch(), key = key_of(q);
-  uint64_t value = atomic_load_explicit(&m->value, memory_order_acquire);
-  if (value >> 25 != epoch || atomic_load_explicit(&m->key, memory_order_acquire) != key) {
-    *d = (struct dccl_decision){0};
-    const bool speaks = dccl_lookup(c->class, q->func, q->n_bytes, d);
-    value = epoch << 25 | (uint64_t)speaks << 24 | (uint64_t)d->n_channels << 16 | (uint64_t)d->proto << 8 |
-            d->algo;
-    // Not if the table has changed meanwhile, nor for another message.
-    if (dccl_epoch() == epoch && atomic_load_explicit(&m->key, memory_order_acquire) == key)
-      atomic_store_explicit(&m->value, value, memory_order_release);
+  for (;;) {
+    const uint32_t table = dccl_table_now(c->seat);
+    const uint64_t epoch = dccl_epoch(table), key = key_of(q);
+    uint64_t value = atomic_load_explicit(&m->value, memory_order_acquire);
+    if (value >> 25 != epoch || atomic_load_explicit(&m->key, memory_order_acquire) != key) {
+      *d = (struct dccl_decision){0};
+      const int speaks = dccl_lookup(table, c->class, q->func, q->n_bytes, d);
+      if (speaks < 0) continue;  // another table by now
+      value = epoch << 25 | (uint64_t)speaks << 24 | (uint64_t)d->n_channels << 16 | (uint64_t)d->proto << 8 |
+              d->algo;
+      // Not if the table was filled anew meanwhile, nor for another message.
+      if (dccl_epoch(table) == epoch && atomic_load_explicit(&m->key, memory_order_acquire) == key)
+        atomic_store_explicit(&m->value, value, memory_order_release);
+    }
+    dccl_note_table(c->seat, table);
+    *d = (struct dccl_decision){(uint8_t)value, (uint8_t)(value >> 8), (uint8_t)(value >> 16)};
+    return value >> 24 & 1;
   }
-  *d = (struct dccl_decision){(uint8_t)value, (uint8_t)(value >> 8), (uint8_t)(value >> 16)};
-  return value >> 24 & 1;
 }
 
 // The first of the smallest, as NCCL chooses; -1 where nothing is offered.
@@ -88,7 +94,7 @@ static bool emit_offer(const struct context* c, const struct dccl_question* q, c
                           .comm_id = c->comm.comm_id,
                           .n_bytes = q->n_bytes,
                           .step = dccl_step_now(),
-                          .generation = dccl_generation()};
+                          .generation = dccl_generation(c->seat)};
   const int chosen = choice(q, q->cost);
   if (chosen < 0) return false;
   r.algo = (uint8_t)(chosen / q->n_protos);
@@ -198,14 +204,14 @@ static int start(void** context, const struct dccl_tuner_init* init) {
   c->class = dccl_class(comm.n_ranks, comm.n_nodes);
   dccl_next_tuner_init(&c->next, init);
   if (dccl_next_tuner_has_chunk_size(&c->next)) ncclTunerPlugin_v6.get_chunk_size = chunk_size;
-  c->seat = dccl_sit(comm.comm_id, false);
+  c->seat = dccl_sit(comm.comm_id, comm.n_ranks, comm.n_nodes, false);
   *context = c;
-  dccl_note_tuner(init->version, comm.n_ranks);
+  dccl_note_tuner(init->version);
   if (!announced) dccl_emit_comm(&comm, NULL);
   if (init->log != NULL) {
     init->log(LOG_INFO, LOG_FLAG_TUNING, __FILE__, __LINE__,
               "dynamiccl: tuning comm %llx, %u ranks, table generation %u", (unsigned long long)comm.comm_id,
-              comm.n_ranks, dccl_generation());
+              comm.n_ranks, dccl_generation(c->seat));
   }
   return NCCL_SUCCESS;
 }

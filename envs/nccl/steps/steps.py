@@ -10,10 +10,9 @@ optimizer that steps least often to its next: with five critic steps for one of 
 
 What one rank does for itself is no step of the job: where rank 0 alone fits a linear probe, or keeps a small model of
 its own, no collective begins between that backward pass and that optimizer's step. Once an optimizer has stepped on
-gradients that other ranks had a part in, those which never did make no boundaries, and their passes are not counted;
-what was counted before that first step is forgotten, where the ranks do not agree yet.
+gradients that other ranks had a part in, those which never did make no boundaries, and their passes are not counted.
 
-Only program order decides, never a clock or the garbage collector, so that all ranks find the same boundaries.
+It decides about what is measured, and about no rank's safety: tables change at calls of NCCL.
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ class Steps:
         self._asked = asked
         self.backwards = 0  # outermost ones, begun
         self.ended = 0  # boundaries
-        self.agreed = False  # all ranks count, and may have named a place: counts go on
-        self.paused = False  # the ranks may do different things here: nothing counts
-        self._work = 0  # backward passes, those while paused too
+        self._work = 0  # backward passes
         self._worked_at = 0  # of them, at the last optimizer step that had any
-        self._asked_then, self._backwards_then, self._agreed_then = 0, 0, False  # when the first pass since that began
+        self._asked_then, self._backwards_then = 0, 0  # when the first pass since that began
         self._shared: set[int] = set()  # optimizers that stepped on what other ranks had a part in
         self._depth = 0
         self._numbers = 0
@@ -48,11 +45,9 @@ class Steps:
         self._again: set[int] = set()  # without backward passes: who has stepped since the last boundary
 
     def stepped(self, optimizer: Any) -> bool:
-        """An optimizer has stepped; True if that is a boundary. While paused every step with work is one."""
+        """An optimizer has stepped; True if that is a boundary."""
         worked = self._work != self._worked_at
         self._worked_at = self._work
-        if self.paused:
-            return worked
         if worked and self._is_alone(optimizer):
             self.backwards = self._backwards_then
             return False
@@ -78,8 +73,6 @@ class Steps:
             return False
         if self._asked() == self._asked_then:
             return bool(self._shared)
-        if not self._shared and not self._agreed_then:
-            self.restart(self.backwards - self._backwards_then)  # what was before may be this rank's own affair
         self._shared.add(self._number(optimizer))
         return False
 
@@ -88,15 +81,6 @@ class Steps:
         again = number in self._again
         self._again = {number} if again else self._again | {number}
         return again
-
-    def restart(self, backwards: int = 0) -> None:
-        """All ranks count from here, or from ``backwards`` passes ago."""
-        self.backwards, self.ended, self.agreed = backwards, 0, False
-        self._anchor, self._steps, self._gap, self._since = 0, {}, 1, 0
-
-    def pause(self, paused: bool) -> None:
-        """Begin or end a part of the program that the ranks go through unevenly."""
-        self.paused, self._worked_at = paused, self._work
 
     def _rhythm(self, number: int, worked: bool) -> bool:
         if not worked:
@@ -118,9 +102,9 @@ class Steps:
     def begun(self) -> None:
         """A backward pass begins, an outermost one."""
         if self._work == self._worked_at:
-            self._asked_then, self._backwards_then, self._agreed_then = self._asked(), self.backwards, self.agreed
+            self._asked_then, self._backwards_then = self._asked(), self.backwards
         self._work += 1
-        self.backwards += not self.paused
+        self.backwards += 1
 
     def watch(self, torch: Any) -> None:
         """Count PyTorch's backward passes from now on: all of them go through one method of the engine.

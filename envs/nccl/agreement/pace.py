@@ -1,0 +1,78 @@
+"""How fast a rank issues collectives: what turns a time, or some steps, into a number of calls."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+#: Samples are kept so long, and taken no more often than this.
+_KEPT_S, _EVERY_S = 10.0, 0.1
+#: The least distance of a limit: of a communicator in use, and of one that rests and may begin any moment.
+_LEAST, _RESTING = 2, 64
+#: Half a second is enough for the store to answer, and so are two steps.
+_HALF_S, _STEPS = 0.5, 2.0
+
+
+class _Sample(NamedTuple):
+    at_s: float
+    steps: int
+    counts: Mapping[int, int]
+
+
+class Pace:
+    """Counts of a rank's communicators over the last seconds."""
+
+    def __init__(self) -> None:
+        self._samples: deque[_Sample] = deque()
+        self._round_s: deque[float] = deque([0.0], maxlen=8)
+        self._caution = 1.0  # grows with every round that was lost
+
+    def sample(self, steps: int, counts: Mapping[int, int]) -> None:
+        """Note what was counted so far; ``steps`` are those of this rank."""
+        now = time.monotonic()
+        if self._samples and now - self._samples[-1].at_s < _EVERY_S:
+            return
+        self._samples.append(_Sample(now, steps, dict(counts)))
+        while now - self._samples[0].at_s > _KEPT_S and len(self._samples) > 2:
+            self._samples.popleft()
+
+    def round_took(self, seconds: float, lost: bool) -> None:
+        """A round is over."""
+        self._round_s.append(seconds)
+        self._caution = min(self._caution * 2, 64.0) if lost else max(self._caution / 2, 1.0)
+
+    @property
+    def round_s(self) -> float:
+        """The longest of the last rounds."""
+        return max(self._round_s)
+
+    def calls_a_step(self, comm: int) -> float:
+        """Collectives of a communicator in a step; 0 where no step was seen."""
+        first, last = self._ends(comm)
+        steps = last.steps - first.steps
+        return (last.counts[comm] - first.counts[comm]) / steps if steps > 0 else 0.0
+
+    def distance(self, comm: int) -> int:
+        """How many calls ahead a limit is: two rounds as they last, half a second or two steps, one step at least."""
+        first, last = self._ends(comm)
+        busiest = max((self._rate(comm, a, b) for a, b in zip(self._samples, list(self._samples)[1:])), default=0.0)
+        if not busiest:
+            return _RESTING
+        a_step = self.calls_a_step(comm)
+        seconds = last.at_s - first.at_s
+        step_s = seconds / (last.steps - first.steps) if last.steps > first.steps else math.inf
+        ahead_s = max(2 * self.round_s, min(_HALF_S, _STEPS * step_s)) * self._caution
+        return math.ceil(max(a_step, busiest * ahead_s)) + _LEAST
+
+    def _ends(self, comm: int) -> tuple[_Sample, _Sample]:
+        known = [sample for sample in self._samples if comm in sample.counts]
+        nothing = _Sample(0.0, 0, {comm: 0})
+        return (known[0], known[-1]) if known else (nothing, nothing)
+
+    @staticmethod
+    def _rate(comm: int, before: _Sample, after: _Sample) -> float:
+        made = after.counts.get(comm, 0) - before.counts.get(comm, after.counts.get(comm, 0))
+        return made / max(after.at_s - before.at_s, 1e-3)

@@ -1,0 +1,45 @@
+"""Connections of our own to the job's store.
+
+With the job's own we would keep its server alive after its group is gone, and wait where the job wants to ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import Any
+
+#: To connect to the job's store; until it counts as waiting for what we say.
+_CONNECT_S, _SILENT_S = 10.0, 0.3
+
+
+class StoreConnections:
+    """Makes them, of the default process group of now."""
+
+    def __init__(self, c10d: Any) -> None:
+        """``c10d``: ``torch.distributed.distributed_c10d``."""
+        self._c10d, self._store = c10d, c10d._get_default_store()
+        base = getattr(self._store, "_underlying_non_prefix_store", self._store)
+        self._host = getattr(base, "host", "") or os.environ.get("MASTER_ADDR", "")
+        self._port = getattr(base, "port", 0)
+
+    def __call__(self) -> Any:
+        """A new connection. Raises OSError."""
+        if self._port:
+            _takes_connections(self._host, self._port)
+        self._store = self._store.clone()
+        return self._c10d.PrefixStore("dynamiccl", self._store)
+
+
+def _takes_connections(host: str, port: int) -> None:
+    """Raises OSError where no connection to the job's store is to be had, a ConnectionError if it is the store's fault.
+
+    PyTorch's own client would try again for half an hour, and warn each time: this process, or the store's, may be out
+    of file descriptors.
+    """
+    with socket.create_connection((host, port), _CONNECT_S) as connection:
+        connection.settimeout(_SILENT_S)
+        with contextlib.suppress(TimeoutError):  # it waits for our first word, as it should
+            connection.recv(1)
+            raise ConnectionAbortedError("the job's store takes no more connections")

@@ -1,0 +1,73 @@
+"""The STEP records of one process: how long each step took, under which table, and what the GPU's gauges said."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ....traces.records import FLAG_SAMPLED, STEP, UNSET
+from ..plugin.bindings import Plugin
+from ..steps import clock as step_clock
+from ..steps.gauges import Gauges, Reading
+from ..steps.sampling import Sampling
+from ..steps.words import say
+
+
+class StepRecorder:
+    """Writes a record a step into the plugin's ring. What goes wrong is said once, and steps are recorded no more."""
+
+    def __init__(self, torch: Any, plugin: Plugin) -> None:
+        self.step = 0  # under way
+        self._cuda, self._plugin = torch.cuda, plugin
+        fixed = os.environ.get("DYNAMICCL_SAMPLE_EVERY")
+        self._sampling = Sampling(int(fixed) if fixed else None)
+        self._sampled = False  # kernel times are being taken
+        self._clock: step_clock.CudaClock | None = None
+        self._gauges: Gauges | None = None
+        self._reading: Reading | None = None
+        self._packed = step_clock.pack_gauges(Reading())
+        self._last_ns = 0
+        self._works = True
+
+    def ended(self, rank: int, now: int) -> None:
+        """A step of ``rank`` has ended at ``now``, nanoseconds."""
+        record = None
+        if self._works:
+            try:
+                record = self._record(rank, now)
+            except Exception as error:
+                self._works = self._sampled = False
+                say(f"steps are no longer measured: {type(error).__name__}: {error}")
+        self._plugin.boundary(record, self.step, self._sampled)
+
+    def _record(self, rank: int, now: int) -> bytes | None:
+        """The record of the step that has ended, None if it is not known (yet); decides on the next step."""
+        if self._clock is None and self._cuda.is_initialized():
+            self._clock = step_clock.CudaClock(self._cuda, self._plugin, self._sampling)
+            self._gauges = Gauges(self._cuda)
+            self._last_ns = 0
+        if self._gauges and (reading := self._gauges.latest()) is not self._reading:
+            self._reading, self._packed = reading, step_clock.pack_gauges(reading)
+        record, generation = None, self._plugin.ended()
+        if self._last_ns:
+            flags = FLAG_SAMPLED if self._sampled else 0
+            head = (0, STEP, UNSET, UNSET, UNSET, 0, UNSET, flags, 0, 0)
+            head += (self.step, generation, rank, self._sampling.every, now)
+            if self._clock:
+                self._clock.mark(step_clock.Ended(head, self._packed, self._sampled, generation))
+            else:
+                record = step_clock.STEP_PACKED.pack(*head, now - self._last_ns) + self._packed
+                self._sampling.ended(self._sampled, now - self._last_ns, generation)
+            self.step += 1
+        elif self._clock:
+            self._clock.mark(None)
+        self._last_ns = now
+        self._sampled = self._sampling.wants(self.step)
+        return record
+
+    def close(self) -> None:
+        """The interpreter exits: what the GPU clock still owes is written if it is ready."""
+        if self._gauges:
+            self._gauges.close()
+        if self._clock:
+            self._clock.settle()
