@@ -1,4 +1,4 @@
-"""The faults of tests/test_agreement.py, one a function: ``python agreement_jobs.py NAME`` prints what the ranks say.
+"""The jobs of tests/test_agreement.py, one a function: ``python agreement_jobs.py NAME`` prints what the ranks say.
 
 A process of its own, without PyTorch, since its ranks are forked (light_ranks.py).
 """
@@ -7,291 +7,311 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
-import agreement_network
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.records import Lease
-from light_daemon import Publisher, table, try_one
-from light_ranks import LightRank, run
+from light_ranks import LightRank, Program, Publisher, run, splits, table
 from light_store import StoreServer
 
-
-def healthy(folder: RunFolder) -> Any:
-    Publisher(folder, 0.05)
-    return run(3, 120, folder)
+Found = dict[str, Any]
 
 
-def skips(folder: RunFolder) -> Any:
-    """Rank 1 leaves out one optimizer step, under trials; a confirmed table was in force before."""
-    folder.table.publish(table(1))
+def found(ranks: list[dict[str, Any]], server: StoreServer, **more: Any) -> Found:
+    split, compared = splits(ranks)
+    return {"ranks": ranks, "requests": server.requests, "split": split, "compared": compared, **more}
+
+
+def tries(
+    folder: RunFolder, n_ranks: int, program: Program, trial_steps: int = 30, every_s: float = 0.05, **more: Any
+) -> Found:
+    """A daemon tries one table after the other while the job runs."""
+    daemons: list[Publisher] = []
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        server.until_in_force(1)
-        Publisher(folder, 0.05, Lease(10_000, 60_000), generation=1)
+        daemons.append(Publisher(folder, server, every_s, trial_steps))
+        if "beside" in more:
+            more["beside"](server, pids)
 
-    def step(rank: LightRank, i: int) -> None:
-        rank.backward()
-        rank.collective(i)
-        time.sleep(0.01)
-        if not (rank.rank == 1 and i == 160):
-            rank.optimizer_step()
-
-    return run(3, 10_000, folder, step=step, beside=beside, until_stopped=True)
+    ranks, server = run(n_ranks, program, folder, beside, **{k: v for k, v in more.items() if k != "beside"})
+    daemon = daemons[0]
+    daemon.alive = False
+    took = [daemon.in_force[g] - daemon.published[g] for g in list(daemon.in_force)[:-1] if g > 1]
+    return found(ranks, server, took_s=took, published=daemon.generation)
 
 
-def own_model(folder: RunFolder) -> Any:
-    """Rank 0 trains a small model of its own: before the job does, beside each of its steps, and a hundred in a row."""
-    Publisher(folder, 0.05)
-    own = type("Optimizer", (), {})()
+def healthy(folder: RunFolder) -> Found:
+    def program(rank: LightRank) -> None:
+        for i in range(150):
+            rank.step(i, 4, 0.01)
 
-    def trains_its_own(rank: LightRank, steps: int) -> None:
-        for _ in range((rank.rank == 0) * steps):
-            rank.backward()
-            rank.optimizer_step(own)
-
-    def step(rank: LightRank, i: int) -> None:
-        trains_its_own(rank, 40 if i == 0 else 0)
-        rank.backward()
-        rank.collective(i)
-        time.sleep(0.01)
-        rank.optimizer_step()
-        trains_its_own(rank, 100 if i == 60 else 1)
-
-    return run(3, 120, folder, step=step)
+    return tries(folder, 3, program)
 
 
-def own_passes(folder: RunFolder) -> Any:
-    """Rank 0 makes backward passes of its own, which no step follows: nobody can tell them from the job's."""
-    Publisher(folder, 0.05, Lease(10_000, 60_000))
+def hosts_apart(folder: RunFolder) -> Found:
+    """Two ranks; the host of each is late by up to a whole step of half a second, at random, in each step."""
 
-    def step(rank: LightRank, i: int) -> None:
-        rank.backward()
-        if rank.rank == 0:
-            rank.backward()
-        rank.collective(i)
-        time.sleep(0.08)  # rank 0 would be at a place by backward passes when the others are half way to it
-        rank.optimizer_step()
+    def program(rank: LightRank) -> None:
+        for i in range(70):
+            rank.step(i, 8, rank.random.uniform(0, 0.5))
 
-    return run(2, 10_000, folder, step=step, until_stopped=True)
+    return tries(folder, 2, program, trial_steps=20, every_s=1.0)
 
 
-def uncounted(folder: RunFolder) -> Any:
+def many_hosts_apart(folder: RunFolder) -> Found:
+    """64 ranks, steps of a second, each rank late by 0 to 300 ms."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(45):
+            rank.step(i, 4, 0.7 + rank.random.uniform(0, 0.3))
+
+    return tries(folder, 64, program, trial_steps=20, every_s=1.0)
+
+
+def side_thread(folder: RunFolder, seed: int = 0, steps: int = 80) -> Found:
+    """Another thread runs collectives on a communicator of its own, whenever it likes."""
+
+    def program(rank: LightRank) -> None:
+        over = threading.Event()
+        pace = random.Random(f"{seed} {rank.rank}")
+        turns = [0]
+
+        def beside_training() -> None:
+            while not over.is_set() or turns[0] < 120:
+                time.sleep(pace.expovariate(1 / 0.02) if not over.is_set() else 0.0)
+                rank.call(8)
+                turns[0] += 1
+
+        side = threading.Thread(target=beside_training)
+        side.start()
+        for i in range(steps):
+            rank.step(i, 4, pace.uniform(0, 0.03))
+        over.set()
+        side.join()
+
+    return tries(folder, 2, program, every_s=0.02)
+
+
+def evaluation(folder: RunFolder) -> Found:
+    """A trial is in force when all ranks go into a long evaluation; its tuner is dead."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(600):
+            if rank.rank == 0 and rank.steps_under[-1:] == [2] and rank.work.get("ends at") == b"None":
+                rank.work.set("ends at", str(i + 3))
+            if rank.work.get("ends at") == str(i).encode():
+                break
+            rank.step(i, 4, 0.01)
+        rank.work.meet("evaluates", rank.n_ranks)
+        rank.more["evaluates_from"] = len(rank.answers[7])
+        rank.call(7, 600)
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        folder.table.publish(table(1))
+        _until(server, "1")
+        folder.table.publish(table(2, 25))
+
+    return found(*run(2, program, folder, beside))
+
+
+def _until(server: StoreServer, generation: str, within_s: float = 60.0) -> None:
+    end = time.monotonic() + within_s
+    while server.values.get("in force") != generation:
+        if time.monotonic() > end:
+            raise TimeoutError(f"generation {generation} never came into force")
+        time.sleep(0.005)
+
+
+def one_without_a_tuner(folder: RunFolder) -> Found:
+    """Rank 2 has no agreement; communicator 7 has all three ranks, 8 the first two."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(100):
+            if rank.rank < 2:
+                rank.comm(8, 2)
+                rank.call(8, 3)
+                rank.step(i, 3, 0.01)
+            else:
+                rank.call(7, 3)
+                time.sleep(0.01)
+                if i >= 1:
+                    rank.work.meet(f"step {i - 1}", 3)
+
+    return tries(folder, 3, program, attach_s=0.5)
+
+
+def two_groups(folder: RunFolder) -> Found:
+    """Rank 1 is in two communicators with other members each."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(120):
+            if rank.rank < 2:
+                rank.comm(8, 2)
+                rank.call(8, 2)
+            if rank.rank > 0:
+                rank.comm(9, 2)
+                rank.call(9, 5)
+            rank.step(i, 2, rank.random.uniform(0, 0.02))
+
+    return tries(folder, 3, program)
+
+
+def uneven_collectives(folder: RunFolder) -> Found:
+    """Rank 1 enqueues other collectives on communicator 8: NCCL would hang sooner or later."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(100):
+            rank.call(8, 2)
+            if rank.rank == 1 and i == 40:
+                rank.call(8)
+            rank.step(i, 4, 0.01)
+
+    return tries(folder, 2, program)
+
+
+def no_profiler(folder: RunFolder) -> Found:
     """NCCL asks our tuner on rank 1 and tells our profiler there of nothing."""
 
-    def setup(rank: LightRank) -> None:
-        rank.plugin.profiler = rank.rank != 1
+    def program(rank: LightRank) -> None:
+        rank.comm(7, with_profiler=rank.rank != 1)
+        for i in range(80):
+            rank.step(i, 4, 0.01)
 
-    Publisher(folder, 0.05, Lease(10_000, 60_000))
-    return run(3, 10_000, folder, setup=setup, until_stopped=True)
-
-
-def local_scaler(folder: RunFolder) -> Any:
-    """Rank 2's own GradScaler leaves out every seventh step, from the first table on."""
-    Publisher(folder, 0.05, Lease(10_000, 60_000))
-
-    def step(rank: LightRank, i: int) -> None:
-        rank.backward()
-        rank.collective(i)
-        time.sleep(0.01)
-        if not (rank.rank == 2 and i % 7 == 6 and any(rank.generations)):
-            rank.optimizer_step()
-
-    return run(3, 10_000, folder, step=step, until_stopped=True)
+    return tries(folder, 2, program, attach_s=0.5)
 
 
-def uneven_collectives(folder: RunFolder) -> Any:
-    """Rank 1 enqueues one collective more than the others on a communicator of theirs: seen before anything is hurt."""
-    Publisher(folder, 0.05)
+def versions_differ(folder: RunFolder) -> Found:
+    def program(rank: LightRank) -> None:
+        rank.call(7, 4)
+        rank.attach(version=f"NCCL 2.2{rank.rank}")
+        for i in range(80):
+            rank.step(i, 4, 0.01)
 
-    def before(rank: LightRank, i: int) -> None:
-        if rank.rank == 1 and i == 60:
-            rank.plugin.made += 1
-
-    return run(3, 10_000, folder, before, step_s=0.01, until_stopped=True)
+    return tries(folder, 2, program, attach_s=0.5)
 
 
-def frozen(folder: RunFolder) -> Any:
-    """Rank 1 is stopped for a while, in the midst of the switching."""
-    Publisher(folder, 0.03)
+def late_communicator(folder: RunFolder) -> Found:
+    """A communicator that is made when a table is there to stay has that table too."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(200):
+            if i >= 60:
+                rank.comm(8)
+                rank.call(8, 4)
+            rank.step(i, 4, 0.01)
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        time.sleep(1.0)
-        os.kill(pids[1], signal.SIGSTOP)
-        time.sleep(float(os.environ.get("FROZEN_S", "3")))
-        os.kill(pids[1], signal.SIGCONT)
+        folder.table.publish(table(1))
 
-    return run(3, 250, folder, beside=beside, step_s=0.01)
+    return found(*run(2, program, folder, beside))
 
 
-def dead_daemon(folder: RunFolder, then: tuple[int, ...] = ()) -> Any:
-    """A confirmed table, then a trial, then silence; ``then`` the generations that another daemon confirms."""
-    folder.table.publish(table(1))
+def late_rank(folder: RunFolder) -> Found:
+    """Rank 1 takes its first step seconds after the others."""
 
-    def beside(server: StoreServer, pids: list[int]) -> None:
-        try_one(folder, server, 400)
-        server.until_in_force(1)
-        for generation in then:
-            folder.table.publish(table(generation))
-            server.until_in_force(generation)
-        server.enough()
+    def program(rank: LightRank) -> None:
+        for i in range(150):
+            if rank.rank == 1 and i < 60:
+                rank.call(7, 4)
+                rank.work.meet(f"step {i - 1}", 2) if i >= 1 else None
+                time.sleep(0.01)
+            else:
+                rank.step(i, 4, 0.01)
 
-    return run(2, 10_000, folder, beside=beside, step_s=0.01, until_stopped=True)
-
-
-def forgotten_trial(folder: RunFolder) -> Any:
-    """The daemon lives, but nothing follows its trial of twenty steps."""
-
-    def beside(server: StoreServer, pids: list[int]) -> None:
-        folder.table.publish(table(1, Lease(20, 60_000)))
-        while folder.table.heartbeat_ns() or True:
-            folder.table.beat()
-            time.sleep(0.05)
-            if not os.path.exists(f"/proc/{pids[0]}/fd") or _ended(pids):
-                return
-
-    return run(2, 150, folder, beside=beside, step_s=0.01)
+    return tries(folder, 2, program)
 
 
-def _ended(pids: list[int]) -> bool:
-    with open(f"/proc/{pids[0]}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "Z"
+def store_late(folder: RunFolder) -> Found:
+    """From some moment on the store takes 0.2 s for each answer."""
 
-
-def versions_differ(folder: RunFolder) -> Any:
-    Publisher(folder, 0.05)
-
-    def setup(rank: LightRank) -> None:
-        rank.plugin.version = "2" if rank.rank == 2 else "1"
-
-    return run(3, 60, folder, setup=setup)
-
-
-def no_tuner(folder: RunFolder) -> Any:
-    Publisher(folder, 0.05)
-
-    def setup(rank: LightRank) -> None:
-        rank.plugin.tuners = int(rank.rank != 1)
-
-    return run(3, 100, folder, setup=setup, attach_s=0.6, step_s=0.02)
-
-
-def _dies(folder: RunFolder, victim: int) -> Any:
-    """A rank is gone in mid-step, when places are appointed and others may stand at them.
-
-    What would hold the others up without us too, their next collective, is left out from then on.
-    """
-    Publisher(folder, 0.02)
-    last = 120
-
-    def step(rank: LightRank, i: int) -> None:
-        rank.backward()
-        if i < last:
-            rank.collective(i)
-        elif rank.rank == victim:
-            os._exit(0)
-        time.sleep(0.005)
-        rank.optimizer_step()
-
-    return run(3, last + 60, folder, step=step, survivors=2)
-
-
-def rank_0_dies(folder: RunFolder) -> Any:
-    return _dies(folder, 0)
-
-
-def another_rank_dies(folder: RunFolder) -> Any:
-    return _dies(folder, 1)
-
-
-def comes_back(folder: RunFolder) -> Any:
-    """A daemon dies in a trial; one that takes its place confirms another table."""
-    return dead_daemon(folder, (3,))
-
-
-def probe_off(folder: RunFolder) -> Any:
-    """The probe of rank 1 breaks while a trial is in force; the rank trains on."""
-    folder.table.publish(table(1))
+    def program(rank: LightRank) -> None:
+        for i in range(150):
+            rank.step(i, 4, 0.02)
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        try_one(folder, server, 600_000)
-        server.values["break"] = "now"
+        _until(server, "2")
+        server.late_s = 0.2
 
-    def before(rank: LightRank, i: int) -> None:
-        if rank.rank == 1 and "left" not in rank.more and rank.work.get("break") == b"now":
-            rank.more["left"] = i
-            assert rank.agreement is not None
-            rank.agreement.leave("rank 1: probe off: RuntimeError: seeded")
-
-    return run(3, 10_000, folder, before, beside=beside, step_s=0.01, until_stopped=True)
+    return tries(folder, 2, program, beside=beside)
 
 
-def steps_no_more(folder: RunFolder) -> Any:
-    """Rank 1 takes no optimizer step any more while a trial is in force; passes and collectives go on."""
-    folder.table.publish(table(1))
-    stops: list[int] = []
+def store_fails_after_the_votes(folder: RunFolder) -> Found:
+    """For three seconds the store answers nothing to do with a decision, when the limits are set."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(150):
+            rank.step(i, 4, 0.02)
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        try_one(folder, server, 600)
-        server.values["stop"] = "now"
-        time.sleep(1)
-        steps = len(server.values)  # each leaves its mark
-        while len(server.values) < steps + 250:
-            time.sleep(0.01)
-        server.enough()
+        _until(server, "2")
+        server.silent_for("decision", 3.0)
 
-    def step(rank: LightRank, i: int) -> None:
-        rank.backward()
-        rank.collective(i)
-        time.sleep(0.005)
-        if rank.rank == 1 and not stops and rank.work.get("stop") == b"now":
-            stops.append(i)
-        if not stops:
-            rank.optimizer_step()
-
-    return run(3, 10_000, folder, step=step, beside=beside, until_stopped=True)
+    return tries(folder, 2, program, beside=beside)
 
 
-def interrupted(folder: RunFolder) -> Any:
-    """Rank 1 is interrupted from the keyboard in each of its meetings, and trains on."""
-    Publisher(folder, 0.05)
+def faults(folder: RunFolder, seed: int, steps: int = 110) -> Found:
+    """Ranks, the tuner and rank 0's thread are killed or frozen at random moments, under trials."""
+    draw = random.Random(seed)
+    n_ranks = draw.choice([2, 2, 3])
 
-    def setup(rank: LightRank) -> None:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        rank.interrupts, rank.more["interrupts"] = rank.rank == 1, 0
+    def program(rank: LightRank) -> None:
+        for i in range(steps):
+            rank.step(i, 4, rank.random.uniform(0, 0.03))
 
-    def step(rank: LightRank, i: int) -> None:
-        rank.backward()
-        rank.collective(i)
-        time.sleep(0.005)
-        try:
-            rank.optimizer_step()
-        except KeyboardInterrupt:
-            rank.more["interrupts"] += 1
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        daemon = Publisher(folder, server, 0.03, 20)
+        _until(server, "2")
+        time.sleep(draw.uniform(0.0, 0.6))
+        kind = draw.choice(["freeze a rank", "freeze rank 0", "freeze all", "kill the tuner", "store"])
+        if kind.startswith("freeze"):
+            who = pids if "all" in kind else [pids[0] if "0" in kind else draw.choice(pids[1:])]
+            for pid in who:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(draw.uniform(0.05, 1.5))
+            for pid in who:
+                os.kill(pid, signal.SIGCONT)
+        elif kind == "store":
+            server.late_s = draw.uniform(0.05, 0.4)
+            time.sleep(0.5)
+            server.late_s = 0.0
+        else:
+            daemon.alive = False
+        server.values["fault"] = kind
 
-    return run(2, 150, folder, step=step, setup=setup)
+    ranks, server = run(n_ranks, program, folder, beside)
+    return found(ranks, server, fault=server.values["fault"])
 
 
-def refused(folder: RunFolder) -> Any:
-    """The plugin of one rank refuses a table: nobody gets it."""
-    Publisher(folder, 0.05)
+def dies(folder: RunFolder, seed: int) -> Found:
+    """A rank is killed at a random moment: what the others have issued until then is alike, and nobody waits for it."""
+    draw = random.Random(seed)
+    victim, last = draw.randrange(3), draw.randrange(60, 140)
 
-    def before(rank: LightRank, i: int) -> None:
-        rank.plugin.refuses = rank.rank == 1 and i > 60
+    def program(rank: LightRank) -> None:
+        for i in range(last + 40):
+            if i >= last and rank.rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if i < last:
+                rank.step(i, 4, 0.01)
+            else:  # what would hold the others up without us too, the next collective, is left out
+                rank.call(9, 4)
+                rank.ends()
+                time.sleep(0.01)
 
-    return run(2, 150, folder, before, step_s=0.01)
+    return tries(folder, 3, program)
 
 
 def main() -> None:
+    name, *numbers = sys.argv[1:]
     folder = RunFolder.create()
     try:
-        said, server = {**vars(agreement_network), **globals()}[sys.argv[1]](folder)
+        print(json.dumps(globals()[name](folder, *map(int, numbers))))
     finally:
         folder.close()
-    print(json.dumps({"ranks": said, "requests": server.requests}))
 
 
 if __name__ == "__main__":

@@ -23,17 +23,23 @@ class StoreServer:
         self.port = self.listener.getsockname()[1]
         self.requests = 0
         self.late_s = 0.0
+        self._silent: tuple[str, float] = ("", 0.0)  # about what, until when
         self.values: dict[str, str] = {}
         self._waiting: list[tuple[socket.socket, list[str], float]] = []  # who, for what, until when
+        self._kept: list[tuple[socket.socket, list[Any]]] = []  # requests that are not answered yet
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def silent_for(self, about: str, seconds: float) -> None:
+        """Requests about keys with this word in them are answered only after so long."""
+        self._silent = about, time.monotonic() + seconds
 
     def _run(self) -> None:
         poll, peers = select.poll(), {}
         poll.register(self.listener, select.POLLIN)
         while True:
             self._let_go()
-            for fd, _ in poll.poll(10 if self._waiting else None):
+            for fd, _ in poll.poll(10 if self._waiting or self._kept else None):
                 if fd == self.listener.fileno():
                     sock, _ = self.listener.accept()
                     peers[sock.fileno()] = sock
@@ -47,7 +53,11 @@ class StoreServer:
                 self.requests += request[0] != "meet"
                 if self.late_s and request[0] != "meet":
                     time.sleep(self.late_s)
-                self._answer(peers[fd], *request)
+                about, until = self._silent
+                if time.monotonic() < until and about in json.dumps(request):
+                    self._kept.append((peers[fd], request))
+                else:
+                    self._answer(peers[fd], *request)
 
     def _answer(self, sock: socket.socket, kind: str, *args: Any) -> None:
         if kind == "wait":
@@ -65,6 +75,10 @@ class StoreServer:
     def _let_go(self) -> None:
         """Answer who waits for what is there by now, or has waited long enough."""
         now = time.monotonic()
+        if now >= self._silent[1]:
+            kept, self._kept = self._kept, []
+            for sock, request in kept:
+                self._answer(sock, *request)
         for entry in [e for e in self._waiting if e[2] < now or all(key in self.values for key in e[1])]:
             self._waiting.remove(entry)
             with contextlib.suppress(OSError):  # a rank that was killed

@@ -28,9 +28,10 @@ from .store import Proposal, RoundStore
 #: How long rank 0 waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
 ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
 #: The longest request to the store; with thousands of ranks a longer one. The job's end waits for one.
-_IDLE_S, _A_RANK_S = 0.25, 5e-5
+_IDLE_S, _A_RANK_S = 0.25, 1e-4
 _LOOK_S = 0.02  # between two looks of rank 0 at what the daemon has published
 _NEWS_S = 0.5  # between two questions of rank 0 whether a rank or a communicator is new
+_LIFE_S = 2.0  # between two questions of another rank whether the job has begun anew
 _HELD_S = 0.02  # between two looks whether a call is held back at a limit
 _VOTES_S = 0.5  # for the votes of all ranks, or four rounds as they last
 _SOON_S, _LATER_S = 0.25, 60.0  # until a store that is away is tried again: at first, and at most
@@ -96,14 +97,18 @@ class Agreement:
     # -- every rank but the first --------------------------------------------------------------------------------------
 
     def _follow_rounds(self) -> None:
-        number = 0
+        number, asked = 0, 0.0
         while not self._end.is_set():
-            if self._store.is_new_life():
-                number, self._comms = self._store.last_round(), frozenset()
-                self._present()
+            if time.monotonic() - asked > (_LIFE_S if self._store.has_life else _LOOK_S):
+                asked = time.monotonic()
+                if self._store.is_new_life():
+                    number, self._comms = self._store.last_round(), frozenset()
+                    self._present()
             self._look_around()
-            proposal = self._store.proposal(number + 1, _IDLE_S + _A_RANK_S * self.n_ranks)
-            if proposal is not None:
+            idle_s = _IDLE_S + _A_RANK_S * self.n_ranks
+            if not self._store.has_life:
+                self._end.wait(_IDLE_S)
+            elif (proposal := self._store.proposal(number + 1, idle_s)) is not None:
                 number += 1
                 self._drive(protocol.follow(self.rank, number, self._identity()), proposal)
 
@@ -116,6 +121,8 @@ class Agreement:
 
     def _look_around(self) -> None:
         """Note how fast this rank goes, and say where a communicator is new."""
+        if not self._pace.is_due():
+            return
         counts = {comm: view.count for comm, view in self._plugin.comms().items() if view.marks}
         self._pace.sample(self._steps.ended, counts)
         if new := counts.keys() - self._comms:
@@ -128,12 +135,12 @@ class Agreement:
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def _lead_rounds(self, leader: _Leader) -> None:
-        looked = 0.0
+        asked = 0.0
         while not self._end.wait(_LOOK_S):
             leader.look()
-            if time.monotonic() - looked > _NEWS_S:
-                looked = time.monotonic()
-                self._look_around()
+            self._look_around()
+            if time.monotonic() - asked > _NEWS_S:
+                asked = time.monotonic()
                 leader.hears(self._store)
             if leader.is_waiting(self._comms) or time.monotonic() < leader.not_before:
                 if why := leader.misses():

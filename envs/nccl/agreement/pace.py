@@ -30,11 +30,13 @@ class Pace:
         self._round_s: deque[float] = deque([0.0], maxlen=8)
         self._caution = 1.0  # grows with every round that was lost
 
+    def is_due(self) -> bool:
+        """Whether the last sample is old enough for another."""
+        return not self._samples or time.monotonic() - self._samples[-1].at_s >= _EVERY_S
+
     def sample(self, steps: int, counts: Mapping[int, int]) -> None:
         """Note what was counted so far; ``steps`` are those of this rank."""
         now = time.monotonic()
-        if self._samples and now - self._samples[-1].at_s < _EVERY_S:
-            return
         self._samples.append(_Sample(now, steps, dict(counts)))
         while now - self._samples[0].at_s > _KEPT_S and len(self._samples) > 2:
             self._samples.popleft()

@@ -54,6 +54,11 @@ class RoundStore:
             self._life = secrets.token_hex(4)
             self._store.set(_LIFE, self._life)
 
+    @property
+    def has_life(self) -> bool:
+        """Whether rank 0 has begun a life that this rank knows of."""
+        return bool(self._life)
+
     def is_new_life(self) -> bool:
         """Whether rank 0 has begun another life than this rank knows of; from then on this rank is in it."""
         if self._rank == 0 or not self._store.check([_LIFE]):
