@@ -81,8 +81,8 @@ def plain(value: Any) -> Any:
         case Slot():
             return asdict(value)
         case Table():
-            lease = {"lease": asdict(value.lease)} if value.lease else {}
-            return {"generation": value.generation, "rules": [plain(vars(rule)) for rule in value.rules], **lease}
+            trial = {"trial_steps": value.trial_steps} if value.trial_steps else {}
+            return {"generation": value.generation, "rules": [plain(vars(rule)) for rule in value.rules], **trial}
         case dict():
             return {str(k): plain(v) for k, v in value.items()}
         case list() | tuple():

@@ -123,7 +123,7 @@ class Agreement:
         """Note how fast this rank goes, and say where a communicator is new."""
         if not self._pace.is_due():
             return
-        counts = {comm: view.count for comm, view in self._plugin.comms().items() if view.marks}
+        counts = {comm: view.made for comm, view in self._plugin.comms().items() if view.marks}
         self._pace.sample(self._steps.ended, counts)
         if new := counts.keys() - self._comms:
             self._comms |= new

@@ -16,12 +16,16 @@ from ....traces.records import RECORD_BYTES, TABLE_VERSION
 from .build import LIBRARY, PluginBuildError, named, plugin_path, takes_no_path
 
 
+#: Of an emulated job: processes of a communicator, by id. Each of them stands for several ranks of the cluster.
+PROCESSES: dict[int, int] = {}
+
+
 class CommView(NamedTuple):
     """A communicator as its rank knows it."""
 
-    n_ranks: int
+    n_ranks: int  # its processes
     n_nodes: int
-    count: int  # collectives so far
+    made: int  # collectives so far
     marks: dict[int, int]  # hash of the first so many of them
 
 
@@ -38,7 +42,8 @@ class _View(ctypes.Structure):
 
     def decoded(self) -> CommView:
         """Without the marks that are not there yet."""
-        return CommView(self.n_ranks, self.n_nodes, self.count, {at: mark for at, mark in self.marks if at})
+        n_ranks = PROCESSES.get(self.comm_id, self.n_ranks)
+        return CommView(n_ranks, self.n_nodes, self.count, {at: mark for at, mark in self.marks if at})
 
 
 class Plugin:

@@ -51,8 +51,8 @@ class StepRecorder:
         record, generation = None, self._plugin.ended()
         if self._last_ns:
             flags = FLAG_SAMPLED if self._sampled else 0
-            head = (0, STEP, UNSET, UNSET, UNSET, 0, UNSET, flags, 0, 0)
-            head += (self.step, generation, rank, self._sampling.every, now)
+            which = (self.step, generation, rank, self._sampling.every, now)
+            head = (0, STEP, UNSET, UNSET, UNSET, 0, UNSET, flags, 0, 0, *which)
             if self._clock:
                 self._clock.mark(step_clock.Ended(head, self._packed, self._sampled, generation))
             else:

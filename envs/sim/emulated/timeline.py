@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from ....traces.records import ALGOS, PROTOS
+from ...nccl.plugin.bindings import PROCESSES
 from ...nccl.plugin.build import plugin_path
 from ...nccl_model.clusters import Cluster, resize
 from ...nccl_model.cost_model import channels, cost_table
@@ -137,6 +138,7 @@ class Timeline:
         self._emulated, self._cluster, self._clock = emulated, part_of(emulated.place, ranks, world), clock
         self._fabric = Fabric.of(self._cluster, seed=emulated.seed)
         n_ranks, n_nodes = self._cluster.n_ranks, self._cluster.n_nodes
+        PROCESSES[comm_id] = len(ranks)
         self._nccl = Communicator(plugin_path(), comm_id, n_ranks, n_nodes, rank, release=self._cluster.nccl)
         ctypes.CDLL(str(plugin_path())).dynamiccl_clock(ctypes.byref(clock.cell))
         self._arrivals = Arrivals(store, rank, len(ranks))
