@@ -75,16 +75,16 @@ class LightRank:
             self._comms[comm] = Communicator(self.plugin.path, comm, size, 1, self.rank % size, **make)
         return self._comms[comm]
 
-    def call(self, comm: int = 7, n: int = 1) -> None:
+    def call(self, comm: int = 7, n: int = 1, n_bytes: int = N_BYTES) -> None:
         """Enqueue so many all_gathers."""
         communicator = self.comm(comm)
         for _ in range(n):
             cost = np.full((7, 3), -1, np.float32)
             cost[1] = 20, 15, 10
-            channels = communicator.get_coll_info("all_gather", N_BYTES, cost)
+            channels = communicator.get_coll_info("all_gather", n_bytes, cost)
             seq = len(self.answers[comm])
             self.answers[comm].append(channels)
-            handle = communicator.start_coll("all_gather", seq, N_BYTES // self.n_ranks, "int8", 4, 8, "ring", "ll")
+            handle = communicator.start_coll("all_gather", seq, n_bytes // self.n_ranks, "int8", 4, 8, "ring", "ll")
             communicator.stop(handle)
 
     def step(self, i: int, calls: int = 4, late_s: float = 0.0) -> None:
