@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 from dynamiccl.envs.nccl.agreement import protocol
@@ -236,7 +236,7 @@ def _frozen(decision: Decision | None) -> Any:
     return decision and (decision.generation, tuple(sorted(decision.switches.items())))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _request(scope: Scope, r: int, number: int, results: tuple[Any, ...]) -> Any:
     """What a part of round ``number`` asks for next, or its decision at the end."""
     if r == 0:
@@ -270,11 +270,7 @@ def _words(scope: Scope, limits: Any) -> dict[int, CommVote]:
 ONE = Scope(((0, 1),), calls=4)
 TWO = Scope(((0, 1), (0, 1)), trials=(1,), calls=2)
 THREE = Scope(((0, 1, 2), (1, 2)), trials=(1,), calls=2)
-LARGE = (
-    replace(ONE, trials=(1, 1, 0), calls=5, deaths=1),
-    replace(TWO, calls=3, deaths=1),
-    replace(THREE, deaths=1),
-)
+LARGE = (replace(ONE, trials=(1, 1, 0), calls=5, deaths=1), replace(TWO, calls=3, deaths=1), replace(THREE, deaths=1))
 
 
 def main() -> None:

@@ -112,16 +112,17 @@ class NotAgreeing(Reason):
 
     NO_PLUGIN = "rank {rank} has no plugin"
     NOTHING_COUNTED = (
-        "no collectives are counted yet: NCCL tells the profiler of none (NCCL_PROFILER_PLUGIN, NCCL before 2.27), or the "
-        "job has run too few"
+        "no collectives are counted yet: NCCL tells the profiler of none (NCCL_PROFILER_PLUGIN, NCCL before 2.27), or "
+        "the job has run too few"
     )
     NOT_ALL_VOTED = (
-        "{n} of {of} ranks of a communicator of rank {rank} take part: the others have no tuner, count nothing, or answer late"
+        "{n} of {of} ranks of a communicator of rank {rank} take part: the others have no tuner, count nothing, or "
+        "answer late"
     )
     NOT_ALIKE = "rank {rank} has {what}, rank {other} has {others}"
     NO_COMMON_COUNT = (
-        "rank {rank} has issued {count} collectives on a communicator, and rank {other} so many more or fewer that they "
-        "cannot be compared"
+        "rank {rank} has issued {count} collectives on a communicator, and rank {other} so many more or fewer that "
+        "they cannot be compared"
     )
     OTHER_CALLS = "the first {count} collectives of rank {rank} and rank {other} on their communicator are not the same"
     LATE_STORE = "a rank came to its limit before the job's store had answered"

@@ -307,7 +307,7 @@ class AgreementState(IntEnum):
     OPEN = 1
     SHUT = 2  # never opened: the text says why
     CLOSED = 3  # stopped agreeing: the text says why and names the rank
-    LOSING = 5  # open, but one round after the other comes to nothing: the text says why (4 was used by releases before 0.3)
+    LOSING = 5  # open, but one round after the other comes to nothing: the text says why. 4 is in older traces
 
 
 #: A cost of this or more means that NCCL does not have the pair: 2.32 writes 1.7e38 for PAT.

@@ -27,7 +27,7 @@ def top(
         typer.Option(help="Also write a file for node_exporter's textfile collector (NAME.prom).", show_default=False),
     ] = None,
 ) -> None:
-    """How runs stand: job, step, phase, table, gain, the search's cost, agreement, lost records, heartbeat.
+    """How runs stand: job, step, phase, table, gain, the search's cost, agreement, lost records.
 
     Read from the folders that runs leave: the jobs notice nothing.
 
@@ -80,7 +80,7 @@ def table(found: list[dict[str, Any]]) -> Table:
 
     from ..report.terminal import grid
 
-    heads = ("run", "state", "step", "phase", "step time", "table", "gain", "search cost", "agreement", "lost", "beat")
+    heads = ("run", "state", "step", "phase", "step time", "table", "gain", "search cost", "agreement", "lost")
     return grid(heads, map(_row, found), ("step", "step time", "lost"), no_wrap=True, box=box.SIMPLE)
 
 
@@ -102,5 +102,4 @@ def _row(r: dict[str, Any]) -> list[Any]:
         said("search_cost", ".1%"),
         r["agreement"],
         r["records_lost"],
-        f"{r['heartbeat_s']:.0f} s ago" if r["state"] == "tuning" and r["heartbeat_s"] is not None else None,
     ]

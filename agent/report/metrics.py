@@ -26,7 +26,6 @@ METRICS = (
     ("dynamiccl_search_cost_ratio", "search_cost", "Part of the searched steps' time lost against the default"),
     ("dynamiccl_lost_records_total", "records_lost", "Records of the job that were lost"),
     ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks were seen to run differently"),
-    ("dynamiccl_heartbeat_age_seconds", "heartbeat_s", "Time since the tuner last showed that it lives"),
 )
 #: A state is read anew no more often than this: many scrapers cost no more than one.
 _FRESH_S = 0.5

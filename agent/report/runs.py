@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ...envs.live.locks import is_locked
 from ...envs.nccl.run_folder import TUNER
-from ...envs.nccl.shm import TableFile
 from ...envs.search.windows import SEARCHED
 from ...traces.reasons import names
 from .outputs import ROOT
@@ -34,11 +32,10 @@ def find_runs(where: Iterable[Path] = ()) -> list[Path]:
 
 
 def state(out: Path) -> dict[str, Any]:
-    """One run: job, step, phase, table, gain with its interval, what the search cost, agreement, losses, heartbeat.
+    """One run: job, step, phase, table, gain with its interval, what the search cost, agreement, losses.
 
     Unknown values are None. ``search_cost`` is the part of the steps' time, in windows of the search, its comparisons
-    and trials so far, that was lost against the default (below 0: won). ``heartbeat_s`` is how long ago the tuner last
-    showed that it lives.
+    and trials so far, that was lost against the default (below 0: won).
     """
     header, summary = read_json(out / "trace" / "header.json"), RunSummary.read(out)
     windows = [line for line in _tail(out / "trace" / "windows.jsonl") if line.get("kind") == "window"]
@@ -67,7 +64,6 @@ def state(out: Path) -> dict[str, Any]:
         "agreement_text": agreement.get("text"),
         "records_lost": header.get("records_lost") if summary.records_lost is None else summary.records_lost,
         "mismatches": summary.consistency.get("mismatches"),
-        "heartbeat_s": _heartbeat_s(run) if run.name else None,
         "why": why,
         "reasons": names(str(why or "")),
     }
@@ -77,13 +73,6 @@ def _search_cost(windows: list[dict[str, Any]]) -> float | None:
     searched = [w for w in windows if w.get("phase") in SEARCHED and w.get("step_ms") and w.get("default_ms")]
     base = sum(float(w["default_ms"]) for w in searched)
     return sum(float(w["step_ms"]) for w in searched) / base - 1 if base else None
-
-
-def _heartbeat_s(run: Path) -> float | None:
-    with contextlib.suppress(OSError), contextlib.closing(TableFile(run / "table")) as table:
-        at = table.heartbeat_ns()
-        return (time.monotonic_ns() - at) / 1e9 if at else None
-    return None
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:

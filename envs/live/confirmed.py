@@ -1,4 +1,4 @@
-"""The table confirmed last, in the run folder: where a daemon that comes back goes on, and rank 0 of a job that does."""
+"""The table confirmed last, in the run folder: where a daemon, or a job, that comes back goes on."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from ...traces.reasons import NotTuning, RunEnds
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, AgreementState, Decision, Slot, Table
 from ..nccl.run_folder import LAUNCHER, STATUS, STOP
 from ..nccl.shm import RunFolder
-from .job_ends import Closed, JobEnded, Stopped, Withdrawn
 from .confirmed import note_confirmed, read_confirmed
+from .job_ends import Closed, JobEnded, Stopped, Withdrawn
 from .locks import is_locked
 from .obedience import CallAudit, Disobeyed, Obedience
 

@@ -86,7 +86,9 @@ class Agreement:
                     self._lead_rounds(self._leader)
                 else:
                     self._follow_rounds()
-            except Exception as error:  # whatever it is: the job goes on, and tables change again when the store is there
+            except (
+                Exception
+            ) as error:  # whatever it is: the job goes on, and tables change again when the store is there
                 faults = 1 if time.monotonic() - began > _LATER_S else faults + 1
                 if faults == _IN_A_ROW and not self._end.is_set():
                     why = NotAgreeing.FAULT(rank=self.rank, error=str(error) or type(error).__name__)

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 #: Samples are kept so long, and taken no more often than this.
@@ -60,7 +61,7 @@ class Pace:
     def distance(self, comm: int) -> int:
         """How many calls ahead a limit is: two rounds as they last, half a second or two steps, one step at least."""
         first, last = self._ends(comm)
-        busiest = max((self._rate(comm, a, b) for a, b in zip(self._samples, list(self._samples)[1:])), default=0.0)
+        busiest = max((self._rate(comm, a, b) for a, b in pairwise(self._samples)), default=0.0)
         if not busiest:
             return _RESTING
         a_step = self.calls_a_step(comm)

@@ -15,7 +15,6 @@ from ....traces.reasons import RowRefused
 from ....traces.records import RECORD_BYTES, TABLE_VERSION
 from .build import LIBRARY, PluginBuildError, named, plugin_path, takes_no_path
 
-
 #: Of an emulated job: processes of a communicator, by id. Each of them stands for several ranks of the cluster.
 PROCESSES: dict[int, int] = {}
 
@@ -91,7 +90,7 @@ class Plugin:
         return _accepted(self._activate(message, len(message)))
 
     def stage(self, message: bytes) -> int:
-        """Check a table message and lay it ready for :meth:`switch`; its generation. Raises ValueError as `activate`."""
+        """Check a table message and lay it ready for :meth:`switch`; its generation. Raises ValueError."""
         return _accepted(self._stage(message, len(message)))
 
     def comms(self) -> dict[int, CommView]:
@@ -120,8 +119,9 @@ class Plugin:
         return int(self._waiting())
 
     def ended(self) -> int:
-        """A step has ended: generation of the table of the last switch if no call of it was answered by another, else of
-        that other one. Once a step.
+        """A step has ended: generation of the table of the last switch if no call was answered by another, else of that.
+
+        Once a step.
         """
         return int(self._ended())
 

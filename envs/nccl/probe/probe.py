@@ -1,4 +1,4 @@
-"""The probe in the job: sees each optimizer step end, says how long it took, and starts this rank's part in the agreement.
+"""The probe in the job: sees each optimizer step end, says how long it took, and starts its rank's agreement.
 
 It hangs on PyTorch's hook after every optimizer step; steps.py says which of them end a step of the job. It never
 raises into the job, and loads the plugin when the job trains, not at import: at the first step, or the first backward
