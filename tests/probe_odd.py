@@ -9,23 +9,6 @@ from collections.abc import Callable
 from probe_ranks import adam, batch, ddp, model, plain
 
 
-def broken_network(torch, dist) -> Callable[[int], float]:
-    """In step 7 the probe of one rank loses its connections; the job's own group is sound."""
-    inner = plain(torch, dist)
-
-    def step(i: int) -> float:
-        from dynamiccl.envs.nccl.probe import probe
-
-        if i == 7 and dist.get_rank() == int(os.environ["VICTIM"]):
-            while not (peers := list(getattr(probe._probe._agreement._tree, "_by_fd", {}).values())):
-                time.sleep(0.01)  # the tree is made in the background
-            for peer in peers:
-                peer.sock.shutdown(2)
-        return inner(i)
-
-    return step
-
-
 def probe_breaks(torch, dist) -> Callable[[int], float]:
     """In step 7 something in the probe of one rank fails."""
     inner = plain(torch, dist)
@@ -34,7 +17,7 @@ def probe_breaks(torch, dist) -> Callable[[int], float]:
         from dynamiccl.envs.nccl.probe import probe
 
         if i == 7 and dist.get_rank() == int(os.environ["VICTIM"]):
-            probe._probe._pass = None
+            probe._probe._step_ended = None
         return inner(i)
 
     return step
@@ -176,8 +159,8 @@ def leaves_early(torch, dist) -> Callable[[int], float]:
 
 
 def cannot_speak(torch, dist) -> Callable[[int], float]:
-    """Standard error is closed, then the network of the probe breaks, which it would tell."""
-    inner = broken_network(torch, dist)
+    """Standard error is closed, then the probe breaks, which it would tell."""
+    inner = probe_breaks(torch, dist)
 
     def step(i: int) -> float:
         if i == 5:
@@ -222,7 +205,6 @@ def uneven(torch, dist) -> Callable[[int], float]:
 
 
 ODD_LOOPS = {
-    "broken network": broken_network,
     "one rank steps": one_rank_steps,
     "probe breaks": probe_breaks,
     "dies once": dies_once,

@@ -36,18 +36,13 @@ def job(names: list[str]) -> None:
         step = loop(torch, dist)
         for i in range(STEPS):
             time.sleep(jitter.random() * float(os.environ.get("JITTER_S", "0")))
-            generations.append(generation())
-            collective()
+            generations.append(collective())
             losses.append(step(i))
         said["losses"][name], said["generations"][name] = losses, generations
     if "DYNAMICCL_RUN" in os.environ:
         from dynamiccl.envs.nccl.probe import probe
 
-        said["held_ms"] = 1e3 * probe._probe.held_s
         said["stopped"] = getattr(probe._probe._agreement, "stopped", None)
-        if "DEBUG" in os.environ:
-            a = probe._probe._agreement
-            print(vars(a), vars(a.desk), vars(probe._probe._steps), vars(probe._probe), file=sys.stderr)
     sys.stdout.write(
         json.dumps(said) + "\n"
     )  # in one piece: print writes the end of the line apart, and ranks share it
@@ -57,14 +52,13 @@ def job(names: list[str]) -> None:
         time.sleep(0.1)  # gloo's threads give up their last tensors; where Python has ended meanwhile they abort
 
 
-def until_tables_change(torch, dist, collective: Callable[[], None]) -> int:
+def until_tables_change(torch, dist, collective: Callable[[], int]) -> int:
     """Steps of a loop of its own until the ranks have changed tables once, however slow the machine; how many."""
     step, n_ranks = plain(torch, dist), dist.get_world_size() if dist.is_initialized() else 1
     for n in range(1, 3001):
-        collective()
+        changed = torch.tensor(float(collective() > 0))
         step(0)
         time.sleep(0.02)
-        changed = torch.tensor(float(generation() > 0))
         if dist.is_initialized():
             dist.all_reduce(changed)
         if changed == n_ranks:
@@ -72,10 +66,13 @@ def until_tables_change(torch, dist, collective: Callable[[], None]) -> int:
     raise TimeoutError("no table has changed in a minute")
 
 
-def nccl(rank: int) -> Callable[[], None]:
-    """One collective of an NCCL that has loaded the plugin, without the bytes: asked about, and enqueued."""
+def nccl(rank: int) -> Callable[[], int]:
+    """Eight collectives of an NCCL that has loaded the plugin, without the bytes: asked about, and enqueued.
+
+    Returns the channels that the last was answered with, by which the tables of these tests are known; 0: no table.
+    """
     if "DYNAMICCL_RUN" not in os.environ or rank == int(os.environ.get("NO_TUNER", "-1")):
-        return lambda: None
+        return lambda: 0
     import numpy as np
     from dynamiccl.envs.nccl.plugin.build import plugin_path
     from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
@@ -85,20 +82,13 @@ def nccl(rank: int) -> Callable[[], None]:
     comm = Communicator(plugin_path(), 77, n_ranks, 1, rank, release)
     cost = np.full((7, 3), 10, np.float32)
 
-    def collective() -> None:
-        comm.get_coll_info("all_gather", 4096, cost.copy())
-        comm.stop(comm.start_coll("all_gather", 1, 4096 // n_ranks, "int8", 1, 16, "ring", "ll"))
+    def collective() -> int:
+        for _ in range(8):
+            channels = comm.get_coll_info("all_gather", 4096, cost.copy())
+            comm.stop(comm.start_coll("all_gather", 1, 4096 // n_ranks, "int8", 1, 16, "ring", "ll"))
+        return channels
 
     return collective
-
-
-def generation() -> int:
-    """Generation of the active table in this process."""
-    if "DYNAMICCL_RUN" not in os.environ:
-        return 0
-    from dynamiccl.envs.nccl.plugin.bindings import Plugin
-
-    return Plugin.load().generation
 
 
 def model(torch):
