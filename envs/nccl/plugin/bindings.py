@@ -119,7 +119,7 @@ class Plugin:
         return int(self._waiting())
 
     def ended(self) -> int:
-        """A step has ended: generation of the table of the last switch if no call was answered by another, else of that.
+        """A step has ended: generation of the table of the last switch if it answered every call, else of another.
 
         Once a step.
         """
