@@ -1,42 +1,202 @@
-"""The boundary of a step: a table is checked and copied beside the job, and becomes active in one call."""
+"""Tables change at a call: a staged one holds from a collective of a communicator until another, and not before."""
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import plugin_path
 from dynamiccl.envs.nccl.shm import encode_table
-from dynamiccl.traces.records import Table
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
+from dynamiccl.traces.records import Decision, Rule, Table
+from test_plugin import MB, fixed, offer
 
 
 @pytest.fixture
-def plugin(tmp_path):
-    """A copy of the plugin, with globals of its own."""
+def plugin(tmp_path, monkeypatch):
+    """A copy of the plugin, with globals of its own, in a run without a ring: collectives are counted."""
+    monkeypatch.setenv("DYNAMICCL_RUN", str(tmp_path / "of another node"))
     copy = tmp_path / "plugin.so"
     shutil.copy(plugin_path(), copy)
     return Plugin.load(copy)
 
 
-def test_a_staged_table_changes_nothing_until_it_is_flipped(plugin):
-    plugin.activate(encode_table(Table(3)))
-    assert plugin.stage(encode_table(Table(4))) == 4 and plugin.generation == 3
-    assert plugin.stage(encode_table(Table(5))) == 5 and plugin.generation == 3  # takes the other's place
+@pytest.fixture
+def join(plugin):
+    """Makes communicators on that plugin."""
+    made = []
+
+    def one(comm_id: int = 7, release: str = "2.29.7") -> Communicator:
+        made.append(Communicator(plugin.path, comm_id, 8, 1, 0, release))
+        return made[-1]
+
+    yield one
+    plugin.lift(0)
+    for comm in made:
+        comm.finalize()
+
+
+def message(n_channels: int) -> bytes:
+    """A table whose generation is the number of channels that it answers with."""
+    return encode_table(Table(n_channels, (Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "simple", n_channels)),)))
+
+
+def call(comm: Communicator, func: str = "all_gather", n_bytes: int = MB) -> int:
+    """One collective; the channels that it was answered with: the generation of the table that answered, 0 = none."""
+    n_channels = comm.get_coll_info(func, n_bytes, offer(ring_ll=10, ring_simple=30))
+    comm.stop(comm.start_coll(func, 0, n_bytes // 8 // 4, "float32", 1, 16, "ring", "ll"))
+    return n_channels
+
+
+def calls(comm: Communicator, n: int) -> list[int]:
+    return [call(comm) for _ in range(n)]
+
+
+def test_a_staged_table_holds_nothing_until_a_switch(plugin, join):
+    comm = join()
+    plugin.activate(message(3))
+    assert plugin.stage(message(4)) == 4 and call(comm) == 3
+    assert plugin.stage(message(5)) == 5 and call(comm) == 3  # takes the other's place
     with pytest.raises(ValueError, match="refuses"):
         plugin.stage(b"no table")
-    assert plugin.boundary(None, 1, flip=True) == 5 == plugin.generation
-    with pytest.raises(ValueError, match="refuses"):
-        plugin.flip()  # nothing is staged any more
-    with pytest.raises(ValueError, match="refuses"):  # said, where it was dropped: this rank alone did not switch
-        plugin.boundary(None, 2, flip=True)
-    assert plugin.generation == 5
-    plugin.stage(encode_table(Table(6)))
-    plugin.activate(encode_table(Table(7)))
-    with pytest.raises(ValueError, match="refuses"):
-        plugin.flip()
-    assert plugin.generation == 7
+    plugin.switch(7, 2, 0)
+    assert call(comm) == 5
+    plugin.stage(message(6))
+    plugin.activate(message(9))  # drops it
+    plugin.switch(7, 3, 0)
+    assert call(comm) == 5 and fixed(plugin) == 9
+    assert call(join(8)) == 9, "where nothing was agreed"
+
+
+def test_a_trial_holds_from_one_collective_until_another_then_what_was_there_to_stay(plugin, join):
+    comm, other = join(), join(8)
+    plugin.activate(message(1))
+    plugin.stage(message(2))
+    plugin.switch(7, 2, 5)
+    assert calls(comm, 7) == [1, 1, 2, 2, 2, 1, 1]
+    assert calls(other, 7) == [1] * 7
+    plugin.stage(message(3))
+    plugin.switch(7, 8, 0)
+    plugin.stage(message(4))
+    plugin.switch(7, 10, 12)
+    assert calls(comm, 7) == [1, 3, 3, 4, 4, 3, 3]
+
+
+def test_a_later_switch_cuts_a_trial_short(plugin, join):
+    comm = join()
+    for generation, since, until in ((1, 1, 100), (2, 3, 5), (3, 6, 0)):
+        plugin.stage(message(generation))
+        plugin.switch(7, since, until)
+    assert calls(comm, 8) == [0, 1, 1, 2, 2, 0, 3, 3]
+
+
+def test_memory_for_switches_is_used_again(plugin, join):
+    """Before each the count is past the last one, as in rounds."""
+    comm, said = join(), []
+    for generation in range(1, 65):
+        assert plugin.stage(message(generation)) == generation
+        limit = plugin.limit(7, 2)
+        assert limit == 3 * generation - 1
+        plugin.switch(7, limit, limit + 1)
+        plugin.lift(generation)
+        said += calls(comm, 3)
+    assert said == list(itertools.chain.from_iterable((0, 0, g) for g in range(1, 65)))
+
+
+def held(plugin: Plugin) -> None:
+    deadline = time.monotonic() + 10
+    while not plugin.waiting:
+        assert time.monotonic() < deadline, "no thread waits at the limit"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("generation", [0, 2])
+def test_a_question_at_the_limit_waits_until_lifted(plugin, join, generation):
+    """With a decision it is then answered by the new table, which so holds from exactly that collective on."""
+    comm, said = join(), []
+    plugin.activate(message(1))
+    plugin.stage(message(2))
+    assert calls(comm, 3) == [1] * 3
+    assert plugin.limit(7, 2) == 5 and plugin.waiting == 0
+    thread = threading.Thread(target=lambda: said.extend(calls(comm, 4)))
+    thread.start()
+    held(plugin)
+    time.sleep(0.05)
+    assert plugin.waiting == 1 and plugin.comms()[7].made == 5
+    assert call(join(8)) == 1, "a communicator that came later has no limit"
+    if generation:
+        plugin.switch(7, 5, 0)
+    plugin.lift(generation)
+    thread.join(10)
+    assert not thread.is_alive() and plugin.waiting == 0
+    assert said == [1, 1, *[generation or 1] * 2]
+
+
+def test_limits_are_not_before_the_last_switch_and_are_refused_where_switches_would_be_forgotten(plugin, join):
+    comm = join()
+    assert plugin.limit(99, 5) == 0, "no such communicator"
+    for generation, since in ((1, 10), (2, 20), (3, 30)):
+        assert plugin.limit(7, 5) == max(5, since - 10), "where the last switch is"
+        plugin.lift(0)
+        plugin.stage(message(generation))
+        plugin.switch(7, since, 0)
+    assert plugin.limit(7, 5) == 0, "its last switches are all ahead of it"
+    assert calls(comm, 20) == [0] * 10 + [1] * 10
+    assert plugin.limit(7, 5) == 30 and plugin.limit(7, 15) == 35
+    plugin.lift(0)
+    comm.finalize()
+    assert plugin.limit(7, 5) == 0 and plugin.comms() == {}
+    join()
+    assert plugin.limit(7, 5) == 5, "another communicator of that id has no switches"
+
+
+def test_a_step_is_told_by_the_table_that_answered_it(plugin, join):
+    one, two, out = join(1), join(2), join(3)
+    plugin.activate(message(3))
+    call(one)
+    assert plugin.ended() == 3 == plugin.ended()
+    plugin.stage(message(4))
+    plugin.switch(1, 1, 3)
+    plugin.switch(2, 1, 2)
+    plugin.lift(4)
+    said = []
+    for comms in ([one, two], [one, out], [two], [two, one], [one], []):
+        for comm in comms:
+            call(comm)
+        said.append(plugin.ended())
+    # A whole step of 4 with one that was left out; but two's first call is below its switch, and trials end.
+    assert said == [3, 4, 4, 3, 3, 4]
+
+
+@pytest.mark.parametrize("release", ["2.27.7", "2.29.7", "2.32.3"])
+def test_ranks_that_issue_the_same_have_the_same_marks(plugin, join, release):
+    """Communicators with ids of their own stand for ranks. Sends and captured calls do not count."""
+    same, also, other, swapped = (join(i, release) for i in range(1, 5))
+
+    def issue(comm: Communicator, n: int) -> None:
+        call(comm, ("all_gather", "reduce_scatter", "all_reduce")[n % 3], MB << n % 5)
+
+    for n in range(200):
+        for comm in (same, also):
+            issue(comm, n)
+        issue(other, n if n != 100 else 101)
+        issue(swapped, {40: 41, 41: 40}.get(n, n))
+        also.start_coll("send_recv", 9, 10, 4, 1, 16, "ring", "ll")
+    views = plugin.comms()
+    assert {i: (v.n_ranks, v.n_nodes, v.made) for i, v in views.items()} == {i: (8, 1, 200) for i in range(1, 5)}
+    marks = [views[i].marks for i in range(1, 5)]
+    assert set(marks[0]) == {16, 32, 48, 64, 128, 192} and marks[0] == marks[1]
+    assert len(set(marks[0].values())) == 6
+    assert {at for at in marks[0] if marks[2][at] == marks[0][at]} == {16, 32, 48, 64}
+    assert {at for at in marks[0] if marks[3][at] == marks[0][at]} == {16, 32}
+    for n in range(3000):
+        issue(same, n)
+    assert sorted(plugin.comms()[1].marks) == [64 * n for n in range(50 - 15, 51)]
 
 
 @pytest.mark.slow

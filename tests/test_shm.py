@@ -14,7 +14,7 @@ from dynamiccl.envs.nccl import rings
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import plugin_path
 from dynamiccl.envs.nccl.rings import Ring
-from dynamiccl.envs.nccl.shm import RunFolder, decode_table, encode_table
+from dynamiccl.envs.nccl.shm import RunFolder, decode_table, encode_table, trial_steps_of
 from dynamiccl.traces.records import COLL, RECORD_BYTES, Decision, Rule, Table
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -52,9 +52,9 @@ def numbers(records: np.ndarray) -> list[int]:
     return [int(n) for n in records["comm_id"]]
 
 
-def table_of(generation: int, n: int = 3) -> Table:
+def table_of(generation: int, n: int = 3, trial_steps: int = 0) -> Table:
     rules = [Rule(0, 0, "all_gather", i * 10, i * 10 + 9, Decision("ring", "ll", 1 + i % 64)) for i in range(n)]
-    return Table(generation, tuple(rules))
+    return Table(generation, tuple(rules), trial_steps)
 
 
 # -- rings ---------------------------------------------------------------------------------------------------------
@@ -259,12 +259,12 @@ def test_hostile_rings_never_break_the_reader(folder, noise, head, keep_header):
 
 def test_table_there_and_back(folder):
     assert folder.table.read() is None
-    for generation, n in ((1, 3), (2, 126), (3, 0)):
-        table = table_of(generation, n)
+    for generation, n, trial_steps in ((1, 3, 0), (2, 126, 40), (3, 0, 2**32 - 1)):
+        table = table_of(generation, n, trial_steps)
         folder.table.publish(table)
         found, message = folder.table.read()
         assert (found, message) == (generation, encode_table(table))
-        assert decode_table(message) == table
+        assert decode_table(message) == table and trial_steps_of(message) == trial_steps
     with pytest.raises(ValueError, match="at most 126"):
         folder.table.publish(table_of(4, 127))
     assert folder.table.read()[0] == 3
