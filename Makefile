@@ -29,7 +29,7 @@ test-timing: setup $(VENV)/frameworks
 # network namespaces (these need root: without it they are skipped and say so).
 test-all: setup $(VENV)/frameworks
 	@echo "1/3 every state of the protocol"
-	$(BIN)/python tests/protocol_explore.py
+	$(BIN)/python tests/protocol_model.py
 	@echo "2/3 soaks of ten minutes, a rank frozen for a minute"
 	SOAK_S=600 FROZEN_S=60 $(BIN)/python -m pytest -v tests/test_event_path.py tests/test_agreement.py
 	@echo "3/3 all other tests"
@@ -66,7 +66,7 @@ gpu-check: setup
 
 # Every state of the protocol by which the ranks change tables, with every kind of bad luck; many hours.
 model-check: setup
-	$(BIN)/python tests/protocol_explore.py
+	$(BIN)/python tests/protocol_model.py
 
 setup: $(VENV)/ready
 
