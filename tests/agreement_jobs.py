@@ -164,7 +164,7 @@ def uneven_collectives(folder: RunFolder) -> Found:
     """Rank 1 enqueues other collectives on communicator 8: NCCL would hang sooner or later."""
 
     def program(rank: LightRank) -> None:
-        for i in range(250):
+        for i in range(500):
             rank.call(8, 2, 1 << (21 if rank.rank == 1 and i == 40 else 20))
             rank.step(i, 4, 0.01)
 

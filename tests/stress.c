@@ -1,11 +1,12 @@
 // Random jobs against the plugin: `stress JOBS SEED RUN_FOLDER [late]`. Compiled together with the plugin's
 // sources, so that the sanitizers see both.
 //
-// A job has eight ranks, spread over processes and threads. All ranks draw the same script from the job's
-// seed: which communicators there are, what is called on them, when the table changes, when a communicator is
-// made anew. Each rank calls as some release does, with delays of its own. The first rank to make a call
-// leaves its choice in shared memory, the others compare: a difference would be a hang in real life. Some
-// jobs lose a process by SIGKILL.
+// A job has eight ranks, each a process with two threads that issue collectives, each on communicators of its
+// own, and a third that agrees with those of the other ranks about tables: a round of limits, votes and one
+// decision by compare-and-set, in shared memory. All ranks draw the calls of a communicator from the job's
+// seed, and make them as some release does, with delays of their own. The first rank to make a call leaves
+// its choice in shared memory, the others compare: a difference would be a hang in real life. Some jobs lose
+// a process by SIGKILL. With `late` the last rank does not wait at its limit, and has to be found out.
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
@@ -19,7 +20,10 @@
 
 #include "plugin.h"
 
-enum { N_RANKS = 8, N_COMMS = 4, N_STEPS = 12, MAX_CALLS = 24, MAX_ROWS = 60 };
+enum { N_RANKS = 8, N_COMMS = 4, N_MADE = 2, N_CALLS = 200, N_ROUNDS = 40, MAX_ROWS = 60 };
+enum { N_GROUPS = N_COMMS * N_RANKS * N_MADE, MARKS = N_CALLS / 16 };
+enum { OPEN, COMMITTED, ABORTED };
+#define NO_VOTE (-1)
 
 extern const struct nccl_tuner_v3 ncclTunerPlugin_v3;
 extern const struct nccl_tuner_v4 ncclTunerPlugin_v4;
@@ -28,25 +32,41 @@ extern struct nccl_tuner_v6 ncclTunerPlugin_v6;
 extern const struct nccl_profiler_v4 ncclProfiler_v4;
 extern const struct nccl_profiler_v5 ncclProfiler_v5, ncclProfiler_v6;
 
+// A round: what each rank says of each communicator, and what was decided.
+struct round {
+  _Atomic bool is_begun;
+  _Atomic int64_t votes[N_GROUPS][N_RANKS];  // the limit, NO_VOTE without one
+  _Atomic int n_votes;
+  _Atomic int decision;
+  _Atomic uint64_t from[N_GROUPS], until[N_GROUPS];  // from 0: left out
+};
+
 // What all processes of a job share: the choices made so far and what went wrong.
 struct shared {
-  _Atomic uint32_t choice[N_COMMS * N_RANKS][N_STEPS * MAX_CALLS];
-  _Atomic uint64_t n_calls, n_forced, n_disagreements, n_outside, n_failures;
+  _Atomic uint32_t choice[N_GROUPS][N_CALLS];
+  _Atomic uint64_t marks[N_GROUPS][MARKS];
+  struct round rounds[N_ROUNDS];
+  _Atomic uint64_t n_calls, n_forced, n_switches, n_disagreements, n_outside, n_failures;
 };
 static struct shared* shared;
 static bool late;
 
-struct job {
-  uint64_t seed;
-  int n_threads;        // ranks of one process
-  int tuner_version;    // 3 to 6
-  bool takes_negative;  // as 2.31 on: the smallest number is chosen, whatever its sign
-  pthread_barrier_t at_step;
+struct comm {
+  uint64_t id;
+  int group, size;
+  void *tuner, *profiler;
 };
 
-struct rank {
-  struct job* job;
-  int rank;
+struct job {
+  uint64_t seed;
+  int rank;             // of this process
+  int tuner_version;    // 3 to 6
+  bool takes_negative;  // as 2.31 on: the smallest number is chosen, whatever its sign
+};
+
+struct thread {
+  const struct job* job;
+  int first, last;  // its communicators
 };
 
 static uint64_t mix(uint64_t x) {
@@ -93,10 +113,10 @@ static uint32_t zlib_crc32(uint32_t crc, const uint8_t* p, size_t n) {
   return ~crc;
 }
 
-// The table of a step: rows for all communicators and for each class of them, in the order that the plugin
+// The table of a round: rows for all communicators and for each class of them, in the order that the plugin
 // wants.
-static size_t make_table(const struct job* job, int step, uint8_t* message) {
-  uint64_t state = mix(job->seed + 77 * (uint64_t)step);
+static size_t make_table(const struct job* job, int round, uint8_t* message) {
+  uint64_t state = mix(job->seed + 77 * (uint64_t)round);
   static const uint32_t classes[][2] = {{0, 0}, {2, 1}, {4, 1}, {N_RANKS, 1}, {N_RANKS, 2}};
   struct dccl_rule* rows = (struct dccl_rule*)(message + sizeof(struct dccl_table_head));
   uint32_t n = 0;
@@ -122,7 +142,7 @@ static size_t make_table(const struct job* job, int step, uint8_t* message) {
   struct dccl_table_head head = {.magic = DCCL_TABLE_MAGIC,
                                  .version = DCCL_TABLE_VERSION,
                                  .n_rows = n,
-                                 .generation = (uint32_t)step + 1};
+                                 .generation = (uint32_t)round + 1};
   const size_t size = sizeof head + n * sizeof *rows;
   memcpy(message, &head, sizeof head);
   head.crc = zlib_crc32(0, message, size);
@@ -243,25 +263,21 @@ static void report(const struct job* job, void* context, int rank, int func, siz
 
 // ---- a rank ----
 
-struct comm {
-  void *tuner, *profiler;
-};
-
 static int mask;  // NCCL's event mask: one a process
+static _Atomic bool ended;
 
-static void make(const struct job* job, struct comm* comm, int c, int rank, int made) {
-  const uint64_t id = comm_id(job, c, rank, made);
-  const int size = size_of(c), nodes = nodes_of(c);
+static struct comm make(const struct job* job, int c, int made) {
+  const int size = size_of(c), nodes = nodes_of(c), rank = job->rank;
+  const int group = (c * N_RANKS + group_of(c, rank)) * N_MADE + made;
+  struct comm comm = {.id = comm_id(job, c, rank, made), .group = group, .size = size};
   if (job->tuner_version < 5) {
-    ncclProfiler_v4.init(&comm->profiler, &mask, "stress", id, nodes, size, rank % size, NULL);
+    ncclProfiler_v4.init(&comm.profiler, &mask, "stress", comm.id, nodes, size, rank % size, NULL);
+    ncclTunerPlugin_v3.init((size_t)size, (size_t)nodes, NULL, &comm.tuner);
   } else {
-    ncclProfiler_v5.init(&comm->profiler, id, &mask, "stress", nodes, size, rank % size, NULL);
+    ncclProfiler_v5.init(&comm.profiler, comm.id, &mask, "stress", nodes, size, rank % size, NULL);
+    ncclTunerPlugin_v6.init(&comm.tuner, comm.id, (size_t)size, (size_t)nodes, NULL, NULL, NULL);
   }
-  if (job->tuner_version < 5) {
-    ncclTunerPlugin_v3.init((size_t)size, (size_t)nodes, NULL, &comm->tuner);
-  } else {
-    ncclTunerPlugin_v6.init(&comm->tuner, id, (size_t)size, (size_t)nodes, NULL, NULL, NULL);
-  }
+  return comm;
 }
 
 static void destroy(struct comm* comm) {
@@ -269,88 +285,172 @@ static void destroy(struct comm* comm) {
   ncclProfiler_v5.finalize(comm->profiler);
 }
 
-static void* run_rank(void* argument) {
-  const struct rank* self = argument;
-  struct job* job = self->job;
-  const int rank = self->rank;
-  struct comm comms[N_COMMS];
-  for (int c = 0; c < N_COMMS; c++) make(job, &comms[c], c, rank, 0);
-  uint64_t own = mix(job->seed ^ (uint64_t)rank << 32);  // delays and probes: this rank's alone
-  for (int step = 0; step < N_STEPS; step++) {
-    // The boundary: the table is one for the process, so its ranks meet; processes do not wait for each
-    // other.
-    pthread_barrier_wait(&job->at_step);
-    const int due = late && rank + job->n_threads >= N_RANKS && step ? step - 1 : step;
-    uint8_t message[sizeof(struct dccl_table_head) + MAX_ROWS * sizeof(struct dccl_rule)];
-    const size_t size = make_table(job, due, message);
-    if (rank % job->n_threads == 0) {
-      if (dynamiccl_activate(message, size) != due + 1) atomic_fetch_add(&shared->n_failures, 1);
-      dynamiccl_boundary(&(struct dccl_record){.step = (uint32_t)step}, (uint32_t)step + 1, step % 2, 0);
-    }
-    pthread_barrier_wait(&job->at_step);
-    if (step == N_STEPS / 2) {
-      for (int c = 1; c < N_COMMS; c++) {
-        destroy(&comms[c]);
-        make(job, &comms[c], c, rank, 1);
+// One collective, number `at` of its communicator, with what else NCCL may ask before it.
+static void call(const struct job* job, const struct comm* comm, int at, uint64_t r) {
+  uint64_t script = mix(job->seed ^ (uint64_t)(comm->group * N_CALLS + at));
+  const int func = FUNC_ALL_GATHER + (int)(draw(&script) % 2);
+  const size_t n_bytes = message_size(&script);
+  if (r % 4 == 0) ask_aside(job, comm->tuner, func, n_bytes, r);
+  if (r % 16 == 0) sched_yield();
+  if (r % 8 == 1) usleep((useconds_t)(r >> 20) % 500);
+  check_call(job, comm->group, at, comm->tuner, func, n_bytes, draw(&script), (int)(r >> 40 & 1));
+  report(job, comm->profiler, job->rank, func, n_bytes, (uint64_t)at);
+}
+
+static void* issue(void* argument) {
+  const struct thread* self = argument;
+  const struct job* job = self->job;
+  uint64_t own =
+      mix(job->seed ^ (uint64_t)(job->rank * N_COMMS + self->first + 1) << 32);  // this thread's alone
+  for (int made = 0; made < N_MADE; made++) {
+    struct comm comms[N_COMMS];
+    for (int c = self->first; c < self->last; c++) comms[c] = make(job, c, made);
+    for (int at = 0; at < N_CALLS; at++) {
+      for (int c = self->first; c < self->last; c++) call(job, &comms[c], at, draw(&own));
+      if (self->first == 0 && at % 10 == 9) {
+        dynamiccl_boundary(&(struct dccl_record){.step = (uint32_t)at}, (uint32_t)at + 1, at % 20 > 9);
+        dynamiccl_ended();
       }
     }
-    uint64_t script = mix(job->seed + 1000 * (uint64_t)step);
-    const int n_calls = 1 + (int)(draw(&script) % MAX_CALLS);
-    for (int i = 0; i < n_calls; i++) {
-      const int c = (int)(draw(&script) % N_COMMS), func = FUNC_ALL_GATHER + (int)(draw(&script) % 2);
-      const size_t n_bytes = message_size(&script);
-      const uint64_t key = draw(&script) ^ comm_id(job, c, rank, 0), r = draw(&own);
-      if (r % 4 == 0) ask_aside(job, comms[c].tuner, func, n_bytes, r);
-      if (r % 16 == 0) sched_yield();
-      if (r % 8 == 1) dynamiccl_activate(message, size);  // the same again, while other threads ask
-      if (r % 256 == 0) usleep((useconds_t)(r >> 20) % 500);
-      check_call(job, c * N_RANKS + group_of(c, rank), step * MAX_CALLS + i, comms[c].tuner, func, n_bytes,
-                 key, (int)(r >> 40 & 1));
-      report(job, comms[c].profiler, rank, func, n_bytes, (uint64_t)i);
-    }
+    for (int c = self->first; c < self->last; c++) destroy(&comms[c]);
   }
-  for (int c = 0; c < N_COMMS; c++) destroy(&comms[c]);
   return NULL;
 }
 
-static void run_process(struct job* job, int first_rank) {
-  pthread_barrier_init(&job->at_step, NULL, (unsigned)job->n_threads);
-  struct rank ranks[N_RANKS];
-  pthread_t threads[N_RANKS];
-  for (int t = 0; t < job->n_threads; t++) {
-    ranks[t] = (struct rank){job, first_rank + t};
-    if (pthread_create(&threads[t], NULL, run_rank, &ranks[t])) abort();
+// ---- a rank's side of a round ----
+
+static int group_named(const struct job* job, uint64_t id) {
+  for (int c = 0; c < N_COMMS; c++) {
+    for (int made = 0; made < N_MADE; made++) {
+      if (comm_id(job, c, job->rank, made) == id)
+        return (c * N_RANKS + group_of(c, job->rank)) * N_MADE + made;
+    }
   }
-  for (int t = 0; t < job->n_threads; t++) pthread_join(threads[t], NULL);
-  pthread_barrier_destroy(&job->at_step);
+  return -1;
+}
+
+static void check_marks(const struct dccl_comm_view* view, int group) {
+  for (int m = 0; m < DCCL_MARKS; m++) {
+    const uint64_t at = view->marks[m].at / 16, mine = view->marks[m].hash;
+    uint64_t theirs = 0;
+    if (at == 0 || at >= MARKS) continue;
+    if (!atomic_compare_exchange_strong(&shared->marks[group][at], &theirs, mine) && theirs != mine)
+      atomic_fetch_add(&shared->n_disagreements, 1);
+  }
+}
+
+static void vote(const struct job* job, struct round* round, uint64_t* own) {
+  struct dccl_comm_view views[2 * N_COMMS];
+  const uint32_t n = dynamiccl_comms(views, 2 * N_COMMS);
+  for (uint32_t i = 0; i < n && i < 2 * N_COMMS; i++) {
+    const int group = group_named(job, views[i].comm_id);
+    check_marks(&views[i], group);
+    const int64_t limit = dynamiccl_limit(views[i].comm_id, 1 + draw(own) % 20);
+    if (limit > 0) atomic_store(&round->votes[group][job->rank], limit);
+  }
+  if (late && job->rank == N_RANKS - 1) dynamiccl_lift(0);
+  atomic_fetch_add(&round->n_votes, 1);
+}
+
+static void decide(struct round* round, uint64_t* own) {
+  for (int group = 0; group < N_GROUPS; group++) {
+    const int c = group / N_MADE / N_RANKS, first = group / N_MADE % N_RANKS * size_of(c);
+    uint64_t from = 0;
+    for (int r = first; r < first + size_of(c) && r < N_RANKS; r++) {
+      const int64_t limit = atomic_load(&round->votes[group][r]);
+      if (limit == NO_VOTE) {
+        from = 0;
+        break;
+      }
+      if ((uint64_t)limit > from) from = (uint64_t)limit;
+    }
+    atomic_store(&round->from[group], from);
+    atomic_store(&round->until[group], draw(own) % 3 ? from + 1 + draw(own) % 30 : 0);
+  }
+  int open = OPEN;
+  atomic_compare_exchange_strong(&round->decision, &open, COMMITTED);
+}
+
+static void act(const struct job* job, const struct round* round, int number) {
+  for (int c = 0; c < N_COMMS && atomic_load(&round->decision) == COMMITTED; c++) {
+    for (int made = 0; made < N_MADE; made++) {
+      const int group = (c * N_RANKS + group_of(c, job->rank)) * N_MADE + made;
+      const uint64_t from = atomic_load(&round->from[group]), until = atomic_load(&round->until[group]);
+      if (from == 0) continue;
+      // Refused where this rank has ended with the communicator: it made all its calls below the limit.
+      if (dynamiccl_switch(comm_id(job, c, job->rank, made), from, until) == 0)
+        atomic_fetch_add(&shared->n_switches, 1);
+    }
+  }
+  dynamiccl_lift(atomic_load(&round->decision) == COMMITTED ? (uint32_t)number + 1 : 0);
+}
+
+static void* agree(void* argument) {
+  const struct job* job = argument;
+  uint64_t own = mix(job->seed ^ (uint64_t)job->rank << 40);
+  for (int number = 0; number < N_ROUNDS; number++) {
+    struct round* round = &shared->rounds[number];
+    if (job->rank == 0) usleep((useconds_t)(draw(&own) % 1000));
+    if (job->rank == 0) atomic_store(&round->is_begun, true);
+    while (!atomic_load(&round->is_begun)) {
+      if (atomic_load(&ended)) return NULL;
+      sched_yield();
+    }
+    uint8_t message[sizeof(struct dccl_table_head) + MAX_ROWS * sizeof(struct dccl_rule)];
+    if (dynamiccl_stage(message, make_table(job, number, message)) != number + 1)
+      atomic_fetch_add(&shared->n_failures, 1);
+    vote(job, round, &own);
+    // Rank 0 decides with the votes that are there in time; who waits longer gives the round up.
+    for (int waits = 0; atomic_load(&round->decision) == OPEN; waits++) {
+      if (job->rank == 0 && (atomic_load(&round->n_votes) == N_RANKS || waits > 40)) decide(round, &own);
+      int open = OPEN;
+      if (waits > 400) atomic_compare_exchange_strong(&round->decision, &open, ABORTED);
+      usleep(50);
+    }
+    act(job, round, number);
+  }
+  return NULL;
+}
+
+static void run_process(const struct job* job) {
+  pthread_t threads[3];
+  struct thread trains = {job, 0, N_COMMS - 1}, beside = {job, N_COMMS - 1, N_COMMS};
+  if (pthread_create(&threads[0], NULL, issue, &trains) ||
+      pthread_create(&threads[1], NULL, issue, &beside) ||
+      pthread_create(&threads[2], NULL, agree, (void*)job))
+    abort();
+  for (int t = 0; t < 2; t++) pthread_join(threads[t], NULL);
+  atomic_store(&ended, true);
+  pthread_join(threads[2], NULL);
 }
 
 // 0, or the number of processes that ended otherwise than they should.
 static int run_job(uint64_t seed) {
   uint64_t state = mix(seed);
-  struct job job = {.seed = seed,
-                    .n_threads = 1 << draw(&state) % 4,
-                    .tuner_version = 3 + (int)(draw(&state) % 4),
-                    .takes_negative = draw(&state) % 2};
-  const int n_processes = N_RANKS / job.n_threads;
-  const bool kills = n_processes > 1 && draw(&state) % 5 == 0;
-  const int victim = (int)(draw(&state) % (uint64_t)n_processes);
+  struct job job = {
+      .seed = seed, .tuner_version = 3 + (int)(draw(&state) % 4), .takes_negative = draw(&state) % 2};
+  const bool kills = draw(&state) % 5 == 0;
+  const int victim = (int)(draw(&state) % N_RANKS);
   memset(shared->choice, 0, sizeof shared->choice);
+  memset(shared->marks, 0, sizeof shared->marks);
+  memset(shared->rounds, 0, sizeof shared->rounds);
+  for (int i = 0; i < N_ROUNDS; i++) memset(shared->rounds[i].votes, 0xff, sizeof shared->rounds[i].votes);
   pid_t pids[N_RANKS];
   int bad = 0;
-  for (int p = 0; p < n_processes; p++) {
+  for (int p = 0; p < N_RANKS; p++) {
     pids[p] = fork();
     if (pids[p] < 0) abort();
     if (pids[p] == 0) {
-      run_process(&job, p * job.n_threads);
+      job.rank = p;
+      run_process(&job);
       exit(0);
     }
   }
   if (kills) {
-    usleep((useconds_t)(draw(&state) % 3000));
+    usleep((useconds_t)(draw(&state) % 10000));
     kill(pids[victim], SIGKILL);
   }
-  for (int p = 0; p < n_processes; p++) {
+  for (int p = 0; p < N_RANKS; p++) {
     int status = 0;
     while (waitpid(pids[p], &status, 0) < 0 && errno == EINTR) {
     }
@@ -370,9 +470,11 @@ int main(int argc, char** argv) {
   if (shared == MAP_FAILED) return 2;
   int crashed = 0;
   for (int j = 0; j < n_jobs; j++) crashed += run_job(seed * 1000003 + (uint64_t)j);
-  printf("jobs %d\ncalls %llu\nforced %llu\ndisagreements %llu\noutside %llu\nfailures %llu\ncrashed %d\n",
-         n_jobs, (unsigned long long)shared->n_calls, (unsigned long long)shared->n_forced,
-         (unsigned long long)shared->n_disagreements, (unsigned long long)shared->n_outside,
-         (unsigned long long)shared->n_failures, crashed);
+  printf(
+      "jobs %d\ncalls %llu\nforced %llu\nswitches %llu\ndisagreements %llu\noutside %llu\nfailures "
+      "%llu\ncrashed %d\n",
+      n_jobs, (unsigned long long)shared->n_calls, (unsigned long long)shared->n_forced,
+      (unsigned long long)shared->n_switches, (unsigned long long)shared->n_disagreements,
+      (unsigned long long)shared->n_outside, (unsigned long long)shared->n_failures, crashed);
   return crashed || shared->n_disagreements || shared->n_outside || shared->n_failures;
 }

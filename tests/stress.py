@@ -17,7 +17,7 @@ SANITIZERS = ("none", "address,undefined", "thread")
 
 
 def stress(jobs: int, seed: int = 1, sanitize: str = "none", *, late: bool = False) -> dict[str, int]:
-    """Run ``jobs`` random jobs; what was counted: calls, forced, disagreements, outside, failures, crashed.
+    """Run ``jobs`` random jobs; what was counted: calls, forced, switches, disagreements, outside, failures, crashed.
 
     Raises PluginBuildError, or RuntimeError with the sanitizer's report.
     """

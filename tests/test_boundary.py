@@ -43,7 +43,9 @@ def join(plugin):
 
 def message(n_channels: int) -> bytes:
     """A table whose generation is the number of channels that it answers with."""
-    return encode_table(Table(n_channels, (Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "simple", n_channels)),)))
+    return encode_table(
+        Table(n_channels, (Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "simple", n_channels)),))
+    )
 
 
 def call(comm: Communicator, func: str = "all_gather", n_bytes: int = MB) -> int:
@@ -138,7 +140,7 @@ def test_a_question_at_the_limit_waits_until_lifted(plugin, join, generation):
 
 
 def test_limits_are_not_before_the_last_switch_and_are_refused_where_switches_would_be_forgotten(plugin, join):
-    comm = join()
+    comm = Communicator(plugin.path, 7, 8, 1, 0)
     assert plugin.limit(99, 5) == 0, "no such communicator"
     for generation, since in ((1, 10), (2, 20), (3, 30)):
         assert plugin.limit(7, 5) == max(5, since - 10), "where the last switch is"

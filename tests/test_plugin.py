@@ -266,7 +266,7 @@ def test_what_ran_is_in_the_ring(run, plugin, release):
     got = drained(run)
     assert list(got["kind"]) == [rec.COMM, rec.OFFER, rec.COLL, rec.KERNEL, rec.COLL]
     assert set(got["comm_id"]) == {99} and set(got["step"]) == {17}
-    assert list(got["generation"]) == [0, 5, 5, 5, 5], "of the table that answered last; none before the first question"
+    assert list(got["generation"]) == [0, 0, 5, 5, 5], "of the table that answered last; none before the first question"
     comm_record = got[:1].view(rec.COMM_DTYPE)[0]
     assert (comm_record["rank"], comm_record["n_ranks"], comm_record["n_nodes"]) == (3, 8, 2)
     assert comm_record["name"] == b"dp"

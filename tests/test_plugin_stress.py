@@ -1,4 +1,4 @@
-"""Random jobs of eight ranks, as processes and threads, through every tuner version; the sanitizers watch."""
+"""Random jobs of eight ranks with switches all the time, through every tuner version; the sanitizers watch."""
 
 import pytest
 from fuzz import fuzz
@@ -13,12 +13,12 @@ def test_random_jobs_agree_call_by_call(sanitize):
     jobs = 200 if sanitize == "none" else 30
     counted = stress(jobs, sanitize=sanitize)
     assert {name: counted[name] for name in WRONG} == dict.fromkeys(WRONG, 0)
-    assert counted["jobs"] == jobs and counted["forced"] > 0.2 * counted["calls"]
-    assert counted["calls"] >= (100_000 if sanitize == "none" else 10_000)
+    assert counted["jobs"] == jobs and counted["forced"] > 0.1 * counted["calls"]
+    assert counted["switches"] > 50 * jobs
 
 
-def test_a_process_that_switches_late_is_found_out():
-    assert stress(20, late=True)["disagreements"] > 100
+def test_a_process_that_does_not_wait_at_its_limit_is_found_out():
+    assert stress(20, late=True)["disagreements"] > 20
 
 
 def test_fuzzed_readers_refuse_or_understand():
