@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from dynamiccl.envs.nccl.plugin.build import build_of
+from dynamiccl.envs.nccl.probe.probe import Probe
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.envs.sim.emulated.nccl_caller import Call, Communicator, choose
 from dynamiccl.traces import records as rec
@@ -86,7 +88,7 @@ def test_every_release_tells_of_its_collectives(run, plugin, release):
     assert sorted(got[got["kind"] == rec.COLL]["n_bytes"]) == [8 * 4096, 8 * 4096, 8 * 2**20]
 
 
-@pytest.mark.parametrize("release", RELEASES[3:])
+@pytest.mark.parametrize("release", ["2.27.7", *RELEASES[3:]])
 def test_calls_under_graph_capture_are_left_to_nccl_flagged_and_not_counted(run, plugin, release):
     """A graph would replay a trial for ever; and NCCL tells of replays, not on each rank of all."""
     drained(run)
@@ -96,6 +98,7 @@ def test_calls_under_graph_capture_are_left_to_nccl_flagged_and_not_counted(run,
     obeyed, before = [], plugin.comms()[99].made
     for seq, captured in enumerate([False, True, False, True]):
         cost = offer(ring_ll=10, ring_simple=30)
+        plugin.capture(captured and release == "2.27.7")  # it does not say so itself
         n_channels = comm.get_coll_info("all_gather", 80, cost, captured=captured)
         comm.stop(comm.start_coll("all_gather", seq, 10, 1, 1, 16, "ring", "ll"))
         obeyed.append((n_channels, PROTOS[choose(cost)[1]]))
@@ -105,6 +108,34 @@ def test_calls_under_graph_capture_are_left_to_nccl_flagged_and_not_counted(run,
     assert counted == 2
     got = drained(run)
     assert list(got[got["kind"] == rec.COLL]["flags"] & rec.FLAG_CAPTURED) == [0, 2, 0, 2]
+
+
+@pytest.mark.parametrize(("release", "counted"), [("2.27.7", 0), ("2.29.7", 1)])
+def test_pytorch_says_what_is_captured_where_nccl_does_not(plugin, tmp_path, release, counted):
+    class CUDAGraph:
+        def capture_begin(self, *pool):
+            self.began = pool
+
+        def capture_end(self):
+            self.ended = True
+
+    probe, graph = Probe(str(tmp_path)), CUDAGraph()
+    probe._plugin = plugin
+    probe.watch_captures(SimpleNamespace(cuda=SimpleNamespace(CUDAGraph=CUDAGraph)))
+    comm = Communicator(plugin.path, 99, 8, 1, 0, release)
+
+    def call():
+        comm.get_coll_info("all_gather", 80, offer(ring_ll=10))
+        comm.stop(comm.start_coll("all_gather", 0, 10, 1, 1, 16, "ring", "ll"))
+        return plugin.comms()[99].made
+
+    assert call() == 1
+    graph.capture_begin("a pool")
+    assert call() == 1 + counted
+    graph.capture_end()
+    assert call() == 2 + counted
+    comm.finalize()
+    assert graph.began == ("a pool",) and graph.ended
 
 
 def test_what_2_32_prices_aside_is_nobodys_size(run, plugin):

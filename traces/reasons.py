@@ -128,7 +128,6 @@ class NotAgreeing(Reason):
     LATE_STORE = "a rank came to its limit before the job's store had answered"
     NO_STORE = "rank {rank}: the job's store is gone ({error}); what was to change stays as it is"
     NOT_CONNECTED = "no table changes until the job's store answers ({why})"
-    CAPTURES = "rank {rank} captures CUDA graphs, and NCCL before 2.28 does not say which collectives are in them"
     DESTROYED = "the process group was destroyed"
     FAULT = "rank {rank}: {error}"
 

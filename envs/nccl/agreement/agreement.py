@@ -66,7 +66,6 @@ class Agreement:
         self.stopped = ""  # why no table will change any more
         self._plugin, self._steps, self._versions, self._tell = plugin, steps, versions, tell
         self._store, self._pace, self._end = RoundStore(store, rank), Pace(), threading.Event()
-        self._leaves = False  # this rank has no part in any further change
         self._comms: frozenset[int] = frozenset()  # communicators that rank 0 has heard of
         self._leader = _Leader(n_ranks, published) if rank == 0 else None
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
@@ -232,8 +231,6 @@ class Agreement:
 
     def _limits(self) -> dict[int, CommVote]:
         found: dict[int, CommVote] = {}
-        if self._leaves:
-            return found
         for comm, view in self._plugin.comms().items():
             if view.marks and (limit := self._plugin.limit(comm, self._pace.distance(comm))):
                 size, pace = (view.n_ranks, view.n_nodes), self._pace.calls_a_step(comm)
@@ -250,12 +247,6 @@ class Agreement:
         if self._leader is not None:
             self._say(AgreementState.CLOSED if self._leader.switched else AgreementState.SHUT, why)
         else:
-            self._tell(None, why)
-
-    def leave(self, why: str) -> None:
-        """This rank votes no more: its communicators keep what they have, a trial until its end."""
-        if not self._leaves:
-            self._leaves = True
             self._tell(None, why)
 
     def close(self) -> None:

@@ -59,6 +59,7 @@ class Plugin:
         self._boundary = _typed(quick.dynamiccl_boundary, None, [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_int])
         self._ended = _typed(quick.dynamiccl_ended, ctypes.c_uint32, [])
         self._emit = _typed(quick.dynamiccl_emit, None, [ctypes.c_char_p])
+        self._capture = _typed(quick.dynamiccl_capture, None, [ctypes.c_int])
         self._sample = _typed(quick.dynamiccl_sample, None, [ctypes.c_int])
         self._tuners = _typed(quick.dynamiccl_tuners, ctypes.c_uint32, [])
         self._asked = _typed(quick.dynamiccl_asked, ctypes.c_uint64, [])
@@ -134,6 +135,10 @@ class Plugin:
     def emit(self, record: bytes) -> None:
         """Write one 128-byte record as it is."""
         self._emit(_whole(record))
+
+    def capture(self, on: bool) -> None:
+        """All calls from now on go into a CUDA graph, or not. For NCCL 2.27, which does not say so itself."""
+        self._capture(on)
 
     def sample(self, on: bool) -> None:
         """Kernel times on or off for the collectives enqueued from now on."""

@@ -57,6 +57,7 @@ static struct dccl_calls unseen;       // of a process without a ring
 static _Atomic uint32_t latest;        // generation of the switch that was decided last
 static _Atomic uint64_t first, other;  // answered in this step, and another that did: generation + 1, 0: none
 static _Atomic uint32_t n_waiting;
+static _Atomic bool captures;  // whatever is called now goes into a CUDA graph
 
 _Thread_local struct dccl_comm dccl_last_comm;
 
@@ -263,8 +264,12 @@ void dccl_note_call(struct dccl_seat* seat, bool captured) {
 }
 
 bool dccl_is_captured(const struct dccl_seat* seat) {
-  return seat != NULL && atomic_load_explicit(&seat->is_captured, memory_order_relaxed);
+  return dccl_captures() || (seat != NULL && atomic_load_explicit(&seat->is_captured, memory_order_relaxed));
 }
+
+bool dccl_captures(void) { return atomic_load_explicit(&captures, memory_order_relaxed); }
+
+void dynamiccl_capture(int on) { atomic_store(&captures, on != 0); }
 
 // NCCL prices the collectives of a group together: it asks with the sum of their sizes and then enqueues each
 // with its own. All of a group's questions come before its first collective.

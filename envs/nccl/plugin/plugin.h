@@ -277,6 +277,7 @@ void dccl_note_answer(void);  // the table has had its word
 // Whether the communicator's call under way goes into a CUDA graph.
 void dccl_note_call(struct dccl_seat* seat, bool captured);
 bool dccl_is_captured(const struct dccl_seat* seat);
+bool dccl_captures(void);  // as dynamiccl_capture has said
 // Counts a collective, but not a captured one, of which NCCL tells at replays, and not of each on every rank.
 // The size that NCCL asked about before it: its own, or of the group that it is part of; 0 if it did not ask.
 uint64_t dccl_note_coll(struct dccl_seat* seat, const struct dccl_record* coll, bool captured);
@@ -327,6 +328,8 @@ DCCL_EXPORT uint32_t dynamiccl_ended(void);
 // A step has ended, all in one call: emits `ended`, if given, as a STEP record; later records belong to
 // `next_step`; kernel times as dynamiccl_sample.
 DCCL_EXPORT void dynamiccl_boundary(const struct dccl_record* ended, uint32_t next_step, int sample);
+// All calls from now on go into a CUDA graph (1), or not (0). For NCCL 2.27, which does not say so itself.
+DCCL_EXPORT void dynamiccl_capture(int on);
 // Kernel times on (1) or off (0) for the collectives enqueued from now on.
 DCCL_EXPORT void dynamiccl_sample(int on);
 // What NCCL has done with us in this process: communicators on which it has initialised our tuner, questions

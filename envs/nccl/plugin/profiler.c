@@ -304,7 +304,8 @@ static int init_v6(void** context, uint64_t comm_id, int* mask, const char* comm
 static int start_event_v4(void* context, void** handle, struct nccl_event_v4* e) {
   if (e == NULL) return NCCL_SUCCESS;
   void* theirs = context != NULL ? dccl_next_start_v4(((struct profiler*)context)->next, e) : NULL;
-  void* ours = e->type == EVENT_GROUP ? token(OF_GROUP) : NULL;
+  // That of a graph's group comes back as the parent of each replay's collectives.
+  void* ours = e->type == EVENT_GROUP ? token(dccl_captures() ? OF_CAPTURED_CALL : OF_GROUP) : NULL;
   start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, ours, theirs);
   return NCCL_SUCCESS;
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import struct
 import sys
@@ -81,18 +82,20 @@ class Probe:
         self._steps.watch(torch)
 
     def watch_captures(self, torch: Any) -> None:
-        """NCCL 2.27 does not say which calls go into a CUDA graph: from the first capture on such a rank is no part of
-        any change.
-        """
+        """NCCL 2.27 does not say which calls go into a CUDA graph: PyTorch does from now on."""
         graph = torch.cuda.CUDAGraph
-        begin = graph.capture_begin
 
-        def begins(*args: Any, **more: Any) -> Any:
-            if self._agreement is not None and self._plugin is not None and self._plugin.abi[1] < 5:
-                self._agreement.leave(NotAgreeing.CAPTURES(rank=self._rank))
-            return begin(*args, **more)
+        def tells(method: Any, on: bool) -> Any:
+            @functools.wraps(method)
+            def told(*args: Any, **more: Any) -> Any:
+                if self._plugin is not None and self._plugin.abi[1] < 5:
+                    self._plugin.capture(on)
+                return method(*args, **more)
 
-        graph.capture_begin = begins
+            return told
+
+        graph.capture_begin = tells(graph.capture_begin, True)
+        graph.capture_end = tells(graph.capture_end, False)
 
     def _asked(self) -> int:
         """Collectives of which NCCL has asked the tuner in this process. Called in backward passes: never raises."""
