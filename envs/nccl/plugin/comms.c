@@ -53,7 +53,6 @@ static struct dccl_seat seats[SEATS];
 static pthread_mutex_t seating = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic uint32_t n_tuners, abi;
 static _Atomic int n_contexts;
-static struct dccl_calls unseen;       // of a process without a ring
 static _Atomic uint32_t latest;        // generation of the switch that was decided last
 static _Atomic uint64_t first, other;  // answered in this step, and another that did: generation + 1, 0: none
 static _Atomic uint32_t n_waiting;
@@ -129,7 +128,7 @@ static void wait_below_limit(const struct dccl_seat* seat, uint64_t count) {
   atomic_fetch_sub(&n_waiting, 1);
   clock_gettime(CLOCK_MONOTONIC, &ended);
   const int64_t ns = (ended.tv_sec - began.tv_sec) * INT64_C(1000000000) + ended.tv_nsec - began.tv_nsec;
-  atomic_fetch_add(dccl_ring_waited(), (uint64_t)ns);
+  atomic_fetch_add(&dccl_counts()->waited_ns, (uint64_t)ns);
 }
 
 uint32_t dccl_table_now(struct dccl_seat* seat) {
@@ -252,12 +251,7 @@ static void count(_Atomic uint64_t* calls) {
   atomic_store_explicit(calls, atomic_load_explicit(calls, memory_order_relaxed) + 1, memory_order_relaxed);
 }
 
-static struct dccl_calls* calls(void) {
-  struct dccl_calls* seen = dccl_ring_calls();
-  return seen != NULL ? seen : &unseen;
-}
-
-void dccl_note_answer(void) { count(&calls()->used); }
+void dccl_note_answer(void) { count(&dccl_counts()->calls.used); }
 
 void dccl_note_call(struct dccl_seat* seat, bool captured) {
   if (seat != NULL) atomic_store_explicit(&seat->is_captured, captured, memory_order_relaxed);
@@ -274,8 +268,8 @@ void dynamiccl_capture(int on) { atomic_store(&captures, on != 0); }
 // NCCL prices the collectives of a group together: it asks with the sum of their sizes and then enqueues each
 // with its own. All of a group's questions come before its first collective.
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes) {
-  count(&calls()->asked);
-  if (func == FUNC_ALL_GATHER || func == FUNC_REDUCE_SCATTER) count(&calls()->tuned);
+  count(&dccl_counts()->calls.asked);
+  if (func == FUNC_ALL_GATHER || func == FUNC_REDUCE_SCATTER) count(&dccl_counts()->calls.tuned);
   if (seat == NULL) return;
   uint32_t n = 0;
   if (!atomic_load_explicit(&seat->asks[func].answered, memory_order_relaxed))
@@ -308,7 +302,7 @@ static void tick(struct dccl_seat* seat, const struct dccl_record* coll) {
 uint64_t dccl_note_coll(struct dccl_seat* seat, const struct dccl_record* coll, bool captured) {
   const uint8_t func = coll->func;
   const uint64_t n_bytes = coll->n_bytes;
-  count(&calls()->told);
+  count(&dccl_counts()->calls.told);
   if (seat == NULL) return 0;
   if (!captured && (func < FUNC_SEND_RECV || func >= N_FUNCS)) tick(seat, coll);
   if (func >= N_FUNCS) return 0;
@@ -354,7 +348,7 @@ void dccl_note_profiler(int version) {
 
 uint32_t dynamiccl_tuners(void) { return atomic_load(&n_tuners); }
 
-uint64_t dynamiccl_asked(void) { return atomic_load(&calls()->asked); }
+uint64_t dynamiccl_asked(void) { return atomic_load(&dccl_counts()->calls.asked); }
 
 uint32_t dynamiccl_abi(void) { return atomic_load(&abi); }
 

@@ -182,9 +182,8 @@ void dccl_emit(const struct dccl_record* record);
 // comes later.
 void dccl_note(const struct dccl_record* record);
 bool dccl_ring_is_open(void);
-struct dccl_calls* dccl_ring_calls(void);  // NULL without a ring
-_Atomic uint64_t* dccl_ring_waited(void);
-bool dccl_has_run(void);  // whether this process belongs to a run, with a ring or without
+struct dccl_ring* dccl_counts(void);  // `calls` and `waited_ns` are counted here, without a ring too
+bool dccl_has_run(void);              // whether this process belongs to a run, with a ring or without
 uint32_t dccl_step_now(void);
 int64_t dccl_now_ns(void);
 

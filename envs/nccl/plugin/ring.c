@@ -90,15 +90,10 @@ void dccl_note(const struct dccl_record* record) {
   pthread_mutex_unlock(&noting);
 }
 
-struct dccl_calls* dccl_ring_calls(void) {
+struct dccl_ring* dccl_counts(void) {
+  static struct dccl_ring nowhere;
   struct dccl_ring* r = atomic_load_explicit(&ring, memory_order_relaxed);
-  return r != NULL ? &r->calls : NULL;
-}
-
-_Atomic uint64_t* dccl_ring_waited(void) {
-  static _Atomic uint64_t unseen;
-  struct dccl_ring* r = atomic_load_explicit(&ring, memory_order_relaxed);
-  return r != NULL ? &r->waited_ns : &unseen;
+  return r != NULL ? r : &nowhere;
 }
 
 bool dccl_ring_is_open(void) { return atomic_load_explicit(&ring, memory_order_relaxed) != NULL; }
