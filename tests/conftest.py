@@ -6,9 +6,6 @@ from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the matrices here are small, threads only fight
 
-# Ranks that share two cores with other tests may take longer to come together than in a job.
-os.environ.setdefault("DYNAMICCL_MEET_MS", "2000")
-
 # What tests learn of emulated clusters is no other test's, and not the user's.
 os.environ["DYNAMICCL_MEMORY"] = "off"
 

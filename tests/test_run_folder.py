@@ -10,8 +10,8 @@ import time
 
 import pytest
 from dynamiccl.envs.live.job import Job
-from dynamiccl.envs.nccl.shm import RunFolder, TableFile, decode_table, lease_of
-from dynamiccl.traces.records import COLL_DTYPE, RECORD_BYTES, Lease, Table
+from dynamiccl.envs.nccl.shm import RunFolder, TableFile, decode_table, trial_steps_of
+from dynamiccl.traces.records import COLL_DTYPE, RECORD_BYTES, Table
 from test_shm import table_of
 
 
@@ -78,26 +78,21 @@ def test_only_a_private_folder_is_opened(tmp_path, folder):
 def test_table_file_that_was_truncated(tmp_path):
     file = TableFile(tmp_path / "table", write=True)
     file.publish(table_of(1))
-    file.beat()
     os.truncate(tmp_path / "table", 100)
-    assert file.heartbeat_ns() == 0
     assert file.read() is None and file.sequence() > 0
     os.truncate(tmp_path / "table", 0)
     assert file.read() is None and file.sequence() == 0
     assert ctypes.sizeof(ctypes.c_uint64) == 8 and COLL_DTYPE.itemsize == RECORD_BYTES
 
 
-def test_the_daemons_signs_of_life_reach_the_probe(tmp_path):
+def test_how_long_a_trial_lasts_reaches_the_probe(tmp_path):
     daemon, probe = TableFile(tmp_path / "table", write=True), TableFile(tmp_path / "table")
-    assert probe.heartbeat_ns() == 0 and probe.read() is None
-    before = time.monotonic_ns()
-    daemon.beat()
-    assert before <= probe.heartbeat_ns() <= time.monotonic_ns()
-    daemon.publish(Table(3, lease=Lease(40, 2000)))
+    assert probe.read() is None
+    daemon.publish(Table(3, trial_steps=40))
     message = probe.read()[1]
-    assert lease_of(message) == Lease(40, 2000) and decode_table(message).lease == Lease(40, 2000)
+    assert trial_steps_of(message) == 40 and decode_table(message).trial_steps == 40
     daemon.publish(table_of(4))
-    assert lease_of(probe.read()[1]) is None and probe.heartbeat_ns() >= before
+    assert trial_steps_of(probe.read()[1]) == 0
     with pytest.raises(OSError, match="Bad file descriptor"):
         probe.publish(table_of(5))  # rank 0 only reads
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 
 import pytest
 from dynamiccl.agent.cli import app
@@ -23,7 +22,6 @@ def runs(tmp_path):
             (tmp_path / name / "summary.json").write_text(json.dumps(summary))
     folder = RunFolder.create("top-test")
     held = lock(folder.path / "tuner", "")
-    folder.table.beat()
     path = tmp_path / "live" / "trace" / "header.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"run": str(folder.path)}))
     yield tmp_path
@@ -36,10 +34,8 @@ def test_the_state_of_runs(runs):
     over, live = state(runs / "over"), state(runs / "live")
     assert over["state"] == "ended" and over["kept"] and over["decisions"] == 2 and over["records_lost"] == 3
     low, high = over["gain_ci95"]
-    assert low < over["gain"] < high and over["agreement"] == "OPEN" and over["heartbeat_s"] is None
+    assert low < over["gain"] < high and over["agreement"] == "OPEN"
     assert live["state"] == "tuning" and live["gain"] is None and live["phase"] == "search"
-    time.sleep(0.05)
-    assert 0.05 <= state(runs / "live")["heartbeat_s"] < 60
     assert -1 < live["search_cost"] < 1
 
 
