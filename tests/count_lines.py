@@ -10,14 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: Folder -> most lines of (Python, C). Whoever adds beyond these takes something away first.
 CEILINGS = {
-    "agent": (7_595, 0),
+    "agent": (7_585, 0),
     "envs": (5_250, 0),
     "envs/nccl": (2_880, 2_250),
     "envs/sim": (2_680, 150),
-    "traces": (2_840, 0),
-    "zero_workload": (3_160, 0),
+    "traces": (2_780, 0),
+    "zero_workload": (3_020, 0),
 }
-IN_ALL = (24_380, 2_395)
+IN_ALL = (24_185, 2_395)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from dynamiccl.zero_workload.job.parallel import Cut, tensor_parallel
+from dynamiccl.zero_workload.job.parallel import Cut
 from dynamiccl.zero_workload.zero import Engine, zero
 from peers import Peer
 from public_models import PRESETS, Shape
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.distributed_c10d import _resolve_process_group as resolve  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: c10d operator -> name, and which argument is the whole buffer.
@@ -30,13 +29,6 @@ _OPS = {
     "alltoall_base_": ("all_to_all", 1),
     "allreduce_": ("all_reduce", 0),
     "broadcast_": ("broadcast", 0),
-}
-#: those of DTensor, which make their output.
-_FUNCTIONAL = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_to_all_single": "all_to_all",
 }
 
 
@@ -66,20 +58,17 @@ class CollectiveLog(TorchDispatchMode):
             name, position = _OPS[spelled]
             whole = args[position][0] if isinstance(args[position], list | tuple) else args[position]
             self._note(name, whole, next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject)))
-        elif space == "_c10d_functional" and spelled in _FUNCTIONAL:
-            name, group = _FUNCTIONAL[spelled], resolve(args[-1])
-            self._note(name, args[0], group, group.size() if name == "all_gather" else 1)
         return func(*args, **(kwargs or {}))
 
-    def _note(self, name: str, tensor: torch.Tensor, group: dist.ProcessGroup, times: int = 1) -> None:
+    def _note(self, name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         first, second = (*dist.get_process_group_ranks(group), 1)[:2]
-        call = Call(name, times * tensor.nbytes, dtype, group.group_name, group.size(), max(1, second - first))
+        call = Call(name, tensor.nbytes, dtype, group.group_name, group.size(), max(1, second - first))
         self.calls.append(call)
 
 
 def dry_run(
-    shape: Shape, *, ranks: int, stage: int, engine: str = "zero", shard: int = 0, tensor: int = 1, **settings: Any
+    shape: Shape, *, ranks: int, stage: int, engine: str = "zero", shard: int = 0, **settings: Any
 ) -> tuple[list[Call], int]:
     """The collectives of one step in steady state (the second), in order, as rank 0 sees them, in bfloat16.
 
@@ -88,7 +77,6 @@ def dry_run(
         ranks: size of the fake group.
         stage: 0 to 3 of ``engine="zero"`` (ours); of ``"fsdp2"`` 2 (parameters stay gathered) or 3.
         shard: HSDP: ranks over which ZeRO shards, the rest are replicas; 0: all.
-        tensor: ranks that share each matrix, of ours.
         settings: more arguments of ``zero()``; FSDP2 knows ``reduce_dtype``.
 
     Returns:
@@ -97,9 +85,9 @@ def dry_run(
     Raises:
         ValueError: a setting out of range, or a process group exists already.
     """
-    if engine == "fsdp2" and (stage not in (2, 3) or shard or tensor > 1):
-        raise ValueError("fsdp2 runs at stages 2 (no resharding) and 3, over all ranks, not tensor-parallel")
-    cut = Cut(ranks, shard, tensor)
+    if engine == "fsdp2" and (stage not in (2, 3) or shard):
+        raise ValueError("fsdp2 runs at stages 2 (no resharding) and 3, over all ranks")
+    cut = Cut(ranks, shard)
     if dist.is_initialized():
         raise ValueError("a dry run needs a process without a process group")
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -107,10 +95,7 @@ def dry_run(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         groups = cut.groups()
-        sharing = groups.pop("tensor", None)
         mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))  # FSDP2's
-        if sharing:
-            mesh = dist.device_mesh.DeviceMesh.from_group(sharing, "cpu")
         with FakeTensorMode(), torch.device("cpu"):
             model = shape.build()
             n_params = sum(p.numel() for p in model.parameters())
@@ -119,8 +104,6 @@ def dry_run(
                 name = "fsdp2" if stage == 3 else "fsdp2-no-reshard"
                 job = Peer(name, model, torch.optim.SGD, mesh, **settings)
             else:
-                if sharing:
-                    tensor_parallel(model, mesh)
                 job = zero(model, torch.optim.SGD, stage=stage, **groups, **settings)
             tokens = torch.zeros(1, shape.seq, dtype=torch.int64)
             for _ in range(2):

@@ -14,7 +14,7 @@ FOLDERS = ("agent", "envs", "traces", "zero_workload")
 #: `python -m dynamiccl.zero_workload` starts there: it is the job's door, though it lies beside the engine.
 DOOR = "zero_workload/__main__.py"
 #: Lines of the workload's two rooms, at most: a reader of the engine has an hour.
-WORKLOAD_LINES = {"zero_workload": 1880, "zero_workload/job": 1320}
+WORKLOAD_LINES = {"zero_workload": 1800, "zero_workload/job": 1220}
 #: Libraries that only some folders may import: where the process touches shared memory or learns.
 SHARED_MEMORY = ("envs/nccl/", "envs/sim/emulated/timeline.py")  # the second stands in for NCCL's own transport
 ONLY_IN = {
@@ -36,8 +36,7 @@ TUNER_LINES = 8_700
 MOST_FILES, MORE_FILES = 12, {"agent/commands": 17}
 #: Files that import each other, each pair with its reason. It may only shrink.
 CIRCLES = {
-    frozenset({"envs/search/search.py", "envs/search/afterwards.py"}),  # a search and its phase after the verdict
-    frozenset({"zero_workload/zero.py", "zero_workload/health.py"}),  # the engine, and the check of its steps, by type
+    frozenset({"envs/search/search.py", "envs/search/afterwards.py"})  # a search and its phase after the verdict
 }
 
 PYTHON = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))

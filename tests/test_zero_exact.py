@@ -142,7 +142,6 @@ def resting(stage: int, optimizer: str) -> tuple[int, int, int, dict[str, int]]:
     engine.synchronize()
     texts = {t.untyped_storage()._cdata for t in (corpus.train, corpus.validation)}
     buffers = engine.comm.buffer_bytes  # of constant size, see test_buffers_do_not_grow_with_the_model
-    buffers += engine.health._share.nbytes  # a number a parameter
     gc.collect()
     tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
     tensors += [t for s in engine.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]

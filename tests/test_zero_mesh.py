@@ -1,4 +1,4 @@
-"""Jobs cut in more ways than one: replicas of shards (HSDP), other reductions, experts, tensor parallelism."""
+"""Jobs cut in more ways than one: replicas of shards (HSDP), other reductions, experts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from dry_run import Call, CollectiveLog
 from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload.job import train as train_module
 from dynamiccl.zero_workload.job.model import Experts, Transformer
-from dynamiccl.zero_workload.job.parallel import Cut, subgroup, tensor_parallel
+from dynamiccl.zero_workload.job.parallel import Cut, subgroup
 from peers import Peer, mesh_of
 from test_zero import TINY, adamw, run, train_alone
 from test_zero_exact import OVER_GLOO
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from world import World
 
 FP32: dict[str, Any] = {"param_dtype": torch.float32, "bucket_bytes": 2**14}
@@ -202,36 +203,18 @@ def job(arguments: list[str], folder: str) -> tuple[list[float], Bytes, dict[str
 
 
 LAYERS, WIDTH, SEQ, BYTES = 2, 32, 32, 256
-STATE = 4 * 4 * SEQ * WIDTH  # of one layer's input, 4 sequences, float32
-# Bytes of parameters: what tensor parallelism cuts, what sequence parallelism cuts besides, all; none needs padding.
-CUT = 4 * LAYERS * (12 * WIDTH**2 + 7 * WIDTH)
-ENDS = 4 * (2 * BYTES + SEQ) * WIDTH
-DENSE = CUT + ENDS + 4 * (LAYERS * 6 + 2) * WIDTH
+# Bytes of parameters, of a layer's matrices and norms, embeddings, the last norm and the head; none needs padding.
+DENSE = 4 * (LAYERS * (12 * WIDTH**2 + 13 * WIDTH) + (2 * BYTES + SEQ + 2) * WIDTH)
 BESIDE_EXPERTS = DENSE - 4 * LAYERS * (8 * WIDTH**2 + 5 * WIDTH) + 4 * LAYERS * 4 * WIDTH  # no MLP, a router
 EXPERTS = LAYERS * 4 * 2 * 4 * WIDTH**2 * 4
 SENT = LAYERS * 4 * (4 * math.ceil(1.25 * SEQ / 4)) * 2 * WIDTH * 4  # to four experts and back, both ways
-AROUND = 2 * STATE + 4 * SEQ * WIDTH  # sequence parallelism: embedding, its positions, the head
 
 #: arguments -> bytes of dense parameters here, of experts here, ranks that share each, replicas; what the model sends.
 CUTS: dict[str, tuple[int, int, int, int, int, dict[str, int]]] = {
     "--batch 2 --hsdp 2": (DENSE, 0, 2, 0, 2, {}),
-    "--batch 4 --tensor-parallel 2": (DENSE - CUT // 2, 0, 2, 0, 1, {"all_reduce": 4 * LAYERS * STATE}),
-    "--batch 4 --tensor-parallel 2 --hsdp 1": (DENSE - CUT // 2, 0, 1, 0, 2, {"all_reduce": 4 * LAYERS * STATE}),
-    # recomputed up to the last all-reduce of a block, which nothing in backward needs
-    "--batch 4 --tensor-parallel 2 --recompute block --partition-activations": (
-        DENSE - CUT // 2, 0, 2, 0, 1, {"all_reduce": 5 * LAYERS * STATE, "all_gather": LAYERS * STATE}
-    ),
-    "--batch 4 --tensor-parallel 2 --sequence-parallel": (
-        DENSE - (CUT + ENDS) // 2, 0, 2, 0, 1,
-        {
-            "reduce_scatter": 4 * LAYERS * STATE + AROUND,
-            "all_gather": 4 * LAYERS * STATE + AROUND + 4 * 4 * SEQ * BYTES,  # logits
-            "all_reduce": (2 * LAYERS + 1) * 2 * WIDTH * 4,  # gradients of norms
-        },
-    ),
     "--batch 2 --experts 4 --expert-parallel 2": (BESIDE_EXPERTS, EXPERTS // 2, 4, 2, 1, {"all_to_all": SENT}),
     "--batch 2 --experts 4 --expert-parallel 2 --hsdp 2": (BESIDE_EXPERTS, EXPERTS // 2, 2, 1, 2, {"all_to_all": SENT}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -253,7 +236,7 @@ def test_the_job_cut_in_any_way_trains_alike_and_sends_what_the_formulas_say(fou
             expected["replicas", "all_reduce"] = shard
         assert sent == expected, text
         assert memory == {"weights": dense + experts, "gradients": shard, "optimizer": 2 * shard}, text
-    for text in ("--tensor-parallel 2 --batch 4 --hsdp 1", "--experts 4 --expert-parallel 2 --batch 2 --hsdp 2"):
+    for text in ("--batch 2 --hsdp 2", "--experts 4 --expert-parallel 2 --batch 2 --hsdp 2"):
         losses, *_ = run_job(f"{text} --stage 3 --reduce-scatter-group --offload --clip 100")
         assert losses == pytest.approx(whole["--experts 4" if "experts" in text else ""], rel=1e-5), text
 
@@ -271,7 +254,6 @@ ELSEWHERE = {
     "--batch 2 --experts 4 --expert-parallel 2": "--batch 2 --experts 4 --expert-parallel 4 --stage 3",
     "--batch 2 --experts 4 --expert-parallel 2 --hsdp 2": "--batch 2 --experts 4 --stage 1",
     "--batch 2": "--batch 2 --hsdp 2 --stage 3",
-    "--batch 4 --tensor-parallel 2": "--batch 4 --tensor-parallel 2 --hsdp 1 --stage 3",
 }
 
 
@@ -290,8 +272,6 @@ def test_a_checkpoint_is_read_where_the_job_is_cut_in_another_way(four: World, t
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--sequence-parallel", "need --tensor-parallel above 1"),
-        ("--tensor-parallel 2 --partition-activations", "needs --recompute block"),
         ("--expert-parallel 2", "needs --experts"),
         ("--experts 4 --expert-parallel 2 --stage 0", "a stage from 1 up"),
         ("--experts -1", "--experts: a whole number from 0 up"),
@@ -315,10 +295,9 @@ def refused(make: str) -> str:
     try:
         if make == "experts":
             Experts(8, 3, dist.group.WORLD)
-        elif make == "heads":
-            tensor_parallel(Transformer(replace(TINY, heads=1)), dist.device_mesh.init_device_mesh("cpu", (2,)))
-        elif make == "mixture":
-            tensor_parallel(Transformer(replace(TINY, experts=2)), dist.device_mesh.init_device_mesh("cpu", (2,)))
+        elif make == "tensor parallel":
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+            zero(parallelize_module(model, mesh, {"head": ColwiseParallel()}), adamw(1e-3), stage=2)
         elif make == "replicas":
             zero(model, adamw(1e-3), stage=1, replicas=dist.group.WORLD)
         elif make == "no group":
@@ -336,12 +315,11 @@ def refused(make: str) -> str:
     ("make", "words"),
     [
         ("experts", "3 experts cannot be dealt to 2 ranks"),
-        ("heads", "heads is 1: not a multiple of 2 tensor-parallel ranks"),
-        ("mixture", "take one of the two"),
+        ("tensor parallel", "head.weight is a DTensor, cut up already"),
         ("replicas", "replicas of shards exist at stages 2 and 3"),
         ("no group", "give expert_group"),
         ("peer", "ddp has none"),
-        ("ranks", "2 ranks are not 1 that share matrices (tensor parallelism) times 3 that shard (HSDP)"),
+        ("ranks", "2 ranks are not 3 that shard (HSDP)"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_on_every_rank(make: str, words: str, two: World) -> None:

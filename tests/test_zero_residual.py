@@ -1,4 +1,4 @@
-"""ZeRO-R: partitioned checkpoints; ZeRO under tensor parallelism; the job's command line and how it ends."""
+"""What recomputation keeps; the job's command line and how it ends."""
 
 from __future__ import annotations
 
@@ -16,109 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload.job import launch
 from dynamiccl.zero_workload.job import train as train_module
-from dynamiccl.zero_workload.job.checkpoint import load, save
-from dynamiccl.zero_workload.job.data import Corpus
-from dynamiccl.zero_workload.job.model import ModelConfig, Transformer, best_interval
-from dynamiccl.zero_workload.remat import Partition
-from test_zero import BATCH, TINY, adamw, run, train_alone
+from dynamiccl.zero_workload.job.model import best_interval
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from world import World
-
-# Partitioned activation checkpoints (P_a) under torch's tensor parallelism ------------------------------------------
-
-SHAPE = ModelConfig(layers=4, width=32, heads=2, seq=16, checkpoint="block", checkpoint_every=1)
-
-
-class Counting(Partition):
-    """Counts the elements kept."""
-
-    kept = 0
-
-    def save(self, tensor: torch.Tensor) -> Any:
-        saved = super().save(tensor)
-        part = saved if isinstance(saved, torch.Tensor) else saved[0]
-        self.kept += part.numel()
-        return saved
-
-
-def tensor_parallel(partitioned: bool) -> tuple[float, list[float], int]:
-    """Loss, some gradients, elements of checkpoints this rank keeps."""
-    torch.manual_seed(0)
-    partition = Counting(None) if partitioned else None
-    model = Transformer(SHAPE, partition)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
-    loss = model(*Corpus(None, SHAPE.seq).batch(0, 3, step=0, seed=0))
-    loss.backward()
-    grads = model.embed.weight.grad.flatten()[:2000].tolist()
-    return loss.item(), grads, partition.kept if partition else 0
-
-
-def test_checkpoints_are_divided_by_the_tensor_parallel_degree(two: World) -> None:
-    inputs = SHAPE.layers * 3 * SHAPE.seq * SHAPE.width
-    whole = two.run(tensor_parallel, False)[0]
-    loss, grads, kept = two.run(tensor_parallel, True)[0]
-    assert loss == whole[0] and grads == whole[1]
-    assert kept == inputs // 2
-
-
-def two_dimensions(stage: int, seed: int = 0, **settings: Any) -> tuple[Engine, int]:
-    """An engine on a 2 x 2 mesh, data-parallel by ``zero``, tensor-parallel by torch; the place in the latter."""
-    torch.manual_seed(seed)
-    model = Transformer(TINY)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    for block in model.blocks:
-        parallelize_module(block, mesh["tensor"], {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
-    settings = {"param_dtype": torch.float32, "bucket_bytes": 2**14, **settings}
-    engine = zero(model, adamw(1e-2), stage=stage, group=mesh["data"].get_group(), **settings)
-    return engine, mesh["tensor"].get_local_rank()
-
-
-def train_in_two_dimensions(stage: int, settings: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of 10 steps."""
-    engine, _ = two_dimensions(stage, max_norm=0.5, **settings)
-    norms: list[float] = []
-    step = engine.step
-    engine.step = lambda: norms.append(step()) or norms[-1]  # type: ignore[func-returns-value,method-assign]
-    losses = run(engine, range(10), accumulation=engine.settings.gradient_accumulation)
-    return losses, [norm.item() for norm in norms if norm is not None]
-
-
-def resume_in_two_dimensions(folder: str) -> tuple[list[float], list[float]]:
-    """Losses after a save at stage 1, and after a load of it at stage 3; each tensor-parallel rank has its folder."""
-    engine, place = two_dimensions(1)
-    run(engine, range(3))
-    save(engine, Path(folder, str(place)), 3)
-    through = run(engine, range(3, 6))
-    engine, place = two_dimensions(3, seed=99)
-    assert load(engine, Path(folder, str(place))) == 3
-    return through, run(engine, range(3, 6))
-
-
-def test_checkpoints_of_tensor_parallel_ranks(four: World, tmp_path: Path) -> None:
-    for through, resumed in four.run(resume_in_two_dimensions, str(tmp_path)):
-        assert resumed == pytest.approx(through, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_zero_with_tensor_parallelism_agrees_with_one_process(four: World) -> None:
-    alone = train_alone(10, max_norm=0.5)
-    torch.manual_seed(0)
-    model = Transformer(TINY)
-    model(*Corpus(None, TINY.seq).batch(0, BATCH, step=0, seed=0)).backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-    for stage, accumulation in ((0, 1), (1, 2), (2, 1), (3, 2)):
-        for losses, norms in four.run(train_in_two_dimensions, stage, {"gradient_accumulation": accumulation}):
-            assert losses == pytest.approx(alone, rel=1e-5), stage
-            assert norms[0] == pytest.approx(norm, rel=1e-6), stage
-    halves = four.run(train_in_two_dimensions, 3, {"param_dtype": torch.bfloat16})
-    assert all(half == halves[0] for half in halves)
-    assert halves[0][0] == pytest.approx(alone, abs=0.02)
 
 
 def test_best_interval_minimises_what_is_kept() -> None:

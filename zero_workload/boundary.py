@@ -98,7 +98,7 @@ class ShardedAwayParameter(nn.Parameter):
 
 
 def send_away(param: Any, name: str, unit: str) -> None:
-    """Let ``param``, which is empty now, say so when it is used. DTensors and fake tensors stay what they are."""
+    """Let ``param``, which is empty now, say so when it is used. Fake tensors stay what they are."""
     if type(param) is nn.Parameter:
         param.place = (name, unit)  # type: ignore[attr-defined]
         param.__class__ = ShardedAwayParameter

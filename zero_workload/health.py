@@ -1,71 +1,69 @@
 """What ranks tell each other once a step: the gradient's norm, which parameters were used, that all is finite."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .comm import ask
-from .layout import local
+from .parts import Part
+from .reducer import Reducer
 
-if TYPE_CHECKING:
-    from .zero import Engine
+
+class Report(NamedTuple):
+    """What a rank says of a step whose norm is not finite."""
+
+    rank: int
+    broken: bool  # its backward failed
+    finite: bool  # each of its losses is
+    names: list[str]  # of parameters whose gradient is not
 
 
 class Health:
     """One small all-reduce a step: an element a parameter and one more. It is waited for before the optimizer's step,
     so that what is not finite never reaches the weights.
+
+    Args:
+        reducer: knows what this rank has used.
+        names: of all parameters.
+        dtypes: those of trainable parameters.
     """
 
-    def __init__(self, engine: "Engine") -> None:
-        self.engine, self.losses = engine, list[torch.Tensor]()  # of this step's micro-batches
-        mesh: Any = next((p.device_mesh for p in engine.params if local(p) is not p), None)
-        self.tp_groups = mesh.get_all_groups() if mesh else []  # those of tensor parallelism
-        # What several ranks hold counts once: all at stage 0, replicas of shards, what tensor parallelism replicates.
-        times = (1 if engine.settings.stage else engine.comm.size) * (
-            engine.comm.replicas.size if engine.comm.replicas else 1
-        )
-        self.copies = [times * self._copies(p) for p in engine.params]
-        self._share = torch.empty(0)  # of a part's square, this rank's
-        half = torch.float16 in {b.full.dtype for b in engine.buckets}
-        self.loss_scale = engine.settings.loss_scale if half else None
+    def __init__(self, reducer: Reducer, names: list[str], dtypes: set[torch.dtype]) -> None:
+        self.reducer, self.comm, self.names = reducer, reducer.comm, names
+        self.losses = list[torch.Tensor]()  # of this step's micro-batches
+        stage, replicas = reducer.settings.stage, reducer.comm.replicas
+        # So many ranks hold the same gradient, which counts once.
+        self._copies = (1 if stage else self.comm.size) * (replicas.size if replicas else 1)
+        self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self.loss_scale = reducer.settings.loss_scale if torch.float16 in dtypes else None
         self.skipped = self.good_steps = 0  # steps without an update, and those with one since
 
-    def _copies(self, p: Any) -> int:
-        """How many tensor-parallel ranks hold the same of parameter ``p``."""
-        dims = enumerate(self.tp_groups)
-        return math.prod(group.size() for d, group in dims if local(p) is p or p.placements[d].is_replicate())
+    def look(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[float] | None]:
+        """After the reductions.
 
-    def look(self) -> torch.Tensor:
-        """After the reductions. Gradients of parameters that no rank used become ``None``. Returns the global norm of
-        the unscaled gradient (scalar), the same on every rank: not finite where backward failed on some rank.
+        Returns:
+            The global norm of the unscaled gradient (scalar), the same on every rank: not finite where backward failed
+            on some rank. And on how many ranks each parameter was used; ``None`` where this rank used all of its own.
         """
-        engine, comm, used, parts = self.engine, self.engine.comm, self.engine.reducer.used, self.engine.owned
+        used, device = self.reducer.used, self.reducer.params[0].device
         grads = [part.param.grad for part in parts if part.param.grad is not None]  # that is, all
-        dtype = torch.float64 if torch.float64 in {b.full.dtype for b in engine.buckets} else torch.float32
-        if len(self._share) != len(parts):
-            copies = [self.copies[part.spans[0].number] for part in parts]
-            self._share = 1 / torch.tensor(copies, dtype=dtype, device=engine.params[0].device)
-        seen = torch.tensor([*used, 0.0], dtype=dtype, device=self._share.device)
+        seen = torch.tensor([*used, 0.0], dtype=self._dtype, device=device)
         if grads:
-            squares = torch.stack([n.to(dtype) for n in torch._foreach_norm(grads)]).square()
-            seen[-1] = (squares.to(seen.device) * self._share).sum()
-        if engine.reducer.broken:
+            squares = torch.stack([n.to(self._dtype) for n in torch._foreach_norm(grads)]).square()
+            seen[-1] = (squares.to(device) / self._copies).sum()
+        if self.reducer.broken:
             seen[-1] = math.nan
-        for group in self.tp_groups:
-            dist.all_reduce(seen[-1:], group=group)
-        comm.agree(seen, dist.ReduceOp.SUM)
-        engine.reducer.used = [0.0] * len(used)
+        self.comm.agree(seen, dist.ReduceOp.SUM)
+        self.reducer.used = [0.0] * len(used)
+        norm = seen[-1].sqrt() / (self.loss_scale or 1.0)
         # Experts that several ranks have in one place are different ones: they count as used.
-        shared = [part for part in parts if part.bucket.comm is comm and comm.backend != "fake"]
-        if any(not used[span.number] for part in shared for span in part.spans):
-            counts = seen.tolist()
-            engine.split({number: count > 0 for number, count in enumerate(counts)})
-            for part in engine.owned:
-                if part.bucket.comm is comm and not counts[part.spans[0].number]:
-                    part.param.grad = None
-        return seen[-1].sqrt() / (self.loss_scale or 1.0)
+        shared = [part for part in parts if part.bucket.comm is self.comm and self.comm.backend != "fake"]
+        if all(used[span.number] for part in shared for span in part.spans):
+            return norm, None
+        return norm, seen.tolist()[:-1]
 
     def updated(self) -> None:
         """After an update: the loss scale is raised now and then."""
@@ -73,38 +71,45 @@ class Health:
         if self.loss_scale is not None and self.good_steps % 2000 == 0:
             self.loss_scale *= 2
 
-    def skip(self) -> Exception | None:
+    def skip(self, parts: Sequence[Part], step: int) -> Exception | None:
         """The norm is not finite, which is the same on every rank: what each of them raises. ``None``: this step is
         skipped, because backward failed on every rank and was caught there, or for a lower loss scale.
         """
-        error = self._error()
+        fine = all(math.isfinite(loss.item()) for loss in self.losses)
+        mine = Report(dist.get_rank(), self.reducer.broken, fine, self._not_finite(parts))
+        error = self._error(ask(mine, *self.comm.groups), step)
         if error is None:
             self.skipped, self.good_steps = self.skipped + 1, 0
-            if self.loss_scale is not None and not self.engine.reducer.broken:
+            if self.loss_scale is not None and not self.reducer.broken:
                 self.loss_scale = max(1.0, self.loss_scale / 2)
         return error
 
-    def _error(self) -> Exception | None:
-        engine, names = self.engine, set[str]()
-        for part in engine.owned:
+    def _not_finite(self, parts: Sequence[Part]) -> list[str]:
+        """Names of this rank's parameters whose gradients are not finite."""
+        found = set[str]()
+        for part in parts:
             grad = part.param.grad
             if grad is not None and not grad.norm().square().isfinite():
                 bad = [span for span in part.spans if not part.cut(grad, [span]).isfinite().all()]
-                names |= {engine.names[span.number] for span in bad or part.spans}
-        fine = all(math.isfinite(loss.item()) for loss in self.losses)
-        mine = dist.get_rank(), engine.reducer.broken, fine, sorted(names)
-        everyone = ask(mine, *engine.comm.groups, *self.tp_groups)
-        at, broken = f"at step {engine.steps}", sorted({rank for rank, failed, _, _ in everyone if failed})
+                found |= {self.names[span.number] for span in bad or part.spans}
+        return sorted(found)
+
+    def _error(self, everyone: Sequence[Report], step: int) -> Exception | None:
+        """What the reports of all ranks come to, the same on each."""
+        broken = sorted({one.rank for one in everyone if one.broken})
         if broken:
-            what = f"backward failed on ranks {broken} and not on the others {at}, which was applied on none"
-            every = all(failed for _, failed, _, _ in everyone)
-            return None if every else RuntimeError(f"{what}: leave a batch out on every rank, or on none")
-        if self.loss_scale is not None and self.loss_scale > 1:
-            return None
-        what = "not finite " + at if self.loss_scale is None else f"beyond float16 {at}, at the least loss scale"
-        ranks = sorted({rank for rank, _, fine, _ in everyone if not fine})
+            if all(one.broken for one in everyone):
+                return None
+            what = f"backward failed on ranks {broken} and not on the others at step {step}, which was applied on none"
+            return RuntimeError(f"{what}: leave a batch out on every rank, or on none")
+        what = f"not finite at step {step}"
+        if self.loss_scale is not None:
+            if self.loss_scale > 1:
+                return None
+            what = f"beyond float16 at step {step}, at the least loss scale"
+        ranks = sorted({one.rank for one in everyone if not one.finite})
         if ranks:
             return FloatingPointError(f"the loss is {what} on ranks {ranks}: lower the rate, or look at the data")
-        found = sorted({name for _, _, _, names in everyone for name in names})
+        found = sorted({name for one in everyone for name in one.names})
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         return FloatingPointError(f"the gradient is {what}, though each loss is finite: {', '.join(found[:3])}{more}")

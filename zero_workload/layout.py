@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -209,7 +209,7 @@ class Row:
     def __init__(
         self, comm: Collectives, params: Sequence[nn.Parameter], indices: Sequence[int], settings: Settings, stage: int
     ) -> None:
-        self.shapes = {i: local(params[i]).shape for i in indices}
+        self.shapes = {i: params[i].shape for i in indices}
         sizes = {i: shape.numel() for i, shape in self.shapes.items()}
         self.begins, total = (undivided if settings.whole_params else end_to_end)(sizes, comm.size)
         self.trainable = any(params[i].requires_grad for i in indices)
@@ -223,14 +223,14 @@ class Row:
             bucket.owned = slice(comm.rank * n, (comm.rank + 1) * n) if cut_up else slice(0, bucket.numel)
         exact = torch.zeros(total, dtype=settings.master(dtype), device=params[0].device)
         for index in indices:
-            self.view(exact, index).copy_(local(params[index]).detach())
+            self.view(exact, index).copy_(params[index].detach())
         for part in self._split(exact):
             comm.broadcast(part)
         self.arena = exact.to(dtype)
         for bucket, full in zip(self.buckets, self._split(self.arena), strict=True):
             bucket.full = full
         for index in indices:
-            point(params[index], self.view(self.arena, index))
+            params[index].data = self.view(self.arena, index)
         self._hold_weights(exact, stage, settings.offload)
         if self.trainable and stage <= 1:  # gradients of all parameters add up here until they are reduced
             self.grads = torch.zeros_like(self.arena)
@@ -312,7 +312,7 @@ def find_units(model: nn.Module, unit: str, min_unit: int) -> list[Unit]:
                 found.extend((Unit(f"{path}.{n}", m), block) for n, m in child.named_children() if unit == "layer")
             elif any(isinstance(m, _CONTAINERS) for m in child.modules()):
                 walk(child, f"{path}.")
-            elif sum(local(p).numel() for p in child.parameters()) >= min_unit:
+            elif sum(p.numel() for p in child.parameters()) >= min_unit:
                 found.append((Unit(path, child), -1))
 
     walk(model, "")
@@ -327,37 +327,3 @@ def find_units(model: nn.Module, unit: str, min_unit: int) -> list[Unit]:
         if p.is_floating_point():
             (found[numbers.pop()][0] if len(numbers) == 1 else root).params.append(index)
     return [root, *(u for u, _ in found if u.params)]
-
-
-# Tensor parallelism: of a parameter that is a DTensor, what this rank holds is handled ------------------------------
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-def like(param: Any, data: torch.Tensor) -> Any:
-    """``data`` [the local shape] placed as ``param`` is."""
-    if local(param) is param:
-        return data
-    shape = {"shape": param.shape, "stride": param.stride(), "run_check": False}
-    return type(param).from_local(data, param.device_mesh, param.placements, **shape)
-
-
-def point(param: Any, data: torch.Tensor) -> None:
-    """Make ``data``, of the local shape or empty, what ``param`` shows."""
-    if local(param) is param:
-        param.data = data
-        return
-    if param.dtype != data.dtype:  # the wrapper has a dtype of its own
-        param.data = placed = like(param, data)
-        param._spec = placed._spec
-    param._local_tensor = data
-
-
-def gradient(param: Any) -> torch.Tensor | None:
-    """``param.grad`` as far as it belongs to this rank; sums over the tensor-parallel ranks are done here."""
-    if param.grad is None or local(param.grad) is param.grad:
-        return param.grad
-    return param.grad.redistribute(placements=param.placements).to_local()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .layout import Bucket, Span, local
+from .layout import Bucket, Span
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -98,8 +98,8 @@ def regroup(optimizer: torch.optim.Optimizer, params: Sequence[Any], shapes: Seq
     for part in parts:
         span, p = part.spans[0], params[part.spans[0].number]
         for name, value in born.get(p, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() and local(value).shape == shapes[span.number]:
-                flat = local(value).reshape(-1)[span.start : span.start + part.param.numel()]
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == shapes[span.number]:
+                flat = value.reshape(-1)[span.start : span.start + part.param.numel()]
                 value = flat.to(part.param, copy=True).view(part.param.shape)
             optimizer.state[part.param][name] = copy.deepcopy(value)
     for group in optimizer.param_groups:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .comm import IN_FLIGHT, Collectives
-from .layout import Bucket, Row, Settings, gradient
+from .layout import Bucket, Row, Settings
 
 
 class Reducer:
@@ -97,7 +97,7 @@ class Reducer:
         for piece in bucket.pieces:
             send[end : piece.offset].zero_()
             end = piece.offset + piece.numel
-            grad = gradient(self.params[piece.param])
+            grad = self.params[piece.param].grad
             if grad is None:
                 send[piece.offset : end].zero_()
             else:

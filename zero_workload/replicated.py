@@ -5,7 +5,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 
-from .layout import Bucket, Unit, gradient, like, local
+from .layout import Bucket, Unit
 from .reducer import Reducer
 
 
@@ -26,7 +26,7 @@ class Replicated:
             for piece in bucket.pieces:
                 self.in_bucket[piece.param].append(bucket)
         whole = [row for row in rows if row.trainable and self.stage <= 1]  # whose gradients add up in their arena
-        self._views = {i: like(params[i], row.view(row.grads, i)) for row in whole for i in row.begins}
+        self._views = {i: row.view(row.grads, i) for row in whole for i in row.begins}
         for index in trainable:
             params[index].register_post_accumulate_grad_hook(partial(self._on_grad, index))
         self._gathers: dict[Bucket, dist.Work] = {}
@@ -44,9 +44,8 @@ class Replicated:
         self.reducer.begin_backward(index)
         view = self._views.get(index)
         if view is not None and param.grad is not view:
-            grad = gradient(param)
-            assert grad is not None
-            local(view).copy_(grad)
+            assert param.grad is not None
+            view.copy_(param.grad)
             param.grad = view
         full = False
         for bucket in self.in_bucket[index]:
@@ -68,7 +67,7 @@ class Replicated:
         """At the end of a backward pass: reduce what is left, with zeros for parameters that got no gradient."""
         for index, view in self._views.items():
             if self.params[index].grad is None:
-                local(view).zero_()
+                view.zero_()
         self._launch(complete_only=False)
         self._begin()
 

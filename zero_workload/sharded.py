@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .boundary import Entry, bring_back, send_away, tensors_in
-from .layout import State, Unit, point
+from .layout import State, Unit
 from .reducer import Reducer
 
 
@@ -65,7 +65,7 @@ class Sharded:
             for row in unit.rows:
                 for index in row.begins:
                     bring_back(self.params[index])
-                    point(self.params[index], row.view(row.arena, index))
+                    self.params[index].data = row.view(row.arena, index)
 
     def free(self, unit: Unit) -> None:
         """Give the memory of the gathered parameters back; the shard stays.
@@ -80,7 +80,7 @@ class Sharded:
             return
         for row in unit.rows:
             for index in row.begins:
-                point(self.params[index], row.arena.new_empty(0))
+                self.params[index].data = row.arena.new_empty(0)
                 send_away(self.params[index], self.names[index], unit.name)
             row.arena.untyped_storage().resize_(0)
         unit.state = State.SHARDED

@@ -11,7 +11,7 @@ from torch import nn
 
 from .comm import Collectives
 from .health import Health
-from .layout import Settings, find_units, local
+from .layout import Settings, find_units
 from .parts import IN_CACHE, OptimizerOf, group_of, is_elementwise, parts_of, regroup, split
 from .reducer import Reducer
 from .replicated import Replicated
@@ -35,8 +35,7 @@ def zero(
     Args:
         model: any module, on its device, built alike on every rank (rank 0's values are broadcast). Shared, frozen
             and unused parameters are fine; its floating-point parameters become ``param_dtype``, unless they have
-            several dtypes: then each keeps its own. Parameters may be DTensors on a tensor-parallel mesh: each rank
-            then shards what it holds of them.
+            several dtypes: then each keeps its own.
         optimizer: makes the optimizer from the module's trainable parameters, in groups or not:
             ``lambda params: torch.optim.AdamW(params, lr=1e-3)``. Each group then gets this rank's parts of its
             parameters, 1-D, in float32 or theirs if that has more digits. What no rank used in a step is not updated.
@@ -81,19 +80,11 @@ def zero(
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20).
     """
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
-        raise ValueError("the model has no trainable parameter")
-    for name, p in model.named_parameters():
-        if p.requires_grad and p.is_complex():
-            cure = "hold its real and imaginary part (torch.view_as_real) as a parameter, or freeze it"
-            raise ValueError(f"{name} is {str(p.dtype).removeprefix('torch.')}, and what trains is real: {cure}")
-    made = optimizer(trainable)
+    require_trainable(model)
+    made = optimizer([p for p in model.parameters() if p.requires_grad])
     whole_params = "" if is_elementwise(made, elementwise) else type(made).__name__
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     checked = Settings(stage, **settings, whole_params=whole_params, keep_dtypes=len(dtypes) > 1)
-    if whole_params and any(local(p) is not p for p in model.parameters()):
-        raise ValueError("this optimizer needs whole matrices, and tensor parallelism (DTensor) cuts them up")
     if replicas and stage < 2:
         raise ValueError(f"replicas of shards exist at stages 2 and 3, not at {stage}")
     if expert_group is None and any(hasattr(p, "expert") for p in model.parameters()):
@@ -103,9 +94,22 @@ def zero(
     comm = Collectives(group, reduce_scatter_group, replicas)
     experts = Collectives(expert_group, replicas=replicas) if expert_group else None
     groups = group_of(made, model)
-    about = {n: (tuple(local(p).shape), str(p.dtype), groups.get(n, "frozen")) for n, p in model.named_parameters()}
+    about = {n: (tuple(p.shape), str(p.dtype), groups.get(n, "frozen")) for n, p in model.named_parameters()}
     comm.require_same({"the settings": checked, **about}, "a model or settings")
     return Engine(model, made, comm, experts, checked, groups)
+
+
+def require_trainable(model: nn.Module) -> None:
+    """Raise ValueError where the model has no trainable parameter, or one of a kind that is not sharded."""
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise ValueError("the model has no trainable parameter")
+    for name, p in trainable:
+        if p.is_complex():
+            cure = "hold its real and imaginary part (torch.view_as_real) as a parameter, or freeze it"
+            raise ValueError(f"{name} is {str(p.dtype).removeprefix('torch.')}, and what trains is real: {cure}")
+        if hasattr(p, "device_mesh"):
+            raise ValueError(f"{name} is a DTensor, cut up already: give zero() the model before anything cuts it")
 
 
 class Engine:
@@ -123,8 +127,8 @@ class Engine:
         self.model, self.optimizer, self.comm, self.settings = model, optimizer, comm, settings
         self.steps = 0  # with an update
         self.names = [name for name, _ in model.named_parameters()]
-        self.params: list[Any] = list(model.parameters())  # nn.Parameter or DTensor
-        self.shapes = [local(p).shape for p in self.params]
+        self.params = list(model.parameters())
+        self.shapes = [p.shape for p in self.params]
         for tensor in (*model.buffers(), *(p.detach() for p in self.params if not p.is_floating_point())):
             comm.broadcast(tensor)
         units = find_units(model, settings.unit, settings.min_unit)
@@ -133,22 +137,28 @@ class Engine:
         self.reducer = Reducer(comm, experts, self.params, settings)
         self.replicated = Replicated([u for u in units if u not in large], self.reducer)
         self.sharded = Sharded(large, self.reducer, self.names)
-        if self.replicated.buckets and settings.stage:  # module by module: what forward begins with waits least
-            for u in find_units(model, "block", 1):
-                u.module.register_forward_pre_hook(lambda module, args, u=u: self.replicated.wait(u), prepend=True)
-        model.register_forward_pre_hook(lambda module, args: self._begin_forward(), prepend=True)
-        model.register_forward_hook(lambda module, args, output: self.sharded.end_forward())
+        self._whole = False  # while ``state_dict`` gathers everything
+        self._hook()
         self.buckets = [b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None]
-        self.health, self._whole = Health(self), False
+        self.health = Health(self.reducer, self.names, {b.full.dtype for b in self.buckets})
         # Few large parts are quicker than many small ones; what the optimizer knows of each parameter keeps them apart.
         most = IN_CACHE * comm.size if settings.offload or self.params[0].is_cpu else math.inf
         begins = accumulate((shape.numel() for shape in self.shapes), initial=0)
         kinds = [
-            (groups.get(name), self.health.copies[i], begin // most, i if optimizer.state else 0)
+            (groups.get(name), begin // most, i if optimizer.state else 0)
             for i, (name, begin) in enumerate(zip(self.names, begins, strict=False))
         ]
         self.owned = parts_of(self.buckets, self.shapes, bool(settings.whole_params), kinds)
         regroup(optimizer, self.params, self.shapes, self.owned)
+
+    def _hook(self) -> None:
+        """Onto the model: waiting for parameters, begin and end of forward, and state dicts."""
+        model = self.model
+        if self.replicated.buckets and self.settings.stage:  # by module: what forward begins with waits least
+            for u in find_units(model, "block", 1):
+                u.module.register_forward_pre_hook(lambda module, args, u=u: self.replicated.wait(u), prepend=True)
+        model.register_forward_pre_hook(lambda module, args: self._begin_forward(), prepend=True)
+        model.register_forward_hook(lambda module, args, output: self.sharded.end_forward())
         model.register_state_dict_pre_hook(self._before_state_dict)
         model.register_load_state_dict_pre_hook(self._before_loading)
 
@@ -193,11 +203,13 @@ class Engine:
                 grads /= self.comm.size // bucket.comm.size  # an expert's has the tokens of several ranks in it
         for part in self.owned:
             part.param.grad = exact[part.bucket][part.where].view(part.param.shape)
-        norm, error = self.health.look(), None
+        (norm, counts), error = self.health.look(self.owned), None
+        if counts is not None:
+            self._leave_out(counts)
         if self.comm.backend == "fake" or math.isfinite(norm.item()):
             self._update(norm)
         else:
-            error = self.health.skip()
+            error = self.health.skip(self.owned, self.steps)
         for part in self.owned:
             part.param.grad = None
         self.health.losses, self.reducer.broken = [], False
@@ -206,6 +218,13 @@ class Engine:
             raise error
         self.steps += 1
         return norm if self.settings.max_norm is not None or self.health.loss_scale is not None else None
+
+    def _leave_out(self, counts: list[float]) -> None:
+        """What no rank used, by the number of ranks that used each parameter, gets no gradient and so no update."""
+        self.split({number: count > 0 for number, count in enumerate(counts)})
+        for part in self.owned:
+            if part.bucket.comm is self.comm and not counts[part.spans[0].number]:
+                part.param.grad = None
 
     def publish(self) -> None:
         """Make the master weights what the model computes with; called by ``step``."""

@@ -25,7 +25,6 @@ def plan(
     memory: Annotated[float, typer.Option(help="GB that one rank has.")] = 80.0,
     runtime: Annotated[float, typer.Option(help="GB of it that CUDA, NCCL and libraries take.")] = 3.0,
     shard: Annotated[int, typer.Option(help="HSDP: shard over so many ranks, replicate over the rest; 0: all.")] = 0,
-    tensor_parallel: Annotated[int, typer.Option(help="Ranks that share each matrix.")] = 1,
     fp32_reduce: Annotated[bool, typer.Option("--fp32-reduce", help="Gradients are reduced in fp32.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Optimizer states on the CPU at stage 3.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, in bytes.")] = False,
@@ -38,14 +37,14 @@ def plan(
     with refusing(ValueError, OverflowError):
         request = Request(
             params, ranks, layers, hidden, seq, batch, optimizer, precision, memory * 1e9, runtime * 1e9,
-            accumulate, shard, tensor_parallel, 4 * fp32_reduce, offload,
+            accumulate, shard, 4 * fp32_reduce, offload,
         )  # fmt: skip
         result = estimate(request)
     if as_json:
         print(json.dumps(result, indent=2))
         return
     print(f"{params / 1e9:g} B parameters on {ranks} ranks, {precision} precision, {optimizer}; GB of a rank:")
-    figures = ("weights", "gradients", "optimizer", "offloaded", "total", "shard_sent", "replicas_sent", "tensor_sent")
+    figures = ("weights", "gradients", "optimizer", "offloaded", "total", "shard_sent", "replicas_sent")
     print("stage", *(f"{name.replace('_', ' '):>9}" for name in figures), "  fits")
     for s in result["stages"]:
         row = [f"{s[f'{name}_bytes'] / 1e9:.4g}".rjust(max(9, len(name))) for name in figures]

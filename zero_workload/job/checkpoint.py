@@ -1,8 +1,7 @@
 """Sharded checkpoints through ``torch.distributed.checkpoint``: each rank writes the elements that it owns.
 
 On disk a parameter, and each optimizer state of it, is one flat tensor under the parameter's name (all experts of a
-layer in one), whatever stage and number of ranks wrote it; so any other stage and number can read it. With tensor
-parallelism, what is saved is what the data-parallel group shares: give each tensor-parallel rank a folder of its own.
+layer in one), whatever stage and number of ranks wrote it; so any other stage and number can read it.
 """
 
 import json

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from ..remat import Partition, remat
+#: ``remat(function, *args)``: inner activations are recomputed in backward and not kept.
+remat: Any = partial(checkpoint, use_reentrant=False)
 
 CHECKPOINTS = ("none", "block", "sublayer", "attention")
 
@@ -89,15 +91,12 @@ class Transformer(nn.Module):
 
     Args:
         config: its shape.
-        partition: where checkpoints of whole blocks are kept in parts, see ``remat.Partition``.
         group: expert-parallel ranks, see ``Experts``.
     """
 
-    def __init__(
-        self, config: ModelConfig, partition: Partition | None = None, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.config, self.partition = config, partition
+        self.config = config
         self.every = config.checkpoint_every or best_interval(config.layers)
         self.embed = nn.Embedding(config.vocab, config.width)
         self.position: nn.Embedding | None = nn.Embedding(config.seq, config.width)
@@ -121,7 +120,7 @@ class Transformer(nn.Module):
             x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for at in range(0, len(self.blocks), self.every):
             segment = self.blocks[at : at + self.every]
-            x = remat(segment, x, partition=self.partition) if self.config.checkpoint == "block" else segment(x)
+            x = remat(segment, x) if self.config.checkpoint == "block" else segment(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 

@@ -56,7 +56,6 @@ class Request:
             buffers, libraries' workspace, 2 to 4 GB as a rule; nothing here was measured.
         accumulate: micro-batches a step. Above 1, stages 2 and 3 keep their gradient shards in fp32.
         shard: HSDP, at stages 2 and 3: ranks over which it shards, the rest are replicas; 0: all.
-        tensor: ranks that share each matrix: two all-reduces a layer, forward and backward.
         reduce_bytes: of an element of gradients on their way (``reduce_dtype``), 0: as the weights'.
         offload: at stage 3, masters and optimizer states on the CPU.
     """
@@ -73,7 +72,6 @@ class Request:
     runtime: float = 3e9
     accumulate: int = 1
     shard: int = 0
-    tensor: int = 1
     reduce_bytes: int = 0
     offload: bool = False
 
@@ -85,7 +83,7 @@ class Request:
         if (self.precision, self.optimizer) not in STATE:
             known = ", ".join(map(" ".join, STATE))
             raise ValueError(f"no figures for {self.precision} {self.optimizer}: know {known}")
-        Cut(self.ranks, self.shard, self.tensor)  # refuses ranks that cannot be cut so
+        Cut(self.ranks, self.shard)  # refuses ranks that cannot be cut so
 
     @property
     def width(self) -> int:
@@ -94,7 +92,7 @@ class Request:
 
     def sharing(self, stage: int) -> int:
         """Ranks over which ``stage`` shards."""
-        return (self.shard if stage >= 2 else 0) or self.ranks // self.tensor
+        return (self.shard if stage >= 2 else 0) or self.ranks
 
 
 def held_and_sent(request: Request, stage: int) -> dict[str, float]:
@@ -102,11 +100,10 @@ def held_and_sent(request: Request, stage: int) -> dict[str, float]:
 
     Returns:
         ``weights_bytes``, ``gradients_bytes``, ``optimizer_bytes``, ``offloaded_bytes`` at rest; what it sends a step
-        on rings in its shard, to the replicas and to those it shares matrices with: ``shard_sent_bytes``,
-        ``replicas_sent_bytes``, ``tensor_sent_bytes``.
+        on rings in its shard and to the replicas: ``shard_sent_bytes``, ``replicas_sent_bytes``.
     """
     r, n, kind, often = request, request.sharing(stage), (request.precision, request.optimizer), request.accumulate
-    params, replicas, weight = r.params / r.tensor, r.ranks // (n * r.tensor), STATE[kind][0]
+    params, replicas, weight = r.params, r.ranks // n, STATE[kind][0]
     wire = r.reduce_bytes or weight
     weights, gradients, states = stage_bytes(params, n, stage, *kind)
     if stage >= 2:  # they are kept as they were reduced, sums over micro-batches in fp32
@@ -114,7 +111,6 @@ def held_and_sent(request: Request, stage: int) -> dict[str, float]:
     # All gradients are reduced so many times, all parameters gathered; an all-reduce moves twice as much.
     reduced, gathered = ((2, 0), (1, 1), (often, 1), (often, 2 * often))[stage]
     away = r.offload and stage == 3
-    inputs = r.layers * weight * r.batch * r.seq * r.width * often  # of all layers, as large as their outputs
     return {
         "weights_bytes": weights,
         "gradients_bytes": gradients,
@@ -122,7 +118,6 @@ def held_and_sent(request: Request, stage: int) -> dict[str, float]:
         "offloaded_bytes": states if away else 0.0,
         "shard_sent_bytes": (n - 1) / n * (reduced * wire + gathered * weight) * params,
         "replicas_sent_bytes": 2 * (replicas - 1) / replicas * gradients,
-        "tensor_sent_bytes": 4 * 2 * (r.tensor - 1) / r.tensor * inputs,
     }
 
 
@@ -132,7 +127,7 @@ def checkpointed_bytes(request: Request) -> float:
     """
     r, every = request, best_interval(request.layers)
     one_input = r.batch * r.seq * r.width
-    attention = r.batch * max(1, r.width // 128) / r.tensor * r.seq**2
+    attention = r.batch * max(1, r.width // 128) * r.seq**2
     elements = math.ceil(r.layers / every) * one_input + every * (14 * one_input + attention)
     return STATE[r.precision, r.optimizer][0] * elements
 
@@ -146,7 +141,7 @@ def estimate(request: Request) -> dict[str, Any]:
         flight and gathered layers) and whether it ``fits``; ``recommended_stage`` (``None``: nothing fits), ``reason``.
     """
     r, activations = request, checkpointed_bytes(request)
-    layer = STATE[r.precision, r.optimizer][0] * r.params / r.tensor / r.layers
+    layer = STATE[r.precision, r.optimizer][0] * r.params / r.layers
     stages: list[dict[str, Any]] = []
     for stage in range(4):
         found = held_and_sent(r, stage)

@@ -20,13 +20,12 @@ import torch
 import torch.distributed as dist
 
 from ..layout import Settings
-from ..remat import Partition
 from ..zero import Engine, zero
 from .data import Corpus
 from .launch import LAUNCHER, Failed, launch, report
 from .model import CHECKPOINTS, ModelConfig, Transformer
 from .optim import Adan, Lion, Muon
-from .parallel import Cut, tensor_parallel
+from .parallel import Cut
 from .planner import advice
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -89,9 +88,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--reduce-scatter-group", action="store_true", help="a communicator of its own for reduce-scatters")
     p.add_argument("--no-sync", action="store_true", help="stage 2 reduces once a step, not in each micro-batch")
     p.add_argument("--offload", action="store_true", help="stage 3 keeps master weights and optimizer on the CPU")
-    p.add_argument("--tensor-parallel", type=count, default=1, metavar="N", help="ranks that share each matrix")
-    p.add_argument("--sequence-parallel", action="store_true", help="they also share the sequence between matrices")
-    p.add_argument("--partition-activations", action="store_true", help="they also share what --recompute block keeps")
     p.add_argument("--experts", type=whole, default=0, metavar="N", help="a mixture of N experts in each block")
     p.add_argument("--expert-parallel", type=count, default=1, metavar="N", help="ranks that share the experts")
     p.add_argument("--save", type=Path, metavar="FOLDER", help="write checkpoints there, and at the end")
@@ -117,10 +113,6 @@ def check(args: argparse.Namespace) -> None:
     for path in (args.log, args.json):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: its folder does not exist")
-    if (args.sequence_parallel or args.partition_activations) and args.tensor_parallel == 1:
-        raise ValueError("--sequence-parallel and --partition-activations need --tensor-parallel above 1")
-    if args.partition_activations and (args.sequence_parallel or args.recompute != "block"):
-        raise ValueError("--partition-activations needs --recompute block; with --sequence-parallel they are in parts")
     if args.expert_parallel > 1 and (args.experts == 0 or args.stage == 0):
         raise ValueError("--expert-parallel needs --experts and a stage from 1 up")
     recompute = {"checkpoint": args.recompute, "checkpoint_every": args.recompute_every}
@@ -192,11 +184,10 @@ class Job:
             signal.signal(number, self._stop)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.parent = int(os.environ.get(LAUNCHER, os.getppid()))
-        tensor = args.tensor_parallel
-        cut = Cut(self.size, args.hsdp or 0, tensor, args.expert_parallel, args.reduce_scatter_group)
-        groups, self.share, self.shares = cut.groups(), self.rank // tensor, self.size // tensor  # of the data
+        cut = Cut(self.size, args.hsdp or 0, args.expert_parallel, args.reduce_scatter_group)
+        groups = cut.groups()
         torch.manual_seed(args.seed)
-        model = self._model(groups.pop("tensor", None), groups.pop("experts", None))
+        model = Transformer(args.model, groups.pop("experts", None)).to(device)
         self.n_params = sum(p.numel() * (cut.experts if hasattr(p, "expert") else 1) for p in model.parameters())
         more = {"previous_dtype": DTYPES[args.dtype]} if args.optimizer == "adan" else {}
         optimizer = partial(OPTIMIZERS[args.optimizer], lr=args.lr, **more)
@@ -205,7 +196,7 @@ class Job:
         if args.resume:
             from .checkpoint import load
 
-            self.first = load(self.engine, self._folder(args.resume))
+            self.first = load(self.engine, args.resume)
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = args.lr
             if self.first >= args.steps:
@@ -213,17 +204,8 @@ class Job:
         if args.save:
             from .checkpoint import require_newest
 
-            require_newest(self._folder(args.save), self.first)
+            require_newest(args.save, self.first)
         self.log = args.log.open("w") if args.log and self.rank == 0 else None
-
-    def _model(self, tensor: Any, experts: Any) -> Transformer:
-        args = self.args
-        partition = Partition(tensor) if args.partition_activations else None
-        model = Transformer(args.model, partition, experts).to(self.device)
-        if tensor:
-            mesh = dist.device_mesh.DeviceMesh.from_group(tensor, self.device.type)
-            tensor_parallel(model, mesh, sequence=args.sequence_parallel)
-        return model
 
     def _stop(self, number: int, frame: Any) -> None:
         """SIGINT or SIGTERM: end after this step; a second one ends the process as usual."""
@@ -281,7 +263,7 @@ class Job:
         args = self.args
         seen = torch.zeros(self.size + 1, device=self.device)
         for micro in range(args.accumulate):
-            first = (micro * self.shares + self.share) * args.batch
+            first = (micro * self.size + self.rank) * args.batch
             batch = args.corpus.batch(first, first + args.batch, step=step, seed=args.seed)
             if self.device.type == "cuda":
                 batch = [t.pin_memory().to(self.device, non_blocking=True) for t in batch]
@@ -293,16 +275,11 @@ class Job:
         self.engine.step()
         return seen, work
 
-    def _folder(self, path: Path) -> Path:
-        """Ranks that share matrices hold different parts: each place among them has a folder of its own."""
-        tensor = self.args.tensor_parallel
-        return path / f"tensor-{self.rank % tensor}-of-{tensor}" if tensor > 1 else path
-
     def _save(self, step: int) -> None:
         if self.args.save:
             from .checkpoint import save  # takes seconds to import
 
-            self._say(f"saved {save(self.engine, self._folder(self.args.save), step)}")
+            self._say(f"saved {save(self.engine, self.args.save, step)}")
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.log:
