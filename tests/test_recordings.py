@@ -63,22 +63,6 @@ def test_steps_are_told_by_the_repeating_order_of_the_calls(tmp_path):
     assert set(firsts.iloc[1:]) <= set(marked.events.groupby("step")["enqueue_ns"].min())
 
 
-@pytest.mark.parametrize("ahead_us", [0, 1, 250_000, -3_000_000])
-def test_clocks_are_aligned_by_the_collectives(tmp_path, ahead_us):
-    for rank in (0, 1):
-        document = kineto(rank, steps=range(5))
-        for e in document["traceEvents"]:
-            if rank and "ts" in e:
-                e["ts"] += ahead_us
-        (tmp_path / f"r{rank}.json").write_text(json.dumps(document))
-    trace = read_recording([tmp_path])
-    ends = trace.events.pivot_table(index=["func", "seq"], columns="rank", values="end_ns", aggfunc="first")
-    assert (ends[0] - ends[1]).abs().max() <= 2000
-    ends = trace.steps.pivot_table(index="index", columns="rank", values="end_ns")
-    assert (ends[0] - ends[1]).abs().max() <= 2000
-    assert any("clocks of 1 ranks moved" in n for n in trace.header["notes"]) == (abs(ahead_us) > 1)
-
-
 HOSTILE = {
     "nested": lambda: b'{"traceEvents": [{"args": ' + b"[" * 200_000,
     "nested whole": lambda: b'{"entries": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
@@ -172,10 +156,10 @@ def test_pytorchs_own_profile_is_read_whole_and_told_to_be_of_gloo(kind, monkeyp
     events = whole.pop("traceEvents")
     for block in (2 << 20, 20_000, 997):
         monkeypatch.setattr(json_stream, "BLOCK", block)
-        seen, sizes = [], []
-        with json_stream.Source(path, sizes.append) as source:
+        seen = []
+        with json_stream.Source(path) as source:
             assert json_stream.read_elements(source, "traceEvents", seen.extend) == whole
-        assert seen == events and sum(sizes) == path.stat().st_size
+        assert seen == events
     with pytest.raises(TraceError, match="is of gloo, whose times say nothing of NCCL"):
         read_recording([path])
 

@@ -1,10 +1,8 @@
-"""Recordings as commands take them: any format, told apart by their bytes, with progress, placed on a cluster."""
+"""Recordings as commands take them: any format, told apart by their bytes, placed on a cluster."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ...envs.replay.recordings import named, on_cluster
 from ...traces.files import Trace, TraceError
@@ -22,13 +20,10 @@ def read(
     """The recording, with offers of the named cluster where it has none. Raises TraceError or ValueError."""
     c = named(cluster, nccl) if cluster else None
     total = sum(p.stat().st_size for p in recording_files(paths))
-    console = terminal(stderr=True)
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-        if ranks_per_node is None and c is not None:
-            ranks_per_node = c.gpus_per_node
-        trace = read_recording(paths, source, ranks_per_node, lambda n: progress.advance(task, n))
+    if ranks_per_node is None and c is not None:
+        ranks_per_node = c.gpus_per_node
+    with terminal(stderr=True).status(f"reading {total / 1e6:,.0f} MB"):
+        trace = read_recording(paths, source, ranks_per_node)
     if c is None and not len(trace.offers):
         raise TraceError("the recording holds no offers of NCCL: name the cluster it is of with --cluster")
     return on_cluster(trace, named(str(cluster), nccl, trace.header.get("nccl"))) if c else trace

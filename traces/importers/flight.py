@@ -10,7 +10,6 @@ import io
 import math
 import pickle
 import pickletools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from .common import Imported, comm_id_of, dtype_of, func_of, rank_in_name, ranks
 from .json_stream import Source, loads
 
 
-def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) -> Imported:
+def read(paths: list[Path]) -> Imported:
     """Read one dump a rank. Raises TraceError for files that are not the Flight Recorder's."""
     found = Imported()
     for order, path in enumerate(paths):
-        dump = _load(path, on_bytes)
+        dump = _load(path)
         if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
             raise TraceError(f"{path} is no Flight Recorder dump: it has no entries")
         if version := (dump.get("nccl_version") or dump.get("comm_lib_version")):
@@ -77,8 +76,8 @@ class _Plain(pickle.Unpickler):
         raise TraceError(f"it refers to {module}.{name}, which no Flight Recorder dump does: it was not read")
 
 
-def _load(path: Path, on_bytes: Callable[[int], None]) -> Any:
-    with Source(path, on_bytes) as source:
+def _load(path: Path) -> Any:
+    with Source(path) as source:
         data = source.read_all()
     if data[:1] in (b"{", b"["):
         return loads(path, data)

@@ -28,10 +28,10 @@ _BETWEEN = re.compile(rb"\}\s*,(?=\s*\{)")
 
 
 class Source:
-    """A file, compressed by gzip or not, read in blocks. ``on_bytes`` hears how many bytes of the file were read."""
+    """A file, compressed by gzip or not, read in blocks."""
 
-    def __init__(self, path: Path, on_bytes: Callable[[int], None] = lambda n: None) -> None:
-        self.path, self._on_bytes, self._given, self._told = path, on_bytes, 0, 0
+    def __init__(self, path: Path) -> None:
+        self.path, self._given = path, 0
         try:
             self._raw: BinaryIO = path.open("rb")
         except OSError as error:
@@ -52,12 +52,9 @@ class Source:
             data = self._file.read(n)
         except (OSError, EOFError, zlib.error) as error:
             raise TraceError(f"cannot read {self.path} ({error}): is it a whole gzip file?") from None
-        at = self._raw.tell()
         self._given += len(data)
-        if self._file is not self._raw and self._given > max(RATIO_FROM, MAX_RATIO * at):
+        if self._file is not self._raw and self._given > max(RATIO_FROM, MAX_RATIO * self._raw.tell()):
             raise TraceError(f"{self.path} unpacks to over {MAX_RATIO} times its size: that is no recording")
-        self._on_bytes(at - self._told)
-        self._told = at
         return data
 
     def read_all(self, limit: int = MAX_WHOLE) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ from .json_stream import Source, read_elements
 _MARK = re.compile(r"ProfilerStep#(\d+)")
 
 
-def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) -> Imported:
+def read(paths: list[Path]) -> Imported:
     """Read one trace a rank. Raises TraceError for files that are not Kineto's, and for a job over gloo."""
     found = Imported()
     for order, path in enumerate(paths):
-        _read_one(path, order, found, on_bytes)
-    if found.events and all(e["start_ns"] is None for e in found.events):
+        _read_one(path, order, found)
+    if found.events and not any("start_ns" in e for e in found.events):
         found.notes.append("no NCCL kernel in the trace (profile CUDA activities too): there are no times")
     if not found.computes:
         found.notes.append("no GPU kernels in it: what was computed beside a collective is not known")
@@ -64,10 +64,22 @@ class _File:
             elif kind == "user_annotation" and (mark := _MARK.fullmatch(name)):
                 self.marks.append((e["ts"], e["dur"], int(mark[1])))
 
+    def calls(self) -> Iterator[tuple[float, dict[str, Any], tuple[float, float] | None]]:
+        """Of each collective: when it was asked for, what is said of it, its kernel's begin and duration if it ran."""
+        ran = set()
+        for ts, dur, args in self.kernels:
+            external = args.get("External id")
+            ran.add(external)
+            asked, said = self.asked.get(external, (ts, {}))
+            yield asked, {**said, **args}, (ts, dur)
+        for external, (ts, args) in self.asked.items():
+            if external not in ran:
+                yield ts, args, None
 
-def _read_one(path: Path, order: int, found: Imported, on_bytes: Callable[[int], None]) -> None:
+
+def _read_one(path: Path, order: int, found: Imported) -> None:
     seen = _File()
-    with Source(path, on_bytes) as source:
+    with Source(path) as source:
         about = read_elements(source, "traceEvents", seen.add)
     if about is None:
         raise TraceError(f"{path} is no Kineto trace: export one with torch.profiler's export_chrome_trace")
@@ -83,18 +95,14 @@ def _read_one(path: Path, order: int, found: Imported, on_bytes: Callable[[int],
     marks = sorted((_ns(base, ts), _ns(0, dur), index) for ts, dur, index in seen.marks)
     for start, duration, index in marks:
         found.steps.append({**who, "index": index, "end_ns": start + duration, "duration_ns": duration})
-    calls: list[tuple[float, dict[str, Any], Any]] = []  # when it was asked for, what it is, when it ran
-    for ts, dur, args in seen.kernels:
-        asked, told = seen.asked.get(args.get("External id"), (ts, {}))
-        calls.append((asked, {**told, **args}, (_ns(base, ts), _ns(base, ts) + _ns(0, dur))))
-    ran = {args.get("External id") for _, _, args in seen.kernels}
-    calls += [(ts, args, (None, None)) for external, (ts, args) in seen.asked.items() if external not in ran]
-    for asked, args, (start, end) in calls:
-        call = _call(args, found)
-        if call is not None:
-            at = _ns(base, asked)
-            call |= {**who, "step": _step_at(marks, at), "enqueue_ns": at, "start_ns": start, "end_ns": end}
-            found.events.append(call)
+    for asked, args, kernel in seen.calls():
+        if (call := _call(args, found)) is None:
+            continue
+        at = _ns(base, asked)
+        if kernel is not None:
+            start = _ns(base, kernel[0])
+            call |= {"start_ns": start, "end_ns": start + _ns(0, kernel[1])}
+        found.events.append({**call, **who, "step": _step_at(marks, at), "enqueue_ns": at})
     if seen.compute:
         begin, lasted = np.rint(1000 * np.asarray(seen.compute).reshape(-1, 2).T).astype(np.int64)
         found.add_compute(rank, base + begin, base + begin + lasted)

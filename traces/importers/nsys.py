@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +39,7 @@ _KERNELS = """SELECT k.start, k.end, k.globalPid >> 24 AS pid, k.deviceId AS dev
               ORDER BY k.start"""
 
 
-def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) -> Imported:
+def read(paths: list[Path]) -> Imported:
     """Read exports. Raises TraceError for other databases, and where no call's size is told."""
     found = Imported()
     n_ranks = 0
@@ -51,7 +50,6 @@ def read(paths: list[Path], on_bytes: Callable[[int], None] = lambda n: None) ->
                 n_ranks = _read_one(path, base, n_ranks, found)
         except (sqlite3.Error, pd.errors.DatabaseError) as error:
             raise TraceError(f"{path} is no whole SQLite export ({error}): nsys export --type sqlite") from None
-        on_bytes(path.stat().st_size)
     for row in found.events:
         row["n_ranks"] = row["n_ranks"] or n_ranks
     return found

@@ -6,23 +6,21 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
+
 from ..assemble import COMM_COLUMNS, OFFER_COLUMNS, empty
 from ..files import Trace, TraceError
-from . import flight as importers_flight
-from . import kineto as importers_kineto
-from . import nsys as importers_nsys
+from . import flight, kineto, nsys
 from .common import Imported
 from .json_stream import Source
-from .steps import clock_offsets, infer_steps, shifted
-
-OnBytes = Callable[[int], None]
+from .steps import infer_steps
 
 #: Format -> reader: PyTorch profiler traces, one .json or .json.gz a rank; PyTorch Flight Recorder dumps, one a rank;
 #: Nsight Systems' SQLite export.
-FORMATS: dict[str, Callable[[list[Path], OnBytes], Imported]] = {
-    "kineto": importers_kineto.read,
-    "flight-recorder": importers_flight.read,
-    "nsys": importers_nsys.read,
+FORMATS: dict[str, Callable[[list[Path]], Imported]] = {
+    "kineto": kineto.read,
+    "flight-recorder": flight.read,
+    "nsys": nsys.read,
 }
 #: What tells a format within a file's first bytes, in this order.
 _SIGNS = (("kineto", (b'"traceEvents"', b'"deviceProperties"')), ("flight-recorder", (b'"entries"', b'"pg_config"')))
@@ -72,14 +70,12 @@ def recording_files(paths: list[Path]) -> list[Path]:
     return found
 
 
-def read_recording(
-    paths: list[Path], source: str | None = None, ranks_per_node: int | None = None, on_bytes: OnBytes = lambda n: None
-) -> Trace:
+def read_recording(paths: list[Path], source: str | None = None, ranks_per_node: int | None = None) -> Trace:
     """A recording as a trace in memory: a trace folder of ours, or files (or folders of them) of another tool.
 
     ``source`` is a key of FORMATS, None to tell by the files; ``ranks_per_node`` gives the number of nodes where the
-    recordings do not tell; ``on_bytes`` hears of every byte read. The header's ``notes`` say what is not known. Raises
-    TraceError for an unknown format, a file that is not of it or is damaged, one without any collective.
+    recordings do not tell. The header's ``notes`` say what is not known. Raises TraceError for an unknown format, a
+    file that is not of it or is damaged, one without any collective.
     """
     ours = [p for p in paths for name in ("header.json", "trace/header.json") if (p / name).exists()]
     if source is None and ours:
@@ -87,38 +83,37 @@ def read_recording(
     if ranks_per_node is not None and ranks_per_node < 1:
         raise TraceError(f"there is at least 1 rank on a node, not {ranks_per_node}")
     files = recording_files(paths)
-    source = source or _format_of_all(files)
+    found, events, steps, compute = _read(files, source or _format_of_all(files), ranks_per_node)
+    if steps.empty:
+        events, steps, period = infer_steps(events)
+        found.header["steps_from"] = "period" if period else "none"
+        known = f"a step is taken to be {period} calls, which repeat"
+        unknown = "no calls repeat, and all are counted as one step"
+        found.notes.append(f"no marks of optimizer steps: {known if period else unknown}")
+    comms = events.drop_duplicates(["comm_id", "rank", "pid"]).assign(name="")
+    comms = comms[list(COMM_COLUMNS)].astype(COMM_COLUMNS)
+    # The header tells of the recorded machine; what is not known of it must not be this machine's.
+    header = {"host": None, "kernel": None, "commit": None, **found.header, "emulated": False}
+    header |= {"files": [str(p) for p in files], "notes": found.notes}
+    return Trace(Path(os.path.commonpath(files)), header, events, steps, comms, empty(OFFER_COLUMNS), compute)
+
+
+def _read(
+    files: list[Path], source: str, ranks_per_node: int | None
+) -> tuple[Imported, pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """What the importer of a format finds, and its events, steps and compute. Raises TraceError."""
+    names = ", ".join(p.name for p in files)
     if source not in FORMATS:
         raise TraceError(f"unknown format {source!r}: give one of {', '.join(FORMATS)}")
     try:
-        found = FORMATS[source](files, on_bytes)
+        found = FORMATS[source](files)
         events, steps, compute = found.frames(ranks_per_node)
     except TraceError:
         raise
     except Exception as error:  # wrong types in a file that otherwise parses, or too much of it
         what = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-        raise TraceError(f"{', '.join(p.name for p in files)} is no whole {source} recording ({what})") from None
+        raise TraceError(f"{names} is no whole {source} recording ({what})") from None
     if events.empty:
-        raise TraceError(f"{', '.join(p.name for p in files)}: no collective in it that NCCL runs, nothing to import")
-    moved = {rank: offset for rank, offset in clock_offsets(events).items() if offset[0]}
-    if moved:
-        events, steps, compute = (shifted(frame, moved) for frame in (events, steps, compute))
-        most, unsure = (max(abs(offset[i]) for offset in moved.values()) / 1e3 for i in (0, 1))
-        found.notes.append(
-            f"clocks of {len(moved)} ranks moved by up to {most:.0f} us, to where their collectives end together "
-            f"(known to {unsure:.0f} us)"
-        )
-    if steps.empty:
-        events, steps, period = infer_steps(events)
-        found.header["steps_from"] = "period" if period else "none"
-        found.notes.append(
-            f"no marks of optimizer steps: a step is taken to be {period} calls, which repeat"
-            if period
-            else "no marks of optimizer steps and no calls that repeat: all are counted as one step"
-        )
-    comms = events.drop_duplicates(["comm_id", "rank", "pid"]).assign(name="")
-    comms = comms[list(COMM_COLUMNS)].astype(COMM_COLUMNS)
-    # The header tells of the recorded machine; what is not known of it must not be this machine's.
-    header = {"host": None, "kernel": None, "commit": None, **found.header, "source": source, "emulated": False}
-    header |= {"files": [str(p) for p in files], "notes": found.notes}
-    return Trace(Path(os.path.commonpath(files)), header, events, steps, comms, empty(OFFER_COLUMNS), compute)
+        raise TraceError(f"{names}: no collective in it that NCCL runs, nothing to import")
+    found.header["source"] = source
+    return found, events, steps, compute

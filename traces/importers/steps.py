@@ -1,4 +1,4 @@
-"""What recordings do not say themselves: where a step begins, and how far the clocks of their hosts lie apart."""
+"""Where a step begins, in recordings that do not say it themselves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ Array = np.ndarray[Any, Any]
 
 #: A period must be this regular; longer ones are not looked for.
 _REGULAR, _LONGEST = 0.97, 5000
-#: Clocks that agree as well as this are left alone.
-_SAME_NS = 2_000
 
 
 def infer_steps(events: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, int]:
@@ -76,35 +74,3 @@ def step_rows(rows: list[dict[str, Any]] | pd.DataFrame) -> pd.DataFrame:
     unknown = {"table_generation": 0, "memory_used": 0, "memory_total": 0, "sm_utilization": np.nan, "power_w": np.nan}
     frame = complete(pd.DataFrame(rows).assign(**unknown), STEP_COLUMNS)
     return frame.sort_values(["index", "rank"]).reset_index(drop=True)
-
-
-def clock_offsets(events: pd.DataFrame) -> dict[int, tuple[int, int]]:
-    """How far each rank's clock is ahead of the lowest rank's: rank -> (offset ns, half the spread of it).
-
-    All ranks of an all_gather, reduce_scatter or all_reduce end it at about the same time: the median difference of the
-    ends of the calls that two ranks share is the difference of their clocks. Ranks that share no timed call with the
-    others are left out. A slow last hop looks like a clock: the spread says how well it is known.
-    """
-    timed = events[events["end_ns"].notna() & events["func"].isin(("all_gather", "reduce_scatter", "all_reduce"))]
-    if timed.empty:
-        return {}
-    # From the first of them on: clock values have more digits than a float64 holds.
-    timed = timed.assign(end=(timed["end_ns"] - timed["end_ns"].min()).astype("float64"))
-    ends = timed.pivot_table("end", ["comm_id", "func", "seq"], "rank", aggfunc="last")
-    known = {int(ends.columns[0]): (0, 0)}
-    waiting = list(known)
-    while waiting:
-        near = waiting.pop()
-        for rank in ends.columns.difference(list(known)):
-            apart = (ends[rank] - ends[near]).dropna()
-            if len(apart) >= 3:
-                low, middle, high = np.percentile(apart, (25, 50, 75))
-                known[int(rank)] = known[near][0] + round(middle), round((high - low) / 2)
-                waiting.append(int(rank))
-    return {r: v if abs(v[0]) > max(_SAME_NS, v[1]) else (0, v[1]) for r, v in known.items()}
-
-
-def shifted(frame: pd.DataFrame, offsets: dict[int, tuple[int, int]]) -> pd.DataFrame:
-    """``frame`` with its times on the lowest rank's clock."""
-    by = frame["rank"].map({r: o for r, (o, _) in offsets.items()}).fillna(0).astype("int64")
-    return frame.assign(**{name: frame[name] - by for name in ("enqueue_ns", "start_ns", "end_ns") if name in frame})

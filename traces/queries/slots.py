@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -52,7 +51,7 @@ def find_slots(
     tuned = tuned.join(durations(tuned))
     n_steps = tuned.groupby("pid")["step"].nunique()
     tuned = tuned[tuned["n_ranks"] > 0]  # never announced: its class is not known
-    tuned = tuned.assign(asked=sizes_asked(tuned, offers))
+    tuned = tuned.assign(asked=sizes_asked(tuned))
     tuned = tuned[tuned["asked"] > 0]  # else a symmetric kernel or copy engine ran it: no table reaches that
     classes = {n: size_class(int(n)) for n in tuned["asked"].unique()}
     tuned = tuned.assign(size_class=tuned["asked"].map(classes), part=tuned["n_bytes"] / tuned["asked"])
@@ -65,7 +64,7 @@ def find_slots(
         group = everyone[everyone["pid"] == pid]
         moved = group.groupby(["comm_id", "asked"])["n_bytes"].sum()
         comm_id, n_bytes = map(int, cast(tuple[int, int], moved.idxmax()))
-        offer = offers.get((comm_id, slot.func, n_bytes)) or _nearest(offers, comm_id, slot.func, n_bytes)
+        offer = offers.get((comm_id, slot.func, n_bytes))
         if offer is None:
             continue
         cost = pair_costs(offer.cost_us)
@@ -95,27 +94,14 @@ def find_slots(
     return sorted(profiles, key=lambda p: -p.share)
 
 
-def sizes_asked(events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer] | None = None) -> pd.Series[int]:
+def sizes_asked(events: pd.DataFrame) -> pd.Series[int]:
     """What NCCL asked the tuner about each of these collectives, bytes; 0 = it did not ask.
 
     Of grouped calls it asks with the sum of their sizes, which is what a row of a table has to hold. Recordings that do
-    not tell are read by the ``offers``: the event's own size where that was asked about, else the next larger one.
+    not tell are read as if each call had been asked about by itself.
     """
-    if "asked_bytes" in events and (events["asked_bytes"] > 0).any():
-        return events["asked_bytes"]
-    if offers is None:
-        return events["n_bytes"]
-    asked: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for comm_id, func, n_bytes in sorted(offers):
-        asked[comm_id, func].append(n_bytes)
-
-    def size(comm_id: int, func: str, n_bytes: int) -> int:
-        known = asked.get((comm_id, func), [])
-        return next((n for n in known if n >= n_bytes), n_bytes if known else 0)
-
-    keys = events[["comm_id", "func", "n_bytes"]]
-    found = {key: size(*key) for key in keys.drop_duplicates().itertuples(index=False, name=None)}
-    return pd.Series([found[key] for key in keys.itertuples(index=False, name=None)], events.index, dtype="int64")
+    tells = "asked_bytes" in events and (events["asked_bytes"] > 0).any()
+    return events["asked_bytes"] if tells else events["n_bytes"]
 
 
 def channels_of(events: pd.DataFrame) -> dict[tuple[int, int], float]:
@@ -129,9 +115,3 @@ def _busiest(events: pd.DataFrame) -> int:
     """The process that these events move most bytes for; of equals the one of the lowest rank."""
     by_process = events.groupby("pid").agg(n_bytes=("n_bytes", "sum"), rank=("rank", "min"))
     return int(by_process.sort_values(["n_bytes", "rank"], ascending=[False, True], kind="stable").index[0])
-
-
-def _nearest(offers: Mapping[tuple[int, str, int], Offer], comm_id: int, func: str, n_bytes: int) -> Offer | None:
-    """Grouped calls are priced as one larger message: the nearest size of the same communicator then stands in."""
-    sizes = [n for comm, name, n in offers if comm == comm_id and name == func]
-    return offers[comm_id, func, min(sizes, key=lambda n: abs(n - n_bytes))] if sizes else None
