@@ -1,87 +1,189 @@
-"""The command line: ``dynamiccl COMMAND``. Each command is one file in ``agent/commands``."""
+"""The command line: ``dynamiccl COMMAND``. Each command is one file in ``agent/commands``, imported when it is said.
+
+Standard library only: on the nodes of a job there is numpy, and no more.
+"""
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import importlib
+import inspect
+import shutil
 import sys
-from collections.abc import Mapping
-from typing import Annotated
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-try:
-    import typer
-except ModuleNotFoundError:
-    raise SystemExit("error: the command line needs more than the probe: pip install 'dynamiccl[tuner]'") from None
+from .commands.options import Argument, Call, Option
 
 #: What a command may lack, and the extra that brings it; all else is in `tuner`.
 _EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train", "optuna": "optuna"}
 _EXTRAS["prometheus_client"] = "metrics"
 
-#: Command -> file in agent/commands, in the order of the help text; the function has the file's name. What people need:
-COMMANDS = {"tune": "tune", "show": "show", "apply": "apply", "advise": "advise", "doctor": "doctor"}
-#: Around a run or a recording; the help names them in one line.
-MORE = {
-    "stop": "stop",
-    "env": "env",
-    "top": "top",
-    "why": "why",
-    "model": "model",
-    "plan": "plan",
-    "clusters": "clusters",
+#: Group of the help -> commands. A command's function, and its file in agent/commands, have its name without "lab".
+COMMANDS = {
+    "Tune a job": ("tune", "doctor", "apply", "env", "stop"),
+    "Look at runs": ("show", "why", "top", "clusters"),
+    "Before there is a run": ("advise", "model", "plan"),
+    "Judge and train policies, check a machine": ("bench", "bench overhead", "lab gpu-check", "lab train", "lab prior"),
 }
-#: ``dynamiccl lab NAME``: for those who work on models, policies and releases.
-LAB = {"train": "train", "prior": "prior", "gpu-check": "gpu_check"}
-#: ``dynamiccl bench NAME``; ``dynamiccl bench`` alone is the leaderboard.
-BENCHES = {"overhead": "bench_overhead"}
-
-app = typer.Typer(
-    name="dynamiccl",
-    help="Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time.",
-    epilog=f"Also: {', '.join(MORE)}. Every command has --help, and --json for programs.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+NAMES = tuple(name for names in COMMANDS.values() for name in names)
+_ABOUT = "Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time."
+_METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=_width())
+
+
+class Parser(argparse.ArgumentParser):
+    """Of one command, made from its function's parameters and docstring. What is not said is not in its result."""
+
+    def __init__(self, name: str) -> None:
+        file = name.removeprefix("lab ").replace(" ", "_").replace("-", "_")
+        self.function: Callable[..., None] = getattr(importlib.import_module(f".commands.{file}", __package__), file)
+        self.paragraphs = (inspect.getdoc(self.function) or "").split("\n\n")
+        found = inspect.signature(self.function).parameters
+        self.defaults = {key: parameter.default for key, parameter in found.items()}
+        self.needed = {key for key, default in self.defaults.items() if default is inspect.Parameter.empty}
+        super().__init__(
+            f"dynamiccl {name}",
+            description="\n\n".join(_filled(part) for part in self.paragraphs),
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            add_help=False,
+        )
+        groups = {title: self.add_argument_group(title) for title in ("Arguments", "Options")}
+        words = [self.prog, "[OPTIONS]"]
+        for key, hint in get_type_hints(self.function, include_extras=True).items():
+            if key == "return" or hint is Call:
+                continue
+            kind, said = get_args(hint)
+            if isinstance(said, Argument):
+                words.append(self._add_argument(groups["Arguments"], key, *_plain(kind), said))
+            else:
+                if said.group not in groups:
+                    groups[said.group] = self.add_argument_group(said.group)
+                self._add_option(groups[said.group], key, *_plain(kind), said)
+        groups["Options"].add_argument("-h", "--help", action="help", help="Show this and exit.")
+        self.usage = " ".join(words)
+
+    def _add_argument(self, group: Any, key: str, kind: Any, several: bool, said: Argument) -> str:
+        """Its word in the usage."""
+        word, needed = said.metavar or key.upper(), key in self.needed
+        nargs = ("+" if needed else "*") if several else (None if needed else "?")
+        group.add_argument(key, help=said.help.replace("%", "%%"), metavar=word, nargs=nargs, type=_reader(kind))
+        return word if needed else "[-- COMMAND...]" if key == "command" else f"[{word}]"
+
+    def _add_option(self, group: Any, key: str, kind: Any, several: bool, said: Option) -> None:
+        names, default = said.names or (f"--{key.replace('_', '-')}",), self.defaults[key]
+        text = said.help
+        if kind is bool:
+            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction if default else "store_true"}
+        else:
+            how = {"type": _reader(kind, said.min, said.max), "action": "append" if several else "store"}
+            how["metavar"] = said.metavar or _METAVARS.get(kind, "NAME")
+            if key in self.needed:
+                how["required"] = True
+            elif default not in (None, ""):
+                text += f" Default: {default}."
+        group.add_argument(*names, dest=key, help=text.replace("%", "%%"), **how)
+
+    def call(self, words: Sequence[str]) -> None:
+        """Run the command as it was said; what stands after ``--`` is the job's."""
+        own, job = list(words), []
+        if "--" in own and "command" in self.defaults:
+            own, job = own[: own.index("--")], own[own.index("--") + 1 :]
+        said = vars(self.parse_intermixed_args(own))
+        if job:
+            said["command"] = [*said.get("command", ()), *job]
+        values = {**self.defaults, **said}
+        if "call" in values:
+            values["call"] = Call({**values}, frozenset(said))
+        self.function(**values)
+
+    def error(self, message: str) -> NoReturn:
+        """In one line, and status 2."""
+        print(f"error: {message.removeprefix('argument ')} ({self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _plain(kind: Any) -> tuple[Any, bool]:
+    """A parameter's type without None and list, and whether there may be several."""
+    if type(None) in get_args(kind):
+        kind = get_args(kind)[0]
+    return (get_args(kind)[0], True) if get_origin(kind) is list else (kind, False)
+
+
+def _reader(kind: Any, least: float | None = None, most: float | None = None) -> Callable[[str], Any]:
+    """Text -> value, of which argparse says what is wrong."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            what = {int: "a whole number", float: "a number"}.get(kind) or f"one of {', '.join(kind)}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+        if (least is not None and not value >= least) or (most is not None and not value <= most):
+            bounds = [f"{word} {n}" for word, n in (("at least", least), ("at most", most)) if n is not None]
+            raise argparse.ArgumentTypeError(f"must be {' and '.join(bounds)}, not {text}")
+        return value
+
+    return read
+
+
+def _width() -> int:
+    return max(40, min(shutil.get_terminal_size().columns, 100))
+
+
+def _filled(paragraph: str) -> str:
+    """A paragraph of a docstring as wide as the terminal; one that begins with a backspace, of examples, as it is."""
+    if paragraph.startswith("\b\n"):
+        return textwrap.indent(paragraph[2:], "  ")
+    return textwrap.fill(" ".join(paragraph.split()), _width())
+
+
+def overview(names: Sequence[str] = NAMES) -> str:
+    """The help of all commands, or of some."""
+    lines = ["usage: dynamiccl COMMAND [OPTIONS]", "", textwrap.fill(_ABOUT, _width())]
+    for title, group in COMMANDS.items():
+        lines += ["", f"{title}:"] if any(name in names for name in group) else []
+        for name in group:
+            if name in names:
+                about = " ".join(Parser(name).paragraphs[0].split())
+                lines.append(textwrap.fill(f"  {name:<16}{about}", _width(), subsequent_indent=18 * " "))
+    return "\n".join([*lines, "", "Every command has --help, and --json for programs."])
+
+
+def run(words: Sequence[str]) -> None:
+    """Do what the words after ``dynamiccl`` say."""
+    name = next((" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in NAMES), None)
+    if name is not None:
+        Parser(name).call(words[len(name.split()) :])
+    elif not words or words[0] in ("-h", "--help"):
+        print(overview())
+    elif words[0] == "--version":
         from importlib.metadata import version
 
         print(f"dynamiccl {version('dynamiccl')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
-
-
-def _add(group: typer.Typer, commands: Mapping[str, str], hidden: bool = False) -> None:
-    for name, file in commands.items():
-        function = getattr(importlib.import_module(f".commands.{file}", __package__), file)
-        group.command(name, hidden=hidden)(function)
-
-
-_add(app, COMMANDS)
-_bench = typer.Typer()
-_bench.callback(invoke_without_command=True)(importlib.import_module(".commands.bench", __package__).bench)
-_add(_bench, BENCHES)
-app.add_typer(_bench, name="bench")
-_lab = typer.Typer(help="Train the policy, check a machine with GPUs, ask the models.", no_args_is_help=True)
-_add(_lab, LAB)
-app.add_typer(_lab, name="lab")
-_add(app, MORE, hidden=True)
+    elif inner := [known for known in NAMES if known.startswith(f"{words[0]} ")]:
+        print(overview(inner))
+        raise SystemExit(0 if words[1:] in (["-h"], ["--help"]) else 2)
+    else:
+        near = difflib.get_close_matches(words[0], NAMES, 1)
+        cure = f"did you mean {near[0]}?" if near else "dynamiccl --help lists them"
+        print(f"error: there is no command {words[0]}: {cure}", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def main() -> None:
     """Entry point of the console script."""
     try:
-        app()
+        run(sys.argv[1:])
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name in ("", "dynamiccl"):

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import recordings_made
+from command import invoke
 from dynamiccl.agent.advice.advise import Advice
-from dynamiccl.agent.cli import app
 from dynamiccl.agent.report.gain import Gains, exposure, tell
 from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.envs.nccl_model.clusters import cluster
@@ -24,11 +24,10 @@ from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.queries.overlap import exposed_ns
 from synthetic_trace import write_run
 from test_traces_importers import flight, sources
-from typer.testing import CliRunner
 
 
 def run(*args):
-    return CliRunner().invoke(app, ["advise", *map(str, args)])
+    return invoke(["advise", *map(str, args)])
 
 
 def test_exposure_is_the_time_without_a_kernel():

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fit_classical
 import numpy as np
 import pytest
-from dynamiccl.agent.bench import run as bench_module
 from dynamiccl.agent.bench.board import NOTHING, Board, filed_results, put_on_record, tables, with_tables
-from dynamiccl.agent.bench.run import Entry, enter_one, entrants, fit_one, run, version_of
+from dynamiccl.agent.bench.run import Entry, enter_one, entrants, run, version_of
 from dynamiccl.envs.bench.job_suites import JobSuite, draw_suite
 from dynamiccl.envs.bench.scores import bootstrap
 from dynamiccl.envs.bench.strata import SUITES
@@ -184,9 +184,9 @@ def test_a_guest_is_found_where_the_command_is_called_and_never_shown_for_other_
 
 @pytest.mark.slow
 def test_fit_keeps_what_loses_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench_module.GRID, "ladder", [{"pairs": 0}, {"pairs": 2}])
-    monkeypatch.setattr(bench_module, "ENDS", [{"patience": 1}])
-    found = fit_one(("ladder", 4))
+    monkeypatch.setitem(fit_classical.GRID, "ladder", [{"pairs": 0}, {"pairs": 2}])
+    monkeypatch.setattr(fit_classical, "ENDS", [{"patience": 1}])
+    found = fit_classical.fit_one(("ladder", 4))
     assert len(found["tried"]) == 3
     assert found["settings"] == found["tried"][0]["settings"]
     assert found["lost"] == min(row["lost"] for row in found["tried"]) <= found["tried"][-1]["lost"]

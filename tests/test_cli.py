@@ -5,42 +5,35 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from command import invoke
 from dynamiccl.agent.checks.doctor import Facts
-from dynamiccl.agent.cli import COMMANDS, LAB, MORE, app
+from dynamiccl.agent.cli import COMMANDS, NAMES, Parser
 from dynamiccl.agent.daemon.console import show_summary
 from dynamiccl.agent.report.summary import RunSummary
 from rich.console import Console
-from typer.main import get_command
-from typer.testing import CliRunner
 
 FROZEN = Path(__file__).parent / "data" / "command_line.json"
 
 
-def commands(command=None, path=()):
-    """(words, command) of everything that can be said."""
-    command = command or get_command(app)
-    yield path, command
-    for name, child in getattr(command, "commands", {}).items():
-        yield from commands(child, (*path, name))
-
-
 def interface():
-    """{words: its arguments and options}."""
+    """{command: its arguments and options}, the options that all have left out."""
     found = {}
-    for path, command in commands():
-        words = [p.metavar or p.name if p.param_type_name == "argument" else "/".join(p.opts) for p in command.params]
-        found[" ".join(("dynamiccl", *path))] = sorted(words)
+    for name in NAMES:
+        actions = [action for action in Parser(name)._actions if action.dest != "help"]
+        words = ["/".join(action.option_strings) or action.metavar for action in actions]
+        found[f"dynamiccl {name}"] = sorted(words)
     return found
 
 
 def run(*words):
-    return CliRunner().invoke(app, list(words))
+    return invoke(words)
 
 
 def test_names_and_options_are_those_on_record():
@@ -49,29 +42,56 @@ def test_names_and_options_are_those_on_record():
     )
 
 
-def test_the_help_shows_what_people_need_and_names_the_rest():
+def test_the_help_lists_every_command_in_a_group_with_its_line():
+    """Before: eleven of them in one sentence without a word of what they do."""
     shown = run("--help").output
-    listed = [line.split()[1] for line in shown.splitlines() if line[:2] == "│ " and line[2] not in " -"]
-    assert [word for word in listed if word in {*COMMANDS, *MORE, *LAB, "bench", "lab"}] == [*COMMANDS, "bench", "lab"]
-    assert all(name in shown for name in MORE)
-    assert all(name in run("lab", "--help").output for name in LAB)
+    listed = re.findall(r"(?m)^  (\S+(?: \S+)?) +[A-Z]", shown)
+    assert tuple(listed) == NAMES and all(f"\n{title}:\n" in shown for title in COMMANDS)
+    assert run().output == run("-h").output == shown
+    assert {line.split()[1] for line in run("lab", "--help").output.splitlines() if line.startswith("  lab ")} == {
+        name.split()[1] for name in NAMES if name.startswith("lab ")
+    }
 
 
-@pytest.mark.parametrize("path", [path for path, _ in commands()], ids=" ".join)
-def test_every_command_has_help_that_teaches_and_refuses_what_it_does_not_know(path):
-    told = run(*path, "--help")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_help_that_teaches_and_refuses_what_it_does_not_know(name, monkeypatch):
+    """Before: at 80 columns lines broke raggedly and examples in the middle of a word."""
+    monkeypatch.setenv("COLUMNS", "80")
+    told = run(*name.split(), "--help")
     assert told.exit_code == 0 and len(told.output.split()) > 25
-    refused = run(*path, "--no-such-option")
-    assert refused.exit_code == 2
+    assert max(map(len, told.output.splitlines())) <= 80 and "\b" not in told.output
+    refused = run(*name.split(), "--no-such-option")
+    assert refused.exit_code == 2 and refused.stderr.count("\n") == 1 and f"dynamiccl {name} --help" in refused.stderr
+
+
+def test_many_options_stand_in_groups():
+    """Before: 31 options of `tune` in one list."""
+    titles = re.findall(r"(?m)^(\S.*):$", run("tune", "--help").output)
+    assert len(titles) >= 5
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["tuna"], "there is no command tuna: did you mean tune?"),
+        (["plan"], "the following arguments are required: --params, --ranks"),
+        (["plan", "--params", "7e9", "--ranks", "x"], "--ranks: 'x' is not a whole number"),
+        (["stop", "--wait", "-1", "x"], "--wait: must be at least 0, not -1"),
+        (["tune", "--log-level", "loud"], "--log-level: 'loud' is not one of debug, info, warning, error"),
+        (["show", "x", "--", "job"], "unrecognized arguments: job"),
+    ],
+)
+def test_a_slip_of_the_finger_is_one_line(words, says):
+    done = run(*words)
+    assert done.exit_code == 2 and done.stderr.startswith(f"error: {says}") and done.stderr.count("\n") == 1
 
 
 def test_programs_can_ask_every_command_that_tells_something():
-    silent = {"apply", "stop"}  # these do something and tell nothing, or are the job itself
-    for path, command in commands():
-        words = " ".join(path)
-        if getattr(command, "commands", None) or words in silent:
-            continue
-        assert any("--json" in getattr(p, "opts", ()) for p in command.params), words
+    """`--json` is the same everywhere: a flag, for stdout."""
+    files = {"apply", "tune"}  # the one is the job itself; the other takes a file beside what it prints
+    for name in NAMES:
+        flags = [action for action in Parser(name)._actions if "--json" in action.option_strings]
+        assert name in files or [action.nargs for action in flags] == [0], name
 
 
 def test_the_version_is_the_packages():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dynamiccl.agent.cli import app
+from command import invoke
 from dynamiccl.agent.daemon.memory import Memory, Store, in_time, key_of
 from dynamiccl.agent.daemon.tuner import Settings, Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
@@ -24,7 +24,6 @@ from dynamiccl.envs.sim.noise import log_uniform
 from dynamiccl.envs.sim.windows import SimSearch
 from dynamiccl.traces.records import Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
-from typer.testing import CliRunner
 
 FACTS = {"hardware": "8 x H100", "layout": "2 x 8 ranks", "nccl": "2.28.9"}
 GOOD = Decision("ring", "ll128", 8)
@@ -150,7 +149,7 @@ def test_what_is_damaged_foreign_or_old_is_passed_over_by_name(kept, tmp_path, t
     assert Memory(str(tmp_path), "job", said.append).recall(FACTS, _profiles())
     (told,) = said
     assert "passes over" in told and "2.json" in told and why in told
-    listed = CliRunner().invoke(app, ["clusters", "--memory", str(tmp_path)]).stdout
+    listed = invoke(["clusters", "--memory", str(tmp_path)]).stdout
     assert "passed over" in listed and "2.json" in listed
 
 
@@ -216,7 +215,7 @@ def test_the_command_lists_and_forgets(kept, tmp_path):
     Store(str(tmp_path)).write(key_of(FACTS), "1.json", json.loads(name.read_text()))
 
     def run(*words):
-        return CliRunner().invoke(app, ["clusters", "--memory", str(tmp_path), *words])
+        return invoke(["clusters", "--memory", str(tmp_path), *words])
 
     listed = run().stdout
     assert "8 x H100, 2 x 8 ranks, 2.28.9" in listed and "speed-up 1.1" in listed and "train.py" in listed

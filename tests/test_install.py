@@ -1,6 +1,8 @@
 """What an installation does to an environment: next to nothing, and nothing that could break it."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,7 +15,7 @@ import dynamiccl_autoload
 
 ROOT = Path(__file__).resolve().parents[1]
 #: What `pip install dynamiccl` alone does not bring, nor torch.
-HEAVY = ["gymnasium", "orjson", "pandas", "plotly", "pyarrow", "rich", "sb3_contrib", "stable_baselines3", "typer"]
+HEAVY = ["fsspec", "gymnasium", "orjson", "pandas", "plotly", "pyarrow", "rich", "sb3_contrib", "stable_baselines3"]
 PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))} | {"OMP_NUM_THREADS": "1"}
 TRAINS = """
 import torch
@@ -106,12 +108,31 @@ def test_the_probe_needs_torch_and_numpy_alone(tmp_path):
 
 
 def test_a_command_that_lacks_a_package_names_the_extra():
-    program = "import sys; sys.modules[{0!r}] = None; sys.argv = ['dynamiccl', *{1!r}]\n"
-    program += "from dynamiccl.agent.cli import main; main()"
-    for missing, words, extra in (("typer", ["doctor"], "tuner"), ("pandas", ["show", "x"], "tuner")):
-        command = [sys.executable, "-c", program.format(missing, words)]
-        done = subprocess.run(command, env=PLAIN, capture_output=True, text=True, timeout=60)
+    for missing, words, extra in (("pandas", ["show", "x"], "tuner"), ("torch", ["lab", "prior"], "train")):
+        done = without([missing], words)
         assert done.returncode and f"pip install 'dynamiccl[{extra}]'" in done.stderr and "Traceback" not in done.stderr
+
+
+def without(missing, words):
+    """A command where packages are not installed."""
+    program = f"import sys; sys.modules |= dict.fromkeys({missing!r}); sys.argv = ['dynamiccl', *{words!r}]\n"
+    program += "from dynamiccl.agent.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", program], env=PLAIN, capture_output=True, text=True, timeout=60)
+
+
+def test_the_nodes_of_a_job_have_the_commands_that_they_need_with_numpy_alone(tmp_path):
+    """Before: `doctor`, `apply`, `env`, even `--help`, answered only "the command line needs more than the probe"."""
+    table, bare = tmp_path / "t.csv", [*HEAVY, "torch", "pynvml"]
+    table.write_text("allgather,0,65536,ring,simple,4,-1,-1\n")
+    for words in (["--help"], ["tune", "--help"], ["doctor", "--table", str(table)]):
+        assert without(bare, words).returncode == 0
+    done = without(bare, ["env", "--json"])
+    run = json.loads(done.stdout)["DYNAMICCL_RUN"]
+    assert json.loads(without(bare, ["stop", run, "--wait", "0", "--json"]).stdout)["run"] == run
+    for gate in ([], ["--no-gate"]):
+        done = without(bare, ["apply", str(table), *gate, "--", "echo", "here"])
+        assert done.returncode == 0 and done.stdout == "here\n", done.stderr
+    shutil.rmtree(run)
 
 
 def test_a_jobs_image_gets_numpy_and_no_pin_on_torch():

@@ -25,7 +25,6 @@ ONLY_IN = {
     "torch": ("agent", "envs", "zero_workload"),
     "gymnasium": ("agent", "envs"),
     "fsspec": ("agent",),
-    "typer": ("agent",),
     "rich": ("agent",),
     "plotly": ("agent",),
 }

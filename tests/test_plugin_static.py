@@ -129,9 +129,8 @@ print(comm.get_coll_info("all_gather", 4096, cost), *choose(cost))
 
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess:
-    program = "from dynamiccl.agent.commands.{0} import {0}; import typer; a = typer.Typer(); a.command()({0}); a()"
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "DYNAMICCL_"))}
-    command = [sys.executable, "-c", program.format(args[0]), *args[1:]]
+    command = [sys.executable, "-m", "dynamiccl.agent.cli", *args]
     return subprocess.run(command, env=clean | env, capture_output=True, text=True, check=False)
 
 

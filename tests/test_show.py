@@ -4,18 +4,13 @@ import json
 
 import pandas as pd
 import pytest
-import typer
-from dynamiccl.agent.commands.show import show
+from command import invoke
 from dynamiccl.traces.files import Trace, TraceWriter
 from synthetic_trace import COMM, GATHER, HEADER, write_run
-from typer.testing import CliRunner
-
-app = typer.Typer(pretty_exceptions_enable=False)
-app.command()(show)
 
 
 def run_show(*args):
-    return CliRunner().invoke(app, [str(a) for a in args])
+    return invoke(["show", *args])
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +155,7 @@ def test_a_long_trace_is_not_read_as_a_whole(run, tmp_path, monkeypatch):
     with TraceWriter(tmp_path / "t", {}, segment_rows=part) as writer:
         for first in range(0, 10 * part, part):
             writer.write(events.iloc[first : first + part])
-    monkeypatch.setitem(show.__globals__, "MOST_EVENTS", 3 * part)
+    monkeypatch.setattr("dynamiccl.agent.commands.show.MOST_EVENTS", 3 * part)
     told = json.loads(run_show(tmp_path / "t", "--json").stdout)
     assert part <= told["n_events"] <= 4 * part and told["warnings"]
     told = json.loads(run_show(tmp_path / "t", "--json", "--whole").stdout)

@@ -4,12 +4,11 @@ import json
 import os
 
 import pytest
-from dynamiccl.agent.cli import app
+from command import invoke
 from dynamiccl.agent.report.runs import find_runs, state
 from dynamiccl.envs.live.locks import lock
 from dynamiccl.envs.nccl.shm import RunFolder
 from synthetic_trace import write_run
-from typer.testing import CliRunner
 
 
 @pytest.fixture
@@ -55,18 +54,18 @@ def test_a_damaged_run_is_shown_with_what_is_left(runs):
 
 
 def test_the_command(runs):
-    text = CliRunner().invoke(app, ["top", str(runs)]).stdout
+    text = invoke(["top", str(runs)]).stdout
     assert "over" in text and "live" in text and "tuning" in text and "kept, 2 rows" in text
-    assert len(json.loads(CliRunner().invoke(app, ["top", str(runs), "--json"]).stdout)) == 2
-    result = CliRunner().invoke(app, ["top", str(runs / "nothing")])
+    assert len(json.loads(invoke(["top", str(runs), "--json"]).stdout)) == 2
+    result = invoke(["top", str(runs / "nothing")])
     assert result.exit_code == 2 and "dynamiccl tune" in result.stderr
 
 
 def test_a_run_that_kept_no_table_shows_no_gain(runs):
     path = runs / "over" / "summary.json"
-    assert f"{state(runs / 'over')['gain']:.1%}" in CliRunner().invoke(app, ["top", str(runs)]).stdout
+    assert f"{state(runs / 'over')['gain']:.1%}" in invoke(["top", str(runs)]).stdout
     path.write_text(json.dumps(json.loads(path.read_text()) | {"kept": False}))
-    text = CliRunner().invoke(app, ["top", str(runs)]).stdout
+    text = invoke(["top", str(runs)]).stdout
     assert "NCCL decides" in text and f"{state(runs / 'over')['gain']:.1%}" not in text
 
 
@@ -74,7 +73,7 @@ def test_metrics_are_what_prometheus_reads(runs):
     parser = pytest.importorskip("prometheus_client.parser")
     from dynamiccl.agent.report.metrics import METRICS
 
-    result = CliRunner().invoke(app, ["top", str(runs), "--once", "--metrics", str(runs / "d.prom")])
+    result = invoke(["top", str(runs), "--once", "--metrics", str(runs / "d.prom")])
     assert result.exit_code == 0, result.stderr
     families = {f.name: f for f in parser.text_string_to_metric_families((runs / "d.prom").read_text())}
     assert set(families) == {name.removesuffix("_total") for name, *_ in METRICS}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pandas as pd
 import pytest
 import recordings_made
-from dynamiccl.agent.cli import app
+from command import invoke
 from dynamiccl.agent.commands.show import tell
 from dynamiccl.agent.report.report import write_report
 from dynamiccl.agent.report.summary import RunSummary
@@ -19,7 +19,6 @@ from dynamiccl.traces.files import Trace, TraceError, TraceWriter
 from dynamiccl.traces.importers.common import Imported, dtype_of, func_of, width_of
 from dynamiccl.traces.importers.recording import FORMATS, read_recording
 from dynamiccl.traces.queries.audit import audit, regime
-from typer.testing import CliRunner
 
 BASE = 1_790_857_026_000_000_000  # Kineto's baseTimeNanoseconds
 
@@ -47,7 +46,7 @@ def import_files(source, paths, out, ranks_per_node=None):
 def run_advise(source, path, out):
     """The command that takes a recording of any format; it writes nothing of what it refuses."""
     words = ["advise", path, "--format", source, "--cluster", "dgx-h100-2x8", "--out", out]
-    return CliRunner().invoke(app, [str(word) for word in words])
+    return invoke([str(word) for word in words])
 
 
 @pytest.mark.parametrize(
@@ -259,7 +258,7 @@ def sources(folder):
 @pytest.mark.parametrize("source", FORMATS)
 def test_what_was_imported_can_be_shown_and_reported(tmp_path, source):
     path = sources(tmp_path)[source]
-    assert CliRunner().invoke(app, ["show", str(path)]).exit_code == 0
+    assert invoke(["show", str(path)]).exit_code == 0
     import_files(source, [path], tmp_path / "t")
     trace = Trace.read(tmp_path / "t")
     story = tell(trace, {}, 2)
@@ -297,7 +296,7 @@ def test_formats_are_not_mistaken_for_one_another(tmp_path):
 def test_bad_arguments(tmp_path, words, says):
     path = str(sources(tmp_path)["kineto"])
     words = [path if word == "FILE" else word for word in words]
-    result = CliRunner().invoke(app, ["advise", *words, "--cluster", "dgx-h100-2x8"])
+    result = invoke(["advise", *words, "--cluster", "dgx-h100-2x8"])
     assert result.exit_code == 2 and says in result.stderr and result.stderr.count("\n") == 1
 
 

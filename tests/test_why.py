@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from dynamiccl.agent.cli import app
+from command import invoke
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.why import chains, lines
 from synthetic_trace import CALL_US, FINAL, GATHER, HEADER, LAYER_BYTES, OWN, SCATTER, write_run
-from typer.testing import CliRunner
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +52,9 @@ def test_a_slot_of_which_nothing_was_decided_says_why(run, summary, says):
 
 def test_the_command_filters_and_explains(run):
     folder, *_ = run
-    text = CliRunner().invoke(app, ["why", str(folder), "reduce_scatter"]).stdout
+    text = invoke(["why", str(folder), "reduce_scatter"]).stdout
     assert "reduce_scatter" in text and "all_gather" not in text and str(FINAL[SCATTER]) in text
-    told = json.loads(CliRunner().invoke(app, ["why", str(folder), "--json"]).stdout)
+    told = json.loads(invoke(["why", str(folder), "--json"]).stdout)
     assert len(told) >= 2
-    result = CliRunner().invoke(app, ["why", str(folder), "broadcast"])
+    result = invoke(["why", str(folder), "broadcast"])
     assert result.exit_code == 2 and "no slot" in result.stderr

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from command import invoke
 from dry_run import dry_run
-from dynamiccl.agent.cli import app
 from dynamiccl.zero_workload.job.planner import (
     Request,
     advice,
@@ -22,7 +22,6 @@ from dynamiccl.zero_workload.job.planner import (
     stage_bytes,
 )
 from public_models import PRESETS, Shape
-from typer.testing import CliRunner
 
 # The planner ---------------------------------------------------------------------------------------------------------
 
@@ -117,7 +116,7 @@ def test_the_verdict_counts_how_the_job_is_cut(ways: str, recommended: int | Non
     result = command(*LARGE, *ways.split())
     assert result["stages"][3]["total_bytes"] == total * 1e9
     assert result["recommended_stage"] == recommended, result["reason"]
-    shown = CliRunner().invoke(app, [*LARGE, *ways.split()]).output
+    shown = invoke([*LARGE, *ways.split()]).output
     assert f" {total:.4g} " in shown and (f"use stage {recommended}" if recommended else "nothing fits") in shown
 
 
@@ -220,7 +219,7 @@ def test_dry_run_of_llama_7b_takes_seconds() -> None:
 
 
 def command(*arguments: str) -> dict[str, Any]:
-    done = CliRunner().invoke(app, [*arguments, "--json"])
+    done = invoke([*arguments, "--json"])
     assert done.exit_code == 0, done.output
     result: dict[str, Any] = json.loads(done.output)
     return result
@@ -229,7 +228,7 @@ def command(*arguments: str) -> dict[str, Any]:
 def test_plan_as_a_command() -> None:
     result = command("plan", "--params", "7e9", "--ranks", "8", "--layers", "32", "--seq", "2048")
     assert [stage["total_bytes"] / 1e9 for stage in result["stages"]] == [112, 38.5, 26.25, 14]
-    shown = CliRunner().invoke(app, ["plan", "--params", "7e9", "--ranks", "8"]).output
+    shown = invoke(["plan", "--params", "7e9", "--ranks", "8"]).output
     assert " 26.25 " in shown and "use stage 1" in shown and "3 GB that CUDA" in shown
-    refused = CliRunner().invoke(app, ["plan", "--params", "7e9", "--ranks", "8", "--precision", "fp8"])
+    refused = invoke(["plan", "--params", "7e9", "--ranks", "8", "--precision", "fp8"])
     assert refused.exit_code == 2 and refused.output.count("\n") == 1

@@ -20,21 +20,17 @@ import importlib.metadata
 import importlib.util
 import json
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...envs.bench.job_arena import play
-from ...envs.bench.job_suites import FAMILIES, JobSuite, draw_suite
-from ...envs.bench.scores import HORIZONS
+from ...envs.bench.job_suites import JobSuite
 from ...envs.bench.submissions import FORMAT, Suite, enter, rows_of
-from ...envs.search.belief import Prior
-from ...envs.search.watch import SearchConfig
 from ..policies.choosing import DEFAULT, RULES, WEIGHTS, look_here, make_chooser
-from ..policies.classical import CLASSICAL, make_classical
+from ..policies.classical import CLASSICAL
 from .spread import spread
 
 Array = np.ndarray[Any, Any]
@@ -162,59 +158,3 @@ def _kept(entry: Entry, folder: Path) -> dict[str, Any] | None:
     except (OSError, ImportError, KeyError, TypeError, ValueError):
         return None
     return dict(kept) if found == wanted else None
-
-
-#: What :func:`fit` tries for each entrant, first the settings themselves, then when it ends.
-GRID: dict[str, list[dict[str, Any]]] = {
-    "random": [{"horizon": h} for h in (2, 4, 8, 16)],
-    "ladder": [{"pairs": p} for p in (0, 1, 2, 4, 8)],
-    "sweep": [{"hysteresis": h} for h in (0.0, 0.02, 0.05)],
-    "coordinate-descent": [{"horizon": h} for h in (4, 8, 16, 30)],
-    "tpe": [{"startup": s, "horizon": h} for s in (3, 6) for h in (12, 24)],
-}
-ENDS: list[dict[str, Any]] = [{"patience": p} for p in (1, 2)]
-#: Jobs that settings are fitted on, of each family; the seed is none of a suite's.
-FIT_JOBS, FIT_SEED = 12, 2_900_000_000
-
-
-def fit(
-    processes: int = 2, progress: Callable[[str], object] = lambda line: None, jobs: int = FIT_JOBS
-) -> dict[str, Any]:
-    """Try the grid of each entrant on jobs that no suite holds, of both families; of each the settings that lose the
-    least time over 20,000 steps, and all that were tried. Raises ValueError when one fails."""
-    found: dict[str, Any] = {}
-    names = [name for name in reversed(GRID) if name != "tpe" or "tpe" in entrants()]  # the slow ones first
-    items = [(name, jobs) for name in names]
-    for (name, _), result in spread(fit_one, items, processes, lambda item: 3600.0):
-        if "failed" in result:
-            raise ValueError(f"{name}: {result['failed']}")
-        best, worst = result["tried"][0], result["tried"][-1]
-        found[name] = result
-        of = f"worst of {len(result['tried'])}: {worst['lost']}"
-        progress(f"{name}: {best['settings']} loses {best['lost']} steps in {HORIZONS[0]:,} ({of})")
-    record = {"jobs": 2 * jobs, "seed": FIT_SEED, "objective": f"default steps lost in {HORIZONS[0]}"}
-    return record | {"entrants": {name: found[name] for name in GRID if name in found}}
-
-
-def fit_one(item: tuple[str, int]) -> dict[str, Any]:
-    """The best settings of one entrant, and all that were tried, best first."""
-    name, jobs = item
-    suites = [draw_suite("fit", family, FIT_SEED, jobs) for family in FAMILIES.values()]
-    tried: list[dict[str, Any]] = []
-
-    def try_all(candidates: list[dict[str, Any]]) -> dict[str, Any]:
-        for settings in candidates:
-            if any(row["settings"] == settings for row in tried):
-                continue
-            lost = []
-            for suite in suites:
-                policy = make_classical(name, 0, settings)
-                opened = suite.open(np.arange(len(suite)), 0, Prior.load(), SearchConfig().of(policy))
-                lost.append(play(policy, *opened, after=0).scores.lost[:, 0].mean())
-            tried.append({"settings": settings, "lost": round(float(np.mean(lost)), 1)})
-        tried.sort(key=lambda row: float(row["lost"]))
-        return dict(tried[0]["settings"])
-
-    best = try_all(GRID[name])
-    try_all([best | end for end in ENDS])
-    return {"settings": tried[0]["settings"], "lost": tried[0]["lost"], "tried": tried}

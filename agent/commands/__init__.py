@@ -7,72 +7,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
-
-import typer
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from ...envs.sim.emulated.settings import Emulated
     from ...traces.records import Table
-
-Headroom = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=64,
-        help="Make communicators with at least so many channels (NCCL_MIN_CTAS), or a tuner can only use fewer than "
-        "NCCL would. Costs GPU memory for the buffers of each, and NCCL's own choice may use them too.",
-        show_default=False,
-    ),
-]
-Recording = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="RECORDING...",
-        help="A trace folder of ours, or another tool's files (one a rank), or their folder; `dynamiccl advise --help` "
-        "lists the formats.",
-        show_default=False,
-    ),
-]
-ClusterName = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        help="Where it was recorded, which other tools do not say: a preset of `dynamiccl model`, or a .toml file.",
-        show_default=False,
-    ),
-]
-Nccl = Annotated[
-    str | None,
-    typer.Option(help="NCCL's release, e.g. 2.28.9. Default: the recording's, else the cluster's.", show_default=False),
-]
-Format = Annotated[str | None, typer.Option("--format", help="The format; else the files tell.", show_default=False)]
-RanksPerNode = Annotated[
-    int | None, typer.Option(help="Ranks on a node. Default: the recording's, else the cluster's.", show_default=False)
-]
-
-# An emulated cluster for a job without GPUs; see :func:`emulation`.
-EmulatedCluster = Annotated[
-    str | None,
-    typer.Option("--cluster", help="Emulate this cluster (a preset's name or a TOML file); no GPU is needed."),
-]
-BytesScale = Annotated[
-    float | None, typer.Option("--bytes-scale", help="Emulated bytes for each byte of the job. Default: our own job's.")
-]
-ComputeScale = Annotated[
-    float | None,
-    typer.Option("--compute-scale", help="Emulated operations for each of the job's. Default: our own job's."),
-]
-WeatherText = Annotated[
-    str,
-    typer.Option(
-        "--weather", help="How the emulated network changes: drift=0.2,burst=1,neighbour=0.5; empty: it does not."
-    ),
-]
-
-Force = Annotated[
-    bool, typer.Option("--force", help="Go on although `dynamiccl doctor` finds something that must be changed.")
-]
 
 
 def fail(message: str) -> NoReturn:
@@ -96,10 +35,9 @@ def emulation(
     """The emulated cluster that these options mean; one that there is none of is refused."""
     from ...envs.sim.emulated.settings import Emulated
 
-    usual = Emulated()
-    by = usual.bytes_scale if bytes_scale is None else bytes_scale
-    compute = usual.compute_scale if compute_scale is None else compute_scale
-    emulated = Emulated(cluster, by, compute, seed, weather)
+    scales = {"bytes_scale": bytes_scale, "compute_scale": compute_scale}
+    given = {name: value for name, value in scales.items() if value is not None}
+    emulated = Emulated(cluster, seed=seed, weather=weather, **given)
     with refusing(ValueError, OSError):
         emulated.check()
     return emulated

@@ -6,9 +6,8 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from . import ClusterName, Format, Nccl, RanksPerNode, Recording, refusing
+from . import refusing
+from .options import ClusterName, Format, Json, Nccl, Option, RanksPerNode, Recording
 
 if TYPE_CHECKING:
     from ..report.summary import RunSummary
@@ -18,12 +17,10 @@ def advise(
     recording: Recording,
     cluster: ClusterName = None,
     nccl: Nccl = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write the table, for `dynamiccl apply`.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, Option(help="Write the table, for `dynamiccl apply`.")] = None,
     format_: Format = None,
     ranks_per_node: RanksPerNode = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    json: Json = False,
 ) -> None:
     """Is a recorded job worth a tuning run, and which table is to be tried first?
 
@@ -35,7 +32,7 @@ def advise(
     \b
     kineto            PyTorch profiler traces: one .json or .json.gz a rank
     nsys              Nsight Systems: nsys export --type sqlite
-    flight-recorder   PyTorch Flight Recorder dumps: one pickle or JSON file a rank
+    flight-recorder   PyTorch Flight Recorder dumps: one file a rank
 
     \b
     dynamiccl advise profiles/ --cluster dgx-h100-2x8 --out table.json
@@ -60,7 +57,7 @@ def advise(
         out.write_text(to_json(advice.table))
         told["table"] = str(out)
     if json:
-        typer.echo(json_module.dumps(told, indent=1, allow_nan=False))
+        print(json_module.dumps(told, indent=1, allow_nan=False))
     else:
         _show(told)
 
@@ -71,7 +68,7 @@ def _tell_measured(summary: RunSummary, json: bool) -> None:
     low, high = told["speedup_ci95"]
     kept = f"apply its table: {told['table']}" if told["kept"] and told["table"] else "no table of it is in force"
     told["verdict"] = f"measured by this run: speed-up {told['speedup']:.3f} [{low:.3f}, {high:.3f}]; {kept}"
-    typer.echo(json_module.dumps(told, indent=1) if json else told["verdict"])
+    print(json_module.dumps(told, indent=1) if json else told["verdict"])
 
 
 def _show(a: dict[str, Any]) -> None:

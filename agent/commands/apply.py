@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from . import Force, Headroom, fail, refuse_traps, refusing
+from . import fail, refuse_traps, refusing
+from .options import Argument, Force, Headroom, Option
 
 if TYPE_CHECKING:
     from ...envs.nccl.shm import RunFolder
@@ -16,28 +15,15 @@ if TYPE_CHECKING:
 
 def apply(
     table: Annotated[
-        Path,
-        typer.Argument(
-            help="A table: our JSON, the CSV of NVIDIA's tuner plugin, NCCL_ALGO= lines, or a run's folder."
-        ),
+        Path, Argument(help="A table: our JSON, the CSV of NVIDIA's tuner plugin, NCCL_ALGO= lines, or a run's folder.")
     ],
-    command: Annotated[
-        list[str] | None, typer.Argument(help="The job, after --. Any program that uses NCCL.", show_default=False)
-    ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks of its communicators, where lines need it.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes of them, where lines need it.")] = None,
+    command: Annotated[list[str] | None, Argument(help="The job, after --. Any program that uses NCCL.")] = None,
+    ranks: Annotated[int | None, Option(help="Ranks of its communicators, where lines need it.")] = None,
+    nodes: Annotated[int | None, Option(help="Nodes of them, where lines need it.")] = None,
     convert: Annotated[
-        str | None,
-        typer.Option(help="Only print the table: json, csv (NVIDIA's) or env (NCCL_ALGO).", show_default=False),
+        str | None, Option(help="Only print the table: json, csv (NVIDIA's) or env (NCCL_ALGO).")
     ] = None,
-    gate: Annotated[
-        bool,
-        typer.Option(
-            "--gate/--no-gate",
-            help="Without the gate a process has the table as soon as it loads the plugin, and nobody sees whether all "
-            "do: for programs other than PyTorch's training loops.",
-        ),
-    ] = True,
+    gate: Annotated[bool, Option(help="Without it: not for PyTorch's training loops, see above.")] = True,
     headroom: Headroom = None,
     force: Force = False,
 ) -> None:
@@ -48,12 +34,12 @@ def apply(
     why in none. Start the same command on every node, or hand all variables that begin with NCCL_ and DYNAMICCL_ to the
     others (mpirun -x, srun --export=ALL).
 
-    With --no-gate only the environment is set: the job may be JAX, nccl-tests or an inference server. Every rank must
-    then load the plugin: one that does not runs other ways than its peers, which hangs.
+    With --no-gate only the environment is set: the job may be JAX, nccl-tests or an inference server. A process has the
+    table as soon as it loads the plugin, and nobody sees whether all do: one that does not hangs with its peers.
 
     \b
     dynamiccl apply runs/tune/latest -- torchrun --nproc-per-node 8 train.py
-    dynamiccl apply table.json --no-gate -- mpirun -x LD_LIBRARY_PATH ... all_gather_perf
+    dynamiccl apply table.json --no-gate -- mpirun ... all_gather_perf
     dynamiccl apply nccl_tuner.conf --ranks 16 --nodes 2 --convert json
     """
     import os

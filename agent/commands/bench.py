@@ -7,49 +7,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from . import ClusterName, Nccl, fail, one_thread, refusing
+from . import fail, one_thread, refusing
+from .options import ClusterName, Json, Nccl, Option
 
 if TYPE_CHECKING:
     from ...envs.bench.submissions import Suite
 
 
 def bench(
-    context: typer.Context,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="Entrant: a known policy, weights (FILE.npz) or MODULE:NAME; repeat for more. Default: all."),
+        Option(help="Entrant: a known policy, weights (FILE.npz) or MODULE:NAME; repeat for more. Default: all."),
     ] = None,
     suite: Annotated[
-        str, typer.Option(help="standard, held-out, replay (the job of --trace), or a suite file.")
+        str, Option(help="standard, held-out, replay (the job of --trace), or a suite file.")
     ] = "standard",
     trace: Annotated[
-        Path | None, typer.Option(help="Recording of --suite replay: a trace of ours, or another's with --cluster.")
+        Path | None, Option(help="Recording of --suite replay: a trace of ours, or another's with --cluster.")
     ] = None,
     cluster: ClusterName = None,
     nccl: Nccl = None,
-    jobs: Annotated[
-        int, typer.Option(min=0, help="Play so many jobs of the suite, evenly over it; 0: all of them.")
-    ] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for submissions and the board.")] = Path("runs/bench"),
-    processes: Annotated[int, typer.Option(min=1, help="Entrants played at the same time.")] = 2,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds that one entrant may take.")] = 1800.0,
-    again: Annotated[bool, typer.Option("--again", help="Play entrants anew that have a result already.")] = False,
-    fit: Annotated[bool, typer.Option("--fit", help="Find the classical entrants' best settings instead.")] = False,
+    jobs: Annotated[int, Option(min=0, help="Play so many jobs of the suite, evenly over it; 0: all of them.")] = 0,
+    out: Annotated[Path, Option(help="Folder for submissions and the board.")] = Path("runs/bench"),
+    processes: Annotated[int, Option(min=1, help="Entrants played at the same time.")] = 2,
+    limit: Annotated[float, Option(min=1, help="Seconds that one entrant may take.")] = 1800.0,
+    again: Annotated[bool, Option(help="Play entrants anew that have a result already.")] = False,
     filed: Annotated[
-        bool, typer.Option("--filed", help="Play nothing: judge the results on record by replaying their decisions.")
+        bool, Option(help="Play nothing: judge the results on record by replaying their decisions.")
     ] = False,
     check: Annotated[
-        int, typer.Option(min=0, help="Jobs of each --filed or --submission that are replayed; 0: all of them.")
+        int, Option(min=0, help="Jobs of each --filed or --submission that are replayed; 0: all of them.")
     ] = 0,
-    file: Annotated[
-        bool, typer.Option("--file", help="Put the results on record, and into envs/README.md (in a checkout).")
-    ] = False,
-    submission: Annotated[
-        list[Path] | None, typer.Option(help="Judge this submission file too; repeat for more.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the board as JSON.")] = False,
+    file: Annotated[bool, Option(help="Put the results on record, and into envs/README.md (in a checkout).")] = False,
+    submission: Annotated[list[Path] | None, Option(help="Judge this submission file too; repeat for more.")] = None,
+    json: Json = False,
 ) -> None:
     """Judge policies on a suite of whole jobs: the search of `dynamiccl tune --policy X`, with every step billed.
 
@@ -58,12 +49,10 @@ def bench(
     dynamiccl.envs.search.turns says what an observation holds; turns.seen(observation) gives it as plain arrays.
 
     \b
-    dynamiccl bench --policy my_module:MyPolicy --policy ladder --suite held-out --jobs 40
+    dynamiccl bench --policy my_module:MyPolicy --suite held-out --jobs 40
     dynamiccl bench --suite replay --trace runs/tune/latest/trace
     dynamiccl bench --filed --check 8 --suite standard
     """
-    if context.invoked_subcommand:  # `dynamiccl bench overhead` has a file of its own
-        return
     one_thread()
     from ..bench.board import Board, filed_results, put_on_record
     from ..bench.run import Entry, entrants, run
@@ -71,9 +60,6 @@ def bench(
 
     console = terminal(stderr=True, highlight=False, markup=False)
     with refusing(OSError, ValueError):
-        if fit:
-            _fit(out, processes, console.print)
-            return
         played = _jobs(suite, trace, cluster, nccl)
         given = [json_module.loads(path.read_text()) for path in submission or ()]
         if filed:
@@ -129,12 +115,3 @@ def _jobs(suite: str, trace: Path | None, cluster: str | None, nccl: str | None)
         return RecordedSuite(read([trace], cluster, nccl))
     except TraceError as error:
         raise ValueError(str(error)) from error
-
-
-def _fit(out: Path, processes: int, tell: Callable[[str], object]) -> None:
-    from ..bench.run import fit
-
-    out.mkdir(parents=True, exist_ok=True)
-    found = fit(processes, tell)
-    (out / "classical.json").write_text(json_module.dumps(found, indent=1) + "\n")
-    tell(f"settings: {out / 'classical.json'}; they are used once they are in agent/")

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from . import EmulatedCluster, refusing
+from . import refusing
+from .options import EmulatedCluster, Json, Option
 
 if TYPE_CHECKING:
     from ..daemon.compare import Comparison
@@ -25,10 +24,10 @@ _LARGER = ("--layers", "4", "--width", "192", "--heads", "6", "--seq", "128", "-
 
 
 def bench_overhead(
-    pairs: Annotated[int, typer.Option(min=3, help="Pairs of jobs, one with the probe and one without.")] = 10,
-    steps: Annotated[int, typer.Option(min=10, help="Steps of each job; the first five do not count.")] = 40,
+    pairs: Annotated[int, Option(min=3, help="Pairs of jobs, one with the probe and one without.")] = 10,
+    steps: Annotated[int, Option(min=10, help="Steps of each job; the first five do not count.")] = 40,
     cluster: EmulatedCluster = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Step time with probe and plugin, tuning idle, against the same job without: jobs in turn, medians, interval.
 

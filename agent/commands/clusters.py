@@ -5,28 +5,24 @@ from __future__ import annotations
 import json as json_module
 from typing import Annotated
 
-import typer
-
 from . import fail, refusing
+from .options import Json, Option
 
 Where = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--memory",
         metavar="URL",
         help="The memory: a folder, or a URL that fsspec opens (s3://bucket/folder). Default: DYNAMICCL_MEMORY, else "
         "dynamiccl/clusters in the user's data folder.",
-        show_default=False,
     ),
 ]
 
 
 def clusters(
     memory: Where = None,
-    forget: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help="Remove all that is known of it.", show_default=False)
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    forget: Annotated[str | None, Option(metavar="CLUSTER", help="Remove all that is known of it.")] = None,
+    json: Json = False,
 ) -> None:
     """What runs have left for the next one on a cluster of the same GPUs, nodes x ranks and NCCL.
 
@@ -58,14 +54,14 @@ def clusters(
         for key, (runs, passed) in known.items():
             plain_runs = [{**run, "slots": plain([vars(slot) for slot in run["slots"]])} for run in runs]
             told[key] = {"runs": plain_runs, "passed_over": passed}
-        typer.echo(json_module.dumps({"memory": store.url, "clusters": told}, indent=1))
+        print(json_module.dumps({"memory": store.url, "clusters": told}, indent=1))
         return
     if not known:
-        typer.echo(f"nothing is known of any cluster in {store.url}: `dynamiccl tune` fills it")
+        print(f"nothing is known of any cluster in {store.url}: `dynamiccl tune` fills it")
     for key, (runs, passed) in known.items():
-        typer.echo(f"{key}  " + (", ".join(map(str, runs[0]["cluster"].values())) if runs else "unknown"))
+        print(f"{key}  " + (", ".join(map(str, runs[0]["cluster"].values())) if runs else "unknown"))
         for run in runs:
             gain = "nothing confirmed" if run["speedup"] is None else f"speed-up {run['speedup'][0]:.3f}"
-            typer.echo(f"  {run['written']}  {gain}, {len(run['slots'])} slots  {run['job']}")
+            print(f"  {run['written']}  {gain}, {len(run['slots'])} slots  {run['job']}")
         for text in passed:
-            typer.echo(f"  passed over: {text}")
+            print(f"  passed over: {text}")

@@ -3,19 +3,16 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from . import refusing
+from .options import Argument, Json, Option
 
 
 def doctor(
-    command: Annotated[
-        list[str] | None, typer.Argument(help="The job, after --; it is only read, not run.", show_default=False)
-    ] = None,
-    table: Annotated[Path | None, typer.Option(help="Also check this table against the environment.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks of the job, for a table that depends on it.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes of the job, for a table that depends on it.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    command: Annotated[list[str] | None, Argument(help="The job, after --; it is only read, not run.")] = None,
+    table: Annotated[Path | None, Option(help="Also check this table against the environment.")] = None,
+    ranks: Annotated[int | None, Option(help="Ranks of the job, for a table that depends on it.")] = None,
+    nodes: Annotated[int | None, Option(help="Nodes of the job, for a table that depends on it.")] = None,
+    json: Json = False,
 ) -> None:
     """Name each trap in this environment that would make tuning useless or unsafe, and how to cure it.
 
@@ -46,4 +43,4 @@ def doctor(
         if not findings:
             print("nothing in the way of the tuner")
     if any(finding.must_change for finding in findings):
-        raise typer.Exit(1)
+        raise SystemExit(1)

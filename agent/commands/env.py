@@ -6,21 +6,20 @@ import json as json_module
 import shlex
 from typing import Annotated
 
-import typer
-
-from . import BytesScale, ComputeScale, EmulatedCluster, Force, Headroom, WeatherText, emulation, refuse_traps, refusing
+from . import emulation, refuse_traps, refusing
+from .options import BytesScale, ComputeScale, EmulatedCluster, Force, Headroom, Json, Option, WeatherText
 
 
 def env(
-    name: Annotated[str | None, typer.Option(help="Name of the run folder; default: a new one.")] = None,
+    name: Annotated[str | None, Option(help="Name of the run folder; default: a new one.")] = None,
     headroom: Headroom = None,
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,
     compute_scale: ComputeScale = None,
     weather: WeatherText = "",
-    seed: Annotated[int, typer.Option(help="Seed of the emulation.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the emulation.")] = 0,
     force: Force = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the variables as JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Print the environment of a job that a tuner joins later, or leaves and joins again.
 

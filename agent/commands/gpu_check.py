@@ -6,26 +6,26 @@ import json as json_module
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from . import EmulatedCluster, fail, refusing
+from . import fail, refusing
+from .options import EmulatedCluster, Json, Option
 
 
 def gpu_check(
     cluster: EmulatedCluster = None,
-    only: Annotated[list[str] | None, typer.Option(help="Only this part: sweep or zero3.")] = None,
-    budget: Annotated[float, typer.Option(min=20, help="Seconds that all parts together may take.")] = 480,
-    ranks: Annotated[int | None, typer.Option(min=2, max=64, help="Default: one a GPU, 2 on a single GPU.")] = None,
+    only: Annotated[list[str] | None, Option(help="Only this part: sweep or zero3.")] = None,
+    budget: Annotated[float, Option(min=20, help="Seconds that all parts together may take.")] = 480,
+    ranks: Annotated[int | None, Option(min=2, max=64, help="Default: one a GPU, 2 on a single GPU.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for results; default: envs/results on GPUs, else runs/gpu-check.")
+        Path | None, Option(help="Folder for results; default: envs/results on GPUs, else runs/gpu-check.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Is the plugin loaded and obeyed on these GPUs, are results right, what does each config take, does tuning help?
 
     \b
-    sweep  plugin loaded on every rank; then each offered algorithm and protocol x channels x sizes of all_gather and
-           reduce_scatter, forced by a table: seen in the events, results compared with what they must be
+    sweep  plugin loaded on every rank; then each offered algorithm and protocol
+           x channels x sizes of all_gather and reduce_scatter, forced by a
+           table: seen in the events, results compared with what they must be
     zero3  dynamiccl tune on ZeRO-3: default against tuned, default against itself
 
     What the plugin costs tells `dynamiccl bench overhead`. Without a GPU all of it runs on the emulated cluster, and

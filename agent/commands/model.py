@@ -5,9 +5,8 @@ from __future__ import annotations
 import json as json_module
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from . import fail, refusing
+from .options import Argument, Json, Option
 
 if TYPE_CHECKING:
     from ...envs.nccl_model.clusters import Cluster
@@ -19,14 +18,13 @@ _NAMES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_red
 
 
 def model(
-    cluster: Annotated[str, typer.Argument(help="Cluster preset, its kind, or a .toml file.")] = "dgx-h100-1x8",
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes, where it is not the preset's.")] = None,
+    cluster: Annotated[str, Argument(help="Cluster preset, its kind, or a .toml file.")] = "dgx-h100-1x8",
+    nodes: Annotated[int | None, Option(min=1, help="Number of nodes, where it is not the preset's.")] = None,
     release: Annotated[
-        list[str] | None, typer.Option(help="NCCL release, e.g. 2.28.9; a second one: what it changes.")
+        list[str] | None, Option(help="NCCL release, e.g. 2.28.9; a second one: what it changes.")
     ] = None,
-    func: Annotated[str | None, typer.Option(help="Only all_gather, reduce_scatter or all_reduce.")] = None,
-    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    func: Annotated[str | None, Option(help="Only all_gather, reduce_scatter or all_reduce.")] = None,
+    json: Json = False,
 ) -> None:
     """NCCL's prices, choice and channels for 1 KiB to 4 GiB, and what an upgrade changes of them.
 
@@ -40,27 +38,17 @@ def model(
 
     if func is not None and func not in _NAMES:
         fail(f"unknown collective {func!r}: give one of {', '.join(_NAMES)}")
-    if csv and json:
-        fail("give one of --csv and --json")
-    if nodes is not None and nodes < 1:
-        fail(f"--nodes must be at least 1, not {nodes}")
     releases: list[str | None] = [*release] if release else [None]
-    if len(releases) > 2 or (len(releases) == 2 and csv):
-        fail("one --release, or two to see what changes, as text or --json")
+    if len(releases) > 2:
+        fail("one --release, or two to see what changes")
     with refusing(ValueError):
         found = [clusters.resize(clusters.find(cluster, nodes), nodes, one) for one in releases]
     tables = [{name: _rows(c, name) for name in _NAMES if func in (None, name)} for c in found]
     if len(found) == 2:
         told = {name: changes(tables[0][name], tables[1][name]) for name in tables[0]}
-        typer.echo(json_module.dumps(told, indent=1)) if json else _show_changes(found, told)
+        print(json_module.dumps(told, indent=1)) if json else _show_changes(found, told)
     elif json:
-        typer.echo(json_module.dumps([row for rows in tables[0].values() for row in rows], indent=1))
-    elif csv:
-        import pandas as pd
-
-        # All columns of all collectives: all_reduce has more of them.
-        frame = pd.DataFrame([row for rows in tables[0].values() for row in rows], dtype=object)
-        typer.echo(frame.to_csv(index=False, lineterminator="\n"), nl=False)
+        print(json_module.dumps([row for rows in tables[0].values() for row in rows], indent=1))
     else:
         for name, rows in tables[0].items():
             _show(found[0], _NAMES[name], rows)
@@ -113,7 +101,7 @@ def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[d
 def _show_changes(found: list[Cluster], told: dict[str, list[dict[str, Any]]]) -> None:
     from ...traces.records import format_bytes
 
-    typer.echo(f"NCCL {found[0].nccl} -> {found[1].nccl} on {found[0].name}, by its own model, 1 KiB to 4 GiB:")
+    print(f"NCCL {found[0].nccl} -> {found[1].nccl} on {found[0].name}, by its own model, 1 KiB to 4 GiB:")
     for func, rows in told.items():
         for row in rows:
             sizes = " to ".join(dict.fromkeys(format_bytes(row[key]) for key in ("min_bytes", "max_bytes")))
@@ -121,24 +109,23 @@ def _show_changes(found: list[Cluster], told: dict[str, list[dict[str, Any]]]) -
             said += "".join([f", no more {p}" for p in row["gone"]] + [f", new {p}" for p in row["new"]])
             low, high = row["price"]
             price = "" if low == high == 1 else f", at {low:.2f} to {high:.2f} times the price"
-            typer.echo(f"  {func} {sizes}: {said}{price}")
+            print(f"  {func} {sizes}: {said}{price}")
         if not rows:
-            typer.echo(f"  {func}: nothing that runs or is offered changes")
+            print(f"  {func}: nothing that runs or is offered changes")
 
 
 def _show(c: Cluster, func: str, rows: list[dict[str, Any]]) -> None:
     from rich import box
-    from rich.table import Table
 
     from ...traces.records import format_bytes
-    from ..report.terminal import wide_terminal
+    from ..report.terminal import grid, wide_terminal
 
     prices = [key for key in rows[0] if key.startswith("us_")]
-    table = Table(title=f"{func} on {c.name} as NCCL {c.nccl} sees it (predicted us)", box=box.SIMPLE)
-    for head in ("bytes", "choice", "channels", "warps", *(key[3:].lower().replace("_", "/") for key in prices)):
-        table.add_column(head, justify="left" if head == "choice" else "right", no_wrap=True)
-    for row in rows:
-        choice = f"{row['algo']}/{row['proto']}".lower()
-        cells = [format_bytes(row["nBytes"]), choice, str(row["nChannels"]), str(row["nWarps"])]
-        table.add_row(*cells, *(f"{row[key]:,.{1 if row[key] < 1000 else 0}f}" for key in prices))
-    wide_terminal().print(table)
+    heads = ["bytes", "choice", "channels", "warps", *(key[3:].lower().replace("_", "/") for key in prices)]
+    cells = [
+        [format_bytes(row["nBytes"]), f"{row['algo']}/{row['proto']}".lower(), row["nChannels"], row["nWarps"]]
+        + [f"{row[key]:,.{1 if row[key] < 1000 else 0}f}" for key in prices]
+        for row in rows
+    ]
+    title = f"{func} on {c.name} as NCCL {c.nccl} sees it (predicted us)"
+    wide_terminal().print(grid(heads, cells, {*heads} - {"choice"}, no_wrap=True, title=title, box=box.SIMPLE))

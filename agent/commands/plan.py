@@ -7,27 +7,26 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from . import refusing
+from .options import Json, Option
 
 
 def plan(
-    params: Annotated[float, typer.Option(help="Parameters, e.g. 7e9.")],
-    ranks: Annotated[int, typer.Option(help="All ranks.")],
-    layers: Annotated[int, typer.Option(help="Transformer layers.")] = 32,
-    hidden: Annotated[int, typer.Option(help="Model width; 0: from params and layers.")] = 0,
-    seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 2048,
-    batch: Annotated[int, typer.Option(help="Sequences a rank and micro-batch.")] = 1,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
-    optimizer: Annotated[str, typer.Option(help="adam, adan or lion.")] = "adam",
-    precision: Annotated[str, typer.Option(help="mixed (16 bit, fp32 master weights) or fp32.")] = "mixed",
-    memory: Annotated[float, typer.Option(help="GB that one rank has.")] = 80.0,
-    runtime: Annotated[float, typer.Option(help="GB of it that CUDA, NCCL and libraries take.")] = 3.0,
-    shard: Annotated[int, typer.Option(help="HSDP: shard over so many ranks, replicate over the rest; 0: all.")] = 0,
-    fp32_reduce: Annotated[bool, typer.Option("--fp32-reduce", help="Gradients are reduced in fp32.")] = False,
-    offload: Annotated[bool, typer.Option("--offload", help="Optimizer states on the CPU at stage 3.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, in bytes.")] = False,
+    params: Annotated[float, Option(help="Parameters, e.g. 7e9.")],
+    ranks: Annotated[int, Option(help="All ranks.")],
+    layers: Annotated[int, Option(help="Transformer layers.")] = 32,
+    hidden: Annotated[int, Option(help="Model width; 0: from params and layers.")] = 0,
+    seq: Annotated[int, Option(help="Tokens in a sequence.")] = 2048,
+    batch: Annotated[int, Option(help="Sequences a rank and micro-batch.")] = 1,
+    accumulate: Annotated[int, Option(help="Micro-batches a step.")] = 1,
+    optimizer: Annotated[str, Option(help="adam, adan or lion.")] = "adam",
+    precision: Annotated[str, Option(help="mixed (16 bit, fp32 master weights) or fp32.")] = "mixed",
+    memory: Annotated[float, Option(help="GB that one rank has.")] = 80.0,
+    runtime: Annotated[float, Option(help="GB of it that CUDA, NCCL and libraries take.")] = 3.0,
+    shard: Annotated[int, Option(help="HSDP: shard over so many ranks, replicate over the rest; 0: all.")] = 0,
+    fp32_reduce: Annotated[bool, Option(help="Gradients are reduced in fp32.")] = False,
+    offload: Annotated[bool, Option(help="Optimizer states on the CPU at stage 3.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Memory and traffic of ZeRO stages 0 to 3 for a dense transformer of this size, and which stage to use."""
     import json

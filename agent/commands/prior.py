@@ -3,20 +3,19 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from . import fail, one_thread, refusing
+from .options import Json, Option
 
 #: Fresh jobs that judge, of each family; the seed is no one else's.
 JUDGES, JUDGE_SEED = 256, 2_800_000_000
 
 
 def prior(
-    rounds: Annotated[int, typer.Option(min=1, help="Steps of gradient descent.")] = 4000,
-    batch: Annotated[int, typer.Option(min=2, help="Fresh simulated jobs in each.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed on the same machine gives the same weights.")] = 0,
-    out: Annotated[Path, typer.Option(help="Weights file to write.")] = Path("runs/train/prior.npz"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    rounds: Annotated[int, Option(min=1, help="Steps of gradient descent.")] = 4000,
+    batch: Annotated[int, Option(min=2, help="Fresh simulated jobs in each.")] = 64,
+    seed: Annotated[int, Option(min=0, help="The same seed on the same machine gives the same weights.")] = 0,
+    out: Annotated[Path, Option(help="Weights file to write.")] = Path("runs/train/prior.npz"),
+    as_json: Json = False,
 ) -> None:
     """Fit what the belief expects of a job before anything is tried, on simulated jobs; set it beside the shipped one.
 

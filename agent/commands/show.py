@@ -6,9 +6,8 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from . import fail, refusing
+from .options import Argument, Json, Option
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,12 +23,12 @@ MOST_EVENTS = 500_000
 
 def show(
     trace: Annotated[
-        Path, typer.Argument(help="A trace folder, the folder of a run, or a recording as for `dynamiccl advise`.")
+        Path, Argument(help="A trace folder, the folder of a run, or a recording as for `dynamiccl advise`.")
     ],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
-    events: Annotated[int, typer.Option(help="Also list the first so many collectives.")] = 0,
+    json: Json = False,
+    events: Annotated[int, Option(help="Also list the first so many collectives.")] = 0,
     whole: Annotated[
-        bool, typer.Option(help="Read every event of a long trace, not only its first and last half a million.")
+        bool, Option(help="Read every event of a long trace, not only its first and last half a million.")
     ] = False,
 ) -> None:
     """Show what a run did: its collectives, what was tried, what was decided and why, and whether ranks agreed."""
@@ -47,7 +46,7 @@ def show(
     summary = RunSummary.read(read.folder, read.folder.parent)
     story = tell(read, summary, events)
     if json:
-        typer.echo(json_module.dumps(story, indent=2, allow_nan=False))
+        print(json_module.dumps(story, indent=2, allow_nan=False))
     else:
         _print(story, summary)
 

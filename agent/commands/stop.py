@@ -6,15 +6,14 @@ import json as json_module
 import time
 from typing import Annotated, Any
 
-import typer
-
 from . import refusing, run_folder
+from .options import Argument, Json, Option
 
 
 def stop(
-    run: Annotated[str, typer.Argument(help="The --out of the run (runs/tune/latest), or its run folder.")],
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait until the job has NCCL's own choice again.")] = 30,
-    json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
+    run: Annotated[str, Argument(help="The --out of the run (runs/tune/latest), or its run folder.")],
+    wait: Annotated[float, Option(min=0, help="Seconds to wait until the job has NCCL's own choice again.")] = 30,
+    json: Json = False,
 ) -> None:
     """End tuning and go back to NCCL's own choice, now and for good; the job goes on.
 
@@ -50,7 +49,7 @@ def stop(
         print("the job is over")
     else:
         print("NCCL's own choice is published; no step of the job has been seen under it yet")
-    raise typer.Exit(0 if seen or not what["job_runs"] else 1)
+    raise SystemExit(0 if seen or not what["job_runs"] else 1)
 
 
 def _in_force(job: Any, folder: Any, limit_s: float) -> bool:

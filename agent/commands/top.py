@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from . import fail
+from .options import Argument, Json, Option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,14 +16,13 @@ if TYPE_CHECKING:
 
 def top(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN...]", help="Runs, or folders of runs. Default: runs/tune.")
+        list[Path] | None, Argument(metavar="[RUN...]", help="Runs, or folders of runs. Default: runs/tune.")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print once and end, as on a pipe.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON once and end.")] = False,
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between looks.")] = 2.0,
+    once: Annotated[bool, Option(help="Print once and end, as on a pipe.")] = False,
+    json: Json = False,
+    every: Annotated[float, Option(min=0.2, help="Seconds between looks.")] = 2.0,
     metrics: Annotated[
-        Path | None,
-        typer.Option(help="Also write a file for node_exporter's textfile collector (NAME.prom).", show_default=False),
+        Path | None, Option(help="Also write a file for node_exporter's textfile collector (NAME.prom).")
     ] = None,
 ) -> None:
     """How runs stand: job, step, phase, table, gain, the search's cost, agreement, lost records.
@@ -56,7 +54,7 @@ def top(
 
     found = look()
     if json:
-        typer.echo(json_module.dumps(found, indent=1))
+        print(json_module.dumps(found, indent=1))
         return
     if not found:
         places = ", ".join(map(str, runs or [ROOT]))

@@ -4,25 +4,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from . import fail, one_thread, refusing
+from .options import Json, Option
 
 
 def train(
     part: Annotated[
-        float, typer.Option(min=0.0, max=4.0, help="So much of the shipped weights' training (1: all of it).")
+        float, Option(min=0.0, max=4.0, help="So much of the shipped weights' training (1: all of it).")
     ] = 1.0,
-    ppo: Annotated[int, typer.Option(min=0, help="Chunks of RecurrentPPO after imitation.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed on the same machine gives the same weights.")] = 0,
-    out: Annotated[Path, typer.Option(help="Weights file to write; a .json record goes beside it.")] = Path(
+    ppo: Annotated[int, Option(min=0, help="Chunks of RecurrentPPO after imitation.")] = 0,
+    seed: Annotated[int, Option(min=0, help="The same seed on the same machine gives the same weights.")] = 0,
+    out: Annotated[Path, Option(help="Weights file to write; a .json record goes beside it.")] = Path(
         "runs/train/policy.npz"
     ),
     without: Annotated[
-        list[str] | None, typer.Option(help="Ablation: train without memory, siblings, durations or belief.")
+        list[str] | None, Option(help="Ablation: train without memory, siblings, durations or belief.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint beside --out.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+    resume: Annotated[bool, Option(help="Go on from the last checkpoint beside --out.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Train the LSTM policy on whole jobs, across random clusters in the simulator (about 35 minutes on two cores)."""
     one_thread()

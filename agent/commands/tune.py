@@ -10,23 +10,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ..daemon.request import Level
-from . import (
+from . import emulation, fail, refuse_traps, refusing, run_folder
+from .clusters import Where
+from .options import (
+    OUTPUT,
+    SEARCH,
+    Argument,
     BytesScale,
+    Call,
     ComputeScale,
     EmulatedCluster,
     Force,
     Headroom,
+    Option,
     WeatherText,
-    emulation,
-    fail,
-    refuse_traps,
-    refusing,
-    run_folder,
 )
-from .clusters import Where
 
 if TYPE_CHECKING:
     from ..report.summary import RunSummary
@@ -34,84 +33,91 @@ if TYPE_CHECKING:
 #: How far the tuner gives way to the job: a third of its share of a core that both want. No further: where no core is
 #: idle it must still begin, keep its trials alive, and sum up within the minute that the launcher waits for it.
 NICE = 5
+OWN = "Our own job, where no COMMAND is given"
 #: Steps of our own job below which no search comes to a verdict.
 LEAST_STEPS = 150
 
 
 def tune(
-    context: typer.Context,
+    call: Call,
     command: Annotated[
-        list[str] | None,
-        typer.Argument(help="The training job, after --; without one our own ZeRO job runs.", show_default=False),
+        list[str] | None, Argument(help="The training job, after --; without one our own ZeRO job runs.")
     ] = None,
-    cluster: EmulatedCluster = None,
+    stage: Annotated[int, Option(group=OWN, help="ZeRO stage, 0 to 3.")] = 3,
+    steps: Annotated[
+        int, Option(group=OWN, help="Some 150 to 400 to the verdict, the rest under what it says.")
+    ] = 1000,
+    ranks: Annotated[int | None, Option(group=OWN, help="Processes. Default: one a GPU, 2 without GPUs.")] = None,
     policy: Annotated[
         str,
-        typer.Option(
+        Option(
+            group=SEARCH,
             help="Who decides: expected-improvement or thompson-sampling on the belief over the job; lstm, or weights "
-            "of lab train (FILE.npz); default, random, coordinate-descent, tpe, ...; or MODULE:NAME."
+            "of lab train (FILE.npz); default, random, coordinate-descent, tpe, ...; or MODULE:NAME.",
         ),
     ] = "expected-improvement",
-    stage: Annotated[int, typer.Option(help="ZeRO stage of our own job, 0 to 3.")] = 3,
-    steps: Annotated[
-        int, typer.Option(help="Steps of our own job: some 150 to 400 to the verdict, the rest under what it says.")
-    ] = 1000,
-    ranks: Annotated[int | None, typer.Option(help="Processes of our own job; default 2, or one a GPU.")] = None,
-    windows: Annotated[int, typer.Option(help="Most windows that the policy may ask for.")] = 30,
-    verify: Annotated[int, typer.Option(help="Most pairs of windows in one comparison with the default.")] = 12,
-    window_steps: Annotated[
-        int | None, typer.Option(help="Steps counted in a window; default: 5 to 10, as the noise of the job asks for.")
-    ] = None,
     budget: Annotated[
-        float, typer.Option(min=0, help="Share of the job's time that the search may lose against the default.")
+        float, Option(min=0, group=SEARCH, help="Share of the job's time that the search may lose against the default.")
     ] = 0.05,
     bitwise: Annotated[
         bool,
-        typer.Option(
-            "--bitwise", help="Only tune all_gather, which adds nothing up: another reduce_scatter rounds otherwise."
+        Option(
+            group=SEARCH, help="Only tune all_gather, which adds nothing up: another reduce_scatter rounds differently."
         ),
     ] = False,
-    bytes_scale: BytesScale = None,
-    compute_scale: ComputeScale = None,
-    weather: WeatherText = "",
+    windows: Annotated[int, Option(group=SEARCH, help="Most windows that the policy may ask for.")] = 30,
+    verify: Annotated[int, Option(group=SEARCH, help="Most pairs of windows in one comparison with the default.")] = 12,
+    window_steps: Annotated[
+        int | None,
+        Option(group=SEARCH, help="Steps counted in a window. Default: 5 to 10, as the noise of the job asks for."),
+    ] = None,
     headroom: Headroom = None,
     attach: Annotated[
         str | None,
-        typer.Option(
+        Option(
+            metavar="RUN",
             help="Join a running job: its run folder as `dynamiccl env` made it, or the --out of a run whose tuner is "
-            "gone, which goes on as it began."
+            "gone, which goes on as it began.",
         ),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="With --attach: even after `dynamiccl stop`.")] = False,
+    again: Annotated[bool, Option(help="With --attach: even after `dynamiccl stop`.")] = False,
+    kill_after: Annotated[
+        float | None, Option(min=0, help="Kill a job that has not ended so many seconds after it was told to.")
+    ] = None,
+    force: Force = False,
+    seed: Annotated[int, Option(help="Of our own job, the emulation and the policy.")] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for the trace, the summary, the job's output and the report; default: a new one below "
+        Option(
+            group=OUTPUT,
+            help="Folder for the trace, the summary, the job's output and the report. Default: a new one below "
             "runs/tune, where `latest` leads to it.",
-            show_default=False,
         ),
     ] = None,
-    kill_after: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Kill a job that has not ended so many seconds after it was told to.", show_default=False
-        ),
+    json: Annotated[
+        Path | None, Option(group=OUTPUT, help="Also write the summary here; - prints it instead of text.")
     ] = None,
     memory: Where = None,
     no_memory: Annotated[
-        bool, typer.Option("--no-memory", help="Begin from nothing, and leave nothing to the next job.")
+        bool, Option(group=OUTPUT, help="Begin from nothing, and leave nothing to the next job.")
     ] = False,
+    log_level: Annotated[
+        Level,
+        Option(
+            group=OUTPUT,
+            metavar="LEVEL",
+            help="What OUT/tuner.log holds: debug for all, info, warning or error for less.",
+        ),
+    ] = Level.info,
     metrics_port: Annotated[
         int | None,
-        typer.Option(
-            min=0, max=65535, help="Answer Prometheus' scrapes on this port (0: any free one).", show_default=False
-        ),
+        Option(min=0, max=65535, group=OUTPUT, help="Answer Prometheus' scrapes on this port (0: any free one)."),
     ] = None,
-    metrics_address: Annotated[str, typer.Option(help="Address that the metrics are served on.")] = "127.0.0.1",
-    log_level: Annotated[Level, typer.Option(help="What OUT/tuner.log holds: this, and what is graver.")] = Level.info,
-    force: Force = False,
-    seed: Annotated[int, typer.Option(help="Seed of the job, the emulation and the policy.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Also write the summary here; - prints it instead of text.")] = None,
+    metrics_address: Annotated[str, Option(group=OUTPUT, help="Address that the metrics are served on.")] = "127.0.0.1",
+    cluster: EmulatedCluster = None,
+    bytes_scale: BytesScale = None,
+    compute_scale: ComputeScale = None,
+    weather: WeatherText = "",
 ) -> None:
     """Tune a training job while it trains.
 
@@ -129,11 +135,11 @@ def tune(
     every node: the one that has rank 0 tunes, the others see to their part of the job.
 
     \b
-    dynamiccl tune                                   our ZeRO-3 job on the GPUs here, or emulated without GPUs
-    dynamiccl tune --cluster dgx-h100-2x8            the same on an emulated cluster; a COMMAND may say gloo there
+    dynamiccl tune                             # our job, emulated without GPUs
+    dynamiccl tune --cluster dgx-h100-2x8      # emulated; a COMMAND may say gloo
     dynamiccl tune -- torchrun --nproc-per-node 8 train.py
-    srun --ntasks-per-node 1 dynamiccl tune -- torchrun --nnodes 2 --nproc-per-node 8 ... train.py
-    dynamiccl tune --attach runs/tune/latest         a tuner for a job whose tuner is gone
+    srun --ntasks-per-node 1 dynamiccl tune -- torchrun --nnodes 2 ... train.py
+    dynamiccl tune --attach runs/tune/latest   # a new tuner for a running job
     """
     # Nothing large: the job waits for what is imported here. All else is imported by the tuner, while the job starts.
     from ...envs.live.locks import Busy, lock
@@ -150,7 +156,7 @@ def tune(
     if attach:
         if headroom:
             fail("the job's communicators are made already: give --headroom to `dynamiccl env`, before the job starts")
-        _attach(context, attach, again)
+        _attach(call, attach, again)
         return
     n_gpus = 0 if cluster else len(gpus())
     own = not command
@@ -183,7 +189,7 @@ def tune(
             backend = "emulated" if emulated else "nccl"
             command = workload(stage, steps, n_processes, job_log, backend=backend, seed=seed)
         run = make_folder()
-        asked = {name: context.params[name] for name in (*AFRESH, *ONCE)}
+        asked = {name: call.values[name] for name in (*AFRESH, *ONCE)}
         asked |= {"out": out, "memory": memory, "emulated": emulated, "job_log": job_log, "launched": not own}
         asked |= {"facts": {"stage": stage, "n_processes": n_processes} if own else {}, "job": " ".join(command or ())}
         asked |= {"json": None if json is None else "-" if str(json) == "-" else str(json.resolve())}
@@ -197,7 +203,7 @@ def tune(
         Plan(list(command or ()), tuner, str(run), log, environment, quiet, own, kill_after, locks).become()
 
 
-def _attach(context: typer.Context, where: str, again: bool) -> None:
+def _attach(call: Call, where: str, again: bool) -> None:
     """Be the tuner of a running job: as its launcher left word, save what is given on this command line."""
     os.nice(NICE)  # before anything large is imported, and before there are threads
     from ...envs.live.locks import Busy
@@ -211,11 +217,7 @@ def _attach(context: typer.Context, where: str, again: bool) -> None:
     with refusing(TraceError, Busy, ValueError, OSError):
         path = run_folder(where)
         run = RunFolder.open(path)
-        given = {
-            name: value
-            for name, value in context.params.items()
-            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-        }
+        given = {name: call.values[name] for name in call.given}
         if "no_memory" in given:
             given["memory"] = None
         elif not (path / REQUEST).exists():

@@ -6,18 +6,14 @@ import json as json_module
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from . import fail, refusing
+from .options import Argument, Json
 
 
 def why(
-    run: Annotated[Path, typer.Argument(help="A trace folder, or the folder of a run.")],
-    slot: Annotated[
-        str,
-        typer.Argument(help="Only slots whose name contains this, e.g. all_gather or '<=256 MiB'.", show_default=False),
-    ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    run: Annotated[Path, Argument(help="A trace folder, or the folder of a run.")],
+    slot: Annotated[str, Argument(help="Only slots whose name contains this, e.g. all_gather or '<=256 MiB'.")] = "",
+    json: Json = False,
 ) -> None:
     """Why each decision was made: NCCL's prices, what was tried and measured, how sure, and why not the next best.
 
@@ -35,8 +31,8 @@ def why(
     if not found:
         fail(f"no slot of {run} is called {slot!r}: `dynamiccl show {run}` lists them")
     if json:
-        typer.echo(json_module.dumps(found, indent=1, allow_nan=False))
+        print(json_module.dumps(found, indent=1, allow_nan=False))
         return
     for chain in found:
         for line in lines(chain):
-            typer.echo(line)
+            print(line)

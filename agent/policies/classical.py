@@ -259,7 +259,7 @@ CLASSICAL: dict[str, type[Searcher]] = {
 
 @cache
 def best_settings() -> dict[str, dict[str, Any]]:
-    """Settings of each as ``dynamiccl bench --fit`` found them, on jobs that no suite holds."""
+    """Settings of each as ``tests/fit_classical.py`` found them, on jobs that no suite holds."""
     text = resources.files(__package__).joinpath("classical.json").read_text()
     return {name: found["settings"] for name, found in json.loads(text)["entrants"].items()}
 
