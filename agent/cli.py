@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from .commands.options import Argument, Call, Option
+from .commands import Argument, Call, Option
 
 #: What a command may lack, and the extra that brings it; all else is in `tuner`.
 _EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train", "optuna": "optuna"}

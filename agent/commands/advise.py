@@ -6,8 +6,7 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import refusing
-from .options import ClusterName, Format, Json, Nccl, Option, RanksPerNode, Recording
+from . import ClusterName, Format, Json, Nccl, Option, RanksPerNode, Recording, refusing
 
 if TYPE_CHECKING:
     from ..report.summary import RunSummary

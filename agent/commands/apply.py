@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from . import fail, refuse_traps, refusing
-from .options import Argument, Force, Headroom, Option
+from . import Argument, Force, Headroom, Option, fail, refuse_traps, refusing
 
 if TYPE_CHECKING:
     from ...envs.nccl.shm import RunFolder

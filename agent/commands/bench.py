@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import fail, one_thread, refusing
-from .options import ClusterName, Json, Nccl, Option
+from . import ClusterName, Json, Nccl, Option, fail, one_thread, refusing
 
 if TYPE_CHECKING:
     from ...envs.bench.submissions import Suite

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from . import refusing
-from .options import EmulatedCluster, Json, Option
+from . import EmulatedCluster, Json, Option, refusing
 
 if TYPE_CHECKING:
     from ..daemon.compare import Comparison

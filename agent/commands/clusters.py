@@ -5,8 +5,7 @@ from __future__ import annotations
 import json as json_module
 from typing import Annotated
 
-from . import fail, refusing
-from .options import Json, Option
+from . import Json, Option, fail, refusing
 
 Where = Annotated[
     str | None,

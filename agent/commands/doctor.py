@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from . import refusing
-from .options import Argument, Json, Option
+from . import Argument, Json, Option, refusing
 
 
 def doctor(

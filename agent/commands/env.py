@@ -6,8 +6,19 @@ import json as json_module
 import shlex
 from typing import Annotated
 
-from . import emulation, refuse_traps, refusing
-from .options import BytesScale, ComputeScale, EmulatedCluster, Force, Headroom, Json, Option, WeatherText
+from . import (
+    BytesScale,
+    ComputeScale,
+    EmulatedCluster,
+    Force,
+    Headroom,
+    Json,
+    Option,
+    WeatherText,
+    emulation,
+    refuse_traps,
+    refusing,
+)
 
 
 def env(

@@ -6,8 +6,7 @@ import json as json_module
 from pathlib import Path
 from typing import Annotated
 
-from . import fail, refusing
-from .options import EmulatedCluster, Json, Option
+from . import EmulatedCluster, Json, Option, fail, refusing
 
 
 def gpu_check(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json as json_module
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import fail, refusing
-from .options import Argument, Json, Option
+from . import Argument, Json, Option, fail, refusing
 
 if TYPE_CHECKING:
     from ...envs.nccl_model.clusters import Cluster

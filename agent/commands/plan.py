@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from . import refusing
-from .options import Json, Option
+from . import Json, Option, refusing
 
 
 def plan(

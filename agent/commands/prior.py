@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from . import fail, one_thread, refusing
-from .options import Json, Option
+from . import Json, Option, fail, one_thread, refusing
 
 #: Fresh jobs that judge, of each family; the seed is no one else's.
 JUDGES, JUDGE_SEED = 256, 2_800_000_000

@@ -6,8 +6,7 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import fail, refusing
-from .options import Argument, Json, Option
+from . import Argument, Json, Option, fail, refusing
 
 if TYPE_CHECKING:
     import pandas as pd

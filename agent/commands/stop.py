@@ -6,8 +6,7 @@ import json as json_module
 import time
 from typing import Annotated, Any
 
-from . import refusing, run_folder
-from .options import Argument, Json, Option
+from . import Argument, Json, Option, refusing, run_folder
 
 
 def stop(

@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import fail
-from .options import Argument, Json, Option
+from . import Argument, Json, Option, fail
 
 if TYPE_CHECKING:
     from rich.table import Table

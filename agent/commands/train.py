@@ -4,8 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from . import fail, one_thread, refusing
-from .options import Json, Option
+from . import Json, Option, fail, one_thread, refusing
 
 
 def train(

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ..daemon.request import Level
-from . import emulation, fail, refuse_traps, refusing, run_folder
-from .clusters import Where
-from .options import (
+from . import (
     OUTPUT,
     SEARCH,
     Argument,
@@ -25,7 +23,13 @@ from .options import (
     Headroom,
     Option,
     WeatherText,
+    emulation,
+    fail,
+    refuse_traps,
+    refusing,
+    run_folder,
 )
+from .clusters import Where
 
 if TYPE_CHECKING:
     from ..report.summary import RunSummary

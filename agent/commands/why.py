@@ -6,8 +6,7 @@ import json as json_module
 from pathlib import Path
 from typing import Annotated
 
-from . import fail, refusing
-from .options import Argument, Json
+from . import Argument, Json, fail, refusing
 
 
 def why(
