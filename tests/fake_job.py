@@ -9,13 +9,11 @@ import pandas as pd
 from dynamiccl.envs.live.job import Window
 from dynamiccl.envs.live.job_ends import JobEnded
 from dynamiccl.traces.assemble import Offer
-from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Lease, Slot, Table
+from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
 
 GATHER = Slot(16, 2, "all_gather", 27)
 SCATTER = Slot(16, 2, "reduce_scatter", 28)
 STEP_MS = 100.0
-#: Steps of a trial after which it lapses where nobody renews its lease.
-LEASE_STEPS = 3
 
 COST = np.full((len(ALGOS), len(PROTOS)), -1, np.float32)
 COST[1] = (900, 400, 300)  # ring: ll, ll128, simple
@@ -32,8 +30,8 @@ class _Assembler:
 class FakeJob:
     """Two slots of 8 calls a step each; ``step_ms(decisions)`` is the truth, ``noise`` its relative spread.
 
-    As with a real job, a table that is published but not confirmed is a trial: where nobody renews its lease, it
-    lapses, and what was confirmed last is in force.
+    As with a real job, a table that is published but not confirmed is a trial: it ends by itself some steps after its
+    window, and what was confirmed last is in force.
     """
 
     def __init__(
@@ -46,13 +44,12 @@ class FakeJob:
         self.generation = self.last_step = 0
         self.confirmed: dict[Slot, Decision] = {}
         self.in_force: dict[Slot, Decision] = {}  # what the ranks run
-        self.is_renewed = False  # the leases of trials
         self.tables: list[Table] = []
         self._events: list[pd.DataFrame] = []
 
-    def publish(self, decisions: Mapping[Slot, Decision], trial: Lease | None = None) -> int:
+    def publish(self, decisions: Mapping[Slot, Decision], trial_steps: int = 0) -> int:
         self.generation += 1
-        self.tables.append(Table.of(self.generation, decisions, trial))
+        self.tables.append(Table.of(self.generation, decisions, trial_steps))
         self.in_force = dict(decisions)
         return self.generation
 
@@ -60,28 +57,22 @@ class FakeJob:
         self.confirmed = {s: d for s, d in decisions.items() if not d.is_auto}
         return self.publish(self.confirmed)
 
-    def keep_alive(self) -> None:
-        self.is_renewed = True
-
     def release(self) -> None:
-        self.is_renewed = False
         self.confirm(self.confirmed)
 
-    def lapse(self) -> None:
-        """Time goes by, and nobody renews anything: what a job runs under once its tuner is gone."""
-        if self.tables and self.tables[-1].lease:
+    def end_of_trial(self) -> None:
+        """Steps go by, and no table comes: what a job runs under once its tuner is gone."""
+        if self.tables and self.tables[-1].trial_steps:
             self.in_force = dict(self.confirmed)
 
     def window(
         self, decisions: Mapping[Slot, Decision], n_steps: int, discard: int = 1, give_up_ms: float = float("inf")
     ) -> Window:
         chosen = {s: d for s, d in decisions.items() if not d.is_auto}
-        generation = self.publish(chosen, Lease(100, 5000) if chosen != self.confirmed else None)
+        generation = self.publish(chosen, 100 if chosen != self.confirmed else 0)
         self.last_step += discard
         steps, times = [], []
-        for k in range(n_steps):
-            if k + discard == LEASE_STEPS and not self.is_renewed:
-                self.lapse()
+        for _ in range(n_steps):
             self.last_step += 1
             if self.last_step > self.steps:
                 raise JobEnded("the job ended with status 0")

@@ -62,7 +62,6 @@ def sweep(job, emulated):
         job.window({}, RECORDED, 0)
         job.take_events()
         job.writer = None
-    job.keep_alive()
     recording = Trace.read(RECORDING)
     advice = Advice(recording)
     none = np.zeros(len(windows.profiles), np.int64)

@@ -33,16 +33,14 @@ def step_ms(decisions):
     return STEP_MS * (1 - 0.12 * (decisions.get(SCATTER) == GOOD))
 
 
-def alive(truth=step_ms):
-    """A fake job whose trials are renewed."""
-    fake = FakeJob(truth, noise=0.003)
-    fake.keep_alive()
-    return fake
+def noisy(truth=step_ms):
+    """A fake job with a little noise."""
+    return FakeJob(truth, noise=0.003)
 
 
 def tuned(where, truth=step_ms, job="train.py", facts=FACTS, windows=30):
     """A run on a fake job that asks the memory and leaves what it came to: (the tuner, its job, the memory)."""
-    fake, said = alive(truth), []
+    fake, said = noisy(truth), []
     memory = Memory(str(where), job, said.append)
     tuner = Tuner(
         LiveWindows(fake),
@@ -74,7 +72,7 @@ def test_the_second_run_of_a_job_begins_with_the_table_that_the_first_confirmed(
     (left,) = Store(str(kept)).read(key_of(FACTS))[0]
     decisions = {slot.slot: slot.decision for slot in left["slots"] if not slot.decision.is_auto}
     memory = Memory(str(kept), "train.py", print)
-    fake = alive()
+    fake = noisy()
     tuner = Tuner(
         LiveWindows(fake), ExpectedImprovement(), Settings(), recall=lambda w: memory.recall(FACTS, w.profiles)
     )
@@ -82,14 +80,14 @@ def test_the_second_run_of_a_job_begins_with_the_table_that_the_first_confirmed(
     (first,) = first_tables(fake)
     assert {rule.decision for rule in first.rules} == set(decisions.values()) and SCATTER in decisions
     assert "2 of 2 slots begin with what train.py came to" in memory.text
-    alone = Tuner(LiveWindows(alive()), ExpectedImprovement(), Settings()).run()
+    alone = Tuner(LiveWindows(noisy()), ExpectedImprovement(), Settings()).run()
     assert outcome.kept and outcome.first_gain < alone.first_gain
 
 
 def test_it_is_compared_as_any_other_and_goes_where_it_does_not_hold(kept):
     """The same slots, the same times of calls: but the table of before now makes the step longer."""
     memory = Memory(str(kept), "train.py", print)
-    fake = alive(lambda d: STEP_MS * (1 + 0.1 * any(not x.is_auto for x in d.values())))
+    fake = noisy(lambda d: STEP_MS * (1 + 0.1 * any(not x.is_auto for x in d.values())))
     tuner = Tuner(
         LiveWindows(fake), ExpectedImprovement(), Settings(), recall=lambda w: memory.recall(FACTS, w.profiles)
     )

@@ -50,7 +50,7 @@ def test_what_an_episode_confirmed_is_in_force_when_it_is_over():
     env = LiveEnv(job)
     _, info = play(env)
     env.close()
-    job.lapse()
+    job.end_of_trial()
     table = env.windows.decisions(info["table"][:2])
     assert table[GATHER] == LL128 and job.in_force == job.confirmed == table
 
@@ -111,7 +111,6 @@ def test_slots_come_from_default_steps_largest_share_first():
 
 def test_a_window_runs_under_the_decisions_and_says_what_it_cost():
     job = FakeJob(truth)
-    job.keep_alive()
     windows = LiveWindows(job)
     windows.begin()
     seen = windows.measure(Plan(SEARCH, np.array([config_of(LL128), 0]), 5, 3, 150.0))
@@ -165,7 +164,6 @@ def test_windows_after_the_verdict_tell_no_times_of_calls_wherever_they_come_fro
     """Before: trials after the verdict had them in simulated jobs, and none in a running one."""
     jobs = draw_jobs(STANDARD, np.random.default_rng(3), 1)
     simulated, job = OneJob(SimWindows(jobs, np.random.default_rng(0)), 8), FakeJob(truth)
-    job.keep_alive()
     for windows in (simulated, LiveWindows(job)):
         told, _ = windows.begin()
         plan = Plan(kind, np.zeros(len(told.share), np.int64), 8, 1)

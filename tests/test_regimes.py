@@ -100,7 +100,6 @@ def test_the_tuner_beside_a_job_of_two_batch_sizes():
         return STEP_MS * truth["batch"] * (1 - 0.12 * own + 0.08 * other)
 
     job = FakeJob(step_ms, noise=0.003)
-    job.keep_alive()
     tuner = Tuner(LiveWindows(job), make_chooser("expected-improvement", 0), Settings())
     tuner.run()
     tables = {}

@@ -26,7 +26,6 @@ def truth(decisions):
 
 def run(policy, job, **settings):
     lines = []
-    job.keep_alive()
     tuner = Tuner(LiveWindows(job), make_chooser(policy, 0), Settings(**settings), lines.append)
     return tuner.run(), lines, tuner
 
@@ -133,7 +132,6 @@ def test_an_interrupted_run_says_what_stays_in_force():
             return super().window(*args, **more)
 
     job = Interrupted(truth, noise=0.002)
-    job.keep_alive()
     tuner = Tuner(LiveWindows(job), make_chooser("expected-improvement", 0), Settings())
     with pytest.raises(KeyboardInterrupt):
         tuner.run()

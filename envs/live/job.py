@@ -45,6 +45,8 @@ SPARE_STEPS = 20
 #: So many steps in a row under another table, and the table of a window has ended. A communicator that is used in few
 #: steps comes to a new table later than the others: such a step alone is left out.
 ODD_STEPS = 3
+#: A trial of which no step was seen for so long has come and gone between two steps, in an evaluation say.
+UNSEEN_S = 30.0
 #: A pause (checkpoint, evaluation) is a step that takes so many times what most before it took, and so long.
 PAUSE_TIMES, PAUSE_STEP_S, PAUSE_S = 20, 1.0, 5.0
 _OFTEN = 0.8  # a fifth of the steps that are longer are the job's rhythm
@@ -296,7 +298,7 @@ class Job:
         else:
             generation = self.generation  # in force already, and to stay
         seen, odd, newest = 0, 0, 0.0
-        last = time.monotonic()
+        began = last = time.monotonic()
         while len(counted) < n_steps:
             alive = self.is_alive()
             self.poll()
@@ -308,7 +310,7 @@ class Job:
                 self._durations.append(took)
                 if int(row["generation"]) != generation:
                     odd += 1
-                    if seen and odd == ODD_STEPS:
+                    if odd >= ODD_STEPS and (seen or (trial and last - began > UNSEEN_S)):
                         raise _Pause("its table has ended", generation)
                     continue
                 seen, odd = seen + 1, 0
