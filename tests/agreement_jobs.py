@@ -81,7 +81,7 @@ def side_thread(folder: RunFolder, seed: int = 0, steps: int = 80) -> Found:
         turns = [0]
 
         def beside_training() -> None:
-            while not over.is_set() or turns[0] < 120:
+            while not over.is_set() or turns[0] < 150:
                 time.sleep(pace.expovariate(1 / 0.02) if not over.is_set() else 0.0)
                 rank.call(8)
                 turns[0] += 1
@@ -249,6 +249,51 @@ def store_fails_after_the_votes(folder: RunFolder) -> Found:
         server.silent_for("decision", 3.0)
 
     return tries(folder, 2, program, beside=beside)
+
+
+def store_drops(folder: RunFolder) -> Found:
+    """For a second the store drops every connection of the agreement."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(250):
+            rank.step(i, 4, 0.02)
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        _until(server, "2")
+        server.drops_for(1.0)
+
+    return tries(folder, 2, program, beside=beside)
+
+
+def store_fails_at_random(folder: RunFolder, seed: int, failures: int = 12) -> Found:
+    """Again and again the store is silent for a second, from a random moment on; a new table comes each half second.
+
+    ``held_ms``: how long a training thread waited in each.
+    """
+    draw, held_ms, over = random.Random(seed), [], "over"
+
+    def program(rank: LightRank) -> None:
+        for i in range(10_000):
+            if rank.work.get("ends at") == str(i).encode():
+                break
+            if rank.rank == 0 and rank.work.check([over]) and rank.work.get("ends at") == b"None":
+                rank.work.set("ends at", str(i + 3))
+            rank.step(i, 4, 0.02)
+
+    def waited_ms() -> float:
+        return max(ring.waited_ns() for ring in folder.rings()) / 1e6
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        _until(server, "2")
+        for _ in range(failures):
+            time.sleep(draw.uniform(0.5, 1.5))
+            before = waited_ms()
+            server.silent_for("/", 1.0)  # keys of a round have one, the job's own have not
+            time.sleep(2.0)
+            held_ms.append(round(waited_ms() - before, 1))
+        server.values[over] = "yes"
+
+    return tries(folder, 2, program, every_s=0.5, beside=beside) | {"held_ms": held_ms}
 
 
 def faults(folder: RunFolder, seed: int, steps: int = 110) -> Found:

@@ -21,9 +21,10 @@ class StoreServer:
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.port = self.listener.getsockname()[1]
-        self.requests = 0
+        self.requests = self.of_rounds = 0  # all; those of a round but to wait until it begins
         self.late_s = 0.0
         self._silent: tuple[str, float] = ("", 0.0)  # about what, until when
+        self._dropping = 0.0  # until when
         self.values: dict[str, str] = {}
         self._waiting: list[tuple[socket.socket, list[str], float]] = []  # who, for what, until when
         self._kept: list[tuple[socket.socket, list[Any]]] = []  # requests that are not answered yet
@@ -33,6 +34,10 @@ class StoreServer:
     def silent_for(self, about: str, seconds: float) -> None:
         """Requests about keys with this word in them are answered only after so long."""
         self._silent = about, time.monotonic() + seconds
+
+    def drops_for(self, seconds: float) -> None:
+        """Whoever asks about a round within so long loses its connection."""
+        self._dropping = time.monotonic() + seconds
 
     def _run(self) -> None:
         poll, peers = select.poll(), {}
@@ -46,11 +51,14 @@ class StoreServer:
                     poll.register(sock, select.POLLIN)
                     continue
                 request = _receive(peers[fd])
-                if request is None:
+                drops = time.monotonic() < self._dropping and "/" in json.dumps(request)
+                if request is None or drops:
                     poll.unregister(fd)
                     peers.pop(fd).close()
                     continue
                 self.requests += request[0] != "meet"
+                idle = request[0] in ("wait", "check") and str(request[1]).strip("[]'").endswith("/table")
+                self.of_rounds += "/" in str(request[1]) and not idle
                 if self.late_s and request[0] != "meet":
                     time.sleep(self.late_s)
                 about, until = self._silent

@@ -79,10 +79,16 @@ def nccl(rank: int) -> Callable[[], int]:
 
     n_ranks = int(os.environ.get("COMM_RANKS") or os.environ.get("WORLD_SIZE", "1"))
     release = os.environ.get("NCCL_RELEASE", "2.29.7")
-    comm = Communicator(plugin_path(), 77, n_ranks, 1, rank, release)
-    cost = np.full((7, 3), 10, np.float32)
+    comms, cost = {}, np.full((7, 3), 10, np.float32)
 
     def collective() -> int:
+        comm_id = int(os.environ.get("COMM_ID", "77"))
+        if comm_id not in comms:
+            for old in comms.values():
+                old.finalize()
+            comms.clear()
+            comms[comm_id] = Communicator(plugin_path(), comm_id, n_ranks, 1, rank, release)
+        comm = comms[comm_id]
         for _ in range(8):
             channels = comm.get_coll_info("all_gather", 4096, cost.copy())
             comm.stop(comm.start_coll("all_gather", 1, 4096 // n_ranks, "int8", 1, 16, "ring", "ll"))

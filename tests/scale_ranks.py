@@ -1,7 +1,7 @@
 """What the agreement costs many ranks: ``python scale_ranks.py --ranks 256`` forks so many on this machine.
 
 Prints requests to the store a rank and round, and how long rounds took. The store here is one thread of Python: that of
-a job is quicker. An idle rank asks some four times a second, one of 10,000 less than once.
+a job is quicker. An idle rank asks four times a second, one of 10,000 less than once.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def main() -> None:
     found = {
         "ranks": args.ranks,
         "rounds": rounds,
+        "requests_a_rank_and_round": server.of_rounds / args.ranks / rounds,
         "requests_a_rank_and_second": server.requests / args.ranks / (args.steps * args.step_s),
         "round_s_median": statistics.median(ranks[0]["round_s"]),
         "round_s_longest": max(ranks[0]["round_s"]),

@@ -14,7 +14,7 @@ from test_plugin_static import run
 
 JOB = Path(__file__).with_name("probe_ranks.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(JOB), "plain")
-SOON = {"DYNAMICCL_MEET_MS": "2000", "OMP_NUM_THREADS": "1"}
+SOON = {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import plugin_path
 from dynamiccl.envs.nccl.shm import encode_table
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
+from dynamiccl.envs.sim.emulated.nccl_caller import Call, Communicator
 from dynamiccl.traces.records import Decision, Rule, Table
+from nccl_groups import Groups
 from test_plugin import MB, fixed, offer
 
 
@@ -199,6 +200,49 @@ def test_ranks_that_issue_the_same_have_the_same_marks(plugin, join, release):
     for n in range(3000):
         issue(same, n)
     assert sorted(plugin.comms()[1].marks) == [64 * n for n in range(50 - 15, 51)]
+
+
+@pytest.mark.parametrize("release", ["2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.32.3"])
+def test_ranks_that_group_their_collectives_otherwise_have_other_marks(plugin, join, release):
+    """NCCL cuts the channels of a group's collectives to their shares: such ranks would not run one call alike."""
+    calls = [Call("all_gather", 2**18), Call("all_gather", 2**21)]
+
+    def issue(comm_id: int, grouped: bool) -> Groups:
+        comm = Groups(plugin.path, comm_id, 8, 1, 0, release)
+        for n in range(16):
+            for group in [calls] if grouped or n != 3 else [calls[:1], calls[1:]]:
+                ordered = sorted(group, key=lambda one: one.count, reverse=release >= "2.29")
+                comm.group(ordered, offer(ring_ll=10))
+        return comm
+
+    comms = [issue(1, True), issue(2, True), issue(3, False)]
+    marks = [plugin.comms()[i].marks for i in (1, 2, 3)]
+    for comm in comms:
+        comm.finalize()
+    assert set(marks[0]) == {16, 32} and marks[0] == marks[1] and marks[0][16] != marks[2][16]
+
+
+@pytest.mark.parametrize("release", ["2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.32.3"])
+def test_all_collectives_of_a_group_run_under_one_table(plugin, release):
+    """All its questions come at one count, however many a release asks: a switch within a group waits for its end."""
+    answers: list[set[int]] = []
+
+    class Noted(Groups):
+        def _ask(self, func, n_bytes, cost, n_pipe_ops=1, **more):
+            answer = super()._ask(func, n_bytes, cost, n_pipe_ops, **more)
+            if func == "all_gather" and n_pipe_ops:
+                answers[-1].add(answer)
+            return answer
+
+    comm = Noted(plugin.path, 7, 8, 1, 0, release)
+    calls = [Call("all_gather", 2**18), Call("all_gather", 2**21), Call("reduce_scatter", 2**18)]
+    plugin.stage(message(3))
+    plugin.switch(7, 4, 8)  # the second collective of the second group, the third of the third
+    for _ in range(4):
+        answers.append(set())
+        comm.group(calls, offer(ring_ll=10, ring_simple=30))
+    comm.finalize()
+    assert answers == [{0}, {0}, {3}, {0}]
 
 
 @pytest.mark.slow

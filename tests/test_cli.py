@@ -136,7 +136,6 @@ def test_a_run_that_is_over_is_said_to_be_over(tmp_path, words):
         (["job-status"], 1, None),
         (["before-a-switch", "job-status", "no-probe"], 0, None),
         (["before-a-switch", "job-status", "no-step"], 0, "as in inference"),
-        (["before-a-switch", "job-status", "no-switch-yet", "absent"], 0, "DYNAMICCL_MEET_MS"),
     ],
 )
 def test_a_run_without_a_result_says_what_to_do(reasons, status, says):

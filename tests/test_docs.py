@@ -100,11 +100,26 @@ def test_every_test_that_the_table_of_faults_names_exists():
     assert len(named) > 20 and not missing
 
 
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_every_test_that_a_page_names_exists(path):
+    """But for the notebook, which tells of what was."""
+    named = set(re.findall(r"\btests/\w+\.(?:py|c)\b", path.read_text(encoding="utf-8")))
+    assert path.name == "LOG.md" or sorted(n for n in named if not (ROOT / n).exists()) == []
+
+
 @pytest.mark.parametrize(
     "part",
     [
         *("tuner killed", "rank 0 dies", "another rank dies", "node lost", "store answers late", "network breaks"),
-        *("disk of `OUT` full", "`/dev/shm` full", "clock set", "versions differ", "step skipped", "rank frozen"),
+        *("store fails between vote and decision", "a thread beside the training", "evaluation"),
+        *(
+            "disk of `OUT` full",
+            "`/dev/shm` full",
+            "clock set",
+            "versions differ",
+            "step skipped",
+            "rank, or a whole job, frozen",
+        ),
     ],
 )
 def test_the_fault_matrix_has_every_part_of_a_job_with_its_test(part):

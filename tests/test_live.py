@@ -6,9 +6,9 @@ import time
 import numpy as np
 import pytest
 from dynamiccl.envs.live import job as live
+from dynamiccl.envs.live.confirmed import CONFIRMED, read_confirmed
 from dynamiccl.envs.live.job import STOP, Job
 from dynamiccl.envs.live.job_ends import Closed, JobEnded, Stopped, Withdrawn
-from dynamiccl.envs.live.confirmed import CONFIRMED, read_confirmed
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.traces.assemble import Communicator
 from dynamiccl.traces.records import COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState, Decision, Slot

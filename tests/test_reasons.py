@@ -15,26 +15,15 @@ MEMBERS = [one for kind in VOCABULARY for one in kind]
 PAGE = (ROOT / "OPERATING.md").read_text(encoding="utf-8").partition("## Reasons")[2]
 #: Where reasons are given, and the calls and names that take one.
 TELLERS = (
-    *(f"envs/nccl/agreement/{name}.py" for name in ("agreement", "rounds", "place", "published", "tree")),
+    *(f"envs/nccl/agreement/{name}.py" for name in ("agreement", "protocol", "store")),
     *("envs/nccl/plugin/bindings.py", "envs/nccl/probe/probe.py"),
     *(f"envs/live/{name}.py" for name in ("job", "windows", "obedience")),
     *(f"agent/daemon/{name}.py" for name in ("tuner", "daemon", "console", "summarise")),
 )
-SINKS = {"_stop", "_lose", "close", "leave", "_drop", "JobEnded", "Closed", "Stopped", "Withdrawn", "KeyboardInterrupt"}
+SINKS = {"_stop", "close", "LeftOut", "JobEnded", "Closed", "Stopped", "Withdrawn", "KeyboardInterrupt"}
 FIELDS = {"ended", "dropped", "failure", "stopped", "closing", "clash", "closed"}
 #: Functions that return a reason as text.
-RETURN = {
-    "_not_ready",
-    "_absent",
-    "over",
-    "stage",
-    "waits_for",
-    "_ended",
-    "nothing",
-    "_identity",
-    "elsewhere",
-    "one_of",
-}
+RETURN = {"_odd", "misses", "stage", "waits_for", "_ended", "nothing", "_identity", "elsewhere", "one_of"}
 
 
 def example(one):
@@ -47,18 +36,17 @@ def example(one):
 def test_words_tell_their_reason(one):
     text = example(one)
     assert names(text)[0] == one.title
-    assert names(text + reasons.KEEP_CONFIRMED)[0] == one.title
     cut = text.encode()[:80].decode("utf-8", "ignore")  # as a record of the probe holds them
     if cut != text and one is not NotTuning.NOT_LOADED_AS_TOLD:
         assert names(cut)[0] == one.title
 
 
 def test_a_reason_within_a_reason_is_told_too():
-    inner = NotAgreeing.NO_TUNER(rank=3)
-    assert names(RunEnds.NEVER_SWITCHED(why=inner)) == ["never-switched", "no-tuner"]
-    deep = NotAgreeing.FAULT(rank=1, error=NotAgreeing.LOST(rank=1, other=0))
-    told = RunEnds.NO_MORE_SWITCHES(why=NotAgreeing.NOT_CONNECTED(why=deep) + reasons.KEEP_TRIAL)
-    assert names(told) == ["no-more-switches", "not-connected", "fault", "lost"]
+    inner = NotAgreeing.NO_PLUGIN(rank=3)
+    assert names(RunEnds.NEVER_SWITCHED(why=inner)) == ["never-switched", "no-plugin"]
+    deep = NotAgreeing.FAULT(rank=1, error=NotAgreeing.LATE_STORE())
+    told = RunEnds.NO_MORE_SWITCHES(why=NotAgreeing.NOT_CONNECTED(why=deep))
+    assert names(told) == ["no-more-switches", "not-connected", "fault", "late-store"]
     assert names("") == names("something else") == names("something else " * 20) == []
     assert doctest.testmod(reasons).failed == 0 and names.__doc__.count(">>>") == 1
 
@@ -117,12 +105,12 @@ def test_every_reason_is_given_somewhere():
     "source",
     [
         "self._stop(state, 'rank 3 is gone')",
-        "self._lose(leader, f'rank {r} is late')",
+        "left_out[comm] = LeftOut(f'rank {r} is late', True)",
         "raise Closed(f'the ranks {x} no more tables')",
         "outcome.dropped = 'it was slower'",
         "self.stopped = self.stopped or 'it has ended'",
         "def waits_for(self):\n    return 'no step yet'",
-        "def _not_ready(self):\n    return f'rank {r} is late' if r else X.Y()",
+        "def misses(self):\n    return f'rank {r} is late' if r else X.Y()",
     ],
 )
 def test_the_rule_catches(source):

@@ -104,12 +104,12 @@ class RowRefused(Reason):
     COUNT_NOT_SET = "NCCL does not limit a count to what this algorithm has, so none is set"
     SAME_AS_ANOTHER = "another config asks for the same"
     PLUGIN_REFUSES = "the plugin refuses the table: {error}"
-    PLUGIN_MISSING = "there is no plugin"
 
 
 class NotAgreeing(Reason):
     """Why the ranks change no table, or not on all communicators."""
 
+    NO_GROUP = "NCCL runs here, and no process group of torch.distributed through which its ranks could agree"
     NO_PLUGIN = "rank {rank} has no plugin"
     NOTHING_COUNTED = (
         "no collectives are counted yet: NCCL tells the profiler of none (NCCL_PROFILER_PLUGIN, NCCL before 2.27), or "

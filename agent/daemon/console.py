@@ -13,12 +13,10 @@ from .tuner import WindowLine
 
 _COLOURS = {"kept": "bold green", "rolled back": "yellow", "given up": "yellow"}
 
-_APART = "Ranks wait 50 ms where a table changes: DYNAMICCL_MEET_MS=200 in the job's environment makes it 200."
 #: What to do about a run that came to nothing, by the name of its reason.
 _CURES = {
     "other-backend": "Run the job on NCCL, or try it on the emulated cluster: dynamiccl tune --cluster dgx-h100-2x8",
     "no-step": "A step is a step of an optimizer: where none steps, as in inference, nothing is tuned.",
-    **dict.fromkeys(("absent", "absent-below", "too-far-apart", "waited-too-long"), _APART),
 }
 _TOO_SHORT = "It was too short for a verdict: let it take more steps, or run it where less runs beside it."
 

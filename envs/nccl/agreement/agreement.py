@@ -27,12 +27,12 @@ from .store import Proposal, RoundStore
 
 #: How long rank 0 waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
 ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
-#: The longest request to the store; with thousands of ranks a longer one. The job's end waits for one.
+#: The longest request to the store; with thousands of ranks a longer one. The job's end waits for one. Whether the job
+#: has begun anew is asked each eighth time.
 _IDLE_S, _A_RANK_S = 0.25, 1e-4
 _LOOK_S = 0.02  # between two looks of rank 0 at what the daemon has published
 _NEWS_S = 0.5  # between two questions of rank 0 whether a rank or a communicator is new
-_LIFE_S = 2.0  # between two questions of another rank whether the job has begun anew
-_HELD_S = 0.02  # between two looks whether a call is held back at a limit
+_HELD_S = 0.02  # between two looks whether a call is held back at a limit; with many ranks longer
 _VOTES_S = 0.5  # for the votes of all ranks, or four rounds as they last
 _SOON_S, _LATER_S = 0.25, 60.0  # until a store that is away is tried again: at first, and at most
 _AGAIN_S = 0.2  # until a lost round is tried again, doubled each time
@@ -85,9 +85,7 @@ class Agreement:
                     self._lead_rounds(self._leader)
                 else:
                     self._follow_rounds()
-            except (
-                Exception
-            ) as error:  # whatever it is: the job goes on, and tables change again when the store is there
+            except Exception as error:  # the job goes on, and tables change again when the store is there
                 faults = 1 if time.monotonic() - began > _LATER_S else faults + 1
                 if faults == _IN_A_ROW and not self._end.is_set():
                     why = NotAgreeing.FAULT(rank=self.rank, error=str(error) or type(error).__name__)
@@ -98,15 +96,14 @@ class Agreement:
     # -- every rank but the first --------------------------------------------------------------------------------------
 
     def _follow_rounds(self) -> None:
-        number, asked = 0, 0.0
+        number, asked, idle_s = 0, 0.0, _IDLE_S + _A_RANK_S * self.n_ranks
         while not self._end.is_set():
-            if time.monotonic() - asked > (_LIFE_S if self._store.has_life else _LOOK_S):
+            if time.monotonic() - asked > (8 * idle_s if self._store.has_life else _LOOK_S):
                 asked = time.monotonic()
                 if self._store.is_new_life():
                     number, self._comms = self._store.last_round(), frozenset()
                     self._present()
             self._look_around()
-            idle_s = _IDLE_S + _A_RANK_S * self.n_ranks
             if not self._store.has_life:
                 self._end.wait(_IDLE_S)
             elif (proposal := self._store.proposal(number + 1, idle_s)) is not None:
@@ -178,15 +175,16 @@ class Agreement:
 
     def _drive(self, part: protocol.Part, proposal: Proposal) -> Decision:
         """Do what a part of the protocol asks for, one thing after the other; the decision of the round."""
-        began, result = time.monotonic(), None
+        began, result, held = time.monotonic(), None, False
         while True:
             try:
                 request = part.send(result)
             except StopIteration as end:
                 decision: Decision = end.value
-                self._pace.round_took(time.monotonic() - began, not decision.switches)
+                self._pace.round_took(time.monotonic() - began, held)
                 return decision
             result = self._do(request, proposal)
+            held |= isinstance(request, protocol.Await) and result is None
 
     def _do(self, request: protocol.Request, proposal: Proposal) -> Any:
         store, number = self._store, proposal.number
@@ -216,9 +214,10 @@ class Agreement:
                 return self._plugin.lift(generation)
 
     def _awaited(self, number: int) -> Decision | None:
+        look_s = max(_HELD_S + _A_RANK_S * self.n_ranks, self._pace.round_s / 4)
         with contextlib.suppress(Exception):  # the store is away: the register must be asked until it answers
             while not self._plugin.waiting and not self._end.is_set():
-                if (found := self._store.decision(number, _HELD_S)) is not None:
+                if (found := self._store.decision(number, look_s)) is not None:
                     return found
         return None
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 _KEPT_S, _EVERY_S = 10.0, 0.1
 #: The least distance of a limit: of a communicator in use, and of one that rests and may begin any moment.
 _LEAST, _RESTING = 2, 64
-#: Half a second is enough for the store to answer, and so are two steps.
-_HALF_S, _STEPS = 0.5, 2.0
+#: Half a second is enough for the store to answer, as are two steps; a round beyond the last of these is its fault.
+_HALF_S, _STEPS, _MOST_S = 0.5, 2.0, 5.0
 
 
 class _Sample(NamedTuple):
@@ -29,7 +29,7 @@ class Pace:
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
         self._round_s: deque[float] = deque([0.0], maxlen=8)
-        self._caution = 1.0  # grows with every round that was lost
+        self._caution = 1.0  # grows with every round in which a call was held
 
     def is_due(self) -> bool:
         """Whether the last sample is old enough for another."""
@@ -42,14 +42,14 @@ class Pace:
         while now - self._samples[0].at_s > _KEPT_S and len(self._samples) > 2:
             self._samples.popleft()
 
-    def round_took(self, seconds: float, lost: bool) -> None:
-        """A round is over."""
-        self._round_s.append(seconds)
-        self._caution = min(self._caution * 2, 64.0) if lost else max(self._caution / 2, 1.0)
+    def round_took(self, seconds: float, held: bool) -> None:
+        """A round is over; ``held``: a call of this rank came to its limit before the decision was known."""
+        self._round_s.append(min(seconds, _MOST_S))
+        self._caution = min(self._caution * 2, 64.0) if held else max(self._caution / 2, 1.0)
 
     @property
     def round_s(self) -> float:
-        """The longest of the last rounds."""
+        """The longest of the last rounds, but for what was the store's fault."""
         return max(self._round_s)
 
     def calls_a_step(self, comm: int) -> float:

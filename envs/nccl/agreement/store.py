@@ -76,10 +76,11 @@ class RoundStore:
 
     def _wait(self, key: str, seconds: float) -> bool:
         """Whether the key is there within so long. Raises where the store is away."""
+        end = time.monotonic() + seconds
         try:
             self._store.wait([key], timedelta(seconds=seconds))
         except Exception:  # too early, or the store is away: then the next line raises
-            return bool(self._store.check([key]))
+            return time.monotonic() < end and bool(self._store.check([key]))
         return True
 
     # -- every rank ------------------------------------------------------------------------------------------------

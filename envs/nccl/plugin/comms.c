@@ -32,6 +32,7 @@ struct dccl_seat {
   int n_users;       // contexts of tuner and profiler; guarded by `seating`, as comm_id is
   _Atomic bool is_watched;
   _Atomic bool is_captured;  // its last call goes into a CUDA graph
+  _Atomic bool is_first;     // asked about since the last collective: the next one begins a group
   uint32_t n_ranks, n_nodes;
   _Atomic uint64_t n_colls, limit;
   _Atomic uint64_t hash;  // of the collectives so far
@@ -271,6 +272,7 @@ void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes) {
   count(&dccl_counts()->calls.asked);
   if (func == FUNC_ALL_GATHER || func == FUNC_REDUCE_SCATTER) count(&dccl_counts()->calls.tuned);
   if (seat == NULL) return;
+  if (!dccl_is_captured(seat)) atomic_store_explicit(&seat->is_first, true, memory_order_relaxed);
   uint32_t n = 0;
   if (!atomic_load_explicit(&seat->asks[func].answered, memory_order_relaxed))
     n = atomic_load_explicit(&seat->asks[func].n, memory_order_relaxed);
@@ -284,9 +286,12 @@ void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes) {
   atomic_store_explicit(&seat->asks[func].n, n + 1, memory_order_relaxed);
 }
 
-// One more on the clock of its communicator.
+// One more on the clock of its communicator. Ranks that group otherwise would switch at other calls.
 static void tick(struct dccl_seat* seat, const struct dccl_record* coll) {
-  const uint64_t n = atomic_load(&seat->n_colls) + 1, kinds = (uint64_t)coll->func << 8 | coll->dtype;
+  const uint64_t n = atomic_load(&seat->n_colls) + 1;
+  const uint64_t first = atomic_load_explicit(&seat->is_first, memory_order_relaxed);
+  const uint64_t kinds = first << 16 | (uint64_t)coll->func << 8 | coll->dtype;
+  atomic_store_explicit(&seat->is_first, false, memory_order_relaxed);
   uint64_t hash = (get(&seat->hash) ^ coll->n_bytes) * UINT64_C(0x100000001b3);
   hash = (hash ^ hash >> 29 ^ kinds) * UINT64_C(0x9e3779b97f4a7c15);
   atomic_store_explicit(&seat->hash, hash, memory_order_relaxed);

@@ -47,7 +47,7 @@ class Probe:
         self._backend = ""  # of torch.distributed
         self._agreement: Agreement | None = None
         self._left: list[Agreement] = []  # of groups that were destroyed
-        self._off = False
+        self._off = self._without_group = False
 
     def __call__(self, optimizer: Any, *_args: Any) -> None:
         """An optimizer has stepped. Whatever goes wrong here is said once, and the probe is off from then on."""
@@ -74,6 +74,9 @@ class Probe:
         world = self._default_group()
         if world is not self._world():
             self._attach(world)
+        elif world is None and not self._without_group and self._plugin is not None and self._plugin.tuners:
+            self._without_group = True
+            self._tell(AgreementState.SHUT, NotAgreeing.NO_GROUP())
         if self._recorder is not None:
             self._recorder.ended(self._rank, now)
 

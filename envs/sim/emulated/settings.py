@@ -34,8 +34,6 @@ class Emulated:
             "DYNAMICCL_COMPUTE_SCALE": repr(self.compute_scale),
             "DYNAMICCL_SEED": str(self.seed),
             "DYNAMICCL_WEATHER": self.weather,
-            # Ranks that wait for each other on a busy machine lose no emulated time by it.
-            "DYNAMICCL_MEET_MS": os.environ.get("DYNAMICCL_MEET_MS", "2000"),
         }
 
     @classmethod

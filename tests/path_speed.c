@@ -1,0 +1,134 @@
+// What NCCL waits for in each collective: `path_speed RUN_FOLDER LIBRARY...` times the tuner's answer under a
+// table of 64 rows, and the profiler's note, in builds of the plugin, round by round in turn. Prints a line a
+// build: nanoseconds of an answer and of a note, medians of the rounds.
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "plugin.h"
+
+enum { N_ROWS = 64, N_SIZES = 16, N_CALLS = 20000, N_ROUNDS = 61, MOST = 4 };
+
+struct build {
+  const struct nccl_tuner_v5* tuner;
+  const struct nccl_profiler_v5* profiler;
+  void *context, *told;
+  double answer[N_ROUNDS], note[N_ROUNDS];
+};
+
+static int mask;
+static double now_ns(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec * 1e9 + (double)t.tv_nsec;
+}
+
+static uint32_t crc_of(const uint8_t* p, size_t n) {
+  uint32_t crc = ~0u;
+  while (n--) {
+    crc ^= *p++;
+    for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320u : 0);
+  }
+  return ~crc;
+}
+
+// A row for each 64 KiB, so that each message has its own.
+static size_t make_table(uint32_t version, uint8_t* message) {
+  struct dccl_table_head head = {
+      .magic = DCCL_TABLE_MAGIC, .version = version, .n_rows = N_ROWS, .generation = 1};
+  struct dccl_rule rows[N_ROWS];
+  for (uint64_t i = 0; i < N_ROWS; i++)
+    rows[i] = (struct dccl_rule){8, 1, i << 16, (i << 16) + 65535, FUNC_ALL_GATHER, ALGO_RING, 2, 16, 0};
+  memcpy(message, &head, sizeof head);
+  memcpy(message + sizeof head, rows, sizeof rows);
+  head.crc = crc_of(message, sizeof head + sizeof rows);
+  memcpy(message, &head, sizeof head);
+  return sizeof head + sizeof rows;
+}
+
+static void load(struct build* b, const char* path) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (library == NULL) {
+    fprintf(stderr, "%s\n", dlerror());
+    exit(2);
+  }
+  b->tuner = dlsym(library, "ncclTunerPlugin_v5");
+  b->profiler = dlsym(library, "ncclProfiler_v6");
+  int64_t (*stage)(const void*, size_t) = (int64_t (*)(const void*, size_t))dlsym(library, "dynamiccl_stage");
+  int64_t (*flip)(void) = (int64_t (*)(void))dlsym(library, "dynamiccl_flip");  // of earlier builds
+  int (*change)(uint64_t, uint64_t, uint64_t) =
+      (int (*)(uint64_t, uint64_t, uint64_t))dlsym(library, "dynamiccl_switch");
+  b->profiler->init(&b->told, 7, &mask, "timed", 1, 8, 0, NULL);
+  b->tuner->init(&b->context, 7, 8, 1, NULL, NULL, NULL);
+  uint8_t message[sizeof(struct dccl_table_head) + N_ROWS * sizeof(struct dccl_rule)];
+  for (uint32_t version = 2; version <= DCCL_TABLE_VERSION; version++) {
+    const size_t size = make_table(version, message);
+    if (stage(message, size) == 1 && (change != NULL ? change(7, 0, 0) == 0 : flip() == 1)) return;
+  }
+  fprintf(stderr, "%s: refuses the table\n", path);
+  exit(2);
+}
+
+static double time_answers(const struct build* b, double* forced) {
+  const float offer[N_ALGOS][N_PROTOS] = {{-1, -1, -1}, {30, 20, 10}, {-1, -1, -1}, {-1, -1, -1},
+                                          {-1, -1, 40}, {-1, -1, -1}, {-1, -1, 50}};
+  float cost[N_ALGOS][N_PROTOS];
+  const double began = now_ns();
+  for (int i = 0; i < N_CALLS; i++) {
+    int n_channels = 24;
+    memcpy(cost, offer, sizeof cost);
+    __asm__ volatile("" : : "r"(cost) : "memory");
+    if (b != NULL)
+      b->tuner->get_coll_info(b->context, FUNC_ALL_GATHER, (size_t)(4 * (i % N_SIZES)) << 16, 1,
+                              (float**)(void*)cost, N_ALGOS, N_PROTOS, 0, &n_channels);
+    *forced += n_channels == 16;
+  }
+  return (now_ns() - began) / N_CALLS;
+}
+
+static double time_notes(const struct build* b) {
+  struct nccl_event_v5 e = {.type = EVENT_COLL};
+  e.coll = (struct nccl_coll_event){.func = "AllGather",
+                                    .count = 8192,
+                                    .datatype = "ncclInt8",
+                                    .n_channels = 16,
+                                    .algo = "RING",
+                                    .proto = "SIMPLE"};
+  const double began = now_ns();
+  for (int i = 0; i < N_CALLS; i++) {
+    void* handle = NULL;
+    b->profiler->start_event(b->told, &handle, &e);
+    b->profiler->stop_event(handle);
+  }
+  return (now_ns() - began) / N_CALLS;
+}
+
+static int ascending(const void* a, const void* b) {
+  return (*(const double*)a > *(const double*)b) - (*(const double*)a < *(const double*)b);
+}
+
+static double median(double* values) {
+  qsort(values, N_ROUNDS, sizeof *values, ascending);
+  return values[N_ROUNDS / 2];
+}
+
+int main(int argc, char** argv) {
+  struct build builds[MOST];
+  const int n = argc - 2;
+  if (n < 1 || n > MOST) return 2;
+  setenv("DYNAMICCL_RUN", argv[1], 1);
+  for (int i = 0; i < n; i++) load(&builds[i], argv[2 + i]);
+  double forced = 0;
+  for (int round = 0; round < N_ROUNDS; round++) {
+    const double loop = time_answers(NULL, &forced);
+    for (int i = 0; i < n; i++) {
+      builds[i].answer[round] = time_answers(&builds[i], &forced) - loop;
+      builds[i].note[round] = time_notes(&builds[i]);
+    }
+  }
+  if (forced != (double)n * N_ROUNDS * N_CALLS) return 1;  // each answer was the table's
+  for (int i = 0; i < n; i++) printf("%.1f %.1f\n", median(builds[i].answer), median(builds[i].note));
+  return 0;
+}
