@@ -12,12 +12,12 @@ ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "agent": (7_585, 0),
     "envs": (5_250, 0),
-    "envs/nccl": (2_880, 2_250),
+    "envs/nccl": (2_760, 2_245),
     "envs/sim": (2_680, 150),
-    "traces": (2_780, 0),
-    "zero_workload": (3_020, 0),
+    "traces": (2_745, 0),
+    "zero_workload": (2_910, 0),
 }
-IN_ALL = (24_185, 2_395)
+IN_ALL = (23_920, 2_390)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 

@@ -270,8 +270,8 @@ OFFER_DTYPE = _record([("cost_us", "<f4", (N_ALGOS, N_PROTOS)), ("n_pipe_ops", "
 COLL_DTYPE = _record([("seq", "<u8"), ("enqueue_ns", "<i8"), ("rank", "<u4"), ("spare", "<u4"), ("asked_bytes", "<u8")])
 #: Its kernel ran, where sampled: GPU clock, earliest start to latest end over the channels that reported.
 KERNEL_DTYPE = _record([("seq", "<u8"), ("start_ns", "<i8"), ("end_ns", "<i8"), ("rank", "<u4")])
-#: An optimizer step ended on this rank (head: step, generation that was in force during it). The gauges are those of
-#: the GPU as last read, some time in the last half second.
+#: An optimizer step ended on this rank (head: step, generation that was in force during it). Memory is
+#: that of the GPU as last read.
 STEP_DTYPE = _record(
     [
         ("rank", "<u4"),
@@ -280,16 +280,6 @@ STEP_DTYPE = _record(
         ("duration_ns", "<i8"),
         ("memory_used", "<u8"),  # bytes, 0 = unknown
         ("memory_total", "<u8"),
-        ("spare", "<u8"),
-        ("sm_utilization", "<f4"),  # 0..1, NaN = unknown
-        ("power_w", "<f4"),
-        ("sm_clock_mhz", "<u2"),  # 0 = unknown
-        ("memory_clock_mhz", "<u2"),
-        ("throttle", "<u4"),  # NVML's bit mask of reasons why the clock is lower than it could be, 0 = none or unknown
-        ("pcie_rx_gbs", "<f4"),  # GB/s since the reading before, NaN = unknown
-        ("pcie_tx_gbs", "<f4"),
-        ("nvlink_rx_gbs", "<f4"),
-        ("nvlink_tx_gbs", "<f4"),
     ]
 )
 #: The agreement on tables has changed its state: `code` is an AgreementState, `text` says why, NUL-padded UTF-8.

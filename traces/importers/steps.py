@@ -71,6 +71,6 @@ def step_rows(rows: list[dict[str, Any]] | pd.DataFrame) -> pd.DataFrame:
     """Rows of ``index, rank, pid, end_ns, duration_ns`` as STEP_COLUMNS, the rest unknown."""
     if not len(rows):
         return empty(STEP_COLUMNS)
-    unknown = {"table_generation": 0, "memory_used": 0, "memory_total": 0, "sm_utilization": np.nan, "power_w": np.nan}
+    unknown = {"table_generation": 0, "memory_used": 0, "memory_total": 0}
     frame = complete(pd.DataFrame(rows).assign(**unknown), STEP_COLUMNS)
     return frame.sort_values(["index", "rank"]).reset_index(drop=True)

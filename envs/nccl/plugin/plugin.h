@@ -122,11 +122,6 @@ struct dccl_record {
       uint32_t rank, sample_every;
       int64_t end_ns, duration_ns;
       uint64_t memory_used, memory_total;
-      uint64_t spare;
-      float sm_utilization, power_w;
-      uint16_t sm_clock_mhz, memory_clock_mhz;
-      uint32_t throttle;
-      float pcie_rx_gbs, pcie_tx_gbs, nvlink_rx_gbs, nvlink_tx_gbs;
     } at_step;
     struct {
       uint32_t rank, code;
@@ -140,7 +135,7 @@ _Static_assert(sizeof(struct dccl_record) == 128, "record");
 _Static_assert(offsetof(struct dccl_record, comm_id) == 16, "record");
 _Static_assert(offsetof(struct dccl_record, comm) == 40, "record");
 _Static_assert(offsetof(struct dccl_record, kernel.rank) == 64, "record");
-_Static_assert(offsetof(struct dccl_record, at_step.sm_utilization) == 88, "record");
+_Static_assert(offsetof(struct dccl_record, at_step.memory_total) == 72, "record");
 
 struct dccl_slot {
   _Atomic uint64_t word[16];  // word 0 is the stamp

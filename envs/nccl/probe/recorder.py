@@ -1,4 +1,4 @@
-"""The STEP records of one process: how long each step took, under which table, and what the GPU's gauges said."""
+"""The STEP records of one process: how long each step took, under which table, and how full the GPU is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ....traces.records import FLAG_SAMPLED, STEP, UNSET
 from ..plugin.bindings import Plugin
 from ..steps import clock as step_clock
-from ..steps.gauges import Gauges, Reading
+from ..steps.memory import Memory
 from ..steps.sampling import Sampling
 from ..steps.words import say
 
@@ -23,9 +23,7 @@ class StepRecorder:
         self._sampling = Sampling(int(fixed) if fixed else None)
         self._sampled = False  # kernel times are being taken
         self._clock: step_clock.CudaClock | None = None
-        self._gauges: Gauges | None = None
-        self._reading: Reading | None = None
-        self._packed = step_clock.pack_gauges(Reading())
+        self._memory: Memory | None = None
         self._last_ns = 0
         self._works = True
 
@@ -44,19 +42,18 @@ class StepRecorder:
         """The record of the step that has ended, None if it is not known (yet); decides on the next step."""
         if self._clock is None and self._cuda.is_initialized():
             self._clock = step_clock.CudaClock(self._cuda, self._plugin, self._sampling)
-            self._gauges = Gauges(self._cuda)
+            self._memory = Memory(self._cuda)
             self._last_ns = 0
-        if self._gauges and (reading := self._gauges.latest()) is not self._reading:
-            self._reading, self._packed = reading, step_clock.pack_gauges(reading)
+        memory = self._memory.latest() if self._memory else (0, 0)
         record, generation = None, self._plugin.ended()
         if self._last_ns:
             flags = FLAG_SAMPLED if self._sampled else 0
             which = (self.step, generation, rank, self._sampling.every, now)
             head = (0, STEP, UNSET, UNSET, UNSET, 0, UNSET, flags, 0, 0, *which)
             if self._clock:
-                self._clock.mark(step_clock.Ended(head, self._packed, self._sampled, generation))
+                self._clock.mark(step_clock.Ended(head, memory, self._sampled, generation))
             else:
-                record = step_clock.STEP_PACKED.pack(*head, now - self._last_ns) + self._packed
+                record = step_clock.STEP_PACKED.pack(*head, now - self._last_ns, *memory)
                 self._sampling.ended(self._sampled, now - self._last_ns, generation)
             self.step += 1
         elif self._clock:
@@ -67,7 +64,5 @@ class StepRecorder:
 
     def close(self) -> None:
         """The interpreter exits: what the GPU clock still owes is written if it is ready."""
-        if self._gauges:
-            self._gauges.close()
         if self._clock:
             self._clock.settle()

@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 from ....traces.records import STEP_DTYPE
 from ..plugin.bindings import Plugin
-from .gauges import Reading
 from .sampling import Sampling
 
-# STEP_DTYPE as two structs, packed rather than filled as a numpy record: the second part changes twice a second.
-STEP_PACKED = struct.Struct("<QBBBBBBHQQIIIIqq")
-_GAUGES = struct.Struct("<QQ8xffHHIffff8x")
-assert STEP_PACKED.size + _GAUGES.size == STEP_DTYPE.itemsize
+# STEP_DTYPE as a struct: packing it is quicker than filling a numpy record.
+STEP_PACKED = struct.Struct("<QBBBBBBHQQIIIIqqQQ48x")
+assert STEP_PACKED.size == STEP_DTYPE.itemsize
 #: Nanoseconds at the end of a step; an emulated job puts its own clock here.
 now_ns: Callable[[], int] = time.monotonic_ns
 
@@ -25,7 +23,7 @@ class Ended(NamedTuple):
     """A step whose end the GPU has still to pass."""
 
     head: tuple[int, ...]  # of its STEP record, up to the duration
-    gauges: bytes
+    memory: tuple[int, int]  # bytes used, and there
     sampled: bool
     generation: int
 
@@ -52,11 +50,6 @@ class CudaClock:
             end, ended = self._marks[0]
             assert ended is not None  # only the first mark has no step before it
             duration_ns = int(begin.elapsed_time(end) * 1e6)
-            self._plugin.emit(STEP_PACKED.pack(*ended.head, duration_ns) + ended.gauges)
+            self._plugin.emit(STEP_PACKED.pack(*ended.head, duration_ns, *ended.memory))
             self._sampling.ended(ended.sampled, duration_ns, ended.generation)
             self._free.append(begin)
-
-
-def pack_gauges(seen: Reading) -> bytes:
-    """The part of a STEP record that holds the gauges."""
-    return _GAUGES.pack(*vars(seen).values())
