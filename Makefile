@@ -48,7 +48,7 @@ check: setup
 	MYPYPATH=build $(BIN)/mypy -p dynamiccl.agent -p dynamiccl.envs -p dynamiccl.traces -p dynamiccl.zero_workload
 	$${CC:-cc} -std=c11 -D_GNU_SOURCE -Wall -Wextra -Werror -fsyntax-only envs/nccl/plugin/*.c envs/sim/*.c
 	@$(BIN)/python tests/count_lines.py
-	$(BIN)/python -m pytest -q tests/test_layers.py
+	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_limits.py
 
 format: setup
 	$(BIN)/ruff check --fix-only --quiet $(SOURCES)

@@ -1,4 +1,4 @@
-"""The architecture, enforced: imports point down, no circle, small rooms, small files, an honest package list."""
+"""The architecture, enforced: imports point down, no circle, small rooms, an honest package list."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ FOLDERS = ("agent", "envs", "traces", "zero_workload")
 #: `python -m dynamiccl.zero_workload` starts there: it is the job's door, though it lies beside the engine.
 DOOR = "zero_workload/__main__.py"
 #: Lines of the workload's two rooms, at most: a reader of the engine has an hour.
-WORKLOAD_LINES = {"zero_workload": 1800, "zero_workload/job": 1220}
+WORKLOAD_LINES = {"zero_workload": 1715, "zero_workload/job": 1200}
 #: Libraries that only some folders may import: where the process touches shared memory or learns.
 SHARED_MEMORY = ("envs/nccl/", "envs/sim/emulated/timeline.py")  # the second stands in for NCCL's own transport
 ONLY_IN = {
@@ -28,7 +28,6 @@ ONLY_IN = {
     "rich": ("agent",),
     "plotly": ("agent",),
 }
-MOST_LINES = 400
 #: What is loaded beside a job for the tuner, all policies counted.
 TUNER_LINES = 8_700
 #: Files of code in a room, and what has more: a file a command.
@@ -39,7 +38,6 @@ CIRCLES = {
 }
 
 PYTHON = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
-C_FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.[ch]"))
 
 
 def name_of(path):
@@ -230,12 +228,6 @@ def test_the_rule_catches(place, source):
 )
 def test_the_rule_allows(place, source):
     assert breaches(source, ROOT / place) == []
-
-
-def test_files_stay_small():
-    files = [*PYTHON, *C_FILES, *sorted((ROOT / "tests").glob("*.py"))]
-    lines = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    assert {name: n for name, n in lines.items() if n > MOST_LINES} == {}, "split them"
 
 
 def test_a_count_of_lines_is_neither_above_its_number_nor_far_below_it():
