@@ -57,7 +57,7 @@ def train(steps: int, settings: dict[str, Any], seed: int = 0) -> list[float]:
     """Losses of ``TINY`` under ``zero`` (or a peer: ``name``) in fp32 with AdamW, if ``settings`` say nothing else."""
     torch.manual_seed(seed)
     settings = {"param_dtype": torch.float32, "bucket_bytes": 2**16, "optimizer": adamw(1e-2), **settings}
-    shape = {key: settings.pop(key) for key in ("checkpoint", "checkpoint_every") if key in settings}
+    shape = {key: settings.pop(key) for key in ("recompute",) if key in settings}
     model, make = Transformer(replace(TINY, **shape)), zero
     if "name" in settings:
         make = partial(Peer, settings.pop("name"))
@@ -91,11 +91,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "3 without prefetch": {"stage": 3, "prefetch": 0, "keep_last": False},
     "3 hybrid": {"stage": 3, "hybrid": 10_000},
     "3 auto": {"stage": 3, "prefetch": "auto"},
-    "1 blocks recomputed": {"stage": 1, "checkpoint": "block", "checkpoint_every": 0},
-    "3 blocks recomputed": {"stage": 3, "checkpoint": "block", "checkpoint_every": 2},
-    "3 sublayers recomputed": {"stage": 3, "checkpoint": "sublayer"},
-    "3 layers and sublayers": {"stage": 3, "unit": "layer", "checkpoint": "sublayer", "checkpoint_every": 2},
-    "3 attention recomputed": {"stage": 3, "checkpoint": "attention", "checkpoint_every": 2},
+    "1 blocks recomputed": {"stage": 1, "recompute": 1},
+    "3 blocks recomputed": {"stage": 3, "recompute": 2},
+    "3 layers recomputed": {"stage": 3, "unit": "layer", "recompute": 1},
 }
 
 

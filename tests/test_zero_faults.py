@@ -209,5 +209,5 @@ def test_complex_parameters_are_named(two: World) -> None:
 
 
 def test_a_model_recomputes_no_segment_of_negative_length() -> None:
-    with pytest.raises(ValueError, match="checkpoint_every starts at 0, not -1"):
-        ModelConfig(checkpoint_every=-1)
+    with pytest.raises(ValueError, match="recompute starts at 0, not -1"):
+        ModelConfig(recompute=-1)

@@ -276,7 +276,7 @@ def test_a_checkpoint_is_read_where_the_job_is_cut_in_another_way(four: World, t
         ("--experts 4 --expert-parallel 2 --stage 0", "a stage from 1 up"),
         ("--experts -1", "--experts: a whole number from 0 up"),
         ("--no-sync", "no_sync is stage 2's"),
-        ("--recompute-every -1", "--recompute-every: a whole number from 0 up, not -1"),
+        ("--recompute -1", "--recompute: a whole number from 0 up, not -1"),
         ("--save-every -1", "--save-every: a whole number from 0 up, not -1"),
         *((f"--clip {x}", f"--clip: a number above 0 .*, not {x}") for x in ("-1", "0", "nan")),
         *((f"--bucket-mb {x}", f"--bucket-mb: a number above 0 .*, not {x}") for x in ("inf", "nan", "0")),

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload.job import launch
 from dynamiccl.zero_workload.job import train as train_module
-from dynamiccl.zero_workload.job.model import best_interval
+from dynamiccl.zero_workload.job.planner import best_interval
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
@@ -62,7 +62,6 @@ def test_the_job_logs_saves_and_resumes(tmp_path: Path) -> None:
         (["--text", sys.executable], 2, "is not UTF-8 text"),
         (["--backend", "emulated"], 2, "dynamiccl tune --cluster"),
         (["--backend", "nccl"], 2, "no GPU"),
-        (["--optimizer", "muon"], 2, "use stage 1"),
         (["--steps", "0"], 2, "--steps: a whole number from 1 up, not 0"),
         (["--prefetch", "some"], 2, "prefetch"),
         (["--resume", "/nowhere"], 2, "no checkpoint in /nowhere"),

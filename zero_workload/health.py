@@ -41,12 +41,9 @@ class Health:
         self.loss_scale = reducer.settings.loss_scale if torch.float16 in dtypes else None
         self.skipped = self.good_steps = 0  # steps without an update, and those with one since
 
-    def look(self, parts: Sequence[Part]) -> tuple[torch.Tensor, list[float] | None]:
-        """After the reductions.
-
-        Returns:
-            The global norm of the unscaled gradient (scalar), the same on every rank: not finite where backward failed
-            on some rank. And on how many ranks each parameter was used; ``None`` where this rank used all of its own.
+    def look(self, parts: Sequence[Part]) -> torch.Tensor:
+        """After the reductions. Gradients of parameters that no rank used become ``None``. Returns the global norm of
+        the unscaled gradient (scalar), the same on every rank: not finite where backward failed on some rank.
         """
         used, device = self.reducer.used, self.reducer.params[0].device
         grads = [part.param.grad for part in parts if part.param.grad is not None]  # that is, all
@@ -58,12 +55,14 @@ class Health:
             seen[-1] = math.nan
         self.comm.agree(seen, dist.ReduceOp.SUM)
         self.reducer.used = [0.0] * len(used)
-        norm = seen[-1].sqrt() / (self.loss_scale or 1.0)
         # Experts that several ranks have in one place are different ones: they count as used.
         shared = [part for part in parts if part.bucket.comm is self.comm and self.comm.backend != "fake"]
-        if all(used[span.number] for part in shared for span in part.spans):
-            return norm, None
-        return norm, seen.tolist()[:-1]
+        if not all(used[part.span.number] for part in shared):
+            counts = seen.tolist()
+            for part in shared:
+                if not counts[part.span.number]:
+                    part.param.grad = None
+        return seen[-1].sqrt() / (self.loss_scale or 1.0)
 
     def updated(self) -> None:
         """After an update: the loss scale is raised now and then."""
@@ -86,13 +85,8 @@ class Health:
 
     def _not_finite(self, parts: Sequence[Part]) -> list[str]:
         """Names of this rank's parameters whose gradients are not finite."""
-        found = set[str]()
-        for part in parts:
-            grad = part.param.grad
-            if grad is not None and not grad.norm().square().isfinite():
-                bad = [span for span in part.spans if not part.cut(grad, [span]).isfinite().all()]
-                found |= {self.names[span.number] for span in bad or part.spans}
-        return sorted(found)
+        graded = [(part.span.number, part.param.grad) for part in parts if part.param.grad is not None]
+        return sorted({self.names[number] for number, grad in graded if not grad.norm().square().isfinite()})
 
     def _error(self, everyone: Sequence[Report], step: int) -> Exception | None:
         """What the reports of all ranks come to, the same on each."""

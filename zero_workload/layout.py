@@ -44,7 +44,6 @@ class Settings:
     reduce_dtype: torch.dtype | None = None
     no_sync: bool = False
     offload: bool = False
-    whole_params: str = ""  # the class of an optimizer that needs them
     keep_dtypes: bool = False  # the model has several
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:
@@ -82,11 +81,6 @@ class Settings:
             raise ValueError("no_sync is stage 2's: 0 and 1 reduce once a step anyway, 3 has no room")
         if self.stage != 3 and self.offload:
             raise ValueError("optimizer states are offloaded at stage 3 only")
-        if self.stage >= 2 and self.whole_params:
-            raise ValueError(
-                f"stage {self.stage} cuts gradients up, and {self.whole_params} may need whole matrices: use stage 1, "
-                "or say elementwise=True if it looks at each element by itself"
-            )
 
 
 def _whole(value: object, least: int = 0) -> bool:
@@ -169,19 +163,6 @@ def end_to_end(sizes: dict[int, int], n_ranks: int) -> tuple[dict[int, int], int
     return begins, _up(end, n_ranks)
 
 
-def undivided(sizes: dict[int, int], n_ranks: int) -> tuple[dict[int, int], int]:
-    """The same with shard boundaries between parameters, for optimizers that need whole matrices.
-
-    The largest parameters are dealt first, each to the rank with least so far; every shard is as long as the fullest.
-    """
-    dealt, fill = {}, [0] * n_ranks
-    for index, numel in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        rank = fill.index(min(fill))
-        dealt[index] = rank, fill[rank]
-        fill[rank] += _up(numel, ALIGN)
-    return {index: rank * max(fill) + at for index, (rank, at) in dealt.items()}, max(fill) * n_ranks
-
-
 def cut(sizes: dict[int, int], begins: dict[int, int], total: int, bucket_numel: int) -> list[Bucket]:
     """Cut a row into buckets of ``bucket_numel``, the last shorter.
 
@@ -211,12 +192,11 @@ class Row:
     ) -> None:
         self.shapes = {i: params[i].shape for i in indices}
         sizes = {i: shape.numel() for i, shape in self.shapes.items()}
-        self.begins, total = (undivided if settings.whole_params else end_to_end)(sizes, comm.size)
+        self.begins, total = end_to_end(sizes, comm.size)
         self.trainable = any(params[i].requires_grad for i in indices)
         dtype = params[indices[0]].dtype if settings.keep_dtypes else settings.param_dtype
-        one, itemsize = stage == 3 or settings.whole_params, dtype.itemsize
-        wanted = total if one else _up(settings.bucket_bytes, comm.size * ALIGN * itemsize) // itemsize
-        self.buckets = cut(sizes, self.begins, total, max(1, min(wanted, total)))
+        wanted = _up(settings.bucket_bytes, comm.size * ALIGN * dtype.itemsize) // dtype.itemsize
+        self.buckets = cut(sizes, self.begins, total, max(1, total if stage == 3 else min(wanted, total)))
         for bucket in self.buckets:
             bucket.comm, n = comm, bucket.numel // comm.size
             cut_up = stage == 3 or (stage > 0 and self.trainable)
@@ -227,25 +207,30 @@ class Row:
         for part in self._split(exact):
             comm.broadcast(part)
         self.arena = exact.to(dtype)
-        for bucket, full in zip(self.buckets, self._split(self.arena), strict=True):
-            bucket.full = full
         for index in indices:
             params[index].data = self.view(self.arena, index)
         self._hold_weights(exact, stage, settings.offload)
-        if self.trainable and stage <= 1:  # gradients of all parameters add up here until they are reduced
+        if self.trainable:
+            self._hold_gradients(stage, settings.sums(dtype), comm.size)
+
+    def _hold_gradients(self, stage: int, sums: torch.dtype, n_ranks: int) -> None:
+        """Those of all parameters up to stage 1, where they add up until they are reduced; else this rank's shard."""
+        if stage <= 1:
             self.grads = torch.zeros_like(self.arena)
             for bucket, part in zip(self.buckets, self._split(self.grads), strict=True):
                 bucket.grads = part
-        elif self.trainable:  # only reduced gradients of this rank's shard are kept
-            shards = self.arena.new_zeros(total // comm.size, dtype=settings.sums(dtype))
-            for bucket, part in zip(self.buckets, self._split(shards, comm.size), strict=True):
-                bucket.grad_shard = part
+            return
+        shards = self.arena.new_zeros(len(self.arena) // n_ranks, dtype=sums)
+        for bucket, part in zip(self.buckets, self._split(shards, n_ranks), strict=True):
+            bucket.grad_shard = part
 
     def _hold_weights(self, exact: torch.Tensor, stage: int, offload: bool) -> None:
         """Shards and masters, of the weights ``exact`` [all buckets]. Where dtypes agree the two are one.
 
         At stage 3 the shard is all that stays when ``full`` is freed; below it is a view of ``full``.
         """
+        for bucket, full in zip(self.buckets, self._split(self.arena), strict=True):
+            bucket.full = full
         mine = [part[b.owned] for b, part in zip(self.buckets, self._split(exact), strict=True)]
         if mine and (stage == 3 or (self.trainable and exact.dtype != self.arena.dtype)):
             mine = list(torch.cat(mine).split([part.numel() for part in mine]))  # one allocation of their own

@@ -9,11 +9,11 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 
 import tempfile
 from collections.abc import Callable
-from multiprocessing import Process
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 from .comm import Collectives
 
@@ -158,8 +158,4 @@ def show(rank: int, store: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [Process(target=show, args=(rank, f"{folder}/store")) for rank in range(2)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
+        spawn(show, (f"{folder}/store",), nprocs=2)

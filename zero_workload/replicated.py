@@ -2,10 +2,11 @@
 
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from .layout import Bucket, Unit
+from .layout import Bucket, Row, Unit
 from .reducer import Reducer
 
 
@@ -14,24 +15,28 @@ class Replicated:
 
     def __init__(self, units: list[Unit], reducer: Reducer) -> None:
         self.params, self.reducer, self.stage = reducer.params, reducer, min(reducer.settings.stage, 2)
-        params = reducer.params
         held = sorted(i for u in units for i in u.params)  # as registered: the order of first use
         rows = reducer.rows(held, self.stage)
         self.frozen = [b for row in rows if not row.trainable for b in row.buckets]
+        trained = [row for row in rows if row.trainable]
         #: those of trainable parameters, in the order in which gradients end, from the last to the first.
-        self.buckets = sorted((b for row in rows if row.trainable for b in row.buckets), key=Bucket.ends)
-        trainable = [i for i in held if params[i].requires_grad]
-        self.in_bucket: dict[int, list[Bucket]] = {i: [] for i in trainable}
+        self.buckets = sorted((b for row in trained for b in row.buckets), key=Bucket.ends)
+        self.in_bucket: dict[int, list[Bucket]] = {i: [] for row in trained for i in row.begins}
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 self.in_bucket[piece.param].append(bucket)
-        whole = [row for row in rows if row.trainable and self.stage <= 1]  # whose gradients add up in their arena
-        self._views = {i: row.view(row.grads, i) for row in whole for i in row.begins}
-        for index in trainable:
-            params[index].register_post_accumulate_grad_hook(partial(self._on_grad, index))
+        self._views: dict[int, torch.Tensor] = {}  # up to stage 1: where a parameter's gradients add up
+        for row in trained:
+            self._watch(row)
         self._gathers: dict[Bucket, dist.Work] = {}
         reducer.at_end.append(self._flush)
         self._begin()
+
+    def _watch(self, row: Row) -> None:
+        for index in row.begins:
+            self.params[index].register_post_accumulate_grad_hook(partial(self._on_grad, index))
+            if self.stage <= 1:
+                self._views[index] = row.view(row.grads, index)
 
     def _begin(self) -> None:
         """Before the first gradient of a backward pass: every parameter is awaited, last bucket first."""

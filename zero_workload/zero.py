@@ -1,8 +1,7 @@
 """``zero()``: a model and an optimizer in, a ZeRO engine out. Stages 0 (plain data parallel), 1, 2 and 3."""
 
 import math
-from collections.abc import Hashable, Iterable
-from itertools import accumulate
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch import nn
 
 from .comm import Collectives
 from .health import Health
-from .layout import Settings, find_units
-from .parts import IN_CACHE, OptimizerOf, group_of, is_elementwise, parts_of, regroup, split
+from .layout import Settings, Unit, find_units
+from .parts import OptimizerOf, group_of, parts_of, regroup, require_elementwise
 from .reducer import Reducer
 from .replicated import Replicated
 from .sharded import Sharded
@@ -47,9 +46,8 @@ def zero(
             ``job.model.Experts`` makes them): these are sharded over them alone. From stage 1 on.
         reduce_scatter_group: the ranks of ``group`` as a second communicator: NCCL runs what is on one in order, on two
             at once, so that a reduce-scatter does not hold up the gathers behind it.
-        elementwise: whether the optimizer looks at each element by itself. ``None``: what its class says
-            (``elementwise = True``), else those of torch that are known to. One that does not gets whole parameters,
-            at stages 0 and 1 only.
+        elementwise: whether the optimizer looks at each element by itself, as it must. ``None``: what its class says
+            (``elementwise = True``), else those of torch that are known to.
         settings: any of the following, whose defaults are those of ``layout.Settings``.
         bucket_bytes: bytes that one reduction (stages 0-2) or gather (1-2) moves; at stage 3 it is the unit's size.
         prefetch: at stage 3, units gathered ahead of the one in use, or ``"auto"``: look-ahead
@@ -74,17 +72,17 @@ def zero(
         ``optimizer.step()``.
 
     Raises:
-        ValueError: on every rank alike, for a setting out of range, an optimizer that is not elementwise at stage 2
-            or 3, a model without trainable parameters or with some that are in no group, and ranks whose models
-            differ in names, shapes, dtypes or groups.
+        ValueError: on every rank alike, for a setting out of range, an optimizer that is not elementwise, a model
+            without trainable parameters or with some that are in no group, and ranks whose models differ in names,
+            shapes, dtypes or groups.
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20).
     """
     require_trainable(model)
     made = optimizer([p for p in model.parameters() if p.requires_grad])
-    whole_params = "" if is_elementwise(made, elementwise) else type(made).__name__
+    require_elementwise(made, elementwise)
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    checked = Settings(stage, **settings, whole_params=whole_params, keep_dtypes=len(dtypes) > 1)
+    checked = Settings(stage, **settings, keep_dtypes=len(dtypes) > 1)
     if replicas and stage < 2:
         raise ValueError(f"replicas of shards exist at stages 2 and 3, not at {stage}")
     if expert_group is None and any(hasattr(p, "expert") for p in model.parameters()):
@@ -96,7 +94,7 @@ def zero(
     groups = group_of(made, model)
     about = {n: (tuple(p.shape), str(p.dtype), groups.get(n, "frozen")) for n, p in model.named_parameters()}
     comm.require_same({"the settings": checked, **about}, "a model or settings")
-    return Engine(model, made, comm, experts, checked, groups)
+    return Engine(model, made, comm, experts, checked)
 
 
 def require_trainable(model: nn.Module) -> None:
@@ -122,7 +120,6 @@ class Engine:
         comm: Collectives,
         experts: Collectives | None,
         settings: Settings,
-        groups: dict[str, int],
     ) -> None:
         self.model, self.optimizer, self.comm, self.settings = model, optimizer, comm, settings
         self.steps = 0  # with an update
@@ -131,24 +128,17 @@ class Engine:
         self.shapes = [p.shape for p in self.params]
         for tensor in (*model.buffers(), *(p.detach() for p in self.params if not p.is_floating_point())):
             comm.broadcast(tensor)
-        units = find_units(model, settings.unit, settings.min_unit)
-        least = math.inf if settings.stage < 3 else settings.hybrid or 0
-        large = [u for u in units if sum(self.shapes[i].numel() for i in u.params) >= least]
         self.reducer = Reducer(comm, experts, self.params, settings)
-        self.replicated = Replicated([u for u in units if u not in large], self.reducer)
-        self.sharded = Sharded(large, self.reducer, self.names)
+        small, large = list[Unit](), list[Unit]()
+        for unit in find_units(model, settings.unit, settings.min_unit):
+            numel = sum(self.shapes[i].numel() for i in unit.params)
+            (small if settings.stage < 3 or numel < (settings.hybrid or 0) else large).append(unit)
+        self.replicated, self.sharded = Replicated(small, self.reducer), Sharded(large, self.reducer, self.names)
         self._whole = False  # while ``state_dict`` gathers everything
         self._hook()
         self.buckets = [b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None]
         self.health = Health(self.reducer, self.names, {b.full.dtype for b in self.buckets})
-        # Few large parts are quicker than many small ones; what the optimizer knows of each parameter keeps them apart.
-        most = IN_CACHE * comm.size if settings.offload or self.params[0].is_cpu else math.inf
-        begins = accumulate((shape.numel() for shape in self.shapes), initial=0)
-        kinds = [
-            (groups.get(name), begin // most, i if optimizer.state else 0)
-            for i, (name, begin) in enumerate(zip(self.names, begins, strict=False))
-        ]
-        self.owned = parts_of(self.buckets, self.shapes, bool(settings.whole_params), kinds)
+        self.owned = parts_of(self.buckets)
         regroup(optimizer, self.params, self.shapes, self.owned)
 
     def _hook(self) -> None:
@@ -202,10 +192,8 @@ class Engine:
             if bucket.comm is not self.comm:
                 grads /= self.comm.size // bucket.comm.size  # an expert's has the tokens of several ranks in it
         for part in self.owned:
-            part.param.grad = exact[part.bucket][part.where].view(part.param.shape)
-        (norm, counts), error = self.health.look(self.owned), None
-        if counts is not None:
-            self._leave_out(counts)
+            part.param.grad = exact[part.bucket][part.span.where]
+        norm, error = self.health.look(self.owned), None
         if self.comm.backend == "fake" or math.isfinite(norm.item()):
             self._update(norm)
         else:
@@ -219,21 +207,10 @@ class Engine:
         self.steps += 1
         return norm if self.settings.max_norm is not None or self.health.loss_scale is not None else None
 
-    def _leave_out(self, counts: list[float]) -> None:
-        """What no rank used, by the number of ranks that used each parameter, gets no gradient and so no update."""
-        self.split({number: count > 0 for number, count in enumerate(counts)})
-        for part in self.owned:
-            if part.bucket.comm is self.comm and not counts[part.spans[0].number]:
-                part.param.grad = None
-
     def publish(self) -> None:
         """Make the master weights what the model computes with; called by ``step``."""
         self.replicated.publish()
         self.sharded.publish()
-
-    def split(self, kinds: dict[int, Hashable]) -> None:
-        """From now on what the optimizer updates as one is of one kind (one a parameter)."""
-        self.owned = [one for part in self.owned for one in split(self.optimizer, part, kinds)]
 
     def synchronize(self) -> None:
         """Wait until all replicated parameters hold the last step's values; forward does this by itself."""

@@ -6,7 +6,6 @@ layer in one), whatever stage and number of ranks wrote it; so any other stage a
 
 import json
 import shutil
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +70,10 @@ def _state(engine: Engine) -> dict[str, Any]:
         pieces = found.setdefault(f"{kind}/{engine.names[span.number]}", _Pieces.of(shape.numel()))
         pieces.parts[first + span.start] = tensor.detach().view(-1)
 
-    for part in engine.owned:
-        state = {"parameter": part.param.view(-1), **engine.optimizer.state.get(part.param, {})}
-        for (name, value), span in product(state.items(), part.spans):
+    for _, span, param in engine.owned:
+        for name, value in {"parameter": param, **engine.optimizer.state.get(param, {})}.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                add(name, span, part.cut(value, [span]))
+                add(name, span, value)
             else:
                 kind = f"{type(value).__name__}:{name}"
                 found[f"{kind}/{engine.names[span.number]}"] = torch.tensor(float(value), dtype=torch.float64)
@@ -167,30 +165,9 @@ def load(engine: Engine, folder: Path) -> int:
     if newest is None:
         raise ValueError(f"no checkpoint in {folder}")
     meta = json.loads((newest / "meta.json").read_text())
-    there, here = meta["shapes"], {name: list(_place(engine, i)[0]) for i, name in enumerate(engine.names)}
-    for name in sorted({*there, *here}):
-        if there.get(name) != here.get(name):
-            raise ValueError(f"{newest} is of another model: {name} is {there.get(name)}, not {here.get(name)}")
-    if meta.get("optimizer") != type(engine.optimizer).__name__:
-        raise ValueError(f"{newest} is of another optimizer: {meta.get('optimizer')}")
-    known: dict[str, Any] = filesystem.FileSystemReader(newest).read_metadata().state_dict_metadata
+    _require_alike(engine, newest, meta)
     engine.synchronize()
-    # The optimizer's states do not exist yet: they are made, to be read into. What it counts may differ by parameter.
-    numbers = {span.number for part in engine.owned for span in part.spans}
-    kinds = {key.split("/", 1)[0] for key in known} - {"parameter", "buffer"}
-    keys = {n: {kind: key for kind in sorted(kinds) if (key := f"{kind}/{engine.names[n]}") in known} for n in numbers}
-    counts = {k: torch.zeros((), dtype=torch.float64) for of in keys.values() for kind, k in of.items() if ":" in kind}
-    _read(engine, counts, newest)
-    engine.split({n: repr([(kind, counts.get(key)) for kind, key in of.items()]) for n, of in keys.items()})
-    groups = {p: group for group in engine.optimizer.param_groups for p in group["params"]}
-    for part in engine.owned:
-        made = engine.optimizer.state[part.param] = {}
-        for kind, key in keys[part.spans[0].number].items():
-            of, _, name = kind.rpartition(":")
-            if of:
-                made[name] = _scalar(of, counts[key].item(), part, groups[part.param])
-            else:
-                made[name] = torch.zeros_like(part.param.detach(), dtype=known[key].properties.dtype)
+    _make_states(engine, newest)
     _read(engine, _state(engine), newest)
     if engine.health.loss_scale is not None and meta["loss_scale"] is not None:
         engine.health.loss_scale, engine.health.good_steps = meta["loss_scale"], meta["good_steps"]
@@ -201,3 +178,30 @@ def load(engine: Engine, folder: Path) -> int:
     engine.publish()
     engine.synchronize()
     return engine.steps
+
+
+def _require_alike(engine: Engine, folder: Path, meta: dict[str, Any]) -> None:
+    """Raise ValueError where the checkpoint is of another model or optimizer."""
+    there, here = meta["shapes"], {name: list(_place(engine, i)[0]) for i, name in enumerate(engine.names)}
+    for name in sorted({*there, *here}):
+        if there.get(name) != here.get(name):
+            raise ValueError(f"{folder} is of another model: {name} is {there.get(name)}, not {here.get(name)}")
+    if meta.get("optimizer") != type(engine.optimizer).__name__:
+        raise ValueError(f"{folder} is of another optimizer: {meta.get('optimizer')}")
+
+
+def _make_states(engine: Engine, folder: Path) -> None:
+    """The optimizer's states, which do not exist yet, as the checkpoint has them: scalars read, tensors to be read."""
+    known: dict[str, Any] = filesystem.FileSystemReader(folder).read_metadata().state_dict_metadata
+    kinds = sorted({key.split("/", 1)[0] for key in known} - {"parameter", "buffer"})
+    scalars = {key: torch.zeros((), dtype=torch.float64) for key in known if ":" in key.split("/", 1)[0]}
+    _read(engine, scalars, folder)
+    groups = {p: group for group in engine.optimizer.param_groups for p in group["params"]}
+    for part in engine.owned:
+        made = engine.optimizer.state[part.param] = {}
+        for kind in kinds:
+            key, (of, _, name) = f"{kind}/{engine.names[part.span.number]}", kind.rpartition(":")
+            if key in scalars:
+                made[name] = _scalar(of, scalars[key].item(), part, groups[part.param])
+            elif key in known:
+                made[name] = torch.zeros_like(part.param.detach(), dtype=known[key].properties.dtype)

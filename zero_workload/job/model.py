@@ -3,7 +3,6 @@
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-#: ``remat(function, *args)``: inner activations are recomputed in backward and not kept.
-remat: Any = partial(checkpoint, use_reentrant=False)
-
-CHECKPOINTS = ("none", "block", "sublayer", "attention")
 
 
 @dataclass(frozen=True)
@@ -29,30 +23,24 @@ class ModelConfig:
     vocab: int = 256
     #: of each MLP; 0: no mixture.
     experts: int = 0
-    #: what is recomputed in backward: whole blocks, attention and MLP by themselves, the attention core alone.
-    checkpoint: str = "none"
-    #: segment length of "block"; the other two apply in every so-manieth block. 0: sqrt(layers).
-    checkpoint_every: int = 1
+    #: blocks that backward recomputes at a time, of which only the first one's input is kept; 0: nothing is recomputed.
+    recompute: int = 0
 
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.seq, self.vocab) < 1:
             raise ValueError("layers, width, heads, seq and vocab start at 1")
-        for name in ("experts", "checkpoint_every"):
+        for name in ("experts", "recompute"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} starts at 0, not {getattr(self, name)}")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
-        if self.checkpoint not in CHECKPOINTS:
-            raise ValueError(f"checkpoint is one of {', '.join(CHECKPOINTS)}, not {self.checkpoint!r}")
 
 
 class Attention(nn.Module):
     """Causal self-attention, [batch, seq, width] to the same."""
 
-    def __init__(self, config: ModelConfig, recompute_core: bool) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        core = partial(F.scaled_dot_product_attention, is_causal=True)
-        self.core = partial(remat, core) if recompute_core else core
         self.head = config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
@@ -61,29 +49,29 @@ class Attention(nn.Module):
         """Attend to this and earlier positions."""
         heads = self.qkv(x).unflatten(-1, (-1, 3, self.head))  # head by head, so that ranks can hold some of them
         q, k, v = (part.transpose(1, 2) for part in heads.unbind(-2))
-        out: torch.Tensor = self.out(self.core(q, k, v).transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: torch.Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return out
 
 
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and around a residual."""
 
-    def __init__(self, config: ModelConfig, recompute: str, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
-        self.attention = Attention(config, recompute == "attention")
+        self.attention = Attention(config)
         if config.experts:
             self.mlp: nn.Module = Experts(config.width, config.experts, group)
         else:
             up, down = nn.Linear(config.width, 4 * config.width), nn.Linear(4 * config.width, config.width)
             self.mlp = nn.Sequential(OrderedDict(up=up, gelu=nn.GELU(), down=down))
-        self.by_sublayer = recompute == "sublayer"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, seq, width] to the same."""
-        for norm, layer in ((self.norm1, self.attention), (self.norm2, self.mlp)):
-            x = x + (remat(lambda y, n=norm, f=layer: f(n(y)), x) if self.by_sublayer else layer(norm(x)))
-        return x
+        x = x + self.attention(self.norm1(x))
+        out: torch.Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class Transformer(nn.Module):
@@ -97,11 +85,9 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.config = config
-        self.every = config.checkpoint_every or best_interval(config.layers)
         self.embed = nn.Embedding(config.vocab, config.width)
         self.position: nn.Embedding | None = nn.Embedding(config.seq, config.width)
-        kinds = [config.checkpoint if i % self.every == 0 else "none" for i in range(config.layers)]
-        self.blocks = nn.Sequential(*(Block(config, kind, group) for kind in kinds))
+        self.blocks = nn.Sequential(*(Block(config, group) for _ in range(config.layers)))
         self.norm: nn.Module = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.apply(self._init)
@@ -118,18 +104,11 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         if self.position is not None:
             x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        for at in range(0, len(self.blocks), self.every):
-            segment = self.blocks[at : at + self.every]
-            x = remat(segment, x) if self.config.checkpoint == "block" else segment(x)
+        size = self.config.recompute
+        for at in range(0, len(self.blocks), size or len(self.blocks)):
+            x = checkpoint(self.blocks[at : at + size], x, use_reentrant=False) if size else self.blocks(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def best_interval(layers: int) -> int:
-    """Keeping every k-th of n layers' inputs and recomputing k layers at a time holds n/k + k activations: least at
-    k = sqrt(n) (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
-    """
-    return max(1, round(math.sqrt(layers)))
 
 
 class _AllToAll(torch.autograd.Function):
@@ -190,10 +169,8 @@ class Experts(nn.Module):
         """Route, send, compute, send back, weigh by the router's probability."""
         batch, seq, width = x.shape
         room = math.ceil(self.capacity * seq * self.top / self.experts)
-        weight, chosen = (t.flatten(1) for t in self.router(x).softmax(-1).topk(self.top))  # [batch, seq * top]
-        picked = (chosen[..., None] == torch.arange(self.experts, device=x.device)).long()
-        place = (picked.cumsum(1) * picked).sum(-1) - 1  # tokens before it in the sequence that chose the same
-        slot = torch.where(place < room, chosen * room + place, self.experts * room)[..., None].expand(-1, -1, width)
+        weight, slot = self._route(x, room)
+        slot = slot[..., None].expand(-1, -1, width)
         slots = x.new_zeros(batch, self.experts * room + 1, width)
         slots = slots.scatter(1, slot, x.repeat_interleave(self.top, 1))[:, :-1]
         sent = slots.view(batch, self.experts, room, width).transpose(0, 1).contiguous()
@@ -202,6 +179,15 @@ class Experts(nn.Module):
         slots = self._exchange(back).view(self.experts, batch, -1, width).transpose(0, 1).flatten(1, 2)
         out = F.pad(slots, (0, 0, 0, 1)).gather(1, slot) * weight[..., None]
         return out.unflatten(1, (seq, self.top)).sum(2)
+
+    def _route(self, x: torch.Tensor, room: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each token and choice [batch, seq * top]: the router's probability, and the place among the ``experts *
+        room`` of its sequence, the one behind these where the expert has no room.
+        """
+        weight, chosen = (t.flatten(1) for t in self.router(x).softmax(-1).topk(self.top))
+        picked = (chosen[..., None] == torch.arange(self.experts, device=x.device)).long()
+        before = (picked.cumsum(1) * picked).sum(-1) - 1  # tokens of the sequence that chose the same
+        return weight, torch.where(before < room, chosen * room + before, self.experts * room)
 
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
         moved: torch.Tensor = _AllToAll.apply(x, self.group) if self.group else x

@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have: Adan and Lion for every stage; Muon, which needs whole matrices, for 0 and 1."""
+"""Optimizers that torch does not have: Adan and Lion."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -80,41 +80,3 @@ class Lion(_Optimizer):
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.sub_(torch.lerp(g, state["exp_avg"], beta1).sign_(), alpha=group["lr"])
         state["exp_avg"].lerp_(g, 1 - beta2)
-
-
-class Muon(_Optimizer):
-    """Muon (Jordan et al., 2024): momentum made orthogonal by Newton-Schulz iterations; Adam for what is no matrix.
-
-    ``lr`` of matrices is scaled by ``sqrt(max(1, rows / columns))``; ``momentum`` is Nesterov's; ``adam_lr`` is the
-    learning rate of vectors and scalars.
-    """
-
-    elementwise = False
-    options: ClassVar = {"lr": 0.02, "momentum": 0.95, "adam_lr": 1e-3}
-
-    def _update(self, p: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if p.dim() >= 2:
-            state["exp_avg"].mul_(group["momentum"]).add_(g)
-            update = orthogonal((g + group["momentum"] * state["exp_avg"]).flatten(1))
-            scale = max(1.0, update.shape[0] / update.shape[1]) ** 0.5
-            p.sub_(update.view(p.shape), alpha=group["lr"] * scale)
-            return
-        second, n = state.setdefault("exp_avg_sq", torch.zeros_like(p)), state["step"]
-        state["exp_avg"].lerp_(g, 0.1)
-        second.mul_(0.999).addcmul_(g, g, value=0.001)
-        root = (second / (1 - 0.999**n)).sqrt_().add_(1e-8)
-        p.addcdiv_(state["exp_avg"] / (1 - 0.9**n), root, value=-group["adam_lr"])
-
-
-def orthogonal(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
-    """The matrix [rows, columns] with all singular values brought near 1 (between about 0.7 and 1.2).
-
-    Quintic Newton-Schulz iteration with the coefficients of Jordan et al., 2024.
-    """
-    if matrix.shape[0] > matrix.shape[1]:
-        return orthogonal(matrix.T, iterations).T
-    x = matrix / (matrix.norm() + 1e-7)
-    for _ in range(iterations):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x

@@ -10,7 +10,6 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .model import best_interval
 from .parallel import Cut
 
 #: Bytes a parameter: weight, gradient, and what the optimizer adds (master weight included in mixed precision).
@@ -119,6 +118,13 @@ def held_and_sent(request: Request, stage: int) -> dict[str, float]:
         "shard_sent_bytes": (n - 1) / n * (reduced * wire + gathered * weight) * params,
         "replicas_sent_bytes": 2 * (replicas - 1) / replicas * gradients,
     }
+
+
+def best_interval(layers: int) -> int:
+    """Keeping every k-th of n layers' inputs and recomputing k layers at a time holds n/k + k activations: least at
+    k = sqrt(n) (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+    """
+    return max(1, round(math.sqrt(layers)))
 
 
 def checkpointed_bytes(request: Request) -> float:

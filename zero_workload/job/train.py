@@ -23,13 +23,13 @@ from ..layout import Settings
 from ..zero import Engine, zero
 from .data import Corpus
 from .launch import LAUNCHER, Failed, launch, report
-from .model import CHECKPOINTS, ModelConfig, Transformer
-from .optim import Adan, Lion, Muon
+from .model import ModelConfig, Transformer
+from .optim import Adan, Lion
 from .parallel import Cut
 from .planner import advice
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-OPTIMIZERS: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, fused=True), "adan": Adan, "lion": Lion, "muon": Muon}
+OPTIMIZERS: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, fused=True), "adan": Adan, "lion": Lion}
 #: Embedding and head of a small model are messages of their own here, so that it emits several sizes as a large one.
 MIN_UNIT = 2**13
 
@@ -58,6 +58,11 @@ def parser() -> argparse.ArgumentParser:
     def ahead(text: str) -> int | str:
         return text if text == "auto" else whole(text)
 
+    def file(text: str) -> Path:
+        if not Path(text).absolute().parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{text}: its folder does not exist")
+        return Path(text)
+
     count = partial(whole, least=1)
     p, default = _Parser("zero_workload", description="Train a byte-level transformer under ZeRO."), ModelConfig()
     p.add_argument("--stage", type=int, default=3, help="0 data parallel, 1 optimizer, 2 gradients, 3 parameters")
@@ -80,9 +85,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--unit", choices=("block", "layer"), default="block", help="what stage 3 gathers at once")
     p.add_argument("--prefetch", type=ahead, default=1, help="units stage 3 gathers ahead: a number, or auto")
     p.add_argument("--hybrid", type=whole, metavar="N", help="at stage 3, replicate units below N elements")
-    p.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="muon: stages 0, 1")
-    p.add_argument("--recompute", choices=CHECKPOINTS, default="none", help="activation checkpointing")
-    p.add_argument("--recompute-every", type=whole, default=1, help="blocks a segment; 0: the root of --layers")
+    p.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="what updates the weights")
+    p.add_argument("--recompute", type=whole, default=0, metavar="N", help="blocks recomputed at a time, in backward")
     p.add_argument("--hsdp", type=count, metavar="N", help="shard over N ranks, a node's, and replicate over the rest")
     p.add_argument("--reduce-dtype", choices=tuple(DTYPES), help="dtype gradients are reduced in; default --dtype")
     p.add_argument("--reduce-scatter-group", action="store_true", help="a communicator of its own for reduce-scatters")
@@ -93,9 +97,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--save", type=Path, metavar="FOLDER", help="write checkpoints there, and at the end")
     p.add_argument("--save-every", type=whole, default=0, metavar="N", help="also every N steps")
     p.add_argument("--resume", type=Path, metavar="FOLDER", help="go on from the newest checkpoint there")
-    p.add_argument("--log", type=Path, metavar="FILE", help="JSON lines: the run, then one a step")
+    p.add_argument("--log", type=file, metavar="FILE", help="JSON lines: the run, then one a step")
     p.add_argument("--log-every", type=count, help="read the loss every so many steps; default 1, on cuda 10")
-    p.add_argument("--json", type=Path, metavar="FILE", help="write a summary")
+    p.add_argument("--json", type=file, metavar="FILE", help="write a summary")
     p.add_argument("--timeout", type=amount, default=300, help="seconds until a collective counts as hung")
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     return p
@@ -110,18 +114,15 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("this machine has no GPU that PyTorch can use: take --backend gloo --device cpu")
     if args.backend == "nccl" and args.device == "cpu":
         raise ValueError("backend nccl needs --device cuda")
-    for path in (args.log, args.json):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: its folder does not exist")
     if args.expert_parallel > 1 and (args.experts == 0 or args.stage == 0):
         raise ValueError("--expert-parallel needs --experts and a stage from 1 up")
-    recompute = {"checkpoint": args.recompute, "checkpoint_every": args.recompute_every}
-    args.model = ModelConfig(args.layers, args.width, args.heads, args.seq, experts=args.experts, **recompute)
+    shape = {name: getattr(args, name) for name in ("layers", "width", "heads", "seq", "experts", "recompute")}
+    args.model = ModelConfig(**shape)
     args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "offload", "no_sync")}
-    args.zero |= {"param_dtype": DTYPES[args.dtype], "bucket_bytes": max(1, int(args.bucket_mb * 2**20))}
+    args.zero |= {"param_dtype": DTYPES[args.dtype], "reduce_dtype": DTYPES.get(args.reduce_dtype)}
     args.zero |= {"max_norm": args.clip, "gradient_accumulation": args.accumulate, "min_unit": MIN_UNIT}
-    args.zero["reduce_dtype"] = DTYPES[args.reduce_dtype] if args.reduce_dtype else None
-    Settings(**args.zero, whole_params="Muon" if args.optimizer == "muon" else "")
+    args.zero["bucket_bytes"] = max(1, int(args.bucket_mb * 2**20))
+    Settings(**args.zero)  # refuses what is out of range
     args.corpus = Corpus(args.text, args.seq)
 
 
@@ -189,8 +190,9 @@ class Job:
         torch.manual_seed(args.seed)
         model = Transformer(args.model, groups.pop("experts", None)).to(device)
         self.n_params = sum(p.numel() * (cut.experts if hasattr(p, "expert") else 1) for p in model.parameters())
-        more = {"previous_dtype": DTYPES[args.dtype]} if args.optimizer == "adan" else {}
-        optimizer = partial(OPTIMIZERS[args.optimizer], lr=args.lr, **more)
+        optimizer = partial(OPTIMIZERS[args.optimizer], lr=args.lr)
+        if args.optimizer == "adan":
+            optimizer = partial(optimizer, previous_dtype=DTYPES[args.dtype])
         self.engine: Engine = zero(model, optimizer, **groups, **args.zero)
         self.first = 0
         if args.resume:
@@ -213,13 +215,10 @@ class Job:
         signal.signal(number, signal.SIG_DFL)
 
     def run(self) -> None:
-        """All steps, then the held-out loss and the summary."""
-        args, engine = self.args, self.engine
+        """All steps, then the summary."""
+        args = self.args
         every = args.log_every or (10 if self.device.type == "cuda" else 1)
-        about = {name: getattr(args, name) for name in ("stage", "backend", "dtype", "batch", "steps")}
-        about["model"] = {name: getattr(args, name) for name in ("layers", "width", "heads", "seq")}
-        about |= {"n_params": self.n_params, "n_ranks": self.size, "device": str(self.device)}
-        self._write(about)
+        self._write(self.about)
         sizes = f"{self.n_params / 1e6:.2f} M parameters, {self.size} ranks, {args.batch} x {args.seq} bytes a rank"
         self._say(f"zero-{args.stage}  {sizes}, {args.backend}, {args.dtype}")
         times, losses = list[float](), list[float]()
@@ -231,18 +230,13 @@ class Job:
                 continue
             work.wait()
             *shares, stopped = seen.tolist()
-            bad = [rank for rank, loss in enumerate(shares) if not math.isfinite(loss)]
-            if bad:
-                raise Failed(f"the loss is not finite at step {step} on ranks {bad}: lower --lr, or look at the data")
+            losses.append(self._mean(shares, step))
             times.append((time.perf_counter() - begin) * 1e3 / (step + 1 - done))
-            losses.append(sum(shares) / self.size)
             begin, done = time.perf_counter(), step + 1
             self._write({"step": step, "loss": losses[-1], "step_ms": round(times[-1], 3)})
             if last or (step + 1) % max(10, every) == 0:
                 took = statistics.median(times[-10:])
                 self._say(f"step {step + 1:5d}/{args.steps}  loss {losses[-1]:.4f}  {took:.0f} ms")
-            if args.prefetch == "auto" and step == self.first + 2:
-                self._say(f"prefetch {engine.sharded.prefetch}")
             if save and not last:
                 self._save(step + 1)
                 begin = time.perf_counter()
@@ -250,13 +244,34 @@ class Job:
                 self._say(f"stopped after step {step + 1}")
                 break
         self._save(step + 1)
+        self._conclude(step + 1 - self.first, times, losses)
+
+    def _conclude(self, steps: int, times: list[float], losses: list[float]) -> None:
+        """The held-out loss and the summary."""
+        args = self.args
         with torch.no_grad():
-            held_out = engine.model(*(t.to(self.device) for t in args.corpus.held_out(8))).item()
+            held_out = self.engine.model(*(t.to(self.device) for t in args.corpus.held_out(8))).item()
+        if args.prefetch == "auto":
+            self._say(f"prefetch {self.engine.sharded.prefetch}")
         self._say(f"held-out loss {held_out:.4f}")
         if args.json and self.rank == 0:
-            about |= {"steps": step + 1 - self.first, "loss_first": losses[0], "loss_last": losses[-1]}
+            about = self.about | {"steps": steps, "loss_first": losses[0], "loss_last": losses[-1]}
             about |= {"loss_held_out": held_out, "step_ms_median": round(statistics.median(times), 3)}
             args.json.write_text(json.dumps(about, indent=1) + "\n")
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the log and the summary say of the run."""
+        about: dict[str, Any] = {n: getattr(self.args, n) for n in ("stage", "backend", "dtype", "batch", "steps")}
+        about["model"] = {name: getattr(self.args, name) for name in ("layers", "width", "heads", "seq")}
+        return about | {"n_params": self.n_params, "n_ranks": self.size, "device": str(self.device)}
+
+    def _mean(self, losses: list[float], step: int) -> float:
+        """Of the losses of all ranks. Raises Failed where one is not finite."""
+        bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        if bad:
+            raise Failed(f"the loss is not finite at step {step} on ranks {bad}: lower --lr, or look at the data")
+        return sum(losses) / self.size
 
     def _step(self, step: int) -> tuple[torch.Tensor, Any]:
         """One optimizer step; the losses of all ranks, and whether one was told to stop, are still on their way."""
