@@ -45,8 +45,7 @@ def some_events(n=10, first=0):
 
 
 def some_steps(n=4):
-    rows = {name: np.arange(n) for name in STEP_COLUMNS} | {"power_w": [3.0, np.nan, 2.0, 1.0][:n]}
-    return complete(pd.DataFrame(rows), STEP_COLUMNS)
+    return complete(pd.DataFrame({name: np.arange(n) for name in STEP_COLUMNS}), STEP_COLUMNS)
 
 
 def test_round_trip_is_exact(tmp_path):

@@ -37,8 +37,6 @@ def import_files(source, paths, out, ranks_per_node=None):
     with TraceWriter(out, trace.header) as writer:
         writer.write(trace.events, trace.steps)
         writer.write_whole("comms", trace.comms)
-        if len(trace.compute):
-            writer.write_whole("compute", trace.compute)
     n_timed = int(trace.events["start_ns"].notna().sum())
     return Result(len(trace.events), len(trace.steps), n_timed, list(trace.header.get("notes") or ()))
 

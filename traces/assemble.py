@@ -72,9 +72,8 @@ EVENT_COLUMNS: dict[str, str] = {
     "captured": "bool",
     "asked_bytes": "int64",
 }
-#: Columns of a steps table. Memory in bytes, clocks in MHz (0 = unknown), power in watts, utilization 0..1, links in
-#: GB/s (NaN = unknown); ``throttle`` is NVML's bit mask of reasons. ``sampled``: kernel times were taken in this step,
-#: one step of ``sample_every``.
+#: Columns of a steps table. Memory in bytes, 0 = unknown. ``sampled``: kernel times were taken in this step, one of
+#: ``sample_every``.
 STEP_COLUMNS: dict[str, str] = {
     "index": "int64",
     "rank": "int32",
@@ -83,18 +82,9 @@ STEP_COLUMNS: dict[str, str] = {
     "table_generation": "int64",
     "memory_used": "int64",
     "memory_total": "int64",
-    "sm_utilization": "float32",
-    "power_w": "float32",
     "pid": "int64",
     "sampled": "bool",
     "sample_every": "int64",
-    "sm_clock_mhz": "int64",
-    "memory_clock_mhz": "int64",
-    "throttle": "int64",
-    "pcie_rx_gbs": "float32",
-    "pcie_tx_gbs": "float32",
-    "nvlink_rx_gbs": "float32",
-    "nvlink_tx_gbs": "float32",
 }
 #: What NCCL offered: one row per (comm_id, func, n_bytes); `cost_us` is the (7, 3) cost table, flat, -1 = not
 #: available; `algo`, `proto` are NCCL's own choice.
@@ -116,6 +106,8 @@ COMM_COLUMNS: dict[str, str] = {
     "rank": "int32",
     "pid": "int64",
 }
+#: What a profile of another tool shows beside the collectives: when kernels computed.
+COMPUTE_COLUMNS: dict[str, str] = {"rank": "int32", "start_ns": "int64", "end_ns": "int64"}
 
 _NO_TIME = np.iinfo(np.int64).min
 #: What a row that waits takes from its COLL record as it is; its rank may be -1.
@@ -327,7 +319,7 @@ def complete(frame: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
     return frame.assign(**blank)[names].astype(columns)
 
 
-_BLANK = {"bool": False, "int64": 0, "float32": float("nan")}
+_BLANK = {"bool": False, "int64": 0}
 
 
 def empty(columns: dict[str, str]) -> pd.DataFrame:

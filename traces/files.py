@@ -8,7 +8,6 @@
       steps-00000.parquet    optimizer steps (STEP_COLUMNS), in segments
       comms.parquet          communicators (COMM_COLUMNS)
       offers.parquet         what NCCL offered (OFFER_COLUMNS)
-      compute.parquet        kernels that compute (COMPUTE_COLUMNS), in imported profiles only
       windows.jsonl          one JSON object a line: measuring windows, tables published, what else was logged
 
 Every file but the log is written under another name and renamed when whole.
@@ -26,21 +25,16 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from .assemble import Assembler, empty
+from .assemble import COMPUTE_COLUMNS, Assembler, empty
 from .header import FORMAT, masked, new_header, plain
 from .records import Slot
-from .segments import COMPUTE_COLUMNS as COMPUTE_COLUMNS
 from .segments import SEGMENTED, WHOLE, atomically, next_segment, read_parquet, read_segments, segments, write_parquet
 from .segments import TraceError as TraceError
 
 #: The log may take one part in so many of what a trace may take.
 LOG_SHARE = 16
 _LEFT_OUT = b'{"kind": "left_out"'
-_KEYS = {
-    "comms": ["comm_id", "rank", "pid"],
-    "offers": ["comm_id", "func", "n_bytes"],
-    "compute": ["rank", "start_ns", "end_ns"],
-}
+_KEYS = {"comms": ["comm_id", "rank", "pid"], "offers": ["comm_id", "func", "n_bytes"]}
 
 
 class TraceWriter:
@@ -161,8 +155,8 @@ class TraceWriter:
             name = f"{kind}_segments_rotated"
             self.update_header(**{name: self.header.get(name, 0) + gone})
 
-    def write_whole(self, kind: Literal["comms", "offers", "compute"], frame: pd.DataFrame) -> None:
-        """Write comms, offers or compute, keeping rows that an earlier life of this trace has written."""
+    def write_whole(self, kind: Literal["comms", "offers"], frame: pd.DataFrame) -> None:
+        """Write comms or offers, keeping rows that an earlier life of this trace has written."""
         path = self.folder / f"{kind}.parquet"
         if path.exists():
             both = pd.concat([read_parquet(path, WHOLE[kind]), frame], ignore_index=True)
@@ -215,7 +209,7 @@ class Trace:
     steps: pd.DataFrame
     comms: pd.DataFrame
     offers: pd.DataFrame
-    compute: pd.DataFrame = field(default_factory=lambda: empty(COMPUTE_COLUMNS))
+    compute: pd.DataFrame = field(default_factory=lambda: empty(COMPUTE_COLUMNS))  # of other tools' profiles
     log: list[dict[str, Any]] = field(default_factory=list)  # the lines of windows.jsonl, in order
     warnings: list[str] = field(default_factory=list)  # what could not be read, one line each
 

@@ -13,10 +13,8 @@ import pyarrow.parquet as pq
 
 from .assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, complete, empty
 
-#: What a profile shows beside the collectives: when kernels computed; from imports only.
-COMPUTE_COLUMNS: dict[str, str] = {"rank": "int32", "start_ns": "int64", "end_ns": "int64"}
 SEGMENTED = {"events": EVENT_COLUMNS, "steps": STEP_COLUMNS}
-WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS, "compute": COMPUTE_COLUMNS}
+WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS}
 _ARROW = {
     "bool": pa.bool_(),
     "int16": pa.int16(),
@@ -24,8 +22,6 @@ _ARROW = {
     "int64": pa.int64(),
     "Int64": pa.int64(),
     "uint64": pa.uint64(),
-    "float32": pa.float32(),
-    "float64": pa.float64(),
     "str": pa.string(),
     "object": pa.list_(pa.float32()),
 }

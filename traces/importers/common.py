@@ -10,8 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..assemble import DTYPE_BYTES, EVENT_COLUMNS, complete, empty, joined
-from ..files import COMPUTE_COLUMNS
+from ..assemble import COMPUTE_COLUMNS, DTYPE_BYTES, EVENT_COLUMNS, complete, empty, joined
 from .steps import step_rows
 
 #: PyTorch's names of types that are not ours.

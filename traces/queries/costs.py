@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 
 from ..files import Trace
-from ..records import Decision, Slot, format_bytes, size_class
-from .skew import OWN, durations, label
-from .slots import sizes_asked
+from ..records import Decision, Slot, format_bytes
+from .skew import OWN, label
+from .slots import with_sizes
 
 #: A rule as text: (func, min_bytes, max_bytes, decision).
 RuleKey = tuple[str, int, int, str]
@@ -78,14 +78,8 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     """
     if events["step"].nunique() > 1:
         events = events[events["step"] > events["step"].min()]
-    asked = sizes_asked(events)
-    asked = asked.where(asked > 0, events["n_bytes"])
-    classes = {n: size_class(int(n)) for n in asked.unique()}
-    rows = events.assign(
-        size_class=asked.map(classes).astype("int64"),
-        config=events["algo"] + "/" + events["proto"] + "/" + events["n_channels"].astype("str"),
-    )
-    rows = rows.join(durations(events))
+    rows = with_sizes(events)
+    rows["config"] = rows["algo"] + "/" + rows["proto"] + "/" + rows["n_channels"].astype("str")
     before, after = (rows[rows["table_generation"].isin(which)] for which in (default, tuned))
     if before.empty:
         return pd.DataFrame(columns=_COLUMNS)

@@ -48,13 +48,11 @@ def find_slots(
     tuned = events[events["func"].isin(TUNED_FUNCS)]
     if tuned.empty:
         return []
-    tuned = tuned.join(durations(tuned))
+    tuned = with_sizes(tuned)
     n_steps = tuned.groupby("pid")["step"].nunique()
-    tuned = tuned[tuned["n_ranks"] > 0]  # never announced: its class is not known
-    tuned = tuned.assign(asked=sizes_asked(tuned))
-    tuned = tuned[tuned["asked"] > 0]  # else a symmetric kernel or copy engine ran it: no table reaches that
-    classes = {n: size_class(int(n)) for n in tuned["asked"].unique()}
-    tuned = tuned.assign(size_class=tuned["asked"].map(classes), part=tuned["n_bytes"] / tuned["asked"])
+    # Never announced: its class is not known. Not asked about: a symmetric kernel ran it, which no table reaches.
+    tuned = tuned[(tuned["n_ranks"] > 0) & (tuned["asked"] > 0)]
+    tuned = tuned.assign(part=tuned["n_bytes"] / tuned["asked"])
     most_channels = channels_of(tuned)
     profiles = []
     for key, everyone in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
@@ -94,14 +92,18 @@ def find_slots(
     return sorted(profiles, key=lambda p: -p.share)
 
 
-def sizes_asked(events: pd.DataFrame) -> pd.Series[int]:
-    """What NCCL asked the tuner about each of these collectives, bytes; 0 = it did not ask.
+def with_sizes(events: pd.DataFrame) -> pd.DataFrame:
+    """``events`` with the columns of :func:`durations` and two more. ``asked``: the bytes that NCCL asked the tuner
+    about, 0 if it did not ask; ``size_class``: of these, or of the message where it did not ask.
 
-    Of grouped calls it asks with the sum of their sizes, which is what a row of a table has to hold. Recordings that do
-    not tell are read as if each call had been asked about by itself.
+    Of grouped calls NCCL asks with the sum of their sizes, which is what a row of a table has to hold. Recordings that
+    do not tell are read as if each call had been asked about by itself.
     """
     tells = "asked_bytes" in events and (events["asked_bytes"] > 0).any()
-    return events["asked_bytes"] if tells else events["n_bytes"]
+    asked = events["asked_bytes"] if tells else events["n_bytes"]
+    sizes = asked.where(asked > 0, events["n_bytes"])
+    classes = {n: size_class(int(n)) for n in sizes.unique()}
+    return events.assign(asked=asked, size_class=sizes.map(classes).astype("int64")).join(durations(events))
 
 
 def channels_of(events: pd.DataFrame) -> dict[tuple[int, int], float]:
