@@ -171,7 +171,10 @@ def _receive(sock: socket.socket) -> Any:
 def _exactly(sock: socket.socket, n: int) -> bytes:
     raw = b""
     while len(raw) < n:
-        part = sock.recv(n - len(raw))
+        try:
+            part = sock.recv(n - len(raw))
+        except ConnectionError:  # of a rank that was killed
+            return b""
         if not part:
             return b""
         raw += part

@@ -130,10 +130,10 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "the environment limits communicators to {found[0]} channels, {found[1]} are asked for",
      "raise NCCL_MAX_NCHANNELS and NCCL_MAX_CTAS", CHANGE),
     ("CUDA graphs", lambda f: f.release((0,), (2, 28)),
-     "NCCL {nccl} does not tell which calls are captured into a CUDA graph (2.28 is the first that does): a graph "
-     "would replay for ever what was on trial when it was captured, and ranks that capture at different times would "
-     "run two ways", "nothing if the job captures no collective (torch.compile's reduce-overhead and max-autotune "
-     "may); else use NCCL 2.28 or newer", NOTE),
+     "NCCL {nccl} does not tell which calls are captured into a CUDA graph (2.28 is the first that does): PyTorch's "
+     "CUDAGraph tells us, and what is captured otherwise, or enqueued by another thread meanwhile, may be counted on "
+     "one rank alone", "nothing if the job captures no collective, or by PyTorch and in one thread; else use NCCL 2.28 "
+     "or newer", NOTE),
     ("never offered", _never_offered,
      "rule {found[0]} of the table wants {found[1].decision} for {found[1].func}, which NCCL does not offer here",
      "take the rule out, or choose one of {found[2]}", CHANGE),
