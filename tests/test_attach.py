@@ -17,16 +17,16 @@ from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.sim.emulated.settings import Emulated
 from dynamiccl.traces.queries.audit import audit
 from probe_odd import PACKAGES
-from probe_ranks import STEPS
 from test_probe import JOB, finish, start, steps_of, table
 
+STEPS = 40
 INSTALLED = [name for name in PACKAGES if importlib.util.find_spec(name.split()[0])]
 
 
 @pytest.fixture(scope="module")
 def package_jobs():
     """The loops of all packages that there are in one job alone, and in one with the probe and changing tables."""
-    env = {"DS_ACCELERATOR": "cpu", "JITTER_S": "0.02"}
+    env = {"DS_ACCELERATOR": "cpu", "JITTER_S": "0.02", "STEPS": str(STEPS)}
     alone, errors = finish(start(INSTALLED, 2, env))
     assert len(alone) == 2, errors
     run = RunFolder.create()

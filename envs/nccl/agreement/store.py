@@ -111,7 +111,7 @@ class RoundStore:
     def settle(self, number: int, decision: Decision) -> Decision:
         """Set the register of a round if it is free; what it holds. Only the store knows: it is asked until it answers.
 
-        A store that nobody serves any more has decided nothing.
+        A store that nobody serves any more is the end of its job: no rank waits for a decision there.
         """
         word = json.dumps([decision.generation, {f"{comm:x}": at for comm, at in decision.switches.items()}])
         end = time.monotonic() + _LOST_S
