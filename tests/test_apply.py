@@ -33,11 +33,11 @@ def test_the_ranks_take_the_table_together_and_the_last_line_says_how_often_it_w
     done = run("apply", table, "--", *TORCHRUN, WARM="1", STEPS="20", **SOON)
     assert done.returncode == 0, done.stderr
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [rank["generations"]["plain"] for rank in said] == [[1] * 20] * 2
-    calls = 2 * (said[0]["warm"] + 20)
+    assert [rank["generations"]["plain"] for rank in said] == [[4] * 20] * 2  # channels
+    calls = 2 * 8 * (said[0]["warm"] + 20)
     found = re.fullmatch("dynamiccl: the table was used in ([0-9,]+) of ([0-9,]+) calls", last_line(done))
     used, asked = (int(number.replace(",", "")) for number in found.groups())
-    assert asked == calls and 40 <= used < calls
+    assert asked == calls and 2 * 8 * 20 <= used < calls
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_a_table_that_one_rank_would_not_have_is_in_force_on_none(table):
     assert done.returncode == 0, done.stderr
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [set(rank["generations"]["plain"]) for rank in said] == [{0}, {0}]
-    assert "the table was used in 0 of 14 calls" in last_line(done) and "rank 1" in last_line(done)
+    assert "used in 0 of 112 calls: 1 of 2 ranks of a communicator" in last_line(done)
 
 
 def test_what_is_no_training_loop_of_pytorch_is_told_of_the_other_way(table):
