@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 import tracemalloc
+import zipfile
 from pathlib import Path
 
 import make_profile
@@ -195,3 +197,43 @@ def test_a_folder_of_two_formats_is_told_by_the_files_that_differ(tmp_path):
     (tmp_path / "b.json").write_text('{"entries": []}')
     with pytest.raises(TraceError, match=r"a\.json is kineto, b\.json is flight-recorder: give the files"):
         read_recording([tmp_path])
+
+
+def test_the_same_file_twice_is_refused(tmp_path):
+    """Before: it was read as two ranks, without a word."""
+    document = json.dumps(kineto(0))
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(document)
+    for paths in ([tmp_path], [tmp_path / "a.json"] * 2):
+        with pytest.raises(TraceError, match=r"are the same: give one file a rank"):
+            read_recording(paths)
+
+
+def test_a_foreign_file_in_a_folder_is_left_out_by_name(tmp_path):
+    """Before: it stopped the whole import."""
+    (tmp_path / "a.json").write_text(json.dumps(kineto(0)))
+    (tmp_path / "README.md").write_text("rank 0, second week\n")
+    trace = read_recording([tmp_path])
+    assert "README.md is left out: it is no kineto recording" in trace.header["notes"]
+    assert trace.header["files"] == [str(tmp_path / "a.json")] and len(trace.events) == 12
+    with pytest.raises(TraceError, match=r"README\.md is of none: give the files of one format"):
+        read_recording([tmp_path / "README.md"])
+
+
+@pytest.mark.parametrize("source", [*FORMATS, None])
+def test_a_zip_is_called_one(tmp_path, source):
+    """Before: "str is not valid UTF-8: surrogates not allowed"."""
+    with zipfile.ZipFile(tmp_path / "profiles.zip", "w") as archive:
+        archive.writestr("a.json", json.dumps(kineto(0)))
+    with pytest.raises(TraceError) as refused:
+        read_recording([tmp_path / "profiles.zip"], source)
+    assert "a zip: unpack it first" in str(refused.value) or source == "nsys"
+
+
+@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize("name", ["wrong types", "entries of a wrong type", "binary", "memo"])
+def test_what_is_wrong_is_not_said_in_pythons_words(hostile, source, name):
+    """Before: "ValueError: invalid literal for int()", "'list' object has no attribute 'get'"."""
+    with pytest.raises(TraceError) as refused:
+        read_recording([hostile(name)], source)
+    assert not re.search(r"Error|object|literal|surrogates|NoneType", str(refused.value)), refused.value

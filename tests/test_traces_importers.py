@@ -192,7 +192,8 @@ def flight(timing=True):
 def test_flight_recorder(tmp_path, as_pickle):
     paths = [tmp_path / f"nccl_trace_rank_{rank}" for rank in (3, 4)]
     for path in paths:
-        path.write_bytes(pickle.dumps(flight()) if as_pickle else json.dumps(flight()).encode())
+        dump = {**flight(), "host": path.name}  # no two are the same
+        path.write_bytes(pickle.dumps(dump) if as_pickle else json.dumps(dump).encode())
     result = import_files("flight-recorder", paths, tmp_path / "t")
     assert result.n_events == 6 and result.n_timed == 6
     events = Trace.read(tmp_path / "t").events

@@ -88,5 +88,5 @@ def _load(path: Path) -> Any:
         return _Plain(io.BytesIO(data)).load()
     except TraceError as error:
         raise TraceError(f"{path} is not a plain dump: {error}") from None
-    except Exception as error:  # a damaged pickle can raise anything
-        raise TraceError(f"{path} is neither JSON nor a whole pickle ({type(error).__name__}): dump it again") from None
+    except Exception:  # a damaged pickle can raise anything
+        raise TraceError(f"{path} is neither JSON nor a whole pickle: dump it again") from None

@@ -24,6 +24,7 @@ BLOCK, MAX_ELEMENT, MAX_WHOLE = 2 << 20, 32 << 20, 256 << 20
 WINDOW, TRIES = 256 << 10, 8
 #: More text than this for each compressed byte is no recording (profiles reach about 30), after so much of it.
 MAX_RATIO, RATIO_FROM = 200, 16 << 20
+_ARCHIVES = {b"PK\x03\x04": "a zip", b"\x28\xb5\x2f\xfd": "packed by zstd", b"\xfd7zX": "packed by xz"}
 _BETWEEN = re.compile(rb"\}\s*,(?=\s*\{)")
 
 
@@ -33,12 +34,14 @@ class Source:
     def __init__(self, path: Path) -> None:
         self.path, self._given = path, 0
         try:
-            self._raw: BinaryIO = path.open("rb")
+            self._raw = path.open("rb")
         except OSError as error:
             raise TraceError(f"cannot read {path}: {error.strerror}") from None
-        packed = self._raw.read(2) == b"\x1f\x8b"
-        self._raw.seek(0)
-        self._file = cast(BinaryIO, gzip.GzipFile(fileobj=self._raw)) if packed else self._raw
+        head = self._raw.peek(4)[:4]
+        if head in _ARCHIVES:
+            raise TraceError(f"{path} is {_ARCHIVES[head]}: unpack it first (gzip alone is read as it is)")
+        packed = head[:2] == b"\x1f\x8b"
+        self._file = cast(BinaryIO, gzip.GzipFile(fileobj=self._raw) if packed else self._raw)
 
     def __enter__(self) -> Source:
         return self
@@ -73,7 +76,8 @@ def loads(path: Path, data: bytes | str) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise TraceError(f"{path} is not JSON ({error}): is it whole, and of the format that was named?") from None
+        what = "text" if "UTF-8" in str(error) else f"JSON ({error})"
+        raise TraceError(f"{path} is not {what}: is it whole, and of the format that was named?") from None
 
 
 def read_elements(source: Source, key: str, take: Callable[[list[Any]], None]) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,7 @@ from .common import Imported
 from .json_stream import Source
 from .steps import infer_steps
 
-#: Format -> reader: PyTorch profiler traces, one .json or .json.gz a rank; PyTorch Flight Recorder dumps, one a rank;
-#: Nsight Systems' SQLite export.
+#: Format -> reader: PyTorch profiler traces and Flight Recorder dumps, one file a rank; Nsight Systems' SQLite export.
 FORMATS: dict[str, Callable[[list[Path]], Imported]] = {
     "kineto": kineto.read,
     "flight-recorder": flight.read,
@@ -27,32 +27,26 @@ _SIGNS = (("kineto", (b'"traceEvents"', b'"deviceProperties"')), ("flight-record
 
 
 def detect(path: Path) -> str:
-    """The format of a file, by its first bytes. Raises TraceError when it is none that is known."""
+    """The format of a file, by its first bytes; "" where these do not tell. Raises TraceError for an archive."""
     with Source(path) as source:
         head = source.read(1 << 16)
     if head[:16] == b"SQLite format 3\0":
         return "nsys"
     if head[:1] == b"\x80":
         return "flight-recorder"
-    for name, signs in _SIGNS:
-        if any(sign in head for sign in signs):
-            return name
-    if path.name.endswith(("trace.json", "trace.json.gz")) or head.lstrip()[:2] == b"[{":
-        return "kineto"
-    raise TraceError(f"{path} is of no format that is known: say which, one of {', '.join(FORMATS)}")
+    seen = (name for name, signs in _SIGNS if any(sign in head for sign in signs))
+    kineto_alike = path.name.endswith(("trace.json", "trace.json.gz")) or head.lstrip()[:2] == b"[{"
+    return next(seen, "kineto" if kineto_alike else "")
 
 
-def _format_of_all(files: list[Path]) -> str:
-    """The format of the first file. Raises TraceError where another's is one that is known, and not the same."""
-    first = detect(files[0])
-    for file in files[1:]:
-        try:
-            other = detect(file)
-        except TraceError:  # it does not tell by its first bytes: its reader will
-            continue
-        if other != first:
-            raise TraceError(f"{files[0].name} is {first}, {file.name} is {other}: give the files of one of them")
-    return first
+def _of_one_format(files: list[Path], named: list[Path]) -> tuple[list[Path], str]:
+    """The recordings among files that were named, or lie in a folder, and their format. Raises TraceError."""
+    kinds = {file: detect(file) for file in files}
+    first = {kind: file.name for file, kind in reversed(kinds.items()) if kind}
+    if len(first) != 1:
+        told = ", ".join(f"{name} is {kind}" for kind, name in reversed(first.items()))
+        raise TraceError(f"{told or f'{files[0]} is of none'}: give the files of one format, of {', '.join(FORMATS)}")
+    return [file for file in files if kinds[file] or file in named], *first
 
 
 def recording_files(paths: list[Path]) -> list[Path]:
@@ -67,6 +61,9 @@ def recording_files(paths: list[Path]) -> list[Path]:
             raise TraceError(f"there is no file or folder {path}")
     if not found:
         raise TraceError(f"no file in {', '.join(map(str, paths))}")
+    for i, one in enumerate(found):
+        if twin := next((other for other in found[:i] if filecmp.cmp(one, other, shallow=False)), None):
+            raise TraceError(f"{twin} and {one} are the same: give one file a rank")
     return found
 
 
@@ -83,36 +80,35 @@ def read_recording(paths: list[Path], source: str | None = None, ranks_per_node:
     if ranks_per_node is not None and ranks_per_node < 1:
         raise TraceError(f"there is at least 1 rank on a node, not {ranks_per_node}")
     files = recording_files(paths)
-    found, events, steps, compute = _read(files, source or _format_of_all(files), ranks_per_node)
+    used, source = (files, source) if source else _of_one_format(files, paths)
+    found, events, steps, compute = _read(used, source, ranks_per_node)
+    found.notes += [f"{file.name} is left out: it is no {source} recording" for file in files if file not in used]
     if steps.empty:
         events, steps, period = infer_steps(events)
         found.header["steps_from"] = "period" if period else "none"
-        known = f"a step is taken to be {period} calls, which repeat"
-        unknown = "no calls repeat, and all are counted as one step"
-        found.notes.append(f"no marks of optimizer steps: {known if period else unknown}")
-    comms = events.drop_duplicates(["comm_id", "rank", "pid"]).assign(name="")
-    comms = comms[list(COMM_COLUMNS)].astype(COMM_COLUMNS)
+        what = f"a step is taken to be {period} calls, which repeat" if period else "no calls repeat, no step is known"
+        found.notes.append(f"no marks of optimizer steps: {what}")
+    comms = events.drop_duplicates(["comm_id", "rank", "pid"]).assign(name="")[[*COMM_COLUMNS]].astype(COMM_COLUMNS)
     # The header tells of the recorded machine; what is not known of it must not be this machine's.
     header = {"host": None, "kernel": None, "commit": None, **found.header, "emulated": False}
-    header |= {"files": [str(p) for p in files], "notes": found.notes}
-    return Trace(Path(os.path.commonpath(files)), header, events, steps, comms, empty(OFFER_COLUMNS), compute)
+    header |= {"files": [str(p) for p in used], "notes": found.notes}
+    return Trace(Path(os.path.commonpath(used)), header, events, steps, comms, empty(OFFER_COLUMNS), compute)
 
 
 def _read(
     files: list[Path], source: str, ranks_per_node: int | None
 ) -> tuple[Imported, pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """What the importer of a format finds, and its events, steps and compute. Raises TraceError."""
-    names = ", ".join(p.name for p in files)
     if source not in FORMATS:
         raise TraceError(f"unknown format {source!r}: give one of {', '.join(FORMATS)}")
+    names = ", ".join(p.name for p in files)
     try:
         found = FORMATS[source](files)
         events, steps, compute = found.frames(ranks_per_node)
     except TraceError:
         raise
-    except Exception as error:  # wrong types in a file that otherwise parses, or too much of it
-        what = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-        raise TraceError(f"{names} is no whole {source} recording ({what})") from None
+    except Exception:  # wrong types in a file that otherwise parses, or too much of it
+        raise TraceError(f"{names}: a field is not what {source} writes there: cut or changed? Record again") from None
     if events.empty:
         raise TraceError(f"{names}: no collective in it that NCCL runs, nothing to import")
     found.header["source"] = source
