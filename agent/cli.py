@@ -27,7 +27,7 @@ COMMANDS = {
     "Tune a job": ("tune", "doctor", "apply", "env", "stop"),
     "Look at runs": ("show", "why", "top", "clusters"),
     "Before there is a run": ("advise", "model", "plan"),
-    "Judge and train policies, check a machine": ("bench", "bench overhead", "lab gpu-check", "lab train", "lab prior"),
+    "Judge and train policies, check a machine": ("bench", "bench overhead", "lab gpu-check", "lab train"),
 }
 NAMES = tuple(name for names in COMMANDS.values() for name in names)
 _ABOUT = "Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time."
@@ -147,15 +147,14 @@ def _filled(paragraph: str) -> str:
     return textwrap.fill(" ".join(paragraph.split()), _width())
 
 
-def overview(names: Sequence[str] = NAMES) -> str:
-    """The help of all commands, or of some."""
+def overview() -> str:
+    """The help of all commands."""
     lines = ["usage: dynamiccl COMMAND [OPTIONS]", "", textwrap.fill(_ABOUT, _width())]
     for title, group in COMMANDS.items():
-        lines += ["", f"{title}:"] if any(name in names for name in group) else []
+        lines += ["", f"{title}:"]
         for name in group:
-            if name in names:
-                about = " ".join(Parser(name).paragraphs[0].split())
-                lines.append(textwrap.fill(f"  {name:<16}{about}", _width(), subsequent_indent=18 * " "))
+            about = " ".join(Parser(name).paragraphs[0].split())
+            lines.append(textwrap.fill(f"  {name:<16}{about}", _width(), subsequent_indent=18 * " "))
     return "\n".join([*lines, "", "Every command has --help, and --json for programs."])
 
 
@@ -170,9 +169,6 @@ def run(words: Sequence[str]) -> None:
         from importlib.metadata import version
 
         print(f"dynamiccl {version('dynamiccl')}")
-    elif inner := [known for known in NAMES if known.startswith(f"{words[0]} ")]:
-        print(overview(inner))
-        raise SystemExit(0 if words[1:] in (["-h"], ["--help"]) else 2)
     else:
         near = difflib.get_close_matches(words[0], NAMES, 1)
         cure = f"did you mean {near[0]}?" if near else "dynamiccl --help lists them"

@@ -4,9 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
-from dynamiccl.agent.checks.doctor import TRAPS, Facts, examine, gather
+from dynamiccl.agent.checks.doctor import TRAPS, Facts, checked, examine, gather
 from dynamiccl.envs.nccl.plugin import build
 from dynamiccl.envs.nccl.tables import MAX_BYTES, from_csv, load_table, to_csv, to_json
 from dynamiccl.traces.records import PAIRS, Decision, Rule, Table
@@ -171,6 +172,8 @@ SEEDED = {
     "no profiler": Facts(nccl=(2, 26, 2)),
     "plugin path": Facts({"NCCL_TUNER_PLUGIN": "/x/libnccl-tuner-dynamiccl.so"}, nccl=(2, 27, 3)),
     "CUDA graphs": Facts(nccl=(2, 27, 7)),
+    "proxy slots": Facts(nccl=(2, 28, 9), machine="aarch64"),
+    "registered buffers": Facts(nccl=(2, 31, 2)),
     "profiler fault": Facts(nccl=(2, 30, 3)),
     "profiler overhead": Facts(nccl=(2, 31, 2)),
     "channels": Facts(nccl=(2, 32, 3)),
@@ -216,17 +219,42 @@ def test_slow_kernel_times_matter_only_where_they_are_asked_for(every, must):
 
 def test_a_clean_environment_has_none():
     clean = Facts({}, (2, 29, 7), 8, 8, 2**33, True, table(*(Decision(*pair, 8) for pair in PAIRS)))
-    assert examine(clean) == []
+    assert [trap.name for trap in examine(clean)] == ["registered buffers"]
+    assert examine(replace(clean, nccl=None)) == [] and not examine(Facts(nccl=(2, 29, 7)))[0].must_change
     assert examine(Facts()) == [] and not any(trap.must_change for trap in examine(Facts(nccl=(2, 27, 3))))
+
+
+def test_silent_hangs_of_nccl_are_traps_of_their_releases():
+    """NVIDIA/nccl#2353: the proxy loses slots on aarch64, until 2.29.3. #2389: registered buffers, since 2.24."""
+
+    def found(machine, *nccl):
+        return {trap.name: trap.must_change for trap in examine(Facts(nccl=nccl, machine=machine))}
+
+    assert found("aarch64", 2, 29, 2)["proxy slots"] and found("aarch64", 2, 28, 9)["proxy slots"]
+    assert "proxy slots" not in found("aarch64", 2, 29, 3) and "proxy slots" not in found("x86_64", 2, 28, 9)
+    held = {release: "registered buffers" in found("x86_64", 2, release, 4) for release in (23, 24, 28, 32, 33)}
+    assert held == {23: False, 24: True, 28: True, 32: True, 33: False}
+    assert gather().machine == os.uname().machine
+
+
+def test_doctor_says_what_it_looked_at():
+    """Before: `[]`, or "nothing in the way of the tuner", and not a word of what had been looked at."""
+    told = checked(Facts({"NCCL_DEBUG": "INFO"}, (2, 29, 7), 8, shm_free=2**33, table=table(Decision("ring", "ll"))))
+    assert told["NCCL"] == "2.29.7" and told["GPUs"] == "8" and told["shared memory"] == "8.0 GiB free"
+    assert told["variables"] == "NCCL_DEBUG" and told["table"] == "1 rules" and told["traps"].endswith(" 1 here")
+    assert {"PyTorch", "plugin"} < checked(Facts()).keys() and checked(Facts())["NCCL"].startswith("none")
+    assert checked(Facts(has_compiler=False))["plugin"] == "no C compiler"
 
 
 def test_doctor_reads_the_environment_and_the_configuration_file(tmp_path):
     conf = tmp_path / "nccl.conf"
     conf.write_text("# site defaults\nNCCL_ALGO=Tree # set in 2021\n")
     done = run("doctor", "--json", NCCL_CONF_FILE=str(conf), HOME=str(tmp_path))
-    assert done.returncode == 1 and [f["name"] for f in json.loads(done.stdout)] == ["NCCL_ALGO"]
+    told = json.loads(done.stdout)
+    assert done.returncode == 1 and [f["name"] for f in told["findings"]] == ["NCCL_ALGO"]
+    assert "NCCL_ALGO" in told["checked"]["variables"]
     done = run("doctor", HOME=str(tmp_path))
-    assert done.returncode == 0 and "nothing in the way" in done.stdout, done.stdout
+    assert done.returncode == 0 and "CHANGE" not in done.stdout, done.stdout
     done = run("doctor", "--table", str(tmp_path / "none"), HOME=str(tmp_path))
     assert done.returncode == 2 and "cannot be read" in done.stderr
 
@@ -246,7 +274,7 @@ def test_what_must_be_changed_is_refused_with_its_cure_and_nothing_is_started(tm
     (tmp_path / "table.csv").write_text("allgather,0,65536,ring,simple,4,-1,-1\n")
     words = {"tune": ["--out", str(tmp_path / "out")], "env": [], "apply": [str(tmp_path / "table.csv")]}[command]
     words += job if command != "env" else []
-    found = json.loads(run("doctor", "--json", HOME=str(tmp_path), **trap).stdout)
+    found = json.loads(run("doctor", "--json", HOME=str(tmp_path), **trap).stdout)["findings"]
     (cure,) = [finding["cure"] for finding in found if finding["must_change"]]
     done = run(command, *words, HOME=str(tmp_path), **trap)
     (line,) = done.stderr.strip().splitlines()

@@ -20,12 +20,15 @@ from ...traces.files import Trace, TraceError
 from ...traces.records import Decision, Slot, Table
 from ...traces.spaces import decision_of
 from ..report.gain import Gains, exposure, tell
+from .launch import settings
 
 LEVEL = 0.8
 #: A table may be applied unseen where it is no likelier than this to make steps longer by over 1 %.
 UNSEEN = 0.01
 #: A tuning run is worth its price where the best table should save this part of the step.
 WORTH = 0.01
+#: Of fewer recorded steps no gain of a table is told.
+LEAST_STEPS = 30
 
 
 class Advice:
@@ -40,13 +43,19 @@ class Advice:
             )
         self.tasks = load(trace, min_share)
         first = self.tasks.slots[0]
-        self.cluster = cluster or cluster_of(trace, first.n_ranks, first.n_nodes)
+        self.cluster = given = cluster or cluster_of(trace, first.n_ranks, first.n_nodes)
         profiles, fingerprint = self.tasks.profiles, self.tasks.fingerprint
         try:
             places = [of_size(self.cluster, p.slot.n_ranks, p.slot.n_nodes) for p in profiles]
         except ValueError as error:
             raise TraceError(f"{error}: name the cluster that was recorded with --cluster") from None
         self.cluster = max(places, key=lambda place: place.n_ranks)
+        self.n_steps = int(trace.steps["index"].nunique())
+        if self.cluster.n_ranks != given.n_ranks:
+            ranks = f"{self.cluster.n_ranks} ranks were recorded, {given.name} has {given.n_ranks}"
+            self.notes.insert(0, f"{ranks}: {self.cluster.n_nodes} nodes of its kind are assumed")
+        if trace.header.get("backend") == "gloo":
+            self.notes.insert(0, "recorded over gloo, not NCCL: what calls take is NCCL's own price")
         belief = Belief(
             Prior.load(),
             fingerprint.vector(),
@@ -72,19 +81,20 @@ class Advice:
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON and for people; unknown values are None."""
         header, profiles = self.trace.header, self.tasks.profiles
-        found = bool(self.configs.any())
+        found = bool(self.configs.any()) and self.n_steps >= LEAST_STEPS
         gain = _interval(*self.gains.interval(self.configs, LEVEL)) if found else None
         risk = self.gains.risk(self.configs) if found else None
         told = {"predicted": True, "recording": str(self.trace.folder), "source": header.get("source") or "dynamiccl"}
         told |= {"emulated": bool(header.get("emulated")), "cluster": self.cluster.name, "nccl": self.cluster.nccl}
-        told |= {"step_ms": self.tasks.default_ms, "steps": int(self.trace.steps["index"].nunique())}
+        told |= {"step_ms": self.tasks.default_ms, "steps": self.n_steps}
         told |= {"steps_are_marked": header.get("steps_from") != "period"}
         told |= {"communication": float(sum(p.share for p in profiles)), "gain": gain, "risk": risk, "level": LEVEL}
         told |= {"unseen": risk is not None and risk <= UNSEEN, "possible": _interval(*self.gains.possible(LEVEL))}
-        told |= {"slots": [self._slot(i) for i in range(len(profiles))], "unknown": self._unknown()}
+        told |= {"slots": [self._slot(i, found) for i in range(len(profiles))], "unknown": self._unknown()}
+        told["launch"] = settings({slot.func for slot in self.tasks.slots}, self.cluster.n_nodes)
         return {"verdict": verdict(told), **told}
 
-    def _slot(self, i: int) -> dict[str, Any]:
+    def _slot(self, i: int, found: bool) -> dict[str, Any]:
         p = self.tasks.profiles[i]
         alone = np.zeros(len(self.configs), int)
         alone[i] = self.configs[i]
@@ -93,12 +103,14 @@ class Advice:
         told |= {"share": p.share, "advice": str(decision_of(self.configs[i]))}
         told["exposed_share"] = float(self.exposed[i]) * p.share if np.isfinite(self.exposed[i]) else None
         told["own"] = p.own
-        told["saves"] = _interval(*self.gains.interval(alone, LEVEL)) if self.configs[i] else None
+        told["saves"] = _interval(*self.gains.interval(alone, LEVEL)) if found and self.configs[i] else None
         return told
 
     def _unknown(self) -> list[str]:
         """What the recording does not say, each once."""
         notes = list(self.notes)
+        if self.n_steps < LEAST_STEPS:
+            notes.append(f"what a table gains: {self.n_steps} steps are too few to say, {LEAST_STEPS} are needed")
         if not np.isfinite(self.exposed).any():
             notes.append("what of the communication the step waits for: record compute too (a Kineto or nsys profile)")
         if any(p.timed_by == "NCCL's price" for p in self.tasks.profiles):
@@ -110,12 +122,12 @@ class Advice:
 
 def verdict(told: dict[str, Any]) -> str:
     """What to do, in one line."""
-    best = f"the best table should save {told['possible']['low']:.1%} to {told['possible']['high']:.1%} of the step"
+    low, high = (max(0.0, told["possible"][end]) for end in ("low", "high"))
     if told["unseen"]:
-        return f"apply the table: it saves {text(told['gain'])} of the step; {best}"
+        return f"apply the table: it should save {text(told['gain'])} of the step (predicted)"
     if told["possible"]["median"] >= WORTH:
-        return f"worth a tuning run, nothing to be applied unseen: {best} (predicted)"
-    return f"not worth a tuning run: {best} (predicted)"
+        return f"nothing to apply blindly; a tuning run may save {low:.0%} to {high:.0%} of the step (predicted)"
+    return f"nothing to apply, and not worth a tuning run: at most {high:.1%} of the step is to be saved (predicted)"
 
 
 def text(gain: dict[str, float]) -> str:

@@ -5,9 +5,11 @@ Each is a row of TRAPS. Sources: NCCL's code and issue tracker, as far as they b
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ...envs.nccl.plugin.build import (
@@ -46,6 +48,7 @@ class Facts:
     shm_free: int | None = None  # bytes
     has_compiler: bool = True  # or what it would compile is there
     table: Table | None = None
+    machine: str = ""  # x86_64, aarch64
 
     def release(self, first: tuple[int, ...], below: tuple[int, ...] = (99,)) -> bool:
         """Whether NCCL is known to be of the release ``first`` or newer, and older than ``below``."""
@@ -129,6 +132,13 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("channel limit", _channel_limit,
      "the environment limits communicators to {found[0]} channels, {found[1]} are asked for",
      "raise NCCL_MAX_NCHANNELS and NCCL_MAX_CTAS", CHANGE),
+    ("proxy slots", lambda f: f.machine == "aarch64" and f.release((0,), (2, 29, 3)),
+     "NCCL {nccl} on aarch64 loses slots of its proxy until all ranks hang without a word (NVIDIA/nccl#2353)",
+     "use NCCL 2.29.3 or newer", CHANGE),
+    ("registered buffers", lambda f: f.release((2, 24), (2, 33)),
+     "NCCL {nccl} can hang over nodes for good where buffers are registered with the network and LL is followed by "
+     "Simple (NVIDIA/nccl#2389); a table has no LL over nodes here", "nothing, unless ranks hang at 100 %: register no "
+     "buffers then (NCCL_LOCAL_REGISTER=0, NCCL_GRAPH_REGISTER=0), or use a release that has the fix", NOTE),
     ("CUDA graphs", lambda f: f.release((0,), (2, 28)),
      "NCCL {nccl} does not tell which calls are captured into a CUDA graph (2.28 is the first that does): PyTorch's "
      "CUDAGraph tells us, and what is captured otherwise, or enqueued by another thread meanwhile, may be counted on "
@@ -182,6 +192,25 @@ def examine(facts: Facts) -> list[Finding]:
     return sorted(findings, key=lambda finding: not finding.must_change)
 
 
+def checked(facts: Facts) -> dict[str, str]:
+    """What was looked at, and what is there."""
+    set_here = sorted(name for name in facts.env if name.startswith(("NCCL_", "DYNAMICCL_")))
+    release = ".".join(map(str, facts.nccl or ())) or "none among this Python's packages"
+    told = {"NCCL": release, "GPUs": str(facts.n_gpus or "none in sight")}
+    told["PyTorch"] = "loads the probe" if find_spec("torch") else "not among this Python's packages"
+    told["plugin"] = (
+        "built, no compiler needed"
+        if not needs_compiler()
+        else "built at first use, a C compiler is here"
+        if facts.has_compiler
+        else "no C compiler"
+    )
+    told["variables"] = ", ".join(set_here) or "none of NCCL's or ours is set"
+    told["shared memory"] = "none" if facts.shm_free is None else f"{facts.shm_free / 2**30:.1f} GiB free"
+    told |= {"table": f"{len(facts.table.rules)} rules"} if facts.table else {}
+    return {**told, "traps": f"{len({name for name, *_ in TRAPS})} known, {len(examine(facts))} here"}
+
+
 def gather(command: list[str] | None = None, table: Table | None = None) -> Facts:
     """The facts of this machine and environment, and of ``command`` as far as its words tell."""
     try:
@@ -192,4 +221,5 @@ def gather(command: list[str] | None = None, table: Table | None = None) -> Fact
     told = re.search(r"(?:^| )-*nproc[-_]per[-_]node[= ](\d+)(?!\S)", " ".join(command or ()))
     ranks = told[1] if told else env.get("LOCAL_WORLD_SIZE", "")
     ranks_per_node = int(ranks) if ranks.isdigit() else None
-    return Facts(env, nccl_release(), len(gpus()) or None, ranks_per_node, free_bytes(), has_compiler, table)
+    n_gpus, shm_free = len(gpus()) or None, free_bytes()
+    return Facts(env, nccl_release(), n_gpus, ranks_per_node, shm_free, has_compiler, table, os.uname().machine)

@@ -23,10 +23,8 @@ def advise(
 ) -> None:
     """Is a recorded job worth a tuning run, and which table is to be tried first?
 
-    Every gain is predicted, by what the search itself believes of a job before it has tried anything; nothing was
-    measured but what the recording says. Intervals hold the truth in about 8 cases of 10. Of a finished run of
-    `dynamiccl tune` the measured verdict is told. What no table can change is not looked for: symmetric buffers, copy
-    engines, a second group for reduce_scatter are settings of the launch.
+    Every gain is predicted, by what the search itself believes of a job before it has tried anything. Intervals hold
+    the truth in about 8 cases of 10. Of a finished run of `dynamiccl tune` the measured verdict is told.
 
     \b
     kineto            PyTorch profiler traces: one .json or .json.gz a rank
@@ -64,47 +62,40 @@ def advise(
 def _tell_measured(summary: RunSummary, json: bool) -> None:
     keys = ("speedup", "speedup_ci95", "aa_speedup_ci95", "kept", "table")
     told: dict[str, Any] = {"predicted": False, **{key: getattr(summary, key) for key in keys}}
-    low, high = told["speedup_ci95"]
     kept = f"apply its table: {told['table']}" if told["kept"] and told["table"] else "no table of it is in force"
-    told["verdict"] = f"measured by this run: speed-up {told['speedup']:.3f} [{low:.3f}, {high:.3f}]; {kept}"
+    told["verdict"] = f"measured by this run: {summary.speedup_text()}; {kept}"
     print(json_module.dumps(told, indent=1) if json else told["verdict"])
 
 
 def _show(a: dict[str, Any]) -> None:
+
     from rich import box
-    from rich.table import Table
 
     from ..advice.advise import text
-    from ..report.terminal import wide_terminal
+    from ..report.terminal import grid, wide_terminal
 
-    console = wide_terminal()
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
-    say(a["verdict"])
+    print(a["verdict"])
     kind = "emulated, not GPU times" if a["emulated"] else a["source"]
-    say(f"{a['recording']} ({kind}) on {a['cluster']}, NCCL {a['nccl']}")
-    guessed = "" if a["steps_are_marked"] else ", a step being what repeats: no marks of steps are in it"
-    say(f"step {a['step_ms']:.1f} ms, {a['communication']:.1%} of it in these collectives; {a['steps']} steps{guessed}")
-    grid = Table(box=box.SIMPLE)
-    for head in ("recorded", "calls", "one call", "of the step", "exposed", "NCCL's choice", "try", "should save"):
-        grid.add_column(head, justify="left" if head in ("recorded", "NCCL's choice", "try") else "right", no_wrap=True)
-    for s in a["slots"]:
-        if s["share"] < 0.005 and s["saves"] is None:
-            continue
+    print(f"{a['recording']} ({kind}) on {a['cluster']}, NCCL {a['nccl']}")
+    guessed = "" if a["steps_are_marked"] else ", a step being what repeats: none are marked"
+    print(
+        f"step {a['step_ms']:.1f} ms, {a['communication']:.1%} of it in these collectives; {a['steps']} steps{guessed}"
+    )
+    rows = []
+    for s in (s for s in a["slots"] if s["share"] >= 0.005 or s["advice"] != "auto"):
         bare = "?" if s["exposed_share"] is None else f"{s['exposed_share']:.1%}"
-        row = (s["slot"], f"{s['calls']:.0f}", f"{s['call_us'] / 1e3:.2f} ms", f"{s['share']:.1%}", bare, s["own"])
+        row = [s["slot"], f"{s['calls']:.0f}", f"{s['call_us'] / 1e3:.2f} ms", f"{s['share']:.1%}", bare, s["own"]]
         advice = "as it is" if s["advice"] == "auto" else s["advice"]
-        grid.add_row(*row, advice, "" if s["saves"] is None else text(s["saves"]))
-    console.print(grid)
+        rows.append([*row, advice, "" if s["saves"] is None else text(s["saves"])])
+    heads = ("recorded", "calls", "one call", "of the step", "exposed", "NCCL's choice", "try", "should save")
+    numbers = ("calls", "one call", "of the step", "exposed", "should save")
+    wide_terminal().print(grid(heads, rows, numbers, no_wrap=True, box=box.SIMPLE))
     if a["gain"]:
-        say(f"predicted: this table saves {text(a['gain'])} of the step ({a['level']:.0%} interval)")
-        say(f"  it makes steps over 1 % longer with a probability of {a['risk']:.0%}")
-    else:
-        say("predicted: no setting gains anything worth a table, so none is advised")
-    say("\nnot known:")
-    for line in a["unknown"]:
-        say(f"  - {line}")
+        print(f"predicted: this table saves {text(a['gain'])} of the step ({a['level']:.0%} interval)")
+        print(f"  it makes steps over 1 % longer with a probability of {a['risk']:.0%}")
+    for title, lines in (("not known, or assumed", a["unknown"]), ("what no table reaches", a["launch"])):
+        print(
+            "\n".join(["", f"{title}:", *(f"  - {line}" for line in lines)]) if lines else "", end="\n" if lines else ""
+        )
     if a.get("table"):
-        say(f"\ntable: {a['table']}; dynamiccl apply {a['table']} -- COMMAND")
+        print(f"\ntable: {a['table']}; dynamiccl apply {a['table']} -- COMMAND")

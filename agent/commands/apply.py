@@ -48,8 +48,9 @@ def apply(
     from ...envs.nccl.shm import MAX_RULES, encode_table
     from ...envs.nccl.table_env import to_env
     from ...envs.nccl.tables import load_table, to_csv, to_json
+    from ..daemon.launcher import say
 
-    try:
+    with refusing(OSError, ValueError, PluginBuildError):
         loaded = load_table(table, n_ranks=ranks, n_nodes=nodes)
         if convert is not None:
             if convert not in ("json", "csv", "env"):
@@ -66,8 +67,6 @@ def apply(
             cure = "; up to 1024 with --no-gate" if gate else ""
             fail(f"{table}: {len(loaded.rules)} rules, at most {most} can be applied{cure}")
         path, message = plugin_path(), encode_table(loaded)
-    except (OSError, ValueError, PluginBuildError) as error:
-        fail(str(error))
     if not command:
         fail("say what to run, after --, or --convert json to look at the table")
     program = shutil.which(command[0])
@@ -77,6 +76,7 @@ def apply(
         refuse_traps(command, force, table=loaded, emulated="DYNAMICCL_CLUSTER" in os.environ)
         raise SystemExit(_together(loaded, command, headroom))
     os.environ.pop("DYNAMICCL_RUN", None)
+    say("without the gate nobody counts in how many calls the table is used; NCCL_DEBUG=INFO names our tuner if it is")
     # Nothing is watched: no probe, no profiler, no ring.
     refuse_traps(command, force, table=loaded, but=("autoload", "no profiler", "plugin path", "shared memory"))
     environment = {**nccl_env(path, headroom=headroom), "DYNAMICCL_TABLE": f"hex:{message.hex()}"}
@@ -99,7 +99,7 @@ def _together(table: Table, command: list[str], headroom: int | None) -> int:
         environment = {**run.env(headroom), "DYNAMICCL_SAMPLE_EVERY": "0"}  # nobody reads kernel times
     os.environ.pop("DYNAMICCL_TABLE", None)
     status = Launcher(Plan(command, [], str(run.path), os.devnull, environment), say).run()
-    say(_outcome(run))
+    say(_outcome(run) if table.rules else "the table has no rules: NCCL decided every call")
     run.close()
     return status
 

@@ -53,12 +53,13 @@ def bench(
     dynamiccl bench --filed --check 8 --suite standard
     """
     one_thread()
+    from ...traces.files import TraceError
     from ..bench.board import Board, filed_results, put_on_record
     from ..bench.run import Entry, entrants, run
     from ..report.terminal import terminal
 
     console = terminal(stderr=True, highlight=False, markup=False)
-    with refusing(OSError, ValueError):
+    with refusing(OSError, ValueError, TraceError):
         played = _jobs(suite, trace, cluster, nccl)
         given = [json_module.loads(path.read_text()) for path in submission or ()]
         if filed:
@@ -101,16 +102,10 @@ def _jobs(suite: str, trace: Path | None, cluster: str | None, nccl: str | None)
     from ...envs.bench.job_suites import JobSuite
 
     if (suite == "replay") != (trace is not None):
-        raise ValueError(
-            "--suite replay and --trace go together: dynamiccl bench --suite replay --trace runs/tune/latest/trace"
-        )
+        raise ValueError("--suite replay and --trace go together, e.g. --suite replay --trace runs/tune/latest/trace")
     if trace is None:
         return JobSuite.load(suite)
     from ...envs.bench.replay_suite import RecordedSuite
-    from ...traces.files import TraceError
     from ..advice.recordings import read
 
-    try:
-        return RecordedSuite(read([trace], cluster, nccl))
-    except TraceError as error:
-        raise ValueError(str(error)) from error
+    return RecordedSuite(read([trace], cluster, nccl))

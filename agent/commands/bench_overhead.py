@@ -51,10 +51,9 @@ def bench_overhead(
 def measure(
     pairs: int, command: Callable[[Path], list[str]], env: Mapping[str, str], say: Callable[[str], object] = print
 ) -> Comparison:
-    """Step time with / without, over ``pairs`` pairs of jobs: 1.01 is one percent of overhead.
+    """Step time with / without, of jobs ``command(log)`` that write to ``log``: 1.01 is one percent of overhead.
 
-    ``command(log)`` is a job that writes its steps to ``log``, ``env`` what it has in its environment, ``say`` hears of
-    every pair. Raises RuntimeError where a job fails, with its last words.
+    Raises RuntimeError where a job fails, with its last words.
     """
     import numpy as np
 

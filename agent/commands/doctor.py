@@ -1,5 +1,8 @@
-"""``dynamiccl doctor``: the traps in this environment, each with its cure."""
+"""``dynamiccl doctor``: what was looked at in this environment, and the traps in it, each with its cure."""
 
+from __future__ import annotations
+
+import json as json_module
 from pathlib import Path
 from typing import Annotated
 
@@ -11,15 +14,18 @@ def doctor(
     table: Annotated[Path | None, Option(help="Also check this table against the environment.")] = None,
     ranks: Annotated[int | None, Option(help="Ranks of the job, for a table that depends on it.")] = None,
     nodes: Annotated[int | None, Option(help="Nodes of the job, for a table that depends on it.")] = None,
+    trace: Annotated[Path | None, Option(help="Also look for a slow rank in this trace, recording or run.")] = None,
     json: Json = False,
 ) -> None:
-    """Name each trap in this environment that would make tuning useless or unsafe, and how to cure it.
+    """Check this machine and environment for what would make tuning useless or unsafe, and say how to cure it.
 
     Exit status 1 if something must be changed, 0 if not.
-    """
-    import json as json_module
 
-    from ..checks.doctor import examine, gather
+    \b
+    dynamiccl doctor -- torchrun --nproc-per-node 8 train.py
+    dynamiccl doctor --trace runs/tune/latest
+    """
+    from ..checks.doctor import checked, examine, gather
 
     loaded = None
     if table:
@@ -28,18 +34,25 @@ def doctor(
         with refusing(ValueError):
             loaded = load_table(table, n_ranks=ranks, n_nodes=nodes)
     facts = gather(command, loaded)
-    findings = examine(facts)
+    findings, looked_at = examine(facts), checked(facts)
+    if trace:
+        from ...traces.files import TraceError
+        from ...traces.importers.recording import read_recording
+        from ..report.slow_rank import find
+
+        with refusing(TraceError):
+            looked_at["ranks' times"] = (
+                find(read_recording([trace])) or "no rank is waited for more than a setting gives"
+            )
     if json:
-        print(json_module.dumps([vars(finding) for finding in findings], indent=1))
+        print(json_module.dumps({"checked": looked_at, "findings": [vars(finding) for finding in findings]}, indent=1))
     else:
-        nccl = ".".join(map(str, facts.nccl)) if facts.nccl else "no NCCL found"
-        gpus = "no GPU" if not facts.n_gpus else f"{facts.n_gpus} GPUs"
-        print(f"NCCL: {nccl}; {gpus} in sight")
-        if not facts.nccl and not facts.n_gpus:  # where the GPUs are this may be another Python's
-            print("Without NCCL a job is tuned on the emulated cluster only: dynamiccl tune --cluster dgx-h100-2x8")
+        for name, found in looked_at.items():
+            print(f"{name:<14}{found}")
         for finding in findings:
             print(f"{'CHANGE' if finding.must_change else 'note  '}  {finding.what}\n        -> {finding.cure}")
-        if not findings:
+        if not facts.nccl and not facts.n_gpus:  # where the GPUs are this may be another Python's
+            print("Without NCCL a job is tuned on the emulated cluster only: dynamiccl tune --cluster dgx-h100-2x8")
+        elif not findings:
             print("nothing in the way of the tuner")
-    if any(finding.must_change for finding in findings):
-        raise SystemExit(1)
+    raise SystemExit(any(finding.must_change for finding in findings))

@@ -24,8 +24,6 @@ def train(
 ) -> None:
     """Train the LSTM policy on whole jobs, across random clusters in the simulator (about 35 minutes on two cores)."""
     one_thread()
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
     from ..policies.lstm import PARTS
     from ..report.terminal import terminal
     from ..train.training import Settings, Training, export
@@ -42,28 +40,17 @@ def train(
         training = Training(settings, out.with_suffix(".training"))
         if resume:
             training.resume()
-    console = terminal(stderr=True)
-    columns = (
-        TextColumn("{task.fields[phase]:>9}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f} %"),
-        TextColumn("{task.fields[said]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=as_json) as bar:
-        task = bar.add_task("", total=settings.chunks, completed=training.done, phase="start", said="")
+    console = terminal(stderr=True, quiet=as_json, highlight=False)
 
-        def show(done: int, total: int, row: dict[str, Any]) -> None:
+    def show(done: int, total: int, row: dict[str, Any]) -> None:
+        if done % 20 == 0 or done == total:
             said = f"loss {row['loss']:.2f}" if "loss" in row else f"steps lost {row['lost']}"
-            bar.update(task, completed=done, phase=row["phase"], said=said)
+            console.print(f"{row['phase']:>9} {done / total:4.0%}  {said}")
 
-        training.run(show)
+    training.run(show)
     record = export(training, out)
     if as_json:
         print(record.read_text())
         return
-    console.print(
-        f"{out}: trained in {training.seconds:.0f} s; judge it by: dynamiccl bench --policy {out}", highlight=False
-    )
+    console.print(f"{out}: trained in {training.seconds:.0f} s; judge it by: dynamiccl bench --policy {out}")
     console.print(f"record and learning curve: {record}")

@@ -1,11 +1,9 @@
 """What a table should gain, predicted from a recording alone: the search's own belief before it has tried anything.
 
 The belief's prior (``envs/search/belief.py``) has seen many simulated jobs: it knows how long every config of a slot
-takes
-there beside NCCL's own choice, and what the step feels of that. What a recording shows of compute beside communication
-is told to it: the part of a call's time in which nothing is computed is not what the belief holds, the part of a
-shorter call that the step gains, but tells of it. A table that is advised is to be measured, and kept only where it is
-faster: so of what should gain, the boldest within reason is tried first; how sure that is, is said with it.
+takes there beside NCCL's own choice, and what the step feels of that. What a recording shows of compute beside
+communication is told to it. A table that is advised is to be measured, and kept only where it is faster: so of what
+should gain, the boldest within reason is tried first; how sure that is, is said with it.
 """
 
 from __future__ import annotations

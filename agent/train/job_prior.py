@@ -1,7 +1,6 @@
-"""Trains the prior of ``envs/search/belief.py`` on simulated jobs: what the fingerprints of a job's slots tell of all
-configs.
+"""Trains the prior of ``envs/search/belief.py`` on simulated jobs: what its slots' fingerprints tell of all configs.
 
-Only training (``dynamiccl lab prior``) needs this module, and torch.
+Only training (``tests/fit_prior.py``) needs this module, and torch.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ _PULL, _MIDDLE = 0.02, 0.5
 
 
 class JobPrior(nn.Module):
-    """Features and mask of a slot -> mean, own variance, loadings of its figures. See
-    :class:`envs.search.belief.Prior`."""
+    """Features and mask of a slot -> mean, own variance, loadings of its figures; see ``envs.search.belief.Prior``."""
 
     def __init__(self, width: int = 128, n_shared: int = 6, n_own: int = 8) -> None:
         super().__init__()

@@ -1,0 +1,57 @@
+"""A rank that the others wait for is named, and none where all are alike or too little is known."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+from command import invoke
+from dynamiccl.agent.report.slow_rank import LEAST_CALLS, find
+from synthetic_trace import write_run
+
+
+def trace(waits, calls=40, ranks=4, generation=0, rank=2):
+    """Calls of 100 us in steps of 1 ms, to which ``rank`` comes last by ``waits`` us."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for seq in range(calls):
+        came = {r: 1000 * seq + rng.uniform(0, 2) + (waits if r == rank else 0) for r in range(ranks)}
+        end = max(came.values()) + 100
+        call = {"comm_id": 1, "func": "all_gather", "seq": seq, "step": seq, "table_generation": generation}
+        rows += [{**call, "rank": r, "start_ns": int(1e3 * at), "end_ns": int(1e3 * end)} for r, at in came.items()]
+    return SimpleNamespace(events=pd.DataFrame(rows), steps=pd.DataFrame({"duration_ns": [1_000_000] * calls}))
+
+
+def test_a_rank_that_the_others_wait_for_is_named_with_its_price():
+    said = find(trace(200.0))
+    assert "rank 2, 20% of the step" in said and "your fabric or a slow rank, not your algorithm" in said
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        trace(0.0),
+        trace(30.0),
+        trace(200.0, calls=LEAST_CALLS - 1),
+        trace(200.0, ranks=1, rank=0),
+        trace(200.0, generation=3),
+    ],
+    ids=["alike", "less than a setting gives", "few calls", "one rank", "on trial"],
+)
+def test_nothing_is_said_where_no_rank_is_to_blame(made):
+    assert find(made) == ""
+
+
+def test_ranks_that_come_last_in_turn_are_not_to_blame():
+    parts = [trace(200.0, rank=r) for r in range(4)]
+    events = pd.concat([part.events.assign(comm_id=n) for n, part in enumerate(parts)])
+    assert find(SimpleNamespace(events=events, steps=parts[0].steps)) == ""
+
+
+def test_doctor_looks_for_it_in_a_trace(tmp_path):
+    write_run(tmp_path / "trace", search=4, final=2)
+    told = json.loads(invoke(["doctor", "--trace", tmp_path, "--json"]).stdout)
+    assert "no rank" in told["checked"]["ranks' times"]
+    refused = invoke(["doctor", "--trace", tmp_path / "none"])
+    assert refused.exit_code == 2 and "there is no file or folder" in refused.stderr
