@@ -1,6 +1,7 @@
 """Advice: what a recording shows is measured right, what is predicted is as sure as it says."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import recordings_made
 from command import invoke
 from dynamiccl.agent.advice.advise import Advice
+from dynamiccl.agent.advice.launch import SUM, settings
 from dynamiccl.agent.report.gain import Gains, exposure, tell
 from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.envs.nccl_model.clusters import cluster
@@ -50,13 +52,13 @@ def test_from_file_to_advice(tmp_path, source):
     told = json.loads(result.stdout)
     assert told["predicted"] and told["source"] == source and told["slots"] and told["unknown"]
     assert all(0 < s["share"] <= 1 for s in told["slots"])
-    advised = sum(s["saves"] is not None for s in told["slots"])
+    advised = sum(s["advice"] != "auto" for s in told["slots"])
     assert (len(load_table(tmp_path / "table.json").rules) if "table" in told else 0) == advised
     if told["gain"]:
         assert 0 <= told["risk"] <= 1 and told["unseen"] == (told["risk"] <= 0.01)
         assert told["gain"]["low"] <= told["gain"]["median"] <= told["gain"]["high"]
     text = run(path, "--cluster", place).stdout
-    assert text.startswith(told["verdict"]) and "not known:" in text and "worth a tuning run" in told["verdict"]
+    assert text.startswith(told["verdict"]) and "not known, or assumed:" in text
 
 
 def test_a_foreign_recording_needs_its_cluster(tmp_path):
@@ -120,9 +122,42 @@ def test_where_nothing_is_to_be_gained_it_says_so(tmp_path, monkeypatch):
     told = json.loads(result.stdout)
     assert told["communication"] < 0.01 and told["gain"] is None
     assert 0 <= told["possible"]["high"] < 0.01
-    assert told["verdict"].startswith("not worth a tuning run")
+    assert told["verdict"].startswith("nothing to apply, and not worth a tuning run: at most 0.")
     table = tmp_path / "table.json"
-    assert "none is advised" in run(path, "--cluster", "dgx-h100-2x8", "--out", table).stdout and not table.exists()
+    assert "predicted:" not in run(path, "--cluster", "dgx-h100-2x8", "--out", table).stdout and not table.exists()
+
+
+def test_the_first_line_decides_and_few_steps_give_no_gain(tmp_path, monkeypatch):
+    """Before: of six steps "saves 1.5 % [-5.8, 8.8]", which nobody can act on; what to do came last."""
+    few = json.loads(run(recordings_made.nsys(tmp_path / "few"), "--cluster", "dgx-h100-2x8", "--json").stdout)
+    assert few["steps"] < 30 and few["gain"] is None and all(s["saves"] is None for s in few["slots"])
+    assert any("6 steps are too few to say, 30 are needed" in note for note in few["unknown"])
+    monkeypatch.setattr(recordings_made, "N_STEPS", 32)
+    path = recordings_made.nsys(tmp_path / "many")
+    many = json.loads(run(path, "--cluster", "dgx-h100-2x8", "--json").stdout)
+    assert many["steps"] >= 30 and many["gain"]["low"] < many["gain"]["high"]
+    first = run(path, "--cluster", "dgx-h100-2x8").stdout.splitlines()[0]
+    assert re.fullmatch(
+        r"nothing to apply blindly; a tuning run may save \d+% to \d+% of the step \(predicted\)", first
+    )
+
+
+def test_more_ranks_than_the_named_cluster_has_are_said_to_be_assumed(tmp_path):
+    """Before: 64 ranks on a preset of 16 were silently 8 nodes, and the header said 2x8."""
+    told = json.loads(run(sources(tmp_path)["kineto"], "--cluster", "dgx-h100-1x8", "--json").stdout)
+    assert told["unknown"][0].startswith("16 ranks were recorded, dgx-h100-1x8 has 8: as many nodes")
+
+
+def test_settings_of_the_launch_are_told_with_their_losses_and_how_to_verify_them():
+    over, within = settings({"all_gather", "reduce_scatter"}, 2), settings({"all_gather", "reduce_scatter"}, 1)
+    assert over == [SUM] and "set_force_sum_reduction_for_comms(True)" in SUM
+    assert settings({"all_reduce"}, 1) == [] and within[0] == SUM and len(within) == 4
+    text = " ".join(within)
+    for said in ("cta_policy 2 (ZERO)", "cta_policy 1 is EFFICIENCY", "reduce_scatter stays a kernel", "-1.8 %"):
+        assert said in text
+    assert "kernel's name in a profile" in text and "a loss on 128 GPUs (Megatron-LM#5657)" in text
+    figures = re.findall(r"[+-]\d+\.\d+", text)
+    assert figures and all(re.search(re.escape(figure) + r".{,110}?\(\w[\w-]*#\d+\)", text) for figure in figures)
 
 
 def dump_of_steps(n=6):
@@ -142,8 +177,9 @@ def test_what_holds_no_step_is_not_told_a_part_of_one(tmp_path):
     assert result.exit_code == 2 and "holds no step" in result.stderr and not result.stdout
 
 
-def test_times_of_gloo_say_nothing_of_nccl():
-    paths = sorted((Path(__file__).parent / "data" / "recordings").glob("fsdp2-rank*.json.gz"))
+@pytest.mark.parametrize("kind", ["json.gz", "pickle"])
+def test_times_of_gloo_say_nothing_of_nccl(kind):
+    paths = sorted((Path(__file__).parent / "data" / "recordings").glob(f"fsdp2-rank*.{kind}"))
     result = run(*paths, "--cluster", "dgx-h100-1x8")
     assert result.exit_code == 2 and "of gloo" in result.stderr and result.stderr.count("\n") == 1
 
@@ -152,7 +188,7 @@ def test_a_step_that_was_taken_to_be_what_repeats_is_told_so(tmp_path):
     path = sources(tmp_path)["flight-recorder"]
     path.write_text(json.dumps(dump_of_steps()))
     result = run(path, "--cluster", "dgx-h100-2x8")
-    assert "no marks of steps are in it" in result.stdout.splitlines()[2]
+    assert "a step being what repeats: none are marked" in result.stdout.splitlines()[2]
 
 
 def test_of_a_finished_run_the_measured_verdict_is_told(tmp_path):

@@ -1,8 +1,7 @@
 """From a recording to advice: what communication costs the step, and which table to try first.
 
-All gains are predicted, by :mod:`.gain`; nothing here has been measured but what the recording says. To follow the
-advice is to measure the table in a tuning run, which keeps it only where it is faster; it may be applied unseen where a
-loss is unlikely enough.
+All gains are predicted, by :mod:`.gain`. To follow the advice is to measure the table in a tuning run, which keeps it
+only where it is faster; it may be applied unseen where a loss is unlikely enough.
 """
 
 from __future__ import annotations
@@ -36,11 +35,10 @@ class Advice:
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None, min_share: float = 0.0) -> None:
         self.trace, self.notes = trace, [str(note) for note in trace.header.get("notes") or ()]
+        if trace.header.get("backend") == "gloo":
+            raise TraceError("the recording is of gloo, whose times say nothing of NCCL: record the job over NCCL")
         if trace.header.get("steps_from") == "none":
-            raise TraceError(
-                "the recording holds no step, so what a table saves of one cannot be said: record some steps of the "
-                "training, e.g. by PyTorch's profiler with its step()"
-            )
+            raise TraceError("the recording holds no step: record some, e.g. by PyTorch's profiler with its step()")
         self.tasks = load(trace, min_share)
         first = self.tasks.slots[0]
         self.cluster = given = cluster or cluster_of(trace, first.n_ranks, first.n_nodes)
@@ -53,9 +51,7 @@ class Advice:
         self.n_steps = int(trace.steps["index"].nunique())
         if self.cluster.n_ranks != given.n_ranks:
             ranks = f"{self.cluster.n_ranks} ranks were recorded, {given.name} has {given.n_ranks}"
-            self.notes.insert(0, f"{ranks}: {self.cluster.n_nodes} nodes of its kind are assumed")
-        if trace.header.get("backend") == "gloo":
-            self.notes.insert(0, "recorded over gloo, not NCCL: what calls take is NCCL's own price")
+            self.notes.insert(0, f"{ranks}: as many nodes of its kind are assumed as they fill, {self.cluster.n_nodes}")
         belief = Belief(
             Prior.load(),
             fingerprint.vector(),

@@ -68,6 +68,7 @@ def _tell_measured(summary: RunSummary, json: bool) -> None:
 
 
 def _show(a: dict[str, Any]) -> None:
+    from textwrap import fill
 
     from rich import box
 
@@ -94,8 +95,7 @@ def _show(a: dict[str, Any]) -> None:
         print(f"predicted: this table saves {text(a['gain'])} of the step ({a['level']:.0%} interval)")
         print(f"  it makes steps over 1 % longer with a probability of {a['risk']:.0%}")
     for title, lines in (("not known, or assumed", a["unknown"]), ("what no table reaches", a["launch"])):
-        print(
-            "\n".join(["", f"{title}:", *(f"  - {line}" for line in lines)]) if lines else "", end="\n" if lines else ""
-        )
+        lines = [fill(f"  - {line}", 100, subsequent_indent="    ") for line in lines]
+        print("\n".join([f"\n{title}:", *lines] if lines else lines))
     if a.get("table"):
         print(f"\ntable: {a['table']}; dynamiccl apply {a['table']} -- COMMAND")

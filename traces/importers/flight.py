@@ -29,6 +29,7 @@ def read(paths: list[Path]) -> Imported:
             found.header["nccl"] = str(version)
         rank = int(rank_in_name(path, order) if dump.get("rank") is None else dump["rank"])
         for entry in dump["entries"]:
+            found.header["backend"] = str(entry.get("profiling_name", "")).partition(":")[0]
             if func := func_of(str(entry.get("profiling_name", ""))):
                 found.events.append({"rank": rank, "pid": rank, "func": func, **_call(entry, dump, found)})
     if found.events and all(e["start_ns"] is None for e in found.events):

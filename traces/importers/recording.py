@@ -46,7 +46,7 @@ def _of_one_format(files: list[Path], named: list[Path]) -> tuple[list[Path], st
     if len(first) != 1:
         told = ", ".join(f"{name} is {kind}" for kind, name in reversed(first.items()))
         raise TraceError(f"{told or f'{files[0]} is of none'}: give the files of one format, of {', '.join(FORMATS)}")
-    return [file for file in files if kinds[file] or file in named], *first
+    return [file for file in files if kinds[file] or file in named], next(iter(first))
 
 
 def recording_files(paths: list[Path]) -> list[Path]:
