@@ -53,12 +53,10 @@ def recording_files(paths: list[Path]) -> list[Path]:
     """The files of ``paths``, folders replaced by the files in them. Raises TraceError for what is not there."""
     found: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            found += sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
-        elif path.is_file():
-            found.append(path)
-        else:
+        if not path.exists():
             raise TraceError(f"there is no file or folder {path}")
+        inside = sorted(path.iterdir()) if path.is_dir() else [path]
+        found += [p for p in inside if p == path or (p.is_file() and not p.name.startswith("."))]
     if not found:
         raise TraceError(f"no file in {', '.join(map(str, paths))}")
     for i, one in enumerate(found):
