@@ -9,7 +9,7 @@ import numpy as np
 from .search.watch import SearchConfig
 from .search.windows import Windows
 from .search_env import SearchEnv
-from .sim.jobs import SLOTS, STANDARD, JobFamily, draw_jobs, oracle
+from .sim.jobs import STANDARD, JobFamily, draw_jobs, oracle
 from .sim.windows import OneJob, SimWindows
 
 Array = np.ndarray[Any, Any]
@@ -37,8 +37,7 @@ class SimEnv(SearchEnv):
     def open(self, options: dict[str, Any]) -> Windows:
         """Windows of a new job."""
         jobs = draw_jobs(self.family, self.np_random, 1)
-        best = float(oracle(jobs)[1][0] / jobs.step_us(np.zeros((1, SLOTS), np.int64))[0][0])
-        self.oracle_saving = 1 - best
+        self.oracle_saving = 1 - float(oracle(jobs)[1][0] / jobs.default_us[0])
         return OneJob(SimWindows(jobs, self.np_random), self.rules.profile_steps)
 
     def _info(self, masked: bool) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def faster(jobs, configs, rng, steps=8, pairs=12):
 
 def fit(n=150, seed=11):
     """Print the constant of ``agent/report/gain.py`` as these jobs give it."""
-    for kind in (STANDARD, HELD_OUT):
+    for kind in (STANDARD.only("plain"), HELD_OUT.only("plain")):
         jobs = draw_jobs(kind, np.random.default_rng(seed), n)
         logs, savings = truths(jobs)
         used = np.arange(SLOTS)[None] < jobs.n_slots[:, None]
@@ -105,7 +105,7 @@ if __name__ == "__main__":
         raise SystemExit
     n, seed = (int(x) for x in [*sys.argv[1:], *("200", "7")[len(sys.argv) - 1 :]])
     parts = {}
-    for kind in (STANDARD, HELD_OUT):
+    for kind in (STANDARD.only("plain"), HELD_OUT.only("plain")):
         for shown in SHOWN:
             parts[kind.name, shown] = figures(kind, n, seed, shown, True)
             say(f"{kind.name}, {shown}", parts[kind.name, shown])

@@ -14,7 +14,7 @@ import numpy as np
 from dynamiccl.agent.bench.board import filed_results
 from dynamiccl.agent.policies.choosing import DEFAULT, make_chooser
 from dynamiccl.envs.bench.job_arena import play
-from dynamiccl.envs.bench.job_suites import JobSuite, quiet_step_us
+from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import HORIZONS, Scores, bootstrap
 from dynamiccl.envs.bench.submissions import rows_of
 from dynamiccl.envs.search.belief import Prior
@@ -72,9 +72,9 @@ def parts(suite, rows, scores, search):
         tried[i, : one.n_slots] = one.tried > 0
     tried[:, :, 0] = True
     seen = jobs.take(slice(None))
-    seen.swing[:, 0], seen.mask = 0, jobs.mask & tried
+    seen.mask = jobs.mask & tried
     best, measured = suite.gain[rows], 1 - oracle(seen)[1] / jobs.default_us
-    believed, confirmed = (1 - quiet_step_us(jobs, table) / jobs.default_us for table in (liked, kept))
+    believed, confirmed = (1 - jobs.usual_us(table) / jobs.default_us for table in (liked, kept))
     left = np.maximum(HORIZONS[0] - scores.verdict, 0)
     return {
         "never measured": left * (best - measured),

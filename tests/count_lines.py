@@ -13,11 +13,11 @@ CEILINGS = {
     "agent": (7_585, 0),
     "envs": (5_250, 0),
     "envs/nccl": (2_760, 2_245),
-    "envs/sim": (2_680, 150),
+    "envs/sim": (3_180, 165),
     "traces": (2_745, 0),
     "zero_workload": (2_910, 0),
 }
-IN_ALL = (23_920, 2_390)
+IN_ALL = (24_420, 2_410)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 

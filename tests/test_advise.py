@@ -22,6 +22,7 @@ from dynamiccl.envs.sim.fabric import Fabric
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, SampledClusters, assemble, draw_jobs, oracle
 from dynamiccl.envs.sim.step import COMPUTE, Law
 from dynamiccl.envs.sim.workloads import Recording, WorkloadArrays
+from dynamiccl.envs.sim.worlds import Extra, Extras
 from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.queries.overlap import exposed_ns
 from synthetic_trace import write_run
@@ -68,7 +69,10 @@ def test_a_foreign_recording_needs_its_cluster(tmp_path):
 
 def test_predicted_gains_are_as_sure_as_they_say_and_following_them_makes_no_job_slower():
     """Sixty jobs of each family; ``python tests/check_advice.py`` takes as many as it is told."""
-    rows = [check_advice.figures(STANDARD, 60, 5), check_advice.figures(HELD_OUT, 60, 5, check_advice.SHOWN[1])]
+    rows = [
+        check_advice.figures(STANDARD.only("plain"), 60, 5),
+        check_advice.figures(HELD_OUT.only("plain"), 60, 5, check_advice.SHOWN[1]),
+    ]
     true, _, low, high, advised, followed, *_ = np.concatenate(rows).T
     on = advised > 0
     assert on.sum() >= 50
@@ -87,11 +91,11 @@ def like_the_demo(exposed):
             ops.append(("reduce_scatter", n_bytes, {len(ops) - 1}))
     ops.append(("optimizer", 1.0, {i for i, op in enumerate(ops) if op[0] == "reduce_scatter"}))
     fabric, law = Fabric.of(cluster("dgx-h100-2x8"), 0), Law(*np.array([[CROWD], [1.0], [0.0], [0.0]]))
-    sites = SampledClusters(
-        fabric.fleet, fabric.truth, np.zeros_like(fabric.truth.effect), np.zeros(1), np.ones(1), law
-    )
     works = WorkloadArrays.of([(Recording.of("zero-3", ops).workload(), False)])
-    calm = replace(STANDARD, swing=0.0)
+    extras = Extras.draw(Extra(), works.n_slots, np.random.default_rng(0))
+    other = np.zeros_like(fabric.truth.effect)
+    sites = SampledClusters(fabric.fleet, fabric.truth, other, np.zeros(1), np.ones(1), law, np.zeros(1, int), extras)
+    calm = replace(STANDARD.parts[0], swing=0.0)
     return assemble(works, np.zeros(1, int), sites, np.array([exposed]), calm, np.random.default_rng(0))
 
 
@@ -222,7 +226,7 @@ def test_what_is_exposed_is_told_to_the_belief_and_makes_it_surer(tmp_path):
     assert belief.exposure[0][0] < exposed[0] and belief.exposure[1][0] < unsure[0]
 
 
-@pytest.mark.parametrize("kind", [STANDARD, HELD_OUT])
+@pytest.mark.parametrize("kind", [STANDARD.only("plain"), HELD_OUT.only("plain")], ids=lambda kind: kind.name)
 def test_what_is_shown_makes_the_belief_surer_and_no_less_right(kind):
     """Of jobs whose exposure is known, what every config saves is predicted more surely and no less rightly (the
     logarithm of the probability that is given to the truth, far ones cut off)."""

@@ -36,7 +36,7 @@ class Hangs:
 
 @pytest.fixture(scope="module")
 def suite() -> JobSuite:
-    return draw_suite("small", STANDARD, 6, 8)
+    return draw_suite("small", STANDARD, 6, 10)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_forged_figures_are_refused(suite: JobSuite, made: dict[str, dict[str, A
     with pytest.raises(ValueError, match="too few decisions"):
         replay(honest | {"decisions": pack(short)}, suite)
     with pytest.raises(ValueError, match="made on small"):
-        replay(honest, draw_suite("small", STANDARD, 7, 4))
+        replay(honest, draw_suite("small", STANDARD, 7, 5))
 
 
 @pytest.mark.parametrize(

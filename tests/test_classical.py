@@ -26,7 +26,7 @@ RING = PAIRS.index(("ring", "simple"))
 
 @pytest.fixture(scope="module")
 def suite():
-    return draw_suite("small", STANDARD, 12, 8)
+    return draw_suite("small", STANDARD, 12, 10)
 
 
 def config(pair: int, channels: int) -> int:

@@ -230,12 +230,12 @@ def test_the_command_lists_and_forgets(kept, tmp_path):
 def test_a_second_job_is_no_worse_for_its_memory(kind):
     """Simulated pairs of jobs, every step billed: with the table of the first and, on the same draws, without."""
     rng = np.random.default_rng(7)
-    first = draw_jobs(STANDARD, rng, 24)
+    first = draw_jobs(STANDARD.only("plain"), rng, 24)
     tables = [search.confirmed for search in _played(first, None)[1].searches]
     second = first.take(slice(None))
     if kind != "the same job":
-        exposed, sites = log_uniform(rng, STANDARD.exposed, len(first)), worsened(first.sites, rng)
-        second = assemble(first.works, first.which, sites, exposed, STANDARD, rng)
+        exposed, sites = log_uniform(rng, STANDARD.parts[0].exposed, len(first)), worsened(first.sites, rng)
+        second = assemble(first.works, first.which, sites, exposed, STANDARD.parts[0], rng)
         computing(second, first.scale)
     with_it, without = (_played(second, known)[0] for known in (tables, None))
     assert with_it["lost_20000"] < without["lost_20000"] + 20 and with_it["slower"] == 0

@@ -1,8 +1,8 @@
-"""What must not change while code is taken out or moved: filed submissions, an episode of each environment, a trace.
+"""What must not change while code is taken out or moved: an episode of each environment, a trace.
 
-A change that is meant to alter one of them writes the data anew, ``python tests/test_golden.py --write`` (all, some
-minutes) or ``--write episodes`` (one part), and says in its commit why. Whole numbers are kept as a digest; of others a
-few weighted sums are, so that the last digits of another machine do not matter.
+A change that is meant to alter one of them writes the data anew, ``python tests/test_golden.py --write`` (all) or
+``--write episodes`` (one part), and says in its commit why. Whole numbers are kept as a digest; of others a few
+weighted sums are, so that the last digits of another machine do not matter.
 """
 
 import hashlib
@@ -12,26 +12,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dynamiccl.agent.bench.board import filed_results
 from dynamiccl.agent.commands.show import tell
 from dynamiccl.agent.policies.rule import ExpectedImprovement
-from dynamiccl.envs.bench.job_arena import ReplayedDecisions, play
-from dynamiccl.envs.bench.job_suites import JobSuite
-from dynamiccl.envs.bench.strata import SUITES
-from dynamiccl.envs.bench.submissions import SAME, rows_of, unpack
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.replay_env import ReplayEnv
-from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.sim_env import SimEnv
 from dynamiccl.traces.files import Trace
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
 
 DATA = Path(__file__).parent / "data"
 GOLDEN, RECORDING = DATA / "golden", DATA / "recordings" / "demo"
-JOBS = 40  # of each suite, and of each entrant
-#: Entrants that `make test` plays again; `make test-slow` plays all that are on record.
-QUICK = ("expected-improvement",)
 
 
 def digest(values):
@@ -47,36 +37,6 @@ def sums(values):
     flat = np.nan_to_num(np.asarray(values, float).ravel(), nan=-7.0, posinf=1e6, neginf=-1e6)
     weights = np.random.default_rng(0).standard_normal((3, len(flat)))
     return [len(flat), *(float(f"{total:.7g}") for total in weights @ flat)]
-
-
-# -- filed submissions -------------------------------------------------------------------------------------------------
-
-
-def replayed(suite, submission):
-    """Some jobs of a submission played again by its decisions: scores come out as filed, tables and steps as kept."""
-    n = int(submission["jobs"])
-    picked = np.linspace(0, n - 1, min(n, JOBS)).round().astype(int)
-    decisions = unpack(submission["decisions"], n)
-    rules = SearchConfig(by_belief=submission["by_belief"], patience=submission["patience"])
-    search, ledger = suite.open(rows_of(suite, n)[picked], submission["seed"], Prior.load(), rules)
-    game = play(ReplayedDecisions([decisions[i] for i in picked]), search, ledger)
-    scores = game.scores.record()
-    for name, values in scores.items():
-        said = [submission["scores"][name][i] for i in picked]
-        assert np.allclose(np.array(values, float), np.array(said, float), rtol=SAME, atol=SAME, equal_nan=True), name
-    decided = [config for job in game.decisions for config in job]
-    steps = digest(ledger.steps.astype(int))
-    return {"decided": digest(decided), "steps": steps, "tables": digest(search.tables)}
-
-
-def board(names=None):
-    """Of each suite the entrants of these names, None: all."""
-    found = {}
-    for name in SUITES:
-        suite = JobSuite.load(name)
-        filed = [s for s in filed_results(name)["submissions"] if names is None or s["entrant"] in names]
-        found[name] = {s["entrant"]: replayed(suite, s) for s in filed}
-    return found
 
 
 # -- an episode of each environment ------------------------------------------------------------------------------------
@@ -145,7 +105,7 @@ def trace():
     }
 
 
-PARTS = {"board": board, "episodes": episodes, "trace": trace}
+PARTS = {"episodes": episodes, "trace": trace}
 
 
 def kept(part):
@@ -166,16 +126,6 @@ def alike(found, told, where=""):
         assert found == pytest.approx(told, rel=1e-6, abs=1e-6), where
     else:
         assert found == told, where
-
-
-def test_filed_decisions_end_in_the_same_tables_after_the_same_steps():
-    told = {name: {who: entrants[who] for who in QUICK} for name, entrants in kept("board").items()}
-    alike(board(QUICK), told)
-
-
-@pytest.mark.slow
-def test_the_decisions_of_all_filed_entrants_do():
-    alike(board(), kept("board"))
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +156,7 @@ def test_a_change_is_seen(change):
 
 if __name__ == "__main__":
     if sys.argv[1:2] != ["--write"]:
-        sys.exit("python tests/test_golden.py --write [board] [episodes] [trace]")
+        sys.exit("python tests/test_golden.py --write [episodes] [trace]")
     for part in sys.argv[2:] or PARTS:
         (GOLDEN / f"{part}.json").write_text(json.dumps(PARTS[part](), indent=1) + "\n")
         print(f"written: {GOLDEN / part}.json")

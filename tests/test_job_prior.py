@@ -11,7 +11,10 @@ from dynamiccl.traces.fingerprint import N_FEATURES
 
 def test_the_prior_learns_and_comes_back_from_its_weights():
     torch.manual_seed(0)
-    prior, jobs = JobPrior(width=16, n_shared=2, n_own=2), draw_jobs(STANDARD, np.random.default_rng(3), 8)
+    prior, jobs = (
+        JobPrior(width=16, n_shared=2, n_own=2),
+        draw_jobs(STANDARD.only("plain"), np.random.default_rng(3), 8),
+    )
     before, losses = judge(prior, jobs), []
     fit(prior, lambda n: jobs.take(slice(n)), 30, 8, progress=lambda done, loss: losses.append(loss))
     assert len(losses) == 30 and judge(prior, jobs) < before - 0.2

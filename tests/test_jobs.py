@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, Jobs, draw_jobs, oracle
 
+FAMILIES = {"standard": STANDARD.only("plain"), "held-out": HELD_OUT.only("plain")}
 
-@pytest.fixture(scope="module", params=[STANDARD, HELD_OUT], ids=lambda kind: kind.name)
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def jobs(request):
-    return draw_jobs(request.param, np.random.default_rng(3), 24)
+    return draw_jobs(FAMILIES[request.param], np.random.default_rng(3), 24)
 
 
-def test_the_same_seed_draws_the_same_jobs(jobs):
-    again = draw_jobs(STANDARD if (jobs.sites.law.power == 1).all() else HELD_OUT, np.random.default_rng(3), 24)
-    assert (again.label == jobs.label).all() and (again.default_us == jobs.default_us).all()
-    assert (again.tables.us == jobs.tables.us).all() and (again.mask == jobs.mask).all()
+def test_the_same_seed_draws_the_same_jobs():
+    one, again = (draw_jobs(STANDARD, np.random.default_rng(3), 24) for _ in range(2))
+    assert (again.label == one.label).all() and (again.default_us == one.default_us).all()
+    assert (again.tables.us == one.tables.us).all() and (again.mask == one.mask).all()
+    assert (again.world == one.world).all() and len(set(again.world.tolist())) == len(STANDARD.worlds)
 
 
 def test_the_default_step_waits_as_drawn_and_slots_are_ordered(jobs):
@@ -65,7 +68,8 @@ def test_windows_are_noisy_about_the_truth_and_time_goes_on(jobs):
 
 
 def test_noise_lasts_where_it_is_said_to():
-    jobs = draw_jobs(STANDARD, np.random.default_rng(1), 12)
+    jobs = draw_jobs(FAMILIES["standard"], np.random.default_rng(1), 12)
+    jobs.first_use.us[:] = 0
     jobs.noise.tail[:] = jobs.noise.pace[:] = jobs.noise.late[:] = 0
     jobs.noise.save_every[:] = 0
     jobs.noise.memory[:6], jobs.noise.memory[6:] = 0.0, 0.9
@@ -86,21 +90,24 @@ def test_joined_jobs_are_the_jobs():
         found = whole.step_us(np.zeros((13, SLOTS), int))[0]
         assert found == pytest.approx(np.concatenate([p.step_us(np.zeros((len(p), SLOTS), int))[0] for p in parts]))
     assert (whole.sites.fleet.n_nodes[3:9] == parts[1].sites.fleet.n_nodes).all()
-    with pytest.raises(ValueError, match="one family"):
-        Jobs.join([parts[0], draw_jobs(HELD_OUT, rng, 2)])
+    parts[1].works = parts[0].works.__class__(*vars(parts[0].works).values())
+    with pytest.raises(ValueError, match="same steps"):
+        Jobs.join(parts)
 
 
-def test_the_oracle_is_the_best_of_all_joint_configs_on_small_jobs():
-    jobs = draw_jobs(STANDARD, np.random.default_rng(6), 200)
-    few = np.flatnonzero((jobs.n_slots == 2) & (jobs.mask.sum(axis=2)[:, :2].prod(axis=1) <= 300))[:8]
-    jobs = jobs.take(few)
+@pytest.mark.parametrize("world", STANDARD.worlds)
+@pytest.mark.parametrize(("n_slots", "most"), [(2, 300), (4, 6000)])
+def test_the_oracle_is_the_best_of_all_joint_configs_on_small_jobs(world, n_slots, most):
+    jobs = draw_jobs(STANDARD.only(world), np.random.default_rng(6), 250)
+    tables = np.where(np.arange(SLOTS) < n_slots, jobs.mask.sum(axis=2), 1).prod(axis=1)
+    jobs = jobs.take(np.flatnonzero((jobs.n_slots == n_slots) & (tables <= most))[:8])
     assert len(jobs) == 8
     configs, us = oracle(jobs)
-    assert jobs.step_us(configs)[0] == pytest.approx(us)
+    assert jobs.usual_us(configs) == pytest.approx(us)
     for j in range(8):
         one = jobs.take([j])
-        pairs = list(itertools.product(*(np.flatnonzero(one.mask[0, s]) for s in (0, 1))))
-        every = np.zeros((len(pairs), SLOTS), int)
-        every[:, :2] = pairs
-        best = one.take(np.zeros(len(pairs), int)).step_us(every)[0].min()
+        all_of_them = list(itertools.product(*(np.flatnonzero(one.mask[0, s]) for s in range(n_slots))))
+        every = np.zeros((len(all_of_them), SLOTS), int)
+        every[:, :n_slots] = all_of_them
+        best = one.take(np.zeros(len(every), int)).usual_us(every).min()
         assert us[j] <= best * 1.002

@@ -162,7 +162,7 @@ def test_a_job_of_whose_collectives_nobody_tells_is_not_said_to_have_none():
 @pytest.mark.parametrize("kind", [SEARCH, REFERENCE, TABLE, TRIAL, WATCH])
 def test_windows_after_the_verdict_tell_no_times_of_calls_wherever_they_come_from(kind):
     """Before: trials after the verdict had them in simulated jobs, and none in a running one."""
-    jobs = draw_jobs(STANDARD, np.random.default_rng(3), 1)
+    jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(3), 1)
     simulated, job = OneJob(SimWindows(jobs, np.random.default_rng(0)), 8), FakeJob(truth)
     for windows in (simulated, LiveWindows(job)):
         told, _ = windows.begin()

@@ -23,7 +23,7 @@ from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 @pytest.fixture(scope="module")
 def observed():
     """Observations (t, n, N_OBSERVATION) of the first turns of jobs under the rule."""
-    jobs = draw_jobs(STANDARD, np.random.default_rng(4), 6)
+    jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(4), 6)
     search, rule, found = SimSearch(jobs, Prior.load(), np.random.default_rng(0)), ExpectedImprovement(), []
     for _ in range(12):
         rows = list(range(6))

@@ -2,17 +2,7 @@
 
 import numpy as np
 import pytest
-from dynamiccl.envs.bench.scores import (
-    HORIZONS,
-    STRATA,
-    LossAccount,
-    Scores,
-    by_stratum,
-    difference,
-    ranks,
-    stratum,
-    summary,
-)
+from dynamiccl.envs.bench.scores import HORIZONS, LossAccount, Scores, by_stratum, difference, ranks, summary
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
 
 SHORT = HORIZONS[0]
@@ -20,7 +10,7 @@ SHORT = HORIZONS[0]
 
 @pytest.fixture(scope="module")
 def calm():
-    jobs = draw_jobs(STANDARD, np.random.default_rng(8), 30)
+    jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(8), 30)
     jobs.swing[:, 0] = 0
     best, us = oracle(jobs)
     return jobs, best, us
@@ -95,10 +85,17 @@ def test_harm_and_harsh_steps_are_seen(calm):
 
 def test_strata_hold_all():
     gains = np.array([0.0, 0.004, 0.005, 0.03, 0.05, 0.4, 1.0])
-    assert stratum(gains).tolist() == [0, 0, 1, 2, 3, 3, 3]
     n = len(gains)
     fill = np.zeros(n)
     flags = fill.astype(bool)
     scores = Scores(fill, fill, gains, gains, np.zeros((n, 2)), fill, flags, flags, fill)
-    parts = by_stratum(scores)
-    assert list(parts) == list(STRATA) and sum(p["jobs"] for p in parts.values()) == n
+    parts = by_stratum(scores, np.array(["plain", "tails", "plain", "plain", "wide", "wide", "tails"]))
+    assert {name: part["jobs"] for name, part in parts.items()} == {"plain": 3, "tails": 2, "wide": 2}
+
+
+def test_the_first_use_of_an_algorithm_is_on_the_bill(calm):
+    book, best, _, rows = ledger(calm)
+    book.end(rows, best)
+    before = book.scores().lost
+    book.jobs.first_use.spent_us[:] = 3 * book.jobs.default_us
+    assert book.scores().lost == pytest.approx(before + 3)

@@ -300,7 +300,7 @@ def test_the_watch_asks_for_the_default_at_once_where_a_window_is_odd():
 
 @pytest.mark.slow
 def test_simulated_jobs_gain_and_none_ends_slower(prior):
-    jobs = draw_jobs(STANDARD, np.random.default_rng(11), 40)
+    jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(11), 40)
     _, best = oracle(jobs)
     possible = 1 - best / jobs.step_us(np.zeros((40, SLOTS), int))[0]
     for policy in (ExpectedImprovement(), ThompsonSampling()):

@@ -4,15 +4,16 @@ import random
 
 import numpy as np
 import pytest
-from dynamiccl.envs.sim.step import COMPUTE, MAX_STREAMS, Calls, Law, Op, Steps
+from dynamiccl.envs.sim.step import COMPUTE, MAX_STREAMS, N_PORTS, Calls, Law, Op, Steps
 
 
 def brute_force(ops, calls, law, scale, dt):
     """Advance everything in small ticks of time; returns begin and end of each operation."""
-    us, slow, near, far, crowd = calls
+    us, slow, near, far, crowd, channels, port = calls
     todo = {}
     for i, op in enumerate(ops):
         todo.setdefault(op.stream, []).append(i)
+    lines = {name: k for k, name in enumerate(todo)}
     full = [op.us * (us[op.slot] if op.slot >= 0 else scale) for op in ops]
     worked, begun, ended, t = [0.0] * len(ops), [None] * len(ops), [None] * len(ops), 0.0
     while any(e is None for e in ended):
@@ -28,7 +29,13 @@ def brute_force(ops, calls, law, scale, dt):
                     break
                 ended[i] = t
                 queue.pop(0)
-        busy = [ops[i].slot for i in running if ops[i].slot >= 0]
+        called = sorted((i for i in running if ops[i].slot >= 0), key=lambda i: (begun[i], lines[ops[i].stream]))
+        together = sum(channels[ops[i].slot] for i in called)
+        computes = len(called) < len(running)
+        if len(called) > 1 and 0 < law.serial < together:
+            running = [i for i in running if i not in called[1:]]
+            called, together = called[:1], 0.0
+        busy = [ops[i].slot for i in called]
         for i in running:
             k = ops[i].slot
             if k < 0:
@@ -37,7 +44,11 @@ def brute_force(ops, calls, law, scale, dt):
             else:
                 loads = [sum(use[b] for b in busy) for use in (near, far) if use[k] > 0]
                 pace = max([1.0, *loads]) ** law.power * (1 + law.crowd * (sum(crowd[b] for b in busy) - crowd[k]))
-                pace *= 1 + law.drag * (len(busy) < len(running))
+                pace *= 1 + law.drag * computes
+                if len(busy) > 1 and 0 < law.budget < together:
+                    pace *= 1 + law.squeeze * (together / law.budget - 1)
+                if port[k] and [port[b] for b in busy].count(port[k]) > 1:
+                    pace *= 1 + law.port
             worked[i] += dt / pace
         t += dt
         assert t < 1000, "never ends"
@@ -57,8 +68,8 @@ def random_step(rng):
 def random_calls(rng):
     return [
         [rng.choice([0.0, 1.0]) * rng.uniform(0, 1) if part else rng.uniform(0.5, 2) for _ in range(3)]
-        for part in range(5)
-    ]
+        for part in range(6)
+    ] + [[float(rng.randrange(N_PORTS)) for _ in range(3)]]
 
 
 def timeline(steps, which, calls, scale, law):
@@ -71,7 +82,7 @@ def timeline(steps, which, calls, scale, law):
 def test_equals_a_brute_force_simulation(seed):
     rng = random.Random(seed)
     ops, calls, dt, scale = random_step(rng), random_calls(rng), 0.004, rng.uniform(0.5, 2)
-    law = Law(*(rng.choice([zero, zero + rng.random()]) for zero in (0.0, 1.0, 0.0, 0.0)))
+    law = Law(*(rng.choice([zero, zero + rng.random()]) for zero in (0.0, 1.0, *[0.0] * 6)))
     begun, ended = brute_force(ops, calls, law, scale, dt)
     steps, rows = Steps.of([random_step(rng), ops]), Calls(*(np.array([part]) for part in calls))
     (start, end, exposed), (total, spent, bare) = timeline(steps, 1, rows, scale, law)
@@ -89,7 +100,7 @@ def test_equals_a_brute_force_simulation(seed):
 def one(ops, us, slow=0.0, near=0.0, far=0.0, **law):
     """When each operation ended, and the part of it that no compute ran beside."""
     k = np.ones((1, len(us)))
-    calls = Calls(np.array([us]), slow * k, near * k, far * k, k)
+    calls = Calls(np.array([us]), slow * k, near * k, far * k, k, 8 * k, k)
     (_, end, exposed), _ = timeline(Steps.of([ops]), 0, calls, 1.0, Law(**law))
     return end, exposed
 
@@ -107,6 +118,16 @@ def test_two_communicators_share_a_link_and_no_more_than_it():
     assert one(ops, [4.0, 4.0], near=0.8)[0].max() == pytest.approx(6.4)
     assert one(ops, [4.0, 4.0], far=1.0)[0].max() == pytest.approx(8.0), "as long as one after the other"
     assert one(ops, [4.0, 4.0], crowd=0.5)[0].max() == pytest.approx(6.0)
+
+
+def test_calls_side_by_side_share_channels_wait_and_meet_at_a_port():
+    ops = [Op("gather", 1.0, (), 0), Op("scatter", 1.0, (), 1)]
+    assert one(ops, [4.0, 4.0], budget=16.0, squeeze=1.0)[0].max() == 4.0
+    assert one(ops, [4.0, 4.0], budget=8.0, squeeze=1.0)[0].max() == pytest.approx(8.0)
+    assert (
+        one(ops, [4.0, 4.0], serial=15.0)[0].tolist() == [4.0, 8.0] and one(ops, [4.0, 4.0], serial=16.0)[0].max() == 4
+    )
+    assert one(ops, [4.0, 4.0], port=0.5)[0].max() == pytest.approx(6.0)
 
 
 def test_what_can_never_run_is_refused():

@@ -130,7 +130,8 @@ class Board:
         for name, figures in self.figures.items():
             place = f"{'=' if shared.count(rank[name]) > 1 else ''}{rank[name]}" if name in rank else "-"
             head = {"rank": rank.get(name), "place": place, "entrant": name, "of": len(self.suite)}
-            row: dict[str, Any] = {**head, **figures, "by_stratum": by_stratum(self.scores[name])}
+            row: dict[str, Any] = {**head, **figures}
+            row["by_stratum"] = by_stratum(self.scores[name], self.suite.strata[self.rows_of[name]])
             row["by_slots"] = self.by_slots(name)
             if name == "aa" and DEFAULT in self.scores:
                 row["difference"] = self.against("aa", DEFAULT)

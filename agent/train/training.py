@@ -78,7 +78,10 @@ class Settings:
         """The jobs that train."""
         if "durations" not in self.without:
             return STANDARD
-        return dataclasses.replace(STANDARD, noise=dataclasses.replace(STANDARD.noise, unsampled=1.0))
+        never = [
+            dataclasses.replace(part, noise=dataclasses.replace(part.noise, unsampled=1.0)) for part in STANDARD.parts
+        ]
+        return STANDARD.of(*never)
 
 
 def _sizes(s: Settings) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Suite 3: whole jobs that entrants are judged on, as seeds: they are drawn again where they are needed.
+"""Suite 4: whole jobs that entrants are judged on, as seeds: they are drawn again where they are needed.
 
-A suite holds equal numbers of jobs of each stratum, by what there is to gain; how often each comes up in its family is
-kept beside it. Drawing is the same on every machine up to the last digits, and a job that comes out otherwise than on
-record is an error: a suite of an older world is not the same suite.
+A suite holds equally many jobs of each world of its family, one world after the other. Drawing is the same on every
+machine up to the last digits, and a job that comes out otherwise than on record is an error: a suite of an older world
+is not the same suite. A further suite is a family in FAMILIES and a file in ``strata.SUITES``, made by
+``tests/make_job_suites.py``; a world with a mechanism of its own has a ``family.World.hook``.
 """
 
 from __future__ import annotations
@@ -18,19 +19,17 @@ import numpy as np
 
 from ..search.belief import Prior
 from ..search.watch import SearchConfig
-from ..sim.family import HELD_OUT, STANDARD, JobFamily
+from ..sim.family import HELD_OUT, STANDARD, WORLDS, JobFamily
 from ..sim.jobs import SLOTS, Jobs, draw_jobs, oracle
 from ..sim.noise import NoiseStream
 from ..sim.windows import SimSearch
 from .job_arena import AccountedWindows
 from .scores import LossAccount, Scores, bootstrap
-from .strata import STRATA, SUITES, stratum
+from .strata import SUITES
 
 Array = np.ndarray[Any, Any]
 
 FAMILIES = {family.name: family for family in (STANDARD, HELD_OUT)}
-#: Jobs are drawn in blocks: any job can be had without all before it.
-BLOCK = 256
 #: What a fresh draw may differ from the record by: the last digits of another machine's arithmetic.
 SAME = 1e-4
 
@@ -42,11 +41,11 @@ class JobSuite:
     name: str
     family: JobFamily
     seed: int
-    picked: Array  # (n,) numbers of the jobs among all of that seed
+    each: int  # jobs of each world, of which some may be left out here
+    picked: Array  # (n,) numbers of the jobs among all
     jobs: Jobs
     best: Array  # (n, SLOTS) configs
-    best_us: Array  # (n,) step under them
-    weights: Array  # (len(STRATA),) how often each stratum comes up in the family
+    best_us: Array  # (n,) usual step under them
 
     def __len__(self) -> int:
         return len(self.picked)
@@ -57,9 +56,14 @@ class JobSuite:
         return np.asarray(1 - self.best_us / self.jobs.default_us)
 
     @property
+    def strata(self) -> Array:
+        """The world of each job, (n,) str."""
+        return np.array(WORLDS)[self.jobs.world]
+
+    @property
     def digest(self) -> str:
         """Twelve hex digits that change with the jobs."""
-        told = [self.family.name, self.family.version, self.seed, self.picked.tolist()]
+        told = [self.family.name, self.family.version, self.seed, self.each, self.picked.tolist()]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
 
     @property
@@ -89,9 +93,8 @@ class JobSuite:
             "family": self.family.name,
             "version": self.family.version,
             "seed": self.seed,
-            "weights": {k: round(float(w), 4) for k, w in zip(STRATA, self.weights, strict=True)},
+            "each": self.each,
             "figures": figures(self),
-            "picked": self.picked.tolist(),
             "default_us": [round(float(us), 3) for us in self.jobs.default_us],
             "best": ["".join(f"{c:02x}" for c in row) for row in self.best],
             "gain": [round(float(g), 6) for g in self.gain],
@@ -113,16 +116,15 @@ class JobSuite:
             family = FAMILIES[told["family"]]
             if told["version"] != family.version:
                 raise ValueError(f"it is of version {told['version']} of its family, this is {family.version}")
-            rows = slice(None) if most is None else np.linspace(0, len(told["picked"]) - 1, most).astype(int)
-            picked = np.array(told["picked"])[rows]
-            best = np.array([list(bytes.fromhex(row)) for row in told["best"]])[rows]
-            expected_us, gain = np.array(told["default_us"])[rows], np.array(told["gain"])[rows]
-            jobs = numbered(family, int(told["seed"]), picked)
-            weights = np.array([told["weights"][k] for k in STRATA])
-            off = np.abs(jobs.default_us / expected_us - 1)
+            n = len(told["gain"])
+            picked = np.linspace(0, n - 1, n if most is None else most).astype(int)
+            best = np.array([list(bytes.fromhex(row)) for row in told["best"]])[picked]
+            jobs = _drawn(family, int(told["seed"]), int(told["each"])).take(picked)
+            off = np.abs(jobs.default_us / np.array(told["default_us"])[picked] - 1)
             if (off <= SAME).all():
-                suite = cls(told["suite"], family, told["seed"], picked, jobs, best, quiet_step_us(jobs, best), weights)
-                off = np.abs(suite.gain - gain)
+                best_us = jobs.usual_us(best)
+                suite = cls(told["suite"], family, told["seed"], told["each"], picked, jobs, best, best_us)
+                off = np.abs(suite.gain - np.array(told["gain"])[picked])
             if (off > SAME).any():
                 raise ValueError(f"job {int(picked[off.argmax()])} comes out otherwise than on record")
         except FileNotFoundError as error:
@@ -133,62 +135,18 @@ class JobSuite:
         return suite
 
 
-def numbered(family: JobFamily, seed: int, picked: Array) -> Jobs:
-    """The jobs of those numbers among all that a seed draws."""
-    picked = np.asarray(picked)
-    blocks = {b: draw_jobs(family, np.random.default_rng([seed, b]), BLOCK) for b in np.unique(picked // BLOCK)}
-    parts = [blocks[b].take(picked[picked // BLOCK == b] % BLOCK) for b in blocks]
-    order = np.concatenate([np.flatnonzero(picked // BLOCK == b) for b in blocks])
-    return Jobs.join(parts).take(np.argsort(order))
-
-
-def calm(jobs: Jobs) -> Jobs:
-    """The same jobs in fair weather."""
-    found = jobs.take(slice(None))
-    found.swing[:, 0] = 0
-    return found
-
-
-def quiet_step_us(jobs: Jobs, configs: Array) -> Array:
-    """Step times (n,) us under ``configs`` in fair weather."""
-    return calm(jobs).step_us(configs)[0]
+def _drawn(family: JobFamily, seed: int, each: int) -> Jobs:
+    """``each`` jobs of every world of a family."""
+    parts = enumerate(family.only(world) for world in family.worlds)
+    return Jobs.join([draw_jobs(part, np.random.default_rng([seed, k]), each) for k, part in parts])
 
 
 def draw_suite(name: str, family: JobFamily, seed: int, n: int) -> JobSuite:
-    """``n`` jobs, equally many of each stratum. Raises ValueError where the family has too few of one."""
-    each = n // len(STRATA)
-    jobs, best, us, seen = list[Jobs](), list[Array](), list[Array](), 0
-    counts, drawn, picked = np.zeros(len(STRATA), int), np.zeros(len(STRATA)), list[int]()
-    for block in range(64):
-        some = draw_jobs(family, np.random.default_rng([seed, block]), BLOCK)
-        configs, fast = oracle(calm(some))
-        of = stratum(1 - fast / some.default_us)
-        drawn += np.bincount(of, minlength=len(STRATA))
-        keep = [i for i in range(BLOCK) if (np.flatnonzero(of == of[i]) < i).sum() + counts[of[i]] < each]
-        counts += np.bincount(of[keep], minlength=len(STRATA))
-        jobs.append(some.take(keep))
-        best.append(configs[keep])
-        us.append(fast[keep])
-        picked += [seen + i for i in keep]
-        seen += BLOCK
-        if (counts >= each).all():
-            break
-    else:
-        raise ValueError(
-            f"family {family.name} has too few jobs of a stratum: {dict(zip(STRATA, counts, strict=True))}"
-        )
-    all_jobs, all_best, all_us = Jobs.join(jobs), np.concatenate(best), np.concatenate(us)
-    order = np.argsort(stratum(1 - all_us / all_jobs.default_us), kind="stable")
-    return JobSuite(
-        name,
-        family,
-        seed,
-        np.array(picked)[order],
-        all_jobs.take(order),
-        all_best[order],
-        all_us[order],
-        drawn / drawn.sum(),
-    )
+    """About ``n`` jobs, equally many of each world."""
+    each = max(n // len(family.worlds), 1)
+    jobs = _drawn(family, seed, each)
+    best, best_us = oracle(jobs)
+    return JobSuite(name, family, seed, each, np.arange(len(jobs)), jobs, best, best_us)
 
 
 def quickest_alone(jobs: Jobs) -> Array:
@@ -196,16 +154,19 @@ def quickest_alone(jobs: Jobs) -> Array:
     return np.asarray(np.where(jobs.mask, jobs.tables.us, np.inf).argmin(axis=2))
 
 
-def figures(suite: JobSuite) -> dict[str, Any]:
-    """What needs no entrant: what there is to gain, and what an offline sweep of single calls makes of it.
+def figures(suite: JobSuite) -> dict[str, dict[str, Any]]:
+    """What needs no entrant, of each world: what there is to gain, and what an offline sweep of single calls makes of
+    it.
 
     Means over jobs with 95 % intervals; a fresh draw's must lie within them, which a test looks after.
     """
-    sweep = quiet_step_us(suite.jobs, quickest_alone(suite.jobs)) / suite.jobs.default_us
-    found: dict[str, Any] = {}
-    for name, values in (("oracle_gain", suite.gain), ("sweep_gain", 1 - sweep)):
-        found[name] = round(float(values.mean()), 5)
-        found[f"{name}_ci95"] = bootstrap(values)
+    sweep = 1 - suite.jobs.usual_us(quickest_alone(suite.jobs)) / suite.jobs.default_us
+    found: dict[str, dict[str, Any]] = {}
+    for world in suite.family.worlds:
+        rows, row = suite.strata == world, found.setdefault(world, {})
+        for name, values in (("oracle_gain", suite.gain[rows]), ("sweep_gain", sweep[rows])):
+            if len(values):
+                row |= {name: round(float(values.mean()), 5), f"{name}_ci95": bootstrap(values)}
     return found
 
 

@@ -35,6 +35,7 @@ class RecordedJobs:
         self.saved = np.zeros((n, SLOTS, spaces.N_CONFIGS))
         self.default_us = np.full(n, recorded.default_ms * 1e3)
         self.by_slot = dict(zip(recorded.slots, saved, strict=True))
+        self.connecting_us = np.zeros(n)
 
     def __len__(self) -> int:
         return len(self.default_us)
@@ -44,6 +45,10 @@ class RecordedJobs:
         rows = np.arange(len(self)) if rows is None else np.asarray(rows)
         total = self.saved[rows[:, None], np.arange(SLOTS), configs].sum(axis=1)
         return self.default_us[rows] * (1 - np.minimum(total, 1 - LEAST)), np.full(np.shape(configs), np.nan)
+
+    def usual_us(self, configs: Array, rows: Array | None = None) -> Array:
+        """As ``sim.jobs.Jobs.usual_us``."""
+        return self.step_us(configs, rows)[0]
 
 
 class RecordedWindows:
@@ -102,6 +107,11 @@ class RecordedSuite:
     def n_slots(self) -> Array:
         """Of each, (repeats,)."""
         return np.full(self.repeats, len(self.recorded.slots))
+
+    @property
+    def strata(self) -> Array:
+        """All are of one."""
+        return np.full(self.repeats, "recorded")
 
     @property
     def _best_us(self) -> float:

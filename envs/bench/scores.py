@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..sim.workloads import SLOTS
-from .strata import STRATA, stratum
 
 Array = np.ndarray[Any, Any]
 
@@ -89,10 +88,19 @@ class JobOracle(Protocol):
 
     default_us: Array  # (n,)
 
+    @property
+    def connecting_us(self) -> Array:
+        """What first uses of algorithms have cost so far, (n,)."""
+        ...
+
     def __len__(self) -> int: ...
 
     def step_us(self, configs: Array, rows: Array | None = None) -> tuple[Array, Array]:
         """Now, under ``configs`` (m, SLOTS) of the jobs at ``rows``: (m,) us, and of each slot's calls."""
+        ...
+
+    def usual_us(self, configs: Array, rows: Array | None = None) -> Array:
+        """The mean step (m,) over a long job."""
         ...
 
 
@@ -103,7 +111,7 @@ class LossAccount:
     """
 
     def __init__(self, jobs: JobOracle, oracle_us: Array) -> None:
-        """``oracle_us`` (n,): the step under the best configs, in fair weather."""
+        """``oracle_us`` (n,): the usual step under the best configs."""
         n = len(jobs)
         self.jobs, self.oracle = jobs, oracle_us / jobs.default_us
         self.steps, self.lost = np.zeros(n), np.zeros(n)  # all billed; lost against the default
@@ -147,7 +155,8 @@ class LossAccount:
 
     def scores(self) -> Scores:
         """What it came to. After what was billed a job goes on as it did in the end, or under its table."""
-        pace = self.jobs.step_us(self.final)[0] / self.jobs.step_us(np.zeros_like(self.final))[0]
+        pace = self.jobs.usual_us(self.final) / self.jobs.usual_us(np.zeros_like(self.final))
+        billed = self.lost + self.jobs.connecting_us / self.jobs.default_us
         with np.errstate(invalid="ignore"):
             goes_on = np.where(self.after > 0, self.lost_after / self.after, pace - 1)
             default_share = np.where(self.after > 0, self.default_after / self.after, np.nan)
@@ -155,7 +164,7 @@ class LossAccount:
         for horizon in HORIZONS:
             part = np.minimum(horizon / np.maximum(self.steps, 1), 1.0)  # of the bill, where it is longer than that
             rest = np.maximum(horizon - self.steps, 0)
-            lost.append(part * self.lost + rest * goes_on + horizon * (1 - self.oracle))
+            lost.append(part * billed + rest * goes_on + horizon * (1 - self.oracle))
         return Scores(
             first_gain=self.first_gain.copy(),
             verdict=self.verdict.copy(),
@@ -195,10 +204,9 @@ def summary(scores: Scores) -> dict[str, Any]:
     }
 
 
-def by_stratum(scores: Scores) -> dict[str, dict[str, Any]]:
-    """:func:`summary` of the jobs of each stratum that has any."""
-    of = stratum(scores.oracle_gain)
-    return {name: summary(scores.take(of == k)) for k, name in enumerate(STRATA) if (of == k).any()}
+def by_stratum(scores: Scores, strata: Array) -> dict[str, dict[str, Any]]:
+    """:func:`summary` of the jobs of each stratum; ``strata`` (n,) names each job's."""
+    return {str(name): summary(scores.take(strata == name)) for name in dict.fromkeys(strata.tolist())}
 
 
 def difference(a: Scores, b: Scores, horizon: int = HORIZONS[0]) -> dict[str, Any]:

@@ -46,6 +46,11 @@ class Suite(Protocol):
         """Of each job."""
         ...
 
+    @property
+    def strata(self) -> Array:
+        """The name of each job's stratum."""
+        ...
+
     def __len__(self) -> int: ...
 
     def open(self, rows: Array, seed: int, prior: Prior, rules: SearchConfig) -> tuple[SimSearch, LossAccount]:

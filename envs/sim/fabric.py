@@ -7,7 +7,10 @@ One collective alone on the network takes, over a ring of ``n`` ranks with ``C``
 
 ``hop`` and ``net`` are latencies of a step, ``ramp`` the bytes that each step of a channel costs on top (a channel
 runs at half speed on pieces of that size), per protocol; ``channel_gbs`` differs between all_gather (copies) and
-reduce_scatter (adds). NVLS and PAT have terms of their own. The shape gives the crossovers that were measured:
+reduce_scatter (adds). Over full nodes of eight SIMPLE has a further ramp of ``stall * (1 - s / C / CHUNK)`` below
+CHUNK: there NCCL's own choice, where it leaves LL128, loses 1.4 to 1.8 times at 4 MiB a rank, little at 8, nothing at
+16, and nothing on smaller nodes (meta-pytorch/autoparallel, H100 over RoCE; that SIMPLE is the cause is inferred).
+NVLS and PAT have terms of their own. The shape gives the crossovers that were measured:
 about constant in bytes per rank, LL -> LL128 at 32-106 KB and LL128 -> SIMPLE at 15-19 MB (aws-ofi-nccl, tuner
 regions of p5en and p6), where NCCL's model has the latter near 3 MB. Channel saturation follows the channel sweep
 of eunomia-bpf/nccl-eBPF on 8 x B300; the latency of SIMPLE over many nodes, 4-6 us a step, the bus bandwidth tables
@@ -32,6 +35,7 @@ Array = np.ndarray[Any, Any]
 LL, LL128, SIMPLE = range(3)
 _PAIR_PROTO = np.array([PROTOS.index(p) for _, p in PAIRS])
 _RING, _NVLS, _COLLNET, _PAT = 3, PAIRS.index(("nvls", "simple")), PAIRS.index(("collnet_direct", "simple")), 5
+CHUNK = 2**20  # bytes of a channel's piece at which SIMPLE fills a chunk: 2 of 8 steps of a buffer of 4 MiB
 N_COUNTS = 7  # classes of channel counts with an un-modelled effect of their own: 1, 2, 3-4, 5-8, ... 33-64
 
 
@@ -43,6 +47,7 @@ class FabricParams(Columns):
     hop_us: Array  # (n, 3) a step within a node, by protocol
     net_us: Array  # (n, 3) a step between nodes
     ramp_bytes: Array  # (n, 2, 3): all_gather / reduce_scatter, protocol
+    stall_bytes: Array  # what SIMPLE's smallest pieces cost over nodes beyond the ramp, below CHUNK
     channel_gbs: Array  # (n, 2, 3)
     bus_gbs: Array  # what the ring's links carry together
     efficiency: Array  # (n, 2, 3) share of bus_gbs that a protocol reaches
@@ -119,6 +124,7 @@ def nominal(fleet: ClusterArrays) -> FabricParams:
         hop_us=slow[:, None] * np.array([0.9, 1.6, 3.2]),
         net_us=net[:, None] * np.array([8.0, 10.0, 16.0]),
         ramp_bytes=ramp[:, None, :] * np.array([[1.0], [1.15]]),
+        stall_bytes=np.where(many & (fleet.gpus_per_node >= 8), 230e3, 0.0),
         channel_gbs=channel[:, None, None] * rates,
         bus_gbs=bus * 0.98,
         efficiency=efficiency,
@@ -186,6 +192,7 @@ def spread(
         tail=draw(truth.tail, 0.8),
         effect=truth.effect + sigmas[:, None, None, None] * effect,
         sm_weight=draw(truth.sm_weight, 0.2),
+        stall_bytes=np.minimum(draw(truth.stall_bytes, 0.5), 0.9 * CHUNK),  # longer messages take longer
     )
 
 
@@ -244,7 +251,9 @@ class Fabric:
         knee = t.knee[:, None]
         rate = soft_min(c * t.channel_gbs[rows, func, proto], bus * t.efficiency[rows, func, proto], knee) * 1e3
         steps = (n - nodes) * t.hop_us[rows, proto] + (nodes - 1) * t.net_us[rows, proto]
-        us = steps + (n - 1) * c * (shard / c + t.ramp_bytes[rows, func, proto]) / rate
+        short = np.maximum(1.0 - shard / c / CHUNK, 0.0) * (proto == SIMPLE)
+        piece = shard / c + t.ramp_bytes[rows, func, proto] + t.stall_bytes[:, None] * short
+        us = steps + (n - 1) * c * piece / rate
         if f.nvls.any():
             full = t.nvls_gbs[rows, func] * 1e3 * c / (c + t.nvls_channels[:, None])
             us = np.where(pair == _NVLS, t.nvls_us[:, None] + size / full, us)

@@ -1,22 +1,29 @@
-"""What random jobs are drawn from: clusters and jobs of the family that trains, and of one that is structurally outside
-of it.
+"""What random jobs are drawn from: worlds, and families that mix them.
+
+Jobs of the world ``plain`` do not surprise a tuner that believes in one effect a slot; those of the others do, each in
+its way: ``interaction`` (configs of different slots help or disturb each other), ``tails`` (some configs straggle),
+``moving`` (which config is best changes) and ``wide`` (configs are farther from any formula, and channels not smooth).
 
 Every range is drawn, to be wider than any one cluster (2 to 2048 ranks, four GPU generations), so that a policy learns
 to search rather than to know; nothing here is a measurement. The public figures that the ranges lie around are named
-where the quantities are: :mod:`.fabric`, :mod:`.noise`, :mod:`.clusters`.
+where the quantities are: :mod:`.fabric`, :mod:`.noise`, :mod:`.worlds`, :mod:`.clusters`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ..nccl_model.clusters import ClusterArrays
 from .noise import NoiseFamily, Range, log_uniform
+from .worlds import Extra
 
 Array = np.ndarray[Any, Any]
+#: ``Jobs.world`` counts them. The last is for a world that nothing was trained on.
+WORLDS = ("plain", "interaction", "tails", "moving", "wide", "unseen")
 
 
 @dataclass(frozen=True)
@@ -32,20 +39,34 @@ class ClusterFamily:
 
 
 @dataclass(frozen=True)
-class JobFamily:
-    """What jobs are drawn from. Ranges are (low, high): of sizes even on a log scale, else evenly; others are
-    probabilities."""
+class Contention:
+    """How calls side by side disturb each other, beyond sharing links; of each the probability that a job has it."""
 
-    name: str
-    version: int
-    clusters: ClusterFamily
+    budget: float = 0.0  # they share a maximum of channels: SMs, copy engines
+    serial: float = 0.0  # kernels wait for each other where they do not fit side by side
+    limit: Range = (0.3, 0.9)  # either's channels, of twice the communicator's, evenly
+    squeeze: Range = (0.5, 3.0)  # log scale
+    port: float = 0.0  # some pairs of algorithm and protocol meet at one port ...
+    port_size: Range = (0.2, 1.5)  # ... log scale
+    port_by_func: bool = False  # other pairs for gathers than for scatters
+
+
+@dataclass(frozen=True)
+class World:
+    """What jobs of one world are drawn from. Ranges are (low, high): of sizes even on a log scale, else evenly; others
+    are probabilities."""
+
     works: tuple[str, ...]  # prefixes of the names of workloads
+    name: str = "plain"  # one of WORLDS
+    clusters: ClusterFamily = field(default_factory=ClusterFamily)
     one_communicator: float = 0.5  # gathers and scatters share one stream, as in FSDP1 and DeepSpeed
     replicated: float = 0.3  # of the jobs with eight GPUs a node: sharded in the node, replicated over nodes
     exposed: Range = (0.01, 0.5)  # part of the default step that waits, log scale; public: 5.6 % (marin#8053)
     effects: Range = (0.05, 0.3)  # log size of what no formula knows, log scale
     octaves: Range = (3.0, 12.0)  # of message size over which such an effect turns into another, evenly
+    jagged: Range = (0.0, 0.0)  # log size of what each channel count of a slot has of its own, evenly
     touch: Range = (0.7, 1.8)  # by how much more calls slow the compute than fabrics say, log scale; public: 30-40 %
+    steal: Range = (0.0, 0.0)  # of what a call gains it takes this part from compute beside it, evenly
     crowd: Range = (0.0, 0.15)
     crowd_by_channels: bool = False  # else every call beside a call weighs the same
     power: Range = (1.0, 1.0)
@@ -55,21 +76,70 @@ class JobFamily:
     swing: float = 0.4  # jobs on a network whose pace swings ...
     swing_size: Range = (0.02, 0.4)  # ... by up to this much, log scale ...
     swing_steps: Range = (300, 20_000)  # ... with this period, log scale
+    #: First use of an algorithm, times fabric.connect_us, log scale; public: 1.9 and 1.2 s (UniRL#467).
+    connect: Range = (1.0, 30.0)
+    contention: Contention = field(default_factory=Contention)
+    extra: Extra = field(default_factory=Extra)
+    #: Changes jobs as they are drawn, by a mechanism of its own: called with the jobs and a generator.
+    hook: Callable[[Any, np.random.Generator], None] | None = None
 
 
-STANDARD = JobFamily("standard", 2, ClusterFamily(), ("gpt2 ", "gpt2-xl", "llama-7b"))
-#: Structurally outside: other models, another law of contention, compute that saturates, another kind of noise.
-HELD_OUT = JobFamily(
-    "held-out",
-    2,
-    # More Blackwell and Volta, more nodes and few-GPU nodes, wilder fabrics.
-    ClusterFamily(
+@dataclass(frozen=True)
+class JobFamily:
+    """A mixture: each job is of one of ``parts``, all as often."""
+
+    name: str
+    version: int
+    parts: tuple[World, ...]
+
+    @property
+    def worlds(self) -> tuple[str, ...]:
+        """The names of its worlds."""
+        return tuple(dict.fromkeys(part.name for part in self.parts))
+
+    def only(self, world: str) -> JobFamily:
+        """The part of it that is of one world. Raises ValueError for a world that it has not."""
+        if world not in self.worlds:
+            raise ValueError(f"{self.name} has no world {world}: it has {', '.join(self.worlds)}")
+        return self.of(*(part for part in self.parts if part.name == world))
+
+    def of(self, *parts: World, **changes: Any) -> JobFamily:
+        """The same family of other parts (all), with ``changes`` to each."""
+        return replace(self, parts=tuple(replace(part, **changes) for part in parts or self.parts))
+
+
+def _worlds(base: World, contention: Contention, joint: Extra, tails: Extra, moves: Extra, rough: float) -> list[World]:
+    low, high = base.effects
+    return [
+        base,
+        # Slots meet where gathers and scatters have communicators of their own.
+        replace(base, name="interaction", one_communicator=0.25, contention=contention, extra=joint),
+        replace(base, name="tails", extra=tails),
+        replace(base, name="moving", exposed=(0.02, 0.5), extra=moves),
+        replace(
+            base,
+            name="wide",
+            effects=(rough * max(low, 0.12), rough * high),
+            octaves=(1.5, 6.0),
+            jagged=(0.05, 0.4),
+            touch=(base.touch[0], 2 * base.touch[1]),
+            steal=(0.0, 1.5),
+        ),
+    ]
+
+
+_SMALL = ("gpt2 ", "gpt2-xl", "llama-7b", "llama-13b")
+_MILD = World(_SMALL)
+#: Another law of contention, compute that saturates, another kind of noise; more Blackwell and Volta, more nodes and
+#: few-GPU nodes, wilder fabrics.
+_HARSH = World(
+    _SMALL,
+    clusters=ClusterFamily(
         generations=(0.25, 0.1, 0.2, 0.45),
         per_node=((1, 0.2), (2, 0.15), (4, 0.25), (8, 0.4)),
         n_nodes=(2, 512),
         width=1.4,
     ),
-    ("llama-13b", "llama-70b", "moe-8x7b"),
     effects=(0.15, 0.45),
     octaves=(1.5, 4.0),
     touch=(0.8, 2.5),
@@ -80,6 +150,49 @@ HELD_OUT = JobFamily(
     drag=(0.1, 0.4),
     noise=NoiseFamily(sigma=(0.003, 0.05), memory=(0.5, 0.98), two_paces=0.4, late_rank=0.25, call_sigma=(0.01, 0.08)),
     swing=0.7,
+)
+_STANDARD = (
+    Contention(budget=0.5, serial=0.25, port=0.5),
+    Extra(joint=(0.04, 0.15)),
+    Extra(straggle=0.25),
+    Extra(moves=(0.3, 1.5)),
+    2.5,
+)
+#: What trains.
+STANDARD = JobFamily("standard", 3, (*_worlds(_MILD, *_STANDARD), *_worlds(_HARSH, *_STANDARD)))
+#: Structurally outside: other models, contention between other things, effects of three slots together, stragglers that
+#: come with many channels, congestion that comes and goes otherwise, another kind of noise.
+HELD_OUT = JobFamily(
+    "held-out",
+    3,
+    tuple(
+        _worlds(
+            replace(
+                _HARSH,
+                works=("llama-70b", "moe-8x7b"),
+                crowd=(0.0, 0.3),
+                power=(1.0, 1.4),
+                saturation=(0.0, 3.0),
+                noise=NoiseFamily(
+                    sigma=(0.002, 0.06),
+                    memory=(0.0, 0.995),
+                    tail=(0.001, 0.02),
+                    two_paces=0.5,
+                    pace=(0.02, 0.1),
+                    hold=(5, 1000),
+                    late_rank=0.4,
+                    call_sigma=(0.005, 0.1),
+                    sampled=(2, 16),
+                ),
+                swing_steps=(100, 5000),
+            ),
+            Contention(serial=0.5, limit=(0.2, 0.6), port=0.8, port_size=(0.3, 3.0), port_by_func=True),
+            Extra(joint=(0.05, 0.2), group=3, often=0.2),
+            Extra(straggle=0.25, late_often=(0.0005, 0.003), late_size=(1.5, 6.0), by_channels=True),
+            Extra(moves=(0.3, 2.0), period=(1500, 12_000), sudden=0.8),
+            3.0,
+        )
+    ),
 )
 
 

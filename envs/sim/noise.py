@@ -140,12 +140,17 @@ class Noise(Columns):
             is_slow=rng.random(n) < 0.5,
         )
 
-    def steps(self, us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream) -> Array:
-        """Measured times (n, max(n_steps)) of the next ``n_steps`` (n,) steps of true time ``us`` (n,); then NaN."""
+    def steps(
+        self, us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream, late: tuple[Array, Array]
+    ) -> Array:
+        """Measured times (n, max(n_steps)) of the next ``n_steps`` (n,) steps of true time ``us`` (n,); then NaN.
+
+        ``late``: probability that the configs that run make a step straggle, and by how many steps, each (n,).
+        """
         n, most = len(us), int(n_steps.max(initial=0))
         out = np.full((n, most), np.nan)
         numbers = rng.steps(self.at, n_steps) if isinstance(rng, NoiseStream) else drawn(rng, (most, n))
-        shock, heavy, flips, late, size = numbers
+        shock, heavy, flips, waits, size = numbers
         stay = np.sqrt(1.0 - self.memory**2)
         for t in range(most):
             on = n_steps > t
@@ -153,7 +158,8 @@ class Noise(Columns):
             self.is_slow = np.where(on & (flips[t] < 1.0 / self.hold), ~self.is_slow, self.is_slow)
             self.at = self.at + on
             log = self.sigma * self.level + self.pace * (self.is_slow - 0.5)
-            factor = np.exp(log) + self.late * late[t] + np.where(heavy[t] < self.tail, size[t], 0.0)
+            factor = np.exp(log) + self.late * waits[t] + np.where(heavy[t] < self.tail, size[t], 0.0)
+            factor += np.where((heavy[t] >= self.tail) & (heavy[t] < self.tail + late[0]), late[1], 0.0)
             saving = (self.save_every > 0) & (self.at % np.maximum(self.save_every, 1) == 0)
             out[:, t] = np.where(on, us * (factor + np.where(saving, self.save_cost, 0.0)), np.nan)
         return out

@@ -10,10 +10,11 @@
 
 #define MAX_STREAMS 16
 
-enum { LAW_CROWD, LAW_POWER, LAW_SATURATION, LAW_DRAG, N_LAW };
+enum { LAW_CROWD, LAW_POWER, LAW_SATURATION, LAW_DRAG, LAW_BUDGET, LAW_SQUEEZE, LAW_SERIAL, LAW_PORT, N_LAW };
+#define N_PORTS 4
 
 typedef struct {
-  double us, slow, near, far, crowd;
+  double us, slow, near, far, crowd, channels, port;
 } call_t;
 
 typedef struct {
@@ -77,7 +78,8 @@ static double run(const step_t* w, const call_t* calls, double scale, const doub
       }
     }
     if (n_done == w->n_ops) break;
-    double slow = 0.0, near = 0.0, far = 0.0, crowd = 0.0;
+    double slow = 0.0, near = 0.0, far = 0.0, crowd = 0.0, channels = 0.0;
+    int on_port[N_PORTS] = {0}, only = -1; /* only: the call that runs where kernels serialise */
     for (int s = 0; s < w->n_streams; s++) {
       if (!running[s]) continue;
       int32_t k = w->slot[head[s]];
@@ -90,8 +92,22 @@ static double run(const step_t* w, const call_t* calls, double scale, const doub
       near += calls[k].near;
       far += calls[k].far;
       crowd += calls[k].crowd;
+      channels += calls[k].channels;
+      on_port[(int)calls[k].port]++;
+      if (only < 0 || since[s] < since[only]) only = s;
     }
     if (n_coll + n_comp == 0) return -1.0; /* they wait for each other */
+    if (n_coll > 1 && law[LAW_SERIAL] > 0.0 && channels > law[LAW_SERIAL]) {
+      const call_t* c = &calls[w->slot[head[only]]];
+      slow = c->slow, near = c->near, far = c->far, crowd = c->crowd, channels = c->channels;
+      memset(on_port, 0, sizeof on_port);
+      n_coll = 1;
+    } else {
+      only = -1;
+    }
+    double squeezed = 1.0;
+    if (n_coll > 1 && law[LAW_BUDGET] > 0.0 && channels > law[LAW_BUDGET])
+      squeezed += law[LAW_SQUEEZE] * (channels / law[LAW_BUDGET] - 1.0);
     double passed = INFINITY;
     int first = -1;
     for (int s = 0; s < w->n_streams; s++) {
@@ -100,6 +116,9 @@ static double run(const step_t* w, const call_t* calls, double scale, const doub
       double p = 1.0;
       if (k < 0) {
         p += slow + law[LAW_SATURATION] * slow * slow;
+      } else if (only >= 0 && s != only) {
+        pace[s] = INFINITY;
+        continue;
       } else {
         double load = 1.0;
         if (calls[k].near > 0 && near > load) load = near;
@@ -107,6 +126,8 @@ static double run(const step_t* w, const call_t* calls, double scale, const doub
         if (load > 1.0) p = law[LAW_POWER] == 1.0 ? load : pow(load, law[LAW_POWER]);
         p *= 1.0 + law[LAW_CROWD] * (crowd - calls[k].crowd);
         if (n_comp) p *= 1.0 + law[LAW_DRAG];
+        p *= squeezed;
+        if (calls[k].port > 0.0 && on_port[(int)calls[k].port] > 1) p *= 1.0 + law[LAW_PORT];
       }
       pace[s] = p;
       if (left[s] * p < passed) passed = left[s] * p, first = s;
@@ -115,7 +136,7 @@ static double run(const step_t* w, const call_t* calls, double scale, const doub
     for (int s = 0; s < w->n_streams; s++) {
       if (!running[s]) continue;
       left[s] = s == first ? 0.0 : left[s] - passed / pace[s];
-      if (!n_comp) alone[s] += passed / n_coll;
+      if (!n_comp && pace[s] < INFINITY) alone[s] += passed / n_coll;
     }
   }
   return now;

@@ -22,7 +22,9 @@ Array = np.ndarray[Any, Any]
 COMPUTE = "compute"
 MAX_STREAMS = 16
 #: What a call is to the event loop, see :class:`Calls`.
-N_CALL = 5
+N_CALL = 7
+#: Numbers of ports, 0 included, as step.c has them.
+N_PORTS = 4
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,24 @@ class Law(Columns):
     link that it uses (links are shared, as by processor sharing), times ``1 + crowd`` for each unit of ``Calls.crowd``
     beside it, times ``1 + drag`` beside compute. Compute runs ``1 + s + saturation * s * s`` times as long, ``s`` the
     sum of the slowdowns of the calls beside it.
+
+    Calls side by side that together have more channels than ``budget`` take ``1 + squeeze * (channels / budget - 1)``
+    times as long; with more than ``serial`` the later one waits until the earlier has ended; and those on the same
+    port (above 0) take ``1 + port`` times as long. 0 is none.
     """
 
     crowd: Any = 0.0
     power: Any = 1.0
     saturation: Any = 0.0
     drag: Any = 0.0
+    budget: Any = 0.0
+    squeeze: Any = 0.0
+    serial: Any = 0.0
+    port: Any = 0.0
 
     def rows(self, n: int) -> Array:
-        """(n, 4) as step.c reads it."""
-        parts = (self.crowd, self.power, self.saturation, self.drag)
+        """(n, 8) as step.c reads it."""
+        parts = vars(self).values()
         return np.ascontiguousarray(np.stack([np.broadcast_to(np.asarray(p, float), n) for p in parts], axis=1))
 
 
@@ -72,10 +82,12 @@ class Calls(Columns):
     near: Array  # share of the links within a node that it takes
     far: Array  # and of the network
     crowd: Array  # its weight in crowding others
+    channels: Array
+    port: Array  # below N_PORTS; 0: none
 
     def rows(self) -> Array:
-        """(..., 5) as step.c reads it."""
-        return np.stack([self.us, self.slow, self.near, self.far, self.crowd], axis=-1, dtype=float)
+        """(..., N_CALL) as step.c reads it."""
+        return np.stack(list(vars(self).values()), axis=-1, dtype=float)
 
 
 @dataclass(frozen=True)
@@ -122,15 +134,17 @@ class Steps:
     ) -> tuple[Array, Array, Array]:
         """Steps of ``n`` jobs: job ``j`` takes step ``which[j]`` with its compute ``scale[j]`` times as long.
 
-        ``calls`` are the rows of :class:`Calls`, (n, k, 5): ``k`` kinds of call that operations point to. Returns the
-        steps' us (n,), and of each kind of call the sum over a step of its durations and of what of it no compute ran
-        beside, (n, k) us. Of a single job ``times`` (3, operations) is filled with when each began and ended, us from
-        the step's begin, and what of it no compute ran beside. Raises ValueError when operations wait for each other
-        for ever.
+        ``calls`` are the rows of :class:`Calls`, (n, k, N_CALL): ``k`` kinds of call that operations point to. Returns
+        the steps' us (n,), and of each kind of call the sum over a step of its durations and of what of it no compute
+        ran beside, (n, k) us. Of a single job ``times`` (3, operations) is filled with when each began and ended, us
+        from the step's begin, and what of it no compute ran beside. Raises ValueError when operations wait for each
+        other for ever.
         """
         n, k = len(which), calls.shape[1]
         if calls.shape != (n, k, N_CALL) or not np.isfinite(calls).all() or (calls < 0).any():
             raise ValueError("every call of every job needs a duration, and nothing of it below 0")
+        if (calls[:, :, -1] >= N_PORTS).any():
+            raise ValueError(f"ports are below {N_PORTS}")
         if k <= self.slot.max(initial=-1):
             raise ValueError(f"the steps have {self.slot.max() + 1} kinds of call, {k} are given")
         # Names for what the loop reads: an array lives as long as its name.

@@ -1,0 +1,93 @@
+"""The best there is in whole jobs, by trying: nothing that searches may know it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...traces.spaces import N_CONFIGS
+from .truth import Jobs
+from .workloads import SLOTS
+
+Array = np.ndarray[Any, Any]
+#: Further starts where slots act together, each the best of so many random tables.
+STARTS, TABLES = 4, 200
+
+
+def oracle(jobs: Jobs, passes: int = 4) -> tuple[Array, Array]:
+    """The best joint configs that stay as they are: (n, SLOTS), and :meth:`Jobs.usual_us` (n,) under them.
+
+    Every config of a slot in turn, until no slot helps; begun from the default and from each slot's quickest call,
+    whatever that does to the rest of the step. Where slots act together, every pair of configs of every two slots as
+    well. Where congestion moves, that is the best for a long job as a whole: who follows it can be better.
+    """
+    alone = np.where(jobs.mask, jobs.tables.us, np.inf).argmin(axis=2)
+    (a, a_us), (b, b_us) = (_climb(jobs, start, passes) for start in (np.zeros_like(alone), alone))
+    law, extras = jobs.sites.law, jobs.sites.extras
+    rows = np.flatnonzero((extras.joint > 0) | (law.budget > 0) | (law.serial > 0) | (law.port > 0))
+    if len(rows):
+        some, rng = jobs.take(rows), np.random.default_rng(0)
+        starts = [a[rows], b[rows], *(_climb(some, _best_of(some, TABLES, rng), passes)[0] for _ in range(STARTS))]
+        for start in starts:
+            chosen, us = _climb_in_pairs(some, start, some.usual_us(start), passes)
+            better = us < b_us[rows]
+            b[rows[better]], b_us[rows[better]] = chosen[better], us[better]
+    return np.where((b_us < a_us)[:, None], b, a), np.minimum(a_us, b_us)
+
+
+def _best_of(jobs: Jobs, n: int, rng: np.random.Generator) -> Array:
+    """Of each job the best of ``n`` random tables, (jobs, SLOTS)."""
+    rows = np.repeat(np.arange(len(jobs)), n)
+    tables = np.where(jobs.mask[rows], rng.random(jobs.mask[rows].shape), -1.0).argmax(axis=2)
+    quickest = jobs.usual_us(tables, rows).reshape(-1, n).argmin(axis=1)
+    return np.asarray(tables[np.arange(len(jobs)) * n + quickest])
+
+
+def _climb_in_pairs(jobs: Jobs, chosen: Array, best: Array, passes: int) -> tuple[Array, Array]:
+    rows = np.arange(len(jobs))
+    for _ in range(passes):
+        before = best[rows]
+        for s in range(SLOTS):
+            for t in range(s):
+                _best_pair(jobs, rows, s, t, chosen, best)
+        rows = rows[best[rows] < before * (1 - 1e-4)]
+        if len(rows):
+            chosen[rows], best[rows] = _climb(jobs.take(rows), chosen[rows], passes)
+    return chosen, best
+
+
+def _climb(jobs: Jobs, start: Array, passes: int) -> tuple[Array, Array]:
+    """Better tables than ``start``, one slot at a time, and their usual us."""
+    best, chosen = jobs.usual_us(start), start.copy()
+    active = np.ones(len(jobs), bool)
+    for _ in range(passes):
+        before = best.copy()
+        for s in range(SLOTS):
+            for config in range(N_CONFIGS):
+                rows = np.flatnonzero(active & jobs.mask[:, s, config] & (s < jobs.n_slots))
+                rows = rows[chosen[rows, s] != config]
+                if not len(rows):
+                    continue
+                trial = chosen[rows].copy()
+                trial[:, s] = config
+                us = jobs.usual_us(trial, rows)
+                better = us < best[rows] * (1 - 1e-6)
+                best[rows[better]], chosen[rows[better], s] = us[better], config
+        active = best < before * (1 - 1e-4)
+    return chosen, best
+
+
+def _best_pair(jobs: Jobs, rows: Array, s: int, t: int, chosen: Array, best: Array) -> None:
+    """Take the best pair of configs of two slots of the jobs at ``rows``, where it is better than what is chosen."""
+    rows = rows[jobs.n_slots[rows] > max(s, t)]
+    place, config, other = np.nonzero(jobs.mask[rows, s][:, :, None] & jobs.mask[rows, t][:, None, :])
+    if not len(rows):
+        return
+    trial = chosen[rows[place]]
+    trial[:, s], trial[:, t] = config, other
+    us = jobs.usual_us(trial, rows[place])
+    order = np.lexsort((us, place))
+    quickest = order[np.unique(place[order], return_index=True)[1]]
+    better = us[quickest] < best[rows] * (1 - 1e-6)
+    best[rows[better]], chosen[rows[better]] = us[quickest[better]], trial[quickest[better]]

@@ -1,0 +1,221 @@
+"""Whole jobs, many at once: what a step takes under any configs, and what is measured of it.
+
+A job is a cluster and the slots of a real training step on it. The truth is the event-by-event schedule of :mod:`.step`
+over streams of real models, and what :mod:`.worlds` adds to it; alone on the fabric a call takes what :mod:`.fabric`
+says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from ...traces.fingerprint import Fingerprint
+from ...traces.spaces import N_CHANNELS
+from ..nccl_model.clusters import ClusterArrays
+from ..nccl_model.columns import Columns
+from .fabric import FabricParams
+from .noise import Noise, NoiseStream
+from .step import Calls, Law
+from .workloads import SLOTS, WorkloadArrays
+from .worlds import Extras
+
+Array = np.ndarray[Any, Any]
+#: Of PAIRS the last of a ring; each after it is an algorithm of its own.
+LAST_RING = 2
+
+
+@dataclass
+class SampledClusters(Columns):
+    """Where ``n`` jobs run: what another job on the same clusters has in common with them. Arrays (n, ...)."""
+
+    fleet: ClusterArrays
+    truth: FabricParams
+    other: Array  # (n, 2, 6, N_COUNTS) what the formulas miss, far in message size from where truth.effect holds
+    turn: Array  # pi / 2 / octaves of message size from the one to the other
+    touch: Array  # calls slow the compute so many times as much as the fabric says
+    law: Law
+    world: Array  # index into WORLDS
+    extras: Extras
+
+
+class Slots(Columns, Fingerprint):
+    """What the slots of jobs look like, SLOTS rows a job; places without a slot hold copies of the job's first."""
+
+    def take(self, rows: Array) -> Self:
+        """The slots of the jobs at ``rows``, indices."""
+        return super().take((rows[:, None] * SLOTS + np.arange(SLOTS)).ravel())
+
+
+@dataclass
+class FirstUse(Columns):
+    """What the first use of an algorithm costs each job: NCCL connects it then. A communicator for each collective."""
+
+    us: Array  # (n,) each
+    connected: Array  # (n, 2, N_ALGOS) bool
+    spent_us: Array  # (n,) so far
+
+    def of(self, rows: Array, is_rs: Array, algo: Array, used: Array) -> Array:
+        """Connect what the jobs at ``rows`` use now, arrays (m, SLOTS); us (m,) that it takes."""
+        need = np.zeros((len(rows), *self.connected.shape[1:]), bool)
+        place, slot = np.nonzero(used)
+        need[place, is_rs[place, slot], algo[place, slot]] = True
+        us = (need & ~self.connected[rows]).sum(axis=(1, 2)) * self.us[rows]
+        self.connected[rows] |= need
+        self.spent_us[rows] += us
+        return np.asarray(us)
+
+
+@dataclass
+class Jobs(Columns):
+    """``n`` jobs of up to SLOTS slots, ordered by the bytes they move; arrays begin with (n,) but the fingerprint's.
+
+    Configs are indices into ``spaces``' N_CONFIGS, 0 is the default (AUTO).
+    """
+
+    n_slots: Array
+    fingerprint: Slots
+    mask: Array  # (n, SLOTS, N_CONFIGS) bool: one config an arm, AUTO always; places without a slot only AUTO
+    default_us: Array  # true time of the default step, see usual_us
+    exposed: Array  # (n, SLOTS) part of a slot's time, under the default, with no compute beside it: hidden
+    calls: Array  # (n, SLOTS) a step
+    works: WorkloadArrays
+    which: Array  # of works
+    tables: Calls  # (n, SLOTS, N_CONFIGS) float32: what a call is under every config
+    beside: Array  # (n, 2, N_CALL) calls that are not tuned
+    scale: Array  # of compute
+    noise: Noise
+    swing: Array  # (n, 3): size, period in steps, phase
+    first_use: FirstUse
+    sites: SampledClusters
+
+    @property
+    def world(self) -> Array:
+        """Index into ``family.WORLDS`` of each, (n,)."""
+        return self.sites.world
+
+    @property
+    def connecting_us(self) -> Array:
+        """What first uses of algorithms have cost so far, (n,)."""
+        return self.first_use.spent_us
+
+    @property
+    def label(self) -> Array:
+        """Cluster and workload of each, (n,) str."""
+        shapes = zip(self.sites.fleet.n_nodes, self.sites.fleet.gpus_per_node, self.which, strict=True)
+        return np.array([f"{nodes} x {gpus} {self.works.names[w]}" for nodes, gpus, w in shapes])
+
+    @property
+    def at(self) -> Array:
+        """Steps that each job has run, (n,)."""
+        return self.noise.at
+
+    def take(self, rows: Any) -> Self:
+        """The jobs at ``rows`` (indices or flags), at the same time; they share only what never changes."""
+        return super().take(np.arange(len(self))[rows])
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """One batch of several. Raises ValueError when their steps are not the same."""
+        if not parts or any(part.works is not parts[0].works for part in parts):
+            raise ValueError("only jobs that pick from the same steps can be joined, and at least one batch")
+        return super().join(parts)
+
+    def step_us(self, configs: Array, rows: Array | None = None) -> tuple[Array, Array]:
+        """The truth now under ``configs`` (m, SLOTS) of the jobs at ``rows`` (all).
+
+        Returns the step's us (m,), what stragglers cost in the mean counted, and the mean call's (m, SLOTS): what a
+        profiler would see, with what runs beside it. Places without a slot are NaN. Raises ValueError for a config that
+        is masked.
+        """
+        rows, configs = self._asked(configs, rows)
+        total, call_us, (often, size) = self._now(configs, rows)
+        return total * (1 + often * size), call_us
+
+    def usual_us(self, configs: Array, rows: Array | None = None) -> Array:
+        """The mean step (m,) us over a long job, arguments as of :meth:`step_us`; the network's pace at its best."""
+        rows, configs = self._asked(configs, rows)
+        extras, moving = self.sites.extras.take(rows), self.sites.extras.moves[rows] > 0
+        first, second = extras.usual_weights()
+        us = self._truth(configs, rows, 1.0, first)[0]
+        us[moving] += self._truth(configs[moving], rows[moving], 1.0, second[moving])[0]
+        often, size = extras.late(configs, self._used(rows))
+        return np.asarray(us / (1 + moving) * (1 + often * size))
+
+    def window(
+        self, configs: Array, n_steps: Array | int, rng: np.random.Generator | NoiseStream
+    ) -> tuple[Array, Array]:
+        """Run ``n_steps`` (n,) or a number of steps under ``configs`` (n, SLOTS), and measure; time goes on.
+
+        Returns step times (n, most) us, NaN beyond a job's own number, and mean durations of the calls (n, SLOTS) us,
+        NaN where no step's kernels were sampled. A job with 0 steps does not run.
+        """
+        n_steps = np.broadcast_to(np.asarray(n_steps, int), len(self))
+        rows = np.flatnonzero(n_steps > 0)
+        us, call_us, late = np.zeros(len(self)), np.full((len(self), SLOTS), np.nan), np.zeros((2, len(self)))
+        rows, configs = self._asked(np.asarray(configs)[rows], rows)
+        us[rows], call_us[rows], late[:, rows] = self._now(configs, rows)
+        steps = self.noise.steps(us, n_steps, rng, (late[0], late[1]))
+        is_rs = self.fingerprint.is_reduce_scatter.reshape(-1, SLOTS)[rows].astype(int)
+        algo = np.maximum(self._pair(configs, rows) - LAST_RING, 0)
+        steps[rows, 0] += self.first_use.of(rows, is_rs, algo, self._used(rows))
+        return steps, self.noise.calls(call_us, n_steps, rng)
+
+    def advance(self, n_steps: Array | int) -> None:
+        """Let ``n_steps`` pass unmeasured."""
+        self.noise.at = self.noise.at + np.asarray(n_steps, int)
+
+    def run(self, configs: Array, rows: Array, weather: Array | float = 1.0) -> tuple[Array, Array, Array]:
+        """As :meth:`step.Steps.run`, of the jobs at ``rows``; ``weather``, a number or (m, calls), stretches the
+        calls."""
+        place = rows[:, None], np.arange(SLOTS), configs
+        calls = np.concatenate([self.tables.take(place).rows(), self.beside[rows]], axis=1)
+        calls[:, :, 0] *= weather
+        return self.works.steps.run(self.which[rows], calls, self.scale[rows], self.sites.law.take(rows))
+
+    def _asked(self, configs: Array, rows: Array | None) -> tuple[Array, Array]:
+        rows = np.arange(len(self)) if rows is None else np.asarray(rows)
+        configs = np.asarray(configs)
+        place = rows[:, None], np.arange(SLOTS)[None], configs
+        if configs.shape != (len(rows), SLOTS) or not self.mask[place].all():
+            raise ValueError(f"configs are ({len(rows)}, {SLOTS}) and within the mask, not {configs.shape}")
+        return rows, configs
+
+    def _used(self, rows: Array) -> Array:
+        return np.arange(SLOTS) < self.n_slots[rows, None]
+
+    def _pair(self, configs: Array, rows: Array) -> Array:
+        """Indices into PAIRS of what runs, (m, SLOTS)."""
+        own = np.asarray(self.fingerprint.own_pair).reshape(-1, SLOTS)[rows]
+        return np.where(configs < N_CHANNELS, own, configs // N_CHANNELS - 1)
+
+    def _now(self, configs: Array, rows: Array) -> tuple[Array, Array, tuple[Array, Array]]:
+        """Step us without stragglers, mean calls' us, and stragglers as Extras.late says."""
+        extras = self.sites.extras.take(rows)
+        total, spent = self._truth(configs, rows, self._weather(rows), extras.weight(self.at[rows]))
+        used = self._used(rows)
+        with np.errstate(invalid="ignore"):
+            call_us = np.where(used, spent[:, :SLOTS] / self.calls[rows], np.nan)
+        return total, call_us, extras.late(configs, used)
+
+    def _truth(self, configs: Array, rows: Array, weather: Array | float, weight: Array) -> tuple[Array, Array]:
+        """Step us and what calls take together, (m, calls), at that weather and weight of one congestion."""
+        extras = self.sites.extras.take(rows)
+        stretch = np.ones((len(rows), self.beside.shape[1] + SLOTS)) * np.reshape(weather, (-1, 1))
+        moving, joint = np.flatnonzero(extras.moves > 0), np.flatnonzero(extras.joint > 0)
+        if len(moving):
+            some = extras.take(moving), configs[moving], self._pair(configs[moving], rows[moving])
+            stretch[moving, :SLOTS] *= np.exp(some[0].congestion(*some[1:], weight[moving]))
+        total, spent, _ = self.run(configs, rows, stretch)
+        if len(joint):
+            pair = self._pair(configs[joint], rows[joint])
+            total[joint] *= np.exp(extras.take(joint).together(configs[joint], pair))
+        return total, spent
+
+    def _weather(self, rows: Array) -> Array:
+        size, period, phase = self.swing[rows].T
+        wave = 0.5 + 0.5 * np.sin(2 * np.pi * (self.at[rows] / period + phase))
+        return np.asarray(1.0 + size * wave * np.where(self.sites.fleet.n_nodes[rows] > 1, 1.0, 0.2))

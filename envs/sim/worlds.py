@@ -1,0 +1,146 @@
+"""What jobs of some worlds have beyond a schedule: effects between slots, stragglers, congestion that moves.
+
+All of it is drawn: no public figure says how large such effects are on real machines (single collectives that jump 50
+to 280 fold: NVIDIA/nccl#361; a change of one CTA that costs half the speed: NVIDIA/nccl#2307). What a config meets is a
+random function of the job, the slot and the config, worked out where it is needed: a table of every pair of configs of
+every pair of slots would be larger than all else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...traces.spaces import N_CHANNELS
+from ..nccl_model.columns import Columns
+from .noise import Range, log_uniform
+
+Array = np.ndarray[Any, Any]
+#: Groups of slots of a job whose configs act on the step together.
+N_GROUPS = 3
+#: Weight of one congestion in that of the present, where it is worked out for the mean of a whole period. Two values
+#: are enough: a sine's mean is a Gauss-Chebyshev sum.
+USUAL = (0.5 - 0.5**1.5, 0.5 + 0.5**1.5)
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What the extras of jobs are drawn from. Ranges are (low, high), even on a log scale; 0 is none."""
+
+    joint: Range = (0.0, 0.0)  # what a group of slots may help or disturb, part of the step
+    group: int = 2  # slots of a group
+    often: float = 0.3  # probability that some configs of a group do so
+    straggle: float = 0.0  # probability that a config has stragglers ...
+    late_often: Range = (0.002, 0.01)  # ... in this share of steps ...
+    late_size: Range = (0.5, 2.0)  # ... which take this much longer, in steps
+    by_channels: bool = False  # stragglers come with many channels, not with some configs
+    moves: Range = (0.0, 0.0)  # log size of congestion that moves from some configs to others
+    period: Range = (4_000, 40_000)  # steps until it is back
+    sudden: float = 0.5  # probability that it jumps rather than swings
+
+
+@dataclass
+class Extras(Columns):
+    """Of ``n`` jobs; arrays (n,) unless the comment says more. 0 is none."""
+
+    key: Array  # uint64: what their random functions begin with
+    groups: Array  # (n, N_GROUPS, slots of a group)
+    joint: Array
+    often: Array
+    straggle: Array
+    late_often: Array  # (n, 2) range
+    late_size: Array  # (n, 2) range
+    by_channels: Array
+    moves: Array
+    period: Array
+    phase: Array
+    sudden: Array
+
+    @classmethod
+    def draw(cls, kind: Extra, n_slots: Array, rng: np.random.Generator) -> Extras:
+        """Of jobs with ``n_slots`` (n,)."""
+        n = len(n_slots)
+        order = np.where(np.arange(16) < n_slots[:, None, None], rng.random((n, N_GROUPS, 16)), 2.0).argsort(axis=2)
+        # Groups are of three slots at most; where a job has fewer, the first stands for the rest.
+        place = np.minimum(np.arange(3), n_slots[:, None, None] - 1)
+        groups = np.take_along_axis(order, np.broadcast_to(place, (n, N_GROUPS, 3)), axis=2)
+        groups[:, :, kind.group :] = groups[:, :, :1]
+        return cls(
+            key=rng.integers(0, 2**63, n).astype(np.uint64),
+            groups=groups,
+            joint=_sizes(rng, kind.joint, n),
+            often=np.full(n, kind.often),
+            straggle=np.full(n, kind.straggle),
+            late_often=np.tile(kind.late_often, (n, 1)),
+            late_size=np.tile(kind.late_size, (n, 1)),
+            by_channels=np.full(n, kind.by_channels),
+            moves=_sizes(rng, kind.moves, n),
+            period=log_uniform(rng, kind.period, n),
+            phase=rng.random(n),
+            sudden=rng.random(n) < kind.sudden,
+        )
+
+    def together(self, configs: Array, pair: Array) -> Array:
+        """Log effect (n,) on the step of what slots run side by side; ``configs`` and the ``pair`` that runs (n, S).
+
+        A part of it is alike for all channels of the pairs, the rest differs from config to config.
+        """
+        rows = np.arange(len(self))[:, None, None]
+        start = self.key[:, None] + np.arange(1, N_GROUPS + 1, dtype=np.uint64)
+        found = np.zeros(start.shape)
+        for salt, cells in enumerate((pair, configs)):
+            u = chance(start, salt, *np.moveaxis(cells[rows, self.groups], 2, 0)) / self.often[:, None]
+            found += np.where(u < 1, 2 * u - 1, 0.0)
+        return np.asarray(found.sum(axis=1) * self.joint / N_GROUPS)
+
+    def late(self, configs: Array, used: Array) -> tuple[Array, Array]:
+        """Probability that a step straggles and by how much, in steps, each (n,); ``used`` (n, S): places with a
+        slot."""
+        key, place = self.key[:, None], np.arange(configs.shape[1])
+        many = np.minimum(configs % N_CHANNELS, 6) / 6
+        share = np.where(self.by_channels[:, None], 2 * self.straggle[:, None] * many, self.straggle[:, None])
+        u = [chance(key, salt, place, configs) for salt in (10, 11, 12)]
+        often, size = (
+            low * (high / low) ** v
+            for (low, high), v in zip(
+                ((a[:, :1], a[:, 1:]) for a in (self.late_often, self.late_size)), u[1:], strict=True
+            )
+        )
+        often = np.where(used & (u[0] < share), often, 0.0)
+        total = often.sum(axis=1)
+        return total, (often * size).sum(axis=1) / np.maximum(total, 1e-12)
+
+    def congestion(self, configs: Array, pair: Array, weight: Array) -> Array:
+        """Log of by how much calls take longer, (n, S), where one congestion weighs ``weight`` (n,), another the
+        rest; what the one slows most the other slows least."""
+        key, w = self.key[:, None], weight[:, None]
+        one = 0.6 * chance(key, 20, pair) + 0.4 * chance(key, 21, pair, configs % N_CHANNELS)
+        return np.asarray(self.moves[:, None] * (w * one + (1 - w) * (1 - one)))
+
+    def weight(self, at: Array) -> Array:
+        """Of the one congestion at step ``at`` (n,)."""
+        sine = np.sin(2 * np.pi * (at / self.period + self.phase))
+        return np.where(self.sudden, sine > 0, 0.5 + 0.5 * sine)
+
+    def usual_weights(self) -> tuple[Array, Array]:
+        """Two weights (n,) whose mean effect is the mean of a period."""
+        return tuple(np.where(self.sudden, round(w), w) for w in USUAL)  # type: ignore[return-value]
+
+
+def chance(key: Array, salt: int, *cells: Array) -> Array:
+    """A number in [0, 1) for each key (uint64) and cell (whole numbers), the same each time.
+
+    The mixing step is SplitMix64's (Steele, Lea and Flood 2014).
+    """
+    x = key + np.uint64(salt * 0x9E3779B97F4A7C15 % 2**64)
+    for cell in (np.int64(0), *cells):
+        x = (x ^ np.asarray(cell).astype(np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+    return np.asarray((x >> np.uint64(11)) * 2.0**-53)
+
+
+def _sizes(rng: np.random.Generator, bounds: Range, n: int) -> Array:
+    return log_uniform(rng, bounds, n) if bounds[1] > 0 else np.zeros(n)
