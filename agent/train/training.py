@@ -78,10 +78,7 @@ class Settings:
         """The jobs that train."""
         if "durations" not in self.without:
             return STANDARD
-        never = [
-            dataclasses.replace(part, noise=dataclasses.replace(part.noise, unsampled=1.0)) for part in STANDARD.parts
-        ]
-        return STANDARD.of(*never)
+        return STANDARD.unsampled()
 
 
 def _sizes(s: Settings) -> dict[str, Any]:
