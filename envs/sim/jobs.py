@@ -31,10 +31,14 @@ __all__ = ["HELD_OUT", "SLOTS", "STANDARD", "JobFamily", "Jobs", "SampledCluster
 
 def draw_jobs(kind: JobFamily, rng: np.random.Generator, n: int) -> Jobs:
     """``n`` jobs of a family, each at its first steps; ``kind.only(world)`` draws those of one world."""
-    part = rng.integers(0, len(kind.parts), n)
-    counts = np.bincount(part, minlength=len(kind.parts)).tolist()
-    jobs = Jobs.join([_draw(world, rng, count) for world, count in zip(kind.parts, counts, strict=True) if count])
-    return jobs.take(np.argsort(np.argsort(part, kind="stable")))
+    which = rng.integers(0, len(kind.parts), n)
+    found = []
+    for k, part in enumerate(kind.parts):
+        count = int((which == k).sum())
+        if count:
+            found.append(_draw(part, rng, count))
+    order = np.argsort(which, kind="stable")
+    return Jobs.join(found).take(np.argsort(order))
 
 
 def _draw(kind: World, rng: np.random.Generator, n: int) -> Jobs:

@@ -38,10 +38,12 @@ def oracle(jobs: Jobs, passes: int = 4) -> tuple[Array, Array]:
 
 def _best_of(jobs: Jobs, n: int, rng: np.random.Generator) -> Array:
     """Of each job the best of ``n`` random tables, (jobs, SLOTS)."""
+    first = np.arange(len(jobs)) * n
     rows = np.repeat(np.arange(len(jobs)), n)
-    tables = np.where(jobs.mask[rows], rng.random(jobs.mask[rows].shape), -1.0).argmax(axis=2)
-    quickest = jobs.usual_us(tables, rows).reshape(-1, n).argmin(axis=1)
-    return np.asarray(tables[np.arange(len(jobs)) * n + quickest])
+    mask = jobs.mask[rows]
+    tables = np.where(mask, rng.random(mask.shape), -1.0).argmax(axis=2)
+    us = jobs.usual_us(tables, rows).reshape(-1, n)
+    return np.asarray(tables[first + us.argmin(axis=1)])
 
 
 def _climb_in_pairs(jobs: Jobs, chosen: Array, best: Array, passes: int) -> tuple[Array, Array]:
