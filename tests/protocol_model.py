@@ -270,7 +270,13 @@ def _words(scope: Scope, limits: Any) -> dict[int, CommVote]:
 ONE = Scope(((0, 1),), calls=4)
 TWO = Scope(((0, 1), (0, 1)), trials=(1,), calls=2)
 THREE = Scope(((0, 1, 2), (1, 2)), trials=(1,), calls=2)
-LARGE = (replace(ONE, trials=(1, 1, 0), calls=5, deaths=1), replace(TWO, calls=3, deaths=1), replace(THREE, deaths=1))
+BESIDE = Scope(((0, 1), (1, 2)), trials=(1,), calls=1)  # rank 1 has two threads
+LARGE = (
+    BESIDE,
+    replace(ONE, trials=(1, 1, 0), calls=5, deaths=1),
+    replace(TWO, calls=3, deaths=1),
+    replace(THREE, deaths=1),
+)
 
 
 def main() -> None:

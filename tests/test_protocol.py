@@ -25,7 +25,15 @@ def test_no_order_of_events_splits_a_collective():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", [replace(ONE, calls=3, deaths=1), replace(TWO, calls=1), ONE])
+@pytest.mark.parametrize(
+    "scope",
+    [
+        replace(ONE, calls=3, deaths=1),
+        replace(TWO, calls=1),
+        replace(ONE, members=((0, 1, 2),), trials=(1,), calls=1),
+        ONE,
+    ],
+)
 def test_no_order_of_events_splits_a_collective_in_larger_jobs(scope):
     assert explore(scope)[0] == ""
 
