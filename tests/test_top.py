@@ -35,16 +35,18 @@ def test_the_state_of_runs(runs):
     low, high = over["gain_ci95"]
     assert low < over["gain"] < high and over["agreement"] == "OPEN"
     assert live["state"] == "tuning" and live["gain"] is None and live["phase"] == "search"
-    assert -1 < live["search_cost"] < 1
 
 
-def test_what_a_search_costs_holds_its_comparisons_and_trials(tmp_path):
-    """Before: of windows called "search" alone."""
-    lines = [("profile", 900.0), ("search", 110.0), ("verify", 120.0), ("refine", 130.0), ("watch", 900.0)]
-    told = [{"kind": "window", "phase": phase, "step_ms": ms, "default_ms": 100.0} for phase, ms in lines]
+def test_what_a_search_costs_is_told_as_the_budget_counts_it(tmp_path):
+    """Seen: "search cost 9.6%" beside a budget of 5 %, of another denominator."""
+    told = {"kind": "window", "phase": "search", "step_ms": 110.0, "cost_s": 12.0, "budget_s": 96.0, "in_force": "A"}
     (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "windows.jsonl").write_text("\n".join(map(json.dumps, told)))
-    assert state(tmp_path)["search_cost"] == pytest.approx(0.2)
+    (tmp_path / "trace" / "header.json").write_text("{}")
+    (tmp_path / "trace" / "windows.jsonl").write_text(json.dumps(told))
+    assert (state(tmp_path)["cost_s"], state(tmp_path)["budget_s"]) == (12.0, 96.0)
+    assert "12 s of 96 s" in invoke(["top", str(tmp_path)]).stdout
+    (tmp_path / "summary.json").write_text(json.dumps({"cost_s": 30.0, "budget_s": 100.0, "steps": 9}))
+    assert state(tmp_path)["cost_s"] == 30.0
 
 
 def test_a_damaged_run_is_shown_with_what_is_left(runs):
@@ -55,7 +57,7 @@ def test_a_damaged_run_is_shown_with_what_is_left(runs):
 
 def test_the_command(runs):
     text = invoke(["top", str(runs)]).stdout
-    assert "over" in text and "live" in text and "tuning" in text and "kept, 2 rows" in text
+    assert "over" in text and "live" in text and "tuning" in text and "A, 2 rows" in text
     assert len(json.loads(invoke(["top", str(runs), "--json"]).stdout)) == 2
     result = invoke(["top", str(runs / "nothing")])
     assert result.exit_code == 2 and "dynamiccl tune" in result.stderr
@@ -63,10 +65,11 @@ def test_the_command(runs):
 
 def test_a_run_that_kept_no_table_shows_no_gain(runs):
     path = runs / "over" / "summary.json"
-    assert f"{state(runs / 'over')['gain']:.1%}" in invoke(["top", str(runs)]).stdout
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"kept": False}))
+    gain = f"{100 * state(runs / 'over')['gain']:.1f} %"
+    assert gain in invoke(["top", str(runs)]).stdout
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kept": False, "in_force": "default"}))
     text = invoke(["top", str(runs)]).stdout
-    assert "NCCL decides" in text and f"{state(runs / 'over')['gain']:.1%}" not in text
+    assert "NCCL's choice" in text and gain not in text and state(runs / "over")["gain"] is None
 
 
 def test_metrics_are_what_prometheus_reads(runs):

@@ -50,6 +50,7 @@ class RunEnds(Reason):
     JOB_ENDED = "the job has ended"
     JOB_STATUS = "the job ended with status {status}"
     BEFORE_A_SWITCH = "{ended}, before its ranks switched tables: {why}"
+    ONCE = "the verdict is there: the job is left alone, as --once asks"
     STOPPED = "stopped by `dynamiccl stop`"
     INTERRUPTED = "interrupted"
     TERMINATED = "terminated"
@@ -88,7 +89,7 @@ class NotTuning(Reason):
     ELSEWHERE = "rank 0 is on another node: the tuner there tunes; here the job is only seen to"
     NO_SWITCH_YET = "the ranks do not switch tables yet: {why}"
     NOT_ALL_THERE = "for every rank's first step, and for NCCL to load the tuner"
-    NEXT_STEP = "steps"
+    NEXT_STEP = "the next steps of the job"
     PAUSED = "the job has taken no step for {seconds:.0f} s: waiting until it goes on"
 
 
@@ -96,7 +97,7 @@ class RowRefused(Reason):
     """Why a row of a table, or a config of a slot, is not in force."""
 
     NOT_TRIED = "left to NCCL's {own}: no other config was tried"
-    NOT_BETTER = "left to NCCL's {own}: none of {tried} other configs was better; {exposure}"
+    NOT_BETTER = "left to NCCL's {own}: {tried} other configs tried, none was faster for sure"
     NOT_OBEYED = "not obeyed: NCCL ran {ran} where the table says {decision} for {slot}"
     TOO_SLOW = "not tried again: {decision} for {slot} made steps over {times:g} times as long"
     NOT_OFFERED = "NCCL does not offer it for this message"

@@ -35,6 +35,7 @@ from ...envs.nccl.steps.nvml import driver, gpus
 from ...envs.sim.emulated.settings import Emulated
 from ..daemon.request import workload
 from ..report.summary import RunSummary
+from ..report.verdict import verdict
 
 PARTS = ("sweep", "zero3")
 _CHANNELS = {"NCCL_MIN_CTAS": "16", "NCCL_MAX_CTAS": "16"}
@@ -172,9 +173,9 @@ class Check:
         job = self.machine.zero3(STEPS, out / "job.jsonl", placement)
         ended = self._job([*tune, "--", *job], self.machine.env(placement), limit_s)
         summary = RunSummary.read(out)
-        if summary.speedup is None:
+        if not summary.is_decided:
             raise RuntimeError(f"no verdict ({ended or summary.ended}); see {out}")
-        self.say(f"  default {summary.default_step_ms:.1f} ms a step, {summary.speedup_text()}")
+        self.say(f"  {verdict(summary)}")
         # Cut off after the verdict is as good as not cut off.
         return {"ok": summary.consistency["mismatches"] == 0, "cut_off": ended, "summary": vars(summary)}
 

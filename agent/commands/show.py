@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 #: Collectives that are read of a trace: the first and the last of a long run.
 MOST_EVENTS = 500_000
+#: Of the summary, for programs.
+RESULT = (
+    *("speedup", "speedup_ci95", "aa_speedup_ci95", "compared", "kept", "in_force", "ended", "cost_s", "budget_s"),
+    *("default_step_ms", "default_windows", "tuned_step_ms", "tuned_windows"),
+)
 
 
 def show(
@@ -79,7 +84,9 @@ def tell(trace: Trace, summary: RunSummary | None = None, n_events: int = 0) -> 
         "windows": [_plain_window(line) for line in trace.log if line["kind"] == "window"],
         "tables": len(trace.tables) - 1,
         "decisions": summary.decisions,
-        "result": {k: getattr(summary, k) for k in ("speedup", "speedup_ci95", "aa_speedup_ci95", "kept", "ended")},
+        "tables_by_letter": summary.tables,
+        "comparisons": summary.comparisons,
+        "result": {k: getattr(summary, k) for k in RESULT},
         "consistency": vars(audit(trace.events)),
     }
     if n_events:
@@ -154,7 +161,17 @@ def _communicators(trace: Trace) -> list[dict[str, Any]]:
 
 def _print(story: dict[str, Any], summary: RunSummary) -> None:
     from ..report.terminal import grid, terminal, wide_terminal
-    from ..report.texts import COSTS, COSTS_NOTE, DECISIONS, NUMBERS, cost_rows, decision_rows, window_parts
+    from ..report.texts import (
+        COSTS,
+        COSTS_NOTE,
+        DECISIONS,
+        NUMBERS,
+        cost_rows,
+        decision_rows,
+        nothing_decided,
+        result_lines,
+        window_parts,
+    )
 
     console = wide_terminal()
     for warning in story["warnings"]:
@@ -174,13 +191,9 @@ def _print(story: dict[str, Any], summary: RunSummary) -> None:
     if summary.decisions:
         console.print(grid(DECISIONS, decision_rows(summary), NUMBERS, title="decisions"))
     else:
-        is_known = summary.ended or summary.speedup is not None
-        console.print(f"\nno decisions: {'NCCL decides everywhere' if is_known else 'the run goes on, or was cut off'}")
-    if summary.speedup is not None:
-        stays = {True: ", the table stays in force", False: ", NCCL's own choice stays in force", None: ""}
-        console.print(summary.speedup_text() + stays[summary.kept], markup=False)
-    elif summary.ended:
-        console.print(f"no result: {summary.ended}", markup=False)
+        console.print(f"\nno decisions: {nothing_decided(summary, story['header'])}", markup=False)
+    if summary:
+        console.print("\n".join(result_lines(summary)), markup=False, soft_wrap=True)
     _print_consistency(console, story["consistency"])
     if (events := story.get("events")) is not None:
         listed = grid(events[0] if events else ["none"], (event.values() for event in events), title="collectives")

@@ -77,26 +77,42 @@ def table(found: list[dict[str, Any]]) -> Table:
 
     from ..report.terminal import grid
 
-    heads = ("run", "state", "step", "phase", "step time", "table", "gain", "search cost", "agreement", "lost")
+    heads = (
+        "run",
+        "state",
+        "step",
+        "phase",
+        "step time",
+        "in force",
+        "shorter",
+        "cost of allowed",
+        "agreement",
+        "lost",
+    )
     return grid(heads, map(_row, found), ("step", "step time", "lost"), no_wrap=True, box=box.SIMPLE)
 
 
 def _row(r: dict[str, Any]) -> list[Any]:
-    def said(key: str, look: str) -> str | None:
-        return None if r[key] is None else format(r[key], look)
+    from ..report.verdict import PHASES, ms, seconds, side
 
-    gain = said("gain", ".1%") if r["kept"] is not False else None  # a table that was not kept brings nothing
-    if gain and r["gain_ci95"]:
-        gain += " [{:.1%}, {:.1%}]".format(*r["gain_ci95"])
+    cost = None
+    if r["cost_s"] is not None and r["budget_s"] is not None:
+        cost = f"{seconds(max(r['cost_s'], 0))} of {seconds(r['budget_s'])}"
+    gain = None
+    if r["gain"] is not None:
+        gain = f"{100 * r['gain']:.1f} % ({100 * r['gain_ci95'][0]:.1f} to {100 * r['gain_ci95'][1]:.1f})"
+    in_force = side(r["in_force"]) if r["in_force"] or r["kept"] is not None else None
+    if r["kept"]:
+        in_force = f"{r['in_force'] or 'a table'}, {r['decisions']} rows"
     return [
         f"{Path(r['run']).name}{' (emulated)' if r['emulated'] else ''}",
         r["state"],
         r["step"],
-        f"{r['phase']} {r['window']}/{r['windows']}" if r["phase"] else None,
-        None if r["step_ms"] is None else f"{r['step_ms']:.1f} ms",
-        {True: f"kept, {r['decisions']} rows", False: "NCCL decides", None: None}[r["kept"]],
+        f"{PHASES.get(r['phase'], r['phase'])} {r['window']}" if r["phase"] else None,
+        None if r["step_ms"] is None else ms(r["step_ms"]),
+        in_force,
         gain,
-        said("search_cost", ".1%"),
+        cost,
         r["agreement"],
         r["records_lost"],
     ]

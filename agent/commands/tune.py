@@ -63,6 +63,9 @@ def tune(
     budget: Annotated[
         float, Option(min=0, group=SEARCH, help="Share of the job's time that the search may lose against the default.")
     ] = 0.05,
+    once: Annotated[
+        bool, Option(group=SEARCH, help="Leave the job alone after the verdict: no trials, and no watch either.")
+    ] = False,
     bitwise: Annotated[
         bool,
         Option(
@@ -101,6 +104,7 @@ def tune(
     json: Annotated[
         Path | None, Option(group=OUTPUT, help="Also write the summary here; - prints it instead of text.")
     ] = None,
+    quiet: Annotated[bool, Option(group=OUTPUT, help="Say nothing but the verdict.")] = False,
     memory: Where = None,
     no_memory: Annotated[
         bool, Option(group=OUTPUT, help="Begin from nothing, and leave nothing to the next job.")
@@ -227,14 +231,15 @@ def _attach(call: Call, where: str, again: bool) -> None:
         elif not (path / REQUEST).exists():
             given.setdefault("memory", default_url())
         request = Request.read(path, given)
-        quiet = request.json == "-"
-        with LiveView(request.windows + request.verify, quiet, not request.launched) as show:
+        in_json = request.json == "-"
+        with LiveView(request.budget, in_json or request.quiet, not request.launched) as show:
             summary = Daemon(request, run, again, show.window, show.phase).serve()
     if request.json is not None:
         text = json_module.dumps(vars(summary), indent=2)
-        sys.stdout.write(text + "\n") if quiet else Path(request.json).write_text(text + "\n")
-    if not quiet:
-        show_summary(show.console, summary)
+        sys.stdout.write(text + "\n") if in_json else Path(request.json).write_text(text + "\n")
+    if not in_json:
+        show.console.quiet = False
+        show_summary(show.console, summary, request.quiet)
     raise SystemExit(_exit_code(summary))
 
 
@@ -268,4 +273,4 @@ def _exit_code(summary: RunSummary) -> int:
         return by_signal[summary.ended]
     if summary.failure:
         return 1
-    return 2 if summary.speedup is None else 0
+    return 0 if summary.is_decided or summary.dropped else 2

@@ -14,7 +14,7 @@ def why(
     slot: Annotated[str, Argument(help="Only slots whose name contains this, e.g. all_gather or '<=256 MiB'.")] = "",
     json: Json = False,
 ) -> None:
-    """Why each decision was made: NCCL's prices, what was tried and measured, how sure, and why not the next best.
+    """Why each decision was made: NCCL's prices, what was tried, and what the run's comparisons came to.
 
     \b
     dynamiccl why runs/tune/latest
@@ -26,12 +26,13 @@ def why(
 
     with refusing(TraceError):
         trace = Trace.read(run)
-        found = chains(trace, RunSummary.read(trace.folder, trace.folder.parent), slot)
+        summary = RunSummary.read(trace.folder, trace.folder.parent)
+        found = chains(trace, summary, slot)
     if not found:
         fail(f"no slot of {run} is called {slot!r}: `dynamiccl show {run}` lists them")
     if json:
         print(json_module.dumps(found, indent=1, allow_nan=False))
         return
     for chain in found:
-        for line in lines(chain):
+        for line in lines(chain, summary):
             print(line)

@@ -1,11 +1,17 @@
-"""Is one configuration faster than another? Paired, interleaved windows; ratios; bootstrap intervals."""
+"""Comparisons of two sides: of two series of times, and those that a run makes, with what they came to and cost."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from ...envs.search.sequential import Race
+from ...traces.records import Decision, Slot
+from ..report.verdict import DEFAULT, rows_text
 
 Array = np.ndarray[Any, Any]
 
@@ -24,6 +30,11 @@ class Comparison:
     def __str__(self) -> str:
         return f"{self.speedup:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
+    @classmethod
+    def of(cls, mean: float, low: float, high: float, n_pairs: int) -> Comparison:
+        """From logs of the ratio."""
+        return cls(math.exp(mean), math.exp(low), math.exp(high), n_pairs)
+
 
 def compare(a: Array, b: Array, seed: int = 0) -> Comparison:
     """Paired comparison of times ``a`` and ``b``, both (n,), any unit: geometric mean of a / b.
@@ -39,11 +50,91 @@ def compare(a: Array, b: Array, seed: int = 0) -> Comparison:
     return Comparison(float(np.exp(logs.mean())), float(low), float(high), len(logs))
 
 
+@dataclass
+class Paired:
+    """A table that ran in turn with another, both by their letters. ``race``: the search's own account of the pairs;
+    ``trial``: it was made after the verdict. Times are ms, one a window."""
+
+    table: str
+    against: str
+    race: Race
+    trial: bool
+    first_step: int
+    last_step: int = 0
+    table_ms: list[float] = field(default_factory=list)
+    against_ms: list[float] = field(default_factory=list)
+    outcome: str = "open"  # then kept (the table took the other's place) or lost
+
+    @property
+    def result(self) -> Comparison:
+        """By how much the table is faster, with the interval that holds however often one looks."""
+        return Comparison.of(self.race.mean, *self.race.interval, self.race.n)
+
+    def told(self) -> dict[str, Any]:
+        """For the summary; what was not measured is None."""
+        found: dict[str, Any] = {"table": self.table, "against": self.against, "trial": self.trial}
+        found |= {"outcome": self.outcome, "pairs": self.race.n, "speedup": None, "speedup_ci95": None}
+        if self.race.n:
+            found |= {"speedup": self.result.speedup, "speedup_ci95": [self.result.low, self.result.high]}
+        for name, windows in (("table", self.table_ms), ("against", self.against_ms)):
+            found |= {f"{name}_ms": float(np.median(windows)) if windows else None, f"{name}_windows": len(windows)}
+        return found | {"steps": [self.first_step, self.last_step]}
+
+
+class Ledger:
+    """What a run tried and compared, in order. Tables have letters, by when they first ran."""
+
+    def __init__(self) -> None:
+        self._letters: dict[tuple[Any, ...], str] = {}
+        self.tables: dict[str, dict[Slot, Decision]] = {}
+        self.paired: list[Paired] = []
+        self._named = set[str]()
+        self.best: tuple[str, float] | None = None  # of single windows: the letter, its time over the default's
+        self.search_ms = self.budget_ms = (
+            0.0  # what the search lost against the default up to the verdict, and may lose
+        )
+        self.trials, self.trials_ms = 0, 0.0  # windows after it, and what they lost against the table in force
+
+    def letter(self, decisions: Mapping[Slot, Decision]) -> str:
+        """Of the table with these decisions."""
+        rows = {slot: d for slot, d in decisions.items() if not d.is_auto}
+        if not rows:
+            return DEFAULT
+        key = tuple(sorted((str(vars(slot)), str(d)) for slot, d in rows.items()))
+        if key not in self._letters:
+            self._letters[key] = letters(len(self._letters))
+            self.tables[self._letters[key]] = rows
+        return self._letters[key]
+
+    def legend(self, *letters: str) -> list[str]:
+        """What these tables are, a line for each that was not described before."""
+        new = [name for name in letters if name in self.tables and name not in self._named]
+        self._named.update(new)
+        return [f"{name} = {rows_text(row_of(*row) for row in self.tables[name].items())}" for name in new]
+
+    def of(self, race: Race) -> Paired | None:
+        """The comparison that the search keeps in ``race``."""
+        return next((one for one in self.paired if one.race is race), None)
+
+
+def row_of(slot: Slot, d: Decision) -> dict[str, Any]:
+    """A slot and its decision as a row of the summary."""
+    found = {"func": slot.func, "min_bytes": slot.min_bytes, "max_bytes": slot.max_bytes, "n_ranks": slot.n_ranks}
+    return found | {"n_nodes": slot.n_nodes, "algo": d.algo, "proto": d.proto, "n_channels": d.n_channels or None}
+
+
+def letters(n: int) -> str:
+    """A, B, ... Z, AA, AB, ..."""
+    return letters(n // 26 - 1) + letters(n % 26) if n >= 26 else chr(ord("A") + n)
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """What a run came to: intervals that hold however often the search looked (``envs.search.sequential``)."""
+    """What a run came to: intervals that hold however often the search looked (``envs.search.sequential``). What was
+    not measured is None."""
 
-    tuned: Comparison  # default / table
-    same: Comparison  # default / default, one window after the other
-    default_ms: float
-    tuned_ms: float
+    tuned: Comparison | None  # default / table
+    same: Comparison | None  # default / default, one window after the other
+    default: Paired | None = None  # where the default's windows are, and the table's: one comparison, or a chain's ends
+    table: Paired | None = None
+    detectable: float | None = None  # part of the step that a whole comparison would be sure of

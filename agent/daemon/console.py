@@ -1,94 +1,176 @@
-"""What ``dynamiccl tune`` shows: one line a window, a progress bar, and the result as tables."""
+"""What ``dynamiccl tune`` shows: on a terminal one live block above which events pass; else a line an event. At the end
+the verdict, then what it rests on."""
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+import bisect
+import statistics
+import textwrap
+import time
+from collections import deque
 
-from ...traces.reasons import RunEnds
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from ...envs.bench.strata import steps_to_verdict
 from ..report.summary import RunSummary
-from ..report.terminal import grid, terminal
-from ..report.texts import DECISIONS, NUMBERS, decision_rows, emulation_text
+from ..report.terminal import terminal
+from ..report.texts import emulation_text, result_lines
+from ..report.verdict import DEFAULT, OWN, PHASES, TRY, change, ms, seconds, side
 from .tuner import WindowLine
-
-_COLOURS = {"kept": "bold green", "rolled back": "yellow", "given up": "yellow"}
 
 #: What to do about a run that came to nothing, by the name of its reason.
 _CURES = {
     "other-backend": "Run the job on NCCL, or try it on the emulated cluster: dynamiccl tune --cluster dgx-h100-2x8",
     "no-step": "A step is a step of an optimizer: where none steps, as in inference, nothing is tuned.",
 }
-_TOO_SHORT = "It was too short for a verdict: let it take more steps, or run it where less runs beside it."
+#: Columns of a line where there is no terminal, and seconds after which such a reader hears how far it is.
+WIDTH, EVERY_S = 80, 60.0
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class Expected:
+    """Steps to the verdict, going by the jobs of the standard board that the default policy has played."""
+
+    def __init__(self) -> None:
+        self.steps = steps_to_verdict()
+
+    def after(self, now: int) -> int | None:
+        """The step of the verdict in half of the jobs that had none by the step ``now``; None: none took so long."""
+        left = self.steps[bisect.bisect_right(self.steps, now) :]
+        return int(statistics.median(left)) if left else None
+
+    def told(self, budget: float) -> str:
+        """Before a run: what it takes and may cost."""
+        n = len(self.steps)
+        low, middle, high = (self.steps[int(part * (n - 1))] for part in (0.1, 0.5, 0.9))
+        usual = f"A verdict takes {middle:.0f} steps in the middle, {low:.0f} to {high:.0f} in 8 of 10 simulated jobs"
+        return f"{usual}; finding it may cost up to {budget:.0%} of the job's time."
 
 
 class LiveView:
-    """Prints lines on stderr, above a progress bar where it has the terminal for itself (``alone``)."""
+    """Prints on stderr. ``alone``: it has the terminal for itself; ``quiet``: nothing before the verdict."""
 
-    def __init__(self, total: int, quiet: bool = False, alone: bool = True) -> None:
+    def __init__(self, budget: float, quiet: bool = False, alone: bool = True) -> None:
         self.console = terminal(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} windows"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=quiet or not alone or not self.console.is_terminal,
-        )
-        self._task: TaskID = self._progress.add_task("starting", total=total)
+        self._is_live = alone and self.console.is_terminal and not quiet
+        self._live = Live(console=self.console, refresh_per_second=4, transient=True) if self._is_live else None
+        self._expected, self._budget = Expected(), budget
+        self._prefix, self._heard = "" if alone else "dynamiccl: ", time.monotonic()
+        self._before: tuple[int, float] | None = None  # a window's last step, and when it came
+        self._step_s = 0.0
+        self._recent: deque[tuple[float, bool]] = deque(maxlen=60)  # step times, and whether of the default
 
     def __enter__(self) -> LiveView:
-        self._progress.start()
+        if self._live:
+            self._live.start()
+        self._print(self._expected.told(self._budget))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if self._live:
+            self._live.stop()
 
     def phase(self, text: str) -> None:
         """What is being done now."""
-        self._progress.update(self._task, description=text)
-        if self._progress.disable:
-            self.console.print(f"dynamiccl: {text}", markup=False)
+        self._print(text)
 
     def window(self, line: WindowLine) -> None:
         """One window was measured."""
-        self._progress.update(self._task, completed=line.index, description=line.phase)
-        self.console.print(str(line), style=_COLOURS.get(line.verdict, ""), markup=False)
+        now = time.monotonic()
+        if self._before and line.last_step > self._before[0]:
+            self._step_s = (now - self._before[1]) / (line.last_step - self._before[0])
+        self._before = line.last_step, now
+        self._recent.append((line.step_ms, line.table == DEFAULT))
+        for text in line.events:
+            self._print(f"step {line.last_step}: {text}")
+        if self._live:
+            self._live.update(self._block(line))
+        elif now - self._heard > EVERY_S and line.phase in ("search", "verify"):
+            self._print(f"step {line.last_step}: {'; '.join(self._parts(line))}")
+
+    def _print(self, text: str) -> None:
+        self._heard = time.monotonic()
+        text = f"{self._prefix}{text}"
+        lines = [text] if self._live else textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+        self.console.print("\n".join(lines), markup=False)
+
+    def _parts(self, line: WindowLine) -> list[str]:
+        """How the run stands, in short."""
+        best = (
+            f"best so far {line.best[0]}, {change(1 / line.best[1])} in one window" if line.best else "none better yet"
+        )
+        end = self._expected.after(line.last_step)
+        left = f"verdict in about {end - line.last_step} steps" if end else "a verdict takes longer than ever seen here"
+        in_time = f" ({seconds((end - line.last_step) * self._step_s)})" if end and self._step_s else ""
+        spent = f"cost {seconds(max(line.cost_s, 0))} of {seconds(line.budget_s)} allowed"
+        return [PHASES.get(line.phase, line.phase), best, left + in_time, spent]
+
+    def _block(self, line: WindowLine) -> Group:
+        """The live block."""
+        phase, best, left, spent = self._parts(line)
+        is_over = line.phase in ("refine", "watch")
+        on_trial = line.table if line.table not in (DEFAULT, line.in_force) else "none"
+        head = f"{phase}   in force: {side(line.in_force)}   on trial: {on_trial}   step {line.last_step}"
+        rows: list[Text | ProgressBar] = [Text(head, "bold")]
+        if not is_over:
+            end = self._expected.after(line.last_step) or line.last_step
+            rows += [ProgressBar(total=end, completed=line.last_step, width=60), Text(left)]
+        rows += [self._sparkline(line), Text(best), Text(spent)]
+        return Group(*rows)
+
+    def _sparkline(self, line: WindowLine) -> Text:
+        """Step times of the last windows; those within what the default was measured at stand dim."""
+        times = [value for value, _ in self._recent]
+        default = [value for value, is_default in self._recent if is_default] or [line.default_ms]
+        low, high = min(times), max(times)
+        text = Text("step ")
+        for value in times:
+            height = _BARS[min(int(8 * (value - low) / max(high - low, 1e-9)), 7)]
+            text.append(height, "green" if value < min(default) else "yellow" if value > max(default) else "dim")
+        band = f"{ms(min(default))} to {ms(max(default))}" if max(default) > min(default) else ms(default[0])
+        return text.append(f" {ms(line.step_ms)}; {OWN} {band}")
 
 
-def show_summary(console: Console, s: RunSummary) -> None:
-    """The result, for people."""
+def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
+    """The result, for people: the verdict first. ``quiet``: that alone."""
+    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+
+    def say(text: str, style: str = "") -> None:
+        lines = textwrap.wrap(text, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        console.print("\n".join(lines), style=style, markup=False, soft_wrap=True)
+
+    first, *rest = result_lines(s)
     console.print()
-    if s.emulated:
-        console.print(f"{emulation_text(vars(s))}: these are not GPU times", style="yellow")
-    if s.speedup is None:
-        console.print(f"no result: {s.ended}. What was seen is kept in {s.trace}", style="bold")
-        for name in s.reasons["ended"]:
-            if name in _CURES:
-                console.print(_CURES[name], markup=False)
-        if s.reasons["ended"] == ["job-status"] and s.job_status == 0 and (s.windows or s.decisions):
-            console.print(_TOO_SHORT, markup=False)
-    else:
-        console.print(f"{s.speedup_text()}  step {s.default_step_ms:.0f} -> {s.tuned_step_ms:.0f} ms", style="bold")
-        if s.family:
-            console.print(
-                f"of random jobs of the emulated family {s.family['less']:.0%} have less to gain than this one; "
-                f"their median has {s.family['median']:.1%}",
-                style="yellow",
-            )
-        if s.memory and s.memory.get("jobs"):
-            console.print(f"memory: {s.memory['text']}", markup=False)
-        console.print("the table stays in force" if s.kept else s.dropped or RunEnds.NO_GAIN(), markup=False)
-    if s.failure:
-        console.print(f"FAILURE: {s.failure}", style="bold red", markup=False)
-    for text in s.not_obeyed:
-        console.print(text, style="yellow", markup=False)
-    if s.decisions:
-        console.print(grid(DECISIONS, decision_rows(s), NUMBERS, title="decisions"))
-    calls, bad = s.consistency["calls_checked"], s.consistency["mismatches"]
-    console.print(f"{calls} collectives checked across ranks, {bad} mismatches")
-    if s.records_lost:
-        console.print(f"{s.records_lost} records were lost: the tuner could not keep up", style="yellow")
-    console.print(f"trace   {s.trace}\nreport  {s.report}")
+    say(first, "bold red" if s.failure else "bold green" if s.kept else "bold")
     if s.table:
-        console.print(f"again, without a tuner: dynamiccl apply {s.table} -- COMMAND", markup=False)
+        console.print(f"again: dynamiccl apply {s.table} -- COMMAND", markup=False, soft_wrap=True)
+    if not s.is_decided:
+        for name in s.reasons.get("ended", ()):
+            if name in _CURES:
+                say(_CURES[name])
+        if s.reasons.get("ended") == ["job-status"] and s.job_status == 0 and (s.windows or s.decisions):
+            say(f"It was too short for a verdict. {Expected().told(0.05)}")
+    elif not s.kept and not s.dropped:
+        say(TRY)
+    if quiet:
+        return
+    if s.emulated:
+        say(f"{emulation_text(vars(s))}: these are not GPU times", "yellow")
+    for text in rest:
+        say(text)
+    if s.family:
+        less, median = f"{s.family['less']:.0%}", f"{s.family['median']:.1%}"
+        say(f"{less} of random emulated jobs have less to gain; their median has {median}")
+    if s.memory and s.memory.get("jobs"):
+        say(f"memory: {s.memory['text']}")
+    for text in s.not_obeyed:
+        say(text, "yellow")
+    calls, bad = s.consistency["calls_checked"], s.consistency["mismatches"]
+    say(f"{calls} collectives checked across ranks, {bad} mismatches")
+    if s.records_lost:
+        say(f"{s.records_lost} records were lost: the tuner could not keep up", "yellow")
+    for name, path in (("why", f"dynamiccl why {s.trace}"), ("report", s.report)):
+        console.print(f"{name:7} {path}", markup=False, soft_wrap=True)

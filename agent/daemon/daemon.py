@@ -32,6 +32,7 @@ from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
 from ..policies.choosing import make_chooser
 from ..report.outputs import claim, link
 from ..report.summary import RunSummary, read_json
+from ..report.verdict import seconds, verdict
 from .log import LOG, log, open_log
 from .memory import Memory, facts_of
 from .request import Request
@@ -170,17 +171,35 @@ class Daemon:
                 tuner.resume(job.confirmed)
         else:
             tuner.run()
-            self._say(self.outcome.ended or self.outcome.told)
+            self._say_verdict(tuner)
         job.confirm(job.confirmed)
         job.thin = True
         self._remember(tuner)
         self._write(self._summary())  # a job may run for weeks from here
+
+    def _say_verdict(self, tuner: Tuner) -> None:
+        """The verdict, as it stands in the summary, and what is done from there on."""
+        summary, search = self._summary(), tuner.search
+        self._say(
+            f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}"
+            if summary.is_decided
+            else self.outcome.ended
+        )
+        if search is not None and search.is_over and not search.is_done and not self.request.once:
+            self._say(
+                f"trials: up to {search.later.left} windows of {search.window_steps} steps run beside the table "
+                "in force, each announced when it is kept; tune --once does without"
+            )
 
     def _watch(self, tuner: Tuner) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""
         job, over = self.job, tuner.search is None
         while job.is_alive():
             try:
+                if self.request.once and tuner.search is not None and tuner.search.is_over:
+                    self.outcome.ended = self.outcome.ended or RunEnds.ONCE()
+                    self._say(self.outcome.ended)
+                    return
                 if over:
                     job.rest()
                     job.check()
@@ -190,6 +209,7 @@ class Daemon:
                         over = tuner.search is None
                     continue
                 now, before = self.outcome, replace(self.outcome)
+                was_done = tuner.search is None or tuner.search.is_done
                 job.thin = tuner.search is None or tuner.search.is_over  # a search asks for kernel times
                 tuner.step()
                 self._report_so_far()
@@ -197,10 +217,9 @@ class Daemon:
                     self._say("the job has changed: measuring NCCL's own choice anew")
                 if now.returned > before.returned:
                     self._say("a regime that was tuned before: its table is in force again")
-                if now.kept and not before.kept and now.reopened == before.reopened and now.verdict:
-                    self._say(f"a gain that was not sure is sure now, {now.verdict.tuned}: the table is in force")
-                if now.refined > before.refined:
-                    self._say("one slot's config beside the table was faster for sure: it is part of the table now")
+                if tuner.search is not None and tuner.search.is_done and not was_done:
+                    spent = seconds(now.ledger.trials_ms / 1e3)
+                    self._say(f"trials over: {now.ledger.trials} windows, at the cost of {spent}; the watch goes on")
                 if before.kept and not now.kept and now.dropped:
                     self._say(f"back to NCCL's own choice: {now.dropped}")
             except Stopped as reason:

@@ -147,10 +147,10 @@ class Memory:
 
     def leave(self, outcome: Outcome) -> None:
         """Write down what the run has come to by now."""
-        v = outcome.verdict if outcome.kept else None
+        v = outcome.verdict.tuned if outcome.kept and outcome.verdict else None
         told = {"format": FORMAT, "written": datetime.now(UTC).isoformat(timespec="seconds"), "job": self.job}
         told |= {"cluster": {fact: self.facts.get(fact) or "unknown" for fact in FACTS}}
-        told |= {"speedup": [v.tuned.speedup, v.tuned.low, v.tuned.high] if v else None}
+        told |= {"speedup": [v.speedup, v.low, v.high] if v else None}
         told |= {"slots": [vars(Kept.of(c.profile, c.decision)) for c in outcome.choices]}
         try:
             in_time(lambda: Store(self.url).write(key_of(self.facts), self._name, told))

@@ -20,7 +20,7 @@ from ..policies.choosing import DEFAULT
 REQUEST = "request.json"
 #: Options that are said anew by whoever joins, and those that only the launcher takes; each is a field of its name.
 AFRESH = (
-    *("windows", "verify", "window_steps", "budget"),
+    *("windows", "verify", "window_steps", "budget", "once", "quiet"),
     *("policy", "seed", "bitwise", "out", "json", "memory", "log_level"),
 )
 ONCE = ("metrics_port", "metrics_address")
@@ -55,6 +55,8 @@ class Request(Settings):
     emulated: Emulated | None = None
     policy: str = DEFAULT
     seed: int = 0
+    once: bool = False  # leave the job alone after the verdict
+    quiet: bool = False  # say nothing but the verdict
     bitwise: bool = False  # only what keeps the order of sums
     facts: dict[str, Any] = field(default_factory=dict)  # of the job, for the summary: stage, n_processes
     job: str = ""  # its command

@@ -10,16 +10,18 @@ from ...envs.live.job import Job
 from ...traces.reasons import RunEnds, names
 from ..report.outputs import logged
 from ..report.summary import RunSummary
+from ..report.verdict import DEFAULT
+from .compare import row_of
 from .request import Request
-from .tuner import Outcome
+from .tuner import Outcome, SlotChoice
 
 
 def summarise(request: Request, outcome: Outcome, job: Job, before: RunSummary) -> RunSummary:
     """The summary so far. ``before``: the one that an earlier tuner of the run left, which found what stands."""
     losses = logged(request.job_log, "loss")
     e = request.emulated
-    found = before or _measured(outcome, e is not None)
-    no_table = outcome.dropped or (RunEnds.NO_GAIN() if found.speedup is not None and not outcome.kept else "")
+    found = before or measured_by(outcome, e is not None)
+    no_table = outcome.dropped or (RunEnds.NO_GAIN() if found.is_decided and not outcome.kept else "")
     reasons = {"ended": outcome.ended, "no_table": no_table, "agreement": job.state[1] if job.state else ""}
     return replace(
         found,
@@ -50,22 +52,35 @@ def summarise(request: Request, outcome: Outcome, job: Job, before: RunSummary) 
     )
 
 
-def _measured(outcome: Outcome, emulated: bool) -> RunSummary:
+def measured_by(outcome: Outcome, emulated: bool) -> RunSummary:
     """What the search and its comparisons gave."""
     found = RunSummary(regime=outcome.regime, windows=outcome.windows, decisions=list(map(_decision, outcome.choices)))
     found.steps_to_first_gain, found.steps_to_verdict = outcome.first_gain, outcome.steps_to_verdict
+    ledger = outcome.ledger
+    found.comparisons = [one.told() for one in ledger.paired]
+    found.in_force = ledger.letter(outcome.decisions) if outcome.kept else DEFAULT
+    told = {found.in_force, *(name for one in ledger.paired for name in (one.table, one.against))}
+    rows = {name: [row_of(*row) for row in table.items()] for name, table in ledger.tables.items()}
+    found.tables = {name: table for name, table in rows.items() if name in told}
+    found.cost_s, found.budget_s = ledger.search_ms / 1e3, ledger.budget_ms / 1e3
+    found.trials, found.trials_cost_s = ledger.trials, ledger.trials_ms / 1e3
     if v := outcome.verdict:
-        found.default_step_ms, found.tuned_step_ms, found.speedup = v.default_ms, v.tuned_ms, v.tuned.speedup
-        found.speedup_ci95, found.aa_speedup_ci95 = [v.tuned.low, v.tuned.high], [v.same.low, v.same.high]
-        if emulated:
-            found.family = percentile_of_gain(1 - 1 / v.tuned.speedup)
+        found.detectable, found.aa_speedup_ci95 = v.detectable, [v.same.low, v.same.high] if v.same else None
+        if v.tuned:
+            found.speedup, found.speedup_ci95 = v.tuned.speedup, [v.tuned.low, v.tuned.high]
+            if emulated:
+                found.family = percentile_of_gain(1 - 1 / v.tuned.speedup)
+        if v.default and v.table:
+            first, last = v.default.told(), v.table.told()
+            found.compared, found.compared_steps = last["table"], [first["steps"][0], last["steps"][1]]
+            found.default_step_ms, found.default_windows = first["against_ms"], first["against_windows"]
+            found.tuned_step_ms, found.tuned_windows = last["table_ms"], last["table_windows"]
     return found
 
 
-def _decision(choice: Any) -> dict[str, Any]:
-    slot, d = choice.profile.slot, choice.decision
-    found = {"func": slot.func, "min_bytes": slot.min_bytes, "max_bytes": slot.max_bytes, "algo": d.algo}
-    return found | {"proto": d.proto, "n_channels": d.n_channels or None, "reason": choice.reason}
+def _decision(choice: SlotChoice) -> dict[str, Any]:
+    found = row_of(choice.profile.slot, choice.decision)
+    return found | {"own": choice.profile.own, "tried": choice.tried, "reason": choice.reason}
 
 
 def _refusal(slot: Any, decision: Any, why: str) -> dict[str, Any]:

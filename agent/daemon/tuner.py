@@ -20,17 +20,19 @@ from ...envs.live.obedience import Disobeyed
 from ...envs.live.windows import LiveWindows
 from ...envs.search.belief import Prior
 from ...envs.search.canary import GIVE_UP
-from ...envs.search.search import Search
-from ...envs.search.sequential import Race
+from ...envs.search.search import BUDGET_STEPS, Search
+from ...envs.search.sequential import ROOM, Race, half_width
 from ...envs.search.watch import SearchConfig
-from ...envs.search.windows import PHASES, WATCH, Plan, Policy
+from ...envs.search.windows import PHASES, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
 from ...traces.queries.audit import regime
 from ...traces.queries.slots import SlotProfile
 from ...traces.reasons import RowRefused, RunEnds
 from ...traces.records import AUTO, Decision, Slot
 from ...traces.spaces import config_of, decision_of
-from .compare import Comparison, Verdict
-from .request import LEAST_PAIRS, Settings
+from ..report.verdict import OWN, change, ms, rows_text, side
+from ..report.verdict import outcome as outcome_text
+from .compare import Comparison, Ledger, Paired, Verdict, row_of
+from .request import Settings
 
 Array = np.ndarray[Any, Any]
 
@@ -46,40 +48,41 @@ def rules_of(s: Settings) -> SearchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowLine:
-    """One window as it is told to people and written to the trace. Times in ms, ``saving`` relative to the default."""
+    """One window as it is told to people and written to the trace. Times are ms; tables go by their letters.
+
+    ``default_ms`` is the last window under NCCL's own choice; ``events``: what came of this window, a line each.
+    """
 
     index: int
-    total: int
     phase: str  # profile, search, verify, refine, watch
-    regime: str
-    slot: str = "all slots"
-    previous: str = "auto"
-    decision: str
+    table: str
+    in_force: str
+    decision: str  # the table in words
     step_ms: float
     default_ms: float
-    saving: float
-    verdict: str
-    reason: str
+    verdict: str  # measured or given up
+    events: tuple[str, ...]
+    best: tuple[str, float] | None  # of single windows of the search: the letter, its time over the default's
+    cost_s: float
+    budget_s: float
     generation: int
     first_step: int
     last_step: int
 
     def __str__(self) -> str:
-        number = "trial" if self.phase == "refine" else f"window {self.index}/{self.total}"
-        text = f"{number}  {self.regime}  step {self.step_ms:.0f} ms"
-        if self.phase == "profile":
-            return f"{text}  {self.reason}"
-        text += f", default {self.default_ms:.0f} ms ({-100 * self.saving:+.1f} %)"
-        return f"{text}  {self.decision}  {self.verdict}"
+        text = f"window {self.index}  {self.phase}  {side(self.table)} {ms(self.step_ms)}, {OWN} {ms(self.default_ms)}"
+        return "; ".join([f"{text}  {self.verdict}", *self.events])
 
 
 @dataclass(frozen=True)
 class SlotChoice:
-    """What was decided for one slot, and why."""
+    """What was decided for one slot: NCCL's own choice of it, how many other configs were tried, and why NCCL's stays
+    where it does."""
 
     profile: SlotProfile
     decision: Decision
-    reason: str
+    tried: int
+    reason: str = ""
 
 
 @dataclass
@@ -90,6 +93,7 @@ class Outcome:
     choices: list[SlotChoice] = field(default_factory=list)
     verdict: Verdict | None = None
     kept: bool = False  # the table is in force; otherwise NCCL's own choice is
+    ledger: Ledger = field(default_factory=Ledger)
     windows: int = 0
     ended: str = ""  # why the run ended early, if it did
     dropped: str = ""  # why a table that was kept is no more in force
@@ -106,12 +110,6 @@ class Outcome:
     def decisions(self) -> dict[Slot, Decision]:
         """What the table holds for each slot."""
         return {c.profile.slot: c.decision for c in self.choices if not c.decision.is_auto}
-
-    @property
-    def told(self) -> str:
-        """The verdict, for who waits for it."""
-        found = f"speed-up {self.verdict.tuned}; the table stays in force" if self.kept and self.verdict else None
-        return f"verdict after {self.steps_to_verdict} steps: {found or RunEnds.NO_GAIN()}"
 
 
 class Tuner:
@@ -136,6 +134,7 @@ class Tuner:
         windows.on_window = self._saw
         windows.on_disobeyed = self.outcome.disobeyed.append
         self._last: Window | None = None
+        self._default_ms = self._beside_ms = 0.0  # the last windows under NCCL's own choice, and under what is in force
         self._wait, self._look_at = LOOK_AGAIN, math.inf
 
     def run(self) -> Outcome:
@@ -197,11 +196,12 @@ class Tuner:
                 return
         seen = self.windows.measure(plan)
         self.outcome.windows += not over
-        race = search.race
-        pairs = race.n if race else 0
+        lost, sides = search.lost, _sides(search, plan)
         search.record(plan, seen)
-        self._tell(plan, search, race if race and race.n > pairs else None, float(seen.step_ms[-1]) > plan.limit_ms)
-        if over or search.marks.reopened:
+        given_up = float(seen.step_ms[-1]) > plan.limit_ms
+        self._charge(plan, seen.billed, search.lost - lost, over)
+        self._tell(plan, search, sides, given_up)
+        if over or search.marks.reopened or (search.confirmed.any() and self.outcome.first_gain is None):
             self._conclude()
 
     # -- what is told ------------------------------------------------------------------------------------------
@@ -212,17 +212,22 @@ class Tuner:
         if search is None:
             return
         o.kept = bool(search.confirmed.any())
-        o.first_gain = search.marks.first_gain if search.marks.first_gain >= 0 else None
-        o.steps_to_verdict = search.marks.verdict if search.marks.verdict >= 0 else None
+        now = self.windows.job.last_step
+        if search.marks.first_gain >= 0 and o.first_gain is None:
+            o.first_gain = now
+        if search.marks.verdict >= 0 and o.steps_to_verdict is None:
+            o.steps_to_verdict = now
         o.default_share = search.after_default / search.after if search.after else None
         o.reopened, o.returned, o.refined = search.marks.reopened, search.marks.returned, search.marks.refined
         if search.marks.dropped and not o.dropped and not o.kept:
             o.dropped = RunEnds.SLOWER()
         sure = search.is_over or bool(search.races)  # a table that was confirmed has its figures, however the job ends
+        if o.reopened and not sure:
+            o.verdict = None  # it was of the job as it had been
         if sure or search.race is None:
             o.choices = [self._choice(i, p, search) for i, p in enumerate(self.windows.profiles)]
         if sure:
-            o.verdict = verdict_of(search)
+            o.verdict = verdict_of(search, o.ledger)
         o.refused = [self._refusal(int(s), int(c)) for s, c in np.argwhere(search.banned)]
 
     def _refusal(self, i: int, config: int) -> tuple[Slot, Decision, str]:
@@ -232,21 +237,23 @@ class Tuner:
         return slot, decision, too_slow if row is None else str(row)
 
     def _choice(self, i: int, profile: SlotProfile, search: Search) -> SlotChoice:
-        config = int(search.confirmed[i])
-        decision = decision_of(config)
-        mean, deviation = search.belief.figures(i)
-        # More than all of it is possible, a call slows what runs beside it, but is no more than that in words.
-        exposure = f"the step waits for {min(1.0, search.belief.exposure[0][i]):.0%} of its time"
-        tried = int((search.tried[i, 1:] > 0).sum())
-        own = profile.own
-        if decision.is_auto and not tried:
-            return SlotChoice(profile, AUTO, RowRefused.NOT_TRIED(own=own))
+        decision, tried = decision_of(int(search.confirmed[i])), int((search.tried[i, 1:] > 0).sum())
+        why = ""
         if decision.is_auto:
-            return SlotChoice(profile, AUTO, RowRefused.NOT_BETTER(own=own, tried=tried, exposure=exposure))
-        percent = f"{100 * mean[config]:.1f} % +- {196 * deviation[config]:.1f}"
-        return SlotChoice(
-            profile, decision, f"saves {percent} of the step against NCCL's {own}; {tried} tried; {exposure}"
-        )
+            found = RowRefused.NOT_BETTER if tried else RowRefused.NOT_TRIED
+            why = found(own=profile.own, tried=tried)
+        return SlotChoice(profile, decision, tried, why)
+
+    def _charge(self, plan: Plan, steps: int, lost: float, over: bool) -> None:
+        """What a window cost: up to the verdict as the budget counts it, later against the table in force."""
+        search, ledger, window = self.search, self.outcome.ledger, self._last
+        assert search is not None and window is not None
+        if not over:
+            ledger.search_ms += lost * search.default_ms
+        elif plan.kind == TRIAL:
+            ledger.trials += 1
+            ledger.trials_ms += steps * (window.step_ms - self._beside_ms)
+        ledger.budget_ms = search.rules.budget * max(search.steps, BUDGET_STEPS) * search.default_ms
 
     def _saw(self, plan: Plan, window: Window) -> None:
         self._last = window
@@ -254,38 +261,80 @@ class Tuner:
     def _tell_profile(self) -> None:
         if self._last is None:
             return
-        found = ", ".join(f"{p.slot} x{p.calls:.0f} ({p.share:.0%} of the step)" for p in self.windows.profiles)
-        self._line("profile", "auto", self._last.step_ms, "measured", found or "no slot")
+        self._default_ms = self._beside_ms = self._last.step_ms
+        share = sum(p.share for p in self.windows.profiles)
+        found = f"{len(self.windows.profiles)} kinds of call to tune, {share:.0%} of a step of {ms(self._default_ms)}"
+        self._line("profile", {}, "measured", [found] if self.windows.profiles else [])
 
-    def _tell(self, plan: Plan, search: Search, pair: Race | None, given_up: bool) -> None:
-        default_ms = search.default_ms * math.exp(float(search.belief.mean[0]))
+    def _tell(self, plan: Plan, search: Search, sides: _Sides | None, given_up: bool) -> None:
+        """Tell the window that was just recorded: enter it where it belongs, and say what came of it."""
+        assert self._last is not None
+        window, ledger, events = self._last, self.outcome.ledger, list[str]()
         table = self.windows.decisions(plan.configs)
-        text = ", ".join(f"{slot} {decision}" for slot, decision in table.items()) or "auto"
-        if plan.kind == WATCH and (plan.configs.any() or not search.confirmed.any()):
+        letter = ledger.letter(table)
+        if not plan.configs.any():
+            self._default_ms = window.step_ms
+        if given_up:
+            events += [*ledger.legend(letter), f"{letter} given up: a step took over {GIVE_UP:g} times as long"]
+        elif plan.kind == SEARCH:
+            ratio = window.step_ms / self._default_ms
+            if ratio < (ledger.best[1] if ledger.best else 1.0) - search.noise:
+                ledger.best = letter, ratio
+                events += ledger.legend(letter)
+                events.append(f"best so far {letter}: one window {change(1 / ratio)} than {OWN}")
+        if sides is not None:
+            events += self._enter(plan, sides, search, window, given_up)
+        if plan.kind != TRIAL and (plan.configs == search.confirmed).all():
+            self._beside_ms = window.step_ms
+        if plan.kind == WATCH and not events and (plan.configs.any() or not search.confirmed.any()):
             return  # nothing but the job as it runs
-        verdict = "given up" if given_up else "measured"
-        if pair is not None:
-            low, _ = pair.interval
-            verdict = "kept" if low > 0 and pair.n >= LEAST_PAIRS else "rolled back" if search.race is None else verdict
-        of_the_table = verdict == "kept" and not plan.configs.any()  # it was this window that made it sure
-        self._line(PHASES[plan.kind], text, default_ms, verdict, "the table beside it" if of_the_table else "")
+        self._line(PHASES[plan.kind], table, "given up" if given_up else "measured", events)
 
-    def _line(self, phase: str, text: str, default_ms: float, verdict: str, reason: str) -> None:
+    def _enter(self, plan: Plan, sides: _Sides, search: Search, window: Window, given_up: bool) -> list[str]:
+        """Enter a window of a comparison; what there is to say of that."""
+        ledger, race, events = self.outcome.ledger, sides.race(), list[str]()
+        if race is None:
+            return events
+        paired = ledger.of(race)
+        if paired is None:
+            table, against = (ledger.letter(self.windows.decisions(c)) for c in (sides.table, sides.against))
+            paired = Paired(table, against, race, plan.kind == TRIAL, int(window.steps[0]))
+            ledger.paired.append(paired)
+            if not paired.trial:
+                events += [*ledger.legend(table, against), f"comparison: {table} against {side(against)}"]
+        if not given_up:
+            of_table = plan.kind in (TABLE, TRIAL)
+            (paired.table_ms if of_table else paired.against_ms).append(window.step_ms)
+            if plan.kind == TRIAL:
+                paired.against_ms.append(self._beside_ms)
+        paired.last_step = int(window.steps[-1])
+        if any(one is race for one in search.races):
+            paired.outcome = "kept"
+        elif search.race is not race and (plan.kind != TRIAL or sides.table.tobytes() in search.given_up):
+            paired.outcome = "lost"
+        if paired.outcome == "kept" or (paired.outcome == "lost" and not paired.trial):
+            events += [*ledger.legend(paired.table), outcome_text(paired.told())]
+        return events
+
+    def _line(self, phase: str, table: Mapping[Slot, Decision], verdict: str, events: list[str]) -> None:
         """Tell the last window."""
         assert self._last is not None
-        window = self._last
+        window, ledger = self._last, self.outcome.ledger
+        in_force = self.windows.decisions(self.search.confirmed) if self.search is not None else {}
         self.on_window(
             WindowLine(
                 index=self.outcome.windows,
-                total=self.settings.windows + 2 * self.settings.verify,
                 phase=phase,
-                regime=self.outcome.regime,
-                decision=text,
+                table=ledger.letter(table),
+                in_force=ledger.letter(in_force),
+                decision=rows_text(row_of(slot, decision) for slot, decision in table.items()),
                 step_ms=window.step_ms,
-                default_ms=default_ms,
-                saving=1 - window.step_ms / default_ms,
+                default_ms=self._default_ms,
                 verdict=verdict,
-                reason=reason,
+                events=tuple(events),
+                best=ledger.best,
+                cost_s=ledger.search_ms / 1e3,
+                budget_s=ledger.budget_ms / 1e3,
                 generation=window.generation,
                 first_step=int(window.steps[0]),
                 last_step=int(window.steps[-1]),
@@ -293,22 +342,37 @@ class Tuner:
         )
 
 
-def verdict_of(search: Search) -> Verdict:
-    """The verdict of a search that is over: the table against the default, and the default against itself.
+@dataclass(frozen=True)
+class _Sides:
+    """The comparison that a window is of: configs (s,) of its two sides, and the search's account of its pairs."""
 
-    Where no table was ever worth a comparison both are the default against itself.
-    """
+    table: Array
+    against: Array
+    race: Callable[[], Race | None]
+
+
+def _sides(search: Search, plan: Plan) -> _Sides | None:
+    """Of a window that is about to be recorded; None for one that is of no comparison."""
+    if plan.kind in (REFERENCE, TABLE):
+        race = search.race
+        return _Sides(search.table.copy(), search.reference.copy(), lambda: race)
+    if plan.kind == TRIAL:
+        races = search.later.races
+        return _Sides(plan.configs, search.confirmed.copy(), lambda: races.get(plan.configs.tobytes()))
+    return None
+
+
+def verdict_of(search: Search, ledger: Ledger) -> Verdict:
+    """The verdict of a search that is over: the table against the default, and the default against itself."""
     noise = search.noise * math.sqrt(2)
     same = Race(noise, logs=search.same_logs)
-    aa = _comparison(same.mean, *same.interval, same.n) if same.n else _comparison(0.0, -3 * noise, 3 * noise, 0)
+    aa = Comparison.of(same.mean, *same.interval, same.n) if same.n else None
+    races = search.races or ([search.rejected] if search.rejected is not None else [])
+    tuned: Comparison | None
     if search.races:
-        tuned = _comparison(*search.gain, sum(race.n for race in search.races))
-    elif search.rejected is not None:
-        tuned = _comparison(search.rejected.mean, *search.rejected.interval, search.rejected.n)
+        tuned = Comparison.of(*search.gain, sum(race.n for race in search.races))
     else:
-        tuned = aa
-    return Verdict(tuned, aa, search.default_ms, search.default_ms / tuned.speedup)
-
-
-def _comparison(mean: float, low: float, high: float, n: int) -> Comparison:
-    return Comparison(math.exp(mean), math.exp(low), math.exp(high), n)
+        tuned = next((Comparison.of(race.mean, *race.interval, race.n) for race in races if race.n), None)
+    ends = [ledger.of(race) for race in (races[:1] + races[-1:])] or [None, None]
+    sigma = max([noise, *(race.sigma for race in races)])
+    return Verdict(tuned, aa, ends[0], ends[1], 1 - math.exp(-ROOM * sigma * half_width(search.rules.pairs)))

@@ -1,130 +1,131 @@
-"""The report's figures. Their colours are the page's, ``var(--name)``, which its script looks up as it draws them."""
+"""The report's figures, each as HTML. Their colours are the page's, ``var(--name)``."""
 
 from __future__ import annotations
 
-from html import escape
-
+import numpy as np
 import pandas as pd
-import plotly.express as px
-from plotly import graph_objects as go
 
 from ...traces.files import Trace
 from ...traces.queries.costs import Generations, typical_step
 from ...traces.records import Slot, size_class
 from .summary import RunSummary
+from .svg import Plot, spread, ticks_of
 from .texts import window_parts
+from .verdict import DEFAULT, OWN, ms, seconds, side
 
 #: Bars drawn per step and ranks drawn at most: beyond, a timeline is neither readable nor light.
-MAX_BARS, MAX_RANKS = 3000, 4
-N_COLOURS = 6
-_AXIS = {"gridcolor": "var(--line)", "zeroline": False, "linecolor": "var(--line)", "automargin": True}
-_CLEAR = "rgba(0,0,0,0)"
-#: What all figures of the page have in common.
-_LOOK = go.layout.Template(
-    layout={
-        "paper_bgcolor": _CLEAR,
-        "plot_bgcolor": _CLEAR,
-        "font": {"family": "system-ui, Segoe UI, Roboto, Arial, sans-serif", "color": "var(--quiet)", "size": 12},
-        "hoverlabel": {"bgcolor": "var(--card)", "bordercolor": "var(--line)", "font_color": "var(--ink)"},
-        "hovermode": "closest",
-        "legend": {"orientation": "h", "y": 1.09, "yanchor": "bottom", "x": 0},
-        "modebar": {"bgcolor": _CLEAR, "color": "var(--default)", "orientation": "v"},
-        "xaxis": _AXIS,
-        "yaxis": _AXIS,
+MAX_BARS, MAX_RANKS, N_COLOURS = 2000, 4, 6
+_DEFAULT, _TUNED, _OTHER, _WARN = "var(--default)", "var(--tuned)", "var(--slot-1)", "var(--warn)"
+_BINS = 40
+
+
+def windows_figure(trace: Trace, s: RunSummary) -> str:
+    """Step time of every window over the job's steps; empty when none was measured."""
+    rows = [line for line in trace.log if line["kind"] == "window" and line.get("step_ms") is not None]
+    if not rows:
+        return ""
+    by_step = all(row.get("last_step") is not None for row in rows)
+    place = [float(row["last_step"] if by_step else row.get("index", i)) for i, row in enumerate(rows)]
+    plot = Plot(spread(place, 0.03), spread(row["step_ms"] for row in rows), 320)
+    for c in s.comparisons:
+        if not c["trial"] and by_step:
+            plot.bar((c["steps"][0], c["steps"][1]), plot.y_range, "var(--faint)")
+            plot.text(c["steps"][0], plot.y_range[1], f"{side(c['table'])} : {side(c['against'])}", 2, 12)
+    plot.y_axis("ms")
+    minutes = _minutes(trace, ticks_of(*plot.x_range, 4)) if by_step else {}
+    plot.x_axis("steps" if by_step else "windows", minutes)
+    names = {OWN: _DEFAULT, f"{side(s.in_force)}, in force": _TUNED, "another table": _OTHER, "given up": _WARN}
+    for x, row in zip(place, rows, strict=True):
+        table = row.get("table") or row.get("decision")
+        is_own = table in (DEFAULT, "auto")
+        name = OWN if is_own else f"{side(s.in_force)}, in force" if table == s.in_force else "another table"
+        name = "given up" if row.get("verdict") == "given up" else name
+        plot.legend[name] = names[name]
+        plot.dot(x, row["step_ms"], names[name], "  ".join(window_parts(row)), hollow=is_own)
+    return plot.html("Step time of each window over the job's steps")
+
+
+def _minutes(trace: Trace, steps: list[float]) -> dict[float, str]:
+    """When these steps ended, since the first that was recorded."""
+    first = trace.steps[trace.steps["rank"] == trace.steps["rank"].min()].sort_values("index")
+    if len(first) < 2:
+        return {}
+    ends = first["end_ns"].to_numpy(np.float64)
+    found = np.interp(steps, first["index"].to_numpy(np.float64), (ends - ends[0]) / 1e9)
+    return {step: seconds(after) for step, after in zip(steps, found, strict=True)}
+
+
+def step_times(
+    trace: Trace, which: Generations, s: RunSummary
+) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    """Step times in ms under NCCL's choice and under the table, in the steps of the comparison where these are known;
+    the first after a change of tables is of both and left out."""
+    steps = trace.steps[trace.steps["rank"] == trace.steps["rank"].min()].sort_values("index")
+    steps = steps[steps["table_generation"] == steps["table_generation"].shift()]
+    if s.compared_steps:
+        steps = steps[steps["index"].between(*s.compared_steps)]
+    sides = {OWN: which.default, side(s.compared or s.in_force or "table"): which.tuned}
+    found = {
+        name: steps.loc[steps["table_generation"].isin(those), "duration_ns"].to_numpy(np.float64) / 1e6
+        for name, those in sides.items()
     }
-)
-_OWN = "NCCL's own choice"
-#: How a window is drawn by its outcome: (colour, symbol).
-_OUTCOMES = {
-    _OWN: ("var(--default)", "circle-open"),
-    "kept": ("var(--tuned)", "diamond"),
-    "measured": ("var(--tuned)", "circle"),
-    "rolled back": ("var(--warn)", "x"),
-    "given up": ("var(--warn)", "x-open"),
-}
+    return {name: times for name, times in found.items() if len(times)}
 
 
-def speedup_figure(summary: RunSummary) -> go.Figure | None:
-    """The speed-up and the default against itself, with their intervals; None without a verdict."""
-    intervals = {"A/A": summary.aa_speedup_ci95, "tuned": summary.speedup_ci95}
-    if summary.speedup is None or not any(intervals.values()):
-        return None
-    rows = pd.DataFrame([(name, *ends) for name, ends in intervals.items() if ends], columns=["name", "low", "high"])
-    rows["middle"] = (rows["low"] * rows["high"]) ** 0.5
-    rows["above"], rows["below"] = rows["high"] - rows["middle"], rows["middle"] - rows["low"]
-    figure = px.scatter(rows, "middle", "name", error_x="above", error_x_minus="below", template=_LOOK, height=140)
-    figure.update_traces(marker={"color": "var(--tuned)", "size": 7}, hovertemplate="%{y} %{x:.3f}<extra></extra>")
-    figure.update_layout(margin={"l": 8, "r": 44, "t": 8, "b": 8}, xaxis_title=None, yaxis_title=None)
-    return figure.add_vline(x=1, line={"color": "var(--quiet)", "dash": "dash", "width": 1})
+def distribution_figure(trace: Trace, which: Generations, s: RunSummary) -> str:
+    """How step times are spread under both sides of the comparison; empty where one is lacking."""
+    times = step_times(trace, which, s)
+    if len(times) < 2:
+        return ""
+    low, high = np.quantile(np.concatenate(list(times.values())), (0.0, 0.98))
+    edges = np.linspace(*spread((low, high), 0.05), _BINS + 1)
+    plot = Plot((edges[0], edges[-1]), (0, len(times)), 80 + 90 * len(times))
+    plot.x_axis("ms")
+    for i, (name, values) in enumerate(reversed(times.items())):
+        colour = _DEFAULT if name == OWN else _TUNED
+        counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), edges)
+        for n, left, right in zip(counts, edges[:-1], edges[1:], strict=True):
+            if n:
+                plot.bar(
+                    (left, right), (i, i + 0.7 * n / counts.max()), colour, f"{n} steps, {left:.2f} to {right:.2f} ms"
+                )
+        middle = float(np.median(values))
+        plot.line((middle, middle), (i, i + 0.78), "var(--ink)")
+        plot.text(edges[0], i + 0.84, f"{name}: {len(values)} steps, median {ms(middle)}")
+    return plot.html("How often a step took how long, under NCCL's choice and under the table")
 
 
-def windows_figure(windows: pd.DataFrame) -> go.Figure | None:
-    """Step time over windows beside the interleaved default; None when no window was measured."""
-    if windows.empty or "step_ms" not in windows:
-        return None
-    needed = ["phase", "verdict", "decision", "default_ms"]
-    rows = windows.reindex(columns=windows.columns.union(needed)).reset_index(drop=True).dropna(subset="step_ms")
-    said = [{str(key): value for key, value in row.items() if pd.notna(value)} for row in rows.to_dict("records")]
-    rows["told"] = ["<br>".join(map(escape, window_parts(line))) for line in said]
-    is_own = (rows["decision"] == "auto") & (rows["phase"] != "search") | ~rows["verdict"].isin(list(_OUTCOMES))
-    rows["outcome"] = rows["verdict"].mask(is_own, _OWN)
-    figure = px.line(rows, y="default_ms", template=_LOOK, height=420)
-    figure.update_traces(name=f"{_OWN}, measured in between", showlegend=True, line={"color": "var(--default)"})
-    figure.update_traces(hovertemplate="default %{y:.1f} ms<extra></extra>")
-    looks = {"color_discrete_map": {name: colour for name, (colour, _) in _OUTCOMES.items()}}
-    looks["symbol_map"] = {name: symbol for name, (_, symbol) in _OUTCOMES.items()}
-    tried = rows[rows["phase"] != "profile"]
-    points = px.scatter(tried, y="step_ms", color="outcome", symbol="outcome", custom_data="told", **looks)
-    points.update_traces(marker_size=8, hovertemplate="%{customdata[0]}<extra></extra>")
-    figure.add_traces(points.data).update_layout(xaxis_title="window", yaxis_title="step time, ms")
-    for _, span in rows.groupby((rows["phase"] != rows["phase"].shift()).cumsum()):
-        name, first, last = span["phase"].iloc[0], span.index[0] - 0.5, span.index[-1] + 0.5
-        if name == "verify" or (name == "search" and len(span) >= 8):
-            text, colour = ("comparison", "var(--faint)") if name == "verify" else (name, _CLEAR)
-            place = {"annotation_text": text, "annotation_position": "top left", "annotation_yanchor": "bottom"}
-            figure.add_vrect(first, last, fillcolor=colour, line_width=0, layer="below", **place)
-    return figure
-
-
-def timeline_figure(trace: Trace, which: Generations) -> go.Figure | None:
-    """One default step above one tuned step: a bar per sampled collective; None when none was sampled."""
-    wanted = {_OWN: which.default, "tuned": which.tuned}
+def timeline_figure(trace: Trace, which: Generations, s: RunSummary) -> str:
+    """One default step above one tuned step: a bar per sampled collective; empty when none was sampled."""
+    wanted = {OWN: which.default, side(s.compared or s.in_force or "table"): which.tuned}
     steps = {name: step for name, those in wanted.items() if (step := typical_step(trace, those)) is not None}
     if not steps:
-        return None
-    drawn = [_lanes(trace, step, name) for name, step in steps.items()]
-    bars = pd.concat([bars for bars, _ in drawn])
+        return ""
+    drawn = {name: _lanes(trace, step) for name, step in steps.items()}
+    bars = pd.concat([bars for bars, _ in drawn.values()])
     dearest = bars.groupby("slot")["ms"].sum().sort_values(ascending=False).index[:N_COLOURS]
-    bars["slot"] = bars["slot"].where(bars["slot"].isin(dearest), "other")
-    colours = {slot: f"var(--slot-{i})" for i, slot in enumerate(dearest)} | {"other": "var(--slot-other)"}
-    figure = px.bar(
-        bars,
-        x="ms",
-        y="lane",
-        base="start",
-        color="slot",
-        color_discrete_map=colours,
-        orientation="h",
-        facet_col="part",
-        facet_col_wrap=1,
-        hover_data={"start": ":.2f", "ms": ":.3f", "MiB": ":.2f", "config": True, "part": False},
-        labels={"lane": "on", "start": "start, ms", "ms": "length, ms"},
-        template=_LOOK,
-        height=180 + 90 * len(steps) + 30 * bars.groupby("part")["lane"].nunique().sum(),
-    )
-    figure.update_traces(width=0.62, marker_line={"width": 0.5, "color": "rgba(128,128,128,0.5)"})
-    # The legend lies below: the labels of the two steps take the room above.
-    figure.update_layout(barmode="overlay", legend={"title": None, "y": -0.16, "yanchor": "top"})
-    figure.update_yaxes(title=None, categoryorder="category descending", gridcolor=_CLEAR)
-    figure.update_xaxes(title=None, rangemode="tozero").update_xaxes(title="ms since the step began", row=1)
-    figure.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("part="), x=0, xanchor="left"))
-    for row, (_, end_ms) in enumerate(reversed(drawn), 1):  # plotly counts from the lowest
-        if end_ms:
-            figure.add_vline(end_ms, row=row, col=1, line={"color": "var(--quiet)", "width": 1.5, "dash": "dot"})
-    return figure
+    colours = {slot: f"var(--slot-{i})" for i, slot in enumerate(dearest)}
+    most = max([(bars["start"] + bars["ms"]).max(), *(end for _, end in drawn.values() if end)])
+    lanes = sum(bars["lane"].nunique() + 1 for bars, _ in drawn.values())
+    plot = Plot((0, float(most)), (0, lanes), 40 + 26 * lanes)
+    plot.x_axis("ms")
+    y = lanes
+    for name, (bars, end) in drawn.items():
+        top, y = y, y - 1
+        plot.text(0, y, f"{name}, step {steps[name]}" + (f", {ms(end)}" if end else ""), 0, -6)
+        for lane, those in bars.groupby("lane"):
+            y -= 1
+            plot.text(0, y + 0.5, str(lane), -6, 4, "end")
+            for start, length, slot, said in those[["start", "ms", "slot", "said"]].itertuples(index=False):
+                colour = colours.get(slot, "var(--slot-other)")
+                plot.legend[slot if slot in colours else "other"] = colour
+                plot.bar((start, start + length), (y + 0.12, y + 0.88), colour, said)
+        if end:
+            plot.line((end, end), (y, top - 1), "var(--quiet)", "3 3")
+    return plot.html("Every collective of a step, by rank")
 
 
-def _lanes(trace: Trace, step: int, name: str) -> tuple[pd.DataFrame, float | None]:
+def _lanes(trace: Trace, step: int) -> tuple[pd.DataFrame, float | None]:
     """Sampled collectives of a step in ms since it began, and when it ended (None if clocks cannot be compared).
 
     Times are the GPU's clock. Where they fall into the step as the host timed it the two clocks are one; otherwise each
@@ -144,15 +145,10 @@ def _lanes(trace: Trace, step: int, name: str) -> tuple[pd.DataFrame, float | No
         zero = start.groupby(events["rank"]).transform("min")
     end_ms = float(host["duration_ns"].median()) / 1e6 if same_clock else None
     classes = zip(events["func"], events["n_bytes"], strict=True)
-    bars = pd.DataFrame(
-        {
-            "start": (start - zero) / 1e6,
-            "ms": (end - start) / 1e6,
-            "MiB": events["n_bytes"] / 2**20,
-            "config": events["algo"] + "/" + events["proto"] + "/" + events["n_channels"].astype("str"),
-            "slot": [str(Slot(0, 0, func, size_class(int(n)))).replace("<=", "≤ ") for func, n in classes],
-            "lane": "rank " + events["rank"].astype("str") + "  " + events["func"].astype("str"),
-            "part": f"<b>{name}</b>, step {step}" + (f", {end_ms:.1f} ms" if end_ms else ""),
-        }
-    )
+    bars = pd.DataFrame({"start": ((start - zero) / 1e6).clip(lower=0), "ms": (end - start) / 1e6})
+    bars["slot"] = [str(Slot(0, 0, func, size_class(int(n)))) for func, n in classes]
+    short = ["".join(word[0] for word in str(func).split("_")).upper() for func in events["func"]]
+    bars["lane"] = [f"rank {rank} {name}" for rank, name in zip(events["rank"], short, strict=True)]
+    config = events["algo"] + "/" + events["proto"] + "/" + events["n_channels"].astype("str")
+    bars["said"] = bars["slot"] + ", " + config + ", " + bars["ms"].map("{:.3f} ms".format)
     return bars, end_ms

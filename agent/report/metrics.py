@@ -23,7 +23,8 @@ METRICS = (
     ("dynamiccl_table_kept", "kept", "1 while a table is in force, 0 while NCCL decides"),
     ("dynamiccl_table_rows", "decisions", "Rows of the table that was decided for"),
     ("dynamiccl_gain_ratio", "gain", "Part of the step that the table saves, by what confirmed it"),
-    ("dynamiccl_search_cost_ratio", "search_cost", "Part of the searched steps' time lost against the default"),
+    ("dynamiccl_search_cost_seconds", "cost_s", "What the job lost by the search against its default, below 0: won"),
+    ("dynamiccl_search_budget_seconds", "budget_s", "What the search may lose"),
     ("dynamiccl_lost_records_total", "records_lost", "Records of the job that were lost"),
     ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks were seen to run differently"),
 )

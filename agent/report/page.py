@@ -1,4 +1,4 @@
-"""The page of a run: style, script and skeleton.
+"""The page of a run: style and skeleton.
 
 Everything is inline, and a page forbids itself any request.
 """
@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
-#: Colours by name; figures use the names, so that one drawing serves light and dark.
+#: Colours by name; figures use the names, so that one drawing serves light and dark. On a phone a table's rows are
+#: cards.
 _STYLE = """
 :root {
   color-scheme: light dark;
@@ -46,17 +44,20 @@ header { display: flex; flex-wrap: wrap; gap: 6px 16px; align-items: baseline; j
   border-radius: 999px; padding: 3px 13px; font-size: 13px; }
 .missing { margin-top: 14px; background: var(--warn-soft); color: var(--warn); padding: 9px 16px; font-size: 14px; }
 .missing ul { margin: 0; padding-left: 18px; }
-.cards { display: grid; gap: 14px; margin-top: 20px; grid-template-columns: 1.9fr 1fr 1fr; }
+.cards { display: grid; gap: 14px; margin-top: 20px; grid-template-columns: repeat(3, 1fr); }
 .card, .plot, .scroll { background: var(--card); border: 1px solid var(--line); border-radius: 12px; min-width: 0;
   break-inside: avoid; }
 .card { padding: 18px 22px; }
-.wide { grid-row: span 2; }
-.wide .plot { border: 0; }
-.big { font-size: 25px; font-weight: 600; line-height: 1.3; }
-.wide .big { font-size: 54px; line-height: 1.1; }
-.plot { padding: 10px 8px 4px; }
+.wide { grid-column: 1 / -1; }
+.big { font-size: 23px; font-weight: 600; line-height: 1.3; }
+.plot { padding: 14px 28px 44px 84px; }
+svg { display: block; overflow: visible; }
+svg text { font-size: 12px; fill: var(--quiet); }
+.legend { display: flex; flex-wrap: wrap; gap: 2px 18px; list-style: none; margin: 0 0 6px; padding: 0; }
+.legend li { font-size: 13px; }
+.legend span { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; min-width: 620px; font-size: 14px; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 500; vertical-align: bottom; }
 th, td { padding: 9px 11px; border-bottom: 1px solid var(--line); }
 td { vertical-align: top; }
@@ -66,21 +67,15 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: 5px 24px; margi
 dd { margin: 0; overflow-wrap: anywhere; }
 .two { display: grid; grid-template-columns: 1fr 1fr; gap: 14px; }
 @media (max-width: 820px) { .cards, .two, dl { grid-template-columns: 1fr; } main { padding: 24px 14px 48px; } }
-"""
-
-# Plotly knows no CSS variables: "var(--name)" is looked up when a figure is drawn, and again when the theme changes.
-_SCRIPT = """
-const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const painted = v => typeof v === "string" ? v.replace(/^var\\((--[a-z0-9-]+)\\)$/, (_, name) => css(name))
-  : Array.isArray(v) ? v.map(painted)
-  : v && typeof v === "object" ? Object.fromEntries(Object.entries(v).map(([k, x]) => [k, painted(x)])) : v;
-const draw = () => {
-  for (const [id, figure] of Object.entries(FIGURES))
-    Plotly.react(id, painted(figure.data), painted(figure.layout),
-      {responsive: true, displaylogo: false, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]]});
-};
-draw();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+@media (max-width: 600px) {
+  thead { display: none; }
+  tr { display: block; padding: 8px 0; border-bottom: 1px solid var(--line); }
+  td, td.num { display: flex; justify-content: space-between; gap: 16px; padding: 3px 14px; border: 0; }
+  td, td.num { text-align: right; white-space: normal; }
+  td::before { content: attr(data-head); color: var(--quiet); text-align: left; }
+  td:empty { display: none; }
+  .plot { padding-left: 74px; padding-right: 16px; }
+}
 """
 
 # A page that reloads by itself must let its reader stop that (WCAG 2.2, 2.2.1): no meta refresh.
@@ -92,25 +87,15 @@ setInterval(() => {{ if (document.getElementById("reload").checked) location.rel
 """
 
 
-def page(title: str, body: str, figures: Mapping[str, Figure], reload_s: int = 0) -> str:
-    """The whole document. ``figures``: each is drawn into the div of ``body`` that has its name for an id.
-
-    The page loads itself anew every ``reload_s`` seconds (0: never) until the reader turns that off.
-    """
-    scripts = ""
-    if figures:
-        from plotly.offline import get_plotlyjs
-
-        # Plotly writes no "<": a tag or a comment inside the data would end the script early, or never.
-        data = ",".join(f'"{name}":{figure.to_json()}' for name, figure in figures.items())
-        scripts = f"<script>{get_plotlyjs()}</script>\n<script>const FIGURES = {{{data}}};{_SCRIPT}</script>"
+def page(title: str, body: str, reload_s: int = 0) -> str:
+    """The document. It loads itself anew every ``reload_s`` seconds (0: never) until the reader turns that off."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
+ content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
 <title>{escape(title)}</title>
 <style>{_STYLE}</style>
 </head>
@@ -118,15 +103,9 @@ def page(title: str, body: str, figures: Mapping[str, Figure], reload_s: int = 0
 <main>
 {_RELOAD.format(reload_s) if reload_s else ""}{body}
 </main>
-{scripts}
 </body>
 </html>
 """
-
-
-def plot(name: str, said: str) -> str:
-    """The place of the figure ``name``, with what it shows in words. Plotly puts buttons into it: it is no image."""
-    return f'<div class="plot"><div id="{escape(name)}" role="figure" aria-label="{escape(said)}"></div></div>'
 
 
 def section(heading: str, lead: str, content: str) -> str:
@@ -138,9 +117,10 @@ def table(name: str, heads: Sequence[str], rows: Iterable[Iterable[str | None]],
     """A table of texts; columns in ``numbers`` stand to the right, ``name`` is for who cannot see it."""
     kinds = [' class="num"' if head in numbers else "" for head in heads]
     head = "".join(f'<th scope="col"{kind}>{escape(text)}</th>' for text, kind in zip(heads, kinds, strict=True))
-    lines = (zip(row, kinds, strict=True) for row in rows)
+    lines = (zip(row, kinds, heads, strict=True) for row in rows)
     body = "".join(
-        "<tr>" + "".join(f"<td{k}>{escape(text or '')}</td>" for text, k in line) + "</tr>" for line in lines
+        "<tr>" + "".join(f'<td{k} data-head="{escape(h)}">{escape(text or "")}</td>' for text, k, h in line) + "</tr>"
+        for line in lines
     )
     box = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}">'
     return f"{box}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

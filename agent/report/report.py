@@ -7,23 +7,20 @@ import sys
 from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
 from ...traces.files import Trace, TraceError
 from ...traces.queries.audit import audit
 from ...traces.queries.costs import generations, slot_costs
-from ...traces.reasons import RunEnds
 from ...traces.segments import atomically
-from .figures import speedup_figure, timeline_figure, windows_figure
-from .page import facts, page, plot, section, table
+from .figures import distribution_figure, timeline_figure, windows_figure
+from .page import facts, page, section, table
 from .summary import RunSummary
-from .texts import COSTS, COSTS_NOTE, DECISIONS, NUMBERS, cost_rows, decision_rows, emulation_text
+from .texts import COSTS, COSTS_NOTE, DECISIONS, NUMBERS, cost_rows, decision_rows, emulation_text, result_lines
+from .verdict import OWN, change, ms, seconds, side
 from .why import chains, lines
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 #: Seconds after which the page of a run that goes on loads itself anew.
 RELOAD_S = 30
@@ -31,12 +28,15 @@ RELOAD_S = 30
 _IN_HEADER = ("cluster", "emulated", "bytes_scale", "compute_scale", "stage", "n_processes", "policy")
 
 _WINDOWS = (
-    "Each point is a window of some steps, under a table or under NCCL's own choice; the line is NCCL's own choice "
-    "as measured so far. Point at one to read it."
+    "Each point is a window of some steps under one table; circles are NCCL's own choice. Shaded: a comparison, with "
+    "its two sides. Point at a window to read it."
 )
 _TIMELINE = (
     "Every bar is one collective from its kernel's start to its end, on the ranks that were recorded. Each step is the "
-    "one nearest the median of its kind; the dotted line is its end."
+    "one nearest the median of its kind; the dashed line is its end. AG: all_gather, and so on."
+)
+_DISTRIBUTION = (
+    "Steps of the comparison, under either side; the line is the median, the longest 2 % are in the last bar."
 )
 
 
@@ -51,25 +51,20 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace, running: b
     place = str(s.cluster or trace.header.get("host") or "a run")
     which = generations(trace, s.decisions or None)
     costs = slot_costs(trace.events, which.default, which.tuned)
-    drawn = {
-        "speedup": speedup_figure(s),
-        "windows": windows_figure(trace.windows),
-        "timeline": timeline_figure(trace, which),
-    }
-    figures = {name: figure for name, figure in drawn.items() if figure is not None}
     parts = [
         _masthead(s, trace, place),
-        _headline(s, figures),
+        _headline(s),
         _missing(s, trace, costs),
-        _figure("windows", figures, "Step time over windows", _WINDOWS, "Step time of each window, and of the default"),
+        _figure("Timeline of a step", _TIMELINE, timeline_figure(trace, which, s)),
+        _figure("Step times", _DISTRIBUTION, distribution_figure(trace, which, s)),
+        _figure("Step time over the run", _WINDOWS, windows_figure(trace, s)),
         _decisions(s),
         _why(s, trace),
         _costs(costs, s, bool(which.tuned)),
-        _figure("timeline", figures, "Timeline of a step", _TIMELINE, "Every collective of a step, by rank"),
         _consistency(s, trace),
         _settings(s, trace),
     ]
-    html = page(f"dynamiccl: {place}", "\n".join(parts), figures, RELOAD_S if running else 0)
+    html = page(f"dynamiccl: {place}", "\n".join(parts), RELOAD_S if running else 0)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomically(path, lambda draft: draft.write_text(html, encoding="utf-8"))
@@ -84,43 +79,38 @@ def _masthead(s: RunSummary, trace: Trace, place: str) -> str:
     return f'<header><h1>dynamiccl</h1><span class="quiet">{escape(line)}</span></header>{badge}'
 
 
-def _headline(s: RunSummary, figures: dict[str, Figure]) -> str:
-    name = "speed-up of a training step"
-    if s.speedup is None:
-        cards = [_card(name, "No result", s.ended or "the run ended before its verdict", wide=True)]
-    else:
-        wins = s.kept if s.kept is not None else s.speedup_ci95 is None or s.speedup_ci95[0] > 1
-        none = RunEnds.NO_GAIN()
-        verdict = "The table stays in force." if wins else f"{none[0].upper()}{none[1:]}."
-        note = f"Default step time / tuned step time: {s.speedup_text()}. {verdict}"
-        chart = plot("speedup", s.speedup_text()) if "speedup" in figures else ""
-        cards = [_card(name, f"{s.speedup:.3f} x", note, chart, wide=True)]
-    if s.default_step_ms and s.tuned_step_ms:
-        saved = 100 * (1 - s.tuned_step_ms / s.default_step_ms)
-        note = f"{saved:.1f} % of the step saved" if saved > 0 else f"{-saved:.1f} % longer"
-        cards.append(_card("step, NCCL's own choice", f"{s.default_step_ms:.1f} ms", "before the verdict"))
-        cards.append(_card("step, tuned", f"{s.tuned_step_ms:.1f} ms", note))
-    if s.loss_first is not None and s.loss_last is not None:
-        cards.append(_card("loss", f"{s.loss_first:.3f} → {s.loss_last:.3f}", "first and last step"))
+def _headline(s: RunSummary) -> str:
+    first, *rest = result_lines(s)
+    cards = [_card("verdict", first, "\n".join(rest), wide=True)]
+    if s.speedup is not None:
+        sides = [(side(s.compared), s.tuned_step_ms, s.tuned_windows), (OWN, s.default_step_ms, s.default_windows)]
+        for name, value, n in sides:
+            if value is not None:
+                cards.append(_card(f"step, {name}", ms(value), f"median of {n} windows of the comparison" if n else ""))
+        cards.append(_card("steps, as pairs of windows say", change(s.speedup, s.speedup_ci95), ""))
+    if s.cost_s is not None:
+        allowed = f"of {seconds(s.budget_s)} allowed" if s.budget_s else ""
+        cards.append(_card("cost of the search", seconds(s.cost_s) if s.cost_s > 0 else "none", allowed))
+    if s.kept and s.repaid_after:
+        cards.append(_card("repaid after", f"{s.repaid_after:,} steps", "under the table"))
     if s.steps:
-        cards.append(_card("steps", f"{s.steps:,}", "" if s.windows is None else f"{s.windows} measuring windows"))
+        cards.append(_card("steps", f"{s.steps:,}", "" if s.windows is None else f"{s.windows} windows to the verdict"))
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
-def _card(name: str, value: str, note: str, more: str = "", wide: bool = False) -> str:
+def _card(name: str, value: str, note: str, wide: bool = False) -> str:
+    lines = "".join(f'<div class="note">{escape(line)}</div>' for line in note.splitlines())
     return (
         f'<div class="card{" wide" if wide else ""}"><div class="name">{escape(name)}</div>'
-        f'<div class="big">{escape(value)}</div><div class="note">{escape(note)}</div>{more}</div>'
+        f'<div class="big">{escape(value)}</div>{lines}</div>'
     )
 
 
 def _missing(s: RunSummary, trace: Trace, costs: pd.DataFrame) -> str:
     """What this report lacks, and why; empty when it lacks nothing."""
     lacks = list(trace.warnings)
-    if None in (s.default_step_ms, s.tuned_step_ms, s.speedup, s.speedup_ci95, s.aa_speedup_ci95):
+    if not s.is_decided:
         lacks.append("the search did not come to its verdict, hence no speed-up and no times of a step")
-    if s.loss_first is None:
-        lacks.append("the job reported no loss")
     if trace.windows.empty:
         lacks.append("no measuring window was finished")
     if trace.events.empty:
@@ -147,14 +137,14 @@ def _decisions(s: RunSummary) -> str:
 def _why(s: RunSummary, trace: Trace) -> str:
     """The chain behind each decision, as `dynamiccl why` tells it."""
     try:
-        found = [lines(chain) for chain in chains(trace, s)]
+        found = [lines(chain, s) for chain in chains(trace, s)]
     except TraceError:  # no steps, no slot: said above
         return ""
     told = "".join(
         f"<details><summary>{escape(first)}</summary><pre>{escape(chr(10).join(rest))}</pre></details>"
         for first, *rest in found
     )
-    lead = "What NCCL chose and its prices, what was tried and measured, how sure it is, why not the next best."
+    lead = "What NCCL chose and its prices, what was tried, and what comparisons of this row alone came to."
     return section("Why", lead, f'<div class="card">{told}</div>') if told else ""
 
 
@@ -170,8 +160,8 @@ def _costs(costs: pd.DataFrame, s: RunSummary, is_tuned: bool) -> str:
     return section(heading, lead, table(heading, COSTS, cost_rows(costs.to_dict("records")), NUMBERS))
 
 
-def _figure(name: str, figures: dict[str, Figure], heading: str, lead: str, said: str) -> str:
-    return section(heading, lead, plot(name, said)) if name in figures else ""
+def _figure(heading: str, lead: str, drawn: str) -> str:
+    return section(heading, lead, drawn) if drawn else ""
 
 
 def _consistency(s: RunSummary, trace: Trace) -> str:
@@ -197,6 +187,8 @@ def _settings(s: RunSummary, trace: Trace) -> str:
     versions = h.get("versions")
     machine |= {"NCCL": h.get("nccl"), **(versions if isinstance(versions, dict) else {})}
     machine["trace format"] = h.get("format")
+    if s.loss_first is not None and s.loss_last is not None:
+        run["loss, first and last step"] = f"{s.loss_first:.3f}, {s.loss_last:.3f}"
     cards = "".join(f'<div class="card">{facts(pairs)}</div>' for pairs in (run, machine))
     return section("Settings and versions", "", f'<div class="two">{cards}</div>')
 

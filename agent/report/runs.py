@@ -11,10 +11,10 @@ from typing import Any
 
 from ...envs.live.locks import is_locked
 from ...envs.nccl.run_folder import TUNER
-from ...envs.search.windows import SEARCHED
 from ...traces.reasons import names
 from .outputs import ROOT
 from .summary import RunSummary, read_json
+from .verdict import verdict
 
 #: Bytes of a run's log that are read from its end.
 _TAIL = 1 << 18
@@ -34,8 +34,7 @@ def find_runs(where: Iterable[Path] = ()) -> list[Path]:
 def state(out: Path) -> dict[str, Any]:
     """One run: job, step, phase, table, gain with its interval, what the search cost, agreement, losses.
 
-    Unknown values are None. ``search_cost`` is the part of the steps' time, in windows of the search, its comparisons
-    and trials so far, that was lost against the default (below 0: won).
+    Unknown values are None. What the summary says is the summary's; of a run without one its last window tells.
     """
     header, summary = read_json(out / "trace" / "header.json"), RunSummary.read(out)
     windows = [line for line in _tail(out / "trace" / "windows.jsonl") if line.get("kind") == "window"]
@@ -50,16 +49,18 @@ def state(out: Path) -> dict[str, Any]:
         "emulated": header.get("emulated"),
         "state": "tuning" if alive else "ended" if summary else "no tuner",
         "step": summary.steps or last.get("last_step"),
-        # After the verdict only the default is measured in windows: the table's time is what it was confirmed with.
+        # After the verdict few windows are measured: the table's time is what it was confirmed with.
         "step_ms": (summary.tuned_step_ms if summary.kept else None) or last.get("step_ms"),
         "phase": last.get("phase"),
         "window": last.get("index"),
-        "windows": last.get("total"),
+        "in_force": summary.in_force or last.get("in_force"),
         "decisions": sum(1 for d in summary.decisions if d.get("algo") or d.get("n_channels")),
         "kept": summary.kept,
-        "gain": None if summary.speedup is None else 1 - 1 / summary.speedup,
-        "gain_ci95": [1 - 1 / x for x in summary.speedup_ci95] if summary.speedup_ci95 else None,
-        "search_cost": _search_cost(windows),
+        "verdict": verdict(summary) if summary else None,
+        "gain": summary.saved[0] if summary.saved else None,
+        "gain_ci95": summary.saved[1:] if summary.saved else None,
+        "cost_s": last.get("cost_s") if summary.cost_s is None else summary.cost_s,
+        "budget_s": last.get("budget_s") if summary.budget_s is None else summary.budget_s,
         "agreement": agreement.get("state"),
         "agreement_text": agreement.get("text"),
         "records_lost": header.get("records_lost") if summary.records_lost is None else summary.records_lost,
@@ -67,12 +68,6 @@ def state(out: Path) -> dict[str, Any]:
         "why": why,
         "reasons": names(str(why or "")),
     }
-
-
-def _search_cost(windows: list[dict[str, Any]]) -> float | None:
-    searched = [w for w in windows if w.get("phase") in SEARCHED and w.get("step_ms") and w.get("default_ms")]
-    base = sum(float(w["default_ms"]) for w in searched)
-    return sum(float(w["step_ms"]) for w in searched) / base - 1 if base else None
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -30,12 +31,27 @@ class RunSummary:
     loss_first: float | None = None
     loss_last: float | None = None
     regime: str | None = None
+    # The verdict: table ``compared`` against NCCL's own choice; None where nothing was compared. Step times are medians
+    # of so many windows of the comparison itself; where a later table took the place of the first, of the comparisons
+    # in which the default and the later table ran. The speed-up is that of pairs of windows.
+    compared: str | None = None
     default_step_ms: float | None = None
+    default_windows: int | None = None
     tuned_step_ms: float | None = None
-    speedup: float | None = None  # this and what stands around it: None without a verdict
+    tuned_windows: int | None = None
+    compared_steps: list[int] | None = None  # first and last
+    speedup: float | None = None
     speedup_ci95: list[float] | None = None
     aa_speedup_ci95: list[float] | None = None  # the default against itself
+    detectable: float | None = None  # part of the step that a whole comparison would have been sure of
     family: dict[str, float] | None = None  # where an emulated job stands among random ones
+    cost_s: float | None = None  # what the job lost against its default up to the verdict; below 0: won
+    budget_s: float | None = None  # what it may lose
+    trials: int | None = None  # windows of trials after the verdict, and what they lost against the table in force
+    trials_cost_s: float | None = None
+    in_force: str | None = None  # the letter of the table, or "default"
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by letter, those that were compared
+    comparisons: list[dict[str, Any]] = field(default_factory=list)  # see ``daemon.compare.Paired``
     windows: int | None = None
     steps_to_first_gain: int | None = None
     steps_to_verdict: int | None = None
@@ -80,11 +96,34 @@ class RunSummary:
         """Replace the folder's ``summary.json`` at once. Raises TraceError."""
         atomically(folder / _FILE, lambda path: path.write_text(json.dumps(vars(self), indent=2) + "\n"))
 
-    def speedup_text(self) -> str:
-        """The speed-up with its interval, and the interval of the default against itself."""
-        spread = [("95 %", self.speedup_ci95), ("default against itself", self.aa_speedup_ci95)]
-        told = [f"{name} [{ends[0]:.3f}, {ends[1]:.3f}]" for name, ends in spread if ends]
-        return "  ".join([f"speed-up {self.speedup:.3f}", *told])
+    @property
+    def is_decided(self) -> bool:
+        """The run has come to a verdict, or has confirmed a table before it."""
+        return self.detectable is not None or self.speedup is not None or bool(self.kept)
+
+    @property
+    def saved(self) -> list[float] | None:
+        """Part of the step that the table saves, and its interval; None where none is in force."""
+        if not self.kept or self.speedup is None or not self.speedup_ci95:
+            return None
+        return [1 - 1 / x for x in (self.speedup, *self.speedup_ci95)]
+
+    @property
+    def strength(self) -> str:
+        """How firm a gain is: strong where its lower end is half of it or more; weak below a quarter, or where the
+        default differs from itself by as much."""
+        if self.speedup is None or not self.speedup_ci95:
+            return ""
+        part = math.log(max(self.speedup_ci95[0], 1e-9)) / math.log(self.speedup) if self.speedup > 1 else 0.0
+        is_usual = self.aa_speedup_ci95 is not None and self.speedup <= self.aa_speedup_ci95[1]
+        return f"{'weak' if part < 0.25 or is_usual else 'strong' if part >= 0.5 else 'fair'} evidence"
+
+    @property
+    def repaid_after(self) -> int | None:
+        """Steps under the table after which it has won what the search cost; None where it never will."""
+        if self.cost_s is None or self.default_step_ms is None or self.speedup is None or self.speedup <= 1:
+            return None
+        return math.ceil(max(self.cost_s, 0.0) * 1e3 / (self.default_step_ms * (1 - 1 / self.speedup)))
 
 
 def read_json(path: Path) -> dict[str, Any]:

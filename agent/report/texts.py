@@ -1,4 +1,4 @@
-"""What several views of a run say, in the words that they have in common."""
+"""Rows that several views of a run have in common: windows, decisions, costs of calls."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 
 import pandas as pd
 
-from ...traces.queries.costs import decision_text, size_text
+from ...traces.queries.costs import size_text
 from .summary import RunSummary
+from .verdict import DEFAULT, OWN, PHASES, decided, measured, ms, outcome, rows_text, seconds, verdict
 
 #: Heads of :func:`decision_rows` and of :func:`cost_rows`; those in NUMBERS stand to the right.
-DECISIONS = ("collective", "messages", "decision", "why")
+DECISIONS = ("collective", "messages", "decision", "instead of", "others tried")
 COSTS = ("slot", "calls/step", "NCCL's own", "table", "default", "tuned", "change", "per step", "sampled", "timed by")
-NUMBERS = ("messages", "calls/step", "default", "tuned", "change", "per step", "sampled")
+NUMBERS = ("messages", "others tried", "calls/step", "default", "tuned", "change", "per step", "sampled")
 COSTS_NOTE = (
-    "default, tuned: median time of one call under NCCL's own choice and under the table; per step: of all calls of a "
-    "default step; timed by: latest start to latest stop of all ranks, or a rank's own start to its own stop, waiting "
-    "included"
+    "default, tuned: median time of one call under NCCL's own choice and under the table, in whatever a step computes "
+    "meanwhile: what the step gains is told by the step time alone; per step: of all calls of a default step; timed "
+    "by: latest start to latest stop of all ranks, or a rank's own start to its own stop, waiting included"
 )
 
 
@@ -28,29 +29,51 @@ def emulation_text(facts: Mapping[str, Any]) -> str:
 
 
 def window_parts(line: Mapping[str, Any]) -> list[str]:
-    """What a logged window, its slot as text, came to; whatever is unknown is left out."""
-    step, default = line.get("step_ms"), line.get("default_ms")
-    parts = [f"window {line.get('index', '?')}", line.get("phase"), line.get("regime")]
+    """What a logged window came to, of this release's or an earlier one's log; whatever is unknown is left out."""
+    step, default, phase = line.get("step_ms"), line.get("default_ms"), line.get("phase")
+    table = line.get("table") or line.get("decision")
+    parts = [f"window {line.get('index', '?')}", PHASES.get(str(phase), phase)]
+    if table:
+        parts.append(OWN if table in (DEFAULT, "auto") else str(table))
     if step is not None:
-        against = f", default {default:.1f} ms ({100 * (step / default - 1):+.1f} %)" if default else ""
-        parts.append(f"step {step:.1f} ms{against}")
-    if (slot := line.get("slot")) and line.get("phase") not in ("verify", "profile"):
-        parts += [slot, f"{line.get('previous') or 'auto'} -> {line.get('decision') or 'auto'}"]
-    return [str(part) for part in [*parts, line.get("verdict"), line.get("reason")] if part]
+        parts.append(ms(step) + (f", {OWN} {ms(default)}" if default and phase != "profile" else ""))
+    return [str(part) for part in [*parts, line.get("verdict"), *(line.get("events") or ())] if part]
 
 
-def decision_rows(summary: RunSummary) -> list[tuple[str, str, str, str]]:
-    """What was decided for each kind of message."""
-    texts = [decision_text(d) for d in summary.decisions]
-    return [
-        (
-            d["func"],
-            size_text(d["min_bytes"], d["max_bytes"]),
-            "left to NCCL" if text == "auto" else text,
-            d.get("reason") or "",
-        )
-        for d, text in zip(summary.decisions, texts, strict=True)
+def nothing_decided(summary: RunSummary, header: Mapping[str, Any]) -> str:
+    """Why a trace has no decisions."""
+    if "source" in header:
+        return "a recording of another tool: nothing was tuned in it"
+    if summary.ended or summary.is_decided:
+        return summary.ended or "NCCL decides everywhere"
+    return "the run goes on, or was cut off before its verdict"
+
+
+def result_lines(summary: RunSummary) -> list[str]:
+    """The verdict, what it was measured at, every comparison, and which table is which; the sentence first."""
+    intervals = [("95 %", summary.speedup_ci95), ("default against itself", summary.aa_speedup_ci95)]
+    told = [f"{name} [{ends[0]:.3f}, {ends[1]:.3f}]" for name, ends in intervals if ends]
+    ratio = f"paired ratio {summary.speedup:.3f}  {'  '.join(told)}" if summary.speedup is not None else ""
+    shown = [c for c in summary.comparisons if c["outcome"] == "kept" or not c["trial"]]
+    found = [verdict(summary), measured(summary), ratio, *map(outcome, shown)]
+    if summary.trials:
+        found.append(f"trials after the verdict: {summary.trials} windows, cost {seconds(summary.trials_cost_s or 0)}")
+    named = {letter for c in shown for letter in (c["table"], c["against"])} & set(summary.tables)
+    found += [
+        f"{name} = {rows_text(summary.tables[name])}" for name in sorted(named, key=lambda name: (len(name), name))
     ]
+    return [line for line in found if line]
+
+
+def decision_rows(summary: RunSummary) -> list[tuple[str, str, str, str, str]]:
+    """What was decided for each kind of message."""
+    rows = []
+    for d in summary.decisions:
+        text, tried = decided(d), d.get("tried")
+        size = size_text(d["min_bytes"], d["max_bytes"])
+        said = (d.get("reason") or "left to NCCL") if text == "auto" else text
+        rows.append((d["func"], size, said, d.get("own") or "", "" if tried is None else str(tried)))
+    return rows
 
 
 def cost_rows(costs: Sequence[Mapping[Any, Any]]) -> list[list[str | None]]:

@@ -20,7 +20,7 @@ from ...traces.assemble import Offer
 from ...traces.files import Trace, TraceError
 from ...traces.fingerprint import Fingerprint
 from ...traces.queries.slots import SlotProfile, channels_of, find_slots
-from ...traces.records import N_ALGOS, N_PROTOS, PAIRS, Slot, decision_from
+from ...traces.records import N_ALGOS, N_PROTOS, PAIRS, TUNED_FUNCS, Slot, decision_from
 from ..nccl_model import clusters, cost_model
 from ..nccl_model.clusters import Cluster, ClusterArrays
 from ..sim.fabric import Fabric, nominal
@@ -82,6 +82,10 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
     every = find_slots(quiet, offers, default_ms * 1e3, memory)
     profiles = [p for p in every if p.share >= min_share]
     if not profiles:
+        n = int(events["func"].isin(TUNED_FUNCS).sum())
+        if n and not offers:
+            cure = "name the cluster that was recorded with --cluster"
+            raise TraceError(f"{trace.folder} holds {n} calls to tune, but not what NCCL offers for them: {cure}")
         small = f"; the largest takes {every[0].share:.2%} of the step" if every else ""
         raise TraceError(f"{trace.folder} holds no all_gather or reduce_scatter that a tuner can reach{small}")
     most = channels_of(events)  # tables may have asked for more than NCCL's own choice

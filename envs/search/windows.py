@@ -17,11 +17,10 @@ Array = np.ndarray[Any, Any]
 #: of its own: of trials, and of the table in force between them.
 PROFILE, SEARCH, REFERENCE, TABLE, WATCH = "profile", "search", "reference", "table", "watch"
 REFINE, TRIAL = "refine", "trial"
-#: What a run's log calls a window of each kind, and those that a search costs: configs, comparisons, trials.
+#: What a run's log calls a window of each kind.
 PHASES = {
     PROFILE: "profile", SEARCH: "search", REFERENCE: "verify", TABLE: "verify", TRIAL: "refine", WATCH: "watch",
 }  # fmt: skip
-SEARCHED = {PHASES[kind] for kind in (SEARCH, REFERENCE, TABLE, TRIAL)}
 #: Windows after the verdict, of which no kernel times are asked: they are not worth what they cost a running job.
 UNTIMED = (TRIAL, WATCH)
 #: Steps of a window that do not count after a table has changed, and more where an algorithm is new to a slot's

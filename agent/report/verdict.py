@@ -1,0 +1,123 @@
+"""What a run came to, in sentences that all views share: console, log, report, ``show``, ``why`` and ``top``.
+
+Every figure is the summary's. A comparison always names its two sides, tables by their letters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from ...traces.records import Decision, format_bytes
+from .summary import RunSummary
+
+#: In place of a letter: NCCL's own choice, and how people read it.
+DEFAULT, OWN = "default", "NCCL's choice"
+#: What a log calls the windows of a phase, and how people read it.
+PHASES = {"verify": "comparison", "refine": "trial"}
+TRY = "To try: more steps, fewer neighbours on the nodes; or the job has little to gain."
+
+
+def side(letter: str | None) -> str:
+    """One side of a comparison, for people."""
+    return OWN if letter in (DEFAULT, None) else str(letter)
+
+
+def ms(value: float) -> str:
+    """Milliseconds with three digits: ``6.16 ms``, ``325 ms``."""
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} ms"
+
+
+def seconds(value: float) -> str:
+    """``0.4 s``, ``30 s``, ``12 min``, ``3.2 h``."""
+    if value < 100:
+        return f"{value:.{1 if value < 10 else 0}f} s"
+    return f"{value / 60:.0f} min" if value < 5940 else f"{value / 3600:.1f} h"
+
+
+def change(speedup: float, ends: Sequence[float] | None = None, note: str = "", than: str = "") -> str:
+    """What a speed-up is for steps: ``12.8 % shorter than A (1.6 to 22.8: note)``."""
+    sign = 1 if speedup >= 1 else -1
+    value, *bounds = (round(100 * sign * (1 - 1 / x), 1) + 0.0 for x in (speedup, *(ends or ())))  # no "-0.0"
+    inside = [*([f"{min(bounds):.1f} to {max(bounds):.1f}"] if bounds else []), *([note] if note else [])]
+    text = f"{value:.1f} % {'shorter' if sign > 0 else 'longer'}{than}"
+    return f"{text} ({': '.join(inside)})" if inside else text
+
+
+def outcome(c: Mapping[str, Any]) -> str:
+    """What a comparison of the summary came to, in one line."""
+    table, against = side(c["table"]), side(c["against"])
+    if c["speedup"] is None:
+        return f"{table} against {against}: no pair of windows"
+    word = {"kept": f"kept {table}", "lost": f"{table} lost"}.get(c["outcome"], f"{table} not decided")
+    pairs = f"{c['pairs']} pair{'s' * (c['pairs'] > 1)}"
+    return f"{word}: steps {change(c['speedup'], c['speedup_ci95'], pairs, than=f' than {against}')}"
+
+
+def measured(s: RunSummary) -> str:
+    """What the two sides of the verdict were measured at, and when; empty where nothing was compared."""
+    if s.default_step_ms is None or s.tuned_step_ms is None:
+        return ""
+    steps = f", steps {s.compared_steps[0]} to {s.compared_steps[1]}" if s.compared_steps else ""
+    sides = [(side(s.compared), s.tuned_step_ms, s.tuned_windows), (OWN, s.default_step_ms, s.default_windows)]
+    parts = [f"{name} {ms(value)}" + (f" (median of {n} windows)" if n else "") for name, value, n in sides]
+    return f"{parts[0]} against {parts[1]}{steps}"
+
+
+def cost(s: RunSummary) -> str:
+    """What finding the table cost, and when that is repaid."""
+    if s.cost_s is None:
+        return ""
+    if s.cost_s <= 0:
+        return "found at no cost"
+    paid = s.repaid_after
+    return f"found at the cost of {seconds(s.cost_s)}" + (f", repaid after {paid:,} steps" if paid is not None else "")
+
+
+def verdict(s: RunSummary) -> str:
+    """The run in one sentence."""
+    emulated = " (emulated times)" if s.emulated else ""
+    if s.failure:
+        return f"FAILED: {s.failure}"
+    if not s.is_decided:
+        return f"NO VERDICT: {s.ended or 'the run goes on, or was cut off'}"
+    came = change(s.speedup, s.speedup_ci95, s.strength if s.kept else "") if s.speedup is not None else ""
+    if s.kept:
+        what = f"steps {came}, {cost(s)}" if came else "a table that was confirmed before is in force"
+        return f"KEPT {s.in_force or 'the table'}{emulated}: {what}".rstrip(", ")
+    if s.dropped:
+        return f"TAKEN BACK{emulated}: {s.dropped}; NCCL's own choice is in force"
+    seen = f"; a gain of {s.detectable:.1%} or more would have been seen" if s.detectable is not None else ""
+    if came:
+        what = f"steps under {side(s.compared)} came to {came} than under {OWN}, which stays in force"
+        return f"NOTHING KEPT{emulated}: {what}{seen}"
+    return f"NOTHING FOUND{emulated}: no table promised enough to be compared; NCCL's own choice stays in force{seen}"
+
+
+def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A table in short, kinds of calls with equal decisions together: ``ring/ll128/8: all_gather <=64, <=256 MiB``."""
+    said = [(decided(row), row["func"], int(row["max_bytes"])) for row in rows]
+    parts = []
+    for decision, those in groupby(sorted(said), key=lambda row: row[0]):
+        if decision == "auto":
+            continue
+        calls = [f"{func} {_sizes([n for _, _, n in e])}" for func, e in groupby(those, key=lambda row: row[1])]
+        parts.append(f"{decision}: {'; '.join(calls)}")
+    return " | ".join(parts) or OWN
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """``<=8, <=64 MiB``: of neighbours with one unit it is written once."""
+    texts = [f"<={format_bytes(n)}" for n in sizes]
+    units = [text.split()[-1] for text in texts]
+    short = [
+        text.split()[0] if unit == later else text
+        for text, unit, later in zip(texts, units, [*units[1:], ""], strict=True)
+    ]
+    return ", ".join(short)
+
+
+def decided(row: Mapping[str, Any]) -> str:
+    """The decision of a summary's row (``algo, proto, n_channels``, each may be None), e.g. ``ring/ll128/16``."""
+    return str(Decision(row.get("algo"), row.get("proto"), int(row.get("n_channels") or 0)))
