@@ -57,8 +57,6 @@ def test_what_was_measured_comes_back_as_measured(recorded):
         assert recorded.measured[row, c]
         right = expected_saving(recorded, slot, (decision.algo, decision.proto, decision.n_channels))
         assert recorded.truth[row, c] == pytest.approx(right, abs=0.12)
-        assert len(recorded.windows[row][c]) >= 5
-        assert np.mean(recorded.windows[row][c]) == pytest.approx(recorded.truth[row, c], abs=0.1)
     worse = recorded.truth[recorded.slots.index(SCATTER), config_of(Decision("ring", "simple", 8))]
     assert worse < 0, "a config that made the step longer has a negative saving"
 

@@ -26,7 +26,7 @@ def run(tmp_path_factory):
 def test_people_are_told_what_happened(run):
     out = run_show(run).stdout
     assert "emulated cluster h100-2x8, bytes x 64, compute x 8: these are not GPU times" in out
-    assert f"{COMM:#018x}" in out and "zero-3: steps 0 to" in out
+    assert "zero-3: steps 0 to" in out
     (slot,) = [line for line in out.splitlines() if f"│ {GATHER}" in line]
     assert "ring/ll/8" in slot and "ring/simple/16" in slot and "-45 %" in slot
     windows = [line for line in out.splitlines() if line.startswith("window ")]
@@ -62,8 +62,8 @@ def test_programs_are_told_the_same(run):
     )
     times = [gather[name] * HEADER["time_scale"] for name in ("default_us", "tuned_us")]
     assert times == pytest.approx([900, 500], rel=0.05)
-    assert [w["index"] for w in story["windows"]] == list(range(13)) and story["windows"][1]["slot"] == str(GATHER)
-    assert len(story["decisions"]) == 2 and story["result"]["speedup"] > 1
+    assert [w["index"] for w in story["windows"]] == list(range(13))
+    assert story["summary"] == vars(RunSummary.read(run))
     assert story["consistency"]["calls_checked"] == len(trace.events) // 2 and not story["consistency"]["mismatches"]
     assert [e["seq"] for e in story["events"]] == trace.events["seq"].head(5).tolist()
     assert story["events"][0]["comm_id"] == f"{COMM:#018x}"
@@ -72,7 +72,7 @@ def test_programs_are_told_the_same(run):
 def test_events_are_listed_on_demand(run):
     assert "enqueue_ns" not in run_show(run).stdout
     out = run_show(run, "--events", "3").stdout
-    assert "enqueue_ns" in out and out.count("│ 0x") == 1 + 3
+    assert "enqueue_ns" in out and out.count("│ 0x") == 3
 
 
 def test_a_run_that_ended_early_and_a_cut_segment(tmp_path):
@@ -92,8 +92,8 @@ def test_a_run_that_decided_nothing_says_who_decides(tmp_path):
     write_run(tmp_path / "trace", search=3, stop_early=True)
     (tmp_path / "summary.json").write_text(json.dumps({"ended": "the job ended with status 0", "decisions": []}))
     result = run_show(tmp_path)
-    said = "no decisions: the job ended with status 0\nNO VERDICT: the job ended with status 0"
-    assert said in result.stdout
+    for said in ("no decisions: the job ended with status 0\n", "NO VERDICT: the job ended with status 0\n"):
+        assert said in result.stdout
 
 
 def test_an_empty_trace(tmp_path):
@@ -123,7 +123,8 @@ def test_a_decision_left_to_nccl(tmp_path):
     summary |= {"decisions": [auto], "kept": False, "speedup": 1.0}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     out = run_show(tmp_path).stdout
-    assert "nothing was faster" in out and "NOTHING KEPT" in out and "which stays in force" in out
+    assert "NOTHING KEPT" in out and "which stays in force" in out
+    assert "(NCCL decides): nothing was faster" in invoke(["why", str(tmp_path)]).stdout
     assert all(s["table"] is None for s in json.loads(run_show(tmp_path, "--json").stdout)["slots"])
 
 

@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 
 #: Collectives that are read of a trace: the first and the last of a long run.
 MOST_EVENTS = 500_000
-#: Of the summary, for programs.
-RESULT = (
-    *("speedup", "speedup_ci95", "aa_speedup_ci95", "compared", "kept", "in_force", "ended", "cost_s", "budget_s"),
-    *("default_step_ms", "default_windows", "tuned_step_ms", "tuned_windows"),
-)
 
 
 def show(
@@ -76,17 +71,14 @@ def tell(trace: Trace, summary: RunSummary | None = None, n_events: int = 0) -> 
         "warnings": trace.warnings,
         "header": trace.header,
         "regime": regime(trace.events),
-        "steps": _steps(trace.steps, summary),
+        "steps": _steps(trace.steps),
         "n_events": len(trace.events),
         "records_lost": trace.header.get("records_lost", 0),
         "communicators": _communicators(trace),
         "slots": [_slot(c, which.rules) for c in costs.to_dict("records")],
-        "windows": [_plain_window(line) for line in trace.log if line["kind"] == "window"],
+        "windows": [{k: v for k, v in line.items() if k != "kind"} for line in trace.log if line["kind"] == "window"],
         "tables": len(trace.tables) - 1,
-        "decisions": summary.decisions,
-        "tables_by_letter": summary.tables,
-        "comparisons": summary.comparisons,
-        "result": {k: getattr(summary, k) for k in RESULT},
+        "summary": vars(summary),
         "consistency": vars(audit(trace.events)),
     }
     if n_events:
@@ -107,17 +99,8 @@ def _slot(cost: dict[Any, Any], rules: frozenset[tuple[str, int, int, str]]) -> 
     return {**cost, "table": fits[0] if fits else None}
 
 
-def _plain_window(line: dict[str, Any]) -> dict[str, Any]:
-    """A logged window without the log's own fields, its slot as text."""
-    from ...traces.records import Slot
-
-    slot = line.get("slot")
-    text = str(Slot.from_log(slot)) if isinstance(slot, dict) else slot
-    return {**{k: v for k, v in line.items() if k not in ("kind", "time")}, "slot": text}
-
-
-def _steps(steps: pd.DataFrame, summary: RunSummary) -> dict[str, Any]:
-    """The optimizer steps; the loss is the summary's, from the job's own log."""
+def _steps(steps: pd.DataFrame) -> dict[str, Any]:
+    """The optimizer steps."""
     if steps.empty:
         return {"n": 0}
     first = steps[steps["rank"] == steps["rank"].min()]
@@ -128,8 +111,6 @@ def _steps(steps: pd.DataFrame, summary: RunSummary) -> dict[str, Any]:
         "last": int(first["index"].max()),
         "ranks": int(steps["rank"].nunique()),
         "median_ms": float(first["duration_ns"].median()) / 1e6,
-        "loss_first": summary.loss_first,
-        "loss_last": summary.loss_last,
         "memory": used / total if total else None,
         "sample_every": int(first["sample_every"].iloc[-1]),
         "sampled": int(first["sampled"].sum()),
@@ -161,26 +142,12 @@ def _communicators(trace: Trace) -> list[dict[str, Any]]:
 
 def _print(story: dict[str, Any], summary: RunSummary) -> None:
     from ..report.terminal import grid, terminal, wide_terminal
-    from ..report.texts import (
-        COSTS,
-        COSTS_NOTE,
-        DECISIONS,
-        NUMBERS,
-        cost_rows,
-        decision_rows,
-        nothing_decided,
-        result_lines,
-        window_parts,
-    )
+    from ..report.texts import COSTS, COSTS_NOTE, NUMBERS, cost_rows, nothing_decided, result_lines, window_parts
 
     console = wide_terminal()
     for warning in story["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     _print_head(console, story)
-    if comms := story["communicators"]:
-        heads = ("id", "name", "ranks", "nodes", "recorded", "collectives")
-        rows = ({**c, "ranks_seen": ", ".join(map(str, c["ranks_seen"]))}.values() for c in comms)
-        console.print(grid(heads, rows, ("ranks", "nodes"), title="communicators"))
     if story["slots"]:
         console.print(grid(COSTS, cost_rows(story["slots"]), NUMBERS, title="slots"))
         console.print(COSTS_NOTE, style="dim")
@@ -188,12 +155,10 @@ def _print(story: dict[str, Any], summary: RunSummary) -> None:
         console.print("\n[bold]windows[/]")
         for line in story["windows"]:
             console.print("  ".join(window_parts(line)), markup=False, soft_wrap=True)
-    if summary.decisions:
-        console.print(grid(DECISIONS, decision_rows(summary), NUMBERS, title="decisions"))
-    else:
+    if not summary.decisions:
         console.print(f"\nno decisions: {nothing_decided(summary, story['header'])}", markup=False)
     if summary:
-        console.print("\n".join(result_lines(summary)), markup=False, soft_wrap=True)
+        console.print("\n".join(["", *result_lines(summary)]), markup=False, soft_wrap=True)
     _print_consistency(console, story["consistency"])
     if (events := story.get("events")) is not None:
         listed = grid(events[0] if events else ["none"], (event.values() for event in events), title="collectives")
@@ -207,37 +172,24 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     console.print(f"[bold]{story['folder']}[/]", soft_wrap=True)
     if h.get("emulated"):
         console.print(f"{emulation_text(h)}: these are not GPU times", style="yellow")
-    told = [("host", h.get("host")), *(h.get("versions") or {}).items(), ("NCCL", h.get("nccl"))]
-    told.append(("commit", (h.get("commit") or "")[:12]))
-    words = [f"{k} {v}" for k, v in told if v and k in ("host", "dynamiccl", "torch", "NCCL", "commit")]
-    console.print("  ".join([str(h.get("date") or ""), *words]).strip(), markup=False, soft_wrap=True)
-    if command := h.get("job") or h.get("command"):
-        console.print(f"command  {command}", markup=False, soft_wrap=True)
+    facts = [h.get("date"), h.get("host"), h.get("nccl") and f"NCCL {h['nccl']}", h.get("job") or h.get("command")]
+    console.print("  ".join(str(fact) for fact in facts if fact), markup=False, soft_wrap=True)
     if not steps["n"]:
         console.print(f"no optimizer step was seen; {story['n_events']} collectives")
         return
-    loss = ""
-    if steps["loss_first"] is not None:
-        loss = f", loss {steps['loss_first']:.3f} -> {steps['loss_last']:.3f}"
     console.print(
         f"{story['regime']}: steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms in the median, "
-        f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, {story['tables']} tables published{loss}"
+        f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, {story['tables']} tables published"
     )
-    if steps["sample_every"]:
-        console.print(f"kernel times of {steps['sampled']} steps, at the end one in {steps['sample_every']}")
     if story["records_lost"]:
         lost = f"{story['records_lost']} records were lost: the tuner did not read them in time"
         console.print(f"{lost}; counts below are too low", style="yellow")
 
 
 def _print_consistency(console: Console, check: dict[str, Any]) -> None:
-    calls, bad = check["calls_checked"], check["mismatches"]
-    if not calls:
-        console.print("consistency: no collective was seen by two ranks, nothing to compare")
-        return
-    console.print(
-        f"consistency: {calls} collectives compared across ranks, {bad} mismatches", style="bold red" if bad else ""
-    )
+    from ..report.texts import consistency_text
+
+    console.print(consistency_text(check), style="bold red" if check["mismatches"] else "")
     for example in check["examples"]:
         views = (
             f"rank {r}: {v['algo']}/{v['proto']}/{v['n_channels']}, {v['n_bytes']} bytes, "

@@ -77,18 +77,7 @@ def table(found: list[dict[str, Any]]) -> Table:
 
     from ..report.terminal import grid
 
-    heads = (
-        "run",
-        "state",
-        "step",
-        "phase",
-        "step time",
-        "in force",
-        "shorter",
-        "cost of allowed",
-        "agreement",
-        "lost",
-    )
+    heads = ("run", "state", "step", "phase", "step time", "in force", "shorter", "cost", "agreement", "lost")
     return grid(heads, map(_row, found), ("step", "step time", "lost"), no_wrap=True, box=box.SIMPLE)
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from ...envs.bench.strata import steps_to_verdict
 from ..report.summary import RunSummary
 from ..report.terminal import terminal
-from ..report.texts import emulation_text, result_lines
+from ..report.texts import consistency_text, emulation_text, result_lines
 from ..report.verdict import DEFAULT, OWN, PHASES, TRY, change, ms, seconds, side
 from .tuner import WindowLine
 
@@ -168,8 +168,7 @@ def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
         say(f"memory: {s.memory['text']}")
     for text in s.not_obeyed:
         say(text, "yellow")
-    calls, bad = s.consistency["calls_checked"], s.consistency["mismatches"]
-    say(f"{calls} collectives checked across ranks, {bad} mismatches")
+    say(consistency_text(s.consistency))
     if s.records_lost:
         say(f"{s.records_lost} records were lost: the tuner could not keep up", "yellow")
     for name, path in (("why", f"dynamiccl why {s.trace}"), ("report", s.report)):

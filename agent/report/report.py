@@ -18,7 +18,7 @@ from ...traces.segments import atomically
 from .figures import distribution_figure, timeline_figure, windows_figure
 from .page import facts, page, section, table
 from .summary import RunSummary
-from .texts import COSTS, COSTS_NOTE, DECISIONS, NUMBERS, cost_rows, decision_rows, emulation_text, result_lines
+from .texts import COSTS, COSTS_NOTE, NUMBERS, consistency_text, cost_rows, emulation_text, result_lines
 from .verdict import OWN, change, ms, seconds, side
 from .why import chains, lines
 
@@ -53,15 +53,13 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace, running: b
     costs = slot_costs(trace.events, which.default, which.tuned)
     parts = [
         _masthead(s, trace, place),
-        _headline(s),
+        _headline(s, trace),
         _missing(s, trace, costs),
         _figure("Timeline of a step", _TIMELINE, timeline_figure(trace, which, s)),
         _figure("Step times", _DISTRIBUTION, distribution_figure(trace, which, s)),
         _figure("Step time over the run", _WINDOWS, windows_figure(trace, s)),
-        _decisions(s),
         _why(s, trace),
         _costs(costs, s, bool(which.tuned)),
-        _consistency(s, trace),
         _settings(s, trace),
     ]
     html = page(f"dynamiccl: {place}", "\n".join(parts), RELOAD_S if running else 0)
@@ -79,9 +77,10 @@ def _masthead(s: RunSummary, trace: Trace, place: str) -> str:
     return f'<header><h1>dynamiccl</h1><span class="quiet">{escape(line)}</span></header>{badge}'
 
 
-def _headline(s: RunSummary) -> str:
+def _headline(s: RunSummary, trace: Trace) -> str:
     first, *rest = result_lines(s)
-    cards = [_card("verdict", first, "\n".join(rest), wide=True)]
+    alike = consistency_text(s.consistency or vars(audit(trace.events)))
+    cards = [_card("verdict", first, "\n".join([*rest, alike]), wide=True)]
     if s.speedup is not None:
         sides = [(side(s.compared), s.tuned_step_ms, s.tuned_windows), (OWN, s.default_step_ms, s.default_windows)]
         for name, value, n in sides:
@@ -123,17 +122,6 @@ def _missing(s: RunSummary, trace: Trace, costs: pd.DataFrame) -> str:
     return f'<div class="missing">What this report lacks:<ul>{items}</ul></div>' if lacks else ""
 
 
-def _decisions(s: RunSummary) -> str:
-    if not s.decisions:
-        return section("Decisions", "", '<p class="quiet">None was made: NCCL decides everywhere.</p>')
-    lead = (
-        "One per kind of collective and size of message (whole buffers, as NCCL counts). Sizes not listed are NCCL's."
-    )
-    if s.kept is False:
-        lead += " The table as a whole did not win a comparison and is not in force."
-    return section("Decisions", lead, table("Decisions", DECISIONS, decision_rows(s), NUMBERS))
-
-
 def _why(s: RunSummary, trace: Trace) -> str:
     """The chain behind each decision, as `dynamiccl why` tells it."""
     try:
@@ -162,19 +150,6 @@ def _costs(costs: pd.DataFrame, s: RunSummary, is_tuned: bool) -> str:
 
 def _figure(heading: str, lead: str, drawn: str) -> str:
     return section(heading, lead, drawn) if drawn else ""
-
-
-def _consistency(s: RunSummary, trace: Trace) -> str:
-    found = s.consistency or vars(audit(trace.events))
-    calls, bad = found["calls_checked"], found["mismatches"]
-    if not calls:
-        text = '<p class="quiet">No collective was seen by two ranks: nothing could be compared.</p>'
-    elif bad:
-        text = f'<p class="bad">{bad:,} of {calls:,} collectives ran differently on different ranks.</p>'
-    else:
-        text = f"<p>{calls:,} collectives were compared call by call: none ran differently on any two ranks.</p>"
-    lead = "All ranks must run a collective with the same algorithm, protocol, channels and table, at the same step."
-    return section("Rank consistency", lead, text)
 
 
 def _settings(s: RunSummary, trace: Trace) -> str:

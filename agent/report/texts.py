@@ -1,4 +1,4 @@
-"""Rows that several views of a run have in common: windows, decisions, costs of calls."""
+"""What several views of a run have in common: its result in lines, windows, costs of calls."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import Any
 
 import pandas as pd
 
-from ...traces.queries.costs import size_text
 from .summary import RunSummary
-from .verdict import DEFAULT, OWN, PHASES, decided, measured, ms, outcome, rows_text, seconds, verdict
+from .verdict import DEFAULT, OWN, PHASES, measured, ms, outcome, rows_text, seconds, verdict
 
-#: Heads of :func:`decision_rows` and of :func:`cost_rows`; those in NUMBERS stand to the right.
-DECISIONS = ("collective", "messages", "decision", "instead of", "others tried")
+#: Heads of :func:`cost_rows`; those in NUMBERS stand to the right.
 COSTS = ("slot", "calls/step", "NCCL's own", "table", "default", "tuned", "change", "per step", "sampled", "timed by")
-NUMBERS = ("messages", "others tried", "calls/step", "default", "tuned", "change", "per step", "sampled")
+NUMBERS = ("calls/step", "default", "tuned", "change", "per step", "sampled")
 COSTS_NOTE = (
     "default, tuned: median time of one call under NCCL's own choice and under the table, in whatever a step computes "
     "meanwhile: what the step gains is told by the step time alone; per step: of all calls of a default step; timed "
@@ -65,15 +63,11 @@ def result_lines(summary: RunSummary) -> list[str]:
     return [line for line in found if line]
 
 
-def decision_rows(summary: RunSummary) -> list[tuple[str, str, str, str, str]]:
-    """What was decided for each kind of message."""
-    rows = []
-    for d in summary.decisions:
-        text, tried = decided(d), d.get("tried")
-        size = size_text(d["min_bytes"], d["max_bytes"])
-        said = (d.get("reason") or "left to NCCL") if text == "auto" else text
-        rows.append((d["func"], size, said, d.get("own") or "", "" if tried is None else str(tried)))
-    return rows
+def consistency_text(found: Mapping[str, Any]) -> str:
+    """Whether ranks ran their collectives alike, from a summary or an audit."""
+    if not found.get("calls_checked"):
+        return "consistency: no collective was seen by two ranks, nothing to compare"
+    return f"consistency: {found['calls_checked']} collectives compared across ranks, {found['mismatches']} mismatches"
 
 
 def cost_rows(costs: Sequence[Mapping[Any, Any]]) -> list[list[str | None]]:

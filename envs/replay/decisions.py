@@ -42,9 +42,7 @@ class Recorded:
     mask: Array  # (n, N_MASK)
     truth: Array  # (n, N_CONFIGS) mean measured or predicted saving, -inf where masked
     measured: Array  # (n, N_CONFIGS) bool: from windows of the trace
-    windows: list[dict[int, list[float]]]  # per slot and config: scaled savings as they were measured, in order
     share: Array  # (n,)
-    noise: Array  # (n,) standard deviation of one window's relative step time
     default_ms: float
 
     @property
@@ -93,7 +91,7 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
         # Of an imported recording the cluster says how many there are.
         n_channels = max(most[p.slot.n_ranks, p.slot.n_nodes], float(trace.header.get("comm_channels") or 0))
         p.fingerprint.comm_channels = np.array([n_channels])
-    effects, seen = _effects(windows, default, trace.tables, profiles)
+    effects = _effects(windows, default, trace.tables, profiles)
     share = np.array([p.share for p in profiles])
     mask = np.concatenate([spaces.action_mask(p.fingerprint) for p in profiles])
     allowed = spaces.config_mask(mask)
@@ -109,13 +107,8 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
             if allowed[i, config]:
                 truth[i, config] = spaces.scale_saving(np.array(saving), share[i])
                 measured[i, config] = True
-    runs: list[dict[int, list[float]]] = [{} for _ in profiles]
-    for (i, config), savings in seen.items():
-        if measured[i, config]:
-            runs[i][config] = [float(s) for s in spaces.scale_saving(np.array(savings), share[i])]
     features = np.concatenate([p.fingerprint.vector() for p in profiles])
-    noise = np.full(len(profiles), _noise(windows, default))
-    return Recorded(profiles, features, mask, truth, measured, runs, share, noise, default_ms)
+    return Recorded(profiles, features, mask, truth, measured, share, default_ms)
 
 
 def is_imported(trace: Trace) -> bool:
@@ -172,8 +165,8 @@ def _effects(
     default: set[int],
     tables: dict[int, tuple[dict[str, Any], ...]],
     profiles: list[SlotProfile],
-) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], list[float]]]:
-    """Relative step time that each (slot, config) saved: the regression's, and window by window."""
+) -> dict[tuple[int, int], float]:
+    """Relative step time that each (slot, config) saved, by the regression."""
     rows: list[tuple[float, float, list[tuple[int, int]]]] = []
     last = next((w.ms for w in windows if w.generation in default), None)
     for w in windows:
@@ -196,23 +189,12 @@ def _effects(
             rows.append((1.0 - w.ms / last, float(w.n_steps), parts))
     keys = sorted({part for _, _, parts in rows for part in parts})
     if not keys:
-        return {}, {}
+        return {}
     design = np.array([[float(key in parts) for key in keys] for _, _, parts in rows])
     saving, weight = np.array([r[0] for r in rows]), np.array([r[1] for r in rows])
     normal = design.T @ (design * weight[:, None]) + _RIDGE * np.eye(len(keys))
     found = np.linalg.solve(normal, design.T @ (weight * saving))
-    effects = dict(zip(keys, map(float, found), strict=True))
-    seen: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for value, _, parts in rows:
-        for key in parts:  # what is left when the other slots' shares in the saving are taken off
-            seen[key].append(value - sum(effects[other] for other in parts if other != key))
-    return effects, dict(seen)
-
-
-def _noise(windows: list[SteadyWindow], default: set[int]) -> float:
-    """Standard deviation of a window's relative step time, from default windows that follow each other."""
-    logs = np.log([w.ms for w in windows if w.generation in default])
-    return float(np.clip(np.std(np.diff(logs)) / np.sqrt(2.0), 1e-3, 0.2)) if len(logs) > 2 else 0.02
+    return dict(zip(keys, map(float, found), strict=True))
 
 
 class _Times:

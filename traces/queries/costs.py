@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from ..files import Trace
-from ..records import Decision, Slot, format_bytes
+from ..records import Decision, Slot
 from .skew import OWN, label
 from .slots import with_sizes
 
@@ -54,13 +54,6 @@ def _compared(trace: Trace) -> int:
 def decision_text(decision: Mapping[str, Any]) -> str:
     """A summary's decision (``algo, proto, n_channels``, each may be None) as text, e.g. ``ring/ll128/16``."""
     return str(Decision(decision.get("algo"), decision.get("proto"), int(decision.get("n_channels") or 0)))
-
-
-def size_text(min_bytes: int, max_bytes: int) -> str:
-    """Sizes that a decision is for: ``256 MiB to 512 MiB`` (above the first, up to and with the second)."""
-    if min_bytes <= 1:
-        return f"up to {format_bytes(max_bytes)}"
-    return f"{format_bytes(min_bytes - 1)} to {format_bytes(max_bytes)}"
 
 
 def _key(rule: Mapping[str, Any]) -> RuleKey:
