@@ -1,9 +1,7 @@
-"""The endpoint: what a scrape reads, the dashboard's queries, and that it is there only while the tuner is."""
+"""Metrics: what Prometheus reads of a run, and the dashboard's queries."""
 
 import json
 import re
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from dynamiccl.agent.report.runs import state
 from synthetic_trace import write_run
 
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
-from dynamiccl.agent.report.metrics import METRICS, serve
+from dynamiccl.agent.report.metrics import METRICS, write_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 DASHBOARD = Path(__file__).resolve().parents[1] / "agent" / "report" / "grafana.json"
@@ -25,18 +23,12 @@ def run(tmp_path):
     return tmp_path / "a"
 
 
-def test_a_scrape_reads_the_run_and_after_the_end_nothing_listens(run):
-    port, stop = serve(0, "127.0.0.1", lambda: [state(run)])
-    url = f"http://127.0.0.1:{port}/metrics"
-    try:
-        text = urllib.request.urlopen(url, timeout=20).read().decode()
-    finally:
-        stop()
+def test_the_textfile_holds_every_metric_of_the_run(run, tmp_path):
+    write_metrics(tmp_path / "d.prom", [state(run)])
+    text = (tmp_path / "d.prom").read_text()
     names = {f.name for f in text_string_to_metric_families(text)}
     assert names == {name.removesuffix("_total") for name, *_ in METRICS}
     assert f'dynamiccl_lost_records_total{{run="{run}"}} 3.0' in text
-    with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(url, timeout=2)
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are():
@@ -51,12 +43,3 @@ def test_the_dashboard_asks_for_metrics_that_there_are():
         assert not grows or panel["title"] == "Measuring windows" or re.match(r"(rate|increase)\(", target["expr"])
     places = [tuple(p["gridPos"][k] for k in "xy") for p in board["panels"]]
     assert len(set(places)) == len(places)
-
-
-def test_a_port_that_is_taken_is_said(run):
-    port, stop = serve(0, "127.0.0.1", lambda: [])
-    try:
-        with pytest.raises(OSError):
-            serve(port, "127.0.0.1", lambda: [])
-    finally:
-        stop()

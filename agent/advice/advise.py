@@ -18,7 +18,7 @@ from ...envs.search.belief import Belief, Prior
 from ...traces.files import Trace, TraceError
 from ...traces.records import Decision, Slot, Table
 from ...traces.spaces import decision_of
-from ..report.gain import Gains, exposure, tell
+from .gain import Gains, exposure, tell
 from .launch import settings
 
 LEVEL = 0.8

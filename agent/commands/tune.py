@@ -6,7 +6,6 @@ import json as json_module
 import os
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -117,11 +116,6 @@ def tune(
             help="What OUT/tuner.log holds: debug for all, info, warning or error for less.",
         ),
     ] = Level.info,
-    metrics_port: Annotated[
-        int | None,
-        Option(min=0, max=65535, group=OUTPUT, help="Answer Prometheus' scrapes on this port (0: any free one)."),
-    ] = None,
-    metrics_address: Annotated[str, Option(group=OUTPUT, help="Address that the metrics are served on.")] = "127.0.0.1",
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,
     compute_scale: ComputeScale = None,
@@ -156,7 +150,7 @@ def tune(
     from ...envs.nccl.steps.nvml import gpus
     from ...envs.sim.emulated.settings import Emulated
     from ..daemon.launcher import Plan
-    from ..daemon.request import AFRESH, ONCE, Request, workload
+    from ..daemon.request import AFRESH, Request, workload
     from ..policies.choosing import check_chooser
     from ..report.outputs import claim, default_url, full_url, link
 
@@ -176,8 +170,6 @@ def tune(
     refuse_traps(command, force, emulated=emulated is not None)
     n_processes = ranks or (2 if emulated else n_gpus)
     with refusing(PluginBuildError, Busy, ValueError, OSError):
-        if metrics_port is not None and find_spec("prometheus_client") is None:
-            fail("--metrics-port needs prometheus-client: pip install 'dynamiccl[metrics]'")
         check_chooser(policy)  # all that can fail fails before the job starts
         memory = None if no_memory else memory or default_url()
         if memory:
@@ -197,7 +189,7 @@ def tune(
             backend = "emulated" if emulated else "nccl"
             command = workload(stage, steps, n_processes, job_log, backend=backend, seed=seed)
         run = make_folder()
-        asked = {name: call.values[name] for name in (*AFRESH, *ONCE)}
+        asked = {name: call.values[name] for name in AFRESH}
         asked |= {"out": out, "memory": memory, "emulated": emulated, "job_log": job_log, "launched": not own}
         asked |= {"facts": {"stage": stage, "n_processes": n_processes} if own else {}, "job": " ".join(command or ())}
         asked |= {"json": None if json is None else "-" if str(json) == "-" else str(json.resolve())}

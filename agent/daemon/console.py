@@ -18,7 +18,7 @@ from ...envs.bench.strata import steps_to_verdict
 from ..report.summary import RunSummary
 from ..report.terminal import terminal
 from ..report.texts import consistency_text, emulation_text, result_lines
-from ..report.verdict import DEFAULT, OWN, PHASES, TRY, change, ms, seconds, side
+from ..report.verdict import DEFAULT, OWN, PHASES, change, ms, seconds, side
 from .tuner import WindowLine
 
 #: What to do about a run that came to nothing, by the name of its reason.
@@ -154,7 +154,7 @@ def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
         if s.reasons.get("ended") == ["job-status"] and s.job_status == 0 and (s.windows or s.decisions):
             say(f"It was too short for a verdict. {Expected().told(0.05)}")
     elif not s.kept and not s.dropped:
-        say(TRY)
+        say("To try: more steps, fewer neighbours on the nodes; or the job has little to gain.")
     if quiet:
         return
     if s.emulated:

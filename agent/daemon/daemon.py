@@ -118,7 +118,7 @@ class Daemon:
         return summary
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        """The log and the endpoint, as they were asked for, until ``stack`` closes."""
+        """The log, as it was asked for, until ``stack`` closes."""
         request = self.request
         try:
             stack.callback(open_log(self.out, request.log_level))
@@ -126,8 +126,6 @@ class Daemon:
             self._warn(f"not written: {error}")
         log.info("a tuner begins, process %d: policy %s, run %s", os.getpid(), request.policy, self.run.path)
         log.info("job: %s", request.job or "joined")
-        if request.metrics_port is not None:
-            self._serve_metrics(stack, request.metrics_port)
 
     def _serve(self, writer: TraceWriter) -> None:
         request, job = self.request, self.job
@@ -265,20 +263,6 @@ class Daemon:
         log.info("%s", line)
         self.on_window(line)
         self._report_so_far()
-
-    def _serve_metrics(self, stack: contextlib.ExitStack, port: int) -> None:
-        """The endpoint, until ``stack`` closes; what cannot be served does not stop the tuner."""
-        try:
-            from ..report.metrics import serve
-            from ..report.runs import state
-
-            address = self.request.metrics_address
-            port, stop = serve(port, address, lambda: [state(self.out)])
-        except (ImportError, OSError) as error:
-            self._warn(f"no metrics are served: {error}")
-        else:
-            stack.callback(stop)
-            self._say(f"metrics: http://{address}:{port}/metrics")
 
     def _report_so_far(self) -> None:
         """The page of a run that goes on, every half minute, by a process that gives way to the job."""

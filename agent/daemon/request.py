@@ -18,12 +18,11 @@ from ..policies.choosing import DEFAULT
 
 #: Its file in the run folder.
 REQUEST = "request.json"
-#: Options that are said anew by whoever joins, and those that only the launcher takes; each is a field of its name.
+#: Options that are said anew by whoever joins; each is a field of its name.
 AFRESH = (
     *("windows", "verify", "window_steps", "budget", "once", "quiet"),
     *("policy", "seed", "bitwise", "out", "json", "memory", "log_level"),
 )
-ONCE = ("metrics_port", "metrics_address")
 #: A comparison of fewer pairs is none.
 LEAST_PAIRS = 2
 
@@ -64,8 +63,6 @@ class Request(Settings):
     json: str | None = None  # where the summary is also wanted, - is stdout
     memory: str | None = None  # where what was learned of clusters is kept; None: nowhere
     launched: bool = False  # the job prints on the same terminal
-    metrics_port: int | None = None  # answer scrapes there, 0: on any free port
-    metrics_address: str = "127.0.0.1"
     log_level: str = "info"  # of OUT/tuner.log
 
     def write(self, run: Path) -> None:

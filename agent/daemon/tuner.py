@@ -196,7 +196,7 @@ class Tuner:
                 return
         seen = self.windows.measure(plan)
         self.outcome.windows += not over
-        lost, sides = search.lost, _sides(search, plan)
+        lost, sides = search.lost, _Sides.of(search, plan)
         search.record(plan, seen)
         given_up = float(seen.step_ms[-1]) > plan.limit_ms
         self._charge(plan, seen.billed, search.lost - lost, over)
@@ -211,16 +211,7 @@ class Tuner:
         search, o = self.search, self.outcome
         if search is None:
             return
-        o.kept = bool(search.confirmed.any())
-        now = self.windows.job.last_step
-        if search.marks.first_gain >= 0 and o.first_gain is None:
-            o.first_gain = now
-        if search.marks.verdict >= 0 and o.steps_to_verdict is None:
-            o.steps_to_verdict = now
-        o.default_share = search.after_default / search.after if search.after else None
-        o.reopened, o.returned, o.refined = search.marks.reopened, search.marks.returned, search.marks.refined
-        if search.marks.dropped and not o.dropped and not o.kept:
-            o.dropped = RunEnds.SLOWER()
+        self._note_milestones(search)
         sure = search.is_over or bool(search.races)  # a table that was confirmed has its figures, however the job ends
         if o.reopened and not sure:
             o.verdict = None  # it was of the job as it had been
@@ -229,6 +220,19 @@ class Tuner:
         if sure:
             o.verdict = verdict_of(search, o.ledger)
         o.refused = [self._refusal(int(s), int(c)) for s, c in np.argwhere(search.banned)]
+
+    def _note_milestones(self, search: Search) -> None:
+        """What is in force, and at which step of the job it came to that."""
+        o, marks, now = self.outcome, search.marks, self.windows.job.last_step
+        o.kept = bool(search.confirmed.any())
+        if marks.first_gain >= 0 and o.first_gain is None:
+            o.first_gain = now
+        if marks.verdict >= 0 and o.steps_to_verdict is None:
+            o.steps_to_verdict = now
+        o.default_share = search.after_default / search.after if search.after else None
+        o.reopened, o.returned, o.refined = marks.reopened, marks.returned, marks.refined
+        if marks.dropped and not o.dropped and not o.kept:
+            o.dropped = RunEnds.SLOWER()
 
     def _refusal(self, i: int, config: int) -> tuple[Slot, Decision, str]:
         slot, decision = self.windows.profiles[i].slot, decision_of(config)
@@ -303,15 +307,10 @@ class Tuner:
             if not paired.trial:
                 events += [*ledger.legend(table, against), f"comparison: {table} against {side(against)}"]
         if not given_up:
-            of_table = plan.kind in (TABLE, TRIAL)
-            (paired.table_ms if of_table else paired.against_ms).append(window.step_ms)
-            if plan.kind == TRIAL:
-                paired.against_ms.append(self._beside_ms)
+            (paired.table_ms if plan.kind in (TABLE, TRIAL) else paired.against_ms).append(window.step_ms)
+            paired.against_ms += [self._beside_ms] * paired.trial
         paired.last_step = int(window.steps[-1])
-        if any(one is race for one in search.races):
-            paired.outcome = "kept"
-        elif search.race is not race and (plan.kind != TRIAL or sides.table.tobytes() in search.given_up):
-            paired.outcome = "lost"
+        paired.outcome = sides.outcome(search, race)
         if paired.outcome == "kept" or (paired.outcome == "lost" and not paired.trial):
             events += [*ledger.legend(paired.table), outcome_text(paired.told())]
         return events
@@ -350,16 +349,23 @@ class _Sides:
     against: Array
     race: Callable[[], Race | None]
 
+    @classmethod
+    def of(cls, search: Search, plan: Plan) -> _Sides | None:
+        """Of a window that is about to be recorded; None for one that is of no comparison."""
+        if plan.kind in (REFERENCE, TABLE):
+            race = search.race
+            return cls(search.table.copy(), search.reference.copy(), lambda: race)
+        if plan.kind == TRIAL:
+            races = search.later.races
+            return cls(plan.configs, search.confirmed.copy(), lambda: races.get(plan.configs.tobytes()))
+        return None
 
-def _sides(search: Search, plan: Plan) -> _Sides | None:
-    """Of a window that is about to be recorded; None for one that is of no comparison."""
-    if plan.kind in (REFERENCE, TABLE):
-        race = search.race
-        return _Sides(search.table.copy(), search.reference.copy(), lambda: race)
-    if plan.kind == TRIAL:
-        races = search.later.races
-        return _Sides(plan.configs, search.confirmed.copy(), lambda: races.get(plan.configs.tobytes()))
-    return None
+    def outcome(self, search: Search, race: Race) -> str:
+        """What the search has made of it, once the window is recorded."""
+        if any(one is race for one in search.races):
+            return "kept"
+        is_open = search.race is race or (search.is_over and self.table.tobytes() not in search.given_up)
+        return "open" if is_open else "lost"
 
 
 def verdict_of(search: Search, ledger: Ledger) -> Verdict:

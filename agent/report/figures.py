@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
@@ -15,7 +18,7 @@ from .verdict import DEFAULT, OWN, ms, seconds, side
 
 #: Bars drawn per step and ranks drawn at most: beyond, a timeline is neither readable nor light.
 MAX_BARS, MAX_RANKS, N_COLOURS = 2000, 4, 6
-_DEFAULT, _TUNED, _OTHER, _WARN = "var(--default)", "var(--tuned)", "var(--slot-1)", "var(--warn)"
+_DEFAULT, _TUNED = "var(--default)", "var(--tuned)"
 _BINS = 40
 
 
@@ -27,25 +30,36 @@ def windows_figure(trace: Trace, s: RunSummary) -> str:
     by_step = all(row.get("last_step") is not None for row in rows)
     place = [float(row["last_step"] if by_step else row.get("index", i)) for i, row in enumerate(rows)]
     plot = Plot(spread(place, 0.03), spread(row["step_ms"] for row in rows), 320)
-    for c in s.comparisons:
-        if not c["trial"] and by_step:
-            plot.bar((c["steps"][0], c["steps"][1]), plot.y_range, "var(--faint)")
-            plot.text(c["steps"][0], plot.y_range[1], f"{side(c['table'])} : {side(c['against'])}", 2, 12)
+    if by_step:
+        _draw_comparisons(plot, s)
     plot.y_axis("ms")
-    minutes = _minutes(trace, ticks_of(*plot.x_range, 4)) if by_step else {}
-    plot.x_axis("steps" if by_step else "windows", minutes)
-    names = {OWN: _DEFAULT, f"{side(s.in_force)}, in force": _TUNED, "another table": _OTHER, "given up": _WARN}
+    plot.x_axis("steps" if by_step else "windows", _times(trace, ticks_of(*plot.x_range, 4)) if by_step else {})
     for x, row in zip(place, rows, strict=True):
-        table = row.get("table") or row.get("decision")
-        is_own = table in (DEFAULT, "auto")
-        name = OWN if is_own else f"{side(s.in_force)}, in force" if table == s.in_force else "another table"
-        name = "given up" if row.get("verdict") == "given up" else name
-        plot.legend[name] = names[name]
-        plot.dot(x, row["step_ms"], names[name], "  ".join(window_parts(row)), hollow=is_own)
+        name, colour = _role(row, s)
+        plot.legend[name] = colour
+        plot.dot(x, row["step_ms"], colour, "  ".join(window_parts(row)), hollow=name == OWN)
     return plot.html("Step time of each window over the job's steps")
 
 
-def _minutes(trace: Trace, steps: list[float]) -> dict[float, str]:
+def _draw_comparisons(plot: Plot, s: RunSummary) -> None:
+    """When which two tables were compared."""
+    for c in s.comparisons:
+        if not c["trial"]:
+            plot.bar((c["steps"][0], c["steps"][1]), plot.y_range, "var(--faint)")
+            plot.text(c["steps"][0], plot.y_range[1], f"{side(c['table'])} : {side(c['against'])}", 2, 12)
+
+
+def _role(row: Mapping[str, Any], s: RunSummary) -> tuple[str, str]:
+    """What a window's table was to the run, and its colour."""
+    table = row.get("table") or row.get("decision")
+    if row.get("verdict") == "given up":
+        return "given up", "var(--warn)"
+    if table in (DEFAULT, "auto"):
+        return OWN, _DEFAULT
+    return (f"{side(table)}, in force", _TUNED) if table == s.in_force else ("another table", "var(--slot-1)")
+
+
+def _times(trace: Trace, steps: list[float]) -> dict[float, str]:
     """When these steps ended, since the first that was recorded."""
     first = trace.steps[trace.steps["rank"] == trace.steps["rank"].min()].sort_values("index")
     if len(first) < 2:
@@ -105,24 +119,32 @@ def timeline_figure(trace: Trace, which: Generations, s: RunSummary) -> str:
     bars = pd.concat([bars for bars, _ in drawn.values()])
     dearest = bars.groupby("slot")["ms"].sum().sort_values(ascending=False).index[:N_COLOURS]
     colours = {slot: f"var(--slot-{i})" for i, slot in enumerate(dearest)}
-    most = max([(bars["start"] + bars["ms"]).max(), *(end for _, end in drawn.values() if end)])
+    most = max((bars["start"] + bars["ms"]).max(), *(end or 0.0 for _, end in drawn.values()))
     lanes = sum(bars["lane"].nunique() + 1 for bars, _ in drawn.values())
     plot = Plot((0, float(most)), (0, lanes), 40 + 26 * lanes)
     plot.x_axis("ms")
     y = lanes
     for name, (bars, end) in drawn.items():
-        top, y = y, y - 1
-        plot.text(0, y, f"{name}, step {steps[name]}" + (f", {ms(end)}" if end else ""), 0, -6)
-        for lane, those in bars.groupby("lane"):
-            y -= 1
-            plot.text(0, y + 0.5, str(lane), -6, 4, "end")
-            for start, length, slot, said in those[["start", "ms", "slot", "said"]].itertuples(index=False):
-                colour = colours.get(slot, "var(--slot-other)")
-                plot.legend[slot if slot in colours else "other"] = colour
-                plot.bar((start, start + length), (y + 0.12, y + 0.88), colour, said)
-        if end:
-            plot.line((end, end), (y, top - 1), "var(--quiet)", "3 3")
+        y = _draw_step(plot, f"{name}, step {steps[name]}", y, bars, end, colours)
     return plot.html("Every collective of a step, by rank")
+
+
+def _draw_step(
+    plot: Plot, name: str, top: float, bars: pd.DataFrame, end: float | None, colours: Mapping[str, str]
+) -> float:
+    """One step, its lanes from ``top`` downwards; where they end."""
+    y = top - 1
+    plot.text(0, y, f"{name}, {ms(end)}" if end else name, 0, -6)
+    for lane, those in bars.groupby("lane"):
+        y -= 1
+        plot.text(0, y + 0.5, str(lane), -6, 4, "end")
+        for start, length, slot, said in those[["start", "ms", "slot", "said"]].itertuples(index=False):
+            colour = colours.get(slot, "var(--slot-other)")
+            plot.legend[slot if slot in colours else "other"] = colour
+            plot.bar((start, start + length), (y + 0.12, y + 0.88), colour, said)
+    if end:
+        plot.line((end, end), (y, top - 1), "var(--quiet)", "3 3")
+    return y
 
 
 def _lanes(trace: Trace, step: int) -> tuple[pd.DataFrame, float | None]:

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from .summary import RunSummary
-from .verdict import DEFAULT, OWN, PHASES, measured, ms, outcome, rows_text, seconds, verdict
+from .verdict import DEFAULT, OWN, PHASES, ms, outcome, rows_text, seconds, side, verdict
 
 #: Heads of :func:`cost_rows`; those in NUMBERS stand to the right.
 COSTS = ("slot", "calls/step", "NCCL's own", "table", "default", "tuned", "change", "per step", "sampled", "timed by")
@@ -45,6 +45,16 @@ def nothing_decided(summary: RunSummary, header: Mapping[str, Any]) -> str:
     if summary.ended or summary.is_decided:
         return summary.ended or "NCCL decides everywhere"
     return "the run goes on, or was cut off before its verdict"
+
+
+def measured(s: RunSummary) -> str:
+    """What the two sides of the verdict were measured at, and when; empty where nothing was compared."""
+    if s.default_step_ms is None or s.tuned_step_ms is None:
+        return ""
+    steps = f", steps {s.compared_steps[0]} to {s.compared_steps[1]}" if s.compared_steps else ""
+    sides = [(side(s.compared), s.tuned_step_ms, s.tuned_windows), (OWN, s.default_step_ms, s.default_windows)]
+    parts = [f"{name} {ms(value)}" + (f" (median of {n} windows)" if n else "") for name, value, n in sides]
+    return f"{parts[0]} against {parts[1]}{steps}"
 
 
 def result_lines(summary: RunSummary) -> list[str]:

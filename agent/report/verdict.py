@@ -16,7 +16,6 @@ from .summary import RunSummary
 DEFAULT, OWN = "default", "NCCL's choice"
 #: What a log calls the windows of a phase, and how people read it.
 PHASES = {"verify": "comparison", "refine": "trial"}
-TRY = "To try: more steps, fewer neighbours on the nodes; or the job has little to gain."
 
 
 def side(letter: str | None) -> str:
@@ -53,16 +52,6 @@ def outcome(c: Mapping[str, Any]) -> str:
     word = {"kept": f"kept {table}", "lost": f"{table} lost"}.get(c["outcome"], f"{table} not decided")
     pairs = f"{c['pairs']} pair{'s' * (c['pairs'] > 1)}"
     return f"{word}: steps {change(c['speedup'], c['speedup_ci95'], pairs, than=f' than {against}')}"
-
-
-def measured(s: RunSummary) -> str:
-    """What the two sides of the verdict were measured at, and when; empty where nothing was compared."""
-    if s.default_step_ms is None or s.tuned_step_ms is None:
-        return ""
-    steps = f", steps {s.compared_steps[0]} to {s.compared_steps[1]}" if s.compared_steps else ""
-    sides = [(side(s.compared), s.tuned_step_ms, s.tuned_windows), (OWN, s.default_step_ms, s.default_windows)]
-    parts = [f"{name} {ms(value)}" + (f" (median of {n} windows)" if n else "") for name, value, n in sides]
-    return f"{parts[0]} against {parts[1]}{steps}"
 
 
 def cost(s: RunSummary) -> str:
