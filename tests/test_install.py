@@ -15,7 +15,7 @@ import dynamiccl_autoload
 
 ROOT = Path(__file__).resolve().parents[1]
 #: What `pip install dynamiccl` alone does not bring, nor torch.
-HEAVY = ["fsspec", "gymnasium", "orjson", "pandas", "plotly", "pyarrow", "rich", "sb3_contrib", "stable_baselines3"]
+HEAVY = ["fsspec", "gymnasium", "orjson", "pandas", "pyarrow", "rich", "sb3_contrib", "stable_baselines3"]
 PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))} | {"OMP_NUM_THREADS": "1"}
 TRAINS = """
 import torch

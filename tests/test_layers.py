@@ -26,7 +26,6 @@ ONLY_IN = {
     "gymnasium": ("agent", "envs"),
     "fsspec": ("agent",),
     "rich": ("agent",),
-    "plotly": ("agent",),
 }
 #: What is loaded beside a job for the tuner, all policies counted.
 TUNER_LINES = 8_700

@@ -16,7 +16,7 @@ ENV = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "N
 #: Beside the standard library, what may be imported before the job is started: NVML.
 SMALL = {"dynamiccl", "pynvml", "sitecustomize", "org"}
 #: What no command needs that does not compute.
-HEAVY = {"pandas", "torch", "pyarrow", "plotly", "gymnasium"}
+HEAVY = {"pandas", "torch", "pyarrow", "gymnasium"}
 
 
 def imported(*words):

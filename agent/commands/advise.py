@@ -60,10 +60,12 @@ def advise(
 
 
 def _tell_measured(summary: RunSummary, json: bool) -> None:
+    from ..report.verdict import verdict
+
     keys = ("speedup", "speedup_ci95", "aa_speedup_ci95", "kept", "table")
     told: dict[str, Any] = {"predicted": False, **{key: getattr(summary, key) for key in keys}}
     kept = f"apply its table: {told['table']}" if told["kept"] and told["table"] else "no table of it is in force"
-    told["verdict"] = f"measured by this run: {summary.speedup_text()}; {kept}"
+    told["verdict"] = f"measured by this run: {verdict(summary)}; {kept}"
     print(json_module.dumps(told, indent=1) if json else told["verdict"])
 
 

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from ...envs.bench.strata import steps_to_verdict
+from ..policies.choosing import DEFAULT as POLICY
 from ..report.summary import RunSummary
 from ..report.terminal import terminal
 from ..report.texts import consistency_text, emulation_text, result_lines
@@ -32,10 +33,11 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 class Expected:
-    """Steps to the verdict, going by the jobs of the standard board that the default policy has played."""
+    """Steps to the verdict, going by the jobs of the standard board as the default policy has played them, if that is
+    on record."""
 
     def __init__(self) -> None:
-        self.steps = steps_to_verdict()
+        self.steps = steps_to_verdict(POLICY)
 
     def after(self, now: int) -> int | None:
         """The step of the verdict in half of the jobs that had none by the step ``now``; None: none took so long."""
@@ -44,10 +46,11 @@ class Expected:
 
     def told(self, budget: float) -> str:
         """Before a run: what it takes and may cost."""
-        n = len(self.steps)
+        n, told = len(self.steps), f"A search may cost up to {budget:.0%} of the job's time."
+        if not n:
+            return told
         low, middle, high = (self.steps[int(part * (n - 1))] for part in (0.1, 0.5, 0.9))
-        usual = f"A verdict takes {middle:.0f} steps in the middle, {low:.0f} to {high:.0f} in 8 of 10 simulated jobs"
-        return f"{usual}; finding it may cost up to {budget:.0%} of the job's time."
+        return f"{told} Its verdict takes {middle} steps in half of simulated jobs, {low} to {high} in 8 of 10."
 
 
 class LiveView:
@@ -103,7 +106,7 @@ class LiveView:
             f"best so far {line.best[0]}, {change(1 / line.best[1])} in one window" if line.best else "none better yet"
         )
         end = self._expected.after(line.last_step)
-        left = f"verdict in about {end - line.last_step} steps" if end else "a verdict takes longer than ever seen here"
+        left = f"verdict in about {end - line.last_step} steps" if end else "no telling when the verdict comes"
         in_time = f" ({seconds((end - line.last_step) * self._step_s)})" if end and self._step_s else ""
         spent = f"cost {seconds(max(line.cost_s, 0))} of {seconds(line.budget_s)} allowed"
         return [PHASES.get(line.phase, line.phase), best, left + in_time, spent]
