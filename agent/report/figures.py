@@ -127,7 +127,7 @@ def timeline_figure(trace: Trace, which: Generations, s: RunSummary) -> str:
     lanes = sum(bars["lane"].nunique() + 1 for bars, _ in drawn.values())
     plot = Plot((0, float(most)), (0, lanes), 40 + 26 * lanes)
     plot.x_axis("ms")
-    y = lanes
+    y = float(lanes)
     for name, (bars, end) in drawn.items():
         y = _draw_step(plot, f"{name}, step {steps[name]}", y, bars, end, colours)
     return plot.html("Every collective of a step, by rank")
