@@ -29,5 +29,5 @@ def steps_to_verdict(entrant: str) -> list[int]:
     """Steps to the verdict of a policy on each job of the standard board as filed, in order of size; [] without one."""
     file = resources.files("dynamiccl.envs").joinpath("results", "board_standard.json")
     filed = json.loads(file.read_text())["submissions"] if file.is_file() else []
-    scores: dict[str, Any] = next((s["scores"] for s in filed if s["entrant"] == entrant), {})
+    scores: dict[str, list[float | None]] = next((s["scores"] for s in filed if s["entrant"] == entrant), {})
     return sorted(int(steps) for steps in scores.get("verdict", ()) if steps is not None)
