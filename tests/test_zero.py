@@ -90,7 +90,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "3 by layer": {"stage": 3, "unit": "layer", "prefetch": 2},
     "3 without prefetch": {"stage": 3, "prefetch": 0, "keep_last": False},
     "3 hybrid": {"stage": 3, "hybrid": 10_000},
-    "3 auto": {"stage": 3, "prefetch": "auto"},
     "1 blocks recomputed": {"stage": 1, "recompute": 1},
     "3 blocks recomputed": {"stage": 3, "recompute": 2},
     "3 layers recomputed": {"stage": 3, "unit": "layer", "recompute": 1},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dry_run import Call, CollectiveLog
 from dynamiccl.zero_workload import zero
-from dynamiccl.zero_workload.comm import Collectives
 from dynamiccl.zero_workload.job.data import Corpus
 from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
 from dynamiccl.zero_workload.job.optim import Adan, Lion
@@ -261,48 +259,3 @@ def test_traffic_equals_the_formulas(two: World) -> None:
         assert sum(n * (2 if func == "all_reduce" else 1) for func, n in total.items()) == in_all * whole
     total, whole, kept = two.run(bytes_of_a_step, {"stage": 3})[0]
     assert kept > 0 and spelled(total) == {"reduce_scatter": whole, "all_gather": 2 * whole - kept}
-
-
-class Late(dist.Work):
-    """A gather that ends a tenth of a second after it began."""
-
-    def __init__(self, work: dist.Work) -> None:
-        super().__init__()
-        self.work, self.end = work, time.perf_counter() + 0.1
-
-    def wait(self, timeout: Any = None) -> bool:
-        self.work.wait()
-        time.sleep(max(0.0, self.end - time.perf_counter()))
-        return True
-
-
-class Slow(nn.Module):
-    """Five blocks whose forward takes 40 ms each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
-        for block in self.blocks:
-            block.register_forward_hook(lambda *_: time.sleep(0.04))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.blocks(x).sum()
-        return out
-
-
-def look_ahead() -> int:
-    engine = zero(Slow(), adamw(1e-3), stage=3, prefetch="auto")
-    plain = Collectives.all_gather
-    if dist.get_rank() == 1:  # the slowest rank decides
-        Collectives.all_gather = lambda *args: Late(plain(*args))
-    try:
-        for _ in range(3):
-            engine.backward(engine.model(torch.ones(1, 4).bfloat16()))
-            engine.step()
-    finally:
-        Collectives.all_gather = plain
-    return engine.sharded.prefetch
-
-
-def test_look_ahead_is_the_ratio_of_measured_times_and_agreed(two: World) -> None:
-    assert two.run(look_ahead) in ([3, 3], [2, 2])  # 100 ms by 40, or a little more on a busy machine

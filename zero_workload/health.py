@@ -57,10 +57,10 @@ class Health:
         self.reducer.used = [0.0] * len(used)
         # Experts that several ranks have in one place are different ones: they count as used.
         shared = [part for part in parts if part.bucket.comm is self.comm and self.comm.backend != "fake"]
-        if not all(used[part.span.number] for part in shared):
+        if not all(used[part.piece.param] for part in shared):
             counts = seen.tolist()
             for part in shared:
-                if not counts[part.span.number]:
+                if not counts[part.piece.param]:
                     part.param.grad = None
         return seen[-1].sqrt() / (self.loss_scale or 1.0)
 
@@ -85,7 +85,7 @@ class Health:
 
     def _not_finite(self, parts: Sequence[Part]) -> list[str]:
         """Names of this rank's parameters whose gradients are not finite."""
-        graded = [(part.span.number, part.param.grad) for part in parts if part.param.grad is not None]
+        graded = [(part.piece.param, part.param.grad) for part in parts if part.param.grad is not None]
         return sorted({self.names[number] for number, grad in graded if not grad.norm().square().isfinite()})
 
     def _error(self, everyone: Sequence[Report], step: int) -> Exception | None:

@@ -32,7 +32,7 @@ class Settings:
 
     stage: int
     bucket_bytes: int = 25 * 2**20
-    prefetch: int | str = 1
+    prefetch: int = 1
     param_dtype: torch.dtype = torch.bfloat16
     gradient_accumulation: int = 1
     max_norm: float | None = None
@@ -62,7 +62,7 @@ class Settings:
         natural, positive, floating = "a whole number from 0 up", "a whole number from 1 up", "a floating-point dtype"
         for name, what, fine in (
             ("stage", "0, 1, 2 or 3", _whole(self.stage) and self.stage <= 3),
-            ("prefetch", f"{natural}, or 'auto'", self.prefetch == "auto" or _whole(self.prefetch)),
+            ("prefetch", natural, _whole(self.prefetch)),
             ("gradient_accumulation", positive, _whole(self.gradient_accumulation, 1)),
             ("bucket_bytes", positive, _whole(self.bucket_bytes, 1)),
             ("min_unit", natural, _whole(self.min_unit)),
@@ -92,20 +92,17 @@ def _floating(value: object) -> bool:
 
 
 class Piece(NamedTuple):
-    """Elements ``start .. start + numel`` of flattened parameter ``param`` lie at ``offset`` in the bucket."""
+    """Elements ``start .. start + numel`` of flattened parameter ``param`` lie at ``offset`` in a bucket or a shard."""
 
     param: int
     start: int
     numel: int
     offset: int
 
-
-class Span(NamedTuple):
-    """Elements of parameter ``number``, from ``start`` on, that lie at ``where`` in a shard."""
-
-    number: int
-    start: int
-    where: slice
+    @property
+    def where(self) -> slice:
+        """Its place there."""
+        return slice(self.offset, self.offset + self.numel)
 
 
 @dataclass(eq=False)
@@ -132,13 +129,13 @@ class Bucket:
         """Its last parameter, and which element of that the last piece begins with."""
         return max((piece[:2] for piece in self.pieces), default=(-1, 0))
 
-    def spans(self) -> list["Span"]:
-        """What lies in this rank's shard, in order."""
+    def mine(self) -> list[Piece]:
+        """What lies in this rank's shard, in order; offsets are those in the shard."""
         found, first = [], self.owned.start
         for piece in self.pieces:
             low, high = max(piece.offset, first), min(piece.offset + piece.numel, self.owned.stop)
             if low < high:
-                found.append(Span(piece.param, piece.start + low - piece.offset, slice(low - first, high - first)))
+                found.append(Piece(piece.param, piece.start + low - piece.offset, high - low, low - first))
         return found
 
     def publish(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .layout import Bucket, Span
+from .layout import Bucket, Piece
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     """What of a parameter this rank owns in a bucket, which the optimizer updates as a parameter of its own."""
 
     bucket: Bucket
-    span: Span
+    piece: Piece  # of the bucket's shard
     param: nn.Parameter  # [elements] a view of the master weights
 
 
@@ -31,8 +31,8 @@ def parts_of(buckets: Sequence[Bucket]) -> list[Part]:
     found = []
     for bucket in buckets:
         assert bucket.master is not None
-        for span in bucket.spans():
-            found.append(Part(bucket, span, nn.Parameter(bucket.master.detach()[span.where])))
+        for piece in bucket.mine():
+            found.append(Part(bucket, piece, nn.Parameter(bucket.master.detach()[piece.where])))
     return found
 
 
@@ -72,12 +72,12 @@ def regroup(optimizer: torch.optim.Optimizer, params: Sequence[Any], shapes: Seq
     """
     born, number_of = dict(optimizer.state), {id(p): n for n, p in enumerate(params)}
     optimizer.state.clear()
-    for _, span, param in parts:
-        for name, value in born.get(params[span.number], {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == shapes[span.number]:
-                value = value.reshape(-1)[span.start : span.start + param.numel()].to(param, copy=True)
+    for _, piece, param in parts:
+        for name, value in born.get(params[piece.param], {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == shapes[piece.param]:
+                value = value.reshape(-1)[piece.start : piece.start + piece.numel].to(param, copy=True)
             optimizer.state[param][name] = copy.deepcopy(value)
     for group in optimizer.param_groups:
         numbers = {number_of[id(p)] for p in group["params"]}
-        group["params"] = [part.param for part in parts if part.span.number in numbers]
+        group["params"] = [part.param for part in parts if part.piece.param in numbers]
         group.pop("param_names", None)  # there may be several parts of one

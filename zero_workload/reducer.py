@@ -99,9 +99,9 @@ class Reducer:
             end = piece.offset + piece.numel
             grad = self.params[piece.param].grad
             if grad is None:
-                send[piece.offset : end].zero_()
+                send[piece.where].zero_()
             else:
-                into.append(send[piece.offset : end])
+                into.append(send[piece.where])
                 source.append(grad.reshape(-1)[piece.start : piece.start + piece.numel])
         send[end:].zero_()
         if into:

@@ -2,11 +2,8 @@
 by hooks on its module, in backward by hooks on its output (gather) and its input (free, and reduce its gradients).
 """
 
-import math
-import time
 from datetime import timedelta
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,11 +24,7 @@ class Sharded:
 
     def __init__(self, units: list[Unit], reducer: Reducer, names: list[str]) -> None:
         self.comm, self.params, self.reducer, self.names = reducer.comm, reducer.params, reducer, names
-        settings, self.keep_last = reducer.settings, reducer.settings.keep_last
-        self.prefetch = 1 if settings.prefetch == "auto" else int(settings.prefetch)
-        #: seconds of each gather and each unit's forward, while ``prefetch="auto"`` measures.
-        self._spans: dict[str, list[float]] | None = {} if settings.prefetch == "auto" else None
-        self._since = 0.0
+        self.keep_last, self.prefetch = reducer.settings.keep_last, reducer.settings.prefetch
         self.order: list[Unit] = []  # forward calls as the last pass made them
         self._cursor, self._known = 0, False  # known: a whole forward pass was seen, `order` says what comes last
         self._inside: list[Entry] = []  # forward calls that have begun and not ended
@@ -100,8 +93,6 @@ class Sharded:
         """At the start of the model's forward."""
         if self.reducer.in_backward:  # the whole model is recomputed
             return
-        if self._spans and self._cursor == len(self.order):
-            self._choose_prefetch(self._spans)
         del self.order[self._cursor :]
         self._known, self._cursor = bool(self.order), 0
         self._inside.clear()
@@ -156,14 +147,9 @@ class Sharded:
         if here == len(self.order):
             self.order.append(unit)
         self._cursor += 1
-        if self._spans is not None and self._known:  # measuring: one gather at a time, alone
-            self._clock(None)
-            self.wait(unit)
-            self._clock("gather")
-        else:
-            for ahead in self.order[here : here + 1 + self.prefetch]:
-                self.gather(ahead)
-            self.wait(unit)
+        for ahead in self.order[here : here + 1 + self.prefetch]:
+            self.gather(ahead)
+        self.wait(unit)
         unit.uses += torch.is_grad_enabled()
 
     def _leave(self, unit: Unit) -> None:
@@ -193,8 +179,6 @@ class Sharded:
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if self.reducer.in_backward:
             return
-        if self._spans is not None and self._known and unit.name != "root":
-            self._clock("compute")
         if torch.is_grad_enabled() and self._inside:
             self._inside.pop().leave()
             for tensor in tensors_in(output):
@@ -265,24 +249,3 @@ class Sharded:
             self.free(unit)
         for bucket in self.buckets:
             bucket.publish()
-
-    def _clock(self, name: str | None) -> None:
-        """Now ends a span of that name, the device's queue included, and the next begins."""
-        assert self._spans is not None
-        if self.params[0].is_cuda:
-            torch.cuda.synchronize()
-        if name:
-            self._spans.setdefault(name, []).append(time.perf_counter() - self._since)
-        self._since = time.perf_counter()
-
-    def _choose_prefetch(self, spans: dict[str, list[float]]) -> None:
-        """k* = ceil(T_gather / T_compute): so many units' forward hides one gather, if gathers run side by side.
-
-        The slowest rank decides for all, because every rank has to start its gathers in the same order.
-        """
-        means = [fmean(spans.get(name, [0.0])) for name in ("gather", "compute")]
-        times = torch.tensor(means, device=self.params[0].device)
-        self.comm.agree(times, dist.ReduceOp.MAX)
-        gather, compute = times.tolist()
-        self._spans = None
-        self.prefetch = max(1, min(math.ceil(gather / max(compute, 1e-9)), len(self.units)))

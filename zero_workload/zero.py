@@ -50,8 +50,7 @@ def zero(
             (``elementwise = True``), else those of torch that are known to.
         settings: any of the following, whose defaults are those of ``layout.Settings``.
         bucket_bytes: bytes that one reduction (stages 0-2) or gather (1-2) moves; at stage 3 it is the unit's size.
-        prefetch: at stage 3, units gathered ahead of the one in use, or ``"auto"``: look-ahead
-            k* = ceil(T_gather / T_compute), measured in the second step, agreed by all ranks (1 until then).
+        prefetch: at stage 3, units gathered ahead of the one in use.
         param_dtype: dtype of parameters, gradients and messages. float16 turns dynamic loss scaling on.
         gradient_accumulation: backward passes an optimizer step. Stages 0 and 1 add up full gradients and reduce once,
             2 and 3 reduce each pass and add up the shard, in the dtype of what the optimizer updates.
@@ -192,7 +191,7 @@ class Engine:
             if bucket.comm is not self.comm:
                 grads /= self.comm.size // bucket.comm.size  # an expert's has the tokens of several ranks in it
         for part in self.owned:
-            part.param.grad = exact[part.bucket][part.span.where]
+            part.param.grad = exact[part.bucket][part.piece.where]
         norm, error = self.health.look(self.owned), None
         if self.comm.backend == "fake" or math.isfinite(norm.item()):
             self._update(norm)

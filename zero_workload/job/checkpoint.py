@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..comm import ask
-from ..layout import Span
+from ..layout import Piece
 from ..parts import Part
 from ..zero import Engine
 
@@ -65,22 +65,22 @@ def _state(engine: Engine) -> dict[str, Any]:
     """
     found: dict[str, Any] = {f"buffer/{name}": buffer for name, buffer in engine.model.named_buffers()}
 
-    def add(kind: str, span: Span, tensor: torch.Tensor) -> None:
-        shape, first = _place(engine, span.number)
-        pieces = found.setdefault(f"{kind}/{engine.names[span.number]}", _Pieces.of(shape.numel()))
-        pieces.parts[first + span.start] = tensor.detach().view(-1)
+    def add(kind: str, piece: Piece, tensor: torch.Tensor) -> None:
+        shape, first = _place(engine, piece.param)
+        pieces = found.setdefault(f"{kind}/{engine.names[piece.param]}", _Pieces.of(shape.numel()))
+        pieces.parts[first + piece.start] = tensor.detach().view(-1)
 
-    for _, span, param in engine.owned:
+    for _, piece, param in engine.owned:
         for name, value in {"parameter": param, **engine.optimizer.state.get(param, {})}.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                add(name, span, value)
+                add(name, piece, value)
             else:
                 kind = f"{type(value).__name__}:{name}"
-                found[f"{kind}/{engine.names[span.number]}"] = torch.tensor(float(value), dtype=torch.float64)
+                found[f"{kind}/{engine.names[piece.param]}"] = torch.tensor(float(value), dtype=torch.float64)
     for bucket in engine.replicated.frozen + engine.sharded.buckets:
         if bucket.master is None:
-            for span in bucket.spans():
-                add("parameter", span, bucket.shard[span.where])
+            for piece in bucket.mine():
+                add("parameter", piece, bucket.shard[piece.where])
     return found
 
 
@@ -200,7 +200,7 @@ def _make_states(engine: Engine, folder: Path) -> None:
     for part in engine.owned:
         made = engine.optimizer.state[part.param] = {}
         for kind in kinds:
-            key, (of, _, name) = f"{kind}/{engine.names[part.span.number]}", kind.rpartition(":")
+            key, (of, _, name) = f"{kind}/{engine.names[part.piece.param]}", kind.rpartition(":")
             if key in scalars:
                 made[name] = _scalar(of, scalars[key].item(), part, groups[part.param])
             elif key in known:

@@ -55,9 +55,6 @@ def parser() -> argparse.ArgumentParser:
                 return float(text)
         raise argparse.ArgumentTypeError(f"a number above 0 (and below 1e9), not {text}")
 
-    def ahead(text: str) -> int | str:
-        return text if text == "auto" else whole(text)
-
     def file(text: str) -> Path:
         if not Path(text).absolute().parent.is_dir():
             raise argparse.ArgumentTypeError(f"{text}: its folder does not exist")
@@ -83,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--text", type=Path, metavar="FILE", help="train on this text, not the standard library")
     p.add_argument("--bucket-mb", type=amount, default=1.0, help="bucket size in MiB, stages 0 to 2")
     p.add_argument("--unit", choices=("block", "layer"), default="block", help="what stage 3 gathers at once")
-    p.add_argument("--prefetch", type=ahead, default=1, help="units stage 3 gathers ahead: a number, or auto")
+    p.add_argument("--prefetch", type=whole, default=1, help="units stage 3 gathers ahead")
     p.add_argument("--hybrid", type=whole, metavar="N", help="at stage 3, replicate units below N elements")
     p.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="what updates the weights")
     p.add_argument("--recompute", type=whole, default=0, metavar="N", help="blocks recomputed at a time, in backward")
@@ -251,8 +248,6 @@ class Job:
         args = self.args
         with torch.no_grad():
             held_out = self.engine.model(*(t.to(self.device) for t in args.corpus.held_out(8))).item()
-        if args.prefetch == "auto":
-            self._say(f"prefetch {self.engine.sharded.prefetch}")
         self._say(f"held-out loss {held_out:.4f}")
         if args.json and self.rank == 0:
             about = self.about | {"steps": steps, "loss_first": losses[0], "loss_last": losses[-1]}
