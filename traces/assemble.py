@@ -116,22 +116,19 @@ _TIMES = [("pid", "i8"), ("rank", "i4"), ("start_ns", "i8"), ("end_ns", "i8")]
 _PENDING = np.dtype([*_TIMES, *((name, COLL_DTYPE[name]) for name in _KEPT)])
 
 
-def _lookup(known: tuple[str, ...], unset: str = "auto") -> Array:
-    table = np.array(names(range(256), known), object)
-    table[UNSET] = unset
-    return table
-
-
-_FUNC_NAME, _ALGO_NAME, _PROTO_NAME = _lookup(FUNCS, "unknown"), _lookup(ALGOS), _lookup(PROTOS)
-_NAMES = {"func": _FUNC_NAME, "dtype": _lookup(DTYPES, "unknown"), "algo": _ALGO_NAME, "proto": _PROTO_NAME}
+#: Columns that hold names -> the names by number, and what an unset number is called.
+_NAMES = {"func": (FUNCS, "unknown"), "dtype": (DTYPES, "unknown"), "algo": (ALGOS, "auto"), "proto": (PROTOS, "auto")}
 
 
 @cache
-def _strings() -> dict[str, Any]:
-    """The same as pandas strings: taking from these is far cheaper than turning objects into them at every poll."""
+def _texts() -> dict[str, Any]:
+    """Of each such column the text of every number, as pandas strings: to take from these at every poll is far cheaper
+    than to turn objects into strings."""
     import pandas as pd
 
-    return {name: pd.array(list(table), dtype="str") for name, table in _NAMES.items()}
+    return {
+        name: pd.array([*names(range(UNSET), known), unset], dtype="str") for name, (known, unset) in _NAMES.items()
+    }
 
 
 @dataclass
@@ -261,10 +258,9 @@ class Assembler:
         comm.ranks[rank] = pid
 
     def _add_offer(self, row: np.void) -> None:
-        key = (int(row["comm_id"]), str(_FUNC_NAME[row["func"]]), int(row["n_bytes"]))
+        func, algo, proto = (str(_texts()[name][row[name]]) for name in ("func", "algo", "proto"))
         costs = np.array(row["cost_us"], np.float32).reshape(N_ALGOS, N_PROTOS)
-        own = str(_ALGO_NAME[row["algo"]]), str(_PROTO_NAME[row["proto"]])
-        self.offers[key] = Offer(costs, *own, int(row["n_pipe_ops"]))
+        self.offers[int(row["comm_id"]), func, int(row["n_bytes"])] = Offer(costs, algo, proto, int(row["n_pipe_ops"]))
 
     def _join(self, rows: Array) -> None:
         """Write the times of all waiting kernels into ``rows``; keep the newest that found no row."""
@@ -303,7 +299,7 @@ class Assembler:
             if kind == "Int64":
                 columns[name] = pd.arrays.IntegerArray(np.where(unset, 0, rows[name]), unset.copy())
             elif kind == "str":
-                columns[name] = _strings()[name].take(rows[name].astype(np.intp))
+                columns[name] = _texts()[name].take(rows[name].astype(np.intp))
             elif name not in columns:
                 source = "generation" if name == "table_generation" else name
                 columns[name] = rows[source].astype(kind)
