@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
-from dynamiccl.envs.nccl_model import arms, cost_model
+from dynamiccl.envs.nccl_model import arms, channels
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, draw_jobs
 from dynamiccl.traces import spaces
 from dynamiccl.traces.records import CHANNELS, PAIRS
@@ -16,9 +16,9 @@ def what_runs(tasks, fleet):
     pair = np.repeat(np.concatenate([own[:, None], np.tile(np.arange(len(PAIRS)), (n, 1))], 1), len(CHANNELS), 1)
     asked = np.tile(np.array(CHANNELS), spaces.N_PAIRS)[None]
     n_bytes = np.asarray(tasks.fingerprint.n_bytes)[:, None]
-    limit, _ = cost_model.heuristic_channels(columns, n_bytes, pair)
+    limit, _ = channels.heuristic_channels(columns, n_bytes, pair)
     wanted = np.where(columns.release >= 23100, np.minimum(asked, limit), asked)
-    return pair, cost_model.planned_channels(columns, n_bytes, pair, np.where(asked == 0, limit, wanted))
+    return pair, channels.planned_channels(columns, n_bytes, pair, np.where(asked == 0, limit, wanted))
 
 
 def drawn(n=300):

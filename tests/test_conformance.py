@@ -87,6 +87,7 @@ class Told(live.Job):
         self.memory = int(memory["memory_used"]), int(memory["memory_total"])
 
     def window(self, decisions, n_steps, discard=1, give_up_ms=float("inf")):
+        self.discarded = discard
         self.answers = self.recorded.window(decisions, n_steps, discard, give_up_ms), self.recorded.take_events()
         return super().window(decisions, n_steps, discard, give_up_ms)
 
@@ -102,10 +103,6 @@ class Told(live.Job):
                 self.steps(step, generation if new else self.generation_in_force, ms, events)
             self.n, self.ms, self.generation_in_force = int(window.steps[-1]), ms, generation
         super().poll()
-
-    def _window(self, decisions, n_steps, discard, *rest):
-        self.discarded = discard
-        return super()._window(decisions, n_steps, discard, *rest)
 
     def steps(self, step, generation, ms, events):
         row = np.zeros(1, STEP_DTYPE)
@@ -191,8 +188,7 @@ class Jobs:
         self.last_us = 1e3 * float(window.durations_ms[0])
         events, us = self.job.take_events(), np.full((1, SLOTS), np.nan)
         events = events[events["step"].isin(window.steps)] if len(events) else events
-        for i, profile in enumerate(self.reader.profiles):
-            us[0, i] = self.reader._calls_of(events, profile)
+        us[0, : len(self.reader.profiles)] = self.reader._calls(events)
         if plan.kind == "profile":
             us[0, : len(self.told.call_us)] = self.told.call_us
         return np.full((1, int(counted[0])), self.last_us), us

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from dynamiccl.agent.commands.model import model
 from dynamiccl.envs.nccl_model import clusters, cost_model
+from dynamiccl.envs.nccl_model.channels import heuristic_channels, planned_channels
 from dynamiccl.envs.nccl_model.clusters import Cluster, ClusterArrays, Graph, cluster, preset_names
 from dynamiccl.traces.records import ALGOS, PAIRS, PROTOS, pair_costs
 
@@ -81,7 +82,7 @@ def test_costs_worked_out_by_hand(c, proto, expected):
 def test_channel_heuristic_worked_out_by_hand(proto, n_bytes, limit, threads):
     fleet = ClusterArrays.of([cluster("dgx-h100-1x8")])
     pair = PAIRS.index(("ring", proto))
-    channels, warps = cost_model.heuristic_channels(fleet, np.array(n_bytes), np.array(pair))
+    channels, warps = heuristic_channels(fleet, np.array(n_bytes), np.array(pair))
     assert (int(channels[0]), int(warps[0]) * 32) == (limit, threads)
 
 
@@ -140,8 +141,8 @@ def test_the_batch_path_equals_the_scalar_path():
     for c, b, row in zip(presets, sizes, rows, strict=True):
         assert (pair_costs(cost_model.cost_table(c, "reduce_scatter", int(b))) == row).all()
     pair = np.where(rows >= 0, rows, np.inf).argmin(axis=1)
-    own, _ = cost_model.heuristic_channels(fleet, sizes, pair)
-    planned = cost_model.planned_channels(fleet, sizes, pair, own)
+    own, _ = heuristic_channels(fleet, sizes, pair)
+    planned = planned_channels(fleet, sizes, pair, own)
     for i, (c, b) in enumerate(zip(presets, sizes, strict=True)):
         assert cost_model.channels(c, "all_gather", int(b), *PAIRS[pair[i]])[0] == planned[i]
 

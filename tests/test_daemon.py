@@ -10,7 +10,7 @@ import time
 import pytest
 from dynamiccl.agent.daemon.daemon import Daemon
 from dynamiccl.agent.daemon.request import Request
-from dynamiccl.envs.live import job as live
+from dynamiccl.envs.live import reader
 from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.nccl.shm import TableFile, decode_table
 from dynamiccl.traces.reasons import names
@@ -101,7 +101,7 @@ def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, 
     daemon = Daemon(Request(out=tmp_path / "out", policy="random"), folder)
     poll = daemon.job.poll
     monkeypatch.setattr(daemon.job, "poll", polls)
-    monkeypatch.setattr(live, "RESTART_S", 0.5)
+    monkeypatch.setattr(reader, "RESTART_S", 0.5)
     while not folder.rings():
         assert process.poll() is None
         time.sleep(0.01)
@@ -127,7 +127,7 @@ def test_a_slow_start_is_looked_at_again_and_then_tuned(folder, tmp_path, monkey
             enough.touch()
 
     daemon = Daemon(Request(out=tmp_path / "out", policy="random"), folder, on_window=on_window, on_phase=said.append)
-    monkeypatch.setattr(live, "RESTART_S", 0.5)
+    monkeypatch.setattr(reader, "RESTART_S", 0.5)
     try:
         summary = daemon.serve()
     finally:

@@ -38,11 +38,11 @@ print(*(f"{begin:.3f}:{us:.1f}" for begin, us in steps))
 DAEMON = """
 import sys
 from pathlib import Path
-from dynamiccl.envs.live import job as live
+from dynamiccl.envs.live import reader
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.files import TraceWriter
-live.RESTART_S = 0.5  # nobody starts this job anew
+reader.RESTART_S = 0.5  # nobody starts this job anew
 with TraceWriter(Path(sys.argv[2]), {}, most_bytes=float(sys.argv[3])) as writer:
     job = Job(RunFolder.open(sys.argv[1]), writer=writer)
     print("reading", flush=True)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from dynamiccl.envs.nccl_model import cost_model
 from dynamiccl.envs.nccl_model.clusters import ClusterArrays, cluster, preset_names, resize
-from dynamiccl.envs.sim.emulated.settings import Weather
 from dynamiccl.envs.sim.fabric import Fabric, soft_min
 from dynamiccl.traces.records import CHANNELS, PAIRS, TUNED_FUNCS, pair_costs
 
@@ -207,33 +206,6 @@ def test_drawn_fabrics_are_possible_ones():
     assert times.shape == (len(presets), 18) and np.isfinite(times).all() and (times > 0.5).all()
     spread = np.log(times.reshape(40, -1, 18)).std(axis=0)
     assert np.median(spread) > 0.3, "drawn fabrics are all alike"
-
-
-def test_weather_is_the_same_for_every_rank_and_stays_within_its_bounds():
-    sky = Weather(seed=3, drift=0.2, burst=1.0, burst_share=0.1, neighbour=0.5)
-    times = np.arange(0, 3000, 0.5)
-    factors = np.array([sky.factor(t) for t in times])
-    assert (
-        factors == [Weather(seed=3, drift=0.2, burst=1.0, burst_share=0.1, neighbour=0.5).factor(t) for t in times]
-    ).all()
-    assert factors.min() >= 1 and factors.max() <= 1.2 * 2.0 * 1.5
-    assert all(Weather().factor(t) == 1.0 for t in (0.0, 1e6))
-    only = np.array([Weather(seed=1, burst=1.0, burst_share=0.1).factor(t) for t in times])
-    assert set(only) == {1.0, 2.0} and 0.06 < (only == 2).mean() < 0.14
-    assert (only[1:] == only[:-1]).mean() > 0.85, "bursts last"
-    beside = np.array([Weather(seed=1, neighbour=0.5).factor(t) for t in times])
-    assert (beside > 1).mean() == pytest.approx(0.5, abs=0.02)
-    swing = np.array([Weather(seed=1, drift=0.3).factor(t) for t in times])
-    assert np.abs(np.diff(swing)).max() < 0.005 and np.ptp(swing) > 0.15
-    with pytest.raises(ValueError, match="at least 0"):
-        Weather(drift=-1)
-    assert (
-        Weather.parse("drift=0.2, burst=1", 3) == Weather(seed=3, drift=0.2, burst=1.0)
-        and Weather.parse("") == Weather()
-    )
-    for text in ("rain=1", "drift", "drift=much", "seed=1"):
-        with pytest.raises(ValueError, match="burst_share"):
-            Weather.parse(text)
 
 
 def test_all_reduce_costs_both_halves_and_trees_help_small_ones():

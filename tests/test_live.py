@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 from dynamiccl.envs.live import job as live
-from dynamiccl.envs.live.confirmed import CONFIRMED, read_confirmed
-from dynamiccl.envs.live.job import STOP, Job
+from dynamiccl.envs.live import pauses, reader
+from dynamiccl.envs.live.job import CONFIRMED, Job, read_confirmed
 from dynamiccl.envs.live.job_ends import Closed, JobEnded, Stopped, Withdrawn
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.traces.assemble import Communicator
@@ -166,7 +166,7 @@ def test_a_trial_that_has_ended_voids_the_window(world):
 
     ring.script = iter([10.0, 10.0, reverted, 10.0])
     assert job.window(TRIAL, 4).generation == job.generation == 2 and not said
-    ring.script = iter([10.0, 10.0, *[reverted] * live.ODD_STEPS])
+    ring.script = iter([10.0, 10.0, *[reverted] * pauses.ODD_STEPS])
     window = job.window({SLOT: Decision("ring", "ll", 8)}, 4)
     assert len(window.durations_ms) == 4 and window.generation == job.generation == 4
     assert any("its table has ended" in text for text in said)
@@ -177,7 +177,7 @@ def test_a_job_that_ends_without_an_optimizer_step_is_told_so(world, folder, mon
     job, ring, _ = world
     ring.rank, ring.alive, ring.script = 0, False, iter([None] * 10**6)
     monkeypatch.setattr(folder, "rings", lambda: [ring])
-    monkeypatch.setattr(live, "RESTART_S", 0.0)
+    monkeypatch.setattr(reader, "RESTART_S", 0.0)
     with pytest.raises(JobEnded, match="before its ranks switched tables: the probe is loaded; no optimizer step yet"):
         job.window(TRIAL, 4)
 
@@ -192,7 +192,7 @@ def test_what_it_waits_for_is_said(world, folder, monkeypatch):
     ring.rank = 3
     job.poll()
     assert "first step of rank 0" in job.waits_for() and job.last_step == 0
-    monkeypatch.setattr(live, "ELSEWHERE_S", 0.0)
+    monkeypatch.setattr(reader, "ELSEWHERE_S", 0.0)
     assert "rank 0 is on another node" in job.waits_for()
     ring.rank = 0
     ring.says(AgreementState.WAITING, "NCCL on rank 1 has no tuner of ours")
@@ -206,7 +206,7 @@ def test_what_it_waits_for_is_said(world, folder, monkeypatch):
     assert job.waits_for() == "the ranks do not switch tables yet: rank 1 did not end the step with the others"
     ring.says(AgreementState.WAITING, "NCCL on rank 1 has no tuner of ours")
     ring.alive, ring.script = False, iter([None] * 10**6)
-    monkeypatch.setattr(live, "RESTART_S", 0.0)
+    monkeypatch.setattr(reader, "RESTART_S", 0.0)
     with pytest.raises(JobEnded, match="before its ranks switched tables: NCCL on rank 1"):
         job.window(TRIAL, 4)
 
@@ -242,7 +242,7 @@ def test_a_stop_is_heard_in_mid_window(world):
     job, ring, _ = world
 
     def stop():
-        (job.run.path / STOP).touch()
+        (job.run.path / reader.STOP).touch()
         return 10.0
 
     ring.script = iter([10.0, stop])
@@ -254,14 +254,14 @@ def test_a_job_is_over_when_its_launcher_says_so_and_else_when_nobody_has_lived_
     job, ring, _ = world
     ring.alive = False
     assert job.is_alive()  # its processes may be started anew
-    monkeypatch.setattr(live, "RESTART_S", 0.0)
+    monkeypatch.setattr(reader, "RESTART_S", 0.0)
     assert not job.is_alive()
     ring.script = iter([None] * 10**6)
     with pytest.raises(JobEnded, match="has ended"):
         job.window({}, 4)
     monkeypatch.undo()
-    (folder.path / live.LAUNCHER).touch()
-    (folder.path / live.STATUS).write_text("137\n")
+    (folder.path / reader.LAUNCHER).touch()
+    (folder.path / reader.STATUS).write_text("137\n")
     assert not Job(folder).is_alive() and Job(folder).status == 137
 
 

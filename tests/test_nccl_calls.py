@@ -145,7 +145,7 @@ def run_job(release, recorder, one_by_one):
         elif one_by_one and len(calls) == 1 and calls[0].func != "broadcast":
             (call,) = calls
             seq = n_told.get((comm, call.func), 0)
-            comm.get_coll_info(call.func, comm._n_bytes(call), COST.copy())
+            comm.get_coll_info(call.func, comm.n_bytes(call), COST.copy())
             how = (call.count, call.datatype, call.n_channels, 16, call.algo, call.proto)
             comm.stop(comm.start_coll(call.func, seq, *how))
         else:

@@ -192,7 +192,7 @@ def test_chunk_sizes_are_passed_through(beside, tmp_path, capfd):
         assert table[4] is None  # NCCL's own chunks
         comm = Communicator(ours.path, 42, 8, 1, 0, RELEASES[6])
         chunk = ctypes.c_size_t(77)
-        assert call(table[4])(comm._tuner, 2, MB, 1, 2, 1, ctypes.byref(chunk)) == 0
+        assert call(table[4])(comm.tuner.context, 2, MB, 1, 2, 1, ctypes.byref(chunk)) == 0
         assert (chunk.value, seen[3]) == (size, 1)
         comm.finalize()
     assert "fails on a chunk's size" in capfd.readouterr().err

@@ -2,6 +2,7 @@
 
 import pytest
 from dynamiccl.envs.live import job as live
+from dynamiccl.envs.live import pauses
 from dynamiccl.traces.records import STEP, STEP_DTYPE
 from test_live import TRIAL, Clock, world
 
@@ -85,7 +86,7 @@ def test_a_trial_that_came_and_went_between_two_steps_is_published_anew(world, m
     """Its calls were those of an evaluation. Before: waited for to the job's end."""
     job, ring, said = world
     job.window({}, 4)
-    monkeypatch.setattr(live, "UNSEEN_S", 0.01)
+    monkeypatch.setattr(pauses, "UNSEEN_S", 0.01)
     end = under(1, ring)
     published = job.publish
 

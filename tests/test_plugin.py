@@ -224,7 +224,7 @@ def test_broken_callers_survive(plugin):
         *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
     )((ctypes.c_void_p * 4).in_dll(library, "ncclTunerPlugin_v5")[2])
     comm = Communicator(plugin.path, 42, 8, 1, 0)
-    context, cost = comm._tuner, offer(ring_ll=10, pat_simple=20)
+    context, cost = comm.tuner.context, offer(ring_ll=10, pat_simple=20)
     table = cost.ctypes.data
     for args in (
         (None, 2, MB, 1, table, 7, 3, 0, None),
@@ -249,17 +249,17 @@ def test_what_ran_is_in_the_ring(run, plugin, release):
     plugin.activate(encode_table(Table(5)))
     plugin.boundary(None, 17)
     comm = Communicator(plugin.path, 99, 8, 2, 3, release, "dp")
-    assert comm.mask == 2
+    assert comm.profiler.mask == 2
     plugin.sample(True)
-    assert comm.mask == 2 + 64
+    assert comm.profiler.mask == 2 + 64
     cost = offer(ring_ll=10, ring_simple=30)
     comm.get_coll_info("reduce_scatter", 8 * 4000, cost)
     comm.get_coll_info("reduce_scatter", 8 * 4000, cost)  # the same message: no second offer
     handle = comm.start_coll("reduce_scatter", 6, 1000, "float32", 2, 16, "ring", "ll")
-    channels = [comm.start_kernel(handle, c, 1000 - c) for c in (0, 1)]
+    channels = [comm.profiler.start_kernel(handle, c, 1000 - c) for c in (0, 1)]
     comm.stop(handle)
-    comm.stop_kernel(channels[1], 5000)
-    comm.stop_kernel(channels[0], 4000)
+    comm.profiler.stop_kernel(channels[1], 5000)
+    comm.profiler.stop_kernel(channels[0], 4000)
     plugin.sample(False)
     comm.start_coll("all_gather", 7, 500, "bfloat16", 1, 16, "nvls", "simple")
     comm.finalize()
@@ -289,8 +289,8 @@ def test_stale_and_foreign_handles_are_ignored(run, plugin):
     for seq in range(4096):  # the whole pool: the first entry is someone else's now
         comm.start_coll("all_gather", 2 + seq, 10, 4, 1, 16, "ring", "ll")
     for handle in (old, 1, 2**40, 2**63 - 1, 4095):
-        comm.kernel(handle, 0, 1, 2)
-        comm.stop_kernel(handle, 5)
+        comm.profiler.kernel(handle, 0, 1, 2)
+        comm.profiler.stop_kernel(handle, 5)
         comm.stop(handle)
     plugin.sample(False)
     comm.finalize()

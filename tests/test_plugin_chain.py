@@ -104,10 +104,10 @@ def one_step(comm: Communicator) -> None:
         handles.append(comm.start_coll("all_gather", seq, 1000, "bfloat16", 2, 16, "ring", "simple"))
         comm.stop(handles[-1])
     for seq, handle in enumerate(handles):
-        if comm.mask & 64:
-            channels = [comm.start_kernel(handle, c, 1000 * seq + c) for c in (0, 1)]
+        if comm.profiler.mask & 64:
+            channels = [comm.profiler.start_kernel(handle, c, 1000 * seq + c) for c in (0, 1)]
             for c, channel in enumerate(channels):
-                comm.stop_kernel(channel, 1000 * seq + 500 + c)
+                comm.profiler.stop_kernel(channel, 1000 * seq + 500 + c)
 
 
 def our_records(run: RunFolder) -> list[tuple[int, int, int]]:
@@ -125,7 +125,7 @@ def test_both_see_what_they_ask_for(beside, tmp_path, release, version, sampled,
     ours, seen, run = beside(other(tmp_path, version, mask))
     ours.sample(sampled)
     comm = Communicator(ours.path, 9, 8, 1, 3, release)
-    assert comm.mask == mask | 2 | (64 if sampled else 0)
+    assert comm.profiler.mask == mask | 2 | (64 if sampled else 0)
     one_step(comm)
     comm.finalize()
     got = seen()

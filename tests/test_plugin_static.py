@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from dynamiccl.agent.checks.doctor import TRAPS, Facts, checked, examine, gather
 from dynamiccl.envs.nccl.plugin import build
-from dynamiccl.envs.nccl.tables import MAX_BYTES, from_csv, load_table, to_csv, to_json
+from dynamiccl.envs.nccl.table_json import to_json
+from dynamiccl.envs.nccl.tables import MAX_BYTES, from_csv, load_table, to_csv
 from dynamiccl.traces.records import PAIRS, Decision, Rule, Table
 from hypothesis import given
 from hypothesis import strategies as st

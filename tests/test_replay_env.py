@@ -62,7 +62,7 @@ def test_what_was_measured_comes_back_as_measured(recorded):
 
 
 def test_what_was_not_measured_is_predicted_and_marked(recorded):
-    allowed = spaces.config_mask(recorded.mask)
+    allowed = spaces.config_mask(spaces.action_mask(recorded.fingerprint))
     assert (np.isfinite(recorded.truth) == allowed).all()
     assert (recorded.measured & ~allowed).sum() == 0
     assert 0 < recorded.measured.sum() < allowed.sum() / 4

@@ -159,7 +159,7 @@ from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 p = Plugin.load()
 c = Communicator(p.path, 1, 2, 1, 0)
-print(p.open(), c.mask)
+print(p.open(), c.profiler.mask)
 p.emit(bytes(128))
 c.finalize()
 """

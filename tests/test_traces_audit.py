@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from dynamiccl.traces.assemble import EVENT_COLUMNS, empty
-from dynamiccl.traces.queries.audit import MUST_AGREE, audit, regime
+from dynamiccl.traces.queries.audit import MUST_AGREE, audit
+from dynamiccl.traces.queries.slots import regime
 from synthetic_trace import write_run
 
 

@@ -18,7 +18,8 @@ from dynamiccl.traces.assemble import EVENT_COLUMNS
 from dynamiccl.traces.files import Trace, TraceError, TraceWriter
 from dynamiccl.traces.importers.common import Imported, dtype_of, func_of, width_of
 from dynamiccl.traces.importers.recording import FORMATS, read_recording
-from dynamiccl.traces.queries.audit import audit, regime
+from dynamiccl.traces.queries.audit import audit
+from dynamiccl.traces.queries.slots import regime
 
 BASE = 1_790_857_026_000_000_000  # Kineto's baseTimeNanoseconds
 

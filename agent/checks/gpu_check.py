@@ -80,7 +80,6 @@ class Machine:
         names = gpus()
         if cluster or not names:
             emulated = Emulated(cluster) if cluster else Emulated()
-            emulated.check()
             return cls(f"emulated {emulated.cluster}", ranks or 2, ("apart",), versions, emulated)
         if not torch.distributed.is_nccl_available():
             raise ValueError(f"{len(names)} GPUs, but this PyTorch ({torch.__version__}) has no NCCL")

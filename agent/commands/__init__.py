@@ -86,14 +86,6 @@ BytesScale = Annotated[
 ComputeScale = Annotated[
     float | None, Option(group=EMULATION, help="Emulated operations for each of the job's. Default: our own job's.")
 ]
-WeatherText = Annotated[
-    str,
-    Option(
-        "--weather",
-        group=EMULATION,
-        help="How the emulated network changes, e.g. drift=0.2,burst=1,neighbour=0.5. Default: it does not.",
-    ),
-]
 
 Force = Annotated[bool, Option(help="Go on although `dynamiccl doctor` finds something that must be changed.")]
 Json = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
@@ -115,17 +107,16 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def emulation(
-    cluster: str, bytes_scale: float | None, compute_scale: float | None, seed: int, weather: str
-) -> Emulated:
-    """The emulated cluster that these options mean; one that there is none of is refused."""
+    cluster: str, bytes_scale: float | None = None, compute_scale: float | None = None, seed: int = 0
+) -> tuple[Emulated, dict[str, str]]:
+    """The emulated cluster that these options mean, and what is known of it; one that there is none of is refused."""
+    from ...envs.nccl_model import clusters
     from ...envs.sim.emulated.settings import Emulated
 
     scales = {"bytes_scale": bytes_scale, "compute_scale": compute_scale}
     given = {name: value for name, value in scales.items() if value is not None}
-    emulated = Emulated(cluster, seed=seed, weather=weather, **given)
     with refusing(ValueError, OSError):
-        emulated.check()
-    return emulated
+        return Emulated(cluster, seed=seed, **given), {"nccl": clusters.cluster(cluster).nccl}
 
 
 def refuse_traps(

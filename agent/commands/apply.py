@@ -47,7 +47,8 @@ def apply(
     from ...envs.nccl.plugin.build import PluginBuildError, nccl_env, plugin_path
     from ...envs.nccl.shm import MAX_RULES, encode_table
     from ...envs.nccl.table_env import to_env
-    from ...envs.nccl.tables import load_table, to_csv, to_json
+    from ...envs.nccl.table_json import to_json
+    from ...envs.nccl.tables import load_table, to_csv
     from ..daemon.launcher import say
 
     with refusing(OSError, ValueError, PluginBuildError):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from . import EmulatedCluster, Json, Option, refusing
+from . import EmulatedCluster, Json, Option, emulation, refusing
 
 if TYPE_CHECKING:
     from ..daemon.compare import Comparison
@@ -37,6 +37,8 @@ def bench_overhead(
     from ..report.terminal import terminal
 
     console = terminal(stderr=True, quiet=json, highlight=False)
+    if cluster:
+        emulation(cluster)
     with refusing(OSError, ValueError, RuntimeError):
         machine = Machine.here(cluster)
         way = machine.placements[0]

@@ -14,7 +14,6 @@ from . import (
     Headroom,
     Json,
     Option,
-    WeatherText,
     emulation,
     refuse_traps,
     refusing,
@@ -27,7 +26,6 @@ def env(
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,
     compute_scale: ComputeScale = None,
-    weather: WeatherText = "",
     seed: Annotated[int, Option(help="Seed of the emulation.")] = 0,
     force: Force = False,
     json: Json = False,
@@ -43,14 +41,14 @@ def env(
     from ...envs.nccl.run_folder import job_env, make_folder
     from ..daemon.request import Request
 
-    emulated = emulation(cluster, bytes_scale, compute_scale, seed, weather) if cluster else None
+    emulated, facts = emulation(cluster, bytes_scale, compute_scale, seed) if cluster else (None, {})
     refuse_traps(None, force, emulated=emulated is not None)
     with refusing(PluginBuildError, ValueError, OSError):
         run = make_folder(name)
         variables = job_env(run, headroom)
         if emulated:
             variables |= emulated.env()
-            Request(emulated=emulated).write(run)  # so that whoever joins the job says so too
+            Request(emulated=emulated, facts=facts).write(run)  # so that whoever joins the job says so too
     if json:
         print(json_module.dumps(variables))
     else:

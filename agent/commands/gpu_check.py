@@ -6,7 +6,7 @@ import json as json_module
 from pathlib import Path
 from typing import Annotated
 
-from . import EmulatedCluster, Json, Option, fail, refusing
+from . import EmulatedCluster, Json, Option, emulation, fail, refusing
 
 
 def gpu_check(
@@ -37,6 +37,8 @@ def gpu_check(
 
     if wrong := set(only or ()) - set(PARTS):
         fail(f"--only is one of {', '.join(PARTS)}, not {', '.join(wrong)}")
+    if cluster:
+        emulation(cluster)
     console = terminal(stderr=True, quiet=json, highlight=False)
     with refusing(OSError, ValueError):
         machine = Machine.here(cluster, ranks)

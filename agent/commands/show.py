@@ -59,8 +59,9 @@ def _is_recording(path: Path) -> bool:
 def tell(trace: Trace, summary: RunSummary | None = None, n_events: int = 0) -> dict[str, Any]:
     """Everything that ``show`` prints, ready for JSON; unknown values are None."""
     from ...traces.header import plain
-    from ...traces.queries.audit import audit, regime
+    from ...traces.queries.audit import audit
     from ...traces.queries.costs import generations, slot_costs
+    from ...traces.queries.slots import regime
     from ..report.summary import RunSummary
 
     summary = summary or RunSummary()

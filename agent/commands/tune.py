@@ -21,7 +21,6 @@ from . import (
     Force,
     Headroom,
     Option,
-    WeatherText,
     emulation,
     fail,
     refuse_traps,
@@ -119,7 +118,6 @@ def tune(
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,
     compute_scale: ComputeScale = None,
-    weather: WeatherText = "",
 ) -> None:
     """Tune a training job while it trains.
 
@@ -164,7 +162,7 @@ def tune(
     own = not command
     if own and not cluster and n_gpus < 2:
         cluster = Emulated().cluster
-    emulated = emulation(cluster, bytes_scale, compute_scale, seed, weather) if cluster else None
+    emulated, known = emulation(cluster, bytes_scale, compute_scale, seed) if cluster else (None, {})
     if command and shutil.which(command[0]) is None:
         fail(f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py")
     refuse_traps(command, force, emulated=emulated is not None)
@@ -191,7 +189,8 @@ def tune(
         run = make_folder()
         asked = {name: call.values[name] for name in AFRESH}
         asked |= {"out": out, "memory": memory, "emulated": emulated, "job_log": job_log, "launched": not own}
-        asked |= {"facts": {"stage": stage, "n_processes": n_processes} if own else {}, "job": " ".join(command or ())}
+        facts = {**known, "stage": stage, "n_processes": n_processes} if own else known
+        asked |= {"facts": facts, "job": " ".join(command or ())}
         asked |= {"json": None if json is None else "-" if str(json) == "-" else str(json.resolve())}
         Request(**asked).write(run)
         link(out, run)

@@ -25,7 +25,7 @@ from ...envs.live.locks import Busy, is_locked, lock
 from ...envs.live.windows import LiveWindows
 from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ...envs.nccl.shm import RunFolder
-from ...envs.nccl.tables import TABLE, to_json
+from ...envs.nccl.table_json import TABLE, to_json
 from ...traces.files import TraceError, TraceWriter
 from ...traces.reasons import RunEnds
 from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
@@ -72,8 +72,7 @@ class Daemon:
         self.failure = ""  # why tuning had to be withdrawn
         self._closed = False
         self.memory: Memory | None = None
-        self._reporter: subprocess.Popen[str] | None = None
-        self._reported = time.monotonic()
+        self._page = ReportPage(self.out)
         self._before = RunSummary.read(self.out) if self.job.confirmed else RunSummary()
 
     def _claim(self) -> tuple[Path, int]:
@@ -95,8 +94,7 @@ class Daemon:
         request, out = self.request, self.out
         link(out, self.run.path)
         header = {"emulated": request.emulated is not None, "policy": request.policy, **request.facts}
-        if request.emulated:
-            header |= asdict(request.emulated)
+        header |= asdict(request.emulated) if request.emulated else {}
         header |= {"job": request.job, "run": str(self.run.path)}
         with contextlib.ExitStack() as stack:
             self._open(stack)
@@ -134,7 +132,7 @@ class Daemon:
             self.memory = Memory(request.memory, request.job, self._warn)
 
         def recall(windows: LiveWindows) -> dict[Slot, Decision]:
-            facts = facts_of(windows, request.emulated)
+            facts = facts_of(windows, request)
             writer.update_header(**facts)
             if self.memory is None:
                 return {}
@@ -198,28 +196,15 @@ class Daemon:
                     self.outcome.ended = self.outcome.ended or RunEnds.ONCE()
                     self._say(self.outcome.ended)
                     return
-                if over:
-                    job.rest()
-                    job.check()
-                    if tuner.looks_again():
-                        self._say("looking again for what can be tuned")
-                        self._tune(tuner)
-                        over = tuner.search is None
+                if not over:
+                    self._step(tuner)
                     continue
-                now, before = self.outcome, replace(self.outcome)
-                was_done = tuner.search is None or tuner.search.is_done
-                job.thin = tuner.search is None or tuner.search.is_over  # a search asks for kernel times
-                tuner.step()
-                self._report_so_far()
-                if now.reopened > before.reopened:
-                    self._say("the job has changed: measuring NCCL's own choice anew")
-                if now.returned > before.returned:
-                    self._say("a regime that was tuned before: its table is in force again")
-                if tuner.search is not None and tuner.search.is_done and not was_done:
-                    spent = seconds(now.ledger.trials_ms / 1e3)
-                    self._say(f"trials over: {now.ledger.trials} windows, at the cost of {spent}; the watch goes on")
-                if before.kept and not now.kept and now.dropped:
-                    self._say(f"back to NCCL's own choice: {now.dropped}")
+                job.rest()
+                job.check()
+                if tuner.looks_again():
+                    self._say("looking again for what can be tuned")
+                    self._tune(tuner)
+                    over = tuner.search is None
             except Stopped as reason:
                 self._drop(str(reason))
                 return
@@ -228,12 +213,28 @@ class Daemon:
                     self.failure, over = str(reason), True
                     self._drop(str(reason), "FAILURE: ")
             except Closed as reason:  # the ranks themselves have gone back to what was confirmed
-                if not self._closed:
-                    self._closed, over = True, True
-                    if str(reason) != self.outcome.ended:  # else the search has said it
-                        self._say(str(reason))
+                if not self._closed and str(reason) != self.outcome.ended:  # else the search has said it
+                    self._say(str(reason))
+                self._closed = over = True
             except JobEnded:
                 return
+
+    def _step(self, tuner: Tuner) -> None:
+        """One window of the watch, and a word where it has changed something. Raises JobEnded."""
+        search, now, before = tuner.search, self.outcome, replace(self.outcome)
+        was_done = search is None or search.is_done
+        self.job.thin = search is None or search.is_over  # a search asks for kernel times
+        tuner.step()
+        self._page.draw_at_times(self._summary)
+        if now.reopened > before.reopened:
+            self._say("the job has changed: measuring NCCL's own choice anew")
+        if now.returned > before.returned:
+            self._say("a regime that was tuned before: its table is in force again")
+        if search is not None and search.is_done and not was_done:
+            spent = seconds(now.ledger.trials_ms / 1e3)
+            self._say(f"trials over: {now.ledger.trials} windows, at the cost of {spent}; the watch goes on")
+        if before.kept and not now.kept and now.dropped:
+            self._say(f"back to NCCL's own choice: {now.dropped}")
 
     def _remember(self, tuner: Tuner) -> None:
         """Leave the table to the next job here; of what failed, or has no verdict, nothing is left."""
@@ -262,39 +263,13 @@ class Daemon:
         self.job.writer.log("window", asdict(line))
         log.info("%s", line)
         self.on_window(line)
-        self._report_so_far()
-
-    def _report_so_far(self) -> None:
-        """The page of a run that goes on, every half minute, by a process that gives way to the job."""
-        if time.monotonic() - self._reported < REPORT_EVERY_S or (self._reporter and self._reporter.poll() is None):
-            return
-        self._reported = time.monotonic()
-        with contextlib.suppress(OSError):  # the page is a convenience
-            self._reporter = self._draw(self._summary(), running=True)
-
-    def _draw(self, summary: RunSummary, running: bool) -> subprocess.Popen[str]:
-        """Start the process that makes the page: what draws is not imported beside the job, and gives way to it."""
-        words = [sys.executable, "-m", "dynamiccl.agent.report.report", str(self.out), str(REPORT_EVENTS)]
-        words = ["nice", "-n", "19", *words, "running"] if running else [*words, "over"]
-        pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-        process = subprocess.Popen(words, stdin=pipe, stdout=quiet, stderr=quiet if running else pipe, text=True)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(vars(summary)))
-        process.stdin.close()
-        return process
+        self._page.draw_at_times(self._summary)
 
     def _summarise(self) -> RunSummary:
         summary = self._summary()
-        if self._reporter:
-            self._reporter.kill()  # it must not write after the last page
-            self._reporter.wait()
-        why = ""
         try:
             self._write(summary)
-            drawing = self._draw(summary, running=False)
-            said = drawing.stderr.read() if drawing.stderr else ""
-            if drawing.wait():
-                why = said.strip().rpartition("\n")[2] or f"its process ended with {drawing.returncode}"
+            why = self._page.draw_last(summary)
         except Exception as error:  # the page is the last thing made: what was measured must not be lost with it
             why = f"{type(error).__name__}: {error}"
         if why:
@@ -302,16 +277,12 @@ class Daemon:
         return summary
 
     def _write(self, summary: RunSummary) -> None:
+        """The summary, and what was confirmed as `dynamiccl apply` takes it; no table while nothing is."""
         summary.write(self.out)
         if self.job.confirmed:
-            self.table.write_text(to_json(Table.of(1, self.job.confirmed)))
+            (self.out / TABLE).write_text(to_json(Table.of(1, self.job.confirmed)))
         else:
-            self.table.unlink(missing_ok=True)
-
-    @property
-    def table(self) -> Path:
-        """What was confirmed, as `dynamiccl apply` takes it; not there while nothing is."""
-        return self.out / TABLE
+            (self.out / TABLE).unlink(missing_ok=True)
 
     def _summary(self) -> RunSummary:
         return replace(
@@ -320,10 +291,52 @@ class Daemon:
             failure=self.failure or None,
             run=str(self.run.path),
             trace=str(self.out / "trace"),
-            table=str(self.table) if self.job.confirmed else None,
+            table=str(self.out / TABLE) if self.job.confirmed else None,
             report=str(self.out / "report.html"),
             log=str(self.out / LOG),
         )
+
+
+class ReportPage:
+    """The page of a run. A process of its own draws it: what draws is not imported beside the job."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._process: subprocess.Popen[str] | None = None
+        self._drawn = time.monotonic()
+
+    def draw_at_times(self, summary: Callable[[], RunSummary]) -> None:
+        """While the run goes on: every half minute, by a process that gives way to the job."""
+        if time.monotonic() - self._drawn < REPORT_EVERY_S or (self._process and self._process.poll() is None):
+            return
+        self._drawn = time.monotonic()
+        with contextlib.suppress(OSError):  # the page is a convenience
+            self._process = self._draw(summary(), "running", subprocess.DEVNULL, "nice", "-n", "19")
+
+    def draw_last(self, summary: RunSummary) -> str:
+        """The page of a run that is over; what went wrong, '' for nothing. Raises OSError."""
+        if self._process:
+            self._process.kill()  # it must not write after the last page
+            self._process.wait()
+        last = self._draw(summary, "over", subprocess.PIPE)
+        said = last.stderr.read() if last.stderr else ""
+        return (said.strip().rpartition("\n")[2] or f"its process ended with {last.returncode}") if last.wait() else ""
+
+    def _draw(self, summary: RunSummary, state: str, errors: int, *before: str) -> subprocess.Popen[str]:
+        words = [
+            *before,
+            sys.executable,
+            "-m",
+            "dynamiccl.agent.report.report",
+            str(self.out),
+            str(REPORT_EVENTS),
+            state,
+        ]
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(vars(summary)))
+        process.stdin.close()
+        return process
 
 
 @contextlib.contextmanager

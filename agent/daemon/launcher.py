@@ -173,7 +173,7 @@ class Launcher:
         return subprocess.Popen(
             list(command),
             env={**os.environ, **env},
-            stdin=None if piped and not _is_terminal(0) else subprocess.DEVNULL,
+            stdin=None if piped and not os.isatty(0) else subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,
             start_new_session=True,
@@ -270,13 +270,6 @@ def _write(fd: int, data: bytes) -> None:
 
 def _shell(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
-
-
-def _is_terminal(fd: int) -> bool:
-    try:
-        return os.isatty(fd)
-    except OSError:
-        return False
 
 
 def say(text: str) -> None:

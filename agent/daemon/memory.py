@@ -8,6 +8,7 @@ or of another format is passed over by name; where no store answers in time, a r
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -23,12 +24,11 @@ import fsspec
 
 from ...envs.live.windows import LiveWindows
 from ...envs.nccl.steps.nvml import gpus
-from ...envs.nccl_model.clusters import cluster
-from ...envs.sim.emulated.settings import Emulated
 from ...traces.header import masked, plain
 from ...traces.queries.slots import SlotProfile
 from ...traces.records import AUTO, Decision, Slot, decision_from
 from ..report.outputs import full_url
+from .request import Request
 from .tuner import Outcome
 
 #: Of the files; those of any other are not read. Runs of a cluster that are looked at, the newest.
@@ -183,19 +183,18 @@ def in_time(work: Callable[[], Any], seconds: float = WAIT_S) -> Any:
     return found
 
 
-def facts_of(windows: LiveWindows, emulated: Emulated | None) -> dict[str, str]:
+def facts_of(windows: LiveWindows, request: Request) -> dict[str, str]:
     """What tells the cluster of a running job from others: FACTS."""
     comms = windows.job.assembler.comms.values()
     n_ranks, n_nodes = max(((c.n_ranks, c.n_nodes) for c in comms), default=(0, 0))
     layout = f"{n_nodes} x {n_ranks // n_nodes} ranks" if n_nodes else "unknown"  # of the largest communicator
-    if emulated is not None:  # its seed and its weather are what may change from one run to the next
-        scales = f"bytes x {emulated.bytes_scale:g}, compute x {emulated.compute_scale:g}"
-        hardware = f"emulated {emulated.cluster}, {scales}"
-        return {"hardware": hardware, "layout": layout, "nccl": str(cluster(emulated.cluster).nccl)}
-    try:
-        release = (windows.job.run.path / NCCL).read_text().strip()
-    except OSError:
-        release = ""
-    names = gpus()
-    hardware = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
-    return {"hardware": hardware or "no GPU", "layout": layout, "nccl": release or "unknown"}
+    release = str(request.facts.get("nccl", ""))
+    if request.emulated is not None:  # its seed is what may change from one run to the next
+        scales = f"bytes x {request.emulated.bytes_scale:g}, compute x {request.emulated.compute_scale:g}"
+        hardware = f"emulated {request.emulated.cluster}, {scales}"
+    else:
+        names = gpus()
+        hardware = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names))) or "no GPU"
+        with contextlib.suppress(OSError):
+            release = (windows.job.run.path / NCCL).read_text().strip()
+    return {"hardware": hardware, "layout": layout, "nccl": release or "unknown"}

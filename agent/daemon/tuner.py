@@ -24,8 +24,7 @@ from ...envs.search.search import BUDGET_STEPS, Search
 from ...envs.search.sequential import ROOM, Race, half_width
 from ...envs.search.watch import SearchConfig
 from ...envs.search.windows import PHASES, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
-from ...traces.queries.audit import regime
-from ...traces.queries.slots import SlotProfile
+from ...traces.queries.slots import SlotProfile, regime
 from ...traces.reasons import RowRefused, RunEnds
 from ...traces.records import AUTO, Decision, Slot
 from ...traces.spaces import config_of, decision_of

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...traces.assemble import Communicator
 from ...traces.reasons import RowRefused
-from ...traces.records import ALGOS, FUNCS, PROTOS, UNSET, Decision, Rule, Slot, Table, names, size_class
+from ...traces.records import ALGOS, COLL_DTYPE, FUNCS, PROTOS, UNSET, Decision, Rule, Slot, Table, names, size_class
 
 Array = np.ndarray[Any, Any]
 
@@ -126,7 +126,8 @@ class Obedience:
         if not seen:
             return ()
         rows = np.concatenate(seen)
-        shape = np.array([_shape(comms, int(c)) for c in rows["comm_id"]])
+        unknown = Communicator(0, 0, 0, "")
+        shape = np.array([(c.n_ranks, c.n_nodes) for c in (comms.get(int(i), unknown) for i in rows["comm_id"])])
         found = (_judge(rule, rows, shape) for rule in table.rules)
         return tuple(item for item in found if item is not None)
 
@@ -159,19 +160,12 @@ def slot_of(rule: Rule) -> Slot:
     return Slot(rule.n_ranks, rule.n_nodes, rule.func, size_class(rule.max_bytes))
 
 
-def _shape(comms: Mapping[int, Communicator], comm_id: int) -> tuple[int, int]:
-    comm = comms.get(comm_id)
-    return (comm.n_ranks, comm.n_nodes) if comm else (0, 0)
-
-
 def _config(row: np.void) -> str:
     (algo,), (proto,) = names([row["algo"]], ALGOS), names([row["proto"]], PROTOS)
     return f"{algo}/{proto}/{int(row['n_channels'])}"
 
 
 def _words(raw: Array) -> str:
-    from ...traces.records import COLL_DTYPE
-
     rows = np.ascontiguousarray(raw).view(COLL_DTYPE)
     func = FUNCS[int(rows["func"][0])] if int(rows["func"][0]) != UNSET else "collective"
     views = "; ".join(

@@ -6,14 +6,14 @@ Works on :class:`live.Job` and on whatever stands in for it (a recorded job).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ...traces import spaces
-from ...traces.queries.skew import durations
-from ...traces.queries.slots import SlotProfile, find_slots
+from ...traces.queries.slots import SlotProfile, find_slots, with_sizes
 from ...traces.reasons import NotTuning
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ..nccl_model.arms import distinct
@@ -23,6 +23,8 @@ from .job import Window
 from .obedience import Disobeyed
 
 Array = np.ndarray[Any, Any]
+#: What tells slots apart, in the order of a Slot's fields.
+SLOT_COLUMNS = ["n_ranks", "n_nodes", "func", "size_class"]
 
 
 class LiveWindows:
@@ -54,10 +56,7 @@ class LiveWindows:
         before = self.job.last_step
         plan = Plan(windows.PROFILE, np.zeros(0, np.int64), self.profile_steps, skip)
         window = self.job.window({}, plan.n_steps, skip)
-        events = self.job.take_events()
-        if len(events):
-            events = events[events["step"].isin(window.steps)]
-        self.profile_events = events
+        events = self.profile_events = self._events(window)
         step_us = window.step_ms * 1e3
         found = find_slots(events, self.job.assembler.offers, step_us, self.job.memory_pressure)
         self.profiles = [p for p in found if p.share >= self.min_share and p.slot.func in self.funcs]
@@ -65,8 +64,7 @@ class LiveWindows:
         if not self.profiles:
             raise ValueError(self.nothing([p.share for p in found if p.slot.func in self.funcs]))
         own = np.array([int(p.fingerprint.own_pair[0]) for p in self.profiles])
-        sampled = [np.isfinite(self._calls_of(events, p)) for p in self.profiles]
-        call_us = np.where(sampled, [p.call_us for p in self.profiles], np.nan)
+        call_us = np.array([p.call_us if p.timed_by != "NCCL's price" else np.nan for p in self.profiles])
         told = windows.Job(
             features=np.concatenate([p.fingerprint.vector() for p in self.profiles]),
             mask=np.concatenate([distinct(p.fingerprint) for p in self.profiles]),
@@ -88,7 +86,7 @@ class LiveWindows:
         before = self.job.last_step
         window = self.job.window(self.decisions(plan.configs), plan.n_steps, plan.discard, plan.limit_ms)
         self.windows += 1
-        call_us = self._calls(window) if is_timed else np.full(len(self.profiles), np.nan)
+        call_us = self._calls(self._events(window)) if is_timed else np.full(len(self.profiles), np.nan)
         obeyed = self._obeyed(window)
         self.on_window(plan, window)
         return self._measured(plan, window, before, call_us, obeyed)
@@ -106,29 +104,19 @@ class LiveWindows:
         self._before_ms = window.step_ms
         return Measured(np.asarray(window.durations_ms, np.float64), call_us, obeyed, billed, billed_ms)
 
-    def _calls(self, window: Window) -> Array:
-        """Median time of each slot's calls in the window's steps, us; NaN where no kernel was sampled."""
+    def _events(self, window: Window) -> pd.DataFrame:
         events = self.job.take_events()
-        if len(events):
-            events = events[events["step"].isin(window.steps)]
-        return np.array([self._calls_of(events, p) for p in self.profiles])
+        return events[events["step"].isin(window.steps)] if len(events) else events
 
-    def _calls_of(self, events: pd.DataFrame, profile: SlotProfile) -> float:
-        """Median time of a slot's calls in these events, us, NaN where none was sampled."""
-        if not len(events):
-            return float("nan")
-        slot = profile.slot
-        mine = (
-            (events["func"] == slot.func)
-            & (events["n_bytes"] >= slot.min_bytes)
-            & (events["n_bytes"] <= slot.max_bytes)
-        )
-        mine &= (events["n_ranks"] == slot.n_ranks) & (events["n_nodes"] == slot.n_nodes)
-        calls = events[mine & events["start_ns"].notna()]
-        if not len(calls):
-            return float("nan")
-        us = durations(calls)["us"]
-        return float(us[(calls["rank"] == calls["rank"].min()) & us.notna()].median())
+    def _calls(self, events: pd.DataFrame) -> Array:
+        """Median time of each slot's calls, us; NaN where no kernel was sampled."""
+        if events.empty:
+            return np.full(len(self.profiles), np.nan)
+        sized = with_sizes(events)
+        timed = sized[sized["us"].notna()]
+        firsts = timed[timed["rank"] == timed.groupby(SLOT_COLUMNS)["rank"].transform("min")]
+        us = firsts.groupby(SLOT_COLUMNS)["us"].median()
+        return np.array([float(us.get(astuple(p.slot), np.nan)) for p in self.profiles])
 
     def _obeyed(self, window: Window) -> Array:
         """(s,) bool; what NCCL did not follow is told once."""

@@ -1,9 +1,4 @@
-"""Tables in files: our own (JSON) and that of NVIDIA's example tuner plugin (CSV), read and written.
-
-JSON: ``{"dynamiccl_table": 1, "rules": [{"func": "all_gather", "min_bytes": 0, "max_bytes": 1048576, "algo": "ring",
-"proto": "ll", "n_channels": 0, "n_ranks": 16, "n_nodes": 2}]}``. ``algo`` and ``proto`` may be left out together,
-``n_channels`` too; so may ``n_ranks`` and ``n_nodes``, then the rule holds for every communicator that has none of its
-own. ``min_bytes_per_rank`` and ``max_bytes_per_rank`` say sizes of one rank's share.
+"""Tables in files: our own (JSON, see table_json.py) and that of NVIDIA's example tuner plugin (CSV).
 
 CSV: ``collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks[,pipe_ops[,reg_buff]]``, -1 = any; the
 first line that fits a message counts. Nodes and ranks are those of a communicator, as in a Rule. -1 channels mean here
@@ -19,10 +14,8 @@ from typing import Any
 
 from ...traces.records import ALGOS, FUNCS, PROTOS, Decision, Rule, Table
 from .table_env import MAX_BYTES, from_env
+from .table_json import FORMAT, TABLE
 
-FORMAT = 1
-#: In a folder of results: the table that the run confirmed.
-TABLE = "table.json"
 MAX_TEXT = 4 << 20  # characters of a table's file: the plugin holds 1024 rows
 _CSV_FUNCS = {name.replace("_", ""): name for name in FUNCS}
 
@@ -61,21 +54,6 @@ def load_table(path: Path | str, *, n_ranks: int | None = None, n_nodes: int | N
     return table
 
 
-def to_json(table: Table) -> str:
-    """Our own format."""
-    rules = []
-    for rule in table.rules:
-        row: dict[str, Any] = {"func": rule.func, "min_bytes": rule.min_bytes, "max_bytes": rule.max_bytes}
-        if rule.n_ranks:
-            row |= {"n_ranks": rule.n_ranks, "n_nodes": rule.n_nodes}
-        if rule.decision.algo:
-            row |= {"algo": rule.decision.algo, "proto": rule.decision.proto}
-        if rule.decision.n_channels:
-            row["n_channels"] = rule.decision.n_channels
-        rules.append(row)
-    return json.dumps({"dynamiccl_table": FORMAT, "rules": rules}, indent=1) + "\n"
-
-
 def to_csv(table: Table) -> str:
     """NVIDIA's format. Raises ValueError for rules that it cannot say: channels only.
 
@@ -83,9 +61,9 @@ def to_csv(table: Table) -> str:
     """
     lines = ["# collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks"]
     for rule in sorted(table.rules, key=lambda rule: rule.n_ranks == 0):
-        if rule.decision.algo is None:
-            raise ValueError("NVIDIA's table cannot set channels alone: name algorithm and protocol")
         decision = rule.decision
+        if decision.algo is None:
+            raise ValueError("NVIDIA's table cannot set channels alone: name algorithm and protocol")
         name, size = rule.func.replace("_", ""), f"{rule.min_bytes},{rule.max_bytes}"
         comms = f"{rule.n_nodes or -1},{rule.n_ranks or -1}"
         lines.append(f"{name},{size},{decision.algo},{decision.proto},{decision.n_channels or -1},{comms}")
@@ -116,7 +94,7 @@ def _csv_rule(fields: list[str], n_ranks: int | None, n_nodes: int | None) -> Ru
     for value, known in ((func, _CSV_FUNCS), (algo, ALGOS), (proto, PROTOS)):
         if value not in known:
             raise ValueError(f"unknown name {value!r}; known are {', '.join(known)}")
-    numbers = [int(fields[i]) if _is_int(fields[i]) else None for i in (1, 2, *range(5, len(fields)))]
+    numbers = [int(f) if f.removeprefix("-").isdigit() else None for f in (*fields[1:3], *fields[5:])]
     if None in numbers:
         raise ValueError("sizes, channels, nodes and ranks are whole numbers")
     low, high, channels, nodes, ranks, *rest = (int(n or 0) for n in numbers)
@@ -183,9 +161,7 @@ def _json_rule(number: int, row: Any, n_ranks: int | None) -> Rule:
     for key, default in (("min_bytes", 0), ("max_bytes", MAX_BYTES)):
         per_rank = row.get(f"{key}_per_rank")
         if per_rank is not None and n_ranks is None:
-            raise ValueError(
-                f"{where}: sizes per rank need the number of ranks: give n_ranks, or --ranks for all rules"
-            )
+            raise ValueError(f"{where}: sizes per rank need n_ranks: give n_ranks, or --ranks for all rules")
         size = row.get(key, default) if per_rank is None else per_rank
         factor = 1 if per_rank is None else int(n_ranks or 1)
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size * factor <= MAX_BYTES:
@@ -198,7 +174,3 @@ def _json_rule(number: int, row: Any, n_ranks: int | None) -> Rule:
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return Rule(numbers["n_ranks"], numbers["n_nodes"], str(row["func"]), sizes[0], sizes[1], decision)
-
-
-def _is_int(text: str) -> bool:
-    return text.removeprefix("-").isdigit()

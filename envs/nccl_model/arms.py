@@ -16,7 +16,7 @@ from ...traces.fingerprint import Fingerprint
 from ...traces.reasons import RowRefused
 from ...traces.records import CHANNELS, PAIRS, PROTOS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS, N_PAIRS, action_mask
-from .cost_model import planned_channels
+from .channels import planned_channels
 
 Array = np.ndarray[Any, Any]
 _NVLS, _COLLNET = PAIRS.index(("nvls", "simple")), PAIRS.index(("collnet_direct", "simple"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .columns import Columns
+from .columns import Columns, as_columns
 
 if TYPE_CHECKING:  # a job on an emulated cluster does not wait for numpy to have its cluster checked
     import numpy as np
@@ -27,6 +27,10 @@ CPUS = ("intel", "amd", "arm", "mixed")
 #: NCCL's path types from near to far (NCCL 2.30.7 src/graph/topo.h).
 PATHS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "NET", "DIS")
 MAX_CHANNELS = 64
+#: Keys of a cluster's graphs.
+GRAPHS = ("ring", "tree", "nvls")
+#: Keys that say nothing of a cluster that NCCL looks at.
+LABELS = ("like", "name", "gpu", "nic")
 _FILE = Path(__file__).with_name("clusters.toml")
 
 
@@ -68,15 +72,12 @@ class Cluster:
     comm_channels: int
     nvls: Graph = field(default=NO_GRAPH)
     nvls_channels: int = 0
-    gpu: str = "unknown"
     n_sms: int = 108
     cpu: str = "intel"
-    nic: str = "unknown"
     n_nics: int = 1
     nic_gbs: float = 12.5
     nccl: str = "2.28.9"
     collnet: bool = False
-    host_net: bool = True
 
     def __post_init__(self) -> None:
         checks = (
@@ -93,12 +94,22 @@ class Cluster:
         for ok, message in checks:
             if not ok:
                 raise ValueError(f"cluster {self.name}: {message}")
-        release_number(self.nccl)
+        _ = self.release  # raises where it is none
 
     @property
     def n_ranks(self) -> int:
         """Ranks of the communicator, one a GPU."""
         return self.n_nodes * self.gpus_per_node
+
+    @property
+    def release(self) -> int:
+        """NCCL's release as a number, see :func:`release_number`."""
+        return release_number(self.nccl)
+
+    @property
+    def amd(self) -> bool:
+        """AMD or mixed CPUs."""
+        return self.cpu in ("amd", "mixed")
 
     @property
     def offers_ll128(self) -> bool:
@@ -115,8 +126,25 @@ class Cluster:
 
     @property
     def offers_pat(self) -> bool:
-        """PAT: one GPU a node and a host-driven network (NCCL_PAT_ENABLE at its default), from 2.23 on."""
-        return self.gpus_per_node == 1 and self.host_net and release_number(self.nccl) >= 22300
+        """PAT: one GPU a node (and a network that the host drives, as all here are), from 2.23 on."""
+        return self.gpus_per_node == 1 and self.release >= 22300
+
+
+@dataclass
+class GraphArrays(Columns):
+    """The graphs of ``n`` clusters as arrays of shape (n,), see :class:`Graph`."""
+
+    channels: Array
+    bw_intra: Array  # GB/s a channel
+    bw_inter: Array
+    nvlink: Array  # bool: the path within a node
+    latency: Array  # us
+
+    @classmethod
+    def of(cls, graphs: Sequence[Graph]) -> GraphArrays:
+        """The arrays of ``graphs``, in their order."""
+        rows = [(g.channels, g.bw_intra, g.bw_inter, g.type_intra == "NVL", g.latency_inter) for g in graphs]
+        return cls(*as_columns(rows))
 
 
 @dataclass
@@ -128,55 +156,32 @@ class ClusterArrays(Columns):
     generation: Array  # index into GENERATIONS
     release: Array  # 22809 for 2.28.9
     amd: Array  # bool: AMD or mixed CPUs
-    ring_channels: Array
-    ring_bw_intra: Array  # GB/s a channel
-    ring_bw_inter: Array
-    ring_nvl: Array  # bool: the ring's path within a node is NVLink
-    ring_latency: Array  # us
-    tree_channels: Array
-    tree_bw_intra: Array
-    tree_bw_inter: Array
-    tree_nvl: Array
-    tree_latency: Array
-    nvls_graph_channels: Array
-    nvls_bw_intra: Array
-    nvls_bw_inter: Array
-    nvls_latency: Array
     comm_channels: Array
     nvls_channels: Array
-    ll128: Array  # bool: offered
-    nvls: Array
-    pat: Array
-    collnet: Array
     n_sms: Array
     n_nics: Array
     nic_gbs: Array
+    ring: GraphArrays
+    tree: GraphArrays
+    nvls: GraphArrays
+    offers_ll128: Array  # bool
+    offers_nvls: Array
+    offers_pat: Array
+    collnet: Array
 
     @property
     def n_ranks(self) -> Array:
         """Ranks, (n,)."""
-        import numpy as np
-
-        return np.asarray(self.n_nodes * self.gpus_per_node)
+        return self.n_nodes * self.gpus_per_node
 
     @classmethod
     def of(cls, clusters: Sequence[Cluster]) -> ClusterArrays:
         """The arrays of ``clusters``, in their order."""
-        import numpy as np
-
-        rows = [_row(c) for c in clusters]
-        return cls(**{f.name: np.array([row[f.name] for row in rows]) for f in fields(cls)})
-
-
-def _row(c: Cluster) -> dict[str, Any]:
-    """What ClusterArrays has of a cluster, by its fields: those of the cluster, and some that follow from them."""
-    row = {**vars(c), "nic_gbs": float(c.nic_gbs), "nvls_graph_channels": c.nvls.channels}
-    row |= {"generation": GENERATIONS.index(c.generation), "release": release_number(c.nccl)}
-    row |= {"amd": c.cpu in ("amd", "mixed"), "ring_channels": c.ring.channels, "tree_channels": c.tree.channels}
-    for kind, graph in (("ring", c.ring), ("tree", c.tree), ("nvls", c.nvls)):
-        row |= {f"{kind}_bw_intra": float(graph.bw_intra), f"{kind}_bw_inter": float(graph.bw_inter)}
-        row |= {f"{kind}_latency": float(graph.latency_inter), f"{kind}_nvl": graph.type_intra == "NVL"}
-    return {**row, "ll128": c.offers_ll128, "nvls": c.offers_nvls, "pat": c.offers_pat}
+        names = [f.name for f in fields(cls) if f.name not in (*GRAPHS, "generation")]
+        columns = as_columns([[getattr(c, name) for name in names] for c in clusters])
+        graphs: dict[str, Any] = {kind: GraphArrays.of([getattr(c, kind) for c in clusters]) for kind in GRAPHS}
+        (generation,) = as_columns([[GENERATIONS.index(c.generation)] for c in clusters])
+        return cls(**dict(zip(names, columns, strict=True)), **graphs, generation=generation)
 
 
 @functools.lru_cache(maxsize=256)
@@ -191,30 +196,21 @@ def release_number(text: str) -> int:
 def from_mapping(name: str, values: Mapping[str, Any]) -> Cluster:
     """Cluster from the keys of a TOML table. Raises ValueError naming what is missing, unknown, impossible."""
     known = {f.name for f in fields(Cluster)} - {"name"}
-    for key in values:
-        if key not in known and key not in ("like", "name"):
-            near = difflib.get_close_matches(key, known, 1)
-            raise ValueError(f"cluster {name}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    base = _fields(cluster(str(values["like"]))) if "like" in values else {}
-    merged: dict[str, Any] = {**base, **{k: v for k, v in values.items() if k not in ("like", "name")}}
-    graphs = [key for key in ("ring", "tree", "nvls") if isinstance(merged.get(key), Mapping)]
+    given = {key: value for key, value in values.items() if key not in LABELS}
+    for key in given.keys() - known:
+        near = difflib.get_close_matches(key, known, 1)
+        raise ValueError(f"cluster {name}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     needed = ("n_nodes", "gpus_per_node", "generation", "ring", "comm_channels")
-    missing = [key for key in needed if key not in merged]
-    if missing:
+    if missing := [key for key in needed if key not in given and "like" not in values]:
         raise ValueError(f"cluster {name}: missing {', '.join(missing)}")
+    base = cluster(str(values["like"])) if "like" in values else None
     try:
-        merged |= {key: Graph(**merged[key]) for key in graphs}
-        merged.setdefault("tree", merged["ring"])
-        return Cluster(name=name, **merged)
-    except TypeError as error:
-        raise ValueError(f"cluster {name}: {error}") from None
-    except ValueError as error:
-        text = str(error)
-        raise ValueError(text if text.startswith("cluster ") else f"cluster {name}: {text}") from None
-
-
-def _fields(c: Cluster) -> dict[str, Any]:
-    return {f.name: getattr(c, f.name) for f in fields(c) if f.name != "name"}
+        given |= {key: Graph(**given[key]) for key in GRAPHS if isinstance(given.get(key), Mapping)}
+        if base is not None:
+            return replace(base, name=name, **given)
+        return Cluster(name=name, **{"tree": given["ring"], **given})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"cluster {name}: {str(error).removeprefix(f'cluster {name}: ')}") from None
 
 
 @functools.cache
@@ -253,7 +249,7 @@ def _read(path: Path) -> Cluster:
         raise ValueError(f"cannot read cluster file {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"cluster file {path} is not TOML: {error}") from None
-    tables = [k for k, value in values.items() if isinstance(value, Mapping) and k not in ("ring", "tree", "nvls")]
+    tables = [k for k, value in values.items() if isinstance(value, Mapping) and k not in GRAPHS]
     if tables and len(tables) == len(values) == 1:
         return from_mapping(tables[0], values[tables[0]])
     return from_mapping(str(values.get("name", path.stem)), values)

@@ -27,20 +27,19 @@ class Columns:
 def _taken(value: Any, rows: Any) -> Any:
     if isinstance(value, Columns):
         return value.take(rows)
-    return value[rows] if _is_array(value) else value
+    return value[rows] if hasattr(value, "dtype") else value
 
 
 def _joined(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], Columns):
-        return type(values[0]).join(values)
-    if not _is_array(values[0]):
-        return values[0]
-    import numpy as np
-
-    return np.concatenate(values)
-
-
-def _is_array(value: Any) -> bool:
     import numpy as np  # here: the launcher checks a cluster without waiting for numpy
 
-    return isinstance(value, np.ndarray)
+    if isinstance(values[0], Columns):
+        return type(values[0]).join(values)
+    return np.concatenate(values) if isinstance(values[0], np.ndarray) else values[0]
+
+
+def as_columns(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """The columns of rows of numbers, as arrays."""
+    import numpy as np
+
+    return [np.array(column) for column in zip(*rows, strict=True)]

@@ -8,6 +8,7 @@ to wait for.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +39,6 @@ class Recorded:
     """The tasks of a trace, one a slot, the dearest first; savings in units of the slot's share of the step."""
 
     profiles: list[SlotProfile]
-    features: Array  # (n, N_FEATURES)
-    mask: Array  # (n, N_MASK)
     truth: Array  # (n, N_CONFIGS) mean measured or predicted saving, -inf where masked
     measured: Array  # (n, N_CONFIGS) bool: from windows of the trace
     share: Array  # (n,)
@@ -69,14 +68,32 @@ class SteadyWindow:
 def load(trace: Trace, min_share: float = 0.01) -> Recorded:
     """The tasks of a trace. Raises TraceError when it holds no steps or no slot that a tuner can reach."""
     windows = windows_of(trace)
-    default = {g for g, rules in trace.tables.items() if not rules}
     default_ms = float(np.median([w.ms for w in default_windows(trace)]))
-    offers = offers_of(trace)
     events = trace.events
     if not is_imported(trace):
         events = events[events["step"] > events["step"].min()]
-    quiet = events[events["table_generation"].isin(default)]
-    memory = _memory_pressure(trace.steps)
+    profiles = _profiles(trace, events, default_ms, min_share)
+    effects = _effects(windows, trace.tables, profiles)
+    share = np.array([p.share for p in profiles])
+    allowed = spaces.config_mask(np.concatenate([spaces.action_mask(p.fingerprint) for p in profiles]))
+    truth, measured = np.full(allowed.shape, -np.inf), np.zeros_like(allowed)
+    took = _Times(trace, events, profiles)
+    for i, profile in enumerate(profiles):
+        known = {config: saving for (slot, config), saving in effects.items() if slot == i}
+        predicted = _predict(took, profile, allowed[i], known, default_ms * 1e3)
+        predicted[list(known)] = list(known.values())
+        truth[i, allowed[i]] = spaces.scale_saving(predicted, share[i])[allowed[i]]
+        truth[i, 0] = 0.0
+        measured[i, [config for config in known if allowed[i, config]]] = True
+    return Recorded(profiles, truth, measured, share, default_ms)
+
+
+def _profiles(trace: Trace, events: pd.DataFrame, default_ms: float, min_share: float) -> list[SlotProfile]:
+    """The slots under NCCL's own choice. Raises TraceError where there is none."""
+    quiet = events[events["table_generation"].isin(default_generations(trace))]
+    known = trace.steps[trace.steps["memory_total"] > 0]
+    memory = float((known["memory_used"] / known["memory_total"]).mean()) if len(known) else 0.0
+    offers = offers_of(trace)
     every = find_slots(quiet, offers, default_ms * 1e3, memory)
     profiles = [p for p in every if p.share >= min_share]
     if not profiles:
@@ -91,24 +108,7 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
         # Of an imported recording the cluster says how many there are.
         n_channels = max(most[p.slot.n_ranks, p.slot.n_nodes], float(trace.header.get("comm_channels") or 0))
         p.fingerprint.comm_channels = np.array([n_channels])
-    effects = _effects(windows, default, trace.tables, profiles)
-    share = np.array([p.share for p in profiles])
-    mask = np.concatenate([spaces.action_mask(p.fingerprint) for p in profiles])
-    allowed = spaces.config_mask(mask)
-    truth = np.full((len(profiles), spaces.N_CONFIGS), -np.inf)
-    measured = np.zeros_like(allowed)
-    took = _Times(trace, events, profiles)
-    for i, profile in enumerate(profiles):
-        known = {config: saving for (slot, config), saving in effects.items() if slot == i}
-        predicted = _predict(took, profile, allowed[i], known, default_ms * 1e3)
-        truth[i] = np.where(allowed[i], spaces.scale_saving(predicted, share[i]), -np.inf)
-        truth[i, 0] = 0.0
-        for config, saving in known.items():
-            if allowed[i, config]:
-                truth[i, config] = spaces.scale_saving(np.array(saving), share[i])
-                measured[i, config] = True
-    features = np.concatenate([p.fingerprint.vector() for p in profiles])
-    return Recorded(profiles, features, mask, truth, measured, share, default_ms)
+    return profiles
 
 
 def is_imported(trace: Trace) -> bool:
@@ -116,9 +116,14 @@ def is_imported(trace: Trace) -> bool:
     return "source" in trace.header
 
 
+def default_generations(trace: Trace) -> set[int]:
+    """Of the tables without a row: NCCL did as it likes."""
+    return {generation for generation, rules in trace.tables.items() if not rules}
+
+
 def default_windows(trace: Trace) -> list[SteadyWindow]:
     """The windows in which NCCL did as it likes, in order. Raises TraceError when there are none."""
-    default = {g for g, rules in trace.tables.items() if not rules}
+    default = default_generations(trace)
     base = [w for w in windows_of(trace) if w.generation in default]
     if not base:
         raise TraceError(f"{trace.folder} holds no two steps under NCCL's own choices: nothing to compare with")
@@ -155,46 +160,46 @@ def offers_of(trace: Trace) -> dict[tuple[int, str, int], Offer]:
     return offers
 
 
-def _memory_pressure(steps: pd.DataFrame) -> float:
-    known = steps[steps["memory_total"] > 0]
-    return float((known["memory_used"] / known["memory_total"]).mean()) if len(known) else 0.0
+#: What the regression takes apart: a slot's number and a config.
+_Part = tuple[int, int]
 
 
 def _effects(
-    windows: list[SteadyWindow],
-    default: set[int],
-    tables: dict[int, tuple[dict[str, Any], ...]],
-    profiles: list[SlotProfile],
-) -> dict[tuple[int, int], float]:
+    windows: list[SteadyWindow], tables: dict[int, tuple[dict[str, Any], ...]], profiles: list[SlotProfile]
+) -> dict[_Part, float]:
     """Relative step time that each (slot, config) saved, by the regression."""
-    rows: list[tuple[float, float, list[tuple[int, int]]]] = []
-    last = next((w.ms for w in windows if w.generation in default), None)
+    measured: list[tuple[SteadyWindow, float, list[_Part]]] = []  # with what it saved against the default before it
+    last_ms = next((w.ms for w in windows if tables.get(w.generation) == ()), np.nan)
+    parts_of = {generation: _parts(rules, profiles) for generation, rules in tables.items()}
     for w in windows:
-        if w.generation in default:
-            last = w.ms
-            continue
-        parts = []
-        for rule in tables.get(w.generation, ()):
-            try:
-                config = spaces.config_of(decision_from(str(rule["decision"])))
-            except ValueError:  # outside the action space
-                continue
-            for i, p in enumerate(profiles):
-                inside = int(rule["min_bytes"]) <= p.n_bytes <= int(rule["max_bytes"])
-                sizes = int(rule.get("n_ranks", 0)), int(rule.get("n_nodes", 0))  # older traces named communicators
-                same = sizes in ((0, 0), (p.slot.n_ranks, p.slot.n_nodes))
-                if inside and same and rule["func"] == p.slot.func:
-                    parts.append((i, config))
-        if parts and last is not None:
-            rows.append((1.0 - w.ms / last, float(w.n_steps), parts))
-    keys = sorted({part for _, _, parts in rows for part in parts})
+        if tables.get(w.generation) == ():
+            last_ms = w.ms
+        elif parts := parts_of.get(w.generation):
+            measured.append((w, 1.0 - w.ms / last_ms, parts))
+    keys = sorted({part for _, _, parts in measured for part in parts})
     if not keys:
         return {}
-    design = np.array([[float(key in parts) for key in keys] for _, _, parts in rows])
-    saving, weight = np.array([r[0] for r in rows]), np.array([r[1] for r in rows])
+    design = np.array([[float(key in parts) for key in keys] for _, _, parts in measured])
+    saving, weight = np.array([saved for _, saved, _ in measured]), np.array([float(w.n_steps) for w, _, _ in measured])
     normal = design.T @ (design * weight[:, None]) + _RIDGE * np.eye(len(keys))
-    found = np.linalg.solve(normal, design.T @ (weight * saving))
-    return dict(zip(keys, map(float, found), strict=True))
+    effects = np.linalg.solve(normal, design.T @ (weight * saving))
+    return dict(zip(keys, effects.tolist(), strict=True))
+
+
+def _parts(rules: tuple[dict[str, Any], ...], profiles: list[SlotProfile]) -> list[_Part]:
+    """What a table holds of these slots."""
+    found = []
+    for rule in rules:
+        try:
+            config = spaces.config_of(decision_from(str(rule["decision"])))
+        except ValueError:  # outside the action space
+            continue
+        sizes = int(rule.get("n_ranks", 0)), int(rule.get("n_nodes", 0))  # older traces named communicators
+        for i, p in enumerate(profiles):
+            inside = int(rule["min_bytes"]) <= p.n_bytes <= int(rule["max_bytes"])
+            if inside and rule["func"] == p.slot.func and sizes in ((0, 0), (p.slot.n_ranks, p.slot.n_nodes)):
+                found.append((i, config))
+    return found
 
 
 class _Times:
@@ -205,32 +210,28 @@ class _Times:
         self.cluster = cluster_of(trace, int(first.n_ranks[0]), int(first.n_nodes[0]))
         fleet = ClusterArrays.of([self.cluster])
         # Deliberately without a preset's own parameters: a replay must not know what the trace did not see.
-        self._fabric = Fabric(fleet, nominal(fleet))
+        self.fabric = Fabric(fleet, nominal(fleet))
         sampled = events.dropna(subset=["start_ns", "end_ns"])
-        us = (sampled["end_ns"] - sampled["start_ns"]).astype(float) / 1e3
+        sampled = sampled.assign(us=(sampled["end_ns"] - sampled["start_ns"]).astype(float) / 1e3)
+        sampled = sampled[sampled["us"] > 0]
         self._models: dict[tuple[str, str, str], Measured] = {}
         shifts: dict[str, list[float]] = defaultdict(list)
-        for key, group in sampled.assign(us=us).groupby(["func", "algo", "proto"]):
+        for key, group in sampled.groupby(["func", "algo", "proto"]):
             func, algo, proto = map(str, key)
-            medians = group.groupby(["n_bytes", "n_channels"])["us"].median().reset_index()
-            medians = medians[medians["us"] > 0]
-            if (algo, proto) not in PAIRS or not len(medians):
-                continue
-            model = Measured(
-                medians["n_bytes"].to_numpy(),
-                medians["n_channels"].to_numpy(),
-                medians["us"].to_numpy(),
-                lambda b, c, f=func, a=algo, p=proto: self._formula(f, a, p, b, c),  # type: ignore[misc]
-            )
-            self._models[func, algo, proto] = model
-            large = medians.iloc[-1]
-            base = self._formula(func, algo, proto, large[["n_bytes"]].to_numpy(), large[["n_channels"]].to_numpy())
-            shifts[func].append(float(np.log(large["us"]) - base[0]))
+            if (algo, proto) in PAIRS:
+                formula = functools.partial(self._formula, func, algo, proto)
+                n_bytes, n_channels, us = (group[name].to_numpy() for name in ("n_bytes", "n_channels", "us"))
+                model = self._models[func, algo, proto] = Measured(n_bytes, n_channels, us, formula)
+                shifts[func].append(float(model.misses[-1]))  # of the largest message
         self._shift = {func: float(np.median(values)) for func, values in shifts.items()}
 
     def _formula(self, func: str, algo: str, proto: str, n_bytes: Array, n_channels: Array) -> Array:
-        pairs = zip(n_bytes, n_channels, strict=True)
-        return np.log([self._fabric.time_us(func, int(b), algo, proto, max(int(c), 1)) for b, c in pairs])
+        """log us of points, by the fabric."""
+        us = [
+            self.fabric.time_us(func, int(size), algo, proto, max(int(count), 1))
+            for size, count in zip(n_bytes, n_channels, strict=True)
+        ]
+        return np.log(us)
 
     def us(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> float:
         """Microseconds of one call on the trace's machine."""
@@ -239,10 +240,6 @@ class _Times:
             return model.predict_us(n_bytes, n_channels)
         base = self._formula(func, algo, proto, np.array([n_bytes]), np.array([n_channels]))[0]
         return float(np.exp(base + self._shift.get(func, 0.0)))
-
-    def slowdown(self, n_channels: int) -> float:
-        """Of overlapped compute."""
-        return self._fabric.slowdown(n_channels)
 
 
 def cluster_of(trace: Trace, n_ranks: int, n_nodes: int) -> Cluster:
@@ -271,7 +268,7 @@ def _predict(took: _Times, p: SlotProfile, allowed: Array, known: dict[int, floa
             ran = own_channels
         us = took.us(p.slot.func, p.n_bytes, algo, proto, ran)
         waits[config] = p.calls * (default_us - us) / step_us
-        hidden = default_us * took.slowdown(own_channels) - min(us, default_us) * took.slowdown(ran)
+        hidden = default_us * took.fabric.slowdown(own_channels) - min(us, default_us) * took.fabric.slowdown(ran)
         slows[config] = p.calls * hidden / step_us
     # The part of the slot's time that the step waits for, from what was measured; the rest only slows compute.
     x = np.array([waits[c] for c in known])

@@ -7,18 +7,18 @@ save: as measured where the trace measured them, else as predicted (``replay.loa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ...traces import spaces
-from ...traces.assemble import Offer
 from ...traces.files import Trace
 from ...traces.records import Decision, Slot
 from ..live.job import DISCARD, SWITCH_STEPS, Window
 from ..live.job_ends import JobEnded
-from .decisions import Recorded, default_windows, offers_of
+from .decisions import Recorded, default_generations, default_windows, offers_of
 
 Array = np.ndarray[Any, Any]
 
@@ -26,37 +26,28 @@ Array = np.ndarray[Any, Any]
 LEAST = 0.05
 
 
-class _Assembler:
-    def __init__(self, offers: dict[tuple[int, str, int], Offer]) -> None:
-        self.offers = offers
-
-
 class RecordedJob:
     """``steps``: after which the job ends; ``seed``: where in the record it begins."""
 
     def __init__(self, trace: Trace, recorded: Recorded, seed: int = 0, steps: int | None = None) -> None:
         self.recorded, self.steps = recorded, steps
-        self.assembler = _Assembler(offers_of(trace))
+        self.assembler = SimpleNamespace(offers=offers_of(trace))
         self.memory_pressure = float(recorded.fingerprint.memory_pressure[0])
         self.generation = self.last_step = 0
         self.default_ms = np.array([w.ms for w in default_windows(trace)])
         self._at = int(np.random.default_rng(seed).integers(len(self.default_ms)))
         events = trace.events
-        quiet = {g for g, rules in trace.tables.items() if not rules}
-        by_step = [group for _, group in events[events["table_generation"].isin(quiet)].groupby("step")]
+        quiet = events[events["table_generation"].isin(default_generations(trace))]
+        by_step = [group for _, group in quiet.groupby("step")]
         self._quiet = by_step[1:] or by_step  # a first step warms up; some recordings have no other
         self._last: Array = np.zeros(0, np.int64)
         self._is_default = True
         self._running: dict[Slot, Decision] = {}
 
-    def publish(self, decisions: Mapping[Slot, Decision]) -> int:
-        """As ``Job.publish``; nothing has to be told."""
+    def confirm(self, decisions: Mapping[Slot, Decision]) -> int:
+        """As ``Job.confirm``; nobody has to be told."""
         self.generation += 1
         return self.generation
-
-    def confirm(self, decisions: Mapping[Slot, Decision]) -> int:
-        """As ``Job.confirm``."""
-        return self.publish(decisions)
 
     def saving(self, decisions: Mapping[Slot, Decision]) -> float:
         """Part of the default's step time that ``decisions`` save, measured or predicted."""
@@ -73,7 +64,7 @@ class RecordedJob:
         self, decisions: Mapping[Slot, Decision], n_steps: int, discard: int = DISCARD, give_up_ms: float = float("inf")
     ) -> Window:
         """As ``Job.window``: every step of a window takes the same time, one that takes too long is the last."""
-        generation = self.publish(decisions)
+        self.generation += 1
         chosen = {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
         switch = SWITCH_STEPS if chosen != self._running else 0
         self._running, self._is_default = chosen, not chosen
@@ -85,7 +76,7 @@ class RecordedJob:
         if self.steps is not None and self.last_step > self.steps:
             raise JobEnded("the recorded job's steps are over")
         self._last = np.arange(first, first + n)
-        return Window(generation, self._last, np.full(n, ms))
+        return Window(self.generation, self._last, np.full(n, ms))
 
     def take_events(self) -> pd.DataFrame:
         """Events of recorded default steps, under the last window's numbers where that was the default's."""

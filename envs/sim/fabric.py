@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from ...traces.records import PAIRS, PROTOS
-from ..nccl_model import cost_model
+from ..nccl_model.channels import planned_channels
 from ..nccl_model.clusters import Cluster, ClusterArrays
 from ..nccl_model.columns import Columns
+from ..nccl_model.prices import terms
 
 Array = np.ndarray[Any, Any]
 
@@ -104,11 +105,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 def nominal(fleet: ClusterArrays) -> FabricParams:
     """The middle of the family for each cluster: the fabric that the sources above describe."""
     n, gen, many = len(fleet), fleet.generation, fleet.n_nodes > 1
-    slow = np.array([1.6, 1.2, 1.0, 0.9])[gen] * np.where(fleet.ring_nvl | (fleet.gpus_per_node == 1), 1.0, 1.8)
+    slow = np.array([1.6, 1.2, 1.0, 0.9])[gen] * np.where(fleet.ring.nvlink | (fleet.gpus_per_node == 1), 1.0, 1.8)
     # A loopback socket or TCP network answers an order of magnitude later than an RDMA one.
     net = np.where(fleet.nic_gbs < 2.0, 5.0, 1.0) * np.array([1.3, 1.1, 1.0, 1.0])[gen]
     channel = np.array([0.55, 0.75, 1.0, 1.25])[gen]
-    bus = fleet.ring_channels * np.where(fleet.n_nodes > 1, fleet.ring_bw_inter, fleet.ring_bw_intra)
+    bus = fleet.ring.channels * np.where(fleet.n_nodes > 1, fleet.ring.bw_inter, fleet.ring.bw_intra)
     row = np.where(many, fleet.amd.astype(int), gen)
     ll_max = np.array([[39.0, 39.0, 30.0], [87.7, 30.0, 28.0], [141.0, 45.0, 42.0], [282.0, 90.0, 70.0]])
     ll_share = np.minimum(ll_max[row, np.minimum(fleet.n_nodes, 3) - 1] / bus, 0.45)
@@ -116,7 +117,7 @@ def nominal(fleet: ClusterArrays) -> FabricParams:
     efficiency[:, :, LL], efficiency[:, :, LL128], efficiency[:, :, SIMPLE] = ll_share[:, None], 0.92, 0.99
     efficiency[:, 1, LL128] = 0.925
     ramp = np.where(many[:, None], (512.0, 8192.0, 65536.0), (256.0, 2048.0, 16384.0))
-    _, price = cost_model.terms(fleet)
+    _, price = terms(fleet)
     nvls = np.maximum(price[:, _NVLS], 1.0)
     rates = np.array([[6.0, 30.0, 34.0], [5.0, 26.0, 26.0]])
     return FabricParams(
@@ -234,7 +235,7 @@ class Fabric:
         (n, k). Channels beyond what the size fills do nothing: NCCL's scheduler is applied first.
         """
         columns, size = self.fleet.take((slice(None), None)), np.asarray(n_bytes, np.int64)[:, None]
-        ran = cost_model.planned_channels(columns, size, pair, n_channels)
+        ran = planned_channels(columns, size, pair, n_channels)
         return self.times_on_us(is_reduce_scatter, n_bytes, pair, ran)
 
     def times_on_us(self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array) -> Array:
@@ -246,7 +247,7 @@ class Fabric:
         columns, size = f.take((slice(None), None)), np.asarray(n_bytes, float)[:, None]
         proto, n, nodes = _PAIR_PROTO[pair], columns.n_ranks, columns.n_nodes
         shard = size / n
-        beyond = np.maximum(c - np.maximum(columns.n_nics, columns.ring_channels), 0.0)
+        beyond = np.maximum(c - np.maximum(columns.n_nics, columns.ring.channels), 0.0)
         bus = t.bus_gbs[:, None] * np.maximum(1.0 - t.congestion[:, None] * beyond, 0.25)
         knee = t.knee[:, None]
         rate = soft_min(c * t.channel_gbs[rows, func, proto], bus * t.efficiency[rows, func, proto], knee) * 1e3
@@ -254,14 +255,14 @@ class Fabric:
         short = np.maximum(1.0 - shard / c / CHUNK, 0.0) * (proto == SIMPLE)
         piece = shard / c + t.ramp_bytes[rows, func, proto] + t.stall_bytes[:, None] * short
         us = steps + (n - 1) * c * piece / rate
-        if f.nvls.any():
+        if f.offers_nvls.any():
             full = t.nvls_gbs[rows, func] * 1e3 * c / (c + t.nvls_channels[:, None])
             us = np.where(pair == _NVLS, t.nvls_us[:, None] + size / full, us)
         if f.collnet.any():
-            lat, gbs = cost_model.terms(f)
+            lat, gbs = terms(f)
             full = np.maximum(gbs[:, _COLLNET, None], 1.0) * 1e3 * c / (c + 2.0)
             us = np.where(pair == _COLLNET, lat[:, _COLLNET, None] + size / full, us)
-        if f.pat.any():
+        if f.offers_pat.any():
             rounds = np.ceil(np.log2(np.maximum(n, 2)))
             rate = soft_min(c * t.channel_gbs[rows, func, proto], bus * t.pat_share[:, None], knee) * 1e3
             tree = rounds * t.pat_us[:, None] + (n - 1) * shard / rate

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..nccl_model.clusters import ClusterArrays
+from ..nccl_model.clusters import ClusterArrays, GraphArrays
 from .noise import NoiseFamily, Range, log_uniform
 from .worlds import Extra
 
@@ -231,31 +231,21 @@ def draw_fleet(family: ClusterFamily, rng: np.random.Generator, n: int) -> Clust
     switch = nvlink & (per_node == 8) & (gen >= 2) & ~many & (rng.random(n) < 0.85)
     nvls_channels = np.where(gen == 3, 24, 16)
     release = rng.choice(np.array(family.releases), n)
+    switched = np.where(gen == 3, 45.0, 40.0)
     return ClusterArrays(
         n_nodes=nodes,
         gpus_per_node=per_node,
         generation=gen,
         release=release,
         amd=rng.random(n) < 0.4,
-        ring_channels=channels,
-        ring_bw_intra=gbs,
-        ring_bw_inter=gbs.copy(),
-        ring_nvl=nvlink,
-        ring_latency=latency,
-        tree_channels=channels.copy(),
-        tree_bw_intra=gbs.copy(),
-        tree_bw_inter=gbs.copy(),
-        tree_nvl=nvlink.copy(),
-        tree_latency=latency.copy(),
-        nvls_graph_channels=np.where(gen == 3, 16, 8),
-        nvls_bw_intra=np.where(gen == 3, 45.0, 40.0),
-        nvls_bw_inter=np.where(gen == 3, 45.0, 40.0),
-        nvls_latency=np.zeros(n),
+        ring=GraphArrays(channels, gbs, gbs.copy(), nvlink, latency),
+        tree=GraphArrays(channels.copy(), gbs.copy(), gbs.copy(), nvlink.copy(), latency.copy()),
+        nvls=GraphArrays(np.where(gen == 3, 16, 8), switched, switched.copy(), nvlink.copy(), np.zeros(n)),
         comm_channels=comm,
         nvls_channels=np.where(switch, nvls_channels, 0),
-        ll128=(nvlink | (per_node == 1)) & ~socket & (rng.random(n) < 0.88),
-        nvls=switch,
-        pat=(per_node == 1) & (rng.random(n) < 0.9),
+        offers_ll128=(nvlink | (per_node == 1)) & ~socket & (rng.random(n) < 0.88),
+        offers_nvls=switch,
+        offers_pat=(per_node == 1) & (rng.random(n) < 0.9),
         collnet=np.zeros(n, bool),
         n_sms=np.array([80, 108, 132, 148])[gen],
         n_nics=n_nics,

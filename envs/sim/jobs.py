@@ -15,6 +15,7 @@ from ...traces.records import CHANNELS, PAIRS
 from ...traces.spaces import N_CONFIGS, N_PAIRS
 from ..nccl_model import cost_model
 from ..nccl_model.arms import distinct
+from ..nccl_model.channels import heuristic_channels, planned_channels
 from ..nccl_model.clusters import ClusterArrays
 from .fabric import Fabric, FabricParams, unmodelled
 from .family import HELD_OUT, STANDARD, WORLDS, JobFamily, World, draw_fleet
@@ -157,9 +158,9 @@ def _call_tables(
     columns = fabric.fleet.take((slice(None), None))
     pairs = np.concatenate([own[:, None], np.tile(np.arange(len(PAIRS)), (len(own), 1))], axis=1)
     pair, asked = np.repeat(pairs, len(CHANNELS), 1), np.tile(np.array(CHANNELS), N_PAIRS)[None, :]
-    limit, _ = cost_model.heuristic_channels(columns, n_bytes[:, None], pair)
+    limit, _ = heuristic_channels(columns, n_bytes[:, None], pair)
     lowered = np.where(columns.release >= 23100, np.minimum(asked, limit), asked)  # from 2.31 a tuner only lowers
-    ran = cost_model.planned_channels(columns, n_bytes[:, None], pair, np.where(asked == 0, limit, lowered))
+    ran = planned_channels(columns, n_bytes[:, None], pair, np.where(asked == 0, limit, lowered))
     us = fabric.times_on_us(is_rs, n_bytes, pair, ran)
     slow, near, far = fabric.overlap(is_rs, n_bytes, pair, ran, us)
     crowd = ran / 16 if crowd_by_channels else np.ones_like(us)

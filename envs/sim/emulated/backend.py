@@ -22,6 +22,7 @@ from torch.distributed import device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...nccl.steps import clock as steps
+from ...nccl_model.clusters import cluster
 from .clock import Clock, CountedWork
 from .settings import Emulated
 from .timeline import Collective, Timeline, comm_id_of
@@ -254,7 +255,7 @@ def register() -> None:
     """Make ``init_process_group("emulated")`` known, and gloo mean the same; from now on the work of this process is
     counted, and steps are timed by the emulated clock. Raises ValueError when the environment is wrong."""
     emulated = Emulated.from_env()
-    emulated.check()
+    cluster(emulated.cluster)  # raises where there is none
     if "emulated" in dist.Backend.backend_list:
         return
     clock = Clock()

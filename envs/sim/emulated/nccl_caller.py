@@ -21,7 +21,7 @@ from ....traces.records import ALGOS, FUNCS, N_ALGOS, N_PROTOS, PROTOS
 DTYPE_BYTES = {"int8": 1, "uint8": 1, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "float16": 2, "bfloat16": 2}
 DTYPE_BYTES |= {"float32": 4, "float64": 8, "float8e4m3": 1, "float8e5m2": 1}
 _DTYPE_OF_SIZE = {1: "int8", 2: "float16", 4: "float32", 8: "float64"}
-_SHARDED = ("all_gather", "reduce_scatter")  # NCCL counts the elements of one rank, and asks for those of all
+SHARDED = ("all_gather", "reduce_scatter")  # NCCL counts the elements of one rank, and asks for those of all
 #: As the profiler hears them: AllGather, ReduceScatter ...
 _FUNC_NAMES = {func: func.title().replace("_", "").encode() for func in FUNCS}
 
@@ -123,6 +123,122 @@ class Call:
     proto: str = "simple"
 
 
+class Tuner:
+    """The tuner half of the plugin, as one communicator asks it."""
+
+    def __init__(self, library: ctypes.CDLL, release: str, comm_id: int, n_ranks: int, n_nodes: int) -> None:
+        self.version = _first(library, "ncclTunerPlugin_v", versions(release)[0])
+        n_functions = 5 if self.version > 5 else 4
+        _, init, info, finalize, *chunk = _pointers(library, f"ncclTunerPlugin_v{self.version}", n_functions)
+        self._info: Callable[..., int] = _TUNER_INFO[min(self.version, 4)](info)
+        self._finalize = _ONE_POINTER(finalize)
+        self._chunk_size = _CHUNK_SIZE(chunk[0]) if chunk and chunk[0] else None
+        # Kept for every call, as in the profiler: ctypes objects are slow to make.
+        self._channels, self._cost = c_int(), np.empty((N_ALGOS, N_PROTOS), np.float32)
+        self._channels_ref, self._cost_at = byref(self._channels), self._cost.ctypes.data
+        self.context = c_void_p()
+        if self.version < 5:
+            _check(_TUNER_INIT[3](init)(n_ranks, n_nodes, None, byref(self.context)))
+        else:
+            self._given = (c_int * 3)(n_nodes, 1, n_ranks), (c_uint8 * 1152)()  # NVLink domains, tuning constants
+            given = (ctypes.addressof(part) for part in self._given)
+            _check(_TUNER_INIT[5](init)(byref(self.context), comm_id, n_ranks, n_nodes, None, *given))
+
+    def ask(self, func: str, n_bytes: int, cost: np.ndarray[Any, Any], n_pipe_ops: int = 1, n_channels: int = 0) -> int:
+        """One question; ``cost`` (7, 3) float32 is changed in place. Returns the channel count."""
+        self._cost[:] = cost
+        self._channels.value = n_channels
+        registered = () if self.version == 3 else (0,)
+        head = (self.context, FUNCS.index(func), n_bytes, n_pipe_ops, self._cost_at, N_ALGOS, N_PROTOS)
+        _check(self._info(*head, *registered, self._channels_ref))
+        cost[:] = self._cost
+        return self._channels.value
+
+    def ask_chunks(self, call: Call, n_bytes: int) -> None:
+        """Ask for the size of a chunk: of the first channel, those between and the last."""
+        if self._chunk_size is not None:
+            cell = ALGOS.index(call.algo), PROTOS.index(call.proto)
+            for _ in range(min(3, call.n_channels)):
+                size = byref(c_size_t(2**19))
+                _check(self._chunk_size(self.context, FUNCS.index(call.func), n_bytes, *cell, 1, size))
+
+    def finalize(self) -> None:
+        """The communicator is destroyed."""
+        _check(self._finalize(self.context))
+
+
+class Profiler:
+    """The profiler half of the plugin, as one communicator tells it; version 0 where there is none."""
+
+    def __init__(
+        self, library: ctypes.CDLL, wanted: tuple[int, ...], comm_id: int, shape: tuple[int, int, int], name: str
+    ) -> None:
+        """``shape``: nodes, ranks, this rank."""
+        self.version = _first(library, "ncclProfiler_v", wanted)
+        self._event_type = _EVENT_V4 if self.version == 4 else _EVENT_V5
+        self._context, self._handle, self._timer = c_void_p(), c_void_p(), c_uint64()
+        self._mask, self._kernel = c_int(0), self.event(EVENT_KERNEL_CH, rank=shape[-1])
+        if not self.version:
+            return
+        self._mask = _MASKS.setdefault(library._name, self._mask)
+        _, init, start, stop, state, finalize = _pointers(library, f"ncclProfiler_v{self.version}", 6)
+        self._start, self._stop = _START_EVENT(start), _ONE_POINTER(stop)
+        self._record_state, self._finalize = _STATE(state), _ONE_POINTER(finalize)
+        context, mask, label = byref(self._context), byref(self._mask), name.encode()
+        if self.version == 4:
+            _check(_PROFILER_INIT[4](init)(context, mask, label, comm_id, *shape, None))
+        else:
+            _check(_PROFILER_INIT[5](init)(context, comm_id, mask, label, *shape, None))
+
+    @property
+    def mask(self) -> int:
+        """Events that the plugin asks for at this moment, for the whole process."""
+        return int(self._mask.value)
+
+    def event(self, kind: int, **members: Any) -> Any:
+        """A new event of that kind, in this version's layout."""
+        return self._event_type(type=kind, **members)
+
+    def start(self, event: Any) -> int | None:
+        """Tell of an event; its handle, None where nobody asked for it."""
+        if not self.mask & (event.type | _BELOW.get(event.type, 0)):
+            return None
+        self._handle.value = None
+        _check(self._start(self._context, byref(self._handle), byref(event)))
+        return self._handle.value
+
+    def stop(self, handle: int | None) -> None:
+        """The event is over."""
+        if handle is not None:
+            _check(self._stop(handle))
+
+    def kernel(self, handle: int | None, channel: int, start_ns: int, stop_ns: int) -> None:
+        """Report one channel of a collective's kernel, as NCCL's proxy thread does for a sampled one."""
+        self.stop_kernel(self.start_kernel(handle, channel, start_ns), stop_ns)
+
+    def start_kernel(self, parent: int | None, channel: int, start_ns: int) -> int | None:
+        """The first half of :meth:`kernel`, told whatever the mask says by now; a handle for the second."""
+        if parent is None:  # not sampled when it was enqueued
+            return None
+        self._kernel.parent = parent
+        self._kernel.body.kernel = (channel, start_ns)
+        self._handle.value = None
+        _check(self._start(self._context, byref(self._handle), byref(self._kernel)))
+        return self._handle.value
+
+    def stop_kernel(self, handle: int | None, stop_ns: int) -> None:
+        """The second half of :meth:`kernel`."""
+        if handle is not None:
+            self._timer.value = stop_ns
+            _check(self._record_state(handle, KERNEL_CH_STOP, byref(self._timer)))
+            self.stop(handle)
+
+    def finalize(self) -> None:
+        """The communicator is destroyed."""
+        if self.version:
+            _check(self._finalize(self._context))
+
+
 class Communicator:
     """One rank's communicator. Calls are made by one thread at a time, as NCCL does per communicator."""
 
@@ -139,55 +255,13 @@ class Communicator:
     ) -> None:
         """Initialise profiler and tuner in NCCL's order. Raises ValueError, OSError, CallerError."""
         library = ctypes.CDLL(os.fspath(plugin_path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
-        tuners, profilers = versions(release)
-        self.comm_id, self.n_ranks, self.n_nodes, self.rank = comm_id, n_ranks, n_nodes, rank
-        self._release = _number(release)
-        self.profiler_version = _first(library, "ncclProfiler_v", profilers) if with_profiler else 0
-        self.tuner_version = _first(library, "ncclTunerPlugin_v", tuners)
-        self._mask = _MASKS.setdefault(os.fspath(plugin_path), c_int(0))
-        self._profiler, self._tuner = c_void_p(), c_void_p()
-        self._group_api: int | None = None  # handles of the group under way, and of the program's calls in it
-        self._group: int | None = None
+        profilers = versions(release)[1] if with_profiler else ()
+        self.comm_id, self.n_ranks, self.rank, self.release = comm_id, n_ranks, rank, _number(release)
+        self.profiler = Profiler(library, profilers, comm_id, (n_nodes, n_ranks, rank), name)
+        self.tuner = Tuner(library, release, comm_id, n_ranks, n_nodes)
+        self.group_handle: int | None = None  # handles of the group under way, and of the program's calls in it
+        self._group_api: int | None = None
         self._calls: list[int | None] = []
-        if self.profiler_version:
-            self._init_profiler(library, name)
-        self._init_tuner(library)
-
-    def _init_profiler(self, library: ctypes.CDLL, name: str) -> None:
-        _, init, start, stop, state, finalize = _pointers(library, f"ncclProfiler_v{self.profiler_version}", 6)
-        self._start_event, self._stop_event = _START_EVENT(start), _ONE_POINTER(stop)
-        self._record_state, self._finalize_profiler = _STATE(state), _ONE_POINTER(finalize)
-        context, mask, label = byref(self._profiler), byref(self._mask), name.encode()
-        size = (self.n_nodes, self.n_ranks, self.rank)
-        if self.profiler_version == 4:
-            _check(_PROFILER_INIT[4](init)(context, mask, label, self.comm_id, *size, None))
-        else:
-            _check(_PROFILER_INIT[5](init)(context, self.comm_id, mask, label, *size, None))
-        # Kept for every call: ctypes objects are slow to make.
-        self._event_type = _EVENT_V4 if self.profiler_version == 4 else _EVENT_V5
-        self._coll, self._kernel = self._event_type(type=EVENT_COLL), self._event_type(type=EVENT_KERNEL_CH)
-        self._coll.rank = self._kernel.rank = self.rank
-        self._coll_body, self._kernel_body = self._coll.body.coll, self._kernel.body.kernel
-        self._kernel_ref = byref(self._kernel)
-        self._handle, self._timer = c_void_p(), c_uint64()
-        self._handle_ref, self._timer_ref = byref(self._handle), byref(self._timer)
-
-    def _init_tuner(self, library: ctypes.CDLL) -> None:
-        self._functions = _pointers(
-            library, f"ncclTunerPlugin_v{self.tuner_version}", 5 if self.tuner_version > 5 else 4
-        )
-        _, init, info, finalize = self._functions[:4]
-        self._finalize_tuner = _ONE_POINTER(finalize)
-        self._info: Callable[..., int] = _TUNER_INFO[min(self.tuner_version, 4)](info)
-        self._channels, self._cost = c_int(), np.empty((N_ALGOS, N_PROTOS), np.float32)
-        self._channels_ref, self._cost_at = byref(self._channels), self._cost.ctypes.data
-        if self.tuner_version < 5:
-            _check(_TUNER_INIT[3](init)(self.n_ranks, self.n_nodes, None, byref(self._tuner)))
-        else:
-            self._domains, self._constants = (c_int * 3)(self.n_nodes, 1, self.n_ranks), (c_uint8 * 1152)()
-            given = (ctypes.addressof(part) for part in (self._domains, self._constants))
-            context = byref(self._tuner)
-            _check(_TUNER_INIT[5](init)(context, self.comm_id, self.n_ranks, self.n_nodes, None, *given))
 
     def get_coll_info(
         self, func: str, n_bytes: int, cost: np.ndarray[Any, Any], n_channels: int = 0, captured: bool = False
@@ -197,20 +271,9 @@ class Communicator:
         ``n_channels`` is what NCCL has in the variable before: 0, and it stays so unless the table says otherwise.
         ``captured``: the call goes into a CUDA graph.
         """
-        self._begin([func], captured)
-        self._ask_aside(func, n_bytes // self.n_ranks if func in _SHARDED else n_bytes)
-        return self._ask(func, n_bytes, cost, n_channels=n_channels)
-
-    def _ask(
-        self, func: str, n_bytes: int, cost: np.ndarray[Any, Any], n_pipe_ops: int = 1, n_channels: int = 0
-    ) -> int:
-        self._cost[:] = cost
-        self._channels.value = n_channels
-        registered = () if self.tuner_version == 3 else (0,)
-        head = (self._tuner, FUNCS.index(func), n_bytes, n_pipe_ops, self._cost_at, N_ALGOS, N_PROTOS)
-        _check(self._info(*head, *registered, self._channels_ref))
-        cost[:] = self._cost
-        return self._channels.value
+        self.begin([func], captured)
+        self.ask_aside(func, n_bytes // self.n_ranks if func in SHARDED else n_bytes)
+        return self.tuner.ask(func, n_bytes, cost, n_channels=n_channels)
 
     def start_coll(
         self, func: str, seq: int, count: int, datatype: str | int, n_channels: int, n_warps: int, algo: str, proto: str
@@ -222,118 +285,80 @@ class Communicator:
         """
         dtype = _DTYPE_OF_SIZE[datatype] if isinstance(datatype, int) else datatype
         call = Call(func, count, dtype, n_channels, algo, proto)
-        self._launch([call])
-        return self._tell(call, seq, n_warps, next(iter(self._calls), None))
+        self.launch([call])
+        return self.tell(call, seq, n_warps, next(iter(self._calls), None))
 
-    def _tell(self, call: Call, seq: int, n_warps: int, parent: int | None) -> int | None:
-        if not self.profiler_version or (self.profiler_version == 4 and self._group is None):
+    def tell(self, call: Call, seq: int, n_warps: int, parent: int | None) -> int | None:
+        """Tell the profiler of a collective; ``parent`` is the program's call."""
+        version = self.profiler.version
+        if version == 4 and self.group_handle is None:
             return None
         count, dtype = call.count, call.datatype
         if call.func == "all_gather":
             count, dtype = count * DTYPE_BYTES[dtype], "int8"
-        body = self._coll_body
+        event = self.profiler.event(EVENT_COLL, rank=self.rank, parent=self.group_handle if version == 4 else parent)
+        body = event.body.coll
         body.seq, body.func, body.count = seq, _FUNC_NAMES[call.func], count
         body.datatype = b"nccl" + dtype.capitalize().encode()
         body.n_channels, body.n_warps = call.n_channels, n_warps
         body.algo, body.proto = call.algo.upper().encode(), call.proto.upper().encode()
-        if self.profiler_version == 4:
-            self._coll.parent = self._group
-        else:
-            self._coll.parent, body.parent_group = parent, self._group
-        return self._start(self._coll)
+        if version > 4:
+            body.parent_group = self.group_handle
+        return self.profiler.start(event)
 
-    def _begin(self, funcs: Sequence[str], captured: bool = False, kind: int = EVENT_COLL_API) -> list[int | None]:
+    def begin(self, funcs: Sequence[str], captured: bool = False, kind: int = EVENT_COLL_API) -> list[int | None]:
         """The program's calls, as NCCL tells of them before it asks anything: their handles."""
         self._calls = [None] * len(funcs)
-        if self.profiler_version < 5:
+        if self.profiler.version < 5:
             return self._calls
-        self._group_api = self._start(self._event_type(type=EVENT_GROUP_API))
+        self._group_api = self.profiler.start(self.profiler.event(EVENT_GROUP_API))
         for i, func in enumerate(funcs):
-            event = self._event_type(type=kind, parent=self._group_api)
+            event = self.profiler.event(kind, parent=self._group_api)
             event.body.call = (_FUNC_NAMES[func], 1, b"ncclInt8", 0, None, captured)
-            self._calls[i] = self._start(event)
-            self._stop(self._calls[i])
+            self._calls[i] = self.profiler.start(event)
+            self.profiler.stop(self._calls[i])
         return self._calls
 
-    def _ask_aside(self, func: str, n_bytes: int) -> None:
+    def ask_aside(self, func: str, n_bytes: int) -> None:
         """2.32 also prices another way to make the call, in which it has none of the tuner's algorithms."""
-        if self._release >= (2, 32) and func in (*_SHARDED, "all_reduce"):
+        if self.release >= (2, 32) and func in (*SHARDED, "all_reduce"):
             for _ in range(2):
-                self._ask(func, max(1024, n_bytes), np.full((N_ALGOS, N_PROTOS), -1, np.float32), n_pipe_ops=0)
+                self.tuner.ask(func, max(1024, n_bytes), np.full((N_ALGOS, N_PROTOS), -1, np.float32), n_pipe_ops=0)
 
-    def _launch(self, calls: Sequence[Call], launches: bool = True) -> None:
+    def launch(self, calls: Sequence[Call], launches: bool = True) -> None:
         """What is between the last question and the first collective: chunks, the kernel, the group."""
-        for call in calls if len(self._functions) > 4 and self._functions[4] else ():
-            cell = ALGOS.index(call.algo), PROTOS.index(call.proto)
-            for _ in range(min(3, call.n_channels)):  # the first channel, those between, the last
-                head = (self._tuner, FUNCS.index(call.func), self._n_bytes(call))
-                _check(_CHUNK_SIZE(self._functions[4])(*head, *cell, 1, byref(c_size_t(2**19))))
-        self._group = None
-        if launches and self.profiler_version:
-            if self.profiler_version > 4:
-                self._stop(self._start(self._event_type(type=EVENT_KERNEL_LAUNCH, parent=self._group_api)))
-            self._group = self._start(self._event_type(type=EVENT_GROUP))
+        for call in calls:
+            self.tuner.ask_chunks(call, self.n_bytes(call))
+        self.group_handle = None
+        if launches:
+            if self.profiler.version > 4:
+                kernel = self.profiler.event(EVENT_KERNEL_LAUNCH, parent=self._group_api)
+                self.profiler.stop(self.profiler.start(kernel))
+            self.group_handle = self.profiler.start(self.profiler.event(EVENT_GROUP))
 
-    def _end(self, handles: Sequence[int | None], group: bool = True) -> None:
+    def end(self, handles: Sequence[int | None], group: bool = True) -> None:
         """Everything that was started is stopped; without ``group`` only what the program began."""
         for handle in handles:
-            self._stop(handle)
+            self.profiler.stop(handle)
         if group:
-            self._stop(self._group)
-            self._group = None
-        self._stop(self._group_api)
+            self.profiler.stop(self.group_handle)
+            self.group_handle = None
+        self.profiler.stop(self._group_api)
         self._group_api, self._calls = None, []
 
-    def _n_bytes(self, call: Call) -> int:
+    def n_bytes(self, call: Call) -> int:
+        """What NCCL asks with: of all ranks."""
         whole = call.count * DTYPE_BYTES[call.datatype]
-        return whole * self.n_ranks if call.func in _SHARDED else whole
-
-    def _start(self, event: Any) -> int | None:
-        if not self.profiler_version or not self._mask.value & (event.type | _BELOW.get(event.type, 0)):
-            return None
-        self._handle.value = None
-        _check(self._start_event(self._profiler, self._handle_ref, byref(event)))
-        return self._handle.value
-
-    def _stop(self, handle: int | None) -> None:
-        if handle is not None:
-            _check(self._stop_event(handle))
-
-    def kernel(self, handle: int | None, channel: int, start_ns: int, stop_ns: int) -> None:
-        """Report one channel of a collective's kernel, as NCCL's proxy thread does for a sampled one."""
-        self.stop_kernel(self.start_kernel(handle, channel, start_ns), stop_ns)
-
-    def start_kernel(self, handle: int | None, channel: int, start_ns: int) -> int | None:
-        """The first half of :meth:`kernel`; a handle for the second."""
-        if handle is None:  # not sampled when it was enqueued
-            return None
-        self._kernel.parent = handle
-        self._kernel_body.channel, self._kernel_body.timer = channel, start_ns
-        self._handle.value = None
-        _check(self._start_event(self._profiler, self._handle_ref, self._kernel_ref))
-        return self._handle.value
-
-    def stop_kernel(self, handle: int | None, stop_ns: int) -> None:
-        """The second half of :meth:`kernel`."""
-        if handle is not None:
-            self._timer.value = stop_ns
-            _check(self._record_state(handle, KERNEL_CH_STOP, self._timer_ref))
-            _check(self._stop_event(handle))
+        return whole * self.n_ranks if call.func in SHARDED else whole
 
     def stop(self, handle: int | None) -> None:
         """Tell the profiler that enqueueing is over (not that the collective is)."""
-        self._end([handle])
-
-    @property
-    def mask(self) -> int:
-        """Events that the plugin asks for at this moment, for the whole process."""
-        return int(self._mask.value)
+        self.end([handle])
 
     def finalize(self) -> None:
         """Destroy the communicator; further calls are not allowed."""
-        _check(self._finalize_tuner(self._tuner))
-        if self.profiler_version:
-            _check(self._finalize_profiler(self._profiler))
+        self.tuner.finalize()
+        self.profiler.finalize()
 
 
 def _first(library: ctypes.CDLL, prefix: str, wanted: tuple[int, ...]) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 from ....traces.records import ALGOS, PROTOS
 from ...nccl.plugin.bindings import PROCESSES
 from ...nccl.plugin.build import plugin_path
-from ...nccl_model.clusters import Cluster, resize
+from ...nccl_model.clusters import Cluster, cluster, resize
 from ...nccl_model.cost_model import channels, cost_table
 from ..fabric import Fabric
 from .clock import Clock
@@ -49,7 +49,7 @@ class Collective:
     duration_ns: int
     beside: tuple[float, float, float]  # what it does to compute, and takes of the links: see Fabric.beside
     n_kernels: int  # channels whose kernel times the profiler wants
-    handle: Any
+    handle: int | None  # the profiler's
     start_ns: int = 0
     end_ns: int = 0
 
@@ -135,7 +135,8 @@ class Timeline:
     def __init__(
         self, emulated: Emulated, clock: Clock, store: Any, rank: int, ranks: Sequence[int], world: int, comm_id: int
     ) -> None:
-        self._emulated, self._cluster, self._clock = emulated, part_of(emulated.place, ranks, world), clock
+        self._emulated, self._clock = emulated, clock
+        self._cluster = part_of(cluster(emulated.cluster), ranks, world)
         self._fabric = Fabric.of(self._cluster, seed=emulated.seed)
         n_ranks, n_nodes = self._cluster.n_ranks, self._cluster.n_nodes
         PROCESSES[comm_id] = len(ranks)
@@ -146,7 +147,7 @@ class Timeline:
         self._connected: set[str] = set()
         self._order = 0
         self._seq = dict.fromkeys(TIMED, 0)
-        self._stream_end = self._epoch = 0
+        self._stream_end = 0
         self._queue: deque[Collective] = deque()  # enqueued, nobody has waited for them
         self._running: deque[Collective] = deque()  # known, perhaps not over
         _LINES.add(self)
@@ -162,7 +163,7 @@ class Timeline:
             self._seq[func] += 1
             algo, proto, n_channels = self._plan(func, n_bytes)
             self._arrivals.note(self._order, now)
-            sampled = bool(self._nccl.mask & EVENT_KERNEL_CH)
+            sampled = bool(self._nccl.profiler.mask & EVENT_KERNEL_CH)
             handle = self._nccl.start_coll(func, self._seq[func], count, element_bytes, n_channels, 16, algo, proto)
             self._nccl.stop(handle)
             collective = Collective(
@@ -210,13 +211,11 @@ class Timeline:
     def _resolve(self, c: Collective) -> None:
         """All ranks have arrived: fix start and end, and tell the profiler."""
         c.start_ns = max(self._stream_end, self._arrivals.last(c.order))
-        self._epoch = self._epoch or c.start_ns
-        c.duration_ns = int(c.duration_ns * self._emulated.sky.factor((c.start_ns - self._epoch) / 1e9))
         beside = [other for line in tuple(_LINES) if line is not self for other in line._running]
         c.duration_ns = with_neighbours(c, beside)
         c.end_ns = self._stream_end = c.start_ns + c.duration_ns
         for channel in range(c.n_kernels):
-            self._nccl.kernel(c.handle, channel, c.start_ns, c.end_ns)
+            self._nccl.profiler.kernel(c.handle, channel, c.start_ns, c.end_ns)
         self._running.append(c)
         now = self._clock.known(c)
         while self._running and self._running[0].end_ns <= now:

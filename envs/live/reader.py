@@ -1,0 +1,144 @@
+"""What the rings of a running job say: its steps, the state of its ranks' agreement, whether it is alive."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import time
+from typing import Any
+
+import numpy as np
+
+from ...traces.assemble import Assembler, as_records, step_rows
+from ...traces.reasons import NotTuning, RunEnds
+from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, AgreementState
+from ..nccl.run_folder import LAUNCHER, STATUS, STOP
+from ..nccl.shm import RunFolder
+from .job_ends import Closed, Stopped, Withdrawn
+from .locks import is_locked
+from .obedience import CallAudit, Obedience
+
+log = logging.getLogger("dynamiccl.live")
+logging.getLogger("dynamiccl").addHandler(logging.NullHandler())
+#: An attached job without a launcher is over when none of its processes has lived for so long: they may be restarted.
+RESTART_S = 60.0
+#: Rank 0 counts as being on another node when ranks here have stepped for so long without it.
+ELSEWHERE_S = 10.0
+
+
+class Reader:
+    """The rings of a run folder, read; and ``process``, where the job was started here."""
+
+    def __init__(self, run: RunFolder, process: subprocess.Popen[bytes] | None = None) -> None:
+        self.run, self.process = run, process
+        self.assembler = Assembler()
+        self.audit = CallAudit()
+        self.obedience = Obedience()
+        self.damaged: dict[str, str] = {}  # rings that cannot be read any more, with the reason
+        self.lost: dict[str, int] = {}  # records that each ring dropped because nobody read them in time
+        self.last_step = 0
+        self.ranks: set[int] = set()  # of those whose steps were seen
+        self.state: tuple[AgreementState, str] | None = None  # of the ranks' agreement, as rank 0 said it last
+        self._known: set[str] = set()  # rings whose communicators and offers were read
+        self._fresh: list[np.ndarray[Any, Any]] = []
+        self._stepped_at = 0.0  # when the first step of any rank was seen
+        self._alive_at = time.monotonic()
+
+    @property
+    def status(self) -> int | None:
+        """Exit status (128 + n after signal n), None while it runs or where nobody has told."""
+        if self.process:
+            code = self.process.poll()
+            return 128 - code if code is not None and code < 0 else code
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.run.path / STATUS).read_text())
+        return None
+
+    def is_alive(self) -> bool:
+        """Whether the job runs: its process or its launcher; where there is neither, a process with a ring."""
+        if self.process:
+            return self.process.poll() is None
+        if (self.run.path / LAUNCHER).exists():
+            return self.status is None and is_locked(self.run.path / LAUNCHER)
+        rings = self.run.rings()
+        now = time.monotonic()
+        if not rings or any(ring.is_alive() for ring in rings):
+            self._alive_at = now
+        return now - self._alive_at < RESTART_S
+
+    def poll(self) -> None:
+        """Take everything new out of the rings."""
+        for ring in self.run.rings():
+            if ring.name in self.damaged:
+                continue
+            try:
+                if ring.name not in self._known:  # what was announced before we came
+                    self._known.add(ring.name)
+                    self.assembler.add(ring.known(), ring.pid)
+                records = ring.drain()
+            except (OSError, ValueError) as error:  # its process may have scribbled over it: the others go on
+                self.damaged[ring.name] = str(error)
+                log.warning("ring %s cannot be read any more: %s", ring.name, error)
+                continue
+            self.lost[ring.name] = ring.lost
+            if len(records):
+                self._read(records, ring.pid)
+
+    def _read(self, records: np.ndarray[Any, Any], pid: int) -> None:
+        self.assembler.add(records, pid)
+        rows = as_records(records, COLL_DTYPE)
+        calls = rows[rows["kind"] == COLL]
+        self.audit.add(calls, pid)
+        self.obedience.add(calls)
+        for row in rows[rows["kind"] == STATE].view(STATE_DTYPE):
+            text = bytes(row["text"]).split(b"\0", 1)[0].decode("utf-8", "replace")
+            self.state = AgreementState(int(row["code"])), text
+            log.info("the ranks' agreement is %s: %s", self.state[0].name, text)
+        steps = step_rows(records, None)
+        if len(steps):
+            self._stepped_at = self._stepped_at if self.ranks else time.monotonic()
+            self.ranks.update(map(int, np.unique(steps["rank"])))
+            steps = steps[steps["rank"] == 0]
+        if len(steps):
+            self._fresh.append(steps)
+            self.last_step = int(steps["step"][-1])
+
+    def new_steps(self) -> list[np.ndarray[Any, Any]]:
+        """STEP records of rank 0 since the last call, in pieces."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def no_switch(self) -> str:
+        """Why the ranks change no tables at present; '' where they do, or have not said."""
+        waits = AgreementState.WAITING, AgreementState.LOSING
+        return self.state[1] if self.state and self.state[0] in waits else ""
+
+    def waits_for(self) -> str:
+        """What stands between the job and a step under our table, in words."""
+        if not self.run.rings():
+            return NotTuning.NO_PROBE()
+        if not self.ranks:
+            return NotTuning.NO_STEP()
+        if 0 not in self.ranks:
+            is_late = time.monotonic() - self._stepped_at >= ELSEWHERE_S
+            return NotTuning.ELSEWHERE() if is_late else NotTuning.NO_STEP_OF_RANK_0()
+        return NotTuning.NO_SWITCH_YET(why=why) if (why := self.no_switch()) else NotTuning.NEXT_STEP()
+
+    def check(self) -> None:
+        """Raise what ends tuning while the job goes on: Withdrawn, Stopped, Closed."""
+        if self.audit.mismatches:
+            raise Withdrawn(RunEnds.TWO_WAYS(example=self.audit.example))
+        if (self.run.path / STOP).exists():
+            raise Stopped(RunEnds.STOPPED())
+        state, why = self.state or (None, "")
+        if state in (AgreementState.SHUT, AgreementState.CLOSED):
+            raise Closed(
+                (RunEnds.NEVER_SWITCHED if state == AgreementState.SHUT else RunEnds.NO_MORE_SWITCHES)(why=why)
+            )
+
+    def ended(self) -> str:
+        """That the job is over, and why nothing came of it."""
+        ended = RunEnds.JOB_ENDED() if self.status is None else RunEnds.JOB_STATUS(status=self.status)
+        why = self.no_switch() or ("" if self.ranks else self.waits_for())
+        return RunEnds.BEFORE_A_SWITCH(ended=ended, why=why) if why else ended
