@@ -200,7 +200,7 @@ def test_what_it_waits_for_is_said(world, folder, monkeypatch):
     assert "NCCL on rank 1" in job.waits_for()
     ring.says(AgreementState.OPEN, "all ranks decide together")
     job.poll()
-    assert job.waits_for() == "steps"
+    assert job.waits_for() == "the next steps of the job"
     ring.says(AgreementState.LOSING, "rank 1 did not end the step with the others")
     job.poll()
     assert job.waits_for() == "the ranks do not switch tables yet: rank 1 did not end the step with the others"
