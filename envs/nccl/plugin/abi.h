@@ -16,11 +16,10 @@ enum { NCCL_SUCCESS = 0 };
 
 // NCCL's numbers for collectives, algorithms and protocols; the same in every release served.
 enum { FUNC_ALL_GATHER = 2, FUNC_REDUCE_SCATTER = 3, FUNC_SEND_RECV = 5, N_FUNCS = 8 };
-enum { ALGO_TREE = 0, ALGO_RING = 1, ALGO_NVLS = 4, ALGO_PAT = 6, N_ALGOS = 7, N_PROTOS = 3 };
+enum { ALGO_TREE = 0, ALGO_RING = 1, ALGO_NVLS = 4, ALGO_PAT = 6, PROTO_LL = 0, N_ALGOS = 7, N_PROTOS = 3 };
 
 // Levels and flag of the logger that NCCL hands to a plugin.
-enum { LOG_WARN = 2, LOG_INFO = 3 };
-enum { LOG_FLAG_TUNING = 0x40 };
+enum { LOG_WARN = 2, LOG_INFO = 3, LOG_FLAG_TUNING = 0x40 };
 typedef void (*nccl_logger)(int level, unsigned long flags, const char* file, int line, const char* format,
                             ...);
 
@@ -162,12 +161,9 @@ struct nccl_profiler_v5 {  // v5: 2.28, v6: 2.29 on
 
 _Static_assert(sizeof(struct nccl_profiler_v4) == 48 && sizeof(struct nccl_profiler_v5) == 48, "profiler");
 _Static_assert(sizeof(struct nccl_event_v4) == 104 && sizeof(struct nccl_event_v5) == 112, "event");
-_Static_assert(offsetof(struct nccl_event_v4, parent) == 8 && offsetof(struct nccl_event_v4, rank) == 16,
-               "v4");
-_Static_assert(offsetof(struct nccl_event_v4, coll) == 24 && offsetof(struct nccl_event_v5, coll) == 24,
-               "coll");
-_Static_assert(offsetof(struct nccl_event_v5, parent) == 8 && offsetof(struct nccl_event_v5, rank) == 16,
-               "v5");
+_Static_assert(offsetof(struct nccl_event_v4, parent) == 8 && offsetof(struct nccl_event_v4, rank) == 16, "");
+_Static_assert(offsetof(struct nccl_event_v4, coll) == 24 && offsetof(struct nccl_event_v5, coll) == 24, "");
+_Static_assert(offsetof(struct nccl_event_v5, parent) == 8 && offsetof(struct nccl_event_v5, rank) == 16, "");
 _Static_assert(offsetof(struct nccl_coll_event, func) == 8 && offsetof(struct nccl_coll_event, count) == 32,
                "");
 _Static_assert(offsetof(struct nccl_coll_event, datatype) == 48, "coll");

@@ -25,6 +25,7 @@ struct context {
   struct dccl_comm comm;
   struct dccl_seat* seat;
   uint64_t class;
+  bool no_ll;  // beyond what NCCL itself would do
   struct dccl_next_tuner next;
   struct memo memo[1 << MEMO_BITS][MEMO_WAYS];
 };
@@ -101,8 +102,9 @@ static bool emit_offer(const struct context* c, const struct dccl_question* q, c
   r.proto = (uint8_t)(chosen % q->n_protos);
   for (int algo = 0; algo < N_ALGOS; algo++) {
     for (int proto = 0; proto < N_PROTOS; proto++) {
-      const bool inside = algo < q->n_algos && proto < q->n_protos;
       const int cell = algo * q->n_protos + proto;
+      const bool inside =
+          algo < q->n_algos && proto < q->n_protos && !(c->no_ll && proto == PROTO_LL && cell != chosen);
       const float before = inside ? cost[cell] : -1.0f, after = inside ? q->cost[cell] : -1.0f;
       r.offer.cost_us[algo][proto] = !offered(before) ? -1.0f : offered(after) && after > 0 ? after : before;
     }
@@ -126,16 +128,15 @@ static bool apply(const struct context* c, struct memo* m, const struct dccl_que
                   int n_channels) {
   struct dccl_decision d;
   if (!look_up(c, m, q, &d)) return false;
-  int cell;
-  if (d.algo == DCCL_UNSET) {
-    cell = choice(q, q->cost);
-  } else {
+  const int own = choice(q, q->cost);
+  int cell = own;
+  if (d.algo != DCCL_UNSET) {
     if (d.algo >= q->n_algos || d.proto >= q->n_protos) return false;
     cell = d.algo * q->n_protos + d.proto;
     // Where it is not offered its channel count was not meant for what NCCL picks either.
-    if (!offered(cost[cell])) return false;
+    if (!offered(cost[cell]) || (c->no_ll && d.proto == PROTO_LL && cell != own)) return false;
     if (cost != q->cost) {  // another tuner had its word: what it said was meant for its own choice
-      if (choice(q, q->cost) != cell && q->n_channels != NULL) *q->n_channels = n_channels;
+      if (own != cell && q->n_channels != NULL) *q->n_channels = n_channels;
       memcpy(q->cost, cost, (size_t)(q->n_algos * q->n_protos) * sizeof *cost);
     }
     q->cost[cell] = 0.0f;
@@ -202,6 +203,9 @@ static int start(void** context, const struct dccl_tuner_init* init) {
   if (c == NULL) return NCCL_SUCCESS;
   c->comm = comm;
   c->class = dccl_class(comm.n_ranks, comm.n_nodes);
+  // With buffers that the network has registered (which ranks may see otherwise) LL before Simple can hang
+  // over nodes for good: NVIDIA/nccl#2389, since 2.24, whose tuner is v4; no number has the fix yet.
+  c->no_ll = comm.n_nodes > 1 && init->version >= 4;
   dccl_next_tuner_init(&c->next, init);
   if (dccl_next_tuner_has_chunk_size(&c->next)) ncclTunerPlugin_v6.get_chunk_size = chunk_size;
   c->seat = dccl_sit(comm.comm_id, comm.n_ranks, comm.n_nodes, false);
