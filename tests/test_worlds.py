@@ -63,7 +63,7 @@ def test_chance_is_even_and_depends_on_everything():
 @pytest.mark.parametrize("family", [STANDARD, HELD_OUT], ids=lambda family: family.name)
 def test_slots_interact_in_one_world_and_little_in_plain(family):
     plain, mixed = (apart_from_additive(drawn(world, family=family)) for world in ("plain", "interaction"))
-    assert np.median(plain) < 0.005 < 0.012 < np.median(mixed)
+    assert np.median(plain) < 0.005 < 0.02 < np.median(mixed)
 
 
 def test_stragglers_are_measured_as_often_as_they_are_billed():

@@ -69,8 +69,7 @@ class Law(Columns):
 
     def rows(self, n: int) -> Array:
         """(n, 8) as step.c reads it."""
-        parts = vars(self).values()
-        return np.ascontiguousarray(np.stack([np.broadcast_to(np.asarray(p, float), n) for p in parts], axis=1))
+        return _side_by_side(n, vars(self))
 
 
 @dataclass
@@ -87,7 +86,7 @@ class Calls(Columns):
 
     def rows(self) -> Array:
         """(..., N_CALL) as step.c reads it."""
-        return np.stack(list(vars(self).values()), axis=-1, dtype=float)
+        return _side_by_side(self.us.shape, vars(self))
 
 
 @dataclass(frozen=True)
@@ -164,6 +163,14 @@ class Steps:
         if stuck:
             raise ValueError(f"operations of job {stuck - 1} wait for each other: the step never ends")
         return total, spent, bare
+
+
+def _side_by_side(shape: Any, parts: dict[str, Any]) -> Array:
+    """The parts, of that shape or numbers, as the last axis of one array."""
+    out = np.empty((*np.atleast_1d(shape), len(parts)))
+    for k, part in enumerate(parts.values()):
+        out[..., k] = part
+    return out
 
 
 def _at(array: Array | None) -> Any:

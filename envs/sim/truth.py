@@ -26,6 +26,8 @@ from .worlds import Extras
 Array = np.ndarray[Any, Any]
 #: Of PAIRS the last of a ring; each after it is an algorithm of its own.
 LAST_RING = 2
+#: The two usual states of what moves, see Extras.usual_weights.
+FIRST, SECOND = 0, 1
 
 
 @dataclass
@@ -132,18 +134,19 @@ class Jobs(Columns):
         is masked.
         """
         rows, configs = self._asked(configs, rows)
-        total, call_us, (often, size) = self._now(configs, rows)
+        total, call_us = self._now(configs, rows)
+        often, size = self._late(configs, rows)
         return total * (1 + often * size), call_us
 
     def usual_us(self, configs: Array, rows: Array | None = None) -> Array:
         """The mean step (m,) us over a long job, arguments as of :meth:`step_us`; the network's pace at its best."""
         rows, configs = self._asked(configs, rows)
-        extras, moving = self.sites.extras.take(rows), self.sites.extras.moves[rows] > 0
-        first, second = extras.usual_weights()
-        us = self._truth(configs, rows, 1.0, first)[0]
-        us[moving] += self._truth(configs[moving], rows[moving], 1.0, second[moving])[0]
-        often, size = extras.late(configs, self._used(rows))
-        return np.asarray(us / (1 + moving) * (1 + often * size))
+        us = self._truth(configs, rows, 1.0, FIRST)[0]
+        moving = np.flatnonzero(self.sites.extras.moves[rows])
+        if len(moving):
+            us[moving] = (us[moving] + self._truth(configs[moving], rows[moving], 1.0, SECOND)[0]) / 2
+        often, size = self._late(configs, rows)
+        return us * (1 + often * size)
 
     def window(
         self, configs: Array, n_steps: Array | int, rng: np.random.Generator | NoiseStream
@@ -157,7 +160,8 @@ class Jobs(Columns):
         rows = np.flatnonzero(n_steps > 0)
         us, call_us, late = np.zeros(len(self)), np.full((len(self), SLOTS), np.nan), np.zeros((2, len(self)))
         rows, configs = self._asked(np.asarray(configs)[rows], rows)
-        us[rows], call_us[rows], late[:, rows] = self._now(configs, rows)
+        us[rows], call_us[rows] = self._now(configs, rows)
+        late[:, rows] = self._late(configs, rows)
         steps = self.noise.steps(us, n_steps, rng, (late[0], late[1]))
         is_rs = self.fingerprint.is_reduce_scatter.reshape(-1, SLOTS)[rows].astype(int)
         algo = np.maximum(self._pair(configs, rows) - LAST_RING, 0)
@@ -192,27 +196,36 @@ class Jobs(Columns):
         own = np.asarray(self.fingerprint.own_pair).reshape(-1, SLOTS)[rows]
         return np.where(configs < N_CHANNELS, own, configs // N_CHANNELS - 1)
 
-    def _now(self, configs: Array, rows: Array) -> tuple[Array, Array, tuple[Array, Array]]:
-        """Step us without stragglers, mean calls' us, and stragglers as Extras.late says."""
-        extras = self.sites.extras.take(rows)
-        total, spent = self._truth(configs, rows, self._weather(rows), extras.weight(self.at[rows]))
-        used = self._used(rows)
-        with np.errstate(invalid="ignore"):
-            call_us = np.where(used, spent[:, :SLOTS] / self.calls[rows], np.nan)
-        return total, call_us, extras.late(configs, used)
+    def _late(self, configs: Array, rows: Array) -> tuple[Array, Array]:
+        """Probability that a step straggles, and by how many steps, (m,)."""
+        extras = self.sites.extras
+        if not extras.straggle[rows].any():
+            return np.zeros((2, len(rows)))
+        return extras.take(rows).late(configs, self._used(rows))
 
-    def _truth(self, configs: Array, rows: Array, weather: Array | float, weight: Array) -> tuple[Array, Array]:
-        """Step us and what calls take together, (m, calls), at that weather and weight of one congestion."""
-        extras = self.sites.extras.take(rows)
-        stretch = np.ones((len(rows), self.beside.shape[1] + SLOTS)) * np.reshape(weather, (-1, 1))
-        moving, joint = np.flatnonzero(extras.moves > 0), np.flatnonzero(extras.joint > 0)
+    def _now(self, configs: Array, rows: Array) -> tuple[Array, Array]:
+        """Step us without stragglers, and mean calls' us."""
+        total, spent = self._truth(configs, rows, self._weather(rows))
+        with np.errstate(invalid="ignore"):
+            return total, np.where(self.calls[rows] > 0, spent[:, :SLOTS] / self.calls[rows], np.nan)
+
+    def _truth(
+        self, configs: Array, rows: Array, weather: Array | float, usual: int | None = None
+    ) -> tuple[Array, Array]:
+        """Step us and what calls take together, (m, calls), at that weather, and now or at one of the usual states of
+        what moves."""
+        extras, stretch = self.sites.extras, np.reshape(weather, (-1, 1))
+        moving, joint = np.flatnonzero(extras.moves[rows]), np.flatnonzero(extras.joint[rows])
         if len(moving):
-            some = extras.take(moving), configs[moving], self._pair(configs[moving], rows[moving])
-            stretch[moving, :SLOTS] *= np.exp(some[0].congestion(*some[1:], weight[moving]))
+            these, some = rows[moving], extras.take(rows[moving])
+            weight = some.weight(self.at[these]) if usual is None else some.usual_weights()[usual]
+            stretch = np.tile(stretch, (len(rows) // len(stretch), SLOTS + self.beside.shape[1]))
+            pair = self._pair(configs[moving], these)
+            stretch[moving, :SLOTS] *= np.exp(some.congestion(configs[moving], pair, weight))
         total, spent, _ = self.run(configs, rows, stretch)
         if len(joint):
             pair = self._pair(configs[joint], rows[joint])
-            total[joint] *= np.exp(extras.take(joint).together(configs[joint], pair))
+            total[joint] *= np.exp(extras.take(rows[joint]).together(configs[joint], pair))
         return total, spent
 
     def _weather(self, rows: Array) -> Array:

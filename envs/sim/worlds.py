@@ -33,7 +33,7 @@ class Extra:
     group: int = 2  # slots of a group
     often: float = 0.3  # probability that some configs of a group do so
     straggle: float = 0.0  # probability that a config has stragglers ...
-    late_often: Range = (0.002, 0.01)  # ... in this share of steps ...
+    late_often: Range = (0.002, 0.01)  # ... of a slot in this share of steps ...
     late_size: Range = (0.5, 2.0)  # ... which take this much longer, in steps
     by_channels: bool = False  # stragglers come with many channels, not with some configs
     moves: Range = (0.0, 0.0)  # log size of congestion that moves from some configs to others
@@ -49,10 +49,9 @@ class Extras(Columns):
     groups: Array  # (n, N_GROUPS, slots of a group)
     joint: Array
     often: Array
-    straggle: Array
-    late_often: Array  # (n, 2) range
-    late_size: Array  # (n, 2) range
-    by_channels: Array
+    straggle: Array  # (n, N_CHANNELS) probability that a config on so many channels has stragglers
+    late_often: Array
+    late_size: Array
     moves: Array
     period: Array
     phase: Array
@@ -61,7 +60,7 @@ class Extras(Columns):
     @classmethod
     def draw(cls, kind: Extra, n_slots: Array, rng: np.random.Generator) -> Extras:
         """Of jobs with ``n_slots`` (n,)."""
-        n = len(n_slots)
+        n, rising = len(n_slots), np.linspace(0, 2, N_CHANNELS)
         order = np.where(np.arange(16) < n_slots[:, None, None], rng.random((n, N_GROUPS, 16)), 2.0).argsort(axis=2)
         # Groups are of three slots at most; where a job has fewer, the first stands for the rest.
         place = np.minimum(np.arange(3), n_slots[:, None, None] - 1)
@@ -72,10 +71,9 @@ class Extras(Columns):
             groups=groups,
             joint=_sizes(rng, kind.joint, n),
             often=np.full(n, kind.often),
-            straggle=np.full(n, kind.straggle),
-            late_often=np.tile(kind.late_often, (n, 1)),
-            late_size=np.tile(kind.late_size, (n, 1)),
-            by_channels=np.full(n, kind.by_channels),
+            straggle=np.tile(kind.straggle * (rising if kind.by_channels else np.ones(N_CHANNELS)), (n, 1)),
+            late_often=log_uniform(rng, kind.late_often, n),
+            late_size=log_uniform(rng, kind.late_size, n),
             moves=_sizes(rng, kind.moves, n),
             period=log_uniform(rng, kind.period, n),
             phase=rng.random(n),
@@ -85,32 +83,25 @@ class Extras(Columns):
     def together(self, configs: Array, pair: Array) -> Array:
         """Log effect (n,) on the step of what slots run side by side; ``configs`` and the ``pair`` that runs (n, S).
 
-        A part of it is alike for all channels of the pairs, the rest differs from config to config.
+        Configs of a group get along or do not by the product of their traits, of which a part is its pair's, and a few
+        combinations besides for no reason.
         """
-        rows = np.arange(len(self))[:, None, None]
-        start = self.key[:, None] + np.arange(1, N_GROUPS + 1, dtype=np.uint64)
-        found = np.zeros(start.shape)
-        for salt, cells in enumerate((pair, configs)):
-            u = chance(start, salt, *np.moveaxis(cells[rows, self.groups], 2, 0)) / self.often[:, None]
-            found += np.where(u < 1, 2 * u - 1, 0.0)
+        place = np.arange(len(self))[:, None, None], self.groups
+        key = self.key[:, None] + np.arange(1, N_GROUPS + 1, dtype=np.uint64)
+        each = key[:, :, None], np.arange(3)
+        by_pair, by_config = chance(each[0], 1, each[1], pair[place]), chance(each[0], 2, each[1], configs[place])
+        trait = 1.2 * by_pair + 0.8 * by_config - 1
+        trait[:, :, 2] = np.where((self.groups[:, :, :2] == self.groups[:, :, 2:]).any(axis=2), 1.0, trait[:, :, 2])
+        u = chance(key, 3, *np.moveaxis(configs[place], 2, 0)) / self.often[:, None]
+        found = 2 * trait.prod(axis=2) + np.where(u < 1, 2 * u - 1, 0.0)
         return np.asarray(found.sum(axis=1) * self.joint / N_GROUPS)
 
     def late(self, configs: Array, used: Array) -> tuple[Array, Array]:
         """Probability that a step straggles and by how much, in steps, each (n,); ``used`` (n, S): places with a
         slot."""
-        key, place = self.key[:, None], np.arange(configs.shape[1])
-        many = np.minimum(configs % N_CHANNELS, 6) / 6
-        share = np.where(self.by_channels[:, None], 2 * self.straggle[:, None] * many, self.straggle[:, None])
-        u = [chance(key, salt, place, configs) for salt in (10, 11, 12)]
-        often, size = (
-            low * (high / low) ** v
-            for (low, high), v in zip(
-                ((a[:, :1], a[:, 1:]) for a in (self.late_often, self.late_size)), u[1:], strict=True
-            )
-        )
-        often = np.where(used & (u[0] < share), often, 0.0)
-        total = often.sum(axis=1)
-        return total, (often * size).sum(axis=1) / np.maximum(total, 1e-12)
+        has = chance(self.key[:, None], 10, np.arange(configs.shape[1]), configs)
+        share = np.take_along_axis(self.straggle, configs % N_CHANNELS, axis=1)
+        return self.late_often * (used & (has < share)).sum(axis=1), self.late_size
 
     def congestion(self, configs: Array, pair: Array, weight: Array) -> Array:
         """Log of by how much calls take longer, (n, S), where one congestion weighs ``weight`` (n,), another the
