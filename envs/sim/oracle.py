@@ -11,8 +11,8 @@ from .truth import Jobs
 from .workloads import SLOTS
 
 Array = np.ndarray[Any, Any]
-#: Further starts where slots act together, each the best of so many random tables.
-STARTS, TABLES = 4, 200
+#: Further starts where slots act together, from random tables.
+STARTS = 8
 
 
 def oracle(jobs: Jobs, passes: int = 4) -> tuple[Array, Array]:
@@ -28,22 +28,15 @@ def oracle(jobs: Jobs, passes: int = 4) -> tuple[Array, Array]:
     rows = np.flatnonzero((extras.joint > 0) | (law.budget > 0) | (law.serial > 0) | (law.port > 0))
     if len(rows):
         some, rng = jobs.take(rows), np.random.default_rng(0)
-        starts = [a[rows], b[rows], *(_climb(some, _best_of(some, TABLES, rng), passes)[0] for _ in range(STARTS))]
+        starts = [a[rows], b[rows]]
+        for _ in range(STARTS):
+            table = np.where(some.mask, rng.random(some.mask.shape), -1.0).argmax(axis=2)
+            starts.append(_climb(some, table, passes)[0])
         for start in starts:
             chosen, us = _climb_in_pairs(some, start, some.usual_us(start), passes)
             better = us < b_us[rows]
             b[rows[better]], b_us[rows[better]] = chosen[better], us[better]
     return np.where((b_us < a_us)[:, None], b, a), np.minimum(a_us, b_us)
-
-
-def _best_of(jobs: Jobs, n: int, rng: np.random.Generator) -> Array:
-    """Of each job the best of ``n`` random tables, (jobs, SLOTS)."""
-    first = np.arange(len(jobs)) * n
-    rows = np.repeat(np.arange(len(jobs)), n)
-    mask = jobs.mask[rows]
-    tables = np.where(mask, rng.random(mask.shape), -1.0).argmax(axis=2)
-    us = jobs.usual_us(tables, rows).reshape(-1, n)
-    return np.asarray(tables[first + us.argmin(axis=1)])
 
 
 def _climb_in_pairs(jobs: Jobs, chosen: Array, best: Array, passes: int) -> tuple[Array, Array]:

@@ -200,7 +200,7 @@ class Jobs(Columns):
         """Probability that a step straggles, and by how many steps, (m,)."""
         extras = self.sites.extras
         if not extras.straggle[rows].any():
-            return np.zeros((2, len(rows)))
+            return np.zeros(len(rows)), np.zeros(len(rows))
         return extras.take(rows).late(configs, self._used(rows))
 
     def _now(self, configs: Array, rows: Array) -> tuple[Array, Array]:
