@@ -7,6 +7,8 @@ not editable has the C plugin in it, where there is a compiler; otherwise it is 
 
 import importlib.util
 import os
+import platform
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -18,6 +20,14 @@ from setuptools.command.build_py import build_py
 LEAF = "dynamiccl_autoload"
 # The same commit makes the same bytes: no file in a wheel has the time of its making. (1980: an archive knows no less.)
 os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")
+
+
+def plugin_build():
+    """The module that compiles the plugin; the package that it is of is not installed yet."""
+    spec = importlib.util.spec_from_file_location("plugin_build", Path(__file__).parent / "envs/nccl/plugin/build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    return build
 
 
 class WithData(Distribution):
@@ -40,8 +50,13 @@ class ForAnyPython(bdist_wheel):
     """The compiled code knows nothing of Python: one wheel for all releases."""
 
     def get_tag(self):
-        """(python, abi, platform)."""
-        return "py3", "none", super().get_tag()[2]
+        """(python, abi, platform): that which CC compiles for, e.g. linux_aarch64 by aarch64-linux-gnu-gcc."""
+        tag = super().get_tag()[2]
+        try:
+            target = subprocess.check_output([*plugin_build().compiler(), "-dumpmachine"], text=True)
+        except (RuntimeError, OSError, subprocess.CalledProcessError):
+            return "py3", "none", tag
+        return "py3", "none", tag.removesuffix(platform.machine()) + target.partition("-")[0]
 
 
 class WithPlugin(build_py):
@@ -55,11 +70,7 @@ class WithPlugin(build_py):
     def run(self):
         """As the base class, then the plugin."""
         super().run()
-        spec = importlib.util.spec_from_file_location(
-            "plugin_build", Path(__file__).parent / "envs/nccl/plugin/build.py"
-        )
-        build = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(build)
+        build = plugin_build()
         try:
             build.install_into(Path(self.build_lib) / "dynamiccl/envs/nccl/plugin/lib")
         except (build.PluginBuildError, OSError) as error:

@@ -125,6 +125,11 @@ def test_a_run_that_is_over_is_said_to_be_over(tmp_path, words):
     assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path}: this run has ended"), done.stderr
 
 
+def test_a_run_folder_that_is_gone_is_of_a_run_that_has_ended(tmp_path):
+    gone = run("stop", str(tmp_path / "gone"))
+    assert gone.exit_code == 2 and "gone: there is no run here: it has ended" in gone.stderr
+
+
 @pytest.mark.parametrize(
     ("reasons", "status", "says"),
     [

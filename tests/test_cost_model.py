@@ -224,7 +224,7 @@ def test_cluster_files_and_what_is_wrong_with_them(tmp_path):
         "n_nodes = 1\n": "missing gpus_per_node",
         'like = "dgx-h100-2x8"\nn_node = 3\n': "did you mean 'n_nodes'",
         'like = "dgx-h100-2x8"\nn_nodes = 0\n': "n_nodes must lie",
-        'like = "dgx-h100-2x8"\nnccl = "new"\n': "release looks like",
+        'like = "dgx-h100-2x8"\nnccl = "new"\n': "'new' is no release of NCCL: give one like 2.28.9",
         'like = "dgx-h100-2x8"\nring = { channels = 4, bw_intra = nan, bw_inter = 40.0 }\n': "bw_intra",
         "like = [": "not TOML",
     }

@@ -7,7 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from command import invoke
+from dynamiccl.agent.report.report import write_report
 from dynamiccl.agent.report.slow_rank import LEAST_CALLS, find
+from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.traces.files import Trace
 from synthetic_trace import write_run
 
 
@@ -55,3 +58,13 @@ def test_doctor_looks_for_it_in_a_trace(tmp_path):
     assert "no rank" in told["checked"]["ranks' times"]
     refused = invoke(["doctor", "--trace", tmp_path / "none"])
     assert refused.exit_code == 2 and "there is no file or folder" in refused.stderr
+
+
+def test_the_report_says_it_beside_the_verdict(tmp_path, monkeypatch):
+    write_run(tmp_path / "trace", search=4, final=2)
+    path = tmp_path / "r.html"
+    assert "slow rank" not in write_report(path, RunSummary(), Trace.read(tmp_path / "trace")).read_text()
+    monkeypatch.setattr("dynamiccl.agent.report.slow_rank.find", lambda _: find(trace(200.0)))
+    assert (
+        "slow rank, not your algorithm" in write_report(path, RunSummary(), Trace.read(tmp_path / "trace")).read_text()
+    )

@@ -74,7 +74,7 @@ def test_an_upgrade_is_told_in_a_few_lines():
     ("words", "says"),
     [
         (("--release", "2.28.9", "--release", "2.29.1", "--release", "2.30.7"), "one --release, or two"),
-        (("--release", "new"), "NCCL release looks like"),
+        (("--release", "new"), "'new' is no release of NCCL"),
         (("no-such-cluster",), "presets are"),
         (("--nodes", "0"), "at least 1"),
         (("--func", "broadcast"), "unknown collective"),

@@ -1,12 +1,16 @@
 """The wheel: the same bytes from the same sources; one for every Python, without a compiler where it is installed."""
 
+import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+from dynamiccl.envs.nccl.plugin import build
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_", "PYTHON", "SOURCE_DATE"))}
@@ -18,6 +22,8 @@ from dynamiccl.envs.sim.step import Op, Steps
 dynamiccl_autoload.autoload()
 from dynamiccl.agent.checks.doctor import examine, gather
 assert "compiler" not in {trap.name for trap in examine(gather())}
+from dynamiccl.agent.cli import run
+run(["env", "--json"])
 assert build.plugin_path().parent == build.INSTALLED and build.step_path().parent == build.INSTALLED
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "pandas", "gymnasium", "numpy"}))
 """
@@ -45,6 +51,33 @@ def wheels(tmp_path_factory):
     return made
 
 
+def made_with(cc, folder):
+    """The wheel that a compiler makes: its name, and the plugin in it."""
+    call(sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "-q", "-w", str(folder), CC=cc)
+    (path,) = folder.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        return path.name, wheel.read(f"dynamiccl/envs/nccl/plugin/lib/{build.LIBRARY}")
+
+
+@pytest.mark.slow
+def test_the_wheel_is_of_the_machine_that_the_compiler_compiles_for(tmp_path):
+    """A stand-in for a cross compiler: the real one's name for its machine, this machine's code."""
+    cc = tmp_path / "aarch64-linux-gnu-gcc"
+    cc.write_text('#!/bin/sh\n[ "$1" = -dumpmachine ] && echo aarch64-linux-gnu && exit\nexec cc "$@"\n')
+    cc.chmod(0o755)
+    name, _ = made_with(str(cc), tmp_path)
+    assert name.endswith("-py3-none-linux_aarch64.whl")
+
+
+@pytest.mark.slow
+def test_a_cross_compiler_makes_the_wheel_of_another_machine(tmp_path):
+    if shutil.which("aarch64-linux-gnu-gcc") is None or platform.machine() != "x86_64":
+        pytest.skip("no cross compiler from x86-64 to aarch64 here")
+    name, plugin = made_with("aarch64-linux-gnu-gcc", tmp_path)
+    assert name.endswith("-linux_aarch64.whl") and plugin[:4] == b"\x7fELF"
+    assert int.from_bytes(plugin[18:20], "little") == 183  # EM_AARCH64
+
+
 @pytest.mark.slow
 def test_the_same_sources_make_the_same_bytes(wheels):
     one, other = wheels
@@ -65,4 +98,5 @@ def test_it_works_on_every_python_without_a_compiler(wheels, tmp_path, release):
     call(own, "-m", "pip", "install", "-q", "--disable-pip-version-check", str(wheels[0]))
     brought = {line.split("==")[0].lower() for line in call(own, "-m", "pip", "list", "--format=freeze").splitlines()}
     assert brought <= {"dynamiccl", "numpy", "pip", "setuptools"}
-    assert call(own, "-c", LOOKS, PATH=str(tmp_path / "bin"), CC="none", HOME=str(tmp_path)).split() == ["numpy"]
+    said = call(own, "-c", LOOKS, PATH=str(tmp_path / "bin"), CC="none", HOME=str(tmp_path)).splitlines()
+    assert json.loads(said[0])["DYNAMICCL_PLUGIN"].startswith(str(tmp_path)) and said[1:] == ["numpy"]

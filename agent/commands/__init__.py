@@ -145,6 +145,8 @@ def refuse_traps(
 def run_folder(where: str) -> Path:
     """A run folder by its path, or by the folder that holds a run's results. Raises ValueError."""
     path = Path(where)
+    if not path.exists():
+        raise ValueError(f"{where}: there is no run here: it has ended, or its folder is another")
     if not (path / "run").is_symlink():
         return path
     if not (path / "run").exists():

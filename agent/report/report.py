@@ -15,6 +15,7 @@ from ...traces.files import Trace, TraceError
 from ...traces.queries.audit import audit
 from ...traces.queries.costs import generations, slot_costs
 from ...traces.segments import atomically
+from . import slow_rank
 from .figures import distribution_figure, timeline_figure, windows_figure
 from .page import facts, page, section, table
 from .summary import RunSummary
@@ -80,7 +81,7 @@ def _masthead(s: RunSummary, trace: Trace, place: str) -> str:
 def _headline(s: RunSummary, trace: Trace) -> str:
     first, *rest = result_lines(s)
     alike = consistency_text(s.consistency or vars(audit(trace.events)))
-    cards = [_card("verdict", first, "\n".join([*rest, alike]), wide=True)]
+    cards = [_card("verdict", first, "\n".join([*rest, alike, *filter(None, [slow_rank.find(trace)])]), wide=True)]
     if s.speedup is not None:
         sides = [(side(s.compared), s.tuned_step_ms, s.tuned_windows), (OWN, s.default_step_ms, s.default_windows)]
         for name, value, n in sides:

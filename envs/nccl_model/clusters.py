@@ -189,7 +189,7 @@ def release_number(text: str) -> int:
     """``'2.28.9' -> 22809``. Raises ValueError when it is no release."""
     parts = text.split(".")
     if len(parts) not in (2, 3) or not all(p.isdigit() for p in parts) or int(parts[0]) != 2:
-        raise ValueError(f"NCCL release looks like 2.28.9, not {text!r}")
+        raise ValueError(f"{text!r} is no release of NCCL: give one like 2.28.9")
     return int(parts[0]) * 10000 + int(parts[1]) * 100 + (int(parts[2]) if len(parts) == 3 else 0)
 
 
