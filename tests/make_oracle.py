@@ -20,6 +20,7 @@ from dynamiccl.agent.daemon.compare import compare
 from dynamiccl.agent.daemon.request import workload
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.windows import LiveWindows
+from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.search.sequential import middle
 from dynamiccl.envs.search.windows import SEARCH, Plan
@@ -42,7 +43,9 @@ def main():
     emulated = Emulated()
     run = RunFolder.create()
     command = workload(3, 30_000, 2, Path(run.path) / "job.jsonl", backend="emulated", extra=["--quiet"])
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **run.env(), **emulated.env()})
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", **job_env(run.path), **emulated.env()}
+    )
     job = Job(run, process)
     try:
         sweep(job, emulated)

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from dynamiccl.envs.live.job import Job
+from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.sim.emulated.settings import Emulated
 from dynamiccl.traces.queries.audit import audit
@@ -29,7 +30,7 @@ def package_jobs():
     alone, errors = finish(start(INSTALLED, 2, env))
     assert len(alone) == 2, errors
     run = RunFolder.create()
-    attached, errors = finish(start(INSTALLED, 2, {**env, **run.env(), "WARM": "1"}), run)
+    attached, errors = finish(start(INSTALLED, 2, {**env, **job_env(run.path), "WARM": "1"}), run)
     assert len(attached) == 2, errors
     assert not any("dynamiccl:" in error for error in errors), errors
     yield alone, attached, steps_of(run)
@@ -65,7 +66,7 @@ def test_workers_that_torchrun_starts_anew_agree_again():
     command += ["--max-restarts", "1", "--monitor-interval", "0.1", str(JOB), "dies once"]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))}
     env |= {
-        **run.env(),
+        **job_env(run.path),
         **Emulated("dgx-h100-2x8", 1.0, 1.0).env(),
         "BACKEND": "emulated",
         "JITTER_S": "0.1",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.windows import LiveWindows
+from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import Decision
@@ -21,7 +22,7 @@ BLOCK = 20 * 4 * 49_984  # bytes of a block of the job below, as the emulated ba
 
 def start(run, kind, steps, life=1):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(RANK)]
-    env = {**os.environ, **run.env(), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **job_env(run.path), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([*command, kind, str(steps), str(life)], env=env, stdout=subprocess.DEVNULL)
 
 
@@ -105,7 +106,7 @@ def command(kind, steps):
 
 def train(run, kind, steps):
     scales = {"DYNAMICCL_BYTES_SCALE": BYTES_SCALE, "DYNAMICCL_COMPUTE_SCALE": COMPUTE_SCALE}
-    env = {**os.environ, **run.env(), **scales, "DYNAMICCL_CLUSTER": JOBS[kind][1], "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **job_env(run.path), **scales, "DYNAMICCL_CLUSTER": JOBS[kind][1], "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command(kind, steps), env=env, stdout=subprocess.DEVNULL)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from dynamiccl.envs.live.job import Job
+from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.queries.audit import audit
 from dynamiccl.traces.records import Decision, Slot
@@ -33,7 +34,7 @@ def stormy(tmp_path_factory):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
     command += [str(RANK), str(STEPS), str(CALLS)]
     with open(tmp_path_factory.mktemp("job") / "log", "wb") as log:
-        job = Job(run, subprocess.Popen(command, env={**os.environ, **run.env()}, stdout=log, stderr=log))
+        job = Job(run, subprocess.Popen(command, env={**os.environ, **job_env(run.path)}, stdout=log, stderr=log))
     events, published, changed_at = [], 0, 0
     deadline = time.monotonic() + 240
     try:

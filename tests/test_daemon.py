@@ -12,6 +12,7 @@ from dynamiccl.agent.daemon.daemon import Daemon
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.envs.live import reader
 from dynamiccl.envs.live.job_ends import Closed
+from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import TableFile, decode_table
 from dynamiccl.traces.reasons import names
 
@@ -56,7 +57,7 @@ for step in range(60_000):
 def job(folder, tmp_path):
     """(its process, the file that ends it)."""
     enough = tmp_path / "enough"
-    process = subprocess.Popen([sys.executable, "-c", JOB, str(enough)], env={**os.environ, **folder.env()})
+    process = subprocess.Popen([sys.executable, "-c", JOB, str(enough)], env={**os.environ, **job_env(folder.path)})
     yield process, enough
     enough.touch()
     assert process.wait(60) == 7
@@ -117,7 +118,7 @@ def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, 
 def test_a_slow_start_is_looked_at_again_and_then_tuned(folder, tmp_path, monkeypatch):
     """Before: "nothing to tune" to the end of the job, decided by its first eleven steps."""
     enough = tmp_path / "enough"
-    env = {**os.environ, **folder.env(), "SLOW_STEPS": "20"}
+    env = {**os.environ, **job_env(folder.path), "SLOW_STEPS": "20"}
     process = subprocess.Popen([sys.executable, "-c", JOB, str(enough)], env=env)
     said, seen = [], []
 

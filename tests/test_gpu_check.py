@@ -10,6 +10,7 @@ import pytest
 from dynamiccl.agent.checks import gpu_check
 from dynamiccl.agent.checks.gpu_check import Check, Machine, best, placements
 from dynamiccl.agent.commands.bench_overhead import measure
+from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
 
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("DYNAMICCL_")} | {"OMP_NUM_THREADS": "1"}
@@ -66,7 +67,7 @@ def test_a_rank_that_does_otherwise_is_found_out(tmp_path, what, found):
     machine, run = Machine.here(CLUSTER), RunFolder.create()
     told = json.dumps({"backend": "emulated", "out": str(tmp_path / "rows"), "sizes": [65536], "budget_s": 60})
     try:
-        env = ENV | machine.env("apart") | run.env() | {"DYNAMICCL_BYTES_SCALE": "1"}
+        env = ENV | machine.env("apart") | job_env(run.path) | {"DYNAMICCL_BYTES_SCALE": "1"}
         subprocess.run(
             machine.ranks([sys.executable, "-c", SABOTAGE, told, what], "apart"), env=env, check=True, timeout=100
         )

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from dynamiccl.envs.live.job import Job
+from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.files import Trace, TraceWriter
 from test_probe import finish, start, steps_of, table, wait_for_steps
@@ -49,7 +50,7 @@ def test_daemon_dies_or_freezes_the_job_goes_on_with_the_table_it_has(run, how):
     for line in daemon.stdout:
         if int(line) > 20:
             break
-    processes = start(["plain"], 2, {**run.env(), "JITTER_S": "0.2"})
+    processes = start(["plain"], 2, {**job_env(run.path), "JITTER_S": "0.2"})
     wait_for_steps(run, 4)
     daemon.send_signal(how)
     wait_for_steps(run, 2)
@@ -75,7 +76,7 @@ def test_full_shared_memory_the_job_trains_without_a_ring(run, monkeypatch):
     monkeypatch.setattr(
         subprocess, "Popen", lambda command, **more: real([command[0], "-c", limited, *command[1:]], **more)
     )
-    said, errors = finish(start(["plain"], 2, {**run.env(), "JITTER_S": "0.05", "WARM": "1"}), run)
+    said, errors = finish(start(["plain"], 2, {**job_env(run.path), "JITTER_S": "0.05", "WARM": "1"}), run)
     assert [s["losses"] for s in said] == [s["losses"] for s in alone], errors
     first, second = (s["generations"]["plain"] for s in said)
     assert first == second and len(set(first)) > 1, "tables need no ring"
@@ -85,7 +86,7 @@ def test_full_shared_memory_the_job_trains_without_a_ring(run, monkeypatch):
 @pytest.mark.slow
 def test_full_disk_ends_the_record_not_the_job_and_what_was_written_can_be_read(tmp_path, run, monkeypatch):
     """The trace's disk fills up while the job trains: the daemon hears of it, the segments before are whole."""
-    processes = start(["plain"], 2, {**run.env(), "JITTER_S": "0.2"})
+    processes = start(["plain"], 2, {**job_env(run.path), "JITTER_S": "0.2"})
     job = Job(run, writer=TraceWriter(tmp_path / "trace", {"emulated": True}))
     while job.last_step < 3:
         job.rest()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.probe.connection import _takes_connections
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState, Decision, Rule, Table
@@ -97,7 +98,7 @@ def framework_jobs():
     alone, errors = finish(start(names, 2, {}))
     assert len(alone) == 2, errors
     folder = RunFolder.create()
-    env = {**folder.env(), "JITTER_S": "0.02"}
+    env = {**job_env(folder.path), "JITTER_S": "0.02"}
     attached, errors = finish(start(names, 2, env), folder)
     assert len(attached) == 2, errors
     yield alone, attached, errors, steps_of(folder)
@@ -145,7 +146,7 @@ def wait_for_steps(run: RunFolder, n: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_does_not_leave_the_other_hanging(run, victim):
-    processes = start(["plain"], 2, {**run.env(), "JITTER_S": "0.2"})
+    processes = start(["plain"], 2, {**job_env(run.path), "JITTER_S": "0.2"})
     wait_for_steps(run, 3)
     processes[victim].send_signal(signal.SIGKILL)
     started = time.monotonic()
@@ -183,7 +184,7 @@ def test_a_communicator_with_a_rank_whose_nccl_took_no_tuner_gets_no_table(run):
     Seen at 679c0ae, one rank's NCCL took no tuner: exit 0; 360 of 3,500 collectives ran two ways (728 of 6,000 with the
     real NCCL 2.28.9: review).
     """
-    env = {**run.env(), "DYNAMICCL_ATTACH_S": "1.5", "JITTER_S": "0.6", "NO_TUNER": "1"}
+    env = {**job_env(run.path), "DYNAMICCL_ATTACH_S": "1.5", "JITTER_S": "0.6", "NO_TUNER": "1"}
     said, errors = finish(start(["plain"], 2, env), run)
     assert [set(s["generations"]["plain"]) for s in said] == [{0}, {0}], errors
 
@@ -195,7 +196,7 @@ def test_steps_decide_about_no_rank_s_tables(run, name):
 
     Before: each of them ended the agreement for good, or kept it from beginning.
     """
-    env = {**run.env(), "VICTIM": "1", "JITTER_S": "0.05", "STEPS": "60", "DYNAMICCL_ATTACH_S": "1.5"}
+    env = {**job_env(run.path), "VICTIM": "1", "JITTER_S": "0.05", "STEPS": "60", "DYNAMICCL_ATTACH_S": "1.5"}
     said, errors = finish(start([name], 2, env), run)
     first, second = (s["generations"][name] for s in said)
     assert first == second, errors
@@ -214,7 +215,7 @@ def agreement_states(run: RunFolder) -> list[tuple[AgreementState, str]]:
 @pytest.mark.slow
 def test_damaged_files_and_a_dead_daemon_change_nothing(run):
     """One job lives through noise, truncation, a half-written table, a table of another version and no folder."""
-    processes = start(["plain"], 2, {**run.env(), "JITTER_S": "0.4"})
+    processes = start(["plain"], 2, {**job_env(run.path), "JITTER_S": "0.4"})
     run.table.publish(table(5))
     wait_for_steps(run, 3)
     path = run.path / "table"

@@ -10,6 +10,7 @@ import time
 
 import pytest
 from dynamiccl.envs.live.job import Job
+from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder, TableFile, decode_table, trial_steps_of
 from dynamiccl.traces.records import COLL_DTYPE, RECORD_BYTES, Table
 from test_shm import table_of
@@ -18,7 +19,7 @@ from test_shm import table_of
 def test_folder_is_private_and_goes_away(folder):
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert {p.stat().st_mode & 0o077 for p in folder.path.iterdir() if p.name == "table"} == {0}
-    env = folder.env()
+    env = job_env(folder.path)
     assert env["DYNAMICCL_RUN"] == str(folder.path) and env["NCCL_TUNER_PLUGIN"] == env["NCCL_PROFILER_PLUGIN"]
     folder.close()
     assert not folder.path.exists()

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
-from dynamiccl.envs.nccl.plugin.build import plugin_path
+from dynamiccl.envs.nccl.plugin.build import job_env, plugin_path
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.envs.sim.emulated.nccl_caller import Call, Communicator
 from dynamiccl.traces.records import Decision, Rule, Table
@@ -265,7 +265,7 @@ if child:
 else:
     os._exit(0)
 """
-    env = {**os.environ, **folder.env(), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **job_env(folder.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "dynamiccl" not in done.stderr, done.stderr
     parent, child = map(int, done.stdout.split())

@@ -30,6 +30,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from ...envs.nccl.plugin.build import job_env
 from ...envs.nccl.shm import RunFolder
 from ...envs.nccl.steps.nvml import driver, gpus
 from ...envs.sim.emulated.settings import Emulated
@@ -151,7 +152,7 @@ class Check:
         rank = [sys.executable, "-m", "dynamiccl.agent.checks.gpu_sweep", json.dumps(told)]
         env = self.machine.env(placement) | ({"DYNAMICCL_BYTES_SCALE": "1"} if self.machine.emulated else {})
         with contextlib.closing(RunFolder.create()) as run:
-            ended = self._job(self.machine.ranks(rank, placement), env | run.env(), limit_s)
+            ended = self._job(self.machine.ranks(rank, placement), env | job_env(run.path), limit_s)
         lines = path.read_text().splitlines() if path.exists() else []
         head, *rows = map(json.loads, lines or ['{"loaded": false}'])
         counts = {"configs": sum(row["decision"] != "auto" for row in rows)}

@@ -91,13 +91,14 @@ def _together(table: Table, command: list[str], headroom: int | None) -> int:
     """
     import os
 
+    from ...envs.nccl.plugin.build import job_env
     from ...envs.nccl.shm import RunFolder
     from ..daemon.launcher import Launcher, Plan, say
 
     with refusing(ValueError, OSError):
         run = RunFolder.create()
         run.table.publish(table)
-        environment = {**run.env(headroom), "DYNAMICCL_SAMPLE_EVERY": "0"}  # nobody reads kernel times
+        environment = {**job_env(run.path, headroom), "DYNAMICCL_SAMPLE_EVERY": "0"}  # nobody reads kernel times
     os.environ.pop("DYNAMICCL_TABLE", None)
     status = Launcher(Plan(command, [], str(run.path), os.devnull, environment), say).run()
     say(_outcome(run) if table.rules else "the table has no rules: NCCL decided every call")

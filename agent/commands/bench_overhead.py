@@ -73,13 +73,14 @@ def _step_ms(command: Callable[[Path], list[str]], env: Mapping[str, str], watch
     """Median step time of one job, by its own clock."""
     from statistics import median
 
+    from ...envs.nccl.plugin.build import job_env
     from ...envs.nccl.shm import RunFolder
     from ..report.outputs import logged
 
     with contextlib.ExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "job.jsonl"
         run = stack.enter_context(contextlib.closing(RunFolder.create())) if watched else None
-        added = {**env, **(run.env() if run else {})}
+        added = {**env, **(job_env(run.path) if run else {})}
         done = subprocess.run(command(log), env={**os.environ, **added}, capture_output=True, text=True, check=False)
         steps = logged(log, "step_ms")[WARM_UP:]
     if done.returncode:

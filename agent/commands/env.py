@@ -37,8 +37,8 @@ def env(
     torchrun --nproc-per-node 8 train.py &
     dynamiccl tune --attach "$DYNAMICCL_RUN"
     """
-    from ...envs.nccl.plugin.build import PluginBuildError
-    from ...envs.nccl.run_folder import job_env, make_folder
+    from ...envs.nccl.plugin.build import PluginBuildError, job_env
+    from ...envs.nccl.run_folder import make_folder
     from ..daemon.request import Request
 
     emulated, facts = emulation(cluster, bytes_scale, compute_scale, seed) if cluster else (None, {})

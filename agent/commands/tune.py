@@ -143,8 +143,8 @@ def tune(
     """
     # Nothing large: the job waits for what is imported here. All else is imported by the tuner, while the job starts.
     from ...envs.live.locks import Busy, lock
-    from ...envs.nccl.plugin.build import PluginBuildError
-    from ...envs.nccl.run_folder import LAUNCHER, job_env, make_folder
+    from ...envs.nccl.plugin.build import PluginBuildError, job_env
+    from ...envs.nccl.run_folder import LAUNCHER, make_folder
     from ...envs.nccl.steps.nvml import gpus
     from ...envs.sim.emulated.settings import Emulated
     from ..daemon.launcher import Plan

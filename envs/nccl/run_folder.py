@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from .plugin.build import nccl_env, plugin_path, private_folder
+from .plugin.private import private_folder
 
 #: The launcher's lock and the job's status from it, the lock of the run's one tuner, the wish to end, the table.
 LAUNCHER, STATUS, TUNER, STOP, TABLE = "launcher", "status", "tuner", "stop", "table"
@@ -37,11 +37,6 @@ def make_folder(name: str | None = None) -> Path:
     finally:
         os.close(fd)
     return path
-
-
-def job_env(path: Path, headroom: int | None = None) -> dict[str, str]:
-    """What a job needs in its environment, see ``build.nccl_env``. Raises PluginBuildError."""
-    return {"DYNAMICCL_RUN": str(path), **nccl_env(plugin_path(), headroom=headroom)}
 
 
 def free_bytes() -> int | None:

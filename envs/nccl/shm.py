@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from ...traces.records import RULE_DTYPE, TABLE_VERSION, Table
-from .plugin.build import private_folder
+from .plugin.private import private_folder
 from .rings import Ring
-from .run_folder import TABLE, TABLE_FILE_BYTES, job_env, make_folder
+from .run_folder import TABLE, TABLE_FILE_BYTES, make_folder
 
 TABLE_MAGIC = b"DCCLTBL1"
 TABLE_BYTES = 4096
@@ -184,10 +184,6 @@ class RunFolder:
         except BaseException:
             os.close(hold)
             raise
-
-    def env(self, headroom: int | None = None) -> dict[str, str]:
-        """What the job needs in its environment, see ``build.nccl_env``. Raises PluginBuildError."""
-        return job_env(self.path, headroom)
 
     def rings(self) -> list[Ring]:
         """Rings of the job's processes, dead ones included; opens those that are new since the last call."""

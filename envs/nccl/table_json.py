@@ -22,7 +22,6 @@ def to_json(table: Table) -> str:
     rules = []
     for rule in table.rules:
         row = {"func": rule.func, "min_bytes": rule.min_bytes, "max_bytes": rule.max_bytes}
-        if rule.n_ranks:
-            row |= {"n_ranks": rule.n_ranks, "n_nodes": rule.n_nodes}
+        row |= {"n_ranks": rule.n_ranks, "n_nodes": rule.n_nodes} if rule.n_ranks else {}
         rules.append(row | {name: value for name, value in vars(rule.decision).items() if value})
     return json.dumps({"dynamiccl_table": FORMAT, "rules": rules}, indent=1) + "\n"

@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from .private import private_folder
+
 HERE = Path(__file__).parent
 SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "next_tuner.c", "profiler.c", "chain.c")
 HEADERS = ("abi.h", "plugin.h")
@@ -48,16 +50,6 @@ def compiler() -> list[str]:
             f"no C compiler found (tried {', '.join(names)}): install gcc or clang, or set CC to one"
         )
     return [found, *command[1:]]
-
-
-def private_folder(path: Path) -> bool:
-    """Makes ``path`` (0700) if needed; True if it is ours alone to write, so that what lies there can be loaded."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-    except OSError:
-        return False
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o022 and os.access(path, os.W_OK)
 
 
 def cache_folder() -> Path:
@@ -242,3 +234,8 @@ def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
         if other and not named(other) and (kind == "TUNER" or other != "none"):
             ours[f"DYNAMICCL_NEXT_{kind}"] = other
     return ours
+
+
+def job_env(run: Path, headroom: int | None = None) -> dict[str, str]:
+    """What a job of that run folder needs in its environment, see :func:`nccl_env`. Raises PluginBuildError."""
+    return {"DYNAMICCL_RUN": str(run), **nccl_env(plugin_path(), headroom=headroom)}

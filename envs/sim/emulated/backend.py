@@ -46,10 +46,6 @@ class EmulatedWork(dist.Work):
         """True once :meth:`wait` has returned or would return at once."""
         return self._done
 
-    def is_success(self) -> bool:
-        """True once completed without an error."""
-        return self._done
-
     def wait(self, timeout: Any = None) -> bool:
         """Block until the emulated end. Raises what gloo raises (a rank that died, a time-out)."""
         self._clock.wait_until(self._collective.end_ns if self._done else self._end_ns(timeout))
@@ -101,8 +97,7 @@ class EmulatedGroup(dist.ProcessGroup):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
         world = dist.get_world_size() if dist.is_initialized() else size
-        self._rank, self._size = rank, size
-        self._name, self._desc = str(options.group_id), ""
+        self._name = str(options.group_id)
         # torchrun may keep its store when it starts all workers anew: what the dead ones left there is not for us. Its
         # agents count restarts each for itself; all ranks have come here equally often.
         store = dist.PrefixStore(f"life {options.store.add(f'lives of {rank}', 1)}", options.store)
@@ -172,14 +167,6 @@ class EmulatedGroup(dist.ProcessGroup):
         # Its threads must be gone before the interpreter is: one that frees a tensor then would abort the process.
         self._gloo = None
 
-    def size(self) -> int:
-        """Processes in the group (the emulated cluster may have more ranks)."""
-        return int(self._size)
-
-    def rank(self) -> int:
-        """This process' rank in the group."""
-        return int(self._rank)
-
     def getBackendName(self) -> str:
         """Name of the backend."""
         return "emulated"
@@ -187,18 +174,10 @@ class EmulatedGroup(dist.ProcessGroup):
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
     @property
     def group_name(self) -> str:
         """c10d's name of the group."""
         return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """c10d's description of the group."""
-        return self._desc
 
 
 def _untimed(name: str) -> Callable[..., Any]:
