@@ -62,3 +62,15 @@ def test_a_job_in_which_nothing_loads_the_plugin_is_told_so_and_keeps_its_status
     done = run("apply", table, "--", sys.executable, "-c", "raise SystemExit(7)")
     assert done.returncode == 7
     assert "used in 0 of 0 calls: NCCL has not loaded the plugin" in last_line(done)
+
+
+def test_a_table_without_rules_is_said_to_be_one(tmp_path):
+    """Before: `hi`, and not one word."""
+    (tmp_path / "t.json").write_text('{"dynamiccl_table": 1, "rules": []}')
+    done = run("apply", str(tmp_path / "t.json"), "--", "echo", "hi")
+    assert done.stdout == "hi\n" and last_line(done) == "dynamiccl: the table has no rules: NCCL decided every call"
+
+
+def test_without_the_gate_it_is_said_that_nobody_counts(table):
+    done = run("apply", table, "--no-gate", "--", "echo", "hi")
+    assert done.stdout == "hi\n" and "nobody counts in how many calls the table is used" in last_line(done)

@@ -28,10 +28,10 @@ def apply(
 ) -> None:
     """Run COMMAND with every collective that TABLE names done as it says; NCCL decides the rest.
 
-    Nothing is tuned. As under `tune` the ranks take the table together, at the end of an early step, once all have
-    shown that NCCL has loaded the plugin, or none of them does; the last line says in how many calls it was used, or
-    why in none. Start the same command on every node, or hand all variables that begin with NCCL_ and DYNAMICCL_ to the
-    others (mpirun -x, srun --export=ALL).
+    Nothing is tuned. As under `tune` all ranks take the table at the same call, once each has shown that NCCL has
+    loaded the plugin, or none of them does; the last line says in how many calls it was used, or why in none. Start the
+    same command on every node, or hand all variables that begin with NCCL_ and DYNAMICCL_ to the others (mpirun -x,
+    srun --export=ALL).
 
     With --no-gate only the environment is set: the job may be JAX, nccl-tests or an inference server. A process has the
     table as soon as it loads the plugin, and nobody sees whether all do: one that does not hangs with its peers.

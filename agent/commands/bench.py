@@ -41,7 +41,7 @@ def bench(
     submission: Annotated[list[Path] | None, Option(help="Judge this submission file too; repeat for more.")] = None,
     json: Json = False,
 ) -> None:
-    """Judge policies on a suite of whole jobs: the search of `dynamiccl tune --policy X`, with every step billed.
+    """Judge policies on a suite of whole jobs, searched as `dynamiccl tune --policy X` does; every step counts.
 
     A policy is any object with predict(observation, state, episode_start, deterministic) -> (action, state), asked one
     turn at a time: observations are (1, N_OBSERVATION), actions (1, 2) int64: (pair, channels). The module

@@ -23,10 +23,10 @@ def clusters(
     forget: Annotated[str | None, Option(metavar="CLUSTER", help="Remove all that is known of it.")] = None,
     json: Json = False,
 ) -> None:
-    """What runs have left for the next one on a cluster of the same GPUs, nodes x ranks and NCCL.
+    """The tables that earlier runs have found, kept for the next run on the same cluster.
 
-    A tuner leaves the table of its verdict. The same job begins with it the next time, as the first table that is
-    compared with NCCL's own choice. `dynamiccl tune --no-memory` does without.
+    A cluster is known by its GPUs, nodes x ranks and NCCL. The same job begins with the table of its last verdict, as
+    the first that is compared with NCCL's own choice. `dynamiccl tune --no-memory` does without.
 
     \b
     dynamiccl clusters
