@@ -16,7 +16,7 @@ import ctypes, sys
 libraries = [ctypes.CDLL(f"libnccl-{kind}-dynamiccl.so") for kind in sys.argv[1:]]
 for symbol in ("ncclProfiler_v5", "ncclTunerPlugin_v5"):
     assert all(ctypes.c_void_p.in_dll(library, symbol).value for library in libraries)
-print(len({ctypes.cast(library.dynamiccl_generation, ctypes.c_void_p).value for library in libraries}))
+print(len({ctypes.cast(library.dynamiccl_stage, ctypes.c_void_p).value for library in libraries}))
 """
 
 
