@@ -10,8 +10,8 @@ from statistics import median
 import pytest
 from dynamiccl.envs.nccl_model.clusters import cluster
 from dynamiccl.envs.nccl_model.cost_model import channels, choice
-from dynamiccl.envs.sim.emulated.clock import FLOPS_PER_NS
-from dynamiccl.envs.sim.emulated.timeline import CROWD, Collective, part_of, with_neighbours
+from dynamiccl.envs.sim.emulated.clock import FLOPS_PER_NS, Collective
+from dynamiccl.envs.sim.emulated.timeline import CROWD, part_of, with_neighbours
 from dynamiccl.envs.sim.fabric import Fabric
 
 HERE = Path(__file__).parent
@@ -154,7 +154,7 @@ def test_communicators_share_the_links():
 
     def at(start, duration, near, far=0.0, end=0):
         beside = (0.1, near, far)
-        return Collective("all_gather", 1, 1, duration, beside, 0, None, start_ns=start, end_ns=end)
+        return Collective(1, duration, beside, 0, None, start_ns=start, end_ns=end)
 
     alone = at(1000, 4000, 1.0)
     assert with_neighbours(alone, []) == 4000

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...nccl.steps import clock as steps
 from ...nccl_model.clusters import cluster
-from .clock import Clock, CountedWork
+from .clock import Clock, Collective, CountedWork
 from .settings import Emulated
-from .timeline import Collective, Timeline, comm_id_of
+from .timeline import Timeline, comm_id_of
 
 # The options' classes as gloo wants them; the names have been stable since torch 2.0.
 _Tensors = list[torch.Tensor]

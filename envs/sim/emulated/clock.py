@@ -12,7 +12,8 @@ import ctypes
 import threading
 import time
 from collections import deque
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,15 +30,22 @@ _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 _FREE |= {"_local_scalar_dense", "record_stream", "is_same_size", "sym_size", "sym_numel", "sym_stride"}
 
 
-class Beside(Protocol):
-    """A collective that runs beside compute."""
+@dataclass
+class Collective:
+    """One collective in flight. ``start_ns`` and ``end_ns`` are 0 until this rank waits for it."""
 
-    start_ns: int
-    end_ns: int
+    order: int  # on the communicator's stream
+    duration_ns: int
+    beside: tuple[float, float, float]  # what it does to compute, and takes of the links: see Fabric.beside
+    n_kernels: int  # channels whose kernel times the profiler wants
+    handle: int | None  # the profiler's
+    start_ns: int = 0
+    end_ns: int = 0
 
     @property
     def slowdown(self) -> float:
         """Time that compute loses to it, for each time that both run."""
+        return self.beside[0]
 
 
 class Clock:
@@ -51,7 +59,7 @@ class Clock:
         self._lock = threading.RLock()
         self._work_ns = 0.0
         self._due_ns = 0
-        self._running: list[Beside] = []
+        self._running: list[Collective] = []
         self._unknown = 0  # collectives that were enqueued and whose start and end are not known yet ...
         self._computed: deque[tuple[int, int]] = deque(maxlen=4096)  # ... and what was computed meanwhile
 
@@ -84,7 +92,7 @@ class Clock:
             self._unknown += 1
             return now
 
-    def known(self, collective: Beside) -> int:
+    def known(self, collective: Collective) -> int:
         """Its start and end are known: what was computed beside it has taken longer than was thought. Returns now."""
         with self._lock:
             self.now()
@@ -113,7 +121,7 @@ class Clock:
         self._running = [c for c in self._running if c.end_ns > self.cell.value]
 
 
-def _overlap(c: Beside, begin: int, end: int) -> int:
+def _overlap(c: Collective, begin: int, end: int) -> int:
     return max(0, min(c.end_ns, end) - max(c.start_ns, begin))
 
 

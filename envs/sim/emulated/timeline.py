@@ -19,7 +19,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,33 +30,13 @@ from ...nccl.plugin.build import plugin_path
 from ...nccl_model.clusters import Cluster, cluster, resize
 from ...nccl_model.cost_model import channels, cost_table
 from ..fabric import Fabric
-from .clock import Clock
+from .clock import Clock, Collective
 from .nccl_caller import EVENT_KERNEL_CH, Communicator, choose
 from .settings import Emulated
 
 #: The collectives that take emulated time; the others (broadcast, barrier ...) only happen at set-up.
 TIMED = ("all_gather", "reduce_scatter", "all_reduce")
 DEPTH = 1024  # collectives that one rank may be ahead of another
-
-
-@dataclass
-class Collective:
-    """One collective in flight. ``start_ns`` and ``end_ns`` are 0 until this rank waits for it."""
-
-    func: str
-    seq: int  # per function, as NCCL's profiler counts
-    order: int  # on the communicator's stream
-    duration_ns: int
-    beside: tuple[float, float, float]  # what it does to compute, and takes of the links: see Fabric.beside
-    n_kernels: int  # channels whose kernel times the profiler wants
-    handle: int | None  # the profiler's
-    start_ns: int = 0
-    end_ns: int = 0
-
-    @property
-    def slowdown(self) -> float:
-        """Time that compute loses to it, for each time that both run."""
-        return self.beside[0]
 
 
 #: The communicators of this process: they share the rank's links. One thread at a time deals with them.
@@ -167,8 +147,6 @@ class Timeline:
             handle = self._nccl.start_coll(func, self._seq[func], count, element_bytes, n_channels, 16, algo, proto)
             self._nccl.stop(handle)
             collective = Collective(
-                func,
-                self._seq[func],
                 self._order,
                 self._duration_ns(func, n_bytes, algo, proto, n_channels),
                 self._fabric.beside(func, n_bytes, algo, proto, n_channels),
