@@ -13,11 +13,11 @@ CEILINGS = {
     "agent": (8_020, 0),
     "envs": (5_220, 0),
     "envs/nccl": (2_760, 2_245),
-    "envs/sim": (3_085, 165),
+    "envs/sim": (3_075, 165),
     "traces": (2_740, 0),
     "zero_workload": (2_860, 0),
 }
-IN_ALL = (24_675, 2_410)
+IN_ALL = (24_665, 2_410)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 
