@@ -1,7 +1,5 @@
 """The command line: ``dynamiccl COMMAND``. Each command is one file in ``agent/commands``, imported when it is said.
-
-Standard library only: on the nodes of a job there is numpy, and no more.
-"""
+Standard library only: on the nodes of a job there is numpy, and no more."""
 
 from __future__ import annotations
 
@@ -120,13 +118,14 @@ def _plain(kind: Any) -> tuple[Any, bool]:
 
 
 def _reader(kind: Any, least: float | None = None, most: float | None = None) -> Callable[[str], Any]:
-    """Text -> value, of which argparse says what is wrong."""
+    """Text -> value, of which argparse says what is wrong. ``kind``: a type, or a Literal of texts."""
+    texts = get_args(kind)
 
     def read(text: str) -> Any:
         try:
-            value = kind(text)
+            value = texts[texts.index(text)] if texts else kind(text)
         except ValueError:
-            what = {int: "a whole number", float: "a number"}.get(kind) or f"one of {', '.join(kind)}"
+            what = {int: "a whole number", float: "a number"}.get(kind) or f"one of {', '.join(texts or kind)}"
             raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
         if (least is not None and not value >= least) or (most is not None and not value <= most):
             bounds = [f"{word} {n}" for word, n in (("at least", least), ("at most", most)) if n is not None]

@@ -26,8 +26,6 @@ LINES, ATTRIBUTES, COMPLEXITY, NAMES = 400, 15, 15, 8
 #: has to go from it.
 EXCEPTIONS = {
     "agent/commands/bench.py:bench",
-    "agent/commands/clusters.py:clusters",
-    "agent/commands/model.py:model",
     "agent/commands/tune.py:tune",
     "agent/daemon/console.py:show_summary",
     "agent/daemon/summarise.py:summarise",

@@ -153,7 +153,7 @@ def test_apply_says_what_is_wrong(tmp_path):
         ((str(tmp_path / "table.json"),), "the run has confirmed no table"),
         ((str(path),), "say what to run"),
         ((str(path), "--", "no-such-program"), "not a program"),
-        ((str(path), "--convert", "xml"), "json, csv or env"),
+        ((str(path), "--convert", "xml"), "json, csv, env"),
     ):
         done = run("apply", *args)
         assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr

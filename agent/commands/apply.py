@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from . import Argument, Force, Headroom, Option, fail, refuse_traps, refusing
 
@@ -20,7 +20,8 @@ def apply(
     ranks: Annotated[int | None, Option(help="Ranks of its communicators, where lines need it.")] = None,
     nodes: Annotated[int | None, Option(help="Nodes of them, where lines need it.")] = None,
     convert: Annotated[
-        str | None, Option(help="Only print the table: json, csv (NVIDIA's) or env (NCCL_ALGO).")
+        Literal["json", "csv", "env"] | None,
+        Option(metavar="FORMAT", help="Only print the table: json, csv (NVIDIA's) or env (NCCL_ALGO)."),
     ] = None,
     gate: Annotated[bool, Option(help="Without it: not for PyTorch's training loops, see above.")] = True,
     headroom: Headroom = None,
@@ -54,8 +55,6 @@ def apply(
     with refusing(OSError, ValueError, PluginBuildError):
         loaded = load_table(table, n_ranks=ranks, n_nodes=nodes)
         if convert is not None:
-            if convert not in ("json", "csv", "env"):
-                fail(f"--convert is json, csv or env, not {convert}")
             if convert == "env":
                 variables, lost = to_env(loaded)
                 print("".join(f"# lost: {text}\n" for text in lost), end="")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from typing import Annotated
+from typing import Annotated, Any
 
 from . import Json, Option, fail, refusing
 
@@ -51,12 +51,16 @@ def clusters(
     if json:
         told = {}
         for key, (runs, passed) in known.items():
-            plain_runs = [{**run, "slots": plain([vars(slot) for slot in run["slots"]])} for run in runs]
-            told[key] = {"runs": plain_runs, "passed_over": passed}
+            runs = [{**run, "slots": plain([vars(slot) for slot in run["slots"]])} for run in runs]
+            told[key] = {"runs": runs, "passed_over": passed}
         print(json_module.dumps({"memory": store.url, "clusters": told}, indent=1))
         return
+    _show(known, store.url)
+
+
+def _show(known: dict[str, Any], url: str) -> None:
     if not known:
-        print(f"nothing is known of any cluster in {store.url}: `dynamiccl tune` fills it")
+        print(f"nothing is known of any cluster in {url}: `dynamiccl tune` fills it")
     for key, (runs, passed) in known.items():
         print(f"{key}  " + (", ".join(map(str, runs[0]["cluster"].values())) if runs else "unknown"))
         for run in runs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from . import Argument, Json, Option, fail, refusing
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 #: Columns: ring first, as the one algorithm that is always there (numbers are NCCL's).
 _ORDER = (1, 4, 2, 6, 0, 3, 5)
+Func = Literal["all_gather", "reduce_scatter", "all_reduce"]
 #: NCCL's name of each collective, as in its logs.
 _NAMES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce"}
 
@@ -22,7 +23,7 @@ def model(
     release: Annotated[
         list[str] | None, Option(help="NCCL release, e.g. 2.28.9; a second one: what it changes.")
     ] = None,
-    func: Annotated[str | None, Option(help="Only all_gather, reduce_scatter or all_reduce.")] = None,
+    func: Annotated[Func | None, Option(help="Only all_gather, reduce_scatter or all_reduce.")] = None,
     json: Json = False,
 ) -> None:
     """NCCL's prices, choice and channels for 1 KiB to 4 GiB, and what an upgrade changes of them.
@@ -35,8 +36,6 @@ def model(
     """
     from ...envs.nccl_model import clusters
 
-    if func is not None and func not in _NAMES:
-        fail(f"unknown collective {func!r}: give one of {', '.join(_NAMES)}")
     releases: list[str | None] = [*release] if release else [None]
     if len(releases) > 2:
         fail("one --release, or two to see what changes")

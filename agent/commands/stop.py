@@ -47,7 +47,7 @@ def stop(
     elif not what["job_runs"]:
         print("the job is over")
     else:
-        print("NCCL's own choice is published; no step of the job has been seen under it yet")
+        print("NCCL's own choice is set, but no step of the job was seen under it yet: say it again to look once more")
     raise SystemExit(0 if seen or not what["job_runs"] else 1)
 
 
