@@ -138,6 +138,16 @@ def test_the_table_ranks_ties_and_what_has_no_rank(suite: JobSuite, made: dict[s
     assert "refused: a decision took <too> long" in table
 
 
+def test_all_rows_are_of_the_same_jobs_and_a_terminal_has_five_columns(suite: JobSuite) -> None:
+    """Before: oracle on 400 jobs beside entrants on 4, in one ranking, in a table of 250 columns."""
+    board = Board(suite)
+    for name in ("ladder", "default"):
+        assert board.judge(enter_one(Entry(name, suite, jobs=4))) == ""
+    assert {row["jobs"] for row in board.rows()} == {4}
+    heads, rows = board.brief()
+    assert len(heads) == 5 and {len(row) for row in rows} == {5} and len(rows) == 2 + len(suite.told())
+
+
 def test_names_from_outside_cannot_become_columns(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
     board, evil = Board(suite), "a|\n| 1"
     assert board.judge(made["ladder"] | {"entrant": evil}) == ""

@@ -82,6 +82,10 @@ COLUMNS = (
 )
 
 
+#: Those that a terminal has room for.
+BRIEF = (0, 1, 2, 4, 6)
+
+
 class Board:
     """Judges submissions on one suite and keeps those that hold. What reads the truth is on it from the start."""
 
@@ -120,7 +124,9 @@ class Board:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row an entrant, least time lost first. Entrants that cannot be told apart share a rank (``place`` =1)."""
-        full = {n: s for n, s in self.scores.items() if n not in UNRANKED and len(s.gain) == len(self.suite)}
+        self._equal_jobs()
+        most = max(map(len, self.rows_of.values()))
+        full = {n: s for n, s in self.scores.items() if n not in UNRANKED and len(s.gain) == most}
         rank = ranks(full) if full else {}
         for name, scores in self.scores.items():  # of those with fewer jobs: behind all that are surely better
             if name not in UNRANKED and name not in rank and len(scores.gain):
@@ -137,6 +143,20 @@ class Board:
                 row["difference"] = self.against("aa", DEFAULT)
             found.append(row)
         return sorted(found, key=lambda row: (float(row[f"lost_{HORIZONS[0]}"]), row["entrant"]))
+
+    def _equal_jobs(self) -> None:
+        """Where all entrants played the same part of the suite, those that read the truth are judged on it too."""
+        told = self.suite.told()
+        played = {tuple(rows) for name, rows in self.rows_of.items() if name not in told}
+        if len(played) == 1:
+            rows = np.array(played.pop())
+            self.rows_of |= dict.fromkeys(told, rows)
+            self.scores |= {name: scores.take(rows) for name, scores in told.items()}
+            self.figures |= {name: summary(self.scores[name]) | {"decision_us": 0.0} for name in told}
+
+    def brief(self) -> tuple[list[str], list[list[str]]]:
+        """Five columns: their heads, and a row an entrant."""
+        return [COLUMNS[i][0] for i in BRIEF], [[COLUMNS[i][1](row) for i in BRIEF] for row in self.rows()]
 
     def by_slots(self, name: str) -> dict[str, dict[str, Any]]:
         """Gain delivered and time lost by the number of slots of a job."""

@@ -56,7 +56,7 @@ def bench(
     from ...traces.files import TraceError
     from ..bench.board import Board, filed_results, put_on_record
     from ..bench.run import Entry, entrants, run
-    from ..report.terminal import terminal
+    from ..report.terminal import grid, terminal
 
     console = terminal(stderr=True, highlight=False, markup=False)
     with refusing(OSError, ValueError, TraceError):
@@ -78,7 +78,11 @@ def bench(
             accepted.append(result)
     (folder / "board.json").write_text(json_module.dumps(board.rows(), indent=1) + "\n")
     (folder / "board.md").write_text(board.markdown())
-    print(json_module.dumps(board.rows()) if json else board.markdown(), end="\n" if json else "")
+    if json:
+        print(json_module.dumps(board.rows()))
+    else:
+        terminal(width=80).print(grid(*board.brief()))
+        console.print("100 steps lost in 20,000 are 0.5 % of the training")
     console.print(f"board: {folder / 'board.md'}")
     if len(board.refused) == total:
         fail("no entrant finished: " + "; ".join(f"{n}: {why}" for n, why in board.refused.items()))

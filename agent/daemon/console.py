@@ -11,7 +11,6 @@ from collections import deque
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from ...envs.bench.strata import steps_to_verdict
@@ -29,7 +28,7 @@ _CURES = {
 }
 #: Columns of a line where there is no terminal, and seconds after which such a reader hears how far it is.
 WIDTH, EVERY_S = 80, 60.0
-_BARS = "▁▂▃▄▅▆▇█"
+_BARS, _BAR = "▁▂▃▄▅▆▇█", 36
 
 
 class Expected:
@@ -117,12 +116,11 @@ class LiveView:
         is_over = line.phase in ("refine", "watch")
         on_trial = line.table if line.table not in (DEFAULT, line.in_force) else "none"
         head = f"{phase}   in force: {side(line.in_force)}   on trial: {on_trial}   step {line.last_step}"
-        rows: list[Text | ProgressBar] = [Text(head, "bold")]
-        if not is_over:
-            end = self._expected.after(line.last_step) or line.last_step
-            rows += [ProgressBar(total=end, completed=line.last_step, width=60), Text(left)]
-        rows += [self._sparkline(line), Text(best), Text(spent)]
-        return Group(*rows)
+        end = self._expected.after(line.last_step)
+        done = round(_BAR * line.last_step / end) if end else 0
+        bar = f"{'━' * done}{'─' * (_BAR - done)} " if end else ""
+        rows = [Text(head, "bold"), *([] if is_over else [Text(bar + left)]), self._sparkline(line)]
+        return Group(*rows, Text(best), Text(spent))
 
     def _sparkline(self, line: WindowLine) -> Text:
         """Step times of the last windows; those within what the default was measured at stand dim."""

@@ -20,7 +20,7 @@ from .figures import distribution_figure, timeline_figure, windows_figure
 from .page import facts, page, section, table
 from .summary import RunSummary
 from .texts import COSTS, COSTS_NOTE, NUMBERS, consistency_text, cost_rows, emulation_text, result_lines
-from .verdict import OWN, change, ms, seconds, side
+from .verdict import OWN, ms, seconds, side
 from .why import chains, lines
 
 #: Seconds after which the page of a run that goes on loads itself anew.
@@ -87,7 +87,6 @@ def _headline(s: RunSummary, trace: Trace) -> str:
         for name, value, n in sides:
             if value is not None:
                 cards.append(_card(f"step, {name}", ms(value), f"median of {n} windows of the comparison" if n else ""))
-        cards.append(_card("steps, as pairs of windows say", change(s.speedup, s.speedup_ci95), ""))
     if s.cost_s is not None:
         allowed = f"of {seconds(s.budget_s)} allowed" if s.budget_s else ""
         cards.append(_card("cost of the search", seconds(s.cost_s) if s.cost_s > 0 else "none", allowed))

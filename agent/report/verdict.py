@@ -6,7 +6,6 @@ Every figure is the summary's. A comparison always names its two sides, tables b
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from ...traces.records import Decision, format_bytes
@@ -51,7 +50,7 @@ def outcome(c: Mapping[str, Any]) -> str:
         return f"{table} against {against}: no pair of windows"
     word = {"kept": f"kept {table}", "lost": f"{table} lost"}.get(c["outcome"], f"{table} not decided")
     pairs = f"{c['pairs']} pair{'s' * (c['pairs'] > 1)}"
-    return f"{word}: steps {change(c['speedup'], c['speedup_ci95'], pairs, than=f' than {against}')}"
+    return f"{word}: {change(c['speedup'], c['speedup_ci95'], pairs, than=f' than {against}')}"
 
 
 def cost(s: RunSummary) -> str:
@@ -85,15 +84,16 @@ def verdict(s: RunSummary) -> str:
 
 
 def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A table in short, kinds of calls with equal decisions together: ``ring/ll128/8: all_gather <=64, <=256 MiB``."""
-    said = [(decided(row), row["func"], int(row["max_bytes"])) for row in rows]
-    parts = []
-    for decision, those in groupby(sorted(said), key=lambda row: row[0]):
-        if decision == "auto":
-            continue
-        calls = [f"{func} {_sizes([n for _, _, n in e])}" for func, e in groupby(those, key=lambda row: row[1])]
-        parts.append(f"{decision}: {'; '.join(calls)}")
-    return " | ".join(parts) or OWN
+    """A table in short, what is equal together: ``ring/ll128/8: all_gather, reduce_scatter <=64, <=256 MiB``."""
+    sizes = dict[tuple[str, str], list[int]]()
+    for row in sorted(rows, key=lambda row: int(row["max_bytes"])):
+        if decided(row) != "auto":
+            sizes.setdefault((decided(row), row["func"]), []).append(int(row["max_bytes"]))
+    calls = dict[str, dict[str, list[str]]]()  # by decision and sizes: the collectives
+    for (decision, func), those in sorted(sizes.items()):
+        calls.setdefault(decision, {}).setdefault(_sizes(those), []).append(func)
+    said = {decision: [f"{', '.join(funcs)} {n}" for n, funcs in by.items()] for decision, by in calls.items()}
+    return " | ".join(f"{decision}: {'; '.join(those)}" for decision, those in said.items()) or OWN
 
 
 def _sizes(sizes: Sequence[int]) -> str:
