@@ -159,4 +159,4 @@ def test_the_entrant_of_the_environments_plays(tmp_path):
     (tmp_path / "my_module.py").write_text(entrant)
     command = [sys.executable, "-m", "dynamiccl.agent.cli", "bench", "--policy", "my_module:MyPolicy", "--jobs", "4"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "my_module:MyPolicy, 4 jobs" in done.stdout, done.stderr
+    assert done.returncode == 0 and "my_module:MyPolicy" in done.stdout and "4 jobs" in done.stdout

@@ -82,8 +82,8 @@ COLUMNS = (
 )
 
 
-#: Those that a terminal has room for.
-BRIEF = (0, 1, 2, 4, 6)
+#: Those that a terminal has room for, and their heads there.
+BRIEF = {0: "", 1: "policy", 2: "lost of 20,000 steps", 4: "of the gain", 6: "verdict after"}
 
 
 class Board:
@@ -156,7 +156,7 @@ class Board:
 
     def brief(self) -> tuple[list[str], list[list[str]]]:
         """Five columns: their heads, and a row an entrant."""
-        return [COLUMNS[i][0] for i in BRIEF], [[COLUMNS[i][1](row) for i in BRIEF] for row in self.rows()]
+        return list(BRIEF.values()), [[COLUMNS[i][1](row) for i in BRIEF] for row in self.rows()]
 
     def by_slots(self, name: str) -> dict[str, dict[str, Any]]:
         """Gain delivered and time lost by the number of slots of a job."""

@@ -82,7 +82,7 @@ def bench(
         print(json_module.dumps(board.rows()))
     else:
         terminal(width=80).print(grid(*board.brief()))
-        console.print("100 steps lost in 20,000 are 0.5 % of the training")
+        console.print("lost: in steps of NCCL's own choice; 100 of 20,000 are 0.5 % of the training")
     console.print(f"board: {folder / 'board.md'}")
     if len(board.refused) == total:
         fail("no entrant finished: " + "; ".join(f"{n}: {why}" for n, why in board.refused.items()))

@@ -105,16 +105,12 @@ def _steps(steps: pd.DataFrame) -> dict[str, Any]:
     if steps.empty:
         return {"n": 0}
     first = steps[steps["rank"] == steps["rank"].min()]
-    used, total = int(steps["memory_used"].max()), int(steps["memory_total"].max())
     return {
         "n": len(first),
         "first": int(first["index"].min()),
         "last": int(first["index"].max()),
         "ranks": int(steps["rank"].nunique()),
         "median_ms": float(first["duration_ns"].median()) / 1e6,
-        "memory": used / total if total else None,
-        "sample_every": int(first["sample_every"].iloc[-1]),
-        "sampled": int(first["sampled"].sum()),
     }
 
 

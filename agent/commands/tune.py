@@ -6,8 +6,9 @@ import json as json_module
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..daemon.request import Level
 from . import (
@@ -152,7 +153,7 @@ def tune(
     from ..policies.choosing import check_chooser
     from ..report.outputs import claim, default_url, full_url, link
 
-    _check(stage, steps, windows, verify, window_steps, command, attach)
+    _check(call.values)
     if attach:
         if headroom:
             fail("the job's communicators are made already: give --headroom to `dynamiccl env`, before the job starts")
@@ -234,25 +235,18 @@ def _attach(call: Call, where: str, again: bool) -> None:
     raise SystemExit(_exit_code(summary))
 
 
-def _check(
-    stage: int,
-    steps: int,
-    windows: int,
-    verify: int,
-    window_steps: int | None,
-    command: list[str] | None,
-    attach: str | None,
-) -> None:
+def _check(asked: Mapping[str, Any]) -> None:
     from ..daemon.request import LEAST_PAIRS
 
-    if stage not in (0, 1, 2, 3):
-        fail(f"stage is 0, 1, 2 or 3, not {stage}")
-    if command and attach:
+    if asked["stage"] not in (0, 1, 2, 3):
+        fail(f"stage is 0, 1, 2 or 3, not {asked['stage']}")
+    if asked["command"] and asked["attach"]:
         fail("give a command to start or --attach to join one, not both")
-    if windows < 1 or verify < LEAST_PAIRS or (window_steps is not None and window_steps < 1):
+    counted = 1 if asked["window_steps"] is None else asked["window_steps"]
+    if min(asked["windows"], counted) < 1 or asked["verify"] < LEAST_PAIRS:
         fail(f"windows and window-steps start at 1, verify at {LEAST_PAIRS}: fewer pairs decide nothing")
-    if not (command or attach) and steps < LEAST_STEPS:
-        fail(f"{steps} steps are too few to find and confirm anything; give --steps {2 * LEAST_STEPS}")
+    if not (asked["command"] or asked["attach"]) and asked["steps"] < LEAST_STEPS:
+        fail(f"{asked['steps']} steps are too few to find and confirm anything; give --steps {2 * LEAST_STEPS}")
 
 
 def _exit_code(summary: RunSummary) -> int:

@@ -176,16 +176,11 @@ class Daemon:
     def _say_verdict(self, tuner: Tuner) -> None:
         """The verdict, as it stands in the summary, and what is done from there on."""
         summary, search = self._summary(), tuner.search
-        self._say(
-            f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}"
-            if summary.is_decided
-            else self.outcome.ended
-        )
+        told = f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}"
+        self._say(told if summary.is_decided else self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
-            self._say(
-                f"trials: up to {search.later.left} windows of {search.window_steps} steps run beside the table "
-                "in force, each announced when it is kept; tune --once does without"
-            )
+            left, steps = search.later.left, search.window_steps
+            self._say(f"trials: up to {left} windows of {steps} steps beside what is in force; tune --once has none")
 
     def _watch(self, tuner: Tuner) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""

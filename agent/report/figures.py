@@ -180,9 +180,6 @@ def _lanes(trace: Trace, step: int) -> tuple[pd.DataFrame, float | None]:
     return bars, end_ms
 
 
-# -- drawing ----------------------------------------------------------------------------------------------------------
-
-
 class Plot:
     """``x`` and ``y``: (least, most) of the axes in the units of the marks; ``height`` is in pixels."""
 
