@@ -56,7 +56,7 @@ def bench(
     from ...traces.files import TraceError
     from ..bench.board import Board, filed_results, put_on_record
     from ..bench.run import Entry, entrants, run
-    from ..report.terminal import grid, terminal
+    from ..report.terminal import grid, terminal, wide_terminal
 
     console = terminal(stderr=True, highlight=False, markup=False)
     with refusing(OSError, ValueError, TraceError):
@@ -81,7 +81,7 @@ def bench(
     if json:
         print(json_module.dumps(board.rows()))
     else:
-        terminal(width=80).print(grid(*board.brief()))
+        wide_terminal().print(grid(*board.brief()))
         console.print("lost: in steps of NCCL's own choice; 100 of 20,000 are 0.5 % of the training")
     console.print(f"board: {folder / 'board.md'}")
     if len(board.refused) == total:

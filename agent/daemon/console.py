@@ -32,7 +32,7 @@ _BARS, _BAR = "▁▂▃▄▅▆▇█", 36
 
 
 class Expected:
-    """Steps to the verdict, as the default policy came to it on the jobs of the standard board, if that is on record."""
+    """Steps to the verdict, as the default policy came to it on jobs of the standard board, if that is on record."""
 
     def __init__(self) -> None:
         self.steps = steps_to_verdict(POLICY)

@@ -42,9 +42,8 @@ def nothing_decided(summary: RunSummary, header: Mapping[str, Any]) -> str:
     """Why a trace has no decisions."""
     if "source" in header:
         return "a recording of another tool: nothing was tuned in it"
-    if summary.ended or summary.is_decided:
-        return summary.ended or "NCCL decides everywhere"
-    return "the run goes on, or was cut off before its verdict"
+    known = summary.ended or ("NCCL decides everywhere" if summary.is_decided else "")
+    return known or "the run goes on, or was cut off before its verdict"
 
 
 def measured(s: RunSummary) -> str:
@@ -66,10 +65,8 @@ def result_lines(summary: RunSummary) -> list[str]:
     found = [verdict(summary), measured(summary), ratio, *map(outcome, shown)]
     if summary.trials:
         found.append(f"trials after the verdict: {summary.trials} windows, cost {seconds(summary.trials_cost_s or 0)}")
-    named = {letter for c in shown for letter in (c["table"], c["against"])} & set(summary.tables)
-    found += [
-        f"{name} = {rows_text(summary.tables[name])}" for name in sorted(named, key=lambda name: (len(name), name))
-    ]
+    named = {letter for c in shown for letter in (c["table"], c["against"])}
+    found += [f"{name} = {rows_text(rows)}" for name, rows in summary.tables.items() if name in named]
     return [line for line in found if line]
 
 
