@@ -46,10 +46,19 @@ def test_every_format_is_told_by_its_bytes_and_replayed_on_a_named_cluster(tmp_p
         assert "taken to be NCCL's own choice" in notes  # none of them tells algorithm and protocol
 
 
+def alone(path):
+    """The recording as if it were of a group of one rank."""
+    trace = read_recording([path])
+    trace.events = trace.events.assign(n_ranks=1, n_nodes=1)
+    return trace
+
+
 def test_a_replay_needs_a_cluster_and_says_so(tmp_path):
     path = sources(tmp_path)["kineto"]
     with pytest.raises(TraceError, match="--cluster"):
         read([path])
+    with pytest.raises(TraceError, match="record all ranks, or the size of their group"):
+        on_cluster(alone(path), named("dgx-h100-2x8"))
     with pytest.raises(TraceError, match="16 ranks on 1 nodes do not lie evenly"):
         on_cluster(read_recording([path], ranks_per_node=16), named("dgx-h100-2x8"))
 

@@ -25,5 +25,5 @@ def read(
     with terminal(stderr=True).status(f"reading {total / 1e6:,.0f} MB"):
         trace = read_recording(paths, source, ranks_per_node)
     if c is None and not len(trace.offers):
-        raise TraceError("the recording holds no offers of NCCL: name the cluster it is of with --cluster")
+        raise TraceError("the recording does not say what NCCL offers: name the recorded cluster with --cluster")
     return on_cluster(trace, named(str(cluster), nccl, trace.header.get("nccl"))) if c else trace

@@ -36,7 +36,9 @@ def of_size(c: Cluster, n_ranks: int, n_nodes: int = 0) -> Cluster:
     n_nodes = n_nodes or -(-n_ranks // c.gpus_per_node)
     if (n_ranks, n_nodes) == (c.n_ranks, c.n_nodes):
         return c
-    if n_ranks < 2 or n_ranks % n_nodes or n_ranks // n_nodes > c.gpus_per_node:
+    if n_ranks < 2:
+        raise ValueError("a group of 1 rank sends nothing: record all ranks, or the size of their group")
+    if n_ranks % n_nodes or n_ranks // n_nodes > c.gpus_per_node:
         raise ValueError(f"{n_ranks} ranks on {n_nodes} nodes do not lie evenly on {c.name}")
     grown, per_node = clusters.resize(c, n_nodes), n_ranks // n_nodes
     if per_node == grown.gpus_per_node:
