@@ -37,7 +37,7 @@ def write_metrics(path: Path, states: list[dict[str, Any]]) -> None:
     write_to_textfile(str(path), found)
 
 
-class _Runs(Collector):
+class _Runs(Collector):  # type: ignore[misc]  # prometheus-client may be missing where types are checked
     """What the registry asks."""
 
     def __init__(self, states: list[dict[str, Any]]) -> None:
