@@ -6,15 +6,17 @@ import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from dynamiccl.agent.daemon.daemon import Daemon
 from dynamiccl.agent.daemon.request import Request
+from dynamiccl.agent.daemon.tuner import Outcome
 from dynamiccl.envs.live import reader
 from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import TableFile, decode_table
-from dynamiccl.traces.reasons import names
+from dynamiccl.traces.reasons import RunEnds, names
 
 #: A job of one process without PyTorch: NCCL's calls, a step's end, and the part of the probe that takes a new table.
 #: It ends when a file named `enough` lies beside it.
@@ -155,3 +157,18 @@ def test_the_tuner_of_a_node_without_rank_0_says_so_and_the_status_is_the_jobs(t
         if "rank 0 is on another node" in line:
             enough.touch()
     assert launcher.wait(60) == 7 and enough.exists(), said
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_after_the_verdict_a_job_is_left_alone_where_that_was_asked(once):
+    """``tune --once``: no step of the search after its verdict, and the end says why."""
+    said, steps = [], []
+    daemon = Daemon.__new__(Daemon)
+    daemon.request, daemon.outcome, daemon.failure, daemon._closed = Request(once=once), Outcome(), "", False
+    alive = iter([True, True, False])
+    daemon.job = SimpleNamespace(is_alive=lambda: next(alive), thin=False)
+    daemon.on_phase, daemon._step = said.append, lambda tuner: steps.append(1)
+    search = SimpleNamespace(is_over=True, is_done=True)
+    daemon._watch(SimpleNamespace(search=search))
+    assert (daemon.outcome.ended, len(steps)) == ((RunEnds.ONCE(), 0) if once else ("", 2))
+    assert said == [RunEnds.ONCE()] * once

@@ -61,7 +61,7 @@ class LiveView:
         self._expected, self._budget = Expected(), budget
         self._prefix, self._heard = "" if alone else "dynamiccl: ", time.monotonic()
         self._before: tuple[int, float] | None = None  # a window's last step, and when it came
-        self._step_s = 0.0
+        self._step_s, self._in_force = 0.0, DEFAULT
         self._recent: deque[tuple[float, bool]] = deque(maxlen=60)  # step times, and whether of the default
 
     def __enter__(self) -> LiveView:
@@ -113,7 +113,8 @@ class LiveView:
         """The live block."""
         phase, best, left, spent = self._parts(line)
         is_over = line.phase in ("refine", "watch")
-        on_trial = line.table if line.table not in (DEFAULT, line.in_force) else "none"
+        on_trial = "none" if line.table in (DEFAULT, line.in_force, self._in_force) else line.table
+        self._in_force = line.in_force
         head = f"{phase}   in force: {side(line.in_force)}   on trial: {on_trial}   step {line.last_step}"
         end = self._expected.after(line.last_step)
         done = round(_BAR * line.last_step / end) if end else 0

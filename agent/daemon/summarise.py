@@ -40,6 +40,7 @@ def summarise(request: Request, outcome: Outcome, job: Job, before: RunSummary) 
         searches_begun_anew=outcome.reopened - outcome.returned,
         regimes_returned=outcome.returned,
         kept=outcome.kept,
+        in_force=found.in_force if outcome.kept else DEFAULT,
         dropped=outcome.dropped or None,
         not_obeyed=[str(item) for item in outcome.disobeyed],
         refused=[_refusal(*r) for r in outcome.refused],
