@@ -12,7 +12,7 @@ import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
-from dynamiccl.envs.sim.emulated.nccl_caller import _TUNER_INIT, Communicator
+from dynamiccl.envs.sim.emulated.nccl_caller import _TUNER_INIT, Communicator, _pointers
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.assemble import Assembler
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
@@ -37,8 +37,8 @@ def run(tmp_path_factory):
 def ask(comm, cost, n_channels=0):
     """As RCCL asks: the table has eight rows. The channels that it is told."""
     channels = c_int(n_channels)
-    head = (comm._tuner, 2, MB, 1, cost.ctypes.data, len(cost), cost.shape[1])
-    assert comm._info(*head, 0, byref(channels)) == 0
+    head = (comm.tuner.context, 2, MB, 1, cost.ctypes.data, len(cost), cost.shape[1])
+    assert comm.tuner._info(*head, 0, byref(channels)) == 0
     return channels.value
 
 
@@ -72,12 +72,12 @@ def test_a_cost_table_of_eight_algorithms_is_read_by_its_own_width(run):
 
 
 def test_a_longer_block_of_constants_is_left_as_it_is(run):
-    comm = Communicator(run[1].path, 78, 8, 1, 0, "2.28.9")
-    constants, context = (ctypes.c_uint8 * 4096)(*[0xA5] * 4096), c_void_p()
-    domains = ctypes.addressof(comm._domains), ctypes.addressof(constants)
-    assert _TUNER_INIT[5](comm._functions[1])(byref(context), 78, 8, 1, None, *domains) == 0
-    assert set(constants) == {0xA5} and comm._finalize_tuner(context) == 0
-    comm.finalize()
+    library = ctypes.CDLL(str(run[1].path))
+    _, init, _, finalize = _pointers(library, "ncclTunerPlugin_v5", 4)
+    domains, constants, context = (c_int * 3)(1, 8, 8), (ctypes.c_uint8 * 4096)(*[0xA5] * 4096), c_void_p()
+    given = ctypes.addressof(domains), ctypes.addressof(constants)
+    assert _TUNER_INIT[5](init)(byref(context), 78, 8, 1, None, *given) == 0 and context
+    assert set(constants) == {0xA5} and ctypes.CFUNCTYPE(c_int, c_void_p)(finalize)(context) == 0
 
 
 @pytest.mark.parametrize("release", ["2.27.7", "2.29.7"])
@@ -88,14 +88,15 @@ def test_events_that_nobody_asked_for_and_times_of_another_unit_break_nothing(ru
     comm = Communicator(plugin.path, 79, 8, 1, 0, release)
     plugin.sample(True)
     handle = comm.start_coll("all_gather", 1, 10, 4, 1, 16, "DIRECT_A2A", "simple")
-    kernel = comm.start_kernel(handle, 0, 900)
+    told = comm.profiler
+    kernel = told.start_kernel(handle, 0, 900)
     for kind in (4, 128 if release == "2.27.7" else 1 << 15):  # of RCCL's own
-        event = comm._event_type(type=kind, parent=handle)
+        event = told.event(kind, parent=handle)
         found = c_void_p()
-        assert comm._start_event(comm._profiler, byref(found), byref(event)) == 0 and found.value is None
+        assert told._start(told._context, byref(found), byref(event)) == 0 and found.value is None
     for state in (31, 10_000, -1):
-        assert comm._record_state(handle, state, byref(c_uint64(7))) == 0
-    comm.stop_kernel(kernel, 90)  # ticks of another clock, and before the start
+        assert told._record_state(handle, state, byref(c_uint64(7))) == 0
+    told.stop_kernel(kernel, 90)  # ticks of another clock, and before the start
     comm.stop(handle)
     plugin.sample(False)
     comm.finalize()
