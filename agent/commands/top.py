@@ -90,16 +90,14 @@ def _row(r: dict[str, Any]) -> list[Any]:
     gain = None
     if r["gain"] is not None:
         gain = f"{100 * r['gain']:.1f} % ({100 * r['gain_ci95'][0]:.1f} to {100 * r['gain_ci95'][1]:.1f})"
-    in_force = side(r["in_force"]) if r["in_force"] or r["kept"] is not None else None
-    if r["kept"]:
-        in_force = f"{r['in_force'] or 'a table'}, {r['decisions']} rows"
+    in_force = f"{r['in_force'] or 'a table'}, {r['decisions']} rows" if r["kept"] else side(r["in_force"])
     return [
         f"{Path(r['run']).name}{' (emulated)' if r['emulated'] else ''}",
         r["state"],
         r["step"],
         f"{PHASES.get(r['phase'], r['phase'])} {r['window']}" if r["phase"] else None,
         None if r["step_ms"] is None else ms(r["step_ms"]),
-        in_force,
+        in_force if r["phase"] or r["kept"] is not None else None,
         gain,
         cost,
         r["agreement"],

@@ -162,7 +162,7 @@ def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
         say(f"{emulation_text(vars(s))}: these are not GPU times", "yellow")
     for text in rest:
         say(text)
-    if s.family:
+    if s.family and s.kept:
         less, median = f"{s.family['less']:.0%}", f"{s.family['median']:.1%}"
         say(f"{less} of random emulated jobs have less to gain; their median has {median}")
     if s.memory and s.memory.get("jobs"):

@@ -52,7 +52,9 @@ def measured(s: RunSummary) -> str:
         return ""
     steps = f", steps {s.compared_steps[0]} to {s.compared_steps[1]}" if s.compared_steps else ""
     sides = [(side(s.compared), s.tuned_step_ms, s.tuned_windows), (OWN, s.default_step_ms, s.default_windows)]
-    parts = [f"{name} {ms(value)}" + (f" (median of {n} windows)" if n else "") for name, value, n in sides]
+    parts = [
+        f"{name} {ms(value)}" + (f" (median of {n} window{'s' * (n > 1)})" if n else "") for name, value, n in sides
+    ]
     return f"{parts[0]} against {parts[1]}{steps}"
 
 

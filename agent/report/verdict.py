@@ -57,10 +57,8 @@ def cost(s: RunSummary) -> str:
     """What finding the table cost, and when that is repaid."""
     if s.cost_s is None:
         return ""
-    if s.cost_s <= 0:
-        return "found at no cost"
-    paid = s.repaid_after
-    return f"found at the cost of {seconds(s.cost_s)}" + (f", repaid after {paid:,} steps" if paid is not None else "")
+    paid = f", repaid after {s.repaid_after:,} steps" if s.repaid_after is not None else ""
+    return f"found at the cost of {seconds(s.cost_s)}{paid}" if s.cost_s > 0 else "found at no cost"
 
 
 def verdict(s: RunSummary) -> str:
