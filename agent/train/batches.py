@@ -40,9 +40,7 @@ class JobBlock:
     def __init__(
         self, jobs: Jobs, prior: Prior, rng: np.random.Generator, rules: SearchConfig | None, teach: bool
     ) -> None:
-        self.calm = jobs.take(slice(None))  # in fair weather
-        self.calm.swing[:, 0] = 0
-        self.best = 1 - oracle(self.calm, passes=1)[1] / self.calm.default_us
+        self.jobs, self.best = jobs, 1 - oracle(jobs, passes=1)[1] / jobs.default_us
         self.search = SimSearch(jobs, prior, rng, rules)
         n = len(jobs)
         self.unit = HORIZON * (UNIT[0] + UNIT[1] * self.best)
@@ -60,7 +58,7 @@ class JobBlock:
         return out
 
     def _saving(self, tables: Array, rows: Array) -> Array:
-        return np.asarray(1 - self.calm.step_us(tables, rows)[0] / self.calm.default_us[rows])
+        return np.asarray(1 - self.jobs.usual_us(tables, rows) / self.jobs.default_us[rows])
 
     def _look(self, rows: Array) -> None:
         """Work out what the searches at ``rows`` have come to, in default steps lost over HORIZON."""
@@ -75,8 +73,8 @@ class JobBlock:
 
     def _compare(self, rows: Array, tables: Array) -> None:
         """What every config of every slot truly saves beyond the table believed best, the other slots as in it."""
-        slots = np.arange(SLOTS)[None, :, None] < self.calm.n_slots[rows][:, None, None]
-        place, slot, config = np.nonzero(self.calm.mask[rows] & slots)
+        slots = np.arange(SLOTS)[None, :, None] < self.jobs.n_slots[rows][:, None, None]
+        place, slot, config = np.nonzero(self.jobs.mask[rows] & slots)
         trial = tables[place]
         trial[np.arange(len(place)), slot] = config
         self.apart[rows] = 0
