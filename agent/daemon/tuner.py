@@ -325,7 +325,7 @@ class Tuner:
                 phase=phase,
                 table=ledger.letter(table),
                 in_force=ledger.letter(in_force),
-                decision=rows_text(row_of(slot, decision) for slot, decision in table.items()),
+                decision=rows_text(row_of(slot, decision) for slot, decision in table.items()) if table else "auto",
                 step_ms=window.step_ms,
                 default_ms=self._default_ms,
                 verdict=verdict,
