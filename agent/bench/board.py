@@ -125,7 +125,7 @@ class Board:
     def rows(self) -> list[dict[str, Any]]:
         """One row an entrant, least time lost first. Entrants that cannot be told apart share a rank (``place`` =1)."""
         self._equal_jobs()
-        most = max(map(len, self.rows_of.values()))
+        most = max((len(rows) for name, rows in self.rows_of.items() if name not in UNRANKED), default=0)
         full = {n: s for n, s in self.scores.items() if n not in UNRANKED and len(s.gain) == most}
         rank = ranks(full) if full else {}
         for name, scores in self.scores.items():  # of those with fewer jobs: behind all that are surely better
@@ -235,7 +235,9 @@ def tables(root: Path | None = None, check: int | None = 0) -> str:
             reason = board.judge(submission, check)
             if reason:
                 raise ValueError(f"{name}: {submission.get('entrant')}: {reason}")
-        parts.append(f"Suite `{name}`, {len(board.suite)} jobs, {found['date']}, simulated:\n\n{board.markdown()}")
+        played = max(int(submission["jobs"]) for submission in found["submissions"])
+        of = f"{played} of {len(board.suite)} jobs" if played < len(board.suite) else f"{played} jobs"
+        parts.append(f"Suite `{name}`, {of}, {found['date']}, simulated:\n\n{board.markdown()}")
     return "\n".join(parts) or NOTHING
 
 

@@ -37,8 +37,6 @@ Array = np.ndarray[Any, Any]
 #: On the board without a rank: ``aa`` is the default policy under other noise (what lies between it and that policy is
 #: luck); the others read the truth and search nothing.
 UNRANKED = ("aa", "oracle", "static-best")
-#: Jobs that a slow entrant plays where a suite has more: its interval is wider for it, and the board says so.
-FEWER = {"tpe": 100}
 
 
 def entrants() -> tuple[str, ...]:
@@ -74,19 +72,13 @@ class Entry:
         """Of the noise that it meets: all the same, but for ``aa``."""
         return self.seed + (1 if self.name == "aa" else 0)
 
-    @property
-    def most(self) -> int | None:
-        """Jobs that it plays, None: all."""
-        fewer = [n for n in (self.jobs, FEWER.get(self.name)) if n is not None]
-        return min(fewer) if fewer else None
-
 
 def enter_one(entry: Entry) -> dict[str, Any]:
     """Play and return the submission. What the policy raises, or is refused for, passes through."""
     policy = make_chooser(DEFAULT if entry.name == "aa" else entry.name, entry.noise_seed)
     command = f"dynamiccl bench --policy {entry.name} --suite {entry.played.name}"
     head = {"entrant": entry.name, "version": version_of(entry.name), "command": command}
-    return head | enter(policy, entry.played, entry.noise_seed, entry.most)
+    return head | enter(policy, entry.played, entry.noise_seed, entry.jobs)
 
 
 def version_of(name: str) -> str:
@@ -151,7 +143,7 @@ def _kept(entry: Entry, folder: Path) -> dict[str, Any] | None:
     try:
         kept = json.loads(_path(entry, folder).read_text())
         suite = entry.played
-        jobs = len(rows_of(suite, entry.most))
+        jobs = len(rows_of(suite, entry.jobs))
         wanted = (suite.digest, jobs, entry.noise_seed, FORMAT, version_of(entry.name))
         found = (kept["digest"], kept["jobs"], kept["seed"], kept["format"], kept["version"])
     except (OSError, ImportError, KeyError, TypeError, ValueError):
