@@ -1,8 +1,8 @@
 """NCCL's view: against plans of the real library, figures worked out by hand, and its own invariants."""
 
 import csv
-import json
 import itertools
+import json
 import time
 from pathlib import Path
 
