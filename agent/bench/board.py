@@ -125,12 +125,7 @@ class Board:
     def rows(self) -> list[dict[str, Any]]:
         """One row an entrant, least time lost first. Entrants that cannot be told apart share a rank (``place`` =1)."""
         self._equal_jobs()
-        most = max((len(rows) for name, rows in self.rows_of.items() if name not in UNRANKED), default=0)
-        full = {n: s for n, s in self.scores.items() if n not in UNRANKED and len(s.gain) == most}
-        rank = ranks(full) if full else {}
-        for name, scores in self.scores.items():  # of those with fewer jobs: behind all that are surely better
-            if name not in UNRANKED and name not in rank and len(scores.gain):
-                rank[name] = 1 + sum(self.against(name, other)["steps_ci95"][0] > 0 for other in full)
+        rank = self._ranks()
         shared = list(rank.values())
         found = []
         for name, figures in self.figures.items():
@@ -143,6 +138,16 @@ class Board:
                 row["difference"] = self.against("aa", DEFAULT)
             found.append(row)
         return sorted(found, key=lambda row: (float(row[f"lost_{HORIZONS[0]}"]), row["entrant"]))
+
+    def _ranks(self) -> dict[str, int]:
+        """Of those that search, {name: rank}."""
+        searching = {name: scores for name, scores in self.scores.items() if name not in UNRANKED and len(scores.gain)}
+        most = max((len(scores.gain) for scores in searching.values()), default=0)
+        full = {name: scores for name, scores in searching.items() if len(scores.gain) == most}
+        rank = ranks(full) if full else {}
+        for name in searching.keys() - full.keys():  # those with fewer jobs: behind all that are surely better
+            rank[name] = 1 + sum(self.against(name, other)["steps_ci95"][0] > 0 for other in full)
+        return rank
 
     def _equal_jobs(self) -> None:
         """Where all entrants played the same part of the suite, those that read the truth are judged on it too."""
