@@ -139,10 +139,14 @@ class Publisher:
             self.generation += 1
             self._folder.table.publish(table(self.generation, self._trial_steps))
             self.published[self.generation] = time.monotonic()
-            while self.alive and self._server.values.get("in force") != str(self.generation):
+            # A first trial may come and go between two steps, when nobody knows yet how many calls a step has.
+            until = time.monotonic() + max(1.0, 5 * self._every_s)
+            while self.alive and time.monotonic() < until:
+                if self._server.values.get("in force") == str(self.generation):
+                    self.in_force[self.generation] = time.monotonic()
+                    time.sleep(self._every_s)
+                    break
                 time.sleep(0.002)
-            self.in_force[self.generation] = time.monotonic()
-            time.sleep(self._every_s)
 
 
 Program = Callable[[LightRank], None]
