@@ -87,7 +87,7 @@ def test_a_trial_that_came_and_went_between_two_steps_is_published_anew(world, m
     job, ring, said = world
     job.window({}, 4)
     monkeypatch.setattr(pauses, "UNSEEN_S", 0.01)
-    end = under(1, ring)
+    end = under(0, ring)
     published = job.publish
 
     def heard(*args):
