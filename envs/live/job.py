@@ -83,8 +83,7 @@ class Job(Reader):
         self.memory_pressure = 0.0  # memory used / total on the fullest GPU, 0 = unknown
         self.thin = False  # the search is over: write events whose kernels were timed, and keep none
         self.rhythm = Rhythm()
-        # The table published last, where it is no trial. Where none ever was NCCL's own choice is in force.
-        self._to_stay: dict[Slot, Decision] | None = None if self.generation else {}
+        self._to_stay: dict[Slot, Decision] | None = None if self.generation else {}  # published last, where no trial
         self._told = ""
         self._taken = time.monotonic()
         self._events: deque[pd.DataFrame] = deque()
