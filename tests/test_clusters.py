@@ -230,7 +230,7 @@ def test_the_command_lists_and_forgets(kept, tmp_path):
 def test_a_second_job_is_no_worse_for_its_memory(kind):
     """Simulated pairs of jobs, every step billed: with the table of the first and, on the same draws, without."""
     rng = np.random.default_rng(7)
-    first = draw_jobs(STANDARD.only("plain"), rng, 24)
+    first = draw_jobs(STANDARD.only("plain"), rng, 60)
     tables = [search.confirmed for search in _played(first, None)[1].searches]
     second = first.take(slice(None))
     if kind != "the same job":

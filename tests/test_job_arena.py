@@ -94,13 +94,16 @@ def test_a_decision_that_takes_long_is_the_policys_fault_where_it_kept_a_process
 
 @pytest.mark.slow
 def test_where_nothing_helps_nothing_is_gained_and_little_lost(calm):
-    """A/A: every config is the default. The jobs themselves are left as they were."""
+    """A/A: every config is the default, but for what the first use of an algorithm costs. The jobs themselves are left
+    as they were."""
     jobs = without_gain(calm[0])
     at = jobs.at.copy()
     for policy in (Idle(), ExpectedImprovement()):
         scores = played(policy, jobs, jobs.default_us)
         assert (jobs.at == at).all()
-        assert scores.lost == pytest.approx(0, abs=1e-3) and scores.gain == pytest.approx(0, abs=1e-6)
+        most = 0.0 if isinstance(policy, Idle) else 1.0
+        assert scores.lost.min() > -1e-3 and scores.lost.max() < most + 1e-3
+        assert scores.gain == pytest.approx(0, abs=1e-6)
         assert np.isfinite(scores.verdict).all() and not (scores.is_harmed | scores.is_harsh).any()
 
 

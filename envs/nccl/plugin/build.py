@@ -15,8 +15,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from .private import private_folder
-
 HERE = Path(__file__).parent
 SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "next_tuner.c", "profiler.c", "chain.c")
 HEADERS = ("abi.h", "plugin.h")
@@ -54,6 +52,8 @@ def compiler() -> list[str]:
 
 def cache_folder() -> Path:
     """Where built files are kept: ``$XDG_CACHE_HOME/dynamiccl``, else ``~/.cache/dynamiccl``, else the temp folder."""
+    from .private import private_folder  # here: setup.py runs this file before there is a package
+
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     temp = Path(tempfile.gettempdir()) / f"dynamiccl-{os.geteuid()}"
     for folder in (Path(base) / "dynamiccl", temp / "cache"):
