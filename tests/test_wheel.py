@@ -72,7 +72,7 @@ def test_the_wheel_is_of_the_machine_that_the_compiler_compiles_for(tmp_path):
 @pytest.mark.slow
 def test_a_cross_compiler_makes_the_wheel_of_another_machine(tmp_path):
     if shutil.which("aarch64-linux-gnu-gcc") is None or platform.machine() != "x86_64":
-        pytest.skip("no cross compiler from x86-64 to aarch64 here")
+        pytest.skip("a cross compiler from x86-64 to aarch64 is not installed")
     name, plugin = made_with("aarch64-linux-gnu-gcc", tmp_path)
     assert name.endswith("-linux_aarch64.whl") and plugin[:4] == b"\x7fELF"
     assert int.from_bytes(plugin[18:20], "little") == 183  # EM_AARCH64
