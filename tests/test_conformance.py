@@ -93,8 +93,10 @@ class Told(live.Job):
 
     def poll(self):
         if self.answers is not None:
-            generation, table = self.folder.table.read()
-            assert decode_table(table).generation == generation
+            generation = 0  # default steps before the first table need none
+            if (published := self.folder.table.read()) is not None:
+                generation, table = published
+                assert decode_table(table).generation == generation
             (window, events), self.answers = self.answers, None
             until = int(window.steps[0]) - self.discarded - 1
             for step in range(self.n + 1, int(window.steps[-1]) + 1):
