@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_plugin_static import run
+from test_plugin_static import run, small_gathers
 
 JOB = Path(__file__).with_name("probe_ranks.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(JOB), "plain")
@@ -19,9 +19,7 @@ SOON = {"OMP_NUM_THREADS": "1"}
 
 @pytest.fixture
 def table(tmp_path):
-    path = tmp_path / "t.csv"
-    path.write_text("allgather,0,65536,ring,simple,4,-1,-1\n")
-    return str(path)
+    return str(small_gathers(tmp_path))
 
 
 def last_line(done: subprocess.CompletedProcess) -> str:

@@ -122,8 +122,9 @@ def without(missing, words):
 
 def test_the_nodes_of_a_job_have_the_commands_that_they_need_with_numpy_alone(tmp_path):
     """Before: `doctor`, `apply`, `env`, even `--help`, answered only "the command line needs more than the probe"."""
-    table, bare = tmp_path / "t.csv", [*HEAVY, "torch", "pynvml"]
-    table.write_text("allgather,0,65536,ring,simple,4,-1,-1\n")
+    table, bare = tmp_path / "t.json", [*HEAVY, "torch", "pynvml"]
+    rule = {"func": "all_gather", "max_bytes": 65536, "algo": "ring", "proto": "simple", "n_channels": 4}
+    table.write_text(json.dumps({"dynamiccl_table": 1, "rules": [rule]}))
     for words in (["--help"], ["tune", "--help"], ["doctor", "--table", str(table)]):
         assert without(bare, words).returncode == 0
     done = without(bare, ["env", "--json"])

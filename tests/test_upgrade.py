@@ -1,4 +1,4 @@
-"""Upgrades: every changed cell of two releases' plans is found and no other. Tables travel to NCCL's variables."""
+"""Upgrades: every changed cell of two releases' plans is found and no other."""
 
 import csv
 import json
@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 from command import invoke
-from dynamiccl.envs.nccl.table_env import from_env, to_env
-from dynamiccl.envs.nccl.tables import load_table
-from dynamiccl.traces.records import Decision, Rule, Table
 
 DATA = Path(__file__).parent / "data"
 FUNCS = {"AllGather": "all_gather", "ReduceScatter": "reduce_scatter"}
-ALL = 2**63 - 1
 
 
 def run(*words):
@@ -85,32 +81,8 @@ def test_bad_arguments_are_one_line(words, says):
     assert done.exit_code == 2 and says in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_table_goes_to_nccls_variables_and_back_with_what_is_lost(tmp_path):
-    whole = Table(1, (Rule(0, 0, "all_gather", 0, ALL, Decision("nvls", "simple")),
-                      Rule(0, 0, "reduce_scatter", 0, ALL, Decision("ring", "ll"))))  # fmt: skip
-    variables, lost = to_env(whole)
-    assert variables == {
-        "NCCL_ALGO": "allgather:nvls;reducescatter:ring",
-        "NCCL_PROTO": "allgather:simple;reducescatter:ll",
-    }
-    assert len(lost) == 1 and "no longer choose" in lost[0]
-    (tmp_path / "e").write_text("".join(f"export {k}='{v}'\n" for k, v in variables.items()))
-    assert load_table(tmp_path / "e").rules == whole.rules
-    part = Table(1, (Rule(16, 2, "all_gather", 0, 1 << 20, Decision("ring", "ll128", 8)),
-                     Rule(16, 2, "all_gather", (1 << 20) + 1, ALL, Decision("ring", "simple"))))  # fmt: skip
-    variables, lost = to_env(part)
-    assert variables["NCCL_PROTO"] == "allgather:ll128,simple"
-    said = " ".join(lost)
-    for word in ("for all sizes", "16 ranks", "8 channels", "LL128 is safe", "one mask"):
-        assert word in said
-    with pytest.raises(ValueError, match="are a mask"):
-        from_env("NCCL_ALGO=allgather:ring\nNCCL_PROTO=allgather:ll128,simple")
-    with pytest.raises(ValueError, match="not for one collective"):
-        from_env("NCCL_ALGO=ring\nNCCL_PROTO=ll")
-
-
 @pytest.mark.parametrize("text", ['{"dynamiccl_table": ' + "[" * 200_000, "{" + " " * (5 << 20)])
 def test_a_hostile_table_is_one_line(tmp_path, text):
     (tmp_path / "t.json").write_text(text)
-    result = invoke(["apply", str(tmp_path / "t.json"), "--convert", "csv"])
+    result = invoke(["apply", str(tmp_path / "t.json"), "--", "true"])
     assert result.exit_code == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1

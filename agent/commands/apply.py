@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from . import Argument, Force, Headroom, Option, fail, refuse_traps, refusing
 
@@ -13,16 +13,8 @@ if TYPE_CHECKING:
 
 
 def apply(
-    table: Annotated[
-        Path, Argument(help="A table: our JSON, the CSV of NVIDIA's tuner plugin, NCCL_ALGO= lines, or a run's folder.")
-    ],
+    table: Annotated[Path, Argument(help="A table, or the folder of a run that left one.")],
     command: Annotated[list[str] | None, Argument(help="The job, after --. Any program that uses NCCL.")] = None,
-    ranks: Annotated[int | None, Option(help="Ranks of its communicators, where lines need it.")] = None,
-    nodes: Annotated[int | None, Option(help="Nodes of them, where lines need it.")] = None,
-    convert: Annotated[
-        Literal["json", "csv", "env"] | None,
-        Option(metavar="FORMAT", help="Only print the table: json, csv (NVIDIA's) or env (NCCL_ALGO)."),
-    ] = None,
     gate: Annotated[bool, Option(help="Without it: not for PyTorch's training loops, see above.")] = True,
     headroom: Headroom = None,
     force: Force = False,
@@ -40,35 +32,24 @@ def apply(
     \b
     dynamiccl apply runs/tune/latest -- torchrun --nproc-per-node 8 train.py
     dynamiccl apply table.json --no-gate -- mpirun ... all_gather_perf
-    dynamiccl apply nccl_tuner.conf --ranks 16 --nodes 2 --convert json
     """
     import os
     import shutil
 
     from ...envs.nccl.plugin.build import PluginBuildError, nccl_env, plugin_path
     from ...envs.nccl.shm import MAX_RULES, encode_table
-    from ...envs.nccl.table_env import to_env
-    from ...envs.nccl.table_json import to_json
-    from ...envs.nccl.tables import load_table, to_csv
+    from ...envs.nccl.tables import load_table
     from ..daemon.launcher import say
 
     with refusing(OSError, ValueError, PluginBuildError):
-        loaded = load_table(table, n_ranks=ranks, n_nodes=nodes)
-        if convert is not None:
-            if convert == "env":
-                variables, lost = to_env(loaded)
-                print("".join(f"# lost: {text}\n" for text in lost), end="")
-                print("".join(f"{key}='{value}'\n" for key, value in variables.items()), end="")
-            else:
-                print(to_json(loaded) if convert == "json" else to_csv(loaded), end="")
-            return
+        loaded = load_table(table)
         most = MAX_RULES if gate else 1024
         if len(loaded.rules) > most:
             cure = "; up to 1024 with --no-gate" if gate else ""
             fail(f"{table}: {len(loaded.rules)} rules, at most {most} can be applied{cure}")
         path, message = plugin_path(), encode_table(loaded)
     if not command:
-        fail("say what to run, after --, or --convert json to look at the table")
+        fail("say what to run, after --")
     program = shutil.which(command[0])
     if program is None:
         fail(f"{command[0]} is not a program that can be run")

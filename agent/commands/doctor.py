@@ -12,8 +12,6 @@ from . import Argument, Json, Option, refusing
 def doctor(
     command: Annotated[list[str] | None, Argument(help="The job, after --; it is only read, not run.")] = None,
     table: Annotated[Path | None, Option(help="Also check this table against the environment.")] = None,
-    ranks: Annotated[int | None, Option(help="Ranks of the job, for a table that depends on it.")] = None,
-    nodes: Annotated[int | None, Option(help="Nodes of the job, for a table that depends on it.")] = None,
     trace: Annotated[Path | None, Option(help="Also look for a slow rank in this trace, recording or run.")] = None,
     json: Json = False,
 ) -> None:
@@ -32,7 +30,7 @@ def doctor(
         from ...envs.nccl.tables import load_table
 
         with refusing(ValueError):
-            loaded = load_table(table, n_ranks=ranks, n_nodes=nodes)
+            loaded = load_table(table)
     facts = gather(command, loaded)
     findings, looked_at = examine(facts), checked(facts)
     if trace:
