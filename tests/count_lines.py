@@ -10,14 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: Folder -> most lines of (Python, C). Whoever adds beyond these takes something away first.
 CEILINGS = {
-    "agent": (8_020, 0),
+    "agent": (7_995, 0),
     "envs": (5_220, 0),
-    "envs/nccl": (2_760, 2_245),
-    "envs/sim": (3_075, 165),
-    "traces": (2_740, 0),
+    "envs/nccl": (2_580, 2_245),
+    "envs/sim": (3_070, 165),
+    "traces": (2_735, 0),
     "zero_workload": (2_860, 0),
 }
-IN_ALL = (24_665, 2_410)
+IN_ALL = (24_455, 2_410)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 
