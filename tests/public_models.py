@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from dynamiccl.zero_workload.job.model import Experts, ModelConfig, Transformer
+from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
 from torch import nn
 
 
@@ -84,17 +85,31 @@ class _GatedMLP(nn.Module):
         return out
 
 
-class _GatedExperts(Experts):
-    """SiLU-gated experts, two of which serve a token."""
+class _GatedExperts(nn.Module):
+    """SiLU-gated MLPs in place of a block's one, [batch, seq, width] to the same; two of them serve a token.
 
-    top = 2
+    The router's best experts take a token unless they have 1.25 times their fair share of that sequence already; the
+    rest pass by on the residual. No shape depends on the data.
+    """
 
     def __init__(self, width: int, experts: int, hidden: int) -> None:
-        with torch.device("meta"):
-            super().__init__(width, experts)
+        super().__init__()
         self.router = nn.Linear(width, experts, bias=False)
         self.up, self.gate = (nn.Parameter(torch.empty(experts, width, hidden)) for _ in range(2))
         self.down = nn.Parameter(torch.empty(experts, hidden, width))
 
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
-        return F.silu(x @ self.gate) * (x @ self.up)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, width = x.shape
+        experts = len(self.up)
+        room = math.ceil(1.25 * seq * 2 / experts)
+        weight, chosen = (t.flatten(1) for t in self.router(x).softmax(-1).topk(2))
+        picked = (chosen[..., None] == torch.arange(experts, device=x.device)).long()
+        before = (picked.cumsum(1) * picked).sum(-1) - 1  # tokens of the sequence that chose the same
+        place = torch.where(before < room, chosen * room + before, experts * room)[..., None].expand(-1, -1, width)
+        slots = x.new_zeros(batch, experts * room + 1, width)
+        slots = slots.scatter(1, place, x.repeat_interleave(2, 1))[:, :-1].view(batch, experts, room, width)
+        slots = slots.transpose(0, 1).flatten(1, 2)  # [experts, batch * room, width]
+        done = (F.silu(slots @ self.gate) * (slots @ self.up)) @ self.down
+        done = done.view(experts, batch, room, width).transpose(0, 1).flatten(1, 2)
+        out = F.pad(done, (0, 0, 0, 1)).gather(1, place) * weight[..., None]
+        return out.unflatten(1, (seq, 2)).sum(2)

@@ -15,7 +15,6 @@ from dry_run import Call, CollectiveLog
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.job.data import Corpus
 from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
-from dynamiccl.zero_workload.job.optim import Adan, Lion
 from dynamiccl.zero_workload.job.planner import Request, held_and_sent
 from test_zero import TINY, adamw
 from torch import nn
@@ -112,8 +111,7 @@ def test_hand_example(stage: int, by_layer: bool, two: World) -> None:
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], int]] = {
     "adam": (adamw(1e-3), 12),
-    "adan": (partial(Adan, previous_dtype=torch.bfloat16), 18),
-    "lion": (Lion, 8),
+    "momentum": (partial(torch.optim.SGD, lr=1e-3, momentum=0.9), 8),
 }
 
 

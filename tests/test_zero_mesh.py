@@ -1,11 +1,9 @@
-"""Jobs cut in more ways than one: replicas of shards (HSDP), other reductions, experts."""
+"""Jobs cut in more ways than one: replicas of shards (HSDP), other reductions."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch.distributed as dist
 from dry_run import Call, CollectiveLog
 from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload.job import train as train_module
-from dynamiccl.zero_workload.job.model import Experts, Transformer
+from dynamiccl.zero_workload.job.model import Transformer
 from dynamiccl.zero_workload.job.parallel import Cut, subgroup
 from peers import Peer, mesh_of
 from test_zero import TINY, adamw, run, train_alone
@@ -114,8 +112,6 @@ def reduced(settings: dict[str, Any], steps: int) -> tuple[list[float], Bytes, d
     engine = zero(model, adamw(1e-2), **settings)
     losses = run(engine, range(steps), accumulation=accumulation)
     bytes_of = traffic(engine, names, accumulation)
-    if settings.get("offload"):
-        assert all(b.master is not None and b.master.data_ptr() != b.shard.data_ptr() for b in engine.buckets)
     return losses, bytes_of, engine.memory(), sum(b.numel for b in engine.buckets)
 
 
@@ -147,12 +143,9 @@ def test_stage_2_without_synchronising_reduces_once_a_step(two: World) -> None:
     assert theirs == pytest.approx(alone, rel=1e-5)
 
 
-def test_offload_and_a_communicator_for_reduce_scatters_change_no_digit(two: World) -> None:
+def test_a_communicator_for_reduce_scatters_changes_no_digit(two: World) -> None:
     plain: dict[str, Any] = {"stage": 3, "keep_last": False, "max_norm": 0.5}
-    losses, sent, memory, numel = two.run(reduced, plain, 5)[0]
-    offloaded, same, there, _ = two.run(reduced, {**plain, "offload": True}, 5)[0]
-    assert (offloaded, same) == (losses, sent)
-    assert there == {"weights": memory["weights"], "gradients": memory["gradients"], "offloaded": 12 * numel // 2}
+    losses, sent, _, numel = two.run(reduced, plain, 5)[0]
     beside, apart, _, _ = two.run(reduced, {**plain, "apart": True}, 5)[0]
     assert beside == losses
     scattered = ("all", "reduce_scatter")
@@ -189,15 +182,12 @@ def job(arguments: list[str], folder: str) -> tuple[list[float], Bytes, dict[str
         one._step(9)[1].wait()
     engine: Engine = one.engine
     names = {engine.comm.group.group_name if engine.comm.group else "0": "shard"}
-    for comm, name in ((engine.comm.replicas, "replicas"), (engine.reducer.experts, "experts")):
-        if comm and comm.group:
-            names[comm.group.group_name] = name
+    if engine.comm.replicas and engine.comm.replicas.group:
+        names[engine.comm.replicas.group.group_name] = "replicas"
     total: Bytes = Counter()
     for call in without_note(log.calls, engine):
         if call.n_bytes != 4 * 5:  # the losses
-            shared = call.group in names  # among those that share a model all-to-alls are such
-            func = OVER_GLOO.get(call.func, call.func) if shared else call.func
-            total[names.get(call.group, "model"), func] += call.n_bytes
+            total[names.get(call.group, "all"), OVER_GLOO.get(call.func, call.func)] += call.n_bytes
     losses = [json.loads(line)["loss"] for line in Path(folder, "log").read_text().splitlines()[1:]]
     return losses, total, engine.memory()
 
@@ -205,40 +195,23 @@ def job(arguments: list[str], folder: str) -> tuple[list[float], Bytes, dict[str
 LAYERS, WIDTH, SEQ, BYTES = 2, 32, 32, 256
 # Bytes of parameters, of a layer's matrices and norms, embeddings, the last norm and the head; none needs padding.
 DENSE = 4 * (LAYERS * (12 * WIDTH**2 + 13 * WIDTH) + (2 * BYTES + SEQ + 2) * WIDTH)
-BESIDE_EXPERTS = DENSE - 4 * LAYERS * (8 * WIDTH**2 + 5 * WIDTH) + 4 * LAYERS * 4 * WIDTH  # no MLP, a router
-EXPERTS = LAYERS * 4 * 2 * 4 * WIDTH**2 * 4
-SENT = LAYERS * 4 * (4 * math.ceil(1.25 * SEQ / 4)) * 2 * WIDTH * 4  # to four experts and back, both ways
-
-#: arguments -> bytes of dense parameters here, of experts here, ranks that share each, replicas; what the model sends.
-CUTS: dict[str, tuple[int, int, int, int, int, dict[str, int]]] = {
-    "--batch 2 --hsdp 2": (DENSE, 0, 2, 0, 2, {}),
-    "--batch 2 --experts 4 --expert-parallel 2": (BESIDE_EXPERTS, EXPERTS // 2, 4, 2, 1, {"all_to_all": SENT}),
-    "--batch 2 --experts 4 --expert-parallel 2 --hsdp 2": (BESIDE_EXPERTS, EXPERTS // 2, 2, 1, 2, {"all_to_all": SENT}),
-}
 
 
 @pytest.mark.slow
-def test_the_job_cut_in_any_way_trains_alike_and_sends_what_the_formulas_say(four: World, tmp_path: Path) -> None:
+def test_the_job_cut_by_hsdp_trains_alike_and_sends_what_the_formulas_say(four: World, tmp_path: Path) -> None:
     def run_job(text: str) -> tuple[list[float], Bytes, dict[str, int]]:
         done: tuple[list[float], Bytes, dict[str, int]] = four.run(job, text.split(), str(tmp_path), timeout=300)[0]
         return done
 
-    whole = {kind: run_job(f"--batch 2 --stage 2 {kind}")[0] for kind in ("", "--experts 4")}
-    for text, (dense, experts, ranks, expert_ranks, replicas, model) in CUTS.items():
-        losses, sent, memory = run_job(f"{text} --stage 2")
-        assert losses == pytest.approx(whole["--experts 4" if experts else ""], rel=1e-5), text
-        shard = dense // ranks + (experts // expert_ranks if experts else 0)
-        expected: Bytes = Counter({("model", func): n for func, n in model.items()})
-        expected |= {("shard", func): dense for func in ("reduce_scatter", "all_gather")}
-        if experts:
-            expected |= {("experts", func): experts for func in ("reduce_scatter", "all_gather")}
-        if replicas > 1:
-            expected["replicas", "all_reduce"] = shard
-        assert sent == expected, text
-        assert memory == {"weights": dense + experts, "gradients": shard, "optimizer": 2 * shard}, text
-    for text in ("--batch 2 --hsdp 2", "--experts 4 --expert-parallel 2 --batch 2 --hsdp 2"):
-        losses, *_ = run_job(f"{text} --stage 3 --reduce-scatter-group --offload --clip 100")
-        assert losses == pytest.approx(whole["--experts 4" if "experts" in text else ""], rel=1e-5), text
+    whole = run_job("--batch 2 --stage 2")[0]
+    losses, sent, memory = run_job("--batch 2 --hsdp 2 --stage 2")
+    assert losses == pytest.approx(whole, rel=1e-5)
+    expected: Bytes = Counter({("shard", func): DENSE for func in ("reduce_scatter", "all_gather")})
+    expected["replicas", "all_reduce"] = DENSE // 2
+    assert sent == expected
+    assert memory == {"weights": DENSE, "gradients": DENSE // 2, "optimizer": DENSE}
+    losses, *_ = run_job("--batch 2 --hsdp 2 --stage 3 --reduce-scatter-group --clip 100")
+    assert losses == pytest.approx(whole, rel=1e-5)
 
 
 def losses_of(arguments: str, folder: str) -> list[float]:
@@ -250,11 +223,7 @@ def losses_of(arguments: str, folder: str) -> list[float]:
 
 
 #: How a checkpoint was written at stage 2 -> how else it is read.
-ELSEWHERE = {
-    "--batch 2 --experts 4 --expert-parallel 2": "--batch 2 --experts 4 --expert-parallel 4 --stage 3",
-    "--batch 2 --experts 4 --expert-parallel 2 --hsdp 2": "--batch 2 --experts 4 --stage 1",
-    "--batch 2": "--batch 2 --hsdp 2 --stage 3",
-}
+ELSEWHERE = {"--batch 2 --hsdp 2": "--batch 2 --stage 1", "--batch 2": "--batch 2 --hsdp 2 --stage 3"}
 
 
 @pytest.mark.slow
@@ -272,16 +241,12 @@ def test_a_checkpoint_is_read_where_the_job_is_cut_in_another_way(four: World, t
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--expert-parallel 2", "needs --experts"),
-        ("--experts 4 --expert-parallel 2 --stage 0", "a stage from 1 up"),
-        ("--experts -1", "--experts: a whole number from 0 up"),
         ("--no-sync", "no_sync is stage 2's"),
         ("--recompute -1", "--recompute: a whole number from 0 up, not -1"),
         ("--save-every -1", "--save-every: a whole number from 0 up, not -1"),
         *((f"--clip {x}", f"--clip: a number above 0 .*, not {x}") for x in ("-1", "0", "nan")),
         *((f"--bucket-mb {x}", f"--bucket-mb: a number above 0 .*, not {x}") for x in ("inf", "nan", "0")),
         ("--timeout -5", "--timeout: a number above 0 .*, not -5"),
-        ("--offload --stage 2", "offloaded at stage 3 only"),
     ],
 )
 def test_the_job_refuses(arguments: str, words: str) -> None:
@@ -293,15 +258,11 @@ def refused(make: str) -> str:
     """The message with which a rank refuses ``make``."""
     model = Transformer(TINY)
     try:
-        if make == "experts":
-            Experts(8, 3, dist.group.WORLD)
-        elif make == "tensor parallel":
+        if make == "tensor parallel":
             mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
             zero(parallelize_module(model, mesh, {"head": ColwiseParallel()}), adamw(1e-3), stage=2)
         elif make == "replicas":
             zero(model, adamw(1e-3), stage=1, replicas=dist.group.WORLD)
-        elif make == "no group":
-            zero(Transformer(replace(TINY, experts=2), group=dist.group.WORLD), adamw(1e-3), stage=2)
         elif make == "peer":
             Peer("ddp", model, adamw(1e-3), reduce_dtype=torch.float32, param_dtype=torch.bfloat16)
         else:
@@ -314,10 +275,8 @@ def refused(make: str) -> str:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        ("experts", "3 experts cannot be dealt to 2 ranks"),
         ("tensor parallel", "head.weight is a DTensor, cut up already"),
         ("replicas", "replicas of shards exist at stages 2 and 3"),
-        ("no group", "give expert_group"),
         ("peer", "ddp has none"),
         ("ranks", "2 ranks are not 3 that shard (HSDP)"),
     ],

@@ -38,12 +38,11 @@ class Health:
         # So many ranks hold the same gradient, which counts once.
         self._copies = (1 if stage else self.comm.size) * (replicas.size if replicas else 1)
         self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        self.loss_scale = reducer.settings.loss_scale if torch.float16 in dtypes else None
-        self.skipped = self.good_steps = 0  # steps without an update, and those with one since
+        self.skipped = 0  # steps without an update
 
     def look(self, parts: Sequence[Part]) -> torch.Tensor:
         """After the reductions. Gradients of parameters that no rank used become ``None``. Returns the global norm of
-        the unscaled gradient (scalar), the same on every rank: not finite where backward failed on some rank.
+        the gradient (scalar), the same on every rank: not finite where backward failed on some rank.
         """
         used, device = self.reducer.used, self.reducer.params[0].device
         grads = [part.param.grad for part in parts if part.param.grad is not None]  # that is, all
@@ -55,32 +54,21 @@ class Health:
             seen[-1] = math.nan
         self.comm.agree(seen, dist.ReduceOp.SUM)
         self.reducer.used = [0.0] * len(used)
-        # Experts that several ranks have in one place are different ones: they count as used.
-        shared = [part for part in parts if part.bucket.comm is self.comm and self.comm.backend != "fake"]
-        if not all(used[part.piece.param] for part in shared):
+        if self.comm.backend != "fake" and not all(used[part.piece.param] for part in parts):
             counts = seen.tolist()
-            for part in shared:
+            for part in parts:
                 if not counts[part.piece.param]:
                     part.param.grad = None
-        return seen[-1].sqrt() / (self.loss_scale or 1.0)
-
-    def updated(self) -> None:
-        """After an update: the loss scale is raised now and then."""
-        self.good_steps += 1
-        if self.loss_scale is not None and self.good_steps % 2000 == 0:
-            self.loss_scale *= 2
+        return seen[-1].sqrt()
 
     def skip(self, parts: Sequence[Part], step: int) -> Exception | None:
         """The norm is not finite, which is the same on every rank: what each of them raises. ``None``: this step is
-        skipped, because backward failed on every rank and was caught there, or for a lower loss scale.
+        skipped, because backward failed on every rank and was caught there.
         """
         fine = all(math.isfinite(loss.item()) for loss in self.losses)
         mine = Report(dist.get_rank(), self.reducer.broken, fine, self._not_finite(parts))
         error = self._error(ask(mine, *self.comm.groups), step)
-        if error is None:
-            self.skipped, self.good_steps = self.skipped + 1, 0
-            if self.loss_scale is not None and not self.reducer.broken:
-                self.loss_scale = max(1.0, self.loss_scale / 2)
+        self.skipped += error is None
         return error
 
     def _not_finite(self, parts: Sequence[Part]) -> list[str]:
@@ -97,10 +85,6 @@ class Health:
             what = f"backward failed on ranks {broken} and not on the others at step {step}, which was applied on none"
             return RuntimeError(f"{what}: leave a batch out on every rank, or on none")
         what = f"not finite at step {step}"
-        if self.loss_scale is not None:
-            if self.loss_scale > 1:
-                return None
-            what = f"beyond float16 at step {step}, at the least loss scale"
         ranks = sorted({one.rank for one in everyone if not one.finite})
         if ranks:
             return FloatingPointError(f"the loss is {what} on ranks {ranks}: lower the rate, or look at the data")

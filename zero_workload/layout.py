@@ -5,7 +5,6 @@ shard r. A bucket knows which piece of which parameter lies where in it. A *row*
 allocation and cut into buckets.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -40,10 +39,8 @@ class Settings:
     min_unit: int = MIN_UNIT
     hybrid: int | None = None
     keep_last: bool = True
-    loss_scale: float = 2.0**16
     reduce_dtype: torch.dtype | None = None
     no_sync: bool = False
-    offload: bool = False
     keep_dtypes: bool = False  # the model has several
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:
@@ -59,7 +56,8 @@ class Settings:
         return self.wire(dtype) if self.gradient_accumulation == 1 or self.no_sync else self.master(dtype)
 
     def __post_init__(self) -> None:
-        natural, positive, floating = "a whole number from 0 up", "a whole number from 1 up", "a floating-point dtype"
+        natural, positive = "a whole number from 0 up", "a whole number from 1 up"
+        floating = "a floating-point dtype of more range than float16"
         for name, what, fine in (
             ("stage", "0, 1, 2 or 3", _whole(self.stage) and self.stage <= 3),
             ("prefetch", natural, _whole(self.prefetch)),
@@ -70,7 +68,6 @@ class Settings:
             ("param_dtype", floating, _floating(self.param_dtype)),
             ("reduce_dtype", f"{floating}, or None", self.reduce_dtype is None or _floating(self.reduce_dtype)),
             ("max_norm", "above 0, or None", self.max_norm is None or self.max_norm > 0),
-            ("loss_scale", "1 or more, and finite", 1 <= self.loss_scale < math.inf),
             ("unit", "'block' or 'layer'", self.unit in ("block", "layer")),
         ):
             if not fine:
@@ -79,8 +76,6 @@ class Settings:
             raise ValueError("hybrid says which units stay replicated at stage 3")
         if self.stage != 2 and self.no_sync:
             raise ValueError("no_sync is stage 2's: 0 and 1 reduce once a step anyway, 3 has no room")
-        if self.stage != 3 and self.offload:
-            raise ValueError("optimizer states are offloaded at stage 3 only")
 
 
 def _whole(value: object, least: int = 0) -> bool:
@@ -88,7 +83,7 @@ def _whole(value: object, least: int = 0) -> bool:
 
 
 def _floating(value: object) -> bool:
-    return isinstance(value, torch.dtype) and value.is_floating_point
+    return isinstance(value, torch.dtype) and value.is_floating_point and value != torch.float16
 
 
 class Piece(NamedTuple):
@@ -123,7 +118,6 @@ class Bucket:
     grads: torch.Tensor | None = None  # [numel] local gradients, at stages 0 and 1
     grad_shard: torch.Tensor | None = None  # [S] reduced gradients
     pending: int = 0  # pieces of parameters without a gradient yet in this backward pass
-    comm: Collectives = field(init=False)  # the ranks that share it
 
     def ends(self) -> tuple[int, int]:
         """Its last parameter, and which element of that the last piece begins with."""
@@ -195,7 +189,7 @@ class Row:
         wanted = _up(settings.bucket_bytes, comm.size * ALIGN * dtype.itemsize) // dtype.itemsize
         self.buckets = cut(sizes, self.begins, total, max(1, total if stage == 3 else min(wanted, total)))
         for bucket in self.buckets:
-            bucket.comm, n = comm, bucket.numel // comm.size
+            n = bucket.numel // comm.size
             cut_up = stage == 3 or (stage > 0 and self.trainable)
             bucket.owned = slice(comm.rank * n, (comm.rank + 1) * n) if cut_up else slice(0, bucket.numel)
         exact = torch.zeros(total, dtype=settings.master(dtype), device=params[0].device)
@@ -206,7 +200,7 @@ class Row:
         self.arena = exact.to(dtype)
         for index in indices:
             params[index].data = self.view(self.arena, index)
-        self._hold_weights(exact, stage, settings.offload)
+        self._hold_weights(exact, stage)
         if self.trainable:
             self._hold_gradients(stage, settings.sums(dtype), comm.size)
 
@@ -221,7 +215,7 @@ class Row:
         for bucket, part in zip(self.buckets, self._split(shards, n_ranks), strict=True):
             bucket.grad_shard = part
 
-    def _hold_weights(self, exact: torch.Tensor, stage: int, offload: bool) -> None:
+    def _hold_weights(self, exact: torch.Tensor, stage: int) -> None:
         """Shards and masters, of the weights ``exact`` [all buckets]. Where dtypes agree the two are one.
 
         At stage 3 the shard is all that stays when ``full`` is freed; below it is a view of ``full``.
@@ -234,7 +228,7 @@ class Row:
         for bucket, master in zip(self.buckets, mine, strict=True):
             bucket.shard = master.to(bucket.full.dtype) if stage == 3 else bucket.full[bucket.owned]
             if self.trainable:
-                bucket.master = nn.Parameter(master.to("cpu", copy=True) if offload else master)
+                bucket.master = nn.Parameter(master)
 
     def _split(self, arena: torch.Tensor, over: int = 1) -> tuple[torch.Tensor, ...]:
         return arena.split([b.numel // over for b in self.buckets])

@@ -18,10 +18,8 @@ class Reducer:
     under way at once, so the buffers do not grow with the model.
     """
 
-    def __init__(
-        self, comm: Collectives, experts: Collectives | None, params: Sequence[nn.Parameter], settings: Settings
-    ) -> None:
-        self.comm, self.experts, self.params, self.settings = comm, experts, params, settings
+    def __init__(self, comm: Collectives, params: Sequence[nn.Parameter], settings: Settings) -> None:
+        self.comm, self.params, self.settings = comm, params, settings
         self.micro_batch, self.in_backward = 0, False
         self.broken = False  # a backward pass of this step ended with an error
         self.used = [0.0] * len(params)  # 1: has a gradient on this rank in this step
@@ -31,13 +29,11 @@ class Reducer:
         self._replicas: list[dist.Work] = []
 
     def rows(self, indices: Sequence[int], stage: int) -> list[Row]:
-        """Parameters laid end to end; apart lie the trainable and the frozen, each dtype, and those of experts."""
-        apart: dict[tuple[bool, bool, str], list[int]] = {}
+        """Parameters laid end to end; apart lie the trainable and the frozen, and each dtype."""
+        apart: dict[tuple[bool, str], list[int]] = {}
         for i in indices:
-            param, expert = self.params[i], self.experts is not None and hasattr(self.params[i], "expert")
-            apart.setdefault((not param.requires_grad, expert, str(param.dtype)), []).append(i)
-        comms = self.comm, self.experts or self.comm
-        return [Row(comms[kind[1]], self.params, some, self.settings, stage) for kind, some in sorted(apart.items())]
+            apart.setdefault((not self.params[i].requires_grad, str(self.params[i].dtype)), []).append(i)
+        return [Row(self.comm, self.params, some, self.settings, stage) for _, some in sorted(apart.items())]
 
     def begin_backward(self, index: int | None = None) -> None:
         """Called by whatever sees a backward pass first, and for each parameter (``index``) that has a gradient."""
@@ -63,7 +59,7 @@ class Reducer:
 
     def launch(self, bucket: Bucket) -> None:
         """Start the reduction of ``bucket``. At stages 2 and 3 this frees the gradients it has copied."""
-        comm, size = bucket.comm, bucket.numel // bucket.comm.size
+        comm, size = self.comm, bucket.numel // self.comm.size
         last = self.micro_batch == self.settings.gradient_accumulation - 1
         if bucket.grads is not None:
             local = bucket.grads.to(self.settings.wire(bucket.full.dtype))
@@ -121,5 +117,5 @@ class Reducer:
             bucket.grad_shard.add_(out)
             self.comm.give(out)
         self.comm.give(send)
-        if last and bucket.comm.replicas:  # once a step, while the next bucket's reduce-scatter is under way
-            self._replicas.append(bucket.comm.replicas.all_reduce(bucket.grad_shard))
+        if last and self.comm.replicas:  # once a step, while the next bucket's reduce-scatter is under way
+            self._replicas.append(self.comm.replicas.all_reduce(bucket.grad_shard))

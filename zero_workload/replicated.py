@@ -83,7 +83,7 @@ class Replicated:
         for bucket in self.buckets:
             bucket.publish()
             if self.stage:
-                self._gathers[bucket] = bucket.comm.all_gather(bucket.full, bucket.shard)
+                self._gathers[bucket] = self.reducer.comm.all_gather(bucket.full, bucket.shard)
             if self.stage <= 1:
                 bucket.grad_shard = None
 

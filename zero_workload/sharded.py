@@ -45,7 +45,7 @@ class Sharded:
         if unit.state in (State.SHARDED, State.REDUCED):
             for bucket in unit.buckets:
                 bucket.full.untyped_storage().resize_(bucket.full.nbytes)
-            unit.gathers = [bucket.comm.all_gather(bucket.full, bucket.shard) for bucket in unit.buckets]
+            unit.gathers = [self.comm.all_gather(bucket.full, bucket.shard) for bucket in unit.buckets]
             unit.state = State.GATHERING
 
     def wait(self, unit: Unit) -> None:

@@ -24,7 +24,6 @@ def zero(
     stage: int,
     group: dist.ProcessGroup | None = None,
     replicas: dist.ProcessGroup | None = None,
-    expert_group: dist.ProcessGroup | None = None,
     reduce_scatter_group: dist.ProcessGroup | None = None,
     elementwise: bool | None = None,
     **settings: Any,
@@ -42,8 +41,6 @@ def zero(
         group: the data-parallel ranks, default all.
         replicas: at stages 2 and 3, with ``group`` a node: the ranks that hold the same shards, one of each node
             (HSDP). Gradients are reduce-scattered in ``group``, then their shards all-reduced here, once a step.
-        expert_group: the ranks of ``group`` that hold the same experts (parameters with an attribute ``expert``, as
-            ``job.model.Experts`` makes them): these are sharded over them alone. From stage 1 on.
         reduce_scatter_group: the ranks of ``group`` as a second communicator: NCCL runs what is on one in order, on two
             at once, so that a reduce-scatter does not hold up the gathers behind it.
         elementwise: whether the optimizer looks at each element by itself, as it must. ``None``: what its class says
@@ -51,7 +48,7 @@ def zero(
         settings: any of the following, whose defaults are those of ``layout.Settings``.
         bucket_bytes: bytes that one reduction (stages 0-2) or gather (1-2) moves; at stage 3 it is the unit's size.
         prefetch: at stage 3, units gathered ahead of the one in use.
-        param_dtype: dtype of parameters, gradients and messages. float16 turns dynamic loss scaling on.
+        param_dtype: dtype of parameters, gradients and messages; not float16, which would need a scaled loss.
         gradient_accumulation: backward passes an optimizer step. Stages 0 and 1 add up full gradients and reduce once,
             2 and 3 reduce each pass and add up the shard, in the dtype of what the optimizer updates.
         max_norm: clip the global gradient norm to this.
@@ -60,11 +57,9 @@ def zero(
         hybrid: at stage 3, units below this many elements stay replicated, as at stage 2.
         keep_last: at stage 3, do not free what forward ends with and backward begins with: the last 1 + prefetch units
             and the root's. Saves their second gather at no more memory than backward's own look-ahead takes.
-        loss_scale: the first loss scale at float16; it is never lowered below 1.
         reduce_dtype: dtype in which gradients are sent and summed, default the parameter's. float32 for bfloat16
             parameters doubles the bytes of each reduction, and those of the gradient shard.
         no_sync: at stage 2, add up whole gradients over the micro-batches and reduce once, as stage 1 does.
-        offload: at stage 3, masters and optimizer states live on the CPU, and the optimizer runs there.
 
     Returns:
         The engine: ``engine.backward(loss)`` and ``engine.step()`` in place of ``loss.backward()`` and
@@ -84,16 +79,11 @@ def zero(
     checked = Settings(stage, **settings, keep_dtypes=len(dtypes) > 1)
     if replicas and stage < 2:
         raise ValueError(f"replicas of shards exist at stages 2 and 3, not at {stage}")
-    if expert_group is None and any(hasattr(p, "expert") for p in model.parameters()):
-        raise ValueError("the ranks of `group` hold different experts: give expert_group, those that hold the same")
-    if expert_group and stage == 0:
-        raise ValueError("experts on some of the ranks only are not replicated: take stage 1 to 3")
     comm = Collectives(group, reduce_scatter_group, replicas)
-    experts = Collectives(expert_group, replicas=replicas) if expert_group else None
     groups = group_of(made, model)
     about = {n: (tuple(p.shape), str(p.dtype), groups.get(n, "frozen")) for n, p in model.named_parameters()}
     comm.require_same({"the settings": checked, **about}, "a model or settings")
-    return Engine(model, made, comm, experts, checked)
+    return Engine(model, made, comm, checked)
 
 
 def require_trainable(model: nn.Module) -> None:
@@ -113,12 +103,7 @@ class Engine:
     """Made by ``zero()``. Holds the model, the optimizer over this rank's shards, and what moves between them."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        comm: Collectives,
-        experts: Collectives | None,
-        settings: Settings,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, comm: Collectives, settings: Settings
     ) -> None:
         self.model, self.optimizer, self.comm, self.settings = model, optimizer, comm, settings
         self.steps = 0  # with an update
@@ -127,7 +112,7 @@ class Engine:
         self.shapes = [p.shape for p in self.params]
         for tensor in (*model.buffers(), *(p.detach() for p in self.params if not p.is_floating_point())):
             comm.broadcast(tensor)
-        self.reducer = Reducer(comm, experts, self.params, settings)
+        self.reducer = Reducer(comm, self.params, settings)
         small, large = list[Unit](), list[Unit]()
         for unit in find_units(model, settings.unit, settings.min_unit):
             numel = sum(self.shapes[i].numel() for i in unit.params)
@@ -152,7 +137,7 @@ class Engine:
         model.register_load_state_dict_pre_hook(self._before_loading)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backpropagate ``loss`` (scalar), divided by the accumulation steps and multiplied by the loss scale.
+        """Backpropagate ``loss`` (scalar), divided by the accumulation steps.
 
         An error in it may be caught, on every rank alike: that micro-batch counts, and its step is applied nowhere.
 
@@ -164,20 +149,20 @@ class Engine:
                 f"backward was called {self.reducer.micro_batch} times in this step, which has as many micro-batches: "
                 "add the losses up for one backward, or call engine.step() first"
             )
-        factor = (self.health.loss_scale or 1.0) / self.settings.gradient_accumulation
         self.health.losses.append(loss.detach())
-        (loss if factor == 1.0 else loss * factor).backward()
+        n = self.settings.gradient_accumulation
+        (loss if n == 1 else loss * (1.0 / n)).backward()
 
     def step(self) -> torch.Tensor | None:
         """Reduce, clip, update, publish. Does nothing before the last micro-batch of an accumulation.
 
         Returns:
-            The global gradient norm (scalar, of the unscaled gradient before clipping) with ``max_norm`` or float16,
-            else ``None``. It is not finite when every rank skipped the update: float16 overflowed, or backward failed.
+            The global gradient norm (scalar, before clipping) with ``max_norm``, else ``None``. It is not finite when
+            every rank skipped the update, as backward had failed.
 
         Raises:
-            FloatingPointError: on every rank alike: the gradients are not finite, at float16 not even at the least loss
-                scale. It names the ranks or the parameters. The weights are those of the step before.
+            FloatingPointError: on every rank alike: the gradients are not finite. It names the ranks or the parameters.
+                The weights are those of the step before.
             RuntimeError: on every rank alike: backward failed on some ranks only.
         """
         self.reducer.mend()
@@ -187,9 +172,6 @@ class Engine:
         self.reducer.drain()
         buckets: Any = self.buckets
         exact = {b: b.grad_shard.to(b.master) for b in buckets}  # as the optimizer wants them, where it does
-        for bucket, grads in exact.items():
-            if bucket.comm is not self.comm:
-                grads /= self.comm.size // bucket.comm.size  # an expert's has the tokens of several ranks in it
         for part in self.owned:
             part.param.grad = exact[part.bucket][part.piece.where]
         norm, error = self.health.look(self.owned), None
@@ -204,7 +186,7 @@ class Engine:
         if error:
             raise error
         self.steps += 1
-        return norm if self.settings.max_norm is not None or self.health.loss_scale is not None else None
+        return norm if self.settings.max_norm is not None else None
 
     def publish(self) -> None:
         """Make the master weights what the model computes with; called by ``step``."""
@@ -250,7 +232,7 @@ class Engine:
         return {
             "weights": size(weights),
             "gradients": size(t for b in self.buckets for t in (b.grads, b.grad_shard) if t is not None),
-            "offloaded" if self.settings.offload else "optimizer": masters + size(s for s in states if s.dim()),
+            "optimizer": masters + size(s for s in states if s.dim()),
         }
 
     def _begin_forward(self) -> None:
@@ -259,13 +241,9 @@ class Engine:
         self.sharded.begin_forward()
 
     def _update(self, norm: torch.Tensor) -> None:
-        """Unscale, clip, step."""
-        scale, most = self.health.loss_scale, self.settings.max_norm
-        factor = torch.ones_like(norm) / (scale or 1.0)
-        if most is not None:
-            factor = factor * torch.clamp(most / (norm + 1e-6), max=1.0)
+        """Clip, step."""
+        most = self.settings.max_norm
         grads = [part.param.grad for part in self.owned if part.param.grad is not None]
-        if grads and (most is not None or scale is not None):
-            torch._foreach_mul_(grads, factor.to(grads[0].device))
+        if grads and most is not None:
+            torch._foreach_mul_(grads, torch.clamp(most / (norm + 1e-6), max=1.0))
         self.optimizer.step()
-        self.health.updated()

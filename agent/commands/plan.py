@@ -18,13 +18,11 @@ def plan(
     seq: Annotated[int, Option(help="Tokens in a sequence.")] = 2048,
     batch: Annotated[int, Option(help="Sequences a rank and micro-batch.")] = 1,
     accumulate: Annotated[int, Option(help="Micro-batches a step.")] = 1,
-    optimizer: Annotated[str, Option(help="adam, adan or lion.")] = "adam",
     precision: Annotated[str, Option(help="mixed (16 bit, fp32 master weights) or fp32.")] = "mixed",
     memory: Annotated[float, Option(help="GB that one rank has.")] = 80.0,
     runtime: Annotated[float, Option(help="GB of it that CUDA, NCCL and libraries take.")] = 3.0,
     shard: Annotated[int, Option(help="HSDP: shard over so many ranks, replicate over the rest; 0: all.")] = 0,
     fp32_reduce: Annotated[bool, Option(help="Gradients are reduced in fp32.")] = False,
-    offload: Annotated[bool, Option(help="Optimizer states on the CPU at stage 3.")] = False,
     as_json: Json = False,
 ) -> None:
     """Memory and traffic of ZeRO stages 0 to 3 for a dense transformer of this size, and which stage to use."""
@@ -34,15 +32,15 @@ def plan(
 
     with refusing(ValueError, OverflowError):
         request = Request(
-            params, ranks, layers, hidden, seq, batch, optimizer, precision, memory * 1e9, runtime * 1e9,
-            accumulate, shard, 4 * fp32_reduce, offload,
+            params, ranks, layers, hidden, seq, batch, precision, memory * 1e9, runtime * 1e9,
+            accumulate, shard, 4 * fp32_reduce,
         )  # fmt: skip
         result = estimate(request)
     if as_json:
         print(json.dumps(result, indent=2))
         return
-    print(f"{params / 1e9:g} B parameters on {ranks} ranks, {precision} precision, {optimizer}; GB of a rank:")
-    figures = ("weights", "gradients", "optimizer", "offloaded", "total", "shard_sent", "replicas_sent")
+    print(f"{params / 1e9:g} B parameters on {ranks} ranks, {precision} precision, Adam; GB of a rank:")
+    figures = ("weights", "gradients", "optimizer", "total", "shard_sent", "replicas_sent")
     print("stage", *(f"{name.replace('_', ' '):>9}" for name in figures), "  fits")
     for s in result["stages"]:
         row = [f"{s[f'{name}_bytes'] / 1e9:.4g}".rjust(max(9, len(name))) for name in figures]

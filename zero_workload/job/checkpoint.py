@@ -1,7 +1,7 @@
 """Sharded checkpoints through ``torch.distributed.checkpoint``: each rank writes the elements that it owns.
 
-On disk a parameter, and each optimizer state of it, is one flat tensor under the parameter's name (all experts of a
-layer in one), whatever stage and number of ranks wrote it; so any other stage and number can read it.
+On disk a parameter, and each optimizer state of it, is one flat tensor under the parameter's name, whatever stage and
+number of ranks wrote it; so any other stage and number can read it.
 """
 
 import json
@@ -51,13 +51,6 @@ class _Pieces(torch.Tensor):
         return self.parts[index.offset[0]]
 
 
-def _place(engine: Engine, number: int) -> tuple[torch.Size, int]:
-    """Shape of a parameter on disk, and which element of it comes first here: of a layer's experts some are here."""
-    place, places = getattr(engine.params[number], "expert", (0, 1))
-    shape = engine.shapes[number]
-    return torch.Size([places * n if i == 0 else n for i, n in enumerate(shape)]), place * shape.numel()
-
-
 def _state(engine: Engine) -> dict[str, Any]:
     """Views of everything that a checkpoint holds, by ``kind/name of the parameter``.
 
@@ -66,9 +59,9 @@ def _state(engine: Engine) -> dict[str, Any]:
     found: dict[str, Any] = {f"buffer/{name}": buffer for name, buffer in engine.model.named_buffers()}
 
     def add(kind: str, piece: Piece, tensor: torch.Tensor) -> None:
-        shape, first = _place(engine, piece.param)
-        pieces = found.setdefault(f"{kind}/{engine.names[piece.param]}", _Pieces.of(shape.numel()))
-        pieces.parts[first + piece.start] = tensor.detach().view(-1)
+        numel = engine.shapes[piece.param].numel()
+        pieces = found.setdefault(f"{kind}/{engine.names[piece.param]}", _Pieces.of(numel))
+        pieces.parts[piece.start] = tensor.detach().view(-1)
 
     for _, piece, param in engine.owned:
         for name, value in {"parameter": param, **engine.optimizer.state.get(param, {})}.items():
@@ -122,9 +115,8 @@ def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
         state_dict_saver.save(_state(engine), checkpoint_id=partial, process_group=engine.comm.group)
 
     def end() -> None:
-        meta = {"step": step, "shapes": {name: _place(engine, i)[0] for i, name in enumerate(engine.names)}}
-        meta |= {name: getattr(engine.health, name) for name in ("loss_scale", "good_steps", "skipped")}
-        meta["optimizer"] = type(engine.optimizer).__name__
+        meta: dict[str, Any] = {"step": step, "shapes": dict(zip(engine.names, engine.shapes, strict=True))}
+        meta |= {"skipped": engine.health.skipped, "optimizer": type(engine.optimizer).__name__}
         meta["rates"] = [float(group.get("lr", 0)) for group in engine.optimizer.param_groups]
         (partial / "meta.json").write_text(json.dumps(meta))
         shutil.rmtree(done, ignore_errors=True)
@@ -169,8 +161,6 @@ def load(engine: Engine, folder: Path) -> int:
     engine.synchronize()
     _make_states(engine, newest)
     _read(engine, _state(engine), newest)
-    if engine.health.loss_scale is not None and meta["loss_scale"] is not None:
-        engine.health.loss_scale, engine.health.good_steps = meta["loss_scale"], meta["good_steps"]
     engine.steps, engine.health.skipped = int(meta["step"]), meta.get("skipped", 0)
     for group, rate in zip(engine.optimizer.param_groups, meta.get("rates", ()), strict=False):
         if "lr" in group:
@@ -182,7 +172,7 @@ def load(engine: Engine, folder: Path) -> int:
 
 def _require_alike(engine: Engine, folder: Path, meta: dict[str, Any]) -> None:
     """Raise ValueError where the checkpoint is of another model or optimizer."""
-    there, here = meta["shapes"], {name: list(_place(engine, i)[0]) for i, name in enumerate(engine.names)}
+    there, here = meta["shapes"], {name: list(shape) for name, shape in zip(engine.names, engine.shapes, strict=True)}
     for name in sorted({*there, *here}):
         if there.get(name) != here.get(name):
             raise ValueError(f"{folder} is of another model: {name} is {there.get(name)}, not {here.get(name)}")

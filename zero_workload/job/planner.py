@@ -12,26 +12,17 @@ from typing import Any
 
 from .parallel import Cut
 
-#: Bytes a parameter: weight, gradient, and what the optimizer adds (master weight included in mixed precision).
-STATE = {
-    ("mixed", "adam"): (2, 2, 12),
-    ("mixed", "adan"): (2, 2, 18),
-    ("mixed", "lion"): (2, 2, 8),
-    ("fp32", "adam"): (4, 4, 8),
-    ("fp32", "adan"): (4, 4, 16),
-    ("fp32", "lion"): (4, 4, 4),
-}
+#: Bytes a parameter: weight, gradient, and what Adam adds (master weight included in mixed precision).
+STATE = {"mixed": (2, 2, 12), "fp32": (4, 4, 8)}
 #: Bytes of a bucket of gradients, the engine's own default.
 BUCKET = 25 * 2**20
 #: Fields of ``Request`` that may be 0; the others start at 1.
-_MAY_BE_0 = ("hidden", "runtime", "shard", "reduce_bytes", "offload")
+_MAY_BE_0 = ("hidden", "runtime", "shard", "reduce_bytes")
 
 
-def stage_bytes(
-    params: float, ranks: int, stage: int, precision: str = "mixed", optimizer: str = "adam"
-) -> tuple[float, float, float]:
+def stage_bytes(params: float, ranks: int, stage: int, precision: str = "mixed") -> tuple[float, float, float]:
     """Bytes a rank holds at rest for weights, gradients and optimizer at ``stage`` (0 to 3)."""
-    sizes = zip(STATE[precision, optimizer], (3, 2, 1), strict=True)  # each is sharded from that stage on
+    sizes = zip(STATE[precision], (3, 2, 1), strict=True)  # each is sharded from that stage on
     weights, gradients, states = (n * params / (ranks if stage >= least else 1) for n, least in sizes)
     return weights, gradients, states
 
@@ -56,7 +47,6 @@ class Request:
         accumulate: micro-batches a step. Above 1, stages 2 and 3 keep their gradient shards in fp32.
         shard: HSDP, at stages 2 and 3: ranks over which it shards, the rest are replicas; 0: all.
         reduce_bytes: of an element of gradients on their way (``reduce_dtype``), 0: as the weights'.
-        offload: at stage 3, masters and optimizer states on the CPU.
     """
 
     params: float
@@ -65,23 +55,20 @@ class Request:
     hidden: int = 0
     seq: int = 2048
     batch: int = 1
-    optimizer: str = "adam"
     precision: str = "mixed"
     memory: float = 80e9
     runtime: float = 3e9
     accumulate: int = 1
     shard: int = 0
     reduce_bytes: int = 0
-    offload: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             least = 0 if name in _MAY_BE_0 else 1
             if not isinstance(value, str) and not least <= value < math.inf:
                 raise ValueError(f"{name} must be a number from {least} on, not {value}")
-        if (self.precision, self.optimizer) not in STATE:
-            known = ", ".join(map(" ".join, STATE))
-            raise ValueError(f"no figures for {self.precision} {self.optimizer}: know {known}")
+        if self.precision not in STATE:
+            raise ValueError(f"precision is one of {', '.join(STATE)}, not {self.precision}")
         Cut(self.ranks, self.shard)  # refuses ranks that cannot be cut so
 
     @property
@@ -98,23 +85,21 @@ def held_and_sent(request: Request, stage: int) -> dict[str, float]:
     """Bytes of a rank at ``stage``.
 
     Returns:
-        ``weights_bytes``, ``gradients_bytes``, ``optimizer_bytes``, ``offloaded_bytes`` at rest; what it sends a step
-        on rings in its shard and to the replicas: ``shard_sent_bytes``, ``replicas_sent_bytes``.
+        ``weights_bytes``, ``gradients_bytes``, ``optimizer_bytes`` at rest; what it sends a step on rings in its shard
+        and to the replicas: ``shard_sent_bytes``, ``replicas_sent_bytes``.
     """
-    r, n, kind, often = request, request.sharing(stage), (request.precision, request.optimizer), request.accumulate
-    params, replicas, weight = r.params, r.ranks // n, STATE[kind][0]
+    r, n, often = request, request.sharing(stage), request.accumulate
+    params, replicas, weight = r.params, r.ranks // n, STATE[r.precision][0]
     wire = r.reduce_bytes or weight
-    weights, gradients, states = stage_bytes(params, n, stage, *kind)
+    weights, gradients, states = stage_bytes(params, n, stage, r.precision)
     if stage >= 2:  # they are kept as they were reduced, sums over micro-batches in fp32
         gradients = (4 if often > 1 else wire) * params / n
     # All gradients are reduced so many times, all parameters gathered; an all-reduce moves twice as much.
     reduced, gathered = ((2, 0), (1, 1), (often, 1), (often, 2 * often))[stage]
-    away = r.offload and stage == 3
     return {
         "weights_bytes": weights,
         "gradients_bytes": gradients,
-        "optimizer_bytes": 0.0 if away else states,
-        "offloaded_bytes": states if away else 0.0,
+        "optimizer_bytes": states,
         "shard_sent_bytes": (n - 1) / n * (reduced * wire + gathered * weight) * params,
         "replicas_sent_bytes": 2 * (replicas - 1) / replicas * gradients,
     }
@@ -135,7 +120,7 @@ def checkpointed_bytes(request: Request) -> float:
     one_input = r.batch * r.seq * r.width
     attention = r.batch * max(1, r.width // 128) * r.seq**2
     elements = math.ceil(r.layers / every) * one_input + every * (14 * one_input + attention)
-    return STATE[r.precision, r.optimizer][0] * elements
+    return STATE[r.precision][0] * elements
 
 
 def estimate(request: Request) -> dict[str, Any]:
@@ -147,7 +132,7 @@ def estimate(request: Request) -> dict[str, Any]:
         flight and gathered layers) and whether it ``fits``; ``recommended_stage`` (``None``: nothing fits), ``reason``.
     """
     r, activations = request, checkpointed_bytes(request)
-    layer = STATE[r.precision, r.optimizer][0] * r.params / r.layers
+    layer = STATE[r.precision][0] * r.params / r.layers
     stages: list[dict[str, Any]] = []
     for stage in range(4):
         found = held_and_sent(r, stage)

@@ -24,12 +24,10 @@ from ..zero import Engine, zero
 from .data import Corpus
 from .launch import LAUNCHER, Failed, launch, report
 from .model import ModelConfig, Transformer
-from .optim import Adan, Lion
 from .parallel import Cut
 from .planner import advice
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-OPTIMIZERS: dict[str, Any] = {"adamw": partial(torch.optim.AdamW, fused=True), "adan": Adan, "lion": Lion}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: Embedding and head of a small model are messages of their own here, so that it emits several sizes as a large one.
 MIN_UNIT = 2**13
 
@@ -82,15 +80,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--unit", choices=("block", "layer"), default="block", help="what stage 3 gathers at once")
     p.add_argument("--prefetch", type=whole, default=1, help="units stage 3 gathers ahead")
     p.add_argument("--hybrid", type=whole, metavar="N", help="at stage 3, replicate units below N elements")
-    p.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="what updates the weights")
     p.add_argument("--recompute", type=whole, default=0, metavar="N", help="blocks recomputed at a time, in backward")
     p.add_argument("--hsdp", type=count, metavar="N", help="shard over N ranks, a node's, and replicate over the rest")
     p.add_argument("--reduce-dtype", choices=tuple(DTYPES), help="dtype gradients are reduced in; default --dtype")
     p.add_argument("--reduce-scatter-group", action="store_true", help="a communicator of its own for reduce-scatters")
     p.add_argument("--no-sync", action="store_true", help="stage 2 reduces once a step, not in each micro-batch")
-    p.add_argument("--offload", action="store_true", help="stage 3 keeps master weights and optimizer on the CPU")
-    p.add_argument("--experts", type=whole, default=0, metavar="N", help="a mixture of N experts in each block")
-    p.add_argument("--expert-parallel", type=count, default=1, metavar="N", help="ranks that share the experts")
     p.add_argument("--save", type=Path, metavar="FOLDER", help="write checkpoints there, and at the end")
     p.add_argument("--save-every", type=whole, default=0, metavar="N", help="also every N steps")
     p.add_argument("--resume", type=Path, metavar="FOLDER", help="go on from the newest checkpoint there")
@@ -111,11 +105,9 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("this machine has no GPU that PyTorch can use: take --backend gloo --device cpu")
     if args.backend == "nccl" and args.device == "cpu":
         raise ValueError("backend nccl needs --device cuda")
-    if args.expert_parallel > 1 and (args.experts == 0 or args.stage == 0):
-        raise ValueError("--expert-parallel needs --experts and a stage from 1 up")
-    shape = {name: getattr(args, name) for name in ("layers", "width", "heads", "seq", "experts", "recompute")}
+    shape = {name: getattr(args, name) for name in ("layers", "width", "heads", "seq", "recompute")}
     args.model = ModelConfig(**shape)
-    args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "offload", "no_sync")}
+    args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "no_sync")}
     args.zero |= {"param_dtype": DTYPES[args.dtype], "reduce_dtype": DTYPES.get(args.reduce_dtype)}
     args.zero |= {"max_norm": args.clip, "gradient_accumulation": args.accumulate, "min_unit": MIN_UNIT}
     args.zero["bucket_bytes"] = max(1, int(args.bucket_mb * 2**20))
@@ -182,14 +174,11 @@ class Job:
             signal.signal(number, self._stop)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.parent = int(os.environ.get(LAUNCHER, os.getppid()))
-        cut = Cut(self.size, args.hsdp or 0, args.expert_parallel, args.reduce_scatter_group)
-        groups = cut.groups()
+        groups = Cut(self.size, args.hsdp or 0, args.reduce_scatter_group).groups()
         torch.manual_seed(args.seed)
-        model = Transformer(args.model, groups.pop("experts", None)).to(device)
-        self.n_params = sum(p.numel() * (cut.experts if hasattr(p, "expert") else 1) for p in model.parameters())
-        optimizer = partial(OPTIMIZERS[args.optimizer], lr=args.lr)
-        if args.optimizer == "adan":
-            optimizer = partial(optimizer, previous_dtype=DTYPES[args.dtype])
+        model = Transformer(args.model).to(device)
+        self.n_params = sum(p.numel() for p in model.parameters())
+        optimizer = partial(torch.optim.AdamW, fused=True, lr=args.lr)
         self.engine: Engine = zero(model, optimizer, **groups, **args.zero)
         self.first = 0
         if args.resume:
