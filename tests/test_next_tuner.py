@@ -180,22 +180,13 @@ def test_the_offer_tells_what_the_job_does_without_us(beside, tmp_path):
     assert np.array_equal(row["cost_us"], offer(pat_simple=7))
 
 
-def test_chunk_sizes_are_passed_through(beside, tmp_path, capfd):
-    call = ctypes.CFUNCTYPE(
-        ctypes.c_int,
-        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
-        ctypes.POINTER(ctypes.c_size_t),
-    )
-    for fail, size in ((0, MB // 2), (4, 77)):
-        ours, seen, _ = beside(their_tuner(tmp_path, 6, fail, f"libnccl-tuner-chunk{fail}.so"))
-        table = (ctypes.c_void_p * 5).in_dll(ours.shared_object, "ncclTunerPlugin_v6")
-        assert table[4] is None  # NCCL's own chunks
-        comm = Communicator(ours.path, 42, 8, 1, 0, RELEASES[6])
-        chunk = ctypes.c_size_t(77)
-        assert call(table[4])(comm.tuner.context, 2, MB, 1, 2, 1, ctypes.byref(chunk)) == 0
-        assert (chunk.value, seen[3]) == (size, 1)
-        comm.finalize()
-    assert "fails on a chunk's size" in capfd.readouterr().err
+def test_chunk_sizes_stay_nccls_and_that_is_said_once(beside, tmp_path, capfd):
+    ours, seen, _ = beside(their_tuner(tmp_path, 6, 0, "libnccl-tuner-chunks.so"))
+    for _ in range(2):
+        Communicator(ours.path, 42, 8, 1, 0, RELEASES[6]).finalize()
+    table = (ctypes.c_void_p * 5).in_dll(ours.shared_object, "ncclTunerPlugin_v6")
+    assert table[4] is None and seen[3] == 0
+    assert capfd.readouterr().err.count("is not asked for sizes of chunks") == 1
 
 
 SEARCHES = """

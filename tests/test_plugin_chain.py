@@ -120,7 +120,7 @@ def our_records(run: RunFolder) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("mask", [BOTH, COLL_ONLY, KERNEL_ONLY])
 @pytest.mark.parametrize("sampled", [True, False])
-@pytest.mark.parametrize(("release", "version"), [("2.27.7", 4), ("2.28.9", 5), ("2.30.7", 6), ("2.29.7", 5)])
+@pytest.mark.parametrize(("release", "version"), [("2.28.9", 5), ("2.30.7", 6), ("2.29.7", 5)])
 def test_both_see_what_they_ask_for(beside, tmp_path, release, version, sampled, mask):
     ours, seen, run = beside(other(tmp_path, version, mask))
     ours.sample(sampled)
@@ -142,11 +142,11 @@ def test_both_see_what_they_ask_for(beside, tmp_path, release, version, sampled,
 GROUPS, CALLS = 1, 512
 
 
-@pytest.mark.parametrize(("release", "version"), [("2.27.3", 4), ("2.27.7", 4), ("2.28.9", 5), ("2.30.7", 6)])
+@pytest.mark.parametrize(("release", "version"), [("2.28.9", 5), ("2.30.7", 6)])
 @pytest.mark.parametrize("mask", [COLL_ONLY, COLL_ONLY + GROUPS, COLL_ONLY + CALLS, COLL_ONLY + GROUPS + CALLS])
 @pytest.mark.parametrize("captured", [False, True])
 def test_handles_that_we_make_for_nccl_reach_nobody_else(beside, tmp_path, release, version, mask, captured):
-    """Of groups (2.27) and captured calls (later). The other's own come back to it, as parents too."""
+    """Of captured calls. The other's own come back to it, as parents too."""
     ours, seen, run = beside(other(tmp_path, version, mask))
     comm = Communicator(ours.path, 9, 8, 1, 3, release)
     for seq in range(3):
@@ -154,20 +154,20 @@ def test_handles_that_we_make_for_nccl_reach_nobody_else(beside, tmp_path, relea
         comm.stop(comm.start_coll("all_gather", seq, 1000, "int8", 2, 16, "ring", "simple"))
     comm.finalize()
     got = seen()
-    groups, calls = 3 * bool(mask & GROUPS), 3 * bool(mask & CALLS) * (version > 4)
+    groups, calls = 3 * bool(mask & GROUPS), 3 * bool(mask & CALLS)
     assert (got["coll"], got["stop"]) == (3, 3 + groups + calls)
     assert got["alien_handle"] == got["alien_parent"] == got["alien_context"] == 0
     (ring,) = run.rings()
     colls = ring.drain()
     flags = colls[colls["kind"] == rec.COLL]["flags"] & rec.FLAG_CAPTURED
-    assert list(flags) == [rec.FLAG_CAPTURED * (captured and version > 4)] * 3
+    assert list(flags) == [rec.FLAG_CAPTURED * captured] * 3
 
 
 @pytest.mark.parametrize(
     ("release", "version", "options", "said"),
     [
-        ("2.28.9", 4, {}, "has no version 5 or 6"),
-        ("2.27.7", 6, {}, "has no version 4"),
+        ("2.28.9", 4, {}, "has no whole interface of version 5 or 6"),
+        ("2.27.7", 6, {}, "is told of nothing by NCCL 2.27"),
         ("2.29.7", 5, {"state": "0"}, "has no whole interface"),
         ("2.29.7", 6, {"fail_init": 3}, "refuses a communicator"),
     ],

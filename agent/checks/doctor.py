@@ -105,7 +105,7 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
      "that the default stays what the job had", "nothing if that is wanted", NOTE),
     ("NCCL_PROFILER_PLUGIN", lambda f: "dynamiccl" not in f.env.get("NCCL_PROFILER_PLUGIN", "dynamiccl"),
      "NCCL_PROFILER_PLUGIN={NCCL_PROFILER_PLUGIN}: NCCL loads one profiler only; ours takes its place and hands on to "
-     "it what it asks for, if it has the interface version that NCCL calls (4 in 2.27, 5 or 6 later)",
+     "it what it asks for, from NCCL 2.28 on and if it has the interface version 5 or 6",
      "nothing if that is wanted; what it costs is added to the job", NOTE),
     ("NCCL_NET_PLUGIN", lambda f: any(name in f.env.get("NCCL_NET_PLUGIN", "") for name in ("ofi", "aws")),
      "NCCL_NET_PLUGIN={NCCL_NET_PLUGIN} brings a tuner of its own: ours takes its place and asks it first",

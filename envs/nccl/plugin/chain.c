@@ -14,9 +14,7 @@
 #include "plugin.h"
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static const struct nccl_profiler_v4* next_v4;
-static const struct nccl_profiler_v5* next_v5;
-static const struct nccl_profiler_v5* in_use;  // the one of the two whose version NCCL calls
+static const struct nccl_profiler_v5* next;
 static int next_mask;   // what it asks for; it may keep the address and change its mind
 static int no_context;  // stands for a context that is NULL
 static atomic_flag said = ATOMIC_FLAG_INIT;
@@ -55,72 +53,46 @@ static void load(void) {
     leave_out("cannot be loaded");
     return;
   }
-  next_v4 = version(library, "ncclProfiler_v4");
-  next_v5 = version(library, "ncclProfiler_v6");  // v6 has further kinds of events and the layout of v5
-  if (next_v5 == NULL) next_v5 = version(library, "ncclProfiler_v5");
-  if (next_v4 == NULL && next_v5 == NULL) leave_out("has no whole interface of version 4, 5 or 6");
+  next = version(library, "ncclProfiler_v6");  // v6 has further kinds of events and the layout of v5
+  if (next == NULL) next = version(library, "ncclProfiler_v5");
+  if (next == NULL) leave_out("has no whole interface of version 5 or 6");
 }
 
-static void* context_of(int error, void* context) {
-  if (error == NCCL_SUCCESS) return context != NULL ? context : &no_context;
+void* dccl_next_init(int version, const char* name, uint64_t comm_id, int n_nodes, int n_ranks, int rank,
+                     nccl_logger log) {
+  pthread_once(&once, load);
+  if (next == NULL) return NULL;
+  if (version < 5) {
+    leave_out("is told of nothing by NCCL 2.27 beside ours");
+    return NULL;
+  }
+  void* context = NULL;
+  if (next->init(&context, comm_id, &next_mask, name, n_nodes, n_ranks, rank, log) == NCCL_SUCCESS)
+    return context != NULL ? context : &no_context;
   leave_out("refuses a communicator");
   return NULL;
-}
-
-void* dccl_next_init_v4(const char* name, uint64_t comm_id, int n_nodes, int n_ranks, int rank,
-                        nccl_logger log) {
-  pthread_once(&once, load);
-  if (next_v4 == NULL) {
-    if (next_v5 != NULL) leave_out("has no version 4, which this NCCL calls");
-    return NULL;
-  }
-  in_use = (const struct nccl_profiler_v5*)next_v4;  // what is called through it has no version
-  void* context = NULL;
-  const int error = next_v4->init(&context, &next_mask, name, comm_id, n_nodes, n_ranks, rank, log);
-  return context_of(error, context);
-}
-
-void* dccl_next_init_v5(const char* name, uint64_t comm_id, int n_nodes, int n_ranks, int rank,
-                        nccl_logger log) {
-  pthread_once(&once, load);
-  if (next_v5 == NULL) {
-    if (next_v4 != NULL) leave_out("has no version 5 or 6, which this NCCL calls");
-    return NULL;
-  }
-  in_use = next_v5;
-  void* context = NULL;
-  const int error = next_v5->init(&context, comm_id, &next_mask, name, n_nodes, n_ranks, rank, log);
-  return context_of(error, context);
 }
 
 int dccl_next_mask(void) { return __atomic_load_n(&next_mask, __ATOMIC_RELAXED); }
 
 static void* their(void* context) { return context == &no_context ? NULL : context; }
 
-void* dccl_next_start_v4(void* context, struct nccl_event_v4* event) {
-  if (context == NULL || !(event->type & (unsigned)dccl_next_mask())) return NULL;
-  struct nccl_event_v4 copy = *event;
-  if (dccl_is_ours(copy.parent)) copy.parent = NULL;  // of an event that it did not ask for
-  void* handle = NULL;
-  return next_v4->start_event(their(context), &handle, &copy) == NCCL_SUCCESS ? handle : NULL;
-}
-
-void* dccl_next_start_v5(void* context, struct nccl_event_v5* event) {
+void* dccl_next_start(void* context, struct nccl_event_v5* event) {
   if (context == NULL || !(event->type & (uint64_t)(unsigned)dccl_next_mask())) return NULL;
   struct nccl_event_v5 copy = *event;
-  if (dccl_is_ours(copy.parent)) copy.parent = NULL;
+  if (dccl_is_ours(copy.parent)) copy.parent = NULL;  // of an event that it did not ask for
   void* handle = NULL;
-  return next_v5->start_event(their(context), &handle, &copy) == NCCL_SUCCESS ? handle : NULL;
+  return next->start_event(their(context), &handle, &copy) == NCCL_SUCCESS ? handle : NULL;
 }
 
 void dccl_next_stop(void* handle) {
-  if (in_use != NULL) in_use->stop_event(handle);
+  if (next != NULL) next->stop_event(handle);
 }
 
 void dccl_next_state(void* handle, int state, union nccl_event_state* args) {
-  if (in_use != NULL) in_use->record_event_state(handle, state, args);
+  if (next != NULL) next->record_event_state(handle, state, args);
 }
 
 void dccl_next_finalize(void* context) {
-  if (context != NULL) in_use->finalize(their(context));
+  if (context != NULL) next->finalize(their(context));
 }

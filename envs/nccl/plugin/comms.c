@@ -270,7 +270,6 @@ void dynamiccl_capture(int on) { atomic_store(&captures, on != 0); }
 // with its own. All of a group's questions come before its first collective.
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes) {
   count(&dccl_counts()->calls.asked);
-  if (func == FUNC_ALL_GATHER || func == FUNC_REDUCE_SCATTER) count(&dccl_counts()->calls.tuned);
   if (seat == NULL) return;
   if (!dccl_is_captured(seat)) atomic_store_explicit(&seat->is_first, true, memory_order_relaxed);
   uint32_t n = 0;
@@ -307,7 +306,6 @@ static void tick(struct dccl_seat* seat, const struct dccl_record* coll) {
 uint64_t dccl_note_coll(struct dccl_seat* seat, const struct dccl_record* coll, bool captured) {
   const uint8_t func = coll->func;
   const uint64_t n_bytes = coll->n_bytes;
-  count(&dccl_counts()->calls.told);
   if (seat == NULL) return 0;
   if (!captured && (func < FUNC_SEND_RECV || func >= N_FUNCS)) tick(seat, coll);
   if (func >= N_FUNCS) return 0;

@@ -19,7 +19,7 @@ enum { OLDEST = 3, NEWEST = 6 };
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static const void* found[NEWEST + 1];  // its interface of each version, or NULL
 static char source[PATH_MAX];
-static atomic_flag said = ATOMIC_FLAG_INIT;
+static atomic_flag said = ATOMIC_FLAG_INIT, said_of_chunks = ATOMIC_FLAG_INIT;
 
 static void leave_out(const char* why) {
   if (!atomic_flag_test_and_set(&said))
@@ -102,6 +102,9 @@ void dccl_next_tuner_init(struct dccl_next_tuner* next, const struct dccl_tuner_
     next->version = v;
   else
     leave_out("refuses a communicator");
+  if (v == 6 && ((const struct nccl_tuner_v6*)found[6])->get_chunk_size != NULL &&
+      !atomic_flag_test_and_set(&said_of_chunks))
+    fprintf(stderr, "dynamiccl: the tuner %s is not asked for sizes of chunks: these stay NCCL's\n", source);
 }
 
 bool dccl_next_tuner_ask(const struct dccl_next_tuner* next, const struct dccl_question* q) {
@@ -118,22 +121,6 @@ bool dccl_next_tuner_ask(const struct dccl_next_tuner* next, const struct dccl_q
   }
   if (error != NCCL_SUCCESS) leave_out("fails on a collective");
   return error == NCCL_SUCCESS;
-}
-
-bool dccl_next_tuner_has_chunk_size(const struct dccl_next_tuner* next) {
-  return next->version == 6 && ((const struct nccl_tuner_v6*)found[6])->get_chunk_size != NULL;
-}
-
-int dccl_next_tuner_chunk_size(const struct dccl_next_tuner* next, int func, size_t n_bytes, int algo,
-                               int proto, int n_channels, size_t* chunk_size) {
-  if (!dccl_next_tuner_has_chunk_size(next) || chunk_size == NULL) return NCCL_SUCCESS;
-  const size_t before = *chunk_size;
-  const int error = ((const struct nccl_tuner_v6*)found[6])
-                        ->get_chunk_size(next->context, func, n_bytes, algo, proto, n_channels, chunk_size);
-  if (error == NCCL_SUCCESS) return NCCL_SUCCESS;
-  leave_out("fails on a chunk's size");
-  *chunk_size = before;
-  return NCCL_SUCCESS;
 }
 
 void dccl_next_tuner_finalize(const struct dccl_next_tuner* next) {

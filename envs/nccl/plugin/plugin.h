@@ -145,8 +145,7 @@ struct dccl_slot {
 struct dccl_calls {
   _Atomic uint64_t asked;  // about which NCCL has asked the tuner
   _Atomic uint64_t used;   // that the table had its word in
-  _Atomic uint64_t tuned;  // all_gather and reduce_scatter among those asked about
-  _Atomic uint64_t told;   // that the profiler was told of
+  uint64_t reserved[2];
 };
 
 struct dccl_ring {
@@ -214,9 +213,6 @@ struct dccl_next_tuner {
 void dccl_next_tuner_init(struct dccl_next_tuner* next, const struct dccl_tuner_init* init);
 // False if it failed: whatever it wrote is then no answer.
 bool dccl_next_tuner_ask(const struct dccl_next_tuner* next, const struct dccl_question* question);
-bool dccl_next_tuner_has_chunk_size(const struct dccl_next_tuner* next);
-int dccl_next_tuner_chunk_size(const struct dccl_next_tuner* next, int func, size_t n_bytes, int algo,
-                               int proto, int n_channels, size_t* chunk_size);
 void dccl_next_tuner_finalize(const struct dccl_next_tuner* next);
 
 // A library of the user's by path or name as NCCL takes it, else completed by `pattern`; NULL if there is
@@ -231,14 +227,11 @@ extern const struct nccl_profiler_v5 ncclProfiler_v5, ncclProfiler_v6;
 // True for a handle that we have made. The first byte is one that no address of a process begins with.
 static inline bool dccl_is_ours(const void* handle) { return (uint64_t)(uintptr_t)handle >> 56 == 0xDC; }
 // Its context for a communicator, or NULL: there is none, it cannot be used, or it refuses the communicator.
-void* dccl_next_init_v4(const char* name, uint64_t comm_id, int n_nodes, int n_ranks, int rank,
-                        nccl_logger log);
-void* dccl_next_init_v5(const char* name, uint64_t comm_id, int n_nodes, int n_ranks, int rank,
-                        nccl_logger log);
+void* dccl_next_init(int version, const char* name, uint64_t comm_id, int n_nodes, int n_ranks, int rank,
+                     nccl_logger log);
 int dccl_next_mask(void);  // the events that it wants
 // Its handle of an event, or NULL: it did not ask for this kind, or has no handle for it.
-void* dccl_next_start_v4(void* context, struct nccl_event_v4* event);
-void* dccl_next_start_v5(void* context, struct nccl_event_v5* event);
+void* dccl_next_start(void* context, struct nccl_event_v5* event);
 // `handle` is one of its own.
 void dccl_next_stop(void* handle);
 void dccl_next_state(void* handle, int state, union nccl_event_state* args);

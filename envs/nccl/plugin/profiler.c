@@ -232,7 +232,8 @@ void dynamiccl_sample(int on) {
 }
 
 static int start(int version, void** context, uint64_t comm_id, int* mask, const char* name, int n_nodes,
-                 int n_ranks, int rank, void* next) {
+                 int n_ranks, int rank, nccl_logger log) {
+  void* next = dccl_next_init(version, name, comm_id, n_nodes, n_ranks, rank, log);
   dynamiccl_open();
   dccl_note_profiler(version);
   const struct dccl_comm comm = {true, comm_id, (uint32_t)rank, (uint32_t)n_ranks, (uint32_t)n_nodes};
@@ -285,34 +286,30 @@ static int record_event_state(void* handle, int state, union nccl_event_state* a
 
 static int init_v4(void** context, int* mask, const char* comm_name, uint64_t comm_id, int n_nodes,
                    int n_ranks, int rank, nccl_logger log) {
-  void* next = dccl_next_init_v4(comm_name, comm_id, n_nodes, n_ranks, rank, log);
-  return start(4, context, comm_id, mask, comm_name, n_nodes, n_ranks, rank, next);
+  return start(4, context, comm_id, mask, comm_name, n_nodes, n_ranks, rank, log);
 }
 
 static int init_v5(void** context, uint64_t comm_id, int* mask, const char* comm_name, int n_nodes,
                    int n_ranks, int rank, nccl_logger log) {
-  void* next = dccl_next_init_v5(comm_name, comm_id, n_nodes, n_ranks, rank, log);
-  return start(5, context, comm_id, mask, comm_name, n_nodes, n_ranks, rank, next);
+  return start(5, context, comm_id, mask, comm_name, n_nodes, n_ranks, rank, log);
 }
 
 static int init_v6(void** context, uint64_t comm_id, int* mask, const char* comm_name, int n_nodes,
                    int n_ranks, int rank, nccl_logger log) {
-  void* next = dccl_next_init_v5(comm_name, comm_id, n_nodes, n_ranks, rank, log);
-  return start(6, context, comm_id, mask, comm_name, n_nodes, n_ranks, rank, next);
+  return start(6, context, comm_id, mask, comm_name, n_nodes, n_ranks, rank, log);
 }
 
 static int start_event_v4(void* context, void** handle, struct nccl_event_v4* e) {
   if (e == NULL) return NCCL_SUCCESS;
-  void* theirs = context != NULL ? dccl_next_start_v4(((struct profiler*)context)->next, e) : NULL;
   // That of a graph's group comes back as the parent of each replay's collectives.
   void* ours = e->type == EVENT_GROUP ? token(dccl_captures() ? OF_CAPTURED_CALL : OF_GROUP) : NULL;
-  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, ours, theirs);
+  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, ours, NULL);
   return NCCL_SUCCESS;
 }
 
 static int start_event_v5(void* context, void** handle, struct nccl_event_v5* e) {
   if (e == NULL) return NCCL_SUCCESS;
-  void* theirs = context != NULL ? dccl_next_start_v5(((struct profiler*)context)->next, e) : NULL;
+  void* theirs = context != NULL ? dccl_next_start(((struct profiler*)context)->next, e) : NULL;
   void* ours = e->type == EVENT_COLL_API ? start_call(context, &e->coll_api) : NULL;
   start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, ours, theirs);
   return NCCL_SUCCESS;

@@ -12,8 +12,6 @@
 
 enum { MEMO_BITS = 7, MEMO_WAYS = 2, MOST_CELLS = 64 };
 
-DCCL_EXPORT extern struct nccl_tuner_v6 ncclTunerPlugin_v6;
-
 // A job asks about a few messages over and over: what was answered last, while the table is the same.
 struct memo {
   _Atomic uint64_t key;    // the message, 0: free
@@ -175,13 +173,6 @@ static void decide(void* context, const struct dccl_question* q) {
   if (apply(c, m, q, cost, n_channels) && counts) dccl_note_answer();
 }
 
-static int chunk_size(void* context, int func, size_t n_bytes, int algo, int proto, int n_channels,
-                      size_t* size) {
-  struct context* c = context;
-  if (c == NULL) return NCCL_SUCCESS;
-  return dccl_next_tuner_chunk_size(&c->next, func, n_bytes, algo, proto, n_channels, size);
-}
-
 // v3, v4: no id. The profiler part has just seen it, if it is loaded; otherwise records name communicator 0.
 static int start(void** context, const struct dccl_tuner_init* init) {
   if (context == NULL) return NCCL_SUCCESS;
@@ -207,7 +198,6 @@ static int start(void** context, const struct dccl_tuner_init* init) {
   // over nodes for good: NVIDIA/nccl#2389, since 2.24, whose tuner is v4; no number has the fix yet.
   c->no_ll = comm.n_nodes > 1 && init->version >= 4;
   dccl_next_tuner_init(&c->next, init);
-  if (dccl_next_tuner_has_chunk_size(&c->next)) ncclTunerPlugin_v6.get_chunk_size = chunk_size;
   c->seat = dccl_sit(comm.comm_id, comm.n_ranks, comm.n_nodes, false);
   *context = c;
   dccl_note_tuner(init->version);
@@ -268,5 +258,5 @@ static int get_coll_info_v4(void* context, int func, size_t n_bytes, int n_pipe_
 DCCL_EXPORT const struct nccl_tuner_v3 ncclTunerPlugin_v3 = {"dynamiccl", init_v3, get_coll_info_v3, finish};
 DCCL_EXPORT const struct nccl_tuner_v4 ncclTunerPlugin_v4 = {"dynamiccl", init_v4, get_coll_info_v4, finish};
 DCCL_EXPORT const struct nccl_tuner_v5 ncclTunerPlugin_v5 = {"dynamiccl", init_v5, get_coll_info_v4, finish};
-// NULL: NCCL's own chunks, until a communicator's next tuner has its say in them.
-DCCL_EXPORT struct nccl_tuner_v6 ncclTunerPlugin_v6 = {"dynamiccl", init_v6, get_coll_info_v4, finish, NULL};
+DCCL_EXPORT const struct nccl_tuner_v6 ncclTunerPlugin_v6 = {"dynamiccl", init_v6, get_coll_info_v4, finish,
+                                                             NULL};
