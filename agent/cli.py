@@ -23,7 +23,7 @@ _EXTRAS["prometheus_client"] = "metrics"
 #: Group of the help -> commands. A command's function, and its file in agent/commands, have its name without "lab".
 COMMANDS = {
     "Tune a job": ("tune", "doctor", "apply", "env", "stop"),
-    "Look at runs": ("show", "why", "top", "clusters"),
+    "Look at runs": ("show", "top", "clusters"),
     "Before there is a run": ("advise", "model", "plan"),
     "Judge and train policies, check a machine": ("bench", "bench overhead", "lab gpu-check", "lab train"),
 }
@@ -154,7 +154,7 @@ def overview() -> str:
         for name in group:
             about = " ".join(Parser(name).paragraphs[0].split())
             lines.append(textwrap.fill(f"  {name:<16}{about}", _width(), subsequent_indent=18 * " "))
-    return "\n".join([*lines, "", "Every command has --help, and --json for programs."])
+    return "\n".join([*lines, "", "Every command has --help; most have --json, for programs."])
 
 
 def run(words: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from dynamiccl.agent.commands.show import tell
+from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.live import job as live
 from dynamiccl.traces.files import Trace
 
@@ -103,7 +104,7 @@ def test_a_stopped_daemon_costs_the_job_nothing_and_says_what_it_lost(folder, tm
     assert without < 1.2 * beside
     trace = Trace.read(tmp_path / "trace")
     assert trace.header["records_lost"] == sent - seen_in(trace) > 10_000
-    said = tell(trace, {})
+    said = tell(trace, RunSummary())
     assert said["records_lost"] == trace.header["records_lost"]
     show = subprocess.run(
         [sys.executable, "-m", "dynamiccl.agent.cli", "show", tmp_path / "trace"], capture_output=True, text=True

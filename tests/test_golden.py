@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from dynamiccl.agent.commands.show import tell
 from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.envs.sim_env import SimEnv
@@ -91,7 +92,7 @@ def episodes():
 def trace():
     """What ``show`` says of a recording, and the fingerprints of its slots."""
     read = Trace.read(RECORDING)
-    told = json.loads(json.dumps(tell(read, {})))
+    told = json.loads(json.dumps(tell(read, RunSummary())))
     steps = {key: value for key, value in told["steps"].items() if not key.startswith("loss")}
     env = ReplayEnv(read)
     env.reset(seed=0)

@@ -229,7 +229,7 @@ def test_a_foreign_file_in_a_folder_is_left_out_by_name(tmp_path):
     trace = read_recording([tmp_path])
     assert "README.md is left out: it is no kineto recording" in trace.header["notes"]
     assert trace.header["files"] == [str(tmp_path / "a.json")] and len(trace.events) == 12
-    with pytest.raises(TraceError, match=r"README\.md is of none: give the files of one format"):
+    with pytest.raises(TraceError, match=r"README\.md is no recording: give the files of one format"):
         read_recording([tmp_path / "README.md"])
 
 

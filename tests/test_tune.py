@@ -47,7 +47,7 @@ def tuned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuned")
     for steps in (900, 2700, 8100):  # on a busy machine the ranks change tables further apart
         out, log = folder / f"{steps}", folder / f"{steps}.jsonl"
-        command = options(out, "--windows", "8", "--verify", "4", "--json", "-")
+        command = options(out, "--windows", "8", "--verify", "4", "--json")
         done = subprocess.run([*command, "--", *job(steps, log)], env=ENV, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         summary = json.loads(done.stdout)
@@ -317,7 +317,7 @@ def test_a_second_job_begins_from_what_the_first_one_left(tmp_path):
     env = {**ENV, "DYNAMICCL_MEMORY": str(where)}
 
     def one(name, steps, *more):
-        command = options(tmp_path / name, "--windows", "4", "--verify", "2", "--json", "-", *more)
+        command = options(tmp_path / name, "--windows", "4", "--verify", "2", "--json", *more)
         done = subprocess.run(
             [*command, "--", *job(steps, tmp_path / f"{name}.jsonl")],
             env=env,

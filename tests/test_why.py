@@ -70,11 +70,10 @@ def test_a_slot_of_which_nothing_was_decided_says_why(run, summary, says):
     assert says in "\n".join(lines(chains(run[2], told)[0], told))
 
 
-def test_the_command_filters_and_explains(run):
-    folder, *_ = run
-    text = invoke(["why", str(folder), "reduce_scatter"]).stdout
-    assert "reduce_scatter" in text and "all_gather" not in text and str(FINAL[SCATTER]) in text
-    told = json.loads(invoke(["why", str(folder), "--json"]).stdout)
-    assert len(told) >= 2
-    result = invoke(["why", str(folder), "broadcast"])
-    assert result.exit_code == 2 and "no slot" in result.stderr
+def test_show_tells_the_chain_of_every_slot(run):
+    folder, told, trace = run
+    said = invoke(["show", str(folder)]).stdout
+    found = json.loads(invoke(["show", str(folder), "--json"]).stdout)["why"]
+    assert [chain["slot"] for chain in found] == [c["slot"] for c in chains(trace, RunSummary.of(told))]
+    for chain in found:
+        assert "\n".join(lines(chain, RunSummary.of(told))) in said

@@ -5,7 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from . import Argument, Force, Headroom, Option, fail, refuse_traps, refusing
+from . import (
+    Argument,
+    BytesScale,
+    ComputeScale,
+    EmulatedCluster,
+    Force,
+    Headroom,
+    Option,
+    emulation,
+    fail,
+    refuse_traps,
+    refusing,
+)
 
 if TYPE_CHECKING:
     from ...envs.nccl.shm import RunFolder
@@ -18,6 +30,9 @@ def apply(
     gate: Annotated[bool, Option(help="Without it: not for PyTorch's training loops, see above.")] = True,
     headroom: Headroom = None,
     force: Force = False,
+    cluster: EmulatedCluster = None,
+    bytes_scale: BytesScale = None,
+    compute_scale: ComputeScale = None,
 ) -> None:
     """Run COMMAND with every collective that TABLE names done as it says; NCCL decides the rest.
 
@@ -53,6 +68,8 @@ def apply(
     program = shutil.which(command[0])
     if program is None:
         fail(f"{command[0]} is not a program that can be run")
+    if cluster:
+        os.environ.update(emulation(cluster, bytes_scale, compute_scale)[0].env())
     if gate:
         refuse_traps(command, force, table=loaded, emulated="DYNAMICCL_CLUSTER" in os.environ)
         raise SystemExit(_together(loaded, command, headroom))

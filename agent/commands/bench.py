@@ -11,6 +11,7 @@ from . import ClusterName, Json, Nccl, Option, fail, one_thread, refusing
 
 if TYPE_CHECKING:
     from ...envs.bench.submissions import Suite
+    from ..bench.board import Board
 
 
 def bench(
@@ -18,12 +19,8 @@ def bench(
         list[str] | None,
         Option(help="Entrant: a known policy, weights (FILE.npz) or MODULE:NAME; repeat for more. Default: all."),
     ] = None,
-    suite: Annotated[
-        str, Option(help="standard, held-out, replay (the job of --trace), or a suite file.")
-    ] = "standard",
-    trace: Annotated[
-        Path | None, Option(help="Recording of --suite replay: a trace of ours, or another's with --cluster.")
-    ] = None,
+    suite: Annotated[str, Option(help="standard, held-out, replay (the job of --trace), or a file.")] = "standard",
+    trace: Annotated[Path | None, Option(help="Recording of --suite replay; another tool's with --cluster.")] = None,
     cluster: ClusterName = None,
     nccl: Nccl = None,
     jobs: Annotated[int, Option(min=0, help="Play so many jobs of the suite, evenly over it; 0: all of them.")] = 0,
@@ -31,12 +28,8 @@ def bench(
     processes: Annotated[int, Option(min=1, help="Entrants played at the same time.")] = 2,
     limit: Annotated[float, Option(min=1, help="Seconds that one entrant may take.")] = 1800.0,
     again: Annotated[bool, Option(help="Play entrants anew that have a result already.")] = False,
-    filed: Annotated[
-        bool, Option(help="Play nothing: judge the results on record by replaying their decisions.")
-    ] = False,
-    check: Annotated[
-        int, Option(min=0, help="Jobs of each --filed or --submission that are replayed; 0: all of them.")
-    ] = 0,
+    filed: Annotated[bool, Option(help="Play nothing: replay the decisions of the results on record.")] = False,
+    check: Annotated[int, Option(min=0, help="Jobs of --filed or --submission to replay; 0: all.")] = 0,
     file: Annotated[bool, Option(help="Put the results on record, and into envs/README.md (in a checkout).")] = False,
     submission: Annotated[list[Path] | None, Option(help="Judge this submission file too; repeat for more.")] = None,
     json: Json = False,
@@ -56,7 +49,7 @@ def bench(
     from ...traces.files import TraceError
     from ..bench.board import Board, filed_results, put_on_record
     from ..bench.run import Entry, entrants, run
-    from ..report.terminal import grid, terminal, wide_terminal
+    from ..report.terminal import terminal
 
     console = terminal(stderr=True, highlight=False, markup=False)
     with refusing(OSError, ValueError, TraceError):
@@ -64,31 +57,38 @@ def bench(
         given = [json_module.loads(path.read_text()) for path in submission or ()]
         if filed:
             given += filed_results(suite)["submissions"]
-    names = list(dict.fromkeys(policy or (() if filed or given else entrants())))
-    entries = [Entry(name, played if trace else suite, jobs or None, limit_s=limit) for name in names]
-    folder, board, accepted = out / (played.name if trace else Path(suite).stem), Board(played), []
+    names = policy or (() if given else entrants())
+    entries = [Entry(name, played if trace else suite, jobs or None, limit_s=limit) for name in dict.fromkeys(names)]
+    folder, board = out / (played.name if trace else Path(suite).stem), Board(played)
     folder.mkdir(parents=True, exist_ok=True)
     total = len(given) + len(entries)
     for k, result in enumerate(given, 1):
         _tell(console.print, k, total, result, board.judge(result, check or None))
+    accepted = []
     for k, result in enumerate(run(entries, folder, processes, again), len(given) + 1):
-        reason = board.judge(result)
-        _tell(console.print, k, total, result, reason)
-        if not reason:
-            accepted.append(result)
-    (folder / "board.json").write_text(json_module.dumps(board.rows(), indent=1) + "\n")
-    (folder / "board.md").write_text(board.markdown())
-    if json:
-        print(json_module.dumps(board.rows()))
-    else:
-        wide_terminal().print(grid(*board.brief()))
-        console.print("lost: in steps of NCCL's own choice; 100 of 20,000 are 0.5 % of the training")
-    console.print(f"board: {folder / 'board.md'}")
+        _tell(console.print, k, total, result, reason := board.judge(result))
+        accepted += [] if reason else [result]
+    _show(board, folder, json, total)
+    written = put_on_record(suite, accepted) if file else []
+    console.print(f"written: {', '.join(map(str, [folder / 'board.md', *written]))}", soft_wrap=True)
+
+
+def _show(board: Board, folder: Path, json: bool, total: int) -> None:
+    """Print the board, and leave it in the folder; of ``total`` entrants one at least has to stand on it."""
+    from ..report.terminal import grid, wide_terminal
+
     if len(board.refused) == total:
         fail("no entrant finished: " + "; ".join(f"{n}: {why}" for n, why in board.refused.items()))
-    if file:
-        for path in put_on_record(suite, accepted):
-            console.print(f"on record: {path}")
+    rows = board.rows()
+    if not rows:
+        fail("no entrant finished: " + "; ".join(f"{n}: {why}" for n, why in board.refused.items()))
+    (folder / "board.json").write_text(json_module.dumps(rows, indent=1) + "\n")
+    (folder / "board.md").write_text(board.markdown())
+    if json:
+        print(json_module.dumps(rows))
+    else:
+        wide_terminal().print(grid(*board.brief()))
+        print("lost: in steps of NCCL's own choice; 100 of 20,000 are 0.5 % of the training")
 
 
 def _tell(say: Callable[[str], object], k: int, total: int, result: Any, reason: str) -> None:

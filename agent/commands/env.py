@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import shlex
+from pathlib import Path
 from typing import Annotated
 
 from . import (
@@ -15,6 +16,7 @@ from . import (
     Json,
     Option,
     emulation,
+    fail,
     refuse_traps,
     refusing,
 )
@@ -41,6 +43,8 @@ def env(
     from ...envs.nccl.run_folder import make_folder
     from ..daemon.request import Request
 
+    if name is not None and Path(name).name != name:
+        fail(f"--name is a folder's name without slashes, not {name!r}")
     emulated, facts = emulation(cluster, bytes_scale, compute_scale, seed) if cluster else (None, {})
     refuse_traps(None, force, emulated=emulated is not None)
     with refusing(PluginBuildError, ValueError, OSError):

@@ -14,9 +14,7 @@ def gpu_check(
     only: Annotated[list[Literal["sweep", "zero3"]] | None, Option(help="Only this part: sweep or zero3.")] = None,
     budget: Annotated[float, Option(min=20, help="Seconds that all parts together may take.")] = 480,
     ranks: Annotated[int | None, Option(min=2, max=64, help="Default: one a GPU, 2 on a single GPU.")] = None,
-    out: Annotated[
-        Path | None, Option(help="Folder for results; default: envs/results on GPUs, else runs/gpu-check.")
-    ] = None,
+    out: Annotated[Path | None, Option(help="Folder. Default: envs/results on GPUs, else runs/gpu-check.")] = None,
     json: Json = False,
 ) -> None:
     """Is the plugin loaded and obeyed on these GPUs, are results right, what does each config take, does tuning help?

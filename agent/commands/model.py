@@ -20,9 +20,7 @@ _NAMES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_red
 def model(
     cluster: Annotated[str, Argument(help="Cluster preset, its kind, or a .toml file.")] = "dgx-h100-1x8",
     nodes: Annotated[int | None, Option(min=1, help="Number of nodes, where it is not the preset's.")] = None,
-    release: Annotated[
-        list[str] | None, Option(help="NCCL release, e.g. 2.28.9; a second one: what it changes.")
-    ] = None,
+    release: Annotated[list[str] | None, Option(help="Of NCCL, e.g. 2.28.9; a second one: what it changes.")] = None,
     func: Annotated[Func | None, Option(help="Only all_gather, reduce_scatter or all_reduce.")] = None,
     json: Json = False,
 ) -> None:

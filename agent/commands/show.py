@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import Argument, Json, Option, fail, refusing
+from . import Argument, Json, Option, refusing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,33 +22,32 @@ MOST_EVENTS = 500_000
 
 
 def show(
-    trace: Annotated[
-        Path, Argument(help="A trace folder, the folder of a run, or a recording as for `dynamiccl advise`.")
-    ],
+    trace: Annotated[Path, Argument(help="A run's folder, its trace, or a recording as for `dynamiccl advise`.")],
+    windows: Annotated[bool, Option(help="Also list the windows: some steps each, measured under one table.")] = False,
     json: Json = False,
-    events: Annotated[int, Option(help="Also list the first so many collectives.")] = 0,
-    whole: Annotated[
-        bool, Option(help="Read every event of a long trace, not only its first and last half a million.")
-    ] = False,
+    whole: Annotated[bool, Option(help="Read every event of a long run, not half a million at each end.")] = False,
 ) -> None:
-    """Show what a run did: its collectives, what was tried, what was decided and why, and whether ranks agreed."""
+    """Show what a run came to, and why: what each collective cost, what NCCL's prices were, what was tried and decided.
+
+    \b
+    dynamiccl show runs/tune/latest
+    dynamiccl show profiles/    # another tool's files
+    """
     from ...traces.files import Trace, TraceError
     from ...traces.importers.recording import read_recording
     from ..report.summary import RunSummary
 
-    if events < 0:
-        fail(f"--events is 0 or more, not {events}")
     with refusing(TraceError):
         if _is_recording(trace):
             read = read_recording([trace])
         else:
             read = Trace.read(trace, most_events=None if whole else MOST_EVENTS)
     summary = RunSummary.read(read.folder, read.folder.parent)
-    story = tell(read, summary, events)
+    story = tell(read, summary)
     if json:
         print(json_module.dumps(story, indent=2, allow_nan=False))
     else:
-        _print(story, summary)
+        _print(story, summary, windows)
 
 
 def _is_recording(path: Path) -> bool:
@@ -56,15 +56,15 @@ def _is_recording(path: Path) -> bool:
     return path.is_file() or (bool(names) and not names & {"header.json", "trace"})
 
 
-def tell(trace: Trace, summary: RunSummary | None = None, n_events: int = 0) -> dict[str, Any]:
+def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
     """Everything that ``show`` prints, ready for JSON; unknown values are None."""
+    from ...traces.files import TraceError
     from ...traces.header import plain
     from ...traces.queries.audit import audit
     from ...traces.queries.costs import generations, slot_costs
     from ...traces.queries.slots import regime
-    from ..report.summary import RunSummary
+    from ..report.why import chains
 
-    summary = summary or RunSummary()
     which = generations(trace, summary.decisions or None)
     costs = slot_costs(trace.events, which.default, which.tuned)
     story: dict[str, Any] = {
@@ -80,18 +80,13 @@ def tell(trace: Trace, summary: RunSummary | None = None, n_events: int = 0) -> 
         "windows": [{k: v for k, v in line.items() if k != "kind"} for line in trace.log if line["kind"] == "window"],
         "tables": len(trace.tables) - 1,
         "summary": vars(summary),
-        "consistency": vars(audit(trace.events)),
+        "consistency": vars(audit(trace.events)) | summary.consistency,
+        "why": [],
     }
-    if n_events:
-        rows = trace.events.head(n_events).astype(object).to_dict("records")
-        story["events"] = [{**row, "comm_id": _hex(row["comm_id"])} for row in rows]
+    with contextlib.suppress(TraceError):  # no steps, or nothing of what NCCL offered
+        story["why"] = chains(trace, summary)
     told: dict[str, Any] = plain(story)
     return told
-
-
-def _hex(comm_id: Any) -> str:
-    """A communicator's id as NCCL's logs write it; as a number it has more digits than many JSON readers keep."""
-    return f"{int(comm_id):#018x}"
 
 
 def _slot(cost: dict[Any, Any], rules: frozenset[tuple[str, int, int, str]]) -> dict[str, Any]:
@@ -115,7 +110,7 @@ def _steps(steps: pd.DataFrame) -> dict[str, Any]:
 
 
 def _communicators(trace: Trace) -> list[dict[str, Any]]:
-    """Communicators as announced; those only known from their collectives have no name."""
+    """Communicators as announced, by their ids as NCCL's logs write them; one that never was has no name."""
     calls = trace.events.groupby("comm_id").size()
     announced = sorted(trace.comms["comm_id"].unique().tolist())
     rows = []
@@ -123,7 +118,7 @@ def _communicators(trace: Trace) -> list[dict[str, Any]]:
         table = trace.comms if comm_id in announced else trace.events
         seen = table[table["comm_id"] == comm_id]
         row = {
-            "comm_id": _hex(comm_id),
+            "comm_id": f"{int(comm_id):#018x}",
             "name": str(seen["name"].iloc[0]) if comm_id in announced else None,
             "n_ranks": int(seen["n_ranks"].max()) or None,
             "n_nodes": int(seen["n_nodes"].max()) or None,
@@ -137,29 +132,27 @@ def _communicators(trace: Trace) -> list[dict[str, Any]]:
 # For people ----------------------------------------------------------------------------------------------------------
 
 
-def _print(story: dict[str, Any], summary: RunSummary) -> None:
-    from ..report.terminal import grid, terminal, wide_terminal
+def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
+    from ..report.terminal import grid, wide_terminal
     from ..report.texts import COSTS, COSTS_NOTE, NUMBERS, cost_rows, nothing_decided, result_lines, window_parts
+    from ..report.why import lines
 
     console = wide_terminal()
     for warning in story["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     _print_head(console, story)
-    if story["slots"]:
-        console.print(grid(COSTS, cost_rows(story["slots"]), NUMBERS, title="slots"))
-        console.print(COSTS_NOTE, style="dim")
-    if story["windows"]:
-        console.print("\n[bold]windows[/]")
-        for line in story["windows"]:
-            console.print("  ".join(window_parts(line)), markup=False, soft_wrap=True)
-    if not summary.decisions:
-        console.print(f"\nno decisions: {nothing_decided(summary, story['header'])}", markup=False)
     if summary:
-        console.print("\n".join(["", *result_lines(summary)]), markup=False, soft_wrap=True)
+        console.print("\n".join(["", *result_lines(summary), ""]), markup=False, soft_wrap=True)
+    if not summary.decisions:
+        console.print(f"no decisions: {nothing_decided(summary, story['header'])}", markup=False)
+    if story["slots"]:
+        console.print(grid(COSTS, cost_rows(story["slots"]), NUMBERS, title="what each collective costs"))
+        console.print(COSTS_NOTE, style="dim")
+    for chain in story["why"]:
+        console.print("\n".join(lines(chain, summary)), markup=False, soft_wrap=True)
+    for line in story["windows"] if windows else ():
+        console.print("  ".join(window_parts(line)), markup=False, soft_wrap=True)
     _print_consistency(console, story["consistency"])
-    if (events := story.get("events")) is not None:
-        listed = grid(events[0] if events else ["none"], (event.values() for event in events), title="collectives")
-        terminal(highlight=False, width=max(console.width, 240)).print(listed)
 
 
 def _print_head(console: Console, story: dict[str, Any]) -> None:

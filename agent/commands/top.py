@@ -14,15 +14,11 @@ if TYPE_CHECKING:
 
 
 def top(
-    runs: Annotated[
-        list[Path] | None, Argument(metavar="[RUN...]", help="Runs, or folders of runs. Default: runs/tune.")
-    ] = None,
+    runs: Annotated[list[Path] | None, Argument(metavar="RUN...", help="Or their folders. Default: runs/tune.")] = None,
     once: Annotated[bool, Option(help="Print once and end, as on a pipe.")] = False,
     json: Json = False,
     every: Annotated[float, Option(min=0.2, help="Seconds between looks.")] = 2.0,
-    metrics: Annotated[
-        Path | None, Option(help="Also write a file for node_exporter's textfile collector (NAME.prom).")
-    ] = None,
+    metrics: Annotated[Path | None, Option(help="Also write a textfile for node_exporter (NAME.prom).")] = None,
 ) -> None:
     """How runs stand: job, step, phase, table, gain, the search's cost, agreement, lost records.
 

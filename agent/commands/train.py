@@ -8,17 +8,13 @@ from . import Json, Option, fail, one_thread, refusing
 
 
 def train(
-    part: Annotated[
-        float, Option(min=0.0, max=4.0, help="So much of the shipped weights' training (1: all of it).")
-    ] = 1.0,
+    part: Annotated[float, Option(min=0.0, max=4.0, help="Of the shipped weights' training; 1: all of it.")] = 1.0,
     ppo: Annotated[int, Option(min=0, help="Chunks of RecurrentPPO after imitation.")] = 0,
     seed: Annotated[int, Option(min=0, help="The same seed on the same machine gives the same weights.")] = 0,
     out: Annotated[Path, Option(help="Weights file to write; a .json record goes beside it.")] = Path(
         "runs/train/policy.npz"
     ),
-    without: Annotated[
-        list[str] | None, Option(help="Ablation: train without memory, siblings, durations or belief.")
-    ] = None,
+    without: Annotated[list[str] | None, Option(help="Without memory, siblings, durations or belief.")] = None,
     resume: Annotated[bool, Option(help="Go on from the last checkpoint beside --out.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -31,6 +31,7 @@ from . import (
 from .clusters import Where
 
 if TYPE_CHECKING:
+    from ...envs.sim.emulated.settings import Emulated
     from ..report.summary import RunSummary
 
 #: How far the tuner gives way to the job: a third of its share of a core that both want. No further: where no core is
@@ -43,13 +44,9 @@ LEAST_STEPS = 150
 
 def tune(
     call: Call,
-    command: Annotated[
-        list[str] | None, Argument(help="The training job, after --; without one our own ZeRO job runs.")
-    ] = None,
+    command: Annotated[list[str] | None, Argument(help="The job, after --; without one our own ZeRO job.")] = None,
     stage: Annotated[int, Option(group=OWN, help="ZeRO stage, 0 to 3.")] = 3,
-    steps: Annotated[
-        int, Option(group=OWN, help="Some 150 to 400 to the verdict, the rest under what it says.")
-    ] = 1000,
+    steps: Annotated[int, Option(group=OWN, help="Optimizer steps; a verdict takes some 100 to 900.")] = 1000,
     ranks: Annotated[int | None, Option(group=OWN, help="Processes. Default: one a GPU, 2 without GPUs.")] = None,
     policy: Annotated[
         str,
@@ -59,24 +56,12 @@ def tune(
             "of lab train (FILE.npz); default, random, coordinate-descent, tpe, ...; or MODULE:NAME.",
         ),
     ] = "expected-improvement",
-    budget: Annotated[
-        float, Option(min=0, group=SEARCH, help="Share of the job's time that the search may lose against the default.")
-    ] = 0.05,
-    once: Annotated[
-        bool, Option(group=SEARCH, help="Leave the job alone after the verdict: no trials, and no watch either.")
-    ] = False,
-    bitwise: Annotated[
-        bool,
-        Option(
-            group=SEARCH, help="Only tune all_gather, which adds nothing up: another reduce_scatter rounds differently."
-        ),
-    ] = False,
+    budget: Annotated[float, Option(min=0, group=SEARCH, help="Share of the job's time that it may cost.")] = 0.05,
+    once: Annotated[bool, Option(group=SEARCH, help="Stop at the verdict: no trials after it, no watch.")] = False,
+    bitwise: Annotated[bool, Option(group=SEARCH, help="Only tune all_gather: sums keep their order.")] = False,
     windows: Annotated[int, Option(group=SEARCH, help="Most windows that the policy may ask for.")] = 30,
     verify: Annotated[int, Option(group=SEARCH, help="Most pairs of windows in one comparison with the default.")] = 12,
-    window_steps: Annotated[
-        int | None,
-        Option(group=SEARCH, help="Steps counted in a window. Default: 5 to 10, as the noise of the job asks for."),
-    ] = None,
+    window_steps: Annotated[int | None, Option(group=SEARCH, help="Steps in a window. Default: by the noise.")] = None,
     headroom: Headroom = None,
     attach: Annotated[
         str | None,
@@ -87,9 +72,7 @@ def tune(
         ),
     ] = None,
     again: Annotated[bool, Option(help="With --attach: even after `dynamiccl stop`.")] = False,
-    kill_after: Annotated[
-        float | None, Option(min=0, help="Kill a job that has not ended so many seconds after it was told to.")
-    ] = None,
+    kill_after: Annotated[float | None, Option(min=0, help="Seconds from its signal to its being killed.")] = None,
     force: Force = False,
     seed: Annotated[int, Option(help="Of our own job, the emulation and the policy.")] = 0,
     out: Annotated[
@@ -100,14 +83,10 @@ def tune(
             "runs/tune, where `latest` leads to it.",
         ),
     ] = None,
-    json: Annotated[
-        Path | None, Option(group=OUTPUT, help="Also write the summary here; - prints it instead of text.")
-    ] = None,
+    json: Annotated[bool, Option(group=OUTPUT, help="Print the summary to stdout, all else to stderr.")] = False,
     quiet: Annotated[bool, Option(group=OUTPUT, help="Say nothing but the verdict.")] = False,
     memory: Where = None,
-    no_memory: Annotated[
-        bool, Option(group=OUTPUT, help="Begin from nothing, and leave nothing to the next job.")
-    ] = False,
+    no_memory: Annotated[bool, Option(group=OUTPUT, help="Begin from nothing, and leave nothing.")] = False,
     log_level: Annotated[
         Level,
         Option(
@@ -131,9 +110,10 @@ def tune(
     tries it first and compares it as any other.
 
     With a COMMAND this is a launcher that schedulers can trust: its exit status is the job's (128 + n after signal n),
-    it hands on every signal, and passes the output through. The tuner is another process: the job does not notice when
-    it ends, and `--attach` starts it again. What came of the tuning is on stderr and in OUT/summary.json. Start it on
-    every node: the one that has rank 0 tunes, the others see to their part of the job.
+    it hands on every signal, and passes the output through. The terminal is the job's: the tuner says a line an event
+    on stderr, and `dynamiccl top` in another terminal shows how it stands. The tuner is another process: the job does
+    not notice when it ends, and `--attach` starts it again. Start it on every node: the one that has rank 0 tunes, the
+    others see to their part of the job.
 
     \b
     dynamiccl tune                             # our job, emulated without GPUs
@@ -143,64 +123,81 @@ def tune(
     dynamiccl tune --attach runs/tune/latest   # a new tuner for a running job
     """
     # Nothing large: the job waits for what is imported here. All else is imported by the tuner, while the job starts.
-    from ...envs.live.locks import Busy, lock
-    from ...envs.nccl.plugin.build import PluginBuildError, job_env
-    from ...envs.nccl.run_folder import LAUNCHER, make_folder
+    from ...envs.live.locks import Busy
+    from ...envs.nccl.plugin.build import PluginBuildError
     from ...envs.nccl.steps.nvml import gpus
     from ...envs.sim.emulated.settings import Emulated
-    from ..daemon.launcher import Plan
-    from ..daemon.request import AFRESH, Request, workload
     from ..policies.choosing import check_chooser
-    from ..report.outputs import claim, default_url, full_url, link
 
-    _check(call.values)
+    _check(call)
     if attach:
         if headroom:
             fail("the job's communicators are made already: give --headroom to `dynamiccl env`, before the job starts")
         _attach(call, attach, again)
         return
     n_gpus = 0 if cluster else len(gpus())
-    own = not command
-    if own and not cluster and n_gpus < 2:
+    if not command and not cluster and n_gpus < 2:
         cluster = Emulated().cluster
     emulated, known = emulation(cluster, bytes_scale, compute_scale, seed) if cluster else (None, {})
     if command and shutil.which(command[0]) is None:
         fail(f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py")
     refuse_traps(command, force, emulated=emulated is not None)
-    n_processes = ranks or (2 if emulated else n_gpus)
+    own = {} if command else {"stage": stage, "n_processes": ranks or (2 if emulated else n_gpus)}
     with refusing(PluginBuildError, Busy, ValueError, OSError):
         check_chooser(policy)  # all that can fail fails before the job starts
-        memory = None if no_memory else memory or default_url()
-        if memory:
-            memory = full_url(memory)
-            if "://" in memory:
-                from ..daemon.memory import Store
+        _launch(call.values, emulated, known | own)
 
-                Store(memory)  # raises where nothing here can open it
-        try:
-            out, fd = claim(out)
-        except OSError as error:
-            fail(f"no run can be left in {error.filename}: {error.strerror}; give another --out")
-        out = out.resolve()
-        job_log = out / "job.jsonl" if own else None
-        if job_log:
-            job_log.unlink(missing_ok=True)
-            backend = "emulated" if emulated else "nccl"
-            command = workload(stage, steps, n_processes, job_log, backend=backend, seed=seed)
-        run = make_folder()
-        asked = {name: call.values[name] for name in AFRESH}
-        asked |= {"out": out, "memory": memory, "emulated": emulated, "job_log": job_log, "launched": not own}
-        facts = {**known, "stage": stage, "n_processes": n_processes} if own else known
-        asked |= {"facts": facts, "job": " ".join(command or ())}
-        asked |= {"json": None if json is None else "-" if str(json) == "-" else str(json.resolve())}
-        Request(**asked).write(run)
-        link(out, run)
-        tuner = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--attach", str(run)]
-        environment = {**job_env(run, headroom), **(emulated.env() if emulated else {})}
-        locks = [fd, lock(run / LAUNCHER, f"{run} has a launcher already")]
-        quiet = str(json) == "-"
-        log = str(out / "job.log")
-        Plan(list(command or ()), tuner, str(run), log, environment, quiet, own, kill_after, locks).become()
+
+def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, Any]) -> None:
+    """Leave word for the tuner, and become the launcher of the job; does not return. ``asked``: the options; ``facts``
+    of the job, of our own its stage and processes too. Raises what :func:`tune` refuses."""
+    from ...envs.live.locks import lock
+    from ...envs.nccl.plugin.build import job_env
+    from ...envs.nccl.run_folder import LAUNCHER, make_folder
+    from ..daemon.launcher import Plan
+    from ..daemon.request import AFRESH, Request, workload
+    from ..report.outputs import claim, link
+
+    command, own = asked["command"], not asked["command"]
+    memory = _memory(asked)
+    try:
+        out, fd = claim(asked["out"])
+    except OSError as error:
+        fail(f"no run can be left in {error.filename}: {error.strerror}; give another --out")
+    out = out.resolve()
+    job_log = out / "job.jsonl" if own else None
+    if job_log:
+        job_log.unlink(missing_ok=True)
+        backend = "emulated" if emulated else "nccl"
+        command = workload(
+            facts["stage"], asked["steps"], facts["n_processes"], job_log, backend=backend, seed=asked["seed"]
+        )
+    run = make_folder()
+    left = {name: asked[name] for name in AFRESH}
+    left |= {"out": out, "memory": memory, "emulated": emulated, "job_log": job_log, "launched": not own}
+    left |= {"facts": facts, "job": " ".join(command)}
+    Request(**left).write(run)
+    link(out, run)
+    tuner = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--attach", str(run)]
+    environment = {**job_env(run, asked["headroom"]), **(emulated.env() if emulated else {})}
+    locks = [fd, lock(run / LAUNCHER, f"{run} has a launcher already")]
+    log = str(out / "job.log")
+    Plan(list(command), tuner, str(run), log, environment, asked["json"], own, asked["kill_after"], locks).become()
+
+
+def _memory(asked: Mapping[str, Any]) -> str | None:
+    """Where the memory is, None for nowhere. Raises ValueError for a URL that nothing here can open."""
+    from ..report.outputs import default_url, full_url
+
+    memory = None if asked["no_memory"] else asked["memory"] or default_url()
+    if not memory:
+        return None
+    memory = full_url(memory)
+    if "://" in memory:
+        from ..daemon.memory import Store
+
+        Store(memory)
+    return memory
 
 
 def _attach(call: Call, where: str, again: bool) -> None:
@@ -223,30 +220,31 @@ def _attach(call: Call, where: str, again: bool) -> None:
         elif not (path / REQUEST).exists():
             given.setdefault("memory", default_url())
         request = Request.read(path, given)
-        in_json = request.json == "-"
-        with LiveView(request.budget, in_json or request.quiet, not request.launched) as show:
+        with LiveView(request.budget, request.json or request.quiet, not request.launched) as show:
             summary = Daemon(request, run, again, show.window, show.phase).serve()
-    if request.json is not None:
-        text = json_module.dumps(vars(summary), indent=2)
-        sys.stdout.write(text + "\n") if in_json else Path(request.json).write_text(text + "\n")
-    if not in_json:
+    if request.json:
+        print(json_module.dumps(vars(summary), indent=2))
+    else:
         show.console.quiet = False
         show_summary(show.console, summary, request.quiet)
     raise SystemExit(_exit_code(summary))
 
 
-def _check(asked: Mapping[str, Any]) -> None:
+def _check(call: Call) -> None:
     from ..daemon.request import LEAST_PAIRS
 
+    asked = call.values
     if asked["stage"] not in (0, 1, 2, 3):
         fail(f"stage is 0, 1, 2 or 3, not {asked['stage']}")
     if asked["command"] and asked["attach"]:
         fail("give a command to start or --attach to join one, not both")
+    if theirs := [name for name in ("stage", "steps", "ranks") if asked["command"] and name in call.given]:
+        fail(f"--{theirs[0]} is for our own job: say it in your COMMAND, or leave the COMMAND out")
     counted = 1 if asked["window_steps"] is None else asked["window_steps"]
     if min(asked["windows"], counted) < 1 or asked["verify"] < LEAST_PAIRS:
         fail(f"windows and window-steps start at 1, verify at {LEAST_PAIRS}: fewer pairs decide nothing")
     if not (asked["command"] or asked["attach"]) and asked["steps"] < LEAST_STEPS:
-        fail(f"{asked['steps']} steps are too few to find and confirm anything; give --steps {2 * LEAST_STEPS}")
+        fail(f"{asked['steps']} steps are too few to find and confirm anything; give --steps 1000")
 
 
 def _exit_code(summary: RunSummary) -> int:

@@ -8,17 +8,19 @@ import statistics
 import textwrap
 import time
 from collections import deque
+from collections.abc import Iterator
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
 from ...envs.bench.strata import steps_to_verdict
+from ...envs.sim.emulated.settings import Emulated
 from ..policies.choosing import DEFAULT as POLICY
 from ..report.summary import RunSummary
 from ..report.terminal import terminal
 from ..report.texts import consistency_text, emulation_text, result_lines
-from ..report.verdict import DEFAULT, OWN, PHASES, change, ms, seconds, side
+from ..report.verdict import DEFAULT, OWN, PHASES, change, ms, seconds, side, verdict
 from .tuner import WindowLine
 
 #: What to do about a run that came to nothing, by the name of its reason.
@@ -143,34 +145,53 @@ def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
         lines = textwrap.wrap(text, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
         console.print("\n".join(lines), style=style, markup=False, soft_wrap=True)
 
-    first, *rest = result_lines(s)
+    def lead(name: str, text: str) -> None:
+        console.print(f"{name:7} {text}", markup=False, soft_wrap=True)  # paths and commands stay whole
+
     console.print()
-    say(first, "bold red" if s.failure else "bold green" if s.kept else "bold")
+    say(verdict(s), "bold red" if s.failure else "bold green" if s.kept else "bold")
     if s.table:
-        console.print(f"again: dynamiccl apply {s.table} -- COMMAND", markup=False, soft_wrap=True)
-    if not s.is_decided:
-        for name in s.reasons.get("ended", ()):
-            if name in _CURES:
-                say(_CURES[name])
-        if s.reasons.get("ended") == ["job-status"] and s.job_status == 0 and (s.windows or s.decisions):
-            say(f"It was too short for a verdict. {Expected().told(0.05)}")
-    elif not s.kept and not s.dropped:
-        say("To try: more steps, fewer neighbours on the nodes; or the job has little to gain.")
+        lead("again", f"dynamiccl apply {s.table}{_emulation(s)} -- COMMAND")
+    for text in _cures(s):
+        say(text)
     if quiet:
         return
     if s.emulated:
         say(f"{emulation_text(vars(s))}: these are not GPU times", "yellow")
-    for text in rest:
+    for text in [*result_lines(s)[1:], *_besides(s)]:
         say(text)
-    if s.family and s.kept:
-        less, median = f"{s.family['less']:.0%}", f"{s.family['median']:.1%}"
-        say(f"{less} of random emulated jobs have less to gain; their median has {median}")
-    if s.memory and s.memory.get("jobs"):
-        say(f"memory: {s.memory['text']}")
-    for text in s.not_obeyed:
+    warnings = [f"{s.records_lost} records were lost: the tuner could not keep up"] if s.records_lost else []
+    for text in [*s.not_obeyed, *warnings]:
         say(text, "yellow")
     say(consistency_text(s.consistency))
-    if s.records_lost:
-        say(f"{s.records_lost} records were lost: the tuner could not keep up", "yellow")
-    for name, path in (("why", f"dynamiccl why {s.trace}"), ("report", s.report)):
-        console.print(f"{name:7} {path}", markup=False, soft_wrap=True)
+    lead("more", f"dynamiccl show {s.trace}")
+    lead("report", str(s.report))
+
+
+def _emulation(s: RunSummary) -> str:
+    """The options of an emulated run, for the job to run on that cluster again."""
+    if not s.emulated:
+        return ""
+    usual = Emulated()
+    scales = (("bytes", s.bytes_scale, usual.bytes_scale), ("compute", s.compute_scale, usual.compute_scale))
+    return f" --cluster {s.cluster}" + "".join(f" --{name}-scale {x:g}" for name, x, y in scales if x and x != y)
+
+
+def _cures(s: RunSummary) -> list[str]:
+    """What to try where nothing came of a run."""
+    if s.is_decided:
+        in_vain = not s.kept and not s.dropped
+        return ["To try: more steps, fewer neighbours on the nodes; or the job has little to gain."] if in_vain else []
+    ended = s.reasons.get("ended", [])
+    if ended == ["job-status"] and s.job_status == 0 and (s.windows or s.decisions):
+        return [f"It was too short for a verdict. {Expected().told(0.05)}"]
+    return [_CURES[name] for name in ended if name in _CURES]
+
+
+def _besides(s: RunSummary) -> Iterator[str]:
+    """Where an emulated job stands among others, and what memory gave."""
+    if s.family and s.kept:
+        less, median = f"{s.family['less']:.0%}", f"{s.family['median']:.1%}"
+        yield f"{less} of random emulated jobs have less to gain; their median has {median}"
+    if s.memory and s.memory.get("jobs"):
+        yield f"memory: {s.memory['text']}"

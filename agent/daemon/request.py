@@ -60,7 +60,7 @@ class Request(Settings):
     facts: dict[str, Any] = field(default_factory=dict)  # of the job, for the summary: stage, n_processes
     job: str = ""  # its command
     job_log: Path | None = None  # JSON lines with the loss of each step, where the job writes them
-    json: str | None = None  # where the summary is also wanted, - is stdout
+    json: bool = False  # print the summary to stdout, and no text
     memory: str | None = None  # where what was learned of clusters is kept; None: nowhere
     launched: bool = False  # the job prints on the same terminal
     log_level: str = "info"  # of OUT/tuner.log
@@ -82,8 +82,8 @@ class Request(Settings):
         try:
             left |= {k: v for k, v in options.items() if k in AFRESH}
             left["emulated"] = Emulated(**left["emulated"]) if left.get("emulated") else None
-            for name, kind in (("out", Path), ("job_log", Path), ("json", str)):
-                left[name] = kind(left[name]) if left.get(name) is not None else None
+            for name in ("out", "job_log"):
+                left[name] = Path(left[name]) if left.get(name) is not None else None
             return cls(**left)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{run / REQUEST} is damaged ({error}): remove it, and say again what is wanted") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ...envs.bench.strata import percentile_of_gain
@@ -18,39 +18,44 @@ from .tuner import Outcome, SlotChoice
 
 def summarise(request: Request, outcome: Outcome, job: Job, before: RunSummary) -> RunSummary:
     """The summary so far. ``before``: the one that an earlier tuner of the run left, which found what stands."""
-    losses = logged(request.job_log, "loss")
-    e = request.emulated
-    found = before or measured_by(outcome, e is not None)
-    no_table = outcome.dropped or (RunEnds.NO_GAIN() if found.is_decided and not outcome.kept else "")
-    reasons = {"ended": outcome.ended, "no_table": no_table, "agreement": job.state[1] if job.state else ""}
+    losses: list[float | None] = [*logged(request.job_log, "loss")] or [None]
+    emulated = asdict(request.emulated) if request.emulated else {}
+    found = before or measured_by(outcome, bool(emulated))
+    agreement = {"state": job.state[0].name, "text": job.state[1]} if job.state else {}
+    texts = {"ended": outcome.ended, "no_table": _no_table(outcome, found), "agreement": agreement.get("text", "")}
     return replace(
         found,
-        cluster=e.cluster if e else None,
-        emulated=e is not None,
-        bytes_scale=e.bytes_scale if e else 1.0,
-        compute_scale=e.compute_scale if e else 1.0,
+        cluster=emulated.get("cluster"),
+        emulated=bool(emulated),
+        bytes_scale=emulated.get("bytes_scale", 1.0),
+        compute_scale=emulated.get("compute_scale", 1.0),
         stage=request.facts.get("stage"),
         n_processes=len(job.ranks) or request.facts.get("n_processes"),
         n_ranks=max((c.n_ranks for c in job.assembler.comms.values()), default=None),
         policy=request.policy,
         steps=job.last_step,
-        loss_first=losses[0] if losses else None,
-        loss_last=losses[-1] if losses else None,
+        loss_first=losses[0],
+        loss_last=losses[-1],
         default_share_after=outcome.default_share,
         searches_begun_anew=outcome.reopened - outcome.returned,
         regimes_returned=outcome.returned,
         kept=outcome.kept,
         in_force=found.in_force if outcome.kept else DEFAULT,
         dropped=outcome.dropped or None,
-        not_obeyed=[str(item) for item in outcome.disobeyed],
+        not_obeyed=list(map(str, outcome.disobeyed)),
         refused=[_refusal(*r) for r in outcome.refused],
-        agreement={"state": job.state[0].name, "text": job.state[1]} if job.state else None,
+        agreement=agreement or None,
         consistency={"calls_checked": job.audit.calls_checked, "mismatches": job.audit.mismatches},
         records_lost=sum(job.lost.values()),
         ended=outcome.ended or None,
-        reasons={key: names(text) for key, text in reasons.items()},
+        reasons={key: names(text) for key, text in texts.items()},
         job_status=job.status,
     )
+
+
+def _no_table(outcome: Outcome, found: RunSummary) -> str:
+    """Why no table is in force after a verdict."""
+    return outcome.dropped or (RunEnds.NO_GAIN() if found.is_decided and not outcome.kept else "")
 
 
 def measured_by(outcome: Outcome, emulated: bool) -> RunSummary:

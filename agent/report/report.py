@@ -123,7 +123,7 @@ def _missing(s: RunSummary, trace: Trace, costs: pd.DataFrame) -> str:
 
 
 def _why(s: RunSummary, trace: Trace) -> str:
-    """The chain behind each decision, as `dynamiccl why` tells it."""
+    """The chain behind each decision, as `dynamiccl show` tells it."""
     try:
         found = [lines(chain, s) for chain in chains(trace, s)]
     except TraceError:  # no steps, no slot: said above

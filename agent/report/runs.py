@@ -14,7 +14,7 @@ from ...envs.nccl.run_folder import TUNER
 from ...traces.reasons import names
 from .outputs import ROOT
 from .summary import RunSummary, read_json
-from .verdict import verdict
+from .verdict import decided, verdict
 
 #: Bytes of a run's log that are read from its end.
 _TAIL = 1 << 18
@@ -39,35 +39,41 @@ def state(out: Path) -> dict[str, Any]:
     header, summary = read_json(out / "trace" / "header.json"), RunSummary.read(out)
     windows = [line for line in _tail(out / "trace" / "windows.jsonl") if line.get("kind") == "window"]
     last = windows[-1] if windows else {}
-    run = Path(str(header.get("run") or summary.run or ""))
+    run = Path(str(_known(header.get("run"), summary.run, "")))
     alive = bool(run.name) and is_locked(run / TUNER)
     agreement = summary.agreement or {}
-    why = summary.ended or summary.failure or summary.dropped
+    why = _known(summary.ended, summary.failure, summary.dropped)
+    # After the verdict few windows are measured: the table's time is what it was confirmed with.
+    confirmed_ms = summary.tuned_step_ms if summary.kept else None
     return {
         "run": str(out),
         "job": header.get("job"),
         "emulated": header.get("emulated"),
         "state": "tuning" if alive else "ended" if summary else "no tuner",
-        "step": summary.steps or last.get("last_step"),
-        # After the verdict few windows are measured: the table's time is what it was confirmed with.
-        "step_ms": (summary.tuned_step_ms if summary.kept else None) or last.get("step_ms"),
+        "step": _known(summary.steps, last.get("last_step")),
+        "step_ms": _known(confirmed_ms, last.get("step_ms")),
         "phase": last.get("phase"),
         "window": last.get("index"),
-        "in_force": summary.in_force or last.get("in_force"),
-        "decisions": sum(1 for d in summary.decisions if d.get("algo") or d.get("n_channels")),
+        "in_force": _known(summary.in_force, last.get("in_force")),
+        "decisions": sum(decided(row) != "auto" for row in summary.decisions),
         "kept": summary.kept,
         "verdict": verdict(summary) if summary else None,
-        "gain": summary.saved[0] if summary.saved else None,
-        "gain_ci95": summary.saved[1:] if summary.saved else None,
-        "cost_s": last.get("cost_s") if summary.cost_s is None else summary.cost_s,
-        "budget_s": last.get("budget_s") if summary.budget_s is None else summary.budget_s,
+        "gain": summary.saved and summary.saved[0],
+        "gain_ci95": summary.saved and summary.saved[1:],
+        "cost_s": _known(summary.cost_s, last.get("cost_s")),
+        "budget_s": _known(summary.budget_s, last.get("budget_s")),
         "agreement": agreement.get("state"),
         "agreement_text": agreement.get("text"),
-        "records_lost": header.get("records_lost") if summary.records_lost is None else summary.records_lost,
+        "records_lost": _known(summary.records_lost, header.get("records_lost")),
         "mismatches": summary.consistency.get("mismatches"),
         "why": why,
         "reasons": names(str(why or "")),
     }
+
+
+def _known(*values: Any) -> Any:
+    """The first that is there."""
+    return next((value for value in values if value is not None), None)
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from .summary import RunSummary
-from .verdict import DEFAULT, OWN, PHASES, ms, outcome, rows_text, seconds, side, verdict
+from .verdict import OWN, PHASES, ms, outcome, rows_text, seconds, side, verdict
 
 #: Heads of :func:`cost_rows`; those in NUMBERS stand to the right.
 COSTS = ("slot", "calls/step", "NCCL's own", "table", "default", "tuned", "change", "per step", "sampled", "timed by")
@@ -27,12 +27,12 @@ def emulation_text(facts: Mapping[str, Any]) -> str:
 
 
 def window_parts(line: Mapping[str, Any]) -> list[str]:
-    """What a logged window came to, of this release's or an earlier one's log; whatever is unknown is left out."""
+    """What a logged window came to; whatever is unknown is left out."""
     step, default, phase = line.get("step_ms"), line.get("default_ms"), line.get("phase")
-    table = line.get("table") or line.get("decision")
-    parts = [f"window {line.get('index', '?')}", PHASES.get(str(phase), phase)]
+    table = line.get("table")
+    parts = [f"steps {line.get('first_step', '?')} to {line.get('last_step', '?')}", PHASES.get(str(phase), phase)]
     if table:
-        parts.append(OWN if table in (DEFAULT, "auto") else str(table))
+        parts.append(side(table))
     if step is not None:
         parts.append(ms(step) + (f", {OWN} {ms(default)}" if default and phase != "profile" else ""))
     return [str(part) for part in [*parts, line.get("verdict"), *(line.get("events") or ())] if part]

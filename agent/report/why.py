@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from ...envs.nccl_model.arms import masked
 from ...envs.replay.decisions import load, windows_of
 from ...traces.files import Trace
 from ...traces.queries.slots import SlotProfile
@@ -20,32 +19,39 @@ from .texts import nothing_decided
 from .verdict import OWN, change, decided, outcome
 
 
-def chains(trace: Trace, summary: RunSummary, wanted: str = "") -> list[dict[str, Any]]:
-    """One chain a slot whose text contains ``wanted``, the dearest first; shares are parts of the step.
+def chains(trace: Trace, summary: RunSummary) -> list[dict[str, Any]]:
+    """One chain a slot, the dearest first; shares are parts of the step.
 
     What NCCL chose and its prices; configs that ran, each with its windows; comparisons in which this slot alone was
     changed; what was decided, and whether it is in force. Raises TraceError for a trace without steps or slots.
     """
-    recorded, found = load(trace, min_share=0.0), []
-    for p, share in zip(recorded.profiles, recorded.share, strict=True):
-        if wanted not in str(p.slot):
-            continue
-        offered = zip(PAIRS, p.fingerprint.cost_us[0], strict=True)
-        prices = {"/".join(pair): round(float(us), 1) for pair, us in offered if us >= 0}
-        mine = next((row for row in summary.decisions if _is_of(row, p)), None)
-        decision = decided(mine) if mine else None
-        row: dict[str, Any] = {"slot": str(p.slot), "n_ranks": p.slot.n_ranks, "n_nodes": p.slot.n_nodes}
-        row |= {"n_bytes": p.n_bytes, "calls": p.calls, "share": float(share), "own": p.own, "prices": prices}
-        row |= {"tried": dict(_tried(trace, p).most_common()), "alone": _alone(summary, p), "decided": decision}
-        row["reason"] = mine.get("reason") if mine else nothing_decided(summary, trace.header)
-        row["masked"] = {
-            why.title: int(configs.sum()) for why, configs in masked(p.fingerprint).items() if configs.any()
-        }
-        row["refused"] = [r for r in summary.refused if r["slot"] == str(p.slot)]
-        row["in_force"] = None if decision is None else bool(summary.kept) and decision != "auto"
-        row["table"] = summary.in_force if row["in_force"] else None
-        found.append(row)
-    return found
+    recorded = load(trace, min_share=0.0)
+    shares = zip(recorded.profiles, recorded.share, strict=True)
+    return [_chain(p, trace, summary) | {"share": float(share)} for p, share in shares]
+
+
+def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
+    """Of one slot, but for its share."""
+    offered = zip(PAIRS, p.fingerprint.cost_us[0], strict=True)
+    mine = next((row for row in summary.decisions if _is_of(row, p)), None)
+    decision = decided(mine) if mine else None
+    in_force = None if decision is None else bool(summary.kept) and decision != "auto"
+    return {
+        "slot": str(p.slot),
+        "n_ranks": p.slot.n_ranks,
+        "n_nodes": p.slot.n_nodes,
+        "n_bytes": p.n_bytes,
+        "calls": p.calls,
+        "own": p.own,
+        "prices": {"/".join(pair): round(float(us), 1) for pair, us in offered if us >= 0},
+        "tried": dict(_tried(trace, p).most_common()),
+        "alone": _alone(summary, p),
+        "refused": [r for r in summary.refused if r["slot"] == str(p.slot)],
+        "decided": decision,
+        "reason": mine.get("reason") if mine else nothing_decided(summary, trace.header),
+        "in_force": in_force,
+        "table": summary.in_force if in_force else None,
+    }
 
 
 def _is_of(row: Mapping[str, Any], p: SlotProfile) -> bool:
@@ -77,21 +83,24 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def lines(chain: Mapping[str, Any], summary: RunSummary) -> list[str]:
     """A chain in a few lines for people."""
-    calls, share = f"{chain['calls']:.0f} calls", f"{chain['share']:.1%} of the step"
+    calls, share = f"{chain['calls']:.0f} call{'s' * (round(chain['calls']) != 1)}", f"{chain['share']:.1%} of the step"
     prices = ", ".join(f"{pair} {us:g} us" for pair, us in sorted(chain["prices"].items(), key=lambda x: x[1]))
     tried = ", ".join(f"{config} in {n} window{'s' * (n > 1)}" for config, n in chain["tried"].items())
     said = [f"{chain['slot']} on {chain['n_ranks']} ranks: {calls}, {share}"]
     said += [f"  NCCL    {chain['own']}, as its prices say: {prices}", f"  tried   {tried or 'nothing else'}"]
     said += [f"  alone   {c['decision']}: {outcome(c)}" for c in chain["alone"]]
     said += [f"  refused {row['why']}" for row in chain["refused"]]
-    if chain["masked"]:
-        said.append("  masked  " + ", ".join(f"{n} configs {name}" for name, n in chain["masked"].items()))
+    return said + _decided(chain, summary)
+
+
+def _decided(chain: Mapping[str, Any], summary: RunSummary) -> list[str]:
+    """What was decided for a slot, and what that gains."""
     if chain["decided"] is None:
-        return [*said, f"  decided nothing: {chain['reason']}"]
+        return [f"  decided nothing: {chain['reason']}"]
     if not chain["in_force"]:
         state = "NCCL decides" if chain["decided"] == "auto" else "not in force"
-        return [*said, f"  decided {chain['decided']} ({state}){': ' + chain['reason'] if chain['reason'] else ''}"]
-    said.append(f"  decided {chain['decided']}, in force as a row of {chain['table'] or 'the table'}")
+        return [f"  decided {chain['decided']} ({state}){': ' + chain['reason'] if chain['reason'] else ''}"]
+    said = [f"  decided {chain['decided']}, in force as a row of {chain['table'] or 'the table'}"]
     if summary.speedup is not None:
         rows = sum(decided(row) != "auto" for row in summary.decisions)
         which = f"these {rows} rows together" if rows > 1 else "this row"

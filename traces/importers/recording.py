@@ -45,7 +45,9 @@ def _of_one_format(files: list[Path], named: list[Path]) -> tuple[list[Path], st
     first = {kind: file.name for file, kind in reversed(kinds.items()) if kind}
     if len(first) != 1:
         told = ", ".join(f"{name} is {kind}" for kind, name in reversed(first.items()))
-        raise TraceError(f"{told or f'{files[0]} is of none'}: give the files of one format, of {', '.join(FORMATS)}")
+        raise TraceError(
+            f"{told or f'{files[0]} is no recording'}: give the files of one format, of {', '.join(FORMATS)}"
+        )
     return [file for file in files if kinds[file] or file in named], next(iter(first))
 
 
@@ -58,7 +60,7 @@ def recording_files(paths: list[Path]) -> list[Path]:
         inside = sorted(path.iterdir()) if path.is_dir() else [path]
         found += [p for p in inside if p == path or (p.is_file() and not p.name.startswith("."))]
     if not found:
-        raise TraceError(f"no file in {', '.join(map(str, paths))}")
+        raise TraceError(f"no file in {', '.join(map(str, paths))}: folders within are not looked into")
     for i, one in enumerate(found):
         if twin := next((other for other in found[:i] if filecmp.cmp(one, other, shallow=False)), None):
             raise TraceError(f"{twin} and {one} are the same: give one file a rank")

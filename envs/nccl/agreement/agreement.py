@@ -27,8 +27,8 @@ from .store import Proposal, RoundStore
 
 #: How long rank 0 waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
 ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
-#: The longest request to the store; with thousands of ranks a longer one. The job's end waits for one. Whether the job
-#: has begun anew is asked each eighth time.
+#: So long a rank looks out for a proposal at a time; with thousands of ranks longer. The job's end waits for that.
+#: Whether the job has begun anew is asked each eighth time.
 _IDLE_S, _A_RANK_S = 0.25, 1e-4
 _LOOK_S = 0.02  # between two looks of rank 0 at what the daemon has published
 _NEWS_S = 0.5  # between two questions of rank 0 whether a rank or a communicator is new
@@ -65,7 +65,7 @@ class Agreement:
         self.rank, self.n_ranks = rank, n_ranks
         self.stopped = ""  # why no table will change any more
         self._plugin, self._steps, self._versions, self._tell = plugin, steps, versions, tell
-        self._store, self._pace, self._end = RoundStore(store, rank), Pace(), threading.Event()
+        self._store, self._pace, self._end = RoundStore(store, rank, n_ranks), Pace(), threading.Event()
         self._comms: frozenset[int] = frozenset()  # communicators that rank 0 has heard of
         self._leader = _Leader(n_ranks, published) if rank == 0 else None
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)

@@ -1,7 +1,7 @@
 """The rounds of an agreement in the job's own store: what rank 0 proposes, the votes, the register of each round.
 
-One connection of our own a rank, used by one thread. Nobody asks again and again: who waits for a key asks the store to
-answer when it is there. A round costs a rank six requests, and rank 0 one more for the votes of all.
+One connection of our own a rank, used by one thread. Who waits for a key asks for it now and then: the store could
+answer when it is there, but where such a wait ends in vain PyTorch writes a warning into the job's output.
 
 torchrun keeps its store when it starts all workers anew. So rank 0 draws a name for each life of the job, below which
 all keys lie, and every rank looks now and then whether there is a newer one.
@@ -16,7 +16,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 from ....traces.reasons import NotAgreeing
@@ -26,6 +25,7 @@ from .protocol import ABORT, CommVote, Decision, Vote
 #: How long the register of a round is asked for: as long as NCCL's own watchdog waits for the other ranks.
 _LOST_S = 600.0
 _AGAIN_S = 0.1
+_PAUSE_S, _A_RANK_S, _SOONER = 0.02, 1e-4, 5  # between two looks for a round, a rank more each; within it sooner
 _LIFE, _ROUND, _NEWS = "life", "round", "news"
 
 
@@ -40,9 +40,9 @@ class Proposal(NamedTuple):
 class RoundStore:
     """Connected at :meth:`connect`. Raises what the store raises, but in :meth:`settle`."""
 
-    def __init__(self, make: Callable[[], Any], rank: int) -> None:
+    def __init__(self, make: Callable[[], Any], rank: int, n_ranks: int) -> None:
         """``make()`` gives a new connection of our own to the job's store."""
-        self._make, self._rank = make, rank
+        self._make, self._rank, self._pause_s = make, rank, _PAUSE_S + _A_RANK_S * n_ranks
         self._store: Any = None
         self._life = ""
         self.closing = False
@@ -74,13 +74,13 @@ class RoundStore:
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._life, *parts)))
 
-    def _wait(self, key: str, seconds: float) -> bool:
-        """Whether the key is there within so long. Raises where the store is away."""
+    def _wait(self, key: str, seconds: float, pause_s: float) -> bool:
+        """Whether the key is there within so long, asked for every ``pause_s``. Raises where the store is away."""
         end = time.monotonic() + seconds
-        try:
-            self._store.wait([key], timedelta(seconds=seconds))
-        except Exception:  # too early, or the store is away: then the next line raises
-            return time.monotonic() < end and bool(self._store.check([key]))
+        while not self._store.check([key]):
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause_s)
         return True
 
     # -- every rank ------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class RoundStore:
     def proposal(self, number: int, seconds: float) -> Proposal | None:
         """Round ``number``, once it is proposed; None if it is not within so long."""
         key = self._key(number, "table")
-        if not self._wait(key, seconds):
+        if not self._wait(key, seconds, self._pause_s):
             return None
         n_votes, message = json.loads(bytes(self._store.get(key)))
         return Proposal(number, base64.b64decode(message), n_votes)
@@ -106,7 +106,7 @@ class RoundStore:
     def decision(self, number: int, seconds: float) -> Decision | None:
         """What was decided in a round; None if nothing is within so long."""
         key = self._key(number, "decision")
-        return _decision(bytes(self._store.get(key))) if self._wait(key, seconds) else None
+        return _decision(bytes(self._store.get(key))) if self._wait(key, seconds, self._pause_s / _SOONER) else None
 
     def settle(self, number: int, decision: Decision) -> Decision:
         """Set the register of a round if it is free; what it holds. Only the store knows: it is asked until it answers.
@@ -146,7 +146,7 @@ class RoundStore:
         """The last votes of ``ranks``, as soon as all expected in this round are there, else after so long."""
         ranks = list(ranks)
         if ranks:
-            self._wait(self._key(number, "all"), seconds)
+            self._wait(self._key(number, "all"), seconds, _PAUSE_S / _SOONER)
         keys = [self._key("vote", rank) for rank in ranks]
         several = getattr(self._store, "has_extended_api", bool)()
         raws = (self._store.multi_get(keys) if keys else []) if several else [self._store.get(key) for key in keys]
