@@ -123,7 +123,7 @@ def test_windows_figure_has_every_window_and_its_story(run):
     assert places == sorted(places) and places[0] > 0 and places[-1] < 100
     heights = pd.Series([-per_cent(mark, "cy") for mark in points]).rank()
     assert heights.corr(windows["step_ms"].rank()) > 0.999
-    assert "ring/ll128/16" in points[1][2] and points[1][2].startswith("window 1 ")
+    assert "ring/ll128/16" in points[1][2] and points[1][2].startswith("steps 8 to 11  search  ")
 
 
 def test_step_times_of_both_sides_are_drawn_with_their_number(run):

@@ -168,10 +168,8 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     job_log = out / "job.jsonl" if own else None
     if job_log:
         job_log.unlink(missing_ok=True)
-        backend = "emulated" if emulated else "nccl"
-        command = workload(
-            facts["stage"], asked["steps"], facts["n_processes"], job_log, backend=backend, seed=asked["seed"]
-        )
+        job = facts["stage"], asked["steps"], facts["n_processes"], job_log
+        command = workload(*job, backend="emulated" if emulated else "nccl", seed=asked["seed"])
     run = make_folder()
     left = {name: asked[name] for name in AFRESH}
     left |= {"out": out, "memory": memory, "emulated": emulated, "job_log": job_log, "launched": not own}
