@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from dynamiccl.zero_workload.job.parallel import Cut
+from dynamiccl.zero_workload.job.parallel import groups
 from dynamiccl.zero_workload.zero import Engine, zero
 from peers import Peer
 from public_models import PRESETS, Shape
@@ -87,14 +87,13 @@ def dry_run(
     """
     if engine == "fsdp2" and (stage not in (2, 3) or shard):
         raise ValueError("fsdp2 runs at stages 2 (no resharding) and 3, over all ranks")
-    cut = Cut(ranks, shard)
     if dist.is_initialized():
         raise ValueError("a dry run needs a process without a process group")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        groups = cut.groups()
+        cut = groups(shard)
         mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,))  # FSDP2's
         with FakeTensorMode(), torch.device("cpu"):
             model = shape.build()
@@ -104,7 +103,7 @@ def dry_run(
                 name = "fsdp2" if stage == 3 else "fsdp2-no-reshard"
                 job = Peer(name, model, torch.optim.SGD, mesh, **settings)
             else:
-                job = zero(model, torch.optim.SGD, stage=stage, **groups, **settings)
+                job = zero(model, torch.optim.SGD, stage=stage, **cut, **settings)
             tokens = torch.zeros(1, shape.seq, dtype=torch.int64)
             for _ in range(2):
                 with CollectiveLog() as log:

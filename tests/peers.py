@@ -14,7 +14,7 @@ PEERS = {"ddp": 0, "zero-optimizer": 1, "fsdp2-no-reshard": 2, "fsdp2": 3}
 
 
 def mesh_of(groups: dict[str, Any]) -> Any:
-    """FSDP2's mesh of two dimensions, replicas first, of what ``Cut.groups`` returns; ``None`` without replicas."""
+    """FSDP2's mesh of two dimensions, replicas first, of what ``groups`` has returned; ``None`` without replicas."""
     if "replicas" not in groups:
         return None
     both = [groups["replicas"], groups["group"]]

@@ -25,7 +25,7 @@ import os, struct, sys, time
 from pathlib import Path
 import numpy as np
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
-from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
+from dynamiccl.envs.nccl.shm import TableMailbox
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
 from dynamiccl.traces.records import ALGOS, PROTOS, STEP, UNSET
 run, enough = Path(os.environ["DYNAMICCL_RUN"]), Path(sys.argv[1])

@@ -30,8 +30,6 @@ EXCEPTIONS = {
     "envs/bench/job_arena.py:play",
     "envs/bench/job_suites.py:JobSuite.open",
     "envs/bench/replay_suite.py:RecordedJobs.step_us",
-    "envs/nccl/agreement/agreement.py:_Leader",
-    "envs/nccl/plugin/bindings.py:Plugin",
     "envs/search/afterwards.py:Refinement.tried",
     "envs/search/belief.py:Belief.compare",
     "envs/search/search.py:Search",

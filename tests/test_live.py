@@ -9,8 +9,10 @@ from dynamiccl.envs.live import job as live
 from dynamiccl.envs.live import pauses, reader
 from dynamiccl.envs.live.job import CONFIRMED, Job, read_confirmed
 from dynamiccl.envs.live.job_ends import Closed, JobEnded, Stopped, Withdrawn
+from dynamiccl.envs.nccl.run_folder import WORD
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.traces.assemble import Communicator
+from dynamiccl.traces.reasons import NotAgreeing
 from dynamiccl.traces.records import COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState, Decision, Slot
 from test_obedience import calls
 
@@ -115,6 +117,17 @@ def test_every_way_out_publishes_what_was_confirmed(world, folder):
         assert decode_table(folder.table.read()[1]).rules == ring_rules(TRIAL)
     finally:
         os.rename(f"{folder.path}-gone", folder.path)
+
+
+def test_a_word_that_is_longer_than_its_record_is_read_whole(world, folder):
+    """Before: the user saw its first 80 bytes."""
+    job, ring, _ = world
+    word = NotAgreeing.NOT_ALL_VOTED(n=1, of=2, rank=0)
+    for left, seen in (("another", word.encode()[:80].decode()), (word, word)):
+        (folder.path / WORD).write_text(left)
+        ring.says(AgreementState.WAITING, word)
+        job.poll()
+        assert job.state == (AgreementState.WAITING, seen)
 
 
 def ring_rules(decisions):

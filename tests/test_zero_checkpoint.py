@@ -11,7 +11,7 @@ import torch.distributed as dist
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.job.checkpoint import load, save
 from dynamiccl.zero_workload.job.model import Transformer
-from dynamiccl.zero_workload.job.parallel import Cut
+from dynamiccl.zero_workload.job.parallel import groups
 from test_zero import TINY, adamw, run
 from torch import nn
 from world import World
@@ -132,7 +132,7 @@ def test_rates_and_skipped_steps_are_kept(two: World, tmp_path: Path) -> None:
 
 def unwritten(folder: str, fails: str, replicas: bool) -> str:
     """What each rank is told, in seconds, when rank 0 cannot write ``fails``; the next save goes well."""
-    engine = zero(nn.Linear(8, 8), adamw(1e-2), stage=2, **(Cut(4, shard=2).groups() if replicas else {}))
+    engine = zero(nn.Linear(8, 8), adamw(1e-2), stage=2, **(groups(2) if replicas else {}))
     before = Path.write_text, torch.distributed.checkpoint.state_dict_saver.save
 
     def full(*_: Any, **__: Any) -> None:

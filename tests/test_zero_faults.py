@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
-from dynamiccl.zero_workload.job.parallel import Cut
+from dynamiccl.zero_workload.job.parallel import groups
 from test_zero import TINY, adamw, texts
 from test_zero_exact import Hand
 from torch import nn
@@ -134,7 +134,7 @@ def test_what_is_not_finite_never_reaches_the_weights(stage: int, settings: dict
 
 def spoiled_replica() -> str:
     torch.manual_seed(0)
-    engine = zero(Transformer(TINY), adamw(1e-2), stage=3, param_dtype=torch.float32, **Cut(4, shard=2).groups())
+    engine = zero(Transformer(TINY), adamw(1e-2), stage=3, param_dtype=torch.float32, **groups(2))
     engine.backward(engine.model(*texts(0, 0, 2)) * (float("nan") if dist.get_rank() == 3 else 1.0))
     try:
         engine.step()

@@ -14,7 +14,7 @@ from dry_run import Call, CollectiveLog
 from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload.job import train as train_module
 from dynamiccl.zero_workload.job.model import Transformer
-from dynamiccl.zero_workload.job.parallel import Cut, subgroup
+from dynamiccl.zero_workload.job.parallel import groups
 from peers import Peer, mesh_of
 from test_zero import TINY, adamw, run, train_alone
 from test_zero_exact import OVER_GLOO
@@ -53,7 +53,7 @@ def hsdp(settings: dict[str, Any], steps: int) -> tuple[list[float], Bytes, dict
     """Losses of ours, bytes by communicator, memory at rest, bytes of the padded parameters; 0 for a peer."""
     torch.manual_seed(0)
     model = Transformer(TINY)
-    group, replicas = subgroup((2, 2), 1), subgroup((2, 2), 0)
+    group, replicas = groups(2).values()
     names = {group.group_name: "shard", replicas.group_name: "replicas"}
     settings = {**FP32, **settings}
     if "name" in settings:
@@ -266,7 +266,7 @@ def refused(make: str) -> str:
         elif make == "peer":
             Peer("ddp", model, adamw(1e-3), reduce_dtype=torch.float32, param_dtype=torch.bfloat16)
         else:
-            Cut(dist.get_world_size(), shard=3)
+            groups(3)
     except ValueError as error:
         return str(error)
     return ""

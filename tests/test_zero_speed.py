@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.job.data import Corpus
 from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
-from dynamiccl.zero_workload.job.parallel import Cut
+from dynamiccl.zero_workload.job.parallel import groups
 from peers import PEERS, Peer, mesh_of
 from test_zero import adamw
 from world import World
@@ -33,10 +33,9 @@ def interleaved(name: str, rounds: int, block: int, shard: int = 0, **more: Any)
     torch.manual_seed(0)
     ours_model, theirs_model = Transformer(MODEL), Transformer(MODEL)
     settings: dict[str, Any] = {"param_dtype": torch.float32, "bucket_bytes": 2**21, **more}
-    cut = Cut(dist.get_world_size(), shard)
-    groups: Any = cut.groups()
-    ours = zero(ours_model, adamw(1e-3), stage=PEERS[name], **groups, **settings)
-    theirs = Peer(name, theirs_model, adamw(1e-3), mesh=mesh_of(groups), **settings)
+    cut: Any = groups(shard)
+    ours = zero(ours_model, adamw(1e-3), stage=PEERS[name], **cut, **settings)
+    theirs = Peer(name, theirs_model, adamw(1e-3), mesh=mesh_of(cut), **settings)
     corpus, rank = Corpus(None, MODEL.seq), dist.get_rank()
     batches = [corpus.batch(2 * rank, 2 * rank + 2, step=i, seed=0) for i in range(block)]
     times: dict[str, list[float]] = {"ours": [], "theirs": []}

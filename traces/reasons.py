@@ -13,17 +13,11 @@ from __future__ import annotations
 import re
 from enum import Enum
 from functools import cache
-from itertools import zip_longest
-from string import Formatter
 from typing import Any
 
-#: The words of a record end after so many bytes: those of a reason may be cut there.
-_CUT = 80
 #: Facts that are a reason themselves, or hold one.
 _INNER = ("ended", "why", "error")
 _NUMBERS = ("rank", "other", "seconds", "status", "tried", "n", "of", "count")
-#: Words that are a reason's, cut off, have so many characters of it at least.
-_ENOUGH = 20
 
 
 class Reason(Enum):
@@ -142,47 +136,17 @@ def names(text: str) -> list[str]:
     >>> names(RunEnds.NEVER_SWITCHED(why=NotAgreeing.NO_PLUGIN(rank=3)))
     ['never-switched', 'no-plugin']
     """
-    members = [one for kind in VOCABULARY for one in kind]
-    is_cut = len(text.encode()) >= _CUT - 4  # four: a character that was cut in two
-    begun = max((_begun(str(one.value), text), -i) for i, one in enumerate(members)) if is_cut else (0, 0)
-    said = [(_fixed(str(one.value)), i) for i, one in enumerate(members) if one.facts(text) is not None]
-    n, i = max(said, default=(0, 0))
-    if begun[0] > max(n, _ENOUGH):
-        return [members[-begun[1]].title]
-    if not said:
+    found = [one for kind in VOCABULARY for one in kind if one.facts(text) is not None]
+    if not found:
         return []
-    facts = members[i].facts(text) or {}
-    return [members[i].title, *(title for key in _INNER if key in facts for title in names(facts[key]))]
-
-
-def _pieces(template: str) -> list[str]:
-    """What stands before, between and after a template's gaps."""
-    parts = list(Formatter().parse(template))
-    return [text for text, *_ in parts] + ([""] if parts[-1][1] is not None else [])
+    one = max(found, key=lambda one: len(re.sub(r"\{.*?\}", "", str(one.value))))  # most of the text is its own
+    facts = one.facts(text) or {}
+    return [one.title, *(title for key in _INNER if key in facts for title in names(facts[key]))]
 
 
 @cache
 def _pattern(template: str) -> re.Pattern[str]:
-    kinds = [(name, r"\d+" if name in _NUMBERS else ".*?") for _, name, *_ in Formatter().parse(template) if name]
-    gaps = [f"(?P<{name}>{kind})" for name, kind in kinds]
-    pieces = [re.escape(piece) for piece in _pieces(template)]
-    return re.compile("".join(a + b for a, b in zip_longest(pieces, gaps, fillvalue="")), re.DOTALL)
+    def gap(found: re.Match[str]) -> str:
+        return rf"(?P<{found[1]}>{'[0-9]+' if found[1] in _NUMBERS else '.*?'})"
 
-
-def _fixed(template: str) -> int:
-    """Characters of a template outside its gaps."""
-    return sum(map(len, _pieces(template)))
-
-
-def _begun(template: str, text: str) -> int:
-    """How many characters outside its gaps a text has that may be a template's words, cut off; 0: it is not."""
-    first, *rest = _pieces(template)
-    if not text.startswith(first):
-        return len(text) if first.startswith(text) else 0
-    at = n = len(first)
-    for piece in rest:
-        found = text.find(piece, at + 1)
-        if found < 0:
-            return n + next((k for k in range(len(piece) - 1, 0, -1) if text.endswith(piece[:k])), 0)
-        at, n = found + len(piece), n + len(piece)
-    return n
+    return re.compile(re.sub(r"\\\{(\w+).*?\\\}", gap, re.escape(template)), re.DOTALL)

@@ -105,6 +105,7 @@ def _together(table: Table, command: list[str], headroom: int | None) -> int:
 
 def _outcome(run: RunFolder) -> str:
     """In how many calls of the processes on this node the table was used, or why in none."""
+    from ...envs.nccl.run_folder import WORD
     from ...traces.reasons import NotTuning
 
     calls = [ring.calls() for ring in run.rings()]
@@ -113,7 +114,7 @@ def _outcome(run: RunFolder) -> str:
     if used:
         return told
     try:
-        why = (run.path / "agreement").read_text()  # the ranks' last word, on the node of rank 0
+        why = (run.path / WORD).read_text()  # the ranks' last word, on the node of rank 0
     except OSError:
         why = "no step of a PyTorch optimizer was seen here; --no-gate is for other programs" if asked else ""
     return f"{told}: {why or NotTuning.NOT_LOADED()}"

@@ -13,7 +13,7 @@ import numpy as np
 from ...traces.assemble import Assembler, as_records, step_rows
 from ...traces.reasons import NotTuning, RunEnds
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, AgreementState
-from ..nccl.run_folder import LAUNCHER, STATUS, STOP
+from ..nccl.run_folder import LAUNCHER, STATUS, STOP, WORD
 from ..nccl.shm import RunFolder
 from .job_ends import Closed, Stopped, Withdrawn
 from .locks import is_locked
@@ -92,7 +92,8 @@ class Reader:
         self.audit.add(calls, pid)
         self.obedience.add(calls)
         for row in rows[rows["kind"] == STATE].view(STATE_DTYPE):
-            text = bytes(row["text"]).split(b"\0", 1)[0].decode("utf-8", "replace")
+            begun, word = bytes(row["text"]).split(b"\0", 1)[0].decode("utf-8", "ignore"), self._word()
+            text = word if word.startswith(begun) else begun
             self.state = AgreementState(int(row["code"])), text
             log.info("the ranks' agreement is %s: %s", self.state[0].name, text)
         steps = step_rows(records, None)
@@ -103,6 +104,12 @@ class Reader:
         if len(steps):
             self._fresh.append(steps)
             self.last_step = int(steps["step"][-1])
+
+    def _word(self) -> str:
+        """The last word of the ranks' agreement: a record holds 80 bytes of it."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return (self.run.path / WORD).read_text()
+        return ""
 
     def new_steps(self) -> list[np.ndarray[Any, Any]]:
         """STEP records of rank 0 since the last call, in pieces."""

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from .plugin.private import private_folder
 
-#: The launcher's lock and the job's status from it, the lock of the run's one tuner, the wish to end, the table.
-LAUNCHER, STATUS, TUNER, STOP, TABLE = "launcher", "status", "tuner", "stop", "table"
+#: The launcher's lock and the job's status from it, the lock of the run's one tuner, the wish to end, the table, the
+#: last word of the ranks' agreement.
+LAUNCHER, STATUS, TUNER, STOP, TABLE, WORD = "launcher", "status", "tuner", "stop", "table", "agreement"
 TABLE_FILE_BYTES = 4096
 _DAY_S = 86400.0
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .parallel import Cut
+from .parallel import require_cut
 
 #: Bytes a parameter: weight, gradient, and what Adam adds (master weight included in mixed precision).
 STATE = {"mixed": (2, 2, 12), "fp32": (4, 4, 8)}
@@ -69,7 +69,7 @@ class Request:
                 raise ValueError(f"{name} must be a number from {least} on, not {value}")
         if self.precision not in STATE:
             raise ValueError(f"precision is one of {', '.join(STATE)}, not {self.precision}")
-        Cut(self.ranks, self.shard)  # refuses ranks that cannot be cut so
+        require_cut(self.ranks, self.shard)
 
     @property
     def width(self) -> int:

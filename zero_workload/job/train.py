@@ -24,7 +24,7 @@ from ..zero import Engine, zero
 from .data import Corpus
 from .launch import LAUNCHER, Failed, launch, report
 from .model import ModelConfig, Transformer
-from .parallel import Cut
+from .parallel import groups
 from .planner import advice
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -174,12 +174,11 @@ class Job:
             signal.signal(number, self._stop)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.parent = int(os.environ.get(LAUNCHER, os.getppid()))
-        groups = Cut(self.size, args.hsdp or 0, args.reduce_scatter_group).groups()
         torch.manual_seed(args.seed)
         model = Transformer(args.model).to(device)
         self.n_params = sum(p.numel() for p in model.parameters())
         optimizer = partial(torch.optim.AdamW, fused=True, lr=args.lr)
-        self.engine: Engine = zero(model, optimizer, **groups, **args.zero)
+        self.engine: Engine = zero(model, optimizer, **groups(args.hsdp or 0, args.reduce_scatter_group), **args.zero)
         self.first = 0
         if args.resume:
             from .checkpoint import load

@@ -17,10 +17,9 @@ from typing import Any
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import AgreementState
 from ..plugin.bindings import Plugin
-from ..shm import trial_steps_of
+from ..shm import TableMailbox, trial_steps_of
 from ..steps.steps import Steps
 from . import protocol
-from .mailbox import TableMailbox
 from .pace import Pace
 from .protocol import CommVote, Decision, LeftOut
 from .store import Proposal, RoundStore
@@ -68,6 +67,7 @@ class Agreement:
         self._store, self._pace, self._end = RoundStore(store, rank, n_ranks), Pace(), threading.Event()
         self._comms: frozenset[int] = frozenset()  # communicators that rank 0 has heard of
         self._leader = _Leader(n_ranks, published) if rank == 0 else None
+        self._said: tuple[AgreementState, str] | None = None  # last, on rank 0
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
         try:
             self._thread.start()
@@ -237,8 +237,8 @@ class Agreement:
         return found
 
     def _say(self, state: AgreementState, text: str) -> None:
-        if self._leader is not None and (state, text) != self._leader.said:
-            self._leader.said = state, text
+        if self._leader is not None and (state, text) != self._said:
+            self._said = state, text
             self._tell(state, text)
 
     def _stop(self, why: str) -> None:
@@ -270,9 +270,8 @@ class _Leader:
         self.news = False  # a rank or a communicator is new
         self.number, self.lost, self.why = 0, 0, ""  # the last round, lost ones in a row, why the last of them was
         self.not_before = 0.0  # of the next round
-        self.said: tuple[AgreementState, str] | None = None
         self._absent, self._published = set(range(1, n_ranks)), published
-        self._heard, self._until = 0, time.monotonic() + ATTACH_S
+        self._until = time.monotonic() + ATTACH_S
         self._wanted: tuple[int, bytes] | None = None  # to be in force, and is not
         self._stays = published.confirmed()  # the last table that was decided to stay, in this life or before
         self._tries = False  # the table decided last is a trial
@@ -284,9 +283,9 @@ class _Leader:
 
     def hears(self, store: RoundStore) -> None:
         """Whether ranks have come, or communicators."""
-        if (heard := store.news()) == self._heard:
+        if not store.has_news():
             return
-        self._heard, self.news = heard, True
+        self.news = True
         if store.are_there(sorted(self._absent)):
             here = set(self._absent)
         else:

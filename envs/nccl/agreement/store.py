@@ -44,14 +44,14 @@ class RoundStore:
         """``make()`` gives a new connection of our own to the job's store."""
         self._make, self._rank, self._pause_s = make, rank, _PAUSE_S + _A_RANK_S * n_ranks
         self._store: Any = None
-        self._life = ""
+        self._life, self._heard = "", 0
         self.closing = False
 
     def connect(self) -> None:
         """Connect, and take part in the job's present life, which rank 0 begins."""
         self._store = self._make()
         if self._rank == 0:
-            self._life = secrets.token_hex(4)
+            self._life, self._heard = secrets.token_hex(4), 0
             self._store.set(_LIFE, self._life)
 
     @property
@@ -128,9 +128,10 @@ class RoundStore:
 
     # -- rank 0 ----------------------------------------------------------------------------------------------------
 
-    def news(self) -> int:
-        """How often ranks have said that there is something new."""
-        return int(self._store.add(self._key(_NEWS), 0))
+    def has_news(self) -> bool:
+        """Whether a rank has said since the last question that there is something new."""
+        before, self._heard = self._heard, int(self._store.add(self._key(_NEWS), 0))
+        return self._heard != before
 
     def are_there(self, ranks: list[int]) -> bool:
         """Whether all these ranks have ever cast a vote in this life."""

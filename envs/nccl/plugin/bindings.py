@@ -45,32 +45,44 @@ class _View(ctypes.Structure):
         return CommView(n_ranks, self.n_nodes, self.count, {at: mark for at, mark in self.marks if at})
 
 
+_MESSAGE = [ctypes.c_char_p, ctypes.c_size_t]
+#: Functions of the library: what each returns and takes.
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "abi": (ctypes.c_uint32, []),
+    "activate": (ctypes.c_int64, _MESSAGE),
+    "asked": (ctypes.c_uint64, []),
+    "boundary": (None, [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_int]),
+    "build": (ctypes.c_char_p, []),
+    "capture": (None, [ctypes.c_int]),
+    "comms": (ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_uint32]),
+    "emit": (None, [ctypes.c_char_p]),
+    "ended": (ctypes.c_uint32, []),
+    "lift": (None, [ctypes.c_uint32]),
+    "limit": (ctypes.c_int64, [ctypes.c_uint64] * 2),
+    "open": (ctypes.c_int, []),
+    "sample": (None, [ctypes.c_int]),
+    "stage": (ctypes.c_int64, _MESSAGE),
+    "switch": (ctypes.c_int, [ctypes.c_uint64] * 3),
+    "tuners": (ctypes.c_uint32, []),
+    "waiting": (ctypes.c_uint32, []),
+}
+#: The rest take less than a microsecond and keep the interpreter's lock: who took it in between would keep it far
+#: longer.
+_SLOW = ("activate", "stage", "open", "build")
+
+
 class Plugin:
     """The plugin in this process."""
 
     def __init__(self, library: ctypes.CDLL, path: Path) -> None:
         self.path = path
         self.shared_object = library
-        # Calls of less than a microsecond keep the interpreter's lock: who took it in between would keep it far longer.
         quick = ctypes.PyDLL(library._name, handle=library._handle)
-        message = [ctypes.c_char_p, ctypes.c_size_t]
-        self._activate = _typed(library.dynamiccl_activate, ctypes.c_int64, message)
-        self._stage = _typed(library.dynamiccl_stage, ctypes.c_int64, message)
-        self._boundary = _typed(quick.dynamiccl_boundary, None, [ctypes.c_char_p, ctypes.c_uint32, ctypes.c_int])
-        self._ended = _typed(quick.dynamiccl_ended, ctypes.c_uint32, [])
-        self._emit = _typed(quick.dynamiccl_emit, None, [ctypes.c_char_p])
-        self._capture = _typed(quick.dynamiccl_capture, None, [ctypes.c_int])
-        self._sample = _typed(quick.dynamiccl_sample, None, [ctypes.c_int])
-        self._tuners = _typed(quick.dynamiccl_tuners, ctypes.c_uint32, [])
-        self._asked = _typed(quick.dynamiccl_asked, ctypes.c_uint64, [])
-        self._abi = _typed(quick.dynamiccl_abi, ctypes.c_uint32, [])
-        self._comms = _typed(quick.dynamiccl_comms, ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_uint32])
-        self._limit = _typed(quick.dynamiccl_limit, ctypes.c_int64, [ctypes.c_uint64] * 2)
-        self._switch = _typed(quick.dynamiccl_switch, ctypes.c_int, [ctypes.c_uint64] * 3)
-        self._lift = _typed(quick.dynamiccl_lift, None, [ctypes.c_uint32])
-        self._waiting = _typed(quick.dynamiccl_waiting, ctypes.c_uint32, [])
+        self._call: dict[str, Any] = {}
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = self._call[name] = getattr(library if name in _SLOW else quick, f"dynamiccl_{name}")
+            function.restype, function.argtypes = result, arguments
         self._views = (_View * 256)()  # as many as the plugin has places for communicators
-        self._build = _typed(library.dynamiccl_build, ctypes.c_char_p, [])
 
     @classmethod
     def load(cls, path: Path | None = None) -> Plugin:
@@ -80,7 +92,7 @@ class Plugin:
 
     def open(self) -> bool:
         """Open this process's ring in the folder that DYNAMICCL_RUN names; True if there is one."""
-        return bool(self.shared_object.dynamiccl_open())
+        return bool(self._call["open"]())
 
     def activate(self, message: bytes) -> int:
         """Make a table message (:func:`dynamiccl.envs.nccl.shm.encode_table`) the one that holds where nothing was
@@ -88,15 +100,15 @@ class Plugin:
 
         Raises ValueError on a message that is not a sound table; the table before then stays.
         """
-        return _accepted(self._activate(message, len(message)))
+        return _accepted(self._call["activate"](message, len(message)))
 
     def stage(self, message: bytes) -> int:
         """Check a table message and lay it ready for :meth:`switch`; its generation. Raises ValueError."""
-        return _accepted(self._stage(message, len(message)))
+        return _accepted(self._call["stage"](message, len(message)))
 
     def comms(self) -> dict[int, CommView]:
         """The communicators whose collectives are counted, by id; none without a profiler."""
-        n = min(int(self._comms(self._views, len(self._views))), len(self._views))
+        n = min(int(self._call["comms"](self._views, len(self._views))), len(self._views))
         return {view.comm_id: view.decoded() for view in self._views[:n]}
 
     def limit(self, comm: int, distance: int) -> int:
@@ -104,65 +116,65 @@ class Plugin:
 
         0 where none was: the communicator is gone, or its last switches are all ahead of it.
         """
-        return max(int(self._limit(comm, distance)), 0)
+        return max(int(self._call["limit"](comm, distance)), 0)
 
     def switch(self, comm: int, since: int, until: int) -> None:
         """The staged table holds from collective ``since`` to ``until`` of a communicator; 0: to stay."""
-        self._switch(comm, since, until)
+        self._call["switch"](comm, since, until)
 
     def lift(self, generation: int) -> None:
         """No limits any more; ``generation`` of what was switched to, 0 for nothing."""
-        self._lift(generation)
+        self._call["lift"](generation)
 
     @property
     def waiting(self) -> int:
         """Threads of the job that are held back at a limit."""
-        return int(self._waiting())
+        return int(self._call["waiting"]())
 
     def ended(self) -> int:
         """A step has ended: generation of the table of the last switch if it answered every call, else of another.
 
         Once a step.
         """
-        return int(self._ended())
+        return int(self._call["ended"]())
 
     def boundary(self, ended: bytes | None, next_step: int, sample: bool = False) -> None:
         """A step has ended: emit ``ended`` (one of STEP_DTYPE), if given. What comes after belongs to ``next_step``,
         with kernel times if ``sample``.
         """
-        self._boundary(ended and _whole(ended), next_step, sample)
+        self._call["boundary"](ended and _whole(ended), next_step, sample)
 
     def emit(self, record: bytes) -> None:
         """Write one 128-byte record as it is."""
-        self._emit(_whole(record))
+        self._call["emit"](_whole(record))
 
     def capture(self, on: bool) -> None:
         """All calls from now on go into a CUDA graph, or not. For NCCL 2.27, which does not say so itself."""
-        self._capture(on)
+        self._call["capture"](on)
 
     def sample(self, on: bool) -> None:
         """Kernel times on or off for the collectives enqueued from now on."""
-        self._sample(on)
+        self._call["sample"](on)
 
     @property
     def tuners(self) -> int:
         """Communicators on which NCCL has initialised our tuner in this process so far."""
-        return int(self._tuners())
+        return int(self._call["tuners"]())
 
     @property
     def asked(self) -> int:
         """Questions that NCCL has asked the tuner in this process so far."""
-        return int(self._asked())
+        return int(self._call["asked"]())
 
     @property
     def abi(self) -> tuple[int, int]:
         """Versions of the tuner's and the profiler's interface that NCCL uses, 0 = not loaded."""
-        return divmod(int(self._abi()), 256)
+        return divmod(int(self._call["abi"]()), 256)
 
     def identity(self) -> str:
         """What must be equal on all ranks before they decide together: our sources, the table's format, the ABI."""
-        tuner, profiler = self.abi
-        return f"{self._build().decode()} table {TABLE_VERSION} tuner {tuner} profiler {profiler}"
+        build, (tuner, profiler) = self._call["build"]().decode(), self.abi
+        return f"{build} table {TABLE_VERSION} tuner {tuner} profiler {profiler}"
 
 
 def name_where_no_path_is_taken(release: str) -> None:
@@ -175,11 +187,6 @@ def name_where_no_path_is_taken(release: str) -> None:
         with contextlib.suppress(OSError, PluginBuildError):
             Plugin.load()
             os.environ.update(dict.fromkeys(ours, LIBRARY))
-
-
-def _typed(function: Any, result: Any, arguments: list[Any]) -> Any:
-    function.restype, function.argtypes = result, arguments
-    return function
 
 
 def _accepted(generation: int) -> int:

@@ -20,8 +20,9 @@ from typing import Any
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import RECORD_BYTES, STATE, UNSET, AgreementState
 from ..agreement.agreement import Agreement
-from ..agreement.mailbox import TableMailbox
 from ..plugin.bindings import Plugin, name_where_no_path_is_taken
+from ..run_folder import WORD
+from ..shm import TableMailbox
 from ..steps import clock as step_clock
 from ..steps.steps import Steps
 from ..steps.words import say
@@ -152,7 +153,7 @@ class Probe:
         waits = state in (AgreementState.WAITING, AgreementState.SHUT)
         if waits and self._backend in _ASK_NO_TUNER and not (self._plugin is not None and self._plugin.tuners):
             text = NotTuning.OTHER_BACKEND(backend=self._backend)
-        _note(self._run / "agreement", text)
+        _note(self._run / WORD, text)
         if state is not None and self._plugin is not None:
             step = self._recorder.step if self._recorder else 0
             head = (0, STATE, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, step, 0, self._rank, state)

@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from ....traces.records import FLAG_SAMPLED, STEP, UNSET
 from ..plugin.bindings import Plugin
 from ..steps import clock as step_clock
-from ..steps.memory import Memory
 from ..steps.sampling import Sampling
 from ..steps.words import say
+
+#: Seconds between two looks at the GPU's memory: one takes some tens of microseconds.
+EVERY_S = 2.0
+
+
+class Memory:
+    """How full the current CUDA device's memory is, as the driver says; ``cuda`` is torch.cuda, initialised.
+
+    It looks in the thread that calls: from another one it could break a graph's capture.
+    """
+
+    def __init__(self, cuda: Any) -> None:
+        self._cuda = cuda
+        self._last, self._looked = (0, 0), float("-inf")
+
+    def latest(self) -> tuple[int, int]:
+        """Bytes used by all processes on the GPU and bytes there are, at most ``EVERY_S`` old; zeros: unknown.
+
+        Never raises: what fails once is not asked again.
+        """
+        now = time.monotonic()
+        if now - self._looked > EVERY_S:
+            self._looked = now
+            try:
+                free, total = self._cuda.mem_get_info()
+                self._last = total - free, total
+            except Exception:
+                self._last, self._looked = (0, 0), float("inf")
+        return self._last
 
 
 class StepRecorder:
