@@ -12,12 +12,12 @@ ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = {
     "agent": (7_995, 0),
     "envs": (5_220, 0),
-    "envs/nccl": (2_590, 2_185),
+    "envs/nccl": (2_585, 2_185),
     "envs/sim": (3_070, 165),
-    "traces": (2_735, 0),
-    "zero_workload": (2_590, 0),
+    "traces": (2_700, 0),
+    "zero_workload": (2_565, 0),
 }
-IN_ALL = (24_190, 2_350)
+IN_ALL = (24_135, 2_350)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 
