@@ -1,5 +1,7 @@
 """How the ranks of a job share it: over which it shards, and which hold replicas of the shards (HSDP)."""
 
+from typing import Any
+
 import torch.distributed as dist
 
 
@@ -9,7 +11,7 @@ def require_cut(ranks: int, shard: int) -> None:
         raise ValueError(f"{ranks} ranks are not {shard} that shard (HSDP), times replicas")
 
 
-def groups(shard: int = 0, apart: bool = False) -> dict[str, dist.ProcessGroup]:
+def groups(shard: int = 0, apart: bool = False) -> dict[str, Any]:
     """New communicators by the names of ``zero``'s arguments, where it needs them. Every rank has to call it.
 
     Args:
@@ -21,7 +23,7 @@ def groups(shard: int = 0, apart: bool = False) -> dict[str, dist.ProcessGroup]:
     """
     ranks = dist.get_world_size()
     require_cut(ranks, shard)
-    shard, found = shard or ranks, {}
+    shard, found = shard or ranks, dict[str, Any]()
     if shard < ranks:
         found["group"] = dist.new_subgroups(shard)[0]
     if apart:
