@@ -104,7 +104,7 @@ def _collnet(c: Cluster, lat: Array, bw: Array) -> None:
     lat[CHAIN, SIMPLE] = 2 * (local - 1) * _HW_CHAIN[0] + _HW_CHAIN[1] + far
 
 
-def cost_table(c: Cluster, n_bytes: int, n_pipe_ops: int = 1) -> Array:
+def cost_table(c: Cluster, n_bytes: int) -> Array:
     """NCCL's cost table of an all_reduce: (7, 3) float32 us, -1 = not offered."""
     lat, bw = (x.copy() for x in terms(c))
     log_size = int(math.log2(n_bytes >> 6)) if n_bytes >= 64 else -1
@@ -114,11 +114,7 @@ def cost_table(c: Cluster, n_bytes: int, n_pipe_ops: int = 1) -> Array:
             bw[NVLS_TREE] *= _CORRECTION[:, log_size]
     if c.n_nodes > 1 and n_bytes / (c.comm_channels * c.n_ranks) >= 64:
         lat[RING, SIMPLE] *= 1.9 if c.generation == "V" else 1.4  # a plateau that NCCL saw on many nodes
-    batch = 8 if c.release >= 23000 else 10
-    count = np.full((N_ALGOS, 1), -(-n_pipe_ops // batch))
-    count[RING] = n_pipe_ops
-    with np.errstate(divide="ignore"):
-        return np.where(bw > 0, lat * count + n_bytes / (1000.0 * bw), -1.0).astype(np.float32)
+    return prices.price(lat, bw, n_bytes)
 
 
 @functools.lru_cache(maxsize=65536)

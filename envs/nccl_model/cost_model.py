@@ -16,28 +16,16 @@ import numpy as np
 
 from ...traces.records import ALGOS, N_ALGOS, N_PROTOS, PAIRS, PROTOS, TUNED_FUNCS
 from . import all_reduce
-from .channels import PAIR_ALGOS, PAIR_PROTOS, RING, heuristic_channels, planned_channels, rounded_up
+from .channels import PAIR_ALGOS, PAIR_PROTOS, heuristic_channels, planned_channels
 from .clusters import Cluster, ClusterArrays
-from .prices import terms
+from .prices import price, terms
 
 Array = np.ndarray[Any, Any]
 
 
-def pair_cost_rows(fleet: ClusterArrays, n_bytes: Array, n_pipe_ops: int = 1) -> Array:
+def pair_cost_rows(fleet: ClusterArrays, n_bytes: Array) -> Array:
     """Costs of PAIRS, one message a cluster: ``n_bytes`` (n,) -> (n, len(PAIRS)) us, -1 = not offered."""
-    lat, bw = terms(fleet)
-    return _price(lat, bw, np.asarray(n_bytes, np.float64)[:, None], _counts(fleet.release[:, None], n_pipe_ops))
-
-
-def _counts(release: Any, n_pipe_ops: int) -> Array:
-    """How often the latency is paid: a ring pays per collective of a group, the others per batch of them."""
-    batch = np.where(np.asarray(release) >= 23000, 8, 10)
-    return np.where(PAIR_ALGOS == RING, n_pipe_ops, rounded_up(n_pipe_ops, batch))
-
-
-def _price(lat: Array, bw: Array, n_bytes: Any, counts: Array) -> Array:
-    with np.errstate(divide="ignore"):
-        return np.where(bw > 0, lat * counts + n_bytes / (1000.0 * bw), -1.0).astype(np.float32)
+    return price(*terms(fleet), np.asarray(n_bytes, np.float64)[:, None])
 
 
 @functools.lru_cache(maxsize=64)
@@ -48,25 +36,25 @@ def _one(cluster: Cluster) -> tuple[ClusterArrays, Array, Array]:
 
 
 @functools.lru_cache(maxsize=65536)
-def _table(cluster: Cluster, func: str, n_bytes: int, n_pipe_ops: int) -> Array:
+def _table(cluster: Cluster, func: str, n_bytes: int) -> Array:
     if func == "all_reduce":
-        table = all_reduce.cost_table(cluster, n_bytes, n_pipe_ops)
+        table = all_reduce.cost_table(cluster, n_bytes)
     elif func in TUNED_FUNCS:
-        fleet, lat, bw = _one(cluster)
+        _, lat, bw = _one(cluster)
         table = np.full((N_ALGOS, N_PROTOS), -1.0, np.float32)
-        table[PAIR_ALGOS, PAIR_PROTOS] = _price(lat, bw, float(n_bytes), _counts(fleet.release, n_pipe_ops))
+        table[PAIR_ALGOS, PAIR_PROTOS] = price(lat, bw, float(n_bytes))
     else:
         raise ValueError(f"no cost model for {func}: it covers all_gather, reduce_scatter and all_reduce")
     table.flags.writeable = False
     return table
 
 
-def cost_table(cluster: Cluster, func: str, n_bytes: int, n_pipe_ops: int = 1) -> Array:
-    """NCCL's cost table for one collective: (7, 3) float32 us, -1 = not offered; read-only, cached.
+def cost_table(cluster: Cluster, func: str, n_bytes: int) -> Array:
+    """NCCL's cost table for one collective alone in its group: (7, 3) float32 us, -1 = not offered; read-only, cached.
 
     ``n_bytes`` is NCCL's: the whole buffer (``n_ranks`` x shard). Raises ValueError for another collective.
     """
-    return _table(cluster, func, int(n_bytes), n_pipe_ops)
+    return _table(cluster, func, int(n_bytes))
 
 
 def choice(cluster: Cluster, func: str, n_bytes: int, cost: Array | None = None) -> tuple[str, str]:

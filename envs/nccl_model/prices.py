@@ -43,6 +43,12 @@ def _ring_ll128_channel(fleet: ClusterArrays) -> Array:
     return np.where(blackwell & (fleet.release >= 22907), 40.0, limit)
 
 
+def price(lat: Array, bw: Array, n_bytes: Any) -> Array:
+    """Microseconds of messages by the :func:`terms` of their prices, float32; -1 = not offered. All broadcast."""
+    with np.errstate(divide="ignore"):
+        return np.where(bw > 0, lat + n_bytes / (1000.0 * bw), -1.0).astype(np.float32)
+
+
 def terms(fleet: ClusterArrays) -> tuple[Array, Array]:
     """Latency (us) and algorithm bandwidth (GB/s; 0 = not offered) of PAIRS, both (n, len(PAIRS)).
 
