@@ -12,7 +12,7 @@ from pathlib import Path
 from dynamiccl.envs.nccl.plugin.build import FLAGS, HERE, SOURCES, compile_once
 from dynamiccl.envs.nccl.shm import RunFolder
 
-PROGRAM = Path(__file__).with_name("stress.c")
+PROGRAM = [str(Path(__file__).with_name(name)) for name in ("stress.c", "stress_calls.c")]
 SANITIZERS = ("none", "address,undefined", "thread")
 
 
@@ -21,10 +21,10 @@ def stress(jobs: int, seed: int = 1, sanitize: str = "none", *, late: bool = Fal
 
     Raises PluginBuildError, or RuntimeError with the sanitizer's report.
     """
-    flags = [*FLAGS, "-g", f"-I{HERE}"]
+    flags = [*FLAGS, "-g", f"-I{HERE}", f"-I{Path(__file__).parent}"]
     if sanitize != "none":
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-    program = compile_once("stress-" + sanitize.replace(",", "-"), (str(PROGRAM), *SOURCES), tuple(flags))
+    program = compile_once("stress-" + sanitize.replace(",", "-"), (*PROGRAM, *SOURCES), tuple(flags))
     total: dict[str, int] = {}
     for first in range(0, jobs, 20):  # every process leaves a ring of 8 MiB: clear them now and then
         run = RunFolder.create()
