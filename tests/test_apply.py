@@ -69,6 +69,12 @@ def test_a_table_without_rules_is_said_to_be_one(tmp_path):
     assert done.stdout == "hi\n" and last_line(done) == "dynamiccl: the table has no rules: NCCL decided every call"
 
 
+def test_the_cluster_that_a_table_was_found_on_can_be_said(table):
+    words = ("--no-gate", "--cluster", "dgx-h100-2x8", "--bytes-scale", "7", "--", "env")
+    told = run("apply", table, *words).stdout.splitlines()
+    assert "DYNAMICCL_CLUSTER=dgx-h100-2x8" in told and "DYNAMICCL_BYTES_SCALE=7.0" in told
+
+
 def test_without_the_gate_it_is_said_that_nobody_counts(table):
     done = run("apply", table, "--no-gate", "--", "echo", "hi")
     assert done.stdout == "hi\n" and "nobody counts in how many calls the table is used" in last_line(done)

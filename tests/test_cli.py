@@ -76,6 +76,8 @@ def test_many_options_stand_in_groups():
         (["stop", "--wait", "-1", "x"], "--wait: must be at least 0, not -1"),
         (["tune", "--log-level", "loud"], "--log-level: 'loud' is not one of debug, info, warning, error"),
         (["show", "x", "--", "job"], "unrecognized arguments: job"),
+        (["tune", "--steps", "9", "--", "true"], "--steps is for our own job: say it in your COMMAND"),
+        (["env", "--name", "../x"], "--name is a folder's name without slashes, not '../x'"),
     ],
 )
 def test_a_slip_of_the_finger_is_one_line(words, says):
@@ -101,6 +103,7 @@ def test_the_version_is_the_packages():
         (["advise", "{}/none", "--cluster", "dgx-h100-2x8"], "there is no file or folder {}/none"),
         (["bench", "--suite", "none"], "there is no suite none: known are standard, held-out"),
         (["bench", "--policy", "none:X", "--jobs", "2", "--out", "{}"], "1 of 1  none:X: refused"),
+        (["bench", "--policy", "none:X", "--jobs", "2", "--out", "{}"], "error: no entrant finished: none:X: "),
         (["tune", "--force", "--out", "{}/file/x", "--", "true"], "no run can be left in {}/file/x: Not a directory"),
     ],
 )

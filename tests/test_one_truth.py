@@ -4,14 +4,16 @@ random runs; and no sentence contradicts the summary that it is made from."""
 import io
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from command import invoke
 from dynamiccl.agent.daemon.compare import Ledger, Paired, compare
 from dynamiccl.agent.daemon.console import Expected, LiveView, show_summary
+from dynamiccl.agent.daemon.daemon import Daemon
 from dynamiccl.agent.daemon.summarise import measured_by
-from dynamiccl.agent.daemon.tuner import Settings, Tuner
+from dynamiccl.agent.daemon.tuner import Outcome, Settings, Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.report.report import write_report
 from dynamiccl.agent.report.runs import state
@@ -212,6 +214,22 @@ def test_the_verdict_is_one_sentence_with_its_strength_its_cost_and_its_payback(
     assert decided_run(speedup_ci95=[1.05, 1.2], aa_speedup_ci95=[0.99, 1.01]).strength == "fair evidence"
     assert "at no cost" in verdict(decided_run(cost_s=-2.0)) and "repaid" not in verdict(decided_run(cost_s=-2.0))
     assert "(emulated times)" in verdict(decided_run(emulated=True))
+
+
+def test_a_run_that_ends_in_its_search_is_not_told_to_have_a_verdict_after_none_steps():
+    """Seen: "verdict after None steps: KEPT A", of a job that ended soon after its first table was confirmed."""
+    daemon, said = object.__new__(Daemon), []
+    daemon.outcome, daemon._say = Outcome(kept=True, ended="the job ended with status 0"), said.append
+    daemon._summary = lambda: decided_run(steps_to_verdict=None)
+    daemon._say_verdict(SimpleNamespace(search=None))
+    assert said == ["the job ended with status 0"]
+
+
+def test_the_command_for_again_is_whole():
+    console = Console(file=io.StringIO(), width=80)
+    s = decided_run(emulated=True, cluster="dgx-a100-2x8", bytes_scale=360.0, compute_scale=7.0, table="t.json")
+    show_summary(console, s, quiet=True)
+    assert "apply t.json --cluster dgx-a100-2x8 --compute-scale 7 -- COMMAND\n" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(

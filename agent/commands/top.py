@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+#: How the agreement of the ranks stands, for people.
+_AGREE = {"OPEN": "yes", "WAITING": "not yet", "LOSING": "too late", "SHUT": "no", "CLOSED": "no more"}
+
+
 def top(
     runs: Annotated[list[Path] | None, Argument(metavar="RUN...", help="Or their folders. Default: runs/tune.")] = None,
     once: Annotated[bool, Option(help="Print once and end, as on a pipe.")] = False,
@@ -73,8 +77,8 @@ def table(found: list[dict[str, Any]]) -> Table:
 
     from ..report.terminal import grid
 
-    heads = ("run", "state", "step", "phase", "step time", "in force", "shorter", "cost", "agreement", "lost")
-    return grid(heads, map(_row, found), ("step", "step time", "lost"), no_wrap=True, box=box.SIMPLE)
+    heads = ("run", "state", "step", "phase", "step time", "in force", "shorter", "cost", "ranks agree", "lost records")
+    return grid(heads, map(_row, found), ("step", "step time", "lost records"), no_wrap=True, box=box.SIMPLE)
 
 
 def _row(r: dict[str, Any]) -> list[Any]:
@@ -91,11 +95,11 @@ def _row(r: dict[str, Any]) -> list[Any]:
         f"{Path(r['run']).name}{' (emulated)' if r['emulated'] else ''}",
         r["state"],
         r["step"],
-        f"{PHASES.get(r['phase'], r['phase'])} {r['window']}" if r["phase"] else None,
+        PHASES.get(r["phase"], r["phase"]),
         None if r["step_ms"] is None else ms(r["step_ms"]),
         in_force if r["phase"] or r["kept"] is not None else None,
         gain,
         cost,
-        r["agreement"],
+        _AGREE.get(r["agreement"], r["agreement"]),
         r["records_lost"],
     ]

@@ -52,8 +52,7 @@ def tune(
         str,
         Option(
             group=SEARCH,
-            help="Who decides: expected-improvement or thompson-sampling on the belief over the job; lstm, or weights "
-            "of lab train (FILE.npz); default, random, coordinate-descent, tpe, ...; or MODULE:NAME.",
+            help="Who decides: expected-improvement, thompson-sampling, lstm, tpe, random, ...; FILE.npz; MODULE:NAME.",
         ),
     ] = "expected-improvement",
     budget: Annotated[float, Option(min=0, group=SEARCH, help="Share of the job's time that it may cost.")] = 0.05,
@@ -61,27 +60,21 @@ def tune(
     bitwise: Annotated[bool, Option(group=SEARCH, help="Only tune all_gather: sums keep their order.")] = False,
     windows: Annotated[int, Option(group=SEARCH, help="Most windows that the policy may ask for.")] = 30,
     verify: Annotated[int, Option(group=SEARCH, help="Most pairs of windows in one comparison with the default.")] = 12,
-    window_steps: Annotated[int | None, Option(group=SEARCH, help="Steps in a window. Default: by the noise.")] = None,
+    window_steps: Annotated[
+        int | None, Option(group=SEARCH, help="Of a window. Default: 5 to 10, by the noise.")
+    ] = None,
     headroom: Headroom = None,
     attach: Annotated[
-        str | None,
-        Option(
-            metavar="RUN",
-            help="Join a running job: its run folder as `dynamiccl env` made it, or the --out of a run whose tuner is "
-            "gone, which goes on as it began.",
-        ),
+        str | None, Option(metavar="RUN", help="Join a running job: what `dynamiccl env` made, or a run without tuner.")
     ] = None,
     again: Annotated[bool, Option(help="With --attach: even after `dynamiccl stop`.")] = False,
-    kill_after: Annotated[float | None, Option(min=0, help="Seconds from its signal to its being killed.")] = None,
+    kill_after: Annotated[
+        float | None, Option(min=0, help="Kill a job that has not ended so many seconds after it was told to.")
+    ] = None,
     force: Force = False,
     seed: Annotated[int, Option(help="Of our own job, the emulation and the policy.")] = 0,
     out: Annotated[
-        Path | None,
-        Option(
-            group=OUTPUT,
-            help="Folder for the trace, the summary, the job's output and the report. Default: a new one below "
-            "runs/tune, where `latest` leads to it.",
-        ),
+        Path | None, Option(group=OUTPUT, help="Folder. Default: a new one in runs/tune, where `latest` leads to it.")
     ] = None,
     json: Annotated[bool, Option(group=OUTPUT, help="Print the summary to stdout, all else to stderr.")] = False,
     quiet: Annotated[bool, Option(group=OUTPUT, help="Say nothing but the verdict.")] = False,

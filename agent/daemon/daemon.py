@@ -176,11 +176,13 @@ class Daemon:
     def _say_verdict(self, tuner: Tuner) -> None:
         """The verdict, as it stands in the summary, and what is done from there on."""
         summary, search = self._summary(), tuner.search
-        told = f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}"
-        self._say(told if summary.is_decided else self.outcome.ended)
+        if summary.steps_to_verdict is not None:
+            self._say(f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}")
+        elif self.outcome.ended:  # the job, before the search: what was confirmed by then is told at the end
+            self._say(self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
             left, steps = search.later.left, search.window_steps
-            self._say(f"trials: up to {left} windows of {steps} steps beside what is in force; tune --once has none")
+            self._say(f"trials: up to {left} times {steps} steps under another table; with tune --once there are none")
 
     def _watch(self, tuner: Tuner) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""

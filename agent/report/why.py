@@ -39,8 +39,6 @@ def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
     return {
         "slot": str(p.slot),
         "n_ranks": p.slot.n_ranks,
-        "n_nodes": p.slot.n_nodes,
-        "n_bytes": p.n_bytes,
         "calls": p.calls,
         "own": p.own,
         "prices": {"/".join(pair): round(float(us), 1) for pair, us in offered if us >= 0},
