@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dynamiccl.zero_workload import zero
-from dynamiccl.zero_workload.sharded import Sharded
 from torch import nn
 from world import World
 
@@ -91,8 +89,8 @@ def batch(step: int) -> torch.Tensor:
 
 
 def skipped(kind: str, step: int, rank: int) -> int:
-    """The block that this rank leaves out in this step."""
-    return {0: 1, 1: 2, 2: -1, 3: 0}[step] if kind == "skip" and rank else -1
+    """The block that this rank leaves out in this step: in turn all ranks, or the second one alone."""
+    return {0: 1, 1: 2, 2: -1, 3: 0}[step] if kind == "turns" or (kind == "skip" and rank) else -1
 
 
 def alone(kind: str) -> dict[str, torch.Tensor]:
@@ -127,17 +125,20 @@ def trained(kind: str, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     return engine.state_dict(), refused
 
 
-@pytest.mark.parametrize("kind", ["objects", "in place", "residual", "skip"])
+@pytest.mark.parametrize("kind", ["objects", "in place", "residual", "turns", "skip"])
 def test_modules_may_do_this_at_every_stage(kind: str, two: World) -> None:
     wanted = alone(kind)
+    # What some ranks leave out is whole at stage 3 too, by `hybrid`.
+    whole = {"hybrid": 100} if kind == "skip" else {}
     forms: list[dict[str, Any]] = [{"stage": 0}, {"stage": 2}, *({"stage": 3, "prefetch": n} for n in (0, 1, 2))]
     for settings in [*forms, {"stage": 3, "keep_last": False}]:
+        settings |= whole if settings["stage"] == 3 else {}
         for got, refused in two.run(trained, kind, settings):
             assert got, refused
             for name, value in wanted.items():
                 assert torch.allclose(got[name], value, rtol=1e-5, atol=1e-7), (settings, name)
             at_3 = "at stage 3 the model holds none of its parameters: take engine.state_dict(), on every rank"
-            assert refused.startswith(at_3) if settings["stage"] == 3 else refused == ""
+            assert refused.startswith(at_3) if settings["stage"] == 3 and not whole else refused == ""
 
 
 def loaded(stage: int, dtype: torch.dtype) -> tuple[bool, str]:
@@ -168,14 +169,3 @@ def test_a_weight_used_outside_its_module_is_named_on_every_rank(two: World) -> 
         assert "call that module, or keep it whole with zero(..., hybrid=N)" in said
     for got, _ in two.run(trained, "outside", {"stage": 3, "hybrid": 100}):
         assert torch.allclose(got["blocks.0.weight"], alone("outside")["blocks.0.weight"], rtol=1e-5, atol=1e-7)
-
-
-def test_a_path_that_one_rank_takes_alone_is_named() -> None:
-    def nobody_else(*_: Any) -> None:
-        raise RuntimeError("Timed out")
-
-    sharded = Sharded.__new__(Sharded)
-    sharded.params, sharded.units = [torch.zeros(1)], [SimpleNamespace(name="blocks.1")]  # type: ignore[list-item]
-    sharded.comm = SimpleNamespace(agree=nobody_else)  # type: ignore[assignment]
-    with pytest.raises(RuntimeError, match=r"this rank goes on to blocks\.1, .* Call it on every rank, or"):
-        sharded._least(0)

@@ -91,8 +91,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"stage": 0},
     {"stage": 1},
     {"stage": 2},
-    {"stage": 3, "min_unit": 1},
-    {"stage": 3, "min_unit": 1, "unit": "layer", "prefetch": 2},
+    {"stage": 3, "min_unit": 100},  # what some ranks do not use stays with the root
+    {"stage": 3, "min_unit": 100, "unit": "layer", "prefetch": 2},
     {"stage": 3, "hybrid": 1000},
 ]
 

@@ -2,7 +2,6 @@
 
 import zlib
 from collections import defaultdict, deque
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -87,10 +86,10 @@ class Collectives:
         if self.replicas:
             self.replicas.broadcast(tensor)
 
-    def agree(self, tensor: torch.Tensor, op: Any, patience: timedelta = timedelta(0)) -> None:
+    def agree(self, tensor: torch.Tensor, op: Any) -> None:
         """``tensor`` reduced over the ranks and their replicas, in place; returns when done. Raises RuntimeError."""
         for comm in filter(None, (self, self.replicas)):
-            comm.all_reduce(tensor, op).wait(patience)
+            comm.all_reduce(tensor, op).wait()
 
     def require_same(self, about: dict[str, Any], what: str) -> None:
         """End with the same error on every rank when ``about``, which prints alike where it is equal, is not on all.

@@ -2,12 +2,10 @@
 by hooks on its module, in backward by hooks on its output (gather) and its input (free, and reduce its gradients).
 """
 
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -17,10 +15,10 @@ from .reducer import Reducer
 
 
 class Sharded:
-    """The part of a model whose parameters are sharded at rest: ``units``, the root's first."""
+    """The part of a model whose parameters are sharded at rest: ``units``, the root's first.
 
-    #: A unit that only some ranks call, for the first time after the first pass: how long these wait for the others.
-    PATIENCE = timedelta(seconds=60)
+    All ranks call the same units in the same order: to gather is a collective.
+    """
 
     def __init__(self, units: list[Unit], reducer: Reducer, names: list[str]) -> None:
         self.comm, self.params, self.reducer, self.names = reducer.comm, reducer.params, reducer, names
@@ -28,7 +26,6 @@ class Sharded:
         self.order: list[Unit] = []  # forward calls as the last pass made them
         self._cursor, self._known = 0, False  # known: a whole forward pass was seen, `order` says what comes last
         self._inside: list[Entry] = []  # forward calls that have begun and not ended
-        self._skipped: list[int] = []  # places in `order` that this rank passed by
         self.units = [u for u in units if u.params]
         for unit in self.units:
             unit.rows = reducer.rows(unit.params, 3)
@@ -97,55 +94,10 @@ class Sharded:
         self._known, self._cursor = bool(self.order), 0
         self._inside.clear()
 
-    def end_forward(self) -> None:
-        """At the end of it: other ranks may have used more."""
-        if self.units and not self.reducer.in_backward:
-            self._reach(None)
-
-    def _reach(self, unit: Unit | None) -> None:
-        """Take part in what the other ranks gather until they come to ``unit`` (``None``: the end), and this one skips.
-
-        What they do is known from the last pass. Before that, and on a path that is new, all say where they are, and
-        those that are ahead wait.
-        """
-        rest = self.order[self._cursor :]
-        if self._known and (unit is None or unit in rest):
-            for other in rest if unit is None else rest[: rest.index(unit)]:
-                self._pass_by(other)
-            return
-        if self._known:
-            del self.order[self._cursor :]
-            self._known = False
-        if self.comm.backend == "fake":
-            return
-        mine = len(self.units) if unit is None else self.units.index(unit)
-        while (least := self._least(mine)) < mine:
-            self._pass_by(self.units[least])
-
-    def _least(self, mine: int) -> int:
-        """The least of all ranks' numbers."""
-        number = torch.tensor([mine], device=self.params[0].device)
-        try:
-            self.comm.agree(number, dist.ReduceOp.MIN, self.PATIENCE)
-        except RuntimeError as error:
-            name = self.units[mine].name if mine < len(self.units) else "the end"
-            raise RuntimeError(
-                f"this rank goes on to {name}, which no rank did in the pass before, and not all ranks do it now: "
-                "stage 3 gathers it on all of them. Call it on every rank, or replicate it with zero(..., hybrid=N)"
-            ) from error
-        return int(number.item())
-
-    def _pass_by(self, unit: Unit) -> None:
-        """``unit`` is used by other ranks only: gather it with them, as if it ran here."""
-        if torch.is_grad_enabled():
-            self._skipped.append(self._cursor)
-        self._enter(unit)
-        self._leave(unit)
-
     def _enter(self, unit: Unit) -> None:
         here = self._cursor
-        if here == len(self.order):
-            self.order.append(unit)
+        if self.order[here : here + 1] != [unit]:  # the first pass, or another way than the last one took
+            self.order[here:], self._known = [unit], False
         self._cursor += 1
         for ahead in self.order[here : here + 1 + self.prefetch]:
             self.gather(ahead)
@@ -162,7 +114,6 @@ class Sharded:
         if self.reducer.in_backward:  # activation checkpointing runs the forward again: only parameters are needed
             self.wait(unit)
             return None
-        self._reach(unit)
         self._enter(unit)
         if not torch.is_grad_enabled():
             return None
@@ -202,22 +153,10 @@ class Sharded:
             return
         places = [i for i, u in enumerate(self.order) if u is unit]
         here = places[min(unit.uses, len(places)) - 1]
-        self._catch_up(here)
         self.gather(unit)
         for before in [u for u in reversed(self.order[:here]) if u.uses][: self.prefetch]:
             self.gather(before)
         self.wait(unit)
-
-    def _catch_up(self, here: int) -> None:
-        """What this rank passed by in forward, from the end of `order` back to ``here``: as if it had run."""
-        while self._skipped and self._skipped[-1] > here:
-            self._run_backward(self.order[self._skipped.pop()])
-
-    def _run_backward(self, unit: Unit) -> None:
-        """As if the backward of one of its uses had run here."""
-        if unit.uses:
-            self._before_backward(unit, None)
-            self._after_backward(unit)
 
     def _after_backward(self, unit: Unit) -> None:
         unit.uses -= 1
@@ -236,8 +175,9 @@ class Sharded:
         """At the end of a backward pass: reduce the units whose inputs carry no gradient, or that were not used."""
         if torch._C._current_graph_task_id() < 0:  # backward failed here: where it has not, all of them are gathered
             for unit in reversed(self.order):
-                self._run_backward(unit)
-        self._catch_up(-1)
+                if unit.uses:
+                    self._before_backward(unit, None)
+                    self._after_backward(unit)
         for unit in reversed(self.units):
             if unit.state is not State.REDUCED:
                 self._reduce(unit)

@@ -47,7 +47,8 @@ def zero(
             (``elementwise = True``), else those of torch that are known to.
         settings: any of the following, whose defaults are those of ``layout.Settings``.
         bucket_bytes: bytes that one reduction (stages 0-2) or gather (1-2) moves; at stage 3 it is the unit's size.
-        prefetch: at stage 3, units gathered ahead of the one in use.
+        prefetch: at stage 3, units gathered ahead of the one in use. Every rank calls the same units in the same order;
+            what some ranks leave out is kept whole by ``hybrid`` or ``min_unit``.
         param_dtype: dtype of parameters, gradients and messages; not float16, which would need a scaled loss.
         gradient_accumulation: backward passes an optimizer step. Stages 0 and 1 add up full gradients and reduce once,
             2 and 3 reduce each pass and add up the shard, in the dtype of what the optimizer updates.
@@ -132,7 +133,6 @@ class Engine:
             for u in find_units(model, "block", 1):
                 u.module.register_forward_pre_hook(lambda module, args, u=u: self.replicated.wait(u), prepend=True)
         model.register_forward_pre_hook(lambda module, args: self._begin_forward(), prepend=True)
-        model.register_forward_hook(lambda module, args, output: self.sharded.end_forward())
         model.register_state_dict_pre_hook(self._before_state_dict)
         model.register_load_state_dict_pre_hook(self._before_loading)
 
