@@ -121,7 +121,6 @@ SEEDED = {
     "autoload": Facts({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
     "compiler": Facts(has_compiler=False),
     "shared memory": Facts(n_gpus=8, shm_free=64 * 2**20),
-    "CPU vendors": Facts(nccl=(2, 21, 5)),
     "fixed table": Facts({"DYNAMICCL_TABLE": "x", "DYNAMICCL_RUN": "/y"}),
 }
 

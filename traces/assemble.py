@@ -7,7 +7,7 @@ time came, or until the process is so far ahead that it never will.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -345,10 +345,15 @@ def _pending(coll: Array, pid: int) -> Array:
 
 
 def _key(rows: Array, pids: Array) -> Array:
-    """64-bit hash of (pid, comm_id, rank, func, seq), shape (n,): numbers sort far faster than records."""
-    key = rows["comm_id"] ^ (pids.astype(np.uint64) << np.uint64(32))
-    for part in (rows["rank"].astype(np.uint64), rows["func"].astype(np.uint64), rows["seq"]):
-        key = (key ^ (key >> np.uint64(29)) ^ part) * np.uint64(0x9E3779B97F4A7C15)
+    return hash_of((pids, *(rows[name] for name in ("comm_id", "rank", "func", "seq"))))
+
+
+def hash_of(columns: Iterable[Array]) -> Array:
+    """64-bit hash of each row of whole-number columns (n,), shape (n,): numbers sort far faster than records."""
+    key = np.uint64(0)
+    for part in columns:
+        key = (key ^ (key >> np.uint64(29)) ^ part.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        key = key ^ (key >> np.uint64(32))
     return np.asarray(key)
 
 

@@ -170,9 +170,6 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("shared memory", _little_shared_memory,
      "shared memory has {found[0]} MiB free; {found[1]} ranks need {found[2]} for whole rings: smaller ones lose "
      "records when the tuner is late", "give the container more (docker run --shm-size=1g)", NOTE),
-    ("CPU vendors", lambda f: f.release((0,), (2, 22, 3)),
-     "NCCL before 2.22.3 hangs when nodes have CPUs of different vendors and decide differently",
-     "use NCCL 2.22.3 or newer", CHANGE),
     ("fixed table", lambda f: f.env.get("DYNAMICCL_TABLE") and f.env.get("DYNAMICCL_RUN"),
      "DYNAMICCL_TABLE is ignored while a daemon tunes (DYNAMICCL_RUN)", "unset one of them", CHANGE),
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...traces.assemble import Communicator
+from ...traces.assemble import Communicator, hash_of
 from ...traces.reasons import RowRefused
 from ...traces.records import ALGOS, COLL_DTYPE, FUNCS, PROTOS, UNSET, Decision, Rule, Slot, Table, names, size_class
 
@@ -56,8 +56,8 @@ class CallAudit:
             known[int(rank)] = pid
             self._adds[int(comm_id)] = self._adds.get(int(comm_id), 0) + 1
         new = np.empty(len(rows), self._waiting.dtype)
-        new["key"] = _hash(rows, ("comm_id", "func", "seq"))
-        new["value"] = _hash(rows, _MUST_AGREE)
+        new["key"] = hash_of(rows[name] for name in ("comm_id", "func", "seq"))
+        new["value"] = hash_of(rows[name] for name in _MUST_AGREE)
         new["comm_id"] = rows["comm_id"]
         new["actor"] = (np.uint64(pid) << np.uint64(32)) | rows["rank"].astype(np.uint64)
         new["row"] = rows.view("V128")
@@ -173,12 +173,3 @@ def _words(raw: Array) -> str:
         for r in rows[:4]
     )
     return f"{func} {int(rows['seq'][0])}: {views}"
-
-
-def _hash(rows: Array, fields: tuple[str, ...]) -> Array:
-    key = np.zeros(len(rows), np.uint64)
-    for name in fields:
-        part = rows[name].astype(np.uint64)
-        key = (key ^ (key >> np.uint64(29)) ^ part) * np.uint64(0x9E3779B97F4A7C15)
-        key ^= key >> np.uint64(32)
-    return key
