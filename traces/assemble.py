@@ -110,6 +110,7 @@ COMM_COLUMNS: dict[str, str] = {
 COMPUTE_COLUMNS: dict[str, str] = {"rank": "int32", "start_ns": "int64", "end_ns": "int64"}
 
 _NO_TIME = np.iinfo(np.int64).min
+_CALL = ("comm_id", "rank", "func", "seq")  # of one process
 #: What a row that waits takes from its COLL record as it is; its rank may be -1.
 _KEPT = tuple(n for n in COLL_DTYPE.names or () if n not in ("stamp", "kind", "rank", "spare", "_pad"))
 _TIMES = [("pid", "i8"), ("rank", "i4"), ("start_ns", "i8"), ("end_ns", "i8")]
@@ -269,12 +270,12 @@ class Assembler:
         kernels, pids = (np.concatenate(parts) for parts in zip(*self._kernels, strict=True))
         found = np.zeros(len(kernels), bool)
         if len(rows):
-            keys = _key(rows, rows["pid"])
+            keys, wanted = (hash_of([p, *(r[n] for n in _CALL)]) for p, r in ((rows["pid"], rows), (pids, kernels)))
             order = np.argsort(keys, kind="stable")
             # 'right' - 1: the newest row, should a communicator have been made anew under its old id.
-            at = order[np.maximum(np.searchsorted(keys[order], _key(kernels, pids), side="right") - 1, 0)]
+            at = order[np.maximum(np.searchsorted(keys[order], wanted, side="right") - 1, 0)]
             found = rows["pid"][at] == pids
-            for name in ("comm_id", "rank", "func", "seq"):
+            for name in _CALL:
                 found &= rows[name][at] == kernels[name]
             at = at[found]
             start, end = rows["start_ns"], rows["end_ns"]
@@ -344,13 +345,9 @@ def _pending(coll: Array, pid: int) -> Array:
     return rows
 
 
-def _key(rows: Array, pids: Array) -> Array:
-    return hash_of((pids, *(rows[name] for name in ("comm_id", "rank", "func", "seq"))))
-
-
 def hash_of(columns: Iterable[Array]) -> Array:
     """64-bit hash of each row of whole-number columns (n,), shape (n,): numbers sort far faster than records."""
-    key = np.uint64(0)
+    key: Any = np.uint64(0)
     for part in columns:
         key = (key ^ (key >> np.uint64(29)) ^ part.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         key = key ^ (key >> np.uint64(32))
