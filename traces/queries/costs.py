@@ -41,10 +41,14 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
         wanted = frozenset(_key({**d, "decision": decision_text(d)}) for d in decisions if decision_text(d) != "auto")
     else:
         held = [rules for rules in tables.values() if rules]
-        compared = [line for line in trace.log if line["kind"] == "window" and line.get("phase") == "verify"]
-        last = int(compared[-1].get("generation", -1)) if compared else -1
-        wanted = tables.get(last, held[-1] if held else frozenset())
+        wanted = tables.get(_compared(trace), held[-1] if held else frozenset())
     return Generations(default, frozenset(g for g, rules in tables.items() if rules and rules == wanted), wanted)
+
+
+def _compared(trace: Trace) -> int:
+    """Generation of the last window of a comparison, -1 if there was none."""
+    compared = [line for line in trace.log if line["kind"] == "window" and line.get("phase") == "verify"]
+    return int(compared[-1].get("generation", -1)) if compared else -1
 
 
 def decision_text(decision: Mapping[str, Any]) -> str:
