@@ -17,7 +17,7 @@ CEILINGS = {
     "traces": (2_700, 0),
     "zero_workload": (2_505, 0),
 }
-IN_ALL = (24_050, 2_350)
+IN_ALL = (24_055, 2_350)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 
