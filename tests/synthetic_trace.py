@@ -101,7 +101,11 @@ def write_run(folder, *, search=12, final=8, seed=0, sampled=0.5, stop_early=Fal
         def log(slot, decision, previous, step_ms, default_ms, verdict, reason, phase):
             saving = 1 - step_ms / default_ms
             entry = {"index": log.n, "regime": "zero-3", "slot": slot, "decision": decision, "previous": previous}
-            entry |= {"table": str(decision), "first_step": job.index - 4, "last_step": job.index - 1}
+            entry |= {
+                "table": str(decision).replace("auto", "default"),
+                "first_step": job.index - 4,
+                "last_step": job.index - 1,
+            }
             entry |= {"step_ms": step_ms, "default_ms": default_ms, "saving": saving, "verdict": verdict}
             writer.log("window", {**entry, "reason": reason, "generation": generation, "phase": phase})
             log.n += 1

@@ -17,6 +17,7 @@ from dynamiccl.agent.checks.doctor import Facts
 from dynamiccl.agent.cli import COMMANDS, NAMES, Parser
 from dynamiccl.agent.daemon.console import show_summary
 from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.envs.sim.emulated.settings import Emulated
 from rich.console import Console
 
 FROZEN = Path(__file__).parent / "data" / "command_line.json"
@@ -90,6 +91,12 @@ def test_programs_can_ask_every_command_that_tells_something():
     for name in set(NAMES) - {"apply"}:  # which is the job itself
         flags = [action for action in Parser(name)._actions if "--json" in action.option_strings]
         assert [action.nargs for action in flags] == [0], name
+
+
+def test_the_scales_of_the_emulation_are_told_as_they_are():
+    usual, said = Emulated(), " ".join(run("tune", "--help").stdout.split())
+    for scale in (usual.bytes_scale, usual.compute_scale):
+        assert f"for one of the job's. Default: {scale:g}." in said
 
 
 def test_the_version_is_the_packages():

@@ -34,7 +34,7 @@ def test_people_are_told_what_happened(run):
     assert re.match(r"steps \d+ to \d+  profile  ", windows[0])
     assert re.match(r"steps \d+ to \d+  search  ring/ll128/16  ", windows[1])
     assert verdict(RunSummary.read(run)) in out
-    assert "paired ratio 1." in out and "default against itself [0.994, 1.005]" in out
+    assert "NCCL's choice takes 1." in out and "against itself: 0.994 to 1.005)" in out
     assert "collectives compared across ranks, 0 mismatches" in out
     assert run_show(run / "trace").stdout == out
 

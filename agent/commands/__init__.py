@@ -61,16 +61,10 @@ Headroom = Annotated[
 ]
 Recording = Annotated[
     list[Path],
-    Argument(
-        metavar="RECORDING...", help="A trace folder of ours, or another tool's files (one a rank), or their folder."
-    ),
+    Argument(metavar="RECORDING...", help="A run's trace, another tool's files, one a rank, or their folder."),
 ]
 ClusterName = Annotated[
-    str | None,
-    Option(
-        "--cluster",
-        help="Where it was recorded, which other tools do not say: a preset of `dynamiccl model`, or a .toml file.",
-    ),
+    str | None, Option("--cluster", help="Where it was recorded: a preset of `dynamiccl model`, or a .toml file.")
 ]
 Nccl = Annotated[str | None, Option(help="NCCL's release, e.g. 2.28.9. Default: the recording's, else the cluster's.")]
 Format = Annotated[str | None, Option("--format", help="The format; else the files tell.")]
@@ -80,11 +74,9 @@ RanksPerNode = Annotated[int | None, Option(help="Ranks on a node. Default: the 
 EmulatedCluster = Annotated[
     str | None, Option("--cluster", group=EMULATION, help="Emulate this cluster: a preset's name, or a .toml file.")
 ]
-BytesScale = Annotated[
-    float | None, Option(group=EMULATION, help="Emulated bytes for each byte of the job. Default: our own job's.")
-]
+BytesScale = Annotated[float | None, Option(group=EMULATION, help="Emulated bytes for one of the job's. Default: 360.")]
 ComputeScale = Annotated[
-    float | None, Option(group=EMULATION, help="Emulated operations for each of the job's. Default: our own job's.")
+    float | None, Option(group=EMULATION, help="Emulated operations for one of the job's. Default: 400.")
 ]
 
 Force = Annotated[bool, Option(help="Go on although `dynamiccl doctor` finds something that must be changed.")]

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 def bench(
     policy: Annotated[
-        list[str] | None,
-        Option(help="Entrant: a known policy, weights (FILE.npz) or MODULE:NAME; repeat for more. Default: all."),
+        list[str] | None, Option(help="A known policy, FILE.npz or MODULE:NAME; repeat for more. Default: all known.")
     ] = None,
     suite: Annotated[str, Option(help="standard, held-out, replay (the job of --trace), or a file.")] = "standard",
     trace: Annotated[Path | None, Option(help="Recording of --suite replay; another tool's with --cluster.")] = None,

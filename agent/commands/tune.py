@@ -49,11 +49,7 @@ def tune(
     steps: Annotated[int, Option(group=OWN, help="Optimizer steps; a verdict takes some 100 to 900.")] = 1000,
     ranks: Annotated[int | None, Option(group=OWN, help="Processes. Default: one a GPU, 2 without GPUs.")] = None,
     policy: Annotated[
-        str,
-        Option(
-            group=SEARCH,
-            help="Who decides: expected-improvement, thompson-sampling, lstm, tpe, random, ...; FILE.npz; MODULE:NAME.",
-        ),
+        str, Option(group=SEARCH, help="expected-improvement, thompson-sampling, lstm, tpe, ...; FILE.npz; MODULE:NAME")
     ] = "expected-improvement",
     budget: Annotated[float, Option(min=0, group=SEARCH, help="Share of the job's time that it may cost.")] = 0.05,
     once: Annotated[bool, Option(group=SEARCH, help="Stop at the verdict: no trials after it, no watch.")] = False,
@@ -81,12 +77,7 @@ def tune(
     memory: Where = None,
     no_memory: Annotated[bool, Option(group=OUTPUT, help="Begin from nothing, and leave nothing.")] = False,
     log_level: Annotated[
-        Level,
-        Option(
-            group=OUTPUT,
-            metavar="LEVEL",
-            help="What OUT/tuner.log holds: debug for all, info, warning or error for less.",
-        ),
+        Level, Option(group=OUTPUT, metavar="LEVEL", help="Of OUT/tuner.log: debug, info, warning or error.")
     ] = Level.info,
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,

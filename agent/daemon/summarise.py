@@ -37,8 +37,6 @@ def summarise(request: Request, outcome: Outcome, job: Job, before: RunSummary) 
         loss_first=losses[0],
         loss_last=losses[-1],
         default_share_after=outcome.default_share,
-        searches_begun_anew=outcome.reopened - outcome.returned,
-        regimes_returned=outcome.returned,
         kept=outcome.kept,
         in_force=found.in_force if outcome.kept else DEFAULT,
         dropped=outcome.dropped or None,

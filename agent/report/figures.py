@@ -28,16 +28,14 @@ _BINS = 40
 
 def windows_figure(trace: Trace, s: RunSummary) -> str:
     """Step time of every window over the job's steps; empty when none was measured."""
-    rows = [line for line in trace.log if line["kind"] == "window" and line.get("step_ms") is not None]
+    rows = [line for line in trace.log if line["kind"] == "window" and line.get("last_step") is not None]
     if not rows:
         return ""
-    by_step = all(row.get("last_step") is not None for row in rows)
-    place = [float(row["last_step"] if by_step else row.get("index", i)) for i, row in enumerate(rows)]
+    place = [float(row["last_step"]) for row in rows]
     plot = Plot(spread(place, 0.03), spread(row["step_ms"] for row in rows), 320)
-    if by_step:
-        _draw_comparisons(plot, s)
+    _draw_comparisons(plot, s)
     plot.y_axis("ms")
-    plot.x_axis("steps" if by_step else "windows", _times(trace, ticks_of(*plot.x_range, 4)) if by_step else {})
+    plot.x_axis("steps", _times(trace, ticks_of(*plot.x_range, 4)))
     for x, row in zip(place, rows, strict=True):
         name, colour = _role(row, s)
         plot.legend[name] = colour
@@ -55,10 +53,10 @@ def _draw_comparisons(plot: Plot, s: RunSummary) -> None:
 
 def _role(row: Mapping[str, Any], s: RunSummary) -> tuple[str, str]:
     """What a window's table was to the run, and its colour."""
-    table = row.get("table") or row.get("decision")
+    table = row.get("table")
     if row.get("verdict") == "given up":
         return "given up", "var(--warn)"
-    if table in (DEFAULT, "auto"):
+    if table == DEFAULT:
         return OWN, _DEFAULT
     return (f"{side(table)}, in force", _TUNED) if table == s.in_force else ("another table", "var(--slot-1)")
 

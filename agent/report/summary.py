@@ -57,8 +57,6 @@ class RunSummary:
     steps_to_verdict: int | None = None
     decisions: list[dict[str, Any]] = field(default_factory=list)
     default_share_after: float | None = None
-    searches_begun_anew: int | None = None
-    regimes_returned: int | None = None
     kept: bool | None = None
     dropped: str | None = None
     not_obeyed: list[str] = field(default_factory=list)

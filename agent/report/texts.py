@@ -58,13 +58,19 @@ def measured(s: RunSummary) -> str:
     return f"{parts[0]} against {parts[1]}{steps}"
 
 
+def _ratio(s: RunSummary) -> str:
+    """The speed-up with its interval, and the interval of what is no difference."""
+    if s.speedup is None or not s.speedup_ci95:
+        return ""
+    parts = ["95 %: {:.3f} to {:.3f}".format(*s.speedup_ci95)]
+    parts += ["against itself: {:.3f} to {:.3f}".format(*s.aa_speedup_ci95)] if s.aa_speedup_ci95 else []
+    return f"{OWN} takes {s.speedup:.3f} times as long as {side(s.compared)} ({'; '.join(parts)})"
+
+
 def result_lines(summary: RunSummary) -> list[str]:
     """The verdict, what it was measured at, every comparison, and which table is which; the sentence first."""
-    intervals = [("95 %", summary.speedup_ci95), ("default against itself", summary.aa_speedup_ci95)]
-    told = [f"{name} [{ends[0]:.3f}, {ends[1]:.3f}]" for name, ends in intervals if ends]
-    ratio = f"paired ratio {summary.speedup:.3f}  {'  '.join(told)}" if summary.speedup is not None else ""
     shown = [c for c in summary.comparisons if c["outcome"] == "kept" or not c["trial"]]
-    found = [verdict(summary), measured(summary), ratio, *map(outcome, shown)]
+    found = [verdict(summary), measured(summary), _ratio(summary), *map(outcome, shown)]
     if summary.trials:
         found.append(f"trials after the verdict: {summary.trials} windows, cost {seconds(summary.trials_cost_s or 0)}")
     named = {letter for c in shown for letter in (c["table"], c["against"])}
