@@ -12,6 +12,7 @@ import pytest
 from dynamiccl.agent.daemon.daemon import Daemon
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.daemon.tuner import Outcome
+from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.live import reader
 from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.nccl.plugin.build import job_env
@@ -172,3 +173,17 @@ def test_after_the_verdict_a_job_is_left_alone_where_that_was_asked(once):
     daemon._watch(SimpleNamespace(search=search))
     assert (daemon.outcome.ended, len(steps)) == ((RunEnds.ONCE(), 0) if once else ("", 2))
     assert said == [RunEnds.ONCE()] * once
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_trials_after_the_verdict_are_announced_with_what_switches_them_off(once):
+    """Before: a window of 35 % more came after the verdict, without a word."""
+    daemon, said = Daemon.__new__(Daemon), []
+    daemon.request, daemon.on_phase = Request(once=once), said.append
+    daemon.outcome = Outcome()
+    daemon._summary = lambda: RunSummary(steps_to_verdict=126, detectable=0.02)
+    search = SimpleNamespace(is_over=True, is_done=False, later=SimpleNamespace(left=80), window_steps=5)
+    daemon._say_verdict(SimpleNamespace(search=search))
+    assert said[0].startswith("verdict after 126 steps: NOTHING FOUND")
+    told = "trials: up to 80 times 5 steps under another table; with tune --once there are none"
+    assert said[1:] == ([] if once else [told])

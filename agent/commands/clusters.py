@@ -59,12 +59,15 @@ def clusters(
 
 
 def _show(known: dict[str, Any], url: str) -> None:
+    from ..report.verdict import change
+
     if not known:
         print(f"nothing is known of any cluster in {url}: `dynamiccl tune` fills it")
     for key, (runs, passed) in known.items():
         print(f"{key}  " + (", ".join(map(str, runs[0]["cluster"].values())) if runs else "unknown"))
         for run in runs:
-            gain = "nothing confirmed" if run["speedup"] is None else f"speed-up {run['speedup'][0]:.3f}"
+            told = run["speedup"]
+            gain = "nothing confirmed" if told is None else f"steps {change(told[0], told[1:])}"
             print(f"  {run['written']}  {gain}, {len(run['slots'])} slots  {run['job']}")
         for text in passed:
             print(f"  passed over: {text}")

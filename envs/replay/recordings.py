@@ -68,7 +68,9 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
         for name, source in names.items():
             events[name] = events[source].where(rows, events[name])
     if unknown.any():
-        notes.append("which algorithm and protocol ran is not recorded: taken to be NCCL's own choice by its model")
+        notes.append(
+            "which algorithm and protocol ran, no kernel's name tells: taken to be NCCL's own choice by its model"
+        )
     if no_count.any():
         notes.append("how many channels ran is not recorded: taken to be what NCCL's model uses")
     offers = events[priced].drop_duplicates(["comm_id", "func", "n_bytes"])
