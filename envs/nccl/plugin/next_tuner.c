@@ -18,6 +18,7 @@ enum { OLDEST = 3, NEWEST = 6 };
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static const void* found[NEWEST + 1];  // its interface of each version, or NULL
+static bool has_any;
 static char source[PATH_MAX];
 static atomic_flag said = ATOMIC_FLAG_INIT, said_of_chunks = ATOMIC_FLAG_INIT;
 
@@ -33,15 +34,14 @@ static bool is_usable(const struct nccl_tuner_v5* t) {
 }
 
 static bool take_from(void* library) {
-  bool any = false;
   for (int v = OLDEST; v <= NEWEST; v++) {
     char symbol[32];
     snprintf(symbol, sizeof symbol, "ncclTunerPlugin_v%d", v);
     const void* t = dlsym(library, symbol);
     if (is_usable(t)) found[v] = t;
-    any |= found[v] != NULL;
+    has_any |= found[v] != NULL;
   }
-  return any;
+  return has_any;
 }
 
 static void* open_named(const char* name, const char* pattern) {
@@ -86,9 +86,7 @@ void dccl_next_tuner_init(struct dccl_next_tuner* next, const struct dccl_tuner_
   int v = a->version;
   while (v >= OLDEST && found[v] == NULL) v--;
   if (v < OLDEST) {
-    for (int newer = OLDEST; newer <= NEWEST; newer++) {
-      if (found[newer] != NULL) leave_out("has no version that this NCCL calls");
-    }
+    if (has_any) leave_out("has no version that this NCCL calls");
     return;
   }
   int error;

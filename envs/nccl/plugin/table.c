@@ -85,18 +85,12 @@ uint32_t dccl_fixed(void) { return head(&fixed); }
 
 // ---- messages ----
 
-static uint32_t crc_table[256];
-
-__attribute__((constructor)) static void fill_crc_table(void) {
-  for (uint32_t i = 0; i < 256; i++) {
-    crc_table[i] = i;
-    for (int bit = 0; bit < 8; bit++) crc_table[i] = crc_table[i] >> 1 ^ (crc_table[i] & 1 ? 0xedb88320u : 0);
-  }
-}
-
 static uint32_t crc32(uint32_t crc, const void* data, size_t size) {  // as zlib has it
   crc = ~crc;
-  for (const uint8_t* p = data; size--; p++) crc = crc >> 8 ^ crc_table[(crc ^ *p) & 0xff];
+  for (const uint8_t* p = data; size--; p++) {
+    crc ^= *p;
+    for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320u : 0);
+  }
   return ~crc;
 }
 
