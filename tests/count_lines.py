@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: Folder -> most lines of (Python, C). Whoever adds beyond these takes something away first.
 CEILINGS = {
-    "agent": (7_975, 0),
+    "agent": (7_970, 0),
     "envs": (5_210, 0),
     "envs/nccl": (2_585, 2_175),
     "envs/sim": (3_070, 165),

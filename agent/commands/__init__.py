@@ -53,10 +53,7 @@ EMULATION, SEARCH, OUTPUT = "Without GPUs", "The search", "What it leaves"
 Headroom = Annotated[
     int | None,
     Option(
-        min=1,
-        max=64,
-        help="Make communicators with at least so many channels (NCCL_MIN_CTAS), or a tuner can only use fewer than "
-        "NCCL would. Costs GPU memory for the buffers of each, and NCCL's own choice may use them too.",
+        min=1, max=64, help="Least channels of a communicator (NCCL_MIN_CTAS): no tuner can use more. Costs memory."
     ),
 ]
 Recording = Annotated[

@@ -12,7 +12,7 @@ Where = Annotated[
     Option(
         "--memory",
         metavar="URL",
-        help="The memory: a folder, or a URL that fsspec opens (s3://bucket/folder). Default: DYNAMICCL_MEMORY, else "
+        help="Where tables are kept for the next run: a folder or s3://... Default: DYNAMICCL_MEMORY, else "
         "dynamiccl/clusters in the user's data folder.",
     ),
 ]
