@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 _LENGTH = struct.Struct("<I")
@@ -25,7 +26,7 @@ class StoreServer:
         self._silent: tuple[str, float] = ("", 0.0)  # about what, until when
         self._dropping = 0.0  # until when
         self.values: dict[str, str] = {}
-        self._waiting: list[tuple[socket.socket, str]] = []  # who, for what
+        self._waiting: list[tuple[socket.socket, list[str], float]] = []  # who, for what, until when
         self._kept: list[tuple[socket.socket, list[Any]]] = []  # requests that are not answered yet
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -56,7 +57,7 @@ class StoreServer:
                     peers.pop(fd).close()
                     continue
                 self.requests += request[0] != "meet"
-                idle = request[0] == "check" and str(request[1]).strip("[]'").endswith("/table")
+                idle = request[0] in ("wait", "check") and str(request[1]).strip("[]'").endswith("/table")
                 self.of_rounds += "/" in str(request[1]) and not idle
                 if self.late_s and request[0] != "meet":
                     time.sleep(self.late_s)
@@ -67,28 +68,31 @@ class StoreServer:
                     self._answer(peers[fd], *request)
 
     def _answer(self, sock: socket.socket, kind: str, *args: Any) -> None:
-        if kind == "meet":  # (name, ranks): a collective
+        if kind == "wait":
+            self._waiting.append((sock, [args[0]], time.monotonic() + args[1]))
+        elif kind == "meet":  # (name, ranks): a collective
             name, n_ranks = args
             self.values[name] = str(int(self.values.get(name, "0")) + 1)
             if int(self.values[name]) == n_ranks:
                 self.values[f"{name} full"] = "yes"
                 del self.values[name]
-            self._waiting.append((sock, f"{name} full"))
+            self._waiting.append((sock, [f"{name} full"], float("inf")))
         elif kind == "multi_get" and not self._value("check", args[0]):
             self._kept.append((sock, [kind, *args]))  # as PyTorch's: until it is there
         else:
             _send(sock, [self._value(kind, *args)])
 
     def _let_go(self) -> None:
-        """Answer who waits for what is there by now."""
-        if time.monotonic() >= self._silent[1]:
+        """Answer who waits for what is there by now, or has waited long enough."""
+        now = time.monotonic()
+        if now >= self._silent[1]:
             kept, self._kept = self._kept, []
             for sock, request in kept:
                 self._answer(sock, *request)
-        for entry in [e for e in self._waiting if e[1] in self.values]:
+        for entry in [e for e in self._waiting if e[2] < now or all(key in self.values for key in e[1])]:
             self._waiting.remove(entry)
             with contextlib.suppress(OSError):  # a rank that was killed
-                _send(entry[0], True)
+                _send(entry[0], all(key in self.values for key in entry[1]))
 
     def _value(self, kind: str, key: Any, *args: Any) -> Any:
         if kind == "check":
@@ -139,6 +143,10 @@ class Store:
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._ask("check", keys))
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        if not self._ask("wait", keys[0], timeout.total_seconds()):
+            raise TimeoutError(f"no {keys[0]} within {timeout}")
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return str(self._ask("compare_set", key, expected, desired)).encode()

@@ -98,13 +98,13 @@ class Agreement:
     def _follow_rounds(self) -> None:
         number, asked, idle_s = 0, 0.0, _IDLE_S + _A_RANK_S * self.n_ranks
         while not self._end.is_set():
-            if time.monotonic() - asked > (8 * idle_s if self._store.has_life else _LOOK_S):
+            if time.monotonic() - asked > (8 * idle_s if self._store.life else _LOOK_S):
                 asked = time.monotonic()
                 if self._store.is_new_life():
                     number, self._comms = self._store.last_round(), frozenset()
                     self._present()
             self._look_around()
-            if not self._store.has_life:
+            if not self._store.life:
                 self._end.wait(_IDLE_S)
             elif (proposal := self._store.proposal(number + 1, idle_s)) is not None:
                 number += 1

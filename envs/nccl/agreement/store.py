@@ -1,7 +1,7 @@
 """The rounds of an agreement in the job's own store: what rank 0 proposes, the votes, the register of each round.
 
-One connection of our own a rank, used by one thread. Who waits for a key asks for it now and then: the store could
-answer when it is there, but where such a wait ends in vain PyTorch writes a warning into the job's output.
+One connection of our own a rank, used by one thread. In a round who waits for a key asks the store to answer when it is
+there. Whether a round begins is asked now and then: of a wait in vain PyTorch warns in the job's output.
 
 torchrun keeps its store when it starts all workers anew. So rank 0 draws a name for each life of the job, below which
 all keys lie, and every rank looks now and then whether there is a newer one.
@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 from ....traces.reasons import NotAgreeing
@@ -25,7 +26,7 @@ from .protocol import ABORT, CommVote, Decision, Vote
 #: How long the register of a round is asked for: as long as NCCL's own watchdog waits for the other ranks.
 _LOST_S = 600.0
 _AGAIN_S = 0.1
-_PAUSE_S, _A_RANK_S, _SOONER = 0.02, 1e-4, 5  # between two looks for a round, a rank more each; within it sooner
+_PAUSE_S, _A_RANK_S = 0.02, 1e-4  # between two looks for a round, with many ranks longer
 _LIFE, _ROUND, _NEWS = "life", "round", "news"
 
 
@@ -44,27 +45,22 @@ class RoundStore:
         """``make()`` gives a new connection of our own to the job's store."""
         self._make, self._rank, self._pause_s = make, rank, _PAUSE_S + _A_RANK_S * n_ranks
         self._store: Any = None
-        self._life, self._heard = "", 0
+        self.life, self._heard = "", 0
         self.closing = False
 
     def connect(self) -> None:
         """Connect, and take part in the job's present life, which rank 0 begins."""
         self._store = self._make()
         if self._rank == 0:
-            self._life, self._heard = secrets.token_hex(4), 0
-            self._store.set(_LIFE, self._life)
-
-    @property
-    def has_life(self) -> bool:
-        """Whether rank 0 has begun a life that this rank knows of."""
-        return bool(self._life)
+            self.life, self._heard = secrets.token_hex(4), 0
+            self._store.set(_LIFE, self.life)
 
     def is_new_life(self) -> bool:
         """Whether rank 0 has begun another life than this rank knows of; from then on this rank is in it."""
         if self._rank == 0 or not self._store.check([_LIFE]):
             return False
-        life, self._life = self._life, bytes(self._store.get(_LIFE)).decode()
-        return life != self._life
+        life, self.life = self.life, bytes(self._store.get(_LIFE)).decode()
+        return life != self.life
 
     def last_round(self) -> int:
         """The newest round of this life; 0 before the first."""
@@ -72,15 +68,15 @@ class RoundStore:
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def _key(self, *parts: object) -> str:
-        return "/".join(map(str, (self._life, *parts)))
+        return "/".join(map(str, (self.life, *parts)))
 
-    def _wait(self, key: str, seconds: float, pause_s: float) -> bool:
-        """Whether the key is there within so long, asked for every ``pause_s``. Raises where the store is away."""
+    def _wait(self, key: str, seconds: float) -> bool:
+        """Whether the key is there within so long. Raises where the store is away."""
         end = time.monotonic() + seconds
-        while not self._store.check([key]):
-            if time.monotonic() > end:
-                return False
-            time.sleep(pause_s)
+        try:
+            self._store.wait([key], timedelta(seconds=seconds))
+        except Exception:  # too early, or the store is away: then the next line raises
+            return time.monotonic() < end and bool(self._store.check([key]))
         return True
 
     # -- every rank ------------------------------------------------------------------------------------------------
@@ -97,16 +93,18 @@ class RoundStore:
 
     def proposal(self, number: int, seconds: float) -> Proposal | None:
         """Round ``number``, once it is proposed; None if it is not within so long."""
-        key = self._key(number, "table")
-        if not self._wait(key, seconds, self._pause_s):
-            return None
+        key, end = self._key(number, "table"), time.monotonic() + seconds
+        while not self._store.check([key]):
+            if time.monotonic() > end:
+                return None
+            time.sleep(self._pause_s)
         n_votes, message = json.loads(bytes(self._store.get(key)))
         return Proposal(number, base64.b64decode(message), n_votes)
 
     def decision(self, number: int, seconds: float) -> Decision | None:
         """What was decided in a round; None if nothing is within so long."""
         key = self._key(number, "decision")
-        return _decision(bytes(self._store.get(key))) if self._wait(key, seconds, self._pause_s / _SOONER) else None
+        return _decision(bytes(self._store.get(key))) if self._wait(key, seconds) else None
 
     def settle(self, number: int, decision: Decision) -> Decision:
         """Set the register of a round if it is free; what it holds. Only the store knows: it is asked until it answers.
@@ -147,7 +145,7 @@ class RoundStore:
         """The last votes of ``ranks``, as soon as all expected in this round are there, else after so long."""
         ranks = list(ranks)
         if ranks:
-            self._wait(self._key(number, "all"), seconds, _PAUSE_S / _SOONER)
+            self._wait(self._key(number, "all"), seconds)
         keys = [self._key("vote", rank) for rank in ranks]
         several = getattr(self._store, "has_extended_api", bool)()
         raws = (self._store.multi_get(keys) if keys else []) if several else [self._store.get(key) for key in keys]
