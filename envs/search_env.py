@@ -28,13 +28,15 @@ class SearchEnv(gym.Env[Array, Array]):
     """Base of the environments; a subclass has :meth:`open`.
 
     ## Description
-    One episode is the search over a whole job, one step the decision for one slot. When all slots have had their turn
-    some optimizer steps run under all decisions at once; comparisons with the default follow where they are due. After
-    the verdict each turn is a chance to try one slot otherwise, beside the table in force.
+    One episode is the search over a whole job, one step the decision for one slot and what comes next. In a window
+    some optimizer steps run under all decisions at once; a comparison sets a table beside the one in force until it is
+    sure which is faster. After the verdict each turn is a chance to try a slot otherwise, beside the table in force.
 
     ## Action Space
-    ``MultiDiscrete([pair, channels])``, see :mod:`dynamiccl.traces.spaces`. A masked action runs as AUTO (after the
-    verdict: as what is in force) and is reported in ``info["masked"]``.
+    ``MultiDiscrete([pair, channels, what])``, see :mod:`dynamiccl.traces.spaces` and ``search.turns``: what comes next
+    is 0, another slot's turn (after the last slot the window), 1, the window at once, 2, a comparison with what is in
+    force, or 3, the end of the search. A masked config runs as AUTO (after the verdict: as what is in force) and is
+    reported in ``info["masked"]``.
 
     ## Observation Space
     ``Box(-4, 4, (turns.N_OBSERVATION,), float32)``: the slot's fingerprint, context, what is believed of its configs,
@@ -81,7 +83,8 @@ class SearchEnv(gym.Env[Array, Array]):
         search = self.search
         if search is None or self._is_over:
             raise ValueError("the episode is over or has not begun: call reset()")
-        masked = not search.decide(int(spaces.config_index(np.asarray(action, np.int64).reshape(2))))
+        config, what = turns.choices_of(np.asarray(action, np.int64).reshape(3))
+        masked = not search.decide(int(config), int(what))
         reward, ended = 0.0, dict[str, Any]()
         try:
             while not search.is_done and (plan := search.plan()) is not None:
@@ -98,7 +101,8 @@ class SearchEnv(gym.Env[Array, Array]):
         return search.observe(), reward, search.is_done, bool(ended), self._info(masked) | ended
 
     def action_masks(self) -> Array:
-        """What sb3-contrib's MaskablePPO asks: a flag a pair, then one a channel count.
+        """What sb3-contrib's MaskablePPO asks: a flag a pair, then one a channel count, then one for each that may come
+        next.
 
         A pair and a count may both be open and the two together closed: ``info["mask"]`` has every config.
         """
@@ -106,7 +110,7 @@ class SearchEnv(gym.Env[Array, Array]):
         if search is None:
             raise ValueError("the episode has not begun: call reset()")
         open_ = search.open[min(search.turn, search.n_slots - 1)].reshape(spaces.N_PAIRS, spaces.N_CHANNELS)
-        return np.concatenate([open_.any(axis=1), open_.any(axis=0)])
+        return np.concatenate([open_.any(axis=1), open_.any(axis=0), np.ones(turns.N_WHAT, bool)])
 
     def render(self) -> str:
         """The search in a line; the episode's own step is a turn, ``steps`` are the job's."""

@@ -37,7 +37,7 @@ def config_of(decision: Decision) -> int:
 
 
 def config_index(actions: Array) -> Array:
-    """Actions ``(..., 2)`` -> index of the config in ``0 .. N_CONFIGS - 1``, shape (...)."""
+    """Actions ``[pair, channels, ...]`` -> index of the config in ``0 .. N_CONFIGS - 1``, shape (...)."""
     return np.asarray(actions)[..., 0] * N_CHANNELS + np.asarray(actions)[..., 1]
 
 
@@ -59,8 +59,3 @@ def config_mask(mask: Array) -> Array:
     """Masks (n, N_MASK) as one flag per config, (n, N_CONFIGS) bool."""
     mask = np.asarray(mask) > 0.5
     return np.asarray((mask[:, :N_PAIRS, None] & mask[:, None, N_PAIRS:]).reshape(len(mask), N_CONFIGS))
-
-
-def actions_of(configs: Array) -> Array:
-    """Inverse of :func:`config_index`: indices (...) -> actions (..., 2) int64."""
-    return np.stack(np.divmod(np.asarray(configs, np.int64), N_CHANNELS), axis=-1)

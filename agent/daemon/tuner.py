@@ -172,7 +172,7 @@ class Tuner:
             if len(self.windows.profile_events):
                 self.outcome.regime = regime(self.windows.profile_events)
             self._tell_profile()
-        rules = rules_of(self.settings).of(self.policy)
+        rules = rules_of(self.settings)
         first = self._configs(self.recall(self.windows))
         self.search = Search(job, default, self.prior, rules, first, self.windows.confirm)
 
@@ -218,7 +218,7 @@ class Tuner:
             o.choices = [self._choice(i, p, search) for i, p in enumerate(self.windows.profiles)]
         if sure:
             o.verdict = verdict_of(search, o.ledger)
-        o.refused = [self._refusal(int(s), int(c)) for s, c in np.argwhere(search.banned)]
+        o.refused = [self._refusal(int(s), int(c)) for s, c in np.argwhere(search.banned | (search.canary.hits > 1))]
 
     def _note_milestones(self, search: Search) -> None:
         """What is in force, and at which step of the job it came to that."""

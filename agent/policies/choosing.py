@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
@@ -62,9 +61,6 @@ def make_chooser(name: str, seed: int = 0) -> Policy:
         made = made() if callable(made) else made
     if not callable(getattr(made, "predict", None)):
         raise ValueError(f"policy {name!r} has no predict(observation, state, episode_start, deterministic)")
-    if not hasattr(made, "by_belief"):  # what the belief likes best is not what a guest has found
-        with contextlib.suppress(AttributeError):
-            made.by_belief = False
     return made  # type: ignore[no-any-return]
 
 

@@ -20,7 +20,8 @@ import numpy as np
 from ...envs.search import turns
 from ...traces.fingerprint import N_FEATURES
 from ...traces.records import CHANNELS, PAIRS
-from ...traces.spaces import N_CHANNELS, N_CONFIGS, actions_of
+from ...traces.spaces import N_CHANNELS, N_CONFIGS
+from .rule import is_sure
 
 Array = np.ndarray[Any, Any]
 
@@ -35,6 +36,7 @@ class Turn:
     """One slot's turn, as a searcher sees it; savings are in units of the slot's share of the step."""
 
     slot: int
+    is_last: bool  # of the slots
     round: int  # windows of the search so far
     open: Array  # (a,) configs that may be chosen
     mean: Array  # (N_CONFIGS,) saving of what was tried; -inf: not tried; AUTO's is 0
@@ -68,14 +70,13 @@ class Memo:
     plans: dict[int, Any] = field(default_factory=dict)  # the searcher's own, by slot
     study: Any = None  # Optuna's, and the trial that runs
     trial: Any = None
+    is_done: bool = False  # what it found is compared, or was
 
 
 class Searcher:
     """Base: takes observations apart; a subclass has :meth:`choose`."""
 
-    #: It is done when it keeps to its table, not when it chooses what the belief likes best.
-    by_belief = False
-    #: Windows under one table that say so; at once, where nothing is left to chance.
+    #: Windows running under one table that say that it is done; at once, where nothing is left to chance.
     patience = 1
     #: Windows after which it keeps to the best it has tried.
     horizon = 30
@@ -101,14 +102,23 @@ class Searcher:
         starts = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start)
         state = [Memo() for _ in rows] if state is None else state
         chosen = np.zeros(len(rows), np.int64)
+        what, early = np.zeros(len(rows), np.int64), is_sure(seen)
         for i in range(len(rows)):
             if starts[i]:
                 state[i] = Memo()
             turn = _turn(seen, i)
             turn.asked = state[i].asked.setdefault(turn.slot, turn.asked)
+            if early[i]:  # the harness's help: what the belief is sure of is confirmed before the search goes on
+                chosen[i], what[i] = seen.ahead[i].argmax(), turns.COMPARE
+                continue
             chosen[i] = turn.best if turn.round >= self.horizon else self.choose(turn, state[i])
             turn.asked[chosen[i]] += 1
-        return actions_of(chosen if np.ndim(observation) == 2 else chosen[0]), state
+            if state[i].is_done or seen.context["refining"][i] > 0.5:
+                what[i] = turns.LEAVE
+            elif turn.is_last and seen.last[i, chosen[i]] and 4 * seen.context["idle"][i] >= self.patience:
+                what[i], state[i].is_done = turns.COMPARE, True
+        actions = turns.actions_of(chosen, what)
+        return actions if np.ndim(observation) == 2 else actions[0], state
 
 
 def _turn(seen: turns.Seen, i: int) -> Turn:
@@ -120,6 +130,7 @@ def _turn(seen: turns.Seen, i: int) -> Turn:
     price, own = np.split(features[_PRICES:], 2)
     return Turn(
         slot=round(context["place"] * n_slots),
+        is_last=round(context["place"] * n_slots) == n_slots - 1,
         round=round(16 * context["round"]),
         open=np.flatnonzero(seen.open[i]),
         mean=mean,

@@ -139,7 +139,7 @@ class LstmPolicy:
         if not deterministic:  # the largest of score + Gumbel noise is a draw from the softmax
             scores = scores + self.rng.gumbel(size=scores.shape)
         chosen = scores.argmax(axis=1)
-        return spaces.actions_of(chosen if np.ndim(observation) == 2 else chosen[0]), state
+        return turns.actions_of(chosen if np.ndim(observation) == 2 else chosen[0]), state
 
 
 #: Parts that a policy can be trained without, to see what each is worth. Without durations no kernel is ever sampled in

@@ -5,14 +5,54 @@ All speak SB3's ``predict`` on the observations of ``envs.search.turns``.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from ...envs.search import turns
-from ...traces.spaces import actions_of
 
 Array = np.ndarray[Any, Any]
+
+
+#: A config that is likelier than this to make a step far too long is not tried; after the verdict there is less to gain.
+RECKLESS, CAREFUL = 0.35, 0.05
+#: A saving of the step that is worth a comparison; windows after which one that is sure enough is confirmed before the
+#: search goes on; windows running under one table that say: nothing else is worth one.
+WORTHWHILE, EARLY, SETTLED = 1e-3, 3, 3
+
+
+def shunned(seen: turns.Seen) -> Array:
+    """(n, N_CONFIGS) bool: what a careful policy does not try."""
+    later = seen.context["refining"][:, None] > 0.5
+    return np.asarray(~seen.open | (seen.risk > np.where(later, CAREFUL, RECKLESS)))
+
+
+def what_next(seen: turns.Seen, at_best: Array) -> Array:
+    """What comes after each of the configs of a slot, (n, N_CONFIGS) of ``turns.GO_ON`` ...; ``at_best`` (n, N_CONFIGS)
+    bool: with this config nothing is explored in the slot.
+
+    A gain that is sure enough is compared at once, before the search goes on. When no slot has anything to explore, or
+    the table stays what it is, it is compared where it promises something, and the search is over where it does not.
+    After the verdict every config but the one in force is a trial.
+    """
+    c = {name: value[:, None] for name, value in seen.context.items()}
+    is_last = np.rint(8 * c["slots"] * (1 - c["place"])) <= 1
+    is_settled = (c["idle"] >= SETTLED / 4) & seen.last
+    is_done = is_last & (at_best & (c["exploring"] < 0.5) | is_settled)
+    may_compare = (c["promised"] >= turns.SCALE * WORTHWHILE) & (c["beaten"] < 0.5)
+    end = np.where(may_compare, turns.COMPARE, turns.LEAVE)
+    search = np.where(is_sure(seen)[:, None] & at_best, turns.COMPARE, np.where(is_done, end, turns.GO_ON))
+    return np.where(c["refining"] > 0.5, np.where(seen.in_force, turns.GO_ON, turns.RUN), search)
+
+
+def is_sure(seen: turns.Seen) -> Array:
+    """(n,) bool: the first gain is so sure that it is worth a comparison before the search goes on."""
+    c = seen.context
+    is_time = (c["place"] == 0) & (16 * c["round"] > EARLY - 0.5) & (c["refining"] < 0.5)
+    is_first = (c["confirmed"] < 0.5) & (c["beaten"] < 0.5) & (c["promised"] >= turns.SCALE * WORTHWHILE)
+    is_large = c["best_saving"] / 5 > 3 * math.sqrt(2) * c["noise"] / 50
+    return np.asarray(is_time & is_first & is_large & (c["best_saving"] > 2 * c["best_sd"]))
 
 
 class ExpectedImprovement:
@@ -30,15 +70,28 @@ class ExpectedImprovement:
     ) -> tuple[Array, Any]:
         """See ``envs.search.windows.Policy``."""
         seen = turns.seen(observation)
+        return act(observation, seen, self.worth(seen)), state
+
+    def worth(self, seen: turns.Seen) -> Array:
+        """Of trying each config, (n, N_CONFIGS); 0 of one that is known."""
         later = seen.context["refining"][:, None] > 0.5
         foresight = np.where(later, self.later, self.foresight)
         worth = foresight * seen.worth + seen.ahead - self.risk * seen.learned
         is_known = (foresight * seen.worth <= self.foresight * self.least) | (later & seen.in_force)
-        worth = np.where(seen.open & ~is_known, worth, -np.inf)
-        best = np.where(seen.open, np.where(later, seen.in_force, seen.ahead), -np.inf).argmax(axis=1)
-        pick = worth.argmax(axis=1)
-        chosen = np.where(worth[np.arange(len(pick)), pick] > 0, pick, best)
-        return actions_of(chosen if np.ndim(observation) == 2 else chosen[0]), state
+        return np.asarray(np.where(shunned(seen) | is_known, 0.0, np.maximum(worth, 0.0)))
+
+
+def act(observation: Array, seen: turns.Seen, worth: Array) -> Array:
+    """Actions (n, 3), or (3,): the config that is worth most to try, the best where none is worth anything."""
+    rows = np.arange(len(worth))
+    later = seen.context["refining"][:, None] > 0.5
+    best = np.where(shunned(seen), -np.inf, np.where(later, seen.in_force, seen.ahead)).argmax(axis=1)
+    at_best = np.arange(worth.shape[1]) == best[:, None]
+    what = what_next(seen, at_best)
+    is_early = what[rows, best] == turns.COMPARE
+    chosen = np.where(is_early | (worth.max(axis=1) <= 0), best, worth.argmax(axis=1))
+    actions = turns.actions_of(chosen, what[rows, chosen])
+    return actions if np.ndim(observation) == 2 else actions[0]
 
 
 class ThompsonSampling:
@@ -54,6 +107,6 @@ class ThompsonSampling:
         """See ``envs.search.windows.Policy``."""
         seen = turns.seen(observation)
         draw = seen.ahead + seen.learned * self.rng.standard_normal(seen.learned.shape) / self.calm
-        worth = np.where(seen.open & ((seen.worth > self.least) | (seen.ahead >= 0)), draw, -np.inf)
-        chosen = worth.argmax(axis=1)
-        return actions_of(chosen if np.ndim(observation) == 2 else chosen[0]), state
+        is_known = (seen.worth <= self.least) & (seen.ahead < 0)
+        worth = np.where(shunned(seen) | is_known, 0.0, draw - draw.min(axis=1, keepdims=True))
+        return act(observation, seen, worth), state

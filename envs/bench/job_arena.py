@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...traces.spaces import N_CONFIGS, config_index
+from ...traces.spaces import N_CONFIGS
 from ..search import turns
 from ..search.windows import Measured, Plan, Policy
 from ..sim.jobs import Jobs
@@ -64,7 +64,7 @@ class PlayedJobs:
     """What a policy did on ``n`` jobs and what came of it."""
 
     scores: Scores
-    decisions: list[list[int]]  # of each job: the config of every turn
+    decisions: list[list[int]]  # of each job: every turn, as :func:`number` gives it
     decision_us: float  # mean time of one
 
 
@@ -75,13 +75,13 @@ class ReplayedDecisions:
         self.left = [list(reversed(job)) for job in decisions]
 
     def next(self, job: int) -> int:
-        """The job's next decision. Raises ValueError when there is none left, or it is no config."""
+        """The job's next decision. Raises ValueError when there is none left, or it is no decision."""
         if job >= len(self.left) or not self.left[job]:
             raise ValueError("the record has too few decisions")
-        config = int(self.left[job].pop())
-        if not 0 <= config < N_CONFIGS:
-            raise ValueError(f"{config} is no config")
-        return config
+        decision = int(self.left[job].pop())
+        if not 0 <= decision < N_CONFIGS * turns.N_WHAT:
+            raise ValueError(f"{decision} is no decision")
+        return decision
 
 
 def play(
@@ -123,8 +123,9 @@ def play(
                     # A busy machine is no fault of the policy's.
                     if took > limit_s and time.thread_time() - processor > limit_s:
                         raise ValueError(f"a decision took {took:.1f} s, the limit is {limit_s:.0f}")
-                    decisions[i].append(_config(action))
-                one.decide(decisions[i][-1])
+                    decisions[i].append(number(action))
+                what, config = divmod(decisions[i][-1], N_CONFIGS)
+                one.decide(config, what)
         over = np.array([s.is_over for s in search.searches])
         fresh = np.flatnonzero(over & np.isinf(until))
         ledger.end(fresh, search.tables[fresh])
@@ -143,9 +144,11 @@ def play(
     return PlayedJobs(ledger.scores(), decisions, 1e6 * spent / n_turns)
 
 
-def _config(action: Any) -> int:
-    """The config of one action, (2,) or (1, 2). Raises ValueError when it is none."""
+def number(action: Any) -> int:
+    """One action, (3,) or (1, 3), as a number: what comes next times N_CONFIGS, and the config. Raises ValueError when
+    it is none."""
     one = np.asarray(action)
-    if one.size != 2 or not np.issubdtype(one.dtype, np.integer) or (one < 0).any() or (one.ravel() >= _MOST).any():
-        raise ValueError(f"an action is two integers below {_MOST.tolist()}, not {action!r}")
-    return int(config_index(one.reshape(2)))
+    if one.size != 3 or not np.issubdtype(one.dtype, np.integer) or (one < 0).any() or (one.ravel() >= _MOST).any():
+        raise ValueError(f"an action is three integers below {_MOST.tolist()}, not {action!r}")
+    config, what = turns.choices_of(one.reshape(3))
+    return int(what * N_CONFIGS + config)

@@ -89,8 +89,7 @@ def enter(policy: Policy, suite: Suite, seed: int = 0, most: int | None = None) 
     What the policy raises, or is refused for, passes through.
     """
     rows = rows_of(suite, most)
-    rules = SearchConfig().of(policy)
-    game = play(policy, *suite.open(rows, seed, Prior.load(), rules))
+    game = play(policy, *suite.open(rows, seed, Prior.load(), SearchConfig()))
     record = game.scores.record()
     return {
         "format": FORMAT,
@@ -98,8 +97,6 @@ def enter(policy: Policy, suite: Suite, seed: int = 0, most: int | None = None) 
         "digest": suite.digest,
         "jobs": len(rows),
         "seed": seed,
-        "by_belief": rules.by_belief,
-        "patience": rules.patience,
         "figures": summary(Scores.of(record)) | {"decision_us": round(game.decision_us, 1)},
         "scores": record,
         "decisions": pack(game.decisions),
@@ -151,11 +148,10 @@ def replay(submission: Mapping[str, Any], suite: Suite, check: int | None = None
     n = len(scores.gain)
     try:
         decisions = unpack(submission["decisions"], n)
-        rules = SearchConfig(by_belief=bool(submission["by_belief"]), patience=int(submission["patience"]))
         picked = np.arange(n)
         if check is not None and check < n:
             picked = np.sort(np.random.default_rng(seed).choice(n, check, replace=False))
-        opened = suite.open(rows_of(suite, n)[picked], int(submission["seed"]), Prior.load(), rules)
+        opened = suite.open(rows_of(suite, n)[picked], int(submission["seed"]), Prior.load(), SearchConfig())
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not a submission: {type(error).__name__} {error}") from error
     game: PlayedJobs = play(ReplayedDecisions([decisions[i] for i in picked]), *opened, AFTER)

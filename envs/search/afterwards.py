@@ -2,8 +2,8 @@
 
 The search learns of all slots at once and ends as soon as a gain is sure; what it leaves behind is mostly a slot whose
 best config is a little faster than the one chosen. Such differences are too small for a window of its own, but not for
-a pair: a *trial* is the table in force with one slot changed, as the policy says, and it runs beside the table in
-force, window against window. What is faster for sure takes its place, by the same test as everywhere
+a pair: a *trial* is the table in force with a slot (or more) changed, as the policy says, and it runs beside the table
+in force, window against window. What is faster for sure takes its place, by the same test as everywhere
 (:mod:`sequential`). The watch sees the windows between the trials as it sees all later ones.
 
 Where no table was confirmed, but the last one was faster, if not for sure, the trial is that table: its comparison goes
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import turns
 from .regimes import Regime
 from .sequential import LongSteps, Race, least
 from .watch import CHANGED, HARMFUL, Watch
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-#: What is not tried for fear of a step that is far too long, as ``canary.RECKLESS``: there is less to gain by now.
-CAREFUL = 0.05
 #: So much oftener is the default looked at where the table in force seems slower for its long steps.
 SUSPECT = 8
 #: Pairs before a trial takes the place of what is in force: a slow spell may last for two, and a trial can wait.
@@ -45,7 +44,8 @@ class Refinement:
         self.noise = search.noise * math.sqrt(2)  # of the log ratio of a pair
         self.trial: Array | None = None  # (s,) the table that is tried
         self.beside_ms: float | None = None  # step time of the window under the table in force that came just before
-        self.passed = 0  # slots, one after the other, in which the policy had nothing to try
+        self.next: Array = search.confirmed.copy()  # (s,) what the policy has said of the next trial
+        self.turns = self.passed = 0  # of that trial; running, in which nothing was tried
         self._keep_watch(levels)
 
     def _keep_watch(self, levels: Sequence[float] = ()) -> None:
@@ -64,7 +64,7 @@ class Refinement:
         """From now on there are trials, where there is something to try."""
         search, race = self.search, self.search.rejected
         if search.confirmed.any():
-            self.left = search.rules.trials if search.rules.by_belief else 0
+            self.left = search.rules.trials
         elif search.rules.doubtful and race is not None and self._is_doubtful(race):
             self.left, self.trial = search.rules.doubtful, search.table
             self.races[search.table.tobytes()] = race
@@ -76,32 +76,35 @@ class Refinement:
         may_run = not self.search.banned[np.arange(self.search.n_slots), self.search.table].any()
         return may_run and race.mean > 0 and race.interval[1] > self.search.rules.least_gain
 
-    def decide(self, config: int) -> None:
-        """What the slot whose turn it is runs in the next trial; what it runs already: nothing is tried."""
-        search, table = self.search, self.search.confirmed.copy()
-        table[search.turn] = config
-        self.passed = self.passed + 1 if config == search.confirmed[search.turn] else 0
-        self.trial = None if self.passed else table
+    def decide(self, config: int, what: int) -> None:
+        """What the slot whose turn it is runs in the next trial, and what comes then. Nothing is tried under what is in
+        force already; a policy that has tried nothing in any slot is done."""
+        search = self.search
+        self.next[search.turn] = config
+        self.turns, self.passed = self.turns + 1, 0 if config != search.confirmed[search.turn] else self.passed + 1
         search.turn = (search.turn + 1) % search.n_slots
+        if what in (turns.RUN, turns.COMPARE) or self.turns == search.n_slots:
+            self.trial = None if np.array_equal(self.next, search.confirmed) else self.next
+            self.next, self.turns = search.confirmed.copy(), 0
+        if what == turns.LEAVE:
+            self.left = 0
         self._rest()
 
     def _rest(self) -> None:
         """Go over to the watch alone where nothing is left to try."""
         search = self.search
-        is_over = self.passed >= search.n_slots or self.left <= 0 or search.is_spent or not search.confirmed.any()
+        is_over = self.passed >= search.n_slots or self.left <= 0 or search.spent > 1 or not search.confirmed.any()
         if self.trial is None and is_over:
             search.phase = WATCH
 
-    @property
-    def closed(self) -> Array:
-        """(s, N_CONFIGS) bool: what is feared, or was given up as a trial of the table in force before."""
+    def risk(self, slot: int) -> Array:
+        """(N_CONFIGS,) as ``Canary.risk``; 1 of what has lost as a trial of the table in force."""
         search = self.search
-        out = search.canary.feared(search.belief, search.tried, CAREFUL)
-        for table in search.given_up:
+        out = search.canary.risk(slot, search.belief, search.tried)
+        for table in search.beaten:
             configs = np.frombuffer(table, search.confirmed.dtype)
-            (apart,) = np.nonzero(configs != search.confirmed)
-            if len(apart) == 1:
-                out[apart[0], configs[apart[0]]] = True
+            if np.flatnonzero(configs != search.confirmed).tolist() == [slot]:
+                out[configs[slot]] = 1.0
         return out
 
     def tried(self, seen: Measured, ms: float, given_up: bool) -> None:
@@ -111,9 +114,14 @@ class Refinement:
         self.left -= 1
         search.after += seen.billed
         race = self.races.setdefault(trial.tobytes(), Race(self.noise))
-        race.add(self.beside_ms, float(seen.step_ms[-1]) if given_up else ms)
         noise = search.canary.noise(trial, search.tried, search.belief) if given_up else self.noise
-        search.belief.compare(trial, search.confirmed, race.logs[-1], noise)
+        if given_up:
+            race.add(self.beside_ms, float(seen.step_ms[-1]))
+        elif len(seen.step_ms) == search.window_steps:
+            race.add(self.beside_ms, ms)
+        else:  # the first step of what was likely to be far too long: nothing to race with
+            noise *= math.sqrt(search.window_steps)
+        search.belief.compare(trial, search.confirmed, math.log(self.beside_ms / ms), noise)
         is_first = not search.confirmed.any()
         verdict = search.verdict(race, trial, math.inf, SOONEST)
         is_slower = race.mean <= 0 or search.long.forbids(trial, search.confirmed, race.mean)
@@ -125,6 +133,7 @@ class Refinement:
         if verdict:
             search.races.append(race)
             search.confirm(trial)
+            self.next = trial.copy()
             self._keep_watch()
             if is_first:
                 search.marks.gained(search.steps)
@@ -132,7 +141,7 @@ class Refinement:
             else:
                 search.marks.refined += 1
         elif verdict is not None:
-            search.given_up.add(trial.tobytes())
+            search.beaten.add(trial.tobytes())
         self._rest()
 
     # -- the watch ---------------------------------------------------------------------------------------------
@@ -204,4 +213,4 @@ class Refinement:
             search._finish(change.levels if np.array_equal(search.confirmed, search.before) else ())
             search.later.watch.begin_with(search.default_ms)
         elif search.before.any() and change.level is not None and change.level < math.log(search.default_ms):
-            search._race(search.before, closing=False).add(search.default_ms, math.exp(change.level))
+            search._race(search.before).add(search.default_ms, math.exp(change.level))

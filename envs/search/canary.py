@@ -1,4 +1,4 @@
-"""Configs that make a step far too long: what is not tried for fear of it, and what goes no further after it."""
+"""Configs that make a step far too long: how likely each is to, and what it means when one did."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ from .belief import Belief, too_long
 
 Array = np.ndarray[Any, Any]
 
-#: A step that takes so many default steps ends its window: what was new in it goes no further.
+#: A step that takes so many default steps ends its window.
 GIVE_UP = 1.5
 #: Standard deviation of the log time of one step that was far too long; and where something else was the likelier
 #: cause: steps that save a checkpoint, or wait for a late rank, come about once in so many windows.
 ONE_STEP, STRAGGLER, STRAY = 0.15, 2.0, 0.1
-#: A config whose step is so likely to be far too long is not tried.
-RECKLESS = 0.35
+#: So likely, and a first trial is one step long.
+RISKY = 0.35
 
 
 class Canary:
-    """Of one search, whose are ``tried`` (s, N_CONFIGS), windows measured, and ``banned``, configs closed for good."""
+    """Of one search, whose are ``tried`` (s, N_CONFIGS), windows measured."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.hits = np.zeros(shape)
 
-    def struck(self, configs: Array, tried: Array, banned: Array) -> None:
-        """A step was far too long: this window's new configs go no further where it happens again."""
-        for s, config in enumerate(configs):
-            if config and tried[s, config] == 0:
-                self.hits[s, config] += 1
-                banned[s, config] = self.hits[s, config] > 1
+    def struck(self, configs: Array, tried: Array) -> bool:
+        """A step was far too long. Returns whether it was so before with one of this window's new configs."""
+        new = (configs > 0) & (tried[np.arange(len(configs)), configs] == 0)
+        self.hits[np.flatnonzero(new), configs[new]] += 1
+        return self.is_guilty(configs, tried)
+
+    def is_guilty(self, configs: Array, tried: Array, often: int = 2) -> bool:
+        """One of these configs (s,) has made a step far too long so often, and was never measured."""
+        rows = np.arange(len(configs))
+        return bool((self.hits[rows, configs] * (tried[rows, configs] == 0) >= often).any())
 
     def noise(self, configs: Array, tried: Array, belief: Belief) -> float:
         """Of the log of a step that was far too long: less where that is these configs' doing rather than chance."""
-        again = any(self.hits[s, c] > 0 and tried[s, c] == 0 for s, c in enumerate(configs) if c)
+        again = self.is_guilty(configs, tried, 1)
         return ONE_STEP if again or too_long(GIVE_UP, *belief.saving(configs)) > STRAY else STRAGGLER
 
-    @staticmethod
-    def feared(belief: Belief, tried: Array, reckless: float = RECKLESS) -> Array:
-        """(s, N_CONFIGS) bool: untried, and more likely than ``reckless`` to be far too long."""
-        figures = [belief.figures(s) for s in range(len(tried))]
-        mean, deviation = np.array([f[0] for f in figures]), np.array([f[1] for f in figures])
-        return np.asarray((too_long(GIVE_UP, mean, deviation) > reckless) & (tried == 0))
+    def risk(self, slot: int, belief: Belief, tried: Array) -> Array:
+        """(N_CONFIGS,) how likely each config of a slot is to make a step far too long; 0 of what was measured."""
+        likely = np.where(self.hits[slot] > 1, 1.0, too_long(GIVE_UP, *belief.figures(slot)))
+        return np.asarray(np.where(tried[slot] == 0, likely, 0.0))

@@ -1,10 +1,11 @@
 """The search over a whole job: one code for training, board, replay and a running job.
 
-It goes in *turns*: one decision a slot, and when all slots have had their turn a *window* of some steps runs under all
-of them at once (``Windows.measure``). The search owns what is not the policy's: the mask, warm-up and canary of what is
-new, how long a window is, when the default is measured, what the belief learns, every comparison, and the end. When the
-policy has nothing left to try, its table meets the default in turn, window by window, until :class:`sequential.Race` is
-sure. After the verdict the same object keeps watch, and begins anew where the job has changed.
+It goes in *turns*: the policy decides for one slot, and says what comes next: another slot's turn, a *window* of some
+steps under all decisions at once (``Windows.measure``), a comparison, or the end. The belief advises it, and forbids
+nothing. What must be promised is the search's own: what NCCL offers, the end of a window that is far too long, how much
+may be lost, and the test: a table takes the place of what is in force only when it has met it, window by window, until
+:class:`sequential.Race` is sure. After the verdict the same object keeps watch, and begins anew where the job has
+changed.
 
 Where windows come from (a simulator, a trace, a running job) is all that differs between the environments.
 """
@@ -12,18 +13,16 @@ Where windows come from (a simulator, a trace, a running job) is all that differ
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ...traces.spaces import config_index
 from . import turns, windows
 from .afterwards import Refinement
 from .belief import Belief, Prior
-from .canary import GIVE_UP, Canary
-from .neighbours import one_slot_neighbours
+from .canary import GIVE_UP, RISKY, Canary
 from .regimes import Regimes
 from .sequential import MORE, LongSteps, Race, median, middle, window_noise
 from .watch import Milestones, SearchConfig
@@ -90,12 +89,12 @@ class Search:
         self.tried, self.canary = np.zeros(self.job.mask.shape), Canary(self.job.mask.shape)
         self.turn = self.n_slots if self.choices.any() else 0  # what was good before is the first to be tried
         self.round = self.idle = 0
-        self.phase, self.last_saving, self.comparisons, self.closing = SEARCH, 0.0, 0, False
+        self.phase, self.last_saving, self.comparisons = SEARCH, 0.0, 0
         self.race: Race | None = None
         self.rejected: Race | None = None
         self._half: list[tuple[str, float]] = []
         self._default_before = self.default_ms
-        self.given_up, self._seen = set(self.straggling), Counter[bytes]()
+        self.beaten = set(self.straggling)  # tables that lost their comparison
         self.long = LongSteps()
         self.long.add(np.zeros(self.n_slots, np.int64), default.step_ms, self.default_ms)
 
@@ -103,11 +102,8 @@ class Search:
 
     @property
     def open(self) -> Array:
-        """(s, N_CONFIGS) bool: what may be chosen now: what is not feared to make steps far too long."""
-        if "open" not in self._kept:
-            closed = self.later.closed if self.phase == REFINE else self.canary.feared(self.belief, self.tried)
-            self._kept["open"] = np.asarray(self.job.mask & ~self.banned & ~closed)
-        return self._kept["open"]
+        """(s, N_CONFIGS) bool: what may be chosen: what NCCL offers, and obeyed so far."""
+        return np.asarray(self.job.mask & ~self.banned)
 
     @property
     def is_over(self) -> bool:
@@ -120,9 +116,14 @@ class Search:
         return self.phase == WATCH
 
     @property
+    def spent(self) -> float:
+        """Part of what the search may lose that it has lost."""
+        return self.lost / (self.rules.budget * max(self.steps, BUDGET_STEPS))
+
+    @property
     def is_spent(self) -> bool:
-        """The search has lost what it may."""
-        return self.lost > self.rules.budget * max(self.steps, BUDGET_STEPS)
+        """Nothing is tried any more in this search."""
+        return self.spent > 1 or self.round >= self.rules.most_rounds(self.n_slots)
 
     @property
     def noise(self) -> float:
@@ -143,11 +144,13 @@ class Search:
         return self.window(REFERENCE, self.reference) if reference else self.window(TABLE, self.table)
 
     def window(self, kind: str, configs: Array) -> Plan:
-        """A window under these configs (s,), given up where they are new and far too long."""
+        """A window under these configs (s,), given up where they are new and far too long; of one step where that is
+        likely."""
         discard = self.discard(configs)
-        untried = (self.tried[np.arange(self.n_slots), configs] == 0) & (configs > 0)
-        limit = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0]) if untried.any() else math.inf
-        return Plan(kind, configs.copy(), self.window_steps, discard, limit)
+        untried = np.flatnonzero((self.tried[np.arange(self.n_slots), configs] == 0) & (configs > 0))
+        limit = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0]) if len(untried) else math.inf
+        is_risky = kind != TABLE and any(self.canary.risk(s, self.belief, self.tried)[configs[s]] > RISKY for s in untried)
+        return Plan(kind, configs.copy(), 1 if is_risky else self.window_steps, discard, limit)
 
     def discard(self, configs: Array) -> int:
         """Steps that do not count after a change to these configs (s,)."""
@@ -168,83 +171,70 @@ class Search:
 
     def observe(self) -> Array:
         """What the policy sees of the slot whose turn it is, (turns.N_OBSERVATION,) float32."""
-        slot, belief = self.turn, self.belief
+        slot, belief, refines = self.turn, self.belief, self.phase == REFINE
         best = belief.best()
         beside = np.where(np.arange(self.n_slots) < slot, self.choices, best)
-        beside[slot] = 0
-        refines = self.phase == REFINE  # then all other slots run alike in both windows
+        is_exploring = bool((beside != best).any())
+        beside[slot] = 0  # after the verdict all other slots run alike in both windows
         ahead, learned, worth = belief.ahead(slot, 0.0 if refines else belief.saving(beside)[1] ** 2)
         exposure, unsure = belief.exposure
         saving, deviation = belief.saving(best)
+        promised = saving - belief.saving(self.confirmed)[0]
+        idle = self.later.passed / self.n_slots if refines else self.idle / 4
         context = np.array([
             self.job.share[slot], exposure[slot], unsure[slot], 50 * self.noise, 5 * self.last_saving, 5 * saving,
             5 * deviation, self.round / 16, self.n_slots / 8, slot / self.n_slots, float(self.confirmed.any()),
             self.comparisons / 4, 20 * belief.mean[0], belief.off_step / 2, belief.off_calls[slot] / 2, float(refines),
+            turns.SCALE * promised, float(is_exploring), float(best.tobytes() in self.beaten), idle, self.spent,
         ])  # fmt: skip
         figures = np.zeros((turns.N_PER_CONFIG, ahead.size))
         figures[:3] = turns.believed(ahead, learned, worth)
         figures[3] = np.minimum(self.tried[slot], 16) / 4
         figures[4, self.choices[slot]] = float(self.round > 0)
         figures[5, self.confirmed[slot]] = 1.0
+        figures[6] = self.later.risk(slot) if refines else self.canary.risk(slot, belief, self.tried)
         return turns.observe(self.job.features[slot], context, figures, self.open[slot])
 
-    def decide(self, config: int) -> bool:
-        """The policy's choice for the slot whose turn it is; one that is not open runs as AUTO, after the verdict as
-        it does already. Returns whether it was open."""
+    def decide(self, config: int, what: int = turns.GO_ON) -> bool:
+        """The policy's choice for the slot whose turn it is, and what comes next (``turns.GO_ON`` ...). A config that
+        is not open runs as AUTO, after the verdict as it does already. Returns whether it was open."""
         slot = self.turn
         ok = bool(self.open[slot, config])
         if self.phase == REFINE:
-            self.later.decide(config if ok else int(self.confirmed[slot]))
+            self.later.decide(config if ok else int(self.confirmed[slot]), what)
             return ok
         choice = config if ok else 0
         self.idle = self.idle if self.choices[slot] == choice and self.round else 0
         self.choices[slot] = choice
         self.turn += 1
+        if what == turns.LEAVE:
+            self._finish(refine=True)
+            return ok
+        if what != turns.GO_ON:
+            self.choices[self.turn :] = self.belief.best()[self.turn :]
+            self.turn = self.n_slots
         if self.turn == self.n_slots:
-            self._round_is_chosen()
+            self.idle += 1
+            if what == turns.COMPARE and self._may_race(self.choices):
+                self._race(self.choices)
         return ok
 
     def ask(self, policy: windows.Policy, state: Any = None) -> Any:
         """Let a policy decide for the slot whose turn it is, from its state of the turn before; its state now."""
         action, state = policy.predict(self.observe()[None], state, np.array([state is None]), True)
-        self.decide(int(config_index(np.reshape(action, 2))))
+        config, what = turns.choices_of(np.reshape(action, 3))
+        self.decide(int(config), int(what))
         return state
-
-    def _round_is_chosen(self) -> None:
-        """All slots have had their turn: a window under these choices, or the policy has nothing left to try."""
-        best = self.belief.best()
-        at_best = self.rules.by_belief and np.array_equal(self.choices, best)
-        settled = self.round > 0 and (at_best or self.idle >= self.rules.patience)
-        self.idle += 1
-        if self.rules.by_belief and not settled and self._seen[self.choices.tobytes()] > 1:
-            # Measured twice as a whole: which slot does what is learned from one slot at a time.
-            alone = self.round % self.n_slots
-            self.choices = np.where(np.arange(self.n_slots) == alone, self.choices, best)
-        last = self.round >= self.rules.most_rounds(self.n_slots)
-        if settled and at_best and not last:
-            beside = one_slot_neighbours(best, self.job.share, self.open, self.tried)
-            settled, self.choices = np.array_equal(beside, best), beside
-        self._seen[self.choices.tobytes()] += 1
-        if settled or self.is_spent or last:
-            self._propose(self.choices if settled else best, closing=True)
 
     # -- comparisons -------------------------------------------------------------------------------------------
 
-    def _propose(self, table: Array, closing: bool) -> None:
-        """Compare a table with what is in force, or end the search where there is nothing to compare."""
-        promised = self.belief.saving(table)[0] - self.belief.saving(self.confirmed)[0]
-        if (
-            np.array_equal(table, self.confirmed)
-            or promised < self.rules.least_gain
-            or table.tobytes() in self.given_up
-        ):
-            if closing:
-                self._finish(refine=True)
-            return
-        self._race(table, closing)
+    def _may_race(self, table: Array) -> bool:
+        """Whether a table (s,) is another than what is in force, has not lost to it, and comparisons are left."""
+        is_new = not np.array_equal(table, self.confirmed) and table.tobytes() not in self.beaten
+        return is_new and self.comparisons < self.rules.comparisons
 
-    def _race(self, table: Array, closing: bool) -> Race:
-        self.phase, self.closing = TABLE, closing
+    def _race(self, table: Array) -> Race:
+        self.phase = TABLE
         self.table, self.reference = table.copy(), self.confirmed.copy()
         self.race, self._half = Race(self.noise * math.sqrt(2)), []
         return self.race
@@ -298,18 +288,25 @@ class Search:
 
     def _reject(self) -> None:
         self.rejected = self.race
-        self.given_up.add(self.table.tobytes())
+        self.beaten.add(self.table.tobytes())
         self._continue()
 
     def _continue(self) -> None:
         """After a comparison: on with the search, or the end."""
         self.race = None
         self.comparisons += 1
-        surprised = not np.array_equal(self.belief.best(), self.table) and self.comparisons < self.rules.comparisons
-        if self.closing and not surprised:
-            self._finish(refine=True)
+        self.phase, self.turn, self.idle = SEARCH, 0, 0
+        if self.is_spent:
+            self._close()
+
+    def _close(self) -> None:
+        """Nothing more is tried: what is believed best is compared with what is in force, and then there is a verdict.
+        """
+        best = self.belief.best()
+        if self.belief.saving(best)[0] > self.belief.saving(self.confirmed)[0] and self._may_race(best):
+            self._race(best)
         else:
-            self.phase, self.turn, self.idle = SEARCH, 0, 0
+            self._finish(refine=True)
 
     def _finish(self, levels: Sequence[float] = (), refine: bool = False) -> None:
         self.marks.verdict = self.steps if self.marks.verdict < 0 else self.marks.verdict
@@ -342,17 +339,16 @@ class Search:
             self._learn(plan, seen, given_up)
         if given_up:
             self.marks.canaries += 1
-            self.canary.struck(plan.configs, self.tried, self.banned)
+            is_guilty = self.canary.struck(plan.configs, self.tried)
         else:
             self.warm |= self._families(plan.configs)
         self.running = plan.configs.copy()
         if plan.kind == SEARCH:
-            self._after_round(given_up)
+            self._after_round()
         elif plan.kind == TRIAL:
             self.later.tried(seen, ms, given_up)
         elif plan.kind in (REFERENCE, TABLE):
-            refused = (~seen.obeyed & (plan.configs > 0)).any()
-            if refused or (given_up and self.banned[np.arange(self.n_slots), plan.configs].any()):
+            if (~seen.obeyed & (plan.configs > 0)).any() or (given_up and is_guilty):
                 self._reject()
             elif given_up:  # it may have been a checkpoint: once more
                 self._half = []
@@ -386,11 +382,7 @@ class Search:
             self.tried[np.arange(self.n_slots), configs] += 1
         self.last_saving = -log_step if is_told else 0.0
 
-    def _after_round(self, given_up: bool) -> None:
+    def _after_round(self) -> None:
         self.round, self.turn = self.round + 1, 0
-        if given_up or self.confirmed.any() or self.round < self.rules.early:
-            return
-        table = self.belief.best()
-        mean, deviation = self.belief.saving(table)
-        if mean > 2 * deviation and mean > 3.0 * self.noise * math.sqrt(2):
-            self._propose(table, closing=False)
+        if self.is_spent:
+            self._close()

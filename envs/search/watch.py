@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from .sequential import Race
 
@@ -66,12 +65,9 @@ class SearchConfig:
     pairs: int = 12  # of one comparison, at most ...
     pairs_again: int = 8  # ... and of one with a table that is confirmed already
     comparisons: int = 4  # of one search, at most
-    early: int = 3  # windows after which a table that promises enough is confirmed before the search goes on
     least_gain: float = 0.001  # part of the step below which a table is not worth a comparison
-    by_belief: bool = True  # a policy that chooses the table of best means has nothing left to try
     trials: int = 80  # windows after the verdict that may try one slot otherwise, beside the table in force
     doubtful: int = 400  # ... and those that a table may have whose gain was not sure then
-    patience: int = 3  # windows running under one table that say: that is the policy's result
     reveal: float = 0.5  # noise that a trial is judged by beforehand, in windows: it will not be the last
     budget: float = 0.05  # part of the job's time that the search may lose against the default
     watch_share: float = 0.008  # of the later steps that may run the default
@@ -80,13 +76,6 @@ class SearchConfig:
     def most_rounds(self, n_slots: int) -> int:
         """Windows that the policy may ask for."""
         return max(self.rounds, self.rounds_a_slot * n_slots)
-
-    def of(self, policy: Any) -> SearchConfig:
-        """The same, but that a policy says by attributes of its own when it has nothing left to try: by default when
-        it chooses the table of best means; with ``by_belief = False`` when it keeps to one table for ``patience``
-        windows more."""
-        by_belief, patience = getattr(policy, "by_belief", self.by_belief), getattr(policy, "patience", self.patience)
-        return replace(self, by_belief=bool(by_belief), patience=int(patience))
 
 
 @dataclass(frozen=True)

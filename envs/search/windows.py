@@ -105,9 +105,9 @@ def warm_up_families(own_pair: Array) -> Array:
 class Policy(Protocol):
     """Whatever chooses: SB3's ``predict``. One episode is the search on one job, one step a turn of it.
 
-    ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION) of ``turns``; the action is ``[pair, channels]``, int64,
-    (2,) or (n, 2). ``state`` is what the last call for the same jobs returned (None at first), ``episode_start`` (n,)
-    is True where a search begins. Attributes ``by_belief`` and ``patience`` say when it is done, see ``watch.Rules``.
+    ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION) of ``turns``; the action is ``[pair, channels, what]``,
+    int64, (3,) or (n, 3). ``state`` is what the last call for the same jobs returned (None at first),
+    ``episode_start`` (n,) is True where a search begins.
     """
 
     def predict(

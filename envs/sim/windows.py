@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..search import turns
 from ..search.belief import Prior
 from ..search.search import Search
 from ..search.watch import SearchConfig
@@ -117,11 +118,11 @@ class SimSearch:
         """Observations of the jobs at ``rows``, (len(rows), N_OBSERVATION)."""
         return np.stack([self.searches[i].observe() for i in rows])
 
-    def step(self, rows: Sequence[int], configs: Array) -> Array:
-        """A turn of each of the jobs at ``rows``, and the windows that come of it; rewards."""
+    def step(self, rows: Sequence[int], actions: Array) -> Array:
+        """A turn of each of the jobs at ``rows``, actions (len(rows), 3), and the windows that come of it; rewards."""
         rewards = dict.fromkeys(rows, 0.0)
-        for i, config in zip(rows, configs, strict=True):
-            self.searches[i].decide(int(config))
+        for i, config, what in zip(rows, *turns.choices_of(actions), strict=True):
+            self.searches[i].decide(int(config), int(what))
         going = list(rows)
         while going := [i for i in going if not self.searches[i].is_done]:
             earned = self.measure(going)
