@@ -21,9 +21,6 @@ class SimEnv(SearchEnv):
     ## Starting State
     A random job of the family, its first default steps behind it.
 
-    ## Information
-    Beside what all have, ``oracle_saving``: what the best table saves, as a part of the default step.
-
     ## Arguments
     ``family``: what jobs are drawn from; ``rules``: how the search is run.
     """
@@ -36,9 +33,9 @@ class SimEnv(SearchEnv):
 
     def open(self, options: dict[str, Any]) -> Windows:
         """Windows of a new job."""
-        jobs = draw_jobs(self.family, self.np_random, 1)
-        self.oracle_saving = 1 - float(oracle(jobs)[1][0] / jobs.default_us[0])
-        return OneJob(SimWindows(jobs, self.np_random), self.rules.profile_steps)
+        self.jobs = draw_jobs(self.family, self.np_random, 1)
+        return OneJob(SimWindows(self.jobs, self.np_random), self.rules.profile_steps)
 
-    def _info(self, masked: bool) -> dict[str, Any]:
-        return super()._info(masked) | {"oracle_saving": self.oracle_saving}
+    def oracle_saving(self) -> float:
+        """What the best table of the episode's job saves, as a part of the default step. No policy is told."""
+        return 1 - float(oracle(self.jobs)[1][0] / self.jobs.default_us[0])

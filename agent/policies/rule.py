@@ -20,6 +20,8 @@ RECKLESS, CAREFUL = 0.35, 0.05
 #: A saving of the step that is worth a comparison; windows after which one that is sure enough is confirmed before the
 #: search goes on; windows running under one table that say: nothing else is worth one.
 WORTHWHILE, EARLY, SETTLED = 1e-3, 3, 3
+#: So far below all others is the score of what is not tried, as a part of the step; so far above that of what has to be.
+FEAR = 0.5
 
 
 def shunned(seen: turns.Seen) -> Array:
@@ -55,6 +57,12 @@ def is_sure(seen: turns.Seen) -> Array:
     return np.asarray(is_time & is_first & is_large & (c["best_saving"] > 2 * c["best_sd"]))
 
 
+def best_of(seen: turns.Seen) -> Array:
+    """(n,) the config believed best of those that a careful policy runs; after the verdict the one in force."""
+    later = seen.context["refining"][:, None] > 0.5
+    return np.asarray(np.where(shunned(seen), -np.inf, np.where(later, seen.in_force, seen.ahead)).argmax(axis=1))
+
+
 class ExpectedImprovement:
     """Run what promises most: ``foresight`` windows of the expected improvement over the best, less what the trial
     itself is expected to cost (Jones et al. 1998)."""
@@ -70,43 +78,39 @@ class ExpectedImprovement:
     ) -> tuple[Array, Any]:
         """See ``envs.search.windows.Policy``."""
         seen = turns.seen(observation)
-        return act(observation, seen, self.worth(seen)), state
+        scores, what = self.decide(seen)
+        chosen = scores.argmax(axis=1)
+        actions = turns.actions_of(chosen, what[np.arange(len(chosen)), chosen])
+        return (actions if np.ndim(observation) == 2 else actions[0]), state
 
     def worth(self, seen: turns.Seen) -> Array:
-        """Of trying each config, (n, N_CONFIGS); 0 of one that is known."""
+        """Of trying each config once more, (n, N_CONFIGS), as a part of the step."""
         later = seen.context["refining"][:, None] > 0.5
         foresight = np.where(later, self.later, self.foresight)
         worth = foresight * seen.worth + seen.ahead - self.risk * seen.learned
-        is_known = (foresight * seen.worth <= self.foresight * self.least) | (later & seen.in_force)
-        return np.asarray(np.where(shunned(seen) | is_known, 0.0, np.maximum(worth, 0.0)))
+        worth = np.where(foresight * seen.worth > self.foresight * self.least, worth, -np.abs(worth))
+        return np.asarray(np.where(later, worth * self.foresight / self.later, worth))
+
+    def decide(self, seen: turns.Seen) -> tuple[Array, Array]:
+        """Scores (n, N_CONFIGS), of which the largest is chosen, as parts of the step; what comes after each config,
+        (n, N_CONFIGS) of ``turns.GO_ON`` ... What is believed best has 0 at least: it is chosen where nothing is worth
+        trying, and where it is time to compare it."""
+        at_best = np.arange(seen.open.shape[1]) == best_of(seen)[:, None]
+        what = what_next(seen, at_best)
+        scores = np.where(shunned(seen), -FEAR, np.minimum(self.worth(seen), FEAR))
+        scores = np.where(at_best, np.where(is_sure(seen)[:, None], 2 * FEAR, np.maximum(scores, 0.0)), scores)
+        return np.where(seen.open, scores, -np.inf), what
 
 
-def act(observation: Array, seen: turns.Seen, worth: Array) -> Array:
-    """Actions (n, 3), or (3,): the config that is worth most to try, the best where none is worth anything."""
-    rows = np.arange(len(worth))
-    later = seen.context["refining"][:, None] > 0.5
-    best = np.where(shunned(seen), -np.inf, np.where(later, seen.in_force, seen.ahead)).argmax(axis=1)
-    at_best = np.arange(worth.shape[1]) == best[:, None]
-    what = what_next(seen, at_best)
-    is_early = what[rows, best] == turns.COMPARE
-    chosen = np.where(is_early | (worth.max(axis=1) <= 0), best, worth.argmax(axis=1))
-    actions = turns.actions_of(chosen, what[rows, chosen])
-    return actions if np.ndim(observation) == 2 else actions[0]
-
-
-class ThompsonSampling:
+class ThompsonSampling(ExpectedImprovement):
     """Run the best of one draw from the belief (Thompson 1933); the best mean once no draw is likely to beat it."""
 
-    def __init__(self, seed: int = 0, least: float = 2e-4, calm: float = 1.0) -> None:
-        """``calm`` divides the standard deviations of the draw."""
-        self.rng, self.least, self.calm = np.random.default_rng(seed), least, calm
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(seed)
 
-    def predict(
-        self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
-    ) -> tuple[Array, Any]:
-        """See ``envs.search.windows.Policy``."""
-        seen = turns.seen(observation)
-        draw = seen.ahead + seen.learned * self.rng.standard_normal(seen.learned.shape) / self.calm
-        is_known = (seen.worth <= self.least) & (seen.ahead < 0)
-        worth = np.where(shunned(seen) | is_known, 0.0, draw - draw.min(axis=1, keepdims=True))
-        return act(observation, seen, worth), state
+    def worth(self, seen: turns.Seen) -> Array:
+        """By how much the draw of each config is above that of what is believed best."""
+        draw = seen.ahead + seen.learned * self.rng.standard_normal(seen.learned.shape)
+        ahead = draw - draw[np.arange(len(draw)), best_of(seen)][:, None]
+        return np.asarray(np.where(seen.worth > self.least, ahead, -np.abs(ahead)))

@@ -1,8 +1,5 @@
-"""Meta-training of the policy: whole jobs on random clusters in the simulator, imitation of a planner that sees the
-truth, then, if asked for, PPO on the time lost itself.
-
-Work is cut into chunks, each seeded by (seed, chunk) alone and followed by a checkpoint, so that a run resumed after a
-kill ends with the same weights as one that was not.
+"""Training of the policy by sb3-contrib's RecurrentPPO on the environments that everyone has: whole jobs on random
+clusters in the simulator, or recorded runs. It begins as the rule, and is paid in measured time alone.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ import datetime
 import json
 import time
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,206 +16,176 @@ import gymnasium as gym
 import numpy as np
 import torch
 from sb3_contrib import RecurrentPPO
-from stable_baselines3.common.utils import set_random_seed
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import SubprocVecEnv
 
-from ...envs.search.turns import N_OBSERVATION, action_space
-from ...envs.search.watch import SearchConfig
-from ...envs.sim.family import STANDARD, JobFamily
+from ...envs.replay_env import ReplayEnv
+from ...envs.search_env import SearchEnv
+from ...envs.sim_env import SimEnv
 from ...traces.header import git
-from ..policies.lstm import LEARNED, LstmPolicy
-from .batches import N_REVEALED, JobBatch, JobVecEnv
-from .imitation import Episode, collect, learn
+from ..policies.lstm import LstmPolicy
+from ..policies.rule import ExpectedImprovement
 from .recurrent import MaskedLstmPolicy
 
-#: Called after each chunk with (chunks done, chunks in all, newest row of the learning curve).
+Array = np.ndarray[Any, Any]
+
+#: Called after each rollout with (turns done, turns in all, newest row of the learning curve).
 Progress = Callable[[int, int, dict[str, Any]], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """Some chunks of imitation; what they mean is said where they are used (``imitation.learn``)."""
-
-    chunks: int
-    stay: float
-    temperature: float
-    calm: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything that shapes the weights, beside the simulator itself."""
+    """Everything that shapes the weights, beside the environment itself."""
 
     seed: int = 0
-    stages: tuple[Stage, ...] = (Stage(20, 0.1, 0.3, 0.0), Stage(39, 0.02, 0.3, 1.5), Stage(29, 0.004, 0.15, 0.3))
-    foresight: float = 20.0  #: windows that a found improvement is credited with
-    workers: int = 2  #: processes that play
-    jobs: int = 64  #: that each of them plays in a chunk
-    kept: int = 23  #: chunks of episodes that are learned from
-    descents: int = 25  #: steps of gradient descent in a chunk ...
-    batch: int = 32  #: ... on so many episodes each
-    rate: float = 3e-3
-    sharpness: float = 3.0  #: by which scores are multiplied while playing
-    trust: float = 0.5  #: part of what was learned that is added to the rule's scores in the end
-    ppo: int = 0  #: chunks of PPO after that ...
-    ppo_turns: int = 16_384  #: ... of so many turns
-    ppo_rate: float = 3e-4
+    turns: int = 2_000_000  #: of all environments together
+    envs: int = 24  #: side by side, in as many processes
+    rollout: int = 256  #: turns of each of them between two updates
+    batch: int = 1024
+    epochs: int = 3
+    rate: float = 3e-4
+    gamma: float = 0.999
+    gae_lambda: float = 0.98
+    target_kl: float = 0.02
     hidden: int = 64
     head_width: int = 64
     head_depth: int = 24
-    without: tuple[str, ...] = ()  #: some of ``policy.PARTS`` (ablation)
-
-    @property
-    def chunks(self) -> int:
-        """Of imitation and PPO together."""
-        return sum(stage.chunks for stage in self.stages) + self.ppo
-
-    @property
-    def family(self) -> JobFamily:
-        """The jobs that train."""
-        if "durations" not in self.without:
-            return STANDARD
-        return STANDARD.unsampled()
+    memory: bool = True  #: False: the LSTM's output is cut off (ablation)
 
 
-def _sizes(s: Settings) -> dict[str, Any]:
-    return {
-        "lstm_hidden_size": s.hidden,
-        "head_width": s.head_width,
-        "head_depth": s.head_depth,
-        "memory": "memory" not in s.without,
-    }
+class AgainstRule(gym.Wrapper[Array, Array, Array, Array]):
+    """An episode is paid what it earned beyond the rule's on the same job with the same noise.
 
+    Jobs differ by hundreds of times more than policies do; what a policy changes is seen only beside another one on the
+    same job (a baseline by roll-out, as in Kool et al. 2019). The rule is measured like the policy: no truth is told.
+    """
 
-def make_policy(s: Settings) -> MaskedLstmPolicy:
-    """An untrained policy: the rule."""
-    space = gym.spaces.Box(-4.0, 4.0, (N_OBSERVATION + N_REVEALED,), np.float32)
-    return MaskedLstmPolicy(space, action_space(), lambda _: s.rate, **_sizes(s))
+    def __init__(self, env: SearchEnv) -> None:
+        super().__init__(env)
+        self.rule, self.earned, self.rng = ExpectedImprovement(), 0.0, np.random.default_rng()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        """The rule plays the next job to its end; then it begins anew."""
+        self.rng = self.rng if seed is None else np.random.default_rng(seed)
+        job, over, self.earned = int(self.rng.integers(2**31)), False, 0.0
+        observation, _ = self.env.reset(seed=job, options=options)
+        while not over:
+            observation, reward, ended, cut, _ = self.env.step(self.rule.predict(observation)[0])
+            self.earned, over = self.earned + float(reward), ended or cut
+        return self.env.reset(seed=job, options=options)
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        """A turn; the last one is paid less what the rule has earned."""
+        observation, reward, ended, cut, info = self.env.step(action)
+        return observation, float(reward) - (self.earned if ended or cut else 0.0), ended, cut, info
 
 
 class Training:
-    """One training run: chunk after chunk, with a checkpoint and a row of the learning curve after each.
+    """One training run. ``folder`` holds the checkpoint: SB3's, with the state of the optimizer."""
 
-    ``folder`` holds the checkpoint and the episodes that are still learned from.
-    """
-
-    def __init__(self, settings: Settings, folder: Path) -> None:
-        self.settings, self.folder = settings, folder
-        self.done, self.seconds, self.curve = 0, 0.0, list[dict[str, Any]]()
+    def __init__(self, settings: Settings, folder: Path, runs: tuple[Path, ...] = ()) -> None:
+        """``runs``: recorded runs to train on, in place of simulated jobs; each environment has one of them."""
+        self.settings, self.folder, self.runs = settings, folder, runs
+        self.seconds, self.curve = 0.0, list[dict[str, Any]]()
         torch.set_num_threads(1)  # with two threads small matrices train slower, and erratically
-        set_random_seed(settings.seed)
-        self.policy = make_policy(settings)
-        self.episodes: dict[int, list[Episode]] = {}
+        made = iter(range(settings.envs))
+
+        def one() -> gym.Env[Array, Array]:
+            return AgainstRule(ReplayEnv(runs[next(made) % len(runs)]) if runs else SimEnv())
+
+        s = settings
+        jobs = make_vec_env(one, s.envs, s.seed, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"start_method": "fork"})
+        self.model = RecurrentPPO(
+            MaskedLstmPolicy, jobs, learning_rate=s.rate, n_steps=s.rollout, batch_size=s.batch, n_epochs=s.epochs,
+            gamma=s.gamma, gae_lambda=s.gae_lambda, target_kl=s.target_kl, seed=s.seed, device="cpu",
+            policy_kwargs={
+                "lstm_hidden_size": s.hidden, "head_width": s.head_width, "head_depth": s.head_depth,
+                "memory": s.memory,
+            },
+        )  # fmt: skip
 
     @property
-    def _checkpoint(self) -> Path:
-        return self.folder / "checkpoint.pt"
+    def policy(self) -> MaskedLstmPolicy:
+        """What is trained."""
+        return cast(MaskedLstmPolicy, self.model.policy)
 
     def resume(self) -> None:
         """Go on from the checkpoint. Raises ValueError when there is none, or one of other settings."""
         try:
-            saved = torch.load(self._checkpoint, weights_only=True)
-            if saved["settings"] != _told(self.settings):
+            told = json.loads((self.folder / "record.json").read_text())
+            if told["settings"] != dataclasses.asdict(self.settings):
                 raise ValueError("it was made with other settings; use the same or start anew")
-            for k in range(max(0, saved["done"] - self.settings.kept), saved["done"]):
-                if self._file(k).exists():
-                    parts = torch.load(self._file(k), weights_only=True)
-                    self.episodes[k] = [Episode(a.numpy(), b.numpy()) for a, b in parts]
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            self.model.set_parameters(self.folder / "checkpoint.zip", device="cpu")
+        except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"no checkpoint to resume in {self.folder}: {error}") from error
-        self.policy.load_state_dict(saved["policy"])
-        self.policy.optimizer.load_state_dict(saved["optimizer"])
-        self.done, self.seconds, self.curve = saved["done"], saved["seconds"], saved["curve"]
+        self.seconds, self.curve = told["seconds"], told["curve"]
+        self.model.num_timesteps = self.curve[-1]["turns"]
 
-    def _file(self, chunk: int) -> Path:
-        return self.folder / f"episodes-{chunk}.pt"
+    def begin_with(self, weights: LstmPolicy) -> None:
+        """Go on from weights that were trained before: those of the actor; the critic begins anew."""
+        self.policy.take(weights.weights)
 
     def save(self) -> None:
         """Write the checkpoint; a kill in the middle leaves the one before."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        last = self.done - 1
-        if last in self.episodes:
-            torch.save(
-                [(torch.as_tensor(e.seen), torch.as_tensor(e.apart)) for e in self.episodes[last]], self._file(last)
-            )
-        state = {
-            "settings": _told(self.settings),
-            "policy": self.policy.state_dict(),
-            "optimizer": self.policy.optimizer.state_dict(),
-            "done": self.done,
-            "seconds": self.seconds,
+        for name, write in (("checkpoint.zip", self.model.save), ("record.json", self._write_record)):
+            part = self.folder / f"part-{name}"
+            write(part)
+            part.replace(self.folder / name)
+
+    def _write_record(self, path: Path) -> None:
+        path.write_text(json.dumps(self.record(), indent=1) + "\n")
+
+    def record(self) -> dict[str, Any]:
+        """What made the weights."""
+        return {
+            "commit": commit_of_checkout(),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "seconds": round(self.seconds, 1),
+            "settings": dataclasses.asdict(self.settings),
+            "runs": len(self.runs),
             "curve": self.curve,
         }
-        part = self._checkpoint.with_suffix(".part")
-        torch.save(state, part)
-        part.replace(self._checkpoint)
-        self._file(last - self.settings.kept).unlink(missing_ok=True)
-
-    def light(self) -> LstmPolicy:
-        """The policy as it is now, for the run time."""
-        return LstmPolicy(self.policy.export(), {"settings": _told(self.settings)}, self.settings.seed)
 
     def run(self, progress: Progress = lambda done, total, row: None) -> None:
         """Train to the end."""
-        s = self.settings
-        with get_context("spawn").Pool(s.workers) as pool:
-            while self.done < s.chunks:
-                begin = time.perf_counter()
-                set_random_seed(s.seed * 100_003 + self.done)
-                stage, part = self._stage()
-                row = self._imitate(pool, stage, part) if stage is not None else self._ppo()
-                self.done += 1
-                self.seconds += time.perf_counter() - begin
-                row |= {"chunk": self.done, "seconds": round(self.seconds, 1)}
-                self.curve.append(row)
-                self.save()
-                progress(self.done, s.chunks, row)
+        left = self.settings.turns - self.model.num_timesteps
+        if left > 0:
+            self.model.learn(left, callback=_AfterRollout(self, progress), reset_num_timesteps=False)
+        self.save()
 
-    def _stage(self) -> tuple[Stage | None, float]:
-        """The stage of the next chunk, and how much of that is done (0 .. 1); None: PPO."""
-        left = self.done
-        for stage in self.settings.stages:
-            if left < stage.chunks:
-                return stage, left / stage.chunks
-            left -= stage.chunks
-        return None, 0.0
-
-    def _imitate(self, pool: Any, stage: Stage, part: float) -> dict[str, Any]:
-        s = self.settings
-        weights, record = self.policy.export(), {"settings": _told(s)}
-        tasks = [(weights, record, s.family, (s.seed, self.done, w), s.jobs, s.sharpness) for w in range(s.workers)]
-        fresh = [episode for found in pool.starmap(collect, tasks) for episode in found]
-        self.episodes[self.done] = fresh
-        self.episodes.pop(self.done - s.kept, None)
-        known = [episode for chunk in sorted(self.episodes) for episode in self.episodes[chunk]]
-        for group in self.policy.optimizer.param_groups:
-            group["lr"] = s.rate * (0.05 + 0.95 * 0.5 * (1 + float(np.cos(np.pi * part))))
-        losses, rng = [], np.random.default_rng([s.seed, self.done, 5])
-        for _ in range(s.descents):
-            pick = rng.choice(len(known), min(s.batch, len(known)), replace=False)
-            told = [known[i] for i in pick]
-            losses.append(learn(self.policy, told, stage.temperature, stage.stay, s.foresight, stage.calm, s.without))
-        turns = float(np.mean([len(e.seen) for e in fresh]))
-        return {"phase": "imitation", "loss": round(float(np.mean(losses)), 4), "turns": round(turns, 1)}
-
-    def _ppo(self) -> dict[str, Any]:
-        s = self.settings
-        rules = SearchConfig(by_belief="belief" not in s.without)
-        batch = JobBatch(64, s.seed * 100_003 + self.done, s.family, rules)
-        model = RecurrentPPO(
-            MaskedLstmPolicy, JobVecEnv(batch, s.without), learning_rate=s.ppo_rate, n_steps=64, batch_size=2048,
-            n_epochs=4, gamma=0.99, gae_lambda=0.95, target_kl=0.03, seed=s.seed + self.done, device="cpu",
-            policy_kwargs=_sizes(s),
-        )  # fmt: skip
-        model.policy.load_state_dict(self.policy.state_dict())
-        model.learn(s.ppo_turns)
-        self.policy.load_state_dict(model.policy.state_dict())
-        lost = [e["lost"] for e in batch.finished]
-        return {"phase": "ppo", "lost": round(float(np.mean(lost)), 2) if lost else None}
+    def close(self) -> None:
+        """End the processes that play."""
+        env = self.model.get_env()
+        if env is not None:
+            env.close()
 
 
-def _told(settings: Settings) -> dict[str, Any]:
-    """Settings as JSON and torch keep them."""
-    return cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(settings))))
+class _AfterRollout(BaseCallback):
+    """A row of the learning curve after each rollout, and a checkpoint."""
+
+    def __init__(self, training: Training, progress: Progress) -> None:
+        super().__init__()
+        self.training, self.progress, self.began = training, progress, time.perf_counter()
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        t, now = self.training, time.perf_counter()
+        t.seconds, self.began = t.seconds + now - self.began, now
+        beyond = [100 * float(e["r"]) for e in self.model.ep_info_buffer or []]
+        row = {
+            "turns": self.num_timesteps,
+            "jobs": len(beyond),
+            "saved": round(float(np.mean(beyond)), 2) if beyond else None,  # default steps a job beyond the rule
+            "error": round(float(np.std(beyond) / max(len(beyond), 1) ** 0.5), 2) if beyond else None,
+            "seconds": round(t.seconds, 1),
+        }
+        t.curve.append(row)
+        t.save()
+        self.progress(self.num_timesteps, t.settings.turns, row)
 
 
 def commit_of_checkout() -> str:
@@ -230,15 +196,8 @@ def commit_of_checkout() -> str:
 
 def export(training: Training, path: Path) -> Path:
     """Write the weights to ``path`` and what made them beside it (.json), which is returned."""
-    record = {
-        "commit": commit_of_checkout(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "seconds": round(training.seconds, 1),
-        "settings": _told(training.settings),
-        "curve": training.curve,
-    }
-    weights, trust = training.policy.export(), np.float32(training.settings.trust)
-    LstmPolicy(weights | {name: trust * weights[name] for name in LEARNED}, record).save(path)
+    record = training.record()
+    LstmPolicy(training.policy.export(), record).save(path)
     beside = path.with_suffix(".json")
     beside.write_text(json.dumps(record, indent=1) + "\n")
     return beside

@@ -19,6 +19,8 @@ import numpy as np
 
 from ...traces.fingerprint import N_FEATURES
 from ...traces.spaces import N_CONFIGS
+from .interactions import Interactions
+from .normal import expected_improvement, within
 
 Array = np.ndarray[Any, Any]
 
@@ -26,6 +28,10 @@ Array = np.ndarray[Any, Any]
 N_FIGURES = 2 * N_CONFIGS + 1
 #: Smallest standard deviation of a measured log duration, and what a joint effect may miss, as a part of it.
 CALL_FLOOR, MISFIT = 0.03, 0.2
+#: What the sum of the slots' effects may miss that is no interaction, as a part of it.
+ADDED = 0.1
+#: Rounds over all slots in which the best table is looked for, where slots interact.
+ROUNDS = 3
 #: The prior is surer than it should be of jobs that it was not drawn from: its variances are this much larger.
 DOUBT = 1.3
 #: Standard deviation by which the default's log step time may wander, a step.
@@ -119,6 +125,8 @@ class Belief:
         for index, arms in zip(self.config, self.arms, strict=True):
             index[arms] = np.arange(len(arms))
         self._effects: list[_Effects | None] = [None] * len(self.arms)
+        self.interactions = Interactions(features, self.share)
+        self._best: Array | None = None
         self.wander = WANDER
         # How far the last window was from what was expected of it, in standard deviations: the step, each slot's calls.
         self.off_step, self.off_calls = 0.0, np.zeros(len(self.arms))
@@ -138,7 +146,7 @@ class Belief:
         part, share, a = self.parts[slot], self.share[slot], len(self.arms[slot])
         m, p = self.mean[part], self.cov[part, part]
         exposure, logs, rest = min(max(float(m[0]), 0.0), 1.3), m[1 : a + 1], m[a + 1 :]
-        time = np.exp(_within(logs, *LOG_RANGE))
+        time = np.exp(within(logs, *LOG_RANGE))
         by_exposure, by_log = share * (1 - time), -share * exposure * time
         # Of an arm's effect with every figure of the slot: only three of them have a slope.
         cross = by_exposure[:, None] * p[0] + by_log[:, None] * p[1 : a + 1] + share * p[a + 1 :]
@@ -157,19 +165,23 @@ class Belief:
         out[0, self.arms[slot]], out[1, self.arms[slot]] = mean, np.sqrt(np.maximum(cov.diagonal(), 0))
         return out[0], out[1]
 
-    def ahead(self, slot: int, beside: float = 0.0) -> tuple[Array, Array, Array]:
+    def ahead(self, slot: int, table: Array, beside: float = 0.0) -> tuple[Array, Array, Array]:
         """Of all configs (N_CONFIGS,): mean against the best, what a window under it is expected to teach of that
         (standard deviation of the change of the mean), and the knowledge gradient: by how much the best mean is
         expected to rise for it (Frazier et al. 2008).
 
-        A window shows both the duration of the slot's calls and, less surely, the step: ``beside`` is the variance of
-        what the other slots are doing to that meanwhile.
+        ``table`` (s,) is what the other slots run. A window shows both the duration of the slot's calls and, less
+        surely, the step: ``beside`` is the variance of what the other slots are doing to that meanwhile.
         """
         arms = self.arms[slot]
         mean, learned, worth = np.zeros(N_CONFIGS), np.zeros(N_CONFIGS), np.zeros(N_CONFIGS)
         if not len(arms):
             return mean, learned, worth
         effects, cov, _, _, logs = self._effect(slot)
+        if self.interactions.is_there:
+            joint, also = self.interactions.effects(table, slot, np.concatenate([[0], arms]))
+            effects = effects - (joint[1:] - joint[0])
+            cov = cov + also[1:, 1:] - also[1:, :1] - also[:1, 1:] + also[0, 0]
         at, a = self.parts[slot].start + 1, len(arms)
         b = int(effects.argmax())
         best, second = max(float(effects[b]), 0.0), 0.0
@@ -208,6 +220,14 @@ class Belief:
 
     def saving(self, configs: Array) -> tuple[float, float]:
         """Mean and standard deviation of what a whole table (s,) of configs saves, as a part of the step."""
+        total, deviation = self._sum(configs)
+        if self.interactions.is_there:
+            joint, variance = self.interactions.effect(configs)
+            return total - joint, math.sqrt(deviation**2 + variance)
+        return total, deviation
+
+    def _sum(self, configs: Array) -> tuple[float, float]:
+        """Of :meth:`saving` what the slots do each for itself."""
         total, at, slopes = self._linear(configs)
         return total, math.sqrt(max(float(slopes @ self.cov[np.ix_(at, at)] @ slopes), 0.0))
 
@@ -225,12 +245,44 @@ class Belief:
 
     def best(self) -> Array:
         """The table of best means, (s,)."""
+        if self._best is None:
+            self._best = self._best_alone()
+            if self.interactions.is_there:
+                starts = [self._best, *self._best_seen()]
+                climbed = [self._climb(table) for table in starts]
+                self._best = max(climbed, key=lambda found: found[1])[0]
+        return self._best.copy()
+
+    def _best_alone(self) -> Array:
         found = np.zeros(len(self.arms), np.int64)
         for s, arms in enumerate(self.arms):
             mean = self._effect(s).mean
             if len(arms) and mean.max() > 0:
                 found[s] = arms[mean.argmax()]
         return found
+
+    def _best_seen(self) -> list[Array]:
+        """Of the measured tables those two that are believed best."""
+        tables = self.interactions.tables
+        savings = np.array([self.saving_mean(table) for table in tables])
+        return [tables[i] for i in savings.argsort()[-2:]]
+
+    def saving_mean(self, table: Array) -> float:
+        """Mean of :meth:`saving` alone."""
+        return self._linear(table)[0] - self._joint(table)[0]
+
+    def _climb(self, start: Array) -> tuple[Array, float]:
+        """From a table on, slot by slot, to one that no other config of a single slot makes better; what it saves."""
+        table = start.copy()
+        for _ in range(ROUNDS):
+            before = table.copy()
+            for s, arms in enumerate(self.arms):
+                configs = np.concatenate([[0], arms])
+                joint = self.interactions.means(table, s)[configs]
+                table[s] = configs[(np.concatenate([[0.0], self._effect(s).mean]) - joint).argmax()]
+            if np.array_equal(table, before):
+                break
+        return table, self.saving_mean(table)
 
     # -- learning ----------------------------------------------------------------------------------------------
 
@@ -258,14 +310,33 @@ class Belief:
             total, figures, slopes = self._linear(configs)
             left = max(1 - total, LEAST)
             row = np.append(figures, 0), np.append(-slopes / left, 1.0)
-            miss, variance = log_step - self.mean[0] - math.log(left), noise**2 + (MISFIT * total) ** 2
-            told, self.off_step = self._see_step(*row, miss, variance)
+            joint, unsure = self._joint(configs)
+            level, variance = float(self.mean[0]), noise**2 + (MISFIT * total) ** 2 + unsure
+            told, self.off_step = self._see_step(*row, log_step - level - math.log(left) - joint, variance)
+            self._see_table(configs, log_step - level, noise)
             likely += told
         return likely
 
+    def _joint(self, table: Array) -> tuple[float, float]:
+        """Mean and variance of what a table (s,) does beyond the sum of its slots, as a log of the step."""
+        return self.interactions.effect(table) if self.interactions.is_there else (0.0, 0.0)
+
+    def _see_table(self, table: Array, log_step: float, noise: float) -> None:
+        """A window under a table (s,), for what slots do to each other: the log of its step over the default's now."""
+        self.interactions.see(table, log_step, noise)
+        tables = self.interactions.tables
+        total, variance = np.zeros(len(tables)), np.zeros(len(tables))
+        for s, index in enumerate(self.config):
+            at, effect = index[tables[:, s]], self._effect(s)
+            runs = np.flatnonzero(at >= 0)
+            total[runs] += effect.mean[at[runs]]
+            variance[runs] += effect.cov[at[runs], at[runs]]
+        self.interactions.fit(np.log(np.maximum(1 - total, LEAST)), (ADDED * total) ** 2 + variance)
+        self.touched()
+
     def difference(self, table: Array, beside: Array) -> float:
         """What a table saves beyond another, both (s,), as a part of the step."""
-        return self._linear(table)[0] - self._linear(beside)[0]
+        return self.saving_mean(table) - self.saving_mean(beside)
 
     def compare(self, table: Array, beside: Array, log_ratio: float, noise: float) -> None:
         """``log_ratio``: of the step under ``beside`` (s,) over that under ``table`` (s,), one window after the other;
@@ -273,8 +344,10 @@ class Belief:
         (total, at, slopes), (other, others, less) = self._linear(table), self._linear(beside)
         left, rest = max(1 - total, LEAST), max(1 - other, LEAST)
         row = np.concatenate([at, others]), np.concatenate([slopes / left, -less / rest])
-        miss, variance = log_ratio - math.log(rest / left), noise**2 + (MISFIT * (total - other)) ** 2
-        self._see_step(*row, miss, variance)
+        (joint, unsure), (joint_beside, unsure_beside) = self._joint(table), self._joint(beside)
+        variance = noise**2 + (MISFIT * (total - other)) ** 2 + unsure + unsure_beside
+        self._see_step(*row, log_ratio - math.log(rest / left) - joint_beside + joint, variance)
+        self._see_table(table, math.log(rest) + joint_beside - log_ratio, noise)
 
     def _see_step(self, at: Array, slopes: Array, miss: float, variance: float) -> tuple[float, float]:
         """What goes by ``slopes`` of the figures ``at`` was off by ``miss``: how likely that was, as a log density, and
@@ -303,32 +376,9 @@ class Belief:
     def touched(self) -> None:
         """``mean`` or ``cov`` have been changed: what was worked out from them no longer holds."""
         self._effects = [None] * len(self.arms)
+        self._best = None
 
     def learn(self, at: Array | list[int], values: Array | list[float], noise: Array | list[float]) -> None:
         """Figures ``at`` (indices into ``mean``) were seen otherwise than by a window: values, standard deviations."""
         at = np.asarray(at, np.int64)
         self._see(at, np.asarray(values) - self.mean[at], np.asarray(noise) ** 2)
-
-
-def _within(x: Array, low: float, high: float) -> Array:
-    """np.clip without its overhead, which counts here."""
-    return np.minimum(np.maximum(x, low), high)
-
-
-def expected_improvement(ahead: Array, deviation: Array) -> Array:
-    """E[max(x, 0)] for x normal with mean ``ahead`` and standard deviation ``deviation``.
-
-    The normal's tail is that of Bowling et al. 2009 (a logistic of a cubic), within 2e-4.
-    """
-    deviation = np.maximum(deviation, 1e-9)
-    u = ahead / deviation
-    square = u * u
-    below = 1 / (1 + np.exp(-_within(u * (1.5976 + 0.07056 * square), -40.0, 40.0)))
-    density = np.exp(-0.5 * square) / math.sqrt(2 * math.pi)
-    return np.asarray(np.maximum(ahead * below + deviation * density, 0.0))
-
-
-def too_long(times: float, saving: Any, deviation: Any) -> Any:
-    """Probability that a step takes more than so many defaults, from what is believed to be saved of it."""
-    u = (1 - times - np.asarray(saving)) / np.maximum(deviation, 1e-6)
-    return 1 / (1 + np.exp(-np.clip(1.5976 * u + 0.07056 * u**3, -40, 40)))  # Bowling et al. 2009

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .belief import Belief, too_long
+from .belief import Belief
+from .normal import too_long
 
 Array = np.ndarray[Any, Any]
 

@@ -89,7 +89,8 @@ class Search:
         self.tried, self.canary = np.zeros(self.job.mask.shape), Canary(self.job.mask.shape)
         self.turn = self.n_slots if self.choices.any() else 0  # what was good before is the first to be tried
         self.round = self.idle = 0
-        self.phase, self.last_saving, self.comparisons = SEARCH, 0.0, 0
+        self.phase, self.comparisons = SEARCH, 0
+        self.last_saving, self.last_calls, self.last_long = 0.0, np.zeros(self.n_slots), 0.0  # of the last window
         self.race: Race | None = None
         self.rejected: Race | None = None
         self._half: list[tuple[str, float]] = []
@@ -176,7 +177,10 @@ class Search:
         beside = np.where(np.arange(self.n_slots) < slot, self.choices, best)
         is_exploring = bool((beside != best).any())
         beside[slot] = 0  # after the verdict all other slots run alike in both windows
-        ahead, learned, worth = belief.ahead(slot, 0.0 if refines else belief.saving(beside)[1] ** 2)
+        if refines:
+            ahead, learned, worth = belief.ahead(slot, self.confirmed)
+        else:
+            ahead, learned, worth = belief.ahead(slot, beside, belief.saving(beside)[1] ** 2)
         exposure, unsure = belief.exposure
         saving, deviation = belief.saving(best)
         promised = saving - belief.saving(self.confirmed)[0]
@@ -186,6 +190,7 @@ class Search:
             5 * deviation, self.round / 16, self.n_slots / 8, slot / self.n_slots, float(self.confirmed.any()),
             self.comparisons / 4, 20 * belief.mean[0], belief.off_step / 2, belief.off_calls[slot] / 2, float(refines),
             turns.SCALE * promised, float(is_exploring), float(best.tobytes() in self.beaten), idle, self.spent,
+            self.last_calls[slot], 20 * self.last_long,
         ])  # fmt: skip
         figures = np.zeros((turns.N_PER_CONFIG, ahead.size))
         figures[:3] = turns.believed(ahead, learned, worth)
@@ -380,7 +385,8 @@ class Search:
         self.belief.observe(configs, log_step, noise, calls, np.full(self.n_slots, CALL_NOISE), seen.billed)
         if not given_up:
             self.tried[np.arange(self.n_slots), configs] += 1
-        self.last_saving = -log_step if is_told else 0.0
+        self.last_saving, self.last_calls = -log_step if is_told else 0.0, np.nan_to_num(calls)
+        self.last_long = float(np.mean(steps) / middle(steps)) - 1
 
     def _after_round(self) -> None:
         self.round, self.turn = self.round + 1, 0

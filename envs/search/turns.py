@@ -31,11 +31,12 @@ N_PER_CONFIG = 7
 #: ``promised``: what the table believed best saves beyond the one in force. ``exploring``: a slot before this one runs
 #: something else than what is believed best. ``beaten``: the table believed best has lost its comparison. ``idle``:
 #: windows running under one table; after the verdict turns running in which nothing was tried, by slots. ``spent``:
-#: part of what the search may lose.
+#: part of what the search may lose. ``last_call``: log time of the slot's calls in the last window over the default's;
+#: ``last_long``: what its long steps cost, as a part of its time.
 CONTEXT = (
     "share", "exposure", "exposure_sd", "noise", "last_saving", "best_saving", "best_sd", "round", "slots", "place",
     "confirmed", "comparisons", "wander", "off_step", "off_calls", "refining", "promised", "exploring", "beaten",
-    "idle", "spent",
+    "idle", "spent", "last_call", "last_long",
 )  # fmt: skip
 N_OBSERVATION = N_FEATURES + len(CONTEXT) + N_PER_CONFIG * N_CONFIGS + N_CONFIGS
 
