@@ -17,19 +17,17 @@ from dynamiccl.envs.bench.job_arena import play
 from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import HORIZONS, Scores, bootstrap
 from dynamiccl.envs.bench.submissions import rows_of
+from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.sim.jobs import SLOTS, oracle
-from dynamiccl.traces.spaces import actions_of
 
 #: An improvement that is to be seen, and how sure: 95 % interval above 0 in 80 of 100 tries.
 AIM, SURE = 0.15, 1.96 + 0.84
 
 
 class Knows:
-    """Chooses one table for each job, slot by slot, from the first turn on; jobs are told apart by their state."""
-
-    by_belief, patience = False, 1
+    """Compares one table of each job with the default, from the first turn on; jobs are told apart by their state."""
 
     def __init__(self, tables, n_slots):
         self.tables, self.n_slots, self.jobs = tables, n_slots, 0
@@ -38,8 +36,9 @@ class Knows:
         if state is None:
             state, self.jobs = (self.jobs, 0), self.jobs + 1
         job, turn = state
-        config = self.tables[job, turn % self.n_slots[job]]
-        return actions_of(np.array([config])), (job, turn + 1)
+        config, slots = self.tables[job, turn % self.n_slots[job]], self.n_slots[job]
+        what = turns.GO_ON if turn < slots - 1 else turns.COMPARE if turn < slots else turns.LEAVE
+        return turns.actions_of(np.array([config]), what), (job, turn + 1)
 
 
 def filed(name):
@@ -59,7 +58,7 @@ def filed(name):
 
 def played(suite, rows, policy):
     """Scores of a policy up to its verdicts, and its searches."""
-    search, ledger = suite.open(rows, 0, Prior.load(), SearchConfig().of(policy))
+    search, ledger = suite.open(rows, 0, Prior.load(), SearchConfig())
     return play(policy, search, ledger, after=0).scores, search
 
 

@@ -59,7 +59,7 @@ def fit_one(item):
             lost = []
             for suite in suites:
                 policy = make_classical(name, 0, settings)
-                opened = suite.open(np.arange(len(suite)), 0, Prior.load(), SearchConfig().of(policy))
+                opened = suite.open(np.arange(len(suite)), 0, Prior.load(), SearchConfig())
                 lost.append(play(policy, *opened, after=0).scores.lost[:, 0].mean())
             tried.append({"settings": settings, "lost": round(float(np.mean(lost)), 1)})
         tried.sort(key=lambda row: float(row["lost"]))

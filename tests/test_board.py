@@ -177,7 +177,7 @@ def test_a_guest_is_found_where_the_command_is_called_and_never_shown_for_other_
         "import numpy as np\n"
         "class Mine:\n"
         "    def predict(self, observation, state=None, episode_start=None, deterministic=True):\n"
-        "        return np.zeros((len(observation), 2), np.int64), state\n"
+        "        return np.array([[0, 0, 3]] * len(observation)), state\n"
     )
     command = [str(Path(sys.executable).parent / "dynamiccl"), "bench", "--policy", "my_guest:Mine"]
     command += ["--suite", "s.json", "--jobs", "2", "--out", "out", "--json"]

@@ -14,11 +14,12 @@ from dynamiccl.agent.policies.classical import CLASSICAL, Ladder, Memo, Turn, ma
 from dynamiccl.agent.policies.lstm import LstmPolicy
 from dynamiccl.envs.bench.job_arena import play
 from dynamiccl.envs.bench.job_suites import draw_suite
+from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.sim.jobs import STANDARD
 from dynamiccl.traces.records import CHANNELS, PAIRS
-from dynamiccl.traces.spaces import N_CHANNELS, N_CONFIGS, actions_of
+from dynamiccl.traces.spaces import N_CHANNELS, N_CONFIGS
 
 Array = np.ndarray[Any, Any]
 RING = PAIRS.index(("ring", "simple"))
@@ -38,7 +39,7 @@ def turn(open_: list[int], saved: dict[int, float], slot: int = 0, **changes: An
     for c, value in ({0: 0.0} | saved).items():
         mean[c] = value
     price = np.linspace(0, 1, len(PAIRS))
-    fields = {"slot": slot, "round": len(saved), "open": np.array(sorted({0, *open_})), "mean": mean}
+    fields = {"slot": slot, "is_last": True, "round": len(saved), "open": np.array(sorted({0, *open_})), "mean": mean}
     fields |= {"asked": np.zeros(N_CONFIGS), "saved": 0.0}
     return Turn(**(fields | {"own": (RING, 16), "price": price} | changes))
 
@@ -48,10 +49,10 @@ def test_plays_whole_jobs_within_what_is_open_and_ends(name, suite):
     if name == "tpe":
         pytest.importorskip("optuna")
     policy = make_chooser(name, 1)
-    search, ledger = suite.open(np.arange(4, 8), 0, Prior.load(), SearchConfig().of(policy))
+    search, ledger = suite.open(np.arange(4, 8), 0, Prior.load(), SearchConfig())
     game = play(policy, search, ledger, after=0)
     assert all(s.is_over for s in search.searches) and not game.scores.is_harmed.any()
-    assert not policy.by_belief and (name != "default" or not game.scores.gain.any())
+    assert name != "default" or not game.scores.gain.any()
     assert all(s.round <= max(s.rules.rounds, s.rules.rounds_a_slot * s.n_slots) for s in search.searches)
 
 
@@ -60,7 +61,7 @@ def test_a_search_that_finds_much_beats_one_that_finds_nothing(suite):
     lost = {}
     for name in ("default", "coordinate-descent", "ladder", "sweep"):
         policy = make_classical(name)
-        opened = suite.open(np.arange(6, 8), 0, Prior.load(), SearchConfig().of(policy))
+        opened = suite.open(np.arange(6, 8), 0, Prior.load(), SearchConfig())
         lost[name] = play(policy, *opened, after=0).scores.lost[:, 0].mean()
     assert max(lost, key=lost.__getitem__) == "default", lost
 
@@ -119,12 +120,19 @@ def test_answers_that_are_no_action_are_refused(suite):
         def predict(self, observation, state=None, episode_start=None, deterministic=True):
             return self.answer, state
 
-    for answer in (None, [1], np.array([[0.5, 0]]), np.array([[-1, 0]]), np.array([[0, 99]])):
+    for answer in (
+        None,
+        [1],
+        np.array([[0.5, 0, 0]]),
+        np.array([[-1, 0, 0]]),
+        np.array([[0, 99, 0]]),
+        np.array([[0, 0, 4]]),
+    ):
         opened = suite.open(np.array([0]), 0, Prior.load(), SearchConfig())
-        with pytest.raises(ValueError, match="an action is two integers"):
+        with pytest.raises(ValueError, match="an action is three integers"):
             play(Wrong(answer), *opened, after=0)
     opened = suite.open(np.array([0]), 0, Prior.load(), SearchConfig())
-    play(Wrong(actions_of(0)), *opened, after=0)
+    play(Wrong(turns.actions_of(0)), *opened, after=0)
 
 
 def test_every_classical_policy_can_be_asked_for_by_name():

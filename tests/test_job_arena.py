@@ -8,12 +8,12 @@ import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.bench.job_arena import AccountedWindows, play
 from dynamiccl.envs.bench.scores import LossAccount, summary
+from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.search.windows import Plan
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
 from dynamiccl.envs.sim.windows import SWITCH_STEPS, SimSearch
-from dynamiccl.traces.spaces import actions_of
 
 
 def without_gain(jobs, worse=0.0, seed=0):
@@ -33,7 +33,7 @@ def played(policy, jobs, best_us, after=100):
     """Scores of a policy on jobs whose best step is ``best_us``; the jobs are left as they are."""
     jobs, rng = jobs.take(slice(None)), np.random.default_rng([0, len(jobs)])
     windows = AccountedWindows(jobs, rng, LossAccount(jobs, best_us))
-    search = SimSearch(jobs, Prior.load(), rng, SearchConfig().of(policy), windows)
+    search = SimSearch(jobs, Prior.load(), rng, SearchConfig(), windows)
     return play(policy, search, windows.ledger, after).scores
 
 
@@ -41,7 +41,7 @@ class Idle:
     """Leaves every slot to NCCL."""
 
     def predict(self, observation, state=None, episode_start=None, deterministic=True):
-        return actions_of(np.zeros(len(observation), int)), state
+        return turns.actions_of(np.zeros(len(observation), int), turns.LEAVE), state
 
 
 def work(seconds):

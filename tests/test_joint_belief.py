@@ -125,13 +125,13 @@ def test_exposure_is_found(jobs, prior):
 def test_the_knowledge_gradient_is_what_windows_teach(jobs, prior):
     """Nothing is left to learn of what was measured often, and AUTO teaches nothing."""
     belief = belief_of(jobs, prior, 3)
-    mean, learned, worth = belief.ahead(0)
+    mean, learned, worth = belief.ahead(0, belief.best())
     assert mean[belief.best()[0]] == 0 and mean.max() == 0 and learned[0] == 0 and worth[0] == 0 and worth.max() > 0
     table = np.zeros(len(belief.arms), np.int64)
     table[0] = int(worth.argmax())
     for _ in range(30):
         observe(belief, table, *truth(jobs, 3, table), noise=0.0005)
-    assert belief.ahead(0)[1][table[0]] < 0.5 * learned[table[0]]
+    assert belief.ahead(0, belief.best())[1][table[0]] < 0.5 * learned[table[0]]
 
 
 @pytest.mark.timing
@@ -147,7 +147,7 @@ def test_ten_slots_take_about_a_millisecond_a_decision(prior):
         begin = time.perf_counter()
         belief.observe(table, -0.01, 0.005, np.full(10, 0.1), np.full(10, 0.03), 8)
         for slot in range(10):
-            belief.ahead(slot)
+            belief.ahead(slot, table)
         took.append((time.perf_counter() - begin) / 10)
     assert min(took) < 5e-3
 

@@ -8,11 +8,11 @@ from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.live.job_ends import JobEnded, Withdrawn
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
+from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.windows import REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan
 from dynamiccl.envs.search_env import HORIZON
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import OneJob, SimWindows
-from dynamiccl.traces import spaces
 from dynamiccl.traces.records import Decision
 from dynamiccl.traces.spaces import config_of
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
@@ -38,7 +38,7 @@ def play(env, after=None):
         search = env.search
         action, _ = ExpectedImprovement().predict(observation)
         if after and search.is_over:
-            action = spaces.actions_of(after(search))
+            action = turns.actions_of(after(search), turns.RUN)
         observation, reward, terminated, truncated, info = env.step(action)
         earned, over = earned + reward, terminated or truncated
     return earned, info
@@ -80,7 +80,7 @@ def test_the_end_of_the_job_ends_the_episode(why, stays):
     earned, info = play(env)
     assert info["ended"] == str(why) and bool(job.confirmed) == bool(job.in_force) == stays and earned < 1
     with pytest.raises(ValueError, match=r"call reset\(\)"):
-        env.step(np.array([0, 0]))
+        env.step(np.array([0, 0, 0]))
 
 
 def test_who_is_done_with_a_table_earns_more_than_who_goes_on_trying_for_nothing():

@@ -106,7 +106,7 @@ def test_the_environment_and_the_board_play_a_record_alike(trace, recorded):
     while search.waiting:
         rows = search.waiting
         actions, _ = ExpectedImprovement().predict(search.observe(rows))
-        rewards = search.step(rows, spaces.config_index(actions))
+        rewards = search.step(rows, actions)
         if 1 in rows:
             story.append((search.observe([1])[0].tolist(), rewards[rows.index(1)]))
     assert len(replayed) == len(story) > 6

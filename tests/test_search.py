@@ -14,7 +14,7 @@ from dynamiccl.envs.search.windows import PROFILE, REFERENCE, SEARCH, TABLE, Job
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
 from dynamiccl.envs.sim.windows import SimSearch
 from dynamiccl.traces.fingerprint import N_FEATURES
-from dynamiccl.traces.spaces import N_CONFIGS, config_index
+from dynamiccl.traces.spaces import N_CONFIGS
 
 AGES = np.full(2, -1)
 
@@ -135,8 +135,11 @@ def test_a_step_that_is_far_too_long_ends_its_window(prior):
         seen = told.measure(plan)
         assert len(seen.step_ms) == 1
         search.record(plan, seen)
-    assert search.marks.canaries == 2 and not search.open[0, 16]
-    assert not search.decide(16) and search.choices[0] == 0  # what is masked runs as AUTO
+    assert search.marks.canaries == 2 and turns.seen(search.observe()).risk[0, 16] == 1 and search.open[0, 16]
+    search.decide(16, turns.RUN)
+    assert search.plan().n_steps == 1  # a price, not a prohibition
+    search = Search(job, default, prior)
+    assert not search.decide(40) and search.choices[0] == 0  # what is masked runs as AUTO
 
 
 def one_percent(configs):
@@ -201,25 +204,48 @@ def test_turns_then_a_window_under_all(prior):
     assert seen.context["share"][0] == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize(("saved", "turns", "early"), [(1, 24, True), (0.02, 12, False)])
-def test_a_table_that_promises_much_is_confirmed_before_the_search_goes_on(prior, saved, turns, early):
-    """After three windows at the earliest; one slot keeps on changing, so the policy is not through."""
+@pytest.mark.parametrize(("saved", "is_early"), [(1, True), (0.02, False)])
+def test_a_table_that_promises_much_is_compared_before_the_search_goes_on(prior, saved, is_early):
+    """By the rule, after three windows at the earliest."""
     told = Told(lambda configs: saved * good(configs))
     job, default = told.begin()
-    search, windows = Search(job, default, prior), 0
-    for turn in range(turns):
+    search, windows, policy = Search(job, default, prior), 0, ExpectedImprovement()
+    for _ in range(60):
         plan = search.plan()
-        if plan is not None and plan.kind == SEARCH:
+        if plan is None:
+            search.ask(policy)
+        elif plan.kind == SEARCH:
             windows += 1
             search.record(plan, told.measure(plan))
-            plan = search.plan()
-        if plan is not None:
+        else:
             break
-        search.decide([20, [0, 8, 18, 16][turn // 2 % 4]][search.turn])
-    if early:
-        assert plan.kind == REFERENCE and not search.closing and SearchConfig().early <= windows < 12
-    else:
-        assert plan is None and windows == 5
+    assert (plan.kind == REFERENCE and windows >= 3) if is_early else search.is_over or windows > 3
+
+
+def test_slots_without_a_turn_run_what_is_believed_best(prior):
+    told = Told(good)
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    for configs in ([20, 18], [0, 0], [20, 18]):
+        for config in configs:
+            search.decide(config)
+        plan = search.plan()
+        search.record(plan, told.measure(plan))
+    assert search.belief.best().tolist() == [20, 18]
+    search.decide(8, turns.RUN)
+    plan = search.plan()
+    assert plan.kind == SEARCH and plan.configs.tolist() == [8, 18]
+    search.record(plan, told.measure(plan))
+    search.decide(20, turns.COMPARE)
+    assert search.plan().kind == REFERENCE and search.table.tolist() == [20, 18]
+
+
+def test_who_leaves_has_a_verdict_at_once(prior):
+    told = Told(good)
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    search.decide(20, turns.LEAVE)
+    assert search.is_done and not search.confirmed.any() and search.marks.verdict == search.steps
 
 
 def test_what_runs_already_has_no_steps_to_throw_away(prior):
@@ -306,7 +332,7 @@ def test_simulated_jobs_gain_and_none_ends_slower(prior):
     for policy in (ExpectedImprovement(), ThompsonSampling()):
         done = SimSearch(jobs.take(np.arange(40)), prior, np.random.default_rng(1))
         while rows := done.waiting:
-            done.step(rows, config_index(policy.predict(done.observe(rows))[0]))
+            done.step(rows, policy.predict(done.observe(rows))[0])
         now, tables = done.windows.jobs, done.tables
         saving = 1 - now.step_us(tables)[0] / now.step_us(np.zeros_like(tables))[0]
         assert saving.min() > -0.005

@@ -5,6 +5,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.envs.search import turns
 from dynamiccl.envs.sim.jobs import SLOTS
 from dynamiccl.traces import spaces
 from gymnasium.utils.env_checker import check_env
@@ -73,5 +74,5 @@ def test_an_action_outside_the_mask_runs_as_auto():
     env = gym.make("dynamiccl/Sim-v0").unwrapped
     _, info = env.reset(seed=1)
     closed = np.flatnonzero(~info["mask"])[0]
-    _, _, _, _, info = env.step(spaces.actions_of(closed))
+    _, _, _, _, info = env.step(turns.actions_of(closed))
     assert info["masked"] and env.search.choices[0] == 0

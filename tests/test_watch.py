@@ -98,9 +98,9 @@ def test_a_regime_that_comes_back_and_whose_table_does_not_do_what_it_did_is_sea
     assert watch.saw(91.0, False, 1) == ""
 
 
-def test_a_config_that_struck_twice_is_closed():
-    canary, tried, banned = Canary((1, 4)), np.zeros((1, 4)), np.zeros((1, 4), bool)
-    for _ in range(2):
-        assert not banned.any()
-        canary.struck(np.array([2]), tried, banned)
-    assert banned.tolist() == [[False, False, True, False]]
+def test_a_config_that_struck_twice_is_guilty():
+    canary, tried = Canary((1, 4)), np.zeros((1, 4))
+    assert [canary.struck(np.array([2]), tried) for _ in range(2)] == [False, True]
+    assert canary.hits.tolist() == [[0, 0, 2, 0]]
+    tried[0, 2] = 1  # it was measured since
+    assert not canary.is_guilty(np.array([2]), tried)

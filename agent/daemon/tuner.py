@@ -363,7 +363,7 @@ class _Sides:
         """What the search has made of it, once the window is recorded."""
         if any(one is race for one in search.races):
             return "kept"
-        is_open = search.race is race or (search.is_over and self.table.tobytes() not in search.given_up)
+        is_open = search.race is race or (search.is_over and self.table.tobytes() not in search.beaten)
         return "open" if is_open else "lost"
 
 

@@ -15,12 +15,12 @@ from ...envs.search import turns
 Array = np.ndarray[Any, Any]
 
 
-#: A config that is likelier than this to make a step far too long is not tried; after the verdict there is less to gain.
+#: A config that is likelier than this to make a step far too long is not tried; less is risked after the verdict.
 RECKLESS, CAREFUL = 0.35, 0.05
 #: A saving of the step that is worth a comparison; windows after which one that is sure enough is confirmed before the
 #: search goes on; windows running under one table that say: nothing else is worth one.
 WORTHWHILE, EARLY, SETTLED = 1e-3, 3, 3
-#: So far below all others is the score of what is not tried, as a part of the step; so far above that of what has to be.
+#: So far below all others is the score of what is not tried, as a part of the step, and above them of what has to be.
 FEAR = 0.5
 
 

@@ -113,7 +113,7 @@ class TurnHead(nn.Module):
         z, f = torch.tanh(self.body(latent[:, : N_CONTEXT - N_OBSERVATION])), figures_of(obs)
         hidden = self.z(z)[:, None, :] + self.e + f.transpose(1, 2) @ self.s
         config = torch.relu(hidden) @ self.v + (f * self.u[:, None]).sum(dim=1)
-        return cast(Tensor, GAIN * (config[:, :, None] + (z @ self.what)[:, None, :]))
+        return GAIN * (config[:, :, None] + (z @ self.what)[:, None, :])
 
 
 class _Extractor(nn.Module):
@@ -211,23 +211,39 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         logs = distribution.log_prob(actions)
         return self.predict_values(obs), logs, distribution.entropy()
 
+    def _parts(self) -> dict[str, tuple[Tensor, float, bool]]:
+        """Weights by the name that they have at run time: the parameter, by what it is multiplied there, and whether it
+        is transposed."""
+        head, lstm = cast(_Extractor, self.mlp_extractor).policy_net, self.lstm_actor
+        return {
+            "lstm_x": (cast(Tensor, lstm.weight_ih_l0), 1.0, True),
+            "lstm_h": (cast(Tensor, lstm.weight_hh_l0), 1.0, True),
+            "lstm_b": (cast(Tensor, lstm.bias_ih_l0), 1.0, False),
+            "body_w": (head.body.weight, 1.0, True),
+            "body_b": (head.body.bias, 1.0, False),
+            "head_z": (head.z.weight, 1.0, True),
+            "head_e": (head.e, 1.0, False),
+            "head_s": (head.s, 1.0, False),
+            "head_u": (head.u, GAIN, False),
+            "head_v": (head.v, GAIN, False),
+            "head_what": (head.what, GAIN, False),
+        }
+
     def export(self) -> dict[str, Array]:
         """Weights as ``lstm.LstmPolicy`` wants them (float32)."""
-        head, lstm = cast(_Extractor, self.mlp_extractor).policy_net, self.lstm_actor
-        parts: dict[str, Tensor] = {
-            "lstm_x": cast(Tensor, lstm.weight_ih_l0).T,
-            "lstm_h": cast(Tensor, lstm.weight_hh_l0).T,
-            "lstm_b": cast(Tensor, lstm.bias_ih_l0) + cast(Tensor, lstm.bias_hh_l0),
-            "body_w": head.body.weight.T,
-            "body_b": head.body.bias,
-            "head_z": head.z.weight.T,
-            "head_e": head.e,
-            "head_s": head.s,
-            "head_u": GAIN * head.u,
-            "head_v": GAIN * head.v,
-            "head_what": GAIN * head.what,
-        }
-        arrays = {name: np.ascontiguousarray(t.detach().cpu().numpy(), np.float32) for name, t in parts.items()}
+        arrays: dict[str, Array] = {}
+        for name, (parameter, gain, turned) in self._parts().items():
+            found = gain * parameter.detach().numpy()
+            arrays[name] = np.array(found.T if turned else found, np.float32, order="C")
+        arrays["lstm_b"] += cast(Tensor, self.lstm_actor.bias_hh_l0).detach().numpy()
         if not self.memory:
             arrays["body_w"][: self.lstm_output_dim] = 0
         return arrays
+
+    def take(self, weights: dict[str, Array]) -> None:
+        """The inverse of :meth:`export`."""
+        with torch.no_grad():
+            for name, (parameter, gain, turned) in self._parts().items():
+                found = torch.as_tensor(weights[name]) / gain
+                parameter.copy_(found.T if turned else found)
+            cast(Tensor, self.lstm_actor.bias_hh_l0).zero_()

@@ -78,13 +78,16 @@ class Refinement:
 
     def decide(self, config: int, what: int) -> None:
         """What the slot whose turn it is runs in the next trial, and what comes then. Nothing is tried under what is in
-        force already; a policy that has tried nothing in any slot is done."""
-        search = self.search
+        force already, or has lost; a policy that has tried nothing in any slot is done."""
+        search, passed = self.search, self.passed + 1
         self.next[search.turn] = config
-        self.turns, self.passed = self.turns + 1, 0 if config != search.confirmed[search.turn] else self.passed + 1
+        self.turns, self.passed = self.turns + 1, 0 if config != search.confirmed[search.turn] else passed
         search.turn = (search.turn + 1) % search.n_slots
         if what in (turns.RUN, turns.COMPARE) or self.turns == search.n_slots:
-            self.trial = None if np.array_equal(self.next, search.confirmed) else self.next
+            if self.next.tobytes() in search.beaten:
+                self.passed = passed
+            elif not np.array_equal(self.next, search.confirmed):
+                self.trial = self.next
             self.next, self.turns = search.confirmed.copy(), 0
         if what == turns.LEAVE:
             self.left = 0

@@ -66,7 +66,7 @@ class Interactions:
         return np.asarray((rest**2 - (like**2).sum(axis=0)) / 2 + rest * self._rows[slot])
 
     def _given_own(self, common: Array) -> Array:
-        """With the measured tables (..., n), once the effect of NCCL's own is known to be 0; ``common`` (..., 1 + n)."""
+        """With the measured tables (..., n), once NCCL's own is known to have no effect; ``common`` (..., 1 + n)."""
         return np.asarray(common[..., 1:] - common[..., :1] - self._own[1:] + self._own[0])
 
     # -- learning ------------------------------------------------------------------------------------------------

@@ -150,7 +150,9 @@ class Search:
         discard = self.discard(configs)
         untried = np.flatnonzero((self.tried[np.arange(self.n_slots), configs] == 0) & (configs > 0))
         limit = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0]) if len(untried) else math.inf
-        is_risky = kind != TABLE and any(self.canary.risk(s, self.belief, self.tried)[configs[s]] > RISKY for s in untried)
+        is_risky = kind != TABLE and any(
+            self.canary.risk(int(s), self.belief, self.tried)[configs[s]] > RISKY for s in untried
+        )
         return Plan(kind, configs.copy(), 1 if is_risky else self.window_steps, discard, limit)
 
     def discard(self, configs: Array) -> int:
@@ -305,8 +307,7 @@ class Search:
             self._close()
 
     def _close(self) -> None:
-        """Nothing more is tried: what is believed best is compared with what is in force, and then there is a verdict.
-        """
+        """Nothing more is tried: what is believed best is compared with what is in force, then there is a verdict."""
         best = self.belief.best()
         if self.belief.saving(best)[0] > self.belief.saving(self.confirmed)[0] and self._may_race(best):
             self._race(best)
