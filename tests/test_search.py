@@ -89,7 +89,7 @@ def go_on(search, told, windows):
     for _ in range(windows):
         plan = search.plan()
         if plan is None:
-            search.decide(0)
+            search.decide(0, turns.LEAVE)
         else:
             search.record(plan, told.measure(plan))
 

@@ -18,8 +18,9 @@ Array = np.ndarray[Any, Any]
 #: A config that is likelier than this to make a step far too long is not tried; less is risked after the verdict.
 RECKLESS, CAREFUL = 0.35, 0.05
 #: A saving of the step that is worth a comparison; windows after which one that is sure enough is confirmed before the
-#: search goes on; windows running under one table that say: nothing else is worth one.
-WORTHWHILE, EARLY, SETTLED = 1e-3, 3, 3
+#: search goes on; windows running under one table that say that it tells nothing more as a whole, and that nothing
+#: else is worth one.
+WORTHWHILE, EARLY, TOGETHER, SETTLED = 1e-3, 3, 1, 3
 #: So far below all others is the score of what is not tried, as a part of the step, and above them of what has to be.
 FEAR = 0.5
 
@@ -34,17 +35,20 @@ def what_next(seen: turns.Seen, at_best: Array) -> Array:
     """What comes after each of the configs of a slot, (n, N_CONFIGS) of ``turns.GO_ON`` ...; ``at_best`` (n, N_CONFIGS)
     bool: with this config nothing is explored in the slot.
 
-    A gain that is sure enough is compared at once, before the search goes on. When no slot has anything to explore, or
+    A gain that is sure enough is compared at once, before the search goes on. Where a table was measured as a whole
+    and would be once more, one slot runs alone, for which slot does what is learned from that. When no slot has anything to explore, or
     the table stays what it is, it is compared where it promises something, and the search is over where it does not.
     After the verdict every config but the one in force is a trial.
     """
     c = {name: value[:, None] for name, value in seen.context.items()}
     is_last = np.rint(8 * c["slots"] * (1 - c["place"])) <= 1
     is_settled = (c["idle"] >= SETTLED / 4) & seen.last
-    is_done = is_last & (at_best & (c["exploring"] < 0.5) | is_settled)
+    is_alone = ~at_best & (c["exploring"] < 0.5)
+    is_done = is_last & (c["round"] > 0) & (at_best & (c["exploring"] < 0.5) | is_settled)
     may_compare = (c["promised"] >= turns.SCALE * WORTHWHILE) & (c["beaten"] < 0.5)
     end = np.where(may_compare, turns.COMPARE, turns.LEAVE)
-    search = np.where(is_sure(seen)[:, None] & at_best, turns.COMPARE, np.where(is_done, end, turns.GO_ON))
+    go_on = np.where(is_alone & (c["idle"] >= TOGETHER / 4), turns.RUN, turns.GO_ON)
+    search = np.where(is_sure(seen)[:, None] & at_best, turns.COMPARE, np.where(is_done, end, go_on))
     return np.where(c["refining"] > 0.5, np.where(seen.in_force, turns.GO_ON, turns.RUN), search)
 
 
@@ -88,8 +92,7 @@ class ExpectedImprovement:
         later = seen.context["refining"][:, None] > 0.5
         foresight = np.where(later, self.later, self.foresight)
         worth = foresight * seen.worth + seen.ahead - self.risk * seen.learned
-        worth = np.where(foresight * seen.worth > self.foresight * self.least, worth, -np.abs(worth))
-        return np.asarray(np.where(later, worth * self.foresight / self.later, worth))
+        return np.asarray(np.where(foresight * seen.worth > self.foresight * self.least, worth, -np.abs(worth)))
 
     def decide(self, seen: turns.Seen) -> tuple[Array, Array]:
         """Scores (n, N_CONFIGS), of which the largest is chosen, as parts of the step; what comes after each config,

@@ -32,8 +32,8 @@ CALL_FLOOR, MISFIT = 0.03, 0.2
 ADDED = 0.1
 #: Rounds over all slots in which the best table is looked for, where slots interact.
 ROUNDS = 3
-#: The prior is surer than it should be of jobs that it was not drawn from: its variances are this much larger.
-DOUBT = 1.3
+#: The prior's variances are those of a mixture of worlds, of which few are as wild as the whole: so much of them is taken.
+DOUBT = 0.7
 #: Standard deviation by which the default's log step time may wander, a step.
 WANDER = 3e-4
 #: A step time further off than so many standard deviations counts for less: step times have heavy tails.

@@ -218,7 +218,9 @@ class Search:
             self._finish(refine=True)
             return ok
         if what != turns.GO_ON:
-            self.choices[self.turn :] = self.belief.best()[self.turn :]
+            rest = self.belief.best()[self.turn :]
+            self.idle = self.idle if np.array_equal(self.choices[self.turn :], rest) else 0
+            self.choices[self.turn :] = rest
             self.turn = self.n_slots
         if self.turn == self.n_slots:
             self.idle += 1
