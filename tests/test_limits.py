@@ -26,7 +26,6 @@ LINES, ATTRIBUTES, COMPLEXITY, NAMES = 400, 15, 15, 8
 #: has to go from it.
 EXCEPTIONS = {
     "agent/policies/classical.py:Ladder.choose",
-    "agent/train/recurrent.py:MaskedLstmPolicy.evaluate_actions",
     "envs/bench/job_arena.py:play",
     "envs/bench/job_suites.py:JobSuite.open",
     "envs/bench/replay_suite.py:RecordedJobs.step_us",

@@ -25,7 +25,7 @@ def played(env, decide, seed):
 
 
 def test_the_rule_earns_nothing_beyond_itself_and_who_leaves_at_once_loses_what_it_would_have_gained():
-    env, rule = AgainstRule(SimEnv(STANDARD.only("plain"))), ExpectedImprovement()
+    env, rule = AgainstRule(*(SimEnv(STANDARD.only("plain")) for _ in range(2))), ExpectedImprovement()
     lost = []
     for seed in range(6):
         assert played(env, lambda seen: rule.predict(seen)[0], seed) == pytest.approx(0.0, abs=1e-9)
@@ -39,31 +39,20 @@ def test_the_rule_earns_nothing_beyond_itself_and_who_leaves_at_once_loses_what_
 def test_a_run_goes_on_from_its_checkpoint_and_says_what_made_the_weights(tmp_path):
     training = Training(SMALL, tmp_path / "a")
     before = training.policy.export()
-    try:
-        training.run()
-    finally:
-        training.close()
+    training.run()
     assert any(not np.array_equal(before[name], weights) for name, weights in training.policy.export().items())
     told = json.loads(export(training, tmp_path / "p.npz").read_text())
     assert [row["turns"] for row in told["curve"]] == [32, 64] and told["settings"]["rollout"] == 16
     shipped = LstmPolicy.load(tmp_path / "p.npz")
     assert shipped.record["curve"] == told["curve"]
     again = Training(SMALL, tmp_path / "a")
-    try:
-        again.resume()
-        for name, weights in training.policy.export().items():
-            np.testing.assert_array_equal(weights, again.policy.export()[name], err_msg=name)
-        state = again.model.policy.optimizer.state_dict()["state"]
-        assert state and len(again.curve) == 2
-        again.begin_with(shipped)
-        for name, weights in shipped.weights.items():
-            np.testing.assert_allclose(again.policy.export()[name], weights, rtol=1e-6, err_msg=name)
-    finally:
-        again.close()
+    again.resume()
+    for name, weights in training.policy.export().items():
+        np.testing.assert_array_equal(weights, again.policy.export()[name], err_msg=name)
+    assert again.policy.optimizer.state_dict()["state"] and len(again.curve) == 2
+    again.begin_with(shipped)
+    for name, weights in shipped.weights.items():
+        np.testing.assert_allclose(again.policy.export()[name], weights, rtol=1e-6, err_msg=name)
     for settings, folder, why in ((replace(SMALL, seed=1), "a", "other settings"), (SMALL, "none", "no checkpoint")):
-        other = Training(settings, tmp_path / folder)
-        try:
-            with pytest.raises(ValueError, match=why):
-                other.resume()
-        finally:
-            other.close()
+        with pytest.raises(ValueError, match=why):
+            Training(settings, tmp_path / folder).resume()

@@ -47,10 +47,7 @@ def train(
         said = "" if row["saved"] is None else f"{row['saved']:+.1f} default steps a job beyond the rule's"
         console.print(f"{done / total:4.0%} of {total} turns  {said}")
 
-    try:
-        training.run(show)
-    finally:
-        training.close()
+    training.run(show)
     record = export(training, out)
     told = gained(LstmPolicy.load(out), judges) if judges else None
     if as_json:

@@ -18,7 +18,6 @@ import torch
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from ...envs.replay_env import ReplayEnv
 from ...envs.search_env import SearchEnv
@@ -40,14 +39,14 @@ class Settings:
 
     seed: int = 0
     turns: int = 2_000_000  #: of all environments together
-    envs: int = 24  #: side by side, in as many processes
-    rollout: int = 256  #: turns of each of them between two updates
+    envs: int = 24  #: side by side
+    rollout: int = 192  #: turns of each of them between two updates
     batch: int = 1024
-    epochs: int = 3
-    rate: float = 3e-4
+    epochs: int = 4
+    rate: float = 1e-3
     gamma: float = 0.999
     gae_lambda: float = 0.98
-    target_kl: float = 0.02
+    target_kl: float = 0.03
     hidden: int = 64
     head_width: int = 64
     head_depth: int = 24
@@ -59,26 +58,34 @@ class AgainstRule(gym.Wrapper[Array, Array, Array, Array]):
 
     Jobs differ by hundreds of times more than policies do; what a policy changes is seen only beside another one on the
     same job (a baseline by roll-out, as in Kool et al. 2019). The rule is measured like the policy: no truth is told.
+    It plays along turn by turn: environments in lock-step need not wait for whole episodes of it.
     """
 
-    def __init__(self, env: SearchEnv) -> None:
+    def __init__(self, env: SearchEnv, beside: SearchEnv) -> None:
+        """``beside``: the same environment once more, for the rule."""
         super().__init__(env)
-        self.rule, self.earned, self.rng = ExpectedImprovement(), 0.0, np.random.default_rng()
+        self.beside, self.rule, self.rng = beside, ExpectedImprovement(), np.random.default_rng()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
-        """The rule plays the next job to its end; then it begins anew."""
+        """The next job, for both."""
         self.rng = self.rng if seed is None else np.random.default_rng(seed)
-        job, over, self.earned = int(self.rng.integers(2**31)), False, 0.0
-        observation, _ = self.env.reset(seed=job, options=options)
-        while not over:
-            observation, reward, ended, cut, _ = self.env.step(self.rule.predict(observation)[0])
-            self.earned, over = self.earned + float(reward), ended or cut
+        job = int(self.rng.integers(2**31))
+        self.seen, self.earned, self.is_over = self.beside.reset(seed=job, options=options)[0], 0.0, False
         return self.env.reset(seed=job, options=options)
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        """A turn; the last one is paid less what the rule has earned."""
+        """A turn of both; the last one is paid less what the rule has earned."""
         observation, reward, ended, cut, info = self.env.step(action)
-        return observation, float(reward) - (self.earned if ended or cut else 0.0), ended, cut, info
+        is_last = ended or cut
+        self._play_along()
+        while is_last and not self.is_over:
+            self._play_along()
+        return observation, float(reward) - (self.earned if is_last else 0.0), ended, cut, info
+
+    def _play_along(self) -> None:
+        if not self.is_over:
+            self.seen, reward, ended, cut, _ = self.beside.step(self.rule.predict(self.seen)[0])
+            self.earned, self.is_over = self.earned + float(reward), ended or cut
 
 
 class Training:
@@ -92,10 +99,13 @@ class Training:
         made = iter(range(settings.envs))
 
         def one() -> gym.Env[Array, Array]:
-            return AgainstRule(ReplayEnv(runs[next(made) % len(runs)]) if runs else SimEnv())
+            if not runs:
+                return AgainstRule(SimEnv(), SimEnv())
+            trace = runs[next(made) % len(runs)]
+            return AgainstRule(ReplayEnv(trace), ReplayEnv(trace))
 
         s = settings
-        jobs = make_vec_env(one, s.envs, s.seed, vec_env_cls=SubprocVecEnv, vec_env_kwargs={"start_method": "fork"})
+        jobs = make_vec_env(one, s.envs, s.seed)  # one process: beside two cores more of them wait for each other
         self.model = RecurrentPPO(
             MaskedLstmPolicy, jobs, learning_rate=s.rate, n_steps=s.rollout, batch_size=s.batch, n_epochs=s.epochs,
             gamma=s.gamma, gae_lambda=s.gae_lambda, target_kl=s.target_kl, seed=s.seed, device="cpu",
@@ -155,12 +165,6 @@ class Training:
             self.model.learn(left, callback=_AfterRollout(self, progress), reset_num_timesteps=False)
         self.save()
 
-    def close(self) -> None:
-        """End the processes that play."""
-        env = self.model.get_env()
-        if env is not None:
-            env.close()
-
 
 class _AfterRollout(BaseCallback):
     """A row of the learning curve after each rollout, and a checkpoint."""
@@ -192,7 +196,7 @@ def gained(policy: LstmPolicy, runs: Sequence[Path], times: int = 3) -> float:
     """Default steps a job that a policy saves beyond the rule on recorded runs, each played so many times."""
     saved = []
     for run in runs:
-        env = AgainstRule(ReplayEnv(run))
+        env = AgainstRule(ReplayEnv(run), ReplayEnv(run))
         for seed in range(times):
             observation, state, over, total = env.reset(seed=seed)[0], None, False, 0.0
             while not over:
