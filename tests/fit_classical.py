@@ -19,7 +19,6 @@ from dynamiccl.envs.search.watch import SearchConfig
 #: What :func:`fit` tries for each entrant, first the settings themselves, then when it ends.
 GRID = {
     "random": [{"horizon": h} for h in (2, 4, 8, 16)],
-    "ladder": [{"pairs": p} for p in (0, 1, 2, 4, 8)],
     "sweep": [{"hysteresis": h} for h in (0.0, 0.02, 0.05)],
     "coordinate-descent": [{"horizon": h} for h in (4, 8, 16, 30)],
     "tpe": [{"startup": s, "horizon": h} for s in (3, 6) for h in (12, 24)],

@@ -42,7 +42,7 @@ def suite() -> JobSuite:
 @pytest.fixture(scope="module")
 def made(suite: JobSuite) -> dict[str, dict[str, Any]]:
     """Submissions as they come out of a file."""
-    names = ("expected-improvement", "ladder", "default", "aa")
+    names = ("expected-improvement", "coordinate-descent", "default", "aa")
     return {name: json.loads(json.dumps(enter_one(Entry(name, suite)))) for name in names}
 
 
@@ -68,14 +68,14 @@ def test_decisions_give_the_same_scores_again_all_of_them_or_a_few(
 
 def test_entrants_meet_the_same_noise_step_by_step(suite: JobSuite) -> None:
     """A job's luck depends neither on who plays nor on the other jobs."""
-    alone = enter_one(Entry("ladder", suite, jobs=1))["scores"]
-    among = enter_one(Entry("ladder", suite))["scores"]
+    alone = enter_one(Entry("coordinate-descent", suite, jobs=1))["scores"]
+    among = enter_one(Entry("coordinate-descent", suite))["scores"]
     assert {key: value[0] for key, value in alone.items()} == {key: value[0] for key, value in among.items()}
 
 
 @pytest.mark.slow
 def test_forged_figures_are_refused(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
-    honest = made["ladder"]
+    honest = made["coordinate-descent"]
     scores = json.loads(json.dumps(honest["scores"]))
     scores["lost"][3][0] -= 5
     with pytest.raises(ValueError, match="its jobs give"):
@@ -112,7 +112,7 @@ def test_hostile_submissions_are_refused(
     suite: JobSuite, made: dict[str, dict[str, Any]], change: dict[str, Any]
 ) -> None:
     board = Board(suite)
-    assert board.judge(made["ladder"] | change, None) and "ladder" not in board.scores
+    assert board.judge(made["coordinate-descent"] | change, None) and "coordinate-descent" not in board.scores
     assert board.judge([made]) == "not a submission: no JSON object"
 
 
@@ -120,18 +120,18 @@ def test_the_table_ranks_ties_and_what_has_no_rank(suite: JobSuite, made: dict[s
     board = Board(suite)
     for submission in made.values():
         assert board.judge(submission) == ""
-    assert board.judge(made["ladder"] | {"entrant": "twin"}) == ""
-    assert board.judge(made["ladder"]) == "there is one of that name already"
-    part = enter_one(Entry("ladder", suite, jobs=4)) | {"entrant": "part"}
+    assert board.judge(made["coordinate-descent"] | {"entrant": "twin"}) == ""
+    assert board.judge(made["coordinate-descent"]) == "there is one of that name already"
+    part = enter_one(Entry("coordinate-descent", suite, jobs=4)) | {"entrant": "part"}
     assert board.judge(part) == ""
     assert board.judge({"entrant": "guest", "failed": "a decision took <too> long"})
     rows = {row["entrant"]: row for row in board.rows()}
     assert rows["oracle"]["place"] == "-" and board.rows()[0]["entrant"] == "oracle"
-    assert rows["ladder"]["place"] == rows["twin"]["place"] == f"={rows['ladder']['rank']}"
+    assert rows["coordinate-descent"]["place"] == rows["twin"]["place"] == f"={rows['coordinate-descent']['rank']}"
     apart = rows["aa"]["difference"]
     assert rows["aa"]["rank"] is None and apart["steps_ci95"][0] <= apart["steps"] <= apart["steps_ci95"][1]
     assert rows["expected-improvement"]["rank"] == 1 and rows["part"]["jobs"] == 4
-    assert sum(part["jobs"] for part in rows["ladder"]["by_slots"].values()) == len(suite)
+    assert sum(part["jobs"] for part in rows["coordinate-descent"]["by_slots"].values()) == len(suite)
     table = board.markdown()
     lines = table.splitlines()
     assert len({line.count("|") for line in lines}) == 1 and "part, 4 jobs" in table
@@ -141,7 +141,7 @@ def test_the_table_ranks_ties_and_what_has_no_rank(suite: JobSuite, made: dict[s
 def test_all_rows_are_of_the_same_jobs_and_a_terminal_has_five_columns(suite: JobSuite) -> None:
     """Before: oracle on 400 jobs beside entrants on 4, in one ranking, in a table of 250 columns."""
     board = Board(suite)
-    for name in ("ladder", "default"):
+    for name in ("coordinate-descent", "default"):
         assert board.judge(enter_one(Entry(name, suite, jobs=4))) == ""
     assert {row["jobs"] for row in board.rows()} == {4}
     heads, rows = board.brief()
@@ -150,7 +150,7 @@ def test_all_rows_are_of_the_same_jobs_and_a_terminal_has_five_columns(suite: Jo
 
 def test_names_from_outside_cannot_become_columns(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
     board, evil = Board(suite), "a|\n| 1"
-    assert board.judge(made["ladder"] | {"entrant": evil}) == ""
+    assert board.judge(made["coordinate-descent"] | {"entrant": evil}) == ""
     assert len({line.count("|") for line in board.markdown().splitlines()}) == 1
 
 
@@ -194,9 +194,9 @@ def test_a_guest_is_found_where_the_command_is_called_and_never_shown_for_other_
 
 @pytest.mark.slow
 def test_fit_keeps_what_loses_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fit_classical.GRID, "ladder", [{"pairs": 0}, {"pairs": 2}])
+    monkeypatch.setitem(fit_classical.GRID, "sweep", [{"hysteresis": 0.0}, {"hysteresis": 0.1}])
     monkeypatch.setattr(fit_classical, "ENDS", [{"patience": 1}])
-    found = fit_classical.fit_one(("ladder", 4))
+    found = fit_classical.fit_one(("sweep", 4))
     assert len(found["tried"]) == 3
     assert found["settings"] == found["tried"][0]["settings"]
     assert found["lost"] == min(row["lost"] for row in found["tried"]) <= found["tried"][-1]["lost"]
@@ -236,7 +236,7 @@ def test_the_readme_says_what_the_filed_results_say() -> None:
     assert with_tables(readme, told) == readme
     for name in SUITES if told != NOTHING else ():
         names = {s["entrant"] for s in filed_results(name)["submissions"]}
-        assert {"expected-improvement", "aa", "ladder", "coordinate-descent", "sweep", "default"} <= names
+        assert {"expected-improvement", "aa", "coordinate-descent", "sweep", "default"} <= names
 
 
 @pytest.mark.slow
@@ -258,5 +258,5 @@ def test_a_fresh_draw_leaves_no_printed_interval(name: str) -> None:
 
 
 def test_entrants_are_known_policies() -> None:
-    assert {"expected-improvement", "thompson-sampling", "ladder", "sweep", "random"} <= set(entrants())
+    assert {"expected-improvement", "thompson-sampling", "coordinate-descent", "sweep", "random"} <= set(entrants())
     assert len(bootstrap(np.ones(5))) == 2

@@ -10,7 +10,7 @@ import pytest
 from dynamiccl.agent.bench.run import version_of
 from dynamiccl.agent.policies import choosing
 from dynamiccl.agent.policies.choosing import make_chooser
-from dynamiccl.agent.policies.classical import CLASSICAL, Ladder, Memo, Turn, make_classical
+from dynamiccl.agent.policies.classical import CLASSICAL, Turn, make_classical
 from dynamiccl.agent.policies.lstm import LstmPolicy
 from dynamiccl.envs.bench.job_arena import play
 from dynamiccl.envs.bench.job_suites import draw_suite
@@ -59,22 +59,11 @@ def test_plays_whole_jobs_within_what_is_open_and_ends(name, suite):
 def test_a_search_that_finds_much_beats_one_that_finds_nothing(suite):
     """On jobs with more than 5 % to gain every method finds some of it."""
     lost = {}
-    for name in ("default", "coordinate-descent", "ladder", "sweep"):
+    for name in ("default", "coordinate-descent", "sweep"):
         policy = make_classical(name)
         opened = suite.open(np.arange(6, 8), 0, Prior.load(), SearchConfig())
         lost[name] = play(policy, *opened, after=0).scores.lost[:, 0].mean()
     assert max(lost, key=lost.__getitem__) == "default", lost
-
-
-def test_the_ladder_goes_down_while_that_helps_and_then_asks_the_prices():
-    rungs = [config(RING, c) for c in (2, 4, 8)]
-    other, third = config(RING + 1, 0), config(RING + 2, 0)
-    open_, ladder, memo = [*rungs, other, third], Ladder(pairs=1), Memo()
-    assert ladder.choose(turn(open_, {}), memo) == rungs[2]
-    assert ladder.choose(turn(open_, {rungs[2]: 0.1}), memo) == rungs[1]
-    worse = {rungs[2]: 0.1, rungs[1]: 0.05}
-    assert ladder.choose(turn(open_, worse), memo) == other  # the cheapest pair that is not NCCL's own
-    assert ladder.choose(turn(open_, worse | {other: 0.0}), memo) == rungs[2]  # no second pair: the best
 
 
 def test_a_config_whose_window_was_given_up_comes_again_only_after_the_others():

@@ -25,10 +25,8 @@ LINES, ATTRIBUTES, COMPLEXITY, NAMES = 400, 15, 15, 8
 #: What is beyond a limit. The list only ever gets shorter, down to 12 entries or fewer: what is within the limits again
 #: has to go from it.
 EXCEPTIONS = {
-    "agent/policies/classical.py:Ladder.choose",
     "envs/bench/job_arena.py:play",
     "envs/bench/job_suites.py:JobSuite.open",
-    "envs/bench/replay_suite.py:RecordedJobs.step_us",
     "envs/search/afterwards.py:Refinement.tried",
     "envs/search/belief.py:Belief.compare",
     "envs/search/search.py:Search",

@@ -17,6 +17,7 @@ from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import SimSearch
 from dynamiccl.traces.spaces import N_CONFIGS
 from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
+from side_by_side import turn
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +25,8 @@ def observed():
     """Observations (t, n, N_OBSERVATION) of the first turns of jobs under the rule."""
     jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(4), 6)
     search, rule, found = SimSearch(jobs, Prior.load(), np.random.default_rng(0)), ExpectedImprovement(), []
-    for _ in range(12):
-        rows = list(range(6))
-        if len(search.waiting) < 6:
-            break
-        seen = search.observe(rows)
+    while len(found) < 12 and len(seen := turn(search, rule)) == 6:
         found.append(seen)
-        search.step(rows, rule.predict(seen)[0])
     assert len(found) >= 6
     return np.array(found)
 

@@ -14,19 +14,15 @@ import numpy as np
 import pytest
 import recordings_made
 from dynamiccl.agent.advice.recordings import read
-from dynamiccl.envs.bench.replay_suite import RecordedSuite
 from dynamiccl.envs.replay.decisions import load
 from dynamiccl.envs.replay.recordings import named, on_cluster
+from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.envs.search import turns
-from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.traces.files import TraceError
 from dynamiccl.traces.importers import json_stream
 from dynamiccl.traces.importers.recording import FORMATS, detect, read_recording
 from make_recordings import RANKS
 from test_traces_importers import kineto, run_advise, sources
-
-PRIOR = Prior.load()
 
 
 def test_every_format_is_told_by_its_bytes_and_replayed_on_a_named_cluster(tmp_path):
@@ -40,8 +36,8 @@ def test_every_format_is_told_by_its_bytes_and_replayed_on_a_named_cluster(tmp_p
         recorded = load(trace)
         assert len(recorded.slots) >= 1 and np.isfinite(recorded.default_ms) and recorded.default_ms > 0, source
         assert not recorded.measured[:, 1:].any()  # nothing but NCCL's own choice was ever run
-        search, _ = RecordedSuite(trace, 1).open(np.arange(1), 0, PRIOR, SearchConfig())
-        assert search.observe([0]).shape == (1, turns.N_OBSERVATION) and search.searches[0].open.sum() > 4
+        env = ReplayEnv(trace)
+        assert env.reset(seed=0)[0].shape == (turns.N_OBSERVATION,) and env.search.open.sum() > 4
         notes = " ".join(trace.header["notes"])
         assert "taken to be NCCL's own choice" in notes  # none of them tells algorithm and protocol
 

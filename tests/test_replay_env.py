@@ -9,16 +9,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
-from dynamiccl.envs.bench.replay_suite import RecordedSuite, RecordedWindows
-from dynamiccl.envs.bench.submissions import enter
-from dynamiccl.envs.bench.submissions import replay as replay_submission
 from dynamiccl.envs.replay import decisions as replay
 from dynamiccl.envs.replay.job import RecordedJob
 from dynamiccl.envs.replay_env import ReplayEnv
-from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import SearchConfig
-from dynamiccl.envs.search_env import worth
-from dynamiccl.envs.sim.windows import SimSearch
 from dynamiccl.traces import spaces
 from dynamiccl.traces.files import Trace, TraceError, TraceWriter
 from dynamiccl.traces.records import AUTO, Decision, decision_from
@@ -94,45 +87,6 @@ def test_the_search_over_a_record_finds_what_the_job_found(trace, recorded):
 
 def test_a_seed_repeats_a_replay(trace):
     assert episode(ReplayEnv(trace), 3) == episode(ReplayEnv(trace), 3)
-
-
-def test_the_environment_and_the_board_play_a_record_alike(trace, recorded):
-    """Two drivers of one search: a turn at a time, and many jobs side by side, here one that begins elsewhere."""
-    replayed = episode(ReplayEnv(trace), 7)
-    seed = int(np.random.Generator(np.random.PCG64(np.random.SeedSequence(7))).integers(2**31))
-    windows = RecordedWindows(trace, recorded, [seed + 1, seed], min_share=0.01)
-    search = SimSearch(windows.jobs, Prior.load(), np.random.default_rng(0), SearchConfig(), windows)
-    story = [(search.observe([1])[0].tolist(), 0.0)]
-    while search.waiting:
-        rows = search.waiting
-        actions, _ = ExpectedImprovement().predict(search.observe(rows))
-        rewards = search.step(rows, actions)
-        if 1 in rows:
-            story.append((search.observe([1])[0].tolist(), rewards[rows.index(1)]))
-    assert len(replayed) == len(story) > 6
-    assert [seen for seen, _, _ in replayed[:-1]] == [seen for seen, _ in story[:-1]]
-    earned = [reward for _, reward, _ in replayed]
-    earned[-1] -= worth(search.searches[1]) / 100  # the environment's own: what the table will save
-    assert earned == pytest.approx([reward for _, reward in story])
-    assert replayed[-1][2]["table"] == search.tables[1].tolist() and any(replayed[-1][2]["table"])
-
-
-def test_a_recorded_job_is_a_suite_for_the_board(trace, recorded):
-    """The judge's truth is the record's, whatever order the slots were found in, and decisions come out again."""
-    suite = RecordedSuite(trace, repeats=3)
-    assert len(suite) == 3 and suite.digest == RecordedSuite(trace, repeats=3).digest
-    oracle = suite.told()["oracle"]
-    assert oracle.lost == pytest.approx(0, abs=1e-6) and (oracle.gain > 0).all()
-    found = enter(ExpectedImprovement(), suite)
-    scores = replay_submission(found, suite, check=1)
-    assert (scores.gain <= oracle.gain + 1e-9).all() and scores.gain.max() > 0.5 * oracle.gain[0]
-    search, _ = suite.open(np.arange(1), 0, Prior.load(), SearchConfig())
-    configs = search.searches[0].belief.best()
-    padded = np.zeros((1, search.tables.shape[1]), int)
-    padded[0, : len(configs)] = configs
-    windows = search.windows.each[0]
-    saved = 1 - search.windows.jobs.step_us(padded)[0] / search.windows.jobs.default_us
-    assert saved[0] == pytest.approx(windows.job.saving(windows.decisions(configs)))
 
 
 def test_the_times_of_an_early_release_are_read_unstretched(tmp_path, trace, recorded):

@@ -15,6 +15,7 @@ from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
 from dynamiccl.envs.sim.windows import SimSearch
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS
+from side_by_side import turn
 
 AGES = np.full(2, -1)
 
@@ -331,8 +332,8 @@ def test_simulated_jobs_gain_and_none_ends_slower(prior):
     possible = 1 - best / jobs.step_us(np.zeros((40, SLOTS), int))[0]
     for policy in (ExpectedImprovement(), ThompsonSampling()):
         done = SimSearch(jobs.take(np.arange(40)), prior, np.random.default_rng(1))
-        while rows := done.waiting:
-            done.step(rows, policy.predict(done.observe(rows))[0])
+        while turn(done, policy) is not None:
+            pass
         now, tables = done.windows.jobs, done.tables
         saving = 1 - now.step_us(tables)[0] / now.step_us(np.zeros_like(tables))[0]
         assert saving.min() > -0.005

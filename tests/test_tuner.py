@@ -81,7 +81,7 @@ def test_a_gain_that_was_not_sure_at_the_verdict_is_told_when_it_is():
     assert outcome.first_gain > outcome.steps_to_verdict == said and outcome.refined == outcome.reopened == 0
 
 
-@pytest.mark.parametrize("policy", [*RULES, "random", "coordinate-descent", "ladder", "lstm", "default"])
+@pytest.mark.parametrize("policy", [*RULES, "random", "coordinate-descent", "lstm", "default"])
 def test_a_table_that_does_not_win_is_never_left_in_force(policy):
     """Nothing helps here: whatever a policy picks, NCCL's own choice must be in force at the end."""
     job = FakeJob(lambda d: STEP_MS + 3 * sum(not x.is_auto for x in d.values()), noise=0.02)
@@ -91,7 +91,7 @@ def test_a_table_that_does_not_win_is_never_left_in_force(policy):
     assert verdict(measured_by(outcome, emulated=False)).startswith("NOTHING ")
 
 
-@pytest.mark.parametrize("policy", ["coordinate-descent", "ladder", "sweep"])
+@pytest.mark.parametrize("policy", ["coordinate-descent", "sweep"])
 def test_classical_search_finds_what_there_is_to_find(policy):
     job = FakeJob(truth, noise=0.001)
     outcome, _, _ = run(policy, job, windows=60)

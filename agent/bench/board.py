@@ -15,7 +15,7 @@ import numpy as np
 from ...envs.bench.job_suites import JobSuite
 from ...envs.bench.scores import HORIZONS, Scores, bootstrap, by_stratum, difference, ranks, summary
 from ...envs.bench.strata import SUITES
-from ...envs.bench.submissions import Suite, claimed, replay, rows_of
+from ...envs.bench.submissions import claimed, replay, rows_of
 from ..policies.choosing import DEFAULT
 from .run import UNRANKED, entrants
 
@@ -89,7 +89,7 @@ BRIEF = {0: "", 1: "policy", 2: "lost of 20,000 steps", 4: "of the gain", 6: "ve
 class Board:
     """Judges submissions on one suite and keeps those that hold. What reads the truth is on it from the start."""
 
-    def __init__(self, suite: Suite) -> None:
+    def __init__(self, suite: JobSuite) -> None:
         self.suite = suite
         self.scores: dict[str, Scores] = dict(suite.told())
         self.figures: dict[str, Mapping[str, Any]] = {

@@ -5,7 +5,7 @@ To enter, write a policy: any object with ``predict(observation, state, episode_
 float32 in, (1, 3) int64 ``[pair, channels, what]`` out. ``envs.search.turns.seen`` says in plain arrays what it holds,
 ``turns.actions_of`` turns config indices, and what comes next, into actions. Then, where ``my_module.py`` lies::
 
-    dynamiccl bench --policy my_module:MyPolicy --policy ladder --suite held-out
+    dynamiccl bench --policy my_module:MyPolicy --policy random --suite held-out
 
 A submission is one JSON file: who, which suite, every decision (packed), and what came of it, job by job. The judge
 (``envs.bench.submissions``) believes only the decisions: it plays them again and refuses what does not come out.
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ...envs.bench.job_suites import JobSuite
-from ...envs.bench.submissions import FORMAT, Suite, enter, rows_of
+from ...envs.bench.submissions import FORMAT, enter, rows_of
 from ..policies.choosing import DEFAULT, RULES, WEIGHTS, look_here, make_chooser
 from ..policies.classical import CLASSICAL
 from .spread import spread
@@ -57,13 +57,13 @@ class Entry:
     """One entrant on one suite (the name of a shipped one, a file, or the jobs themselves)."""
 
     name: str
-    suite: str | Suite
+    suite: str | JobSuite
     jobs: int | None = None  # so many of them, evenly over the suite
     seed: int = 0
     limit_s: float = 1800.0  #: after which a run is given up
 
     @property
-    def played(self) -> Suite:
+    def played(self) -> JobSuite:
         """The suite. Raises ValueError when there is none such."""
         return JobSuite.load(self.suite) if isinstance(self.suite, str) else self.suite
 

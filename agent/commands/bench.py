@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import ClusterName, Json, Nccl, Option, fail, one_thread, refusing
+from . import Json, Option, fail, one_thread, refusing
 
 if TYPE_CHECKING:
-    from ...envs.bench.submissions import Suite
     from ..bench.board import Board
 
 
@@ -18,10 +17,7 @@ def bench(
     policy: Annotated[
         list[str] | None, Option(help="A known policy, FILE.npz or MODULE:NAME; repeat for more. Default: all known.")
     ] = None,
-    suite: Annotated[str, Option(help="standard, held-out, replay (the job of --trace), or a file.")] = "standard",
-    trace: Annotated[Path | None, Option(help="Recording of --suite replay; another tool's with --cluster.")] = None,
-    cluster: ClusterName = None,
-    nccl: Nccl = None,
+    suite: Annotated[str, Option(help="standard, held-out, or a file.")] = "standard",
     jobs: Annotated[int, Option(min=0, help="Play so many jobs of the suite, evenly over it; 0: all of them.")] = 0,
     out: Annotated[Path, Option(help="Folder for submissions and the board.")] = Path("runs/bench"),
     processes: Annotated[int, Option(min=1, help="Entrants played at the same time.")] = 2,
@@ -36,29 +32,28 @@ def bench(
     """Judge policies on a suite of whole jobs, searched as `dynamiccl tune --policy X` does; every step counts.
 
     A policy is any object with predict(observation, state, episode_start, deterministic) -> (action, state), asked one
-    turn at a time: observations are (1, N_OBSERVATION), actions (1, 2) int64: (pair, channels). The module
+    turn at a time: observations are (1, N_OBSERVATION), actions (1, 3) int64: (pair, channels, what). The module
     dynamiccl.envs.search.turns says what an observation holds; turns.seen(observation) gives it as plain arrays.
 
     \b
     dynamiccl bench --policy my_module:MyPolicy --suite held-out --jobs 40
-    dynamiccl bench --suite replay --trace runs/tune/latest/trace
     dynamiccl bench --filed --check 8 --suite standard
     """
     one_thread()
-    from ...traces.files import TraceError
+    from ...envs.bench.job_suites import JobSuite
     from ..bench.board import Board, filed_results, put_on_record
     from ..bench.run import Entry, entrants, run
     from ..report.terminal import terminal
 
     console = terminal(stderr=True, highlight=False, markup=False)
-    with refusing(OSError, ValueError, TraceError):
-        played = _jobs(suite, trace, cluster, nccl)
+    with refusing(OSError, ValueError):
+        board = Board(JobSuite.load(suite))
         given = [json_module.loads(path.read_text()) for path in submission or ()]
         if filed:
             given += filed_results(suite)["submissions"]
     names = policy or (() if given else entrants())
-    entries = [Entry(name, played if trace else suite, jobs or None, limit_s=limit) for name in dict.fromkeys(names)]
-    folder, board = out / (played.name if trace else Path(suite).stem), Board(played)
+    entries = [Entry(name, suite, jobs or None, limit_s=limit) for name in dict.fromkeys(names)]
+    folder = out / Path(suite).stem
     folder.mkdir(parents=True, exist_ok=True)
     total = len(given) + len(entries)
     for k, result in enumerate(given, 1):
@@ -99,16 +94,3 @@ def _tell(say: Callable[[str], object], k: int, total: int, result: Any, reason:
     f = result["figures"]
     lost, gain = f["lost_20000"], f["gain_delivered"]
     say(f"{k} of {total}  {name}: {lost:,.0f} steps lost in 20,000, {gain:.0%} of the gain, {f['jobs']} jobs")
-
-
-def _jobs(suite: str, trace: Path | None, cluster: str | None, nccl: str | None) -> Suite:
-    from ...envs.bench.job_suites import JobSuite
-
-    if (suite == "replay") != (trace is not None):
-        raise ValueError("--suite replay and --trace go together, e.g. --suite replay --trace runs/tune/latest/trace")
-    if trace is None:
-        return JobSuite.load(suite)
-    from ...envs.bench.replay_suite import RecordedSuite
-    from ..advice.recordings import read
-
-    return RecordedSuite(read([trace], cluster, nccl))

@@ -16,7 +16,7 @@ RULES = (DEFAULT, "thompson-sampling")
 #: Ending of a file of trained weights, which is a policy too.
 WEIGHTS = ".npz"
 #: Those of ``classical.CLASSICAL``.
-CLASSICAL = ("default", "random", "ladder", "coordinate-descent", "sweep")
+CLASSICAL = ("default", "random", "coordinate-descent", "sweep")
 #: Policies that can be asked for by name.
 POLICIES = (*RULES, *CLASSICAL, "tpe", "lstm")
 

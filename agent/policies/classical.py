@@ -1,4 +1,4 @@
-"""Search without a learned policy, for comparison: NCCL's default, random, ladder, descent, sweep, Optuna's TPE.
+"""Search without a learned policy, for comparison: NCCL's default, random, descent, sweep, Optuna's TPE.
 
 Each decides for all slots of a job in every window, as the search asks it to (``envs.search.turns``): the slots'
 trials run
@@ -159,30 +159,6 @@ class Random(Searcher):
         return int(self.rng.choice(turn.open))
 
 
-class Ladder(Searcher):
-    """What an engineer would try: fewer channels, as long as that helps; then the other pairs in the order of NCCL's
-    prices, ``pairs`` of them at most; then channels of the best again."""
-
-    def __init__(self, seed: int = 0, pairs: int = 4, **ends: Any) -> None:
-        super().__init__(seed, **ends)
-        self.pairs = pairs
-
-    def choose(self, turn: Turn, memo: Memo) -> int:
-        """The next rung; the best when there is none."""
-        best = turn.best
-        pair = turn.own[0] if best < N_CHANNELS else best // N_CHANNELS - 1
-        ran = CHANNELS[best % N_CHANNELS] or turn.own[1]
-        fewer = [c for c in _of_pair(pair, turn) if 0 < CHANNELS[c % N_CHANNELS] < ran]
-        if fewer and fewer[-1] in turn.untried:  # tried and no better: that was the lowest rung
-            return fewer[-1]
-        tried = {int(c) // N_CHANNELS - 1 for c in turn.open if np.isfinite(turn.mean[c]) and c >= N_CHANNELS}
-        tried.discard(turn.own[0])
-        if len(tried) < self.pairs:
-            order = [int(p) for p in np.argsort(turn.price) if int(p) not in tried and int(p) != turn.own[0]]
-            return turn.first([row[-1] for p in order if (row := _of_pair(p, turn))])  # with all the channels it has
-        return best
-
-
 def _of_pair(pair: int, turn: Turn) -> list[int]:
     """Configs of a pair from the fewest channels to NCCL's own count; of NCCL's own pair those of AUTO too."""
     rows = [1 + pair] + ([0] if pair == turn.own[0] else [])
@@ -262,7 +238,6 @@ class Tpe(Searcher):
 CLASSICAL: dict[str, type[Searcher]] = {
     "default": Default,
     "random": Random,
-    "ladder": Ladder,
     "coordinate-descent": CoordinateDescent,
     "sweep": Sweep,
 }

@@ -36,8 +36,8 @@ def what_next(seen: turns.Seen, at_best: Array) -> Array:
     bool: with this config nothing is explored in the slot.
 
     A gain that is sure enough is compared at once, before the search goes on. Where a table was measured as a whole
-    and would be once more, one slot runs alone, for which slot does what is learned from that. When no slot has anything to explore, or
-    the table stays what it is, it is compared where it promises something, and the search is over where it does not.
+    and would be once more, one slot runs alone: that tells which slot does what. When no slot has anything to explore,
+    or the table stays what it is, it is compared where it promises something, and the search is over where it does not.
     After the verdict every config but the one in force is a trial.
     """
     c = {name: value[:, None] for name, value in seen.context.items()}

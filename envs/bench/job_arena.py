@@ -32,16 +32,17 @@ LIMIT_S = 1.0
 _MOST = turns.action_space().nvec
 
 
-class Accounted:
+class AccountedWindows(SimWindows):
     """Windows of which each step goes into a ledger, those around a switch and those thrown away too."""
 
-    ledger: LossAccount
-    running: Array
+    def __init__(self, jobs: Jobs, rng: np.random.Generator | NoiseStream, ledger: LossAccount) -> None:
+        super().__init__(jobs, rng)
+        self.ledger = ledger
 
     def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
         """See :class:`SimWindows`."""
         before = self.running[rows].copy()
-        found: list[Measured] = super().measure(rows, plans)  # type: ignore[misc]
+        found = super().measure(rows, plans)
         now, where = self.running[rows], np.asarray(rows)
         waited = np.where((before != now).any(axis=1), SWITCH_STEPS, 0)  # until the table is in force
         switched = waited > 0
@@ -49,14 +50,6 @@ class Accounted:
             self.ledger.bill(where[switched], before[switched], waited[switched])
         self.ledger.bill(where, now, np.array([m.billed for m in found]) - waited)
         return found
-
-
-class AccountedWindows(Accounted, SimWindows):
-    """Simulated windows, billed."""
-
-    def __init__(self, jobs: Jobs, rng: np.random.Generator | NoiseStream, ledger: LossAccount) -> None:
-        super().__init__(jobs, rng)
-        self.ledger = ledger
 
 
 @dataclass

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ..sim.workloads import SLOTS
+from ..sim.jobs import SLOTS, Jobs
 
 Array = np.ndarray[Any, Any]
 
@@ -83,34 +83,13 @@ class Scores:
         return cls(**{name: value > 0.5 if name.startswith("is_") else value for name, value in found.items()})
 
 
-class JobOracle(Protocol):
-    """Jobs whose true step time is known: ``sim.jobs.Jobs``, or a recorded one."""
-
-    default_us: Array  # (n,)
-
-    @property
-    def connecting_us(self) -> Array:
-        """What first uses of algorithms have cost so far, (n,)."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def step_us(self, configs: Array, rows: Array | None = None) -> tuple[Array, Array]:
-        """Now, under ``configs`` (m, SLOTS) of the jobs at ``rows``: (m,) us, and of each slot's calls."""
-        ...
-
-    def usual_us(self, configs: Array, rows: Array | None = None) -> Array:
-        """The mean step (m,) over a long job."""
-        ...
-
-
 class LossAccount:
     """The bill of one search on each of ``n`` jobs, beside which it runs.
 
     Tell it of windows before the jobs' time goes on: :meth:`bill` reads the truth of the present.
     """
 
-    def __init__(self, jobs: JobOracle, oracle_us: Array) -> None:
+    def __init__(self, jobs: Jobs, oracle_us: Array) -> None:
         """``oracle_us`` (n,): the usual step under the best configs."""
         n = len(jobs)
         self.jobs, self.oracle = jobs, oracle_us / jobs.default_us
@@ -137,11 +116,6 @@ class LossAccount:
         np.add.at(self.default_after, rows, n_steps * over * ~np.asarray(configs).any(axis=1))
         np.maximum.at(self.worst, rows, np.where(n_steps > 0, pace, 1.0))
         return np.asarray(pace)
-
-    def confirm(self, rows: Array) -> None:
-        """The searches at ``rows`` have just confirmed a gain."""
-        rows = np.asarray(rows)
-        self.first_gain[rows] = np.fmin(self.first_gain[rows], self.steps[rows])
 
     def end(self, rows: Array, configs: Array) -> None:
         """They have given a verdict: ``configs`` (m, SLOTS) stay in force. Called again when that is changed."""

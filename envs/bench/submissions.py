@@ -10,56 +10,25 @@ import base64
 import binascii
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..search.belief import Prior
 from ..search.watch import SearchConfig
 from ..search.windows import Policy
-from ..sim.windows import SimSearch
 from .job_arena import AFTER, PlayedJobs, ReplayedDecisions, play
-from .scores import LossAccount, Scores, summary
+from .job_suites import JobSuite
+from .scores import Scores, summary
 
 Array = np.ndarray[Any, Any]
 
 #: Layout of a submission.
-FORMAT = 3
+FORMAT = 4
 #: A figure that comes out again may differ by so much, in its own unit: the last digits of another machine.
 SAME = 2e-5
 #: More turns than this no search takes.
 MOST_TURNS = 20_000
-
-
-class Suite(Protocol):
-    """Jobs that can be played: ``job_suites.JobSuite``, ``replay_suite.RecordedSuite``."""
-
-    name: str
-
-    @property
-    def digest(self) -> str:
-        """Changes with the jobs."""
-        ...
-
-    @property
-    def n_slots(self) -> Array:
-        """Of each job."""
-        ...
-
-    @property
-    def strata(self) -> Array:
-        """The name of each job's stratum."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def open(self, rows: Array, seed: int, prior: Prior, rules: SearchConfig) -> tuple[SimSearch, LossAccount]:
-        """Searches on some of the jobs, and their bill."""
-        ...
-
-    def told(self) -> dict[str, Scores]:
-        """Scores of what needs no search."""
-        ...
 
 
 def pack(decisions: Sequence[Sequence[int]]) -> str:
@@ -83,7 +52,7 @@ def unpack(text: str, n: int) -> list[list[int]]:
     return [part.tolist() for part in np.split(flat, np.cumsum(lengths)[:-1].astype(int))]
 
 
-def enter(policy: Policy, suite: Suite, seed: int = 0, most: int | None = None) -> dict[str, Any]:
+def enter(policy: Policy, suite: JobSuite, seed: int = 0, most: int | None = None) -> dict[str, Any]:
     """Play ``most`` jobs of a suite (all) and return the submission, without who played.
 
     What the policy raises, or is refused for, passes through.
@@ -103,13 +72,13 @@ def enter(policy: Policy, suite: Suite, seed: int = 0, most: int | None = None) 
     }
 
 
-def rows_of(suite: Suite, most: int | None) -> Array:
+def rows_of(suite: JobSuite, most: int | None) -> Array:
     """``most`` jobs of a suite, evenly over it; they are ordered by what there is to gain."""
     n = len(suite)
     return np.arange(n) if most is None or most >= n else np.linspace(0, n - 1, most).round().astype(int)
 
 
-def claimed(submission: Mapping[str, Any], suite: Suite) -> Scores:
+def claimed(submission: Mapping[str, Any], suite: JobSuite) -> Scores:
     """The scores that a submission says, after all has been checked that needs no playing.
 
     Raises ValueError, with the reason, when it is of another format or suite or does not agree with itself.
@@ -139,7 +108,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else -1.0
 
 
-def replay(submission: Mapping[str, Any], suite: Suite, check: int | None = None, seed: int = 0) -> Scores:
+def replay(submission: Mapping[str, Any], suite: JobSuite, check: int | None = None, seed: int = 0) -> Scores:
     """Play a submission's decisions again, of ``check`` jobs drawn by ``seed`` (all), believing nothing else in it.
 
     Raises ValueError as :func:`claimed` does, and when a figure of a job does not come out.

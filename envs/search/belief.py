@@ -32,7 +32,7 @@ CALL_FLOOR, MISFIT = 0.03, 0.2
 ADDED = 0.1
 #: Rounds over all slots in which the best table is looked for, where slots interact.
 ROUNDS = 3
-#: The prior's variances are those of a mixture of worlds, of which few are as wild as the whole: so much of them is taken.
+#: The prior's variances are those of a mixture of worlds, and few are as wild as the whole: so much of them is taken.
 DOUBT = 0.7
 #: Standard deviation by which the default's log step time may wander, a step.
 WANDER = 3e-4
@@ -288,11 +288,10 @@ class Belief:
 
     def observe(
         self, configs: Array, log_step: float, noise: float, call_logs: Array, call_noise: Array, steps: int
-    ) -> float:
+    ) -> None:
         """One window under ``configs`` (s,): the log of its step time over the first default's (NaN: not measured),
         the standard deviation of that, logs of the slots' call times over their default's (s,; NaN: not sampled) with
-        theirs, and the steps since the last window. Returns how likely that was, as a log density."""
-        likely = 0.0
+        theirs, and the steps since the last window."""
         self.cov[0, 0] += self.wander**2 * steps
         self.off_step, self.off_calls = 0.0, np.zeros(len(self.arms))
         seen, misses, noises = [], [], []
@@ -305,17 +304,15 @@ class Belief:
                 noises.append(float(call_noise[s]) ** 2 + CALL_FLOOR**2)
                 self.off_calls[s] = misses[-1] / math.sqrt(self.cov[at, at] + noises[-1])
         if seen:  # first: they say where to set the tangent for the step
-            likely = self._see(np.array(seen), np.array(misses), np.array(noises))
+            self._see(np.array(seen), np.array(misses), np.array(noises))
         if np.isfinite(log_step):
             total, figures, slopes = self._linear(configs)
             left = max(1 - total, LEAST)
             row = np.append(figures, 0), np.append(-slopes / left, 1.0)
             joint, unsure = self._joint(configs)
             level, variance = float(self.mean[0]), noise**2 + (MISFIT * total) ** 2 + unsure
-            told, self.off_step = self._see_step(*row, log_step - level - math.log(left) - joint, variance)
+            self.off_step = self._see_step(*row, log_step - level - math.log(left) - joint, variance)
             self._see_table(configs, log_step - level, noise)
-            likely += told
-        return likely
 
     def _joint(self, table: Array) -> tuple[float, float]:
         """Mean and variance of what a table (s,) does beyond the sum of its slots, as a log of the step."""
@@ -349,9 +346,9 @@ class Belief:
         self._see_step(*row, log_ratio - math.log(rest / left) - joint_beside + joint, variance)
         self._see_table(table, math.log(rest) + joint_beside - log_ratio, noise)
 
-    def _see_step(self, at: Array, slopes: Array, miss: float, variance: float) -> tuple[float, float]:
-        """What goes by ``slopes`` of the figures ``at`` was off by ``miss``: how likely that was, as a log density, and
-        by how many standard deviations. An outlier counts for less."""
+    def _see_step(self, at: Array, slopes: Array, miss: float, variance: float) -> float:
+        """What goes by ``slopes`` of the figures ``at`` was off by ``miss``; by how many standard deviations that was.
+        An outlier counts for less."""
         cross = slopes @ self.cov[at]
         expected = max(float(cross[at] @ slopes), 0.0)
         off = miss / math.sqrt(expected + variance)
@@ -360,18 +357,16 @@ class Belief:
         self.mean = self.mean + gain * miss
         self.cov -= np.outer(gain, cross)
         self.touched()
-        return -0.5 * (miss**2 / spread + math.log(2 * math.pi * spread)), off
+        return off
 
-    def _see(self, at: Array, misses: Array, variances: Array) -> float:
+    def _see(self, at: Array, misses: Array, variances: Array) -> None:
         """The figures ``at`` (k,) themselves were off by ``misses``."""
         cross = self.cov[at].T
         spread = cross[at] + np.diag(variances)
         gain = np.linalg.solve(spread, cross.T).T
-        likely = -0.5 * float(misses @ np.linalg.solve(spread, misses) + np.linalg.slogdet(2 * np.pi * spread)[1])
         self.mean = self.mean + gain @ misses
         self.cov -= gain @ cross.T
         self.touched()
-        return likely
 
     def touched(self) -> None:
         """``mean`` or ``cov`` have been changed: what was worked out from them no longer holds."""

@@ -107,10 +107,6 @@ class JobFamily:
         """The same family of other parts (all), with ``changes`` to each."""
         return replace(self, parts=tuple(replace(part, **changes) for part in parts or self.parts))
 
-    def unsampled(self) -> JobFamily:
-        """The same jobs, but that no kernel's duration is ever seen."""
-        return self.of(*(replace(part, noise=replace(part.noise, unsampled=1.0)) for part in self.parts))
-
 
 def _worlds(base: World, contention: Contention, joint: Extra, tails: Extra, moves: Extra, rough: float) -> list[World]:
     low, high = base.effects

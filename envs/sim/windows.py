@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ..search import turns
 from ..search.belief import Prior
 from ..search.search import Search
 from ..search.watch import SearchConfig
@@ -107,36 +106,13 @@ class SimSearch:
         self.windows, self.rules = windows or SimWindows(jobs, rng), rules or SearchConfig()
         told, seen = self.windows.begin(self.rules.profile_steps)
         self.searches = [Search(t, m, prior, self.rules) for t, m in zip(told, seen, strict=True)]
-        self.n_windows = np.zeros(len(jobs), np.int64)
 
-    @property
-    def waiting(self) -> list[int]:
-        """Jobs whose search is not done: it is the policy's turn."""
-        return [i for i, search in enumerate(self.searches) if not search.is_done]
-
-    def observe(self, rows: Sequence[int]) -> Array:
-        """Observations of the jobs at ``rows``, (len(rows), N_OBSERVATION)."""
-        return np.stack([self.searches[i].observe() for i in rows])
-
-    def step(self, rows: Sequence[int], actions: Array) -> Array:
-        """A turn of each of the jobs at ``rows``, actions (len(rows), 3), and the windows that come of it; rewards."""
-        rewards = dict.fromkeys(rows, 0.0)
-        for i, config, what in zip(rows, *turns.choices_of(actions), strict=True):
-            self.searches[i].decide(int(config), int(what))
-        going = list(rows)
-        while going := [i for i in going if not self.searches[i].is_done]:
-            earned = self.measure(going)
-            for i, reward in earned.items():
-                rewards[i] += reward
-            going = list(earned)
-        return np.array(list(rewards.values()))
-
-    def measure(self, rows: Sequence[int]) -> dict[int, float]:
-        """One window of each of the jobs at ``rows`` where it is not the policy's turn; their rewards."""
+    def measure(self, rows: Sequence[int]) -> list[int]:
+        """One window of each of the jobs at ``rows`` where it is not the policy's turn; which these are."""
         plans = {i: plan for i in rows if (plan := self.searches[i].plan()) is not None}
-        seen = self.windows.measure(list(plans), list(plans.values())) if plans else []
-        self.n_windows[list(plans)] += 1
-        return {i: self.searches[i].record(plans[i], m) for i, m in zip(plans, seen, strict=True)}
+        for i, seen in zip(plans, self.windows.measure(list(plans), list(plans.values())), strict=True):
+            self.searches[i].record(plans[i], seen)
+        return list(plans)
 
     @property
     def tables(self) -> Array:
