@@ -10,14 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: Folder -> most lines of (Python, C). Whoever adds beyond these takes something away first.
 CEILINGS = {
-    "agent": (7_970, 0),
-    "envs": (5_210, 0),
+    "agent": (7_615, 0),
+    "envs": (5_225, 0),
     "envs/nccl": (2_585, 2_175),
     "envs/sim": (3_070, 165),
     "traces": (2_700, 0),
     "zero_workload": (2_505, 0),
 }
-IN_ALL = (24_040, 2_340)
+IN_ALL = (23_665, 2_340)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 
