@@ -74,7 +74,7 @@ def test_numpy_and_torch_score_alike(observed, memory):
             wanted, states = policy.scores(torch.as_tensor(seen), states, torch.full((n,), float(t == 0)))
         found, state = light.scores(seen, state)
         open_ = seen[:, -N_CONFIGS:] > 0.5
-        np.testing.assert_allclose(found[open_], wanted.numpy()[open_], rtol=1e-3, atol=2e-3)
+        np.testing.assert_allclose(found[open_], wanted.numpy()[open_], rtol=1e-3, atol=1e-2)
         assert np.isneginf(found[~open_]).all()
 
 
@@ -82,7 +82,7 @@ def test_untrained_it_is_the_rule(observed):
     light, rule = LstmPolicy(untrained().export()), ExpectedImprovement()
     seen = observed.reshape(-1, turns.N_OBSERVATION)
     same = (light.predict(seen)[0] == rule.predict(seen)[0]).all(axis=1)
-    assert same.mean() > 0.98  # scores are cut off where they are large: of two such the first is taken
+    assert same.mean() > 0.98  # but for ties
 
 
 def test_memory_matters_unless_it_is_cut_off(observed):

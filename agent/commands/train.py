@@ -7,7 +7,7 @@ from . import Json, Option, fail, one_thread, refusing
 
 
 def train(
-    turns: Annotated[int, Option(min=1, help="Turns to learn from, of all jobs together.")] = 2_000_000,
+    turns: Annotated[int, Option(min=1, help="Turns to learn from, of all jobs together.")] = 240_000,
     runs: Annotated[
         list[Path] | None, Option(help="Go on from the shipped weights on recorded runs (folders of a trace).")
     ] = None,
@@ -19,7 +19,7 @@ def train(
     resume: Annotated[bool, Option(help="Go on from the last checkpoint beside --out.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train the LSTM policy by RecurrentPPO on whole jobs, paid in measured step time (an hour on two cores).
+    """Train the LSTM policy by RecurrentPPO on whole jobs, paid in measured step time (an hour).
 
     It begins as the rule and learns what saves time beyond it. With --runs it learns on your own recorded jobs, every
     fifth of which only judges: the last line says what was gained there.

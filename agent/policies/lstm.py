@@ -33,8 +33,6 @@ LAST = 4
 TEMPER = 1e-3
 #: Units by which what the rule would do next is ahead of all else.
 SURE = 7.0
-#: No score of the rule is further from 0, in units.
-FARTHEST = 30.0
 _RULE = ExpectedImprovement()
 
 
@@ -42,8 +40,7 @@ def rule_scores(observations: Array) -> Array:
     """What the rule makes of observations (n, N_OBSERVATION), as scores of a config and of what comes after it,
     (n, N_CONFIGS, N_WHAT); -inf where masked. The largest is what the rule does."""
     scores, what = _RULE.decide(turns.seen(observations))
-    scores = np.where(np.isfinite(scores), np.clip(scores / TEMPER, -FARTHEST, FARTHEST), -np.inf)
-    return np.asarray(scores[:, :, None] + SURE * (what[:, :, None] == np.arange(N_WHAT)), np.float32)
+    return np.asarray(scores[:, :, None] / TEMPER + SURE * (what[:, :, None] == np.arange(N_WHAT)), np.float32)
 
 
 def figures_of(observations: Array) -> Array:

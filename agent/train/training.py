@@ -38,7 +38,7 @@ class Settings:
     """Everything that shapes the weights, beside the environment itself."""
 
     seed: int = 0
-    turns: int = 2_000_000  #: of all environments together
+    turns: int = 240_000  #: of all environments together
     envs: int = 24  #: side by side
     rollout: int = 192  #: turns of each of them between two updates
     batch: int = 1024

@@ -103,13 +103,16 @@ class SimSearch:
         windows: Any = None,
     ) -> None:
         """``windows``: those of ``jobs``, where they are more than simulated."""
-        self.windows, self.rules = windows or SimWindows(jobs, rng), rules or SearchConfig()
-        told, seen = self.windows.begin(self.rules.profile_steps)
-        self.searches = [Search(t, m, prior, self.rules) for t, m in zip(told, seen, strict=True)]
+        rules = rules or SearchConfig()
+        self.windows = windows or SimWindows(jobs, rng)
+        begun = zip(*self.windows.begin(rules.profile_steps), strict=True)
+        self.searches = [Search(job, default, prior, rules) for job, default in begun]
 
     def measure(self, rows: Sequence[int]) -> list[int]:
         """One window of each of the jobs at ``rows`` where it is not the policy's turn; which these are."""
         plans = {i: plan for i in rows if (plan := self.searches[i].plan()) is not None}
+        if not plans:
+            return []
         for i, seen in zip(plans, self.windows.measure(list(plans), list(plans.values())), strict=True):
             self.searches[i].record(plans[i], seen)
         return list(plans)
