@@ -17,7 +17,7 @@ def test_gymnasium_accepts_it():
     obs, info = env.reset(seed=5)
     again, _ = env.reset(seed=5)
     assert (obs == again).all() and 0 <= env.unwrapped.oracle_saving() < 1
-    for _ in range(400):
+    for _ in range(1200):
         _, reward, terminated, truncated, info = env.step(np.array([0, 0, 0]))
         assert not truncated and np.isfinite(reward)
         if terminated:

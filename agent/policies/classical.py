@@ -21,7 +21,7 @@ from ...envs.search import turns
 from ...traces.fingerprint import N_FEATURES
 from ...traces.records import CHANNELS, PAIRS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS
-from .rule import is_sure
+from .rule import is_sure, promises, shunned
 
 Array = np.ndarray[Any, Any]
 
@@ -102,26 +102,27 @@ class Searcher:
         starts = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start)
         state = [Memo() for _ in rows] if state is None else state
         chosen = np.zeros(len(rows), np.int64)
-        what, early = np.zeros(len(rows), np.int64), is_sure(seen)
+        what, early, ends = np.zeros(len(rows), np.int64), is_sure(seen), promises(seen)
+        allowed = ~shunned(seen)  # all have the rule's care, and its word on what is worth a comparison
         for i in range(len(rows)):
             if starts[i]:
                 state[i] = Memo()
-            turn = _turn(seen, i)
+            turn = _turn(seen, i, allowed[i])
             turn.asked = state[i].asked.setdefault(turn.slot, turn.asked)
             if early[i]:  # the harness's help: what the belief is sure of is confirmed before the search goes on
-                chosen[i], what[i] = seen.ahead[i].argmax(), turns.COMPARE
+                chosen[i], what[i] = np.where(allowed[i], seen.ahead[i], -np.inf).argmax(), turns.COMPARE
                 continue
             chosen[i] = turn.best if turn.round >= self.horizon else self.choose(turn, state[i])
             turn.asked[chosen[i]] += 1
             if state[i].is_done or seen.context["refining"][i] > 0.5:
                 what[i] = turns.LEAVE
             elif turn.is_last and seen.last[i, chosen[i]] and 4 * seen.context["idle"][i] >= self.patience:
-                what[i], state[i].is_done = turns.COMPARE, True
+                what[i], state[i].is_done = turns.COMPARE if ends[i] else turns.LEAVE, True
         actions = turns.actions_of(chosen, what)
         return actions if np.ndim(observation) == 2 else actions[0], state
 
 
-def _turn(seen: turns.Seen, i: int) -> Turn:
+def _turn(seen: turns.Seen, i: int, allowed: Array) -> Turn:
     context, features = {key: float(value[i]) for key, value in seen.context.items()}, seen.features[i]
     n_slots = round(8 * context["slots"])
     share = max(context["share"], 0.01)
@@ -132,7 +133,7 @@ def _turn(seen: turns.Seen, i: int) -> Turn:
         slot=round(context["place"] * n_slots),
         is_last=round(context["place"] * n_slots) == n_slots - 1,
         round=round(16 * context["round"]),
-        open=np.flatnonzero(seen.open[i]),
+        open=np.flatnonzero(allowed),
         mean=mean,
         asked=np.zeros(N_CONFIGS),
         saved=context["last_saving"] / 5,

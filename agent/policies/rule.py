@@ -45,19 +45,23 @@ def what_next(seen: turns.Seen, at_best: Array) -> Array:
     is_settled = (c["idle"] >= SETTLED / 4) & seen.last
     is_alone = ~at_best & (c["exploring"] < 0.5)
     is_done = is_last & (c["round"] > 0) & (at_best & (c["exploring"] < 0.5) | is_settled)
-    may_compare = (c["promised"] >= turns.SCALE * WORTHWHILE) & (c["beaten"] < 0.5)
-    end = np.where(may_compare, turns.COMPARE, turns.LEAVE)
+    end = np.where(promises(seen)[:, None], turns.COMPARE, turns.LEAVE)
     go_on = np.where(is_alone & (c["idle"] >= TOGETHER / 4), turns.RUN, turns.GO_ON)
     search = np.where(is_sure(seen)[:, None] & at_best, turns.COMPARE, np.where(is_done, end, go_on))
     return np.where(c["refining"] > 0.5, np.where(seen.in_force, turns.GO_ON, turns.RUN), search)
+
+
+def promises(seen: turns.Seen) -> Array:
+    """(n,) bool: the table believed best is worth a comparison with what is in force."""
+    return np.asarray((seen.context["promised"] >= turns.SCALE * WORTHWHILE) & (seen.context["beaten"] < 0.5))
 
 
 def is_sure(seen: turns.Seen) -> Array:
     """(n,) bool: the first gain is so sure that it is worth a comparison before the search goes on."""
     c = seen.context
     is_time = (c["place"] == 0) & (16 * c["round"] > EARLY - 0.5) & (c["refining"] < 0.5)
-    is_first = (c["confirmed"] < 0.5) & (c["beaten"] < 0.5) & (c["promised"] >= turns.SCALE * WORTHWHILE)
     is_large = c["best_saving"] / 5 > 3 * math.sqrt(2) * c["noise"] / 50
+    is_first = (c["confirmed"] < 0.5) & promises(seen)
     return np.asarray(is_time & is_first & is_large & (c["best_saving"] > 2 * c["best_sd"]))
 
 
