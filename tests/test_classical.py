@@ -51,7 +51,7 @@ def test_plays_whole_jobs_within_what_is_open_and_ends(name, suite):
     policy = make_chooser(name, 1)
     search, ledger = suite.open(np.arange(4, 8), 0, Prior.load(), SearchConfig())
     game = play(policy, search, ledger, after=0)
-    assert all(s.is_over for s in search.searches) and not game.scores.is_harmed.any()
+    assert all(s.is_over for s in search.searches) and game.scores.gain.min() > -0.005
     assert name != "default" or not game.scores.gain.any()
     assert all(s.round <= max(s.rules.rounds, s.rules.rounds_a_slot * s.n_slots) for s in search.searches)
 

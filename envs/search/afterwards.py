@@ -45,7 +45,7 @@ class Refinement:
         self.trial: Array | None = None  # (s,) the table that is tried
         self.beside_ms: float | None = None  # step time of the window under the table in force that came just before
         self.next: Array = search.confirmed.copy()  # (s,) what the policy has said of the next trial
-        self.turns = self.passed = 0  # of that trial; running, in which nothing was tried
+        self.turns = self.passed = 0  # of that trial; running, of which no trial came
         self._keep_watch(levels)
 
     def _keep_watch(self, levels: Sequence[float] = ()) -> None:
@@ -78,16 +78,15 @@ class Refinement:
 
     def decide(self, config: int, what: int) -> None:
         """What the slot whose turn it is runs in the next trial, and what comes then. Nothing is tried under what is in
-        force already, or has lost; a policy that has tried nothing in any slot is done."""
-        search, passed = self.search, self.passed + 1
+        force already, or has lost; a policy that has tried nothing in as many turns as there are slots is done."""
+        search = self.search
         self.next[search.turn] = config
-        self.turns, self.passed = self.turns + 1, 0 if config != search.confirmed[search.turn] else passed
+        self.turns += 1
         search.turn = (search.turn + 1) % search.n_slots
         if what in (turns.RUN, turns.COMPARE) or self.turns == search.n_slots:
-            if self.next.tobytes() in search.beaten:
-                self.passed = passed
-            elif not np.array_equal(self.next, search.confirmed):
-                self.trial = self.next
+            is_new = self.next.tobytes() not in search.beaten and not np.array_equal(self.next, search.confirmed)
+            self.trial = self.next if is_new else None
+            self.passed = 0 if is_new else self.passed + self.turns
             self.next, self.turns = search.confirmed.copy(), 0
         if what == turns.LEAVE:
             self.left = 0
