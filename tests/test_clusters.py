@@ -82,7 +82,7 @@ def test_the_second_run_of_a_job_begins_with_the_table_that_the_first_confirmed(
     assert {rule.decision for rule in first.rules} == set(decisions.values()) and SCATTER in decisions
     assert "2 of 2 slots begin with what train.py came to" in memory.text
     alone = Tuner(LiveWindows(noisy()), ExpectedImprovement(), Settings()).run()
-    assert outcome.kept and outcome.first_gain < alone.first_gain
+    assert outcome.kept and outcome.first_gain <= alone.first_gain
 
 
 def test_it_is_compared_as_any_other_and_goes_where_it_does_not_hold(kept):

@@ -45,12 +45,15 @@ def test_windows_take_what_the_record_says(trace, recorded):
 
 @pytest.mark.parametrize("name", ["expected-improvement", "thompson-sampling"])
 def test_the_tuner_finds_the_best_of_the_record(trace, recorded, name):
-    job = RecordedJob(trace, recorded, seed=1)
-    tuner = Tuner(LiveWindows(job), make_chooser(name), SETTINGS)
-    outcome = tuner.run()
-    assert {p.slot for p in tuner.windows.profiles} >= {GATHER, SCATTER}
-    best = sum(float(recorded.truth[i].max() * recorded.share[i]) for i in range(len(recorded.slots)))
-    assert outcome.kept and job.saving(outcome.decisions) >= 0.5 * best
+    """At the verdict, before what is tried after it; half of it in the mean of four beginnings, for one is luck."""
+    best, saved = sum(float(recorded.truth[i].max() * recorded.share[i]) for i in range(len(recorded.slots))), []
+    for seed in range(4):
+        job = RecordedJob(trace, recorded, seed=seed)
+        tuner = Tuner(LiveWindows(job), make_chooser(name), SETTINGS)
+        outcome = tuner.run()
+        assert {p.slot for p in tuner.windows.profiles} >= {GATHER, SCATTER} and outcome.kept
+        saved.append(job.saving(outcome.decisions) / best)
+    assert np.mean(saved) >= 0.5 and min(saved) > 0.25
 
 
 @pytest.mark.parametrize("name", [*CLASSICAL, "tpe"])
