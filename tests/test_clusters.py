@@ -19,6 +19,7 @@ from dynamiccl.envs.bench.scores import LossAccount, summary
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.search import Search
+from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.envs.sim.jobs import assemble, computing, draw_jobs, oracle
 from dynamiccl.envs.sim.noise import log_uniform
@@ -267,7 +268,7 @@ def _played(jobs, tables):
     ledger = LossAccount(jobs, oracle(calm)[1])
     sims = SimSearch(jobs, Prior.load(), rng, windows=(windows := AccountedWindows(jobs, rng, ledger)))
     if tables is not None:
-        told, seen = windows.begin(sims.rules.profile_steps)
+        told, seen = windows.begin(SearchConfig().profile_steps)
         begun = zip(told, seen, tables, strict=True)
         sims.searches = [Search(job, default, Prior.load(), first=table) for job, default, table in begun]
     play(policy, sims, ledger)
