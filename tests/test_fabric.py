@@ -185,7 +185,7 @@ def test_noise_is_repeatable_centred_and_has_a_heavy_tail():
     assert 0.008 < np.quantile(draws, 0.84) - 1 < 0.02
     assert 0.0001 < (draws > 1.1).mean() < 0.001 and draws.max() < 6
     assert isinstance(float(f.noise(np.random.default_rng(1))), float)
-    assert 1e3 < f.connect_us < 1e5
+    assert 1e3 < f.truth.connect_us[0] < 1e5
 
 
 def test_seeds_draw_other_fabrics_and_zero_is_the_documented_one():

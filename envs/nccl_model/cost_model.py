@@ -62,18 +62,12 @@ def choice(cluster: Cluster, func: str, n_bytes: int, cost: Array | None = None)
 
     ``cost`` (7, 3) may be a table that a tuner has changed. Raises ValueError when nothing is offered.
     """
-    if cost is None:
-        return _own_choice(cluster, func, int(n_bytes))
+    cost = cost_table(cluster, func, n_bytes) if cost is None else cost
     flat = np.where(cost >= 0, cost, np.inf).ravel()
     best = int(flat.argmin())
     if not np.isfinite(flat[best]):
         raise ValueError("the cost table offers nothing: every entry is below zero")
     return ALGOS[best // N_PROTOS], PROTOS[best % N_PROTOS]
-
-
-@functools.lru_cache(maxsize=65536)
-def _own_choice(cluster: Cluster, func: str, n_bytes: int) -> tuple[str, str]:
-    return choice(cluster, func, n_bytes, cost_table(cluster, func, n_bytes))
 
 
 @functools.lru_cache(maxsize=65536)

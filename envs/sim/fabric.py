@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -208,8 +209,8 @@ class Fabric:
 
     def __init__(self, fleet: ClusterArrays, truth: FabricParams) -> None:
         self.fleet, self.truth = fleet, truth
-        self._cache: dict[tuple[str, int, str, str, int], float] = {}
-        self._beside: dict[tuple[str, int, str, str, int], tuple[float, float, float]] = {}
+        # A running job asks for few calls, and for these again and again.
+        self.time_us, self.beside = lru_cache(100_000)(self._time_us), lru_cache(100_000)(self._beside)
 
     @classmethod
     def of(cls, cluster: Cluster, seed: int | None = None) -> Fabric:
@@ -291,17 +292,8 @@ class Fabric:
         # A ring over many nodes fills its network ports; the links within the nodes carry as much and have more.
         return sms + memory, np.where(many, 0.3 * use, use), np.where(many, use, 0.0)
 
-    def time_us(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> float:
-        """Microseconds of one collective alone, without noise; cached. Raises ValueError for an unknown pair."""
-        key = (func, n_bytes, algo, proto, n_channels)
-        us = self._cache.get(key)
-        if us is None:
-            if len(self._cache) > 100_000:
-                self._cache.clear()
-            us = self._cache[key] = self._time_us(*key)
-        return us
-
     def _time_us(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> float:
+        """Microseconds of one collective alone, without noise. Raises ValueError for an unknown pair."""
         size, count = np.array([n_bytes]), np.array([[n_channels]])
         if func == "all_reduce":
             # The tuner leaves it alone: a ring adds and then copies; a tree or NVLS_TREE does both in few rounds.
@@ -321,17 +313,14 @@ class Fabric:
         pair, rs = PAIRS.index((algo, proto)), np.array([func == "reduce_scatter"])
         return float(self.times_us(rs, size, np.array([[pair]]), count)[0, 0])
 
-    def beside(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> tuple[float, float, float]:
+    def _beside(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> tuple[float, float, float]:
         """What one collective does to what runs beside it, see :meth:`overlap`; of an all_reduce, as its ring would."""
-        key = (func, n_bytes, algo, proto, n_channels)
-        if (found := self._beside.get(key)) is None:
-            us = np.array([[self.time_us(*key)]])
-            pair = PAIRS.index((algo, proto)) if (algo, proto) in PAIRS else PAIRS.index(("ring", proto))
-            moved = n_bytes * 2 if func == "all_reduce" else n_bytes
-            is_rs, size, ran = np.array([func != "all_gather"]), np.array([moved]), np.array([[n_channels]])
-            slow, near, far = self.overlap(is_rs, size, np.array([[pair]]), ran, us)
-            found = self._beside[key] = (float(slow[0, 0]), float(near[0, 0]), float(far[0, 0]))
-        return found
+        us = np.array([[self.time_us(func, n_bytes, algo, proto, n_channels)]])
+        pair = PAIRS.index((algo, proto)) if (algo, proto) in PAIRS else PAIRS.index(("ring", proto))
+        moved = n_bytes * 2 if func == "all_reduce" else n_bytes
+        is_rs, size, ran = np.array([func != "all_gather"]), np.array([moved]), np.array([[n_channels]])
+        slow, near, far = self.overlap(is_rs, size, np.array([[pair]]), ran, us)
+        return float(slow[0, 0]), float(near[0, 0]), float(far[0, 0])
 
     def slowdown(self, n_channels: int) -> float:
         """Share by which compute slows that overlaps one collective on that many channels."""
@@ -343,11 +332,6 @@ class Fabric:
         factor = np.exp(rng.normal(0.0, float(self.truth.noise[0]), size))
         late = rng.random(size) < float(self.truth.tail[0])
         return np.where(late, factor * (1.1 + np.minimum(rng.pareto(1.5, size), 3.9)), factor)
-
-    @property
-    def connect_us(self) -> float:
-        """What the first use of an algorithm on a communicator costs, once."""
-        return float(self.truth.connect_us[0])
 
 
 def soft_min(a: Array, b: Array, knee: Array) -> Array:

@@ -38,7 +38,6 @@ from .settings import Emulated
 TIMED = ("all_gather", "reduce_scatter", "all_reduce")
 DEPTH = 1024  # collectives that one rank may be ahead of another
 
-
 #: The communicators of this process: they share the rank's links. One thread at a time deals with them.
 _LINES: weakref.WeakSet[Timeline] = weakref.WeakSet()
 _LOCK = threading.RLock()
@@ -183,7 +182,7 @@ class Timeline:
         us *= float(self._fabric.noise(rng))
         if algo not in self._connected:  # NCCL connects an algorithm at its first use
             self._connected.add(algo)
-            us += self._fabric.connect_us
+            us += float(self._fabric.truth.connect_us[0])
         return int(us * 1e3)
 
     def _resolve(self, c: Collective) -> None:
