@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Folder -> most lines of (Python, C). Whoever adds beyond these takes something away first.
 CEILINGS = {
     "agent": (7_615, 0),
-    "envs": (5_225, 0),
+    "envs": (5_190, 0),
     "envs/nccl": (2_585, 2_175),
-    "envs/sim": (3_070, 165),
+    "envs/sim": (3_105, 165),
     "traces": (2_700, 0),
     "zero_workload": (2_505, 0),
 }

@@ -11,10 +11,11 @@ from dynamiccl.agent.bench.run import entrants
 from dynamiccl.agent.bench.spread import spread
 from dynamiccl.agent.policies.classical import make_classical
 from dynamiccl.envs.bench.job_arena import play
-from dynamiccl.envs.bench.job_suites import FAMILIES, draw_suite
 from dynamiccl.envs.bench.scores import HORIZONS
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.watch import SearchConfig
+from dynamiccl.envs.sim.family import HELD_OUT, STANDARD
+from make_job_suites import draw_suite
 
 #: What :func:`fit` tries for each entrant, first the settings themselves, then when it ends.
 GRID = {
@@ -48,7 +49,7 @@ def fit(processes=2, progress=lambda line: None, jobs=FIT_JOBS):
 def fit_one(item):
     """The best settings of one entrant, and all that were tried, best first."""
     name, jobs = item
-    suites = [draw_suite("fit", family, FIT_SEED, jobs) for family in FAMILIES.values()]
+    suites = [draw_suite("fit", family, FIT_SEED, jobs) for family in (STANDARD, HELD_OUT)]
     tried = []
 
     def try_all(candidates):

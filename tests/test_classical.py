@@ -13,13 +13,13 @@ from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.classical import CLASSICAL, Turn, make_classical
 from dynamiccl.agent.policies.lstm import LstmPolicy
 from dynamiccl.envs.bench.job_arena import play
-from dynamiccl.envs.bench.job_suites import draw_suite
 from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.sim.jobs import STANDARD
 from dynamiccl.traces.records import CHANNELS, PAIRS
 from dynamiccl.traces.spaces import N_CHANNELS, N_CONFIGS
+from make_job_suites import draw_suite
 
 Array = np.ndarray[Any, Any]
 RING = PAIRS.index(("ring", "simple"))

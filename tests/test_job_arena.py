@@ -76,11 +76,11 @@ def test_every_step_is_billed_under_what_ran(calm):
     other = np.zeros(SLOTS, int)
     other[0] = np.flatnonzero(jobs.mask[2, 0])[-1]
     configs = other[: jobs.n_slots[2]]
-    at = jobs.at.copy()
+    at = jobs.noise.at.copy()
     seen = windows.measure([2], [Plan("search", configs, 7, 2)])
     pace = jobs.step_us(other[None], [2])[0][0] / jobs.default_us[2]
     assert seen[0].billed == 7 + 2 + SWITCH_STEPS == ledger.steps[2] and ledger.steps.sum() == ledger.steps[2]
-    assert ledger.lost[2] == pytest.approx(9 * (pace - 1)) and jobs.at[2] - at[2] == ledger.steps[2]
+    assert ledger.lost[2] == pytest.approx(9 * (pace - 1)) and jobs.noise.at[2] - at[2] == ledger.steps[2]
 
 
 @pytest.mark.parametrize(("wait", "is_refused"), [(work, True), (time.sleep, False)])
@@ -97,10 +97,10 @@ def test_where_nothing_helps_nothing_is_gained_and_little_lost(calm):
     """A/A: every config is the default, but for what the first use of an algorithm costs. The jobs themselves are left
     as they were."""
     jobs = without_gain(calm[0])
-    at = jobs.at.copy()
+    at = jobs.noise.at.copy()
     for policy in (Idle(), ExpectedImprovement()):
         scores = played(policy, jobs, jobs.default_us)
-        assert (jobs.at == at).all()
+        assert (jobs.noise.at == at).all()
         most = 0.0 if isinstance(policy, Idle) else 1.0
         assert scores.lost.min() > -1e-3 and scores.lost.max() < most + 1e-3
         assert scores.gain == pytest.approx(0, abs=1e-6)

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, Jobs, draw_jobs, oracle
+from dynamiccl.envs.sim.unseen import UNSEEN
 
 FAMILIES = {"standard": STANDARD.only("plain"), "held-out": HELD_OUT.only("plain")}
 
@@ -16,9 +17,10 @@ def jobs(request):
 
 def test_the_same_seed_draws_the_same_jobs():
     one, again = (draw_jobs(STANDARD, np.random.default_rng(3), 24) for _ in range(2))
-    assert (again.label == one.label).all() and (again.default_us == one.default_us).all()
+    assert (again.which == one.which).all() and (again.sites.fleet.n_nodes == one.sites.fleet.n_nodes).all()
+    assert (again.default_us == one.default_us).all()
     assert (again.tables.us == one.tables.us).all() and (again.mask == one.mask).all()
-    assert (again.world == one.world).all() and len(set(again.world.tolist())) == len(STANDARD.worlds)
+    assert (again.sites.world == one.sites.world).all() and len(set(again.sites.world.tolist())) == len(STANDARD.worlds)
 
 
 def test_the_default_step_waits_as_drawn_and_slots_are_ordered(jobs):
@@ -53,9 +55,9 @@ def test_windows_are_noisy_about_the_truth_and_time_goes_on(jobs):
     jobs.noise.sampled[0] = 0
     none, rng = np.zeros((len(jobs), SLOTS), int), np.random.default_rng(0)
     n_steps = np.where(np.arange(len(jobs)) == 1, 0, 400)
-    before = jobs.at.copy()
+    before = jobs.noise.at.copy()
     steps, call_us = jobs.window(none, n_steps, rng)
-    assert (jobs.at - before == n_steps).all() and steps.shape == (len(jobs), 400)
+    assert (jobs.noise.at - before == n_steps).all() and steps.shape == (len(jobs), 400)
     assert np.isnan(steps[1]).all() and np.isnan(call_us[:2]).all()
     on = n_steps > 0
     apart = np.abs(np.median(steps[on], axis=1) / jobs.default_us[on] - 1)
@@ -95,10 +97,11 @@ def test_joined_jobs_are_the_jobs():
         Jobs.join(parts)
 
 
-@pytest.mark.parametrize("world", STANDARD.worlds)
+@pytest.mark.parametrize("world", [*STANDARD.worlds, *UNSEEN.worlds])
 @pytest.mark.parametrize(("n_slots", "most"), [(2, 300), (4, 6000)])
 def test_the_oracle_is_the_best_of_all_joint_configs_on_small_jobs(world, n_slots, most):
-    jobs = draw_jobs(STANDARD.only(world), np.random.default_rng(6), 250)
+    family = UNSEEN if world in UNSEEN.worlds else STANDARD
+    jobs = draw_jobs(family.only(world), np.random.default_rng(6), 250)
     tables = np.where(np.arange(SLOTS) < n_slots, jobs.mask.sum(axis=2), 1).prod(axis=1)
     jobs = jobs.take(np.flatnonzero((jobs.n_slots == n_slots) & (tables <= most))[:8])
     assert len(jobs) == 8

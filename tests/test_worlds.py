@@ -36,9 +36,9 @@ def apart_from_additive(jobs, n=40):
 
 def test_a_family_is_a_mixture_and_one_world_of_it_can_be_drawn():
     jobs = draw_jobs(STANDARD, np.random.default_rng(0), 300)
-    counts = np.bincount(jobs.world, minlength=len(WORLDS))
+    counts = np.bincount(jobs.sites.world, minlength=len(WORLDS))
     assert (counts[: len(STANDARD.worlds)] > 35).all() and counts.sum() == 300
-    assert set(drawn("tails", 7).world.tolist()) == {WORLDS.index("tails")}
+    assert set(drawn("tails", 7).sites.world.tolist()) == {WORLDS.index("tails")}
     with pytest.raises(ValueError, match="has no world unseen"):
         STANDARD.only("unseen")
 
@@ -89,7 +89,7 @@ def test_what_moves_changes_which_config_is_best_and_the_usual_step_is_its_mean(
     place, slot, config = np.nonzero(jobs.mask & (np.arange(SLOTS)[:, None] < jobs.n_slots[:, None, None]))
     single = np.zeros((len(place), SLOTS), int)
     single[np.arange(len(place)), slot] = config
-    first, period, best, usual = jobs.at, jobs.sites.extras.period, [], []
+    first, period, best, usual = jobs.noise.at, jobs.sites.extras.period, [], []
     for k in range(40):
         jobs.noise.at = (first + k * period / 40).astype(int)
         usual.append(jobs.step_us(configs)[0])
@@ -110,13 +110,13 @@ def test_the_first_use_of_an_algorithm_is_paid_once():
     other[some, 0] = 32 + jobs.mask[some, 0, 32:].argmax(axis=1)
     rng = np.random.default_rng(0)
     jobs.window(np.zeros_like(other), 2, rng)
-    assert (jobs.connecting_us == 0).all(), "the default's were connected before"
+    assert (jobs.first_use.spent_us == 0).all(), "the default's were connected before"
     apart = jobs.take(some)
     steps, _ = apart.window(other[some], 1, np.random.default_rng(1))
-    assert (apart.connecting_us == apart.first_use.us).all() and (jobs.connecting_us == 0).all()
+    assert (apart.first_use.spent_us == apart.first_use.us).all() and (jobs.first_use.spent_us == 0).all()
     assert (steps[:, 0] > apart.first_use.us).all()
     apart.window(other[some], 1, rng)
-    assert (apart.connecting_us == apart.first_use.us).all()
+    assert (apart.first_use.spent_us == apart.first_use.us).all()
 
 
 def test_in_the_wide_world_channels_are_not_smooth_and_calls_steal():
@@ -134,7 +134,7 @@ def test_a_world_may_bring_a_mechanism_of_its_own():
     def double(jobs, rng):
         jobs.tables.us[:, :, 1:] *= 2
 
-    own = STANDARD.of(dataclasses.replace(STANDARD.parts[0], name="unseen", hook=double))
+    own = STANDARD.of(dataclasses.replace(STANDARD.parts[0], name="rail", hook=double))
     jobs, plain = (draw_jobs(f, np.random.default_rng(1), 6) for f in (own, STANDARD.of(STANDARD.parts[0])))
-    assert (jobs.world == WORLDS.index("unseen")).all()
+    assert (jobs.sites.world == WORLDS.index("rail")).all()
     assert (jobs.tables.us[:, :, 1:] == 2 * plain.tables.us[:, :, 1:]).all()

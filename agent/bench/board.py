@@ -165,7 +165,7 @@ class Board:
 
     def by_slots(self, name: str) -> dict[str, dict[str, Any]]:
         """Gain delivered and time lost by the number of slots of a job."""
-        scores, slots = self.scores[name], np.asarray(self.suite.n_slots)[self.rows_of[name]]
+        scores, slots = self.scores[name], np.asarray(self.suite.jobs.n_slots)[self.rows_of[name]]
         found = {}
         for said, low, high in (("2-4", 0, 4), ("5-7", 5, 7), ("8-10", 8, 99)):
             part = scores.take(np.flatnonzero((slots >= low) & (slots <= high)))
@@ -199,13 +199,13 @@ def filed_results(suite: str, root: Path | None = None) -> dict[str, Any]:
 
 
 def put_on_record(suite: str, submissions: Sequence[Mapping[str, Any]], root: Path | None = None) -> list[Path]:
-    """Write a suite's results to ``envs/results/`` and both suites' tables into ``envs/README.md``; returns the files.
+    """Write a suite's results to ``envs/results/`` and all suites' tables into ``envs/README.md``; returns the files.
 
     Entrants on record that were not played now stay, as long as they are of the same jobs. ``root`` is the checkout.
     Raises ValueError when the suite is not a shipped one.
     """
     if suite not in SUITES:
-        raise ValueError(f"only the results of {' and '.join(SUITES)} go on record, not those of {suite}")
+        raise ValueError(f"only the results of {', '.join(SUITES)} go on record, not those of {suite}")
     root = root or Path(__file__).resolve().parents[2]
     file, readme = root / "envs" / RESULTS / _file_of(suite), root / "envs" / "README.md"
     played = {str(s["entrant"]): s for s in submissions}

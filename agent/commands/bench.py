@@ -17,7 +17,7 @@ def bench(
     policy: Annotated[
         list[str] | None, Option(help="A known policy, FILE.npz or MODULE:NAME; repeat for more. Default: all known.")
     ] = None,
-    suite: Annotated[str, Option(help="standard, held-out, or a file.")] = "standard",
+    suite: Annotated[str, Option(help="standard, held-out, unseen, or a file.")] = "standard",
     jobs: Annotated[int, Option(min=0, help="Play so many jobs of the suite, evenly over it; 0: all of them.")] = 0,
     out: Annotated[Path, Option(help="Folder for submissions and the board.")] = Path("runs/bench"),
     processes: Annotated[int, Option(min=1, help="Entrants played at the same time.")] = 2,

@@ -20,16 +20,17 @@ import numpy as np
 from ..search.belief import Prior
 from ..search.watch import SearchConfig
 from ..sim.family import HELD_OUT, STANDARD, WORLDS, JobFamily
-from ..sim.jobs import SLOTS, Jobs, draw_jobs, oracle
+from ..sim.jobs import SLOTS, Jobs, draw_jobs
 from ..sim.noise import NoiseStream
+from ..sim.unseen import UNSEEN
 from ..sim.windows import SimSearch
 from .job_arena import AccountedWindows
-from .scores import LossAccount, Scores, bootstrap
+from .scores import LossAccount, Scores
 from .strata import SUITES
 
 Array = np.ndarray[Any, Any]
 
-FAMILIES = {family.name: family for family in (STANDARD, HELD_OUT)}
+FAMILIES = {family.name: family for family in (STANDARD, HELD_OUT, UNSEEN)}
 #: What a fresh draw may differ from the record by: the last digits of another machine's arithmetic.
 SAME = 1e-4
 
@@ -58,18 +59,13 @@ class JobSuite:
     @property
     def strata(self) -> Array:
         """The world of each job, (n,) str."""
-        return np.array(WORLDS)[self.jobs.world]
+        return np.array(WORLDS)[self.jobs.sites.world]
 
     @property
     def digest(self) -> str:
         """Twelve hex digits that change with the jobs."""
         told = [self.family.name, self.family.version, self.seed, self.each, self.picked.tolist()]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
-
-    @property
-    def n_slots(self) -> Array:
-        """Slots of each job, (n,)."""
-        return self.jobs.n_slots
 
     def open(self, rows: Array, seed: int, prior: Prior, rules: SearchConfig) -> tuple[SimSearch, LossAccount]:
         """Searches on the jobs at ``rows``, and their bill. In its step t a job meets the same noise, whoever plays."""
@@ -86,24 +82,6 @@ class JobSuite:
             found[name] = ledger.scores()
         return found
 
-    def record(self) -> dict[str, Any]:
-        """What a file holds."""
-        return {
-            "suite": self.name,
-            "family": self.family.name,
-            "version": self.family.version,
-            "seed": self.seed,
-            "each": self.each,
-            "figures": figures(self),
-            "default_us": [round(float(us), 3) for us in self.jobs.default_us],
-            "best": ["".join(f"{c:02x}" for c in row) for row in self.best],
-            "gain": [round(float(g), 6) for g in self.gain],
-        }
-
-    def save(self, path: Path) -> None:
-        """Write the record."""
-        path.write_text(json.dumps(self.record(), indent=0) + "\n")
-
     @classmethod
     def load(cls, name: str | Path, most: int | None = None) -> JobSuite:
         """A shipped suite (one of SUITES) or a file; ``most`` jobs of it, evenly over the strata.
@@ -119,7 +97,7 @@ class JobSuite:
             n = len(told["gain"])
             picked = np.linspace(0, n - 1, n if most is None else most).astype(int)
             best = np.array([list(bytes.fromhex(row)) for row in told["best"]])[picked]
-            jobs = _drawn(family, int(told["seed"]), int(told["each"])).take(picked)
+            jobs = drawn(family, int(told["seed"]), int(told["each"])).take(picked)
             off = np.abs(jobs.default_us / np.array(told["default_us"])[picked] - 1)
             if (off <= SAME).all():
                 best_us = jobs.usual_us(best)
@@ -135,39 +113,15 @@ class JobSuite:
         return suite
 
 
-def _drawn(family: JobFamily, seed: int, each: int) -> Jobs:
+def drawn(family: JobFamily, seed: int, each: int) -> Jobs:
     """``each`` jobs of every world of a family."""
     parts = enumerate(family.only(world) for world in family.worlds)
     return Jobs.join([draw_jobs(part, np.random.default_rng([seed, k]), each) for k, part in parts])
 
 
-def draw_suite(name: str, family: JobFamily, seed: int, n: int) -> JobSuite:
-    """About ``n`` jobs, equally many of each world."""
-    each = max(n // len(family.worlds), 1)
-    jobs = _drawn(family, seed, each)
-    best, best_us = oracle(jobs)
-    return JobSuite(name, family, seed, each, np.arange(len(jobs)), jobs, best, best_us)
-
-
 def quickest_alone(jobs: Jobs) -> Array:
     """For each slot the config whose call alone is quickest, as an offline sweep finds it, (n, SLOTS)."""
     return np.asarray(np.where(jobs.mask, jobs.tables.us, np.inf).argmin(axis=2))
-
-
-def figures(suite: JobSuite) -> dict[str, dict[str, Any]]:
-    """What needs no entrant, of each world: what there is to gain, and what an offline sweep of single calls makes of
-    it.
-
-    Means over jobs with 95 % intervals; a fresh draw's must lie within them, which a test looks after.
-    """
-    sweep = 1 - suite.jobs.usual_us(quickest_alone(suite.jobs)) / suite.jobs.default_us
-    found: dict[str, dict[str, Any]] = {}
-    for world in suite.family.worlds:
-        rows, row = suite.strata == world, found.setdefault(world, {})
-        for name, values in (("oracle_gain", suite.gain[rows]), ("sweep_gain", sweep[rows])):
-            if len(values):
-                row |= {name: round(float(values.mean()), 5), f"{name}_ci95": bootstrap(values)}
-    return found
 
 
 assert SLOTS * 2 < 256

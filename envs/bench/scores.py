@@ -130,7 +130,7 @@ class LossAccount:
     def scores(self) -> Scores:
         """What it came to. After what was billed a job goes on as it did in the end, or under its table."""
         pace = self.jobs.usual_us(self.final) / self.jobs.usual_us(np.zeros_like(self.final))
-        billed = self.lost + self.jobs.connecting_us / self.jobs.default_us
+        billed = self.lost + self.jobs.first_use.spent_us / self.jobs.default_us
         with np.errstate(invalid="ignore"):
             goes_on = np.where(self.after > 0, self.lost_after / self.after, pace - 1)
             default_share = np.where(self.after > 0, self.default_after / self.after, np.nan)

@@ -11,7 +11,7 @@ from importlib import resources
 import numpy as np
 
 #: Shipped suites; a changed suite gets a new number.
-SUITES = {"standard": "jobs_standard_4.json", "held-out": "jobs_held_out_4.json"}
+SUITES = {"standard": "jobs_standard_4.json", "held-out": "jobs_held_out_4.json", "unseen": "jobs_unseen_1.json"}
 
 
 def percentile_of_gain(saved: float, name: str = "standard") -> dict[str, float]:

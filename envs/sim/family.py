@@ -22,8 +22,8 @@ from .noise import NoiseFamily, Range, log_uniform
 from .worlds import Extra
 
 Array = np.ndarray[Any, Any]
-#: ``Jobs.world`` counts them. The last is for a world that nothing was trained on.
-WORLDS = ("plain", "interaction", "tails", "moving", "wide", "unseen")
+#: ``SampledClusters.world`` counts them. Those from ``sms`` on are of :mod:`.unseen`: nothing was trained on them.
+WORLDS = ("plain", "interaction", "tails", "moving", "wide", "sms", "meeting", "dip", "rail", "nothing")
 
 
 @dataclass(frozen=True)

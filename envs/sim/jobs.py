@@ -33,11 +33,8 @@ __all__ = ["HELD_OUT", "SLOTS", "STANDARD", "JobFamily", "Jobs", "SampledCluster
 def draw_jobs(kind: JobFamily, rng: np.random.Generator, n: int) -> Jobs:
     """``n`` jobs of a family, each at its first steps; ``kind.only(world)`` draws those of one world."""
     which = rng.integers(0, len(kind.parts), n)
-    found = []
-    for k, part in enumerate(kind.parts):
-        count = int((which == k).sum())
-        if count:
-            found.append(_draw(part, rng, count))
+    counts = np.bincount(which, minlength=len(kind.parts)).tolist()
+    found = [_draw(part, rng, count) for part, count in zip(kind.parts, counts, strict=True) if count]
     order = np.argsort(which, kind="stable")
     return Jobs.join(found).take(np.argsort(order))
 
@@ -72,6 +69,7 @@ def _draw(kind: World, rng: np.random.Generator, n: int) -> Jobs:
         squeeze=log_uniform(rng, c.squeeze, n),
         serial=np.where(rng.random(n) < c.serial, rng.uniform(*c.limit, n) * most, 0.0),
         port=np.where(rng.random(n) < c.port, log_uniform(rng, c.port_size, n), 0.0),
+        **{name: np.zeros(n) for name in ("knee", "steep")},
     )
     extras = Extras.draw(kind.extra, works.n_slots[which], rng)
     world = np.full(n, WORLDS.index(kind.name))

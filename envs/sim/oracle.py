@@ -25,7 +25,8 @@ def oracle(jobs: Jobs, passes: int = 4) -> tuple[Array, Array]:
     alone = np.where(jobs.mask, jobs.tables.us, np.inf).argmin(axis=2)
     (a, a_us), (b, b_us) = (_climb(jobs, start, passes) for start in (np.zeros_like(alone), alone))
     law, extras = jobs.sites.law, jobs.sites.extras
-    rows = np.flatnonzero((extras.joint > 0) | (law.budget > 0) | (law.serial > 0) | (law.port > 0))
+    strong = (law.crowd > 0.5) | (law.steep > 0)  # more than any job that trains
+    rows = np.flatnonzero(strong | (extras.joint > 0) | (law.budget > 0) | (law.serial > 0) | (law.port > 0))
     if len(rows):
         some, rng = jobs.take(rows), np.random.default_rng(0)
         starts = [a[rows], b[rows]]

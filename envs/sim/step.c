@@ -10,12 +10,15 @@
 
 #define MAX_STREAMS 16
 
-enum { LAW_CROWD, LAW_POWER, LAW_SATURATION, LAW_DRAG, LAW_BUDGET, LAW_SQUEEZE, LAW_SERIAL, LAW_PORT, N_LAW };
 #define N_PORTS 4
 
 typedef struct {
   double us, slow, near, far, crowd, channels, port;
 } call_t;
+
+typedef struct {
+  double crowd, power, saturation, drag, budget, squeeze, serial, port, knee, steep;
+} law_t;
 
 typedef struct {
   int32_t n_ops, n_streams;
@@ -24,7 +27,7 @@ typedef struct {
   const int32_t *after_at, *after;
 } step_t;
 
-static double run(const step_t* w, const call_t* calls, double scale, const double* law, double* slot_us,
+static double run(const step_t* w, const call_t* calls, double scale, const law_t* law, double* slot_us,
                   double* exposed, double* begin, double* end, double* bare, uint8_t* done, int32_t* next) {
   int32_t head[MAX_STREAMS];
   double left[MAX_STREAMS], pace[MAX_STREAMS], since[MAX_STREAMS], alone[MAX_STREAMS];
@@ -52,11 +55,7 @@ static double run(const step_t* w, const call_t* calls, double scale, const doub
         if (i < 0) continue;
         if (!running[s]) {
           int ready = 1;
-          for (int32_t k = w->after_at[i]; k < w->after_at[i + 1]; k++)
-            if (!done[w->after[k]]) {
-              ready = 0;
-              break;
-            }
+          for (int32_t k = w->after_at[i]; k < w->after_at[i + 1] && ready; k++) ready = done[w->after[k]];
           if (!ready) continue;
           running[s] = 1;
           since[s] = now;
@@ -97,7 +96,7 @@ static double run(const step_t* w, const call_t* calls, double scale, const doub
       if (only < 0 || since[s] < since[only]) only = s;
     }
     if (n_coll + n_comp == 0) return -1.0; /* they wait for each other */
-    if (n_coll > 1 && law[LAW_SERIAL] > 0.0 && channels > law[LAW_SERIAL]) {
+    if (n_coll > 1 && law->serial > 0.0 && channels > law->serial) {
       const call_t* c = &calls[w->slot[head[only]]];
       slow = c->slow, near = c->near, far = c->far, crowd = c->crowd, channels = c->channels;
       memset(on_port, 0, sizeof on_port);
@@ -105,9 +104,10 @@ static double run(const step_t* w, const call_t* calls, double scale, const doub
     } else {
       only = -1;
     }
+    slow += law->steep * fmax(channels - law->knee, 0.0);
     double squeezed = 1.0;
-    if (n_coll > 1 && law[LAW_BUDGET] > 0.0 && channels > law[LAW_BUDGET])
-      squeezed += law[LAW_SQUEEZE] * (channels / law[LAW_BUDGET] - 1.0);
+    if (n_coll > 1 && law->budget > 0.0 && channels > law->budget)
+      squeezed += law->squeeze * (channels / law->budget - 1.0);
     double passed = INFINITY;
     int first = -1;
     for (int s = 0; s < w->n_streams; s++) {
@@ -115,7 +115,7 @@ static double run(const step_t* w, const call_t* calls, double scale, const doub
       int32_t k = w->slot[head[s]];
       double p = 1.0;
       if (k < 0) {
-        p += slow + law[LAW_SATURATION] * slow * slow;
+        p += slow + law->saturation * slow * slow;
       } else if (only >= 0 && s != only) {
         pace[s] = INFINITY;
         continue;
@@ -123,11 +123,11 @@ static double run(const step_t* w, const call_t* calls, double scale, const doub
         double load = 1.0;
         if (calls[k].near > 0 && near > load) load = near;
         if (calls[k].far > 0 && far > load) load = far;
-        if (load > 1.0) p = law[LAW_POWER] == 1.0 ? load : pow(load, law[LAW_POWER]);
-        p *= 1.0 + law[LAW_CROWD] * (crowd - calls[k].crowd);
-        if (n_comp) p *= 1.0 + law[LAW_DRAG];
+        if (load > 1.0) p = law->power == 1.0 ? load : pow(load, law->power);
+        p *= 1.0 + law->crowd * (crowd - calls[k].crowd);
+        if (n_comp) p *= 1.0 + law->drag;
         p *= squeezed;
-        if (calls[k].port > 0.0 && on_port[(int)calls[k].port] > 1) p *= 1.0 + law[LAW_PORT];
+        if (calls[k].port > 0.0 && on_port[(int)calls[k].port] > 1) p *= 1.0 + law->port;
       }
       pace[s] = p;
       if (left[s] * p < passed) passed = left[s] * p, first = s;
@@ -157,7 +157,7 @@ __attribute__((visibility("default"))) int dynamiccl_steps(
     double *us = slot_us + (size_t)j * (size_t)n_calls, *open = exposed + (size_t)j * (size_t)n_calls;
     memset(us, 0, sizeof(double) * (size_t)n_calls);
     memset(open, 0, sizeof(double) * (size_t)n_calls);
-    total[j] = run(&w, mine, scale[j], law + (size_t)j * N_LAW, us, open, begin, end, bare, done, next);
+    total[j] = run(&w, mine, scale[j], (const law_t*)law + j, us, open, begin, end, bare, done, next);
     if (total[j] < 0) return 1 + j;
   }
   return 0;

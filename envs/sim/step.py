@@ -51,7 +51,7 @@ class Law(Columns):
     A call runs ``max(1, load) ** power`` times as long, where ``load`` is the sum of what all running calls take of the
     link that it uses (links are shared, as by processor sharing), times ``1 + crowd`` for each unit of ``Calls.crowd``
     beside it, times ``1 + drag`` beside compute. Compute runs ``1 + s + saturation * s * s`` times as long, ``s`` the
-    sum of the slowdowns of the calls beside it.
+    sum of the slowdowns of the calls beside it, and ``steep`` for each of their channels beyond ``knee``.
 
     Calls side by side that together have more channels than ``budget`` take ``1 + squeeze * (channels / budget - 1)``
     times as long; with more than ``serial`` the later one waits until the earlier has ended; and those on the same
@@ -66,9 +66,11 @@ class Law(Columns):
     squeeze: Any = 0.0
     serial: Any = 0.0
     port: Any = 0.0
+    knee: Any = 0.0
+    steep: Any = 0.0
 
     def rows(self, n: int) -> Array:
-        """(n, 8) as step.c reads it."""
+        """(n, 10) as step.c reads it."""
         return _side_by_side(n, vars(self))
 
 

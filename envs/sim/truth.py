@@ -94,27 +94,6 @@ class Jobs(Columns):
     first_use: FirstUse
     sites: SampledClusters
 
-    @property
-    def world(self) -> Array:
-        """Index into ``family.WORLDS`` of each, (n,)."""
-        return self.sites.world
-
-    @property
-    def connecting_us(self) -> Array:
-        """What first uses of algorithms have cost so far, (n,)."""
-        return self.first_use.spent_us
-
-    @property
-    def label(self) -> Array:
-        """Cluster and workload of each, (n,) str."""
-        shapes = zip(self.sites.fleet.n_nodes, self.sites.fleet.gpus_per_node, self.which, strict=True)
-        return np.array([f"{nodes} x {gpus} {self.works.names[w]}" for nodes, gpus, w in shapes])
-
-    @property
-    def at(self) -> Array:
-        """Steps that each job has run, (n,)."""
-        return self.noise.at
-
     def take(self, rows: Any) -> Self:
         """The jobs at ``rows`` (indices or flags), at the same time; they share only what never changes."""
         return super().take(np.arange(len(self))[rows])
@@ -218,7 +197,7 @@ class Jobs(Columns):
         moving, joint = np.flatnonzero(extras.moves[rows]), np.flatnonzero(extras.joint[rows])
         if len(moving):
             these, some = rows[moving], extras.take(rows[moving])
-            weight = some.weight(self.at[these]) if usual is None else some.usual_weights()[usual]
+            weight = some.weight(self.noise.at[these]) if usual is None else some.usual_weights()[usual]
             stretch = np.tile(stretch, (len(rows) // len(stretch), SLOTS + self.beside.shape[1]))
             pair = self._pair(configs[moving], these)
             stretch[moving, :SLOTS] *= np.exp(some.congestion(configs[moving], pair, weight))
@@ -230,5 +209,5 @@ class Jobs(Columns):
 
     def _weather(self, rows: Array) -> Array:
         size, period, phase = self.swing[rows].T
-        wave = 0.5 + 0.5 * np.sin(2 * np.pi * (self.at[rows] / period + phase))
+        wave = 0.5 + 0.5 * np.sin(2 * np.pi * (self.noise.at[rows] / period + phase))
         return np.asarray(1.0 + size * wave * np.where(self.sites.fleet.n_nodes[rows] > 1, 1.0, 0.2))
