@@ -24,7 +24,7 @@ _EXTRAS["prometheus_client"] = "metrics"
 COMMANDS = {
     "Tune a job": ("tune", "doctor", "apply", "env", "stop"),
     "Look at runs": ("show", "top", "clusters"),
-    "Before there is a run": ("advise", "model", "plan"),
+    "Before there is a run": ("advise", "model"),
     "Judge and train policies, check a machine": ("bench", "bench overhead", "lab gpu-check", "lab train"),
 }
 NAMES = tuple(name for names in COMMANDS.values() for name in names)

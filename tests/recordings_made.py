@@ -1,58 +1,38 @@
-"""Small recordings of a known job in formats whose tools are not here, written after their public descriptions."""
+"""A small recording of a known job, as PyTorch's profiler writes it on GPUs."""
 
 import json
-import sqlite3
 
 BASE = 1_763_719_000_000_000_000
 #: One step of a ZeRO-3 job: (func, whole bytes, us from the step's begin, us).
 STEP = [("all_gather", 64 << 20, 100, 400), ("all_gather", 64 << 20, 700, 410), ("reduce_scatter", 64 << 20, 1500, 500)]
 STEP_US, N_RANKS, N_STEPS, CHANNELS = 3000, 16, 6, 16
-NCCL_NAMES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter"}
 
 
-def nsys(path, sizes=True, compute=True):
-    """The tables and columns of NVIDIA's SQLite export that are read, of two GPUs."""
-    base = sqlite3.connect(path)
-    base.executescript(
-        "CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT NOT NULL);"
-        "CREATE TABLE NVTX_EVENTS (start INT, end INT, eventType INT, text TEXT, globalTid INT, textId INT,"
-        " jsonText TEXT);"
-        "CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INT, end INT, globalTid INT, correlationId INT, nameId INT);"
-        "CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INT, end INT, deviceId INT, contextId INT, streamId INT,"
-        " correlationId INT, globalPid INT, demangledName INT, shortName INT, gridX INT, gridY INT, gridZ INT);"
-        "INSERT INTO StringIds VALUES (1, 'ncclDevKernel_AllGather_RING_LL'), (2, 'gemm'), (3, 'ncclReduceScatter');"
-    )
-    correlation = 0
+def kineto(folder, compute=True):
+    """Two files, those of the first ranks of 16."""
+    folder.mkdir()
     for rank in (0, 1):
-        pid = 500 + rank
-        process, tid = pid << 24, pid << 24 | 77
-        for step in range(N_STEPS):
-            began = BASE + 1000 * step * STEP_US
-            mark = (began, began + 1000 * STEP_US - 1, 59, f"step {step}", tid, None, None)
-            base.execute("INSERT INTO NVTX_EVENTS VALUES (?,?,?,?,?,?,?)", mark)
-            for func, n_bytes, at, us in STEP:
-                correlation += 1
-                start = began + 1000 * at
-                payload = {"NCCL comm": "0x7f1234", "No. of ranks": N_RANKS, "Message size [bytes]": n_bytes // N_RANKS}
-                name = (None, 3) if func == "reduce_scatter" else ("ncclAllGather", None)
-                row = (
-                    start - 60_000,
-                    start - 20_000,
-                    59,
-                    name[0],
-                    tid,
-                    name[1],
-                    json.dumps(payload) if sizes else None,
-                )
-                base.execute("INSERT INTO NVTX_EVENTS VALUES (?,?,?,?,?,?,?)", row)
-                launch = (start - 40_000, start - 38_000, tid, correlation, 9)
-                base.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,?)", launch)
-                kernel = (start, start + 1000 * us, rank, 1, 20, correlation, process, 1, 1, CHANNELS, 1, 1)
-                base.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", kernel)
-            for k in range(20 if compute else 0):
-                start = began + 100_000 * k
-                kernel = (start, start + 90_000, rank, 1, 7, 0, process, 2, 2, 132, 1, 1)
-                base.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", kernel)
-    base.commit()
-    base.close()
-    return path
+        info = {"backend": "nccl", "rank": rank, "pid": 500 + rank, "nccl_version": "2.28.9"}
+        document = {"baseTimeNanoseconds": BASE, "distributedInfo": info, "traceEvents": _events(compute)}
+        (folder / f"rank{rank}.trace.json").write_text(json.dumps(document))
+    return folder
+
+
+def _events(compute):
+    group = {"Process Group Name": "0", "Process Group Ranks": str([*range(N_RANKS)]), "Group size": N_RANKS}
+    events = []
+
+    def add(kind, name, ts, dur, args=None):
+        events.append({"ph": "X", "cat": kind, "name": name, "ts": ts, "dur": dur, "args": args or {}})
+
+    for step in range(N_STEPS):
+        began = step * STEP_US
+        add("user_annotation", f"ProfilerStep#{step}", began, STEP_US - 0.001)
+        for func, n_bytes, at, us in STEP:
+            call = {**group, "Collective name": func, "dtype": "BFloat16", "External id": len(events)}
+            call |= {"In msg nelems": n_bytes // 2, "Out msg nelems": n_bytes // 2 // N_RANKS}
+            add("cpu_op", "record_param_comms", began + at - 60, 20, call)
+            add("kernel", "ncclDevKernel_Generic", began + at, us, {**call, "grid": [CHANNELS, 1, 1]})
+        for k in range(20 if compute else 0):
+            add("kernel", "gemm", began + 100 * k, 90)
+    return events

@@ -43,7 +43,7 @@ def test_exposure_is_the_time_without_a_kernel():
     assert exposed_ns(events.assign(rank=3), compute).isna().all()
 
 
-@pytest.mark.parametrize("source", ["kineto", "nsys", "flight-recorder"])
+@pytest.mark.parametrize("source", ["kineto", "flight-recorder"])
 def test_from_file_to_advice(tmp_path, source):
     path, place = sources(tmp_path)[source], "dgx-h100-2x8"
     if source == "flight-recorder":
@@ -121,7 +121,7 @@ def test_on_a_job_like_the_demo_the_advice_is_what_a_sweep_of_the_model_finds(ex
 def test_where_nothing_is_to_be_gained_it_says_so(tmp_path, monkeypatch):
     """A job that communicates 1 % of its step: no table, and the most that there could be."""
     monkeypatch.setattr(recordings_made, "STEP_US", 200_000)
-    path = recordings_made.nsys(tmp_path / "a.sqlite", compute=False)
+    path = recordings_made.kineto(tmp_path / "a", compute=False)
     result = run(path, "--cluster", "dgx-h100-2x8", "--json")
     told = json.loads(result.stdout)
     assert told["communication"] < 0.01 and told["gain"] is None
@@ -133,11 +133,11 @@ def test_where_nothing_is_to_be_gained_it_says_so(tmp_path, monkeypatch):
 
 def test_the_first_line_decides_and_few_steps_give_no_gain(tmp_path, monkeypatch):
     """Before: of six steps "saves 1.5 % [-5.8, 8.8]", which nobody can act on; what to do came last."""
-    few = json.loads(run(recordings_made.nsys(tmp_path / "few"), "--cluster", "dgx-h100-2x8", "--json").stdout)
+    few = json.loads(run(recordings_made.kineto(tmp_path / "few"), "--cluster", "dgx-h100-2x8", "--json").stdout)
     assert few["steps"] < 30 and few["gain"] is None and all(s["saves"] is None for s in few["slots"])
     assert any("6 steps are too few to say, 30 are needed" in note for note in few["unknown"])
     monkeypatch.setattr(recordings_made, "N_STEPS", 32)
-    path = recordings_made.nsys(tmp_path / "many")
+    path = recordings_made.kineto(tmp_path / "many")
     many = json.loads(run(path, "--cluster", "dgx-h100-2x8", "--json").stdout)
     assert many["steps"] >= 30 and many["possible"]["low"] < many["possible"]["high"]
     first = run(path, "--cluster", "dgx-h100-2x8").stdout.splitlines()[0]
@@ -211,11 +211,11 @@ def test_the_cluster_is_that_of_the_recorded_ranks(tmp_path):
 
 
 def test_what_is_exposed_is_told_to_the_belief_and_makes_it_surer(tmp_path):
-    trace = on_cluster(read_recording([recordings_made.nsys(tmp_path / "a.sqlite")]), named("dgx-h100-2x8"))
+    trace = on_cluster(read_recording([recordings_made.kineto(tmp_path / "a")]), named("dgx-h100-2x8"))
     seen = exposure(trace)
     assert seen and all(0 <= part <= 1 for part in seen.values())
     assert not exposure(
-        on_cluster(read_recording([recordings_made.nsys(tmp_path / "b.sqlite", compute=False)]), named("dgx-h100-2x8"))
+        on_cluster(read_recording([recordings_made.kineto(tmp_path / "b", compute=False)]), named("dgx-h100-2x8"))
     )
     belief = check_advice.belief_of(draw_jobs(STANDARD, np.random.default_rng(0), 1), 0, "no compute")
     before = belief.mean.copy(), belief.cov.copy()

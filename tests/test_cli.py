@@ -72,8 +72,8 @@ def test_many_options_stand_in_groups():
     ("words", "says"),
     [
         (["tuna"], "there is no command tuna: did you mean tune?"),
-        (["plan"], "the following arguments are required: --params, --ranks"),
-        (["plan", "--params", "7e9", "--ranks", "x"], "--ranks: 'x' is not a whole number"),
+        (["stop"], "the following arguments are required: RUN"),
+        (["top", "--every", "x"], "--every: 'x' is not a number"),
         (["stop", "--wait", "-1", "x"], "--wait: must be at least 0, not -1"),
         (["tune", "--log-level", "loud"], "--log-level: 'loud' is not one of debug, info, warning, error"),
         (["show", "x", "--", "job"], "unrecognized arguments: job"),

@@ -139,7 +139,7 @@ def test_a_profile_cut_anywhere_is_refused_and_whole_in_any_block_size(tmp_path,
 
 
 def test_the_made_job_is_read_as_it_was_made(tmp_path):
-    trace = on_cluster(read_recording([recordings_made.nsys(tmp_path / "recording")]), named("dgx-h100-2x8"))
+    trace = on_cluster(read_recording([recordings_made.kineto(tmp_path / "recording")]), named("dgx-h100-2x8"))
     one = trace.events[trace.events["rank"] == 0]
     kinds = [(func, n_bytes) for func, n_bytes, *_ in recordings_made.STEP]
     assert list(zip(one["func"], one["n_bytes"], strict=True)) == kinds * recordings_made.N_STEPS
@@ -149,11 +149,6 @@ def test_the_made_job_is_read_as_it_was_made(tmp_path):
     assert trace.events["rank"].nunique() == 2 and len(trace.compute) == 2 * 20 * recordings_made.N_STEPS
     assert abs(trace.steps["duration_ns"].median() - 1000 * recordings_made.STEP_US) <= 1000
     assert set(one.groupby("step").size()) == {3}
-
-
-def test_nsys_without_sizes_says_so(tmp_path):
-    with pytest.raises(TraceError, match="message size"):
-        read_recording([recordings_made.nsys(tmp_path / "a.sqlite", sizes=False)])
 
 
 REAL = Path(__file__).parent / "data" / "recordings"
@@ -236,7 +231,7 @@ def test_a_zip_is_called_one(tmp_path, source):
         archive.writestr("a.json", json.dumps(kineto(0)))
     with pytest.raises(TraceError) as refused:
         read_recording([tmp_path / "profiles.zip"], source)
-    assert "a zip: unpack it first" in str(refused.value) or source == "nsys"
+    assert "a zip: unpack it first" in str(refused.value)
 
 
 @pytest.mark.parametrize("source", FORMATS)

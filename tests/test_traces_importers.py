@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import pandas as pd
 import pytest
-import recordings_made
 from command import invoke
 from dynamiccl.agent.commands.show import tell
 from dynamiccl.agent.report.report import write_report
@@ -251,8 +250,7 @@ def sources(folder):
     made = {"kineto": json.dumps(kineto(0)), "flight-recorder": json.dumps(flight())}
     for name, text in made.items():
         (folder / name).write_text(text)
-    paths = {name: folder / name for name in made}
-    return paths | {"nsys": recordings_made.nsys(folder / "nsys")}
+    return {name: folder / name for name in made}
 
 
 @pytest.mark.parametrize("source", FORMATS)

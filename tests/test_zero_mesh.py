@@ -222,20 +222,13 @@ def losses_of(arguments: str, folder: str) -> list[float]:
     return [json.loads(line)["loss"] for line in Path(folder, "log").read_text().splitlines()[1:]]
 
 
-#: How a checkpoint was written at stage 2 -> how else it is read.
-ELSEWHERE = {"--batch 2 --hsdp 2": "--batch 2 --stage 1", "--batch 2": "--batch 2 --hsdp 2 --stage 3"}
-
-
 @pytest.mark.slow
-def test_a_checkpoint_is_read_where_the_job_is_cut_in_another_way(four: World, tmp_path: Path) -> None:
-    for number, (way, other) in enumerate(ELSEWHERE.items()):
-        saved = tmp_path / str(number)
-        through = four.run(losses_of, f"{way} --stage 2 --steps 5", str(tmp_path))[0]
-        first = four.run(losses_of, f"{way} --stage 2 --steps 3 --save {saved}", str(tmp_path))[0]
-        again = four.run(losses_of, f"{way} --stage 2 --steps 5 --resume {saved}", str(tmp_path))[0]
-        assert len(first) == 3 and first + again == through, way
-        read = four.run(losses_of, f"{other} --steps 5 --resume {saved}", str(tmp_path))[0]
-        assert read == pytest.approx(through[3:], rel=1e-5), other
+def test_a_job_cut_by_hsdp_goes_on_from_its_checkpoint(four: World, tmp_path: Path) -> None:
+    way, saved = "--batch 2 --hsdp 2 --stage 2", tmp_path / "saved"
+    through = four.run(losses_of, f"{way} --steps 5", str(tmp_path))[0]
+    first = four.run(losses_of, f"{way} --steps 3 --save {saved}", str(tmp_path))[0]
+    again = four.run(losses_of, f"{way} --steps 5 --resume {saved}", str(tmp_path))[0]
+    assert len(first) == 3 and first + again == through
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class Advice:
         if self.n_steps < LEAST_STEPS:
             notes.append(f"what a table gains: {self.n_steps} steps are too few to say, {LEAST_STEPS} are needed")
         if not np.isfinite(self.exposed).any():
-            notes.append("what of the communication the step waits for: record compute too (a Kineto or nsys profile)")
+            notes.append("what of the communication the step waits for: record compute too (PyTorch's profiler does)")
         if any(p.timed_by == "NCCL's price" for p in self.tasks.profiles):
             notes.append("how long calls take: NCCL's own price stands in for it")
         if not self.tasks.measured[:, 1:].any():

@@ -28,12 +28,11 @@ def advise(
 
     \b
     kineto            PyTorch profiler traces: one .json or .json.gz a rank
-    nsys              Nsight Systems: nsys export --type sqlite
     flight-recorder   PyTorch Flight Recorder dumps: one file a rank
 
     \b
     dynamiccl advise profiles/ --cluster dgx-h100-2x8 --out table.json
-    dynamiccl advise trace.sqlite --cluster mine.toml
+    dynamiccl advise rank0.json rank1.json --cluster mine.toml
     """
     from ...envs.nccl.table_json import to_json
     from ...envs.replay.recordings import named

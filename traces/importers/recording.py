@@ -11,17 +11,13 @@ import pandas as pd
 
 from ..assemble import COMM_COLUMNS, OFFER_COLUMNS, empty
 from ..files import Trace, TraceError
-from . import flight, kineto, nsys
+from . import flight, kineto
 from .common import Imported
 from .json_stream import Source
 from .steps import infer_steps
 
-#: Format -> reader: PyTorch profiler traces and Flight Recorder dumps, one file a rank; Nsight Systems' SQLite export.
-FORMATS: dict[str, Callable[[list[Path]], Imported]] = {
-    "kineto": kineto.read,
-    "flight-recorder": flight.read,
-    "nsys": nsys.read,
-}
+#: Format -> reader: PyTorch profiler traces and Flight Recorder dumps, one file a rank.
+FORMATS: dict[str, Callable[[list[Path]], Imported]] = {"kineto": kineto.read, "flight-recorder": flight.read}
 #: What tells a format within a file's first bytes, in this order.
 _SIGNS = (("kineto", (b'"traceEvents"', b'"deviceProperties"')), ("flight-recorder", (b'"entries"', b'"pg_config"')))
 
@@ -30,8 +26,6 @@ def detect(path: Path) -> str:
     """The format of a file, by its first bytes; "" where these do not tell. Raises TraceError for an archive."""
     with Source(path) as source:
         head = source.read(1 << 16)
-    if head[:16] == b"SQLite format 3\0":
-        return "nsys"
     if head[:1] == b"\x80":
         return "flight-recorder"
     seen = (name for name, signs in _SIGNS if any(sign in head for sign in signs))

@@ -25,11 +25,14 @@ from .data import Corpus
 from .launch import LAUNCHER, Failed, launch, report
 from .model import ModelConfig, Transformer
 from .parallel import groups
-from .planner import advice
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: Embedding and head of a small model are messages of their own here, so that it emits several sizes as a large one.
 MIN_UNIT = 2**13
+
+
+#: Bytes a parameter: weight, gradient, and what Adam adds (in bf16 a master weight too).
+STATE = {"bf16": (2, 2, 12), "fp32": (4, 4, 8)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -160,9 +163,19 @@ def work(args: argparse.Namespace) -> None:
             raise
         with torch.device("meta"):
             n_params = sum(p.numel() for p in Transformer(args.model).parameters())
-        job = n_params, dist.get_world_size(), args.stage, "fp32" if args.dtype == "fp32" else "mixed"
-        raise Failed(f"out of memory: {advice(*job)}") from error
+        raise Failed(f"out of memory: {advice(n_params, dist.get_world_size(), args.stage, args.dtype)}") from error
     dist.destroy_process_group()
+
+
+def advice(params: int, ranks: int, stage: int, dtype: str) -> str:
+    """One line for a rank that ran out of memory: what this stage holds at rest, and what the next would."""
+
+    def held_gb(stage: int) -> float:
+        sizes = zip(STATE[dtype], (3, 2, 1), strict=True)  # each is sharded from that stage on
+        return sum(n * params / (ranks if stage >= least else 1) for n, least in sizes) / 1e9
+
+    cure = f"stage 3 holds {held_gb(3):.2f} GB" if stage < 3 else f"on {2 * ranks} ranks it is half of that"
+    return f"stage {stage} holds {held_gb(stage):.2f} GB a rank before activations, {cure}; else lower --batch or --seq"
 
 
 class Job:
