@@ -11,13 +11,13 @@ ROOT = Path(__file__).resolve().parents[1]
 #: Folder -> most lines of (Python, C). Whoever adds beyond these takes something away first.
 CEILINGS = {
     "agent": (7_560, 0),
-    "envs": (5_175, 0),
-    "envs/nccl": (2_585, 2_175),
+    "envs": (5_040, 0),
+    "envs/nccl": (2_585, 2_030),
     "envs/sim": (3_105, 165),
     "traces": (2_580, 0),
     "zero_workload": (2_280, 0),
 }
-IN_ALL = (23_270, 2_340)
+IN_ALL = (23_140, 2_195)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 

@@ -103,10 +103,10 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("NCCL_TUNER_PLUGIN", lambda f: "dynamiccl" not in f.env.get("NCCL_TUNER_PLUGIN", "dynamiccl"),
      "NCCL_TUNER_PLUGIN={NCCL_TUNER_PLUGIN}: NCCL loads one tuner only; ours takes its place and asks it first, so "
      "that the default stays what the job had", "nothing if that is wanted", NOTE),
-    ("NCCL_PROFILER_PLUGIN", lambda f: "dynamiccl" not in f.env.get("NCCL_PROFILER_PLUGIN", "dynamiccl"),
-     "NCCL_PROFILER_PLUGIN={NCCL_PROFILER_PLUGIN}: NCCL loads one profiler only; ours takes its place and hands on to "
-     "it what it asks for, from NCCL 2.28 on and if it has the interface version 5 or 6",
-     "nothing if that is wanted; what it costs is added to the job", NOTE),
+    ("NCCL_PROFILER_PLUGIN", lambda f: f.env.get("NCCL_PROFILER_PLUGIN", "none") != "none"
+     and "dynamiccl" not in f.env["NCCL_PROFILER_PLUGIN"],
+     "NCCL_PROFILER_PLUGIN={NCCL_PROFILER_PLUGIN}: NCCL loads one profiler only, and ours takes its place",
+     "unset NCCL_PROFILER_PLUGIN, or go on without that profiler by --force", CHANGE),
     ("NCCL_NET_PLUGIN", lambda f: any(name in f.env.get("NCCL_NET_PLUGIN", "") for name in ("ofi", "aws")),
      "NCCL_NET_PLUGIN={NCCL_NET_PLUGIN} brings a tuner of its own: ours takes its place and asks it first",
      "nothing: its hand-made choices are the default to beat", NOTE),

@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from ...envs.nccl_model.clusters import Cluster
 
 #: Columns: ring first, as the one algorithm that is always there (numbers are NCCL's).
-_ORDER = (1, 4, 2, 6, 0, 3, 5)
-Func = Literal["all_gather", "reduce_scatter", "all_reduce"]
+_ORDER = (1, 4, 2, 6)
+Func = Literal["all_gather", "reduce_scatter"]
 #: NCCL's name of each collective, as in its logs.
-_NAMES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce"}
+_NAMES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter"}
 
 
 def model(
     cluster: Annotated[str, Argument(help="Cluster preset, its kind, or a .toml file.")] = "dgx-h100-1x8",
     nodes: Annotated[int | None, Option(min=1, help="Number of nodes, where it is not the preset's.")] = None,
     release: Annotated[list[str] | None, Option(help="Of NCCL, e.g. 2.28.9; a second one: what it changes.")] = None,
-    func: Annotated[Func | None, Option(help="Only all_gather, reduce_scatter or all_reduce.")] = None,
+    func: Annotated[Func | None, Option(help="Only all_gather or reduce_scatter.")] = None,
     json: Json = False,
 ) -> None:
     """NCCL's prices, choice and channels for 1 KiB to 4 GiB, and what an upgrade changes of them.

@@ -14,34 +14,28 @@ from ...traces.records import ALGOS, N_PROTOS, PAIRS, PROTOS
 
 Array = np.ndarray[Any, Any]
 
-TREE, RING, DIRECT, CHAIN, NVLS, NVLS_TREE = (
-    ALGOS.index(a) for a in ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree")
-)
+RING, DIRECT, NVLS = (ALGOS.index(a) for a in ("ring", "collnet_direct", "nvls"))
 LL, LL128, SIMPLE = range(N_PROTOS)
 PAIR_ALGOS = np.array([ALGOS.index(a) for a, _ in PAIRS])
 PAIR_PROTOS = np.array([PROTOS.index(p) for _, p in PAIRS])
 
 
 def heuristic_channels(fleet: Any, n_bytes: Array, pair: Array) -> tuple[Array, Array]:
-    """NCCL's own channel limit and warps of a block for ``pair`` (index into PAIRS), of all_gather, reduce_scatter."""
-    return own_channels(fleet, np.asarray(n_bytes), PAIR_ALGOS[np.asarray(pair)], PAIR_PROTOS[np.asarray(pair)])
-
-
-def own_channels(fleet: Any, n_bytes: Array, algo: Any, proto: Any) -> tuple[Array, Array]:
-    """NCCL's own channel limit and warps of a block. 2.30.7 src/enqueue.cc, topoGetAlgoInfo."""
-    ring, tree, simple = algo == RING, algo == TREE, proto == SIMPLE
+    """NCCL's own channel limit and warps of a block for ``pair`` (index into PAIRS). 2.30.7 src/enqueue.cc,
+    topoGetAlgoInfo."""
+    n_bytes, algo, proto = np.asarray(n_bytes), PAIR_ALGOS[np.asarray(pair)], PAIR_PROTOS[np.asarray(pair)]
+    ring, simple = algo == RING, proto == SIMPLE
     narrow = (fleet.ring.bw_intra * fleet.ring.channels <= 12.0) & (fleet.release < 23100)
-    threads = np.where((ring | tree) & (proto != LL128), np.where(ring & simple & narrow, 256, 512), 640)
+    threads = np.where(ring & (proto != LL128), np.where(simple & narrow, 256, 512), 640)
     # Bytes that a thread must have: LL pays for itself with little, times the ranks of the ring.
-    least = np.where(simple, 64, np.where((proto == LL) & ~tree, 8 * fleet.n_ranks, 8))
+    least = np.where(simple, 64, np.where(proto == LL, 8 * fleet.n_ranks, 8))
     channels = np.clip(n_bytes // (threads * least), 1, fleet.comm_channels)
     for _ in range(4):  # 640 halves to 320, 160, 80 at most, and only while it divides by 128
-        few = (n_bytes < channels * threads * least) & (threads % 128 == 0) & (ring | tree | (algo == CHAIN))
+        few = (n_bytes < channels * threads * least) & (threads % 128 == 0) & ring
         threads = np.where(few, threads // 2, threads)
-    threads = np.where(tree, 640, np.maximum(np.where(ring & simple, threads + 32, threads), 96))
+    threads = np.maximum(np.where(ring & simple, threads + 32, threads), 96)
     nvls = np.where(fleet.n_nodes > 1, np.minimum(fleet.nvls_channels, fleet.comm_channels), fleet.nvls_channels)
-    channels = np.where(algo == NVLS, nvls, np.where(algo == NVLS_TREE, fleet.nvls_channels, channels))
-    return channels, threads // 32
+    return np.where(algo == NVLS, nvls, channels), threads // 32
 
 
 def rounded_up(a: Any, b: Any) -> Any:

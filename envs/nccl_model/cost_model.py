@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from ...traces.records import ALGOS, N_ALGOS, N_PROTOS, PAIRS, PROTOS, TUNED_FUNCS
-from . import all_reduce
-from .channels import PAIR_ALGOS, PAIR_PROTOS, heuristic_channels, planned_channels
+from .channels import PAIR_ALGOS, PAIR_PROTOS, RING, heuristic_channels, planned_channels
 from .clusters import Cluster, ClusterArrays
-from .prices import price, terms
+from .prices import BASE_RING, price, terms
 
 Array = np.ndarray[Any, Any]
+#: Not tuned, but emulated jobs have some: it is taken for a reduce_scatter and an all_gather, on the ring alone.
+ALL_REDUCE = "all_reduce"
 
 
 def pair_cost_rows(fleet: ClusterArrays, n_bytes: Array) -> Array:
@@ -35,16 +36,20 @@ def _one(cluster: Cluster) -> tuple[ClusterArrays, Array, Array]:
     return fleet, lat[0], bw[0]
 
 
+def _require_known(func: str) -> None:
+    if func not in (*TUNED_FUNCS, ALL_REDUCE):
+        raise ValueError(f"no cost model for {func}: it covers all_gather, reduce_scatter and {ALL_REDUCE}")
+
+
 @functools.lru_cache(maxsize=65536)
 def _table(cluster: Cluster, func: str, n_bytes: int) -> Array:
-    if func == "all_reduce":
-        table = all_reduce.cost_table(cluster, n_bytes)
-    elif func in TUNED_FUNCS:
-        _, lat, bw = _one(cluster)
-        table = np.full((N_ALGOS, N_PROTOS), -1.0, np.float32)
-        table[PAIR_ALGOS, PAIR_PROTOS] = price(lat, bw, float(n_bytes))
+    _require_known(func)
+    _, lat, bw = _one(cluster)
+    table = np.full((N_ALGOS, N_PROTOS), -1.0, np.float32)
+    if func == ALL_REDUCE:  # twice round the ring
+        table[RING] = price(2 * lat[:N_PROTOS] - BASE_RING, bw[:N_PROTOS] / 2, float(n_bytes))
     else:
-        raise ValueError(f"no cost model for {func}: it covers all_gather, reduce_scatter and all_reduce")
+        table[PAIR_ALGOS, PAIR_PROTOS] = price(lat, bw, float(n_bytes))
     table.flags.writeable = False
     return table
 
@@ -84,8 +89,7 @@ def channels(cluster: Cluster, func: str, n_bytes: int, algo: str, proto: str, a
     From 2.31 on a tuner can only lower NCCL's count. Raises ValueError for a pair that the collective never
     has.
     """
-    if func == "all_reduce":
-        return all_reduce.channels(cluster, int(n_bytes), algo, proto, asked)
-    if func not in TUNED_FUNCS or (algo, proto) not in PAIRS:
+    _require_known(func)
+    if (algo, proto) not in PAIRS:
         raise ValueError(f"{func} is never planned with {algo}/{proto}")
     return _channels(cluster, int(n_bytes), PAIRS.index((algo, proto)), asked)

@@ -14,21 +14,21 @@ from .clusters import ClusterArrays
 
 Array = np.ndarray[Any, Any]
 
-#: GB/s of LL at most, for all_reduce too; rows V, A, H, B; columns 1, 2, more nodes.
+#: GB/s of LL at most; rows V, A, H, B; columns 1, 2, more nodes.
 _LL_MAX = np.array([[39.0, 39.0, 20.4], [87.7, 22.5, 19.0], [141.0, 45.0, 35.0], [282.0, 90.0, 70.0]])
 #: GB/s of one channel of a ring with LL128, rows as above.
 _RING_LL128_CHANNEL = np.array([20.0, 20.0, 36.7, 40.0])
 # Latencies in us, [LL, LL128, SIMPLE].
 BASE_RING = np.array([6.6, 14.0, 8.4])
 _HW_RING = np.array([[0.6, 1.9, 3.4], [1.0, 2.5, 5.7]])  # rows: NVLink, PCI
-_NET_RING, NET_TREE = np.array([2.7, 4.0, 14.0]), np.array([5.0, 8.5, 14.0])
+_NET_RING, _NET_TREE = np.array([2.7, 4.0, 14.0]), np.array([5.0, 8.5, 14.0])
 _HW_NVLS, _NET_NVLS = 25.0, 18.0
 _HW_COLLNET, _NET_COLLNET = 3.7, 31.0
 _BASE_PAT, _NET_PAT = 8.0, 14.0
 _NVLS_EFFICIENCY = np.array([1.0, 1.0, 0.85, 0.74])
 
 
-def ll_max(fleet: ClusterArrays) -> Array:
+def _ll_max(fleet: ClusterArrays) -> Array:
     """GB/s of LL at most, (n,): by the generation on one node, by the CPU between nodes."""
     row = np.where(fleet.n_nodes > 1, fleet.amd.astype(int), fleet.generation)
     return np.asarray(_LL_MAX[row, np.minimum(fleet.n_nodes, 3) - 1])
@@ -62,9 +62,9 @@ def terms(fleet: ClusterArrays) -> tuple[Array, Array]:
     # Ring. Up to 2.30 the bandwidth within a node counts up to two nodes, from 2.31 on a single one only.
     bus = fleet.ring.channels * np.where(nodes <= np.where(late, 1, 2), fleet.ring.bw_intra, fleet.ring.bw_inter)
     bus_ll128 = np.minimum(0.92 * bus, fleet.ring.channels * _ring_ll128_channel(fleet)) * fleet.offers_ll128
-    bw[:, :3] = np.stack([np.minimum(ll_max(fleet), 0.5 * bus), bus_ll128, bus], axis=1) * (n / (n - 1))[:, None]
+    bw[:, :3] = np.stack([np.minimum(_ll_max(fleet), 0.5 * bus), bus_ll128, bus], axis=1) * (n / (n - 1))[:, None]
     lone = (per_node == 1) & ~late
-    net = np.where(lone[:, None], NET_TREE, _NET_RING) + fleet.ring.latency[:, None] * np.array([1, 1, 2])
+    net = np.where(lone[:, None], _NET_TREE, _NET_RING) + fleet.ring.latency[:, None] * np.array([1, 1, 2])
     overhead = np.where(many, np.where(fleet.amd, 2.0, 1.0), 0.0)[:, None] * np.array([1, 1, 3])
     link = np.maximum(_HW_RING[np.where(fleet.ring.nvlink, 0, 1)], overhead)
     n_net = np.where(many, nodes - 1, 0)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "next_tuner.c", "profiler.c", "chain.c")
+SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "next_tuner.c", "profiler.c")
 HEADERS = ("abi.h", "plugin.h")
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC")
 LIBRARY = "libnccl-tuner-dynamiccl.so"
@@ -227,12 +227,12 @@ def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
     ours = {"DYNAMICCL_PLUGIN": str(path), "LD_LIBRARY_PATH": search}
     if headroom is not None:
         ours["NCCL_MIN_CTAS"] = str(headroom)
-    for kind in ("TUNER", "PROFILER"):  # NCCL loads one of each: ours hands on to theirs
-        other = theirs.get(f"NCCL_{kind}_PLUGIN", "")
-        ours[f"NCCL_{kind}_PLUGIN"] = _NAME if by_name else str(path)
-        # A tuner is also looked for where nothing is named, see next_tuner.c: unless "none" forbids it.
-        if other and not named(other) and (kind == "TUNER" or other != "none"):
-            ours[f"DYNAMICCL_NEXT_{kind}"] = other
+    ours |= dict.fromkeys(("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"), _NAME if by_name else str(path))
+    # NCCL loads one tuner: ours asks theirs first. Where none is named it is looked for, see next_tuner.c: unless
+    # "none" forbids it.
+    other = theirs.get("NCCL_TUNER_PLUGIN", "")
+    if other and not named(other):
+        ours["DYNAMICCL_NEXT_TUNER"] = other
     return ours
 
 

@@ -44,9 +44,13 @@ static bool take_from(void* library) {
   return has_any;
 }
 
+// By path or name as NCCL takes it, else completed by `pattern`; NULL if there is none.
 static void* open_named(const char* name, const char* pattern) {
   snprintf(source, sizeof source, "%s", name);
-  return dccl_open_library(name, pattern);
+  void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+  char full[PATH_MAX];
+  if (library != NULL || snprintf(full, sizeof full, pattern, name) >= PATH_MAX) return library;
+  return dlopen(full, RTLD_NOW | RTLD_LOCAL);
 }
 
 static bool take_from_net(void) {

@@ -215,28 +215,6 @@ void dccl_next_tuner_init(struct dccl_next_tuner* next, const struct dccl_tuner_
 bool dccl_next_tuner_ask(const struct dccl_next_tuner* next, const struct dccl_question* question);
 void dccl_next_tuner_finalize(const struct dccl_next_tuner* next);
 
-// A library of the user's by path or name as NCCL takes it, else completed by `pattern`; NULL if there is
-// none.
-void* dccl_open_library(const char* name, const char* pattern);
-
-// ---- the profiler beside ours (chain.c) ----
-
-extern const struct nccl_profiler_v4 ncclProfiler_v4;
-extern const struct nccl_profiler_v5 ncclProfiler_v5, ncclProfiler_v6;
-
-// True for a handle that we have made. The first byte is one that no address of a process begins with.
-static inline bool dccl_is_ours(const void* handle) { return (uint64_t)(uintptr_t)handle >> 56 == 0xDC; }
-// Its context for a communicator, or NULL: there is none, it cannot be used, or it refuses the communicator.
-void* dccl_next_init(int version, const char* name, uint64_t comm_id, int n_nodes, int n_ranks, int rank,
-                     nccl_logger log);
-int dccl_next_mask(void);  // the events that it wants
-// Its handle of an event, or NULL: it did not ask for this kind, or has no handle for it.
-void* dccl_next_start(void* context, struct nccl_event_v5* event);
-// `handle` is one of its own.
-void dccl_next_stop(void* handle);
-void dccl_next_state(void* handle, int state, union nccl_event_state* args);
-void dccl_next_finalize(void* context);
-
 // ---- communicators ----
 
 // The communicator whose profiler part was last initialised on this thread: tuner v3 and v4 are not told an

@@ -33,7 +33,6 @@ static _Atomic int n_contexts;
 struct profiler {
   struct dccl_comm comm;
   struct dccl_seat* seat;
-  void* next;  // the context of the profiler beside ours
 };
 
 // ---- NCCL's names -> numbers ----
@@ -83,9 +82,12 @@ static uint64_t message_bytes(uint8_t func, uint8_t dtype, size_t count, uint32_
 
 // ---- handles ----
 
+// The first byte of ours is one that no address of a process begins with.
+static bool is_ours(const void* handle) { return (uint64_t)(uintptr_t)handle >> 56 == 0xDC; }
+
 static void* pack(uint64_t index, uint64_t channel_plus_1, uint64_t lap) {
   const uint64_t bits = lap << (POOL_BITS + CHANNEL_BITS) | channel_plus_1 << POOL_BITS | index;
-  return (void*)(uintptr_t)((bits & (UINT64_MAX >> 8)) | UINT64_C(0xDC) << 56);  // see dccl_is_ours
+  return (void*)(uintptr_t)((bits & (UINT64_MAX >> 8)) | UINT64_C(0xDC) << 56);
 }
 
 // Handles of no flight. NCCL 2.27 tells of a collective only where its group has one. A call that is captured
@@ -97,35 +99,9 @@ static uint64_t lap_of(const void* handle) {
   return ((uint64_t)(uintptr_t)handle & (UINT64_MAX >> 8)) >> (POOL_BITS + CHANNEL_BITS);
 }
 
-// Where the profiler beside ours has a handle, NCCL gets that one, and ours is found by it.
-enum { LINKS = 1 << 15 };
-static struct {
-  _Atomic uint64_t theirs, ours;
-} links[LINKS];
-
-static uint64_t place_of(uint64_t theirs) { return (theirs * UINT64_C(0x9e3779b97f4a7c15)) >> 49; }
-
-// Overwrites whoever had the place: a kernel's time is then lost. With NULL for ours an older link goes.
-static void tie(const void* theirs, const void* ours) {
-  const uint64_t key = (uint64_t)(uintptr_t)theirs, place = place_of(key);
-  if (ours == NULL && atomic_load_explicit(&links[place].theirs, memory_order_relaxed) != key) return;
-  atomic_store_explicit(&links[place].theirs, 0, memory_order_release);
-  atomic_store_explicit(&links[place].ours, (uint64_t)(uintptr_t)ours, memory_order_release);
-  atomic_store_explicit(&links[place].theirs, ours ? key : 0, memory_order_release);
-}
-
-static void* ours_of(void* handle) {
-  if (handle == NULL || dccl_is_ours(handle)) return handle;
-  const uint64_t key = (uint64_t)(uintptr_t)handle, place = place_of(key);
-  if (atomic_load_explicit(&links[place].theirs, memory_order_acquire) != key) return NULL;
-  const uint64_t ours = atomic_load_explicit(&links[place].ours, memory_order_acquire);
-  return atomic_load_explicit(&links[place].theirs, memory_order_acquire) == key ? (void*)(uintptr_t)ours
-                                                                                 : NULL;
-}
-
 // The flight that a handle means, or NULL.
 static struct flight* flight_of(const void* handle) {
-  if (!dccl_is_ours(handle)) return NULL;
+  if (!is_ours(handle)) return NULL;
   const uint64_t lap = lap_of(handle);
   struct flight* f = &flights[(uint64_t)(uintptr_t)handle & (POOL - 1)];
   return lap != 0 && atomic_load_explicit(&f->lap, memory_order_acquire) == lap ? f : NULL;
@@ -220,7 +196,7 @@ static void stop_kernel(void* handle, uint64_t timer) {
 static void set_mask(void) {
   int* mask = atomic_load(&nccl_mask);
   if (mask == NULL) return;
-  int bits = dccl_next_mask();             // without it and without a run nobody listens: no event, no cost
+  int bits = 0;                            // without a run nobody listens: no event, no cost
   if (dccl_has_run()) bits |= EVENT_COLL;  // counted where there is no ring too: ranks compare the counts
   if (dccl_ring_is_open() && atomic_load(&sampling)) bits |= EVENT_KERNEL_CH;
   __atomic_store_n(mask, bits, __ATOMIC_RELAXED);
@@ -233,7 +209,7 @@ void dynamiccl_sample(int on) {
 
 static int start(int version, void** context, uint64_t comm_id, int* mask, const char* name, int n_nodes,
                  int n_ranks, int rank, nccl_logger log) {
-  void* next = dccl_next_init(version, name, comm_id, n_nodes, n_ranks, rank, log);
+  (void)log;
   dynamiccl_open();
   dccl_note_profiler(version);
   const struct dccl_comm comm = {true, comm_id, (uint32_t)rank, (uint32_t)n_ranks, (uint32_t)n_nodes};
@@ -244,16 +220,13 @@ static int start(int version, void** context, uint64_t comm_id, int* mask, const
   set_mask();
   if (context == NULL) return NCCL_SUCCESS;
   struct profiler* p = calloc(1, sizeof *p);
-  if (p != NULL) *p = (struct profiler){comm, dccl_sit(comm_id, comm.n_ranks, comm.n_nodes, true), next};
+  if (p != NULL) *p = (struct profiler){comm, dccl_sit(comm_id, comm.n_ranks, comm.n_nodes, true)};
   *context = p;
   return NCCL_SUCCESS;
 }
 
 static int finish(void* context) {
-  if (context != NULL) {
-    dccl_next_finalize(((struct profiler*)context)->next);
-    dccl_leave(((struct profiler*)context)->seat);
-  }
+  if (context != NULL) dccl_leave(((struct profiler*)context)->seat);
   if (atomic_fetch_sub(&n_contexts, 1) == 1) atomic_store(&nccl_mask, NULL);
   free(context);
   return NCCL_SUCCESS;
@@ -261,24 +234,21 @@ static int finish(void* context) {
 
 static void start_event(const struct profiler* p, void** handle, uint64_t type, void* parent, int rank,
                         const struct nccl_coll_event* coll, const struct nccl_kernel_ch_event* kernel,
-                        void* ours, void* theirs) {
+                        void* ours) {
   if (handle == NULL) return;
-  if (type == EVENT_COLL && p != NULL)
-    ours = start_coll(p, coll, rank, ours_of(parent) == token(OF_CAPTURED_CALL));
-  if (type == EVENT_KERNEL_CH) ours = start_kernel(ours_of(parent), kernel);
-  *handle = theirs != NULL ? theirs : ours;
-  if (theirs != NULL) tie(theirs, ours);
+  if (type == EVENT_COLL && p != NULL) ours = start_coll(p, coll, rank, parent == token(OF_CAPTURED_CALL));
+  if (type == EVENT_KERNEL_CH) ours = start_kernel(parent, kernel);
+  *handle = ours;
 }
 
+// There is nothing to do: a collective was enqueued, not finished; a channel's state has told its time.
 static int stop_event(void* handle) {
-  // Ours needs no stop: a collective was enqueued, not finished; a channel's state has told its time.
-  if (handle != NULL && !dccl_is_ours(handle)) dccl_next_stop(handle);
+  (void)handle;
   return NCCL_SUCCESS;
 }
 
 static int record_event_state(void* handle, int state, union nccl_event_state* args) {
-  if (state == STATE_KERNEL_CH_STOP && args != NULL) stop_kernel(ours_of(handle), args->kernel_ch_timer);
-  if (handle != NULL && !dccl_is_ours(handle)) dccl_next_state(handle, state, args);
+  if (state == STATE_KERNEL_CH_STOP && args != NULL) stop_kernel(handle, args->kernel_ch_timer);
   return NCCL_SUCCESS;
 }
 
@@ -303,15 +273,14 @@ static int start_event_v4(void* context, void** handle, struct nccl_event_v4* e)
   if (e == NULL) return NCCL_SUCCESS;
   // That of a graph's group comes back as the parent of each replay's collectives.
   void* ours = e->type == EVENT_GROUP ? token(dccl_captures() ? OF_CAPTURED_CALL : OF_GROUP) : NULL;
-  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, ours, NULL);
+  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, ours);
   return NCCL_SUCCESS;
 }
 
 static int start_event_v5(void* context, void** handle, struct nccl_event_v5* e) {
   if (e == NULL) return NCCL_SUCCESS;
-  void* theirs = context != NULL ? dccl_next_start(((struct profiler*)context)->next, e) : NULL;
   void* ours = e->type == EVENT_COLL_API ? start_call(context, &e->coll_api) : NULL;
-  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, ours, theirs);
+  start_event(context, handle, e->type, e->parent, e->rank, &e->coll, &e->kernel_ch, ours);
   return NCCL_SUCCESS;
 }
 
