@@ -23,7 +23,7 @@ _EXTRAS["prometheus_client"] = "metrics"
 #: Group of the help -> commands. A command's function, and its file in agent/commands, have its name without "lab".
 COMMANDS = {
     "Tune a job": ("tune", "doctor", "apply", "env", "stop"),
-    "Look at runs": ("show", "top", "clusters"),
+    "Look at runs": ("show", "top"),
     "Before there is a run": ("advise", "model"),
     "Judge and train policies, check a machine": ("bench", "bench overhead", "lab gpu-check", "lab train"),
 }

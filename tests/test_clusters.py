@@ -1,14 +1,11 @@
 """The memory between jobs: the same job again begins with its table, and nothing that is remembered is believed."""
 
 import json
-import re
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from command import invoke
 from dynamiccl.agent.daemon.memory import Memory, Store, in_time, key_of
 from dynamiccl.agent.daemon.tuner import Settings, Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
@@ -149,8 +146,6 @@ def test_what_is_damaged_foreign_or_old_is_passed_over_by_name(kept, tmp_path, t
     assert Memory(str(tmp_path), "job", said.append).recall(FACTS, _profiles())
     (told,) = said
     assert "passes over" in told and "2.json" in told and why in told
-    listed = invoke(["clusters", "--memory", str(tmp_path)]).stdout
-    assert "passed over" in listed and "2.json" in listed
 
 
 def test_a_decision_that_this_job_may_not_run_is_left_to_nccl():
@@ -164,7 +159,7 @@ def test_a_decision_that_this_job_may_not_run_is_left_to_nccl():
 @pytest.mark.parametrize("kind", ["folder", "memory"])
 def test_several_runs_write_beside_each_other_and_each_has_one_file(tmp_path, kind):
     url = str(tmp_path / "new" / "store") if kind == "folder" else f"memory://{tmp_path.name}"
-    assert Store(url).keys() == [] and Store(url).read("x") == ([], [])
+    assert Store(url).read("x") == ([], [])
     tuner, *_ = tuned(url, windows=1)
 
     def leave(n):
@@ -208,24 +203,6 @@ def test_a_store_that_fails_or_hangs_is_done_without(tmp_path):
         in_time(threading.Event().wait, 0.05)
     with pytest.raises(ZeroDivisionError):
         in_time(lambda: 1 / 0)
-
-
-def test_the_command_lists_and_forgets(kept, tmp_path):
-    (name,) = (kept / key_of(FACTS)).glob("*.json")
-    Store(str(tmp_path)).write(key_of(FACTS), "1.json", json.loads(name.read_text()))
-
-    def run(*words):
-        return invoke(["clusters", "--memory", str(tmp_path), *words])
-
-    listed = run().stdout
-    assert "8 x H100, 2 x 8 ranks, 2.28.9" in listed and "train.py" in listed
-    assert re.search(r"steps [\d.]+ % shorter \([\d.]+ to [\d.]+\), 2 slots", listed)
-    told = json.loads(run("--json").stdout)["clusters"][key_of(FACTS)]
-    assert told["runs"][0]["slots"][0]["slot"]["func"] in ("all_gather", "reduce_scatter")
-    refused = run("--forget", "zzz")
-    assert refused.exit_code == 2 and "known are" in refused.stderr
-    assert "nothing is known of any cluster" in run("--forget", key_of(FACTS)).stdout
-    assert not list(Path(tmp_path).iterdir())
 
 
 @pytest.mark.slow

@@ -28,7 +28,6 @@ from . import (
     refusing,
     run_folder,
 )
-from .clusters import Where
 
 if TYPE_CHECKING:
     from ...envs.sim.emulated.settings import Emulated
@@ -74,7 +73,9 @@ def tune(
     ] = None,
     json: Annotated[bool, Option(group=OUTPUT, help="Print the summary to stdout, all else to stderr.")] = False,
     quiet: Annotated[bool, Option(group=OUTPUT, help="Say nothing but the verdict.")] = False,
-    memory: Where = None,
+    memory: Annotated[
+        str | None, Option(metavar="URL", group=OUTPUT, help="Where tables are kept for the next run; s3://... too.")
+    ] = None,
     no_memory: Annotated[bool, Option(group=OUTPUT, help="Begin from nothing, and leave nothing.")] = False,
     log_level: Annotated[
         Level, Option(group=OUTPUT, metavar="LEVEL", help="Of OUT/tuner.log: debug, info, warning or error.")
@@ -90,8 +91,8 @@ def tune(
     teach what is worth trying next; a table that promises enough meets NCCL's own choice in turn, window by window,
     until one of the two is faster for sure. Only a winner stays, and it is watched until the job ends.
 
-    The table that is confirmed is left to the next run of the job on the same cluster (`dynamiccl clusters`), which
-    tries it first and compares it as any other.
+    The table that is confirmed is left to the next run of the job on the same cluster (OPERATING.md says where),
+    which tries it first and compares it as any other.
 
     With a COMMAND this is a launcher that schedulers can trust: its exit status is the job's (128 + n after signal n),
     it hands on every signal, and passes the output through. The terminal is the job's: the tuner says a line an event

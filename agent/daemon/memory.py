@@ -93,11 +93,6 @@ class Store:
         except (ImportError, ValueError) as error:
             raise ValueError(f"the memory {url} cannot be opened: {error}") from None
 
-    def keys(self) -> list[str]:
-        """Clusters that have a folder. Raises OSError."""
-        inside = self.files.ls(self.root, detail=True) if self.files.exists(self.root) else []
-        return sorted(str(e["name"]).rstrip("/").rpartition("/")[2] for e in inside if e["type"] == "directory")
-
     def read(self, key: str) -> tuple[list[dict[str, Any]], list[str]]:
         """The runs of a cluster, the newest first, and what was passed over, each with the reason. Raises OSError."""
         folder, runs, passed = f"{self.root}/{key}", list[dict[str, Any]](), list[str]()
