@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 from dynamiccl.envs.nccl.agreement import agreement as agreements
-from dynamiccl.envs.nccl.agreement.agreement import Agreement
+from dynamiccl.envs.nccl.agreement.agreement import Agreement, TableMailbox
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.rings import Ring
-from dynamiccl.envs.nccl.shm import RunFolder, TableMailbox
+from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.steps.steps import Steps
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 from dynamiccl.traces.records import Decision, Rule, Table

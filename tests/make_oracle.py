@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from dynamiccl.agent.advice.advise import Advice
-from dynamiccl.agent.daemon.compare import compare
+from dynamiccl.agent.commands.bench_overhead import compare
 from dynamiccl.agent.daemon.request import workload
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.windows import LiveWindows
@@ -25,9 +25,10 @@ from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.search.sequential import middle
 from dynamiccl.envs.search.windows import SEARCH, Plan
 from dynamiccl.envs.sim.emulated.settings import Emulated
-from dynamiccl.traces.files import Trace, TraceWriter
+from dynamiccl.traces.files import Trace
 from dynamiccl.traces.header import new_header
 from dynamiccl.traces.spaces import decision_of
+from dynamiccl.traces.writer import TraceWriter
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDING = ROOT / "tests" / "data" / "recordings" / "demo"

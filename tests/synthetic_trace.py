@@ -6,8 +6,9 @@ Its times are stretched, as early releases wrote them: they are read unstretched
 import numpy as np
 import pandas as pd
 from dynamiccl.traces.assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, complete
-from dynamiccl.traces.files import Trace, TraceWriter
+from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import Decision, Rule, Slot, Table, size_class
+from dynamiccl.traces.writer import TraceWriter
 
 COMM = 0xC0FFEE0123456789
 CLOCK = 1_763_719_000_000_000_123
@@ -19,10 +20,10 @@ OWN = ("ring", "ll", 8)
 FINAL = {GATHER: Decision("ring", "simple", 16), SCATTER: Decision("ring", "ll128", 16)}
 #: Median microseconds of one call: (func, n_bytes) -> by (algo, proto, n_channels).
 CALL_US = {
-    ("all_gather", LAYER_BYTES): {OWN: 900.0, ("ring", "simple", 16): 500.0, ("ring", "ll128", 16): 700.0},
-    ("reduce_scatter", LAYER_BYTES): {OWN: 1000.0, ("ring", "ll128", 16): 600.0, ("ring", "simple", 8): 1200.0},
-    ("all_gather", ROOT_BYTES): {OWN: 300.0},
-    ("reduce_scatter", ROOT_BYTES): {OWN: 320.0},
+    ("all_gather", LAYER_BYTES): {OWN: 112.5, ("ring", "simple", 16): 62.5, ("ring", "ll128", 16): 87.5},
+    ("reduce_scatter", LAYER_BYTES): {OWN: 125.0, ("ring", "ll128", 16): 75.0, ("ring", "simple", 8): 150.0},
+    ("all_gather", ROOT_BYTES): {OWN: 37.5},
+    ("reduce_scatter", ROOT_BYTES): {OWN: 40.0},
 }
 ORDER = (
     [("all_gather", ROOT_BYTES)]
@@ -34,7 +35,6 @@ HEADER = {
     "cluster": "h100-2x8",
     "emulated": True,
     "bytes_scale": 64.0,
-    "time_scale": 8.0,
     "compute_scale": 8.0,
     "stage": 3,
     "nccl": "2.28.9",
@@ -56,22 +56,22 @@ class Job:
         rules = {(r.func, size_class(r.max_bytes)): r.decision for r in table.rules}
         timed = self.rng.random() < self.sampled
         began = self.now
-        t = [began + 20_000, began + 20_000 + 3_000]  # the communication stream of each rank
+        t = [began + 2_500, began + 2_500 + 375]  # the communication stream of each rank
         for func, n_bytes in ORDER:
             decision = rules.get((func, size_class(n_bytes)), Decision())
             ran = (decision.algo, decision.proto, decision.n_channels) if decision.algo else OWN
-            cost = 1000 * CALL_US[func, n_bytes].get(ran, 800.0)
-            compute = 150_000 if func == "all_gather" else 300_000
+            cost = 1000 * CALL_US[func, n_bytes].get(ran, 100.0)
+            compute = 18_750 if func == "all_gather" else 37_500
             for rank in (0, 1):
                 start = int(t[rank] + compute * self.rng.uniform(0.9, 1.1))
                 end = int(start + cost * self.rng.uniform(0.95, 1.05))
                 t[rank] = end
                 values = (self.seq[func], COMM, rank, 16, 2, func, n_bytes, "bfloat16", *ran, table.generation)
                 when = (start, end) if timed else (None, None)
-                self.events.append((*values, start - 50_000, *when, self.index, 1000 + rank))
+                self.events.append((*values, start - 6_250, *when, self.index, 1000 + rank))
             t = [max(t)] * 2
             self.seq[func] += 1
-        self.now = max(t) + 400_000
+        self.now = max(t) + 50_000
         self.losses.append(0.995 * self.losses[-1] + self.rng.normal(0, 0.01))  # what the job itself logs
         duration = self.now - began
         for rank in (0, 1):
@@ -189,7 +189,7 @@ def summary_of(trace, ratios, job):
 def offers():
     for func, n_bytes in CALL_US:
         costs = np.full((7, 3), -1, np.float32)
-        costs[1] = [CALL_US[func, n_bytes][OWN] / 8, 140, 160]
+        costs[1] = [CALL_US[func, n_bytes][OWN], 140, 160]
         yield COMM, func, n_bytes, "ring", "ll", 1, costs.ravel()
 
 

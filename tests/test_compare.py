@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from dynamiccl.agent.daemon.compare import compare
+from dynamiccl.agent.commands.bench_overhead import compare
 
 
 def test_interval_covers_the_truth_as_often_as_it_says():

@@ -26,7 +26,7 @@ import os, struct, sys, time
 from pathlib import Path
 import numpy as np
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
-from dynamiccl.envs.nccl.shm import TableMailbox
+from dynamiccl.envs.nccl.agreement.agreement import TableMailbox
 from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
 from dynamiccl.traces.records import ALGOS, PROTOS, STEP, UNSET
 run, enough = Path(os.environ["DYNAMICCL_RUN"]), Path(sys.argv[1])
@@ -92,7 +92,7 @@ def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, 
             return
         struck.append(daemon.job.generation)
         if fault == "a full disk":
-            monkeypatch.setattr("dynamiccl.traces.files.write_parquet", full)
+            monkeypatch.setattr("dynamiccl.traces.writer.write_parquet", full)
             monkeypatch.setattr(daemon.job, "take", full)
         elif fault == "a deleted run folder":
             shutil.rmtree(folder.path)

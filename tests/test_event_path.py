@@ -42,7 +42,7 @@ from pathlib import Path
 from dynamiccl.envs.live import reader
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.files import TraceWriter
+from dynamiccl.traces.writer import TraceWriter
 reader.RESTART_S = 0.5  # nobody starts this job anew
 with TraceWriter(Path(sys.argv[2]), {}, most_bytes=float(sys.argv[3])) as writer:
     job = Job(RunFolder.open(sys.argv[1]), writer=writer)

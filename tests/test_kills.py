@@ -14,7 +14,8 @@ import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.files import Trace, TraceWriter
+from dynamiccl.traces.files import Trace
+from dynamiccl.traces.writer import TraceWriter
 from test_probe import finish, start, steps_of, table, wait_for_steps
 
 
@@ -99,7 +100,7 @@ def test_full_disk_ends_the_record_not_the_job_and_what_was_written_can_be_read(
         path.with_suffix(".tmp").write_bytes(b"PAR1 and no more")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("dynamiccl.traces.files.write_parquet", full)
+    monkeypatch.setattr("dynamiccl.traces.writer.write_parquet", full)
     while job.last_step < 6:
         job.rest()
     with pytest.raises(OSError, match="No space left"):

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from command import invoke
-from dynamiccl.agent.daemon.compare import Ledger, Paired, compare
+from dynamiccl.agent.commands.bench_overhead import compare
+from dynamiccl.agent.daemon.compare import Ledger, Paired
 from dynamiccl.agent.daemon.console import Expected, LiveView, show_summary
 from dynamiccl.agent.daemon.daemon import Daemon
 from dynamiccl.agent.daemon.summarise import measured_by

@@ -1,7 +1,5 @@
 """Replay: what the trace measured comes back as measured, the rest is predicted and says so."""
 
-import json
-import shutil
 from dataclasses import replace
 
 import dynamiccl  # noqa: F401
@@ -13,9 +11,10 @@ from dynamiccl.envs.replay import decisions as replay
 from dynamiccl.envs.replay.job import RecordedJob
 from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.traces import spaces
-from dynamiccl.traces.files import Trace, TraceError, TraceWriter
+from dynamiccl.traces.files import TraceError
 from dynamiccl.traces.records import AUTO, Decision, decision_from
 from dynamiccl.traces.spaces import config_of
+from dynamiccl.traces.writer import TraceWriter
 from gymnasium.utils.env_checker import check_env
 from synthetic_trace import CALL_US, FINAL, GATHER, HEADER, LAYER_BYTES, OWN, SCATTER, write_run
 
@@ -87,24 +86,6 @@ def test_the_search_over_a_record_finds_what_the_job_found(trace, recorded):
 
 def test_a_seed_repeats_a_replay(trace):
     assert episode(ReplayEnv(trace), 3) == episode(ReplayEnv(trace), 3)
-
-
-def test_the_times_of_an_early_release_are_read_unstretched(tmp_path, trace, recorded):
-    """They were stretched by the header's ``time_scale``: the same files without it are read as they were written."""
-    shutil.copytree(trace.folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "header.json").write_text(json.dumps({**HEADER, "format": 2, "time_scale": None}))
-    stretched = Trace.read(tmp_path)
-    assert "time_scale" not in trace.header and trace.header["compute_scale"] == 8.0 == HEADER["time_scale"]
-    assert trace.events.dtypes.equals(stretched.events.dtypes) and trace.steps.dtypes.equals(stretched.steps.dtypes)
-    for name, kind in (("enqueue_ns", "events"), ("start_ns", "events"), ("end_ns", "events"), ("end_ns", "steps")):
-        times, slow = (getattr(one, kind)[name] for one in (trace, stretched))
-        assert times.isna().equals(slow.isna())
-        assert np.abs(np.diff(times.dropna()) - np.diff(slow.dropna()) / 8).max() <= 1
-    for name in ("step_ms", "default_ms"):
-        np.testing.assert_allclose(trace.windows[name], stretched.windows[name] / 8)
-    other = replay.load(stretched)
-    assert recorded.default_ms == pytest.approx(other.default_ms / 8)
-    np.testing.assert_allclose(recorded.share, other.share, rtol=1e-4)
 
 
 def test_decisions_read_back():

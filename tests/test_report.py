@@ -13,9 +13,10 @@ from dynamiccl.agent.report.figures import step_times
 from dynamiccl.agent.report.report import write_report
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import ms, verdict
-from dynamiccl.traces.files import Trace, TraceWriter
+from dynamiccl.traces.files import Trace
 from dynamiccl.traces.queries.costs import generations, slot_costs, typical_step
-from synthetic_trace import CALL_US, GATHER, HEADER, LAYERS, SCATTER, write_run
+from dynamiccl.traces.writer import TraceWriter
+from synthetic_trace import CALL_US, GATHER, LAYERS, SCATTER, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -104,7 +105,7 @@ def test_costs_are_those_of_the_job(run):
     gather, scatter = costs.loc[str(GATHER)], costs.loc[str(SCATTER)]
     n_bytes = 8 << 20
     for row, func in ((gather, "all_gather"), (scatter, "reduce_scatter")):
-        prices = {ran: us / HEADER["time_scale"] for ran, us in CALL_US[func, n_bytes].items()}
+        prices = CALL_US[func, n_bytes]
         ran = tuple(int(x) if x.isdigit() else x for x in row["ran"].split("/"))
         assert row["own"] == "ring/ll/8" and row["default_us"] == pytest.approx(prices["ring", "ll", 8], rel=0.03)
         assert row["tuned_us"] == pytest.approx(prices[ran], rel=0.03)

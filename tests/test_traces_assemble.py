@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from dynamiccl.traces.assemble import EVENT_COLUMNS, STEP_COLUMNS, Assembler, step_rows
-from dynamiccl.traces.files import Trace, TraceWriter
+from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import (
     ALGOS,
     COLL,
@@ -25,6 +25,7 @@ from dynamiccl.traces.records import (
     STEP_DTYPE,
     UNSET,
 )
+from dynamiccl.traces.writer import TraceWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

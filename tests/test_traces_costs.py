@@ -2,10 +2,11 @@
 
 import pandas as pd
 import pytest
-from dynamiccl.traces.files import Trace, TraceWriter
+from dynamiccl.traces.files import Trace
 from dynamiccl.traces.queries.audit import audit
-from dynamiccl.traces.queries.costs import decision_text, generations, slot_costs, typical_step
-from dynamiccl.traces.records import AUTO, Decision, Rule, Slot, Table
+from dynamiccl.traces.queries.costs import generations, slot_costs, typical_step
+from dynamiccl.traces.records import AUTO, Decision, Rule, Slot, Table, decided
+from dynamiccl.traces.writer import TraceWriter
 from synthetic_trace import FINAL, GATHER, SCATTER, write_run
 
 
@@ -105,8 +106,8 @@ def test_the_typical_step_is_well_sampled_and_near_the_median(run):
 
 
 def test_texts():
-    assert decision_text({"algo": "ring", "proto": "ll128", "n_channels": 16}) == "ring/ll128/16"
-    assert decision_text({"algo": None, "proto": None, "n_channels": None}) == "auto"
+    assert decided({"algo": "ring", "proto": "ll128", "n_channels": 16}) == "ring/ll128/16"
+    assert decided({"algo": None, "proto": None, "n_channels": None}) == "auto"
 
 
 def test_rules_survive_the_log(tmp_path):

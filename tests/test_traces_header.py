@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from dynamiccl.traces.files import TraceWriter
 from dynamiccl.traces.header import masked
+from dynamiccl.traces.writer import TraceWriter
 
 SECRETS = [
     ("train.py --hf-token hf_abcdefghijklmnopqrst --lr 3", "train.py --hf-token *** --lr 3"),

@@ -82,6 +82,11 @@ def decision_from(text: str) -> Decision:
     return Decision(parts[0], parts[1], count)
 
 
+def decided(row: Mapping[str, Any]) -> str:
+    """The decision of a summary's row (``algo, proto, n_channels``, each may be None), e.g. ``ring/ll128/16``."""
+    return str(Decision(row.get("algo"), row.get("proto"), int(row.get("n_channels") or 0)))
+
+
 def size_class(n_bytes: int) -> int:
     """Power-of-two class of a message: class ``k`` holds sizes in ``(2**(k-1), 2**k]`` bytes."""
     return max(int(n_bytes) - 1, 0).bit_length()
@@ -101,12 +106,6 @@ class Slot:
     n_nodes: int
     func: str
     size_class: int
-
-    @classmethod
-    def from_log(cls, fields: Mapping[str, Any]) -> Slot:
-        """The slot that a trace's log holds; releases before classes named a communicator, which is let go."""
-        sizes = int(fields.get("n_ranks", 0)), int(fields.get("n_nodes", 0))
-        return cls(*sizes, str(fields["func"]), int(fields["size_class"]))
 
     @property
     def min_bytes(self) -> int:

@@ -1,10 +1,12 @@
-"""The Parquet files of a trace: written whole or not at all, read though the last was cut short."""
+"""The files of a trace: written whole or not at all, read though the last segment was cut short."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, complete, empty
+from .header import FORMAT
 
 SEGMENTED = {"events": EVENT_COLUMNS, "steps": STEP_COLUMNS}
 WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS}
@@ -113,3 +116,25 @@ def _ends(paths: list[Path], most_rows: int, warnings: list[str]) -> list[Path]:
     if left_out:
         warnings.append(f"{left_out} of {sum(rows)} events, in the middle of the run, are left out")
     return [paths[i] for i in keep]
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """What a trace says of itself. Raises TraceError where there is none, or one of a newer format."""
+    path = folder / "header.json"
+    try:
+        header = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        cure = "give the folder that holds header.json, e.g. runs/demo/trace"
+        raise TraceError(f"no trace in {folder}: {cure}") from None
+    except NotADirectoryError:
+        raise TraceError(
+            f"{folder} is a file, a trace is a folder; `dynamiccl show` and `advise` read other tools' files"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise TraceError(f"cannot read {path} ({error}): restore it, the segments beside it are unharmed") from None
+    version = header.get("format") if isinstance(header, dict) else None
+    if not isinstance(version, int):
+        raise TraceError(f"{path} has no format version: this is not a trace of dynamiccl")
+    if version > FORMAT:
+        raise TraceError(f"{folder} has trace format {version}, this release reads up to {FORMAT}: upgrade dynamiccl")
+    return dict(header)

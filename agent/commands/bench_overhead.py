@@ -7,7 +7,7 @@ import json as json_module
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 #: Steps at the start of a job that do not count: imports, connections, first touches of memory.
 WARM_UP = 5
+RESAMPLES = 10_000
 #: On the emulated cluster: a step of our own job, of which the processor has some 100 ms to do.
 _LARGER = ("--layers", "4", "--width", "192", "--heads", "6", "--seq", "128", "--batch", "4")
 
@@ -57,16 +58,29 @@ def measure(
 
     Raises RuntimeError where a job fails, with its last words.
     """
-    import numpy as np
-
-    from ..daemon.compare import compare
-
     times: dict[bool, list[float]] = {True: [], False: []}
     for i in range(pairs):
         for watched in (True, False) if i % 2 else (False, True):
             times[watched].append(_step_ms(command, env, watched))
         say(f"pair {i + 1}/{pairs}  without {times[False][-1]:.2f} ms, with {times[True][-1]:.2f} ms")
-    return compare(np.array(times[True]), np.array(times[False]))
+    return compare(times[True], times[False])
+
+
+def compare(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Comparison:
+    """Paired comparison of times ``a`` and ``b``, any unit: geometric mean of a / b.
+
+    The interval is the percentile bootstrap (Efron 1979) over pairs. Raises ValueError with fewer than 3 pairs.
+    """
+    import numpy as np
+
+    from ..daemon.compare import Comparison
+
+    if len(a) < 3:
+        raise ValueError(f"a comparison needs at least 3 pairs, not {len(a)}")
+    logs = np.log(a) - np.log(b)
+    means = logs[np.random.default_rng(seed).integers(0, len(logs), (RESAMPLES, len(logs)))].mean(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return Comparison.of(float(logs.mean()), float(low), float(high), len(logs))
 
 
 def _step_ms(command: Callable[[Path], list[str]], env: Mapping[str, str], watched: bool) -> float:

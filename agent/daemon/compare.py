@@ -1,4 +1,4 @@
-"""Comparisons of two sides: of two series of times, and those that a run makes, with what they came to and cost."""
+"""The comparisons that a run makes, with what they came to and cost."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ import numpy as np
 from ...envs.search.sequential import Race
 from ...traces.records import Decision, Slot
 from ..report.verdict import DEFAULT, rows_text
-
-Array = np.ndarray[Any, Any]
-
-RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -34,20 +30,6 @@ class Comparison:
     def of(cls, mean: float, low: float, high: float, n_pairs: int) -> Comparison:
         """From logs of the ratio."""
         return cls(math.exp(mean), math.exp(low), math.exp(high), n_pairs)
-
-
-def compare(a: Array, b: Array, seed: int = 0) -> Comparison:
-    """Paired comparison of times ``a`` and ``b``, both (n,), any unit: geometric mean of a / b.
-
-    The interval is the percentile bootstrap (Efron 1979) over pairs. Raises ValueError with fewer than 3 pairs.
-    """
-    logs = np.log(np.asarray(a, np.float64)) - np.log(np.asarray(b, np.float64))
-    if len(logs) < 3:
-        raise ValueError(f"a comparison needs at least 3 pairs, not {len(logs)}")
-    draws = np.random.default_rng(seed).integers(0, len(logs), (RESAMPLES, len(logs)))
-    means = logs[draws].mean(axis=1)
-    low, high = np.exp(np.percentile(means, [2.5, 97.5]))
-    return Comparison(float(np.exp(logs.mean())), float(low), float(high), len(logs))
 
 
 @dataclass

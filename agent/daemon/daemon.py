@@ -26,9 +26,10 @@ from ...envs.live.windows import LiveWindows
 from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ...envs.nccl.shm import RunFolder
 from ...envs.nccl.table_json import TABLE, to_json
-from ...traces.files import TraceError, TraceWriter
 from ...traces.reasons import RunEnds
 from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
+from ...traces.segments import TraceError
+from ...traces.writer import TraceWriter
 from ..policies.choosing import make_chooser
 from ..report.outputs import claim, link
 from ..report.summary import RunSummary, read_json

@@ -12,9 +12,10 @@ from typing import Any
 from ...envs.live.locks import is_locked
 from ...envs.nccl.run_folder import TUNER
 from ...traces.reasons import names
+from ...traces.records import decided
 from .outputs import ROOT
 from .summary import RunSummary, read_json
-from .verdict import decided, verdict
+from .verdict import verdict
 
 #: Bytes of a run's log that are read from its end.
 _TAIL = 1 << 18

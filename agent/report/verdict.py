@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...traces.records import Decision, format_bytes
+from ...traces.records import decided, format_bytes
 from .summary import RunSummary
 
 #: In place of a letter: NCCL's own choice, and how people read it.
@@ -103,8 +103,3 @@ def _sizes(sizes: Sequence[int]) -> str:
         for text, unit, later in zip(texts, units, [*units[1:], ""], strict=True)
     ]
     return ", ".join(short)
-
-
-def decided(row: Mapping[str, Any]) -> str:
-    """The decision of a summary's row (``algo, proto, n_channels``, each may be None), e.g. ``ring/ll128/16``."""
-    return str(Decision(row.get("algo"), row.get("proto"), int(row.get("n_channels") or 0)))

@@ -13,10 +13,10 @@ from typing import Any
 from ...envs.replay.decisions import load, windows_of
 from ...traces.files import Trace
 from ...traces.queries.slots import SlotProfile
-from ...traces.records import PAIRS
+from ...traces.records import PAIRS, decided
 from .summary import RunSummary
 from .texts import nothing_decided
-from .verdict import OWN, change, decided, outcome
+from .verdict import OWN, change, outcome
 
 
 def chains(trace: Trace, summary: RunSummary) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from .reader import Reader, log
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ...traces.files import TraceWriter
+    from ...traces.writer import TraceWriter
 
 #: The table confirmed last, in the run folder: where a daemon, or a job, that comes back goes on.
 CONFIRMED = "confirmed"

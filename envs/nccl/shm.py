@@ -6,7 +6,6 @@ table file is the daemon, its reader is the probe of rank 0.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -145,33 +144,6 @@ class TableFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-class TableMailbox:
-    """The table file as the probe of rank 0 sees it: what the daemon wants in force. Nothing here raises OSError."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: TableFile | None = None
-        self._sequence = 0
-
-    def take(self) -> tuple[int, bytes] | None:
-        """(generation, message) of what was published since the last call; None if nothing was, or is whole."""
-        with contextlib.suppress(OSError):  # no such file (yet), or not ours
-            if self._file is None:
-                self._file = TableFile(self._path)
-            sequence = self._file.sequence()
-            if sequence != self._sequence and (found := self._file.read()) is not None:
-                self._sequence = sequence
-                return found
-        return None
-
-    def confirmed(self) -> tuple[int, bytes] | None:
-        """(generation, message) of what the daemon has confirmed last, from the run folder."""
-        with contextlib.suppress(OSError, ValueError):
-            message = message_of((self._path.parent / "confirmed").read_bytes())
-            return decode_table(message).generation, message
-        return None
 
 
 class RunFolder:

@@ -73,15 +73,10 @@ def func_of(name: str) -> str | None:
 
 
 def dtype_of(name: str) -> str:
-    """A type's name as PyTorch or NCCL writes it -> ours; 'unknown' if it is no type of NCCL's."""
+    """A type's name as PyTorch or NCCL writes it -> ours; 'unknown' if NCCL has none such: its counts are bytes."""
     plain = name.lower().removeprefix("torch.").removeprefix("nccl")
     plain = _ALIASES.get(plain, plain)
     return plain if plain in DTYPE_BYTES else "unknown"
-
-
-def width_of(dtype: str) -> int:
-    """Bytes of one element of one of our types; 1 for 'unknown', whose counts are then taken for bytes."""
-    return DTYPE_BYTES.get(dtype, 1)
 
 
 def comm_id_of(*parts: Any) -> int:

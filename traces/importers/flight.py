@@ -13,8 +13,9 @@ import pickletools
 from pathlib import Path
 from typing import Any
 
+from ..assemble import DTYPE_BYTES
 from ..files import TraceError
-from .common import Imported, comm_id_of, dtype_of, func_of, rank_in_name, ranks_of, width_of
+from .common import Imported, comm_id_of, dtype_of, func_of, rank_in_name, ranks_of
 from .json_stream import Source, loads
 
 
@@ -52,7 +53,7 @@ def _call(entry: dict[str, Any], dump: dict[str, Any], found: Imported) -> dict[
         "comm_id": comm_id,
         "n_ranks": len(ranks),
         "dtype": dtype,
-        "n_bytes": elements * width_of(dtype),
+        "n_bytes": elements * DTYPE_BYTES.get(dtype, 1),
         "seq": entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id"),
         "enqueue_ns": int(entry.get("time_created_ns") or 0),
         "start_ns": int(end) - round(float(duration) * 1e6) if timed else None,

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ..assemble import DTYPE_BYTES
 from ..files import TraceError
-from .common import Imported, comm_id_of, dtype_of, func_of, rank_in_name, ranks_of, width_of
+from .common import Imported, comm_id_of, dtype_of, func_of, rank_in_name, ranks_of
 from .json_stream import Source, read_elements
 
 _MARK = re.compile(r"ProfilerStep#(\d+)")
@@ -123,7 +124,8 @@ def _call(args: dict[str, Any], found: Imported) -> dict[str, Any] | None:
         even = tuple(range(first, first + stride * n_ranks, stride)) if stride > 0 else ()
         found.groups[comm_id] = ranks_of(group[1]) or even
     grid = args.get("grid")
-    call = {"comm_id": comm_id, "n_ranks": n_ranks, "func": func, "dtype": dtype, "n_bytes": elements * width_of(dtype)}
+    call = {"comm_id": comm_id, "n_ranks": n_ranks, "func": func, "dtype": dtype}
+    call["n_bytes"] = elements * DTYPE_BYTES.get(dtype, 1)
     call["n_channels"] = int(grid[0]) if isinstance(grid, list) and grid else 0
     return call | ({"seq": int(args["Seq"])} if "Seq" in args else {})
 

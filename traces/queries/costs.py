@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from ..files import Trace
-from ..records import Decision, Slot
+from ..records import Slot, decided
 from .skew import OWN, label
 from .slots import with_sizes
 
@@ -38,7 +38,7 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
     if len(tables) == 1:
         return Generations(default, frozenset(sorted(seen - default)[-1:]), frozenset())
     if decisions is not None:
-        wanted = frozenset(_key({**d, "decision": decision_text(d)}) for d in decisions if decision_text(d) != "auto")
+        wanted = frozenset(_key({**d, "decision": decided(d)}) for d in decisions if decided(d) != "auto")
     else:
         held = [rules for rules in tables.values() if rules]
         wanted = tables.get(_compared(trace), held[-1] if held else frozenset())
@@ -49,11 +49,6 @@ def _compared(trace: Trace) -> int:
     """Generation of the last window of a comparison, -1 if there was none."""
     compared = [line for line in trace.log if line["kind"] == "window" and line.get("phase") == "verify"]
     return int(compared[-1].get("generation", -1)) if compared else -1
-
-
-def decision_text(decision: Mapping[str, Any]) -> str:
-    """A summary's decision (``algo, proto, n_channels``, each may be None) as text, e.g. ``ring/ll128/16``."""
-    return str(Decision(decision.get("algo"), decision.get("proto"), int(decision.get("n_channels") or 0)))
 
 
 def _key(rule: Mapping[str, Any]) -> RuleKey:

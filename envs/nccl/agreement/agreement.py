@@ -12,12 +12,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import AgreementState
 from ..plugin.bindings import Plugin
-from ..shm import TableMailbox, trial_steps_of
+from ..shm import TableFile, decode_table, message_of, trial_steps_of
 from ..steps.steps import Steps
 from . import protocol
 from .pace import Pace
@@ -326,3 +327,30 @@ class _Leader:
     def is_over(self, comms: frozenset[int]) -> bool:
         """Whether all of rank 0's communicators have left for good."""
         return bool(comms) and comms <= self.gone.keys()
+
+
+class TableMailbox:
+    """The table file as the probe of rank 0 sees it: what the daemon wants in force. Nothing here raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TableFile | None = None
+        self._sequence = 0
+
+    def take(self) -> tuple[int, bytes] | None:
+        """(generation, message) of what was published since the last call; None if nothing was, or is whole."""
+        with contextlib.suppress(OSError):  # no such file (yet), or not ours
+            if self._file is None:
+                self._file = TableFile(self._path)
+            sequence = self._file.sequence()
+            if sequence != self._sequence and (found := self._file.read()) is not None:
+                self._sequence = sequence
+                return found
+        return None
+
+    def confirmed(self) -> tuple[int, bytes] | None:
+        """(generation, message) of what the daemon has confirmed last, from the run folder."""
+        with contextlib.suppress(OSError, ValueError):
+            message = message_of((self._path.parent / "confirmed").read_bytes())
+            return decode_table(message).generation, message
+        return None

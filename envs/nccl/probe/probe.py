@@ -19,10 +19,9 @@ from typing import Any
 
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import RECORD_BYTES, STATE, UNSET, AgreementState
-from ..agreement.agreement import Agreement
+from ..agreement.agreement import Agreement, TableMailbox
 from ..plugin.bindings import Plugin, name_where_no_path_is_taken
 from ..run_folder import WORD
-from ..shm import TableMailbox
 from ..steps import clock as step_clock
 from ..steps.steps import Steps
 from ..steps.words import say
