@@ -10,14 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: Folder -> most lines of (Python, C). Whoever adds beyond these takes something away first.
 CEILINGS = {
-    "agent": (7_475, 0),
+    "agent": (7_470, 0),
     "envs": (5_040, 0),
     "envs/nccl": (2_580, 2_030),
     "envs/sim": (3_105, 165),
     "traces": (2_580, 0),
     "zero_workload": (2_280, 0),
 }
-IN_ALL = (23_050, 2_195)
+IN_ALL = (23_045, 2_195)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 

@@ -3,8 +3,8 @@ and does tuning shorten a ZeRO-3 step? Without a GPU the same runs on the emulat
 
 NCCL refuses two ranks on one GPU unless it is told otherwise, in one of two ways:
 
-* ``hosts``: each rank claims to be a host of its own (NCCL_HOSTID), and the ranks talk through sockets. Every release.
 * ``shared``: NCCL_MULTI_RANK_GPU_ENABLE, NCCL 2.30.3 and newer; the ranks talk through the GPU's memory.
+* ``hosts``: each rank claims to be a host of its own (NCCL_HOSTID), and the ranks talk through sockets. Every release.
 
 Ranks that share a GPU take turns on it (without MPS), so their times say little of a cluster. Both placements raise the
 number of channels to 16, since NCCL would make one or two and leave nothing to choose.
@@ -13,7 +13,6 @@ number of channels to 16, since NCCL would make one or two and leave nothing to 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import platform
@@ -38,7 +37,6 @@ from ..daemon.request import workload
 from ..report.summary import RunSummary
 from ..report.verdict import verdict
 
-PARTS = ("sweep", "zero3")
 _CHANNELS = {"NCCL_MIN_CTAS": "16", "NCCL_MAX_CTAS": "16"}
 #: Environment of a job, by placement of its ranks.
 PLACEMENTS: dict[str, dict[str, str]] = {
@@ -54,11 +52,11 @@ STEPS = 1000
 GPU_MODEL = ("--layers", "8", "--width", "1024", "--heads", "16", "--seq", "512")
 
 
-def placements(n_gpus: int, nccl: tuple[int, ...]) -> tuple[str, ...]:
-    """The ways in which two or more ranks can run here, the one nearest to a cluster first."""
+def placement(n_gpus: int, nccl: tuple[int, ...]) -> str:
+    """The way in which two or more ranks can run here, of several the one nearest to a cluster."""
     if n_gpus != 1:
-        return ("apart",)
-    return ("shared", "hosts") if nccl >= (2, 30, 3) else ("hosts",)
+        return "apart"
+    return "shared" if nccl >= (2, 30, 3) else "hosts"
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Machine:
 
     device: str
     n_ranks: int
-    placements: tuple[str, ...]
+    placement: str
     versions: dict[str, str]
     emulated: Emulated | None = None
 
@@ -81,40 +79,40 @@ class Machine:
         names = gpus()
         if cluster or not names:
             emulated = Emulated(cluster) if cluster else Emulated()
-            return cls(f"emulated {emulated.cluster}", ranks or 2, ("apart",), versions, emulated)
+            return cls(f"emulated {emulated.cluster}", ranks or 2, "apart", versions, emulated)
         if not torch.distributed.is_nccl_available():
             raise ValueError(f"{len(names)} GPUs, but this PyTorch ({torch.__version__}) has no NCCL")
         if ranks is not None and ranks > len(names) > 1:
             raise ValueError(f"{ranks} ranks on {len(names)} GPUs: with several GPUs each rank has one of its own")
         nccl = torch.cuda.nccl.version()
         versions |= {"nccl": ".".join(map(str, nccl)), "driver": driver(), "cuda": str(torch.version.cuda)}
-        return cls(names[0], ranks or max(len(names), 2), placements(len(names), nccl), versions)
+        return cls(names[0], ranks or max(len(names), 2), placement(len(names), nccl), versions)
 
     @property
     def backend(self) -> str:
         """Of torch.distributed."""
         return "emulated" if self.emulated else "nccl"
 
-    def env(self, placement: str) -> dict[str, str]:
+    def env(self) -> dict[str, str]:
         """What a job has in its environment."""
         emulated = self.emulated.env() if self.emulated else {}
-        return {"OMP_NUM_THREADS": "1", **PLACEMENTS[placement], **emulated}
+        return {"OMP_NUM_THREADS": "1", **PLACEMENTS[self.placement], **emulated}
 
-    def ranks(self, program: Sequence[str], placement: str) -> list[str]:
+    def ranks(self, program: Sequence[str]) -> list[str]:
         """The command that runs ``program`` once a rank."""
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         words += ["--nproc-per-node", str(self.n_ranks), "--no-python", "--"]
-        words += ["sh", "-c", 'NCCL_HOSTID=rank-$RANK exec "$0" "$@"'] if placement == "hosts" else []
+        words += ["sh", "-c", 'NCCL_HOSTID=rank-$RANK exec "$0" "$@"'] if self.placement == "hosts" else []
         return [*words, *program]
 
-    def zero3(self, steps: int, log: Path, placement: str, emulated_model: Sequence[str] = ()) -> list[str]:
+    def zero3(self, steps: int, log: Path, emulated_model: Sequence[str] = ()) -> list[str]:
         """The command of our ZeRO-3 job, each of whose steps is a line of ``log``."""
         extra = [*(emulated_model if self.emulated else GPU_MODEL), "--log-every", "1", "--quiet"]
-        return self.ranks(workload(3, steps, self.n_ranks, log, backend=self.backend, extra=extra), placement)
+        return self.ranks(workload(3, steps, self.n_ranks, log, backend=self.backend, extra=extra))
 
 
 class Check:
-    """One run of all parts, in a folder of its own below ``out``. ``say`` hears what goes on."""
+    """One run of both parts, in a folder of its own below ``out``. ``say`` hears what goes on."""
 
     def __init__(self, machine: Machine, out: Path, say: Callable[[str], object]) -> None:
         self.machine, self.say = machine, say
@@ -123,17 +121,16 @@ class Check:
         self.folder = out / "_".join(words)
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def run(self, budget_s: float, parts: Sequence[str] = PARTS) -> dict[str, Any]:
-        """Each part in each placement; the result, which also lies in ``check.json``. One that fails ends no other."""
+    def run(self, budget_s: float) -> dict[str, Any]:
+        """Both parts; the result, which also lies in ``check.json``. One that fails does not end the other."""
         found: dict[str, Any] = {}
-        limit_s = budget_s / len(parts) / len(self.machine.placements)
-        for part, placement in itertools.product(parts, self.machine.placements):
-            self.say(f"{part} with ranks {placement}, at most {limit_s:.0f} s")
+        for name, part in (("sweep", self._sweep), ("zero3", self._zero3)):
+            self.say(f"{name} with ranks {self.machine.placement}, at most {budget_s / 2:.0f} s")
             try:
-                found[f"{part}-{placement}"] = (self._sweep if part == "sweep" else self._zero3)(placement, limit_s)
+                found[name] = part(budget_s / 2)
             except (OSError, ValueError, RuntimeError) as error:
                 self.say(f"  failed: {error}")
-                found[f"{part}-{placement}"] = {"ok": False, "error": str(error)}
+                found[name] = {"ok": False, "error": str(error)}
         result = {
             "date": date.today().isoformat(),
             "label": "emulated: no figure here is a GPU's" if self.machine.emulated else "measured",
@@ -144,15 +141,15 @@ class Check:
         (self.folder / "check.json").write_text(json.dumps(result, indent=1) + "\n")
         return result
 
-    def _sweep(self, placement: str, limit_s: float) -> dict[str, Any]:
+    def _sweep(self, limit_s: float) -> dict[str, Any]:
         """What a sweep that was cut off has found counts, and that it was cut off is said."""
-        path, backend = self.folder / f"sweep-{placement}.jsonl", self.machine.backend
+        path, backend = self.folder / "sweep.jsonl", self.machine.backend
         path.unlink(missing_ok=True)
         told = {"backend": backend, "out": str(path), "sizes": SIZES[backend], "budget_s": 0.7 * limit_s}
         rank = [sys.executable, "-m", "dynamiccl.agent.checks.gpu_sweep", json.dumps(told)]
-        env = self.machine.env(placement) | ({"DYNAMICCL_BYTES_SCALE": "1"} if self.machine.emulated else {})
+        env = self.machine.env() | ({"DYNAMICCL_BYTES_SCALE": "1"} if self.machine.emulated else {})
         with contextlib.closing(RunFolder.create()) as run:
-            ended = self._job(self.machine.ranks(rank, placement), env | job_env(run.path), limit_s)
+            ended = self._job(self.machine.ranks(rank), env | job_env(run.path), limit_s)
         lines = path.read_text().splitlines() if path.exists() else []
         head, *rows = map(json.loads, lines or ['{"loaded": false}'])
         counts = {"configs": sum(row["decision"] != "auto" for row in rows)}
@@ -163,15 +160,15 @@ class Check:
         ok = head["loaded"] and not ended and counts["configs"] > 0 and sum(counts.values()) == counts["configs"]
         return {**head, **counts, "ok": ok, "ended": ended, "best": best(rows)}
 
-    def _zero3(self, placement: str, limit_s: float) -> dict[str, Any]:
+    def _zero3(self, limit_s: float) -> dict[str, Any]:
         """``dynamiccl tune`` on our ZeRO-3 job: default against tuned, and default against itself."""
-        out, emulated = self.folder / f"zero3-{placement}", self.machine.emulated
+        out, emulated = self.folder / "zero3", self.machine.emulated
         shutil.rmtree(out, ignore_errors=True)  # nothing of an earlier run may pass for this one's
         # Forced: what the doctor would refuse is what is to be measured here.
         tune = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--out", str(out), "--no-memory", "--force"]
         tune += ["--cluster", emulated.cluster] if emulated else []
-        job = self.machine.zero3(STEPS, out / "job.jsonl", placement)
-        ended = self._job([*tune, "--", *job], self.machine.env(placement), limit_s)
+        job = self.machine.zero3(STEPS, out / "job.jsonl")
+        ended = self._job([*tune, "--", *job], self.machine.env(), limit_s)
         summary = RunSummary.read(out)
         if not summary.is_decided:
             raise RuntimeError(f"no verdict ({ended or summary.ended}); see {out}")

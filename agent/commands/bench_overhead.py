@@ -42,8 +42,7 @@ def bench_overhead(
         emulation(cluster)
     with refusing(OSError, ValueError, RuntimeError):
         machine = Machine.here(cluster)
-        way = machine.placements[0]
-        result = measure(pairs, lambda log: machine.zero3(steps, log, way, _LARGER), machine.env(way), console.print)
+        result = measure(pairs, lambda log: machine.zero3(steps, log, _LARGER), machine.env(), console.print)
     percent = [100 * (x - 1) for x in (result.speedup, result.low, result.high)]
     if json:
         print(json_module.dumps({"overhead_percent": percent[0], "ci95": percent[1:], "pairs": result.n_pairs}))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from . import EmulatedCluster, Json, Option, emulation, refusing
 
 
 def gpu_check(
     cluster: EmulatedCluster = None,
-    only: Annotated[list[Literal["sweep", "zero3"]] | None, Option(help="Only this part: sweep or zero3.")] = None,
-    budget: Annotated[float, Option(min=20, help="Seconds that all parts together may take.")] = 480,
+    budget: Annotated[float, Option(min=20, help="Seconds that both parts together may take.")] = 480,
     ranks: Annotated[int | None, Option(min=2, max=64, help="Default: one a GPU, 2 on a single GPU.")] = None,
     out: Annotated[Path | None, Option(help="Folder. Default: envs/results on GPUs, else runs/gpu-check.")] = None,
     json: Json = False,
@@ -30,7 +29,7 @@ def gpu_check(
     """
     import pandas as pd
 
-    from ..checks.gpu_check import PARTS, Check, Machine
+    from ..checks.gpu_check import Check, Machine
     from ..report.terminal import terminal
 
     if cluster:
@@ -41,12 +40,11 @@ def gpu_check(
         out = out or Path("runs/gpu-check" if machine.emulated else "envs/results")
         check = Check(machine, out, console.print)
         console.print(f"{machine.device}, {machine.n_ranks} ranks, results in {check.folder}")
-        result = check.run(budget, only or PARTS)
+        result = check.run(budget)
     if json:
         print(json_module.dumps(result, indent=1))
     else:
-        parts = result["parts"].items()
-        cells = [{"sweep": name} | cell for name, part in parts for cell in part.get("best", ())]
+        cells = result["parts"]["sweep"].get("best", ())
         print(pd.DataFrame(cells).to_string(index=False, float_format="{:.1f}".format) if cells else "no sweep")
         print(f"{'all well' if result['ok'] else 'SOMETHING IS WRONG'} ({result['label']}): {check.folder}/check.json")
     raise SystemExit(0 if result["ok"] else 1)
