@@ -14,10 +14,10 @@ CEILINGS = {
     "envs": (5_040, 0),
     "envs/nccl": (2_580, 2_030),
     "envs/sim": (3_105, 165),
-    "traces": (2_580, 0),
+    "traces": (2_505, 0),
     "zero_workload": (2_280, 0),
 }
-IN_ALL = (23_045, 2_195)
+IN_ALL = (22_965, 2_195)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 

@@ -12,8 +12,8 @@ import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.queries.audit import audit
 from dynamiccl.traces.records import Decision, Slot
+from trace_audit import audit
 
 RANK = Path(__file__).with_name("consistency_rank.py")
 STEPS, CALLS, PROCESSES = 420, 60, 4

@@ -20,6 +20,7 @@ from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.envs.sim_env import SimEnv
 from dynamiccl.traces.files import Trace
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
+from trace_audit import audit
 
 DATA = Path(__file__).parent / "data"
 GOLDEN, RECORDING = DATA / "golden", DATA / "recordings" / "demo"
@@ -99,7 +100,8 @@ def trace():
     profiles = env.windows.profiles
     return {
         "steps": steps,
-        **{key: told[key] for key in ("n_events", "regime", "communicators", "slots", "tables", "consistency")},
+        **{key: told[key] for key in ("n_events", "regime", "communicators", "slots", "tables")},
+        "consistency": json.loads(json.dumps(vars(audit(read.events)))),
         "windows": len(told["windows"]),
         "profiles": [[str(p.slot), p.n_bytes, p.calls, round(p.call_us, 4), p.timed_by] for p in profiles],
         "fingerprints": [[round(float(x), 5) for x in p.fingerprint.vector()[0]] for p in profiles],

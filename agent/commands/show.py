@@ -60,7 +60,6 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
     """Everything that ``show`` prints, ready for JSON; unknown values are None."""
     from ...traces.files import TraceError
     from ...traces.header import plain
-    from ...traces.queries.audit import audit
     from ...traces.queries.costs import generations, slot_costs
     from ...traces.queries.slots import regime
     from ..report.why import chains
@@ -80,7 +79,7 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
         "windows": [{k: v for k, v in line.items() if k != "kind"} for line in trace.log if line["kind"] == "window"],
         "tables": len(trace.tables) - 1,
         "summary": vars(summary),
-        "consistency": vars(audit(trace.events)) | summary.consistency,
+        "consistency": summary.consistency,
         "why": [],
     }
     with contextlib.suppress(TraceError):  # no steps, or nothing of what NCCL offered
@@ -134,7 +133,16 @@ def _communicators(trace: Trace) -> list[dict[str, Any]]:
 
 def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
     from ..report.terminal import grid, wide_terminal
-    from ..report.texts import COSTS, COSTS_NOTE, NUMBERS, cost_rows, nothing_decided, result_lines, window_parts
+    from ..report.texts import (
+        COSTS,
+        COSTS_NOTE,
+        NUMBERS,
+        consistency_text,
+        cost_rows,
+        nothing_decided,
+        result_lines,
+        window_parts,
+    )
     from ..report.why import lines
 
     console = wide_terminal()
@@ -152,7 +160,9 @@ def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
         console.print("\n".join(lines(chain, summary)), markup=False, soft_wrap=True)
     for line in story["windows"] if windows else ():
         console.print("  ".join(window_parts(line)), markup=False, soft_wrap=True)
-    _print_consistency(console, story["consistency"])
+    if summary.consistency:
+        bad = summary.consistency["mismatches"]
+        console.print(consistency_text(summary.consistency), style="bold red" if bad else "")
 
 
 def _print_head(console: Console, story: dict[str, Any]) -> None:
@@ -174,16 +184,3 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     if story["records_lost"]:
         lost = f"{story['records_lost']} records were lost: the tuner did not read them in time"
         console.print(f"{lost}; counts below are too low", style="yellow")
-
-
-def _print_consistency(console: Console, check: dict[str, Any]) -> None:
-    from ..report.texts import consistency_text
-
-    console.print(consistency_text(check), style="bold red" if check["mismatches"] else "")
-    for example in check["examples"]:
-        views = (
-            f"rank {r}: {v['algo']}/{v['proto']}/{v['n_channels']}, {v['n_bytes']} bytes, "
-            f"table {v['table_generation']}, step {v['step']}"
-            for r, v in example["ranks"].items()
-        )
-        console.print(f"  {example['func']} {example['seq']}: {'; '.join(views)}", markup=False, soft_wrap=True)

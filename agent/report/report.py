@@ -12,7 +12,6 @@ from typing import Any
 import pandas as pd
 
 from ...traces.files import Trace, TraceError
-from ...traces.queries.audit import audit
 from ...traces.queries.costs import generations, slot_costs
 from ...traces.segments import atomically
 from . import slow_rank
@@ -80,8 +79,8 @@ def _masthead(s: RunSummary, trace: Trace, place: str) -> str:
 
 def _headline(s: RunSummary, trace: Trace) -> str:
     first, *rest = result_lines(s)
-    alike = consistency_text(s.consistency or vars(audit(trace.events)))
-    cards = [_card("verdict", first, "\n".join([*rest, alike, *filter(None, [slow_rank.find(trace)])]), wide=True)]
+    notes = [*rest, consistency_text(s.consistency), slow_rank.find(trace)]
+    cards = [_card("verdict", first, "\n".join(filter(None, notes)), wide=True)]
     if s.speedup is not None:
         sides = [(side(s.compared), s.tuned_step_ms, s.tuned_windows), (OWN, s.default_step_ms, s.default_windows)]
         for name, value, n in sides:

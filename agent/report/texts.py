@@ -79,8 +79,10 @@ def result_lines(summary: RunSummary) -> list[str]:
 
 
 def consistency_text(found: Mapping[str, Any]) -> str:
-    """Whether ranks ran their collectives alike, from a summary or an audit."""
-    if not found.get("calls_checked"):
+    """Whether ranks ran their collectives alike, from a summary; empty where nothing is known."""
+    if not found:
+        return ""
+    if not found["calls_checked"]:
         return "consistency: no collective was seen by two ranks, nothing to compare"
     return f"consistency: {found['calls_checked']} collectives compared across ranks, {found['mismatches']} mismatches"
 

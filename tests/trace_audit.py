@@ -1,4 +1,4 @@
-"""A question to events: did all ranks run every collective alike?"""
+"""Of a recorded trace: did all ranks run every collective alike? Judges the check that a tuner makes while it runs."""
 
 from __future__ import annotations
 
