@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import fields
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 from browser import CHROMIUM, ROOT, Browser
 from dynamiccl.agent.commands.top import table
@@ -41,10 +42,10 @@ def svg(console, title):
 
 
 def windows_of(trace):
-    """A run's windows as its tuner told them."""
+    """A run's windows as its tuner told them, each with the time at which it did, seconds."""
     names = [f.name for f in fields(WindowLine)]
     rows = [line for line in trace.log if line["kind"] == "window"]
-    return [WindowLine(**{name: row[name] for name in names}) for row in rows]
+    return [(WindowLine(**{name: row[name] for name in names}), row["time"]) for row in rows]
 
 
 def live(lines):
@@ -52,11 +53,12 @@ def live(lines):
     view = LiveView(0.05)
     view.console = recorder()
     view._prefix, view._is_live = "", True
-    shown = lines[: 2 + next(i for i, line in enumerate(lines) if line.phase == "verify")]
-    for line in shown:
+    shown = lines[: 2 + next(i for i, (line, _) in enumerate(lines) if line.phase == "verify")]
+    for line, at_s in shown:
         view._live = None
-        view.window(line)
-    view.console.print(view._block(shown[-1]))
+        with mock.patch("time.monotonic", return_value=at_s):
+            view.window(line)
+    view.console.print(view._block(shown[-1][0]))
     return view.console
 
 

@@ -49,6 +49,7 @@ def job(names: list[str]) -> None:
     sys.stdout.flush()
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(float(os.environ.get("STAYS_S", "0")) * rank)
         time.sleep(0.1)  # gloo's threads give up their last tensors; where Python has ended meanwhile they abort
 
 

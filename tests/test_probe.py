@@ -3,6 +3,7 @@
 The job is ``probe_ranks.py``.
 """
 
+import gc
 import json
 import os
 import random
@@ -13,11 +14,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from dynamiccl.envs.nccl.agreement.protocol import ABORT
+from dynamiccl.envs.nccl.agreement.protocol import Decision as RoundDecision
+from dynamiccl.envs.nccl.agreement.store import RoundStore
 from dynamiccl.envs.nccl.plugin.build import job_env
-from dynamiccl.envs.nccl.probe.connection import _takes_connections
+from dynamiccl.envs.nccl.probe.connection import StoreConnections, _takes_connections
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState, Decision, Rule, Table
 from probe_ranks import LOOPS, STEPS
@@ -175,6 +180,40 @@ def test_a_store_that_takes_no_connection_is_known_at_once():
         thread.join()
     with pytest.raises(ConnectionError):
         _takes_connections("127.0.0.1", port)
+
+
+def test_a_connection_whose_other_end_is_gone_is_asked_nothing(capfd):
+    """Before: PyTorch wrote 20 lines of a C++ stack into the job's output."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    jobs_own = TCPStore("127.0.0.1", server.port)
+    c10d = SimpleNamespace(_get_default_store=lambda: PrefixStore("job", jobs_own), PrefixStore=PrefixStore)
+    make = StoreConnections(c10d)
+    store = RoundStore(make, 0, 1)
+    store.connect()
+    assert store.last_round() == 0 and not store.has_news()
+    del server
+    gc.collect()
+    for asks in (store.last_round, store.has_news, store.says_news):
+        with pytest.raises(ConnectionAbortedError, match="store is gone"):
+            asks()
+    with pytest.raises(ConnectionRefusedError):
+        make()
+    assert store.settle(1, RoundDecision(7, {})) is ABORT  # at once: nobody serves the store any more
+    (said,) = capfd.readouterr().err.splitlines()
+    assert "rank 0: the job's store is gone" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "fsdp2"])  # the store ends with the process group, or with rank 0's process
+def test_a_job_whose_rank_0_hosts_the_store_ends_without_a_word_of_it(run, name):
+    """As of ``torch.multiprocessing.spawn``, or of ``srun`` without torchrun. Before: 20 lines of PyTorch's on the
+    ranks that ended later, or one of ours that tells to look at the network."""
+    env = {**job_env(run.path), "JITTER_S": "0.05", "STAYS_S": "3", "STEPS": "40"}
+    said, errors = finish(start([name], 2, env), run)
+    assert len(said) == 2 and errors == ["", ""]
+    assert name == "fsdp2" or len(set(said[1]["generations"][name])) > 2
 
 
 @pytest.mark.slow

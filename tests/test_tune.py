@@ -77,6 +77,20 @@ def test_summary_holds_what_programs_rely_on(tuned):
 
 
 @pytest.mark.slow
+def test_the_whole_output_of_the_demo_is_under_60_lines_of_80_columns(tmp_path):
+    """What ``make demo`` runs, not on a terminal. Before: 46 lines of 230 columns."""
+    command = [*DYNAMICCL, "tune", "--out", str(tmp_path), "--no-memory", "--steps", "600"]
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0 and done.stdout == ""
+    said = done.stderr.splitlines()
+    assert sum(max(1, -(-len(line) // 80)) for line in said) < 60
+    # Paths are as long as they are; all else breaks at 80 columns.
+    assert all(len(line) <= 80 for line in said if str(tmp_path) not in line)
+    verdicts = [line for line in said if line.startswith(("KEPT", "NOTHING", "NO VERDICT"))]
+    assert len(verdicts) == 1
+
+
+@pytest.mark.slow
 def test_the_table_that_was_confirmed_is_left_for_apply(tuned):
     out, _, s = tuned
     chosen = {
@@ -308,6 +322,14 @@ def test_headroom_reaches_the_job_before_its_communicators_are_made(tmp_path):
     program = "import os; raise SystemExit('channels ' + os.environ['NCCL_MIN_CTAS'])"
     run("tune", "--out", str(tmp_path), "--headroom", "24", "--", sys.executable, "-c", program)
     assert "channels 24" in (tmp_path / "job.log").read_text()
+
+
+def test_a_run_s_log_holds_nothing_of_an_earlier_run_in_the_same_folder(tmp_path):
+    """Before: it was appended to. A run replaces what lies in OUT, its log too; of a silent job there is none."""
+    for program, kept in (("print(1)", "1\n"), ("print(2)", "2\n"), ("pass", None)):
+        run("tune", "--out", str(tmp_path), "--", sys.executable, "-S", "-c", program)
+        assert (tmp_path / "job.log").exists() == (kept is not None)
+        assert kept is None or (tmp_path / "job.log").read_text() == kept
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_a_row_that_was_changed_alone_has_a_figure_of_its_own(run):
     [
         ({}, "decided nothing: the run goes on, or was cut off before its verdict"),
         ({"ended": "stopped by `dynamiccl stop`"}, "decided nothing: stopped by `dynamiccl stop`"),
-        ({"speedup": 1.1, "decisions": []}, "decided nothing: NCCL decides everywhere"),
+        ({"speedup": 1.1, "decisions": []}, "decided nothing: NCCL's own choice stays"),
     ],
 )
 def test_a_slot_of_which_nothing_was_decided_says_why(run, summary, says):

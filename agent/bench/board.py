@@ -83,7 +83,7 @@ COLUMNS = (
 
 
 #: Those that a terminal has room for, and their heads there.
-BRIEF = {0: "", 1: "policy", 2: "lost of 20,000 steps", 4: "of the gain", 6: "verdict after"}
+BRIEF = {0: "", 1: "policy", 2: "lost of 20,000 steps", 4: "of the gain", 6: "steps to verdict (median, p90)"}
 
 
 class Board:

@@ -45,10 +45,10 @@ def tune(
     call: Call,
     command: Annotated[list[str] | None, Argument(help="The job, after --; without one our own ZeRO job.")] = None,
     stage: Annotated[int, Option(group=OWN, help="ZeRO stage, 0 to 3.")] = 3,
-    steps: Annotated[int, Option(group=OWN, help="Optimizer steps; a verdict takes some 100 to 900.")] = 1000,
+    steps: Annotated[int, Option(group=OWN, help="Optimizer steps; a verdict takes some 100 to 1200.")] = 1000,
     ranks: Annotated[int | None, Option(group=OWN, help="Processes. Default: one a GPU, 2 without GPUs.")] = None,
     policy: Annotated[
-        str, Option(group=SEARCH, help="expected-improvement, thompson-sampling, lstm, tpe, ...; FILE.npz; MODULE:NAME")
+        str, Option(group=SEARCH, help="expected-improvement, thompson-sampling, lstm, tpe, ...; FILE.npz; MODULE:NAME.")
     ] = "expected-improvement",
     budget: Annotated[float, Option(min=0, group=SEARCH, help="Share of the job's time that it may cost.")] = 0.05,
     once: Annotated[bool, Option(group=SEARCH, help="Stop at the verdict: no trials after it, no watch.")] = False,
@@ -87,7 +87,7 @@ def tune(
     """Tune a training job while it trains.
 
     Every window runs some steps under a table: an algorithm, protocol and channel count for each kind of all-gather
-    and reduce-scatter. All ranks switch at the same step. The durations of the collectives and the measured step time
+    and reduce-scatter. All ranks switch at the same call. The durations of the collectives and the measured step time
     teach what is worth trying next; a table that promises enough meets NCCL's own choice in turn, window by window,
     until one of the two is faster for sure. Only a winner stays, and it is watched until the job ends.
 
@@ -150,9 +150,10 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     except OSError as error:
         fail(f"no run can be left in {error.filename}: {error.strerror}; give another --out")
     out = out.resolve()
-    job_log = out / "job.jsonl" if own else None
+    log, job_log = str(out / "job.log"), out / "job.jsonl" if own else None
+    for name in ("job.log", "job.jsonl"):  # of an earlier run in this folder
+        (out / name).unlink(missing_ok=True)
     if job_log:
-        job_log.unlink(missing_ok=True)
         job = facts["stage"], asked["steps"], facts["n_processes"], job_log
         command = workload(*job, backend="emulated" if emulated else "nccl", seed=asked["seed"])
     run = make_folder()
@@ -164,7 +165,6 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     tuner = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--attach", str(run)]
     environment = {**job_env(run, asked["headroom"]), **(emulated.env() if emulated else {})}
     locks = [fd, lock(run / LAUNCHER, f"{run} has a launcher already")]
-    log = str(out / "job.log")
     Plan(list(command), tuner, str(run), log, environment, asked["json"], own, asked["kill_after"], locks).become()
 
 

@@ -42,7 +42,7 @@ def nothing_decided(summary: RunSummary, header: Mapping[str, Any]) -> str:
     """Why a trace has no decisions."""
     if "source" in header:
         return "a recording of another tool: nothing was tuned in it"
-    known = summary.ended or ("NCCL decides everywhere" if summary.is_decided else "")
+    known = summary.ended or ("NCCL's own choice stays" if summary.is_decided else "")
     return known or "the run goes on, or was cut off before its verdict"
 
 

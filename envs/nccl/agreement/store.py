@@ -10,7 +10,6 @@ all keys lie, and every rank looks now and then whether there is a newer one.
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import secrets
 import time
@@ -34,7 +33,7 @@ class Proposal(NamedTuple):
     """What rank 0 proposes in a round."""
 
     number: int
-    message: bytes  # of the table
+    message: bytes  # of the table; b"": rank 0 leads no round any more
     n_votes: int  # of other ranks that rank 0 waits for
 
 
@@ -112,17 +111,18 @@ class RoundStore:
         A store that nobody serves any more is the end of its job: no rank waits for a decision there.
         """
         word = json.dumps([decision.generation, {f"{comm:x}": at for comm, at in decision.switches.items()}])
-        end = time.monotonic() + _LOST_S
+        end, again = time.monotonic() + _LOST_S, False
         while True:
             try:
+                if again:
+                    self._store = self._make()
                 return _decision(bytes(self._store.compare_set(self._key(number, "decision"), "", word)))
             except Exception as error:
                 if isinstance(error, ConnectionRefusedError) or self.closing or time.monotonic() > end:
                     say(NotAgreeing.NO_STORE(rank=self._rank, error=error))
                     return ABORT
+                again = True
                 time.sleep(_AGAIN_S)
-                with contextlib.suppress(Exception):
-                    self._store = self._make()
 
     # -- rank 0 ----------------------------------------------------------------------------------------------------
 
@@ -140,6 +140,12 @@ class RoundStore:
         word = json.dumps([proposal.n_votes, base64.b64encode(proposal.message).decode()])
         self._store.set(self._key(proposal.number, "table"), word)
         self._store.set(self._key(_ROUND), str(proposal.number))
+
+    def part(self, number: int) -> None:
+        """Tell all ranks that this was the last round, and give them the time of two looks to hear of it: who asks a
+        store that goes with rank 0's process makes PyTorch write into the job's output."""
+        self.propose(Proposal(number, b"", 0))
+        time.sleep(2 * self._pause_s)
 
     def votes(self, number: int, ranks: Iterable[int], seconds: float) -> list[Vote]:
         """The last votes of ``ranks``, as soon as all expected in this round are there, else after so long."""

@@ -1,12 +1,15 @@
 """Connections of our own to the job's store.
 
-With the job's own we would keep its server alive after its group is gone, and wait where the job wants to ask.
+With the job's own we would keep its server alive after its group is gone, and wait where the job wants to ask. A
+connection whose other end is gone is asked nothing: of that PyTorch writes 20 lines into the job's output, and it is how
+a job ends whose rank 0 hosts the store.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 from typing import Any
 
@@ -28,8 +31,33 @@ class StoreConnections:
         """A new connection. Raises OSError."""
         if self._port:
             _takes_connections(self._host, self._port)
+        before = _sockets_to(self._port)
         self._store = self._store.clone()
-        return self._c10d.PrefixStore("dynamiccl", self._store)
+        return _Connection(self._c10d.PrefixStore("dynamiccl", self._store), _sockets_to(self._port) - before)
+
+
+class _Connection:
+    """A store as PyTorch's, but that every call raises ConnectionAbortedError once the other end is gone."""
+
+    def __init__(self, store: Any, sockets: set[int]) -> None:
+        self._store, self._poll = store, select.poll()
+        for descriptor in sockets:
+            self._poll.register(descriptor, select.POLLRDHUP)
+
+    def __getattr__(self, name: str) -> Any:
+        if any(event & select.POLLRDHUP for _, event in self._poll.poll(0)):
+            raise ConnectionAbortedError("the job's store is gone")
+        return getattr(self._store, name)
+
+
+def _sockets_to(port: int) -> set[int]:
+    """Descriptors of this process's connections to ``port`` on any host: PyTorch's client does not tell its own."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
+                found.add(int(name))
+    return found
 
 
 def _takes_connections(host: str, port: int) -> None:
