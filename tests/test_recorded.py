@@ -8,6 +8,7 @@ from dynamiccl.agent.advice.advise import Advice
 from dynamiccl.agent.policies.choosing import DEFAULT
 from dynamiccl.envs.sim.emulated.settings import Emulated
 from dynamiccl.traces.files import Trace
+from make_demo import PAGE, written
 
 RESULTS = Path(__file__).resolve().parents[1] / "envs" / "results"
 ORACLE = json.loads((RESULTS / "oracle_demo.json").read_text())
@@ -36,6 +37,11 @@ def test_both_ran_on_what_the_demo_runs_on(summary):
     scales = (summary["bytes_scale"], summary["compute_scale"])
     assert (summary["cluster"], *scales) == (usual.cluster, usual.bytes_scale, usual.compute_scale)
     assert summary["consistency"]["mismatches"] == 0
+
+
+def test_the_page_says_what_is_on_record():
+    page = PAGE.read_text()
+    assert written(page) == page, "python tests/make_demo.py"
 
 
 def test_the_oracle_leaves_room_and_the_demo_takes_most_of_it():
