@@ -93,7 +93,7 @@ $(VENV)/bench: $(VENV)/ready
 # `make -B .venv/frameworks` tries again. Compiled once: the tests start hundreds of processes that import PyTorch.
 $(VENV)/frameworks: pyproject.toml constraints.txt | setup
 	DS_BUILD_OPS=0 $(BIN)/uv pip install --quiet \
-		--python $(BIN)/python --constraint constraints.txt --editable '.[frameworks,optuna,metrics]' \
+		--python $(BIN)/python --constraint constraints.txt --editable '.[frameworks,optuna]' \
 		|| echo "accelerate, deepspeed and optuna cannot be installed: their tests will be skipped"
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python*/site-packages > /dev/null 2>&1 || true
 	touch $@

@@ -9,7 +9,7 @@ from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import verdict
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.writer import TraceWriter
-from synthetic_trace import COMM, GATHER, write_run
+from synthetic_trace import GATHER, write_run
 
 
 def run_show(*args):
@@ -46,15 +46,6 @@ def test_programs_are_told_the_same(run):
     assert story["header"]["stage"] == 3 and story["regime"] == "zero-3" and story["warnings"] == []
     assert story["steps"]["n"] == trace.steps["index"].nunique() and story["steps"]["ranks"] == 2
     assert story["n_events"] == len(trace.events) and story["tables"] == 24
-    (comm,) = story["communicators"]
-    assert comm == {
-        "comm_id": f"{COMM:#018x}",
-        "name": "dp",
-        "n_ranks": 16,
-        "n_nodes": 2,
-        "ranks_seen": [0, 1],
-        "n_events": len(trace.events),
-    }
     gather = next(s for s in story["slots"] if s["slot"] == str(GATHER))
     assert (gather["own"], gather["ran"], gather["table"], gather["calls"]) == (
         "ring/ll/8",
@@ -99,14 +90,6 @@ def test_disagreeing_ranks_are_told_as_the_tuner_found_them(tmp_path):
     write_run(tmp_path / "trace", search=1, final=1)
     (tmp_path / "summary.json").write_text(json.dumps({"consistency": {"calls_checked": 700, "mismatches": 1}}))
     assert "700 collectives compared across ranks, 1 mismatches" in run_show(tmp_path).stdout
-
-
-def test_a_communicator_that_was_never_announced_is_still_listed(tmp_path):
-    _, trace = write_run(tmp_path / "a", search=1, final=1)
-    with TraceWriter(tmp_path / "b", {}) as writer:
-        writer.write(trace.events, trace.steps)
-    (comm,) = json.loads(run_show(tmp_path / "b", "--json").stdout)["communicators"]
-    assert comm["name"] is None and comm["n_ranks"] == 16
 
 
 def test_a_decision_left_to_nccl(tmp_path):

@@ -74,7 +74,6 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
         "steps": _steps(trace.steps),
         "n_events": len(trace.events),
         "records_lost": trace.header.get("records_lost", 0),
-        "communicators": _communicators(trace),
         "slots": [_slot(c, which.rules) for c in costs.to_dict("records")],
         "windows": [{k: v for k, v in line.items() if k != "kind"} for line in trace.log if line["kind"] == "window"],
         "tables": len(trace.tables) - 1,
@@ -106,26 +105,6 @@ def _steps(steps: pd.DataFrame) -> dict[str, Any]:
         "ranks": int(steps["rank"].nunique()),
         "median_ms": float(first["duration_ns"].median()) / 1e6,
     }
-
-
-def _communicators(trace: Trace) -> list[dict[str, Any]]:
-    """Communicators as announced, by their ids as NCCL's logs write them; one that never was has no name."""
-    calls = trace.events.groupby("comm_id").size()
-    announced = sorted(trace.comms["comm_id"].unique().tolist())
-    rows = []
-    for comm_id in dict.fromkeys([*announced, *calls.index]):
-        table = trace.comms if comm_id in announced else trace.events
-        seen = table[table["comm_id"] == comm_id]
-        row = {
-            "comm_id": f"{int(comm_id):#018x}",
-            "name": str(seen["name"].iloc[0]) if comm_id in announced else None,
-            "n_ranks": int(seen["n_ranks"].max()) or None,
-            "n_nodes": int(seen["n_nodes"].max()) or None,
-            "ranks_seen": sorted(seen["rank"].unique().tolist()),
-            "n_events": int(calls.get(comm_id, 0)),
-        }
-        rows.append(row)
-    return rows
 
 
 # For people ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import Argument, Json, Option, fail
+from . import Argument, Json, Option, fail, refusing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,6 +34,8 @@ def top(
     """
     from rich.live import Live
 
+    from ...traces.segments import TraceError
+    from ..report.metrics import write_metrics
     from ..report.outputs import ROOT
     from ..report.runs import find_runs, state
     from ..report.terminal import wide_terminal
@@ -41,14 +43,8 @@ def top(
     def look() -> list[dict[str, Any]]:
         found = [state(path) for path in find_runs(runs or ())]
         if metrics is not None:
-            try:
-                from ..report.metrics import write_metrics
-
+            with refusing(TraceError):
                 write_metrics(metrics, found)
-            except ImportError:
-                fail("--metrics needs prometheus-client: pip install 'dynamiccl[metrics]'")
-            except OSError as error:
-                fail(f"cannot write {metrics}: {error.strerror}")
         return found
 
     found = look()

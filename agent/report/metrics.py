@@ -6,13 +6,10 @@ the folder that the run leaves: nothing is asked of the job. ``grafana.json`` be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, write_to_textfile
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
+from ...traces.segments import atomically
 
 #: Metric, the key of ``runs.state`` that it shows, what it is.
 METRICS = (
@@ -31,25 +28,13 @@ METRICS = (
 
 def write_metrics(path: Path, states: list[dict[str, Any]]) -> None:
     """The states for node_exporter's textfile collector, replaced at once; what is not known of a run is left out.
-    Raises OSError."""
-    found = CollectorRegistry()
-    found.register(_Runs(states))
-    write_to_textfile(str(path), found)
-
-
-class _Runs(Collector):  # type: ignore[misc]  # prometheus-client may be missing where types are checked
-    """What the registry asks."""
-
-    def __init__(self, states: list[dict[str, Any]]) -> None:
-        self._states = states
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """All metrics of all runs."""
-        for name, key, text in METRICS:
-            grows = name.endswith("_total")
-            family = (CounterMetricFamily if grows else GaugeMetricFamily)(name, text, labels=["run"])
-            for one in self._states:
-                value = float(one["state"] == "tuning") if key == "state" else one[key]
-                if value is not None:
-                    family.add_metric([one["run"]], float(value) / (1e3 if key == "step_ms" else 1))
-            yield family
+    Raises TraceError."""
+    lines = []
+    for name, key, text in METRICS:
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]
+        for one in states:
+            value = one["state"] == "tuning" if key == "state" else one[key]
+            run = one["run"].replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            if value is not None:
+                lines.append(f'{name}{{run="{run}"}} {float(value) / (1e3 if key == "step_ms" else 1)}')
+    atomically(path, lambda draft: draft.write_text("\n".join([*lines, ""])))

@@ -1,8 +1,8 @@
 """Connections of our own to the job's store.
 
 With the job's own we would keep its server alive after its group is gone, and wait where the job wants to ask. A
-connection whose other end is gone is asked nothing: of that PyTorch writes 20 lines into the job's output, and it is how
-a job ends whose rank 0 hosts the store.
+connection whose other end is gone is asked nothing: PyTorch writes 20 lines about that into the job's output.
+A job ends so where rank 0 hosts the store.
 """
 
 from __future__ import annotations
