@@ -15,6 +15,19 @@ def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("run") / "trace", search=6, final=4)
 
 
+def test_a_step_in_which_the_table_changes_is_no_default_step(run):
+    """Seen: 2.78 calls a step in one view of a run, 3 in another, as tables change at a call."""
+    _, trace = run
+    which = generations(trace)
+    events, whole = trace.events.copy(), slot_costs(trace.events, which.default, which.tuned)
+    step = int(events.loc[events["table_generation"].isin(which.default), "step"].max())
+    mine = events.index[events["step"] == step]
+    events.loc[mine[len(mine) // 2 :], "table_generation"] = min(which.tuned)
+    cut = slot_costs(events, which.default, which.tuned)
+    assert dict(zip(cut["slot"], cut["calls"], strict=True)) == dict(zip(whole["slot"], whole["calls"], strict=True))
+    assert cut["n_default"].sum() < whole["n_default"].sum()
+
+
 def with_tables(folder, *tables, closing=None):
     with TraceWriter(folder, {}) as writer:
         for table in tables:

@@ -93,6 +93,7 @@ def distribution_figure(trace: Trace, which: Generations, s: RunSummary) -> str:
     times = step_times(trace, which, s)
     if len(times) < 2:
         return ""
+    told = {OWN: s.default_step_ms, side(s.compared or s.in_force or "table"): s.tuned_step_ms}
     low, high = np.quantile(np.concatenate(list(times.values())), (0.0, 0.98))
     edges = np.linspace(*spread((low, high), 0.05), _BINS + 1)
     plot = Plot((edges[0], edges[-1]), (0, len(times)), 80 + 90 * len(times))
@@ -105,9 +106,9 @@ def distribution_figure(trace: Trace, which: Generations, s: RunSummary) -> str:
                 plot.bar(
                     (left, right), (i, i + 0.7 * n / counts.max()), colour, f"{n} steps, {left:.2f} to {right:.2f} ms"
                 )
-        middle = float(np.median(values))
+        middle = told[name] or float(np.median(values))
         plot.line((middle, middle), (i, i + 0.78), "var(--ink)")
-        plot.text(edges[0], i + 0.84, f"{name}: {len(values)} steps, median {ms(middle)}")
+        plot.text(edges[0], i + 0.84, f"{name}: {len(values)} steps, {ms(middle)}")
     return plot.html("How often a step took how long, under NCCL's choice and under the table")
 
 

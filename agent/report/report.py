@@ -36,7 +36,8 @@ _TIMELINE = (
     "one nearest the median of its kind; the dashed line is its end. AG: all_gather, and so on."
 )
 _DISTRIBUTION = (
-    "Steps of the comparison, under either side; the line is the median, the longest 2 % are in the last bar."
+    "Steps of the comparison, under either side; the line is the median of its windows, the longest 2 % are in the last "
+    "bar."
 )
 
 

@@ -99,7 +99,7 @@ def cost_rows(costs: Sequence[Mapping[Any, Any]]) -> list[list[str | None]]:
         before, after, sampled = c["default_us"], c["tuned_us"], (c["n_default"], c["n_tuned"])
         is_timed = pd.notna(before) and pd.notna(after)
         row = [c["slot"], f"{c['calls']:.3g}", c["own"], c["ran"], time(before), time(after)]
-        row.append(f"{100 * (after / before - 1):+.0f} %" if is_timed else None)
+        row.append(f"{round(100 * (after / before - 1)):+d} %".replace("+0", "0") if is_timed else None)
         row.append(f"{c['calls'] * before / 1e3:.2f} ms" if pd.notna(before) else None)
         rows.append([*row, f"{sampled[0]} / {sampled[1]}", c["timed_by"] if any(sampled) else None])
     return rows

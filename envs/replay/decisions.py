@@ -20,7 +20,7 @@ from ...traces import spaces
 from ...traces.assemble import Offer
 from ...traces.files import Trace, TraceError
 from ...traces.fingerprint import Fingerprint
-from ...traces.queries.slots import SlotProfile, channels_of, find_slots
+from ...traces.queries.slots import SlotProfile, channels_of, find_slots, of_whole_steps
 from ...traces.records import N_ALGOS, N_PROTOS, PAIRS, TUNED_FUNCS, Slot, decision_from
 from ..nccl_model import clusters, cost_model
 from ..nccl_model.clusters import Cluster, ClusterArrays
@@ -90,7 +90,7 @@ def load(trace: Trace, min_share: float = 0.01) -> Recorded:
 
 def _profiles(trace: Trace, events: pd.DataFrame, default_ms: float, min_share: float) -> list[SlotProfile]:
     """The slots under NCCL's own choice. Raises TraceError where there is none."""
-    quiet = events[events["table_generation"].isin(default_generations(trace))]
+    quiet = of_whole_steps(events, default_generations(trace))
     known = trace.steps[trace.steps["memory_total"] > 0]
     memory = float((known["memory_used"] / known["memory_total"]).mean()) if len(known) else 0.0
     offers = offers_of(trace)

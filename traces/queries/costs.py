@@ -11,7 +11,7 @@ import pandas as pd
 from ..files import Trace
 from ..records import Slot, decided
 from .skew import OWN, label
-from .slots import with_sizes
+from .slots import of_whole_steps, with_sizes
 
 #: A rule as text: (func, min_bytes, max_bytes, decision).
 RuleKey = tuple[str, int, int, str]
@@ -68,7 +68,7 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
         events = events[events["step"] > events["step"].min()]
     rows = with_sizes(events)
     rows["config"] = rows["algo"] + "/" + rows["proto"] + "/" + rows["n_channels"].astype("str")
-    before, after = (rows[rows["table_generation"].isin(which)] for which in (default, tuned))
+    before, after = of_whole_steps(rows, default), rows[rows["table_generation"].isin(tuned)]
     if before.empty:
         return pd.DataFrame(columns=_COLUMNS)
     keys = _COLUMNS[:4]
