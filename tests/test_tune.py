@@ -153,6 +153,7 @@ def test_a_job_on_gloo_is_attached_to_and_keeps_every_bit_of_its_loss(tmp_path):
     on_gloo = {name: [{"emulated": "gloo"}.get(word, word) for word in job(60, tmp_path / name)] for name in "ab"}
     done = run("tune", "--out", str(tmp_path / "out"), "--", *on_gloo["a"])
     assert done.returncode == 0 and "torch.distributed runs on gloo here" in done.stderr, done.stderr
+    assert "NCCL_DEBUG" not in done.stderr  # Seen: told to look at NCCL's log, by a job that has none
     assert len(Trace.read(tmp_path / "out" / "trace").steps) > 50
     subprocess.run([*on_gloo["b"], "--quiet"], env=ENV, check=True, timeout=300, stdout=subprocess.DEVNULL)
     assert len(losses(tmp_path / "a")) == 60 and losses(tmp_path / "a") == losses(tmp_path / "b")

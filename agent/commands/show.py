@@ -130,7 +130,7 @@ def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
     _print_head(console, story)
     if summary:
         console.print("\n".join(["", *result_lines(summary), ""]), markup=False, soft_wrap=True)
-    if not summary.decisions:
+    else:
         console.print(f"no decisions: {nothing_decided(summary, story['header'])}", markup=False)
     if story["slots"]:
         console.print(grid(COSTS, cost_rows(story["slots"]), NUMBERS, title="what each collective costs"))
@@ -157,8 +157,8 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
         console.print(f"no optimizer step was seen; {story['n_events']} collectives")
         return
     console.print(
-        f"{story['regime']}: steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms in the median, "
-        f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, {story['tables']} tables published"
+        f"{story['regime'].replace('unknown', 'job')}: steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms in the median, "
+        f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, tables published: {story['tables']}"
     )
     if story["records_lost"]:
         lost = f"{story['records_lost']} records were lost: the tuner did not read them in time"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
 import time
 from pathlib import Path
@@ -58,13 +59,10 @@ def top(
     if once or not console.is_terminal:
         console.print(table(found))
         return
-    try:
-        with Live(table(found), console=console, screen=True) as live:
-            while True:
-                time.sleep(every)
-                live.update(table(look()))
-    except KeyboardInterrupt:
-        pass
+    with contextlib.suppress(KeyboardInterrupt), Live(table(found), console=console, screen=True) as live:
+        while True:
+            time.sleep(every)
+            live.update(table(look()))
 
 
 def table(found: list[dict[str, Any]]) -> Table:

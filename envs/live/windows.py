@@ -14,7 +14,7 @@ import pandas as pd
 
 from ...traces import spaces
 from ...traces.queries.slots import SlotProfile, find_slots, with_sizes
-from ...traces.reasons import NotTuning
+from ...traces.reasons import NotTuning, names
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ..nccl_model.arms import distinct
 from ..search import windows
@@ -135,7 +135,8 @@ class LiveWindows:
         tuned = seen[seen["func"].isin(self.funcs)] if len(seen) else seen
         if seen.empty and not self.job.assembler.comms:
             text = self.job.state[1] if self.job.state else ""
-            return NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
+            told = NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
+            return text if "other-backend" in names(text) else told
         if len(tuned) and not self.job.assembler.offers:
             return NotTuning.NOT_ASKED()
         if seen.empty and any(func in self.funcs for _, func, _ in self.job.assembler.offers):
