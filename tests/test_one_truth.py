@@ -16,6 +16,7 @@ from dynamiccl.agent.daemon.daemon import Daemon
 from dynamiccl.agent.daemon.summarise import measured_by
 from dynamiccl.agent.daemon.tuner import Outcome, Settings, Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.agent.report.metrics import METRICS
 from dynamiccl.agent.report.report import write_report
 from dynamiccl.agent.report.runs import state
 from dynamiccl.agent.report.summary import RunSummary
@@ -132,8 +133,18 @@ def test_no_two_places_tell_different_figures(run):
     else:
         assert one["gain"] is None and not re.search(r"(?<!NOTHING )KEPT", "".join(told.values()))
     families = _metrics(folder)
-    for key, name in (("gain", "dynamiccl_gain_ratio"), ("cost_s", "dynamiccl_search_cost_seconds")):
-        assert families.get(name) == (None if one[key] is None else pytest.approx(one[key]))
+    for name, key, _ in METRICS:
+        value = float(one["state"] == "tuning") if key == "state" else one[key]
+        scaled = value if value is None or key != "step_ms" else value / 1e3
+        assert families.get(name.removesuffix("_total")) == (None if scaled is None else pytest.approx(float(scaled)))
+    # What each collective costs: one figure a slot, of the same whole steps, in the report and in show.
+    story = json.loads(invoke(["show", str(folder), "--json"]).stdout)
+    calls_of = {slot["slot"]: slot["calls"] for slot in story["slots"]}
+    assert all(chain["calls"] == pytest.approx(calls_of[chain["slot"]]) for chain in story["why"])
+    for slot in story["slots"]:
+        calls = f"{slot['calls']:.3g}"
+        assert re.search(rf"{re.escape(slot['slot'])} {calls} ", told["report"]), slot["slot"]
+        assert re.search(rf"{re.escape(slot['slot'])} │ {re.escape(calls)} │", told["show"]), slot["slot"]
 
 
 def _metrics(folder):
