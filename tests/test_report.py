@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 
-import numpy as np
 import pandas as pd
 import pytest
 from dynamiccl.agent.report.figures import step_times

@@ -325,8 +325,13 @@ def test_headroom_reaches_the_job_before_its_communicators_are_made(tmp_path):
     assert "channels 24" in (tmp_path / "job.log").read_text()
 
 
-def test_a_run_s_log_holds_nothing_of_an_earlier_run_in_the_same_folder(tmp_path):
-    """Before: it was appended to. A run replaces what lies in OUT, its log too; of a silent job there is none."""
+def test_a_run_replaces_what_an_earlier_one_left_in_the_same_folder(tmp_path):
+    """Before: its log was appended to, and `top` told the earlier run's verdict until the new one had its own."""
+    old = {name: tmp_path / name for name in ("summary.json", "table.json", "report.html", "tuner.log")}
+    for path in old.values():
+        path.write_text("old")
+    looks = f"import pathlib as p; print([x for x in {[*map(str, old.values())]} if p.Path(x).exists()])"
+    assert run("tune", "--out", str(tmp_path), "--", sys.executable, "-S", "-c", looks).stdout == "[]\n"
     for program, kept in (("print(1)", "1\n"), ("print(2)", "2\n"), ("pass", None)):
         run("tune", "--out", str(tmp_path), "--", sys.executable, "-S", "-c", program)
         assert (tmp_path / "job.log").exists() == (kept is not None)

@@ -39,9 +39,8 @@ def doctor(
         from ..report.slow_rank import find
 
         with refusing(TraceError):
-            looked_at["ranks' times"] = (
-                find(read_recording([trace])) or "no rank is waited for more than a setting gives"
-            )
+            slow = find(read_recording([trace]))
+        looked_at["ranks' times"] = slow or "no rank is waited for more than a setting gives"
     if json:
         print(json_module.dumps({"checked": looked_at, "findings": [vars(finding) for finding in findings]}, indent=1))
     else:

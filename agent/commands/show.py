@@ -157,8 +157,9 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
         console.print(f"no optimizer step was seen; {story['n_events']} collectives")
         return
     console.print(
-        f"{story['regime'].replace('unknown', 'job')}: steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms in the median, "
-        f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, tables published: {story['tables']}"
+        f"{story['regime'].replace('unknown', 'job')}: steps {steps['first']} to {steps['last']}, "
+        f"{steps['median_ms']:.1f} ms in the median, {steps['ranks']} ranks recorded, {story['n_events']} collectives, "
+        f"tables: {story['tables']}"
     )
     if story["records_lost"]:
         lost = f"{story['records_lost']} records were lost: the tuner did not read them in time"

@@ -151,7 +151,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
         fail(f"no run can be left in {error.filename}: {error.strerror}; give another --out")
     out = out.resolve()
     log, job_log = str(out / "job.log"), out / "job.jsonl" if own else None
-    for name in ("job.log", "job.jsonl"):  # of an earlier run in this folder
+    for name in ("job.log", "job.jsonl", "tuner.log", "summary.json", "table.json", "report.html"):  # an earlier run's
         (out / name).unlink(missing_ok=True)
     if job_log:
         job = facts["stage"], asked["steps"], facts["n_processes"], job_log
@@ -204,7 +204,7 @@ def _attach(call: Call, where: str, again: bool) -> None:
             given.setdefault("memory", default_url())
         request = Request.read(path, given)
         with LiveView(request.budget, request.json or request.quiet, not request.launched) as show:
-            summary = Daemon(request, run, again, show.window, show.phase).serve()
+            summary = Daemon(request, run, again, show.window, show.say).serve()
     if request.json:
         print(json_module.dumps(vars(summary), indent=2))
     else:

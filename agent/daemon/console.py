@@ -69,16 +69,12 @@ class LiveView:
     def __enter__(self) -> LiveView:
         if self._live:
             self._live.start()
-        self._print(self._expected.told(self._budget))
+        self.say(self._expected.told(self._budget))
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
-
-    def phase(self, text: str) -> None:
-        """What is being done now."""
-        self._print(text)
 
     def window(self, line: WindowLine) -> None:
         """One window was measured."""
@@ -88,13 +84,14 @@ class LiveView:
         self._before = line.last_step, now
         self._recent.append((line.step_ms, line.table == DEFAULT))
         for text in line.events:
-            self._print(f"step {line.last_step}: {text}")
+            self.say(f"step {line.last_step}: {text}")
         if self._live:
             self._live.update(self._block(line))
         elif now - self._heard > EVERY_S and line.phase in ("search", "verify"):
-            self._print(f"step {line.last_step}: {'; '.join(self._parts(line))}")
+            self.say(f"step {line.last_step}: {'; '.join(self._parts(line))}")
 
-    def _print(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """A line of the tuner's own."""
         self._heard = time.monotonic()
         text = f"{self._prefix}{text}"
         lines = [text] if self._live else textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)

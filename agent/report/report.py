@@ -35,10 +35,7 @@ _TIMELINE = (
     "Every bar is one collective from its kernel's start to its end, on the ranks that were recorded. Each step is the "
     "one nearest the median of its kind; the dashed line is its end. AG: all_gather, and so on."
 )
-_DISTRIBUTION = (
-    "Steps of the comparison, under either side; the line is the median of its windows, the longest 2 % are in the last "
-    "bar."
-)
+_DISTRIBUTION = "Steps of the comparison, by side; the line is the median of its windows, the last bar the longest 2 %."
 
 
 def write_report(path: Path | str, summary: RunSummary, trace: Trace, running: bool = False) -> Path:

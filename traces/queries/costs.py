@@ -78,9 +78,8 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     )
     n_steps = before.groupby("pid")["step"].nunique()
     table["calls"] = groups.size() / groups["pid"].agg(lambda pids: n_steps[pids.unique()].sum())
-    table = table.join(
-        after.groupby(keys).agg(ran=("config", _most), tuned_us=("us", "median"), n_tuned=("us", "count"))
-    )
+    late = after.groupby(keys).agg(ran=("config", _most), tuned_us=("us", "median"), n_tuned=("us", "count"))
+    table = table.join(late)
     table = table.join(both[both["us"].notna()].groupby(keys)["timed_by"].agg(label))
     table = table.fillna({"n_tuned": 0, "timed_by": OWN}).astype({"n_tuned": "int64"})
     table["slot"] = [str(Slot(*key)) for key in table.index]
