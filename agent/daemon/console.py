@@ -99,9 +99,7 @@ class LiveView:
 
     def _parts(self, line: WindowLine) -> list[str]:
         """How the run stands, in short."""
-        best = (
-            f"best so far {line.best[0]}, {change(1 / line.best[1])} in one window" if line.best else "none better yet"
-        )
+        best = f"best so far {line.best[0]}, {change(1 / line.best[1])} in one window" if line.best else "no better yet"
         end = self._expected.after(line.last_step)
         left = f"verdict in about {end - line.last_step} steps" if end else "no telling when the verdict comes"
         in_time = f" ({seconds((end - line.last_step) * self._step_s)})" if end and self._step_s else ""

@@ -20,7 +20,8 @@ from ...traces import spaces
 from ...traces.assemble import Offer
 from ...traces.files import Trace, TraceError
 from ...traces.fingerprint import Fingerprint
-from ...traces.queries.slots import SlotProfile, channels_of, find_slots, of_whole_steps
+from ...traces.queries.costs import of_whole_steps
+from ...traces.queries.slots import SlotProfile, channels_of, find_slots
 from ...traces.records import N_ALGOS, N_PROTOS, PAIRS, TUNED_FUNCS, Slot, decision_from
 from ..nccl_model import clusters, cost_model
 from ..nccl_model.clusters import Cluster, ClusterArrays

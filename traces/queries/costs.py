@@ -11,7 +11,7 @@ import pandas as pd
 from ..files import Trace
 from ..records import Slot, decided
 from .skew import OWN, label
-from .slots import of_whole_steps, with_sizes
+from .slots import with_sizes
 
 #: A rule as text: (func, min_bytes, max_bytes, decision).
 RuleKey = tuple[str, int, int, str]
@@ -53,6 +53,12 @@ def _compared(trace: Trace) -> int:
 
 def _key(rule: Mapping[str, Any]) -> RuleKey:
     return str(rule["func"]), int(rule["min_bytes"]), int(rule["max_bytes"]), str(rule["decision"])
+
+
+def of_whole_steps(events: pd.DataFrame, generations: Collection[int]) -> pd.DataFrame:
+    """The events of steps that ran under these tables from end to end; tables change within steps too."""
+    right = events["table_generation"].isin(generations)
+    return events[right.groupby([events["pid"], events["step"]]).transform("all")]
 
 
 def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection[int]) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,12 +32,6 @@ class SlotProfile:
         """NCCL's own choice, as text."""
         algo, proto = PAIRS[int(self.fingerprint.own_pair[0])]
         return f"{algo}/{proto}/{int(self.fingerprint.own_channels[0])}"
-
-
-def of_whole_steps(events: pd.DataFrame, generations: Collection[int]) -> pd.DataFrame:
-    """The events of steps that ran under these tables from end to end; tables change within steps too."""
-    right = events["table_generation"].isin(generations)
-    return events[right.groupby([events["pid"], events["step"]]).transform("all")]
 
 
 def find_slots(

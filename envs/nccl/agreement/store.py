@@ -142,8 +142,7 @@ class RoundStore:
         self._store.set(self._key(_ROUND), str(proposal.number))
 
     def part(self, number: int) -> None:
-        """Tell all ranks that this was the last round, and give them the time of two looks to hear of it: who asks a
-        store that goes with rank 0's process makes PyTorch write into the job's output."""
+        """Tell all ranks that this was the last round, and give them the time of two looks: it may go with us."""
         self.propose(Proposal(number, b"", 0))
         time.sleep(2 * self._pause_s)
 

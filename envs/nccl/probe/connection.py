@@ -1,8 +1,7 @@
 """Connections of our own to the job's store.
 
-With the job's own we would keep its server alive after its group is gone, and wait where the job wants to ask. A
-connection whose other end is gone is asked nothing: PyTorch writes 20 lines about that into the job's output.
-A job ends so where rank 0 hosts the store.
+With the job's own we would keep its server alive after its group is gone, and wait where the job wants to ask. At
+the end of a job whose rank 0 hosts the store nothing is asked of it: PyTorch would write 20 lines about that.
 """
 
 from __future__ import annotations
