@@ -229,8 +229,7 @@ class Daemon:
         if now.returned > before.returned:
             self._say("a regime that was tuned before: its table is in force again")
         if search is not None and search.is_done and not was_done:
-            spent = seconds(now.ledger.trials_ms / 1e3)
-            self._say(f"trials over: {now.ledger.trials} windows, at the cost of {spent}; steps are watched to the end")
+            self._say(f"trials over: {now.ledger.trials} windows, at the cost of {seconds(now.ledger.trials_ms / 1e3)}")
         if before.kept and not now.kept and now.dropped:
             self._say(f"back to NCCL's own choice: {now.dropped}")
 
