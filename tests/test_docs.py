@@ -1,6 +1,7 @@
 """Documentation that cannot rot: docstrings on everything public, pages whose files and links exist."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -98,6 +99,25 @@ def test_every_test_that_the_table_of_faults_names_exists():
     named = NAMED.findall(DEPLOYMENT.read_text(encoding="utf-8"))
     missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text("utf-8")]
     assert len(named) > 20 and not missing
+
+
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_every_command_and_option_that_a_page_names_exists(path):
+    """Seen: `bench --trace`, of a command that had gone. But for the notebook and what was changed."""
+    if path.name in ("LOG.md", "CHANGELOG.md"):
+        return
+    options = json.loads((ROOT / "tests" / "data" / "command_line.json").read_text())
+    text = path.read_text(encoding="utf-8")
+    said = re.findall(r"`([^`\n]+)`", text) + re.findall(r"^(?:\S+\$ )?(dynamiccl .*)$", text, re.M)
+    for one in said:
+        words = re.split(r" --(?: |$)|#", one.removeprefix("dynamiccl "))[0].split()
+        names = [f"dynamiccl {' '.join(words[:n])}" for n in (2, 1)]
+        name = next((name for name in names if name in options), None)
+        if one.startswith("dynamiccl ") and not words[0].startswith("-"):
+            assert name, f"{path.name}: no command in {one!r}"
+        known = {option for word in options.get(name, ()) for option in word.split("/")} | {"--help"}
+        asked = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert name is None or asked <= known, f"{path.name}: {asked - known} in {one!r}"
 
 
 @pytest.mark.parametrize("path", READMES, ids=name_of)
