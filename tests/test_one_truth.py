@@ -27,6 +27,7 @@ from dynamiccl.envs.replay.decisions import load
 from dynamiccl.envs.replay.job import RecordedJob
 from dynamiccl.envs.search.sequential import Race
 from dynamiccl.traces.files import Trace
+from dynamiccl.traces.reasons import RunEnds
 from dynamiccl.traces.records import Decision
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -243,6 +244,15 @@ def test_a_run_that_ends_in_its_search_is_not_told_to_have_a_verdict_after_none_
     daemon._summary = lambda: decided_run(steps_to_verdict=None)
     daemon._say_verdict(SimpleNamespace(search=None))
     assert said == ["the job ended with status 0"]
+
+
+def test_a_run_that_is_stopped_in_its_search_is_told_so_once():
+    """Seen: "stopped by `dynamiccl stop`" in two lines, one after the other. The watch, which comes next, says it."""
+    daemon, said = object.__new__(Daemon), []
+    daemon.outcome, daemon._say = Outcome(ended=RunEnds.STOPPED()), said.append
+    daemon._summary = lambda: decided_run(steps_to_verdict=None)
+    daemon._say_verdict(SimpleNamespace(search=None))
+    assert said == []
 
 
 def test_the_command_for_again_is_whole():

@@ -203,8 +203,10 @@ def _attach(call: Call, where: str, again: bool) -> None:
         elif not (path / REQUEST).exists():
             given.setdefault("memory", default_url())
         request = Request.read(path, given)
-        with LiveView(request.budget, request.json or request.quiet, not request.launched) as show:
-            summary = Daemon(request, run, again, show.window, show.say).serve()
+        show = LiveView(request.budget, request.json or request.quiet, not request.launched)
+        daemon = Daemon(request, run, again, show.window, show.say)  # one that is refused is told that alone
+        with show:
+            summary = daemon.serve()
     if request.json:
         print(json_module.dumps(vars(summary), indent=2))
     else:

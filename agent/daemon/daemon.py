@@ -179,7 +179,7 @@ class Daemon:
         summary, search = self._summary(), tuner.search
         if summary.steps_to_verdict is not None:
             self._say(f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}")
-        elif self.outcome.ended:  # the job, before the search: what was confirmed by then is told at the end
+        elif self.outcome.ended not in ("", RunEnds.STOPPED()):  # what was confirmed by then is told at the end
             self._say(self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
             left, steps = search.later.left, search.window_steps

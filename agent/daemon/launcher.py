@@ -222,10 +222,8 @@ class Launcher:
     def _tuner_is_gone(self) -> None:
         assert self.tuner is not None
         status, self.tuner = _shell(self.tuner.returncode), None
-        self.say(
-            f"the tuner has ended with status {status}; the job goes on under the table that was confirmed last"
-            + (f"; dynamiccl tune --attach {self.plan.run} starts it again" if status not in (0, 2) else "")
-        )
+        again = f" under the table that was confirmed last; dynamiccl tune --attach {self.plan.run} starts it again"
+        self.say(f"the tuner has ended with status {status}; the job goes on{again if status not in (0, 2) else ''}")
 
     def _await_tuner(self) -> None:
         """The job is over: let the tuner sum up. Signals are now the tuner's; the status is the job's all the same."""
