@@ -100,7 +100,7 @@ def write_run(folder, *, search=12, final=8, seed=0, sampled=0.5, stop_early=Fal
 
         def log(slot, decision, previous, step_ms, default_ms, verdict, reason, phase):
             saving = 1 - step_ms / default_ms
-            entry = {"index": log.n, "regime": "zero-3", "slot": slot, "decision": decision, "previous": previous}
+            entry = {"index": log.n, "slot": slot, "decision": decision, "previous": previous}
             entry |= {
                 "table": str(decision).replace("auto", "default"),
                 "first_step": job.index - 4,

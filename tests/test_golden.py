@@ -100,7 +100,7 @@ def trace():
     profiles = env.windows.profiles
     return {
         "steps": steps,
-        **{key: told[key] for key in ("n_events", "regime", "slots", "tables")},
+        **{key: told[key] for key in ("n_events", "slots", "tables")},
         "consistency": json.loads(json.dumps(vars(audit(read.events)))),
         "windows": len(told["windows"]),
         "profiles": [[str(p.slot), p.n_bytes, p.calls, round(p.call_us, 4), p.timed_by] for p in profiles],

@@ -27,7 +27,7 @@ def run(tmp_path_factory):
 def test_people_are_told_what_happened(run):
     out = run_show(run).stdout
     assert "emulated cluster h100-2x8, bytes x 64, compute x 8: these are not GPU times" in out
-    assert "zero-3: steps 0 to" in out
+    assert "\nsteps 0 to" in out
     (slot,) = [line for line in out.splitlines() if f"│ {GATHER}" in line]
     assert "ring/ll/8" in slot and "ring/simple/16" in slot and "-45 %" in slot
     assert "  search  " not in out
@@ -43,7 +43,7 @@ def test_people_are_told_what_happened(run):
 def test_programs_are_told_the_same(run):
     story = json.loads(run_show(run, "--json").stdout)
     trace = Trace.read(run)
-    assert story["header"]["stage"] == 3 and story["regime"] == "zero-3" and story["warnings"] == []
+    assert story["header"]["stage"] == 3 and story["warnings"] == []
     assert story["steps"]["n"] == trace.steps["index"].nunique() and story["steps"]["ranks"] == 2
     assert story["n_events"] == len(trace.events) and story["tables"] == 24
     gather = next(s for s in story["slots"] if s["slot"] == str(GATHER))

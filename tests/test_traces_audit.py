@@ -1,4 +1,4 @@
-"""The auditor finds every call on which ranks differ and invents none; the regime follows from traffic alone."""
+"""The auditor finds every call on which ranks differ and invents none."""
 
 import time
 
@@ -6,7 +6,6 @@ import numpy as np
 import pandas as pd
 import pytest
 from dynamiccl.traces.assemble import EVENT_COLUMNS, empty
-from dynamiccl.traces.queries.slots import regime
 from synthetic_trace import write_run
 from trace_audit import MUST_AGREE, audit
 
@@ -103,58 +102,7 @@ def test_a_hundred_thousand_events_take_seconds():
     assert time.perf_counter() - began < 10
 
 
-# Regimes ---------------------------------------------------------------------------------------------------------
-
-
-def stream(steps, n_steps=4):
-    """Events of one rank from the (func, n_bytes[, dtype]) of one step."""
-    rows = [(i, *call) for i in range(n_steps) for call in steps]
-    events = calls(ranks=1, n=len(rows))
-    events["step"], events["func"], events["n_bytes"] = ([r[k] for r in rows] for k in range(3))
-    events["dtype"] = [r[3] if len(r) > 3 else "bfloat16" for r in rows]
-    return events
-
-
-M = 1 << 20
-GATHERS = [("all_gather", 8 * M)] * 6
-SCATTERS = [("reduce_scatter", 8 * M)] * 6
-BACKWARD = [("all_gather", 8 * M), ("reduce_scatter", 8 * M)] * 6
-SMALL = [("all_reduce", 4)]
-
-
-@pytest.mark.parametrize(
-    ("step", "is_"),
-    [
-        ([("all_reduce", 25 * M)] * 5, "ddp"),
-        ([("all_reduce", 25 * M)] * 5 + [("all_gather", 512)], "ddp"),
-        (SCATTERS + GATHERS + SMALL, "zero-1/2"),
-        (GATHERS + SCATTERS, "zero-1/2"),  # gathered at the start of the next step
-        (SCATTERS * 4 + GATHERS, "zero-1/2"),  # four micro-batches
-        ([("all_reduce", 8 * M)] * 6 + GATHERS, "zero-1/2"),
-        (GATHERS + BACKWARD + SMALL, "zero-3"),
-        ((GATHERS + BACKWARD) * 4, "zero-3"),
-        (GATHERS + BACKWARD[1:], "zero-3"),  # the last unit is kept
-        ([*GATHERS, *([("all_gather", 8 * M), ("reduce_scatter", 16 * M, "float32")] * 6)], "zero-3"),
-        ([("all_gather", 8 * M), ("reduce_scatter", 16 * M, "float32")], "zero-1/2"),
-        (GATHERS, "unknown"),
-        (SCATTERS, "unknown"),
-        (GATHERS * 3 + SCATTERS, "unknown"),
-        ([("broadcast", 8 * M)], "unknown"),
-        ([], "unknown"),
-    ],
-)
-def test_regime(step, is_):
-    assert regime(stream(step)) == is_
-
-
-def test_regime_reads_one_rank_in_enqueue_order():
-    events = stream(GATHERS + BACKWARD)
-    both = pd.concat([events, events.assign(rank=1, enqueue_ns=events["enqueue_ns"] + 3)])
-    assert regime(both.sample(frac=1, random_state=1)) == "zero-3"
-
-
 def test_synthetic_run(tmp_path):
     _, trace = write_run(tmp_path / "t", search=4, final=2)
     result = audit(trace.events)
     assert result.mismatches == 0 and result.calls_checked == len(trace.events) / 2
-    assert regime(trace.events) == "zero-3"

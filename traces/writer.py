@@ -163,7 +163,7 @@ class TraceWriter:
     def log(self, kind: str, entry: dict[str, Any]) -> None:
         """Append one line to the log, on disk at once.
 
-        ``window`` lines describe measuring windows (index, regime, phase, slot, decision, previous, step_ms,
+        ``window`` lines describe measuring windows (index, phase, slot, decision, previous, step_ms,
         default_ms, saving, verdict, reason, generation ...), ``table`` lines a table that was published
         (``{"table": Table}``): by these the report and ``show`` tell default steps from tuned ones. Slot,
         Decision and Table may be passed as they are; NaN becomes null.

@@ -61,7 +61,6 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
     from ...traces.files import TraceError
     from ...traces.header import plain
     from ...traces.queries.costs import generations, slot_costs
-    from ...traces.queries.slots import regime
     from ..report.why import chains
 
     which = generations(trace, summary.decisions or None)
@@ -70,7 +69,6 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
         "folder": str(trace.folder),
         "warnings": trace.warnings,
         "header": trace.header,
-        "regime": regime(trace.events),
         "steps": _steps(trace.steps),
         "n_events": len(trace.events),
         "records_lost": trace.header.get("records_lost", 0),
@@ -157,9 +155,8 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
         console.print(f"no optimizer step was seen; {story['n_events']} collectives")
         return
     console.print(
-        f"{story['regime'].replace('unknown', 'job')}: steps {steps['first']} to {steps['last']}, "
-        f"{steps['median_ms']:.1f} ms in the median, {steps['ranks']} ranks recorded, {story['n_events']} collectives, "
-        f"tables: {story['tables']}"
+        f"steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms in the median, "
+        f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, tables: {story['tables']}"
     )
     if story["records_lost"]:
         lost = f"{story['records_lost']} records were lost: the tuner did not read them in time"

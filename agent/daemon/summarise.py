@@ -58,7 +58,7 @@ def _no_table(outcome: Outcome, found: RunSummary) -> str:
 
 def measured_by(outcome: Outcome, emulated: bool) -> RunSummary:
     """What the search and its comparisons gave."""
-    found = RunSummary(regime=outcome.regime, windows=outcome.windows, decisions=list(map(_decision, outcome.choices)))
+    found = RunSummary(windows=outcome.windows, decisions=list(map(_decision, outcome.choices)))
     found.steps_to_first_gain, found.steps_to_verdict = outcome.first_gain, outcome.steps_to_verdict
     ledger = outcome.ledger
     found.comparisons = [one.told() for one in ledger.paired]

@@ -24,7 +24,7 @@ from ...envs.search.search import BUDGET_STEPS, Search
 from ...envs.search.sequential import ROOM, Race, half_width
 from ...envs.search.watch import SearchConfig
 from ...envs.search.windows import PHASES, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
-from ...traces.queries.slots import SlotProfile, regime
+from ...traces.queries.slots import SlotProfile
 from ...traces.reasons import RowRefused, RunEnds
 from ...traces.records import AUTO, Decision, Slot
 from ...traces.spaces import config_of, decision_of
@@ -88,7 +88,6 @@ class SlotChoice:
 class Outcome:
     """What a run came to. ``verdict`` is None when the job ended before it."""
 
-    regime: str = "unknown"
     choices: list[SlotChoice] = field(default_factory=list)
     verdict: Verdict | None = None
     kept: bool = False  # the table is in force; otherwise NCCL's own choice is
@@ -169,8 +168,6 @@ class Tuner:
             self._look_at, self._wait = self.windows.job.last_step + self._wait, 2 * self._wait
             return
         finally:
-            if len(self.windows.profile_events):
-                self.outcome.regime = regime(self.windows.profile_events)
             self._tell_profile()
         rules = rules_of(self.settings)
         first = self._configs(self.recall(self.windows))

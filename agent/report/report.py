@@ -68,7 +68,7 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace, running: b
 
 
 def _masthead(s: RunSummary, trace: Trace, place: str) -> str:
-    words = [place, s.regime if s.stage is None else f"ZeRO stage {s.stage}", s.n_ranks and f"{s.n_ranks} ranks"]
+    words = [place, s.stage is not None and f"ZeRO stage {s.stage}", s.n_ranks and f"{s.n_ranks} ranks"]
     words.append(str(trace.header.get("date", ""))[:10])
     badge = f'<p class="badge">{escape(emulation_text(vars(s)))}: not GPU times</p>' if s.emulated else ""
     line = " · ".join(str(word) for word in words if word)
@@ -152,7 +152,7 @@ def _figure(heading: str, lead: str, drawn: str) -> str:
 def _settings(s: RunSummary, trace: Trace) -> str:
     h = trace.header
     run = {name: h.get(name) for name in ("command", "job", "seed")}
-    run |= {"policy": s.policy, "regime recognised": s.regime, "ended": s.ended, "cluster": s.cluster}
+    run |= {"policy": s.policy, "ended": s.ended, "cluster": s.cluster}
     run |= {"bytes scale": s.bytes_scale, "compute scale": s.compute_scale, "ZeRO stage": s.stage}
     run |= {"processes": s.n_processes, "ranks": s.n_ranks, "trace": s.trace or trace.folder}
     machine = {name: h.get(name) for name in ("host", "kernel", "date", "commit")}

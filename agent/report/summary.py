@@ -30,7 +30,6 @@ class RunSummary:
     steps: int | None = None
     loss_first: float | None = None
     loss_last: float | None = None
-    regime: str | None = None
     # The verdict: table ``compared`` against NCCL's own choice; None where nothing was compared. Step times are medians
     # of so many windows of the comparison itself; where a later table took the place of the first, of the comparisons
     # in which the default and the later table ran. The speed-up is that of pairs of windows.

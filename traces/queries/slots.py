@@ -1,15 +1,15 @@
-"""Which slots a job has, the fingerprint of each, and what kind of job it is: from events of some default steps."""
+"""Which slots a job has, and the fingerprint of each: from events of some default steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pandas as pd
 
-from ..assemble import DTYPE_BYTES, Offer
+from ..assemble import Offer
 from ..fingerprint import Fingerprint
 from ..records import PAIRS, TUNED_FUNCS, Slot, pair_costs, size_class
 from .skew import durations, label
@@ -117,47 +117,3 @@ def _busiest(events: pd.DataFrame) -> int:
     """The process that these events move most bytes for; of equals the one of the lowest rank."""
     by_process = events.groupby("pid").agg(n_bytes=("n_bytes", "sum"), rank=("rank", "min"))
     return int(by_process.sort_values(["n_bytes", "rank"], ascending=[False, True], kind="stable").index[0])
-
-
-def regime(events: pd.DataFrame) -> str:
-    """Kind of data parallelism, from the traffic of some whole steps: ddp, zero-1/2, zero-3 or unknown.
-
-    One rank's calls are read, step by step, in the order in which they were enqueued; amounts are counted in
-    elements (bytes where the type is unknown), so that gathered bf16 parameters and fp32 gradients compare.
-
-    * **zero-3**: parameters are gathered for the forward pass and again for the backward pass: at least 1.5
-      elements gathered for each one reduce-scattered, a tenth of the gathering between reduce-scatters.
-    * **zero-1/2**: parameters are gathered once, after (or long before) the gradients are reduce-scattered:
-      fewer than 1.5, nearly none of it in between. Stages 1 and 2 differ in what a rank keeps, which traffic
-      does not show. A stage 1 that all-reduces its gradients and gathers the parameters counts as well.
-    * **ddp**: gradients are all-reduced, and next to nothing is gathered or reduce-scattered.
-    * **unknown**: anything else, or nothing at all.
-    """
-    rows = events[events["func"].isin(["all_gather", "reduce_scatter", "all_reduce"])]
-    rows = rows[rows["rank"] == rows["rank"].min()].sort_values("enqueue_ns", kind="stable")
-    if rows.empty:
-        return "unknown"
-    known = rows["dtype"].isin(list(DTYPE_BYTES)).all()
-    amount = rows["n_bytes"] / rows["dtype"].map(DTYPE_BYTES) if known else rows["n_bytes"].astype(float)
-    gather, scatter, reduce = (
-        float(amount[rows["func"] == func].sum()) for func in ("all_gather", "reduce_scatter", "all_reduce")
-    )
-    total = gather + scatter + reduce
-    if scatter < 0.05 * total:
-        if gather < 0.05 * total:
-            return "ddp"
-        return "zero-1/2" if reduce and 0.3 <= gather / reduce <= 1.5 else "unknown"
-    if gather < 0.05 * total:
-        return "unknown"
-    between = float(amount[_between_scatters(rows)].sum()) / gather
-    if gather / scatter >= 1.5 and between >= 0.1:
-        return "zero-3"
-    return "zero-1/2" if gather / scatter < 1.5 and between < 0.1 else "unknown"
-
-
-def _between_scatters(rows: pd.DataFrame) -> np.ndarray[Any, Any]:
-    """Which all-gathers of a step come after its first and before its last reduce-scatter (rows in time order)."""
-    is_scatter = (rows["func"] == "reduce_scatter").astype(int)
-    before = is_scatter.groupby(rows["step"]).cumsum()
-    total = is_scatter.groupby(rows["step"]).transform("sum")
-    return ((rows["func"] == "all_gather") & (before > 0) & (before < total)).to_numpy()
