@@ -276,7 +276,7 @@ class Tuner:
             self._default_ms = window.step_ms
         if given_up:
             events += [*ledger.legend(letter), f"{letter} given up: a step took over {GIVE_UP:g} times as long"]
-        elif plan.kind in (SEARCH, TABLE):
+        elif plan.kind in (SEARCH, TABLE, REFERENCE):
             ratio = window.step_ms / self._default_ms
             if ratio < (ledger.best[1] if ledger.best else 1.0) - search.noise:
                 ledger.best = letter, ratio
