@@ -11,6 +11,8 @@ extern const struct nccl_tuner_v3 ncclTunerPlugin_v3;
 extern const struct nccl_tuner_v4 ncclTunerPlugin_v4;
 extern const struct nccl_tuner_v5 ncclTunerPlugin_v5;
 extern const struct nccl_tuner_v6 ncclTunerPlugin_v6;
+extern const struct nccl_profiler_v4 ncclProfiler_v4;
+extern const struct nccl_profiler_v5 ncclProfiler_v5, ncclProfiler_v6;
 
 // A round: what each rank says of each communicator, and what was decided.
 struct round {
