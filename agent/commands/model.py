@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json as json_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from . import Argument, Json, Option, fail, refusing
 
 if TYPE_CHECKING:
     from ...envs.nccl_model.clusters import Cluster
 
-#: Columns: ring first, as the one algorithm that is always there (numbers are NCCL's).
-_ORDER = (1, 4, 2, 6)
 Func = Literal["all_gather", "reduce_scatter"]
-#: NCCL's name of each collective, as in its logs.
-_NAMES = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter"}
 
 
 def model(
@@ -39,7 +35,7 @@ def model(
         fail("one --release, or two to see what changes")
     with refusing(ValueError):
         found = [clusters.resize(clusters.find(cluster, nodes), nodes, one) for one in releases]
-    tables = [{name: _rows(c, name) for name in _NAMES if func in (None, name)} for c in found]
+    tables = [{name: _rows(c, name) for name in get_args(Func) if func in (None, name)} for c in found]
     if len(found) == 2:
         told = {name: changes(tables[0][name], tables[1][name]) for name in tables[0]}
         print(json_module.dumps(told, indent=1)) if json else _show_changes(found, told)
@@ -47,26 +43,23 @@ def model(
         print(json_module.dumps([row for rows in tables[0].values() for row in rows], indent=1))
     else:
         for name, rows in tables[0].items():
-            _show(found[0], _NAMES[name], rows)
+            _show(found[0], name, rows)
 
 
 def _rows(c: Cluster, func: str) -> list[dict[str, Any]]:
-    """One row a message size, with the columns of the plans in tests/data."""
+    """One row a message size; ``us``: NCCL's prices of the pairs that it offers."""
     from ...envs.nccl_model import cost_model
-    from ...traces.records import ALGOS, PROTOS
+    from ...traces.records import PAIRS, pair_costs
 
-    offered = [(a, p) for a in _ORDER for p in range(len(PROTOS)) if cost_model.cost_table(c, func, 1024)[a, p] >= 0]
     rows = []
     for n_bytes in (2**exponent for exponent in range(10, 33)):
-        costs, (algo, proto) = cost_model.cost_table(c, func, n_bytes), cost_model.choice(c, func, n_bytes)
+        costs = pair_costs(cost_model.cost_table(c, func, n_bytes))
+        algo, proto = cost_model.choice(c, func, n_bytes)
         n_channels, n_warps = cost_model.channels(c, func, n_bytes, algo, proto)
-        row: dict[str, Any] = {"nccl": c.nccl, "nNodes": c.n_nodes, "nRanks": c.n_ranks, "coll": _NAMES[func]}
-        row |= {"nBytes": n_bytes, "algo": algo.upper(), "proto": proto.upper()}
-        row |= {"nChannels": n_channels, "nWarps": n_warps, "argmin": f"{algo}/{proto}".upper()}
-        row |= {
-            f"us_{ALGOS[a]}_{PROTOS[p]}".upper().replace("US", "us", 1): float(f"{costs[a, p]:.9g}") for a, p in offered
-        }
-        rows.append(row)
+        row: dict[str, Any] = {"nccl": c.nccl, "n_nodes": c.n_nodes, "n_ranks": c.n_ranks, "func": func}
+        row |= {"n_bytes": n_bytes, "choice": f"{algo}/{proto}", "n_channels": n_channels, "n_warps": n_warps}
+        offered = {"/".join(pair): float(f"{us:.9g}") for pair, us in zip(PAIRS, costs, strict=True) if us >= 0}
+        rows.append({**row, "us": offered})
     return rows
 
 
@@ -76,21 +69,17 @@ def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[d
     ``price``: the least and the most of NCCL's price after / before."""
     found: list[dict[str, Any]] = []
     for old, new in zip(before, after, strict=True):
-        offers = [
-            {key[3:].lower().replace("_", "/") for key, us in row.items() if key[:3] == "us_" and us >= 0}
-            for row in (old, new)
-        ]
-        ran = [f"{row['algo']}/{row['proto']}/{row['nChannels']}".lower() for row in (old, new)]
-        us = [row[f"us_{row['algo']}_{row['proto']}"] for row in (old, new)]
-        gone, fresh, price = sorted(offers[0] - offers[1]), sorted(offers[1] - offers[0]), round(us[1] / us[0], 6)
+        ran = [f"{row['choice']}/{row['n_channels']}" for row in (old, new)]
+        gone, fresh = (sorted(one["us"].keys() - other["us"].keys()) for one, other in ((old, new), (new, old)))
+        price = round(new["us"][new["choice"]] / old["us"][old["choice"]], 6)
         if ran[0] == ran[1] and not gone and not fresh:
             continue
         row = {"before": ran[0], "after": ran[1], "gone": gone, "new": fresh}
         last = found[-1] if found else {}
-        if last.get("max_bytes") == old["nBytes"] // 2 and all(last[key] == row[key] for key in row):
-            last |= {"max_bytes": old["nBytes"], "price": [min(*last["price"], price), max(*last["price"], price)]}
+        if last.get("max_bytes") == old["n_bytes"] // 2 and all(last[key] == row[key] for key in row):
+            last |= {"max_bytes": old["n_bytes"], "price": [min(*last["price"], price), max(*last["price"], price)]}
         else:
-            found.append({"min_bytes": old["nBytes"], "max_bytes": old["nBytes"], **row, "price": [price, price]})
+            found.append({"min_bytes": old["n_bytes"], "max_bytes": old["n_bytes"], **row, "price": [price, price]})
     return found
 
 
@@ -116,11 +105,11 @@ def _show(c: Cluster, func: str, rows: list[dict[str, Any]]) -> None:
     from ...traces.records import format_bytes
     from ..report.terminal import grid, wide_terminal
 
-    prices = [key for key in rows[0] if key.startswith("us_")]
-    heads = ["bytes", "choice", "channels", "warps", *(key[3:].lower().replace("_", "/") for key in prices)]
+    pairs = list(rows[0]["us"])
+    heads = ["bytes", "choice", "channels", "warps", *pairs]
     cells = [
-        [format_bytes(row["nBytes"]), f"{row['algo']}/{row['proto']}".lower(), row["nChannels"], row["nWarps"]]
-        + [f"{row[key]:,.{1 if row[key] < 1000 else 0}f}" for key in prices]
+        [format_bytes(row["n_bytes"]), row["choice"], row["n_channels"], row["n_warps"]]
+        + [f"{row['us'][pair]:,.{1 if row['us'][pair] < 1000 else 0}f}" for pair in pairs]
         for row in rows
     ]
     title = f"{func} on {c.name} as NCCL {c.nccl} sees it (predicted us)"
