@@ -69,8 +69,7 @@ def tune(
     force: Force = False,
     seed: Annotated[int, Option(help="Of our own job, the emulation and the policy.")] = 0,
     out: Annotated[
-        Path | None,
-        Option(group=OUTPUT, help="Folder, emptied of results. Default: a new one in runs/tune (`latest`)."),
+        Path | None, Option(group=OUTPUT, help="Folder, its results replaced. Default: a new one, runs/tune/latest.")
     ] = None,
     json: Annotated[bool, Option(group=OUTPUT, help="Print the summary to stdout, all else to stderr.")] = False,
     quiet: Annotated[bool, Option(group=OUTPUT, help="Say nothing but the verdict.")] = False,
