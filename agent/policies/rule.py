@@ -31,9 +31,9 @@ def shunned(seen: turns.Seen) -> Array:
     return np.asarray(~seen.open | (seen.risk > np.where(later, CAREFUL, RECKLESS)))
 
 
-def what_next(seen: turns.Seen, at_best: Array) -> Array:
+def what_next(seen: turns.Seen, at_best: Array, is_sure: Array) -> Array:
     """What comes after each of the configs of a slot, (n, N_CONFIGS) of ``turns.GO_ON`` ...; ``at_best`` (n, N_CONFIGS)
-    bool: with this config nothing is explored in the slot.
+    bool: with this config nothing is explored in the slot; ``is_sure`` (n, 1): :func:`is_sure`.
 
     A gain that is sure enough is compared at once, before the search goes on. Where a table was measured as a whole
     and would be once more, one slot runs alone: that tells which slot does what. When no slot has anything to explore,
@@ -47,7 +47,7 @@ def what_next(seen: turns.Seen, at_best: Array) -> Array:
     is_done = is_last & (c["round"] > 0) & (at_best & (c["exploring"] < 0.5) | is_settled)
     end = np.where(promises(seen)[:, None], turns.COMPARE, turns.LEAVE)
     go_on = np.where(is_alone & (c["idle"] >= TOGETHER / 4), turns.RUN, turns.GO_ON)
-    search = np.where(is_sure(seen)[:, None] & at_best, turns.COMPARE, np.where(is_done, end, go_on))
+    search = np.where(is_sure & at_best, turns.COMPARE, np.where(is_done, end, go_on))
     return np.where(c["refining"] > 0.5, np.where(seen.in_force, turns.GO_ON, turns.RUN), search)
 
 
@@ -65,10 +65,10 @@ def is_sure(seen: turns.Seen) -> Array:
     return np.asarray(is_time & is_first & is_large & (c["best_saving"] > 2 * c["best_sd"]))
 
 
-def best_of(seen: turns.Seen) -> Array:
-    """(n,) the config believed best of those that a careful policy runs; after the verdict the one in force."""
+def best_of(seen: turns.Seen, shunned: Array) -> Array:
+    """(n,) the config believed best of those that are not ``shunned``; after the verdict the one in force."""
     later = seen.context["refining"][:, None] > 0.5
-    return np.asarray(np.where(shunned(seen), -np.inf, np.where(later, seen.in_force, seen.ahead)).argmax(axis=1))
+    return np.asarray(np.where(shunned, -np.inf, np.where(later, seen.in_force, seen.ahead)).argmax(axis=1))
 
 
 class ExpectedImprovement:
@@ -102,11 +102,11 @@ class ExpectedImprovement:
         """Scores (n, N_CONFIGS), of which the largest is chosen, as parts of the step; what comes after each config,
         (n, N_CONFIGS) of ``turns.GO_ON`` ... What is believed best has 0 at least: it is chosen where nothing is worth
         trying, and where it is time to compare it."""
-        at_best = np.arange(seen.open.shape[1]) == best_of(seen)[:, None]
-        what = what_next(seen, at_best)
-        scores = np.where(shunned(seen), -FEAR, np.minimum(self.worth(seen), FEAR))
-        scores = np.where(at_best, np.where(is_sure(seen)[:, None], 2 * FEAR, np.maximum(scores, 0.0)), scores)
-        return np.where(seen.open, scores, -np.inf), what
+        avoided, sure = shunned(seen), is_sure(seen)[:, None]
+        at_best = np.arange(seen.open.shape[1]) == best_of(seen, avoided)[:, None]
+        scores = np.where(avoided, -FEAR, np.minimum(self.worth(seen), FEAR))
+        scores = np.where(at_best, np.where(sure, 2 * FEAR, np.maximum(scores, 0.0)), scores)
+        return np.where(seen.open, scores, -np.inf), what_next(seen, at_best, sure)
 
 
 class ThompsonSampling(ExpectedImprovement):
@@ -119,5 +119,5 @@ class ThompsonSampling(ExpectedImprovement):
     def worth(self, seen: turns.Seen) -> Array:
         """By how much the draw of each config is above that of what is believed best."""
         draw = seen.ahead + seen.learned * self.rng.standard_normal(seen.learned.shape)
-        ahead = draw - draw[np.arange(len(draw)), best_of(seen)][:, None]
+        ahead = draw - draw[np.arange(len(draw)), best_of(seen, shunned(seen))][:, None]
         return np.asarray(np.where(seen.worth > self.least, ahead, -np.abs(ahead)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, Self
 
 
@@ -11,7 +10,7 @@ class Columns:
     """Base of such dataclasses. A field holds an array, other columns, or something that all rows share."""
 
     def __len__(self) -> int:
-        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
+        return len(next(iter(vars(self).values())))
 
     def take(self, rows: Any) -> Self:
         """The things at ``rows``, any NumPy index; copies, unless it is a slice."""

@@ -263,9 +263,19 @@ class Belief:
 
     def _best_seen(self) -> list[Array]:
         """Of the measured tables those two that are believed best."""
+        savings = self._tables_alone()[0] - self.interactions.of_tables()
+        return [self.interactions.tables[i] for i in savings.argsort()[-2:]]
+
+    def _tables_alone(self) -> tuple[Array, Array]:
+        """Mean and variance (n,) of what the slots of the measured tables save, each for itself."""
         tables = self.interactions.tables
-        savings = np.array([self.saving_mean(table) for table in tables])
-        return [tables[i] for i in savings.argsort()[-2:]]
+        total, variance = np.zeros(len(tables)), np.zeros(len(tables))
+        for s, index in enumerate(self.config):
+            at, effect = index[tables[:, s]], self._effect(s)
+            runs = np.flatnonzero(at >= 0)
+            total[runs] += effect.mean[at[runs]]
+            variance[runs] += effect.cov[at[runs], at[runs]]
+        return total, variance
 
     def saving_mean(self, table: Array) -> float:
         """Mean of :meth:`saving` alone."""
@@ -321,13 +331,7 @@ class Belief:
     def _see_table(self, table: Array, log_step: float, noise: float) -> None:
         """A window under a table (s,), for what slots do to each other: the log of its step over the default's now."""
         self.interactions.see(table, log_step, noise)
-        tables = self.interactions.tables
-        total, variance = np.zeros(len(tables)), np.zeros(len(tables))
-        for s, index in enumerate(self.config):
-            at, effect = index[tables[:, s]], self._effect(s)
-            runs = np.flatnonzero(at >= 0)
-            total[runs] += effect.mean[at[runs]]
-            variance[runs] += effect.cov[at[runs], at[runs]]
+        total, variance = self._tables_alone()
         self.interactions.fit(np.log(np.maximum(1 - total, LEAST)), (ADDED * total) ** 2 + variance)
         self.touched()
 

@@ -45,6 +45,7 @@ class Interactions:
         self._sums = np.zeros((0, 2))  # of each: precisions, and logs of the step times times them
         self._rows = self._like[:, :, :1]  # of each slot, how alike any config is to NCCL's own and the n tables'
         self._own = self._one(np.zeros(len(share), np.int64))
+        self._kernel = np.zeros((0, 0))  # prior covariance of the measured tables, in squared strengths
         self._mean, self._less, self.variance = np.zeros(0), np.zeros((0, 0)), 0.0
 
     @property
@@ -61,7 +62,8 @@ class Interactions:
 
     def _slot(self, table: Array, slot: int) -> Array:
         """The same of a table with any config in a slot, (N_CONFIGS, 1 + n)."""
-        like = np.delete(self._rows[np.arange(len(table)), table], slot, axis=0)
+        like = self._rows[np.arange(len(table)), table]
+        like[slot] = 0.0
         rest = like.sum(axis=0)
         return np.asarray((rest**2 - (like**2).sum(axis=0)) / 2 + rest * self._rows[slot])
 
@@ -82,6 +84,7 @@ class Interactions:
             row = self._like[np.arange(len(table)), :, table]
             self._rows = np.concatenate([self._rows, row[:, :, None]], axis=2)
             self._own = self._one(np.zeros(len(table), np.int64))
+            self._kernel = self._given_own(np.array([self._one(table) for table in self.tables]))
             found = np.array([len(self.tables) - 1])
         precision = 1 / (noise**2 + FLOOR**2)
         self._sums[found[0]] += precision, precision * log_step
@@ -92,12 +95,11 @@ class Interactions:
         n = len(self.tables)
         if not n:
             return
-        kernel = self._given_own(np.array([self._one(table) for table in self.tables]))
         precision, sums = self._sums.T
         away, variance = sums / precision - expected, 1 / precision + unsure
         logs, parts = np.zeros(len(STRENGTHS)), []
         for k, strength in enumerate(STRENGTHS):
-            inverse, determinant = _inverse(strength**2 * kernel + np.diag(variance))
+            inverse, determinant = _inverse(strength**2 * self._kernel + np.diag(variance))
             told = inverse @ away
             logs[k] = math.log(CHANCES[k]) - 0.5 * (float(away @ told) + determinant)
             parts.append((told, inverse))
@@ -117,6 +119,10 @@ class Interactions:
         alone = (self._weight.sum() ** 2 - (self._weight**2).sum()) / 2
         prior = alone - 2 * common[0] + self._own[0]
         return float(cross @ self._mean), max(float(self.variance * prior - cross @ self._less @ cross), 0.0)
+
+    def of_tables(self) -> Array:
+        """Means (n,) of the effects of the measured tables."""
+        return np.asarray(self._kernel @ self._mean)
 
     def means(self, table: Array, slot: int) -> Array:
         """Means (N_CONFIGS,) of the effects of a table (s,) with any config in a slot."""

@@ -55,20 +55,22 @@ class SimWindows:
         for row, plan in zip(rows, plans, strict=True):
             configs[row, : len(plan.configs)] = plan.configs
             counted[row] = plan.n_steps + plan.discard
-        before = self.jobs.step_us(self.running[rows], np.array(rows))[0]
-        waited = np.where((configs != self.running).any(axis=1), SWITCH_STEPS, 0)
+        changed = np.flatnonzero((configs != self.running).any(axis=1))
+        waited, waited_us = np.zeros(len(self.jobs), int), np.zeros(len(self.jobs))
+        waited[changed] = SWITCH_STEPS
+        waited_us[changed] = SWITCH_STEPS * self.jobs.step_us(self.running[changed], changed)[0]
         self.jobs.advance(waited)
         steps, calls = self.jobs.window(configs, counted, self.rng)
         self.running, found = configs, []
-        for row, plan, before_us in zip(rows, plans, before.tolist(), strict=True):
-            s, ms, extra = len(plan.configs), steps[row, : counted[row]] / 1e3, int(waited[row])
+        for row, plan in zip(rows, plans, strict=True):
+            s, ms = len(plan.configs), steps[row, : counted[row]] / 1e3
             call_us, over = calls[row, :s].copy(), np.flatnonzero(ms[plan.discard :] > plan.limit_ms)
             if len(over):  # the next window bills the steps until all ranks are back
                 ms = ms[: plan.discard + int(over[0]) + 1]
             if len(over) or plan.kind in UNTIMED:
                 call_us[:] = np.nan
-            billed_ms = extra * before_us / 1e3 + float(ms.sum())
-            found.append(Measured(ms[plan.discard :], call_us, np.ones(s, bool), extra + len(ms), billed_ms))
+            billed, billed_ms = int(waited[row]) + len(ms), float(waited_us[row] / 1e3 + ms.sum())
+            found.append(Measured(ms[plan.discard :], call_us, np.ones(s, bool), billed, billed_ms))
         return found
 
 
