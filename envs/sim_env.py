@@ -9,7 +9,8 @@ import numpy as np
 from .search.watch import SearchConfig
 from .search.windows import Windows
 from .search_env import SearchEnv
-from .sim.jobs import STANDARD, JobFamily, draw_jobs, oracle
+from .sim.jobs import SLOTS, STANDARD, JobFamily, draw_jobs, oracle
+from .sim.noise import NoiseStream
 from .sim.windows import OneJob, SimWindows
 
 Array = np.ndarray[Any, Any]
@@ -32,9 +33,11 @@ class SimEnv(SearchEnv):
         self.family = family
 
     def open(self, options: dict[str, Any]) -> Windows:
-        """Windows of a new job."""
+        """Windows of a new job. In its step t it meets the same noise, whatever is decided: policies that play the same
+        seed can be compared."""
         self.jobs = draw_jobs(self.family, self.np_random, 1)
-        return OneJob(SimWindows(self.jobs, self.np_random), self.rules.profile_steps)
+        noise = NoiseStream(int(self.np_random.integers(2**31)), np.zeros(1), SLOTS)
+        return OneJob(SimWindows(self.jobs, noise), self.rules.profile_steps)
 
     def oracle_saving(self) -> float:
         """What the best table of the episode's job saves, as a part of the default step. No policy is told."""

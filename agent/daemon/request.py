@@ -40,7 +40,7 @@ class Level(StrEnum):
 class Settings:
     """How long a run may take."""
 
-    windows: int = 30  # of the policy's own, at most
+    windows: int = 20  # of the policy's own, at most
     verify: int = 12  # pairs of windows in one comparison, at most
     window_steps: int | None = None  # None: as the noise of the job asks for
     budget: float = 0.05  # share of the job's time that the search may lose against the default

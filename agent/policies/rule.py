@@ -119,5 +119,6 @@ class ThompsonSampling(ExpectedImprovement):
     def worth(self, seen: turns.Seen) -> Array:
         """By how much the draw of each config is above that of what is believed best."""
         draw = seen.ahead + seen.learned * self.rng.standard_normal(seen.learned.shape)
-        ahead = draw - draw[np.arange(len(draw)), best_of(seen, shunned(seen))][:, None]
+        best = best_of(seen, shunned(seen))[:, None]
+        ahead = draw - np.take_along_axis(draw, best, axis=1)
         return np.asarray(np.where(seen.worth > self.least, ahead, -np.abs(ahead)))

@@ -342,13 +342,16 @@ class Belief:
     def compare(self, table: Array, beside: Array, log_ratio: float, noise: float) -> None:
         """``log_ratio``: of the step under ``beside`` (s,) over that under ``table`` (s,), one window after the other;
         ``noise``: its standard deviation. What the two have in common cancels."""
-        (total, at, slopes), (other, others, less) = self._linear(table), self._linear(beside)
+        total, at, slopes = self._linear(table)
+        other, at_other, slopes_other = self._linear(beside)
         left, rest = max(1 - total, LEAST), max(1 - other, LEAST)
-        row = np.concatenate([at, others]), np.concatenate([slopes / left, -less / rest])
-        (joint, unsure), (joint_beside, unsure_beside) = self._joint(table), self._joint(beside)
-        variance = noise**2 + (MISFIT * (total - other)) ** 2 + unsure + unsure_beside
-        self._see_step(*row, log_ratio - math.log(rest / left) - joint_beside + joint, variance)
-        self._see_table(table, math.log(rest) + joint_beside - log_ratio, noise)
+        joint, unsure = self._joint(table)
+        joint_other, unsure_other = self._joint(beside)
+        row = np.concatenate([at, at_other]), np.concatenate([slopes / left, -slopes_other / rest])
+        expected = math.log(rest / left) + joint_other - joint
+        variance = noise**2 + (MISFIT * (total - other)) ** 2
+        self._see_step(*row, log_ratio - expected, variance + unsure + unsure_other)
+        self._see_table(table, math.log(rest) + joint_other - log_ratio, noise)
 
     def _see_step(self, at: Array, slopes: Array, miss: float, variance: float) -> float:
         """What goes by ``slopes`` of the figures ``at`` was off by ``miss``; by how many standard deviations that was.

@@ -141,8 +141,10 @@ class LongSteps:
     def gain(self, table: Array, reference: Array, gain: float, more: float = 0.0) -> float:
         """What a table (s,) gains over the reference (s,) with long steps, and ``more`` steps of them in the table,
         that gains ``gain`` without."""
-        (n, excess, _), (m, other, _) = self._of(table), self._of(reference)
-        return float(gain - (excess + more) / max(n, 1) + other / max(m, 1))
+        n, excess, _ = self._of(table)
+        m, usual, _ = self._of(reference)
+        cost = (excess + more) / max(n, 1)
+        return float(gain - cost + usual / max(m, 1))
 
     def allows(self, table: Array, reference: Array, gain: float) -> bool:
         """Whether the table may take the reference's place. What replaces a table that was confirmed has only to be no
