@@ -25,7 +25,7 @@ def picture():
 
 
 def section():
-    return f"{TITLE}\n\nA room imports what its arrows lead to, on any way.\n\n{picture()}\n"
+    return f"{TITLE}\n\nAn arrow is an import. One that a longer way of arrows already shows is left out.\n\n{picture()}\n"
 
 
 if __name__ == "__main__":
