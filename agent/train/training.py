@@ -18,6 +18,7 @@ import torch
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
 
 from ...envs.replay_env import ReplayEnv
 from ...envs.search_env import SearchEnv
@@ -196,15 +197,9 @@ def gained(policy: LstmPolicy, runs: Sequence[Path], times: int = 3) -> float:
     """Default steps a job that a policy saves beyond the rule on recorded runs, each played so many times."""
     saved = []
     for run in runs:
-        env = AgainstRule(ReplayEnv(run), ReplayEnv(run))
-        for seed in range(times):
-            observation, state, over, total = env.reset(seed=seed)[0], None, False, 0.0
-            while not over:
-                action, state = policy.predict(observation[None], state)
-                observation, reward, ended, cut, _ = env.step(action[0])
-                total, over = total + reward, ended or cut
-            saved.append(100 * total)
-    return float(np.mean(saved))
+        jobs = make_vec_env(lambda run=run: AgainstRule(ReplayEnv(run), ReplayEnv(run)), seed=0)
+        saved.append(evaluate_policy(cast(Any, policy), jobs, times)[0])
+    return 100 * float(np.mean(saved))
 
 
 def commit_of_checkout() -> str:
