@@ -130,7 +130,8 @@ class Refinement:
         is_hopeless = is_first and not verdict and (is_slower or self.left <= 0)
         if given_up or is_hopeless or search.banned[np.arange(len(trial)), trial].any():
             verdict = False
-        self.trial = trial if verdict is None and search.belief.difference(trial, search.confirmed) > 0 else None
+        is_better = search.belief.saving_mean(trial) > search.belief.saving_mean(search.confirmed)
+        self.trial = trial if verdict is None and is_better else None
         self.beside_ms = None
         if verdict:
             search.races.append(race)

@@ -220,16 +220,10 @@ class Belief:
 
     def saving(self, configs: Array) -> tuple[float, float]:
         """Mean and standard deviation of what a whole table (s,) of configs saves, as a part of the step."""
-        total, deviation = self._sum(configs)
-        if self.interactions.is_there:
-            joint, variance = self.interactions.effect(configs)
-            return total - joint, math.sqrt(deviation**2 + variance)
-        return total, deviation
-
-    def _sum(self, configs: Array) -> tuple[float, float]:
-        """Of :meth:`saving` what the slots do each for itself."""
         total, at, slopes = self._linear(configs)
-        return total, math.sqrt(max(float(slopes @ self.cov[np.ix_(at, at)] @ slopes), 0.0))
+        joint, unsure = self._joint(configs)
+        variance = float(slopes @ self.cov[np.ix_(at, at)] @ slopes)
+        return total - joint, math.sqrt(max(variance, 0.0) + unsure)
 
     def _linear(self, configs: Array) -> tuple[float, Array, Array]:
         """Mean of what a table (s,) saves; figures (indices into ``mean``) that it has a slope by, and the slopes."""
@@ -334,10 +328,6 @@ class Belief:
         total, variance = self._tables_alone()
         self.interactions.fit(np.log(np.maximum(1 - total, LEAST)), (ADDED * total) ** 2 + variance)
         self.touched()
-
-    def difference(self, table: Array, beside: Array) -> float:
-        """What a table saves beyond another, both (s,), as a part of the step."""
-        return self.saving_mean(table) - self.saving_mean(beside)
 
     def compare(self, table: Array, beside: Array, log_ratio: float, noise: float) -> None:
         """``log_ratio``: of the step under ``beside`` (s,) over that under ``table`` (s,), one window after the other;

@@ -185,7 +185,7 @@ class Search:
             ahead, learned, worth = belief.ahead(slot, beside, belief.saving(beside)[1] ** 2)
         exposure, unsure = belief.exposure
         saving, deviation = belief.saving(best)
-        promised = saving - belief.saving(self.confirmed)[0]
+        promised = saving - belief.saving_mean(self.confirmed)
         idle = self.later.passed / self.n_slots if refines else self.idle / 4
         context = np.array([
             self.job.share[slot], exposure[slot], unsure[slot], 50 * self.noise, 5 * self.last_saving, 5 * saving,
@@ -311,7 +311,7 @@ class Search:
     def _close(self) -> None:
         """Nothing more is tried: what is believed best is compared with what is in force, then there is a verdict."""
         best = self.belief.best()
-        if self.belief.saving(best)[0] > self.belief.saving(self.confirmed)[0] and self._may_race(best):
+        if self.belief.saving_mean(best) > self.belief.saving_mean(self.confirmed) and self._may_race(best):
             self._race(best)
         else:
             self._finish(refine=True)
