@@ -162,8 +162,8 @@ def finished(told, prior, rules=None):
 
 def test_a_config_that_is_faster_but_for_its_long_steps_is_not_confirmed(prior):
     """1 % faster in 99 steps of 100, three times as long in the last: 1 % slower. Before: confirmed in all of these."""
-    kept = [finished(Straggling(one_percent, seed=s), prior).confirmed.any() for s in range(20)]
-    assert sum(kept) <= 5
+    kept = [finished(Straggling(one_percent, seed=s), prior).confirmed.any() for s in range(60)]
+    assert sum(kept) <= 15
 
 
 @pytest.mark.parametrize(("which", "every"), [((), 100), ((0, 8, 16, 18, 20), 200)])
