@@ -25,7 +25,9 @@ def picture():
 
 
 def section():
-    return f"{TITLE}\n\nAn arrow is an import. One that a longer way of arrows already shows is left out.\n\n{picture()}\n"
+    return (
+        f"{TITLE}\n\nAn arrow is an import. One that a longer way of arrows already shows is left out.\n\n{picture()}\n"
+    )
 
 
 if __name__ == "__main__":

@@ -77,17 +77,15 @@ class Interactions:
         """A window under a table (s,): the log of its step time over the default's, and its standard deviation."""
         if len(table) < 2 or not table.any():
             return
-        found = np.flatnonzero((self.tables == table).all(axis=1))
-        if not len(found):
+        if not (self.tables == table).all(axis=1).any():
             self.tables = np.concatenate([self.tables, table[None]])
             self._sums = np.concatenate([self._sums, np.zeros((1, 2))])
             row = self._like[np.arange(len(table)), :, table]
             self._rows = np.concatenate([self._rows, row[:, :, None]], axis=2)
             self._own = self._one(np.zeros(len(table), np.int64))
             self._kernel = self._given_own(np.array([self._one(table) for table in self.tables]))
-            found = np.array([len(self.tables) - 1])
         precision = 1 / (noise**2 + FLOOR**2)
-        self._sums[found[0]] += precision, precision * log_step
+        self._sums[(self.tables == table).all(axis=1)] += precision, precision * log_step
 
     def fit(self, expected: Array, unsure: Array) -> None:
         """``expected`` (n,): logs of the step that the slots alone let expect of :attr:`tables`; ``unsure`` (n,): the

@@ -74,11 +74,11 @@ class Search:
         """A new search, from these default steps."""
         self._single.extend(np.log(default.step_ms / middle(default.step_ms)))
         logs = np.array(self._single)
-        self._kept: dict[str, Any] = {}  # what holds until the next window
         self.default_ms = middle(default.step_ms)
         lowest, most = self.rules.window_steps
         fits = (n for n in range(lowest, most) if window_noise(logs, n) <= self.rules.good_noise)
         self.window_steps = next(fits, most)
+        self.noise = window_noise(logs, self.window_steps)  # standard deviation of a window's log step time
         self.belief = Belief(self.prior, self.job.features, self.job.mask & ~self.banned, self.job.share)
         self.belief.reveal = self.rules.reveal * self.noise
         # The default's own step time is no surer than a window of it, nor steadier.
@@ -125,13 +125,6 @@ class Search:
     def is_spent(self) -> bool:
         """Nothing is tried any more in this search."""
         return self.spent > 1 or self.round >= self.rules.most_rounds(self.n_slots)
-
-    @property
-    def noise(self) -> float:
-        """Standard deviation of a window's log step time, as measured on this job."""
-        if "noise" not in self._kept:
-            self._kept["noise"] = window_noise(np.array(self._single), self.window_steps)
-        return self._kept["noise"]
 
     def plan(self) -> Plan | None:
         """The window to run now, or None where the policy has a turn first."""
@@ -328,7 +321,6 @@ class Search:
     def record(self, plan: Plan, seen: Measured) -> float:
         """Take in a window. Returns the reward, as :class:`search_env.SearchEnv` describes it."""
         self.steps += seen.billed
-        self._kept.clear()
         if plan.kind == PROFILE:
             self.job = self.job.changed(seen.call_us, middle(seen.step_ms) / self.default_ms)
             self.default_logs = np.log(self.job.call_us)
@@ -371,6 +363,7 @@ class Search:
         logs = np.log(steps / self.default_ms)
         if len(logs) >= 3:
             self._single.extend(logs - median(logs))
+            self.noise = window_noise(np.array(self._single), self.window_steps)
         is_told = len(steps) > 0 and plan.kind != TRIAL  # a trial is set beside the table in force
         log_step = math.log(middle(steps) / self.default_ms) if is_told else math.nan
         noise = window_noise(np.array(self._single), len(steps)) if is_told else 1.0
