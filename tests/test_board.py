@@ -16,6 +16,7 @@ from dynamiccl.agent.bench.board import NOTHING, Board, filed_results, put_on_re
 from dynamiccl.agent.bench.run import Entry, enter_one, entrants, run, version_of
 from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import bootstrap
+from dynamiccl.envs.bench.strata import SUITES
 from dynamiccl.envs.bench.submissions import pack, replay, unpack
 from dynamiccl.envs.sim.jobs import STANDARD
 from make_job_suites import draw_suite, save
@@ -234,13 +235,13 @@ def test_the_readme_says_what_the_filed_results_say() -> None:
     readme = (ROOT / "envs" / "README.md").read_text(encoding="utf-8")
     told = tables(check=2)
     assert with_tables(readme, told) == readme
-    for name in ("standard", "held-out") if told != NOTHING else ():
+    for name in SUITES if told != NOTHING else ():
         names = {s["entrant"] for s in filed_results(name)["submissions"]}
         assert {"expected-improvement", "aa", "coordinate-descent", "sweep", "default"} <= names
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["standard", "held-out"])
+@pytest.mark.parametrize("name", SUITES)
 def test_a_fresh_draw_leaves_no_printed_interval(name: str) -> None:
     """Other jobs of the same strata: what entrants lose on them lies within what is printed, widened by the fresh
     draw's own interval."""
