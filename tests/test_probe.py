@@ -206,7 +206,7 @@ def test_a_connection_whose_other_end_is_gone_is_asked_nothing(capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain"])  # the store ends with the process group
+@pytest.mark.parametrize("name", ["plain", "fsdp2"])  # the store ends with the process group, or with rank 0's process
 def test_a_job_whose_rank_0_hosts_the_store_ends_without_a_word_of_it(run, name):
     """As of ``torch.multiprocessing.spawn``, or of ``srun`` without torchrun. Before: 20 lines of PyTorch's on the
     ranks that ended later, or one of ours that tells to look at the network."""

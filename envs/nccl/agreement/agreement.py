@@ -93,6 +93,9 @@ class Agreement:
                     self._tell(None, NotAgreeing.NOT_CONNECTED(why=why))
                 self._end.wait(min(_SOON_S * 2**faults, _LATER_S))
         self._plugin.lift(0)
+        if self._leader is not None:
+            with contextlib.suppress(Exception):  # the store is gone before
+                self._store.part(self._leader.number + 1)
 
     # -- every rank but the first --------------------------------------------------------------------------------------
 
@@ -109,6 +112,9 @@ class Agreement:
                 self._end.wait(_IDLE_S)
             elif (proposal := self._store.proposal(number + 1, idle_s)) is not None:
                 number += 1
+                if not proposal.message:
+                    self.stopped = NotAgreeing.DESTROYED()
+                    return
                 self._drive(protocol.follow(self.rank, number, self._identity()), proposal)
 
     def _present(self) -> None:

@@ -33,7 +33,7 @@ class Proposal(NamedTuple):
     """What rank 0 proposes in a round."""
 
     number: int
-    message: bytes  # of the table
+    message: bytes  # of the table; b"": rank 0 leads no round any more
     n_votes: int  # of other ranks that rank 0 waits for
 
 
@@ -140,6 +140,11 @@ class RoundStore:
         word = json.dumps([proposal.n_votes, base64.b64encode(proposal.message).decode()])
         self._store.set(self._key(proposal.number, "table"), word)
         self._store.set(self._key(_ROUND), str(proposal.number))
+
+    def part(self, number: int) -> None:
+        """Tell all ranks that this was the last round, and give them the time of two looks: it may go with us."""
+        self.propose(Proposal(number, b"", 0))
+        time.sleep(2 * self._pause_s)
 
     def votes(self, number: int, ranks: Iterable[int], seconds: float) -> list[Vote]:
         """The last votes of ``ranks``, as soon as all expected in this round are there, else after so long."""
