@@ -1,12 +1,16 @@
 """The tuning run on a job whose truth is known."""
 
+import inspect
+
 import pytest
+from dynamiccl.agent.commands.tune import tune
 from dynamiccl.agent.daemon.summarise import measured_by
-from dynamiccl.agent.daemon.tuner import Settings, Tuner
+from dynamiccl.agent.daemon.tuner import Settings, Tuner, rules_of
 from dynamiccl.agent.policies.choosing import RULES, make_chooser
 from dynamiccl.agent.report.verdict import outcome as outcome_text
 from dynamiccl.agent.report.verdict import verdict
 from dynamiccl.envs.live.windows import LiveWindows
+from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.traces.reasons import names
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
@@ -229,3 +233,9 @@ def test_what_nccl_does_not_do_is_not_tried_again():
 def test_unknown_policies_are_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="expected-improvement"):
         make_chooser("no-such")
+
+
+def test_a_run_that_is_told_nothing_searches_as_the_benchmark_does():
+    assert rules_of(Settings()) == SearchConfig()
+    options = inspect.signature(tune).parameters
+    assert all(options[name].default == value for name, value in vars(Settings()).items())

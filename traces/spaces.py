@@ -41,13 +41,15 @@ def config_index(actions: Array) -> Array:
     return np.asarray(actions)[..., 0] * N_CHANNELS + np.asarray(actions)[..., 1]
 
 
+def pair_of(configs: Array, own: Array) -> Array:
+    """Indices into PAIRS of what configs run, ``own`` where they leave the pair to NCCL; the shapes broadcast."""
+    return np.where(configs < N_CHANNELS, own, configs // N_CHANNELS - 1)
+
+
 def action_mask(fingerprint: Fingerprint) -> Array:
     """What may be chosen, (n, N_MASK) bool: AUTO and the offered pairs; channel counts up to the communicator's."""
-    offered = fingerprint.offered
-    n = len(offered)
-    most = np.asarray(fingerprint.comm_channels).reshape(n, 1)
-    channels = np.asarray(CHANNELS).reshape(1, -1) <= most
-    return np.concatenate([np.ones((n, 1), bool), offered, channels], axis=1)
+    offered, most = fingerprint.offered, np.reshape(fingerprint.comm_channels, (-1, 1))
+    return np.concatenate([np.ones((len(offered), 1), bool), offered, np.array(CHANNELS) <= most], axis=1)
 
 
 def scale_saving(saving: Array, share: Array | float) -> Array:

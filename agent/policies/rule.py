@@ -31,9 +31,9 @@ def shunned(seen: turns.Seen) -> Array:
     return np.asarray(~seen.open | (seen.risk > np.where(later, CAREFUL, RECKLESS)))
 
 
-def what_next(seen: turns.Seen, at_best: Array, is_sure: Array) -> Array:
+def what_next(seen: turns.Seen, at_best: Array, sure: Array) -> Array:
     """What comes after each of the configs of a slot, (n, N_CONFIGS) of ``turns.GO_ON`` ...; ``at_best`` (n, N_CONFIGS)
-    bool: with this config nothing is explored in the slot; ``is_sure`` (n, 1): :func:`is_sure`.
+    bool: with this config nothing is explored in the slot; ``sure`` (n, 1): :func:`is_sure`.
 
     A gain that is sure enough is compared at once, before the search goes on. Where a table was measured as a whole
     and would be once more, one slot runs alone: that tells which slot does what. When no slot has anything to explore,
@@ -47,7 +47,7 @@ def what_next(seen: turns.Seen, at_best: Array, is_sure: Array) -> Array:
     is_done = is_last & (c["round"] > 0) & (at_best & (c["exploring"] < 0.5) | is_settled)
     end = np.where(promises(seen)[:, None], turns.COMPARE, turns.LEAVE)
     go_on = np.where(is_alone & (c["idle"] >= TOGETHER / 4), turns.RUN, turns.GO_ON)
-    search = np.where(is_sure & at_best, turns.COMPARE, np.where(is_done, end, go_on))
+    search = np.where(sure & at_best, turns.COMPARE, np.where(is_done, end, go_on))
     return np.where(c["refining"] > 0.5, np.where(seen.in_force, turns.GO_ON, turns.RUN), search)
 
 
@@ -65,10 +65,10 @@ def is_sure(seen: turns.Seen) -> Array:
     return np.asarray(is_time & is_first & is_large & (c["best_saving"] > 2 * c["best_sd"]))
 
 
-def best_of(seen: turns.Seen, shunned: Array) -> Array:
-    """(n,) the config believed best of those that are not ``shunned``; after the verdict the one in force."""
+def best_of(seen: turns.Seen, avoided: Array) -> Array:
+    """(n,) the config believed best of those that are not ``avoided``; after the verdict the one in force."""
     later = seen.context["refining"][:, None] > 0.5
-    return np.asarray(np.where(shunned, -np.inf, np.where(later, seen.in_force, seen.ahead)).argmax(axis=1))
+    return np.asarray(np.where(avoided, -np.inf, np.where(later, seen.in_force, seen.ahead)).argmax(axis=1))
 
 
 class ExpectedImprovement:

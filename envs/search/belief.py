@@ -327,7 +327,7 @@ class Belief:
         self.interactions.see(table, log_step, noise)
         total, variance = self._tables_alone()
         self.interactions.fit(np.log(np.maximum(1 - total, LEAST)), (ADDED * total) ** 2 + variance)
-        self.touched()
+        self._best = None  # the slots' own effects are as they were
 
     def compare(self, table: Array, beside: Array, log_ratio: float, noise: float) -> None:
         """``log_ratio``: of the step under ``beside`` (s,) over that under ``table`` (s,), one window after the other;

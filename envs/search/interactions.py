@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...traces.records import PAIRS
-from ...traces.spaces import N_CHANNELS, N_CONFIGS
+from ...traces.spaces import N_CHANNELS, N_CONFIGS, pair_of
 
 Array = np.ndarray[Any, Any]
 
@@ -34,7 +34,7 @@ class Interactions:
         """``features`` (s, N_FEATURES), ``share`` (s,) of the step."""
         config = np.arange(N_CONFIGS)
         own = features[:, -len(PAIRS) :].argmax(axis=1)
-        pair = np.where(config < N_CHANNELS, own[:, None], config // N_CHANNELS - 1)
+        pair = pair_of(config, own[:, None])
         same_pair = pair[:, :, None] == pair[:, None, :]
         same_channels = (config % N_CHANNELS)[:, None] == config % N_CHANNELS
         weight = np.sqrt(np.maximum(share, 1e-3) / max(float(np.sum(share)), 1e-3))

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from ...traces.fingerprint import Fingerprint
-from ...traces.spaces import N_CHANNELS
+from ...traces.spaces import pair_of
 from ..nccl_model.clusters import ClusterArrays
 from ..nccl_model.columns import Columns
 from .fabric import FabricParams
@@ -173,7 +173,7 @@ class Jobs(Columns):
     def _pair(self, configs: Array, rows: Array) -> Array:
         """Indices into PAIRS of what runs, (m, SLOTS)."""
         own = np.asarray(self.fingerprint.own_pair).reshape(-1, SLOTS)[rows]
-        return np.where(configs < N_CHANNELS, own, configs // N_CHANNELS - 1)
+        return pair_of(configs, own)
 
     def _late(self, configs: Array, rows: Array) -> tuple[Array, Array]:
         """Probability that a step straggles, and by how many steps, (m,)."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...traces.records import PAIRS
-from ...traces.spaces import N_CHANNELS, N_CONFIGS
+from ...traces.spaces import N_CONFIGS, pair_of
 from .family import ClusterFamily, JobFamily, World
 from .noise import NoiseFamily, log_uniform
 from .truth import LAST_RING, Jobs
@@ -27,10 +27,9 @@ _SIMPLE, _NVLS = PAIRS.index(("ring", "simple")), PAIRS.index(("nvls", "simple")
 
 def _what_runs(jobs: Jobs) -> tuple[Array, Array]:
     """Indices into PAIRS of all configs, (n, SLOTS, N_CONFIGS), and ports of each job, (n, 1, 1)."""
-    own, config = np.reshape(jobs.fingerprint.own_pair, (-1, SLOTS, 1)), np.arange(N_CONFIGS)
+    pair = pair_of(np.arange(N_CONFIGS), np.reshape(jobs.fingerprint.own_pair, (-1, SLOTS, 1)))
     fleet = jobs.sites.fleet
     ports = np.where(fleet.n_nodes > 1, fleet.n_nics, fleet.ring.channels)
-    pair = np.where(config < N_CHANNELS, own, config // N_CHANNELS - 1)
     return pair, ports[:, None, None]
 
 
@@ -89,5 +88,5 @@ _WORLDS = (
     replace(_QUIET, name="nothing", hook=_nothing),
 )
 _NEIGHBOUR = NoiseFamily((0.01, 0.08), (0.9, 0.998), (0.003, 0.03), 0.8, (0.05, 0.3), (200, 1500))
-_BURSTS = JobFamily("", 1, _WORLDS).of(noise=_NEIGHBOUR, swing=0.9, swing_size=(0.1, 0.8), swing_steps=(400, 4000))
-UNSEEN = JobFamily("unseen", 1, (*_WORLDS, *_BURSTS.parts))
+_BURSTS: dict[str, Any] = {"noise": _NEIGHBOUR, "swing": 0.9, "swing_size": (0.1, 0.8), "swing_steps": (400, 4000)}
+UNSEEN = JobFamily("unseen", 1, (*_WORLDS, *(replace(world, **_BURSTS) for world in _WORLDS)))

@@ -57,8 +57,9 @@ class SimWindows:
             counted[row] = plan.n_steps + plan.discard
         changed = np.flatnonzero((configs != self.running).any(axis=1))
         waited, waited_us = np.zeros(len(self.jobs), int), np.zeros(len(self.jobs))
-        waited[changed] = SWITCH_STEPS
-        waited_us[changed] = SWITCH_STEPS * self.jobs.step_us(self.running[changed], changed)[0]
+        if len(changed):
+            waited[changed] = SWITCH_STEPS
+            waited_us[changed] = SWITCH_STEPS * self.jobs.step_us(self.running[changed], changed)[0]
         self.jobs.advance(waited)
         steps, calls = self.jobs.window(configs, counted, self.rng)
         self.running, found = configs, []
