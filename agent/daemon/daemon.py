@@ -234,7 +234,7 @@ class Daemon:
             self._say(f"back to NCCL's own choice: {now.dropped}")
 
     def _remember(self, tuner: Tuner) -> None:
-        """Leave the table to the next job here; of what failed, or has no verdict, nothing is left."""
+        """Leave what was confirmed, or the verdict, to the next job here; a run that failed leaves nothing."""
         search = tuner.search
         if self.memory is not None and search is not None and (search.is_over or search.races) and not self.failure:
             self.memory.leave(self.outcome)
