@@ -1,13 +1,11 @@
-"""Makes ``tests/data/recordings``: PyTorch's own profile and Flight Recorder dump of two ranks over gloo.
+"""Makes ``tests/data/recordings``: PyTorch's own profile of two ranks over gloo.
 
-``python tests/make_recordings.py`` runs our ZeRO-3 and PyTorch's FSDP2 for some steps each. Frames (paths of the
-machine that made them) are left out of the dumps. A GPU's profile has NCCL kernels, grids and ``record_param_comms`` in
-addition: the tests' generators add those after PyTorch's documentation.
+``python tests/make_recordings.py`` runs our ZeRO-3 and PyTorch's FSDP2 for some steps each. A GPU's profile has NCCL
+kernels, grids and ``record_param_comms`` in addition: the tests' generators add those after PyTorch's documentation.
 """
 
 import gzip
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -63,7 +61,6 @@ def job(kind):
 
 
 def rank(index, kind, folder):
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store-{kind}", rank=index, world_size=RANKS)
     step = job(kind)
@@ -73,9 +70,6 @@ def rank(index, kind, folder):
             step()
             recorder.step()
     recorder.export_chrome_trace(f"{folder}/{kind}-rank{index}.json")
-    import torch._C._distributed_c10d as c10d
-
-    Path(f"{folder}/{kind}-rank{index}.pickle").write_bytes(c10d._dump_fr_trace(True, False, False))
     dist.destroy_process_group()
 
 
@@ -99,8 +93,6 @@ def main():
                 document |= {"traceEvents": list(map(slim, events)), "traceName": f"{name}.json", "host_name": "host"}
                 with gzip.GzipFile(DATA / f"{name}.json.gz", "wb", mtime=0) as file:
                     file.write(json.dumps(document, separators=(",", ":")).encode())
-                dump = Path(folder, f"{name}.pickle")
-                (DATA / dump.name).write_bytes(dump.read_bytes())
     print(*sorted(f"{p.name} {p.stat().st_size}" for p in DATA.iterdir()), sep="\n")
 
 

@@ -26,7 +26,7 @@ from dynamiccl.envs.sim.worlds import Extra, Extras
 from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.queries.overlap import exposed_ns
 from synthetic_trace import write_run
-from test_traces_importers import flight, sources
+from test_traces_importers import profile
 
 
 def run(*args):
@@ -43,15 +43,12 @@ def test_exposure_is_the_time_without_a_kernel():
     assert exposed_ns(events.assign(rank=3), compute).isna().all()
 
 
-@pytest.mark.parametrize("source", ["kineto", "flight-recorder"])
-def test_from_file_to_advice(tmp_path, source):
-    path, place = sources(tmp_path)[source], "dgx-h100-2x8"
-    if source == "flight-recorder":
-        path.write_text(json.dumps(dump_of_steps()))
+def test_from_file_to_advice(tmp_path):
+    path, place = profile(tmp_path), "dgx-h100-2x8"
     result = run(path, "--cluster", place, "--json", "--out", tmp_path / "table.json")
     assert result.exit_code == 0, result.stderr
     told = json.loads(result.stdout)
-    assert told["predicted"] and told["source"] == source and told["slots"] and told["unknown"]
+    assert told["predicted"] and told["source"] == "kineto" and told["slots"] and told["unknown"]
     assert all(0 < s["share"] <= 1 for s in told["slots"])
     advised = sum(s["advice"] != "auto" for s in told["slots"])
     assert (len(load_table(tmp_path / "table.json").rules) if "table" in told else 0) == advised
@@ -63,7 +60,7 @@ def test_from_file_to_advice(tmp_path, source):
 
 
 def test_a_foreign_recording_needs_its_cluster(tmp_path):
-    result = run(sources(tmp_path)["kineto"])
+    result = run(profile(tmp_path))
     assert result.exit_code == 2 and "--cluster" in result.stderr and result.stderr.count("\n") == 1
 
 
@@ -148,7 +145,7 @@ def test_the_first_line_decides_and_few_steps_give_no_gain(tmp_path, monkeypatch
 
 def test_more_ranks_than_the_named_cluster_has_are_said_to_be_assumed(tmp_path):
     """Before: 64 ranks on a preset of 16 were silently 8 nodes, and the header said 2x8."""
-    told = json.loads(run(sources(tmp_path)["kineto"], "--cluster", "dgx-h100-1x8", "--json").stdout)
+    told = json.loads(run(profile(tmp_path), "--cluster", "dgx-h100-1x8", "--json").stdout)
     assert told["unknown"][0].startswith("16 ranks were recorded, dgx-h100-1x8 has 8: as many nodes")
 
 
@@ -164,35 +161,10 @@ def test_settings_of_the_launch_are_told_with_their_losses_and_how_to_verify_the
     assert figures and all(re.search(re.escape(figure) + r".{,110}?\(\w[\w-]*#\d+\)", text) for figure in figures)
 
 
-def dump_of_steps(n=6):
-    """A Flight Recorder dump whose calls repeat."""
-    document = flight()
-    one = document["entries"]
-    apart = 10**9 + max(e["time_created_ns"] for e in one) - min(e["time_created_ns"] for e in one)
-    document["entries"] = [
-        {**entry, "time_created_ns": entry["time_created_ns"] + k * apart} for k in range(n) for entry in one
-    ]
-    return document
-
-
-def test_what_holds_no_step_is_not_told_a_part_of_one(tmp_path):
-    """Before: `step 2.7 ms ... saves 4.8 % of the step`, of single calls that a benchmark had timed."""
-    result = run(sources(tmp_path)["flight-recorder"], "--cluster", "dgx-h100-2x8")
-    assert result.exit_code == 2 and "holds no step" in result.stderr and not result.stdout
-
-
-@pytest.mark.parametrize("kind", ["json.gz", "pickle"])
-def test_times_of_gloo_say_nothing_of_nccl(kind):
-    paths = sorted((Path(__file__).parent / "data" / "recordings").glob(f"fsdp2-rank*.{kind}"))
+def test_times_of_gloo_say_nothing_of_nccl():
+    paths = sorted((Path(__file__).parent / "data" / "recordings").glob("fsdp2-rank*.json.gz"))
     result = run(*paths, "--cluster", "dgx-h100-1x8")
     assert result.exit_code == 2 and "of gloo" in result.stderr and result.stderr.count("\n") == 1
-
-
-def test_a_step_that_was_taken_to_be_what_repeats_is_told_so(tmp_path):
-    path = sources(tmp_path)["flight-recorder"]
-    path.write_text(json.dumps(dump_of_steps()))
-    result = run(path, "--cluster", "dgx-h100-2x8")
-    assert "a step being what repeats: none are marked" in result.stdout.splitlines()[2]
 
 
 def test_of_a_finished_run_the_measured_verdict_is_told(tmp_path):
@@ -206,7 +178,7 @@ def test_of_a_finished_run_the_measured_verdict_is_told(tmp_path):
 
 def test_the_cluster_is_that_of_the_recorded_ranks(tmp_path):
     """Before: the header said 2x8 for more ranks."""
-    trace = on_cluster(read_recording([sources(tmp_path)["kineto"]]), named("dgx-h100-4x8"))
+    trace = on_cluster(read_recording([profile(tmp_path)]), named("dgx-h100-4x8"))
     assert Advice(trace, named("dgx-h100-4x8")).cluster.n_ranks == max(trace.events["n_ranks"])
 
 

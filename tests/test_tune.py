@@ -357,7 +357,8 @@ def test_a_second_job_begins_from_what_the_first_one_left(tmp_path):
         return json.loads(done.stdout)
 
     first = one("first", 100)
-    came_to = [first["steps_to_verdict"], first["steps_to_first_gain"]]  # a confirmed table is left before the verdict too
+    # A confirmed table is left before the verdict too.
+    came_to = [first["steps_to_verdict"], first["steps_to_first_gain"]]
     assert first["memory"]["jobs"] == 0 and len(list(where.glob("*/*.json"))) == (came_to != [None, None])
     # Whatever it came to, say that it confirmed this for its largest slot.
     trace = Trace.read(tmp_path / "first")

@@ -35,10 +35,6 @@ class Advice:
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None, min_share: float = 0.0) -> None:
         self.trace, self.notes = trace, [str(note) for note in trace.header.get("notes") or ()]
-        if trace.header.get("backend") == "gloo":
-            raise TraceError("the recording is of gloo, whose times say nothing of NCCL: record the job over NCCL")
-        if trace.header.get("steps_from") == "none":
-            raise TraceError("the recording holds no step: record some, e.g. by PyTorch's profiler with its step()")
         self.tasks = load(trace, min_share)
         first = self.tasks.slots[0]
         self.cluster = given = cluster or cluster_of(trace, first.n_ranks, first.n_nodes)
@@ -83,7 +79,6 @@ class Advice:
         told = {"predicted": True, "recording": str(self.trace.folder), "source": header.get("source") or "dynamiccl"}
         told |= {"emulated": bool(header.get("emulated")), "cluster": self.cluster.name, "nccl": self.cluster.nccl}
         told |= {"step_ms": self.tasks.default_ms, "steps": self.n_steps}
-        told |= {"steps_are_marked": header.get("steps_from") != "period"}
         told |= {"communication": float(sum(p.share for p in profiles)), "gain": gain, "risk": risk, "level": LEVEL}
         told |= {"unseen": risk is not None and risk <= UNSEEN, "possible": _interval(*self.gains.possible(LEVEL))}
         told |= {"slots": [self._slot(i, found) for i in range(len(profiles))], "unknown": self._unknown()}

@@ -58,13 +58,12 @@ Headroom = Annotated[
 ]
 Recording = Annotated[
     list[Path],
-    Argument(metavar="RECORDING...", help="A run's trace, another tool's files, one a rank, or their folder."),
+    Argument(metavar="RECORDING...", help="A run's trace, profiles of PyTorch, one a rank, or their folder."),
 ]
 ClusterName = Annotated[
     str | None, Option("--cluster", help="Where it was recorded: a preset of `dynamiccl model`, or a .toml file.")
 ]
 Nccl = Annotated[str | None, Option(help="NCCL's release, e.g. 2.28.9. Default: the recording's, else the cluster's.")]
-Format = Annotated[str | None, Option("--format", help="The format; else the files tell.")]
 RanksPerNode = Annotated[int | None, Option(help="Ranks on a node. Default: the recording's, else the cluster's.")]
 
 # An emulated cluster for a job without GPUs; see :func:`emulation`.

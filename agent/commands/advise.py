@@ -6,7 +6,7 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import ClusterName, Format, Json, Nccl, Option, RanksPerNode, Recording, refusing
+from . import ClusterName, Json, Nccl, Option, RanksPerNode, Recording, refusing
 
 if TYPE_CHECKING:
     from ..report.summary import RunSummary
@@ -17,7 +17,6 @@ def advise(
     cluster: ClusterName = None,
     nccl: Nccl = None,
     out: Annotated[Path | None, Option(help="Write the table, for `dynamiccl apply`.")] = None,
-    format_: Format = None,
     ranks_per_node: RanksPerNode = None,
     json: Json = False,
 ) -> None:
@@ -26,9 +25,8 @@ def advise(
     Every gain is predicted, by what the search itself believes of a job before it has tried anything. Intervals hold
     the truth in about 8 cases of 10. Of a finished run of `dynamiccl tune` the measured verdict is told.
 
-    \b
-    kineto            PyTorch profiler traces: one .json or .json.gz a rank
-    flight-recorder   PyTorch Flight Recorder dumps: one file a rank
+    Another tool's recording is one of PyTorch's profiler, with record_shapes=True and its step() after each step of the
+    optimizer: one .json or .json.gz a rank.
 
     \b
     dynamiccl advise profiles/ --cluster dgx-h100-2x8 --out table.json
@@ -42,7 +40,7 @@ def advise(
     from ..report.summary import RunSummary
 
     with refusing(TraceError, ValueError):
-        trace = read(recording, cluster, nccl, format_, ranks_per_node)
+        trace = read(recording, cluster, nccl, ranks_per_node)
         measured = RunSummary.read(trace.folder, trace.folder.parent)
         if measured.speedup is not None:
             _tell_measured(measured, json)
@@ -79,10 +77,7 @@ def _show(a: dict[str, Any]) -> None:
     print(a["verdict"])
     kind = "emulated, not GPU times" if a["emulated"] else a["source"]
     print(f"{a['recording']} ({kind}) on {a['cluster']}, NCCL {a['nccl']}")
-    guessed = "" if a["steps_are_marked"] else ", a step being what repeats: none are marked"
-    print(
-        f"step {a['step_ms']:.1f} ms, {a['communication']:.1%} of it in these collectives; {a['steps']} steps{guessed}"
-    )
+    print(f"step {a['step_ms']:.1f} ms, {a['communication']:.1%} of it in these collectives; {a['steps']} steps")
     rows = []
     for s in (s for s in a["slots"] if s["share"] >= 0.005 or s["advice"] != "auto"):
         bare = "?" if s["exposed_share"] is None else f"{s['exposed_share']:.1%}"

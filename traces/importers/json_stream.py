@@ -10,83 +10,31 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import orjson
 
 from ..files import TraceError
 
-#: Bytes read at a time; the longest single element; the longest document that is read whole.
-BLOCK, MAX_ELEMENT, MAX_WHOLE = 2 << 20, 32 << 20, 256 << 20
+#: Bytes read at a time; the longest single element.
+BLOCK, MAX_ELEMENT = 2 << 20, 32 << 20
 #: A cut is looked for in so many of a buffer's last bytes, at so many places.
 WINDOW, TRIES = 256 << 10, 8
 #: More text than this for each compressed byte is no recording (profiles reach about 30), after so much of it.
 MAX_RATIO, RATIO_FROM = 200, 16 << 20
-_ARCHIVES = {b"PK\x03\x04": "a zip", b"\x28\xb5\x2f\xfd": "packed by zstd", b"\xfd7zX": "packed by xz"}
 _BETWEEN = re.compile(rb"\}\s*,(?=\s*\{)")
 
 
-class Source:
-    """A file, compressed by gzip or not, read in blocks."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._given = path, 0
-        try:
-            self._raw = path.open("rb")
-        except OSError as error:
-            raise TraceError(f"cannot read {path}: {error.strerror}") from None
-        head = self._raw.peek(4)[:4]
-        if head in _ARCHIVES:
-            raise TraceError(f"{path} is {_ARCHIVES[head]}: unpack it first (gzip alone is read as it is)")
-        packed = head[:2] == b"\x1f\x8b"
-        self._file = cast(BinaryIO, gzip.GzipFile(fileobj=self._raw) if packed else self._raw)
-
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._raw.close()
-
-    def read(self, n: int) -> bytes:
-        """Up to ``n`` bytes, b'' at the end. Raises TraceError for a damaged file or one that is compressed nothing."""
-        try:
-            data = self._file.read(n)
-        except (OSError, EOFError, zlib.error) as error:
-            raise TraceError(f"cannot read {self.path} ({error}): is it a whole gzip file?") from None
-        self._given += len(data)
-        if self._file is not self._raw and self._given > max(RATIO_FROM, MAX_RATIO * self._raw.tell()):
-            raise TraceError(f"{self.path} unpacks to over {MAX_RATIO} times its size: that is no recording")
-        return data
-
-    def read_all(self, limit: int = MAX_WHOLE) -> bytes:
-        """The whole text. Raises TraceError when it is longer than ``limit``."""
-        parts, size = [], 0
-        while data := self.read(BLOCK):
-            parts.append(data)
-            size += len(data)
-            if size > limit:
-                raise TraceError(f"{self.path} is longer than {limit >> 20} MiB: cut it, or record fewer steps")
-        return b"".join(parts)
-
-
-def loads(path: Path, data: bytes | str) -> Any:
-    """The value of a JSON text. Raises TraceError that says where it stops to be JSON (nesting over 1,024 is none)."""
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        what = "text" if "UTF-8" in str(error) else f"JSON ({error})"
-        raise TraceError(f"{path} is not {what}: is it whole, and of the format that was named?") from None
-
-
-def read_elements(source: Source, key: str, take: Callable[[list[Any]], None]) -> dict[str, Any] | None:
+def read_elements(path: Path, key: str, take: Callable[[list[Any]], None]) -> dict[str, Any] | None:
     """Hand the elements of the array ``key`` of a JSON object to ``take``, in batches; the object's other keys.
 
-    A document that is itself an array gives its elements, and no other keys. None where there is no such array.
+    A document that is itself an array gives its elements, and no other keys. None where there is no such array. Raises
+    TraceError that says where it stops to be JSON (nesting over 1,024 is none).
     """
     head, buffer = b"", b""  # the document as far as its array begins; of the array what was not handed on yet
-    while block := source.read(BLOCK):
+    for block in _blocks(path):
         buffer += block
         if not head:
             head, buffer = _opened(buffer, key)
@@ -94,16 +42,37 @@ def read_elements(source: Source, key: str, take: Callable[[list[Any]], None]) -
             batch, buffer = _whole_elements(buffer)
             take(batch)
         if len(buffer) > MAX_ELEMENT:
-            raise TraceError(f"{source.path} holds an event of over {MAX_ELEMENT >> 20} MiB: that is no profile")
-    document = loads(source.path, head + buffer)  # what is left of the array, in the document that it is of
+            raise TraceError(f"{path} holds an event of over {MAX_ELEMENT >> 20} MiB: that is no profile")
+    try:
+        document = orjson.loads(head + buffer)  # what is left of the array, in the document that it is of
+    except orjson.JSONDecodeError as error:
+        what = "text" if "UTF-8" in str(error) else f"JSON ({error})"
+        raise TraceError(f"{path} is not {what}: is it a whole profile, unpacked or packed by gzip?") from None
     if isinstance(document, list):
         document = {key: document}
-    if not isinstance(document, dict):
-        raise TraceError(f"{source.path} is no JSON object")
-    if not isinstance(document.get(key), list):
+    if not isinstance(document, dict) or not isinstance(document.get(key), list):
         return None
     take(document.pop(key))
     return document
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The text of a file, compressed by gzip or not.
+
+    Raises TraceError for a damaged file or one that is compressed nothing.
+    """
+    given = 0
+    try:
+        with path.open("rb") as raw:
+            packed = raw.peek(2)[:2] == b"\x1f\x8b"
+            file = gzip.GzipFile(fileobj=raw) if packed else raw
+            while data := file.read(BLOCK):
+                given += len(data)
+                if packed and given > max(RATIO_FROM, MAX_RATIO * raw.tell()):
+                    raise TraceError(f"{path} unpacks to over {MAX_RATIO} times its size: that is no recording")
+                yield data
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(f"cannot read {path} ({error}): is it a whole file?") from None
 
 
 def _opened(buffer: bytes, key: str) -> tuple[bytes, bytes]:

@@ -9,28 +9,48 @@ for many: they stay unknown.
 from __future__ import annotations
 
 import bisect
+import hashlib
 import re
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from ..assemble import DTYPE_BYTES
+from ..assemble import COMPUTE_COLUMNS, DTYPE_BYTES
 from ..files import TraceError
-from .common import Imported, comm_id_of, dtype_of, func_of, rank_in_name, ranks_of
-from .json_stream import Source, read_elements
+from .json_stream import read_elements
 
 _MARK = re.compile(r"ProfilerStep#(\d+)")
+#: PyTorch's names of types that are not ours.
+_ALIASES = {"char": "int8", "byte": "uint8", "bool": "uint8", "int": "int32", "long": "int64"}
+_ALIASES |= {"half": "float16", "float": "float32", "double": "float64"}
 
 
-def read(paths: list[Path]) -> Imported:
+@dataclass
+class Profiles:
+    """What the files of a job hold: rows of EVENT_COLUMNS and STEP_COLUMNS, facts for the header, remarks for people.
+
+    An event without a ``seq`` is still to be counted.
+    """
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    header: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    groups: dict[int, tuple[int, ...]] = field(default_factory=dict)  # comm_id -> ranks, () where not told
+    computes: list[pd.DataFrame] = field(default_factory=list)  # parts of COMPUTE_COLUMNS
+
+
+def read(paths: list[Path]) -> Profiles:
     """Read one trace a rank. Raises TraceError for files that are not Kineto's, and for a job over gloo."""
-    found = Imported()
+    found = Profiles()
     for order, path in enumerate(paths):
         _read_one(path, order, found)
-    if found.events and not any("start_ns" in e for e in found.events):
+    if found.events and not any(e["start_ns"] for e in found.events):
         found.notes.append("no NCCL kernel in the trace (profile CUDA activities too): there are no times")
     if not found.computes:
         found.notes.append("no GPU kernels in it: what was computed beside a collective is not known")
@@ -78,10 +98,9 @@ class _File:
                 yield ts, args, None
 
 
-def _read_one(path: Path, order: int, found: Imported) -> None:
+def _read_one(path: Path, order: int, found: Profiles) -> None:
     seen = _File()
-    with Source(path) as source:
-        about = read_elements(source, "traceEvents", seen.add)
+    about = read_elements(path, "traceEvents", seen.add)
     if about is None:
         raise TraceError(f"{path} is no Kineto trace: export one with torch.profiler's export_chrome_trace")
     info = about.get("distributedInfo") or {}
@@ -91,7 +110,7 @@ def _read_one(path: Path, order: int, found: Imported) -> None:
         found.header["nccl"] = str(info["nccl_version"])
     base = int(about.get("baseTimeNanoseconds") or 0)
     rank = info.get("rank")
-    rank = rank_in_name(path, order) if rank is None else int(rank)
+    rank = _rank_in_name(path, order) if rank is None else int(rank)
     who = {"rank": rank, "pid": int(info.get("pid") or rank)}
     marks = sorted((_ns(base, ts), _ns(0, dur), index) for ts, dur, index in seen.marks)
     for start, duration, index in marks:
@@ -99,17 +118,18 @@ def _read_one(path: Path, order: int, found: Imported) -> None:
     for asked, args, kernel in seen.calls():
         if (call := _call(args, found)) is None:
             continue
-        at = _ns(base, asked)
+        at, times = _ns(base, asked), dict[str, int | None](start_ns=None, end_ns=None)
         if kernel is not None:
             start = _ns(base, kernel[0])
-            call |= {"start_ns": start, "end_ns": start + _ns(0, kernel[1])}
-        found.events.append({**call, **who, "step": _step_at(marks, at), "enqueue_ns": at})
+            times = {"start_ns": start, "end_ns": start + _ns(0, kernel[1])}
+        found.events.append({**call, **who, **times, "step": _step_at(marks, at), "enqueue_ns": at})
     if seen.compute:
         begin, lasted = np.rint(1000 * np.asarray(seen.compute).reshape(-1, 2).T).astype(np.int64)
-        found.add_compute(rank, base + begin, base + begin + lasted)
+        part = pd.DataFrame({"rank": rank, "start_ns": base + begin, "end_ns": base + begin + lasted})
+        found.computes.append(part.astype(COMPUTE_COLUMNS))
 
 
-def _call(args: dict[str, Any], found: Imported) -> dict[str, Any] | None:
+def _call(args: dict[str, Any], found: Profiles) -> dict[str, Any] | None:
     """What a call was, from the arguments of its operator or kernel; None if it is no collective of NCCL's."""
     func = func_of(str(args.get("Collective name", "")))
     if func is None:
@@ -117,22 +137,27 @@ def _call(args: dict[str, Any], found: Imported) -> dict[str, Any] | None:
     dtype = dtype_of(str(args.get("dtype", "")))
     elements = max(int(args.get("In msg nelems") or 0), int(args.get("Out msg nelems") or 0))
     group = (args.get("Process Group Name", ""), args.get("Process Group Ranks", ""), args.get("Group size", 0))
-    comm_id, n_ranks = comm_id_of(*group), int(args.get("Group size") or 0)
+    comm_id, n_ranks = _comm_id_of(*group), int(args.get("Group size") or 0)
     if comm_id not in found.groups:
         # A long list ends in "..."; where ranks lie evenly apart PyTorch says their first one and distance.
         stride, first = int(args.get("Global rank stride") or 0), int(args.get("Global rank start") or 0)
         even = tuple(range(first, first + stride * n_ranks, stride)) if stride > 0 else ()
-        found.groups[comm_id] = ranks_of(group[1]) or even
+        found.groups[comm_id] = _ranks_of(str(group[1])) or even
     grid = args.get("grid")
-    call = {"comm_id": comm_id, "n_ranks": n_ranks, "func": func, "dtype": dtype}
-    call["n_bytes"] = elements * DTYPE_BYTES.get(dtype, 1)
-    call["n_channels"] = int(grid[0]) if isinstance(grid, list) and grid else 0
-    return call | ({"seq": int(args["Seq"])} if "Seq" in args else {})
+    return {
+        "comm_id": comm_id,
+        "n_ranks": n_ranks,
+        "func": func,
+        "dtype": dtype,
+        "n_bytes": elements * DTYPE_BYTES.get(dtype, 1),
+        "n_channels": int(grid[0]) if isinstance(grid, list) and grid else 0,
+        "seq": int(args["Seq"]) if "Seq" in args else None,
+    }
 
 
 def _step_at(marks: list[tuple[int, int, int]], ns: int) -> int:
     """The step that was running at a time; before the first mark the one before it, 0 without marks."""
-    if not marks:
+    if not marks:  # such a recording is refused
         return 0
     at = bisect.bisect_right(marks, (ns, float("inf"), 0)) - 1
     return marks[at][2] if at >= 0 else max(0, marks[0][2] - 1)
@@ -140,3 +165,39 @@ def _step_at(marks: list[tuple[int, int, int]], ns: int) -> int:
 
 def _ns(base: int, us: Any) -> int:
     return base + round(float(us) * 1000)
+
+
+def func_of(name: str) -> str | None:
+    """A collective's name as PyTorch or NCCL writes it -> one of FUNCS; None if it is none of them.
+
+    ``_allgather_base``, ``AllGather`` and ``nccl:_all_gather_base`` are all ``all_gather``.
+    """
+    text = re.sub(r"[^a-z]", "", name.lower().rpartition(":")[2])
+    for func in ("reduce_scatter", "all_gather", "all_reduce", "send_recv", "broadcast", "reduce", "send", "recv"):
+        if text.startswith(func.replace("_", "")):
+            return func
+    return None
+
+
+def dtype_of(name: str) -> str:
+    """A type's name as PyTorch or NCCL writes it -> ours; 'unknown' if NCCL has none such: its counts are bytes."""
+    plain = name.lower().removeprefix("torch.").removeprefix("nccl")
+    plain = _ALIASES.get(plain, plain)
+    return plain if plain in DTYPE_BYTES else "unknown"
+
+
+def _comm_id_of(*parts: Any) -> int:
+    """A 64-bit id for a communicator that the source names instead of numbering; the same on every rank."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _ranks_of(text: str) -> tuple[int, ...]:
+    """The ranks of a process group as PyTorch writes them, ``[0, 1]``; () where they end in "..."."""
+    return tuple(map(int, re.findall(r"\d+", text))) if "..." not in text else ()
+
+
+def _rank_in_name(path: Path, otherwise: int) -> int:
+    """The rank in a file's name (``trace_rank_3.json``), ``otherwise`` if it tells none."""
+    found = re.search(r"rank[-_.]?(\d+)", path.name) or re.search(r"(\d+)(?:\.\w+)*$", path.name)
+    return int(found[1]) if found else otherwise
