@@ -100,18 +100,6 @@ class SearchEnv(gym.Env[Array, Array]):
             reward += worth(search) / 100
         return search.observe(), reward, search.is_done, bool(ended), self._info(masked) | ended
 
-    def action_masks(self) -> Array:
-        """What sb3-contrib's MaskablePPO asks: a flag a pair, then one a channel count, then one for each that may come
-        next.
-
-        A pair and a count may both be open and the two together closed: ``info["mask"]`` has every config.
-        """
-        search = self.search
-        if search is None:
-            raise ValueError("the episode has not begun: call reset()")
-        open_ = search.open[min(search.turn, search.n_slots - 1)].reshape(spaces.N_PAIRS, spaces.N_CHANNELS)
-        return np.concatenate([open_.any(axis=1), open_.any(axis=0), np.ones(turns.N_WHAT, bool)])
-
     def render(self) -> str:
         """The search in a line; the episode's own step is a turn, ``steps`` are the job's."""
         s = self.search

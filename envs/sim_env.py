@@ -9,7 +9,7 @@ import numpy as np
 from .search.watch import SearchConfig
 from .search.windows import Windows
 from .search_env import SearchEnv
-from .sim.jobs import SLOTS, STANDARD, JobFamily, draw_jobs, oracle
+from .sim.jobs import SLOTS, STANDARD, JobFamily, draw_jobs
 from .sim.noise import NoiseStream
 from .sim.windows import OneJob, SimWindows
 
@@ -38,7 +38,3 @@ class SimEnv(SearchEnv):
         self.jobs = draw_jobs(self.family, self.np_random, 1)
         noise = NoiseStream(int(self.np_random.integers(2**31)), np.zeros(1), SLOTS)
         return OneJob(SimWindows(self.jobs, noise), self.rules.profile_steps)
-
-    def oracle_saving(self) -> float:
-        """What the best table of the episode's job saves, as a part of the default step. No policy is told."""
-        return 1 - float(oracle(self.jobs)[1][0] / self.jobs.default_us[0])

@@ -14,7 +14,8 @@ from dynamiccl.agent.advice.gain import EXPOSED, Gains, tell
 from dynamiccl.agent.train.job_prior import figures_of, truths
 from dynamiccl.envs.search.belief import Belief, Prior
 from dynamiccl.envs.search.sequential import Race, middle, window_noise
-from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs, oracle
+from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs
+from oracle import oracle
 
 #: What a recording shows beside the collectives.
 SHOWN = ("no compute", "exposure")

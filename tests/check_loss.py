@@ -20,7 +20,8 @@ from dynamiccl.envs.bench.submissions import rows_of
 from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.watch import SearchConfig
-from dynamiccl.envs.sim.jobs import SLOTS, oracle
+from dynamiccl.envs.sim.jobs import SLOTS
+from oracle import oracle
 
 #: An improvement that is to be seen, and how sure: 95 % interval above 0 in 80 of 100 tries.
 AIM, SURE = 0.15, 1.96 + 0.84

@@ -12,7 +12,7 @@ from dynamiccl.envs.bench import job_suites
 from dynamiccl.envs.bench.job_suites import FAMILIES, JobSuite, drawn, quickest_alone
 from dynamiccl.envs.bench.scores import bootstrap
 from dynamiccl.envs.bench.strata import SUITES
-from dynamiccl.envs.sim.jobs import oracle
+from oracle import oracle
 
 JOBS = 1000
 SEEDS = {"standard": 3_000_000_010, "held-out": 3_000_000_011, "unseen": 3_000_000_012}

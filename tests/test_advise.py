@@ -19,12 +19,13 @@ from dynamiccl.envs.nccl_model.clusters import cluster
 from dynamiccl.envs.replay.recordings import named, on_cluster
 from dynamiccl.envs.sim.emulated.timeline import CROWD
 from dynamiccl.envs.sim.fabric import Fabric
-from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, SampledClusters, assemble, draw_jobs, oracle
+from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, SampledClusters, assemble, draw_jobs
 from dynamiccl.envs.sim.step import COMPUTE, Law
 from dynamiccl.envs.sim.workloads import Recording, WorkloadArrays
 from dynamiccl.envs.sim.worlds import Extra, Extras
 from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.queries.overlap import exposed_ns
+from oracle import oracle
 from synthetic_trace import write_run
 from test_traces_importers import profile
 

@@ -18,11 +18,12 @@ from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.sim.family import STANDARD
-from dynamiccl.envs.sim.jobs import assemble, computing, draw_jobs, oracle
+from dynamiccl.envs.sim.jobs import assemble, computing, draw_jobs
 from dynamiccl.envs.sim.noise import log_uniform
 from dynamiccl.envs.sim.windows import SimSearch
 from dynamiccl.traces.records import Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
+from oracle import oracle
 
 FACTS = {"hardware": "8 x H100", "layout": "2 x 8 ranks", "nccl": "2.28.9"}
 GOOD = Decision("ring", "ll128", 8)
@@ -243,7 +244,7 @@ def _played(jobs, tables):
     calm = jobs.take(slice(None))
     calm.swing[:, 0] = 0.0
     ledger = LossAccount(jobs, oracle(calm)[1])
-    sims = SimSearch(jobs, Prior.load(), rng, windows=(windows := AccountedWindows(jobs, rng, ledger)))
+    sims = SimSearch(windows := AccountedWindows(jobs, rng, ledger), Prior.load(), SearchConfig())
     if tables is not None:
         told, seen = windows.begin(SearchConfig().profile_steps)
         begun = zip(told, seen, tables, strict=True)

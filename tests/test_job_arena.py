@@ -12,8 +12,9 @@ from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.search.windows import Plan
-from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
+from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import SWITCH_STEPS, SimSearch
+from oracle import oracle
 
 
 def without_gain(jobs, worse=0.0, seed=0):
@@ -33,7 +34,7 @@ def played(policy, jobs, best_us, after=100):
     """Scores of a policy on jobs whose best step is ``best_us``; the jobs are left as they are."""
     jobs, rng = jobs.take(slice(None)), np.random.default_rng([0, len(jobs)])
     windows = AccountedWindows(jobs, rng, LossAccount(jobs, best_us))
-    search = SimSearch(jobs, Prior.load(), rng, SearchConfig(), windows)
+    search = SimSearch(windows, Prior.load(), SearchConfig())
     return play(policy, search, windows.ledger, after).scores
 
 
@@ -87,7 +88,7 @@ def test_every_step_is_billed_under_what_ran(calm):
 def test_a_decision_that_takes_long_is_the_policys_fault_where_it_kept_a_processor_busy(calm, wait, is_refused):
     jobs = calm[0].take([0])
     windows = AccountedWindows(jobs, np.random.default_rng(0), LossAccount(jobs, calm[1][:1]))
-    search = SimSearch(jobs, Prior.load(), np.random.default_rng(0), windows=windows)
+    search = SimSearch(windows, Prior.load(), SearchConfig())
     with pytest.raises(ValueError, match="a decision took") if is_refused else contextlib.nullcontext():
         play(Slow(wait), search, windows.ledger, after=0, limit_s=0.1)
 

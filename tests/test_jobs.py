@@ -4,8 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
-from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, Jobs, draw_jobs, oracle
+from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, Jobs, draw_jobs
 from dynamiccl.envs.sim.unseen import UNSEEN
+from oracle import oracle
 
 FAMILIES = {"standard": STANDARD.only("plain"), "held-out": HELD_OUT.only("plain")}
 

@@ -26,7 +26,6 @@ LINES, ATTRIBUTES, COMPLEXITY, NAMES = 400, 15, 15, 8
 #: has to go from it.
 EXCEPTIONS = {
     "envs/bench/job_arena.py:play",
-    "envs/bench/job_suites.py:JobSuite.open",
     "envs/search/afterwards.py:Refinement.tried",
     "envs/search/search.py:Search",
     "envs/search/search.py:Search.record",

@@ -13,8 +13,9 @@ from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.agent.train.recurrent import MaskedLstmPolicy
 from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
-from dynamiccl.envs.sim.windows import SimSearch
+from dynamiccl.envs.sim.windows import SimSearch, SimWindows
 from dynamiccl.traces.spaces import N_CONFIGS
 from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
 from side_by_side import turn
@@ -24,7 +25,8 @@ from side_by_side import turn
 def observed():
     """Observations (t, n, N_OBSERVATION) of the first turns of jobs under the rule."""
     jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(4), 6)
-    search, rule, found = SimSearch(jobs, Prior.load(), np.random.default_rng(0)), ExpectedImprovement(), []
+    search = SimSearch(SimWindows(jobs, np.random.default_rng(0)), Prior.load(), SearchConfig())
+    rule, found = ExpectedImprovement(), []
     while len(found) < 12 and len(seen := turn(search, rule)) == 6:
         found.append(seen)
     assert len(found) >= 6

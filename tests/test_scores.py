@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 from dynamiccl.envs.bench.scores import HORIZONS, LossAccount, Scores, by_stratum, difference, ranks, summary
-from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
+from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
+from oracle import oracle
 
 SHORT = HORIZONS[0]
 

@@ -11,10 +11,11 @@ from dynamiccl.envs.search.canary import GIVE_UP
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search.watch import SearchConfig, Watch
 from dynamiccl.envs.search.windows import PROFILE, REFERENCE, SEARCH, TABLE, Job, Measured
-from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs, oracle
-from dynamiccl.envs.sim.windows import SimSearch
+from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
+from dynamiccl.envs.sim.windows import SimSearch, SimWindows
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS
+from oracle import oracle
 from side_by_side import turn
 
 AGES = np.full(2, -1)
@@ -330,7 +331,7 @@ def test_simulated_jobs_gain_and_none_ends_slower(prior):
     _, best = oracle(jobs)
     possible = 1 - best / jobs.step_us(np.zeros((40, SLOTS), int))[0]
     for policy in (ExpectedImprovement(), ThompsonSampling()):
-        done = SimSearch(jobs.take(np.arange(40)), prior, np.random.default_rng(1))
+        done = SimSearch(SimWindows(jobs.take(np.arange(40)), np.random.default_rng(1)), prior, SearchConfig())
         while turn(done, policy) is not None:
             pass
         now, tables = done.windows.jobs, done.tables

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from dynamiccl.envs.sim.family import WORLDS
-from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs, oracle
+from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs
 from dynamiccl.envs.sim.step import COMPUTE, Law, Op, Steps
 from dynamiccl.envs.sim.unseen import UNSEEN, _what_runs
 from dynamiccl.traces.records import PAIRS
+from oracle import oracle
 
 SIMPLE, NVLS = PAIRS.index(("ring", "simple")), PAIRS.index(("nvls", "simple"))
 

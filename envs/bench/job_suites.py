@@ -71,7 +71,7 @@ class JobSuite:
         """Searches on the jobs at ``rows``, and their bill. In its step t a job meets the same noise, whoever plays."""
         jobs = self.jobs.take(rows)
         luck, ledger = NoiseStream(seed, self.picked[rows], SLOTS), LossAccount(jobs, self.best_us[rows])
-        return SimSearch(jobs, prior, np.random.default_rng(0), rules, AccountedWindows(jobs, luck, ledger)), ledger
+        return SimSearch(AccountedWindows(jobs, luck, ledger), prior, rules), ledger
 
     def told(self) -> dict[str, Scores]:
         """What needs no search: the best joint configs, and each slot's quickest call alone, from the first step."""

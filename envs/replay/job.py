@@ -17,7 +17,6 @@ from ...traces import spaces
 from ...traces.files import Trace
 from ...traces.records import Decision, Slot
 from ..live.job import DISCARD, SWITCH_STEPS, Window
-from ..live.job_ends import JobEnded
 from .decisions import Recorded, default_generations, default_windows, offers_of
 
 Array = np.ndarray[Any, Any]
@@ -27,10 +26,10 @@ LEAST = 0.05
 
 
 class RecordedJob:
-    """``steps``: after which the job ends; ``seed``: where in the record it begins."""
+    """``seed``: where in the record it begins. It never ends: the record is gone through again and again."""
 
-    def __init__(self, trace: Trace, recorded: Recorded, seed: int = 0, steps: int | None = None) -> None:
-        self.recorded, self.steps = recorded, steps
+    def __init__(self, trace: Trace, recorded: Recorded, seed: int = 0) -> None:
+        self.recorded = recorded
         self.assembler = SimpleNamespace(offers=offers_of(trace))
         self.memory_pressure = float(recorded.fingerprint.memory_pressure[0])
         self.generation = self.last_step = 0
@@ -73,8 +72,6 @@ class RecordedJob:
         n = 1 if ms > give_up_ms else n_steps
         first = self.last_step + switch + discard + 1
         self.last_step = first + n - 1
-        if self.steps is not None and self.last_step > self.steps:
-            raise JobEnded("the recorded job's steps are over")
         self._last = np.arange(first, first + n)
         return Window(self.generation, self._last, np.full(n, ms))
 

@@ -20,14 +20,13 @@ from ..nccl_model.clusters import ClusterArrays
 from .fabric import Fabric, FabricParams, unmodelled
 from .family import HELD_OUT, STANDARD, WORLDS, JobFamily, World, draw_fleet
 from .noise import Noise, log_uniform
-from .oracle import oracle
 from .step import N_CALL, N_PORTS, Calls, Law
 from .truth import LAST_RING, FirstUse, Jobs, SampledClusters, Slots
 from .workloads import SLOTS, WorkloadArrays, all_works
 from .worlds import Extras
 
 Array = np.ndarray[Any, Any]
-__all__ = ["HELD_OUT", "SLOTS", "STANDARD", "JobFamily", "Jobs", "SampledClusters", "draw_jobs", "oracle"]
+__all__ = ["HELD_OUT", "SLOTS", "STANDARD", "JobFamily", "Jobs", "SampledClusters", "draw_jobs"]
 
 
 def draw_jobs(kind: JobFamily, rng: np.random.Generator, n: int) -> Jobs:

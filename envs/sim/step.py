@@ -1,8 +1,7 @@
 """The time of training steps: compute and collectives on in-order streams, computed event by event (step.c).
 
 An operation starts when the one before it on its stream and everything it waits for have ended. What runs side by side
-slows each other by the job's :class:`Law`. This is the only event loop of the project: suites, training, the ``oracle``
-command and the tests all run it.
+slows each other by the job's :class:`Law`. This is the only event loop of the project.
 """
 
 from __future__ import annotations

@@ -97,17 +97,8 @@ class OneJob:
 class SimSearch:
     """Searches on all jobs of a batch, side by side: every one goes on until the policy has a turn or it is done."""
 
-    def __init__(
-        self,
-        jobs: Any,
-        prior: Prior,
-        rng: np.random.Generator | NoiseStream,
-        rules: SearchConfig | None = None,
-        windows: Any = None,
-    ) -> None:
-        """``windows``: those of ``jobs``, where they are more than simulated."""
-        rules = rules or SearchConfig()
-        self.windows = windows or SimWindows(jobs, rng)
+    def __init__(self, windows: SimWindows, prior: Prior, rules: SearchConfig) -> None:
+        self.windows = windows
         begun = zip(*self.windows.begin(rules.profile_steps), strict=True)
         self.searches = [Search(job, default, prior, rules) for job, default in begun]
 

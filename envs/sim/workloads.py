@@ -48,10 +48,6 @@ class Workload:
         moved = {key: sum(self.ops[i].n_bytes for i in calls) for key, calls in found.items()}
         return {key: found[key] for key in sorted(found, key=lambda key: -moved[key])}
 
-    def others(self) -> list[int]:
-        """Indices of the collectives that no tuner reaches."""
-        return [i for i, op in enumerate(self.ops) if op.func and op.func not in TUNED_FUNCS]
-
     def on_one_communicator(self) -> Workload:
         """The same step with all collectives on one stream, in the order in which they are issued."""
         ops = tuple(replace(op, stream="nccl") if op.func in TUNED_FUNCS else op for op in self.ops)

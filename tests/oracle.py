@@ -1,14 +1,13 @@
-"""The best there is in whole jobs, by trying: nothing that searches may know it."""
+"""The best there is in whole jobs, by trying: nothing that searches may know it. Suites of jobs keep what it finds."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-
-from ...traces.spaces import N_CONFIGS
-from .truth import Jobs
-from .workloads import SLOTS
+from dynamiccl.envs.sim.truth import Jobs
+from dynamiccl.envs.sim.workloads import SLOTS
+from dynamiccl.traces.spaces import N_CONFIGS
 
 Array = np.ndarray[Any, Any]
 #: Further starts where slots act together, from random tables.
