@@ -26,9 +26,9 @@ from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.rings import Ring
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.steps.steps import Steps
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 from dynamiccl.traces.records import Decision, Rule, Table
 from light_store import Store, StoreServer
+from nccl_releases import Communicator
 
 AHEAD = 1  # steps that a host may be ahead of the slowest rank's
 N_BYTES = 1 << 20

@@ -2,8 +2,9 @@
 
 import ctypes
 
-from dynamiccl.envs.sim.emulated.nccl_caller import SHARDED, Communicator
+from dynamiccl.envs.sim.emulated.nccl_caller import SHARDED
 from dynamiccl.traces.records import FUNCS
+from nccl_releases import Communicator
 
 EVENT_P2P, EVENT_P2P_API = 4, 1024
 

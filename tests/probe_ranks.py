@@ -76,7 +76,7 @@ def nccl(rank: int) -> Callable[[], int]:
         return lambda: 0
     import numpy as np
     from dynamiccl.envs.nccl.plugin.build import plugin_path
-    from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
+    from nccl_releases import Communicator
 
     n_ranks = int(os.environ.get("COMM_RANKS") or os.environ.get("WORLD_SIZE", "1"))
     release = os.environ.get("NCCL_RELEASE", "2.29.7")

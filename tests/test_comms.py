@@ -9,10 +9,11 @@ import pytest
 from dynamiccl.envs.nccl.plugin.build import build_of
 from dynamiccl.envs.nccl.probe.probe import Probe
 from dynamiccl.envs.nccl.shm import encode_table
-from dynamiccl.envs.sim.emulated.nccl_caller import Call, Communicator, choose
+from dynamiccl.envs.sim.emulated.nccl_caller import choose
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import PROTOS, Decision, Rule, Table
 from nccl_groups import Groups
+from nccl_releases import REACH, Call, Communicator
 from test_plugin import MB, RELEASES, drained, offer, plugin, run
 
 __all__ = ["plugin", "run"]  # fixtures
@@ -21,7 +22,7 @@ __all__ = ["plugin", "run"]  # fixtures
 COUNTED = """
 import os, numpy as np
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
+from nccl_releases import Communicator
 plugin = Plugin.load()
 print(plugin.tuners, plugin.asked, *plugin.abi, {i: comm.made for i, comm in plugin.comms().items()})
 comms = [Communicator(plugin.path, 40 + i, 8, 1, 0, os.environ["RELEASE"]) for i in range(2)]
@@ -41,7 +42,7 @@ print(plugin.identity())
 def test_what_nccl_has_done_with_the_plugin_is_told(tmp_path, release, abi, counts):
     """That Python can load the library says nothing of NCCL. Counted also on nodes without a run folder, so no ring."""
     env = {**os.environ, "RELEASE": release, "DYNAMICCL_RUN": str(tmp_path / "of another node")}
-    out = subprocess.check_output([sys.executable, "-c", COUNTED], env=env, text=True).splitlines()
+    out = subprocess.check_output([sys.executable, "-c", REACH + COUNTED], env=env, text=True).splitlines()
     assert out == ["0 0 0 0 {}", f"2 5 {abi[0]} {abi[1]} {counts}", out[2]]
     assert out[2] == f"{build_of()} table 3 tuner {abi[0]} profiler {abi[1]}"
 

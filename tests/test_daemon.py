@@ -18,6 +18,7 @@ from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import TableFile, decode_table
 from dynamiccl.traces.reasons import RunEnds, names
+from nccl_releases import REACH
 
 #: A job of one process without PyTorch: NCCL's calls, a step's end, and the part of the probe that takes a new table.
 #: It ends when a file named `enough` lies beside it.
@@ -27,7 +28,8 @@ from pathlib import Path
 import numpy as np
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.agreement.agreement import TableMailbox
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
+from dynamiccl.envs.sim.emulated.nccl_caller import choose
+from nccl_releases import Communicator
 from dynamiccl.traces.records import ALGOS, PROTOS, STEP, UNSET
 run, enough = Path(os.environ["DYNAMICCL_RUN"]), Path(sys.argv[1])
 rank = int(os.environ.get("RANK", "0"))
@@ -60,7 +62,9 @@ for step in range(60_000):
 def job(folder, tmp_path):
     """(its process, the file that ends it)."""
     enough = tmp_path / "enough"
-    process = subprocess.Popen([sys.executable, "-c", JOB, str(enough)], env={**os.environ, **job_env(folder.path)})
+    process = subprocess.Popen(
+        [sys.executable, "-c", REACH + JOB, str(enough)], env={**os.environ, **job_env(folder.path)}
+    )
     yield process, enough
     enough.touch()
     assert process.wait(60) == 7
@@ -122,7 +126,7 @@ def test_a_slow_start_is_looked_at_again_and_then_tuned(folder, tmp_path, monkey
     """Before: "nothing to tune" to the end of the job, decided by its first eleven steps."""
     enough = tmp_path / "enough"
     env = {**os.environ, **job_env(folder.path), "SLOW_STEPS": "20"}
-    process = subprocess.Popen([sys.executable, "-c", JOB, str(enough)], env=env)
+    process = subprocess.Popen([sys.executable, "-c", REACH + JOB, str(enough)], env=env)
     said, seen = [], []
 
     def on_window(line):
@@ -149,7 +153,7 @@ def test_the_tuner_of_a_node_without_rank_0_says_so_and_the_status_is_the_jobs(t
     """
     enough = tmp_path / "enough"
     command = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--force", "--out", str(tmp_path / "out")]
-    command += ["--", sys.executable, "-c", JOB, str(enough)]
+    command += ["--", sys.executable, "-c", REACH + JOB, str(enough)]
     env = {**os.environ, "RANK": "1"}
     launcher = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said = ""

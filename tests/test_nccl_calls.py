@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dynamiccl.envs.nccl.plugin.build import HERE, compiler
-from dynamiccl.envs.sim.emulated.nccl_caller import Call
+from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
 from nccl_groups import Groups
+from nccl_releases import DTYPE_BYTES, Call
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "nccl_calls.json").read_text())["calls"]
 
@@ -161,6 +162,20 @@ def run_job(release, recorder, one_by_one):
 def test_the_stand_in_calls_what_nccl_was_recorded_to_call(recorder, release, one_by_one):
     assert set(RECORDED[release]) == {"init", *CASES}
     assert run_job(release, recorder, one_by_one) == RECORDED[release]
+
+
+@pytest.mark.parametrize("case", ["all_gather", "reduce_scatter sum", "all_reduce"])
+def test_the_emulated_backend_asks_and_tells_as_nccl_2_29_was_recorded_to(recorder, case):
+    """Of a program's call, its launch and its group, which our profiler does not ask for, it tells nothing."""
+    comm = Communicator(recorder.path, 7, 2, 1, 0)
+    made, (call,) = recorder(), CASES[case]
+    size = DTYPE_BYTES[call.datatype]
+    n_bytes = call.count * size * (1 if call.func == "all_reduce" else 2)
+    comm.get_coll_info(call.func, n_bytes, COST.copy())
+    comm.stop(comm.start_coll(call.func, 0, call.count, size, call.n_channels, call.algo, call.proto))
+    told = [word for word in RECORDED["2.29.7"][case].split(", ") if word.startswith(("ask", "+coll", "-coll"))]
+    assert made == RECORDED["2.29.7"]["init"]
+    assert recorder().partition("#")[0] == ", ".join(told).partition("#")[0]
 
 
 def test_nccl_2_27_tells_of_no_collective_whose_group_has_no_handle(recorder):

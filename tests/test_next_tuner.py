@@ -11,8 +11,9 @@ import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import HERE, compiler, nccl_env, plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
+from dynamiccl.envs.sim.emulated.nccl_caller import choose
 from dynamiccl.traces.records import ALGOS, OFFER, OFFER_DTYPE, PROTOS, Decision, Slot, Table
+from nccl_releases import REACH, Communicator
 
 MB = 2**20
 RELEASES = {3: "2.23.4", 4: "2.26.2", 5: "2.29.7", 6: "2.30.7"}
@@ -192,7 +193,7 @@ def test_chunk_sizes_stay_nccls_and_that_is_said_once(beside, tmp_path, capfd):
 SEARCHES = """
 import numpy as np
 from dynamiccl.envs.nccl.plugin.build import plugin_path
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
+from nccl_releases import Communicator
 comm = Communicator(plugin_path(), 42, 8, 1, 0)
 cost = np.full((7, 3), -1, np.float32)
 cost[1] = 30, 20, 10
@@ -224,5 +225,5 @@ def test_it_is_found_where_nccl_would_find_it(tmp_path, monkeypatch, built, env,
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     job = {**os.environ, **nccl_env(plugin_path())}
-    done = subprocess.run([sys.executable, "-c", SEARCHES], env=job, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", REACH + SEARCHES], env=job, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["6" if found else "0"] and done.stderr == ""

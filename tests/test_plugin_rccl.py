@@ -12,10 +12,11 @@ import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
-from dynamiccl.envs.sim.emulated.nccl_caller import _TUNER_INIT, Communicator, _pointers
+from dynamiccl.envs.sim.emulated.nccl_caller import pointers
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.assemble import Assembler
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
+from nccl_releases import _TUNER_INIT, Communicator
 
 MB, DIRECT_A2A = 2**20, 7
 RING_LL, RING_SIMPLE = ((ALGOS.index("ring"), PROTOS.index(proto)) for proto in ("ll", "simple"))
@@ -73,7 +74,7 @@ def test_a_cost_table_of_eight_algorithms_is_read_by_its_own_width(run):
 
 def test_a_longer_block_of_constants_is_left_as_it_is(run):
     library = ctypes.CDLL(str(run[1].path))
-    _, init, _, finalize = _pointers(library, "ncclTunerPlugin_v5", 4)
+    _, init, _, finalize = pointers(library, "ncclTunerPlugin_v5", 4)
     domains, constants, context = (c_int * 3)(1, 8, 8), (ctypes.c_uint8 * 4096)(*[0xA5] * 4096), c_void_p()
     given = ctypes.addressof(domains), ctypes.addressof(constants)
     assert _TUNER_INIT[5](init)(byref(context), 78, 8, 1, None, *given) == 0 and context

@@ -12,6 +12,7 @@ from dynamiccl.envs.nccl.plugin import build
 from dynamiccl.envs.nccl.table_json import to_json
 from dynamiccl.envs.nccl.tables import MAX_BYTES, load_table
 from dynamiccl.traces.records import PAIRS, Decision, Rule, Table
+from nccl_releases import REACH
 
 
 def test_there_and_back(tmp_path):
@@ -54,7 +55,8 @@ def test_bad_tables_name_place_and_cure(tmp_path, text, says):
 JOB = """
 import numpy as np, os
 from dynamiccl.envs.nccl.plugin.build import plugin_path
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
+from dynamiccl.envs.sim.emulated.nccl_caller import choose
+from nccl_releases import Communicator
 comm = Communicator(plugin_path(), 5, 8, 1, 0, os.environ["RELEASE"])
 cost = np.full((7, 3), -1, np.float32)
 cost[1] = 10, 20, 30
@@ -78,7 +80,7 @@ def small_gathers(folder):
 def test_apply_runs_a_job_under_the_table(tmp_path):
     path = small_gathers(tmp_path)
     for release in ("2.22.3", "2.29.7"):
-        done = run("apply", str(path), "--no-gate", "--", sys.executable, "-c", JOB, RELEASE=release)
+        done = run("apply", str(path), "--no-gate", "--", sys.executable, "-c", REACH + JOB, RELEASE=release)
         assert done.stdout.split() == ["4", "1", "2"], done.stderr
 
 

@@ -10,11 +10,12 @@ from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.plugin.build import plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.records import COMM, OFFER
+from nccl_releases import REACH
 
 TALKS = """
 import sys, struct, numpy as np
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
+from nccl_releases import Communicator
 from dynamiccl.traces.records import COLL
 plugin = Plugin.load()
 comms = [Communicator(plugin.path, 70 + i, 8, 1, i) for i in range(2)]
@@ -33,7 +34,7 @@ def process(program, run, *args, **env):
     """A process of the run, once it has said that it is ready."""
     environment = {**os.environ, "DYNAMICCL_RUN": str(run.path), **env}
     child = subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, args)],
+        [sys.executable, "-c", REACH + program, *map(str, args)],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -65,7 +66,7 @@ def test_a_daemon_that_comes_after_200_000_records_knows_communicators_and_offer
 MANY_SIZES = """
 import sys, numpy as np
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
+from nccl_releases import Communicator
 plugin = Plugin.load()
 comm = Communicator(plugin.path, 70, 8, 1, 0)
 for _ in range(2):
@@ -170,7 +171,7 @@ def test_rings_take_an_eighth_of_what_is_free(tmp_path, mib, ranks, records):
 
 UNLOADS = """
 import ctypes, os, shutil, sys
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
+from nccl_releases import Communicator
 import _ctypes
 for _ in range(3):
     handle = _ctypes.dlopen(sys.argv[1], os.RTLD_NOW | os.RTLD_LOCAL)
@@ -197,7 +198,7 @@ def test_nothing_stays_mapped_when_the_plugin_is_unloaded(folder, tmp_path):
 RACES = """
 import sys, threading
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
+from nccl_releases import Communicator
 plugin = Plugin.load()
 ready = threading.Barrier(8)
 def make(i):

@@ -18,6 +18,7 @@ from dynamiccl.envs.nccl.shm import RunFolder, decode_table, encode_table, trial
 from dynamiccl.traces.records import COLL, RECORD_BYTES, Decision, Rule, Table
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nccl_releases import REACH
 
 KNOWN = 1024  # places for what is told once, before the ring
 
@@ -156,14 +157,14 @@ def test_no_ring_no_harm(tmp_path, obstacle):
         del env["DYNAMICCL_RUN"]
     program = """
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
-from dynamiccl.envs.sim.emulated.nccl_caller import Communicator
+from nccl_releases import Communicator
 p = Plugin.load()
 c = Communicator(p.path, 1, 2, 1, 0)
 print(p.open(), c.profiler.mask)
 p.emit(bytes(128))
 c.finalize()
 """
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", REACH + program], env=env, capture_output=True, text=True, check=True)
     mask = "0" if obstacle == "unset" else "2"  # of a run: collectives are counted all the same
     assert done.stdout.split() == ["False", mask] and done.stderr == ""
 
@@ -338,7 +339,8 @@ def test_lookups_race_activations(tmp_path):
     copy = tmp_path / "plugin.so"
     shutil.copy(plugin_path(), copy)
     plugin = Plugin.load(copy)
-    from dynamiccl.envs.sim.emulated.nccl_caller import Communicator, choose
+    from dynamiccl.envs.sim.emulated.nccl_caller import choose
+    from nccl_releases import Communicator
 
     # Table g forces ring/ll with g channels or ring/simple with 32 + g: the pair tells the parity of the count.
     def message(g: int) -> bytes:

@@ -12,9 +12,9 @@ import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import job_env, plugin_path
 from dynamiccl.envs.nccl.shm import encode_table
-from dynamiccl.envs.sim.emulated.nccl_caller import Call, Communicator
 from dynamiccl.traces.records import Decision, Rule, Table
 from nccl_groups import Groups
+from nccl_releases import Call, Communicator
 from test_plugin import MB, fixed, offer
 
 

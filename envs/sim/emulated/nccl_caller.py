@@ -1,107 +1,57 @@
-"""A miniature NCCL: loads the plugin as a given release does and calls it in that release's order.
+"""A miniature NCCL: it calls the plugin as NCCL 2.29 does, and of all events tells those that the plugin asks for.
 
-The emulated backend runs on it, and the tests drive the plugin through every version with it. What it calls, and in
-which order, is what six releases were recorded to call (``tests/data/nccl_calls.json``).
+The emulated backend runs on it. How each release calls, and what it tells besides, is in ``tests/nccl_releases.py``,
+which is held against the recorded calls of six.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint8, c_uint64, c_void_p
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ....traces.records import ALGOS, FUNCS, N_ALGOS, N_PROTOS, PROTOS
+from ....traces.records import FUNCS, N_ALGOS, N_PROTOS
 
-DTYPE_BYTES = {"int8": 1, "uint8": 1, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "float16": 2, "bfloat16": 2}
-DTYPE_BYTES |= {"float32": 4, "float64": 8, "float8e4m3": 1, "float8e5m2": 1}
-_DTYPE_OF_SIZE = {1: "int8", 2: "float16", 4: "float32", 8: "float64"}
 SHARDED = ("all_gather", "reduce_scatter")  # NCCL counts the elements of one rank, and asks for those of all
-#: As the profiler hears them: AllGather, ReduceScatter ...
-_FUNC_NAMES = {func: func.title().replace("_", "").encode() for func in FUNCS}
+#: As the profiler hears of collectives: AllGather, ReduceScatter ...; and of elements of each size.
+FUNC_NAMES = {func: func.title().replace("_", "").encode() for func in FUNCS}
+DTYPE_OF_SIZE = {1: "int8", 2: "float16", 4: "float32", 8: "float64"}
+EVENT_COLL, EVENT_KERNEL_CH, KERNEL_CH_STOP = 2, 64, 22
 
-# Which symbols a release tries, newest first; the first that the library exports is loaded.
-_TUNERS = {(2, 22): (3,), (2, 24): (4, 3), (2, 28): (5, 4, 3), (2, 30): (6, 5, 4, 3)}
-_PROFILERS = {(2, 22): (), (2, 27): (4,), (2, 28): (5, 4), (2, 29): (6, 5, 4), (2, 31): (7, 6, 5, 4)}
-
-_INT4 = (c_int, c_int, c_int)
-_INFO = (c_void_p, c_int, c_size_t, c_int, c_void_p, c_int, c_int)
-_TUNER_INIT = {
-    3: ctypes.CFUNCTYPE(c_int, c_size_t, c_size_t, c_void_p, POINTER(c_void_p)),
-    5: ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_uint64, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p),
-}
-_TUNER_INFO = {
-    3: ctypes.CFUNCTYPE(c_int, *_INFO, POINTER(c_int)),
-    4: ctypes.CFUNCTYPE(c_int, *_INFO, c_int, POINTER(c_int)),
-}
-_PROFILER_INIT = {
-    4: ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), POINTER(c_int), c_char_p, c_uint64, *_INT4, c_void_p),
-    5: ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_uint64, POINTER(c_int), c_char_p, *_INT4, c_void_p),
-}
+_CONTEXT, _INT4, _INT3 = POINTER(c_void_p), (c_int, c_size_t, c_int, c_void_p), (c_int, c_int, c_int)
+_TUNER_INIT = ctypes.CFUNCTYPE(c_int, _CONTEXT, c_uint64, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p)
+_TUNER_INFO = ctypes.CFUNCTYPE(c_int, c_void_p, *_INT4, *_INT3, POINTER(c_int))
+_PROFILER_INIT = ctypes.CFUNCTYPE(c_int, _CONTEXT, c_uint64, POINTER(c_int), c_char_p, *_INT3, c_void_p)
 _START_EVENT = ctypes.CFUNCTYPE(c_int, c_void_p, POINTER(c_void_p), c_void_p)
 _STATE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, POINTER(c_uint64))
 _ONE_POINTER = ctypes.CFUNCTYPE(c_int, c_void_p)
-_CHUNK_SIZE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, c_size_t, c_int, c_int, c_int, POINTER(c_size_t))
-
-EVENT_GROUP, EVENT_COLL, EVENT_KERNEL_CH, KERNEL_CH_STOP = 1, 2, 64, 22
-EVENT_GROUP_API, EVENT_COLL_API, EVENT_KERNEL_LAUNCH = 256, 512, 2048
-# NCCL tells of an event whose bit is in the mask, and of these (4 and 1024 are sends) where one of the bits below is.
-_BELOW = {EVENT_GROUP: 0xDF, EVENT_COLL: 0xDA, 4: 0xDC, EVENT_COLL_API: 0xDA, 1024: 0xDC, EVENT_GROUP_API: 0xEDF}
 
 
-def _layout(base: type, **members: Any) -> Any:
+def layout(base: type, **members: Any) -> Any:
     """A structure or union of C with these members in their order."""
-    return type(base)("_layout", (base,), {"_fields_": tuple(members.items())})
+    return type(base)("layout", (base,), {"_fields_": tuple(members.items())})
 
 
 # A profiler's events as NCCL lays them out on 64-bit Linux, declared a second time: a slip in the plugin's own would
-# show. v4 is NCCL 2.27's; v5 and v6, of 2.28 on, have one layout.
-_COLL = {"seq": c_uint64, "func": c_char_p, "send_buffer": c_void_p, "recv_buffer": c_void_p, "count": c_size_t}
-_COLL |= {"root": c_int, "datatype": c_char_p, "n_channels": c_uint8, "n_warps": c_uint8}
-_COLL |= {"algo": c_char_p, "proto": c_char_p}
-_CALL = {"func": c_char_p, "count": c_size_t, "datatype": c_char_p, "root": c_int, "stream": c_void_p}
-_KERNEL = _layout(ctypes.Structure, channel=c_uint8, timer=c_uint64)
-_BODY_V4 = _layout(ctypes.Union, coll=_layout(ctypes.Structure, **_COLL), kernel=_KERNEL, whole=c_uint8 * 80)
-_BODY_V5 = _layout(
-    ctypes.Union,
-    coll=_layout(ctypes.Structure, **_COLL, parent_group=c_void_p),
-    call=_layout(ctypes.Structure, **_CALL, graph_captured=ctypes.c_bool),
-    kernel=_KERNEL,
-    whole=c_uint8 * 88,
-)
-_EVENT_V4 = _layout(ctypes.Structure, type=c_uint8, parent=c_void_p, rank=c_int, body=_BODY_V4)
-_EVENT_V5 = _layout(ctypes.Structure, type=c_uint64, parent=c_void_p, rank=c_int, body=_BODY_V5)
-assert ctypes.sizeof(_EVENT_V4) == 104 and ctypes.sizeof(_EVENT_V5) == 112
+# show.
+COLL = {"seq": c_uint64, "func": c_char_p, "send_buffer": c_void_p, "recv_buffer": c_void_p, "count": c_size_t}
+COLL |= {"root": c_int, "datatype": c_char_p, "n_channels": c_uint8, "n_warps": c_uint8}
+COLL |= {"algo": c_char_p, "proto": c_char_p}
+KERNEL = layout(ctypes.Structure, channel=c_uint8, timer=c_uint64)
+_COLL = layout(ctypes.Structure, **COLL, parent_group=c_void_p)
+_BODY = layout(ctypes.Union, coll=_COLL, kernel=KERNEL, whole=c_uint8 * 88)
+_EVENT = layout(ctypes.Structure, type=c_uint64, parent=c_void_p, rank=c_int, body=_BODY)
 
-# NCCL keeps one event mask for the whole process and hands its address to every communicator.
-_MASKS: dict[str, Any] = {}
+#: By library: NCCL keeps one event mask for the whole process and hands its address to every communicator.
+MASKS: dict[str, Any] = {}
 
 
 class CallerError(RuntimeError):
     """The plugin returned something other than success: NCCL would have failed the job."""
-
-
-def versions(release: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tuner and profiler versions that NCCL ``release`` ("2.29.7") tries, newest first. Raises ValueError."""
-    number = _number(release)
-    if len(number) < 2 or number < (2, 22):
-        raise ValueError(f"NCCL {release} is not a release that loads this plugin: 2.22 is the first")
-    return (
-        next(v for since, v in reversed(_TUNERS.items()) if number >= since),
-        next(v for since, v in reversed(_PROFILERS.items()) if number >= since),
-    )
-
-
-def _number(release: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in release.split(".")[:2])
-    except ValueError:
-        return ()
 
 
 def choose(cost: np.ndarray[Any, Any]) -> tuple[int, int]:
@@ -111,264 +61,93 @@ def choose(cost: np.ndarray[Any, Any]) -> tuple[int, int]:
     return divmod(best, cost.shape[1]) if np.isfinite(flat[best]) else (-1, -1)
 
 
-@dataclass(frozen=True)
-class Call:
-    """One collective that a program calls, and how NCCL runs it. ``count`` as in :meth:`Communicator.start_coll`."""
-
-    func: str
-    count: int
-    datatype: str = "int8"
-    n_channels: int = 1
-    algo: str = "ring"
-    proto: str = "simple"
-
-
-class Tuner:
-    """The tuner half of the plugin, as one communicator asks it."""
-
-    def __init__(self, library: ctypes.CDLL, release: str, comm_id: int, n_ranks: int, n_nodes: int) -> None:
-        self.version = _first(library, "ncclTunerPlugin_v", versions(release)[0])
-        n_functions = 5 if self.version > 5 else 4
-        _, init, info, finalize, *chunk = _pointers(library, f"ncclTunerPlugin_v{self.version}", n_functions)
-        self._info: Callable[..., int] = _TUNER_INFO[min(self.version, 4)](info)
-        self._finalize = _ONE_POINTER(finalize)
-        self._chunk_size = _CHUNK_SIZE(chunk[0]) if chunk and chunk[0] else None
-        # Kept for every call, as in the profiler: ctypes objects are slow to make.
-        self._channels, self._cost = c_int(), np.empty((N_ALGOS, N_PROTOS), np.float32)
-        self._channels_ref, self._cost_at = byref(self._channels), self._cost.ctypes.data
-        self.context = c_void_p()
-        if self.version < 5:
-            _check(_TUNER_INIT[3](init)(n_ranks, n_nodes, None, byref(self.context)))
-        else:
-            self._given = (c_int * 3)(n_nodes, 1, n_ranks), (c_uint8 * 1152)()  # NVLink domains, tuning constants
-            given = (ctypes.addressof(part) for part in self._given)
-            _check(_TUNER_INIT[5](init)(byref(self.context), comm_id, n_ranks, n_nodes, None, *given))
-
-    def ask(self, func: str, n_bytes: int, cost: np.ndarray[Any, Any], n_pipe_ops: int = 1, n_channels: int = 0) -> int:
-        """One question; ``cost`` (7, 3) float32 is changed in place. Returns the channel count."""
-        self._cost[:] = cost
-        self._channels.value = n_channels
-        registered = () if self.version == 3 else (0,)
-        head = (self.context, FUNCS.index(func), n_bytes, n_pipe_ops, self._cost_at, N_ALGOS, N_PROTOS)
-        _check(self._info(*head, *registered, self._channels_ref))
-        cost[:] = self._cost
-        return self._channels.value
-
-    def ask_chunks(self, call: Call, n_bytes: int) -> None:
-        """Ask for the size of a chunk: of the first channel, those between and the last."""
-        if self._chunk_size is not None:
-            cell = ALGOS.index(call.algo), PROTOS.index(call.proto)
-            for _ in range(min(3, call.n_channels)):
-                size = byref(c_size_t(2**19))
-                _check(self._chunk_size(self.context, FUNCS.index(call.func), n_bytes, *cell, 1, size))
-
-    def finalize(self) -> None:
-        """The communicator is destroyed."""
-        _check(self._finalize(self.context))
-
-
-class Profiler:
-    """The profiler half of the plugin, as one communicator tells it; version 0 where there is none."""
-
-    def __init__(
-        self, library: ctypes.CDLL, wanted: tuple[int, ...], comm_id: int, shape: tuple[int, int, int], name: str
-    ) -> None:
-        """``shape``: nodes, ranks, this rank."""
-        self.version = _first(library, "ncclProfiler_v", wanted)
-        self._event_type = _EVENT_V4 if self.version == 4 else _EVENT_V5
-        self._context, self._handle, self._timer = c_void_p(), c_void_p(), c_uint64()
-        self._mask, self._kernel = c_int(0), self.event(EVENT_KERNEL_CH, rank=shape[-1])
-        if not self.version:
-            return
-        self._mask = _MASKS.setdefault(library._name, self._mask)
-        _, init, start, stop, state, finalize = _pointers(library, f"ncclProfiler_v{self.version}", 6)
-        self._start, self._stop = _START_EVENT(start), _ONE_POINTER(stop)
-        self._record_state, self._finalize = _STATE(state), _ONE_POINTER(finalize)
-        context, mask, label = byref(self._context), byref(self._mask), name.encode()
-        if self.version == 4:
-            _check(_PROFILER_INIT[4](init)(context, mask, label, comm_id, *shape, None))
-        else:
-            _check(_PROFILER_INIT[5](init)(context, comm_id, mask, label, *shape, None))
-
-    @property
-    def mask(self) -> int:
-        """Events that the plugin asks for at this moment, for the whole process."""
-        return int(self._mask.value)
-
-    def event(self, kind: int, **members: Any) -> Any:
-        """A new event of that kind, in this version's layout."""
-        return self._event_type(type=kind, **members)
-
-    def start(self, event: Any) -> int | None:
-        """Tell of an event; its handle, None where nobody asked for it."""
-        if not self.mask & (event.type | _BELOW.get(event.type, 0)):
-            return None
-        self._handle.value = None
-        _check(self._start(self._context, byref(self._handle), byref(event)))
-        return self._handle.value
-
-    def stop(self, handle: int | None) -> None:
-        """The event is over."""
-        if handle is not None:
-            _check(self._stop(handle))
-
-    def kernel(self, handle: int | None, channel: int, start_ns: int, stop_ns: int) -> None:
-        """Report one channel of a collective's kernel, as NCCL's proxy thread does for a sampled one."""
-        self.stop_kernel(self.start_kernel(handle, channel, start_ns), stop_ns)
-
-    def start_kernel(self, parent: int | None, channel: int, start_ns: int) -> int | None:
-        """The first half of :meth:`kernel`, told whatever the mask says by now; a handle for the second."""
-        if parent is None:  # not sampled when it was enqueued
-            return None
-        self._kernel.parent = parent
-        self._kernel.body.kernel = (channel, start_ns)
-        self._handle.value = None
-        _check(self._start(self._context, byref(self._handle), byref(self._kernel)))
-        return self._handle.value
-
-    def stop_kernel(self, handle: int | None, stop_ns: int) -> None:
-        """The second half of :meth:`kernel`."""
-        if handle is not None:
-            self._timer.value = stop_ns
-            _check(self._record_state(handle, KERNEL_CH_STOP, byref(self._timer)))
-            self.stop(handle)
-
-    def finalize(self) -> None:
-        """The communicator is destroyed."""
-        if self.version:
-            _check(self._finalize(self._context))
-
-
 class Communicator:
     """One rank's communicator. Calls are made by one thread at a time, as NCCL does per communicator."""
 
-    def __init__(
-        self,
-        plugin_path: Path | str,
-        comm_id: int,
-        n_ranks: int,
-        n_nodes: int,
-        rank: int,
-        release: str = "2.29.7",
-        name: str = "",
-        with_profiler: bool = True,
-    ) -> None:
-        """Initialise profiler and tuner in NCCL's order. Raises ValueError, OSError, CallerError."""
+    def __init__(self, plugin_path: Path | str, comm_id: int, n_ranks: int, n_nodes: int, rank: int) -> None:
+        """Initialise profiler and tuner in NCCL's order. Raises OSError, CallerError."""
         library = ctypes.CDLL(os.fspath(plugin_path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
-        profilers = versions(release)[1] if with_profiler else ()
-        self.comm_id, self.n_ranks, self.rank, self.release = comm_id, n_ranks, rank, _number(release)
-        self.profiler = Profiler(library, profilers, comm_id, (n_nodes, n_ranks, rank), name)
-        self.tuner = Tuner(library, release, comm_id, n_ranks, n_nodes)
-        self.group_handle: int | None = None  # handles of the group under way, and of the program's calls in it
-        self._group_api: int | None = None
-        self._calls: list[int | None] = []
+        self.rank, self._mask = rank, MASKS.setdefault(library._name, c_int(0))
+        # Kept for every call: ctypes objects are slow to make.
+        self._cost, self._channels = np.empty((N_ALGOS, N_PROTOS), np.float32), c_int()
+        self._handle, self._timer = c_void_p(), c_uint64()
+        self._kernel = _EVENT(type=EVENT_KERNEL_CH, rank=rank)
+        self._told, self._asked = c_void_p(), c_void_p()  # the contexts of the profiler and of the tuner
+        _, init, start, stop, state, end_told = pointers(library, "ncclProfiler_v6", 6)
+        self._start, self._stop, self._state = _START_EVENT(start), _ONE_POINTER(stop), _STATE(state)
+        shape = n_nodes, n_ranks, rank
+        check(_PROFILER_INIT(init)(byref(self._told), comm_id, byref(self._mask), b"", *shape, None))
+        _, init, ask, end_asked = pointers(library, "ncclTunerPlugin_v5", 4)
+        self._ask, self._ends = _TUNER_INFO(ask), (_ONE_POINTER(end_asked), _ONE_POINTER(end_told))
+        self._given = (c_int * 3)(n_nodes, 1, n_ranks), (c_uint8 * 1152)()  # NVLink domains, tuning constants
+        given = (ctypes.addressof(part) for part in self._given)
+        check(_TUNER_INIT(init)(byref(self._asked), comm_id, n_ranks, n_nodes, None, *given))
 
-    def get_coll_info(
-        self, func: str, n_bytes: int, cost: np.ndarray[Any, Any], n_channels: int = 0, captured: bool = False
-    ) -> int:
-        """Ask the tuner; ``cost`` (7, 3) float32 microseconds is changed in place. Returns the channel count.
+    @property
+    def is_sampled(self) -> bool:
+        """The plugin wants the times of kernels at this moment."""
+        return bool(self._mask.value & EVENT_KERNEL_CH)
 
-        ``n_channels`` is what NCCL has in the variable before: 0, and it stays so unless the table says otherwise.
-        ``captured``: the call goes into a CUDA graph.
-        """
-        self.begin([func], captured)
-        self.ask_aside(func, n_bytes // self.n_ranks if func in SHARDED else n_bytes)
-        return self.tuner.ask(func, n_bytes, cost, n_channels=n_channels)
+    def get_coll_info(self, func: str, n_bytes: int, cost: np.ndarray[Any, Any]) -> int:
+        """Ask the tuner; ``cost`` (7, 3) float32 microseconds is changed in place. Returns the channel count, 0 where
+        the table says nothing."""
+        self._cost[:] = cost
+        self._channels.value = 0
+        table = self._cost.ctypes.data, N_ALGOS, N_PROTOS
+        check(self._ask(self._asked, FUNCS.index(func), n_bytes, 1, *table, 0, byref(self._channels)))
+        cost[:] = self._cost
+        return self._channels.value
 
     def start_coll(
-        self, func: str, seq: int, count: int, datatype: str | int, n_channels: int, n_warps: int, algo: str, proto: str
+        self, func: str, seq: int, count: int, element_bytes: int, n_channels: int, algo: str, proto: str
     ) -> int | None:
-        """Tell the profiler that a collective is enqueued; a handle for :meth:`kernel` and :meth:`stop`, or None.
-
-        ``count`` is NCCL's: elements of one rank for all_gather and reduce_scatter. ``datatype`` is a name
-        ("bfloat16") or an element size in bytes. As NCCL does, an all_gather is reported as bytes.
-        """
-        dtype = _DTYPE_OF_SIZE[datatype] if isinstance(datatype, int) else datatype
-        call = Call(func, count, dtype, n_channels, algo, proto)
-        self.launch([call])
-        return self.tell(call, seq, n_warps, next(iter(self._calls), None))
-
-    def tell(self, call: Call, seq: int, n_warps: int, parent: int | None) -> int | None:
-        """Tell the profiler of a collective; ``parent`` is the program's call."""
-        version = self.profiler.version
-        if version == 4 and self.group_handle is None:
+        """Tell the profiler that a collective is enqueued; a handle for :meth:`stop` and :meth:`kernel`, None where
+        nobody asks for it. ``count``: elements, of one rank for all_gather and reduce_scatter."""
+        if not self._mask.value & EVENT_COLL:
             return None
-        count, dtype = call.count, call.datatype
-        if call.func == "all_gather":
-            count, dtype = count * DTYPE_BYTES[dtype], "int8"
-        event = self.profiler.event(EVENT_COLL, rank=self.rank, parent=self.group_handle if version == 4 else parent)
+        if func == "all_gather":  # NCCL tells of it as bytes
+            count, element_bytes = count * element_bytes, 1
+        event = _EVENT(type=EVENT_COLL, rank=self.rank)
         body = event.body.coll
-        body.seq, body.func, body.count = seq, _FUNC_NAMES[call.func], count
-        body.datatype = b"nccl" + dtype.capitalize().encode()
-        body.n_channels, body.n_warps = call.n_channels, n_warps
-        body.algo, body.proto = call.algo.upper().encode(), call.proto.upper().encode()
-        if version > 4:
-            body.parent_group = self.group_handle
-        return self.profiler.start(event)
+        body.seq, body.func, body.count = seq, FUNC_NAMES[func], count
+        body.datatype = DTYPE_OF_SIZE[element_bytes].capitalize().encode()
+        body.n_channels, body.n_warps = n_channels, 16
+        body.algo, body.proto = algo.upper().encode(), proto.upper().encode()
+        return self._begin(event)
 
-    def begin(self, funcs: Sequence[str], captured: bool = False, kind: int = EVENT_COLL_API) -> list[int | None]:
-        """The program's calls, as NCCL tells of them before it asks anything: their handles."""
-        self._calls = [None] * len(funcs)
-        if self.profiler.version < 5:
-            return self._calls
-        self._group_api = self.profiler.start(self.profiler.event(EVENT_GROUP_API))
-        for i, func in enumerate(funcs):
-            event = self.profiler.event(kind, parent=self._group_api)
-            event.body.call = (_FUNC_NAMES[func], 1, b"ncclInt8", 0, None, captured)
-            self._calls[i] = self.profiler.start(event)
-            self.profiler.stop(self._calls[i])
-        return self._calls
+    def kernel(self, handle: int | None, channel: int, start_ns: int, stop_ns: int) -> None:
+        """Report one channel of a collective's kernel, as NCCL's proxy thread does for a sampled one, whatever the
+        mask says by now."""
+        if handle is None:  # not sampled when it was enqueued
+            return
+        self._kernel.parent, self._kernel.body.kernel = handle, (channel, start_ns)
+        if (kernel := self._begin(self._kernel)) is not None:
+            self._timer.value = stop_ns
+            check(self._state(kernel, KERNEL_CH_STOP, byref(self._timer)))
+            self.stop(kernel)
 
-    def ask_aside(self, func: str, n_bytes: int) -> None:
-        """2.32 also prices another way to make the call, in which it has none of the tuner's algorithms."""
-        if self.release >= (2, 32) and func in (*SHARDED, "all_reduce"):
-            for _ in range(2):
-                self.tuner.ask(func, max(1024, n_bytes), np.full((N_ALGOS, N_PROTOS), -1, np.float32), n_pipe_ops=0)
-
-    def launch(self, calls: Sequence[Call], launches: bool = True) -> None:
-        """What is between the last question and the first collective: chunks, the kernel, the group."""
-        for call in calls:
-            self.tuner.ask_chunks(call, self.n_bytes(call))
-        self.group_handle = None
-        if launches:
-            if self.profiler.version > 4:
-                kernel = self.profiler.event(EVENT_KERNEL_LAUNCH, parent=self._group_api)
-                self.profiler.stop(self.profiler.start(kernel))
-            self.group_handle = self.profiler.start(self.profiler.event(EVENT_GROUP))
-
-    def end(self, handles: Sequence[int | None], group: bool = True) -> None:
-        """Everything that was started is stopped; without ``group`` only what the program began."""
-        for handle in handles:
-            self.profiler.stop(handle)
-        if group:
-            self.profiler.stop(self.group_handle)
-            self.group_handle = None
-        self.profiler.stop(self._group_api)
-        self._group_api, self._calls = None, []
-
-    def n_bytes(self, call: Call) -> int:
-        """What NCCL asks with: of all ranks."""
-        whole = call.count * DTYPE_BYTES[call.datatype]
-        return whole * self.n_ranks if call.func in SHARDED else whole
+    def _begin(self, event: Any) -> int | None:
+        self._handle.value = None
+        check(self._start(self._told, byref(self._handle), byref(event)))
+        return self._handle.value
 
     def stop(self, handle: int | None) -> None:
         """Tell the profiler that enqueueing is over (not that the collective is)."""
-        self.end([handle])
+        if handle is not None:
+            check(self._stop(handle))
 
     def finalize(self) -> None:
         """Destroy the communicator; further calls are not allowed."""
-        self.tuner.finalize()
-        self.profiler.finalize()
+        for end, context in zip(self._ends, (self._asked, self._told), strict=True):
+            check(end(context))
 
 
-def _first(library: ctypes.CDLL, prefix: str, wanted: tuple[int, ...]) -> int:
-    return next((v for v in wanted if hasattr(library, f"{prefix}{v}")), 0)
-
-
-def _pointers(library: ctypes.CDLL, symbol: str, n: int) -> tuple[int, ...]:
+def pointers(library: ctypes.CDLL, symbol: str, n: int) -> tuple[int, ...]:
+    """The first ``n`` pointers of a table of functions that the plugin exports."""
     return tuple((c_void_p * n).in_dll(library, symbol))
 
 
-def _check(result: int) -> None:
+def check(result: int) -> None:
+    """Raises CallerError."""
     if result:
         raise CallerError(f"the plugin returned {result}: NCCL would fail the collective")

@@ -31,7 +31,7 @@ from ...nccl_model.clusters import Cluster, cluster, resize
 from ...nccl_model.cost_model import channels, cost_table
 from ..fabric import Fabric
 from .clock import Clock, Collective
-from .nccl_caller import EVENT_KERNEL_CH, Communicator, choose
+from .nccl_caller import Communicator, choose
 from .settings import Emulated
 
 #: The collectives that take emulated time; the others (broadcast, barrier ...) only happen at set-up.
@@ -119,7 +119,7 @@ class Timeline:
         self._fabric = Fabric.of(self._cluster, seed=emulated.seed)
         n_ranks, n_nodes = self._cluster.n_ranks, self._cluster.n_nodes
         PROCESSES[comm_id] = len(ranks)
-        self._nccl = Communicator(plugin_path(), comm_id, n_ranks, n_nodes, rank, release=self._cluster.nccl)
+        self._nccl = Communicator(plugin_path(), comm_id, n_ranks, n_nodes, rank)
         ctypes.CDLL(str(plugin_path())).dynamiccl_clock(ctypes.byref(clock.cell))
         self._arrivals = Arrivals(store, rank, len(ranks))
         self._comm_id = comm_id
@@ -142,8 +142,8 @@ class Timeline:
             self._seq[func] += 1
             algo, proto, n_channels = self._plan(func, n_bytes)
             self._arrivals.note(self._order, now)
-            sampled = bool(self._nccl.profiler.mask & EVENT_KERNEL_CH)
-            handle = self._nccl.start_coll(func, self._seq[func], count, element_bytes, n_channels, 16, algo, proto)
+            sampled = self._nccl.is_sampled
+            handle = self._nccl.start_coll(func, self._seq[func], count, element_bytes, n_channels, algo, proto)
             self._nccl.stop(handle)
             collective = Collective(
                 self._order,
@@ -192,7 +192,7 @@ class Timeline:
         c.duration_ns = with_neighbours(c, beside)
         c.end_ns = self._stream_end = c.start_ns + c.duration_ns
         for channel in range(c.n_kernels):
-            self._nccl.profiler.kernel(c.handle, channel, c.start_ns, c.end_ns)
+            self._nccl.kernel(c.handle, channel, c.start_ns, c.end_ns)
         self._running.append(c)
         now = self._clock.known(c)
         while self._running and self._running[0].end_ns <= now:
