@@ -1,5 +1,7 @@
 """Make ``envs/sim/steps.npz`` anew: ``python tests/make_steps.py`` (some minutes; ``--only gpt2`` for a part).
 
+What the dry runs issued is kept in ``tests/data/recorded_steps.npz``; ``workloads.py`` makes the steps of it.
+
 Dry runs of public models under our ZeRO engine and PyTorch's FSDP2, with every operation of the second step seen by a
 dispatch mode: each collective in the order of its issue, the arithmetic between them (counted by PyTorch's formulas),
 which compute a reduce-scatter takes its gradients from and which compute first reads what was gathered. Times are not
@@ -14,10 +16,11 @@ import time
 import dry_run
 import numpy as np
 import torch
-from dynamiccl.envs.sim.workloads import RECORDED, Recording, recordings
+from dynamiccl.envs.sim.workloads import STEPS
 from public_models import PRESETS
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from workloads import RECORDED, Recording, made, recordings
 
 MIB = 2**20
 ENGINES = {
@@ -168,6 +171,11 @@ def save(recordings):
     )
 
 
+def save_steps(works):
+    """Write what ``envs.sim.workloads.all_works`` reads."""
+    np.savez_compressed(STEPS, **vars(works.steps), **{k: v for k, v in vars(works).items() if k != "steps"})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="a model of PLAN: the others are kept as they are")
@@ -183,7 +191,8 @@ def main():
                 print(f"{found.name}: {len(found.kind)} operations, {took:.0f} s", file=sys.stderr, flush=True)
     order = [f"{model} {engine}" for model, engines in PLAN.items() for engine in engines]
     save([kept[name] for name in order if name in kept])
-    assert np.load(RECORDED)["name"].size == len(kept)
+    recordings.cache_clear()
+    save_steps(made())
 
 
 if __name__ == "__main__":

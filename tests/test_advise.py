@@ -20,14 +20,14 @@ from dynamiccl.envs.replay.recordings import named, on_cluster
 from dynamiccl.envs.sim.emulated.timeline import CROWD
 from dynamiccl.envs.sim.fabric import Fabric
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, SampledClusters, assemble, draw_jobs
-from dynamiccl.envs.sim.step import COMPUTE, Law
-from dynamiccl.envs.sim.workloads import Recording, WorkloadArrays
+from dynamiccl.envs.sim.step import Law
 from dynamiccl.envs.sim.worlds import Extra, Extras
 from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.queries.overlap import exposed_ns
 from oracle import oracle
 from synthetic_trace import write_run
 from test_traces_importers import profile
+from workloads import COMPUTE, Recording, arrays_of
 
 
 def run(*args):
@@ -89,7 +89,7 @@ def like_the_demo(exposed):
             ops.append(("reduce_scatter", n_bytes, {len(ops) - 1}))
     ops.append(("optimizer", 1.0, {i for i, op in enumerate(ops) if op[0] == "reduce_scatter"}))
     fabric, law = Fabric.of(cluster("dgx-h100-2x8"), 0), Law(*np.array([[CROWD], [1.0], [0.0], [0.0]]))
-    works = WorkloadArrays.of([(Recording.of("zero-3", ops).workload(), False)])
+    works = arrays_of([(Recording.of("zero-3", ops).workload(), False)])
     extras = Extras.draw(Extra(), works.n_slots, np.random.default_rng(0))
     other = np.zeros_like(fabric.truth.effect)
     sites = SampledClusters(fabric.fleet, fabric.truth, other, np.zeros(1), np.ones(1), law, np.zeros(1, int), extras)

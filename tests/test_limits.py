@@ -32,10 +32,6 @@ EXCEPTIONS = {
     "envs/search/watch.py:Watch",
     "envs/sim/fabric.py:Fabric.noise",
     "envs/sim/jobs.py:_call_tables",
-    "envs/sim/step.py:Steps.of",
-    "envs/sim/workloads.py:Recording.of",
-    "envs/sim/workloads.py:Recording.workload",
-    "envs/sim/workloads.py:WorkloadArrays.of",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

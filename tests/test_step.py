@@ -4,7 +4,8 @@ import random
 
 import numpy as np
 import pytest
-from dynamiccl.envs.sim.step import COMPUTE, MAX_STREAMS, N_PORTS, Calls, Law, Op, Steps
+from dynamiccl.envs.sim.step import N_PORTS, Calls, Law
+from workloads import COMPUTE, MAX_STREAMS, Op, flattened
 
 
 def brute_force(ops, calls, law, scale, dt):
@@ -84,7 +85,7 @@ def test_equals_a_brute_force_simulation(seed):
     ops, calls, dt, scale = random_step(rng), random_calls(rng), 0.004, rng.uniform(0.5, 2)
     law = Law(*(rng.choice([zero, zero + rng.random()]) for zero in (0.0, 1.0, *[0.0] * 6)))
     begun, ended = brute_force(ops, calls, law, scale, dt)
-    steps, rows = Steps.of([random_step(rng), ops]), Calls(*(np.array([part]) for part in calls))
+    steps, rows = flattened([random_step(rng), ops]), Calls(*(np.array([part]) for part in calls))
     (start, end, exposed), (total, spent, bare) = timeline(steps, 1, rows, scale, law)
     # Each operation on the critical path may be a tick late, twice where its pace changed.
     tolerance = dt * 4 * (len(ops) + 1)
@@ -101,7 +102,7 @@ def one(ops, us, slow=0.0, near=0.0, far=0.0, **law):
     """When each operation ended, and the part of it that no compute ran beside."""
     k = np.ones((1, len(us)))
     calls = Calls(np.array([us]), slow * k, near * k, far * k, k, 8 * k, k)
-    (_, end, exposed), _ = timeline(Steps.of([ops]), 0, calls, 1.0, Law(**law))
+    (_, end, exposed), _ = timeline(flattened([ops]), 0, calls, 1.0, Law(**law))
     return end, exposed
 
 
@@ -134,11 +135,11 @@ def test_what_can_never_run_is_refused():
     with pytest.raises(ValueError, match="never ends"):
         one([Op(COMPUTE, 1.0, (1,)), Op(COMPUTE, 1.0)], [1.0])
     with pytest.raises(ValueError, match="of its step"):
-        Steps.of([[Op(COMPUTE, 1.0, (5,))]])
+        flattened([[Op(COMPUTE, 1.0, (5,))]])
     with pytest.raises(ValueError, match="duration"):
-        Steps.of([[Op(COMPUTE, float("nan"))]])
+        flattened([[Op(COMPUTE, float("nan"))]])
     with pytest.raises(ValueError, match="streams"):
-        Steps.of([[Op(str(k), 1.0) for k in range(MAX_STREAMS + 1)]])
+        flattened([[Op(str(k), 1.0) for k in range(MAX_STREAMS + 1)]])
     with pytest.raises(ValueError, match="2 kinds of call"):
         one([Op("nccl", 1.0, (), 1)], [1.0])
     with pytest.raises(ValueError, match="below 0"):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from dynamiccl.envs.sim.family import WORLDS
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs
-from dynamiccl.envs.sim.step import COMPUTE, Law, Op, Steps
+from dynamiccl.envs.sim.step import Law
 from dynamiccl.envs.sim.unseen import UNSEEN, _what_runs
 from dynamiccl.traces.records import PAIRS
 from oracle import oracle
+from workloads import COMPUTE, Op, flattened
 
 SIMPLE, NVLS = PAIRS.index(("ring", "simple")), PAIRS.index(("nvls", "simple"))
 
@@ -43,7 +44,7 @@ def test_compute_pays_for_channels_beyond_the_knee_and_only_for_these(channels):
     for steep in (0.0, 0.05):
         times = np.zeros((3, 3))
         law = Law(power=1.0, knee=np.array([16.0]), steep=np.array([steep]))
-        Steps.of([ops]).run(np.zeros(1, int), row[None], 1.0, law, times)
+        flattened([ops]).run(np.zeros(1, int), row[None], 1.0, law, times)
         us[steep] = times[1, 0]
     assert us[0.0] == pytest.approx(120) and us[0.05] == pytest.approx(120 + 100 * 0.05 * max(2 * channels - 16, 0))
 

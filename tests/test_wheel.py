@@ -18,7 +18,7 @@ LOOKS = """
 import os, sys
 import dynamiccl_autoload
 from dynamiccl.envs.nccl.plugin import build, bindings as plugin
-from dynamiccl.envs.sim.step import Op, Steps
+from dynamiccl.envs.sim.step import Steps
 dynamiccl_autoload.autoload()
 from dynamiccl.agent.checks.doctor import examine, gather
 assert "compiler" not in {trap.name for trap in examine(gather())}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,29 +17,10 @@ from ..nccl.plugin.build import step_path
 from ..nccl_model.columns import Columns
 
 Array = np.ndarray[Any, Any]
-COMPUTE = "compute"
-MAX_STREAMS = 16
 #: What a call is to the event loop, see :class:`Calls`.
 N_CALL = 7
 #: Numbers of ports, 0 included, as step.c has them.
 N_PORTS = 4
-
-
-@dataclass(frozen=True)
-class Op:
-    """One operation: ``us`` of work alone on ``stream``, after the operations at the indices ``after``.
-
-    ``slot`` is the row of the job's :class:`Calls`; -1 is compute. A call takes its row's time, times ``us``. The other
-    fields say what a call is where no row has been given to it yet, see :mod:`.workloads`.
-    """
-
-    stream: str
-    us: float
-    after: tuple[int, ...] = ()
-    slot: int = -1
-    func: str = ""  # a collective's; "" is compute
-    n_bytes: int = 0
-    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,42 +72,16 @@ class Calls(Columns):
 
 @dataclass(frozen=True)
 class Steps:
-    """Some steps, flattened for step.c."""
+    """Some steps, their operations one after the other, as step.c reads them. An operation has ``work`` us alone on its
+    stream; a call's is the time of its kind of call, times ``work``."""
 
-    op_at: Array
-    n_streams: Array
-    stream: Array
-    slot: Array
-    work: Array
-    after_at: Array
-    after: Array
-
-    @classmethod
-    def of(cls, steps: Sequence[Sequence[Op]]) -> Steps:
-        """Raises ValueError for an operation that waits for one that is not of its step, or too many streams."""
-        n_streams, after_at, after = [], [], list[int]()
-        for ops in steps:
-            n = len(ops)
-            if any(not 0 <= j < n for op in ops for j in op.after) or any(not op.us >= 0 for op in ops):
-                raise ValueError("an operation needs a duration of at least 0 and waits for operations of its step")
-            n_streams.append(len({op.stream for op in ops}))
-            for op in ops:
-                after_at.append(len(after))
-                after += op.after
-            after_at.append(len(after))
-        if max(n_streams, default=0) > MAX_STREAMS:
-            raise ValueError(f"a step has at most {MAX_STREAMS} streams")
-        numbers = [{name: k for k, name in enumerate(dict.fromkeys(op.stream for op in ops))} for ops in steps]
-        flat = [(numbers[k][op.stream], op) for k, ops in enumerate(steps) for op in ops]
-        return cls(
-            np.cumsum([0, *map(len, steps)], dtype=np.int32),
-            np.array(n_streams, np.int32),
-            np.array([s for s, _ in flat], np.int32),
-            np.array([op.slot for _, op in flat], np.int32),
-            np.array([op.us for _, op in flat], float),
-            np.array(after_at, np.int32),
-            np.array([*after, 0], np.int32),
-        )
+    op_at: Array  # (steps + 1,) int32: where the operations of each step begin; then the end
+    n_streams: Array  # (steps,) int32
+    stream: Array  # (operations,) int32: numbers within the step
+    slot: Array  # (operations,) int32: kind of call, a row of the job's Calls; -1: compute
+    work: Array  # (operations,)
+    after_at: Array  # int32, where in ``after`` the operations begin that each one waits for; one more for each step
+    after: Array  # int32, numbers within the step
 
     def run(
         self, which: Array, calls: Array, scale: Array, law: Law, times: Array | None = None
