@@ -11,9 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from dynamiccl.envs.nccl.plugin.build import plugin_path
-from dynamiccl.envs.sim.emulated.nccl_caller import choose
 from dynamiccl.traces.records import ALGOS, PROTOS
-from nccl_releases import Communicator
+from nccl_releases import Communicator, choose
 
 KIND, STEPS, LIFE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 #: Long beside what a busy machine does to a step.

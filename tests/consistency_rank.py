@@ -13,9 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from dynamiccl.envs.nccl.plugin.build import plugin_path
-from dynamiccl.envs.sim.emulated.nccl_caller import choose
 from dynamiccl.traces.records import ALGOS, PROTOS
-from nccl_releases import Communicator
+from nccl_releases import Communicator, choose
 
 STEPS, CALLS, SIZES = int(sys.argv[1]), int(sys.argv[2]), (1 << 16, 3 << 20, 100 << 20)
 torch.set_num_threads(1)

@@ -26,9 +26,8 @@ from dynamiccl.envs.nccl.rings import Ring
 from dynamiccl.envs.nccl.shm import decode_table, encode_table
 from dynamiccl.envs.nccl.table_json import to_json
 from dynamiccl.envs.nccl.tables import load_table
-from dynamiccl.envs.sim.emulated.nccl_caller import choose
 from dynamiccl.traces.records import FUNCS, PAIRS, RECORD_BYTES, Decision, Rule, Table
-from nccl_releases import Communicator
+from nccl_releases import Communicator, choose
 
 
 def mutate(sound: bytes, rng: random.Random) -> bytes:

@@ -94,6 +94,13 @@ def _number(release: str) -> tuple[int, ...]:
         return ()
 
 
+def choose(cost: np.ndarray[Any, Any]) -> tuple[int, int]:
+    """NCCL's choice from a ``(n_algos, n_protos)`` cost table: the first of the smallest >= 0, else (-1, -1)."""
+    flat = np.where(cost >= 0, cost, np.inf).ravel()
+    best = int(flat.argmin())
+    return divmod(best, cost.shape[1]) if np.isfinite(flat[best]) else (-1, -1)
+
+
 @dataclass(frozen=True)
 class Call:
     """One collective that a program calls, and how NCCL runs it. ``count`` as in :meth:`Communicator.start_coll`."""

@@ -49,13 +49,6 @@ def test_compute_beside_a_collective_that_was_not_known_yet_takes_longer_afterwa
     assert elapsed(clock, start) == 1300
 
 
-def test_a_future_is_waited_for_at_the_end_of_the_step():
-    clock = Clock()
-    start = clock.now()
-    clock.complete_at(start + 700)
-    assert elapsed(clock, start) == 0 and clock.step_ended() - start == 700
-
-
 @pytest.fixture
 def counted():
     clock = Clock()

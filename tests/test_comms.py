@@ -9,11 +9,10 @@ import pytest
 from dynamiccl.envs.nccl.plugin.build import build_of
 from dynamiccl.envs.nccl.probe.probe import Probe
 from dynamiccl.envs.nccl.shm import encode_table
-from dynamiccl.envs.sim.emulated.nccl_caller import choose
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import PROTOS, Decision, Rule, Table
 from nccl_groups import Groups
-from nccl_releases import REACH, Call, Communicator
+from nccl_releases import REACH, Call, Communicator, choose
 from test_plugin import MB, RELEASES, drained, offer, plugin, run
 
 __all__ = ["plugin", "run"]  # fixtures

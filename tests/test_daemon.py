@@ -28,8 +28,7 @@ from pathlib import Path
 import numpy as np
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.agreement.agreement import TableMailbox
-from dynamiccl.envs.sim.emulated.nccl_caller import choose
-from nccl_releases import Communicator
+from nccl_releases import Communicator, choose
 from dynamiccl.traces.records import ALGOS, PROTOS, STEP, UNSET
 run, enough = Path(os.environ["DYNAMICCL_RUN"]), Path(sys.argv[1])
 rank = int(os.environ.get("RANK", "0"))

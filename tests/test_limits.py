@@ -30,7 +30,6 @@ EXCEPTIONS = {
     "envs/search/search.py:Search",
     "envs/search/search.py:Search.record",
     "envs/search/watch.py:Watch",
-    "envs/sim/fabric.py:Fabric.noise",
     "envs/sim/jobs.py:_call_tables",
 }
 

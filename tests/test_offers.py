@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 from dynamiccl.envs.nccl.shm import encode_table
-from dynamiccl.envs.sim.emulated.nccl_caller import choose
 from dynamiccl.traces.assemble import Assembler
 from dynamiccl.traces.queries.slots import find_slots
 from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
-from nccl_releases import Communicator
+from nccl_releases import Communicator, choose
 from test_plugin import MB, drained, offer, plugin, run
 
 __all__ = ["plugin", "run"]  # fixtures

@@ -13,12 +13,11 @@ import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import HEADERS, HERE, LIBRARY, PluginBuildError, compiler, nccl_env, plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
-from dynamiccl.envs.sim.emulated.nccl_caller import choose
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import ALGOS, PAIRS, PROTOS, Decision, Rule, Slot, Table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nccl_releases import Communicator, versions
+from nccl_releases import Communicator, choose, versions
 
 RELEASES = ("2.22.3", "2.24.3", "2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.32.3")
 MB = 2**20

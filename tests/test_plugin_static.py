@@ -55,8 +55,7 @@ def test_bad_tables_name_place_and_cure(tmp_path, text, says):
 JOB = """
 import numpy as np, os
 from dynamiccl.envs.nccl.plugin.build import plugin_path
-from dynamiccl.envs.sim.emulated.nccl_caller import choose
-from nccl_releases import Communicator
+from nccl_releases import Communicator, choose
 comm = Communicator(plugin_path(), 5, 8, 1, 0, os.environ["RELEASE"])
 cost = np.full((7, 3), -1, np.float32)
 cost[1] = 10, 20, 30

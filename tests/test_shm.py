@@ -339,8 +339,7 @@ def test_lookups_race_activations(tmp_path):
     copy = tmp_path / "plugin.so"
     shutil.copy(plugin_path(), copy)
     plugin = Plugin.load(copy)
-    from dynamiccl.envs.sim.emulated.nccl_caller import choose
-    from nccl_releases import Communicator
+    from nccl_releases import Communicator, choose
 
     # Table g forces ring/ll with g channels or ring/simple with 32 + g: the pair tells the parity of the count.
     def message(g: int) -> bytes:

@@ -18,7 +18,8 @@ SIMPLE, NVLS = PAIRS.index(("ring", "simple")), PAIRS.index(("nvls", "simple"))
 def with_and_without(world, n=60):
     """The same jobs with the world's mechanism and without, in calm weather."""
     calm = replace(UNSEEN, parts=UNSEEN.only(world).parts[:1])
-    return (draw_jobs(f, np.random.default_rng(4), n) for f in (calm, calm.of(replace(calm.parts[0], hook=None))))
+    without = replace(calm, parts=(replace(calm.parts[0], hook=None),))
+    return (draw_jobs(f, np.random.default_rng(4), n) for f in (calm, without))
 
 
 def masked(jobs):

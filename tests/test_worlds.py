@@ -134,7 +134,8 @@ def test_a_world_may_bring_a_mechanism_of_its_own():
     def double(jobs, rng):
         jobs.tables.us[:, :, 1:] *= 2
 
-    own = STANDARD.of(dataclasses.replace(STANDARD.parts[0], name="rail", hook=double))
-    jobs, plain = (draw_jobs(f, np.random.default_rng(1), 6) for f in (own, STANDARD.of(STANDARD.parts[0])))
+    part = dataclasses.replace(STANDARD.parts[0], name="rail", hook=double)
+    families = (dataclasses.replace(STANDARD, parts=(only,)) for only in (part, STANDARD.parts[0]))
+    jobs, plain = (draw_jobs(f, np.random.default_rng(1), 6) for f in families)
     assert (jobs.sites.world == WORLDS.index("rail")).all()
     assert (jobs.tables.us[:, :, 1:] == 2 * plain.tables.us[:, :, 1:]).all()

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ...traces.records import PAIRS, PROTOS
+from ...traces.records import PAIRS, PROTOS, TUNED_FUNCS
 from ..nccl_model.channels import planned_channels
 from ..nccl_model.clusters import Cluster, ClusterArrays
 from ..nccl_model.columns import Columns
@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 
 LL, LL128, SIMPLE = range(3)
 _PAIR_PROTO = np.array([PROTOS.index(p) for _, p in PAIRS])
-_RING, _NVLS, _COLLNET, _PAT = 3, PAIRS.index(("nvls", "simple")), PAIRS.index(("collnet_direct", "simple")), 5
+_NVLS, _COLLNET, _PAT = PAIRS.index(("nvls", "simple")), PAIRS.index(("collnet_direct", "simple")), 5
 CHUNK = 2**20  # bytes of a channel's piece at which SIMPLE fills a chunk: 2 of 8 steps of a buffer of 4 MiB
 N_COUNTS = 7  # classes of channel counts with an un-modelled effect of their own: 1, 2, 3-4, 5-8, ... 33-64
 
@@ -294,29 +294,18 @@ class Fabric:
 
     def _time_us(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> float:
         """Microseconds of one collective alone, without noise. Raises ValueError for an unknown pair."""
-        size, count = np.array([n_bytes]), np.array([[n_channels]])
-        if func == "all_reduce":
-            # The tuner leaves it alone: a ring adds and then copies; a tree or NVLS_TREE does both in few rounds.
-            pair = PAIRS.index(("ring" if algo != "nvls" else "nvls", proto if algo != "nvls" else "simple"))
-            halves = [self.times_us(np.array([rs]), size, np.array([[pair]]), count) for rs in (False, True)]
-            us = float(halves[0][0, 0] + halves[1][0, 0] - self.truth.launch_us[0])
-            if algo in ("tree", "nvls_tree", "collnet_chain", "collnet_direct"):
-                n, nodes = int(self.fleet.n_ranks[0]), int(self.fleet.n_nodes[0])
-                p = PROTOS.index(proto)
-                hop, net = float(self.truth.hop_us[0, p]), float(self.truth.net_us[0, p])
-                ring = 2 * ((n - nodes) * hop + (nodes - 1) * net)
-                tree = 2 * ((n // nodes - 1) * hop + np.ceil(np.log2(max(nodes, 1))) * net)
-                us += float(tree) - ring
-            return us
-        if func not in ("all_gather", "reduce_scatter") or (algo, proto) not in PAIRS:
+        if func == "all_reduce":  # never tuned: a ring adds, and then copies
+            halves = sum(self.time_us(half, n_bytes, algo, proto, n_channels) for half in TUNED_FUNCS)
+            return halves - float(self.truth.launch_us[0])
+        if func not in TUNED_FUNCS or (algo, proto) not in PAIRS:
             raise ValueError(f"no {algo}/{proto} for {func}")
-        pair, rs = PAIRS.index((algo, proto)), np.array([func == "reduce_scatter"])
-        return float(self.times_us(rs, size, np.array([[pair]]), count)[0, 0])
+        is_rs, pair = np.array([func == "reduce_scatter"]), np.array([[PAIRS.index((algo, proto))]])
+        return float(self.times_us(is_rs, np.array([n_bytes]), pair, np.array([[n_channels]]))[0, 0])
 
     def _beside(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> tuple[float, float, float]:
         """What one collective does to what runs beside it, see :meth:`overlap`; of an all_reduce, as its ring would."""
         us = np.array([[self.time_us(func, n_bytes, algo, proto, n_channels)]])
-        pair = PAIRS.index((algo, proto)) if (algo, proto) in PAIRS else PAIRS.index(("ring", proto))
+        pair = PAIRS.index((algo, proto))
         moved = n_bytes * 2 if func == "all_reduce" else n_bytes
         is_rs, size, ran = np.array([func != "all_gather"]), np.array([moved]), np.array([[n_channels]])
         slow, near, far = self.overlap(is_rs, size, np.array([[pair]]), ran, us)
@@ -327,11 +316,11 @@ class Fabric:
         sm_cost, memory_cost = self.truth.sm_cost[0], self.truth.memory_cost[0]
         return float(sm_cost * n_channels / self.fleet.n_sms[0] + memory_cost * min(n_channels, 32) / 16)
 
-    def noise(self, rng: np.random.Generator, size: int | None = None) -> Any:
-        """Factors on the time of single collectives: log-normal, and now and then a straggler of up to 5 x."""
-        factor = np.exp(rng.normal(0.0, float(self.truth.noise[0]), size))
-        late = rng.random(size) < float(self.truth.tail[0])
-        return np.where(late, factor * (1.1 + np.minimum(rng.pareto(1.5, size), 3.9)), factor)
+    def noise(self, rng: np.random.Generator) -> float:
+        """A factor on the time of one collective: log-normal, and now and then a straggler of up to 5 x."""
+        factor = float(np.exp(rng.normal(0.0, float(self.truth.noise[0]))))
+        is_late = rng.random() < float(self.truth.tail[0])
+        return factor * (1.1 + min(rng.pareto(1.5), 3.9)) if is_late else factor
 
 
 def soft_min(a: Array, b: Array, knee: Array) -> Array:

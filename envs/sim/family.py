@@ -101,11 +101,7 @@ class JobFamily:
         """The part of it that is of one world. Raises ValueError for a world that it has not."""
         if world not in self.worlds:
             raise ValueError(f"{self.name} has no world {world}: it has {', '.join(self.worlds)}")
-        return self.of(*(part for part in self.parts if part.name == world))
-
-    def of(self, *parts: World, **changes: Any) -> JobFamily:
-        """The same family of other parts (all), with ``changes`` to each."""
-        return replace(self, parts=tuple(replace(part, **changes) for part in parts or self.parts))
+        return replace(self, parts=tuple(part for part in self.parts if part.name == world))
 
 
 def _worlds(base: World, contention: Contention, joint: Extra, tails: Extra, moves: Extra, rough: float) -> list[World]:

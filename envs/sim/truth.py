@@ -7,7 +7,6 @@ says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -97,13 +96,6 @@ class Jobs(Columns):
     def take(self, rows: Any) -> Self:
         """The jobs at ``rows`` (indices or flags), at the same time; they share only what never changes."""
         return super().take(np.arange(len(self))[rows])
-
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """One batch of several. Raises ValueError when their steps are not the same."""
-        if not parts or any(part.works is not parts[0].works for part in parts):
-            raise ValueError("only jobs that pick from the same steps can be joined, and at least one batch")
-        return super().join(parts)
 
     def step_us(self, configs: Array, rows: Array | None = None) -> tuple[Array, Array]:
         """The truth now under ``configs`` (m, SLOTS) of the jobs at ``rows`` (all).

@@ -10,7 +10,6 @@ reduce_scatter and all_reduce is emulated.
 from __future__ import annotations
 
 import functools
-import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -48,46 +47,23 @@ class EmulatedWork(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """Block until the emulated end. Raises what gloo raises (a rank that died, a time-out)."""
-        self._clock.wait_until(self._collective.end_ns if self._done else self._end_ns(timeout))
+        if not self._done:
+            self._gloo.wait(timeout) if timeout else self._gloo.wait()
+        self._clock.wait_until(self._timeline.finish(self._collective))
         self._done = True
         return True
-
-    def _end_ns(self, timeout: Any = None) -> int:
-        self._gloo.wait(timeout) if timeout else self._gloo.wait()
-        return self._timeline.finish(self._collective)
-
-    def complete(self, future: torch.futures.Future[_Tensors]) -> None:
-        """Complete ``future`` when the bytes are there. Raises what gloo raises."""
-        self._clock.complete_at(self._end_ns())
-        self._done = True
-        future.set_result(self._outputs)
 
     def result(self) -> _Tensors:
         """The output tensors."""
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[_Tensors]:
-        """A future of the outputs (DistributedDataParallel waits on these)."""
+        """A future of the outputs, waited for at once: DistributedDataParallel asks for it, whose all-reduces no table
+        is for."""
+        self.wait()
         future: torch.futures.Future[_Tensors] = torch.futures.Future()
-        _completer().put((self, future))
+        future.set_result(self._outputs)
         return future
-
-
-@functools.cache
-def _completer() -> queue.SimpleQueue[tuple[EmulatedWork, torch.futures.Future[_Tensors]]]:
-    """The queue of one thread that completes futures in order; started when the first future is asked for."""
-    works: queue.SimpleQueue[tuple[EmulatedWork, torch.futures.Future[_Tensors]]] = queue.SimpleQueue()
-    threading.Thread(target=_complete, args=(works,), daemon=True, name="emulated-futures").start()
-    return works
-
-
-def _complete(works: queue.SimpleQueue[tuple[EmulatedWork, torch.futures.Future[_Tensors]]]) -> None:
-    while True:
-        work, future = works.get()
-        try:
-            work.complete(future)
-        except Exception as error:
-            future.set_exception(error)
 
 
 class EmulatedGroup(dist.ProcessGroup):
@@ -242,7 +218,7 @@ def register() -> None:
         "emulated", lambda options, _: EmulatedGroup(options, emulated, clock), extended_api=True, devices=["cpu"]
     )
     _stand_in()
-    steps.now_ns = clock.step_ended
+    steps.now_ns = clock.now
     CountedWork(clock, emulated.compute_scale).__enter__()
     run = threading.Thread.run
 

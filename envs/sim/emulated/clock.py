@@ -58,7 +58,6 @@ class Clock:
         self.cell = ctypes.c_int64(time.monotonic_ns())
         self._lock = threading.RLock()
         self._work_ns = 0.0
-        self._due_ns = 0
         self._running: list[Collective] = []
         self._unknown = 0  # collectives that were enqueued and whose start and end are not known yet ...
         self._computed: deque[tuple[int, int]] = deque(maxlen=4096)  # ... and what was computed meanwhile
@@ -79,11 +78,6 @@ class Clock:
                 self.cell.value = end + round(sum(_overlap(c, begin, end) * c.slowdown for c in self._running))
                 self._forget()
             return self.cell.value
-
-    def step_ended(self) -> int:
-        """The time at the end of a step: what completes futures has been waited for."""
-        with self._lock:
-            return self.wait_until(self._due_ns)
 
     def enqueued(self) -> int:
         """A collective is enqueued: now, which is returned."""
@@ -111,11 +105,6 @@ class Clock:
             self.cell.value = max(self.now(), ns)
             self._forget()
             return self.cell.value
-
-    def complete_at(self, ns: int) -> None:
-        """A future completes at ``ns``; who waits for it is not seen, so the step waits."""
-        with self._lock:
-            self._due_ns = max(self._due_ns, ns)
 
     def _forget(self) -> None:
         self._running = [c for c in self._running if c.end_ns > self.cell.value]

@@ -54,13 +54,6 @@ class CallerError(RuntimeError):
     """The plugin returned something other than success: NCCL would have failed the job."""
 
 
-def choose(cost: np.ndarray[Any, Any]) -> tuple[int, int]:
-    """NCCL's choice from a ``(n_algos, n_protos)`` cost table: the first of the smallest >= 0, else (-1, -1)."""
-    flat = np.where(cost >= 0, cost, np.inf).ravel()
-    best = int(flat.argmin())
-    return divmod(best, cost.shape[1]) if np.isfinite(flat[best]) else (-1, -1)
-
-
 class Communicator:
     """One rank's communicator. Calls are made by one thread at a time, as NCCL does per communicator."""
 

@@ -24,14 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from ....traces.records import ALGOS, PROTOS
 from ...nccl.plugin.bindings import PROCESSES
 from ...nccl.plugin.build import plugin_path
 from ...nccl_model.clusters import Cluster, cluster, resize
-from ...nccl_model.cost_model import channels, cost_table
+from ...nccl_model.cost_model import channels, choice, cost_table
 from ..fabric import Fabric
 from .clock import Clock, Collective
-from .nccl_caller import Communicator, choose
+from .nccl_caller import Communicator
 from .settings import Emulated
 
 #: The collectives that take emulated time; the others (broadcast, barrier ...) only happen at set-up.
@@ -171,15 +170,15 @@ class Timeline:
         """Ask NCCL's model and the plugin, as ncclPrepareTasks does, and clip as the scheduler does."""
         cost = cost_table(self._cluster, func, n_bytes).copy()
         asked = self._nccl.get_coll_info(func, n_bytes, cost)
-        algo, proto = choose(cost)
-        n_channels, _ = channels(self._cluster, func, n_bytes, ALGOS[algo], PROTOS[proto], asked)
-        return ALGOS[algo], PROTOS[proto], n_channels
+        algo, proto = choice(self._cluster, func, n_bytes, cost)
+        n_channels, _ = channels(self._cluster, func, n_bytes, algo, proto, asked)
+        return algo, proto, n_channels
 
     def _duration_ns(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> int:
         us = self._fabric.time_us(func, n_bytes, algo, proto, n_channels)
         # Every rank draws the same noise: the collective is one event, not one a rank.
         rng = np.random.default_rng((self._emulated.seed, self._comm_id & 0xFFFFFFFF, self._order))
-        us *= float(self._fabric.noise(rng))
+        us *= self._fabric.noise(rng)
         if algo not in self._connected:  # NCCL connects an algorithm at its first use
             self._connected.add(algo)
             us += float(self._fabric.truth.connect_us[0])
