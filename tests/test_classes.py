@@ -76,7 +76,7 @@ def test_a_restart_keeps_its_table(folder):
         first.terminate()
         first.wait()
     second = start(folder, "hsdp", 60, life=2)
-    back = Job(RunFolder.open(folder.path), second)
+    back = Job(RunFolder(folder.path), second)
     assert back.confirmed == {profile.slot: LL} and back.generation == generation
     while back.is_alive():
         back.rest()

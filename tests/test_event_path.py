@@ -45,7 +45,7 @@ from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.traces.writer import TraceWriter
 reader.RESTART_S = 0.5  # nobody starts this job anew
 with TraceWriter(Path(sys.argv[2]), {}, most_bytes=float(sys.argv[3])) as writer:
-    job = Job(RunFolder.open(sys.argv[1]), writer=writer)
+    job = Job(RunFolder(sys.argv[1]), writer=writer)
     print("reading", flush=True)
     while not job.run.rings():
         job.rest()

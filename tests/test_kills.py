@@ -30,7 +30,7 @@ DAEMON = """
 import sys, time
 from dynamiccl.envs.nccl.shm import RunFolder
 from test_probe import table
-run = RunFolder.open(sys.argv[1])
+run = RunFolder(sys.argv[1])
 generation = 0
 while True:
     generation += 1
@@ -55,7 +55,7 @@ def test_daemon_dies_or_freezes_the_job_goes_on_with_the_table_it_has(run, how):
     wait_for_steps(run, 4)
     daemon.send_signal(how)
     wait_for_steps(run, 2)
-    back = Job(RunFolder.open(run.path))  # while the old one is frozen or gone
+    back = Job(RunFolder(run.path))  # while the old one is frozen or gone
     back.publish({})
     said, errors = finish(processes)
     daemon.kill()

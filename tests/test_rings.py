@@ -153,7 +153,7 @@ def test_rings_take_an_eighth_of_what_is_free(tmp_path, mib, ranks, records):
     if done.returncode:
         pytest.skip("this machine does not let us mount")
     try:
-        run = RunFolder.open(mount)
+        run = RunFolder(mount)
         children = [process(TALKS, run, 0, RANK=str(r), LOCAL_WORLD_SIZE=str(ranks)) for r in range(min(ranks, 3))]
         rings, refused = run.rings(), list(run.refused.values())
         said = [child.communicate()[1] for child in children]

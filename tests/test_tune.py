@@ -315,7 +315,7 @@ def test_a_job_that_is_joined_on_an_emulated_cluster_is_known_for_one():
     assert (variables["DYNAMICCL_CLUSTER"], variables["DYNAMICCL_BYTES_SCALE"]) == ("dgx-h100-1x8", "7.0")
     folder = Path(variables["DYNAMICCL_RUN"])
     assert Request.read(folder, {}).emulated == Emulated("dgx-h100-1x8", 7.0)
-    RunFolder.open(folder).close(remove=True)
+    RunFolder(folder).close(remove=True)
     assert "no cluster" in run("env", "--cluster", "dgx-h1000").stderr
 
 

@@ -29,7 +29,7 @@ def stop(
 
     with refusing(ValueError, OSError):
         path = run_folder(run)
-        folder = RunFolder.open(path)
+        folder = RunFolder(path)
         (path / STOP).touch()
         job = Job(folder)
         by_tuner = is_locked(path / TUNER)

@@ -196,7 +196,7 @@ def _attach(call: Call, where: str, again: bool) -> None:
 
     with refusing(TraceError, Busy, ValueError, OSError):
         path = run_folder(where)
-        run = RunFolder.open(path)
+        run = RunFolder(path)
         given = {name: call.values[name] for name in call.given}
         if "no_memory" in given:
             given["memory"] = None

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from .plugin.private import private_folder
+from .plugin.build import private_folder
 
 #: The launcher's lock and the job's status from it, the lock of the run's one tuner, the wish to end, the table, the
 #: last word of the ranks' agreement.

@@ -17,16 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from ...traces.records import RULE_DTYPE, TABLE_VERSION, Table
-from .plugin.private import private_folder
+from .plugin.build import private_folder
 from .rings import Ring
 from .run_folder import TABLE, TABLE_FILE_BYTES, make_folder
 
 TABLE_MAGIC = b"DCCLTBL1"
-TABLE_BYTES = 4096
-MAX_RULES = 126  # what fits into TABLE_BYTES
-_HEAD = struct.Struct("<8sIIIIQI28x")  # magic, version, n_rows, generation, crc, sequence, trial_steps
-_SEQUENCE = struct.Struct("<Q")
-_SEQUENCE_AT = 24
+MAX_RULES = 126  # what fits into TABLE_FILE_BYTES
+_HEAD = struct.Struct("<8sIIII8xI28x")  # magic, version, n_rows, generation, crc, trial_steps
 _PIDS = 2**22  # above every process id
 
 
@@ -35,8 +32,8 @@ def encode_table(table: Table) -> bytes:
     rows = table.to_array().tobytes()
     n_rows = len(rows) // RULE_DTYPE.itemsize
     head = TABLE_MAGIC, TABLE_VERSION, n_rows, table.generation
-    crc = zlib.crc32(rows, zlib.crc32(_HEAD.pack(*head, 0, 0, table.trial_steps)))
-    return _HEAD.pack(*head, crc, 0, table.trial_steps) + rows
+    crc = zlib.crc32(rows, zlib.crc32(_HEAD.pack(*head, 0, table.trial_steps)))
+    return _HEAD.pack(*head, crc, table.trial_steps) + rows
 
 
 def decode_table(message: bytes) -> Table:
@@ -54,7 +51,7 @@ def _unpack(message: bytes) -> tuple[int, bytes]:
     """(generation, rows) of a message whose head and checksum are right; much cheaper than decoding the rows."""
     if len(message) < _HEAD.size:
         raise ValueError("a table has at least 64 bytes")
-    magic, version, n_rows, generation, crc, *_ = _HEAD.unpack_from(message)
+    magic, version, n_rows, generation, crc, _ = _HEAD.unpack_from(message)
     if magic != TABLE_MAGIC:
         raise ValueError("not a dynamiccl table")
     if version != TABLE_VERSION:
@@ -63,7 +60,7 @@ def _unpack(message: bytes) -> tuple[int, bytes]:
     if len(message) < end:
         raise ValueError(f"table cut off: {n_rows} rows announced, {len(message)} bytes there")
     rows = message[_HEAD.size : end]
-    bare = message[:20] + bytes(12) + message[32 : _HEAD.size]  # without crc and sequence
+    bare = message[:20] + bytes(4) + message[24 : _HEAD.size]  # without crc
     if zlib.crc32(rows, zlib.crc32(bare)) != crc:
         raise ValueError("table damaged: its checksum does not match")
     return int(generation), rows
@@ -77,7 +74,7 @@ def message_of(raw: bytes) -> bytes:
 
 
 class TableFile:
-    """The table that the daemon wants in force, under a sequence lock (odd = being written)."""
+    """The table that the daemon wants in force. Its checksum tells a reader whether it is whole."""
 
     def __init__(self, path: Path, *, write: bool = False) -> None:
         """Open the file to read it, or to ``write`` it, which makes it if needed.
@@ -100,11 +97,6 @@ class TableFile:
         finally:
             os.close(folder)
 
-    def sequence(self) -> int:
-        """Grows by 2 with every publication; 0 before the first and when the file is cut off."""
-        raw = os.pread(self._fd, 8, _SEQUENCE_AT)
-        return int(_SEQUENCE.unpack(raw)[0]) if len(raw) == 8 else 0
-
     def generation(self) -> int:
         """Of the table published last, or half written when its daemon died: the next one must be above. 0 = none."""
         raw = os.pread(self._fd, _HEAD.size, 0)
@@ -116,28 +108,17 @@ class TableFile:
         Raises ValueError for more than 126 rows, OSError when the file cannot be written.
         """
         message = encode_table(table)
-        if len(message) > TABLE_BYTES:
+        if len(message) > TABLE_FILE_BYTES:
             raise ValueError(f"a table for a running job has at most {MAX_RULES} rows, this has {len(table.rules)}")
-        odd = self.sequence() | 1  # odd already if a former daemon died while it wrote
-        os.pwrite(self._fd, _SEQUENCE.pack(odd), _SEQUENCE_AT)
-        os.pwrite(self._fd, message[:_SEQUENCE_AT], 0)
-        os.pwrite(self._fd, message[_SEQUENCE_AT + 8 :], _SEQUENCE_AT + 8)
-        os.pwrite(self._fd, _SEQUENCE.pack(odd + 1), _SEQUENCE_AT)
+        os.pwrite(self._fd, message, 0)
 
     def read(self) -> tuple[int, bytes] | None:
         """(generation, message) of the published table, or None: nothing there, being written, or damaged."""
-        for _ in range(3):
-            raw = os.pread(self._fd, TABLE_BYTES, 0)
-            if len(raw) < TABLE_BYTES:
-                return None
-            (sequence,) = _SEQUENCE.unpack_from(raw, _SEQUENCE_AT)
-            if sequence and not sequence & 1 and sequence == self.sequence():
-                message = raw[:_SEQUENCE_AT] + bytes(8) + raw[_SEQUENCE_AT + 8 :]
-                try:
-                    return _unpack(message)[0], message_of(message)
-                except ValueError:
-                    return None
-        return None
+        message = message_of(os.pread(self._fd, TABLE_FILE_BYTES, 0))
+        try:
+            return _unpack(message)[0], message
+        except ValueError:
+            return None
 
     def close(self) -> None:
         """Close the file; it stays."""
@@ -153,9 +134,17 @@ class RunFolder:
     which no file is locked is nobody's.
     """
 
-    def __init__(self, path: Path, hold: int) -> None:
-        self.path, self._hold = path, hold
-        self.table = TableFile(path / TABLE, write=True)
+    def __init__(self, path: Path | str) -> None:
+        """The folder of a job that runs, or is to be started. Raises ValueError when it is not ours, OSError."""
+        self.path = Path(path)
+        if self.path.is_symlink() or not self.path.is_dir() or not private_folder(self.path):
+            raise ValueError(f"{path} is not a run folder of this user (a folder of its own, mode 0700)")
+        self._hold = _hold(self.path)
+        try:
+            self.table = TableFile(self.path / TABLE, write=True)
+        except BaseException:
+            os.close(self._hold)
+            raise
         self._rings: dict[tuple[str, int], Ring] = {}
         #: Files that look like rings by name but are not, with the reason.
         self.refused: dict[str, str] = {}
@@ -166,24 +155,7 @@ class RunFolder:
 
         Raises OSError, FileExistsError where a run of that ``name`` still lives or waits for its job.
         """
-        return cls._own(make_folder(name))
-
-    @classmethod
-    def open(cls, path: Path | str) -> RunFolder:
-        """The folder of a running job, for a daemon that comes back. Raises ValueError when it is not ours."""
-        path = Path(path)
-        if not path.is_dir() or path.is_symlink() or not private_folder(path):
-            raise ValueError(f"{path} is not a run folder of this user (a folder of its own, mode 0700)")
-        return cls._own(path)
-
-    @classmethod
-    def _own(cls, path: Path) -> RunFolder:
-        hold = _hold(path)
-        try:
-            return cls(path, hold)
-        except BaseException:
-            os.close(hold)
-            raise
+        return cls(make_folder(name))
 
     def rings(self) -> list[Ring]:
         """Rings of the job's processes, dead ones included; opens those that are new since the last call."""

@@ -341,16 +341,15 @@ class TableMailbox:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TableFile | None = None
-        self._sequence = 0
+        self._generation = 0
 
     def take(self) -> tuple[int, bytes] | None:
         """(generation, message) of what was published since the last call; None if nothing was, or is whole."""
         with contextlib.suppress(OSError):  # no such file (yet), or not ours
             if self._file is None:
                 self._file = TableFile(self._path)
-            sequence = self._file.sequence()
-            if sequence != self._sequence and (found := self._file.read()) is not None:
-                self._sequence = sequence
+            if (found := self._file.read()) is not None and found[0] != self._generation:
+                self._generation = found[0]
                 return found
         return None
 

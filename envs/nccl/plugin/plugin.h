@@ -29,8 +29,8 @@ struct dccl_table_head {
   uint32_t version;
   uint32_t n_rows;
   uint32_t generation;
-  uint32_t crc;          // CRC-32 of head and rows with this field and `sequence` zero
-  uint64_t sequence;     // of the file's seqlock; zero on the wire
+  uint32_t crc;          // CRC-32 of head and rows with this field zero
+  uint64_t unused;       // zero
   uint32_t trial_steps;  // zero: confirmed, else a trial; for the probe of rank 0, not for us
   uint32_t spare;
   uint64_t reserved[3];

@@ -125,7 +125,6 @@ static int check(const void* message, size_t size, struct dccl_table_head* h) {
   const char* rows = (const char*)message + sizeof *h;
   struct dccl_table_head bare = *h;
   bare.crc = 0;
-  bare.sequence = 0;
   if (crc32(crc32(0, &bare, sizeof bare), rows, h->n_rows * sizeof(struct dccl_rule)) != h->crc)
     return -EBADMSG;
   struct dccl_rule before = {0};
