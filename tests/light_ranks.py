@@ -47,7 +47,7 @@ class LightRank:
         self.rank, self.n_ranks, self.port = rank, n_ranks, port
         self.plugin = Plugin.load()
         self.plugin.open()
-        self.steps = Steps(lambda: self.plugin.asked)
+        self.steps = Steps(lambda: self.plugin.asked())
         self.work = Store(port)
         self.random = random.Random(rank)
         self.said: list[tuple[int | None, str]] = []

@@ -23,14 +23,14 @@ import os, numpy as np
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from nccl_releases import Communicator
 plugin = Plugin.load()
-print(plugin.tuners, plugin.asked, *plugin.abi, {i: comm.made for i, comm in plugin.comms().items()})
+print(plugin.tuners(), plugin.asked(), *plugin.abi, {i: comm.made for i, comm in plugin.comms().items()})
 comms = [Communicator(plugin.path, 40 + i, 8, 1, 0, os.environ["RELEASE"]) for i in range(2)]
 for n in range(5):
     comms[n % 2].get_coll_info("all_gather", 4096, np.full((7, 3), 1, np.float32))
     comms[n % 2].start_coll("all_gather", n, 10, 4, 1, 16, "ring", "ll")
 comms[0].start_coll("send_recv", 9, 10, 4, 1, 16, "ring", "ll")
 comms[1].finalize()
-print(plugin.tuners, plugin.asked, *plugin.abi, {i: comm.made for i, comm in plugin.comms().items()})
+print(plugin.tuners(), plugin.asked(), *plugin.abi, {i: comm.made for i, comm in plugin.comms().items()})
 print(plugin.identity())
 """
 

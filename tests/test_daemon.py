@@ -52,7 +52,7 @@ for step in range(60_000):
     head = (0, STEP, UNSET, UNSET, UNSET, 0, UNSET, 0, 0, 0, step, plugin.ended(), rank, 0, now, now - last)
     if rank == 0 and (found := published.take()) is not None:
         plugin.activate(found[1])
-    plugin.boundary(struct.pack("<QBBBBBBHQQIIIIqq", *head).ljust(128, bytes(1)), step + 1)
+    plugin.boundary(struct.pack("<QBBBBBBHQQIIIIqq", *head).ljust(128, bytes(1)), step + 1, False)
     last = now
 """
 

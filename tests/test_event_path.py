@@ -28,7 +28,7 @@ for burst in range(int(float(sys.argv[1]) * 100)):  # a step of 200 every 10 ms:
     begin = time.perf_counter()
     for _ in range(199):
         plugin.emit(record)
-    plugin.boundary(step, burst)
+    plugin.boundary(step, burst, False)
     steps.append((begin, 1e6 * (time.perf_counter() - begin)))
     time.sleep(max(0.0, start + (burst + 1) * 0.01 - time.perf_counter()))
 print(200 * len(steps))

@@ -45,7 +45,7 @@ def test_a_stand_in_that_asks_with_four_times_the_size_is_obeyed(run, plugin):
     assembler = Assembler()
 
     def group(step: int) -> tuple[int, int]:
-        plugin.boundary(None, step)
+        plugin.boundary(None, step, False)
         cost = offer(ring_ll=20, ring_simple=10)
         n_channels = comm.get_coll_info("all_gather", 4 * MB, cost) or 16
         algo, proto = choose(cost)

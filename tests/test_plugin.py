@@ -247,7 +247,7 @@ def test_broken_callers_survive(plugin):
 def test_what_ran_is_in_the_ring(run, plugin, release):
     drained(run)
     plugin.activate(encode_table(Table(5)))
-    plugin.boundary(None, 17)
+    plugin.boundary(None, 17, False)
     comm = Communicator(plugin.path, 99, 8, 2, 3, release, "dp")
     assert comm.profiler.mask == 2
     plugin.sample(True)

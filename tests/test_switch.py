@@ -113,7 +113,7 @@ def test_memory_for_switches_is_used_again(plugin, join):
 
 def held(plugin: Plugin) -> None:
     deadline = time.monotonic() + 10
-    while not plugin.waiting:
+    while not plugin.waiting():
         assert time.monotonic() < deadline, "no thread waits at the limit"
         time.sleep(0.001)
 
@@ -125,18 +125,18 @@ def test_a_question_at_the_limit_waits_until_lifted(plugin, join, generation):
     plugin.activate(message(1))
     plugin.stage(message(2))
     assert calls(comm, 3) == [1] * 3
-    assert plugin.limit(7, 2) == 5 and plugin.waiting == 0
+    assert plugin.limit(7, 2) == 5 and plugin.waiting() == 0
     thread = threading.Thread(target=lambda: said.extend(calls(comm, 4)))
     thread.start()
     held(plugin)
     time.sleep(0.05)
-    assert plugin.waiting == 1 and plugin.comms()[7].made == 5
+    assert plugin.waiting() == 1 and plugin.comms()[7].made == 5
     assert call(join(8)) == 1, "a communicator that came later has no limit"
     if generation:
         plugin.switch(7, 5, 0)
     plugin.lift(generation)
     thread.join(10)
-    assert not thread.is_alive() and plugin.waiting == 0
+    assert not thread.is_alive() and plugin.waiting() == 0
     assert said == [1, 1, *[generation or 1] * 2]
 
 

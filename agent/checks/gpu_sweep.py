@@ -99,7 +99,7 @@ class Sweep:
             self.ring = Ring.of_this_process(Path(os.environ["DYNAMICCL_RUN"]))
         self.plugin.sample(True)
         tuner, profiler = self.plugin.abi
-        ranks = self._gather({"ring": has_ring, "tuner": tuner, "profiler": profiler, "asked": self.plugin.asked})
+        ranks = self._gather({"ring": has_ring, "tuner": tuner, "profiler": profiler, "asked": self.plugin.asked()})
         loaded = all(all(rank.values()) for rank in ranks)
         self._write({"loaded": loaded, "ranks": ranks})
         self._meet()  # the first rank that fails ends the others: what was found must be written

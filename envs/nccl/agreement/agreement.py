@@ -119,7 +119,7 @@ class Agreement:
 
     def _present(self) -> None:
         """Say that this rank is there, once NCCL has loaded the tuner."""
-        while not self._plugin.tuners and not self._end.wait(_IDLE_S):
+        while not self._plugin.tuners() and not self._end.wait(_IDLE_S):
             pass
         self._store.cast(protocol.Vote(self.rank, 0, self._identity()), 0)
         self._store.says_news()
@@ -223,7 +223,7 @@ class Agreement:
     def _awaited(self, number: int) -> Decision | None:
         look_s = max(_HELD_S + _A_RANK_S * self.n_ranks, self._pace.round_s / 4)
         with contextlib.suppress(Exception):  # the store is away: the register must be asked until it answers
-            while not self._plugin.waiting and not self._end.is_set():
+            while not self._plugin.waiting() and not self._end.is_set():
                 if (found := self._store.decision(number, look_s)) is not None:
                     return found
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....traces.reasons import RowRefused
-from ....traces.records import RECORD_BYTES, TABLE_VERSION
+from ....traces.records import TABLE_VERSION
 from .build import LIBRARY, PluginBuildError, named, plugin_path, takes_no_path
 
 #: Of an emulated job: processes of a communicator, by id. Each of them stands for several ranks of the cluster.
@@ -72,7 +72,7 @@ _SLOW = ("activate", "stage", "open", "build")
 
 
 class Plugin:
-    """The plugin in this process."""
+    """The plugin in this process. ``plugin.lift(0)`` is ``dynamiccl_lift(0)`` of plugin.h; methods are what differs."""
 
     def __init__(self, library: ctypes.CDLL, path: Path) -> None:
         self.path = path
@@ -84,15 +84,16 @@ class Plugin:
             function.restype, function.argtypes = result, arguments
         self._views = (_View * 256)()  # as many as the plugin has places for communicators
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FUNCTIONS:
+            raise AttributeError(name)
+        return self._call[name]
+
     @classmethod
     def load(cls, path: Path | None = None) -> Plugin:
         """Open the plugin, building it first if needed. Raises PluginBuildError, or OSError for a bad ``path``."""
         path = path or plugin_path()
         return cls(ctypes.CDLL(os.fspath(path), mode=os.RTLD_NOW | os.RTLD_LOCAL), Path(path))
-
-    def open(self) -> bool:
-        """Open this process's ring in the folder that DYNAMICCL_RUN names; True if there is one."""
-        return bool(self._call["open"]())
 
     def activate(self, message: bytes) -> int:
         """Make a table message (:func:`dynamiccl.envs.nccl.shm.encode_table`) the one that holds where nothing was
@@ -103,7 +104,7 @@ class Plugin:
         return _accepted(self._call["activate"](message, len(message)))
 
     def stage(self, message: bytes) -> int:
-        """Check a table message and lay it ready for :meth:`switch`; its generation. Raises ValueError."""
+        """Check a table message and lay it ready for ``switch``; its generation. Raises ValueError."""
         return _accepted(self._call["stage"](message, len(message)))
 
     def comms(self) -> dict[int, CommView]:
@@ -117,54 +118,6 @@ class Plugin:
         0 where none was: the communicator is gone, or its last switches are all ahead of it.
         """
         return max(int(self._call["limit"](comm, distance)), 0)
-
-    def switch(self, comm: int, since: int, until: int) -> None:
-        """The staged table holds from collective ``since`` to ``until`` of a communicator; 0: to stay."""
-        self._call["switch"](comm, since, until)
-
-    def lift(self, generation: int) -> None:
-        """No limits any more; ``generation`` of what was switched to, 0 for nothing."""
-        self._call["lift"](generation)
-
-    @property
-    def waiting(self) -> int:
-        """Threads of the job that are held back at a limit."""
-        return int(self._call["waiting"]())
-
-    def ended(self) -> int:
-        """A step has ended: generation of the table of the last switch if it answered every call, else of another.
-
-        Once a step.
-        """
-        return int(self._call["ended"]())
-
-    def boundary(self, ended: bytes | None, next_step: int, sample: bool = False) -> None:
-        """A step has ended: emit ``ended`` (one of STEP_DTYPE), if given. What comes after belongs to ``next_step``,
-        with kernel times if ``sample``.
-        """
-        self._call["boundary"](ended and _whole(ended), next_step, sample)
-
-    def emit(self, record: bytes) -> None:
-        """Write one 128-byte record as it is."""
-        self._call["emit"](_whole(record))
-
-    def capture(self, on: bool) -> None:
-        """All calls from now on go into a CUDA graph, or not. For NCCL 2.27, which does not say so itself."""
-        self._call["capture"](on)
-
-    def sample(self, on: bool) -> None:
-        """Kernel times on or off for the collectives enqueued from now on."""
-        self._call["sample"](on)
-
-    @property
-    def tuners(self) -> int:
-        """Communicators on which NCCL has initialised our tuner in this process so far."""
-        return int(self._call["tuners"]())
-
-    @property
-    def asked(self) -> int:
-        """Questions that NCCL has asked the tuner in this process so far."""
-        return int(self._call["asked"]())
 
     @property
     def abi(self) -> tuple[int, int]:
@@ -193,9 +146,3 @@ def _accepted(generation: int) -> int:
     if generation < 0:
         raise ValueError(RowRefused.PLUGIN_REFUSES(error=os.strerror(-generation)))
     return generation
-
-
-def _whole(record: bytes) -> bytes:
-    if len(record) != RECORD_BYTES:
-        raise ValueError(f"a record has {RECORD_BYTES} bytes, not {len(record)}")
-    return record

@@ -74,7 +74,7 @@ class Probe:
         world = self._default_group()
         if world is not self._world():
             self._attach(world)
-        elif world is None and not self._without_group and self._plugin is not None and self._plugin.tuners:
+        elif world is None and not self._without_group and self._plugin is not None and self._plugin.tuners():
             self._without_group = True
             self._tell(AgreementState.SHUT, NotAgreeing.NO_GROUP())
         if self._recorder is not None:
@@ -109,7 +109,7 @@ class Probe:
                     self._load()
             except Exception as error:
                 self._breaks(error)
-        return self._plugin.asked if self._plugin is not None else 0
+        return self._plugin.asked() if self._plugin is not None else 0
 
     def _load(self) -> None:
         import torch
@@ -152,7 +152,7 @@ class Probe:
         if state is None and self._default_group() is None:
             return  # the job has left its group: nothing is wrong with this rank
         waits = state in (AgreementState.WAITING, AgreementState.SHUT)
-        if waits and self._backend in _ASK_NO_TUNER and not (self._plugin is not None and self._plugin.tuners):
+        if waits and self._backend in _ASK_NO_TUNER and not (self._plugin is not None and self._plugin.tuners()):
             text = NotTuning.OTHER_BACKEND(backend=self._backend)
         _note(self._run / WORD, text)
         if state is not None and self._plugin is not None:
