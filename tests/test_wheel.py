@@ -24,7 +24,7 @@ from dynamiccl.agent.checks.doctor import examine, gather
 assert "compiler" not in {trap.name for trap in examine(gather())}
 from dynamiccl.agent.cli import run
 run(["env", "--json"])
-assert build.plugin_path().parent == build.INSTALLED and build.step_path().parent == build.INSTALLED
+assert build.plugin_path().parent == build.INSTALLED and build.library_path(build.STEP).parent == build.INSTALLED
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "pandas", "gymnasium", "numpy"}))
 """
 

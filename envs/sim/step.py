@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..nccl.plugin.build import step_path
+from ..nccl.plugin.build import STEP, library_path
 from ..nccl_model.columns import Columns
 
 Array = np.ndarray[Any, Any]
@@ -134,7 +134,7 @@ def _at(array: Array | None) -> Any:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(step_path()))
+    library = ctypes.CDLL(str(library_path(STEP)))
     library.dynamiccl_steps.argtypes = [ctypes.c_int32, *[ctypes.c_void_p] * 8, ctypes.c_int32, *[ctypes.c_void_p] * 11]
     library.dynamiccl_steps.restype = ctypes.c_int
     return library

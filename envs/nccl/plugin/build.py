@@ -5,14 +5,12 @@ Where that was not possible (no compiler, a checkout) it is compiled when first 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shlex
 import shutil
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -25,13 +23,14 @@ INSTALLED = HERE / "lib"  # where an installation has it built, see setup.py
 #: drawn again must come out the same on every machine.
 STEP, STEP_SOURCES = "libdynamiccl-step.so", ("../../sim/step.c",)
 _STEP_FLAGS = (*FLAGS, "-O2", "-shared", "-ffp-contract=off")
+#: Library -> its sources, headers, flags, and the libraries that it needs.
+_LIBRARIES = {
+    LIBRARY: (SOURCES, HEADERS, (*FLAGS, "-shared", f"-Wl,-soname,{LIBRARY}"), ("-lpthread", "-ldl")),
+    STEP: (STEP_SOURCES, (), _STEP_FLAGS, ("-lm",)),
+}
 # No folder of the machine that built it is in a library: the same sources make the same bytes.
 _NOWHERE = f"-ffile-prefix-map={HERE}=."
-_SHARED = ("-shared", f"-Wl,-soname,{LIBRARY}")
-_NAME = "dynamiccl"  # NCCL completes it to the two names, of one file
-_PROFILER_NAME = "libnccl-profiler-dynamiccl.so"
 _LONGEST = 254  # characters of a name or path that every release of NCCL takes whole
-_KEPT_S = 30 * 86400.0  # how long a build of other sources is kept after it was last used
 
 
 class PluginBuildError(RuntimeError):
@@ -95,13 +94,9 @@ def compile_once(
     key = hashlib.sha256(repr((name, flags, cc, os.stat(cc[0]).st_mtime_ns)).encode())
     folder = cache_folder() / key.hexdigest()[:16]
     target = folder / name
-    if target.exists():
-        with contextlib.suppress(OSError):
-            os.utime(folder)  # used: see _prune
-        return target
-    folder.mkdir(mode=0o700, exist_ok=True)
-    _compile([*cc, *flags, *(str(HERE / s) for s in sources)], target, libraries)
-    _prune(folder)
+    if not target.exists():
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _compile([*cc, *flags, *(str(HERE / s) for s in sources)], target, libraries)
     return target
 
 
@@ -116,67 +111,44 @@ def _compile(command: list[str], target: Path, libraries: tuple[str, ...]) -> No
 
 
 def install_into(folder: Path) -> None:
-    """Build what an installation of the package has of C: the plugin, under both its names, and the simulated step.
+    """Build what an installation of the package has of C: the plugin and the simulated step.
 
     Raises PluginBuildError, OSError.
-
-    An archive of a package keeps no links: the profiler's name is a library without anything that needs the other one,
-    so that one copy is loaded whichever name comes first.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    cc = [*compiler(), _NOWHERE]
-    flags = (*FLAGS, *_SHARED, f'-DDCCL_BUILD="{build_of()}"')
-    _compile([*cc, *flags, *(str(HERE / s) for s in SOURCES)], folder / LIBRARY, ("-lpthread", "-ldl"))
-    needs = ("-Wl,--no-as-needed", f"-L{folder}", f"-l:{LIBRARY}", "-Wl,-rpath,$ORIGIN")
-    _compile([*cc, "-shared", "-fPIC", "-x", "c", os.devnull, "-x", "none"], folder / _PROFILER_NAME, needs)
-    _compile([*cc, *_STEP_FLAGS, *(str(HERE / s) for s in STEP_SOURCES)], folder / STEP, ("-lm",))
-    for name, build in ((LIBRARY, build_of()), (STEP, build_of(STEP_SOURCES, ()))):
+    for name, (sources, headers, flags, libraries) in _LIBRARIES.items():
+        build = build_of(sources, headers)
+        flags = (_NOWHERE, *flags, f'-DDCCL_BUILD="{build}"')
+        _compile([*compiler(), *flags, *(str(HERE / s) for s in sources)], folder / name, libraries)
         (folder / f"{name}.build").write_text(build)
 
 
-def _installed(name: str, build: str) -> Path | None:
+def _installed(name: str) -> Path | None:
     """The library that lies in the package, if it is of these sources."""
+    sources, headers, *_ = _LIBRARIES[name]
     try:
-        return INSTALLED / name if (INSTALLED / f"{name}.build").read_text() == build else None
+        return INSTALLED / name if (INSTALLED / f"{name}.build").read_text() == build_of(sources, headers) else None
     except OSError:
         return None
 
 
-def step_path() -> Path:
-    """The shared library of ``sim/step.c``; compiled at first use. Raises PluginBuildError."""
-    found = _installed(STEP, build_of(STEP_SOURCES, ()))
-    return found or compile_once(STEP, STEP_SOURCES, _STEP_FLAGS, (), ("-lm",))
-
-
-def _prune(newest: Path) -> None:
-    """Delete builds beside ``newest`` that nobody has used for 30 days."""
-    for folder in newest.parent.iterdir():
-        with contextlib.suppress(OSError):
-            if folder != newest and folder.is_dir() and time.time() - folder.stat().st_mtime > _KEPT_S:
-                shutil.rmtree(folder, ignore_errors=True)
+def library_path(name: str) -> Path:
+    """LIBRARY or STEP, compiled at first use where it is not installed. Raises PluginBuildError."""
+    sources, headers, flags, libraries = _LIBRARIES[name]
+    return _installed(name) or compile_once(name, sources, flags, headers, libraries)
 
 
 def plugin_path() -> Path:
-    """The plugin's shared library (tuner and profiler in one); compiled at first use. Raises PluginBuildError.
+    """The plugin's shared library (tuner and profiler in one). Raises PluginBuildError.
 
     Inside a job it is the file that the launcher chose (DYNAMICCL_PLUGIN): two copies would not share a table.
     """
-    if chosen := os.environ.get("DYNAMICCL_PLUGIN"):
-        return Path(chosen)
-    if (path := _installed(LIBRARY, build_of())) is not None:
-        return path
-    path = compile_once(LIBRARY, SOURCES, (*FLAGS, *_SHARED))
-    alias = path.with_name(_PROFILER_NAME)
-    if not alias.exists():
-        draft = alias.with_name(f".{alias.name}.{os.getpid()}")
-        os.symlink(path.name, draft)
-        os.replace(draft, alias)
-    return path
+    return Path(os.environ.get("DYNAMICCL_PLUGIN") or library_path(LIBRARY))
 
 
 def needs_compiler() -> bool:
     """Whether the plugin has still to be compiled on this machine, or may have to be."""
-    return not os.environ.get("DYNAMICCL_PLUGIN") and _installed(LIBRARY, build_of()) is None
+    return not os.environ.get("DYNAMICCL_PLUGIN") and _installed(LIBRARY) is None
 
 
 def configured() -> dict[str, str]:
@@ -217,7 +189,7 @@ def takes_no_path(release: tuple[int, ...] | None) -> bool:
 
 def named(value: str) -> bool:
     """Whether a variable of NCCL's names our plugin."""
-    return _NAME in value
+    return "dynamiccl" in value
 
 
 def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
@@ -235,7 +207,7 @@ def nccl_env(path: Path, *, headroom: int | None = None) -> dict[str, str]:
     ours = {"DYNAMICCL_PLUGIN": str(path), "LD_LIBRARY_PATH": search}
     if headroom is not None:
         ours["NCCL_MIN_CTAS"] = str(headroom)
-    ours |= dict.fromkeys(("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"), _NAME if by_name else str(path))
+    ours |= dict.fromkeys(("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"), LIBRARY if by_name else str(path))
     # NCCL loads one tuner: ours asks theirs first. Where none is named it is looked for, see next_tuner.c: unless
     # "none" forbids it.
     other = theirs.get("NCCL_TUNER_PLUGIN", "")
