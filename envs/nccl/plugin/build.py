@@ -51,22 +51,14 @@ def compiler() -> list[str]:
 
 def cache_folder() -> Path:
     """Where built files are kept: ``$XDG_CACHE_HOME/dynamiccl``, else ``~/.cache/dynamiccl``, else the temp folder."""
+    from ..run_folder import private_folder  # here: setup.py runs this file before there is a package
+
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     temp = Path(tempfile.gettempdir()) / f"dynamiccl-{os.geteuid()}"
     for folder in (Path(base) / "dynamiccl", temp / "cache"):
         if folder.is_absolute() and private_folder(folder):
             return folder
     raise PluginBuildError(f"no folder to build the plugin in: make {base}/dynamiccl writable for you alone (0700)")
-
-
-def private_folder(path: Path) -> bool:
-    """Makes ``path`` (0700) if needed; True if it is ours alone to write, so that what lies there can be loaded."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-    except OSError:
-        return False
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o022 and os.access(path, os.W_OK)
 
 
 def build_of(sources: tuple[str, ...] = SOURCES, headers: tuple[str, ...] = HEADERS) -> str:
