@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from .plugin.private import private_folder
+
 #: The launcher's lock and the job's status from it, the lock of the run's one tuner, the wish to end, the table, the
 #: last word of the ranks' agreement.
 LAUNCHER, STATUS, TUNER, STOP, TABLE, WORD = "launcher", "status", "tuner", "stop", "table", "agreement"
@@ -44,16 +46,6 @@ def free_bytes() -> int | None:
         return shutil.disk_usage("/dev/shm").free
     except OSError:
         return None
-
-
-def private_folder(path: Path) -> bool:
-    """Makes ``path`` (0700) if needed; True if it is ours alone to write, so that what lies there can be loaded."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-    except OSError:
-        return False
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o022 and os.access(path, os.W_OK)
 
 
 def _root() -> Path:

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from ...traces.records import RULE_DTYPE, TABLE_VERSION, Table
+from .plugin.private import private_folder
 from .rings import Ring
-from .run_folder import TABLE, TABLE_FILE_BYTES, make_folder, private_folder
+from .run_folder import TABLE, TABLE_FILE_BYTES, make_folder
 
 TABLE_MAGIC = b"DCCLTBL1"
 MAX_RULES = 126  # what fits into TABLE_FILE_BYTES

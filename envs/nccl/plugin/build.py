@@ -51,7 +51,7 @@ def compiler() -> list[str]:
 
 def cache_folder() -> Path:
     """Where built files are kept: ``$XDG_CACHE_HOME/dynamiccl``, else ``~/.cache/dynamiccl``, else the temp folder."""
-    from ..run_folder import private_folder  # here: setup.py runs this file before there is a package
+    from .private import private_folder  # here: setup.py runs this file before there is a package
 
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     temp = Path(tempfile.gettempdir()) / f"dynamiccl-{os.geteuid()}"
