@@ -1,5 +1,5 @@
-"""What a machine with GPUs is asked: is the plugin loaded and obeyed, are results right, what does each config take,
-and does tuning shorten a ZeRO-3 step? Without a GPU the same runs on the emulated cluster.
+"""What a machine with GPUs is asked: is the plugin loaded and obeyed, are results right, and does tuning shorten a
+ZeRO-3 step? Without a GPU the same runs on the emulated cluster.
 
 NCCL refuses two ranks on one GPU unless it is told otherwise, in one of two ways:
 
@@ -19,6 +19,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -26,13 +27,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+import numpy as np
 import torch
+import torch.distributed as dist
 
+from ...envs.nccl.plugin.bindings import Plugin
 from ...envs.nccl.plugin.build import job_env
-from ...envs.nccl.shm import RunFolder
+from ...envs.nccl.rings import Ring
+from ...envs.nccl.shm import RunFolder, encode_table
 from ...envs.nccl.steps.nvml import driver, gpus
 from ...envs.sim.emulated.settings import Emulated
+from ...traces import records as rec
+from ...traces.records import ALGOS, AUTO, CHANNELS, FUNCS, PROTOS, TUNED_FUNCS, Decision
 from ..daemon.request import workload
 from ..report.summary import RunSummary
 from ..report.verdict import verdict
@@ -45,7 +51,12 @@ PLACEMENTS: dict[str, dict[str, str]] = {
     "shared": {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NET_GDR_LEVEL": "LOC", **_CHANNELS},
 }
 #: Bytes of the whole buffers that are swept, by backend of torch.distributed.
-SIZES = {"nccl": [2**k for k in range(16, 29, 2)], "emulated": [2**16, 2**19, 2**22]}
+SIZES = {"nccl": [2**k for k in range(16, 29, 4)], "emulated": [2**16, 2**19, 2**22]}
+#: Seconds to wait for a record.
+PATIENCE_S = 2.0
+#: PyTorch 2.13 gave them other names.
+_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 #: Of the tuned job: some 150 to 400 to the verdict, unless its time is over before.
 STEPS = 1000
 #: Its options on GPUs; on the emulated cluster it is what `dynamiccl tune` runs.
@@ -145,20 +156,27 @@ class Check:
         """What a sweep that was cut off has found counts, and that it was cut off is said."""
         path, backend = self.folder / "sweep.jsonl", self.machine.backend
         path.unlink(missing_ok=True)
-        told = {"backend": backend, "out": str(path), "sizes": SIZES[backend], "budget_s": 0.7 * limit_s}
-        rank = [sys.executable, "-m", "dynamiccl.agent.checks.gpu_sweep", json.dumps(told)]
+        told = {"backend": backend, "out": str(path), "sizes": SIZES[backend]}
+        rank = [sys.executable, "-m", "dynamiccl.agent.checks.gpu_check", json.dumps(told)]
         env = self.machine.env() | ({"DYNAMICCL_BYTES_SCALE": "1"} if self.machine.emulated else {})
         with contextlib.closing(RunFolder.create()) as run:
             ended = self._job(self.machine.ranks(rank), env | job_env(run.path), limit_s)
         lines = path.read_text().splitlines() if path.exists() else []
-        head, *rows = map(json.loads, lines or ['{"loaded": false}'])
+        head, *rows = map(json.loads, lines or ['{"loaded": false, "kernel_times": false}'])
         counts = {"configs": sum(row["decision"] != "auto" for row in rows)}
         for name, wrong in (("obeyed", "not obeyed"), ("ranks_agree", "ranks differ"), ("right", "wrong results")):
             counts[wrong] = sum(not row[name] for row in rows)
-        said = ", ".join(f"{what}: {n}" for what, n in counts.items())
+        said = "" if head["kernel_times"] else "NO KERNEL TIMES, "
+        said += ", ".join(f"{what}: {n}" for what, n in counts.items())
         self.say(f"  plugin {'loaded' if head['loaded'] else 'NOT LOADED'}, {said}; {ended or 'done'}")
-        ok = head["loaded"] and not ended and counts["configs"] > 0 and sum(counts.values()) == counts["configs"]
-        return {**head, **counts, "ok": ok, "ended": ended, "best": best(rows)}
+        ok = (
+            head["loaded"]
+            and head["kernel_times"]
+            and not ended
+            and counts["configs"] > 0
+            and sum(counts.values()) == counts["configs"]
+        )
+        return {**head, **counts, "ok": ok, "ended": ended}
 
     def _zero3(self, limit_s: float) -> dict[str, Any]:
         """``dynamiccl tune`` on our ZeRO-3 job: default against tuned, and default against itself."""
@@ -187,15 +205,148 @@ class Check:
         return f"ended with status {done.returncode}, see {self.folder / 'jobs.log'}" if done.returncode else ""
 
 
-def best(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each collective and size: both measurements of NCCL's own way, and the fastest config."""
-    frame = pd.DataFrame(rows, columns=["func", "n_bytes", "decision", "kernel_us", "wall_us"])
-    timed = "kernel_us" if frame["kernel_us"].notna().all() else "wall_us"
-    found = []
-    for _, cell in frame.groupby(["func", "n_bytes"]):
-        default = cell.loc[cell["decision"] == "auto", timed]
-        fastest = cell.sort_values(timed).iloc[0]
-        row = {"func": fastest["func"], "n_bytes": int(fastest["n_bytes"]), "timed": timed}
-        row |= {"default_us": float(default.iloc[0]), "again_us": float(default.iloc[1]) if len(default) > 1 else None}
-        found.append({**row, "fastest_us": float(fastest[timed]), "fastest": fastest["decision"]})
-    return found
+class Buffers:
+    """Input, output and the right output for one collective and size.
+
+    The data are small whole numbers in float32, so that the order of additions cannot matter.
+    """
+
+    def __init__(self, func: str, n_bytes: int, device: torch.device) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        shard = n_bytes // 4 // size
+        self.func, self.n_bytes = func, shard * size * 4
+        generator = torch.Generator().manual_seed(n_bytes)  # all ranks draw the same
+        whole = torch.randint(-4, 5, (shard * size,), generator=generator).float().to(device)
+        mine = whole[rank * shard : (rank + 1) * shard]
+        self.input, self.right = mine.clone(), whole
+        if func == "reduce_scatter":
+            self.input, self.right = whole * (rank + 1), mine * (size * (size + 1) // 2)
+        self.output = torch.empty_like(self.right)
+
+    def call(self) -> None:
+        """The collective, enqueued (cuda) or done (cpu)."""
+        (_GATHER if self.func == "all_gather" else _SCATTER)(self.output, self.input)
+
+    def of(self, records: Any, kind: int) -> Any:
+        """The records of one kind that are of this collective and size."""
+        func, n_bytes = FUNCS.index(self.func), self.n_bytes
+        return records[(records["kind"] == kind) & (records["func"] == func) & (records["n_bytes"] == n_bytes)]
+
+
+class Sweep:
+    """One rank of a sweep: each (algorithm, protocol) that NCCL offers x channel counts x ``sizes`` (bytes of the whole
+    buffer), each forced by a table, after NCCL's own way. Every rank checks its results, and that the events say what
+    the table said; rank 0 writes one JSON line a config to ``out``. No times are taken: what a config is worth the
+    tuner measures, in steps.
+    """
+
+    def __init__(self, backend: str, out: str, sizes: Sequence[int]) -> None:
+        self.sizes, self.out = sizes, Path(out)
+        self.device = torch.device("cpu")
+        if backend == "nccl":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(backend)
+        self.control = dist.new_group(backend="gloo")  # not NCCL's: what is said here must not be swept
+        self.plugin, self.generation = Plugin.load(), 0
+        self.ring: Ring | None = None
+
+    def run(self) -> bool:
+        """False: the plugin is not loaded."""
+        if not self._loaded():
+            return False
+        for n_bytes in self.sizes:
+            for func in TUNED_FUNCS:
+                self._cell(Buffers(func, n_bytes, self.device))
+        return True
+
+    def _loaded(self) -> bool:
+        """Small collectives: has NCCL loaded the tuner and the profiler, on every rank, and do kernel times come?"""
+        small = Buffers("all_gather", 1 << 14, self.device)
+        small.call()
+        self._finish()
+        if has_ring := self.plugin.open():
+            self.ring = Ring.of_this_process(Path(os.environ["DYNAMICCL_RUN"]))
+        self.plugin.sample(True)
+        small.call()
+        self._finish()
+        tuner, profiler = self.plugin.abi
+        mine = {"ring": has_ring, "tuner": tuner, "profiler": profiler, "asked": self.plugin.asked()}
+        ranks = self._gather(mine)
+        loaded = all(all(rank.values()) for rank in ranks)
+        has_times = loaded and len(small.of(self._records(small, rec.KERNEL), rec.KERNEL)) > 0
+        self._write({"loaded": loaded, "kernel_times": all(self._gather(has_times)), "ranks": ranks})
+        self._meet()  # the first rank that fails ends the others: what was found must be written
+        return loaded
+
+    def _cell(self, buffers: Buffers) -> None:
+        own, records = self._try(buffers, AUTO)
+        offer = buffers.of(records, rec.OFFER).view(rec.OFFER_DTYPE)[-1]
+        own["obeyed"] = own["ran"][:2] == (ALGOS[offer["algo"]], PROTOS[offer["proto"]])  # NCCL's plan is left as it is
+        self._write(own)
+        offered = [pair for pair, cost in zip(rec.PAIRS, rec.pair_costs(offer["cost_us"]), strict=True) if cost >= 0]
+        for pair in offered:
+            for n_channels in CHANNELS:
+                self._write(self._try(buffers, Decision(*pair, n_channels))[0])
+
+    def _try(self, buffers: Buffers, decision: Decision) -> tuple[dict[str, Any], Any]:
+        """One config on all ranks: (its row, this rank's records)."""
+        func, n_bytes = buffers.func, buffers.n_bytes
+        self.generation += 1
+        rules = () if decision.is_auto else (rec.Rule(0, 0, func, n_bytes, n_bytes, decision),)
+        self.plugin.activate(encode_table(rec.Table(self.generation, rules)))
+        buffers.output.fill_(float("nan"))  # so that a collective that writes nothing is found out
+        self._meet()
+        buffers.call()
+        right = torch.equal(buffers.output, buffers.right)
+        self._meet()
+        records = self._records(buffers, rec.COLL)
+        events = buffers.of(records, rec.COLL)
+        ran = sorted({(ALGOS[e["algo"]], PROTOS[e["proto"]], int(e["n_channels"])) for e in events})
+        obeyed = {(algo, proto) for algo, proto, _ in ran} == {(decision.algo, decision.proto)}
+        obeyed = obeyed and (decision.n_channels == 0 or all(n <= decision.n_channels for *_, n in ran))
+        ranks = self._gather({"right": right, "obeyed": obeyed, "ran": ran})
+        row = {"func": func, "n_bytes": n_bytes, "decision": str(decision), "ran": ran[0] if ran else ("", "", 0)}
+        row |= {key: all(rank[key] for rank in ranks) for key in ("right", "obeyed")}
+        return row | {"ranks_agree": len(ran) == 1 and all(rank["ran"] == ran for rank in ranks)}, records
+
+    def _records(self, buffers: Buffers, kind: int) -> Any:
+        """What the ring has got since the last time, one of this kind included, which may come late."""
+        assert self.ring is not None
+        records, end = self.ring.drain(), time.monotonic() + PATIENCE_S
+        while not len(buffers.of(records, kind)) and time.monotonic() < end:
+            time.sleep(0.002)
+            records = np.concatenate([records, self.ring.drain()])
+        return records
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _meet(self) -> None:
+        self._finish()
+        dist.barrier(self.control)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine, group=self.control)
+        return found
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            with self.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+    """One rank: ``torchrun -m dynamiccl.agent.checks.gpu_check JSON``, with a run folder's environment; the JSON is
+    what :class:`Sweep` takes."""
+    loaded = Sweep(**json.loads(sys.argv[1])).run()
+    if not loaded:
+        print("the plugin was not loaded on every rank", file=sys.stderr, flush=True)
+    dist.destroy_process_group()
+    os._exit(0 if loaded else 1)  # gloo's threads can abort a process that tears down
+
+
+if __name__ == "__main__":
+    main()

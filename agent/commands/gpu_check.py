@@ -16,7 +16,7 @@ def gpu_check(
     out: Annotated[Path | None, Option(help="Folder. Default: envs/results on GPUs, else runs/gpu-check.")] = None,
     json: Json = False,
 ) -> None:
-    """Is the plugin loaded and obeyed on these GPUs, are results right, what does each config take, does tuning help?
+    """Is the plugin loaded and obeyed on these GPUs, are results right, does tuning help?
 
     \b
     sweep  plugin loaded on every rank; then each offered algorithm and protocol
@@ -27,8 +27,6 @@ def gpu_check(
     What the plugin costs tells `dynamiccl bench overhead`. Without a GPU all of it runs on the emulated cluster, and
     every figure says so. Exit status 1 if anything is wrong.
     """
-    import pandas as pd
-
     from ..checks.gpu_check import Check, Machine
     from ..report.terminal import terminal
 
@@ -44,7 +42,5 @@ def gpu_check(
     if json:
         print(json_module.dumps(result, indent=1))
     else:
-        cells = result["parts"]["sweep"].get("best", ())
-        print(pd.DataFrame(cells).to_string(index=False, float_format="{:.1f}".format) if cells else "no sweep")
         print(f"{'all well' if result['ok'] else 'SOMETHING IS WRONG'} ({result['label']}): {check.folder}/check.json")
     raise SystemExit(0 if result["ok"] else 1)
