@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from dynamiccl.agent.daemon.memory import Memory, Store, in_time, key_of
-from dynamiccl.agent.daemon.tuner import Settings, Tuner
+from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.agent.report.outputs import VARIABLE, default_url
@@ -45,11 +45,11 @@ def tuned(where, truth=step_ms, job="train.py", facts=FACTS, windows=30):
     tuner = Tuner(
         LiveWindows(fake),
         make_chooser("expected-improvement", 0),
-        Settings(windows=windows),
+        SearchConfig(rounds=windows),
         recall=lambda windows: memory.recall(facts, windows.profiles),
     )
     tuner.run()
-    memory.leave(tuner.outcome)
+    memory.leave(tuner)
     assert not said
     return tuner, fake, memory
 
@@ -59,7 +59,7 @@ def kept(tmp_path_factory):
     """A memory of one run that confirmed a table."""
     where = tmp_path_factory.mktemp("memory")
     tuner, _, memory = tuned(where)
-    assert tuner.outcome.kept and tuner.outcome.decisions[SCATTER] == GOOD and memory.told()["jobs"] == 0
+    assert tuner.outcome.kept and tuner.decisions[SCATTER] == GOOD and memory.told()["jobs"] == 0
     return where
 
 
@@ -73,24 +73,20 @@ def test_the_second_run_of_a_job_begins_with_the_table_that_the_first_confirmed(
     decisions = {slot.slot: slot.decision for slot in left["slots"] if not slot.decision.is_auto}
     memory = Memory(str(kept), "train.py", print)
     fake = noisy()
-    tuner = Tuner(
-        LiveWindows(fake), ExpectedImprovement(), Settings(), recall=lambda w: memory.recall(FACTS, w.profiles)
-    )
+    tuner = Tuner(LiveWindows(fake), ExpectedImprovement(), recall=lambda w: memory.recall(FACTS, w.profiles))
     outcome = tuner.run()
     (first,) = first_tables(fake)
     assert {rule.decision for rule in first.rules} == set(decisions.values()) and SCATTER in decisions
     assert "2 of 2 slots begin with what train.py came to" in memory.text
-    alone = Tuner(LiveWindows(noisy()), ExpectedImprovement(), Settings()).run()
-    assert outcome.kept and outcome.first_gain <= alone.first_gain
+    alone = Tuner(LiveWindows(noisy()), ExpectedImprovement()).run()
+    assert outcome.kept and outcome.steps_to_first_gain <= alone.steps_to_first_gain
 
 
 def test_it_is_compared_as_any_other_and_goes_where_it_does_not_hold(kept):
     """The same slots, the same times of calls: but the table of before now makes the step longer."""
     memory = Memory(str(kept), "train.py", print)
     fake = noisy(lambda d: STEP_MS * (1 + 0.1 * any(not x.is_auto for x in d.values())))
-    tuner = Tuner(
-        LiveWindows(fake), ExpectedImprovement(), Settings(), recall=lambda w: memory.recall(FACTS, w.profiles)
-    )
+    tuner = Tuner(LiveWindows(fake), ExpectedImprovement(), recall=lambda w: memory.recall(FACTS, w.profiles))
     outcome = tuner.run()
     assert first_tables(fake) and not outcome.kept and not fake.confirmed
 
@@ -166,8 +162,8 @@ def test_several_runs_write_beside_each_other_and_each_has_one_file(tmp_path, ki
     def leave(n):
         memory = Memory(url, f"job {n}", print)
         memory.facts = FACTS
-        memory.leave(tuner.outcome)
-        memory.leave(tuner.outcome)
+        memory.leave(tuner)
+        memory.leave(tuner)
 
     writers = [threading.Thread(target=leave, args=(n,)) for n in range(8)]
     for writer in writers:
@@ -198,7 +194,7 @@ def test_a_store_that_fails_or_hangs_is_done_without(tmp_path):
     assert memory.job == "job --api-key ***"
     tuner, *_ = tuned(tmp_path / "whole", windows=1)
     assert memory.recall(FACTS, _profiles()) == {}
-    memory.leave(tuner.outcome)
+    memory.leave(tuner)
     assert any("could not be left" in text for text in said)
     with pytest.raises(TimeoutError):
         in_time(threading.Event().wait, 0.05)

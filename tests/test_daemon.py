@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 from dynamiccl.agent.daemon.daemon import Daemon
 from dynamiccl.agent.daemon.request import Request
-from dynamiccl.agent.daemon.tuner import Outcome
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.live import reader
 from dynamiccl.envs.live.job_ends import Closed
@@ -168,13 +167,14 @@ def test_after_the_verdict_a_job_is_left_alone_where_that_was_asked(once):
     """``tune --once``: no step of the search after its verdict, and the end says why."""
     said, steps = [], []
     daemon = Daemon.__new__(Daemon)
-    daemon.request, daemon.outcome, daemon.failure, daemon._closed = Request(once=once), Outcome(), "", False
+    daemon.request, daemon.outcome, daemon._closed = Request(once=once), RunSummary(), False
     alive = iter([True, True, False])
     daemon.job = SimpleNamespace(is_alive=lambda: next(alive), thin=False)
-    daemon.on_phase, daemon._step = said.append, lambda tuner: steps.append(1)
+    daemon.on_phase, daemon._step = said.append, lambda: steps.append(1)
     search = SimpleNamespace(is_over=True, is_done=True)
-    daemon._watch(SimpleNamespace(search=search))
-    assert (daemon.outcome.ended, len(steps)) == ((RunEnds.ONCE(), 0) if once else ("", 2))
+    daemon.tuner = SimpleNamespace(search=search)
+    daemon._watch()
+    assert (daemon.outcome.ended, len(steps)) == ((RunEnds.ONCE(), 0) if once else (None, 2))
     assert said == [RunEnds.ONCE()] * once
 
 
@@ -183,10 +183,11 @@ def test_trials_after_the_verdict_are_announced_with_what_switches_them_off(once
     """Before: a window of 35 % more came after the verdict, without a word."""
     daemon, said = Daemon.__new__(Daemon), []
     daemon.request, daemon.on_phase = Request(once=once), said.append
-    daemon.outcome = Outcome()
+    daemon.outcome = RunSummary()
     daemon._summary = lambda: RunSummary(steps_to_verdict=126, detectable=0.02)
     search = SimpleNamespace(is_over=True, is_done=False, later=SimpleNamespace(left=80), window_steps=5)
-    daemon._say_verdict(SimpleNamespace(search=search))
+    daemon.tuner = SimpleNamespace(search=search)
+    daemon._say_verdict()
     assert said[0].startswith("verdict after 126 steps: NOTHING FOUND")
     told = "trials: up to 80 times 5 steps under another table; with tune --once there are none"
     assert said[1:] == ([] if once else [told])

@@ -3,8 +3,7 @@
 import logging
 import re
 
-import pytest
-from dynamiccl.agent.daemon.log import LOG, Level, log, open_log
+from dynamiccl.agent.daemon.log import LOG, log, open_log
 
 LINE = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING|ERROR) +\S.*$")
 
@@ -19,27 +18,26 @@ def say_all():
     logging.getLogger("dynamiccl.live").warning("a part of ours")
 
 
-@pytest.mark.parametrize(("level", "expected"), [("debug", 5), ("info", 4), ("warning", 3), ("error", 1)])
-def test_the_level_is_what_is_written(tmp_path, level, expected):
-    close = open_log(tmp_path, Level(level))
+def test_all_that_is_said_is_written_with_its_level(tmp_path):
+    close = open_log(tmp_path)
     say_all()
     close()
     say_all()  # nobody listens any more
     found = lines(tmp_path)
-    assert len(found) == expected and all(LINE.match(line) for line in found)
-    assert next(line.split()[1] for line in found if "said at" in line) == level.upper()
+    assert all(LINE.match(line) for line in found)
+    assert [line.split()[1] for line in found] == ["DEBUG", "INFO", "WARNING", "ERROR", "WARNING"]
 
 
 def test_a_later_tuner_of_the_run_goes_on_in_the_same_file(tmp_path):
     for _ in range(2):
-        close = open_log(tmp_path, "info")
+        close = open_log(tmp_path)
         log.info("here")
         close()
     assert len(lines(tmp_path)) == 2
 
 
 def test_secrets_and_line_ends_of_others_do_not_reach_it(tmp_path):
-    close = open_log(tmp_path, "info")
+    close = open_log(tmp_path)
     log.info("job: %s", "python train.py --hf-token hf_abcdefghijklmnopqrstuv --lr 0.1")
     log.warning("WANDB_API_KEY=0123456789abcdef python t.py https://user:hunter2@host/x\n2026-01-01 forged line")
     close()
@@ -50,7 +48,7 @@ def test_secrets_and_line_ends_of_others_do_not_reach_it(tmp_path):
 
 def test_a_full_disk_costs_the_line_and_no_more(tmp_path, capfd):
     (tmp_path / LOG).symlink_to("/dev/full")
-    close = open_log(tmp_path, "info")
+    close = open_log(tmp_path)
     log.info("x" * 100_000)
     close()
     assert capfd.readouterr() == ("", "")
@@ -58,7 +56,7 @@ def test_a_full_disk_costs_the_line_and_no_more(tmp_path, capfd):
 
 def test_it_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr("dynamiccl.agent.daemon.log.MOST_BYTES", 1000)
-    close = open_log(tmp_path, "info")
+    close = open_log(tmp_path)
     for i in range(200):
         log.info("line %d", i)
     close()

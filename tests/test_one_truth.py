@@ -13,8 +13,7 @@ from dynamiccl.agent.commands.bench_overhead import compare
 from dynamiccl.agent.daemon.compare import Ledger, Paired
 from dynamiccl.agent.daemon.console import Expected, LiveView, show_summary
 from dynamiccl.agent.daemon.daemon import Daemon
-from dynamiccl.agent.daemon.summarise import measured_by
-from dynamiccl.agent.daemon.tuner import Outcome, Settings, Tuner
+from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.report.metrics import METRICS
 from dynamiccl.agent.report.report import write_report
@@ -54,15 +53,15 @@ def tuned_run(folder, seed, steps, part, spread):
     """(folder, summary, lines that were told) of a tuned run."""
     _, trace = write_run(folder / "trace", search=8, final=4, seed=seed)
     job, lines = Noisy(trace, load(trace), seed, steps, part, spread), []
-    tuner = Tuner(LiveWindows(job), make_chooser("expected-improvement", seed), Settings(), lines.append)
+    tuner = Tuner(LiveWindows(job), make_chooser("expected-improvement", seed), on_window=lines.append)
     tuner.run()
     try:
         while tuner.search is not None and not tuner.search.is_done and len(lines) < 150:
             tuner.step()
     except JobEnded as error:
         tuner.outcome.ended = str(error)
-    s = measured_by(tuner.outcome, emulated=True)
-    s.kept, s.ended, s.emulated, s.trace = tuner.outcome.kept, tuner.outcome.ended or None, True, str(folder / "trace")
+    s = tuner.ledger.sum_up(tuner.outcome)
+    s.emulated, s.trace = True, str(folder / "trace")
     s.reasons, s.steps, s.report = {"ended": []}, job.last_step, str(folder / "report.html")
     s.consistency = {"calls_checked": 4711, "mismatches": 0}
     s.write(folder)
@@ -240,18 +239,20 @@ def test_the_verdict_is_one_sentence_with_its_strength_its_cost_and_its_payback(
 def test_a_run_that_ends_in_its_search_is_not_told_to_have_a_verdict_after_none_steps():
     """Seen: "verdict after None steps: KEPT A", of a job that ended soon after its first table was confirmed."""
     daemon, said = object.__new__(Daemon), []
-    daemon.outcome, daemon._say = Outcome(kept=True, ended="the job ended with status 0"), said.append
+    daemon.outcome, daemon._say = RunSummary(kept=True, ended="the job ended with status 0"), said.append
     daemon._summary = lambda: decided_run(steps_to_verdict=None)
-    daemon._say_verdict(SimpleNamespace(search=None))
+    daemon.tuner = SimpleNamespace(search=None)
+    daemon._say_verdict()
     assert said == ["the job ended with status 0"]
 
 
 def test_a_run_that_is_stopped_in_its_search_is_told_so_once():
     """Seen: "stopped by `dynamiccl stop`" in two lines, one after the other. The watch, which comes next, says it."""
     daemon, said = object.__new__(Daemon), []
-    daemon.outcome, daemon._say = Outcome(ended=RunEnds.STOPPED()), said.append
+    daemon.outcome, daemon._say = RunSummary(ended=RunEnds.STOPPED()), said.append
     daemon._summary = lambda: decided_run(steps_to_verdict=None)
-    daemon._say_verdict(SimpleNamespace(search=None))
+    daemon.tuner = SimpleNamespace(search=None)
+    daemon._say_verdict()
     assert said == []
 
 
@@ -310,7 +311,7 @@ def test_tables_have_one_letter_each_and_windows_belong_to_both_sides():
     one = Paired("A", "default", race, False, 5, 9, [9.0], [10.0])
     assert one.told()["speedup"] == pytest.approx(10 / 9) and one.told()["against_windows"] == 1
     assert ledger.legend("A", "default") and not ledger.legend("A")
-    assert compare(np.full(4, 2.0), np.full(4, 1.0)).speedup == pytest.approx(2.0)
+    assert compare(np.full(4, 2.0), np.full(4, 1.0))[0] == pytest.approx(2.0)
 
 
 def test_before_a_run_it_is_said_what_a_verdict_takes_and_as_it_goes_what_is_left():

@@ -2,16 +2,17 @@
 
 import numpy as np
 import pytest
-from dynamiccl.agent.daemon.tuner import Settings, Tuner
+from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.classical import CLASSICAL
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.replay.decisions import load
 from dynamiccl.envs.replay.job import RecordedJob
+from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.traces.records import AUTO
 from synthetic_trace import FINAL, GATHER, SCATTER, write_run
 
-SETTINGS = Settings(windows=120, verify=10, budget=10.0)
+RULES = SearchConfig(rounds=120, pairs=10, budget=10.0)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +45,10 @@ def test_the_tuner_finds_the_best_of_the_record(trace, recorded, name):
     best, saved = sum(float(recorded.truth[i].max() * recorded.share[i]) for i in range(len(recorded.slots))), []
     for seed in range(4):
         job = RecordedJob(trace, recorded, seed=seed)
-        tuner = Tuner(LiveWindows(job), make_chooser(name), SETTINGS)
+        tuner = Tuner(LiveWindows(job), make_chooser(name), RULES)
         outcome = tuner.run()
         assert {p.slot for p in tuner.windows.profiles} >= {GATHER, SCATTER} and outcome.kept
-        saved.append(job.saving(outcome.decisions) / best)
+        saved.append(job.saving(tuner.decisions) / best)
     assert np.mean(saved) >= 0.5 and min(saved) > 0.25
 
 
@@ -56,6 +57,7 @@ def test_every_baseline_can_tune_a_job(trace, recorded, name):
     if name == "tpe":
         pytest.importorskip("optuna")
     job = RecordedJob(trace, recorded, 0)
-    outcome = Tuner(LiveWindows(job), make_chooser(name), Settings(windows=16, verify=6)).run()
-    saving = job.saving(outcome.decisions) if outcome.kept else 0.0
+    tuner = Tuner(LiveWindows(job), make_chooser(name), SearchConfig(rounds=16, pairs=6))
+    outcome = tuner.run()
+    saving = job.saving(tuner.decisions) if outcome.kept else 0.0
     assert 0 <= saving < 1 and (name != "default" or saving == 0)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from dynamiccl.agent.daemon.tuner import Settings, Tuner
+from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.live.windows import LiveWindows
@@ -100,7 +100,7 @@ def test_the_tuner_beside_a_job_of_two_batch_sizes():
         return STEP_MS * truth["batch"] * (1 - 0.12 * own + 0.08 * other)
 
     job = FakeJob(step_ms, noise=0.003)
-    tuner = Tuner(LiveWindows(job), make_chooser("expected-improvement", 0), Settings())
+    tuner = Tuner(LiveWindows(job), make_chooser("expected-improvement", 0))
     tuner.run()
     tables = {}
     for before, batch in pairwise((1.0, 1.6, 1.0, 1.6, 1.0)):
@@ -109,14 +109,14 @@ def test_the_tuner_beside_a_job_of_two_batch_sizes():
         tables[before] = job.confirmed
         for _ in range(20):
             tuner.step()
-        truth["batch"], reopened = batch, tuner.outcome.reopened
+        truth["batch"], reopened = batch, tuner.search.marks.reopened
         for _ in range(200):
-            if tuner.outcome.reopened > reopened and tuner.search.is_over:
+            if tuner.search.marks.reopened > reopened and tuner.search.is_over:
                 break
             tuner.step()
         tuner.step()
         assert job.confirmed == tables.get(batch, job.confirmed)
-    assert tuner.outcome.reopened == 4 and tuner.outcome.returned == 3 and tuner.outcome.kept
+    assert tuner.search.marks.reopened == 4 and tuner.search.marks.returned == 3 and tuner.outcome.kept
 
 
 def regime(step_ms, us=(100.0, 50.0)):

@@ -9,12 +9,9 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from . import EmulatedCluster, Json, Option, emulation, refusing
-
-if TYPE_CHECKING:
-    from ..daemon.compare import Comparison
 
 #: Steps at the start of a job that do not count: imports, connections, first touches of memory.
 WARM_UP = 5
@@ -42,18 +39,18 @@ def bench_overhead(
         emulation(cluster)
     with refusing(OSError, ValueError, RuntimeError):
         machine = Machine.here(cluster)
-        result = measure(pairs, lambda log: machine.zero3(steps, log, _LARGER), machine.env(), console.print)
-    percent = [100 * (x - 1) for x in (result.speedup, result.low, result.high)]
+        found = measure(pairs, lambda log: machine.zero3(steps, log, _LARGER), machine.env(), console.print)
+    percent = [100 * (x - 1) for x in found]
     if json:
-        print(json_module.dumps({"overhead_percent": percent[0], "ci95": percent[1:], "pairs": result.n_pairs}))
+        print(json_module.dumps({"overhead_percent": percent[0], "ci95": percent[1:], "pairs": pairs}))
     else:
-        print(f"overhead {percent[0]:+.2f} % [{percent[1]:+.2f}, {percent[2]:+.2f}] of a step, {result.n_pairs} pairs")
+        print(f"overhead {percent[0]:+.2f} % [{percent[1]:+.2f}, {percent[2]:+.2f}] of a step, {pairs} pairs")
 
 
 def measure(
     pairs: int, command: Callable[[Path], list[str]], env: Mapping[str, str], say: Callable[[str], object] = print
-) -> Comparison:
-    """Step time with / without, of jobs ``command(log)`` that write to ``log``: 1.01 is one percent of overhead.
+) -> list[float]:
+    """Step time with / without and its interval, of jobs ``command(log)`` that write to ``log``: 1.01 is one percent.
 
     Raises RuntimeError where a job fails, with its last words.
     """
@@ -65,21 +62,14 @@ def measure(
     return compare(times[True], times[False])
 
 
-def compare(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Comparison:
-    """Paired comparison of times ``a`` and ``b``, any unit: geometric mean of a / b.
-
-    The interval is the percentile bootstrap (Efron 1979) over pairs. Raises ValueError with fewer than 3 pairs.
-    """
+def compare(a: Sequence[float], b: Sequence[float], seed: int = 0) -> list[float]:
+    """Geometric mean of a / b, times in pairs and in any unit, and its 95 % interval by the bootstrap over pairs."""
     import numpy as np
 
-    from ..daemon.compare import Comparison
+    from ...envs.bench.scores import bootstrap
 
-    if len(a) < 3:
-        raise ValueError(f"a comparison needs at least 3 pairs, not {len(a)}")
     logs = np.log(a) - np.log(b)
-    means = logs[np.random.default_rng(seed).integers(0, len(logs), (RESAMPLES, len(logs)))].mean(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return Comparison.of(float(logs.mean()), float(low), float(high), len(logs))
+    return [float(np.exp(x)) for x in (logs.mean(), *bootstrap(logs, seed, RESAMPLES))]
 
 
 def _step_ms(command: Callable[[Path], list[str]], env: Mapping[str, str], watched: bool) -> float:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..daemon.request import Level
 from . import (
     OUTPUT,
     SEARCH,
@@ -77,9 +76,6 @@ def tune(
         str | None, Option(metavar="URL", group=OUTPUT, help="Where tables are kept for the next run; s3://... too.")
     ] = None,
     no_memory: Annotated[bool, Option(group=OUTPUT, help="Begin from nothing, and leave nothing.")] = False,
-    log_level: Annotated[
-        Level, Option(group=OUTPUT, metavar="LEVEL", help="Of OUT/tuner.log: debug, info, warning or error.")
-    ] = Level.info,
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,
     compute_scale: ComputeScale = None,
@@ -140,7 +136,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     from ...envs.nccl.plugin.build import job_env
     from ...envs.nccl.run_folder import LAUNCHER, make_folder
     from ..daemon.launcher import Plan
-    from ..daemon.request import AFRESH, Request, workload
+    from ..daemon.request import Request, workload
     from ..report.outputs import claim, link
 
     command, own = asked["command"], not asked["command"]
@@ -157,7 +153,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
         job = facts["stage"], asked["steps"], facts["n_processes"], job_log
         command = workload(*job, backend="emulated" if emulated else "nccl", seed=asked["seed"])
     run = make_folder()
-    left = {name: asked[name] for name in AFRESH}
+    left: dict[str, Any] = Request.among(asked)
     left |= {"out": out, "memory": memory, "emulated": emulated, "job_log": job_log, "launched": not own}
     left |= {"facts": facts, "job": " ".join(command)}
     Request(**left).write(run)

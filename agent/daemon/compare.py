@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import starmap
 from typing import Any
 
 import numpy as np
 
 from ...envs.search.sequential import Race
 from ...traces.records import Decision, Slot
+from ..report.summary import RunSummary
 from ..report.verdict import DEFAULT, rows_text
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Speed-up of b over a: time of a / time of b, with a 95 % interval over the pairs."""
-
-    speedup: float
-    low: float
-    high: float
-    n_pairs: int
-
-    def __str__(self) -> str:
-        return f"{self.speedup:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-    @classmethod
-    def of(cls, mean: float, low: float, high: float, n_pairs: int) -> Comparison:
-        """From logs of the ratio."""
-        return cls(math.exp(mean), math.exp(low), math.exp(high), n_pairs)
+def speedups(*logs: float) -> list[float]:
+    """From logs of the ratio of two times."""
+    return [math.exp(log) for log in logs]
 
 
 @dataclass
@@ -47,17 +36,13 @@ class Paired:
     against_ms: list[float] = field(default_factory=list)
     outcome: str = "open"  # then kept (the table took the other's place) or lost
 
-    @property
-    def result(self) -> Comparison:
-        """By how much the table is faster, with the interval that holds however often one looks."""
-        return Comparison.of(self.race.mean, *self.race.interval, self.race.n)
-
     def told(self) -> dict[str, Any]:
-        """For the summary; what was not measured is None."""
+        """For the summary: by how much the table is faster, with the interval that holds however often one looks. What
+        was not measured is None."""
         found: dict[str, Any] = {"table": self.table, "against": self.against, "trial": self.trial}
         found |= {"outcome": self.outcome, "pairs": self.race.n, "speedup": None, "speedup_ci95": None}
         if self.race.n:
-            found |= {"speedup": self.result.speedup, "speedup_ci95": [self.result.low, self.result.high]}
+            found["speedup"], *found["speedup_ci95"] = speedups(self.race.mean, *self.race.interval)
         for name, windows in (("table", self.table_ms), ("against", self.against_ms)):
             found |= {f"{name}_ms": float(np.median(windows)) if windows else None, f"{name}_windows": len(windows)}
         return found | {"steps": [self.first_step, self.last_step]}
@@ -72,9 +57,8 @@ class Ledger:
         self.paired: list[Paired] = []
         self._named = set[str]()
         self.best: tuple[str, float] | None = None  # of single windows: the letter, its time over the default's
-        self.search_ms = self.budget_ms = (
-            0.0  # what the search lost against the default up to the verdict, and may lose
-        )
+        self.windows = 0  # up to the verdict
+        self.search_ms = self.budget_ms = 0.0  # what they lost against the default, and may lose
         self.trials, self.trials_ms = 0, 0.0  # windows after it, and what they lost against the table in force
 
     def letter(self, decisions: Mapping[Slot, Decision]) -> str:
@@ -98,6 +82,20 @@ class Ledger:
         """The comparison that the search keeps in ``race``."""
         return next((one for one in self.paired if one.race is race), None)
 
+    def sum_up(self, outcome: RunSummary) -> RunSummary:
+        """The outcome of a search with what it tried, compared and paid."""
+        named = {outcome.in_force, *(name for one in self.paired for name in (one.table, one.against))}
+        return replace(
+            outcome,
+            windows=self.windows,
+            cost_s=self.search_ms / 1e3,
+            budget_s=self.budget_ms / 1e3,
+            trials=self.trials,
+            trials_cost_s=self.trials_ms / 1e3,
+            comparisons=[one.told() for one in self.paired],
+            tables={name: list(starmap(row_of, self.tables[name].items())) for name in self.tables if name in named},
+        )
+
 
 def row_of(slot: Slot, d: Decision) -> dict[str, Any]:
     """A slot and its decision as a row of the summary."""
@@ -108,15 +106,3 @@ def row_of(slot: Slot, d: Decision) -> dict[str, Any]:
 def letters(n: int) -> str:
     """A, B, ... Z, AA, AB, ..."""
     return letters(n // 26 - 1) + letters(n % 26) if n >= 26 else chr(ord("A") + n)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a run came to: intervals that hold however often the search looked (``envs.search.sequential``). What was
-    not measured is None."""
-
-    tuned: Comparison | None  # default / table
-    same: Comparison | None  # default / default, one window after the other
-    default: Paired | None = None  # where the default's windows are, and the table's: one comparison, or a chain's ends
-    table: Paired | None = None
-    detectable: float | None = None  # part of the step that a whole comparison would be sure of

@@ -6,14 +6,10 @@ It may end at any time, however it ends: what was confirmed stays in force, and 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +22,7 @@ from ...envs.live.windows import LiveWindows
 from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ...envs.nccl.shm import RunFolder
 from ...envs.nccl.table_json import TABLE, to_json
+from ...envs.search.watch import SearchConfig
 from ...traces.reasons import RunEnds
 from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
 from ...traces.segments import TraceError
@@ -37,15 +34,18 @@ from ..report.verdict import seconds, verdict
 from .log import LOG, log, open_log
 from .memory import Memory, facts_of
 from .request import Request
-from .summarise import summarise
-from .tuner import Outcome, Tuner, WindowLine
+from .summarise import ReportPage, summarise
+from .tuner import Tuner, WindowLine
 
 #: Space that a trace may take on disk, however long the job runs.
 TRACE_BYTES = 256 * 2**20
-#: Events that the report is drawn from, at most: the first and the last of a long run.
-REPORT_EVENTS = 500_000
-#: While the job runs the report is written so often at most.
-REPORT_EVERY_S = 30.0
+
+
+def rules_of(request: Request) -> SearchConfig:
+    """The search's rules."""
+    n = request.window_steps
+    steps = SearchConfig().window_steps if n is None else (n, n)
+    return SearchConfig(window_steps=steps, rounds=request.windows, pairs=request.verify, budget=request.budget)
 
 
 class Daemon:
@@ -61,7 +61,7 @@ class Daemon:
     ) -> None:
         """Raises ValueError for an unknown policy or a run that was stopped, Busy if the run has a tuner, OSError."""
         self.request, self.run, self.on_window, self.on_phase = request, run, on_window, on_phase
-        self.policy = make_chooser(request.policy, request.seed)  # before anything is touched: a bad name costs nothing
+        policy = make_chooser(request.policy, request.seed)  # before anything is touched: a bad name costs nothing
         if (run.path / STOP).exists() and not again:
             raise ValueError("tuning of this run was stopped by `dynamiccl stop`: --again begins once more")
         self._lock = lock(run.path / TUNER, f"{run.path} has a tuner already: stop that one first")
@@ -69,10 +69,11 @@ class Daemon:
             (run.path / STOP).unlink(missing_ok=True)
         self.out, self._out_lock = self._claim()
         self.job = Job(run, on_state=self._say)
-        self.outcome = Outcome()
-        self.failure = ""  # why tuning had to be withdrawn
+        self.memory = Memory(request.memory, request.job, self._warn) if request.memory else None
+        windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
+        self.tuner = Tuner(windows, policy, rules_of(request), self._tell, self._recall)
+        self.outcome = self.tuner.outcome
         self._closed = False
-        self.memory: Memory | None = None
         self._page = ReportPage(self.out)
         self._before = RunSummary.read(self.out) if self.job.confirmed else RunSummary()
 
@@ -117,77 +118,73 @@ class Daemon:
         return summary
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        """The log, as it was asked for, until ``stack`` closes."""
+        """The log, until ``stack`` closes."""
         request = self.request
         try:
-            stack.callback(open_log(self.out, request.log_level))
+            stack.callback(open_log(self.out))
         except OSError as error:
             self._warn(f"not written: {error}")
         log.info("a tuner begins, process %d: policy %s, run %s", os.getpid(), request.policy, self.run.path)
         log.info("job: %s", request.job or "joined")
 
     def _serve(self, writer: TraceWriter) -> None:
-        request, job = self.request, self.job
-        windows = LiveWindows(job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
-        if request.memory:
-            self.memory = Memory(request.memory, request.job, self._warn)
-
-        def recall(windows: LiveWindows) -> dict[Slot, Decision]:
-            facts = facts_of(windows, request)
-            writer.update_header(**facts)
-            if self.memory is None:
-                return {}
-            table = self.memory.recall(facts, windows.profiles)
-            self._say(f"memory: {self.memory.text}")
-            return table
-
-        tuner = Tuner(windows, self.policy, request, self._tell, recall=recall)
-        self.outcome = tuner.outcome
+        job = self.job
         try:
             told = "a table was confirmed before: going on with it"
             self._say(told if job.confirmed else "waiting for the job's first steps")
-            self._tune(tuner)
-            self._watch(tuner)
+            self._tune()
+            self._watch()
         except KeyboardInterrupt as reason:
             self.outcome.ended = str(reason) or RunEnds.INTERRUPTED()
             self._say(f"{self.outcome.ended}: the job goes on under what was confirmed")
         finally:
             job.release()
-            self._remember(tuner)
+            self._remember()
             job.take(everything=True)
             if job.damaged:
                 writer.update_header(rings_damaged=job.damaged)
 
-    def _tune(self, tuner: Tuner) -> None:
+    def _recall(self, windows: LiveWindows) -> dict[Slot, Decision]:
+        """The table that is tried first, from the memory; the trace's header tells the cluster from here on."""
+        facts = facts_of(windows, self.request)
+        assert self.job.writer is not None
+        self.job.writer.update_header(**facts)
+        if self.memory is None:
+            return {}
+        table = self.memory.recall(facts, windows.profiles)
+        self._say(f"memory: {self.memory.text}")
+        return table
+
+    def _tune(self) -> None:
         """Up to the verdict, the watch over a table that was confirmed before, or why there is nothing to tune."""
         job = self.job
         job.thin = False
         if job.confirmed:
             self.outcome.kept = True
             with contextlib.suppress(JobEnded):  # the watch says why
-                tuner.resume(job.confirmed)
+                self.tuner.resume(job.confirmed)
         else:
-            tuner.run()
-            self._say_verdict(tuner)
+            self.tuner.run()
+            self._say_verdict()
         job.confirm(job.confirmed)
         job.thin = True
-        self._remember(tuner)
+        self._remember()
         self._write(self._summary())  # a job may run for weeks from here
 
-    def _say_verdict(self, tuner: Tuner) -> None:
+    def _say_verdict(self) -> None:
         """The verdict, as it stands in the summary, and what is done from there on."""
-        summary, search = self._summary(), tuner.search
+        summary, search = self._summary(), self.tuner.search
         if summary.steps_to_verdict is not None:
             self._say(f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}")
-        elif self.outcome.ended not in ("", RunEnds.STOPPED()):  # what was confirmed by then is told at the end
+        elif self.outcome.ended not in (None, RunEnds.STOPPED()):  # what was confirmed by then is told at the end
             self._say(self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
             left, steps = search.later.left, search.window_steps
             self._say(f"trials: up to {left} times {steps} steps under another table; with tune --once there are none")
 
-    def _watch(self, tuner: Tuner) -> None:
+    def _watch(self) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""
-        job, over = self.job, tuner.search is None
+        job, tuner, over = self.job, self.tuner, self.tuner.search is None
         while job.is_alive():
             try:
                 if self.request.once and tuner.search is not None and tuner.search.is_over:
@@ -195,20 +192,20 @@ class Daemon:
                     self._say(self.outcome.ended)
                     return
                 if not over:
-                    self._step(tuner)
+                    self._step()
                     continue
                 job.rest()
                 job.check()
                 if tuner.looks_again():
                     self._say("looking again for what can be tuned")
-                    self._tune(tuner)
+                    self._tune()
                     over = tuner.search is None
             except Stopped as reason:
                 self._drop(str(reason))
                 return
             except Withdrawn as reason:
-                if not self.failure:
-                    self.failure, over = str(reason), True
+                if not self.outcome.failure:
+                    self.outcome.failure, over = str(reason), True
                     self._drop(str(reason), "FAILURE: ")
             except Closed as reason:  # the ranks themselves have gone back to what was confirmed
                 if not self._closed and str(reason) != self.outcome.ended:  # else the search has said it
@@ -217,27 +214,28 @@ class Daemon:
             except JobEnded:
                 return
 
-    def _step(self, tuner: Tuner) -> None:
+    def _step(self) -> None:
         """One window of the watch, and a word where it has changed something. Raises JobEnded."""
-        search, now, before = tuner.search, self.outcome, replace(self.outcome)
-        was_done = search is None or search.is_done
-        self.job.thin = search is None or search.is_over  # a search asks for kernel times
-        tuner.step()
+        search, ledger, was_kept = self.tuner.search, self.tuner.ledger, self.outcome.kept
+        assert search is not None
+        was_done, before = search.is_done, replace(search.marks)
+        self.job.thin = search.is_over  # a search asks for kernel times
+        self.tuner.step()
         self._page.draw_at_times(self._summary)
-        if now.reopened > before.reopened:
+        if search.marks.reopened > before.reopened:
             self._say("the job has changed: measuring NCCL's own choice anew")
-        if now.returned > before.returned:
+        if search.marks.returned > before.returned:
             self._say("a regime that was tuned before: its table is in force again")
-        if search is not None and search.is_done and not was_done:
-            self._say(f"trials over: {now.ledger.trials} windows, at the cost of {seconds(now.ledger.trials_ms / 1e3)}")
-        if before.kept and not now.kept and now.dropped:
-            self._say(f"back to NCCL's own choice: {now.dropped}")
+        if search.is_done and not was_done:
+            self._say(f"trials over: {ledger.trials} windows, at the cost of {seconds(ledger.trials_ms / 1e3)}")
+        if was_kept and not self.outcome.kept and self.outcome.dropped:
+            self._say(f"back to NCCL's own choice: {self.outcome.dropped}")
 
-    def _remember(self, tuner: Tuner) -> None:
+    def _remember(self) -> None:
         """Leave what was confirmed, or the verdict, to the next job here; a run that failed leaves nothing."""
-        search = tuner.search
-        if self.memory is not None and search is not None and (search.is_over or search.races) and not self.failure:
-            self.memory.leave(self.outcome)
+        search = self.tuner.search
+        if self.memory and search and (search.is_over or search.races) and not self.outcome.failure:
+            self.memory.leave(self.tuner)
 
     def _drop(self, why: str, mark: str = "") -> None:
         if self.outcome.kept:
@@ -282,58 +280,16 @@ class Daemon:
             (self.out / TABLE).unlink(missing_ok=True)
 
     def _summary(self) -> RunSummary:
+        found = self._before or self.tuner.ledger.sum_up(self.outcome)
         return replace(
-            summarise(self.request, self.outcome, self.job, self._before),
+            summarise(self.request, found, self.outcome, self.job),
             memory=self.memory.told() if self.memory else None,
-            failure=self.failure or None,
             run=str(self.run.path),
             trace=str(self.out / "trace"),
             table=str(self.out / TABLE) if self.job.confirmed else None,
             report=str(self.out / "report.html"),
             log=str(self.out / LOG),
         )
-
-
-class ReportPage:
-    """The page of a run. A process of its own draws it: what draws is not imported beside the job."""
-
-    def __init__(self, out: Path) -> None:
-        self.out = out
-        self._process: subprocess.Popen[str] | None = None
-        self._drawn = time.monotonic()
-
-    def draw_at_times(self, summary: Callable[[], RunSummary]) -> None:
-        """While the run goes on: every half minute, by a process that gives way to the job."""
-        if time.monotonic() - self._drawn < REPORT_EVERY_S or (self._process and self._process.poll() is None):
-            return
-        self._drawn = time.monotonic()
-        with contextlib.suppress(OSError):  # the page is a convenience
-            self._process = self._draw(summary(), "running", subprocess.DEVNULL, "nice", "-n", "19")
-
-    def draw_last(self, summary: RunSummary) -> str:
-        """The page of a run that is over; what went wrong, '' for nothing. Raises OSError."""
-        if self._process:
-            self._process.kill()  # it must not write after the last page
-            self._process.wait()
-        last = self._draw(summary, "over", subprocess.PIPE)
-        said = last.stderr.read() if last.stderr else ""
-        return (said.strip().rpartition("\n")[2] or f"its process ended with {last.returncode}") if last.wait() else ""
-
-    def _draw(self, summary: RunSummary, state: str, errors: int, *before: str) -> subprocess.Popen[str]:
-        words = [
-            *before,
-            sys.executable,
-            "-m",
-            "dynamiccl.agent.report.report",
-            str(self.out),
-            str(REPORT_EVENTS),
-            state,
-        ]
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(vars(summary)))
-        process.stdin.close()
-        return process
 
 
 @contextlib.contextmanager

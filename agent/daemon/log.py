@@ -9,7 +9,6 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from ...traces.header import masked
-from .request import Level
 
 #: Its file beside the summary; at this size it is renamed, the one before it goes.
 LOG, MOST_BYTES = "tuner.log", 8 * 2**20
@@ -19,14 +18,14 @@ MOST = 8192
 log = logging.getLogger("dynamiccl")
 
 
-def open_log(folder: Path, level: str) -> Callable[[], None]:
-    """Append to the log in ``folder`` until the function that is returned is called. Raises OSError, ValueError."""
+def open_log(folder: Path) -> Callable[[], None]:
+    """Append to the log in ``folder`` until the function that is returned is called. Raises OSError."""
     handler = _File(folder / LOG, maxBytes=MOST_BYTES, backupCount=1, encoding="utf-8")
     line = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
     line.converter = time.gmtime
     handler.setFormatter(line)
     handler.addFilter(_without_secrets)
-    log.setLevel(Level(level).upper())
+    log.setLevel(logging.DEBUG)
     log.addHandler(handler)
     log.propagate = False
 

@@ -29,7 +29,7 @@ from ...traces.queries.slots import SlotProfile
 from ...traces.records import AUTO, Decision, Slot, decision_from
 from ..report.outputs import full_url
 from .request import Request
-from .tuner import Outcome
+from .tuner import Tuner
 
 #: Of the files; those of any other are not read. Runs of a cluster that are looked at, the newest.
 FORMAT, MOST_RUNS = 2, 40
@@ -140,13 +140,13 @@ class Memory:
                 self.text = f"{len(found)} of {len(mine)} slots begin with what {run['job']} came to, {run['written']}"
         return table
 
-    def leave(self, outcome: Outcome) -> None:
+    def leave(self, tuner: Tuner) -> None:
         """Write down what the run has come to by now."""
-        v = outcome.verdict.tuned if outcome.kept and outcome.verdict else None
+        o, table = tuner.outcome, tuner.decisions
         told = {"format": FORMAT, "written": datetime.now(UTC).isoformat(timespec="seconds"), "job": self.job}
         told |= {"cluster": {fact: self.facts.get(fact) or "unknown" for fact in FACTS}}
-        told |= {"speedup": [v.speedup, v.low, v.high] if v else None}
-        told |= {"slots": [vars(Kept.of(c.profile, c.decision)) for c in outcome.choices]}
+        told |= {"speedup": [o.speedup, *o.speedup_ci95] if o.kept and o.speedup_ci95 else None}
+        told |= {"slots": [vars(Kept.of(p, table.get(p.slot, AUTO))) for p in tuner.windows.profiles]}
         try:
             in_time(lambda: Store(self.url).write(key_of(self.facts), self._name, told))
         except Exception as error:

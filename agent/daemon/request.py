@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +17,18 @@ from ..policies.choosing import DEFAULT
 
 #: Its file in the run folder.
 REQUEST = "request.json"
-#: Options that are said anew by whoever joins; each is a field of its name.
-AFRESH = (
-    *("windows", "verify", "window_steps", "budget", "once", "quiet"),
-    *("policy", "seed", "bitwise", "out", "json", "memory", "log_level"),
-)
 #: A comparison of fewer pairs is none.
 LEAST_PAIRS = 2
 
 
-class Level(StrEnum):
-    """What is written to the tuner's log: this, and what is graver."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
-
-
 @dataclass(frozen=True)
-class Settings:
-    """How long a run may take."""
+class Request:
+    """One run of ``dynamiccl tune``. Fields with the name of an option are said anew by whoever joins."""
 
     windows: int = 20  # of the policy's own, at most
     verify: int = 12  # pairs of windows in one comparison, at most
     window_steps: int | None = None  # None: as the noise of the job asks for
     budget: float = 0.05  # share of the job's time that the search may lose against the default
-
-
-@dataclass(frozen=True)
-class Request(Settings):
-    """One run of ``dynamiccl tune``."""
-
     out: Path | None = None  # None: a new folder, see ``outputs.claim``
     emulated: Emulated | None = None
     policy: str = DEFAULT
@@ -63,7 +42,11 @@ class Request(Settings):
     json: bool = False  # print the summary to stdout, and no text
     memory: str | None = None  # where what was learned of clusters is kept; None: nowhere
     launched: bool = False  # the job prints on the same terminal
-    log_level: str = "info"  # of OUT/tuner.log
+
+    @classmethod
+    def among(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a command's options those that are fields."""
+        return {f.name: options[f.name] for f in fields(cls) if f.name in options}
 
     def write(self, run: Path) -> None:
         """Leave the request in the run folder. Raises OSError."""
@@ -80,7 +63,7 @@ class Request(Settings):
         except FileNotFoundError:
             left = {}
         try:
-            left |= {k: v for k, v in options.items() if k in AFRESH}
+            left |= cls.among(options)
             left["emulated"] = Emulated(**left["emulated"]) if left.get("emulated") else None
             for name in ("out", "job_log"):
                 left[name] = Path(left[name]) if left.get(name) is not None else None

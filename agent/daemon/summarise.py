@@ -1,9 +1,16 @@
-"""What the daemon says of its run: the summary, from what was asked, what the search came to and how the job stands."""
+"""What the daemon leaves of its run: the summary, from what was asked, what the search came to and how the job stands,
+and the page that is drawn from it."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any
+from pathlib import Path
 
 from ...envs.bench.strata import percentile_of_gain
 from ...envs.live.job import Job
@@ -11,18 +18,22 @@ from ...traces.reasons import RunEnds, names
 from ..report.outputs import logged
 from ..report.summary import RunSummary
 from ..report.verdict import DEFAULT
-from .compare import row_of
 from .request import Request
-from .tuner import Outcome, SlotChoice
+
+#: Events that the report is drawn from, at most: the first and the last of a long run.
+REPORT_EVENTS = 500_000
+#: While the job runs the report is written so often at most.
+REPORT_EVERY_S = 30.0
 
 
-def summarise(request: Request, outcome: Outcome, job: Job, before: RunSummary) -> RunSummary:
-    """The summary so far. ``before``: the one that an earlier tuner of the run left, which found what stands."""
+def summarise(request: Request, found: RunSummary, outcome: RunSummary, job: Job) -> RunSummary:
+    """The summary so far. ``found``: what the search gave, of an earlier tuner of the run where there was one;
+    ``outcome``: how this one's stands."""
     losses: list[float | None] = [*logged(request.job_log, "loss")] or [None]
     emulated = asdict(request.emulated) if request.emulated else {}
-    found = before or measured_by(outcome, bool(emulated))
     agreement = {"state": job.state[0].name, "text": job.state[1]} if job.state else {}
-    texts = {"ended": outcome.ended, "no_table": _no_table(outcome, found), "agreement": agreement.get("text", "")}
+    no_gain = RunEnds.NO_GAIN() if found.is_decided and not outcome.kept else ""
+    texts = {"ended": outcome.ended, "no_table": outcome.dropped or no_gain, "agreement": agreement.get("text", "")}
     return replace(
         found,
         cluster=emulated.get("cluster"),
@@ -36,56 +47,53 @@ def summarise(request: Request, outcome: Outcome, job: Job, before: RunSummary) 
         steps=job.last_step,
         loss_first=losses[0],
         loss_last=losses[-1],
-        default_share_after=outcome.default_share,
+        family=percentile_of_gain(1 - 1 / found.speedup) if emulated and found.speedup else None,
+        default_share_after=outcome.default_share_after,
         kept=outcome.kept,
         in_force=found.in_force if outcome.kept else DEFAULT,
-        dropped=outcome.dropped or None,
-        not_obeyed=list(map(str, outcome.disobeyed)),
-        refused=[_refusal(*r) for r in outcome.refused],
+        dropped=outcome.dropped,
+        not_obeyed=outcome.not_obeyed,
+        refused=outcome.refused,
         agreement=agreement or None,
         consistency={"calls_checked": job.audit.calls_checked, "mismatches": job.audit.mismatches},
         records_lost=sum(job.lost.values()),
-        ended=outcome.ended or None,
-        reasons={key: names(text) for key, text in texts.items()},
+        ended=outcome.ended,
+        failure=outcome.failure,
+        reasons={key: names(text or "") for key, text in texts.items()},
         job_status=job.status,
     )
 
 
-def _no_table(outcome: Outcome, found: RunSummary) -> str:
-    """Why no table is in force after a verdict."""
-    return outcome.dropped or (RunEnds.NO_GAIN() if found.is_decided and not outcome.kept else "")
+class ReportPage:
+    """The page of a run. A process of its own draws it: what draws is not imported beside the job."""
 
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._process: subprocess.Popen[str] | None = None
+        self._drawn = time.monotonic()
 
-def measured_by(outcome: Outcome, emulated: bool) -> RunSummary:
-    """What the search and its comparisons gave."""
-    found = RunSummary(windows=outcome.windows, decisions=list(map(_decision, outcome.choices)))
-    found.steps_to_first_gain, found.steps_to_verdict = outcome.first_gain, outcome.steps_to_verdict
-    ledger = outcome.ledger
-    found.comparisons = [one.told() for one in ledger.paired]
-    found.in_force = ledger.letter(outcome.decisions) if outcome.kept else DEFAULT
-    told = {found.in_force, *(name for one in ledger.paired for name in (one.table, one.against))}
-    rows = {name: [row_of(*row) for row in table.items()] for name, table in ledger.tables.items()}
-    found.tables = {name: table for name, table in rows.items() if name in told}
-    found.cost_s, found.budget_s = ledger.search_ms / 1e3, ledger.budget_ms / 1e3
-    found.trials, found.trials_cost_s = ledger.trials, ledger.trials_ms / 1e3
-    if v := outcome.verdict:
-        found.detectable, found.aa_speedup_ci95 = v.detectable, [v.same.low, v.same.high] if v.same else None
-        if v.tuned:
-            found.speedup, found.speedup_ci95 = v.tuned.speedup, [v.tuned.low, v.tuned.high]
-            if emulated:
-                found.family = percentile_of_gain(1 - 1 / v.tuned.speedup)
-        if v.default and v.table:
-            first, last = v.default.told(), v.table.told()
-            found.compared, found.compared_steps = last["table"], [first["steps"][0], last["steps"][1]]
-            found.default_step_ms, found.default_windows = first["against_ms"], first["against_windows"]
-            found.tuned_step_ms, found.tuned_windows = last["table_ms"], last["table_windows"]
-    return found
+    def draw_at_times(self, summary: Callable[[], RunSummary]) -> None:
+        """While the run goes on: every half minute, by a process that gives way to the job."""
+        if time.monotonic() - self._drawn < REPORT_EVERY_S or (self._process and self._process.poll() is None):
+            return
+        self._drawn = time.monotonic()
+        with contextlib.suppress(OSError):  # the page is a convenience
+            self._process = self._draw(summary(), "running", subprocess.DEVNULL, "nice", "-n", "19")
 
+    def draw_last(self, summary: RunSummary) -> str:
+        """The page of a run that is over; what went wrong, '' for nothing. Raises OSError."""
+        if self._process:
+            self._process.kill()  # it must not write after the last page
+            self._process.wait()
+        last = self._draw(summary, "over", subprocess.PIPE)
+        said = last.stderr.read() if last.stderr else ""
+        return (said.strip().rpartition("\n")[2] or f"its process ended with {last.returncode}") if last.wait() else ""
 
-def _decision(choice: SlotChoice) -> dict[str, Any]:
-    found = row_of(choice.profile.slot, choice.decision)
-    return found | {"own": choice.profile.own, "tried": choice.tried, "reason": choice.reason}
-
-
-def _refusal(slot: Any, decision: Any, why: str) -> dict[str, Any]:
-    return {"slot": str(slot), "decision": str(decision), "reason": next(iter(names(why)), None), "why": why}
+    def _draw(self, summary: RunSummary, state: str, errors: int, *before: str) -> subprocess.Popen[str]:
+        words = [*before, sys.executable, "-m", "dynamiccl.agent.report.report"]
+        words += [str(self.out), str(REPORT_EVENTS), state]
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(vars(summary)))
+        process.stdin.close()
+        return process

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,24 +25,18 @@ from ...envs.search.sequential import ROOM, Race, half_width
 from ...envs.search.watch import SearchConfig
 from ...envs.search.windows import PHASES, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
 from ...traces.queries.slots import SlotProfile
-from ...traces.reasons import RowRefused, RunEnds
+from ...traces.reasons import RowRefused, RunEnds, names
 from ...traces.records import AUTO, Decision, Slot
 from ...traces.spaces import config_of, decision_of
-from ..report.verdict import OWN, change, ms, rows_text, side
+from ..report.summary import RunSummary
+from ..report.verdict import DEFAULT, OWN, change, ms, rows_text, side
 from ..report.verdict import outcome as outcome_text
-from .compare import Comparison, Ledger, Paired, Verdict, row_of
-from .request import Settings
+from .compare import Ledger, Paired, row_of, speedups
 
 Array = np.ndarray[Any, Any]
 
 #: Steps after which a job in which there was nothing to tune is looked at again; twice as many each time.
 LOOK_AGAIN = 50
-
-
-def rules_of(s: Settings) -> SearchConfig:
-    """The search's rules."""
-    steps = SearchConfig().window_steps if s.window_steps is None else (s.window_steps, s.window_steps)
-    return SearchConfig(window_steps=steps, rounds=s.windows, pairs=s.verify, budget=s.budget)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,69 +67,39 @@ class WindowLine:
         return "; ".join([f"{text}  {self.verdict}", *self.events])
 
 
-@dataclass(frozen=True)
-class SlotChoice:
-    """What was decided for one slot: NCCL's own choice of it, how many other configs were tried, and why NCCL's stays
-    where it does."""
-
-    profile: SlotProfile
-    decision: Decision
-    tried: int
-    reason: str = ""
-
-
-@dataclass
-class Outcome:
-    """What a run came to. ``verdict`` is None when the job ended before it."""
-
-    choices: list[SlotChoice] = field(default_factory=list)
-    verdict: Verdict | None = None
-    kept: bool = False  # the table is in force; otherwise NCCL's own choice is
-    ledger: Ledger = field(default_factory=Ledger)
-    windows: int = 0
-    ended: str = ""  # why the run ended early, if it did
-    dropped: str = ""  # why a table that was kept is no more in force
-    disobeyed: list[Disobeyed] = field(default_factory=list)  # rows that NCCL did not follow, each once
-    refused: list[tuple[Slot, Decision, str]] = field(default_factory=list)  # what is not tried again, and why
-    first_gain: int | None = None  # optimizer steps from the job's first to the first confirmed gain ...
-    steps_to_verdict: int | None = None  # ... and to the verdict
-    default_share: float | None = None  # share of the steps since then that ran under the default
-    reopened: int = 0  # times that the job had changed
-    returned: int = 0  # of them, into a regime that was tuned before: no new search
-    refined: int = 0  # slots changed for the better after the verdict
-
-    @property
-    def decisions(self) -> dict[Slot, Decision]:
-        """What the table holds for each slot."""
-        return {c.profile.slot: c.decision for c in self.choices if not c.decision.is_auto}
+#: Fields of a summary that only a verdict has.
+_VERDICT = (
+    *("speedup", "speedup_ci95", "aa_speedup_ci95", "detectable", "compared", "compared_steps"),
+    *("default_step_ms", "default_windows", "tuned_step_ms", "tuned_windows"),
+)
 
 
 class Tuner:
-    """One tuning run over one job."""
+    """One tuning run over one job. ``outcome`` is what it came to, as far as the search knows; what was tried, compared
+    and paid is in ``ledger``, see :meth:`Ledger.sum_up`."""
 
     def __init__(
         self,
         windows: LiveWindows,
         policy: Policy,
-        settings: Settings,
+        rules: SearchConfig | None = None,
         on_window: Callable[[WindowLine], None] = lambda line: None,
-        prior: Prior | None = None,
         recall: Callable[[LiveWindows], Mapping[Slot, Decision]] = lambda windows: {},
     ) -> None:
         """``recall``: a table to be tried before all others, asked for once the job's slots are found."""
-        self.windows, self.policy, self.settings, self.on_window = windows, policy, settings, on_window
+        self.windows, self.policy, self.rules, self.on_window = windows, policy, rules, on_window
         self.recall = recall
-        self.prior = prior or Prior.load()
-        self.outcome = Outcome()
+        self.outcome, self.ledger = RunSummary(kept=False, in_force=DEFAULT), Ledger()
         self.search: Search | None = None
         self._state: Any = None
+        self._disobeyed: dict[tuple[Slot, Decision], str] = {}  # rows that NCCL did not follow, and what it did
         windows.on_window = self._saw
-        windows.on_disobeyed = self.outcome.disobeyed.append
+        windows.on_disobeyed = self._saw_disobeyed
         self._last: Window | None = None
         self._default_ms = self._beside_ms = 0.0  # the last windows under NCCL's own choice, and under what is in force
         self._wait, self._look_at = LOOK_AGAIN, math.inf
 
-    def run(self) -> Outcome:
+    def run(self) -> RunSummary:
         """Profile, search, compare. A job that ends early ends the run early, and so does one in which there is nothing
         to tune: the outcome says so, and the latter may be run again, see :meth:`looks_again`."""
         try:
@@ -162,16 +126,15 @@ class Tuner:
         self._look_at = math.inf
         try:
             job, default = self.windows.begin()
-            self.outcome.ended = ""
+            self.outcome.ended = None
         except ValueError as error:  # not for good: first steps are long, and a job may begin with another part
             self.outcome.ended = str(error)
             self._look_at, self._wait = self.windows.job.last_step + self._wait, 2 * self._wait
             return
         finally:
             self._tell_profile()
-        rules = rules_of(self.settings)
         first = self._configs(self.recall(self.windows))
-        self.search = Search(job, default, self.prior, rules, first, self.windows.confirm)
+        self.search = Search(job, default, Prior.load(), self.rules, first, self.windows.confirm)
 
     def _configs(self, decisions: Mapping[Slot, Decision]) -> Array:
         """Of each slot; AUTO's where there is no decision, or one outside the action space."""
@@ -191,14 +154,19 @@ class Tuner:
             if search.is_over != over:
                 return
         seen = self.windows.measure(plan)
-        self.outcome.windows += not over
-        lost, sides = search.lost, _Sides.of(search, plan)
+        self.ledger.windows += not over
+        lost, sides = search.lost, _sides(search, plan)
         search.record(plan, seen)
         given_up = float(seen.step_ms[-1]) > plan.limit_ms
         self._charge(plan, seen.billed, search.lost - lost, over)
         self._tell(plan, search, sides, given_up)
-        if over or search.marks.reopened or (search.confirmed.any() and self.outcome.first_gain is None):
+        if over or search.marks.reopened or (search.confirmed.any() and self.outcome.steps_to_first_gain is None):
             self._conclude()
+
+    @property
+    def decisions(self) -> dict[Slot, Decision]:
+        """The table that is in force when nothing is tried."""
+        return self.windows.decisions(self.search.confirmed) if self.search is not None else {}
 
     # -- what is told ------------------------------------------------------------------------------------------
 
@@ -208,45 +176,43 @@ class Tuner:
         if search is None:
             return
         self._note_milestones(search)
+        o.in_force = self.ledger.letter(self.decisions)
         sure = search.is_over or bool(search.races)  # a table that was confirmed has its figures, however the job ends
-        if o.reopened and not sure:
-            o.verdict = None  # it was of the job as it had been
         if sure or search.race is None:
-            o.choices = [self._choice(i, p, search) for i, p in enumerate(self.windows.profiles)]
-        if sure:
-            o.verdict = verdict_of(search, o.ledger)
+            o.decisions = [self._decision(i, p, search) for i, p in enumerate(self.windows.profiles)]
+        vars(o).update(_verdict_of(search, self.ledger) if sure else dict.fromkeys(_VERDICT))
         o.refused = [self._refusal(int(s), int(c)) for s, c in np.argwhere(search.banned | (search.canary.hits > 1))]
 
     def _note_milestones(self, search: Search) -> None:
         """What is in force, and at which step of the job it came to that."""
         o, marks, now = self.outcome, search.marks, self.windows.job.last_step
         o.kept = bool(search.confirmed.any())
-        if marks.first_gain >= 0 and o.first_gain is None:
-            o.first_gain = now
+        if marks.first_gain >= 0 and o.steps_to_first_gain is None:
+            o.steps_to_first_gain = now
         if marks.verdict >= 0 and o.steps_to_verdict is None:
             o.steps_to_verdict = now
-        o.default_share = search.after_default / search.after if search.after else None
-        o.reopened, o.returned, o.refined = marks.reopened, marks.returned, marks.refined
+        o.default_share_after = search.after_default / search.after if search.after else None
         if marks.dropped and not o.dropped and not o.kept:
             o.dropped = RunEnds.SLOWER()
 
-    def _refusal(self, i: int, config: int) -> tuple[Slot, Decision, str]:
+    def _refusal(self, i: int, config: int) -> dict[str, Any]:
         slot, decision = self.windows.profiles[i].slot, decision_of(config)
-        row = next((d for d in self.outcome.disobeyed if (d.slot, d.decision) == (slot, decision)), None)
         too_slow = RowRefused.TOO_SLOW(decision=decision, slot=slot, times=GIVE_UP)
-        return slot, decision, too_slow if row is None else str(row)
+        why = self._disobeyed.get((slot, decision), too_slow)
+        return {"slot": str(slot), "decision": str(decision), "reason": next(iter(names(why)), None), "why": why}
 
-    def _choice(self, i: int, profile: SlotProfile, search: Search) -> SlotChoice:
+    def _decision(self, i: int, profile: SlotProfile, search: Search) -> dict[str, Any]:
+        """The row of a slot; how many other configs were tried, and why NCCL's own choice stays where it does."""
         decision, tried = decision_of(int(search.confirmed[i])), int((search.tried[i, 1:] > 0).sum())
         why = ""
         if decision.is_auto:
             found = RowRefused.NOT_BETTER if tried else RowRefused.NOT_TRIED
             why = found(own=profile.own, tried=tried)
-        return SlotChoice(profile, decision, tried, why)
+        return row_of(profile.slot, decision) | {"own": profile.own, "tried": tried, "reason": why}
 
     def _charge(self, plan: Plan, steps: int, lost: float, over: bool) -> None:
         """What a window cost: up to the verdict as the budget counts it, later against the table in force."""
-        search, ledger, window = self.search, self.outcome.ledger, self._last
+        search, ledger, window = self.search, self.ledger, self._last
         assert search is not None and window is not None
         if not over:
             ledger.search_ms += lost * search.default_ms
@@ -257,6 +223,10 @@ class Tuner:
 
     def _saw(self, plan: Plan, window: Window) -> None:
         self._last = window
+
+    def _saw_disobeyed(self, row: Disobeyed) -> None:
+        self._disobeyed[row.slot, row.decision] = str(row)
+        self.outcome.not_obeyed.append(str(row))
 
     def _tell_profile(self) -> None:
         if self._last is None:
@@ -269,7 +239,7 @@ class Tuner:
     def _tell(self, plan: Plan, search: Search, sides: _Sides | None, given_up: bool) -> None:
         """Tell the window that was just recorded: enter it where it belongs, and say what came of it."""
         assert self._last is not None
-        window, ledger, events = self._last, self.outcome.ledger, list[str]()
+        window, ledger, events = self._last, self.ledger, list[str]()
         table = self.windows.decisions(plan.configs)
         letter = ledger.letter(table)
         if not plan.configs.any():
@@ -292,7 +262,8 @@ class Tuner:
 
     def _enter(self, plan: Plan, sides: _Sides, search: Search, window: Window, given_up: bool) -> list[str]:
         """Enter a window of a comparison; what there is to say of that."""
-        ledger, race, events = self.outcome.ledger, sides.race(), list[str]()
+        ledger, events = self.ledger, list[str]()
+        race = sides.races.get(sides.table.tobytes())
         if race is None:
             return events
         paired = ledger.of(race)
@@ -306,7 +277,7 @@ class Tuner:
             (paired.table_ms if plan.kind in (TABLE, TRIAL) else paired.against_ms).append(window.step_ms)
             paired.against_ms += [self._beside_ms] * paired.trial
         paired.last_step = int(window.steps[-1])
-        paired.outcome = sides.outcome(search, race)
+        paired.outcome = _came_to(search, race, sides.table)
         if paired.outcome == "kept" or (paired.outcome == "lost" and not paired.trial):
             events += [*ledger.legend(paired.table), outcome_text(paired.told())]
         return events
@@ -314,14 +285,13 @@ class Tuner:
     def _line(self, phase: str, table: Mapping[Slot, Decision], verdict: str, events: list[str]) -> None:
         """Tell the last window."""
         assert self._last is not None
-        window, ledger = self._last, self.outcome.ledger
-        in_force = self.windows.decisions(self.search.confirmed) if self.search is not None else {}
+        window, ledger = self._last, self.ledger
         self.on_window(
             WindowLine(
-                index=self.outcome.windows,
+                index=ledger.windows,
                 phase=phase,
                 table=ledger.letter(table),
-                in_force=ledger.letter(in_force),
+                in_force=ledger.letter(self.decisions),
                 decision=rows_text(row_of(slot, decision) for slot, decision in table.items()) if table else "auto",
                 step_ms=window.step_ms,
                 default_ms=self._default_ms,
@@ -337,44 +307,47 @@ class Tuner:
         )
 
 
-@dataclass(frozen=True)
-class _Sides:
-    """The comparison that a window is of: configs (s,) of its two sides, and the search's account of its pairs."""
+class _Sides(NamedTuple):
+    """The comparison that a window is of: configs (s,) of its two sides, and the races of tables with the second."""
 
     table: Array
     against: Array
-    race: Callable[[], Race | None]
-
-    @classmethod
-    def of(cls, search: Search, plan: Plan) -> _Sides | None:
-        """Of a window that is about to be recorded; None for one that is of no comparison."""
-        if plan.kind in (REFERENCE, TABLE):
-            race = search.race
-            return cls(search.table.copy(), search.reference.copy(), lambda: race)
-        if plan.kind == TRIAL:
-            races = search.later.races
-            return cls(plan.configs, search.confirmed.copy(), lambda: races.get(plan.configs.tobytes()))
-        return None
-
-    def outcome(self, search: Search, race: Race) -> str:
-        """What the search has made of it, once the window is recorded."""
-        if any(one is race for one in search.races):
-            return "kept"
-        is_open = search.race is race or (search.is_over and self.table.tobytes() not in search.beaten)
-        return "open" if is_open else "lost"
+    races: Mapping[bytes, Race | None]
 
 
-def verdict_of(search: Search, ledger: Ledger) -> Verdict:
-    """The verdict of a search that is over: the table against the default, and the default against itself."""
+def _sides(search: Search, plan: Plan) -> _Sides | None:
+    """Of a window that is about to be recorded; None for one that is of no comparison."""
+    if plan.kind in (REFERENCE, TABLE):
+        return _Sides(search.table, search.reference, {search.table.tobytes(): search.race})
+    return _Sides(plan.configs, search.confirmed, search.later.races) if plan.kind == TRIAL else None
+
+
+def _came_to(search: Search, race: Race, table: Array) -> str:
+    """What the search has made of a comparison, once its window is recorded."""
+    if any(one is race for one in search.races):
+        return "kept"
+    is_open = search.race is race or (search.is_over and table.tobytes() not in search.beaten)
+    return "open" if is_open else "lost"
+
+
+def _verdict_of(search: Search, ledger: Ledger) -> dict[str, Any]:
+    """The fields _VERDICT of a search that is over: the table against the default, and the default against itself.
+    Intervals hold however often the search looked (:mod:`envs.search.sequential`); what was not measured is None."""
+    found: dict[str, Any] = dict.fromkeys(_VERDICT)
     noise = search.noise * math.sqrt(2)
     same = Race(noise, logs=search.same_logs)
-    aa = Comparison.of(same.mean, *same.interval, same.n) if same.n else None
+    if same.n:
+        found["aa_speedup_ci95"] = speedups(*same.interval)
+    # Of more than one race: a chain, from the default to the table in force.
     races = search.races or ([search.rejected] if search.rejected is not None else [])
-    tuned: Comparison | None
-    if search.races:
-        tuned = Comparison.of(*search.gain, sum(race.n for race in search.races))
-    else:
-        tuned = next((Comparison.of(race.mean, *race.interval, race.n) for race in races if race.n), None)
-    ends = [ledger.of(race) for race in (races[:1] + races[-1:])] or [None, None]
+    if any(race.n for race in races):
+        logs = search.gain if search.races else (races[0].mean, *races[0].interval)
+        found["speedup"], *found["speedup_ci95"] = speedups(*logs)
+    first, last = (ledger.of(race) for race in (races[:1] + races[-1:])) if races else (None, None)
+    if first and last:
+        of_default, of_table = first.told(), last.told()
+        found |= {"compared": last.table, "compared_steps": [first.first_step, last.last_step]}
+        found |= {"default_step_ms": of_default["against_ms"], "default_windows": of_default["against_windows"]}
+        found |= {"tuned_step_ms": of_table["table_ms"], "tuned_windows": of_table["table_windows"]}
     sigma = max([noise, *(race.sigma for race in races)])
-    return Verdict(tuned, aa, ends[0], ends[1], 1 - math.exp(-ROOM * sigma * half_width(search.rules.pairs)))
+    return found | {"detectable": 1 - math.exp(-ROOM * sigma * half_width(search.rules.pairs))}
