@@ -54,10 +54,10 @@ format: setup
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/clang-format -i $(C_SOURCES)
 
-# The board of both suites from nothing, put on record and into envs/README.md.
-bench: $(VENV)/bench
-	$(RUN) bench --suite standard --file
-	$(RUN) bench --suite held-out --file
+# The boards from nothing, put on record and into envs/README.md.
+bench: setup
+	for suite in standard held-out unseen; do \
+		$(RUN) bench --suite $$suite --jobs 200 && $(BIN)/python tests/make_board.py $$suite || exit 1; done
 
 # Files what it found in envs/results/; without a GPU it runs on the emulated cluster and leaves that in runs/.
 gpu-check: setup
@@ -84,17 +84,12 @@ $(VENV)/ready: pyproject.toml setup.py dynamiccl_autoload.py constraints.txt
 		--constraint constraints.txt --editable '.[train,dev]'
 	touch $@
 
-$(VENV)/bench: $(VENV)/ready
-	$(BIN)/uv pip install --quiet --python $(BIN)/python \
-		--constraint constraints.txt --editable '.[optuna]'
-	touch $@
-
 # The other frameworks that the probe is tested in. Where they cannot be installed their tests say so and are skipped;
 # `make -B .venv/frameworks` tries again. Compiled once: the tests start hundreds of processes that import PyTorch.
 $(VENV)/frameworks: pyproject.toml constraints.txt | setup
 	DS_BUILD_OPS=0 $(BIN)/uv pip install --quiet \
-		--python $(BIN)/python --constraint constraints.txt --editable '.[frameworks,optuna]' \
-		|| echo "accelerate, deepspeed and optuna cannot be installed: their tests will be skipped"
+		--python $(BIN)/python --constraint constraints.txt --editable '.[frameworks]' \
+		|| echo "accelerate and deepspeed cannot be installed: their tests will be skipped"
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python*/site-packages > /dev/null 2>&1 || true
 	touch $@
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from .commands import Argument, Call, Option
 
 #: What a command may lack, and the extra that brings it; all else is in `tuner`.
-_EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train", "optuna": "optuna"}
+_EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train"}
 
 #: Group of the help -> commands. A command's function, and its file in agent/commands, have its name without "lab".
 COMMANDS = {

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 
 from ..traces import spaces
-from .bench.scores import HORIZONS
+from .bench.scores import HORIZON
 from .live.job_ends import JobEnded, Stopped, Withdrawn
 from .search import turns
 from .search.belief import Prior
@@ -19,9 +19,6 @@ from .search.windows import Windows
 from .sim.workloads import SLOTS
 
 Array = np.ndarray[Any, Any]
-
-#: Steps of a job, from its first, over which a confirmed table earns.
-HORIZON = HORIZONS[0]
 
 
 class SearchEnv(gym.Env[Array, Array]):

@@ -11,15 +11,13 @@ policy can save. The watch after the verdict is not played: that is no policy's 
 import sys
 
 import numpy as np
-from dynamiccl.agent.bench.board import filed_results
 from dynamiccl.agent.policies.choosing import DEFAULT, make_chooser
 from dynamiccl.envs.bench.job_arena import play
 from dynamiccl.envs.bench.job_suites import JobSuite
-from dynamiccl.envs.bench.scores import HORIZONS, Scores, bootstrap
+from dynamiccl.envs.bench.scores import HORIZON, Scores, bootstrap
+from dynamiccl.envs.bench.strata import filed as on_record
 from dynamiccl.envs.bench.submissions import rows_of
 from dynamiccl.envs.search import turns
-from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.sim.jobs import SLOTS
 from oracle import oracle
 
@@ -44,7 +42,7 @@ class Knows:
 
 def filed(name):
     """What the same rule under other noise says of the board, as lines."""
-    scores = {s["entrant"]: Scores.of(s["scores"]).lost[:, 0] for s in filed_results(name)["submissions"]}
+    scores = {s["entrant"]: Scores.of(s["scores"]).lost for s in on_record(name)["submissions"]}
     rule, told = scores[DEFAULT], []
     for other in ("aa", "lstm"):
         apart = scores[other] - rule
@@ -59,12 +57,12 @@ def filed(name):
 
 def played(suite, rows, policy):
     """Scores of a policy up to its verdicts, and its searches."""
-    search, ledger = suite.open(rows, 0, Prior.load(), SearchConfig())
+    search, ledger = suite.open(rows, 0)
     return play(policy, search, ledger, after=0).scores, search
 
 
 def parts(suite, rows, scores, search):
-    """Default steps lost in HORIZONS[0] by each cause, {cause: (n,)}; they add up to what was lost."""
+    """Default steps lost in HORIZON by each cause, {cause: (n,)}; they add up to what was lost."""
     jobs, n = suite.jobs.take(rows), len(rows)
     kept, liked, tried = np.zeros((n, SLOTS), int), np.zeros((n, SLOTS), int), np.zeros_like(jobs.mask)
     for i, one in enumerate(search.searches):
@@ -75,12 +73,12 @@ def parts(suite, rows, scores, search):
     seen.mask = jobs.mask & tried
     best, measured = suite.gain[rows], 1 - oracle(seen)[1] / jobs.default_us
     believed, confirmed = (1 - jobs.usual_us(table) / jobs.default_us for table in (liked, kept))
-    left = np.maximum(HORIZONS[0] - scores.verdict, 0)
+    left = np.maximum(HORIZON - scores.verdict, 0)
     return {
         "never measured": left * (best - measured),
         "measured, not believed best": left * (measured - believed),
         "believed best, not confirmed": left * (believed - confirmed),
-        "until the verdict": scores.lost[:, 0] - left * (best - confirmed),
+        "until the verdict": scores.lost - left * (best - confirmed),
     }
 
 
@@ -92,7 +90,7 @@ def main():
     rows = rows_of(suite, most)
     for who, chooser in ((policy, make_chooser(policy)), ("who knows", Knows(suite.best[rows], suite.n_slots[rows]))):
         scores, search = played(suite, rows, chooser)
-        print(f"{who}: {scores.lost[:, 0].mean():.1f} {bootstrap(scores.lost[:, 0])}, {len(rows)} jobs")
+        print(f"{who}: {scores.lost.mean():.1f} {bootstrap(scores.lost)}, {len(rows)} jobs")
         for cause, lost in parts(suite, rows, scores, search).items():
             print(f"  {cause:29} {lost.mean():6.1f} {bootstrap(lost)}", flush=True)
 

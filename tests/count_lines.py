@@ -10,14 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: Folder -> most lines of (Python, C). Whoever adds beyond these takes something away first.
 CEILINGS = {
-    "agent": (7_218, 0),
-    "envs": (5_021, 0),
+    "agent": (6_843, 0),
+    "envs": (5_000, 0),
     "envs/nccl": (2_510, 2_026),
     "envs/sim": (2_524, 164),
     "traces": (2_222, 0),
     "zero_workload": (2_276, 0),
 }
-IN_ALL = (21_771, 2_190)
+IN_ALL = (21_375, 2_190)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 

@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 from dynamiccl.envs.bench import job_suites
 from dynamiccl.envs.bench.job_suites import FAMILIES, JobSuite, drawn, quickest_alone
 from dynamiccl.envs.bench.scores import bootstrap
@@ -23,7 +22,7 @@ def draw_suite(name, family, seed, n):
     each = max(n // len(family.worlds), 1)
     jobs = drawn(family, seed, each)
     best, best_us = oracle(jobs)
-    return JobSuite(name, family, seed, each, np.arange(len(jobs)), jobs, best, best_us)
+    return JobSuite(name, family, seed, each, jobs, best, best_us)
 
 
 def figures(suite):

@@ -215,7 +215,7 @@ def test_a_second_job_is_no_worse_for_its_memory(kind):
         second = assemble(first.works, first.which, sites, exposed, STANDARD.parts[0], rng)
         computing(second, first.scale)
     with_it, without = (_played(second, known)[0] for known in (tables, None))
-    assert with_it["lost_20000"] < without["lost_20000"] + 20 and with_it["slower"] == 0
+    assert with_it["lost"] < without["lost"] + 20 and with_it["slower"] == 0
     if kind == "the same job":
         assert with_it["steps_to_first_gain"][1] < without["steps_to_first_gain"][1]
 

@@ -178,4 +178,4 @@ def test_the_entrant_of_the_environments_plays(tmp_path):
     (tmp_path / "my_module.py").write_text(entrant)
     command = [sys.executable, "-m", "dynamiccl.agent.cli", "bench", "--policy", "my_module:MyPolicy", "--jobs", "4"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "my_module:MyPolicy" in done.stdout and "4 jobs" in done.stdout
+    assert done.returncode == 0 and "my_module:MyPolicy" in done.stdout and "4 of 1000 jobs" in done.stdout

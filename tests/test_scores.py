@@ -2,11 +2,9 @@
 
 import numpy as np
 import pytest
-from dynamiccl.envs.bench.scores import HORIZONS, LossAccount, Scores, by_stratum, difference, ranks, summary
+from dynamiccl.envs.bench.scores import HORIZON, LossAccount, Scores, by_stratum, ranks, summary
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from oracle import oracle
-
-SHORT = HORIZONS[0]
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +25,13 @@ def test_who_never_searches_loses_what_there_is_to_gain_and_the_oracle_nothing(c
     book.end(rows, none)
     idle = book.scores()
     gain = 1 - calm[2] / calm[0].default_us
-    assert idle.lost == pytest.approx(np.outer(gain, HORIZONS)) and idle.gain == pytest.approx(0)
-    assert (idle.verdict == 0).all() and np.isnan(idle.first_gain).all() and np.isnan(idle.default_share).all()
+    assert idle.lost == pytest.approx(HORIZON * gain) and idle.gain == pytest.approx(0)
+    assert (idle.verdict == 0).all() and np.isnan(idle.first_gain).all()
     book, *_ = ledger(calm)
     book.end(rows, best)
     perfect = book.scores()
     assert perfect.lost == pytest.approx(0, abs=1e-3) and perfect.gain == pytest.approx(gain)
     assert not perfect.is_harmed.any() and not perfect.is_harsh.any()
-    apart = difference(perfect, idle)
-    assert apart["part"] == -1.0 and apart["steps_ci95"][1] < 0
     assert ranks({"idle": idle, "oracle": perfect}) == {"oracle": 1, "idle": 2}
     assert ranks({"a": perfect, "b": perfect}) == {"a": 1, "b": 1}
 
@@ -53,17 +49,16 @@ def test_every_window_is_billed(calm):
     book.bill(rows, none, np.full(len(rows), 10))
     scores, gain = book.scores(), 1 - us / jobs.default_us
     assert (scores.verdict == 150).all() and (scores.first_gain == np.where(rows % 2, 150, 100)).all()
-    assert scores.default_share[gain > 1e-3] == pytest.approx(0.1)
-    assert scores.lost[:, 0] == pytest.approx(gain * (100 + 0.1 * (SHORT - 150)))
+    assert scores.lost == pytest.approx(gain * (100 + 0.1 * (HORIZON - 150)))
     assert summary(scores)["steps_to_verdict"] == [150, 150, 150]
 
 
 def test_a_bill_longer_than_the_horizon_counts_only_up_to_it(calm):
     book, _, none, rows = ledger(calm)
-    book.bill(rows, none, np.full(len(rows), 4 * SHORT))
+    book.bill(rows, none, np.full(len(rows), 4 * HORIZON))
     book.end(rows, none)
     gain = 1 - calm[2] / calm[0].default_us
-    assert book.scores().lost == pytest.approx(np.outer(gain, HORIZONS))
+    assert book.scores().lost == pytest.approx(HORIZON * gain)
 
 
 def test_harm_and_harsh_steps_are_seen(calm):
@@ -78,7 +73,7 @@ def test_harm_and_harsh_steps_are_seen(calm):
     scores = book.scores()
     assert (scores.is_harsh == (pace > 1.5)).all() and scores.is_harsh.any()
     assert (scores.is_harmed == (pace > 1.002)).all() and scores.is_harmed.mean() > 0.5
-    assert scores.worst == pytest.approx(np.maximum(pace, 1))
+    assert book.worst == pytest.approx(np.maximum(pace, 1))
     one, *_ = ledger(calm)
     one.bill([3, 3], worst[[3, 3]], [2, 5])
     assert one.steps[3] == 7 and one.steps.sum() == 7, "the same job twice in one call"
@@ -89,7 +84,7 @@ def test_strata_hold_all():
     n = len(gains)
     fill = np.zeros(n)
     flags = fill.astype(bool)
-    scores = Scores(fill, fill, gains, gains, np.zeros((n, 2)), fill, flags, flags, fill)
+    scores = Scores(fill, fill, gains, gains, fill, flags, flags)
     parts = by_stratum(scores, np.array(["plain", "tails", "plain", "plain", "wide", "wide", "tails"]))
     assert {name: part["jobs"] for name, part in parts.items()} == {"plain": 3, "tails": 2, "wide": 2}
 

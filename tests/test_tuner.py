@@ -7,7 +7,7 @@ from dynamiccl.agent.commands.tune import tune
 from dynamiccl.agent.daemon.daemon import rules_of
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.daemon.tuner import Tuner
-from dynamiccl.agent.policies.choosing import RULES, make_chooser
+from dynamiccl.agent.policies.choosing import DEFAULT, make_chooser
 from dynamiccl.agent.report.verdict import outcome as outcome_text
 from dynamiccl.agent.report.verdict import verdict
 from dynamiccl.envs.live.windows import LiveWindows
@@ -85,7 +85,7 @@ def test_a_gain_that_was_not_sure_at_the_verdict_is_told_when_it_is():
     )
 
 
-@pytest.mark.parametrize("policy", [*RULES, "random", "coordinate-descent", "lstm", "default"])
+@pytest.mark.parametrize("policy", [DEFAULT, "random", "coordinate-descent", "lstm", "default"])
 def test_a_table_that_does_not_win_is_never_left_in_force(policy):
     """Nothing helps here: whatever a policy picks, NCCL's own choice must be in force at the end."""
     job = FakeJob(lambda d: STEP_MS + 3 * sum(not x.is_auto for x in d.values()), noise=0.02)

@@ -18,14 +18,14 @@ def bench(
         list[str] | None, Option(help="A known policy, FILE.npz or MODULE:NAME; repeat for more. Default: all known.")
     ] = None,
     suite: Annotated[str, Option(help="standard, held-out, unseen, or a file.")] = "standard",
-    jobs: Annotated[int, Option(min=0, help="Play so many jobs of the suite, evenly over it; 0: all of them.")] = 0,
+    jobs: Annotated[
+        int, Option(min=0, help="Jobs of the suite, evenly over it. Default: of --filed or --submission, else all.")
+    ] = 0,
     out: Annotated[Path, Option(help="Folder for submissions and the board.")] = Path("runs/bench"),
     processes: Annotated[int, Option(min=1, help="Entrants played at the same time.")] = 2,
     limit: Annotated[float, Option(min=1, help="Seconds that one entrant may take.")] = 1800.0,
-    again: Annotated[bool, Option(help="Play entrants anew that have a result already.")] = False,
-    filed: Annotated[bool, Option(help="Play nothing: replay the decisions of the results on record.")] = False,
+    filed: Annotated[bool, Option(help="Judge the results on record too.")] = False,
     check: Annotated[int, Option(min=0, help="Jobs of --filed or --submission to replay; 0: all.")] = 0,
-    file: Annotated[bool, Option(help="Put the results on record, and into envs/README.md (in a checkout).")] = False,
     submission: Annotated[list[Path] | None, Option(help="Judge this submission file too; repeat for more.")] = None,
     json: Json = False,
 ) -> None:
@@ -37,34 +37,34 @@ def bench(
 
     \b
     dynamiccl bench --policy my_module:MyPolicy --suite held-out --jobs 40
-    dynamiccl bench --filed --check 8 --suite standard
+    dynamiccl bench --filed --policy my_module:MyPolicy    # beside all on record
+    dynamiccl bench --filed --check 8
     """
     one_thread()
     from ...envs.bench.job_suites import JobSuite
-    from ..bench.board import Board, filed_results, put_on_record
-    from ..bench.run import Entry, entrants, run
+    from ...envs.bench.strata import filed as on_record
+    from ..bench.board import Board
+    from ..bench.run import ENTRANTS, run
     from ..report.terminal import terminal
 
     console = terminal(stderr=True, highlight=False, markup=False)
     with refusing(OSError, ValueError):
-        board = Board(JobSuite.load(suite))
         given = [json_module.loads(path.read_text()) for path in submission or ()]
         if filed:
-            given += filed_results(suite)["submissions"]
-    names = policy or (() if given else entrants())
-    entries = [Entry(name, suite, jobs or None, limit_s=limit) for name in dict.fromkeys(names)]
+            given += on_record(suite)["submissions"]
+        played = [one["jobs"] for one in given if isinstance(one, dict) and isinstance(one.get("jobs"), int)]
+        most = jobs or max(played, default=0) or None
+        board = Board(JobSuite.load(suite), most)
+    names = list(dict.fromkeys(policy or (() if given else ENTRANTS)))
     folder = out / Path(suite).stem
     folder.mkdir(parents=True, exist_ok=True)
-    total = len(given) + len(entries)
+    total = len(given) + len(names)
     for k, result in enumerate(given, 1):
         _tell(console.print, k, total, result, board.judge(result, check or None))
-    accepted = []
-    for k, result in enumerate(run(entries, folder, processes, again), len(given) + 1):
-        _tell(console.print, k, total, result, reason := board.judge(result))
-        accepted += [] if reason else [result]
+    for k, result in enumerate(run(names, suite, most, folder, processes, limit), len(given) + 1):
+        _tell(console.print, k, total, result, board.judge(result))
     _show(board, folder, json, total)
-    written = put_on_record(suite, accepted) if file else []
-    console.print(f"written: {', '.join(map(str, [folder / 'board.md', *written]))}", soft_wrap=True)
+    console.print(f"written: {folder / 'board.md'}", soft_wrap=True)
 
 
 def _show(board: Board, folder: Path, json: bool, total: int) -> None:
@@ -74,14 +74,12 @@ def _show(board: Board, folder: Path, json: bool, total: int) -> None:
     if len(board.refused) == total:
         fail("no entrant finished: " + "; ".join(f"{n}: {why}" for n, why in board.refused.items()))
     rows = board.rows()
-    if not rows:
-        fail("no entrant finished: " + "; ".join(f"{n}: {why}" for n, why in board.refused.items()))
     (folder / "board.json").write_text(json_module.dumps(rows, indent=1) + "\n")
-    (folder / "board.md").write_text(board.markdown())
+    (folder / "board.md").write_text(f"{board.title}, simulated:\n\n{board.markdown()}")
     if json:
         print(json_module.dumps(rows))
     else:
-        wide_terminal().print(grid(*board.brief()))
+        wide_terminal().print(grid(*board.brief(), title=board.title))
         print("lost: in steps of NCCL's own choice; 100 of 20,000 are 0.5 % of the training")
         print("of the gain: of what the best table saves; p90: nine jobs in ten have their verdict sooner")
 
@@ -93,5 +91,5 @@ def _tell(say: Callable[[str], object], k: int, total: int, result: Any, reason:
         say(f"{k} of {total}  {name}: refused: {reason}")
         return
     f = result["figures"]
-    lost, gain = f["lost_20000"], f["gain_delivered"]
+    lost, gain = f["lost"], f["gain_delivered"]
     say(f"{k} of {total}  {name}: {lost:,.0f} steps lost in 20,000, {gain:.0%} of the gain, {f['jobs']} jobs")

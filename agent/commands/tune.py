@@ -47,7 +47,7 @@ def tune(
     steps: Annotated[int, Option(group=OWN, help="Optimizer steps; a verdict takes some 100 to 1200.")] = 1000,
     ranks: Annotated[int | None, Option(group=OWN, help="Processes. Default: one a GPU, 2 without GPUs.")] = None,
     policy: Annotated[
-        str, Option(group=SEARCH, help="expected-improvement, thompson-sampling, lstm, tpe...; FILE.npz; MODULE:NAME.")
+        str, Option(group=SEARCH, help="expected-improvement, lstm, sweep...; FILE.npz; MODULE:NAME.")
     ] = "expected-improvement",
     budget: Annotated[float, Option(min=0, group=SEARCH, help="Share of the job's time that it may cost.")] = 0.05,
     once: Annotated[bool, Option(group=SEARCH, help="Stop at the verdict: no trials after it, no watch.")] = False,

@@ -12,38 +12,35 @@ if TYPE_CHECKING:  # none of them before a policy is made: a job that is to be s
 
 #: What decides where nothing else is asked for: the best that was measured, see the README.
 DEFAULT = "expected-improvement"
-RULES = (DEFAULT, "thompson-sampling")
 #: Ending of a file of trained weights, which is a policy too.
 WEIGHTS = ".npz"
 #: Those of ``classical.CLASSICAL``.
 CLASSICAL = ("default", "random", "coordinate-descent", "sweep")
 #: Policies that can be asked for by name.
-POLICIES = (*RULES, *CLASSICAL, "tpe", "lstm")
+POLICIES = (DEFAULT, *CLASSICAL, "lstm")
 
 
 def check_chooser(name: str) -> None:
     """Refuse what :func:`make_chooser` would; what is always there is known by its name. Raises ValueError."""
-    if name == "tpe" or name not in POLICIES:
+    if name not in POLICIES:
         make_chooser(name)
 
 
 def make_chooser(name: str, seed: int = 0) -> Policy:
     """A policy for :class:`envs.search.search.Search`: one of POLICIES, weights of ``lab train`` (FILE.npz), or
-    MODULE:NAME
-    (a class or function called without arguments, or an object), found where Python looks and in the current folder.
+    MODULE:NAME (a class or function called without arguments, or an object), found where Python looks and in the
+    current folder.
 
     Raises ValueError, with the known names, when there is none such.
     """
-    from .classical import make_classical
+    from . import classical
     from .lstm import LstmPolicy
-    from .rule import ExpectedImprovement, ThompsonSampling
+    from .rule import ExpectedImprovement
 
     if name == DEFAULT:
         return ExpectedImprovement()
-    if name == RULES[1]:
-        return ThompsonSampling(seed)
-    if name in CLASSICAL or name == "tpe":
-        return make_classical(name, seed)
+    if name in CLASSICAL:
+        return classical.CLASSICAL[name](seed)
     if name == "lstm":
         return LstmPolicy.load(seed=seed)
     if name.endswith(WEIGHTS):

@@ -1,6 +1,6 @@
-"""Rules on the belief over a job, nothing trained: expected improvement and Thompson sampling, a slot's turn at a time.
+"""The rule on the belief over a job, nothing trained: expected improvement, a slot's turn at a time.
 
-All speak SB3's ``predict`` on the observations of ``envs.search.turns``.
+It speaks SB3's ``predict`` on the observations of ``envs.search.turns``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ RECKLESS, CAREFUL = 0.35, 0.05
 #: search goes on; windows running under one table that say that it tells nothing more as a whole, and that nothing
 #: else is worth one.
 WORTHWHILE, EARLY, TOGETHER, SETTLED = 1e-3, 3, 1, 3
+#: Windows for which a trial is taken to tell; after the verdict, when it is of one slot and holds up nothing, more.
+FORESIGHT, FORESIGHT_LATER = 20.0, 600.0
+#: Expected improvement, as a part of the step, below which nothing is tried any more, by so much less after the verdict
+#: as the foresight is longer; how many standard deviations worse a config is taken to be.
+LEAST, RISK = 2e-4, 0.3
 #: So far below all others is the score of what is not tried, as a part of the step, and above them of what has to be.
 FEAR = 0.5
 
@@ -72,14 +77,8 @@ def best_of(seen: turns.Seen, avoided: Array) -> Array:
 
 
 class ExpectedImprovement:
-    """Run what promises most: ``foresight`` windows of the expected improvement over the best, less what the trial
+    """Run what promises most: FORESIGHT windows of the expected improvement over the best, less what the trial
     itself is expected to cost (Jones et al. 1998)."""
-
-    def __init__(self, foresight: float = 20.0, least: float = 2e-4, risk: float = 0.3, later: float = 600.0) -> None:
-        """``least``: expected improvement, as a part of the step, below which nothing is tried any more. ``risk``: how
-        many standard deviations worse a config is taken to be. ``later``: the foresight after the verdict, when a trial
-        is of one slot and holds up nothing; ``least`` is by so much less then."""
-        self.foresight, self.least, self.risk, self.later = foresight, least, risk, later
 
     def predict(
         self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
@@ -94,9 +93,9 @@ class ExpectedImprovement:
     def worth(self, seen: turns.Seen) -> Array:
         """Of trying each config once more, (n, N_CONFIGS), as a part of the step."""
         later = seen.context["refining"][:, None] > 0.5
-        foresight = np.where(later, self.later, self.foresight)
-        worth = foresight * seen.worth + seen.ahead - self.risk * seen.learned
-        return np.asarray(np.where(foresight * seen.worth > self.foresight * self.least, worth, -np.abs(worth)))
+        foresight = np.where(later, FORESIGHT_LATER, FORESIGHT)
+        worth = foresight * seen.worth + seen.ahead - RISK * seen.learned
+        return np.asarray(np.where(foresight * seen.worth > FORESIGHT * LEAST, worth, -np.abs(worth)))
 
     def decide(self, seen: turns.Seen) -> tuple[Array, Array]:
         """Scores (n, N_CONFIGS), of which the largest is chosen, as parts of the step; what comes after each config,
@@ -107,18 +106,3 @@ class ExpectedImprovement:
         scores = np.where(avoided, -FEAR, np.minimum(self.worth(seen), FEAR))
         scores = np.where(at_best, np.where(sure, 2 * FEAR, np.maximum(scores, 0.0)), scores)
         return np.where(seen.open, scores, -np.inf), what_next(seen, at_best, sure)
-
-
-class ThompsonSampling(ExpectedImprovement):
-    """Run the best of one draw from the belief (Thompson 1933); the best mean once no draw is likely to beat it."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        self.rng = np.random.default_rng(seed)
-
-    def worth(self, seen: turns.Seen) -> Array:
-        """By how much the draw of each config is above that of what is believed best."""
-        draw = seen.ahead + seen.learned * self.rng.standard_normal(seen.learned.shape)
-        best = best_of(seen, shunned(seen))[:, None]
-        ahead = draw - np.take_along_axis(draw, best, axis=1)
-        return np.asarray(np.where(seen.worth > self.least, ahead, -np.abs(ahead)))

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...traces.spaces import N_CONFIGS
 from ..search import turns
+from ..search.search import Search
 from ..search.windows import Measured, Plan, Policy
 from ..sim.jobs import Jobs
 from ..sim.noise import NoiseStream
@@ -61,13 +62,35 @@ class PlayedJobs:
     decision_us: float  # mean time of one
 
 
+class AskedPolicy:
+    """A policy that is asked as it is live: one turn of one job at a time."""
+
+    def __init__(self, policy: Policy, limit_s: float) -> None:
+        self.policy, self.limit_s = policy, limit_s
+        self.states, self.spent_s = dict[int, Any](), 0.0
+
+    def next(self, job: int, search: Search) -> int:
+        """What the policy decides, as :func:`number` gives it. Raises ValueError when the answer is no action or takes
+        longer than the limit; what the policy raises passes through."""
+        observation, start = search.observe()[None], np.array([job not in self.states])
+        begin, processor = time.perf_counter(), time.thread_time()
+        action, self.states[job] = self.policy.predict(observation, self.states.get(job), start, True)
+        self.spent_s += time.perf_counter() - begin
+        took = time.thread_time() - processor  # of a processor: a busy machine is no fault of the policy's
+        if took > self.limit_s:
+            raise ValueError(f"a decision took {took:.1f} s, the limit is {self.limit_s:.0f}")
+        return number(action)
+
+
 class ReplayedDecisions:
     """Plays decisions again that were recorded: of each job its turns in order."""
+
+    spent_s = 0.0
 
     def __init__(self, decisions: Sequence[Sequence[int]]) -> None:
         self.left = [list(reversed(job)) for job in decisions]
 
-    def next(self, job: int) -> int:
+    def next(self, job: int, _search: Search) -> int:
         """The job's next decision. Raises ValueError when there is none left, or it is no decision."""
         if job >= len(self.left) or not self.left[job]:
             raise ValueError("the record has too few decisions")
@@ -87,12 +110,11 @@ def play(
     """Let a policy decide on all jobs until ``after`` steps past each one's verdict; windows of ``search`` are billed
     to ``ledger``.
 
-    Raises ValueError when an answer is no action or takes longer than ``limit_s``; what the policy raises passes
-    through.
+    Raises ValueError as :meth:`AskedPolicy.next` and :meth:`ReplayedDecisions.next` do.
     """
     n = len(search.searches)
-    states, decisions, spent = [None] * n, [list[int]() for _ in range(n)], 0.0
-    looked, processor = time.perf_counter(), time.thread_time()
+    player = policy if isinstance(policy, ReplayedDecisions) else AskedPolicy(policy, limit_s)
+    decisions = [list[int]() for _ in range(n)]
     until = np.full(n, np.inf)  # steps at which a job's watch has been played
     while True:
         searching = np.array([not s.is_over for s in search.searches])  # anew: what is in force now will not last
@@ -103,20 +125,7 @@ def play(
             one = search.searches[i]
             # Where the watch has begun a new search, its first windows come before the policy's turn.
             while one.plan() is None:
-                if isinstance(policy, ReplayedDecisions):
-                    decisions[i].append(policy.next(i))
-                else:
-                    observation, start = one.observe()[None], np.array([not decisions[i]])
-                    begin = time.perf_counter()
-                    if begin - looked > limit_s / 4:  # seldom: on some machines a look takes longer than a decision
-                        looked, processor = begin, time.thread_time()
-                    action, states[i] = policy.predict(observation, states[i], start, True)
-                    took = time.perf_counter() - begin
-                    spent += took
-                    # A busy machine is no fault of the policy's.
-                    if took > limit_s and time.thread_time() - processor > limit_s:
-                        raise ValueError(f"a decision took {took:.1f} s, the limit is {limit_s:.0f}")
-                    decisions[i].append(number(action))
+                decisions[i].append(player.next(i, one))
                 what, config = divmod(decisions[i][-1], N_CONFIGS)
                 one.decide(config, what)
         over = np.array([s.is_over for s in search.searches])
@@ -134,7 +143,7 @@ def play(
     marks = np.array([s.marks.first_gain for s in search.searches])
     ledger.first_gain = np.where(marks >= 0, marks, np.nan)
     n_turns = max(sum(map(len, decisions)), 1)
-    return PlayedJobs(ledger.scores(), decisions, 1e6 * spent / n_turns)
+    return PlayedJobs(ledger.scores(), decisions, 1e6 * player.spent_s / n_turns)
 
 
 def number(action: Any) -> int:

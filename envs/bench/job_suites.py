@@ -42,14 +42,13 @@ class JobSuite:
     name: str
     family: JobFamily
     seed: int
-    each: int  # jobs of each world, of which some may be left out here
-    picked: Array  # (n,) numbers of the jobs among all
+    each: int  # jobs of each world
     jobs: Jobs
     best: Array  # (n, SLOTS) configs
     best_us: Array  # (n,) usual step under them
 
     def __len__(self) -> int:
-        return len(self.picked)
+        return len(self.jobs)
 
     @property
     def gain(self) -> Array:
@@ -64,14 +63,15 @@ class JobSuite:
     @property
     def digest(self) -> str:
         """Twelve hex digits that change with the jobs."""
-        told = [self.family.name, self.family.version, self.seed, self.each, self.picked.tolist()]
+        told = [self.family.name, self.family.version, self.seed, self.each, list(range(len(self)))]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
 
-    def open(self, rows: Array, seed: int, prior: Prior, rules: SearchConfig) -> tuple[SimSearch, LossAccount]:
+    def open(self, rows: Array, seed: int) -> tuple[SimSearch, LossAccount]:
         """Searches on the jobs at ``rows``, and their bill. In its step t a job meets the same noise, whoever plays."""
         jobs = self.jobs.take(rows)
-        luck, ledger = NoiseStream(seed, self.picked[rows], SLOTS), LossAccount(jobs, self.best_us[rows])
-        return SimSearch(AccountedWindows(jobs, luck, ledger), prior, rules), ledger
+        ledger = LossAccount(jobs, self.best_us[rows])
+        windows = AccountedWindows(jobs, NoiseStream(seed, rows, SLOTS), ledger)
+        return SimSearch(windows, Prior.load(), SearchConfig()), ledger
 
     def told(self) -> dict[str, Scores]:
         """What needs no search: the best joint configs, and each slot's quickest call alone, from the first step."""
@@ -83,8 +83,8 @@ class JobSuite:
         return found
 
     @classmethod
-    def load(cls, name: str | Path, most: int | None = None) -> JobSuite:
-        """A shipped suite (one of SUITES) or a file; ``most`` jobs of it, evenly over the strata.
+    def load(cls, name: str | Path) -> JobSuite:
+        """A shipped suite (one of SUITES) or a file.
 
         Raises ValueError when it is none, is of another version of its family, or does not come out as on record.
         """
@@ -94,17 +94,14 @@ class JobSuite:
             family = FAMILIES[told["family"]]
             if told["version"] != family.version:
                 raise ValueError(f"it is of version {told['version']} of its family, this is {family.version}")
-            n = len(told["gain"])
-            picked = np.linspace(0, n - 1, n if most is None else most).astype(int)
-            best = np.array([list(bytes.fromhex(row)) for row in told["best"]])[picked]
-            jobs = drawn(family, int(told["seed"]), int(told["each"])).take(picked)
-            off = np.abs(jobs.default_us / np.array(told["default_us"])[picked] - 1)
+            best = np.array([list(bytes.fromhex(row)) for row in told["best"]])
+            jobs = drawn(family, int(told["seed"]), int(told["each"]))
+            off = np.abs(jobs.default_us / np.array(told["default_us"]) - 1)
             if (off <= SAME).all():
-                best_us = jobs.usual_us(best)
-                suite = cls(told["suite"], family, told["seed"], told["each"], picked, jobs, best, best_us)
-                off = np.abs(suite.gain - np.array(told["gain"])[picked])
+                suite = cls(told["suite"], family, told["seed"], told["each"], jobs, best, jobs.usual_us(best))
+                off = np.abs(suite.gain - np.array(told["gain"]))
             if (off > SAME).any():
-                raise ValueError(f"job {int(picked[off.argmax()])} comes out otherwise than on record")
+                raise ValueError(f"job {off.argmax()} comes out otherwise than on record")
         except FileNotFoundError as error:
             known = ", ".join(SUITES)
             raise ValueError(f"there is no suite {name}: known are {known}, replay, or a file with one") from error

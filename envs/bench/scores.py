@@ -18,7 +18,7 @@ from ..sim.jobs import SLOTS, Jobs
 Array = np.ndarray[Any, Any]
 
 #: Steps of a job over which the time lost is told.
-HORIZONS = (20_000, 200_000)
+HORIZON = 20_000
 #: A step this many times the default's is one that people notice.
 HARSH = 1.5
 #: A table that makes the true step this much longer than the default is harmful; what is less, nobody can tell.
@@ -47,11 +47,9 @@ class Scores:
     verdict: Array  # steps to the verdict
     gain: Array
     oracle_gain: Array
-    lost: Array  # (n, len(HORIZONS))
-    default_share: Array  # of the steps after the verdict, that ran all at the default
+    lost: Array  # in HORIZON steps
     is_harsh: Array  # a step took more than HARSH times the default's
     is_harmed: Array  # ends under a table that is slower than the default by more than HARM
-    worst: Array  # longest step, in default steps
 
     def take(self, rows: Array) -> Scores:
         """The jobs at ``rows``."""
@@ -61,8 +59,6 @@ class Scores:
         """What a file holds, rounded to what can be told apart; NaN becomes None."""
 
         def plain(values: Array) -> list[Any]:
-            if values.ndim > 1:
-                return [plain(row) for row in values]
             if values.dtype == bool:
                 return [int(v) for v in values]
             return [round(float(v), 5) if np.isfinite(v) else None for v in values]
@@ -76,9 +72,7 @@ class Scores:
             found = {f.name: np.array(record[f.name], float) for f in fields(cls)}
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no scores: {type(error).__name__} {error}") from error
-        n = len(found["gain"])
-        wanted = {name: (n, len(HORIZONS)) if name == "lost" else (n,) for name in found}
-        if any(value.shape != wanted[name] for name, value in found.items()):
+        if {value.shape for value in found.values()} != {(found["gain"].size,)}:
             raise ValueError("no scores: they are not all of as many jobs")
         return cls(**{name: value > 0.5 if name.startswith("is_") else value for name, value in found.items()})
 
@@ -94,7 +88,7 @@ class LossAccount:
         n = len(jobs)
         self.jobs, self.oracle = jobs, oracle_us / jobs.default_us
         self.steps, self.lost = np.zeros(n), np.zeros(n)  # all billed; lost against the default
-        self.after, self.lost_after, self.default_after = np.zeros(n), np.zeros(n), np.zeros(n)
+        self.after, self.lost_after = np.zeros(n), np.zeros(n)  # since the verdict
         self.worst = np.ones(n)
         self.first_gain, self.verdict = np.full(n, np.nan), np.full(n, np.nan)
         self.final = np.zeros((n, SLOTS), int)
@@ -113,7 +107,6 @@ class LossAccount:
         np.add.at(self.lost, rows, n_steps * (pace - 1))
         np.add.at(self.after, rows, n_steps * over)
         np.add.at(self.lost_after, rows, n_steps * (pace - 1) * over)
-        np.add.at(self.default_after, rows, n_steps * over * ~np.asarray(configs).any(axis=1))
         np.maximum.at(self.worst, rows, np.where(n_steps > 0, pace, 1.0))
         return np.asarray(pace)
 
@@ -125,7 +118,7 @@ class LossAccount:
 
     def go_on(self, rows: Array) -> None:
         """They are still at work: how a job goes on once nothing is tried any more does not yet show."""
-        self.after[rows] = self.lost_after[rows] = self.default_after[rows] = 0.0
+        self.after[rows] = self.lost_after[rows] = 0.0
 
     def scores(self) -> Scores:
         """What it came to. After what was billed a job goes on as it did in the end, or under its table."""
@@ -133,22 +126,16 @@ class LossAccount:
         billed = self.lost + self.jobs.first_use.spent_us / self.jobs.default_us
         with np.errstate(invalid="ignore"):
             goes_on = np.where(self.after > 0, self.lost_after / self.after, pace - 1)
-            default_share = np.where(self.after > 0, self.default_after / self.after, np.nan)
-        lost = []
-        for horizon in HORIZONS:
-            part = np.minimum(horizon / np.maximum(self.steps, 1), 1.0)  # of the bill, where it is longer than that
-            rest = np.maximum(horizon - self.steps, 0)
-            lost.append(part * billed + rest * goes_on + horizon * (1 - self.oracle))
+        part = np.minimum(HORIZON / np.maximum(self.steps, 1), 1.0)  # of the bill, where it is longer than that
+        rest = np.maximum(HORIZON - self.steps, 0)
         return Scores(
             first_gain=self.first_gain.copy(),
             verdict=self.verdict.copy(),
             gain=1 - pace,
             oracle_gain=1 - self.oracle,
-            lost=np.stack(lost, axis=1),
-            default_share=np.where(self.final.any(axis=1), default_share, np.nan),
+            lost=part * billed + rest * goes_on + HORIZON * (1 - self.oracle),
             is_harsh=self.worst > HARSH,
             is_harmed=pace > 1 + HARM,
-            worst=self.worst.copy(),
         )
 
 
@@ -165,15 +152,12 @@ def summary(scores: Scores) -> dict[str, Any]:
     return {
         "jobs": len(s.gain),
         "steps_to_first_gain": _spread(s.first_gain[found]),
-        "confirmed": round(float(np.isfinite(s.first_gain[found]).mean()), 4) if found.any() else None,
         "steps_to_verdict": _spread(s.verdict),
         "gain_delivered": round(float(s.gain.sum() / max(s.oracle_gain.sum(), 1e-9)), 4),
         "gain_delivered_ci95": bootstrap(s.gain, over=s.oracle_gain),
-        **{f"lost_{h}": round(float(s.lost[:, k].mean()), 1) for k, h in enumerate(HORIZONS)},
-        **{f"lost_{h}_ci95": bootstrap(s.lost[:, k]) for k, h in enumerate(HORIZONS)},
-        "default_share_after": _mean(s.default_share),
+        "lost": round(float(s.lost.mean()), 1),
+        "lost_ci95": bootstrap(s.lost),
         "harsh": round(float(s.is_harsh.mean()), 4),
-        "worst_step": round(float(s.worst.max()), 3),
         "slower": round(float(s.is_harmed.mean()), 4),
     }
 
@@ -183,32 +167,13 @@ def by_stratum(scores: Scores, strata: Array) -> dict[str, dict[str, Any]]:
     return {str(name): summary(scores.take(strata == name)) for name in dict.fromkeys(strata.tolist())}
 
 
-def difference(a: Scores, b: Scores, horizon: int = HORIZONS[0]) -> dict[str, Any]:
-    """Time that ``a`` loses beyond ``b`` on the same jobs, default steps a job, and as a part of what ``b`` loses."""
-    k = HORIZONS.index(horizon)
-    apart = a.lost[:, k] - b.lost[:, k]
-    part = apart.mean() / max(float(b.lost[:, k].mean()), 1e-9)
-    return {
-        "steps": round(float(apart.mean()), 2),
-        "steps_ci95": bootstrap(apart),
-        "part": round(float(part), 4),
-        "part_ci95": bootstrap(apart, over=b.lost[:, k]),
-    }
-
-
-def ranks(entrants: Mapping[str, Scores], horizon: int = HORIZONS[0]) -> dict[str, int]:
+def ranks(entrants: Mapping[str, Scores]) -> dict[str, int]:
     """Rank of each by mean time lost, 1 = best; entrants whose paired difference cannot be told from 0 share one."""
-    k = HORIZONS.index(horizon)
-    order = sorted(entrants, key=lambda name: float(entrants[name].lost[:, k].mean()))
+    order = sorted(entrants, key=lambda name: float(entrants[name].lost.mean()))
     place: dict[str, int] = {}
     head = ""
     for i, name in enumerate(order):
-        if not head or difference(entrants[name], entrants[head], horizon)["steps_ci95"][0] > 0:
+        if not head or bootstrap(entrants[name].lost - entrants[head].lost)[0] > 0:
             head, rank = name, i + 1
         place[name] = rank
     return place
-
-
-def _mean(values: Array) -> float | None:
-    known = values[np.isfinite(values)]
-    return round(float(known.mean()), 4) if len(known) else None

@@ -14,17 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from ..search.belief import Prior
-from ..search.watch import SearchConfig
 from ..search.windows import Policy
-from .job_arena import AFTER, PlayedJobs, ReplayedDecisions, play
+from .job_arena import ReplayedDecisions, play
 from .job_suites import JobSuite
 from .scores import Scores, summary
 
 Array = np.ndarray[Any, Any]
 
 #: Layout of a submission.
-FORMAT = 4
+FORMAT = 5
 #: A figure that comes out again may differ by so much, in its own unit: the last digits of another machine.
 SAME = 2e-5
 #: More turns than this no search takes.
@@ -58,7 +56,7 @@ def enter(policy: Policy, suite: JobSuite, seed: int = 0, most: int | None = Non
     What the policy raises, or is refused for, passes through.
     """
     rows = rows_of(suite, most)
-    game = play(policy, *suite.open(rows, seed, Prior.load(), SearchConfig()))
+    game = play(policy, *suite.open(rows, seed))
     record = game.scores.record()
     return {
         "format": FORMAT,
@@ -120,10 +118,10 @@ def replay(submission: Mapping[str, Any], suite: JobSuite, check: int | None = N
         picked = np.arange(n)
         if check is not None and check < n:
             picked = np.sort(np.random.default_rng(seed).choice(n, check, replace=False))
-        opened = suite.open(rows_of(suite, n)[picked], int(submission["seed"]), Prior.load(), SearchConfig())
+        opened = suite.open(rows_of(suite, n)[picked], int(submission["seed"]))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"not a submission: {type(error).__name__} {error}") from error
-    game: PlayedJobs = play(ReplayedDecisions([decisions[i] for i in picked]), *opened, AFTER)
+    game = play(ReplayedDecisions([decisions[i] for i in picked]), *opened)
     for name, values in vars(Scores.of(game.scores.record())).items():
         said = getattr(scores, name)[picked]
         off = ~np.isclose(values, said, rtol=SAME, atol=SAME, equal_nan=True)
