@@ -32,8 +32,8 @@ class Peer:
         mesh: FSDP2's device mesh; ``None``: all ranks; two dimensions: replicated over the first, sharded in the other.
         apart: FSDP2's reduce-scatters have a communicator of their own.
         settings: those of ``zero()`` that the libraries have too: ``param_dtype``, at FSDP2 that of parameters in use;
-            ``bucket_bytes`` of DDP; ``max_norm``; ``gradient_accumulation``, gradients are reduced in each pass (with
-            ``no_sync`` in the last); FSDP2's ``reduce_dtype``.
+            ``bucket_bytes`` of DDP; ``max_norm``; ``gradient_accumulation``, gradients are reduced in each pass; and
+            FSDP2's ``reduce_dtype``.
 
     Raises:
         ValueError: an unknown name, a setting out of range, or one that this torch has not.
@@ -52,15 +52,12 @@ class Peer:
             raise ValueError(f"a peer is one of {', '.join(PEERS)}, not {name!r}")
         self.model, self.settings = model, Settings(PEERS[name], **settings)
         dtype, fsdp2 = self.settings.param_dtype, name.startswith("fsdp2")
-        if not fsdp2 and (mesh or apart or self.settings.wire(dtype) != dtype or self.settings.no_sync):
-            raise ValueError(
-                f"meshes, a reduce_dtype and a communicator of their own, and no_sync are FSDP2's: {name} has none"
-            )
-        self._micro_batch = 0
+        if not fsdp2 and (mesh or apart or self.settings.wire != dtype):
+            raise ValueError(f"meshes, a reduce_dtype and a communicator of their own are FSDP2's: {name} has none")
         if fsdp2:  # imported where used: it takes seconds
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self.settings.wire(dtype))
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=self.settings.wire)
             for block in model.blocks:  # type: ignore[union-attr]
                 fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=name == "fsdp2")
             root: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -81,10 +78,6 @@ class Peer:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagate ``loss`` (scalar), divided by the accumulation steps."""
-        self._micro_batch += 1
-        if self.settings.no_sync:
-            last = self._micro_batch % self.settings.gradient_accumulation == 0
-            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
         (loss / self.settings.gradient_accumulation).backward()
 
     def step(self) -> torch.Tensor | None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from dynamiccl.zero_workload import Engine, zero
 from dynamiccl.zero_workload.job.data import Corpus
 from dynamiccl.zero_workload.job.model import ModelConfig, Transformer
 from peers import Peer
+from torch.utils.checkpoint import checkpoint
 from world import World
 
 # Agreement ------------------------------------------------------------------------------------------------------------
@@ -26,11 +27,24 @@ def adamw(lr: float) -> Callable[..., torch.optim.Optimizer]:
     return partial(torch.optim.AdamW, lr=lr)
 
 
+class Recomputed(Transformer):
+    """Backward recomputes so many blocks at a time, of which only the first one's input is kept."""
+
+    at_a_time = 1
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        assert self.position is not None
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for at in range(0, len(self.blocks), self.at_a_time):
+            x = checkpoint(self.blocks[at : at + self.at_a_time], x, use_reentrant=False)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
 Batches = Callable[[int, int, int], tuple[Any, ...]]  # step, first and last row -> what the model is called with
 
 
 def texts(step: int, first: int, last: int, seed: int = 0) -> tuple[Any, ...]:
-    return Corpus(None, TINY.seq).batch(first, last, step=step, seed=seed)
+    return Corpus(TINY.seq).batch(first, last, step=step, seed=seed)
 
 
 def run(
@@ -57,8 +71,10 @@ def train(steps: int, settings: dict[str, Any], seed: int = 0) -> list[float]:
     """Losses of ``TINY`` under ``zero`` (or a peer: ``name``) in fp32 with AdamW, if ``settings`` say nothing else."""
     torch.manual_seed(seed)
     settings = {"param_dtype": torch.float32, "bucket_bytes": 2**16, "optimizer": adamw(1e-2), **settings}
-    shape = {key: settings.pop(key) for key in ("recompute",) if key in settings}
-    model, make = Transformer(replace(TINY, **shape)), zero
+    at_a_time, make = settings.pop("recompute", 0), zero
+    model = Recomputed(TINY) if at_a_time else Transformer(TINY)
+    if isinstance(model, Recomputed):
+        model.at_a_time = at_a_time
     if "name" in settings:
         make = partial(Peer, settings.pop("name"))
     job, accumulation = make(model, settings.pop("optimizer"), **settings), settings.get("gradient_accumulation", 1)

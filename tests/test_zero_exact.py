@@ -130,12 +130,12 @@ def resting(stage: int, optimizer: str) -> tuple[int, int, int, dict[str, int]]:
     torch.manual_seed(0)
     model = Transformer(TINY)
     engine = zero(model, OPTIMIZERS[optimizer][0], stage=stage, bucket_bytes=2**14)
-    corpus = Corpus(None, TINY.seq)
+    corpus = Corpus(TINY.seq)
     for step in range(2):
         engine.backward(model(*corpus.batch(0, 2, step=step, seed=0)))
         engine.step()
     engine.synchronize()
-    texts = {t.untyped_storage()._cdata for t in (corpus.train, corpus.validation)}
+    texts = {corpus.text.untyped_storage()._cdata}
     buffers = engine.comm.buffer_bytes  # of constant size, see test_buffers_do_not_grow_with_the_model
     gc.collect()
     tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
@@ -192,7 +192,7 @@ def peak_of_gradients(bucket_bytes: int, layers: int) -> tuple[int, int, int]:
     for p in model.parameters():
         p.register_hook(look)
         p.register_post_accumulate_grad_hook(look)
-    engine.backward(model(*Corpus(None, config.seq).batch(0, 2, step=0, seed=0)))
+    engine.backward(model(*Corpus(config.seq).batch(0, 2, step=0, seed=0)))
     engine.step()
     return peak, sum(2 * p.numel() for p in model.parameters()), engine.comm.buffer_bytes
 
@@ -218,13 +218,13 @@ def bytes_of_a_step(settings: dict[str, Any]) -> tuple[dict[str, int], int, int]
     torch.manual_seed(0)
     model = Transformer(TINY)
     engine = zero(model, adamw(1e-3), bucket_bytes=2**14, **settings)
-    corpus = Corpus(None, TINY.seq)
+    corpus = Corpus(TINY.seq)
     for step in range(2):
         with CollectiveLog() as log:
             engine.backward(model(*corpus.batch(0, 2, step=step, seed=0)))
             engine.step()
     note = Call("all_reduce", 4 * (len(engine.params) + 1), "float32", log.calls[0].group, engine.comm.size)
-    log.calls.remove(note)  # see zero_workload/health.py
+    log.calls.remove(note)  # see zero_workload/parts.py
     total: dict[str, int] = {}
     for call in log.calls:
         total[call.func] = total.get(call.func, 0) + call.n_bytes

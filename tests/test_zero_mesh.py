@@ -28,7 +28,7 @@ Bytes = Counter[tuple[str, str]]  # by communicator and collective
 
 
 def without_note(calls: list[Call], engine: Engine) -> list[Call]:
-    """``calls`` without what ranks tell each other once a step, see ``zero_workload.health``; there is such."""
+    """``calls`` without what ranks tell each other once a step, see ``zero_workload.parts``; there is such."""
     sizes = 4 * (len(engine.params) + 1), 4
     rest = [call for call in calls if call.func != "all_reduce" or call.n_bytes not in sizes]
     assert len(rest) < len(calls)
@@ -132,17 +132,6 @@ def test_float32_reduction_of_bfloat16_gradients(two: World) -> None:
             assert memory["gradients"] == 4 * numel // 2
 
 
-@pytest.mark.slow
-def test_stage_2_without_synchronising_reduces_once_a_step(two: World) -> None:
-    alone, settings = train_alone(10, max_norm=None), {"gradient_accumulation": 4, "param_dtype": torch.float32}
-    for no_sync, times in ((False, 4), (True, 1)):
-        losses, sent, _, numel = two.run(reduced, {"stage": 2, "no_sync": no_sync, **settings}, 10)[0]
-        assert losses == pytest.approx(alone, rel=1e-5)
-        assert sent == {("all", "reduce_scatter"): times * 4 * numel, ("all", "all_gather"): 4 * numel}
-    theirs = two.run(reduced, {"name": "fsdp2-no-reshard", "no_sync": True, **settings}, 10)[0][0]
-    assert theirs == pytest.approx(alone, rel=1e-5)
-
-
 def test_a_communicator_for_reduce_scatters_changes_no_digit(two: World) -> None:
     plain: dict[str, Any] = {"stage": 3, "keep_last": False, "max_norm": 0.5}
     losses, sent, _, numel = two.run(reduced, plain, 5)[0]
@@ -234,8 +223,6 @@ def test_a_job_cut_by_hsdp_goes_on_from_its_checkpoint(four: World, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--no-sync", "no_sync is stage 2's"),
-        ("--recompute -1", "--recompute: a whole number from 0 up, not -1"),
         ("--save-every -1", "--save-every: a whole number from 0 up, not -1"),
         *((f"--clip {x}", f"--clip: a number above 0 .*, not {x}") for x in ("-1", "0", "nan")),
         *((f"--bucket-mb {x}", f"--bucket-mb: a number above 0 .*, not {x}") for x in ("inf", "nan", "0")),

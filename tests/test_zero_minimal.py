@@ -54,7 +54,7 @@ def against_the_engine(stage: int) -> tuple[list[float], list[float], dict[str, 
     """Losses of the minimal ZeRO and of the engine, and what the former sent in a step, in parameters."""
     losses: tuple[list[float], list[float]] = [], []
     sent: dict[str, float] = {}
-    corpus, first = Corpus(None, TINY.seq), 4 * dist.get_rank()
+    corpus, first = Corpus(TINY.seq), 4 * dist.get_rank()
     for which, into in enumerate(losses):
         torch.manual_seed(0)
         model = Transformer(TINY)

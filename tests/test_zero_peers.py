@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from dry_run import CollectiveLog
-from dynamiccl.zero_workload import zero
 from dynamiccl.zero_workload.job.model import Transformer
 from peers import PEERS, Peer
 from test_zero import TINY, adamw, run, train, train_alone
@@ -46,37 +45,6 @@ def test_bfloat16_stays_within_fsdp2s_spread(two: World) -> None:
         for stage in range(4):
             ours = two.run(train, 15, {"stage": stage, **half}, seed)[0]
             assert max(abs(a - b) for a, b in zip(ours, exact, strict=True)) <= spread, (seed, stage)
-
-
-def with_float32_norms(stage: int) -> tuple[list[float], dict[str, torch.dtype], dict[str, int]]:
-    """Losses, dtypes and memory at rest of a model whose norms alone are float32."""
-    torch.manual_seed(0)
-    model = Transformer(TINY).bfloat16()
-    for module in model.modules():
-        if isinstance(module, torch.nn.LayerNorm):
-            module.float()
-    engine = zero(model, adamw(1e-2), stage=stage, bucket_bytes=2**14)
-    losses = run(engine, range(15))
-    return losses, {name: value.dtype for name, value in engine.state_dict().items()}, engine.memory()
-
-
-@pytest.mark.slow
-def test_a_bfloat16_body_with_float32_norms_keeps_both(two: World) -> None:
-    exact = train_alone(15, max_norm=None)
-    theirs = two.run(train, 15, {"name": "fsdp2", "param_dtype": torch.bfloat16})[0]
-    spread = max(abs(a - b) for a, b in zip(theirs, exact, strict=True))
-    sizes = {name: p.numel() for name, p in Transformer(TINY).named_parameters()}
-    norms = sum(n for name, n in sizes.items() if "norm" in name)
-    body = sum(sizes.values()) - norms
-    for stage in range(4):
-        losses, dtypes, memory = two.run(with_float32_norms, stage)[0]
-        assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) <= 1.5 * spread, stage
-        for name, dtype in dtypes.items():
-            assert dtype == (torch.float32 if "norm" in name else torch.bfloat16), name
-        # A float32 parameter is its own master.
-        of = [(2, 4, stage == 3), (2, 4, stage >= 2), (12, 8, stage >= 1)]
-        whole = [(a * body + b * norms) / (2 if cut else 1) for a, b, cut in of]
-        assert list(memory.values()) == pytest.approx(whole, rel=0.01), stage
 
 
 def test_unknown_peer() -> None:

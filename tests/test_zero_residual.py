@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from dynamiccl.zero_workload.job import launch
-from dynamiccl.zero_workload.job import train as train_module
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--seq", "32", "--quiet"]
@@ -30,13 +25,13 @@ def job(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_job_logs_saves_and_resumes(tmp_path: Path) -> None:
-    log, summary, folder = tmp_path / "log", tmp_path / "summary", str(tmp_path / "saved")
-    done = job("--steps", "6", "--stage", "2", "--log", str(log), "--json", str(summary), "--save", folder)
+    log, folder = tmp_path / "log", str(tmp_path / "saved")
+    done = job("--steps", "6", "--stage", "2", "--log", str(log), "--save", folder)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     head, *steps = [json.loads(line) for line in log.read_text().splitlines()]
     assert head["n_ranks"] == 2 and head["stage"] == 2 and head["n_params"] > 30_000
     assert [s["step"] for s in steps] == list(range(6)) and all(s["step_ms"] > 0 for s in steps)
-    assert json.loads(summary.read_text())["loss_last"] == steps[-1]["loss"] < steps[0]["loss"]
+    assert steps[-1]["loss"] < steps[0]["loss"]
     done = job("--steps", "8", "--stage", "2", "--resume", folder, "--log", str(log))
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()[1:]] == [6, 7]
@@ -48,14 +43,13 @@ def test_the_job_logs_saves_and_resumes(tmp_path: Path) -> None:
     [
         (["--stage", "4"], 2, "stage is 0, 1, 2 or 3"),
         (["--heads", "3"], 2, "heads"),
-        (["--text", "/dev/null"], 2, "is empty"),
-        (["--text", sys.executable], 2, "is not UTF-8 text"),
+        (["--seq", "1000000000"], 2, "bytes are too few for sequences of 1000000000"),
         (["--backend", "emulated"], 2, "dynamiccl tune --cluster"),
         (["--backend", "nccl"], 2, "no GPU"),
         (["--steps", "0"], 2, "--steps: a whole number from 1 up, not 0"),
         (["--prefetch", "some"], 2, "prefetch"),
         (["--resume", "/nowhere"], 2, "no checkpoint in /nowhere"),
-        (["--steps", "5", "--lr", "1e30"], 1, "the loss is not finite at step 1 on ranks [0, 1]"),
+        (["--steps", "5", "--lr", "1e30"], 1, "the gradient is not finite at step 1: lower"),
     ],
 )
 def test_the_job_refuses_in_one_line(arguments: list[str], code: int, words: str) -> None:
@@ -64,30 +58,6 @@ def test_the_job_refuses_in_one_line(arguments: list[str], code: int, words: str
     done = job(*arguments)
     assert done.returncode == code
     assert words in done.stderr and done.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_out_of_memory_ends_the_job_with_advice() -> None:
-    """29e9 parameters in 8 GB of address space: the allocator's own refusal, on every rank."""
-    arguments = ["--layers", "1", "--width", "49152", "--heads", "2", "--stage", "1", "--quiet"]
-    command = [sys.executable, "-m", "dynamiccl.zero_workload", *arguments]
-    limit = partial(resource.setrlimit, resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=limit)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "out of memory: stage 1 holds 348.28 GB a rank before activations, stage 3 holds 232.19 GB" in done.stderr
-
-
-def test_a_full_gpu_is_out_of_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
-
-    monkeypatch.setattr(train_module, "Job", full)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    args = train_module.parser().parse_args(["--stage", "3"])
-    train_module.check(args)
-    with pytest.raises(launch.Failed, match=r"out of memory: stage 3 holds 0\.01 GB .* on 8 ranks it is half of that"):
-        train_module.work(args)
 
 
 @pytest.mark.slow
@@ -130,14 +100,15 @@ def test_the_rank_that_failed_by_itself_is_blamed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sigterm_ends_the_job_after_a_step(tmp_path: Path) -> None:
-    log, summary = tmp_path / "log", tmp_path / "summary"
-    command = [sys.executable, "-m", "dynamiccl.zero_workload", *SMALL, "--steps", "100000", "--log", str(log)]
-    launcher = subprocess.Popen([*command, "--json", str(summary)], stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "dynamiccl.zero_workload", *SMALL[:-1], "--steps", "100000", "--log", str(log)]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for_steps(log, launcher)
     launcher.terminate()
-    _, said = launcher.communicate(timeout=30)
+    told, said = launcher.communicate(timeout=30)
     assert launcher.returncode == 128 + signal.SIGTERM and said == ""
-    assert json.loads(summary.read_text())["steps"] == len(log.read_text().splitlines()) - 1
+    last = json.loads(log.read_text().splitlines()[-1])["step"]
+    assert told.endswith(f"stopped after step {last + 1}\n")
 
 
 def wait_for_steps(log: Path, launcher: subprocess.Popen[str]) -> list[int]:

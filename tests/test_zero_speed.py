@@ -36,7 +36,7 @@ def interleaved(name: str, rounds: int, block: int, shard: int = 0, **more: Any)
     cut: Any = groups(shard)
     ours = zero(ours_model, adamw(1e-3), stage=PEERS[name], **cut, **settings)
     theirs = Peer(name, theirs_model, adamw(1e-3), mesh=mesh_of(cut), **settings)
-    corpus, rank = Corpus(None, MODEL.seq), dist.get_rank()
+    corpus, rank = Corpus(MODEL.seq), dist.get_rank()
     batches = [corpus.batch(2 * rank, 2 * rank + 2, step=i, seed=0) for i in range(block)]
     times: dict[str, list[float]] = {"ours": [], "theirs": []}
     for turn in range(rounds + 1):
@@ -135,7 +135,7 @@ def exposed(steps: int) -> dict[str, float]:
     """What a step stands still because collectives take 20 ms each: ours at stage 3, and FSDP2."""
     clock = emulate()
     group, rank = dist.new_group(backend="emulated"), dist.get_rank()
-    batch = Corpus(None, LARGER.seq).batch(8 * rank, 8 * rank + 8, step=0, seed=0)
+    batch = Corpus(LARGER.seq).batch(8 * rank, 8 * rank + 8, step=0, seed=0)
     torch.manual_seed(0)
     ours, theirs = Transformer(LARGER), Transformer(LARGER)
     # Both clip, so both wait for the norm: ours does in every step, that nothing that is not finite is applied.

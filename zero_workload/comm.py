@@ -15,16 +15,6 @@ Group = dist.ProcessGroup | None
 IN_FLIGHT = 2
 
 
-def ask(mine: Any, *groups: Group) -> list[Any]:
-    """What every rank that shares a group of ``groups`` with this one, or with one of those, says; a collective."""
-    said = [mine]
-    for group in groups:
-        lists: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(lists, said, group=group)
-        said = [one for some in lists for one in some]
-    return said
-
-
 class Collectives:
     """All-gather, reduce-scatter and all-reduce (to the mean) on one process group; each returns a work handle at once.
 
@@ -44,7 +34,6 @@ class Collectives:
         self.rank, self.size, self.backend = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
         self.reduce_group = reduce_group or group
         self.replicas = Collectives(replicas) if replicas else None
-        self.groups = [group, replicas] if replicas else [group]
         self.buffer_bytes = 0  # of all that were made
         self._free: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._exchanges: deque[_Exchange] = deque()
@@ -91,24 +80,20 @@ class Collectives:
         for comm in filter(None, (self, self.replicas)):
             comm.all_reduce(tensor, op).wait()
 
-    def require_same(self, about: dict[str, Any], what: str) -> None:
-        """End with the same error on every rank when ``about``, which prints alike where it is equal, is not on all.
-
-        Raises:
-            ValueError: names the ranks that differ from the group's first, and the first entry in which one does.
+    def require_same(self, about: Any) -> None:
+        """Raise ValueError on every rank when a model ``about``, which prints alike where it is equal, is not the same
+        on all.
         """
         if self.backend == "fake":  # a dry run: there is nobody to differ
             return
         if self.replicas:
-            self.replicas.require_same(about, what)
-        everyone = ask(zlib.crc32(repr(about).encode()), self.group)  # a few bytes, as a rule
-        odd = [rank for rank, digest in enumerate(everyone) if digest != everyone[0]]
-        if odd:
-            everyone = ask(about, self.group)
-            here, there = everyone[0], everyone[odd[0]]
-            name = next((n for n in {**here, **there} if here.get(n) != there.get(n)), "their order")
-            values = f"{there.get(name)} on rank {odd[0]}, {here.get(name)} on rank 0"
-            raise ValueError(f"ranks {odd} have {what} that differs from rank 0's: {name} is {values}")
+            self.replicas.require_same(about)
+        digests: list[Any] = [None] * self.size
+        dist.all_gather_object(digests, zlib.crc32(repr(about).encode()), group=self.group)
+        if odd := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+            raise ValueError(
+                f"ranks {odd} have another model or other settings than rank 0: names, shapes, groups of the optimizer"
+            )
 
 
 class _InPlace(dist.Work):

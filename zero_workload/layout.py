@@ -40,20 +40,21 @@ class Settings:
     hybrid: int | None = None
     keep_last: bool = True
     reduce_dtype: torch.dtype | None = None
-    no_sync: bool = False
-    keep_dtypes: bool = False  # the model has several
 
-    def wire(self, dtype: torch.dtype) -> torch.dtype:
-        """What gradients of parameters of ``dtype`` are reduced in."""
-        return self.reduce_dtype or dtype
+    @property
+    def wire(self) -> torch.dtype:
+        """What gradients are reduced in."""
+        return self.reduce_dtype or self.param_dtype
 
-    def master(self, dtype: torch.dtype) -> torch.dtype:
-        """What the optimizer updates in their place: float32, or theirs where it has more digits."""
-        return torch.promote_types(torch.float32, dtype)
+    @property
+    def master(self) -> torch.dtype:
+        """What the optimizer updates: float32, or the parameters' where that has more digits."""
+        return torch.promote_types(torch.float32, self.param_dtype)
 
-    def sums(self, dtype: torch.dtype) -> torch.dtype:
-        """What a shard of theirs is kept in at stages 2 and 3: sums over micro-batches are in the master's dtype."""
-        return self.wire(dtype) if self.gradient_accumulation == 1 or self.no_sync else self.master(dtype)
+    @property
+    def sums(self) -> torch.dtype:
+        """What a shard of gradients is kept in at stages 2 and 3: sums over micro-batches are in the master's dtype."""
+        return self.wire if self.gradient_accumulation == 1 else self.master
 
     def __post_init__(self) -> None:
         natural, positive = "a whole number from 0 up", "a whole number from 1 up"
@@ -74,8 +75,6 @@ class Settings:
                 raise ValueError(f"{name} is {what}, not {getattr(self, name)!r}")
         if self.stage != 3 and self.hybrid is not None:
             raise ValueError("hybrid says which units stay replicated at stage 3")
-        if self.stage != 2 and self.no_sync:
-            raise ValueError("no_sync is stage 2's: 0 and 1 reduce once a step anyway, 3 has no room")
 
 
 def _whole(value: object, least: int = 0) -> bool:
@@ -185,14 +184,14 @@ class Row:
         sizes = {i: shape.numel() for i, shape in self.shapes.items()}
         self.begins, total = end_to_end(sizes, comm.size)
         self.trainable = any(params[i].requires_grad for i in indices)
-        dtype = params[indices[0]].dtype if settings.keep_dtypes else settings.param_dtype
+        dtype = settings.param_dtype
         wanted = _up(settings.bucket_bytes, comm.size * ALIGN * dtype.itemsize) // dtype.itemsize
         self.buckets = cut(sizes, self.begins, total, max(1, total if stage == 3 else min(wanted, total)))
         for bucket in self.buckets:
             n = bucket.numel // comm.size
             cut_up = stage == 3 or (stage > 0 and self.trainable)
             bucket.owned = slice(comm.rank * n, (comm.rank + 1) * n) if cut_up else slice(0, bucket.numel)
-        exact = torch.zeros(total, dtype=settings.master(dtype), device=params[0].device)
+        exact = torch.zeros(total, dtype=settings.master, device=params[0].device)
         for index in indices:
             self.view(exact, index).copy_(params[index].detach())
         for part in self._split(exact):
@@ -202,7 +201,7 @@ class Row:
             params[index].data = self.view(self.arena, index)
         self._hold_weights(exact, stage)
         if self.trainable:
-            self._hold_gradients(stage, settings.sums(dtype), comm.size)
+            self._hold_gradients(stage, settings.sums, comm.size)
 
     def _hold_gradients(self, stage: int, sums: torch.dtype, n_ranks: int) -> None:
         """Those of all parameters up to stage 1, where they add up until they are reduced; else this rank's shard."""

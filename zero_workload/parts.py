@@ -1,13 +1,17 @@
-"""The user's optimizer, made on the module's own parameters, moved onto the parts of them that this rank owns."""
+"""The user's optimizer, made on the module's own parameters, moved onto the parts of them that this rank owns; and what
+ranks tell each other before it steps.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .layout import Bucket, Piece
+from .reducer import Reducer
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -81,3 +85,27 @@ def regroup(optimizer: torch.optim.Optimizer, params: Sequence[Any], shapes: Seq
         numbers = {number_of[id(p)] for p in group["params"]}
         group["params"] = [part.param for part in parts if part.piece.param in numbers]
         group.pop("param_names", None)  # there may be several parts of one
+
+
+def agree(reducer: Reducer, parts: Sequence[Part]) -> torch.Tensor:
+    """One small all-reduce a step, after the reductions: an element a parameter, and one for the norm.
+
+    Gradients of parameters that no rank used become ``None``. Returns the global norm of the gradient (scalar), the
+    same on every rank; it is waited for before the optimizer's step, so what is not finite never reaches the weights.
+    """
+    used, comm, settings, device = reducer.used, reducer.comm, reducer.settings, reducer.params[0].device
+    grads = [part.param.grad for part in parts if part.param.grad is not None]  # that is, all
+    seen = torch.tensor([*used, 0.0], dtype=settings.master, device=device)
+    if grads:
+        squares = torch.stack([n.to(seen) for n in torch._foreach_norm(grads)]).square()
+        # So many ranks hold the same gradient, which counts once.
+        copies = (1 if settings.stage else comm.size) * (comm.replicas.size if comm.replicas else 1)
+        seen[-1] = (squares / copies).sum()
+    comm.agree(seen, dist.ReduceOp.SUM)
+    reducer.used = [0.0] * len(used)
+    if comm.backend != "fake" and not all(used[part.piece.param] for part in parts):
+        counts = seen.tolist()
+        for part in parts:
+            if not counts[part.piece.param]:
+                part.param.grad = None
+    return seen[-1].sqrt()

@@ -21,7 +21,6 @@ class Reducer:
     def __init__(self, comm: Collectives, params: Sequence[nn.Parameter], settings: Settings) -> None:
         self.comm, self.params, self.settings = comm, params, settings
         self.micro_batch, self.in_backward = 0, False
-        self.broken = False  # a backward pass of this step ended with an error
         self.used = [0.0] * len(params)  # 1: has a gradient on this rank in this step
         self.at_end: list[Callable[[], None]] = []  # called at the end of every backward pass
         # bucket, handle, result, the buffer that is sent (stages 2 and 3), whether it was the last micro-batch
@@ -29,11 +28,9 @@ class Reducer:
         self._replicas: list[dist.Work] = []
 
     def rows(self, indices: Sequence[int], stage: int) -> list[Row]:
-        """Parameters laid end to end; apart lie the trainable and the frozen, and each dtype."""
-        apart: dict[tuple[bool, str], list[int]] = {}
-        for i in indices:
-            apart.setdefault((not self.params[i].requires_grad, str(self.params[i].dtype)), []).append(i)
-        return [Row(self.comm, self.params, some, self.settings, stage) for _, some in sorted(apart.items())]
+        """Parameters laid end to end; the trainable and the frozen apart."""
+        apart = [[i for i in indices if self.params[i].requires_grad == trainable] for trainable in (True, False)]
+        return [Row(self.comm, self.params, some, self.settings, stage) for some in apart if some]
 
     def begin_backward(self, index: int | None = None) -> None:
         """Called by whatever sees a backward pass first, and for each parameter (``index``) that has a gradient."""
@@ -48,21 +45,17 @@ class Reducer:
             flush()
         self.micro_batch, self.in_backward = self.micro_batch + 1, False
 
-    def mend(self) -> bool:
-        """Outside backward: whether a pass of this step ended with an error that was caught. What other ranks go on to
-        reduce in that pass is reduced here too, whatever it is: the step will be applied on no rank.
-        """
+    def require_whole(self) -> None:
+        """Raise RuntimeError where a backward pass has ended with an error: other ranks may wait for its reductions."""
         if self.in_backward and torch._C._current_graph_task_id() < 0:
-            self.broken = True
-            self._end_backward()
-        return self.broken
+            raise RuntimeError("backward has failed and left its step half reduced: end the job, and start it again")
 
     def launch(self, bucket: Bucket) -> None:
         """Start the reduction of ``bucket``. At stages 2 and 3 this frees the gradients it has copied."""
         comm, size = self.comm, bucket.numel // self.comm.size
         last = self.micro_batch == self.settings.gradient_accumulation - 1
         if bucket.grads is not None:
-            local = bucket.grads.to(self.settings.wire(bucket.full.dtype))
+            local = bucket.grads.to(self.settings.wire)
             out = local[bucket.owned] if not self.settings.stage or local is bucket.grads else local.new_empty(size)
             work = comm.reduce_scatter(out, local) if self.settings.stage else comm.all_reduce(local)
             bucket.grad_shard = out
@@ -73,7 +66,7 @@ class Reducer:
             self._finish()
         send = self._pack(bucket)
         assert bucket.grad_shard is not None
-        out, first = bucket.grad_shard, self.micro_batch == 0 or self.settings.no_sync
+        out, first = bucket.grad_shard, self.micro_batch == 0
         if not first or out.dtype != send.dtype:  # to be added to what is there
             out = self.comm.take(size, send)
             if first:
@@ -88,7 +81,7 @@ class Reducer:
             self._replicas.pop().wait()
 
     def _pack(self, bucket: Bucket) -> torch.Tensor:
-        send = self.comm.take(bucket.numel, bucket.full.new_empty(0, dtype=self.settings.wire(bucket.full.dtype)))
+        send = self.comm.take(bucket.numel, bucket.full.new_empty(0, dtype=self.settings.wire))
         into, source, end = [], [], 0
         for piece in bucket.pieces:
             send[end : piece.offset].zero_()

@@ -1,4 +1,4 @@
-"""Stages 0, 1 and 2: every rank holds all parameters, in a row (one for each dtype) that is cut into buckets."""
+"""Stages 0, 1 and 2: every rank holds all parameters, in a row that is cut into buckets."""
 
 from functools import partial
 
@@ -62,8 +62,7 @@ class Replicated:
     def _launch(self, complete_only: bool) -> None:
         """Reduce strictly last to first, on every rank alike, whatever parameters a rank has not used."""
         settings = self.reducer.settings
-        each = self.stage == 2 and not settings.no_sync
-        if each or self.reducer.micro_batch == settings.gradient_accumulation - 1:
+        if self.stage == 2 or self.reducer.micro_batch == settings.gradient_accumulation - 1:
             while self._next >= 0 and not (complete_only and self.buckets[self._next].pending > 0):
                 self.reducer.launch(self.buckets[self._next])
                 self._next -= 1

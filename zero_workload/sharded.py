@@ -2,16 +2,33 @@
 by hooks on its module, in backward by hooks on its output (gather) and its input (free, and reduce its gradients).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from .boundary import Entry, bring_back, send_away, tensors_in
 from .layout import State, Unit
 from .reducer import Reducer
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity on a unit's inputs: its backward runs when every operation inside the unit has run its own.
+
+    Autograd refuses a module that changes such an input in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *tensors: torch.Tensor) -> Any:
+        ctx.done = done
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.done()
+        return None, *grads
 
 
 class Sharded:
@@ -25,7 +42,6 @@ class Sharded:
         self.keep_last, self.prefetch = reducer.settings.keep_last, reducer.settings.prefetch
         self.order: list[Unit] = []  # forward calls as the last pass made them
         self._cursor, self._known = 0, False  # known: a whole forward pass was seen, `order` says what comes last
-        self._inside: list[Entry] = []  # forward calls that have begun and not ended
         self.units = [u for u in units if u.params]
         for unit in self.units:
             unit.rows = reducer.rows(unit.params, 3)
@@ -54,7 +70,6 @@ class Sharded:
             unit.gathers, unit.state = [], State.GATHERED
             for row in unit.rows:
                 for index in row.begins:
-                    bring_back(self.params[index])
                     self.params[index].data = row.view(row.arena, index)
 
     def free(self, unit: Unit) -> None:
@@ -71,7 +86,6 @@ class Sharded:
         for row in unit.rows:
             for index in row.begins:
                 self.params[index].data = row.arena.new_empty(0)
-                send_away(self.params[index], self.names[index], unit.name)
             row.arena.untyped_storage().resize_(0)
         unit.state = State.SHARDED
 
@@ -92,7 +106,6 @@ class Sharded:
             return
         del self.order[self._cursor :]
         self._known, self._cursor = bool(self.order), 0
-        self._inside.clear()
 
     def _enter(self, unit: Unit) -> None:
         here = self._cursor
@@ -119,22 +132,26 @@ class Sharded:
             return None
         flat, spec = tree_flatten((args, kwargs))
         picked = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and x.requires_grad]
-        # A tensor inside an object cannot be exchanged: then the unit waits for the end of backward.
-        if any(t.requires_grad for t in tensors_in([x for x in flat if not isinstance(x, torch.Tensor)])):
-            picked = []
-        self._inside.append(Entry(partial(self._after_backward, unit), [flat[i] for i in picked]))
-        for i, tensor in zip(picked, self._inside[-1].tensors, strict=True):
+        if not picked:  # the unit waits for the end of backward
+            return None
+        entered = _AfterBackward.apply(partial(self._after_backward, unit), *(flat[i] for i in picked))
+        for i, tensor in zip(picked, entered, strict=True):
             flat[i] = tensor
         return tree_unflatten(flat, spec)
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if self.reducer.in_backward:
             return
-        if torch.is_grad_enabled() and self._inside:
-            self._inside.pop().leave()
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self._before_backward, unit))
+        if torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if not isinstance(leaf, torch.Tensor | int | float | str | None):
+                    kind = type(leaf).__name__
+                    raise TypeError(
+                        f"{unit.name} returns a {kind}, whose tensors stage 3 cannot see: return tensors in tuples, "
+                        "lists or dictionaries, or register the class with torch.utils._pytree"
+                    )
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(partial(self._before_backward, unit))
         self._leave(unit)
 
     # Backward ------------------------------------------------------------------------------------------------------

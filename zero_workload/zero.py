@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .comm import Collectives
-from .health import Health
 from .layout import Settings, Unit, find_units
-from .parts import OptimizerOf, group_of, parts_of, regroup, require_elementwise
+from .parts import OptimizerOf, agree, group_of, parts_of, regroup, require_elementwise
 from .reducer import Reducer
 from .replicated import Replicated
 from .sharded import Sharded
@@ -32,11 +31,11 @@ def zero(
 
     Args:
         model: any module, on its device, built alike on every rank (rank 0's values are broadcast). Shared, frozen
-            and unused parameters are fine; its floating-point parameters become ``param_dtype``, unless they have
-            several dtypes: then each keeps its own.
+            and unused parameters are fine; its floating-point parameters become ``param_dtype``.
         optimizer: makes the optimizer from the module's trainable parameters, in groups or not:
             ``lambda params: torch.optim.AdamW(params, lr=1e-3)``. Each group then gets this rank's parts of its
-            parameters, 1-D, in float32 or theirs if that has more digits. What no rank used in a step is not updated.
+            parameters, 1-D, in float32 or ``param_dtype`` if that has more digits. What no rank used in a step is not
+            updated.
         stage: 0 replicates all; 1 shards optimizer states; 2 gradients as well; 3 parameters as well.
         group: the data-parallel ranks, default all.
         replicas: at stages 2 and 3, with ``group`` a node: the ranks that hold the same shards, one of each node
@@ -60,7 +59,6 @@ def zero(
             and the root's. Saves their second gather at no more memory than backward's own look-ahead takes.
         reduce_dtype: dtype in which gradients are sent and summed, default the parameter's. float32 for bfloat16
             parameters doubles the bytes of each reduction, and those of the gradient shard.
-        no_sync: at stage 2, add up whole gradients over the micro-batches and reduce once, as stage 1 does.
 
     Returns:
         The engine: ``engine.backward(loss)`` and ``engine.step()`` in place of ``loss.backward()`` and
@@ -69,21 +67,19 @@ def zero(
     Raises:
         ValueError: on every rank alike, for a setting out of range, an optimizer that is not elementwise, a model
             without trainable parameters or with some that are in no group, and ranks whose models differ in names,
-            shapes, dtypes or groups.
+            shapes or groups.
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20).
     """
     require_trainable(model)
     made = optimizer([p for p in model.parameters() if p.requires_grad])
     require_elementwise(made, elementwise)
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    checked = Settings(stage, **settings, keep_dtypes=len(dtypes) > 1)
+    checked = Settings(stage, **settings)
     if replicas and stage < 2:
         raise ValueError(f"replicas of shards exist at stages 2 and 3, not at {stage}")
     comm = Collectives(group, reduce_scatter_group, replicas)
     groups = group_of(made, model)
-    about = {n: (tuple(p.shape), str(p.dtype), groups.get(n, "frozen")) for n, p in model.named_parameters()}
-    comm.require_same({"the settings": checked, **about}, "a model or settings")
+    comm.require_same([checked, *((n, p.shape, groups.get(n)) for n, p in model.named_parameters())])
     return Engine(model, made, comm, checked)
 
 
@@ -122,7 +118,6 @@ class Engine:
         self._whole = False  # while ``state_dict`` gathers everything
         self._hook()
         self.buckets = [b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None]
-        self.health = Health(self.reducer, self.names, {b.full.dtype for b in self.buckets})
         self.owned = parts_of(self.buckets)
         regroup(optimizer, self.params, self.shapes, self.owned)
 
@@ -137,9 +132,7 @@ class Engine:
         model.register_load_state_dict_pre_hook(self._before_loading)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backpropagate ``loss`` (scalar), divided by the accumulation steps.
-
-        An error in it may be caught, on every rank alike: that micro-batch counts, and its step is applied nowhere.
+        """Backpropagate ``loss`` (scalar), divided by the accumulation steps. After an error in it the engine stops.
 
         Raises:
             RuntimeError: it was called once a micro-batch already.
@@ -149,7 +142,6 @@ class Engine:
                 f"backward was called {self.reducer.micro_batch} times in this step, which has as many micro-batches: "
                 "add the losses up for one backward, or call engine.step() first"
             )
-        self.health.losses.append(loss.detach())
         n = self.settings.gradient_accumulation
         (loss if n == 1 else loss * (1.0 / n)).backward()
 
@@ -157,15 +149,14 @@ class Engine:
         """Reduce, clip, update, publish. Does nothing before the last micro-batch of an accumulation.
 
         Returns:
-            The global gradient norm (scalar, before clipping) with ``max_norm``, else ``None``. It is not finite when
-            every rank skipped the update, as backward had failed.
+            The global gradient norm (scalar, before clipping) with ``max_norm``, else ``None``.
 
         Raises:
-            FloatingPointError: on every rank alike: the gradients are not finite. It names the ranks or the parameters.
-                The weights are those of the step before.
-            RuntimeError: on every rank alike: backward failed on some ranks only.
+            FloatingPointError: on every rank alike: the gradients are not finite. The weights are those of the step
+                before.
+            RuntimeError: backward failed in this step.
         """
-        self.reducer.mend()
+        self.reducer.require_whole()
         if self.reducer.micro_batch < self.settings.gradient_accumulation:
             return None
         self.reducer.micro_batch = 0
@@ -174,17 +165,17 @@ class Engine:
         exact = {b: b.grad_shard.to(b.master) for b in buckets}  # as the optimizer wants them, where it does
         for part in self.owned:
             part.param.grad = exact[part.bucket][part.piece.where]
-        norm, error = self.health.look(self.owned), None
-        if self.comm.backend == "fake" or math.isfinite(norm.item()):
+        norm = agree(self.reducer, self.owned)
+        finite = self.comm.backend == "fake" or math.isfinite(norm.item())
+        if finite:
             self._update(norm)
-        else:
-            error = self.health.skip(self.owned, self.steps)
         for part in self.owned:
             part.param.grad = None
-        self.health.losses, self.reducer.broken = [], False
         self.publish()
-        if error:
-            raise error
+        if not finite:
+            raise FloatingPointError(
+                f"the gradient is not finite at step {self.steps}: lower the learning rate, or look at the data"
+            )
         self.steps += 1
         return norm if self.settings.max_norm is not None else None
 
@@ -236,8 +227,7 @@ class Engine:
         }
 
     def _begin_forward(self) -> None:
-        if self.reducer.mend() and self.reducer.micro_batch == self.settings.gradient_accumulation:
-            self.step()  # its caller left it out, as backward had failed
+        self.reducer.require_whole()
         self.sharded.begin_forward()
 
     def _update(self, norm: torch.Tensor) -> None:

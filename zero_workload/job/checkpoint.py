@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm import ask
 from ..zero import Engine
 
 STEPS = "step-" + "[0-9]" * 8
@@ -37,7 +36,7 @@ def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
     It is written under another name and renamed when whole: killed in the middle, the previous one is untouched.
 
     Raises:
-        OSError: on every rank: one of them could not write.
+        OSError, RuntimeError: this rank could not write; the others wait for it until the job is ended.
         ValueError: on every rank: the folder holds a later step, of another run.
     """
     require_newest(folder, step)
@@ -45,33 +44,22 @@ def save(engine: Engine, folder: Path, step: int, *, keep: int = 2) -> Path:
     done, partial, replicas = folder / f"step-{step:08d}", folder / f"step-{step:08d}.partial", engine.comm.replicas
     writes = not (replicas and replicas.rank)  # the first replica
     first = writes and engine.comm.rank == 0
-
-    def begin() -> None:
+    if first:
         for old in folder.glob(f"{STEPS}.partial"):  # of a save that failed
             shutil.rmtree(old)
         partial.mkdir(parents=True)
-
-    def write() -> None:
+    dist.barrier()
+    if writes:
         copies = [tensor.to("cpu", copy=True) for tensor in _tensors(engine)]  # a view would bring its whole storage
-        found = {"about": _about(engine), "step": step, "skipped": engine.health.skipped, "tensors": copies}
+        found = {"about": _about(engine), "step": step, "tensors": copies}
         torch.save(found | {"optimizer": engine.optimizer.state_dict()}, partial / f"rank-{engine.comm.rank}.pt")
-
-    def end() -> None:
+    dist.barrier()
+    if first:
         shutil.rmtree(done, ignore_errors=True)
         partial.rename(done)
         for old in sorted(folder.glob(STEPS))[:-keep]:
             shutil.rmtree(old)
-
-    for part, mine in ((begin, first), (write, writes), (end, first)):
-        error: BaseException | None = None
-        try:
-            if mine:
-                part()
-        except (OSError, RuntimeError) as caught:  # torch says RuntimeError where a disk is full
-            error = caught
-        said = ask(f"rank {dist.get_rank()}: {type(error).__name__}: {error}" if error else "", *engine.comm.groups)
-        if any(said):
-            raise error if isinstance(error, OSError) else OSError(f"a peer failed: {max(said)}") from error
+    dist.barrier()
     return done
 
 
@@ -89,25 +77,23 @@ def load(engine: Engine, folder: Path) -> int:
         The step it was taken after.
 
     Raises:
-        ValueError: on every rank: there is none, it cannot be read, or it is of another job.
+        ValueError: there is none, it cannot be read on this rank, or it is of another job.
     """
     newest = max(folder.glob(STEPS), default=None)
     if newest is None:
         raise ValueError(f"no checkpoint in {folder}")
-    saved, why = dict[str, Any](), ""
     try:
         saved = torch.load(newest / f"rank-{engine.comm.rank}.pt", map_location="cpu", weights_only=True)
         other = [name for name, here in _about(engine).items() if saved["about"][name] != here]
-        why = f"is of another job: its {other[0]} is not this one's" if other else ""
     except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        why = f"cannot be read on rank {dist.get_rank()}: {error}"
-    if any(said := ask(why, *engine.comm.groups)):
-        raise ValueError(f"{newest} {max(said)}")
+        raise ValueError(f"{newest} cannot be read on rank {dist.get_rank()}: {error}") from None
+    if other:
+        raise ValueError(f"{newest} is of another job: its {other[0]} is not this one's")
     engine.synchronize()
     for tensor, values in zip(_tensors(engine), saved["tensors"], strict=True):
         tensor.copy_(values)
     engine.optimizer.load_state_dict(saved["optimizer"])
-    engine.steps, engine.health.skipped = int(saved["step"]), int(saved["skipped"])
+    engine.steps = int(saved["step"])
     engine.publish()
     engine.synchronize()
     return engine.steps

@@ -19,17 +19,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 LAUNCHER = "ZERO_WORKLOAD_LAUNCHER"
 
 
-class Failed(RuntimeError):
-    """The run broke; the message says why."""
-
-
 def report(rank: int, error: BaseException) -> int:
     """Tell the user, or the launcher if it is ours, why this rank ends. Returns the exit code: 2 for a ValueError,
     which says that the request cannot be served as asked, 1 for any other.
     """
     code = 2 if isinstance(error, ValueError) else 1
     text = (str(error).strip().splitlines() or [""])[0]
-    if not isinstance(error, Failed | ValueError | FloatingPointError):
+    if not isinstance(error, ValueError | FloatingPointError):
         text = f"{type(error).__name__}: {text}"
     if LAUNCHER in os.environ:
         note = {"message": text, "errorCode": code, "timestamp": time.time_ns()}

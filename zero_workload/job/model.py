@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -18,14 +17,10 @@ class ModelConfig:
     heads: int = 6
     seq: int = 128
     vocab: int = 256
-    #: blocks that backward recomputes at a time, of which only the first one's input is kept; 0: nothing is recomputed.
-    recompute: int = 0
 
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.seq, self.vocab) < 1:
             raise ValueError("layers, width, heads, seq and vocab start at 1")
-        if self.recompute < 0:
-            raise ValueError(f"recompute starts at 0, not {self.recompute}")
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
 
@@ -70,7 +65,6 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config
         self.embed = nn.Embedding(config.vocab, config.width)
         self.position: nn.Embedding | None = nn.Embedding(config.seq, config.width)
         self.blocks = nn.Sequential(*(Block(config) for _ in range(config.layers)))
@@ -90,8 +84,5 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         if self.position is not None:
             x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        size = self.config.recompute
-        for at in range(0, len(self.blocks), size or len(self.blocks)):
-            x = checkpoint(self.blocks[at : at + size], x, use_reentrant=False) if size else self.blocks(x)
-        logits = self.head(self.norm(x))
+        logits = self.head(self.norm(self.blocks(x)))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -3,7 +3,6 @@
 import argparse
 import atexit
 import json
-import math
 import os
 import signal
 import statistics
@@ -22,17 +21,13 @@ import torch.distributed as dist
 from ..layout import Settings
 from ..zero import Engine, zero
 from .data import Corpus
-from .launch import LAUNCHER, Failed, launch, report
+from .launch import LAUNCHER, launch, report
 from .model import ModelConfig, Transformer
 from .parallel import groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: Embedding and head of a small model are messages of their own here, so that it emits several sizes as a large one.
 MIN_UNIT = 2**13
-
-
-#: Bytes a parameter: weight, gradient, and what Adam adds (in bf16 a master weight too).
-STATE = {"bf16": (2, 2, 12), "fp32": (4, 4, 8)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,22 +73,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lr", type=float, default=2e-3, help="learning rate")
     p.add_argument("--clip", type=amount, help="clip the global gradient norm to this")
     p.add_argument("--seed", type=int, default=0, help="model, data order")
-    p.add_argument("--text", type=Path, metavar="FILE", help="train on this text, not the standard library")
     p.add_argument("--bucket-mb", type=amount, default=1.0, help="bucket size in MiB, stages 0 to 2")
     p.add_argument("--unit", choices=("block", "layer"), default="block", help="what stage 3 gathers at once")
     p.add_argument("--prefetch", type=whole, default=1, help="units stage 3 gathers ahead")
     p.add_argument("--hybrid", type=whole, metavar="N", help="at stage 3, replicate units below N elements")
-    p.add_argument("--recompute", type=whole, default=0, metavar="N", help="blocks recomputed at a time, in backward")
     p.add_argument("--hsdp", type=count, metavar="N", help="shard over N ranks, a node's, and replicate over the rest")
     p.add_argument("--reduce-dtype", choices=tuple(DTYPES), help="dtype gradients are reduced in; default --dtype")
     p.add_argument("--reduce-scatter-group", action="store_true", help="a communicator of its own for reduce-scatters")
-    p.add_argument("--no-sync", action="store_true", help="stage 2 reduces once a step, not in each micro-batch")
     p.add_argument("--save", type=Path, metavar="FOLDER", help="write checkpoints there, and at the end")
     p.add_argument("--save-every", type=whole, default=0, metavar="N", help="also every N steps")
     p.add_argument("--resume", type=Path, metavar="FOLDER", help="go on from the newest checkpoint there")
     p.add_argument("--log", type=file, metavar="FILE", help="JSON lines: the run, then one a step")
     p.add_argument("--log-every", type=count, help="read the loss every so many steps; default 1, on cuda 10")
-    p.add_argument("--json", type=file, metavar="FILE", help="write a summary")
     p.add_argument("--timeout", type=amount, default=300, help="seconds until a collective counts as hung")
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     return p
@@ -108,14 +99,14 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("this machine has no GPU that PyTorch can use: take --backend gloo --device cpu")
     if args.backend == "nccl" and args.device == "cpu":
         raise ValueError("backend nccl needs --device cuda")
-    shape = {name: getattr(args, name) for name in ("layers", "width", "heads", "seq", "recompute")}
+    shape = {name: getattr(args, name) for name in ("layers", "width", "heads", "seq")}
     args.model = ModelConfig(**shape)
-    args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid", "no_sync")}
+    args.zero = {name: getattr(args, name) for name in ("stage", "prefetch", "unit", "hybrid")}
     args.zero |= {"param_dtype": DTYPES[args.dtype], "reduce_dtype": DTYPES.get(args.reduce_dtype)}
     args.zero |= {"max_norm": args.clip, "gradient_accumulation": args.accumulate, "min_unit": MIN_UNIT}
     args.zero["bucket_bytes"] = max(1, int(args.bucket_mb * 2**20))
     Settings(**args.zero)  # refuses what is out of range
-    args.corpus = Corpus(args.text, args.seq)
+    args.corpus = Corpus(args.seq)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,7 +138,7 @@ def work(args: argparse.Namespace) -> None:
 
     Raises:
         ValueError: there is no checkpoint to resume from, or it is of another model.
-        Failed: the loss is not finite, or memory ran out; the message names the ranks, or what would take less.
+        FloatingPointError: the gradients are not finite.
     """
     device = torch.device(args.device)
     if args.device == "cuda":
@@ -156,26 +147,8 @@ def work(args: argparse.Namespace) -> None:
     else:
         torch.set_num_threads(1)
     dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout))
-    try:
-        Job(args, device).run()
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise
-        with torch.device("meta"):
-            n_params = sum(p.numel() for p in Transformer(args.model).parameters())
-        raise Failed(f"out of memory: {advice(n_params, dist.get_world_size(), args.stage, args.dtype)}") from error
+    Job(args, device).run()
     dist.destroy_process_group()
-
-
-def advice(params: int, ranks: int, stage: int, dtype: str) -> str:
-    """One line for a rank that ran out of memory: what this stage holds at rest, and what the next would."""
-
-    def held_gb(stage: int) -> float:
-        sizes = zip(STATE[dtype], (3, 2, 1), strict=True)  # each is sharded from that stage on
-        return sum(n * params / (ranks if stage >= least else 1) for n, least in sizes) / 1e9
-
-    cure = f"stage 3 holds {held_gb(3):.2f} GB" if stage < 3 else f"on {2 * ranks} ranks it is half of that"
-    return f"stage {stage} holds {held_gb(stage):.2f} GB a rank before activations, {cure}; else lower --batch or --seq"
 
 
 class Job:
@@ -213,13 +186,13 @@ class Job:
         signal.signal(number, signal.SIG_DFL)
 
     def run(self) -> None:
-        """All steps, then the summary."""
+        """All steps."""
         args = self.args
         every = args.log_every or (10 if self.device.type == "cuda" else 1)
         self._write(self.about)
         sizes = f"{self.n_params / 1e6:.2f} M parameters, {self.size} ranks, {args.batch} x {args.seq} bytes a rank"
         self._say(f"zero-{args.stage}  {sizes}, {args.backend}, {args.dtype}")
-        times, losses = list[float](), list[float]()
+        times = list[float]()
         begin, done = time.perf_counter(), self.first
         for step in range(self.first, args.steps):
             seen, work = self._step(step)
@@ -227,14 +200,14 @@ class Job:
             if not (last or save or (step + 1) % every == 0):
                 continue
             work.wait()
-            *shares, stopped = seen.tolist()
-            losses.append(self._mean(shares, step))
+            *losses, stopped = seen.tolist()
+            loss = sum(losses) / self.size
             times.append((time.perf_counter() - begin) * 1e3 / (step + 1 - done))
             begin, done = time.perf_counter(), step + 1
-            self._write({"step": step, "loss": losses[-1], "step_ms": round(times[-1], 3)})
+            self._write({"step": step, "loss": loss, "step_ms": round(times[-1], 3)})
             if last or (step + 1) % max(10, every) == 0:
                 took = statistics.median(times[-10:])
-                self._say(f"step {step + 1:5d}/{args.steps}  loss {losses[-1]:.4f}  {took:.0f} ms")
+                self._say(f"step {step + 1:5d}/{args.steps}  loss {loss:.4f}  {took:.0f} ms")
             if save and not last:
                 self._save(step + 1)
                 begin = time.perf_counter()
@@ -242,32 +215,13 @@ class Job:
                 self._say(f"stopped after step {step + 1}")
                 break
         self._save(step + 1)
-        self._conclude(step + 1 - self.first, times, losses)
-
-    def _conclude(self, steps: int, times: list[float], losses: list[float]) -> None:
-        """The held-out loss and the summary."""
-        args = self.args
-        with torch.no_grad():
-            held_out = self.engine.model(*(t.to(self.device) for t in args.corpus.held_out(8))).item()
-        self._say(f"held-out loss {held_out:.4f}")
-        if args.json and self.rank == 0:
-            about = self.about | {"steps": steps, "loss_first": losses[0], "loss_last": losses[-1]}
-            about |= {"loss_held_out": held_out, "step_ms_median": round(statistics.median(times), 3)}
-            args.json.write_text(json.dumps(about, indent=1) + "\n")
 
     @property
     def about(self) -> dict[str, Any]:
-        """What the log and the summary say of the run."""
+        """What the log says of the run."""
         about: dict[str, Any] = {n: getattr(self.args, n) for n in ("stage", "backend", "dtype", "batch", "steps")}
         about["model"] = {name: getattr(self.args, name) for name in ("layers", "width", "heads", "seq")}
         return about | {"n_params": self.n_params, "n_ranks": self.size, "device": str(self.device)}
-
-    def _mean(self, losses: list[float], step: int) -> float:
-        """Of the losses of all ranks. Raises Failed where one is not finite."""
-        bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-        if bad:
-            raise Failed(f"the loss is not finite at step {step} on ranks {bad}: lower --lr, or look at the data")
-        return sum(losses) / self.size
 
     def _step(self, step: int) -> tuple[torch.Tensor, Any]:
         """One optimizer step; the losses of all ranks, and whether one was told to stop, are still on their way."""
