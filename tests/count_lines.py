@@ -15,7 +15,7 @@ CEILINGS = {
     "envs/nccl": (2_510, 2_026),
     "envs/sim": (2_524, 164),
     "traces": (2_222, 0),
-    "zero_workload": (1_985, 0),
+    "zero_workload": (1_978, 0),
 }
 IN_ALL = (21_085, 2_190)
 #: So far below its number a count is only by an oversight.

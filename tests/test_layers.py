@@ -14,7 +14,7 @@ FOLDERS = ("agent", "envs", "traces", "zero_workload")
 #: `python -m dynamiccl.zero_workload` starts there: it is the job's door, though it lies beside the engine.
 DOOR = "zero_workload/__main__.py"
 #: Lines of the workload's two rooms, at most: a reader of the engine has an hour.
-WORKLOAD_LINES = {"zero_workload": 1380, "zero_workload/job": 615}
+WORKLOAD_LINES = {"zero_workload": 1380, "zero_workload/job": 610}
 #: Libraries that only some folders may import: where the process touches shared memory or learns.
 SHARED_MEMORY = ("envs/nccl/", "envs/sim/emulated/timeline.py")  # the second stands in for NCCL's own transport
 ONLY_IN = {

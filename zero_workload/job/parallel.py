@@ -5,12 +5,6 @@ from typing import Any
 import torch.distributed as dist
 
 
-def require_cut(ranks: int, shard: int) -> None:
-    """Raise ValueError unless ``ranks`` are replicas of ``shard`` ranks that shard; 0: all shard."""
-    if shard and ranks % shard:
-        raise ValueError(f"{ranks} ranks are not {shard} that shard (HSDP), times replicas")
-
-
 def groups(shard: int = 0, apart: bool = False) -> dict[str, Any]:
     """New communicators by the names of ``zero``'s arguments, where it needs them. Every rank has to call it.
 
@@ -22,8 +16,9 @@ def groups(shard: int = 0, apart: bool = False) -> dict[str, Any]:
         ValueError: the ranks are not a multiple of ``shard``.
     """
     ranks = dist.get_world_size()
-    require_cut(ranks, shard)
     shard, found = shard or ranks, dict[str, Any]()
+    if ranks % shard:
+        raise ValueError(f"{ranks} ranks are not {shard} that shard (HSDP), times replicas")
     if shard < ranks:
         found["group"] = dist.new_subgroups(shard)[0]
     if apart:
