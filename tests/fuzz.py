@@ -24,8 +24,7 @@ from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import FLAGS, SOURCES, compile_once, compiler
 from dynamiccl.envs.nccl.rings import Ring
 from dynamiccl.envs.nccl.shm import decode_table, encode_table
-from dynamiccl.envs.nccl.table_json import to_json
-from dynamiccl.envs.nccl.tables import load_table
+from dynamiccl.envs.nccl.tables import load_table, to_json
 from dynamiccl.traces.records import FUNCS, PAIRS, RECORD_BYTES, Decision, Rule, Table
 from nccl_releases import Communicator, choose
 

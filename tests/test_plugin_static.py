@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 from dynamiccl.agent.checks.doctor import TRAPS, Facts, checked, examine, gather
 from dynamiccl.envs.nccl.plugin import build
-from dynamiccl.envs.nccl.table_json import to_json
-from dynamiccl.envs.nccl.tables import MAX_BYTES, load_table
+from dynamiccl.envs.nccl.tables import MAX_BYTES, load_table, to_json
 from dynamiccl.traces.records import PAIRS, Decision, Rule, Table
 from nccl_releases import REACH
 

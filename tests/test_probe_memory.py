@@ -3,8 +3,8 @@
 import sys
 from types import SimpleNamespace
 
-from dynamiccl.envs.nccl.probe import recorder
-from dynamiccl.envs.nccl.probe.recorder import EVERY_S, Memory
+from dynamiccl.envs.nccl.steps import clock
+from dynamiccl.envs.nccl.steps.clock import EVERY_S, Memory
 from dynamiccl.envs.nccl.steps.nvml import driver, gpus
 
 GIB = 2**30
@@ -25,7 +25,7 @@ class Cuda:
 
 def test_memory_is_looked_at_now_and_then_and_not_again_once_it_failed(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
     cuda = Cuda(looks=2)
     mine = Memory(cuda)
     assert mine.latest() == mine.latest() == (GIB, 80 * GIB) and cuda.asked == 1

@@ -4,8 +4,7 @@ import json
 
 import pytest
 from dynamiccl.envs.nccl import tables
-from dynamiccl.envs.nccl.table_json import to_json
-from dynamiccl.envs.nccl.tables import MAX_BYTES, MAX_TEXT, load_table
+from dynamiccl.envs.nccl.tables import MAX_BYTES, MAX_TEXT, load_table, to_json
 from dynamiccl.traces.records import Decision, Rule, Table
 
 ROW = {"func": "all_gather", "algo": "ring", "proto": "ll"}

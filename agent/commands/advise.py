@@ -32,7 +32,7 @@ def advise(
     dynamiccl advise profiles/ --cluster dgx-h100-2x8 --out table.json
     dynamiccl advise rank0.json rank1.json --cluster mine.toml
     """
-    from ...envs.nccl.table_json import to_json
+    from ...envs.nccl.tables import to_json
     from ...envs.replay.recordings import named
     from ...traces.files import TraceError
     from ..advice.advise import Advice

@@ -21,7 +21,7 @@ from ...envs.live.locks import Busy, is_locked, lock
 from ...envs.live.windows import LiveWindows
 from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ...envs.nccl.shm import RunFolder
-from ...envs.nccl.table_json import TABLE, to_json
+from ...envs.nccl.tables import TABLE, to_json
 from ...envs.search.watch import SearchConfig
 from ...traces.reasons import RunEnds
 from ...traces.records import TUNED_FUNCS, Decision, Slot, Table

@@ -42,7 +42,11 @@ def _require_known(func: str) -> None:
 
 
 @functools.lru_cache(maxsize=65536)
-def _table(cluster: Cluster, func: str, n_bytes: int) -> Array:
+def cost_table(cluster: Cluster, func: str, n_bytes: int) -> Array:
+    """NCCL's cost table for one collective alone in its group: (7, 3) float32 us, -1 = not offered; read-only.
+
+    ``n_bytes`` is NCCL's: the whole buffer (``n_ranks`` x shard). Raises ValueError for another collective.
+    """
     _require_known(func)
     _, lat, bw = _one(cluster)
     table = np.full((N_ALGOS, N_PROTOS), -1.0, np.float32)
@@ -52,14 +56,6 @@ def _table(cluster: Cluster, func: str, n_bytes: int) -> Array:
         table[PAIR_ALGOS, PAIR_PROTOS] = price(lat, bw, float(n_bytes))
     table.flags.writeable = False
     return table
-
-
-def cost_table(cluster: Cluster, func: str, n_bytes: int) -> Array:
-    """NCCL's cost table for one collective alone in its group: (7, 3) float32 us, -1 = not offered; read-only, cached.
-
-    ``n_bytes`` is NCCL's: the whole buffer (``n_ranks`` x shard). Raises ValueError for another collective.
-    """
-    return _table(cluster, func, int(n_bytes))
 
 
 def choice(cluster: Cluster, func: str, n_bytes: int, cost: Array | None = None) -> tuple[str, str]:
@@ -76,13 +72,6 @@ def choice(cluster: Cluster, func: str, n_bytes: int, cost: Array | None = None)
 
 
 @functools.lru_cache(maxsize=65536)
-def _channels(cluster: Cluster, n_bytes: int, pair: int, asked: int) -> tuple[int, int]:
-    fleet = _one(cluster)[0]
-    own, warps = heuristic_channels(fleet, np.array(n_bytes), np.array(pair))
-    limit = np.where(fleet.release >= 23100, np.minimum(own, asked), asked) if asked else own
-    return int(planned_channels(fleet, np.array(n_bytes), np.array(pair), limit)[0]), int(warps[0])
-
-
 def channels(cluster: Cluster, func: str, n_bytes: int, algo: str, proto: str, asked: int = 0) -> tuple[int, int]:
     """(n_channels, n_warps) that run for (algo, proto); ``asked`` is the tuner's count, 0 = NCCL's own.
 
@@ -92,4 +81,7 @@ def channels(cluster: Cluster, func: str, n_bytes: int, algo: str, proto: str, a
     _require_known(func)
     if (algo, proto) not in PAIRS:
         raise ValueError(f"{func} is never planned with {algo}/{proto}")
-    return _channels(cluster, int(n_bytes), PAIRS.index((algo, proto)), asked)
+    fleet, size, pair = _one(cluster)[0], np.array(n_bytes), np.array(PAIRS.index((algo, proto)))
+    own, warps = heuristic_channels(fleet, size, pair)
+    limit = np.where(fleet.release >= 23100, np.minimum(own, asked), asked) if asked else own
+    return int(planned_channels(fleet, size, pair, limit)[0]), int(warps[0])

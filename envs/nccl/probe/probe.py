@@ -26,7 +26,6 @@ from ..steps import clock as step_clock
 from ..steps.steps import Steps
 from ..steps.words import say
 from .connection import StoreConnections
-from .recorder import StepRecorder
 
 _STATE = struct.Struct("<QBBBBBBHQQIIII80s")
 _ASK_NO_TUNER = ("gloo", "mpi", "ucc")  # backends of PyTorch's own that do without NCCL
@@ -41,7 +40,7 @@ class Probe:
         self._steps = Steps(self._asked)
         self._torch: Any = None
         self._plugin: Plugin | None = None
-        self._recorder: StepRecorder | None = None
+        self._recorder: step_clock.StepRecorder | None = None
         self._world: Any = _nobody  # a reference to the default group: it must go when the job destroys it
         self._rank = 0
         self._backend = ""  # of torch.distributed
@@ -118,7 +117,7 @@ class Probe:
         try:
             self._plugin = Plugin.load()
             self._plugin.open()
-            self._recorder = StepRecorder(torch, self._plugin)
+            self._recorder = step_clock.StepRecorder(torch, self._plugin)
         except Exception as error:
             say(f"no plugin in this process: {error}")
 
