@@ -94,10 +94,6 @@ class RowRefused(Reason):
     NOT_BETTER = "left to NCCL's {own}: {tried} other configs tried, none was faster for sure"
     NOT_OBEYED = "not obeyed: NCCL ran {ran} where the table says {decision} for {slot}"
     TOO_SLOW = "not tried again: {decision} for {slot} made steps over {times:g} times as long"
-    NOT_OFFERED = "NCCL does not offer it for this message"
-    TOO_MANY_CHANNELS = "it asks for more channels than the communicator has"
-    COUNT_NOT_SET = "NCCL does not limit a count to what this algorithm has, so none is set"
-    SAME_AS_ANOTHER = "another config asks for the same"
     PLUGIN_REFUSES = "the plugin refuses the table: {error}"
 
 

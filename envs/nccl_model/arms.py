@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ...traces.fingerprint import Fingerprint
-from ...traces.reasons import RowRefused
 from ...traces.records import CHANNELS, PAIRS, PROTOS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS, N_PAIRS, action_mask
 from .channels import planned_channels
@@ -61,11 +60,6 @@ def distinct(fingerprint: Fingerprint, release: Array | int | None = None) -> Ar
 
     Of the configs of one arm AUTO stays, else the one with the fewest channels asked for.
     """
-    return ~np.any(list(masked(fingerprint, release).values()), axis=0)
-
-
-def masked(fingerprint: Fingerprint, release: Array | int | None = None) -> dict[RowRefused, Array]:
-    """The configs that may not be chosen, (n, N_CONFIGS) bool a reason; each config has one reason at most."""
     n = len(fingerprint.n_bytes)
     mask = action_mask(fingerprint)
     offered = np.repeat(mask[:, :N_PAIRS], N_CHANNELS, axis=1)
@@ -85,12 +79,6 @@ def masked(fingerprint: Fingerprint, release: Array | int | None = None) -> dict
     for config in range(N_CONFIGS):
         same = arm == arm[:, config : config + 1]
         first[:, config] = np.where(same, rank, 3 * N_CONFIGS).min(axis=1)
-    found = {
-        RowRefused.NOT_OFFERED: ~offered,
-        RowRefused.TOO_MANY_CHANNELS: offered & ~counts,
-        RowRefused.COUNT_NOT_SET: offered & counts & fixed,
-        RowRefused.SAME_AS_ANOTHER: allowed & (rank != first),
-    }
-    for configs in found.values():
-        configs[:, 0] = False
-    return found
+    keep = allowed & (rank == first)
+    keep[:, 0] = True
+    return keep

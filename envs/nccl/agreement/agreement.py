@@ -238,7 +238,7 @@ class Agreement:
     def _limits(self) -> dict[int, CommVote]:
         found: dict[int, CommVote] = {}
         for comm, view in self._plugin.comms().items():
-            if view.marks and (limit := self._plugin.limit(comm, self._pace.distance(comm))):
+            if view.marks and (limit := self._plugin.limit(comm, self._pace.distance(comm, self._store.answer_s))):
                 size, pace = (view.n_ranks, view.n_nodes), self._pace.calls_a_step(comm)
                 found[comm] = CommVote(*size, limit, pace, view.marks)
         return found

@@ -15,6 +15,7 @@ _KEPT_S, _EVERY_S = 10.0, 0.1
 _LEAST, _RESTING = 2, 64
 #: Half a second is enough for the store to answer, as are two steps; a round beyond the last of these is its fault.
 _HALF_S, _STEPS, _MOST_S = 0.5, 2.0, 5.0
+_REQUESTS = 6  # of a rank to the store in a round
 
 
 class _Sample(NamedTuple):
@@ -58,8 +59,11 @@ class Pace:
         steps = last.steps - first.steps
         return (last.counts[comm] - first.counts[comm]) / steps if steps > 0 else 0.0
 
-    def distance(self, comm: int) -> int:
-        """How many calls ahead a limit is: two rounds as they last, half a second or two steps, one step at least."""
+    def distance(self, comm: int, answer_s: float) -> int:
+        """How many calls ahead a limit is: two rounds as they last, half a second or two steps, one step at least.
+
+        ``answer_s``: the store took so long to answer in this very round, maybe much longer than in those before.
+        """
         first, last = self._ends(comm)
         busiest = max((self._rate(comm, a, b) for a, b in pairwise(self._samples)), default=0.0)
         if not busiest:
@@ -67,7 +71,8 @@ class Pace:
         a_step = self.calls_a_step(comm)
         seconds = last.at_s - first.at_s
         step_s = seconds / (last.steps - first.steps) if last.steps > first.steps else math.inf
-        ahead_s = max(2 * self.round_s, min(_HALF_S, _STEPS * step_s)) * self._caution
+        round_s = max(self.round_s, min(_REQUESTS * answer_s, _MOST_S))
+        ahead_s = max(2 * round_s, min(_HALF_S, _STEPS * step_s)) * self._caution
         return math.ceil(max(a_step, busiest * ahead_s)) + _LEAST
 
     def _ends(self, comm: int) -> tuple[_Sample, _Sample]:

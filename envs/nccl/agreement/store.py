@@ -45,6 +45,7 @@ class RoundStore:
         self._make, self._rank, self._pause_s = make, rank, _PAUSE_S + _A_RANK_S * n_ranks
         self._store: Any = None
         self.life, self._heard = "", 0
+        self.answer_s = 0.0  # how long the store took to answer at the beginning of the last round
         self.closing = False
 
     def connect(self) -> None:
@@ -97,7 +98,9 @@ class RoundStore:
             if time.monotonic() > end:
                 return None
             time.sleep(self._pause_s)
+        began = time.monotonic()
         n_votes, message = json.loads(bytes(self._store.get(key)))
+        self.answer_s = time.monotonic() - began
         return Proposal(number, base64.b64decode(message), n_votes)
 
     def decision(self, number: int, seconds: float) -> Decision | None:
@@ -138,7 +141,9 @@ class RoundStore:
     def propose(self, proposal: Proposal) -> None:
         """Begin a round."""
         word = json.dumps([proposal.n_votes, base64.b64encode(proposal.message).decode()])
+        began = time.monotonic()
         self._store.set(self._key(proposal.number, "table"), word)
+        self.answer_s = time.monotonic() - began
         self._store.set(self._key(_ROUND), str(proposal.number))
 
     def part(self, number: int) -> None:
