@@ -31,11 +31,6 @@ _ABOUT = "Tunes NCCL's algorithm, protocol and channel count of a running traini
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26, width=_width())
-
-
 class Parser(argparse.ArgumentParser):
     """Of one command, made from its function's parameters and docstring. What is not said is not in its result."""
 
@@ -49,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             f"dynamiccl {name}",
             description="\n\n".join(_filled(part) for part in self.paragraphs),
-            formatter_class=_Formatter,
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, 2, 26, _width()),
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
             add_help=False,
@@ -77,8 +72,7 @@ class Parser(argparse.ArgumentParser):
         return word if needed else "[-- COMMAND...]" if key == "command" else f"[{word}]"
 
     def _add_option(self, group: Any, key: str, kind: Any, several: bool, said: Option) -> None:
-        names, default = said.names or (f"--{key.replace('_', '-')}",), self.defaults[key]
-        text = said.help
+        name, text, default = said.name or f"--{key.replace('_', '-')}", said.help, self.defaults[key]
         if kind is bool:
             how: dict[str, Any] = {"action": argparse.BooleanOptionalAction if default else "store_true"}
         else:
@@ -88,7 +82,7 @@ class Parser(argparse.ArgumentParser):
                 how["required"] = True
             elif default not in (None, ""):
                 text += f" Default: {default}."
-        group.add_argument(*names, dest=key, help=text.replace("%", "%%"), **how)
+        group.add_argument(name, dest=key, help=text.replace("%", "%%"), **how)
 
     def call(self, words: Sequence[str]) -> None:
         """Run the command as it was said; what stands after ``--`` is the job's."""
@@ -117,15 +111,13 @@ def _plain(kind: Any) -> tuple[Any, bool]:
 
 
 def _reader(kind: Any, least: float | None = None, most: float | None = None) -> Callable[[str], Any]:
-    """Text -> value, of which argparse says what is wrong. ``kind``: a type, or a Literal of texts."""
-    texts = get_args(kind)
+    """Text -> value, of which argparse says what is wrong."""
 
     def read(text: str) -> Any:
         try:
-            value = texts[texts.index(text)] if texts else kind(text)
+            value = kind(text)
         except ValueError:
-            what = {int: "a whole number", float: "a number"}.get(kind) or f"one of {', '.join(texts or kind)}"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number") from None
         if (least is not None and not value >= least) or (most is not None and not value <= most):
             bounds = [f"{word} {n}" for word, n in (("at least", least), ("at most", most)) if n is not None]
             raise argparse.ArgumentTypeError(f"must be {' and '.join(bounds)}, not {text}")

@@ -11,9 +11,8 @@ import pandas as pd
 import pytest
 import recordings_made
 from command import invoke
-from dynamiccl.agent.advice.advise import Advice
+from dynamiccl.agent.advice.advise import SUM, Advice, settings
 from dynamiccl.agent.advice.gain import Gains, exposure, tell
-from dynamiccl.agent.advice.launch import SUM, settings
 from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.envs.nccl_model.clusters import cluster
 from dynamiccl.envs.replay.recordings import named, on_cluster

@@ -13,7 +13,7 @@ import make_profile
 import numpy as np
 import pytest
 import recordings_made
-from dynamiccl.agent.advice.recordings import read
+from dynamiccl.agent.advice.advise import read
 from dynamiccl.envs.replay.decisions import load
 from dynamiccl.envs.replay.recordings import named, on_cluster
 from dynamiccl.envs.replay_env import ReplayEnv

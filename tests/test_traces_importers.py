@@ -183,7 +183,6 @@ def profile(folder):
 
 def test_what_was_imported_can_be_shown_and_reported(tmp_path):
     path = profile(tmp_path)
-    assert invoke(["show", str(path)]).exit_code == 0
     import_files([path], tmp_path / "t")
     trace = Trace.read(tmp_path / "t")
     story = tell(trace, RunSummary())

@@ -254,7 +254,7 @@ def run(*arguments, env=None, timeout=280):
     ("arguments", "word"),
     [
         (["--cluster", "dgx-h1000"], "dgx-h100"),
-        (["--stage", "4"], "stage is 0, 1, 2 or 3"),
+        (["--stage", "4"], "--stage: must be at least 0 and at most 3, not 4"),
         (["--policy", "alchemy"], "lstm"),
         (["--steps", "50"], "too few"),
         (["--", "no-such-program", "train.py"], "no such program"),

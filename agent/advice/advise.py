@@ -6,6 +6,8 @@ only where it is faster; it may be applied unseen where a loss is unlikely enoug
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,14 @@ import numpy as np
 from ...envs.nccl_model.arms import distinct
 from ...envs.nccl_model.clusters import Cluster, ClusterArrays
 from ...envs.replay.decisions import cluster_of, load
-from ...envs.replay.recordings import of_size
+from ...envs.replay.recordings import named, of_size, on_cluster
 from ...envs.search.belief import Belief, Prior
 from ...traces.files import Trace, TraceError
-from ...traces.records import Decision, Slot, Table
+from ...traces.importers.recording import read_recording, recording_files
+from ...traces.records import Decision, Slot
 from ...traces.spaces import decision_of
+from ..report.terminal import terminal
 from .gain import Gains, exposure, tell
-from .launch import settings
 
 LEVEL = 0.8
 #: A table may be applied unseen where it is no likelier than this to make steps longer by over 1 %.
@@ -28,14 +31,45 @@ UNSEEN = 0.01
 WORTH = 0.01
 #: Of fewer recorded steps no gain of a table is told.
 LEAST_STEPS = 30
+# What no table can reach, with figures that others measured on other jobs, losses beside gains.
+SUM = (
+    "FSDP2 averages in reduce_scatter, which NVLS, PAT and symmetric kernels cannot (pytorch#155915, nccl#1670): "
+    "module.set_force_sum_reduction_for_comms(True) opens these to NCCL and to a tuner. No public figure of a whole job"
+)
+SYMMETRIC = (
+    "FSDP2's set_symm_mem_for_comm within one NVLink domain: +1.1 to +6.3 % tokens/s on 4 GB200 (torchtitan#3105); "
+    "its kernels ask no tuner"
+)
+COPY_ENGINES = (
+    "all_gather by copy engines, with cta_policy 2 (ZERO), NCCL 2.28 and PyTorch 2.13; reduce_scatter stays a kernel. "
+    "Copy engines: +2.4 % tokens/s for Llama3-8B on 8 H100, nothing with tensor parallelism (pytorch#179937), a loss "
+    "on 128 GPUs (Megatron-LM#5657). Asked for on 8 H20, a kernel came instead without a word, -1.8 % (UniRL#467): "
+    "look for the kernel's name in a profile"
+)
+EFFICIENCY = "cta_policy 1 is EFFICIENCY, not ZERO: NCCL drops it while a tuner is loaded, so not beside dynamiccl"
+
+
+def read(
+    paths: list[Path], cluster: str | None = None, nccl: str | None = None, ranks_per_node: int | None = None
+) -> Trace:
+    """The recording, with offers of the named cluster where it has none. Raises TraceError or ValueError."""
+    c = named(cluster, nccl) if cluster else None
+    total = sum(p.stat().st_size for p in recording_files(paths))
+    if ranks_per_node is None and c is not None:
+        ranks_per_node = c.gpus_per_node
+    with terminal(stderr=True).status(f"reading {total / 1e6:,.0f} MB"):
+        trace = read_recording(paths, ranks_per_node)
+    if c is None and not len(trace.offers):
+        raise TraceError("the recording does not say what NCCL offers: name the recorded cluster with --cluster")
+    return on_cluster(trace, named(str(cluster), nccl, trace.header.get("nccl"))) if c else trace
 
 
 class Advice:
     """What a recording says, and what is predicted from it. Raises TraceError for one without steps or slots."""
 
-    def __init__(self, trace: Trace, cluster: Cluster | None = None, min_share: float = 0.0) -> None:
+    def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
         self.trace, self.notes = trace, [str(note) for note in trace.header.get("notes") or ()]
-        self.tasks = load(trace, min_share)
+        self.tasks = load(trace, min_share=0.0)
         first = self.tasks.slots[0]
         self.cluster = given = cluster or cluster_of(trace, first.n_ranks, first.n_nodes)
         profiles, fingerprint = self.tasks.profiles, self.tasks.fingerprint
@@ -64,11 +98,6 @@ class Advice:
     def decisions(self) -> dict[Slot, Decision]:
         """The table to try first; slots that are left to NCCL are not in it."""
         return {slot: decision_of(c) for slot, c in zip(self.tasks.slots, self.configs, strict=True) if c}
-
-    @property
-    def table(self) -> Table:
-        """The same as rows."""
-        return Table.of(1, self.decisions)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON and for people; unknown values are None."""
@@ -109,6 +138,13 @@ class Advice:
         if not self.tasks.measured[:, 1:].any():
             notes.append("how other settings behave on this network: only NCCL's own choice was recorded")
         return list(dict.fromkeys(notes))
+
+
+def settings(funcs: Collection[str], n_nodes: int) -> list[str]:
+    """Settings of the launch that no table can reach, for a job that runs these collectives, whose largest communicator
+    spans ``n_nodes``: each is to be tried, and step times compared."""
+    found = [SUM] if "reduce_scatter" in funcs else []
+    return found + ([SYMMETRIC, COPY_ENGINES, EFFICIENCY] if "all_gather" in funcs and n_nodes == 1 else [])
 
 
 def verdict(told: dict[str, Any]) -> str:

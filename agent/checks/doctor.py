@@ -204,7 +204,6 @@ def checked(facts: Facts) -> dict[str, str]:
     )
     told["variables"] = ", ".join(set_here) or "none of NCCL's or ours is set"
     told["shared memory"] = "none" if facts.shm_free is None else f"{facts.shm_free / 2**30:.1f} GiB free"
-    told |= {"table": f"{len(facts.table.rules)} rules"} if facts.table else {}
     return {**told, "traps": f"{len({name for name, *_ in TRAPS})} known, {len(examine(facts))} here"}
 
 

@@ -25,19 +25,15 @@ class Argument(NamedTuple):
     metavar: str | None = None
 
 
-class Option:
-    """What is said by name. ``names``: where they are not the parameter's; ``min``, ``max``: what its number may be."""
+class Option(NamedTuple):
+    """What is said by name. ``name``: where it is not the parameter's; ``min``, ``max``: what its number may be."""
 
-    def __init__(
-        self,
-        *names: str,
-        help: str,
-        min: float | None = None,
-        max: float | None = None,
-        metavar: str | None = None,
-        group: str = "Options",
-    ) -> None:
-        self.names, self.help, self.min, self.max, self.metavar, self.group = names, help, min, max, metavar, group
+    help: str
+    name: str | None = None
+    min: float | None = None
+    max: float | None = None
+    metavar: str | None = None
+    group: str = "Options"
 
 
 class Call(NamedTuple):
@@ -56,19 +52,9 @@ Headroom = Annotated[
         min=1, max=64, help="Least channels of a communicator (NCCL_MIN_CTAS): no tuner can use more. Costs memory."
     ),
 ]
-Recording = Annotated[
-    list[Path],
-    Argument(metavar="RECORDING...", help="A run's trace, profiles of PyTorch, one a rank, or their folder."),
-]
-ClusterName = Annotated[
-    str | None, Option("--cluster", help="Where it was recorded: a preset of `dynamiccl model`, or a .toml file.")
-]
-Nccl = Annotated[str | None, Option(help="NCCL's release, e.g. 2.28.9. Default: the recording's, else the cluster's.")]
-RanksPerNode = Annotated[int | None, Option(help="Ranks on a node. Default: the recording's, else the cluster's.")]
-
 # An emulated cluster for a job without GPUs; see :func:`emulation`.
 EmulatedCluster = Annotated[
-    str | None, Option("--cluster", group=EMULATION, help="Emulate this cluster: a preset's name, or a .toml file.")
+    str | None, Option(name="--cluster", group=EMULATION, help="Emulate this cluster: a preset, or a .toml file.")
 ]
 BytesScale = Annotated[float | None, Option(group=EMULATION, help="Emulated bytes for one of the job's. Default: 360.")]
 ComputeScale = Annotated[
@@ -76,7 +62,7 @@ ComputeScale = Annotated[
 ]
 
 Force = Annotated[bool, Option(help="Go on although `dynamiccl doctor` finds something that must be changed.")]
-Json = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
+Json = Annotated[bool, Option(name="--json", help="Print JSON instead of text.")]
 
 
 def fail(message: str) -> NoReturn:

@@ -6,18 +6,27 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import ClusterName, Json, Nccl, Option, RanksPerNode, Recording, refusing
+from . import Argument, Json, Option, refusing
 
 if TYPE_CHECKING:
     from ..report.summary import RunSummary
 
 
 def advise(
-    recording: Recording,
-    cluster: ClusterName = None,
-    nccl: Nccl = None,
+    recording: Annotated[
+        list[Path],
+        Argument(metavar="RECORDING...", help="A run's trace, profiles of PyTorch, one a rank, or their folder."),
+    ],
+    cluster: Annotated[
+        str | None, Option(help="Where it was recorded: a preset of `dynamiccl model`, or a .toml file.")
+    ] = None,
+    nccl: Annotated[
+        str | None, Option(help="NCCL's release, e.g. 2.28.9. Default: the recording's, else the cluster's.")
+    ] = None,
     out: Annotated[Path | None, Option(help="Write the table, for `dynamiccl apply`.")] = None,
-    ranks_per_node: RanksPerNode = None,
+    ranks_per_node: Annotated[
+        int | None, Option(help="Ranks on a node. Default: the recording's, else the cluster's.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Is a recorded job worth a tuning run, and which table is to be tried first?
@@ -35,8 +44,8 @@ def advise(
     from ...envs.nccl.tables import to_json
     from ...envs.replay.recordings import named
     from ...traces.files import TraceError
-    from ..advice.advise import Advice
-    from ..advice.recordings import read
+    from ...traces.records import Table
+    from ..advice.advise import Advice, read
     from ..report.summary import RunSummary
 
     with refusing(TraceError, ValueError):
@@ -48,7 +57,7 @@ def advise(
         advice = Advice(trace, named(cluster, nccl, trace.header.get("nccl")) if cluster else None)
     told = advice.as_dict()
     if out is not None and advice.decisions:
-        out.write_text(to_json(advice.table))
+        out.write_text(to_json(Table.of(1, advice.decisions)))
         told["table"] = str(out)
     if json:
         print(json_module.dumps(told, indent=1, allow_nan=False))

@@ -11,7 +11,6 @@ from . import Argument, Json, Option, refusing
 
 def doctor(
     command: Annotated[list[str] | None, Argument(help="The job, after --; it is only read, not run.")] = None,
-    table: Annotated[Path | None, Option(help="Also check this table against the environment.")] = None,
     trace: Annotated[Path | None, Option(help="Also look for a slow rank in this trace, recording or run.")] = None,
     json: Json = False,
 ) -> None:
@@ -25,13 +24,7 @@ def doctor(
     """
     from ..checks.doctor import checked, examine, gather
 
-    loaded = None
-    if table:
-        from ...envs.nccl.tables import load_table
-
-        with refusing(ValueError):
-            loaded = load_table(table)
-    facts = gather(command, loaded)
+    facts = gather(command)
     findings, looked_at = examine(facts), checked(facts)
     if trace:
         from ...traces.files import TraceError

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json as json_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 from . import Argument, Json, Option, fail, refusing
 
 if TYPE_CHECKING:
     from ...envs.nccl_model.clusters import Cluster
 
-Func = Literal["all_gather", "reduce_scatter"]
-
 
 def model(
     cluster: Annotated[str, Argument(help="Cluster preset, its kind, or a .toml file.")] = "dgx-h100-1x8",
     nodes: Annotated[int | None, Option(min=1, help="Number of nodes, where it is not the preset's.")] = None,
     release: Annotated[list[str] | None, Option(help="Of NCCL, e.g. 2.28.9; a second one: what it changes.")] = None,
-    func: Annotated[Func | None, Option(help="Only all_gather or reduce_scatter.")] = None,
     json: Json = False,
 ) -> None:
     """NCCL's prices, choice and channels for 1 KiB to 4 GiB, and what an upgrade changes of them.
@@ -29,13 +26,14 @@ def model(
     dynamiccl model dgx-h100-2x8 --release 2.28.9 --release 2.30.7
     """
     from ...envs.nccl_model import clusters
+    from ...traces.records import TUNED_FUNCS
 
     releases: list[str | None] = [*release] if release else [None]
     if len(releases) > 2:
         fail("one --release, or two to see what changes")
     with refusing(ValueError):
         found = [clusters.resize(clusters.find(cluster, nodes), nodes, one) for one in releases]
-    tables = [{name: _rows(c, name) for name in get_args(Func) if func in (None, name)} for c in found]
+    tables = [{func: _rows(c, func) for func in TUNED_FUNCS} for c in found]
     if len(found) == 2:
         told = {name: changes(tables[0][name], tables[1][name]) for name in tables[0]}
         print(json_module.dumps(told, indent=1)) if json else _show_changes(found, told)

@@ -22,7 +22,7 @@ MOST_EVENTS = 500_000
 
 
 def show(
-    trace: Annotated[Path, Argument(help="A run's folder, its trace, or a recording as for `dynamiccl advise`.")],
+    trace: Annotated[Path, Argument(help="A run's folder, or its trace.")],
     windows: Annotated[bool, Option(help="Also list the windows: some steps each, measured under one table.")] = False,
     json: Json = False,
     whole: Annotated[bool, Option(help="Read every event of a long run, not half a million at each end.")] = False,
@@ -31,29 +31,18 @@ def show(
 
     \b
     dynamiccl show runs/tune/latest
-    dynamiccl show profiles/    # another tool's files
     """
     from ...traces.files import Trace, TraceError
-    from ...traces.importers.recording import read_recording
     from ..report.summary import RunSummary
 
     with refusing(TraceError):
-        if _is_recording(trace):
-            read = read_recording([trace])
-        else:
-            read = Trace.read(trace, most_events=None if whole else MOST_EVENTS)
+        read = Trace.read(trace, most_events=None if whole else MOST_EVENTS)
     summary = RunSummary.read(read.folder, read.folder.parent)
     story = tell(read, summary)
     if json:
         print(json_module.dumps(story, indent=2, allow_nan=False))
     else:
         _print(story, summary, windows)
-
-
-def _is_recording(path: Path) -> bool:
-    """Another tool's file, or a folder of such."""
-    names = {inside.name for inside in path.iterdir()} if path.is_dir() else set()
-    return path.is_file() or (bool(names) and not names & {"header.json", "trace"})
 
 
 def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:

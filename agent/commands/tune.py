@@ -6,7 +6,6 @@ import json as json_module
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,7 +42,7 @@ LEAST_STEPS = 150
 def tune(
     call: Call,
     command: Annotated[list[str] | None, Argument(help="The job, after --; without one our own ZeRO job.")] = None,
-    stage: Annotated[int, Option(group=OWN, help="ZeRO stage, 0 to 3.")] = 3,
+    stage: Annotated[int, Option(min=0, max=3, group=OWN, help="ZeRO stage, 0 to 3.")] = 3,
     steps: Annotated[int, Option(group=OWN, help="Optimizer steps; a verdict takes some 100 to 1200.")] = 1000,
     ranks: Annotated[int | None, Option(group=OWN, help="Processes. Default: one a GPU, 2 without GPUs.")] = None,
     policy: Annotated[
@@ -52,10 +51,10 @@ def tune(
     budget: Annotated[float, Option(min=0, group=SEARCH, help="Share of the job's time that it may cost.")] = 0.05,
     once: Annotated[bool, Option(group=SEARCH, help="Stop at the verdict: no trials after it, no watch.")] = False,
     bitwise: Annotated[bool, Option(group=SEARCH, help="Only tune all_gather: sums keep their order.")] = False,
-    windows: Annotated[int, Option(group=SEARCH, help="Most windows that the policy may ask for.")] = 20,
-    verify: Annotated[int, Option(group=SEARCH, help="Most pairs of windows in one comparison with the default.")] = 12,
+    windows: Annotated[int, Option(min=1, group=SEARCH, help="Most windows that the policy may ask for.")] = 20,
+    verify: Annotated[int, Option(min=2, group=SEARCH, help="Most pairs of windows in one comparison.")] = 12,
     window_steps: Annotated[
-        int | None, Option(group=SEARCH, help="Of a window. Default: 5 to 10, by the noise.")
+        int | None, Option(min=1, group=SEARCH, help="Of a window. Default: 5 to 10, by the noise.")
     ] = None,
     headroom: Headroom = None,
     attach: Annotated[
@@ -137,10 +136,15 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     from ...envs.nccl.run_folder import LAUNCHER, make_folder
     from ..daemon.launcher import Plan
     from ..daemon.request import Request, workload
-    from ..report.outputs import claim, link
+    from ..report.outputs import claim, default_url, full_url, link
 
     command, own = asked["command"], not asked["command"]
-    memory = _memory(asked)
+    memory = None if asked["no_memory"] else asked["memory"] or default_url()
+    memory = memory and full_url(memory)
+    if memory and "://" in memory:
+        from ..daemon.memory import Store
+
+        Store(memory)  # raises ValueError for one that nothing here can open
     try:
         out, fd = claim(asked["out"])
     except OSError as error:
@@ -162,21 +166,6 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     environment = {**job_env(run, asked["headroom"]), **(emulated.env() if emulated else {})}
     locks = [fd, lock(run / LAUNCHER, f"{run} has a launcher already")]
     Plan(list(command), tuner, str(run), log, environment, asked["json"], own, asked["kill_after"], locks).become()
-
-
-def _memory(asked: Mapping[str, Any]) -> str | None:
-    """Where the memory is, None for nowhere. Raises ValueError for a URL that nothing here can open."""
-    from ..report.outputs import default_url, full_url
-
-    memory = None if asked["no_memory"] else asked["memory"] or default_url()
-    if not memory:
-        return None
-    memory = full_url(memory)
-    if "://" in memory:
-        from ..daemon.memory import Store
-
-        Store(memory)
-    return memory
 
 
 def _attach(call: Call, where: str, again: bool) -> None:
@@ -212,18 +201,11 @@ def _attach(call: Call, where: str, again: bool) -> None:
 
 
 def _check(call: Call) -> None:
-    from ..daemon.request import LEAST_PAIRS
-
     asked = call.values
-    if asked["stage"] not in (0, 1, 2, 3):
-        fail(f"stage is 0, 1, 2 or 3, not {asked['stage']}")
     if asked["command"] and asked["attach"]:
         fail("give a command to start or --attach to join one, not both")
     if theirs := [name for name in ("stage", "steps", "ranks") if asked["command"] and name in call.given]:
         fail(f"--{theirs[0]} is for our own job: say it in your COMMAND, or leave the COMMAND out")
-    counted = 1 if asked["window_steps"] is None else asked["window_steps"]
-    if min(asked["windows"], counted) < 1 or asked["verify"] < LEAST_PAIRS:
-        fail(f"windows and window-steps start at 1, verify at {LEAST_PAIRS}: fewer pairs decide nothing")
     if not (asked["command"] or asked["attach"]) and asked["steps"] < LEAST_STEPS:
         fail(f"{asked['steps']} steps are too few to find and confirm anything; give --steps 1000")
 

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -294,14 +293,11 @@ class Daemon:
 
 @contextlib.contextmanager
 def _ended_politely() -> Iterator[None]:
-    """SIGTERM comes as a KeyboardInterrupt that says so; only the main thread can see to that."""
+    """SIGTERM comes as a KeyboardInterrupt that says so."""
 
     def handle(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt(RunEnds.TERMINATED())
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.signal(signal.SIGTERM, handle)
     try:
         yield

@@ -12,10 +12,10 @@ import contextlib
 import hashlib
 import json
 import math
-import queue
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -160,22 +160,18 @@ class Memory:
 
 def in_time(work: Callable[[], Any], seconds: float = WAIT_S) -> Any:
     """What ``work`` returns or raises. Raises TimeoutError where it takes too long, and leaves it to itself."""
-    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    done = Future[Any]()
 
     def run() -> None:
         try:
-            done.put((work(), None))
+            done.set_result(work())
         except BaseException as error:
-            done.put((None, error))
+            done.set_exception(error)
 
     threading.Thread(target=run, name="dynamiccl-memory", daemon=True).start()
-    try:
-        found, error = done.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError(f"no answer for {seconds:.0f} s") from None
-    if error is not None:
-        raise error
-    return found
+    if not wait([done], seconds).done:
+        raise TimeoutError(f"no answer for {seconds:.0f} s")
+    return done.result()
 
 
 def facts_of(windows: LiveWindows, request: Request) -> dict[str, str]:

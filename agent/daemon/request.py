@@ -17,8 +17,6 @@ from ..policies.choosing import DEFAULT
 
 #: Its file in the run folder.
 REQUEST = "request.json"
-#: A comparison of fewer pairs is none.
-LEAST_PAIRS = 2
 
 
 @dataclass(frozen=True)
