@@ -195,13 +195,8 @@ def checked(facts: Facts) -> dict[str, str]:
     release = ".".join(map(str, facts.nccl or ())) or "none among this Python's packages"
     told = {"NCCL": release, "GPUs": str(facts.n_gpus or "none in sight")}
     told["PyTorch"] = "loads the probe" if find_spec("torch") else "not among this Python's packages"
-    told["plugin"] = (
-        "built, no compiler needed"
-        if not needs_compiler()
-        else "built at first use, a C compiler is here"
-        if facts.has_compiler
-        else "no C compiler"
-    )
+    built = "built at first use, a C compiler is here" if facts.has_compiler else "no C compiler"
+    told["plugin"] = built if needs_compiler() else "built, no compiler needed"
     told["variables"] = ", ".join(set_here) or "none of NCCL's or ours is set"
     told["shared memory"] = "none" if facts.shm_free is None else f"{facts.shm_free / 2**30:.1f} GiB free"
     return {**told, "traps": f"{len({name for name, *_ in TRAPS})} known, {len(examine(facts))} here"}

@@ -81,7 +81,7 @@ class Machine:
     emulated: Emulated | None = None
 
     @classmethod
-    def here(cls, cluster: str | None = None, ranks: int | None = None) -> Machine:
+    def here(cls, cluster: str | None = None) -> Machine:
         """This machine: its GPUs, or an emulated cluster where it has none or ``cluster`` names one.
 
         Raises ValueError, OSError.
@@ -90,14 +90,12 @@ class Machine:
         names = gpus()
         if cluster or not names:
             emulated = Emulated(cluster) if cluster else Emulated()
-            return cls(f"emulated {emulated.cluster}", ranks or 2, "apart", versions, emulated)
+            return cls(f"emulated {emulated.cluster}", 2, "apart", versions, emulated)
         if not torch.distributed.is_nccl_available():
             raise ValueError(f"{len(names)} GPUs, but this PyTorch ({torch.__version__}) has no NCCL")
-        if ranks is not None and ranks > len(names) > 1:
-            raise ValueError(f"{ranks} ranks on {len(names)} GPUs: with several GPUs each rank has one of its own")
         nccl = torch.cuda.nccl.version()
         versions |= {"nccl": ".".join(map(str, nccl)), "driver": driver(), "cuda": str(torch.version.cuda)}
-        return cls(names[0], ranks or max(len(names), 2), placement(len(names), nccl), versions)
+        return cls(names[0], max(len(names), 2), placement(len(names), nccl), versions)
 
     @property
     def backend(self) -> str:

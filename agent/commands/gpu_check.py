@@ -12,7 +12,6 @@ from . import EmulatedCluster, Json, Option, emulation, refusing
 def gpu_check(
     cluster: EmulatedCluster = None,
     budget: Annotated[float, Option(min=20, help="Seconds that both parts together may take.")] = 480,
-    ranks: Annotated[int | None, Option(min=2, max=64, help="Default: one a GPU, 2 on a single GPU.")] = None,
     out: Annotated[Path | None, Option(help="Folder. Default: envs/results on GPUs, else runs/gpu-check.")] = None,
     json: Json = False,
 ) -> None:
@@ -34,7 +33,7 @@ def gpu_check(
         emulation(cluster)
     console = terminal(stderr=True, quiet=json, highlight=False)
     with refusing(OSError, ValueError):
-        machine = Machine.here(cluster, ranks)
+        machine = Machine.here(cluster)
         out = out or Path("runs/gpu-check" if machine.emulated else "envs/results")
         check = Check(machine, out, console.print)
         console.print(f"{machine.device}, {machine.n_ranks} ranks, results in {check.folder}")
