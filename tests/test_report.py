@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 
 import pandas as pd
 import pytest
-from dynamiccl.agent.report.figures import step_times
 from dynamiccl.agent.report.report import write_report
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import ms, verdict
@@ -124,18 +123,6 @@ def test_windows_figure_has_every_window_and_its_story(run):
     heights = pd.Series([-per_cent(mark, "cy") for mark in points]).rank()
     assert heights.corr(windows["step_ms"].rank()) > 0.999
     assert "ring/ll128/16" in points[1][2] and points[1][2].startswith("steps 8 to 11  search  ")
-
-
-def test_step_times_of_both_sides_are_drawn_with_their_number(run):
-    summary, trace, path = run
-    times = step_times(trace, generations(trace, summary["decisions"]), RunSummary.of(summary))
-    assert list(times) == ["NCCL's choice", "A"]
-    marks = marks_of(path, "Step times")
-    # Seen: 4.02 ms in the headline, and 4.03 ms, the median of single steps, in the figure.
-    for (name, values), told in zip(times.items(), (summary["default_step_ms"], summary["tuned_step_ms"]), strict=True):
-        assert any(said == f"{name}: {len(values)} steps, {ms(told)}" for *_, said in marks)
-    counted = [int(said.split()[0]) for tag, _, said in marks if tag == "rect"]
-    assert sum(counted) == sum(map(len, times.values()))
 
 
 def test_timeline_shows_one_step_of_each_kind(run):

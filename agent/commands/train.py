@@ -11,7 +11,6 @@ def train(
     runs: Annotated[
         list[Path] | None, Option(help="Go on from the shipped weights on recorded runs (folders of a trace).")
     ] = None,
-    without_memory: Annotated[bool, Option(help="Ablation: cut off what the LSTM remembers.")] = False,
     seed: Annotated[int, Option(min=0, help="Of the weights that it begins with, and of the jobs.")] = 0,
     out: Annotated[Path, Option(help="Weights file to write; a .json record goes beside it.")] = Path(
         "runs/train/policy.npz"
@@ -35,9 +34,7 @@ def train(
     console = terminal(stderr=True, quiet=as_json, highlight=False)
     with refusing(OSError, ValueError):
         out.parent.mkdir(parents=True, exist_ok=True)
-        training = Training(
-            Settings(seed=seed, turns=turns, memory=not without_memory), out.with_suffix(".training"), tuple(learned)
-        )
+        training = Training(Settings(seed=seed, turns=turns), out.with_suffix(".training"), tuple(learned))
         if resume:
             training.resume()
         elif runs:

@@ -23,7 +23,6 @@ from .verdict import DEFAULT, OWN, ms, seconds, side
 #: Bars drawn per step and ranks drawn at most: beyond, a timeline is neither readable nor light.
 MAX_BARS, MAX_RANKS, N_COLOURS = 2000, 4, 6
 _DEFAULT, _TUNED = "var(--default)", "var(--tuned)"
-_BINS = 40
 
 
 def windows_figure(trace: Trace, s: RunSummary) -> str:
@@ -69,47 +68,6 @@ def _times(trace: Trace, steps: list[float]) -> dict[float, str]:
     ends = first["end_ns"].to_numpy(np.float64)
     found = np.interp(steps, first["index"].to_numpy(np.float64), (ends - ends[0]) / 1e9)
     return {step: seconds(after) for step, after in zip(steps, found, strict=True)}
-
-
-def step_times(
-    trace: Trace, which: Generations, s: RunSummary
-) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """Step times in ms under NCCL's choice and under the table, in the steps of the comparison where these are known;
-    the first after a change of tables is of both and left out."""
-    steps = trace.steps[trace.steps["rank"] == trace.steps["rank"].min()].sort_values("index")
-    steps = steps[steps["table_generation"] == steps["table_generation"].shift()]
-    if s.compared_steps:
-        steps = steps[steps["index"].between(*s.compared_steps)]
-    sides = {OWN: which.default, side(s.compared or s.in_force or "table"): which.tuned}
-    found = {
-        name: steps.loc[steps["table_generation"].isin(those), "duration_ns"].to_numpy(np.float64) / 1e6
-        for name, those in sides.items()
-    }
-    return {name: times for name, times in found.items() if len(times)}
-
-
-def distribution_figure(trace: Trace, which: Generations, s: RunSummary) -> str:
-    """How step times are spread under both sides of the comparison; empty where one is lacking."""
-    times = step_times(trace, which, s)
-    if len(times) < 2:
-        return ""
-    told = {OWN: s.default_step_ms, side(s.compared or s.in_force or "table"): s.tuned_step_ms}
-    low, high = np.quantile(np.concatenate(list(times.values())), (0.0, 0.98))
-    edges = np.linspace(*spread((low, high), 0.05), _BINS + 1)
-    plot = Plot((edges[0], edges[-1]), (0, len(times)), 80 + 90 * len(times))
-    plot.x_axis("ms")
-    for i, (name, values) in enumerate(reversed(times.items())):
-        colour = _DEFAULT if name == OWN else _TUNED
-        counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), edges)
-        for n, left, right in zip(counts, edges[:-1], edges[1:], strict=True):
-            if n:
-                plot.bar(
-                    (left, right), (i, i + 0.7 * n / counts.max()), colour, f"{n} steps, {left:.2f} to {right:.2f} ms"
-                )
-        middle = told[name] or float(np.median(values))
-        plot.line((middle, middle), (i, i + 0.78), "var(--ink)")
-        plot.text(edges[0], i + 0.84, f"{name}: {len(values)} steps, {ms(middle)}")
-    return plot.html("How often a step took how long, under NCCL's choice and under the table")
 
 
 def timeline_figure(trace: Trace, which: Generations, s: RunSummary) -> str:
@@ -215,9 +173,9 @@ class Plot:
         place = f'x="{left:.2f}%" y="{top:.2f}%" dx="{dx}" dy="{dy}" text-anchor="{anchor}"'
         self._marks.append(f"<text {place}>{escape(said)}</text>")
 
-    def x_axis(self, unit: str, also: Mapping[float, str] | None = None, ticks: int = 4) -> None:
+    def x_axis(self, unit: str, also: Mapping[float, str] | None = None) -> None:
         """Ticks below; ``also``: a second line of text for each tick that it names."""
-        for tick in (places := ticks_of(*self.x_range, ticks)):
+        for tick in (places := ticks_of(*self.x_range, 4)):
             self.line((tick, tick), self.y_range, "var(--line)")
             self.text(tick, self.y_range[0], f"{tick:,g}" + (f" {unit}" if tick == places[-1] else ""), 0, 16, "middle")
             if also:

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-#: Colours by name; figures use the names, so that one drawing serves light and dark. On a phone a table's rows are
-#: cards.
+#: Colours by name; figures use the names, so that one drawing serves light and dark.
 _STYLE = """
 :root {
   color-scheme: light dark;
@@ -67,15 +66,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: 5px 24px; margi
 dd { margin: 0; overflow-wrap: anywhere; }
 .two { display: grid; grid-template-columns: 1fr 1fr; gap: 14px; }
 @media (max-width: 820px) { .cards, .two, dl { grid-template-columns: 1fr; } main { padding: 24px 14px 48px; } }
-@media (max-width: 600px) {
-  thead { display: none; }
-  tr { display: block; padding: 8px 0; border-bottom: 1px solid var(--line); }
-  td, td.num { display: flex; justify-content: space-between; gap: 16px; padding: 3px 14px; border: 0; }
-  td, td.num { text-align: right; white-space: normal; }
-  td::before { content: attr(data-head); color: var(--quiet); text-align: left; }
-  td:empty { display: none; }
-  .plot { padding-left: 74px; padding-right: 16px; }
-}
+@media (max-width: 600px) { .plot { padding-left: 74px; padding-right: 16px; } }
 """
 
 # A page that reloads by itself must let its reader stop that (WCAG 2.2, 2.2.1): no meta refresh.
@@ -117,10 +108,9 @@ def table(name: str, heads: Sequence[str], rows: Iterable[Iterable[str | None]],
     """A table of texts; columns in ``numbers`` stand to the right, ``name`` is for who cannot see it."""
     kinds = [' class="num"' if head in numbers else "" for head in heads]
     head = "".join(f'<th scope="col"{kind}>{escape(text)}</th>' for text, kind in zip(heads, kinds, strict=True))
-    lines = (zip(row, kinds, heads, strict=True) for row in rows)
+    lines = (zip(row, kinds, strict=True) for row in rows)
     body = "".join(
-        "<tr>" + "".join(f'<td{k} data-head="{escape(h)}">{escape(text or "")}</td>' for text, k, h in line) + "</tr>"
-        for line in lines
+        "<tr>" + "".join(f"<td{kind}>{escape(text or '')}</td>" for text, kind in line) + "</tr>" for line in lines
     )
     box = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}">'
     return f"{box}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

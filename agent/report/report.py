@@ -15,7 +15,7 @@ from ...traces.files import Trace, TraceError
 from ...traces.queries.costs import generations, slot_costs
 from ...traces.segments import atomically
 from . import slow_rank
-from .figures import distribution_figure, timeline_figure, windows_figure
+from .figures import timeline_figure, windows_figure
 from .page import facts, page, section, table
 from .summary import RunSummary
 from .texts import COSTS, COSTS_NOTE, NUMBERS, consistency_text, cost_rows, emulation_text, result_lines
@@ -35,7 +35,6 @@ _TIMELINE = (
     "Every bar is one collective from its kernel's start to its end, on the ranks that were recorded. Each step is the "
     "one nearest the median of its kind; the dashed line is its end. AG: all_gather, and so on."
 )
-_DISTRIBUTION = "Steps of the comparison, by side; the line is the median of its windows, the last bar the longest 2 %."
 
 
 def write_report(path: Path | str, summary: RunSummary, trace: Trace, running: bool = False) -> Path:
@@ -54,7 +53,6 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace, running: b
         _headline(s, trace),
         _missing(s, trace, costs),
         _figure("Timeline of a step", _TIMELINE, timeline_figure(trace, which, s)),
-        _figure("Step times", _DISTRIBUTION, distribution_figure(trace, which, s)),
         _figure("Step time over the run", _WINDOWS, windows_figure(trace, s)),
         _why(s, trace),
         _costs(costs, s, bool(which.tuned)),

@@ -130,14 +130,11 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
     """Recurrent policy over the turns of a job: observation -> LSTM; its output beside the observation ->
     :class:`TurnHead`.
 
-    The critic has no LSTM. ``head_width``, ``head_depth`` size the head; ``memory=False`` cuts the LSTM's output off
-    (ablation).
+    The critic has no LSTM. ``head_width``, ``head_depth`` size the head.
     """
 
-    def __init__(
-        self, *args: Any, head_width: int = 64, head_depth: int = 24, memory: bool = True, **kwargs: Any
-    ) -> None:
-        self.head_width, self.head_depth, self.memory = head_width, head_depth, memory
+    def __init__(self, *args: Any, head_width: int = 64, head_depth: int = 24, **kwargs: Any) -> None:
+        self.head_width, self.head_depth = head_width, head_depth
         kwargs.setdefault("lstm_hidden_size", 64)
         kwargs.setdefault("ortho_init", False)
         kwargs |= {"enable_critic_lstm": False, "shared_lstm": False}
@@ -156,8 +153,7 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
         """Masked scores (n, N_CONFIGS, N_WHAT) of observations (n, N_OBSERVATION) in sequences, and the next states."""
         obs = obs.float()
         out, states = self._process_sequence(read(obs), states, starts, self.lstm_actor)
-        latent = torch.cat([out if self.memory else torch.zeros_like(out), obs], dim=1)
-        learned = cast(_Extractor, self.mlp_extractor).policy_net(latent)
+        learned = cast(_Extractor, self.mlp_extractor).policy_net(torch.cat([out, obs], dim=1))
         return rule_of(obs) + learned, states
 
     @staticmethod
@@ -236,8 +232,6 @@ class MaskedLstmPolicy(RecurrentActorCriticPolicy):
             found = gain * parameter.detach().numpy()
             arrays[name] = np.array(found.T if turned else found, np.float32, order="C")
         arrays["lstm_b"] += cast(Tensor, self.lstm_actor.bias_hh_l0).detach().numpy()
-        if not self.memory:
-            arrays["body_w"][: self.lstm_output_dim] = 0
         return arrays
 
     def take(self, weights: dict[str, Array]) -> None:

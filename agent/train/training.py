@@ -51,7 +51,6 @@ class Settings:
     hidden: int = 64
     head_width: int = 64
     head_depth: int = 24
-    memory: bool = True  #: False: the LSTM's output is cut off (ablation)
 
 
 class AgainstRule(gym.Wrapper[Array, Array, Array, Array]):
@@ -110,10 +109,7 @@ class Training:
         self.model = RecurrentPPO(
             MaskedLstmPolicy, jobs, learning_rate=s.rate, n_steps=s.rollout, batch_size=s.batch, n_epochs=s.epochs,
             gamma=s.gamma, gae_lambda=s.gae_lambda, target_kl=s.target_kl, seed=s.seed, device="cpu",
-            policy_kwargs={
-                "lstm_hidden_size": s.hidden, "head_width": s.head_width, "head_depth": s.head_depth,
-                "memory": s.memory,
-            },
+            policy_kwargs={"lstm_hidden_size": s.hidden, "head_width": s.head_width, "head_depth": s.head_depth},
         )  # fmt: skip
 
     @property
