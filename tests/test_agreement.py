@@ -110,7 +110,7 @@ def test_a_rank_that_comes_later_is_waited_for_in_the_background():
 
 
 @pytest.mark.slow
-@pytest.mark.timing  # a round that is under way as the store becomes late may hold a call for some of its answers
+@pytest.mark.timing  # a round between vote and decision as the store becomes late may hold a call for some answers
 def test_a_store_that_answers_late_holds_nobody():
     found = outcome("store_late")
     assert waited_ms(found) == 0 and len(tables(found["ranks"][0])) > 2

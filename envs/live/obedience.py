@@ -1,7 +1,6 @@
 """Two checks while a job runs, on what NCCL reports of each collective: do all ranks run it alike, is a table obeyed?
 
 Both work on the raw records and keep a bounded window of them: they cost milliseconds a second at 20,000 a second.
-The audit of a whole recorded trace is ``traces.queries.audit``.
 """
 
 from __future__ import annotations

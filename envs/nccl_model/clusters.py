@@ -249,9 +249,6 @@ def _read(path: Path) -> Cluster:
         raise ValueError(f"cannot read cluster file {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"cluster file {path} is not TOML: {error}") from None
-    tables = [k for k, value in values.items() if isinstance(value, Mapping) and k not in GRAPHS]
-    if tables and len(tables) == len(values) == 1:
-        return from_mapping(tables[0], values[tables[0]])
     return from_mapping(str(values.get("name", path.stem)), values)
 
 

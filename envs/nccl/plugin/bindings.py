@@ -39,11 +39,6 @@ class _View(ctypes.Structure):
         ("marks", ctypes.c_uint64 * 2 * 16),
     )
 
-    def decoded(self) -> CommView:
-        """Without the marks that are not there yet."""
-        n_ranks = PROCESSES.get(self.comm_id, self.n_ranks)
-        return CommView(n_ranks, self.n_nodes, self.count, {at: mark for at, mark in self.marks if at})
-
 
 _MESSAGE = [ctypes.c_char_p, ctypes.c_size_t]
 #: Functions of the library: what each returns and takes.
@@ -110,7 +105,12 @@ class Plugin:
     def comms(self) -> dict[int, CommView]:
         """The communicators whose collectives are counted, by id; none without a profiler."""
         n = min(int(self._call["comms"](self._views, len(self._views))), len(self._views))
-        return {view.comm_id: view.decoded() for view in self._views[:n]}
+        found = {}
+        for view in self._views[:n]:
+            marks = {at: mark for at, mark in view.marks if at}  # without those that are not there yet
+            n_ranks = PROCESSES.get(view.comm_id, view.n_ranks)
+            found[view.comm_id] = CommView(n_ranks, view.n_nodes, view.count, marks)
+        return found
 
     def limit(self, comm: int, distance: int) -> int:
         """Answer no question on a communicator after so many more collectives; the limit that was set.

@@ -79,10 +79,6 @@ class Probe:
         if self._recorder is not None:
             self._recorder.ended(self._rank, now)
 
-    def watch_backward_passes(self, torch: Any) -> None:
-        """Count them from now on."""
-        self._steps.watch(torch)
-
     def watch_captures(self, torch: Any) -> None:
         """NCCL 2.27 does not say which calls go into a CUDA graph: PyTorch does from now on."""
         graph = torch.cuda.CUDAGraph
@@ -233,7 +229,7 @@ def install() -> None:
 
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
     torch = sys.modules["torch"]
-    probe.watch_backward_passes(torch)
+    probe._steps.watch(torch)
     probe.watch_captures(torch)
     register_optimizer_step_post_hook(hook)
     atexit.register(probe.close)
