@@ -54,7 +54,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ended": (ctypes.c_uint32, []),
     "lift": (None, [ctypes.c_uint32]),
     "limit": (ctypes.c_int64, [ctypes.c_uint64] * 2),
-    "open": (ctypes.c_int, []),
+    "open": (ctypes.c_bool, []),
     "sample": (None, [ctypes.c_int]),
     "stage": (ctypes.c_int64, _MESSAGE),
     "switch": (ctypes.c_int, [ctypes.c_uint64] * 3),
