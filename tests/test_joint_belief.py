@@ -40,7 +40,7 @@ def random_table(belief, rng):
 
 
 def observe(belief, table, step, calls, noise=0.002):
-    belief.observe(table, step, noise, calls, np.full(len(table), 0.01), 8)
+    belief.observe(table, step, noise, calls, 8)
 
 
 def test_what_was_measured_is_believed_and_the_rest_is_surer_than_before(jobs, prior):
@@ -146,7 +146,7 @@ def test_ten_slots_take_about_a_millisecond_a_decision(prior):
     took = []
     for _ in range(7):
         begin = time.perf_counter()
-        belief.observe(table, -0.01, 0.005, np.full(10, 0.1), np.full(10, 0.03), 8)
+        belief.observe(table, -0.01, 0.005, np.full(10, 0.1), 8)
         for slot in range(10):
             belief.ahead(slot, table)
         took.append((time.perf_counter() - begin) / 10)

@@ -109,15 +109,15 @@ class Refinement:
                 out[configs[slot]] = 1.0
         return out
 
-    def tried(self, seen: Measured, ms: float, given_up: bool) -> None:
-        """One window of the trial, ``ms`` a step: it takes the place of what is in force, gets another pair, or not."""
-        search, trial = self.search, self.trial
-        assert trial is not None and self.beside_ms is not None
+    def tried(self, trial: Array, seen: Measured, ms: float, given_up: bool) -> None:
+        """One window of a trial (s,), ``ms`` a step: it takes the place of what is in force, runs again, or goes."""
+        search = self.search
+        assert self.beside_ms is not None
         self.left -= 1
         search.after += seen.billed
-        race = self.races.setdefault(trial.tobytes(), Race(self.noise))
-        noise = search.canary.noise(trial, search.tried, search.belief) if given_up else self.noise
+        race, noise = self.races.setdefault(trial.tobytes(), Race(self.noise)), self.noise
         if given_up:
+            noise = search.canary.noise(trial, search.tried, search.belief)
             race.add(self.beside_ms, float(seen.step_ms[-1]))
         elif len(seen.step_ms) == search.window_steps:
             race.add(self.beside_ms, ms)
@@ -134,18 +134,22 @@ class Refinement:
         self.trial = trial if verdict is None and is_better else None
         self.beside_ms = None
         if verdict:
-            search.races.append(race)
-            search.confirm(trial)
-            self.next = trial.copy()
-            self._keep_watch()
-            if is_first:
-                search.marks.gained(search.steps)
-                self.refine()
-            else:
-                search.marks.refined += 1
+            self._take(trial, race)
         elif verdict is not None:
             search.beaten.add(trial.tobytes())
         self._rest()
+
+    def _take(self, trial: Array, race: Race) -> None:
+        search, is_first = self.search, not self.search.confirmed.any()
+        search.races.append(race)
+        search.confirm(trial)
+        self.next = trial.copy()
+        self._keep_watch()
+        if is_first:
+            search.marks.gained(search.steps)
+            self.refine()
+        else:
+            search.marks.refined += 1
 
     # -- the watch ---------------------------------------------------------------------------------------------
 

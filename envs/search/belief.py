@@ -26,8 +26,9 @@ Array = np.ndarray[Any, Any]
 
 #: Figures of a slot: log times (N_CONFIGS), residual effects (N_CONFIGS), exposure.
 N_FIGURES = 2 * N_CONFIGS + 1
-#: Smallest standard deviation of a measured log duration, and what a joint effect may miss, as a part of it.
-CALL_FLOOR, MISFIT = 0.03, 0.2
+#: Standard deviation of a window's log duration of calls, what it is off beyond that, and what a joint effect may miss,
+#: as a part of it.
+CALL_NOISE, CALL_FLOOR, MISFIT = 0.03, 0.03, 0.2
 #: What the sum of the slots' effects may miss that is no interaction, as a part of it.
 ADDED = 0.1
 #: Rounds over all slots in which the best table is looked for, where slots interact.
@@ -130,7 +131,7 @@ class Belief:
         self.wander = WANDER
         # How far the last window was from what was expected of it, in standard deviations: the step, each slot's calls.
         self.off_step, self.off_calls = 0.0, np.zeros(len(self.arms))
-        self.reveal, self.call_noise, self.has_calls = 0.005, 0.03, True  # what a window is expected to show
+        self.reveal, self.has_calls = 0.005, True  # what a window is expected to show
 
     # -- reading -----------------------------------------------------------------------------------------------
 
@@ -186,7 +187,7 @@ class Belief:
         b = int(effects.argmax())
         best, second = max(float(effects[b]), 0.0), 0.0
         own = cov.diagonal() + self.reveal**2 + beside
-        own_log = self.cov.diagonal()[at : at + a] + CALL_FLOOR**2 + self.call_noise**2
+        own_log = self.cov.diagonal()[at : at + a] + CALL_FLOOR**2 + CALL_NOISE**2
         both = logs.diagonal()
         k1, k2 = cov.diagonal(), both  # covariance of every arm's lead with its effect, and with its log time
         if best > 0:
@@ -290,12 +291,10 @@ class Belief:
 
     # -- learning ----------------------------------------------------------------------------------------------
 
-    def observe(
-        self, configs: Array, log_step: float, noise: float, call_logs: Array, call_noise: Array, steps: int
-    ) -> None:
+    def observe(self, configs: Array, log_step: float, noise: float, call_logs: Array, steps: int) -> None:
         """One window under ``configs`` (s,): the log of its step time over the first default's (NaN: not measured),
-        the standard deviation of that, logs of the slots' call times over their default's (s,; NaN: not sampled) with
-        theirs, and the steps since the last window."""
+        the standard deviation of that, logs of the slots' call times over their default's (s,; NaN: not sampled), and
+        the steps since the last window."""
         self.cov[0, 0] += self.wander**2 * steps
         self.off_step, self.off_calls = 0.0, np.zeros(len(self.arms))
         seen, misses, noises = [], [], []
@@ -305,7 +304,7 @@ class Belief:
                 at = self.parts[s].start + 1 + i
                 seen.append(at)
                 misses.append(float(np.clip(call_logs[s], *LOG_RANGE)) - self.mean[at])
-                noises.append(float(call_noise[s]) ** 2 + CALL_FLOOR**2)
+                noises.append(CALL_NOISE**2 + CALL_FLOOR**2)
                 self.off_calls[s] = misses[-1] / math.sqrt(self.cov[at, at] + noises[-1])
         if seen:  # first: they say where to set the tangent for the step
             self._see(np.array(seen), np.array(misses), np.array(noises))

@@ -32,8 +32,6 @@ Array = np.ndarray[Any, Any]
 
 #: The budget counts for so many steps from the start.
 BUDGET_STEPS = 4000
-#: Standard deviation of a log duration where nothing says otherwise.
-CALL_NOISE = 0.03
 
 
 class Search:
@@ -124,7 +122,8 @@ class Search:
     @property
     def is_spent(self) -> bool:
         """Nothing is tried any more in this search."""
-        return self.spent > 1 or self.round >= self.rules.most_rounds(self.n_slots)
+        most = max(self.rules.rounds, self.rules.rounds_a_slot * self.n_slots)
+        return self.spent > 1 or self.round >= most
 
     def plan(self) -> Plan | None:
         """The window to run now, or None where the policy has a turn first."""
@@ -328,7 +327,7 @@ class Search:
             self.later.recognise()
             return 0.0
         default_ms = self.default_ms * math.exp(float(self.belief.mean[0]))
-        given_up = len(seen.step_ms) > 0 and float(seen.step_ms[-1]) > plan.limit_ms
+        given_up = float(seen.step_ms[-1]) > plan.limit_ms
         ms = middle(seen.step_ms)
         saved = seen.billed - seen.billed_ms / default_ms
         anyway = seen.billed * (1 - math.exp(-self.gain[0])) if self.is_over else 0.0
@@ -346,7 +345,7 @@ class Search:
         if plan.kind == SEARCH:
             self._after_round()
         elif plan.kind == TRIAL:
-            self.later.tried(seen, ms, given_up)
+            self.later.tried(plan.configs, seen, ms, given_up)
         elif plan.kind in (REFERENCE, TABLE):
             if (~seen.obeyed & (plan.configs > 0)).any() or (given_up and is_guilty):
                 self._reject()
@@ -364,7 +363,7 @@ class Search:
         if len(logs) >= 3:
             self._single.extend(logs - median(logs))
             self.noise = window_noise(np.array(self._single), self.window_steps)
-        is_told = len(steps) > 0 and plan.kind != TRIAL  # a trial is set beside the table in force
+        is_told = plan.kind != TRIAL  # a trial is set beside the table in force
         log_step = math.log(middle(steps) / self.default_ms) if is_told else math.nan
         noise = window_noise(np.array(self._single), len(steps)) if is_told else 1.0
         if given_up:
@@ -378,7 +377,7 @@ class Search:
         refused = np.flatnonzero(~seen.obeyed & (plan.configs > 0))
         self.banned[refused, plan.configs[refused]] = True
         configs = np.where(seen.obeyed, plan.configs, 0)
-        self.belief.observe(configs, log_step, noise, calls, np.full(self.n_slots, CALL_NOISE), seen.billed)
+        self.belief.observe(configs, log_step, noise, calls, seen.billed)
         if not given_up:
             self.tried[np.arange(self.n_slots), configs] += 1
         self.last_saving, self.last_calls = -log_step if is_told else 0.0, np.nan_to_num(calls)

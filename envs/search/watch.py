@@ -73,10 +73,6 @@ class SearchConfig:
     watch_share: float = 0.008  # of the later steps that may run the default
     change: float = 0.03  # lasting change of the step time that begins a new search
 
-    def most_rounds(self, n_slots: int) -> int:
-        """Windows that the policy may ask for."""
-        return max(self.rounds, self.rounds_a_slot * n_slots)
-
 
 @dataclass(frozen=True)
 class Change:

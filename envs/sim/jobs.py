@@ -1,8 +1,4 @@
-"""Random whole jobs: drawn on random clusters over the steps of real models.
-
-Which figures are public is said where they stand (:mod:`.fabric`, :mod:`.noise`, :mod:`.worlds`, :mod:`.cost_model`);
-everything else, and all that a family's ranges say, is drawn to be wider than any one cluster.
-"""
+"""Random whole jobs: drawn on random clusters over the steps of real models. What is public in them is said in :mod:`.family`."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...traces.records import CHANNELS, PAIRS
-from ...traces.spaces import N_CONFIGS, N_PAIRS
+from ...traces.spaces import N_CONFIGS, N_PAIRS, pair_of
 from ..nccl_model import cost_model
 from ..nccl_model.arms import distinct
 from ..nccl_model.channels import heuristic_channels, planned_channels
@@ -153,15 +149,16 @@ def _call_tables(
     The calls of a slot slow the compute ``touch`` times as much as the fabric says; ``ports`` (slots, pairs).
     """
     columns = fabric.fleet.take((slice(None), None))
-    pairs = np.concatenate([own[:, None], np.tile(np.arange(len(PAIRS)), (len(own), 1))], axis=1)
-    pair, asked = np.repeat(pairs, len(CHANNELS), 1), np.tile(np.array(CHANNELS), N_PAIRS)[None, :]
+    pair = pair_of(np.arange(N_CONFIGS), own[:, None])
+    asked = np.tile(CHANNELS, N_PAIRS)
     limit, _ = heuristic_channels(columns, n_bytes[:, None], pair)
     lowered = np.where(columns.release >= 23100, np.minimum(asked, limit), asked)  # from 2.31 a tuner only lowers
     ran = planned_channels(columns, n_bytes[:, None], pair, np.where(asked == 0, limit, lowered))
     us = fabric.times_on_us(is_rs, n_bytes, pair, ran)
     slow, near, far = fabric.overlap(is_rs, n_bytes, pair, ran, us)
     crowd = ran / 16 if crowd_by_channels else np.ones_like(us)
-    parts = us, slow * touch[:, None], near, far, crowd, ran, np.take_along_axis(ports, pair, axis=1)
+    port = np.take_along_axis(ports, pair, axis=1)
+    parts = us, slow * touch[:, None], near, far, crowd, ran, port
     return Calls(*(part.reshape(-1, SLOTS, N_CONFIGS).astype(np.float32) for part in parts)), ran
 
 
