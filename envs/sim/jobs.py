@@ -1,4 +1,4 @@
-"""Random whole jobs: drawn on random clusters over the steps of real models. What is public in them is said in :mod:`.family`."""
+"""Random whole jobs, drawn on random clusters over the steps of real models; :mod:`.family` says what of it is public."""
 
 from __future__ import annotations
 
