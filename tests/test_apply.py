@@ -50,8 +50,9 @@ def test_a_table_that_one_rank_would_not_have_is_in_force_on_none(table):
 
 def test_what_is_no_training_loop_of_pytorch_is_told_of_the_other_way(table):
     from test_plugin_static import JOB as ONE
+    from test_plugin_static import REACH
 
-    done = run("apply", table, "--", sys.executable, "-c", ONE, RELEASE="2.29.7")
+    done = run("apply", table, "--", sys.executable, "-c", REACH + ONE, RELEASE="2.29.7")
     assert done.returncode == 0 and done.stdout.split() == ["0", "1", "0"], done.stderr
     assert "used in 0 of 1 calls" in last_line(done) and "--no-gate" in last_line(done)
 
