@@ -1,4 +1,4 @@
-"""Random whole jobs, drawn on random clusters over the steps of real models; :mod:`.family` says what of it is public."""
+"""Random whole jobs, drawn on random clusters over the steps of real models; :mod:`.family` says what is public."""
 
 from __future__ import annotations
 
