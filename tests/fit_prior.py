@@ -12,12 +12,23 @@ from pathlib import Path
 import numpy as np
 import torch
 from dynamiccl.agent.train.job_prior import JobPrior, fit, judge
-from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.belief import N_FIGURES, Prior
 from dynamiccl.envs.sim.family import HELD_OUT, STANDARD
 from dynamiccl.envs.sim.jobs import draw_jobs
 
 #: Fresh jobs that judge, of each family; the seed is no one else's.
 JUDGES, JUDGE_SEED = 256, 2_800_000_000
+
+
+def trained(weights):
+    """The network in training that has these weights: the inverse of ``JobPrior.export``."""
+    n_shared, factors = int(weights["n_shared"]), len(weights["b2"]) // N_FIGURES - 2
+    prior = JobPrior(len(weights["b0"]), n_shared, factors - n_shared)
+    with torch.no_grad():
+        for i, layer in enumerate([*prior.layers, prior.out]):
+            layer.weight.copy_(torch.as_tensor(weights[f"w{i}"].T))
+            layer.bias.copy_(torch.as_tensor(weights[f"b{i}"]))
+    return prior
 
 
 def main(out="runs/train/prior.npz", seed=0, rounds=4000, batch=64):
@@ -36,7 +47,7 @@ def main(out="runs/train/prior.npz", seed=0, rounds=4000, batch=64):
     with open(out, "wb") as file:
         np.savez_compressed(file, **fresh.export())
     now = Prior.load()
-    shipped, losses = JobPrior.of(now.weights, now.n_shared), {}
+    shipped, losses = trained(now.weights | {"n_shared": now.n_shared}), {}
     for family in (STANDARD, HELD_OUT):
         jobs = draw_jobs(family, np.random.default_rng(JUDGE_SEED), JUDGES)
         losses[family.name] = {"fitted": judge(fresh, jobs), "shipped": judge(shipped, jobs)}

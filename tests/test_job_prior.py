@@ -7,6 +7,7 @@ from dynamiccl.agent.train.job_prior import JobPrior, fit, judge, training_array
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.traces.fingerprint import N_FEATURES
+from fit_prior import trained
 
 
 def test_the_prior_learns_and_comes_back_from_its_weights():
@@ -19,7 +20,7 @@ def test_the_prior_learns_and_comes_back_from_its_weights():
     fit(prior, lambda n: jobs.take(slice(n)), 30, 8, progress=lambda done, loss: losses.append(loss))
     assert len(losses) == 30 and judge(prior, jobs) < before - 0.2
     weights = prior.export()
-    again = JobPrior.of(weights, int(weights["n_shared"]))
+    again = trained(weights)
     assert judge(again, jobs) == pytest.approx(judge(prior, jobs), abs=1e-5)
     # The belief reads from these weights what training wrote into them.
     x, _, _ = training_arrays(jobs)

@@ -9,7 +9,7 @@ from dynamiccl.agent.report.runs import state
 from synthetic_trace import write_run
 
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
-from dynamiccl.agent.report.metrics import METRICS, write_metrics
+from dynamiccl.agent.report.runs import METRICS, write_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 DASHBOARD = Path(__file__).resolve().parents[1] / "agent" / "report" / "grafana.json"

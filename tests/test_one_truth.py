@@ -15,9 +15,8 @@ from dynamiccl.agent.daemon.console import Expected, LiveView, show_summary
 from dynamiccl.agent.daemon.daemon import Daemon
 from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
-from dynamiccl.agent.report.metrics import METRICS
 from dynamiccl.agent.report.report import write_report
-from dynamiccl.agent.report.runs import state
+from dynamiccl.agent.report.runs import METRICS, state
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.agent.report.verdict import change, cost, ms, outcome, rows_text, verdict
 from dynamiccl.envs.live.job_ends import JobEnded

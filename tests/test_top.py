@@ -74,7 +74,7 @@ def test_a_run_that_kept_no_table_shows_no_gain(runs):
 
 def test_metrics_are_what_prometheus_reads(runs):
     parser = pytest.importorskip("prometheus_client.parser")
-    from dynamiccl.agent.report.metrics import METRICS
+    from dynamiccl.agent.report.runs import METRICS
 
     result = invoke(["top", str(runs), "--once", "--metrics", str(runs / "d.prom")])
     assert result.exit_code == 0, result.stderr

@@ -36,9 +36,8 @@ def top(
     from rich.live import Live
 
     from ...traces.segments import TraceError
-    from ..report.metrics import write_metrics
     from ..report.outputs import ROOT
-    from ..report.runs import find_runs, state
+    from ..report.runs import find_runs, state, write_metrics
     from ..report.terminal import wide_terminal
 
     def look() -> list[dict[str, Any]]:

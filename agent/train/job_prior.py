@@ -44,18 +44,6 @@ class JobPrior(nn.Module):
         mean, own, loadings = self.out(x).split([N_FIGURES, N_FIGURES, N_FIGURES * self.n_factors], dim=-1)
         return mean, torch.exp(own.clamp(-9.0, 3.0)) + 1e-5, loadings.unflatten(-1, (N_FIGURES, -1))
 
-    @classmethod
-    def of(cls, weights: dict[str, Array], n_shared: int) -> JobPrior:
-        """Inverse of :meth:`export`."""
-        width, factors = len(weights["b0"]), len(weights["b2"]) // N_FIGURES - 2
-        prior = cls(width, n_shared, factors - n_shared)
-        with torch.no_grad():
-            for i, layer in enumerate([*prior.layers, prior.out]):
-                linear = cast(nn.Linear, layer)
-                linear.weight.copy_(torch.as_tensor(weights[f"w{i}"].T))
-                linear.bias.copy_(torch.as_tensor(weights[f"b{i}"]))
-        return prior
-
     def export(self) -> dict[str, Array]:
         """Weights as ``envs.search.belief.Prior`` wants them (float32)."""
         arrays: dict[str, Array] = {"n_shared": np.array(self.n_shared)}
