@@ -38,11 +38,17 @@ RUNS = [(0, 10**6), (1, 10**6), (4, 60)]
 
 
 class Noisy(RecordedJob):
-    """A recorded job whose windows scatter, and whose tables save a ``part`` of what is on record."""
+    """A recorded job whose windows scatter, whose tables save a ``part`` of what is on record, and which ends."""
 
     def __init__(self, trace, recorded, seed, steps, part, spread):
-        super().__init__(trace, recorded, seed=seed, steps=steps)
-        self.rng, self.part, self.spread = np.random.default_rng(seed), part, spread
+        super().__init__(trace, recorded, seed=seed)
+        self.steps, self.rng, self.part, self.spread = steps, np.random.default_rng(seed), part, spread
+
+    def window(self, *asked, **more):
+        found = super().window(*asked, **more)
+        if self.last_step > self.steps:
+            raise JobEnded("the recorded job's steps are over")
+        return found
 
     def saving(self, decisions):
         return self.part * super().saving(decisions) + self.spread * self.rng.standard_normal()
