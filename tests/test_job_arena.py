@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.bench.job_arena import AccountedWindows, play
+from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import LossAccount, summary
+from dynamiccl.envs.bench.submissions import rows_of
 from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.watch import SearchConfig
@@ -124,3 +126,11 @@ def test_a_rule_on_the_belief_brings_gain_and_is_repeatable(calm):
     assert (found[0].gain <= found[0].oracle_gain + 1e-3).all()  # the oracle goes slot by slot
     told = summary(found[0])
     assert told["jobs"] == 6 and told["gain_delivered"] > 0.2 and told["slower"] == 0
+
+
+def test_a_job_is_played_alone_as_it_is_among_others():
+    """Alone, one that begins to try something again as its watch ends has no other job that keeps the play going."""
+    suite = JobSuite.load("unseen")
+    rows = rows_of(suite, 200)[16:20]
+    alone, among = (play(ExpectedImprovement(), *suite.open(some, 0)) for some in (rows[2:3], rows))
+    assert alone.decisions[0] == among.decisions[2] and alone.scores.lost[0] == among.scores.lost[2]

@@ -119,7 +119,8 @@ def play(
     while True:
         searching = np.array([not s.is_over for s in search.searches])  # anew: what is in force now will not last
         open_ = np.flatnonzero((ledger.steps < until) | (searching & (ledger.steps < until + LONGER))).tolist()
-        if not open_:
+        # A job that still tries something is played on, even where all others have ended.
+        if not open_ and not any(s.is_over and not s.is_done for s in search.searches):
             break
         for i in open_:
             one = search.searches[i]
