@@ -24,7 +24,7 @@ COMMANDS = {
     "Tune a job": ("tune", "doctor", "apply", "env", "stop"),
     "Look at runs": ("show", "top"),
     "Before there is a run": ("advise", "model"),
-    "Judge and train policies, check a machine": ("bench", "bench overhead", "lab gpu-check", "lab train"),
+    "Judge and train policies, check a machine": ("bench", "lab gpu-check", "lab train"),
 }
 NAMES = tuple(name for names in COMMANDS.values() for name in names)
 _ABOUT = "Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time."

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 from dynamiccl.agent.advice.advise import Advice
-from dynamiccl.agent.commands.bench_overhead import compare
 from dynamiccl.agent.daemon.request import workload
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.windows import LiveWindows
@@ -29,6 +28,7 @@ from dynamiccl.traces.files import Trace
 from dynamiccl.traces.header import new_header
 from dynamiccl.traces.spaces import decision_of
 from dynamiccl.traces.writer import TraceWriter
+from overhead import compare
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDING = ROOT / "tests" / "data" / "recordings" / "demo"

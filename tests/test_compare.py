@@ -1,6 +1,6 @@
 import numpy as np
-from command import invoke
-from dynamiccl.agent.commands.bench_overhead import compare
+import pytest
+from overhead import compare, main
 
 
 def test_interval_covers_the_truth_as_often_as_it_says():
@@ -14,6 +14,7 @@ def test_interval_covers_the_truth_as_often_as_it_says():
     assert 0.88 * 200 <= inside <= 200  # the percentile bootstrap is a little narrow at n = 30
 
 
-def test_refuses_what_gives_no_interval():
-    done = invoke(["bench", "overhead", "--pairs", "2"])
-    assert done.exit_code == 2 and "--pairs: must be at least 3" in done.stderr
+def test_refuses_what_gives_no_interval(capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["--pairs", "2"])
+    assert refused.value.code == 2 and "--pairs: must be at least 3" in capsys.readouterr().err

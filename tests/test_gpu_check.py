@@ -9,9 +9,9 @@ import time
 import pytest
 from dynamiccl.agent.checks import gpu_check
 from dynamiccl.agent.checks.gpu_check import Check, Machine, placement
-from dynamiccl.agent.commands.bench_overhead import measure
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
+from overhead import main, measure
 
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("DYNAMICCL_")} | {"OMP_NUM_THREADS": "1"}
 CLUSTER = "dgx-h100-2x8"
@@ -125,10 +125,10 @@ def test_overhead_without_a_figure_is_not_all_well():
 
 
 @pytest.mark.slow
-def test_overhead_of_our_own_job():
-    done = dynamiccl("bench", "overhead", "--pairs", "3", "--steps", "10", "--json", "--cluster", CLUSTER)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["pairs"] == 3
+def test_overhead_of_our_own_job(capsys):
+    main(["--pairs", "3", "--steps", "10", "--cluster", CLUSTER])
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].startswith("overhead ") and said[-1].endswith(" of a step, 3 pairs")
 
 
 def test_ranks_that_share_a_gpu_are_told_how():

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from command import invoke
-from dynamiccl.agent.commands.bench_overhead import compare
 from dynamiccl.agent.daemon.compare import Ledger, Paired
 from dynamiccl.agent.daemon.console import Expected, LiveView, show_summary
 from dynamiccl.agent.daemon.daemon import Daemon
@@ -29,6 +28,7 @@ from dynamiccl.traces.reasons import RunEnds
 from dynamiccl.traces.records import Decision
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from overhead import compare
 from rich.console import Console
 from synthetic_trace import GATHER, SCATTER, write_run
 from test_report import text_of

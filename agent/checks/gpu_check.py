@@ -114,9 +114,9 @@ class Machine:
         words += ["sh", "-c", 'NCCL_HOSTID=rank-$RANK exec "$0" "$@"'] if self.placement == "hosts" else []
         return [*words, *program]
 
-    def zero3(self, steps: int, log: Path, emulated_model: Sequence[str] = ()) -> list[str]:
+    def zero3(self, steps: int, log: Path) -> list[str]:
         """The command of our ZeRO-3 job, each of whose steps is a line of ``log``."""
-        extra = [*(emulated_model if self.emulated else GPU_MODEL), "--log-every", "1", "--quiet"]
+        extra = [*(() if self.emulated else GPU_MODEL), "--log-every", "1", "--quiet"]
         return self.ranks(workload(3, steps, self.n_ranks, log, backend=self.backend, extra=extra))
 
 

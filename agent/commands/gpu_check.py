@@ -23,8 +23,7 @@ def gpu_check(
            table: seen in the events, results compared with what they must be
     zero3  dynamiccl tune on ZeRO-3: default against tuned, default against itself
 
-    What the plugin costs tells `dynamiccl bench overhead`. Without a GPU all of it runs on the emulated cluster, and
-    every figure says so. Exit status 1 if anything is wrong.
+    Without a GPU all of it runs on the emulated cluster, and every figure says so. Exit status 1 if anything is wrong.
     """
     from ..checks.gpu_check import Check, Machine
     from ..report.terminal import terminal
