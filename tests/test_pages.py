@@ -20,7 +20,7 @@ def pages(tmp_path_factory):
     early, short = write_run(folder / "b" / "trace", search=3, stop_early=True)
     found = {"report": write_report(folder / "report.html", RunSummary.of(summary), trace)}
     unfinished = RunSummary.of({**summary, "speedup": None})
-    found["live"] = write_report(folder / "live.html", unfinished, trace, running=True)
+    found["live"] = write_report(folder / "live.html", unfinished, trace)
     found["early"] = write_report(folder / "early.html", RunSummary.of(early), short)
     assert set(found) == set(NAMES)
     return found

@@ -271,15 +271,6 @@ def test_the_page_is_built_for_every_reader(run):
     assert len(re.findall(r"<table", body)) == len(re.findall(r'<div class="scroll"', body))
 
 
-def test_a_run_that_goes_on_reloads_its_page(run, tmp_path):
-    summary, trace, last = run
-    live = write_report(
-        tmp_path / "live.html", RunSummary.of({**summary, "speedup": None}), trace, running=True
-    ).read_text()
-    assert "1000 * 30" in live and "The run goes on" in live and 'id="reload" checked' in live
-    assert 'http-equiv="refresh"' not in live and "location.reload" not in last.read_text()
-
-
 def test_the_report_tells_the_chain_behind_each_decision(run):
     text = text_of(run[2])
     assert "as its prices say" in text and "these 2 rows together" in text and "not separable" in text

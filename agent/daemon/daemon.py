@@ -168,7 +168,9 @@ class Daemon:
         job.confirm(job.confirmed)
         job.thin = True
         self._remember()
-        self._write(self._summary())  # a job may run for weeks from here
+        self._write(summary := self._summary())  # a job may run for weeks from here
+        with contextlib.suppress(OSError):  # the page is a convenience, and gives way to the job
+            self._page.draw(summary, "nice", "-n", "19")
 
     def _say_verdict(self) -> None:
         """The verdict, as it stands in the summary, and what is done from there on."""
@@ -220,7 +222,6 @@ class Daemon:
         was_done, before = search.is_done, replace(search.marks)
         self.job.thin = search.is_over  # a search asks for kernel times
         self.tuner.step()
-        self._page.draw_at_times(self._summary)
         if search.marks.reopened > before.reopened:
             self._say("the job has changed: measuring NCCL's own choice anew")
         if search.marks.returned > before.returned:
@@ -257,7 +258,6 @@ class Daemon:
         self.job.writer.log("window", asdict(line))
         log.info("%s", line)
         self.on_window(line)
-        self._page.draw_at_times(self._summary)
 
     def _summarise(self) -> RunSummary:
         summary = self._summary()

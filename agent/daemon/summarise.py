@@ -3,16 +3,12 @@ and the page that is drawn from it."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ...envs.bench.strata import percentile_of_gain
 from ...envs.live.job import Job
 from ...traces.reasons import RunEnds, names
 from ..report.outputs import logged
@@ -22,8 +18,6 @@ from .request import Request
 
 #: Events that the report is drawn from, at most: the first and the last of a long run.
 REPORT_EVENTS = 500_000
-#: While the job runs the report is written so often at most.
-REPORT_EVERY_S = 30.0
 
 
 def summarise(request: Request, found: RunSummary, outcome: RunSummary, job: Job) -> RunSummary:
@@ -47,7 +41,6 @@ def summarise(request: Request, found: RunSummary, outcome: RunSummary, job: Job
         steps=job.last_step,
         loss_first=losses[0],
         loss_last=losses[-1],
-        family=percentile_of_gain(1 - 1 / found.speedup) if emulated and found.speedup else None,
         default_share_after=outcome.default_share_after,
         kept=outcome.kept,
         in_force=found.in_force if outcome.kept else DEFAULT,
@@ -70,30 +63,22 @@ class ReportPage:
     def __init__(self, out: Path) -> None:
         self.out = out
         self._process: subprocess.Popen[str] | None = None
-        self._drawn = time.monotonic()
 
-    def draw_at_times(self, summary: Callable[[], RunSummary]) -> None:
-        """While the run goes on: every half minute, by a process that gives way to the job."""
-        if time.monotonic() - self._drawn < REPORT_EVERY_S or (self._process and self._process.poll() is None):
-            return
-        self._drawn = time.monotonic()
-        with contextlib.suppress(OSError):  # the page is a convenience
-            self._process = self._draw(summary(), "running", subprocess.DEVNULL, "nice", "-n", "19")
-
-    def draw_last(self, summary: RunSummary) -> str:
-        """The page of a run that is over; what went wrong, '' for nothing. Raises OSError."""
+    def draw(self, summary: RunSummary, *before: str, errors: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
+        """Begin to draw; ``before`` are words before the command. Raises OSError."""
         if self._process:
-            self._process.kill()  # it must not write after the last page
+            self._process.kill()  # it must not write after this one
             self._process.wait()
-        last = self._draw(summary, "over", subprocess.PIPE)
-        said = last.stderr.read() if last.stderr else ""
-        return (said.strip().rpartition("\n")[2] or f"its process ended with {last.returncode}") if last.wait() else ""
-
-    def _draw(self, summary: RunSummary, state: str, errors: int, *before: str) -> subprocess.Popen[str]:
-        words = [*before, sys.executable, "-m", "dynamiccl.agent.report.report"]
-        words += [str(self.out), str(REPORT_EVENTS), state]
+        words = [*before, sys.executable, "-m", "dynamiccl.agent.report.report", str(self.out), str(REPORT_EVENTS)]
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True)
         assert process.stdin is not None
         process.stdin.write(json.dumps(vars(summary)))
         process.stdin.close()
+        self._process = process
         return process
+
+    def draw_last(self, summary: RunSummary) -> str:
+        """The page of a run that is over; what went wrong, '' for nothing. Raises OSError."""
+        last = self.draw(summary, errors=subprocess.PIPE)
+        said = last.stderr.read() if last.stderr else ""
+        return (said.strip().rpartition("\n")[2] or f"its process ended with {last.returncode}") if last.wait() else ""

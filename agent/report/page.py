@@ -43,11 +43,9 @@ header { display: flex; flex-wrap: wrap; gap: 6px 16px; align-items: baseline; j
   border-radius: 999px; padding: 3px 13px; font-size: 13px; }
 .missing { margin-top: 14px; background: var(--warn-soft); color: var(--warn); padding: 9px 16px; font-size: 14px; }
 .missing ul { margin: 0; padding-left: 18px; }
-.cards { display: grid; gap: 14px; margin-top: 20px; grid-template-columns: repeat(3, 1fr); }
 .card, .plot, .scroll { background: var(--card); border: 1px solid var(--line); border-radius: 12px; min-width: 0;
   break-inside: avoid; }
-.card { padding: 18px 22px; }
-.wide { grid-column: 1 / -1; }
+.card { padding: 18px 22px; margin-top: 14px; }
 .big { font-size: 23px; font-weight: 600; line-height: 1.3; }
 .plot { padding: 14px 28px 44px 84px; }
 svg { display: block; overflow: visible; }
@@ -65,34 +63,25 @@ td.num { white-space: nowrap; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 5px 24px; margin: 0; font-size: 14px; }
 dd { margin: 0; overflow-wrap: anywhere; }
 .two { display: grid; grid-template-columns: 1fr 1fr; gap: 14px; }
-@media (max-width: 820px) { .cards, .two, dl { grid-template-columns: 1fr; } main { padding: 24px 14px 48px; } }
+@media (max-width: 820px) { .two, dl { grid-template-columns: 1fr; } main { padding: 24px 14px 48px; } }
 @media (max-width: 600px) { .plot { padding-left: 74px; padding-right: 16px; } }
 """
 
-# A page that reloads by itself must let its reader stop that (WCAG 2.2, 2.2.1): no meta refresh.
-_RELOAD = """<p class="lead"><label><input type="checkbox" id="reload" checked>
-The run goes on: load this page anew every {0} s.</label></p>
-<script>
-setInterval(() => {{ if (document.getElementById("reload").checked) location.reload(); }}, 1000 * {0});
-</script>
-"""
 
-
-def page(title: str, body: str, reload_s: int = 0) -> str:
-    """The document. It loads itself anew every ``reload_s`` seconds (0: never) until the reader turns that off."""
+def page(title: str, body: str) -> str:
+    """The document."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{escape(title)}</title>
 <style>{_STYLE}</style>
 </head>
 <body>
 <main>
-{_RELOAD.format(reload_s) if reload_s else ""}{body}
+{body}
 </main>
 </body>
 </html>

@@ -19,11 +19,9 @@ from .figures import timeline_figure, windows_figure
 from .page import facts, page, section, table
 from .summary import RunSummary
 from .texts import COSTS, COSTS_NOTE, NUMBERS, consistency_text, cost_rows, emulation_text, result_lines
-from .verdict import OWN, ms, seconds, side
+from .verdict import seconds
 from .why import chains, lines
 
-#: Seconds after which the page of a run that goes on loads itself anew.
-RELOAD_S = 30
 #: What the header of a trace tells as well, of a run that left no summary.
 _IN_HEADER = ("cluster", "emulated", "bytes_scale", "compute_scale", "stage", "n_processes", "policy")
 
@@ -37,8 +35,8 @@ _TIMELINE = (
 )
 
 
-def write_report(path: Path | str, summary: RunSummary, trace: Trace, running: bool = False) -> Path:
-    """Write the report of a run, at once, and return its path; one of a run that is ``running`` reloads itself.
+def write_report(path: Path | str, summary: RunSummary, trace: Trace) -> Path:
+    """Write the report of a run, at once, and return its path.
 
     What the summary lacks (of a job that ended early), the report says it lacks. Raises TraceError if the file cannot
     be written.
@@ -58,7 +56,7 @@ def write_report(path: Path | str, summary: RunSummary, trace: Trace, running: b
         _costs(costs, s, bool(which.tuned)),
         _settings(s, trace),
     ]
-    html = page(f"dynamiccl: {place}", "\n".join(parts), RELOAD_S if running else 0)
+    html = page(f"dynamiccl: {place}", "\n".join(parts))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomically(path, lambda draft: draft.write_text(html, encoding="utf-8"))
@@ -76,28 +74,8 @@ def _masthead(s: RunSummary, trace: Trace, place: str) -> str:
 def _headline(s: RunSummary, trace: Trace) -> str:
     first, *rest = result_lines(s)
     notes = [*rest, consistency_text(s.consistency), slow_rank.find(trace)]
-    cards = [_card("verdict", first, "\n".join(filter(None, notes)), wide=True)]
-    if s.speedup is not None:
-        sides = [(side(s.compared), s.tuned_step_ms, s.tuned_windows), (OWN, s.default_step_ms, s.default_windows)]
-        for name, value, n in sides:
-            if value is not None:
-                cards.append(_card(f"step, {name}", ms(value), f"median of {n} windows of the comparison" if n else ""))
-    if s.cost_s is not None:
-        allowed = f"of {seconds(s.budget_s)} allowed" if s.budget_s else ""
-        cards.append(_card("cost of the search", seconds(s.cost_s) if s.cost_s > 0 else "none", allowed))
-    if s.kept and s.repaid_after:
-        cards.append(_card("repaid after", f"{s.repaid_after:,} steps", "under the table"))
-    if s.steps:
-        cards.append(_card("steps", f"{s.steps:,}", "" if s.windows is None else f"{s.windows} windows to the verdict"))
-    return f'<div class="cards">{"".join(cards)}</div>'
-
-
-def _card(name: str, value: str, note: str, wide: bool = False) -> str:
-    lines = "".join(f'<div class="note">{escape(line)}</div>' for line in note.splitlines())
-    return (
-        f'<div class="card{" wide" if wide else ""}"><div class="name">{escape(name)}</div>'
-        f'<div class="big">{escape(value)}</div>{lines}</div>'
-    )
+    lines = "".join(f'<div class="note">{escape(line)}</div>' for line in filter(None, notes))
+    return f'<div class="card"><div class="big">{escape(first)}</div>{lines}</div>'
 
 
 def _missing(s: RunSummary, trace: Trace, costs: pd.DataFrame) -> str:
@@ -151,6 +129,10 @@ def _settings(s: RunSummary, trace: Trace) -> str:
     h = trace.header
     run = {name: h.get(name) for name in ("command", "job", "seed")}
     run |= {"policy": s.policy, "ended": s.ended, "cluster": s.cluster}
+    run |= {"steps": s.steps, "windows to the verdict": s.windows}
+    if s.cost_s is not None:
+        allowed = f" of {seconds(s.budget_s)} allowed" if s.budget_s else ""
+        run["cost of the search"] = f"{seconds(max(s.cost_s, 0))}{allowed}"
     run |= {"bytes scale": s.bytes_scale, "compute scale": s.compute_scale, "ZeRO stage": s.stage}
     run |= {"processes": s.n_processes, "ranks": s.n_ranks, "trace": s.trace or trace.folder}
     machine = {name: h.get(name) for name in ("host", "kernel", "date", "commit")}
@@ -163,7 +145,7 @@ def _settings(s: RunSummary, trace: Trace) -> str:
     return section("Settings and versions", "", f'<div class="two">{cards}</div>')
 
 
-if __name__ == "__main__":  # for the daemon: python -m ... FOLDER MOST_EVENTS running|over < summary
+if __name__ == "__main__":  # for the daemon: python -m ... FOLDER MOST_EVENTS < summary
     _out = Path(sys.argv[1])
     _summary, _trace = RunSummary.of(json.load(sys.stdin)), Trace.read(_out / "trace", most_events=int(sys.argv[2]))
-    write_report(_out / "report.html", _summary, _trace, running=sys.argv[3] == "running")
+    write_report(_out / "report.html", _summary, _trace)

@@ -43,7 +43,6 @@ class RunSummary:
     speedup_ci95: list[float] | None = None
     aa_speedup_ci95: list[float] | None = None  # the default against itself
     detectable: float | None = None  # part of the step that a whole comparison would have been sure of
-    family: dict[str, float] | None = None  # where an emulated job stands among random ones
     cost_s: float | None = None  # what the job lost against its default up to the verdict; below 0: won
     budget_s: float | None = None  # what it may lose
     trials: int | None = None  # windows of trials after the verdict, and what they lost against the table in force
