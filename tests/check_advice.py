@@ -9,8 +9,7 @@ possible gain that takes. ``fit`` prints what exposure tells of what the belief 
 import sys
 
 import numpy as np
-from dynamiccl.agent.advice.advise import UNSEEN
-from dynamiccl.agent.advice.gain import EXPOSED, Gains, tell
+from dynamiccl.agent.advice.advise import EXPOSED, UNSEEN, Gains, tell
 from dynamiccl.agent.train.job_prior import figures_of, truths
 from dynamiccl.envs.search.belief import Belief, Prior
 from dynamiccl.envs.search.sequential import Race, middle, window_noise
@@ -70,7 +69,7 @@ def faster(jobs, configs, rng, steps=8, pairs=12):
 
 
 def fit(n=150, seed=11):
-    """Print the constant of ``agent/advice/gain.py`` as these jobs give it."""
+    """Print the constant of ``agent/advice/advise.py`` as these jobs give it."""
     for kind in (STANDARD.only("plain"), HELD_OUT.only("plain")):
         jobs = draw_jobs(kind, np.random.default_rng(seed), n)
         logs, savings = truths(jobs)

@@ -11,8 +11,7 @@ import pandas as pd
 import pytest
 import recordings_made
 from command import invoke
-from dynamiccl.agent.advice.advise import SUM, Advice, settings
-from dynamiccl.agent.advice.gain import Gains, exposure, tell
+from dynamiccl.agent.advice.advise import SUM, Advice, Gains, exposure, settings, tell
 from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.envs.nccl_model.clusters import cluster
 from dynamiccl.envs.replay.recordings import named, on_cluster
