@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: Folder -> most lines of (Python, C). Whoever adds beyond these takes something away first.
 CEILINGS = {
-    "agent": (6_668, 0),
-    "envs": (4_974, 0),
+    "agent": (6_488, 0),
+    "envs": (4_960, 0),
     "envs/nccl": (2_493, 2_026),
     "envs/sim": (2_521, 164),
     "traces": (2_218, 0),

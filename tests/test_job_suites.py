@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from dynamiccl.envs.bench import job_suites
 from dynamiccl.envs.bench.job_suites import JobSuite
-from dynamiccl.envs.bench.strata import SUITES, percentile_of_gain
+from dynamiccl.envs.bench.strata import SUITES
 from dynamiccl.envs.sim.jobs import SLOTS
 from make_job_suites import draw_suite, figures, save
 
@@ -61,12 +61,3 @@ def test_a_suite_is_saved_and_read_and_others_are_refused(tmp_path):
             JobSuite.load(path)
     with pytest.raises(ValueError, match="there is no suite"):
         JobSuite.load(tmp_path / "absent.json")
-
-
-def test_where_a_job_stands_in_its_family():
-    """Half of the jobs of a suite have less than the median."""
-    told = [percentile_of_gain(saved) for saved in (-0.1, 0.0001, percentile_of_gain(0)["median"], 0.3, 0.95)]
-    less = [t["less"] for t in told]
-    assert less[0] == 0 and less == sorted(less) and less[-1] == 1
-    assert less[2] == pytest.approx(0.5, abs=0.01) and 0.9 < less[3] < 1
-    assert told[0]["median"] == pytest.approx(np.median(RECORDS["standard"]["gain"]), abs=1e-4)

@@ -7,8 +7,6 @@ import bisect
 import statistics
 import textwrap
 import time
-from collections import deque
-from collections.abc import Iterator
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -30,7 +28,7 @@ _CURES = {
 }
 #: Columns of a line where there is no terminal, and seconds after which such a reader hears how far it is.
 WIDTH, EVERY_S = 80, 60.0
-_BARS, _BAR = "▁▂▃▄▅▆▇█", 36
+_BAR = 36
 
 
 class Expected:
@@ -64,7 +62,6 @@ class LiveView:
         self._prefix, self._heard = "" if alone else "dynamiccl: ", time.monotonic()
         self._before: tuple[int, float] | None = None  # a window's last step, and when it came
         self._step_s, self._in_force = 0.0, DEFAULT
-        self._recent: deque[tuple[float, bool]] = deque(maxlen=60)  # step times, and whether of the default
 
     def __enter__(self) -> LiveView:
         if self._live:
@@ -82,7 +79,6 @@ class LiveView:
         if self._before and line.last_step > self._before[0]:
             self._step_s = (now - self._before[1]) / (line.last_step - self._before[0])
         self._before = line.last_step, now
-        self._recent.append((line.step_ms, line.table == DEFAULT))
         for text in line.events:
             self.say(f"step {line.last_step}: {text}")
         if self._live:
@@ -116,20 +112,8 @@ class LiveView:
         end = self._expected.after(line.last_step)
         done = round(_BAR * line.last_step / end) if end else 0
         bar = f"{'━' * done}{'─' * (_BAR - done)} " if end else ""
-        rows = [Text(head, "bold"), *([] if is_over else [Text(bar + left)]), self._sparkline(line)]
-        return Group(*rows, Text(best), Text(spent))
-
-    def _sparkline(self, line: WindowLine) -> Text:
-        """Step times of the last windows; those within what the default was measured at stand dim."""
-        times = [value for value, _ in self._recent]
-        default = [value for value, is_default in self._recent if is_default] or [line.default_ms]
-        low, high = min(times), max(times)
-        text = Text("step ")
-        for value in times:
-            height = _BARS[min(int(8 * (value - low) / max(high - low, 1e-9)), 7)]
-            text.append(height, "green" if value < min(default) else "yellow" if value > max(default) else "dim")
-        band = f"{ms(min(default))} to {ms(max(default))}" if max(default) > min(default) else ms(default[0])
-        return text.append(f" {ms(line.step_ms)}; {OWN} {band}")
+        times = f"step {ms(line.step_ms)}; {OWN} {ms(line.default_ms)}"
+        return Group(Text(head, "bold"), *([] if is_over else [Text(bar + left)]), *map(Text, (times, best, spent)))
 
 
 def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
@@ -153,8 +137,10 @@ def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
         return
     if s.emulated:
         say(f"{emulation_text(vars(s))}: these are not GPU times", "yellow")
-    for text in [*result_lines(s)[1:], *_besides(s)]:
+    for text in result_lines(s)[1:]:
         say(text)
+    if s.memory and s.memory.get("jobs"):
+        say(f"memory: {s.memory['text']}")
     warnings = [f"{s.records_lost} records were lost: the tuner could not keep up"] if s.records_lost else []
     for text in [*s.not_obeyed, *warnings]:
         say(text, "yellow")
@@ -181,12 +167,3 @@ def _cures(s: RunSummary) -> list[str]:
     if ended == ["job-status"] and s.job_status == 0 and (s.windows or s.decisions):
         return [f"It was too short for a verdict. {Expected().told(0.05)}"]
     return [_CURES[name] for name in ended if name in _CURES]
-
-
-def _besides(s: RunSummary) -> Iterator[str]:
-    """Where an emulated job stands among others, and what memory gave."""
-    if s.family and s.kept:
-        less, median = f"{s.family['less']:.0%}", f"{s.family['median']:.1%}"
-        yield f"{less} of random emulated jobs have less to gain; their median has {median}"
-    if s.memory and s.memory.get("jobs"):
-        yield f"memory: {s.memory['text']}"

@@ -1,5 +1,4 @@
-"""The shipped suites of simulated jobs, what is on record of them, and where a job stands among theirs. No job is drawn
-for it.
+"""The shipped suites of simulated jobs, and what is on record of them. No job is drawn for it.
 
 Strata of a suite are the worlds of its jobs, ``sim.family.WORLDS``.
 """
@@ -10,8 +9,6 @@ import json
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
-
-import numpy as np
 
 #: Shipped suites; a changed suite gets a new number.
 SUITES = {"standard": "jobs_standard_4.json", "held-out": "jobs_held_out_4.json", "unseen": "jobs_unseen_1.json"}
@@ -26,17 +23,6 @@ def filed(suite: str, envs: Traversable | None = None) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"no results of suite {suite} are on record ({error}): make bench") from error
     return found
-
-
-def percentile_of_gain(saved: float, name: str = "standard") -> dict[str, float]:
-    """Where a job with that much to save, a part of its default step, stands among the jobs of a suite.
-
-    ``less``: the share of them that have less to gain; ``median``: what half of them have at least.
-    """
-    told = json.loads(resources.files(__package__).joinpath(SUITES[name]).read_text())
-    gain = np.sort(told["gain"])
-    below = int(np.searchsorted(gain, saved))
-    return {"less": round(below / len(gain), 3), "median": round(float(np.median(gain)), 4)}
 
 
 def steps_to_verdict(entrant: str) -> list[int]:
