@@ -37,7 +37,7 @@ summary { cursor: pointer; padding: 6px 0; }
 header { display: flex; flex-wrap: wrap; gap: 6px 16px; align-items: baseline; justify-content: space-between; }
 .quiet, .lead, .note, dt, th { color: var(--quiet); }
 .lead { margin-bottom: 16px; max-width: 76ch; }
-.note, .name, th { font-size: 13px; }
+.note, th { font-size: 13px; }
 .bad { color: var(--bad); }
 .badge { display: inline-block; margin-top: 10px; background: var(--warn-soft); color: var(--warn);
   border-radius: 999px; padding: 3px 13px; font-size: 13px; }
