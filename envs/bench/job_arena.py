@@ -119,8 +119,7 @@ def play(
     while True:
         searching = np.array([not s.is_over for s in search.searches])  # anew: what is in force now will not last
         open_ = np.flatnonzero((ledger.steps < until) | (searching & (ledger.steps < until + LONGER))).tolist()
-        # A job that still tries something is played on, even where all others have ended.
-        if not open_ and not any(s.is_over and not s.is_done for s in search.searches):
+        if not open_ and not len(_at_work(search)):
             break
         for i in open_:
             one = search.searches[i]
@@ -129,11 +128,10 @@ def play(
                 decisions[i].append(player.next(i, one))
                 what, config = divmod(decisions[i][-1], N_CONFIGS)
                 one.decide(config, what)
-        over = np.array([s.is_over for s in search.searches])
-        fresh = np.flatnonzero(over & np.isinf(until))
+        fresh = np.flatnonzero(np.array([s.is_over for s in search.searches]) & np.isinf(until))
         ledger.end(fresh, search.tables[fresh])
         until[fresh] = ledger.steps[fresh] + after
-        busy = np.flatnonzero(over & ~np.array([s.is_done for s in search.searches]))
+        busy = _at_work(search)
         ledger.go_on(busy)
         until[busy] = ledger.steps[busy] + max(after, 1)
         search.measure([i for i in open_ if ledger.steps[i] < until[i] or not search.searches[i].is_over])
@@ -145,6 +143,11 @@ def play(
     ledger.first_gain = np.where(marks >= 0, marks, np.nan)
     n_turns = max(sum(map(len, decisions)), 1)
     return PlayedJobs(ledger.scores(), decisions, 1e6 * player.spent_s / n_turns)
+
+
+def _at_work(search: SimSearch) -> Array:
+    """Jobs that still try something after their verdict: played on, even where all others have ended."""
+    return np.flatnonzero([s.is_over and not s.is_done for s in search.searches])
 
 
 def number(action: Any) -> int:
