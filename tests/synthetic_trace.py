@@ -194,7 +194,8 @@ def offers():
 
 
 def frame(rows, columns):
-    return complete(pd.DataFrame(rows, columns=list(columns)[: len(rows[0])]), columns)
+    told = pd.DataFrame(rows, columns=list(columns)[: len(rows[0])])
+    return complete(told.reindex(columns=list(columns), fill_value=0), columns)
 
 
 def rule(slot):

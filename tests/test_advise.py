@@ -21,7 +21,7 @@ from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, SampledClusters, 
 from dynamiccl.envs.sim.step import Law
 from dynamiccl.envs.sim.worlds import Extra, Extras
 from dynamiccl.traces.importers.recording import read_recording
-from dynamiccl.traces.queries.overlap import exposed_ns
+from dynamiccl.traces.queries.skew import exposed_ns
 from oracle import oracle
 from synthetic_trace import write_run
 from test_traces_importers import profile

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
-from dynamiccl.traces.assemble import EVENT_COLUMNS, STEP_COLUMNS, Assembler, step_rows
+from dynamiccl.traces.assemble import EVENT_COLUMNS, STEP_COLUMNS, Assembler
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import (
     ALGOS,
@@ -189,14 +189,11 @@ def test_a_row_waits_no_longer_than_two_steps():
     assert assembler.take()[0]["seq"].tolist() == [0]
 
 
-def test_steps_and_the_quick_path():
+def test_steps():
     def step(i, rank, **more):
         return record(STEP_DTYPE, kind=STEP, step=i, rank=rank, duration_ns=5_000_000, end_ns=i * 6_000_000, **more)
 
     records = ring(step(3, 0, generation=8), coll(0), step(3, 1), step(4, 0))
-    quick = step_rows(records)
-    assert quick["step"].tolist() == [3, 4] and quick["duration_ns"].tolist() == [5_000_000] * 2
-    assert len(step_rows(records, rank=None)) == 3
     assembler = Assembler()
     assembler.add(records, pid=1)
     _, steps = assembler.take()

@@ -21,7 +21,7 @@ def events(*calls, n_ranks=3, func="all_gather", **more):
         for seq, rank, start, end in calls
     ]
     frame = pd.DataFrame({n: pd.Series([r[n] for r in rows], dtype=object) for n in rows[0]})
-    return complete(frame, EVENT_COLUMNS)
+    return complete(frame.assign(captured=False, asked_bytes=0), EVENT_COLUMNS)
 
 
 def told(frame):

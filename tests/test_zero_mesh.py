@@ -203,27 +203,10 @@ def test_the_job_cut_by_hsdp_trains_alike_and_sends_what_the_formulas_say(four: 
     assert losses == pytest.approx(whole, rel=1e-5)
 
 
-def losses_of(arguments: str, folder: str) -> list[float]:
-    """Of the steps that a job makes; rank 0 has written them."""
-    args = train_module.parser().parse_args([*SMALL, *arguments.split(), "--log", str(Path(folder, "log"))])
-    train_module.check(args)
-    train_module.Job(args, torch.device("cpu")).run()
-    return [json.loads(line)["loss"] for line in Path(folder, "log").read_text().splitlines()[1:]]
-
-
-@pytest.mark.slow
-def test_a_job_cut_by_hsdp_goes_on_from_its_checkpoint(four: World, tmp_path: Path) -> None:
-    way, saved = "--batch 2 --hsdp 2 --stage 2", tmp_path / "saved"
-    through = four.run(losses_of, f"{way} --steps 5", str(tmp_path))[0]
-    first = four.run(losses_of, f"{way} --steps 3 --save {saved}", str(tmp_path))[0]
-    again = four.run(losses_of, f"{way} --steps 5 --resume {saved}", str(tmp_path))[0]
-    assert len(first) == 3 and first + again == through
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--save-every -1", "--save-every: a whole number from 0 up, not -1"),
+        ("--prefetch -1", "--prefetch: a whole number from 0 up, not -1"),
         *((f"--clip {x}", f"--clip: a number above 0 .*, not {x}") for x in ("-1", "0", "nan")),
         *((f"--bucket-mb {x}", f"--bucket-mb: a number above 0 .*, not {x}") for x in ("inf", "nan", "0")),
         ("--timeout -5", "--timeout: a number above 0 .*, not -5"),

@@ -164,18 +164,6 @@ def as_records(records: Array, dtype: np.dtype[Any]) -> Array:
     return flat.view(dtype)
 
 
-def step_rows(records: Array, rank: int | None = 0) -> Array:
-    """The STEP records of ``rank`` (None: of every rank), shape (n,) of STEP_DTYPE, a copy, in ring order.
-
-    Cheap enough to call on every poll: the daemon wants a new step time at once, not when tables are due.
-    """
-    rows = as_records(records, STEP_DTYPE)
-    keep = rows["kind"] == STEP
-    if rank is not None:
-        keep &= rows["rank"] == rank
-    return np.asarray(rows[keep])
-
-
 class Assembler:
     """Joins records of all processes into tables.
 
@@ -308,15 +296,8 @@ class Assembler:
 
 
 def complete(frame: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
-    """``frame`` with these columns and types. Those that came with a later format, after ``pid``, may be missing and
-    are then blank. Raises KeyError if another one is missing."""
-    names = list(columns)
-    later = names[names.index("pid") + 1 :] if "pid" in columns else []
-    blank = {name: _BLANK[columns[name]] for name in later if name not in frame}
-    return frame.assign(**blank)[names].astype(columns)
-
-
-_BLANK = {"bool": False, "int64": 0}
+    """``frame`` with these columns and types. Raises KeyError if one is missing."""
+    return frame[list(columns)].astype(columns)
 
 
 def empty(columns: dict[str, str]) -> pd.DataFrame:

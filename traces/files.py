@@ -47,7 +47,7 @@ class Trace:
         """Read a trace folder, or the run folder whose ``trace/`` it is.
 
         ``most_events``: of a longer trace only the first and the last segments are read, about so many events; a
-        warning says so. Raises TraceError if there is none, if it is of a newer format, or if a file other than the
+        warning says so. Raises TraceError if there is none, if it is of another format, or if a file other than the
         last segment is damaged.
         """
         path = Path(folder)

@@ -17,8 +17,7 @@ import numpy as np
 
 from .records import Decision, Slot, Table
 
-#: Version of a trace folder's layout. Raise it when a reader of the old layout would go wrong, and keep
-#: reading the old one.
+#: Version of a trace folder's layout. Raise it when a reader of the old layout would go wrong.
 FORMAT = 2
 
 

@@ -230,8 +230,7 @@ def _rule(row: np.void) -> Rule:
 
 
 # What the plugin and the probe write into a ring (C: struct dccl_record in envs/nccl/plugin/plugin.h), 128 bytes. The
-# last 88
-# bytes depend on `kind`; the views below name them.
+# last 88 bytes depend on `kind`; the views below name them.
 COMM, OFFER, COLL, KERNEL, STEP, STATE = range(1, 7)
 #: Bits of ``flags``: both buffers are registered (OFFER), captured in a CUDA graph: asked once, replayed often (COLL),
 #: kernel times were taken in it (STEP).

@@ -69,7 +69,7 @@ def write_parquet(path: Path, frame: pd.DataFrame, columns: dict[str, str]) -> N
 
 
 def read_parquet(path: Path, columns: dict[str, str]) -> pd.DataFrame:
-    """One file, with what an older release did not write filled in. Raises TraceError when it is damaged."""
+    """One file. Raises TraceError when it is damaged."""
     try:
         # int64 with gaps must not pass through float64: GPU clock values have more digits than that holds.
         frame = pq.read_table(path).to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
@@ -119,7 +119,7 @@ def _ends(paths: list[Path], most_rows: int, warnings: list[str]) -> list[Path]:
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """What a trace says of itself. Raises TraceError where there is none, or one of a newer format."""
+    """What a trace says of itself. Raises TraceError where there is none, or one of another format."""
     path = folder / "header.json"
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
@@ -135,6 +135,7 @@ def read_header(folder: Path) -> dict[str, Any]:
     version = header.get("format") if isinstance(header, dict) else None
     if not isinstance(version, int):
         raise TraceError(f"{path} has no format version: this is not a trace of dynamiccl")
-    if version > FORMAT:
-        raise TraceError(f"{folder} has trace format {version}, this release reads up to {FORMAT}: upgrade dynamiccl")
+    if version != FORMAT:
+        cure = "upgrade dynamiccl" if version > FORMAT else "read it with the release that wrote it"
+        raise TraceError(f"{folder} has trace format {version}, this release reads {FORMAT}: {cure}")
     return dict(header)

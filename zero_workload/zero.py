@@ -171,18 +171,14 @@ class Engine:
             self._update(norm)
         for part in self.owned:
             part.param.grad = None
-        self.publish()
+        self.replicated.publish()
+        self.sharded.publish()
         if not finite:
             raise FloatingPointError(
                 f"the gradient is not finite at step {self.steps}: lower the learning rate, or look at the data"
             )
         self.steps += 1
         return norm if self.settings.max_norm is not None else None
-
-    def publish(self) -> None:
-        """Make the master weights what the model computes with; called by ``step``."""
-        self.replicated.publish()
-        self.sharded.publish()
 
     def synchronize(self) -> None:
         """Wait until all replicated parameters hold the last step's values; forward does this by itself."""
@@ -202,13 +198,12 @@ class Engine:
     def _before_state_dict(self, *_: Any) -> None:
         if self.sharded.units and not self._whole:
             raise RuntimeError(
-                "at stage 3 the model holds none of its parameters: take engine.state_dict(), on every rank, or write "
-                "a sharded checkpoint: zero_workload.job.checkpoint.save(engine, folder, step)"
+                "at stage 3 the model holds none of its parameters: take engine.state_dict(), on every rank"
             )
 
     def _before_loading(self, *_: Any) -> None:
         if self.sharded.units or any(b.master is not None and b.master.dtype != b.full.dtype for b in self.buckets):
-            raise RuntimeError("the engine holds the weights: load a state dict before zero(), or checkpoint.load()")
+            raise RuntimeError("the engine holds the weights: load a state dict before zero()")
 
     def memory(self) -> dict[str, int]:
         """Bytes this rank holds at rest by component, padding included; what shares a storage counts once."""

@@ -23,7 +23,7 @@ from ...envs.replay.recordings import named, of_size, on_cluster
 from ...envs.search.belief import LOG_RANGE, Belief, Prior
 from ...traces.files import Trace, TraceError
 from ...traces.importers.recording import read_recording, recording_files
-from ...traces.queries.overlap import exposed_ns
+from ...traces.queries.skew import exposed_ns
 from ...traces.records import Decision, Slot, size_class
 from ...traces.spaces import decision_of
 from ..report.terminal import terminal

@@ -97,13 +97,10 @@ def claimed(submission: Mapping[str, Any], suite: JobSuite) -> Scores:
     for key, value in found.items():
         if told.get(key) != value:
             raise ValueError(f"its jobs give {key} {value}, it says {told.get(key)}")
-    if not 0 <= _number(told.get("decision_us")) < 1e9:
+    took = told.get("decision_us")
+    if not (isinstance(took, int | float) and 0 <= took < 1e9):
         raise ValueError("it does not say what a decision takes")
     return scores
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else -1.0
 
 
 def replay(submission: Mapping[str, Any], suite: JobSuite, check: int | None = None, seed: int = 0) -> Scores:

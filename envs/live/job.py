@@ -159,9 +159,9 @@ class Job(Reader):
     ) -> Window:
         """Run ``n_steps`` counted steps under ``decisions`` and return them.
 
-        Ends early once a counted step took longer than ``give_up_ms``. After a pause the window begins
-        anew; of a job that pauses under the confirmed table too (rollouts)
-        it goes on. Where ``decisions`` alone make it pause, that is the result. Raises JobEnded.
+        Ends early once a counted step took longer than ``give_up_ms``. After a pause the window begins anew; of a job
+        that pauses under the confirmed table too (rollouts) it goes on. Where ``decisions`` alone make it pause, that
+        is the result. Raises JobEnded.
         """
         chosen = _decided(decisions)
         counted: dict[int, float] = {}  # duration in ms by step

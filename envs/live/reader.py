@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...traces.assemble import Assembler, as_records, step_rows
+from ...traces.assemble import Assembler, as_records
 from ...traces.reasons import NotTuning, RunEnds
-from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, AgreementState
+from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState
 from ..nccl.run_folder import LAUNCHER, STATUS, STOP, WORD
 from ..nccl.shm import RunFolder
 from .job_ends import Closed, Stopped, Withdrawn
@@ -96,7 +96,7 @@ class Reader:
             text = word if word.startswith(begun) else begun
             self.state = AgreementState(int(row["code"])), text
             log.info("the ranks' agreement is %s: %s", self.state[0].name, text)
-        steps = step_rows(records, None)
+        steps = rows[rows["kind"] == STEP].view(STEP_DTYPE)
         if len(steps):
             self._stepped_at = self._stepped_at if self.ranks else time.monotonic()
             self.ranks.update(map(int, np.unique(steps["rank"])))

@@ -255,8 +255,7 @@ def _read(path: Path) -> Cluster:
 def resize(c: Cluster, n_nodes: int | None = None, nccl: str | None = None) -> Cluster:
     """The same kind of cluster with another number of nodes or another NCCL release.
 
-    A one-node preset grown to several nodes takes the graphs of its kind's two-node preset, where there is
-    one.
+    A one-node preset grown to several nodes takes the graphs of its kind's two-node preset, where there is one.
     """
     if n_nodes is not None and n_nodes != c.n_nodes:
         kind, _, _ = c.name.rpartition("-")

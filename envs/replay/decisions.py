@@ -195,7 +195,7 @@ def _parts(rules: tuple[dict[str, Any], ...], profiles: list[SlotProfile]) -> li
             config = spaces.config_of(decision_from(str(rule["decision"])))
         except ValueError:  # outside the action space
             continue
-        sizes = int(rule.get("n_ranks", 0)), int(rule.get("n_nodes", 0))  # older traces named communicators
+        sizes = int(rule["n_ranks"]), int(rule["n_nodes"])
         for i, p in enumerate(profiles):
             inside = int(rule["min_bytes"]) <= p.n_bytes <= int(rule["max_bytes"])
             if inside and rule["func"] == p.slot.func and sizes in ((0, 0), (p.slot.n_ranks, p.slot.n_nodes)):

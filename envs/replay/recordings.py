@@ -16,7 +16,7 @@ from ..nccl_model.clusters import Cluster
 
 
 def named(text: str, nccl: str | None = None, recorded: Any = None) -> Cluster:
-    """The cluster of a preset, a kind of preset, a .toml file or an NCCL log, under the release ``nccl``.
+    """The cluster of a preset, a kind of preset or a .toml file, under the release ``nccl``.
 
     Without one the release ``recorded`` counts, where it is one of NCCL's, else the cluster's own. Raises ValueError.
     """
@@ -50,8 +50,7 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
     """``trace`` with NCCL's offers for every message, by the cost model of ``c``, unless it holds offers already.
 
     What the recording does not tell is filled in: nodes of each communicator, the pair and the channels that NCCL's
-    model takes. The header's ``notes`` then say so. Raises TraceError when no
-    communicator of the recording fits the cluster.
+    model takes. The header's ``notes`` then say so. Raises TraceError when no communicator fits the cluster.
     """
     if len(trace.offers):
         return trace

@@ -1,1 +1,1 @@
-"""The job around the engine: model, data, launcher, checkpoints; ``python -m dynamiccl.zero_workload``."""
+"""The job around the engine: model, data, launcher; ``python -m dynamiccl.zero_workload``."""

@@ -80,9 +80,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--hsdp", type=count, metavar="N", help="shard over N ranks, a node's, and replicate over the rest")
     p.add_argument("--reduce-dtype", choices=tuple(DTYPES), help="dtype gradients are reduced in; default --dtype")
     p.add_argument("--reduce-scatter-group", action="store_true", help="a communicator of its own for reduce-scatters")
-    p.add_argument("--save", type=Path, metavar="FOLDER", help="write checkpoints there, and at the end")
-    p.add_argument("--save-every", type=whole, default=0, metavar="N", help="also every N steps")
-    p.add_argument("--resume", type=Path, metavar="FOLDER", help="go on from the newest checkpoint there")
     p.add_argument("--log", type=file, metavar="FILE", help="JSON lines: the run, then one a step")
     p.add_argument("--log-every", type=count, help="read the loss every so many steps; default 1, on cuda 10")
     p.add_argument("--timeout", type=amount, default=300, help="seconds until a collective counts as hung")
@@ -137,7 +134,6 @@ def work(args: argparse.Namespace) -> None:
     """One rank of the job: join, train, log, leave.
 
     Raises:
-        ValueError: there is no checkpoint to resume from, or it is of another model.
         FloatingPointError: the gradients are not finite.
     """
     device = torch.device(args.device)
@@ -165,19 +161,6 @@ class Job:
         self.n_params = sum(p.numel() for p in model.parameters())
         optimizer = partial(torch.optim.AdamW, fused=True, lr=args.lr)
         self.engine: Engine = zero(model, optimizer, **groups(args.hsdp or 0, args.reduce_scatter_group), **args.zero)
-        self.first = 0
-        if args.resume:
-            from .checkpoint import load
-
-            self.first = load(self.engine, args.resume)
-            for group in self.engine.optimizer.param_groups:
-                group["lr"] = args.lr
-            if self.first >= args.steps:
-                raise ValueError(f"the checkpoint is of step {self.first}: give more than {self.first} --steps")
-        if args.save:
-            from .checkpoint import require_newest
-
-            require_newest(args.save, self.first)
         self.log = args.log.open("w") if args.log and self.rank == 0 else None
 
     def _stop(self, number: int, frame: Any) -> None:
@@ -193,11 +176,11 @@ class Job:
         sizes = f"{self.n_params / 1e6:.2f} M parameters, {self.size} ranks, {args.batch} x {args.seq} bytes a rank"
         self._say(f"zero-{args.stage}  {sizes}, {args.backend}, {args.dtype}")
         times = list[float]()
-        begin, done = time.perf_counter(), self.first
-        for step in range(self.first, args.steps):
+        begin, done = time.perf_counter(), 0
+        for step in range(args.steps):
             seen, work = self._step(step)
-            last, save = step + 1 == args.steps, args.save_every and (step + 1) % args.save_every == 0
-            if not (last or save or (step + 1) % every == 0):
+            last = step + 1 == args.steps
+            if not (last or (step + 1) % every == 0):
                 continue
             work.wait()
             *losses, stopped = seen.tolist()
@@ -208,13 +191,9 @@ class Job:
             if last or (step + 1) % max(10, every) == 0:
                 took = statistics.median(times[-10:])
                 self._say(f"step {step + 1:5d}/{args.steps}  loss {loss:.4f}  {took:.0f} ms")
-            if save and not last:
-                self._save(step + 1)
-                begin = time.perf_counter()
             if stopped:
                 self._say(f"stopped after step {step + 1}")
                 break
-        self._save(step + 1)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -239,12 +218,6 @@ class Job:
         work = dist.all_reduce(seen, async_op=True)
         self.engine.step()
         return seen, work
-
-    def _save(self, step: int) -> None:
-        if self.args.save:
-            from .checkpoint import save  # takes seconds to import
-
-            self._say(f"saved {save(self.engine, self.args.save, step)}")
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.log:
