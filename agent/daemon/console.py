@@ -7,6 +7,7 @@ import bisect
 import statistics
 import textwrap
 import time
+from collections import deque
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -28,7 +29,7 @@ _CURES = {
 }
 #: Columns of a line where there is no terminal, and seconds after which such a reader hears how far it is.
 WIDTH, EVERY_S = 80, 60.0
-_BAR = 36
+_BARS, _BAR = "▁▂▃▄▅▆▇█", 36
 
 
 class Expected:
@@ -62,6 +63,7 @@ class LiveView:
         self._prefix, self._heard = "" if alone else "dynamiccl: ", time.monotonic()
         self._before: tuple[int, float] | None = None  # a window's last step, and when it came
         self._step_s, self._in_force = 0.0, DEFAULT
+        self._recent: deque[tuple[float, bool]] = deque(maxlen=60)  # step times, and whether of the default
 
     def __enter__(self) -> LiveView:
         if self._live:
@@ -79,6 +81,7 @@ class LiveView:
         if self._before and line.last_step > self._before[0]:
             self._step_s = (now - self._before[1]) / (line.last_step - self._before[0])
         self._before = line.last_step, now
+        self._recent.append((line.step_ms, line.table == DEFAULT))
         for text in line.events:
             self.say(f"step {line.last_step}: {text}")
         if self._live:
@@ -112,8 +115,20 @@ class LiveView:
         end = self._expected.after(line.last_step)
         done = round(_BAR * line.last_step / end) if end else 0
         bar = f"{'━' * done}{'─' * (_BAR - done)} " if end else ""
-        times = f"step {ms(line.step_ms)}; {OWN} {ms(line.default_ms)}"
-        return Group(Text(head, "bold"), *([] if is_over else [Text(bar + left)]), *map(Text, (times, best, spent)))
+        rows = [Text(head, "bold"), *([] if is_over else [Text(bar + left)]), self._sparkline(line)]
+        return Group(*rows, Text(best), Text(spent))
+
+    def _sparkline(self, line: WindowLine) -> Text:
+        """Step times of the last windows; those within what the default was measured at stand dim."""
+        times = [value for value, _ in self._recent]
+        default = [value for value, is_default in self._recent if is_default] or [line.default_ms]
+        low, high = min(times), max(times)
+        text = Text("step ")
+        for value in times:
+            height = _BARS[min(int(8 * (value - low) / max(high - low, 1e-9)), 7)]
+            text.append(height, "green" if value < min(default) else "yellow" if value > max(default) else "dim")
+        band = f"{ms(min(default))} to {ms(max(default))}" if max(default) > min(default) else ms(default[0])
+        return text.append(f" {ms(line.step_ms)}; {OWN} {band}")
 
 
 def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
