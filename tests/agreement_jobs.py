@@ -56,7 +56,7 @@ def hosts_apart(folder: RunFolder) -> Found:
     """Two ranks; the host of each is late by up to a whole step of half a second, at random, in each step."""
 
     def program(rank: LightRank) -> None:
-        for i in range(70):
+        for i in range(100):
             rank.step(i, 8, rank.random.uniform(0, 0.5))
 
     return tries(folder, 2, program, trial_steps=20, every_s=1.0)
