@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.search import turns
-from dynamiccl.envs.search.afterwards import SOONEST
+from dynamiccl.envs.search.afterwards import FIRST, SOONEST
 from dynamiccl.envs.search.belief import Belief, Prior
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search.watch import SearchConfig
@@ -148,7 +148,7 @@ def doubtful(saved=0.01, noise=0.04, rules=None, prior=None, seed=3):
     """A search whose only comparison ended with a gain that was not sure."""
     told = Told(lambda c: saved * (c[0] == 18), noise=noise, seed=seed)
     search = after(told, prior, table=(18, 0), rules=rules)
-    assert not search.confirmed.any() and search.rejected.mean > 0 and search.rejected.n == 30
+    assert not search.confirmed.any() and search.rejected.mean > 0 and search.rejected.n == 25
     return told, search
 
 
@@ -161,7 +161,7 @@ def test_a_gain_that_was_not_sure_goes_on_where_its_comparison_stood(prior):
         plan = search.plan()
         assert plan.configs.tolist() == nothing[plan.kind]
         search.record(plan, told.measure(plan))
-    assert search.confirmed.tolist() == [18, 0] and search.races == [race] and race.n > 30 and search.gain[1] > 0
+    assert search.confirmed.tolist() == [18, 0] and search.races == [race] and race.n > 25 and search.gain[1] > 0
     assert search.marks.verdict == verdict < search.marks.first_gain == search.steps and search.marks.refined == 0
     assert search.phase == REFINE and search.later.left == search.rules.trials  # from here on as ever
     assert search.later.watch.has_table
@@ -179,7 +179,7 @@ def test_a_gain_that_was_not_sure_has_so_many_windows(prior):
     told, search = doubtful(prior=prior, rules=replace(SearchConfig(), doubtful=3))
     ran = go_on(search, told, [18, 0].__getitem__)
     assert sum(kind == TRIAL for kind, _ in ran) == 3 and search.phase == WATCH and not search.confirmed.any()
-    told, search = doubtful(prior=prior, rules=replace(SearchConfig(), doubtful=0))
+    told, search = doubtful(prior=prior, rules=replace(SearchConfig(), doubtful=0, trials=0))
     for _ in range(4):
         plan = search.plan()
         assert plan.kind == WATCH and not plan.configs.any()
@@ -188,11 +188,25 @@ def test_a_gain_that_was_not_sure_has_so_many_windows(prior):
 
 def test_what_seems_no_gain_or_may_not_run_does_not_go_on(prior):
     told = Told(lambda c: -0.02 * (c[0] == 18), noise=0.02)
-    assert after(told, prior, table=(18, 0)).phase == WATCH
+    assert after(told, prior, table=(18, 0)).later.trial is None
     _, search = doubtful(prior=prior)
+    assert search.later.trial is not None
     search.banned[0, 18] = True
     search._finish(refine=True)
-    assert search.phase == WATCH
+    assert search.later.trial is None
+
+
+def test_where_nothing_was_confirmed_single_slots_are_tried_beside_the_default(prior):
+    told = Told(savings(c20=0.01))
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    search.decide(0, turns.LEAVE)
+    assert search.phase == REFINE and not search.confirmed.any() and search.marks.first_gain < 0
+    ran = go_on(search, told, [20, 0].__getitem__)
+    assert search.confirmed.tolist() == [20, 0] and search.is_done and search.later.watch.has_table
+    assert [configs for kind, configs in ran if kind == TRIAL].count([20, 0]) == search.races[0].n >= SOONEST
+    assert search.races[0].alpha == FIRST and search.races[0].interval[0] > 0
+    assert search.marks.verdict < search.marks.first_gain
 
 
 def test_who_resumes_a_table_only_watches(prior):

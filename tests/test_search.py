@@ -246,7 +246,9 @@ def test_who_leaves_has_a_verdict_at_once(prior):
     job, default = told.begin()
     search = Search(job, default, prior)
     search.decide(20, turns.LEAVE)
-    assert search.is_done and not search.confirmed.any() and search.marks.verdict == search.steps
+    assert search.is_over and not search.confirmed.any() and search.marks.verdict == search.steps
+    search.decide(0, turns.LEAVE)  # nor any trial beside the default
+    assert search.is_done
 
 
 def test_what_runs_already_has_no_steps_to_throw_away(prior):

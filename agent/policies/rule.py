@@ -15,8 +15,10 @@ from ...envs.search import turns
 Array = np.ndarray[Any, Any]
 
 
-#: A config that is likelier than this to make a step far too long is not tried; less is risked after the verdict.
-RECKLESS, CAREFUL = 0.35, 0.05
+#: A config that is likelier than this to make a step far too long is not tried. What is less likely has its price, in
+#: windows' time for one that is certain; a dear one after the verdict, where whatever is tried is worth more windows.
+RECKLESS = 0.5
+PRICE, PRICE_LATER = 0.4, 30.0
 #: A saving of the step that is worth a comparison; windows after which one that is sure enough is confirmed before the
 #: search goes on; windows running under one table that say that it tells nothing more as a whole, and that nothing
 #: else is worth one.
@@ -32,8 +34,7 @@ FEAR = 0.5
 
 def shunned(seen: turns.Seen) -> Array:
     """(n, N_CONFIGS) bool: what a careful policy does not try."""
-    later = seen.context["refining"][:, None] > 0.5
-    return np.asarray(~seen.open | (seen.risk > np.where(later, CAREFUL, RECKLESS)))
+    return np.asarray(~seen.open | (seen.risk > RECKLESS))
 
 
 def what_next(seen: turns.Seen, at_best: Array, sure: Array) -> Array:
@@ -93,8 +94,8 @@ class ExpectedImprovement:
     def worth(self, seen: turns.Seen) -> Array:
         """Of trying each config once more, (n, N_CONFIGS), as a part of the step."""
         later = seen.context["refining"][:, None] > 0.5
-        foresight = np.where(later, FORESIGHT_LATER, FORESIGHT)
-        worth = foresight * seen.worth + seen.ahead - RISK * seen.learned
+        foresight, price = np.where(later, FORESIGHT_LATER, FORESIGHT), np.where(later, PRICE_LATER, PRICE)
+        worth = foresight * seen.worth + seen.ahead - RISK * seen.learned - price * seen.risk
         return np.asarray(np.where(foresight * seen.worth > FORESIGHT * LEAST, worth, -np.abs(worth)))
 
     def decide(self, seen: turns.Seen) -> tuple[Array, Array]:

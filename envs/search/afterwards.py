@@ -6,8 +6,8 @@ a pair: a *trial* is the table in force with a slot (or more) changed, as the po
 in force, window against window. What is faster for sure takes its place, by the same test as everywhere
 (:mod:`sequential`). The watch sees the windows between the trials as it sees all later ones.
 
-Where no table was confirmed, but the last one was faster, if not for sure, the trial is that table: its comparison goes
-on where it stood, which is as valid as if it had never stopped.
+Where no table was confirmed, trials run beside the default. Where the last table was faster, if not for sure, it is the
+first of them: its comparison goes on where it stood, which is as valid as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from . import turns
 from .regimes import Regime
-from .sequential import LongSteps, Race, least
+from .sequential import ALPHA, LongSteps, Race, least
 from .watch import CHANGED, HARMFUL, Watch
 from .windows import PROFILE, REFINE, TRIAL, WATCH, Measured, Plan
 
@@ -33,6 +33,8 @@ Array = np.ndarray[Any, Any]
 SUSPECT = 8
 #: Pairs before a trial takes the place of what is in force: a slow spell may last for two, and a trial can wait.
 SOONEST = 4
+#: Level of a trial's comparison with the default: of so many that are tried where nothing gains, ALPHA each is too much.
+FIRST = 0.01
 
 
 class Refinement:
@@ -56,6 +58,7 @@ class Refinement:
         step_ms = search.default_ms * math.exp(float(search.belief.mean[0]))
         self.regime = Regime(step_ms, search.default_logs, search.confirmed, tuple(search.races))
         known, has_table = (search.gain[0], sum(race.n for race in search.races)), bool(search.confirmed.any())
+        self.level = ALPHA if has_table else FIRST  # of each trial's comparison
         self.watch = Watch(search.noise, search.window_steps, search.rules, has_table, search.steps, known, levels)
 
     # -- trials ------------------------------------------------------------------------------------------------
@@ -63,9 +66,8 @@ class Refinement:
     def refine(self) -> None:
         """From now on there are trials, where there is something to try."""
         search, race = self.search, self.search.rejected
-        if search.confirmed.any():
-            self.left = search.rules.trials
-        elif search.rules.doubtful and race is not None and self._is_doubtful(race):
+        self.left, is_first = search.rules.trials, not search.confirmed.any()
+        if is_first and search.rules.doubtful and race is not None and self._is_doubtful(race):
             self.left, self.trial = search.rules.doubtful, search.table
             self.races[search.table.tobytes()] = race
         if self.left:
@@ -95,7 +97,7 @@ class Refinement:
     def _rest(self) -> None:
         """Go over to the watch alone where nothing is left to try."""
         search = self.search
-        is_over = self.passed >= search.n_slots or self.left <= 0 or search.spent > 1 or not search.confirmed.any()
+        is_over = self.passed >= search.n_slots or self.left <= 0 or search.spent > 1
         if self.trial is None and is_over:
             search.phase = WATCH
 
@@ -115,7 +117,7 @@ class Refinement:
         assert self.beside_ms is not None
         self.left -= 1
         search.after += seen.billed
-        race, noise = self.races.setdefault(trial.tobytes(), Race(self.noise)), self.noise
+        race, noise = self.races.setdefault(trial.tobytes(), Race(self.noise, self.level)), self.noise
         if given_up:
             noise = search.canary.noise(trial, search.tried, search.belief)
             race.add(self.beside_ms, float(seen.step_ms[-1]))
@@ -124,10 +126,9 @@ class Refinement:
         else:  # the first step of what was likely to be far too long: nothing to race with
             noise *= math.sqrt(search.window_steps)
         search.belief.compare(trial, search.confirmed, math.log(self.beside_ms / ms), noise)
-        is_first = not search.confirmed.any()
         verdict = search.verdict(race, trial, math.inf, SOONEST)
         is_slower = race.mean <= 0 or search.long.forbids(trial, search.confirmed, race.mean)
-        is_hopeless = is_first and not verdict and (is_slower or self.left <= 0)
+        is_hopeless = not search.confirmed.any() and not verdict and (is_slower or self.left <= 0)
         if given_up or is_hopeless or search.banned[np.arange(len(trial)), trial].any():
             verdict = False
         is_better = search.belief.saving_mean(trial) > search.belief.saving_mean(search.confirmed)

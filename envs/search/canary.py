@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from .belief import Belief
-from .normal import too_long
 
 Array = np.ndarray[Any, Any]
 
@@ -39,10 +38,15 @@ class Canary:
 
     def noise(self, configs: Array, tried: Array, belief: Belief) -> float:
         """Of the log of a step that was far too long: less where that is these configs' doing rather than chance."""
-        again = self.is_guilty(configs, tried, 1)
-        return ONE_STEP if again or too_long(GIVE_UP, *belief.saving(configs)) > STRAY else STRAGGLER
+        is_theirs = self.is_guilty(configs, tried, 1) or self.most(configs, belief, tried) > STRAY
+        return ONE_STEP if is_theirs else STRAGGLER
 
     def risk(self, slot: int, belief: Belief, tried: Array) -> Array:
         """(N_CONFIGS,) how likely each config of a slot is to make a step far too long; 0 of what was measured."""
-        likely = np.where(self.hits[slot] > 1, 1.0, too_long(GIVE_UP, *belief.figures(slot)))
+        likely = np.where(self.hits[slot] > 1, 1.0, belief.too_long(slot, GIVE_UP))
         return np.asarray(np.where(tried[slot] == 0, likely, 0.0))
+
+    def most(self, configs: Array, belief: Belief, tried: Array) -> float:
+        """The largest :meth:`risk` of these configs (s,)."""
+        new = np.flatnonzero((configs > 0) & (tried[np.arange(len(configs)), configs] == 0))
+        return max((float(self.risk(int(s), belief, tried)[configs[s]]) for s in new), default=0.0)

@@ -28,7 +28,6 @@ def expected_improvement(ahead: Array, deviation: Array) -> Array:
     return np.asarray(np.maximum(ahead * below + deviation * density, 0.0))
 
 
-def too_long(times: float, saving: Any, deviation: Any) -> Any:
-    """Probability that a step takes more than so many defaults, from what is believed to be saved of it."""
-    u = (1 - times - np.asarray(saving)) / np.maximum(deviation, 1e-6)
-    return 1 / (1 + np.exp(-np.clip(1.5976 * u + 0.07056 * u**3, -40, 40)))  # Bowling et al. 2009
+def above(u: Array) -> Array:
+    """Probability of more than so many standard deviations; the tail is that of :func:`expected_improvement`."""
+    return np.asarray(1 / (1 + np.exp(within(1.5976 * u + 0.07056 * u**3, -40.0, 40.0))))

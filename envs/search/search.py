@@ -140,11 +140,9 @@ class Search:
         """A window under these configs (s,), given up where they are new and far too long; of one step where that is
         likely."""
         discard = self.discard(configs)
-        untried = np.flatnonzero((self.tried[np.arange(self.n_slots), configs] == 0) & (configs > 0))
-        limit = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0]) if len(untried) else math.inf
-        is_risky = kind != TABLE and any(
-            self.canary.risk(int(s), self.belief, self.tried)[configs[s]] > RISKY for s in untried
-        )
+        is_new = ((self.tried[np.arange(self.n_slots), configs] == 0) & (configs > 0)).any()
+        limit = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0]) if is_new else math.inf
+        is_risky = kind != TABLE and self.canary.most(configs, self.belief, self.tried) > RISKY
         return Plan(kind, configs.copy(), 1 if is_risky else self.window_steps, discard, limit)
 
     def discard(self, configs: Array) -> int:
