@@ -13,15 +13,16 @@ from dynamiccl.envs.bench.scores import HORIZON
 from dynamiccl.envs.sim.family import HELD_OUT, STANDARD
 from make_job_suites import draw_suite
 
-#: What is tried for each entrant, first the settings themselves, then when it ends.
+#: What is tried for each entrant, first the settings themselves, then what is risked, then when it ends.
 GRID = {
     "random": [{"horizon": h} for h in (2, 4, 8, 16)],
     "sweep": [{}],
     "coordinate-descent": [{"horizon": h} for h in (4, 8, 16, 30)],
 }
 ENDS = [{"patience": p} for p in (1, 2)]
+CARES = [{"care": c} for c in (0.05, 0.1, 0.2, 0.5)]
 #: Jobs that settings are fitted on, of each family; the seed is none of a suite's.
-FIT_JOBS, FIT_SEED = 12, 2_900_000_000
+FIT_JOBS, FIT_SEED = 25, 2_900_000_000
 
 
 def fit_one(name, jobs=FIT_JOBS):
@@ -44,6 +45,7 @@ def fit_one(name, jobs=FIT_JOBS):
         return dict(tried[0]["settings"])
 
     best = try_all(GRID[name])
+    best = try_all([best | care for care in CARES])
     try_all([best | end for end in ENDS])
     return {"settings": tried[0]["settings"], "lost": tried[0]["lost"], "tried": tried}
 

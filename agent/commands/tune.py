@@ -51,7 +51,7 @@ def tune(
     budget: Annotated[float, Option(min=0, group=SEARCH, help="Share of the job's time that it may cost.")] = 0.05,
     once: Annotated[bool, Option(group=SEARCH, help="Stop at the verdict: no trials after it, no watch.")] = False,
     bitwise: Annotated[bool, Option(group=SEARCH, help="Only tune all_gather: sums keep their order.")] = False,
-    windows: Annotated[int, Option(min=1, group=SEARCH, help="Most windows that the policy may ask for.")] = 12,
+    windows: Annotated[int, Option(min=1, group=SEARCH, help="Most windows that the policy may ask for.")] = 20,
     verify: Annotated[int, Option(min=2, group=SEARCH, help="Most pairs of windows in one comparison.")] = 10,
     window_steps: Annotated[
         int | None, Option(min=1, group=SEARCH, help="Of a window. Default: 5 to 10, by the noise.")

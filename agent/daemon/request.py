@@ -23,7 +23,7 @@ REQUEST = "request.json"
 class Request:
     """One run of ``dynamiccl tune``. Fields with the name of an option are said anew by whoever joins."""
 
-    windows: int = 12  # of the policy's own, at most
+    windows: int = 20  # of the policy's own, at most
     verify: int = 10  # pairs of windows in one comparison, at most
     window_steps: int | None = None  # None: as the noise of the job asks for
     budget: float = 0.05  # share of the job's time that the search may lose against the default

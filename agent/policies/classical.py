@@ -19,7 +19,7 @@ from ...envs.search import turns
 from ...traces.fingerprint import N_FEATURES
 from ...traces.records import CHANNELS, PAIRS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS
-from .rule import is_sure, promises, shunned
+from .rule import is_sure, promises
 
 Array = np.ndarray[Any, Any]
 
@@ -71,6 +71,8 @@ class Searcher:
     patience = 1
     #: Windows after which it keeps to the best it has tried.
     horizon = 30
+    #: What is likelier than this to make a step far too long is not tried.
+    care = 0.2
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
@@ -92,8 +94,8 @@ class Searcher:
         starts = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start)
         state = [Memo() for _ in rows] if state is None else state
         chosen = np.zeros(len(rows), np.int64)
-        what, early, ends = np.zeros(len(rows), np.int64), is_sure(seen), promises(seen)
-        allowed = ~shunned(seen)  # all have the rule's care, and its word on what is worth a comparison
+        what, early, ends = np.zeros(len(rows), np.int64), is_sure(seen), promises(seen)  # the rule's word
+        allowed = seen.open & (seen.risk <= self.care)
         for i in range(len(rows)):
             if starts[i]:
                 state[i] = Memo()

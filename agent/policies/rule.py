@@ -23,6 +23,10 @@ PRICE, PRICE_LATER = 0.4, 30.0
 #: search goes on; windows running under one table that say that it tells nothing more as a whole, and that nothing
 #: else is worth one.
 WORTHWHILE, EARLY, TOGETHER, SETTLED = 1e-3, 3, 1, 3
+#: Windows, or so many a slot where that is more, and comparisons that a search is given: what is left comes after it.
+ROUNDS, ROUNDS_A_SLOT, COMPARISONS = 12, 2, 2
+#: Windows, or so many a slot where that is more, and comparisons that a search has: what it leaves is tried after it.
+ROUNDS, ROUNDS_A_SLOT, COMPARISONS = 12, 2, 2
 #: Windows for which a trial is taken to tell; after the verdict, when it is of one slot and holds up nothing, more.
 FORESIGHT, FORESIGHT_LATER = 20.0, 600.0
 #: Expected improvement, as a part of the step, below which nothing is tried any more, by so much less after the verdict
@@ -37,23 +41,25 @@ def shunned(seen: turns.Seen) -> Array:
     return np.asarray(~seen.open | (seen.risk > RECKLESS))
 
 
-def what_next(seen: turns.Seen, at_best: Array, sure: Array) -> Array:
+def what_next(seen: turns.Seen, at_best: Array, sure: Array, enough: Array) -> Array:
     """What comes after each of the configs of a slot, (n, N_CONFIGS) of ``turns.GO_ON`` ...; ``at_best`` (n, N_CONFIGS)
-    bool: with this config nothing is explored in the slot; ``sure`` (n, 1): :func:`is_sure`.
+    bool: with this config nothing is explored in the slot; ``sure``, ``enough`` (n, 1): :func:`is_sure`,
+    :func:`is_enough`.
 
     A gain that is sure enough is compared at once, before the search goes on. Where a table was measured as a whole
     and would be once more, one slot runs alone: that tells which slot does what. When no slot has anything to explore,
-    or the table stays what it is, it is compared where it promises something, and the search is over where it does not.
-    After the verdict every config but the one in force is a trial.
+    the table stays what it is, or enough was tried, it is compared where it promises something, and the search is over
+    where it does not. After the verdict every config but the one in force is a trial.
     """
     c = {name: value[:, None] for name, value in seen.context.items()}
     is_last = np.rint(8 * c["slots"] * (1 - c["place"])) <= 1
     is_settled = (c["idle"] >= SETTLED / 4) & seen.last
     is_alone = ~at_best & (c["exploring"] < 0.5)
     is_done = is_last & (c["round"] > 0) & (at_best & (c["exploring"] < 0.5) | is_settled)
-    end = np.where(promises(seen)[:, None], turns.COMPARE, turns.LEAVE)
+    may_compare = promises(seen)[:, None] & (4 * c["comparisons"] < COMPARISONS - 0.5)
+    end = np.where(may_compare, turns.COMPARE, turns.LEAVE)
     go_on = np.where(is_alone & (c["idle"] >= TOGETHER / 4), turns.RUN, turns.GO_ON)
-    search = np.where(sure & at_best, turns.COMPARE, np.where(is_done, end, go_on))
+    search = np.where(sure & at_best, turns.COMPARE, np.where(is_done | enough, end, go_on))
     return np.where(c["refining"] > 0.5, np.where(seen.in_force, turns.GO_ON, turns.RUN), search)
 
 
@@ -69,6 +75,13 @@ def is_sure(seen: turns.Seen) -> Array:
     is_large = c["best_saving"] / 5 > 3 * math.sqrt(2) * c["noise"] / 50
     is_first = (c["confirmed"] < 0.5) & promises(seen)
     return np.asarray(is_time & is_first & is_large & (c["best_saving"] > 2 * c["best_sd"]))
+
+
+def is_enough(seen: turns.Seen) -> Array:
+    """(n,) bool: the search has had its windows."""
+    c = seen.context
+    most = np.maximum(ROUNDS, ROUNDS_A_SLOT * 8 * c["slots"])
+    return np.asarray((16 * c["round"] > most - 0.5) & (c["refining"] < 0.5))
 
 
 def best_of(seen: turns.Seen, avoided: Array) -> Array:
@@ -102,8 +115,8 @@ class ExpectedImprovement:
         """Scores (n, N_CONFIGS), of which the largest is chosen, as parts of the step; what comes after each config,
         (n, N_CONFIGS) of ``turns.GO_ON`` ... What is believed best has 0 at least: it is chosen where nothing is worth
         trying, and where it is time to compare it."""
-        avoided, sure = shunned(seen), is_sure(seen)[:, None]
+        avoided, sure, enough = shunned(seen), is_sure(seen)[:, None], is_enough(seen)[:, None]
         at_best = np.arange(seen.open.shape[1]) == best_of(seen, avoided)[:, None]
         scores = np.where(avoided, -FEAR, np.minimum(self.worth(seen), FEAR))
-        scores = np.where(at_best, np.where(sure, 2 * FEAR, np.maximum(scores, 0.0)), scores)
-        return np.where(seen.open, scores, -np.inf), what_next(seen, at_best, sure)
+        scores = np.where(at_best, np.where(sure | enough, 2 * FEAR, np.maximum(scores, 0.0)), scores)
+        return np.where(seen.open, scores, -np.inf), what_next(seen, at_best, sure, enough)

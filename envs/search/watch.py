@@ -60,11 +60,11 @@ class SearchConfig:
     profile_steps: int = 8
     window_steps: tuple[int, int] = (5, 10)  # least and most counted steps of a window
     good_noise: float = 0.004  # standard deviation of a window's log step time that is good enough
-    rounds: int = 12  # windows that the policy may ask for, at most ...
-    rounds_a_slot: int = 2  # ... or so many a slot, where that is more
+    rounds: int = 20  # windows that the policy may ask for, at most ...
+    rounds_a_slot: int = 3  # ... or so many a slot, where that is more
     pairs: int = 10  # of one comparison, at most ...
     pairs_again: int = 4  # ... and of one with a table that is confirmed already
-    comparisons: int = 2  # of one search, at most
+    comparisons: int = 4  # of one search, at most
     least_gain: float = 0.001  # part of the step below which a table is not worth a comparison
     trials: int = 80  # windows after the verdict that may try one slot otherwise, beside the table in force
     doubtful: int = 400  # ... and those that a table may have whose gain was not sure then
