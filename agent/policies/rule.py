@@ -41,10 +41,9 @@ def shunned(seen: turns.Seen) -> Array:
     return np.asarray(~seen.open | (seen.risk > RECKLESS))
 
 
-def what_next(seen: turns.Seen, at_best: Array, sure: Array, enough: Array) -> Array:
+def what_next(seen: turns.Seen, at_best: Array) -> Array:
     """What comes after each of the configs of a slot, (n, N_CONFIGS) of ``turns.GO_ON`` ...; ``at_best`` (n, N_CONFIGS)
-    bool: with this config nothing is explored in the slot; ``sure``, ``enough`` (n, 1): :func:`is_sure`,
-    :func:`is_enough`.
+    bool: with this config nothing is explored in the slot.
 
     A gain that is sure enough is compared at once, before the search goes on. Where a table was measured as a whole
     and would be once more, one slot runs alone: that tells which slot does what. When no slot has anything to explore,
@@ -53,6 +52,7 @@ def what_next(seen: turns.Seen, at_best: Array, sure: Array, enough: Array) -> A
     """
     c = {name: value[:, None] for name, value in seen.context.items()}
     is_last = np.rint(8 * c["slots"] * (1 - c["place"])) <= 1
+    sure, enough = is_sure(seen)[:, None], is_enough(seen)[:, None]
     is_settled = (c["idle"] >= SETTLED / 4) & seen.last
     is_alone = ~at_best & (c["exploring"] < 0.5)
     is_done = is_last & (c["round"] > 0) & (at_best & (c["exploring"] < 0.5) | is_settled)
@@ -115,8 +115,8 @@ class ExpectedImprovement:
         """Scores (n, N_CONFIGS), of which the largest is chosen, as parts of the step; what comes after each config,
         (n, N_CONFIGS) of ``turns.GO_ON`` ... What is believed best has 0 at least: it is chosen where nothing is worth
         trying, and where it is time to compare it."""
-        avoided, sure, enough = shunned(seen), is_sure(seen)[:, None], is_enough(seen)[:, None]
+        avoided, is_time = shunned(seen), (is_sure(seen) | is_enough(seen))[:, None]
         at_best = np.arange(seen.open.shape[1]) == best_of(seen, avoided)[:, None]
         scores = np.where(avoided, -FEAR, np.minimum(self.worth(seen), FEAR))
-        scores = np.where(at_best, np.where(sure | enough, 2 * FEAR, np.maximum(scores, 0.0)), scores)
-        return np.where(seen.open, scores, -np.inf), what_next(seen, at_best, sure, enough)
+        scores = np.where(at_best, np.where(is_time, 2 * FEAR, np.maximum(scores, 0.0)), scores)
+        return np.where(seen.open, scores, -np.inf), what_next(seen, at_best)
