@@ -36,11 +36,6 @@ LEAST, RISK = 2e-4, 0.3
 FEAR = 0.5
 
 
-def shunned(seen: turns.Seen) -> Array:
-    """(n, N_CONFIGS) bool: what a careful policy does not try."""
-    return np.asarray(~seen.open | (seen.risk > RECKLESS))
-
-
 def what_next(seen: turns.Seen, at_best: Array) -> Array:
     """What comes after each of the configs of a slot, (n, N_CONFIGS) of ``turns.GO_ON`` ...; ``at_best`` (n, N_CONFIGS)
     bool: with this config nothing is explored in the slot.
@@ -84,12 +79,6 @@ def is_enough(seen: turns.Seen) -> Array:
     return np.asarray((16 * c["round"] > most - 0.5) & (c["refining"] < 0.5))
 
 
-def best_of(seen: turns.Seen, avoided: Array) -> Array:
-    """(n,) the config believed best of those that are not ``avoided``; after the verdict the one in force."""
-    later = seen.context["refining"][:, None] > 0.5
-    return np.asarray(np.where(avoided, -np.inf, np.where(later, seen.in_force, seen.ahead)).argmax(axis=1))
-
-
 class ExpectedImprovement:
     """Run what promises most: FORESIGHT windows of the expected improvement over the best, less what the trial
     itself is expected to cost (Jones et al. 1998)."""
@@ -115,8 +104,11 @@ class ExpectedImprovement:
         """Scores (n, N_CONFIGS), of which the largest is chosen, as parts of the step; what comes after each config,
         (n, N_CONFIGS) of ``turns.GO_ON`` ... What is believed best has 0 at least: it is chosen where nothing is worth
         trying, and where it is time to compare it."""
-        avoided, is_time = shunned(seen), (is_sure(seen) | is_enough(seen))[:, None]
-        at_best = np.arange(seen.open.shape[1]) == best_of(seen, avoided)[:, None]
+        avoided = ~seen.open | (seen.risk > RECKLESS)
+        is_time = (is_sure(seen) | is_enough(seen))[:, None]
+        later = seen.context["refining"][:, None] > 0.5
+        believed = np.where(later, seen.in_force, seen.ahead)  # after the verdict nothing beats what was confirmed
+        at_best = np.arange(seen.open.shape[1]) == np.where(avoided, -np.inf, believed).argmax(axis=1)[:, None]
         scores = np.where(avoided, -FEAR, np.minimum(self.worth(seen), FEAR))
         scores = np.where(at_best, np.where(is_time, 2 * FEAR, np.maximum(scores, 0.0)), scores)
         return np.where(seen.open, scores, -np.inf), what_next(seen, at_best)

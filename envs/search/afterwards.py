@@ -33,7 +33,7 @@ Array = np.ndarray[Any, Any]
 SUSPECT = 8
 #: Pairs before a trial takes the place of what is in force: a slow spell may last for two, and a trial can wait.
 SOONEST = 4
-#: Level of a trial's comparison with the default: of so many that are tried where nothing gains, ALPHA each is too much.
+#: Level of a trial's comparison with the default: where nothing gains many are tried, and ALPHA each is too much.
 FIRST = 0.01
 
 
@@ -119,12 +119,8 @@ class Refinement:
         search.after += seen.billed
         race, noise = self.races.setdefault(trial.tobytes(), Race(self.noise, self.level)), self.noise
         if given_up:
-            noise = search.canary.noise(trial, search.tried, search.belief)
-            race.add(self.beside_ms, float(seen.step_ms[-1]))
-        elif len(seen.step_ms) == search.window_steps:
-            race.add(self.beside_ms, ms)
-        else:  # the first step of what was likely to be far too long: nothing to race with
-            noise *= math.sqrt(search.window_steps)
+            noise, ms = search.canary.noise(trial, search.tried, search.belief), float(seen.step_ms[-1])
+        race.add(self.beside_ms, ms)
         search.belief.compare(trial, search.confirmed, math.log(self.beside_ms / ms), noise)
         verdict = search.verdict(race, trial, math.inf, SOONEST)
         is_slower = race.mean <= 0 or search.long.forbids(trial, search.confirmed, race.mean)

@@ -15,8 +15,6 @@ GIVE_UP = 1.5
 #: Standard deviation of the log time of one step that was far too long; and where something else was the likelier
 #: cause: steps that save a checkpoint, or wait for a late rank, come about once in so many windows.
 ONE_STEP, STRAGGLER, STRAY = 0.15, 2.0, 0.1
-#: So likely, and a first trial is one step long.
-RISKY = 0.35
 
 
 class Canary:
@@ -38,15 +36,10 @@ class Canary:
 
     def noise(self, configs: Array, tried: Array, belief: Belief) -> float:
         """Of the log of a step that was far too long: less where that is these configs' doing rather than chance."""
-        is_theirs = self.is_guilty(configs, tried, 1) or self.most(configs, belief, tried) > STRAY
-        return ONE_STEP if is_theirs else STRAGGLER
+        likely = max(self.risk(s, belief, tried)[config] for s, config in enumerate(configs))
+        return ONE_STEP if likely > STRAY or self.is_guilty(configs, tried, 1) else STRAGGLER
 
     def risk(self, slot: int, belief: Belief, tried: Array) -> Array:
         """(N_CONFIGS,) how likely each config of a slot is to make a step far too long; 0 of what was measured."""
         likely = np.where(self.hits[slot] > 1, 1.0, belief.too_long(slot, GIVE_UP))
         return np.asarray(np.where(tried[slot] == 0, likely, 0.0))
-
-    def most(self, configs: Array, belief: Belief, tried: Array) -> float:
-        """The largest :meth:`risk` of these configs (s,)."""
-        new = np.flatnonzero((configs > 0) & (tried[np.arange(len(configs)), configs] == 0))
-        return max((float(self.risk(int(s), belief, tried)[configs[s]]) for s in new), default=0.0)

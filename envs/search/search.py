@@ -22,7 +22,7 @@ import numpy as np
 from . import turns, windows
 from .afterwards import Refinement
 from .belief import Belief, Prior
-from .canary import GIVE_UP, RISKY, Canary
+from .canary import GIVE_UP, Canary
 from .regimes import Regimes
 from .sequential import MORE, LongSteps, Race, median, middle, window_noise
 from .watch import Milestones, SearchConfig
@@ -137,13 +137,12 @@ class Search:
         return self.window(REFERENCE, self.reference) if reference else self.window(TABLE, self.table)
 
     def window(self, kind: str, configs: Array) -> Plan:
-        """A window under these configs (s,), given up where they are new and far too long; of one step where that is
-        likely."""
-        discard = self.discard(configs)
-        is_new = ((self.tried[np.arange(self.n_slots), configs] == 0) & (configs > 0)).any()
-        limit = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0]) if is_new else math.inf
-        is_risky = kind != TABLE and self.canary.most(configs, self.belief, self.tried) > RISKY
-        return Plan(kind, configs.copy(), 1 if is_risky else self.window_steps, discard, limit)
+        """A window under these configs (s,), given up where they are new and a step is far too long."""
+        untried = self.tried[np.arange(self.n_slots), configs] == 0
+        limit = math.inf
+        if (untried & (configs > 0)).any():
+            limit = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0])
+        return Plan(kind, configs.copy(), self.window_steps, self.discard(configs), limit)
 
     def discard(self, configs: Array) -> int:
         """Steps that do not count after a change to these configs (s,)."""
