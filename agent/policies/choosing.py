@@ -49,7 +49,7 @@ def make_chooser(name: str, seed: int = 0) -> Policy:
     known = f"known: {', '.join(POLICIES)}, weights of lab train (FILE.npz), or MODULE:NAME of your own"
     if not colon:
         raise ValueError(f"no policy {name!r}; {known}")
-    look_here()
+    sys.path.insert(0, os.getcwd())  # a command does not look where it is called, as ``python`` does
     try:
         made = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -59,9 +59,3 @@ def make_chooser(name: str, seed: int = 0) -> Policy:
     if not callable(getattr(made, "predict", None)):
         raise ValueError(f"policy {name!r} has no predict(observation, state, episode_start, deterministic)")
     return made  # type: ignore[no-any-return]
-
-
-def look_here() -> None:
-    """Let Python find modules in the current folder: a command does not look where it is called, as ``python`` does."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())

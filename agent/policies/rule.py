@@ -23,8 +23,6 @@ PRICE, PRICE_LATER = 0.4, 30.0
 #: search goes on; windows running under one table that say that it tells nothing more as a whole, and that nothing
 #: else is worth one.
 WORTHWHILE, EARLY, TOGETHER, SETTLED = 1e-3, 3, 1, 3
-#: Windows, or so many a slot where that is more, and comparisons that a search is given: what is left comes after it.
-ROUNDS, ROUNDS_A_SLOT, COMPARISONS = 12, 2, 2
 #: Windows, or so many a slot where that is more, and comparisons that a search has: what it leaves is tried after it.
 ROUNDS, ROUNDS_A_SLOT, COMPARISONS = 12, 2, 2
 #: Windows for which a trial is taken to tell; after the verdict, when it is of one slot and holds up nothing, more.

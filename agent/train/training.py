@@ -136,13 +136,11 @@ class Training:
     def save(self) -> None:
         """Write the checkpoint; a kill in the middle leaves the one before."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name, write in (("checkpoint.zip", self.model.save), ("record.json", self._write_record)):
-            part = self.folder / f"part-{name}"
-            write(part)
-            part.replace(self.folder / name)
-
-    def _write_record(self, path: Path) -> None:
-        path.write_text(json.dumps(self.record(), indent=1) + "\n")
+        checkpoint, record = self.folder / "part-checkpoint.zip", self.folder / "part-record.json"
+        self.model.save(checkpoint)
+        record.write_text(json.dumps(self.record(), indent=1) + "\n")
+        checkpoint.replace(self.folder / "checkpoint.zip")
+        record.replace(self.folder / "record.json")
 
     def record(self) -> dict[str, Any]:
         """What made the weights."""

@@ -66,17 +66,14 @@ class Refinement:
     def refine(self) -> None:
         """From now on there are trials, where there is something to try."""
         search, race = self.search, self.search.rejected
-        self.left, is_first = search.rules.trials, not search.confirmed.any()
-        if is_first and search.rules.doubtful and race is not None and self._is_doubtful(race):
-            self.left, self.trial = search.rules.doubtful, search.table
-            self.races[search.table.tobytes()] = race
+        self.left = search.rules.trials
+        if race is not None and search.rules.doubtful and not search.confirmed.any():
+            may_run = not search.banned[np.arange(search.n_slots), search.table].any()
+            if may_run and race.mean > 0 and race.interval[1] > search.rules.least_gain:
+                self.left, self.trial = search.rules.doubtful, search.table
+                self.races[search.table.tobytes()] = race
         if self.left:
             search.phase = REFINE
-
-    def _is_doubtful(self, race: Race) -> bool:
-        """Whether the comparison that ended without a table is worth going on with."""
-        may_run = not self.search.banned[np.arange(self.search.n_slots), self.search.table].any()
-        return may_run and race.mean > 0 and race.interval[1] > self.search.rules.least_gain
 
     def decide(self, config: int, what: int) -> None:
         """What the slot whose turn it is runs in the next trial, and what comes then. Nothing is tried under what is in

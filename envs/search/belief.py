@@ -81,12 +81,8 @@ class Prior:
             x = np.tanh(x @ w["w" + layer] + w["b" + layer])
         out = (x @ w["w2"] + w["b2"]).astype(np.float64)
         mean, own, loadings = np.split(out, [N_FIGURES, 2 * N_FIGURES], axis=1)
-        return mean, own_variance(own), loadings.reshape(len(out), N_FIGURES, self.n_factors)
-
-
-def own_variance(raw: Array) -> Array:
-    """The variance of what a figure shares with no other, from the network's output."""
-    return np.asarray(np.exp(np.clip(raw, -9.0, 3.0)) + 1e-5)
+        own = np.exp(np.clip(own, -9.0, 3.0)) + 1e-5
+        return mean, own, loadings.reshape(len(out), N_FIGURES, self.n_factors)
 
 
 class _Effects(NamedTuple):
