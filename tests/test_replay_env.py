@@ -78,10 +78,13 @@ def episode(env, seed):
 
 
 def test_the_search_over_a_record_finds_what_the_job_found(trace, recorded):
-    env = ReplayEnv(trace)
-    story = episode(env, 0)
-    table = env.windows.decisions(np.array(story[-1][2]["table"])[: env.search.n_slots])
-    assert RecordedJob(trace, recorded).saving(table) >= 0.6 * RecordedJob(trace, recorded).saving(FINAL) > 0
+    saved = []
+    for seed in range(5):
+        env = ReplayEnv(trace)
+        story = episode(env, seed)
+        table = env.windows.decisions(np.array(story[-1][2]["table"])[: env.search.n_slots])
+        saved.append(RecordedJob(trace, recorded).saving(table))
+    assert np.median(saved) >= 0.6 * RecordedJob(trace, recorded).saving(FINAL) > 0 and min(saved) > 0
 
 
 def test_a_seed_repeats_a_replay(trace):
