@@ -123,6 +123,26 @@ def test_exposure_is_found(jobs, prior):
     assert len(after) > 40 and np.median(after) < 0.8 * np.median(before)
 
 
+def test_steps_far_too_long_come_as_often_as_expected(jobs, prior):
+    """Every config alone, before anything was measured: expected and true in ranges of what is expected."""
+    expected, found = [], []
+    for i in range(len(jobs)):
+        belief = belief_of(jobs, prior, i)
+        for s, arms in enumerate(belief.arms):
+            risk = belief.too_long(s, 1.5)
+            assert risk[0] == 0 and not risk[np.setdiff1d(np.arange(N_CONFIGS), arms)].any()
+            for config in arms:
+                table = np.zeros(len(belief.arms), np.int64)
+                table[s] = config
+                expected.append(risk[config])
+                found.append(truth(jobs, i, table)[0] > np.log(1.5))
+    expected, found = np.array(expected), np.array(found)
+    none, some, many = expected < 1e-3, (expected > 0.05) & (expected < 0.5), expected > 0.8
+    assert none.sum() > 1000 and some.sum() > 300 and many.sum() > 20
+    assert found[none].mean() < 0.01 < found[some].mean() < expected[some].mean() + 0.1 and found[many].mean() > 0.6
+    assert found[some].mean() > expected[some].mean() / 3
+
+
 def test_the_knowledge_gradient_is_what_windows_teach(jobs, prior):
     """Nothing is left to learn of what was measured often, and AUTO teaches nothing."""
     belief = belief_of(jobs, prior, 3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.lstm import FORMAT, LstmPolicy
-from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.agent.policies.rule import FORESIGHT, FORESIGHT_LATER, PRICE, PRICE_LATER, RECKLESS, ExpectedImprovement
 from dynamiccl.agent.train.recurrent import MaskedLstmPolicy
 from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
@@ -76,6 +76,24 @@ def test_numpy_and_torch_score_alike(observed):
         open_ = seen[:, -N_CONFIGS:] > 0.5
         np.testing.assert_allclose(found[open_], wanted.numpy()[open_], rtol=1e-3, atol=1e-2)
         assert np.isneginf(found[~open_]).all()
+
+
+def test_what_may_be_far_too_long_has_a_price():
+    """A config is tried where it may be worth more than its risk; after the verdict risk is dearer, to the worth that
+    a trial then has, and beyond RECKLESS nothing is tried."""
+    policy, seen = ExpectedImprovement(), turns.seen(np.zeros((1, turns.N_OBSERVATION)))
+    seen.open[0, :3] = True
+    seen.worth[0, 1:3] = 0.01
+
+    def tried(risk, later):
+        seen.risk[0, 1], seen.context["refining"][0] = risk, later
+        seen.in_force[0, 0] = later
+        return policy.decide(seen)[0][0, 1] > 0
+
+    break_even = [FORESIGHT * 0.01 / PRICE, FORESIGHT_LATER * 0.01 / PRICE_LATER]
+    assert 0.1 < break_even[1] < break_even[0]
+    for later, most in enumerate(np.minimum(break_even, RECKLESS)):
+        assert tried(0.9 * most, later) and not tried(1.1 * most, later)
 
 
 def test_untrained_it_is_the_rule(observed):
