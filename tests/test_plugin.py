@@ -378,7 +378,6 @@ def test_build_says_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", str(failing))
     with pytest.raises(PluginBuildError, match="out of order"):
         plugin_path()
-    for kind in ("TUNER", "PROFILER"):
-        assert (plugin_folder / f"libnccl-{kind.lower()}-dynamiccl.so").samefile(plugin_folder / LIBRARY)
+    assert (plugin_folder / LIBRARY).is_file()
     assert nccl_env(tmp_path / "x.so")["LD_LIBRARY_PATH"].split(":")[0] == str(tmp_path)
     assert set(HEADERS) <= {p.name for p in HERE.glob("*.h")}
