@@ -193,9 +193,10 @@ def test_a_guest_is_found_where_the_command_is_called(suite: JobSuite, tmp_path:
 @pytest.mark.slow
 def test_fit_keeps_what_loses_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fit_classical.GRID, "random", [{"horizon": 2}, {"horizon": 8}])
-    monkeypatch.setattr(fit_classical, "ENDS", [{"patience": 1}])
+    monkeypatch.setattr(fit_classical, "CARES", [{"care": 0.5}])
+    monkeypatch.setattr(fit_classical, "ENDS", [{"patience": 2}])
     found = fit_classical.fit_one("random", 4)
-    assert len(found["tried"]) == 3
+    assert len(found["tried"]) == 4
     assert found["settings"] == found["tried"][0]["settings"]
     assert found["lost"] == min(row["lost"] for row in found["tried"]) <= found["tried"][-1]["lost"]
 
