@@ -1,7 +1,7 @@
 """Finds the classical entrants' best settings, which stand in ``agent/policies/classical.py``: ``python
 tests/fit_classical.py``.
 
-On jobs of both families that no suite holds; prints what was tried as JSON. Some hours.
+On jobs of both families that no suite holds; prints what was tried as JSON. Some minutes.
 """
 
 import json

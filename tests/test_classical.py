@@ -41,7 +41,7 @@ def turn(open_: list[int], saved: dict[int, float], slot: int = 0, **changes: An
 @pytest.mark.parametrize("name", CLASSICAL)
 def test_plays_whole_jobs_within_what_is_open_and_ends(name, suite):
     policy = make_chooser(name, 1)
-    search, ledger = suite.open(np.arange(4), 0)
+    search, ledger = suite.open(np.arange(4, 8), 0)
     game = play(policy, search, ledger, after=0)
     assert all(s.is_over for s in search.searches) and game.scores.gain.min() > -0.005
     assert name != "default" or not game.scores.gain.any()

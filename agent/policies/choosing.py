@@ -49,7 +49,8 @@ def make_chooser(name: str, seed: int = 0) -> Policy:
     known = f"known: {', '.join(POLICIES)}, weights of lab train (FILE.npz), or MODULE:NAME of your own"
     if not colon:
         raise ValueError(f"no policy {name!r}; {known}")
-    sys.path.insert(0, os.getcwd())  # a command does not look where it is called, as ``python`` does
+    if os.getcwd() not in sys.path:  # a command does not look where it is called, as ``python`` does
+        sys.path.insert(0, os.getcwd())
     try:
         made = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

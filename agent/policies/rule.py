@@ -34,9 +34,10 @@ LEAST, RISK = 2e-4, 0.3
 FEAR = 0.5
 
 
-def what_next(seen: turns.Seen, at_best: Array) -> Array:
+def what_next(seen: turns.Seen, at_best: Array, sure: Array, enough: Array) -> Array:
     """What comes after each of the configs of a slot, (n, N_CONFIGS) of ``turns.GO_ON`` ...; ``at_best`` (n, N_CONFIGS)
-    bool: with this config nothing is explored in the slot.
+    bool: with this config nothing is explored in the slot; ``sure``, ``enough`` (n, 1): :func:`is_sure` and
+    :func:`is_enough`.
 
     A gain that is sure enough is compared at once, before the search goes on. Where a table was measured as a whole
     and would be once more, one slot runs alone: that tells which slot does what. When no slot has anything to explore,
@@ -45,7 +46,6 @@ def what_next(seen: turns.Seen, at_best: Array) -> Array:
     """
     c = {name: value[:, None] for name, value in seen.context.items()}
     is_last = np.rint(8 * c["slots"] * (1 - c["place"])) <= 1
-    sure, enough = is_sure(seen)[:, None], is_enough(seen)[:, None]
     is_settled = (c["idle"] >= SETTLED / 4) & seen.last
     is_alone = ~at_best & (c["exploring"] < 0.5)
     is_done = is_last & (c["round"] > 0) & (at_best & (c["exploring"] < 0.5) | is_settled)
@@ -103,10 +103,10 @@ class ExpectedImprovement:
         (n, N_CONFIGS) of ``turns.GO_ON`` ... What is believed best has 0 at least: it is chosen where nothing is worth
         trying, and where it is time to compare it."""
         avoided = ~seen.open | (seen.risk > RECKLESS)
-        is_time = (is_sure(seen) | is_enough(seen))[:, None]
+        sure, enough = is_sure(seen)[:, None], is_enough(seen)[:, None]
         later = seen.context["refining"][:, None] > 0.5
         believed = np.where(later, seen.in_force, seen.ahead)  # after the verdict nothing beats what was confirmed
         at_best = np.arange(seen.open.shape[1]) == np.where(avoided, -np.inf, believed).argmax(axis=1)[:, None]
         scores = np.where(avoided, -FEAR, np.minimum(self.worth(seen), FEAR))
-        scores = np.where(at_best, np.where(is_time, 2 * FEAR, np.maximum(scores, 0.0)), scores)
-        return np.where(seen.open, scores, -np.inf), what_next(seen, at_best)
+        scores = np.where(at_best, np.where(sure | enough, 2 * FEAR, np.maximum(scores, 0.0)), scores)
+        return np.where(seen.open, scores, -np.inf), what_next(seen, at_best, sure, enough)

@@ -17,6 +17,11 @@ GIVE_UP = 1.5
 ONE_STEP, STRAGGLER, STRAY = 0.15, 2.0, 0.1
 
 
+def is_new(configs: Array, tried: Array) -> Array:
+    """(s,) bool: which of these configs (s,) were never measured; AUTO is never new. ``tried`` (s, N_CONFIGS)."""
+    return np.asarray((configs > 0) & (tried[np.arange(len(configs)), configs] == 0))
+
+
 class Canary:
     """Of one search, whose are ``tried`` (s, N_CONFIGS), windows measured."""
 
@@ -25,19 +30,18 @@ class Canary:
 
     def struck(self, configs: Array, tried: Array) -> bool:
         """A step was far too long. Returns whether it was so before with one of this window's new configs."""
-        new = (configs > 0) & (tried[np.arange(len(configs)), configs] == 0)
+        new = is_new(configs, tried)
         self.hits[np.flatnonzero(new), configs[new]] += 1
         return self.is_guilty(configs, tried)
 
     def is_guilty(self, configs: Array, tried: Array, often: int = 2) -> bool:
         """One of these configs (s,) has made a step far too long so often, and was never measured."""
-        rows = np.arange(len(configs))
-        return bool((self.hits[rows, configs] * (tried[rows, configs] == 0) >= often).any())
+        return bool((is_new(configs, tried) & (self.hits[np.arange(len(configs)), configs] >= often)).any())
 
     def noise(self, configs: Array, tried: Array, belief: Belief) -> float:
         """Of the log of a step that was far too long: less where that is these configs' doing rather than chance."""
-        likely = max(self.risk(s, belief, tried)[config] for s, config in enumerate(configs))
-        return ONE_STEP if likely > STRAY or self.is_guilty(configs, tried, 1) else STRAGGLER
+        is_likely = (self.risk(s, belief, tried)[config] > STRAY for s, config in enumerate(configs))
+        return ONE_STEP if self.is_guilty(configs, tried, 1) or any(is_likely) else STRAGGLER
 
     def risk(self, slot: int, belief: Belief, tried: Array) -> Array:
         """(N_CONFIGS,) how likely each config of a slot is to make a step far too long; 0 of what was measured."""

@@ -22,7 +22,7 @@ import numpy as np
 from . import turns, windows
 from .afterwards import Refinement
 from .belief import Belief, Prior
-from .canary import GIVE_UP, Canary
+from .canary import GIVE_UP, Canary, is_new
 from .regimes import Regimes
 from .sequential import MORE, LongSteps, Race, median, middle, window_noise
 from .watch import Milestones, SearchConfig
@@ -138,9 +138,8 @@ class Search:
 
     def window(self, kind: str, configs: Array) -> Plan:
         """A window under these configs (s,), given up where they are new and a step is far too long."""
-        untried = self.tried[np.arange(self.n_slots), configs] == 0
         limit = math.inf
-        if (untried & (configs > 0)).any():
+        if is_new(configs, self.tried).any():
             limit = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0])
         return Plan(kind, configs.copy(), self.window_steps, self.discard(configs), limit)
 
