@@ -9,7 +9,16 @@ import pytest
 import torch
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.lstm import FORMAT, LstmPolicy
-from dynamiccl.agent.policies.rule import FORESIGHT, FORESIGHT_LATER, PRICE, PRICE_LATER, RECKLESS, ExpectedImprovement
+from dynamiccl.agent.policies.rule import (
+    FORESIGHT,
+    FORESIGHT_LATER,
+    PRICE,
+    PRICE_LATER,
+    PRICE_UNKNOWN,
+    RECKLESS,
+    UNKNOWN,
+    ExpectedImprovement,
+)
 from dynamiccl.agent.train.recurrent import MaskedLstmPolicy
 from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
@@ -94,6 +103,10 @@ def test_what_may_be_far_too_long_has_a_price():
     assert 0.1 < break_even[1] < break_even[0]
     for later, most in enumerate(np.minimum(break_even, RECKLESS)):
         assert tried(0.9 * most, later) and not tried(1.1 * most, later)
+    # What is not known of a slot makes a config worth a trial that nothing else does, where there is hardly a risk.
+    seen.worth[0, 1:3] = 0.0
+    most = FORESIGHT_LATER * UNKNOWN / np.sqrt(2 * np.pi) / PRICE_UNKNOWN  # E[max(x, 0)]
+    assert tried(0.9 * most, True) and not tried(1.1 * most, True) and not tried(0.0, False)
 
 
 def test_untrained_it_is_the_rule(observed):

@@ -12,6 +12,7 @@ from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.regimes import MOST, Regime, Regimes
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search.sequential import Race
+from dynamiccl.envs.search.windows import REFINE
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
 from test_search import Told
@@ -69,6 +70,19 @@ def test_a_regime_that_returns_has_its_table_at_once_and_a_new_one_is_searched(p
     assert max(took[1:]) < 0.7 * took[0] and max(took[1:]) < 100
     go_on(search, told, lambda s, at=search.steps + 500: s.steps > at)
     assert search.confirmed.any() and search.gain[0] > 0.05
+
+
+def test_trials_that_a_change_cut_short_go_on_in_the_regime_that_returned(prior):
+    told, search = begun(prior)
+    told.be("large")
+    go_on(search, told, lambda s: s.marks.reopened == 1 and s.is_over)
+    go_on(search, told, lambda s, at=search.steps + 48: s.steps > at)
+    assert search.phase == REFINE and search.later.left > 0
+    told.be("small")
+    go_on(search, told, lambda s: s.marks.returned == 1)
+    assert search.confirmed[0] == 20 and search.phase == REFINE
+    go_on(search, told, lambda s: s.is_done)
+    assert search.confirmed[0] == 20 and search.later.left == 0
 
 
 def test_what_does_not_hold_in_a_regime_any_more_is_taken_back_at_its_first_window_and_not_found_again(prior):

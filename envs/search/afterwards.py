@@ -96,7 +96,7 @@ class Refinement:
         search = self.search
         is_over = self.passed >= search.n_slots or self.left <= 0 or search.spent > 1
         if self.trial is None and is_over:
-            search.phase = WATCH
+            search.phase, self.left = WATCH, 0
 
     def risk(self, slot: int) -> Array:
         """(N_CONFIGS,) as ``Canary.risk``; 1 of what has lost as a trial of the table in force."""
@@ -211,7 +211,8 @@ class Refinement:
             search.races = list(known.races)
             search.confirm(known.confirmed)
             search.marks.returned += 1
-            search._finish(change.levels if np.array_equal(search.confirmed, search.before) else ())
+            levels = change.levels if np.array_equal(search.confirmed, search.before) else ()
+            search._finish(levels, refine=self.left > 0)
             search.later.watch.begin_with(search.default_ms)
         elif search.before.any() and change.level is not None and change.level < math.log(search.default_ms):
             search._race(search.before).add(search.default_ms, math.exp(change.level))
