@@ -189,5 +189,5 @@ def test_trials_after_the_verdict_are_announced_with_what_switches_them_off(once
     daemon.tuner = SimpleNamespace(search=search)
     daemon._say_verdict()
     assert said[0].startswith("verdict after 126 steps: NOTHING FOUND")
-    told = "trials: up to 150 times 5 steps under another table; with tune --once there are none"
+    told = "trials: up to 80 times 5 steps under another table; with tune --once there are none"
     assert said[1:] == ([] if once else [told])

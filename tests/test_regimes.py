@@ -1,6 +1,6 @@
 """Regimes that come and go have tables of their own, found again when they return."""
 
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import numpy as np
 import pytest
@@ -8,12 +8,14 @@ from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.live.windows import LiveWindows
+from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.regimes import MOST, Regime, Regimes
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search.sequential import Race
 from dynamiccl.envs.search.windows import REFINE
 from dynamiccl.traces.records import AUTO, Decision
+from dynamiccl.traces.spaces import N_CONFIGS
 from fake_job import SCATTER, STEP_MS, FakeJob
 from test_search import Told
 
@@ -32,9 +34,19 @@ class Batches(Told):
         self.saving = lambda c: sign * (0.10 * (c[0] == 20) - 0.08 * (c[0] == 18) + 0.02 * (c[1] == 18))
 
 
-def go_on(search, told, until, windows=3000):
+class Restless:
+    """Tries another config at each turn."""
+
+    def __init__(self):
+        self.configs = cycle(range(1, N_CONFIGS))
+
+    def predict(self, *_):
+        return turns.actions_of([next(self.configs)], turns.RUN), None
+
+
+def go_on(search, told, until, windows=3000, policy=None):
     """Windows until ``until(search)``; how many optimizer steps that took."""
-    policy, begun = ExpectedImprovement(), search.steps
+    policy, begun = policy or ExpectedImprovement(), search.steps
     for _ in range(windows):
         if until(search):
             return search.steps - begun
@@ -76,10 +88,10 @@ def test_trials_that_a_change_cut_short_go_on_in_the_regime_that_returned(prior)
     told, search = begun(prior)
     told.be("large")
     go_on(search, told, lambda s: s.marks.reopened == 1 and s.is_over)
-    go_on(search, told, lambda s, at=search.steps + 48: s.steps > at)
+    go_on(search, told, lambda s, at=search.steps + 100: s.steps > at, policy=Restless())
     assert search.phase == REFINE and search.later.left > 0
     told.be("small")
-    go_on(search, told, lambda s: s.marks.returned == 1)
+    go_on(search, told, lambda s: s.marks.returned == 1, policy=Restless())
     assert search.confirmed[0] == 20 and search.phase == REFINE
     go_on(search, told, lambda s: s.is_done)
     assert search.confirmed[0] == 20 and search.later.left == 0
