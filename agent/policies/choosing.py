@@ -41,10 +41,8 @@ def make_chooser(name: str, seed: int = 0) -> Policy:
         return ExpectedImprovement()
     if name in CLASSICAL:
         return classical.CLASSICAL[name](seed)
-    if name == "lstm":
-        return LstmPolicy.load(seed=seed)
-    if name.endswith(WEIGHTS):
-        return LstmPolicy.load(name, seed)
+    if name == "lstm" or name.endswith(WEIGHTS):
+        return LstmPolicy.load(None if name == "lstm" else name, seed)
     module, colon, attribute = name.partition(":")
     known = f"known: {', '.join(POLICIES)}, weights of lab train (FILE.npz), or MODULE:NAME of your own"
     if not colon:

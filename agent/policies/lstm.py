@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...envs.search import turns
-from ...envs.search.turns import N_OBSERVATION, N_PER_CONFIG, N_WHAT
+from ...envs.search.turns import N_PER_CONFIG, N_WHAT
 from ...traces.fingerprint import N_FEATURES
 from ...traces.spaces import N_CONFIGS
 from .rule import ExpectedImprovement
@@ -61,8 +61,7 @@ class LstmPolicy:
     def __init__(self, weights: dict[str, Array], record: dict[str, Any] | None = None, seed: int = 0) -> None:
         """``record`` says how the weights were trained. Raises ValueError when shapes do not fit the observation."""
         self.weights, self.record = weights, record or {}
-        self.rng = np.random.default_rng(seed)
-        w = weights
+        self.rng, w = np.random.default_rng(seed), weights
         self.hidden = len(w["lstm_h"])
         if len(w["lstm_x"]) != N_READ or w["head_e"].shape[0] != N_CONFIGS:
             raise ValueError(
@@ -132,6 +131,3 @@ class LstmPolicy:
             scores = scores + self.rng.gumbel(size=scores.shape)
         actions = turns.actions_of(*np.divmod(scores.reshape(len(rows), -1).argmax(axis=1), N_WHAT))
         return (actions if np.ndim(observation) == 2 else actions[0]), state
-
-
-assert N_CONTEXT + N_PER_CONFIG * N_CONFIGS + N_CONFIGS == N_OBSERVATION

@@ -15,7 +15,6 @@ from ...envs.search.normal import expected_improvement
 
 Array = np.ndarray[Any, Any]
 
-
 #: A config that is likelier than this to make a step far too long is not tried. What is less likely has its price, in
 #: windows' time for one that is certain; a dear one after the verdict, where whatever is tried is worth more windows.
 RECKLESS = 0.5
@@ -32,8 +31,7 @@ FORESIGHT, FORESIGHT_LATER = 20.0, 600.0
 #: as the foresight is longer; how many standard deviations worse a config is taken to be.
 LEAST, RISK = 2e-4, 0.3
 #: What a slot may do beside the table in force that the belief, which adds slots up, does not know (standard deviation,
-#: as a part of the step), and the price of a trial for its sake alone. Without it, where slots interact, 38 to 50 % of
-#: the gain that is left lies in slots below 2 % of the step, of which the belief is too sure.
+#: as a part of the step), and the price of a trial for its sake alone: of small slots the belief is too sure (LOG.md).
 UNKNOWN, PRICE_UNKNOWN = 0.004, 100.0
 #: So far below all others is the score of what is not tried, as a part of the step, and above them of what has to be.
 FEAR = 0.5

@@ -211,8 +211,7 @@ class Refinement:
             search.races = list(known.races)
             search.confirm(known.confirmed)
             search.marks.returned += 1
-            levels = change.levels if np.array_equal(search.confirmed, search.before) else ()
-            search._finish(levels, refine=self.left > 0)
+            search._finish(change.levels if np.array_equal(search.confirmed, search.before) else (), self.left > 0)
             search.later.watch.begin_with(search.default_ms)
         elif search.before.any() and change.level is not None and change.level < math.log(search.default_ms):
             search._race(search.before).add(search.default_ms, math.exp(change.level))
