@@ -1,5 +1,7 @@
 """The windows of a running job, and Live-v0 on them: slots from default steps, decisions out, durations back."""
 
+from itertools import count
+
 import dynamiccl  # noqa: F401
 import gymnasium as gym
 import numpy as np
@@ -86,9 +88,11 @@ def test_the_end_of_the_job_ends_the_episode(why, stays):
 def test_who_is_done_with_a_table_earns_more_than_who_goes_on_trying_for_nothing():
     """Before: the gain of the table was paid for as long as something was tried beside it, and not after."""
 
+    turn = count()
+
     def other(search):
         open_ = np.flatnonzero(search.open[search.turn])
-        return int(open_[search.later.left % len(open_)])
+        return int(open_[next(turn) % len(open_)])
 
     stops, stopped = play(LiveEnv(FakeJob(truth, noise=0.002)), lambda search: search.confirmed[search.turn])
     tries, tried = play(LiveEnv(FakeJob(truth, noise=0.002)), other)

@@ -15,9 +15,8 @@ from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search.sequential import Race
 from dynamiccl.envs.search.windows import REFINE
 from dynamiccl.traces.records import AUTO, Decision
-from dynamiccl.traces.spaces import N_CONFIGS
 from fake_job import SCATTER, STEP_MS, FakeJob
-from test_search import Told
+from test_search import OPEN, Told
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +34,10 @@ class Batches(Told):
 
 
 class Restless:
-    """Tries another config at each turn."""
+    """Tries another of the open configs at each turn."""
 
     def __init__(self):
-        self.configs = cycle(range(1, N_CONFIGS))
+        self.configs = cycle(OPEN)
 
     def predict(self, *_):
         return turns.actions_of([next(self.configs)], turns.RUN), None
@@ -86,9 +85,10 @@ def test_a_regime_that_returns_has_its_table_at_once_and_a_new_one_is_searched(p
 
 def test_trials_that_a_change_cut_short_go_on_in_the_regime_that_returned(prior):
     told, search = begun(prior)
+    go_on(search, told, lambda s, at=search.steps + 300: s.steps > at)
     told.be("large")
     go_on(search, told, lambda s: s.marks.reopened == 1 and s.is_over)
-    go_on(search, told, lambda s, at=search.steps + 100: s.steps > at, policy=Restless())
+    go_on(search, told, lambda s, at=search.steps + 40: s.steps > at, policy=Restless())
     assert search.phase == REFINE and search.later.left > 0
     told.be("small")
     go_on(search, told, lambda s: s.marks.returned == 1, policy=Restless())

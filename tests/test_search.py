@@ -19,6 +19,7 @@ from oracle import oracle
 from side_by_side import turn
 
 AGES = np.full(2, -1)
+OPEN = [0, 8, 16, 18, 20]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ class Told:
 
     def begin(self):
         mask = np.zeros((2, N_CONFIGS), bool)
-        mask[:, [0, 8, 16, 18, 20]] = True
+        mask[:, OPEN] = True
         features = np.zeros((2, N_FEATURES), np.float32)
         job = Job(features, mask, np.array([0.3, 0.3]), np.array([100.0, 100.0]), np.full((2, N_CONFIGS), -1))
         return job, self.measure_steps(np.zeros(2, int), 8, 3, math.inf)
