@@ -21,7 +21,7 @@ import numpy as np
 from . import turns
 from .regimes import Regime
 from .sequential import ALPHA, LongSteps, Race, least
-from .watch import CHANGED, HARMFUL, Watch
+from .watch import CHANGED, EARLY, HARMFUL, Watch
 from .windows import PROFILE, REFINE, TRIAL, WATCH, Measured, Plan
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-#: So much oftener is the default looked at where the table in force seems slower for its long steps.
-SUSPECT = 8
 #: Pairs before a trial takes the place of what is in force: a slow spell may last for two, and a trial can wait.
 SOONEST = 4
 #: Level of a trial's comparison with the default: where nothing gains many are tried, and ALPHA each is too much.
@@ -178,7 +176,7 @@ class Refinement:
 
     def _long_steps(self) -> str:
         """HARMFUL where those of the table in force cost more than it gains; where they seem to, the default is looked
-        at SUSPECT times as often as at first, which costs little where little is gained."""
+        at as often as at first, which costs little where little is gained."""
         search, table = self.search, self.search.confirmed
         if not self.watch.pairs:  # a table of an earlier tuner: what it gains is not known yet
             return ""
@@ -187,7 +185,7 @@ class Refinement:
             search.straggling.add(table.tobytes())
             return HARMFUL
         if self.long.gain(*pair) <= 0:
-            self.watch.gap = self.watch.base / SUSPECT
+            self.watch.gap = self.watch.base / EARLY
         return ""
 
     # -- where the job has changed -------------------------------------------------------------------------------

@@ -21,12 +21,11 @@ FRESH = 4
 AT_ONCE, PLAIN = 1e-3, 0.08
 #: Level of all scheduled pairs of a watch together: it goes on for as long as the job does.
 ALL = 0.01
-#: Fewer pairs show too little of a job that has two paces.
-LEAST = 4
 #: Steps that a visit to the default costs beside its window: there and back.
 SWITCHES = 8
-#: The longest time between two scheduled visits, in first ones.
-LONGEST = 8
+#: The longest time between two scheduled visits, in usual ones. They come EARLY times as often until they show that the
+#: table gains, for it may have been confirmed by luck. A table that gains nothing in PROOF visits is taken back.
+LONGEST, EARLY, PROOF = 8, 16, 6
 #: A table that is slower than the default by so much (log) is looked into at once, and then gone without one more
 #: window; and the least gain that a look is taken to cost.
 HARM, SMALL = 0.12, 0.05
@@ -87,11 +86,11 @@ class Change:
 class Watch:
     """Sees a window after the other. ``noise``: standard deviation of a window's log step time.
 
-    The default is looked at where that is worth its price. On schedule: seldom, and ever less so while nothing speaks
-    against the table. Out of turn: where the table has become so slow that, going by what it gained, the job has lost
-    what a look costs; the price doubles with every look that the table survives. A table that seems but a little slower
-    than the default is seen once more: the job may have changed its pace between the two. A level that the job was seen
-    at before, as one with two paces has, is no change.
+    The default is looked at where that is worth its price. On schedule: often until these visits show that the table
+    gains, then ever less while nothing speaks against it. Out of turn: where the table has become so slow that, going
+    by what it gained, the job has lost what a look costs; the price doubles with every look that the table survives. A
+    table that seems but a little slower than the default is seen once more: the job may have changed its pace between
+    the two. A level that the job was seen at before, as one with two paces has, is no change.
     """
 
     def __init__(
@@ -109,7 +108,8 @@ class Watch:
         self.noise, self.rules, self.has_table = noise, rules, has_table
         self.steps, self.visit = window_steps, window_steps + SWITCHES
         self.since, self.check = now, False
-        self.base = self.gap = self.visit / rules.watch_share
+        self.base = self.visit / rules.watch_share
+        self.gap = self.base / EARLY
         self.gain, self.pairs = gain
         self.levels = list(levels)
         self.race = Race(noise * math.sqrt(2), ALL)
@@ -170,9 +170,11 @@ class Watch:
         self.race.logs.append(ahead)
         self.gain = (self.gain * self.pairs + ahead) / (self.pairs + 1)
         self.pairs += 1
-        self.gap = min(2 * self.gap, LONGEST * self.base) if ahead > 0 else self.base
-        sure = self.race.n >= LEAST and self.race.is_slower
-        return HARMFUL if sure or self._is_plain(ahead) else ""
+        if self.race.interval[0] > 0:
+            is_usual = ahead > 0 and self.gap >= self.base
+            self.gap = min(2 * self.gap, LONGEST * self.base) if is_usual else self.base
+        is_worthless = self.race.n >= PROOF and self.race.mean <= 0
+        return HARMFUL if is_worthless or self._is_plain(ahead) else ""
 
     def _is_plain(self, ahead: float) -> bool:
         """One pair of windows is proof by itself."""
