@@ -192,7 +192,7 @@ def test_what_seems_no_gain_or_may_not_run_does_not_go_on(prior):
     _, search = doubtful(prior=prior)
     assert search.later.trial is not None
     search.banned[0, 18] = True
-    search._finish(refine=True)
+    search._finish(trials=search.rules.trials)
     assert search.later.trial is None
 
 

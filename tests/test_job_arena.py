@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.envs.bench import job_arena
 from dynamiccl.envs.bench.job_arena import AccountedWindows, play
 from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import LossAccount, summary
@@ -134,3 +135,24 @@ def test_a_job_is_played_alone_as_it_is_among_others():
     rows = rows_of(suite, 200)[16:20]
     alone, among = (play(ExpectedImprovement(), *suite.open(some, 0)) for some in (rows[2:3], rows))
     assert alone.decisions[0] == among.decisions[2] and alone.scores.lost[0] == among.scores.lost[2]
+
+
+def test_a_job_that_always_tries_something_is_played_no_longer_than_a_job_lasts(calm, monkeypatch):
+    """Before: one whose pace came and went for good was never played to its end."""
+    monkeypatch.setattr(job_arena, "HORIZON", 500)
+
+    class Trying(Idle):
+        turns_taken = 0
+
+        def predict(self, observation, state=None, episode_start=None, deterministic=True):
+            seen = turns.seen(observation)
+            if seen.context["refining"][0] < 0.5:
+                return super().predict(observation)
+            self.turns_taken += 1
+            open_ = np.flatnonzero(seen.open[0])
+            return turns.actions_of(open_[[self.turns_taken % len(open_)]], turns.RUN), None
+
+    jobs = calm[0].take(slice(None))
+    windows = AccountedWindows(jobs, np.random.default_rng(0), LossAccount(jobs, calm[1]))
+    play(Trying(), SimSearch(windows, Prior.load(), SearchConfig()), windows.ledger, after=100)
+    assert (windows.ledger.steps < 500 + 200).all() and (windows.ledger.steps > 500).any()

@@ -89,10 +89,12 @@ def test_trials_that_a_change_cut_short_go_on_in_the_regime_that_returned(prior)
     told.be("large")
     go_on(search, told, lambda s: s.marks.reopened == 1 and s.is_over)
     go_on(search, told, lambda s, at=search.steps + 40: s.steps > at, policy=Restless())
-    assert search.phase == REFINE and search.later.left > 0
+    left = search.later.left
+    assert search.phase == REFINE and left > 0
     told.be("small")
     go_on(search, told, lambda s: s.marks.returned == 1, policy=Restless())
     assert search.confirmed[0] == 20 and search.phase == REFINE
+    assert 0 < search.later.left <= left  # they go on, and are no more: paces may come and go for good
     go_on(search, told, lambda s: s.is_done)
     assert search.confirmed[0] == 20 and search.later.left == 0
 

@@ -61,10 +61,10 @@ class Refinement:
 
     # -- trials ------------------------------------------------------------------------------------------------
 
-    def refine(self) -> None:
-        """From now on there are trials, where there is something to try."""
+    def refine(self, trials: int) -> None:
+        """From now on there are so many trials, where there is something to try."""
         search, race = self.search, self.search.rejected
-        self.left = search.rules.trials
+        self.left = trials
         if race is not None and search.rules.doubtful and not search.confirmed.any():
             may_run = not search.banned[np.arange(search.n_slots), search.table].any()
             if may_run and race.mean > 0 and race.interval[1] > search.rules.least_gain:
@@ -139,7 +139,7 @@ class Refinement:
         self._keep_watch()
         if is_first:
             search.marks.gained(search.steps)
-            self.refine()
+            self.refine(search.rules.trials)
         else:
             search.marks.refined += 1
 
@@ -209,7 +209,7 @@ class Refinement:
             search.races = list(known.races)
             search.confirm(known.confirmed)
             search.marks.returned += 1
-            search._finish(change.levels if np.array_equal(search.confirmed, search.before) else (), self.left > 0)
+            search._finish(change.levels if np.array_equal(search.confirmed, search.before) else (), self.left)
             search.later.watch.begin_with(search.default_ms)
         elif search.before.any() and change.level is not None and change.level < math.log(search.default_ms):
             search._race(search.before).add(search.default_ms, math.exp(change.level))

@@ -203,7 +203,7 @@ class Search:
         self.choices[slot] = choice
         self.turn += 1
         if what == turns.LEAVE:
-            self._finish(refine=True)
+            self._finish(trials=self.rules.trials)
             return ok
         if what != turns.GO_ON:
             rest = self.belief.best()[self.turn :]
@@ -302,14 +302,13 @@ class Search:
         if self.belief.saving_mean(best) > self.belief.saving_mean(self.confirmed) and self._may_race(best):
             self._race(best)
         else:
-            self._finish(refine=True)
+            self._finish(trials=self.rules.trials)
 
-    def _finish(self, levels: Sequence[float] = (), refine: bool = False) -> None:
+    def _finish(self, levels: Sequence[float] = (), trials: int = 0) -> None:
         self.marks.verdict = self.steps if self.marks.verdict < 0 else self.marks.verdict
         self.phase, self.turn, self.choices = WATCH, 0, self.confirmed.copy()
         self.later = Refinement(self, levels)
-        if refine:
-            self.later.refine()
+        self.later.refine(trials)
 
     # -- what a window gave ------------------------------------------------------------------------------------
 
