@@ -1,0 +1,71 @@
+"""How many jobs end slower than under NCCL's own choice: ``python tests/check_slower.py FAMILY WORLD [JOBS] [POLICY]``.
+
+POLICY (the rule) is played on JOBS (1,000) fresh jobs of one world, such as ``unseen nothing`` or ``held-out tails``.
+Then each job runs 20,000 steps under the table that it ended with and as many under the default, beside other noise,
+and their means are compared, long steps and all. The same is done with the default against itself (A/A): a difference
+that A/A shows as well cannot be told from none by anybody who measures for as long. All of it is simulated.
+"""
+
+import sys
+
+import numpy as np
+from dynamiccl.agent.policies.choosing import DEFAULT, make_chooser
+from dynamiccl.envs.bench.job_arena import AccountedWindows, play
+from dynamiccl.envs.bench.job_suites import FAMILIES
+from dynamiccl.envs.bench.scores import HARM, HORIZON, LossAccount
+from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.watch import SearchConfig
+from dynamiccl.envs.sim.jobs import SLOTS, draw_jobs
+from dynamiccl.envs.sim.noise import NoiseStream
+from dynamiccl.envs.sim.windows import SimSearch
+
+#: Jobs side by side; parts that HORIZON steps are measured in, whose scatter tells how sure their mean is.
+BATCH, PARTS = 125, 40
+
+
+def measured(jobs, rows, tables, noise):
+    """Mean step of HORIZON steps under ``tables`` (n, SLOTS), (n,), and its standard error; ``jobs`` stay as they are.
+
+    The parts are long: noise that lasts for a hundred steps counts as what it is.
+    """
+    jobs, parts = jobs.take(slice(None)), []
+    for _ in range(PARTS):
+        steps, _ = jobs.window(tables, np.full(len(jobs), HORIZON // PARTS), NoiseStream(noise, rows, SLOTS))
+        parts.append(steps.mean(axis=1))
+    return np.mean(parts, axis=0), np.std(parts, axis=0, ddof=1) / np.sqrt(PARTS)
+
+
+def beside(one, other):
+    """By how much ``one`` is slower, as a part, and in standard errors, each (n,)."""
+    (a, a_error), (b, b_error) = one, other
+    return a / b - 1, (a - b) / np.hypot(a_error, b_error)
+
+
+def main():
+    family, world = FAMILIES[sys.argv[1]].only(sys.argv[2]), sys.argv[2]
+    most, policy = int(sys.argv[3]) if len(sys.argv) > 3 else 1000, sys.argv[4] if len(sys.argv) > 4 else DEFAULT
+    rng, told = np.random.default_rng([2026, 11]), []
+    for first in range(0, most, BATCH):
+        rows = np.arange(first, min(first + BATCH, most))
+        jobs = draw_jobs(family, rng, len(rows))
+        start = jobs.take(slice(None))
+        ledger = LossAccount(jobs, jobs.default_us)
+        search = SimSearch(AccountedWindows(jobs, NoiseStream(0, rows, SLOTS), ledger), Prior.load(), SearchConfig())
+        scores = play(make_chooser(policy), search, ledger).scores
+        tables, none = search.tables, np.zeros_like(search.tables)
+        default = measured(start, rows, none, 1)
+        ends, again = (beside(measured(start, rows, configs, 2), default) for configs in (tables, none))
+        told.append([scores.gain, *ends, *again])
+        print(f"{rows[-1] + 1} of {most}", file=sys.stderr, flush=True)
+    gain, slower, errors, aa, aa_errors = np.concatenate(told, axis=1)
+    has = gain != 0
+    print(f"{policy}, {most} jobs of {world}, {family.name}, simulated; {has.sum()} end under a table")
+    print(f"true step slower by more than {HARM:.1%}: {(gain < -HARM).sum()} jobs, most by {-100 * gain.min():.2f} %")
+    for name, by, sure in (("A/A", aa, aa_errors), ("under the table", slower[has], errors[has])):
+        most, surest = 100 * max(by, default=0.0), max(sure, default=0.0)
+        print(f"{name}: in {HORIZON} steps slower by {most:.2f} %, by {surest:.1f} standard errors, at most")
+    print(f"beyond what A/A shows: {(errors[has] > aa_errors.max()).sum()} jobs")
+
+
+if __name__ == "__main__":
+    main()
