@@ -69,7 +69,7 @@ class SearchConfig:
     doubtful: int = 400  # ... and those that a table may have whose gain was not sure then
     reveal: float = 0.5  # noise that a trial is judged by beforehand, in windows: it will not be the last
     budget: float = 0.05  # part of the job's time that the search may lose against the default
-    watch_share: float = 0.008  # of the later steps that may run the default
+    watch_share: float = 0.008  # of the later steps that may run the default, once it shows that the table gains
     change: float = 0.03  # lasting change of the step time that begins a new search
 
 
