@@ -14,6 +14,7 @@ from dynamiccl.agent.policies.rule import (
     FORESIGHT_LATER,
     PRICE,
     PRICE_LATER,
+    PRICE_UNKNOWN,
     RECKLESS,
     UNKNOWN,
     ExpectedImprovement,
@@ -104,7 +105,7 @@ def test_what_may_be_far_too_long_has_a_price():
         assert tried(0.9 * most, later) and not tried(1.1 * most, later)
     # What is not known of a slot makes a config worth a trial that nothing else does, where there is hardly a risk.
     seen.worth[0, 1:3] = 0.0
-    most = FORESIGHT_LATER * UNKNOWN / np.sqrt(2 * np.pi) / PRICE_LATER  # E[max(x, 0)]
+    most = FORESIGHT_LATER * UNKNOWN / np.sqrt(2 * np.pi) / PRICE_UNKNOWN  # E[max(x, 0)]
     assert tried(0.9 * most, True) and not tried(1.1 * most, True) and not tried(0.0, False)
 
 

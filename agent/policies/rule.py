@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 #: A config that is likelier than this to make a step far too long is not tried. What is less likely has its price, in
 #: windows' time for one that is certain; a dear one after the verdict, where whatever is tried is worth more windows.
 RECKLESS = 0.5
-PRICE, PRICE_LATER = 0.4, 100.0
+PRICE, PRICE_LATER = 0.4, 30.0
 #: A saving of the step that is worth a comparison; windows after which one that is sure enough is confirmed before the
 #: search goes on; windows running under one table that say that it tells nothing more as a whole, and that nothing
 #: else is worth one.
@@ -31,8 +31,8 @@ FORESIGHT, FORESIGHT_LATER = 20.0, 600.0
 #: as the foresight is longer; how many standard deviations worse a config is taken to be.
 LEAST, RISK = 2e-4, 0.3
 #: What a slot may do beside the table in force that the belief, which adds slots up, does not know (standard deviation,
-#: as a part of the step): of small slots the belief is too sure (LOG.md).
-UNKNOWN = 0.004
+#: as a part of the step), and the price of a trial for its sake alone: of small slots the belief is too sure (LOG.md).
+UNKNOWN, PRICE_UNKNOWN = 0.004, 100.0
 #: So far below all others is the score of what is not tried, as a part of the step, and above them of what has to be.
 FEAR = 0.5
 
@@ -99,8 +99,9 @@ class ExpectedImprovement:
         later = seen.context["refining"][:, None] > 0.5
         foresight, price = np.where(later, FORESIGHT_LATER, FORESIGHT), np.where(later, PRICE_LATER, PRICE)
         gain, cost = foresight * seen.worth, price * seen.risk
-        unknown = foresight * expected_improvement(np.minimum(seen.ahead, 0.0), np.hypot(seen.learned, UNKNOWN))
-        gain = np.where(later & ~seen.in_force, np.maximum(gain, unknown), gain)
+        unknown = FORESIGHT_LATER * expected_improvement(np.minimum(seen.ahead, 0.0), np.hypot(seen.learned, UNKNOWN))
+        is_unknown = later & ~seen.in_force & (unknown - PRICE_UNKNOWN * seen.risk > gain - cost)
+        gain, cost = np.where(is_unknown, unknown, gain), np.where(is_unknown, PRICE_UNKNOWN * seen.risk, cost)
         worth = gain + seen.ahead - RISK * seen.learned - cost
         return np.asarray(np.where(gain > FORESIGHT * LEAST, worth, -np.abs(worth)))
 
