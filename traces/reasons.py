@@ -51,7 +51,7 @@ class RunEnds(Reason):
     NEVER_SWITCHED = "the ranks never switched tables: {why}"
     NO_MORE_SWITCHES = "the ranks switch no more tables: {why}"
     TWO_WAYS = "ranks ran one collective two ways ({example}): the table was withdrawn"
-    SLOWER = "it had become slower than NCCL's own choice"
+    SLOWER = "it was no faster than NCCL's own choice any more"
     NO_GAIN = "no gain beyond the noise: NCCL's own choice stays in force"
     CANNOT_WRITE = "what was seen cannot be written: {error}"
 
