@@ -28,9 +28,9 @@ def measured(jobs, rows, tables, noise):
 
     The parts are long: noise that lasts for a hundred steps counts as what it is.
     """
-    jobs, parts = jobs.take(slice(None)), []
+    jobs, stream, parts = jobs.take(slice(None)), NoiseStream(noise, rows, SLOTS), []
     for _ in range(PARTS):
-        steps, _ = jobs.window(tables, np.full(len(jobs), HORIZON // PARTS), NoiseStream(noise, rows, SLOTS))
+        steps, _ = jobs.window(tables, np.full(len(jobs), HORIZON // PARTS), stream)
         parts.append(steps.mean(axis=1))
     return np.mean(parts, axis=0), np.std(parts, axis=0, ddof=1) / np.sqrt(PARTS)
 
@@ -62,8 +62,8 @@ def main():
     print(f"{policy}, {most} jobs of {world}, {family.name}, simulated; {has.sum()} end under a table")
     print(f"true step slower by more than {HARM:.1%}: {(gain < -HARM).sum()} jobs, most by {-100 * gain.min():.2f} %")
     for name, by, sure in (("A/A", aa, aa_errors), ("under the table", slower[has], errors[has])):
-        most, surest = 100 * max(by, default=0.0), max(sure, default=0.0)
-        print(f"{name}: in {HORIZON} steps slower by {most:.2f} %, by {surest:.1f} standard errors, at most")
+        worst, surest = 100 * max(by, default=0.0), max(sure, default=0.0)
+        print(f"{name}: in {HORIZON} steps slower by {worst:.2f} %, by {surest:.1f} standard errors, at most")
     print(f"beyond what A/A shows: {(errors[has] > aa_errors.max()).sum()} jobs")
 
 

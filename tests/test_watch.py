@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from dynamiccl.envs.search.canary import Canary
 from dynamiccl.envs.search.sequential import least, middle
-from dynamiccl.envs.search.watch import CHANGED, EARLY, HARMFUL, LONGEST, ODD, PROOF, SearchConfig, Watch
+from dynamiccl.envs.search.watch import CHANGED, HARMFUL, LONGEST, ODD, PROOF, SearchConfig, Watch
 
 
 def begun(gain=0.05, steps=8, noise=0.005, windows=10, levels=()):
@@ -60,9 +60,9 @@ def test_stragglers_are_no_fault_of_a_table():
     assert watch.saw(middle(steps), False, 2, least(steps)) == "" and not watch.wants_default(3)
 
 
-def visits(default_ms, until=60_000, **begin):
+def visits(default_ms, until=60_000):
     """When a watch looks at a default of ``default_ms(k)`` in its visit k, beside a table of 100 ms; what it says."""
-    watch, looks, now, found = begun(windows=0, **begin), [], 0, ""
+    watch, looks, now, found = begun(windows=0), [], 0, ""
     while now < until and not found:
         now += 8
         if watch.wants_default(now):
@@ -76,7 +76,11 @@ def visits(default_ms, until=60_000, **begin):
 def test_scheduled_looks_become_rarer_while_nothing_speaks_against_the_table():
     watch, looks, found = visits(lambda k: 105.0)
     gaps = np.diff(looks)
-    assert looks[0] < 1.1 * watch.base / EARLY and gaps[-1] == pytest.approx(LONGEST * watch.base, rel=0.02)
+    assert (
+        gaps[0] > looks[0]
+        and looks[0] < 1.1 * watch.early
+        and gaps[-1] == pytest.approx(LONGEST * watch.base, rel=0.02)
+    )
     assert len(looks) * watch.visit / 60_000 < 0.002 and found == ""
     watch.saw(99.0, True, 60_000)  # the default was quicker once: looked at again as soon as is usual
     assert watch.gap == watch.base
@@ -87,7 +91,7 @@ def test_a_table_that_gains_nothing_by_itself_is_taken_back():
     watch, looks, found = visits(lambda k: 100.0 + 0.3 * (-1) ** k - 0.1)
     assert found == HARMFUL and len(looks) == PROOF and not watch.race.is_slower
     _, looks, found = visits(lambda k: 100.0 + 0.3 * (-1) ** k + 0.1, until=20_000)
-    assert found == "" and np.diff(looks).max() < 1.1 * watch.base / EARLY  # nor has it shown a gain
+    assert found == "" and np.diff(looks).max() < 1.1 * watch.early  # nor has it shown a gain
 
 
 def test_a_pace_that_was_seen_before_is_no_change():

@@ -116,16 +116,10 @@ def play(
     player = policy if isinstance(policy, ReplayedDecisions) else AskedPolicy(policy, limit_s)
     decisions = [list[int]() for _ in range(n)]
     until = np.full(n, np.inf)  # steps at which a job's watch has been played
-
-    def at_work() -> Array:
-        """Jobs that still try something after their verdict: played on, even where all others have ended."""
-        trying = np.array([s.is_over and not s.is_done for s in search.searches])
-        return np.flatnonzero(trying & (ledger.steps < HORIZON))
-
     while True:
         searching = np.array([not s.is_over for s in search.searches])  # anew: what is in force now will not last
         open_ = np.flatnonzero((ledger.steps < until) | (searching & (ledger.steps < until + LONGER))).tolist()
-        if not open_ and not len(at_work()):
+        if not open_ and not len(_at_work(search, ledger)):
             break
         for i in open_:
             one = search.searches[i]
@@ -137,7 +131,7 @@ def play(
         fresh = np.flatnonzero(np.array([s.is_over for s in search.searches]) & np.isinf(until))
         ledger.end(fresh, search.tables[fresh])
         until[fresh] = ledger.steps[fresh] + after
-        busy = at_work()
+        busy = _at_work(search, ledger)
         ledger.go_on(busy)
         until[busy] = ledger.steps[busy] + max(after, 1)
         search.measure([i for i in open_ if ledger.steps[i] < until[i] or not search.searches[i].is_over])
@@ -149,6 +143,12 @@ def play(
     ledger.first_gain = np.where(marks >= 0, marks, np.nan)
     n_turns = max(sum(map(len, decisions)), 1)
     return PlayedJobs(ledger.scores(), decisions, 1e6 * player.spent_s / n_turns)
+
+
+def _at_work(search: SimSearch, ledger: LossAccount) -> Array:
+    """Jobs that still try something after their verdict: played on, even where all others have ended."""
+    trying = np.array([s.is_over and not s.is_done for s in search.searches])
+    return np.flatnonzero(trying & (ledger.steps < HORIZON))
 
 
 def number(action: Any) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from . import turns
 from .regimes import Regime
 from .sequential import ALPHA, LongSteps, Race, least
-from .watch import CHANGED, EARLY, HARMFUL, Watch
+from .watch import CHANGED, HARMFUL, Watch
 from .windows import PROFILE, REFINE, TRIAL, WATCH, Measured, Plan
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Refinement:
             search.straggling.add(table.tobytes())
             return HARMFUL
         if self.long.gain(*pair) <= 0:
-            self.watch.gap = self.watch.base / EARLY
+            self.watch.gap = self.watch.early
         return ""
 
     # -- where the job has changed -------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class Watch:
         self.steps, self.visit = window_steps, window_steps + SWITCHES
         self.since, self.check = now, False
         self.base = self.visit / rules.watch_share
-        self.gap = self.base / EARLY
+        self.gap = self.early = self.base / EARLY
         self.gain, self.pairs = gain
         self.levels = list(levels)
         self.race = Race(noise * math.sqrt(2), ALL)
