@@ -14,6 +14,7 @@ import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.envs.nccl.steps.steps import _RARER
 from dynamiccl.envs.sim.emulated.settings import Emulated
 from probe_odd import PACKAGES
 from probe_ranks import STEPS
@@ -53,8 +54,10 @@ def test_a_framework_is_attached_to_without_touching_it(request, name):
     assert first == second
     assert len({g for one in INSTALLED for g in attached[0]["generations"][one]}) > 2  # in some loop or other
     # One boundary a step of the framework, whatever it does within; one passes until the optimizer of another loop has
-    # taken the place of the one before, and the first boundary of all begins the first step.
-    expected = STEPS * len(INSTALLED) + attached[0]["warm"] - len(INSTALLED) - 1
+    # taken the place of the one before, two after a warm loop so long that a 2nd step beside it is no rhythm yet, and
+    # the first boundary of all begins the first step.
+    warm = attached[0]["warm"]
+    expected = STEPS * len(INSTALLED) + warm - len(INSTALLED) - 1 - (warm > 2 * _RARER)
     assert {rank: len(mine) for rank, mine in steps.items()} == {0: expected, 1: expected}
 
 
