@@ -114,6 +114,8 @@ class ExpectedImprovement:
         later = seen.context["refining"][:, None] > 0.5
         believed = np.where(later, seen.in_force, seen.ahead)  # after the verdict nothing beats what was confirmed
         at_best = np.arange(seen.open.shape[1]) == np.where(avoided, -np.inf, believed).argmax(axis=1)[:, None]
-        scores = np.where(avoided, -FEAR, np.minimum(self.worth(seen), FEAR))
-        scores = np.where(at_best, np.where(sure | enough, 2 * FEAR, np.maximum(scores, 0.0)), scores)
+        scores = np.where(avoided, -FEAR, self.worth(seen))
+        first = np.maximum(scores.max(axis=1, keepdims=True), 0.0) + FEAR
+        best = np.where(later, 0.0, np.maximum(scores, 0.0))  # what is in force after the verdict is no trial
+        scores = np.where(at_best, np.where(sure | enough, first, best), scores)
         return np.where(seen.open, scores, -np.inf), what_next(seen, at_best, sure, enough)
