@@ -116,6 +116,5 @@ class ExpectedImprovement:
         at_best = np.arange(seen.open.shape[1]) == np.where(avoided, -np.inf, believed).argmax(axis=1)[:, None]
         scores = np.where(avoided, -FEAR, self.worth(seen))
         first = np.maximum(scores.max(axis=1, keepdims=True), 0.0) + FEAR
-        best = np.where(later, 0.0, np.maximum(scores, 0.0))  # what is in force after the verdict is no trial
-        scores = np.where(at_best, np.where(sure | enough, first, best), scores)
-        return np.where(seen.open, scores, -np.inf), what_next(seen, at_best, sure, enough)
+        best = np.where(sure | enough, first, np.where(later, 0.0, np.maximum(scores, 0.0)))  # in force is no trial
+        return np.where(seen.open, np.where(at_best, best, scores), -np.inf), what_next(seen, at_best, sure, enough)

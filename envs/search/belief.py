@@ -256,20 +256,16 @@ class Belief:
     def best(self) -> Array:
         """The table of best means, (s,)."""
         if self._best is None:
-            self._best = self._best_alone()
+            self._best = np.zeros(len(self.arms), np.int64)
+            for s, arms in enumerate(self.arms):
+                mean = self._effect(s).mean
+                if len(arms) and mean.max() > 0:
+                    self._best[s] = arms[mean.argmax()]
             if self.interactions.is_there:
                 starts = [self._best, *self._best_seen()]
                 climbed = [self._climb(table) for table in starts]
                 self._best = max(climbed, key=lambda found: found[1])[0]
         return self._best.copy()
-
-    def _best_alone(self) -> Array:
-        found = np.zeros(len(self.arms), np.int64)
-        for s, arms in enumerate(self.arms):
-            mean = self._effect(s).mean
-            if len(arms) and mean.max() > 0:
-                found[s] = arms[mean.argmax()]
-        return found
 
     def _best_seen(self) -> list[Array]:
         """Of the measured tables those two that are believed best."""
@@ -325,11 +321,11 @@ class Belief:
             self._see(np.array(seen), np.array(misses), np.array(noises))
         if np.isfinite(log_step):
             total, figures, slopes = self._linear(configs)
-            left = max(1 - total, LEAST)
-            row = np.append(figures, 0), np.append(-slopes / left, 1.0)
             joint, unsure = self._joint(configs)
             level, variance = float(self.mean[0]), noise**2 + (MISFIT * total) ** 2 + unsure
-            self.off_step = self._see_step(*row, log_step - level - math.log(left) - joint, variance)
+            took = max(math.exp(log_step - level - joint), LEAST)  # the slope is that here: the log bends
+            row = np.append(figures, 0), np.append(-slopes / took, 1.0)
+            self.off_step = self._see_step(*row, 1 - (1 - total) / took, variance)
             self._see_table(configs, log_step - level, noise)
 
     def _joint(self, table: Array) -> tuple[float, float]:
@@ -340,7 +336,8 @@ class Belief:
         """A window under a table (s,), for what slots do to each other: the log of its step over the default's now."""
         self.interactions.see(table, log_step, noise)
         total, variance = self._tables_alone()
-        self.interactions.fit(np.log(np.maximum(1 - total, LEAST)), (ADDED * total) ** 2 + variance)
+        left = np.maximum(1 - total, LEAST)
+        self.interactions.fit(np.log(left), ((ADDED * total) ** 2 + variance) / left**2)
         self._best = None  # the slots' own effects are as they were
 
     def compare(self, table: Array, beside: Array, log_ratio: float, noise: float) -> None:
@@ -348,13 +345,13 @@ class Belief:
         ``noise``: its standard deviation. What the two have in common cancels."""
         total, at, slopes = self._linear(table)
         other, at_other, slopes_other = self._linear(beside)
-        left, rest = max(1 - total, LEAST), max(1 - other, LEAST)
+        rest = max(1 - other, LEAST)
         joint, unsure = self._joint(table)
         joint_other, unsure_other = self._joint(beside)
-        row = np.concatenate([at, at_other]), np.concatenate([slopes / left, -slopes_other / rest])
-        expected = math.log(rest / left) + joint_other - joint
+        took = max(rest * math.exp(joint_other - joint - log_ratio), LEAST)
+        row = np.concatenate([at, at_other]), np.concatenate([slopes / took, -slopes_other / rest])
         variance = noise**2 + (MISFIT * (total - other)) ** 2
-        self._see_step(*row, log_ratio - expected, variance + unsure + unsure_other)
+        self._see_step(*row, (1 - total) / took - 1, variance + unsure + unsure_other)
         self._see_table(table, math.log(rest) + joint_other - log_ratio, noise)
 
     def _see_step(self, at: Array, slopes: Array, miss: float, variance: float) -> float:

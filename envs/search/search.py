@@ -32,6 +32,8 @@ Array = np.ndarray[Any, Any]
 
 #: The budget counts for so many steps from the start.
 BUDGET_STEPS = 4000
+#: A table under which all steps are far too long shows that in so many; where those were not, a later one is a stray.
+SUDDEN = 2
 
 
 class Search:
@@ -322,15 +324,17 @@ class Search:
             self.later.recognise()
             return 0.0
         default_ms = self.default_ms * math.exp(float(self.belief.mean[0]))
-        given_up = float(seen.step_ms[-1]) > plan.limit_ms
-        ms = middle(seen.step_ms)
+        ends_long = float(seen.step_ms[-1]) > plan.limit_ms
+        given_up = ends_long and len(seen.step_ms) <= SUDDEN
+        usual = seen.step_ms[:-1] if ends_long and not given_up else seen.step_ms
+        ms = middle(usual)
         saved = seen.billed - seen.billed_ms / default_ms
         anyway = seen.billed * (1 - math.exp(-self.gain[0])) if self.is_over else 0.0
         # A step that saves a checkpoint is not the search's doing, but a step that was given up is.
         self.lost -= saved if given_up else seen.billed * (1 - ms / default_ms)
         self.long.add(plan.configs, seen.step_ms, default_ms if given_up else ms)
         if plan.kind != WATCH or not plan.configs.any():
-            self._learn(plan, seen, given_up)
+            self._learn(plan, seen, seen.step_ms[-1:] if given_up else usual, given_up)
         if given_up:
             self.marks.canaries += 1
             is_guilty = self.canary.struck(plan.configs, self.tried)
@@ -352,8 +356,7 @@ class Search:
             self.later.watched(plan, seen, ms)
         return (saved - anyway) / 100.0
 
-    def _learn(self, plan: Plan, seen: Measured, given_up: bool) -> None:
-        steps = seen.step_ms[-1:] if given_up else seen.step_ms
+    def _learn(self, plan: Plan, seen: Measured, steps: Array, given_up: bool) -> None:
         logs = np.log(steps / self.default_ms)
         if len(logs) >= 3:
             self._single.extend(logs - median(logs))
