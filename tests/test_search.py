@@ -145,6 +145,21 @@ def test_a_step_that_is_far_too_long_ends_its_window(prior):
     assert not search.decide(40) and search.choices[0] == 0  # what is masked runs as AUTO
 
 
+@pytest.mark.parametrize(("n", "is_given_up"), [(1, True), (2, True), (3, False), (5, False)])
+def test_a_long_step_after_others_that_were_not_is_none_of_the_tables(prior, n, is_given_up):
+    """Seen on simulated jobs: a window 19 % faster, its last step a stray, was taken for one that is far too long."""
+    told = Told(lambda c: 0.2 * (c[0] == 20))
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    search.decide(20, turns.RUN)
+    plan = search.plan()
+    seen = told.measure(plan)
+    seen.step_ms[n - 1] = 1.1 * plan.limit_ms
+    search.record(plan, Measured(seen.step_ms[:n], seen.call_us, seen.obeyed, n, float(seen.step_ms[:n].sum())))
+    assert search.marks.canaries == is_given_up and (search.tried[0, 20] == 0) == is_given_up
+    assert (search.belief.saving(np.array([20, 0]))[0] > 0.1) != is_given_up
+
+
 def one_percent(configs):
     return 0.01 * (configs[0] == 20) - 0.03 * (configs[0] in (8, 16, 18)) - 0.03 * (configs[1] > 0)
 
