@@ -273,7 +273,7 @@ def test_a_pair_says_what_two_tables_differ_by_whatever_they_have_in_common(prio
     belief = Belief(prior, np.zeros((2, N_FEATURES), np.float32), mask, np.array([0.4, 0.4]))
     base, other = np.array([18, 18]), np.array([20, 18])
     common = belief.saving(np.array([0, 18]))
-    for _ in range(6):  # after 30 it is 28 % off: slopes go by a variance that there is no more
+    for _ in range(30):
         belief.compare(other, base, math.log(1.02), 0.002)
     left = 1 - belief.saving(base)[0]
     ahead = belief.saving_mean(other) - belief.saving_mean(base)

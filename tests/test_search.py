@@ -196,14 +196,18 @@ def test_long_steps_that_are_the_jobs_own_do_not_stand_in_the_way(prior, which, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("which", "is_gone"), [((20,), True), ((0, 20), False)])
 def test_a_table_in_force_whose_long_steps_cost_more_than_it_gains_is_gone(prior, which, is_gone):
-    """6 % by long steps, for 1 % in all others: no window shows it, but all together. Not where they are the job's."""
-    for seed in range(2):
+    """6 % by long steps, for 1 % in all others: no window shows it, but all together. Where they are the job's, a table
+    is gone in 11 of 120 jobs, by chance."""
+    gone = 0
+    for seed in range(10):
         told = Straggling(one_percent, which=(), seed=seed)
         search = finished(told, prior)
         assert search.confirmed.tolist() == [20, 0]
         told.which, told.every = which, 33
         go_on(search, told, 1500)
-        assert search.marks.dropped == is_gone == (not search.confirmed.any())
+        assert search.marks.dropped == (not search.confirmed.any())
+        gone += search.marks.dropped
+    assert gone == 10 if is_gone else gone <= 3
 
 
 def test_turns_then_a_window_under_all(prior):

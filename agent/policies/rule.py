@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 #: A config that is likelier than this to make a step far too long is not tried. What is less likely has its price, in
 #: windows' time for one that is certain; a dear one after the verdict, where whatever is tried is worth more windows.
 RECKLESS = 0.5
-PRICE, PRICE_LATER = 0.4, 30.0
+PRICE, PRICE_LATER = 0.4, 45.0
 #: A saving of the step that is worth a comparison; windows after which one that is sure enough is confirmed before the
 #: search goes on; windows running under one table that say that it tells nothing more as a whole, and that nothing
 #: else is worth one.

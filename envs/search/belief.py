@@ -345,13 +345,13 @@ class Belief:
         ``noise``: its standard deviation. What the two have in common cancels."""
         total, at, slopes = self._linear(table)
         other, at_other, slopes_other = self._linear(beside)
-        rest = max(1 - other, LEAST)
+        left, rest = max(1 - total, LEAST), max(1 - other, LEAST)
         joint, unsure = self._joint(table)
         joint_other, unsure_other = self._joint(beside)
-        took = max(rest * math.exp(joint_other - joint - log_ratio), LEAST)
-        row = np.concatenate([at, at_other]), np.concatenate([slopes / took, -slopes_other / rest])
+        row = np.concatenate([at, at_other]), np.concatenate([slopes / left, -slopes_other / rest])
+        expected = math.log(rest / left) + joint_other - joint
         variance = noise**2 + (MISFIT * (total - other)) ** 2
-        self._see_step(*row, (1 - total) / took - 1, variance + unsure + unsure_other)
+        self._see_step(*row, log_ratio - expected, variance + unsure + unsure_other)
         self._see_table(table, math.log(rest) + joint_other - log_ratio, noise)
 
     def _see_step(self, at: Array, slopes: Array, miss: float, variance: float) -> float:
