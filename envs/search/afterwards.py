@@ -114,7 +114,7 @@ class Refinement:
         search.after += seen.billed
         race, noise = self.races.setdefault(trial.tobytes(), Race(self.noise, self.level)), self.noise
         if given_up:
-            noise, ms = search.canary.noise(trial, search.tried, search.belief), float(seen.step_ms[-1])
+            noise = search.canary.noise(trial, search.tried, search.belief)
         race.add(self.beside_ms, ms)
         search.belief.compare(trial, search.confirmed, math.log(self.beside_ms / ms), noise)
         verdict = search.verdict(race, trial, math.inf, SOONEST)

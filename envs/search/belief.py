@@ -134,11 +134,6 @@ class Belief:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def effects(self, slot: int) -> tuple[Array, Array]:
-        """Mean (a,) and covariance (a, a) of what a slot's arms (not AUTO) save, as parts of the step."""
-        found = self._effect(slot)
-        return found.mean, found.cov
-
     def _effect(self, slot: int) -> _Effects:
         kept = self._effects[slot]
         if kept is not None:
@@ -160,9 +155,8 @@ class Belief:
 
     def figures(self, slot: int) -> tuple[Array, Array]:
         """Mean and standard deviation (N_CONFIGS,) of what a slot's configs save; zeros for AUTO and what is masked."""
-        mean, cov = self.effects(slot)
-        out = np.zeros((2, N_CONFIGS))
-        out[0, self.arms[slot]], out[1, self.arms[slot]] = mean, np.sqrt(np.maximum(cov.diagonal(), 0))
+        found, out = self._effect(slot), np.zeros((2, N_CONFIGS))
+        out[:, self.arms[slot]] = found.mean, np.sqrt(np.maximum(found.cov.diagonal(), 0))
         return out[0], out[1]
 
     def too_long(self, slot: int, times: float) -> Array:

@@ -324,17 +324,15 @@ class Search:
             self.later.recognise()
             return 0.0
         default_ms = self.default_ms * math.exp(float(self.belief.mean[0]))
-        ends_long = float(seen.step_ms[-1]) > plan.limit_ms
-        given_up = ends_long and len(seen.step_ms) <= SUDDEN
-        usual = seen.step_ms[:-1] if ends_long and not given_up else seen.step_ms
-        ms = middle(usual)
+        steps, given_up = _telling(plan, seen.step_ms)
+        ms = middle(steps)
         saved = seen.billed - seen.billed_ms / default_ms
         anyway = seen.billed * (1 - math.exp(-self.gain[0])) if self.is_over else 0.0
         # A step that saves a checkpoint is not the search's doing, but a step that was given up is.
         self.lost -= saved if given_up else seen.billed * (1 - ms / default_ms)
         self.long.add(plan.configs, seen.step_ms, default_ms if given_up else ms)
         if plan.kind != WATCH or not plan.configs.any():
-            self._learn(plan, seen, seen.step_ms[-1:] if given_up else usual, given_up)
+            self._learn(plan, seen, steps, given_up)
         if given_up:
             self.marks.canaries += 1
             is_guilty = self.canary.struck(plan.configs, self.tried)
@@ -385,3 +383,10 @@ class Search:
         self.round, self.turn = self.round + 1, 0
         if self.is_spent:
             self._close()
+
+
+def _telling(plan: Plan, step_ms: Array) -> tuple[Array, bool]:
+    """Of the steps of a window those that tell of its table, and whether it was given up for the last of them."""
+    ends_long = bool(step_ms[-1] > plan.limit_ms)
+    given_up = ends_long and len(step_ms) <= SUDDEN
+    return step_ms[-1:] if given_up else step_ms[: len(step_ms) - ends_long], given_up
