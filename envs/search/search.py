@@ -65,7 +65,7 @@ class Search:
         self.after = self.after_default = 0  # steps since the verdict; of them under the default
         self.warm: set[int] = set()
         self._single: deque[float] = deque(maxlen=96)  # logs of single steps over their window's; a change keeps them
-        self.banned = np.zeros_like(job.mask, bool)
+        self.banned, self.canary = np.zeros_like(job.mask, bool), Canary(job.mask.shape)  # a change keeps these, too
         self.regimes = Regimes()
         self.straggling = set[bytes]()  # tables that were taken back for their long steps
         self._begin(default)
@@ -86,7 +86,7 @@ class Search:
         self.belief.wander = max(self.belief.wander, self.noise / 10)
         self.belief.has_calls = bool(np.isfinite(self.default_logs).any())
         self.choices = self.before.copy()
-        self.tried, self.canary = np.zeros(self.job.mask.shape), Canary(self.job.mask.shape)
+        self.tried = np.zeros(self.job.mask.shape)
         self.turn = self.n_slots if self.choices.any() else 0  # what was good before is the first to be tried
         self.round = self.idle = 0
         self.phase, self.comparisons = SEARCH, 0
