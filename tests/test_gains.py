@@ -34,7 +34,7 @@ def test_the_lstm_beside_an_emulated_job_gains(job, tmp_path):
     default = times.loc[times.index.min()]
     assert times.loc[last] < 0.95 * default, times
     # What it says, as `make demo` does where there is no terminal: paths alone may be longer than a line.
-    said = done.stderr.splitlines()
+    said = [line for line in done.stderr.splitlines() if "socket.cpp" not in line]  # PyTorch's, on a busy machine
     assert done.stdout == "" and len(said) < 60
     assert [line for line in said if len(line) > 80 and str(tmp_path) not in line] == []
     assert [line for line in said if line.startswith("KEPT ")] and said.index("") < len(said) - 5

@@ -141,6 +141,8 @@ def test_a_step_that_is_far_too_long_ends_its_window(prior):
     assert search.marks.canaries == 2 and turns.seen(search.observe()).risk[0, 16] == 1 and search.open[0, 16]
     search.decide(16, turns.RUN)
     assert search.plan().configs.tolist() == [16, 0]  # a price, not a prohibition
+    search._begin(default)  # the job has changed
+    assert turns.seen(search.observe()).risk[0, 16] == 1
     search = Search(job, default, prior)
     assert not search.decide(40) and search.choices[0] == 0  # what is masked runs as AUTO
 
