@@ -155,10 +155,10 @@ class Tuner:
                 return
         seen = self.windows.measure(plan)
         self.ledger.windows += not over
-        lost, given_up, sides = search.lost, search.marks.canaries, _sides(search, plan)
+        lost, strikes, sides = search.lost, search.marks.canaries, _sides(search, plan)
         search.record(plan, seen)
         self._charge(plan, seen.billed, search.lost - lost, over)
-        self._tell(plan, search, sides, given_up < search.marks.canaries)
+        self._tell(plan, search, sides, search.marks.canaries > strikes)
         if over or search.marks.reopened or (search.confirmed.any() and self.outcome.steps_to_first_gain is None):
             self._conclude()
 

@@ -33,7 +33,7 @@ LEAST, RISK = 2e-4, 0.3
 #: What a slot may do beside the table in force that the belief, which adds slots up, does not know (standard deviation,
 #: as a part of the step), and the price of a trial for its sake alone: of small slots the belief is too sure (LOG.md).
 UNKNOWN, PRICE_UNKNOWN = 0.004, 200.0
-#: So far below all others is the score of what is not tried, as a part of the step, and above them of what has to be.
+#: The score of what is not tried is so far below 0, as a part of the step, and of what has to be above all others.
 FEAR = 0.5
 
 
