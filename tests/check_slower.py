@@ -3,9 +3,9 @@
 POLICY (the rule) is played on JOBS (1,000) fresh jobs of one world, such as ``unseen nothing`` or ``held-out tails``,
 for 20,000 steps each, the watch included. Then each job runs 20,000 steps under the table that it ended with and as
 many under the default, beside other noise, and their means are compared, long steps and all. The same is done with the
-default against itself (A/A), twenty times over: a difference is beyond what A/A shows where it is larger, in standard
-errors, than in all of those, which by chance are not reached by one of as many jobs in 95 of 100 such checks. All of it
-is simulated. Takes an hour of a core.
+default against itself (A/A), twenty times over. A difference is beyond what A/A shows where it is larger, in standard
+errors, than every one of those twenty times as many: without any difference that happens in one such check of twenty.
+All of it is simulated. Takes more than an hour of a core.
 """
 
 import sys

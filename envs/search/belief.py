@@ -336,7 +336,8 @@ class Belief:
 
     def compare(self, table: Array, beside: Array, log_ratio: float, noise: float) -> None:
         """``log_ratio``: of the step under ``beside`` (s,) over that under ``table`` (s,), one window after the other;
-        ``noise``: its standard deviation. What the two have in common cancels."""
+        ``noise``: its standard deviation. What the two have in common cancels. Unlike in :meth:`observe` the slope is
+        that at what was expected: most pairs differ by little, where the log hardly bends."""
         total, at, slopes = self._linear(table)
         other, at_other, slopes_other = self._linear(beside)
         left, rest = max(1 - total, LEAST), max(1 - other, LEAST)
