@@ -116,9 +116,25 @@ def test_a_regime_that_comes_back_and_whose_table_does_not_do_what_it_did_is_sea
     assert watch.saw(91.0, False, 1) == ""
 
 
+class Risks:
+    """How likely all configs of each slot are to make a step far too long."""
+
+    def __init__(self, *likely):
+        self.likely = likely
+
+    def too_long(self, slot, times):
+        return np.full(4, self.likely[slot])
+
+
 def test_a_config_that_struck_twice_is_guilty():
     canary, tried = Canary((1, 4)), np.zeros((1, 4))
-    assert [canary.struck(np.array([2]), tried) for _ in range(2)] == [False, True]
-    assert canary.hits.tolist() == [[0, 0, 2, 0]]
+    assert [canary.struck(np.array([2]), tried, Risks(0.1)) for _ in range(2)] == [False, True]
     tried[0, 2] = 1  # it was measured since
-    assert not canary.is_guilty(np.array([2]), tried)
+    assert not canary.struck(np.array([2]), tried, Risks(0.1)) and not canary.risk(0, Risks(0.1), tried)[2]
+
+
+def test_two_new_configs_share_the_blame():
+    canary, tried, risks = Canary((2, 4)), np.zeros((2, 4)), Risks(0.3, 0.1)
+    assert [canary.struck(np.array([2, 3]), tried, risks) for _ in range(2)] == [False, True]
+    np.testing.assert_allclose(canary.blame, [[0, 0, 1.5, 0], [0, 0, 0, 0.5]], rtol=1e-4)
+    assert [canary.risk(slot, risks, tried)[slot + 2] for slot in (0, 1)] == [1.0, 0.1]

@@ -204,6 +204,7 @@ class Refinement:
         next window is set against. Else a new search goes on; what was in force before meets the default first, with
         the windows that showed the change for a first pair."""
         search, change = self.search, self.watch.change
+        search.tried[np.arange(search.n_slots), search.before] = search.before > 0  # it ran until now: no canary
         known = search.regimes.same(self.regime, change, search.default_ms, search.default_logs, search.noise)
         if known is not None:
             search.races = list(known.races)

@@ -32,8 +32,6 @@ Array = np.ndarray[Any, Any]
 
 #: The budget counts for so many steps from the start.
 BUDGET_STEPS = 4000
-#: A table under which all steps are far too long shows that in so many; where those were not, a later one is a stray.
-SUDDEN = 2
 
 
 class Search:
@@ -335,7 +333,7 @@ class Search:
             self._learn(plan, seen, steps, given_up)
         if given_up:
             self.marks.canaries += 1
-            is_guilty = self.canary.struck(plan.configs, self.tried)
+            is_guilty = self.canary.struck(plan.configs, self.tried, self.belief)
         else:
             self.warm |= self._families(plan.configs)
         self.running = plan.configs.copy()
@@ -386,7 +384,8 @@ class Search:
 
 
 def _telling(plan: Plan, step_ms: Array) -> tuple[Array, bool]:
-    """Of the steps of a window those that tell of its table, and whether it was given up for the last of them."""
+    """Of the steps of a window those that tell of its table, and whether it was given up: where the first is far too
+    long, all are; a later one is a stray, after which a window ends."""
     ends_long = bool(step_ms[-1] > plan.limit_ms)
-    given_up = ends_long and len(step_ms) <= SUDDEN
-    return step_ms[-1:] if given_up else step_ms[: len(step_ms) - ends_long], given_up
+    given_up = ends_long and len(step_ms) == 1
+    return step_ms[: len(step_ms) - (ends_long and not given_up)], given_up
