@@ -327,7 +327,10 @@ def test_a_lasting_change_begins_a_new_search(prior):
             break
         go_on(search, told, 1)
     assert search.marks.reopened == 1 and search.marks.dropped == 0
-    assert search.plan().kind == PROFILE
+    plan, before = search.plan(), search.before.copy()
+    assert plan.kind == PROFILE
+    search.record(plan, told.measure(plan))
+    assert search.plan().configs.tolist() == before.tolist() and search.plan().limit_ms == np.inf  # it ran until now
     policy = ExpectedImprovement()
     for _ in range(400):
         plan = search.plan()
