@@ -59,6 +59,10 @@ def shaken():
     return policy
 
 
+def fresh(policy, n):
+    return (np.zeros((n, policy.hidden), np.float32),) * 2
+
+
 def test_fast_lstm_pass_equals_the_stock_one():
     rng = np.random.default_rng(0)
     lstm = torch.nn.LSTM(7, 5)
@@ -77,7 +81,7 @@ def test_numpy_and_torch_score_alike(observed):
     policy = shaken()
     light = LstmPolicy(policy.export())
     n = observed.shape[1]
-    states, state = (torch.zeros(1, n, 24), torch.zeros(1, n, 24)), light._fresh(n)
+    states, state = (torch.zeros(1, n, 24), torch.zeros(1, n, 24)), fresh(light, n)
     for t, seen in enumerate(observed):
         with torch.no_grad():
             wanted, states = policy.scores(torch.as_tensor(seen), states, torch.full((n,), float(t == 0)))
@@ -118,7 +122,7 @@ def test_untrained_it_is_the_rule(observed):
 
 def test_memory_matters(observed):
     light = LstmPolicy(shaken().export())
-    state = light._fresh(observed.shape[1])
+    state = fresh(light, observed.shape[1])
     _, later = light.scores(observed[0], state)
     assert (light.scores(observed[1], later)[0] != light.scores(observed[1], state)[0]).any()
 

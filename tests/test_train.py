@@ -33,6 +33,9 @@ def test_the_rule_earns_nothing_beyond_itself_and_who_leaves_at_once_loses_what_
         assert alone == pytest.approx(-env.earned, abs=0.5)
         lost.append(alone)
     assert min(lost) < -5 and np.mean(lost) < 0
+    env.most = 0.5
+    paid = [played(env, lambda seen: np.array([0, 0, turns.LEAVE]), seed) for seed in range(6)]
+    np.testing.assert_allclose(paid, np.clip(lost, -0.5, 0.5), atol=1e-9)
 
 
 @pytest.mark.slow

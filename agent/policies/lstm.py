@@ -93,9 +93,6 @@ class LstmPolicy:
         with open(path, "wb") as file:
             np.savez_compressed(file, meta=np.array(meta), **self.weights)  # type: ignore[arg-type]
 
-    def _fresh(self, n: int) -> tuple[Array, Array]:
-        return (np.zeros((n, self.hidden), np.float32),) * 2
-
     def scores(self, observations: Array, state: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         """Scores (n, N_CONFIGS, N_WHAT), -inf where masked, and the next LSTM state (h, c), each (n, hidden)."""
         w, k = self.weights, self.hidden
@@ -122,7 +119,7 @@ class LstmPolicy:
         in place."""
         rows = np.atleast_2d(np.asarray(observation, np.float32))
         if state is None:
-            state = self._fresh(len(rows))
+            state = (np.zeros((len(rows), self.hidden), np.float32),) * 2
         if episode_start is not None and np.any(episode_start):
             keep = 1 - np.atleast_1d(episode_start).astype(np.float32)[:, None]
             state = (state[0] * keep, state[1] * keep)

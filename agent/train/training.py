@@ -32,6 +32,8 @@ Array = np.ndarray[Any, Any]
 
 #: Called after each rollout with (turns done, turns in all, newest row of the learning curve).
 Progress = Callable[[int, int, dict[str, Any]], None]
+#: Hundreds of default steps that a job counts for at most in training: thousands in a few would drown all else.
+MOST = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,26 +63,28 @@ class AgainstRule(gym.Wrapper[Array, Array, Array, Array]):
     It plays along turn by turn: environments in lock-step need not wait for whole episodes of it.
     """
 
-    def __init__(self, env: SearchEnv, beside: SearchEnv) -> None:
-        """``beside``: the same environment once more, for the rule."""
+    def __init__(self, env: SearchEnv, beside: SearchEnv, most: float = float("inf")) -> None:
+        """``beside``: the same environment once more, for the rule; ``most``: that an episode is paid, or costs."""
         super().__init__(env)
-        self.beside, self.rule, self.rng = beside, ExpectedImprovement(), np.random.default_rng()
+        self.beside, self.most, self.rule, self.rng = beside, most, ExpectedImprovement(), np.random.default_rng()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         """The next job, for both."""
         self.rng = self.rng if seed is None else np.random.default_rng(seed)
         job = int(self.rng.integers(2**31))
-        self.seen, self.earned, self.is_over = self.beside.reset(seed=job, options=options)[0], 0.0, False
+        self.own, self.earned, self.is_over = 0.0, 0.0, False
+        self.seen, _ = self.beside.reset(seed=job, options=options)
         return self.env.reset(seed=job, options=options)
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         """A turn of both; the last one is paid less what the rule has earned."""
         observation, reward, ended, cut, info = self.env.step(action)
-        is_last = ended or cut
+        before, self.own, is_last = self.own, self.own + float(reward), ended or cut
         self._play_along()
         while is_last and not self.is_over:
             self._play_along()
-        return observation, float(reward) - (self.earned if is_last else 0.0), ended, cut, info
+        now = min(max(self.own - self.earned, -self.most), self.most) if is_last else self.own
+        return observation, now - before, ended, cut, info
 
     def _play_along(self) -> None:
         if not self.is_over:
@@ -100,9 +104,9 @@ class Training:
 
         def one() -> gym.Env[Array, Array]:
             if not runs:
-                return AgainstRule(SimEnv(), SimEnv())
+                return AgainstRule(SimEnv(), SimEnv(), MOST)
             trace = runs[next(made) % len(runs)]
-            return AgainstRule(ReplayEnv(trace), ReplayEnv(trace))
+            return AgainstRule(ReplayEnv(trace), ReplayEnv(trace), MOST)
 
         s = settings
         jobs = make_vec_env(one, s.envs, s.seed)  # one process: beside two cores more of them wait for each other
@@ -178,7 +182,9 @@ class _AfterRollout(BaseCallback):
         row = {
             "turns": self.num_timesteps,
             "jobs": len(beyond),
-            "saved": round(float(np.mean(beyond)), 2) if beyond else None,  # default steps a job beyond the rule
+            "saved": round(float(np.mean(beyond)), 2)
+            if beyond
+            else None,  # default steps a job beyond the rule, as paid
             "error": round(float(np.std(beyond) / max(len(beyond), 1) ** 0.5), 2) if beyond else None,
             "seconds": round(t.seconds, 1),
         }
@@ -189,11 +195,8 @@ class _AfterRollout(BaseCallback):
 
 def gained(policy: LstmPolicy, runs: Sequence[Path], times: int = 3) -> float:
     """Default steps a job that a policy saves beyond the rule on recorded runs, each played so many times."""
-    saved = []
-    for run in runs:
-        jobs = make_vec_env(lambda run=run: AgainstRule(ReplayEnv(run), ReplayEnv(run)), seed=0)
-        saved.append(evaluate_policy(cast(Any, policy), jobs, times)[0])
-    return 100 * float(np.mean(saved))
+    jobs = [make_vec_env(lambda run=run: AgainstRule(ReplayEnv(run), ReplayEnv(run)), seed=0) for run in runs]
+    return 100 * float(np.mean([evaluate_policy(cast(Any, policy), one, times)[0] for one in jobs]))
 
 
 def commit_of_checkout() -> str:
