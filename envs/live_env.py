@@ -24,9 +24,6 @@ class LiveEnv(SearchEnv):
     ## Episode End
     As everywhere. What was confirmed stays in force until the next :meth:`reset`, also after :meth:`close`, with which
     no more is tried.
-
-    ## Version History
-    v0: first.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import gymnasium as gym
@@ -14,11 +13,15 @@ from .live.job_ends import JobEnded, Stopped, Withdrawn
 from .search import turns
 from .search.belief import Prior
 from .search.search import Search
+from .search.sequential import middle
 from .search.watch import SearchConfig
-from .search.windows import Windows
+from .search.windows import DISCARD, WATCH, Plan, Windows
 from .sim.workloads import SLOTS
 
 Array = np.ndarray[Any, Any]
+
+#: Pairs of windows, under the default and under the table in force, that end an episode.
+PAIRS = 10
 
 
 class SearchEnv(gym.Env[Array, Array]):
@@ -43,8 +46,8 @@ class SearchEnv(gym.Env[Array, Array]):
     Default steps, divided by 100, by measured step times alone. Up to the verdict: what the steps billed since the turn
     before saved against the job's own default. After it: what they saved against the table in force, so that trials
     earn nothing by the gain that is there already, and cost what they are slower. At the end: what the table in force
-    saves for sure, the lower bound of its gain, in the steps from the verdict to the job's step :data:`HORIZON`. So the
-    sooner a good table is confirmed the better, and who goes on trying for nothing loses.
+    saves from the verdict to the job's step :data:`HORIZON`, by :data:`PAIRS` more windows of it and of the default. So
+    the sooner a good table is confirmed the better, and who goes on trying for nothing loses.
 
     ## Episode End
     Terminated where nothing is left to try after the verdict. Truncated where the job is over, or its ranks change no
@@ -86,6 +89,8 @@ class SearchEnv(gym.Env[Array, Array]):
         try:
             while not search.is_done and (plan := search.plan()) is not None:
                 reward += search.record(plan, self.windows.measure(plan))
+            if search.is_done:
+                reward += worth(search, self.windows) / 100
         except JobEnded as error:
             ended = {"ended": str(error)}
             if isinstance(error, (Stopped, Withdrawn)):  # the job is to run as if nobody had tuned it
@@ -93,8 +98,6 @@ class SearchEnv(gym.Env[Array, Array]):
         self._is_over = search.is_done or bool(ended)
         if self._is_over:
             search.turn = 0
-        if search.is_done:
-            reward += worth(search) / 100
         return search.observe(), reward, search.is_done, bool(ended), self._info(masked) | ended
 
     def render(self) -> str:
@@ -122,6 +125,11 @@ class SearchEnv(gym.Env[Array, Array]):
         }
 
 
-def worth(search: Search) -> float:
-    """Default steps that the table in force saves for sure, from the verdict to the job's step :data:`HORIZON`."""
-    return max(HORIZON - search.marks.verdict, 0) * max(1 - math.exp(-search.gain[1]), 0.0)
+def worth(search: Search, windows: Windows) -> float:
+    """Default steps that the table in force saves from the verdict to the job's step :data:`HORIZON`, by windows that
+    decide nothing: those that confirmed it were lucky ones, and the lower bound of its gain can be bought with time."""
+    if not search.confirmed.any():
+        return 0.0
+    plans = [Plan(WATCH, c, search.window_steps, DISCARD) for c in (np.zeros_like(search.confirmed), search.confirmed)]
+    default, table = np.sum([[middle(windows.measure(p).step_ms) for p in plans] for _ in range(PAIRS)], axis=0)
+    return max(HORIZON - search.marks.verdict, 0) * float(1 - table / default)

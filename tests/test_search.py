@@ -11,6 +11,7 @@ from dynamiccl.envs.search.canary import GIVE_UP
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search.watch import SearchConfig, Watch
 from dynamiccl.envs.search.windows import PROFILE, REFERENCE, SEARCH, TABLE, Job, Measured
+from dynamiccl.envs.search_env import HORIZON, PAIRS, worth
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import SimSearch, SimWindows
 from dynamiccl.traces.fingerprint import N_FEATURES
@@ -317,6 +318,18 @@ def test_a_small_true_gain_survives_the_watch(prior):
         reopened += search.marks.reopened
     assert len(share) >= 10 and kept == len(share) and reopened == 0
     assert 0 < max(share) <= 0.01
+
+
+def test_what_a_table_is_worth_is_told_by_windows_that_did_not_choose_it(prior):
+    told = Told(good)
+    search, _ = run(told, prior)
+    assert search.gain[0] > 0.05
+    told.saving = lambda c: 0.02 * c.any()  # it was confirmed by luck
+    n = len(told.windows)
+    assert worth(search, told) == pytest.approx(0.02 * (HORIZON - search.marks.verdict), rel=0.3)
+    assert [bool(plan.configs.any()) for plan in told.windows[n:]] == [False, True] * PAIRS
+    search.confirm(np.zeros(2, int))
+    assert worth(search, told) == 0 and len(told.windows) == n + 2 * PAIRS
 
 
 def test_a_lasting_change_begins_a_new_search(prior):

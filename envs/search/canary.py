@@ -15,7 +15,7 @@ GIVE_UP = 1.5
 #: Standard deviation of the log time of one step that was far too long; and where something else was the likelier
 #: cause: steps that save a checkpoint, or wait for a late rank, come about once in so many windows.
 ONE_STEP, STRAGGLER, STRAY = 0.15, 2.0, 0.1
-#: The blame for one step: with more a config is not tried any more, for a checkpoint does not come twice.
+#: The blame for one step. A config with more makes each step far too long: a checkpoint would not come twice.
 ONCE = 1.0001
 
 

@@ -384,8 +384,8 @@ class Search:
 
 
 def _telling(plan: Plan, step_ms: Array) -> tuple[Array, bool]:
-    """Of the steps of a window those that tell of its table, and whether it was given up: where all are far too long,
-    the first two are, or the first is at least no faster than the default. A later one is a stray."""
+    """Of the steps of a window those that tell of its table, and whether it was given up. Where a table makes all steps
+    far too long, the first or the second shows it, and none is faster than the default; any other is a stray."""
     ends_long = bool(step_ms[-1] > plan.limit_ms)
     given_up = ends_long and len(step_ms) <= 2 and bool(step_ms[0] > plan.limit_ms / GIVE_UP)
     return step_ms[-1:] if given_up else step_ms[: len(step_ms) - ends_long], given_up

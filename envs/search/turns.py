@@ -26,7 +26,7 @@ GO_ON, RUN, COMPARE, LEAVE = range(4)
 N_WHAT = 4
 #: Figures per config: mean against the best, what a window is expected to teach, its worth (ten times larger), windows
 #: measured (quarters), whether it was chosen in the last round, whether it is in force when nothing is tried, and how
-#: likely it is to make a step far too long (1: it did so twice, or lost its comparison).
+#: likely it is to make a step far too long (1: it is to blame for more than one, or lost its comparison).
 N_PER_CONFIG = 7
 #: ``promised``: what the table believed best saves beyond the one in force. ``exploring``: a slot before this one runs
 #: something else than what is believed best. ``beaten``: the table believed best has lost its comparison. ``idle``:
@@ -97,16 +97,8 @@ def seen(observations: Array) -> Seen:
     x = np.atleast_2d(np.asarray(observations, np.float64))
     ends = np.cumsum([N_FEATURES, len(CONTEXT), N_PER_CONFIG * N_CONFIGS])
     features, context, figures, open_ = np.split(x, ends, axis=1)
-    f = figures.reshape(len(x), N_PER_CONFIG, N_CONFIGS)
-    return Seen(
-        f[:, 0] / SCALE,
-        f[:, 1] / SCALE,
-        f[:, 2] / SCALE / 10,
-        np.rint(4 * f[:, 3]),
-        f[:, 4] > 0.5,
-        f[:, 5] > 0.5,
-        f[:, 6],
-        open_ > 0.5,
-        dict(zip(CONTEXT, context.T, strict=True)),
-        features,
-    )
+    figures = np.moveaxis(figures.reshape(len(x), N_PER_CONFIG, N_CONFIGS), 1, 0)
+    ahead, learned, worth, count, last, in_force, risk = figures
+    effects = ahead / SCALE, learned / SCALE, worth / SCALE / 10
+    told = dict(zip(CONTEXT, context.T, strict=True))
+    return Seen(*effects, np.rint(4 * count), last > 0.5, in_force > 0.5, risk, open_ > 0.5, told, features)
