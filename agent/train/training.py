@@ -182,9 +182,7 @@ class _AfterRollout(BaseCallback):
         row = {
             "turns": self.num_timesteps,
             "jobs": len(beyond),
-            "saved": round(float(np.mean(beyond)), 2)
-            if beyond
-            else None,  # default steps a job beyond the rule, as paid
+            "saved": round(float(np.mean(beyond)), 2) if beyond else None,  # default steps a job beyond the rule
             "error": round(float(np.std(beyond) / max(len(beyond), 1) ** 0.5), 2) if beyond else None,
             "seconds": round(t.seconds, 1),
         }
