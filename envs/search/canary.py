@@ -33,14 +33,14 @@ class Canary:
     def struck(self, configs: Array, tried: Array, belief: Belief) -> bool:
         """A step was far too long: new configs share the blame. Returns whether one has that of more than one step."""
         new = np.flatnonzero(is_new(configs, tried))
-        risks = np.array([belief.too_long(s, GIVE_UP)[configs[s]] + 1e-6 for s in new])
+        risks = np.array([belief.too_long(s, GIVE_UP)[configs[s]] + 1e-6 for s in new.tolist()])
         self.blame[new, configs[new]] += risks / risks.sum()
         return bool((self.blame[new, configs[new]] > ONCE).any())
 
     def noise(self, configs: Array, tried: Array, belief: Belief) -> float:
         """Of the log of a step that was far too long: less where that is these configs' doing rather than chance."""
         new = np.flatnonzero(is_new(configs, tried))
-        is_likely = any(belief.too_long(s, GIVE_UP)[configs[s]] > STRAY for s in new)
+        is_likely = any(belief.too_long(s, GIVE_UP)[configs[s]] > STRAY for s in new.tolist())
         return ONE_STEP if is_likely or (self.blame[new, configs[new]] > 0).any() else STRAGGLER
 
     def risk(self, slot: int, belief: Belief, tried: Array) -> Array:
