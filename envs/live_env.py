@@ -26,10 +26,8 @@ class LiveEnv(SearchEnv):
     no more is tried.
     """
 
-    def __init__(
-        self, job: Any, rules: SearchConfig | None = None, render_mode: str | None = None, **windows: Any
-    ) -> None:
-        super().__init__(rules, render_mode=render_mode)
+    def __init__(self, job: Any, rules: SearchConfig | None = None, **windows: Any) -> None:
+        super().__init__(rules)
         self.job, self.options = job, windows
 
     def open(self, options: dict[str, Any]) -> Windows:

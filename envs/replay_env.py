@@ -27,13 +27,9 @@ class ReplayEnv(SearchEnv):
     """
 
     def __init__(
-        self,
-        trace: Trace | str | os.PathLike[str],
-        min_share: float = 0.01,
-        rules: SearchConfig | None = None,
-        render_mode: str | None = None,
+        self, trace: Trace | str | os.PathLike[str], min_share: float = 0.01, rules: SearchConfig | None = None
     ) -> None:
-        super().__init__(rules, render_mode=render_mode)
+        super().__init__(rules)
         self.trace = trace if isinstance(trace, Trace) else Trace.read(trace)
         self.min_share = min_share
         self.recorded = replay.load(self.trace, min_share)

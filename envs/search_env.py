@@ -7,7 +7,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from ..traces import spaces
 from .bench.scores import HORIZON
 from .live.job_ends import JobEnded, Stopped, Withdrawn
 from .search import turns
@@ -55,12 +54,8 @@ class SearchEnv(gym.Env[Array, Array]):
     ``info["table"]`` (configs by slot, 0 beyond the job's slots), ``info["steps"]``.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012 - gymnasium's contract
-
-    def __init__(
-        self, rules: SearchConfig | None = None, prior: Prior | None = None, render_mode: str | None = None
-    ) -> None:
-        self.rules, self.prior, self.render_mode = rules or SearchConfig(), prior or Prior.load(), render_mode
+    def __init__(self, rules: SearchConfig | None = None, prior: Prior | None = None) -> None:
+        self.rules, self.prior = rules or SearchConfig(), prior or Prior.load()
         self.observation_space, self.action_space = turns.observation_space(), turns.action_space()
         self.search: Search | None = None
         self._is_over = True
@@ -99,16 +94,6 @@ class SearchEnv(gym.Env[Array, Array]):
         if self._is_over:
             search.turn = 0
         return search.observe(), reward, search.is_done, bool(ended), self._info(masked) | ended
-
-    def render(self) -> str:
-        """The search in a line; the episode's own step is a turn, ``steps`` are the job's."""
-        s = self.search
-        if s is None:
-            return "no episode has begun"
-        table = ", ".join(f"slot {i} {spaces.decision_of(c)}" for i, c in enumerate(s.confirmed) if c)
-        place = "done" if s.is_done else "verdict" if s.is_over else f"round {s.round}"
-        turn = place if s.is_done else f"{place}, turn of slot {s.turn + 1} of {s.n_slots}"
-        return f"{s.steps} steps, {s.lost:+.1f} default steps lost, {turn}; in force: {table or 'NCCL alone'}"
 
     def _info(self, masked: bool) -> dict[str, Any]:
         assert self.search is not None

@@ -26,10 +26,8 @@ class SimEnv(SearchEnv):
     ``family``: what jobs are drawn from; ``rules``: how the search is run.
     """
 
-    def __init__(
-        self, family: JobFamily = STANDARD, rules: SearchConfig | None = None, render_mode: str | None = None
-    ) -> None:
-        super().__init__(rules, render_mode=render_mode)
+    def __init__(self, family: JobFamily = STANDARD, rules: SearchConfig | None = None) -> None:
+        super().__init__(rules)
         self.family = family
 
     def open(self, options: dict[str, Any]) -> Windows:

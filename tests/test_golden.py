@@ -63,7 +63,7 @@ def story(env):
         "observations": sums(observations),
         "rewards": sums(rewards),
         "infos": whole | {"lost": sums([i["lost"] for i in infos])},
-        "in force": env.render(),
+        "in force": info["table"].tolist(),
     }
 
 

@@ -156,6 +156,21 @@ def test_the_knowledge_gradient_is_what_windows_teach(jobs, prior):
     assert belief.ahead(0, belief.best())[1][table[0]] < 0.5 * learned[table[0]]
 
 
+def test_what_is_lost_is_not_the_best_that_others_are_set_against(jobs, prior):
+    belief = belief_of(jobs, prior, 3)
+    table = belief.best()
+    mean, _, worth = belief.ahead(0, table)
+    order = np.argsort(-mean[belief.arms[0]])
+    first, second = belief.arms[0][order[:2]]
+    lost = np.arange(N_CONFIGS) == first
+    without, _, more = belief.ahead(0, table, lost=lost)
+    best = max(mean[second], mean[0])
+    np.testing.assert_allclose(without - mean, -best)
+    assert mean[first] == 0 < without[first] and more[second] > worth[second]
+    lost[0] = True
+    assert belief.ahead(0, table, lost=lost)[0][second] == 0
+
+
 @pytest.mark.timing
 def test_ten_slots_take_about_a_millisecond_a_decision(prior):
     """Measured on an idle core: 0.2 ms; the limit is wide, because the machine may be busy."""

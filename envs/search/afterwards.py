@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...traces.spaces import N_CONFIGS
 from . import turns
 from .regimes import Regime
-from .sequential import ALPHA, LongSteps, Race, least
+from .sequential import ALPHA, LIKELY, LongSteps, Race, least
 from .watch import CHANGED, HARMFUL, Watch
 from .windows import PROFILE, REFINE, TRIAL, WATCH, Measured, Plan
 
@@ -33,6 +34,9 @@ Array = np.ndarray[Any, Any]
 SOONEST = 4
 #: Level of a trial's comparison with the default: where nothing gains many are tried, and ALPHA each is too much.
 FIRST = 0.01
+#: Tables with two slots changed are tried where they are believed to lose no more than this part of the step, and each
+#: config is less likely than that to make a step far too long.
+LOSS, SAFE = 0.02, 0.01
 
 
 class Refinement:
@@ -52,6 +56,7 @@ class Refinement:
         """Over the table in force, as it was just confirmed."""
         search = self.search
         self.races: dict[bytes, Race] = {}  # of each trial beside that table
+        self.of_two: list[Array] | None = None  # tables (s,) left to try that change two of its slots
         self.long = LongSteps()  # from here on: the job's own may have become more since it was compared
         step_ms = search.default_ms * math.exp(float(search.belief.mean[0]))
         self.regime = Regime(step_ms, search.default_logs, search.confirmed, tuple(search.races))
@@ -86,15 +91,35 @@ class Refinement:
             self.passed = 0 if is_new else self.passed + self.turns
             self.next, self.turns = search.confirmed.copy(), 0
         if what == turns.LEAVE:
-            self.left = 0
+            self.left, self.of_two = 0, []
         self._rest()
 
     def _rest(self) -> None:
-        """Go over to the watch alone where nothing is left to try."""
+        """Where the policy has nothing left to try, two slots are changed at once; then only the watch goes on."""
         search = self.search
-        is_over = self.passed >= search.n_slots or self.left <= 0 or search.spent > 1
-        if self.trial is None and is_over:
-            search.phase, self.left = WATCH, 0
+        if self.trial is None and (self.passed >= search.n_slots or self.left <= 0 or search.spent > 1):
+            self.of_two = self._tables_of_two() if self.of_two is None else self.of_two
+            may_go_on = search.spent <= 1 and (self.left > 0 or search.confirmed.any())
+            self.trial = self.of_two.pop(0) if self.of_two and may_go_on else None
+            if self.trial is None:
+                search.phase, self.left = WATCH, 0
+
+    def _tables_of_two(self) -> list[Array]:
+        """For :attr:`of_two`, by the sum of what is believed of each slot alone."""
+        search, beside = self.search, np.full((self.search.n_slots, N_CONFIGS), -np.inf)
+        for place, own in enumerate(search.confirmed):
+            saves = search.belief.ahead(place, search.confirmed)[0]
+            is_safe = search.open[place] & (search.canary.risk(place, search.belief, search.tried) < SAFE)
+            beside[place] = np.where(is_safe, saves - saves[own], -np.inf)
+            beside[place, own] = -np.inf
+        slot, config = np.divmod(np.arange(beside.size), N_CONFIGS)
+        sums = np.where(slot[:, None] < slot, beside.reshape(-1, 1) + beside.ravel(), -np.inf).ravel()
+        best = np.argsort(-sums)[: search.rules.trials_of_two]
+        tables = []
+        for both in np.transpose(np.divmod(best[sums[best] > -LOSS], len(slot))):
+            tables.append(search.confirmed.copy())
+            tables[-1][slot[both]] = config[both]
+        return [table for table in tables if table.tobytes() not in search.beaten]
 
     def risk(self, slot: int) -> Array:
         """(N_CONFIGS,) as ``Canary.risk``; 1 of what has lost as a trial of the table in force."""
@@ -123,7 +148,8 @@ class Refinement:
         if given_up or is_hopeless or search.banned[np.arange(len(trial)), trial].any():
             verdict = False
         is_better = search.belief.saving_mean(trial) > search.belief.saving_mean(search.confirmed)
-        self.trial = trial if verdict is None and is_better else None
+        is_promising = race.mean > LIKELY * race.sigma / math.sqrt(race.n)  # whatever is believed
+        self.trial = trial if verdict is None and (is_better or is_promising) else None
         self.beside_ms = None
         if verdict:
             self._take(trial, race)
@@ -135,7 +161,7 @@ class Refinement:
         search, is_first = self.search, not self.search.confirmed.any()
         search.races.append(race)
         search.confirm(trial)
-        self.next = trial.copy()
+        self.next, self.passed = trial.copy(), 0
         self._keep_watch()
         if is_first:
             search.marks.gained(search.steps)

@@ -46,6 +46,8 @@ LOG_RANGE, FAR = (-3.0, 2.0), 1.0
 WIDER, BROAD = 1.4, 0.1
 #: The least that a step or a call can take, as a part of the default's.
 LEAST = 0.05
+#: What is not to be had is taken to save this, as a part of the step.
+LOST = -9.0
 
 
 class Prior:
@@ -175,13 +177,16 @@ class Belief:
         out[arms] = above((limit - self.mean[own]) / deviation)
         return out
 
-    def ahead(self, slot: int, table: Array, beside: float = 0.0) -> tuple[Array, Array, Array]:
+    def ahead(
+        self, slot: int, table: Array, beside: float = 0.0, lost: Array | None = None
+    ) -> tuple[Array, Array, Array]:
         """Of all configs (N_CONFIGS,): mean against the best, what a window under it is expected to teach of that
         (standard deviation of the change of the mean), and the knowledge gradient: by how much the best mean is
         expected to rise for it (Frazier et al. 2008).
 
         ``table`` (s,) is what the other slots run. A window shows both the duration of the slot's calls and, less
-        surely, the step: ``beside`` is the variance of what the other slots are doing to that meanwhile.
+        surely, the step: ``beside`` is the variance of what the other slots are doing to that meanwhile. ``lost``
+        (N_CONFIGS,) bool: what is not to be had, and so not the best.
         """
         arms = self.arms[slot]
         mean, learned, worth = np.zeros(N_CONFIGS), np.zeros(N_CONFIGS), np.zeros(N_CONFIGS)
@@ -193,21 +198,22 @@ class Belief:
             effects = effects - (joint[1:] - joint[0])
             cov = cov + also[1:, 1:] - also[1:, :1] - also[:1, 1:] + also[0, 0]
         at, a = self.parts[slot].start + 1, len(arms)
-        b = int(effects.argmax())
-        best, second = max(float(effects[b]), 0.0), 0.0
+        lost = np.zeros(N_CONFIGS, bool) if lost is None else lost
+        able, auto = np.where(lost[arms], LOST, effects), LOST if lost[0] else 0.0
+        b = int(able.argmax())
+        best = max(float(able[b]), auto)
         own = cov.diagonal() + self.reveal**2 + beside
         own_log = self.cov.diagonal()[at : at + a] + CALL_FLOOR**2 + CALL_NOISE**2
         both = logs.diagonal()
         k1, k2 = cov.diagonal(), both  # covariance of every arm's lead with its effect, and with its log time
-        if best > 0:
+        if best > auto:
             k1, k2 = k1 - cov[b], k2 - logs[b]
             # Of the best itself: against the runner-up.
-            others = effects.copy()
-            others[b] = -np.inf
-            r = int(others.argmax())
-            second = max(float(others[r]), 0.0) if a > 1 else 0.0
+            able[b] = LOST
+            r = int(able.argmax())
+            second = max(float(able[r]), auto)
             k1[b], k2[b] = cov[b, b], logs[b, b]
-            if second > 0:
+            if second > auto:
                 k1[b], k2[b] = k1[b] - cov[r, b], k2[b] - logs[r, b]
         if not self.has_calls:
             told = k1**2 / own
@@ -216,7 +222,7 @@ class Belief:
             told = (k1**2 * own_log - 2 * k1 * k2 * both + k2**2 * own) / det
         deviation = np.sqrt(np.maximum(told, 0.0))
         gap = effects - best
-        if best > 0:
+        if best > auto:
             gap[b] = second - best
         worth[arms], learned[arms] = expected_improvement(gap, deviation), deviation
         mean[arms] = effects
@@ -256,15 +262,8 @@ class Belief:
                 if len(arms) and mean.max() > 0:
                     self._best[s] = arms[mean.argmax()]
             if self.interactions.is_there:
-                starts = [self._best, *self._best_seen()]
-                climbed = [self._climb(table) for table in starts]
-                self._best = max(climbed, key=lambda found: found[1])[0]
+                self._best = self._climb(self._best)
         return self._best.copy()
-
-    def _best_seen(self) -> list[Array]:
-        """Of the measured tables those two that are believed best."""
-        savings = self._tables_alone()[0] - self.interactions.of_tables()
-        return [self.interactions.tables[i] for i in savings.argsort()[-2:]]
 
     def _tables_alone(self) -> tuple[Array, Array]:
         """Mean and variance (n,) of what the slots of the measured tables save, each for itself."""
@@ -281,8 +280,8 @@ class Belief:
         """Mean of :meth:`saving` alone."""
         return self._linear(table)[0] - self._joint(table)[0]
 
-    def _climb(self, start: Array) -> tuple[Array, float]:
-        """From a table on, slot by slot, to one that no other config of a single slot makes better; what it saves."""
+    def _climb(self, start: Array) -> Array:
+        """From a table on, slot by slot, to one that no other config of a single slot makes better."""
         table = start.copy()
         for _ in range(ROUNDS):
             before = table.copy()
@@ -292,7 +291,7 @@ class Belief:
                 table[s] = configs[(np.concatenate([[0.0], self._effect(s).mean]) - joint).argmax()]
             if np.array_equal(table, before):
                 break
-        return table, self.saving_mean(table)
+        return table
 
     # -- learning ----------------------------------------------------------------------------------------------
 

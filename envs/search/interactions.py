@@ -19,8 +19,8 @@ from ...traces.spaces import N_CHANNELS, N_CONFIGS, pair_of
 
 Array = np.ndarray[Any, Any]
 
-#: Standard deviations (log of the step) that interactions may have, and how likely each is beforehand.
-STRENGTHS, CHANCES = (0.0, 0.01, 0.03, 0.08), (0.8, 0.1, 0.06, 0.04)
+#: Standard deviations (log of the step) that interactions may have, how likely each is beforehand, and none.
+STRENGTHS, CHANCES, NONE = (0.01, 0.03, 0.08), (0.1, 0.06, 0.04), 0.8
 #: What two configs of a slot have in common: all, algorithm and protocol, number of channels.
 SAME, SAME_PAIR, SAME_CHANNELS = 0.4, 0.4, 0.2
 #: A table's effect is known no better than this (log).
@@ -95,14 +95,14 @@ class Interactions:
             return
         precision, sums = self._sums.T
         away, variance = sums / precision - expected, 1 / precision + unsure
-        logs, parts = np.zeros(len(STRENGTHS)), []
-        for k, strength in enumerate(STRENGTHS):
+        logs, parts = [math.log(NONE) - 0.5 * float((away**2 / variance + np.log(variance)).sum())], []
+        for strength, chance in zip(STRENGTHS, CHANCES, strict=True):
             inverse, determinant = _inverse(strength**2 * self._kernel + np.diag(variance))
             told = inverse @ away
-            logs[k] = math.log(CHANCES[k]) - 0.5 * (float(away @ told) + determinant)
+            logs.append(math.log(chance) - 0.5 * (float(away @ told) + determinant))
             parts.append((told, inverse))
-        weights = np.exp(logs - logs.max())
-        squares = weights / weights.sum() * np.square(STRENGTHS)
+        weights = np.exp(np.array(logs) - max(logs))
+        squares = weights[1:] / weights.sum() * np.square(STRENGTHS)
         self.variance = float(squares.sum())
         self._mean = sum((w * told for w, (told, _) in zip(squares, parts, strict=True)), np.zeros(n))
         fourths = squares * np.square(STRENGTHS)
@@ -117,10 +117,6 @@ class Interactions:
         alone = (self._weight.sum() ** 2 - (self._weight**2).sum()) / 2
         prior = alone - 2 * common[0] + self._own[0]
         return float(cross @ self._mean), max(float(self.variance * prior - cross @ self._less @ cross), 0.0)
-
-    def of_tables(self) -> Array:
-        """Means (n,) of the effects of the measured tables."""
-        return np.asarray(self._kernel @ self._mean)
 
     def means(self, table: Array, slot: int) -> Array:
         """Means (N_CONFIGS,) of the effects of a table (s,) with any config in a slot."""

@@ -168,8 +168,10 @@ class Search:
         is_exploring = bool((beside != best).any())
         beside[slot] = 0  # after the verdict all other slots run alike in both windows
         if refines:
-            ahead, learned, worth = belief.ahead(slot, self.confirmed)
+            risk = self.later.risk(slot)
+            ahead, learned, worth = belief.ahead(slot, self.confirmed, lost=risk == 1.0)
         else:
+            risk = self.canary.risk(slot, belief, self.tried)
             ahead, learned, worth = belief.ahead(slot, beside, belief.saving(beside)[1] ** 2)
         exposure, unsure = belief.exposure
         saving, deviation = belief.saving(best)
@@ -183,11 +185,11 @@ class Search:
             self.last_calls[slot], 20 * self.last_long,
         ])  # fmt: skip
         figures = np.zeros((turns.N_PER_CONFIG, ahead.size))
-        figures[:3] = turns.believed(ahead, learned, worth)
+        figures[:3] = turns.SCALE * ahead, turns.SCALE * learned, 10 * turns.SCALE * worth
         figures[3] = np.minimum(self.tried[slot], 16) / 4
         figures[4, self.choices[slot]] = float(self.round > 0)
         figures[5, self.confirmed[slot]] = 1.0
-        figures[6] = self.later.risk(slot) if refines else self.canary.risk(slot, belief, self.tried)
+        figures[6] = risk
         return turns.observe(self.job.features[slot], context, figures, self.open[slot])
 
     def decide(self, config: int, what: int = turns.GO_ON) -> bool:
@@ -325,7 +327,7 @@ class Search:
         steps, given_up = _telling(plan, seen.step_ms)
         ms = middle(steps)
         saved = seen.billed - seen.billed_ms / default_ms
-        anyway = seen.billed * (1 - math.exp(-self.gain[0])) if self.is_over else 0.0
+        anyway = seen.billed * (1 - math.exp(-sum(race.mean for race in self.races))) if self.is_over else 0.0
         # A step that saves a checkpoint is not the search's doing, but a step that was given up is.
         self.lost -= saved if given_up else seen.billed * (1 - ms / default_ms)
         self.long.add(plan.configs, seen.step_ms, default_ms if given_up else ms)

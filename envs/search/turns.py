@@ -71,11 +71,6 @@ def observe(features: Array, context: Array, figures: Array, open_: Array) -> Ar
     return np.clip(np.concatenate([features, context, shown.ravel(), open_]), -4, 4).astype(np.float32)
 
 
-def believed(ahead: Array, learned: Array, worth: Array) -> Array:
-    """The first three figures of all configs, (3, N_CONFIGS), from what ``belief.Belief.ahead`` says."""
-    return np.stack([SCALE * ahead, SCALE * learned, 10 * SCALE * worth])
-
-
 @dataclass
 class Seen:
     """Observations (n, N_OBSERVATION) taken apart, for policies that are no network. Effects are parts of the step."""
