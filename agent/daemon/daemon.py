@@ -180,8 +180,8 @@ class Daemon:
         elif self.outcome.ended not in (None, RunEnds.STOPPED()):  # what was confirmed by then is told at the end
             self._say(self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
-            left, steps = search.later.left, search.window_steps
-            self._say(f"trials: up to {left} times {steps} steps under another table; with tune --once there are none")
+            what = f"up to {search.later.left} times {search.window_steps} steps under another table, then up to"
+            self._say(f"trials: {what} {search.rules.trials_of_two} of two slots; with tune --once there are none")
 
     def _watch(self) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""

@@ -1,10 +1,13 @@
-"""After the verdict: the watch over the table in force, and what is still tried beside it, one slot at a time.
+"""After the verdict: the watch over the table in force, and what is still tried beside it.
 
 The search learns of all slots at once and ends as soon as a gain is sure; what it leaves behind is mostly a slot whose
 best config is a little faster than the one chosen. Such differences are too small for a window of its own, but not for
 a pair: a *trial* is the table in force with a slot (or more) changed, as the policy says, and it runs beside the table
 in force, window against window. What is faster for sure takes its place, by the same test as everywhere
 (:mod:`sequential`). The watch sees the windows between the trials as it sees all later ones.
+
+Configs of two slots may gain only together, and no trial of one slot tells. So where the policy wants no more trials,
+tables with two slots changed are tried, those first whose slots are believed to lose least by themselves.
 
 Where no table was confirmed, trials run beside the default. Where the last table was faster, if not for sure, it is the
 first of them: its comparison goes on where it stood, which is as valid as if it had never stopped.
