@@ -327,7 +327,7 @@ class Search:
         steps, given_up = _telling(plan, seen.step_ms)
         ms = middle(steps)
         saved = seen.billed - seen.billed_ms / default_ms
-        anyway = seen.billed * (1 - math.exp(-sum(race.mean for race in self.races))) if self.is_over else 0.0
+        anyway = seen.billed * (1 - math.exp(-self.gain[0])) if self.is_over else 0.0
         # A step that saves a checkpoint is not the search's doing, but a step that was given up is.
         self.lost -= saved if given_up else seen.billed * (1 - ms / default_ms)
         self.long.add(plan.configs, seen.step_ms, default_ms if given_up else ms)
