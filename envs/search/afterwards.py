@@ -101,9 +101,9 @@ class Refinement:
         """Where the policy has nothing left to try, two slots are changed at once; then only the watch goes on."""
         search = self.search
         if self.trial is None and (self.passed >= search.n_slots or self.left <= 0 or search.spent > 1):
-            self.of_two = self._tables_of_two() if self.of_two is None else self.of_two
-            may_go_on = search.spent <= 1 and (self.left > 0 or search.confirmed.any())
-            self.trial = self.of_two.pop(0) if self.of_two and may_go_on else None
+            if search.spent <= 1 and (self.left > 0 or search.confirmed.any()):
+                self.of_two = self._tables_of_two() if self.of_two is None else self.of_two
+                self.trial = self.of_two.pop(0) if self.of_two else None
             if self.trial is None:
                 search.phase, self.left = WATCH, 0
 
