@@ -54,6 +54,7 @@ class Race:
     noise: float
     alpha: float = ALPHA
     logs: list[float] = field(default_factory=list)  # log(reference / table): above 0 the table is faster
+    kept: tuple[int, float, float] = field(default=(0, 0.0, 0.0), init=False)  # pairs, their mean and sigma
 
     def add(self, reference_ms: float, table_ms: float) -> None:
         """One pair of windows."""
@@ -67,23 +68,25 @@ class Race:
     @property
     def sigma(self) -> float:
         """Standard deviation of one pair: what was known before and what the pairs show."""
-        x = np.array(self.logs)
-        scatter = 0.0
-        if len(x) > 1:
-            # Squares of a heavy tail mislead as its values do: nothing counts for more than CLIP robust deviations.
-            away = np.abs(x - median(x))
-            limit = CLIP * max(1.4826 * median(away), self.noise)
-            scatter = float((np.minimum(away, limit) ** 2).sum())
-        return math.sqrt((KNOWN_PAIRS * self.noise**2 + scatter) / (KNOWN_PAIRS + max(len(x) - 1, 0)))
+        return self._worked_out()[1]
 
     @property
     def mean(self) -> float:
         """Mean log ratio, far ones pulled in."""
-        x = np.array(self.logs)
-        if not len(x):
-            return 0.0
-        middle, reach = median(x), CLIP * self.sigma
-        return float(np.clip(x, middle - reach, middle + reach).mean())
+        return self._worked_out()[0]
+
+    def _worked_out(self) -> tuple[float, float]:
+        """:attr:`mean` and :attr:`sigma`, once for all that ask between two pairs."""
+        if not self.n:
+            return 0.0, self.noise
+        if self.kept[0] != self.n:
+            x = np.array(self.logs)
+            middle, away = median(x), np.abs(x - median(x))
+            # Squares of a heavy tail mislead as its values do: nothing counts for more than CLIP robust deviations.
+            scatter = float((np.minimum(away, CLIP * max(1.4826 * median(away), self.noise)) ** 2).sum())
+            sigma = math.sqrt((KNOWN_PAIRS * self.noise**2 + scatter) / (KNOWN_PAIRS + self.n - 1))
+            self.kept = self.n, float(np.clip(x, middle - CLIP * sigma, middle + CLIP * sigma).mean()), sigma
+        return self.kept[1:]
 
     @property
     def interval(self) -> tuple[float, float]:
