@@ -181,7 +181,7 @@ class Daemon:
             self._say(self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
             what = f"up to {search.later.left} times {search.window_steps} steps under another table, then up to"
-            self._say(f"trials: {what} {search.rules.trials_of_two} of two slots; with tune --once there are none")
+            self._say(f"trials: {what} {2 * search.rules.trials_near} near it; with tune --once there are none")
 
     def _watch(self) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""

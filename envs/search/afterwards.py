@@ -6,8 +6,9 @@ a pair: a *trial* is the table in force with a slot (or more) changed, as the po
 in force, window against window. What is faster for sure takes its place, by the same test as everywhere
 (:mod:`sequential`). The watch sees the windows between the trials as it sees all later ones.
 
-Configs of two slots may gain only together, and no trial of one slot tells. So where the policy wants no more trials,
-tables with two slots changed are tried, those first whose slots are believed to lose least by themselves.
+A trial ends with its first step that is slower for sure: one that loses costs a step or two. So where the policy wants
+no more trials, all tables near the one in force are tried that are not believed to lose much: with one slot changed,
+for what is measured among other changes may look worse than it is, then with two, for configs may gain only together.
 
 Where no table was confirmed, trials run beside the default. Where the last table was faster, if not for sure, it is the
 first of them: its comparison goes on where it stood, which is as valid as if it had never stopped.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +26,7 @@ import numpy as np
 from ...traces.spaces import N_CONFIGS
 from . import turns
 from .regimes import Regime
-from .sequential import ALPHA, LIKELY, LongSteps, Race, least
+from .sequential import ALPHA, LIKELY, LongSteps, Race, least, middle
 from .watch import CHANGED, HARMFUL, Watch
 from .windows import PROFILE, REFINE, TRIAL, WATCH, Measured, Plan
 
@@ -37,9 +39,11 @@ Array = np.ndarray[Any, Any]
 SOONEST = 4
 #: Level of a trial's comparison with the default: where nothing gains many are tried, and ALPHA each is too much.
 FIRST = 0.01
-#: Tables with two slots changed are tried where they are believed to lose no more than this part of the step, and each
-#: config is less likely than that to make a step far too long.
-LOSS, SAFE = 0.02, 0.01
+#: Tables with one slot changed, and with two, are tried where they are believed to lose no more than this part of the
+#: step, and each config is less likely than that to make a step far too long.
+LOSS, SAFE = (0.1, 0.02), 0.001
+#: A step of a trial is slower for sure by so many standard deviations, and by this much (log).
+SLOWER, SLOWER_LOG = 4.0, 0.02
 
 
 class Refinement:
@@ -59,7 +63,7 @@ class Refinement:
         """Over the table in force, as it was just confirmed."""
         search = self.search
         self.races: dict[bytes, Race] = {}  # of each trial beside that table
-        self.of_two: list[Array] | None = None  # tables (s,) left to try that change two of its slots
+        self.near: list[Array] | None = None  # tables (s,) left to try that differ from it in one slot or two
         self.long = LongSteps()  # from here on: the job's own may have become more since it was compared
         step_ms = search.default_ms * math.exp(float(search.belief.mean[0]))
         self.regime = Regime(step_ms, search.default_logs, search.confirmed, tuple(search.races))
@@ -94,21 +98,21 @@ class Refinement:
             self.passed = 0 if is_new else self.passed + self.turns
             self.next, self.turns = search.confirmed.copy(), 0
         if what == turns.LEAVE:
-            self.left, self.of_two = 0, []
+            self.left, self.near = 0, []
         self._rest()
 
     def _rest(self) -> None:
-        """Where the policy has nothing left to try, two slots are changed at once; then only the watch goes on."""
+        """Where the policy has nothing left to try, tables near the one in force are; then only the watch goes on."""
         search = self.search
         if self.trial is None and (self.passed >= search.n_slots or self.left <= 0 or search.spent > 1):
             if search.spent <= 1 and (self.left > 0 or search.confirmed.any()):
-                self.of_two = self._tables_of_two() if self.of_two is None else self.of_two
-                self.trial = self.of_two.pop(0) if self.of_two else None
+                self.near = self._tables_near() if self.near is None else self.near
+                self.trial = self.near.pop(0) if self.near else None
             if self.trial is None:
                 search.phase, self.left = WATCH, 0
 
-    def _tables_of_two(self) -> list[Array]:
-        """For :attr:`of_two`, by the sum of what is believed of each slot alone."""
+    def _tables_near(self) -> list[Array]:
+        """For :attr:`near`: with one slot changed, then with two, by the sum of what is believed of each slot alone."""
         search, beside = self.search, np.full((self.search.n_slots, N_CONFIGS), -np.inf)
         for place, own in enumerate(search.confirmed):
             saves = search.belief.ahead(place, search.confirmed)[0]
@@ -116,13 +120,16 @@ class Refinement:
             beside[place] = np.where(is_safe, saves - saves[own], -np.inf)
             beside[place, own] = -np.inf
         slot, config = np.divmod(np.arange(beside.size), N_CONFIGS)
-        sums = np.where(slot[:, None] < slot, beside.reshape(-1, 1) + beside.ravel(), -np.inf).ravel()
-        best = np.argsort(-sums)[: search.rules.trials_of_two]
-        tables = []
-        for both in np.transpose(np.divmod(best[sums[best] > -LOSS], len(slot))):
-            tables.append(search.confirmed.copy())
-            tables[-1][slot[both]] = config[both]
-        return [table for table in tables if table.tobytes() not in search.beaten]
+        tables, near = list[Array](), beside.reshape(-1, 1) + beside.ravel()
+        np.fill_diagonal(near, beside)  # of a change with itself: of one slot
+        for kind, loss in zip((np.eye(len(slot), dtype=bool), slot[:, None] < slot), LOSS, strict=True):
+            sums = np.where(kind, near, -np.inf).ravel()
+            best = np.argsort(-sums)[: search.rules.trials_near]
+            for both in np.transpose(np.divmod(best[sums[best] > -loss], len(slot))):
+                tables.append(search.confirmed.copy())
+                tables[-1][slot[both]] = config[both]
+        known = search.beaten | self.races.keys()
+        return [table for table in tables if table.tobytes() not in known]
 
     def risk(self, slot: int) -> Array:
         """(N_CONFIGS,) as ``Canary.risk``; 1 of what has lost as a trial of the table in force."""
@@ -134,13 +141,15 @@ class Refinement:
                 out[configs[slot]] = 1.0
         return out
 
-    def tried(self, trial: Array, seen: Measured, ms: float, given_up: bool) -> None:
-        """One window of a trial (s,), ``ms`` a step: it takes the place of what is in force, runs again, or goes."""
-        search = self.search
+    def tried(self, trial: Array, seen: Measured, steps: Array, given_up: bool) -> None:
+        """One window of a trial (s,), of which ``steps`` (ms) tell: it takes the place of what is in force, runs again,
+        or goes."""
+        search, ms = self.search, middle(steps)
         assert self.beside_ms is not None
         self.left -= 1
         search.after += seen.billed
-        race, noise = self.races.setdefault(trial.tobytes(), Race(self.noise, self.level)), self.noise
+        race = self.races.setdefault(trial.tobytes(), Race(self.noise, self.level))
+        noise = math.hypot(search.noise, search.noise_of(len(steps)))
         if given_up:
             noise = search.canary.noise(trial, search.tried, search.belief)
         race.add(self.beside_ms, ms)
@@ -181,7 +190,9 @@ class Refinement:
         if self.trial is None and search.phase == REFINE:
             return None
         if self.trial is not None and self.beside_ms is not None and not self.watch.is_uneasy:
-            return search.window(TRIAL, self.trial)
+            plan = search.window(TRIAL, self.trial)
+            slower = self.beside_ms * math.exp(max(SLOWER * search.noise_of(1), SLOWER_LOG))
+            return replace(plan, limit_ms=min(plan.limit_ms, slower))
         wants_default = self.watch.wants_default(search.steps)
         configs = np.zeros_like(search.confirmed) if wants_default else search.confirmed
         return Plan(WATCH, configs.copy(), search.window_steps, search.discard(configs))

@@ -265,17 +265,6 @@ class Belief:
                 self._best = self._climb(self._best)
         return self._best.copy()
 
-    def _tables_alone(self) -> tuple[Array, Array]:
-        """Mean and variance (n,) of what the slots of the measured tables save, each for itself."""
-        tables = self.interactions.tables
-        total, variance = np.zeros(len(tables)), np.zeros(len(tables))
-        for s, index in enumerate(self.config):
-            at, effect = index[tables[:, s]], self._effect(s)
-            runs = np.flatnonzero(at >= 0)
-            total[runs] += effect.mean[at[runs]]
-            variance[runs] += effect.cov[at[runs], at[runs]]
-        return total, variance
-
     def saving_mean(self, table: Array) -> float:
         """Mean of :meth:`saving` alone."""
         return self._linear(table)[0] - self._joint(table)[0]
@@ -328,7 +317,13 @@ class Belief:
     def _see_table(self, table: Array, log_step: float, noise: float) -> None:
         """A window under a table (s,), for what slots do to each other: the log of its step over the default's now."""
         self.interactions.see(table, log_step, noise)
-        total, variance = self._tables_alone()
+        tables = self.interactions.tables
+        total, variance = np.zeros(len(tables)), np.zeros(len(tables))  # of what their slots save, each for itself
+        for s, index in enumerate(self.config):
+            at, effect = index[tables[:, s]], self._effect(s)
+            runs = np.flatnonzero(at >= 0)
+            total[runs] += effect.mean[at[runs]]
+            variance[runs] += effect.cov[at[runs], at[runs]]
         left = np.maximum(1 - total, LEAST)
         self.interactions.fit(np.log(left), ((ADDED * total) ** 2 + variance) / left**2)
         self._best = None  # the slots' own effects are as they were

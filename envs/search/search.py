@@ -71,12 +71,11 @@ class Search:
     def _begin(self, default: Measured) -> None:
         """A new search, from these default steps."""
         self._single.extend(np.log(default.step_ms / middle(default.step_ms)))
-        logs = np.array(self._single)
         self.default_ms = middle(default.step_ms)
         lowest, most = self.rules.window_steps
-        fits = (n for n in range(lowest, most) if window_noise(logs, n) <= self.rules.good_noise)
+        fits = (n for n in range(lowest, most) if self.noise_of(n) <= self.rules.good_noise)
         self.window_steps = next(fits, most)
-        self.noise = window_noise(logs, self.window_steps)  # standard deviation of a window's log step time
+        self.noise = self.noise_of(self.window_steps)
         self.belief = Belief(self.prior, self.job.features, self.job.mask & ~self.banned, self.job.share)
         self.belief.reveal = self.rules.reveal * self.noise
         # The default's own step time is no surer than a window of it, nor steadier.
@@ -137,11 +136,17 @@ class Search:
         return self.window(REFERENCE, self.reference) if reference else self.window(TABLE, self.table)
 
     def window(self, kind: str, configs: Array) -> Plan:
-        """A window under these configs (s,), given up where they are new and a step is far too long."""
-        limit = math.inf
-        if is_new(configs, self.tried).any():
-            limit = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0])
-        return Plan(kind, configs.copy(), self.window_steps, self.discard(configs), limit)
+        """A window under these configs (s,), given up where a step is far too long."""
+        return Plan(kind, configs.copy(), self.window_steps, self.discard(configs), self.too_long_ms(configs))
+
+    def too_long_ms(self, configs: Array) -> float:
+        """A step longer than this is far too long under configs (s,); none is where they have all been measured."""
+        most = GIVE_UP * self.default_ms * math.exp(self.belief.mean[0])
+        return most if is_new(configs, self.tried).any() else math.inf
+
+    def noise_of(self, n_steps: int) -> float:
+        """Standard deviation of the log step time of a window of so many steps."""
+        return window_noise(np.array(self._single), n_steps)
 
     def discard(self, configs: Array) -> int:
         """Steps that do not count after a change to these configs (s,)."""
@@ -258,7 +263,11 @@ class Search:
         race.add(pair[REFERENCE], pair[TABLE])
         verdict = self.verdict(race, self.table, self.rules.pairs)
         if verdict:
-            self._accept(race)
+            if not self.confirmed.any():
+                self.marks.gained(self.steps)
+            self.races.append(race)
+            self.confirm(self.table)
+            self._continue()
         elif verdict is not None:
             self._reject()
 
@@ -270,13 +279,6 @@ class Search:
             return found
         most = MORE * pairs if known is not None else self.rules.doubtful  # it goes on: it gains, and costs little
         return False if race.n >= most or self.long.forbids(table, self.confirmed, race.mean) else None
-
-    def _accept(self, race: Race) -> None:
-        if not self.confirmed.any():
-            self.marks.gained(self.steps)
-        self.races.append(race)
-        self.confirm(self.table)
-        self._continue()
 
     def confirm(self, configs: Array) -> None:
         """These configs (s,) are in force from now on, when nothing is tried; the job is told where they are others."""
@@ -324,7 +326,7 @@ class Search:
             self.later.recognise()
             return 0.0
         default_ms = self.default_ms * math.exp(float(self.belief.mean[0]))
-        steps, given_up = _telling(plan, seen.step_ms)
+        steps, given_up = _telling(plan, seen.step_ms, self.too_long_ms(plan.configs))
         ms = middle(steps)
         saved = seen.billed - seen.billed_ms / default_ms
         anyway = seen.billed * (1 - math.exp(-self.gain[0])) if self.is_over else 0.0
@@ -342,7 +344,7 @@ class Search:
         if plan.kind == SEARCH:
             self._after_round()
         elif plan.kind == TRIAL:
-            self.later.tried(plan.configs, seen, ms, given_up)
+            self.later.tried(plan.configs, seen, steps, given_up)
         elif plan.kind in (REFERENCE, TABLE):
             if (~seen.obeyed & (plan.configs > 0)).any() or (given_up and is_guilty):
                 self._reject()
@@ -358,10 +360,10 @@ class Search:
         logs = np.log(steps / self.default_ms)
         if len(logs) >= 3:
             self._single.extend(logs - median(logs))
-            self.noise = window_noise(np.array(self._single), self.window_steps)
+            self.noise = self.noise_of(self.window_steps)
         is_told = plan.kind != TRIAL  # a trial is set beside the table in force
         log_step = math.log(middle(steps) / self.default_ms) if is_told else math.nan
-        noise = window_noise(np.array(self._single), len(steps)) if is_told else 1.0
+        noise = self.noise_of(len(steps)) if is_told else 1.0
         if given_up:
             noise = self.canary.noise(plan.configs, self.tried, self.belief)
         logs_us = np.log(np.asarray(seen.call_us, np.float64))
@@ -385,9 +387,9 @@ class Search:
             self._close()
 
 
-def _telling(plan: Plan, step_ms: Array) -> tuple[Array, bool]:
+def _telling(plan: Plan, step_ms: Array, too_long_ms: float) -> tuple[Array, bool]:
     """Of the steps of a window those that tell of its table, and whether it was given up. Where a table makes all steps
     far too long, the first or the second shows it, and none is faster than the default; any other is a stray."""
-    ends_long = bool(step_ms[-1] > plan.limit_ms)
-    given_up = ends_long and len(step_ms) <= 2 and bool(step_ms[0] > plan.limit_ms / GIVE_UP)
-    return step_ms[-1:] if given_up else step_ms[: len(step_ms) - ends_long], given_up
+    has_ended, is_too_long = bool(step_ms[-1] > plan.limit_ms), bool(step_ms[-1] > too_long_ms)
+    given_up = is_too_long and len(step_ms) <= 2 and bool(step_ms[0] > too_long_ms / GIVE_UP)
+    return step_ms[-1:] if given_up or len(step_ms) == 1 else step_ms[: len(step_ms) - has_ended], given_up
