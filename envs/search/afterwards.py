@@ -7,8 +7,8 @@ in force, window against window. What is faster for sure takes its place, by the
 (:mod:`sequential`). The watch sees the windows between the trials as it sees all later ones.
 
 A trial ends with its first step that is slower for sure: one that loses costs a step or two. So where the policy wants
-no more trials, all tables near the one in force are tried that are not believed to lose much: with one slot changed,
-for what is measured among other changes may look worse than it is, then with two, for configs may gain only together.
+no more trials, tables near the one in force are tried that are not believed to lose much: with one slot changed, for
+what was measured among other changes may look worse than it is, then with two, for configs may gain only together.
 
 Where no table was confirmed, trials run beside the default. Where the last table was faster, if not for sure, it is the
 first of them: its comparison goes on where it stood, which is as valid as if it had never stopped.
@@ -39,9 +39,9 @@ Array = np.ndarray[Any, Any]
 SOONEST = 4
 #: Level of a trial's comparison with the default: where nothing gains many are tried, and ALPHA each is too much.
 FIRST = 0.01
-#: Tables with one slot changed, and with two, are tried where they are believed to lose no more than this part of the
-#: step, and each config is less likely than that to make a step far too long.
-LOSS, SAFE = (0.1, 0.02), 0.001
+#: Tables with one slot changed (to a config that ran before), and with two, are tried where they are believed to lose
+#: no more than this part of the step, and each config is less likely than that to make a step far too long.
+LOSS, SAFE = (0.1, 0.02), 0.01
 #: A step of a trial is slower for sure by so many standard deviations, and by this much (log).
 SLOWER, SLOWER_LOG = 4.0, 0.02
 
@@ -121,7 +121,7 @@ class Refinement:
             beside[place, own] = -np.inf
         slot, config = np.divmod(np.arange(beside.size), N_CONFIGS)
         tables, near = list[Array](), beside.reshape(-1, 1) + beside.ravel()
-        np.fill_diagonal(near, beside)  # of a change with itself: of one slot
+        np.fill_diagonal(near, np.where(search.tried > 0, beside, -np.inf))  # a change with itself: of one slot
         for kind, loss in zip((np.eye(len(slot), dtype=bool), slot[:, None] < slot), LOSS, strict=True):
             sums = np.where(kind, near, -np.inf).ravel()
             best = np.argsort(-sums)[: search.rules.trials_near]
@@ -149,9 +149,8 @@ class Refinement:
         self.left -= 1
         search.after += seen.billed
         race = self.races.setdefault(trial.tobytes(), Race(self.noise, self.level))
-        noise = math.hypot(search.noise, search.noise_of(len(steps)))
-        if given_up:
-            noise = search.canary.noise(trial, search.tried, search.belief)
+        of_steps = math.hypot(search.noise, search.noise_of(len(steps)))
+        noise = search.canary.noise(trial, search.tried, search.belief) if given_up else of_steps
         race.add(self.beside_ms, ms)
         search.belief.compare(trial, search.confirmed, math.log(self.beside_ms / ms), noise)
         verdict = search.verdict(race, trial, math.inf, SOONEST)

@@ -112,11 +112,6 @@ class Race:
             return True
         return None if promising and self.n < MORE * pairs else False
 
-    @property
-    def is_slower(self) -> bool:
-        """The table is slower than the reference, for sure."""
-        return self.interval[1] < 0
-
 
 class LongSteps:
     """What long steps cost under each table that ran: :func:`middle` leaves them out, and a config that makes one step

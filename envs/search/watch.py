@@ -180,7 +180,7 @@ class Watch:
     def _is_plain(self, ahead: float) -> bool:
         """One pair of windows is proof by itself."""
         at_once = Race(self.race.noise, AT_ONCE, [ahead])
-        return at_once.is_slower and ahead < -PLAIN
+        return at_once.interval[1] < 0 and ahead < -PLAIN
 
     def _asked(self, default: float) -> str:
         """A look out of turn, after odd windows: is it the table that is slow, or all that the job does?"""
