@@ -191,5 +191,5 @@ def test_trials_after_the_verdict_are_announced_with_what_switches_them_off(once
     daemon.tuner = SimpleNamespace(search=search)
     daemon._say_verdict()
     assert said[0].startswith("verdict after 126 steps: NOTHING FOUND")
-    told = "trials: up to 80 times 5 steps under another table, then up to 100 of two slots"
+    told = "trials: up to 80 times 5 steps under another table, then up to 200 near it"
     assert said[1:] == ([] if once else [told + "; with tune --once there are none"])
