@@ -389,7 +389,7 @@ class Search:
 
 def _telling(plan: Plan, step_ms: Array, too_long_ms: float) -> tuple[Array, bool]:
     """Of the steps of a window those that tell of its table, an only one does, and whether it was given up. Where a
-    table makes all far too long, the first or second shows it, and none is faster than the default; else it is stray."""
+    table makes all far too long, the first or second shows it, none faster than the default; any other is a stray."""
     has_ended, is_too_long = bool(step_ms[-1] > plan.limit_ms), bool(step_ms[-1] > too_long_ms)
     given_up = is_too_long and len(step_ms) <= 2 and bool(step_ms[0] > too_long_ms / GIVE_UP)
     return step_ms[-1:] if given_up or len(step_ms) == 1 else step_ms[: len(step_ms) - has_ended], given_up
