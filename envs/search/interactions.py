@@ -83,8 +83,8 @@ class Interactions:
             row = self._like[np.arange(len(table)), :, table]
             self._rows = np.concatenate([self._rows, row[:, :, None]], axis=2)
             self._own = self._one(np.zeros(len(table), np.int64))
-            row = self._given_own(self._one(table))
-            self._kernel = np.block([[self._kernel, row[:-1, None]], [row[None]]])
+            common = self._given_own(self._one(table))
+            self._kernel = np.block([[self._kernel, common[:-1, None]], [common[None]]])
         precision = 1 / (noise**2 + FLOOR**2)
         self._sums[(self.tables == table).all(axis=1)] += precision, precision * log_step
 

@@ -81,7 +81,7 @@ class Race:
             return 0.0, self.noise
         if self.kept[0] != self.n:
             x = np.array(self.logs)
-            middle, away = median(x), np.abs(x - median(x))
+            away = np.abs(x - (middle := median(x)))
             # Squares of a heavy tail mislead as its values do: nothing counts for more than CLIP robust deviations.
             scatter = float((np.minimum(away, CLIP * max(1.4826 * median(away), self.noise)) ** 2).sum())
             sigma = math.sqrt((KNOWN_PAIRS * self.noise**2 + scatter) / (KNOWN_PAIRS + self.n - 1))
