@@ -34,6 +34,8 @@ class FakeJob:
     window, and what was confirmed last is in force.
     """
 
+    tries_few = False
+
     def __init__(
         self, step_ms: Callable[[Mapping[Slot, Decision]], float], noise: float = 0.0, steps: int = 10**9, seed: int = 0
     ) -> None:
@@ -66,8 +68,14 @@ class FakeJob:
             self.in_force = dict(self.confirmed)
 
     def window(
-        self, decisions: Mapping[Slot, Decision], n_steps: int, discard: int = 1, give_up_ms: float = float("inf")
+        self,
+        decisions: Mapping[Slot, Decision],
+        n_steps: int,
+        discard: int = 1,
+        give_up_ms: float = float("inf"),
+        one_of: int = 0,
     ) -> Window:
+        assert one_of == 0
         chosen = {s: d for s, d in decisions.items() if not d.is_auto}
         generation = self.publish(chosen, 100 if chosen != self.confirmed else 0)
         self.last_step += discard

@@ -43,7 +43,7 @@ def test_what_nccl_has_done_with_the_plugin_is_told(tmp_path, release, abi, coun
     env = {**os.environ, "RELEASE": release, "DYNAMICCL_RUN": str(tmp_path / "of another node")}
     out = subprocess.check_output([sys.executable, "-c", REACH + COUNTED], env=env, text=True).splitlines()
     assert out == ["0 0 0 0 {}", f"2 5 {abi[0]} {abi[1]} {counts}", out[2]]
-    assert out[2] == f"{build_of()} table 3 tuner {abi[0]} profiler {abi[1]}"
+    assert out[2] == f"{build_of()} table 4 tuner {abi[0]} profiler {abi[1]}"
 
 
 def test_a_collective_says_what_nccl_asked_about(run, plugin):

@@ -77,6 +77,8 @@ class Told(live.Job):
     """``live.Job`` over ranks that answer from the recording: steps under the table before until all have switched,
     then those of the window, with their collectives."""
 
+    tries_few = RecordedJob.tries_few
+
     def __init__(self, folder, trace, recorded, seed, monkeypatch):
         self.ranks_here = [Rank(0, known_of(trace)), Rank(1, np.zeros(0, COLL_DTYPE))]
         monkeypatch.setattr(folder, "rings", lambda: self.ranks_here)
@@ -86,10 +88,10 @@ class Told(live.Job):
         memory = trace.steps.iloc[0]
         self.memory = int(memory["memory_used"]), int(memory["memory_total"])
 
-    def window(self, decisions, n_steps, discard=1, give_up_ms=float("inf")):
+    def window(self, decisions, n_steps, discard=1, *more):
         self.discarded = discard
-        self.answers = self.recorded.window(decisions, n_steps, discard, give_up_ms), self.recorded.take_events()
-        return super().window(decisions, n_steps, discard, give_up_ms)
+        self.answers = self.recorded.window(decisions, n_steps, discard, *more), self.recorded.take_events()
+        return super().window(decisions, n_steps, discard, *more)
 
     def poll(self):
         if self.answers is not None:
@@ -173,18 +175,19 @@ class Jobs:
         self.fingerprint = SimpleNamespace(
             vector=lambda: np.concatenate([p.vector() for p in prints]), share=share, own_pair=own
         )
+        self.calls = np.zeros((1, SLOTS))
         self.noise = SimpleNamespace(calls=lambda us, n, rng: np.full((1, SLOTS), np.nan))
 
     def __len__(self):
         return 1
 
-    def step_us(self, configs, rows=None):
+    def step_us(self, configs, rows=None, few=None):
         return np.array([self.last_us]), np.full((1, SLOTS), np.nan)
 
     def advance(self, n_steps):
         """The recording says itself when a table is in force."""
 
-    def window(self, configs, counted, rng):
+    def window(self, configs, counted, rng, few):
         plan = self.plan
         window = self.job.window(self.reader.decisions(configs[0, : len(plan.configs)]), plan.n_steps, plan.discard)
         self.last_us = 1e3 * float(window.durations_ms[0])

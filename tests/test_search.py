@@ -31,6 +31,8 @@ def prior():
 class Told:
     """A job of two slots; ``saving(configs)`` is its truth, ``noise`` the spread of one step."""
 
+    calls = 0.0  # a step, of each slot, that a table can hold at few of
+
     def __init__(self, saving, noise=0.004, seed=0):
         self.saving, self.noise, self.rng = saving, noise, np.random.default_rng(seed)
         self.running, self.windows = np.zeros(2, int), []
@@ -40,7 +42,8 @@ class Told:
         mask = np.zeros((2, N_CONFIGS), bool)
         mask[:, OPEN] = True
         features = np.zeros((2, N_FEATURES), np.float32)
-        job = Job(features, mask, np.array([0.3, 0.3]), np.array([100.0, 100.0]), np.full((2, N_CONFIGS), -1))
+        share, us, calls = np.full(2, 0.3), np.full(2, 100.0), np.full(2, self.calls)
+        job = Job(features, mask, share, us, np.full((2, N_CONFIGS), -1), calls)
         return job, self.measure_steps(np.zeros(2, int), 8, 3, math.inf)
 
     def measure(self, plan):

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.plugin.build import job_env, plugin_path
-from dynamiccl.envs.nccl.shm import encode_table
+from dynamiccl.envs.nccl.shm import decode_table, encode_table
 from dynamiccl.traces.records import Decision, Rule, Table
 from nccl_groups import Groups
 from nccl_releases import Call, Communicator
@@ -51,9 +52,15 @@ def message(n_channels: int) -> bytes:
 
 def call(comm: Communicator, func: str = "all_gather", n_bytes: int = MB) -> int:
     """One collective; the channels that it was answered with: the generation of the table that answered, 0 = none."""
+    return timed_call(comm, func, n_bytes)[0]
+
+
+def timed_call(comm: Communicator, func: str = "all_gather", n_bytes: int = MB) -> tuple[int, bool]:
+    """The same, and whether the times of its kernel are asked for."""
     n_channels = comm.get_coll_info(func, n_bytes, offer(ring_ll=10, ring_simple=30))
-    comm.stop(comm.start_coll(func, 0, n_bytes // 8 // 4, "float32", 1, 16, "ring", "ll"))
-    return n_channels
+    handle = comm.start_coll(func, 0, n_bytes // 8 // 4, "float32", 1, 16, "ring", "ll")
+    comm.stop(handle)
+    return n_channels, handle is not None
 
 
 def calls(comm: Communicator, n: int) -> list[int]:
@@ -273,3 +280,33 @@ else:
     parent, child = map(int, done.stdout.split())
     steps = {ring.pid: ring.drain()["step"].tolist() for ring in folder.rings()}
     assert steps == {parent: list(range(11)), child: [0, 1, 2]}
+
+
+def test_a_trial_of_few_calls_holds_at_one_of_so_many_and_what_stays_at_the_others(plugin, join):
+    """The same calls on every rank, about as many as said, and in no step with a pattern of the job's."""
+    ranks = [join(), Communicator(plugin.path, 8, 8, 1, 1)]
+    plugin.activate(message(1))
+    plugin.stage(encode_table(replace(decode_table(message(2)), trial_steps=9, one_of=8)))
+    for comm_id in (7, 8):
+        plugin.switch(comm_id, 96, 896)
+    said = [[timed_call(comm) for _ in range(1000)] for comm in ranks]
+    assert said[0] == said[1] and set(said[0]) == {(1, False), (2, True)}, "these alone are timed"
+    tried = [at for at, generation in enumerate(said[0]) if generation == (2, True)]
+    assert 96 <= min(tried) and max(tried) < 896
+    assert len(tried) == 100
+    for every in (2, 3, 4, 8, 33):
+        assert len({at % every for at in tried}) > 0.8 * every
+    ranks[1].finalize()
+
+
+def test_a_step_of_few_calls_counts_as_the_trials(plugin, join):
+    comm = join()
+    plugin.activate(message(1))
+    plugin.stage(encode_table(replace(decode_table(message(2)), trial_steps=9, one_of=4)))
+    plugin.switch(7, 16, 64)
+    plugin.lift(2)
+    told = []
+    for _ in range(6):
+        calls(comm, 16)
+        told.append(plugin.ended())
+    assert told == [1, 2, 2, 2, 1, 1]

@@ -80,7 +80,7 @@ def plain(value: Any) -> Any:
         case Slot():
             return asdict(value)
         case Table():
-            trial = {"trial_steps": value.trial_steps} if value.trial_steps else {}
+            trial = {name: n for name in ("trial_steps", "one_of") if (n := getattr(value, name))}
             return {"generation": value.generation, "rules": [plain(vars(rule)) for rule in value.rules], **trial}
         case dict():
             return {str(k): plain(v) for k, v in value.items()}

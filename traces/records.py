@@ -131,7 +131,7 @@ def format_bytes(n: float) -> str:
 
 
 #: Format of tables in shared memory, on the wire and in the plugin.
-TABLE_VERSION = 3
+TABLE_VERSION = 4
 
 # One row of a table in shared memory and on the wire (C: struct dccl_rule in envs/nccl/plugin/plugin.h), 32 bytes.
 RULE_DTYPE = np.dtype(
@@ -174,17 +174,20 @@ class Rule:
 class Table:
     """All decisions in force at once. The empty table is NCCL's own choice everywhere.
 
-    With ``trial_steps`` it is a trial, which ends by itself after about so many steps; with 0 it is there to stay.
+    With ``trial_steps`` it is a trial, which ends by itself after about so many steps; with 0 it is there to stay. A
+    trial with ``one_of`` holds at one call of so many; at all others what is there to stay does.
     """
 
     generation: int = 0
     rules: tuple[Rule, ...] = field(default=())
     trial_steps: int = 0
+    one_of: int = 0
 
     @classmethod
-    def of(cls, generation: int, decisions: Mapping[Slot, Decision], trial_steps: int = 0) -> Table:
+    def of(cls, generation: int, decisions: Mapping[Slot, Decision], trial_steps: int = 0, one_of: int = 0) -> Table:
         """Table with one row per slot whose decision is not AUTO."""
-        return cls(generation, tuple(Rule.of(s, d) for s, d in sorted(decisions.items()) if not d.is_auto), trial_steps)
+        rules = tuple(Rule.of(s, d) for s, d in sorted(decisions.items()) if not d.is_auto)
+        return cls(generation, rules, trial_steps, one_of)
 
     def to_array(self) -> np.ndarray[Any, Any]:
         """Rows as RULE_DTYPE, sorted by (n_nodes, n_ranks, func, min_bytes) as the plugin's binary search needs.
@@ -209,9 +212,11 @@ class Table:
         return rows
 
     @classmethod
-    def from_array(cls, generation: int, rows: np.ndarray[Any, Any], trial_steps: int = 0) -> Table:
+    def from_array(
+        cls, generation: int, rows: np.ndarray[Any, Any], trial_steps: int = 0, one_of: int = 0
+    ) -> Table:
         """Inverse of :meth:`to_array`. Raises ValueError on numbers that no release knows."""
-        return cls(generation, tuple(_rule(row) for row in rows), trial_steps)
+        return cls(generation, tuple(_rule(row) for row in rows), trial_steps, one_of)
 
 
 def _rule_key(rule: Rule) -> tuple[int, int, int, int]:

@@ -42,14 +42,15 @@ class AccountedWindows(SimWindows):
 
     def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
         """See :class:`SimWindows`."""
-        before = self.running[rows].copy()
+        where = np.asarray(rows)
+        before, few = self.running[where], self.few.take(where)
         found = super().measure(rows, plans)
-        now, where = self.running[rows], np.asarray(rows)
-        waited = np.where((before != now).any(axis=1), SWITCH_STEPS, 0)  # until the table is in force
-        switched = waited > 0
-        if switched.any():
-            self.ledger.bill(where[switched], before[switched], waited[switched])
-        self.ledger.bill(where, now, np.array([m.billed for m in found]) - waited)
+        now, few_now = self.running[where], self.few.take(where)
+        is_other = (before != now).any(axis=1) | (few.one_of != few_now.one_of)
+        waited = np.where(is_other, SWITCH_STEPS, 0)  # until the table is in force
+        if is_other.any():
+            self.ledger.bill(where[is_other], before[is_other], waited[is_other], few.take(is_other))
+        self.ledger.bill(where, now, np.array([m.billed for m in found]) - waited, few_now)
         return found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..sim.jobs import SLOTS, Jobs
+from ..sim.truth import Few
 
 Array = np.ndarray[Any, Any]
 
@@ -93,14 +94,16 @@ class LossAccount:
         self.first_gain, self.verdict = np.full(n, np.nan), np.full(n, np.nan)
         self.final = np.zeros((n, SLOTS), int)
 
-    def bill(self, rows: Array, configs: Array, n_steps: Array) -> Array:
-        """``n_steps`` (m,) ran of the jobs at ``rows`` (m,) under ``configs`` (m, SLOTS).
+    def bill(self, rows: Array, configs: Array, n_steps: Array, few: Few | None = None) -> Array:
+        """``n_steps`` (m,) ran of the jobs at ``rows`` (m,) under ``configs`` (m, SLOTS), ``few`` at few calls alone.
 
         Returns a step's true time (m,) in default steps of that moment.
         """
         rows, n_steps = np.asarray(rows), np.asarray(n_steps, float)
         # Both at once: what a call costs does not grow with the jobs.
-        both = self.jobs.step_us(np.concatenate([configs, np.zeros_like(configs)]), np.concatenate([rows, rows]))[0]
+        default = np.zeros_like(configs)
+        twice = few and Few.join([few, Few(np.zeros(len(rows), int), default)])
+        both = self.jobs.step_us(np.concatenate([configs, default]), np.concatenate([rows, rows]), twice)[0]
         pace = both[: len(rows)] / both[len(rows) :]
         over = np.isfinite(self.verdict[rows])
         np.add.at(self.steps, rows, n_steps)

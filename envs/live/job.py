@@ -69,6 +69,8 @@ class Job(Reader):
     published *confirmed* or as a *trial*, which ends by itself some steps after its window would.
     """
 
+    tries_few = True  # it can run a table at few calls
+
     def __init__(
         self,
         run: RunFolder,
@@ -127,11 +129,11 @@ class Job(Reader):
         self.new_steps()
         time.sleep(POLL_S * 5)
 
-    def publish(self, decisions: Mapping[Slot, Decision], trial_steps: int = 0) -> int:
-        """Make ``decisions`` the table of the next generation, for about so many steps, or to stay."""
+    def publish(self, decisions: Mapping[Slot, Decision], trial_steps: int = 0, one_of: int = 0) -> int:
+        """Make ``decisions`` the table of the next generation, for about so many steps, or to stay; see :class:`Table`."""
         self.generation += 1
         self._to_stay = None if trial_steps else _decided(decisions)
-        table = Table.of(self.generation, decisions, trial_steps)
+        table = Table.of(self.generation, decisions, trial_steps, one_of)
         self.obedience.expect(table)
         log.debug("table %d published (%s): %s", self.generation, "trial" if trial_steps else "to stay", table.rules)
         self.run.table.publish(table)
@@ -155,9 +157,15 @@ class Job(Reader):
             self.writer = writer
 
     def window(
-        self, decisions: Mapping[Slot, Decision], n_steps: int, discard: int = DISCARD, give_up_ms: float = float("inf")
+        self,
+        decisions: Mapping[Slot, Decision],
+        n_steps: int,
+        discard: int = DISCARD,
+        give_up_ms: float = float("inf"),
+        one_of: int = 0,
     ) -> Window:
-        """Run ``n_steps`` counted steps under ``decisions`` and return them.
+        """Run ``n_steps`` counted steps under ``decisions`` and return them; with ``one_of`` they hold at one call of so
+        many, and what is confirmed at the others.
 
         Ends early once a counted step took longer than ``give_up_ms``. After a pause the window begins anew; of a job
         that pauses under the confirmed table too (rollouts) it goes on. Where ``decisions`` alone make it pause, that
@@ -168,7 +176,8 @@ class Job(Reader):
         pauses = barren = 0  # in this window, and how many of them in a row without a counted step between
         while True:
             before = len(counted)
-            cut, generation = self._attempt(chosen, n_steps, discard, give_up_ms, counted), self.generation
+            cut = self._attempt(chosen, n_steps, discard, give_up_ms, one_of, counted)
+            generation = self.generation
             if cut is None:
                 disobeyed = self.obedience.verdict(generation, self.assembler.comms)
                 return Window(generation, np.array([*counted]), np.array([*counted.values()]), disobeyed)
@@ -188,12 +197,18 @@ class Job(Reader):
             self._say(f"the window {'goes on' if counted else 'is measured again'}: {cut.what}")
 
     def _attempt(
-        self, chosen: dict[Slot, Decision], n_steps: int, discard: int, give_up_ms: float, counted: dict[int, float]
+        self,
+        chosen: dict[Slot, Decision],
+        n_steps: int,
+        discard: int,
+        give_up_ms: float,
+        one_of: int,
+        counted: dict[int, float],
     ) -> Cut | None:
         """Add to ``counted`` until it is whole, or what cuts that short. Raises JobEnded."""
         trial = chosen != self.confirmed
         if trial or chosen != self._to_stay:  # else it is in force already, and to stay
-            self.publish(chosen, 2 * (n_steps + discard) + SPARE_STEPS if trial else 0)
+            self.publish(chosen, 2 * (n_steps + discard) + SPARE_STEPS if trial else 0, one_of)
         attempt = Attempt(self.generation, trial, n_steps, discard, counted, self.rhythm)
         began = last = time.monotonic()
         while not attempt.is_whole:

@@ -70,6 +70,7 @@ class LiveWindows:
             mask=np.concatenate([distinct(p.fingerprint) for p in self.profiles]),
             share=np.array([p.share for p in self.profiles]),
             call_us=call_us,
+            calls=np.array([p.calls * self.job.tries_few for p in self.profiles]),
             families=windows.warm_up_families(own),
         )
         return told, self._measured(plan, window, before, call_us, np.ones(len(own), bool))
@@ -80,13 +81,14 @@ class LiveWindows:
 
     def measure(self, plan: Plan) -> Measured:
         """See ``windows.Windows``."""
-        is_timed = plan.kind not in windows.UNTIMED
+        is_timed = plan.kind not in windows.UNTIMED or plan.one_of > 0
         if is_timed:
             self.job.take_events()
         before = self.job.last_step
-        window = self.job.window(self.decisions(plan.configs), plan.n_steps, plan.discard, plan.limit_ms)
+        decisions = self.decisions(plan.configs)
+        window = self.job.window(decisions, plan.n_steps, plan.discard, plan.limit_ms, plan.one_of)
         self.windows += 1
-        call_us = self._calls(self._events(window)) if is_timed else np.full(len(self.profiles), np.nan)
+        call_us = self._calls(self._events(window, plan.one_of > 0)) if is_timed else np.full(len(self.profiles), np.nan)
         obeyed = self._obeyed(window)
         self.on_window(plan, window)
         return self._measured(plan, window, before, call_us, obeyed)
@@ -104,9 +106,13 @@ class LiveWindows:
         self._before_ms = window.step_ms
         return Measured(np.asarray(window.durations_ms, np.float64), call_us, obeyed, billed, billed_ms)
 
-    def _events(self, window: Window) -> pd.DataFrame:
+    def _events(self, window: Window, is_few: bool = False) -> pd.DataFrame:
+        """Of the window's steps; where its table holds at few calls, of these."""
         events = self.job.take_events()
-        return events[events["step"].isin(window.steps)] if len(events) else events
+        if not len(events):
+            return events
+        others = is_few & (events["table_generation"] != window.generation)
+        return events[events["step"].isin(window.steps) & ~others]
 
     def _calls(self, events: pd.DataFrame) -> Array:
         """Median time of each slot's calls, us; NaN where no kernel was sampled."""

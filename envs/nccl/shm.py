@@ -23,7 +23,7 @@ from .run_folder import TABLE, TABLE_FILE_BYTES, make_folder
 
 TABLE_MAGIC = b"DCCLTBL1"
 MAX_RULES = 126  # what fits into TABLE_FILE_BYTES
-_HEAD = struct.Struct("<8sIIII8xI28x")  # magic, version, n_rows, generation, crc, trial_steps
+_HEAD = struct.Struct("<8sIIII8xII24x")  # magic, version, n_rows, generation, crc, trial_steps, one_of
 _PIDS = 2**22  # above every process id
 
 
@@ -32,26 +32,27 @@ def encode_table(table: Table) -> bytes:
     rows = table.to_array().tobytes()
     n_rows = len(rows) // RULE_DTYPE.itemsize
     head = TABLE_MAGIC, TABLE_VERSION, n_rows, table.generation
-    crc = zlib.crc32(rows, zlib.crc32(_HEAD.pack(*head, 0, table.trial_steps)))
-    return _HEAD.pack(*head, crc, table.trial_steps) + rows
+    trial = table.trial_steps, table.one_of
+    crc = zlib.crc32(rows, zlib.crc32(_HEAD.pack(*head, 0, *trial)))
+    return _HEAD.pack(*head, crc, *trial) + rows
 
 
 def decode_table(message: bytes) -> Table:
     """Inverse of :func:`encode_table`; bytes after the last row are ignored. Raises ValueError with the reason."""
     generation, rows = _unpack(message)
-    return Table.from_array(generation, np.frombuffer(rows, RULE_DTYPE), trial_steps_of(message))
+    return Table.from_array(generation, np.frombuffer(rows, RULE_DTYPE), *_HEAD.unpack_from(message)[5:])
 
 
 def trial_steps_of(message: bytes) -> int:
     """About how many steps the table of a sound message is tried for; 0: it is there to stay."""
-    return int(_HEAD.unpack_from(message)[-1])
+    return int(_HEAD.unpack_from(message)[5])
 
 
 def _unpack(message: bytes) -> tuple[int, bytes]:
     """(generation, rows) of a message whose head and checksum are right; much cheaper than decoding the rows."""
     if len(message) < _HEAD.size:
         raise ValueError("a table has at least 64 bytes")
-    magic, version, n_rows, generation, crc, _ = _HEAD.unpack_from(message)
+    magic, version, n_rows, generation, crc, *_ = _HEAD.unpack_from(message)
     if magic != TABLE_MAGIC:
         raise ValueError("not a dynamiccl table")
     if version != TABLE_VERSION:

@@ -28,6 +28,8 @@ LEAST = 0.05
 class RecordedJob:
     """``seed``: where in the record it begins. It never ends: the record is gone through again and again."""
 
+    tries_few = False  # how long single calls would take the record does not say
+
     def __init__(self, trace: Trace, recorded: Recorded, seed: int = 0) -> None:
         self.recorded = recorded
         self.assembler = SimpleNamespace(offers=offers_of(trace))
@@ -60,9 +62,14 @@ class RecordedJob:
         return min(total, 1 - LEAST)
 
     def window(
-        self, decisions: Mapping[Slot, Decision], n_steps: int, discard: int = DISCARD, give_up_ms: float = float("inf")
+        self,
+        decisions: Mapping[Slot, Decision],
+        n_steps: int,
+        discard: int = DISCARD,
+        give_up_ms: float = float("inf"),
+        one_of: int = 0,
     ) -> Window:
-        """As ``Job.window``: every step of a window takes the same time, one that takes too long is the last."""
+        """As ``Job.window``, at all calls: every step of a window takes the same time, one that takes too long is the last."""
         self.generation += 1
         chosen = {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
         switch = SWITCH_STEPS if chosen != self._running else 0

@@ -134,12 +134,18 @@ class Refinement:
     def risk(self, slot: int) -> Array:
         """(N_CONFIGS,) as ``Canary.risk``; 1 of what has lost as a trial of the table in force."""
         search = self.search
-        out = search.canary.risk(slot, search.belief, search.tried)
+        out = search.risk(slot)
         for table in search.beaten:
             configs = np.frombuffer(table, search.confirmed.dtype)
             if np.flatnonzero(configs != search.confirmed).tolist() == [slot]:
                 out[configs[slot]] = 1.0
         return out
+
+    def heard(self) -> None:
+        """Single calls of the trial have run: the policy knows more, and decides anew."""
+        self.trial = None
+        self.left -= 1
+        self._rest()
 
     def tried(self, trial: Array, seen: Measured, steps: Array, given_up: bool) -> None:
         """One window of a trial (s,), of which ``steps`` (ms) tell: it takes the place of what is in force, runs again,
@@ -188,6 +194,8 @@ class Refinement:
         search = self.search
         if self.trial is None and search.phase == REFINE:
             return None
+        if self.trial is not None and (plan := search.few_calls(TRIAL, self.trial)) is not None:
+            return plan
         if self.trial is not None and self.beside_ms is not None and not self.watch.is_uneasy:
             plan = search.window(TRIAL, self.trial)
             slower = self.beside_ms * math.exp(max(SLOWER * search.noise_of(1), SLOWER_LOG))

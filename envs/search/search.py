@@ -32,6 +32,11 @@ Array = np.ndarray[Any, Any]
 
 #: The budget counts for so many steps from the start.
 BUDGET_STEPS = 4000
+#: What is likelier than this to make a step far too long is tried at single calls first, where a slot has so many in a
+#: step: then one of them can hardly do that.
+DARING, FEWEST = 0.01, 8
+#: Calls of each slot that such a window is to hold.
+HEARD = 4
 
 
 class Search:
@@ -84,6 +89,8 @@ class Search:
         self.belief.has_calls = bool(np.isfinite(self.default_logs).any())
         self.choices = self.before.copy()
         self.tried = np.zeros(self.job.mask.shape)
+        self.heard = np.zeros(self.job.mask.shape, bool)  # configs of which single calls were tried
+        self.heard[np.arange(self.n_slots), self.before] = True  # they ran before
         self.turn = self.n_slots if self.choices.any() else 0  # what was good before is the first to be tried
         self.round = self.idle = 0
         self.phase, self.comparisons = SEARCH, 0
@@ -127,7 +134,9 @@ class Search:
     def plan(self) -> Plan | None:
         """The window to run now, or None where the policy has a turn first."""
         if self.phase == SEARCH:
-            return self.window(SEARCH, self.choices) if self.turn == self.n_slots else None
+            if self.turn < self.n_slots:
+                return None
+            return self.few_calls(SEARCH, self.choices) or self.window(SEARCH, self.choices)
         if self.is_over:
             return self.later.plan()
         if self.phase == PROFILE:
@@ -138,6 +147,31 @@ class Search:
     def window(self, kind: str, configs: Array) -> Plan:
         """A window under these configs (s,), given up where a step is far too long."""
         return Plan(kind, configs.copy(), self.window_steps, self.discard(configs), self.too_long_ms(configs))
+
+    def few_calls(self, kind: str, table: Array) -> Plan | None:
+        """The window that tells how long calls take of what may make a step under a table (s,) far too long: there it
+        holds at about one call a step. None where nothing has to be told, or can be."""
+        pairs = enumerate(zip(table, self.confirmed, strict=True))
+        asked = np.array([config != own and self.is_daring(slot)[config] for slot, (config, own) in pairs])
+        if not asked.any():
+            return None
+        configs, calls = np.where(asked, table, self.confirmed), self.job.calls[asked]
+        one_of, fewest = math.ceil(calls.max()), calls.min()
+        discard, others = DISCARD + (WARM_STEPS if self._families(configs) - self.warm else 0), self.confirmed.copy()
+        n_steps = math.ceil(HEARD * one_of / fewest)
+        return Plan(kind, configs, n_steps, discard, self.too_long_ms(configs), one_of, others)
+
+    def is_daring(self, slot: int) -> Array:
+        """(N_CONFIGS,) bool: configs of a slot of which single calls are to be tried first."""
+        if self.job.calls[slot] < FEWEST or not self.belief.has_calls:
+            return np.zeros(self.job.mask.shape[1], bool)
+        is_new = (self.tried[slot] == 0) & ~self.heard[slot]
+        return np.asarray(is_new & (self.canary.risk(slot, self.belief, self.tried) > DARING))
+
+    def risk(self, slot: int) -> Array:
+        """(N_CONFIGS,) how likely a trial of each config of a slot is to make a step far too long."""
+        risk, at_few = self.canary.risk(slot, self.belief, self.tried), 1 + self.job.calls[slot] * (GIVE_UP - 1)
+        return np.where(self.is_daring(slot), np.minimum(risk, self.belief.too_long(slot, at_few)), risk)
 
     def too_long_ms(self, configs: Array) -> float:
         """A step longer than this is far too long under configs (s,); none is where they have all been measured."""
@@ -176,7 +210,7 @@ class Search:
             risk = self.later.risk(slot)
             ahead, learned, worth = belief.ahead(slot, self.confirmed, lost=risk == 1.0)
         else:
-            risk = self.canary.risk(slot, belief, self.tried)
+            risk = self.risk(slot)
             ahead, learned, worth = belief.ahead(slot, beside, belief.saving(beside)[1] ** 2)
         exposure, unsure = belief.exposure
         saving, deviation = belief.saving(best)
@@ -332,8 +366,11 @@ class Search:
         anyway = seen.billed * (1 - math.exp(-self.gain[0])) if self.is_over else 0.0
         # A step that saves a checkpoint is not the search's doing, but a step that was given up is.
         self.lost -= saved if given_up else seen.billed * (1 - ms / default_ms)
-        self.long.add(plan.configs, seen.step_ms, default_ms if given_up else ms)
-        if plan.kind != WATCH or not plan.configs.any():
+        if not plan.one_of:
+            self.long.add(plan.configs, seen.step_ms, default_ms if given_up else ms)
+        if plan.one_of:
+            self._hear(plan, seen)
+        elif plan.kind != WATCH or not plan.configs.any():
             self._learn(plan, seen, steps, given_up)
         if given_up:
             self.marks.canaries += 1
@@ -341,7 +378,10 @@ class Search:
         else:
             self.warm |= self._families(plan.configs)
         self.running = plan.configs.copy()
-        if plan.kind == SEARCH:
+        if plan.one_of:
+            self.running = np.full(self.n_slots, -1)  # whatever comes is another table
+            self._ask_again()
+        elif plan.kind == SEARCH:
             self._after_round()
         elif plan.kind == TRIAL:
             self.later.tried(plan.configs, seen, steps, given_up)
@@ -355,6 +395,26 @@ class Search:
         else:
             self.later.watched(plan, seen, ms)
         return (saved - anyway) / 100.0
+
+    def _hear(self, plan: Plan, seen: Measured) -> None:
+        """Of few calls only their times tell."""
+        slots = np.flatnonzero(plan.configs)
+        self._ban(plan, seen)
+        self.heard[slots, plan.configs[slots]] = True
+        calls = np.where(seen.obeyed, np.log(np.asarray(seen.call_us, np.float64)) - self.default_logs, np.nan)
+        self.belief.observe(plan.configs, math.nan, 1.0, calls, seen.billed)
+
+    def _ask_again(self) -> None:
+        """The policy knows more, and decides anew."""
+        if self.is_over:
+            self.later.heard()
+        else:
+            self.turn, self.idle = 0, self.idle - 1
+
+    def _ban(self, plan: Plan, seen: Measured) -> None:
+        """What NCCL did not obey says nothing of the config, which is not tried again."""
+        refused = np.flatnonzero(~seen.obeyed & (plan.configs > 0))
+        self.banned[refused, plan.configs[refused]] = True
 
     def _learn(self, plan: Plan, seen: Measured, steps: Array, given_up: bool) -> None:
         logs = np.log(steps / self.default_ms)
@@ -371,9 +431,7 @@ class Search:
         self.n_default += own
         self.default_logs = self.default_logs + np.where(own, (logs_us - self.default_logs) / self.n_default, 0.0)
         calls = np.where(seen.obeyed, logs_us - self.default_logs, np.nan)
-        # What NCCL did not obey says nothing of the config, which is not tried again.
-        refused = np.flatnonzero(~seen.obeyed & (plan.configs > 0))
-        self.banned[refused, plan.configs[refused]] = True
+        self._ban(plan, seen)
         configs = np.where(seen.obeyed, plan.configs, 0)
         self.belief.observe(configs, log_step, noise, calls, seen.billed)
         if not given_up:

@@ -50,6 +50,8 @@ class Plan:
     n_steps: int
     discard: int = 0
     limit_ms: float = math.inf
+    one_of: int = 0  # the configs hold at one call of so many, 0: at all
+    others: Array | int = 0  # (s,) configs that hold at the other calls: those in force
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Job:
     share: Array  # (s,) of the step
     call_us: Array  # (s,) of the default's calls; NaN where no kernel was ever sampled
     families: Array  # (s, N_CONFIGS) int: configs with the same number need one warm-up; negative: none
+    calls: Array  # (s,) a step; 0 where no table can hold at few of them
 
     def changed(self, call_us: Array, step: float) -> Job:
         """The same job after a change: the default's calls (s,) now, NaN where none was sampled; its step in steps of

@@ -71,6 +71,14 @@ class FirstUse(Columns):
 
 
 @dataclass
+class Few(Columns):
+    """Of ``m`` jobs: configs that hold at one call of ``one_of`` (m,), 0: at all; at the ``others`` (m, SLOTS) do."""
+
+    one_of: Array
+    others: Array
+
+
+@dataclass
 class Jobs(Columns):
     """``n`` jobs of up to SLOTS slots, ordered by the bytes they move; arrays begin with (n,) but the fingerprint's.
 
@@ -97,17 +105,16 @@ class Jobs(Columns):
         """The jobs at ``rows`` (indices or flags), at the same time; they share only what never changes."""
         return super().take(np.arange(len(self))[rows])
 
-    def step_us(self, configs: Array, rows: Array | None = None) -> tuple[Array, Array]:
-        """The truth now under ``configs`` (m, SLOTS) of the jobs at ``rows`` (all).
+    def step_us(self, configs: Array, rows: Array | None = None, few: Few | None = None) -> tuple[Array, Array]:
+        """The truth now under ``configs`` (m, SLOTS) of the jobs at ``rows`` (all); ``few``: where they hold at few calls.
 
         Returns the step's us (m,), what stragglers cost in the mean counted, and the mean call's (m, SLOTS): what a
         profiler would see, with what runs beside it. Places without a slot are NaN. Raises ValueError for a config that
         is masked.
         """
         rows, configs = self._asked(configs, rows)
-        total, call_us = self._now(configs, rows)
-        often, size = self._late(configs, rows)
-        return total * (1 + often * size), call_us
+        total, call_us, late = self._now(configs, rows, few)
+        return total * (1 + late[0] * late[1]), call_us
 
     def usual_us(self, configs: Array, rows: Array | None = None) -> Array:
         """The mean step (m,) us over a long job, arguments as of :meth:`step_us`; the network's pace at its best."""
@@ -120,7 +127,7 @@ class Jobs(Columns):
         return us * (1 + often * size)
 
     def window(
-        self, configs: Array, n_steps: Array | int, rng: np.random.Generator | NoiseStream
+        self, configs: Array, n_steps: Array | int, rng: np.random.Generator | NoiseStream, few: Few | None = None
     ) -> tuple[Array, Array]:
         """Run ``n_steps`` (n,) or a number of steps under ``configs`` (n, SLOTS), and measure; time goes on.
 
@@ -131,25 +138,34 @@ class Jobs(Columns):
         rows = np.flatnonzero(n_steps > 0)
         us, call_us, late = np.zeros(len(self)), np.full((len(self), SLOTS), np.nan), np.zeros((2, len(self)))
         rows, configs = self._asked(np.asarray(configs)[rows], rows)
-        us[rows], call_us[rows] = self._now(configs, rows)
-        late[:, rows] = self._late(configs, rows)
+        us[rows], call_us[rows], late[:, rows] = self._now(configs, rows, few.take(rows) if few else None)
         steps = self.noise.steps(us, n_steps, rng, (late[0], late[1]))
         is_rs = self.fingerprint.is_reduce_scatter.reshape(-1, SLOTS)[rows].astype(int)
         algo = np.maximum(self._pair(configs, rows) - LAST_RING, 0)
         steps[rows, 0] += self.first_use.of(rows, is_rs, algo, self._used(rows))
-        return steps, self.noise.calls(call_us, n_steps, rng)
+        return steps, self.noise.calls(call_us, n_steps, rng, few.one_of if few else 0)
 
     def advance(self, n_steps: Array | int) -> None:
         """Let ``n_steps`` pass unmeasured."""
         self.noise.at = self.noise.at + np.asarray(n_steps, int)
 
-    def run(self, configs: Array, rows: Array, weather: Array | float = 1.0) -> tuple[Array, Array, Array]:
+    def run(
+        self, configs: Array, rows: Array, weather: Array | float = 1.0, few: Few | None = None
+    ) -> tuple[Array, Array, Array]:
         """As :meth:`step.Steps.run`, of the jobs at ``rows``; ``weather``, a number or (m, calls), stretches the
         calls."""
-        place = rows[:, None], np.arange(SLOTS), configs
-        calls = np.concatenate([self.tables.take(place).rows(), self.beside[rows]], axis=1)
+        own = self._calls(configs, rows)
+        if few is not None:  # as if each call had its part of what is tried
+            others, part = self._calls(few.others, rows), few.one_of[:, None, None] > 0
+            mixed = others + (own - others) / np.maximum(few.one_of, 1)[:, None, None]
+            mixed[:, :, -1] = others[:, :, -1]  # a port has no part
+            own = np.where(part, mixed, own)
+        calls = np.concatenate([own, self.beside[rows]], axis=1)
         calls[:, :, 0] *= weather
         return self.works.steps.run(self.which[rows], calls, self.scale[rows], self.sites.law.take(rows))
+
+    def _calls(self, configs: Array, rows: Array) -> Array:
+        return self.tables.take((rows[:, None], np.arange(SLOTS), configs)).rows()
 
     def _asked(self, configs: Array, rows: Array | None) -> tuple[Array, Array]:
         rows = np.arange(len(self)) if rows is None else np.asarray(rows)
@@ -174,14 +190,20 @@ class Jobs(Columns):
             return np.zeros(len(rows)), np.zeros(len(rows))
         return extras.take(rows).late(configs, self._used(rows))
 
-    def _now(self, configs: Array, rows: Array) -> tuple[Array, Array]:
-        """Step us without stragglers, and mean calls' us."""
+    def _now(self, configs: Array, rows: Array, few: Few | None) -> tuple[Array, Array, tuple[Array, Array]]:
+        """Step us without stragglers, mean calls' us, and :meth:`_late`. What is tried at few calls makes no step
+        straggle, and slots do not meet under it."""
         total, spent = self._truth(configs, rows, self._weather(rows))
+        most = configs
+        if few is not None and (some := np.flatnonzero(few.one_of)).size:
+            most = np.where(few.one_of[:, None] > 0, few.others, configs)
+            total[some] = self._truth(configs[some], rows[some], self._weather(rows[some]), few=few.take(some))[0]
         with np.errstate(invalid="ignore"):
-            return total, np.where(self.calls[rows] > 0, spent[:, :SLOTS] / self.calls[rows], np.nan)
+            call_us = np.where(self.calls[rows] > 0, spent[:, :SLOTS] / self.calls[rows], np.nan)
+        return total, call_us, self._late(most, rows)
 
     def _truth(
-        self, configs: Array, rows: Array, weather: Array | float, usual: int | None = None
+        self, configs: Array, rows: Array, weather: Array | float, usual: int | None = None, few: Few | None = None
     ) -> tuple[Array, Array]:
         """Step us and what calls take together, (m, calls), at that weather, and now or at one of the usual states of
         what moves."""
@@ -193,7 +215,8 @@ class Jobs(Columns):
             stretch = np.tile(stretch, (len(rows) // len(stretch), SLOTS + self.beside.shape[1]))
             pair = self._pair(configs[moving], these)
             stretch[moving, :SLOTS] *= np.exp(some.congestion(configs[moving], pair, weight))
-        total, spent, _ = self.run(configs, rows, stretch)
+        total, spent, _ = self.run(configs, rows, stretch, few)
+        configs = configs if few is None else few.others
         if len(joint):
             pair = self._pair(configs[joint], rows[joint])
             total[joint] *= np.exp(extras.take(rows[joint]).together(configs[joint], pair))

@@ -13,6 +13,7 @@ from ..search.watch import SearchConfig
 from ..search.windows import PROFILE, UNTIMED, Job, Measured, Plan, warm_up_families
 from .jobs import SLOTS, Jobs
 from .noise import NoiseStream
+from .truth import Few
 
 Array = np.ndarray[Any, Any]
 
@@ -26,6 +27,7 @@ class SimWindows:
     def __init__(self, jobs: Jobs, rng: np.random.Generator | NoiseStream) -> None:
         self.jobs, self.rng = jobs, rng
         self.running = np.zeros((len(jobs), SLOTS), np.int64)
+        self.few = Few(np.zeros(len(jobs), int), self.running)
 
     def begin(self, n_steps: int) -> tuple[list[Job], list[Measured]]:
         """Default steps of every job, and what its search is told. Kernels of the default are waited for."""
@@ -43,6 +45,7 @@ class SimWindows:
                     features=features[part],
                     mask=jobs.mask[i, :s],
                     share=np.asarray(f.share[part], np.float64),
+                    calls=np.asarray(jobs.calls[i, :s], np.float64),
                     call_us=np.where(np.isfinite(m.call_us), m.call_us, late[i, :s]),
                     families=warm_up_families(f.own_pair[part]),
                 )
@@ -52,23 +55,26 @@ class SimWindows:
     def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
         """One window for each of the jobs at ``rows``, as ``windows.Windows.measure`` does for one."""
         rows, configs, counted = list(rows), self.running.copy(), np.zeros(len(self.jobs), int)
+        few = Few(self.few.one_of.copy(), self.few.others.copy())
         for row, plan in zip(rows, plans, strict=True):
             configs[row, : len(plan.configs)] = plan.configs
             counted[row] = plan.n_steps + plan.discard
-        changed = np.flatnonzero((configs != self.running).any(axis=1))
+            few.one_of[row], few.others[row, : len(plan.configs)] = plan.one_of, plan.others
+        changed = np.flatnonzero((configs != self.running).any(axis=1) | (few.one_of != self.few.one_of))
         waited, waited_us = np.zeros(len(self.jobs), int), np.zeros(len(self.jobs))
         if len(changed):
             waited[changed] = SWITCH_STEPS
-            waited_us[changed] = SWITCH_STEPS * self.jobs.step_us(self.running[changed], changed)[0]
+            before_us = self.jobs.step_us(self.running[changed], changed, self.few.take(changed))[0]
+            waited_us[changed] = SWITCH_STEPS * before_us
         self.jobs.advance(waited)
-        steps, calls = self.jobs.window(configs, counted, self.rng)
-        self.running, found = configs, []
+        steps, calls = self.jobs.window(configs, counted, self.rng, few)
+        self.running, self.few, found = configs, few, []
         for row, plan in zip(rows, plans, strict=True):
             s, ms = len(plan.configs), steps[row, : counted[row]] / 1e3
             call_us, over = calls[row, :s].copy(), np.flatnonzero(ms[plan.discard :] > plan.limit_ms)
             if len(over):  # the next window bills the steps until all ranks are back
                 ms = ms[: plan.discard + int(over[0]) + 1]
-            if len(over) or plan.kind in UNTIMED:
+            if not plan.one_of and (len(over) or plan.kind in UNTIMED):
                 call_us[:] = np.nan
             billed, billed_ms = int(waited[row]) + len(ms), float(waited_us[row] / 1e3 + ms.sum())
             found.append(Measured(ms[plan.discard :], call_us, np.ones(s, bool), billed, billed_ms))

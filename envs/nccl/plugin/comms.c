@@ -19,10 +19,11 @@
 enum { SEATS = 256, ASKS = 8, SWITCHES = 4, HELD = SWITCHES - 1 };
 #define NO_LIMIT UINT64_MAX
 
-// From collective `from` on: `trial` until collective `until`, then `base`. Numbers of tables.
+// From collective `from` on: `trial` until collective `until`, then `base`. Numbers of tables. With `one_of` the
+// trial holds at one collective of so many, and `base` at the others.
 struct change {
   _Atomic uint64_t from, until;
-  _Atomic uint32_t trial, base;
+  _Atomic uint32_t trial, base, one_of;
 };
 
 // A communicator as tuner and profiler share it. Seats of destroyed ones are taken by new ones when all are
@@ -32,6 +33,7 @@ struct dccl_seat {
   int n_users;       // contexts of tuner and profiler; guarded by `seating`, as comm_id is
   _Atomic bool is_watched;
   _Atomic bool is_captured;  // its last call goes into a CUDA graph
+  _Atomic bool is_rare;      // a trial of few calls answered last
   _Atomic bool is_first;     // asked about since the last collective: the next one begins a group
   uint32_t n_ranks, n_nodes;
   _Atomic uint64_t n_colls, limit;
@@ -55,6 +57,7 @@ static pthread_mutex_t seating = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic uint32_t n_tuners, abi;
 static _Atomic int n_contexts;
 static _Atomic uint32_t latest;        // generation of the switch that was decided last
+static _Atomic bool tries_few;         // it is to a trial of few calls
 static _Atomic uint64_t first, other;  // answered in this step, and another that did: generation + 1, 0: none
 static _Atomic uint32_t n_waiting;
 static _Atomic bool captures;  // whatever is called now goes into a CUDA graph
@@ -111,6 +114,7 @@ void dccl_comms_after_fork(void) {
   atomic_store(&n_tuners, 0);
   atomic_store(&n_contexts, 0);
   atomic_store(&latest, 0);
+  atomic_store(&tries_few, false);
   atomic_store(&n_waiting, 0);
 }
 
@@ -132,6 +136,18 @@ static void wait_below_limit(const struct dccl_seat* seat, uint64_t count) {
   atomic_fetch_add(&dccl_counts()->waited_ns, (uint64_t)ns);
 }
 
+static bool is_running(const struct change* c, uint64_t count) {
+  return get(&c->from) <= count && count < get(&c->until);
+}
+
+// One of each `one_of` collectives: equal on all ranks, and in no step with how a job's calls come.
+static bool is_due(const struct change* c, uint64_t count) {
+  const uint32_t one_of = atomic_load_explicit(&c->one_of, memory_order_acquire);
+  if (one_of == 0) return true;
+  const uint64_t mix = UINT64_C(0x9e3779b97f4a7c15), hash = count / one_of * mix;
+  return count % one_of == ((hash ^ hash >> 32) * mix >> 32) % one_of;
+}
+
 uint32_t dccl_table_now(struct dccl_seat* seat) {
   if (seat == NULL) return dccl_fixed();
   // The limit after the count, each in the one order of all: dynamiccl_limit writes and reads them crosswise.
@@ -143,7 +159,8 @@ uint32_t dccl_table_now(struct dccl_seat* seat) {
     for (uint32_t i = n; i > 0 && n - i < HELD; i--) {
       const struct change* c = &seat->changes[(i - 1) % SWITCHES];
       if (count < get(&c->from)) continue;
-      table = atomic_load_explicit(count < get(&c->until) ? &c->trial : &c->base, memory_order_acquire);
+      const bool tries = count < get(&c->until) && is_due(c, count);
+      table = atomic_load_explicit(tries ? &c->trial : &c->base, memory_order_acquire);
       break;
     }
     if (atomic_load_explicit(&seat->n_changes, memory_order_acquire) == n) return table;
@@ -154,12 +171,23 @@ void dccl_note_table(struct dccl_seat* seat, uint32_t table) {
   if (seat == NULL) return;
   const uint32_t generation = dccl_generation_of(table);
   atomic_store_explicit(&seat->generation, generation, memory_order_relaxed);
+  const uint32_t n = atomic_load_explicit(&seat->n_changes, memory_order_acquire);
+  const struct change* last = &seat->changes[(n + SWITCHES - 1) % SWITCHES];
+  const bool is_few = n > 0 && last->one_of != 0 && is_running(last, get(&seat->n_colls));
+  atomic_store_explicit(&seat->is_rare, is_few && table == last->trial, memory_order_relaxed);
+  if (is_few && table == last->base) return;  // as it is meant to be
   if (atomic_load_explicit(&seat->decided, memory_order_relaxed) !=
       atomic_load_explicit(&latest, memory_order_relaxed))
     return;  // left out of the last switch: no part of what is tried
   const uint64_t before = atomic_load_explicit(&first, memory_order_relaxed), now = generation + UINT64_C(1);
   if (before != now) atomic_store_explicit(before == 0 ? &first : &other, now, memory_order_relaxed);
 }
+
+bool dccl_is_rare(const struct dccl_seat* seat) {
+  return seat != NULL && atomic_load_explicit(&seat->is_rare, memory_order_relaxed);
+}
+
+bool dccl_tries_few(void) { return atomic_load(&tries_few); }
 
 uint32_t dccl_generation(const struct dccl_seat* seat) {
   return seat != NULL ? atomic_load_explicit(&seat->generation, memory_order_relaxed)
@@ -228,6 +256,8 @@ int dynamiccl_switch(uint64_t comm_id, uint64_t from, uint64_t until) {
     c->trial = table;
     c->from = from;
     c->until = until;
+    c->one_of = until == 0 ? 0 : dccl_one_of(table);
+    atomic_store(&tries_few, c->one_of != 0);
     seat->decided = dccl_generation_of(table);
     seat->n_changes = n + 1;
     error = 0;

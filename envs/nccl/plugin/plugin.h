@@ -22,7 +22,7 @@ enum { DCCL_NO_RANK = 0xffffffff };
 // ---- table: a 64-byte head and rows of 32 bytes, the same bytes in the file, on the wire and here ----
 
 #define DCCL_TABLE_MAGIC UINT64_C(0x314c42544c434344)  // "DCCLTBL1"
-enum { DCCL_TABLE_VERSION = 3, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64, DCCL_TABLES = 32 };
+enum { DCCL_TABLE_VERSION = 4, DCCL_MAX_ROWS = 1024, DCCL_MAX_CHANNELS = 64, DCCL_TABLES = 32 };
 
 struct dccl_table_head {
   uint64_t magic;
@@ -32,7 +32,7 @@ struct dccl_table_head {
   uint32_t crc;          // CRC-32 of head and rows with this field zero
   uint64_t unused;       // zero
   uint32_t trial_steps;  // zero: confirmed, else a trial; for the probe of rank 0, not for us
-  uint32_t spare;
+  uint32_t one_of;       // a trial holds at one collective of so many, 0: at all
   uint64_t reserved[3];
 };
 
@@ -69,6 +69,7 @@ struct dccl_decision {
 int dccl_lookup(uint32_t table, uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision);
 uint64_t dccl_epoch(uint32_t table);  // another one each time that it is filled; 37 bits
 uint32_t dccl_generation_of(uint32_t table);
+uint32_t dccl_one_of(uint32_t table);  // see dccl_table_head
 uint32_t dccl_fixed(void);  // what dynamiccl_activate or the environment gave; holds where nothing was agreed
 uint32_t dccl_staged(void);  // 0: none
 // Loads the table that DYNAMICCL_TABLE names (a job without a daemon), once.
@@ -237,6 +238,8 @@ uint32_t dccl_table_now(struct dccl_seat* seat);
 bool dccl_table_is_used(uint32_t table);                       // by a switch that may still hold
 void dccl_note_table(struct dccl_seat* seat, uint32_t table);  // it answers
 uint32_t dccl_generation(const struct dccl_seat* seat);        // of the table that answered last
+bool dccl_is_rare(const struct dccl_seat* seat);  // a trial of few calls answered last
+bool dccl_tries_few(void);                        // the last switch is to such a trial
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes);
 void dccl_note_answer(void);  // the table has had its word
 // Whether the communicator's call under way goes into a CUDA graph.
@@ -282,7 +285,7 @@ DCCL_EXPORT uint32_t dynamiccl_comms(struct dccl_comm_view* comms, uint32_t capa
 // -EAGAIN: its last switches are all ahead of it.
 DCCL_EXPORT int64_t dynamiccl_limit(uint64_t comm_id, uint64_t distance);
 // The staged table holds from collective `from` on: until `until`, then again what was there to stay before;
-// 0: to stay. Returns 0, or a negative errno.
+// 0: to stay. A trial of few calls: at those alone. Returns 0, or a negative errno.
 DCCL_EXPORT int dynamiccl_switch(uint64_t comm_id, uint64_t from, uint64_t until);
 // No limits any more. `generation`: of the switches since, whose steps are told by it; 0: there were none.
 DCCL_EXPORT void dynamiccl_lift(uint32_t generation);

@@ -1,4 +1,4 @@
-// The profiler part: what really ran, and where sampled how long its kernel took.
+// The profiler part: what really ran, and where sampled, or where few calls are tried, how long its kernel took.
 //
 // A collective's own start and stop are host time (it was enqueued), so its record is written at the start.
 // Kernel times come later, channel by channel, from NCCL's proxy thread; the last channel to stop writes the
@@ -168,7 +168,7 @@ static void* start_coll(const struct profiler* p, const struct nccl_coll_event* 
   r.coll.rank = (uint32_t)rank;
   r.coll.asked_bytes = dccl_note_coll(p->seat, &r, captured);
   dccl_emit(&r);
-  return atomic_load_explicit(&sampling, memory_order_relaxed) ? take_off(&r) : NULL;
+  return atomic_load_explicit(&sampling, memory_order_relaxed) || dccl_is_rare(p->seat) ? take_off(&r) : NULL;
 }
 
 static void* start_kernel(void* parent, const struct nccl_kernel_ch_event* e) {
@@ -198,7 +198,7 @@ static void set_mask(void) {
   if (mask == NULL) return;
   int bits = 0;                            // without a run nobody listens: no event, no cost
   if (dccl_has_run()) bits |= EVENT_COLL;  // counted where there is no ring too: ranks compare the counts
-  if (dccl_ring_is_open() && atomic_load(&sampling)) bits |= EVENT_KERNEL_CH;
+  if (dccl_ring_is_open() && (atomic_load(&sampling) || dccl_tries_few())) bits |= EVENT_KERNEL_CH;
   __atomic_store_n(mask, bits, __ATOMIC_RELAXED);
 }
 

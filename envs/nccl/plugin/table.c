@@ -22,7 +22,7 @@ struct buffer {
   _Atomic uint32_t sequence;  // odd while it is written
   _Atomic uint32_t n_rows;
   _Atomic uint32_t n_any;  // rows for every communicator; they come first, since their class is 0
-  _Atomic uint32_t generation;
+  _Atomic uint32_t generation, one_of;
   _Atomic uint64_t row[DCCL_MAX_ROWS][WORDS];
 };
 
@@ -80,6 +80,8 @@ int dccl_lookup(uint32_t table, uint64_t class, int func, uint64_t n_bytes, stru
 uint64_t dccl_epoch(uint32_t table) { return (uint64_t)head(&buffers[table].sequence) << 5 | table; }
 
 uint32_t dccl_generation_of(uint32_t table) { return head(&buffers[table].generation); }
+
+uint32_t dccl_one_of(uint32_t table) { return head(&buffers[table].one_of); }
 
 uint32_t dccl_fixed(void) { return head(&fixed); }
 
@@ -152,6 +154,7 @@ static void fill(struct buffer* b, const void* message, const struct dccl_table_
   atomic_store_explicit(&b->n_rows, h->n_rows, memory_order_release);
   atomic_store_explicit(&b->n_any, n_any, memory_order_release);
   atomic_store_explicit(&b->generation, h->generation, memory_order_release);
+  atomic_store_explicit(&b->one_of, h->one_of, memory_order_release);
   atomic_store_explicit(&b->sequence, odd + 1, memory_order_release);
 }
 
