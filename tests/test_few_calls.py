@@ -14,7 +14,7 @@ from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.search import Search
+from dynamiccl.envs.search.search import HEARD, Search
 from dynamiccl.envs.search.windows import SEARCH, TRIAL, WATCH, Measured
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from dynamiccl.envs.sim.noise import NoiseStream
@@ -72,11 +72,11 @@ def test_few_calls_say_whether_all_may_run_so(search, times, is_feared):
     assert before > 0.3 and search.risk(0)[DARING] < 0.01
     search.decide(DARING, turns.RUN)
     plan = search.plan()
-    assert (plan.kind, plan.one_of, plan.n_steps) == (SEARCH, CALLS, 4)
+    assert (plan.kind, plan.one_of, plan.n_steps) == (SEARCH, CALLS, HEARD)
     assert plan.configs[0] == DARING and plan.others.tolist() == [0, 0]
     rounds, turn = search.round, search.turn
     search.record(plan, told.measure(plan))
-    assert turn == 2 and search.turn == 0 and search.round == rounds, "the policy decides anew"
+    assert turn == 2 and search.turn == 0 and search.round == rounds + 1, "the policy decides anew"
     assert not search.is_daring(0)[DARING] and search.tried[0, DARING] == 0
     assert (search.risk(0)[DARING] > 0.5) == is_feared
     assert (search.risk(0)[DARING] < 0.01) != is_feared
@@ -116,13 +116,14 @@ def test_a_step_with_few_such_calls_takes_hardly_longer():
     jobs = draw_jobs(STANDARD, np.random.default_rng(0), 20)
     none = np.zeros((20, SLOTS), int)
     slow = np.where(np.arange(SLOTS) == 0, np.where(jobs.mask, jobs.tables.us, 0.0)[:, :1].argmax(axis=2), none)
-    default, all_, some = (jobs.step_us(*asked)[0] for asked in ((none,), (slow,), (slow, None, Few(np.full(20, 16), none))))
+    few = Few(np.full(20, 1 / 16), none)
+    default, all_, some = (jobs.step_us(*asked)[0] for asked in ((none,), (slow,), (slow, None, few)))
     worse = all_ > 1.2 * default
     assert worse.any()
     assert ((some - default)[worse] / (all_ - default)[worse] < 0.25).all()
-    calls = jobs.step_us(slow, None, Few(np.full(20, 16), none))[1], jobs.step_us(slow)[1]
+    calls = jobs.step_us(slow, None, few)[1], jobs.step_us(slow)[1]
     assert np.array_equal(*calls, equal_nan=True), "each of them takes as long as ever"
-    steps = jobs.take(slice(0, 20)).window(slow, 4, NoiseStream(0, np.arange(20), SLOTS), Few(np.full(20, 16), none))[0]
+    steps = jobs.take(slice(0, 20)).window(slow, 4, NoiseStream(0, np.arange(20), SLOTS), few)[0]
     assert (np.median(steps, axis=1)[worse] < all_[worse]).mean() > 0.8
 
 

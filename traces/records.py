@@ -121,6 +121,9 @@ class Slot:
         return f"{self.func} <={format_bytes(self.max_bytes)}"
 
 
+Decisions = Mapping[Slot, Decision]
+
+
 def format_bytes(n: float) -> str:
     """``8388608 -> '8 MiB'``: binary units, at most one decimal."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -184,10 +187,9 @@ class Table:
     one_of: int = 0
 
     @classmethod
-    def of(cls, generation: int, decisions: Mapping[Slot, Decision], trial_steps: int = 0, one_of: int = 0) -> Table:
-        """Table with one row per slot whose decision is not AUTO."""
-        rules = tuple(Rule.of(s, d) for s, d in sorted(decisions.items()) if not d.is_auto)
-        return cls(generation, rules, trial_steps, one_of)
+    def of(cls, generation: int, decisions: Decisions, *trial: int) -> Table:
+        """Table with one row per slot whose decision is not AUTO; ``trial``: :attr:`trial_steps`, :attr:`one_of`."""
+        return cls(generation, tuple(Rule.of(s, d) for s, d in sorted(decisions.items()) if not d.is_auto), *trial)
 
     def to_array(self) -> np.ndarray[Any, Any]:
         """Rows as RULE_DTYPE, sorted by (n_nodes, n_ranks, func, min_bytes) as the plugin's binary search needs.
@@ -212,11 +214,9 @@ class Table:
         return rows
 
     @classmethod
-    def from_array(
-        cls, generation: int, rows: np.ndarray[Any, Any], trial_steps: int = 0, one_of: int = 0
-    ) -> Table:
+    def from_array(cls, generation: int, rows: np.ndarray[Any, Any], *trial: int) -> Table:
         """Inverse of :meth:`to_array`. Raises ValueError on numbers that no release knows."""
-        return cls(generation, tuple(_rule(row) for row in rows), trial_steps, one_of)
+        return cls(generation, tuple(_rule(row) for row in rows), *trial)
 
 
 def _rule_key(rule: Rule) -> tuple[int, int, int, int]:

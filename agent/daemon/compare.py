@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import starmap
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...envs.search.sequential import Race
-from ...traces.records import Decision, Slot
+from ...traces.records import Decision, Decisions, Slot
 from ..report.summary import RunSummary
 from ..report.verdict import DEFAULT, rows_text
 
@@ -61,7 +60,7 @@ class Ledger:
         self.search_ms = self.budget_ms = 0.0  # what they lost against the default, and may lose
         self.trials, self.trials_ms = 0, 0.0  # windows after it, and what they lost against the table in force
 
-    def letter(self, decisions: Mapping[Slot, Decision]) -> str:
+    def letter(self, decisions: Decisions) -> str:
         """Of the table with these decisions."""
         rows = {slot: d for slot, d in decisions.items() if not d.is_auto}
         if not rows:

@@ -26,7 +26,7 @@ from ...envs.search.watch import SearchConfig
 from ...envs.search.windows import PHASES, REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan, Policy
 from ...traces.queries.slots import SlotProfile
 from ...traces.reasons import RowRefused, RunEnds, names
-from ...traces.records import AUTO, Decision, Slot
+from ...traces.records import AUTO, Decision, Decisions, Slot
 from ...traces.spaces import config_of, decision_of
 from ..report.summary import RunSummary
 from ..report.verdict import DEFAULT, OWN, change, ms, rows_text, side
@@ -53,7 +53,7 @@ class WindowLine:
     decision: str  # the table in words
     step_ms: float
     default_ms: float
-    verdict: str  # measured or given up
+    verdict: str  # measured, few calls or given up
     events: tuple[str, ...]
     best: tuple[str, float] | None  # of single windows of the search: the letter, its time over the default's
     cost_s: float
@@ -84,7 +84,7 @@ class Tuner:
         policy: Policy,
         rules: SearchConfig | None = None,
         on_window: Callable[[WindowLine], None] = lambda line: None,
-        recall: Callable[[LiveWindows], Mapping[Slot, Decision]] = lambda windows: {},
+        recall: Callable[[LiveWindows], Decisions] = lambda windows: {},
     ) -> None:
         """``recall``: a table to be tried before all others, asked for once the job's slots are found."""
         self.windows, self.policy, self.rules, self.on_window = windows, policy, rules, on_window
@@ -136,7 +136,7 @@ class Tuner:
         first = self._configs(self.recall(self.windows))
         self.search = Search(job, default, Prior.load(), self.rules, first, self.windows.confirm)
 
-    def _configs(self, decisions: Mapping[Slot, Decision]) -> Array:
+    def _configs(self, decisions: Decisions) -> Array:
         """Of each slot; AUTO's where there is no decision, or one outside the action space."""
         configs = np.zeros(len(self.windows.profiles), np.int64)
         for i, profile in enumerate(self.windows.profiles):
@@ -245,7 +245,7 @@ class Tuner:
             self._default_ms = window.step_ms
         if given_up:
             events += [*ledger.legend(letter), f"{letter} given up: a step took over {GIVE_UP:g} times as long"]
-        elif plan.kind in (SEARCH, TABLE, REFERENCE):
+        elif plan.kind in (SEARCH, TABLE, REFERENCE) and not plan.one_of:
             ratio = window.step_ms / self._default_ms
             if ratio < (ledger.best[1] if ledger.best else 1.0) - search.noise:
                 ledger.best = letter, ratio
@@ -257,7 +257,8 @@ class Tuner:
             self._beside_ms = window.step_ms
         if plan.kind == WATCH and not events and (plan.configs.any() or not search.confirmed.any()):
             return  # nothing but the job as it runs
-        self._line(PHASES[plan.kind], table, "given up" if given_up else "measured", events)
+        verdict = "given up" if given_up else "few calls" if plan.one_of else "measured"
+        self._line(PHASES[plan.kind], table, verdict, events)
 
     def _enter(self, plan: Plan, sides: _Sides, search: Search, window: Window, given_up: bool) -> list[str]:
         """Enter a window of a comparison; what there is to say of that."""
@@ -281,7 +282,7 @@ class Tuner:
             events += [*ledger.legend(paired.table), outcome_text(paired.told())]
         return events
 
-    def _line(self, phase: str, table: Mapping[Slot, Decision], verdict: str, events: list[str]) -> None:
+    def _line(self, phase: str, table: Decisions, verdict: str, events: list[str]) -> None:
         """Tell the last window."""
         assert self._last is not None
         window, ledger = self._last, self.ledger

@@ -19,7 +19,7 @@ from ..search.search import Search
 from ..search.windows import Measured, Plan, Policy
 from ..sim.jobs import Jobs
 from ..sim.noise import NoiseStream
-from ..sim.windows import SWITCH_STEPS, SimSearch, SimWindows
+from ..sim.windows import SimSearch, SimWindows
 from .scores import HORIZON, LossAccount, Scores
 
 Array = np.ndarray[Any, Any]
@@ -42,15 +42,13 @@ class AccountedWindows(SimWindows):
 
     def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
         """See :class:`SimWindows`."""
-        where = np.asarray(rows)
-        before, few = self.running[where], self.few.take(where)
+        before, few = self.running, self.few
         found = super().measure(rows, plans)
-        now, few_now = self.running[where], self.few.take(where)
-        is_other = (before != now).any(axis=1) | (few.one_of != few_now.one_of)
-        waited = np.where(is_other, SWITCH_STEPS, 0)  # until the table is in force
-        if is_other.any():
-            self.ledger.bill(where[is_other], before[is_other], waited[is_other], few.take(is_other))
-        self.ledger.bill(where, now, np.array([m.billed for m in found]) - waited, few_now)
+        where, waited = np.asarray(rows), self.waited[rows]  # until the table is in force
+        if (at := where[waited > 0]).size:
+            self.ledger.bill(at, before[at], self.waited[at], few.take(at))
+        after = np.array([m.billed for m in found]) - waited
+        self.ledger.bill(where, self.running[where], after, self.few.take(where))
         return found
 
 

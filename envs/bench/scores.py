@@ -95,15 +95,15 @@ class LossAccount:
         self.final = np.zeros((n, SLOTS), int)
 
     def bill(self, rows: Array, configs: Array, n_steps: Array, few: Few | None = None) -> Array:
-        """``n_steps`` (m,) ran of the jobs at ``rows`` (m,) under ``configs`` (m, SLOTS), ``few`` at few calls alone.
+        """``n_steps`` (m,) ran of the jobs at ``rows`` (m,) under ``configs`` (m, SLOTS), of some at ``few`` calls.
 
         Returns a step's true time (m,) in default steps of that moment.
         """
         rows, n_steps = np.asarray(rows), np.asarray(n_steps, float)
         # Both at once: what a call costs does not grow with the jobs.
         default = np.zeros_like(configs)
-        twice = few and Few.join([few, Few(np.zeros(len(rows), int), default)])
-        both = self.jobs.step_us(np.concatenate([configs, default]), np.concatenate([rows, rows]), twice)[0]
+        few = few and Few.join([few, Few(np.ones(len(rows)), default)])
+        both = self.jobs.step_us(np.concatenate([configs, default]), np.concatenate([rows, rows]), few)[0]
         pace = both[: len(rows)] / both[len(rows) :]
         over = np.isfinite(self.verdict[rows])
         np.add.at(self.steps, rows, n_steps)

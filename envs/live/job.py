@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ import numpy as np
 
 from ...traces.assemble import EVENT_COLUMNS, joined
 from ...traces.reasons import NotTuning
-from ...traces.records import AgreementState, Decision, Slot, Table
+from ...traces.records import AgreementState, Decision, Decisions, Slot, Table
 from ..nccl.shm import RunFolder, decode_table, encode_table
 from .job_ends import JobEnded
 from .obedience import Disobeyed, slot_of
@@ -129,8 +130,8 @@ class Job(Reader):
         self.new_steps()
         time.sleep(POLL_S * 5)
 
-    def publish(self, decisions: Mapping[Slot, Decision], trial_steps: int = 0, one_of: int = 0) -> int:
-        """Make ``decisions`` the table of the next generation, for about so many steps, or to stay; see :class:`Table`."""
+    def publish(self, decisions: Decisions, trial_steps: int = 0, one_of: int = 0) -> int:
+        """Make ``decisions`` the table of the next generation; the rest as of :class:`Table`."""
         self.generation += 1
         self._to_stay = None if trial_steps else _decided(decisions)
         table = Table.of(self.generation, decisions, trial_steps, one_of)
@@ -141,7 +142,7 @@ class Job(Reader):
             self.writer.log("table", {"table": table})
         return self.generation
 
-    def confirm(self, decisions: Mapping[Slot, Decision]) -> int:
+    def confirm(self, decisions: Decisions) -> int:
         """Publish ``decisions`` to stay: what the job falls back to, and a later daemon goes on from."""
         self.confirmed = _decided(decisions)
         generation = self.publish(self.confirmed)
@@ -157,15 +158,9 @@ class Job(Reader):
             self.writer = writer
 
     def window(
-        self,
-        decisions: Mapping[Slot, Decision],
-        n_steps: int,
-        discard: int = DISCARD,
-        give_up_ms: float = float("inf"),
-        one_of: int = 0,
+        self, decisions: Decisions, n_steps: int, discard: int = DISCARD, give_up_ms: float = math.inf, one_of: int = 0
     ) -> Window:
-        """Run ``n_steps`` counted steps under ``decisions`` and return them; with ``one_of`` they hold at one call of so
-        many, and what is confirmed at the others.
+        """Run ``n_steps`` counted steps under ``decisions`` and return them; ``one_of``: see :class:`Table`.
 
         Ends early once a counted step took longer than ``give_up_ms``. After a pause the window begins anew; of a job
         that pauses under the confirmed table too (rollouts) it goes on. Where ``decisions`` alone make it pause, that
@@ -197,13 +192,7 @@ class Job(Reader):
             self._say(f"the window {'goes on' if counted else 'is measured again'}: {cut.what}")
 
     def _attempt(
-        self,
-        chosen: dict[Slot, Decision],
-        n_steps: int,
-        discard: int,
-        give_up_ms: float,
-        one_of: int,
-        counted: dict[int, float],
+        self, chosen: Decisions, n_steps: int, discard: int, give_up_ms: float, one_of: int, counted: dict[int, float]
     ) -> Cut | None:
         """Add to ``counted`` until it is whole, or what cuts that short. Raises JobEnded."""
         trial = chosen != self.confirmed
@@ -253,7 +242,7 @@ class Job(Reader):
             self.on_state(text)
 
 
-def _decided(decisions: Mapping[Slot, Decision]) -> dict[Slot, Decision]:
+def _decided(decisions: Decisions) -> dict[Slot, Decision]:
     """Without the slots that are left to NCCL."""
     return {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
 

@@ -88,7 +88,7 @@ class LiveWindows:
         decisions = self.decisions(plan.configs)
         window = self.job.window(decisions, plan.n_steps, plan.discard, plan.limit_ms, plan.one_of)
         self.windows += 1
-        call_us = self._calls(self._events(window, plan.one_of > 0)) if is_timed else np.full(len(self.profiles), np.nan)
+        call_us = self._calls(self._events(window, plan.one_of > 0) if is_timed else pd.DataFrame())
         obeyed = self._obeyed(window)
         self.on_window(plan, window)
         return self._measured(plan, window, before, call_us, obeyed)

@@ -6,7 +6,7 @@ save: as measured where the trace measured them, else as predicted (``replay.loa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ import pandas as pd
 
 from ...traces import spaces
 from ...traces.files import Trace
-from ...traces.records import Decision, Slot
+from ...traces.records import Decision, Decisions, Slot
 from ..live.job import DISCARD, SWITCH_STEPS, Window
 from .decisions import Recorded, default_generations, default_windows, offers_of
 
@@ -45,12 +45,12 @@ class RecordedJob:
         self._is_default = True
         self._running: dict[Slot, Decision] = {}
 
-    def confirm(self, decisions: Mapping[Slot, Decision]) -> int:
+    def confirm(self, decisions: Decisions) -> int:
         """As ``Job.confirm``; nobody has to be told."""
         self.generation += 1
         return self.generation
 
-    def saving(self, decisions: Mapping[Slot, Decision]) -> float:
+    def saving(self, decisions: Decisions) -> float:
         """Part of the default's step time that ``decisions`` save, measured or predicted."""
         r, total = self.recorded, 0.0
         for slot, decision in decisions.items():
@@ -62,14 +62,9 @@ class RecordedJob:
         return min(total, 1 - LEAST)
 
     def window(
-        self,
-        decisions: Mapping[Slot, Decision],
-        n_steps: int,
-        discard: int = DISCARD,
-        give_up_ms: float = float("inf"),
-        one_of: int = 0,
+        self, decisions: Decisions, n_steps: int, discard: int = DISCARD, give_up_ms: float = math.inf, one_of: int = 0
     ) -> Window:
-        """As ``Job.window``, at all calls: every step of a window takes the same time, one that takes too long is the last."""
+        """As ``Job.window``, at all calls: all steps take the same time; one that takes too long is the last."""
         self.generation += 1
         chosen = {slot: decision for slot, decision in decisions.items() if not decision.is_auto}
         switch = SWITCH_STEPS if chosen != self._running else 0

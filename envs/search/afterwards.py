@@ -141,19 +141,17 @@ class Refinement:
                 out[configs[slot]] = 1.0
         return out
 
-    def heard(self) -> None:
-        """Single calls of the trial have run: the policy knows more, and decides anew."""
-        self.trial = None
-        self.left -= 1
-        self._rest()
-
-    def tried(self, trial: Array, seen: Measured, steps: Array, given_up: bool) -> None:
-        """One window of a trial (s,), of which ``steps`` (ms) tell: it takes the place of what is in force, runs again,
-        or goes."""
-        search, ms = self.search, middle(steps)
-        assert self.beside_ms is not None
+    def tried(self, plan: Plan, seen: Measured, steps: Array, given_up: bool) -> None:
+        """One window of a trial, of which ``steps`` (ms) tell: it takes the place of what is in force, runs again, or
+        goes. After few calls of it the policy, which knows more, decides anew."""
+        search, trial, ms = self.search, plan.configs, middle(steps)
         self.left -= 1
         search.after += seen.billed
+        if plan.one_of:
+            self.trial = None
+            self._rest()
+            return
+        assert self.beside_ms is not None
         race = self.races.setdefault(trial.tobytes(), Race(self.noise, self.level))
         of_steps = math.hypot(search.noise, search.noise_of(len(steps)))
         noise = search.canary.noise(trial, search.tried, search.belief) if given_up else of_steps

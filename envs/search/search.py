@@ -34,9 +34,9 @@ Array = np.ndarray[Any, Any]
 BUDGET_STEPS = 4000
 #: What is likelier than this to make a step far too long is tried at single calls first, where a slot has so many in a
 #: step: then one of them can hardly do that.
-DARING, FEWEST = 0.01, 8
+DARING, MAD, FEWEST = 0.01, 0.7, 8
 #: Calls of each slot that such a window is to hold.
-HEARD = 4
+HEARD = 2
 
 
 class Search:
@@ -171,7 +171,8 @@ class Search:
     def risk(self, slot: int) -> Array:
         """(N_CONFIGS,) how likely a trial of each config of a slot is to make a step far too long."""
         risk, at_few = self.canary.risk(slot, self.belief, self.tried), 1 + self.job.calls[slot] * (GIVE_UP - 1)
-        return np.where(self.is_daring(slot), np.minimum(risk, self.belief.too_long(slot, at_few)), risk)
+        softer = self.is_daring(slot) & (risk < MAD)
+        return np.where(softer, np.minimum(risk, self.belief.too_long(slot, at_few)), risk)
 
     def too_long_ms(self, configs: Array) -> float:
         """A step longer than this is far too long under configs (s,); none is where they have all been measured."""
@@ -368,23 +369,18 @@ class Search:
         self.lost -= saved if given_up else seen.billed * (1 - ms / default_ms)
         if not plan.one_of:
             self.long.add(plan.configs, seen.step_ms, default_ms if given_up else ms)
-        if plan.one_of:
-            self._hear(plan, seen)
-        elif plan.kind != WATCH or not plan.configs.any():
+        if plan.kind != WATCH or not plan.configs.any():
             self._learn(plan, seen, steps, given_up)
         if given_up:
             self.marks.canaries += 1
             is_guilty = self.canary.struck(plan.configs, self.tried, self.belief)
         else:
             self.warm |= self._families(plan.configs)
-        self.running = plan.configs.copy()
-        if plan.one_of:
-            self.running = np.full(self.n_slots, -1)  # whatever comes is another table
-            self._ask_again()
-        elif plan.kind == SEARCH:
+        self.running = np.full(self.n_slots, -1) if plan.one_of else plan.configs.copy()  # -1: what comes is another
+        if plan.kind == SEARCH:
             self._after_round()
         elif plan.kind == TRIAL:
-            self.later.tried(plan.configs, seen, steps, given_up)
+            self.later.tried(plan, seen, steps, given_up)
         elif plan.kind in (REFERENCE, TABLE):
             if (~seen.obeyed & (plan.configs > 0)).any() or (given_up and is_guilty):
                 self._reject()
@@ -396,32 +392,13 @@ class Search:
             self.later.watched(plan, seen, ms)
         return (saved - anyway) / 100.0
 
-    def _hear(self, plan: Plan, seen: Measured) -> None:
-        """Of few calls only their times tell."""
-        slots = np.flatnonzero(plan.configs)
-        self._ban(plan, seen)
-        self.heard[slots, plan.configs[slots]] = True
-        calls = np.where(seen.obeyed, np.log(np.asarray(seen.call_us, np.float64)) - self.default_logs, np.nan)
-        self.belief.observe(plan.configs, math.nan, 1.0, calls, seen.billed)
-
-    def _ask_again(self) -> None:
-        """The policy knows more, and decides anew."""
-        if self.is_over:
-            self.later.heard()
-        else:
-            self.turn, self.idle = 0, self.idle - 1
-
-    def _ban(self, plan: Plan, seen: Measured) -> None:
-        """What NCCL did not obey says nothing of the config, which is not tried again."""
-        refused = np.flatnonzero(~seen.obeyed & (plan.configs > 0))
-        self.banned[refused, plan.configs[refused]] = True
-
     def _learn(self, plan: Plan, seen: Measured, steps: Array, given_up: bool) -> None:
         logs = np.log(steps / self.default_ms)
         if len(logs) >= 3:
             self._single.extend(logs - median(logs))
             self.noise = self.noise_of(self.window_steps)
-        is_told = plan.kind != TRIAL  # a trial is set beside the table in force
+        # A trial is set beside the table in force; of few calls the step does not tell.
+        is_told = plan.kind != TRIAL and not plan.one_of
         log_step = math.log(middle(steps) / self.default_ms) if is_told else math.nan
         noise = self.noise_of(len(steps)) if is_told else 1.0
         if given_up:
@@ -431,10 +408,14 @@ class Search:
         self.n_default += own
         self.default_logs = self.default_logs + np.where(own, (logs_us - self.default_logs) / self.n_default, 0.0)
         calls = np.where(seen.obeyed, logs_us - self.default_logs, np.nan)
-        self._ban(plan, seen)
+        # What NCCL did not obey says nothing of the config, which is not tried again.
+        refused = np.flatnonzero(~seen.obeyed & (plan.configs > 0))
+        self.banned[refused, plan.configs[refused]] = True
         configs = np.where(seen.obeyed, plan.configs, 0)
         self.belief.observe(configs, log_step, noise, calls, seen.billed)
-        if not given_up:
+        if plan.one_of:
+            self.heard[np.arange(self.n_slots), configs] = True
+        elif not given_up:
             self.tried[np.arange(self.n_slots), configs] += 1
         self.last_saving, self.last_calls = -log_step if is_told else 0.0, np.nan_to_num(calls)
         self.last_long = float(np.mean(steps) / middle(steps)) - 1

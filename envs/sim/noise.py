@@ -164,12 +164,10 @@ class Noise(Columns):
             out[:, t] = np.where(on, us * (factor + np.where(saving, self.save_cost, 0.0)), np.nan)
         return out
 
-    def calls(
-        self, call_us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream, few: Array | int = 0
-    ) -> Array:
-        """Measured mean durations (n, S) over the last ``n_steps``, NaN where no step of them was sampled. Of ``few``
-        calls (n,) above 0 each is."""
-        every = np.where(few, 1, np.maximum(self.sampled, 1))
+    def calls(self, call_us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream, all_: Any = False) -> Array:
+        """Measured mean durations (n, S) over the last ``n_steps``, NaN where no step of them was sampled; where
+        ``all_`` (n,) bool, each is."""
+        every = np.where(all_, 1, np.maximum(self.sampled, 1))
         count = self.at // every - (self.at - n_steps) // every
         count = np.where(self.sampled > 0, count, 0)[:, None]
         spread = (self.call_sigma * (1.0 + 10.0 * self.late))[:, None] / np.sqrt(np.maximum(count, 1))

@@ -72,9 +72,9 @@ class FirstUse(Columns):
 
 @dataclass
 class Few(Columns):
-    """Of ``m`` jobs: configs that hold at one call of ``one_of`` (m,), 0: at all; at the ``others`` (m, SLOTS) do."""
+    """Tables of ``m`` jobs hold at ``part`` (m,) of the calls, 1: at all; at the rest the ``others`` (m, SLOTS) do."""
 
-    one_of: Array
+    part: Array
     others: Array
 
 
@@ -106,15 +106,16 @@ class Jobs(Columns):
         return super().take(np.arange(len(self))[rows])
 
     def step_us(self, configs: Array, rows: Array | None = None, few: Few | None = None) -> tuple[Array, Array]:
-        """The truth now under ``configs`` (m, SLOTS) of the jobs at ``rows`` (all); ``few``: where they hold at few calls.
+        """The truth now under ``configs`` (m, SLOTS) of the jobs at ``rows`` (all), of some at ``few`` calls.
 
         Returns the step's us (m,), what stragglers cost in the mean counted, and the mean call's (m, SLOTS): what a
         profiler would see, with what runs beside it. Places without a slot are NaN. Raises ValueError for a config that
         is masked.
         """
         rows, configs = self._asked(configs, rows)
-        total, call_us, late = self._now(configs, rows, few)
-        return total * (1 + late[0] * late[1]), call_us
+        total, call_us = self._now(configs, rows, few)
+        often, size = self._late(configs, rows)
+        return total * (1 + often * size), call_us
 
     def usual_us(self, configs: Array, rows: Array | None = None) -> Array:
         """The mean step (m,) us over a long job, arguments as of :meth:`step_us`; the network's pace at its best."""
@@ -138,34 +139,25 @@ class Jobs(Columns):
         rows = np.flatnonzero(n_steps > 0)
         us, call_us, late = np.zeros(len(self)), np.full((len(self), SLOTS), np.nan), np.zeros((2, len(self)))
         rows, configs = self._asked(np.asarray(configs)[rows], rows)
-        us[rows], call_us[rows], late[:, rows] = self._now(configs, rows, few.take(rows) if few else None)
+        us[rows], call_us[rows] = self._now(configs, rows, few and few.take(rows))
+        late[:, rows] = self._late(configs, rows)
         steps = self.noise.steps(us, n_steps, rng, (late[0], late[1]))
         is_rs = self.fingerprint.is_reduce_scatter.reshape(-1, SLOTS)[rows].astype(int)
         algo = np.maximum(self._pair(configs, rows) - LAST_RING, 0)
         steps[rows, 0] += self.first_use.of(rows, is_rs, algo, self._used(rows))
-        return steps, self.noise.calls(call_us, n_steps, rng, few.one_of if few else 0)
+        return steps, self.noise.calls(call_us, n_steps, rng, few and few.part < 1)
 
     def advance(self, n_steps: Array | int) -> None:
         """Let ``n_steps`` pass unmeasured."""
         self.noise.at = self.noise.at + np.asarray(n_steps, int)
 
-    def run(
-        self, configs: Array, rows: Array, weather: Array | float = 1.0, few: Few | None = None
-    ) -> tuple[Array, Array, Array]:
+    def run(self, configs: Array, rows: Array, weather: Array | float = 1.0) -> tuple[Array, Array, Array]:
         """As :meth:`step.Steps.run`, of the jobs at ``rows``; ``weather``, a number or (m, calls), stretches the
         calls."""
-        own = self._calls(configs, rows)
-        if few is not None:  # as if each call had its part of what is tried
-            others, part = self._calls(few.others, rows), few.one_of[:, None, None] > 0
-            mixed = others + (own - others) / np.maximum(few.one_of, 1)[:, None, None]
-            mixed[:, :, -1] = others[:, :, -1]  # a port has no part
-            own = np.where(part, mixed, own)
-        calls = np.concatenate([own, self.beside[rows]], axis=1)
+        place = rows[:, None], np.arange(SLOTS), configs
+        calls = np.concatenate([self.tables.take(place).rows(), self.beside[rows]], axis=1)
         calls[:, :, 0] *= weather
         return self.works.steps.run(self.which[rows], calls, self.scale[rows], self.sites.law.take(rows))
-
-    def _calls(self, configs: Array, rows: Array) -> Array:
-        return self.tables.take((rows[:, None], np.arange(SLOTS), configs)).rows()
 
     def _asked(self, configs: Array, rows: Array | None) -> tuple[Array, Array]:
         rows = np.arange(len(self)) if rows is None else np.asarray(rows)
@@ -190,20 +182,17 @@ class Jobs(Columns):
             return np.zeros(len(rows)), np.zeros(len(rows))
         return extras.take(rows).late(configs, self._used(rows))
 
-    def _now(self, configs: Array, rows: Array, few: Few | None) -> tuple[Array, Array, tuple[Array, Array]]:
-        """Step us without stragglers, mean calls' us, and :meth:`_late`. What is tried at few calls makes no step
-        straggle, and slots do not meet under it."""
+    def _now(self, configs: Array, rows: Array, few: Few | None) -> tuple[Array, Array]:
+        """Step us without stragglers, and mean calls' us. At a part of the calls a table costs its part."""
         total, spent = self._truth(configs, rows, self._weather(rows))
-        most = configs
-        if few is not None and (some := np.flatnonzero(few.one_of)).size:
-            most = np.where(few.one_of[:, None] > 0, few.others, configs)
-            total[some] = self._truth(configs[some], rows[some], self._weather(rows[some]), few=few.take(some))[0]
+        if few is not None and (at := np.flatnonzero(few.part < 1)).size:
+            others = self._truth(few.others[at], rows[at], self._weather(rows[at]))[0]
+            total[at] = others + few.part[at] * (total[at] - others)
         with np.errstate(invalid="ignore"):
-            call_us = np.where(self.calls[rows] > 0, spent[:, :SLOTS] / self.calls[rows], np.nan)
-        return total, call_us, self._late(most, rows)
+            return total, np.where(self.calls[rows] > 0, spent[:, :SLOTS] / self.calls[rows], np.nan)
 
     def _truth(
-        self, configs: Array, rows: Array, weather: Array | float, usual: int | None = None, few: Few | None = None
+        self, configs: Array, rows: Array, weather: Array | float, usual: int | None = None
     ) -> tuple[Array, Array]:
         """Step us and what calls take together, (m, calls), at that weather, and now or at one of the usual states of
         what moves."""
@@ -215,8 +204,7 @@ class Jobs(Columns):
             stretch = np.tile(stretch, (len(rows) // len(stretch), SLOTS + self.beside.shape[1]))
             pair = self._pair(configs[moving], these)
             stretch[moving, :SLOTS] *= np.exp(some.congestion(configs[moving], pair, weight))
-        total, spent, _ = self.run(configs, rows, stretch, few)
-        configs = configs if few is None else few.others
+        total, spent, _ = self.run(configs, rows, stretch)
         if len(joint):
             pair = self._pair(configs[joint], rows[joint])
             total[joint] *= np.exp(extras.take(rows[joint]).together(configs[joint], pair))

@@ -26,8 +26,8 @@ class SimWindows:
 
     def __init__(self, jobs: Jobs, rng: np.random.Generator | NoiseStream) -> None:
         self.jobs, self.rng = jobs, rng
-        self.running = np.zeros((len(jobs), SLOTS), np.int64)
-        self.few = Few(np.zeros(len(jobs), int), self.running)
+        self.running, self.waited = np.zeros((len(jobs), SLOTS), np.int64), np.zeros(len(jobs), int)
+        self.few = Few(np.ones(len(jobs)), self.running)
 
     def begin(self, n_steps: int) -> tuple[list[Job], list[Measured]]:
         """Default steps of every job, and what its search is told. Kernels of the default are waited for."""
@@ -45,9 +45,9 @@ class SimWindows:
                     features=features[part],
                     mask=jobs.mask[i, :s],
                     share=np.asarray(f.share[part], np.float64),
-                    calls=np.asarray(jobs.calls[i, :s], np.float64),
                     call_us=np.where(np.isfinite(m.call_us), m.call_us, late[i, :s]),
                     families=warm_up_families(f.own_pair[part]),
+                    calls=np.asarray(jobs.calls[i, :s], np.float64),
                 )
             )
         return told, seen
@@ -55,20 +55,20 @@ class SimWindows:
     def measure(self, rows: Sequence[int], plans: Sequence[Plan]) -> list[Measured]:
         """One window for each of the jobs at ``rows``, as ``windows.Windows.measure`` does for one."""
         rows, configs, counted = list(rows), self.running.copy(), np.zeros(len(self.jobs), int)
-        few = Few(self.few.one_of.copy(), self.few.others.copy())
+        few = self.few.take(np.arange(len(self.jobs)))
         for row, plan in zip(rows, plans, strict=True):
             configs[row, : len(plan.configs)] = plan.configs
             counted[row] = plan.n_steps + plan.discard
-            few.one_of[row], few.others[row, : len(plan.configs)] = plan.one_of, plan.others
-        changed = np.flatnonzero((configs != self.running).any(axis=1) | (few.one_of != self.few.one_of))
+            few.part[row], few.others[row, : len(plan.configs)] = 1 / max(plan.one_of, 1), plan.others
+        changed = np.flatnonzero((configs != self.running).any(axis=1) | (few.part != self.few.part))
         waited, waited_us = np.zeros(len(self.jobs), int), np.zeros(len(self.jobs))
         if len(changed):
             waited[changed] = SWITCH_STEPS
-            before_us = self.jobs.step_us(self.running[changed], changed, self.few.take(changed))[0]
-            waited_us[changed] = SWITCH_STEPS * before_us
+            before = self.running[changed], changed, self.few.take(changed)
+            waited_us[changed] = SWITCH_STEPS * self.jobs.step_us(*before)[0]
         self.jobs.advance(waited)
         steps, calls = self.jobs.window(configs, counted, self.rng, few)
-        self.running, self.few, found = configs, few, []
+        self.running, self.few, self.waited, found = configs, few, waited, []
         for row, plan in zip(rows, plans, strict=True):
             s, ms = len(plan.configs), steps[row, : counted[row]] / 1e3
             call_us, over = calls[row, :s].copy(), np.flatnonzero(ms[plan.discard :] > plan.limit_ms)

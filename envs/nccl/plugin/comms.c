@@ -19,8 +19,8 @@
 enum { SEATS = 256, ASKS = 8, SWITCHES = 4, HELD = SWITCHES - 1 };
 #define NO_LIMIT UINT64_MAX
 
-// From collective `from` on: `trial` until collective `until`, then `base`. Numbers of tables. With `one_of` the
-// trial holds at one collective of so many, and `base` at the others.
+// From collective `from` on: `trial` until collective `until`, then `base`. Numbers of tables. With `one_of`
+// the trial holds at one collective of so many, and `base` at the others.
 struct change {
   _Atomic uint64_t from, until;
   _Atomic uint32_t trial, base, one_of;

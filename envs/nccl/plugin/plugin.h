@@ -67,7 +67,6 @@ struct dccl_decision {
 // 1: `decision` is that of a message under a table, 0: the table is silent, -1: it is being filled with
 // another. `class` is dccl_class() of the communicator.
 int dccl_lookup(uint32_t table, uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision);
-uint64_t dccl_epoch(uint32_t table);  // another one each time that it is filled; 37 bits
 uint32_t dccl_generation_of(uint32_t table);
 uint32_t dccl_one_of(uint32_t table);  // see dccl_table_head
 uint32_t dccl_fixed(void);  // what dynamiccl_activate or the environment gave; holds where nothing was agreed
@@ -238,8 +237,8 @@ uint32_t dccl_table_now(struct dccl_seat* seat);
 bool dccl_table_is_used(uint32_t table);                       // by a switch that may still hold
 void dccl_note_table(struct dccl_seat* seat, uint32_t table);  // it answers
 uint32_t dccl_generation(const struct dccl_seat* seat);        // of the table that answered last
-bool dccl_is_rare(const struct dccl_seat* seat);  // a trial of few calls answered last
-bool dccl_tries_few(void);                        // the last switch is to such a trial
+bool dccl_is_rare(const struct dccl_seat* seat);               // a trial of few calls answered last
+bool dccl_tries_few(void);                                     // the last switch is to such a trial
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes);
 void dccl_note_answer(void);  // the table has had its word
 // Whether the communicator's call under way goes into a CUDA graph.
