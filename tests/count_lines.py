@@ -10,14 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: Folder -> most lines of (Python, C). Whoever adds beyond these takes something away first.
 CEILINGS = {
-    "agent": (6_501, 0),
-    "envs": (4_953, 0),
-    "envs/nccl": (2_493, 2_026),
-    "envs/sim": (2_521, 164),
-    "traces": (2_171, 0),
+    "agent": (6_386, 0),
+    "envs": (5_014, 0),
+    "envs/nccl": (2_494, 2_056),
+    "envs/sim": (2_538, 164),
+    "traces": (2_177, 0),
     "zero_workload": (1_846, 0),
 }
-IN_ALL = (20_485, 2_190)
+IN_ALL = (20_455, 2_220)
 #: So far below its number a count is only by an oversight.
 SLACK = 200
 

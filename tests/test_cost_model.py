@@ -2,13 +2,11 @@
 
 import csv
 import itertools
-import json
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from dynamiccl.agent.commands.model import model
 from dynamiccl.envs.nccl_model import clusters, cost_model
 from dynamiccl.envs.nccl_model.channels import heuristic_channels, planned_channels
 from dynamiccl.envs.nccl_model.clusters import Cluster, ClusterArrays, Graph, cluster, preset_names
@@ -202,17 +200,13 @@ def test_cluster_files_and_what_is_wrong_with_them(tmp_path):
         cluster(str(tmp_path / "absent.toml"))
 
 
-def test_the_command_prints_what_the_model_says(capsys):
-    model(cluster="dgx-h100", nodes=2, release=["2.28.9"], json=True)
-    rows = [row for row in json.loads(capsys.readouterr().out) if row["func"] == "all_gather"]
-    real = [r for r in csv.DictReader((DATA / "nccl_decisions_h100_2x8_2.28.9.csv").open()) if r["coll"] == "AllGather"]
-    assert len(rows) == len(real) == 23
-    for ours, theirs in zip(rows, real, strict=True):
-        assert ours["choice"] == f"{theirs['algo']}/{theirs['proto']}".lower()
-        names = {"n_bytes": "nBytes", "n_channels": "nChannels", "n_warps": "nWarps", "n_ranks": "nRanks"}
-        assert [ours[name] for name in names] == [int(theirs[column]) for column in names.values()]
-        prices = {key[3:].lower().replace("_", "/"): float(us) for key, us in theirs.items() if key.startswith("us_")}
-        assert ours["us"] == pytest.approx(prices, rel=1e-5)
-    with pytest.raises(SystemExit) as caught:
-        model(cluster="dgx-h200")
-    assert caught.value.code == 2 and "presets are" in capsys.readouterr().err
+@pytest.mark.parametrize(("release", "has_pat"), [("2.22.3", False), ("2.23.4", True)])
+def test_pat_came_with_2_23_for_one_gpu_a_node(release, has_pat):
+    c = clusters.resize(clusters.find("one-gpu-per-node-8x1", None), nccl=release)
+    tables = [cost_model.cost_table(c, func, 2**k) for func in FUNCS.values() for k in range(10, 33)]
+    assert {bool(table[ALGOS.index("pat"), PROTOS.index("simple")] >= 0) for table in tables} == {has_pat}
+
+
+def test_a_preset_that_has_several_sizes_is_named_with_one():
+    with pytest.raises(ValueError, match="presets are"):
+        clusters.find("dgx-h200", None)

@@ -18,7 +18,7 @@ def advise(
         Argument(metavar="RECORDING...", help="A run's trace, profiles of PyTorch, one a rank, or their folder."),
     ],
     cluster: Annotated[
-        str | None, Option(help="Where it was recorded: a preset of `dynamiccl model`, or a .toml file.")
+        str | None, Option(help="Where it was recorded: a preset, as of `tune`, or a .toml file.")
     ] = None,
     nccl: Annotated[
         str | None, Option(help="NCCL's release, e.g. 2.28.9. Default: the recording's, else the cluster's.")

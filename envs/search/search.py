@@ -32,9 +32,9 @@ Array = np.ndarray[Any, Any]
 
 #: The budget counts for so many steps from the start.
 BUDGET_STEPS = 4000
-#: What is likelier than this to make a step far too long is tried at single calls first, where a slot has so many in a
-#: step: then one of them can hardly do that.
-DARING, MAD, FEWEST = 0.01, 0.7, 8
+#: What is likelier than this to make a step far too long is tried at single calls first, in slots that have so many in
+#: a step: one of them can hardly do that, unless the config is likelier still to.
+DARING, FEWEST, MAD = 0.01, 8, 0.7
 #: Calls of each slot that such a window is to hold.
 HEARD = 2
 
@@ -156,10 +156,9 @@ class Search:
         if not asked.any():
             return None
         configs, calls = np.where(asked, table, self.confirmed), self.job.calls[asked]
-        one_of, fewest = math.ceil(calls.max()), calls.min()
-        discard, others = DISCARD + (WARM_STEPS if self._families(configs) - self.warm else 0), self.confirmed.copy()
-        n_steps = math.ceil(HEARD * one_of / fewest)
-        return Plan(kind, configs, n_steps, discard, self.too_long_ms(configs), one_of, others)
+        one_of, wait, most = math.ceil(calls.max()), self.discard(configs), self.too_long_ms(configs)
+        n_steps = math.ceil(HEARD * one_of / calls.min())
+        return Plan(kind, configs, n_steps, wait, most, one_of, self.confirmed.copy())
 
     def is_daring(self, slot: int) -> Array:
         """(N_CONFIGS,) bool: configs of a slot of which single calls are to be tried first."""

@@ -165,8 +165,7 @@ class Noise(Columns):
         return out
 
     def calls(self, call_us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream, all_: Any = False) -> Array:
-        """Measured mean durations (n, S) over the last ``n_steps``, NaN where no step of them was sampled; where
-        ``all_`` (n,) bool, each is."""
+        """Mean durations (n, S) over the last ``n_steps``, NaN where no step was sampled; of ``all_`` each is."""
         every = np.where(all_, 1, np.maximum(self.sampled, 1))
         count = self.at // every - (self.at - n_steps) // every
         count = np.where(self.sampled > 0, count, 0)[:, None]

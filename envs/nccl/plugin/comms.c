@@ -33,7 +33,6 @@ struct dccl_seat {
   int n_users;       // contexts of tuner and profiler; guarded by `seating`, as comm_id is
   _Atomic bool is_watched;
   _Atomic bool is_captured;  // its last call goes into a CUDA graph
-  _Atomic bool is_rare;      // a trial of few calls answered last
   _Atomic bool is_first;     // asked about since the last collective: the next one begins a group
   uint32_t n_ranks, n_nodes;
   _Atomic uint64_t n_colls, limit;
@@ -136,10 +135,6 @@ static void wait_below_limit(const struct dccl_seat* seat, uint64_t count) {
   atomic_fetch_add(&dccl_counts()->waited_ns, (uint64_t)ns);
 }
 
-static bool is_running(const struct change* c, uint64_t count) {
-  return get(&c->from) <= count && count < get(&c->until);
-}
-
 // One of each `one_of` collectives: equal on all ranks, and in no step with how a job's calls come.
 static bool is_due(const struct change* c, uint64_t count) {
   const uint32_t one_of = atomic_load_explicit(&c->one_of, memory_order_acquire);
@@ -171,20 +166,19 @@ void dccl_note_table(struct dccl_seat* seat, uint32_t table) {
   if (seat == NULL) return;
   const uint32_t generation = dccl_generation_of(table);
   atomic_store_explicit(&seat->generation, generation, memory_order_relaxed);
-  const uint32_t n = atomic_load_explicit(&seat->n_changes, memory_order_acquire);
-  const struct change* last = &seat->changes[(n + SWITCHES - 1) % SWITCHES];
-  const bool is_few = n > 0 && last->one_of != 0 && is_running(last, get(&seat->n_colls));
-  atomic_store_explicit(&seat->is_rare, is_few && table == last->trial, memory_order_relaxed);
-  if (is_few && table == last->base) return;  // as it is meant to be
   if (atomic_load_explicit(&seat->decided, memory_order_relaxed) !=
       atomic_load_explicit(&latest, memory_order_relaxed))
     return;  // left out of the last switch: no part of what is tried
+  const struct change* last = &seat->changes[(seat->n_changes + SWITCHES - 1) % SWITCHES];
+  const uint64_t count = get(&seat->n_colls);
+  if (last->one_of != 0 && table == last->base && get(&last->from) <= count && count < get(&last->until))
+    return;  // as it is meant to be
   const uint64_t before = atomic_load_explicit(&first, memory_order_relaxed), now = generation + UINT64_C(1);
   if (before != now) atomic_store_explicit(before == 0 ? &first : &other, now, memory_order_relaxed);
 }
 
 bool dccl_is_rare(const struct dccl_seat* seat) {
-  return seat != NULL && atomic_load_explicit(&seat->is_rare, memory_order_relaxed);
+  return dccl_tries_few() && seat != NULL && seat->generation == seat->decided;
 }
 
 bool dccl_tries_few(void) { return atomic_load(&tries_few); }

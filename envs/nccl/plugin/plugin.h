@@ -67,6 +67,7 @@ struct dccl_decision {
 // 1: `decision` is that of a message under a table, 0: the table is silent, -1: it is being filled with
 // another. `class` is dccl_class() of the communicator.
 int dccl_lookup(uint32_t table, uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision);
+uint64_t dccl_epoch(uint32_t table);  // another one each time that it is filled; 37 bits
 uint32_t dccl_generation_of(uint32_t table);
 uint32_t dccl_one_of(uint32_t table);  // see dccl_table_head
 uint32_t dccl_fixed(void);  // what dynamiccl_activate or the environment gave; holds where nothing was agreed

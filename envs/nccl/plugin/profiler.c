@@ -1,5 +1,4 @@
-// The profiler part: what really ran, and where sampled, or where few calls are tried, how long its kernel
-// took.
+// The profiler part: what really ran, and where sampled how long its kernel took.
 //
 // A collective's own start and stop are host time (it was enqueued), so its record is written at the start.
 // Kernel times come later, channel by channel, from NCCL's proxy thread; the last channel to stop writes the

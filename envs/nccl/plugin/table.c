@@ -77,6 +77,8 @@ int dccl_lookup(uint32_t table, uint64_t class, int func, uint64_t n_bytes, stru
   return row >= 0;
 }
 
+uint64_t dccl_epoch(uint32_t table) { return (uint64_t)head(&buffers[table].sequence) << 5 | table; }
+
 uint32_t dccl_generation_of(uint32_t table) { return head(&buffers[table].generation); }
 
 uint32_t dccl_one_of(uint32_t table) { return head(&buffers[table].one_of); }

@@ -12,10 +12,11 @@
 
 enum { MEMO_BITS = 7, MEMO_WAYS = 2, MOST_CELLS = 64 };
 
-// A job asks about a few messages over and over: the offer of each goes into the ring once.
+// A job asks about a few messages over and over: what was answered last, while the table is the same.
 struct memo {
-  _Atomic uint64_t key;  // the message, 0: free
-  _Atomic bool noted;    // the message's offer is in the ring
+  _Atomic uint64_t key;    // the message, 0: free
+  _Atomic uint64_t value;  // epoch of the table << 25 | whether it speaks << 24 | decision
+  _Atomic bool noted;      // the message's offer is in the ring
 };
 
 struct context {
@@ -43,20 +44,32 @@ static struct memo* memo_of(struct context* c, uint64_t key) {
   }
   struct memo* m = &set[atomic_load_explicit(&set[0].key, memory_order_relaxed) ? hash >> 32 & 1 : 0];
   atomic_store_explicit(&m->key, 0, memory_order_release);
+  atomic_store_explicit(&m->value, 0, memory_order_release);
   atomic_store_explicit(&m->noted, false, memory_order_release);
   atomic_store_explicit(&m->key, key, memory_order_release);
   return m;
 }
 
 // The word of the table that holds now; whether it has one.
-static bool look_up(const struct context* c, const struct dccl_question* q, struct dccl_decision* d) {
+static bool look_up(const struct context* c, struct memo* m, const struct dccl_question* q,
+                    struct dccl_decision* d) {
   for (;;) {
     const uint32_t table = dccl_table_now(c->seat);
-    *d = (struct dccl_decision){0};
-    const int speaks = dccl_lookup(table, c->class, q->func, q->n_bytes, d);
-    if (speaks < 0) continue;  // another table by now
+    const uint64_t epoch = dccl_epoch(table), key = key_of(q);
+    uint64_t value = atomic_load_explicit(&m->value, memory_order_acquire);
+    if (value >> 25 != epoch || atomic_load_explicit(&m->key, memory_order_acquire) != key) {
+      *d = (struct dccl_decision){0};
+      const int speaks = dccl_lookup(table, c->class, q->func, q->n_bytes, d);
+      if (speaks < 0) continue;  // another table by now
+      value = epoch << 25 | (uint64_t)speaks << 24 | (uint64_t)d->n_channels << 16 | (uint64_t)d->proto << 8 |
+              d->algo;
+      // Not if the table was filled anew meanwhile, nor for another message.
+      if (dccl_epoch(table) == epoch && atomic_load_explicit(&m->key, memory_order_acquire) == key)
+        atomic_store_explicit(&m->value, value, memory_order_release);
+    }
     dccl_note_table(c->seat, table);
-    return speaks;
+    *d = (struct dccl_decision){(uint8_t)value, (uint8_t)(value >> 8), (uint8_t)(value >> 16)};
+    return value >> 24 & 1;
   }
 }
 
@@ -109,9 +122,10 @@ static bool clips_channels(int algo, uint64_t class) {
 
 // The table's word, after the next tuner's; whether it has one. `cost` is NCCL's own offer, `n_channels` its
 // own count.
-static bool apply(const struct context* c, const struct dccl_question* q, const float* cost, int n_channels) {
+static bool apply(const struct context* c, struct memo* m, const struct dccl_question* q, const float* cost,
+                  int n_channels) {
   struct dccl_decision d;
-  if (!look_up(c, q, &d)) return false;
+  if (!look_up(c, m, q, &d)) return false;
   const int own = choice(q, q->cost);
   int cell = own;
   if (d.algo != DCCL_UNSET) {
@@ -156,7 +170,7 @@ static void decide(void* context, const struct dccl_question* q) {
   // A graph replays for ever what it was captured with, and ranks may capture at different times: no table
   // that may change has a word in it.
   if (dccl_has_run() && dccl_is_captured(c->seat)) return;
-  if (apply(c, q, cost, n_channels) && counts) dccl_note_answer();
+  if (apply(c, m, q, cost, n_channels) && counts) dccl_note_answer();
 }
 
 // v3, v4: no id. The profiler part has just seen it, if it is loaded; otherwise records name communicator 0.
