@@ -34,8 +34,6 @@ class FakeJob:
     window, and what was confirmed last is in force.
     """
 
-    tries_few = False
-
     def __init__(
         self, step_ms: Callable[[Mapping[Slot, Decision]], float], noise: float = 0.0, steps: int = 10**9, seed: int = 0
     ) -> None:

@@ -12,9 +12,10 @@ import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.search import turns
+from dynamiccl.envs.search import few_calls, turns
 from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.search import HEARD, Search
+from dynamiccl.envs.search.few_calls import HEARD
+from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search.windows import SEARCH, TRIAL, WATCH, Measured
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from dynamiccl.envs.sim.noise import NoiseStream
@@ -67,9 +68,9 @@ def search():
 @pytest.mark.parametrize(("times", "is_feared"), [(5.0, True), (0.8, False)])
 def test_few_calls_say_whether_all_may_run_so(search, times, is_feared):
     search, told = search(times)
-    assert search.is_daring(0)[DARING] and not search.is_daring(0)[0]
+    assert few_calls.is_daring(search, 0)[DARING] and not few_calls.is_daring(search, 0)[0]
     before = search.canary.risk(0, search.belief, search.tried)[DARING]
-    assert before > 0.3 and search.risk(0)[DARING] < 0.01
+    assert before > 0.3 and few_calls.risk(search, 0)[DARING] < 0.01
     search.decide(DARING, turns.RUN)
     plan = search.plan()
     assert (plan.kind, plan.one_of, plan.n_steps) == (SEARCH, CALLS, HEARD)
@@ -77,9 +78,9 @@ def test_few_calls_say_whether_all_may_run_so(search, times, is_feared):
     rounds, turn = search.round, search.turn
     search.record(plan, told.measure(plan))
     assert turn == 2 and search.turn == 0 and search.round == rounds + 1, "the policy decides anew"
-    assert not search.is_daring(0)[DARING] and search.tried[0, DARING] == 0
-    assert (search.risk(0)[DARING] > 0.5) == is_feared
-    assert (search.risk(0)[DARING] < 0.01) != is_feared
+    assert not few_calls.is_daring(search, 0)[DARING] and search.tried[0, DARING] == 0
+    assert (few_calls.risk(search, 0)[DARING] > 0.5) == is_feared
+    assert (few_calls.risk(search, 0)[DARING] < 0.01) != is_feared
     search.decide(DARING, turns.RUN)
     assert search.plan().one_of == 0
 
@@ -87,11 +88,11 @@ def test_few_calls_say_whether_all_may_run_so(search, times, is_feared):
 def test_a_slot_of_few_calls_or_without_times_is_tried_whole(search):
     search, _ = search(1.0)
     search.job.calls[0] = 7
-    assert not search.is_daring(0).any() and search.risk(0)[DARING] > 0.3
+    assert not few_calls.is_daring(search, 0).any() and few_calls.risk(search, 0)[DARING] > 0.3
     search.job.calls[0] = 8
-    assert search.is_daring(0)[DARING]
+    assert few_calls.is_daring(search, 0)[DARING]
     search.belief.has_calls = False
-    assert not search.is_daring(0).any()
+    assert not few_calls.is_daring(search, 0).any()
 
 
 def test_a_trial_begins_with_few_calls_and_needs_no_window_beside_it():
@@ -116,14 +117,14 @@ def test_a_step_with_few_such_calls_takes_hardly_longer():
     jobs = draw_jobs(STANDARD, np.random.default_rng(0), 20)
     none = np.zeros((20, SLOTS), int)
     slow = np.where(np.arange(SLOTS) == 0, np.where(jobs.mask, jobs.tables.us, 0.0)[:, :1].argmax(axis=2), none)
-    few = Few(np.full(20, 1 / 16), none)
-    default, all_, some = (jobs.step_us(*asked)[0] for asked in ((none,), (slow,), (slow, None, few)))
+    part = Few(np.full(20, 1 / 16), none)
+    default, all_, some = (jobs.step_us(*asked)[0] for asked in ((none,), (slow,), (slow, None, part)))
     worse = all_ > 1.2 * default
     assert worse.any()
     assert ((some - default)[worse] / (all_ - default)[worse] < 0.25).all()
-    calls = jobs.step_us(slow, None, few)[1], jobs.step_us(slow)[1]
+    calls = jobs.step_us(slow, None, part)[1], jobs.step_us(slow)[1]
     assert np.array_equal(*calls, equal_nan=True), "each of them takes as long as ever"
-    steps = jobs.take(slice(0, 20)).window(slow, 4, NoiseStream(0, np.arange(20), SLOTS), few)[0]
+    steps = jobs.take(slice(0, 20)).window(slow, 4, NoiseStream(0, np.arange(20), SLOTS), part)[0]
     assert (np.median(steps, axis=1)[worse] < all_[worse]).mean() > 0.8
 
 
@@ -137,7 +138,7 @@ def test_ranks_of_a_job_run_few_calls_alike(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen(
-            [*command, str(RANK), "400", "60"], env={**os.environ, **job_env(run.path)}, stdout=log, stderr=log
+            [*command, str(RANK), "4000", "60"], env={**os.environ, **job_env(run.path)}, stdout=log, stderr=log
         )
         job = Job(run, process, TraceWriter(tmp_path / "trace", {"emulated": True}))
     try:

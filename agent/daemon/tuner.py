@@ -245,8 +245,8 @@ class Tuner:
             self._default_ms = window.step_ms
         if given_up:
             events += [*ledger.legend(letter), f"{letter} given up: a step took over {GIVE_UP:g} times as long"]
-        elif plan.kind in (SEARCH, TABLE, REFERENCE) and not plan.one_of:
-            ratio = window.step_ms / self._default_ms
+        elif plan.kind in (SEARCH, TABLE, REFERENCE):
+            ratio = max(window.step_ms / self._default_ms, plan.one_of)  # few calls do not tell of steps
             if ratio < (ledger.best[1] if ledger.best else 1.0) - search.noise:
                 ledger.best = letter, ratio
                 events += ledger.legend(letter)
@@ -257,7 +257,7 @@ class Tuner:
             self._beside_ms = window.step_ms
         if plan.kind == WATCH and not events and (plan.configs.any() or not search.confirmed.any()):
             return  # nothing but the job as it runs
-        verdict = "given up" if given_up else "few calls" if plan.one_of else "measured"
+        verdict = "given up" if given_up else ("measured", "few calls")[plan.one_of > 0]
         self._line(PHASES[plan.kind], table, verdict, events)
 
     def _enter(self, plan: Plan, sides: _Sides, search: Search, window: Window, given_up: bool) -> list[str]:

@@ -70,7 +70,7 @@ class Job(Reader):
     published *confirmed* or as a *trial*, which ends by itself some steps after its window would.
     """
 
-    tries_few = True  # it can run a table at few calls
+    tries_few = True  # it can run a table at few calls, and tell their times
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class LiveWindows:
             mask=np.concatenate([distinct(p.fingerprint) for p in self.profiles]),
             share=np.array([p.share for p in self.profiles]),
             call_us=call_us,
-            calls=np.array([p.calls * self.job.tries_few for p in self.profiles]),
+            calls=np.array([p.calls * getattr(self.job, "tries_few", False) for p in self.profiles]),
             families=windows.warm_up_families(own),
         )
         return told, self._measured(plan, window, before, call_us, np.ones(len(own), bool))

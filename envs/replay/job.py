@@ -28,8 +28,6 @@ LEAST = 0.05
 class RecordedJob:
     """``seed``: where in the record it begins. It never ends: the record is gone through again and again."""
 
-    tries_few = False  # how long single calls would take the record does not say
-
     def __init__(self, trace: Trace, recorded: Recorded, seed: int = 0) -> None:
         self.recorded = recorded
         self.assembler = SimpleNamespace(offers=offers_of(trace))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...traces.spaces import N_CONFIGS
-from . import turns
+from . import few_calls, turns
 from .regimes import Regime
 from .sequential import ALPHA, LIKELY, LongSteps, Race, least, middle
 from .watch import CHANGED, HARMFUL, Watch
@@ -134,24 +134,26 @@ class Refinement:
     def risk(self, slot: int) -> Array:
         """(N_CONFIGS,) as ``Canary.risk``; 1 of what has lost as a trial of the table in force."""
         search = self.search
-        out = search.risk(slot)
+        out = few_calls.risk(search, slot)
         for table in search.beaten:
             configs = np.frombuffer(table, search.confirmed.dtype)
             if np.flatnonzero(configs != search.confirmed).tolist() == [slot]:
                 out[configs[slot]] = 1.0
         return out
 
-    def tried(self, plan: Plan, seen: Measured, steps: Array, given_up: bool) -> None:
-        """One window of a trial, of which ``steps`` (ms) tell: it takes the place of what is in force, runs again, or
-        goes. After few calls of it the policy, which knows more, decides anew."""
-        search, trial, ms = self.search, plan.configs, middle(steps)
+    def heard(self, seen: Measured) -> None:
+        """Few calls of a trial: the policy, which knows more, decides anew."""
+        self.trial, self.left = None, self.left - 1
+        self.search.after += seen.billed
+        self._rest()
+
+    def tried(self, trial: Array, seen: Measured, steps: Array, given_up: bool) -> None:
+        """One window of a trial (s,), of which ``steps`` (ms) tell: it takes the place of what is in force, runs again,
+        or goes."""
+        search, ms = self.search, middle(steps)
+        assert self.beside_ms is not None
         self.left -= 1
         search.after += seen.billed
-        if plan.one_of:
-            self.trial = None
-            self._rest()
-            return
-        assert self.beside_ms is not None
         race = self.races.setdefault(trial.tobytes(), Race(self.noise, self.level))
         of_steps = math.hypot(search.noise, search.noise_of(len(steps)))
         noise = search.canary.noise(trial, search.tried, search.belief) if given_up else of_steps
@@ -192,7 +194,7 @@ class Refinement:
         search = self.search
         if self.trial is None and search.phase == REFINE:
             return None
-        if self.trial is not None and (plan := search.few_calls(TRIAL, self.trial)) is not None:
+        if self.trial is not None and (plan := few_calls.plan(search, TRIAL, self.trial)) is not None:
             return plan
         if self.trial is not None and self.beside_ms is not None and not self.watch.is_uneasy:
             plan = search.window(TRIAL, self.trial)

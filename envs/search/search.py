@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from . import turns, windows
+from . import few_calls, turns, windows
 from .afterwards import Refinement
 from .belief import Belief, Prior
 from .canary import GIVE_UP, Canary, is_new
@@ -32,11 +32,6 @@ Array = np.ndarray[Any, Any]
 
 #: The budget counts for so many steps from the start.
 BUDGET_STEPS = 4000
-#: What is likelier than this to make a step far too long is tried at single calls first, in slots that have so many in
-#: a step: one of them can hardly do that, unless the config is likelier still to.
-DARING, FEWEST, MAD = 0.01, 8, 0.7
-#: Calls of each slot that such a window is to hold.
-HEARD = 2
 
 
 class Search:
@@ -52,8 +47,7 @@ class Search:
         first: Array | None = None,
         on_confirmed: Callable[[Array], object] = lambda configs: None,
     ) -> None:
-        """``first``: configs (s,) to be tried before all others; ``on_confirmed`` hears of other configs (s,) that are
-        confirmed."""
+        """``first``: configs (s,) to be tried first; ``on_confirmed`` hears of other configs that are confirmed."""
         self.job, self.prior, self.rules = job, prior, rules or SearchConfig()
         self.n_slots, self.marks, self.on_confirmed = len(job.share), Milestones(), on_confirmed
         self.steps = default.billed
@@ -89,8 +83,7 @@ class Search:
         self.belief.has_calls = bool(np.isfinite(self.default_logs).any())
         self.choices = self.before.copy()
         self.tried = np.zeros(self.job.mask.shape)
-        self.heard = np.zeros(self.job.mask.shape, bool)  # configs of which single calls were tried
-        self.heard[np.arange(self.n_slots), self.before] = True  # they ran before
+        self.heard = np.arange(self.job.mask.shape[1]) == self.before[:, None]  # ran before, or single calls were tried
         self.turn = self.n_slots if self.choices.any() else 0  # what was good before is the first to be tried
         self.round = self.idle = 0
         self.phase, self.comparisons = SEARCH, 0
@@ -128,15 +121,14 @@ class Search:
     @property
     def is_spent(self) -> bool:
         """Nothing is tried any more in this search."""
-        most = max(self.rules.rounds, self.rules.rounds_a_slot * self.n_slots)
-        return self.spent > 1 or self.round >= most
+        return self.spent > 1 or self.round >= max(self.rules.rounds, self.rules.rounds_a_slot * self.n_slots)
 
     def plan(self) -> Plan | None:
         """The window to run now, or None where the policy has a turn first."""
         if self.phase == SEARCH:
             if self.turn < self.n_slots:
                 return None
-            return self.few_calls(SEARCH, self.choices) or self.window(SEARCH, self.choices)
+            return few_calls.plan(self, SEARCH, self.choices) or self.window(SEARCH, self.choices)
         if self.is_over:
             return self.later.plan()
         if self.phase == PROFILE:
@@ -147,31 +139,6 @@ class Search:
     def window(self, kind: str, configs: Array) -> Plan:
         """A window under these configs (s,), given up where a step is far too long."""
         return Plan(kind, configs.copy(), self.window_steps, self.discard(configs), self.too_long_ms(configs))
-
-    def few_calls(self, kind: str, table: Array) -> Plan | None:
-        """The window that tells how long calls take of what may make a step under a table (s,) far too long: there it
-        holds at about one call a step. None where nothing has to be told, or can be."""
-        pairs = enumerate(zip(table, self.confirmed, strict=True))
-        asked = np.array([config != own and self.is_daring(slot)[config] for slot, (config, own) in pairs])
-        if not asked.any():
-            return None
-        configs, calls = np.where(asked, table, self.confirmed), self.job.calls[asked]
-        one_of, wait, most = math.ceil(calls.max()), self.discard(configs), self.too_long_ms(configs)
-        n_steps = math.ceil(HEARD * one_of / calls.min())
-        return Plan(kind, configs, n_steps, wait, most, one_of, self.confirmed.copy())
-
-    def is_daring(self, slot: int) -> Array:
-        """(N_CONFIGS,) bool: configs of a slot of which single calls are to be tried first."""
-        if self.job.calls[slot] < FEWEST or not self.belief.has_calls:
-            return np.zeros(self.job.mask.shape[1], bool)
-        is_new = (self.tried[slot] == 0) & ~self.heard[slot]
-        return np.asarray(is_new & (self.canary.risk(slot, self.belief, self.tried) > DARING))
-
-    def risk(self, slot: int) -> Array:
-        """(N_CONFIGS,) how likely a trial of each config of a slot is to make a step far too long."""
-        risk, at_few = self.canary.risk(slot, self.belief, self.tried), 1 + self.job.calls[slot] * (GIVE_UP - 1)
-        softer = self.is_daring(slot) & (risk < MAD)
-        return np.where(softer, np.minimum(risk, self.belief.too_long(slot, at_few)), risk)
 
     def too_long_ms(self, configs: Array) -> float:
         """A step longer than this is far too long under configs (s,); none is where they have all been measured."""
@@ -210,7 +177,7 @@ class Search:
             risk = self.later.risk(slot)
             ahead, learned, worth = belief.ahead(slot, self.confirmed, lost=risk == 1.0)
         else:
-            risk = self.risk(slot)
+            risk = few_calls.risk(self, slot)
             ahead, learned, worth = belief.ahead(slot, beside, belief.saving(beside)[1] ** 2)
         exposure, unsure = belief.exposure
         saving, deviation = belief.saving(best)
@@ -282,10 +249,13 @@ class Search:
         self.confirmed = confirmed.copy()
         self._finish()
 
-    def _compare(self, plan: Plan, ms: float) -> None:
+    def _compare(self, plan: Plan, ms: float, given_up: bool) -> None:
         """One window of a comparison."""
         race = self.race
         assert race is not None
+        if given_up:  # it may have been a checkpoint: once more
+            self._half = []
+            return
         if not plan.configs.any():
             self.same_logs.append(math.log(self._default_before / ms))
             self._default_before = ms
@@ -366,27 +336,24 @@ class Search:
         anyway = seen.billed * (1 - math.exp(-self.gain[0])) if self.is_over else 0.0
         # A step that saves a checkpoint is not the search's doing, but a step that was given up is.
         self.lost -= saved if given_up else seen.billed * (1 - ms / default_ms)
-        if not plan.one_of:
-            self.long.add(plan.configs, seen.step_ms, default_ms if given_up else ms)
+        self.long.add(plan.configs, seen.step_ms, default_ms if given_up else ms)
         if plan.kind != WATCH or not plan.configs.any():
             self._learn(plan, seen, steps, given_up)
-        if given_up:
-            self.marks.canaries += 1
-            is_guilty = self.canary.struck(plan.configs, self.tried, self.belief)
-        else:
+        is_guilty = given_up and self.canary.struck(plan.configs, self.tried, self.belief)
+        self.marks.canaries += given_up
+        if not given_up:
             self.warm |= self._families(plan.configs)
-        self.running = np.full(self.n_slots, -1) if plan.one_of else plan.configs.copy()  # -1: what comes is another
+        self.running = np.where(plan.one_of, -1, plan.configs)  # after few calls whatever comes is another table
         if plan.kind == SEARCH:
             self._after_round()
+        elif plan.one_of:
+            self.later.heard(seen)
         elif plan.kind == TRIAL:
-            self.later.tried(plan, seen, steps, given_up)
+            self.later.tried(plan.configs, seen, steps, given_up)
+        elif plan.kind in (REFERENCE, TABLE) and is_guilty | (~seen.obeyed & (plan.configs > 0)).any():
+            self._reject()
         elif plan.kind in (REFERENCE, TABLE):
-            if (~seen.obeyed & (plan.configs > 0)).any() or (given_up and is_guilty):
-                self._reject()
-            elif given_up:  # it may have been a checkpoint: once more
-                self._half = []
-            else:
-                self._compare(plan, ms)
+            self._compare(plan, ms, given_up)
         else:
             self.later.watched(plan, seen, ms)
         return (saved - anyway) / 100.0

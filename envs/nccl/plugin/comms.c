@@ -19,8 +19,8 @@
 enum { SEATS = 256, ASKS = 8, SWITCHES = 4, HELD = SWITCHES - 1 };
 #define NO_LIMIT UINT64_MAX
 
-// From collective `from` on: `trial` until collective `until`, then `base`. Numbers of tables. With `one_of`
-// the trial holds at one collective of so many, and `base` at the others.
+// From collective `from` on: `trial`, at one of `one_of` or all, until collective `until`; else `base`.
+// Tables.
 struct change {
   _Atomic uint64_t from, until;
   _Atomic uint32_t trial, base, one_of;
@@ -137,10 +137,8 @@ static void wait_below_limit(const struct dccl_seat* seat, uint64_t count) {
 
 // One of each `one_of` collectives: equal on all ranks, and in no step with how a job's calls come.
 static bool is_due(const struct change* c, uint64_t count) {
-  const uint32_t one_of = atomic_load_explicit(&c->one_of, memory_order_acquire);
-  if (one_of == 0) return true;
-  const uint64_t mix = UINT64_C(0x9e3779b97f4a7c15), hash = count / one_of * mix;
-  return count % one_of == ((hash ^ hash >> 32) * mix >> 32) % one_of;
+  const uint64_t n = c->one_of, mix = UINT64_C(0x9e3779b97f4a7c15), hash = n ? count / n * mix : 0;
+  return n == 0 || count % n == ((hash ^ hash >> 32) * mix >> 32) % n;
 }
 
 uint32_t dccl_table_now(struct dccl_seat* seat) {
@@ -170,9 +168,8 @@ void dccl_note_table(struct dccl_seat* seat, uint32_t table) {
       atomic_load_explicit(&latest, memory_order_relaxed))
     return;  // left out of the last switch: no part of what is tried
   const struct change* last = &seat->changes[(seat->n_changes + SWITCHES - 1) % SWITCHES];
-  const uint64_t count = get(&seat->n_colls);
-  if (last->one_of != 0 && table == last->base && get(&last->from) <= count && count < get(&last->until))
-    return;  // as it is meant to be
+  const bool runs = get(&seat->n_colls) - get(&last->from) < get(&last->until) - get(&last->from);
+  if (runs && last->one_of != 0 && table == last->base) return;  // as it is meant to be
   const uint64_t before = atomic_load_explicit(&first, memory_order_relaxed), now = generation + UINT64_C(1);
   if (before != now) atomic_store_explicit(before == 0 ? &first : &other, now, memory_order_relaxed);
 }
