@@ -56,9 +56,9 @@ static pthread_mutex_t seating = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic uint32_t n_tuners, abi;
 static _Atomic int n_contexts;
 static _Atomic uint32_t latest;        // generation of the switch that was decided last
-static _Atomic bool tries_few;         // it is to a trial of few calls
 static _Atomic uint64_t first, other;  // answered in this step, and another that did: generation + 1, 0: none
 static _Atomic uint32_t n_waiting;
+_Atomic bool dccl_tries_few;
 static _Atomic bool captures;  // whatever is called now goes into a CUDA graph
 
 _Thread_local struct dccl_comm dccl_last_comm;
@@ -113,7 +113,7 @@ void dccl_comms_after_fork(void) {
   atomic_store(&n_tuners, 0);
   atomic_store(&n_contexts, 0);
   atomic_store(&latest, 0);
-  atomic_store(&tries_few, false);
+  atomic_store(&dccl_tries_few, false);
   atomic_store(&n_waiting, 0);
 }
 
@@ -175,10 +175,8 @@ void dccl_note_table(struct dccl_seat* seat, uint32_t table) {
 }
 
 bool dccl_is_rare(const struct dccl_seat* seat) {
-  return dccl_tries_few() && seat != NULL && seat->generation == seat->decided;
+  return dccl_tries_few && seat != NULL && seat->generation == seat->decided;
 }
-
-bool dccl_tries_few(void) { return atomic_load(&tries_few); }
 
 uint32_t dccl_generation(const struct dccl_seat* seat) {
   return seat != NULL ? atomic_load_explicit(&seat->generation, memory_order_relaxed)
@@ -248,7 +246,7 @@ int dynamiccl_switch(uint64_t comm_id, uint64_t from, uint64_t until) {
     c->from = from;
     c->until = until;
     c->one_of = until == 0 ? 0 : dccl_one_of(table);
-    atomic_store(&tries_few, c->one_of != 0);
+    atomic_store(&dccl_tries_few, c->one_of != 0);
     seat->decided = dccl_generation_of(table);
     seat->n_changes = n + 1;
     error = 0;

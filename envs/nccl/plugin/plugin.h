@@ -239,7 +239,7 @@ bool dccl_table_is_used(uint32_t table);                       // by a switch th
 void dccl_note_table(struct dccl_seat* seat, uint32_t table);  // it answers
 uint32_t dccl_generation(const struct dccl_seat* seat);        // of the table that answered last
 bool dccl_is_rare(const struct dccl_seat* seat);               // a trial of few calls answered last
-bool dccl_tries_few(void);                                     // the last switch is to such a trial
+extern _Atomic bool dccl_tries_few;                            // the last switch is to such a trial
 void dccl_note_question(struct dccl_seat* seat, int func, uint64_t n_bytes);
 void dccl_note_answer(void);  // the table has had its word
 // Whether the communicator's call under way goes into a CUDA graph.

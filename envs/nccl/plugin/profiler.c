@@ -198,7 +198,7 @@ static void set_mask(void) {
   if (mask == NULL) return;
   int bits = 0;                            // without a run nobody listens: no event, no cost
   if (dccl_has_run()) bits |= EVENT_COLL;  // counted where there is no ring too: ranks compare the counts
-  if (dccl_ring_is_open() && (atomic_load(&sampling) || dccl_tries_few())) bits |= EVENT_KERNEL_CH;
+  if (dccl_ring_is_open() && (atomic_load(&sampling) || dccl_tries_few)) bits |= EVENT_KERNEL_CH;
   __atomic_store_n(mask, bits, __ATOMIC_RELAXED);
 }
 
