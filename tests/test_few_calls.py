@@ -12,7 +12,7 @@ import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.search import few_calls, turns
+from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.few_calls import HEARD
 from dynamiccl.envs.search.search import Search
@@ -68,9 +68,9 @@ def search():
 @pytest.mark.parametrize(("times", "is_feared"), [(5.0, True), (0.8, False)])
 def test_few_calls_say_whether_all_may_run_so(search, times, is_feared):
     search, told = search(times)
-    assert few_calls.is_daring(search, 0)[DARING] and not few_calls.is_daring(search, 0)[0]
+    assert search.few.is_daring(0)[DARING] and not search.few.is_daring(0)[0]
     before = search.canary.risk(0, search.belief, search.tried)[DARING]
-    assert before > 0.3 and few_calls.risk(search, 0)[DARING] < 0.01
+    assert before > 0.3 and search.few.risk(0)[DARING] < 0.01
     search.decide(DARING, turns.RUN)
     plan = search.plan()
     assert (plan.kind, plan.one_of, plan.n_steps) == (SEARCH, CALLS, HEARD)
@@ -78,9 +78,9 @@ def test_few_calls_say_whether_all_may_run_so(search, times, is_feared):
     rounds, turn = search.round, search.turn
     search.record(plan, told.measure(plan))
     assert turn == 2 and search.turn == 0 and search.round == rounds + 1, "the policy decides anew"
-    assert not few_calls.is_daring(search, 0)[DARING] and search.tried[0, DARING] == 0
-    assert (few_calls.risk(search, 0)[DARING] > 0.5) == is_feared
-    assert (few_calls.risk(search, 0)[DARING] < 0.01) != is_feared
+    assert not search.few.is_daring(0)[DARING] and search.tried[0, DARING] == 0
+    assert (search.few.risk(0)[DARING] > 0.5) == is_feared
+    assert (search.few.risk(0)[DARING] < 0.01) != is_feared
     search.decide(DARING, turns.RUN)
     assert search.plan().one_of == 0
 
@@ -88,11 +88,11 @@ def test_few_calls_say_whether_all_may_run_so(search, times, is_feared):
 def test_a_slot_of_few_calls_or_without_times_is_tried_whole(search):
     search, _ = search(1.0)
     search.job.calls[0] = 7
-    assert not few_calls.is_daring(search, 0).any() and few_calls.risk(search, 0)[DARING] > 0.3
+    assert not search.few.is_daring(0).any() and search.few.risk(0)[DARING] > 0.3
     search.job.calls[0] = 8
-    assert few_calls.is_daring(search, 0)[DARING]
+    assert search.few.is_daring(0)[DARING]
     search.belief.has_calls = False
-    assert not few_calls.is_daring(search, 0).any()
+    assert not search.few.is_daring(0).any()
 
 
 def test_a_trial_begins_with_few_calls_and_needs_no_window_beside_it():

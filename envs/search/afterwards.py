@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...traces.spaces import N_CONFIGS
-from . import few_calls, turns
+from . import turns
 from .regimes import Regime
 from .sequential import ALPHA, LIKELY, LongSteps, Race, least, middle
 from .watch import CHANGED, HARMFUL, Watch
@@ -134,7 +134,7 @@ class Refinement:
     def risk(self, slot: int) -> Array:
         """(N_CONFIGS,) as ``Canary.risk``; 1 of what has lost as a trial of the table in force."""
         search = self.search
-        out = few_calls.risk(search, slot)
+        out = search.few.risk(slot)
         for table in search.beaten:
             configs = np.frombuffer(table, search.confirmed.dtype)
             if np.flatnonzero(configs != search.confirmed).tolist() == [slot]:
@@ -194,10 +194,10 @@ class Refinement:
         search = self.search
         if self.trial is None and search.phase == REFINE:
             return None
-        if self.trial is not None and (plan := few_calls.plan(search, TRIAL, self.trial)) is not None:
-            return plan
+        plan = search.window(TRIAL, search.confirmed if self.trial is None else self.trial)
+        if (few := search.few.before(plan, search.confirmed)).one_of:
+            return few
         if self.trial is not None and self.beside_ms is not None and not self.watch.is_uneasy:
-            plan = search.window(TRIAL, self.trial)
             slower = self.beside_ms * math.exp(max(SLOWER * search.noise_of(1), SLOWER_LOG))
             return replace(plan, limit_ms=min(plan.limit_ms, slower))
         wants_default = self.watch.wants_default(search.steps)

@@ -8,15 +8,14 @@ which one is to be feared is known before a step is at stake.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from .canary import GIVE_UP
+from .belief import Belief
+from .canary import GIVE_UP, Canary
 from .windows import Plan
-
-if TYPE_CHECKING:
-    from .search import Search
 
 Array = np.ndarray[Any, Any]
 
@@ -27,28 +26,35 @@ DARING, FEWEST, MAD = 0.01, 8, 0.7
 HEARD = 2
 
 
-def plan(search: Search, kind: str, table: Array) -> Plan | None:
-    """The window in which a table (s,) holds at about one call a step, for slots that it is daring in; None where it
-    is in none."""
-    pairs = enumerate(zip(table, search.confirmed, strict=True))
-    asked = np.array([config != own and is_daring(search, slot)[config] for slot, (config, own) in pairs])
-    if not asked.any():
-        return None
-    configs, calls = np.where(asked, table, search.confirmed), search.job.calls[asked]
-    one_of, wait, most = math.ceil(calls.max()), search.discard(configs), search.too_long_ms(configs)
-    n_steps = math.ceil(HEARD * one_of / calls.min())
-    return Plan(kind, configs, n_steps, wait, most, one_of, search.confirmed.copy())
+@dataclass
+class FewCalls:
+    """Of one search, whose are ``calls`` (s,) a step, the belief, the canary and ``tried`` (s, N_CONFIGS)."""
 
+    calls: Array
+    belief: Belief
+    canary: Canary
+    tried: Array
+    heard: Array  # (s, N_CONFIGS) bool: single calls were tried, or need not be
 
-def is_daring(search: Search, slot: int) -> Array:
-    """(N_CONFIGS,) bool: configs of a slot of which single calls are to be tried first."""
-    can_tell = search.job.calls[slot] >= FEWEST and search.belief.has_calls
-    is_new = can_tell & (search.tried[slot] == 0) & ~search.heard[slot]
-    return np.asarray(is_new & (search.canary.risk(slot, search.belief, search.tried) > DARING))
+    def before(self, plan: Plan, in_force: Array) -> Plan:
+        """The window that is to come before this one, in which what is daring of it runs at about one call a step;
+        itself where nothing is. ``in_force`` (s,): configs that hold at all other calls."""
+        pairs = enumerate(zip(plan.configs, in_force, strict=True))
+        asked = np.array([config != own and self.is_daring(slot)[config] for slot, (config, own) in pairs])
+        if not asked.any():
+            return plan
+        one_of, configs = math.ceil(self.calls[asked].max()), np.where(asked, plan.configs, in_force)
+        n_steps = math.ceil(HEARD * one_of / self.calls[asked].min())
+        return replace(plan, configs=configs, n_steps=n_steps, one_of=one_of, others=in_force.copy())
 
+    def is_daring(self, slot: int) -> Array:
+        """(N_CONFIGS,) bool: configs of a slot of which single calls are to be tried first."""
+        can_tell = self.calls[slot] >= FEWEST and self.belief.has_calls
+        is_new = can_tell & (self.tried[slot] == 0) & ~self.heard[slot]
+        return np.asarray(is_new & (self.canary.risk(slot, self.belief, self.tried) > DARING))
 
-def risk(search: Search, slot: int) -> Array:
-    """(N_CONFIGS,) how likely a trial of each config of a slot is to make a step far too long."""
-    at_all = search.canary.risk(slot, search.belief, search.tried)
-    at_few = search.belief.too_long(slot, 1 + search.job.calls[slot] * (GIVE_UP - 1))
-    return np.where(is_daring(search, slot) & (at_all < MAD), np.minimum(at_all, at_few), at_all)
+    def risk(self, slot: int) -> Array:
+        """(N_CONFIGS,) how likely a trial of each config of a slot is to make a step far too long."""
+        at_all = self.canary.risk(slot, self.belief, self.tried)
+        at_few = self.belief.too_long(slot, 1 + self.calls[slot] * (GIVE_UP - 1))
+        return np.where(self.is_daring(slot) & (at_all < MAD), np.minimum(at_all, at_few), at_all)

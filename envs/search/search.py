@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from . import few_calls, turns, windows
+from . import turns, windows
 from .afterwards import Refinement
 from .belief import Belief, Prior
 from .canary import GIVE_UP, Canary, is_new
+from .few_calls import FewCalls
 from .regimes import Regimes
 from .sequential import MORE, LongSteps, Race, median, middle, window_noise
 from .watch import Milestones, SearchConfig
@@ -83,7 +84,8 @@ class Search:
         self.belief.has_calls = bool(np.isfinite(self.default_logs).any())
         self.choices = self.before.copy()
         self.tried = np.zeros(self.job.mask.shape)
-        self.heard = np.arange(self.job.mask.shape[1]) == self.before[:, None]  # ran before, or single calls were tried
+        ran_before = np.arange(self.job.mask.shape[1]) == self.before[:, None]
+        self.few = FewCalls(self.job.calls, self.belief, self.canary, self.tried, ran_before)
         self.turn = self.n_slots if self.choices.any() else 0  # what was good before is the first to be tried
         self.round = self.idle = 0
         self.phase, self.comparisons = SEARCH, 0
@@ -126,9 +128,8 @@ class Search:
     def plan(self) -> Plan | None:
         """The window to run now, or None where the policy has a turn first."""
         if self.phase == SEARCH:
-            if self.turn < self.n_slots:
-                return None
-            return few_calls.plan(self, SEARCH, self.choices) or self.window(SEARCH, self.choices)
+            whole = self.window(SEARCH, self.choices)
+            return self.few.before(whole, self.confirmed) if self.turn == self.n_slots else None
         if self.is_over:
             return self.later.plan()
         if self.phase == PROFILE:
@@ -177,7 +178,7 @@ class Search:
             risk = self.later.risk(slot)
             ahead, learned, worth = belief.ahead(slot, self.confirmed, lost=risk == 1.0)
         else:
-            risk = few_calls.risk(self, slot)
+            risk = self.few.risk(slot)
             ahead, learned, worth = belief.ahead(slot, beside, belief.saving(beside)[1] ** 2)
         exposure, unsure = belief.exposure
         saving, deviation = belief.saving(best)
@@ -227,8 +228,7 @@ class Search:
     def ask(self, policy: windows.Policy, state: Any = None) -> Any:
         """Let a policy decide for the slot whose turn it is, from its state of the turn before; its state now."""
         action, state = policy.predict(self.observe()[None], state, np.array([state is None]), True)
-        config, what = turns.choices_of(np.reshape(action, 3))
-        self.decide(int(config), int(what))
+        self.decide(*map(int, turns.choices_of(np.reshape(action, 3))))
         return state
 
     # -- comparisons -------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class Search:
         configs = np.where(seen.obeyed, plan.configs, 0)
         self.belief.observe(configs, log_step, noise, calls, seen.billed)
         if plan.one_of:
-            self.heard[np.arange(self.n_slots), configs] = True
+            self.few.heard[np.arange(self.n_slots), configs] = True
         elif not given_up:
             self.tried[np.arange(self.n_slots), configs] += 1
         self.last_saving, self.last_calls = -log_step if is_told else 0.0, np.nan_to_num(calls)
