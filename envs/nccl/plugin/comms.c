@@ -19,8 +19,8 @@
 enum { SEATS = 256, ASKS = 8, SWITCHES = 4, HELD = SWITCHES - 1 };
 #define NO_LIMIT UINT64_MAX
 
-// From collective `from` on: `trial`, at one of `one_of` or all, until collective `until`; else `base`.
-// Tables.
+// From collective `from` until `until` the table `trial` holds, at one collective of `one_of` or (0) at all;
+// then, and at the others, `base`. Numbers of tables.
 struct change {
   _Atomic uint64_t from, until;
   _Atomic uint32_t trial, base, one_of;
