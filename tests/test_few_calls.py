@@ -138,7 +138,7 @@ def test_ranks_of_a_job_run_few_calls_alike(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen(
-            [*command, str(RANK), "4000", "60"], env={**os.environ, **job_env(run.path)}, stdout=log, stderr=log
+            [*command, str(RANK), "60000", "60"], env={**os.environ, **job_env(run.path)}, stdout=log, stderr=log
         )
         job = Job(run, process, TraceWriter(tmp_path / "trace", {"emulated": True}))
     try:
