@@ -150,7 +150,7 @@ def test_ranks_of_a_job_run_few_calls_alike(tmp_path):
         window = job.window({slot: Decision("ring", "ll", 2)}, 20, one_of=10)
         events = job.take_events()
     finally:
-        process.kill()
+        process.terminate()  # torchrun ends its ranks, which a kill would leave running
         process.wait()
         run.close()
         job.writer.close()
