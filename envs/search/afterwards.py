@@ -194,12 +194,13 @@ class Refinement:
         search = self.search
         if self.trial is None and search.phase == REFINE:
             return None
-        plan = search.window(TRIAL, search.confirmed if self.trial is None else self.trial)
-        if (few := search.few.before(plan, search.confirmed)).one_of:
-            return few
-        if self.trial is not None and self.beside_ms is not None and not self.watch.is_uneasy:
-            slower = self.beside_ms * math.exp(max(SLOWER * search.noise_of(1), SLOWER_LOG))
-            return replace(plan, limit_ms=min(plan.limit_ms, slower))
+        if self.trial is not None:
+            plan = search.few.before(search.window(TRIAL, self.trial), search.confirmed)
+            if plan.one_of:
+                return plan
+            if self.beside_ms is not None and not self.watch.is_uneasy:
+                slower = self.beside_ms * math.exp(max(SLOWER * search.noise_of(1), SLOWER_LOG))
+                return replace(plan, limit_ms=min(plan.limit_ms, slower))
         wants_default = self.watch.wants_default(search.steps)
         configs = np.zeros_like(search.confirmed) if wants_default else search.confirmed
         return Plan(WATCH, configs.copy(), search.window_steps, search.discard(configs))

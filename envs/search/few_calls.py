@@ -1,8 +1,7 @@
 """What may make a step far too long is tried at few of a step's calls first: their times say whether all may run so.
 
-A table that holds at about one call a step can hardly make it far too long, whatever the config; how long such a call
-takes says what all of them would do to the step. So a config that is feared costs no more than another to try, and
-which one is to be feared is known before a step is at stake.
+A table that holds at about one call a step hardly makes it far too long, and how long such a call takes says what all
+of them would do. So which config is to be feared is known before a step is at stake.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ class Search:
     def plan(self) -> Plan | None:
         """The window to run now, or None where the policy has a turn first."""
         if self.phase == SEARCH:
-            whole = self.window(SEARCH, self.choices)
-            return self.few.before(whole, self.confirmed) if self.turn == self.n_slots else None
+            is_due = self.turn == self.n_slots
+            return self.few.before(self.window(SEARCH, self.choices), self.confirmed) if is_due else None
         if self.is_over:
             return self.later.plan()
         if self.phase == PROFILE:
