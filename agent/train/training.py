@@ -9,6 +9,7 @@ import datetime
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 
 from ...envs.replay_env import ReplayEnv
+from ...envs.search.watch import SearchConfig
 from ...envs.search_env import SearchEnv
 from ...envs.sim_env import SimEnv
 from ...traces.header import git
@@ -100,13 +102,11 @@ class Training:
         self.settings, self.folder, self.runs = settings, folder, runs
         self.seconds, self.curve = 0.0, list[dict[str, Any]]()
         torch.set_num_threads(1)  # with two threads small matrices train slower, and erratically
-        made = iter(range(settings.envs))
+        made, rules = iter(range(settings.envs)), SearchConfig(trials_near=0)  # those are no policy's choice, and long
 
         def one() -> gym.Env[Array, Array]:
-            if not runs:
-                return AgainstRule(SimEnv(), SimEnv(), MOST)
-            trace = runs[next(made) % len(runs)]
-            return AgainstRule(ReplayEnv(trace), ReplayEnv(trace), MOST)
+            make = partial(ReplayEnv, runs[next(made) % len(runs)]) if runs else SimEnv
+            return AgainstRule(make(rules=rules), make(rules=rules), MOST)
 
         s = settings
         jobs = make_vec_env(one, s.envs, s.seed)  # one process: beside two cores more of them wait for each other
