@@ -6,8 +6,8 @@ NCCL refuses two ranks on one GPU unless it is told otherwise, in one of two way
 * ``shared``: NCCL_MULTI_RANK_GPU_ENABLE, NCCL 2.30.3 and newer; the ranks talk through the GPU's memory.
 * ``hosts``: each rank claims to be a host of its own (NCCL_HOSTID), and the ranks talk through sockets. Every release.
 
-Ranks that share a GPU take turns on it (without MPS), so their times say little of a cluster. Both placements raise the
-number of channels to 16, since NCCL would make one or two and leave nothing to choose.
+Ranks that share a GPU take turns on it, unless MPS runs (``nvidia-cuda-mps-control -d``): their times say little of a
+cluster. Both placements raise the number of channels to 16, as NCCL would make one or two and leave nothing to choose.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from ...envs.nccl.plugin.bindings import Plugin
-from ...envs.nccl.plugin.build import job_env
+from ...envs.nccl.plugin.build import job_env, nccl_release
 from ...envs.nccl.rings import Ring
 from ...envs.nccl.shm import RunFolder, encode_table
 from ...envs.nccl.steps.nvml import driver, gpus
@@ -82,10 +82,7 @@ class Machine:
 
     @classmethod
     def here(cls, cluster: str | None = None) -> Machine:
-        """This machine: its GPUs, or an emulated cluster where it has none or ``cluster`` names one.
-
-        Raises ValueError, OSError.
-        """
+        """Its GPUs, or an emulated cluster: ``cluster``, or where it has no GPU. Raises ValueError, OSError."""
         versions = {name: version(name) for name in ("dynamiccl", "torch")} | {"python": platform.python_version()}
         names = gpus()
         if cluster or not names:
@@ -93,9 +90,11 @@ class Machine:
             return cls(f"emulated {emulated.cluster}", 2, "apart", versions, emulated)
         if not torch.distributed.is_nccl_available():
             raise ValueError(f"{len(names)} GPUs, but this PyTorch ({torch.__version__}) has no NCCL")
-        nccl = torch.cuda.nccl.version()
+        nccl = nccl_release() or torch.cuda.nccl.version()  # PyTorch names what it was built with
         versions |= {"nccl": ".".join(map(str, nccl)), "driver": driver(), "cuda": str(torch.version.cuda)}
-        return cls(names[0], max(len(names), 2), placement(len(names), nccl), versions)
+        mps = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
+        device = names[0] + " under MPS" * mps
+        return cls(device, max(len(names), 2), placement(len(names), nccl), versions)
 
     @property
     def backend(self) -> str:

@@ -26,7 +26,7 @@ import numpy as np
 from ...traces.spaces import N_CONFIGS
 from . import turns
 from .regimes import Regime
-from .sequential import ALPHA, LIKELY, LongSteps, Race, least, middle
+from .sequential import AGAIN, ALPHA, LIKELY, LongSteps, Race, least, middle
 from .watch import CHANGED, HARMFUL, Watch
 from .windows import PROFILE, REFINE, TRIAL, WATCH, Measured, Plan
 
@@ -68,7 +68,7 @@ class Refinement:
         step_ms = search.default_ms * math.exp(float(search.belief.mean[0]))
         self.regime = Regime(step_ms, search.default_logs, search.confirmed, tuple(search.races))
         known, has_table = (search.gain[0], sum(race.n for race in search.races)), bool(search.confirmed.any())
-        self.level = ALPHA if has_table else FIRST  # of each trial's comparison
+        self.level = ALPHA if has_table else FIRST * AGAIN**search.marks.fruitless  # of each trial's comparison
         self.watch = Watch(search.noise, search.window_steps, search.rules, has_table, search.steps, known, levels)
 
     # -- trials ------------------------------------------------------------------------------------------------
@@ -260,5 +260,7 @@ class Refinement:
             search.marks.returned += 1
             search._finish(change.levels if np.array_equal(search.confirmed, search.before) else (), self.left)
             search.later.watch.begin_with(search.default_ms)
-        elif search.before.any() and change.level is not None and change.level < math.log(search.default_ms):
+            return
+        search.marks.fruitless = 0 if search.before.any() else search.marks.fruitless + 1
+        if search.before.any() and change.level is not None and change.level < math.log(search.default_ms):
             search._race(search.before).add(search.default_ms, math.exp(change.level))

@@ -25,7 +25,7 @@ from .belief import Belief, Prior
 from .canary import GIVE_UP, Canary, is_new
 from .few_calls import FewCalls
 from .regimes import Regimes
-from .sequential import MORE, LongSteps, Race, median, middle, window_noise
+from .sequential import AGAIN, ALPHA, MORE, LongSteps, Race, median, middle, window_noise
 from .watch import Milestones, SearchConfig
 from .windows import DISCARD, PROFILE, REFERENCE, REFINE, SEARCH, TABLE, TRIAL, WARM_STEPS, WATCH, Job, Measured, Plan
 
@@ -241,7 +241,7 @@ class Search:
     def _race(self, table: Array) -> Race:
         self.phase = TABLE
         self.table, self.reference = table.copy(), self.confirmed.copy()
-        self.race, self._half = Race(self.noise * math.sqrt(2)), []
+        self.race, self._half = Race(self.noise * math.sqrt(2), ALPHA * AGAIN**self.marks.fruitless), []
         return self.race
 
     def resume(self, confirmed: Array) -> None:

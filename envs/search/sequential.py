@@ -21,6 +21,9 @@ Array = np.ndarray[Any, Any]
 
 #: The chance that a comparison is ever wrong about its sign.
 ALPHA = 0.05
+#: Each new search of a job that changes is one more chance for luck: after one that found nothing the next has so much
+#: of its level, so that all together have 4/3 of the first's.
+AGAIN = 0.25
 #: Pairs at which the interval is narrowest for its level.
 TUNED_FOR = 4.0
 #: Ratios further from the middle than so many standard deviations are pulled in to there.

@@ -44,6 +44,7 @@ class Milestones:
     canaries: int = 0  # windows given up
     reopened: int = 0
     returned: int = 0  # of them, into regimes that were tuned before
+    fruitless: int = 0  # searches running that left no table, or one that was taken back
     dropped: int = 0  # tables taken back after the verdict
     refined: int = 0  # slots changed for the better after it
 

@@ -18,9 +18,7 @@ Array = np.ndarray[Any, Any]
 PROFILE, SEARCH, REFERENCE, TABLE, WATCH = "profile", "search", "reference", "table", "watch"
 REFINE, TRIAL = "refine", "trial"
 #: What a run's log calls a window of each kind.
-PHASES = {
-    PROFILE: "profile", SEARCH: "search", REFERENCE: "verify", TABLE: "verify", TRIAL: "refine", WATCH: "watch",
-}  # fmt: skip
+PHASES = {PROFILE: "profile", SEARCH: "search", REFERENCE: "verify", TABLE: "verify", TRIAL: "refine", WATCH: "watch"}
 #: Windows after the verdict, of which no kernel times are asked: they are not worth what they cost a running job.
 UNTIMED = (TRIAL, WATCH)
 #: Steps of a window that do not count after a table has changed, and more where an algorithm is new to a slot's
@@ -78,16 +76,13 @@ class Windows(Protocol):
 
     def begin(self) -> tuple[Job, Measured]:
         """Default steps, and what they tell of the job. Raises ValueError where there is nothing to tune."""
-        ...
 
     def measure(self, plan: Plan) -> Measured:
         """Run a window: ``plan.n_steps`` counted steps with slot i under config ``plan.configs[i]``, after
         ``plan.discard`` that do not count. Ends early with a step above ``plan.limit_ms``, which is then the last."""
-        ...
 
     def confirm(self, configs: Array) -> None:
         """These configs (s,) stay in force from now on, whatever becomes of the search; zeros: NCCL's own choice."""
-        ...
 
 
 #: Algorithm of each config as a number, -1 for AUTO's.
@@ -117,4 +112,3 @@ class Policy(Protocol):
         self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
     ) -> tuple[Array, Any]:
         """The action and the state to pass next time."""
-        ...
