@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from dynamiccl.agent.checks import gpu_check
@@ -15,6 +16,8 @@ from overhead import main, measure
 
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("DYNAMICCL_")} | {"OMP_NUM_THREADS": "1"}
 CLUSTER = "dgx-h100-2x8"
+FILED = Path(__file__).resolve().parents[1] / "envs" / "results"
+H100 = "2026-11-26_nvidia_h100_80gb_hbm3_under_mps_nccl-"
 
 
 def dynamiccl(*words):
@@ -98,6 +101,43 @@ def test_a_part_that_hangs_or_fails_costs_its_own_result_only(tmp_path, monkeypa
     assert not result["ok"] and not sweep["loaded"] and result["parts"]["zero3"]["ok"]
     monkeypatch.setattr(Machine, "ranks", lambda self, program: ["false"])
     assert "status 1" in Check(Machine.here(CLUSTER), tmp_path, print).run(60)["parts"]["sweep"]["ended"]
+
+
+def test_steps_too_few_for_a_verdict_are_no_fault(tmp_path, monkeypatch):
+    """Before: an H100 whose steps differ by 14 % among themselves, where no comparison ended, was "something wrong"."""
+    ran = json.loads((FILED / f"{H100}2.30.7_torch-2.11.0" / "check.json").read_text())["parts"]["zero3"]["summary"]
+    check = Check(Machine.here(CLUSTER), tmp_path, print)
+
+    def job(self, command, env, limit_s):
+        (self.folder / "zero3").mkdir()
+        (self.folder / "zero3" / "summary.json").write_text(json.dumps(ran))
+        return ""
+
+    monkeypatch.setattr(Check, "_job", job)
+    assert check._zero3(1.0)["ok"] and ran["steps_to_verdict"] is None and len(ran["comparisons"]) == 2
+    ran["comparisons"] = []
+    with pytest.raises(RuntimeError, match="nothing compared"):
+        check._zero3(1.0)
+
+
+def test_every_config_was_obeyed_on_an_h100():
+    """By NCCL 2.28.9, whose ranks talk through sockets, and 2.30.7, through the GPU's memory."""
+    configs = 0
+    for release, n_configs in (("2.28.9", 128), ("2.30.7", 192)):
+        folder = FILED / f"{H100}{release}_torch-2.11.0"
+        check = json.loads((folder / "check.json").read_text())
+        assert check["label"] == "measured" and check["versions"]["nccl"] == release and check["ok"]
+        head, *rows = map(json.loads, (folder / "sweep.jsonl").read_text().splitlines())
+        assert (
+            head["loaded"]
+            and head["kernel_times"]
+            and [rank["tuner"] for rank in head["ranks"]] == [5 + (n_configs > 128)] * 2
+        )
+        assert all(row["right"] and row["obeyed"] and row["ranks_agree"] for row in rows)
+        forced = [row["decision"] for row in rows if row["decision"] != "auto"]
+        assert len(forced) == check["parts"]["sweep"]["configs"] == n_configs
+        configs += n_configs
+    assert f"all {configs} configs" in (FILED.parents[1] / "README.md").read_text()
 
 
 def test_overhead_is_the_ratio_of_the_jobs_own_clocks():
