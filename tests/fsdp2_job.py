@@ -1,4 +1,4 @@
-"""FSDP2 on GPUs, a job that nothing here was written for: ``dynamiccl tune -- torchrun ... tests/fsdp2_job.py STEPS LOG``.
+"""FSDP2 on GPUs, a job that nothing was written for: ``dynamiccl tune -- torchrun ... tests/fsdp2_job.py STEPS LOG``.
 
 Parameters in bf16, gradients reduced in float32. Ranks may share GPUs, see ``agent/checks/gpu_check.py``; on one GPU it
 was run with ``sh -c 'NCCL_HOSTID=rank-$RANK exec python tests/fsdp2_job.py ...'`` and that file's variables for hosts.
