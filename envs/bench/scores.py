@@ -115,7 +115,6 @@ class LossAccount:
 
     def end(self, rows: Array, configs: Array) -> None:
         """They have given a verdict: ``configs`` (m, SLOTS) stay in force. Called again when that is changed."""
-        rows = np.asarray(rows)
         self.verdict[rows] = np.fmin(self.verdict[rows], self.steps[rows])
         self.final[rows] = configs
 
@@ -148,9 +147,8 @@ def _spread(values: Array) -> list[float] | None:
     return [round(float(q), 1) for q in np.percentile(known, [10, 50, 90])] if len(known) else None
 
 
-def summary(scores: Scores) -> dict[str, Any]:
+def summary(s: Scores) -> dict[str, Any]:
     """Figures of one entrant for people and programs; intervals are over jobs, spreads are p10, median and p90."""
-    s = scores
     found = s.oracle_gain >= 0.01  # steps to a first gain mean little where there is none
     return {
         "jobs": len(s.gain),

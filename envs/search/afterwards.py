@@ -26,7 +26,7 @@ import numpy as np
 from ...traces.spaces import N_CONFIGS
 from . import turns
 from .regimes import Regime
-from .sequential import AGAIN, ALPHA, LIKELY, LongSteps, Race, least, middle
+from .sequential import AGAIN, ALPHA, LIKELY, SOONEST, LongSteps, Race, least, middle
 from .watch import CHANGED, HARMFUL, Watch
 from .windows import PROFILE, REFINE, TRIAL, WATCH, Measured, Plan
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-#: Pairs before a trial takes the place of what is in force: a slow spell may last for two, and a trial can wait.
-SOONEST = 4
 #: Level of a trial's comparison with the default: where nothing gains many are tried, and ALPHA each is too much.
 FIRST = 0.01
 #: Tables with one slot changed (to a config that ran before), and with two, are tried where they are believed to lose

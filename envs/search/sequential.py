@@ -30,6 +30,9 @@ TUNED_FOR = 4.0
 CLIP = 3.0
 #: What is assumed beyond the measured noise, because it is measured from few windows and windows are not independent.
 ROOM = 1.25
+#: Noise of a pair that is large. Such noise tends to last, and within windows it seems half of what it is: no table is
+#: taken before SOONEST pairs, and MORE_ROOM is assumed over the pairs so far, until these show it.
+LOUD, SOONEST, MORE_ROOM = 0.02, 4, 2.0
 #: A table is promising when its mean is so many standard errors above 0, and then gets MORE times as many pairs.
 LIKELY, MORE = 1.0, 2.5
 #: A step that takes so many times what others do counts for no more: what is longer is the job's own, a checkpoint.
@@ -94,16 +97,17 @@ class Race:
     @property
     def interval(self) -> tuple[float, float]:
         """Bounds of the true mean log ratio that hold at all times."""
-        mean, width = self.mean, ROOM * self.sigma * half_width(self.n, self.alpha)
+        room = ROOM + (MORE_ROOM / max(self.n, 1) if self.noise >= LOUD else 0.0)
+        mean, width = self.mean, room * self.sigma * half_width(self.n, self.alpha)
         return mean - width, mean + width
 
     def verdict(self, pairs: float, least: float, known: float | None = None, soonest: int = 2) -> bool | None:
         """Whether the table is to be taken, None: not known yet. ``pairs``: after which it is not worth many more;
         ``least``: gain that is worth a table; ``known``: lower bound of what the reference itself gains over the
-        default, None where it is the default; ``soonest``: pairs before it is taken."""
+        default, None where it is the default; ``soonest``: pairs before it is taken, where noise is not LOUD."""
         low, high = self.interval
         if low > 0:
-            return True if self.n >= soonest else None
+            return True if self.n >= (soonest if self.noise < LOUD else SOONEST) else None
         if high < least:
             return False
         if self.n < pairs:
