@@ -185,6 +185,19 @@ def test_ranks_that_share_a_gpu_are_told_how():
         assert sorted(done.stdout.splitlines()) == said, done.stderr
 
 
+def test_a_machine_of_one_gpu_says_where_mps_runs_and_which_nccl_is_installed(tmp_path, monkeypatch):
+    known = {"gpus": lambda: ["a GPU"], "driver": lambda: "580", "nccl_release": lambda: (2, 28, 9)}
+    for name, value in known.items():
+        monkeypatch.setattr(gpu_check, name, value)
+    monkeypatch.setattr(gpu_check.torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert Machine.here().device == "a GPU"
+    (tmp_path / "control").touch()  # the control program's pipe
+    machine = Machine.here()
+    assert (machine.device, machine.n_ranks, machine.placement) == ("a GPU under MPS", 2, "hosts")
+    assert machine.versions["nccl"] == "2.28.9" and machine.backend == "nccl"
+
+
 def test_bad_input():
     done = dynamiccl("lab", "gpu-check", "--cluster", "no-such")
     assert done.returncode == 2 and "no-such" in done.stderr and "Traceback" not in done.stderr
