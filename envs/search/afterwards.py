@@ -259,6 +259,6 @@ class Refinement:
             search._finish(change.levels if np.array_equal(search.confirmed, search.before) else (), self.left)
             search.later.watch.begin_with(search.default_ms)
             return
-        search.marks.fruitless = 0 if search.before.any() else search.marks.fruitless + 1
+        search.marks.fruitless = 0 if search.before.any() else min(search.marks.fruitless + 1, 10)  # no level is 0
         if search.before.any() and change.level is not None and change.level < math.log(search.default_ms):
             search._race(search.before).add(search.default_ms, math.exp(change.level))
