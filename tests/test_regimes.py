@@ -9,14 +9,15 @@ from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.search import turns
+from dynamiccl.envs.search.afterwards import FIRST
 from dynamiccl.envs.search.belief import Prior
 from dynamiccl.envs.search.regimes import MOST, Regime, Regimes
 from dynamiccl.envs.search.search import Search
-from dynamiccl.envs.search.sequential import Race
+from dynamiccl.envs.search.sequential import AGAIN, Race
 from dynamiccl.envs.search.windows import REFINE
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
-from test_search import OPEN, Told
+from test_search import OPEN, Told, good
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,28 @@ def test_what_does_not_hold_in_a_regime_any_more_is_taken_back_at_its_first_wind
     assert search.steps - before < 30 and not search.confirmed.any()
     go_on(search, told, lambda s: s.is_done)
     assert not search.confirmed.any() and search.marks.returned == 1
+
+
+def test_a_search_after_one_that_found_nothing_has_a_quarter_of_its_level(prior):
+    """Seen at 62a8d71: of 1,000 jobs without gain seven ended under a table, six of them after 11 to 43 changes."""
+    told = Told(lambda configs: 0.0)
+    search = Search(*told.begin(), prior)
+
+    def changed():
+        go_on(search, told, lambda s: s.is_done)
+        go_on(search, told, lambda s, at=search.steps + 200: s.steps > at)  # so that the watch knows what is usual
+        told.scale *= 1.3
+        go_on(search, told, lambda s, n=search.marks.reopened: s.marks.reopened > n and s.is_over)
+        return search.later.level
+
+    go_on(search, told, lambda s: s.is_over)
+    levels = [search.later.level, *(changed() for _ in range(13))]
+    assert levels == [FIRST * AGAIN ** min(k, 10) for k in range(14)]  # of a job that goes on for ever none is 0
+    told.saving = good
+    changed()
+    assert search.confirmed.tolist() == [20, 18]
+    changed()
+    assert search.confirmed.tolist() == [20, 18] and search.marks.fruitless == 0
 
 
 def test_the_tuner_beside_a_job_of_two_batch_sizes():
