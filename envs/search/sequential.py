@@ -31,7 +31,7 @@ CLIP = 3.0
 #: What is assumed beyond the measured noise, because it is measured from few windows and windows are not independent.
 ROOM = 1.25
 #: Noise of a pair that is large. Such noise tends to last, and within windows it seems half of what it is: no table is
-#: taken before SOONEST pairs (nor a trial ever: a slow spell may last for two), and MORE_ROOM / pairs is assumed beyond.
+#: taken before SOONEST pairs (no trial ever: a slow spell may last for two), and MORE_ROOM / pairs is assumed beyond.
 LOUD, SOONEST, MORE_ROOM = 0.02, 4, 2.0
 #: A table is promising when its mean is so many standard errors above 0, and then gets MORE times as many pairs.
 LIKELY, MORE = 1.0, 2.5
