@@ -20,6 +20,8 @@ def autoload() -> None:
             install()
     except (Exception, SystemExit) as error:
         try:  # noqa: SIM105 - contextlib would be one more import
-            os.write(2, f"dynamiccl: not attached: {type(error).__name__}: {error}\n".encode(errors="replace"))
+            os.write(
+                2, f"dynamiccl: not attached: {type(error).__name__}: {error}\n".encode(errors="replace")
+            )
         except OSError:
             pass

@@ -24,7 +24,9 @@ os.environ.setdefault("SOURCE_DATE_EPOCH", "315532800")
 
 def plugin_build():
     """The module that compiles the plugin; the package that it is of is not installed yet."""
-    spec = importlib.util.spec_from_file_location("plugin_build", Path(__file__).parent / "envs/nccl/plugin/build.py")
+    spec = importlib.util.spec_from_file_location(
+        "plugin_build", Path(__file__).parent / "envs/nccl/plugin/build.py"
+    )
     build = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(build)
     return build
@@ -81,4 +83,8 @@ if "editable_wheel" in sys.argv:
     folder = sysconfig.get_path("purelib", vars={"base": "", "platbase": ""}).strip("/")
     setup(distclass=WithData, data_files=[(folder, [f"{LEAF}.py"])])
 else:
-    setup(py_modules=[LEAF], distclass=ForThisMachine, cmdclass={"build_py": WithPlugin, "bdist_wheel": ForAnyPython})
+    setup(
+        py_modules=[LEAF],
+        distclass=ForThisMachine,
+        cmdclass={"build_py": WithPlugin, "bdist_wheel": ForAnyPython},
+    )

@@ -26,7 +26,9 @@ COMMANDS = {
     "Judge and train policies, check a machine": ("bench", "lab gpu-check", "lab train"),
 }
 NAMES = tuple(name for names in COMMANDS.values() for name in names)
-_ABOUT = "Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time."
+_ABOUT = (
+    "Tunes NCCL's algorithm, protocol and channel count of a running training job, by the measured step time."
+)
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
@@ -35,7 +37,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, name: str) -> None:
         file = name.removeprefix("lab ").replace(" ", "_").replace("-", "_")
-        self.function: Callable[..., None] = getattr(importlib.import_module(f".commands.{file}", __package__), file)
+        self.function: Callable[..., None] = getattr(
+            importlib.import_module(f".commands.{file}", __package__), file
+        )
         self.paragraphs = (inspect.getdoc(self.function) or "").split("\n\n")
         found = inspect.signature(self.function).parameters
         self.defaults = {key: parameter.default for key, parameter in found.items()}
@@ -67,7 +71,9 @@ class Parser(argparse.ArgumentParser):
         """Its word in the usage."""
         word, needed = said.metavar or key.upper(), key in self.needed
         nargs = ("+" if needed else "*") if several else (None if needed else "?")
-        group.add_argument(key, help=said.help.replace("%", "%%"), metavar=word, nargs=nargs, type=_reader(kind))
+        group.add_argument(
+            key, help=said.help.replace("%", "%%"), metavar=word, nargs=nargs, type=_reader(kind)
+        )
         return word if needed else "[-- COMMAND...]" if key == "command" else f"[{word}]"
 
     def _add_option(self, group: Any, key: str, kind: Any, several: bool, said: Option) -> None:

@@ -27,7 +27,10 @@ class ReplayEnv(SearchEnv):
     """
 
     def __init__(
-        self, trace: Trace | str | os.PathLike[str], min_share: float = 0.01, rules: SearchConfig | None = None
+        self,
+        trace: Trace | str | os.PathLike[str],
+        min_share: float = 0.01,
+        rules: SearchConfig | None = None,
     ) -> None:
         super().__init__(rules)
         self.trace = trace if isinstance(trace, Trace) else Trace.read(trace)

@@ -65,7 +65,9 @@ class SearchEnv(gym.Env[Array, Array]):
         """Windows of the job of a new episode."""
         raise NotImplementedError
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
         """Begin a search. Raises ValueError where the job has nothing to tune."""
         super().reset(seed=seed)
         self.windows = self.open(options or {})
@@ -99,7 +101,9 @@ class SearchEnv(gym.Env[Array, Array]):
     def _info(self, masked: bool) -> dict[str, Any]:
         assert self.search is not None
         s = self.search
-        table = np.zeros(max(SLOTS, s.n_slots), np.int64)  # as long for one job as for another: many run side by side
+        table = np.zeros(
+            max(SLOTS, s.n_slots), np.int64
+        )  # as long for one job as for another: many run side by side
         table[: s.n_slots] = s.confirmed
         return {
             "slot": s.turn,
@@ -116,6 +120,11 @@ def worth(search: Search, windows: Windows) -> float:
     decide nothing: those that confirmed it were lucky ones, and the lower bound of its gain can be bought with time."""
     if not search.confirmed.any():
         return 0.0
-    plans = [Plan(WATCH, c, search.window_steps, DISCARD) for c in (np.zeros_like(search.confirmed), search.confirmed)]
-    default, table = np.sum([[middle(windows.measure(p).step_ms) for p in plans] for _ in range(PAIRS)], axis=0)
+    plans = [
+        Plan(WATCH, c, search.window_steps, DISCARD)
+        for c in (np.zeros_like(search.confirmed), search.confirmed)
+    ]
+    default, table = np.sum(
+        [[middle(windows.measure(p).step_ms) for p in plans] for _ in range(PAIRS)], axis=0
+    )
     return max(HORIZON - search.marks.verdict, 0) * float(1 - table / default)

@@ -27,7 +27,12 @@ def found(ranks: list[dict[str, Any]], server: StoreServer, **more: Any) -> Foun
 
 
 def tries(
-    folder: RunFolder, n_ranks: int, program: Program, trial_steps: int = 30, every_s: float = 0.05, **more: Any
+    folder: RunFolder,
+    n_ranks: int,
+    program: Program,
+    trial_steps: int = 30,
+    every_s: float = 0.05,
+    **more: Any,
 ) -> Found:
     """A daemon tries one table after the other while the job runs."""
     daemons: list[Publisher] = []

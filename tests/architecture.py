@@ -25,9 +25,8 @@ def picture():
 
 
 def section():
-    return (
-        f"{TITLE}\n\nAn arrow is an import. One that a longer way of arrows already shows is left out.\n\n{picture()}\n"
-    )
+    text = "An arrow is an import. One that a longer way of arrows already shows is left out."
+    return f"{TITLE}\n\n{text}\n\n{picture()}\n"
 
 
 if __name__ == "__main__":

@@ -27,15 +27,31 @@ class Browser:
     """One Chromium process; a context manager."""
 
     def __init__(self, profile):
-        args = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe"]
-        args += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--mute-audio"]
+        args = [
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--remote-debugging-pipe",
+        ]
+        args += [
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--mute-audio",
+        ]
         args += ["--host-resolver-rules=MAP * ~NOTFOUND", "--force-color-profile=srgb", "--hide-scrollbars"]
         args += [f"--user-data-dir={profile}"]
         (read, self._send), (self._receive, write) = os.pipe(), os.pipe()
-        read, write = (fcntl.fcntl(fd, fcntl.F_DUPFD, 20) for fd in (read, write))  # 3 and 4 are what it reads, writes
+        read, write = (
+            fcntl.fcntl(fd, fcntl.F_DUPFD, 20) for fd in (read, write)
+        )  # 3 and 4 are what it reads, writes
         shell = f'exec "$@" 3<&{read} 4>&{write}'
         quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(["bash", "-c", shell, "bash", *args], pass_fds=(read, write), **quiet)
+        self._process = subprocess.Popen(
+            ["bash", "-c", shell, "bash", *args], pass_fds=(read, write), **quiet
+        )
         os.close(read)
         os.close(write)
         self._buffer, self._number, self.events = b"", 0, []
@@ -165,7 +181,11 @@ class Page:
         self.run(AXE.read_text(encoding="utf-8") + "; 1")
         found = self.run("axe.run(document, {resultTypes: ['violations']}).then(r => r.violations)")
         return [
-            (v["id"], v["impact"], [n["html"][:160] + " " + n.get("failureSummary", "") for n in v["nodes"]][:4])
+            (
+                v["id"],
+                v["impact"],
+                [n["html"][:160] + " " + n.get("failureSummary", "") for n in v["nodes"]][:4],
+            )
             for v in found
             if v["impact"] in ("serious", "critical")
         ]

@@ -39,7 +39,9 @@ def figures(kind, n, seed, shown="no compute", best=False):
     most = 1 - oracle(jobs)[1] / default if best else np.full(n, np.nan)
     keeps = unseen | faster(jobs, chosen, rng)
     middle_, low, high, advised, least, possible = np.array(rows, float).T
-    return np.column_stack([true, middle_, low, high, advised, np.where(keeps, true, 0.0), least, possible, most])
+    return np.column_stack(
+        [true, middle_, low, high, advised, np.where(keeps, true, 0.0), least, possible, most]
+    )
 
 
 def belief_of(jobs, j, shown):

@@ -88,7 +88,10 @@ def main():
     print(*filed(name), sep="\n", flush=True)
     suite = JobSuite.load(name)
     rows = rows_of(suite, most)
-    for who, chooser in ((policy, make_chooser(policy)), ("who knows", Knows(suite.best[rows], suite.n_slots[rows]))):
+    for who, chooser in (
+        (policy, make_chooser(policy)),
+        ("who knows", Knows(suite.best[rows], suite.n_slots[rows])),
+    ):
         scores, search = played(suite, rows, chooser)
         print(f"{who}: {scores.lost.mean():.1f} {bootstrap(scores.lost)}, {len(rows)} jobs")
         for cause, lost in parts(suite, rows, scores, search).items():

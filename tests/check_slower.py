@@ -46,28 +46,41 @@ def beside(one, other):
 
 def main():
     family, world = FAMILIES[sys.argv[1]].only(sys.argv[2]), sys.argv[2]
-    most, policy = int(sys.argv[3]) if len(sys.argv) > 3 else 1000, sys.argv[4] if len(sys.argv) > 4 else DEFAULT
+    most, policy = (
+        int(sys.argv[3]) if len(sys.argv) > 3 else 1000,
+        sys.argv[4] if len(sys.argv) > 4 else DEFAULT,
+    )
     rng, told, gains = np.random.default_rng([2026, 11]), [], []
     for first in range(0, most, BATCH):
         rows = np.arange(first, min(first + BATCH, most))
         jobs = draw_jobs(family, rng, len(rows))
         start = jobs.take(slice(None))
         ledger = LossAccount(jobs, jobs.default_us)
-        search = SimSearch(AccountedWindows(jobs, NoiseStream(0, rows, SLOTS), ledger), Prior.load(), SearchConfig())
+        search = SimSearch(
+            AccountedWindows(jobs, NoiseStream(0, rows, SLOTS), ledger), Prior.load(), SearchConfig()
+        )
         scores = play(make_chooser(policy), search, ledger, after=HORIZON).scores
         tables, none = search.tables, np.zeros_like(search.tables)
         noises = np.arange(1, 2 * AGAIN + 3).reshape(AGAIN + 1, 2)  # those of the search were others
         pairs = zip([tables, *[none] * AGAIN], noises, strict=True)
-        told.append([beside(measured(start, rows, one, a), measured(start, rows, none, b)) for one, (a, b) in pairs])
+        told.append(
+            [beside(measured(start, rows, one, a), measured(start, rows, none, b)) for one, (a, b) in pairs]
+        )
         gains.append(scores.gain)
         print(f"{rows[-1] + 1} of {most}", file=sys.stderr, flush=True)
     gain = np.concatenate(gains)
     slower, errors = np.moveaxis(np.concatenate(told, axis=-1), 1, 0)  # each (AGAIN + 1, jobs)
     slower[0, gain == 0] = errors[0, gain == 0] = -np.inf  # those have no table
     worst, surest = 100 * slower.max(axis=1), errors.max(axis=1)
-    print(f"{policy}, {most} jobs of {world}, {family.name}, simulated; {(gain != 0).sum()} end under a table")
-    print(f"true step slower by more than {HARM:.1%}: {(gain < -HARM).sum()} jobs, most by {-100 * gain.min():.2f} %")
-    print(f"in {HORIZON} steps under the table slower by {worst[0]:.2f} %, by {surest[0]:.1f} standard errors, at most")
+    print(
+        f"{policy}, {most} jobs of {world}, {family.name}, simulated; {(gain != 0).sum()} end under a table"
+    )
+    print(
+        f"true step slower by more than {HARM:.1%}: {(gain < -HARM).sum()} jobs, most by {-100 * gain.min():.2f} %"
+    )
+    print(
+        f"in {HORIZON} steps under the table slower by {worst[0]:.2f} %, by {surest[0]:.1f} standard errors, at most"
+    )
     print(f"A/A, {AGAIN} times: by {worst[1:].min():.2f} to {worst[1:].max():.2f} %, ", end="")
     print(f"by {surest[1:].min():.1f} to {surest[1:].max():.1f} standard errors")
     print(f"beyond what A/A shows: {(errors[0] > errors[1:].max()).sum()} jobs")

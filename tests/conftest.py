@@ -4,7 +4,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the matrices here are small, threads only fight
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # before numpy: the matrices here are small, threads only fight
 
 # What tests learn of emulated clusters is no other test's, and not the user's.
 os.environ["DYNAMICCL_MEMORY"] = "off"
@@ -26,7 +28,9 @@ LACKS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--strict-skips", action="store_true", help="fail on a skip that this machine could have run")
+    parser.addoption(
+        "--strict-skips", action="store_true", help="fail on a skip that this machine could have run"
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -39,7 +43,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter and session.exitstatus == 0 and could_have_run(reporter.stats.get("skipped", []), session.config):
+    if (
+        reporter
+        and session.exitstatus == 0
+        and could_have_run(reporter.stats.get("skipped", []), session.config)
+    ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

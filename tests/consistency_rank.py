@@ -31,13 +31,19 @@ offer[1] = (30, 20, 40)
 
 for _ in range(STEPS):
     for _ in range(CALLS):
-        i, func, n_bytes = shared.randrange(2), shared.choice(("all_gather", "reduce_scatter")), shared.choice(SIZES)
+        i, func, n_bytes = (
+            shared.randrange(2),
+            shared.choice(("all_gather", "reduce_scatter")),
+            shared.choice(SIZES),
+        )
         cost = offer.copy()
         channels = comms[i].get_coll_info(func, n_bytes, cost) or 16
         algo, proto = choose(cost)
         seq[i, func] += 1
         count = n_bytes // comms[i].n_ranks // 4
-        handle = comms[i].start_coll(func, seq[i, func], count, "float32", channels, 16, ALGOS[algo], PROTOS[proto])
+        handle = comms[i].start_coll(
+            func, seq[i, func], count, "float32", channels, 16, ALGOS[algo], PROTOS[proto]
+        )
         comms[i].stop(handle)
         if mine.random() < 0.02:
             time.sleep(mine.expovariate(1000))

@@ -57,7 +57,11 @@ class CollectiveLog(TorchDispatchMode):
         if space == "c10d" and spelled in _OPS:
             name, position = _OPS[spelled]
             whole = args[position][0] if isinstance(args[position], list | tuple) else args[position]
-            self._note(name, whole, next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject)))
+            self._note(
+                name,
+                whole,
+                next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject)),
+            )
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -35,7 +35,11 @@ class FakeJob:
     """
 
     def __init__(
-        self, step_ms: Callable[[Mapping[Slot, Decision]], float], noise: float = 0.0, steps: int = 10**9, seed: int = 0
+        self,
+        step_ms: Callable[[Mapping[Slot, Decision]], float],
+        noise: float = 0.0,
+        steps: int = 10**9,
+        seed: int = 0,
     ) -> None:
         self.step_ms, self.noise, self.steps = step_ms, noise, steps
         self.rng = np.random.default_rng(seed)

@@ -51,7 +51,10 @@ def main(out="runs/train/prior.npz", seed=0, rounds=4000, batch=64):
     for family in (STANDARD, HELD_OUT):
         jobs = draw_jobs(family, np.random.default_rng(JUDGE_SEED), JUDGES)
         losses[family.name] = {"fitted": judge(fresh, jobs), "shipped": judge(shipped, jobs)}
-        print(f"{family.name:9} " + "   ".join(f"{which} {loss:.3f}" for which, loss in losses[family.name].items()))
+        print(
+            f"{family.name:9} "
+            + "   ".join(f"{which} {loss:.3f}" for which, loss in losses[family.name].items())
+        )
     return losses
 
 

@@ -17,7 +17,10 @@ def main():
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-    parts = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)]
+    parts = [
+        nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        for _ in range(BLOCKS)
+    ]
     net = nn.Sequential(*parts)
     for part in net:
         fully_shard(part, mesh=mesh)

@@ -66,7 +66,11 @@ def random_table(rng: random.Random) -> Table:
         decision = Decision(*rng.choice(PAIRS), rng.randrange(65))
         rules.append(
             Rule(
-                *rng.choice(((0, 0), (8, 1))), rng.choice(FUNCS[2:4]), low, low := low + rng.randint(0, 2**20), decision
+                *rng.choice(((0, 0), (8, 1))),
+                rng.choice(FUNCS[2:4]),
+                low,
+                low := low + rng.randint(0, 2**20),
+                decision,
             )
         )
     return Table(rng.randrange(2**32), tuple(rules), rng.choice((0, 1, rng.randint(2, 9999), 2**32 - 1)))

@@ -66,7 +66,9 @@ class LightRank:
         size = self.rank, self.n_ranks
         self.agreement = Agreement(*size, self.plugin, self.steps, self._mailbox, make, version, said)
 
-    def comm(self, comm: int, n_ranks: int = 0, release: str = "2.29.7", with_profiler: bool = True) -> Communicator:
+    def comm(
+        self, comm: int, n_ranks: int = 0, release: str = "2.29.7", with_profiler: bool = True
+    ) -> Communicator:
         """The communicator of this id, made when it is first used."""
         if comm not in self._comms:
             size = n_ranks or self.n_ranks
@@ -83,7 +85,9 @@ class LightRank:
             channels = communicator.get_coll_info("all_gather", n_bytes, cost)
             seq = len(self.answers[comm])
             self.answers[comm].append(channels)
-            handle = communicator.start_coll("all_gather", seq, n_bytes // self.n_ranks, "int8", 4, 8, "ring", "ll")
+            handle = communicator.start_coll(
+                "all_gather", seq, n_bytes // self.n_ranks, "int8", 4, 8, "ring", "ll"
+            )
             communicator.stop(handle)
 
     def step(self, i: int, calls: int = 4, late_s: float = 0.0) -> None:

@@ -31,7 +31,11 @@ def put_on_record(suite, submissions, envs=ROOT / "envs"):
     kept = {s["entrant"]: s for s in [*(s for s in old if (s["digest"], s["jobs"]) in same), *submissions]}
     order = {name: i for i, name in enumerate(ENTRANTS)}
     lines = [json.dumps(kept[name]) for name in sorted(kept, key=lambda name: (order.get(name, 99), name))]
-    head = {"made_by": "make bench", "date": datetime.datetime.now(datetime.UTC).date().isoformat(), "suite": suite}
+    head = {
+        "made_by": "make bench",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "suite": suite,
+    }
     file, readme = envs / "results" / f"board_{suite.replace('-', '_')}.json", envs / "README.md"
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(head)[:-1] + ', "submissions": [\n' + ",\n".join(lines) + "\n]}\n")
@@ -68,5 +72,7 @@ def with_tables(readme, text):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[2] if len(sys.argv) > 2 else f"runs/bench/{sys.argv[1]}")
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.name != "board.json"]
+    results = [
+        json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.name != "board.json"
+    ]
     print("written:", *put_on_record(sys.argv[1], results))

@@ -76,7 +76,9 @@ def main():
     runs = [Path(a) for a in sys.argv[1:]] or [ROOT / "runs" / "demo"]
     lacking = [run for run in runs if not (run / "summary.json").exists()]
     if lacking or CHROMIUM is None:
-        raise SystemExit(f"error: {lacking[0]} holds no finished run: make demo" if lacking else "error: no Chromium")
+        raise SystemExit(
+            f"error: {lacking[0]} holds no finished run: make demo" if lacking else "error: no Chromium"
+        )
     for old in OUT.iterdir():
         old.unlink()
     wide = recorder(132)

@@ -36,13 +36,14 @@ def step(index, began):
         name, sent, got = (
             ("_reduce_scatter_base", 1 << 24, 1 << 20) if scatter else ("_allgather_base", 1 << 20, 1 << 24)
         )
-        told = (
-            f'"External id": {number}, "Collective name": "{name}", "In msg nelems": {sent}, "Out msg nelems": {got}, '
-        )
+        told = f'"External id": {number}, "Collective name": "{name}", '
+        told += f'"In msg nelems": {sent}, "Out msg nelems": {got}, '
         told += '"Group size": 16, "dtype": "BFloat16", "Process Group Name": "0", "Process Group Ranks": "[0, 1, ...]"'
         parts.append(event("record_param_comms", "cpu_op", ts, 20, f'{told}, "Rank": 0, "Seq": {number}'))
         grid = f'"External id": {number}, "stream": 20, "grid": [16, 1, 1], "block": [544, 1, 1]'
-        parts.append(event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", "kernel", ts + 50, 400, grid))
+        parts.append(
+            event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)", "kernel", ts + 50, 400, grid)
+        )
         for k in range(OPERATORS):
             number += 1
             shapes = f'"External id": {number}, "Input type": ["c10::BFloat16", "c10::BFloat16"], "Concrete Inputs": '
@@ -79,7 +80,9 @@ def read(path):
     trace = read_recording([Path(path)])
     # Not getrusage's: that begins with what the process that started this one had.
     peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024
-    print(len(trace.events), len(trace.steps), len(trace.compute), round(time.process_time() - began, 1), peak)
+    print(
+        len(trace.events), len(trace.steps), len(trace.compute), round(time.process_time() - began, 1), peak
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,11 @@ def job(kind):
         from dynamiccl.zero_workload import zero
 
         engine = zero(
-            net, lambda parts: torch.optim.AdamW(parts, lr=1e-3), stage=3, param_dtype=torch.float32, min_unit=0
+            net,
+            lambda parts: torch.optim.AdamW(parts, lr=1e-3),
+            stage=3,
+            param_dtype=torch.float32,
+            min_unit=0,
         )
 
         def step():
@@ -76,9 +80,9 @@ def rank(index, kind, folder):
 def slim(event):
     """An event without what names the machine and what nothing reads."""
     args = {key: value for key, value in (event.get("args") or {}).items() if key in ARGS}
-    return {key: value for key, value in event.items() if key in ("ph", "cat", "name", "pid", "tid", "ts", "dur")} | {
-        "args": args
-    }
+    return {
+        key: value for key, value in event.items() if key in ("ph", "cat", "name", "pid", "tid", "ts", "dur")
+    } | {"args": args}
 
 
 def main():
@@ -90,7 +94,11 @@ def main():
                 name = f"{kind}-rank{index}"
                 document = json.loads(Path(folder, f"{name}.json").read_text())
                 events = [e for e in document["traceEvents"] if e.get("cat") in ("cpu_op", "user_annotation")]
-                document |= {"traceEvents": list(map(slim, events)), "traceName": f"{name}.json", "host_name": "host"}
+                document |= {
+                    "traceEvents": list(map(slim, events)),
+                    "traceName": f"{name}.json",
+                    "host_name": "host",
+                }
                 with gzip.GzipFile(DATA / f"{name}.json.gz", "wb", mtime=0) as file:
                     file.write(json.dumps(document, separators=(",", ":")).encode())
     print(*sorted(f"{p.name} {p.stat().st_size}" for p in DATA.iterdir()), sep="\n")

@@ -147,7 +147,9 @@ def record(model, engine):
         log = Recorder.last
         if not log.late:
             log.late, log.segment = True, -1
-            log.compute(frozenset(i for i, op in enumerate(log.ops) if op[0] == "reduce_scatter"), "optimizer")
+            log.compute(
+                frozenset(i for i, op in enumerate(log.ops) if op[0] == "reduce_scatter"), "optimizer"
+            )
         return step(self, *args, **kwargs)
 
     dry_run.CollectiveLog, torch.optim.SGD.step = lambda: Recorder(shape), stepping
@@ -188,7 +190,9 @@ def main():
                 found = record(model, engine)
                 kept[found.name] = found
                 took = time.monotonic() - begin
-                print(f"{found.name}: {len(found.kind)} operations, {took:.0f} s", file=sys.stderr, flush=True)
+                print(
+                    f"{found.name}: {len(found.kind)} operations, {took:.0f} s", file=sys.stderr, flush=True
+                )
     order = [f"{model} {engine}" for model, engines in PLAN.items() for engine in engines]
     save([kept[name] for name in order if name in kept])
     recordings.cache_clear()

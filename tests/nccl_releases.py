@@ -29,7 +29,16 @@ from dynamiccl.traces.records import ALGOS, FUNCS, N_ALGOS, N_PROTOS, PROTOS
 
 #: First line of a program of its own that imports from this folder.
 REACH = f"import sys; sys.path.append({str(Path(__file__).parent)!r})\n"
-DTYPE_BYTES = {"int8": 1, "uint8": 1, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES = {
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+}
 DTYPE_BYTES |= {"float32": 4, "float64": 8, "float8e4m3": 1, "float8e5m2": 1}
 
 # Which symbols a release tries, newest first; the first that the library exports is loaded.
@@ -58,7 +67,14 @@ _CHUNK_SIZE = ctypes.CFUNCTYPE(c_int, c_void_p, c_int, c_size_t, c_int, c_int, c
 EVENT_GROUP, EVENT_COLL, EVENT_KERNEL_CH, KERNEL_CH_STOP = 1, 2, 64, 22
 EVENT_GROUP_API, EVENT_COLL_API, EVENT_KERNEL_LAUNCH = 256, 512, 2048
 # NCCL tells of an event whose bit is in the mask, and of these (4 and 1024 are sends) where one of the bits below is.
-_BELOW = {EVENT_GROUP: 0xDF, EVENT_COLL: 0xDA, 4: 0xDC, EVENT_COLL_API: 0xDA, 1024: 0xDC, EVENT_GROUP_API: 0xEDF}
+_BELOW = {
+    EVENT_GROUP: 0xDF,
+    EVENT_COLL: 0xDA,
+    4: 0xDC,
+    EVENT_COLL_API: 0xDA,
+    1024: 0xDC,
+    EVENT_GROUP_API: 0xEDF,
+}
 
 
 # v4 is NCCL 2.27's; v5 and v6, of 2.28 on, have one layout.
@@ -130,11 +146,16 @@ class Tuner:
         if self.version < 5:
             check(_TUNER_INIT[3](init)(n_ranks, n_nodes, None, byref(self.context)))
         else:
-            self._given = (c_int * 3)(n_nodes, 1, n_ranks), (c_uint8 * 1152)()  # NVLink domains, tuning constants
+            self._given = (
+                (c_int * 3)(n_nodes, 1, n_ranks),
+                (c_uint8 * 1152)(),
+            )  # NVLink domains, tuning constants
             given = (ctypes.addressof(part) for part in self._given)
             check(_TUNER_INIT[5](init)(byref(self.context), comm_id, n_ranks, n_nodes, None, *given))
 
-    def ask(self, func: str, n_bytes: int, cost: np.ndarray[Any, Any], n_pipe_ops: int = 1, n_channels: int = 0) -> int:
+    def ask(
+        self, func: str, n_bytes: int, cost: np.ndarray[Any, Any], n_pipe_ops: int = 1, n_channels: int = 0
+    ) -> int:
         """One question; ``cost`` (7, 3) float32 is changed in place. Returns the channel count."""
         self._cost[:] = cost
         self._channels.value = n_channels
@@ -161,7 +182,12 @@ class Profiler:
     """The profiler half of the plugin, as one communicator tells it; version 0 where there is none."""
 
     def __init__(
-        self, library: ctypes.CDLL, wanted: tuple[int, ...], comm_id: int, shape: tuple[int, int, int], name: str
+        self,
+        library: ctypes.CDLL,
+        wanted: tuple[int, ...],
+        comm_id: int,
+        shape: tuple[int, int, int],
+        name: str,
     ) -> None:
         """``shape``: nodes, ranks, this rank."""
         self.version = _first(library, "ncclProfiler_v", wanted)
@@ -249,7 +275,9 @@ class Communicator:
         self.comm_id, self.n_ranks, self.rank, self.release = comm_id, n_ranks, rank, _number(release)
         self.profiler = Profiler(library, profilers, comm_id, (n_nodes, n_ranks, rank), name)
         self.tuner = Tuner(library, release, comm_id, n_ranks, n_nodes)
-        self.group_handle: int | None = None  # handles of the group under way, and of the program's calls in it
+        self.group_handle: int | None = (
+            None  # handles of the group under way, and of the program's calls in it
+        )
         self._group_api: int | None = None
         self._calls: list[int | None] = []
 
@@ -266,7 +294,15 @@ class Communicator:
         return self.tuner.ask(func, n_bytes, cost, n_channels=n_channels)
 
     def start_coll(
-        self, func: str, seq: int, count: int, datatype: str | int, n_channels: int, n_warps: int, algo: str, proto: str
+        self,
+        func: str,
+        seq: int,
+        count: int,
+        datatype: str | int,
+        n_channels: int,
+        n_warps: int,
+        algo: str,
+        proto: str,
     ) -> int | None:
         """Tell the profiler that a collective is enqueued; a handle for :meth:`kernel` and :meth:`stop`, or None.
 
@@ -286,7 +322,9 @@ class Communicator:
         count, dtype = call.count, call.datatype
         if call.func == "all_gather":
             count, dtype = count * DTYPE_BYTES[dtype], "int8"
-        event = self.profiler.event(EVENT_COLL, rank=self.rank, parent=self.group_handle if version == 4 else parent)
+        event = self.profiler.event(
+            EVENT_COLL, rank=self.rank, parent=self.group_handle if version == 4 else parent
+        )
         body = event.body.coll
         body.seq, body.func, body.count = seq, FUNC_NAMES[call.func], count
         body.datatype = b"nccl" + dtype.capitalize().encode()
@@ -296,7 +334,9 @@ class Communicator:
             body.parent_group = self.group_handle
         return self.profiler.start(event)
 
-    def begin(self, funcs: Sequence[str], captured: bool = False, kind: int = EVENT_COLL_API) -> list[int | None]:
+    def begin(
+        self, funcs: Sequence[str], captured: bool = False, kind: int = EVENT_COLL_API
+    ) -> list[int | None]:
         """The program's calls, as NCCL tells of them before it asks anything: their handles."""
         self._calls = [None] * len(funcs)
         if self.profiler.version < 5:
@@ -313,7 +353,9 @@ class Communicator:
         """2.32 also prices another way to make the call, in which it has none of the tuner's algorithms."""
         if self.release >= (2, 32) and func in (*SHARDED, "all_reduce"):
             for _ in range(2):
-                self.tuner.ask(func, max(1024, n_bytes), np.full((N_ALGOS, N_PROTOS), -1, np.float32), n_pipe_ops=0)
+                self.tuner.ask(
+                    func, max(1024, n_bytes), np.full((N_ALGOS, N_PROTOS), -1, np.float32), n_pipe_ops=0
+                )
 
     def launch(self, calls: Sequence[Call], launches: bool = True) -> None:
         """What is between the last question and the first collective: chunks, the kernel, the group."""

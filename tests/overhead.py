@@ -52,14 +52,20 @@ def step_ms(command, env, watched):
         log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "job.jsonl"
         run = stack.enter_context(contextlib.closing(RunFolder.create())) if watched else None
         added = {**env, **(job_env(run.path) if run else {})}
-        done = subprocess.run(command(log), env={**os.environ, **added}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command(log), env={**os.environ, **added}, capture_output=True, text=True, check=False
+        )
         steps = logged(log, "step_ms")[WARM_UP:]
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["no output"]
-        said = [line for line in said if line.startswith("error")] or said  # what torchrun adds names no cause
+        said = [
+            line for line in said if line.startswith("error")
+        ] or said  # what torchrun adds names no cause
         raise RuntimeError(f"the job failed: {said[-1]}")
     if not steps:
-        raise RuntimeError(f"the job logged no step time after its first {WARM_UP}: more steps, or --log-every 1")
+        raise RuntimeError(
+            f"the job logged no step time after its first {WARM_UP}: more steps, or --log-every 1"
+        )
     return median(steps)
 
 

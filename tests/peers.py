@@ -53,7 +53,9 @@ class Peer:
         self.model, self.settings = model, Settings(PEERS[name], **settings)
         dtype, fsdp2 = self.settings.param_dtype, name.startswith("fsdp2")
         if not fsdp2 and (mesh or apart or self.settings.wire != dtype):
-            raise ValueError(f"meshes, a reduce_dtype and a communicator of their own are FSDP2's: {name} has none")
+            raise ValueError(
+                f"meshes, a reduce_dtype and a communicator of their own are FSDP2's: {name} has none"
+            )
         if fsdp2:  # imported where used: it takes seconds
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -62,7 +64,9 @@ class Peer:
                 fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=name == "fsdp2")
             root: Any = fully_shard(model, mesh=mesh, mp_policy=policy)
             if apart and not hasattr(root, "set_separate_reduce_scatter_group"):
-                raise ValueError(f"FSDP2 of torch {torch.__version__} has one communicator; since 2.13 it can have two")
+                raise ValueError(
+                    f"FSDP2 of torch {torch.__version__} has one communicator; since 2.13 it can have two"
+                )
             if apart:
                 root.set_separate_reduce_scatter_group()
         else:

@@ -76,7 +76,9 @@ def deepspeed(stage: int):
         by_decay = [[p for p in net.parameters() if (p.ndim > 1) is large] for large in (True, False)]
         groups = [{"params": by_decay[0], "weight_decay": 0.1}, {"params": by_decay[1], "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, 1e-2)
-        engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False)
+        engine, *_ = deepspeed.initialize(
+            model=net, optimizer=optimizer, config=config, dist_init_required=False
+        )
 
         def step(i: int) -> float:
             for micro in range(2):

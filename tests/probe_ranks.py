@@ -50,7 +50,9 @@ def job(names: list[str]) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
         time.sleep(float(os.environ.get("STAYS_S", "0")) * rank)
-        time.sleep(0.1)  # gloo's threads give up their last tensors; where Python has ended meanwhile they abort
+        time.sleep(
+            0.1
+        )  # gloo's threads give up their last tensors; where Python has ended meanwhile they abort
 
 
 def until_tables_change(torch, dist, collective: Callable[[], int]) -> int:

@@ -152,7 +152,9 @@ class Steps:
 
     def _clock(self, r: int, i: int, clock: Clock, **rank: Any) -> World:
         clocks = self.world.ranks[r].clocks
-        return self._with(r, self.world.ranks[r]._replace(clocks=(*clocks[:i], clock, *clocks[i + 1 :]), **rank))
+        return self._with(
+            r, self.world.ranks[r]._replace(clocks=(*clocks[:i], clock, *clocks[i + 1 :]), **rank)
+        )
 
     # -- the agreement ---------------------------------------------------------------------------------------------
 
@@ -180,10 +182,16 @@ class Steps:
                     yield self._sent(r, None, votes=(*world.votes[:r], limits, *world.votes[r + 1 :]))
                 yield self._sent(r, None)  # it is lost
             case protocol.Gather():  # whatever has come by now
-                yield self._sent(r, tuple((i, limits) for i, limits in enumerate(world.votes) if limits is not None))
+                yield self._sent(
+                    r, tuple((i, limits) for i, limits in enumerate(world.votes) if limits is not None)
+                )
             case protocol.Settle(decision):
                 mine = _frozen(decision)
-                found = mine if register is None or "the register can be set twice" in scope.mutations else register
+                found = (
+                    mine
+                    if register is None or "the register can be set twice" in scope.mutations
+                    else register
+                )
                 registers = (*world.registers[: rank.round - 1], found, *world.registers[rank.round :])
                 yield self._sent(r, found, registers=registers)
             case protocol.Await():
@@ -207,7 +215,9 @@ class Steps:
         """dynamiccl_limit on one communicator after the other, in its single reads and writes."""
         done = [clock.limit != NO_LIMIT and clock.limiting < 0 for clock in rank.clocks]
         if all(done):
-            yield self._sent(r, tuple(zip(self.scope.comms(r), (clock.limit for clock in rank.clocks), strict=True)))
+            yield self._sent(
+                r, tuple(zip(self.scope.comms(r), (clock.limit for clock in rank.clocks), strict=True))
+            )
             return
         i = done.index(False)
         clock = rank.clocks[i]

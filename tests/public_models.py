@@ -105,7 +105,9 @@ class _GatedExperts(nn.Module):
         weight, chosen = (t.flatten(1) for t in self.router(x).softmax(-1).topk(2))
         picked = (chosen[..., None] == torch.arange(experts, device=x.device)).long()
         before = (picked.cumsum(1) * picked).sum(-1) - 1  # tokens of the sequence that chose the same
-        place = torch.where(before < room, chosen * room + before, experts * room)[..., None].expand(-1, -1, width)
+        place = torch.where(before < room, chosen * room + before, experts * room)[..., None].expand(
+            -1, -1, width
+        )
         slots = x.new_zeros(batch, experts * room + 1, width)
         slots = slots.scatter(1, place, x.repeat_interleave(2, 1))[:, :-1].view(batch, experts, room, width)
         slots = slots.transpose(0, 1).flatten(1, 2)  # [experts, batch * room, width]

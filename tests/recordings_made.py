@@ -4,7 +4,11 @@ import json
 
 BASE = 1_763_719_000_000_000_000
 #: One step of a ZeRO-3 job: (func, whole bytes, us from the step's begin, us).
-STEP = [("all_gather", 64 << 20, 100, 400), ("all_gather", 64 << 20, 700, 410), ("reduce_scatter", 64 << 20, 1500, 500)]
+STEP = [
+    ("all_gather", 64 << 20, 100, 400),
+    ("all_gather", 64 << 20, 700, 410),
+    ("reduce_scatter", 64 << 20, 1500, 500),
+]
 STEP_US, N_RANKS, N_STEPS, CHANNELS = 3000, 16, 6, 16
 
 

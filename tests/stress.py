@@ -31,7 +31,9 @@ def stress(jobs: int, seed: int = 1, sanitize: str = "none", *, late: bool = Fal
         try:
             command = [str(program), str(min(20, jobs - first)), str(seed + first), str(run.path)]
             env = {k: v for k, v in os.environ.items() if not k.startswith("DYNAMICCL_")}
-            done = subprocess.run(command + ["late"] * late, env=env, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command + ["late"] * late, env=env, capture_output=True, text=True, check=False
+            )
         finally:
             run.close()
         if done.returncode not in (0, 1) or done.stderr:

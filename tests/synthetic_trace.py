@@ -66,7 +66,18 @@ class Job:
                 start = int(t[rank] + compute * self.rng.uniform(0.9, 1.1))
                 end = int(start + cost * self.rng.uniform(0.95, 1.05))
                 t[rank] = end
-                values = (self.seq[func], COMM, rank, 16, 2, func, n_bytes, "bfloat16", *ran, table.generation)
+                values = (
+                    self.seq[func],
+                    COMM,
+                    rank,
+                    16,
+                    2,
+                    func,
+                    n_bytes,
+                    "bfloat16",
+                    *ran,
+                    table.generation,
+                )
                 when = (start, end) if timed else (None, None)
                 self.events.append((*values, start - 6_250, *when, self.index, 1000 + rank))
             t = [max(t)] * 2

@@ -90,7 +90,9 @@ def like_the_demo(exposed):
     works = arrays_of([(Recording.of("zero-3", ops).workload(), False)])
     extras = Extras.draw(Extra(), works.n_slots, np.random.default_rng(0))
     other = np.zeros_like(fabric.truth.effect)
-    sites = SampledClusters(fabric.fleet, fabric.truth, other, np.zeros(1), np.ones(1), law, np.zeros(1, int), extras)
+    sites = SampledClusters(
+        fabric.fleet, fabric.truth, other, np.zeros(1), np.ones(1), law, np.zeros(1, int), extras
+    )
     calm = replace(STANDARD.parts[0], swing=0.0)
     return assemble(works, np.zeros(1, int), sites, np.array([exposed]), calm, np.random.default_rng(0))
 
@@ -124,12 +126,17 @@ def test_where_nothing_is_to_be_gained_it_says_so(tmp_path, monkeypatch):
     assert 0 <= told["possible"]["high"] < 0.01
     assert told["verdict"].startswith("nothing to apply, and not worth a tuning run: at most 0.")
     table = tmp_path / "table.json"
-    assert "predicted:" not in run(path, "--cluster", "dgx-h100-2x8", "--out", table).stdout and not table.exists()
+    assert (
+        "predicted:" not in run(path, "--cluster", "dgx-h100-2x8", "--out", table).stdout
+        and not table.exists()
+    )
 
 
 def test_the_first_line_decides_and_few_steps_give_no_gain(tmp_path, monkeypatch):
     """Before: of six steps "saves 1.5 % [-5.8, 8.8]", which nobody can act on; what to do came last."""
-    few = json.loads(run(recordings_made.kineto(tmp_path / "few"), "--cluster", "dgx-h100-2x8", "--json").stdout)
+    few = json.loads(
+        run(recordings_made.kineto(tmp_path / "few"), "--cluster", "dgx-h100-2x8", "--json").stdout
+    )
     assert few["steps"] < 30 and few["gain"] is None and all(s["saves"] is None for s in few["slots"])
     assert any("6 steps are too few to say, 30 are needed" in note for note in few["unknown"])
     monkeypatch.setattr(recordings_made, "N_STEPS", 32)
@@ -149,15 +156,25 @@ def test_more_ranks_than_the_named_cluster_has_are_said_to_be_assumed(tmp_path):
 
 
 def test_settings_of_the_launch_are_told_with_their_losses_and_how_to_verify_them():
-    over, within = settings({"all_gather", "reduce_scatter"}, 2), settings({"all_gather", "reduce_scatter"}, 1)
+    over, within = (
+        settings({"all_gather", "reduce_scatter"}, 2),
+        settings({"all_gather", "reduce_scatter"}, 1),
+    )
     assert over == [SUM] and "set_force_sum_reduction_for_comms(True)" in SUM
     assert settings({"all_reduce"}, 1) == [] and within[0] == SUM and len(within) == 4
     text = " ".join(within)
-    for said in ("cta_policy 2 (ZERO)", "cta_policy 1 is EFFICIENCY", "reduce_scatter stays a kernel", "-1.8 %"):
+    for said in (
+        "cta_policy 2 (ZERO)",
+        "cta_policy 1 is EFFICIENCY",
+        "reduce_scatter stays a kernel",
+        "-1.8 %",
+    ):
         assert said in text
     assert "kernel's name in a profile" in text and "a loss on 128 GPUs (Megatron-LM#5657)" in text
     figures = re.findall(r"[+-]\d+\.\d+", text)
-    assert figures and all(re.search(re.escape(figure) + r".{,110}?\(\w[\w-]*#\d+\)", text) for figure in figures)
+    assert figures and all(
+        re.search(re.escape(figure) + r".{,110}?\(\w[\w-]*#\d+\)", text) for figure in figures
+    )
 
 
 def test_times_of_gloo_say_nothing_of_nccl():
@@ -186,7 +203,9 @@ def test_what_is_exposed_is_told_to_the_belief_and_makes_it_surer(tmp_path):
     seen = exposure(trace)
     assert seen and all(0 <= part <= 1 for part in seen.values())
     assert not exposure(
-        on_cluster(read_recording([recordings_made.kineto(tmp_path / "b", compute=False)]), named("dgx-h100-2x8"))
+        on_cluster(
+            read_recording([recordings_made.kineto(tmp_path / "b", compute=False)]), named("dgx-h100-2x8")
+        )
     )
     belief = check_advice.belief_of(draw_jobs(STANDARD, np.random.default_rng(0), 1), 0, "no compute")
     before = belief.mean.copy(), belief.cov.copy()

@@ -85,7 +85,9 @@ def test_what_is_slower_is_tried_once_and_the_default_is_as_good_a_trial(prior):
     search = after(told, prior)
     ran = go_on(search, told, [20, 0].__getitem__)
     trials = [configs for kind, configs in ran if kind == TRIAL]
-    assert trials.count([20, 18]) <= 2 and trials.count([18, 0]) <= 2 and search.confirmed.tolist() == [18, 18]
+    assert (
+        trials.count([20, 18]) <= 2 and trials.count([18, 0]) <= 2 and search.confirmed.tolist() == [18, 18]
+    )
     assert search.is_done and search.marks.refined == 0
 
 
@@ -121,7 +123,9 @@ def test_it_ends_with_its_trials_and_with_the_budget(prior):
     search = after(told, prior, rules=few)
     wanted = iter([20, 8, 16, 0] * 50)
     ran = go_on(search, told, lambda slot: next(wanted))
-    assert 3 <= sum(kind == TRIAL for kind, _ in ran) <= 3 + few.pairs_again and search.is_done  # the last is finished
+    assert (
+        3 <= sum(kind == TRIAL for kind, _ in ran) <= 3 + few.pairs_again and search.is_done
+    )  # the last is finished
     search = after(told, prior)
     search.lost = 1e4
     assert search.spent > 1
@@ -206,7 +210,9 @@ class StepByStep(Told):
         self.strays = ()
         steps = steps[: int(np.append(np.flatnonzero(steps > limit), n - 1)[0]) + 1]
         billed = len(steps) + discard
-        return Measured(steps, np.full(2, np.nan), np.ones(2, bool), billed, float(steps.sum()) + 100.0 * discard)
+        return Measured(
+            steps, np.full(2, np.nan), np.ones(2, bool), billed, float(steps.sum()) + 100.0 * discard
+        )
 
 
 def test_a_trial_ends_with_its_first_step_that_is_slower_for_sure(prior):
@@ -257,8 +263,13 @@ def test_a_gain_that_was_not_sure_goes_on_where_its_comparison_stood(prior):
         plan = search.plan()
         assert plan.configs.tolist() == nothing[plan.kind]
         search.record(plan, told.measure(plan))
-    assert search.confirmed.tolist() == [18, 0] and search.races == [race] and race.n > 25 and search.gain[1] > 0
-    assert search.marks.verdict == verdict < search.marks.first_gain == search.steps and search.marks.refined == 0
+    assert (
+        search.confirmed.tolist() == [18, 0] and search.races == [race] and race.n > 25 and search.gain[1] > 0
+    )
+    assert (
+        search.marks.verdict == verdict < search.marks.first_gain == search.steps
+        and search.marks.refined == 0
+    )
     assert search.phase == REFINE and search.later.left == search.rules.trials  # from here on as ever
     assert search.later.watch.has_table
 

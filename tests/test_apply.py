@@ -13,7 +13,16 @@ import pytest
 from test_plugin_static import run, small_gathers
 
 JOB = Path(__file__).with_name("probe_ranks.py")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(JOB), "plain")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    str(JOB),
+    "plain",
+)
 SOON = {"OMP_NUM_THREADS": "1"}
 
 
@@ -41,7 +50,9 @@ def test_the_ranks_take_the_table_together_and_the_last_line_says_how_often_it_w
 @pytest.mark.slow
 def test_a_table_that_one_rank_would_not_have_is_in_force_on_none(table):
     """Before: each process that loaded the plugin had it at once, and its peers ran another way, which hangs."""
-    done = run("apply", table, "--", *TORCHRUN, NO_TUNER="1", JITTER_S="0.6", **{**SOON, "DYNAMICCL_ATTACH_S": "1.5"})
+    done = run(
+        "apply", table, "--", *TORCHRUN, NO_TUNER="1", JITTER_S="0.6", **{**SOON, "DYNAMICCL_ATTACH_S": "1.5"}
+    )
     assert done.returncode == 0, done.stderr
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [set(rank["generations"]["plain"]) for rank in said] == [{0}, {0}]
@@ -67,7 +78,10 @@ def test_a_table_without_rules_is_said_to_be_one(tmp_path):
     """Before: `hi`, and not one word."""
     (tmp_path / "t.json").write_text('{"dynamiccl_table": 1, "rules": []}')
     done = run("apply", str(tmp_path / "t.json"), "--", "echo", "hi")
-    assert done.stdout == "hi\n" and last_line(done) == "dynamiccl: the table has no rules: NCCL decided every call"
+    assert (
+        done.stdout == "hi\n"
+        and last_line(done) == "dynamiccl: the table has no rules: NCCL decided every call"
+    )
 
 
 def test_the_cluster_that_a_table_was_found_on_can_be_said(table):

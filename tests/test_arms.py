@@ -13,7 +13,9 @@ def what_runs(tasks, fleet):
     """(pair, channels) of every config by the cost model, as two arrays (n, N_CONFIGS)."""
     n, own = len(fleet), tasks.fingerprint.own_pair
     columns = fleet.take((slice(None), None))
-    pair = np.repeat(np.concatenate([own[:, None], np.tile(np.arange(len(PAIRS)), (n, 1))], 1), len(CHANNELS), 1)
+    pair = np.repeat(
+        np.concatenate([own[:, None], np.tile(np.arange(len(PAIRS)), (n, 1))], 1), len(CHANNELS), 1
+    )
     asked = np.tile(np.array(CHANNELS), spaces.N_PAIRS)[None]
     n_bytes = np.asarray(tasks.fingerprint.n_bytes)[:, None]
     limit, _ = channels.heuristic_channels(columns, n_bytes, pair)
@@ -48,4 +50,6 @@ def test_auto_with_a_count_goes_by_the_name_of_its_pair():
     keep = arms.distinct(tasks.fingerprint, fleet.release)
     assert not keep[:, 1 : spaces.N_CHANNELS].any()
     own = tasks.fingerprint.own_pair
-    assert not keep[np.arange(len(own)), (1 + own) * spaces.N_CHANNELS].any(), "the own pair with NCCL's count is AUTO"
+    assert not keep[np.arange(len(own)), (1 + own) * spaces.N_CHANNELS].any(), (
+        "the own pair with NCCL's count is AUTO"
+    )

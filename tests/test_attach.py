@@ -49,7 +49,9 @@ def test_a_framework_is_attached_to_without_touching_it(request, name):
     if name not in INSTALLED:
         pytest.skip(f"{name.split()[0]} is not installed")
     alone, attached, steps = request.getfixturevalue("package_jobs")
-    assert [said["losses"][name] for said in alone] == [said["losses"][name] for said in attached], "not bit-equal"
+    assert [said["losses"][name] for said in alone] == [said["losses"][name] for said in attached], (
+        "not bit-equal"
+    )
     first, second = (said["generations"][name] for said in attached)
     assert first == second
     assert len({g for one in INSTALLED for g in attached[0]["generations"][one]}) > 2  # in some loop or other
@@ -125,7 +127,9 @@ def test_a_job_that_did_not_ask_costs_nothing_that_can_be_measured():
         for autoload in order:
             env = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))}
             env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = autoload
-            done = subprocess.run([sys.executable, "-c", TRAINS], env=env, capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                [sys.executable, "-c", TRAINS], env=env, capture_output=True, text=True, check=True
+            )
             seen[autoload].append([float(x) for x in done.stdout.split()])
             assert not set(done.stderr.split()) - {"dynamiccl_autoload"}
     on, off = ([min(x) for x in zip(*seen[autoload], strict=True)] for autoload in "10")

@@ -135,7 +135,11 @@ def test_the_table_ranks_ties_and_what_has_no_rank(suite: JobSuite, made: dict[s
     assert board.judge({"entrant": "guest", "failed": "a decision took <too> long"})
     rows = {row["entrant"]: row for row in board.rows()}
     assert rows["oracle"]["place"] == "-" and board.rows()[0]["entrant"] == "oracle"
-    assert rows["coordinate-descent"]["place"] == rows["twin"]["place"] == f"={rows['coordinate-descent']['rank']}"
+    assert (
+        rows["coordinate-descent"]["place"]
+        == rows["twin"]["place"]
+        == f"={rows['coordinate-descent']['rank']}"
+    )
     assert rows["aa"]["rank"] is None and rows["expected-improvement"]["rank"] == 1 and "part" not in rows
     assert sum(part["jobs"] for part in rows["coordinate-descent"]["by_stratum"].values()) == len(suite)
     table = board.markdown()
@@ -166,8 +170,12 @@ def test_a_failing_entrant_never_stops_the_others(suite: JobSuite, tmp_path: Pat
     names = ("test_board:Raises", "default", "test_board:Hangs", "test_board:Dies")
     out = tmp_path / "out"
     out.mkdir()
-    found = {r["entrant"]: r for r in run(names, str(tmp_path / "s.json"), None, out, processes=3, limit_s=30)}
-    assert re.fullmatch(r"RuntimeError: no idea \(test_board.py, line \d+\)", found["test_board:Raises"]["failed"])
+    found = {
+        r["entrant"]: r for r in run(names, str(tmp_path / "s.json"), None, out, processes=3, limit_s=30)
+    }
+    assert re.fullmatch(
+        r"RuntimeError: no idea \(test_board.py, line \d+\)", found["test_board:Raises"]["failed"]
+    )
     assert "no result in 30 s" in found["test_board:Hangs"]["failed"]
     assert found["test_board:Dies"]["failed"] == "its process died"
     assert json.loads((out / "default.json").read_text())["decisions"] == found["default"]["decisions"]
@@ -212,7 +220,9 @@ def test_results_go_on_record_beside_those_of_others(tmp_path: Path) -> None:
     told = filed("standard", envs)
     assert [s["entrant"] for s in told["submissions"]] == ["default", "random", "sweep"]
     text = files[1].read_text()
-    assert text.startswith("before\n<!-- board -->\nSuite `standard`") and text.endswith("<!-- /board -->\nafter\n")
+    assert text.startswith("before\n<!-- board -->\nSuite `standard`") and text.endswith(
+        "<!-- /board -->\nafter\n"
+    )
     assert "3 of 1000 jobs" in text and "| random |" in text
     put_on_record("standard", [enter_one("default", "standard", 4)], envs)
     told = filed("standard", envs)
@@ -246,7 +256,9 @@ def test_the_readme_says_what_the_filed_results_say() -> None:
 def test_a_fresh_draw_leaves_no_printed_interval(name: str) -> None:
     """Other jobs of the same strata: what entrants lose on them lies within what is printed, widened by the fresh
     draw's own interval."""
-    fresh = draw_suite(name, JobSuite.load(name).family, 91, 60)  # few jobs hold most of what there is to gain
+    fresh = draw_suite(
+        name, JobSuite.load(name).family, 91, 60
+    )  # few jobs hold most of what there is to gain
     told = {s["entrant"]: s["figures"] for s in filed(name)["submissions"]}
     for entrant in ("expected-improvement", "default"):
         figures = enter_one(entrant, fresh)["figures"]

@@ -21,7 +21,15 @@ BLOCK = 20 * 4 * 49_984  # bytes of a block of the job below, as the emulated ba
 
 
 def start(run, kind, steps, life=1):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(RANK)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        str(RANK),
+    ]
     env = {**os.environ, **job_env(run.path), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([*command, kind, str(steps), str(life)], env=env, stdout=subprocess.DEVNULL)
 
@@ -52,7 +60,10 @@ def test_groups_of_a_shape_gain_together_what_one_gains(folder, kind, n_slots):
         assert tuned.step_ms < 0.75 * min(default.step_ms, again.step_ms)
         events = job.take_events()
         ours = events[(events["table_generation"] == tuned.generation) & (events["func"] == "all_gather")]
-        assert set(ours["proto"]) == {"ll"} and ours["comm_id"].nunique() == {"one": 1, "hsdp": 2, "tp x dp": 4}[kind]
+        assert (
+            set(ours["proto"]) == {"ll"}
+            and ours["comm_id"].nunique() == {"one": 1, "hsdp": 2, "tp x dp": 4}[kind]
+        )
         assert job.audit.mismatches == 0
     finally:
         process.terminate()
@@ -100,13 +111,32 @@ def command(kind, steps):
     """Our ZeRO-3 job on the emulated backend; a block's gather is 4 MB, where NCCL takes LL and LL128 is faster."""
     n_ranks, _, cut = JOBS[kind]
     job = [sys.executable, "-m", "dynamiccl.zero_workload", "--backend", "emulated", "--quiet", *cut]
-    shape = ["--layers", "4", "--width", "64", "--heads", "2", "--seq", "16", "--batch", "1", "--steps", str(steps)]
+    shape = [
+        "--layers",
+        "4",
+        "--width",
+        "64",
+        "--heads",
+        "2",
+        "--seq",
+        "16",
+        "--batch",
+        "1",
+        "--steps",
+        str(steps),
+    ]
     return [*job, *shape, "--ranks", str(n_ranks)]
 
 
 def train(run, kind, steps):
     scales = {"DYNAMICCL_BYTES_SCALE": BYTES_SCALE, "DYNAMICCL_COMPUTE_SCALE": COMPUTE_SCALE}
-    env = {**os.environ, **job_env(run.path), **scales, "DYNAMICCL_CLUSTER": JOBS[kind][1], "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        **job_env(run.path),
+        **scales,
+        "DYNAMICCL_CLUSTER": JOBS[kind][1],
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.Popen(command(kind, steps), env=env, stdout=subprocess.DEVNULL)
 
 
@@ -155,8 +185,12 @@ def tuned(kind, out):
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout)
     assert summary["kept"] and summary["consistency"]["mismatches"] == 0, summary
-    chosen = {d["func"]: d["proto"] for d in summary["decisions"] if d["min_bytes"] <= BLOCK <= d["max_bytes"]}
-    assert set(chosen.values()) <= {"ll128", "simple"}, summary["decisions"]  # either is faster than NCCL's LL
+    chosen = {
+        d["func"]: d["proto"] for d in summary["decisions"] if d["min_bytes"] <= BLOCK <= d["max_bytes"]
+    }
+    assert set(chosen.values()) <= {"ll128", "simple"}, summary[
+        "decisions"
+    ]  # either is faster than NCCL's LL
     events = Trace.read(out / "trace").events
     blocks = events[events["n_bytes"].between(BLOCK, 1.01 * BLOCK)]
     won = blocks[blocks["proto"] == blocks["func"].map(chosen)]
@@ -169,7 +203,10 @@ def tuned(kind, out):
 def test_under_a_whole_tune_two_shard_groups_gain_what_one_gains(tmp_path):
     """HSDP 2 x 2 waits for both of its groups in every step: were one of them tuned alone, it would gain nothing."""
     alone, one = tuned("one group", tmp_path / "one")
-    assert alone > 0 and {func: len(calls) for func, calls in one.items()} == {"all_gather": 1, "reduce_scatter": 1}
+    assert alone > 0 and {func: len(calls) for func, calls in one.items()} == {
+        "all_gather": 1,
+        "reduce_scatter": 1,
+    }
     for turn in range(3):  # four processes on a busy machine: it looks again
         both, two = tuned("hsdp", tmp_path / f"{turn}")
         assert {func: len(calls) for func, calls in two.items()} == {"all_gather": 2, "reduce_scatter": 2}

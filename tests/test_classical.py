@@ -34,7 +34,13 @@ def turn(open_: list[int], saved: dict[int, float], slot: int = 0, **changes: An
     mean = np.full(N_CONFIGS, -np.inf)
     for c, value in ({0: 0.0} | saved).items():
         mean[c] = value
-    fields = {"slot": slot, "is_last": True, "round": len(saved), "open": np.array(sorted({0, *open_})), "mean": mean}
+    fields = {
+        "slot": slot,
+        "is_last": True,
+        "round": len(saved),
+        "open": np.array(sorted({0, *open_})),
+        "mean": mean,
+    }
     return Turn(**(fields | {"asked": np.zeros(N_CONFIGS), "own": RING} | changes))
 
 

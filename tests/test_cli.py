@@ -59,7 +59,11 @@ def test_every_command_has_help_that_teaches_and_refuses_what_it_does_not_know(n
     assert told.exit_code == 0 and len(told.output.split()) > 25
     assert max(map(len, told.output.splitlines())) <= 80 and "\b" not in told.output
     refused = run(*name.split(), "--no-such-option")
-    assert refused.exit_code == 2 and refused.stderr.count("\n") == 1 and f"dynamiccl {name} --help" in refused.stderr
+    assert (
+        refused.exit_code == 2
+        and refused.stderr.count("\n") == 1
+        and f"dynamiccl {name} --help" in refused.stderr
+    )
 
 
 def test_many_options_stand_in_groups():
@@ -109,8 +113,14 @@ def test_the_version_is_the_packages():
         (["advise", "{}/none", "--cluster", "dgx-h100-2x8"], "there is no file or folder {}/none"),
         (["bench", "--suite", "none"], "there is no suite none: known are standard, held-out"),
         (["bench", "--policy", "none:X", "--jobs", "2", "--out", "{}"], "1 of 1  none:X: refused"),
-        (["bench", "--policy", "none:X", "--jobs", "2", "--out", "{}"], "error: no entrant finished: none:X: "),
-        (["tune", "--force", "--out", "{}/file/x", "--", "true"], "no run can be left in {}/file/x: Not a directory"),
+        (
+            ["bench", "--policy", "none:X", "--jobs", "2", "--out", "{}"],
+            "error: no entrant finished: none:X: ",
+        ),
+        (
+            ["tune", "--force", "--out", "{}/file/x", "--", "true"],
+            "no run can be left in {}/file/x: Not a directory",
+        ),
     ],
 )
 def test_wrong_input_is_named_as_it_was_given(tmp_path, words, says):
@@ -130,7 +140,9 @@ def test_a_run_that_is_over_is_said_to_be_over(tmp_path, words):
         text=True,
         timeout=120,
     )
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path}: this run has ended"), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path}: this run has ended"), (
+        done.stderr
+    )
 
 
 def test_a_run_folder_that_is_gone_is_of_a_run_that_has_ended(tmp_path):
@@ -149,8 +161,21 @@ def test_a_run_folder_that_is_gone_is_of_a_run_that_has_ended(tmp_path):
     ],
 )
 def test_a_run_without_a_result_says_what_to_do(reasons, status, says):
-    told = {"emulated": False, "speedup": None, "ended": "it is over", "trace": "t", "report": "r", "table": None}
-    told |= {"reasons": {"ended": reasons}, "job_status": status, "windows": 9, "failure": None, "not_obeyed": []}
+    told = {
+        "emulated": False,
+        "speedup": None,
+        "ended": "it is over",
+        "trace": "t",
+        "report": "r",
+        "table": None,
+    }
+    told |= {
+        "reasons": {"ended": reasons},
+        "job_status": status,
+        "windows": 9,
+        "failure": None,
+        "not_obeyed": [],
+    }
     told |= {"decisions": [], "consistency": {"calls_checked": 0, "mismatches": 0}, "records_lost": 0}
     console = Console(record=True, width=200, file=io.StringIO())
     show_summary(console, RunSummary.of(told))

@@ -68,13 +68,17 @@ def test_an_operation_takes_the_longer_of_its_multiplications_and_its_memory(cou
     assert counted(lambda: b @ b) == pytest.approx(3 * 8 * 8 * 4 / BYTES_PER_NS, rel=1e-3)
     assert counted(lambda: a + a) == pytest.approx(3 * 4 * 1024**2 / BYTES_PER_NS, rel=1e-3)
     assert counted(lambda: a.view(-1).unsqueeze(0).detach()) == counted(lambda: torch.empty(9)) == 0
-    assert counted(lambda: torch._foreach_add([b, b], 1.0)) == pytest.approx(4 * 4 * 64 / BYTES_PER_NS, rel=1e-3)
+    assert counted(lambda: torch._foreach_add([b, b], 1.0)) == pytest.approx(
+        4 * 4 * 64 / BYTES_PER_NS, rel=1e-3
+    )
 
 
 def test_attention_and_backward_passes_are_counted(counted):
     q = torch.ones(2, 4, 64, 32, requires_grad=True)
     out = []
-    forward = counted(lambda: out.append(torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)))
+    forward = counted(
+        lambda: out.append(torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
+    )
     assert forward >= 4 * 2 * 4 * 64 * 64 * 32 / FLOPS_PER_NS
     assert counted(lambda: out[0].sum().backward()) > forward
 
@@ -101,7 +105,9 @@ def test_tensors_of_several_parts_are_counted_by_what_is_done_to_their_parts(cou
 def test_threads_share_the_clock():
     clock = Clock()
     start = clock.now()
-    threads = [threading.Thread(target=lambda: [clock.wait_until(start + n) for n in range(1000)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [clock.wait_until(start + n) for n in range(1000)]) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -103,7 +103,9 @@ def test_another_cluster_or_other_times_of_calls_begin_from_nothing(kept):
 
 def test_the_slots_that_another_job_shares_begin_with_what_it_came_to(kept):
     shared, other = _profiles()
-    found = Memory(str(kept), "job", print).recall(FACTS, [shared, replace(other, n_bytes=other.n_bytes // 3)])
+    found = Memory(str(kept), "job", print).recall(
+        FACTS, [shared, replace(other, n_bytes=other.n_bytes // 3)]
+    )
     assert set(found) == {shared.slot}
 
 

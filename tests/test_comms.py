@@ -36,7 +36,8 @@ print(plugin.identity())
 
 
 @pytest.mark.parametrize(
-    ("release", "abi", "counts"), [("2.22.3", (3, 0), {}), ("2.27.7", (4, 4), {40: 3}), ("2.32.3", (6, 6), {40: 3})]
+    ("release", "abi", "counts"),
+    [("2.22.3", (3, 0), {}), ("2.27.7", (4, 4), {40: 3}), ("2.32.3", (6, 6), {40: 3})],
 )
 def test_what_nccl_has_done_with_the_plugin_is_told(tmp_path, release, abi, counts):
     """That Python can load the library says nothing of NCCL. Counted also on nodes without a run folder, so no ring."""
@@ -61,7 +62,11 @@ def test_a_collective_says_what_nccl_asked_about(run, plugin):
     enqueue("all_gather", MB)
     for func, n_bytes in (("all_gather", 4 * MB), ("all_gather", 64 * MB), ("reduce_scatter", 2 * MB)):
         comm.get_coll_info(func, n_bytes, cost)
-    for func, n_bytes in (*[("all_gather", MB)] * 4, *[("all_gather", 32 * MB)] * 2, *[("reduce_scatter", MB)] * 2):
+    for func, n_bytes in (
+        *[("all_gather", MB)] * 4,
+        *[("all_gather", 32 * MB)] * 2,
+        *[("reduce_scatter", MB)] * 2,
+    ):
         enqueue(func, n_bytes)
     comm.get_coll_info("all_gather", 8 * MB, cost)
     enqueue("all_gather", 8 * MB)

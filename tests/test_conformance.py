@@ -189,7 +189,9 @@ class Jobs:
 
     def window(self, configs, counted, rng, few):
         plan = self.plan
-        window = self.job.window(self.reader.decisions(configs[0, : len(plan.configs)]), plan.n_steps, plan.discard)
+        window = self.job.window(
+            self.reader.decisions(configs[0, : len(plan.configs)]), plan.n_steps, plan.discard
+        )
         self.last_us = 1e3 * float(window.durations_ms[0])
         events, us = self.job.take_events(), np.full((1, SLOTS), np.nan)
         events = events[events["step"].isin(window.steps)] if len(events) else events
@@ -255,8 +257,14 @@ def test_all_backends_play_one_recorded_episode_alike(trace, folder, monkeypatch
         other, other_windows = played[name]
         assert len(other) == len(story) and len(other_windows) == len(windows)
         for (plan, seen), (other_plan, other_seen) in zip(windows, other_windows, strict=True):
-            assert (plan.kind, plan.n_steps, plan.discard) == (other_plan.kind, other_plan.n_steps, other_plan.discard)
-            assert seen.billed == other_seen.billed and seen.billed_ms == pytest.approx(other_seen.billed_ms, rel=1e-6)
+            assert (plan.kind, plan.n_steps, plan.discard) == (
+                other_plan.kind,
+                other_plan.n_steps,
+                other_plan.discard,
+            )
+            assert seen.billed == other_seen.billed and seen.billed_ms == pytest.approx(
+                other_seen.billed_ms, rel=1e-6
+            )
             assert seen.step_ms == pytest.approx(other_seen.step_ms, rel=1e-6)
             assert seen.call_us == pytest.approx(other_seen.call_us, rel=1e-6, nan_ok=True)
         # A ring holds whole nanoseconds, of steps of 2 ms: what is added up differs in the sixth digit.

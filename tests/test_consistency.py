@@ -31,10 +31,19 @@ def stormy(tmp_path_factory):
     """Events of a job on four processes whose table changes every few steps."""
     rng = random.Random(5)
     run = RunFolder.create()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(PROCESSES),
+    ]
     command += [str(RANK), str(STEPS), str(CALLS)]
     with open(tmp_path_factory.mktemp("job") / "log", "wb") as log:
-        job = Job(run, subprocess.Popen(command, env={**os.environ, **job_env(run.path)}, stdout=log, stderr=log))
+        job = Job(
+            run, subprocess.Popen(command, env={**os.environ, **job_env(run.path)}, stdout=log, stderr=log)
+        )
     events, published, changed_at = [], 0, 0
     deadline = time.monotonic() + 240
     try:

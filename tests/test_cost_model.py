@@ -178,7 +178,9 @@ def test_an_all_reduce_is_priced_as_its_two_halves_on_the_ring():
 
 def test_cluster_files_and_what_is_wrong_with_them(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text('like = "dgx-h100-2x8"\nn_nodes = 3\nring = { channels = 4, bw_intra = 48.0, bw_inter = 40.0 }\n')
+    path.write_text(
+        'like = "dgx-h100-2x8"\nn_nodes = 3\nring = { channels = 4, bw_intra = 48.0, bw_inter = 40.0 }\n'
+    )
     c = cluster(str(path))
     assert (c.name, c.n_ranks, c.ring.channels, c.comm_channels) == ("mine", 24, 4, 16)
     cases = {

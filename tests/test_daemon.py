@@ -69,7 +69,9 @@ def job(folder, tmp_path):
     assert process.wait(60) == 7
 
 
-@pytest.mark.parametrize("fault", ["a full disk", "a deleted run folder", "an agreement that ends", "a bug of ours"])
+@pytest.mark.parametrize(
+    "fault", ["a full disk", "a deleted run folder", "an agreement that ends", "a bug of ours"]
+)
 def test_whatever_ends_it_the_job_is_left_under_what_was_confirmed(job, folder, tmp_path, monkeypatch, fault):
     """Before: exit 2, or a traceback, and the trial that happened to be in force stayed to the job's end.
 
@@ -133,7 +135,9 @@ def test_a_slow_start_is_looked_at_again_and_then_tuned(folder, tmp_path, monkey
         if line.phase != "profile" or len(seen) > 5:
             enough.touch()
 
-    daemon = Daemon(Request(out=tmp_path / "out", policy="random"), folder, on_window=on_window, on_phase=said.append)
+    daemon = Daemon(
+        Request(out=tmp_path / "out", policy="random"), folder, on_window=on_window, on_phase=said.append
+    )
     monkeypatch.setattr(reader, "RESTART_S", 0.5)
     try:
         summary = daemon.serve()

@@ -30,8 +30,12 @@ def undocumented(tree):
                 if child.name.startswith("_"):
                     continue
                 overload = any("overload" in ast.dump(d) for d in child.decorator_list)
-                setter = any(isinstance(d, ast.Attribute) and d.attr == "setter" for d in child.decorator_list)
-                stub = isinstance(child.body[-1], ast.Expr) and getattr(child.body[-1].value, "value", 0) is ...
+                setter = any(
+                    isinstance(d, ast.Attribute) and d.attr == "setter" for d in child.decorator_list
+                )
+                stub = (
+                    isinstance(child.body[-1], ast.Expr) and getattr(child.body[-1].value, "value", 0) is ...
+                )
                 if not ast.get_docstring(child) and not (overload or setter or stub):
                     missing.append(prefix + child.name)
                 if isinstance(child, ast.ClassDef):
@@ -47,9 +51,8 @@ def test_everything_public_has_a_docstring():
 
 
 def test_the_check_sees_what_is_missing():
-    source = (
-        '"""M."""\nclass A:\n    """A."""\n    def f(self): return 1\n    def _g(self): return 2\ndef h(): return 3\n'
-    )
+    source = '"""M."""\nclass A:\n    """A."""\n    def f(self): return 1\n    def _g(self): return 2\n'
+    source += "def h(): return 3\n"
     assert undocumented(ast.parse(source)) == ["A.f", "h"]
     assert undocumented(ast.parse("x = 1")) == ["the module"]
 
@@ -79,7 +82,11 @@ def test_the_tour_of_the_job_names_what_is_there():
     """Every name in backticks that stands outside of links is something that the folder's modules define."""
     folder = ROOT / "zero_workload"
     tour = (folder / "README.md").read_text(encoding="utf-8").partition("## A guided tour")[2]
-    nodes = [node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    nodes = [
+        node
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     named = set(re.findall(r"(?<!\[)`(\w+)`", tour))
     assert len(named) > 10 and named <= defined
@@ -91,13 +98,17 @@ NAMED = re.compile(r"`(tests/\w+\.py)::(\w+)`")
 
 def rows(page):
     """The cells of the page's tables, row by row, without heads and rules."""
-    lines = [line.strip("|").split("|") for line in page.read_text("utf-8").splitlines() if line.startswith("| ")]
+    lines = [
+        line.strip("|").split("|") for line in page.read_text("utf-8").splitlines() if line.startswith("| ")
+    ]
     return [[cell.strip() for cell in line] for line in lines]
 
 
 def test_every_test_that_the_table_of_faults_names_exists():
     named = NAMED.findall(DEPLOYMENT.read_text(encoding="utf-8"))
-    missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text("utf-8")]
+    missing = [
+        f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text("utf-8")
+    ]
     assert len(named) > 20 and not missing
 
 
@@ -130,7 +141,14 @@ def test_every_test_that_a_page_names_exists(path):
 @pytest.mark.parametrize(
     "part",
     [
-        *("tuner killed", "rank 0 dies", "another rank dies", "node lost", "store answers late", "network breaks"),
+        *(
+            "tuner killed",
+            "rank 0 dies",
+            "another rank dies",
+            "node lost",
+            "store answers late",
+            "network breaks",
+        ),
         *("store fails between vote and decision", "a thread beside the training", "evaluation"),
         *(
             "disk of `OUT` full",
@@ -168,7 +186,9 @@ def test_the_snippet_of_the_environments_runs():
     # Names and a gain: before, six indices that were all zero.
     table, gain = done.stdout.splitlines()
     assert re.fullmatch(r"table in force:( (ring|nvls|pat)/(ll|ll128|simple)(/\d+)?)+", table)
-    steps, saved = map(int, re.fullmatch(r"in (\d+) steps the time of (\d+) of NCCL's own was saved", gain).groups())
+    steps, saved = map(
+        int, re.fullmatch(r"in (\d+) steps the time of (\d+) of NCCL's own was saved", gain).groups()
+    )
     assert saved > 0.01 * steps
 
 
@@ -176,6 +196,15 @@ def test_the_entrant_of_the_environments_plays(tmp_path):
     page = (ROOT / "envs" / "README.md").read_text(encoding="utf-8")
     entrant = re.findall(r"```python\n(.*?)```", page, re.S)[1]
     (tmp_path / "my_module.py").write_text(entrant)
-    command = [sys.executable, "-m", "dynamiccl.agent.cli", "bench", "--policy", "my_module:MyPolicy", "--jobs", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "dynamiccl.agent.cli",
+        "bench",
+        "--policy",
+        "my_module:MyPolicy",
+        "--jobs",
+        "4",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "my_module:MyPolicy" in done.stdout and "4 of 1000 jobs" in done.stdout

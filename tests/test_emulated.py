@@ -113,7 +113,9 @@ def test_training_is_bit_equal_with_and_without_emulation(tmp_path):
         command += ["--layers", "2", "--width", "32", "--heads", "4", "--backend", backend, "--log", str(log)]
         env = {**os.environ, **(emulated(DYNAMICCL_COMPUTE_SCALE="1") if backend == "emulated" else {})}
         subprocess.run(command, env=env, check=True, timeout=120)
-        losses[backend] = [json.loads(line)["loss"] for line in log.read_text().splitlines() if "loss" in line]
+        losses[backend] = [
+            json.loads(line)["loss"] for line in log.read_text().splitlines() if "loss" in line
+        ]
     assert len(losses["gloo"]) == 6 and losses["gloo"] == losses["emulated"]
 
 
@@ -163,7 +165,9 @@ def test_communicators_share_the_links():
     assert with_neighbours(at(1000, 4000, 0.5), [at(0, 9000, 0.5, end=9000)]) == round(4000 * crowd)
     assert with_neighbours(at(1000, 4000, 0.0, 1.0), [at(0, 9000, 1.0, end=9000)]) == round(4000 * crowd)
     # The first has 2000 ns to go on a full link: the other makes a tenth of its pace until then.
-    assert with_neighbours(alone, [at(0, 3000, 1.0, end=3000)]) == pytest.approx(2000 + 4000 - 200 / crowd, abs=2)
+    assert with_neighbours(alone, [at(0, 3000, 1.0, end=3000)]) == pytest.approx(
+        2000 + 4000 - 200 / crowd, abs=2
+    )
     half = at(0, 3000, 0.5, end=3000)
     assert with_neighbours(alone, [half]) == pytest.approx(2000 + 4000 - 1000 / crowd, abs=2)
     assert with_neighbours(alone, [half, at(0, 9000, 0.2, end=9000)]) > with_neighbours(alone, [half])

@@ -63,7 +63,9 @@ def watched_job(folder, trace, seconds, during=lambda daemon: None, options=("in
     command = [sys.executable, "-c", DAEMON, folder.path, trace, *options]
     daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert daemon.stdout.readline() == "reading\n"
-    job = subprocess.Popen([sys.executable, "-c", TRAINER, str(seconds)], env=env, stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(seconds)], env=env, stdout=subprocess.PIPE, text=True
+    )
     while not folder.rings():
         time.sleep(0.01)
     during(daemon)
@@ -100,14 +102,18 @@ def test_a_stopped_daemon_costs_the_job_nothing_and_says_what_it_lost(folder, tm
     quiet = (at > stopped[0]) & (at < stopped[1])
     # The quick steps of both: what other processes do to a busy machine only ever adds.
     without, beside = np.percentile(us[quiet], 10), np.percentile(us[~quiet], 10)
-    print(f"a step of the quickest tenth takes {without:.0f} us with the daemon stopped, {beside:.0f} us with it")
+    print(
+        f"a step of the quickest tenth takes {without:.0f} us with the daemon stopped, {beside:.0f} us with it"
+    )
     assert without < 1.2 * beside
     trace = Trace.read(tmp_path / "trace")
     assert trace.header["records_lost"] == sent - seen_in(trace) > 10_000
     said = tell(trace, RunSummary())
     assert said["records_lost"] == trace.header["records_lost"]
     show = subprocess.run(
-        [sys.executable, "-m", "dynamiccl.agent.cli", "show", tmp_path / "trace"], capture_output=True, text=True
+        [sys.executable, "-m", "dynamiccl.agent.cli", "show", tmp_path / "trace"],
+        capture_output=True,
+        text=True,
     )
     assert f"{said['records_lost']} records were lost" in show.stdout, show.stderr
 

@@ -25,7 +25,9 @@ def offered(c, func="all_gather", n_bytes=2**20):
 def best(c, f, func, n_bytes):
     """(us, pair, count) of the quickest config."""
     counts = [k for k in CHANNELS if 0 < k <= c.comm_channels]
-    return min((f.time_us(func, n_bytes, *pair, k), pair, k) for pair in offered(c, func, n_bytes) for k in counts)
+    return min(
+        (f.time_us(func, n_bytes, *pair, k), pair, k) for pair in offered(c, func, n_bytes) for k in counts
+    )
 
 
 def default_us(c, f, func, n_bytes):
@@ -132,7 +134,9 @@ def test_what_nccl_loses_where_it_leaves_ll128_over_nodes_is_as_in_public(func, 
             ratio[mib] = default_us(c, f, func, mib * 2**20 * c.n_ranks) / (us - START_US)
     assert all(0.75 < r < 1.6 for r in ratio.values()), "other machines: a DGX here, RoCE there"
     # 1.15 to 1.7 times too fast before SIMPLE had its ramp; what differs between the machines is in the 16 MiB.
-    assert ratio[4] / ratio[16] == pytest.approx(1.0, abs=0.18) and ratio[8] / ratio[16] == pytest.approx(1.0, abs=0.12)
+    assert ratio[4] / ratio[16] == pytest.approx(1.0, abs=0.18) and ratio[8] / ratio[16] == pytest.approx(
+        1.0, abs=0.12
+    )
     small = resize(cluster("dgx-h100-2x8"), 8)
     assert small.gpus_per_node == 8 and Fabric.of(small).truth.stall_bytes[0] > 0
     assert Fabric.of(cluster("h200-efa-4x1")).truth.stall_bytes[0] == 0, "on smaller nodes there is none"
@@ -151,7 +155,9 @@ def test_the_demo_preset_leaves_room_over_nccl_and_punishes_bad_configs(func):
             assert us < 0.86 * default_us(c, f, func, n_bytes), megabytes
         for bad in (("ring", "simple", 1), ("ring", "ll128", 2), ("ring", "ll", 16)):
             assert f.time_us(func, n_bytes, *bad) > 2 * us
-    assert len({best(c, f, func, 10**k)[1:] for k in (4, 5, 6, 7, 8)}) >= 2, "one config is best for all sizes"
+    assert len({best(c, f, func, 10**k)[1:] for k in (4, 5, 6, 7, 8)}) >= 2, (
+        "one config is best for all sizes"
+    )
     if func == "all_gather":
         assert chosen[400] != chosen[67], "small and large units want different protocols"
 
@@ -232,13 +238,20 @@ def test_times_of_single_collectives_are_those_on_record():
     rows = json.loads((DATA / "fabric_golden.json").read_text())
     assert len(rows) == 32
     for name, seed, *call, us in rows:
-        assert Fabric.of(cluster(name), seed).time_us(*call) == pytest.approx(us, abs=1e-4), (name, seed, call)
+        assert Fabric.of(cluster(name), seed).time_us(*call) == pytest.approx(us, abs=1e-4), (
+            name,
+            seed,
+            call,
+        )
 
 
 def test_what_a_call_does_to_compute_depends_on_its_pair():
     """NVLS leaves adding to the switch, LL moves twice the bytes: not the channels alone are what compute pays for."""
     f = Fabric.of(cluster("dgx-h100-1x8"))
-    slow = {pair: f.beside("reduce_scatter", 2**28, *pair, 16)[0] for pair in (("nvls", "simple"), ("ring", "simple"))}
+    slow = {
+        pair: f.beside("reduce_scatter", 2**28, *pair, 16)[0]
+        for pair in (("nvls", "simple"), ("ring", "simple"))
+    }
     assert slow["nvls", "simple"] < 0.8 * slow["ring", "simple"]
     few, many = (f.beside("all_gather", 2**28, "ring", "simple", k) for k in (2, 24))
     assert few[0] < many[0] and few[1] < many[1] <= 1.0 and many[2] == 0.0

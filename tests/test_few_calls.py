@@ -116,7 +116,9 @@ def test_a_trial_begins_with_few_calls_and_needs_no_window_beside_it():
 def test_a_step_with_few_such_calls_takes_hardly_longer():
     jobs = draw_jobs(STANDARD, np.random.default_rng(0), 20)
     none = np.zeros((20, SLOTS), int)
-    slow = np.where(np.arange(SLOTS) == 0, np.where(jobs.mask, jobs.tables.us, 0.0)[:, :1].argmax(axis=2), none)
+    slow = np.where(
+        np.arange(SLOTS) == 0, np.where(jobs.mask, jobs.tables.us, 0.0)[:, :1].argmax(axis=2), none
+    )
     part = Few(np.full(20, 1 / 16), none)
     default, all_, some = (jobs.step_us(*asked)[0] for asked in ((none,), (slow,), (slow, None, part)))
     worse = all_ > 1.2 * default
@@ -138,7 +140,10 @@ def test_ranks_of_a_job_run_few_calls_alike(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen(
-            [*command, str(RANK), "60000", "60"], env={**os.environ, **job_env(run.path)}, stdout=log, stderr=log
+            [*command, str(RANK), "60000", "60"],
+            env={**os.environ, **job_env(run.path)},
+            stdout=log,
+            stderr=log,
         )
         job = Job(run, process, TraceWriter(tmp_path / "trace", {"emulated": True}))
     try:

@@ -56,7 +56,9 @@ def story(env):
         infos.append(info)
         actions.append(action)
         rewards.append(reward)
-    whole = {key: digest(np.array([i[key] for i in infos])) for key in ("slot", "masked", "mask", "steps", "table")}
+    whole = {
+        key: digest(np.array([i[key] for i in infos])) for key in ("slot", "masked", "mask", "steps", "table")
+    }
     return {
         "turns": len(actions),
         "actions": digest(np.array(actions)),
@@ -72,7 +74,9 @@ def fake():
     cost = {GATHER: 12, SCATTER: 7}
 
     def truth(decisions):
-        return STEP_MS - sum(cost[slot] for slot, d in decisions.items() if (d.algo, d.proto) == ("ring", "ll128"))
+        return STEP_MS - sum(
+            cost[slot] for slot, d in decisions.items() if (d.algo, d.proto) == ("ring", "ll128")
+        )
 
     return FakeJob(truth, noise=0.01)
 
@@ -81,7 +85,9 @@ def episodes():
     """Simulated, recorded and live (on a job without processes)."""
     job = fake()
     live = story(LiveEnv(job))
-    tables = [sorted((str(rule.func), rule.max_bytes, str(rule.decision)) for rule in t.rules) for t in job.tables]
+    tables = [
+        sorted((str(rule.func), rule.max_bytes, str(rule.decision)) for rule in t.rules) for t in job.tables
+    ]
     live["published"] = hashlib.sha256(json.dumps(tables).encode()).hexdigest()[:16]
     live["confirmed"] = {str(slot): str(decision) for slot, decision in job.confirmed.items()}
     return {"sim": story(SimEnv()), "replay": story(ReplayEnv(RECORDING)), "live": live}

@@ -41,7 +41,11 @@ def test_all_of_it_runs_to_its_end_and_says_that_it_is_emulated(tmp_path, monkey
     assert {row["ran"][1] for row in rows} == {"ll", "ll128", "simple"}
     assert all(row["right"] and row["obeyed"] and row["ranks_agree"] for row in rows)
     summary = result["parts"]["zero3"]["summary"]
-    assert summary["speedup"] > 0 and len(summary["aa_speedup_ci95"]) == 2 and summary["steps"] <= gpu_check.STEPS
+    assert (
+        summary["speedup"] > 0
+        and len(summary["aa_speedup_ci95"]) == 2
+        and summary["steps"] <= gpu_check.STEPS
+    )
 
 
 SABOTAGE = """
@@ -64,13 +68,17 @@ gpu_check.main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "found"), [("table", "obeyed"), ("table", "ranks_agree"), ("bits", "right")])
+@pytest.mark.parametrize(
+    ("what", "found"), [("table", "obeyed"), ("table", "ranks_agree"), ("bits", "right")]
+)
 def test_a_rank_that_does_otherwise_is_found_out(tmp_path, what, found):
     machine, run = Machine.here(CLUSTER), RunFolder.create()
     told = json.dumps({"backend": "emulated", "out": str(tmp_path / "rows"), "sizes": [65536]})
     try:
         env = ENV | machine.env() | job_env(run.path) | {"DYNAMICCL_BYTES_SCALE": "1"}
-        subprocess.run(machine.ranks([sys.executable, "-c", SABOTAGE, told, what]), env=env, check=True, timeout=100)
+        subprocess.run(
+            machine.ranks([sys.executable, "-c", SABOTAGE, told, what]), env=env, check=True, timeout=100
+        )
     finally:
         run.close()
     _, *rows = map(json.loads, (tmp_path / "rows").read_text().splitlines())
@@ -105,7 +113,9 @@ def test_a_part_that_hangs_or_fails_costs_its_own_result_only(tmp_path, monkeypa
 
 def test_steps_too_few_for_a_verdict_are_no_fault(tmp_path, monkeypatch):
     """Before: an H100 whose steps differ by 14 % among themselves, where no comparison ended, was "something wrong"."""
-    ran = json.loads((FILED / f"{H100}2.30.7_torch-2.11.0" / "check.json").read_text())["parts"]["zero3"]["summary"]
+    ran = json.loads((FILED / f"{H100}2.30.7_torch-2.11.0" / "check.json").read_text())["parts"]["zero3"][
+        "summary"
+    ]
     check = Check(Machine.here(CLUSTER), tmp_path, print)
 
     def job(self, command, env, limit_s):
@@ -128,7 +138,11 @@ def test_every_config_was_obeyed_on_an_h100():
         check = json.loads((folder / "check.json").read_text())
         assert check["label"] == "measured" and check["versions"]["nccl"] == release and check["ok"]
         head, *rows = map(json.loads, (folder / "sweep.jsonl").read_text().splitlines())
-        assert head["loaded"] and head["kernel_times"] and [rank["tuner"] for rank in head["ranks"]] == [tuner, tuner]
+        assert (
+            head["loaded"]
+            and head["kernel_times"]
+            and [rank["tuner"] for rank in head["ranks"]] == [tuner, tuner]
+        )
         assert all(row["right"] and row["obeyed"] and row["ranks_agree"] for row in rows)
         forced = [row["decision"] for row in rows if row["decision"] != "auto"]
         assert len(forced) == check["parts"]["sweep"]["configs"] == n_configs
@@ -174,10 +188,14 @@ def test_ranks_that_share_a_gpu_are_told_how():
     assert machines["hosts"].env()["NCCL_SOCKET_IFNAME"] == "lo"
     assert machines["shared"].env()["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert not any(name.startswith("NCCL_") for name in machines["apart"].env())
-    says = 'import os; os.write(1, f\'{os.environ.get("NCCL_HOSTID")} {os.environ["LOCAL_RANK"]}\\n\'.encode())'
+    says = (
+        'import os; os.write(1, f\'{os.environ.get("NCCL_HOSTID")} {os.environ["LOCAL_RANK"]}\\n\'.encode())'
+    )
     program = [sys.executable, "-c", says]  # in one piece: the ranks share the output
     for way, said in (("hosts", ["rank-0 0", "rank-1 1"]), ("shared", ["None 0", "None 1"])):
-        done = subprocess.run(machines[way].ranks(program), env=ENV, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(
+            machines[way].ranks(program), env=ENV, capture_output=True, text=True, timeout=100
+        )
         assert sorted(done.stdout.splitlines()) == said, done.stderr
 
 

@@ -16,7 +16,9 @@ import dynamiccl_autoload
 ROOT = Path(__file__).resolve().parents[1]
 #: What `pip install dynamiccl` alone does not bring, nor torch.
 HEAVY = ["fsspec", "gymnasium", "orjson", "pandas", "pyarrow", "rich", "sb3_contrib", "stable_baselines3"]
-PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))} | {"OMP_NUM_THREADS": "1"}
+PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))} | {
+    "OMP_NUM_THREADS": "1"
+}
 TRAINS = """
 import torch
 net = torch.nn.Linear(2, 2)
@@ -30,7 +32,11 @@ print("trained")
 
 def python(program, *options, **env):
     done = subprocess.run(
-        [sys.executable, *options, "-c", program], env=PLAIN | env, capture_output=True, text=True, timeout=120
+        [sys.executable, *options, "-c", program],
+        env=PLAIN | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -44,7 +50,9 @@ def autoloaded():
         "print(1e3 * (time.perf_counter() - begun), *(set(sys.modules) - before))"
     )
     command = [sys.executable, "-I", "-S", "-c", program, str(Path(dynamiccl_autoload.__file__).parent)]
-    ms, *modules = subprocess.run(command, env=PLAIN, capture_output=True, text=True, check=True).stdout.split()
+    ms, *modules = subprocess.run(
+        command, env=PLAIN, capture_output=True, text=True, check=True
+    ).stdout.split()
     return float(ms), modules
 
 
@@ -84,7 +92,9 @@ def test_a_checkout_that_is_not_mounted_does_not_fail_import_torch():
     Seen at 679c0ae, a checkout that is not mounted fails it too: ``RuntimeError: Failed to load the backend extension``
     without any run.
     """
-    installed = [p for p in sys.path if p.endswith("site-packages") and list(Path(p).glob("__editable___dynamiccl*"))]
+    installed = [
+        p for p in sys.path if p.endswith("site-packages") and list(Path(p).glob("__editable___dynamiccl*"))
+    ]
     if not installed:
         pytest.skip("not an editable installation")
     (found,) = Path(installed[0]).glob("__editable___dynamiccl*.py")
@@ -102,22 +112,29 @@ def test_the_probe_needs_torch_and_numpy_alone(tmp_path):
     done = python(TRAINS + loaded, DYNAMICCL_RUN=str(tmp_path), DYNAMICCL_CLUSTER="dgx-h100-2x8")
     assert "not attached" not in done.stderr and "Traceback" not in done.stderr
     names = set(done.stdout.split())
-    assert {"dynamiccl.envs.nccl.probe.probe", "dynamiccl.envs.sim.emulated.backend"} <= names and not names & set(
-        HEAVY
-    )
+    assert {
+        "dynamiccl.envs.nccl.probe.probe",
+        "dynamiccl.envs.sim.emulated.backend",
+    } <= names and not names & set(HEAVY)
 
 
 def test_a_command_that_lacks_a_package_names_the_extra():
     for missing, words, extra in (("pandas", ["show", "x"], "tuner"), ("torch", ["lab", "train"], "train")):
         done = without([missing], words)
-        assert done.returncode and f"pip install 'dynamiccl[{extra}]'" in done.stderr and "Traceback" not in done.stderr
+        assert (
+            done.returncode
+            and f"pip install 'dynamiccl[{extra}]'" in done.stderr
+            and "Traceback" not in done.stderr
+        )
 
 
 def without(missing, words):
     """A command where packages are not installed."""
     program = f"import sys; sys.modules |= dict.fromkeys({missing!r}); sys.argv = ['dynamiccl', *{words!r}]\n"
     program += "from dynamiccl.agent.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", program], env=PLAIN, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", program], env=PLAIN, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_the_nodes_of_a_job_have_the_commands_that_they_need_with_numpy_alone(tmp_path):

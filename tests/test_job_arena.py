@@ -88,7 +88,9 @@ def test_every_step_is_billed_under_what_ran(calm):
 
 
 @pytest.mark.parametrize(("wait", "is_refused"), [(work, True), (time.sleep, False)])
-def test_a_decision_that_takes_long_is_the_policys_fault_where_it_kept_a_processor_busy(calm, wait, is_refused):
+def test_a_decision_that_takes_long_is_the_policys_fault_where_it_kept_a_processor_busy(
+    calm, wait, is_refused
+):
     jobs = calm[0].take([0])
     windows = AccountedWindows(jobs, np.random.default_rng(0), LossAccount(jobs, calm[1][:1]))
     search = SimSearch(windows, Prior.load(), SearchConfig())

@@ -21,7 +21,9 @@ def test_the_same_seed_draws_the_same_jobs():
     assert (again.which == one.which).all() and (again.sites.fleet.n_nodes == one.sites.fleet.n_nodes).all()
     assert (again.default_us == one.default_us).all()
     assert (again.tables.us == one.tables.us).all() and (again.mask == one.mask).all()
-    assert (again.sites.world == one.sites.world).all() and len(set(again.sites.world.tolist())) == len(STANDARD.worlds)
+    assert (again.sites.world == one.sites.world).all() and len(set(again.sites.world.tolist())) == len(
+        STANDARD.worlds
+    )
 
 
 def test_the_default_step_waits_as_drawn_and_slots_are_ordered(jobs):
@@ -91,7 +93,9 @@ def test_joined_jobs_are_the_jobs():
         for batch in (whole, *parts):
             batch.advance(shift)
         found = whole.step_us(np.zeros((13, SLOTS), int))[0]
-        assert found == pytest.approx(np.concatenate([p.step_us(np.zeros((len(p), SLOTS), int))[0] for p in parts]))
+        assert found == pytest.approx(
+            np.concatenate([p.step_us(np.zeros((len(p), SLOTS), int))[0] for p in parts])
+        )
     assert (whole.sites.fleet.n_nodes[3:9] == parts[1].sites.fleet.n_nodes).all()
 
 

@@ -148,7 +148,13 @@ def test_the_knowledge_gradient_is_what_windows_teach(jobs, prior):
     """Nothing is left to learn of what was measured often, and AUTO teaches nothing."""
     belief = belief_of(jobs, prior, 3)
     mean, learned, worth = belief.ahead(0, belief.best())
-    assert mean[belief.best()[0]] == 0 and mean.max() == 0 and learned[0] == 0 and worth[0] == 0 and worth.max() > 0
+    assert (
+        mean[belief.best()[0]] == 0
+        and mean.max() == 0
+        and learned[0] == 0
+        and worth[0] == 0
+        and worth.max() > 0
+    )
     table = np.zeros(len(belief.arms), np.int64)
     table[0] = int(worth.argmax())
     for _ in range(30):

@@ -72,7 +72,9 @@ def test_full_shared_memory_the_job_trains_without_a_ring(run, monkeypatch):
     assert len(alone) == 2, errors
     limited = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
     limited += "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); sys.argv = sys.argv[1:]; "
-    limited += "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
+    limited += (
+        "sys.path.insert(0, sys.argv[0].rpartition('/')[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
     real = subprocess.Popen
     monkeypatch.setattr(
         subprocess, "Popen", lambda command, **more: real([command[0], "-c", limited, *command[1:]], **more)
@@ -81,7 +83,9 @@ def test_full_shared_memory_the_job_trains_without_a_ring(run, monkeypatch):
     assert [s["losses"] for s in said] == [s["losses"] for s in alone], errors
     first, second = (s["generations"]["plain"] for s in said)
     assert first == second and len(set(first)) > 1, "tables need no ring"
-    assert not steps_of(run) and all(error.count("dynamiccl:") <= 1 and "Traceback" not in error for error in errors)
+    assert not steps_of(run) and all(
+        error.count("dynamiccl:") <= 1 and "Traceback" not in error for error in errors
+    )
 
 
 @pytest.mark.slow

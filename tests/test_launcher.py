@@ -88,7 +88,9 @@ def test_signals_reach_the_job_and_it_has_the_time_that_it_needs(tmp_path):
     for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGCONT", "SIGWINCH", "SIGALRM"):
         process.send_signal(getattr(signal, name))
         wait_for(log, f"got {name}")
-    tuner = int(subprocess.run(["pgrep", "-P", str(process.pid), "-f", "time.sleep.600"], capture_output=True).stdout)
+    tuner = int(
+        subprocess.run(["pgrep", "-P", str(process.pid), "-f", "time.sleep.600"], capture_output=True).stdout
+    )
     os.kill(tuner, signal.SIGKILL)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
@@ -129,7 +131,9 @@ def test_neither_a_full_disk_nor_a_reader_that_is_gone_reaches_the_job(tmp_path)
     process = start(tmp_path, python("print('x' * 200000); print('whole')"))
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and out.endswith(b"whole\n")
-    process = start(tmp_path, python("import time; time.sleep(0.5); print('x' * 200000); raise SystemExit(5)"))
+    process = start(
+        tmp_path, python("import time; time.sleep(0.5); print('x' * 200000); raise SystemExit(5)")
+    )
     process.stdout.close()
     assert process.wait(60) == 5
 
@@ -138,11 +142,16 @@ def test_a_job_does_not_outlive_a_launcher_that_was_killed(tmp_path):
     """It is told to end as a scheduler would: nobody could tell of its end any more, and it would hold its GPUs."""
     process = start(tmp_path, python(JOB), BRIEF)
     wait_for(tmp_path / "job.log", "ready")
-    (job,) = map(int, subprocess.run(["pgrep", "-o", "-P", str(process.pid)], capture_output=True).stdout.split())
+    (job,) = map(
+        int, subprocess.run(["pgrep", "-o", "-P", str(process.pid)], capture_output=True).stdout.split()
+    )
     process.kill()
     process.wait()
     end = time.monotonic() + 30
-    while Path(f"/proc/{job}").exists() and "Z" not in Path(f"/proc/{job}/stat").read_text().rpartition(")")[2][:3]:
+    while (
+        Path(f"/proc/{job}").exists()
+        and "Z" not in Path(f"/proc/{job}/stat").read_text().rpartition(")")[2][:3]
+    ):
         assert time.monotonic() < end, "the job lives on"
         time.sleep(0.05)
 

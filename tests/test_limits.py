@@ -76,7 +76,9 @@ def attributes(cls: ast.ClassDef) -> int:
     """0 of a record."""
     stores = [n for n in ast.walk(cls) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
     assigned = {n.attr for n in stores if isinstance(n.value, ast.Name) and n.value.id == "self"}
-    fields = {s.target.id for s in cls.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)}
+    fields = {
+        s.target.id for s in cls.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
+    }
     return len(assigned | fields) if assigned else 0
 
 
@@ -104,8 +106,12 @@ def beyond(source: str, name: str) -> dict[str, str]:
 
 
 def test_files_stay_small() -> None:
-    files = [p for folder in FOLDERS for suffix in ("py", "c", "h") for p in (ROOT / folder).rglob(f"*.{suffix}")]
-    counts = {p.name: len(p.read_text("utf-8").splitlines()) for p in [*files, *(ROOT / "tests").glob("*.[pch]*")]}
+    files = [
+        p for folder in FOLDERS for suffix in ("py", "c", "h") for p in (ROOT / folder).rglob(f"*.{suffix}")
+    ]
+    counts = {
+        p.name: len(p.read_text("utf-8").splitlines()) for p in [*files, *(ROOT / "tests").glob("*.[pch]*")]
+    }
     assert {name: n for name, n in counts.items() if n > LINES} == {}, "split them"
 
 
@@ -125,7 +131,10 @@ LONG = "def f(a):\n    b = a\n    c = b\n    d = c\n    return d\n"
 @pytest.mark.parametrize(
     ("source", "what"),
     [
-        ("class A:\n    def f(self):\n" + "".join(f"        self.a{i} = 0\n" for i in range(16)), "16 attributes"),
+        (
+            "class A:\n    def f(self):\n" + "".join(f"        self.a{i} = 0\n" for i in range(16)),
+            "16 attributes",
+        ),
         (RECORD + "    def f(self):\n        self.a0 = self.more = 0\n", "16 attributes"),
         ("def f(a):\n" + "    if a: pass\n" * 15, "a complexity of 16"),
         ("def f(a):\n    return [b for b in a if b" + " and b" * 13 + "]\n", "a complexity of 16"),

@@ -13,7 +13,16 @@ from dynamiccl.envs.nccl.run_folder import WORD
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.traces.assemble import Communicator
 from dynamiccl.traces.reasons import NotAgreeing
-from dynamiccl.traces.records import COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState, Decision, Slot
+from dynamiccl.traces.records import (
+    COLL_DTYPE,
+    STATE,
+    STATE_DTYPE,
+    STEP,
+    STEP_DTYPE,
+    AgreementState,
+    Decision,
+    Slot,
+)
 from test_obedience import calls
 
 SLOT = Slot(2, 1, "all_gather", 20)
@@ -191,7 +200,9 @@ def test_a_job_that_ends_without_an_optimizer_step_is_told_so(world, folder, mon
     ring.rank, ring.alive, ring.script = 0, False, iter([None] * 10**6)
     monkeypatch.setattr(folder, "rings", lambda: [ring])
     monkeypatch.setattr(reader, "RESTART_S", 0.0)
-    with pytest.raises(JobEnded, match="before its ranks switched tables: the probe is loaded; no optimizer step yet"):
+    with pytest.raises(
+        JobEnded, match="before its ranks switched tables: the probe is loaded; no optimizer step yet"
+    ):
         job.window(TRIAL, 4)
 
 
@@ -216,7 +227,9 @@ def test_what_it_waits_for_is_said(world, folder, monkeypatch):
     assert job.waits_for() == "the next steps of the job"
     ring.says(AgreementState.LOSING, "rank 1 did not end the step with the others")
     job.poll()
-    assert job.waits_for() == "the ranks do not switch tables yet: rank 1 did not end the step with the others"
+    assert (
+        job.waits_for() == "the ranks do not switch tables yet: rank 1 did not end the step with the others"
+    )
     ring.says(AgreementState.WAITING, "NCCL on rank 1 has no tuner of ours")
     ring.alive, ring.script = False, iter([None] * 10**6)
     monkeypatch.setattr(reader, "RESTART_S", 0.0)
@@ -263,7 +276,9 @@ def test_a_stop_is_heard_in_mid_window(world):
         job.window(TRIAL, 500)
 
 
-def test_a_job_is_over_when_its_launcher_says_so_and_else_when_nobody_has_lived_for_a_while(world, folder, monkeypatch):
+def test_a_job_is_over_when_its_launcher_says_so_and_else_when_nobody_has_lived_for_a_while(
+    world, folder, monkeypatch
+):
     job, ring, _ = world
     ring.alive = False
     assert job.is_alive()  # its processes may be started anew
@@ -282,7 +297,9 @@ def test_rows_that_are_not_followed_come_with_the_window(world):
     job, ring, _ = world
     job.window({}, 2)
     job.assembler.comms[7] = Communicator(7, 2, 1, "dp")
-    ring.script = iter([lambda: ring.extra.append(calls(0, [1], "ring/ll/4", generation=job.generation)) or 10.0] * 9)
+    ring.script = iter(
+        [lambda: ring.extra.append(calls(0, [1], "ring/ll/4", generation=job.generation)) or 10.0] * 9
+    )
     assert job.window(TRIAL, 4).disobeyed == ()
     ring.script = iter(
         [lambda: ring.extra.append(calls(0, [1], "ring/simple/4", generation=job.generation)) or 10.0] * 9

@@ -96,7 +96,9 @@ def test_who_is_done_with_a_table_earns_more_than_who_goes_on_trying_for_nothing
         return int(open_[next(turn) % len(open_)])
 
     rules = SearchConfig(trials_near=0)
-    stops, stopped = play(LiveEnv(FakeJob(truth, noise=0.002), rules), lambda search: search.confirmed[search.turn])
+    stops, stopped = play(
+        LiveEnv(FakeJob(truth, noise=0.002), rules), lambda search: search.confirmed[search.turn]
+    )
     tries, tried = play(LiveEnv(FakeJob(truth, noise=0.002), rules), other)
     assert tried["steps"] > stopped["steps"] + 100 and tried["table"][0] == stopped["table"][0]
     assert stops > tries
@@ -112,7 +114,10 @@ def test_slots_come_from_default_steps_largest_share_first():
     assert default.billed == 11 and len(default.step_ms) == 8
     assert job.mask[:, 0].all() and not job.mask[0, config_of(Decision("nvls", "simple", 0))]
     # AUTO with a count is the own pair with that count: one of the two is folded.
-    assert not job.mask[0, config_of(Decision(None, None, 8))] and job.mask[0, config_of(Decision("ring", "simple", 8))]
+    assert (
+        not job.mask[0, config_of(Decision(None, None, 8))]
+        and job.mask[0, config_of(Decision("ring", "simple", 8))]
+    )
 
 
 def test_a_window_runs_under_the_decisions_and_says_what_it_cost():

@@ -39,10 +39,17 @@ def test_a_later_tuner_of_the_run_goes_on_in_the_same_file(tmp_path):
 def test_secrets_and_line_ends_of_others_do_not_reach_it(tmp_path):
     close = open_log(tmp_path)
     log.info("job: %s", "python train.py --hf-token hf_abcdefghijklmnopqrstuv --lr 0.1")
-    log.warning("WANDB_API_KEY=0123456789abcdef python t.py https://user:hunter2@host/x\n2026-01-01 forged line")
+    log.warning(
+        "WANDB_API_KEY=0123456789abcdef python t.py https://user:hunter2@host/x\n2026-01-01 forged line"
+    )
     close()
     text = (tmp_path / LOG).read_text()
-    assert "hf_abc" not in text and "0123456789abcdef" not in text and "hunter2" not in text and "--lr 0.1" in text
+    assert (
+        "hf_abc" not in text
+        and "0123456789abcdef" not in text
+        and "hunter2" not in text
+        and "--lr 0.1" in text
+    )
     assert text.count("***") == 3 and len(text.splitlines()) == 2
 
 

@@ -40,6 +40,10 @@ def test_the_dashboard_asks_for_metrics_that_there_are():
     for panel in board["panels"]:
         (target,) = panel["targets"]
         grows = "_total" in target["expr"]
-        assert not grows or panel["title"] == "Measuring windows" or re.match(r"(rate|increase)\(", target["expr"])
+        assert (
+            not grows
+            or panel["title"] == "Measuring windows"
+            or re.match(r"(rate|increase)\(", target["expr"])
+        )
     places = [tuple(p["gridPos"][k] for k in "xy") for p in board["panels"]]
     assert len(set(places)) == len(places)

@@ -120,7 +120,17 @@ def recorder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recorder")
     source, library = folder / "recorder.c", folder / "recorder.so"
     source.write_text(SOURCE)
-    command = [*compiler(), "-shared", "-fPIC", "-std=c11", "-w", f"-I{HERE}", str(source), "-o", str(library)]
+    command = [
+        *compiler(),
+        "-shared",
+        "-fPIC",
+        "-std=c11",
+        "-w",
+        f"-I{HERE}",
+        str(source),
+        "-o",
+        str(library),
+    ]
     subprocess.run(command, check=True)
     loaded = ctypes.CDLL(str(library))
     seen = (ctypes.c_char * 2**16).in_dll(loaded, "seen")
@@ -173,7 +183,9 @@ def test_the_emulated_backend_asks_and_tells_as_nccl_2_29_was_recorded_to(record
     n_bytes = call.count * size * (1 if call.func == "all_reduce" else 2)
     comm.get_coll_info(call.func, n_bytes, COST.copy())
     comm.stop(comm.start_coll(call.func, 0, call.count, size, call.n_channels, call.algo, call.proto))
-    told = [word for word in RECORDED["2.29.7"][case].split(", ") if word.startswith(("ask", "+coll", "-coll"))]
+    told = [
+        word for word in RECORDED["2.29.7"][case].split(", ") if word.startswith(("ask", "+coll", "-coll"))
+    ]
     assert made == RECORDED["2.29.7"]["init"]
     assert recorder().partition("#")[0] == ", ".join(told).partition("#")[0]
 

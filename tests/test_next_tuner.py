@@ -76,7 +76,18 @@ def their_tuner(folder, version, fail=0, name="libnccl-tuner-theirs.so"):
     source, library = folder / "theirs.c", folder / name
     source.write_text(SOURCE)
     defines = [f"-DVERSION={version}", f"-DFAIL={fail}"]
-    command = [*compiler(), "-shared", "-fPIC", "-std=c11", "-w", f"-I{HERE}", *defines, source, "-o", library]
+    command = [
+        *compiler(),
+        "-shared",
+        "-fPIC",
+        "-std=c11",
+        "-w",
+        f"-I{HERE}",
+        *defines,
+        source,
+        "-o",
+        library,
+    ]
     subprocess.run(list(map(str, command)), check=True)
     return library
 
@@ -119,7 +130,9 @@ def test_it_is_asked_first_and_an_empty_table_changes_nothing(beside, tmp_path, 
     ours, seen, _ = beside(their_tuner(tmp_path, version))
     comm = Communicator(ours.path, 42, 8, 1, 0, RELEASES[version])
     cost = offer(pat_simple=99)
-    assert comm.get_coll_info("all_gather", MB, cost) == 6  # before, it was never heard of: ring/simple, NCCL's count
+    assert (
+        comm.get_coll_info("all_gather", MB, cost) == 6
+    )  # before, it was never heard of: ring/simple, NCCL's count
     assert np.array_equal(cost, offer(ring_ll128=0, pat_simple=7))
     cost = offer()
     assert comm.get_coll_info("reduce_scatter", MB, cost) == 0 and np.array_equal(cost, offer())
@@ -147,7 +160,9 @@ def test_it_is_asked_first_and_an_empty_table_changes_nothing(beside, tmp_path, 
     assert list(seen)[:3] == [1, 7, 1]
 
 
-@pytest.mark.parametrize(("theirs", "nccl", "works"), [(3, 6, True), (4, 5, True), (6, 5, False), (5, 4, False)])
+@pytest.mark.parametrize(
+    ("theirs", "nccl", "works"), [(3, 6, True), (4, 5, True), (6, 5, False), (5, 4, False)]
+)
 def test_it_is_called_in_a_version_that_both_speak(beside, tmp_path, capfd, theirs, nccl, works):
     ours, seen, _ = beside(their_tuner(tmp_path, theirs))
     comm = Communicator(ours.path, 42, 8, 1, 0, RELEASES[nccl])
@@ -224,5 +239,7 @@ def test_it_is_found_where_nccl_would_find_it(tmp_path, monkeypatch, built, env,
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     job = {**os.environ, **nccl_env(plugin_path())}
-    done = subprocess.run([sys.executable, "-c", REACH + SEARCHES], env=job, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", REACH + SEARCHES], env=job, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["6" if found else "0"] and done.stderr == ""

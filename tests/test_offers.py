@@ -12,7 +12,9 @@ from test_plugin import MB, drained, offer, plugin, run
 __all__ = ["plugin", "run"]  # fixtures
 
 
-@pytest.mark.parametrize(("algo", "n_nodes", "sets"), [("nvls", 1, 8), ("nvls", 2, 0), ("collnet_direct", 2, 0)])
+@pytest.mark.parametrize(
+    ("algo", "n_nodes", "sets"), [("nvls", 1, 8), ("nvls", 2, 0), ("collnet_direct", 2, 0)]
+)
 def test_channels_are_left_alone_where_nccl_would_not_clip_them(plugin, algo, n_nodes, sets):
     """24 channels for CollNet, or NVLS over nodes, which have 16: channels that are not connected hang."""
     slot = Slot(16, n_nodes, "all_gather", 20)

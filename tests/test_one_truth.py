@@ -125,7 +125,9 @@ def test_no_two_places_tell_different_figures(run):
         gain = re.search(r"([\d.]+ % shorter) \((-?[\d.]+ to [\d.]+)", change(s.speedup, s.speedup_ci95))
         value, interval = gain[1], gain[2]
         for name in ("console", "show", "report"):
-            seen = set(re.findall(r"steps ([\d.]+ % \w+) than NCCL's choice \((-?[\d.]+ to [\d.]+)\)", told[name]))
+            seen = set(
+                re.findall(r"steps ([\d.]+ % \w+) than NCCL's choice \((-?[\d.]+ to [\d.]+)\)", told[name])
+            )
             assert seen <= {(value, interval)}, (name, seen)
         assert f"{value.removesuffix(' shorter')} ({interval})" in told["top"]
         assert one["gain"] == pytest.approx(1 - 1 / s.speedup) and one["step_ms"] == s.tuned_step_ms
@@ -141,7 +143,9 @@ def test_no_two_places_tell_different_figures(run):
     for name, key, _ in METRICS:
         value = float(one["state"] == "tuning") if key == "state" else one[key]
         scaled = value if value is None or key != "step_ms" else value / 1e3
-        assert families.get(name.removesuffix("_total")) == (None if scaled is None else pytest.approx(float(scaled)))
+        assert families.get(name.removesuffix("_total")) == (
+            None if scaled is None else pytest.approx(float(scaled))
+        )
     # What each collective costs: one figure a slot, of the same whole steps, in the report and in show.
     story = json.loads(invoke(["show", str(folder), "--json"]).stdout)
     calls_of = {slot["slot"]: slot["calls"] for slot in story["slots"]}
@@ -186,7 +190,9 @@ def test_step_times_of_the_verdict_are_medians_of_windows_that_were_measured(run
         if value is None:
             continue
         c = next(c for c in s.comparisons if c["table_ms" if letter == s.compared else "against_ms"] == value)
-        seen = [x.step_ms for x in lines if x.table == letter and c["steps"][0] <= x.first_step <= c["steps"][1]]
+        seen = [
+            x.step_ms for x in lines if x.table == letter and c["steps"][0] <= x.first_step <= c["steps"][1]
+        ]
         assert n >= 1 and min(seen) <= value <= max(seen)
 
 
@@ -226,18 +232,28 @@ def test_what_is_told_as_it_happens_agrees_with_the_end(run):
 
 def decided_run(**facts):
     told = {"speedup": 1.147, "speedup_ci95": [1.016, 1.295], "aa_speedup_ci95": [0.867, 1.157], "kept": True}
-    told |= {"compared": "A", "in_force": "A", "default_step_ms": 325.0, "tuned_step_ms": 251.0, "cost_s": 30.0}
+    told |= {
+        "compared": "A",
+        "in_force": "A",
+        "default_step_ms": 325.0,
+        "tuned_step_ms": 251.0,
+        "cost_s": 30.0,
+    }
     return RunSummary.of(told | {"detectable": 0.02, "steps_to_verdict": 126} | facts)
 
 
 def test_the_verdict_is_one_sentence_with_its_strength_its_cost_and_its_payback():
     text = verdict(decided_run())
     steps = 30_000 / (325 * (1 - 1 / 1.147))
-    assert text.startswith("KEPT A: steps 12.8 % shorter (1.6 to 22.8: weak evidence), found at the cost of 30 s")
+    assert text.startswith(
+        "KEPT A: steps 12.8 % shorter (1.6 to 22.8: weak evidence), found at the cost of 30 s"
+    )
     assert int(re.search(r"repaid after ([\d,]+) steps", text)[1].replace(",", "")) == int(np.ceil(steps))
     assert decided_run(speedup_ci95=[1.08, 1.2], aa_speedup_ci95=[0.99, 1.01]).strength == "strong evidence"
     assert decided_run(speedup_ci95=[1.05, 1.2], aa_speedup_ci95=[0.99, 1.01]).strength == "fair evidence"
-    assert "at no cost" in verdict(decided_run(cost_s=-2.0)) and "repaid" not in verdict(decided_run(cost_s=-2.0))
+    assert "at no cost" in verdict(decided_run(cost_s=-2.0)) and "repaid" not in verdict(
+        decided_run(cost_s=-2.0)
+    )
     assert "(emulated times)" in verdict(decided_run(emulated=True))
 
 
@@ -263,7 +279,9 @@ def test_a_run_that_is_stopped_in_its_search_is_told_so_once():
 
 def test_the_command_for_again_is_whole():
     console = Console(file=io.StringIO(), width=80)
-    s = decided_run(emulated=True, cluster="dgx-a100-2x8", bytes_scale=360.0, compute_scale=7.0, table="t.json")
+    s = decided_run(
+        emulated=True, cluster="dgx-a100-2x8", bytes_scale=360.0, compute_scale=7.0, table="t.json"
+    )
     show_summary(console, s, quiet=True)
     assert "apply t.json --cluster dgx-a100-2x8 --compute-scale 7 -- COMMAND\n" in console.file.getvalue()
 

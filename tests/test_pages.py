@@ -79,7 +79,9 @@ def test_pictures_are_there_and_small():
     assert set(names) == pages | terminals and max(names.values()) < 150_000
     for name in pages:
         data = (PICTURES / name).read_bytes()
-        assert data[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(data[16:20]) == int(re.findall(r"\d+", name)[0])
+        assert data[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(data[16:20]) == int(
+            re.findall(r"\d+", name)[0]
+        )
     for name in terminals:
         svg = (PICTURES / name).read_text(encoding="utf-8")
         assert "<svg" in svg and not re.search(r"(src|href)=|url\(.?http|@import", svg)

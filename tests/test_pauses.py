@@ -25,7 +25,10 @@ def test_a_pause_of_any_length_ends_the_window_and_not_the_run(world, monkeypatc
     window = job.window(TRIAL, 4)
     assert clock.now - began > 1000 and list(window.durations_ms) == [10.0] * 4
     tables = ring.seen[n_before:]
-    assert [bool(t.rules) for t in tables] == [True, True]  # the trial, which ends by itself, and the trial anew
+    assert [bool(t.rules) for t in tables] == [
+        True,
+        True,
+    ]  # the trial, which ends by itself, and the trial anew
     assert all(t.trial_steps for t in tables) and any("waiting until it goes on" in text for text in said)
 
 

@@ -11,7 +11,15 @@ import zlib
 import numpy as np
 import pytest
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
-from dynamiccl.envs.nccl.plugin.build import HEADERS, HERE, LIBRARY, PluginBuildError, compiler, nccl_env, plugin_path
+from dynamiccl.envs.nccl.plugin.build import (
+    HEADERS,
+    HERE,
+    LIBRARY,
+    PluginBuildError,
+    compiler,
+    nccl_env,
+    plugin_path,
+)
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import ALGOS, PAIRS, PROTOS, Decision, Rule, Slot, Table
@@ -120,7 +128,10 @@ def test_every_release_obeys_the_table(plugin, release):
     n_channels = comm.get_coll_info("all_gather", MB, cost)
     assert choose(cost) == (ALGOS.index("ring"), PROTOS.index("simple"))
     assert n_channels == 8
-    assert cost[ALGOS.index("ring"), 0] == 10 and (cost == offer(ring_ll=10, ring_ll128=20, nvls_simple=25)).sum() == 20
+    assert (
+        cost[ALGOS.index("ring"), 0] == 10
+        and (cost == offer(ring_ll=10, ring_ll128=20, nvls_simple=25)).sum() == 20
+    )
     # The message one byte above the class, and the other collective, are not in the table.
     for func, n_bytes in (("all_gather", MB + 1), ("reduce_scatter", MB)):
         cost = offer(ring_ll=10, ring_simple=30)
@@ -172,7 +183,9 @@ def test_the_row_of_a_class_goes_before_the_row_for_all(plugin, release):
 
 decisions = st.sampled_from([Decision(None, None, 3), *(Decision(*p, n) for p in PAIRS for n in (0, 1, 64))])
 costs = st.lists(
-    st.sampled_from([-1.0, 0.0, 1.5, 40.0, 1e6, float("nan"), float("inf"), -0.5, 1.7e38]), min_size=21, max_size=21
+    st.sampled_from([-1.0, 0.0, 1.5, 40.0, 1e6, float("nan"), float("inf"), -0.5, 1.7e38]),
+    min_size=21,
+    max_size=21,
 )
 
 
@@ -210,13 +223,17 @@ def test_random_tables_and_offers_against_the_rules_in_python(run, data):
         assert np.array_equal(after, cost, equal_nan=True)
     else:
         assert choose(after) == wanted
-    assert np.array_equal(after[~valid], cost[~valid], equal_nan=True), "a cell that was not offered was touched"
+    assert np.array_equal(after[~valid], cost[~valid], equal_nan=True), (
+        "a cell that was not offered was touched"
+    )
     assert not (after[valid] < 0).any()
 
 
 def test_broken_callers_survive(plugin):
     """NULL and nonsense in every argument: success, and nothing written."""
-    plugin.activate(encode_table(Table(1, (Rule(0, 0, "all_gather", 0, 2**63, Decision("pat", "simple", 9)),))))
+    plugin.activate(
+        encode_table(Table(1, (Rule(0, 0, "all_gather", 0, 2**63, Decision("pat", "simple", 9)),)))
+    )
     library = plugin.shared_object
     info = ctypes.CFUNCTYPE(
         ctypes.c_int,
@@ -266,13 +283,17 @@ def test_what_ran_is_in_the_ring(run, plugin, release):
     got = drained(run)
     assert list(got["kind"]) == [rec.COMM, rec.OFFER, rec.COLL, rec.KERNEL, rec.COLL]
     assert set(got["comm_id"]) == {99} and set(got["step"]) == {17}
-    assert list(got["generation"]) == [0, 0, 5, 5, 5], "of the table that answered last; none before the first question"
+    assert list(got["generation"]) == [0, 0, 5, 5, 5], (
+        "of the table that answered last; none before the first question"
+    )
     comm_record = got[:1].view(rec.COMM_DTYPE)[0]
     assert (comm_record["rank"], comm_record["n_ranks"], comm_record["n_nodes"]) == (3, 8, 2)
     assert comm_record["name"] == b"dp"
     offered = got[1:2].view(rec.OFFER_DTYPE)[0]
     assert (ALGOS[offered["algo"]], PROTOS[offered["proto"]]) == ("ring", "ll")
-    assert np.array_equal(offered["cost_us"], offer(ring_ll=10, ring_simple=30)) and offered["n_bytes"] == 32000
+    assert (
+        np.array_equal(offered["cost_us"], offer(ring_ll=10, ring_simple=30)) and offered["n_bytes"] == 32000
+    )
     first, last = got[2], got[4]
     assert (first["n_bytes"], first["seq"], first["n_channels"], first["rank"]) == (8 * 4000, 6, 2, 3)
     assert (rec.ALGOS[first["algo"]], rec.PROTOS[first["proto"]], first["dtype"]) == ("ring", "ll", 7)
@@ -350,7 +371,9 @@ def test_static_table_by_environment():
     for value, generation in (("hex:" + message.hex(), 4), ("hex:00zz", 0), ("/nowhere", 0), ("hex:", 0)):
         env = {**os.environ, "DYNAMICCL_TABLE": value}
         env.pop("DYNAMICCL_RUN", None)
-        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+        )
         assert done.stdout.split() == ["False", str(generation)]
         assert ("DYNAMICCL_TABLE" in done.stderr) == (generation == 0)
 

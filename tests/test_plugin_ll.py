@@ -29,4 +29,8 @@ def test_no_table_has_ll_over_nodes_where_that_can_hang(run, plugin, release):
         assert told == [(0, (1, 1)) if closed else (4, (1, 0))] * 2
         offered = drained(run)
         offered = offered[offered["kind"] == rec.OFFER].view(rec.OFFER_DTYPE)[0]
-        assert offered["cost_us"][1].tolist() == [-1 if closed else 50, 20, 30]  # nobody is to try what is closed
+        assert offered["cost_us"][1].tolist() == [
+            -1 if closed else 50,
+            20,
+            30,
+        ]  # nobody is to try what is closed

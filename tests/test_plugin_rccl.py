@@ -56,7 +56,9 @@ def test_a_cost_table_of_eight_algorithms_is_read_by_its_own_width(run):
     plugin.activate(encode_table(Table.of(1, {Slot(8, 1, "all_gather", 20): Decision("ring", "simple", 4)})))
     cost = prices({RING_LL: 10, RING_SIMPLE: 30, (DIRECT_A2A, 2): 5})
     assert ask(comm, cost) == 4
-    assert cost[RING_SIMPLE] == 0 and cost[DIRECT_A2A, 2] == 5 and cost[RING_LL] == 10  # nothing else was touched
+    assert (
+        cost[RING_SIMPLE] == 0 and cost[DIRECT_A2A, 2] == 5 and cost[RING_LL] == 10
+    )  # nothing else was touched
     plugin.activate(encode_table(Table.of(2, {Slot(8, 1, "all_gather", 20): Decision("tree", "ll", 4)})))
     cost = prices({RING_LL: 10, (DIRECT_A2A, 2): 5})
     assert ask(comm, cost) == 0 and np.array_equal(cost, prices({RING_LL: 10, (DIRECT_A2A, 2): 5}))

@@ -32,7 +32,10 @@ def test_there_and_back(tmp_path):
     ("text", "says"),
     [
         ("allgather,0,1,ring,ll,2,-1,-1", "line 1: Expecting value"),
-        ('{"dynamiccl_table": 1, "rules": [{"func": "all_gather", "n_channels": 99}]}', "0 .NCCL decides. to 64"),
+        (
+            '{"dynamiccl_table": 1, "rules": [{"func": "all_gather", "n_channels": 99}]}',
+            "0 .NCCL decides. to 64",
+        ),
         ('{"dynamiccl_table": 1, "rules": [{"func": "all_gather", "n_ranks": 8}]}', "named together"),
         ("{", "line 1"),
         ("{}", "format None"),
@@ -167,14 +170,18 @@ def test_silent_hangs_of_nccl_are_traps_of_their_releases():
 
     assert found("aarch64", 2, 29, 2)["proxy slots"] and found("aarch64", 2, 28, 9)["proxy slots"]
     assert "proxy slots" not in found("aarch64", 2, 29, 3) and "proxy slots" not in found("x86_64", 2, 28, 9)
-    held = {release: "registered buffers" in found("x86_64", 2, release, 4) for release in (23, 24, 28, 32, 33)}
+    held = {
+        release: "registered buffers" in found("x86_64", 2, release, 4) for release in (23, 24, 28, 32, 33)
+    }
     assert held == {23: False, 24: True, 28: True, 32: True, 33: False}
     assert gather().machine == os.uname().machine
 
 
 def test_doctor_says_what_it_looked_at():
     """Before: `[]`, or "nothing in the way of the tuner", and not a word of what had been looked at."""
-    told = checked(Facts({"NCCL_DEBUG": "INFO"}, (2, 29, 7), 8, shm_free=2**33, table=table(Decision("ring", "ll"))))
+    told = checked(
+        Facts({"NCCL_DEBUG": "INFO"}, (2, 29, 7), 8, shm_free=2**33, table=table(Decision("ring", "ll")))
+    )
     assert told["NCCL"] == "2.29.7" and told["GPUs"] == "8" and told["shared memory"] == "8.0 GiB free"
     assert told["variables"] == "NCCL_DEBUG" and told["traps"].endswith(" 1 here")
     assert {"PyTorch", "plugin"} < checked(Facts()).keys() and checked(Facts())["NCCL"].startswith("none")
@@ -194,7 +201,10 @@ def test_doctor_reads_the_environment_and_the_configuration_file(tmp_path):
 
 @pytest.mark.parametrize(
     "trap",
-    [{"NCCL_ALGO": "Tree"}, pytest.param({"NCCL_TUNER_CONFIG_FILE": "", "NCCL_PROTO": "^LL"}, marks=pytest.mark.slow)],
+    [
+        {"NCCL_ALGO": "Tree"},
+        pytest.param({"NCCL_TUNER_CONFIG_FILE": "", "NCCL_PROTO": "^LL"}, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("command", ["tune", "env", "apply"])
 def test_what_must_be_changed_is_refused_with_its_cure_and_nothing_is_started(tmp_path, command, trap):
@@ -204,13 +214,17 @@ def test_what_must_be_changed_is_refused_with_its_cure_and_nothing_is_started(tm
     """
     began = tmp_path / "began"
     job = ["--", sys.executable, "-c", f"open({str(began)!r}, 'w')"]
-    words = {"tune": ["--out", str(tmp_path / "out")], "env": [], "apply": [str(small_gathers(tmp_path))]}[command]
+    words = {"tune": ["--out", str(tmp_path / "out")], "env": [], "apply": [str(small_gathers(tmp_path))]}[
+        command
+    ]
     words += job if command != "env" else []
     found = json.loads(run("doctor", "--json", HOME=str(tmp_path), **trap).stdout)["findings"]
     (cure,) = [finding["cure"] for finding in found if finding["must_change"]]
     done = run(command, *words, HOME=str(tmp_path), **trap)
     (line,) = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and line.startswith("error:") and cure in line and "--force" in line, done.stderr
+    assert done.returncode == 2 and line.startswith("error:") and cure in line and "--force" in line, (
+        done.stderr
+    )
     assert not began.exists() and not (tmp_path / "out").exists() and not done.stdout
     # Said all the same by one who wants it so.
     done = run(command, "--force", *words, HOME=str(tmp_path), **trap)

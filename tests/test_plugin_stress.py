@@ -26,7 +26,9 @@ def test_an_answer_under_64_rows_takes_at_most_35_ns(folder):
     """With a switch on the communicator. ``path_speed.c`` also takes other builds of the plugin, to compare with."""
     source = Path(__file__).with_name("path_speed.c")
     program = compile_once("path-speed", (str(source),), (*FLAGS, f"-I{HERE}"))
-    timed = subprocess.run([program, str(folder.path), plugin_path()], capture_output=True, text=True, check=True)
+    timed = subprocess.run(
+        [program, str(folder.path), plugin_path()], capture_output=True, text=True, check=True
+    )
     answer_ns, note_ns = map(float, timed.stdout.split())
     print(f"an answer takes {answer_ns:.1f} ns, a note of the profiler {note_ns:.1f} ns")
     assert answer_ns <= 35
@@ -39,4 +41,6 @@ def test_a_process_that_does_not_wait_at_its_limit_is_found_out():
 def test_fuzzed_readers_refuse_or_understand():
     """A few seconds here; ``python tests/fuzz.py --minutes 5`` for the long run."""
     counts = fuzz(4, seed=7)
-    assert min(counts[f"{what}"] for what in ("table taken", "table refused", "ring read", "text refused")) > 4
+    assert (
+        min(counts[f"{what}"] for what in ("table taken", "table refused", "ring read", "text refused")) > 4
+    )

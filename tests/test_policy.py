@@ -43,7 +43,9 @@ def observed():
 
 
 def untrained(hidden=24):
-    return MaskedLstmPolicy(turns.observation_space(), turns.action_space(), lambda _: 1e-3, lstm_hidden_size=hidden)
+    return MaskedLstmPolicy(
+        turns.observation_space(), turns.action_space(), lambda _: 1e-3, lstm_hidden_size=hidden
+    )
 
 
 def shaken():

@@ -24,7 +24,16 @@ from dynamiccl.envs.nccl.agreement.store import RoundStore
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.probe.connection import StoreConnections, _takes_connections
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.traces.records import STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState, Decision, Rule, Table
+from dynamiccl.traces.records import (
+    STATE,
+    STATE_DTYPE,
+    STEP,
+    STEP_DTYPE,
+    AgreementState,
+    Decision,
+    Rule,
+    Table,
+)
 from probe_ranks import LOOPS, STEPS
 
 JOB = Path(__file__).with_name("probe_ranks.py")
@@ -58,7 +67,9 @@ def start(args: list[str], n: int, env: dict[str, str]) -> list[subprocess.Popen
 
 
 def table(generation: int) -> Table:
-    return Table(generation, (Rule(0, 0, "all_gather", 0, 2**30, Decision("ring", "ll", 1 + generation % 63)),))
+    return Table(
+        generation, (Rule(0, 0, "all_gather", 0, 2**30, Decision("ring", "ll", 1 + generation % 63)),)
+    )
 
 
 def finish(processes: list[subprocess.Popen], run: RunFolder | None = None) -> tuple[list[dict], list[str]]:
@@ -206,7 +217,9 @@ def test_a_connection_whose_other_end_is_gone_is_asked_nothing(capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "fsdp2"])  # the store ends with the process group, or with rank 0's process
+@pytest.mark.parametrize(
+    "name", ["plain", "fsdp2"]
+)  # the store ends with the process group, or with rank 0's process
 def test_a_job_whose_rank_0_hosts_the_store_ends_without_a_word_of_it(run, name):
     """As of ``torch.multiprocessing.spawn``, or of ``srun`` without torchrun. Before: 20 lines of PyTorch's on the
     ranks that ended later, or one of ours that tells to look at the network."""
@@ -305,6 +318,8 @@ print("trained")
     for name, value in broken.items():
         env = {k: v for k, v in os.environ.items() if not k.startswith("DYNAMICCL_")}
         env |= {"DYNAMICCL_RUN": str(tmp_path), name: value}
-        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+        )
         assert done.stdout == "trained\n"
         assert "Traceback" not in done.stderr and done.stderr.count("dynamiccl:") <= 1

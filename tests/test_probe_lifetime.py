@@ -31,7 +31,9 @@ def whole(names, env, run):
 @pytest.mark.slow
 def test_children_of_a_rank_live_and_end_as_without_us(run):
     """Data loaders fork while a round is under way: the child has our objects, but not the threads behind them."""
-    said, errors = whole(["forks"], {**job_env(run.path), "JITTER_S": "0.02", "STEPS": "30", "WARM": "1"}, run)
+    said, errors = whole(
+        ["forks"], {**job_env(run.path), "JITTER_S": "0.02", "STEPS": "30", "WARM": "1"}, run
+    )
     assert len(said) == 2, errors
     first, second = (s["generations"]["forks"] for s in said)
     assert first == second and len(set(first)) > 2
@@ -40,7 +42,13 @@ def test_children_of_a_rank_live_and_end_as_without_us(run):
 
 @pytest.mark.slow
 def test_a_job_that_makes_its_group_anew_is_tuned_on(run, tmp_path):
-    env = {**job_env(run.path), "JITTER_S": "0.05", "STEPS": "60", "MEET": str(tmp_path / "store"), "WARM": "1"}
+    env = {
+        **job_env(run.path),
+        "JITTER_S": "0.05",
+        "STEPS": "60",
+        "MEET": str(tmp_path / "store"),
+        "WARM": "1",
+    }
     said, errors = whole(["group anew"], env, run)
     assert len(said) == 2, errors
     first, second = (s["generations"]["group anew"] for s in said)
@@ -53,9 +61,13 @@ def test_a_job_that_makes_its_group_anew_is_tuned_on(run, tmp_path):
 @pytest.mark.slow
 def test_ranks_without_a_process_group_change_no_table(run):
     """Horovod's, say. Before: each was taken for a job of one process, and changed tables by itself."""
-    said, errors = finish(start(["plain"], 1, {**job_env(run.path), "JITTER_S": "0.05", "COMM_RANKS": "2"}), run)
+    said, errors = finish(
+        start(["plain"], 1, {**job_env(run.path), "JITTER_S": "0.05", "COMM_RANKS": "2"}), run
+    )
     assert set(said[0]["generations"]["plain"]) == {0}
-    assert errors[0].count("no process group of torch.distributed") == 1 and "NCCL decides alone" in errors[0], errors
+    assert (
+        errors[0].count("no process group of torch.distributed") == 1 and "NCCL decides alone" in errors[0]
+    ), errors
 
 
 @pytest.mark.slow
@@ -75,7 +87,9 @@ def test_ranks_that_step_unevenly_change_tables_alike(run, name):
 
 @pytest.mark.slow
 def test_a_job_without_standard_error_is_not_troubled(run):
-    said, errors = whole(["cannot speak"], {**job_env(run.path), "VICTIM": "1", "JITTER_S": "0.02", "WARM": "1"}, run)
+    said, errors = whole(
+        ["cannot speak"], {**job_env(run.path), "VICTIM": "1", "JITTER_S": "0.02", "WARM": "1"}, run
+    )
     assert len(said) == 2, errors
     first, second = (s["generations"]["cannot speak"] for s in said)
     assert first == second
@@ -96,5 +110,7 @@ for _ in range(4):
 print("trained")
 """
     env = {**os.environ, **job_env(run.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
     assert done.stdout == "trained\n" and "Traceback" not in done.stderr, done.stderr

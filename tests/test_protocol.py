@@ -55,7 +55,9 @@ def test_a_mutation_of_the_words_is_found(mutation):
 def smallest(votes, *more):
     decision, out = decide(votes, *more)
     low = {c: min(v.comms[c].limit for v in votes if c in v.comms) for c in decision.switches}
-    return Decision(decision.generation, {c: (low[c], until) for c, (_, until) in decision.switches.items()}), out
+    return Decision(
+        decision.generation, {c: (low[c], until) for c, (_, until) in decision.switches.items()}
+    ), out
 
 
 def hasty(rank, number, identity):
@@ -80,7 +82,12 @@ def unlimited(rank, number, identity):
 @pytest.mark.parametrize(
     ("name", "mutant"),
     [("decide", smallest), ("follow", hasty), ("follow", unlimited), ("_odd", lambda comm, members: None)],
-    ids=["N below a limit", "no look at the register", "no limit when the vote leaves", "a member has not voted"],
+    ids=[
+        "N below a limit",
+        "no look at the register",
+        "no limit when the vote leaves",
+        "a member has not voted",
+    ],
 )
 def test_a_mutation_of_the_parts_is_found(monkeypatch, name, mutant):
     monkeypatch.setattr(protocol, name, mutant)

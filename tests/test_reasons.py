@@ -55,7 +55,12 @@ def test_a_fact_that_is_missing_is_an_error():
 def test_every_reason_is_documented_and_every_documented_one_exists():
     rows = re.findall(r"^\| `([\w-]+)` \| (.*?) \| (.+?) \|$", PAGE, flags=re.M)
     assert {name: words for name, words, _ in rows} == {one.title: one.value for one in MEMBERS}
-    assert len(rows) == len(MEMBERS) == len({one.title for one in MEMBERS}) == len({one.value for one in MEMBERS})
+    assert (
+        len(rows)
+        == len(MEMBERS)
+        == len({one.title for one in MEMBERS})
+        == len({one.value for one in MEMBERS})
+    )
     assert all(len(cure) > 3 for *_, cure in rows)
 
 
@@ -92,7 +97,9 @@ def test_reasons_are_given_by_name(path):
 
 
 def test_every_reason_is_given_somewhere():
-    sources = "".join(p.read_text("utf-8") for folder in ("agent", "envs") for p in (ROOT / folder).rglob("*.py"))
+    sources = "".join(
+        p.read_text("utf-8") for folder in ("agent", "envs") for p in (ROOT / folder).rglob("*.py")
+    )
     unused = [one for one in MEMBERS if f"{type(one).__name__}.{one.name}" not in sources]
     assert unused == []
 

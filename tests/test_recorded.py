@@ -59,7 +59,9 @@ def test_the_oracle_tried_every_config_of_the_large_slots():
         assert all(t["pairs"] > 0 for t in ORACLE["tried"][slot])
 
 
-@pytest.mark.skipif("advised" not in ORACLE, reason="the sweep is of the earlier world: python tests/make_oracle.py")
+@pytest.mark.skipif(
+    "advised" not in ORACLE, reason="the sweep is of the earlier world: python tests/make_oracle.py"
+)
 def test_advice_on_the_demos_default_windows_is_what_the_sweep_found():
     """Each advised decision is within 2 % of the step of the best tried; no more is promised than is gained."""
     advice = Advice(Trace.read(RECORDING))

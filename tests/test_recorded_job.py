@@ -41,7 +41,10 @@ def test_windows_take_what_the_record_says(trace, recorded):
 
 def test_the_tuner_finds_the_best_of_the_record(trace, recorded):
     """At the verdict, before what is tried after it; half of it in the mean of four beginnings, for one is luck."""
-    best, saved = sum(float(recorded.truth[i].max() * recorded.share[i]) for i in range(len(recorded.slots))), []
+    best, saved = (
+        sum(float(recorded.truth[i].max() * recorded.share[i]) for i in range(len(recorded.slots))),
+        [],
+    )
     for seed in range(4):
         job = RecordedJob(trace, recorded, seed=seed)
         tuner = Tuner(LiveWindows(job), make_chooser("expected-improvement"), RULES)

@@ -113,7 +113,9 @@ def test_a_profile_cut_anywhere_is_refused_and_whole_in_any_block_size(tmp_path,
 
 
 def test_the_made_job_is_read_as_it_was_made(tmp_path):
-    trace = on_cluster(read_recording([recordings_made.kineto(tmp_path / "recording")]), named("dgx-h100-2x8"))
+    trace = on_cluster(
+        read_recording([recordings_made.kineto(tmp_path / "recording")]), named("dgx-h100-2x8")
+    )
     one = trace.events[trace.events["rank"] == 0]
     kinds = [(func, n_bytes) for func, n_bytes, *_ in recordings_made.STEP]
     assert list(zip(one["func"], one["n_bytes"], strict=True)) == kinds * recordings_made.N_STEPS
@@ -182,7 +184,9 @@ def test_a_zip_is_refused(tmp_path):
     """Before: "str is not valid UTF-8: surrogates not allowed"."""
     with zipfile.ZipFile(tmp_path / "profiles.zip", "w") as archive:
         archive.writestr("a.json", json.dumps(kineto(0)))
-    with pytest.raises(TraceError, match=r"profiles\.zip is not (text|JSON).*: is it a whole profile, unpacked"):
+    with pytest.raises(
+        TraceError, match=r"profiles\.zip is not (text|JSON).*: is it a whole profile, unpacked"
+    ):
         read_recording([tmp_path / "profiles.zip"])
 
 

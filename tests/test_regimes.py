@@ -106,7 +106,9 @@ def test_what_does_not_hold_in_a_regime_any_more_is_taken_back_at_its_first_wind
         go_on(search, told, lambda s, at=search.steps + 300: s.steps > at)
         told.be(name)
         if name == "small":
-            told.saving = lambda c: -0.2 * (c > 0).any()  # the same default, but the table is now the worse one
+            told.saving = lambda c: (
+                -0.2 * (c > 0).any()
+            )  # the same default, but the table is now the worse one
         go_on(search, told, lambda s, n=search.marks.reopened: s.marks.reopened > n)
         go_on(search, told, lambda s: s.is_done)
     assert search.marks.returned == 1 and search.confirmed.any()
@@ -124,14 +126,18 @@ def test_a_search_after_one_that_found_nothing_has_a_quarter_of_its_level(prior)
 
     def changed():
         go_on(search, told, lambda s: s.is_done)
-        go_on(search, told, lambda s, at=search.steps + 200: s.steps > at)  # so that the watch knows what is usual
+        go_on(
+            search, told, lambda s, at=search.steps + 200: s.steps > at
+        )  # so that the watch knows what is usual
         told.scale *= 1.3
         go_on(search, told, lambda s, n=search.marks.reopened: s.marks.reopened > n and s.is_over)
         return search.later.level
 
     go_on(search, told, lambda s: s.is_over)
     levels = [search.later.level, *(changed() for _ in range(13))]
-    assert levels == [FIRST * AGAIN ** min(k, 10) for k in range(14)]  # of a job that goes on for ever none is 0
+    assert levels == [
+        FIRST * AGAIN ** min(k, 10) for k in range(14)
+    ]  # of a job that goes on for ever none is 0
     told.saving = good
     changed()
     assert search.confirmed.tolist() == [20, 18]
@@ -155,7 +161,9 @@ def test_the_tuner_beside_a_job_of_two_batch_sizes():
     tuner.run()
     tables = {}
     for before, batch in pairwise((1.0, 1.6, 1.0, 1.6, 1.0)):
-        while not tuner.search.is_done:  # a change just after a trial took its place is not seen: the watch is new
+        while (
+            not tuner.search.is_done
+        ):  # a change just after a trial took its place is not seen: the watch is new
             tuner.step()
         tables[before] = job.confirmed
         for _ in range(20):
@@ -185,7 +193,9 @@ def test_a_regime_is_known_by_its_default_step_and_its_calls():
     assert regimes.find(110.0, logs, 0.03).step_ms == 100.0  # a noisy job
     regimes.leave(regime(100.5), None, 0.002)
     assert sorted(r.step_ms for r in regimes.known) == [100.5, 160.0]
-    regimes.leave(regime(161.0), 100.0, 0.002)  # it was slower than the default of another regime: no fault of its own
+    regimes.leave(
+        regime(161.0), 100.0, 0.002
+    )  # it was slower than the default of another regime: no fault of its own
     assert sorted(r.step_ms for r in regimes.known) == [100.5, 161.0]
     regimes.leave(regime(161.0), 160.0, 0.002)
     assert [r.step_ms for r in regimes.known] == [100.5]

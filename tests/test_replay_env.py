@@ -92,7 +92,12 @@ def test_a_seed_repeats_a_replay(trace):
 
 
 def test_decisions_read_back():
-    for decision in (AUTO, Decision(None, None, 8), Decision("ring", "ll128"), Decision("nvls", "simple", 16)):
+    for decision in (
+        AUTO,
+        Decision(None, None, 8),
+        Decision("ring", "ll128"),
+        Decision("nvls", "simple", 16),
+    ):
         assert decision_from(str(decision)) == decision
     with pytest.raises(ValueError, match="is no decision"):
         decision_from("ring")

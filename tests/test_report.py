@@ -105,7 +105,9 @@ def test_costs_are_those_of_the_job(run):
     for row, func in ((gather, "all_gather"), (scatter, "reduce_scatter")):
         prices = CALL_US[func, n_bytes]
         ran = tuple(int(x) if x.isdigit() else x for x in row["ran"].split("/"))
-        assert row["own"] == "ring/ll/8" and row["default_us"] == pytest.approx(prices["ring", "ll", 8], rel=0.03)
+        assert row["own"] == "ring/ll/8" and row["default_us"] == pytest.approx(
+            prices["ring", "ll", 8], rel=0.03
+        )
         assert row["tuned_us"] == pytest.approx(prices[ran], rel=0.03)
     assert gather["calls"] == 2 * LAYERS - 1 and scatter["calls"] == LAYERS
     assert gather["n_bytes"] == n_bytes and gather["n_default"] > 50
@@ -136,7 +138,9 @@ def test_timeline_shows_one_step_of_each_kind(run):
         assert events["start_ns"].notna().all() and set(events["table_generation"]) <= wanted
         n, length = n + len(events), length + float((events["end_ns"] - events["start_ns"]).sum()) / 1e6
     assert len(bars) == n and min(per_cent(bar, "x") for bar in bars) >= 0
-    assert sum(float(said.rpartition(", ")[2].split()[0]) for *_, said in bars) == pytest.approx(length, rel=1e-2)
+    assert sum(float(said.rpartition(", ")[2].split()[0]) for *_, said in bars) == pytest.approx(
+        length, rel=1e-2
+    )
     assert max(per_cent(bar, "x") + per_cent(bar, "width") for bar in bars) <= 100.01
     # One slot has one colour.
     colours = {(said.partition(",")[0], attributes["fill"]) for _, attributes, said in bars}
@@ -150,11 +154,15 @@ def test_gpu_clock_that_is_not_the_hosts(run, tmp_path):
         mine = events["rank"] == rank
         events.loc[mine, "start_ns"] += shift
         events.loc[mine, "end_ns"] += shift
-    path = write_report(tmp_path / "r.html", RunSummary.of(summary), Trace(**{**vars(trace), "events": events}))
+    path = write_report(
+        tmp_path / "r.html", RunSummary.of(summary), Trace(**{**vars(trace), "events": events})
+    )
     marks = marks_of(path, "Timeline of a step")
     starts = [per_cent(mark, "x") for mark in marks if mark[0] == "rect"]
     assert min(starts) == 0 and max(starts) <= 100
-    assert not any(mark[1].get("stroke-dasharray") for mark in marks)  # no end of the step, which is the host's
+    assert not any(
+        mark[1].get("stroke-dasharray") for mark in marks
+    )  # no end of the step, which is the host's
 
 
 def test_a_job_that_ended_early(tmp_path):
@@ -213,14 +221,24 @@ def test_opens_in_a_browser_with_no_error_and_no_request(tmp_path, run, early):
         path = write_report(tmp_path / "r.html", RunSummary.of(summary), trace)
     log = tmp_path / "net.json"
     args = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    args += ["--disable-component-update", "--disable-sync", "--no-first-run", "--enable-logging=stderr", "--v=0"]
+    args += [
+        "--disable-component-update",
+        "--disable-sync",
+        "--no-first-run",
+        "--enable-logging=stderr",
+        "--v=0",
+    ]
     args += [f"--user-data-dir={tmp_path / 'profile'}", f"--log-net-log={log}", "--virtual-time-budget=6000"]
     args += ["--host-resolver-rules=MAP * ~NOTFOUND"]
-    done = subprocess.run([*args, "--dump-dom", f"file://{path}"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*args, "--dump-dom", f"file://{path}"], capture_output=True, text=True, timeout=120
+    )
     assert "CONSOLE" not in done.stderr
     assert done.stdout.count("<svg") >= 2  # both figures were drawn
     # The browser calls home on its own account; whatever else was asked for, the page asked for.
-    asked = set(re.findall(r'"url":"(?:https?|wss?)://([^/"]+)', log.read_text(encoding="utf-8", errors="replace")))
+    asked = set(
+        re.findall(r'"url":"(?:https?|wss?)://([^/"]+)', log.read_text(encoding="utf-8", errors="replace"))
+    )
     assert not {host for host in asked if not host.endswith((".google.com", ".googleapis.com"))}
 
 
@@ -247,7 +265,8 @@ def test_text_can_be_read_in_light_and_dark(run):
     """WCAG AA: 4.5 for text, of every colour that text has on every ground that it stands on."""
     style = re.search(r"<style>(.*?)</style>", run[2].read_text(encoding="utf-8"), flags=re.S)[1]
     light, dark = (
-        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", part)) for part in re.split(r"@media \(prefers", style)[:2]
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", part))
+        for part in re.split(r"@media \(prefers", style)[:2]
     )
     for colours in (light, {**light, **dark}):
         pairs = [(ink, ground) for ink in ("ink", "quiet", "tuned", "bad") for ground in ("ground", "card")]

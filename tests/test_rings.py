@@ -59,7 +59,10 @@ def test_a_daemon_that_comes_after_200_000_records_knows_communicators_and_offer
     job.poll()
     child.communicate()
     assert ring.lost > 100_000
-    assert {c.comm_id: (c.n_ranks, list(c.ranks)) for c in job.assembler.comms.values()} == {70: (8, [0]), 71: (8, [1])}
+    assert {c.comm_id: (c.n_ranks, list(c.ranks)) for c in job.assembler.comms.values()} == {
+        70: (8, [0]),
+        71: (8, [1]),
+    }
     assert set(job.assembler.offers) == {(c, "all_gather", n) for c in (70, 71) for n in (4096, 8192)}
 
 
@@ -140,7 +143,9 @@ def test_two_processes_of_one_number_are_two(folder):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm needs root")
-@pytest.mark.parametrize(("mib", "ranks", "records"), [(64, 8, 4096), (64, 1, 32768), (16, 8, 0), (1024, 2, 65536)])
+@pytest.mark.parametrize(
+    ("mib", "ranks", "records"), [(64, 8, 4096), (64, 1, 32768), (16, 8, 0), (1024, 2, 65536)]
+)
 def test_rings_take_an_eighth_of_what_is_free(tmp_path, mib, ranks, records):
     """Docker gives 64 MiB: 8 rings took 57 of them, and NCCL's own segments and data loaders died of it.
 
@@ -149,19 +154,25 @@ def test_rings_take_an_eighth_of_what_is_free(tmp_path, mib, ranks, records):
     """
     mount = tmp_path / "shm"
     mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m,mode=700", "x", mount], capture_output=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={mib}m,mode=700", "x", mount], capture_output=True
+    )
     if done.returncode:
         pytest.skip("this machine does not let us mount")
     try:
         run = RunFolder(mount)
-        children = [process(TALKS, run, 0, RANK=str(r), LOCAL_WORLD_SIZE=str(ranks)) for r in range(min(ranks, 3))]
+        children = [
+            process(TALKS, run, 0, RANK=str(r), LOCAL_WORLD_SIZE=str(ranks)) for r in range(min(ranks, 3))
+        ]
         rings, refused = run.rings(), list(run.refused.values())
         said = [child.communicate()[1] for child in children]
         assert [ring.capacity for ring in rings] == [records] * len(rings)
         used = sum(path.stat().st_blocks * 512 for path in mount.glob("ring-*"))
         assert used <= mib * 2**20 / 8 / ranks * len(children) + 2**16
         if records == 0:
-            assert len(refused) == len(children) and all("too little for a ring" in text for text in (*refused, *said))
+            assert len(refused) == len(children) and all(
+                "too little for a ring" in text for text in (*refused, *said)
+            )
         else:
             assert not refused and ("in place of 65536" in said[0]) == (records < 65536) and not any(said[1:])
         run.close(remove=False)

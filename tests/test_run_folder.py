@@ -20,7 +20,9 @@ def test_folder_is_private_and_goes_away(folder):
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert {p.stat().st_mode & 0o077 for p in folder.path.iterdir() if p.name == "table"} == {0}
     env = job_env(folder.path)
-    assert env["DYNAMICCL_RUN"] == str(folder.path) and env["NCCL_TUNER_PLUGIN"] == env["NCCL_PROFILER_PLUGIN"]
+    assert (
+        env["DYNAMICCL_RUN"] == str(folder.path) and env["NCCL_TUNER_PLUGIN"] == env["NCCL_PROFILER_PLUGIN"]
+    )
     folder.close()
     assert not folder.path.exists()
 
@@ -32,7 +34,9 @@ def test_folders_in_which_nobody_lives_are_cleared_others_stay(folder):
     runs is gone, only the new one is there.
     """
     root = folder.path.parent
-    paths = {name: root / f"test-{os.getpid()}-{name}" for name in ("dead", "job", "daemon", "waits", "forgotten")}
+    paths = {
+        name: root / f"test-{os.getpid()}-{name}" for name in ("dead", "job", "daemon", "waits", "forgotten")
+    }
     held = []
     for name, path in paths.items():
         path.mkdir(mode=0o700)
@@ -123,7 +127,9 @@ def test_what_others_could_have_written_is_not_obeyed(tmp_path, fault):
 
 
 @pytest.mark.parametrize("n_written", [0, 8, 16, 17, 20, 23])
-def test_a_daemon_that_died_in_the_middle_of_a_table_goes_on_with_the_next_number(folder, monkeypatch, n_written):
+def test_a_daemon_that_died_in_the_middle_of_a_table_goes_on_with_the_next_number(
+    folder, monkeypatch, n_written
+):
     """SIGKILL after any byte of a publication: the daemon that comes back never uses a number twice."""
     job = Job(folder)
     job.publish({})

@@ -18,7 +18,9 @@ def run(cost: float, noise: float, steps: int = 8000, seed: int = 0, tables: int
     return mine
 
 
-@pytest.mark.parametrize(("cost", "every"), [(0.0, MOST_OFTEN), (0.018, 4), (0.05, 16), (0.13, 32), (3.0, LEAST_OFTEN)])
+@pytest.mark.parametrize(
+    ("cost", "every"), [(0.0, MOST_OFTEN), (0.018, 4), (0.05, 16), (0.13, 32), (3.0, LEAST_OFTEN)]
+)
 def test_the_share_follows_what_sampling_is_seen_to_cost(cost, every):
     mine = run(cost, noise=0.001)
     assert mine.every == every

@@ -17,7 +17,12 @@ def calm():
 
 def ledger(calm):
     jobs, best, us = calm
-    return LossAccount(jobs.take(slice(None)), us), best, np.zeros((len(jobs), SLOTS), int), np.arange(len(jobs))
+    return (
+        LossAccount(jobs.take(slice(None)), us),
+        best,
+        np.zeros((len(jobs), SLOTS), int),
+        np.arange(len(jobs)),
+    )
 
 
 def test_who_never_searches_loses_what_there_is_to_gain_and_the_oracle_nothing(calm):

@@ -72,7 +72,11 @@ class Straggling(Told):
         hit = (self.luck.random(len(seen.step_ms)) < 1 / self.every) & (configs[0] in self.which)
         steps = seen.step_ms * np.where(hit, 3.0, 1.0)
         return Measured(
-            steps, seen.call_us, seen.obeyed, seen.billed, seen.billed_ms + float((steps - seen.step_ms).sum())
+            steps,
+            seen.call_us,
+            seen.obeyed,
+            seen.billed,
+            seen.billed_ms + float((steps - seen.step_ms).sum()),
         )
 
 
@@ -163,7 +167,9 @@ def test_a_long_step_after_others_that_were_not_is_none_of_the_tables(prior, n, 
     plan = search.plan()
     seen = told.measure(plan)
     seen.step_ms[n - 1] = 1.1 * plan.limit_ms
-    search.record(plan, Measured(seen.step_ms[:n], seen.call_us, seen.obeyed, n, float(seen.step_ms[:n].sum())))
+    search.record(
+        plan, Measured(seen.step_ms[:n], seen.call_us, seen.obeyed, n, float(seen.step_ms[:n].sum()))
+    )
     assert search.marks.canaries == is_given_up and (search.tried[0, 20] == 0) == is_given_up
     assert (search.belief.saving(np.array([20, 0]))[0] > 0.1) != is_given_up
 
@@ -292,7 +298,9 @@ def test_comparisons_change_sides_from_pair_to_pair(prior):
     search, _ = run(told, prior)
     kinds = [p.kind for p in told.windows if p.kind in (REFERENCE, TABLE)]
     assert kinds[:4] == [REFERENCE, TABLE, TABLE, REFERENCE]
-    assert search.same_logs and np.abs(search.same_logs).max() < 0.3  # the default's windows one after the other
+    assert (
+        search.same_logs and np.abs(search.same_logs).max() < 0.3
+    )  # the default's windows one after the other
 
 
 def test_a_table_that_turned_bad_is_gone_within_two_windows(prior):
@@ -348,7 +356,9 @@ def test_a_lasting_change_begins_a_new_search(prior):
     plan, before = search.plan(), search.before.copy()
     assert plan.kind == PROFILE
     search.record(plan, told.measure(plan))
-    assert search.plan().configs.tolist() == before.tolist() and search.plan().limit_ms == np.inf  # it ran until now
+    assert (
+        search.plan().configs.tolist() == before.tolist() and search.plan().limit_ms == np.inf
+    )  # it ran until now
     policy = ExpectedImprovement()
     for _ in range(400):
         plan = search.plan()
@@ -367,7 +377,9 @@ def test_the_watch_asks_for_the_default_at_once_where_a_window_is_odd():
         assert watch.saw(100.0, False, 0) == "" and not watch.wants_default(1)
     watch.saw(120.0, False, 2)
     assert watch.wants_default(3)
-    assert watch.saw(120.0, True, 4) == "" and not watch.wants_default(5)  # all is slower: not the table's doing
+    assert watch.saw(120.0, True, 4) == "" and not watch.wants_default(
+        5
+    )  # all is slower: not the table's doing
 
 
 @pytest.mark.slow

@@ -154,5 +154,7 @@ def test_the_width_is_the_formulas():
     level = 2 * math.log(20) + math.log(1 + 2 * math.log(20))  # 7.936
     rho = 4 / level  # 0.504
     assert (level, rho) == (pytest.approx(7.9362, abs=1e-3), pytest.approx(0.5040, abs=1e-3))
-    assert half_width(1) == pytest.approx(3.264, abs=1e-3) and half_width(4) == pytest.approx(1.5176, abs=1e-4)
+    assert half_width(1) == pytest.approx(3.264, abs=1e-3) and half_width(4) == pytest.approx(
+        1.5176, abs=1e-4
+    )
     assert half_width(12, alpha=0.01) == pytest.approx(1.0469, abs=1e-4)

@@ -54,7 +54,9 @@ def numbers(records: np.ndarray) -> list[int]:
 
 
 def table_of(generation: int, n: int = 3, trial_steps: int = 0) -> Table:
-    rules = [Rule(0, 0, "all_gather", i * 10, i * 10 + 9, Decision("ring", "ll", 1 + i % 64)) for i in range(n)]
+    rules = [
+        Rule(0, 0, "all_gather", i * 10, i * 10 + 9, Decision("ring", "ll", 1 + i % 64)) for i in range(n)
+    ]
     return Table(generation, tuple(rules), trial_steps)
 
 
@@ -164,7 +166,9 @@ print(p.open(), c.profiler.mask)
 p.emit(bytes(128))
 c.finalize()
 """
-    done = subprocess.run([sys.executable, "-c", REACH + program], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", REACH + program], env=env, capture_output=True, text=True, check=True
+    )
     mask = "0" if obstacle == "unset" else "2"  # of a run: collectives are counted all the same
     assert done.stdout.split() == ["False", mask] and done.stderr == ""
 
@@ -184,15 +188,21 @@ p.emit(bytes(128))
     run = RunFolder.create()
     try:
         env = {**os.environ, "DYNAMICCL_RUN": str(run.path)}
-        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+        )
         assert done.stdout.split() == ["False"] and "no room in shared memory" in done.stderr
-        assert not run.rings() and "no room in shared memory" in next(iter(run.refused.values()))  # the daemon is told
+        assert not run.rings() and "no room in shared memory" in next(
+            iter(run.refused.values())
+        )  # the daemon is told
         assert not list(run.path.glob(".*"))
     finally:
         run.close()
 
 
-def forge(path, capacity: int = 8, head: int = 0, magic: bytes = b"DCCLRNG1", version: int = 2, cut: int = 0) -> None:
+def forge(
+    path, capacity: int = 8, head: int = 0, magic: bytes = b"DCCLRNG1", version: int = 2, cut: int = 0
+) -> None:
     body = struct.pack("<8sIIQI", magic, version, RECORD_BYTES, capacity, 1).ljust(64, b"\0")
     body += struct.pack("<Q", head).ljust(64, b"\0")
     for i in range(min(capacity, 1024)):

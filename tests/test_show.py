@@ -56,7 +56,10 @@ def test_programs_are_told_the_same(run):
     assert [gather["default_us"], gather["tuned_us"]] == pytest.approx([112.5, 62.5], rel=0.05)
     assert [w["index"] for w in story["windows"]] == list(range(13))
     assert story["summary"] == vars(RunSummary.read(run))
-    assert story["consistency"]["calls_checked"] == len(trace.events) // 2 and not story["consistency"]["mismatches"]
+    assert (
+        story["consistency"]["calls_checked"] == len(trace.events) // 2
+        and not story["consistency"]["mismatches"]
+    )
 
 
 def test_a_run_that_ended_early_and_a_cut_segment(tmp_path):
@@ -73,10 +76,14 @@ def test_a_run_that_ended_early_and_a_cut_segment(tmp_path):
 
 def test_a_run_that_decided_nothing_says_who_decides(tmp_path):
     write_run(tmp_path / "trace", search=3, stop_early=True)
-    (tmp_path / "summary.json").write_text(json.dumps({"ended": "the job ended with status 0", "decisions": []}))
+    (tmp_path / "summary.json").write_text(
+        json.dumps({"ended": "the job ended with status 0", "decisions": []})
+    )
     result = run_show(tmp_path)
     # Once, as the verdict. Before: "no decisions" with the same words stood below it.
-    assert "NO VERDICT: the job ended with status 0\n" in result.stdout and "no decisions" not in result.stdout
+    assert (
+        "NO VERDICT: the job ended with status 0\n" in result.stdout and "no decisions" not in result.stdout
+    )
 
 
 def test_an_empty_trace(tmp_path):
@@ -88,13 +95,21 @@ def test_an_empty_trace(tmp_path):
 
 def test_disagreeing_ranks_are_told_as_the_tuner_found_them(tmp_path):
     write_run(tmp_path / "trace", search=1, final=1)
-    (tmp_path / "summary.json").write_text(json.dumps({"consistency": {"calls_checked": 700, "mismatches": 1}}))
+    (tmp_path / "summary.json").write_text(
+        json.dumps({"consistency": {"calls_checked": 700, "mismatches": 1}})
+    )
     assert "700 collectives compared across ranks, 1 mismatches" in run_show(tmp_path).stdout
 
 
 def test_a_decision_left_to_nccl(tmp_path):
     summary, _ = write_run(tmp_path / "trace", search=4, final=2)
-    auto = {**summary["decisions"][0], "algo": None, "proto": None, "n_channels": None, "reason": "nothing was faster"}
+    auto = {
+        **summary["decisions"][0],
+        "algo": None,
+        "proto": None,
+        "n_channels": None,
+        "reason": "nothing was faster",
+    }
     summary |= {"decisions": [auto], "kept": False, "speedup": 1.0}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     out = run_show(tmp_path).stdout

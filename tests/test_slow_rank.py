@@ -22,8 +22,12 @@ def trace(waits, calls=40, ranks=4, generation=0, rank=2):
         came = {r: 1000 * seq + rng.uniform(0, 2) + (waits if r == rank else 0) for r in range(ranks)}
         end = max(came.values()) + 100
         call = {"comm_id": 1, "func": "all_gather", "seq": seq, "step": seq, "table_generation": generation}
-        rows += [{**call, "rank": r, "start_ns": int(1e3 * at), "end_ns": int(1e3 * end)} for r, at in came.items()]
-    return SimpleNamespace(events=pd.DataFrame(rows), steps=pd.DataFrame({"duration_ns": [1_000_000] * calls}))
+        rows += [
+            {**call, "rank": r, "start_ns": int(1e3 * at), "end_ns": int(1e3 * end)} for r, at in came.items()
+        ]
+    return SimpleNamespace(
+        events=pd.DataFrame(rows), steps=pd.DataFrame({"duration_ns": [1_000_000] * calls})
+    )
 
 
 def test_a_rank_that_the_others_wait_for_is_named_with_its_price():
@@ -66,5 +70,6 @@ def test_the_report_says_it_beside_the_verdict(tmp_path, monkeypatch):
     assert "slow rank" not in write_report(path, RunSummary(), Trace.read(tmp_path / "trace")).read_text()
     monkeypatch.setattr("dynamiccl.agent.report.slow_rank.find", lambda _: find(trace(200.0)))
     assert (
-        "slow rank, not your algorithm" in write_report(path, RunSummary(), Trace.read(tmp_path / "trace")).read_text()
+        "slow rank, not your algorithm"
+        in write_report(path, RunSummary(), Trace.read(tmp_path / "trace")).read_text()
     )

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 DYNAMICCL = ["-m", "dynamiccl.agent.cli"]
-ENV = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))} | {"DYNAMICCL_MEMORY": "off"}
+ENV = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_"))} | {
+    "DYNAMICCL_MEMORY": "off"
+}
 #: Beside the standard library, what may be imported before the job is started: NVML.
 SMALL = {"dynamiccl", "pynvml", "sitecustomize", "org"}
 #: What no command needs that does not compute.
@@ -23,14 +25,22 @@ def imported(*words):
     """Names of the packages that a command imports; what it says otherwise goes to stdout. Not of its children."""
     command = [sys.executable, "-X", "importtime", *DYNAMICCL, *map(str, words)]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=120)
-    lines = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
+    lines = [
+        line.rpartition("|")[2].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    ]
     return {name.partition(".")[0] for name in lines if not name.startswith("_")}, done
 
 
-@pytest.mark.parametrize("more", [[], ["--policy", "random"], ["--cluster", "dgx-h100-2x8"], ["--policy", "lstm"]])
+@pytest.mark.parametrize(
+    "more", [[], ["--policy", "random"], ["--cluster", "dgx-h100-2x8"], ["--policy", "lstm"]]
+)
 def test_nothing_large_is_imported_before_the_job_is_started(tmp_path, more):
     """Before: numpy, pandas, pyarrow, gymnasium and rich, ten seconds of processor time."""
-    found, done = imported("tune", "--out", tmp_path / "out", *more, "--", sys.executable, "-S", "-c", "print('here')")
+    found, done = imported(
+        "tune", "--out", tmp_path / "out", *more, "--", sys.executable, "-S", "-c", "print('here')"
+    )
     assert done.returncode == 0 and done.stdout == "here\n", done.stderr[-2000:]
     assert found - set(sys.stdlib_module_names) - {"imported package"} <= SMALL
 
@@ -82,7 +92,9 @@ def test_what_computes_nothing_answers_at_once(words, most_s):
 @pytest.mark.timing
 def test_a_job_starts_within_a_second(tmp_path):
     """Before: 3 to 5 seconds on a quiet machine, over a minute on a busy one."""
-    env = {k: v for k, v in ENV.items() if k != "PYTHONDONTWRITEBYTECODE"}  # as installed: compiled, by the first run
+    env = {
+        k: v for k, v in ENV.items() if k != "PYTHONDONTWRITEBYTECODE"
+    }  # as installed: compiled, by the first run
     env["PYTHONPYCACHEPREFIX"] = str(tmp_path / "compiled")
     took = []
     for number in range(5):
@@ -115,7 +127,18 @@ print(os.nice(0), found)
 
 def test_the_tuner_gives_way_to_the_job_and_the_job_to_nobody(tmp_path):
     """Before: both had the same priority, and the tuner's start the job's processors."""
-    command = [sys.executable, *DYNAMICCL, "tune", "--out", str(tmp_path), "--", sys.executable, "-S", "-c", LOOKS]
+    command = [
+        sys.executable,
+        *DYNAMICCL,
+        "tune",
+        "--out",
+        str(tmp_path),
+        "--",
+        sys.executable,
+        "-S",
+        "-c",
+        LOOKS,
+    ]
     done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=120, check=True)
     job, tuner = map(int, done.stdout.split())
     assert job == os.nice(0) and tuner > job

@@ -30,7 +30,9 @@ def brute_force(ops, calls, law, scale, dt):
                     break
                 ended[i] = t
                 queue.pop(0)
-        called = sorted((i for i in running if ops[i].slot >= 0), key=lambda i: (begun[i], lines[ops[i].stream]))
+        called = sorted(
+            (i for i in running if ops[i].slot >= 0), key=lambda i: (begun[i], lines[ops[i].stream])
+        )
         together = sum(channels[ops[i].slot] for i in called)
         computes = len(called) < len(running)
         if len(called) > 1 and 0 < law.serial < together:
@@ -44,7 +46,9 @@ def brute_force(ops, calls, law, scale, dt):
                 pace = 1 + s + law.saturation * s * s
             else:
                 loads = [sum(use[b] for b in busy) for use in (near, far) if use[k] > 0]
-                pace = max([1.0, *loads]) ** law.power * (1 + law.crowd * (sum(crowd[b] for b in busy) - crowd[k]))
+                pace = max([1.0, *loads]) ** law.power * (
+                    1 + law.crowd * (sum(crowd[b] for b in busy) - crowd[k])
+                )
                 pace *= 1 + law.drag * computes
                 if len(busy) > 1 and 0 < law.budget < together:
                     pace *= 1 + law.squeeze * (together / law.budget - 1)
@@ -126,7 +130,8 @@ def test_calls_side_by_side_share_channels_wait_and_meet_at_a_port():
     assert one(ops, [4.0, 4.0], budget=16.0, squeeze=1.0)[0].max() == 4.0
     assert one(ops, [4.0, 4.0], budget=8.0, squeeze=1.0)[0].max() == pytest.approx(8.0)
     assert (
-        one(ops, [4.0, 4.0], serial=15.0)[0].tolist() == [4.0, 8.0] and one(ops, [4.0, 4.0], serial=16.0)[0].max() == 4
+        one(ops, [4.0, 4.0], serial=15.0)[0].tolist() == [4.0, 8.0]
+        and one(ops, [4.0, 4.0], serial=16.0)[0].max() == 4
     )
     assert one(ops, [4.0, 4.0], port=0.5)[0].max() == pytest.approx(6.0)
 

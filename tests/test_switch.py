@@ -147,7 +147,9 @@ def test_a_question_at_the_limit_waits_until_lifted(plugin, join, generation):
     assert said == [1, 1, *[generation or 1] * 2]
 
 
-def test_limits_are_not_before_the_last_switch_and_are_refused_where_switches_would_be_forgotten(plugin, join):
+def test_limits_are_not_before_the_last_switch_and_are_refused_where_switches_would_be_forgotten(
+    plugin, join
+):
     comm = Communicator(plugin.path, 7, 8, 1, 0)
     assert plugin.limit(99, 5) == 0, "no such communicator"
     for generation, since in ((1, 10), (2, 20), (3, 30)):
@@ -198,7 +200,9 @@ def test_ranks_that_issue_the_same_have_the_same_marks(plugin, join, release):
         issue(swapped, {40: 41, 41: 40}.get(n, n))
         also.start_coll("send_recv", 9, 10, 4, 1, 16, "ring", "ll")
     views = plugin.comms()
-    assert {i: (v.n_ranks, v.n_nodes, v.made) for i, v in views.items()} == dict.fromkeys(range(1, 5), (8, 1, 200))
+    assert {i: (v.n_ranks, v.n_nodes, v.made) for i, v in views.items()} == dict.fromkeys(
+        range(1, 5), (8, 1, 200)
+    )
     marks = [views[i].marks for i in range(1, 5)]
     assert set(marks[0]) == {16, 32, 48, 64, 128, 192} and marks[0] == marks[1]
     assert len(set(marks[0].values())) == 6
@@ -275,7 +279,9 @@ else:
     os._exit(0)
 """
     env = {**os.environ, **job_env(folder.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and "dynamiccl" not in done.stderr, done.stderr
     parent, child = map(int, done.stdout.split())
     steps = {ring.pid: ring.drain()["step"].tolist() for ring in folder.rings()}

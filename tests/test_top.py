@@ -39,7 +39,14 @@ def test_the_state_of_runs(runs):
 
 def test_what_a_search_costs_is_told_as_the_budget_counts_it(tmp_path):
     """Seen: "search cost 9.6%" beside a budget of 5 %, of another denominator."""
-    told = {"kind": "window", "phase": "search", "step_ms": 110.0, "cost_s": 12.0, "budget_s": 96.0, "in_force": "A"}
+    told = {
+        "kind": "window",
+        "phase": "search",
+        "step_ms": 110.0,
+        "cost_s": 12.0,
+        "budget_s": 96.0,
+        "in_force": "A",
+    }
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "header.json").write_text("{}")
     (tmp_path / "trace" / "windows.jsonl").write_text(json.dumps(told))

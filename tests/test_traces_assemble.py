@@ -48,11 +48,15 @@ def coll(seq, func=GATHER, comm_id=7, **more):
 
 
 def kernel(seq, start, end, func=GATHER, comm_id=7, rank=0):
-    return record(KERNEL_DTYPE, kind=KERNEL, seq=seq, func=func, comm_id=comm_id, start_ns=start, end_ns=end, rank=rank)
+    return record(
+        KERNEL_DTYPE, kind=KERNEL, seq=seq, func=func, comm_id=comm_id, start_ns=start, end_ns=end, rank=rank
+    )
 
 
 def comm(rank, comm_id=7, n_ranks=16, n_nodes=2, name=b"dp"):
-    return record(COMM_DTYPE, kind=COMM, comm_id=comm_id, rank=rank, n_ranks=n_ranks, n_nodes=n_nodes, name=name)
+    return record(
+        COMM_DTYPE, kind=COMM, comm_id=comm_id, rank=rank, n_ranks=n_ranks, n_nodes=n_nodes, name=name
+    )
 
 
 def ring(*records):
@@ -164,7 +168,11 @@ def test_communicators_and_offers():
     got = assembler.offers[7, "reduce_scatter", 4096]
     assert (got.algo, got.proto, got.n_pipe_ops) == ("ring", "ll", 2)
     np.testing.assert_array_equal(got.cost_us, costs)
-    assert assembler.comms_frame()[["comm_id", "pid", "rank"]].to_numpy().tolist() == [[7, 1, 0], [7, 2, 1], [9, 2, 0]]
+    assert assembler.comms_frame()[["comm_id", "pid", "rank"]].to_numpy().tolist() == [
+        [7, 1, 0],
+        [7, 2, 1],
+        [9, 2, 0],
+    ]
     np.testing.assert_array_equal(assembler.offers_frame().cost_us[0].reshape(7, 3), costs)
 
 
@@ -191,7 +199,9 @@ def test_a_row_waits_no_longer_than_two_steps():
 
 def test_steps():
     def step(i, rank, **more):
-        return record(STEP_DTYPE, kind=STEP, step=i, rank=rank, duration_ns=5_000_000, end_ns=i * 6_000_000, **more)
+        return record(
+            STEP_DTYPE, kind=STEP, step=i, rank=rank, duration_ns=5_000_000, end_ns=i * 6_000_000, **more
+        )
 
     records = ring(step(3, 0, generation=8), coll(0), step(3, 1), step(4, 0))
     assembler = Assembler()
@@ -206,7 +216,9 @@ def test_unknown_kinds_and_numbers_are_carried_not_fatal():
     odd = record(COLL_DTYPE, kind=77, seq=1)
     assembler.add(ring(odd, coll(0, func=99, algo=UNSET, proto=200, dtype=UNSET)), pid=1)
     events, _ = assembler.take(everything=True)
-    assert events[["func", "algo", "proto", "dtype"]].to_numpy().tolist() == [["99", "auto", "200", "unknown"]]
+    assert events[["func", "algo", "proto", "dtype"]].to_numpy().tolist() == [
+        ["99", "auto", "200", "unknown"]
+    ]
 
 
 def test_half_a_record_is_refused():
@@ -240,7 +252,9 @@ def test_every_collective_leaves_once_with_the_right_time(data):
         assert mine.seq.tolist() == list(range(n))
         assert set(mine.seq[mine.start_ns.notna()]) == sampled
         timed = mine[mine.start_ns.notna()]
-        assert (timed.start_ns == pid * 10_000 + timed.seq).all() and (timed.end_ns - timed.start_ns == 5).all()
+        assert (timed.start_ns == pid * 10_000 + timed.seq).all() and (
+            timed.end_ns - timed.start_ns == 5
+        ).all()
 
 
 @pytest.mark.timing

@@ -24,7 +24,9 @@ def test_a_step_in_which_the_table_changes_is_no_default_step(run):
     mine = events.index[events["step"] == step]
     events.loc[mine[len(mine) // 2 :], "table_generation"] = min(which.tuned)
     cut = slot_costs(events, which.default, which.tuned)
-    assert dict(zip(cut["slot"], cut["calls"], strict=True)) == dict(zip(whole["slot"], whole["calls"], strict=True))
+    assert dict(zip(cut["slot"], cut["calls"], strict=True)) == dict(
+        zip(whole["slot"], whole["calls"], strict=True)
+    )
     assert cut["n_default"].sum() < whole["n_default"].sum()
 
 
@@ -50,7 +52,9 @@ def test_every_empty_table_is_the_default(tmp_path):
 
 
 def test_the_table_in_question_is_that_of_the_last_comparison(tmp_path):
-    trace = with_tables(tmp_path, Table.of(1, {A: ONE}), Table.of(2, {A: TWO}), Table.of(3, {A: ONE}), closing=1)
+    trace = with_tables(
+        tmp_path, Table.of(1, {A: ONE}), Table.of(2, {A: TWO}), Table.of(3, {A: ONE}), closing=1
+    )
     assert generations(trace).tuned == {1, 3}
 
 

@@ -51,7 +51,9 @@ def some_steps(n=4):
 
 
 def test_round_trip_is_exact(tmp_path):
-    with TraceWriter(tmp_path / "t", {"cluster": "h100-2x8", "emulated": True, "noise": np.float32(0.5)}) as writer:
+    with TraceWriter(
+        tmp_path / "t", {"cluster": "h100-2x8", "emulated": True, "noise": np.float32(0.5)}
+    ) as writer:
         writer.write(some_events(7), some_steps())
         writer.flush()
         writer.write(some_events(3, first=7))
@@ -93,7 +95,9 @@ def test_log_holds_records_and_no_nan(tmp_path):
     assert trace.windows["slot"][0]["size_class"] == 23 and trace.windows["step_ms"][1] == 3.5
     rule = trace.tables[4][0]
     assert (
-        trace.tables[0] == () and (rule["n_ranks"], rule["n_nodes"]) == (16, 2) and rule["decision"] == "ring/simple/16"
+        trace.tables[0] == ()
+        and (rule["n_ranks"], rule["n_nodes"]) == (16, 2)
+        and rule["decision"] == "ring/simple/16"
     )
     assert (rule["func"], rule["min_bytes"], rule["max_bytes"]) == ("all_gather", 2**22 + 1, 2**23)
 
@@ -194,7 +198,10 @@ def test_a_run_folder_leads_to_its_trace(tmp_path):
         (lambda p: (p / "header.json").write_text("{"), "restore it"),
         (lambda p: (p / "header.json").write_text('{"a": 1}'), "not a trace of dynamiccl"),
         (lambda p: (p / "header.json").write_text(json.dumps({"format": 99})), "upgrade dynamiccl"),
-        (lambda p: (p / "header.json").write_text(json.dumps({"format": 1})), "read it with the release that wrote it"),
+        (
+            lambda p: (p / "header.json").write_text(json.dumps({"format": 1})),
+            "read it with the release that wrote it",
+        ),
         (lambda p: (p / "comms.parquet").write_bytes(b"x"), "comms.parquet is damaged"),
     ],
 )
@@ -225,6 +232,8 @@ def test_the_log_of_a_long_run_keeps_its_beginning_and_its_end(tmp_path):
                 assert (tmp_path / "t" / "windows.jsonl").stat().st_size <= cap / 16 + 300
     log = Trace.read(tmp_path / "t").log
     seen = [line["index"] for line in log if line["kind"] == "window"]
-    assert seen == sorted(set(seen)) and seen[:50] == list(range(50)) and seen[-50:] == list(range(4950, 5000))
+    assert (
+        seen == sorted(set(seen)) and seen[:50] == list(range(50)) and seen[-50:] == list(range(4950, 5000))
+    )
     gone = sum(line["lines"] for line in log if line["kind"] == "left_out")
     assert gone > 3000 and (tmp_path / "t" / "windows.jsonl").stat().st_size <= cap / 16 + 300

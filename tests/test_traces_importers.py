@@ -68,21 +68,21 @@ def test_names_of_collectives(theirs, ours):
 
 
 def test_names_of_types():
-    assert [dtype_of(t) for t in ("BFloat16", "Half", "float", "ncclFloat32", "Long", "torch.int8", "Quint")] == [
-        "bfloat16",
-        "float16",
-        "float32",
-        "float32",
-        "int64",
-        "int8",
-        "unknown",
-    ]
+    assert [
+        dtype_of(t) for t in ("BFloat16", "Half", "float", "ncclFloat32", "Long", "torch.int8", "Quint")
+    ] == ["bfloat16", "float16", "float32", "float32", "int64", "int8", "unknown"]
 
 
 def test_rows_keep_large_clock_values_and_get_sequence_numbers(tmp_path):
     clock = 1_763_719_000_000_000_123
     document = {"baseTimeNanoseconds": clock, "distributedInfo": {"rank": 0}, "traceEvents": []}
-    call = {"Collective name": "AllGather", "In msg nelems": 1, "Out msg nelems": 8, "dtype": "Byte", "Group size": 16}
+    call = {
+        "Collective name": "AllGather",
+        "In msg nelems": 1,
+        "Out msg nelems": 8,
+        "dtype": "Byte",
+        "Group size": 16,
+    }
     for at in (5, 0):
         one = {"ph": "X", "ts": at, "dur": 1, "args": {**call, "External id": at}}
         document["traceEvents"].append({**one, "cat": "cpu_op", "name": "record_param_comms"})
@@ -103,30 +103,60 @@ def test_rows_keep_large_clock_values_and_get_sequence_numbers(tmp_path):
 
 def kineto(rank, steps=(7, 8), kernels=True):
     """A trace with the calls of a small ZeRO-3 job in each step, and an operator that is no collective of NCCL's."""
-    calls = ["_allgather_base", "_allgather_base", "_reduce_scatter_base", "_allgather_base", "_allgather_base"]
+    calls = [
+        "_allgather_base",
+        "_allgather_base",
+        "_reduce_scatter_base",
+        "_allgather_base",
+        "_allgather_base",
+    ]
     calls += ["_reduce_scatter_base", "all_to_all"]
     events, external, seq = [], 10, 100
     for n, step in enumerate(steps):
         began = 4401160000000.0 + n * 5000
-        mark = {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": began, "dur": 5000.0}
+        mark = {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": f"ProfilerStep#{step}",
+            "ts": began,
+            "dur": 5000.0,
+        }
         events.append({**mark, "pid": 4242, "tid": 1})
         for i, name in enumerate(calls):
             external, seq = external + 1, seq + 1
-            args = {"Collective name": name, "In msg nelems": 1024, "Out msg nelems": 16384, "dtype": "BFloat16"}
+            args = {
+                "Collective name": name,
+                "In msg nelems": 1024,
+                "Out msg nelems": 16384,
+                "dtype": "BFloat16",
+            }
             if name == "_reduce_scatter_base":
                 args |= {"In msg nelems": 16384, "Out msg nelems": 1024}
             args |= {"Group size": 16, "Process Group Name": "0", "Process Group Description": "default_pg"}
             args |= {"Process Group Ranks": "[0, 1, 2, ...]", "Rank": rank, "Seq": seq}
             ts = began + 100 + i * 300 + rank
-            operator = {"ph": "X", "cat": "cpu_op", "name": "record_param_comms", "pid": 4242, "tid": 1, "ts": ts}
+            operator = {
+                "ph": "X",
+                "cat": "cpu_op",
+                "name": "record_param_comms",
+                "pid": 4242,
+                "tid": 1,
+                "ts": ts,
+            }
             events.append({**operator, "dur": 20.0, "args": {**args, "External id": external}})
             if kernels:
-                kernel = {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)"}
+                kernel = {
+                    "ph": "X",
+                    "cat": "kernel",
+                    "name": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)",
+                }
                 grid = {"grid": [24, 1, 1], "block": [544, 1, 1], "stream": 20, "External id": external}
                 # Some releases repeat the arguments at the kernel, some do not.
                 grid |= args if i % 2 else {}
                 events.append({**kernel, "pid": 0, "tid": 20, "ts": ts + 50.25, "dur": 123.5, "args": grid})
-    events.append({"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1.0, "dur": 2.0, "args": {"External id": 11}})
+    events.append(
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1.0, "dur": 2.0, "args": {"External id": 11}}
+    )
     events.append({"ph": "i", "name": "Iteration Start"})
     info = {"backend": "nccl", "rank": rank, "world_size": 16, "nccl_version": "2.28.9"}
     return {"traceEvents": events, "distributedInfo": info, "baseTimeNanoseconds": BASE}
@@ -141,13 +171,25 @@ def test_kineto(tmp_path):
     trace = Trace.read(tmp_path / "t")
     first = trace.events[trace.events["rank"] == 1].iloc[0]
     assert (first["func"], first["n_bytes"], first["dtype"]) == ("all_gather", 16384 * 2, "bfloat16")
-    assert (first["seq"], first["step"], first["n_channels"], first["n_ranks"], first["n_nodes"]) == (101, 7, 24, 16, 2)
+    assert (first["seq"], first["step"], first["n_channels"], first["n_ranks"], first["n_nodes"]) == (
+        101,
+        7,
+        24,
+        16,
+        2,
+    )
     assert first["algo"] == first["proto"] == "unknown"  # the kernel's name does not tell what ran
     enqueued = BASE + (4401160000000 + 101) * 1000
     assert (first["enqueue_ns"], first["start_ns"]) == (enqueued, enqueued + 50_250)
     assert first["end_ns"] - first["start_ns"] == 123_500
-    assert sorted(set(trace.events["step"])) == [7, 8] and trace.steps["duration_ns"].tolist() == [5_000_000] * 4
-    assert trace.header["nccl"] == "2.28.9" and trace.header["host"] is None and trace.header["source"] == "kineto"
+    assert (
+        sorted(set(trace.events["step"])) == [7, 8] and trace.steps["duration_ns"].tolist() == [5_000_000] * 4
+    )
+    assert (
+        trace.header["nccl"] == "2.28.9"
+        and trace.header["host"] is None
+        and trace.header["source"] == "kineto"
+    )
     check = audit(trace.events)
     assert (check.calls_checked, check.mismatches) == (12, 0)  # the two files name the same communicator
 
@@ -166,7 +208,9 @@ def test_a_profile_without_marks_of_steps_is_refused_with_the_cure(tmp_path):
     document = kineto(0)
     document["traceEvents"] = [e for e in document["traceEvents"] if "ProfilerStep" not in e["name"]]
     (tmp_path / "a.json").write_text(json.dumps(document))
-    with pytest.raises(TraceError, match=r"a\.json: no step in it: call the profiler's step\(\) after each step"):
+    with pytest.raises(
+        TraceError, match=r"a\.json: no step in it: call the profiler's step\(\) after each step"
+    ):
         read_recording([tmp_path / "a.json"])
 
 
@@ -202,7 +246,10 @@ def test_files_of_another_kind_are_one_line_and_status_2(tmp_path, content):
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [(("missing.json",), "no file or folder missing.json"), (("FILE", "--ranks-per-node", "0"), "at least 1 rank")],
+    [
+        (("missing.json",), "no file or folder missing.json"),
+        (("FILE", "--ranks-per-node", "0"), "at least 1 rank"),
+    ],
 )
 def test_bad_arguments(tmp_path, words, says):
     path = str(profile(tmp_path))

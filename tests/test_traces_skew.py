@@ -13,10 +13,28 @@ def events(*calls, n_ranks=3, func="all_gather", **more):
     """One row per (seq, rank, start, end) in ns after CLOCK; None: not sampled."""
     rows = [
         {
-            **{"seq": seq, "comm_id": 7, "rank": rank, "n_ranks": n_ranks, "n_nodes": 1, "func": func, "n_bytes": 1024},
-            **{"dtype": "int8", "algo": "ring", "proto": "ll", "n_channels": 2, "table_generation": 0, "step": 3},
+            **{
+                "seq": seq,
+                "comm_id": 7,
+                "rank": rank,
+                "n_ranks": n_ranks,
+                "n_nodes": 1,
+                "func": func,
+                "n_bytes": 1024,
+            },
+            **{
+                "dtype": "int8",
+                "algo": "ring",
+                "proto": "ll",
+                "n_channels": 2,
+                "table_generation": 0,
+                "step": 3,
+            },
             **{"enqueue_ns": seq, "pid": rank, **more},
-            **{"start_ns": None if start is None else CLOCK + start, "end_ns": None if start is None else CLOCK + end},
+            **{
+                "start_ns": None if start is None else CLOCK + start,
+                "end_ns": None if start is None else CLOCK + end,
+            },
         }
         for seq, rank, start, end in calls
     ]

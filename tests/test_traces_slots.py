@@ -16,7 +16,14 @@ def calls(comm_id, pids, n_bytes=MB, n=4, steps=5, func="all_gather", us=100.0, 
     """``n`` calls a step of one communicator, on each of the processes ``pids``."""
     rows = [
         {"comm_id": comm_id, "pid": pid, "rank": rank, "step": step, "seq": step * n + i, "n_bytes": n_bytes}
-        | {"func": func, "n_ranks": len(pids), "n_nodes": 1, "algo": "ring", "proto": "simple", "n_channels": 8}
+        | {
+            "func": func,
+            "n_ranks": len(pids),
+            "n_nodes": 1,
+            "algo": "ring",
+            "proto": "simple",
+            "n_channels": 8,
+        }
         | {"start_ns": 0, "end_ns": int(us * 1e3), "table_generation": 0}
         | more
         for step in range(steps)
@@ -62,7 +69,10 @@ def test_a_class_that_rank_0_is_no_part_of_is_found():
 
 
 def test_a_communicator_that_was_never_announced_has_no_class():
-    assert find_slots(calls(11, (1, 2), n_ranks=0, n_nodes=0), offers((11, "all_gather", MB)), step_us=2000) == []
+    assert (
+        find_slots(calls(11, (1, 2), n_ranks=0, n_nodes=0), offers((11, "all_gather", MB)), step_us=2000)
+        == []
+    )
 
 
 def test_channels_are_those_that_every_communicator_of_the_class_has():
@@ -83,7 +93,9 @@ def test_grouped_calls_are_one_message_of_their_sum():
 
 
 def test_a_collective_that_no_tuner_was_asked_about_is_no_slot():
-    events = pd.concat([calls(11, (1, 2)).assign(asked_bytes=MB), calls(11, (1, 2), n_bytes=8 * MB)], ignore_index=True)
+    events = pd.concat(
+        [calls(11, (1, 2)).assign(asked_bytes=MB), calls(11, (1, 2), n_bytes=8 * MB)], ignore_index=True
+    )
     (profile,) = find_slots(events.fillna({"asked_bytes": 0}), offers((11, "all_gather", MB)), step_us=2000)
     assert profile.slot.size_class == 20
 

@@ -43,7 +43,9 @@ def test_a_run_goes_on_from_its_checkpoint_and_says_what_made_the_weights(tmp_pa
     training = Training(SMALL, tmp_path / "a")
     before = training.policy.export()
     training.run()
-    assert any(not np.array_equal(before[name], weights) for name, weights in training.policy.export().items())
+    assert any(
+        not np.array_equal(before[name], weights) for name, weights in training.policy.export().items()
+    )
     told = json.loads(export(training, tmp_path / "p.npz").read_text())
     assert [row["turns"] for row in told["curve"]] == [32, 64] and told["settings"]["rollout"] == 16
     shipped = LstmPolicy.load(tmp_path / "p.npz")
@@ -56,6 +58,9 @@ def test_a_run_goes_on_from_its_checkpoint_and_says_what_made_the_weights(tmp_pa
     again.begin_with(shipped)
     for name, weights in shipped.weights.items():
         np.testing.assert_allclose(again.policy.export()[name], weights, rtol=1e-6, err_msg=name)
-    for settings, folder, why in ((replace(SMALL, seed=1), "a", "other settings"), (SMALL, "none", "no checkpoint")):
+    for settings, folder, why in (
+        (replace(SMALL, seed=1), "a", "other settings"),
+        (SMALL, "none", "no checkpoint"),
+    ):
         with pytest.raises(ValueError, match=why):
             Training(settings, tmp_path / folder).resume()

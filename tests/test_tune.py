@@ -26,7 +26,15 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
 
 def job(steps, log, stage=3):
     """A job of some 30 ms a step; its loss in every step goes to ``log``."""
-    command = [sys.executable, "-m", "dynamiccl.zero_workload", "--backend", "emulated", "--stage", str(stage)]
+    command = [
+        sys.executable,
+        "-m",
+        "dynamiccl.zero_workload",
+        "--backend",
+        "emulated",
+        "--stage",
+        str(stage),
+    ]
     shape = ["--layers", "2", "--width", "64", "--heads", "4", "--seq", "32", "--batch", "1"]
     return [*command, *shape, "--steps", str(steps), "--log", str(log)]
 
@@ -47,7 +55,9 @@ def tuned(tmp_path_factory):
     for steps in (900, 2700, 8100):  # on a busy machine the ranks change tables further apart
         out, log = folder / f"{steps}", folder / f"{steps}.jsonl"
         command = options(out, "--windows", "8", "--verify", "4", "--json")
-        done = subprocess.run([*command, "--", *job(steps, log)], env=ENV, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(
+            [*command, "--", *job(steps, log)], env=ENV, capture_output=True, text=True, timeout=280
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         summary = json.loads(done.stdout)
         if summary["steps_to_verdict"] is not None:
@@ -67,7 +77,9 @@ def test_summary_holds_what_programs_rely_on(tuned):
     assert s["default_step_ms"] > 0 and s["tuned_step_ms"] > 0 and s["windows"] >= 2
     assert s["speedup_ci95"][0] <= s["speedup"] <= s["speedup_ci95"][1]
     assert s["aa_speedup_ci95"][0] < s["aa_speedup_ci95"][1]
-    assert s["kept"] == (s["speedup_ci95"][0] > 1 and any(d["algo"] or d["n_channels"] for d in s["decisions"]))
+    assert s["kept"] == (
+        s["speedup_ci95"][0] > 1 and any(d["algo"] or d["n_channels"] for d in s["decisions"])
+    )
     assert {d["func"] for d in s["decisions"]} == {"all_gather", "reduce_scatter"}
     assert all(d["own"] and d["min_bytes"] < d["max_bytes"] for d in s["decisions"])
     assert all(d["reason"] for d in s["decisions"] if not d["algo"] and not d["n_channels"])
@@ -92,14 +104,18 @@ def test_the_whole_output_of_the_demo_is_under_60_lines_of_80_columns(tmp_path):
 def test_the_table_that_was_confirmed_is_left_for_apply(tuned):
     out, _, s = tuned
     chosen = {
-        (d["func"], d["algo"], d["proto"], d["n_channels"]) for d in s["decisions"] if d["algo"] or d["n_channels"]
+        (d["func"], d["algo"], d["proto"], d["n_channels"])
+        for d in s["decisions"]
+        if d["algo"] or d["n_channels"]
     }
     if not s["kept"]:
         assert s["table"] is None and not (out / "table.json").exists()
         return
     assert s["table"] == str(out / "table.json")
     rules = load_table(out).rules
-    assert {(r.func, r.decision.algo, r.decision.proto, r.decision.n_channels or None) for r in rules} == chosen
+    assert {
+        (r.func, r.decision.algo, r.decision.proto, r.decision.n_channels or None) for r in rules
+    } == chosen
     assert all(r.n_ranks == 16 for r in rules)
 
 
@@ -148,7 +164,9 @@ def test_a_job_on_gloo_is_attached_to_and_keeps_every_bit_of_its_loss(tmp_path):
     Seen at 679c0ae, not loaded, and said to be "runs no all_gather or reduce_scatter": said of a ZeRO-3 job on gloo,
     which runs both.
     """
-    on_gloo = {name: [{"emulated": "gloo"}.get(word, word) for word in job(60, tmp_path / name)] for name in "ab"}
+    on_gloo = {
+        name: [{"emulated": "gloo"}.get(word, word) for word in job(60, tmp_path / name)] for name in "ab"
+    }
     done = run("tune", "--out", str(tmp_path / "out"), "--", *on_gloo["a"])
     assert done.returncode == 0 and "torch.distributed runs on gloo here" in done.stderr, done.stderr
     assert "NCCL_DEBUG" not in done.stderr  # Seen: told to look at NCCL's log, by a job that has none
@@ -177,7 +195,9 @@ def start(out, log, steps, *more):
 
 def tuner_of(launcher):
     """The process id of the tuner beside a job."""
-    done = subprocess.run(["pgrep", "-P", str(launcher.pid), "-f", "tune --attach"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["pgrep", "-P", str(launcher.pid), "-f", "tune --attach"], capture_output=True, text=True
+    )
     return int(done.stdout)
 
 
@@ -234,7 +254,9 @@ def test_a_signal_is_the_jobs_and_what_was_seen_is_kept(tmp_path, number, status
     assert launcher.returncode == status, output
     assert "Traceback" not in output
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert f"status {status}" in summary["ended"] and summary["job_status"] == status and summary["steps"] >= 10
+    assert (
+        f"status {status}" in summary["ended"] and summary["job_status"] == status and summary["steps"] >= 10
+    )
     seen = len(losses(log))
     time.sleep(1)
     assert len(losses(log)) == seen  # the job is gone
@@ -366,7 +388,9 @@ def test_a_second_job_begins_from_what_the_first_one_left(tmp_path):
     slots = [Kept.of(p, decision_from("ring/ll128/4" if p is profiles[0] else "auto")) for p in profiles]
     left = {"format": FORMAT, "written": "2026-11-23T10:00:00+00:00", "job": "first", "speedup": None}
     shutil.rmtree(where, ignore_errors=True)
-    Store(str(where)).write(key_of(facts), "1.json", {**left, "cluster": facts, "slots": [vars(s) for s in slots]})
+    Store(str(where)).write(
+        key_of(facts), "1.json", {**left, "cluster": facts, "slots": [vars(s) for s in slots]}
+    )
     second = one("second", 60)["memory"]
     assert second["jobs"] == 1 and second["cluster"] == first["memory"]["cluster"]
     windows = Trace.read(tmp_path / "second").windows

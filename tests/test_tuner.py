@@ -75,7 +75,11 @@ def test_a_gain_that_was_not_sure_at_the_verdict_is_told_when_it_is():
 
     outcome, _, tuner = run("expected-improvement", FakeJob(little, noise=0.03, seed=4))
     said = outcome.steps_to_verdict
-    assert not outcome.kept and outcome.steps_to_first_gain is None and outcome.speedup_ci95[0] < 1 < outcome.speedup
+    assert (
+        not outcome.kept
+        and outcome.steps_to_first_gain is None
+        and outcome.speedup_ci95[0] < 1 < outcome.speedup
+    )
     for _ in range(100):
         tuner.step()
     assert outcome.kept and tuner.decisions == {GATHER: BEST[GATHER]} and outcome.speedup_ci95[0] > 1
@@ -112,7 +116,9 @@ def test_where_nothing_was_tried_no_config_is_said_to_be_no_better():
     """Seen: "none of 0 other configs was better"."""
     job = FakeJob(truth)
     tuner = Tuner(
-        LiveWindows(job), make_chooser("expected-improvement", 0), on_window=lambda _: setattr(job, "steps", 0)
+        LiveWindows(job),
+        make_chooser("expected-improvement", 0),
+        on_window=lambda _: setattr(job, "steps", 0),
     )
     outcome = tuner.run()
     assert outcome.ended and {d["reason"] for d in outcome.decisions} == {
@@ -177,7 +183,9 @@ def test_a_job_with_nothing_to_tune_is_looked_at_less_and_less():
         waits.append(job.last_step - before)
         tuner.run()
     assert len(lines) < 10 and waits == sorted(waits) and waits[0] < waits[-1]
-    assert names(tuner.outcome.ended) == ["too-small"] and not tuner.looks_again()  # the true reason to the end
+    assert (
+        names(tuner.outcome.ended) == ["too-small"] and not tuner.looks_again()
+    )  # the true reason to the end
 
 
 def test_a_search_that_only_costs_ends_within_its_budget():
@@ -220,7 +228,9 @@ def test_what_nccl_does_not_do_is_not_tried_again():
 
     def disobedient(decisions, *rest):
         seen = window({s: d for s, d in decisions.items() if s != GATHER}, *rest)
-        refused = [Disobeyed(s, d, "ring/simple/16") for s, d in decisions.items() if s == GATHER and not d.is_auto]
+        refused = [
+            Disobeyed(s, d, "ring/simple/16") for s, d in decisions.items() if s == GATHER and not d.is_auto
+        ]
         object.__setattr__(seen, "disobeyed", tuple(refused))
         return seen
 

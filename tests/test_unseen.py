@@ -47,7 +47,9 @@ def test_compute_pays_for_channels_beyond_the_knee_and_only_for_these(channels):
         law = Law(power=1.0, knee=np.array([16.0]), steep=np.array([steep]))
         flattened([ops]).run(np.zeros(1, int), row[None], 1.0, law, times)
         us[steep] = times[1, 0]
-    assert us[0.0] == pytest.approx(120) and us[0.05] == pytest.approx(120 + 100 * 0.05 * max(2 * channels - 16, 0))
+    assert us[0.0] == pytest.approx(120) and us[0.05] == pytest.approx(
+        120 + 100 * 0.05 * max(2 * channels - 16, 0)
+    )
 
 
 def test_in_sms_the_compute_of_the_default_is_slower():
@@ -97,7 +99,9 @@ def test_there_is_nothing_to_gain_in_nothing():
     assert longer[masked(jobs)[:, :, 1:]].min() > 1.019
     _, best_us = oracle(jobs)
     gain = 1 - best_us / jobs.default_us
-    assert (gain < 1e-3).mean() > 0.95 and gain.max() < 0.01, "what little there is comes of calls that miss each other"
+    assert (gain < 1e-3).mean() > 0.95 and gain.max() < 0.01, (
+        "what little there is comes of calls that miss each other"
+    )
     place, slot, config = np.nonzero(masked(jobs))
     single = np.zeros((len(place), SLOTS), int)
     single[np.arange(len(place)), slot] = config

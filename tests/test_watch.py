@@ -99,7 +99,9 @@ def test_a_pace_that_was_seen_before_is_no_change():
     found = [watch.saw(105.0, False, 2) for _ in range(ODD)]
     change = watch.change
     assert (
-        CHANGED in found and change.moved == pytest.approx(np.log(1.05)) and change.level == pytest.approx(np.log(105))
+        CHANGED in found
+        and change.moved == pytest.approx(np.log(1.05))
+        and change.level == pytest.approx(np.log(105))
     )
     again = Watch(0.005, 8, SearchConfig(), True, 0, (0.05, 6), change.levels)
     for ms in (105.0, 100.0, 105.0, 100.0):

@@ -13,7 +13,9 @@ import pytest
 from dynamiccl.envs.nccl.plugin import build
 
 ROOT = Path(__file__).resolve().parents[1]
-PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_", "PYTHON", "SOURCE_DATE"))}
+PLAIN = {
+    k: v for k, v in os.environ.items() if not k.startswith(("DYNAMICCL_", "NCCL_", "PYTHON", "SOURCE_DATE"))
+}
 LOOKS = """
 import os, sys
 import dynamiccl_autoload
@@ -41,7 +43,9 @@ def wheels(tmp_path_factory):
     made = []
     for _ in range(2):
         folder = tmp_path_factory.mktemp("source")
-        files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.split(b"\0")
+        files = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+        ).stdout.split(b"\0")
         for name in filter(None, map(os.fsdecode, files)):
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -90,13 +94,17 @@ def test_the_same_sources_make_the_same_bytes(wheels):
 def test_it_works_on_every_python_without_a_compiler(wheels, tmp_path, release):
     by_pyenv = (Path.home() / ".pyenv" / "versions").glob(f"{release}.*/bin/python")
     found = [path for path in (shutil.which(f"python{release}"), *map(str, by_pyenv)) if path]
-    python = next((p for p in found if not subprocess.run([p, "-c", ""], capture_output=True).returncode), None)
+    python = next(
+        (p for p in found if not subprocess.run([p, "-c", ""], capture_output=True).returncode), None
+    )
     if python is None:
         pytest.skip(f"no Python {release} here")
     call(python, "-m", "venv", str(tmp_path))
     own = str(tmp_path / "bin" / "python")
     call(own, "-m", "pip", "install", "-q", "--disable-pip-version-check", str(wheels[0]))
-    brought = {line.split("==")[0].lower() for line in call(own, "-m", "pip", "list", "--format=freeze").splitlines()}
+    brought = {
+        line.split("==")[0].lower() for line in call(own, "-m", "pip", "list", "--format=freeze").splitlines()
+    }
     assert brought <= {"dynamiccl", "numpy", "pip", "setuptools"}
     said = call(own, "-c", LOOKS, PATH=str(tmp_path / "bin"), CC="none", HOME=str(tmp_path)).splitlines()
     assert json.loads(said[0])["DYNAMICCL_PLUGIN"].startswith(str(tmp_path)) and said[1:] == ["numpy"]

@@ -32,7 +32,9 @@ def test_a_recorded_step_moves_what_its_stage_moves_and_computes_what_its_model_
     assert moved(work, "reduce_scatter") == pytest.approx(2 * n_params, rel=0.04)
     flops = sum(op.us for op in work.ops if not op.func) * workloads.FLOPS_A_US / 1.05
     active = shape.layers * (attention + one_mlp * (2 if shape.experts else 1)) + embed
-    attended = 3 * 2 * shape.layers * shape.seq**2 * width  # both products, causal, forward and twice that backward
+    attended = (
+        3 * 2 * shape.layers * shape.seq**2 * width
+    )  # both products, causal, forward and twice that backward
     assert flops == pytest.approx(6 * active * shape.seq + attended, rel=0.15)
 
 
@@ -42,14 +44,19 @@ def test_a_recorded_step_runs(name):
     for prefetch in (1, 2):
         work = recording.workload(prefetch)
         for each in (work, work.on_one_communicator()):
-            assert all(0 <= j < i for i, op in enumerate(each.ops) for j in op.after), "nothing waits for what is later"
+            assert all(0 <= j < i for i, op in enumerate(each.ops) for j in op.after), (
+                "nothing waits for what is later"
+            )
         scatters = [i for i, op in enumerate(work.ops) if op.func == "reduce_scatter"]
         optimizer = next(op for op in work.ops if op.name == "optimizer")
         assert set(scatters) <= set(optimizer.after)
-        assert all(any(not work.ops[j].func for j in work.ops[i].after) for i in scatters), "gradients are computed"
+        assert all(any(not work.ops[j].func for j in work.ops[i].after) for i in scatters), (
+            "gradients are computed"
+        )
     if "-3" in name:
         early, late = (
-            sum(max(op.after, default=0) for op in recording.workload(k).ops if op.func == "all_gather") for k in (2, 1)
+            sum(max(op.after, default=0) for op in recording.workload(k).ops if op.func == "all_gather")
+            for k in (2, 1)
         )
         assert early < late, "further ahead, sooner"
 
@@ -57,14 +64,22 @@ def test_a_recorded_step_runs(name):
 def test_gathers_wait_for_a_buffer():
     """Three units, gathered, computed, scattered in reverse."""
     ops = [("all_gather", 64, set()), ("compute", 4e8, {0}), ("all_gather", 64, set()), ("compute", 4e8, {2})]
-    ops += [("all_gather", 64, set()), ("compute", 4e8, {4}), ("reduce_scatter", 64, {5}), ("optimizer", 0.0, {6})]
+    ops += [
+        ("all_gather", 64, set()),
+        ("compute", 4e8, {4}),
+        ("reduce_scatter", 64, {5}),
+        ("optimizer", 0.0, {6}),
+    ]
     work = Recording.of("three", ops).workload()
     assert [work.ops[i].after for i in (0, 2, 4)] == [(), (), (1,)]
-    assert [work.ops[i].after for i in (0, 2, 4)] != [op.after for op in Recording.of("three", ops).workload(2).ops][
-        :5:2
-    ]
+    assert [work.ops[i].after for i in (0, 2, 4)] != [
+        op.after for op in Recording.of("three", ops).workload(2).ops
+    ][:5:2]
     assert [op.us for op in work.ops if not op.func] == pytest.approx([1, 1, 1, 0.15])
-    assert work.ops[7].stream == COMPUTE and work.slots() == {("all_gather", 6): [0, 2, 4], ("reduce_scatter", 6): [6]}
+    assert work.ops[7].stream == COMPUTE and work.slots() == {
+        ("all_gather", 6): [0, 2, 4],
+        ("reduce_scatter", 6): [6],
+    }
 
 
 def test_replication_reduces_every_shard_before_the_optimizer():

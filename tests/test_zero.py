@@ -40,7 +40,9 @@ class Recomputed(Transformer):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-Batches = Callable[[int, int, int], tuple[Any, ...]]  # step, first and last row -> what the model is called with
+Batches = Callable[
+    [int, int, int], tuple[Any, ...]
+]  # step, first and last row -> what the model is called with
 
 
 def texts(step: int, first: int, last: int, seed: int = 0) -> tuple[Any, ...]:
@@ -77,7 +79,10 @@ def train(steps: int, settings: dict[str, Any], seed: int = 0) -> list[float]:
         model.at_a_time = at_a_time
     if "name" in settings:
         make = partial(Peer, settings.pop("name"))
-    job, accumulation = make(model, settings.pop("optimizer"), **settings), settings.get("gradient_accumulation", 1)
+    job, accumulation = (
+        make(model, settings.pop("optimizer"), **settings),
+        settings.get("gradient_accumulation", 1),
+    )
     return run(job, range(steps), batches=partial(texts, seed=seed), accumulation=accumulation)
 
 
@@ -121,7 +126,9 @@ def test_stages_agree_with_one_process(size: str, accumulation: int, request: py
     assert alone[-1] < alone[0] - 1
     runs = {}
     for name in (
-        VARIANTS if (size, accumulation) == ("two", 1) else ("0", "1", "2", "3", "3 hybrid", "3 blocks recomputed")
+        VARIANTS
+        if (size, accumulation) == ("two", 1)
+        else ("0", "1", "2", "3", "3 hybrid", "3 blocks recomputed")
     ):
         settings = VARIANTS[name]
         ranks = world.run(train, 20, {**settings, "max_norm": 0.5, "gradient_accumulation": accumulation})
@@ -130,5 +137,7 @@ def test_stages_agree_with_one_process(size: str, accumulation: int, request: py
         assert runs[name] == pytest.approx(alone, rel=1e-5), name
     for name, losses in runs.items():
         assert losses == pytest.approx(runs["0"], rel=1e-6), name
-    theirs = world.run(train, 20, {"name": "fsdp2", "max_norm": 0.5, "gradient_accumulation": accumulation})[0]
+    theirs = world.run(train, 20, {"name": "fsdp2", "max_norm": 0.5, "gradient_accumulation": accumulation})[
+        0
+    ]
     assert theirs == pytest.approx(runs["3"], rel=1e-5)

@@ -53,7 +53,9 @@ class Model(nn.Module):
         super().__init__()
         self.kind = kind
         self.first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(InObjects() if kind == "objects" else Plain(kind == "in place") for _ in range(3))
+        self.blocks = nn.ModuleList(
+            InObjects() if kind == "objects" else Plain(kind == "in place") for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor, skip: int = -1) -> torch.Tensor:
         x = self.first(x)
@@ -95,7 +97,11 @@ def trained(kind: str, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     torch.manual_seed(0)
     model, rank = Model(kind), dist.get_rank()
     engine = zero(
-        model, lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9), param_dtype=torch.float32, min_unit=1, **settings
+        model,
+        lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9),
+        param_dtype=torch.float32,
+        min_unit=1,
+        **settings,
     )
     for step in range(4):
         try:
@@ -116,14 +122,20 @@ def test_modules_may_do_this_at_every_stage(kind: str, two: World) -> None:
     wanted = alone(kind)
     # What some ranks leave out is whole at stage 3 too, by `hybrid`.
     whole = {"hybrid": 100} if kind == "skip" else {}
-    forms: list[dict[str, Any]] = [{"stage": 0}, {"stage": 2}, *({"stage": 3, "prefetch": n} for n in (0, 1, 2))]
+    forms: list[dict[str, Any]] = [
+        {"stage": 0},
+        {"stage": 2},
+        *({"stage": 3, "prefetch": n} for n in (0, 1, 2)),
+    ]
     for settings in [*forms, {"stage": 3, "keep_last": False}]:
         settings |= whole if settings["stage"] == 3 else {}
         for got, refused in two.run(trained, kind, settings):
             assert got, refused
             for name, value in wanted.items():
                 assert torch.allclose(got[name], value, rtol=1e-5, atol=1e-7), (settings, name)
-            at_3 = "at stage 3 the model holds none of its parameters: take engine.state_dict(), on every rank"
+            at_3 = (
+                "at stage 3 the model holds none of its parameters: take engine.state_dict(), on every rank"
+            )
             assert refused.startswith(at_3) if settings["stage"] == 3 and not whole else refused == ""
 
 
@@ -157,7 +169,9 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
-def test_what_stage_3_cannot_see_is_refused_there_on_every_rank_and_trains_elsewhere(kind: str, two: World) -> None:
+def test_what_stage_3_cannot_see_is_refused_there_on_every_rank_and_trains_elsewhere(
+    kind: str, two: World
+) -> None:
     wanted = alone(kind)
     for settings in ({"stage": 0}, {"stage": 2}, {"stage": 3, "hybrid": 100}):
         for got, _ in two.run(trained, kind, settings):

@@ -28,7 +28,10 @@ def test_dry_run_of_gpt2_adds_up_and_differs_from_fsdp2_as_documented() -> None:
     ours, n_params = dry("gpt2", 16, 3, keep_last=False)
     assert n_params == 124_439_808 and all(c.n_ranks == 16 for c in ours)
     (note,) = (c for c in ours if c.dtype != "bfloat16")  # what ranks tell each other: zero_workload/parts.py
-    assert (note.func, note.n_bytes) == ("all_reduce", 4 * (len(list(PRESETS["gpt2"].build().parameters())) + 1))
+    assert (note.func, note.n_bytes) == (
+        "all_reduce",
+        4 * (len(list(PRESETS["gpt2"].build().parameters())) + 1),
+    )
     assert total(ours, "all_gather") == 2 * total(ours, "reduce_scatter")
     assert total(ours, "reduce_scatter") == pytest.approx(2 * n_params, rel=1e-4)
     theirs, _ = dry("gpt2", 16, 3, "fsdp2")
@@ -39,7 +42,11 @@ def test_dry_run_of_gpt2_adds_up_and_differs_from_fsdp2_as_documented() -> None:
     assert sorted(blocks)[0] in {c.n_bytes for c in ours if c.func == "reduce_scatter"}
     for stage in (1, 2):
         calls, _ = dry("gpt2", 16, stage)
-        assert total(calls, "all_gather") == total(calls, "reduce_scatter") == pytest.approx(2 * n_params, rel=1e-4)
+        assert (
+            total(calls, "all_gather")
+            == total(calls, "reduce_scatter")
+            == pytest.approx(2 * n_params, rel=1e-4)
+        )
 
 
 @pytest.mark.slow
@@ -72,7 +79,8 @@ def test_dry_runs_of_jobs_cut_in_more_ways_than_one_add_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "n_params"), [("llama-13b", 13_015_864_320), ("llama-70b", 68_976_648_192), ("moe-8x7b", 46_702_792_704)]
+    ("model", "n_params"),
+    [("llama-13b", 13_015_864_320), ("llama-70b", 68_976_648_192), ("moe-8x7b", 46_702_792_704)],
 )
 def test_public_models_have_their_published_size(model: str, n_params: int) -> None:
     with torch.device("meta"):

@@ -46,7 +46,9 @@ def hand_example(stage: int, by_layer: bool = False) -> dict[str, list[float] | 
     engine = zero(model, partial(torch.optim.Adam, lr=0.1), stage=stage, **settings)
     shards: list[float] = []
     step_hook = engine.optimizer.register_step_pre_hook(
-        lambda optimizer, args, kwargs: shards.extend(v for part in engine.owned for v in part.param.grad.tolist())
+        lambda optimizer, args, kwargs: shards.extend(
+            v for part in engine.owned for v in part.param.grad.tolist()
+        )
     )
     x, target = [([1.0, 3.0], 5.0), ([2.0, 1.0], 7.0)][rank]
     with CollectiveLog() as log:
@@ -103,7 +105,11 @@ def test_hand_example(stage: int, by_layer: bool, two: World) -> None:
         assert got.pop("gathered") == ([8] * 4 if by_layer else [16] if stage == 3 else [8, 8])
         for name, value in expected[rank].items():
             exact = torch.tensor(value)  # float32, as the engine computes
-            assert torch.tensor(got[name]).sub(exact).abs().max() <= 2e-7 * exact.abs().max(), (rank, name, got[name])
+            assert torch.tensor(got[name]).sub(exact).abs().max() <= 2e-7 * exact.abs().max(), (
+                rank,
+                name,
+                got[name],
+            )
 
 
 # Memory ------------------------------------------------------------------------------------------------------------
@@ -173,7 +179,9 @@ def accumulating(stage: int) -> tuple[int, int]:
 def test_gradients_that_add_up_are_held_as_planned(two: World) -> None:
     for stage in range(4):
         n_bytes, padded = two.run(accumulating, stage)[0]
-        assert n_bytes == (4 * padded // 2 if stage >= 2 else 2 * padded)  # sums over micro-batches are in fp32
+        assert n_bytes == (
+            4 * padded // 2 if stage >= 2 else 2 * padded
+        )  # sums over micro-batches are in fp32
 
 
 def peak_of_gradients(bucket_bytes: int, layers: int) -> tuple[int, int, int]:
@@ -200,7 +208,9 @@ def peak_of_gradients(bucket_bytes: int, layers: int) -> tuple[int, int, int]:
 def test_stage_2_never_holds_all_gradients(two: World) -> None:
     bucket, largest = 2**14, 2 * 256 * 32
     for peak, everything, buffers in two.run(peak_of_gradients, bucket, 9):
-        assert buffers < 6 * bucket  # two full ones, and the shorter last bucket's; over gloo as many to receive into
+        assert (
+            buffers < 6 * bucket
+        )  # two full ones, and the shorter last bucket's; over gloo as many to receive into
         assert peak <= buffers + bucket + largest < everything / 2
 
 

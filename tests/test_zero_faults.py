@@ -99,7 +99,9 @@ def spoiled(stage: int, settings: dict[str, Any]) -> tuple[bool, str, bool]:
 
 @pytest.mark.parametrize("settings", [{}, {"max_norm": 1.0}], ids=["", "clip"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_is_not_finite_never_reaches_the_weights(stage: int, settings: dict[str, Any], two: World) -> None:
+def test_what_is_not_finite_never_reaches_the_weights(
+    stage: int, settings: dict[str, Any], two: World
+) -> None:
     for stayed, said, goes_on in two.run(spoiled, stage, settings):
         assert stayed and goes_on and said.startswith("1: the gradient is not finite at step 1: lower"), said
 
@@ -109,7 +111,10 @@ class Complex(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.real, self.phase = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.real, self.phase = (
+            nn.Parameter(torch.ones(3)),
+            nn.Parameter(torch.ones(3, dtype=torch.complex64)),
+        )
 
 
 def in_double() -> float:

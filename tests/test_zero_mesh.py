@@ -91,7 +91,11 @@ def test_hsdp_sends_and_holds_what_the_formulas_say(four: World) -> None:
             ("replicas", "all_reduce"): whole // 2,  # a shard
         }
         # float32: the master is the weight's own shard
-        assert memory == {"weights": whole // (2 if stage == 3 else 1), "gradients": whole // 2, "optimizer": whole}
+        assert memory == {
+            "weights": whole // (2 if stage == 3 else 1),
+            "gradients": whole // 2,
+            "optimizer": whole,
+        }
 
 
 # How gradients are reduced ------------------------------------------------------------------------------------------
@@ -187,9 +191,13 @@ DENSE = 4 * (LAYERS * (12 * WIDTH**2 + 13 * WIDTH) + (2 * BYTES + SEQ + 2) * WID
 
 
 @pytest.mark.slow
-def test_the_job_cut_by_hsdp_trains_alike_and_sends_what_the_formulas_say(four: World, tmp_path: Path) -> None:
+def test_the_job_cut_by_hsdp_trains_alike_and_sends_what_the_formulas_say(
+    four: World, tmp_path: Path
+) -> None:
     def run_job(text: str) -> tuple[list[float], Bytes, dict[str, int]]:
-        done: tuple[list[float], Bytes, dict[str, int]] = four.run(job, text.split(), str(tmp_path), timeout=300)[0]
+        done: tuple[list[float], Bytes, dict[str, int]] = four.run(
+            job, text.split(), str(tmp_path), timeout=300
+        )[0]
         return done
 
     whole = run_job("--batch 2 --stage 2")[0]

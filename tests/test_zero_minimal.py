@@ -44,9 +44,13 @@ def by_hand(stage: int) -> tuple[float, list[float], list[float], list[float], i
 def test_the_worked_example(stage: int, two: World) -> None:
     # Parameter by parameter: w1, w3 and w4 are rank 0's, w2 is rank 1's.
     expected = ((10.125, [-5.5, -2.75, -5.0], [2.1, 1.1, 0.6]), (15.125, [-2.75, 0.0, 0.0], [-2.9, 0.0, 0.0]))
-    for (loss, grads, shards, weights, held), (at, slopes, mine) in zip(two.run(by_hand, stage), expected, strict=True):
+    for (loss, grads, shards, weights, held), (at, slopes, mine) in zip(
+        two.run(by_hand, stage), expected, strict=True
+    ):
         assert (loss, grads) == (at, slopes)
-        assert shards == pytest.approx(mine, rel=2e-7) and weights == pytest.approx([2.1, -2.9, 1.1, 0.6], rel=2e-7)
+        assert shards == pytest.approx(mine, rel=2e-7) and weights == pytest.approx(
+            [2.1, -2.9, 1.1, 0.6], rel=2e-7
+        )
         assert held == (0 if stage == 3 else 24)  # two of the parameters have one element of filling
 
 
@@ -106,4 +110,8 @@ def test_the_readmes_snippet_runs_as_it_stands(two: World) -> None:
         line = re.fullmatch(rf"rank {rank}: loss ([0-9.]+), at rest (.*)\n", said)
         n_params = 64 * 256 + 256 + 256 * 64 + 64
         assert line and float(line[1]) < 0.7  # it begins at 1
-        assert eval(line[2]) == {"weights": 2 * n_params, "gradients": 2 * n_params, "optimizer": 4 * n_params}
+        assert eval(line[2]) == {
+            "weights": 2 * n_params,
+            "gradients": 2 * n_params,
+            "optimizer": 4 * n_params,
+        }

@@ -24,7 +24,9 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(37, 20)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(20, 5, 33, 0.0, batch_first=True) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(20, 5, 33, 0.0, batch_first=True) for _ in range(3)
+        )
         self.exact = nn.LayerNorm(20)
         self.frozen, self.unused, self.sometimes = nn.Linear(20, 20), nn.Linear(7, 3), nn.Linear(20, 1)
         self.scalar = nn.Parameter(torch.tensor(0.7))
@@ -97,7 +99,9 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("size", ["two", *(pytest.param(n, marks=pytest.mark.slow) for n in ("three", "four"))])
+@pytest.mark.parametrize(
+    "size", ["two", *(pytest.param(n, marks=pytest.mark.slow) for n in ("three", "four"))]
+)
 def test_the_odd_model_trains_as_plain_pytorch_trains_it(size: str, request: pytest.FixtureRequest) -> None:
     world: World = request.getfixturevalue(size)
     for max_norm in (None, 0.3):

@@ -44,7 +44,9 @@ def not_finite(stage: int, where: str) -> tuple[int, str]:
         x = torch.tensor([1.0, -1.0])  # h = 5, relu passes
         loss = model(x, float("nan") if where == "loss" and spoil and step == 2 else 1.0)
         if where == "gradient" and spoil and step == 2:
-            loss.register_hook(lambda grad: grad * float("inf"))  # the loss is fine, a gradient on its way is not
+            loss.register_hook(
+                lambda grad: grad * float("inf")
+            )  # the loss is fine, a gradient on its way is not
         try:
             engine.backward(loss)
             engine.step()

@@ -36,7 +36,9 @@ def test_the_calls_of_fsdp2_are_seen(two: World) -> None:
 @pytest.mark.slow
 def test_bfloat16_stays_within_fsdp2s_spread(two: World) -> None:
     """How far FSDP2's bf16 losses are from fp32's is what bf16 costs; ours are nowhere further, at any stage."""
-    for seed in range(3):  # 15 steps: after that one seed's rounding grows into another course, theirs and ours alike
+    for seed in range(
+        3
+    ):  # 15 steps: after that one seed's rounding grows into another course, theirs and ours alike
         exact = train_alone(15, max_norm=None, seed=seed)
         half = {"param_dtype": torch.bfloat16}
         theirs = two.run(train, 15, {"name": "fsdp2", **half}, seed)[0]

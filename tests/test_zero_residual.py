@@ -59,7 +59,16 @@ def test_the_job_refuses_in_one_line(arguments: list[str], code: int, words: str
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "dynamiccl.zero_workload", *SMALL, "--steps", "100000", "--log", str(log)]
+    command = [
+        sys.executable,
+        "-m",
+        "dynamiccl.zero_workload",
+        *SMALL,
+        "--steps",
+        "100000",
+        "--log",
+        str(log),
+    ]
     launcher = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     ranks = wait_for_steps(log, launcher)
     os.kill(ranks[1], signal.SIGKILL)
@@ -97,7 +106,16 @@ def test_the_rank_that_failed_by_itself_is_blamed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sigterm_ends_the_job_after_a_step(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "dynamiccl.zero_workload", *SMALL[:-1], "--steps", "100000", "--log", str(log)]
+    command = [
+        sys.executable,
+        "-m",
+        "dynamiccl.zero_workload",
+        *SMALL[:-1],
+        "--steps",
+        "100000",
+        "--log",
+        str(log),
+    ]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for_steps(log, launcher)
     launcher.terminate()

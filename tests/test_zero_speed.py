@@ -26,7 +26,9 @@ from world import World
 MODEL = ModelConfig(layers=6, width=192, heads=6, seq=64)
 
 
-def interleaved(name: str, rounds: int, block: int, shard: int = 0, **more: Any) -> tuple[list[float], list[float]]:
+def interleaved(
+    name: str, rounds: int, block: int, shard: int = 0, **more: Any
+) -> tuple[list[float], list[float]]:
     """Milliseconds a step of ours and of the peer: ``rounds`` times ``block`` steps of each, in turn; with ``shard`` on
     a mesh of replicas that are sharded over so many ranks.
     """
@@ -215,7 +217,9 @@ def overlapped(steps: int) -> dict[str, float]:
             jobs[f"stage {stage}, {name}"] = zero(
                 Blocks(clock), adamw(1e-3), stage=stage, group=group, reduce_scatter_group=beside, **settings
             )
-        jobs[f"fsdp2, {name}"] = Peer("fsdp2", Blocks(clock), adamw(1e-3), mesh, beside is not None, **settings)
+        jobs[f"fsdp2, {name}"] = Peer(
+            "fsdp2", Blocks(clock), adamw(1e-3), mesh, beside is not None, **settings
+        )
     return waited(clock, jobs, (torch.ones(2, 16),), steps)
 
 
@@ -233,10 +237,14 @@ if __name__ == "__main__":
     waits = by_the_slowest(world.run(exposed, 8, timeout=600))
     hidden = 1 - waits["ours"] / waits["fsdp2"]
     print(
-        f"{DELAY_MS} ms a collective hold up a step for ms: {waits}; stage 3 hides {hidden:.0%} of FSDP2's", flush=True
+        f"{DELAY_MS} ms a collective hold up a step for ms: {waits}; stage 3 hides {hidden:.0%} of FSDP2's",
+        flush=True,
     )
     waits = by_the_slowest(world.run(overlapped, 8, timeout=600))
-    print("a step of eight units waits for ms: " + ", ".join(f"{k} {ms:.0f}" for k, ms in waits.items()), flush=True)
+    print(
+        "a step of eight units waits for ms: " + ", ".join(f"{k} {ms:.0f}" for k, ms in waits.items()),
+        flush=True,
+    )
     for peer in ["ddp", "zero-optimizer", "fsdp2-no-reshard", "fsdp2"]:
         a, b = world.run(interleaved, peer, int(sys.argv[1]) if len(sys.argv) > 1 else 20, 3, timeout=600)[0]
         median, low = ratio(a, b)

@@ -74,4 +74,9 @@ def _lives(rows: pd.DataFrame) -> Array:
 def _example(rows: pd.DataFrame) -> dict[str, Any]:
     head = rows.iloc[0]
     views = {int(r["rank"]): {n: r[n] for n in MUST_AGREE} for r in rows.to_dict("records")}
-    return {"comm_id": int(head["comm_id"]), "func": str(head["func"]), "seq": int(head["seq"]), "ranks": views}
+    return {
+        "comm_id": int(head["comm_id"]),
+        "func": str(head["func"]),
+        "seq": int(head["seq"]),
+        "ranks": views,
+    }

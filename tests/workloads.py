@@ -103,7 +103,9 @@ class Recording:
         """From (kind, value, what it waits for)."""
         waits = [(i, j) for i, (_, _, after) in enumerate(ops) for j in sorted(after)]
         kinds = np.array([KINDS.index(kind) for kind, _, _ in ops], np.uint8)
-        return cls(name, kinds, np.array([float(v) for _, v, _ in ops]), np.array(waits, np.int32).reshape(-1, 2))
+        return cls(
+            name, kinds, np.array([float(v) for _, v, _ in ops]), np.array(waits, np.int32).reshape(-1, 2)
+        )
 
     def workload(self, prefetch: int = 1) -> Workload:
         """The step. A gather may begin once the compute ``prefetch`` units before its own has begun.
@@ -153,7 +155,9 @@ def flattened(steps: Sequence[Sequence[Op]]) -> Steps:
     for ops in steps:
         n = len(ops)
         if any(not 0 <= j < n for op in ops for j in op.after) or any(not op.us >= 0 for op in ops):
-            raise ValueError("an operation needs a duration of at least 0 and waits for operations of its step")
+            raise ValueError(
+                "an operation needs a duration of at least 0 and waits for operations of its step"
+            )
         n_streams.append(len({op.stream for op in ops}))
         for op in ops:
             after_at.append(len(after))
@@ -191,7 +195,9 @@ def arrays_of(works: list[tuple[Workload, bool]]) -> WorkloadArrays:
             sizes = [ops[i].n_bytes for i in members]
             typical = max(set(sizes), key=lambda size: (size * sizes.count(size), size))
             for i in members:
-                ops[i] = replace(ops[i], slot=min(k, SLOTS) if k < SLOTS else REST, us=ops[i].n_bytes / typical)
+                ops[i] = replace(
+                    ops[i], slot=min(k, SLOTS) if k < SLOTS else REST, us=ops[i].n_bytes / typical
+                )
             if k < SLOTS:
                 is_rs[w, k], n_bytes[w, k], calls[w, k] = func == TUNED_FUNCS[1], typical, len(members)
                 n_slots[w] = k + 1

@@ -50,7 +50,9 @@ class World:
         for pipe in self.pipes:
             pipe.send((function, args))
         silence = (False, f"no answer within {timeout} s")
-        answers = [pipe.recv() if pipe.poll(timeout) else silence for pipe in self.pipes]  # all, or the next run has it
+        answers = [
+            pipe.recv() if pipe.poll(timeout) else silence for pipe in self.pipes
+        ]  # all, or the next run has it
         for rank, (ok, value) in enumerate(answers):
             assert ok, f"rank {rank}:\n{value}"
         return [value for _, value in answers]

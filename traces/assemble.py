@@ -43,7 +43,16 @@ from .records import (
 Array = np.ndarray[Any, Any]
 
 #: Bytes of one element of each type, and the names of ncclDataType_t by number, torch's spelling.
-DTYPE_BYTES = {"int8": 1, "uint8": 1, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "float16": 2, "float32": 4}
+DTYPE_BYTES = {
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float16": 2,
+    "float32": 4,
+}
 DTYPE_BYTES |= {"float64": 8, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 DTYPES = tuple(DTYPE_BYTES)
 
@@ -118,7 +127,12 @@ _PENDING = np.dtype([*_TIMES, *((name, COLL_DTYPE[name]) for name in _KEPT)])
 
 
 #: Columns that hold names -> the names by number, and what an unset number is called.
-_NAMES = {"func": (FUNCS, "unknown"), "dtype": (DTYPES, "unknown"), "algo": (ALGOS, "auto"), "proto": (PROTOS, "auto")}
+_NAMES = {
+    "func": (FUNCS, "unknown"),
+    "dtype": (DTYPES, "unknown"),
+    "algo": (ALGOS, "auto"),
+    "proto": (PROTOS, "auto"),
+}
 
 
 @cache
@@ -128,7 +142,8 @@ def _texts() -> dict[str, Any]:
     import pandas as pd
 
     return {
-        name: pd.array([*names(range(UNSET), known), unset], dtype="str") for name, (known, unset) in _NAMES.items()
+        name: pd.array([*names(range(UNSET), known), unset], dtype="str")
+        for name, (known, unset) in _NAMES.items()
     }
 
 
@@ -249,7 +264,9 @@ class Assembler:
     def _add_offer(self, row: np.void) -> None:
         func, algo, proto = (str(_texts()[name][row[name]]) for name in ("func", "algo", "proto"))
         costs = np.array(row["cost_us"], np.float32).reshape(N_ALGOS, N_PROTOS)
-        self.offers[int(row["comm_id"]), func, int(row["n_bytes"])] = Offer(costs, algo, proto, int(row["n_pipe_ops"]))
+        self.offers[int(row["comm_id"]), func, int(row["n_bytes"])] = Offer(
+            costs, algo, proto, int(row["n_pipe_ops"])
+        )
 
     def _join(self, rows: Array) -> None:
         """Write the times of all waiting kernels into ``rows``; keep the newest that found no row."""
@@ -258,7 +275,9 @@ class Assembler:
         kernels, pids = (np.concatenate(parts) for parts in zip(*self._kernels, strict=True))
         found = np.zeros(len(kernels), bool)
         if len(rows):
-            keys, wanted = (hash_of([p, *(r[n] for n in _CALL)]) for p, r in ((rows["pid"], rows), (pids, kernels)))
+            keys, wanted = (
+                hash_of([p, *(r[n] for n in _CALL)]) for p, r in ((rows["pid"], rows), (pids, kernels))
+            )
             order = np.argsort(keys, kind="stable")
             # 'right' - 1: the newest row, should a communicator have been made anew under its old id.
             at = order[np.maximum(np.searchsorted(keys[order], wanted, side="right") - 1, 0)]

@@ -71,7 +71,9 @@ class Trace:
     def tables(self) -> dict[int, tuple[dict[str, Any], ...]]:
         """Rules of each table that was published to hold at all calls, by generation; generation 0 (no rule) is always
         there."""
-        logged = [t for line in self.log if line["kind"] == "table" and not (t := line["table"]).get("one_of")]
+        logged = [
+            t for line in self.log if line["kind"] == "table" and not (t := line["table"]).get("one_of")
+        ]
         return {0: (), **{int(t["generation"]): tuple(t["rules"]) for t in logged}}
 
 

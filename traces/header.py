@@ -41,9 +41,13 @@ def new_header() -> dict[str, Any]:
 
 
 #: Names of options and variables whose value is a secret, and values that are one whatever they are called.
-_SECRET_NAME = r"[\w.-]*(?:token|(?:secret|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key|credential)s?)"
+_SECRET_NAME = (
+    r"[\w.-]*(?:token|(?:secret|passw(?:or)?d|passphrase|(?:api|access|private)[_-]?key|credential)s?)"
+)
 _SECRETS = (
-    re.compile(rf"(?i)(?P<keep>(?<![\w-])(?:--?)?{_SECRET_NAME}(?:\s*[=:]\s*|\s+)[\"']?)(?P<secret>[^\s\"']+)"),
+    re.compile(
+        rf"(?i)(?P<keep>(?<![\w-])(?:--?)?{_SECRET_NAME}(?:\s*[=:]\s*|\s+)[\"']?)(?P<secret>[^\s\"']+)"
+    ),
     re.compile(r"(?P<keep>\b\w{1,20}://[^\s/:@]{1,200}:)(?P<secret>[^\s/@]{1,500})(?=@)"),
     re.compile(r"(?P<keep>(?i:bearer|basic)\s+)(?P<secret>[\w.~+/=-]{8,})"),
     re.compile(
@@ -66,7 +70,9 @@ def git(*args: str) -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=5, check=True)
+        done = subprocess.run(
+            ["git", "-C", str(root), *args], capture_output=True, text=True, timeout=5, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
@@ -81,7 +87,11 @@ def plain(value: Any) -> Any:
             return asdict(value)
         case Table():
             trial = {name: n for name in ("trial_steps", "one_of") if (n := getattr(value, name))}
-            return {"generation": value.generation, "rules": [plain(vars(rule)) for rule in value.rules], **trial}
+            return {
+                "generation": value.generation,
+                "rules": [plain(vars(rule)) for rule in value.rules],
+                **trial,
+            }
         case dict():
             return {str(k): plain(v) for k, v in value.items()}
         case list() | tuple():

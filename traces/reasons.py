@@ -61,7 +61,8 @@ class NotTuning(Reason):
 
     NOTHING = "the job runs no all_gather or reduce_scatter that a tuner can reach: nothing to tune"
     TOO_SMALL = (
-        "the all_gather and reduce_scatter that a tuner can reach take {share:.1%} of a step: too small a share to tune"
+        "the all_gather and reduce_scatter that a tuner can reach take {share:.1%} of a step: "
+        "too small a share to tune"
     )
     NOT_LOADED = (
         "NCCL has not loaded the plugin in any process here, so there is nothing to tune: let the job keep the "
@@ -115,7 +116,9 @@ class NotAgreeing(Reason):
         "rank {rank} has issued {count} collectives on a communicator, and rank {other} so many more or fewer that "
         "they cannot be compared"
     )
-    OTHER_CALLS = "the first {count} collectives of rank {rank} and rank {other} on their communicator are not the same"
+    OTHER_CALLS = (
+        "the first {count} collectives of rank {rank} and rank {other} on their communicator are not the same"
+    )
     LATE_STORE = "a rank came to its limit before the job's store had answered"
     NO_STORE = "rank {rank}: the job's store is gone ({error}); what was to change stays as it is"
     NOT_CONNECTED = "no table changes until the job's store answers ({why})"
@@ -135,7 +138,9 @@ def names(text: str) -> list[str]:
     found = [one for kind in VOCABULARY for one in kind if one.facts(text) is not None]
     if not found:
         return []
-    one = max(found, key=lambda one: len(re.sub(r"\{.*?\}", "", str(one.value))))  # most of the text is its own
+    one = max(
+        found, key=lambda one: len(re.sub(r"\{.*?\}", "", str(one.value)))
+    )  # most of the text is its own
     facts = one.facts(text) or {}
     return [one.title, *(title for key in _INNER if key in facts for title in names(facts[key]))]
 

@@ -54,7 +54,9 @@ class Decision:
         if (self.algo is None) != (self.proto is None):
             raise ValueError("algo and proto are set together or left unset together")
         if self.algo is not None and (self.algo not in ALGOS or self.proto not in PROTOS):
-            raise ValueError(f"unknown algorithm or protocol {self.algo}/{self.proto}; know {ALGOS} x {PROTOS}")
+            raise ValueError(
+                f"unknown algorithm or protocol {self.algo}/{self.proto}; know {ALGOS} x {PROTOS}"
+            )
         if not 0 <= self.n_channels <= 64:
             raise ValueError(f"n_channels is 0 (NCCL decides) to 64, not {self.n_channels}")
 
@@ -189,7 +191,9 @@ class Table:
     @classmethod
     def of(cls, generation: int, decisions: Decisions, *trial: int) -> Table:
         """Table with one row per slot whose decision is not AUTO; ``trial``: :attr:`trial_steps`, :attr:`one_of`."""
-        return cls(generation, tuple(Rule.of(s, d) for s, d in sorted(decisions.items()) if not d.is_auto), *trial)
+        return cls(
+            generation, tuple(Rule.of(s, d) for s, d in sorted(decisions.items()) if not d.is_auto), *trial
+        )
 
     def to_array(self) -> np.ndarray[Any, Any]:
         """Rows as RULE_DTYPE, sorted by (n_nodes, n_ranks, func, min_bytes) as the plugin's binary search needs.
@@ -228,7 +232,9 @@ def _rule(row: np.void) -> Rule:
     if func >= len(FUNCS) or (algo != UNSET and algo >= N_ALGOS) or (proto != UNSET and proto >= N_PROTOS):
         raise ValueError(f"table row with unknown numbers: func {func}, algo {algo}, proto {proto}")
     decision = Decision(
-        None if algo == UNSET else ALGOS[algo], None if proto == UNSET else PROTOS[proto], int(row["n_channels"])
+        None if algo == UNSET else ALGOS[algo],
+        None if proto == UNSET else PROTOS[proto],
+        int(row["n_channels"]),
     )
     sizes = int(row["min_bytes"]), int(row["max_bytes"])
     return Rule(int(row["n_ranks"]), int(row["n_nodes"]), FUNCS[func], *sizes, decision)
@@ -264,13 +270,17 @@ def _record(kind_fields: list[Any]) -> np.dtype[Any]:
 
 
 #: A communicator was made: its size. `name` is NCCL's, NUL-padded.
-COMM_DTYPE = _record([("rank", "<u4"), ("n_ranks", "<u4"), ("n_nodes", "<u4"), ("spare", "<u4"), ("name", "S64")])
+COMM_DTYPE = _record(
+    [("rank", "<u4"), ("n_ranks", "<u4"), ("n_nodes", "<u4"), ("spare", "<u4"), ("name", "S64")]
+)
 #: What NCCL offered for a message: predicted microseconds of each (algo, proto), -1 = not available; and, in the
 #: head, the (algo, proto) of NCCL's own choice (the smallest cost). Written when a (comm, func, n_bytes) is new.
 OFFER_DTYPE = _record([("cost_us", "<f4", (N_ALGOS, N_PROTOS)), ("n_pipe_ops", "<i4")])
 #: A collective was enqueued: what really runs (algo, proto, n_channels in the head). `seq` counts per comm and func.
 #: `asked_bytes`: what NCCL asked the tuner about, the whole group's bytes where it was grouped; 0 if it did not ask.
-COLL_DTYPE = _record([("seq", "<u8"), ("enqueue_ns", "<i8"), ("rank", "<u4"), ("spare", "<u4"), ("asked_bytes", "<u8")])
+COLL_DTYPE = _record(
+    [("seq", "<u8"), ("enqueue_ns", "<i8"), ("rank", "<u4"), ("spare", "<u4"), ("asked_bytes", "<u8")]
+)
 #: Its kernel ran, where sampled: GPU clock, earliest start to latest end over the channels that reported.
 KERNEL_DTYPE = _record([("seq", "<u8"), ("start_ns", "<i8"), ("end_ns", "<i8"), ("rank", "<u4")])
 #: An optimizer step ended on this rank (head: step, generation that was in force during it). Memory is
@@ -289,7 +299,8 @@ STEP_DTYPE = _record(
 STATE_DTYPE = _record([("rank", "<u4"), ("code", "<u4"), ("text", "S80")])
 RECORD_BYTES = 128
 assert all(
-    t.itemsize == RECORD_BYTES for t in (COMM_DTYPE, OFFER_DTYPE, COLL_DTYPE, KERNEL_DTYPE, STEP_DTYPE, STATE_DTYPE)
+    t.itemsize == RECORD_BYTES
+    for t in (COMM_DTYPE, OFFER_DTYPE, COLL_DTYPE, KERNEL_DTYPE, STEP_DTYPE, STATE_DTYPE)
 )
 
 
@@ -300,7 +311,9 @@ class AgreementState(IntEnum):
     OPEN = 1
     SHUT = 2  # never opened: the text says why
     CLOSED = 3  # stopped agreeing: the text says why and names the rank
-    LOSING = 5  # open, but one round after the other comes to nothing: the text says why. 4 is in older traces
+    LOSING = (
+        5  # open, but one round after the other comes to nothing: the text says why. 4 is in older traces
+    )
 
 
 #: A cost of this or more means that NCCL does not have the pair: 2.32 writes 1.7e38 for PAT.

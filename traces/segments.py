@@ -58,7 +58,9 @@ def atomically(path: Path, write: Callable[[Path], object]) -> None:
         write(tmp)
         os.replace(tmp, path)
     except OSError as error:
-        raise TraceError(f"cannot write {path}: {error.strerror or error}; free space or give another folder") from None
+        raise TraceError(
+            f"cannot write {path}: {error.strerror or error}; free space or give another folder"
+        ) from None
 
 
 def write_parquet(path: Path, frame: pd.DataFrame, columns: dict[str, str]) -> None:
@@ -131,7 +133,9 @@ def read_header(folder: Path) -> dict[str, Any]:
             f"{folder} is a file, a trace is a folder; `dynamiccl show` and `advise` read other tools' files"
         ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise TraceError(f"cannot read {path} ({error}): restore it, the segments beside it are unharmed") from None
+        raise TraceError(
+            f"cannot read {path} ({error}): restore it, the segments beside it are unharmed"
+        ) from None
     version = header.get("format") if isinstance(header, dict) else None
     if not isinstance(version, int):
         raise TraceError(f"{path} has no format version: this is not a trace of dynamiccl")

@@ -63,7 +63,9 @@ class TraceWriter:
         old: dict[str, Any] = {}
         if (self.folder / "header.json").exists():
             if existing == "refuse":
-                raise TraceError(f"{self.folder} already holds a trace: give another folder or remove it first")
+                raise TraceError(
+                    f"{self.folder} already holds a trace: give another folder or remove it first"
+                )
             if existing == "resume":
                 old = read_header(self.folder)
             else:

@@ -31,7 +31,11 @@ class Collectives:
         if not dist.is_initialized():
             raise ValueError("call torch.distributed.init_process_group() before zero()")
         self.group = group
-        self.rank, self.size, self.backend = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
+        self.rank, self.size, self.backend = (
+            dist.get_rank(group),
+            dist.get_world_size(group),
+            dist.get_backend(group),
+        )
         self.reduce_group = reduce_group or group
         self.replicas = Collectives(replicas) if replicas else None
         self.buffer_bytes = 0  # of all that were made
@@ -102,7 +106,9 @@ class _InPlace(dist.Work):
     def __init__(self, comm: Collectives, full: torch.Tensor) -> None:
         super().__init__()
         shards = enumerate(full.chunk(comm.size))
-        self._work = [dist.broadcast(part, group=comm.group, group_src=rank, async_op=True) for rank, part in shards]
+        self._work = [
+            dist.broadcast(part, group=comm.group, group_src=rank, async_op=True) for rank, part in shards
+        ]
 
     def wait(self, timeout: Any = None) -> bool:
         for work in self._work:

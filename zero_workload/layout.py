@@ -67,7 +67,11 @@ class Settings:
             ("min_unit", natural, _whole(self.min_unit)),
             ("hybrid", f"{natural}, or None", self.hybrid is None or _whole(self.hybrid)),
             ("param_dtype", floating, _floating(self.param_dtype)),
-            ("reduce_dtype", f"{floating}, or None", self.reduce_dtype is None or _floating(self.reduce_dtype)),
+            (
+                "reduce_dtype",
+                f"{floating}, or None",
+                self.reduce_dtype is None or _floating(self.reduce_dtype),
+            ),
             ("max_norm", "above 0, or None", self.max_norm is None or self.max_norm > 0),
             ("unit", "'block' or 'layer'", self.unit in ("block", "layer")),
         ):
@@ -133,7 +137,10 @@ class Bucket:
 
     def publish(self) -> None:
         """Round the master weights into the shard that is gathered."""
-        if self.master is not None and self.shard.untyped_storage()._cdata != self.master.untyped_storage()._cdata:
+        if (
+            self.master is not None
+            and self.shard.untyped_storage()._cdata != self.master.untyped_storage()._cdata
+        ):
             self.shard.copy_(self.master.detach())
 
 
@@ -178,7 +185,12 @@ class Row:
     """
 
     def __init__(
-        self, comm: Collectives, params: Sequence[nn.Parameter], indices: Sequence[int], settings: Settings, stage: int
+        self,
+        comm: Collectives,
+        params: Sequence[nn.Parameter],
+        indices: Sequence[int],
+        settings: Settings,
+        stage: int,
     ) -> None:
         self.shapes = {i: params[i].shape for i in indices}
         sizes = {i: shape.numel() for i, shape in self.shapes.items()}
@@ -284,7 +296,9 @@ def find_units(model: nn.Module, unit: str, min_unit: int) -> list[Unit]:
             if isinstance(module, _CONTAINERS):
                 found.append((Unit(path, child), -1))
                 block = len(found) - 1
-                found.extend((Unit(f"{path}.{n}", m), block) for n, m in child.named_children() if unit == "layer")
+                found.extend(
+                    (Unit(f"{path}.{n}", m), block) for n, m in child.named_children() if unit == "layer"
+                )
             elif any(isinstance(m, _CONTAINERS) for m in child.modules()):
                 walk(child, f"{path}.")
             elif sum(p.numel() for p in child.parameters()) >= min_unit:

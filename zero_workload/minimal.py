@@ -26,13 +26,18 @@ class Stage1:
 
     def __init__(self, model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         self.comm, self.params = Collectives(), list(model.parameters())
-        self.flat: dict[nn.Parameter, torch.Tensor] = {}  # [a multiple of N] the parameter's memory, with filling
+        self.flat: dict[
+            nn.Parameter, torch.Tensor
+        ] = {}  # [a multiple of N] the parameter's memory, with filling
         self.shards: dict[nn.Parameter, nn.Parameter] = {}  # [1 / N of that] what this rank updates
         for p in self.params:
             self.comm.broadcast(p.detach())
             flat = self.filled(p)
             p.data = flat[: p.numel()].view(p.shape)
-            self.flat[p], self.shards[p] = flat, nn.Parameter(flat.chunk(self.comm.size)[self.comm.rank].clone())
+            self.flat[p], self.shards[p] = (
+                flat,
+                nn.Parameter(flat.chunk(self.comm.size)[self.comm.rank].clone()),
+            )
         self.optimizer = optimizer(list(self.shards.values()))
 
     def filled(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,19 @@ OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 #: Optimizers of torch that look at each element by itself. A subclass of one may look at more: it is not on the list.
 ELEMENTWISE = {
     getattr(torch.optim, name)
-    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+    for name in (
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    )
 }
 
 
@@ -62,7 +74,9 @@ def group_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, in
     found = {name: numbers.get(id(p), -1) for name, p in model.named_parameters() if p.requires_grad}
     for name, number in found.items():
         if number < 0:
-            raise ValueError(f"{name} is in no group of the optimizer: give it to one, or freeze it (requires_grad)")
+            raise ValueError(
+                f"{name} is in no group of the optimizer: give it to one, or freeze it (requires_grad)"
+            )
     known = {id(p) for p in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         if any(id(p) not in known for p in group["params"]):
@@ -70,7 +84,9 @@ def group_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, in
     return found
 
 
-def regroup(optimizer: torch.optim.Optimizer, params: Sequence[Any], shapes: Sequence[Any], parts: list[Part]) -> None:
+def regroup(
+    optimizer: torch.optim.Optimizer, params: Sequence[Any], shapes: Sequence[Any], parts: list[Part]
+) -> None:
     """Put ``parts`` in place of the module's ``params``, of those ``shapes``, in every group. What the optimizer has of
     one already is cut alike.
     """

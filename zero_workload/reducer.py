@@ -29,7 +29,9 @@ class Reducer:
 
     def rows(self, indices: Sequence[int], stage: int) -> list[Row]:
         """Parameters laid end to end; the trainable and the frozen apart."""
-        apart = [[i for i in indices if self.params[i].requires_grad == trainable] for trainable in (True, False)]
+        apart = [
+            [i for i in indices if self.params[i].requires_grad == trainable] for trainable in (True, False)
+        ]
         return [Row(self.comm, self.params, some, self.settings, stage) for some in apart if some]
 
     def begin_backward(self, index: int | None = None) -> None:
@@ -48,7 +50,9 @@ class Reducer:
     def require_whole(self) -> None:
         """Raise RuntimeError where a backward pass has ended with an error: other ranks may wait for its reductions."""
         if self.in_backward and torch._C._current_graph_task_id() < 0:
-            raise RuntimeError("backward has failed and left its step half reduced: end the job, and start it again")
+            raise RuntimeError(
+                "backward has failed and left its step half reduced: end the job, and start it again"
+            )
 
     def launch(self, bucket: Bucket) -> None:
         """Start the reduction of ``bucket``. At stages 2 and 3 this frees the gradients it has copied."""
@@ -56,7 +60,11 @@ class Reducer:
         last = self.micro_batch == self.settings.gradient_accumulation - 1
         if bucket.grads is not None:
             local = bucket.grads.to(self.settings.wire)
-            out = local[bucket.owned] if not self.settings.stage or local is bucket.grads else local.new_empty(size)
+            out = (
+                local[bucket.owned]
+                if not self.settings.stage or local is bucket.grads
+                else local.new_empty(size)
+            )
             work = comm.reduce_scatter(out, local) if self.settings.stage else comm.all_reduce(local)
             bucket.grad_shard = out
             self._work.append((bucket, work, out, None, last))

@@ -89,7 +89,9 @@ class Replicated:
     def wait(self, unit: Unit | None = None) -> None:
         """Wait until the parameters of ``unit`` (all of them when ``None``) are those of the last step."""
         if self._gathers:
-            needed = self.buckets if unit is None else [b for i in unit.params for b in self.in_bucket.get(i, ())]
+            needed = (
+                self.buckets if unit is None else [b for i in unit.params for b in self.in_bucket.get(i, ())]
+            )
             for bucket in needed:
                 if bucket in self._gathers:
                     self._gathers.pop(bucket).wait()

@@ -41,12 +41,17 @@ class Sharded:
         self.comm, self.params, self.reducer, self.names = reducer.comm, reducer.params, reducer, names
         self.keep_last, self.prefetch = reducer.settings.keep_last, reducer.settings.prefetch
         self.order: list[Unit] = []  # forward calls as the last pass made them
-        self._cursor, self._known = 0, False  # known: a whole forward pass was seen, `order` says what comes last
+        self._cursor, self._known = (
+            0,
+            False,
+        )  # known: a whole forward pass was seen, `order` says what comes last
         self.units = [u for u in units if u.params]
         for unit in self.units:
             unit.rows = reducer.rows(unit.params, 3)
             self.free(unit)
-            unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), with_kwargs=True, prepend=True)
+            unit.module.register_forward_pre_hook(
+                partial(self._pre_forward, unit), with_kwargs=True, prepend=True
+            )
             unit.module.register_forward_hook(partial(self._post_forward, unit))
             for index in (i for row in unit.rows if row.trainable for i in row.begins):
                 self.params[index].register_post_accumulate_grad_hook(partial(self._on_grad, unit, index))
@@ -124,7 +129,9 @@ class Sharded:
             self.free(unit)
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.reducer.in_backward:  # activation checkpointing runs the forward again: only parameters are needed
+        if (
+            self.reducer.in_backward
+        ):  # activation checkpointing runs the forward again: only parameters are needed
             self.wait(unit)
             return None
         self._enter(unit)
@@ -190,7 +197,9 @@ class Sharded:
 
     def _flush(self) -> None:
         """At the end of a backward pass: reduce the units whose inputs carry no gradient, or that were not used."""
-        if torch._C._current_graph_task_id() < 0:  # backward failed here: where it has not, all of them are gathered
+        if (
+            torch._C._current_graph_task_id() < 0
+        ):  # backward failed here: where it has not, all of them are gathered
             for unit in reversed(self.order):
                 if unit.uses:
                     self._before_backward(unit, None)

@@ -91,9 +91,13 @@ def require_trainable(model: nn.Module) -> None:
     for name, p in trainable:
         if p.is_complex():
             cure = "hold its real and imaginary part (torch.view_as_real) as a parameter, or freeze it"
-            raise ValueError(f"{name} is {str(p.dtype).removeprefix('torch.')}, and what trains is real: {cure}")
+            raise ValueError(
+                f"{name} is {str(p.dtype).removeprefix('torch.')}, and what trains is real: {cure}"
+            )
         if hasattr(p, "device_mesh"):
-            raise ValueError(f"{name} is a DTensor, cut up already: give zero() the model before anything cuts it")
+            raise ValueError(
+                f"{name} is a DTensor, cut up already: give zero() the model before anything cuts it"
+            )
 
 
 class Engine:
@@ -114,7 +118,10 @@ class Engine:
         for unit in find_units(model, settings.unit, settings.min_unit):
             numel = sum(self.shapes[i].numel() for i in unit.params)
             (small if settings.stage < 3 or numel < (settings.hybrid or 0) else large).append(unit)
-        self.replicated, self.sharded = Replicated(small, self.reducer), Sharded(large, self.reducer, self.names)
+        self.replicated, self.sharded = (
+            Replicated(small, self.reducer),
+            Sharded(large, self.reducer, self.names),
+        )
         self._whole = False  # while ``state_dict`` gathers everything
         self._hook()
         self.buckets = [b for b in self.replicated.buckets + self.sharded.buckets if b.master is not None]
@@ -126,7 +133,9 @@ class Engine:
         model = self.model
         if self.replicated.buckets and self.settings.stage:  # by module: what forward begins with waits least
             for u in find_units(model, "block", 1):
-                u.module.register_forward_pre_hook(lambda module, args, u=u: self.replicated.wait(u), prepend=True)
+                u.module.register_forward_pre_hook(
+                    lambda module, args, u=u: self.replicated.wait(u), prepend=True
+                )
         model.register_forward_pre_hook(lambda module, args: self._begin_forward(), prepend=True)
         model.register_state_dict_pre_hook(self._before_state_dict)
         model.register_load_state_dict_pre_hook(self._before_loading)
@@ -193,7 +202,9 @@ class Engine:
             state = self.model.state_dict(keep_vars=True)
         finally:
             self._whole = False
-        return {n: whole[id(t)] if id(t) in whole else t.detach().to("cpu", copy=True) for n, t in state.items()}
+        return {
+            n: whole[id(t)] if id(t) in whole else t.detach().to("cpu", copy=True) for n, t in state.items()
+        }
 
     def _before_state_dict(self, *_: Any) -> None:
         if self.sharded.units and not self._whole:
@@ -202,7 +213,9 @@ class Engine:
             )
 
     def _before_loading(self, *_: Any) -> None:
-        if self.sharded.units or any(b.master is not None and b.master.dtype != b.full.dtype for b in self.buckets):
+        if self.sharded.units or any(
+            b.master is not None and b.master.dtype != b.full.dtype for b in self.buckets
+        ):
             raise RuntimeError("the engine holds the weights: load a state dict before zero()")
 
     def memory(self) -> dict[str, int]:

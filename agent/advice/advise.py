@@ -63,7 +63,9 @@ COPY_ENGINES = (
     "on 128 GPUs (Megatron-LM#5657). Asked for on 8 H20, a kernel came instead without a word, -1.8 % (UniRL#467): "
     "look for the kernel's name in a profile"
 )
-EFFICIENCY = "cta_policy 1 is EFFICIENCY, not ZERO: NCCL drops it while a tuner is loaded, so not beside dynamiccl"
+EFFICIENCY = (
+    "cta_policy 1 is EFFICIENCY, not ZERO: NCCL drops it while a tuner is loaded, so not beside dynamiccl"
+)
 
 
 def read(
@@ -77,7 +79,9 @@ def read(
     with terminal(stderr=True).status(f"reading {total / 1e6:,.0f} MB"):
         trace = read_recording(paths, ranks_per_node)
     if c is None and not len(trace.offers):
-        raise TraceError("the recording does not say what NCCL offers: name the recorded cluster with --cluster")
+        raise TraceError(
+            "the recording does not say what NCCL offers: name the recorded cluster with --cluster"
+        )
     return on_cluster(trace, named(str(cluster), nccl, trace.header.get("nccl"))) if c else trace
 
 
@@ -91,7 +95,9 @@ def exposure(trace: Trace) -> dict[Slot, float]:
     events = events.assign(bare=exposed_ns(events, trace.compute)).dropna(subset="bare")
     lasts = (events["end_ns"] - events["start_ns"]).astype(float)
     sizes = events["n_bytes"].map(lambda n: size_class(int(n)))
-    grouped = events.assign(lasts=lasts, size_class=sizes).groupby(["n_ranks", "n_nodes", "func", "size_class"])
+    grouped = events.assign(lasts=lasts, size_class=sizes).groupby(
+        ["n_ranks", "n_nodes", "func", "size_class"]
+    )
     sums = grouped[["bare", "lasts"]].sum()
     return {Slot(*key): bare / max(lasts, 1.0) for key, bare, lasts in sums.itertuples()}
 
@@ -161,7 +167,9 @@ class Advice:
         self.n_steps = int(trace.steps["index"].nunique())
         if self.cluster.n_ranks != given.n_ranks:
             ranks = f"{self.cluster.n_ranks} ranks were recorded, {given.name} has {given.n_ranks}"
-            self.notes.insert(0, f"{ranks}: as many nodes of its kind are assumed as they fill, {self.cluster.n_nodes}")
+            self.notes.insert(
+                0, f"{ranks}: as many nodes of its kind are assumed as they fill, {self.cluster.n_nodes}"
+            )
         belief = Belief(
             Prior.load(),
             fingerprint.vector(),
@@ -185,11 +193,27 @@ class Advice:
         found = bool(self.configs.any()) and self.n_steps >= LEAST_STEPS
         gain = _interval(*self.gains.interval(self.configs, LEVEL)) if found else None
         risk = self.gains.risk(self.configs) if found else None
-        told = {"predicted": True, "recording": str(self.trace.folder), "source": header.get("source") or "dynamiccl"}
-        told |= {"emulated": bool(header.get("emulated")), "cluster": self.cluster.name, "nccl": self.cluster.nccl}
+        told = {
+            "predicted": True,
+            "recording": str(self.trace.folder),
+            "source": header.get("source") or "dynamiccl",
+        }
+        told |= {
+            "emulated": bool(header.get("emulated")),
+            "cluster": self.cluster.name,
+            "nccl": self.cluster.nccl,
+        }
         told |= {"step_ms": self.tasks.default_ms, "steps": self.n_steps}
-        told |= {"communication": float(sum(p.share for p in profiles)), "gain": gain, "risk": risk, "level": LEVEL}
-        told |= {"unseen": risk is not None and risk <= UNSEEN, "possible": _interval(*self.gains.possible(LEVEL))}
+        told |= {
+            "communication": float(sum(p.share for p in profiles)),
+            "gain": gain,
+            "risk": risk,
+            "level": LEVEL,
+        }
+        told |= {
+            "unseen": risk is not None and risk <= UNSEEN,
+            "possible": _interval(*self.gains.possible(LEVEL)),
+        }
         told |= {"slots": [self._slot(i, found) for i in range(len(profiles))], "unknown": self._unknown()}
         told["launch"] = settings({slot.func for slot in self.tasks.slots}, self.cluster.n_nodes)
         return {"verdict": verdict(told), **told}
@@ -198,7 +222,12 @@ class Advice:
         p = self.tasks.profiles[i]
         alone = np.zeros(len(self.configs), int)
         alone[i] = self.configs[i]
-        told = {"slot": str(p.slot), "func": p.slot.func, "n_ranks": p.slot.n_ranks, "n_nodes": p.slot.n_nodes}
+        told = {
+            "slot": str(p.slot),
+            "func": p.slot.func,
+            "n_ranks": p.slot.n_ranks,
+            "n_nodes": p.slot.n_nodes,
+        }
         told |= {"n_bytes": p.n_bytes, "calls": p.calls, "call_us": p.call_us, "timed_by": p.timed_by}
         told |= {"share": p.share, "advice": str(decision_of(self.configs[i]))}
         told["exposed_share"] = float(self.exposed[i]) * p.share if np.isfinite(self.exposed[i]) else None
@@ -210,9 +239,13 @@ class Advice:
         """What the recording does not say, each once."""
         notes = list(self.notes)
         if self.n_steps < LEAST_STEPS:
-            notes.append(f"what a table gains: {self.n_steps} steps are too few to say, {LEAST_STEPS} are needed")
+            notes.append(
+                f"what a table gains: {self.n_steps} steps are too few to say, {LEAST_STEPS} are needed"
+            )
         if not np.isfinite(self.exposed).any():
-            notes.append("what of the communication the step waits for: record compute too (PyTorch's profiler does)")
+            notes.append(
+                "what of the communication the step waits for: record compute too (PyTorch's profiler does)"
+            )
         if any(p.timed_by == "NCCL's price" for p in self.tasks.profiles):
             notes.append("how long calls take: NCCL's own price stands in for it")
         if not self.tasks.measured[:, 1:].any():
@@ -233,7 +266,9 @@ def verdict(told: dict[str, Any]) -> str:
     if told["unseen"]:
         return f"apply the table: it should save {text(told['gain'])} of the step (predicted)"
     if told["possible"]["median"] >= WORTH:
-        return f"nothing to apply blindly; a tuning run may save {low:.0%} to {high:.0%} of the step (predicted)"
+        return (
+            f"nothing to apply blindly; a tuning run may save {low:.0%} to {high:.0%} of the step (predicted)"
+        )
     return f"nothing to apply, and not worth a tuning run: at most {high:.1%} of the step is to be saved (predicted)"
 
 

@@ -38,7 +38,10 @@ def _cell(text: str) -> str:
 COLUMNS = (
     ("", lambda row: row["place"]),
     ("policy", lambda row: f"{row['entrant']} {REMARKS.get(row['entrant'], '')}".strip()),
-    (f"default steps lost in {HORIZON:,} [95 %]", lambda row: f"{row['lost']:,.0f} {_between(row['lost_ci95'])}"),
+    (
+        f"default steps lost in {HORIZON:,} [95 %]",
+        lambda row: f"{row['lost']:,.0f} {_between(row['lost_ci95'])}",
+    ),
     (
         "gain delivered, of the oracle's [95 %]",
         lambda row: f"{row['gain_delivered']:.0%} {_between(row['gain_delivered_ci95'], '.0%')}",
@@ -72,7 +75,11 @@ class Board:
     def title(self) -> str:
         """Which jobs of which suite."""
         n, of = len(self.strata), len(self.suite)
-        return f"Suite `{self.suite.name}`, {n} of {of} jobs" if n < of else f"Suite `{self.suite.name}`, {n} jobs"
+        return (
+            f"Suite `{self.suite.name}`, {n} of {of} jobs"
+            if n < of
+            else f"Suite `{self.suite.name}`, {n} jobs"
+        )
 
     def judge(self, submission: Any, check: int | None = 0) -> str:
         """'' when a submission agrees with itself and with what its decisions give in ``check`` jobs (None: all; 0:

@@ -50,7 +50,12 @@ def enter_one(name: str, suite: str | JobSuite, jobs: int | None = None) -> dict
 
 
 def run(
-    names: Sequence[str], suite: str, jobs: int | None, folder: Path, processes: int = 2, limit_s: float = 1800.0
+    names: Sequence[str],
+    suite: str,
+    jobs: int | None,
+    folder: Path,
+    processes: int = 2,
+    limit_s: float = 1800.0,
 ) -> Iterator[dict[str, Any]]:
     """Yield the submission of each entrant as they come, or ``{"entrant", "failed"}``; they are left in ``folder``.
 

@@ -68,7 +68,11 @@ def _never_offered(facts: Facts) -> tuple[int, Any, str] | None:
         return None
     from ...traces.records import PAIRS
 
-    off = {a for a, name in (("pat", "NCCL_PAT_ENABLE"), ("nvls", "NCCL_NVLS_ENABLE")) if facts.env.get(name) == "0"}
+    off = {
+        a
+        for a, name in (("pat", "NCCL_PAT_ENABLE"), ("nvls", "NCCL_NVLS_ENABLE"))
+        if facts.env.get(name) == "0"
+    }
     if facts.release((0,), (2, 23)):
         off.add("pat")
     offered = [pair for pair in PAIRS if pair[0] not in off]
@@ -213,4 +217,6 @@ def gather(command: list[str] | None = None, table: Table | None = None) -> Fact
     ranks = told[1] if told else env.get("LOCAL_WORLD_SIZE", "")
     ranks_per_node = int(ranks) if ranks.isdigit() else None
     n_gpus, shm_free = len(gpus()) or None, free_bytes()
-    return Facts(env, nccl_release(), n_gpus, ranks_per_node, shm_free, has_compiler, table, os.uname().machine)
+    return Facts(
+        env, nccl_release(), n_gpus, ranks_per_node, shm_free, has_compiler, table, os.uname().machine
+    )

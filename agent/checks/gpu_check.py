@@ -83,7 +83,9 @@ class Machine:
     @classmethod
     def here(cls, cluster: str | None = None) -> Machine:
         """Its GPUs, or an emulated cluster: ``cluster``, or where it has no GPU. Raises ValueError, OSError."""
-        versions = {name: version(name) for name in ("dynamiccl", "torch")} | {"python": platform.python_version()}
+        versions = {name: version(name) for name in ("dynamiccl", "torch")} | {
+            "python": platform.python_version()
+        }
         names = gpus()
         if cluster or not names:
             emulated = Emulated(cluster) if cluster else Emulated()
@@ -124,7 +126,9 @@ class Check:
 
     def __init__(self, machine: Machine, out: Path, say: Callable[[str], object]) -> None:
         self.machine, self.say = machine, say
-        versions = [f"{name}-{machine.versions[name]}" for name in ("nccl", "torch") if name in machine.versions]
+        versions = [
+            f"{name}-{machine.versions[name]}" for name in ("nccl", "torch") if name in machine.versions
+        ]
         words = [date.today().isoformat(), *machine.device.lower().replace("/", "-").split(), *versions]
         self.folder = out / "_".join(words)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +165,11 @@ class Check:
         lines = path.read_text().splitlines() if path.exists() else []
         head, *rows = map(json.loads, lines or ['{"loaded": false, "kernel_times": false}'])
         counts = {"configs": sum(row["decision"] != "auto" for row in rows)}
-        for name, wrong in (("obeyed", "not obeyed"), ("ranks_agree", "ranks differ"), ("right", "wrong results")):
+        for name, wrong in (
+            ("obeyed", "not obeyed"),
+            ("ranks_agree", "ranks differ"),
+            ("right", "wrong results"),
+        ):
             counts[wrong] = sum(not row[name] for row in rows)
         said = "" if head["kernel_times"] else "NO KERNEL TIMES, "
         said += ", ".join(f"{what}: {n}" for what, n in counts.items())
@@ -180,7 +188,16 @@ class Check:
         out, emulated = self.folder / "zero3", self.machine.emulated
         shutil.rmtree(out, ignore_errors=True)  # nothing of an earlier run may pass for this one's
         # Forced: what the doctor would refuse is what is to be measured here.
-        tune = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--out", str(out), "--no-memory", "--force"]
+        tune = [
+            sys.executable,
+            "-m",
+            "dynamiccl.agent.cli",
+            "tune",
+            "--out",
+            str(out),
+            "--no-memory",
+            "--force",
+        ]
         tune += ["--cluster", emulated.cluster] if emulated else []
         job = self.machine.zero3(STEPS, out / "job.jsonl")
         ended = self._job([*tune, "--", *job], self.machine.env(), limit_s)
@@ -196,10 +213,14 @@ class Check:
         # At SIGINT `tune` sums up what it saw, and torchrun ends its ranks.
         limit = ["timeout", "--foreground", "--signal", "INT", "--kill-after", "60", str(limit_s)]
         with open(self.folder / "jobs.log", "ab") as log:
-            done = subprocess.run([*limit, *command], env={**os.environ, **env}, stdout=log, stderr=log, check=False)
+            done = subprocess.run(
+                [*limit, *command], env={**os.environ, **env}, stdout=log, stderr=log, check=False
+            )
         if done.returncode in (124, 137):
             return f"cut off after {limit_s:.0f} s"
-        return f"ended with status {done.returncode}, see {self.folder / 'jobs.log'}" if done.returncode else ""
+        return (
+            f"ended with status {done.returncode}, see {self.folder / 'jobs.log'}" if done.returncode else ""
+        )
 
 
 class Buffers:
@@ -227,7 +248,9 @@ class Buffers:
     def of(self, records: Any, kind: int) -> Any:
         """The records of one kind that are of this collective and size."""
         func, n_bytes = FUNCS.index(self.func), self.n_bytes
-        return records[(records["kind"] == kind) & (records["func"] == func) & (records["n_bytes"] == n_bytes)]
+        return records[
+            (records["kind"] == kind) & (records["func"] == func) & (records["n_bytes"] == n_bytes)
+        ]
 
 
 class Sweep:
@@ -279,9 +302,14 @@ class Sweep:
     def _cell(self, buffers: Buffers) -> None:
         own, records = self._try(buffers, AUTO)
         offer = buffers.of(records, rec.OFFER).view(rec.OFFER_DTYPE)[-1]
-        own["obeyed"] = own["ran"][:2] == (ALGOS[offer["algo"]], PROTOS[offer["proto"]])  # NCCL's plan is left as it is
+        own["obeyed"] = own["ran"][:2] == (
+            ALGOS[offer["algo"]],
+            PROTOS[offer["proto"]],
+        )  # NCCL's plan is left as it is
         self._write(own)
-        offered = [pair for pair, cost in zip(rec.PAIRS, rec.pair_costs(offer["cost_us"]), strict=True) if cost >= 0]
+        offered = [
+            pair for pair, cost in zip(rec.PAIRS, rec.pair_costs(offer["cost_us"]), strict=True) if cost >= 0
+        ]
         for pair in offered:
             for n_channels in CHANNELS:
                 self._write(self._try(buffers, Decision(*pair, n_channels))[0])
@@ -303,7 +331,12 @@ class Sweep:
         obeyed = {(algo, proto) for algo, proto, _ in ran} == {(decision.algo, decision.proto)}
         obeyed = obeyed and (decision.n_channels == 0 or all(n <= decision.n_channels for *_, n in ran))
         ranks = self._gather({"right": right, "obeyed": obeyed, "ran": ran})
-        row = {"func": func, "n_bytes": n_bytes, "decision": str(decision), "ran": ran[0] if ran else ("", "", 0)}
+        row = {
+            "func": func,
+            "n_bytes": n_bytes,
+            "decision": str(decision),
+            "ran": ran[0] if ran else ("", "", 0),
+        }
         row |= {key: all(rank[key] for rank in ranks) for key in ("right", "obeyed")}
         return row | {"ranks_agree": len(ran) == 1 and all(rank["ran"] == ran for rank in ranks)}, records
 

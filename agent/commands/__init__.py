@@ -49,19 +49,26 @@ EMULATION, SEARCH, OUTPUT = "Without GPUs", "The search", "What it leaves"
 Headroom = Annotated[
     int | None,
     Option(
-        min=1, max=64, help="Least channels of a communicator (NCCL_MIN_CTAS): no tuner can use more. Costs memory."
+        min=1,
+        max=64,
+        help="Least channels of a communicator (NCCL_MIN_CTAS): no tuner can use more. Costs memory.",
     ),
 ]
 # An emulated cluster for a job without GPUs; see :func:`emulation`.
 EmulatedCluster = Annotated[
-    str | None, Option(name="--cluster", group=EMULATION, help="Emulate this cluster: a preset, or a .toml file.")
+    str | None,
+    Option(name="--cluster", group=EMULATION, help="Emulate this cluster: a preset, or a .toml file."),
 ]
-BytesScale = Annotated[float | None, Option(group=EMULATION, help="Emulated bytes for one of the job's. Default: 360.")]
+BytesScale = Annotated[
+    float | None, Option(group=EMULATION, help="Emulated bytes for one of the job's. Default: 360.")
+]
 ComputeScale = Annotated[
     float | None, Option(group=EMULATION, help="Emulated operations for one of the job's. Default: 400.")
 ]
 
-Force = Annotated[bool, Option(help="Go on although `dynamiccl doctor` finds something that must be changed.")]
+Force = Annotated[
+    bool, Option(help="Go on although `dynamiccl doctor` finds something that must be changed.")
+]
 Json = Annotated[bool, Option(name="--json", help="Print JSON instead of text.")]
 
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 def advise(
     recording: Annotated[
         list[Path],
-        Argument(metavar="RECORDING...", help="A run's trace, profiles of PyTorch, one a rank, or their folder."),
+        Argument(
+            metavar="RECORDING...", help="A run's trace, profiles of PyTorch, one a rank, or their folder."
+        ),
     ],
     cluster: Annotated[
         str | None, Option(help="Where it was recorded: a preset, as of `tune`, or a .toml file.")
@@ -70,7 +72,11 @@ def _tell_measured(summary: RunSummary, json: bool) -> None:
 
     keys = ("speedup", "speedup_ci95", "aa_speedup_ci95", "kept", "table")
     told: dict[str, Any] = {"predicted": False, **{key: getattr(summary, key) for key in keys}}
-    kept = f"apply its table: {told['table']}" if told["kept"] and told["table"] else "no table of it is in force"
+    kept = (
+        f"apply its table: {told['table']}"
+        if told["kept"] and told["table"]
+        else "no table of it is in force"
+    )
     told["verdict"] = f"measured by this run: {verdict(summary)}; {kept}"
     print(json_module.dumps(told, indent=1) if json else told["verdict"])
 
@@ -86,11 +92,20 @@ def _show(a: dict[str, Any]) -> None:
     print(a["verdict"])
     kind = "emulated, not GPU times" if a["emulated"] else a["source"]
     print(f"{a['recording']} ({kind}) on {a['cluster']}, NCCL {a['nccl']}")
-    print(f"step {a['step_ms']:.1f} ms, {a['communication']:.1%} of it in these collectives; {a['steps']} steps")
+    print(
+        f"step {a['step_ms']:.1f} ms, {a['communication']:.1%} of it in these collectives; {a['steps']} steps"
+    )
     rows = []
     for s in (s for s in a["slots"] if s["share"] >= 0.005 or s["advice"] != "auto"):
         bare = "?" if s["exposed_share"] is None else f"{s['exposed_share']:.1%}"
-        row = [s["slot"], f"{s['calls']:.0f}", f"{s['call_us'] / 1e3:.2f} ms", f"{s['share']:.1%}", bare, s["own"]]
+        row = [
+            s["slot"],
+            f"{s['calls']:.0f}",
+            f"{s['call_us'] / 1e3:.2f} ms",
+            f"{s['share']:.1%}",
+            bare,
+            s["own"],
+        ]
         advice = "as it is" if s["advice"] == "auto" else s["advice"]
         rows.append([*row, advice, "" if s["saves"] is None else text(s["saves"])])
     heads = ("recorded", "calls", "one call", "of the step", "exposed", "NCCL's choice", "try", "should save")

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 def apply(
     table: Annotated[Path, Argument(help="A table, or the folder of a run that left one.")],
-    command: Annotated[list[str] | None, Argument(help="The job, after --. Any program that uses NCCL.")] = None,
+    command: Annotated[
+        list[str] | None, Argument(help="The job, after --. Any program that uses NCCL.")
+    ] = None,
     gate: Annotated[bool, Option(help="Without it: not for PyTorch's training loops, see above.")] = True,
     headroom: Headroom = None,
     force: Force = False,
@@ -74,9 +76,13 @@ def apply(
         refuse_traps(command, force, table=loaded, emulated="DYNAMICCL_CLUSTER" in os.environ)
         raise SystemExit(_together(loaded, command, headroom))
     os.environ.pop("DYNAMICCL_RUN", None)
-    say("without the gate nobody counts in how many calls the table is used; NCCL_DEBUG=INFO names our tuner if it is")
+    say(
+        "without the gate nobody counts in how many calls the table is used; NCCL_DEBUG=INFO names our tuner if it is"
+    )
     # Nothing is watched: no probe, no profiler, no ring.
-    refuse_traps(command, force, table=loaded, but=("autoload", "no profiler", "plugin path", "shared memory"))
+    refuse_traps(
+        command, force, table=loaded, but=("autoload", "no profiler", "plugin path", "shared memory")
+    )
     environment = {**nccl_env(path, headroom=headroom), "DYNAMICCL_TABLE": f"hex:{message.hex()}"}
     os.execve(program, command, {**os.environ, **environment})
 
@@ -95,7 +101,10 @@ def _together(table: Table, command: list[str], headroom: int | None) -> int:
     with refusing(ValueError, OSError):
         run = RunFolder.create()
         run.table.publish(table)
-        environment = {**job_env(run.path, headroom), "DYNAMICCL_SAMPLE_EVERY": "0"}  # nobody reads kernel times
+        environment = {
+            **job_env(run.path, headroom),
+            "DYNAMICCL_SAMPLE_EVERY": "0",
+        }  # nobody reads kernel times
     os.environ.pop("DYNAMICCL_TABLE", None)
     status = Launcher(Plan(command, [], str(run.path), os.devnull, environment), say).run()
     say(_outcome(run) if table.rules else "the table has no rules: NCCL decided every call")

@@ -15,18 +15,24 @@ if TYPE_CHECKING:
 
 def bench(
     policy: Annotated[
-        list[str] | None, Option(help="A known policy, FILE.npz or MODULE:NAME; repeat for more. Default: all known.")
+        list[str] | None,
+        Option(help="A known policy, FILE.npz or MODULE:NAME; repeat for more. Default: all known."),
     ] = None,
     suite: Annotated[str, Option(help="standard, held-out, unseen, or a file.")] = "standard",
     jobs: Annotated[
-        int, Option(min=0, help="Jobs of the suite, evenly over it. Default: of --filed or --submission, else all.")
+        int,
+        Option(
+            min=0, help="Jobs of the suite, evenly over it. Default: of --filed or --submission, else all."
+        ),
     ] = 0,
     out: Annotated[Path, Option(help="Folder for submissions and the board.")] = Path("runs/bench"),
     processes: Annotated[int, Option(min=1, help="Entrants played at the same time.")] = 2,
     limit: Annotated[float, Option(min=1, help="Seconds that one entrant may take.")] = 1800.0,
     filed: Annotated[bool, Option(help="Judge the results on record too.")] = False,
     check: Annotated[int, Option(min=0, help="Jobs of --filed or --submission to replay; 0: all.")] = 0,
-    submission: Annotated[list[Path] | None, Option(help="Judge this submission file too; repeat for more.")] = None,
+    submission: Annotated[
+        list[Path] | None, Option(help="Judge this submission file too; repeat for more.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Judge policies on a suite of whole jobs, searched as `dynamiccl tune --policy X` does; every step counts.

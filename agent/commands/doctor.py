@@ -10,8 +10,12 @@ from . import Argument, Json, Option, refusing
 
 
 def doctor(
-    command: Annotated[list[str] | None, Argument(help="The job, after --; it is only read, not run.")] = None,
-    trace: Annotated[Path | None, Option(help="Also look for a slow rank in this trace, recording or run.")] = None,
+    command: Annotated[
+        list[str] | None, Argument(help="The job, after --; it is only read, not run.")
+    ] = None,
+    trace: Annotated[
+        Path | None, Option(help="Also look for a slow rank in this trace, recording or run.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check this machine and environment for what would make tuning useless or unsafe, and say how to cure it.
@@ -35,14 +39,22 @@ def doctor(
             slow = find(read_recording([trace]))
         looked_at["ranks' times"] = slow or "no rank is waited for more than a setting gives"
     if json:
-        print(json_module.dumps({"checked": looked_at, "findings": [vars(finding) for finding in findings]}, indent=1))
+        print(
+            json_module.dumps(
+                {"checked": looked_at, "findings": [vars(finding) for finding in findings]}, indent=1
+            )
+        )
     else:
         for name, found in looked_at.items():
             print(f"{name:<14}{found}")
         for finding in findings:
-            print(f"{'CHANGE' if finding.must_change else 'note  '}  {finding.what}\n        -> {finding.cure}")
+            print(
+                f"{'CHANGE' if finding.must_change else 'note  '}  {finding.what}\n        -> {finding.cure}"
+            )
         if not facts.nccl and not facts.n_gpus:  # where the GPUs are this may be another Python's
-            print("Without NCCL a job is tuned on the emulated cluster only: dynamiccl tune --cluster dgx-h100-2x8")
+            print(
+                "Without NCCL a job is tuned on the emulated cluster only: dynamiccl tune --cluster dgx-h100-2x8"
+            )
         elif not findings:
             print("nothing in the way of the tuner")
     raise SystemExit(any(finding.must_change for finding in findings))

@@ -12,7 +12,9 @@ from . import EmulatedCluster, Json, Option, emulation, refusing
 def gpu_check(
     cluster: EmulatedCluster = None,
     budget: Annotated[float, Option(min=20, help="Seconds that both parts together may take.")] = 480,
-    out: Annotated[Path | None, Option(help="Folder. Default: envs/results on GPUs, else runs/gpu-check.")] = None,
+    out: Annotated[
+        Path | None, Option(help="Folder. Default: envs/results on GPUs, else runs/gpu-check.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Is the plugin loaded and obeyed on these GPUs, are results right, does tuning help?
@@ -40,5 +42,7 @@ def gpu_check(
     if json:
         print(json_module.dumps(result, indent=1))
     else:
-        print(f"{'all well' if result['ok'] else 'SOMETHING IS WRONG'} ({result['label']}): {check.folder}/check.json")
+        print(
+            f"{'all well' if result['ok'] else 'SOMETHING IS WRONG'} ({result['label']}): {check.folder}/check.json"
+        )
     raise SystemExit(0 if result["ok"] else 1)

@@ -23,9 +23,13 @@ MOST_EVENTS = 500_000
 
 def show(
     trace: Annotated[Path, Argument(help="A run's folder, or its trace.")],
-    windows: Annotated[bool, Option(help="Also list the windows: some steps each, measured under one table.")] = False,
+    windows: Annotated[
+        bool, Option(help="Also list the windows: some steps each, measured under one table.")
+    ] = False,
     json: Json = False,
-    whole: Annotated[bool, Option(help="Read every event of a long run, not half a million at each end.")] = False,
+    whole: Annotated[
+        bool, Option(help="Read every event of a long run, not half a million at each end.")
+    ] = False,
 ) -> None:
     """Show what a run came to, and why: what each collective cost, what NCCL's prices were, what was tried and decided.
 
@@ -62,7 +66,9 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
         "n_events": len(trace.events),
         "records_lost": trace.header.get("records_lost", 0),
         "slots": [_slot(c, which.rules) for c in costs.to_dict("records")],
-        "windows": [{k: v for k, v in line.items() if k != "kind"} for line in trace.log if line["kind"] == "window"],
+        "windows": [
+            {k: v for k, v in line.items() if k != "kind"} for line in trace.log if line["kind"] == "window"
+        ],
         "tables": len(trace.tables) - 1,
         "summary": vars(summary),
         "consistency": summary.consistency,
@@ -138,7 +144,12 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     console.print(f"[bold]{story['folder']}[/]", soft_wrap=True)
     if h.get("emulated"):
         console.print(f"{emulation_text(h)}: these are not GPU times", style="yellow")
-    facts = [h.get("date"), h.get("host"), h.get("nccl") and f"NCCL {h['nccl']}", h.get("job") or h.get("command")]
+    facts = [
+        h.get("date"),
+        h.get("host"),
+        h.get("nccl") and f"NCCL {h['nccl']}",
+        h.get("job") or h.get("command"),
+    ]
     console.print("  ".join(str(fact) for fact in facts if fact), markup=False, soft_wrap=True)
     if not steps["n"]:
         console.print(f"no optimizer step was seen; {story['n_events']} collectives")

@@ -11,7 +11,9 @@ from . import Argument, Json, Option, refusing, run_folder
 
 def stop(
     run: Annotated[str, Argument(help="The --out of the run (runs/tune/latest), or its run folder.")],
-    wait: Annotated[float, Option(min=0, help="Seconds to wait until the job has NCCL's own choice again.")] = 30,
+    wait: Annotated[
+        float, Option(min=0, help="Seconds to wait until the job has NCCL's own choice again.")
+    ] = 30,
     json: Json = False,
 ) -> None:
     """End tuning and go back to NCCL's own choice, now and for good; the job goes on.
@@ -39,7 +41,12 @@ def stop(
         if not by_tuner:
             job.confirm({})
         seen = _in_force(job, folder, max(0.0, wait - (time.monotonic() - begun)))
-    what: dict[str, Any] = {"run": str(path), "had_tuner": by_tuner, "job_runs": job.is_alive(), "in_force": seen}
+    what: dict[str, Any] = {
+        "run": str(path),
+        "had_tuner": by_tuner,
+        "job_runs": job.is_alive(),
+        "in_force": seen,
+    }
     if json:
         print(json_module.dumps(what))
     elif seen:
@@ -47,7 +54,9 @@ def stop(
     elif not what["job_runs"]:
         print("the job is over")
     else:
-        print("NCCL's own choice is set, but no step of the job was seen under it yet: say it again to look once more")
+        print(
+            "NCCL's own choice is set, but no step of the job was seen under it yet: say it again to look once more"
+        )
     raise SystemExit(0 if seen or not what["job_runs"] else 1)
 
 

@@ -19,11 +19,15 @@ _AGREE = {"OPEN": "yes", "WAITING": "not yet", "LOSING": "too late", "SHUT": "no
 
 
 def top(
-    runs: Annotated[list[Path] | None, Argument(metavar="RUN...", help="Or their folders. Default: runs/tune.")] = None,
+    runs: Annotated[
+        list[Path] | None, Argument(metavar="RUN...", help="Or their folders. Default: runs/tune.")
+    ] = None,
     once: Annotated[bool, Option(help="Print once and end, as on a pipe.")] = False,
     json: Json = False,
     every: Annotated[float, Option(min=0.2, help="Seconds between looks.")] = 2.0,
-    metrics: Annotated[Path | None, Option(help="Also write a textfile for node_exporter (NAME.prom).")] = None,
+    metrics: Annotated[
+        Path | None, Option(help="Also write a textfile for node_exporter (NAME.prom).")
+    ] = None,
 ) -> None:
     """How runs stand: job, step, phase, table, gain, the search's cost, agreement, lost records.
 
@@ -70,7 +74,18 @@ def table(found: list[dict[str, Any]]) -> Table:
 
     from ..report.terminal import grid
 
-    heads = ("run", "state", "step", "phase", "step time", "in force", "shorter", "cost", "ranks agree", "lost records")
+    heads = (
+        "run",
+        "state",
+        "step",
+        "phase",
+        "step time",
+        "in force",
+        "shorter",
+        "cost",
+        "ranks agree",
+        "lost records",
+    )
     return grid(heads, map(_row, found), ("step", "step time", "lost records"), no_wrap=True, box=box.SIMPLE)
 
 

@@ -9,7 +9,8 @@ from . import Json, Option, fail, one_thread, refusing
 def train(
     turns: Annotated[int, Option(min=1, help="Turns to learn from, of all jobs together.")] = 240_000,
     runs: Annotated[
-        list[Path] | None, Option(help="Go on from the shipped weights on recorded runs (folders of a trace).")
+        list[Path] | None,
+        Option(help="Go on from the shipped weights on recorded runs (folders of a trace)."),
     ] = None,
     seed: Annotated[int, Option(min=0, help="Of the weights that it begins with, and of the jobs.")] = 0,
     out: Annotated[Path, Option(help="Weights file to write; a .json record goes beside it.")] = Path(
@@ -53,4 +54,6 @@ def train(
     console.print(f"{out}: trained in {training.seconds:.0f} s; judge it by: dynamiccl bench --policy {out}")
     console.print(f"record and learning curve: {record}")
     if told is not None:
-        console.print(f"{told:+.1f} default steps a job beyond the rule's on {len(judges)} runs that it has not seen")
+        console.print(
+            f"{told:+.1f} default steps a job beyond the rule's on {len(judges)} runs that it has not seen"
+        )

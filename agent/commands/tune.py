@@ -41,38 +41,58 @@ LEAST_STEPS = 150
 
 def tune(
     call: Call,
-    command: Annotated[list[str] | None, Argument(help="The job, after --; without one our own ZeRO job.")] = None,
+    command: Annotated[
+        list[str] | None, Argument(help="The job, after --; without one our own ZeRO job.")
+    ] = None,
     stage: Annotated[int, Option(min=0, max=3, group=OWN, help="ZeRO stage, 0 to 3.")] = 3,
-    steps: Annotated[int, Option(group=OWN, help="Optimizer steps; a verdict takes some 100 to 1200.")] = 1000,
-    ranks: Annotated[int | None, Option(group=OWN, help="Processes. Default: one a GPU, 2 without GPUs.")] = None,
+    steps: Annotated[
+        int, Option(group=OWN, help="Optimizer steps; a verdict takes some 100 to 1200.")
+    ] = 1000,
+    ranks: Annotated[
+        int | None, Option(group=OWN, help="Processes. Default: one a GPU, 2 without GPUs.")
+    ] = None,
     policy: Annotated[
         str, Option(group=SEARCH, help="expected-improvement, lstm, sweep...; FILE.npz; MODULE:NAME.")
     ] = "expected-improvement",
-    budget: Annotated[float, Option(min=0, group=SEARCH, help="Share of the job's time that it may cost.")] = 0.05,
-    once: Annotated[bool, Option(group=SEARCH, help="Stop at the verdict: no trials after it, no watch.")] = False,
-    bitwise: Annotated[bool, Option(group=SEARCH, help="Only tune all_gather: sums keep their order.")] = False,
-    windows: Annotated[int, Option(min=1, group=SEARCH, help="Most windows that the policy may ask for.")] = 20,
+    budget: Annotated[
+        float, Option(min=0, group=SEARCH, help="Share of the job's time that it may cost.")
+    ] = 0.05,
+    once: Annotated[
+        bool, Option(group=SEARCH, help="Stop at the verdict: no trials after it, no watch.")
+    ] = False,
+    bitwise: Annotated[
+        bool, Option(group=SEARCH, help="Only tune all_gather: sums keep their order.")
+    ] = False,
+    windows: Annotated[
+        int, Option(min=1, group=SEARCH, help="Most windows that the policy may ask for.")
+    ] = 20,
     verify: Annotated[int, Option(min=2, group=SEARCH, help="Most pairs of windows in one comparison.")] = 10,
     window_steps: Annotated[
         int | None, Option(min=1, group=SEARCH, help="Of a window. Default: 5 to 10, by the noise.")
     ] = None,
     headroom: Headroom = None,
     attach: Annotated[
-        str | None, Option(metavar="RUN", help="Join a running job: what `dynamiccl env` made, or a run without tuner.")
+        str | None,
+        Option(metavar="RUN", help="Join a running job: what `dynamiccl env` made, or a run without tuner."),
     ] = None,
     again: Annotated[bool, Option(help="With --attach: even after `dynamiccl stop`.")] = False,
     kill_after: Annotated[
-        float | None, Option(min=0, help="Kill a job that has not ended so many seconds after it was told to.")
+        float | None,
+        Option(min=0, help="Kill a job that has not ended so many seconds after it was told to."),
     ] = None,
     force: Force = False,
     seed: Annotated[int, Option(help="Of our own job, the emulation and the policy.")] = 0,
     out: Annotated[
-        Path | None, Option(group=OUTPUT, help="Folder, its results replaced. Default: a new one, runs/tune/latest.")
+        Path | None,
+        Option(group=OUTPUT, help="Folder, its results replaced. Default: a new one, runs/tune/latest."),
     ] = None,
-    json: Annotated[bool, Option(group=OUTPUT, help="Print the summary to stdout, all else to stderr.")] = False,
+    json: Annotated[
+        bool, Option(group=OUTPUT, help="Print the summary to stdout, all else to stderr.")
+    ] = False,
     quiet: Annotated[bool, Option(group=OUTPUT, help="Say nothing but the verdict.")] = False,
     memory: Annotated[
-        str | None, Option(metavar="URL", group=OUTPUT, help="Where tables are kept for the next run; s3://... too.")
+        str | None,
+        Option(metavar="URL", group=OUTPUT, help="Where tables are kept for the next run; s3://... too."),
     ] = None,
     no_memory: Annotated[bool, Option(group=OUTPUT, help="Begin from nothing, and leave nothing.")] = False,
     cluster: EmulatedCluster = None,
@@ -112,7 +132,9 @@ def tune(
     _check(call)
     if attach:
         if headroom:
-            fail("the job's communicators are made already: give --headroom to `dynamiccl env`, before the job starts")
+            fail(
+                "the job's communicators are made already: give --headroom to `dynamiccl env`, before the job starts"
+            )
         _attach(call, attach, again)
         return
     n_gpus = 0 if cluster else len(gpus())
@@ -120,7 +142,9 @@ def tune(
         cluster = Emulated().cluster
     emulated, known = emulation(cluster, bytes_scale, compute_scale, seed) if cluster else (None, {})
     if command and shutil.which(command[0]) is None:
-        fail(f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py")
+        fail(
+            f"cannot start {command[0]!r}: no such program; give the job after --, e.g. -- torchrun train.py"
+        )
     refuse_traps(command, force, emulated=emulated is not None)
     own = {} if command else {"stage": stage, "n_processes": ranks or (2 if emulated else n_gpus)}
     with refusing(PluginBuildError, Busy, ValueError, OSError):
@@ -151,7 +175,14 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
         fail(f"no run can be left in {error.filename}: {error.strerror}; give another --out")
     out = out.resolve()
     log, job_log = str(out / "job.log"), out / "job.jsonl" if own else None
-    for name in ("job.log", "job.jsonl", "tuner.log", "summary.json", "table.json", "report.html"):  # an earlier run's
+    for name in (
+        "job.log",
+        "job.jsonl",
+        "tuner.log",
+        "summary.json",
+        "table.json",
+        "report.html",
+    ):  # an earlier run's
         (out / name).unlink(missing_ok=True)
     if job_log:
         job = facts["stage"], asked["steps"], facts["n_processes"], job_log
@@ -165,7 +196,9 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     tuner = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--attach", str(run)]
     environment = {**job_env(run, asked["headroom"]), **(emulated.env() if emulated else {})}
     locks = [fd, lock(run / LAUNCHER, f"{run} has a launcher already")]
-    Plan(list(command), tuner, str(run), log, environment, asked["json"], own, asked["kill_after"], locks).become()
+    Plan(
+        list(command), tuner, str(run), log, environment, asked["json"], own, asked["kill_after"], locks
+    ).become()
 
 
 def _attach(call: Call, where: str, again: bool) -> None:
@@ -214,7 +247,10 @@ def _exit_code(summary: RunSummary) -> int:
     """Of the tuner alone: 0 with a result, 1 if tuning had to be withdrawn, 2 without a result, 128 + n interrupted."""
     from ...traces.reasons import RunEnds
 
-    by_signal = {RunEnds.INTERRUPTED(): 130, RunEnds.TERMINATED(): 143}  # as a shell says it: 128 + SIGINT, + SIGTERM
+    by_signal = {
+        RunEnds.INTERRUPTED(): 130,
+        RunEnds.TERMINATED(): 143,
+    }  # as a shell says it: 128 + SIGINT, + SIGTERM
     if summary.ended in by_signal:
         return by_signal[summary.ended]
     if summary.failure:

@@ -43,7 +43,10 @@ class Paired:
         if self.race.n:
             found["speedup"], *found["speedup_ci95"] = speedups(self.race.mean, *self.race.interval)
         for name, windows in (("table", self.table_ms), ("against", self.against_ms)):
-            found |= {f"{name}_ms": float(np.median(windows)) if windows else None, f"{name}_windows": len(windows)}
+            found |= {
+                f"{name}_ms": float(np.median(windows)) if windows else None,
+                f"{name}_windows": len(windows),
+            }
         return found | {"steps": [self.first_step, self.last_step]}
 
 
@@ -55,10 +58,15 @@ class Ledger:
         self.tables: dict[str, dict[Slot, Decision]] = {}
         self.paired: list[Paired] = []
         self._named = set[str]()
-        self.best: tuple[str, float] | None = None  # of single windows: the letter, its time over the default's
+        self.best: tuple[str, float] | None = (
+            None  # of single windows: the letter, its time over the default's
+        )
         self.windows = 0  # up to the verdict
         self.search_ms = self.budget_ms = 0.0  # what they lost against the default, and may lose
-        self.trials, self.trials_ms = 0, 0.0  # windows after it, and what they lost against the table in force
+        self.trials, self.trials_ms = (
+            0,
+            0.0,
+        )  # windows after it, and what they lost against the table in force
 
     def letter(self, decisions: Decisions) -> str:
         """Of the table with these decisions."""
@@ -92,14 +100,28 @@ class Ledger:
             trials=self.trials,
             trials_cost_s=self.trials_ms / 1e3,
             comparisons=[one.told() for one in self.paired],
-            tables={name: list(starmap(row_of, self.tables[name].items())) for name in self.tables if name in named},
+            tables={
+                name: list(starmap(row_of, self.tables[name].items()))
+                for name in self.tables
+                if name in named
+            },
         )
 
 
 def row_of(slot: Slot, d: Decision) -> dict[str, Any]:
     """A slot and its decision as a row of the summary."""
-    found = {"func": slot.func, "min_bytes": slot.min_bytes, "max_bytes": slot.max_bytes, "n_ranks": slot.n_ranks}
-    return found | {"n_nodes": slot.n_nodes, "algo": d.algo, "proto": d.proto, "n_channels": d.n_channels or None}
+    found = {
+        "func": slot.func,
+        "min_bytes": slot.min_bytes,
+        "max_bytes": slot.max_bytes,
+        "n_ranks": slot.n_ranks,
+    }
+    return found | {
+        "n_nodes": slot.n_nodes,
+        "algo": d.algo,
+        "proto": d.proto,
+        "n_channels": d.n_channels or None,
+    }
 
 
 def letters(n: int) -> str:

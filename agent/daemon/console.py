@@ -49,7 +49,9 @@ class Expected:
         if not n:
             return told
         low, middle, high = (self.steps[int(part * (n - 1))] for part in (0.1, 0.5, 0.9))
-        return f"{told} Its verdict takes {middle} steps in half of simulated jobs, {low} to {high} in 8 of 10."
+        return (
+            f"{told} Its verdict takes {middle} steps in half of simulated jobs, {low} to {high} in 8 of 10."
+        )
 
 
 class LiveView:
@@ -58,7 +60,9 @@ class LiveView:
     def __init__(self, budget: float, quiet: bool = False, alone: bool = True) -> None:
         self.console = terminal(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
         self._is_live = alone and self.console.is_terminal and not quiet
-        self._live = Live(console=self.console, refresh_per_second=4, transient=True) if self._is_live else None
+        self._live = (
+            Live(console=self.console, refresh_per_second=4, transient=True) if self._is_live else None
+        )
         self._expected, self._budget = Expected(), budget
         self._prefix, self._heard = "" if alone else "dynamiccl: ", time.monotonic()
         self._before: tuple[int, float] | None = None  # a window's last step, and when it came
@@ -93,14 +97,24 @@ class LiveView:
         """A line of the tuner's own."""
         self._heard = time.monotonic()
         text = f"{self._prefix}{text}"
-        lines = [text] if self._live else textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+        lines = (
+            [text]
+            if self._live
+            else textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+        )
         self.console.print("\n".join(lines), markup=False)
 
     def _parts(self, line: WindowLine) -> list[str]:
         """How the run stands, in short."""
-        best = f"best so far {line.best[0]}, {change(1 / line.best[1])} in one window" if line.best else "no better yet"
+        best = (
+            f"best so far {line.best[0]}, {change(1 / line.best[1])} in one window"
+            if line.best
+            else "no better yet"
+        )
         end = self._expected.after(line.last_step)
-        left = f"verdict in about {end - line.last_step} steps" if end else "no telling when the verdict comes"
+        left = (
+            f"verdict in about {end - line.last_step} steps" if end else "no telling when the verdict comes"
+        )
         in_time = f" ({seconds((end - line.last_step) * self._step_s)})" if end and self._step_s else ""
         spent = f"cost {seconds(max(line.cost_s, 0))} of {seconds(line.budget_s)} allowed"
         return [PHASES.get(line.phase, line.phase), best, left + in_time, spent]
@@ -126,7 +140,9 @@ class LiveView:
         text = Text("step ")
         for value in times:
             height = _BARS[min(int(8 * (value - low) / max(high - low, 1e-9)), 7)]
-            text.append(height, "green" if value < min(default) else "yellow" if value > max(default) else "dim")
+            text.append(
+                height, "green" if value < min(default) else "yellow" if value > max(default) else "dim"
+            )
         band = f"{ms(min(default))} to {ms(max(default))}" if max(default) > min(default) else ms(default[0])
         return text.append(f" {ms(line.step_ms)}; {OWN} {band}")
 
@@ -136,7 +152,9 @@ def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
     width = min(console.width, WIDTH) if console.is_terminal else WIDTH
 
     def say(text: str, style: str = "") -> None:
-        lines = textwrap.wrap(text, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        lines = textwrap.wrap(
+            text, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
         console.print("\n".join(lines), style=style, markup=False, soft_wrap=True)
 
     def lead(name: str, text: str) -> None:
@@ -170,14 +188,20 @@ def _emulation(s: RunSummary) -> str:
         return ""
     usual = Emulated()
     scales = (("bytes", s.bytes_scale, usual.bytes_scale), ("compute", s.compute_scale, usual.compute_scale))
-    return f" --cluster {s.cluster}" + "".join(f" --{name}-scale {x:g}" for name, x, y in scales if x and x != y)
+    return f" --cluster {s.cluster}" + "".join(
+        f" --{name}-scale {x:g}" for name, x, y in scales if x and x != y
+    )
 
 
 def _cures(s: RunSummary) -> list[str]:
     """What to try where nothing came of a run."""
     if s.is_decided:
         in_vain = not s.kept and not s.dropped
-        return ["To try: more steps, fewer neighbours on the nodes; or the job has little to gain."] if in_vain else []
+        return (
+            ["To try: more steps, fewer neighbours on the nodes; or the job has little to gain."]
+            if in_vain
+            else []
+        )
     ended = s.reasons.get("ended", [])
     if ended == ["job-status"] and s.job_status == 0 and (s.windows or s.decisions):
         return [f"It was too short for a verdict. {Expected().told(0.05)}"]

@@ -44,7 +44,9 @@ def rules_of(request: Request) -> SearchConfig:
     """The search's rules."""
     n = request.window_steps
     steps = SearchConfig().window_steps if n is None else (n, n)
-    return SearchConfig(window_steps=steps, rounds=request.windows, pairs=request.verify, budget=request.budget)
+    return SearchConfig(
+        window_steps=steps, rounds=request.windows, pairs=request.verify, budget=request.budget
+    )
 
 
 class Daemon:
@@ -60,7 +62,9 @@ class Daemon:
     ) -> None:
         """Raises ValueError for an unknown policy or a run that was stopped, Busy if the run has a tuner, OSError."""
         self.request, self.run, self.on_window, self.on_phase = request, run, on_window, on_phase
-        policy = make_chooser(request.policy, request.seed)  # before anything is touched: a bad name costs nothing
+        policy = make_chooser(
+            request.policy, request.seed
+        )  # before anything is touched: a bad name costs nothing
         if (run.path / STOP).exists() and not again:
             raise ValueError("tuning of this run was stopped by `dynamiccl stop`: --again begins once more")
         self._lock = lock(run.path / TUNER, f"{run.path} has a tuner already: stop that one first")
@@ -103,7 +107,9 @@ class Daemon:
                 try:
                     resumed = read_json(out / "trace" / "header.json").get("run") == str(self.run.path)
                     existing: Literal["resume", "replace"] = "resume" if resumed else "replace"
-                    with TraceWriter(out / "trace", header, existing=existing, most_bytes=TRACE_BYTES) as writer:
+                    with TraceWriter(
+                        out / "trace", header, existing=existing, most_bytes=TRACE_BYTES
+                    ) as writer:
                         self.job.writer = writer
                         self._serve(writer)
                 except (OSError, TraceError) as error:
@@ -177,11 +183,18 @@ class Daemon:
         summary, search = self._summary(), self.tuner.search
         if summary.steps_to_verdict is not None:
             self._say(f"verdict after {summary.steps_to_verdict} steps: {verdict(summary)}")
-        elif self.outcome.ended not in (None, RunEnds.STOPPED()):  # what was confirmed by then is told at the end
+        elif self.outcome.ended not in (
+            None,
+            RunEnds.STOPPED(),
+        ):  # what was confirmed by then is told at the end
             self._say(self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
-            what = f"up to {search.later.left} times {search.window_steps} steps under another table, then up to"
-            self._say(f"trials: {what} {2 * search.rules.trials_near} near it; with tune --once there are none")
+            what = (
+                f"up to {search.later.left} times {search.window_steps} steps under another table, then up to"
+            )
+            self._say(
+                f"trials: {what} {2 * search.rules.trials_near} near it; with tune --once there are none"
+            )
 
     def _watch(self) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""
@@ -227,7 +240,9 @@ class Daemon:
         if search.marks.returned > before.returned:
             self._say("a regime that was tuned before: its table is in force again")
         if search.is_done and not was_done:
-            self._say(f"trials over: {ledger.trials} windows, at the cost of {seconds(ledger.trials_ms / 1e3)}")
+            self._say(
+                f"trials over: {ledger.trials} windows, at the cost of {seconds(ledger.trials_ms / 1e3)}"
+            )
         if was_kept and not self.outcome.kept and self.outcome.dropped:
             self._say(f"back to NCCL's own choice: {self.outcome.dropped}")
 
@@ -264,7 +279,9 @@ class Daemon:
         try:
             self._write(summary)
             why = self._page.draw_last(summary)
-        except Exception as error:  # the page is the last thing made: what was measured must not be lost with it
+        except (
+            Exception
+        ) as error:  # the page is the last thing made: what was measured must not be lost with it
             why = f"{type(error).__name__}: {error}"
         if why:
             self._warn(f"the report could not be made ({why}); the rest is whole")

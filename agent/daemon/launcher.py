@@ -164,7 +164,9 @@ class Launcher:
         def child() -> None:  # between fork and exec
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            if piped:  # if the launcher is killed outright, the job is told to end: nobody would reap it or read it
+            if (
+                piped
+            ):  # if the launcher is killed outright, the job is told to end: nobody would reap it or read it
                 libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
                 if os.getppid() != parent:
                     os._exit(1)
@@ -203,7 +205,12 @@ class Launcher:
         if info is None:
             return
         if info.si_signo == signal.SIGCHLD:
-            if self.tuner and self.tuner.poll() is not None and process is self.job and process.poll() is None:
+            if (
+                self.tuner
+                and self.tuner.poll() is not None
+                and process is self.job
+                and process.poll() is None
+            ):
                 self._tuner_is_gone()
             return
         self._hand_on(process, info.si_signo, info.si_code == _SI_KERNEL)
@@ -223,7 +230,9 @@ class Launcher:
         assert self.tuner is not None
         status, self.tuner = _shell(self.tuner.returncode), None
         again = f" under the table that was confirmed last; dynamiccl tune --attach {self.plan.run} starts it again"
-        self.say(f"the tuner has ended with status {status}; the job goes on{again if status not in (0, 2) else ''}")
+        self.say(
+            f"the tuner has ended with status {status}; the job goes on{again if status not in (0, 2) else ''}"
+        )
 
     def _await_tuner(self) -> None:
         """The job is over: let the tuner sum up. Signals are now the tuner's; the status is the job's all the same."""

@@ -67,7 +67,11 @@ class Kept:
     def is_again(self, other: Kept) -> bool:
         """Whether it is the same slot, and its calls take what they took."""
         sizes, times = math.log(self.n_bytes / other.n_bytes), math.log(self.call_us / other.call_us)
-        return (self.slot, self.own) == (other.slot, other.own) and abs(sizes) < SAME_SIZE and abs(times) < SAME_TIME
+        return (
+            (self.slot, self.own) == (other.slot, other.own)
+            and abs(sizes) < SAME_SIZE
+            and abs(times) < SAME_TIME
+        )
 
 
 def parsed(text: bytes) -> dict[str, Any]:
@@ -75,11 +79,18 @@ def parsed(text: bytes) -> dict[str, Any]:
     told = json.loads(text)
     if told["format"] != FORMAT:
         raise ValueError(f"format {told['format']}, this release reads {FORMAT}")
-    slots = [{**s, "slot": Slot(**s["slot"]), "decision": decision_from(s["decision"])} for s in told["slots"]]
+    slots = [
+        {**s, "slot": Slot(**s["slot"]), "decision": decision_from(s["decision"])} for s in told["slots"]
+    ]
     told["slots"] = [Kept(**slot) for slot in slots]
     if any(slot.n_bytes <= 0 or slot.call_us <= 0 for slot in told["slots"]):
         raise ValueError("a slot without bytes or time")
-    datetime.fromisoformat(told["written"]), told["job"], told["speedup"], [told["cluster"][fact] for fact in FACTS]
+    (
+        datetime.fromisoformat(told["written"]),
+        told["job"],
+        told["speedup"],
+        [told["cluster"][fact] for fact in FACTS],
+    )
     return dict(told)
 
 
@@ -97,7 +108,9 @@ class Store:
         """The runs of a cluster, the newest first, and what was passed over, each with the reason. Raises OSError."""
         folder, runs, passed = f"{self.root}/{key}", list[dict[str, Any]](), list[str]()
         names = self.files.ls(folder, detail=False) if self.files.exists(folder) else []
-        for name in sorted((str(name) for name in names if str(name).endswith(".json")), reverse=True)[:MOST_RUNS]:
+        for name in sorted((str(name) for name in names if str(name).endswith(".json")), reverse=True)[
+            :MOST_RUNS
+        ]:
             try:
                 runs.append(parsed(self.files.cat_file(name)))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -107,7 +120,10 @@ class Store:
     def write(self, key: str, name: str, told: Mapping[str, Any]) -> None:
         """Write a file of a cluster, or write it anew. Raises OSError."""
         self.files.makedirs(f"{self.root}/{key}", exist_ok=True)
-        with self.files.transaction, self.files.open(f"{self.root}/{key}/{name}", "wb") as file:  # all of it or nothing
+        with (
+            self.files.transaction,
+            self.files.open(f"{self.root}/{key}/{name}", "wb") as file,
+        ):  # all of it or nothing
             file.write(json.dumps(plain(told), indent=1).encode())
 
 
@@ -178,7 +194,9 @@ def facts_of(windows: LiveWindows, request: Request) -> dict[str, str]:
     """What tells the cluster of a running job from others: FACTS."""
     comms = windows.job.assembler.comms.values()
     n_ranks, n_nodes = max(((c.n_ranks, c.n_nodes) for c in comms), default=(0, 0))
-    layout = f"{n_nodes} x {n_ranks // n_nodes} ranks" if n_nodes else "unknown"  # of the largest communicator
+    layout = (
+        f"{n_nodes} x {n_ranks // n_nodes} ranks" if n_nodes else "unknown"
+    )  # of the largest communicator
     release = str(request.facts.get("nccl", ""))
     if request.emulated is not None:  # its seed is what may change from one run to the next
         scales = f"bytes x {request.emulated.bytes_scale:g}, compute x {request.emulated.compute_scale:g}"

@@ -67,7 +67,9 @@ class Request:
                 left[name] = Path(left[name]) if left.get(name) is not None else None
             return cls(**left)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{run / REQUEST} is damaged ({error}): remove it, and say again what is wanted") from None
+            raise ValueError(
+                f"{run / REQUEST} is damaged ({error}): remove it, and say again what is wanted"
+            ) from None
 
 
 def workload(

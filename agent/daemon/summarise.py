@@ -27,7 +27,11 @@ def summarise(request: Request, found: RunSummary, outcome: RunSummary, job: Job
     emulated = asdict(request.emulated) if request.emulated else {}
     agreement = {"state": job.state[0].name, "text": job.state[1]} if job.state else {}
     no_gain = RunEnds.NO_GAIN() if found.is_decided and not outcome.kept else ""
-    texts = {"ended": outcome.ended, "no_table": outcome.dropped or no_gain, "agreement": agreement.get("text", "")}
+    texts = {
+        "ended": outcome.ended,
+        "no_table": outcome.dropped or no_gain,
+        "agreement": agreement.get("text", ""),
+    }
     return replace(
         found,
         cluster=emulated.get("cluster"),
@@ -64,13 +68,24 @@ class ReportPage:
         self.out = out
         self._process: subprocess.Popen[str] | None = None
 
-    def draw(self, summary: RunSummary, *before: str, errors: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
+    def draw(
+        self, summary: RunSummary, *before: str, errors: int = subprocess.DEVNULL
+    ) -> subprocess.Popen[str]:
         """Begin to draw; ``before`` are words before the command. Raises OSError."""
         if self._process:
             self._process.kill()  # it must not write after this one
             self._process.wait()
-        words = [*before, sys.executable, "-m", "dynamiccl.agent.report.report", str(self.out), str(REPORT_EVENTS)]
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True)
+        words = [
+            *before,
+            sys.executable,
+            "-m",
+            "dynamiccl.agent.report.report",
+            str(self.out),
+            str(REPORT_EVENTS),
+        ]
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True
+        )
         assert process.stdin is not None
         process.stdin.write(json.dumps(vars(summary)))
         process.stdin.close()
@@ -81,4 +96,8 @@ class ReportPage:
         """The page of a run that is over; what went wrong, '' for nothing. Raises OSError."""
         last = self.draw(summary, errors=subprocess.PIPE)
         said = last.stderr.read() if last.stderr else ""
-        return (said.strip().rpartition("\n")[2] or f"its process ended with {last.returncode}") if last.wait() else ""
+        return (
+            (said.strip().rpartition("\n")[2] or f"its process ended with {last.returncode}")
+            if last.wait()
+            else ""
+        )

@@ -92,11 +92,15 @@ class Tuner:
         self.outcome, self.ledger = RunSummary(kept=False, in_force=DEFAULT), Ledger()
         self.search: Search | None = None
         self._state: Any = None
-        self._disobeyed: dict[tuple[Slot, Decision], str] = {}  # rows that NCCL did not follow, and what it did
+        self._disobeyed: dict[
+            tuple[Slot, Decision], str
+        ] = {}  # rows that NCCL did not follow, and what it did
         windows.on_window = self._saw
         windows.on_disobeyed = self._saw_disobeyed
         self._last: Window | None = None
-        self._default_ms = self._beside_ms = 0.0  # the last windows under NCCL's own choice, and under what is in force
+        self._default_ms = self._beside_ms = (
+            0.0  # the last windows under NCCL's own choice, and under what is in force
+        )
         self._wait, self._look_at = LOOK_AGAIN, math.inf
 
     def run(self) -> RunSummary:
@@ -127,7 +131,9 @@ class Tuner:
         try:
             job, default = self.windows.begin()
             self.outcome.ended = None
-        except ValueError as error:  # not for good: first steps are long, and a job may begin with another part
+        except (
+            ValueError
+        ) as error:  # not for good: first steps are long, and a job may begin with another part
             self.outcome.ended = str(error)
             self._look_at, self._wait = self.windows.job.last_step + self._wait, 2 * self._wait
             return
@@ -159,7 +165,11 @@ class Tuner:
         search.record(plan, seen)
         self._charge(plan, seen.billed, search.lost - lost, over)
         self._tell(plan, search, sides, search.marks.canaries > strikes)
-        if over or search.marks.reopened or (search.confirmed.any() and self.outcome.steps_to_first_gain is None):
+        if (
+            over
+            or search.marks.reopened
+            or (search.confirmed.any() and self.outcome.steps_to_first_gain is None)
+        ):
             self._conclude()
 
     @property
@@ -176,11 +186,15 @@ class Tuner:
             return
         self._note_milestones(search)
         o.in_force = self.ledger.letter(self.decisions)
-        sure = search.is_over or bool(search.races)  # a table that was confirmed has its figures, however the job ends
+        sure = search.is_over or bool(
+            search.races
+        )  # a table that was confirmed has its figures, however the job ends
         if sure or search.race is None:
             o.decisions = [self._decision(i, p, search) for i, p in enumerate(self.windows.profiles)]
         vars(o).update(_verdict_of(search, self.ledger) if sure else dict.fromkeys(_VERDICT))
-        o.refused = [self._refusal(*at) for at in np.argwhere(search.banned | (search.canary.blame > ONCE)).tolist()]
+        o.refused = [
+            self._refusal(*at) for at in np.argwhere(search.banned | (search.canary.blame > ONCE)).tolist()
+        ]
 
     def _note_milestones(self, search: Search) -> None:
         """What is in force, and at which step of the job it came to that."""
@@ -198,7 +212,12 @@ class Tuner:
         slot, decision = self.windows.profiles[i].slot, decision_of(config)
         too_slow = RowRefused.TOO_SLOW(decision=decision, slot=slot, times=GIVE_UP)
         why = self._disobeyed.get((slot, decision), too_slow)
-        return {"slot": str(slot), "decision": str(decision), "reason": next(iter(names(why)), None), "why": why}
+        return {
+            "slot": str(slot),
+            "decision": str(decision),
+            "reason": next(iter(names(why)), None),
+            "why": why,
+        }
 
     def _decision(self, i: int, profile: SlotProfile, search: Search) -> dict[str, Any]:
         """The row of a slot; how many other configs were tried, and why NCCL's own choice stays where it does."""
@@ -244,7 +263,10 @@ class Tuner:
         if not plan.configs.any():
             self._default_ms = window.step_ms
         if given_up:
-            events += [*ledger.legend(letter), f"{letter} given up: a step took over {GIVE_UP:g} times as long"]
+            events += [
+                *ledger.legend(letter),
+                f"{letter} given up: a step took over {GIVE_UP:g} times as long",
+            ]
         elif plan.kind in (SEARCH, TABLE, REFERENCE):
             ratio = max(window.step_ms / self._default_ms, plan.one_of)  # few calls do not tell of steps
             if ratio < (ledger.best[1] if ledger.best else 1.0) - search.noise:
@@ -292,7 +314,9 @@ class Tuner:
                 phase=phase,
                 table=ledger.letter(table),
                 in_force=ledger.letter(self.decisions),
-                decision=rows_text(row_of(slot, decision) for slot, decision in table.items()) if table else "auto",
+                decision=rows_text(row_of(slot, decision) for slot, decision in table.items())
+                if table
+                else "auto",
                 step_ms=window.step_ms,
                 default_ms=self._default_ms,
                 verdict=verdict,
@@ -347,7 +371,10 @@ def _verdict_of(search: Search, ledger: Ledger) -> dict[str, Any]:
     if first and last:
         of_default, of_table = first.told(), last.told()
         found |= {"compared": last.table, "compared_steps": [first.first_step, last.last_step]}
-        found |= {"default_step_ms": of_default["against_ms"], "default_windows": of_default["against_windows"]}
+        found |= {
+            "default_step_ms": of_default["against_ms"],
+            "default_windows": of_default["against_windows"],
+        }
         found |= {"tuned_step_ms": of_table["table_ms"], "tuned_windows": of_table["table_windows"]}
     sigma = max([noise, *(race.sigma for race in races)])
     return found | {"detectable": 1 - math.exp(-ROOM * sigma * half_width(search.rules.pairs))}

@@ -101,7 +101,9 @@ class Searcher:
                 state[i] = Memo()
             turn = _turn(seen, i, allowed[i])
             turn.asked = state[i].asked.setdefault(turn.slot, turn.asked)
-            if early[i]:  # the harness's help: what the belief is sure of is confirmed before the search goes on
+            if early[
+                i
+            ]:  # the harness's help: what the belief is sure of is confirmed before the search goes on
                 chosen[i], what[i] = np.where(allowed[i], seen.ahead[i], -np.inf).argmax(), turns.COMPARE
                 continue
             chosen[i] = turn.best if turn.round >= self.horizon else self.choose(turn)

@@ -40,7 +40,9 @@ def rule_scores(observations: Array) -> Array:
     """What the rule makes of observations (n, N_OBSERVATION), as scores of a config and of what comes after it,
     (n, N_CONFIGS, N_WHAT); -inf where masked. The largest is what the rule does."""
     scores, what = _RULE.decide(turns.seen(observations))
-    return np.asarray(scores[:, :, None] / TEMPER + SURE * (what[:, :, None] == np.arange(N_WHAT)), np.float32)
+    return np.asarray(
+        scores[:, :, None] / TEMPER + SURE * (what[:, :, None] == np.arange(N_WHAT)), np.float32
+    )
 
 
 def figures_of(observations: Array) -> Array:
@@ -58,7 +60,9 @@ class LstmPolicy:
     (N_PER_CONFIG, d), ``head_u`` (N_PER_CONFIG), ``head_v`` (d), ``head_what`` (m, N_WHAT).
     """
 
-    def __init__(self, weights: dict[str, Array], record: dict[str, Any] | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, weights: dict[str, Array], record: dict[str, Any] | None = None, seed: int = 0
+    ) -> None:
         """``record`` says how the weights were trained. Raises ValueError when shapes do not fit the observation."""
         self.weights, self.record = weights, record or {}
         self.rng, w = np.random.default_rng(seed), weights
@@ -99,7 +103,9 @@ class LstmPolicy:
         context, figures = observations[:, :N_CONTEXT], figures_of(observations)
         last = (figures * figures[:, LAST : LAST + 1]).sum(axis=2)
         h, c = state
-        gates = np.tanh(np.concatenate([context, last, figures.max(axis=2), h], axis=1) @ self._gates + self._bias)
+        gates = np.tanh(
+            np.concatenate([context, last, figures.max(axis=2), h], axis=1) @ self._gates + self._bias
+        )
         i, f, o = (0.5 * gates[:, s] + 0.5 for s in (slice(k), slice(k, 2 * k), slice(3 * k, None)))
         c = f * c + i * gates[:, 2 * k : 3 * k]
         h = o * np.tanh(c)

@@ -85,7 +85,11 @@ class ExpectedImprovement:
     itself is expected to cost (Jones et al. 1998)."""
 
     def predict(
-        self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
+        self,
+        observation: Array,
+        state: Any = None,
+        episode_start: Array | None = None,
+        deterministic: bool = True,
     ) -> tuple[Array, Any]:
         """See ``envs.search.windows.Policy``."""
         seen = turns.seen(observation)
@@ -99,9 +103,14 @@ class ExpectedImprovement:
         later = seen.context["refining"][:, None] > 0.5
         foresight, price = np.where(later, FORESIGHT_LATER, FORESIGHT), np.where(later, PRICE_LATER, PRICE)
         gain, cost = foresight * seen.worth, price * seen.risk
-        unknown = FORESIGHT_LATER * expected_improvement(np.minimum(seen.ahead, 0.0), np.hypot(seen.learned, UNKNOWN))
+        unknown = FORESIGHT_LATER * expected_improvement(
+            np.minimum(seen.ahead, 0.0), np.hypot(seen.learned, UNKNOWN)
+        )
         is_unknown = later & ~seen.in_force & (unknown - PRICE_UNKNOWN * seen.risk > gain - cost)
-        gain, cost = np.where(is_unknown, unknown, gain), np.where(is_unknown, PRICE_UNKNOWN * seen.risk, cost)
+        gain, cost = (
+            np.where(is_unknown, unknown, gain),
+            np.where(is_unknown, PRICE_UNKNOWN * seen.risk, cost),
+        )
         worth = gain + seen.ahead - RISK * seen.learned - cost
         return np.asarray(np.where(gain > FORESIGHT * LEAST, worth, -np.abs(worth)))
 
@@ -112,9 +121,17 @@ class ExpectedImprovement:
         avoided = ~seen.open | (seen.risk > RECKLESS)
         sure, enough = is_sure(seen)[:, None], is_enough(seen)[:, None]
         later = seen.context["refining"][:, None] > 0.5
-        believed = np.where(later, seen.in_force, seen.ahead)  # after the verdict nothing beats what was confirmed
-        at_best = np.arange(seen.open.shape[1]) == np.where(avoided, -np.inf, believed).argmax(axis=1)[:, None]
+        believed = np.where(
+            later, seen.in_force, seen.ahead
+        )  # after the verdict nothing beats what was confirmed
+        at_best = (
+            np.arange(seen.open.shape[1]) == np.where(avoided, -np.inf, believed).argmax(axis=1)[:, None]
+        )
         scores = np.where(avoided, -FEAR, self.worth(seen))
         first = np.maximum(scores.max(axis=1, keepdims=True), 0.0) + FEAR
-        best = np.where(sure | enough, first, np.where(later, 0.0, np.maximum(scores, 0.0)))  # in force is no trial
-        return np.where(seen.open, np.where(at_best, best, scores), -np.inf), what_next(seen, at_best, sure, enough)
+        best = np.where(
+            sure | enough, first, np.where(later, 0.0, np.maximum(scores, 0.0))
+        )  # in force is no trial
+        return np.where(seen.open, np.where(at_best, best, scores), -np.inf), what_next(
+            seen, at_best, sure, enough
+        )

@@ -177,7 +177,14 @@ class Plot:
         """Ticks below; ``also``: a second line of text for each tick that it names."""
         for tick in (places := ticks_of(*self.x_range, 4)):
             self.line((tick, tick), self.y_range, "var(--line)")
-            self.text(tick, self.y_range[0], f"{tick:,g}" + (f" {unit}" if tick == places[-1] else ""), 0, 16, "middle")
+            self.text(
+                tick,
+                self.y_range[0],
+                f"{tick:,g}" + (f" {unit}" if tick == places[-1] else ""),
+                0,
+                16,
+                "middle",
+            )
             if also:
                 self.text(tick, self.y_range[0], also.get(tick, ""), 0, 32, "middle")
 
@@ -185,15 +192,20 @@ class Plot:
         """Ticks on the left."""
         for tick in (places := ticks_of(*self.y_range, 4)):
             self.line(self.x_range, (tick, tick), "var(--line)")
-            self.text(self.x_range[0], tick, f"{tick:,g}" + (f" {unit}" if tick == places[-1] else ""), -6, 4, "end")
+            self.text(
+                self.x_range[0], tick, f"{tick:,g}" + (f" {unit}" if tick == places[-1] else ""), -6, 4, "end"
+            )
 
     def html(self, said: str) -> str:
         """The plot with its legend above; ``said`` is what it shows, in words."""
         names = "".join(
-            f'<li><span style="background:{colour}"></span>{escape(name)}</li>' for name, colour in self.legend.items()
+            f'<li><span style="background:{colour}"></span>{escape(name)}</li>'
+            for name, colour in self.legend.items()
         )
         size = f'width="100%" height="{self._height}" role="img" aria-label="{escape(said)}"'
-        return f'<ul class="legend">{names}</ul><div class="plot"><svg {size}>{"".join(self._marks)}</svg></div>'
+        return (
+            f'<ul class="legend">{names}</ul><div class="plot"><svg {size}>{"".join(self._marks)}</svg></div>'
+        )
 
 
 def ticks_of(low: float, high: float, about: int) -> list[float]:

@@ -32,7 +32,9 @@ def claim(out: Path | None) -> tuple[Path, int]:
             continue  # results of an earlier run under the same name stay
         candidate.mkdir(parents=True, exist_ok=True)
         try:
-            fd = lock(candidate / "lock", f"{candidate} belongs to a run that is not over: give another --out")
+            fd = lock(
+                candidate / "lock", f"{candidate} belongs to a run that is not over: give another --out"
+            )
         except Busy:
             if given:
                 raise

@@ -93,13 +93,18 @@ def section(heading: str, lead: str, content: str) -> str:
     return f'<section><h2>{escape(heading)}</h2><p class="lead">{escape(lead)}</p>{content}</section>'
 
 
-def table(name: str, heads: Sequence[str], rows: Iterable[Iterable[str | None]], numbers: Collection[str] = ()) -> str:
+def table(
+    name: str, heads: Sequence[str], rows: Iterable[Iterable[str | None]], numbers: Collection[str] = ()
+) -> str:
     """A table of texts; columns in ``numbers`` stand to the right, ``name`` is for who cannot see it."""
     kinds = [' class="num"' if head in numbers else "" for head in heads]
-    head = "".join(f'<th scope="col"{kind}>{escape(text)}</th>' for text, kind in zip(heads, kinds, strict=True))
+    head = "".join(
+        f'<th scope="col"{kind}>{escape(text)}</th>' for text, kind in zip(heads, kinds, strict=True)
+    )
     lines = (zip(row, kinds, strict=True) for row in rows)
     body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escape(text or '')}</td>" for text, kind in line) + "</tr>" for line in lines
+        "<tr>" + "".join(f"<td{kind}>{escape(text or '')}</td>" for text, kind in line) + "</tr>"
+        for line in lines
     )
     box = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}">'
     return f"{box}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -108,4 +113,6 @@ def table(name: str, heads: Sequence[str], rows: Iterable[Iterable[str | None]],
 def facts(pairs: Mapping[str, Any]) -> str:
     """A list of names and values; None and empty values are left out."""
     shown = {k: v for k, v in pairs.items() if v not in (None, "", [], {})}
-    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in shown.items()) + "</dl>"
+    return (
+        "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in shown.items()) + "</dl>"
+    )

@@ -147,5 +147,8 @@ def _settings(s: RunSummary, trace: Trace) -> str:
 
 if __name__ == "__main__":  # for the daemon: python -m ... FOLDER MOST_EVENTS < summary
     _out = Path(sys.argv[1])
-    _summary, _trace = RunSummary.of(json.load(sys.stdin)), Trace.read(_out / "trace", most_events=int(sys.argv[2]))
+    _summary, _trace = (
+        RunSummary.of(json.load(sys.stdin)),
+        Trace.read(_out / "trace", most_events=int(sys.argv[2])),
+    )
     write_report(_out / "report.html", _summary, _trace)

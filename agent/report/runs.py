@@ -31,7 +31,11 @@ METRICS = (
     ("dynamiccl_table_kept", "kept", "1 while a table is in force, 0 while NCCL decides"),
     ("dynamiccl_table_rows", "decisions", "Rows of the table that was decided for"),
     ("dynamiccl_gain_ratio", "gain", "Part of the step that the table saves, by what confirmed it"),
-    ("dynamiccl_search_cost_seconds", "cost_s", "What the job lost by the search against its default, below 0: won"),
+    (
+        "dynamiccl_search_cost_seconds",
+        "cost_s",
+        "What the job lost by the search against its default, below 0: won",
+    ),
     ("dynamiccl_lost_records_total", "records_lost", "Records of the job that were lost"),
     ("dynamiccl_mismatches_total", "mismatches", "Collectives that two ranks were seen to run differently"),
 )
@@ -43,7 +47,10 @@ def find_runs(where: Iterable[Path] = ()) -> list[Path]:
     """Folders of results: those given, or in those given, by default in ``runs/tune``; the newest last."""
     found: dict[Path, float] = {}
     for root in list(where) or [ROOT]:
-        inside = [root, *(p for p in (root.iterdir() if root.is_dir() else ()) if p.is_dir() and not p.is_symlink())]
+        inside = [
+            root,
+            *(p for p in (root.iterdir() if root.is_dir() else ()) if p.is_dir() and not p.is_symlink()),
+        ]
         for path in inside:
             with contextlib.suppress(OSError):
                 found[path] = (path / "trace" / "header.json").stat().st_mtime
@@ -112,7 +119,10 @@ def write_metrics(path: Path, states: list[dict[str, Any]]) -> None:
     Raises TraceError."""
     lines = []
     for name, key, text in METRICS:
-        lines += [f"# HELP {name} {text}", f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]
+        lines += [
+            f"# HELP {name} {text}",
+            f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}",
+        ]
         for one in states:
             value = one["state"] == "tuning" if key == "state" else one[key]
             run = one["run"].replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

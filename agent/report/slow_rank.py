@@ -18,10 +18,14 @@ LEAST_CALLS = 30
 def find(trace: Trace) -> str:
     """What to tell of a rank that the others wait for; "" where there is none, or not enough is known."""
     events = trace.events
-    of_all = events["func"].isin(("all_gather", "reduce_scatter", "all_reduce")) & (events["table_generation"] == 0)
+    of_all = events["func"].isin(("all_gather", "reduce_scatter", "all_reduce")) & (
+        events["table_generation"] == 0
+    )
     timed = events[of_all & events["start_ns"].notna() & events["end_ns"].notna()]
     lasted = (timed["end_ns"] - timed["start_ns"]).astype("float64")
-    calls = timed.assign(lasted=lasted).pivot_table("lasted", ["comm_id", "func", "seq", "step"], "rank").dropna()
+    calls = (
+        timed.assign(lasted=lasted).pivot_table("lasted", ["comm_id", "func", "seq", "step"], "rank").dropna()
+    )
     if len(calls) < LEAST_CALLS or calls.shape[1] < 2:
         return ""
     shortest = calls.min(axis=1)

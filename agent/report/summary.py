@@ -45,10 +45,14 @@ class RunSummary:
     detectable: float | None = None  # part of the step that a whole comparison would have been sure of
     cost_s: float | None = None  # what the job lost against its default up to the verdict; below 0: won
     budget_s: float | None = None  # what it may lose
-    trials: int | None = None  # windows of trials after the verdict, and what they lost against the table in force
+    trials: int | None = (
+        None  # windows of trials after the verdict, and what they lost against the table in force
+    )
     trials_cost_s: float | None = None
     in_force: str | None = None  # the letter of the table, or "default"
-    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by letter, those that were compared
+    tables: dict[str, list[dict[str, Any]]] = field(
+        default_factory=dict
+    )  # by letter, those that were compared
     comparisons: list[dict[str, Any]] = field(default_factory=list)  # see ``daemon.compare.Paired``
     windows: int | None = None
     steps_to_first_gain: int | None = None
@@ -63,7 +67,9 @@ class RunSummary:
     consistency: dict[str, int] = field(default_factory=dict)  # calls_checked, mismatches
     records_lost: int | None = None
     ended: str | None = None
-    reasons: dict[str, list[str]] = field(default_factory=dict)  # names of ``traces.reasons`` for the texts in here
+    reasons: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # names of ``traces.reasons`` for the texts in here
     job_status: int | None = None
     memory: dict[str, Any] | None = None
     failure: str | None = None

@@ -36,7 +36,9 @@ def grid(
     """A table of plain text, None as an empty cell; columns in ``numbers`` stand to the right, ``look`` is rich's."""
     made = Table(title_justify="left", title_style="bold", **look)
     for head in heads:
-        made.add_column(head, justify="right" if head in numbers else "left", overflow="fold", no_wrap=no_wrap)
+        made.add_column(
+            head, justify="right" if head in numbers else "left", overflow="fold", no_wrap=no_wrap
+        )
     for row in rows:
         made.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
     return made

@@ -11,7 +11,18 @@ from .summary import RunSummary
 from .verdict import OWN, PHASES, ms, outcome, rows_text, seconds, side, verdict
 
 #: Heads of :func:`cost_rows`; those in NUMBERS stand to the right.
-COSTS = ("slot", "calls/step", "NCCL's own", "table", "default", "tuned", "change", "per step", "sampled", "timed by")
+COSTS = (
+    "slot",
+    "calls/step",
+    "NCCL's own",
+    "table",
+    "default",
+    "tuned",
+    "change",
+    "per step",
+    "sampled",
+    "timed by",
+)
 NUMBERS = ("calls/step", "default", "tuned", "change", "per step", "sampled")
 COSTS_NOTE = (
     "default, tuned: median time of one call under NCCL's own choice and under the table, in whatever a step computes "
@@ -30,7 +41,10 @@ def window_parts(line: Mapping[str, Any]) -> list[str]:
     """What a logged window came to; whatever is unknown is left out."""
     step, default, phase = line.get("step_ms"), line.get("default_ms"), line.get("phase")
     table = line.get("table")
-    parts = [f"steps {line.get('first_step', '?')} to {line.get('last_step', '?')}", PHASES.get(str(phase), phase)]
+    parts = [
+        f"steps {line.get('first_step', '?')} to {line.get('last_step', '?')}",
+        PHASES.get(str(phase), phase),
+    ]
     if table:
         parts.append(side(table))
     if step is not None:
@@ -51,9 +65,13 @@ def measured(s: RunSummary) -> str:
     if s.default_step_ms is None or s.tuned_step_ms is None:
         return ""
     steps = f", steps {s.compared_steps[0]} to {s.compared_steps[1]}" if s.compared_steps else ""
-    sides = [(side(s.compared), s.tuned_step_ms, s.tuned_windows), (OWN, s.default_step_ms, s.default_windows)]
+    sides = [
+        (side(s.compared), s.tuned_step_ms, s.tuned_windows),
+        (OWN, s.default_step_ms, s.default_windows),
+    ]
     parts = [
-        f"{name} {ms(value)}" + (f" (median of {n} window{'s' * (n > 1)})" if n else "") for name, value, n in sides
+        f"{name} {ms(value)}" + (f" (median of {n} window{'s' * (n > 1)})" if n else "")
+        for name, value, n in sides
     ]
     return f"{parts[0]} against {parts[1]}{steps}"
 
@@ -72,7 +90,9 @@ def result_lines(summary: RunSummary) -> list[str]:
     shown = [c for c in summary.comparisons if c["outcome"] == "kept" or not c["trial"]]
     found = [verdict(summary), measured(summary), _ratio(summary), *map(outcome, shown)]
     if summary.trials:
-        found.append(f"trials after the verdict: {summary.trials} windows, cost {seconds(summary.trials_cost_s or 0)}")
+        found.append(
+            f"trials after the verdict: {summary.trials} windows, cost {seconds(summary.trials_cost_s or 0)}"
+        )
     named = {letter for c in shown for letter in (c["table"], c["against"])}
     found += [f"{name} = {rows_text(rows)}" for name, rows in summary.tables.items() if name in named]
     return [line for line in found if line]

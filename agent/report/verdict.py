@@ -90,7 +90,9 @@ def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
     calls = dict[str, dict[str, list[str]]]()  # by decision and sizes: the collectives
     for (decision, func), those in sorted(sizes.items()):
         calls.setdefault(decision, {}).setdefault(_sizes(those), []).append(func)
-    said = {decision: [f"{', '.join(funcs)} {n}" for n, funcs in by.items()] for decision, by in calls.items()}
+    said = {
+        decision: [f"{', '.join(funcs)} {n}" for n, funcs in by.items()] for decision, by in calls.items()
+    }
     return " | ".join(f"{decision}: {'; '.join(those)}" for decision, those in said.items()) or OWN
 
 

@@ -60,7 +60,9 @@ def _is_of(row: Mapping[str, Any], p: SlotProfile) -> bool:
 
 def _tried(trace: Trace, p: SlotProfile) -> Counter[str]:
     """Configs that a slot ran under a table, each with the number of its windows."""
-    rules = {g: [str(rule["decision"]) for rule in rules if _is_of(rule, p)] for g, rules in trace.tables.items()}
+    rules = {
+        g: [str(rule["decision"]) for rule in rules if _is_of(rule, p)] for g, rules in trace.tables.items()
+    }
     return Counter(decision for w in windows_of(trace) for decision in rules.get(w.generation, ()))
 
 
@@ -81,8 +83,13 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def lines(chain: Mapping[str, Any], summary: RunSummary) -> list[str]:
     """A chain in a few lines for people."""
-    calls, share = f"{chain['calls']:.0f} call{'s' * (round(chain['calls']) != 1)}", f"{chain['share']:.1%} of the step"
-    prices = ", ".join(f"{pair} {us:g} us" for pair, us in sorted(chain["prices"].items(), key=lambda x: x[1]))
+    calls, share = (
+        f"{chain['calls']:.0f} call{'s' * (round(chain['calls']) != 1)}",
+        f"{chain['share']:.1%} of the step",
+    )
+    prices = ", ".join(
+        f"{pair} {us:g} us" for pair, us in sorted(chain["prices"].items(), key=lambda x: x[1])
+    )
     tried = ", ".join(f"{config} in {n} window{'s' * (n > 1)}" for config, n in chain["tried"].items())
     said = [f"{chain['slot']} on {chain['n_ranks']} ranks: {calls}, {share}"]
     said += [f"  NCCL    {chain['own']}, as its prices say: {prices}", f"  tried   {tried or 'nothing else'}"]

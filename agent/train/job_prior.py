@@ -86,7 +86,9 @@ def log_loss(out: tuple[Tensor, Tensor, Tensor], n_shared: int, figures: Tensor,
     weighed = alone * weight[..., None]
     root = torch.linalg.cholesky(torch.eye(alone.shape[-1]) + weighed.transpose(-1, -2) @ alone)
     pulled = torch.linalg.solve_triangular(root, weighed.transpose(-1, -2) @ told, upper=False)
-    gram = (told.transpose(-1, -2) @ (weight[..., None] * told) - pulled.transpose(-1, -2) @ pulled).sum(dim=1)
+    gram = (told.transpose(-1, -2) @ (weight[..., None] * told) - pulled.transpose(-1, -2) @ pulled).sum(
+        dim=1
+    )
     outer = torch.linalg.cholesky(torch.eye(n_shared) + gram[:, 1:, 1:])
     seen = torch.linalg.solve_triangular(outer, gram[:, 1:, :1], upper=False)[..., 0]
     square = gram[:, 0, 0] - (seen**2).sum(dim=-1)

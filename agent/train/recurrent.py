@@ -63,7 +63,9 @@ class TurnDistribution(MultiCategoricalDistribution):
 
     def proba_distribution(self, action_logits: Tensor) -> TurnDistribution:
         """Set the scores, (n, N_CONFIGS, N_WHAT)."""
-        self.distribution = torch.distributions.Categorical(logits=action_logits.flatten(1), validate_args=False)
+        self.distribution = torch.distributions.Categorical(
+            logits=action_logits.flatten(1), validate_args=False
+        )
         return self
 
     def log_prob(self, actions: Tensor) -> Tensor:
@@ -123,7 +125,9 @@ class _Extractor(nn.Module):
         super().__init__()
         self.latent_dim_pi, self.latent_dim_vf = N_CONFIGS * N_WHAT, width
         self.policy_net = TurnHead(hidden, width, depth)
-        self.value_net = nn.Sequential(nn.Linear(N_READ, 2 * width), nn.Tanh(), nn.Linear(2 * width, width), nn.Tanh())
+        self.value_net = nn.Sequential(
+            nn.Linear(N_READ, 2 * width), nn.Tanh(), nn.Linear(2 * width, width), nn.Tanh()
+        )
 
 
 class MaskedLstmPolicy(RecurrentActorCriticPolicy):

@@ -68,9 +68,16 @@ class AgainstRule(gym.Wrapper[Array, Array, Array, Array]):
     def __init__(self, env: SearchEnv, beside: SearchEnv, most: float = float("inf")) -> None:
         """``beside``: the same environment once more, for the rule; ``most``: that an episode is paid, or costs."""
         super().__init__(env)
-        self.beside, self.most, self.rule, self.rng = beside, most, ExpectedImprovement(), np.random.default_rng()
+        self.beside, self.most, self.rule, self.rng = (
+            beside,
+            most,
+            ExpectedImprovement(),
+            np.random.default_rng(),
+        )
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
         """The next job, for both."""
         self.rng = self.rng if seed is None else np.random.default_rng(seed)
         job = int(self.rng.integers(2**31))
@@ -102,14 +109,19 @@ class Training:
         self.settings, self.folder, self.runs = settings, folder, runs
         self.seconds, self.curve = 0.0, list[dict[str, Any]]()
         torch.set_num_threads(1)  # with two threads small matrices train slower, and erratically
-        made, rules = iter(range(settings.envs)), SearchConfig(trials_near=0)  # those are no policy's choice, and long
+        made, rules = (
+            iter(range(settings.envs)),
+            SearchConfig(trials_near=0),
+        )  # those are no policy's choice, and long
 
         def one() -> gym.Env[Array, Array]:
             make = partial(ReplayEnv, runs[next(made) % len(runs)]) if runs else SimEnv
             return AgainstRule(make(rules=rules), make(rules=rules), MOST)
 
         s = settings
-        jobs = make_vec_env(one, s.envs, s.seed)  # one process: beside two cores more of them wait for each other
+        jobs = make_vec_env(
+            one, s.envs, s.seed
+        )  # one process: beside two cores more of them wait for each other
         self.model = RecurrentPPO(
             MaskedLstmPolicy, jobs, learning_rate=s.rate, n_steps=s.rollout, batch_size=s.batch, n_epochs=s.epochs,
             gamma=s.gamma, gae_lambda=s.gae_lambda, target_kl=s.target_kl, seed=s.seed, device="cpu",
@@ -182,7 +194,9 @@ class _AfterRollout(BaseCallback):
         row = {
             "turns": self.num_timesteps,
             "jobs": len(beyond),
-            "saved": round(float(np.mean(beyond)), 2) if beyond else None,  # default steps a job beyond the rule
+            "saved": round(float(np.mean(beyond)), 2)
+            if beyond
+            else None,  # default steps a job beyond the rule
             "error": round(float(np.std(beyond) / max(len(beyond), 1) ** 0.5), 2) if beyond else None,
             "seconds": round(t.seconds, 1),
         }

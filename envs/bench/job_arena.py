@@ -116,8 +116,12 @@ def play(
     decisions = [list[int]() for _ in range(n)]
     until = np.full(n, np.inf)  # steps at which a job's watch has been played
     while True:
-        searching = np.array([not s.is_over for s in search.searches])  # anew: what is in force now will not last
-        open_ = np.flatnonzero((ledger.steps < until) | (searching & (ledger.steps < until + LONGER))).tolist()
+        searching = np.array(
+            [not s.is_over for s in search.searches]
+        )  # anew: what is in force now will not last
+        open_ = np.flatnonzero(
+            (ledger.steps < until) | (searching & (ledger.steps < until + LONGER))
+        ).tolist()
         if not open_ and not len(_at_work(search, ledger)):
             break
         for i in open_:
@@ -154,7 +158,12 @@ def number(action: Any) -> int:
     """One action, (3,) or (1, 3), as a number: what comes next times N_CONFIGS, and the config. Raises ValueError when
     it is none."""
     one = np.asarray(action)
-    if one.size != 3 or not np.issubdtype(one.dtype, np.integer) or (one < 0).any() or (one.ravel() >= _MOST).any():
+    if (
+        one.size != 3
+        or not np.issubdtype(one.dtype, np.integer)
+        or (one < 0).any()
+        or (one.ravel() >= _MOST).any()
+    ):
         raise ValueError(f"an action is three integers below {_MOST.tolist()}, not {action!r}")
     config, what = turns.choices_of(one.reshape(3))
     return int(what * N_CONFIGS + config)

@@ -88,23 +88,31 @@ class JobSuite:
 
         Raises ValueError when it is none, is of another version of its family, or does not come out as on record.
         """
-        source = resources.files(__package__).joinpath(SUITES[str(name)]) if str(name) in SUITES else Path(name)
+        source = (
+            resources.files(__package__).joinpath(SUITES[str(name)]) if str(name) in SUITES else Path(name)
+        )
         try:
             told = json.loads(source.read_text())
             family = FAMILIES[told["family"]]
             if told["version"] != family.version:
-                raise ValueError(f"it is of version {told['version']} of its family, this is {family.version}")
+                raise ValueError(
+                    f"it is of version {told['version']} of its family, this is {family.version}"
+                )
             best = np.array([list(bytes.fromhex(row)) for row in told["best"]])
             jobs = drawn(family, int(told["seed"]), int(told["each"]))
             off = np.abs(jobs.default_us / np.array(told["default_us"]) - 1)
             if (off <= SAME).all():
-                suite = cls(told["suite"], family, told["seed"], told["each"], jobs, best, jobs.usual_us(best))
+                suite = cls(
+                    told["suite"], family, told["seed"], told["each"], jobs, best, jobs.usual_us(best)
+                )
                 off = np.abs(suite.gain - np.array(told["gain"]))
             if (off > SAME).any():
                 raise ValueError(f"job {off.argmax()} comes out otherwise than on record")
         except FileNotFoundError as error:
             known = ", ".join(SUITES)
-            raise ValueError(f"there is no suite {name}: known are {known}, replay, or a file with one") from error
+            raise ValueError(
+                f"there is no suite {name}: known are {known}, replay, or a file with one"
+            ) from error
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{source} is not a suite of jobs: {error}") from error
         return suite

@@ -75,7 +75,9 @@ class Scores:
             raise ValueError(f"no scores: {type(error).__name__} {error}") from error
         if {value.shape for value in found.values()} != {(found["gain"].size,)}:
             raise ValueError("no scores: they are not all of as many jobs")
-        return cls(**{name: value > 0.5 if name.startswith("is_") else value for name, value in found.items()})
+        return cls(
+            **{name: value > 0.5 if name.startswith("is_") else value for name, value in found.items()}
+        )
 
 
 class LossAccount:
@@ -128,7 +130,9 @@ class LossAccount:
         billed = self.lost + self.jobs.first_use.spent_us / self.jobs.default_us
         with np.errstate(invalid="ignore"):
             goes_on = np.where(self.after > 0, self.lost_after / self.after, pace - 1)
-        part = np.minimum(HORIZON / np.maximum(self.steps, 1), 1.0)  # of the bill, where it is longer than that
+        part = np.minimum(
+            HORIZON / np.maximum(self.steps, 1), 1.0
+        )  # of the bill, where it is longer than that
         rest = np.maximum(HORIZON - self.steps, 0)
         return Scores(
             first_gain=self.first_gain.copy(),

@@ -11,7 +11,11 @@ from importlib.resources.abc import Traversable
 from typing import Any
 
 #: Shipped suites; a changed suite gets a new number.
-SUITES = {"standard": "jobs_standard_4.json", "held-out": "jobs_held_out_4.json", "unseen": "jobs_unseen_1.json"}
+SUITES = {
+    "standard": "jobs_standard_4.json",
+    "held-out": "jobs_held_out_4.json",
+    "unseen": "jobs_unseen_1.json",
+}
 
 
 def filed(suite: str, envs: Traversable | None = None) -> dict[str, Any]:
@@ -19,7 +23,9 @@ def filed(suite: str, envs: Traversable | None = None) -> dict[str, Any]:
     nothing is."""
     folder = (envs or resources.files("dynamiccl.envs")).joinpath("results")
     try:
-        found: dict[str, Any] = json.loads(folder.joinpath(f"board_{suite.replace('-', '_')}.json").read_text())
+        found: dict[str, Any] = json.loads(
+            folder.joinpath(f"board_{suite.replace('-', '_')}.json").read_text()
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"no results of suite {suite} are on record ({error}): make bench") from error
     return found

@@ -40,7 +40,9 @@ def unpack(text: str, n: int) -> list[list[int]]:
     """Inverse of :func:`pack` for ``n`` jobs. Raises ValueError when it is not that."""
     try:
         # Never more than what can be wanted: a few bytes may unpack to gigabytes.
-        data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), n * (MOST_TURNS + 4) + 1)
+        data = zlib.decompressobj().decompress(
+            base64.b64decode(text, validate=True), n * (MOST_TURNS + 4) + 1
+        )
     except (binascii.Error, zlib.error) as error:
         raise ValueError(f"the decisions cannot be unpacked: {error}") from error
     lengths = np.frombuffer(data[: 4 * n], "<u4") if len(data) >= 4 * n else np.zeros(0, int)
@@ -124,5 +126,7 @@ def replay(submission: Mapping[str, Any], suite: JobSuite, check: int | None = N
         off = ~np.isclose(values, said, rtol=SAME, atol=SAME, equal_nan=True)
         if off.any():
             k = tuple(np.argwhere(off)[0])
-            raise ValueError(f"its decisions give {name} {values[k]} in job {picked[k[0]]}, it says {said[k]}")
+            raise ValueError(
+                f"its decisions give {name} {values[k]} in job {picked[k[0]]}, it says {said[k]}"
+            )
     return scores

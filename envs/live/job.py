@@ -86,7 +86,9 @@ class Job(Reader):
         self.memory_pressure = 0.0  # memory used / total on the fullest GPU, 0 = unknown
         self.thin = False  # the search is over: write events whose kernels were timed, and keep none
         self.rhythm = Rhythm()
-        self._to_stay: dict[Slot, Decision] | None = None if self.generation else {}  # published last, where no trial
+        self._to_stay: dict[Slot, Decision] | None = (
+            None if self.generation else {}
+        )  # published last, where no trial
         self._told = ""
         self._taken = time.monotonic()
         self._events: deque[pd.DataFrame] = deque()
@@ -136,7 +138,9 @@ class Job(Reader):
         self._to_stay = None if trial_steps else _decided(decisions)
         table = Table.of(self.generation, decisions, trial_steps, one_of)
         self.obedience.expect(table)
-        log.debug("table %d published (%s): %s", self.generation, "trial" if trial_steps else "to stay", table.rules)
+        log.debug(
+            "table %d published (%s): %s", self.generation, "trial" if trial_steps else "to stay", table.rules
+        )
         self.run.table.publish(table)
         if self.writer:
             self.writer.log("table", {"table": table})
@@ -158,7 +162,12 @@ class Job(Reader):
             self.writer = writer
 
     def window(
-        self, decisions: Decisions, n_steps: int, discard: int = DISCARD, give_up_ms: float = math.inf, one_of: int = 0
+        self,
+        decisions: Decisions,
+        n_steps: int,
+        discard: int = DISCARD,
+        give_up_ms: float = math.inf,
+        one_of: int = 0,
     ) -> Window:
         """Run ``n_steps`` counted steps under ``decisions`` and return them; ``one_of``: see :class:`Table`.
 
@@ -192,7 +201,13 @@ class Job(Reader):
             self._say(f"the window {'goes on' if counted else 'is measured again'}: {cut.what}")
 
     def _attempt(
-        self, chosen: Decisions, n_steps: int, discard: int, give_up_ms: float, one_of: int, counted: dict[int, float]
+        self,
+        chosen: Decisions,
+        n_steps: int,
+        discard: int,
+        give_up_ms: float,
+        one_of: int,
+        counted: dict[int, float],
     ) -> Cut | None:
         """Add to ``counted`` until it is whole, or what cuts that short. Raises JobEnded."""
         trial = chosen != self.confirmed

@@ -13,7 +13,19 @@ import numpy as np
 
 from ...traces.assemble import Communicator, hash_of
 from ...traces.reasons import RowRefused
-from ...traces.records import ALGOS, COLL_DTYPE, FUNCS, PROTOS, UNSET, Decision, Rule, Slot, Table, names, size_class
+from ...traces.records import (
+    ALGOS,
+    COLL_DTYPE,
+    FUNCS,
+    PROTOS,
+    UNSET,
+    Decision,
+    Rule,
+    Slot,
+    Table,
+    names,
+    size_class,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -70,7 +82,9 @@ class CallAudit:
         call = np.cumsum(new_call) - 1
         size = np.bincount(call)
         # A rank that has the same number twice began a communicator anew under its old id: no telling which is which.
-        twice = np.bincount(call, ~new_call & (rows["actor"] == np.r_[rows["actor"][:1], rows["actor"][:-1]])) > 0
+        twice = (
+            np.bincount(call, ~new_call & (rows["actor"] == np.r_[rows["actor"][:1], rows["actor"][:-1]])) > 0
+        )
         bad = (np.bincount(call, rows["value"] != rows["value"][start][call]) > 0) & ~twice
         expected = np.array([len(self._actors.get(int(c), {})) for c in rows["comm_id"][start]])
         done = twice | bad | ((size >= expected) & (size > 1))
@@ -126,7 +140,9 @@ class Obedience:
             return ()
         rows = np.concatenate(seen)
         unknown = Communicator(0, 0, 0, "")
-        shape = np.array([(c.n_ranks, c.n_nodes) for c in (comms.get(int(i), unknown) for i in rows["comm_id"])])
+        shape = np.array(
+            [(c.n_ranks, c.n_nodes) for c in (comms.get(int(i), unknown) for i in rows["comm_id"])]
+        )
         found = (_judge(rule, rows, shape) for rule in table.rules)
         return tuple(item for item in found if item is not None)
 

@@ -31,7 +31,9 @@ class Rhythm:
     """How long a job's steps take."""
 
     def __init__(self) -> None:
-        self.pauses = 0  # under confirmed tables: two, and the job makes them of its own (rollouts, evaluations)
+        self.pauses = (
+            0  # under confirmed tables: two, and the job makes them of its own (rollouts, evaluations)
+        )
         self._durations: deque[float] = deque(maxlen=50)
 
     @property

@@ -39,7 +39,9 @@ class Reader:
         self.lost: dict[str, int] = {}  # records that each ring dropped because nobody read them in time
         self.last_step = 0
         self.ranks: set[int] = set()  # of those whose steps were seen
-        self.state: tuple[AgreementState, str] | None = None  # of the ranks' agreement, as rank 0 said it last
+        self.state: tuple[AgreementState, str] | None = (
+            None  # of the ranks' agreement, as rank 0 said it last
+        )
         self._known: set[str] = set()  # rings whose communicators and offers were read
         self._fresh: list[np.ndarray[Any, Any]] = []
         self._stepped_at = 0.0  # when the first step of any rank was seen
@@ -141,7 +143,9 @@ class Reader:
         state, why = self.state or (None, "")
         if state in (AgreementState.SHUT, AgreementState.CLOSED):
             raise Closed(
-                (RunEnds.NEVER_SWITCHED if state == AgreementState.SHUT else RunEnds.NO_MORE_SWITCHES)(why=why)
+                (RunEnds.NEVER_SWITCHED if state == AgreementState.SHUT else RunEnds.NO_MORE_SWITCHES)(
+                    why=why
+                )
             )
 
     def ended(self) -> str:

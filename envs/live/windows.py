@@ -100,7 +100,9 @@ class LiveWindows:
     def _measured(self, plan: Plan, window: Window, before: int, call_us: Array, obeyed: Array) -> Measured:
         counted = len(window.durations_ms)
         billed = max(self.job.last_step - before, counted)
-        waited = max(billed - counted - plan.discard, 0) if self._before_ms else 0  # until the table was in force
+        waited = (
+            max(billed - counted - plan.discard, 0) if self._before_ms else 0
+        )  # until the table was in force
         billed_ms = float(window.durations_ms.sum()) + (billed - counted - waited) * window.step_ms
         billed_ms += waited * self._before_ms
         self._before_ms = window.step_ms

@@ -68,7 +68,9 @@ class Ring:
             raise ValueError(f"{self.name}: not a ring of dynamiccl")
         _, version, record_bytes, capacity, pid, known = _HEAD.unpack(raw)
         if version != RING_VERSION or record_bytes != RECORD_BYTES:
-            raise ValueError(f"{self.name}: ring of format version {version}, this release reads {RING_VERSION}")
+            raise ValueError(
+                f"{self.name}: ring of format version {version}, this release reads {RING_VERSION}"
+            )
         whole = 0 < capacity <= 2**24 and capacity & (capacity - 1) == 0
         if not whole or status.st_size < _HEAD_BYTES + (capacity + known) * RECORD_BYTES:
             raise ValueError(f"{self.name}: cut off: {status.st_size} bytes for {capacity + known} records")
@@ -89,7 +91,11 @@ class Ring:
     def calls(self) -> tuple[int, int]:
         """(collectives about which NCCL has asked the tuner in this process, those in which a table had its word)."""
         raw = os.pread(self._fd, 16, _CALLS_AT)
-        return (int(_NUMBER.unpack_from(raw)[0]), int(_NUMBER.unpack_from(raw, 8)[0])) if len(raw) == 16 else (0, 0)
+        return (
+            (int(_NUMBER.unpack_from(raw)[0]), int(_NUMBER.unpack_from(raw, 8)[0]))
+            if len(raw) == 16
+            else (0, 0)
+        )
 
     def waited_ns(self) -> int:
         """Nanoseconds that threads of this process were held back while the ranks agreed on a table."""
@@ -120,7 +126,9 @@ class Ring:
         first = start % self.capacity
         run = min(n, self.capacity - first)
         for offset, count, at in ((first, run, 0), (0, n - run, run)):
-            self._fill(raw[at * RECORD_BYTES : (at + count) * RECORD_BYTES], self._start + offset * RECORD_BYTES)
+            self._fill(
+                raw[at * RECORD_BYTES : (at + count) * RECORD_BYTES], self._start + offset * RECORD_BYTES
+            )
         return records
 
     def _fill(self, part: memoryview, at: int) -> None:
@@ -143,7 +151,9 @@ class Ring:
 
     def _drain(self) -> np.ndarray[Any, Any]:
         head = self._head()
-        if head - self._tail > self.capacity:  # lapped: half a ring of distance, or we are lapped again at once
+        if (
+            head - self._tail > self.capacity
+        ):  # lapped: half a ring of distance, or we are lapped again at once
             self.lost += head - self.capacity // 2 - self._tail
             self._tail = head - self.capacity // 2
         records = self._copy(self._tail, head - self._tail)

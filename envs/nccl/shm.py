@@ -87,7 +87,12 @@ class TableFile:
         self._fd = -1
         try:
             _require_ours(folder, path.parent)
-            flags = (os.O_RDWR | os.O_CREAT if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            flags = (
+                (os.O_RDWR | os.O_CREAT if write else os.O_RDONLY)
+                | os.O_CLOEXEC
+                | os.O_NOFOLLOW
+                | os.O_NONBLOCK
+            )
             self._fd = os.open(path.name, flags, 0o600, dir_fd=folder)
             _require_ours(self._fd, path)
             if write:
@@ -110,7 +115,9 @@ class TableFile:
         """
         message = encode_table(table)
         if len(message) > TABLE_FILE_BYTES:
-            raise ValueError(f"a table for a running job has at most {MAX_RULES} rows, this has {len(table.rules)}")
+            raise ValueError(
+                f"a table for a running job has at most {MAX_RULES} rows, this has {len(table.rules)}"
+            )
         os.pwrite(self._fd, message, 0)
 
     def read(self) -> tuple[int, bytes] | None:
@@ -192,7 +199,9 @@ class RunFolder:
 def _require_ours(fd: int, path: Path) -> None:
     status = os.fstat(fd)
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise PermissionError(errno.EPERM, "belongs to another user, or others may write to it", os.fspath(path))
+        raise PermissionError(
+            errno.EPERM, "belongs to another user, or others may write to it", os.fspath(path)
+        )
 
 
 def _hold(path: Path) -> int:

@@ -82,13 +82,17 @@ def _rule(row: Any) -> Rule:
         raise ValueError(f"may have {', '.join(sorted(_KEYS))}")
     if row.get("func") not in FUNCS:
         raise ValueError(f"func is one of {', '.join(FUNCS)}")
-    n_channels, n_ranks, n_nodes = (_whole(row, key, 0, 2**32 - 1) for key in ("n_channels", "n_ranks", "n_nodes"))
+    n_channels, n_ranks, n_nodes = (
+        _whole(row, key, 0, 2**32 - 1) for key in ("n_channels", "n_ranks", "n_nodes")
+    )
     if (n_ranks == 0) != (n_nodes == 0):
         raise ValueError("n_ranks and n_nodes of its communicators are named together or not at all")
     low, high = _whole(row, "min_bytes", 0, MAX_BYTES), _whole(row, "max_bytes", MAX_BYTES, MAX_BYTES)
     if low > high:
         raise ValueError(f"sizes {low} to {high} are no range")
-    return Rule(n_ranks, n_nodes, row["func"], low, high, Decision(row.get("algo"), row.get("proto"), n_channels))
+    return Rule(
+        n_ranks, n_nodes, row["func"], low, high, Decision(row.get("algo"), row.get("proto"), n_channels)
+    )
 
 
 def _whole(row: dict[str, Any], key: str, otherwise: int, most: int) -> int:

@@ -44,7 +44,9 @@ def channels_of(fingerprint: Fingerprint, release: Array | int | None = None) ->
     n_bytes = np.asarray(fingerprint.n_bytes, np.int64)[:, None, None]
     # From 2.31 on a tuner can only lower NCCL's count, which is known of its own pair.
     mine = pair == own[:, None, None]
-    limit = np.where(mine & (release >= 23100)[:, None, None], np.minimum(asked, own_count[:, None, None]), asked)
+    limit = np.where(
+        mine & (release >= 23100)[:, None, None], np.minimum(asked, own_count[:, None, None]), asked
+    )
     ran = planned_channels(fleet, n_bytes, np.broadcast_to(pair, asked.shape), limit)  # type: ignore[arg-type]
     # Large messages get all that the communicator has (2.30.7 src/enqueue.cc, topoGetAlgoInfo), but for NVLS.
     a_thread = np.where(_PROTO[pair] == 2, 64, np.where(_PROTO[pair] == 0, 8 * fleet.n_ranks, 8))
@@ -64,7 +66,9 @@ def distinct(fingerprint: Fingerprint, release: Array | int | None = None) -> Ar
     mask = action_mask(fingerprint)
     offered = np.repeat(mask[:, :N_PAIRS], N_CHANNELS, axis=1)
     counts = np.tile(mask[:, N_PAIRS:], (1, N_PAIRS))
-    pair = np.concatenate([np.asarray(fingerprint.own_pair, int)[:, None], np.tile(np.arange(len(PAIRS)), (n, 1))], 1)
+    pair = np.concatenate(
+        [np.asarray(fingerprint.own_pair, int)[:, None], np.tile(np.arange(len(PAIRS)), (n, 1))], 1
+    )
     # Where NCCL does not clip a count to what the algorithm has, the plugin sets none (tuner.c): those are no arms.
     over_nodes = np.asarray(fingerprint.n_nodes).reshape(n, 1) > 1
     fixed = (pair == _COLLNET) | ((pair == _NVLS) & over_nodes)

@@ -34,7 +34,9 @@ def heuristic_channels(fleet: Any, n_bytes: Array, pair: Array) -> tuple[Array, 
         few = (n_bytes < channels * threads * least) & (threads % 128 == 0) & ring
         threads = np.where(few, threads // 2, threads)
     threads = np.maximum(np.where(ring & simple, threads + 32, threads), 96)
-    nvls = np.where(fleet.n_nodes > 1, np.minimum(fleet.nvls_channels, fleet.comm_channels), fleet.nvls_channels)
+    nvls = np.where(
+        fleet.n_nodes > 1, np.minimum(fleet.nvls_channels, fleet.comm_channels), fleet.nvls_channels
+    )
     return np.where(algo == NVLS, nvls, channels), threads // 32
 
 

@@ -50,7 +50,9 @@ class Graph:
             raise ValueError(f"graph channels must lie in 0..{MAX_CHANNELS}, not {self.channels}")
         # Written so that NaN fails too.
         if not (0 < self.bw_intra < 1e5 and 0 < self.bw_inter < 1e5 and 0 <= self.latency_inter < 1e4):
-            raise ValueError("a graph needs bw_intra, bw_inter in (0, 1e5) GB/s, latency_inter in [0, 1e4) us")
+            raise ValueError(
+                "a graph needs bw_intra, bw_inter in (0, 1e5) GB/s, latency_inter in [0, 1e4) us"
+            )
         for path in (self.type_intra, self.type_inter):
             if path not in PATHS:
                 raise ValueError(f"unknown path type {path!r}; NCCL's are {', '.join(PATHS)}")
@@ -88,7 +90,10 @@ class Cluster:
             (self.cpu in CPUS, f"cpu must be one of {', '.join(CPUS)}"),
             (1 <= self.comm_channels <= MAX_CHANNELS, f"comm_channels must lie in 1..{MAX_CHANNELS}"),
             (0 <= self.nvls_channels <= MAX_CHANNELS, f"nvls_channels must lie in 0..{MAX_CHANNELS}"),
-            (self.n_sms >= 1 and self.n_nics >= 1 and self.nic_gbs > 0, "n_sms, n_nics and nic_gbs must be positive"),
+            (
+                self.n_sms >= 1 and self.n_nics >= 1 and self.nic_gbs > 0,
+                "n_sms, n_nics and nic_gbs must be positive",
+            ),
             (self.ring.channels >= 1, "the ring graph has at least one channel"),
         )
         for ok, message in checks:
@@ -179,7 +184,9 @@ class ClusterArrays(Columns):
         """The arrays of ``clusters``, in their order."""
         names = [f.name for f in fields(cls) if f.name not in (*GRAPHS, "generation")]
         columns = as_columns([[getattr(c, name) for name in names] for c in clusters])
-        graphs: dict[str, Any] = {kind: GraphArrays.of([getattr(c, kind) for c in clusters]) for kind in GRAPHS}
+        graphs: dict[str, Any] = {
+            kind: GraphArrays.of([getattr(c, kind) for c in clusters]) for kind in GRAPHS
+        }
         (generation,) = as_columns([[GENERATIONS.index(c.generation)] for c in clusters])
         return cls(**dict(zip(names, columns, strict=True)), **graphs, generation=generation)
 
@@ -199,7 +206,9 @@ def from_mapping(name: str, values: Mapping[str, Any]) -> Cluster:
     given = {key: value for key, value in values.items() if key not in LABELS}
     for key in given.keys() - known:
         near = difflib.get_close_matches(key, known, 1)
-        raise ValueError(f"cluster {name}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        raise ValueError(
+            f"cluster {name}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
     needed = ("n_nodes", "gpus_per_node", "generation", "ring", "comm_channels")
     if missing := [key for key in needed if key not in given and "like" not in values]:
         raise ValueError(f"cluster {name}: missing {', '.join(missing)}")
@@ -239,7 +248,9 @@ def cluster(name: str) -> Cluster:
         return _read(Path(name))
     near = difflib.get_close_matches(name, preset_names(), 3, 0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(f"no cluster preset {name!r}: {hint}presets are {', '.join(preset_names())}; or a .toml file")
+    raise ValueError(
+        f"no cluster preset {name!r}: {hint}presets are {', '.join(preset_names())}; or a .toml file"
+    )
 
 
 def _read(path: Path) -> Cluster:

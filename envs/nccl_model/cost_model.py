@@ -72,7 +72,9 @@ def choice(cluster: Cluster, func: str, n_bytes: int, cost: Array | None = None)
 
 
 @functools.lru_cache(maxsize=65536)
-def channels(cluster: Cluster, func: str, n_bytes: int, algo: str, proto: str, asked: int = 0) -> tuple[int, int]:
+def channels(
+    cluster: Cluster, func: str, n_bytes: int, algo: str, proto: str, asked: int = 0
+) -> tuple[int, int]:
     """(n_channels, n_warps) that run for (algo, proto); ``asked`` is the tuner's count, 0 = NCCL's own.
 
     From 2.31 on a tuner can only lower NCCL's count. Raises ValueError for a pair that the collective never

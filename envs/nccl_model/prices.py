@@ -60,9 +60,13 @@ def terms(fleet: ClusterArrays) -> tuple[Array, Array]:
     lat, bw = np.zeros((len(fleet), len(PAIRS))), np.zeros((len(fleet), len(PAIRS)))
 
     # Ring. Up to 2.30 the bandwidth within a node counts up to two nodes, from 2.31 on a single one only.
-    bus = fleet.ring.channels * np.where(nodes <= np.where(late, 1, 2), fleet.ring.bw_intra, fleet.ring.bw_inter)
+    bus = fleet.ring.channels * np.where(
+        nodes <= np.where(late, 1, 2), fleet.ring.bw_intra, fleet.ring.bw_inter
+    )
     bus_ll128 = np.minimum(0.92 * bus, fleet.ring.channels * _ring_ll128_channel(fleet)) * fleet.offers_ll128
-    bw[:, :3] = np.stack([np.minimum(_ll_max(fleet), 0.5 * bus), bus_ll128, bus], axis=1) * (n / (n - 1))[:, None]
+    bw[:, :3] = (
+        np.stack([np.minimum(_ll_max(fleet), 0.5 * bus), bus_ll128, bus], axis=1) * (n / (n - 1))[:, None]
+    )
     lone = (per_node == 1) & ~late
     net = np.where(lone[:, None], _NET_TREE, _NET_RING) + fleet.ring.latency[:, None] * np.array([1, 1, 2])
     overhead = np.where(many, np.where(fleet.amd, 2.0, 1.0), 0.0)[:, None] * np.array([1, 1, 3])

@@ -101,9 +101,13 @@ def _profiles(trace: Trace, events: pd.DataFrame, default_ms: float, min_share: 
         n = int(events["func"].isin(TUNED_FUNCS).sum())
         if n and not offers:
             cure = "name the cluster that was recorded with --cluster"
-            raise TraceError(f"{trace.folder} holds {n} calls to tune, but not what NCCL offers for them: {cure}")
+            raise TraceError(
+                f"{trace.folder} holds {n} calls to tune, but not what NCCL offers for them: {cure}"
+            )
         small = f"; the largest takes {every[0].share:.2%} of the step" if every else ""
-        raise TraceError(f"{trace.folder} holds no all_gather or reduce_scatter that a tuner can reach{small}")
+        raise TraceError(
+            f"{trace.folder} holds no all_gather or reduce_scatter that a tuner can reach{small}"
+        )
     most = channels_of(events)  # tables may have asked for more than NCCL's own choice
     for p in profiles:
         # Of an imported recording the cluster says how many there are.
@@ -127,7 +131,9 @@ def default_windows(trace: Trace) -> list[SteadyWindow]:
     default = default_generations(trace)
     base = [w for w in windows_of(trace) if w.generation in default]
     if not base:
-        raise TraceError(f"{trace.folder} holds no two steps under NCCL's own choices: nothing to compare with")
+        raise TraceError(
+            f"{trace.folder} holds no two steps under NCCL's own choices: nothing to compare with"
+        )
     return base
 
 
@@ -143,10 +149,14 @@ def windows_of(trace: Trace) -> list[SteadyWindow]:
     found = []
     change = (steps["table_generation"] != steps["table_generation"].shift()).cumsum()
     for _, group in steps.groupby(change):
-        durations = group["duration_ns"].to_numpy()[0 if imported else 1 :] / 1e6  # a switch's first step is of both
+        durations = (
+            group["duration_ns"].to_numpy()[0 if imported else 1 :] / 1e6
+        )  # a switch's first step is of both
         if len(durations):
             found.append(
-                SteadyWindow(int(group["table_generation"].iloc[0]), float(np.median(durations)), len(durations))
+                SteadyWindow(
+                    int(group["table_generation"].iloc[0]), float(np.median(durations)), len(durations)
+                )
             )
     return found
 
@@ -169,7 +179,9 @@ def _effects(
     windows: list[SteadyWindow], tables: dict[int, tuple[dict[str, Any], ...]], profiles: list[SlotProfile]
 ) -> dict[_Part, float]:
     """Relative step time that each (slot, config) saved, by the regression."""
-    measured: list[tuple[SteadyWindow, float, list[_Part]]] = []  # with what it saved against the default before it
+    measured: list[
+        tuple[SteadyWindow, float, list[_Part]]
+    ] = []  # with what it saved against the default before it
     last_ms = next((w.ms for w in windows if tables.get(w.generation) == ()), np.nan)
     parts_of = {generation: _parts(rules, profiles) for generation, rules in tables.items()}
     for w in windows:
@@ -181,7 +193,10 @@ def _effects(
     if not keys:
         return {}
     design = np.array([[float(key in parts) for key in keys] for _, _, parts in measured])
-    saving, weight = np.array([saved for _, saved, _ in measured]), np.array([float(w.n_steps) for w, _, _ in measured])
+    saving, weight = (
+        np.array([saved for _, saved, _ in measured]),
+        np.array([float(w.n_steps) for w, _, _ in measured]),
+    )
     normal = design.T @ (design * weight[:, None]) + _RIDGE * np.eye(len(keys))
     effects = np.linalg.solve(normal, design.T @ (weight * saving))
     return dict(zip(keys, effects.tolist(), strict=True))
@@ -250,7 +265,11 @@ def cluster_of(trace: Trace, n_ranks: int, n_nodes: int) -> Cluster:
     except (KeyError, ValueError):
         per_node = max(n_ranks // max(n_nodes, 1), 1)
         kind = "one-gpu-per-node-8x1" if per_node == 1 else f"dgx-h100-{'1' if n_nodes == 1 else '2'}x8"
-        like = {"like": kind, "n_nodes": max(n_nodes, 1), "gpus_per_node": max(per_node, 2 if n_nodes <= 1 else 1)}
+        like = {
+            "like": kind,
+            "n_nodes": max(n_nodes, 1),
+            "gpus_per_node": max(per_node, 2 if n_nodes <= 1 else 1),
+        }
         return clusters.from_mapping("trace", like)
 
 
@@ -264,12 +283,16 @@ def _predict(took: _Times, p: SlotProfile, allowed: Array, known: dict[int, floa
         decision = spaces.decision_of(config)
         algo, proto = (decision.algo, str(decision.proto)) if decision.algo else own_pair
         if decision.n_channels or (algo, proto) != own_pair:
-            ran, _ = cost_model.channels(took.cluster, p.slot.func, p.n_bytes, algo, proto, decision.n_channels)
+            ran, _ = cost_model.channels(
+                took.cluster, p.slot.func, p.n_bytes, algo, proto, decision.n_channels
+            )
         else:
             ran = own_channels
         us = took.us(p.slot.func, p.n_bytes, algo, proto, ran)
         waits[config] = p.calls * (default_us - us) / step_us
-        hidden = default_us * took.fabric.slowdown(own_channels) - min(us, default_us) * took.fabric.slowdown(ran)
+        hidden = default_us * took.fabric.slowdown(own_channels) - min(us, default_us) * took.fabric.slowdown(
+            ran
+        )
         slows[config] = p.calls * hidden / step_us
     # The part of the slot's time that the step waits for, from what was measured; the rest only slows compute.
     x = np.array([waits[c] for c in known])

@@ -60,7 +60,12 @@ class RecordedJob:
         return min(total, 1 - LEAST)
 
     def window(
-        self, decisions: Decisions, n_steps: int, discard: int = DISCARD, give_up_ms: float = math.inf, one_of: int = 0
+        self,
+        decisions: Decisions,
+        n_steps: int,
+        discard: int = DISCARD,
+        give_up_ms: float = math.inf,
+        one_of: int = 0,
     ) -> Window:
         """As ``Job.window``, at all calls: all steps take the same time; one that takes too long is the last."""
         self.generation += 1

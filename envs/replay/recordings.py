@@ -55,7 +55,9 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
     if len(trace.offers):
         return trace
     notes = list(trace.header.get("notes") or ())
-    events = trace.events.merge(_modelled(trace.events, c, notes), "left", ["n_ranks", "n_nodes", "func", "n_bytes"])
+    events = trace.events.merge(
+        _modelled(trace.events, c, notes), "left", ["n_ranks", "n_nodes", "func", "n_bytes"]
+    )
     placed, priced = events["ranks"].notna(), events["model_algo"].notna()
     unknown = priced & ~events["algo"].isin([algo for algo, _ in PAIRS])
     no_count = priced & (events["n_channels"] == 0)
@@ -74,8 +76,16 @@ def on_cluster(trace: Trace, c: Cluster) -> Trace:
         notes.append("how many channels ran is not recorded: taken to be what NCCL's model uses")
     offers = events[priced].drop_duplicates(["comm_id", "func", "n_bytes"])
     offers = offers.assign(algo=offers["model_algo"], proto=offers["model_proto"], n_pipe_ops=1)
-    header = {**trace.header, "cluster": c.name, "nccl_model": c.nccl, "comm_channels": c.comm_channels, "notes": notes}
-    return replace(trace, events=complete(events, EVENT_COLUMNS), offers=complete(offers, OFFER_COLUMNS), header=header)
+    header = {
+        **trace.header,
+        "cluster": c.name,
+        "nccl_model": c.nccl,
+        "comm_channels": c.comm_channels,
+        "notes": notes,
+    }
+    return replace(
+        trace, events=complete(events, EVENT_COLUMNS), offers=complete(offers, OFFER_COLUMNS), header=header
+    )
 
 
 def _modelled(events: pd.DataFrame, c: Cluster, notes: list[str]) -> pd.DataFrame:

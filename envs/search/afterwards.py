@@ -52,7 +52,9 @@ class Refinement:
         self.search, self.left = search, 0  # windows that may still try something
         self.noise = search.noise * math.sqrt(2)  # of the log ratio of a pair
         self.trial: Array | None = None  # (s,) the table that is tried
-        self.beside_ms: float | None = None  # step time of the window under the table in force that came just before
+        self.beside_ms: float | None = (
+            None  # step time of the window under the table in force that came just before
+        )
         self.next: Array = search.confirmed.copy()  # (s,) what the policy has said of the next trial
         self.turns = self.passed = 0  # of that trial; running, of which no trial came
         self._keep_watch(levels)
@@ -65,9 +67,16 @@ class Refinement:
         self.long = LongSteps()  # from here on: the job's own may have become more since it was compared
         step_ms = search.default_ms * math.exp(float(search.belief.mean[0]))
         self.regime = Regime(step_ms, search.default_logs, search.confirmed, tuple(search.races))
-        known, has_table = (search.gain[0], sum(race.n for race in search.races)), bool(search.confirmed.any())
-        self.level = ALPHA if has_table else FIRST * AGAIN**search.marks.fruitless  # of each trial's comparison
-        self.watch = Watch(search.noise, search.window_steps, search.rules, has_table, search.steps, known, levels)
+        known, has_table = (
+            (search.gain[0], sum(race.n for race in search.races)),
+            bool(search.confirmed.any()),
+        )
+        self.level = (
+            ALPHA if has_table else FIRST * AGAIN**search.marks.fruitless
+        )  # of each trial's comparison
+        self.watch = Watch(
+            search.noise, search.window_steps, search.rules, has_table, search.steps, known, levels
+        )
 
     # -- trials ------------------------------------------------------------------------------------------------
 
@@ -91,7 +100,9 @@ class Refinement:
         self.turns += 1
         search.turn = (search.turn + 1) % search.n_slots
         if what in (turns.RUN, turns.COMPARE) or self.turns == search.n_slots:
-            is_new = self.next.tobytes() not in search.beaten and not np.array_equal(self.next, search.confirmed)
+            is_new = self.next.tobytes() not in search.beaten and not np.array_equal(
+                self.next, search.confirmed
+            )
             self.trial = self.next if is_new else None
             self.passed = 0 if is_new else self.passed + self.turns
             self.next, self.turns = search.confirmed.copy(), 0
@@ -119,7 +130,9 @@ class Refinement:
             beside[place, own] = -np.inf
         slot, config = np.divmod(np.arange(beside.size), N_CONFIGS)
         tables, near = list[Array](), beside.reshape(-1, 1) + beside.ravel()
-        np.fill_diagonal(near, np.where(search.tried > 0, beside, -np.inf))  # a change with itself: of one slot
+        np.fill_diagonal(
+            near, np.where(search.tried > 0, beside, -np.inf)
+        )  # a change with itself: of one slot
         for kind, loss in zip((np.eye(len(slot), dtype=bool), slot[:, None] < slot), LOSS, strict=True):
             sums = np.where(kind, near, -np.inf).ravel()
             best = np.argsort(-sums)[: search.rules.trials_near]
@@ -250,15 +263,21 @@ class Refinement:
         next window is set against. Else a new search goes on; what was in force before meets the default first, with
         the windows that showed the change for a first pair."""
         search, change = self.search, self.watch.change
-        search.tried[np.arange(search.n_slots), search.before] = search.before > 0  # it ran until now: no canary
+        search.tried[np.arange(search.n_slots), search.before] = (
+            search.before > 0
+        )  # it ran until now: no canary
         known = search.regimes.same(self.regime, change, search.default_ms, search.default_logs, search.noise)
         if known is not None:
             search.races = list(known.races)
             search.confirm(known.confirmed)
             search.marks.returned += 1
-            search._finish(change.levels if np.array_equal(search.confirmed, search.before) else (), self.left)
+            search._finish(
+                change.levels if np.array_equal(search.confirmed, search.before) else (), self.left
+            )
             search.later.watch.begin_with(search.default_ms)
             return
-        search.marks.fruitless = 0 if search.before.any() else min(search.marks.fruitless + 1, 10)  # no level is 0
+        search.marks.fruitless = (
+            0 if search.before.any() else min(search.marks.fruitless + 1, 10)
+        )  # no level is 0
         if search.before.any() and change.level is not None and change.level < math.log(search.default_ms):
             search._race(search.before).add(search.default_ms, math.exp(change.level))

@@ -151,7 +151,9 @@ class Belief:
         variance, with_exposure = p.diagonal()[1 : a + 1], p[0, 1 : a + 1]
         wait = exposure * (1 - time * (1 + np.minimum(variance, 1.0) / 2)) - with_exposure * time
         mean = share * (wait + rest)
-        mean = np.where(logs > FAR, np.minimum(mean, 0.0), mean)  # no call that takes e times as long saves anything
+        mean = np.where(
+            logs > FAR, np.minimum(mean, 0.0), mean
+        )  # no call that takes e times as long saves anything
         self._effects[slot] = found = _Effects(mean, cov, by_exposure, by_log, cross[:, 1 : a + 1])
         return found
 
@@ -318,7 +320,10 @@ class Belief:
         """A window under a table (s,), for what slots do to each other: the log of its step over the default's now."""
         self.interactions.see(table, log_step, noise)
         tables = self.interactions.tables
-        total, variance = np.zeros(len(tables)), np.zeros(len(tables))  # of what their slots save, each for itself
+        total, variance = (
+            np.zeros(len(tables)),
+            np.zeros(len(tables)),
+        )  # of what their slots save, each for itself
         for s, index in enumerate(self.config):
             at, effect = index[tables[:, s]], self._effect(s)
             runs = np.flatnonzero(at >= 0)

@@ -28,7 +28,9 @@ class Canary:
     """Of one search, whose are ``tried`` (s, N_CONFIGS), windows measured."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self.blame = np.zeros(shape)  # of far too long steps, by how likely a cause a config was beside the others
+        self.blame = np.zeros(
+            shape
+        )  # of far too long steps, by how likely a cause a config was beside the others
 
     def struck(self, configs: Array, tried: Array, belief: Belief) -> bool:
         """A step was far too long: new configs share the blame. Returns whether one has that of more than one step."""

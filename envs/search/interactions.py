@@ -43,7 +43,9 @@ class Interactions:
         self._weight, self._like = weight, weight[:, None, None] * like  # (s,), (s, N_CONFIGS, N_CONFIGS)
         self.tables = np.zeros((0, len(share)), np.int64)  # measured ones, (n, s)
         self._sums = np.zeros((0, 2))  # of each: precisions, and logs of the step times times them
-        self._rows = self._like[:, :, :1]  # of each slot, how alike any config is to NCCL's own and the n tables'
+        self._rows = self._like[
+            :, :, :1
+        ]  # of each slot, how alike any config is to NCCL's own and the n tables'
         self._own = self._one(np.zeros(len(share), np.int64))
         self._kernel = np.zeros((0, 0))  # prior covariance of the measured tables, in squared strengths
         self._mean, self._less, self.variance = np.zeros(0), np.zeros((0, 0)), 0.0
@@ -98,7 +100,9 @@ class Interactions:
         # In units of the noise and along its own axes the covariance is diagonal, whatever the strength.
         values, axes = np.linalg.eigh(self._kernel / np.outer(noise, noise))
         inner, axes, squares = axes.T @ (away / noise), axes / noise[:, None], STRENGTHS**2
-        left = 1 / (1 + squares[:, None] * np.maximum(values, 0.0))  # of a variance of 1, once interactions are known
+        left = 1 / (
+            1 + squares[:, None] * np.maximum(values, 0.0)
+        )  # of a variance of 1, once interactions are known
         logs = np.log(CHANCES) - 0.5 * (left * inner**2 - np.log(left)).sum(axis=1)
         weights = np.exp(logs - logs.max())
         weights *= squares / weights.sum()
@@ -125,6 +129,8 @@ class Interactions:
         common = self._slot(table, slot)[configs]
         cross = self._given_own(common)
         rest = np.delete(self._weight, slot)
-        among = (rest.sum() ** 2 - (rest**2).sum()) / 2 + rest.sum() * self._like[slot][np.ix_(configs, configs)]
+        among = (rest.sum() ** 2 - (rest**2).sum()) / 2 + rest.sum() * self._like[slot][
+            np.ix_(configs, configs)
+        ]
         prior = among - common[:, :1] - common[:, 0] + self._own[0]
         return cross @ self._mean, self.variance * prior - cross @ self._less @ cross.T

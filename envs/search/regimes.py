@@ -64,7 +64,9 @@ class Regimes:
         near = [(step, r) for (step, calls), r in apart if step < reach and calls < SAME_CALLS]
         return min(near, key=lambda pair: pair[0])[1] if near else None
 
-    def same(self, left: Regime, change: Change, default_ms: float, call_logs: Array, noise: float) -> Regime | None:
+    def same(
+        self, left: Regime, change: Change, default_ms: float, call_logs: Array, noise: float
+    ) -> Regime | None:
         """After a ``change`` out of ``left``: the regime that the default is as in now, if any: one that was tuned, or
         the one left, at another pace: all goes slower or quicker by the same, and the network is as it was."""
         if change.is_other:

@@ -27,7 +27,20 @@ from .few_calls import FewCalls
 from .regimes import Regimes
 from .sequential import AGAIN, ALPHA, MORE, LongSteps, Race, median, middle, window_noise
 from .watch import Milestones, SearchConfig
-from .windows import DISCARD, PROFILE, REFERENCE, REFINE, SEARCH, TABLE, TRIAL, WARM_STEPS, WATCH, Job, Measured, Plan
+from .windows import (
+    DISCARD,
+    PROFILE,
+    REFERENCE,
+    REFINE,
+    SEARCH,
+    TABLE,
+    TRIAL,
+    WARM_STEPS,
+    WATCH,
+    Job,
+    Measured,
+    Plan,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -53,17 +66,29 @@ class Search:
         self.n_slots, self.marks, self.on_confirmed = len(job.share), Milestones(), on_confirmed
         self.steps = default.billed
         self.lost = 0.0  # default steps that the job lost against its default, so far
-        self.default_logs, self.n_default = np.log(job.call_us), np.ones(self.n_slots)  # of the default's calls
+        self.default_logs, self.n_default = (
+            np.log(job.call_us),
+            np.ones(self.n_slots),
+        )  # of the default's calls
         self.confirmed: Array = np.zeros(self.n_slots, np.int64)  # in force when nothing is tried
         # What confirmed it: the first against the default, each other against the one before.
         self.races: list[Race] = []
-        self.same_logs: list[float] = []  # of each default window and the one before it: the default against itself
+        self.same_logs: list[
+            float
+        ] = []  # of each default window and the one before it: the default against itself
         self.running: Array = np.zeros(self.n_slots, np.int64)  # under what the job runs now
-        self.before = self.confirmed if first is None else np.where(job.mask[np.arange(self.n_slots), first], first, 0)
+        self.before = (
+            self.confirmed if first is None else np.where(job.mask[np.arange(self.n_slots), first], first, 0)
+        )
         self.after = self.after_default = 0  # steps since the verdict; of them under the default
         self.warm: set[int] = set()
-        self._single: deque[float] = deque(maxlen=96)  # logs of single steps over their window's; a change keeps them
-        self.banned, self.canary = np.zeros_like(job.mask, bool), Canary(job.mask.shape)  # a change keeps these, too
+        self._single: deque[float] = deque(
+            maxlen=96
+        )  # logs of single steps over their window's; a change keeps them
+        self.banned, self.canary = (
+            np.zeros_like(job.mask, bool),
+            Canary(job.mask.shape),
+        )  # a change keeps these, too
         self.regimes = Regimes()
         self.straggling = set[bytes]()  # tables that were taken back for their long steps
         self._begin(default)
@@ -89,7 +114,11 @@ class Search:
         self.turn = self.n_slots if self.choices.any() else 0  # what was good before is the first to be tried
         self.round = self.idle = 0
         self.phase, self.comparisons = SEARCH, 0
-        self.last_saving, self.last_calls, self.last_long = 0.0, np.zeros(self.n_slots), 0.0  # of the last window
+        self.last_saving, self.last_calls, self.last_long = (
+            0.0,
+            np.zeros(self.n_slots),
+            0.0,
+        )  # of the last window
         self.race: Race | None = None
         self.rejected: Race | None = None
         self._half: list[tuple[str, float]] = []
@@ -134,7 +163,9 @@ class Search:
             return self.later.plan()
         if self.phase == PROFILE:
             return Plan(PROFILE, np.zeros(self.n_slots, np.int64), self.rules.profile_steps, DISCARD)
-        reference = (len(self._half) + self.race.n) % 2 == 0 if self.race else True  # R T, T R, R T: one switch a pair
+        reference = (
+            (len(self._half) + self.race.n) % 2 == 0 if self.race else True
+        )  # R T, T R, R T: one switch a pair
         return self.window(REFERENCE, self.reference) if reference else self.window(TABLE, self.table)
 
     def window(self, kind: str, configs: Array) -> Plan:
@@ -281,7 +312,9 @@ class Search:
         found = race.verdict(pairs, self.rules.least_gain, known, soonest)
         if not found or self.long.allows(table, self.confirmed, race.mean):
             return found
-        most = MORE * pairs if known is not None else self.rules.doubtful  # it goes on: it gains, and costs little
+        most = (
+            MORE * pairs if known is not None else self.rules.doubtful
+        )  # it goes on: it gains, and costs little
         return False if race.n >= most or self.long.forbids(table, self.confirmed, race.mean) else None
 
     def confirm(self, configs: Array) -> None:
@@ -343,7 +376,9 @@ class Search:
         self.marks.canaries += given_up
         if not given_up:
             self.warm |= self._families(plan.configs)
-        self.running = np.where(plan.one_of, -1, plan.configs)  # after few calls whatever comes is another table
+        self.running = np.where(
+            plan.one_of, -1, plan.configs
+        )  # after few calls whatever comes is another table
         if plan.kind == SEARCH:
             self._after_round()
         elif plan.one_of:
@@ -372,7 +407,9 @@ class Search:
         logs_us = np.log(np.asarray(seen.call_us, np.float64))
         own = (plan.configs == 0) & np.isfinite(logs_us)
         self.n_default += own
-        self.default_logs = self.default_logs + np.where(own, (logs_us - self.default_logs) / self.n_default, 0.0)
+        self.default_logs = self.default_logs + np.where(
+            own, (logs_us - self.default_logs) / self.n_default, 0.0
+        )
         calls = np.where(seen.obeyed, logs_us - self.default_logs, np.nan)
         # What NCCL did not obey says nothing of the config, which is not tried again.
         refused = np.flatnonzero(~seen.obeyed & (plan.configs > 0))

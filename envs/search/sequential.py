@@ -101,7 +101,9 @@ class Race:
         mean, width = self.mean, room * self.sigma * half_width(self.n, self.alpha)
         return mean - width, mean + width
 
-    def verdict(self, pairs: float, least: float, known: float | None = None, soonest: int = 2) -> bool | None:
+    def verdict(
+        self, pairs: float, least: float, known: float | None = None, soonest: int = 2
+    ) -> bool | None:
         """Whether the table is to be taken, None: not known yet. ``pairs``: after which it is not worth many more;
         ``least``: gain that is worth a table; ``known``: lower bound of what the reference itself gains over the
         default, None where it is the default; ``soonest``: pairs before it is taken, where noise is not LOUD."""
@@ -133,12 +135,16 @@ class LongSteps:
     """
 
     def __init__(self) -> None:
-        self.seen: dict[bytes, Array] = {}  # of a table: steps, their excess over the middle in steps, its squares
+        self.seen: dict[
+            bytes, Array
+        ] = {}  # of a table: steps, their excess over the middle in steps, its squares
 
     def add(self, configs: Array, step_ms: Array, usual_ms: float) -> None:
         """A window under configs (s,); ``usual_ms``: what most of its steps took."""
         excess = np.minimum(step_ms / usual_ms, LONGEST_STEP) - 1
-        self.seen[configs.tobytes()] = self._of(configs) + np.array([len(excess), excess.sum(), (excess**2).sum()])
+        self.seen[configs.tobytes()] = self._of(configs) + np.array(
+            [len(excess), excess.sum(), (excess**2).sum()]
+        )
 
     def _of(self, configs: Array) -> Array:
         return self.seen.get(configs.tobytes(), np.zeros(3))

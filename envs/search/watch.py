@@ -71,7 +71,9 @@ class SearchConfig:
     trials_near: int = 100  # tables after them that are tried with one slot changed, and as many with two
     reveal: float = 0.5  # noise that a trial is judged by beforehand, in windows: it will not be the last
     budget: float = 0.05  # part of the job's time that the search may lose against the default
-    watch_share: float = 0.008  # of the later steps that may run the default, once it shows that the table gains
+    watch_share: float = (
+        0.008  # of the later steps that may run the default, once it shows that the table gains
+    )
     change: float = 0.03  # lasting change of the step time that begins a new search
 
 
@@ -119,7 +121,9 @@ class Watch:
         self._harm = 0.0  # default steps that the job may have lost by the table's doing
         self._calm = 0  # windows as usual since the last of those looks
         self._default: float | None = None  # waits for the window under the table that follows
-        self._accused: float | None = None  # as well: the default, beside which the last windows of the table were slow
+        self._accused: float | None = (
+            None  # as well: the default, beside which the last windows of the table were slow
+        )
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._figures: tuple[float, float] | None = None  # what _as_usual says
         self.change = Change()  # what CHANGED means
@@ -186,7 +190,9 @@ class Watch:
     def _asked(self, default: float) -> str:
         """A look out of turn, after odd windows: is it the table that is slow, or all that the job does?"""
         table, middle = sum(self._odd) / len(self._odd), self._as_usual()[0]
-        is_fault = default - middle - self.gain < (table - middle) / 2  # the default is nearer to where it was
+        is_fault = (
+            default - middle - self.gain < (table - middle) / 2
+        )  # the default is nearer to where it was
         if not is_fault or table - default < self._slower(len(self._odd)):
             self._acquit()
         elif table - default > HARM:

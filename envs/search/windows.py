@@ -18,7 +18,14 @@ Array = np.ndarray[Any, Any]
 PROFILE, SEARCH, REFERENCE, TABLE, WATCH = "profile", "search", "reference", "table", "watch"
 REFINE, TRIAL = "refine", "trial"
 #: What a run's log calls a window of each kind.
-PHASES = {PROFILE: "profile", SEARCH: "search", REFERENCE: "verify", TABLE: "verify", TRIAL: "refine", WATCH: "watch"}
+PHASES = {
+    PROFILE: "profile",
+    SEARCH: "search",
+    REFERENCE: "verify",
+    TABLE: "verify",
+    TRIAL: "refine",
+    WATCH: "watch",
+}
 #: Windows after the verdict, of which no kernel times are asked: they are not worth what they cost a running job.
 UNTIMED = (TRIAL, WATCH)
 #: Steps of a window that do not count after a table has changed, and more where an algorithm is new to a slot's
@@ -109,6 +116,10 @@ class Policy(Protocol):
     """
 
     def predict(
-        self, observation: Array, state: Any = None, episode_start: Array | None = None, deterministic: bool = True
+        self,
+        observation: Array,
+        state: Any = None,
+        episode_start: Array | None = None,
+        deterministic: bool = True,
     ) -> tuple[Array, Any]:
         """The action and the state to pass next time."""

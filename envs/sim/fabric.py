@@ -66,7 +66,9 @@ class FabricParams(Columns):
     connect_us: Array  # first use of an algorithm on a communicator
     noise: Array  # log-normal sigma of one collective
     tail: Array  # probability of a straggling collective
-    effect: Array  # (n, 2, 6, N_COUNTS) log of what the formula misses, per collective, pair and channel class
+    effect: (
+        Array  # (n, 2, 6, N_COUNTS) log of what the formula misses, per collective, pair and channel class
+    )
 
 
 #: Memory traffic beside compute, in units of a ring's all_gather with SIMPLE (a read and a write), (2, 6) over
@@ -106,7 +108,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 def nominal(fleet: ClusterArrays) -> FabricParams:
     """The middle of the family for each cluster: the fabric that the sources above describe."""
     n, gen, many = len(fleet), fleet.generation, fleet.n_nodes > 1
-    slow = np.array([1.6, 1.2, 1.0, 0.9])[gen] * np.where(fleet.ring.nvlink | (fleet.gpus_per_node == 1), 1.0, 1.8)
+    slow = np.array([1.6, 1.2, 1.0, 0.9])[gen] * np.where(
+        fleet.ring.nvlink | (fleet.gpus_per_node == 1), 1.0, 1.8
+    )
     # A loopback socket or TCP network answers an order of magnitude later than an RDMA one.
     net = np.where(fleet.nic_gbs < 2.0, 5.0, 1.0) * np.array([1.3, 1.1, 1.0, 1.0])[gen]
     channel = np.array([0.55, 0.75, 1.0, 1.25])[gen]
@@ -142,7 +146,9 @@ def nominal(fleet: ClusterArrays) -> FabricParams:
         sm_weight=np.tile(_SM_WEIGHT, (n, 1)),
         connect_us=np.full(n, 6000.0) + 200.0 * fleet.n_ranks,
         noise=np.where(many, 0.012, 0.003),
-        tail=np.where(many, 0.0005, 0.0002),  # of a collective; of a step, which has a dozen, as noise.py draws it
+        tail=np.where(
+            many, 0.0005, 0.0002
+        ),  # of a collective; of a step, which has a dozen, as noise.py draws it
         effect=np.zeros((n, 2, len(PAIRS), N_COUNTS)),
     )
 
@@ -251,7 +257,9 @@ class Fabric:
         beyond = np.maximum(c - np.maximum(columns.n_nics, columns.ring.channels), 0.0)
         bus = t.bus_gbs[:, None] * np.maximum(1.0 - t.congestion[:, None] * beyond, 0.25)
         knee = t.knee[:, None]
-        rate = soft_min(c * t.channel_gbs[rows, func, proto], bus * t.efficiency[rows, func, proto], knee) * 1e3
+        rate = (
+            soft_min(c * t.channel_gbs[rows, func, proto], bus * t.efficiency[rows, func, proto], knee) * 1e3
+        )
         steps = (n - nodes) * t.hop_us[rows, proto] + (nodes - 1) * t.net_us[rows, proto]
         short = np.maximum(1.0 - shard / c / CHUNK, 0.0) * (proto == SIMPLE)
         piece = shard / c + t.ramp_bytes[rows, func, proto] + t.stall_bytes[:, None] * short
@@ -285,9 +293,13 @@ class Fabric:
         pair = np.broadcast_to(pair, us.shape)
         n = self.fleet.n_ranks[:, None]
         whole = np.asarray(n_bytes, float)[:, None]
-        rate = np.where(pair == _NVLS, t.nvls_gbs[rows, rs[:, None]], t.bus_gbs[:, None] * n / np.maximum(n - 1, 1))
+        rate = np.where(
+            pair == _NVLS, t.nvls_gbs[rows, rs[:, None]], t.bus_gbs[:, None] * n / np.maximum(n - 1, 1)
+        )
         use = np.minimum(whole / (np.maximum(rate, 1e-3) * 1e3) / us, 1.0)
-        sms = t.sm_cost[:, None] * t.sm_weight[rows, pair] * np.asarray(ran, float) / self.fleet.n_sms[:, None]
+        sms = (
+            t.sm_cost[:, None] * t.sm_weight[rows, pair] * np.asarray(ran, float) / self.fleet.n_sms[:, None]
+        )
         memory = 1.5 * t.memory_cost[:, None] * TRAFFIC[rs[:, None], pair] * use
         # A ring over many nodes fills its network ports; the links within the nodes carry as much and have more.
         return sms + memory, np.where(many, 0.3 * use, use), np.where(many, use, 0.0)
@@ -302,7 +314,9 @@ class Fabric:
         is_rs, pair = np.array([func == "reduce_scatter"]), np.array([[PAIRS.index((algo, proto))]])
         return float(self.times_us(is_rs, np.array([n_bytes]), pair, np.array([[n_channels]]))[0, 0])
 
-    def _beside(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> tuple[float, float, float]:
+    def _beside(
+        self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int
+    ) -> tuple[float, float, float]:
         """What one collective does to what runs beside it, see :meth:`overlap`; of an all_reduce, as its ring would."""
         us = np.array([[self.time_us(func, n_bytes, algo, proto, n_channels)]])
         pair = PAIRS.index((algo, proto))
@@ -332,5 +346,7 @@ def soft_min(a: Array, b: Array, knee: Array) -> Array:
 def _with(truth: FabricParams, values: Mapping[str, Any]) -> FabricParams:
     known = {f.name for f in fields(FabricParams)}
     assert known >= set(values), f"no such parameter of a fabric: {set(values) - known}"
-    shaped = {k: np.broadcast_to(np.asarray(v, float), getattr(truth, k).shape).copy() for k, v in values.items()}
+    shaped = {
+        k: np.broadcast_to(np.asarray(v, float), getattr(truth, k).shape).copy() for k, v in values.items()
+    }
     return replace(truth, **shaped)

@@ -65,7 +65,10 @@ class World:
     effects: Range = (0.05, 0.3)  # log size of what no formula knows, log scale
     octaves: Range = (3.0, 12.0)  # of message size over which such an effect turns into another, evenly
     jagged: Range = (0.0, 0.0)  # log size of what each channel count of a slot has of its own, evenly
-    touch: Range = (0.7, 1.8)  # by how much more calls slow the compute than fabrics say, log scale; public: 30-40 %
+    touch: Range = (
+        0.7,
+        1.8,
+    )  # by how much more calls slow the compute than fabrics say, log scale; public: 30-40 %
     steal: Range = (0.0, 0.0)  # of what a call gains it takes this part from compute beside it, evenly
     crowd: Range = (0.0, 0.15)
     crowd_by_channels: bool = False  # else every call beside a call weighs the same
@@ -104,7 +107,9 @@ class JobFamily:
         return replace(self, parts=tuple(part for part in self.parts if part.name == world))
 
 
-def _worlds(base: World, contention: Contention, joint: Extra, tails: Extra, moves: Extra, rough: float) -> list[World]:
+def _worlds(
+    base: World, contention: Contention, joint: Extra, tails: Extra, moves: Extra, rough: float
+) -> list[World]:
     low, high = base.effects
     return [
         base,
@@ -144,7 +149,9 @@ _HARSH = World(
     power=(1.2, 1.8),
     saturation=(0.5, 2.0),
     drag=(0.1, 0.4),
-    noise=NoiseFamily(sigma=(0.003, 0.05), memory=(0.5, 0.98), two_paces=0.4, late_rank=0.25, call_sigma=(0.01, 0.08)),
+    noise=NoiseFamily(
+        sigma=(0.003, 0.05), memory=(0.5, 0.98), two_paces=0.4, late_rank=0.25, call_sigma=(0.01, 0.08)
+    ),
     swing=0.7,
 )
 _STANDARD = (
@@ -197,7 +204,9 @@ def draw_fleet(family: ClusterFamily, rng: np.random.Generator, n: int) -> Clust
     gen = rng.choice(4, n, p=np.array(family.generations) / sum(family.generations))
     sizes, weights = zip(*family.per_node, strict=True)
     per_node = rng.choice(np.array(sizes), n, p=np.array(weights) / sum(weights))
-    nodes = np.where(rng.random(n) < family.one_node, 1, log_uniform(rng, family.n_nodes, n).round().astype(int))
+    nodes = np.where(
+        rng.random(n) < family.one_node, 1, log_uniform(rng, family.n_nodes, n).round().astype(int)
+    )
     nodes = np.where((nodes == 1) & (per_node == 1), rng.choice([2, 4, 8], n), nodes)
     nodes = np.minimum(nodes, 2048 // per_node)
     many = nodes > 1

@@ -73,7 +73,12 @@ def _draw(kind: World, rng: np.random.Generator, n: int) -> Jobs:
 
 
 def assemble(
-    works: WorkloadArrays, which: Array, sites: SampledClusters, exposed: Array, kind: World, rng: np.random.Generator
+    works: WorkloadArrays,
+    which: Array,
+    sites: SampledClusters,
+    exposed: Array,
+    kind: World,
+    rng: np.random.Generator,
 ) -> Jobs:
     """One job on each of ``sites``: ``which`` (n,) names its workload, ``exposed`` (n,) is the part of its default step
     that waits for communication, which its compute is scaled to."""
@@ -142,7 +147,13 @@ def _truth_at(sites: SampledClusters, rows: Array, n_bytes: Array) -> FabricPara
 
 
 def _call_tables(
-    fabric: Fabric, is_rs: Array, n_bytes: Array, own: Array, crowd_by_channels: bool, touch: Array, ports: Array
+    fabric: Fabric,
+    is_rs: Array,
+    n_bytes: Array,
+    own: Array,
+    crowd_by_channels: bool,
+    touch: Array,
+    ports: Array,
 ) -> tuple[Calls, Array]:
     """Calls of every config of slots, and the channels that run, (slots, N_CONFIGS).
 
@@ -152,7 +163,9 @@ def _call_tables(
     pair = pair_of(np.arange(N_CONFIGS), own[:, None])
     asked = np.tile(CHANNELS, N_PAIRS)
     limit, _ = heuristic_channels(columns, n_bytes[:, None], pair)
-    lowered = np.where(columns.release >= 23100, np.minimum(asked, limit), asked)  # from 2.31 a tuner only lowers
+    lowered = np.where(
+        columns.release >= 23100, np.minimum(asked, limit), asked
+    )  # from 2.31 a tuner only lowers
     ran = planned_channels(columns, n_bytes[:, None], pair, np.where(asked == 0, limit, lowered))
     us = fabric.times_on_us(is_rs, n_bytes, pair, ran)
     slow, near, far = fabric.overlap(is_rs, n_bytes, pair, ran, us)
@@ -182,7 +195,9 @@ def _beside(works: WorkloadArrays, which: Array, fleet: ClusterArrays, rng: np.r
     port = fleet.n_nics * fleet.nic_gbs / fleet.gpus_per_node * rng.uniform(0.6, 0.95, n)
     nodes = np.exp2(rng.integers(1, 7, n))
     out = np.zeros((n, 2, N_CALL))
-    out[:, 0, 0] = 30.0 + 6.0 * np.log2(nodes) + 2 * (nodes - 1) / nodes * works.other_bytes[which] / (port * 1e3)
+    out[:, 0, 0] = (
+        30.0 + 6.0 * np.log2(nodes) + 2 * (nodes - 1) / nodes * works.other_bytes[which] / (port * 1e3)
+    )
     out[:, 0, 1:] = 0.12, 0.3, 0.8, 1.0, 4.0, 0.0
     out[:, 1] = 60.0, 0.1, 0.3, 0.0, 1.0, 2.0, 0.0
     return out

@@ -164,11 +164,17 @@ class Noise(Columns):
             out[:, t] = np.where(on, us * (factor + np.where(saving, self.save_cost, 0.0)), np.nan)
         return out
 
-    def calls(self, call_us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream, all_: Any = False) -> Array:
+    def calls(
+        self, call_us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream, all_: Any = False
+    ) -> Array:
         """Mean durations (n, S) over the last ``n_steps``, NaN where no step was sampled; of ``all_`` each is."""
         every = np.where(all_, 1, np.maximum(self.sampled, 1))
         count = self.at // every - (self.at - n_steps) // every
         count = np.where(self.sampled > 0, count, 0)[:, None]
         spread = (self.call_sigma * (1.0 + 10.0 * self.late))[:, None] / np.sqrt(np.maximum(count, 1))
-        off = rng.calls(self.at, n_steps) if isinstance(rng, NoiseStream) else rng.normal(0.0, 1.0, call_us.shape)
+        off = (
+            rng.calls(self.at, n_steps)
+            if isinstance(rng, NoiseStream)
+            else rng.normal(0.0, 1.0, call_us.shape)
+        )
         return np.where(count > 0, call_us * np.exp(off * spread), np.nan)

@@ -135,6 +135,11 @@ def _at(array: Array | None) -> Any:
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(library_path(STEP)))
-    library.dynamiccl_steps.argtypes = [ctypes.c_int32, *[ctypes.c_void_p] * 8, ctypes.c_int32, *[ctypes.c_void_p] * 11]
+    library.dynamiccl_steps.argtypes = [
+        ctypes.c_int32,
+        *[ctypes.c_void_p] * 8,
+        ctypes.c_int32,
+        *[ctypes.c_void_p] * 11,
+    ]
     library.dynamiccl_steps.restype = ctypes.c_int
     return library

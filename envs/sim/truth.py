@@ -35,7 +35,9 @@ class SampledClusters(Columns):
 
     fleet: ClusterArrays
     truth: FabricParams
-    other: Array  # (n, 2, 6, N_COUNTS) what the formulas miss, far in message size from where truth.effect holds
+    other: (
+        Array  # (n, 2, 6, N_COUNTS) what the formulas miss, far in message size from where truth.effect holds
+    )
     turn: Array  # pi / 2 / octaves of message size from the one to the other
     touch: Array  # calls slow the compute so many times as much as the fabric says
     law: Law
@@ -105,7 +107,9 @@ class Jobs(Columns):
         """The jobs at ``rows`` (indices or flags), at the same time; they share only what never changes."""
         return super().take(np.arange(len(self))[rows])
 
-    def step_us(self, configs: Array, rows: Array | None = None, few: Few | None = None) -> tuple[Array, Array]:
+    def step_us(
+        self, configs: Array, rows: Array | None = None, few: Few | None = None
+    ) -> tuple[Array, Array]:
         """The truth now under ``configs`` (m, SLOTS) of the jobs at ``rows`` (all), of some at ``few`` calls.
 
         Returns the step's us (m,), what stragglers cost in the mean counted, and the mean call's (m, SLOTS): what a
@@ -128,7 +132,11 @@ class Jobs(Columns):
         return us * (1 + often * size)
 
     def window(
-        self, configs: Array, n_steps: Array | int, rng: np.random.Generator | NoiseStream, few: Few | None = None
+        self,
+        configs: Array,
+        n_steps: Array | int,
+        rng: np.random.Generator | NoiseStream,
+        few: Few | None = None,
     ) -> tuple[Array, Array]:
         """Run ``n_steps`` (n,) or a number of steps under ``configs`` (n, SLOTS), and measure; time goes on.
 

@@ -52,7 +52,11 @@ def _dip(jobs: Jobs, rng: np.random.Generator) -> None:
     other fabrics have it at another size is drawn."""
     f, shape = jobs.fingerprint, (len(jobs), 1, 1)
     octave = np.log2(np.asarray(f.n_bytes) / np.asarray(f.n_ranks)).reshape(-1, SLOTS, 1)
-    at, wide, high = rng.uniform(19.5, 24.5, shape), rng.uniform(0.7, 2.0, shape), rng.uniform(0.2, 0.9, shape)
+    at, wide, high = (
+        rng.uniform(19.5, 24.5, shape),
+        rng.uniform(0.7, 2.0, shape),
+        rng.uniform(0.2, 0.9, shape),
+    )
     bump = high * np.exp(-(((octave - at) / wide) ** 2) / 2) * (_what_runs(jobs)[0] == _SIMPLE)
     jobs.tables.us *= np.exp(bump).astype(np.float32)
 
@@ -63,7 +67,9 @@ def _rail(jobs: Jobs, rng: np.random.Generator) -> None:
     pair, ports = _what_runs(jobs)
     missed = np.floor(ports * rng.random(ports.shape))  # so many channels do not use the slow port
     slower = log_uniform(rng, (1.15, 3.0), len(jobs))[:, None, None]
-    jobs.tables.us *= np.where((jobs.tables.channels > missed) & (pair != _NVLS), slower, 1).astype(np.float32)
+    jobs.tables.us *= np.where((jobs.tables.channels > missed) & (pair != _NVLS), slower, 1).astype(
+        np.float32
+    )
 
 
 def _nothing(jobs: Jobs, rng: np.random.Generator) -> None:
@@ -77,7 +83,9 @@ def _nothing(jobs: Jobs, rng: np.random.Generator) -> None:
 
 _QUIET = World(
     ("gpt2", "llama", "moe"),
-    clusters=ClusterFamily((0.02, 0.18, 0.5, 0.3), ((1, 0.1), (4, 0.15), (8, 0.75)), one_node=0.15, n_nodes=(2, 128)),
+    clusters=ClusterFamily(
+        (0.02, 0.18, 0.5, 0.3), ((1, 0.1), (4, 0.15), (8, 0.75)), one_node=0.15, n_nodes=(2, 128)
+    ),
     one_communicator=0.25,
 )
 _WORLDS = (
@@ -88,5 +96,10 @@ _WORLDS = (
     replace(_QUIET, name="nothing", hook=_nothing),
 )
 _NEIGHBOUR = NoiseFamily((0.01, 0.08), (0.9, 0.998), (0.003, 0.03), 0.8, (0.05, 0.3), (200, 1500))
-_BURSTS: dict[str, Any] = {"noise": _NEIGHBOUR, "swing": 0.9, "swing_size": (0.1, 0.8), "swing_steps": (400, 4000)}
+_BURSTS: dict[str, Any] = {
+    "noise": _NEIGHBOUR,
+    "swing": 0.9,
+    "swing_size": (0.1, 0.8),
+    "swing_steps": (400, 4000),
+}
 UNSEEN = JobFamily("unseen", 1, (*_WORLDS, *(replace(world, **_BURSTS) for world in _WORLDS)))

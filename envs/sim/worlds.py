@@ -61,7 +61,9 @@ class Extras(Columns):
     def draw(cls, kind: Extra, n_slots: Array, rng: np.random.Generator) -> Extras:
         """Of jobs with ``n_slots`` (n,)."""
         n, rising = len(n_slots), np.linspace(0, 2, N_CHANNELS)
-        order = np.where(np.arange(16) < n_slots[:, None, None], rng.random((n, N_GROUPS, 16)), 2.0).argsort(axis=2)
+        order = np.where(np.arange(16) < n_slots[:, None, None], rng.random((n, N_GROUPS, 16)), 2.0).argsort(
+            axis=2
+        )
         # Groups are of three slots at most; where a job has fewer, the first stands for the rest.
         place = np.minimum(np.arange(3), n_slots[:, None, None] - 1)
         groups = np.take_along_axis(order, np.broadcast_to(place, (n, N_GROUPS, 3)), axis=2)
@@ -89,9 +91,14 @@ class Extras(Columns):
         place = np.arange(len(self))[:, None, None], self.groups
         key = self.key[:, None] + np.arange(1, N_GROUPS + 1, dtype=np.uint64)
         each = key[:, :, None], np.arange(3)
-        by_pair, by_config = chance(each[0], 1, each[1], pair[place]), chance(each[0], 2, each[1], configs[place])
+        by_pair, by_config = (
+            chance(each[0], 1, each[1], pair[place]),
+            chance(each[0], 2, each[1], configs[place]),
+        )
         trait = 1.2 * by_pair + 0.8 * by_config - 1
-        trait[:, :, 2] = np.where((self.groups[:, :, :2] == self.groups[:, :, 2:]).any(axis=2), 1.0, trait[:, :, 2])
+        trait[:, :, 2] = np.where(
+            (self.groups[:, :, :2] == self.groups[:, :, 2:]).any(axis=2), 1.0, trait[:, :, 2]
+        )
         u = chance(key, 3, *np.moveaxis(configs[place], 2, 0)) / self.often[:, None]
         found = 2 * trait.prod(axis=2) + np.where(u < 1, 2 * u - 1, 0.0)
         return np.asarray(found.sum(axis=1) * self.joint / N_GROUPS)

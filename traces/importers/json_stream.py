@@ -33,7 +33,10 @@ def read_elements(path: Path, key: str, take: Callable[[list[Any]], None]) -> di
     A document that is itself an array gives its elements, and no other keys. None where there is no such array. Raises
     TraceError that says where it stops to be JSON (nesting over 1,024 is none).
     """
-    head, buffer = b"", b""  # the document as far as its array begins; of the array what was not handed on yet
+    head, buffer = (
+        b"",
+        b"",
+    )  # the document as far as its array begins; of the array what was not handed on yet
     for block in _blocks(path):
         buffer += block
         if not head:
@@ -47,7 +50,9 @@ def read_elements(path: Path, key: str, take: Callable[[list[Any]], None]) -> di
         document = orjson.loads(head + buffer)  # what is left of the array, in the document that it is of
     except orjson.JSONDecodeError as error:
         what = "text" if "UTF-8" in str(error) else f"JSON ({error})"
-        raise TraceError(f"{path} is not {what}: is it a whole profile, unpacked or packed by gzip?") from None
+        raise TraceError(
+            f"{path} is not {what}: is it a whole profile, unpacked or packed by gzip?"
+        ) from None
     if isinstance(document, list):
         document = {key: document}
     if not isinstance(document, dict) or not isinstance(document.get(key), list):
@@ -69,7 +74,9 @@ def _blocks(path: Path) -> Iterator[bytes]:
             while data := file.read(BLOCK):
                 given += len(data)
                 if packed and given > max(RATIO_FROM, MAX_RATIO * raw.tell()):
-                    raise TraceError(f"{path} unpacks to over {MAX_RATIO} times its size: that is no recording")
+                    raise TraceError(
+                        f"{path} unpacks to over {MAX_RATIO} times its size: that is no recording"
+                    )
                 yield data
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"cannot read {path} ({error}): is it a whole file?") from None

@@ -93,10 +93,23 @@ def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trac
     if not used:
         raise TraceError(f"no profile in {paths[0]}: PyTorch's end in .json or .json.gz")
     found, events, steps = _read(used, ranks_per_node)
-    left_out = [f"{file.name} is left out: it is no profile of PyTorch's" for file in files if file not in used]
-    comms = events.drop_duplicates(["comm_id", "rank", "pid"]).assign(name="")[[*COMM_COLUMNS]].astype(COMM_COLUMNS)
+    left_out = [
+        f"{file.name} is left out: it is no profile of PyTorch's" for file in files if file not in used
+    ]
+    comms = (
+        events.drop_duplicates(["comm_id", "rank", "pid"])
+        .assign(name="")[[*COMM_COLUMNS]]
+        .astype(COMM_COLUMNS)
+    )
     # The header tells of the recorded machine; what is not known of it must not be this machine's.
-    header = {"host": None, "kernel": None, "commit": None, **found.header, "emulated": False, "source": "kineto"}
+    header = {
+        "host": None,
+        "kernel": None,
+        "commit": None,
+        **found.header,
+        "emulated": False,
+        "source": "kineto",
+    }
     header |= {"files": [str(p) for p in used], "notes": found.notes + left_out}
     compute = joined(found.computes, COMPUTE_COLUMNS)
     return Trace(Path(os.path.commonpath(used)), header, events, steps, comms, empty(OFFER_COLUMNS), compute)
@@ -112,12 +125,16 @@ def _read(files: list[Path], ranks_per_node: int | None) -> tuple[Profiles, pd.D
         if not found.events:
             raise TraceError(f"{names}: no collective in it that NCCL runs, nothing to import")
         if not found.steps:
-            raise TraceError(f"{names}: no step in it: call the profiler's step() after each step of the optimizer")
+            raise TraceError(
+                f"{names}: no step in it: call the profiler's step() after each step of the optimizer"
+            )
         events, steps = _events(found, ranks_per_node), pd.DataFrame(found.steps).assign(**_NOT_TOLD)
     except TraceError:
         raise
     except Exception:  # wrong types in a file that otherwise parses, or too much of it
-        raise TraceError(f"{names}: a field is not what PyTorch writes there: cut or changed? Record again") from None
+        raise TraceError(
+            f"{names}: a field is not what PyTorch writes there: cut or changed? Record again"
+        ) from None
     if not events["start_ns"].notna().any():
         found.notes.append("no NCCL kernel in the trace (profile CUDA activities too): there are no times")
     if not found.computes:
@@ -128,7 +145,9 @@ def _read(files: list[Path], ranks_per_node: int | None) -> tuple[Profiles, pd.D
 def _events(found: Profiles, ranks_per_node: int | None) -> pd.DataFrame:
     """As EVENT_COLUMNS. Without a ``seq`` they are counted by rank, communicator and func, as they were enqueued."""
     # As objects: a column with gaps must not become float64, clock values have more digits than that.
-    events = pd.DataFrame(found.events, dtype=object).sort_values("enqueue_ns", kind="stable", ignore_index=True)
+    events = pd.DataFrame(found.events, dtype=object).sort_values(
+        "enqueue_ns", kind="stable", ignore_index=True
+    )
     events = events.assign(n_nodes=0, algo="unknown", proto="unknown", **_NOT_TOLD)
     counted = events.groupby(["rank", "pid", "comm_id", "func"], sort=False).cumcount()
     events["seq"] = events["seq"].where(events["seq"].notna(), counted)
@@ -218,7 +237,11 @@ def _call(args: dict[str, Any], found: Profiles) -> dict[str, Any] | None:
         return None
     dtype = dtype_of(str(args.get("dtype", "")))
     elements = max(int(args.get("In msg nelems") or 0), int(args.get("Out msg nelems") or 0))
-    group = (args.get("Process Group Name", ""), args.get("Process Group Ranks", ""), args.get("Group size", 0))
+    group = (
+        args.get("Process Group Name", ""),
+        args.get("Process Group Ranks", ""),
+        args.get("Group size", 0),
+    )
     comm_id, n_ranks = _comm_id_of(*group), int(args.get("Group size") or 0)
     if comm_id not in found.groups:
         # A long list ends in "..."; where ranks lie evenly apart PyTorch says their first one and distance.
@@ -255,7 +278,16 @@ def func_of(name: str) -> str | None:
     ``_allgather_base``, ``AllGather`` and ``nccl:_all_gather_base`` are all ``all_gather``.
     """
     text = re.sub(r"[^a-z]", "", name.lower().rpartition(":")[2])
-    for func in ("reduce_scatter", "all_gather", "all_reduce", "send_recv", "broadcast", "reduce", "send", "recv"):
+    for func in (
+        "reduce_scatter",
+        "all_gather",
+        "all_reduce",
+        "send_recv",
+        "broadcast",
+        "reduce",
+        "send",
+        "recv",
+    ):
         if text.startswith(func.replace("_", "")):
             return func
     return None

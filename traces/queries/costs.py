@@ -42,7 +42,9 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
     else:
         held = [rules for rules in tables.values() if rules]
         wanted = tables.get(_compared(trace), held[-1] if held else frozenset())
-    return Generations(default, frozenset(g for g, rules in tables.items() if rules and rules == wanted), wanted)
+    return Generations(
+        default, frozenset(g for g, rules in tables.items() if rules and rules == wanted), wanted
+    )
 
 
 def _compared(trace: Trace) -> int:
@@ -80,7 +82,10 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     keys = _COLUMNS[:4]
     groups, both = before.groupby(keys), pd.concat([before, after])
     table = groups.agg(
-        n_bytes=("n_bytes", _most), own=("config", _most), default_us=("us", "median"), n_default=("us", "count")
+        n_bytes=("n_bytes", _most),
+        own=("config", _most),
+        default_us=("us", "median"),
+        n_default=("us", "count"),
     )
     n_steps = before.groupby("pid")["step"].nunique()
     table["calls"] = groups.size() / groups["pid"].agg(lambda pids: n_steps[pids.unique()].sum())
@@ -94,7 +99,18 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     return table.loc[order].reset_index()[_COLUMNS]
 
 
-_COLUMNS = ["n_ranks", "n_nodes", "func", "size_class", "slot", "n_bytes", "calls", "own", "ran", "default_us"]
+_COLUMNS = [
+    "n_ranks",
+    "n_nodes",
+    "func",
+    "size_class",
+    "slot",
+    "n_bytes",
+    "calls",
+    "own",
+    "ran",
+    "default_us",
+]
 _COLUMNS += ["tuned_us", "n_default", "n_tuned", "timed_by"]
 
 
@@ -105,7 +121,9 @@ def _most(values: pd.Series[Any]) -> Any:
 def typical_step(trace: Trace, wanted: Collection[int]) -> int | None:
     """The step of these generations to look at: among the best sampled, the one nearest the median time."""
     steps = trace.steps[(trace.steps["rank"] == trace.steps["rank"].min())].set_index("index")
-    events = trace.events[trace.events["table_generation"].isin(wanted) & trace.events["step"].isin(steps.index)]
+    events = trace.events[
+        trace.events["table_generation"].isin(wanted) & trace.events["step"].isin(steps.index)
+    ]
     if trace.events["step"].nunique() > 1:
         events = events[events["step"] > trace.events["step"].min()]
     sampled = events["start_ns"].notna().groupby(events["step"]).sum()

@@ -27,7 +27,9 @@ def durations(events: pd.DataFrame) -> pd.DataFrame:
     """
     # From the first start on: clock values have more digits than a float64 holds.
     start, end = ((events[n] - events["start_ns"].min()).astype("float64") for n in ("start_ns", "end_ns"))
-    found = pd.DataFrame({"us": (end - start) / 1e3, "timed_by": OWN}, index=events.index).astype({"timed_by": object})
+    found = pd.DataFrame({"us": (end - start) / 1e3, "timed_by": OWN}, index=events.index).astype(
+        {"timed_by": object}
+    )
     columns = [*_CALL, "rank", "n_ranks"]
     timed = events[columns].assign(start=start, end=end)[found["us"].notna()]
     calls = timed.groupby(_CALL, sort=False)

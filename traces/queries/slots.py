@@ -35,7 +35,10 @@ class SlotProfile:
 
 
 def find_slots(
-    events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer], step_us: float, memory_pressure: float = 0.0
+    events: pd.DataFrame,
+    offers: Mapping[tuple[int, str, int], Offer],
+    step_us: float,
+    memory_pressure: float = 0.0,
 ) -> list[SlotProfile]:
     """The slots of a job, the one with the largest share of the step first.
 

@@ -18,7 +18,9 @@ class Corpus:
         library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         raw = b"\n".join(module.read_bytes() for module in library)
         if len(raw) < 20 * seq:
-            raise ValueError(f"the standard library's {len(raw)} bytes are too few for sequences of {seq}: lower --seq")
+            raise ValueError(
+                f"the standard library's {len(raw)} bytes are too few for sequences of {seq}: lower --seq"
+            )
         self.text = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
     def batch(self, start: int, stop: int, *, step: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -91,4 +91,8 @@ def _blame(failures: Iterable[ProcessFailure]) -> tuple[int, int, str]:
         first = told[0][2]
         return first.local_rank, first.error_file_data["errorCode"], first.message
     first, status = silent[0], silent[0].exitcode
-    return first.local_rank, 1, f"killed by signal {-status}" if status < 0 else f"ended with exit code {status}"
+    return (
+        first.local_rank,
+        1,
+        f"killed by signal {-status}" if status < 0 else f"ended with exit code {status}",
+    )

@@ -57,11 +57,20 @@ def parser() -> argparse.ArgumentParser:
         return Path(text)
 
     count = partial(whole, least=1)
-    p, default = _Parser("zero_workload", description="Train a byte-level transformer under ZeRO."), ModelConfig()
-    p.add_argument("--stage", type=int, default=3, help="0 data parallel, 1 optimizer, 2 gradients, 3 parameters")
+    p, default = (
+        _Parser("zero_workload", description="Train a byte-level transformer under ZeRO."),
+        ModelConfig(),
+    )
+    p.add_argument(
+        "--stage", type=int, default=3, help="0 data parallel, 1 optimizer, 2 gradients, 3 parameters"
+    )
     p.add_argument("--steps", type=count, default=100, help="optimizer steps")
-    p.add_argument("--ranks", type=count, default=2, help="processes to start; under torchrun its own number counts")
-    p.add_argument("--backend", choices=("gloo", "nccl", "emulated"), default="gloo", help="what moves the bytes")
+    p.add_argument(
+        "--ranks", type=count, default=2, help="processes to start; under torchrun its own number counts"
+    )
+    p.add_argument(
+        "--backend", choices=("gloo", "nccl", "emulated"), default="gloo", help="what moves the bytes"
+    )
     p.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda with nccl, else cpu")
     p.add_argument("--layers", type=count, default=default.layers, help="transformer blocks")
     p.add_argument("--width", type=count, default=default.width, help="model width")
@@ -77,9 +86,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--unit", choices=("block", "layer"), default="block", help="what stage 3 gathers at once")
     p.add_argument("--prefetch", type=whole, default=1, help="units stage 3 gathers ahead")
     p.add_argument("--hybrid", type=whole, metavar="N", help="at stage 3, replicate units below N elements")
-    p.add_argument("--hsdp", type=count, metavar="N", help="shard over N ranks, a node's, and replicate over the rest")
-    p.add_argument("--reduce-dtype", choices=tuple(DTYPES), help="dtype gradients are reduced in; default --dtype")
-    p.add_argument("--reduce-scatter-group", action="store_true", help="a communicator of its own for reduce-scatters")
+    p.add_argument(
+        "--hsdp", type=count, metavar="N", help="shard over N ranks, a node's, and replicate over the rest"
+    )
+    p.add_argument(
+        "--reduce-dtype", choices=tuple(DTYPES), help="dtype gradients are reduced in; default --dtype"
+    )
+    p.add_argument(
+        "--reduce-scatter-group", action="store_true", help="a communicator of its own for reduce-scatters"
+    )
     p.add_argument("--log", type=file, metavar="FILE", help="JSON lines: the run, then one a step")
     p.add_argument("--log-every", type=count, help="read the loss every so many steps; default 1, on cuda 10")
     p.add_argument("--timeout", type=amount, default=300, help="seconds until a collective counts as hung")
@@ -91,7 +106,9 @@ def check(args: argparse.Namespace) -> None:
     """Complete the command line and say what is wrong with it before any process starts. Raises ValueError."""
     args.device = args.device or ("cuda" if args.backend == "nccl" else "cpu")
     if args.backend == "emulated" and not hasattr(dist.Backend, "EMULATED"):
-        raise ValueError("backend emulated is not there: start the job with `dynamiccl tune --cluster PRESET`")
+        raise ValueError(
+            "backend emulated is not there: start the job with `dynamiccl tune --cluster PRESET`"
+        )
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("this machine has no GPU that PyTorch can use: take --backend gloo --device cpu")
     if args.backend == "nccl" and args.device == "cpu":
@@ -160,7 +177,9 @@ class Job:
         model = Transformer(args.model).to(device)
         self.n_params = sum(p.numel() for p in model.parameters())
         optimizer = partial(torch.optim.AdamW, fused=True, lr=args.lr)
-        self.engine: Engine = zero(model, optimizer, **groups(args.hsdp or 0, args.reduce_scatter_group), **args.zero)
+        self.engine: Engine = zero(
+            model, optimizer, **groups(args.hsdp or 0, args.reduce_scatter_group), **args.zero
+        )
         self.log = args.log.open("w") if args.log and self.rank == 0 else None
 
     def _stop(self, number: int, frame: Any) -> None:
@@ -198,7 +217,9 @@ class Job:
     @property
     def about(self) -> dict[str, Any]:
         """What the log says of the run."""
-        about: dict[str, Any] = {n: getattr(self.args, n) for n in ("stage", "backend", "dtype", "batch", "steps")}
+        about: dict[str, Any] = {
+            n: getattr(self.args, n) for n in ("stage", "backend", "dtype", "batch", "steps")
+        }
         about["model"] = {name: getattr(self.args, name) for name in ("layers", "width", "heads", "seq")}
         return about | {"n_params": self.n_params, "n_ranks": self.size, "device": str(self.device)}
 

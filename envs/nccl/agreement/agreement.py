@@ -238,7 +238,9 @@ class Agreement:
     def _limits(self) -> dict[int, CommVote]:
         found: dict[int, CommVote] = {}
         for comm, view in self._plugin.comms().items():
-            if view.marks and (limit := self._plugin.limit(comm, self._pace.distance(comm, self._store.answer_s))):
+            if view.marks and (
+                limit := self._plugin.limit(comm, self._pace.distance(comm, self._store.answer_s))
+            ):
                 size, pace = (view.n_ranks, view.n_nodes), self._pace.calls_a_step(comm)
                 found[comm] = CommVote(*size, limit, pace, view.marks)
         return found
@@ -275,7 +277,11 @@ class _Leader:
         self.gone: dict[int, str] = {}  # communicators that have left for good, and why
         self.switched: set[int] = set()  # communicators of the last round that was not lost
         self.news = False  # a rank or a communicator is new
-        self.number, self.lost, self.why = 0, 0, ""  # the last round, lost ones in a row, why the last of them was
+        self.number, self.lost, self.why = (
+            0,
+            0,
+            "",
+        )  # the last round, lost ones in a row, why the last of them was
         self.not_before = 0.0  # of the next round
         self._absent, self._published = set(range(1, n_ranks)), published
         self._until = time.monotonic() + ATTACH_S

@@ -61,7 +61,9 @@ class Vote:
 
     rank: int
     round: int
-    identity: str  # what must be equal: the plugin's sources, the table's format, the interface, NCCL's release
+    identity: (
+        str  # what must be equal: the plugin's sources, the table's format, the interface, NCCL's release
+    )
     comms: Mapping[int, CommVote] = field(default_factory=dict)  # by communicator
     refusal: str = ""  # why the plugin does not take the table
 

@@ -158,7 +158,11 @@ class RoundStore:
             self._wait(self._key(number, "all"), seconds)
         keys = [self._key("vote", rank) for rank in ranks]
         several = getattr(self._store, "has_extended_api", bool)()
-        raws = (self._store.multi_get(keys) if keys else []) if several else [self._store.get(key) for key in keys]
+        raws = (
+            (self._store.multi_get(keys) if keys else [])
+            if several
+            else [self._store.get(key) for key in keys]
+        )
         return [_vote(bytes(raw)) for raw in raws]
 
     def forget(self, number: int) -> None:

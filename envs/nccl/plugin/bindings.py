@@ -135,7 +135,11 @@ def name_where_no_path_is_taken(release: str) -> None:
 
     The library is loaded now, so that its name is known in this process wherever LD_LIBRARY_PATH leads.
     """
-    ours = [variable for kind in ("TUNER", "PROFILER") if named(os.environ.get(variable := f"NCCL_{kind}_PLUGIN", ""))]
+    ours = [
+        variable
+        for kind in ("TUNER", "PROFILER")
+        if named(os.environ.get(variable := f"NCCL_{kind}_PLUGIN", ""))
+    ]
     if takes_no_path(tuple(int(part) for part in release.split(".") if part.isdigit())) and ours:
         with contextlib.suppress(OSError, PluginBuildError):
             Plugin.load()

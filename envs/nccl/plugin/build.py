@@ -58,7 +58,9 @@ def cache_folder() -> Path:
     for folder in (Path(base) / "dynamiccl", temp / "cache"):
         if folder.is_absolute() and private_folder(folder):
             return folder
-    raise PluginBuildError(f"no folder to build the plugin in: make {base}/dynamiccl writable for you alone (0700)")
+    raise PluginBuildError(
+        f"no folder to build the plugin in: make {base}/dynamiccl writable for you alone (0700)"
+    )
 
 
 def build_of(sources: tuple[str, ...] = SOURCES, headers: tuple[str, ...] = HEADERS) -> str:
@@ -97,8 +99,12 @@ def _compile(command: list[str], target: Path, libraries: tuple[str, ...]) -> No
     command = [*command, "-o", str(draft), *libraries]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        reason = next((line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr[-200:])
-        raise PluginBuildError(f"{command[0]} could not build the plugin ({reason.strip()}): try another one by CC")
+        reason = next(
+            (line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr[-200:]
+        )
+        raise PluginBuildError(
+            f"{command[0]} could not build the plugin ({reason.strip()}): try another one by CC"
+        )
     os.replace(draft, target)
 
 
@@ -119,7 +125,11 @@ def _installed(name: str) -> Path | None:
     """The library that lies in the package, if it is of these sources."""
     sources, headers, *_ = _LIBRARIES[name]
     try:
-        return INSTALLED / name if (INSTALLED / f"{name}.build").read_text() == build_of(sources, headers) else None
+        return (
+            INSTALLED / name
+            if (INSTALLED / f"{name}.build").read_text() == build_of(sources, headers)
+            else None
+        )
     except OSError:
         return None
 

@@ -56,7 +56,9 @@ def _sockets_to(port: int) -> set[int]:
         with contextlib.suppress(OSError), open(f"/proc/self/net/{table}", encoding="ascii") as file:
             rows = [line.split() for line in file.readlines()[1:]]  # 2: the other end, 9: the socket's inode
             names |= {f"socket:[{row[9]}]" for row in rows if int(row[2].rpartition(":")[2], 16) == port}
-    return {int(n) for n in os.listdir(folder) if os.path.basename(os.path.realpath(f"{folder}/{n}")) in names}
+    return {
+        int(n) for n in os.listdir(folder) if os.path.basename(os.path.realpath(f"{folder}/{n}")) in names
+    }
 
 
 def _takes_connections(host: str, port: int) -> None:

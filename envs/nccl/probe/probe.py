@@ -140,14 +140,20 @@ class Probe:
             return
         store = StoreConnections(dist.distributed_c10d)
         size, published = (self._rank, dist.get_world_size()), TableMailbox(self._run / "table")
-        self._agreement = Agreement(*size, self._plugin, self._steps, published, store, f"NCCL {release}", self._tell)
+        self._agreement = Agreement(
+            *size, self._plugin, self._steps, published, store, f"NCCL {release}", self._tell
+        )
 
     def _tell(self, state: AgreementState | None, text: str) -> None:
         """A word of the agreement: for the daemon, and for the user where it is not what he expects."""
         if state is None and self._default_group() is None:
             return  # the job has left its group: nothing is wrong with this rank
         waits = state in (AgreementState.WAITING, AgreementState.SHUT)
-        if waits and self._backend in _ASK_NO_TUNER and not (self._plugin is not None and self._plugin.tuners()):
+        if (
+            waits
+            and self._backend in _ASK_NO_TUNER
+            and not (self._plugin is not None and self._plugin.tuners())
+        ):
             text = NotTuning.OTHER_BACKEND(backend=self._backend)
         _note(self._run / WORD, text)
         if state is not None and self._plugin is not None:

@@ -51,7 +51,9 @@ class Steps:
         if worked and self._is_alone(optimizer):
             self.backwards = self._backwards_then
             return False
-        if worked and self._since == 0 and optimizer.__dict__.get(_NAME) == self._anchor:  # the usual step, in short
+        if (
+            worked and self._since == 0 and optimizer.__dict__.get(_NAME) == self._anchor
+        ):  # the usual step, in short
             self._steps[self._anchor] += 1
             self.ended += 1
             return True

@@ -86,12 +86,18 @@ class EmulatedGroup(dist.ProcessGroup):
             comm_id = comm_id_of(f"{self._name}:{members}")
             self._timeline = Timeline(emulated, clock, store, rank, ranks, world, comm_id)
 
-    def _timed(self, func: str, tensor: torch.Tensor, outputs: _Tensors, run: Callable[[], dist.Work]) -> dist.Work:
+    def _timed(
+        self, func: str, tensor: torch.Tensor, outputs: _Tensors, run: Callable[[], dist.Work]
+    ) -> dist.Work:
         """Run on gloo, and on the emulated stream. ``tensor`` is the whole buffer."""
         if self._timeline is None:
             return run()
-        collective = self._timeline.enqueue(func, tensor.numel() * tensor.element_size(), tensor.element_size())
-        with _disable_current_modes():  # gloo copies where NCCL does not: that is not the job's work, in any thread
+        collective = self._timeline.enqueue(
+            func, tensor.numel() * tensor.element_size(), tensor.element_size()
+        )
+        with (
+            _disable_current_modes()
+        ):  # gloo copies where NCCL does not: that is not the job's work, in any thread
             work = run()
         return EmulatedWork(work, self._timeline, self._clock, collective, outputs)
 
@@ -100,7 +106,9 @@ class EmulatedGroup(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Gather equal shards into one buffer."""
         opts = opts or dist.AllgatherOptions()
-        return self._timed("all_gather", output, [output], lambda: self._gloo._allgather_base(output, input, opts))
+        return self._timed(
+            "all_gather", output, [output], lambda: self._gloo._allgather_base(output, input, opts)
+        )
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Reduce a buffer and keep this rank's shard."""
@@ -118,7 +126,9 @@ class EmulatedGroup(dist.ProcessGroup):
         works = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return _Several(works, outputs)
 
-    def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: _Tensors, inputs: _Tensors, opts: Any = None
+    ) -> dist.Work:
         """Several reduce-scatters, see :meth:`all_gather_single_coalesced`."""
         works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return _Several(works, outputs)
@@ -161,8 +171,25 @@ def _untimed(name: str) -> Callable[..., Any]:
 
 
 # The rest passes through: set-up traffic that no tuner touches.
-_UNTIMED = ("allgather", "broadcast", "reduce", "gather", "scatter", "send", "recv", "recv_anysource", "barrier")
-for _name in (*_UNTIMED, "reduce_scatter", "alltoall", "alltoall_base", "allgather_coalesced", "monitored_barrier"):
+_UNTIMED = (
+    "allgather",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "recv_anysource",
+    "barrier",
+)
+for _name in (
+    *_UNTIMED,
+    "reduce_scatter",
+    "alltoall",
+    "alltoall_base",
+    "allgather_coalesced",
+    "monitored_barrier",
+):
     setattr(EmulatedGroup, _name, _untimed(_name))
 
 
@@ -215,7 +242,10 @@ def register() -> None:
         return
     clock = Clock()
     dist.Backend.register_backend(
-        "emulated", lambda options, _: EmulatedGroup(options, emulated, clock), extended_api=True, devices=["cpu"]
+        "emulated",
+        lambda options, _: EmulatedGroup(options, emulated, clock),
+        extended_api=True,
+        devices=["cpu"],
     )
     _stand_in()
     steps.now_ns = clock.now

@@ -26,7 +26,16 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 FLOPS_PER_NS, BYTES_PER_NS = 400e3, 3350.0
 _TRACED = (FakeTensor, FunctionalTensor)
 #: Operations that only make a tensor or name it anew; those that PyTorch calls views are known.
-_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_", "_unsafe_view"}
+_FREE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "set_",
+    "resize_",
+    "_unsafe_view",
+}
 _FREE |= {"_local_scalar_dense", "record_stream", "is_same_size", "sym_size", "sym_numel", "sym_stride"}
 
 
@@ -75,7 +84,9 @@ class Clock:
                 end = begin + work
                 if self._unknown:
                     self._computed.append((begin, end))
-                self.cell.value = end + round(sum(_overlap(c, begin, end) * c.slowdown for c in self._running))
+                self.cell.value = end + round(
+                    sum(_overlap(c, begin, end) * c.slowdown for c in self._running)
+                )
                 self._forget()
             return self.cell.value
 
@@ -90,7 +101,9 @@ class Clock:
         """Its start and end are known: what was computed beside it has taken longer than was thought. Returns now."""
         with self._lock:
             self.now()
-            lost = sum(_overlap(collective, begin, end) for begin, end in self._computed) * collective.slowdown
+            lost = (
+                sum(_overlap(collective, begin, end) for begin, end in self._computed) * collective.slowdown
+            )
             self.cell.value += round(lost)
             self._unknown -= 1
             if not self._unknown:

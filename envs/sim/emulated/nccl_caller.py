@@ -38,7 +38,13 @@ def layout(base: type, **members: Any) -> Any:
 
 # A profiler's events as NCCL lays them out on 64-bit Linux, declared a second time: a slip in the plugin's own would
 # show.
-COLL = {"seq": c_uint64, "func": c_char_p, "send_buffer": c_void_p, "recv_buffer": c_void_p, "count": c_size_t}
+COLL = {
+    "seq": c_uint64,
+    "func": c_char_p,
+    "send_buffer": c_void_p,
+    "recv_buffer": c_void_p,
+    "count": c_size_t,
+}
 COLL |= {"root": c_int, "datatype": c_char_p, "n_channels": c_uint8, "n_warps": c_uint8}
 COLL |= {"algo": c_char_p, "proto": c_char_p}
 KERNEL = layout(ctypes.Structure, channel=c_uint8, timer=c_uint64)

@@ -57,7 +57,9 @@ def with_neighbours(c: Collective, others: Iterable[Collective]) -> int:
     beside = sorted((o for o in others if o.end_ns > c.start_ns), key=lambda o: o.end_ns)
     while beside:
         taken = [min(sum(o.beside[1 + k] for o in beside), 1.0 - LEAST_LINK) for k in range(2)]
-        pace = max([1.0, *(m / (1.0 - t) for m, t in zip(mine, taken, strict=True))]) * (1.0 + CROWD * len(beside))
+        pace = max([1.0, *(m / (1.0 - t) for m, t in zip(mine, taken, strict=True))]) * (
+            1.0 + CROWD * len(beside)
+        )
         passed = min(beside[0].end_ns - now, left * pace)
         left, now = left - passed / pace, now + passed
         if left <= 0.0:
@@ -111,7 +113,14 @@ class Timeline:
     """The stream of one communicator in one process."""
 
     def __init__(
-        self, emulated: Emulated, clock: Clock, store: Any, rank: int, ranks: Sequence[int], world: int, comm_id: int
+        self,
+        emulated: Emulated,
+        clock: Clock,
+        store: Any,
+        rank: int,
+        ranks: Sequence[int],
+        world: int,
+        comm_id: int,
     ) -> None:
         self._emulated, self._clock = emulated, clock
         self._cluster = part_of(cluster(emulated.cluster), ranks, world)
@@ -142,7 +151,9 @@ class Timeline:
             algo, proto, n_channels = self._plan(func, n_bytes)
             self._arrivals.note(self._order, now)
             sampled = self._nccl.is_sampled
-            handle = self._nccl.start_coll(func, self._seq[func], count, element_bytes, n_channels, algo, proto)
+            handle = self._nccl.start_coll(
+                func, self._seq[func], count, element_bytes, n_channels, algo, proto
+            )
             self._nccl.stop(handle)
             collective = Collective(
                 self._order,
@@ -203,7 +214,11 @@ def part_of(cluster: Cluster, ranks: Sequence[int], world: int) -> Cluster:
     many GPUs, in order. So neighbours share a node, and a group of one process of each node has all of them.
     """
     each = cluster.n_ranks / world
-    gpus = [gpu for rank in ranks for gpu in range(int(rank * each), max(int(rank * each) + 1, int((rank + 1) * each)))]
+    gpus = [
+        gpu
+        for rank in ranks
+        for gpu in range(int(rank * each), max(int(rank * each) + 1, int((rank + 1) * each)))
+    ]
     n_nodes = len({gpu // cluster.gpus_per_node for gpu in gpus})
     n_ranks = max(2, round(each * len(ranks)))  # NCCL asks no tuner for one
     return replace(resize(cluster, n_nodes), gpus_per_node=max(1, round(n_ranks / n_nodes)))
