@@ -12,7 +12,8 @@ from dynamiccl.agent.report.report import write_report
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.traces.assemble import EVENT_COLUMNS
 from dynamiccl.traces.files import Trace, TraceError
-from dynamiccl.traces.importers.recording import dtype_of, func_of, read_recording
+from dynamiccl.traces.importers.found import dtype_of, func_of
+from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.writer import TraceWriter
 from trace_audit import audit
 
