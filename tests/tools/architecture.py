@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "project"))
+sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("project", "helpers")]
 
 from test_layers import ROOT, STATED, arrows
 
