@@ -38,10 +38,24 @@ KINETO = Format(
     _sign(rb'"(traceEvents|deviceProperties|baseTimeNanoseconds)"\s*:|\A\s*\[\s*\{\s*"ph"'),
     kineto.read,
 )
-#: In this order: an earlier format's sign is looked for first.
+#: In this order: an earlier format's sign is looked for first. Signs at a file's begin come first: a file that packs
+#: others holds their signs too.
 FORMATS = (
     Format("nsys", "an export of Nsight Systems", _sign(rb"\ASQLite format 3\x00"), nsys.read),
     Format("flight-recorder", "a dump of the Flight Recorder", _sign(rb"\A\x80[\x02-\x05]"), flight.read),
+    Format("zip", "a zip archive", _sign(rb"\APK\x03\x04"), cure="unpack it and give the files in it"),
+    Format(
+        "packed",
+        "packed by another program than gzip",
+        _sign(rb"\A(\x28\xb5\x2f\xfd|\xfd7zXZ\x00|BZh\d)"),
+        cure="unpack it first",
+    ),
+    Format(
+        "execution-trace",
+        "an execution trace of PyTorch",
+        _sign(rb'\A\s*\{\s*"schema"\s*:\s*"\d'),
+        cure="it has no GPU times: export a profile with torch.profiler's export_chrome_trace",
+    ),
     KINETO,
     Format(
         "flight-recorder",
@@ -58,25 +72,10 @@ FORMATS = (
     Format(
         "nccl-tests",
         "a result of nccl-tests",
-        _sign(
-            rb"Collective test starting|# nThread|#\s+size\s+count\s+\(?(type|elements)|_perf\"|\"out_of_place\""
-        ),
+        _sign(rb'Collective test starting|# nThread|#\s+size\s+count\s+\(?(type|elements)|"out_of_place"'),
         cure="it measures an idle network, not a job: record a profile of the job",
     ),
     Format("nccl-log", "a log of NCCL", _sign(rb"NCCL (INFO|WARN|TRACE) |NCCL version \d"), nccl_log.read),
-    Format(
-        "execution-trace",
-        "an execution trace of PyTorch",
-        _sign(rb'\A\s*\{\s*"schema"\s*:\s*"\d'),
-        cure="it has no GPU times: export a profile with torch.profiler's export_chrome_trace",
-    ),
-    Format("zip", "a zip archive", _sign(rb"\APK\x03\x04"), cure="unpack it and give the files in it"),
-    Format(
-        "packed",
-        "packed by another program than gzip",
-        _sign(rb"\A(\x28\xb5\x2f\xfd|\xfd7zXZ\x00|BZh\d)"),
-        cure="unpack it first",
-    ),
     Format(
         "deepspeed-log",
         "a log of DeepSpeed's communication",

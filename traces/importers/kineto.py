@@ -44,6 +44,7 @@ class _File:
         self.kernels: list[_Span] = []  # NCCL's
         self.compute = array("d")  # begin and duration of every other kernel, in turn
         self.symmetric = 0  # kernels that NCCL runs without asking a tuner
+        self.is_fsdp2 = False
         self.unsaid = 0  # operators that do not say which collective they ask for
         self.odd = 0  # events whose fields are not what PyTorch writes
 
@@ -81,6 +82,8 @@ class _File:
         elif name.startswith(_OPTIMIZER):
             begin, duration, _ = _span(event)
             self.optimizers.setdefault(name, []).append(begin + duration)
+        elif name.startswith("FSDP::"):  # how FSDP2 names its ranges
+            self.is_fsdp2 = True
 
     def calls(self) -> Iterator[tuple[float, dict[str, Any], tuple[float, float] | None]]:
         """Of each collective: when it was asked for, what is said of it, its kernel's begin and duration if it ran."""
@@ -132,6 +135,8 @@ def _read_one(file: Path, alone: bool, found: Found) -> None:
         raise TraceError(f"{file} is of gloo, whose times say nothing of NCCL: record the job over NCCL")
     if info.get("nccl_version"):
         found.header["nccl"] = str(info["nccl_version"])
+    if seen.is_fsdp2:
+        found.header["framework"] = "FSDP2"
     base = _whole(about.get("baseTimeNanoseconds")) or 0
     rank = _rank_of(file, info, seen)
     if rank is None and not alone:

@@ -39,6 +39,16 @@ def trace_folder(path: Path) -> Path | None:
     return next((path for name in ("header.json", "trace/header.json") if (path / name).exists()), None)
 
 
+def is_recording(path: Path) -> bool:
+    """True for another tool's file, or a folder that holds one and no trace of ours."""
+    if path.is_file():
+        return True
+    if not path.is_dir() or trace_folder(path):
+        return False
+    kinds = (detect(file) for file in path.iterdir() if file.is_file())
+    return any(known is not None and known.read is not None for known in kinds)
+
+
 def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trace:
     """A recording as a trace in memory: a trace folder of ours, or files (or folders of them) of another tool.
 
