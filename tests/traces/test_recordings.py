@@ -176,7 +176,7 @@ def test_a_foreign_file_in_a_folder_is_left_out_by_name(tmp_path):
     with pytest.raises(TraceError, match=r"README\.md is no recording that we know: give "):
         read_recording([tmp_path / "README.md"])
     (tmp_path / "a.json").unlink()
-    with pytest.raises(TraceError, match="no recording in .*: give "):
+    with pytest.raises(TraceError, match=r"no recording in .*: give "):
         read_recording([tmp_path])
 
 

@@ -17,16 +17,21 @@ import orjson
 
 from ..assemble import DTYPE_BYTES
 from ..files import TraceError
-from .found import Found, comm_id_of, dtype_of, func_of, rank_in_name
-from .json_stream import blocks, mended
+from .found import Found, Gaps, comm_id_of, dtype_of, func_of, rank_in_name
+from .json_stream import blocks, many, mended
 
 #: A dump holds some thousand calls; more bytes than this is none.
 MOST_BYTES = 512 << 20
+GAPS = Gaps(
+    times="no durations in it: run the job with TORCH_NCCL_ENABLE_TIMING=1",
+    steps="the Flight Recorder marks no steps: what part of a step calls take is not known",
+)
 _WRONG = (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError)
 
 
 def read(files: list[Path], found: Found) -> None:
     """Read dumps into ``found``. Raises TraceError for files of others, and for two of one rank."""
+    found.gaps = GAPS
     for file in files:
         dump = _load(file)
         if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
@@ -42,7 +47,7 @@ def read(files: list[Path], found: Found) -> None:
             except _WRONG:
                 odd += 1
         if odd:
-            found.notes.append(f"{file.name}: {odd} entries are not whole and are left out")
+            found.notes.append(f"{file.name}: left out {many(odd, 'call')}, not whole")
 
 
 def _rank_of(file: Path, alone: bool, dump: dict[str, Any], found: Found) -> int:

@@ -74,6 +74,16 @@ class LeftOut:
 
 
 @dataclass
+class Gaps:
+    """What a format's reader says, with the cure, where files of it lack something; empty: there is nothing to say."""
+
+    calls: str = ""  # how to record so that every call says which collective it is
+    times: str = ""
+    steps: str = ""
+    compute: str = ""
+
+
+@dataclass
 class Found:
     """What the files of a job hold: rows of EVENT_COLUMNS and STEP_COLUMNS, facts for the header, notes for people.
 
@@ -88,7 +98,7 @@ class Found:
     groups: dict[int, tuple[int, ...]] = field(default_factory=dict)  # comm_id -> ranks, () where not told
     computes: list[pd.DataFrame] = field(default_factory=list)  # parts of COMPUTE_COLUMNS
     left_out: LeftOut = field(default_factory=LeftOut)
-    cure: str = ""  # how to record so that nothing is left out
+    gaps: Gaps = field(default_factory=Gaps)
     owners: dict[int, list[tuple[Path, frozenset[int]]]] = field(default_factory=dict)  # rank -> files, steps
 
     def claim(self, file: Path, rank: int, steps: Collection[int]) -> None:

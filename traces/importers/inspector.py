@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 
 from ..files import TraceError
-from .found import Found, func_of, whole_bytes
-from .json_stream import lines
+from .found import Found, Gaps, func_of, whole_bytes
+from .json_stream import lines, many
 
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
@@ -86,6 +86,7 @@ class _Log:
 
 def read(files: list[Path], found: Found) -> None:
     """Read logs into ``found``. Raises TraceError for files of others, and for one call in two files."""
+    found.gaps = Gaps(steps="the Inspector marks no steps: what part of a step calls take is not known")
     log = _Log(found)
     for file in files:
         before, bad = len(found.events), 0
@@ -101,7 +102,7 @@ def read(files: list[Path], found: Found) -> None:
                 f"{file} is no whole log of the Inspector: give the .log files of NCCL_INSPECTOR_DUMP_DIR"
             )
         if bad:
-            found.notes.append(f"{file.name}: {bad} lines are not whole and are left out")
+            found.notes.append(f"{file.name}: left out {many(bad, 'line')}, not whole")
     if log.made_up:
         found.notes.append(
             "durations are measured, starts are laid end to end: NCCL_INSPECTOR_DUMP_VERBOSE=1 tells them"

@@ -51,12 +51,17 @@ class Faults:
         found = []
         if self.mended:
             what = "inf or nan, control characters or bad UTF-8"
-            found.append(f"{name}: {self.mended} events held {what}: they were read without these")
+            found.append(f"{name}: {what} in {many(self.mended, 'event')}, read without these")
         if self.lost:
-            part = f", {self.lost_of_nccl} of them of NCCL" if self.lost_of_nccl else ""
+            part = f", {self.lost_of_nccl} of NCCL" if self.lost_of_nccl else ""
             why = "such as an unescaped quote in a name"
-            found.append(f"{name}: {self.lost} events are no JSON ({why}) and are left out{part}")
+            found.append(f"{name}: left out {many(self.lost, 'event')}{part}: no JSON ({why})")
         return found
+
+
+def many(n: int, noun: str) -> str:
+    """``1 event``, ``2 events``."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def read_elements(

@@ -20,11 +20,15 @@ import numpy as np
 
 from ..assemble import DTYPE_BYTES
 from ..files import TraceError
-from .found import MOST_RANKS, Found, Marks, NoRankError, comm_id_of, dtype_of, func_of, rank_in_name
-from .json_stream import Faults, read_elements
+from .found import MOST_RANKS, Found, Gaps, Marks, NoRankError, comm_id_of, dtype_of, func_of, rank_in_name
+from .json_stream import Faults, many, read_elements
 
-#: The cure for calls that do not say which collective they are.
-SHAPES = "record with torch.profiler's record_shapes=True and PyTorch 2.3 or newer"
+GAPS = Gaps(
+    calls="record with torch.profiler's record_shapes=True and PyTorch 2.3 or newer",
+    times="no NCCL kernel in it (record CUDA activities too): there are no times",
+    steps="no step in it: call the profiler's step() after each step of the optimizer",
+    compute="no GPU kernels in it: what was computed beside a collective is not known",
+)
 _MARK = re.compile(r"ProfilerStep#(\d+)")
 _OPTIMIZER = "Optimizer.step#"
 #: What reading a field of a type that PyTorch does not write there raises.
@@ -110,7 +114,7 @@ class _File:
 
 def read(files: list[Path], found: Found) -> None:
     """Read profiles into ``found``. Raises TraceError for a file that is none, and for two files of one step."""
-    found.cure = SHAPES
+    found.gaps = GAPS
     for file in files:
         try:
             _read_one(file, len(files) == 1, found)
@@ -128,7 +132,7 @@ def _read_one(file: Path, alone: bool, found: Found) -> None:
         raise TraceError(f"{file} is no Kineto trace: export one with torch.profiler's export_chrome_trace")
     found.notes += faults.notes(file.name)
     if seen.odd:
-        found.notes.append(f"{file.name}: {seen.odd} events lack a time or a name and are left out")
+        found.notes.append(f"{file.name}: left out {many(seen.odd, 'event')} without a time or a name")
     info = about.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
     if info.get("backend") == "gloo" and not seen.kernels:
@@ -185,7 +189,8 @@ def _add_calls(seen: _File, who: dict[str, int], marks: Marks, base: int, found:
             f"steps are told by Optimizer.step marks: {outside} calls before the first and after the last are left out"
         )
     if seen.symmetric:
-        found.notes.append(f"{seen.symmetric} calls ran symmetric kernels, which no table reaches")
+        kernels = "a symmetric kernel" if seen.symmetric == 1 else "symmetric kernels"
+        found.notes.append(f"{many(seen.symmetric, 'call')} ran {kernels}, which no table reaches")
 
 
 def _call(args: dict[str, Any], found: Found) -> dict[str, Any] | None:

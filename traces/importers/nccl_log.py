@@ -14,7 +14,7 @@ from typing import Any
 
 from ..assemble import DTYPE_BYTES, DTYPES
 from ..files import TraceError
-from .found import PER_RANK, Found, algo_of, comm_id_of, func_of, proto_of
+from .found import PER_RANK, Found, Gaps, algo_of, comm_id_of, func_of, proto_of
 from .json_stream import lines
 
 SUBSYSTEMS = "log with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,COLL,TUNING"
@@ -123,7 +123,9 @@ class _Log:
 
 def read(files: list[Path], found: Found) -> None:
     """Read logs into ``found``. Raises TraceError where a file cannot be read."""
-    found.cure = SUBSYSTEMS
+    found.gaps = Gaps(
+        calls=SUBSYSTEMS, steps="a log of NCCL tells no durations and no steps: what calls cost is not known"
+    )
     log = _Log(found)
     for file in files:
         for raw in lines(file):
@@ -144,4 +146,3 @@ def read(files: list[Path], found: Found) -> None:
         )
     if found.events and all("algo" not in event for event in found.events):
         found.notes.append(f"the log does not say what NCCL chose: {SUBSYSTEMS}")
-    found.notes.append("a log of NCCL tells no durations and no steps: what calls cost is not known")

@@ -20,10 +20,15 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from ..files import TraceError
-from .found import Found, Marks, comm_id_of, func_of, rank_in_name, whole_bytes
+from .found import Found, Gaps, Marks, comm_id_of, func_of, rank_in_name, whole_bytes
 
 #: The cure for ranges without a payload.
 PAYLOADS = "profile with --trace cuda,nvtx, then nsys export --type sqlite --include-json true"
+GAPS = Gaps(
+    calls=PAYLOADS,
+    steps='no step in it: mark each with torch.cuda.nvtx.range_push("step N") and range_pop()',
+    compute="no GPU kernels but NCCL's in it: what was computed beside a collective is not known",
+)
 _STEP = re.compile(r"\s*(?:profilerstep#|step|iteration|iter)[\s_:#=]*(\d+)\s*", re.IGNORECASE)
 _TABLES = {"NVTX_EVENTS", "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"}
 #: Entries of NCCL's payloads.
@@ -53,7 +58,7 @@ class _Comm(NamedTuple):
 
 def read(files: list[Path], found: Found) -> None:
     """Read exports into ``found``. Raises TraceError for other databases and for two files of one step."""
-    found.cure = PAYLOADS
+    found.gaps = GAPS
     for file in files:
         uri = f"{file.resolve().as_uri()}?mode=ro&immutable=1"
         try:

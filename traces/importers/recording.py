@@ -117,7 +117,7 @@ def _read(known: Format, files: list[Path], ranks_per_node: int | None) -> tuple
         left_out = found.left_out
         if not found.events and left_out.calls:
             raise TraceError(
-                f"{names}: {left_out.calls} calls of NCCL, and none of them says which collective it is: {found.cure}"
+                f"{names}: {left_out.calls} calls of NCCL, and none says which collective it is: {found.gaps.calls}"
             )
         if not found.events:
             raise TraceError(f"{names}: no collective in it that NCCL runs, nothing to import")
@@ -140,11 +140,11 @@ def _note_gaps(found: Found, events: pd.DataFrame) -> None:
         found.notes.insert(
             0,
             f"{left_out.calls} of {total} calls of NCCL{left_out.share()} do not say which collective they are, "
-            f"and are left out: {found.cure}",
+            f"and are left out: {found.gaps.calls}",
         )
-    if not events["start_ns"].notna().any():
-        found.notes.append("no NCCL kernel in it (record CUDA activities too): there are no times")
-    if not found.computes:
-        found.notes.append("no GPU kernels in it: what was computed beside a collective is not known")
-    if not found.steps:
-        found.notes.append("no step in it: call the profiler's step() after each step of the optimizer")
+    is_missing = {
+        found.gaps.times: not events["start_ns"].notna().any(),
+        found.gaps.compute: not found.computes,
+        found.gaps.steps: not found.steps,
+    }
+    found.notes += [note for note, missing in is_missing.items() if note and missing]
