@@ -27,6 +27,8 @@ LEAST = 0.01
 #: From this part of a change on, something explains it.
 MOST = 0.5
 _KEYS = ["n_ranks", "func", "size_class"]
+#: Columns of a slot that are shown as they are.
+_CHANGES = ("calls_before", "calls_after", "us_before", "us_after")
 
 
 @dataclass(frozen=True)
@@ -121,16 +123,15 @@ def _slot_table(rows: pd.DataFrame, per_step: int) -> pd.DataFrame:
 
 def _slots(old: Figures, new: Figures) -> list[dict[str, Any]]:
     """What changed in each slot, the largest change first."""
-    both = old.slots.join(new.slots, how="outer", lsuffix="_before", rsuffix="_after")
+    both = old.slots.add_suffix("_before").join(new.slots.add_suffix("_after"), how="outer")
     found = []
-    for key, row in both.iterrows():
-        n_ranks, func, klass = key  # type: ignore[misc]
+    for row in both.reset_index().to_dict("records"):
+        klass = int(row["size_class"])
         low = 2 ** (klass - 1) + 1 if klass else 0
-        slot = {"slot": f"{func} {format_range(low, 2**klass)}", "n_ranks": int(n_ranks)}
-        slot["calls_before"], slot["calls_after"] = _number(row["calls_before"]), _number(row["calls_after"])
-        slot["us_before"], slot["us_after"] = _number(row["us_before"]), _number(row["us_after"])
-        slot["change_ms"] = _difference(_number(row["ms_before"]) or 0.0, _number(row["ms_after"]) or 0.0)
-        found.append(slot)
+        figures = {name: _number(row[name]) for name in _CHANGES}
+        ms_before, ms_after = _number(row["ms_before"]), _number(row["ms_after"])
+        slot = {"slot": f"{row['func']} {format_range(low, 2**klass)}", "n_ranks": int(row["n_ranks"])}
+        found.append({**slot, **figures, "change_ms": (ms_after or 0.0) - (ms_before or 0.0)})
     return sorted(found, key=lambda slot: abs(slot["change_ms"]), reverse=True)
 
 

@@ -93,20 +93,22 @@ class _Log:
         fallback = comm_id_of("address not announced", n_ranks), int(device or 0)
         comm_id, rank = process.comms.get(call[5], fallback)
         dtype = DTYPES[int(call[4])]
-        whole = n_ranks if func in PER_RANK else 1
+        n_parts = n_ranks if func in PER_RANK else 1
+        whole_bytes = int(call[3]) * DTYPE_BYTES[dtype] * n_parts
         event = {
             "comm_id": comm_id,
             "rank": rank,
             "n_ranks": n_ranks,
             "func": func,
             "dtype": dtype,
-            "n_bytes": int(call[3]) * DTYPE_BYTES[dtype] * whole,
+            "n_bytes": whole_bytes,
             "pid": process.pid,
             "enqueue_ns": self.n_lines,
         }
         before = len(self.found.events)
         self.found.add(event)
-        process.waiting.setdefault(event["n_bytes"], deque()).extend(self.found.events[before:])
+        waiting = process.waiting.setdefault(whole_bytes, deque())
+        waiting.extend(self.found.events[before:])
 
     def _choose(
         self, process: _Process, func: str | None, n_bytes: int, algo: str, proto: str, n_channels: int

@@ -80,22 +80,23 @@ def _read_one(file: Path, alone: bool, base: sqlite3.Connection, found: Found) -
     ranges = pd.read_sql_query(_RANGES.format(payload=payload), base)
     kernels = pd.read_sql_query(_KERNELS, base)
     comms = _communicators(ranges)
-    for place, ((pid, _), mine) in enumerate(kernels.groupby(["pid", "device"], sort=True)):
-        rank = _rank_of(file, alone, place, comms.get(int(pid), {}), found)
+    for place, (_, mine) in enumerate(kernels.groupby(["pid", "device"], sort=True)):
+        pid = int(mine["pid"].iloc[0])
+        rank = _rank_of(file, alone, place, comms.get(pid, {}), found)
         marks = _marks(ranges[ranges["pid"] == pid])
         found.claim(file, rank, marks.steps)
-        found.add_steps(rank, int(pid), marks)
+        found.add_steps(rank, pid, marks)
         of_nccl = mine["name"].str.lower().str.startswith("nccl").astype(bool)
         others = mine[~of_nccl]
         found.add_compute(rank, others["start"].to_numpy(), others["end"].to_numpy())
-        who = {"rank": rank, "pid": int(pid)}
-        _add_calls(mine[of_nccl], ranges, comms.get(int(pid), {}), marks, who, found)
+        who = {"rank": rank, "pid": pid}
+        _add_calls(mine[of_nccl], ranges, comms.get(pid, {}), marks, who, found)
 
 
 def _communicators(ranges: pd.DataFrame) -> dict[int, dict[int, _Comm]]:
     """pid -> communicator's id -> its size and this process's rank in it, from the ranges that made them."""
     made: dict[int, dict[int, _Comm]] = {}
-    for row in ranges[ranges["name"].str.startswith("ncclCommInit")].itertuples():
+    for row in _rows(ranges[ranges["name"].str.startswith("ncclCommInit")]):
         told = _payload(row.payload)
         if all(type(told.get(name)) is int for name in (_COMM, _RANKS, _RANK)):
             made.setdefault(int(row.pid), {})[told[_COMM]] = _Comm(told[_RANKS], told[_RANK])
@@ -123,7 +124,7 @@ def _rank_of(file: Path, alone: bool, place: int, comms: dict[int, _Comm], found
 def _marks(ranges: pd.DataFrame) -> Marks:
     """The steps that a process's ranges mark; of a step's ranges the first counts."""
     marks: dict[int, tuple[int, int, int]] = {}
-    for row in ranges.itertuples():
+    for row in _rows(ranges):
         if named := _STEP.fullmatch(str(row.name)):
             step = int(named[1])
             marks.setdefault(step, (int(row.start), int(row.end) - int(row.start), step))
@@ -173,12 +174,17 @@ def _launched(kernels: pd.DataFrame, ranges: pd.DataFrame) -> Iterator[tuple[Any
     """Each kernel with the range of a collective in which it was launched, or None."""
     names = ranges["name"].astype(str)
     is_call = names.str.startswith("nccl") & names.str.removeprefix("nccl").map(func_of).notna()
-    threads = {tid: [*rows.itertuples()] for tid, rows in ranges[is_call].groupby("tid")}
+    threads = {tid: [*_rows(rows)] for tid, rows in ranges[is_call].groupby("tid")}
     begins = {tid: [row.start for row in rows] for tid, rows in threads.items()}
-    for kernel in kernels.itertuples():
+    for kernel in _rows(kernels):
         at = bisect.bisect_right(begins.get(kernel.tid, []), kernel.launched) - 1
         around = threads[kernel.tid][at] if at >= 0 else None
         yield kernel, around if around is not None and around.end >= kernel.launched else None
+
+
+def _rows(frame: pd.DataFrame) -> Iterator[Any]:
+    """The rows of a table, with its columns as attributes."""
+    return iter(frame.itertuples())
 
 
 def _payload(text: Any) -> dict[str, Any]:
