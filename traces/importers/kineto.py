@@ -130,57 +130,65 @@ def _read_one(file: Path, alone: bool, found: Found) -> None:
     about = read_elements(file, "traceEvents", seen.add, faults)
     if about is None:
         raise TraceError(f"{file} is no Kineto trace: export one with torch.profiler's export_chrome_trace")
-    found.notes += faults.notes(file.name)
-    if seen.odd:
-        found.notes.append(f"{file.name}: left out {many(seen.odd, 'event')} without a time or a name")
     info = about.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
     if info.get("backend") == "gloo" and not seen.kernels:
         raise TraceError(f"{file} is of gloo, whose times say nothing of NCCL: record the job over NCCL")
+    _add_notes(file, seen, faults, info, found)
+    rank = _rank_of(file, info, seen)
+    if rank is None:
+        if not alone:
+            raise NoRankError
+        rank = 0
+        found.notes.append(f"{file.name} does not say which rank it is of: taken to be rank 0")
+    base = _whole(about.get("baseTimeNanoseconds")) or 0
+    who = {"rank": rank, "pid": _whole(info.get("pid")) or rank}
+    steps = seen.steps().items()
+    marks = Marks((_ns(base, begin), _ns(0, lasts), index) for index, (begin, lasts) in steps)
+    found.claim(file, rank, marks.steps)
+    found.add_steps(rank, who["pid"], marks)
+    _add_calls(seen, who, marks, base, found)
+    if len(seen.compute):
+        begin, lasts = np.rint(1000 * np.asarray(seen.compute).reshape(-1, 2).T).astype(np.int64)
+        found.add_compute(rank, base + begin, base + begin + lasts)
+
+
+def _add_notes(file: Path, seen: _File, faults: Faults, info: dict[str, Any], found: Found) -> None:
+    """What a file says of its job, and what was wrong with its events."""
+    found.notes += faults.notes(file.name)
+    if seen.odd:
+        found.notes.append(f"{file.name}: left out {many(seen.odd, 'event')} without a time or a name")
     if info.get("nccl_version"):
         found.header["nccl"] = str(info["nccl_version"])
     if seen.is_fsdp2:
         found.header["framework"] = "FSDP2"
-    base = _whole(about.get("baseTimeNanoseconds")) or 0
-    rank = _rank_of(file, info, seen)
-    if rank is None and not alone:
-        raise NoRankError
-    if rank is None:
-        found.notes.append(f"{file.name} does not say which rank it is of: taken to be rank 0")
-    who = {"rank": rank or 0, "pid": _whole(info.get("pid")) or rank or 0}
-    steps = seen.steps().items()
-    marks = Marks((_ns(base, begin), _ns(0, lasts), index) for index, (begin, lasts) in steps)
-    found.claim(file, who["rank"], marks.steps)
-    found.add_steps(who["rank"], who["pid"], marks)
-    _add_calls(seen, who, marks, base, found)
-    if len(seen.compute):
-        begin, lasts = np.rint(1000 * np.asarray(seen.compute).reshape(-1, 2).T).astype(np.int64)
-        found.add_compute(who["rank"], base + begin, base + begin + lasts)
+    if seen.symmetric:
+        kernels = "a symmetric kernel" if seen.symmetric == 1 else "symmetric kernels"
+        found.notes.append(f"{many(seen.symmetric, 'call')} ran {kernels}, which no table reaches")
 
 
 def _add_calls(seen: _File, who: dict[str, int], marks: Marks, base: int, found: Found) -> None:
     """Add a file's collectives; what no step holds of those that only optimizer marks divide is left out."""
     outside = 0
+    is_open = bool(marks.marks) and not seen.marks
     for asked, args, kernel in seen.calls():
-        if "Collective name" not in args:
-            found.left_out.calls += 1
-            found.left_out.ns += _ns(0, kernel[1]) if kernel else 0
+        lasts = _ns(0, kernel[1]) if kernel else 0
+        at = _ns(base, asked)
+        if is_open and not marks.hold(at):
+            outside += 1
             continue
         try:
             call = _call(args, found)
         except _ODD:
             found.left_out.calls += 1
-            continue
-        at = _ns(base, asked)
-        if not seen.marks and marks.marks and not marks.hold(at):
-            outside += 1
+            found.left_out.ns += lasts
             continue
         if call is None:
             continue
         if kernel:
             call["start_ns"] = _ns(base, kernel[0])
-            call["end_ns"] = call["start_ns"] + _ns(0, kernel[1])
-            found.left_out.read_ns += _ns(0, kernel[1])
+            call["end_ns"] = call["start_ns"] + lasts
+            found.left_out.read_ns += lasts
         found.add({**call, **who, "step": marks.step_at(at), "enqueue_ns": at})
     if not seen.kernels:
         found.left_out.calls += seen.unsaid
@@ -188,13 +196,13 @@ def _add_calls(seen: _File, who: dict[str, int], marks: Marks, base: int, found:
         found.notes.append(
             f"steps are told by Optimizer.step marks: {outside} calls before the first and after the last are left out"
         )
-    if seen.symmetric:
-        kernels = "a symmetric kernel" if seen.symmetric == 1 else "symmetric kernels"
-        found.notes.append(f"{many(seen.symmetric, 'call')} ran {kernels}, which no table reaches")
 
 
 def _call(args: dict[str, Any], found: Found) -> dict[str, Any] | None:
-    """What a call was, from the arguments of its operator or kernel; None if it is no collective of NCCL's."""
+    """What a call was, from the arguments of its operator or kernel; None if it is no collective of NCCL's.
+
+    Raises one of _ODD where they do not say which collective it was.
+    """
     func = func_of(str(args["Collective name"]))
     if func is None:
         return None

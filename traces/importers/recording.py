@@ -81,30 +81,38 @@ def read_recording(paths: list[Path], ranks_per_node: int | None = None) -> Trac
 
 def _of_one_format(files: list[Path], named: list[Path]) -> tuple[Format, list[Path], list[str]]:
     """The format, its files, and which other files of a folder are left out. Raises TraceError."""
-    kinds = {file: detect(file) for file in files}
-    for file in files:
-        if file in named and kinds[file] is None and file.name.endswith((".json", ".json.gz")):
-            kinds[file] = KINETO  # its reader says where it stops to be one
-    for file, known in kinds.items():
-        if file in named and (known is None or known.read is None):
-            raise TraceError(refusal(file, known))
-    readers = {known.name: known for known in kinds.values() if known and known.read}
-    if not readers:
+    kinds = {file: _kind(file, file in named) for file in files}
+    readable_kinds = {file: known for file, known in kinds.items() if known and known.read}
+    if not readable_kinds:
         refused = [(file, known) for file, known in kinds.items() if known]
         if refused:
             raise TraceError(refusal(*refused[0]))
         raise TraceError(f"no recording in {named[0]}: give {readable()}")
-    if len(readers) > 1:
-        examples = {known.name: f"{file.name} is {known.text}" for file, known in kinds.items() if known}
-        raise TraceError(f"{', '.join(examples[name] for name in readers)}: give the files of one format")
-    chosen = next(iter(readers.values()))
-    used = [file for file, known in kinds.items() if known and known.name == chosen.name]
-    notes = []
-    for file, known in kinds.items():
-        if file not in used:
-            what = f"it is {known.text}" if known else f"it is no {chosen.text.split(' ', 1)[1]}"
-            notes.append(f"{file.name} is left out: {what}")
-    return chosen, used, notes
+    first = {known.name: f"{file.name} is {known.text}" for file, known in reversed(readable_kinds.items())}
+    if len(first) > 1:
+        raise TraceError(f"{', '.join(reversed(first.values()))}: give the files of one format")
+    chosen = next(iter(readable_kinds.values()))
+    used = [*readable_kinds]
+    return chosen, used, [_why_left_out(file, kinds[file], chosen) for file in files if file not in used]
+
+
+def _kind(file: Path, is_named: bool) -> Format | None:
+    """The format of a file. Raises TraceError for one that was named and is none that we read."""
+    known = detect(file)
+    if not is_named:
+        return known
+    if known is None and file.name.endswith((".json", ".json.gz")):
+        return KINETO  # its reader says where it stops to be one
+    if known is None or known.read is None:
+        raise TraceError(refusal(file, known))
+    return known
+
+
+def _why_left_out(file: Path, known: Format | None, chosen: Format) -> str:
+    """What to say of a file of a folder that is not read."""
+    wanted = chosen.text.partition(" ")[2]
+    what = f"it is {known.text}" if known else f"it is no {wanted}"
+    return f"{file.name} is left out: {what}"
 
 
 def _read(known: Format, files: list[Path], ranks_per_node: int | None) -> tuple[Found, pd.DataFrame]:
