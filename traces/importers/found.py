@@ -51,8 +51,13 @@ _BELOW = {
 }
 #: Collectives by the begin of their names, the longer of two first.
 _FUNCS = ("reduce_scatter", "all_gather", "all_reduce", "send_recv", "broadcast", "reduce", "send", "recv")
+_RANK_IN_NAME = re.compile(r"rank[-_.]?(\d+)|^r(\d+)[-_.]", re.IGNORECASE)
 #: Messages of these are given per rank by NCCL's own tools; a trace holds the bytes of all ranks.
 PER_RANK = ("all_gather", "reduce_scatter")
+
+
+#: A file, and the steps of a rank that it holds.
+_Owner = tuple[Path, frozenset[int]]
 
 
 class NoRankError(Exception):
@@ -99,7 +104,7 @@ class Found:
     computes: list[pd.DataFrame] = field(default_factory=list)  # parts of COMPUTE_COLUMNS
     left_out: LeftOut = field(default_factory=LeftOut)
     gaps: Gaps = field(default_factory=Gaps)
-    owners: dict[int, list[tuple[Path, frozenset[int]]]] = field(default_factory=dict)  # rank -> files, steps
+    owners: dict[int, list[_Owner]] = field(default_factory=dict)  # by rank
 
     def claim(self, file: Path, rank: int, steps: Collection[int]) -> None:
         """Note that a file holds these steps of a rank. Raises TraceError if another file holds one of them too."""
@@ -147,7 +152,8 @@ class Found:
     def _nodes(self, events: pd.DataFrame, ranks_per_node: int) -> dict[int, int]:
         """comm_id -> number of nodes that its ranks lie on."""
         nodes = {}
-        for comm_id, n_ranks in events[["comm_id", "n_ranks"]].drop_duplicates("comm_id").to_numpy():
+        comms = events[["comm_id", "n_ranks"]].drop_duplicates("comm_id")
+        for comm_id, n_ranks in comms.to_numpy():
             ranks = self.groups.get(comm_id) or range(n_ranks)
             nodes[comm_id] = len({rank // ranks_per_node for rank in ranks})
         return nodes
@@ -156,7 +162,8 @@ class Found:
         """The steps as STEP_COLUMNS, in order; empty where the files mark none."""
         if not self.steps:
             return empty(STEP_COLUMNS)
-        steps = complete(pd.DataFrame(self.steps).assign(**_NOT_RECORDED), STEP_COLUMNS)
+        rows = pd.DataFrame(self.steps).assign(**_NOT_RECORDED)
+        steps = complete(rows, STEP_COLUMNS)
         return steps.sort_values(["index", "rank"], ignore_index=True)
 
 
@@ -166,7 +173,10 @@ def func_of(name: str) -> str | None:
     ``_allgather_base``, ``AllGather`` and ``nccl:_all_gather_base`` are all ``all_gather``.
     """
     text = re.sub(r"[^a-z]", "", name.lower().rpartition(":")[2])
-    return next((func for func in _FUNCS if text.startswith(func.replace("_", ""))), None)
+    for func in _FUNCS:
+        if text.startswith(func.replace("_", "")):
+            return func
+    return None
 
 
 def dtype_of(name: str) -> str:
@@ -210,8 +220,8 @@ def rank_in_name(path: Path) -> int | None:
 
     No other number in a name is a rank: they are dates, times and process ids.
     """
-    found = re.search(r"rank[-_.]?(\d+)", path.name, re.IGNORECASE) or re.match(r"r(\d+)[-_.]", path.name)
-    return int(found[1]) if found else None
+    found = _RANK_IN_NAME.search(path.name)
+    return int(found[1] or found[2]) if found else None
 
 
 class Marks:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..assemble import DTYPE_BYTES, DTYPES
 from ..files import TraceError
-from .found import PER_RANK, Found, Gaps, algo_of, comm_id_of, func_of, proto_of
+from .found import Found, Gaps, algo_of, comm_id_of, func_of, proto_of, whole_bytes
 from .json_stream import lines
 
 SUBSYSTEMS = "log with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,COLL,TUNING"
@@ -32,6 +32,16 @@ _INIT = re.compile(
 )
 _NODES = re.compile(r"comm (0x\w+) rank \d+ n[rR]anks \d+ nNodes (\d+)")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
+
+
+class _Line(NamedTuple):
+    """One line of a process."""
+
+    file: Path
+    host: str
+    pid: int
+    device: int
+    text: str
 
 
 class _Process:
@@ -57,9 +67,26 @@ class _Log:
         self.n_lines = 0
         self.unmatched = 0
 
-    def take(self, file: Path, host: str, pid: str, device: str | None, text: str) -> None:
-        """Take in one line of a process. Raises TraceError for a call that is in another file too."""
-        process = self.processes.setdefault(f"{host}:{pid}", _Process(int(pid)))
+    def take(self, line: _Line) -> None:
+        """Take in one line. Raises TraceError for a call that is in another file too."""
+        process = self.processes.setdefault(f"{line.host}:{line.pid}", _Process(line.pid))
+        self._announce(process, line.text)
+        if call := _COLL.match(line.text):
+            self._call(process, line, call)
+        elif chosen := _CHOICE.match(line.text):
+            func, n_bytes, algo, proto, low, high = chosen.groups()
+            n_channels = int(high) - int(low) + 1 if low else 0
+            choice = {"algo": algo_of(algo), "proto": proto_of(proto), "n_channels": n_channels}
+            self._choose(process, func_of(func or ""), int(n_bytes), choice)
+        elif asked := _INPUT.match(line.text):
+            process.asked = func_of(asked[1]), int(asked[2])
+        elif (best := _BEST.match(line.text)) and process.asked:
+            choice = {"algo": algo_of(best[1]), "proto": proto_of(best[2]), "n_channels": int(best[3])}
+            self._choose(process, *process.asked, choice)
+            process.asked = None
+
+    def _announce(self, process: _Process, text: str) -> None:
+        """An INIT line: a communicator's address, and who is in it."""
         if init := _INIT.search(text):
             address, rank, n_ranks, number, parent, color = init.groups()
             comm_id = int(number, 16) if number else comm_id_of(parent, color, n_ranks)
@@ -67,60 +94,47 @@ class _Log:
         if nodes := _NODES.search(text):
             comm_id, _ = process.comms.get(nodes[1], (0, 0))
             self.nodes[comm_id] = int(nodes[2])
-        if call := _COLL.match(text):
-            self._call(file, process, device, call)
-        elif choice := _CHOICE.match(text):
-            func, n_bytes, algo, proto, low, high = choice.groups()
-            n_channels = int(high) - int(low) + 1 if low else 0
-            self._choose(process, func_of(func or ""), int(n_bytes), algo, proto, n_channels)
-        elif asked := _INPUT.match(text):
-            process.asked = func_of(asked[1]), int(asked[2])
-        elif (best := _BEST.match(text)) and process.asked:
-            self._choose(process, *process.asked, best[1], best[2], int(best[3]))
-            process.asked = None
 
-    def _call(self, file: Path, process: _Process, device: str | None, call: re.Match[str]) -> None:
+    def _call(self, process: _Process, line: _Line, call: re.Match[str]) -> None:
         """A COLL line: a collective was enqueued."""
-        func = func_of(call[1])
-        if func is None or int(call[4]) >= len(DTYPES):
+        name, count, elements, number, address, size = call.groups()
+        func = func_of(name)
+        if func is None or int(number) >= len(DTYPES):
             return
-        other = self.calls.setdefault((process.pid, call[1], call[2], call[5]), file)
-        if other != file:
+        key = (process.pid, name, count, address)
+        other = self.calls.setdefault(key, line.file)
+        if other != line.file:
             raise TraceError(
-                f"{other} and {file} both hold calls of process {process.pid}: give each log once"
+                f"{other} and {line.file} both hold calls of process {process.pid}: give each log once"
             )
-        n_ranks = int(call[6])
-        fallback = comm_id_of("address not announced", n_ranks), int(device or 0)
-        comm_id, rank = process.comms.get(call[5], fallback)
-        dtype = DTYPES[int(call[4])]
-        n_parts = n_ranks if func in PER_RANK else 1
-        whole_bytes = int(call[3]) * DTYPE_BYTES[dtype] * n_parts
+        n_ranks = int(size)
+        comm_id, rank = process.comms.get(address, (comm_id_of("not announced", n_ranks), line.device))
+        dtype = DTYPES[int(number)]
+        n_bytes = whole_bytes(func, int(elements) * DTYPE_BYTES[dtype], n_ranks)
         event = {
             "comm_id": comm_id,
             "rank": rank,
             "n_ranks": n_ranks,
             "func": func,
             "dtype": dtype,
-            "n_bytes": whole_bytes,
+            "n_bytes": n_bytes,
             "pid": process.pid,
             "enqueue_ns": self.n_lines,
         }
         before = len(self.found.events)
         self.found.add(event)
-        waiting = process.waiting.setdefault(whole_bytes, deque())
+        waiting = process.waiting.setdefault(n_bytes, deque())
         waiting.extend(self.found.events[before:])
 
-    def _choose(
-        self, process: _Process, func: str | None, n_bytes: int, algo: str, proto: str, n_channels: int
-    ) -> None:
+    def _choose(self, process: _Process, func: str | None, n_bytes: int, choice: dict[str, Any]) -> None:
         """A TUNING line: what NCCL chose for the earliest of the calls that it fits."""
         waiting = process.waiting.get(n_bytes, deque())
-        event = next((call for call in waiting if func in (None, call["func"])), None)
-        if event is None:
-            self.unmatched += 1
-            return
-        waiting.remove(event)
-        event.update(algo=algo_of(algo), proto=proto_of(proto), n_channels=n_channels)
+        for event in waiting:
+            if func in (None, event["func"]):
+                waiting.remove(event)
+                event.update(choice)
+                return
+        self.unmatched += 1
 
 
 def read(files: list[Path], found: Found) -> None:
@@ -137,9 +151,9 @@ def read(files: list[Path], found: Found) -> None:
             text = raw[:4000].decode("utf-8", "replace")
             if version := _VERSION.search(text):
                 found.header["nccl"] = version[1]
-            if line := _LINE.search(text):
-                host, pid, _, device, said = line.groups()
-                log.take(file, host, pid, device, said)
+            if said := _LINE.search(text):
+                host, pid, _, device, rest = said.groups()
+                log.take(_Line(file, host, int(pid), int(device or 0), rest))
     for event in found.events:
         event["n_nodes"] = log.nodes.get(event["comm_id"], 0)
     if log.unmatched:

@@ -27,12 +27,15 @@ def durations(events: pd.DataFrame) -> pd.DataFrame:
     """
     # From the first start on: clock values have more digits than a float64 holds.
     zero = events["start_ns"].min()
-    start = (events["start_ns"] - zero).astype("float64")
-    end = (events["end_ns"] - zero).astype("float64")
-    found = pd.DataFrame({"us": (end - start) / 1e3}, index=events.index)
-    found["timed_by"] = pd.Series(OWN, index=events.index, dtype=object)
-    timed = events[[*_CALL, "rank", "n_ranks"]].assign(start=start, end=end)
-    timed = timed[found["us"].notna()]
+    start = _since(zero, events["start_ns"])
+    end = _since(zero, events["end_ns"])
+    us = (end - start) / 1e3
+    found = pd.DataFrame({"us": us})
+    found["timed_by"] = OWN
+    found["timed_by"] = found["timed_by"].astype(object)
+    columns = [*_CALL, "rank", "n_ranks"]
+    timed = events[columns].assign(start=start, end=end)
+    timed = timed[us.notna()]
     calls = timed.groupby(_CALL, sort=False)
     last_start = calls["start"].transform("max")
     last_end = calls["end"].transform("max")
@@ -40,16 +43,18 @@ def durations(events: pd.DataFrame) -> pd.DataFrame:
     whole = timed["func"].isin(_TOGETHER) & (first_end >= last_start)
     for count in ("nunique", "size"):  # of each rank one event
         whole &= calls["rank"].transform(count) == timed["n_ranks"]
-    us = (last_end - last_start) / 1e3
+    together_us = (last_end - last_start) / 1e3
     rows = timed.index[whole]
-    found.loc[rows, "us"] = us[whole]
+    found.loc[rows, "us"] = together_us[whole]
     found.loc[rows, "timed_by"] = RANKS
     return found
 
 
 def label(timed_by: pd.Series[str]) -> str:
     """How the sampled events of a slot were timed, for people: one of the two, or the share of the first."""
-    share = float((timed_by == RANKS).mean()) if len(timed_by) else 0.0
+    share = 0.0
+    if len(timed_by):
+        share = float((timed_by == RANKS).mean())
     if share == 1:
         return RANKS
     return OWN if share == 0 else f"{RANKS} {share:.0%}"
@@ -61,8 +66,8 @@ def exposed_ns(events: pd.DataFrame, compute: pd.DataFrame) -> pd.Series[float]:
     timed = events[events["start_ns"].notna()]
     for rank, kernels in compute.groupby("rank"):
         mine = timed[timed["rank"] == rank]
-        start = mine["start_ns"].astype("int64").to_numpy()
-        end = mine["end_ns"].astype("int64").to_numpy()
+        start = _times(mine, "start_ns")
+        end = _times(mine, "end_ns")
         stretches = _union(kernels)
         busy = _covered(*stretches, end) - _covered(*stretches, start)
         bare.loc[mine.index] = (end - start) - busy
@@ -80,19 +85,31 @@ def busy_ns(kernels: pd.DataFrame) -> int:
 def _union(rows: pd.DataFrame) -> tuple[Array, Array]:
     """Begins and ends of the stretches that ``start_ns`` .. ``end_ns`` of the rows cover together, in order."""
     rows = rows.sort_values("start_ns")
-    start = rows["start_ns"].astype("int64").to_numpy()
-    end = rows["end_ns"].astype("int64").to_numpy()
+    start = _times(rows, "start_ns")
+    end = _times(rows, "end_ns")
     reach = np.maximum.accumulate(end)
     begins_anew = np.concatenate([[True], start[1:] > reach[:-1]])
     first = np.flatnonzero(begins_anew)
-    last = np.concatenate([first[1:] - 1, [len(start) - 1]])
+    last = np.append(first[1:] - 1, len(start) - 1)
     return start[first], reach[last]
+
+
+def _times(rows: pd.DataFrame, column: str) -> Array:
+    """A column of times in ns without gaps, (n,) int64."""
+    return rows[column].astype("int64").to_numpy()
+
+
+def _since(zero: Any, times: pd.Series[Any]) -> pd.Series[float]:
+    """Times in ns from ``zero`` on; gaps become NaN."""
+    return (times - zero).astype("float64")
 
 
 def _covered(start: Array, end: Array, at: Array) -> Array:
     """How much of the stretches lies before each time of ``at``."""
-    before = np.concatenate([[0], np.cumsum(end - start)])
-    i = np.searchsorted(start, at, side="right")
-    last_end = end[np.maximum(i - 1, 0)]
-    beyond = np.where(i > 0, np.maximum(last_end - at, 0), 0)
-    return np.asarray(before[i] - beyond)
+    lasts = end - start
+    before = np.concatenate([[0], np.cumsum(lasts)])
+    begun = np.searchsorted(start, at, side="right")
+    last = np.maximum(begun - 1, 0)
+    beyond = np.maximum(end[last] - at, 0)
+    beyond[begun == 0] = 0
+    return np.asarray(before[begun] - beyond)
