@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/dynamiccl
 DEMO_STEPS ?= 600
-SOURCES := agent envs traces zero_workload tests
+SOURCES := agent envs examples traces zero_workload tests
 C_SOURCES := $(wildcard envs/nccl/plugin/*.[ch] envs/sim/*.c tests/*.[ch])
 
 .PHONY: demo test test-slow test-timing test-all coverage check format setup bench gpu-check model-check clean
