@@ -9,12 +9,12 @@ import subprocess
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .here import host, kernel, version_of
 from .records import Decision, Slot, Table
 
 #: Version of a trace folder's layout. Raise it when a reader of the old layout would go wrong.
@@ -25,15 +25,13 @@ def new_header() -> dict[str, Any]:
     """What every trace says of itself: format, date (UTC), host, versions, the commit if in a checkout."""
     versions = {"python": platform.python_version()}
     for package in ("dynamiccl", "numpy", "pandas", "pyarrow", "torch"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+        if (version := version_of(package)) is not None:
+            versions[package] = version
     return {
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": platform.node(),
-        "kernel": platform.release(),
+        "host": host(),
+        "kernel": kernel(),
         "versions": versions,
         "commit": git("rev-parse", "HEAD"),
         "command": masked(" ".join(sys.argv)),
