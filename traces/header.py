@@ -34,7 +34,7 @@ def new_header() -> dict[str, Any]:
         "kernel": kernel(),
         "versions": versions,
         "commit": git("rev-parse", "HEAD"),
-        "command": masked(" ".join(sys.argv)),
+        "command": readable(masked(" ".join(sys.argv))),
     }
 
 
@@ -60,6 +60,19 @@ def masked(text: str) -> str:
     for pattern in _SECRETS:
         text = pattern.sub(lambda found: f"{found['keep']}***", text)
     return text
+
+
+def readable(text: str) -> str:
+    """``text`` without the surrogates by which Python passes on bytes that the locale cannot decode.
+
+    >>> readable("j\\udcc3\\udcb6b"), readable("\\udcff"), readable("\\ud800")
+    ('jöb', '\\\\xff', '\\\\ud800')
+    """
+    try:
+        raw = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # surrogates that stand for no byte
+        raw = text.encode("utf-8", "backslashreplace")
+    return raw.decode("utf-8", "backslashreplace")
 
 
 def git(*args: str) -> str | None:
@@ -100,6 +113,8 @@ def plain(value: Any) -> Any:
             return plain(value.item())
         case float() if not math.isfinite(value):
             return None
-        case None | bool() | int() | float() | str():
+        case str():
+            return readable(value)
+        case None | bool() | int() | float():
             return value
     return str(value)

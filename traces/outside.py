@@ -69,7 +69,7 @@ def _constant(word: str) -> NoReturn:
 def _check_depth(value: Any, most: int) -> None:
     """Raise ValueError where containers are nested deeper than ``most``; without recursion."""
     level = [value]
-    for _ in range(most + 1):
+    for _ in range(most):
         inner = list[Any]()
         for one in level:
             if isinstance(one, dict):
