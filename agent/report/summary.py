@@ -106,6 +106,11 @@ class RunSummary:
         return self.detectable is not None or self.speedup is not None or bool(self.kept)
 
     @property
+    def job_failed(self) -> bool:
+        """The job ended by an error of its own; a signal that ended it is none."""
+        return self.job_status is not None and 0 < self.job_status < 128
+
+    @property
     def saved(self) -> list[float] | None:
         """Part of the step that the table saves, and its interval; None where none is in force."""
         if not self.kept or self.speedup is None or not self.speedup_ci95:
