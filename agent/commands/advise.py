@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import Argument, Json, Option, refusing
+from . import Argument, Json, Option, refusing, results
 
 if TYPE_CHECKING:
     from ..report.summary import RunSummary
@@ -58,6 +58,7 @@ def advise(
     from ...traces.files import TraceError
     from ...traces.importers.recording import read_recording
 
+    recording = [results(path) for path in recording]
     with refusing(TraceError, ValueError):
         if len(recording) == 2 and all(path.is_dir() for path in recording):
             from ..advice.compare import compare

@@ -7,7 +7,7 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import Argument, Json, Option, refusing
+from . import Argument, Json, Option, refusing, results
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,6 +42,7 @@ def show(
     from ...traces.importers.recording import is_recording, read_recording
     from ..report.summary import RunSummary
 
+    trace = results(trace)
     with refusing(TraceError):
         if is_recording(trace):
             read = read_recording([trace])

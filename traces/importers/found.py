@@ -12,9 +12,9 @@ from typing import Any
 
 import pandas as pd
 
-from ..assemble import COMPUTE_COLUMNS, DTYPE_BYTES, EVENT_COLUMNS, STEP_COLUMNS, complete, empty
+from ..assemble import COMPUTE_COLUMNS, EVENT_COLUMNS, STEP_COLUMNS, complete, empty
 from ..files import TraceError
-from ..records import ALGOS, PROTOS
+from ..names import ALGOS, DTYPE_BYTES, PROTOS
 
 #: PyTorch's names of types that are not ours.
 _ALIASES = {"char": "int8", "byte": "uint8", "bool": "uint8", "int": "int32", "long": "int64"}

@@ -9,7 +9,6 @@ tell ranks. Kernels are matched to ranges by the launch that the range holds. St
 from __future__ import annotations
 
 import bisect
-import json
 import re
 import sqlite3
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from ..files import TraceError
+from ..outside import parse_json
 from .found import Found, Gaps, Marks, comm_id_of, func_of, rank_in_name, whole_bytes
 
 #: The cure for ranges without a payload.
@@ -190,7 +190,7 @@ def _rows(frame: pd.DataFrame) -> Iterator[Any]:
 def _payload(text: Any) -> dict[str, Any]:
     """A range's payload by the names of its entries; empty where there is none. NCCL writes whole numbers."""
     try:
-        told = json.loads(text) if text else {}
+        told = parse_json(text) if text else {}
     except ValueError:
         return {}
     if not isinstance(told, dict):
