@@ -84,7 +84,7 @@ def test_one_number_of_fewest_steps_is_told_everywhere():
     assert f"at least {FEWEST_STEPS} steps" in shown(
         reasons={"ended": ["job-status"]}, job_status=0, windows=3
     )
-    page = Path(__file__).resolve().parents[1] / "OPERATING.md"
+    page = Path(__file__).resolve().parents[2] / "OPERATING.md"
     assert f"at least {FEWEST_STEPS} steps" in page.read_text(encoding="utf-8")
 
 
