@@ -58,8 +58,8 @@ def advise(
     from ...traces.files import TraceError
     from ...traces.importers.recording import read_recording
 
-    recording = [results(path) for path in recording]
     with refusing(TraceError, ValueError):
+        recording = [results(path) for path in recording]
         if len(recording) == 2 and all(path.is_dir() for path in recording):
             from ..advice.compare import compare
             from ..advice.texts import show_comparison

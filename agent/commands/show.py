@@ -42,12 +42,12 @@ def show(
     from ...traces.importers.recording import is_recording, read_recording
     from ..report.summary import RunSummary
 
-    trace = results(trace)
     with refusing(TraceError):
-        if is_recording(trace):
-            read = read_recording([trace])
+        where = results(trace)
+        if is_recording(where):
+            read = read_recording([where])
         else:
-            read = Trace.read(trace, most_events=None if whole else MOST_EVENTS)
+            read = Trace.read(where, most_events=None if whole else MOST_EVENTS)
     summary = RunSummary.read(read.folder, read.folder.parent)
     story = tell(read, summary)
     if json:
