@@ -111,15 +111,6 @@ class Slot:
 Decisions = Mapping[Slot, Decision]
 
 
-def format_bytes(n: float) -> str:
-    """``8388608 -> '8 MiB'``: binary units, at most one decimal."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n) < 1024 or unit == "GiB":
-            return f"{n:.0f} {unit}" if n == round(n) else f"{n:.1f} {unit}"
-        n /= 1024
-    raise AssertionError("unreachable")
-
-
 def format_range(low: int, high: int) -> str:
     """Sizes from ``low`` to ``high`` bytes, both inclusive: ``33-64 MiB``; a class of small sizes in a smaller unit.
 

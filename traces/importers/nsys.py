@@ -80,6 +80,9 @@ def _read_one(file: Path, alone: bool, base: sqlite3.Connection, found: Found) -
     ranges = pd.read_sql_query(_RANGES.format(payload=payload), base)
     kernels = pd.read_sql_query(_KERNELS, base)
     comms = _communicators(ranges)
+    devices = kernels.groupby("pid")["device"].nunique()
+    if (devices > 1).any():
+        raise TraceError(f"{file}: a process uses several GPUs, so its ranks cannot be told: start one a GPU")
     for place, (_, mine) in enumerate(kernels.groupby(["pid", "device"], sort=True)):
         pid = int(mine["pid"].iloc[0])
         rank = _rank_of(file, alone, place, comms.get(pid, {}), found)
