@@ -28,7 +28,7 @@ def make_folder(name: str | None = None) -> Path:
 
     Raises OSError, FileExistsError where a run of that ``name`` still lives or waits for its job.
     """
-    root = _root()
+    root = shared_root()
     _remove_stale(root)
     path = root / (name or f"{os.getpid()}-{time.time_ns():x}")
     path.mkdir(mode=0o700)
@@ -48,7 +48,8 @@ def free_bytes() -> int | None:
         return None
 
 
-def _root() -> Path:
+def shared_root() -> Path:
+    """The folder of this user in shared memory, else in the temp folder. Raises OSError where neither can be had."""
     name = f"dynamiccl-{os.geteuid()}"
     for base in (Path("/dev/shm"), Path(tempfile.gettempdir())):
         folder = base / name
