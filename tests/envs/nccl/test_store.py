@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from dynamiccl.envs.nccl.agreement import lookout as lookouts
@@ -12,8 +11,9 @@ from dynamiccl.envs.nccl.agreement import store as stores
 from dynamiccl.envs.nccl.agreement.lookout import BUSY_S, IDLE_S, Lookout
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, Decision
 from dynamiccl.envs.nccl.agreement.store import Proposal, RoundStore
+from paths import TOOLS
 
-RATES = Path(__file__).with_name("store_rates.py")
+RATES = TOOLS / "store_rates.py"
 DECIDED = Decision(3, {7: (100, 0)})
 
 
