@@ -22,6 +22,7 @@ from ...envs.nccl.plugin.build import (
 )
 from ...envs.nccl.run_folder import free_bytes
 from ...envs.nccl.steps.nvml import gpus
+from .profiler import no_room_for_kernel_times
 
 if TYPE_CHECKING:  # numpy with it, which a job that is to be started does not wait for
     from ...traces.records import Table
@@ -174,6 +175,10 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("shared memory", _little_shared_memory,
      "shared memory has {found[0]} MiB free; {found[1]} ranks need {found[2]} for whole rings: smaller ones lose "
      "records when the tuner is late", "give the container more (docker run --shm-size=1g)", NOTE),
+    ("kernel times", no_room_for_kernel_times,
+     "shared memory has {found[0]} MiB free, and NCCL takes {found[2]} for the kernel times of {found[1]} ranks; where "
+     "it is short a rank crashes (NVIDIA/nccl#2326): kernel times stay off, step times do not",
+     "give the container more (docker run --shm-size=1g), or use NCCL 2.32", NOTE),
     ("fixed table", lambda f: f.env.get("DYNAMICCL_TABLE") and f.env.get("DYNAMICCL_RUN"),
      "DYNAMICCL_TABLE is ignored while a daemon tunes (DYNAMICCL_RUN)", "unset one of them", CHANGE),
 )
