@@ -22,7 +22,7 @@ from ...envs.nccl.plugin.build import (
 )
 from ...envs.nccl.run_folder import free_bytes
 from ...envs.nccl.steps.nvml import gpus
-from .profiler import no_room_for_kernel_times
+from .profiler import no_room_for_kernel_times, whose_profiler
 
 if TYPE_CHECKING:  # numpy with it, which a job that is to be started does not wait for
     from ...traces.records import Table
@@ -108,9 +108,8 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("NCCL_TUNER_PLUGIN", lambda f: "dynamiccl" not in f.env.get("NCCL_TUNER_PLUGIN", "dynamiccl"),
      "NCCL_TUNER_PLUGIN={NCCL_TUNER_PLUGIN}: NCCL loads one tuner only; ours takes its place and asks it first, so "
      "that the default stays what the job had", "nothing if that is wanted", NOTE),
-    ("NCCL_PROFILER_PLUGIN", lambda f: f.env.get("NCCL_PROFILER_PLUGIN", "none") != "none"
-     and "dynamiccl" not in f.env["NCCL_PROFILER_PLUGIN"],
-     "NCCL_PROFILER_PLUGIN={NCCL_PROFILER_PLUGIN}: NCCL loads one profiler only, and ours takes its place",
+    ("NCCL_PROFILER_PLUGIN", whose_profiler,
+     "NCCL_PROFILER_PLUGIN={NCCL_PROFILER_PLUGIN} ({found}): NCCL loads one profiler only, and ours takes its place",
      "unset NCCL_PROFILER_PLUGIN, or go on without that profiler by --force", CHANGE),
     ("NCCL_NET_PLUGIN", lambda f: any(name in f.env.get("NCCL_NET_PLUGIN", "") for name in ("ofi", "aws")),
      "NCCL_NET_PLUGIN={NCCL_NET_PLUGIN} brings a tuner of its own: ours takes its place and asks it first",

@@ -18,3 +18,18 @@ def no_room_for_kernel_times(facts: Facts) -> tuple[int, int, int] | None:
     if facts.shm_free is None or facts.release(WITHOUT_CRASH) or facts.shm_free >= ranks * POOL_MIB * 2**20:
         return None
     return facts.shm_free // 2**20, ranks, ranks * POOL_MIB
+
+
+#: Part of a library's name -> whose it is, and who names it.
+_KNOWN = {
+    "inspector": "NVIDIA's Inspector; operators of clusters name it for every job, in a Slurm TaskProlog or SPANK plugin",
+    "dynamiccl": "",
+}
+
+
+def whose_profiler(facts: Facts) -> str:
+    """Who has the place of NCCL's profiler; empty where nobody has, or we."""
+    value = facts.env.get("NCCL_PROFILER_PLUGIN", "")
+    if value in ("", "none"):
+        return ""
+    return next((whose for part, whose in _KNOWN.items() if part in value.lower()), "another profiler")

@@ -11,8 +11,10 @@ import pandas as pd
 
 from ..assemble import Offer
 from ..fingerprint import Fingerprint
-from ..records import PAIRS, TUNED_FUNCS, Slot, pair_costs, size_class
+from ..records import ALGOS, NO_OFFER, PAIRS, PROTOS, TUNED_FUNCS, Slot, pair_costs, size_class
 from .skew import durations, label
+
+_OUTSIDE = 0.1  # of a slot's calls may run otherwise than offered, before it is left alone
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,45 @@ class SlotProfile:
         """NCCL's own choice, as text."""
         algo, proto = PAIRS[int(self.fingerprint.own_pair[0])]
         return f"{algo}/{proto}/{int(self.fingerprint.own_channels[0])}"
+
+
+def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer]) -> dict[Slot, str]:
+    """Slots of which NCCL, left alone, runs more than a tenth in a way that it does not offer the tuner -> what it runs.
+
+    From 2.29 on NCCL may ask the tuner and then take a symmetric kernel, or a copy engine, which are not in the list
+    that a tuner sees. A table that claims the call would put the best of the rest in the place of what is better still.
+    """
+    tuned = events[events["func"].isin(TUNED_FUNCS)]
+    if tuned.empty:
+        return {}
+    tuned = with_sizes(tuned)
+    tuned = tuned[(tuned["n_ranks"] > 0) & (tuned["asked"] > 0)]
+    found = {}
+    for key, group in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
+        n_ranks, n_nodes, func, klass = cast(tuple[int, int, str, int], key)
+        kinds = group.groupby(["comm_id", "asked", "algo", "proto"]).size()
+        outside = {
+            (str(algo), str(proto)): int(count)
+            for (comm_id, asked, algo, proto), count in kinds.items()
+            if not _offers(offers.get((int(comm_id), func, int(asked))), str(algo), str(proto))
+        }
+        if sum(outside.values()) > _OUTSIDE * len(group):
+            algo, proto = max(outside, key=lambda pair: outside[pair])
+            unknown = "auto" in (algo, proto)
+            found[Slot(int(n_ranks), int(n_nodes), func, int(klass))] = (
+                "a kernel of another kind" if unknown else f"{algo}/{proto}"
+            )
+    return found
+
+
+def _offers(offer: Offer | None, algo: str, proto: str) -> bool:
+    """Whether NCCL offers this cell; True where its offer is not known."""
+    if offer is None:
+        return True
+    if algo not in ALGOS or proto not in PROTOS:
+        return False
+    cost = float(offer.cost_us[ALGOS.index(algo), PROTOS.index(proto)])
+    return 0 <= cost < NO_OFFER
 
 
 def find_slots(
