@@ -82,8 +82,8 @@ class NotTuning(Reason):
         "copy engine)"
     )
     SLOT_TAKEN = (
-        "{variable}={value} was set after our environment (by a Slurm TaskProlog or a SPANK plugin, say): NCCL loads one "
-        "such plugin only, and ours takes the place back"
+        "{variable}={value} was set after our environment (by a Slurm TaskProlog or a SPANK plugin, say): NCCL loads "
+        "one such plugin only, and ours takes the place back"
     )
     OTHER_BACKEND = "torch.distributed runs on {backend} here; only NCCL asks a tuner"
     NO_PROBE = "no process of the job has loaded the probe yet"

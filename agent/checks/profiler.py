@@ -22,7 +22,7 @@ def no_room_for_kernel_times(facts: Facts) -> tuple[int, int, int] | None:
 
 #: Part of a library's name -> whose it is, and who names it.
 _KNOWN = {
-    "inspector": "NVIDIA's Inspector; operators of clusters name it for every job, in a Slurm TaskProlog or SPANK plugin",
+    "inspector": "NVIDIA's Inspector, which operators name for every job in a Slurm TaskProlog or SPANK plugin",
     "dynamiccl": "",
 }
 

@@ -99,7 +99,9 @@ class Counted:
         return asks if callable(method) and name != "has_extended_api" else method
 
 
-def run_node(node: int, per_node: int, n_ranks: int, port: int, phases: Phases, folder: str) -> dict[str, Any]:
+def run_node(
+    node: int, per_node: int, n_ranks: int, port: int, phases: Phases, folder: str
+) -> dict[str, Any]:
     """What a node's ranks have asked."""
     own = Path(folder) / str(node)
     own.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -37,7 +38,7 @@ class SlotProfile:
 
 
 def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer]) -> dict[Slot, str]:
-    """Slots of which NCCL, left alone, runs more than a tenth in a way that it does not offer the tuner -> what it runs.
+    """Slots that NCCL, left alone, runs otherwise than it offers the tuner (a tenth of the calls) -> what it runs.
 
     From 2.29 on NCCL may ask the tuner and then take a symmetric kernel, or a copy engine, which are not in the list
     that a tuner sees. A table that claims the call would put the best of the rest in the place of what is better still.
@@ -50,18 +51,15 @@ def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int]
     found = {}
     for key, group in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
         n_ranks, n_nodes, func, klass = cast(tuple[int, int, str, int], key)
-        kinds = group.groupby(["comm_id", "asked", "algo", "proto"]).size()
-        outside = {
-            (str(algo), str(proto)): int(count)
-            for (comm_id, asked, algo, proto), count in kinds.items()
-            if not _offers(offers.get((int(comm_id), func, int(asked))), str(algo), str(proto))
-        }
-        if sum(outside.values()) > _OUTSIDE * len(group):
-            algo, proto = max(outside, key=lambda pair: outside[pair])
-            unknown = "auto" in (algo, proto)
-            found[Slot(int(n_ranks), int(n_nodes), func, int(klass))] = (
-                "a kernel of another kind" if unknown else f"{algo}/{proto}"
-            )
+        outside = Counter[str]()
+        for kind, count in group.groupby(["comm_id", "asked", "algo", "proto"]).size().items():
+            comm_id, asked, algo, proto = cast(tuple[int, int, str, str], kind)
+            if not _offers(offers.get((int(comm_id), func, int(asked))), algo, proto):
+                is_known = algo in ALGOS and proto in PROTOS
+                outside[f"{algo}/{proto}" if is_known else "a kernel of another kind"] += int(count)
+        if outside.total() > _OUTSIDE * len(group):
+            slot = Slot(int(n_ranks), int(n_nodes), func, int(klass))
+            ((found[slot], _),) = outside.most_common(1)
     return found
 
 

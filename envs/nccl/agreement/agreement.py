@@ -30,8 +30,10 @@ from .store import Parted, Proposal, RoundStore
 ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
 _IDLE_S, _A_RANK_S = 0.25, 1e-4  # until NCCL is looked for again; with many ranks the job's end waits longer
 _LOOK_S = 0.02  # between two looks of rank 0 at what the daemon has published
-_NEWS_S = 0.25  # between two questions of rank 0 whether a rank or a communicator is new; without rounds IDLE_S
-_HELD_S = 0.02  # between two looks whether a call is held back at a limit; with many ranks the store is asked later
+#: Between two questions of rank 0 whether a rank or a communicator is new; IDLE_S where no rounds run.
+_NEWS_S = 0.25
+#: Between two looks whether a call is held back at a limit; with many ranks the store is asked later.
+_HELD_S = 0.02
 _LOOKS = 3  # of rank 0 for the votes, of another rank for the decision: so many a round takes at least
 _VOTES_S = 0.5  # for the votes of all ranks, or four rounds as they last
 _SOON_S, _LATER_S = 0.25, 60.0  # until a store that is away is tried again: at first, and at most

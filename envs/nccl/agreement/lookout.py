@@ -23,7 +23,8 @@ from ..run_folder import shared_root
 
 #: Between two requests of a node while rounds run, and after ``QUIET_S`` without one.
 BUSY_S, IDLE_S, QUIET_S = 0.25, 1.0, 5.0
-_NEAR_S, _A_RANK_S, _FAR_S = 0.02, 1e-4, 0.1  # between two looks at the file; with many ranks longer; without rounds
+#: Between two looks at the file: while rounds run, with many ranks longer; and where none run.
+_NEAR_S, _A_RANK_S, _FAR_S = 0.02, 1e-4, 0.1
 _SOON_S = 0.05  # until a process without a file asks for the second time; doubled each time
 _GONE = 2**62  # as the number: rank 0 leads no round any more
 _HEAD = struct.Struct("<Qd")  # the number; when the store was asked, by the clock of this machine

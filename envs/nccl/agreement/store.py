@@ -55,7 +55,8 @@ class RoundStore:
         self._store: Any = None
         self.life, self._round = "", 0
         self._heard = 0  # of the ranks' news
-        self._begun, self._seen = 0, -1  # what rank 0 has begun so far; what of it this rank has taken note of
+        self._begun = 0  # so much rank 0 has begun
+        self._seen = -1  # of it this rank has taken note
         self.lookout = Lookout("", rank, n_ranks)
         self.answer_s = 0.0  # how long the store took to answer at the beginning of the last round
         self.closing = False
@@ -215,10 +216,9 @@ class RoundStore:
             time.sleep(self._pause_s)
         keys = [self._key("vote", rank) for rank in ranks]
         several = getattr(self._store, "has_extended_api", bool)()
-        if several and keys:
-            raws = self._store.multi_get(keys)
-        else:
-            raws = [self._store.get(key) for key in keys]
+        if not keys:
+            return []
+        raws = self._store.multi_get(keys) if several else map(self._store.get, keys)
         return [_vote(bytes(raw)) for raw in raws]
 
     def forget(self, number: int) -> None:

@@ -72,7 +72,9 @@ def test_a_stand_in_that_asks_with_four_times_the_size_is_obeyed(run, plugin):
     ("asked_for", "shape", "taken"),
     [("", (16, 2), False), ("1", (16, 2), True), ("1", (8, 1), False), ("1", (2, 2), False)],
 )
-def test_pat_at_a_price_that_nothing_takes_is_had_on_request_alone(run, plugin, monkeypatch, asked_for, shape, taken):
+def test_pat_at_a_price_that_nothing_takes_is_had_on_request_alone(
+    run, plugin, monkeypatch, asked_for, shape, taken
+):
     """From 2.31.2 on NCCL prices PAT so over nodes of several GPUs; its channels stay NCCL's."""
     monkeypatch.setenv("DYNAMICCL_TRY_PAT", asked_for)
     row = Rule(0, 0, "all_gather", 0, 2**40, Decision("pat", "simple", 4))

@@ -39,7 +39,7 @@ print(json.dumps([first, comms[-1].profiler.mask]))
 
 def in_narrow(command, shm_mib, prepare="true"):
     """The command, with /dev/shm of so many MiB, in a mount namespace of its own."""
-    mount = f"mount -t tmpfs -o size={shm_mib}m tmpfs /dev/shm && {prepare} && exec \"$@\""
+    mount = f'mount -t tmpfs -o size={shm_mib}m tmpfs /dev/shm && {prepare} && exec "$@"'
     return ["unshare", "--mount", "sh", "-c", mount, "sh", *command]
 
 
@@ -89,7 +89,8 @@ EIGHT = [8, 1]  # ranks, nodes
         (8 * 34 + 100, [EIGHT], {"used_mib": 101}, OFF),  # what is free counts, not what there is
         (8 * 34, [[16, 2]], {}, ON),  # of 16 ranks eight are here
         (8 * 34, [[2, 2]], {"LOCAL_WORLD_SIZE": "8"}, ON),
-        (8 * 34 - 1, [[2, 2]], {"LOCAL_WORLD_SIZE": "8"}, OFF),  # seven more communicators of this kind are here
+        # Seven more communicators of this kind are on the node.
+        (8 * 34 - 1, [[2, 2]], {"LOCAL_WORLD_SIZE": "8"}, OFF),
         (8 * 34, [EIGHT, EIGHT], {}, OFF),  # each communicator needs its own
         (2 * 8 * 34, [EIGHT, EIGHT], {}, ON),
         (8 * 34, [EIGHT, EIGHT], {"gone": 1}, ON),
@@ -109,7 +110,8 @@ def test_kernel_times_are_asked_for_only_where_there_is_room(asks, shm_mib, shap
 
 
 LITTLE_MEMORY = "ulimit -v 6000000"  # KiB of addresses; PyTorch alone takes most of them
-JOB = "--stage 3 --steps 30 --layers 2 --width 32 --heads 4 --backend gloo --log".split()
+SIZE = ["--steps", "30", "--layers", "2", "--width", "32", "--heads", "4"]
+JOB = ["--stage", "3", *SIZE, "--backend", "gloo", "--log"]
 
 
 @pytest.mark.slow
