@@ -105,7 +105,7 @@ def run_node(
     """What a node's ranks have asked."""
     own = Path(folder) / str(node)
     own.mkdir()
-    lookout.shared_root = lambda: own
+    lookout.shared_roots = lambda: iter([own])
     plugin = Still(n_ranks, n_ranks // per_node)
     asked: list[tuple[float, str]] = []
     parts = []

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..run_folder import shared_root
+from ..run_folder import shared_roots
 
 #: Between two requests of a node while rounds run, and after ``QUIET_S`` without one.
 BUSY_S, IDLE_S, QUIET_S = 0.25, 1.0, 5.0
@@ -45,8 +45,8 @@ class Lookout:
         self._file = -1
         if not name:
             return
-        with contextlib.suppress(OSError):  # no memory, no place, no rights: this rank asks for itself
-            folder = shared_root()
+        with contextlib.suppress(OSError, StopIteration):  # no place, no rights: this rank asks for itself
+            folder = next(shared_roots())
             _remove_stale(folder)
             self._path = folder / f"looks-{name}"
             self._open(self._path)

@@ -7,6 +7,7 @@
 #include <float.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/utsname.h>
 
 #include "plugin.h"
 
@@ -23,8 +24,8 @@ struct context {
   struct dccl_comm comm;
   struct dccl_seat* seat;
   uint64_t class;
-  bool no_ll;      // beyond what NCCL itself would do
-  bool tries_pat;  // see on_request
+  bool no_protocol[N_PROTOS];  // beyond what NCCL itself would do
+  bool tries_pat;              // see on_request
   struct dccl_next_tuner next;
   struct memo memo[1 << MEMO_BITS][MEMO_WAYS];
 };
@@ -102,8 +103,8 @@ static bool emit_offer(const struct context* c, const struct dccl_question* q, c
   for (int algo = 0; algo < N_ALGOS; algo++) {
     for (int proto = 0; proto < N_PROTOS; proto++) {
       const int cell = algo * q->n_protos + proto;
-      const bool inside =
-          algo < q->n_algos && proto < q->n_protos && !(c->no_ll && proto == PROTO_LL && cell != chosen);
+      const bool closed = c->no_protocol[proto] && cell != chosen;
+      const bool inside = algo < q->n_algos && proto < q->n_protos && !closed;
       const float before = inside ? cost[cell] : -1.0f, after = inside ? q->cost[cell] : -1.0f;
       r.offer.cost_us[algo][proto] = !offered(before) ? -1.0f : offered(after) && after > 0 ? after : before;
     }
@@ -146,7 +147,7 @@ static bool apply(const struct context* c, struct memo* m, const struct dccl_que
       if (!on_request(c, d.algo, cost[cell])) return false;
       sets = false;  // how many channels such a call has is not known
     }
-    if (c->no_ll && d.proto == PROTO_LL && cell != own) return false;
+    if (d.proto < N_PROTOS && c->no_protocol[d.proto] && cell != own) return false;
     if (cost != q->cost) {  // another tuner had its word: what it said was meant for its own choice
       if (own != cell && q->n_channels != NULL) *q->n_channels = n_channels;
       memcpy(q->cost, cost, (size_t)(q->n_algos * q->n_protos) * sizeof *cost);
@@ -186,6 +187,23 @@ static void decide(void* context, const struct dccl_question* q) {
   if (apply(c, m, q, cost, n_channels) && counts) dccl_note_answer();
 }
 
+// What can hang or corrupt a job over nodes is closed to every table. `agent/checks/faults.py` has the
+// releases and their sources; here NCCL's interface stands for the release, as all ranks have the same one.
+//
+// With buffers that the network has registered (which ranks may see otherwise) LL before Simple can hang for
+// good: NVIDIA/nccl#2389, since 2.24, whose tuner is v4. NVIDIA closed it in September 2026 with commit
+// eb6d302 of its development branch, "part of the 2.32u1 release"; 2.32.6 is the first number after that, and
+// its notes do not name the fix.
+//
+// On Grace the network writes into the GPU's memory through the C2C link, which may tear the 128 bytes of
+// LL128 apart: NVIDIA/nccl#2001 and #2053, since 2.27, whose tuner is v4 too; no number has the fix yet.
+static void close_protocols(struct context* c, int version) {
+  struct utsname machine;
+  const bool is_arm = uname(&machine) == 0 && strcmp(machine.machine, "aarch64") == 0;
+  c->no_protocol[PROTO_LL] = version >= 4;
+  c->no_protocol[PROTO_LL128] = version >= 4 && is_arm;
+}
+
 // v3, v4: no id. The profiler part has just seen it, if it is loaded; otherwise records name communicator 0.
 static int start(void** context, const struct dccl_tuner_init* init) {
   if (context == NULL) return NCCL_SUCCESS;
@@ -207,11 +225,7 @@ static int start(void** context, const struct dccl_tuner_init* init) {
   if (c == NULL) return NCCL_SUCCESS;
   c->comm = comm;
   c->class = dccl_class(comm.n_ranks, comm.n_nodes);
-  // With buffers that the network has registered (which ranks may see otherwise) LL before Simple can hang
-  // over nodes for good: NVIDIA/nccl#2389, since 2.24, whose tuner is v4. NVIDIA closed it in September 2026
-  // with commit eb6d302 of its development branch, "part of the 2.32u1 release". 2.32.6 is the first number
-  // after that, and its notes do not name the fix: nothing shows it yet.
-  c->no_ll = comm.n_nodes > 1 && init->version >= 4;
+  if (comm.n_nodes > 1) close_protocols(c, init->version);
   const char* pat = getenv("DYNAMICCL_TRY_PAT");
   c->tries_pat = pat != NULL && strcmp(pat, "1") == 0 && comm.n_nodes > 1 && comm.n_ranks > comm.n_nodes;
   dccl_next_tuner_init(&c->next, init);

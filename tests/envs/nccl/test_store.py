@@ -77,7 +77,7 @@ def node(tmp_path, monkeypatch):
     """node(n) -> the lookouts of n ranks of one node, a list of who has asked the store, and a clock."""
     clock = Clock()
     monkeypatch.setattr(lookouts, "time", clock)
-    monkeypatch.setattr(lookouts, "shared_root", lambda: tmp_path)
+    monkeypatch.setattr(lookouts, "shared_roots", lambda: iter([tmp_path]))
 
     def make(n):
         return [Lookout("life", rank, n) for rank in range(n)], [], clock
@@ -127,10 +127,7 @@ def test_nobody_asks_on_the_node_of_rank_0(node):
 
 
 def test_where_no_file_can_be_had_each_asks_for_itself(node, tmp_path, monkeypatch):
-    def nowhere():
-        raise OSError("read-only")
-
-    monkeypatch.setattr(lookouts, "shared_root", nowhere)
+    monkeypatch.setattr(lookouts, "shared_roots", lambda: iter([]))
     ranks, asked, clock = node(1)
     look(ranks, asked, clock, 2.0)
     assert look(ranks, asked, clock, 10.0) <= 10.0 / IDLE_S + 1
