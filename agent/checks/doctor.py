@@ -18,6 +18,7 @@ from ...envs.nccl.variables import ALGO, PROTO, Narrowing, narrowing
 from ...traces.here import machine
 from ...traces.names import PAIRS, TUNED_FUNCS
 from .faults import FAULTS, Fault
+from .profiler import no_room_for_kernel_times, whose_profiler
 
 if TYPE_CHECKING:  # numpy with it, which a job that is to be started does not wait for
     from ...traces.records import Table
@@ -129,9 +130,8 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("NCCL_TUNER_PLUGIN", lambda f: "dynamiccl" not in f.env.get("NCCL_TUNER_PLUGIN", "dynamiccl"),
      "NCCL_TUNER_PLUGIN={NCCL_TUNER_PLUGIN}: NCCL loads one tuner only; ours takes its place and asks it first, so "
      "that the default stays what the job had", "nothing if that is wanted", NOTE),
-    ("NCCL_PROFILER_PLUGIN", lambda f: f.env.get("NCCL_PROFILER_PLUGIN", "none") != "none"
-     and "dynamiccl" not in f.env["NCCL_PROFILER_PLUGIN"],
-     "NCCL_PROFILER_PLUGIN={NCCL_PROFILER_PLUGIN}: NCCL loads one profiler only, and ours takes its place",
+    ("NCCL_PROFILER_PLUGIN", whose_profiler,
+     "NCCL_PROFILER_PLUGIN={NCCL_PROFILER_PLUGIN} ({found}): NCCL loads one profiler only, and ours takes its place",
      "unset NCCL_PROFILER_PLUGIN, or go on without that profiler by --force", CHANGE),
     ("NCCL_NET_PLUGIN", lambda f: any(name in f.env.get("NCCL_NET_PLUGIN", "") for name in ("ofi", "aws")),
      "NCCL_NET_PLUGIN={NCCL_NET_PLUGIN} brings a tuner of its own: ours takes its place and asks it first",
@@ -171,6 +171,10 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("shared memory", _little_shared_memory,
      "shared memory has {found[0]} MiB free; {found[1]} ranks need {found[2]} for whole rings: smaller ones lose "
      "records when the tuner is late", "give the container more (docker run --shm-size=1g)", NOTE),
+    ("kernel times", no_room_for_kernel_times,
+     "shared memory has {found[0]} MiB free, and NCCL takes {found[2]} for the kernel times of {found[1]} ranks; where "
+     "it is short a rank crashes (NVIDIA/nccl#2326): kernel times stay off, step times do not",
+     "give the container more (docker run --shm-size=1g), or use NCCL 2.32", NOTE),
     ("fixed table", lambda f: f.env.get("DYNAMICCL_TABLE") and f.env.get("DYNAMICCL_RUN"),
      "DYNAMICCL_TABLE is ignored while a daemon tunes (DYNAMICCL_RUN)", "unset one of them", CHANGE),
 )

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ...traces import spaces
-from ...traces.queries.slots import SlotProfile, find_slots, with_sizes
+from ...traces.queries.slots import SlotProfile, find_slots, outside_the_offer, with_sizes
 from ...traces.reasons import NotTuning, names
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ..nccl_model.arms import distinct
@@ -42,6 +42,7 @@ class LiveWindows:
         self.job, self.profile_steps, self.min_share = job, profile_steps, min_share
         self.funcs, self.on_window = tuple(funcs), on_window
         self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None
+        self.left_alone: list[str] = []  # why no table may touch a slot
         self._refused: set[tuple[Slot, Decision]] = set()
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
@@ -59,6 +60,9 @@ class LiveWindows:
         events = self.profile_events = self._events(window)
         step_us = window.step_ms * 1e3
         found = find_slots(events, self.job.assembler.offers, step_us, self.job.memory_pressure)
+        outside = outside_the_offer(events, self.job.assembler.offers)
+        self.left_alone = [NotTuning.OUTSIDE(slot=slot, ran=ran) for slot, ran in outside.items()]
+        found = [p for p in found if p.slot not in outside]
         self.profiles = [p for p in found if p.share >= self.min_share and p.slot.func in self.funcs]
         self.on_window(plan, window)
         if not self.profiles:
@@ -145,6 +149,8 @@ class LiveWindows:
             text = self.job.state[1] if self.job.state else ""
             told = NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
             return text if "other-backend" in names(text) else told
+        if self.left_alone:
+            return self.left_alone[0]
         if len(tuned) and not self.job.assembler.offers:
             return NotTuning.NOT_ASKED()
         if seen.empty and any(func in self.funcs for _, func, _ in self.job.assembler.offers):
