@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from dynamiccl.agent.checks.gpu_check import Machine
+from dynamiccl.agent.checks.gpu.machine import Machine
 from dynamiccl.agent.report.outputs import logged
 from dynamiccl.envs.bench.scores import bootstrap
 from dynamiccl.envs.nccl.plugin.build import job_env

@@ -1,0 +1,227 @@
+"""One rank of a session: it makes the communicators, then does the parts that it is told on its standard input.
+
+Every rank is told the same parts in the same order. What depends on time (is there any left?) the ranks decide together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .....envs.nccl.plugin.bindings import Plugin
+from .....envs.nccl.rings import Ring
+from .....envs.nccl.shm import encode_table
+from .....envs.nccl.steps import clock
+from .....traces import records as rec
+from .....traces.records import FUNCS, Rule, Table
+from ...results.files import append
+
+#: PyTorch 2.13 gave them other names.
+GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+#: Seconds to wait for a record.
+PATIENCE_S = 2.0
+
+
+class Buffers:
+    """Input, output and the right output for one collective and size.
+
+    The data are small whole numbers in float32, so that the order of additions cannot matter.
+    """
+
+    def __init__(self, func: str, n_bytes: int, device: torch.device) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        shard = n_bytes // 4 // size
+        self.func, self.n_bytes = func, shard * size * 4
+        generator = torch.Generator().manual_seed(n_bytes)  # all ranks draw the same
+        whole = torch.randint(-4, 5, (shard * size,), generator=generator).float().to(device)
+        mine = whole[rank * shard : (rank + 1) * shard]
+        self.input, self.right = mine.clone(), whole
+        if func == "reduce_scatter":
+            self.input, self.right = whole * (rank + 1), mine * (size * (size + 1) // 2)
+        self.output = torch.empty_like(self.right)
+
+    def call(self, group: Any, later: bool = False) -> Any:
+        """The collective on a communicator; ``later``: returns its work, for whoever waits for it."""
+        function = GATHER if self.func == "all_gather" else SCATTER
+        return function(self.output, self.input, group=group, async_op=later)
+
+    def of(self, records: Any, kind: int) -> Any:
+        """The records of one kind that are of this collective and size."""
+        fits = (records["kind"] == kind) & (records["func"] == FUNCS.index(self.func))
+        return records[fits & (records["n_bytes"] == self.n_bytes)]
+
+
+class Rank:
+    """What all parts need: device, communicators, table, clock, and the way to say what was found.
+
+    ``comms``: ``nccl`` as NCCL makes it; ``raised`` and ``second`` with more channels. ``control`` is gloo: what the
+    ranks tell each other there is not measured.
+    """
+
+    def __init__(self, backend: str, folder: str, answers: str, raised: int, kind: str) -> None:
+        self.backend, self.folder, self.kind = backend, Path(folder), kind
+        self.device = torch.device("cpu")
+        if backend == "nccl":
+            local = int(os.environ["LOCAL_RANK"])
+            self.device = torch.device("cuda", local % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(backend)
+        self.control = dist.new_group(backend="gloo")
+        self.comms = {"nccl": dist.group.WORLD}
+        if kind == "tuner":  # the others only run NCCL untouched
+            self.comms["raised"] = self._more_channels(raised)
+            self.comms["second"] = self._more_channels(raised)
+        self.number, self.size = dist.get_rank(), dist.get_world_size()
+        self.plugin = None if kind == "none" else Plugin.load()
+        self.ring: Ring | None = None
+        self.generation = 0
+        self.ends = 0.0  # time.monotonic() at which the part is to end: one clock for all processes of a machine
+        self._answers = Path(answers)
+
+    def _more_channels(self, raised: int) -> Any:
+        if self.backend != "nccl":
+            return dist.new_group(backend=self.backend)  # the emulated cluster's channels are its preset's
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.min_ctas = raised
+        options.config.max_ctas = raised
+        return dist.new_group(backend="nccl", pg_options=options)
+
+    def serve(self, parts: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
+        """Do parts until standard input ends."""
+        for line in sys.stdin:
+            told = json.loads(line)
+            self.ends = told["ends"]
+            self.set_table(())
+            answer = parts[told["part"]](self, **told["options"])
+            self.meet()
+            if os.environ["LOCAL_RANK"] == "0":
+                with self._answers.open("a") as file:
+                    file.write(json.dumps(answer) + "\n")
+
+    # -- what the ranks decide together ----------------------------------------------------------------------------
+
+    def agreed(self, value: float, how: Any = dist.ReduceOp.MAX) -> float:
+        """One number of all ranks: the largest, or another reduction. Ranks meet here, their GPUs too."""
+        self.finish()
+        cell = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(cell, op=how, group=self.control)
+        return float(cell.item())
+
+    def has_time(self) -> bool:
+        """Whether every rank has time left for this part."""
+        return self.agreed(self.ends - time.monotonic(), dist.ReduceOp.MIN) > 0
+
+    def meet(self) -> None:
+        """Wait until all ranks are here and their GPUs idle."""
+        self.agreed(0.0)
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What every rank has to say, in their order."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine, group=self.control)
+        return found
+
+    def write(self, table: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add rows to a table of the results; rank 0 does."""
+        if self.number == 0:
+            append(self.folder, table, rows)
+
+    # -- table and records -----------------------------------------------------------------------------------------
+
+    def set_table(self, rules: tuple[Rule, ...]) -> None:
+        """From the next collective on this rank runs under these rules; none: our tuner is silent.
+
+        Every rank must call it at the same place between two collectives.
+        """
+        if self.plugin is None or self.kind != "tuner":
+            return
+        self.generation += 1
+        self.plugin.activate(encode_table(Table(self.generation, rules)))
+
+    def open_ring(self) -> bool:
+        """Whether NCCL has loaded the plugin on this rank, and it records."""
+        if self.kind == "tuner" and self.ring is None and self.plugin is not None and self.plugin.open():
+            self.ring = Ring.of_this_process(Path(os.environ["DYNAMICCL_RUN"]))
+        return self.ring is not None
+
+    def records(self, buffers: Buffers, kind: int) -> Any:
+        """The records since the last time, one of this kind included, which may come late."""
+        assert self.ring is not None
+        found, end = self.ring.drain(), time.monotonic() + PATIENCE_S
+        while not len(buffers.of(found, kind)) and time.monotonic() < end:
+            time.sleep(0.002)
+            found = np.concatenate([found, self.ring.drain()])
+        return found
+
+    def ran(self, buffers: Buffers) -> list[tuple[str, str, int]]:
+        """Plans of this collective since the last time, as the profiler saw them; none without a ring."""
+        if self.ring is None:
+            return []
+        events = buffers.of(self.records(buffers, rec.COLL), rec.COLL)
+        plans = {(rec.ALGOS[e["algo"]], rec.PROTOS[e["proto"]], int(e["n_channels"])) for e in events}
+        return sorted(plans)
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait until the GPU has done all that was enqueued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def mark(self) -> Any:
+        """A point in the GPU's stream of work; on the emulated cluster, now."""
+        if self.device.type != "cuda":
+            return clock.now_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def us(self, begin: Any, end: Any) -> float:
+        """Microseconds between two marks that the GPU has passed."""
+        if self.device.type != "cuda":
+            return (end - begin) / 1e3
+        return 1e3 * float(begin.elapsed_time(end))
+
+    def slowest(self, times: list[float]) -> list[float]:
+        """For each of some times the maximum over ranks."""
+        cells = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(cells, op=dist.ReduceOp.MAX, group=self.control)
+        return [float(value) for value in cells]
+
+
+def main() -> None:
+    """``python -m dynamiccl.agent.checks.gpu.parts.rank JSON``; the JSON is what :class:`Rank` takes."""
+    from . import contention, host, joint, noise, sweep, truth
+
+    parts: dict[str, Callable[..., dict[str, Any]]] = {
+        "smoke": sweep.smoke,
+        "sweep": sweep.sweep,
+        "contention": contention.contention,
+        "noise": noise.noise,
+        "truth": truth.truth,
+        "joint": joint.joint,
+        "host": host.host,
+    }
+    status = 0
+    try:
+        Rank(**json.loads(sys.argv[1])).serve(parts)
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.stderr.flush()
+    os._exit(status)  # gloo's threads can abort a process that tears down
+
+
+if __name__ == "__main__":
+    main()
