@@ -29,11 +29,11 @@ from .tune import Tune
 #: Seconds of each part in the order in which they run; on GPUs 8:30 in all.
 SECONDS = {
     "nccl": {
-        "smoke": 30.0,
+        "smoke": 40.0,
         "sweep": 95.0,
         "contention": 75.0,
         "noise": 70.0,
-        "outside": 40.0,
+        "outside": 30.0,
         "truth": 80.0,
         "joint": 45.0,
         "tune": 55.0,
@@ -44,18 +44,15 @@ SECONDS = {
         "sweep": 15.0,
         "contention": 8.0,
         "noise": 10.0,
-        "outside": 20.0,
+        "outside": 15.0,
         "truth": 20.0,
         "joint": 8.0,
-        "tune": 50.0,
-        "host": 15.0,
+        "tune": 40.0,
+        "host": 8.0,
     },
 }
 #: Bytes of the whole buffers that are swept, and those that are measured first: of the model.
-SIZES = {
-    "nccl": [2**k for k in (14, 16, 18, 20, 22, 23, 24, 26)],
-    "emulated": [2**16, 2**18, 2**20],
-}
+SIZES = {"nccl": [2**k for k in (14, 16, 18, 20, 22, 23, 24, 26)], "emulated": [2**16, 2**18, 2**20]}
 MODEL_BYTES = {"nccl": 2**23, "emulated": 2**18}
 #: Share of the collectives in a step: of the races, and of the A/A steps bound by sockets and by the GPU.
 SHARE = 0.4
@@ -63,6 +60,8 @@ AA_SHARES = {"collectives": 0.6, "compute": 0.2}
 #: Alternating steps of a race, and steps of an A/A series.
 STEPS = {"nccl": 450, "emulated": 200}
 AA_STEPS = {"nccl": 1200, "emulated": 200}
+#: Kind of session -> the first part that needs it.
+KINDS = {"tuner": "smoke", "profiler": "outside", "none": "host"}
 #: Blocks of steps with and without the silent tuner, in the order a b b a, and the steps of each.
 BLOCKS, BLOCK_STEPS = 8, 60
 #: Seconds beyond its deadline after which a part's processes are killed, and beyond the plan for all together.
@@ -96,7 +95,9 @@ class Plan:
 class Check:
     """One run in a folder of its own below ``out``. ``say`` hears what goes on."""
 
-    def __init__(self, machine: Machine, out: Path, say: Callable[[str], object], plan: Plan | None = None) -> None:
+    def __init__(
+        self, machine: Machine, out: Path, say: Callable[[str], object], plan: Plan | None = None
+    ) -> None:
         self.machine, self.plan = machine, plan or Plan.of(machine.backend)
         self._say = say
         self._sessions: dict[str, Session] = {}
@@ -168,7 +169,13 @@ class Check:
     # -- the parts ---------------------------------------------------------------------------------------------------
 
     def _smoke(self, ends: float) -> dict[str, Any]:
-        told = self._do("tuner", "smoke", ends)
+        """Start all the ranks that the plan needs, together, and see whether the plugin is loaded where it should be."""
+        kinds = [kind for kind, part in KINDS.items() if part in self.plan.seconds]
+        for kind in kinds:
+            self._session(kind)
+        answers = {kind: self._do(kind, "smoke", ends) for kind in kinds}
+        told = answers["tuner"]
+        told["our_variables"] = {kind: answer["our_variables"] for kind, answer in answers.items()}
         if not told["ok"]:
             told["why"] = "the plugin is not loaded and obeyed on every rank: `dynamiccl doctor` names causes"
         return told
@@ -183,7 +190,12 @@ class Check:
         told: dict[str, Any] = {"ok": True, "series": {}}
         for left, (bound, share) in zip((2, 1), AA_SHARES.items(), strict=True):
             now = time.monotonic()
-            options = {"race": f"bound by {bound}", "arm": "default", "share": share, "steps": self.plan.aa_steps}
+            options = {
+                "race": f"bound by {bound}",
+                "arm": "default",
+                "share": share,
+                "steps": self.plan.aa_steps,
+            }
             one = self._do("tuner", "noise", now + (ends - now) / left, **options)
             told["series"][bound] = one
             told["ok"] = told["ok"] and one["ok"]
@@ -191,7 +203,7 @@ class Check:
 
     def _outside(self, ends: float) -> dict[str, Any]:
         """Arm (a), the silent tuner, against arm (b), a process without our tuner: blocks of steps in turn."""
-        told: dict[str, Any] = {"smoke": self._do("profiler", "smoke", ends), "answers": []}
+        told: dict[str, Any] = {"answers": []}
         pieces = 0
         for block in range(BLOCKS):
             kind = "tuner" if block % 4 in (0, 3) else "profiler"
@@ -202,7 +214,6 @@ class Check:
             pieces = one["pieces"]
             told["answers"].append({"arm": kind, **one})
         told["ok"] = all(one["ok"] for one in told["answers"])
-        self._end("profiler")
         return told
 
     def _truth(self, ends: float) -> dict[str, Any]:
@@ -214,7 +225,6 @@ class Check:
     def _tune(self, ends: float) -> dict[str, Any]:
         if self.machine.nodes.count > 1:
             return {"ok": True, "why": "on one node only"}
-        self._end("tuner")  # its ranks would wait beside the job
         pieces = self.run["parts"].get("truth", {}).get("pieces", 0)
         env = {**os.environ, **(self._mps.env if self._mps else {})}
         return Tune(self.machine, self.folder, env, SHARE, pieces).run(ends)
@@ -230,7 +240,11 @@ class Check:
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def _do(self, kind: str, part: str, ends: float, **options: Any) -> dict[str, Any]:
-        """Have the ranks of a session do something; they are started where they do not run."""
+        """Have the ranks of a session do a part."""
+        return self._session(kind).do(part, ends, self.plan.grace_s, **options)
+
+    def _session(self, kind: str) -> Session:
+        """The ranks of this kind; they are started where they do not run."""
         session = self._sessions.get(kind)
         if session is None or not session.is_alive:
             self._end(kind)
@@ -240,7 +254,7 @@ class Check:
             program = self.plan.program
             session = Session(kind, self.machine, self.folder, port, extra, program)
             self._sessions[kind] = session
-        return session.do(part, ends, self.plan.grace_s, **options)
+        return session
 
     def _end(self, kind: str) -> None:
         session = self._sessions.pop(kind, None)

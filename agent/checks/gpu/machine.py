@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ import torch
 from ....envs.nccl.plugin.build import build_of, nccl_release
 from ....envs.nccl.steps.nvml import Gpu, clocks, driver, visible_gpus
 from ....envs.sim.emulated.settings import Emulated
+from ....traces.header import git
 
 #: Environment of a job, by placement of its ranks.
 PLACEMENTS: dict[str, dict[str, str]] = {
@@ -37,7 +37,14 @@ PLACEMENTS: dict[str, dict[str, str]] = {
 RAISED = {"apart": 32, "hosts": 16, "shared": 16}
 #: Variables that are noted in run.json as they are; all others may name people, hosts or paths.
 NOTED = (
-    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"),
+    *(
+        "NCCL_ALGO",
+        "NCCL_PROTO",
+        "NCCL_MIN_CTAS",
+        "NCCL_MAX_CTAS",
+        "NCCL_MIN_NCHANNELS",
+        "NCCL_MAX_NCHANNELS",
+    ),
     *("NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_NVLS_ENABLE", "NCCL_PAT_ENABLE", "NCCL_P2P_DISABLE"),
     *("NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MNNVL_ENABLE"),
     *("NCCL_CROSS_NIC", "NCCL_CTA_POLICY", "NCCL_RUNTIME_CONNECT", "CUDA_DEVICE_MAX_CONNECTIONS"),
@@ -107,7 +114,9 @@ class Machine:
             ranks = 2 if nodes.count == 1 else 1
             return cls(f"emulated {emulated.cluster}", ranks, "apart", versions, emulated, nodes=nodes)
         if not torch.distributed.is_nccl_available():
-            raise ValueError(f"{len(found)} GPUs, but this PyTorch ({torch.__version__}) has no NCCL: install one with CUDA")
+            raise ValueError(
+                f"{len(found)} GPUs, but this PyTorch ({torch.__version__}) has no NCCL: install one with CUDA"
+            )
         nccl = nccl_release() or torch.cuda.nccl.version()  # PyTorch names the one it was built with
         versions |= {"nccl": ".".join(map(str, nccl)), "driver": driver(), "cuda": str(torch.version.cuda)}
         ranks = len(found) if nodes.count > 1 else max(len(found), 2)
@@ -150,12 +159,15 @@ class Machine:
             "nodes": self.nodes.count,
             "ranks": self.n_ranks * self.nodes.count,
             "placement": self.placement,
+            "network": network(),
             "raised_channels": self.raised,
             "emulated": self.emulated.cluster if self.emulated else None,
             "versions": self.versions,
             "commit": commit(),
             "plugin": build_of(),
-            "gpu_id": hashlib.sha256(_SALT + self.gpus[0].uuid.encode()).hexdigest()[:12] if self.gpus else "",
+            "gpu_id": hashlib.sha256(_SALT + self.gpus[0].uuid.encode()).hexdigest()[:12]
+            if self.gpus
+            else "",
             "cores": os.cpu_count(),
             "environment": {name: os.environ[name] for name in NOTED if name in os.environ},
         }
@@ -166,16 +178,16 @@ class Machine:
 
 
 def commit() -> str:
-    """The commit of this checkout, with ``+`` where files differ from it; empty outside of one."""
-    root = Path(__file__).resolve().parents[3]
-    try:
-        head = _git(root, "rev-parse", "--short=12", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
+    """The commit of this checkout, with ``+`` where files differ from it; outside of one, DYNAMICCL_COMMIT."""
+    head = git("rev-parse", "--short=12", "HEAD")
+    if not head:
         return os.environ.get("DYNAMICCL_COMMIT", "")
-    return head + "+" * bool(changed)
+    return head + "+" * bool(git("status", "--porcelain", "--untracked-files=no"))
 
 
-def _git(root: Path, *words: str) -> str:
-    command = ["git", "-C", str(root), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+def network(interfaces: Path = Path("/sys/class/infiniband")) -> str:
+    """Class of the fastest network here: infiniband, roce, or ethernet where there is no such adapter."""
+    layers = [path.read_text().strip() for path in interfaces.glob("*/ports/*/link_layer")]
+    if "InfiniBand" in layers:
+        return "infiniband"
+    return "roce" if layers else "ethernet"

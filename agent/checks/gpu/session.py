@@ -25,6 +25,8 @@ from .machine import Machine
 from .mps import with_parent
 
 RANK = (sys.executable, "-m", "dynamiccl.agent.checks.gpu.parts.rank")
+#: Seconds more that a session's first part has: its processes have to import PyTorch, from a cold disk perhaps.
+START_S = 60.0
 #: How often the answer is looked for.
 _POLL_S = 0.02
 #: What the emulated cluster needs; it is no part of the tuner.
@@ -73,7 +75,7 @@ class Session:
         self._work = tempfile.TemporaryDirectory(prefix="dynamiccl-check-")
         self._answers = Path(self._work.name, "answers")
         self._answers.touch()
-        self._read = 0
+        self._read, self._start_s = 0, START_S
         run = self._run.path if self._run else None
         env = session_env(kind, machine, run, os.environ) | dict(extra or {})
         env["MASTER_ADDR"] = machine.nodes.address
@@ -99,8 +101,8 @@ class Session:
     def do(self, part: str, ends: float, grace: float, **options: Any) -> dict[str, Any]:
         """Have the ranks do a part; what rank 0 of this node answers.
 
-        ``ends``: time.monotonic() until which it may measure; ``grace`` seconds later the ranks are killed. Raises
-        PartFailed, also where a rank dies.
+        ``ends``: time.monotonic() until which it may measure; ``grace`` seconds later the ranks are killed, a
+        session's first part START_S later still. Raises PartFailed, also where a rank dies.
         """
         line = json.dumps({"part": part, "ends": ends, "options": options}) + "\n"
         for rank in self._ranks:
@@ -108,7 +110,9 @@ class Session:
             with contextlib.suppress(OSError):  # one that died is found below
                 rank.stdin.write(line.encode())
                 rank.stdin.flush()
-        while time.monotonic() < ends + grace:
+        last = ends + grace + self._start_s
+        self._start_s = 0.0
+        while time.monotonic() < last:
             if answer := self._answer():
                 return answer
             if not self.is_alive:

@@ -34,7 +34,9 @@ SUM_UP_S = 8.0
 class Tune:
     """Both runs, in ``tune/`` of the results, packed at the end."""
 
-    def __init__(self, machine: Machine, folder: Path, env: Mapping[str, str], share: float, pieces: int) -> None:
+    def __init__(
+        self, machine: Machine, folder: Path, env: Mapping[str, str], share: float, pieces: int
+    ) -> None:
         told = {"backend": machine.backend, "share": share, "pieces": pieces, "steps": STEPS}
         program = [sys.executable, "-m", "dynamiccl.agent.checks.gpu.parts.job", json.dumps(told)]
         self.machine, self.folder, self.env = machine, folder, dict(env)

@@ -73,7 +73,9 @@ class Results:
         try:
             run = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: no results of gpu-check ({error}): name the folder it printed") from None
+            raise ValueError(
+                f"{path}: no results of gpu-check ({error}): name the folder it printed"
+            ) from None
         if not isinstance(run, dict) or run.get("schema") != SCHEMA:
             raise ValueError(f"{path}: not of format {SCHEMA}: read it with the release that wrote it")
         return cls(folder, run, {name: read_table(folder, name) for name in COLUMNS})
@@ -89,5 +91,7 @@ def read_table(folder: Path, name: str) -> pd.DataFrame:
         return pd.DataFrame(columns=columns)
     found = pd.read_csv(io.StringIO(whole), keep_default_na=False, na_values=[""])
     if list(found.columns) != columns:
-        raise ValueError(f"{path}: its columns are {', '.join(map(str, found.columns))}, not {', '.join(columns)}")
+        raise ValueError(
+            f"{path}: its columns are {', '.join(map(str, found.columns))}, not {', '.join(columns)}"
+        )
     return found

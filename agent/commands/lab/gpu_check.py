@@ -18,7 +18,8 @@ def gpu_check(
         float | None, Option(min=0.2, max=600, help="The sweep alone, for so many minutes.")
     ] = None,
     out: Annotated[
-        Path | None, Option(help="Where its folder is made. Default: envs/results on GPUs, else runs/gpu-check.")
+        Path | None,
+        Option(help="Where its folder is made. Default: envs/results on GPUs, else runs/gpu-check."),
     ] = None,
     cluster: EmulatedCluster = None,
     json: Json = False,

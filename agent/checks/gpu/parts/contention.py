@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .....traces.records import AUTO, Decision, Rule
+from .....traces.records import AUTO, Decision
 from .rank import Buffers, Rank
 
 #: Side of the square matrices that are multiplied: one with few tiles (128 of 128 x 256 on 132 SMs), one with many.
@@ -21,7 +21,9 @@ COLLECTIVE = {"nccl": 2**24, "emulated": 2**20}
 LONGER = 1.5
 #: Measurements of each cell, alternately alone and beside.
 CALLS = {"nccl": 6, "emulated": 3}
-_CHANNELS = (1, 2, 4, 8, 16)
+#: What the collective is forced to, as far as it is offered.
+PAIRS = (("ring", "simple"), ("ring", "ll"), ("ring", "ll128"), ("pat", "simple"))
+CHANNELS = (1, 2, 4, 8, 16)
 
 
 class Load:
@@ -46,7 +48,8 @@ class Load:
         """Set the number of pieces so that the chain takes about this long on every rank."""
         self.pieces = 1
         self.run()
-        pieces = max(1.0, us / max(timed(self.rank, self.run), 1e-3))
+        one_us = max(timed(self.rank, self.run), 1e-3)
+        pieces = max(1.0, us / one_us)
         self.pieces = round(self.rank.agreed(pieces))
 
 
@@ -75,14 +78,17 @@ def beside(rank: Rank, load: Load, buffers: Buffers | None, group: Any) -> tuple
         work.wait()
     end = rank.mark()
     rank.finish()
-    compute_us, total_us = rank.slowest([rank.us(begin, computed), rank.us(begin, end)])
+    mine = [rank.us(begin, computed), rank.us(begin, end)]
+    compute_us, total_us = rank.slowest(mine)
     return compute_us, total_us
 
 
 def decisions() -> list[tuple[str, Decision]]:
     """What the collective is run as: (communicator, decision), NCCL's own choice first."""
-    forced = [Decision("ring", proto, n) for proto in ("simple", "ll", "ll128") for n in _CHANNELS]
-    return [("nccl", AUTO), ("raised", AUTO), *(("raised", one) for one in forced)]
+    found = [("nccl", AUTO), ("raised", AUTO)]
+    for algo, proto in PAIRS:
+        found += [("raised", Decision(algo, proto, n)) for n in CHANNELS]
+    return found
 
 
 def contention(rank: Rank) -> dict[str, Any]:
@@ -106,26 +112,35 @@ def _cell(rank: Rank, load: Load, buffers: Buffers, comm: str, decision: Decisio
     """One collective beside one load, alternating with the load alone; the number of rows, 0 where the decision is not
     offered."""
     group = rank.comms[comm]
-    rules = () if decision.is_auto else (Rule(0, 0, buffers.func, buffers.n_bytes, buffers.n_bytes, decision),)
-    rank.set_table(rules)
+    rank.set_table(buffers.rules(decision))
     if rank.ring is not None:
         rank.ring.drain()
     buffers.call(group)  # a first use costs
     rank.finish()
     ran = rank.ran(buffers)
-    is_offered = decision.is_auto or bool(ran and ran[0][:2] == (decision.algo, decision.proto))
+    pairs = {(algo, proto) for algo, proto, _ in ran}
+    is_offered = decision.is_auto or pairs == {(decision.algo, decision.proto)}
     if not rank.agreed(float(is_offered)):
         return 0
-    load.last_for(LONGER * rank.agreed(timed(rank, lambda: buffers.call(group))))
+    alone_us = timed(rank, lambda: buffers.call(group))
+    load.last_for(LONGER * rank.agreed(alone_us))
     alone, together = [], []
     for _ in range(CALLS[rank.backend]):
         alone.append(beside(rank, load, None, group))
         together.append(beside(rank, load, buffers, group))
-    told = {"compute": load.kind, "size": load.size, "comm": comm, "n_bytes": buffers.n_bytes, "asked": str(decision)}
+    told = {
+        "compute": load.kind,
+        "size": load.size,
+        "comm": comm,
+        "n_bytes": buffers.n_bytes,
+        "asked": str(decision),
+    }
     rank.write("contention", [_row(told, "none", alone), _row(told, buffers.func, together)])
     return 2
 
 
 def _row(told: dict[str, Any], func: str, times: list[tuple[float, float]]) -> dict[str, Any]:
-    compute, total = (round(statistics.median(column), 2) for column in zip(*times, strict=True))
-    return {**told, "func": func, "calls": len(times), "compute_us": compute, "total_us": total}
+    compute_us = statistics.median(compute for compute, _ in times)
+    total_us = statistics.median(total for _, total in times)
+    row = {**told, "func": func, "calls": len(times)}
+    return row | {"compute_us": round(compute_us, 2), "total_us": round(total_us, 2)}

@@ -7,13 +7,13 @@ import statistics
 from itertools import product
 from typing import Any
 
-from .....traces.records import AUTO, Decision, Rule
+from .....traces.records import AUTO, Decision
 from .contention import COLLECTIVE, GEMMS, LONGER, Load, timed
 from .rank import Buffers, Rank
 
 #: What each of the two collectives is run as.
 DECISIONS = (AUTO, *(Decision("ring", "simple", n) for n in (1, 2, 4, 8, 16)))
-#: Timed runs of one pair of decisions, after one that does not count.
+#: Timed runs of one pair of decisions.
 CALLS = {"nccl": 5, "emulated": 2}
 #: Times that the whole square is measured.
 REPEATS = 2
@@ -27,31 +27,30 @@ def joint(rank: Rank) -> dict[str, Any]:
     load = Load(rank, "gemm", GEMMS[rank.backend][0])
     alone = timed(rank, lambda: second.call(rank.comms["second"]))
     load.last_for(LONGER * rank.agreed(alone))
-    cells, rows = list(product(DECISIONS, DECISIONS)), 0
+    cells = list(product(DECISIONS, DECISIONS))
+    calls = CALLS[rank.backend]
+    rows = 0
     for repeat in range(REPEATS):
         random.Random(repeat).shuffle(cells)  # the same on all ranks
         for one, other in cells:
             if not rank.has_time():
                 return {"ok": rows > 0, "rows": rows}
-            rank.set_table((*_rule(first, one), *_rule(second, other)))
-            times = [_side_by_side(rank, load, first, second) for _ in range(CALLS[rank.backend] + 1)]
-            row = {"repeat": repeat, "first": str(one), "second": str(other), "calls": len(times) - 1}
-            rank.write("joint", [{**row, "total_us": round(statistics.median(times[1:]), 2)}])
+            rank.set_table(first.rules(one) + second.rules(other))
+            _side_by_side(rank, load, first, second)  # a first use costs
+            times = [_side_by_side(rank, load, first, second) for _ in range(calls)]
+            row = {"repeat": repeat, "first": str(one), "second": str(other), "calls": calls}
+            row["total_us"] = round(statistics.median(times), 2)
+            rank.write("joint", [row])
             rows += 1
     return {"ok": rows > 0, "rows": rows}
-
-
-def _rule(buffers: Buffers, decision: Decision) -> tuple[Rule, ...]:
-    if decision.is_auto:
-        return ()
-    return (Rule(0, 0, buffers.func, buffers.n_bytes, buffers.n_bytes, decision),)
 
 
 def _side_by_side(rank: Rank, load: Load, first: Buffers, second: Buffers) -> float:
     """Microseconds until both collectives and the compute have ended; the maximum over ranks."""
     rank.meet()
     begin = rank.mark()
-    works = [first.call(rank.comms["raised"], later=True), second.call(rank.comms["second"], later=True)]
+    works = [first.call(rank.comms["raised"], later=True)]
+    works.append(second.call(rank.comms["second"], later=True))
     load.run()
     for work in works:
         work.wait()

@@ -96,7 +96,9 @@ class Model:
         return rank.agreed((clock.now_ns() - begin) / 1e3)
 
 
-def run(model: Model, race: str, arms: Sequence[Arm], steps: int, until: float, begin: int = 0) -> dict[str, Any]:
+def run(
+    model: Model, race: str, arms: Sequence[Arm], steps: int, until: float, begin: int = 0
+) -> dict[str, Any]:
     """Steps of a race in the order A B B A, written as they come; how many, and what the tuner was asked and answered.
 
     ``until``: time.monotonic() at which it ends before its ``steps``; ``begin``: number of its first step.

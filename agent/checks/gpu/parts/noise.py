@@ -16,6 +16,9 @@ def noise(
     """
     rank.open_ring()
     model = Model(rank, share, pieces)
-    told = run(model, race, [Arm(arm, "nccl")], steps, rank.ends, begin)
-    collectives = {"collectives_us": round(model.collectives_us, 1), "pieces": model.load.pieces}
-    return {"ok": told["steps"] > 0, **collectives, **told}
+    arms = [Arm(arm, "nccl")]
+    told = run(model, race, arms, steps, rank.ends, begin)
+    told["ok"] = told["steps"] > 0
+    told["pieces"] = model.load.pieces
+    told["collectives_us"] = round(model.collectives_us, 1)
+    return told

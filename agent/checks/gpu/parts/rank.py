@@ -23,7 +23,7 @@ from .....envs.nccl.rings import Ring
 from .....envs.nccl.shm import encode_table
 from .....envs.nccl.steps import clock
 from .....traces import records as rec
-from .....traces.records import FUNCS, Rule, Table
+from .....traces.records import FUNCS, Decision, Rule, Table
 from ...results.files import append
 
 #: PyTorch 2.13 gave them other names.
@@ -31,6 +31,8 @@ GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 #: Seconds to wait for a record.
 PATIENCE_S = 2.0
+#: Algorithm, protocol and channels that a collective ran with.
+Plan = tuple[str, str, int]
 
 
 class Buffers:
@@ -42,13 +44,18 @@ class Buffers:
     def __init__(self, func: str, n_bytes: int, device: torch.device) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         shard = n_bytes // 4 // size
-        self.func, self.n_bytes = func, shard * size * 4
+        self.func = func
+        self.n_bytes = shard * size * 4
         generator = torch.Generator().manual_seed(n_bytes)  # all ranks draw the same
-        whole = torch.randint(-4, 5, (shard * size,), generator=generator).float().to(device)
-        mine = whole[rank * shard : (rank + 1) * shard]
-        self.input, self.right = mine.clone(), whole
-        if func == "reduce_scatter":
-            self.input, self.right = whole * (rank + 1), mine * (size * (size + 1) // 2)
+        drawn = torch.randint(-4, 5, (shard * size,), generator=generator)
+        whole = drawn.float().to(device)
+        begin = rank * shard
+        mine = whole[begin : begin + shard]
+        if func == "all_gather":
+            self.input, self.right = mine.clone(), whole
+        else:
+            self.input = whole * (rank + 1)
+            self.right = mine * (size * (size + 1) // 2)
         self.output = torch.empty_like(self.right)
 
     def call(self, group: Any, later: bool = False) -> Any:
@@ -56,10 +63,19 @@ class Buffers:
         function = GATHER if self.func == "all_gather" else SCATTER
         return function(self.output, self.input, group=group, async_op=later)
 
+    def rules(self, decision: Decision) -> tuple[Rule, ...]:
+        """The table that sets this collective of this size and nothing else."""
+        if decision.is_auto:
+            return ()
+        return (Rule(0, 0, self.func, self.n_bytes, self.n_bytes, decision),)
+
     def of(self, records: Any, kind: int) -> Any:
         """The records of one kind that are of this collective and size."""
-        fits = (records["kind"] == kind) & (records["func"] == FUNCS.index(self.func))
-        return records[fits & (records["n_bytes"] == self.n_bytes)]
+        number = FUNCS.index(self.func)
+        is_ours = records["n_bytes"] == self.n_bytes
+        is_ours &= records["func"] == number
+        is_ours &= records["kind"] == kind
+        return records[is_ours]
 
 
 class Rank:
@@ -70,12 +86,10 @@ class Rank:
     """
 
     def __init__(self, backend: str, folder: str, answers: str, raised: int, kind: str) -> None:
-        self.backend, self.folder, self.kind = backend, Path(folder), kind
-        self.device = torch.device("cpu")
-        if backend == "nccl":
-            local = int(os.environ["LOCAL_RANK"])
-            self.device = torch.device("cuda", local % torch.cuda.device_count())
-            torch.cuda.set_device(self.device)
+        self.backend = backend
+        self.folder = Path(folder)
+        self.kind = kind
+        self.device = _device(backend)
         dist.init_process_group(backend)
         self.control = dist.new_group(backend="gloo")
         self.comms = {"nccl": dist.group.WORLD}
@@ -86,7 +100,9 @@ class Rank:
         self.plugin = None if kind == "none" else Plugin.load()
         self.ring: Ring | None = None
         self.generation = 0
-        self.ends = 0.0  # time.monotonic() at which the part is to end: one clock for all processes of a machine
+        self.ends = (
+            0.0  # time.monotonic() at which the part is to end: one clock for all processes of a machine
+        )
         self._answers = Path(answers)
 
     def _more_channels(self, raised: int) -> Any:
@@ -147,30 +163,34 @@ class Rank:
         if self.plugin is None or self.kind != "tuner":
             return
         self.generation += 1
-        self.plugin.activate(encode_table(Table(self.generation, rules)))
+        table = Table(self.generation, rules)
+        self.plugin.activate(encode_table(table))
 
     def open_ring(self) -> bool:
         """Whether NCCL has loaded the plugin on this rank, and it records."""
-        if self.kind == "tuner" and self.ring is None and self.plugin is not None and self.plugin.open():
-            self.ring = Ring.of_this_process(Path(os.environ["DYNAMICCL_RUN"]))
+        if self.kind != "tuner" or self.plugin is None:
+            return False
+        if self.ring is None and self.plugin.open():
+            folder = Path(os.environ["DYNAMICCL_RUN"])
+            self.ring = Ring.of_this_process(folder)
         return self.ring is not None
 
     def records(self, buffers: Buffers, kind: int) -> Any:
         """The records since the last time, one of this kind included, which may come late."""
         assert self.ring is not None
-        found, end = self.ring.drain(), time.monotonic() + PATIENCE_S
+        found = self.ring.drain()
+        end = time.monotonic() + PATIENCE_S
         while not len(buffers.of(found, kind)) and time.monotonic() < end:
             time.sleep(0.002)
             found = np.concatenate([found, self.ring.drain()])
         return found
 
-    def ran(self, buffers: Buffers) -> list[tuple[str, str, int]]:
+    def ran(self, buffers: Buffers) -> list[Plan]:
         """Plans of this collective since the last time, as the profiler saw them; none without a ring."""
         if self.ring is None:
             return []
-        events = buffers.of(self.records(buffers, rec.COLL), rec.COLL)
-        plans = {(rec.ALGOS[e["algo"]], rec.PROTOS[e["proto"]], int(e["n_channels"])) for e in events}
-        return sorted(plans)
+        records = self.records(buffers, rec.COLL)
+        return plans_of(buffers.of(records, rec.COLL))
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -198,6 +218,26 @@ class Rank:
         cells = torch.tensor(times, dtype=torch.float64)
         dist.all_reduce(cells, op=dist.ReduceOp.MAX, group=self.control)
         return [float(value) for value in cells]
+
+
+def _device(backend: str) -> torch.device:
+    """Of this rank; its GPU becomes the current one."""
+    if backend != "nccl":
+        return torch.device("cpu")
+    local = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def plans_of(events: Any) -> list[Plan]:
+    """What collectives ran as, by their COLL records: each plan once."""
+    found = set()
+    for event in events:
+        algo = rec.ALGOS[event["algo"]]
+        proto = rec.PROTOS[event["proto"]]
+        found.add((algo, proto, int(event["n_channels"])))
+    return sorted(found)
 
 
 def main() -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from .....traces import records as rec
-from .....traces.records import ALGOS, AUTO, PROTOS, TUNED_FUNCS, Decision, Rule
+from .....traces.records import ALGOS, AUTO, PROTOS, TUNED_FUNCS, Decision
 from ..session import is_ours
-from .rank import Buffers, Rank
+from .rank import Buffers, Plan, Rank, plans_of
 
 #: Channels that are asked for.
 CHANNELS = (1, 2, 4, 8, 16)
@@ -21,6 +21,9 @@ CHANNELS = (1, 2, 4, 8, 16)
 CALLS = {"nccl": 20, "emulated": 5}
 #: NCCL's own choice is measured again before every so many configs, so that drift can be seen.
 AGAIN = 10
+#: What may be wrong with a config, counted.
+WRONG = ("not obeyed", "ranks differ", "wrong results")
+QUANTILES = {"p10_us": 0.1, "p50_us": 0.5, "p90_us": 0.9}
 #: Over sockets LL takes five times as long as Simple: beyond this size it comes last.
 LARGE_LL = 2**23
 
@@ -42,10 +45,17 @@ def smoke(rank: Rank) -> dict[str, Any]:
     if rank.plugin is not None:
         rank.plugin.sample(False)
         tuner, profiler = rank.plugin.abi
-    ours = sorted(name for name, value in os.environ.items() if is_ours(name, value))
-    mine = {"ring": has_ring, "tuner": tuner, "profiler": profiler, "kernel_times": has_times, "right": right}
+    mine = {
+        "ring": has_ring,
+        "tuner": tuner,
+        "profiler": profiler,
+        "kernel_times": has_times,
+        "right": right,
+    }
     found = rank.gather(mine)
-    return {"ok": all(all(one.values()) for one in found), "ranks": found, "our_variables": ours}
+    ours = [name for name, value in os.environ.items() if is_ours(name, value)]
+    is_well = all(all(one.values()) for one in found)
+    return {"ok": is_well, "ranks": found, "our_variables": sorted(ours)}
 
 
 @dataclass(frozen=True)
@@ -58,13 +68,6 @@ class Cell:
     decision: Decision = AUTO
 
     @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The table that sets this config and nothing else."""
-        if self.decision.is_auto:
-            return ()
-        return (Rule(0, 0, self.func, self.n_bytes, self.n_bytes, self.decision),)
-
-    @property
     def own(self) -> Cell:
         """The same call with everything left to NCCL."""
         return Cell(self.comm, self.func, self.n_bytes)
@@ -74,12 +77,16 @@ class Sweep:
     """Times of all configs. ``first``: sizes that later parts need, measured before the others."""
 
     def __init__(self, rank: Rank, sizes: list[int], first: list[int]) -> None:
-        self.rank, self.first = rank, set(first)
+        self.rank = rank
+        self.first = set(first)
         self.draw = random.Random(1)  # the same order on all ranks
-        self.buffers = {(func, n): Buffers(func, n, rank.device) for n in sizes for func in TUNED_FUNCS}
+        self.buffers: dict[tuple[str, int], Buffers] = {}
+        for n_bytes in sizes:
+            for func in TUNED_FUNCS:
+                self.buffers[func, n_bytes] = Buffers(func, n_bytes, rank.device)
         self.offers: dict[Cell, Any] = {}  # of NCCL's own choice: the offer
         self.seen: set[tuple[Cell, str]] = set()  # plans that have been measured
-        self.counts = {"cells": 0, "timed": 0, "not obeyed": 0, "ranks differ": 0, "wrong results": 0}
+        self.counts = dict.fromkeys(("cells", "timed", *WRONG), 0)
 
     def run(self) -> dict[str, Any]:
         """Measure until all is measured or the time is over."""
@@ -90,8 +97,9 @@ class Sweep:
             if at % AGAIN == AGAIN - 1:
                 self._measure(cell.own)
             self._measure(cell)
-        wrong = sum(self.counts[name] for name in ("not obeyed", "ranks differ", "wrong results"))
-        return {**self.counts, "of": len(cells), "ok": self.counts["timed"] > 0 and wrong == 0}
+        wrong = sum(self.counts[name] for name in WRONG)
+        is_well = self.counts["timed"] > 0 and wrong == 0
+        return {**self.counts, "of": len(cells), "ok": is_well}
 
     def _all_cells(self) -> list[Cell]:
         """Every config that NCCL offers, in the order in which they are measured; asking for its offer measures its own
@@ -103,15 +111,18 @@ class Sweep:
                     break
                 own = Cell(comm, func, n_bytes)
                 self._measure(own)
-                for pair in self._offered(own):
-                    cells += [Cell(comm, func, n_bytes, Decision(*pair, n)) for n in CHANNELS]
+                for algo, proto in self._offered(own):
+                    decisions = [Decision(algo, proto, n) for n in CHANNELS]
+                    cells += [replace(own, decision=one) for one in decisions]
         return sorted(cells, key=self._priority)
 
     def _offered(self, own: Cell) -> list[tuple[str, str]]:
         """The pairs that NCCL has for a call; rank 0 says which."""
         offer = self.offers.get(own)
-        costs = [] if offer is None else list(rec.pair_costs(offer["cost_us"]))
-        mine = [pair for pair, cost in zip(rec.PAIRS, costs, strict=False) if cost >= 0]
+        mine = []
+        if offer is not None:
+            costs = rec.pair_costs(offer["cost_us"])
+            mine = [pair for pair, cost in zip(rec.PAIRS, costs, strict=True) if cost >= 0]
         found: list[tuple[str, str]] = self.rank.gather(mine)[0]
         return found
 
@@ -122,11 +133,12 @@ class Sweep:
 
     def _measure(self, cell: Cell) -> None:
         """One config: its first call apart, then timed calls if no other config came to the same plan."""
-        rank, buffers = self.rank, self.buffers[cell.func, cell.n_bytes]
+        rank = self.rank
+        buffers = self.buffers[cell.func, cell.n_bytes]
         group = rank.comms[cell.comm]
         assert rank.ring is not None
         rank.ring.drain()
-        rank.set_table(cell.rules)
+        rank.set_table(buffers.rules(cell.decision))
         buffers.output.fill_(float("nan"))  # so that a collective that writes nothing is found out
         rank.meet()
         begin = rank.mark()
@@ -135,7 +147,8 @@ class Sweep:
         rank.finish()
         right = torch.equal(buffers.output, buffers.right)
         row = self._checked(cell, buffers, right)
-        [first_us] = rank.slowest([rank.us(begin, end)])
+        mine_us = rank.us(begin, end)
+        [first_us] = rank.slowest([mine_us])
         plan = cell.own, row["ran"]
         times: list[float] = []
         if cell.decision.is_auto or plan not in self.seen:
@@ -146,12 +159,12 @@ class Sweep:
     def _checked(self, cell: Cell, buffers: Buffers, right: bool) -> dict[str, Any]:
         """The row of a config without its times: what ran on each rank, and whether that is what was asked for."""
         records = self.rank.records(buffers, rec.COLL)
-        events = buffers.of(records, rec.COLL)
         offers = buffers.of(records, rec.OFFER).view(rec.OFFER_DTYPE)
         if len(offers):
             self.offers[cell.own] = offers[-1]
-        ran = sorted({(ALGOS[e["algo"]], PROTOS[e["proto"]], int(e["n_channels"])) for e in events})
-        obeyed = len(ran) == 1 and _is_obeyed(cell.decision, ran[0], self.offers.get(cell.own))
+        offer = self.offers.get(cell.own)
+        ran = plans_of(buffers.of(records, rec.COLL))
+        obeyed = len(ran) == 1 and _is_obeyed(cell.decision, ran[0], offer)
         ranks = self.rank.gather((right, obeyed, ran))
         return {
             "comm": cell.comm,
@@ -173,7 +186,8 @@ class Sweep:
             buffers.call(group)
             marks.append(rank.mark())
         rank.finish()
-        times = [rank.us(a, b) for a, b in zip(marks[1:], marks[2:], strict=False)]
+        neighbours = zip(marks[1:], marks[2:], strict=False)
+        times = [rank.us(begin, end) for begin, end in neighbours]
         return rank.slowest(times)
 
     def _file(self, row: dict[str, Any], first_us: float, times: list[float]) -> None:
@@ -184,17 +198,20 @@ class Sweep:
         self.counts["wrong results"] += not row["right"]
         row |= {"calls": len(times), "first_us": round(first_us, 2)}
         if times:
-            low, middle, high = np.quantile(times, (0.1, 0.5, 0.9))
-            row |= {"p10_us": round(low, 2), "p50_us": round(middle, 2), "p90_us": round(high, 2)}
+            for name, part in QUANTILES.items():
+                row[name] = round(float(np.quantile(times, part)), 2)
         self.rank.write("sweep", [row])
 
 
-def _is_obeyed(asked: Decision, ran: tuple[str, str, int], offer: Any) -> bool:
+def _is_obeyed(asked: Decision, ran: Plan, offer: Any) -> bool:
     """Whether a call ran as the table said, or as NCCL chose where the table said nothing."""
     algo, proto, channels = ran
-    if asked.is_auto:
-        return offer is None or (algo, proto) == (ALGOS[offer["algo"]], PROTOS[offer["proto"]])
-    return (algo, proto) == (asked.algo, asked.proto) and channels <= asked.n_channels
+    if not asked.is_auto:
+        return (algo, proto) == (asked.algo, asked.proto) and channels <= asked.n_channels
+    if offer is None:
+        return True
+    own = ALGOS[offer["algo"]], PROTOS[offer["proto"]]
+    return (algo, proto) == own
 
 
 def sweep(rank: Rank, sizes: list[int], first: list[int]) -> dict[str, Any]:

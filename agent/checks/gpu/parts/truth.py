@@ -26,10 +26,12 @@ def truth(rank: Rank, share: float, steps: int) -> dict[str, Any]:
         arms = [UNTOUCHED, candidate]
         began = time.monotonic()
         until = began + (rank.ends - began) / (len(races) - at)
-        default_us = min(model.step_us(arms[0]) for _ in range(3))
+        default_us = min(model.step_us(UNTOUCHED) for _ in range(3))
         measured = min(model.collectives_us / default_us, 1.0)
-        rows = [{"race": race, "arm": arm.name, "comm": arm.comm, "table": arm.table} for arm in arms]
-        rank.write("truth", [{**row, "share": round(measured, 3)} for row in rows])
+        for arm in arms:
+            row = {"race": race, "arm": arm.name, "comm": arm.comm, "table": arm.table}
+            row["share"] = f"{measured:.3f}"
+            rank.write("truth", [row])
         told[race] = run(model, race, arms, steps, until)
     return {"ok": bool(told), "pieces": model.load.pieces, "races": told}
 
