@@ -1,8 +1,8 @@
 """``lab gpu-check``: one script that asks a machine with GPUs all that only it can tell, in under nine minutes.
 
-Each part has its own deadline and runs in child processes that are killed at it. Results are appended as they arrive, so
-killing the check at any moment leaves what was measured. What comes late falls away from the end. Without a GPU the same
-runs on the emulated cluster.
+Each part has its own deadline and runs in child processes, which are killed at it. Results are appended as they
+arrive: killing the check at any moment leaves what was measured. Late parts fall away from the end. Without a
+GPU the same script runs on the emulated cluster.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SECONDS = {
         "outside": 15.0,
         "truth": 20.0,
         "joint": 8.0,
-        "tune": 40.0,
+        "tune": 60.0,
         "host": 8.0,
     },
 }
@@ -169,7 +169,7 @@ class Check:
     # -- the parts ---------------------------------------------------------------------------------------------------
 
     def _smoke(self, ends: float) -> dict[str, Any]:
-        """Start all the ranks that the plan needs, together, and see whether the plugin is loaded where it should be."""
+        """Start all ranks that the plan needs, together, and see whether the plugin is loaded."""
         kinds = [kind for kind, part in KINDS.items() if part in self.plan.seconds]
         for kind in kinds:
             self._session(kind)

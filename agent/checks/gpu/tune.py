@@ -1,4 +1,4 @@
-"""``dynamiccl tune`` on the job of the truth part: by the rule, and by the LSTM with a tuner that is killed in a trial."""
+"""``dynamiccl tune`` on the job of the truth part: by the rule, then by the LSTM, whose tuner is killed in a trial."""
 
 from __future__ import annotations
 

@@ -6,9 +6,8 @@ Only what is listed here goes into it: a field that is added to run.json or to a
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ FIELDS = {
     "week": r"\d{4}-W\d\d",
 }
 VERSIONS = ("dynamiccl", "torch", "nccl", "driver", "cuda")
-_VERSION = r"\d+(\.\d+)*([+.]?(cpu|cu\d+|rocm[\d.]+))?"
+VERSION = r"\d+(\.\d+)*([+.]?(cpu|cu\d+|rocm[\d.]+))?"
 #: Settings that are submitted: NCCL's own, whose values are numbers or names of algorithms.
 SETTINGS = (
     *("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS"),
@@ -54,7 +53,7 @@ SETTINGS = (
     *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_MULTI_RANK_GPU_ENABLE"),
     *("NCCL_MNNVL_ENABLE", "NCCL_CROSS_NIC", "NCCL_CTA_POLICY", "NCCL_RUNTIME_CONNECT"),
 )
-_SETTING = r"[A-Za-z0-9^,:-]{1,60}"
+SETTING = r"[A-Za-z0-9^,:-]{1,60}"
 
 
 def build(source: Path, out: Path) -> dict[str, int]:
@@ -84,29 +83,14 @@ def header_of(
     """The header's fields, each only if its value looks as FIELDS says; else it is left out."""
     header = {"schema": SCHEMA, **found}
     kept: dict[str, Any] = {name: value for name, value in header.items() if fits(FIELDS.get(name), value)}
-    kept["versions"] = {name: versions[name] for name in VERSIONS if fits(_VERSION, versions.get(name))}
-    kept["settings"] = {name: settings[name] for name in SETTINGS if fits(_SETTING, settings.get(name))}
+    kept["versions"] = {name: versions[name] for name in VERSIONS if fits(VERSION, versions.get(name))}
+    kept["settings"] = {name: settings[name] for name in SETTINGS if fits(SETTING, settings.get(name))}
     return kept
 
 
 def fits(pattern: str | None, value: Any) -> bool:
     """Whether the whole of a value's text looks like this."""
     return pattern is not None and value is not None and re.fullmatch(pattern, str(value)) is not None
-
-
-def header_faults(header: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a header, one line each."""
-    faults = [f"{HEADER}: {name} is missing" for name in FIELDS if name not in header]
-    known = {*FIELDS, "versions", "settings"}
-    faults += [f"{HEADER}: {name} is no field of it" for name in header if name not in known]
-    for name, pattern in FIELDS.items():
-        if name in header and not fits(pattern, header[name]):
-            faults.append(f"{HEADER}: {name} is {header[name]!r}")
-    for group, names, pattern in (("versions", VERSIONS, _VERSION), ("settings", SETTINGS, _SETTING)):
-        for name, value in dict(header.get(group, {})).items():
-            if name not in names or not fits(pattern, value):
-                faults.append(f"{HEADER}: {group} has {name} {value!r}")
-    return faults
 
 
 def _of_check(results: Results) -> tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]:
@@ -210,83 +194,3 @@ def _week(text: str) -> str:
         date = datetime.now(UTC)
     year, week, _ = date.isocalendar()
     return f"{year}-W{week:02d}"
-
-
-def faults(folder: Path) -> list[str]:
-    """All that is wrong with a submitted folder, one line each; empty for a good one. Raises no error."""
-    found = [f"{path.name}: not a file of a submission" for path in _strangers(folder)]
-    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if total > MOST_BYTES:
-        found.append(f"{total:,} bytes, at most {MOST_BYTES:,}")
-    try:
-        header = json.loads((folder / HEADER).read_text())
-        sweep = pd.read_csv(folder / SWEEP)
-        steps = pd.read_csv(folder / STEPS)
-    except (OSError, ValueError) as error:
-        return [*found, f"schema: {error}"]
-    found += header_faults(header) if isinstance(header, dict) else [f"{HEADER}: no object"]
-    if list(sweep.columns) != list(COLUMNS["sweep"]):
-        return [*found, f"schema: columns of {SWEEP} are {', '.join(map(str, sweep.columns))}"]
-    if list(steps.columns) != list(STEP_COLUMNS):
-        return [*found, f"schema: columns of {STEPS} are {', '.join(map(str, steps.columns))}"]
-    return [*found, *_obedience(sweep), *_plausibility(sweep), *_same(steps)]
-
-
-def _strangers(folder: Path) -> Iterable[Path]:
-    known = {HEADER, SWEEP, STEPS, "NOTE.md"}
-    return [path for path in folder.rglob("*") if path.relative_to(folder).as_posix() not in known]
-
-
-def _obedience(sweep: pd.DataFrame) -> list[str]:
-    """Rows whose call did not run as asked for, or came to a wrong result."""
-    found = []
-    for name, what in (("right", "results are wrong"), ("obeyed", "not obeyed"), ("agreed", "ranks differ")):
-        wrong = int((sweep[name].astype(str) != "True").sum())
-        if wrong:
-            found.append(f"obedience: {what} in {wrong} rows")
-    return found
-
-
-#: Bytes a second of one GPU's fastest link, doubled: no collective is faster than that.
-FASTEST_BYTES_S = 3.6e12
-#: Least microseconds of a collective: below, nothing ran.
-LEAST_US = 1.0
-#: The default against itself may differ by so much at most, in standard errors.
-MOST_ERRORS = 4.0
-
-
-def _plausibility(sweep: pd.DataFrame) -> list[str]:
-    """Times that no collective can have."""
-    rows = sweep[sweep["calls"] > 0]
-    times = rows[["p10_us", "p50_us", "p90_us"]].astype(float)
-    found = []
-    if not bool(np.isfinite(times.to_numpy()).all()):
-        return ["plausibility: a time is missing"]
-    if bool((times["p10_us"] > times["p50_us"]).any() or (times["p50_us"] > times["p90_us"]).any()):
-        found.append("plausibility: quantiles are not in order")
-    if bool((times["p10_us"] < LEAST_US).any()):
-        found.append(f"plausibility: a call takes less than {LEAST_US} us")
-    if bool((rows["n_bytes"] / (times["p50_us"] * 1e-6) > FASTEST_BYTES_S).any()):
-        found.append("plausibility: a call moves more bytes than any link")
-    return found
-
-
-def _same(steps: pd.DataFrame) -> list[str]:
-    """A/A: steps of the default, split by turns A B B A, must not differ from themselves."""
-    found = []
-    for series, rows in steps.groupby("series"):
-        relative = rows["relative"].to_numpy(float)
-        if not bool((relative > 0).all()):
-            return ["A/A: a step time is not positive"]
-        blocks = np.log(relative[: len(relative) // 4 * 4]).reshape(-1, 4)
-        logs = (blocks[:, 0] - blocks[:, 1] - blocks[:, 2] + blocks[:, 3]) / 2
-        if len(logs) < 5:
-            continue
-        scale = max(1.4826 * float(np.median(np.abs(logs - np.median(logs)))), 1e-4)
-        mean = float(np.clip(logs, -5 * scale, 5 * scale).mean())
-        error = scale / math.sqrt(len(logs))
-        if abs(mean) > MOST_ERRORS * error:
-            found.append(
-                f"A/A: series {series} differs from itself by {mean:+.2%}, {abs(mean) / error:.1f} errors"
-            )
-    return found

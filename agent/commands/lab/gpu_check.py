@@ -36,10 +36,10 @@ def gpu_check(
     tune        dynamiccl tune on the same job; a killed tuner; --attach
     host        nanoseconds of a call, with the plugin and without
 
-    Every part has a deadline. Stopping it at any moment leaves what was measured. Ranks that share a GPU run under an
-    MPS of its own. CUDA_VISIBLE_DEVICES is respected. Several nodes: torchrun --nnodes N --nproc-per-node 1 --no-python
-    dynamiccl lab gpu-check, on each node. Without a GPU it runs on the emulated cluster in under three minutes, and every
-    figure says so. Exit status 1 if something is wrong.
+    Every part has a deadline. Stopping it at any moment leaves what was measured. If ranks share a GPU, it starts its
+    own MPS and stops it again. It respects CUDA_VISIBLE_DEVICES. Several nodes: run torchrun --nnodes N
+    --nproc-per-node 1 --no-python dynamiccl lab gpu-check on each node. Without a GPU it runs on the emulated
+    cluster in under three minutes, and every figure says so. Exit status 1 if something is wrong.
 
     \b
     dynamiccl lab gpu-check

@@ -18,9 +18,10 @@ def submit(
 ) -> None:
     """Build a folder of measured times to give to the project, and print what is in it. Nothing is uploaded.
 
-    It holds times of collectives by setting and size, default step times relative to their median, GPU model, numbers of
-    GPUs and nodes, kind of network, versions, some of NCCL's settings, and the week. No host, user, path, address, id or
-    model shape is in it. At most 1 MB. envs/results/README.md says how to send it, what is checked, and the terms (CC0).
+    It holds times of collectives by setting and size, default step times relative to their median, GPU model,
+    numbers of GPUs and nodes, kind of network, versions, some of NCCL's settings, and the week. It holds no host,
+    user, path, address, id or model shape, and at most 1 MB. envs/results/README.md says how to send it, what is
+    checked, and the terms (CC0).
 
     \b
     dynamiccl lab submit envs/results/FOLDER

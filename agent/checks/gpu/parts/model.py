@@ -1,7 +1,7 @@
 """A small sharded job whose collectives take a chosen share of a step, and its steps under tables that alternate.
 
-A step gathers each layer's weights one layer ahead of its compute, and scatters each layer's gradients beside the compute
-of the layer before: as FSDP2 does.
+A step gathers each layer's weights one layer ahead of its compute, and scatters each layer's gradients beside the
+compute of the layer before it, as FSDP2 does.
 """
 
 from __future__ import annotations

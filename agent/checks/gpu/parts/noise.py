@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 
 from .model import Arm, Model, run
 from .rank import Rank

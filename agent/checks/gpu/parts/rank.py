@@ -1,6 +1,6 @@
 """One rank of a session: it makes the communicators, then does the parts that it is told on its standard input.
 
-Every rank is told the same parts in the same order. What depends on time (is there any left?) the ranks decide together.
+Every rank is told the same parts in the same order. Whether time is left the ranks decide together.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -45,13 +46,7 @@ def smoke(rank: Rank) -> dict[str, Any]:
     if rank.plugin is not None:
         rank.plugin.sample(False)
         tuner, profiler = rank.plugin.abi
-    mine = {
-        "ring": has_ring,
-        "tuner": tuner,
-        "profiler": profiler,
-        "kernel_times": has_times,
-        "right": right,
-    }
+    mine = {"ring": has_ring, "tuner": tuner, "profiler": profiler, "kernel_times": has_times, "right": right}
     found = rank.gather(mine)
     ours = [name for name, value in os.environ.items() if is_ours(name, value)]
     is_well = all(all(one.values()) for one in found)
@@ -186,8 +181,7 @@ class Sweep:
             buffers.call(group)
             marks.append(rank.mark())
         rank.finish()
-        neighbours = zip(marks[1:], marks[2:], strict=False)
-        times = [rank.us(begin, end) for begin, end in neighbours]
+        times = [rank.us(begin, end) for begin, end in pairwise(marks[1:])]
         return rank.slowest(times)
 
     def _file(self, row: dict[str, Any], first_us: float, times: list[float]) -> None:
