@@ -1,4 +1,4 @@
-"""``dynamiccl tune`` on the job of the truth part: by the rule, then by the LSTM, whose tuner is killed in a trial."""
+"""``dynamiccl tune`` on the job of the truth part: by the rule, whose tuner is killed in a trial, then by the LSTM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,66 +25,57 @@ from .mps import with_parent
 _CLI = (sys.executable, "-m", "dynamiccl.agent.cli")
 #: More steps than there is time for: the deadline ends the job.
 STEPS = 1_000_000
-#: Part of the time that the rule has.
-RULE_PART = 0.4
+#: Part of the time that the rule has; from then on its tuner is killed in its next trial.
+RULE_PART = 0.5
+#: Part of the time after which it is killed without one.
+LATEST_PART = 0.65
 #: Seconds that a tuner has to sum up after its deadline.
 SUM_UP_S = 8.0
 
 
 class Tune:
-    """Both runs, in ``tune/`` of the results, packed at the end."""
+    """One job and, one after the other, two tuners of it. All is in ``tune/`` of the results, packed at the end."""
 
     def __init__(
         self, machine: Machine, folder: Path, env: Mapping[str, str], share: float, pieces: int
     ) -> None:
         told = {"backend": machine.backend, "share": share, "pieces": pieces, "steps": STEPS}
         program = [sys.executable, "-m", "dynamiccl.agent.checks.gpu.parts.job", json.dumps(told)]
-        self.machine, self.folder, self.env = machine, folder, dict(env)
+        self.machine = machine
+        self.folder = folder
+        self.env = {**env, **machine.env()}
         self.work = folder / "tune"
         self.job = machine.ranks(program)
 
     def run(self, ends: float) -> dict[str, Any]:
         """Both until ``ends`` (time.monotonic()); the verdicts."""
-        began = time.monotonic()
         self.work.mkdir()
-        verdicts, told = {}, {}
-        rule_ends = began + RULE_PART * (ends - began)
-        self._tune("expected-improvement", rule_ends, kills=False)
-        verdicts["rule"] = self._verdict("expected-improvement")
-        told["killed"] = self._tune("lstm", ends, kills=True)
-        verdicts["lstm"] = self._verdict("lstm")
-        self._pack()
-        found = [text for text in verdicts.values() if text]
-        return {"ok": bool(found), "verdicts": verdicts, **told}
-
-    def _verdict(self, policy: str) -> str:
-        summary = RunSummary.read(self.work / policy)
-        return verdict(summary) if summary else ""
-
-    def _tune(self, policy: str, ends: float, kills: bool) -> str:
-        """One job with its tuner; what became of the tuner that is killed."""
-        out = self.work / policy
-        command = [*_CLI, "tune", "--out", str(out), "--no-memory", "--force", "--policy", policy]
+        rule, lstm = self.work / "rule", self.work / "lstm"
+        first = [*_CLI, "tune", "--out", str(rule), "--no-memory", "--force"]
+        first += ["--policy", "expected-improvement"]
         if self.machine.emulated:
-            command += ["--cluster", self.machine.emulated.cluster, "--bytes-scale", "1"]
-        said = ""
+            first += ["--cluster", self.machine.emulated.cluster, "--bytes-scale", "1"]
+        second = [*_CLI, "tune", "--attach", str(rule), "--policy", "lstm", "--out", str(lstm), "--no-memory"]
         with (self.folder / "log.txt").open("ab") as log:
-            job = self._start([*command, "--", *self.job], log)
+            job = self._start([*first, "--", *self.job], log)
             joined = None
-            if kills:
-                said = self._kill_in_trial(job, out, ends)
-                if said.startswith("killed"):
-                    joined = self._start([*_CLI, "tune", "--attach", str(out)], log)
-            _wait(job, ends)
-            _end(job)
-            if joined is not None:
-                _end(joined)
-        return said
+            try:
+                killed = _kill_in_trial(job, rule / "run", ends)
+                joined = self._start(second, log)
+                _wait(job, ends)
+            finally:
+                _end(job)
+                if joined is not None:
+                    _end(joined)
+        summaries = {"rule": RunSummary.read(rule), "lstm": RunSummary.read(lstm)}
+        self._pack()
+        verdicts = {name: verdict(one) for name, one in summaries.items() if one}
+        return {"ok": _is_well(summaries.values()), "killed": killed, "verdicts": verdicts}
 
     def _start(self, command: list[str], log: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command,
-            env={**self.env, **self.machine.env()},
+            env=self.env,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -92,22 +83,36 @@ class Tune:
             preexec_fn=with_parent,
         )
 
-    def _kill_in_trial(self, job: subprocess.Popen[bytes], out: Path, ends: float) -> str:
-        """Wait until a trial runs, and kill the tuner in it; leave it the last half of the time to come back."""
-        latest = time.monotonic() + 0.7 * (ends - time.monotonic())
-        while time.monotonic() < latest and job.poll() is None:
-            if _is_in_trial(out / "run") and (tuner := _tuner_of(job.pid)):
-                os.kill(tuner, signal.SIGKILL)
-                return "killed in a trial; another one joined"
-            time.sleep(0.02)
-        return "no trial to kill it in"
-
     def _pack(self) -> None:
         with tarfile.open(self.folder / "tune.tar.gz", "w:gz") as archive:
             for path in sorted(self.work.rglob("*")):
                 if path.is_file() and not path.is_symlink():
                     archive.add(path, path.relative_to(self.work))
         shutil.rmtree(self.work, ignore_errors=True)
+
+
+def _is_well(summaries: Iterable[RunSummary]) -> bool:
+    """Whether a tuner has measured, and ranks never ran a collective in two ways."""
+    measured, mismatches = 0, 0
+    for one in summaries:
+        measured += one.windows or 0
+        mismatches += one.consistency.get("mismatches", 0)
+    return measured > 0 and mismatches == 0
+
+
+def _kill_in_trial(job: subprocess.Popen[bytes], run: Path, ends: float) -> str:
+    """Kill the tuner in its first trial after its part of the time; what became of it."""
+    left = ends - time.monotonic()
+    soonest, latest = ends - (1 - RULE_PART) * left, ends - (1 - LATEST_PART) * left
+    _wait(job, soonest)
+    while time.monotonic() < latest and not _is_in_trial(run):
+        time.sleep(0.02)
+    tuner = _tuner_of(job.pid)
+    if tuner is None:
+        return "the tuner had ended before"
+    in_trial = _is_in_trial(run)
+    os.kill(tuner, signal.SIGKILL)
+    return f"killed {'in a trial' if in_trial else 'outside of a trial'}; the LSTM's joined"
 
 
 def _is_in_trial(run: Path) -> bool:

@@ -103,7 +103,9 @@ def test_a_raised_communicator_is_no_untouched_baseline(tmp_path):
     path = folder(tmp_path / "x", np.random.default_rng(0), gain=0.02)
     (path / "truth.csv").unlink()
     for arm in ("raised", "table"):
-        append(path, "truth", [{"race": "best table", "arm": arm, "comm": "raised", "table": "", "share": 0.4}])
+        append(
+            path, "truth", [{"race": "best table", "arm": arm, "comm": "raised", "table": "", "share": 0.4}]
+        )
     [gain] = races(Results.read(path))
     assert "more channels than NCCL makes" in refusal(gain, [gain])
 

@@ -101,7 +101,8 @@ def run(
 ) -> dict[str, Any]:
     """Steps of a race in the order A B B A, written as they come; how many, and what the tuner was asked and answered.
 
-    ``until``: time.monotonic() at which it ends before its ``steps``; ``begin``: number of its first step.
+    ``until``: time.monotonic() at which it ends before its ``steps``, though not before the first BATCH. ``begin``:
+    number of its first step.
     """
     for arm in arms:
         for _ in range(WARM_UP):
@@ -113,7 +114,7 @@ def run(
         if done % BATCH == 0:
             model.rank.write("steps", rows)
             rows = []
-            if not has_time(model.rank, until):
+            if done and not has_time(model.rank, until):
                 break
         before = asked(model.rank)
         us = model.step_us(arm)

@@ -46,9 +46,8 @@ class Buffers:
         shard = n_bytes // 4 // size
         self.func = func
         self.n_bytes = shard * size * 4
-        generator = torch.Generator().manual_seed(n_bytes)  # all ranks draw the same
-        drawn = torch.randint(-4, 5, (shard * size,), generator=generator)
-        whole = drawn.float().to(device)
+        drawn = np.random.default_rng(n_bytes).integers(-4, 5, shard * size)  # the same on all ranks
+        whole = torch.from_numpy(drawn.astype(np.float32)).to(device)
         begin = rank * shard
         mine = whole[begin : begin + shard]
         if func == "all_gather":
