@@ -7,7 +7,7 @@ DEMO_STEPS ?= 600
 SOURCES := agent envs examples traces zero_workload tests
 C_SOURCES := $(wildcard envs/nccl/plugin/*.[ch] envs/sim/*.c tests/*.[ch])
 
-.PHONY: demo test test-slow test-timing test-all coverage check format setup bench gpu-check model-check clean
+.PHONY: demo docs test test-slow test-timing test-all coverage check format setup bench gpu-check model-check clean
 
 demo: setup
 	$(RUN) tune --out runs/demo --no-memory --steps $(DEMO_STEPS)
@@ -91,6 +91,15 @@ $(VENV)/frameworks: pyproject.toml constraints.txt | setup
 		--python $(BIN)/python --constraint constraints.txt --editable '.[frameworks]' \
 		|| echo "accelerate and deepspeed cannot be installed: their tests will be skipped"
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python*/site-packages > /dev/null 2>&1 || true
+	touch $@
+
+# The documentation site, in build/docs. A warning is an error.
+docs: $(VENV)/docs
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
+
+$(VENV)/docs: pyproject.toml constraints.txt | setup
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 clean:

@@ -144,6 +144,11 @@ def _filled(paragraph: str) -> str:
     return textwrap.fill(" ".join(paragraph.split()), _width())
 
 
+def options_of(command: str) -> set[str]:
+    """The options of a command, as ``--window-steps``."""
+    return {word for word in Parser(command)._option_string_actions if word.startswith("--")}
+
+
 def overview() -> str:
     """The help of all commands."""
     lines = ["usage: dynamiccl COMMAND [OPTIONS]", "", textwrap.fill(_ABOUT, _width())]

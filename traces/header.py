@@ -9,12 +9,12 @@ import subprocess
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .here import host, kernel, version_of
 from .records import Decision, Slot, Table
 
 #: Version of a trace folder's layout. Raise it when a reader of the old layout would go wrong.
@@ -25,18 +25,16 @@ def new_header() -> dict[str, Any]:
     """What every trace says of itself: format, date (UTC), host, versions, the commit if in a checkout."""
     versions = {"python": platform.python_version()}
     for package in ("dynamiccl", "numpy", "pandas", "pyarrow", "torch"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+        if (version := version_of(package)) is not None:
+            versions[package] = version
     return {
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": platform.node(),
-        "kernel": platform.release(),
+        "host": host(),
+        "kernel": kernel(),
         "versions": versions,
         "commit": git("rev-parse", "HEAD"),
-        "command": masked(" ".join(sys.argv)),
+        "command": readable(masked(" ".join(sys.argv))),
     }
 
 
@@ -62,6 +60,19 @@ def masked(text: str) -> str:
     for pattern in _SECRETS:
         text = pattern.sub(lambda found: f"{found['keep']}***", text)
     return text
+
+
+def readable(text: str) -> str:
+    """``text`` without the surrogates by which Python passes on bytes that the locale cannot decode.
+
+    >>> readable("j\\udcc3\\udcb6b"), readable("\\udcff"), readable("\\ud800")
+    ('jöb', '\\\\xff', '\\\\ud800')
+    """
+    try:
+        raw = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # surrogates that stand for no byte
+        raw = text.encode("utf-8", "backslashreplace")
+    return raw.decode("utf-8", "backslashreplace")
 
 
 def git(*args: str) -> str | None:
@@ -102,6 +113,8 @@ def plain(value: Any) -> Any:
             return plain(value.item())
         case float() if not math.isfinite(value):
             return None
-        case None | bool() | int() | float() | str():
+        case str():
+            return readable(value)
+        case None | bool() | int() | float():
             return value
     return str(value)

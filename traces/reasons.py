@@ -85,7 +85,8 @@ class NotTuning(Reason):
     NO_SWITCH_YET = "the ranks do not switch tables yet: {why}"
     NOT_ALL_THERE = "not every rank has taken its first step, or NCCL has not loaded the tuner there"
     NEXT_STEP = "the next steps of the job"
-    PAUSED = "the job has taken no step for {seconds:.0f} s: waiting until it goes on"
+    PAUSED = "the job has taken no step for {seconds:.0f} s: it pauses, or is about to end"
+    TOO_FEW_STEPS = "it took {count} steps, too few to try a table"
 
 
 class RowRefused(Reason):

@@ -1,8 +1,7 @@
 """The records that every part of dynamiccl shares: names of the knobs, Slot, Decision, Rule, Table.
 
 Spelling: Python says ``all_gather``, ``ring``, ``ll128`` (lower case, torch.distributed's and NVIDIA's tuner-file
-spelling); C and shared memory say NCCL's numbers. The tuples below are ordered so that the index *is* NCCL's number
-(ncclFunc_t, NCCL_ALGO_*, NCCL_PROTO_*; stable from NCCL 2.24 to 2.32).
+spelling); C and shared memory say NCCL's numbers: the index in the tuples of :mod:`.names`.
 """
 
 from __future__ import annotations
@@ -14,26 +13,12 @@ from typing import Any
 
 import numpy as np
 
-FUNCS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "send_recv", "send", "recv")
-ALGOS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
-PROTOS = ("ll", "ll128", "simple")
-
-#: The collectives that a Decision may touch.
-TUNED_FUNCS = ("all_gather", "reduce_scatter")
-
-#: Every (algo, proto) that any NCCL release offers for all_gather and reduce_scatter; the cost table says which of
-#: them this communicator has (facts: tree, collnet_chain and nvls_tree are never in the table for these two).
-PAIRS = (
-    ("ring", "ll"),
-    ("ring", "ll128"),
-    ("ring", "simple"),
-    ("nvls", "simple"),
-    ("collnet_direct", "simple"),
-    ("pat", "simple"),
-)
-
-#: Channel counts that a Decision may ask for; 0 leaves the count to NCCL.
-CHANNELS = (0, 1, 2, 4, 8, 16, 24, 32)
+from .names import ALGOS as ALGOS
+from .names import CHANNELS as CHANNELS
+from .names import FUNCS as FUNCS
+from .names import PAIRS as PAIRS
+from .names import PROTOS as PROTOS
+from .names import TUNED_FUNCS as TUNED_FUNCS
 
 N_ALGOS, N_PROTOS = len(ALGOS), len(PROTOS)
 UNSET = 255  # algo / proto byte in shared memory: NCCL decides

@@ -50,8 +50,9 @@ EXPOSED = (0.49, 0.31, 0.25)
 _DRAWS = 2000
 # What no table can reach, with figures that others measured on other jobs, losses beside gains.
 SUM = (
-    "FSDP2 averages in reduce_scatter, which NVLS, PAT and symmetric kernels cannot (pytorch#155915, nccl#1670): "
-    "module.set_force_sum_reduction_for_comms(True) opens these to NCCL and to a tuner. No public figure of a whole job"
+    "only for FSDP2: it averages in reduce_scatter, which NVLS, PAT and symmetric kernels cannot (pytorch#155915, "
+    "nccl#1670): module.set_force_sum_reduction_for_comms(True) opens these to NCCL and to a tuner. No public figure "
+    "of a whole job"
 )
 SYMMETRIC = (
     "FSDP2's set_symm_mem_for_comm within one NVLink domain: +1.1 to +6.3 % tokens/s on 4 GB200 (torchtitan#3105); "

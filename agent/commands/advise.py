@@ -6,7 +6,7 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import Argument, Json, Option, refusing
+from . import Argument, Json, Option, refusing, results
 
 if TYPE_CHECKING:
     from ..report.summary import RunSummary
@@ -51,7 +51,7 @@ def advise(
     from ..report.summary import RunSummary
 
     with refusing(TraceError, ValueError):
-        trace = read(recording, cluster, nccl, ranks_per_node)
+        trace = read([results(path) for path in recording], cluster, nccl, ranks_per_node)
         measured = RunSummary.read(trace.folder, trace.folder.parent)
         if measured.speedup is not None:
             _tell_measured(measured, json)

@@ -7,7 +7,7 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import Argument, Json, Option, refusing
+from . import Argument, Json, Option, refusing, results
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,7 +40,7 @@ def show(
     from ..report.summary import RunSummary
 
     with refusing(TraceError):
-        read = Trace.read(trace, most_events=None if whole else MOST_EVENTS)
+        read = Trace.read(results(trace), most_events=None if whole else MOST_EVENTS)
     summary = RunSummary.read(read.folder, read.folder.parent)
     story = tell(read, summary)
     if json:

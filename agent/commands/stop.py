@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json as json_module
 import time
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 from . import Argument, Json, Option, refusing, run_folder
+
+if TYPE_CHECKING:
+    from ...envs.nccl.shm import RunFolder
 
 
 def stop(
@@ -24,17 +28,21 @@ def stop(
     \b
     dynamiccl stop runs/tune/latest
     """
-    from ...envs.live.job import Job
     from ...envs.live.locks import is_locked
-    from ...envs.nccl.run_folder import STOP, TUNER
+    from ...envs.nccl.run_folder import STATUS, STOP, TUNER
     from ...envs.nccl.shm import RunFolder
 
     with refusing(ValueError, OSError):
         path = run_folder(run)
         folder = RunFolder(path)
         (path / STOP).touch()
-        job = Job(folder)
         by_tuner = is_locked(path / TUNER)
+        if not (path / STATUS).exists() and _not_begun(folder):
+            _say_not_begun(path, by_tuner, json)
+            return
+        from ...envs.live.job import Job  # pandas with it, which takes seconds
+
+        job = Job(folder)
         begun = time.monotonic()
         while is_locked(path / TUNER) and time.monotonic() - begun < wait:
             time.sleep(0.05)  # it publishes the empty table on its way out
@@ -58,6 +66,23 @@ def stop(
             "NCCL's own choice is set, but no step of the job was seen under it yet: say it again to look once more"
         )
     raise SystemExit(0 if seen or not what["job_runs"] else 1)
+
+
+def _not_begun(folder: RunFolder) -> bool:
+    """Whether no process here has asked for a setting yet, and none would find a table if it did now."""
+    from ...envs.nccl.shm import decode_table
+
+    found = folder.table.read()
+    no_table = folder.table.generation() == 0 or (found is not None and not decode_table(found[1]).rules)
+    return no_table and not any(ring.calls()[0] for ring in folder.rings())
+
+
+def _say_not_begun(path: Path, by_tuner: bool, json: bool) -> None:
+    if json:
+        told = {"run": str(path), "had_tuner": by_tuner, "job_runs": True, "in_force": True}
+        print(json_module.dumps(told))
+    else:
+        print("the job has run no collective yet: it begins, and goes on, with NCCL's own choice")
 
 
 def _in_force(job: Any, folder: Any, limit_s: float) -> bool:

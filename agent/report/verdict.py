@@ -66,6 +66,9 @@ def verdict(s: RunSummary) -> str:
     emulated = " (emulated times)" if s.emulated else ""
     if s.failure:
         return f"FAILED: {s.failure}"
+    if s.job_failed and s.is_decided:
+        before = f"; table {s.in_force or ''} had been kept".replace("  ", " ") if s.kept else ""
+        return f"NO VERDICT{emulated}: the job failed with status {s.job_status}{before}"
     if not s.is_decided:
         return f"NO VERDICT: {s.ended or 'the run goes on, or was cut off'}"
     came = change(s.speedup, s.speedup_ci95, s.strength if s.kept else "") if s.speedup is not None else ""

@@ -17,6 +17,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from ....traces.here import machine
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import RECORD_BYTES, STATE, UNSET, AgreementState
 from ..agreement.agreement import Agreement, TableMailbox
@@ -140,9 +141,9 @@ class Probe:
             return
         store = StoreConnections(dist.distributed_c10d)
         size, published = (self._rank, dist.get_world_size()), TableMailbox(self._run / "table")
-        self._agreement = Agreement(
-            *size, self._plugin, self._steps, published, store, f"NCCL {release}", self._tell
-        )
+        # The machine counts too: what the plugin closes to tables depends on it.
+        alike = f"NCCL {release} on {machine() or 'a machine not known'}"
+        self._agreement = Agreement(*size, self._plugin, self._steps, published, store, alike, self._tell)
 
     def _tell(self, state: AgreementState | None, text: str) -> None:
         """A word of the agreement: for the daemon, and for the user where it is not what he expects."""
