@@ -273,8 +273,9 @@ class Check:
 
 def _name(machine: Machine, now: datetime) -> str:
     """Name of a folder: date, time, device, versions, and a hash that no other run has."""
-    words = [f"{now:%Y-%m-%dT%H%M%S}", *re.sub(r"[^a-z0-9. -]", "-", machine.device.lower()).split()]
+    words = [f"{now:%Y-%m-%dT%H%M%S}", *machine.device.lower().split()]
     words += [f"{name}-{machine.versions[name]}" for name in ("nccl", "torch") if name in machine.versions]
+    words = [re.sub(r"[^A-Za-z0-9.-]", "-", word) for word in words]
     unique = hashlib.sha256(f"{now.timestamp()} {os.getpid()} {machine}".encode()).hexdigest()[:8]
     node = [f"node{machine.nodes.number}"] if machine.nodes.number else []
     return "_".join([*words, unique, *node])

@@ -16,7 +16,6 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from ....envs.nccl.plugin.build import build_of, nccl_release
 from ....envs.nccl.steps.nvml import Gpu, clocks, driver, visible_gpus
 from ....envs.sim.emulated.settings import Emulated
 from ....traces.header import git
+from ....traces.here import version_of
 
 #: Environment of a job, by placement of its ranks.
 PLACEMENTS: dict[str, dict[str, str]] = {
@@ -106,7 +106,7 @@ class Machine:
     def here(cls, cluster: str | None = None) -> Machine:
         """The GPUs that CUDA_VISIBLE_DEVICES leaves, or an emulated cluster: ``cluster``, or the default where there is
         no GPU. Raises ValueError, OSError."""
-        versions = {name: version(name) for name in ("dynamiccl", "torch")}
+        versions = {name: version_of(name) or "unknown" for name in ("dynamiccl", "torch")}
         versions["python"] = platform.python_version()
         nodes, found = Nodes.of(os.environ), tuple(visible_gpus())
         if cluster or not found:

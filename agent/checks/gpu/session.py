@@ -19,29 +19,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ....envs.nccl.plugin.build import job_env, named, plugin_path
+from ....envs.nccl.plugin.build import job_env, plugin_path
 from ....envs.nccl.shm import RunFolder
 from .machine import Machine
 from .mps import with_parent
+from .parts.ours import is_ours
 
-RANK = (sys.executable, "-m", "dynamiccl.agent.checks.gpu.parts.rank")
+RANK = (sys.executable, "-m", "dynamiccl.agent.checks.gpu.parts.serve")
 #: Seconds more that a session's first part has: its processes have to import PyTorch, from a cold disk perhaps.
 START_S = 60.0
 #: How often the answer is looked for.
 _POLL_S = 0.02
-#: What the emulated cluster needs; it is no part of the tuner.
-_EMULATION = ("CLUSTER", "BYTES_SCALE", "COMPUTE_SCALE", "SEED")
 
 
 class PartFailed(RuntimeError):
     """A part did not end in time, or a rank died; the message is one line."""
-
-
-def is_ours(name: str, value: str) -> bool:
-    """Whether a variable is this product's: DYNAMICCL_*, save those of the emulation, or one that names the plugin."""
-    if name.startswith("DYNAMICCL_"):
-        return name.removeprefix("DYNAMICCL_") not in _EMULATION
-    return name.startswith("NCCL_") and named(value)
 
 
 def session_env(kind: str, machine: Machine, run: Path | None, base: Mapping[str, str]) -> dict[str, str]:

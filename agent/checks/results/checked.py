@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ....traces.outside import read_json
 from .files import COLUMNS
 from .judge import paired, robust_sd
 from .submit import (
@@ -49,7 +49,7 @@ def faults(folder: Path) -> list[str]:
     strangers = sorted(names - {HEADER, SWEEP, STEPS, "NOTE.md"})
     found += [f"schema: {name} is no file of a submission" for name in strangers]
     try:
-        header = json.loads((folder / HEADER).read_text())
+        header = read_json(folder / HEADER)
         sweep = pd.read_csv(folder / SWEEP)
         steps = pd.read_csv(folder / STEPS)
     except (OSError, ValueError) as error:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+
+from ....traces.outside import atomically, read_json
 
 #: Version of this format, in run.json and in what is submitted.
 SCHEMA = 1
@@ -53,9 +54,8 @@ def append(folder: Path, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file at once, so that a reader finds the old one or the new one. Raises OSError."""
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(draft, path)
+    text = json.dumps(value, indent=1) + "\n"
+    atomically(path, lambda draft: draft.write_text(text))
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Results:
         """What the folder holds; a last line that was cut off is left out. Raises ValueError, naming the file."""
         path = folder / "run.json"
         try:
-            run = json.loads(path.read_text())
+            run = read_json(path)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{path}: no results of gpu-check ({error}): name the folder it printed"

@@ -216,8 +216,11 @@ def outside(results: Results) -> Ratio | None:
     """Arm (a) over arm (b): blocks of steps of two processes in turn; None where there are none."""
     steps = results.tables["steps"]
     mine = steps[steps["race"] == "outside"]
-    blocks = mine.assign(block=mine["at"] // BLOCK).groupby("block")
-    middles = {int(block): (str(rows["arm"].iloc[0]), float(rows["us"].median())) for block, rows in blocks}
+    number = mine["at"] // BLOCK
+    middles = {}
+    for block in sorted(set(number.astype(int))):
+        rows = mine[number == block]
+        middles[block] = str(rows["arm"].iloc[0]), float(rows["us"].median())
     logs = []
     for block in range(0, len(middles) - 1, 2):
         if block not in middles or block + 1 not in middles:

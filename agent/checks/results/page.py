@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ....envs.search.sequential import ALPHA
 from ....traces.records import format_bytes
 from .files import Results
-from .judge import ALPHA, LONG, Gain, noises, outside, races, refusal
+from .judge import LONG, Gain, noises, outside, races, refusal
 
 
 def page(results: Results, others: Sequence[Results] = ()) -> str:
@@ -46,14 +47,16 @@ def _sweep(results: Results) -> Iterator[str]:
         f"not obeyed {wrong['obeyed']}, ranks differ {wrong['agreed']}"
     )
     yield "  Fastest config against NCCL untouched (median us of a call)"
-    for (func, n_bytes), rows in table[table["calls"] > 0].groupby(["func", "n_bytes"]):
+    timed = table[table["calls"] > 0]
+    for func, n_bytes in sorted(set(zip(timed["func"], timed["n_bytes"].astype(int), strict=True))):
+        rows = timed[(timed["func"] == func) & (timed["n_bytes"] == n_bytes)]
         own = rows[(rows["comm"] == "nccl") & (rows["asked"] == "auto")]
         if own.empty:
             continue
-        own_us, best = float(own["p50_us"].median()), rows.loc[rows["p50_us"].idxmin()]
+        own_us, best = float(own["p50_us"].median()), rows.sort_values("p50_us").iloc[0]
         what = f"{best['comm']} {best['asked']}"
         yield (
-            f"  {func:<15}{format_bytes(int(n_bytes)):>8}  untouched {own['ran'].iloc[0]:<16}{own_us:9.1f}"
+            f"  {func:<15}{format_bytes(n_bytes):>8}  untouched {own['ran'].iloc[0]:<16}{own_us:9.1f}"
             f"  best {what:<26}{best['p50_us']:9.1f}  ({best['p50_us'] / own_us:.2f})"
         )
 
@@ -113,7 +116,7 @@ def _joint(results: Results) -> Iterator[str]:
     table = results.tables["joint"]
     if len(table) < 8:
         return
-    logs = np.log(table["total_us"].astype(float))
+    logs = table["total_us"].astype(float).map(math.log)
     cells = logs.groupby([table["first"], table["second"]]).mean().unstack()
     square = cells.dropna().to_numpy(float)
     if square.size < 4:

@@ -104,7 +104,10 @@ def _of_check(results: Results) -> tuple[dict[str, Any], pd.DataFrame, pd.DataFr
     header = header_of(found, run.get("versions", {}), run.get("environment", {}))
     steps = results.tables["steps"]
     default = steps[steps["arm"] == "default"]
-    series = {name: rows.sort_values("at")["us"].to_numpy(float) for name, rows in default.groupby("race")}
+    series = {}
+    for race in dict.fromkeys(default["race"].astype(str)):
+        rows = default[default["race"] == race].sort_values("at")
+        series[race] = rows["us"].to_numpy(float)
     return header, results.tables["sweep"], _relative(series)
 
 

@@ -55,7 +55,8 @@ def gpu_check(
         for one in read:
             print(page(one, [other for other in read if other is not one]))
         return
-    from ...checks.gpu.check import Check, Machine, Plan, stop_by_signal
+    from ...checks.gpu.check import Check, Plan, stop_by_signal
+    from ...checks.gpu.machine import Machine
     from ...report.terminal import terminal
 
     if os.environ.get("LOCAL_RANK", "0") != "0":

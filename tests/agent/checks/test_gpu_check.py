@@ -204,7 +204,7 @@ def children(pid):
 
 SABOTAGE = """
 import os, sys
-from dynamiccl.agent.checks.gpu.parts import rank
+from dynamiccl.agent.checks.gpu.parts import rank, serve
 from dynamiccl.traces.records import Decision, Rule
 what = sys.argv[1]
 set_table, call = rank.Rank.set_table, rank.Buffers.call
@@ -219,7 +219,7 @@ if os.environ["RANK"] == "1" and what == "table":
 if os.environ["RANK"] == "1" and what == "bits":
     rank.Buffers.call = other_bits
 sys.argv[1:] = sys.argv[2:]
-rank.main()
+serve.main()
 """
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,10 @@ class Buffers:
         shard = n_bytes // 4 // size
         self.func = func
         self.n_bytes = shard * size * 4
-        drawn = np.random.default_rng(n_bytes).integers(-4, 5, shard * size)  # the same on all ranks
-        whole = torch.from_numpy(drawn.astype(np.float32)).to(device)
+        generator = np.random.default_rng(n_bytes)  # all ranks draw the same
+        drawn = generator.integers(-4, 5, shard * size)
+        numbers = drawn.astype(np.float32)
+        whole = torch.from_numpy(numbers).to(device)
         begin = rank * shard
         mine = whole[begin : begin + shard]
         if func == "all_gather":
@@ -237,30 +238,3 @@ def plans_of(events: Any) -> list[Plan]:
         proto = rec.PROTOS[event["proto"]]
         found.add((algo, proto, int(event["n_channels"])))
     return sorted(found)
-
-
-def main() -> None:
-    """``python -m dynamiccl.agent.checks.gpu.parts.rank JSON``; the JSON is what :class:`Rank` takes."""
-    from . import contention, host, joint, noise, sweep, truth
-
-    parts: dict[str, Callable[..., dict[str, Any]]] = {
-        "smoke": sweep.smoke,
-        "sweep": sweep.sweep,
-        "contention": contention.contention,
-        "noise": noise.noise,
-        "truth": truth.truth,
-        "joint": joint.joint,
-        "host": host.host,
-    }
-    status = 0
-    try:
-        Rank(**json.loads(sys.argv[1])).serve(parts)
-    except Exception:
-        traceback.print_exc()
-        status = 1
-    sys.stderr.flush()
-    os._exit(status)  # gloo's threads can abort a process that tears down
-
-
-if __name__ == "__main__":
-    main()

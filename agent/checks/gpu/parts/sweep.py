@@ -13,7 +13,7 @@ import torch
 
 from .....traces import records as rec
 from .....traces.records import ALGOS, AUTO, PROTOS, TUNED_FUNCS, Decision
-from ..session import is_ours
+from .ours import is_ours
 from .rank import Buffers, Plan, Rank, plans_of
 
 #: Channels that are asked for.
@@ -41,7 +41,10 @@ def smoke(rank: Rank) -> dict[str, Any]:
     small.call(None)
     rank.finish()
     right = torch.equal(small.output, small.right)
-    has_times = has_ring and len(small.of(rank.records(small, rec.KERNEL), rec.KERNEL)) > 0
+    has_times = False
+    if has_ring:
+        records = rank.records(small, rec.KERNEL)
+        has_times = len(small.of(records, rec.KERNEL)) > 0
     tuner, profiler = 0, 0
     if rank.plugin is not None:
         rank.plugin.sample(False)
@@ -107,8 +110,9 @@ class Sweep:
                 own = Cell(comm, func, n_bytes)
                 self._measure(own)
                 for algo, proto in self._offered(own):
-                    decisions = [Decision(algo, proto, n) for n in CHANNELS]
-                    cells += [replace(own, decision=one) for one in decisions]
+                    for channels in CHANNELS:
+                        decision = Decision(algo, proto, channels)
+                        cells.append(replace(own, decision=decision))
         return sorted(cells, key=self._priority)
 
     def _offered(self, own: Cell) -> list[tuple[str, str]]:
@@ -117,7 +121,8 @@ class Sweep:
         mine = []
         if offer is not None:
             costs = rec.pair_costs(offer["cost_us"])
-            mine = [pair for pair, cost in zip(rec.PAIRS, costs, strict=True) if cost >= 0]
+            priced = zip(rec.PAIRS, costs, strict=True)
+            mine = [pair for pair, cost in priced if cost >= 0]
         found: list[tuple[str, str]] = self.rank.gather(mine)[0]
         return found
 
@@ -186,14 +191,16 @@ class Sweep:
 
     def _file(self, row: dict[str, Any], first_us: float, times: list[float]) -> None:
         self.counts["cells"] += 1
-        self.counts["timed"] += bool(times)
+        if times:
+            self.counts["timed"] += 1
         self.counts["not obeyed"] += not row["obeyed"]
         self.counts["ranks differ"] += not row["agreed"]
         self.counts["wrong results"] += not row["right"]
         row |= {"calls": len(times), "first_us": round(first_us, 2)}
         if times:
             for name, part in QUANTILES.items():
-                row[name] = round(float(np.quantile(times, part)), 2)
+                us = float(np.quantile(times, part))
+                row[name] = round(us, 2)
         self.rank.write("sweep", [row])
 
 
