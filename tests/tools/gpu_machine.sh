@@ -9,7 +9,7 @@
 # gpu-check.tar.gz, with the page of results in page.txt. The whole call takes less than ten minutes.
 set -eu
 cd "$(dirname "$0")/../.."
-WHEELS=build/gpu-machine
+WHEELS="${WHEELS:-build/gpu-machine}"
 PLATFORMS="--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64"
 NEEDED="gymnasium farama-notifications stable-baselines3 sb3-contrib orjson"
 
@@ -41,7 +41,7 @@ run)
     (cd "$WORK" && timeout --signal INT --kill-after 15 570 \
         python3 -m dynamiccl.agent.cli lab gpu-check --out results "$@") > "$OUT/page.txt" 2> "$OUT/said.txt" || status=$?
     [ "$status" -eq 0 ] || (cd "$WORK" && python3 -m dynamiccl.agent.cli lab gpu-check results/*) >> "$OUT/page.txt" || true
-    tar -czf "$OUT/gpu-check.tar.gz" -C "$WORK/results" .
+    [ ! -d "$WORK/results" ] || tar -czf "$OUT/gpu-check.tar.gz" -C "$WORK/results" .
     cat "$OUT/said.txt" "$OUT/page.txt"
     exit "$status"
     ;;

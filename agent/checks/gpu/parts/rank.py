@@ -104,6 +104,14 @@ class Rank:
             0.0  # time.monotonic() at which the part is to end: one clock for all processes of a machine
         )
         self._answers = Path(answers)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Have NCCL make all communicators now: it makes one at its first call, which takes seconds."""
+        small = Buffers("all_gather", 1 << 12, self.device)
+        for group in self.comms.values():
+            small.call(group)
+        self.meet()
 
     def _more_channels(self, raised: int) -> Any:
         if self.backend != "nccl":
@@ -216,7 +224,8 @@ class Rank:
     def slowest(self, times: list[float]) -> list[float]:
         """For each of some times the maximum over ranks."""
         cells = torch.tensor(times, dtype=torch.float64)
-        dist.all_reduce(cells, op=dist.ReduceOp.MAX, group=self.control)
+        largest = dist.ReduceOp.MAX
+        dist.all_reduce(cells, op=largest, group=self.control)
         return [float(value) for value in cells]
 
 
