@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .doctor import Facts
+from .facts import Facts
 
 #: What NCCL takes of shared memory for kernel times, a rank and communicator; see envs/nccl/plugin/room.c.
 POOL_MIB = 34
