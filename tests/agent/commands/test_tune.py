@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_process import DYNAMICCL, ENV
+from cli_process import DYNAMICCL, ENV, run
 from dynamiccl.agent.daemon.memory import FACTS, FORMAT, Kept, Store, key_of
 from dynamiccl.envs.nccl.shm import RunFolder
 from dynamiccl.envs.nccl.tables import load_table
