@@ -206,10 +206,7 @@ def _has(facts: Facts, fault: Fault) -> bool:
 def checked(facts: Facts) -> dict[str, str]:
     """What was looked at, and what is there."""
     set_here = sorted(name for name in facts.env if name.startswith(("NCCL_", "DYNAMICCL_")))
-    release = ".".join(map(str, facts.nccl or ())) or "none among this Python's packages"
-    if len(facts.copies) > 1 or (facts.copies and facts.nccl is None):
-        release = f"{release if facts.nccl else 'not known'}; in sight: {'; '.join(facts.copies)}"
-    told = {"NCCL": release, "GPUs": str(facts.n_gpus or "none in sight")}
+    told = {"NCCL": _release(facts), "GPUs": str(facts.n_gpus or "none in sight")}
     told["PyTorch"] = "loads the probe" if has_torch() else "not among this Python's packages"
     built = "built at first use, a C compiler is here" if facts.has_compiler else "no C compiler"
     told["plugin"] = built if needs_compiler() else "built, no compiler needed"
@@ -219,6 +216,14 @@ def checked(facts: Facts) -> dict[str, str]:
         **told,
         "traps": f"{len({name for name, *_ in TRAPS}) + len(FAULTS)} known, {len(examine(facts))} here",
     }
+
+
+def _release(facts: Facts) -> str:
+    """The release of NCCL, and all copies in sight where these do not settle it."""
+    release = ".".join(map(str, facts.nccl)) if facts.nccl else ""
+    if facts.copies and (len(facts.copies) > 1 or not release):
+        return f"{release or 'not known'}; in sight: {'; '.join(facts.copies)}"
+    return release or "none among this Python's packages"
 
 
 def gather(command: list[str] | None = None, table: Table | None = None) -> Facts:

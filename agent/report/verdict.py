@@ -66,11 +66,8 @@ def verdict(s: RunSummary) -> str:
     emulated = " (emulated times)" if s.emulated else ""
     if s.failure:
         return f"FAILED: {s.failure}"
-    if s.job_failed and s.is_decided:
-        before = f"; table {s.in_force or ''} had been kept".replace("  ", " ") if s.kept else ""
-        return f"NO VERDICT{emulated}: the job failed with status {s.job_status}{before}"
-    if not s.is_decided:
-        return f"NO VERDICT: {s.ended or 'the run goes on, or was cut off'}"
+    if s.job_failed or not s.is_decided:
+        return _no_verdict(s)
     came = change(s.speedup, s.speedup_ci95, s.strength if s.kept else "") if s.speedup is not None else ""
     if s.kept:
         what = f"steps {came}, {cost(s)}" if came else "a table that was confirmed before is in force"
@@ -82,6 +79,14 @@ def verdict(s: RunSummary) -> str:
         what = f"steps under {side(s.compared)} came to {came} than under {OWN}, which stays in force"
         return f"NOTHING KEPT{emulated}: {what}{seen}"
     return f"NOTHING FOUND{emulated}: no table promised enough to be compared; NCCL's own choice stays in force{seen}"
+
+
+def _no_verdict(s: RunSummary) -> str:
+    """Of a run that came to none, or whose job failed: its step times are those of a job that was not sound."""
+    if not s.is_decided:
+        return f"NO VERDICT: {s.ended or 'the run goes on, or was cut off'}"
+    before = f"; {s.in_force or 'a table'} had been kept" if s.kept else ""
+    return f"NO VERDICT: the job failed with status {s.job_status}{before}"
 
 
 def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
