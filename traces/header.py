@@ -114,8 +114,6 @@ def plain(value: Any) -> Any:
             return plain(value.item())
         case float() if not math.isfinite(value):
             return None
-        case str():
-            return readable(value)
         case None | bool() | int() | float():
             return value
-    return str(value)
+    return readable(str(value))

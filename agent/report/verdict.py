@@ -73,7 +73,7 @@ def _without_verdict(s: RunSummary) -> str:
     if not s.is_decided:
         return f"NO VERDICT: {s.ended or 'the run goes on, or was cut off'}"
     if s.job_failed:
-        before = f"; table {s.in_force or ''} had been kept".replace("  ", " ") if s.kept else ""
+        before = f"; {s.in_force or 'a table'} had been kept" if s.kept else ""
         return f"NO VERDICT{_emulated(s)}: the job failed with status {s.job_status}{before}"
     return ""
 

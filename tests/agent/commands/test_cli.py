@@ -1,7 +1,7 @@
 """The command line is frozen: programs and people's fingers rely on names, options and exit statuses.
 
-``PYTHONPATH=tests/helpers python tests/agent/commands/test_cli.py`` writes what is there now to ``data/command_line.json``; a change
-belongs in the changelog.
+``PYTHONPATH=tests/helpers python tests/agent/commands/test_cli.py`` writes what is there now to
+``data/command_line.json``; a change belongs in the changelog.
 """
 
 import io
