@@ -170,6 +170,15 @@ def test_a_call_of_a_rank_in_two_files_is_refused_by_name(tmp_path, make):
         read_recording([folder])
 
 
+def test_a_process_of_several_gpus_is_refused(tmp_path):
+    path = made.nsys(tmp_path / "a.sqlite", ranks=(0,))
+    with closing(sqlite3.connect(path)) as base:
+        base.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = 1 WHERE correlationId % 2")
+        base.commit()
+    with pytest.raises(TraceError, match="a process uses several GPUs"):
+        read_recording([path])
+
+
 def test_kernels_whose_range_tells_no_size_are_counted_with_the_cure(tmp_path):
     with pytest.raises(TraceError, match=r"36 calls of NCCL, and none says .*--include-json true"):
         read_recording([made.nsys(tmp_path / "a.sqlite", payloads=False)])

@@ -15,8 +15,8 @@ from typing import Any
 
 import orjson
 
-from ..assemble import DTYPE_BYTES
 from ..files import TraceError
+from ..names import DTYPE_BYTES
 from .found import Found, Gaps, comm_id_of, dtype_of, func_of, rank_in_name
 from .json_stream import blocks, many, mended
 
