@@ -203,8 +203,8 @@ def test_who_loses_its_connection_takes_part_in_the_next_round(capfd):
     assert second.has_changed() and second.now() == (False, 4)
     first.connect()  # rank 0 loses its own: another life, in which a round may have begun already
     first.propose(Proposal(5, b"table", 1))
-    end = time.monotonic() + 10
-    while not second.has_changed() and time.monotonic() < end:  # nobody writes into the file of the old life any more
+    end = time.monotonic() + 10  # the file of the old life is nobody's by now: the store is asked in a while
+    while not second.has_changed() and time.monotonic() < end:
         time.sleep(0.02)
     assert second.now() == (True, 5)
     first.close()
