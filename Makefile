@@ -81,7 +81,8 @@ bench: setup
 	for suite in standard held-out unseen; do \
 		$(RUN) bench --suite $$suite --jobs 200 && $(BIN)/python tests/tools/make_board.py $$suite || exit 1; done
 
-# Files what it found in envs/results/; without a GPU it runs on the emulated cluster and leaves that in runs/.
+# 8.5 minutes on a machine with GPUs; the folder of results lies in envs/results/. Without a GPU it runs on the emulated
+# cluster in under three minutes and leaves its folder in runs/.
 gpu-check: setup
 	$(RUN) lab gpu-check
 

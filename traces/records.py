@@ -105,7 +105,7 @@ class Slot:
         return 2**self.size_class
 
     def __str__(self) -> str:
-        return f"{self.func} <={format_bytes(self.max_bytes)}"
+        return f"{self.func} {format_range(self.min_bytes, self.max_bytes)}"
 
 
 Decisions = Mapping[Slot, Decision]
@@ -118,6 +118,18 @@ def format_bytes(n: float) -> str:
             return f"{n:.0f} {unit}" if n == round(n) else f"{n:.1f} {unit}"
         n /= 1024
     raise AssertionError("unreachable")
+
+
+def format_range(low: int, high: int) -> str:
+    """Sizes from ``low`` to ``high`` bytes, both inclusive: ``33-64 MiB``; a class of small sizes in a smaller unit.
+
+    The first number is the first whole one above the class below: 33-64 MiB holds all over 32 MiB.
+    """
+    units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+    unit = next((name for name, size in units.items() if high >= 4 * size), "B")
+    first, last = -(-low // units[unit]), high / units[unit]
+    text = f"{last:.0f}" if last == round(last) else f"{last:.1f}"
+    return f"{first}-{text} {unit}" if first < last else f"{text} {unit}"
 
 
 #: Format of tables in shared memory, on the wire and in the plugin.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...traces.records import decided, format_bytes
+from ...traces.records import decided, format_range
 from .summary import RunSummary
 
 #: In place of a letter: NCCL's own choice, and how people read it.
@@ -85,26 +85,25 @@ def verdict(s: RunSummary) -> str:
 
 
 def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A table in short, what is equal together: ``ring/ll128/8: all_gather, reduce_scatter <=64, <=256 MiB``."""
-    sizes = dict[tuple[str, str], list[int]]()
+    """A table in short, what is equal together: ``ring/ll128/8: all_gather, reduce_scatter 33-64, 129-256 MiB``."""
+    sizes: dict[tuple[str, str], list[str]] = {}
     for row in sorted(rows, key=lambda row: int(row["max_bytes"])):
         if decided(row) != "auto":
-            sizes.setdefault((decided(row), row["func"]), []).append(int(row["max_bytes"]))
-    calls = dict[str, dict[str, list[str]]]()  # by decision and sizes: the collectives
+            text = format_range(int(row.get("min_bytes") or 0), int(row["max_bytes"]))
+            sizes.setdefault((decided(row), row["func"]), []).append(text)
+    funcs: dict[tuple[str, str], list[str]] = {}  # by decision and sizes
     for (decision, func), those in sorted(sizes.items()):
-        calls.setdefault(decision, {}).setdefault(_sizes(those), []).append(func)
-    said = {
-        decision: [f"{', '.join(funcs)} {n}" for n, funcs in by.items()] for decision, by in calls.items()
-    }
-    return " | ".join(f"{decision}: {'; '.join(those)}" for decision, those in said.items()) or OWN
+        funcs.setdefault((decision, ranges_text(those)), []).append(func)
+    calls: dict[str, list[str]] = {}
+    for (decision, ranges), those in funcs.items():
+        calls.setdefault(decision, []).append(f"{', '.join(those)} {ranges}")
+    return " | ".join(f"{decision}: {'; '.join(those)}" for decision, those in calls.items()) or OWN
 
 
-def _sizes(sizes: Sequence[int]) -> str:
-    """``<=8, <=64 MiB``: of neighbours with one unit it is written once."""
-    texts = [f"<={format_bytes(n)}" for n in sizes]
-    units = [text.split()[-1] for text in texts]
-    short = [
-        text.split()[0] if unit == later else text
-        for text, unit, later in zip(texts, units, [*units[1:], ""], strict=True)
-    ]
-    return ", ".join(short)
+def ranges_text(ranges: Sequence[str]) -> str:
+    """``5-8, 33-64 MiB``: of neighbours with one unit it is written once."""
+    units = [text.split()[-1] for text in ranges]
+    texts = []
+    for text, unit, next_unit in zip(ranges, units, [*units[1:], ""], strict=True):
+        texts.append(text.split()[0] if unit == next_unit else text)
+    return ", ".join(texts)

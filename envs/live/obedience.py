@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ...traces.assemble import Communicator, hash_of
+from ...traces.assemble import Communicator
+from ...traces.join import hash_of
 from ...traces.reasons import RowRefused
 from ...traces.records import (
     ALGOS,
