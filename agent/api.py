@@ -77,9 +77,10 @@ class Run:
         Raises:
             ValueError: if there is no such run.
         """
+        from .commands import run_folder
         from .daemon.stopping import end_tuning
 
-        return end_tuning(self.out, wait_s).is_over
+        return end_tuning(run_folder(str(self.out)), wait_s).is_over
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Wait until the process that this run was started with has ended.
@@ -100,8 +101,8 @@ def tune(command: Sequence[str] = (), *, out: str | Path | None = None, **option
     """Start a job with a tuner beside it, as ``dynamiccl tune`` does, and return at once.
 
     Args:
-        command: the job's command, e.g. ``["torchrun", "--nproc-per-node", "8", "train.py"]``. Without one, our own ZeRO
-            job is trained and tuned.
+        command: the job's command, e.g. ``["torchrun", "--nproc-per-node", "8", "train.py"]``. Without one, our own
+            ZeRO job is trained and tuned.
         out: folder of the results; default: a new one below ``runs/tune``.
         options: the options of ``dynamiccl tune`` with underscores: ``cluster="dgx-h100-2x8"``, ``once=True``,
             ``budget=0.02``, ``policy="lstm"``.

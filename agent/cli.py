@@ -7,6 +7,7 @@ import argparse
 import difflib
 import importlib
 import inspect
+import io
 import shutil
 import sys
 import textwrap
@@ -180,6 +181,11 @@ def run(words: Sequence[str]) -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # a terminal may not have every letter: it shows the code instead
+            stream.reconfigure(errors="backslashreplace")
     try:
         run(sys.argv[1:])
     except ModuleNotFoundError as error:

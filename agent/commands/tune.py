@@ -93,6 +93,13 @@ def tune(
         Option(metavar="URL", group=OUTPUT, help="Where tables are kept for the next run; s3://... too."),
     ] = None,
     no_memory: Annotated[bool, Option(group=OUTPUT, help="Begin from nothing, and leave nothing.")] = False,
+    log_to: Annotated[
+        str | None,
+        Option(
+            group=OUTPUT,
+            help="Also log to tensorboard (OUT/tensorboard), wandb or mlflow, by their own packages.",
+        ),
+    ] = None,
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,
     compute_scale: ComputeScale = None,
@@ -147,6 +154,10 @@ def tune(
     own = {} if command else {"stage": stage, "n_processes": ranks or (2 if emulated else n_gpus)}
     with refusing(PluginBuildError, Busy, ValueError, OSError):
         check_chooser(policy)  # all that can fail fails before the job starts
+        if log_to:
+            from ..integrations.loggers import check_logger
+
+            check_logger(log_to)
         _launch(call.values, emulated, known | own)
 
 

@@ -30,6 +30,7 @@ from ..policies.choosing import make_chooser
 from ..report.outputs import claim, link, run_of
 from ..report.summary import RunSummary, read_object
 from ..report.verdict import seconds, verdict
+from .following import start_follower
 from .log import LOG, log, open_log
 from .memory import Memory, facts_of
 from .request import Request
@@ -78,6 +79,8 @@ class Daemon:
         self.outcome = self.tuner.outcome
         self._closed = False
         self._page = ReportPage(self.out)
+        if request.log_to:
+            start_follower(self.out, request.log_to)
         self._before = RunSummary.read(self.out) if self.job.confirmed else RunSummary()
 
     def _claim(self) -> tuple[Path, int]:

@@ -41,6 +41,7 @@ class Request:
     json: bool = False  # print the summary to stdout, and no text
     memory: str | None = None  # where what was learned of clusters is kept; None: nowhere
     launched: bool = False  # the job prints on the same terminal
+    log_to: str | None = None  # a logger's name, see ``integrations.loggers``
 
     @classmethod
     def among(cls, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
-from ..api import Run
+from ..daemon.request import Request
+from ..report.runs import state
 
 
-def current_run() -> Run | None:
-    """The run that this process belongs to; None if no tuner was started with the job."""
-    folder = os.environ.get("DYNAMICCL_RUN")
-    if not folder:
-        return None
-    from ..daemon.request import Request
-
-    left = Request.read(Path(folder), {})
-    return Run(left.out) if left.out else None
+def current_results() -> Path | None:
+    """The folder of the results of the run that this process belongs to; None if no tuner was started with the job."""
+    run = os.environ.get("DYNAMICCL_RUN")
+    return Request.read(Path(run), {}).out if run else None
 
 
 class Values:
@@ -30,7 +27,7 @@ class Values:
         if every < 1:
             raise ValueError(f"every must be at least 1 step, not {every}")
         self.every = every
-        self.run = current_run()
+        self.results = current_results()
 
     def at(self, step: int) -> dict[str, float]:
         """What to log after ``step`` optimizer steps; {} if it is not the turn of this step, or there is no tuner.
@@ -39,10 +36,10 @@ class Values:
         ``dynamiccl/gain`` (share of the step that it saves), ``dynamiccl/verdict`` (1 once the search has ended).
         Unknown figures are left out.
         """
-        if self.run is None or step % self.every:
+        if self.results is None or step % self.every:
             return {}
-        status = self.run.status()
-        found = {
+        status = state(self.results)
+        found: dict[str, Any] = {
             "step_ms": status["step_ms"],
             "tuned": None if status["kept"] is None else float(status["kept"]),
             "gain": status["gain"],

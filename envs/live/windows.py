@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ...traces import spaces
-from ...traces.queries.slots import SlotProfile, find_slots, with_sizes
+from ...traces.queries.slots import SlotProfile, find_slots, outside_the_offer, with_sizes
 from ...traces.reasons import NotTuning, names
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ..nccl_model.arms import distinct
@@ -42,6 +42,7 @@ class LiveWindows:
         self.job, self.profile_steps, self.min_share = job, profile_steps, min_share
         self.funcs, self.on_window = tuple(funcs), on_window
         self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None
+        self.left_alone: list[str] = []  # why no table may touch a slot
         self._refused: set[tuple[Slot, Decision]] = set()
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
@@ -58,14 +59,28 @@ class LiveWindows:
         window = self.job.window({}, plan.n_steps, skip)
         events = self.profile_events = self._events(window)
         step_us = window.step_ms * 1e3
-        found = find_slots(events, self.job.assembler.offers, step_us, self.job.memory_pressure)
-        self.profiles = [p for p in found if p.share >= self.min_share and p.slot.func in self.funcs]
+        found = self._tunable(events, step_us)
+        self.profiles = [p for p in found if p.share >= self.min_share]
         self.on_window(plan, window)
         if not self.profiles:
-            raise ValueError(self.nothing([p.share for p in found if p.slot.func in self.funcs]))
+            raise ValueError(self.nothing([p.share for p in found]))
         own = np.array([int(p.fingerprint.own_pair[0]) for p in self.profiles])
         call_us = np.array([p.call_us if p.timed_by != "NCCL's price" else np.nan for p in self.profiles])
-        told = windows.Job(
+        return self._told(own, call_us), self._measured(
+            plan, window, before, call_us, np.ones(len(own), bool)
+        )
+
+    def _tunable(self, events: pd.DataFrame, step_us: float) -> list[SlotProfile]:
+        """The slots that a table may change; those that run a kernel outside NCCL's offer are left alone, and named."""
+        offers = self.job.assembler.offers
+        outside = outside_the_offer(events, offers)
+        self.left_alone = [NotTuning.OUTSIDE(slot=slot, ran=ran) for slot, ran in outside.items()]
+        found = find_slots(events, offers, step_us, self.job.memory_pressure)
+        return [p for p in found if p.slot not in outside and p.slot.func in self.funcs]
+
+    def _told(self, own: Array, call_us: Array) -> windows.Job:
+        """The job as a search knows it."""
+        return windows.Job(
             features=np.concatenate([p.fingerprint.vector() for p in self.profiles]),
             mask=np.concatenate([distinct(p.fingerprint) for p in self.profiles]),
             share=np.array([p.share for p in self.profiles]),
@@ -73,7 +88,6 @@ class LiveWindows:
             calls=np.array([p.calls * getattr(self.job, "tries_few", False) for p in self.profiles]),
             families=windows.warm_up_families(own),
         )
-        return told, self._measured(plan, window, before, call_us, np.ones(len(own), bool))
 
     def decisions(self, configs: Array) -> dict[Slot, Decision]:
         """What slots are told under configs (s,); those left to NCCL are left out."""
@@ -145,6 +159,8 @@ class LiveWindows:
             text = self.job.state[1] if self.job.state else ""
             told = NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
             return text if "other-backend" in names(text) else told
+        if self.left_alone:
+            return self.left_alone[0]
         if len(tuned) and not self.job.assembler.offers:
             return NotTuning.NOT_ASKED()
         if seen.empty and any(func in self.funcs for _, func, _ in self.job.assembler.offers):

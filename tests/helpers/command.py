@@ -26,4 +26,6 @@ def start(*words, **env):
     """The command as a process, in this environment without NCCL's variables and ours, and with ``env``."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "DYNAMICCL_"))}
     command = [sys.executable, "-m", "dynamiccl.agent.cli", *map(str, words)]
-    return subprocess.run(command, env=clean | env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env=clean | env, capture_output=True, text=True, errors="replace", check=False
+    )

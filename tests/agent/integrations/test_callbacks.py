@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from dynamiccl.agent.daemon.request import Request
-from dynamiccl.agent.integrations.current import Values, current_run
+from dynamiccl.agent.integrations.current import Values, current_results
 from dynamiccl.agent.integrations.follow import follow
 from dynamiccl.agent.integrations.loggers import LOGGERS, check_logger
 from synthetic_trace import write_run
@@ -32,7 +32,7 @@ def is_right(values):
 
 def test_values_are_those_of_the_run_every_so_many_steps(tuned):
     values = Values(every=5)
-    assert values.run.out == tuned and is_right(values.at(5))
+    assert values.results == tuned and is_right(values.at(5))
     assert values.at(6) == {}
     with pytest.raises(ValueError, match="at least 1 step"):
         Values(every=0)
@@ -40,7 +40,7 @@ def test_values_are_those_of_the_run_every_so_many_steps(tuned):
 
 def test_without_a_tuner_nothing_is_logged(monkeypatch):
     monkeypatch.delenv("DYNAMICCL_RUN", raising=False)
-    assert current_run() is None
+    assert current_results() is None
     assert Values(every=1).at(1) == {}
 
 

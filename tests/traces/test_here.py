@@ -51,6 +51,7 @@ SOURCES = {
         "gettempdir",
         fails(FileNotFoundError(errno.ENOENT, "No usable temporary directory")),
     ),
+    "current folder": (os, "getcwd", fails(FileNotFoundError(errno.ENOENT, "No such file or directory"))),
     "package version": (
         metadata,
         "version",
