@@ -20,11 +20,12 @@ from .commands import Argument, Call, Option
 #: What a command may lack, and the extra that brings it; all else is in `tuner`.
 _EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train"}
 
-#: Group of the help -> commands. A command's function, and its file in agent/commands, have its name without "lab".
+#: Group of the help -> commands. A command's function has its last word as its name and lies in a file of that name, in
+#: agent/commands or, for those that begin with "lab", in agent/commands/lab.
 COMMANDS = {
     "Tune a job": ("tune", "doctor", "apply", "env", "stop"),
     "Look at runs and recordings": ("show", "top", "advise"),
-    "Judge and train policies, check a machine": ("bench", "lab gpu-check", "lab train"),
+    "Judge and train policies, check a machine": ("bench", "lab gpu-check", "lab submit", "lab train"),
 }
 NAMES = tuple(name for names in COMMANDS.values() for name in names)
 _ABOUT = (
@@ -37,9 +38,10 @@ class Parser(argparse.ArgumentParser):
     """Of one command, made from its function's parameters and docstring. What is not said is not in its result."""
 
     def __init__(self, name: str) -> None:
-        file = name.removeprefix("lab ").replace(" ", "_").replace("-", "_")
+        module = name.replace(" ", ".").replace("-", "_")
+        file = module.rpartition(".")[2]
         self.function: Callable[..., None] = getattr(
-            importlib.import_module(f".commands.{file}", __package__), file
+            importlib.import_module(f".commands.{module}", __package__), file
         )
         self.paragraphs = (inspect.getdoc(self.function) or "").split("\n\n")
         found = inspect.signature(self.function).parameters

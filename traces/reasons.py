@@ -77,6 +77,14 @@ class NotTuning(Reason):
         "NCCL asks the tuner and tells the profiler of no collective, so none can be compared: let the job keep "
         "NCCL_PROFILER_PLUGIN, and use NCCL 2.27 or newer"
     )
+    OUTSIDE = (
+        "{slot} is left alone: NCCL runs {ran} there, which is not in what it offers a tuner (a symmetric kernel or a "
+        "copy engine)"
+    )
+    SLOT_TAKEN = (
+        "{variable}={value} was set after our environment (by a Slurm TaskProlog or a SPANK plugin, say): NCCL loads "
+        "one such plugin only, and ours takes the place back"
+    )
     OTHER_BACKEND = "torch.distributed runs on {backend} here; only NCCL asks a tuner"
     NO_PROBE = "no process of the job has loaded the probe yet"
     NO_STEP = "the probe is loaded; no optimizer step yet"

@@ -30,7 +30,7 @@ def make_folder(name: str | None = None) -> Path:
     Raises OSError, FileExistsError where a run of that ``name`` still lives or waits for its job.
     """
     tried = list[str]()
-    for root in _roots():
+    for root in shared_roots():
         try:
             _remove_stale(root)
             return _new_folder(root, name)
@@ -66,7 +66,7 @@ def free_bytes() -> int | None:
         return None
 
 
-def _roots() -> Iterator[Path]:
+def shared_roots() -> Iterator[Path]:
     """Folders of this user alone in which run folders may lie, the best first."""
     name = f"dynamiccl-{os.geteuid()}"
     for base in filter(None, (Path("/dev/shm"), temp_folder())):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,10 +12,11 @@ import pandas as pd
 
 from ..assemble import Offer
 from ..fingerprint import Fingerprint
-from ..records import PAIRS, TUNED_FUNCS, Slot, pair_costs, size_class
+from ..records import ALGOS, NO_OFFER, PAIRS, PROTOS, TUNED_FUNCS, Slot, pair_costs, size_class
 from .skew import durations, label
 
 Array = np.ndarray[Any, Any]
+_OUTSIDE = 0.1  # of a slot's calls may run otherwise than offered, before it is left alone
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,42 @@ class SlotProfile:
         """NCCL's own choice, as text."""
         algo, proto = PAIRS[int(self.fingerprint.own_pair[0])]
         return f"{algo}/{proto}/{int(self.fingerprint.own_channels[0])}"
+
+
+def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer]) -> dict[Slot, str]:
+    """Slots that NCCL, left alone, runs otherwise than it offers the tuner (a tenth of the calls) -> what it runs.
+
+    From 2.29 on NCCL may ask the tuner and then take a symmetric kernel, or a copy engine, which are not in the list
+    that a tuner sees. A table that claims the call would put the best of the rest in the place of what is better still.
+    """
+    tuned = events[events["func"].isin(TUNED_FUNCS)]
+    if tuned.empty:
+        return {}
+    tuned = with_sizes(tuned)
+    tuned = tuned[(tuned["n_ranks"] > 0) & (tuned["asked"] > 0)]
+    found = {}
+    for key, group in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
+        n_ranks, n_nodes, func, klass = cast(tuple[int, int, str, int], key)
+        outside = Counter[str]()
+        for kind, count in group.groupby(["comm_id", "asked", "algo", "proto"]).size().items():
+            comm_id, asked, algo, proto = cast(tuple[int, int, str, str], kind)
+            if not _offers(offers.get((int(comm_id), func, int(asked))), algo, proto):
+                is_known = algo in ALGOS and proto in PROTOS
+                outside[f"{algo}/{proto}" if is_known else "a kernel of another kind"] += int(count)
+        if outside.total() > _OUTSIDE * len(group):
+            slot = Slot(int(n_ranks), int(n_nodes), func, int(klass))
+            ((found[slot], _),) = outside.most_common(1)
+    return found
+
+
+def _offers(offer: Offer | None, algo: str, proto: str) -> bool:
+    """Whether NCCL offers this cell; True where its offer is not known."""
+    if offer is None:
+        return True
+    if algo not in ALGOS or proto not in PROTOS:
+        return False
+    cost = float(offer.cost_us[ALGOS.index(algo), PROTOS.index(proto)])
+    return 0 <= cost < NO_OFFER
 
 
 def find_slots(

@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "next_tuner.c", "profiler.c")
+SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "next_tuner.c", "profiler.c", "room.c")
 HEADERS = ("abi.h", "plugin.h")
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC")
 LIBRARY = "libnccl-tuner-dynamiccl.so"

@@ -21,7 +21,7 @@ from ....traces.here import machine
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import RECORD_BYTES, STATE, UNSET, AgreementState
 from ..agreement.agreement import Agreement, TableMailbox
-from ..plugin.bindings import Plugin, name_where_no_path_is_taken
+from ..plugin.bindings import Plugin, name_where_no_path_is_taken, take_slots_back
 from ..run_folder import WORD
 from ..steps import clock as step_clock
 from ..steps.steps import Steps
@@ -214,6 +214,9 @@ def install() -> None:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    for variable, value in take_slots_back().items():
+        if os.environ.get("RANK", "0") == "0":
+            say(NotTuning.SLOT_TAKEN(variable=variable, value=value))
     name_where_no_path_is_taken(_nccl(sys.modules["torch"]))
     probe = _probe = Probe(os.environ["DYNAMICCL_RUN"])
     call: Any = None

@@ -116,6 +116,7 @@ SEEDED = {
     "profiler overhead": Facts(nccl=(2, 31, 2)),
     "channels": Facts(nccl=(2, 32, 3)),
     "channel limit": Facts({"NCCL_MAX_NCHANNELS": "4"}, table=table(Decision("ring", "ll", 8))),
+    "kernel times": Facts(ranks_per_node=8, shm_free=2**26),
     "never offered": Facts(table=table(Decision("ring", "ll"), Decision("tree", "ll"))),
     "bypass": Facts({"NCCL_CTA_POLICY": "2"}),
     "CTA policy": Facts({"NCCL_CTA_POLICY": "1"}),
@@ -154,6 +155,30 @@ def test_words_are_filled_from_what_was_found():
 def test_slow_kernel_times_matter_only_where_they_are_asked_for(every, must):
     found = examine(Facts({"DYNAMICCL_SAMPLE_EVERY": every}, nccl=(2, 31, 2)))
     assert [finding.must_change for finding in found if finding.name == "profiler overhead"] == must
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "nccl", "said"),
+    [
+        (64, None, "64 MiB free, and NCCL takes 272 for the kernel times of 8 ranks"),
+        (272, None, ""),
+        (64, (2, 32, 3), ""),
+    ],
+)
+def test_the_sum_that_nccl_takes_for_kernel_times_is_said(free_mib, nccl, said):
+    """Before: "0 traps" in a container in which our kernel times made a rank die."""
+    found = examine(Facts(ranks_per_node=8, shm_free=free_mib * 2**20, nccl=nccl))
+    (words,) = [one.what for one in found if one.name == "kernel times"] or [""]
+    assert said in words and bool(said) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("value", "whose"),
+    [("/x/libnccl-profiler-inspector.so", "NVIDIA's Inspector"), ("mine", "another profiler")],
+)
+def test_who_has_the_profiler_s_place_is_named(value, whose):
+    (found,) = examine(Facts({"NCCL_PROFILER_PLUGIN": value}))
+    assert whose in found.what
 
 
 def test_a_clean_environment_has_none():
