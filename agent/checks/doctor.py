@@ -18,7 +18,7 @@ from ...envs.nccl.variables import ALGO, PROTO, Narrowing, narrowing
 from ...traces.here import machine
 from ...traces.names import PAIRS, TUNED_FUNCS
 from .faults import FAULTS, Fault
-from .profiler import no_room_for_kernel_times, whose_profiler
+from .profiler import WITHOUT_CRASH, no_room_for_kernel_times, whose_profiler
 
 if TYPE_CHECKING:  # numpy with it, which a job that is to be started does not wait for
     from ...traces.records import Table
@@ -105,6 +105,13 @@ def _little_shared_memory(facts: Facts) -> tuple[int, int, int] | None:
 
 #: Algorithms that a variable of their own switches off.
 _SWITCHES = {"pat": "NCCL_PAT_ENABLE", "nvls": "NCCL_NVLS_ENABLE"}
+
+
+def _little_for_kernel_times(facts: Facts) -> tuple[int, int, int] | None:
+    ranks = facts.ranks_per_node or facts.n_gpus or 1
+    return None if facts.release(WITHOUT_CRASH) else no_room_for_kernel_times(facts.shm_free, ranks)
+
+
 CHANGE, NOTE = True, False
 #: Name, condition, words, cure, whether it must be changed. Words and cure are filled from the environment, the facts,
 #: and {found}: what the condition returns.
@@ -130,7 +137,7 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("NCCL_TUNER_PLUGIN", lambda f: "dynamiccl" not in f.env.get("NCCL_TUNER_PLUGIN", "dynamiccl"),
      "NCCL_TUNER_PLUGIN={NCCL_TUNER_PLUGIN}: NCCL loads one tuner only; ours takes its place and asks it first, so "
      "that the default stays what the job had", "nothing if that is wanted", NOTE),
-    ("NCCL_PROFILER_PLUGIN", whose_profiler,
+    ("NCCL_PROFILER_PLUGIN", lambda f: whose_profiler(f.env.get("NCCL_PROFILER_PLUGIN", "")),
      "NCCL_PROFILER_PLUGIN={NCCL_PROFILER_PLUGIN} ({found}): NCCL loads one profiler only, and ours takes its place",
      "unset NCCL_PROFILER_PLUGIN, or go on without that profiler by --force", CHANGE),
     ("NCCL_NET_PLUGIN", lambda f: any(name in f.env.get("NCCL_NET_PLUGIN", "") for name in ("ofi", "aws")),
@@ -171,7 +178,7 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("shared memory", _little_shared_memory,
      "shared memory has {found[0]} MiB free; {found[1]} ranks need {found[2]} for whole rings: smaller ones lose "
      "records when the tuner is late", "give the container more (docker run --shm-size=1g)", NOTE),
-    ("kernel times", no_room_for_kernel_times,
+    ("kernel times", _little_for_kernel_times,
      "shared memory has {found[0]} MiB free, and NCCL takes {found[2]} for the kernel times of {found[1]} ranks; where "
      "it is short a rank crashes (NVIDIA/nccl#2326): kernel times stay off, step times do not",
      "give the container more (docker run --shm-size=1g), or use NCCL 2.32", NOTE),
