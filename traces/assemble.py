@@ -7,8 +7,7 @@ time came, or until the process is so far ahead that it never will.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:  # imported where tables are made: `dynamiccl stop` only reads records
     import pandas as pd
 
-from .join import CALL, NO_TIME, add_times, newest_rows
+from .names import DTYPES
 from .records import (
     ALGOS,
     COLL,
@@ -40,28 +39,19 @@ from .records import (
     UNSET,
     names,
 )
+from .records import Communicator as Communicator
+from .records import Offer as Offer
 
 Array = np.ndarray[Any, Any]
-
-#: Bytes of one element of each type, and the names of ncclDataType_t by number, torch's spelling.
-DTYPE_BYTES = {
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "uint32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float16": 2,
-    "float32": 4,
-}
-DTYPE_BYTES |= {"float64": 8, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-DTYPES = tuple(DTYPE_BYTES)
+#: Columns of a table and their pandas types.
+Columns = dict[str, str]
+Row = tuple[Any, ...]
 
 #: Columns of an events table and their pandas types. Times in ns; `start_ns` / `end_ns` are the GPU's clock
 #: and unset (NA) where the kernel was not sampled; `n_ranks` is 0 if the communicator was never announced;
 #: `captured`: into a CUDA graph, so this stands for all its replays (known of sampled steps, from NCCL 2.28 on);
 #: `asked_bytes`: what NCCL asked the tuner about, the whole group's bytes where it was grouped; 0 = not asked, unknown.
-EVENT_COLUMNS: dict[str, str] = {
+EVENT_COLUMNS: Columns = {
     "seq": "int64",
     "comm_id": "uint64",
     "rank": "int32",
@@ -84,7 +74,7 @@ EVENT_COLUMNS: dict[str, str] = {
 }
 #: Columns of a steps table. Memory in bytes, 0 = unknown. ``sampled``: kernel times were taken in this step, one of
 #: ``sample_every``.
-STEP_COLUMNS: dict[str, str] = {
+STEP_COLUMNS: Columns = {
     "index": "int64",
     "rank": "int32",
     "end_ns": "int64",
@@ -98,7 +88,7 @@ STEP_COLUMNS: dict[str, str] = {
 }
 #: What NCCL offered: one row per (comm_id, func, n_bytes); `cost_us` is the (7, 3) cost table, flat, -1 = not
 #: available; `algo`, `proto` are NCCL's own choice.
-OFFER_COLUMNS: dict[str, str] = {
+OFFER_COLUMNS: Columns = {
     "comm_id": "uint64",
     "func": "str",
     "n_bytes": "int64",
@@ -108,7 +98,7 @@ OFFER_COLUMNS: dict[str, str] = {
     "cost_us": "object",
 }
 #: One row per communicator and process.
-COMM_COLUMNS: dict[str, str] = {
+COMM_COLUMNS: Columns = {
     "comm_id": "uint64",
     "n_ranks": "int32",
     "n_nodes": "int32",
@@ -117,10 +107,13 @@ COMM_COLUMNS: dict[str, str] = {
     "pid": "int64",
 }
 #: What a profile of another tool shows beside the collectives: when kernels computed.
-COMPUTE_COLUMNS: dict[str, str] = {"rank": "int32", "start_ns": "int64", "end_ns": "int64"}
+COMPUTE_COLUMNS: Columns = {"rank": "int32", "start_ns": "int64", "end_ns": "int64"}
 
 #: What a row that waits takes from its COLL record as it is; its rank may be -1.
 _KEPT = tuple(n for n in COLL_DTYPE.names or () if n not in ("stamp", "kind", "rank", "spare", "_pad"))
+_NO_TIME = np.iinfo(np.int64).min
+_CALL = ("comm_id", "rank", "func", "seq")  # of one process
+_MIX, _29, _32 = np.uint64(0x9E3779B97F4A7C15), np.uint64(29), np.uint64(32)
 _TIMES = [("pid", "i8"), ("rank", "i4"), ("start_ns", "i8"), ("end_ns", "i8")]
 _PENDING = np.dtype(_TIMES + [(name, COLL_DTYPE[name]) for name in _KEPT])
 
@@ -145,27 +138,6 @@ def _texts() -> dict[str, Any]:
         all_names = [*names(range(UNSET), known), unset]
         texts[name] = pd.array(all_names, dtype="str")
     return texts
-
-
-@dataclass
-class Communicator:
-    """A communicator as NCCL announced it; ``ranks`` maps each rank seen to the process that it lives in now."""
-
-    comm_id: int
-    n_ranks: int
-    n_nodes: int
-    name: str
-    ranks: dict[int, int] = field(default_factory=dict)  # rank -> pid
-
-
-@dataclass
-class Offer:
-    """What NCCL offered for one (comm_id, func, n_bytes)."""
-
-    cost_us: Array  # (N_ALGOS, N_PROTOS) float32 microseconds, -1 = not available
-    algo: str  # NCCL's own choice
-    proto: str
-    n_pipe_ops: int
 
 
 def as_records(records: Array, dtype: np.dtype[Any]) -> Array:
@@ -238,7 +210,7 @@ class Assembler:
 
     def _is_complete(self, rows: Array) -> Array:
         """Which rows wait for nothing more, (n,) bool."""
-        complete_rows = rows["start_ns"] != NO_TIME
+        complete_rows = rows["start_ns"] != _NO_TIME
         for pid in np.unique(rows["pid"]):
             of_pid = np.flatnonzero(rows["pid"] == pid)
             complete_rows[of_pid[: -self.hold]] = True
@@ -249,7 +221,7 @@ class Assembler:
 
     def comms_frame(self) -> pd.DataFrame:
         """The communicators, one row per communicator and process (COMM_COLUMNS)."""
-        rows: list[tuple[Any, ...]] = []
+        rows: list[Row] = []
         for comm in self.comms.values():
             of_all = (comm.comm_id, comm.n_ranks, comm.n_nodes, comm.name)
             for rank, pid in comm.ranks.items():
@@ -258,7 +230,7 @@ class Assembler:
 
     def offers_frame(self) -> pd.DataFrame:
         """The offers, one row per (comm_id, func, n_bytes) (OFFER_COLUMNS)."""
-        rows: list[tuple[Any, ...]] = []
+        rows: list[Row] = []
         for message, offer in self.offers.items():
             own = (offer.algo, offer.proto, offer.n_pipe_ops)
             rows.append((*message, *own, offer.cost_us.ravel()))
@@ -278,23 +250,25 @@ class Assembler:
         texts = _texts()
         func, algo, proto = (str(texts[name][row[name]]) for name in ("func", "algo", "proto"))
         costs = np.array(row["cost_us"], np.float32)
+        costs = costs.reshape(N_ALGOS, N_PROTOS)
         message = (int(row["comm_id"]), func, int(row["n_bytes"]))
         n_pipe_ops = int(row["n_pipe_ops"])
-        self.offers[message] = Offer(costs.reshape(N_ALGOS, N_PROTOS), algo, proto, n_pipe_ops)
+        self.offers[message] = Offer(costs, algo, proto, n_pipe_ops)
 
     def _join(self, rows: Array) -> None:
         """Write the times of all waiting kernels into ``rows``; keep the newest that found no row."""
         if not self._kernels:
             return
         records, processes = zip(*self._kernels, strict=True)
-        kernels, pids = np.concatenate(records), np.concatenate(processes)
+        kernels = np.concatenate(records)
+        pids = np.concatenate(processes)
         found = np.zeros(len(kernels), bool)
         if len(rows):
-            at = newest_rows(rows, kernels, pids)
+            at = _newest_rows(rows, kernels, pids)
             found = rows["pid"][at] == pids
-            for name in CALL:
+            for name in _CALL:
                 found &= rows[name][at] == kernels[name]
-            add_times(rows, at[found], kernels[found])
+            _add_times(rows, at[found], kernels[found])
         waiting = np.flatnonzero(~found)[-4 * self.hold :]
         self._kernels = [(kernels[waiting], pids[waiting])]
 
@@ -305,7 +279,7 @@ class Assembler:
         rows = rows[order]
         columns: dict[str, Any] = self._sizes(rows)
         columns["captured"] = (rows["flags"] & FLAG_CAPTURED) != 0
-        unset = rows["start_ns"] == NO_TIME
+        unset = rows["start_ns"] == _NO_TIME
         texts = _texts()
         for name, kind in EVENT_COLUMNS.items():
             if kind == "Int64":
@@ -333,24 +307,65 @@ class Assembler:
         return {"n_ranks": n_ranks, "n_nodes": n_nodes}
 
 
-def complete(frame: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
+def _newest_rows(rows: Array, kernels: Array, pids: Array) -> Array:
+    """For each kernel the place of the row that it may belong to, (k,); one that belongs to none gets any place."""
+    keys = _keys(rows, rows["pid"])
+    wanted = _keys(kernels, pids)
+    order = np.argsort(keys, kind="stable")
+    in_order = keys[order]
+    # 'right' - 1: the newest row, should a communicator have been made anew under its old id.
+    place = np.searchsorted(in_order, wanted, side="right") - 1
+    place = np.maximum(place, 0)
+    return np.asarray(order[place])
+
+
+def _keys(records: Array, pids: Array) -> Array:
+    """A hash of each record's call, of its process, (n,)."""
+    columns = [pids]
+    for name in _CALL:
+        columns.append(records[name])
+    return hash_of(columns)
+
+
+def _add_times(rows: Array, at: Array, kernels: Array) -> None:
+    """Widen the times of the rows at these places, (k,), by the times of the kernels, (k,)."""
+    start = rows["start_ns"]
+    end = rows["end_ns"]
+    is_new = start[at] == _NO_TIME
+    start[at[is_new]] = np.iinfo(np.int64).max
+    np.minimum.at(start, at, kernels["start_ns"])
+    np.maximum.at(end, at, kernels["end_ns"])
+
+
+def hash_of(columns: Iterable[Array]) -> Array:
+    """64-bit hash of each row of whole-number columns (n,), shape (n,): numbers sort far faster than records."""
+    key: Any = np.uint64(0)
+    for column in columns:
+        key = key ^ (key >> _29)
+        key = key ^ column.astype(np.uint64)
+        key = key * _MIX
+        key = key ^ (key >> _32)
+    return np.asarray(key)
+
+
+def complete(frame: pd.DataFrame, columns: Columns) -> pd.DataFrame:
     """``frame`` with these columns and types. Raises KeyError if one is missing."""
     return frame[list(columns)].astype(columns)
 
 
-def empty(columns: dict[str, str]) -> pd.DataFrame:
+def empty(columns: Columns) -> pd.DataFrame:
     """A table with these columns and no row."""
     return _typed([], columns)
 
 
-def joined(frames: Sequence[pd.DataFrame], columns: dict[str, str]) -> pd.DataFrame:
+def joined(frames: Sequence[pd.DataFrame], columns: Columns) -> pd.DataFrame:
     """Tables with these columns as one."""
     import pandas as pd
 
     return pd.concat(frames, ignore_index=True) if frames else empty(columns)
 
 
-def _typed(rows: list[tuple[Any, ...]], columns: dict[str, str]) -> pd.DataFrame:
+def _typed(rows: list[Row], columns: Columns) -> pd.DataFrame:
     import pandas as pd
 
     frame = pd.DataFrame(rows, columns=list(columns), dtype=object)
@@ -359,7 +374,7 @@ def _typed(rows: list[tuple[Any, ...]], columns: dict[str, str]) -> pd.DataFrame
 
 def _pending(coll: Array, pid: int) -> Array:
     rows = np.empty(coll.size, _PENDING)
-    rows["pid"], rows["start_ns"], rows["end_ns"] = pid, NO_TIME, NO_TIME
+    rows["pid"], rows["start_ns"], rows["end_ns"] = pid, _NO_TIME, _NO_TIME
     for name in ("rank", *_KEPT):
         rows[name] = coll[name]
     return rows
@@ -369,8 +384,10 @@ def _step_frame(rows: Array, pid: int) -> pd.DataFrame:
     import pandas as pd
 
     source = {"index": "step", "table_generation": "generation"}
-    made = {"pid": pid, "sampled": (rows["flags"] & FLAG_SAMPLED) != 0}
-    columns = {}
+    sampled = (rows["flags"] & FLAG_SAMPLED) != 0
+    columns: dict[str, Any] = {"pid": pid, "sampled": sampled}
     for name in STEP_COLUMNS:
-        columns[name] = made[name] if name in made else rows[source.get(name, name)]
+        if name not in columns:
+            columns[name] = rows[source.get(name, name)]
+    columns = {name: columns[name] for name in STEP_COLUMNS}
     return pd.DataFrame(columns).astype(STEP_COLUMNS)

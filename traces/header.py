@@ -89,6 +89,12 @@ def git(*args: str) -> str | None:
     return done.stdout.strip()
 
 
+def _plain_table(table: Table) -> dict[str, Any]:
+    told = {"generation": table.generation, "rules": [plain(vars(rule)) for rule in table.rules]}
+    trial = {name: getattr(table, name) for name in ("trial_steps", "one_of")}
+    return told | {name: n for name, n in trial.items() if n}
+
+
 def plain(value: Any) -> Any:
     """What JSON can hold: our records by their fields, numpy by value, NaN and infinities as None."""
     match value:
@@ -97,12 +103,7 @@ def plain(value: Any) -> Any:
         case Slot():
             return asdict(value)
         case Table():
-            trial = {name: n for name in ("trial_steps", "one_of") if (n := getattr(value, name))}
-            return {
-                "generation": value.generation,
-                "rules": [plain(vars(rule)) for rule in value.rules],
-                **trial,
-            }
+            return _plain_table(value)
         case dict():
             return {str(k): plain(v) for k, v in value.items()}
         case list() | tuple():
@@ -113,8 +114,6 @@ def plain(value: Any) -> Any:
             return plain(value.item())
         case float() if not math.isfinite(value):
             return None
-        case str():
-            return readable(value)
         case None | bool() | int() | float():
             return value
-    return str(value)
+    return readable(str(value))

@@ -26,3 +26,17 @@ PAIRS = (
 
 #: Channel counts that a Decision may ask for; 0 leaves the count to NCCL.
 CHANNELS = (0, 1, 2, 4, 8, 16, 24, 32)
+
+#: Bytes of one element of each type, and the names of ncclDataType_t by number, torch's spelling.
+DTYPE_BYTES = {
+    "int8": 1,
+    "uint8": 1,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float16": 2,
+    "float32": 4,
+}
+DTYPE_BYTES |= {"float64": 8, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+DTYPES = tuple(DTYPE_BYTES)

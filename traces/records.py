@@ -111,15 +111,6 @@ class Slot:
 Decisions = Mapping[Slot, Decision]
 
 
-def format_bytes(n: float) -> str:
-    """``8388608 -> '8 MiB'``: binary units, at most one decimal."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n) < 1024 or unit == "GiB":
-            return f"{n:.0f} {unit}" if n == round(n) else f"{n:.1f} {unit}"
-        n /= 1024
-    raise AssertionError("unreachable")
-
-
 def format_range(low: int, high: int) -> str:
     """Sizes from ``low`` to ``high`` bytes, both inclusive: ``33-64 MiB``; a class of small sizes in a smaller unit.
 
@@ -235,6 +226,27 @@ def _rule(row: np.void) -> Rule:
     )
     sizes = int(row["min_bytes"]), int(row["max_bytes"])
     return Rule(int(row["n_ranks"]), int(row["n_nodes"]), FUNCS[func], *sizes, decision)
+
+
+@dataclass
+class Communicator:
+    """A communicator as NCCL announced it; ``ranks`` maps each rank seen to the process that it lives in now."""
+
+    comm_id: int
+    n_ranks: int
+    n_nodes: int
+    name: str
+    ranks: dict[int, int] = field(default_factory=dict)  # rank -> pid
+
+
+@dataclass
+class Offer:
+    """What NCCL offered for one (comm_id, func, n_bytes)."""
+
+    cost_us: np.ndarray[Any, Any]  # (N_ALGOS, N_PROTOS) float32 microseconds, -1 = not available
+    algo: str  # NCCL's own choice
+    proto: str
+    n_pipe_ops: int
 
 
 # What the plugin and the probe write into a ring (C: struct dccl_record in envs/nccl/plugin/plugin.h), 128 bytes. The

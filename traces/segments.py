@@ -113,7 +113,7 @@ def read_header(folder: Path) -> dict[str, Any]:
         raise TraceError(f"no trace in {folder}: {cure}") from None
     except NotADirectoryError:
         raise TraceError(
-            f"{folder} is a file, a trace is a folder: `dynamiccl advise` reads the profiles of other tools"
+            f"{folder} is a file, a trace is a folder; `dynamiccl show` and `advise` read other tools' files"
         ) from None
     except (OSError, ValueError) as error:
         raise TraceError(

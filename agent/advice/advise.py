@@ -17,7 +17,7 @@ import numpy as np
 
 from ...envs.nccl_model.arms import distinct
 from ...envs.nccl_model.clusters import Cluster, ClusterArrays
-from ...envs.replay.decisions import cluster_of, load
+from ...envs.replay.decisions import cluster_of, default_generations, load
 from ...envs.replay.recordings import named, of_size, on_cluster
 from ...envs.search.belief import LOG_RANGE, Belief, Prior
 from ...traces.files import Trace, TraceError
@@ -61,7 +61,8 @@ def read(
     c = named(cluster, nccl) if cluster else None
     if ranks_per_node is None and c is not None:
         ranks_per_node = c.gpus_per_node
-    total = sum(path.stat().st_size for path in recording_files(paths))
+    sizes = [path.stat().st_size for path in recording_files(paths)]
+    total = sum(sizes)
     with terminal(stderr=True).status(f"reading {total / 1e6:,.0f} MB"):
         trace = read_recording(paths, ranks_per_node)
     if trace.steps.empty:
@@ -72,7 +73,8 @@ def read(
         )
     if c is None:
         return trace
-    return on_cluster(trace, named(str(cluster), nccl, trace.header.get("nccl")))
+    recorded = trace.header.get("nccl")
+    return on_cluster(trace, named(str(cluster), nccl, recorded))
 
 
 def exposure(trace: Trace) -> dict[Slot, float]:
@@ -80,14 +82,20 @@ def exposure(trace: Trace) -> dict[Slot, float]:
     shows no compute."""
     if not len(trace.compute):
         return {}
-    default = {generation for generation, rules in trace.tables.items() if not rules}
-    events = trace.events[trace.events["table_generation"].isin(default)]
-    events = events.assign(bare=exposed_ns(events, trace.compute)).dropna(subset="bare")
-    events["lasts"] = (events["end_ns"] - events["start_ns"]).astype(float)
+    default = default_generations(trace)
+    events = trace.events
+    events = events[events["table_generation"].isin(default)]
+    bare = exposed_ns(events, trace.compute)
+    events = events.assign(bare=bare).dropna(subset="bare")
+    lasts = events["end_ns"] - events["start_ns"]
+    events["lasts"] = lasts.astype(float)
     events["size_class"] = events["n_bytes"].map(lambda n_bytes: size_class(int(n_bytes)))
     slots = events.groupby(["n_ranks", "n_nodes", "func", "size_class"])
     sums = slots[["bare", "lasts"]].sum()
-    return {Slot(*key): bare / max(lasts, 1.0) for key, bare, lasts in sums.itertuples()}
+    found = {}
+    for key, bare_ns, lasts_ns in sums.itertuples():
+        found[Slot(*key)] = bare_ns / max(lasts_ns, 1.0)
+    return found
 
 
 def tell(belief: Belief, exposed: Array) -> None:
@@ -96,7 +104,8 @@ def tell(belief: Belief, exposed: Array) -> None:
     if len(seen):
         at = [belief.parts[i].start for i in seen]
         values = EXPOSED[0] + EXPOSED[1] * np.minimum(exposed[seen], 1.0)
-        belief.learn(at, values, np.full(len(at), EXPOSED[2]))
+        unsure = np.full(len(at), EXPOSED[2])
+        belief.learn(at, values, unsure)
 
 
 class Gains:
@@ -110,7 +119,8 @@ class Gains:
         configs = []
         for slot in range(len(self.belief.arms)):
             means, deviations = self.belief.figures(slot)
-            hopes = np.where(means >= LEAST, means + BOLD * deviations, 0.0)
+            hopes = means + BOLD * deviations
+            hopes = np.where(means >= LEAST, hopes, 0.0)
             configs.append(hopes.argmax())
         return np.array(configs, int)
 
@@ -132,13 +142,17 @@ class Gains:
         belief = self.belief
         values, vectors = np.linalg.eigh(belief.cov)
         root = vectors * np.sqrt(np.maximum(values, 0.0))
-        normal = np.random.default_rng(0).normal(size=(_DRAWS, len(belief.mean)))
+        rng = np.random.default_rng(0)
+        normal = rng.normal(size=(_DRAWS, len(belief.mean)))
         drawn = belief.mean + NARROWER * normal @ root.T
         most = np.zeros(_DRAWS)
-        for part, arms, share in zip(belief.parts, belief.arms, belief.share, strict=True):
-            if len(arms):
-                most += share * _best_saving(drawn[:, part], len(arms))
-        low, middle, high = np.quantile(most, ((1 - level) / 2, 0.5, (1 + level) / 2))
+        for slot, share in enumerate(belief.share):
+            n_arms = len(belief.arms[slot])
+            if n_arms:
+                of_slot = drawn[:, belief.parts[slot]]
+                most += share * _best_saving(of_slot, n_arms)
+        ends = ((1 - level) / 2, 0.5, (1 + level) / 2)
+        low, middle, high = np.quantile(most, ends)
         return float(middle), float(low), float(high)
 
 
@@ -155,7 +169,8 @@ class Advice:
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
         self.trace = trace
-        self.notes = [str(note) for note in trace.header.get("notes") or ()]
+        notes = trace.header.get("notes") or ()
+        self.notes = [str(note) for note in notes]
         self.tasks = load(trace, min_share=0.0)
         first = self.tasks.slots[0]
         given = cluster or cluster_of(trace, first.n_ranks, first.n_nodes)
@@ -165,9 +180,11 @@ class Advice:
         self._note_size(given)
         fingerprint = self.tasks.fingerprint
         arms = distinct(fingerprint, ClusterArrays.of(places).release)
-        belief = Belief(Prior.load(), fingerprint.vector(), arms, self.tasks.share)
+        features = fingerprint.vector()
+        belief = Belief(Prior.load(), features, arms, self.tasks.share)
         seen = exposure(trace)
-        self.exposed = np.array([seen.get(slot, np.nan) for slot in self.tasks.slots])
+        parts = [seen.get(slot, np.nan) for slot in self.tasks.slots]
+        self.exposed = np.array(parts)
         tell(belief, self.exposed)
         self.gains = Gains(belief)
         self.configs = self.gains.best()
@@ -175,13 +192,14 @@ class Advice:
     def _places(self, given: Cluster) -> list[Cluster]:
         """The cluster in the size of each slot's communicator. Raises TraceError where one does not fit."""
         try:
-            return [of_size(given, p.slot.n_ranks, p.slot.n_nodes) for p in self.tasks.profiles]
+            return [of_size(given, slot.n_ranks, slot.n_nodes) for slot in self.tasks.slots]
         except ValueError as error:
             raise TraceError(f"{error}: name the cluster that was recorded with --cluster") from None
 
     def _note_size(self, given: Cluster) -> None:
         """Say it where the recording is of another number of ranks than the named cluster."""
-        n_ranks, n_nodes = self.cluster.n_ranks, self.cluster.n_nodes
+        n_ranks = self.cluster.n_ranks
+        n_nodes = self.cluster.n_nodes
         if n_ranks != given.n_ranks:
             ranks = f"{n_ranks} ranks were recorded, {given.name} has {given.n_ranks}"
             self.notes.insert(0, f"{ranks}: as many nodes of its kind are assumed as they fill, {n_nodes}")
@@ -189,13 +207,17 @@ class Advice:
     @property
     def decisions(self) -> dict[Slot, Decision]:
         """The table to try first; slots that are left to NCCL are not in it."""
-        pairs = zip(self.tasks.slots, self.configs, strict=True)
-        return {slot: decision_of(config) for slot, config in pairs if config}
+        found = {}
+        for slot, config in zip(self.tasks.slots, self.configs, strict=True):
+            if config:
+                found[slot] = decision_of(config)
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON and for people; unknown values are None."""
         header = self.trace.header
-        found = bool(self.configs.any()) and self.n_steps >= LEAST_STEPS
+        found = bool(self.configs.any())
+        found &= self.n_steps >= LEAST_STEPS
         risk = self.gains.risk(self.configs) if found else None
         shares = sum(p.share for p in self.tasks.profiles)
         told = {
@@ -214,7 +236,7 @@ class Advice:
             "level": LEVEL,
             "unseen": risk is not None and risk <= UNSEEN,
             "possible": _interval(*self.gains.possible(LEVEL)),
-            "slots": [self._slot(i, found) for i in range(len(self.tasks.profiles))],
+            "slots": [self._slot(i, found) for i in range(len(self.configs))],
             "misaligned": as_dicts(misaligned(self.trace)),
             "unknown": self._unknown(),
         }
@@ -226,13 +248,17 @@ class Advice:
         p = self.tasks.profiles[i]
         alone = np.zeros(len(self.configs), int)
         alone[i] = self.configs[i]
-        bare = float(self.exposed[i]) * p.share if np.isfinite(self.exposed[i]) else None
-        saves = _interval(*self.gains.interval(alone, LEVEL)) if found and self.configs[i] else None
+        bare = saves = None
+        if np.isfinite(self.exposed[i]):
+            bare = float(self.exposed[i]) * p.share
+        if found and self.configs[i]:
+            saves = _interval(*self.gains.interval(alone, LEVEL))
+        slot = p.slot
         return {
-            "slot": str(p.slot),
-            "func": p.slot.func,
-            "n_ranks": p.slot.n_ranks,
-            "n_nodes": p.slot.n_nodes,
+            "slot": str(slot),
+            "func": slot.func,
+            "n_ranks": slot.n_ranks,
+            "n_nodes": slot.n_nodes,
             "n_bytes": p.n_bytes,
             "calls": p.calls,
             "call_us": p.call_us,
@@ -247,8 +273,10 @@ class Advice:
     def _left_out(self) -> float:
         """The part of the step in NCCL's kernels that the recording does not tell enough of; at most 1."""
         left_out = self.trace.header.get("left_out") or {}
-        steps_ns = float(self.trace.steps["duration_ns"].sum())
-        return min(1.0, left_out.get("ns", 0) / steps_ns) if steps_ns else 0.0
+        durations = self.trace.steps["duration_ns"]
+        steps_ns = float(durations.sum())
+        left_out_ns = left_out.get("ns", 0)
+        return min(1.0, left_out_ns / steps_ns) if steps_ns else 0.0
 
     def _unknown(self) -> list[str]:
         """What the recording does not say, each once."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from ...traces.assemble import DTYPE_BYTES
 from ...traces.files import Trace
+from ...traces.names import DTYPE_BYTES
 from ...traces.records import TUNED_FUNCS, Slot, size_class
 
 #: NCCL loads and stores so many bytes at once; parts that do not divide by it take a slow path with Simple and LL128

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ...envs.replay.decisions import default_generations
 from ...traces.files import Trace, TraceError
 from ...traces.header import plain
 from ...traces.queries.skew import busy_ns, exposed_ns
@@ -78,7 +79,7 @@ def compare(before: Trace, after: Trace) -> dict[str, Any]:
 
 def figures(trace: Trace, rank: int) -> Figures:
     """What a recording says of a rank under NCCL's own choice."""
-    default = [generation for generation, rules in trace.tables.items() if not rules]
+    default = default_generations(trace)
     steps = trace.steps[(trace.steps["rank"] == rank) & trace.steps["table_generation"].isin(default)]
     events = trace.events[(trace.events["rank"] == rank) & trace.events["table_generation"].isin(default)]
     if "source" not in trace.header and len(steps) > 1:

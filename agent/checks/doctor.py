@@ -6,19 +6,20 @@ Each is a row of TRAPS. Sources: NCCL's code and issue tracker, as far as they b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...envs.nccl.plugin.build import PluginBuildError, compiler, configured, needs_compiler, takes_no_path
 from ...envs.nccl.plugin.installed import has_torch, in_sight, nccl_release
 from ...envs.nccl.run_folder import free_bytes
 from ...envs.nccl.steps.nvml import gpus
-from ...envs.nccl.variables import ALGO, PROTO, Narrowing, narrowing
+from ...envs.nccl.variables import ALGO, PROTO
 from ...traces.here import machine
 from ...traces.names import PAIRS, TUNED_FUNCS
+from .facts import Facts
 from .faults import FAULTS, Fault
-from .profiler import WITHOUT_CRASH, no_room_for_kernel_times, whose_profiler
+from .profiler import no_room_for_kernel_times, whose_profiler
 
 if TYPE_CHECKING:  # numpy with it, which a job that is to be started does not wait for
     from ...traces.records import Table
@@ -32,30 +33,6 @@ class Finding:
     what: str
     cure: str
     must_change: bool
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of the machine and the job. Everything may be unknown (None)."""
-
-    env: Mapping[str, str] = field(default_factory=dict)  # NCCL's configuration files are merged into it
-    nccl: tuple[int, int, int] | None = None
-    n_gpus: int | None = None
-    ranks_per_node: int | None = None
-    shm_free: int | None = None  # bytes
-    has_compiler: bool = True  # or what it would compile is there
-    table: Table | None = None
-    machine: str | None = None  # x86_64, aarch64
-    copies: tuple[str, ...] = ()  # every NCCL in sight, in words
-
-    @property
-    def narrowing(self) -> Narrowing:
-        """What NCCL_ALGO and NCCL_PROTO take out of NCCL's offer."""
-        return narrowing(self.env)
-
-    def release(self, first: tuple[int, ...], below: tuple[int, ...] = (99,)) -> bool:
-        """Whether NCCL is known to be of the release ``first`` or newer, and older than ``below``."""
-        return self.nccl is not None and first <= self.nccl < below
 
 
 def _channel_limit(facts: Facts) -> tuple[int, int] | None:
@@ -105,13 +82,6 @@ def _little_shared_memory(facts: Facts) -> tuple[int, int, int] | None:
 
 #: Algorithms that a variable of their own switches off.
 _SWITCHES = {"pat": "NCCL_PAT_ENABLE", "nvls": "NCCL_NVLS_ENABLE"}
-
-
-def _little_for_kernel_times(facts: Facts) -> tuple[int, int, int] | None:
-    ranks = facts.ranks_per_node or facts.n_gpus or 1
-    return None if facts.release(WITHOUT_CRASH) else no_room_for_kernel_times(facts.shm_free, ranks)
-
-
 CHANGE, NOTE = True, False
 #: Name, condition, words, cure, whether it must be changed. Words and cure are filled from the environment, the facts,
 #: and {found}: what the condition returns.
@@ -137,7 +107,7 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("NCCL_TUNER_PLUGIN", lambda f: "dynamiccl" not in f.env.get("NCCL_TUNER_PLUGIN", "dynamiccl"),
      "NCCL_TUNER_PLUGIN={NCCL_TUNER_PLUGIN}: NCCL loads one tuner only; ours takes its place and asks it first, so "
      "that the default stays what the job had", "nothing if that is wanted", NOTE),
-    ("NCCL_PROFILER_PLUGIN", lambda f: whose_profiler(f.env.get("NCCL_PROFILER_PLUGIN", "")),
+    ("NCCL_PROFILER_PLUGIN", whose_profiler,
      "NCCL_PROFILER_PLUGIN={NCCL_PROFILER_PLUGIN} ({found}): NCCL loads one profiler only, and ours takes its place",
      "unset NCCL_PROFILER_PLUGIN, or go on without that profiler by --force", CHANGE),
     ("NCCL_NET_PLUGIN", lambda f: any(name in f.env.get("NCCL_NET_PLUGIN", "") for name in ("ofi", "aws")),
@@ -178,7 +148,7 @@ TRAPS: tuple[tuple[str, Callable[[Facts], Any], str, str, bool], ...] = (
     ("shared memory", _little_shared_memory,
      "shared memory has {found[0]} MiB free; {found[1]} ranks need {found[2]} for whole rings: smaller ones lose "
      "records when the tuner is late", "give the container more (docker run --shm-size=1g)", NOTE),
-    ("kernel times", _little_for_kernel_times,
+    ("kernel times", no_room_for_kernel_times,
      "shared memory has {found[0]} MiB free, and NCCL takes {found[2]} for the kernel times of {found[1]} ranks; where "
      "it is short a rank crashes (NVIDIA/nccl#2326): kernel times stay off, step times do not",
      "give the container more (docker run --shm-size=1g), or use NCCL 2.32", NOTE),
@@ -217,10 +187,7 @@ def _has(facts: Facts, fault: Fault) -> bool:
 def checked(facts: Facts) -> dict[str, str]:
     """What was looked at, and what is there."""
     set_here = sorted(name for name in facts.env if name.startswith(("NCCL_", "DYNAMICCL_")))
-    release = ".".join(map(str, facts.nccl or ())) or "none among this Python's packages"
-    if len(facts.copies) > 1 or (facts.copies and facts.nccl is None):
-        release = f"{release if facts.nccl else 'not known'}; in sight: {'; '.join(facts.copies)}"
-    told = {"NCCL": release, "GPUs": str(facts.n_gpus or "none in sight")}
+    told = {"NCCL": _release_text(facts), "GPUs": str(facts.n_gpus or "none in sight")}
     told["PyTorch"] = "loads the probe" if has_torch() else "not among this Python's packages"
     built = "built at first use, a C compiler is here" if facts.has_compiler else "no C compiler"
     told["plugin"] = built if needs_compiler() else "built, no compiler needed"
@@ -230,6 +197,14 @@ def checked(facts: Facts) -> dict[str, str]:
         **told,
         "traps": f"{len({name for name, *_ in TRAPS}) + len(FAULTS)} known, {len(examine(facts))} here",
     }
+
+
+def _release_text(facts: Facts) -> str:
+    """NCCL's release, and all copies in sight if there are several or none is sure to be loaded."""
+    release = ".".join(map(str, facts.nccl or ()))
+    if len(facts.copies) > 1 or (facts.copies and facts.nccl is None):
+        return f"{release or 'not known'}; in sight: {'; '.join(facts.copies)}"
+    return release or "none among this Python's packages"
 
 
 def gather(command: list[str] | None = None, table: Table | None = None) -> Facts:

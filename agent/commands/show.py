@@ -159,7 +159,8 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     ]
     console.print("  ".join(str(fact) for fact in facts if fact), markup=False, soft_wrap=True)
     if not steps["n"]:
-        console.print(f"no optimizer step was seen; {story['n_events']} collectives")
+        whole = "; calls are those of the whole recording" if "source" in h else ""
+        console.print(f"no optimizer step was seen; {story['n_events']} collectives{whole}")
         return
     console.print(
         f"steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms in the median, "

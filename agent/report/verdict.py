@@ -63,14 +63,27 @@ def cost(s: RunSummary) -> str:
 
 def verdict(s: RunSummary) -> str:
     """The run in one sentence."""
-    emulated = " (emulated times)" if s.emulated else ""
+    return _without_verdict(s) or _decided(s)
+
+
+def _without_verdict(s: RunSummary) -> str:
+    """The sentence of a run that failed or came to no verdict; empty for any other."""
     if s.failure:
         return f"FAILED: {s.failure}"
-    if s.job_failed and s.is_decided:
-        before = f"; table {s.in_force or ''} had been kept".replace("  ", " ") if s.kept else ""
-        return f"NO VERDICT{emulated}: the job failed with status {s.job_status}{before}"
     if not s.is_decided:
         return f"NO VERDICT: {s.ended or 'the run goes on, or was cut off'}"
+    if s.job_failed:
+        before = f"; {s.in_force or 'a table'} had been kept" if s.kept else ""
+        return f"NO VERDICT{_emulated(s)}: the job failed with status {s.job_status}{before}"
+    return ""
+
+
+def _emulated(s: RunSummary) -> str:
+    return " (emulated times)" if s.emulated else ""
+
+
+def _decided(s: RunSummary) -> str:
+    emulated = _emulated(s)
     came = change(s.speedup, s.speedup_ci95, s.strength if s.kept else "") if s.speedup is not None else ""
     if s.kept:
         what = f"steps {came}, {cost(s)}" if came else "a table that was confirmed before is in force"

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...traces.assemble import Communicator
-from ...traces.join import hash_of
+from ...traces.assemble import Communicator, hash_of
 from ...traces.reasons import RowRefused
 from ...traces.records import (
     ALGOS,

@@ -51,7 +51,7 @@ def test_a_run_that_is_not_there_is_told(tmp_path):
 
 def test_a_recording_that_cannot_be_read_says_why(tmp_path):
     (tmp_path / "a.json").write_text("no profile")
-    with pytest.raises(ValueError, match="a.json"):
+    with pytest.raises(ValueError, match=r"a\.json"):
         dynamiccl.advise(tmp_path / "a.json", cluster=CLUSTER)
 
 

@@ -170,6 +170,15 @@ def test_a_call_of_a_rank_in_two_files_is_refused_by_name(tmp_path, make):
         read_recording([folder])
 
 
+def test_a_process_of_several_gpus_is_refused(tmp_path):
+    path = made.nsys(tmp_path / "a.sqlite", ranks=(0,))
+    with closing(sqlite3.connect(path)) as base:
+        base.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = 1 WHERE correlationId % 2")
+        base.commit()
+    with pytest.raises(TraceError, match="a process uses several GPUs"):
+        read_recording([path])
+
+
 def test_kernels_whose_range_tells_no_size_are_counted_with_the_cure(tmp_path):
     with pytest.raises(TraceError, match=r"36 calls of NCCL, and none says .*--include-json true"):
         read_recording([made.nsys(tmp_path / "a.sqlite", payloads=False)])
@@ -214,6 +223,18 @@ class Runs:
 )
 def test_no_pickle_runs_code_or_takes_the_memory(tmp_path, data):
     (tmp_path / "dump_0").write_bytes(data)
+    result = invoke(["advise", str(tmp_path / "dump_0")])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
+
+
+def test_a_pickle_whose_lists_grow_without_end_is_read_in_little_time(tmp_path):
+    """Each list holds the one before ten times: as text it would take terabytes."""
+    grown = ["x"]
+    for _ in range(12):
+        grown = [grown] * 10
+    entry = {"profiling_name": grown, "process_group": grown, "input_sizes": grown}
+    entries = [entry, {**entry, "profiling_name": "nccl:all_reduce"}]
+    (tmp_path / "dump_0").write_bytes(pickle.dumps({"entries": entries, "pg_status": {}, "pg_config": {}}))
     result = invoke(["advise", str(tmp_path / "dump_0")])
     assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
 

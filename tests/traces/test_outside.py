@@ -72,6 +72,7 @@ OTHERS = {
 #: What a process of ours hands to itself, or lies in the package.
 OURS = (
     "agent/checks/",
+    "agent/api.py",
     "agent/commands/bench.py",
     "agent/report/report.py",
     "agent/policies/",

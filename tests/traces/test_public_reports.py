@@ -7,7 +7,7 @@ import pytest
 from command import invoke
 from dynamiccl.traces.files import TraceError
 from dynamiccl.traces.importers.recording import read_recording
-from test_traces_importers import kineto
+from test_traces_importers import kineto, without_steps
 
 CLUSTER = ("--cluster", "dgx-h100-2x8")
 
@@ -102,6 +102,13 @@ def test_two_files_of_one_rank_with_the_same_steps_are_refused_by_name(tmp_path)
             TraceError, match=r"host_1\..*host_2\..*both hold step 7 of rank 0: give one file a rank"
         ):
             read_recording(paths)
+
+
+def test_two_files_of_one_rank_without_steps_are_not_added_up(tmp_path):
+    for name, document in (("a.json", kineto(0)), ("b.json", kineto(0, kernels=False))):
+        put(tmp_path, name, without_steps(document))
+    with pytest.raises(TraceError, match=r"a\.json and .*b\.json both hold rank 0, and one marks no steps"):
+        read_recording([tmp_path])
 
 
 def test_two_files_of_one_rank_with_other_steps_are_one_recording(tmp_path):

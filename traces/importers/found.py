@@ -12,9 +12,9 @@ from typing import Any
 
 import pandas as pd
 
-from ..assemble import COMPUTE_COLUMNS, DTYPE_BYTES, EVENT_COLUMNS, STEP_COLUMNS, complete, empty
+from ..assemble import COMPUTE_COLUMNS, EVENT_COLUMNS, STEP_COLUMNS, complete, empty
 from ..files import TraceError
-from ..records import ALGOS, PROTOS
+from ..names import ALGOS, DTYPE_BYTES, PROTOS
 
 #: PyTorch's names of types that are not ours.
 _ALIASES = {"char": "int8", "byte": "uint8", "bool": "uint8", "int": "int32", "long": "int64"}
@@ -107,12 +107,20 @@ class Found:
     owners: dict[int, list[_Owner]] = field(default_factory=dict)  # by rank
 
     def claim(self, file: Path, rank: int, steps: Collection[int]) -> None:
-        """Note that a file holds these steps of a rank. Raises TraceError if another file holds one of them too."""
+        """Note that a file holds these steps of a rank.
+
+        Raises TraceError if another file holds one of them too, or if one of the two marks no steps: they would be
+        added up.
+        """
         mine = frozenset(steps)
         for other, theirs in self.owners.get(rank, []):
-            if shared := mine & theirs:
+            shared = mine & theirs
+            if shared or not mine or not theirs:
+                what = (
+                    f"step {min(shared)} of rank {rank}" if shared else f"rank {rank}, and one marks no steps"
+                )
                 raise TraceError(
-                    f"{other} and {file} both hold step {min(shared)} of rank {rank}: give one file a rank; "
+                    f"{other} and {file} both hold {what}: give one file a rank; "
                     "to compare two recordings put each into its own folder"
                 )
         self.owners.setdefault(rank, []).append((file, mine))

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ..assemble import DTYPE_BYTES
 from ..files import TraceError
+from ..names import DTYPE_BYTES
 from .found import MOST_RANKS, Found, Gaps, Marks, NoRankError, comm_id_of, dtype_of, func_of, rank_in_name
 from .json_stream import Faults, many, read_elements
 

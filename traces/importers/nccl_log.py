@@ -12,8 +12,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..assemble import DTYPE_BYTES, DTYPES
 from ..files import TraceError
+from ..names import DTYPE_BYTES, DTYPES
 from .found import Found, Gaps, algo_of, comm_id_of, func_of, proto_of, whole_bytes
 from .json_stream import lines
 

@@ -9,7 +9,6 @@ tell ranks. Kernels are matched to ranges by the launch that the range holds. St
 from __future__ import annotations
 
 import bisect
-import json
 import re
 import sqlite3
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from ..files import TraceError
+from ..outside import parse_json
 from .found import Found, Gaps, Marks, comm_id_of, func_of, rank_in_name, whole_bytes
 
 #: The cure for ranges without a payload.
@@ -80,6 +80,9 @@ def _read_one(file: Path, alone: bool, base: sqlite3.Connection, found: Found) -
     ranges = pd.read_sql_query(_RANGES.format(payload=payload), base)
     kernels = pd.read_sql_query(_KERNELS, base)
     comms = _communicators(ranges)
+    devices = kernels.groupby("pid")["device"].nunique()
+    if (devices > 1).any():
+        raise TraceError(f"{file}: a process uses several GPUs, so its ranks cannot be told: start one a GPU")
     for place, (_, mine) in enumerate(kernels.groupby(["pid", "device"], sort=True)):
         pid = int(mine["pid"].iloc[0])
         rank = _rank_of(file, alone, place, comms.get(pid, {}), found)
@@ -190,7 +193,7 @@ def _rows(frame: pd.DataFrame) -> Iterator[Any]:
 def _payload(text: Any) -> dict[str, Any]:
     """A range's payload by the names of its entries; empty where there is none. NCCL writes whole numbers."""
     try:
-        told = json.loads(text) if text else {}
+        told = parse_json(text) if text else {}
     except ValueError:
         return {}
     if not isinstance(told, dict):

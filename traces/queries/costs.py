@@ -48,8 +48,8 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
         last = held[-1] if held else frozenset()
         wanted = tables.get(_compared(trace), last)
     tuned = []
-    for generation, rules in tables.items():
-        if rules and rules == wanted:
+    for generation, held_rules in tables.items():
+        if held_rules and held_rules == wanted:
             tuned.append(generation)
     return Generations(default, frozenset(tuned), wanted)
 

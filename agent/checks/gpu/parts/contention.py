@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .....traces.records import AUTO, Decision
 from .rank import Buffers, Rank
@@ -120,7 +121,7 @@ def _cell(rank: Rank, load: Load, buffers: Buffers, comm: str, decision: Decisio
     ran = rank.ran(buffers)
     pairs = {(algo, proto) for algo, proto, _ in ran}
     is_offered = decision.is_auto or pairs == {(decision.algo, decision.proto)}
-    if not rank.agreed(float(is_offered)):
+    if not rank.agreed(float(is_offered), dist.ReduceOp.MIN):
         return 0
     alone_us = timed(rank, lambda: buffers.call(group))
     load.last_for(LONGER * rank.agreed(alone_us))

@@ -151,7 +151,8 @@ class Sweep:
         [first_us] = rank.slowest([mine_us])
         plan = cell.own, row["ran"]
         times: list[float] = []
-        if cell.decision.is_auto or plan not in self.seen:
+        is_new = cell.decision.is_auto or plan not in self.seen
+        if row["agreed"] and is_new:  # all ranks know the same of both
             self.seen.add(plan)
             times = self._timed(buffers, group)
         self._file(row, first_us, times)
@@ -166,15 +167,16 @@ class Sweep:
         ran = plans_of(buffers.of(records, rec.COLL))
         obeyed = len(ran) == 1 and _is_obeyed(cell.decision, ran[0], offer)
         ranks = self.rank.gather((right, obeyed, ran))
+        first = ranks[0][2]  # of rank 0: all ranks go by it
         return {
             "comm": cell.comm,
             "func": cell.func,
             "n_bytes": cell.n_bytes,
             "asked": str(cell.decision),
-            "ran": "/".join(map(str, ran[0])) if ran else "",
+            "ran": "/".join(map(str, first[0])) if first else "",
             "right": all(one[0] for one in ranks),
             "obeyed": all(one[1] for one in ranks),
-            "agreed": all(one[2] == ran for one in ranks),
+            "agreed": all(one[2] == first for one in ranks),
         }
 
     def _timed(self, buffers: Buffers, group: Any) -> list[float]:
