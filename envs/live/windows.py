@@ -57,35 +57,37 @@ class LiveWindows:
         before = self.job.last_step
         plan = Plan(windows.PROFILE, np.zeros(0, np.int64), self.profile_steps, skip)
         window = self.job.window({}, plan.n_steps, skip)
-        events = self.profile_events = self._events(window)
-        step_us = window.step_ms * 1e3
-        found = self._tunable(events, step_us)
+        found = self._find(window)
         self.profiles = [p for p in found if p.share >= self.min_share]
         self.on_window(plan, window)
         if not self.profiles:
             raise ValueError(self.nothing([p.share for p in found]))
-        own = np.array([int(p.fingerprint.own_pair[0]) for p in self.profiles])
-        call_us = np.array([p.call_us if p.timed_by != "NCCL's price" else np.nan for p in self.profiles])
-        return self._told(own, call_us), self._measured(
-            plan, window, before, call_us, np.ones(len(own), bool)
-        )
+        told = self._told()
+        all_obeyed = np.ones(len(self.profiles), bool)
+        return told, self._measured(plan, window, before, told.call_us, all_obeyed)
 
-    def _tunable(self, events: pd.DataFrame, step_us: float) -> list[SlotProfile]:
-        """The slots that a table may change; those that run a kernel outside NCCL's offer are left alone, and named."""
+    def _find(self, window: Window) -> list[SlotProfile]:
+        """The slots that a table may touch, however small; why it may not touch others."""
+        events = self.profile_events = self._events(window)
         offers = self.job.assembler.offers
+        found = find_slots(events, offers, window.step_ms * 1e3, self.job.memory_pressure)
         outside = outside_the_offer(events, offers)
         self.left_alone = [NotTuning.OUTSIDE(slot=slot, ran=ran) for slot, ran in outside.items()]
-        found = find_slots(events, offers, step_us, self.job.memory_pressure)
-        return [p for p in found if p.slot not in outside and p.slot.func in self.funcs]
+        return [p for p in found if p.slot.func in self.funcs and p.slot not in outside]
 
-    def _told(self, own: Array, call_us: Array) -> windows.Job:
-        """The job as a search knows it."""
+    def _told(self) -> windows.Job:
+        """What a search is told of the slots."""
+        found = self.profiles
+        own = np.array([int(p.fingerprint.own_pair[0]) for p in found])
+        tries_few = getattr(self.job, "tries_few", False)
+        timed = [p.timed_by != "NCCL's price" for p in found]
+        call_us = np.array([p.call_us for p in found])
         return windows.Job(
-            features=np.concatenate([p.fingerprint.vector() for p in self.profiles]),
-            mask=np.concatenate([distinct(p.fingerprint) for p in self.profiles]),
-            share=np.array([p.share for p in self.profiles]),
-            call_us=call_us,
-            calls=np.array([p.calls * getattr(self.job, "tries_few", False) for p in self.profiles]),
+            features=np.concatenate([p.fingerprint.vector() for p in found]),
+            mask=np.concatenate([distinct(p.fingerprint) for p in found]),
+            share=np.array([p.share for p in found]),
+            call_us=np.where(timed, call_us, np.nan),
+            calls=np.array([p.calls * tries_few for p in found]),
             families=windows.warm_up_families(own),
         )
 

@@ -183,3 +183,30 @@ def test_requests_to_a_real_store(n_ranks, capsys):
     assert found["quiet"]["of_the_busiest_node_a_second"] <= 1.3  # one a second, and who asks at the edge
     assert found["search"]["looks_a_node_and_second"] <= 4.2
     assert found["rounds"] >= 1 and done.stderr == ""
+
+
+def test_who_loses_its_connection_takes_part_in_the_next_round(capfd):
+    """Before: it waited for round 1 for ever. No round is taken part in twice."""
+    from torch.distributed import TCPStore
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (RoundStore(lambda: TCPStore("127.0.0.1", server.port), rank, 2) for rank in (0, 1))
+    first.connect()
+    second.connect()
+    assert second.has_changed() and second.now() == (True, 0)
+    for number in (1, 2, 3):
+        first.propose(Proposal(number, b"table", 1))
+    assert second.has_changed() and second.now() == (False, 3)
+    second.connect()
+    assert second.has_changed() and second.now() == (False, 0)  # it had its part in that one
+    first.propose(Proposal(4, b"table", 1))
+    assert second.has_changed() and second.now() == (False, 4)
+    first.connect()  # rank 0 loses its own: another life, in which a round may have begun already
+    first.propose(Proposal(5, b"table", 1))
+    end = time.monotonic() + 10  # the file of the old life is nobody's by now: the store is asked in a while
+    while not second.has_changed() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert second.now() == (True, 5)
+    first.close()
+    second.close()
+    assert capfd.readouterr().err == ""
