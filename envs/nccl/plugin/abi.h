@@ -79,7 +79,8 @@ _Static_assert(sizeof(struct nccl_nvl_domains) == 12, "NVLink domains");
 // ---- profiler ----
 
 // Bits of the activation mask. With EVENT_COLL in it NCCL also tells of groups, and from 2.28 on of calls.
-enum { EVENT_GROUP = 1, EVENT_COLL = 2, EVENT_KERNEL_CH = 64, EVENT_COLL_API = 512 };
+enum { EVENT_GROUP = 1, EVENT_COLL = 2, EVENT_KERNEL_CH = 64 };
+enum { EVENT_GROUP_API = 256, EVENT_COLL_API = 512, EVENT_KERNEL_LAUNCH = 2048 };
 enum { STATE_KERNEL_CH_STOP = 22 };
 
 struct nccl_coll_event {

@@ -54,7 +54,7 @@ static struct memo* memo_of(struct context* c, uint64_t key) {
 static bool look_up(const struct context* c, struct memo* m, const struct dccl_question* q,
                     struct dccl_decision* d) {
   for (;;) {
-    const uint32_t table = dccl_table_now(c->seat);
+    const dccl_table table = dccl_table_now(c->seat);
     const uint64_t epoch = dccl_epoch(table), key = key_of(q);
     uint64_t value = atomic_load_explicit(&m->value, memory_order_acquire);
     if (value >> 25 != epoch || atomic_load_explicit(&m->key, memory_order_acquire) != key) {
@@ -198,7 +198,7 @@ static int start(void** context, const struct dccl_tuner_init* init) {
   // over nodes for good: NVIDIA/nccl#2389, since 2.24, whose tuner is v4; no number has the fix yet.
   c->no_ll = comm.n_nodes > 1 && init->version >= 4;
   dccl_next_tuner_init(&c->next, init);
-  c->seat = dccl_sit(comm.comm_id, comm.n_ranks, comm.n_nodes, false);
+  c->seat = dccl_sit(comm.comm_id, comm.n_ranks, comm.n_nodes, DCCL_TOLD_NOTHING);
   *context = c;
   dccl_note_tuner(init->version);
   if (!announced) dccl_emit_comm(&comm, NULL);

@@ -5,7 +5,7 @@ from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import Decision, Rule, Table
 from nccl_releases import Communicator, choose
-from test_plugin import MB, RELEASES, drained, offer
+from plugin_run import MB, RELEASES, drained, offer
 from test_plugin import plugin as plugin
 from test_plugin import run as run
 
