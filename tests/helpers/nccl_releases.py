@@ -79,7 +79,7 @@ class Communicator:
         ``n_channels`` is what NCCL has in the variable before: 0, and it stays so unless the table says otherwise.
         ``captured``: the call goes into a CUDA graph.
         """
-        self.begin([func], captured)
+        self.begin([func], captured, counts=[n_bytes])
         self._a_moment_passes()
         self.ask_aside(func, n_bytes // self.n_ranks if func in SHARDED else n_bytes)
         return self.tuner.ask(func, n_bytes, cost, n_channels=n_channels)
@@ -121,30 +121,46 @@ class Communicator:
         if self.host_stream is not None:
             self.host_stream.comes()
 
-    def tell(self, call: Call, seq: int, n_warps: int, parent: int | None) -> Handle:
-        """Tell the profiler of a collective; ``parent`` is the program's call."""
-        version = self.profiler.version
-        if version == 4 and self.group_handle is None:
-            return None
+    def coll_event(self, call: Call, seq: int, n_warps: int) -> Any:
+        """The event by which NCCL tells of a collective."""
         count, dtype = call.count, call.datatype
         if call.func == "all_gather":
             count, dtype = count * DTYPE_BYTES[dtype], "int8"
-        event = self.profiler.event(
-            EVENT_COLL, rank=self.rank, parent=self.group_handle if version == 4 else parent
-        )
+        event = self.profiler.event(EVENT_COLL, rank=self.rank)
         body = event.body.coll
         body.seq, body.func, body.count = seq, FUNC_NAMES[call.func], count
         body.datatype = b"nccl" + dtype.capitalize().encode()
         body.n_channels, body.n_warps = call.n_channels, n_warps
         body.algo, body.proto = call.algo.upper().encode(), call.proto.upper().encode()
+        return event
+
+    def tell(self, call: Call, seq: int, n_warps: int, parent: int | None) -> Handle:
+        """Tell the profiler of a collective; ``parent`` is the program's call."""
+        event = self.coll_event(call, seq, n_warps)
+        event.parent = parent
         if self._is_late and self.host_stream is not None:
-            return self.host_stream.add(lambda: self.profiler.start(event), self.profiler.stop)
-        if version > 4:
-            body.parent_group = self.group_handle
+            return self.host_stream.add(lambda: self._tell_late(event), self.profiler.stop)
+        return self._start(event, self.group_handle)
+
+    def _tell_late(self, event: Any) -> int | None:
+        """On the thread of CUDA's, with a group of NCCL's own around it."""
+        return self._start(event, self.profiler.start(self.profiler.event(EVENT_GROUP)))
+
+    def _start(self, event: Any, group: int | None) -> int | None:
+        if self.profiler.version > 4:
+            event.body.coll.parent_group = group
+        elif group is None:  # 2.27 tells of none whose group has no handle
+            return None
+        else:
+            event.parent = group
         return self.profiler.start(event)
 
     def begin(
-        self, funcs: Sequence[str], captured: bool = False, kind: int = EVENT_COLL_API
+        self,
+        funcs: Sequence[str],
+        captured: bool = False,
+        kind: int = EVENT_COLL_API,
+        counts: Sequence[int] = (),
     ) -> list[int | None]:
         """The program's calls, as NCCL tells of them before it asks anything: their handles."""
         self._calls = [None] * len(funcs)
@@ -153,7 +169,8 @@ class Communicator:
         self._group_api = self.profiler.start(self.profiler.event(EVENT_GROUP_API))
         for i, func in enumerate(funcs):
             event = self.profiler.event(kind, parent=self._group_api)
-            event.body.call = (FUNC_NAMES[func], 1, b"ncclInt8", 0, None, captured)
+            count = counts[i] if counts else 1
+            event.body.call = (FUNC_NAMES[func], count, b"ncclInt8", 0, None, captured)
             self._calls[i] = self.profiler.start(event)
             self.profiler.stop(self._calls[i])
         return self._calls

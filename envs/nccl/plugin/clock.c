@@ -230,25 +230,23 @@ static bool is_told_by_the_asker(struct dccl_seat* seat) {
   return false;
 }
 
-static bool note_late_coll(struct dccl_seat* seat, struct dccl_record* coll) {
-  if (coll->flags & DCCL_FLAG_CAPTURED) return true;
-  const bool knows_the_table = is_told_by_the_asker(seat) || dccl_get32(&seat->decided) == 0;
+static void note_late_coll(struct dccl_seat* seat, struct dccl_record* coll) {
+  if (coll->flags & DCCL_FLAG_CAPTURED) return;
+  if (!is_told_by_the_asker(seat)) coll->flags |= DCCL_FLAG_LATE;
   if (counts(coll->func)) tick_late(seat, coll);
   if (atomic_exchange_explicit(&seat->is_asked, false, memory_order_relaxed))
     atomic_fetch_add_explicit(&seat->n_groups, 1, memory_order_relaxed);
-  return knows_the_table;
 }
 
-bool dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t number) {
+void dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t number) {
   coll->generation = dccl_generation(seat);
-  if (seat == NULL) return true;
-  bool is_known = true, is_asked_about = coll->func < N_FUNCS;
+  if (seat == NULL) return;
+  bool is_asked_about = coll->func < N_FUNCS;
   if (is_late(seat)) {
-    is_known = note_late_coll(seat, coll);
+    note_late_coll(seat, coll);
   } else if (number != 0) {
     coll->generation = generation_of_call(seat, number);
     is_asked_about = is_asked_about && is_of_the_last(seat, number);
   }
   coll->coll.asked_bytes = is_asked_about ? asked_about(seat, coll->func, coll->n_bytes) : 0;
-  return is_known;
 }

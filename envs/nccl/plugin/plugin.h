@@ -93,7 +93,8 @@ enum { DCCL_RING_VERSION = 2, DCCL_RING_RECORDS = 1 << 16, DCCL_RING_LEAST = 1 <
 enum { DCCL_KNOWN_RECORDS = 1 << 10 };  // places for what is told once: communicators and offers
 
 enum { DCCL_COMM = 1, DCCL_OFFER, DCCL_COLL, DCCL_KERNEL, DCCL_STEP, DCCL_STATE };
-enum { DCCL_FLAG_REGISTERED = 1, DCCL_FLAG_CAPTURED = 2, DCCL_FLAG_SAMPLED = 4 };
+// LATE: told by a thread that had not asked, so that nobody knows of which call, and under which table.
+enum { DCCL_FLAG_REGISTERED = 1, DCCL_FLAG_CAPTURED = 2, DCCL_FLAG_SAMPLED = 4, DCCL_FLAG_LATE = 8 };
 
 struct dccl_record {
   uint64_t stamp;  // position in the ring + 1 once the record is whole
@@ -265,9 +266,8 @@ void dccl_note_group(void);  // this thread begins another group of calls
 uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call);
 void dccl_note_launch(struct dccl_seat* seat);  // the calls of the group under way count
 // Fills in which table answered the collective, and the size that NCCL asked about before it: its own, or of the
-// group that it is part of; 0 if it did not ask, or who knows. `number`: that of its call, 0 without one. False:
-// not even the table is known.
-bool dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t number);
+// group that it is part of; 0 if it did not ask, or who knows. `number`: that of its call, 0 without one.
+void dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t number);
 // Whether the communicator's call under way goes into a CUDA graph.
 bool dccl_is_captured(const struct dccl_seat* seat);
 bool dccl_captures(void);  // as dynamiccl_capture has said

@@ -181,7 +181,7 @@ static void* start_coll(const struct profiler* p, const struct nccl_coll_event* 
   r.coll.seq = e->seq;
   r.coll.enqueue_ns = dccl_now_ns();
   r.coll.rank = (uint32_t)rank;
-  if (!dccl_note_coll(p->seat, &r, is_call(call) ? lap_of(call) : 0)) return NULL;
+  dccl_note_coll(p->seat, &r, is_call(call) ? lap_of(call) : 0);
   dccl_emit(&r);
   return atomic_load_explicit(&sampling, memory_order_relaxed) || dccl_is_rare(p->seat) ? take_off(&r) : NULL;
 }

@@ -18,15 +18,16 @@ def test_what_ran_is_in_the_ring(run, plugin, release):
     plugin.activate(encode_table(Table(5)))
     plugin.boundary(None, 17, False)
     comm = Communicator(plugin.path, 99, 8, 2, 3, release, "dp")
-    assert comm.profiler.mask == 2
+    counts = 2 if release == "2.27.7" else 2 + 2048  # collectives, and where they are launched
+    assert comm.profiler.mask == counts
     plugin.sample(True)
-    assert comm.profiler.mask == 2 + 64
+    assert comm.profiler.mask == counts + 64
     cost = offer(ring_ll=10, ring_simple=30)
     comm.get_coll_info("reduce_scatter", 8 * 4000, cost)
     comm.get_coll_info("reduce_scatter", 8 * 4000, cost)  # the same message: no second offer
     handle = comm.start_coll("reduce_scatter", 6, 1000, "float32", 2, 16, "ring", "ll")
-    channels = [comm.profiler.start_kernel(handle, c, 1000 - c) for c in (0, 1)]
     comm.stop(handle)
+    channels = [comm.profiler.start_kernel(comm.handle_of(handle), c, 1000 - c) for c in (0, 1)]
     comm.profiler.stop_kernel(channels[1], 5000)
     comm.profiler.stop_kernel(channels[0], 4000)
     plugin.sample(False)
@@ -58,7 +59,7 @@ def test_stale_and_foreign_handles_are_ignored(run, plugin):
     drained(run)
     comm = Communicator(plugin.path, 99, 8, 1, 0)
     plugin.sample(True)
-    old = comm.start_coll("all_gather", 1, 10, 4, 1, 16, "ring", "ll")
+    old = comm.handle_of(comm.start_coll("all_gather", 1, 10, 4, 1, 16, "ring", "ll"))
     for seq in range(4096):  # the whole pool: the first entry is someone else's now
         comm.start_coll("all_gather", 2 + seq, 10, 4, 1, 16, "ring", "ll")
     for handle in (old, 1, 2**40, 2**63 - 1, 4095):
