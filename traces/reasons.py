@@ -120,8 +120,8 @@ class NotAgreeing(Reason):
         "the first {count} collectives of rank {rank} and rank {other} on their communicator are not the same"
     )
     NO_CLOCK = (
-        "NCCL tells rank {rank} of its collectives late ({why}), so their number is no clock there: NCCL decides alone on "
-        "that communicator; NCCL 2.28 counts calls where they are made"
+        "NCCL tells rank {rank} of its collectives late ({why}), so their number is no clock there: NCCL decides alone "
+        "on that communicator; NCCL 2.28 counts calls where they are made"
     )
     NO_ROOM = "no room for another table: the communicators of a rank, {n}, hold all that there are"
     NOT_SWITCHED = "rank {rank} could not change its table as the others did: {error}"

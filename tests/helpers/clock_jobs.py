@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -144,7 +145,24 @@ class Run:
         return Rank(number, plugin, comm, random.Random(f"{self.job.seed} {number}"), first == "1")
 
     def goes(self) -> Outcome:
-        """Run it to its end."""
+        """Run it to its end. A question that waits, which nobody could end, is let go and held against the clock."""
+        over = threading.Event()
+        watch = threading.Thread(target=self._lets_go, args=(over,))
+        watch.start()
+        try:
+            return self._goes()
+        finally:
+            over.set()
+            watch.join()
+
+    def _lets_go(self, over: threading.Event) -> None:
+        while not over.wait(0.05):
+            for rank in self.ranks:
+                if rank.plugin.waiting():
+                    self.outcome.accused = "a question beyond the limit"
+                    rank.plugin.lift(OWNER, 0)
+
+    def _goes(self) -> Outcome:
         while waiting := [rank for rank in self.ranks if rank.at < len(self.job.script)]:
             able = [rank for rank in waiting if not rank.is_held()]
             if not able or self.random.random() < 0.3:

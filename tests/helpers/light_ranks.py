@@ -76,6 +76,10 @@ class LightRank:
             self._comms[comm] = Communicator(self.plugin.path, comm, size, 1, self.rank % size, **make)
         return self._comms[comm]
 
+    def destroy(self, comm: int) -> None:
+        """The job lets go of that communicator."""
+        self._comms.pop(comm).finalize()
+
     def call(self, comm: int = 7, n: int = 1, n_bytes: int = N_BYTES) -> None:
         """Enqueue so many all_gathers."""
         communicator = self.comm(comm)
@@ -122,6 +126,9 @@ class LightRank:
             "waited_ms": Ring.of_this_process(self._folder).waited_ns() / 1e6,
             "cpu_s": used.ru_utime + used.ru_stime,
             "rounds": agreement._leader.number if agreement and agreement._leader else 0,
+            "lost": (agreement._leader.lost, agreement._leader.why)
+            if agreement and agreement._leader
+            else (0, ""),
             "round_s": list(agreement._pace._round_s) if agreement else [],
             **self.more,
         }

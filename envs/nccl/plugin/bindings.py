@@ -85,7 +85,7 @@ class NoRoom(ValueError):
 
 
 class Plugin:
-    """The plugin in this process. ``plugin.waiting()`` is ``dynamiccl_waiting()`` of plugin.h; methods are what differs.
+    """The plugin in this process. ``plugin.waiting()`` is ``dynamiccl_waiting()`` of plugin.h; methods are the others.
 
     ``owner``: the number of an agreement, from ``join()``.
     """

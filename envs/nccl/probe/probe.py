@@ -138,6 +138,8 @@ class Probe:
         if self._plugin is None:
             self._tell(AgreementState.SHUT, NotAgreeing.NO_PLUGIN(rank=self._rank))
             return
+        # What this rank starts from now on is not of its job, whatever it inherits: see dynamiccl_autoload.
+        os.environ["DYNAMICCL_WITHIN"] = f"{os.getpid()}:{self._run}"
         store = StoreConnections(dist.distributed_c10d)
         size, published = (self._rank, dist.get_world_size()), TableMailbox(self._run / "table")
         self._agreement = Agreement(

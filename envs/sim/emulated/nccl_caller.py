@@ -1,7 +1,7 @@
 """A miniature NCCL: it calls the plugin as NCCL 2.29 does, and of all events tells those that the plugin asks for.
 
-The emulated backend runs on it. How each release calls, and what it tells besides, is in ``tests/helpers/nccl_releases.py``,
-which is held against the recorded calls of six.
+The emulated backend runs on it. How each release calls, and what it tells besides, is in
+``tests/helpers/nccl_releases.py``, which is held against the recorded calls of six.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Communicator:
         return bool(self._mask.value & EVENT_KERNEL_CH)
 
     def get_coll_info(self, func: str, n_bytes: int, cost: np.ndarray[Any, Any]) -> int:
-        """The program calls: ask the tuner; ``cost`` (7, 3) float32 microseconds is changed in place. Returns the channel
-        count, 0 where the table says nothing."""
+        """The program calls: ask the tuner; ``cost`` (7, 3) float32 microseconds is changed in place. Returns the
+        channel count, 0 where the table says nothing."""
         if self._mask.value & EVENT_COLL:
             call = _EVENT(type=EVENT_COLL_API, rank=self.rank)
             call.body.call = (FUNC_NAMES[func], n_bytes, b"ncclInt8", 0, None, False)
@@ -112,8 +112,11 @@ class Communicator:
     def start_coll(
         self, func: str, seq: int, count: int, element_bytes: int, n_channels: int, algo: str, proto: str
     ) -> int | None:
-        """Tell the profiler that the call is launched and its collective enqueued; a handle for :meth:`stop` and :meth:`kernel`, None where
-        nobody asks for it. ``count``: elements, of one rank for all_gather and reduce_scatter."""
+        """Tell the profiler that the call is launched and its collective enqueued.
+
+        Returns a handle for :meth:`stop` and :meth:`kernel`, None where nobody asks for it. ``count``: elements, of one
+        rank for all_gather and reduce_scatter.
+        """
         if not self._mask.value & EVENT_COLL:
             return None
         if func == "all_gather":  # NCCL tells of it as bytes

@@ -8,6 +8,7 @@ from clock_jobs import Job, run_job
 from dynamiccl.envs.nccl.plugin.build import HERE, SOURCES, compiler, plugin_path
 
 SHORT, LONG = 30, 200
+OF_GROUP = "atomic_load_explicit(&seat->group, memory_order_relaxed)"
 #: Mutations of the plugin's sources: file, what stands there, what stands there instead.
 MUTATIONS = {
     "a group counts when its collectives are told": [
@@ -26,7 +27,11 @@ MUTATIONS = {
         )
     ],
     "calls that were priced alone count with the next group": [
-        ("clock.c", "first = n_called == 0 || atomic", "first = n_called == 0 || false * atomic")
+        (
+            "clock.c",
+            "n_called == 0 || atomic_load_explicit(&seat->group, memory_order_relaxed) != this_group",
+            "n_called == 0",
+        )
     ],
     "calls that were priced alone are in the hash": [
         ("clock.c", "first ? &seat->hash : &seat->called_hash", "&seat->called_hash")

@@ -319,3 +319,41 @@ def test_a_step_of_few_calls_counts_as_the_trials(plugin, join):
         calls(comm, 16)
         told.append(plugin.ended())
     assert told == [1, 2, 2, 2, 1, 1]
+
+
+def test_two_agreements_of_a_process_do_not_meddle_with_each_other(plugin, join):
+    """Before: the thread of a group that was destroyed lifted the limits of the next, and 80 of 640 calls split."""
+    comm, said = join(), []
+    one, two = plugin.join(), plugin.join()
+    assert 0 < one != two > 0
+    calls(comm, 3)
+    plugin.stage(one, message(5))
+    assert plugin.limit(one, 7, 1) == 4 and plugin.limit(two, 7, 1) == 0
+    plugin.stage(two, message(6))
+    thread = threading.Thread(target=lambda: said.extend(calls(comm, 3)))
+    thread.start()
+    held(plugin)
+    plugin.lift(two, 6)
+    plugin.part(two)
+    time.sleep(0.05)
+    assert plugin.waiting() == 1
+    plugin.switch(one, 7, 4, 0)
+    plugin.lift(one, 5)
+    thread.join(10)
+    assert said == [0, 5, 5] and plugin.join() == two
+    plugin.part(one)
+    plugin.part(two)
+
+
+def test_there_are_no_more_agreements_than_places(plugin):
+    owners = [plugin.join() for _ in range(9)]
+    assert owners == [*range(1, 9), 0]
+
+
+def test_a_switch_that_the_plugin_refuses_is_an_error_but_where_the_communicator_is_gone(plugin, join):
+    comm = join()
+    with pytest.raises(OSError, match="Invalid argument"):
+        plugin.switch(1, 7, 3, 0)
+    plugin.stage(1, message(2))
+    plugin.switch(1, 99, 3, 0)
+    assert call(comm) == 0
