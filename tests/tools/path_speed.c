@@ -1,7 +1,8 @@
 // What NCCL waits for in each collective: `path_speed RUN_FOLDER LIBRARY...` times the tuner's answer under a
-// table of 64 rows, and the profiler's note, in builds of the plugin, round by round in turn. A note is all that
-// NCCL 2.29 tells of one collective: its group, its call, its launch and itself. Prints a line a build:
-// nanoseconds of an answer and of a note, medians of the rounds. With `ROUNDS` in the environment so many rounds.
+// table of 64 rows, and the profiler's note, in builds of the plugin, round by round in turn. A note is all
+// that NCCL 2.29 tells of one collective: its group, its call, its launch and itself. Prints a line a build:
+// nanoseconds of an answer and of a note, medians of the rounds. With `ROUNDS` in the environment so many
+// rounds.
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -140,7 +141,8 @@ int main(int argc, char** argv) {
   setenv("DYNAMICCL_RUN", argv[1], 1);
   for (int i = 0; i < n; i++) load(&builds[i], argv[2 + i]);
   const char* rounds = getenv("ROUNDS");
-  const int n_rounds = rounds != NULL && atoi(rounds) > 0 && atoi(rounds) < N_ROUNDS ? atoi(rounds) : N_ROUNDS;
+  const int n_rounds =
+      rounds != NULL && atoi(rounds) > 0 && atoi(rounds) < N_ROUNDS ? atoi(rounds) : N_ROUNDS;
   double forced = 0;
   for (int round = 0; round < n_rounds; round++) {
     const double loop = time_answers(NULL, &forced);
@@ -150,7 +152,7 @@ int main(int argc, char** argv) {
     }
   }
   if (forced != (double)n * n_rounds * N_CALLS) return 1;  // each answer was the table's
-  for (int i = 0; i < n; i++) 
+  for (int i = 0; i < n; i++)
     printf("%.1f %.1f\n", median(builds[i].answer, n_rounds), median(builds[i].note, n_rounds));
   return 0;
 }

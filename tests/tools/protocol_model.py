@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 from dynamiccl.envs.nccl.agreement import protocol
 from dynamiccl.envs.nccl.agreement.protocol import CommVote, Decision, Vote
 from plugin_model import EMPTY, NO_LIMIT, Change, Clock, Table
+from protocol_scopes import CAPTURED, LARGE, Scope
 
 MARKS = {16: 1}
-#: In a script, a call that goes into a CUDA graph.
-CAPTURED = "captured"
 
 
 class Rank(NamedTuple):
@@ -46,47 +44,17 @@ class World(NamedTuple):
     answers: tuple[tuple[int, int, int], ...] = ()  # (communicator, group, generation) of each first answer
 
 
-@dataclass(frozen=True)
-class Scope:
-    """A small job. ``trials``: of each round, how many steps its table is tried for, 0 = to stay."""
-
-    members: tuple[tuple[int, ...], ...]  # ranks by communicator
-    trials: tuple[int, ...] = (1, 0)
-    calls: int = 3  # groups of each communicator; of one collective each, unless there is a script
-    script: tuple[Any, ...] = ()  # how many collectives each group has, or CAPTURED
-    old: bool = False  # NCCL 2.27: what it tells of is counted; after a capture it tells late
-    late: bool = False  # NCCL tells of what is launched at some later time
-    one_of: int = 0  # a trial holds at one collective of so many
-    places: int = 7  # changes that may be ahead
-    buffers: int = 0  # for tables, beside the empty one; 0: as many as rounds
-    empty: tuple[int, ...] = ()  # rounds whose table is empty
-    left: int = 0  # rank that has left another group, whose agreement is still to end; 0: none
-    reconnects: bool = False  # connections to the store break
-    gives_up: bool = False  # a rank may find the store gone, and its job with it
-    deaths: int = 0
-    mutations: frozenset[str] = field(default_factory=frozenset)
-
-    @property
-    def groups(self) -> tuple[Any, ...]:
-        return self.script or (1,) * self.calls
-
-    @property
-    def n_ranks(self) -> int:
-        return 1 + max(rank for ranks in self.members for rank in ranks)
-
-    def comms(self, rank: int) -> tuple[int, ...]:
-        return tuple(comm for comm, ranks in enumerate(self.members) if rank in ranks)
-
-    def begins(self, rank: int) -> Rank:
-        """A rank at the beginning."""
-        buffers = (0,) * (self.buffers or len(self.trials) + 1)
-        left = 2 * (rank == self.left and rank > 0)
-        return Rank(tuple(Clock() for _ in self.comms(rank)), buffers=buffers, left=left)
+def _begins(scope: Scope, rank: int) -> Rank:
+    """A rank at the beginning."""
+    buffers = (0,) * (scope.buffers or len(scope.trials) + 1)
+    left = 2 * (rank == scope.left and rank > 0)
+    return Rank(tuple(Clock() for _ in scope.comms(rank)), buffers=buffers, left=left)
 
 
 def explore(scope: Scope, most: int = 10**8) -> tuple[str, int]:
     """(what is wrong, in words, empty if nothing is; states seen). Raises RuntimeError beyond ``most`` states."""
-    first = World(tuple(map(scope.begins, range(scope.n_ranks))), registers=(None,) * len(scope.trials))
+    ranks = tuple(_begins(scope, rank) for rank in range(scope.n_ranks))
+    first = World(ranks, registers=(None,) * len(scope.trials))
     seen, edge = {first}, [first]
     while edge:
         world = edge.pop()
@@ -377,34 +345,6 @@ def _words(scope: Scope, limits: Any) -> dict[int, CommVote]:
         )
         for comm, limit in limits
     }
-
-
-ONE = Scope(((0, 1),), calls=4)
-TWO = Scope(((0, 1), (0, 1)), trials=(1,), calls=2)
-THREE = Scope(((0, 1, 2), (1, 2)), trials=(1,), calls=2)
-BESIDE = Scope(((0, 1), (1, 2)), trials=(1,), calls=1)  # rank 1 has two threads
-SMALL = replace(ONE, trials=(1,), calls=3)
-#: What the plugin does beside counting calls one by one, each in a small job.
-PARTS = {
-    "told late": replace(SMALL, late=True, calls=2),
-    "groups": replace(SMALL, script=(2, 1)),
-    "captured": replace(SMALL, script=(1, CAPTURED, 1)),
-    "captured, told late from there on": replace(SMALL, script=(1, CAPTURED, 1), old=True),
-    "few calls": replace(SMALL, one_of=2),
-    "few places for changes": replace(ONE, trials=(1, 1), calls=2, places=1),
-    "few buffers": replace(ONE, trials=(1, 1), calls=2, buffers=1),
-    "an empty table": replace(ONE, trials=(0, 0), calls=2, buffers=1, empty=(2,)),
-    "another agreement ends": replace(SMALL, left=1),
-    "connections break": replace(SMALL, reconnects=True),
-    "the store is gone": replace(SMALL, gives_up=True),
-}
-LARGE = (
-    BESIDE,
-    replace(ONE, trials=(1, 1, 0), calls=5, deaths=1),
-    replace(TWO, calls=3, deaths=1),
-    replace(THREE, deaths=1),
-    *(replace(scope, deaths=1) for scope in PARTS.values()),
-)
 
 
 def main() -> None:

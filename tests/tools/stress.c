@@ -7,8 +7,8 @@
 // seed, and make them as some release does, with delays of their own. The first rank to make a call leaves
 // its choice in shared memory, the others compare: a difference would be a hang in real life. Some jobs lose
 // a process by SIGKILL. In mode 1 launches block, and collectives that go over the network are told later, by
-// another thread, as each rank decides at random. In mode 2 the last rank does not wait at its limit, and has to
-// be found out.
+// another thread, as each rank decides at random. In mode 2 the last rank does not wait at its limit, and has
+// to be found out.
 #include "stress.h"
 
 #include <errno.h>

@@ -58,7 +58,8 @@ uint64_t comm_id(const struct job* job, int c, int rank, int made);
 size_t make_table(const struct job* job, int round, uint8_t* message);
 struct comm make(const struct job* job, int c, int made);
 void destroy(struct comm* comm);
-// The thread that tells late: begun once a process, ended when all is told. A communicator is destroyed only then.
+// The thread that tells late: begun once a process, ended when all is told. A communicator is destroyed only
+// then.
 void begin_host_stream(const struct job* job);
 void end_host_stream(void);
 void catch_up(void);

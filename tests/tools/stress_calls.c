@@ -171,7 +171,8 @@ struct told {
 
 bool is_old(const struct job* job) { return job->tuner_version < 5; }
 
-static void* start(const struct told* t, uint64_t type, void* parent, const struct nccl_coll_event* coll, int c) {
+static void* start(const struct told* t, uint64_t type, void* parent, const struct nccl_coll_event* coll,
+                   int c) {
   void* handle = NULL;
   const struct nccl_kernel_ch_event kernel = {(uint8_t)c, 100};
   if (is_old(t->job)) {
@@ -183,7 +184,8 @@ static void* start(const struct told* t, uint64_t type, void* parent, const stru
     struct nccl_event_v5 e = {.type = type, .parent = parent, .rank = t->job->rank};
     if (type == EVENT_COLL) e.coll = *coll;
     if (type == EVENT_COLL_API)
-      e.coll_api = (struct nccl_coll_api_event){.func = coll->func, .count = coll->count, .datatype = "ncclInt8"};
+      e.coll_api =
+          (struct nccl_coll_api_event){.func = coll->func, .count = coll->count, .datatype = "ncclInt8"};
     if (type == EVENT_KERNEL_CH) e.kernel_ch = kernel;
     ncclProfiler_v6.start_event(t->profiler, &handle, &e);
   }
@@ -265,7 +267,6 @@ static void put_off(const struct told* t) {
 }
 
 // ---- a communicator ----
-
 
 struct comm make(const struct job* job, int c, int made) {
   const int size = size_of(c), nodes = nodes_of(c), rank = job->rank;

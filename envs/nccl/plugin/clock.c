@@ -1,13 +1,13 @@
 // The clock that the ranks of a communicator share: how many collectives each has seen.
 //
-// NCCL demands that all ranks of a communicator issue the same collectives in the same order. From 2.28 on a call
-// is told where the program makes it, and a group's launch where it is made, on the thread that issues it: a
-// group counts at its launch, whole. Calls that are priced alone (ncclGroupSimulateEnd) or captured are never
-// launched so, and do not count.
+// NCCL demands that all ranks of a communicator issue the same collectives in the same order. From 2.28 on a
+// call is told where the program makes it, and a group's launch where it is made, on the thread that issues
+// it: a group counts at its launch, whole. Calls that are priced alone (ncclGroupSimulateEnd) or captured are
+// never launched so, and do not count.
 //
-// NCCL 2.27 tells of a collective itself only, and not always where it is issued: with CUDA_LAUNCH_BLOCKING, or
-// where its communicator has been captured, one that goes over the network is told by a thread of CUDA, later,
-// and each rank decides that alone. There the count is no clock.
+// NCCL 2.27 tells of a collective itself only, and not always where it is issued: with CUDA_LAUNCH_BLOCKING,
+// or where its communicator has been captured, one that goes over the network is told by a thread of CUDA,
+// later, and each rank decides that alone. There the count is no clock.
 #include <stdlib.h>
 
 #include "seat.h"
@@ -15,9 +15,9 @@
 enum { LEVELS = 3, A_LEVEL = DCCL_MARKS / LEVELS };
 // Each level has the last marks of so many collectives: ranks that are far apart meet at a coarse one.
 static const uint64_t spacing[LEVELS] = {16, 256, 4096};
-_Static_assert(LEVELS * A_LEVEL == DCCL_MARKS, "marks");
+_Static_assert(LEVELS* A_LEVEL == DCCL_MARKS, "marks");
 
-static _Atomic bool captures;               // whatever is called now goes into a CUDA graph
+static _Atomic bool captures;                  // whatever is called now goes into a CUDA graph
 static _Atomic bool has_captured, is_blocked;  // ever in this process; kernels are launched one by one
 static _Atomic uint64_t n_threads;
 static _Thread_local uint64_t this_group;  // another number for each group of calls on any thread
@@ -71,8 +71,8 @@ void dccl_note_answer(void) { count(&dccl_counts()->calls.used); }
 
 static uint64_t thread_now(void) { return (uint64_t)(uintptr_t)&this_group; }
 
-// A call that is captured stands between the same two others on every rank. From there on NCCL may tell late of
-// what the communicator runs over the network.
+// A call that is captured stands between the same two others on every rank. From there on NCCL may tell late
+// of what the communicator runs over the network.
 static void note_late_question(struct dccl_seat* seat, bool captured) {
   atomic_store_explicit(&seat->asker, thread_now(), memory_order_relaxed);
   if (captured && seat->n_nodes > 1 && !atomic_load(&seat->is_frozen)) dccl_freeze(seat);
@@ -112,7 +112,8 @@ static uint64_t asked_about(const struct dccl_seat* seat, uint8_t func, uint64_t
 
 // ---- marks ----
 
-// Ranks that group their calls otherwise would switch at other calls: what begins a group is part of the hash.
+// Ranks that group their calls otherwise would switch at other calls: what begins a group is part of the
+// hash.
 static uint64_t mixed(uint64_t hash, uint64_t size, uint64_t kinds, bool first) {
   hash = (hash ^ size) * UINT64_C(0x100000001b3);
   return (hash ^ hash >> 29 ^ kinds ^ (uint64_t)first << 16) * UINT64_C(0x9e3779b97f4a7c15);
@@ -195,7 +196,8 @@ void dccl_note_launch(struct dccl_seat* seat) {
   atomic_fetch_add(&seat->n_colls, n_called);
 }
 
-// Whether a collective is told before the next group has begun: what NCCL asked last, it asked about this one.
+// Whether a collective is told before the next group has begun: what NCCL asked last, it asked about this
+// one.
 static bool is_of_the_last(const struct dccl_seat* seat, uint64_t number) {
   const uint64_t n = atomic_load_explicit(&seat->n_colls, memory_order_relaxed);
   return number + atomic_load_explicit(&seat->n_launched, memory_order_relaxed) > n &&

@@ -1,8 +1,8 @@
 // What the parts of the plugin share with one another, with the probe (ctypes) and with the daemon (shared
 // memory).
 //
-// Layouts are those of traces/records.py and envs/nccl/shm.py; tests/envs/nccl/test_plugin.py compares them byte by
-// byte.
+// Layouts are those of traces/records.py and envs/nccl/shm.py; tests/envs/nccl/test_plugin.py compares them
+// byte by byte.
 #ifndef DYNAMICCL_PLUGIN_H_
 #define DYNAMICCL_PLUGIN_H_
 
@@ -63,18 +63,19 @@ struct dccl_decision {
   uint8_t n_channels;  // 0: NCCL decides
 };
 
-// A table as it is referred to: its generation << 32 | the number of the buffer that it lies in. Buffer 0 is empty
-// for ever: tables without rows need no other.
+// A table as it is referred to: its generation << 32 | the number of the buffer that it lies in. Buffer 0 is
+// empty for ever: tables without rows need no other.
 typedef uint64_t dccl_table;
 enum { DCCL_BUFFER_BITS = 9, DCCL_BUFFERS = 1 << DCCL_BUFFER_BITS };
 static inline uint32_t dccl_buffer_of(dccl_table table) { return (uint32_t)table; }
 static inline uint32_t dccl_generation_of(dccl_table table) { return (uint32_t)(table >> 32); }
 
-// 1: `decision` is that of a message under a table, 0: the table is silent, -1: its buffer is being filled with
-// another. `class` is dccl_class() of the communicator.
+// 1: `decision` is that of a message under a table, 0: the table is silent, -1: its buffer is being filled
+// with another. `class` is dccl_class() of the communicator.
 int dccl_lookup(dccl_table table, uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision);
 uint64_t dccl_epoch(dccl_table table);  // another one each time that its buffer is filled; 39 bits
-dccl_table dccl_fixed(void);  // what dynamiccl_activate or the environment gave; holds where nothing was agreed
+dccl_table dccl_fixed(
+    void);  // what dynamiccl_activate or the environment gave; holds where nothing was agreed
 // A table that the next switches of an agreement are to.
 struct dccl_staged {
   dccl_table table;
@@ -240,7 +241,8 @@ void dccl_emit_comm(const struct dccl_comm* comm, const char* name);
 
 // What tuner and profiler know of one communicator together; NULL where there is no id or no room.
 struct dccl_seat;
-// How NCCL tells of collectives on it: not at all, each by itself and maybe late (2.27), or at calls (2.28 on).
+// How NCCL tells of collectives on it: not at all, each by itself and maybe late (2.27), or at calls (2.28
+// on).
 enum { DCCL_TOLD_NOTHING, DCCL_TOLD_LATE, DCCL_TOLD_AT_CALLS };
 struct dccl_seat* dccl_sit(uint64_t comm_id, uint32_t n_ranks, uint32_t n_nodes, uint32_t told);
 void dccl_leave(struct dccl_seat* seat);
@@ -265,15 +267,15 @@ void dccl_note_group(void);  // this thread begins another group of calls
 // The call's number on its communicator, from 1 on, should its group be launched; 0: it never counts.
 uint64_t dccl_note_call(struct dccl_seat* seat, const struct dccl_call* call);
 void dccl_note_launch(struct dccl_seat* seat);  // the calls of the group under way count
-// Fills in which table answered the collective, and the size that NCCL asked about before it: its own, or of the
-// group that it is part of; 0 if it did not ask, or who knows. `number`: that of its call, 0 without one.
+// Fills in which table answered the collective, and the size that NCCL asked about before it: its own, or of
+// the group that it is part of; 0 if it did not ask, or who knows. `number`: that of its call, 0 without one.
 void dccl_note_coll(struct dccl_seat* seat, struct dccl_record* coll, uint64_t number);
 // Whether the communicator's call under way goes into a CUDA graph.
 bool dccl_is_captured(const struct dccl_seat* seat);
 bool dccl_captures(void);  // as dynamiccl_capture has said
 void dccl_look_at_launches(void);
-// Kernel times make NCCL treat every collective as one over the network: with captured graphs or blocking launches
-// it then tells late of all.
+// Kernel times make NCCL treat every collective as one over the network: with captured graphs or blocking
+// launches it then tells late of all.
 bool dccl_times_shift_the_clock(void);
 void dccl_set_mask(void);
 void dccl_note_tuner(int version);
@@ -290,17 +292,19 @@ DCCL_EXPORT void dynamiccl_clock(const int64_t* ns);
 // Makes a table message the one that holds where nothing was agreed. Its generation, or a negative errno and
 // the table before stays.
 DCCL_EXPORT int64_t dynamiccl_activate(const void* message, size_t size);
-// Each agreement of a process has a number, by which what it stages and limits is its own; 0: there are too many.
+// Each agreement of a process has a number, by which what it stages and limits is its own; 0: there are too
+// many.
 DCCL_EXPORT uint32_t dynamiccl_join(void);
 DCCL_EXPORT void dynamiccl_part(uint32_t owner);
-// The same as dynamiccl_activate for a table that the switches of `owner` will name, in place of the one before.
-// -ENOSPC: all buffers hold tables that may still answer; the empty table needs none.
+// The same as dynamiccl_activate for a table that the switches of `owner` will name, in place of the one
+// before. -ENOSPC: all buffers hold tables that may still answer; the empty table needs none.
 DCCL_EXPORT int64_t dynamiccl_stage(uint32_t owner, const void* message, size_t size);
 
 // All ranks of a communicator switch at a call. Each rank sets a limit and tells the others; the switch is at
 // the largest, which nobody has passed.
 enum { DCCL_MARKS = 24 };
-// Why a count is no clock: it is one, launches block, graphs are captured, a thread that had not asked has told.
+// Why a count is no clock: it is one, launches block, graphs are captured, a thread that had not asked has
+// told.
 enum { DCCL_COUNTS, DCCL_BLOCKED, DCCL_CAPTURED, DCCL_HEARD_LATE };
 struct dccl_comm_view {
   uint64_t comm_id;
@@ -315,15 +319,16 @@ struct dccl_comm_view {
 // The communicators that count, in no order; how many there are, which may be more than `capacity`.
 DCCL_EXPORT uint32_t dynamiccl_comms(struct dccl_comm_view* comms, uint32_t capacity);
 // From now on no question on the communicator is answered once so many collectives are made: `distance` from
-// now, or where its last switch is if that is farther. Returns that limit; -ENOENT: no such communicator, or its
-// count is no clock any more, -EAGAIN: its last switches are all ahead of it, -EBUSY: another agreement limits it.
+// now, or where its last switch is if that is farther. Returns that limit; -ENOENT: no such communicator, or
+// its count is no clock any more, -EAGAIN: its last switches are all ahead of it, -EBUSY: another agreement
+// limits it.
 DCCL_EXPORT int64_t dynamiccl_limit(uint32_t owner, uint64_t comm_id, uint64_t distance);
 // The staged table holds from collective `from` on: until `until`, then again what was there to stay before;
 // 0: to stay. A trial of few calls: at those alone. Returns 0, or a negative errno: -ENOENT as for a limit,
 // -EINVAL: nothing is staged, -EAGAIN: a change that may still hold would be forgotten.
 DCCL_EXPORT int dynamiccl_switch(uint32_t owner, uint64_t comm_id, uint64_t from, uint64_t until);
-// None of the limits of `owner` any more. `generation`: of the switches since, whose steps are told by it; 0: there
-// were none.
+// None of the limits of `owner` any more. `generation`: of the switches since, whose steps are told by it; 0:
+// there were none.
 DCCL_EXPORT void dynamiccl_lift(uint32_t owner, uint32_t generation);
 DCCL_EXPORT uint32_t dynamiccl_waiting(void);  // threads at a limit
 // Of the step that has ended: the generation of the last switch if every question was answered by its table,

@@ -92,8 +92,8 @@ static void* pack(uint64_t index, uint64_t channel_plus_1, uint64_t lap) {
 }
 
 // Handles of no flight. NCCL 2.27 tells of a collective only where its group has one. A call that is captured
-// into a CUDA graph has one by which its collectives are known, at each replay and on whatever thread. So has any
-// other call: its number is where a lap would be.
+// into a CUDA graph has one by which its collectives are known, at each replay and on whatever thread. So has
+// any other call: its number is where a lap would be.
 enum { OF_GROUP, OF_CAPTURED_CALL, OF_CALL };
 enum { NO_CHANNEL = (1 << CHANNEL_BITS) - 1 };
 static void* token(uint64_t which) { return pack(which, 0, 0); }
@@ -167,7 +167,8 @@ static void* start_call(const struct profiler* p, const struct nccl_coll_api_eve
   return number != 0 ? call_token(number) : NULL;
 }
 
-static void* start_coll(const struct profiler* p, const struct nccl_coll_event* e, int rank, const void* call) {
+static void* start_coll(const struct profiler* p, const struct nccl_coll_event* e, int rank,
+                        const void* call) {
   struct dccl_record r = {.kind = DCCL_COLL,
                           .func = number(e->func, func_names, N_FUNCS),
                           .algo = number(e->algo, algo_names, N_ALGOS),

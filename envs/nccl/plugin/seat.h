@@ -1,5 +1,5 @@
-// What the parts that keep communicators share: comms.c seats them, clock.c counts their collectives, switch.c
-// says which table holds.
+// What the parts that keep communicators share: comms.c seats them, clock.c counts their collectives,
+// switch.c says which table holds.
 #ifndef DYNAMICCL_SEAT_H_
 #define DYNAMICCL_SEAT_H_
 
@@ -24,16 +24,16 @@ struct dccl_seat {
   uint64_t comm_id;  // 0: free
   int n_users;       // contexts of tuner and profiler; guarded by `dccl_seating`, as comm_id is
   uint32_t n_ranks, n_nodes;
-  _Atomic uint32_t told;         // how NCCL tells of its collectives
-  _Atomic bool is_captured;      // its last call goes into a CUDA graph
-  _Atomic bool is_asked;         // since the last collective, where those are told late
-  _Atomic bool is_first;         // the next collective begins a group
-  _Atomic bool is_frozen;        // its count stands for ever, and NCCL decides
-  _Atomic bool is_heard_late;    // a collective was told by a thread that had not asked
-  _Atomic uint64_t asker;        // the thread that asked last, where collectives are told late
+  _Atomic uint32_t told;       // how NCCL tells of its collectives
+  _Atomic bool is_captured;    // its last call goes into a CUDA graph
+  _Atomic bool is_asked;       // since the last collective, where those are told late
+  _Atomic bool is_first;       // the next collective begins a group
+  _Atomic bool is_frozen;      // its count stands for ever, and NCCL decides
+  _Atomic bool is_heard_late;  // a collective was told by a thread that had not asked
+  _Atomic uint64_t asker;      // the thread that asked last, where collectives are told late
   _Atomic uint64_t n_colls, limit;
-  uint32_t limit_owner;          // whose limit it is; guarded by `dccl_seating`
-  _Atomic uint64_t hash;         // of the collectives so far
+  uint32_t limit_owner;   // whose limit it is; guarded by `dccl_seating`
+  _Atomic uint64_t hash;  // of the collectives so far
   // The group under way: which it is, its calls so far, none of which may ever run, and the hash with them.
   _Atomic uint64_t group, n_called, called_hash;
   _Atomic uint32_t n_groups, launched;  // groups begun; of the last that ran, which and how many calls

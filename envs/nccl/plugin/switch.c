@@ -1,16 +1,16 @@
 // Which table holds for the next collective of a communicator.
 //
-// A switch names two times of its clock: from the one its table holds, until the other. A question at or beyond
-// the limit waits: there the ranks may be about to agree on a switch.
+// A switch names two times of its clock: from the one its table holds, until the other. A question at or
+// beyond the limit waits: there the ranks may be about to agree on a switch.
 #include <errno.h>
 #include <string.h>
 #include <time.h>
 
 #include "seat.h"
 
-// The word `order` of a seat: how many changes may still hold, their places from the newest on, and above these
-// a number that grows. A change is written where no word says that one is, so who reads the same word before and
-// after has read whole changes.
+// The word `order` of a seat: how many changes may still hold, their places from the newest on, and above
+// these a number that grows. A change is written where no word says that one is, so who reads the same word
+// before and after has read whole changes.
 enum { PLACE_BITS = 3, PLACES = SWITCHES - 1, COUNTER_BIT = PLACE_BITS * (PLACES + 1) };
 _Static_assert(SWITCHES == 1 << PLACE_BITS, "places");
 
@@ -110,8 +110,8 @@ uint32_t dynamiccl_ended(void) {
 
 // ---- changes ----
 
-// Those that may still hold once the count is at `count`, from the newest on: all that are ahead, and the one that
-// holds now. One that is not before a newer one never will. Holding `dccl_seating`.
+// Those that may still hold once the count is at `count`, from the newest on: all that are ahead, and the one
+// that holds now. One that is not before a newer one never will. Holding `dccl_seating`.
 static struct list changes_of(const struct dccl_seat* seat, uint64_t count, uint64_t before) {
   const uint64_t order = dccl_get(&seat->order);
   struct list found = {0};
@@ -130,8 +130,7 @@ static struct list changes_of(const struct dccl_seat* seat, uint64_t count, uint
 static unsigned places_read(const struct dccl_seat* seat) {
   const uint64_t order = dccl_get(&seat->order);
   unsigned read = 0;
-  for (uint64_t i = 0; i < order % SWITCHES; i++)
-    read |= 1u << (order >> PLACE_BITS * (i + 1)) % SWITCHES;
+  for (uint64_t i = 0; i < order % SWITCHES; i++) read |= 1u << (order >> PLACE_BITS * (i + 1)) % SWITCHES;
   return read;
 }
 

@@ -25,8 +25,8 @@ struct buffer {
   _Atomic uint64_t row[DCCL_MAX_ROWS][WORDS];
 };
 
-// The first is empty and stays so: NCCL decides. The rest are filled in turn: one for each communicator that may
-// rest in the midst of a trial, and as many again.
+// The first is empty and stays so: NCCL decides. The rest are filled in turn: one for each communicator that
+// may rest in the midst of a trial, and as many again.
 static struct buffer buffers[DCCL_BUFFERS];
 static _Atomic dccl_table fixed;  // where no switch of a communicator holds
 
@@ -69,7 +69,8 @@ static int64_t search(const struct buffer* b, uint32_t low, uint32_t high, uint6
                                                                                             : -1;
 }
 
-int dccl_lookup(dccl_table table, uint64_t class, int func, uint64_t n_bytes, struct dccl_decision* decision) {
+int dccl_lookup(dccl_table table, uint64_t class, int func, uint64_t n_bytes,
+                struct dccl_decision* decision) {
   const struct buffer* b = &buffers[dccl_buffer_of(table)];
   const uint32_t sequence = head(&b->sequence), n_rows = head(&b->n_rows), n_any = head(&b->n_any);
   if (sequence & 1 || n_rows > DCCL_MAX_ROWS || n_any > n_rows) return -1;

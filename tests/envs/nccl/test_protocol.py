@@ -6,7 +6,8 @@ import protocol_model
 import pytest
 from dynamiccl.envs.nccl.agreement import protocol
 from dynamiccl.envs.nccl.agreement.protocol import ABORT, CommVote, Decision, Vote, decide
-from protocol_model import CAPTURED, ONE, PARTS, SMALL, TWO, explore
+from protocol_model import explore
+from protocol_scopes import CAPTURED, ONE, PARTS, SMALL, TWO
 
 
 @pytest.fixture(autouse=True)
