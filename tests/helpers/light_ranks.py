@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 from dynamiccl.envs.nccl.agreement import agreement as agreements
-from dynamiccl.envs.nccl.agreement.agreement import Agreement, TableMailbox
+from dynamiccl.envs.nccl.agreement.agreement import Agreement
+from dynamiccl.envs.nccl.agreement.mailbox import TableMailbox
 from dynamiccl.envs.nccl.plugin.bindings import Plugin
 from dynamiccl.envs.nccl.rings import Ring
 from dynamiccl.envs.nccl.shm import RunFolder

@@ -117,6 +117,11 @@ class Communicator:
             self.host_stream.catches_up(handle)
         return handle.handle
 
+    def catches_up(self) -> None:
+        """NCCL has told of all that was launched."""
+        if self.host_stream is not None:
+            self.host_stream.catches_up()
+
     def _a_moment_passes(self) -> None:
         if self.host_stream is not None:
             self.host_stream.comes()

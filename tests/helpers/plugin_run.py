@@ -10,7 +10,7 @@ from dynamiccl.envs.nccl.plugin.build import plugin_path
 from dynamiccl.envs.nccl.shm import RunFolder, encode_table
 from dynamiccl.traces.records import ALGOS, PROTOS, Table
 
-RELEASES = ("2.22.3", "2.24.3", "2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.32.3")
+RELEASES = ("2.22.3", "2.24.3", "2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.32.3", "2.32.6")
 MB = 2**20
 
 

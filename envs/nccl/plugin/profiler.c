@@ -34,6 +34,7 @@ static _Atomic int interface;  // its version, as NCCL speaks it
 struct profiler {
   struct dccl_comm comm;
   struct dccl_seat* seat;
+  uint64_t number;  // see dccl_announce
 };
 
 // ---- NCCL's names -> numbers ----
@@ -216,8 +217,9 @@ void dccl_set_mask(void) {
   if (dccl_has_run()) bits |= EVENT_COLL;  // counted where there is no ring too: ranks compare the counts
   const bool told_at_calls = atomic_load(&interface) > 4;
   if (dccl_has_run() && told_at_calls) bits |= EVENT_KERNEL_LAUNCH;  // without it groups would not count
-  if (dccl_ring_is_open() && (atomic_load(&sampling) || dccl_tries_few)) bits |= EVENT_KERNEL_CH;
-  if (!told_at_calls && dccl_times_shift_the_clock()) bits &= ~EVENT_KERNEL_CH;
+  const bool shifts = !told_at_calls && dccl_times_shift_the_clock();
+  const bool times = dccl_ring_is_open() && !shifts && (atomic_load(&sampling) || dccl_tries_few);
+  if (times && dccl_may_time_kernels()) bits |= EVENT_KERNEL_CH;
   __atomic_store_n(mask, bits, __ATOMIC_RELAXED);
 }
 
@@ -237,18 +239,22 @@ static int start(int version, void** context, uint64_t comm_id, int* mask, const
   dccl_last_comm = comm;
   dccl_emit_comm(&comm, name);
   atomic_fetch_add(&n_contexts, 1);
+  const uint64_t number = dccl_announce(comm.n_ranks, comm.n_nodes, mask);
   if (mask != NULL) atomic_store(&nccl_mask, mask);
   dccl_set_mask();
   if (context == NULL) return NCCL_SUCCESS;
   struct profiler* p = calloc(1, sizeof *p);
   const uint32_t told = version > 4 ? DCCL_TOLD_AT_CALLS : DCCL_TOLD_LATE;
-  if (p != NULL) *p = (struct profiler){comm, dccl_sit(comm_id, comm.n_ranks, comm.n_nodes, told)};
+  if (p != NULL) *p = (struct profiler){comm, dccl_sit(comm_id, comm.n_ranks, comm.n_nodes, told), number};
   *context = p;
   return NCCL_SUCCESS;
 }
 
 static int finish(void* context) {
-  if (context != NULL) dccl_leave(((struct profiler*)context)->seat);
+  if (context != NULL) {
+    dccl_leave(((struct profiler*)context)->seat);
+    dccl_withdraw(((struct profiler*)context)->number);
+  }
   if (atomic_fetch_sub(&n_contexts, 1) == 1) atomic_store(&nccl_mask, NULL);
   free(context);
   return NCCL_SUCCESS;

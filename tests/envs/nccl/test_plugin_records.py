@@ -62,6 +62,7 @@ def test_stale_and_foreign_handles_are_ignored(run, plugin):
     old = comm.handle_of(comm.start_coll("all_gather", 1, 10, 4, 1, 16, "ring", "ll"))
     for seq in range(4096):  # the whole pool: the first entry is someone else's now
         comm.start_coll("all_gather", 2 + seq, 10, 4, 1, 16, "ring", "ll")
+    comm.catches_up()
     for handle in (old, 1, 2**40, 2**63 - 1, 4095):
         comm.profiler.kernel(handle, 0, 1, 2)
         comm.profiler.stop_kernel(handle, 5)
