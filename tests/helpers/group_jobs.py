@@ -41,12 +41,12 @@ def idle_groups(folder: RunFolder, n: int = 100) -> Found:
 def tries_and_stops(folder: RunFolder, program: Program) -> Found:
     """A daemon tries one table after the other, and takes the last back when the job asks for it.
 
-    ``in_force``: the generations that were; ``emptied``: that of the empty table at the end.
+    ``emptied``: the generation of the empty table at the end.
     """
     found_by: list[Publisher] = []
 
     def beside(server: StoreServer, pids: list[int]) -> None:
-        daemon = Publisher(folder, server, 0.02, 15)
+        daemon = Publisher(folder, server, 0.4, 15)
         found_by.append(daemon)
         while "stops" not in server.values:
             time.sleep(0.01)
@@ -58,8 +58,7 @@ def tries_and_stops(folder: RunFolder, program: Program) -> Found:
 
     ranks, server = run(2, program, folder, beside)
     (daemon,) = found_by
-    in_force = sorted(daemon.in_force)
-    return found(ranks, server, published=daemon.generation, in_force=in_force, emptied=daemon.generation)
+    return found(ranks, server, published=daemon.generation, emptied=daemon.generation)
 
 
 def _until_stopped(rank: LightRank, steps: int) -> None:
