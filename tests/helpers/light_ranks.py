@@ -127,8 +127,6 @@ class LightRank:
             "waited_ms": Ring.of_this_process(self._folder).waited_ns() / 1e6,
             "cpu_s": used.ru_utime + used.ru_stime,
             "rounds": agreement._leader.number if agreement and agreement._leader else 0,
-            if agreement and agreement._leader
-            else (0, ""),
             "round_s": list(agreement._pace._round_s) if agreement else [],
             **self.more,
         }
