@@ -138,16 +138,14 @@ static bool apply(const struct context* c, struct memo* m, const struct dccl_que
   if (!look_up(c, m, q, &d)) return false;
   const int own = choice(q, q->cost);
   int cell = own;
-  bool sets = d.n_channels >= 1 && d.n_channels <= DCCL_MAX_CHANNELS && q->n_channels != NULL;
+  bool is_requested = false;
   if (d.algo != DCCL_UNSET) {
     if (d.algo >= q->n_algos || d.proto >= q->n_protos) return false;
     cell = d.algo * q->n_protos + d.proto;
     // Where it is not offered its channel count was not meant for what NCCL picks either.
-    if (!offered(cost[cell])) {
-      if (!on_request(c, d.algo, cost[cell])) return false;
-      sets = false;  // how many channels such a call has is not known
-    }
-    if (d.proto < N_PROTOS && c->no_protocol[d.proto] && cell != own) return false;
+    is_requested = on_request(c, d.algo, cost[cell]);
+    if (!offered(cost[cell]) && !is_requested) return false;
+    if (cell != own && d.proto < N_PROTOS && c->no_protocol[d.proto]) return false;
     if (cost != q->cost) {  // another tuner had its word: what it said was meant for its own choice
       if (own != cell && q->n_channels != NULL) *q->n_channels = n_channels;
       memcpy(q->cost, cost, (size_t)(q->n_algos * q->n_protos) * sizeof *cost);
@@ -156,6 +154,9 @@ static bool apply(const struct context* c, struct memo* m, const struct dccl_que
     for (int i = 0; i < cell; i++)  // of two zeros NCCL takes the first; without a branch, several at once
       q->cost[i] = q->cost[i] == 0.0f ? FLT_MIN : q->cost[i];
   }
+  // How many channels a call has that is not offered is not known.
+  const bool fits = d.n_channels >= 1 && d.n_channels <= DCCL_MAX_CHANNELS && !is_requested;
+  const bool sets = fits && q->n_channels != NULL;
   if (sets && cell >= 0 && clips_channels(cell / q->n_protos, c->class)) *q->n_channels = d.n_channels;
   return cell >= 0;
 }
