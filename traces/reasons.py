@@ -128,6 +128,13 @@ class NotAgreeing(Reason):
     OTHER_CALLS = (
         "the first {count} collectives of rank {rank} and rank {other} on their communicator are not the same"
     )
+    NO_CLOCK = (
+        "NCCL tells rank {rank} of its collectives late ({why}), so their number is no clock there: NCCL decides alone "
+        "on that communicator; NCCL 2.28 counts calls where they are made"
+    )
+    NO_ROOM = "no room for another table: the communicators of a rank, {n}, hold all that there are"
+    NOT_SWITCHED = "rank {rank} could not change its table as the others did: {error}"
+    TOO_MANY = "rank {rank}: too many process groups of this process are still being left"
     LATE_STORE = "a rank came to its limit before the job's store had answered"
     NO_STORE = "rank {rank}: the job's store is gone ({error}); what was to change stays as it is"
     NOT_CONNECTED = "no table changes until the job's store answers ({why})"
