@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload.job.parallel import groups
-from dynamiccl.zero_workload.zero import Engine, zero
+from dynamiccl.zero_workload.engine import Engine, zero
 from peers import Peer
 from public_models import PRESETS, Shape
 from torch._subclasses.fake_tensor import FakeTensorMode

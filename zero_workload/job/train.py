@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..layout import Settings
-from ..zero import Engine, zero
+from ..engine.settings import Settings
+from ..engine import Engine, zero
 from .data import Corpus
 from .launch import LAUNCHER, launch, report
 from .model import ModelConfig, Transformer
