@@ -22,7 +22,7 @@ _EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train
 #: Group of the help -> commands. A command's function, and its file in agent/commands, have its name without "lab".
 COMMANDS = {
     "Tune a job": ("tune", "doctor", "apply", "env", "stop"),
-    "Look at runs and recordings": ("show", "top", "advise"),
+    "Look at runs and recordings": ("show", "top", "advise", "plan"),
     "Judge and train policies, check a machine": ("bench", "lab gpu-check", "lab train"),
 }
 NAMES = tuple(name for names in COMMANDS.values() for name in names)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dynamiccl.zero_workload.engine.settings import Settings
+from dynamiccl.zero_workload.buffers.settings import Settings
 from dynamiccl.zero_workload.engine.parts import OptimizerOf
 from torch import nn
 

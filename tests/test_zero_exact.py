@@ -234,7 +234,9 @@ def bytes_of_a_step(settings: dict[str, Any]) -> tuple[dict[str, int], int, int]
         with CollectiveLog() as log:
             engine.backward(model(*corpus.batch(0, 2, step=step, seed=0)))
             engine.step()
-    note = Call("all_reduce", 4 * message_numel(len(engine.params)), "float32", log.calls[0].group, engine.comm.size)
+    note = Call(
+        "all_reduce", 4 * message_numel(len(engine.params)), "float32", log.calls[0].group, engine.comm.size
+    )
     log.calls.remove(note)  # see zero_workload/parts.py
     total: dict[str, int] = {}
     for call in log.calls:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from .layout import Piece
+from ..buffers.layout import Piece
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -183,7 +183,9 @@ def _require_alike(engine: Engine, folder: Path, known: dict[str, Any]) -> None:
     for name, shape in zip(engine.names, engine.shapes, strict=True):
         here[f"parameter/{name}"] = shape.numel()
     there = {key: known[key].size.numel() for key in known if key.startswith("parameter/")}
-    floating = {f"parameter/{n}" for n, p in zip(engine.names, engine.params, strict=True) if p.is_floating_point()}
+    floating = {
+        f"parameter/{n}" for n, p in zip(engine.names, engine.params, strict=True) if p.is_floating_point()
+    }
     for key in sorted(floating | set(there)):
         if there.get(key) != here.get(key):
             name = key.removeprefix("parameter/")

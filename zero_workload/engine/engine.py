@@ -13,13 +13,13 @@ from torch import nn
 
 from . import checkpoint
 from .agreement import agree
-from .comm import Collectives
+from ..buffers.comm import Collectives
 from .outside import Outside
 from .parts import OptimizerOf, group_of, needs_matrices, parts_of, regroup
 from .reducer import Reducer
 from .replicated import Replicated
 from .scale import LossScale
-from .settings import Settings
+from ..buffers.settings import Settings
 from .sharded import Sharded, explained
 from .units import Unit, find_units
 
@@ -132,7 +132,9 @@ def _half_of(model: nn.Module) -> torch.dtype:
     first = floating[0][1]
     for name, dtype in floating:
         if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"{name} is {dtype}: say param_dtype={dtype}, or the dtype that all parameters become")
+            raise ValueError(
+                f"{name} is {dtype}: say param_dtype={dtype}, or the dtype that all parameters become"
+            )
         if dtype != first:
             both = f"{name} is {dtype} and {floating[0][0]} is {first}"
             raise ValueError(f"{both}: say param_dtype=..., the dtype that all parameters become")

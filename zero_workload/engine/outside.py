@@ -47,7 +47,9 @@ class Outside:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.stepping:
-            raise RuntimeError("the optimizer's gradients are the engine's: call engine.step(), not optimizer.step()")
+            raise RuntimeError(
+                "the optimizer's gradients are the engine's: call engine.step(), not optimizer.step()"
+            )
 
     def take_gradients(self) -> None:
         """After the last backward of a step: put :class:`Taken` in the place of each gradient."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .layout import Bucket, Piece
+from ..buffers.layout import Bucket, Piece
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -29,7 +29,9 @@ class Part(NamedTuple):
 
     bucket: Bucket
     piece: Piece  # of the bucket's shard
-    param: nn.Parameter  # [elements], or of the parameter's shape where matrices stay whole: a view of the master
+    param: (
+        nn.Parameter
+    )  # [elements], or of the parameter's shape where matrices stay whole: a view of the master
 
 
 def parts_of(buckets: Sequence[Bucket], shapes: Sequence[torch.Size] | None = None) -> list[Part]:
@@ -65,7 +67,9 @@ def needs_matrices(optimizer: torch.optim.Optimizer, said: bool | None, stage: i
             "say elementwise=True if it looks at each element by itself"
         )
     if stage > 1:
-        raise ValueError(f"{name} needs whole matrices, and stage {stage} cuts their gradients: take stage 0 or 1")
+        raise ValueError(
+            f"{name} needs whole matrices, and stage {stage} cuts their gradients: take stage 0 or 1"
+        )
     return True
 
 

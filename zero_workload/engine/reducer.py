@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .comm import IN_FLIGHT, Collectives
-from .layout import Bucket, Row
-from .settings import Settings
+from ..buffers.comm import IN_FLIGHT, Collectives
+from ..buffers.layout import Bucket, Row
+from ..buffers.settings import Settings
 
 
 class _Reduction(NamedTuple):
@@ -69,7 +69,9 @@ class Reducer:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self.require_room()
         if self.settings.scaled and not self.by_engine:
-            raise RuntimeError("float16 gradients need a scaled loss: call engine.backward(loss), not loss.backward()")
+            raise RuntimeError(
+                "float16 gradients need a scaled loss: call engine.backward(loss), not loss.backward()"
+            )
 
     def require_room(self) -> None:
         """Raise RuntimeError where backward was called once a micro-batch already."""

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .layout import Bucket, Row
+from ..buffers.layout import Bucket, Row
 from .reducer import Reducer
 from .units import Unit
 

@@ -236,7 +236,9 @@ class Sharded:
         Forward passes whose backward is still to come (pipelines have several) keep what they wait for.
         """
         begun = [during for during in self.passes if during.begun]
-        if torch._C._current_graph_task_id() < 0:  # backward failed here: where it has not, all of them are gathered
+        if (
+            torch._C._current_graph_task_id() < 0
+        ):  # backward failed here: where it has not, all of them are gathered
             for during in begun:
                 self._finish(during)
         self.passes = [during for during in self.passes if not during.begun]

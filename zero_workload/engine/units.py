@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .layout import Bucket, Row
+from ..buffers.layout import Bucket, Row
 
 #: Modules that hold a model's repeated blocks.
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -117,7 +117,9 @@ def find_units(model: nn.Module, unit: str, min_unit: int) -> list[Unit]:
     holders: dict[int, set[int]] = {id(p): set() for p in model.parameters()}
     for number, part in enumerate(found.units):
         for p in part.module.parameters():
-            holders[id(p)].discard(found.around[number])  # a part takes its parameters from the block around it
+            holders[id(p)].discard(
+                found.around[number]
+            )  # a part takes its parameters from the block around it
             holders[id(p)].add(number)
     root = Unit("root", model)
     for index, p in enumerate(model.parameters()):

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..engine.settings import Settings
+from ..buffers.settings import Settings
 from ..engine import Engine, zero
 from .data import Corpus
 from .launch import LAUNCHER, launch, report
