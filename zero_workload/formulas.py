@@ -1,7 +1,7 @@
 """What ZeRO holds, sends and gains, as formulas: for a plan before anything is started, and beside what was measured.
 
-Symbols as in the papers: P parameters, N data-parallel ranks, B sequences of a rank, L tokens in each, d width, H heads,
-n layers. All sizes are in bytes unless a name says otherwise, all times in seconds. Nothing here needs PyTorch.
+Symbols as in the papers: P parameters, N data-parallel ranks, B sequences of a rank, L tokens in each, d width, H
+heads, n layers. All sizes are in bytes unless a name says otherwise, all times in seconds. Nothing here needs PyTorch.
 
 Sources: [Z] Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC20);
 [K] Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys 2023); [C] Chen et al.,
@@ -28,7 +28,8 @@ RUNTIME = 3e9
 def state_bytes(optimizer: str = "adam", precision: str = "mixed") -> tuple[int, int, int]:
     """Bytes a parameter of weight, gradient and optimizer: 2 + 2 + 12 with Adam in mixed precision, section 3.1 of [Z].
 
-    With k tensors of state an optimizer takes 4 + 4 k: Lion 8 (12 in all), Adan 16 (20 in all).
+    With k tensors of state an optimizer takes 4 + 4 k: Lion 8 (12 in all), Adan 16 (20 in all). Adan's 20 are its three
+    moments; it also needs the gradient of the step before: 22 where that is kept in 16 bits, 24 in float32.
     """
     weight, gradient, master = PRECISIONS[precision]
     return weight, gradient, master + 4 * MOMENTS[optimizer]
@@ -94,13 +95,14 @@ class Shape:
         return self.itemsize * self.batch * self.heads * self.seq**2
 
 
-def layer_activations(shape: Shape) -> tuple[int, int]:
+def layer_activations(shape: Shape, norm_outputs: bool = False) -> tuple[int, int]:
     """Bytes of one layer for backward: 14 BLd, and B H L^2 of attention probabilities.
 
-    The 14: input of the norm 1, Q K V 3, output 1, input of the second norm 1, before and after GELU 4 + 4. Dropout's
-    masks, which [K] counts, are left out: nothing here has dropout.
+    The 14: input of the norm 1, Q K V 3, output 1, input of the second norm 1, before and after GELU 4 + 4. The
+    documents leave out what the norms give to the matrices behind them, which these keep: with ``norm_outputs`` it is
+    16 BLd, as [K] has it without its masks of dropout, and as a step of our transformer measures.
     """
-    return 14 * shape.token_bytes, shape.attention_bytes
+    return (16 if norm_outputs else 14) * shape.token_bytes, shape.attention_bytes
 
 
 def best_interval(layers: int) -> int:
@@ -194,12 +196,12 @@ def stage_that_fits(totals: dict[int, float], memory: float, ranks: int) -> int 
     return None
 
 
-def tensor_traffic(shape: Shape, tensor: int, recompute: bool, partitioned: bool) -> float:
+def tensor_traffic(shape: Shape, tensor: int, checkpoints: int = 0) -> float:
     """Bytes that a rank sends in a step to those that share its matrices, section 6 of [Z].
 
-    A block has two all-reduces in forward and two in backward. A recomputed block repeats the first of forward's (the
-    second's result is not needed). P_a gathers the block's input: one all-gather.
+    A block has two all-reduces in forward and two in backward. Recomputation repeats forward's, but for the last of
+    each of the ``checkpoints``, whose result backward does not need. P_a gathers each checkpoint once.
     """
-    all_reduces = 5 if recompute else 4
-    gathers = 1 if partitioned else 0
-    return shape.layers * ring(tensor) * shape.token_bytes * (2 * all_reduces + gathers)
+    again = 2 * shape.layers - checkpoints if checkpoints else 0
+    all_reduces = 4 * shape.layers + again
+    return ring(tensor) * shape.token_bytes * (2 * all_reduces + checkpoints)

@@ -108,7 +108,7 @@ def estimate(
         "break_even_batch": f.break_even_batch(here, shape.layers, shape.seq, machine),
         "prefetch": f.prefetch_depth(layer, compute / 3 / shape.layers, machine.bandwidth),
         "hybrid": {"layer_params": layer, "held": mixed[0], "sent": mixed[1]},
-        "tensor_sent": f.tensor_traffic(shape, tensor, True, True),
+        "tensor_sent": f.tensor_traffic(shape, tensor, shape.layers),
         "recommended_stage": f.stage_that_fits(totals, machine.memory, ranks),
     }
 

@@ -159,10 +159,17 @@ class Sharded:
                 self.passes.append(self._pass)
             self._pass.uses[unit] += 1
 
+    def _is_last(self, unit: Unit, calls: list[Unit]) -> bool:
+        """Whether backward begins with ``unit``: it would be gathered again at once."""
+        return self.keep_last and (unit.name == "root" or unit in calls[-1 - self.prefetch :])
+
+    def kept_numel(self) -> int:
+        """Elements that a step gathers once, not twice."""
+        kept = [unit for unit in self.units if self._is_last(unit, self._pass.calls)]
+        return sum(bucket.numel for unit in kept for bucket in unit.buckets)
+
     def _leave(self, unit: Unit) -> None:
-        # Backward begins with these: it would gather them again at once.
-        last = unit.name == "root" or unit in self._expected[-1 - self.prefetch :]
-        if not (torch.is_grad_enabled() and self.keep_last and last):
+        if not (torch.is_grad_enabled() and self._is_last(unit, self._expected)):
             self.free(unit)
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
