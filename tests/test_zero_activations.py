@@ -1,4 +1,4 @@
-"""Recomputation, tensor parallelism with partitioned checkpoints, and pipelines: exact, and as large as the formulas."""
+"""Recomputation, tensor parallelism with partitioned checkpoints, pipelines: exact, and as large as the formulas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from dry_run import CollectiveLog
 from dynamiccl.zero_workload import Engine, formulas, zero
 from dynamiccl.zero_workload.engine.agreement import message_numel
@@ -27,7 +26,7 @@ from world import World
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
-# Recomputation -------------------------------------------------------------------------------------------------------
+# Recomputation ------------------------------------------------------------------------------------------------------
 
 WAYS = {
     "block": {"recompute": "block"},
@@ -50,7 +49,9 @@ def test_recomputation_changes_no_digit(size: str, request: pytest.FixtureReques
     world: World = request.getfixturevalue(size)
     cases = [(3, torch.float32)] if size == "two" else [(s, d) for s in (1, 3) for d in DTYPES]
     for stage, dtype in cases:
-        plain = {flag: world.run(recomputing, stage, dtype, {"materialised": flag})[0] for flag in (False, True)}
+        plain = {
+            flag: world.run(recomputing, stage, dtype, {"materialised": flag})[0] for flag in (False, True)
+        }
         for name, way in WAYS.items():
             losses = world.run(recomputing, stage, dtype, way)[0]
             assert losses == plain[way.get("materialised", False)], (stage, dtype, name)
@@ -101,10 +102,10 @@ def test_what_is_kept_equals_the_formulas() -> None:
             assert kept == pytest.approx(n_bytes, rel=0.01), (mode, dtype)
         every = formulas.best_interval(4)
         kept = kept_bytes(replace(config, recompute="block", recompute_every=0), dtype, 3)
-        assert kept == math.ceil(4 / every) * one
+        assert kept == pytest.approx(math.ceil(4 / every) * one, rel=0.01)
 
 
-# Tensor parallelism, partitioned checkpoints ----------------------------------------------------------------------------
+# Tensor parallelism, partitioned checkpoints ------------------------------------------------------------------------
 
 
 def cut_engine(stage: int, tensor: int, dtype: torch.dtype, **model_settings: Any) -> Engine:
@@ -114,7 +115,12 @@ def cut_engine(stage: int, tensor: int, dtype: torch.dtype, **model_settings: An
     config = replace(TINY, **model_settings)
     model = Transformer(config, Checkpoints(config.checkpoints, sharing))
     cut_matrices(model, sharing)
-    settings: dict[str, Any] = {"param_dtype": dtype, "bucket_bytes": 2**14, "max_norm": 0.5}
+    settings: dict[str, Any] = {
+        "param_dtype": dtype,
+        "bucket_bytes": 2**14,
+        "max_norm": 0.5,
+        "loss_scale": 256.0,
+    }
     return zero(model, adamw(1e-2), stage=stage, **found, **settings)
 
 
@@ -199,7 +205,7 @@ def test_scalar_reductions_are_in_the_formulas(two: World) -> None:
     assert sent == message and formulas.scalar_traffic(n_tensors, 2) == 2 * message / 2
 
 
-# Pipelines ----------------------------------------------------------------------------------------------------------------
+# Pipelines ----------------------------------------------------------------------------------------------------------
 
 
 def example(name: str) -> Any:
@@ -224,7 +230,9 @@ def in_one_process(pipelines: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(5):
-        rows = torch.randn(pipelines, module.ROWS, 32, generator=torch.Generator().manual_seed(step)).flatten(0, 1)
+        rows = torch.randn(pipelines, module.ROWS, 32, generator=torch.Generator().manual_seed(step)).flatten(
+            0, 1
+        )
         optimizer.zero_grad()
         loss = (model(rows) - rows.roll(1, 1)).square().mean()
         loss.backward()
@@ -249,7 +257,9 @@ def test_a_pipeline_with_zero_in_each_stage(size: str, request: pytest.FixtureRe
 @pytest.mark.slow
 def test_the_example_of_a_pipeline_runs() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run([*command, str(EXAMPLES / "pipeline.py")], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "pipeline.py")], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     first, last = (float(word) for word in done.stdout.split() if word.startswith("0."))
     assert last < 0.9 * first

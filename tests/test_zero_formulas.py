@@ -96,7 +96,7 @@ def test_activations() -> None:
 def test_what_to_recompute_first() -> None:
     rows = f.recomputation_value(SEVEN)
     assert [name for name, _, _ in rows][2:] == ["attention probabilities", "Q K V"]
-    name, saved, flops = rows[2]
+    _, saved, flops = rows[2]
     # A document says 70 GFLOP: it counts a multiply-add as one.
     assert (round(saved / GB, 2), round(flops / 2 / 1e9)) == (1.07, 69)
 
@@ -124,7 +124,7 @@ def test_which_stage_fits() -> None:
     assert f.stage_that_fits({0: 1.0}, 2.0, 1) == 0
 
 
-# The command -------------------------------------------------------------------------------------------------------------
+# The command --------------------------------------------------------------------------------------------------------
 
 
 def planned(words: str) -> dict[str, Any]:

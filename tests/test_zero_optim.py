@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dynamiccl.zero_workload import zero
+from dynamiccl.zero_workload.job.optimizers import optimizer_of
 from test_zero import adamw, train
 from test_zero_exact import Hand
 from torch import nn
@@ -29,6 +30,49 @@ def test_optimizers_agree_across_stages(optimizer: Any, stages: tuple[int, ...],
     assert runs[0][-1] < runs[0][0] - 0.3
     for losses in runs.values():
         assert losses == pytest.approx(runs[0], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "state"), [("Adan", 4), ("Lion", 1)])
+def test_adan_and_lion_of_a_kept_package(name: str, state: int, two: World) -> None:
+    """Each stage as the first one, in three dtypes; ``state``: float32 tensors of each parameter, masters apart."""
+    pytest.importorskip("pytorch_optimizer", reason="not installed")
+    optimizer, elementwise = optimizer_of(f"pytorch_optimizer:{name}", 2e-3)
+    assert elementwise
+    for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 0.01)):
+        settings = {"optimizer": optimizer, "elementwise": True, "param_dtype": dtype, "loss_scale": 256.0}
+        runs = [two.run(train, 5, {"stage": stage, **settings})[0] for stage in range(4)]
+        assert runs[0][-1] < runs[0][0]
+        for losses in runs[1:]:
+            assert losses == pytest.approx(runs[0], rel=near), dtype
+    held, n_params = two.run(optimizer_bytes, optimizer)[0]
+    assert held == pytest.approx((4 + 4 * state) * n_params / 2, rel=0.01)
+
+
+def optimizer_bytes(optimizer: Any) -> tuple[int, int]:
+    """Bytes of masters and states at stage 1 in mixed precision, and the number of parameters."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    engine = zero(model, optimizer, stage=1, elementwise=True)
+    engine.backward(model(torch.ones(2, 64, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+    return engine.memory()["optimizer"], sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("torch.optim:Adafactor", "does not look at each element by itself"),
+        ("torch.optim:LBFGS", "cannot train a matrix from parameters and lr alone"),
+        ("torch.optim", "an optimizer is MODULE:CLASS"),
+        ("torch.optim:Nothing", "torch.optim has no Nothing"),
+        ("nowhere:Adan", "there is no module nowhere"),
+        ("torch.nn:Linear", "is no torch.optim.Optimizer"),
+    ],
+)
+def test_an_optimizer_by_name_is_tried_first(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        optimizer_of(text, 1e-3)
+    assert optimizer_of("torch.optim:RMSprop", 1e-3)[1]
 
 
 def matrices(stage: int, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ def engine_of(stage: int, seed: int = 0, **settings: Any) -> Engine:
     return zero(Transformer(TINY), adamw(1e-2), stage=stage, **both)
 
 
-# float16 ---------------------------------------------------------------------------------------------------------------
+# float16 ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", ["two", pytest.param("four", marks=pytest.mark.slow)])
@@ -92,7 +92,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(two: World) -> None:
             assert "call engine.backward(loss), not loss.backward()" in found["plain"]
 
 
-# Exact weights, save and resume ---------------------------------------------------------------------------------------
+# Exact weights, save and resume -------------------------------------------------------------------------------------
 
 
 def exact_and_rounded(stage: int, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,7 +158,7 @@ def test_a_run_resumes_on_another_number_of_ranks(two: World, four: World, tmp_p
                 assert losses == pytest.approx(through, rel=near), (dtype, stages)
 
 
-# Offload --------------------------------------------------------------------------------------------------------------
+# Offload ------------------------------------------------------------------------------------------------------------
 
 
 def offloaded(stage: int, dtype: torch.dtype) -> tuple[list[float], dict[str, int], bool]:
@@ -184,7 +184,7 @@ def test_offloaded_shards_train_alike_and_weigh_nothing(size: str, request: pyte
             assert memory["host"] == pytest.approx(12 * n / len(world.ranks), rel=0.01)
 
 
-# The classic stage 1 --------------------------------------------------------------------------------------------------
+# The classic stage 1 ------------------------------------------------------------------------------------------------
 
 
 def classic(dtype: torch.dtype) -> tuple[list[float], dict[str, int], int]:

@@ -20,6 +20,7 @@ class GatherInPlace(dist.Work):
             self._works.append(work)
 
     def wait(self, timeout: Any = None) -> bool:
+        """As torch's."""
         for work in self._works:
             work.wait()
         return True
@@ -36,6 +37,7 @@ class Exchange(dist.Work):
         self._work = dist.all_to_all_single(received, full, group=comm.reduce_group, async_op=True)
 
     def wait(self, timeout: Any = None) -> bool:
+        """As torch's; the sum is made here."""
         if self._received is None:
             return True
         self._work.wait()

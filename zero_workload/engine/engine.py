@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..buffers.comm import Collectives
+from ..buffers.settings import Settings
 from . import checkpoint
 from .agreement import agree
-from ..buffers.comm import Collectives
 from .outside import Outside
 from .parts import OptimizerOf, group_of, needs_matrices, parts_of, regroup
 from .reducer import Reducer
 from .replicated import Replicated
 from .scale import LossScale
-from ..buffers.settings import Settings
 from .sharded import Sharded, explained
 from .units import Unit, find_units
 

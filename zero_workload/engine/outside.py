@@ -17,7 +17,7 @@ class Taken(torch.Tensor):
     """
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, *_: Any) -> Any:  # type: ignore[override]
         raise RuntimeError(
             "the engine has taken this step's gradients: clip them by zero(max_norm=...), whose engine.step() returns "
             "their norm, and call engine.step() before the next backward"

@@ -48,7 +48,7 @@ def parts_of(buckets: Sequence[Bucket], shapes: Sequence[torch.Size] | None = No
 
 
 def needs_matrices(optimizer: torch.optim.Optimizer, said: bool | None, stage: int) -> bool:
-    """Whether ``optimizer`` needs whole matrices, as the user ``said`` (elementwise or not), else as its class is known.
+    """Whether ``optimizer`` needs whole matrices: as the user ``said`` (elementwise or not), else by its class.
 
     Raises:
         ValueError: it needs them and ``stage`` cuts them, or nothing is known of it.
@@ -79,7 +79,7 @@ def group_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, in
     Raises:
         ValueError: a trainable parameter is in no group, or a group has a parameter that is not the model's.
     """
-    numbers = {}
+    numbers = dict[int, int]()
     for number, group in enumerate(optimizer.param_groups):
         numbers |= {id(p): number for p in group["params"]}
     found = {name: numbers.get(id(p), -1) for name, p in model.named_parameters() if p.requires_grad}

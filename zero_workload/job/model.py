@@ -74,7 +74,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend to this and earlier positions."""
-        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head))  # head by head, so that ranks can hold some of them
+        heads = self.qkv(x).unflatten(
+            -1, (-1, 3, self.head)
+        )  # head by head, so that ranks can hold some of them
         q, k, v = (part.transpose(1, 2) for part in heads.unbind(-2))
         attended = self.attend(q, k, v)
         out: torch.Tensor = self.out(attended.transpose(1, 2).flatten(2))

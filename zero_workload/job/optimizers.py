@@ -67,7 +67,7 @@ def looks_at_elements(optimizer: OptimizerOf) -> bool:
 
 
 def optimizer_of(text: str | None, rate: float) -> tuple[OptimizerOf, bool | None]:
-    """What makes the optimizer ``text`` (default: fused AdamW), and whether it is elementwise; ``None``: ``zero`` knows.
+    """What makes the optimizer ``text`` (default: fused AdamW), and whether it is elementwise (``None``: zero() knows).
 
     Muon takes the matrices of the blocks, AdamW the rest.
 
@@ -78,7 +78,7 @@ def optimizer_of(text: str | None, rate: float) -> tuple[OptimizerOf, bool | Non
     if text is None:
         return adamw, None
     kind: Any = named(text)
-    if kind is getattr(torch.optim, "Muon", None):
+    if kind.__module__.startswith("torch.") and kind.__name__ == "Muon":
         return partial(_muon_and_adamw, muon=partial(kind, lr=rate), adamw=adamw), None
     made = partial(kind, lr=rate)
     if kind.__name__.lower() in ("shampoo", "kfac"):  # zero() says why not

@@ -81,7 +81,11 @@ def _job(add: Callable[..., object]) -> None:
     add("--accumulate", type=_count, default=1, help="micro-batches a step")
     add("--lr", type=float, default=2e-3, help="learning rate")
     add("--clip", type=_amount, help="clip the global gradient norm to this")
-    add("--optimizer", metavar="MODULE:CLASS", help="any elementwise one, or torch.optim:Muon; default fused AdamW")
+    add(
+        "--optimizer",
+        metavar="MODULE:CLASS",
+        help="any elementwise one, or torch.optim:Muon; default fused AdamW",
+    )
     add("--seed", type=int, default=0, help="model, data order")
     add("--timeout", type=_amount, default=300, help="seconds until a collective counts as hung")
 
@@ -94,7 +98,11 @@ def _model(add: Callable[..., object]) -> None:
     add("--seq", type=_count, default=default.seq, help="bytes in a sequence")
     add("--recompute", choices=MODES, default="none", help="what backward recomputes instead of keeping it")
     add("--recompute-every", type=_every, default=1, metavar="N", help="blocks at a time; auto: sqrt(layers)")
-    add("--materialised", action="store_true", help="attention holds its probabilities, as the formulas have it")
+    add(
+        "--materialised",
+        action="store_true",
+        help="attention holds its probabilities, as the formulas have it",
+    )
 
 
 def _engine(add: Callable[..., object]) -> None:
@@ -147,7 +155,9 @@ def check(args: argparse.Namespace) -> None:
     shape = ("layers", "width", "heads", "seq", "recompute", "recompute_every", "materialised")
     args.model = ModelConfig(**{name: getattr(args, name) for name in shape})
     if args.heads % args.tensor_parallel:
-        raise ValueError(f"{args.heads} heads are not a multiple of {args.tensor_parallel} ranks that share matrices")
+        raise ValueError(
+            f"{args.heads} heads are not a multiple of {args.tensor_parallel} ranks that share matrices"
+        )
     args.zero = _settings(args)
     args.made, args.elementwise = optimizer_of(args.optimizer, args.lr)
     args.corpus = Corpus(args.seq)

@@ -12,7 +12,9 @@ def require_fit(ranks: int, shard: int, tensor: int) -> None:
     data = ranks // tensor
     if ranks % tensor or data % (shard or data):
         shared = f"{tensor} that share matrices, times " if tensor > 1 else ""
-        raise ValueError(f"{ranks} ranks are not {shared}{shard or 'those'} that shard (HSDP), times replicas")
+        raise ValueError(
+            f"{ranks} ranks are not {shared}{shard or 'those'} that shard (HSDP), times replicas"
+        )
 
 
 def groups(shard: int = 0, apart: bool = False, tensor: int = 1) -> dict[str, Any]:

@@ -69,7 +69,9 @@ class Checkpoints:
         return whole.view(kept.shape)
 
 
-def recomputed(function: Callable[..., torch.Tensor], *args: Any, keep: Checkpoints | None = None) -> torch.Tensor:
+def recomputed(
+    function: Callable[..., torch.Tensor], *args: Any, keep: Checkpoints | None = None
+) -> torch.Tensor:
     """``function(*args)``, whose inner activations are recomputed in backward; its inputs lie in ``keep``."""
     # The hooks see what checkpoint() itself saves, that is the inputs; inside it installs its own.
     hooks = torch.autograd.graph.saved_tensors_hooks(keep.save, keep.load) if keep else nullcontext()
