@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pandas as pd
 import pytest
 from command import invoke
+from dynamiccl.agent.commands.plan import compare, measured_lines, sent_in_a_step
 from dynamiccl.zero_workload import formulas as f
 
 GB = 1e9
@@ -145,6 +147,30 @@ def test_plan_answers_in_a_screen() -> None:
     assert told["activations"]["none"] / GB == pytest.approx(64.4, abs=0.1)
     assert planned("--params 13e9 --ranks 8 --memory 25")["recommended_stage"] is None
     assert "stage 3 with offload" in invoke(["plan", "--params", "70e9", "--ranks", "8"]).output
+
+
+def test_measured_figures_stand_beside_the_formulas() -> None:
+    """Two steps of stage 3 on two ranks, seen whole, between two that were cut; bytes are emulated, 10 for one."""
+    n_params, n_tensors = 1000, 3
+    one = {
+        "all_gather": 2 * 4 * n_params,
+        "reduce_scatter": 4 * n_params,
+        "all_reduce": 4 * (n_tensors + 17) + 4 * 3,
+    }
+    rows = []
+    for step in range(4):
+        for func, n_bytes in one.items():
+            cut = 0.5 if step in (0, 3) else 1
+            rows += [
+                {"pid": pid, "step": step, "func": func, "n_bytes": 10 * n_bytes * cut} for pid in (7, 8)
+            ]
+    sent = sent_in_a_step(pd.DataFrame(rows), ranks=2, scale=10)
+    assert sent == {"all_gather": 4000, "reduce_scatter": 2000, "all_reduce": 92}
+    memory = {"weights": 2000, "gradients": 2020, "optimizer": 4000}
+    run = {"dtype": "fp32", "params": n_params, "ranks": 2, "stage": 3, "memory": memory, "sent": sent}
+    compared = compare({**run, "n_tensors": n_tensors, "kept_params": 0})
+    assert [round(row["off"], 3) for row in compared["rows"]] == [0, 0.01, 0, 0]
+    assert all(len(line) <= 80 for line in measured_lines(compared))
 
 
 @pytest.mark.parametrize(

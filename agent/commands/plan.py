@@ -166,30 +166,34 @@ def _measured(run: str) -> dict[str, Any]:
         log = trace.folder.parent / "job.jsonl"
         if not log.is_file():
             fail(
-                f"{run} has no job.jsonl: `plan RUN` knows the runs of our own job (dynamiccl tune without a COMMAND)"
+                f"{run} has no job.jsonl: `plan RUN` knows runs of our own job (dynamiccl tune without a COMMAND)"
             )
-        head = json_module.loads(log.read_text("utf-8").splitlines()[0])
-    if "memory" not in head:
-        fail(f"{log} is of an older release, which did not measure memory: run the job again")
-    return {
-        **head,
-        "params": head["n_params"],
-        "ranks": head["n_ranks"],
-        "sent": sent_in_a_step(trace.events),
-    }
+        records = [json_module.loads(line) for line in log.read_text("utf-8").splitlines()]
+    ended = [record for record in records if "memory" in record]
+    if not ended:
+        fail(f"{log} holds no memory: the job writes it when it ends")
+    head = {**records[0], **ended[-1]}
+    scale = trace.header.get("bytes_scale") or 1
+    sent = sent_in_a_step(trace.events, records[0]["n_ranks"], scale)
+    return {**head, "params": head["n_params"], "ranks": head["n_ranks"], "sent": sent}
 
 
-def sent_in_a_step(events: Any) -> dict[str, float]:
-    """Bytes that one rank sends in a step on a ring, by collective: the median over the steps that were seen whole."""
-    factor = {"all_reduce": 2, "broadcast": 1}
-    one = events[events["pid"] == events["pid"].iloc[0]] if len(events) else events
+def sent_in_a_step(events: Any, ranks: int, scale: float = 1) -> dict[str, float]:
+    """Bytes that one rank sends in a step on a ring, by collective: the median over the steps that were seen whole.
+
+    ``scale``: emulated bytes for one of the job's.
+    """
+    if events.empty:
+        return {}
+    one = events[events["pid"] == events["pid"].iloc[0]]
     steps = sorted(one["step"].unique())[1:-1]  # the first holds the set-up, the last may be cut
+    whole = one[one["step"].isin(steps)]
     found: dict[str, float] = {}
-    for func, calls in one[one["step"].isin(steps)].groupby("func"):
-        share = (calls["n_ranks"] - 1) / calls["n_ranks"]
-        sent = factor.get(str(func), 1) * share * calls["n_bytes"]
-        by_step = sent.groupby(calls["step"]).sum()
-        found[str(func)] = float(by_step.median())
+    for func, calls in whole.groupby("func"):
+        times = 2 if func == "all_reduce" else 1
+        by_step = calls["n_bytes"].groupby(calls["step"]).sum()
+        share = (ranks - 1) / ranks
+        found[str(func)] = float(by_step.median()) / scale * times * share
     return found
 
 

@@ -65,7 +65,8 @@ class Collectives:
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work:
         """``shard`` [S] of every rank into ``full`` [size * S]; ``shard`` may be this rank's slice of ``full``."""
-        in_place = full.untyped_storage()._cdata == shard.untyped_storage()._cdata
+        whole, part = full.untyped_storage(), shard.untyped_storage()
+        in_place = whole._cdata == part._cdata
         if self.backend == "gloo" and in_place:
             return GatherInPlace(self, full)
         return _ALL_GATHER(full, shard, group=self.group, async_op=True)
@@ -78,7 +79,8 @@ class Collectives:
             exchange = Exchange(self, shard, full)
             self._exchanges.append(exchange)
             return exchange
-        return _REDUCE_SCATTER(shard, full, op=dist.ReduceOp.AVG, group=self.reduce_group, async_op=True)
+        how = {"op": dist.ReduceOp.AVG, "group": self.reduce_group}
+        return _REDUCE_SCATTER(shard, full, async_op=True, **how)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.AVG) -> dist.Work:
         """``tensor`` reduced over the ranks, in place."""
@@ -103,7 +105,8 @@ class Collectives:
         if self.replicas:
             self.replicas.require_same(about)
         digests: list[Any] = [None] * self.size
-        mine = zlib.crc32(repr(about).encode())
+        text = repr(about)
+        mine = zlib.crc32(text.encode())
         dist.all_gather_object(digests, mine, group=self.group)
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:

@@ -58,22 +58,29 @@ class Bucket:
 
     def mine(self) -> list[Piece]:
         """The pieces in this rank's shard, in order; offsets are those in the shard."""
-        found, first = [], self.owned.start
-        for piece in self.pieces:
-            low = max(piece.offset, first)
-            high = min(piece.offset + piece.numel, self.owned.stop)
+        found = []
+        first, stop = self.owned.start, self.owned.stop
+        for param, start, numel, offset in self.pieces:
+            low = max(offset, first)
+            high = min(offset + numel, stop)
             if low < high:
-                start = piece.start + low - piece.offset
-                found.append(Piece(piece.param, start, high - low, low - first))
+                part = Piece(param, start + low - offset, high - low, low - first)
+                found.append(part)
         return found
 
     def publish(self) -> None:
         """Round the master weights into the shard that is gathered."""
         if self.master is None:
             return
-        shared = self.shard.untyped_storage()._cdata == self.master.untyped_storage()._cdata
-        if not shared:
-            self.shard.copy_(self.master.detach())
+        if not same_storage(self.shard, self.master):
+            exact = self.master.detach()
+            self.shard.copy_(exact)
+
+
+def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the two lie in the same allocation."""
+    here, there = one.untyped_storage(), other.untyped_storage()
+    return here._cdata == there._cdata
 
 
 def _up(n: int, multiple: int) -> int:
@@ -104,14 +111,17 @@ def cut(sizes: dict[int, int], begins: dict[int, int], total: int, bucket_numel:
     """
     buckets = []
     for at in range(0, total, bucket_numel):
-        buckets.append(Bucket(min(bucket_numel, total - at)))
-    for index in sorted(begins, key=lambda index: begins[index]):
-        at = begins[index]
+        rest = total - at
+        buckets.append(Bucket(min(bucket_numel, rest)))
+    for index, begin in sorted(begins.items(), key=lambda item: item[1]):
+        at = begin
         end = at + sizes[index]
         while at < end:
-            bucket, offset = buckets[at // bucket_numel], at % bucket_numel
+            number, offset = divmod(at, bucket_numel)
+            bucket = buckets[number]
             n = min(end - at, bucket.numel - offset)
-            bucket.pieces.append(Piece(index, at - begins[index], n, offset))
+            piece = Piece(index, at - begin, n, offset)
+            bucket.pieces.append(piece)
             at += n
     return buckets
 
@@ -124,12 +134,16 @@ def deal(sizes: dict[int, int], n_ranks: int) -> tuple[dict[int, int], int]:
     loads = [0] * n_ranks
     place: dict[int, tuple[int, int]] = {}  # the rank, and where in its shard
     for index in sorted(sizes, key=lambda index: -sizes[index]):
-        rank = loads.index(min(loads))
-        begin = _aligned(loads[rank], sizes[index])
+        least = min(loads)
+        rank = loads.index(least)
+        begin = _aligned(least, sizes[index])
         place[index] = rank, begin
         loads[rank] = begin + sizes[index]
-    shard = _up(max(loads), ALIGN)
-    begins = {index: rank * shard + begin for index, (rank, begin) in place.items()}
+    fullest = max(loads)
+    shard = _up(fullest, ALIGN)
+    begins = {}
+    for index, (rank, begin) in place.items():
+        begins[index] = rank * shard + begin
     return begins, n_ranks * shard
 
 
@@ -154,13 +168,18 @@ class Row:
         self.trainable = any(params[i].requires_grad for i in indices)
         self.begins, self.buckets = self._lay(comm, settings, stage, whole)
         total = sum(bucket.numel for bucket in self.buckets)
+        sharded = stage == 3 or (stage > 0 and self.trainable)
         for bucket in self.buckets:
-            n = bucket.numel // comm.size
-            sharded = stage == 3 or (stage > 0 and self.trainable)
-            bucket.owned = slice(comm.rank * n, (comm.rank + 1) * n) if sharded else slice(0, bucket.numel)
-        exact = torch.zeros(total, dtype=settings.master, device=params[indices[0]].device)
+            bucket.owned = slice(0, bucket.numel)
+            if sharded:
+                n = bucket.numel // comm.size
+                first = comm.rank * n
+                bucket.owned = slice(first, first + n)
+        device = params[indices[0]].device
+        exact = torch.zeros(total, dtype=settings.master, device=device)
         for index in indices:
-            self.view(exact, index).copy_(params[index].detach())
+            value = params[index].detach()
+            self.view(exact, index).copy_(value)
         for part in self._split(exact):
             comm.broadcast(part)
         self.arena = exact.to(settings.param_dtype)
@@ -176,24 +195,31 @@ class Row:
         """Where each parameter begins, and the buckets. With ``whole`` parameters, and at stage 3, there is one."""
         sizes = {i: shape.numel() for i, shape in self.shapes.items()}
         if whole:
-            begins, total = deal(sizes, comm.size if stage else 1)
+            sharing = comm.size if stage else 1
+            begins, total = deal(sizes, sharing)
         else:
             begins, total = end_to_end(sizes, comm.size)
-        itemsize = settings.param_dtype.itemsize
-        wanted = _up(settings.bucket_bytes, comm.size * ALIGN * itemsize) // itemsize
-        single = whole or stage == 3
-        bucket_numel = total if single else min(wanted, total)
-        return begins, cut(sizes, begins, total, max(1, bucket_numel))
+        bucket_numel = total
+        if not whole and stage < 3:
+            itemsize = settings.param_dtype.itemsize
+            multiple = comm.size * ALIGN * itemsize
+            wanted = _up(settings.bucket_bytes, multiple) // itemsize
+            bucket_numel = min(wanted, total)
+        buckets = cut(sizes, begins, total, max(1, bucket_numel))
+        return begins, buckets
 
     def _hold_gradients(self, stage: int, sums: torch.dtype, n_ranks: int) -> None:
         """Those of all parameters up to stage 1, where they add up until they are reduced; else this rank's shard."""
         if stage <= 1:
             self.grads = torch.zeros_like(self.arena)
-            for bucket, part in zip(self.buckets, self._split(self.grads), strict=True):
+            parts = self._split(self.grads)
+            for bucket, part in zip(self.buckets, parts, strict=True):
                 bucket.grads = part
             return
-        shards = self.arena.new_zeros(len(self.arena) // n_ranks, dtype=sums)
-        for bucket, part in zip(self.buckets, self._split(shards, n_ranks), strict=True):
+        numel = len(self.arena) // n_ranks
+        shards = self.arena.new_zeros(numel, dtype=sums)
+        parts = self._split(shards, n_ranks)
+        for bucket, part in zip(self.buckets, parts, strict=True):
             bucket.grad_shard = part
 
     def _hold_weights(self, exact: torch.Tensor, stage: int, offload: bool) -> None:
@@ -203,18 +229,21 @@ class Row:
         masters lie in host memory, and the optimizer's states with them.
         """
         mine = []
-        for bucket, part in zip(self.buckets, self._split(exact), strict=True):
+        parts = self._split(exact)
+        for bucket, part in zip(self.buckets, parts, strict=True):
             mine.append(part[bucket.owned])
         offload = offload and self.trainable
         apart = self.trainable and exact.dtype != self.arena.dtype
         if stage == 3 or apart or offload:  # one allocation of their own
-            together = torch.cat(mine)
-            mine = list(together.split([part.numel() for part in mine]))
+            mine = _joined(mine)
         masters = _on_host(mine) if offload else mine
-        arenas = zip(self.buckets, self._split(self.arena), mine, masters, strict=True)
-        for bucket, full, weights, master in arenas:
+        fulls = self._split(self.arena)
+        for bucket, full in zip(self.buckets, fulls, strict=True):
             bucket.full = full
-            bucket.shard = weights.to(full.dtype) if stage == 3 else full[bucket.owned]
+            bucket.shard = full[bucket.owned]
+        for bucket, weights, master in zip(self.buckets, mine, masters, strict=True):
+            if stage == 3:
+                bucket.shard = weights.to(bucket.full.dtype)
             if self.trainable:
                 bucket.master = nn.Parameter(master)
 
@@ -224,12 +253,22 @@ class Row:
     def view(self, arena: torch.Tensor, index: int) -> torch.Tensor:
         """Parameter ``index`` in ``arena`` [all buckets]: its pieces lie end to end, across buckets."""
         begin, shape = self.begins[index], self.shapes[index]
-        return arena[begin : begin + shape.numel()].view(shape)
+        end = begin + shape.numel()
+        return arena[begin:end].view(shape)
+
+
+def _joined(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies that lie end to end in one allocation."""
+    whole = torch.cat(parts)
+    sizes = [part.numel() for part in parts]
+    return list(whole.split(sizes))
 
 
 def _on_host(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Copies in host memory, page-locked where they come from a GPU, so that they travel at the bus's full rate."""
     there = torch.cat(parts)
-    host = torch.empty(there.shape, dtype=there.dtype, device="cpu", pin_memory=there.is_cuda)
+    like = {"dtype": there.dtype, "device": "cpu"}
+    host = torch.empty(there.shape, pin_memory=there.is_cuda, **like)
     host.copy_(there)
-    return list(host.split([part.numel() for part in parts]))
+    sizes = [part.numel() for part in parts]
+    return list(host.split(sizes))

@@ -29,7 +29,9 @@ def agree(reducer: Reducer, parts: Sequence[Part], order: int) -> torch.Tensor:
     used, comm = reducer.used, reducer.comm
     bits = [float(order >> bit & 1) for bit in range(ORDER_BITS)]
     message = [*used, 0.0, *bits]
-    seen = torch.tensor(message, dtype=reducer.settings.master, device=reducer.params[0].device)
+    device = reducer.params[0].device
+    dtype = reducer.settings.master
+    seen = torch.tensor(message, dtype=dtype, device=device)
     at = len(used)
     seen[at] = _squares(reducer, parts)
     comm.agree(seen)
@@ -38,7 +40,8 @@ def agree(reducer: Reducer, parts: Sequence[Part], order: int) -> torch.Tensor:
     reducer.used = [0.0] * len(used)
     if comm.backend != "fake":
         counts = seen.tolist()
-        ranks = comm.size * (comm.replicas.size if comm.replicas else 1)
+        copies = comm.replicas.size if comm.replicas else 1
+        ranks = comm.size * copies
         if any(count not in (0, ranks) for count in counts[at + 1 :]):
             raise RuntimeError(
                 "the ranks called the model's units in different orders, which stage 3 cannot gather: "
@@ -64,8 +67,12 @@ def _squares(reducer: Reducer, parts: Sequence[Part]) -> torch.Tensor | float:
     copies = 1 if settings.stage else comm.size
     if comm.replicas:
         copies *= comm.replicas.size
-    squares = torch.stack([norm.to(settings.master) for norm in torch._foreach_norm(grads)]).square()
+    norms = torch._foreach_norm(grads)
+    exact = [norm.to(settings.master) for norm in norms]
+    squares = torch.stack(exact).square()
     if comm.model:
-        shared = [getattr(reducer.params[part.piece.param], "model_copies", 1) for part in parts]
+        owners = [reducer.params[part.piece.param] for part in parts]
+        shared = [getattr(owner, "model_copies", 1) for owner in owners]
         squares = squares / torch.tensor(shared, device=squares.device)
-    return squares.sum() / copies
+    total = squares.sum()
+    return total / copies
