@@ -1,7 +1,7 @@
 // What the parts of the plugin share with one another, with the probe (ctypes) and with the daemon (shared
 // memory).
 //
-// Layouts are those of traces/records.py and envs/nccl/shm.py; tests/test_plugin.py compares them byte by
+// Layouts are those of traces/records.py and envs/nccl/shm.py; tests/envs/nccl/test_plugin.py compares them byte by
 // byte.
 #ifndef DYNAMICCL_PLUGIN_H_
 #define DYNAMICCL_PLUGIN_H_
@@ -215,6 +215,14 @@ void dccl_next_tuner_init(struct dccl_next_tuner* next, const struct dccl_tuner_
 // False if it failed: whatever it wrote is then no answer.
 bool dccl_next_tuner_ask(const struct dccl_next_tuner* next, const struct dccl_question* question);
 void dccl_next_tuner_finalize(const struct dccl_next_tuner* next);
+
+// ---- what NCCL needs for kernel times (room.c) ----
+
+// A communicator is there, or gone again; `inside_nccl` is an address in NCCL's library, or NULL. Its number.
+uint64_t dccl_announce(uint32_t n_ranks, uint32_t n_nodes, const void* inside_nccl);
+void dccl_withdraw(uint64_t number);
+// Whether EVENT_KERNEL_CH may be set now for all communicators that are there.
+bool dccl_may_time_kernels(void);
 
 // ---- communicators ----
 

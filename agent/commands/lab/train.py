@@ -1,0 +1,59 @@
+"""``dynamiccl lab train``: make the policy's weights anew."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from .. import Json, Option, fail, one_thread, refusing
+
+
+def train(
+    turns: Annotated[int, Option(min=1, help="Turns to learn from, of all jobs together.")] = 240_000,
+    runs: Annotated[
+        list[Path] | None,
+        Option(help="Go on from the shipped weights on recorded runs (folders of a trace)."),
+    ] = None,
+    seed: Annotated[int, Option(min=0, help="Of the weights that it begins with, and of the jobs.")] = 0,
+    out: Annotated[Path, Option(help="Weights file to write; a .json record goes beside it.")] = Path(
+        "runs/train/policy.npz"
+    ),
+    resume: Annotated[bool, Option(help="Go on from the last checkpoint beside --out.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train the LSTM policy by RecurrentPPO on whole jobs, paid in measured step time (an hour).
+
+    It begins as the rule and learns what saves time beyond it. With --runs it learns on your own recorded jobs, every
+    fifth of which only judges: the last line says what was gained there.
+    """
+    one_thread()
+    from ...policies.lstm import LstmPolicy
+    from ...report.terminal import terminal
+    from ...train.training import Settings, Training, export, gained
+
+    if out.suffix != ".npz":
+        fail(f"--out is a .npz file, not {out}")
+    learned, judges = [r for i, r in enumerate(runs or ()) if i % 5 < 4], list(runs or ())[4::5]
+    console = terminal(stderr=True, quiet=as_json, highlight=False)
+    with refusing(OSError, ValueError):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        training = Training(Settings(seed=seed, turns=turns), out.with_suffix(".training"), tuple(learned))
+        if resume:
+            training.resume()
+        elif runs:
+            training.begin_with(LstmPolicy.load())
+
+    def show(done: int, total: int, row: dict[str, Any]) -> None:
+        said = "" if row["saved"] is None else f"{row['saved']:+.1f} default steps a job beyond the rule's"
+        console.print(f"{done / total:4.0%} of {total} turns  {said}")
+
+    training.run(show)
+    record = export(training, out)
+    told = gained(LstmPolicy.load(out), judges) if judges else None
+    if as_json:
+        print(record.read_text())
+        return
+    console.print(f"{out}: trained in {training.seconds:.0f} s; judge it by: dynamiccl bench --policy {out}")
+    console.print(f"record and learning curve: {record}")
+    if told is not None:
+        console.print(
+            f"{told:+.1f} default steps a job beyond the rule's on {len(judges)} runs that it has not seen"
+        )

@@ -1,0 +1,412 @@
+"""No view of a run says another figure than another: console, ``show``, ``top``, report, JSON and metrics of
+random runs; and no sentence contradicts the summary that it is made from."""
+
+import io
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from command import invoke
+from dynamiccl.agent.daemon.compare import Ledger, Paired
+from dynamiccl.agent.daemon.console import Expected, LiveView, show_summary
+from dynamiccl.agent.daemon.daemon import Daemon
+from dynamiccl.agent.daemon.tuner import Tuner
+from dynamiccl.agent.policies.choosing import make_chooser
+from dynamiccl.agent.report.report import write_report
+from dynamiccl.agent.report.runs import METRICS, state
+from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.agent.report.verdict import change, cost, ms, outcome, rows_text, verdict
+from dynamiccl.envs.live.job_ends import JobEnded
+from dynamiccl.envs.live.windows import LiveWindows
+from dynamiccl.envs.replay.decisions import load
+from dynamiccl.envs.replay.job import RecordedJob
+from dynamiccl.envs.search.sequential import Race
+from dynamiccl.traces.files import Trace
+from dynamiccl.traces.reasons import RunEnds
+from dynamiccl.traces.records import Decision
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from overhead import compare
+from rich.console import Console
+from synthetic_trace import GATHER, SCATTER, write_run
+from test_report import text_of
+
+#: Seeds of runs, and the steps that each may take before the job ends: the last ends before its verdict.
+RUNS = [(0, 10**6), (1, 10**6), (4, 60)]
+
+
+class Noisy(RecordedJob):
+    """A recorded job whose windows scatter, whose tables save a ``part`` of what is on record, and which ends."""
+
+    def __init__(self, trace, recorded, seed, steps, part, spread):
+        super().__init__(trace, recorded, seed=seed)
+        self.steps, self.rng, self.part, self.spread = steps, np.random.default_rng(seed), part, spread
+
+    def window(self, *asked, **more):
+        found = super().window(*asked, **more)
+        if self.last_step > self.steps:
+            raise JobEnded("the recorded job's steps are over")
+        return found
+
+    def saving(self, decisions):
+        return self.part * super().saving(decisions) + self.spread * self.rng.standard_normal()
+
+
+def tuned_run(folder, seed, steps, part, spread):
+    """(folder, summary, lines that were told) of a tuned run."""
+    _, trace = write_run(folder / "trace", search=8, final=4, seed=seed)
+    job, lines = Noisy(trace, load(trace), seed, steps, part, spread), []
+    tuner = Tuner(LiveWindows(job), make_chooser("expected-improvement", seed), on_window=lines.append)
+    tuner.run()
+    try:
+        while tuner.search is not None and not tuner.search.is_done and len(lines) < 150:
+            tuner.step()
+    except JobEnded as error:
+        tuner.outcome.ended = str(error)
+    s = tuner.ledger.sum_up(tuner.outcome)
+    s.emulated, s.trace = True, str(folder / "trace")
+    s.reasons, s.steps, s.report = {"ended": []}, job.last_step, str(folder / "report.html")
+    s.consistency = {"calls_checked": 4711, "mismatches": 0}
+    s.write(folder)
+    return folder, s, lines
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=[f"seed {seed}, {steps} steps" for seed, steps in RUNS])
+def run(request, tmp_path_factory):
+    seed, steps = request.param
+    return tuned_run(
+        tmp_path_factory.mktemp("run"), seed, steps, (1.0, 0.3, 0.0)[seed % 3], 0.004 + 0.002 * (seed % 3 > 0)
+    )
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 2**31),
+    steps=st.sampled_from([40, 60, 140, 400, 10**6]),
+    part=st.floats(-0.3, 1.2),
+    spread=st.floats(0.0005, 0.03),
+)
+def test_it_holds_in_runs_at_random(tmp_path_factory, seed, steps, part, spread):
+    """Other runs each time; of one in which it does not hold the seed is printed."""
+    one = tuned_run(tmp_path_factory.mktemp("random"), seed, steps, part, spread)
+    test_no_two_places_tell_different_figures(one)
+    test_no_row_in_force_is_told_to_be_slower_and_none_has_a_part_of_what_was_only_seen_together(one)
+    test_step_times_of_the_verdict_are_medians_of_windows_that_were_measured(one)
+    test_a_comparison_names_its_two_sides(one)
+    test_what_is_told_as_it_happens_agrees_with_the_end(one)
+
+
+def views(folder, s):
+    """What each view says of the run, as text with its spaces as one."""
+    console = Console(file=io.StringIO(), width=80)
+    show_summary(console, s)
+    told = {"console": console.file.getvalue()}
+    for name in ("show", "top"):
+        done = invoke([name, str(folder)])
+        assert done.exit_code == 0, done.stdout + done.stderr
+        told[name] = done.stdout
+    told["report"] = text_of(write_report(folder / "report.html", s, Trace.read(folder / "trace")))
+    return {name: " ".join(text.split()) for name, text in told.items()}
+
+
+def test_no_two_places_tell_different_figures(run):
+    folder, s, _ = run
+    told, read = views(folder, s), RunSummary.read(folder)
+    assert vars(read) == json.loads(json.dumps(vars(s)))
+    for name in ("console", "show", "report"):
+        assert verdict(s) in told[name] and "4711 collectives compared across ranks" in told[name], name
+    assert json.loads(invoke(["show", str(folder), "--json"]).stdout)["summary"] == vars(read)
+    one = state(folder)
+    assert [one] == json.loads(invoke(["top", str(folder), "--json"]).stdout)
+    assert one["verdict"] == verdict(s) and (one["cost_s"], one["budget_s"]) == (s.cost_s, s.budget_s)
+    if s.kept:
+        gain = re.search(r"([\d.]+ % shorter) \((-?[\d.]+ to [\d.]+)", change(s.speedup, s.speedup_ci95))
+        value, interval = gain[1], gain[2]
+        for name in ("console", "show", "report"):
+            seen = set(
+                re.findall(r"steps ([\d.]+ % \w+) than NCCL's choice \((-?[\d.]+ to [\d.]+)\)", told[name])
+            )
+            assert seen <= {(value, interval)}, (name, seen)
+        assert f"{value.removesuffix(' shorter')} ({interval})" in told["top"]
+        assert one["gain"] == pytest.approx(1 - 1 / s.speedup) and one["step_ms"] == s.tuned_step_ms
+        assert all(
+            ms(value) in told[name]
+            for name in ("console", "show", "report")
+            for value in (s.default_step_ms, s.tuned_step_ms)
+        )
+        assert cost(s) in verdict(s)
+    else:
+        assert one["gain"] is None and not re.search(r"(?<!NOTHING )KEPT", "".join(told.values()))
+    families = _metrics(folder)
+    for name, key, _ in METRICS:
+        value = float(one["state"] == "tuning") if key == "state" else one[key]
+        scaled = value if value is None or key != "step_ms" else value / 1e3
+        assert families.get(name.removesuffix("_total")) == (
+            None if scaled is None else pytest.approx(float(scaled))
+        )
+    # What each collective costs: one figure a slot, of the same whole steps, in the report and in show.
+    story = json.loads(invoke(["show", str(folder), "--json"]).stdout)
+    calls_of = {slot["slot"]: slot["calls"] for slot in story["slots"]}
+    assert all(chain["calls"] == pytest.approx(calls_of[chain["slot"]]) for chain in story["why"])
+    for slot in story["slots"]:
+        calls = f"{slot['calls']:.3g}"
+        assert re.search(rf"{re.escape(slot['slot'])} {calls} ", told["report"]), slot["slot"]
+        assert re.search(rf"{re.escape(slot['slot'])} │ {re.escape(calls)} │", told["show"]), slot["slot"]
+
+
+def _metrics(folder):
+    parser = pytest.importorskip("prometheus_client.parser")
+    path = folder / "d.prom"
+    assert invoke(["top", str(folder), "--once", "--metrics", str(path)]).exit_code == 0
+    found = parser.text_string_to_metric_families(path.read_text())
+    return {f.name: f.samples[0].value for f in found if f.samples}
+
+
+def test_no_row_in_force_is_told_to_be_slower_and_none_has_a_part_of_what_was_only_seen_together(run):
+    folder, s, _ = run
+    chains = json.loads(invoke(["show", str(folder), "--json"]).stdout)["why"]
+    text = invoke(["show", str(folder)]).stdout
+    assert not re.search(r"saved|saves|sure +\d", text)
+    for chain in chains:
+        if not chain["in_force"]:
+            continue
+        mine = [c for c in chain["alone"] if c["decision"] == chain["decided"] and c["outcome"] == "kept"]
+        assert all(c["speedup"] > 1 for c in mine)
+    rows = sum(bool(d["algo"] or d["n_channels"]) for d in s.decisions)
+    if s.kept and rows > 1 and not any(c["alone"] for c in chains):
+        assert f"these {rows} rows together: steps" in text and "not separable" in text
+    assert not s.kept or "longer" not in verdict(s)
+
+
+def test_step_times_of_the_verdict_are_medians_of_windows_that_were_measured(run):
+    """Seen: "step, tuned" was the default divided by the speed-up, and the default that of the job's first steps."""
+    _, s, lines = run
+    for letter, value, n in (
+        ("default", s.default_step_ms, s.default_windows),
+        (s.compared, s.tuned_step_ms, s.tuned_windows),
+    ):
+        if value is None:
+            continue
+        c = next(c for c in s.comparisons if c["table_ms" if letter == s.compared else "against_ms"] == value)
+        seen = [
+            x.step_ms for x in lines if x.table == letter and c["steps"][0] <= x.first_step <= c["steps"][1]
+        ]
+        assert n >= 1 and min(seen) <= value <= max(seen)
+
+
+def test_a_comparison_names_its_two_sides(run):
+    _, s, lines = run
+    for c in s.comparisons:
+        assert c["table"] != c["against"] and c["table"] in s.tables
+        if c["outcome"] == "kept":
+            assert c["speedup"] > 1
+        if c["speedup"] is not None:
+            assert re.search(rf"{c['table']}\b.* than ({c['against']}\b|NCCL's choice)", outcome(c))
+    begun = [e for line in lines for e in line.events if e.startswith("comparison")]
+    assert all(re.fullmatch(r"comparison: [A-Z]+ against ([A-Z]+|NCCL's choice)", e) for e in begun)
+    described = [e.partition(" = ")[0] for line in lines for e in line.events if " = " in e]
+    assert len(described) == len(set(described))
+
+
+def test_what_is_told_as_it_happens_agrees_with_the_end(run):
+    """Seen: "rolled back", then "the table stays in force"."""
+    _, s, lines = run
+    kept = [e for line in lines for e in line.events if e.startswith("kept ")]
+    assert kept == [outcome(c) for c in s.comparisons if c["outcome"] == "kept"]
+    if s.kept:
+        assert kept and kept[-1].startswith(f"kept {s.in_force}:")
+    assert lines[-1].in_force == s.in_force
+    most = 0.0  # Seen: "best so far F: 42.7 % shorter", after "kept D: 46.2 % shorter"
+    for line in lines:
+        best = [e for e in line.events if e.startswith("best so far")]
+        assert not best or float(re.search(r"([\d.]+) %", best[0])[1]) >= round(100 * most, 1)
+        if line.phase in ("search", "verify") and line.verdict == "measured" and line.table != "default":
+            most = max(most, 1 - line.step_ms / line.default_ms)
+    assert not any("rolled back" in e for line in lines for e in line.events)
+
+
+# -- single sentences --------------------------------------------------------------------------------------------------
+
+
+def decided_run(**facts):
+    told = {"speedup": 1.147, "speedup_ci95": [1.016, 1.295], "aa_speedup_ci95": [0.867, 1.157], "kept": True}
+    told |= {
+        "compared": "A",
+        "in_force": "A",
+        "default_step_ms": 325.0,
+        "tuned_step_ms": 251.0,
+        "cost_s": 30.0,
+    }
+    return RunSummary.of(told | {"detectable": 0.02, "steps_to_verdict": 126} | facts)
+
+
+def test_the_verdict_is_one_sentence_with_its_strength_its_cost_and_its_payback():
+    text = verdict(decided_run())
+    steps = 30_000 / (325 * (1 - 1 / 1.147))
+    assert text.startswith(
+        "KEPT A: steps 12.8 % shorter (1.6 to 22.8: weak evidence), found at the cost of 30 s"
+    )
+    assert int(re.search(r"repaid after ([\d,]+) steps", text)[1].replace(",", "")) == int(np.ceil(steps))
+    assert decided_run(speedup_ci95=[1.08, 1.2], aa_speedup_ci95=[0.99, 1.01]).strength == "strong evidence"
+    assert decided_run(speedup_ci95=[1.05, 1.2], aa_speedup_ci95=[0.99, 1.01]).strength == "fair evidence"
+    assert "at no cost" in verdict(decided_run(cost_s=-2.0)) and "repaid" not in verdict(
+        decided_run(cost_s=-2.0)
+    )
+    assert "(emulated times)" in verdict(decided_run(emulated=True))
+
+
+def test_a_run_that_ends_in_its_search_is_not_told_to_have_a_verdict_after_none_steps():
+    """Seen: "verdict after None steps: KEPT A", of a job that ended soon after its first table was confirmed."""
+    daemon, said = object.__new__(Daemon), []
+    daemon.outcome, daemon._say = RunSummary(kept=True, ended="the job ended with status 0"), said.append
+    daemon._summary = lambda: decided_run(steps_to_verdict=None)
+    daemon.tuner = SimpleNamespace(search=None)
+    daemon._say_verdict()
+    assert said == ["the job ended with status 0"]
+
+
+def test_a_run_that_is_stopped_in_its_search_is_told_so_once():
+    """Seen: "stopped by `dynamiccl stop`" in two lines, one after the other. The watch, which comes next, says it."""
+    daemon, said = object.__new__(Daemon), []
+    daemon.outcome, daemon._say = RunSummary(ended=RunEnds.STOPPED()), said.append
+    daemon._summary = lambda: decided_run(steps_to_verdict=None)
+    daemon.tuner = SimpleNamespace(search=None)
+    daemon._say_verdict()
+    assert said == []
+
+
+def test_the_command_for_again_is_whole():
+    console = Console(file=io.StringIO(), width=80)
+    s = decided_run(
+        emulated=True, cluster="dgx-a100-2x8", bytes_scale=360.0, compute_scale=7.0, table="t.json"
+    )
+    show_summary(console, s, quiet=True)
+    assert "apply t.json --cluster dgx-a100-2x8 --compute-scale 7 -- COMMAND\n" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("facts", "says", "never"),
+    [
+        ({"kept": False}, "NOTHING KEPT: steps under A came to 12.8 % shorter", "KEPT A"),
+        ({"kept": False}, "a gain of 2.0% or more would have been seen", "none of"),
+        ({"kept": False, "speedup": 0.98, "speedup_ci95": [0.95, 1.01]}, "2.0 % longer", "shorter"),
+        ({"kept": False, "speedup": None, "speedup_ci95": None}, "NOTHING FOUND", "%  shorter"),
+        (
+            {"kept": False, "dropped": "it was slower"},
+            "TAKEN BACK: it was slower; NCCL's own choice is in force",
+            "KEPT",
+        ),
+        ({"kept": None, "speedup": None, "detectable": None, "ended": "over"}, "NO VERDICT: over", "NOTHING"),
+        ({"failure": "two ways"}, "FAILED: two ways", "KEPT"),
+    ],
+)
+def test_the_verdict_is_what_the_run_came_to(facts, says, never):
+    text = verdict(decided_run(**facts))
+    assert says in text and never not in text
+
+
+def test_equal_decisions_are_told_together():
+    rows = [
+        {
+            "func": f,
+            "min_bytes": (n << 19) + 1,
+            "max_bytes": n << 20,
+            "algo": "ring",
+            "proto": "ll128",
+            "n_channels": 8,
+        }
+        for f in ("all_gather", "reduce_scatter")
+        for n in (8, 64, 256)
+    ]
+    assert rows_text(rows) == "ring/ll128/8: all_gather, reduce_scatter 5-8, 33-64, 129-256 MiB"
+    rows[0] |= {"algo": None, "proto": None, "n_channels": None}
+    assert (
+        rows_text(rows)
+        == "ring/ll128/8: all_gather 33-64, 129-256 MiB; reduce_scatter 5-8, 33-64, 129-256 MiB"
+    )
+    assert rows_text(rows[:1]) == "NCCL's choice"
+
+
+def test_tables_have_one_letter_each_and_windows_belong_to_both_sides():
+    ledger = Ledger()
+    a, b = {GATHER: Decision("ring", "ll128", 8)}, {SCATTER: Decision("ring", "ll128", 8)}
+    assert [ledger.letter(t) for t in ({}, a, b, dict(a), {GATHER: Decision()})] == [
+        "default",
+        "A",
+        "B",
+        "A",
+        "default",
+    ]
+    race = Race(0.01)
+    race.add(10.0, 9.0)
+    one = Paired("A", "default", race, False, 5, 9, [9.0], [10.0])
+    assert one.told()["speedup"] == pytest.approx(10 / 9) and one.told()["against_windows"] == 1
+    assert ledger.legend("A", "default") and not ledger.legend("A")
+    assert compare(np.full(4, 2.0), np.full(4, 1.0))[0] == pytest.approx(2.0)
+
+
+def test_before_a_run_it_is_said_what_a_verdict_takes_and_as_it_goes_what_is_left():
+    expected = Expected()
+    assert "may cost up to 5% of the job's time" in expected.told(0.05)
+    expected.steps = list(range(100, 1101, 10))
+    assert "takes 600 steps in half of simulated jobs, 200 to 1000 in 8 of 10" in expected.told(0.05)
+    assert expected.after(0) == 600 and expected.after(599) == 850 and expected.after(10**9) is None
+    expected.steps = []
+    assert expected.after(0) is None and "simulated" not in expected.told(0.05)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_without_a_terminal_a_line_is_at_most_80_columns(run, capsys, quiet):
+    _, s, lines = run
+    with LiveView(0.05, quiet=quiet) as view:
+        for line in lines:
+            view.window(line)
+    view.console.quiet = False
+    show_summary(view.console, s, quiet)
+    said = capsys.readouterr().err.splitlines()
+    free = [
+        line for line in said if not line.startswith(("again ", "more ", "report "))
+    ]  # paths are as long as they are
+    assert max(map(len, free)) <= 80 and len(said) < (8 if quiet else 60)
+    assert sum(line.startswith(verdict(s)[:20]) for line in said) == 1
+
+
+def test_on_a_terminal_one_block_tells_how_it_stands(run):
+    _, _, lines = run
+    view = LiveView(0.05)
+    view._expected.steps = [10_000]
+    view.console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    for line in lines[:12]:
+        view._recent.append((line.step_ms, line.table == "default"))
+    view.console.print(view._block(lines[min(3, len(lines) - 1)]))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", view.console.file.getvalue())
+    assert "in force: " in text and "on trial: " in text and "verdict in about" in text and "allowed" in text
+    assert re.search(r"step [▁▂▃▄▅▆▇█]+ ", text) and max(map(len, text.splitlines())) <= 80
+
+
+def test_a_recording_is_not_told_to_go_on(tmp_path):
+    from dynamiccl.agent.report.texts import nothing_decided
+
+    assert "recording" in nothing_decided(RunSummary(), {"source": "kineto"})
+    assert "goes on" in nothing_decided(RunSummary(), {})
+    assert nothing_decided(RunSummary(ended="over"), {}) == "over"
+
+
+def test_a_trace_of_calls_without_what_nccl_offered_is_not_told_to_hold_none(tmp_path):
+    """Seen: "holds no all_gather or reduce_scatter that a tuner can reach" of 576 calls."""
+    _, trace = write_run(tmp_path / "trace", search=2, final=2)
+    bare = Trace(**{**vars(trace), "offers": trace.offers.head(0)})
+    with pytest.raises(Exception, match=r"holds \d+ calls to tune, but not what NCCL offers .* --cluster"):
+        load(bare)
+
+
+def test_a_view_has_no_arithmetic_of_its_own():
+    """A stub of a summary with figures that no run has: each view shows them as they are."""
+    s = decided_run(trace="t", report="r", consistency={"calls_checked": 0, "mismatches": 0})
+    s.reasons = {"ended": []}
+    console = Console(file=io.StringIO(), width=80)
+    show_summary(console, s)
+    said = " ".join(console.file.getvalue().split())
+    assert "A 251 ms against NCCL's choice 325 ms" in said and "12.8 % shorter" in said

@@ -1,0 +1,103 @@
+"""The plugin in an installation, and how NCCL is told where it is."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dynamiccl.envs.nccl.plugin import build
+from dynamiccl.envs.nccl.plugin.bindings import take_slots_back
+from dynamiccl.envs.nccl.plugin.build import LIBRARY, nccl_env, plugin_path
+
+
+def test_the_installed_plugin_is_taken_where_it_is_of_these_sources(tmp_path, monkeypatch):
+    monkeypatch.delenv("DYNAMICCL_PLUGIN", raising=False)
+    monkeypatch.setattr(build, "INSTALLED", tmp_path)
+    cached = build.plugin_path()
+    assert cached.parent != tmp_path
+    build.install_into(tmp_path)
+    monkeypatch.setenv("CC", "no-such-compiler")  # a compute node has none
+    assert build.plugin_path() == tmp_path / build.LIBRARY
+    library = ctypes.CDLL(str(build.plugin_path()))
+    library.dynamiccl_build.restype = ctypes.c_char_p
+    assert library.dynamiccl_build().decode() == build.build_of()
+    (tmp_path / f"{build.LIBRARY}.build").write_text("of other sources")
+    with pytest.raises(build.PluginBuildError, match="no C compiler"):
+        build.plugin_path()
+
+
+PATH = f"/x/{LIBRARY}"
+
+
+@pytest.mark.parametrize(
+    ("release", "path", "named"),
+    [
+        (None, PATH, PATH),  # most releases take it, and where not the probe sees to it
+        ((2, 26, 2), PATH, PATH),
+        ((2, 27, 3), PATH, LIBRARY),
+        ((2, 27, 5), PATH, PATH),
+        ((2, 29, 7), PATH, PATH),
+        ((2, 29, 7), "/" + 300 * "x" + PATH, LIBRARY),
+    ],
+)
+def test_the_plugin_is_named_so_that_a_new_library_path_does_not_lose_it(monkeypatch, release, path, named):
+    """Before: by its name, and `export LD_LIBRARY_PATH=...` in a job's script lost it without a word.
+
+    Seen at 679c0ae, the plugin is named by its path, which NCCL 2.27.3 does not take; or by its name, which a new
+    ``LD_LIBRARY_PATH`` loses: ``env`` prints a path, or a name.
+    """
+    monkeypatch.setattr(build, "nccl_release", lambda: release)
+    for variable in ("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"):
+        monkeypatch.delenv(variable, raising=False)
+        assert nccl_env(Path(path))[variable] == named
+    assert nccl_env(Path(path))["LD_LIBRARY_PATH"].split(":")[0] == os.path.dirname(path)
+
+
+FOUND = """
+import ctypes, os, sys
+from pathlib import Path
+from dynamiccl.envs.nccl.plugin.bindings import name_where_no_path_is_taken
+name_where_no_path_is_taken(sys.argv[1])
+named = {os.environ["NCCL_TUNER_PLUGIN"], os.environ["NCCL_PROFILER_PLUGIN"]}
+for name in named:
+    ctypes.CDLL(name).ncclTunerPlugin_v4
+print(*named)
+"""
+
+
+def test_where_nccl_takes_no_path_it_finds_the_plugin_by_a_library_name_all_the_same():
+    """As NCCL 2.27.3 asks the system for it: no folder of ours is on LD_LIBRARY_PATH."""
+    env = {**os.environ, "DYNAMICCL_PLUGIN": str(plugin_path()), "LD_LIBRARY_PATH": "/nowhere"}
+    env |= dict.fromkeys(("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"), str(plugin_path()))
+    for release, said in (("2.27.3", LIBRARY), ("2.29.7", str(plugin_path())), ("-", str(plugin_path()))):
+        out = subprocess.check_output([sys.executable, "-c", FOUND, release], env=env, text=True)
+        assert out.split() == [said]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "taken"),
+    [
+        ("NCCL_PROFILER_PLUGIN", "/opt/libnccl-profiler-inspector.so", True),
+        ("NCCL_TUNER_PLUGIN", "libnccl-tuner-ofi.so", True),
+        ("NCCL_PROFILER_PLUGIN", "none", False),  # its user wants none
+        ("NCCL_PROFILER_PLUGIN", "", False),
+        ("NCCL_PROFILER_PLUGIN", PATH, False),
+    ],
+)
+def test_a_place_that_an_operator_has_taken_is_taken_back(monkeypatch, variable, value, taken):
+    """A Slurm TaskProlog exports after our environment is set. Before: no collective was told, and nothing tuned."""
+    for name in ("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN", "DYNAMICCL_PLUGIN"):
+        monkeypatch.setenv(name, PATH)
+    monkeypatch.delenv("DYNAMICCL_NEXT_TUNER", raising=False)
+    monkeypatch.setenv(variable, value)
+    assert take_slots_back() == ({variable: value} if taken else {})
+    assert os.environ[variable] == (PATH if taken else value)
+    # A tuner of theirs is asked before ours.
+    is_tuner = variable == "NCCL_TUNER_PLUGIN"
+    assert os.environ.get("DYNAMICCL_NEXT_TUNER") == (value if is_tuner else None)
+    os.environ.pop("DYNAMICCL_NEXT_TUNER", None)
+    monkeypatch.delenv("DYNAMICCL_PLUGIN")
+    monkeypatch.setenv(variable, value)
+    assert take_slots_back() == {}  # nothing of ours was named
