@@ -21,10 +21,7 @@ def bench(
     suite: Annotated[str, Option(help="standard, held-out, unseen, or a file.")] = "standard",
     jobs: Annotated[
         int,
-        Option(
-            min=0,
-            help="Number of jobs, spread over the suite; 0: as --filed or --submission, else all.",
-        ),
+        Option(min=0, help="Number of jobs, spread over the suite; 0: as --filed or --submission, else all."),
     ] = 0,
     out: Annotated[Path, Option(help="Folder for submissions and the leaderboard.")] = Path("runs/bench"),
     processes: Annotated[int, Option(min=1, help="Policies that run at the same time.")] = 2,

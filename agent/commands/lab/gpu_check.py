@@ -28,7 +28,7 @@ def gpu_check(
 
     \b
     smoke       is the plugin loaded, on every rank? are results right?
-    sweep       times of all-gather and reduce-scatter by config and size
+    sweep       times of all-gather and reduce-scatter by setting and size
     contention  how much does a collective slow down compute at the same time?
     noise       steps under the default; with and without an idle tuner
     truth       the best table against NCCL untouched, alternating at every step
