@@ -69,7 +69,6 @@ class Agreement:
         self.stopped = ""  # why no table will change any more
         self._plugin, self._steps, self._versions, self._tell = plugin, steps, versions, tell
         self._store, self._end = RoundStore(store, rank, n_ranks), threading.Event()
-        self._look_s = _HELD_S + _A_RANK_S * n_ranks  # between two questions what was decided
         self._pace = Pace(_LOOKS * self._look_s)
         self._comms: frozenset[int] = frozenset()  # communicators that rank 0 has heard of
         self._owner = plugin.join()  # what this agreement lays ready and limits in the plugin is its own
@@ -78,6 +77,11 @@ class Agreement:
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
         if not self._owner:
             self._stop(NotAgreeing.TOO_MANY(rank=rank))
+
+    @property
+    def _look_s(self) -> float:
+        """Seconds between two questions what was decided."""
+        return _HELD_S + _A_RANK_S * self.n_ranks
             return
         try:
             self._thread.start()

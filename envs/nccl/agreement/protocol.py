@@ -231,20 +231,23 @@ def lead(
     votes = [own, *(vote for vote in others if vote.round == number)]
     decision, found = decide(votes, generation, trial_steps, gone)
     left_out.update(found)
-    refusal = next((vote.refusal for vote in votes if vote.refusal), "")
-    no_room = next((vote.no_room for vote in votes if vote.no_room), "")
-    if refusal:  # the same bytes everywhere: nobody is to have it
-        left_out[0] = LeftOut(refusal, True)
-    elif no_room:
-        left_out[0] = LeftOut(no_room)
-    elif not any(vote.comms for vote in votes):
-        left_out[0] = LeftOut(NotAgreeing.NOTHING_COUNTED())
+    if why := _why_no_round(votes):
+        left_out[0] = why
     late = {comm for comm, one in found.items() if comm in must and not one.for_good}
     if 0 in left_out or late or not decision.switches:
         decision = ABORT
     decision = yield Settle(decision)
     yield from _act(own, decision)
     return decision
+
+
+def _why_no_round(votes: list[Vote]) -> LeftOut | None:
+    """Why no communicator at all can switch in this round; None where some may."""
+    if refusal := next((vote.refusal for vote in votes if vote.refusal), ""):
+        return LeftOut(refusal, True)  # the table is the same bytes everywhere: no rank may have it
+    if no_room := next((vote.no_room for vote in votes if vote.no_room), ""):
+        return LeftOut(no_room)
+    return None if any(vote.comms for vote in votes) else LeftOut(NotAgreeing.NOTHING_COUNTED())
 
 
 def _vote(rank: int, number: int, identity: str) -> Generator[Request, Any, Vote]:

@@ -64,50 +64,100 @@ class CallerError(RuntimeError):
     """The plugin returned something other than success: NCCL would have failed the job."""
 
 
+class _Profiler:
+    """The profiler's half of the plugin on one communicator."""
+
+    def __init__(self, library: ctypes.CDLL, comm_id: int, shape: tuple[int, int, int]) -> None:
+        """``shape``: nodes, ranks, this rank. Raises CallerError."""
+        self.mask = MASKS.setdefault(library._name, c_int(0))
+        self._handle, self._context = c_void_p(), c_void_p()
+        _, init, start, stop, state, finalize = pointers(library, "ncclProfiler_v6", 6)
+        self._start, self._stop, self._state = _START_EVENT(start), _ONE_POINTER(stop), _STATE(state)
+        self._finalize = _ONE_POINTER(finalize)
+        check(_PROFILER_INIT(init)(byref(self._context), comm_id, byref(self.mask), b"", *shape, None))
+
+    def asks_for(self, event: int) -> bool:
+        """Whether the plugin wants events of this kind at this moment."""
+        return bool(self.mask.value & event)
+
+    def begin(self, event: Any) -> int | None:
+        """Tell of an event; returns the plugin's handle, None where it wants none."""
+        self._handle.value = None
+        check(self._start(self._context, byref(self._handle), byref(event)))
+        return self._handle.value
+
+    def end(self, handle: int | None) -> None:
+        """Tell of an event's end."""
+        if handle is not None:
+            check(self._stop(handle))
+
+    def tell_stop(self, handle: int, timer: c_uint64) -> None:
+        """Tell when a channel of a kernel stopped, by the GPU's clock."""
+        check(self._state(handle, KERNEL_CH_STOP, byref(timer)))
+
+    def finalize(self) -> None:
+        """Leave the communicator."""
+        check(self._finalize(self._context))
+
+
+class _Tuner:
+    """The tuner's half of the plugin on one communicator."""
+
+    def __init__(self, library: ctypes.CDLL, comm_id: int, n_ranks: int, n_nodes: int) -> None:
+        """Raises CallerError."""
+        # Kept for every call: ctypes objects are slow to make.
+        self._cost, self._channels = np.empty((N_ALGOS, N_PROTOS), np.float32), c_int()
+        self._context = c_void_p()
+        _, init, ask, finalize = pointers(library, "ncclTunerPlugin_v5", 4)
+        self._ask, self._finalize = _TUNER_INFO(ask), _ONE_POINTER(finalize)
+        self._given = (c_int * 3)(n_nodes, 1, n_ranks), (c_uint8 * 1152)()  # NVLink domains, tuning constants
+        given = (ctypes.addressof(part) for part in self._given)
+        check(_TUNER_INIT(init)(byref(self._context), comm_id, n_ranks, n_nodes, None, *given))
+
+    def ask(self, func: str, n_bytes: int, cost: np.ndarray[Any, Any]) -> int:
+        """Ask for a setting; ``cost`` is changed in place. Returns the channel count, 0 where the table says nothing."""
+        self._cost[:] = cost
+        self._channels.value = 0
+        table = self._cost.ctypes.data, N_ALGOS, N_PROTOS
+        number = FUNCS.index(func)
+        check(self._ask(self._context, number, n_bytes, 1, *table, 0, byref(self._channels)))
+        cost[:] = self._cost
+        return self._channels.value
+
+    def finalize(self) -> None:
+        """Leave the communicator."""
+        check(self._finalize(self._context))
+
+
 class Communicator:
     """One rank's communicator. Calls are made by one thread at a time, as NCCL does per communicator."""
 
     def __init__(self, plugin_path: Path | str, comm_id: int, n_ranks: int, n_nodes: int, rank: int) -> None:
         """Initialise profiler and tuner in NCCL's order. Raises OSError, CallerError."""
         library = ctypes.CDLL(os.fspath(plugin_path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
-        self.rank, self._mask = rank, MASKS.setdefault(library._name, c_int(0))
+        self.rank = rank
+        self._profiler = _Profiler(library, comm_id, (n_nodes, n_ranks, rank))
+        self._tuner = _Tuner(library, comm_id, n_ranks, n_nodes)
         # Kept for every call: ctypes objects are slow to make.
-        self._cost, self._channels = np.empty((N_ALGOS, N_PROTOS), np.float32), c_int()
-        self._handle, self._timer = c_void_p(), c_uint64()
-        self._kernel = _EVENT(type=EVENT_KERNEL_CH, rank=rank)
+        self._kernel, self._timer = _EVENT(type=EVENT_KERNEL_CH, rank=rank), c_uint64()
         self._group, self._launch = _EVENT(type=EVENT_GROUP_API), _EVENT(type=EVENT_KERNEL_LAUNCH)
         self._call: int | None = None  # the handle of the call under way
-        self._told, self._asked = c_void_p(), c_void_p()  # the contexts of the profiler and of the tuner
-        _, init, start, stop, state, end_told = pointers(library, "ncclProfiler_v6", 6)
-        self._start, self._stop, self._state = _START_EVENT(start), _ONE_POINTER(stop), _STATE(state)
-        shape = n_nodes, n_ranks, rank
-        check(_PROFILER_INIT(init)(byref(self._told), comm_id, byref(self._mask), b"", *shape, None))
-        _, init, ask, end_asked = pointers(library, "ncclTunerPlugin_v5", 4)
-        self._ask, self._ends = _TUNER_INFO(ask), (_ONE_POINTER(end_asked), _ONE_POINTER(end_told))
-        self._given = (c_int * 3)(n_nodes, 1, n_ranks), (c_uint8 * 1152)()  # NVLink domains, tuning constants
-        given = (ctypes.addressof(part) for part in self._given)
-        check(_TUNER_INIT(init)(byref(self._asked), comm_id, n_ranks, n_nodes, None, *given))
 
     @property
     def is_sampled(self) -> bool:
         """The plugin wants the times of kernels at this moment."""
-        return bool(self._mask.value & EVENT_KERNEL_CH)
+        return self._profiler.asks_for(EVENT_KERNEL_CH)
 
     def get_coll_info(self, func: str, n_bytes: int, cost: np.ndarray[Any, Any]) -> int:
         """The program calls: ask the tuner; ``cost`` (7, 3) float32 microseconds is changed in place. Returns the
         channel count, 0 where the table says nothing."""
-        if self._mask.value & EVENT_COLL:
+        if self._profiler.asks_for(EVENT_COLL):
             call = _EVENT(type=EVENT_COLL_API, rank=self.rank)
             call.body.call = (FUNC_NAMES[func], n_bytes, b"ncclInt8", 0, None, False)
-            self._begin(self._group)
-            self._call = self._begin(call)
+            self._profiler.begin(self._group)
+            self._call = self._profiler.begin(call)
             self.stop(self._call)
-        self._cost[:] = cost
-        self._channels.value = 0
-        table = self._cost.ctypes.data, N_ALGOS, N_PROTOS
-        check(self._ask(self._asked, FUNCS.index(func), n_bytes, 1, *table, 0, byref(self._channels)))
-        cost[:] = self._cost
-        return self._channels.value
+        return self._tuner.ask(func, n_bytes, cost)
 
     def start_coll(
         self, func: str, seq: int, count: int, element_bytes: int, n_channels: int, algo: str, proto: str
@@ -117,19 +167,19 @@ class Communicator:
         Returns a handle for :meth:`stop` and :meth:`kernel`, None where nobody asks for it. ``count``: elements, of one
         rank for all_gather and reduce_scatter.
         """
-        if not self._mask.value & EVENT_COLL:
+        if not self._profiler.asks_for(EVENT_COLL):
             return None
         if func == "all_gather":  # NCCL tells of it as bytes
             count, element_bytes = count * element_bytes, 1
-        if self._mask.value & EVENT_KERNEL_LAUNCH:
-            self._begin(self._launch)
+        if self._profiler.asks_for(EVENT_KERNEL_LAUNCH):
+            self._profiler.begin(self._launch)
         event = _EVENT(type=EVENT_COLL, rank=self.rank, parent=self._call)
         body = event.body.coll
         body.seq, body.func, body.count = seq, FUNC_NAMES[func], count
         body.datatype = DTYPE_OF_SIZE[element_bytes].capitalize().encode()
         body.n_channels, body.n_warps = n_channels, 16
         body.algo, body.proto = algo.upper().encode(), proto.upper().encode()
-        return self._begin(event)
+        return self._profiler.begin(event)
 
     def kernel(self, handle: int | None, channel: int, start_ns: int, stop_ns: int) -> None:
         """Report one channel of a collective's kernel, as NCCL's proxy thread does for a sampled one, whatever the
@@ -137,25 +187,19 @@ class Communicator:
         if handle is None:  # not sampled when it was enqueued
             return
         self._kernel.parent, self._kernel.body.kernel = handle, (channel, start_ns)
-        if (kernel := self._begin(self._kernel)) is not None:
+        if (kernel := self._profiler.begin(self._kernel)) is not None:
             self._timer.value = stop_ns
-            check(self._state(kernel, KERNEL_CH_STOP, byref(self._timer)))
+            self._profiler.tell_stop(kernel, self._timer)
             self.stop(kernel)
-
-    def _begin(self, event: Any) -> int | None:
-        self._handle.value = None
-        check(self._start(self._told, byref(self._handle), byref(event)))
-        return self._handle.value
 
     def stop(self, handle: int | None) -> None:
         """Tell the profiler that enqueueing is over (not that the collective is)."""
-        if handle is not None:
-            check(self._stop(handle))
+        self._profiler.end(handle)
 
     def finalize(self) -> None:
         """Destroy the communicator; further calls are not allowed."""
-        for end, context in zip(self._ends, (self._asked, self._told), strict=True):
-            check(end(context))
+        self._tuner.finalize()
+        self._profiler.finalize()
 
 
 def pointers(library: ctypes.CDLL, symbol: str, n: int) -> tuple[int, ...]:
