@@ -24,7 +24,7 @@ from test_zero import BATCH, TINY, adamw, run, texts, train_alone
 from world import World
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "scripts"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "pipelines"
 
 # Recomputation ------------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ Bytes = Counter[tuple[str, str]]  # by communicator and collective
 
 
 def without_note(calls: list[Call], engine: Engine) -> list[Call]:
-    """``calls`` without what ranks tell each other once a step, see ``zero_workload.engine.agreement``; there is such."""
+    """``calls`` without what ranks tell each other once a step, see ``engine.agreement``; there is such."""
     sizes = 4 * message_numel(len(engine.params)), 4
     rest = [call for call in calls if call.func != "all_reduce" or call.n_bytes not in sizes]
     assert len(rest) < len(calls)

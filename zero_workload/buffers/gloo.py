@@ -1,18 +1,17 @@
 """Two collectives over gloo that cost less than gloo's own; NCCL needs neither."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from .comm import Collectives
+Collectives = Any  # comm.Collectives, which imports this file
 
 
 class GatherInPlace(dist.Work):
     """All-gather where each shard already lies in its place of ``full``: gloo's own would copy all of it twice."""
 
-    def __init__(self, comm: "Collectives", full: torch.Tensor) -> None:
+    def __init__(self, comm: Collectives, full: torch.Tensor) -> None:
         super().__init__()
         self._works = []
         for rank, part in enumerate(full.chunk(comm.size)):
@@ -29,7 +28,7 @@ class GatherInPlace(dist.Work):
 class Exchange(dist.Work):
     """Reduce-scatter as an all-to-all, after which each rank adds up its slices. Gloo's own is a whole all-reduce."""
 
-    def __init__(self, comm: "Collectives", shard: torch.Tensor, full: torch.Tensor) -> None:
+    def __init__(self, comm: Collectives, shard: torch.Tensor, full: torch.Tensor) -> None:
         super().__init__()
         self._comm, self._shard = comm, shard
         received = comm.take(full.numel(), full)

@@ -7,7 +7,7 @@ allocation and cut into buckets.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -267,7 +267,7 @@ def _joined(parts: list[torch.Tensor]) -> list[torch.Tensor]:
 def _on_host(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Copies in host memory, page-locked where they come from a GPU, so that they travel at the bus's full rate."""
     there = torch.cat(parts)
-    like = {"dtype": there.dtype, "device": "cpu"}
+    like: dict[str, Any] = {"dtype": there.dtype, "device": "cpu"}
     host = torch.empty(there.shape, pin_memory=there.is_cuda, **like)
     host.copy_(there)
     sizes = [part.numel() for part in parts]

@@ -7,7 +7,7 @@ number of ranks wrote it; so any other stage and number can read it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ..buffers.layout import Piece
 
-if TYPE_CHECKING:
-    from .engine import Engine
+Engine = Any  # engine.Engine, which imports this file
 
 
 def masters(engine: Engine) -> dict[int, torch.Tensor]:

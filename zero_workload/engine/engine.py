@@ -13,8 +13,8 @@ from torch import nn
 
 from ..buffers.comm import Collectives
 from ..buffers.settings import Settings
-from . import checkpoint
 from .agreement import agree
+from .checkpoint import load, masters, save
 from .outside import Outside
 from .parts import OptimizerOf, group_of, needs_matrices, parts_of, regroup
 from .reducer import Reducer
@@ -319,7 +319,7 @@ class Engine:
         group only: the others get an empty dictionary. It is a collective: call it on every rank.
         """
         self.synchronize()
-        exact = checkpoint.masters(self)
+        exact = masters(self)
         if self.comm.rank:
             return {}
         return self._named({id(self.params[index]): value for index, value in exact.items()})
@@ -339,7 +339,7 @@ class Engine:
 
     def save(self, folder: Path | str) -> None:
         """Write weights, optimizer and counters into ``folder``, on all ranks together. Raises OSError."""
-        checkpoint.save(self, Path(folder))
+        save(self, Path(folder))
 
     def load(self, folder: Path | str) -> None:
         """Read what ``save`` wrote, at any stage and on any number of ranks; on all ranks together.
@@ -347,7 +347,7 @@ class Engine:
         Raises:
             ValueError: there is none, or it is of another model or optimizer.
         """
-        checkpoint.load(self, Path(folder))
+        load(self, Path(folder))
 
     def _before_state_dict(self, *_: Any) -> None:
         self.synchronize()
@@ -369,9 +369,9 @@ class Engine:
         states = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
         buckets = self.all_buckets
         weights = [t for b in buckets for t in (b.full, b.shard)]
-        masters = [b.master for b in self.buckets if b.master is not None]
+        exact = [b.master for b in self.buckets if b.master is not None]
         gradients = [t for b in self.buckets for t in (b.grads, b.grad_shard) if t is not None]
-        apart = _bytes([*weights, *masters]) - _bytes(weights)
+        apart = _bytes([*weights, *exact]) - _bytes(weights)
         optimizer = apart + _bytes(s for s in states if s.dim())
         held = {"weights": _bytes(weights), "gradients": _bytes(gradients), "optimizer": optimizer}
         if self.settings.offload:

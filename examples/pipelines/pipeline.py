@@ -1,4 +1,4 @@
-"""A two-stage pipeline with ZeRO inside each stage: ``torchrun --nproc-per-node 4 examples/scripts/pipeline.py``.
+"""A two-stage pipeline with ZeRO inside each stage: ``torchrun --nproc-per-node 4 examples/pipelines/pipeline.py``.
 
 Ranks 0 and 1 hold the first half of the blocks, 2 and 3 the second. Each half shards its optimizer states over its two
 ranks. The schedule is torch's; it must not scale the gradients, because the engine has them by then.
