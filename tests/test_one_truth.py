@@ -26,7 +26,7 @@ from dynamiccl.envs.search.sequential import Race
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.reasons import RunEnds
 from dynamiccl.traces.records import Decision
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from overhead import compare
 from rich.console import Console
@@ -81,15 +81,22 @@ def run(request, tmp_path_factory):
     )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+#: Random runs: few and the same ones in ``make test``, other ones each time in ``make test-slow``.
+EXAMPLES = 20 if settings().derandomize else 500
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**31),
     steps=st.sampled_from([40, 60, 140, 400, 10**6]),
     part=st.floats(-0.3, 1.2),
     spread=st.floats(0.0005, 0.03),
 )
+@example(seed=12398820, steps=400, part=0.5, spread=0.02734375).xfail(
+    reason="the summary keeps times of its own", raises=ValueError
+)
 def test_it_holds_in_runs_at_random(tmp_path_factory, seed, steps, part, spread):
-    """Other runs each time; of one in which it does not hold the seed is printed."""
+    """The same runs each time in ``make test``; ``make test-slow`` draws others and prints its seed."""
     one = tuned_run(tmp_path_factory.mktemp("random"), seed, steps, part, spread)
     test_no_two_places_tell_different_figures(one)
     test_no_row_in_force_is_told_to_be_slower_and_none_has_a_part_of_what_was_only_seen_together(one)
