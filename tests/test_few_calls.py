@@ -85,13 +85,29 @@ def test_few_calls_say_whether_all_may_run_so(search, times, is_feared):
     assert search.plan().one_of == 0
 
 
+def test_a_window_without_a_measured_time_is_no_evidence(search):
+    """Seen where calls come in groups: no call of the window ran the config, and then all of a step's calls did."""
+    search, told = search(math.nan)
+    for _ in range(3):
+        search.decide(DARING, turns.RUN)
+        plan = search.plan()
+        assert plan.one_of == CALLS, "never at all calls"
+        search.record(plan, told.measure(plan))
+        assert search.few.risk(0)[DARING] > 0.3, "nor is it cheap to ask again"
+    told.times = 0.8
+    search.decide(DARING, turns.RUN)
+    search.record(search.plan(), told.measure(search.plan()))
+    search.decide(DARING, turns.RUN)
+    assert search.plan().one_of == 0
+
+
 def test_a_slot_of_few_calls_or_without_times_is_tried_whole(search):
     search, _ = search(1.0)
     search.job.calls[0] = 7
     assert not search.few.is_daring(0).any() and search.few.risk(0)[DARING] > 0.3
     search.job.calls[0] = 8
     assert search.few.is_daring(0)[DARING]
-    search.belief.has_calls = False
+    search.few.has_times[0] = False
     assert not search.few.is_daring(0).any()
 
 

@@ -110,7 +110,8 @@ class Search:
         self.choices = self.before.copy()
         self.tried = np.zeros(self.job.mask.shape)
         ran_before = np.arange(self.job.mask.shape[1]) == self.before[:, None]
-        self.few = FewCalls(self.job.calls, self.belief, self.canary, self.tried, ran_before)
+        has_times = np.isfinite(self.job.call_us)
+        self.few = FewCalls(self.job.calls, has_times, self.belief, self.canary, self.tried, ran_before)
         self.turn = self.n_slots if self.choices.any() else 0  # what was good before is the first to be tried
         self.round = self.idle = 0
         self.phase, self.comparisons = SEARCH, 0
@@ -417,7 +418,7 @@ class Search:
         configs = np.where(seen.obeyed, plan.configs, 0)
         self.belief.observe(configs, log_step, noise, calls, seen.billed)
         if plan.one_of:
-            self.few.heard[np.arange(self.n_slots), configs] = True
+            self.few.took(configs, np.isfinite(calls))
         elif not given_up:
             self.tried[np.arange(self.n_slots), configs] += 1
         self.last_saving, self.last_calls = -log_step if is_told else 0.0, np.nan_to_num(calls)
