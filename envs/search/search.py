@@ -314,7 +314,7 @@ class Search:
         if not found or self.long.allows(table, self.confirmed, race.mean):
             return found
         most = (
-            MORE * pairs if known is not None else self.rules.doubtful
+            MORE * pairs if known is not None else self.rules.pairs_long_steps
         )  # it goes on: it gains, and costs little
         return False if race.n >= most or self.long.forbids(table, self.confirmed, race.mean) else None
 

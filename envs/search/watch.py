@@ -64,6 +64,9 @@ class SearchConfig:
     rounds_a_slot: int = 3  # ... or so many a slot, where that is more
     pairs: int = 10  # of one comparison, at most ...
     pairs_again: int = 4  # ... and of one with a table that is confirmed already
+    pairs_long_steps: int = (
+        400  # after so many pairs a table is rejected whose long steps may cost what it gains
+    )
     comparisons: int = 4  # of one search, at most
     least_gain: float = 0.001  # part of the step below which a table is not worth a comparison
     trials: int = 150  # windows after the verdict that may try one slot otherwise, beside the table in force
