@@ -124,7 +124,7 @@ class Refinement:
         """For :attr:`near`: with one slot changed, then with two, by the sum of what is believed of each slot alone."""
         search, beside = self.search, np.full((self.search.n_slots, N_CONFIGS), -np.inf)
         for place, own in enumerate(search.confirmed):
-            saves = search.belief.ahead(place, search.confirmed)[0]
+            saves = search.belief.ahead(place)[0]
             is_safe = search.open[place] & (search.canary.risk(place, search.belief, search.tried) < SAFE)
             beside[place] = np.where(is_safe, saves - saves[own], -np.inf)
             beside[place, own] = -np.inf

@@ -19,7 +19,6 @@ import numpy as np
 
 from ...traces.fingerprint import N_FEATURES
 from ...traces.spaces import N_CONFIGS
-from .interactions import Interactions
 from .normal import above, expected_improvement, within
 
 Array = np.ndarray[Any, Any]
@@ -29,10 +28,6 @@ N_FIGURES = 2 * N_CONFIGS + 1
 #: Standard deviation of a window's log duration of calls, what it is off beyond that, and what a joint effect may miss,
 #: as a part of it.
 CALL_NOISE, CALL_FLOOR, MISFIT = 0.03, 0.03, 0.2
-#: What the sum of the slots' effects may miss that is no interaction, as a part of it.
-ADDED = 0.1
-#: Rounds over all slots in which the best table is looked for, where slots interact.
-ROUNDS = 3
 #: The prior's variances are those of a mixture of worlds, and few are as wild as the whole: so much of them is taken.
 DOUBT = 0.7
 #: Standard deviation by which the default's log step time may wander, a step.
@@ -127,7 +122,6 @@ class Belief:
         for index, arms in zip(self.config, self.arms, strict=True):
             index[arms] = np.arange(len(arms))
         self._effects: list[_Effects | None] = [None] * len(self.arms)
-        self.interactions = Interactions(features, self.share)
         self._best: Array | None = None
         self.wander = WANDER
         # How far the last window was from what was expected of it, in standard deviations: the step, each slot's calls.
@@ -179,26 +173,20 @@ class Belief:
         out[arms] = above((limit - self.mean[own]) / deviation)
         return out
 
-    def ahead(
-        self, slot: int, table: Array, beside: float = 0.0, lost: Array | None = None
-    ) -> tuple[Array, Array, Array]:
+    def ahead(self, slot: int, beside: float = 0.0, lost: Array | None = None) -> tuple[Array, Array, Array]:
         """Of all configs (N_CONFIGS,): mean against the best, what a window under it is expected to teach of that
         (standard deviation of the change of the mean), and the knowledge gradient: by how much the best mean is
         expected to rise for it (Frazier et al. 2008).
 
-        ``table`` (s,) is what the other slots run. A window shows both the duration of the slot's calls and, less
-        surely, the step: ``beside`` is the variance of what the other slots are doing to that meanwhile. ``lost``
-        (N_CONFIGS,) bool: what is not to be had, and so not the best.
+        A window shows both the duration of the slot's calls and, less surely, the step: ``beside`` is the variance of
+        what the other slots are doing to that meanwhile. ``lost`` (N_CONFIGS,) bool: what is not to be had, and so not
+        the best.
         """
         arms = self.arms[slot]
         mean, learned, worth = np.zeros(N_CONFIGS), np.zeros(N_CONFIGS), np.zeros(N_CONFIGS)
         if not len(arms):
             return mean, learned, worth
         effects, cov, _, _, logs = self._effect(slot)
-        if self.interactions.is_there:
-            joint, also = self.interactions.effects(table, slot, np.concatenate([[0], arms]))
-            effects = effects - (joint[1:] - joint[0])
-            cov = cov + also[1:, 1:] - also[1:, :1] - also[:1, 1:] + also[0, 0]
         at, a = self.parts[slot].start + 1, len(arms)
         lost = np.zeros(N_CONFIGS, bool) if lost is None else lost
         able, auto = np.where(lost[arms], LOST, effects), LOST if lost[0] else 0.0
@@ -239,9 +227,8 @@ class Belief:
     def saving(self, configs: Array) -> tuple[float, float]:
         """Mean and standard deviation of what a whole table (s,) of configs saves, as a part of the step."""
         total, at, slopes = self._linear(configs)
-        joint, unsure = self._joint(configs)
         variance = float(slopes @ self.cov[np.ix_(at, at)] @ slopes)
-        return total - joint, math.sqrt(max(variance, 0.0) + unsure)
+        return total, math.sqrt(max(variance, 0.0))
 
     def _linear(self, configs: Array) -> tuple[float, Array, Array]:
         """Mean of what a table (s,) saves; figures (indices into ``mean``) that it has a slope by, and the slopes."""
@@ -263,26 +250,11 @@ class Belief:
                 mean = self._effect(s).mean
                 if len(arms) and mean.max() > 0:
                     self._best[s] = arms[mean.argmax()]
-            if self.interactions.is_there:
-                self._best = self._climb(self._best)
         return self._best.copy()
 
     def saving_mean(self, table: Array) -> float:
         """Mean of :meth:`saving` alone."""
-        return self._linear(table)[0] - self._joint(table)[0]
-
-    def _climb(self, start: Array) -> Array:
-        """From a table on, slot by slot, to one that no other config of a single slot makes better."""
-        table = start.copy()
-        for _ in range(ROUNDS):
-            before = table.copy()
-            for s, arms in enumerate(self.arms):
-                configs = np.concatenate([[0], arms])
-                joint = self.interactions.means(table, s)[configs]
-                table[s] = configs[(np.concatenate([[0.0], self._effect(s).mean]) - joint).argmax()]
-            if np.array_equal(table, before):
-                break
-        return table
+        return self._linear(table)[0]
 
     # -- learning ----------------------------------------------------------------------------------------------
 
@@ -305,33 +277,10 @@ class Belief:
             self._see(np.array(seen), np.array(misses), np.array(noises))
         if np.isfinite(log_step):
             total, figures, slopes = self._linear(configs)
-            joint, unsure = self._joint(configs)
-            level, variance = float(self.mean[0]), noise**2 + (MISFIT * total) ** 2 + unsure
-            took = max(math.exp(log_step - level - joint), LEAST)  # the slope is that here: the log bends
+            level, variance = float(self.mean[0]), noise**2 + (MISFIT * total) ** 2
+            took = max(math.exp(log_step - level), LEAST)  # the slope is that here: the log bends
             row = np.append(figures, 0), np.append(-slopes / took, 1.0)
             self.off_step = self._see_step(*row, 1 - (1 - total) / took, variance)
-            self._see_table(configs, log_step - level, noise)
-
-    def _joint(self, table: Array) -> tuple[float, float]:
-        """Mean and variance of what a table (s,) does beyond the sum of its slots, as a log of the step."""
-        return self.interactions.effect(table) if self.interactions.is_there else (0.0, 0.0)
-
-    def _see_table(self, table: Array, log_step: float, noise: float) -> None:
-        """A window under a table (s,), for what slots do to each other: the log of its step over the default's now."""
-        self.interactions.see(table, log_step, noise)
-        tables = self.interactions.tables
-        total, variance = (
-            np.zeros(len(tables)),
-            np.zeros(len(tables)),
-        )  # of what their slots save, each for itself
-        for s, index in enumerate(self.config):
-            at, effect = index[tables[:, s]], self._effect(s)
-            runs = np.flatnonzero(at >= 0)
-            total[runs] += effect.mean[at[runs]]
-            variance[runs] += effect.cov[at[runs], at[runs]]
-        left = np.maximum(1 - total, LEAST)
-        self.interactions.fit(np.log(left), ((ADDED * total) ** 2 + variance) / left**2)
-        self._best = None  # the slots' own effects are as they were
 
     def compare(self, table: Array, beside: Array, log_ratio: float, noise: float) -> None:
         """``log_ratio``: of the step under ``beside`` (s,) over that under ``table`` (s,), one window after the other;
@@ -340,13 +289,10 @@ class Belief:
         total, at, slopes = self._linear(table)
         other, at_other, slopes_other = self._linear(beside)
         left, rest = max(1 - total, LEAST), max(1 - other, LEAST)
-        joint, unsure = self._joint(table)
-        joint_other, unsure_other = self._joint(beside)
         row = np.concatenate([at, at_other]), np.concatenate([slopes / left, -slopes_other / rest])
-        expected = math.log(rest / left) + joint_other - joint
+        expected = math.log(rest / left)
         variance = noise**2 + (MISFIT * (total - other)) ** 2
-        self._see_step(*row, log_ratio - expected, variance + unsure + unsure_other)
-        self._see_table(table, math.log(rest) + joint_other - log_ratio, noise)
+        self._see_step(*row, log_ratio - expected, variance)
 
     def _see_step(self, at: Array, slopes: Array, miss: float, variance: float) -> float:
         """What goes by ``slopes`` of the figures ``at`` was off by ``miss``; by how many standard deviations that was.

@@ -208,10 +208,10 @@ class Search:
         beside[slot] = 0  # after the verdict all other slots run alike in both windows
         if refines:
             risk = self.later.risk(slot)
-            ahead, learned, worth = belief.ahead(slot, self.confirmed, lost=risk == 1.0)
+            ahead, learned, worth = belief.ahead(slot, lost=risk == 1.0)
         else:
             risk = self.few.risk(slot)
-            ahead, learned, worth = belief.ahead(slot, beside, belief.saving(beside)[1] ** 2)
+            ahead, learned, worth = belief.ahead(slot, belief.saving(beside)[1] ** 2)
         exposure, unsure = belief.exposure
         saving, deviation = belief.saving(best)
         promised = saving - belief.saving_mean(self.confirmed)
