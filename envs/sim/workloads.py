@@ -1,7 +1,7 @@
 """Training steps of real models as arrays: what jobs are drawn on.
 
 ``steps.npz`` has every step on record, on two communicators and on one, replicated over nodes or not. It is made by
-``tests/make_steps.py``, of dry runs. A step knows no cluster: its compute is scaled later, its calls have bytes.
+``tests/tools/make_steps.py``, of dry runs. A step knows no cluster: its compute is scaled later, its calls have bytes.
 """
 
 from __future__ import annotations
