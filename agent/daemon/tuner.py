@@ -19,7 +19,7 @@ from ...envs.live.job_ends import JobEnded
 from ...envs.live.obedience import Disobeyed
 from ...envs.live.windows import LiveWindows
 from ...envs.search.belief import Prior
-from ...envs.search.canary import GIVE_UP, ONCE
+from ...envs.search.canary import GIVE_UP, MOST_ENDED
 from ...envs.search.search import BUDGET_STEPS, Search
 from ...envs.search.sequential import ROOM, Race, half_width
 from ...envs.search.watch import SearchConfig
@@ -193,7 +193,8 @@ class Tuner:
             o.decisions = [self._decision(i, p, search) for i, p in enumerate(self.windows.profiles)]
         vars(o).update(_verdict_of(search, self.ledger) if sure else dict.fromkeys(_VERDICT))
         o.refused = [
-            self._refusal(*at) for at in np.argwhere(search.banned | (search.canary.blame > ONCE)).tolist()
+            self._refusal(*at)
+            for at in np.argwhere(search.banned | (search.canary.ended > MOST_ENDED)).tolist()
         ]
 
     def _note_milestones(self, search: Search) -> None:

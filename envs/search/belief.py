@@ -57,7 +57,9 @@ class Prior:
         self.n_shared = int(weights["n_shared"])
         self.n_factors = len(self.weights["b2"]) // N_FIGURES - 2
         if len(self.weights["w0"]) != N_FEATURES + N_CONFIGS:
-            raise ValueError("the prior was fitted to other features: fit anew (python tests/tools/fit_prior.py)")
+            raise ValueError(
+                "the prior was fitted to other features: fit anew (python tests/tools/fit_prior.py)"
+            )
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> Prior:

@@ -15,8 +15,8 @@ GIVE_UP = 1.5
 #: Standard deviation of the log time of one step that was far too long; and where something else was the likelier
 #: cause: steps that save a checkpoint, or wait for a late rank, come about once in so many windows.
 ONE_STEP, STRAGGLER, STRAY = 0.15, 2.0, 0.1
-#: The blame for one step. A config with more makes each step far too long: a checkpoint would not come twice.
-ONCE = 1.0001
+#: Windows that a config may end by a step that was far too long. A checkpoint may end one, but not two.
+MOST_ENDED = 1
 
 
 def is_new(configs: Array, tried: Array) -> Array:
@@ -28,24 +28,25 @@ class Canary:
     """Of one search, whose are ``tried`` (s, N_CONFIGS), windows measured."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self.blame = np.zeros(
-            shape
-        )  # of far too long steps, by how likely a cause a config was beside the others
+        self.ended = np.zeros(shape, np.int64)  # windows that a config ended as the likeliest cause
 
     def struck(self, configs: Array, tried: Array, belief: Belief) -> bool:
-        """A step was far too long: new configs share the blame. Returns whether one has that of more than one step."""
-        new = np.flatnonzero(is_new(configs, tried))
-        risks = np.array([belief.too_long(s, GIVE_UP)[configs[s]] + 1e-6 for s in new.tolist()])
-        self.blame[new, configs[new]] += risks / risks.sum()
-        return bool((self.blame[new, configs[new]] > ONCE).any())
+        """A step was far too long: the likeliest of the new configs is taken for the cause. Returns whether it was the
+        cause before."""
+        new = np.flatnonzero(is_new(configs, tried)).tolist()
+        if not new:
+            return False
+        slot = max(new, key=lambda s: float(belief.too_long(s, GIVE_UP)[configs[s]]))
+        self.ended[slot, configs[slot]] += 1
+        return bool(self.ended[slot, configs[slot]] > MOST_ENDED)
 
     def noise(self, configs: Array, tried: Array, belief: Belief) -> float:
         """Of the log of a step that was far too long: less where that is these configs' doing rather than chance."""
         new = np.flatnonzero(is_new(configs, tried))
         is_likely = any(belief.too_long(s, GIVE_UP)[configs[s]] > STRAY for s in new.tolist())
-        return ONE_STEP if is_likely or (self.blame[new, configs[new]] > 0).any() else STRAGGLER
+        return ONE_STEP if is_likely or (self.ended[new, configs[new]] > 0).any() else STRAGGLER
 
     def risk(self, slot: int, belief: Belief, tried: Array) -> Array:
         """(N_CONFIGS,) how likely each config of a slot is to make a step far too long; 0 of what was measured."""
-        likely = np.where(self.blame[slot] > ONCE, 1.0, belief.too_long(slot, GIVE_UP))
+        likely = np.where(self.ended[slot] > MOST_ENDED, 1.0, belief.too_long(slot, GIVE_UP))
         return np.asarray(np.where(tried[slot] == 0, likely, 0.0))

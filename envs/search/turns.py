@@ -26,7 +26,7 @@ GO_ON, RUN, COMPARE, LEAVE = range(4)
 N_WHAT = 4
 #: Figures per config: mean against the best, what a window is expected to teach, its worth (ten times larger), windows
 #: measured (quarters), whether it was chosen in the last round, whether it is in force when nothing is tried, and how
-#: likely it is to make a step far too long (1: it is to blame for more than one, or lost its comparison).
+#: likely it is to make a step far too long (1: it made more than one, or lost its comparison).
 N_PER_CONFIG = 7
 #: ``promised``: what the table believed best saves beyond the one in force. ``exploring``: a slot before this one runs
 #: something else than what is believed best. ``beaten``: the table believed best has lost its comparison. ``idle``:
