@@ -166,8 +166,7 @@ class Refinement:
         self.left -= 1
         search.after += seen.billed
         race = self.races.setdefault(trial.tobytes(), Race(self.noise, self.level))
-        of_steps = math.hypot(search.noise, search.noise_of(len(steps)))
-        noise = search.canary.noise(trial, search.tried, search.belief) if given_up else of_steps
+        noise = math.hypot(search.noise, search.noise_of(len(steps)))
         race.add(self.beside_ms, ms)
         search.belief.compare(trial, search.confirmed, math.log(self.beside_ms / ms), noise)
         verdict = search.verdict(race, trial, math.inf, SOONEST)

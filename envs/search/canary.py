@@ -12,9 +12,6 @@ Array = np.ndarray[Any, Any]
 
 #: A step that takes so many default steps ends its window.
 GIVE_UP = 1.5
-#: Standard deviation of the log time of one step that was far too long; and where something else was the likelier
-#: cause: steps that save a checkpoint, or wait for a late rank, come about once in so many windows.
-ONE_STEP, STRAGGLER, STRAY = 0.15, 2.0, 0.1
 #: Windows that a config may end by a step that was far too long. A checkpoint may end one, but not two.
 MOST_ENDED = 1
 
@@ -39,12 +36,6 @@ class Canary:
         slot = max(new, key=lambda s: float(belief.too_long(s, GIVE_UP)[configs[s]]))
         self.ended[slot, configs[slot]] += 1
         return bool(self.ended[slot, configs[slot]] > MOST_ENDED)
-
-    def noise(self, configs: Array, tried: Array, belief: Belief) -> float:
-        """Of the log of a step that was far too long: less where that is these configs' doing rather than chance."""
-        new = np.flatnonzero(is_new(configs, tried))
-        is_likely = any(belief.too_long(s, GIVE_UP)[configs[s]] > STRAY for s in new.tolist())
-        return ONE_STEP if is_likely or (self.ended[new, configs[new]] > 0).any() else STRAGGLER
 
     def risk(self, slot: int, belief: Belief, tried: Array) -> Array:
         """(N_CONFIGS,) how likely each config of a slot is to make a step far too long; 0 of what was measured."""

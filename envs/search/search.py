@@ -403,8 +403,6 @@ class Search:
         is_told = plan.kind != TRIAL and not plan.one_of
         log_step = math.log(middle(steps) / self.default_ms) if is_told else math.nan
         noise = self.noise_of(len(steps)) if is_told else 1.0
-        if given_up:
-            noise = self.canary.noise(plan.configs, self.tried, self.belief)
         logs_us = np.log(np.asarray(seen.call_us, np.float64))
         own = (plan.configs == 0) & np.isfinite(logs_us)
         self.n_default += own
