@@ -10,8 +10,7 @@ A trial ends with its first step that is slower for sure: one that loses costs a
 no more trials, tables near the one in force are tried that are not believed to lose much: with one slot changed, for
 what was measured among other changes may look worse than it is, then with two, for configs may gain only together.
 
-Where no table was confirmed, trials run beside the default. Where the last table was faster, if not for sure, it is the
-first of them: its comparison goes on where it stood, which is as valid as if it had never stopped.
+Where no table was confirmed, trials run beside the default.
 """
 
 from __future__ import annotations
@@ -82,15 +81,9 @@ class Refinement:
 
     def refine(self, trials: int) -> None:
         """From now on there are so many trials, where there is something to try."""
-        search, race = self.search, self.search.rejected
         self.left = trials
-        if race is not None and search.rules.doubtful and not search.confirmed.any():
-            may_run = not search.banned[np.arange(search.n_slots), search.table].any()
-            if may_run and race.mean > 0 and race.interval[1] > search.rules.least_gain:
-                self.left, self.trial = search.rules.doubtful, search.table
-                self.races[search.table.tobytes()] = race
         if self.left:
-            search.phase = REFINE
+            self.search.phase = REFINE
 
     def decide(self, config: int, what: int) -> None:
         """What the slot whose turn it is runs in the next trial, and what comes then. Nothing is tried under what is in

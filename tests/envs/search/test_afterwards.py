@@ -246,63 +246,6 @@ def test_a_trial_that_gains_goes_on_whatever_is_believed_of_it(prior):
     assert search.confirmed.tolist() == [20, 18]
 
 
-def doubtful(saved=0.01, noise=0.04, rules=ITS_OWN, prior=None, seed=3):
-    """A search whose only comparison ended with a gain that was not sure."""
-    told = Told(lambda c: saved * (c[0] == 18), noise=noise, seed=seed)
-    search = after(told, prior, table=(18, 0), rules=rules)
-    assert not search.confirmed.any() and search.rejected.mean > 0 and search.rejected.n == 25
-    return told, search
-
-
-def test_a_gain_that_was_not_sure_goes_on_where_its_comparison_stood(prior):
-    told, search = doubtful(prior=prior)
-    verdict, race = search.marks.verdict, search.rejected
-    assert search.phase == REFINE and search.marks.first_gain < 0
-    nothing = {WATCH: [0, 0], TRIAL: [18, 0]}
-    while not search.confirmed.any():
-        plan = search.plan()
-        assert plan.configs.tolist() == nothing[plan.kind]
-        search.record(plan, told.measure(plan))
-    assert (
-        search.confirmed.tolist() == [18, 0] and search.races == [race] and race.n > 25 and search.gain[1] > 0
-    )
-    assert (
-        search.marks.verdict == verdict < search.marks.first_gain == search.steps
-        and search.marks.refined == 0
-    )
-    assert search.phase == REFINE and search.later.left == search.rules.trials  # from here on as ever
-    assert search.later.watch.has_table
-
-
-def test_a_gain_that_is_none_ends_in_the_watch(prior):
-    told, search = doubtful(prior=prior)
-    told.saving = lambda c: -0.03 * (c[0] == 18)
-    ran = go_on(search, told, [18, 0].__getitem__)
-    assert not search.confirmed.any() and search.phase == WATCH and not search.later.watch.has_table
-    assert 0 < sum(kind == TRIAL for kind, _ in ran) < 60
-
-
-def test_a_gain_that_was_not_sure_has_so_many_windows(prior):
-    told, search = doubtful(prior=prior, rules=replace(ITS_OWN, doubtful=3))
-    ran = go_on(search, told, [18, 0].__getitem__)
-    assert sum(kind == TRIAL for kind, _ in ran) == 3 and search.phase == WATCH and not search.confirmed.any()
-    told, search = doubtful(prior=prior, rules=replace(ITS_OWN, doubtful=0, trials=0))
-    for _ in range(4):
-        plan = search.plan()
-        assert plan.kind == WATCH and not plan.configs.any()
-        search.record(plan, told.measure(plan))
-
-
-def test_what_seems_no_gain_or_may_not_run_does_not_go_on(prior):
-    told = Told(lambda c: -0.02 * (c[0] == 18), noise=0.02)
-    assert after(told, prior, table=(18, 0)).later.trial is None
-    _, search = doubtful(prior=prior)
-    assert search.later.trial is not None
-    search.banned[0, 18] = True
-    search._finish(trials=search.rules.trials)
-    assert search.later.trial is None
-
-
 def test_where_nothing_was_confirmed_single_slots_are_tried_beside_the_default(prior):
     told = Told(savings(c20=0.01))
     job, default = told.begin()
