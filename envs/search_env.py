@@ -30,7 +30,6 @@ class SearchEnv(gym.Env[Array, Array]):
     One episode is the search over a whole job, one step the decision for one slot and what comes next. In a window
     some optimizer steps run under all decisions at once; a comparison sets a table beside the one in force until it is
     sure which is faster. After the verdict each turn is a chance to try a slot otherwise, beside the table in force.
-    Where that is declined for all slots in a row, two slots are changed at once, unless the search is ended (3).
 
     ## Action Space
     ``MultiDiscrete([pair, channels, what])``, see :mod:`dynamiccl.traces.spaces` and ``search.turns``: what comes next

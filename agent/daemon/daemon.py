@@ -189,12 +189,8 @@ class Daemon:
         ):  # what was confirmed by then is told at the end
             self._say(self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
-            what = (
-                f"up to {search.later.left} times {search.window_steps} steps under another table, then up to"
-            )
-            self._say(
-                f"trials: {what} {2 * search.rules.trials_near} near it; with tune --once there are none"
-            )
+            what = f"up to {search.later.left} times {search.window_steps} steps under another table"
+            self._say(f"trials: {what}; with tune --once there are none")
 
     def _watch(self) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""

@@ -35,14 +35,15 @@ def make_chooser(name: str, seed: int = 0) -> Policy:
     """
     from . import classical
     from .lstm import LstmPolicy
+    from .near_tables import NearTables
     from .rule import ExpectedImprovement
 
     if name == DEFAULT:
-        return ExpectedImprovement()
+        return NearTables(ExpectedImprovement())
     if name in CLASSICAL:
         return classical.CLASSICAL[name](seed)
     if name == "lstm" or name.endswith(WEIGHTS):
-        return LstmPolicy.load(None if name == "lstm" else name, seed)
+        return NearTables(LstmPolicy.load(None if name == "lstm" else name, seed))
     module, colon, attribute = name.partition(":")
     known = f"known: {', '.join(POLICIES)}, weights of lab train (FILE.npz), or MODULE:NAME of your own"
     if not colon:

@@ -109,10 +109,7 @@ class Training:
         self.settings, self.folder, self.runs = settings, folder, runs
         self.seconds, self.curve = 0.0, list[dict[str, Any]]()
         torch.set_num_threads(1)  # with two threads small matrices train slower, and erratically
-        made, rules = (
-            iter(range(settings.envs)),
-            SearchConfig(trials_near=0),
-        )  # those are no policy's choice, and long
+        made, rules = (iter(range(settings.envs)), SearchConfig())  # those are no policy's choice, and long
 
         def one() -> gym.Env[Array, Array]:
             make = partial(ReplayEnv, runs[next(made) % len(runs)]) if runs else SimEnv

@@ -6,9 +6,7 @@ a pair: a *trial* is the table in force with a slot (or more) changed, as the po
 in force, window against window. What is faster for sure takes its place, by the same test as everywhere
 (:mod:`sequential`). The watch sees the windows between the trials as it sees all later ones.
 
-A trial ends with its first step that is slower for sure: one that loses costs a step or two. So where the policy wants
-no more trials, tables near the one in force are tried that are not believed to lose much: with one slot changed, for
-what was measured among other changes may look worse than it is, then with two, for configs may gain only together.
+A trial ends with its first step that is slower for sure: one that loses costs a step or two.
 
 Where no table was confirmed, trials run beside the default.
 """
@@ -22,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...traces.spaces import N_CONFIGS
 from . import turns
 from .regimes import Regime
 from .sequential import AGAIN, ALPHA, LIKELY, SOONEST, LongSteps, Race, least, middle
@@ -36,9 +33,6 @@ Array = np.ndarray[Any, Any]
 
 #: Level of a trial's comparison with the default: where nothing gains many are tried, and ALPHA each is too much.
 FIRST = 0.01
-#: Tables with one slot changed (to a config that ran before), and with two, are tried where they are believed to lose
-#: no more than this part of the step, and each config is less likely than that to make a step far too long.
-LOSS, SAFE = (0.1, 0.02), 0.01
 #: A step of a trial is slower for sure by so many standard deviations, and by this much (log).
 SLOWER, SLOWER_LOG = 4.0, 0.02
 
@@ -62,7 +56,6 @@ class Refinement:
         """Over the table in force, as it was just confirmed."""
         search = self.search
         self.races: dict[bytes, Race] = {}  # of each trial beside that table
-        self.near: list[Array] | None = None  # tables (s,) left to try that differ from it in one slot or two
         self.long = LongSteps()  # from here on: the job's own may have become more since it was compared
         step_ms = search.default_ms * math.exp(float(search.belief.mean[0]))
         self.regime = Regime(step_ms, search.default_logs, search.confirmed, tuple(search.races))
@@ -87,7 +80,7 @@ class Refinement:
 
     def decide(self, config: int, what: int) -> None:
         """What the slot whose turn it is runs in the next trial, and what comes then. Nothing is tried under what is in
-        force already, or has lost; a policy that has tried nothing in as many turns as there are slots is done."""
+        force already, or has lost; a policy that has tried nothing in ``passes`` rounds over the slots is done."""
         search = self.search
         self.next[search.turn] = config
         self.turns += 1
@@ -100,40 +93,15 @@ class Refinement:
             self.passed = 0 if is_new else self.passed + self.turns
             self.next, self.turns = search.confirmed.copy(), 0
         if what == turns.LEAVE:
-            self.left, self.near = 0, []
+            self.left = 0
         self._rest()
 
     def _rest(self) -> None:
-        """Where the policy has nothing left to try, tables near the one in force are; then only the watch goes on."""
+        """Where the policy has nothing left to try, only the watch goes on."""
         search = self.search
-        if self.trial is None and (self.passed >= search.n_slots or self.left <= 0 or search.spent > 1):
-            if search.spent <= 1 and (self.left > 0 or search.confirmed.any()):
-                self.near = self._tables_near() if self.near is None else self.near
-                self.trial = self.near.pop(0) if self.near else None
-            if self.trial is None:
-                search.phase, self.left = WATCH, 0
-
-    def _tables_near(self) -> list[Array]:
-        """For :attr:`near`: with one slot changed, then with two, by the sum of what is believed of each slot alone."""
-        search, beside = self.search, np.full((self.search.n_slots, N_CONFIGS), -np.inf)
-        for place, own in enumerate(search.confirmed):
-            saves = search.belief.ahead(place)[0]
-            is_safe = search.open[place] & (search.canary.risk(place, search.belief, search.tried) < SAFE)
-            beside[place] = np.where(is_safe, saves - saves[own], -np.inf)
-            beside[place, own] = -np.inf
-        slot, config = np.divmod(np.arange(beside.size), N_CONFIGS)
-        tables, near = list[Array](), beside.reshape(-1, 1) + beside.ravel()
-        np.fill_diagonal(
-            near, np.where(search.tried > 0, beside, -np.inf)
-        )  # a change with itself: of one slot
-        for kind, loss in zip((np.eye(len(slot), dtype=bool), slot[:, None] < slot), LOSS, strict=True):
-            sums = np.where(kind, near, -np.inf).ravel()
-            best = np.argsort(-sums)[: search.rules.trials_near]
-            for both in np.transpose(np.divmod(best[sums[best] > -loss], len(slot))):
-                tables.append(search.confirmed.copy())
-                tables[-1][slot[both]] = config[both]
-        known = search.beaten | self.races.keys()
-        return [table for table in tables if table.tobytes() not in known]
+        is_done = self.passed >= search.rules.passes * search.n_slots
+        if self.trial is None and (is_done or self.left <= 0 or search.spent > 1):
+            search.phase, self.left = WATCH, 0
 
     def risk(self, slot: int) -> Array:
         """(N_CONFIGS,) as ``Canary.risk``; 1 of what has lost as a trial of the table in force."""

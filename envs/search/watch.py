@@ -69,8 +69,8 @@ class SearchConfig:
     )
     comparisons: int = 4  # of one search, at most
     least_gain: float = 0.001  # part of the step below which a table is not worth a comparison
-    trials: int = 150  # windows after the verdict that may try one slot otherwise, beside the table in force
-    trials_near: int = 100  # tables after them that are tried with one slot changed, and as many with two
+    trials: int = 250  # windows after the verdict that may try a slot otherwise, beside the table in force
+    passes: int = 2  # rounds over the slots in which a policy tries nothing that end the trials
     reveal: float = 0.5  # noise that a trial is judged by beforehand, in windows: it will not be the last
     budget: float = 0.05  # part of the job's time that the search may lose against the default
     watch_share: float = (

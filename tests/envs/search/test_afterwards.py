@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from dynamiccl.agent.policies.near_tables import NearTables
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.search import turns
 from dynamiccl.envs.search.afterwards import FIRST, SOONEST
@@ -22,11 +23,7 @@ def prior():
     return Prior.load()
 
 
-#: After the policy's trials there are none.
-ITS_OWN = replace(SearchConfig(), trials_near=0)
-
-
-def after(told, prior, table=(18, 18), rules=ITS_OWN):
+def after(told, prior, table=(18, 18), rules=None):
     """A search that has just given its verdict for ``table``, by a comparison."""
     job, default = told.begin()
     search = Search(job, default, prior, rules)
@@ -119,7 +116,7 @@ def test_the_watch_goes_on_meanwhile(prior):
 
 def test_it_ends_with_its_trials_and_with_the_budget(prior):
     told = Told(savings())
-    few = replace(ITS_OWN, trials=3)
+    few = replace(SearchConfig(), trials=3)
     search = after(told, prior, rules=few)
     wanted = iter([20, 8, 16, 0] * 50)
     ran = go_on(search, told, lambda slot: next(wanted))
@@ -152,51 +149,36 @@ def test_a_trial_may_change_several_slots(prior):
     assert plan.configs.tolist() == [20, 0]
 
 
-def together(c):
-    """20 in one slot costs 0.5 %, in both it saves 5 %."""
-    return 0.10 * (c[0] > 0) + 0.03 * (c[1] > 0) + {0: 0.0, 1: -0.005, 2: 0.05}[(c == 20).sum()]
-
-
-def test_two_slots_that_gain_only_together_are_tried_where_no_slot_alone_is_left(prior):
-    told = Told(together)
-    search = after(told, prior, rules=SearchConfig())
-    once = iter([20, 20])
-    ran = go_on(search, told, lambda slot: next(once, search.confirmed[slot]))
-    assert search.confirmed.tolist() == [20, 20] and search.is_done
-    trials = [configs for kind, configs in ran if kind == TRIAL]
-    assert trials[:2] == [[20, 18], [18, 20]] and [20, 20] in trials[2:]
-    for rules, what in ((ITS_OWN, turns.GO_ON), (SearchConfig(), turns.LEAVE)):
-        told = Told(together)
-        search = after(told, prior, rules=rules)
-        for choice in (20, 20):
-            while (plan := search.plan()) is not None:
-                search.record(plan, told.measure(plan))
-            search.decide(choice, turns.RUN)
-        while (plan := search.plan()) is not None:
-            search.record(plan, told.measure(plan))
-        search.decide(18, what)
-        go_on(search, told, [18, 18].__getitem__)
-        assert search.is_done and search.confirmed.tolist() == [18, 18]
-
-
 def test_what_looked_worse_among_other_changes_is_tried_by_itself(prior):
     """20 saves 2 % beside 18 in the other slot; the search saw it beside 16 there, where it costs 8 %."""
     told = Told(lambda c: 0.10 * (c[0] > 0) + 0.02 * (c[0] == 20) - 0.08 * (c.tolist() == [20, 16]))
-    found = {}
-    for rules in (ITS_OWN, SearchConfig()):
+    found = []
+    for policy in (Passing(), NearTables(Passing())):
         job, default = told.begin()
-        search = Search(job, default, prior, rules)
+        search, state = Search(job, default, prior), None
         for _ in range(6):
             search.decide(20)
             search.decide(16)
             search.record(search.plan(), told.measure(search.plan()))
         search._race(np.array([18, 18]))
-        while (plan := search.plan()) is not None:
-            search.record(plan, told.measure(plan))
-        search.decide(0, turns.LEAVE)
-        go_on(search, told, lambda slot, s=search: s.confirmed[slot])
-        found[rules.trials_near] = search.confirmed.tolist()[0]
-    assert found == {0: 18, SearchConfig().trials_near: 20}
+        while not search.is_done:
+            plan = search.plan()
+            if plan is not None:
+                search.record(plan, told.measure(plan))
+            elif search.phase == REFINE:
+                state = search.ask(policy, state)
+            else:
+                search.decide(0, turns.LEAVE)
+        found.append(search.confirmed.tolist()[0])
+    assert found == [18, 20]
+
+
+class Passing:
+    """Wants no trial."""
+
+    def predict(self, observation, state=None, episode_start=None, deterministic=True):
+        in_force = turns.seen(observation).in_force.argmax(axis=1)
+        return turns.actions_of(in_force, turns.GO_ON), None
 
 
 class StepByStep(Told):
@@ -249,7 +231,7 @@ def test_a_trial_that_gains_goes_on_whatever_is_believed_of_it(prior):
 def test_where_nothing_was_confirmed_single_slots_are_tried_beside_the_default(prior):
     told = Told(savings(c20=0.01))
     job, default = told.begin()
-    search = Search(job, default, prior, ITS_OWN)
+    search = Search(job, default, prior)
     search.decide(0, turns.LEAVE)
     assert search.phase == REFINE and not search.confirmed.any() and search.marks.first_gain < 0
     ran = go_on(search, told, [20, 0].__getitem__)
