@@ -64,9 +64,11 @@ def tune(
         bool, Option(group=SEARCH, help="Only tune all_gather: sums keep their order.")
     ] = False,
     windows: Annotated[
-        int, Option(min=1, group=SEARCH, help="Most windows that the policy may ask for.")
-    ] = 20,
-    verify: Annotated[int, Option(min=2, group=SEARCH, help="Most pairs of windows in one comparison.")] = 10,
+        int | None, Option(min=1, group=SEARCH, help="Most exploring windows. Default: 12, or 2 a slot.")
+    ] = None,
+    verify: Annotated[
+        int, Option(min=2, group=SEARCH, help="Pairs that end a comparison unless it promises a gain.")
+    ] = 10,
     window_steps: Annotated[
         int | None, Option(min=1, group=SEARCH, help="Of a window. Default: 5 to 10, by the noise.")
     ] = None,

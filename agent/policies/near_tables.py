@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ...envs.search import turns
-from ...envs.search.windows import Policy
+from ...envs.search.interfaces import GO_ON, RUN, Policy, actions_of
+from ...envs.search.observation import Seen, decode
 
 Array = np.ndarray[Any, Any]
 
@@ -23,6 +23,8 @@ MAX_LOSS = 0.1
 MAX_RISK = 0.01
 #: Neighbours tried beside one current table, at most.
 MAX_TRIALS = 100
+#: ``Context.idle`` after one whole pass over the slots without a trial is 4.
+PASSED = 3.99
 #: Decimals of a slot's place (its index over the number of slots) that tell slots apart.
 PLACE_DECIMALS = 4
 
@@ -49,9 +51,9 @@ class NearTables:
         episode_start: Array | None = None,
         deterministic: bool = True,
     ) -> tuple[Array, tuple[Any, list[JobMemory]]]:
-        """See ``envs.search.windows.Policy``. The state is that of ``policy`` and the memory of each job."""
+        """See ``envs.search.interfaces.Policy``. The state is that of ``policy`` and the memory of each job."""
         rows = np.atleast_2d(np.asarray(observation))
-        seen = turns.seen(rows)
+        seen = decode(rows)
         inner, memories = (None, [JobMemory() for _ in rows]) if state is None else state
         if episode_start is not None:
             starts = np.atleast_1d(episode_start)
@@ -64,33 +66,33 @@ class NearTables:
                 actions[i] = self._choose(memory, seen, i)
         return (actions if np.ndim(observation) == 2 else actions[0]), (inner, memories)
 
-    def _notice(self, memory: JobMemory, seen: turns.Seen, i: int) -> None:
+    def _notice(self, memory: JobMemory, seen: Seen, i: int) -> None:
         """Take in the current config of the slot, and whether the other policy has passed on all slots."""
         place = _place(seen, i)
-        current = int(seen.in_force[i].argmax())
+        current = int(seen.current[i].argmax())
         if memory.current.get(place, current) != current:  # another table is the current one now
             memory.is_active = False
             memory.current.clear()
             memory.tried.clear()
         memory.current[place] = current
-        is_refining = seen.context["refining"][i] > 0.5
-        has_passed = seen.context["idle"][i] >= 1 - 1e-3
-        memory.is_active = bool(is_refining and (memory.is_active or has_passed))
+        has_passed = seen.context.idle[i] > PASSED
+        memory.is_active = bool(seen.is_refining[i] and (memory.is_active or has_passed))
 
-    def _choose(self, memory: JobMemory, seen: turns.Seen, i: int) -> Array:
+    def _choose(self, memory: JobMemory, seen: Seen, i: int) -> Array:
         """The best neighbour in this slot that was not tried yet, as an action; none: the next slot's turn."""
-        place, current = _place(seen, i), memory.current[_place(seen, i)]
-        gain = seen.ahead[i] - seen.ahead[i, current]
+        place = _place(seen, i)
+        current = memory.current[place]
+        gain = seen.saving[i] - seen.saving[i, current]
         is_measured = seen.count[i] > 0
         is_safe = seen.open[i] & (seen.risk[i] < MAX_RISK)
         candidates = np.flatnonzero(is_measured & is_safe & (gain > -MAX_LOSS))
         new = [int(c) for c in candidates if c != current and (place, int(c)) not in memory.tried]
         if not new or len(memory.tried) >= MAX_TRIALS:
-            return turns.actions_of(np.int64(current), turns.GO_ON)
+            return actions_of(np.array(current), GO_ON)
         config = max(new, key=lambda c: float(gain[c]))
         memory.tried.add((place, config))
-        return turns.actions_of(np.int64(config), turns.RUN)
+        return actions_of(np.array(config), RUN)
 
 
-def _place(seen: turns.Seen, i: int) -> float:
-    return round(float(seen.context["place"][i]), PLACE_DECIMALS)
+def _place(seen: Seen, i: int) -> float:
+    return round(float(seen.context.place[i]), PLACE_DECIMALS)

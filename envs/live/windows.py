@@ -17,8 +17,8 @@ from ...traces.queries.slots import SlotProfile, find_slots, with_sizes
 from ...traces.reasons import NotTuning, names
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ..nccl_model.arms import distinct
-from ..search import windows
-from ..search.windows import Measured, Plan
+from ..search.interfaces import PROFILE, UNTIMED, Measured, Plan, warm_up_families
+from ..search.interfaces import Job as TunedJob
 from .job import Window
 from .obedience import Disobeyed
 
@@ -48,13 +48,13 @@ class LiveWindows:
         self.windows = 0
         self._before_ms = 0.0  # a step under the table before
 
-    def begin(self, skip: int = 3) -> tuple[windows.Job, Measured]:
+    def begin(self, skip: int = 3) -> tuple[TunedJob, Measured]:
         """Run default steps (the first ``skip`` of the job do not count) and find the slots.
 
         Raises ValueError when there is none to tune.
         """
         before = self.job.last_step
-        plan = Plan(windows.PROFILE, np.zeros(0, np.int64), self.profile_steps, skip)
+        plan = Plan(PROFILE, np.zeros(0, np.int64), self.profile_steps, skip)
         window = self.job.window({}, plan.n_steps, skip)
         events = self.profile_events = self._events(window)
         step_us = window.step_ms * 1e3
@@ -65,13 +65,13 @@ class LiveWindows:
             raise ValueError(self.nothing([p.share for p in found if p.slot.func in self.funcs]))
         own = np.array([int(p.fingerprint.own_pair[0]) for p in self.profiles])
         call_us = np.array([p.call_us if p.timed_by != "NCCL's price" else np.nan for p in self.profiles])
-        told = windows.Job(
+        told = TunedJob(
             features=np.concatenate([p.fingerprint.vector() for p in self.profiles]),
             mask=np.concatenate([distinct(p.fingerprint) for p in self.profiles]),
             share=np.array([p.share for p in self.profiles]),
             call_us=call_us,
             calls=np.array([p.calls * getattr(self.job, "tries_few", False) for p in self.profiles]),
-            families=windows.warm_up_families(own),
+            families=warm_up_families(own),
         )
         return told, self._measured(plan, window, before, call_us, np.ones(len(own), bool))
 
@@ -81,7 +81,7 @@ class LiveWindows:
 
     def measure(self, plan: Plan) -> Measured:
         """See ``windows.Windows``."""
-        is_timed = plan.kind not in windows.UNTIMED or plan.one_of > 0
+        is_timed = plan.kind not in UNTIMED or plan.one_of > 0
         if is_timed:
             self.job.take_events()
         before = self.job.last_step
@@ -106,7 +106,9 @@ class LiveWindows:
         billed_ms = float(window.durations_ms.sum()) + (billed - counted - waited) * window.step_ms
         billed_ms += waited * self._before_ms
         self._before_ms = window.step_ms
-        return Measured(np.asarray(window.durations_ms, np.float64), call_us, obeyed, billed, billed_ms)
+        durations = np.asarray(window.durations_ms, np.float64)
+        first, last = int(window.steps[0]), int(window.steps[-1])
+        return Measured(durations, call_us, obeyed, billed, billed_ms, first, last)
 
     def _events(self, window: Window, is_few: bool = False) -> pd.DataFrame:
         """Of the window's steps; where its table holds at few calls, of these."""

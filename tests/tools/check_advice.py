@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 from dynamiccl.agent.advice.advise import EXPOSED, UNSEEN, Gains, tell
 from dynamiccl.agent.train.job_prior import figures_of, truths
-from dynamiccl.envs.search.belief import Belief, Prior
-from dynamiccl.envs.search.sequential import Race, middle, window_noise
+from dynamiccl.envs.search.belief.belief import Belief
+from dynamiccl.envs.search.belief.prior import Prior
+from dynamiccl.envs.search.step_times import Race, middle, window_noise
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from dynamiccl.agent.train.job_prior import JobPrior, fit, judge
-from dynamiccl.envs.search.belief import N_FIGURES, Prior
+from dynamiccl.envs.search.belief.prior import N_FIGURES, Prior
 from dynamiccl.envs.sim.family import HELD_OUT, STANDARD
 from dynamiccl.envs.sim.jobs import draw_jobs
 

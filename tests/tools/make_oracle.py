@@ -21,8 +21,8 @@ from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.search.sequential import middle
-from dynamiccl.envs.search.windows import SEARCH, Plan
+from dynamiccl.envs.search.interfaces import SEARCH, Plan
+from dynamiccl.envs.search.step_times import middle
 from dynamiccl.envs.sim.emulated.settings import Emulated
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.header import new_header

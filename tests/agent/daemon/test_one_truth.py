@@ -22,7 +22,7 @@ from dynamiccl.envs.live.job_ends import JobEnded
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.replay.decisions import load
 from dynamiccl.envs.replay.job import RecordedJob
-from dynamiccl.envs.search.sequential import Race
+from dynamiccl.envs.search.step_times import Race
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.reasons import RunEnds
 from dynamiccl.traces.records import Decision

@@ -4,14 +4,14 @@ import inspect
 
 import pytest
 from dynamiccl.agent.commands.tune import tune
-from dynamiccl.agent.daemon.daemon import rules_of
+from dynamiccl.agent.daemon.daemon import config_of
 from dynamiccl.agent.daemon.request import Request
 from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import DEFAULT, make_chooser
 from dynamiccl.agent.report.verdict import outcome as outcome_text
 from dynamiccl.agent.report.verdict import verdict
 from dynamiccl.envs.live.windows import LiveWindows
-from dynamiccl.envs.search.watch import SearchConfig
+from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.traces.reasons import names
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
@@ -34,7 +34,7 @@ def truth(decisions):
 
 def run(policy, job, **settings):
     lines = []
-    tuner = Tuner(LiveWindows(job), make_chooser(policy, 0), rules_of(Request(**settings)), lines.append)
+    tuner = Tuner(LiveWindows(job), make_chooser(policy, 0), config_of(Request(**settings)), lines.append)
     return tuner.run(), lines, tuner
 
 
@@ -247,6 +247,6 @@ def test_unknown_policies_are_refused_with_the_known_ones():
 
 
 def test_a_run_that_is_told_nothing_searches_as_the_benchmark_does():
-    assert rules_of(Request()) == SearchConfig()
+    assert config_of(Request()) == SearchConfig()
     options = inspect.signature(tune).parameters
     assert all(options[name].default == value for name, value in vars(Request()).items() if name in options)

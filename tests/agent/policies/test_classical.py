@@ -11,7 +11,7 @@ from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.classical import CLASSICAL, Turn
 from dynamiccl.agent.policies.lstm import LstmPolicy
 from dynamiccl.envs.bench.job_arena import play
-from dynamiccl.envs.search import turns
+from dynamiccl.envs.search.interfaces import actions_of
 from dynamiccl.envs.sim.jobs import STANDARD
 from dynamiccl.traces.records import CHANNELS, PAIRS
 from dynamiccl.traces.spaces import N_CHANNELS, N_CONFIGS
@@ -113,7 +113,7 @@ def test_answers_that_are_no_action_are_refused(suite):
         with pytest.raises(ValueError, match="an action is three integers"):
             play(Wrong(answer), *opened, after=0)
     opened = suite.open(np.array([0]), 0)
-    play(Wrong(turns.actions_of(0)), *opened, after=0)
+    play(Wrong(actions_of(0)), *opened, after=0)
 
 
 def test_every_classical_policy_can_be_asked_for_by_name():

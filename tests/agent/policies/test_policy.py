@@ -20,9 +20,10 @@ from dynamiccl.agent.policies.rule import (
     ExpectedImprovement,
 )
 from dynamiccl.agent.train.recurrent import MaskedLstmPolicy
-from dynamiccl.envs.search import turns
-from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import SearchConfig
+from dynamiccl.envs.search.interfaces import action_space, choices_of
+from dynamiccl.envs.search.observation import N_OBSERVATION, decode, observation_space
+from dynamiccl.envs.search.belief.prior import Prior
+from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import SimSearch, SimWindows
 from dynamiccl.traces.spaces import N_CONFIGS
@@ -44,7 +45,7 @@ def observed():
 
 def untrained(hidden=24):
     return MaskedLstmPolicy(
-        turns.observation_space(), turns.action_space(), lambda _: 1e-3, lstm_hidden_size=hidden
+        observation_space(), action_space(), lambda _: 1e-3, lstm_hidden_size=hidden
     )
 
 
@@ -96,7 +97,7 @@ def test_numpy_and_torch_score_alike(observed):
 def test_what_may_be_far_too_long_has_a_price():
     """A config is tried where it may be worth more than its risk; after the verdict risk is dearer, to the worth that
     a trial then has, and beyond RECKLESS nothing is tried."""
-    policy, seen = ExpectedImprovement(), turns.seen(np.zeros((1, turns.N_OBSERVATION)))
+    policy, seen = ExpectedImprovement(), decode(np.zeros((1, N_OBSERVATION)))
     seen.open[0, :3] = True
     seen.worth[0, 1:3] = 0.01
 
@@ -117,7 +118,7 @@ def test_what_may_be_far_too_long_has_a_price():
 
 def test_untrained_it_is_the_rule(observed):
     light, rule = LstmPolicy(untrained().export()), ExpectedImprovement()
-    seen = observed.reshape(-1, turns.N_OBSERVATION)
+    seen = observed.reshape(-1, N_OBSERVATION)
     same = (light.predict(seen)[0] == rule.predict(seen)[0]).all(axis=1)
     assert same.mean() > 0.98  # but for ties
 
@@ -143,8 +144,8 @@ def test_the_shipped_policy_plays_jobs_and_respects_masks(observed):
     state = None
     for seen in observed:
         actions, state = light.predict(seen, state)
-        chosen = turns.choices_of(actions)[0]
-        assert (seen[np.arange(len(seen)), turns.N_OBSERVATION - N_CONFIGS + chosen] > 0.5).all()
+        chosen = choices_of(actions)[0]
+        assert (seen[np.arange(len(seen)), N_OBSERVATION - N_CONFIGS + chosen] > 0.5).all()
 
 
 def test_weights_of_another_kind_are_refused(tmp_path):

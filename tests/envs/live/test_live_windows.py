@@ -10,8 +10,8 @@ from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.live.job_ends import JobEnded, Withdrawn
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
-from dynamiccl.envs.search import turns
-from dynamiccl.envs.search.windows import REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan
+from dynamiccl.envs.search.interfaces import RUN, actions_of
+from dynamiccl.envs.search.interfaces import REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan
 from dynamiccl.envs.search_env import HORIZON
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import OneJob, SimWindows
@@ -40,7 +40,7 @@ def play(env, after=None):
         search = env.search
         action, _ = ExpectedImprovement().predict(observation)
         if after and search.is_over:
-            action = turns.actions_of(after(search), turns.RUN)
+            action = actions_of(after(search), RUN)
         observation, reward, terminated, truncated, info = env.step(action)
         earned, over = earned + reward, terminated or truncated
     return earned, info

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dynamiccl.envs.search.belief import Belief, Prior
+from dynamiccl.envs.search.belief.belief import Belief
+from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS

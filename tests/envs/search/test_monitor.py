@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from dynamiccl.envs.search.canary import Canary
-from dynamiccl.envs.search.sequential import least, middle
+from dynamiccl.envs.search.step_times import least, middle
 from dynamiccl.envs.search.watch import CHANGED, HARMFUL, LONGEST, ODD, PROOF, SearchConfig, Watch
 
 

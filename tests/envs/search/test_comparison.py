@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from dynamiccl.envs.search.sequential import Race, half_width, median, middle, window_noise
+from dynamiccl.envs.search.step_times import Race, half_width, median, middle, window_noise
 
 STEPS, GAP = 6, 4
 

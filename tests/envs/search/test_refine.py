@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from dynamiccl.agent.policies.near_tables import NearTables
 from dynamiccl.agent.policies.rule import ExpectedImprovement
-from dynamiccl.envs.search import turns
+from dynamiccl.envs.search.interfaces import GO_ON, LEAVE, RUN, actions_of, choices_of
+from dynamiccl.envs.search.observation import EFFECT, decode
 from dynamiccl.envs.search.afterwards import FIRST, SOONEST
-from dynamiccl.envs.search.belief import Belief, Prior
+from dynamiccl.envs.search.belief.belief import Belief
+from dynamiccl.envs.search.belief.prior import Prior
+from dynamiccl.envs.search.config import SearchConfig
+from dynamiccl.envs.search.interfaces import PROFILE, REFINE, TRIAL, WATCH, Measured
 from dynamiccl.envs.search.search import Search
-from dynamiccl.envs.search.watch import SearchConfig
-from dynamiccl.envs.search.windows import PROFILE, REFINE, TRIAL, WATCH, Measured
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS
 from test_search import Told
@@ -23,14 +25,14 @@ def prior():
     return Prior.load()
 
 
-def after(told, prior, table=(18, 18), rules=None):
+def after(told, prior, table=(18, 18), config=None):
     """A search that has just given its verdict for ``table``, by a comparison."""
     job, default = told.begin()
     search = Search(job, default, prior, rules)
-    search._race(np.array(table))
+    search.phase.compare(np.array(table))
     while (plan := search.plan()) is not None:
         search.record(plan, told.measure(plan))
-    search.decide(0, turns.LEAVE)
+    search.decide(0, LEAVE)
     return search
 
 
@@ -43,7 +45,7 @@ def go_on(search, told, wanted, windows=400):
         plan = search.plan()
         if plan is None:
             config = int(wanted(search.turn))
-            search.decide(config, turns.GO_ON if config == search.confirmed[search.turn] else turns.RUN)
+            search.decide(config, GO_ON if config == search.confirmed[search.turn] else RUN)
         else:
             ran.append((plan.kind, plan.configs.tolist()))
             search.record(plan, told.measure(plan))
@@ -51,7 +53,7 @@ def go_on(search, told, wanted, windows=400):
 
 
 def rule(search):
-    return int(turns.choices_of(ExpectedImprovement().predict(search.observe())[0])[0])
+    return int(choices_of(ExpectedImprovement().predict(search.observe())[0])[0])
 
 
 def savings(**better):
@@ -64,16 +66,16 @@ def savings(**better):
 def test_what_is_a_little_faster_takes_its_slots_place(prior):
     told = Told(savings(c20=0.01))
     search = after(told, prior)
-    assert search.confirmed.tolist() == [18, 18] and search.phase == REFINE and not search.is_done
+    assert search.confirmed.tolist() == [18, 18] and isinstance(search.phase, Refine) and not search.is_done
     verdict, gain = search.marks.verdict, search.gain
     ran = go_on(search, told, [20, 18].__getitem__)
     assert search.confirmed.tolist() == [20, 18] and search.is_done and search.marks.refined == 1
-    assert search.races[-1].n >= SOONEST
+    assert search.state.current.comparisons[-1].test.n >= SOONEST
     trials = [configs for kind, configs in ran if kind == TRIAL]
     assert len(trials) >= 2 and all(t == [20, 18] for t in trials)
     for (kind, configs), (before, beside) in zip(ran[1:], ran, strict=False):
         assert kind != TRIAL or (before, beside) == (WATCH, [18, 18]), configs
-    assert search.marks.verdict == verdict and search.gain[0] > gain[0] and len(search.races) == 2
+    assert search.marks.verdict == verdict and search.gain[0] > gain[0] and len(search.state.current.comparisons) == 2
     assert search.gain[0] == pytest.approx(-math.log(1 - 0.14), abs=0.01)
 
 
@@ -91,7 +93,7 @@ def test_what_is_slower_is_tried_once_and_the_default_is_as_good_a_trial(prior):
 def test_a_policy_that_wants_nothing_ends_it_in_one_round(prior):
     told = Told(savings())
     search = after(told, prior)
-    assert go_on(search, told, [18, 18].__getitem__) == [] and search.phase == WATCH
+    assert go_on(search, told, [18, 18].__getitem__) == [] and search.is_done
     assert search.plan().kind == WATCH
 
 
@@ -103,7 +105,7 @@ def test_the_watch_goes_on_meanwhile(prior):
     for _ in range(120):
         plan = search.plan()
         if plan is None:
-            search.decide([20, 18][search.turn], turns.RUN)
+            search.decide([20, 18][search.turn], RUN)
             continue
         kinds.append(plan.kind)
         if len(kinds) == 8:
@@ -111,37 +113,37 @@ def test_the_watch_goes_on_meanwhile(prior):
         search.record(plan, told.measure(plan))
         if search.marks.reopened:
             break
-    assert search.marks.reopened == 1 and search.phase == PROFILE and TRIAL in kinds
+    assert search.marks.reopened == 1 and isinstance(search.phase, Remeasure) and TRIAL in kinds
 
 
 def test_it_ends_with_its_trials_and_with_the_budget(prior):
     told = Told(savings())
     few = replace(SearchConfig(), trials=3)
-    search = after(told, prior, rules=few)
+    search = after(told, prior, config=few)
     wanted = iter([20, 8, 16, 0] * 50)
     ran = go_on(search, told, lambda slot: next(wanted))
     assert (
         3 <= sum(kind == TRIAL for kind, _ in ran) <= 3 + few.pairs_again and search.is_done
     )  # the last is finished
     search = after(told, prior)
-    search.lost = 1e4
-    assert search.spent > 1
+    search.state.account.lost = 1e4
+    assert search.state.spent > 1
     go_on(search, told, [20, 18].__getitem__, windows=3)
     assert search.is_done
 
 
 def test_it_can_be_left_out(prior):
-    assert after(Told(savings()), prior, rules=replace(SearchConfig(), trials=0)).phase == WATCH
+    assert after(Told(savings()), prior, config=replace(SearchConfig(), trials=0)).is_done
     search = after(Told(savings()), prior)
-    search.decide(20, turns.LEAVE)
-    assert search.phase == WATCH and search.plan().configs.tolist() == [18, 18]
+    search.decide(20, LEAVE)
+    assert search.is_done and search.plan().configs.tolist() == [18, 18]
 
 
 def test_a_trial_may_change_several_slots(prior):
     told = Told(savings(c20=0.01))
     search = after(told, prior)
-    search.decide(20, turns.GO_ON)
-    search.decide(0, turns.RUN)
+    search.decide(20, GO_ON)
+    search.decide(0, RUN)
     for kind in (WATCH, TRIAL):
         plan = search.plan()
         assert plan.kind == kind
@@ -160,15 +162,15 @@ def test_what_looked_worse_among_other_changes_is_tried_by_itself(prior):
             search.decide(20)
             search.decide(16)
             search.record(search.plan(), told.measure(search.plan()))
-        search._race(np.array([18, 18]))
+        search.phase.compare(np.array([18, 18]))
         while not search.is_done:
             plan = search.plan()
             if plan is not None:
                 search.record(plan, told.measure(plan))
-            elif search.phase == REFINE:
+            elif isinstance(search.phase, Refine):
                 state = search.ask(policy, state)
             else:
-                search.decide(0, turns.LEAVE)
+                search.decide(0, LEAVE)
         found.append(search.confirmed.tolist()[0])
     assert found == [18, 20]
 
@@ -177,8 +179,8 @@ class Passing:
     """Wants no trial."""
 
     def predict(self, observation, state=None, episode_start=None, deterministic=True):
-        in_force = turns.seen(observation).in_force.argmax(axis=1)
-        return turns.actions_of(in_force, turns.GO_ON), None
+        in_force = decode(observation).in_force.argmax(axis=1)
+        return actions_of(in_force, GO_ON), None
 
 
 class StepByStep(Told):
@@ -203,17 +205,17 @@ def test_a_trial_ends_with_its_first_step_that_is_slower_for_sure(prior):
     for choice in (20, 8):
         while search.turn:
             search.decide(18)
-        search.decide(choice, turns.RUN)
+        search.decide(choice, RUN)
         search.record(search.plan(), told.measure(search.plan()))
         plan = search.plan()
         told.strays = [2] if choice == 8 else []
         search.record(plan, seen := told.measure(plan))
         assert plan.kind == TRIAL and len(seen.step_ms) == (1 if choice == 20 else 3)
-        logs = search.later.races[plan.configs.tobytes()].logs
+        logs = search.phase.comparison_of(plan.configs).test.logs
         # A stray step is no fault of the table.
         assert logs == [pytest.approx(math.log(0.87 / (0.87 + {20: 0.05, 8: -0.01}[choice])), abs=0.02)]
-        assert search.tried[0, choice] == 1 and not search.marks.canaries
-    assert search.later.trial.tolist() == [8, 18]
+        assert search.state.guard.windows[0, choice] == 1 and not search.marks.aborted
+    assert search.phase.trial.tolist() == [8, 18]
 
 
 def test_a_trial_that_gains_goes_on_whatever_is_believed_of_it(prior):
@@ -221,8 +223,8 @@ def test_a_trial_that_gains_goes_on_whatever_is_believed_of_it(prior):
     trial was dropped."""
     told = Told(savings(c20=0.03))
     search = after(told, prior)
-    search.belief.saving_mean = lambda table: -float(table[0] == 20)
-    search.decide(20, turns.RUN)
+    search.state.belief.saving_mean = lambda table: -float(table[0] == 20)
+    search.decide(20, RUN)
     while (plan := search.plan()) is not None:
         search.record(plan, told.measure(plan))
     assert search.confirmed.tolist() == [20, 18]
@@ -232,12 +234,12 @@ def test_where_nothing_was_confirmed_single_slots_are_tried_beside_the_default(p
     told = Told(savings(c20=0.01))
     job, default = told.begin()
     search = Search(job, default, prior)
-    search.decide(0, turns.LEAVE)
-    assert search.phase == REFINE and not search.confirmed.any() and search.marks.first_gain < 0
+    search.decide(0, LEAVE)
+    assert isinstance(search.phase, Refine) and not search.confirmed.any() and search.marks.first_gain < 0
     ran = go_on(search, told, [20, 0].__getitem__)
     assert search.confirmed.tolist() == [20, 0] and search.is_done and search.later.watch.has_table
-    assert [configs for kind, configs in ran if kind == TRIAL].count([20, 0]) == search.races[0].n >= SOONEST
-    assert search.races[0].alpha == FIRST and search.races[0].interval[0] > 0
+    assert [configs for kind, configs in ran if kind == TRIAL].count([20, 0]) == search.state.current.comparisons[0].test.n >= SOONEST
+    assert search.state.current.comparisons[0].test.level == FIRST and search.state.current.comparisons[0].test.interval[0] > 0
     assert search.marks.verdict < search.marks.first_gain
 
 
@@ -254,7 +256,7 @@ def test_a_step_that_is_far_too_long_ends_a_trial(prior):
     search = after(told, prior)
     ran = go_on(search, told, [20, 18].__getitem__)
     assert sum(kind == TRIAL for kind, _ in ran) == 1 and search.confirmed.tolist() == [18, 18]
-    assert search.marks.canaries == 1 and search.is_done
+    assert search.marks.aborted == 1 and search.is_done
 
 
 def test_the_rule_tries_what_is_worth_most_and_never_what_is_in_force(prior):
@@ -263,11 +265,11 @@ def test_the_rule_tries_what_is_worth_most_and_never_what_is_in_force(prior):
     search = after(Told(savings()), prior)
     seen = search.observe()
     figures = seen[-8 * N_CONFIGS : -N_CONFIGS].reshape(7, N_CONFIGS)
-    figures[2, [8, 16, 18, 20]] = 10 * turns.SCALE * np.array([0.002, 0.01, 0.015, 0.012])  # worth
+    figures[2, [8, 16, 18, 20]] = 10 * EFFECT * np.array([0.002, 0.01, 0.015, 0.012])  # worth
     figures[6] = 0.0  # risk
     assert search.confirmed[search.turn] == 18
-    config, what = turns.choices_of(ExpectedImprovement().predict(seen)[0])
-    assert (config, what) == (20, turns.RUN)
+    config, what = choices_of(ExpectedImprovement().predict(seen)[0])
+    assert (config, what) == (20, RUN)
 
 
 def test_what_nccl_refuses_is_no_improvement(prior):
@@ -278,13 +280,13 @@ def test_what_nccl_refuses_is_no_improvement(prior):
             break
         plan = search.plan()
         if plan is None:
-            search.decide([20, 18][search.turn], turns.RUN)
+            search.decide([20, 18][search.turn], RUN)
             continue
         seen = told.measure(plan)
         if plan.kind == TRIAL:
             seen = Measured(seen.step_ms, seen.call_us, np.array([False, True]), seen.billed, seen.billed_ms)
         search.record(plan, seen)
-    assert search.banned[0, 20] and search.confirmed.tolist() == [18, 18] and search.is_done
+    assert search.state.guard.refused[0, 20] and search.confirmed.tolist() == [18, 18] and search.is_done
 
 
 def test_a_harmful_change_is_hardly_ever_taken(prior):
