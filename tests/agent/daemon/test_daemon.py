@@ -189,8 +189,8 @@ def test_trials_after_the_verdict_are_announced_with_what_switches_them_off(once
     daemon.request, daemon.on_phase = Request(once=once), said.append
     daemon.outcome = RunSummary()
     daemon._summary = lambda: RunSummary(steps_to_verdict=126, detectable=0.02)
-    later = SimpleNamespace(left=80)
-    search = SimpleNamespace(is_over=True, is_done=False, later=later, window_steps=5)
+    state = SimpleNamespace(noise=SimpleNamespace(window_steps=5))
+    search = SimpleNamespace(is_over=True, is_done=False, trials_left=80, state=state)
     daemon.tuner = SimpleNamespace(search=search)
     daemon._say_verdict()
     assert said[0].startswith("verdict after 126 steps: NOTHING FOUND")

@@ -49,9 +49,9 @@ def test_the_rule_finds_most_of_what_there_is():
     assert [line.index for line in lines] == sorted(line.index for line in lines)
     assert 0 < outcome.steps_to_first_gain <= outcome.steps_to_verdict <= job.last_step < 500
     kept = [event for line in lines for event in line.events if event.startswith("kept ")]
-    assert kept == [outcome_text(one.told()) for one in tuner.ledger.paired if one.outcome == "kept"] and str(
-        lines[1]
-    ).startswith("window 1  search  A ")
+    assert kept == [
+        outcome_text(one) for one in tuner.sum_up().comparisons if one["outcome"] == "kept"
+    ] and str(lines[1]).startswith("window 1  search  A ")
 
 
 def test_a_trial_after_the_verdict_is_told_as_one():
@@ -62,7 +62,7 @@ def test_a_trial_after_the_verdict_is_told_as_one():
     assert after and {line.phase for line in after} <= {"refine", "watch"}
     trials = [line for line in after if line.phase == "refine"]
     assert trials and all(line.table != line.in_force for line in trials if not line.events)
-    assert tuner.ledger.trials == len(trials) and tuner.ledger.trials_ms != 0
+    assert tuner.costs.trials == len(trials) and tuner.costs.trials_ms != 0
 
 
 def test_a_gain_that_was_not_sure_at_the_verdict_is_told_when_it_is():
@@ -96,7 +96,7 @@ def test_a_table_that_does_not_win_is_never_left_in_force(policy):
     outcome, _, tuner = run(policy, job, windows=16)
     assert not outcome.kept and outcome.detectable is not None
     assert job.confirmed == {} and not tuner.decisions
-    assert verdict(tuner.ledger.sum_up(outcome)).startswith("NOTHING ")
+    assert verdict(tuner.sum_up()).startswith("NOTHING ")
 
 
 @pytest.mark.parametrize("policy", ["coordinate-descent", "sweep"])
@@ -109,7 +109,7 @@ def test_classical_search_finds_what_there_is_to_find(policy):
 def test_a_job_that_ends_early_leaves_what_was_seen():
     outcome, lines, tuner = run("random", FakeJob(truth, steps=30))
     assert outcome.detectable is None and "ended" in outcome.ended
-    assert lines and tuner.ledger.windows > 0
+    assert lines and tuner.costs.windows > 0
 
 
 def test_where_nothing_was_tried_no_config_is_said_to_be_no_better():
@@ -192,7 +192,7 @@ def test_a_search_that_only_costs_ends_within_its_budget():
     """Every trial is 40 % slower than the default: the search ends long before its windows are used up."""
     job = FakeJob(lambda d: 500.0 * (1 + 0.4 * any(not x.is_auto for x in d.values())))
     outcome, _, tuner = run("random", job, windows=200)
-    assert 0 < tuner.search.lost < 0.05 * 1000 + 20 and tuner.ledger.windows < 100 and not outcome.kept
+    assert 0 < tuner.search.lost < 0.05 * 1000 + 20 and tuner.costs.windows < 100 and not outcome.kept
 
 
 def test_the_watch_takes_a_table_back_and_says_so():

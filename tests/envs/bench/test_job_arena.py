@@ -11,11 +11,10 @@ from dynamiccl.envs.bench.job_arena import AccountedWindows, play
 from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import LossAccount, summary
 from dynamiccl.envs.bench.submissions import rows_of
-from dynamiccl.envs.search.interfaces import LEAVE, RUN, actions_of
-from dynamiccl.envs.search.observation import decode
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.config import SearchConfig
-from dynamiccl.envs.search.interfaces import Plan
+from dynamiccl.envs.search.interfaces import LEAVE, RUN, Plan, actions_of
+from dynamiccl.envs.search.observation import decode
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import SWITCH_STEPS, SimSearch
 from oracle import oracle
@@ -149,7 +148,7 @@ def test_a_job_that_always_tries_something_is_played_no_longer_than_a_job_lasts(
 
         def predict(self, observation, state=None, episode_start=None, deterministic=True):
             seen = decode(observation)
-            if seen.context["refining"][0] < 0.5:
+            if not seen.is_refining[0]:
                 return super().predict(observation)
             self.turns_taken += 1
             open_ = np.flatnonzero(seen.open[0])

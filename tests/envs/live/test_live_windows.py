@@ -10,8 +10,7 @@ from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.live.job_ends import JobEnded, Withdrawn
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
-from dynamiccl.envs.search.interfaces import RUN, actions_of
-from dynamiccl.envs.search.interfaces import REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan
+from dynamiccl.envs.search.interfaces import REFERENCE, RUN, SEARCH, TABLE, TRIAL, WATCH, Plan, actions_of
 from dynamiccl.envs.search_env import HORIZON
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import OneJob, SimWindows

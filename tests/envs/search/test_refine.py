@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from dynamiccl.agent.policies.near_tables import NearTables
 from dynamiccl.agent.policies.rule import ExpectedImprovement
-from dynamiccl.envs.search.interfaces import GO_ON, LEAVE, RUN, actions_of, choices_of
-from dynamiccl.envs.search.observation import EFFECT, decode
-from dynamiccl.envs.search.afterwards import FIRST, SOONEST
 from dynamiccl.envs.search.belief.belief import Belief
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.search.config import SearchConfig
-from dynamiccl.envs.search.interfaces import PROFILE, REFINE, TRIAL, WATCH, Measured
+from dynamiccl.envs.search.config import SAFE_PAIRS, TRIAL_ALPHA, SearchConfig
+from dynamiccl.envs.search.explore import Remeasure
+from dynamiccl.envs.search.interfaces import GO_ON, LEAVE, RUN, TRIAL, WATCH, Measured, actions_of, choices_of
+from dynamiccl.envs.search.observation import EFFECT, decode
+from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS
@@ -28,7 +28,7 @@ def prior():
 def after(told, prior, table=(18, 18), config=None):
     """A search that has just given its verdict for ``table``, by a comparison."""
     job, default = told.begin()
-    search = Search(job, default, prior, rules)
+    search = Search(job, default, prior, config)
     search.phase.compare(np.array(table))
     while (plan := search.plan()) is not None:
         search.record(plan, told.measure(plan))
@@ -70,12 +70,16 @@ def test_what_is_a_little_faster_takes_its_slots_place(prior):
     verdict, gain = search.marks.verdict, search.gain
     ran = go_on(search, told, [20, 18].__getitem__)
     assert search.confirmed.tolist() == [20, 18] and search.is_done and search.marks.refined == 1
-    assert search.state.current.comparisons[-1].test.n >= SOONEST
+    assert search.state.current.comparisons[-1].test.n >= SAFE_PAIRS
     trials = [configs for kind, configs in ran if kind == TRIAL]
     assert len(trials) >= 2 and all(t == [20, 18] for t in trials)
     for (kind, configs), (before, beside) in zip(ran[1:], ran, strict=False):
         assert kind != TRIAL or (before, beside) == (WATCH, [18, 18]), configs
-    assert search.marks.verdict == verdict and search.gain[0] > gain[0] and len(search.state.current.comparisons) == 2
+    assert (
+        search.marks.verdict == verdict
+        and search.gain[0] > gain[0]
+        and len(search.state.current.comparisons) == 2
+    )
     assert search.gain[0] == pytest.approx(-math.log(1 - 0.14), abs=0.01)
 
 
@@ -179,7 +183,7 @@ class Passing:
     """Wants no trial."""
 
     def predict(self, observation, state=None, episode_start=None, deterministic=True):
-        in_force = decode(observation).in_force.argmax(axis=1)
+        in_force = decode(observation).current.argmax(axis=1)
         return actions_of(in_force, GO_ON), None
 
 
@@ -237,9 +241,16 @@ def test_where_nothing_was_confirmed_single_slots_are_tried_beside_the_default(p
     search.decide(0, LEAVE)
     assert isinstance(search.phase, Refine) and not search.confirmed.any() and search.marks.first_gain < 0
     ran = go_on(search, told, [20, 0].__getitem__)
-    assert search.confirmed.tolist() == [20, 0] and search.is_done and search.later.watch.has_table
-    assert [configs for kind, configs in ran if kind == TRIAL].count([20, 0]) == search.state.current.comparisons[0].test.n >= SOONEST
-    assert search.state.current.comparisons[0].test.level == FIRST and search.state.current.comparisons[0].test.interval[0] > 0
+    assert search.confirmed.tolist() == [20, 0] and search.is_done and not search.state.current.is_default
+    assert (
+        [configs for kind, configs in ran if kind == TRIAL].count([20, 0])
+        == search.state.current.comparisons[0].test.n
+        >= SAFE_PAIRS
+    )
+    assert (
+        search.state.current.comparisons[0].test.level == TRIAL_ALPHA
+        and search.state.current.comparisons[0].test.interval[0] > 0
+    )
     assert search.marks.verdict < search.marks.first_gain
 
 

@@ -8,13 +8,13 @@ from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.live.windows import LiveWindows
-from dynamiccl.envs.search.interfaces import RUN, actions_of
-from dynamiccl.envs.search.afterwards import FIRST
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.search.interfaces import REFINE
-from dynamiccl.envs.search.regimes import MOST, Regime, Regimes
+from dynamiccl.envs.search.change import Regime, Regimes
+from dynamiccl.envs.search.comparison import Comparison, SequentialTest
+from dynamiccl.envs.search.config import AGAIN, MOST_REGIMES, TRIAL_ALPHA
+from dynamiccl.envs.search.interfaces import RUN, actions_of
+from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
-from dynamiccl.envs.search.step_times import AGAIN, Race
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
 from test_search import OPEN, Told, good
@@ -131,12 +131,15 @@ def test_a_search_after_one_that_found_nothing_has_a_quarter_of_its_level(prior)
         )  # so that the watch knows what is usual
         told.scale *= 1.3
         go_on(search, told, lambda s, n=search.marks.reopened: s.marks.reopened > n and s.is_over)
-        return search.later.level
+        return search.state.compare(np.array([20, 18]), 0.01, is_trial=True).test.level
 
     go_on(search, told, lambda s: s.is_over)
-    levels = [search.later.level, *(changed() for _ in range(13))]
+    levels = [
+        search.state.compare(np.array([20, 18]), 0.01, is_trial=True).test.level,
+        *(changed() for _ in range(13)),
+    ]
     assert levels == [
-        FIRST * AGAIN ** min(k, 10) for k in range(14)
+        TRIAL_ALPHA * AGAIN ** min(k, 10) for k in range(14)
     ]  # of a job that goes on for ever none is 0
     told.saving = good
     changed()
@@ -179,7 +182,12 @@ def test_the_tuner_beside_a_job_of_two_batch_sizes():
 
 
 def regime(step_ms, us=(100.0, 50.0)):
-    return Regime(step_ms, np.log(np.array(us)), np.array([8, 0]), (Race(0.01),))
+    return Regime(
+        step_ms,
+        np.log(np.array(us)),
+        np.array([8, 0]),
+        (Comparison(np.array([8, 0]), np.array([0, 0]), SequentialTest(0.01, 0.05)),),
+    )
 
 
 def test_a_regime_is_known_by_its_default_step_and_its_calls():
@@ -201,4 +209,4 @@ def test_a_regime_is_known_by_its_default_step_and_its_calls():
     assert [r.step_ms for r in regimes.known] == [100.5]
     for k in range(12):
         regimes.leave(regime(200.0 * 1.1**k), None, 0.002)
-    assert len(regimes.known) == MOST
+    assert len(regimes.known) == MOST_REGIMES

@@ -5,14 +5,22 @@ import math
 import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
-from dynamiccl.envs.search.interfaces import COMPARE, LEAVE, RUN
-from dynamiccl.envs.search.observation import N_OBSERVATION, decode
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.search.canary import ABORT
-from dynamiccl.envs.search.interfaces import PROFILE, REFERENCE, SEARCH, TABLE, Job, Measured
+from dynamiccl.envs.search.config import ABORT, HORIZON, REWARD_PAIRS, SearchConfig
+from dynamiccl.envs.search.interfaces import (
+    COMPARE,
+    LEAVE,
+    PROFILE,
+    REFERENCE,
+    RUN,
+    SEARCH,
+    TABLE,
+    Job,
+    Measured,
+)
+from dynamiccl.envs.search.observation import N_OBSERVATION, decode
 from dynamiccl.envs.search.search import Search
-from dynamiccl.envs.search.watch import SearchConfig, Watch
-from dynamiccl.envs.search_env import HORIZON, PAIRS, worth
+from dynamiccl.envs.search_env import worth
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import SimSearch, SimWindows
 from dynamiccl.traces.fingerprint import N_FEATURES
@@ -83,7 +91,7 @@ class Straggling(Told):
 
 def run(told, prior, policy=None, config=None, windows=400):
     job, default = told.begin()
-    search = Search(job, default, prior, rules)
+    search = Search(job, default, prior, config)
     policy = policy or ExpectedImprovement()
     rewards = 0.0
     for _ in range(windows):
@@ -150,7 +158,7 @@ def test_a_step_that_is_far_too_long_ends_its_window(prior):
     assert search.marks.aborted == 2 and decode(search.observe()).risk[0, 16] == 1 and search.open[0, 16]
     search.decide(16, RUN)
     assert search.plan().configs.tolist() == [16, 0]  # a price, not a prohibition
-    search._begin(default)  # the job has changed
+    search.state.begin(default, np.zeros(2, int))  # the job has changed
     assert decode(search.observe()).risk[0, 16] == 1
     search = Search(job, default, prior)
     assert not search.decide(40) and search.phase.choices[0] == 0  # what is masked runs as AUTO
@@ -181,7 +189,7 @@ def one_percent(configs):
 
 def finished(told, prior, config=None):
     """A search that is over, with what is tried after its verdict."""
-    search, _ = run(told, prior, config=rules)
+    search, _ = run(told, prior, config=config)
     policy = ExpectedImprovement()
     while not search.is_done:
         plan = search.plan()
@@ -238,7 +246,7 @@ def test_turns_then_a_window_under_all(prior):
     search.record(plan, told.measure(plan))
     seen = decode(search.observe())
     assert seen.count[0, 20] == 1 and seen.last[0, 20] and seen.open[0].sum() == 5
-    assert seen.context["share"][0] == pytest.approx(0.3)
+    assert seen.context.share[0] == pytest.approx(0.3)
 
 
 def test_a_table_that_promises_much_is_compared_before_the_search_goes_on(prior):
@@ -291,7 +299,11 @@ def test_what_runs_already_has_no_steps_to_throw_away(prior):
     job, default = told.begin()
     search = Search(job, default, prior)
     search.state.running.configs = np.array([20, 0])
-    assert search.state.running.discard(np.array([20, 0])) == 0 < search.state.running.discard(np.array([20, 18]))
+    assert (
+        search.state.running.discard(np.array([20, 0]))
+        == 0
+        < search.state.running.discard(np.array([20, 18]))
+    )
 
 
 def test_comparisons_change_sides_from_pair_to_pair(prior):
@@ -339,9 +351,9 @@ def test_what_a_table_is_worth_is_told_by_windows_that_did_not_choose_it(prior):
     told.saving = lambda c: 0.02 * c.any()  # it was confirmed by luck
     n = len(told.windows)
     assert worth(search, told) == pytest.approx(0.02 * (HORIZON - search.marks.verdict), rel=0.3)
-    assert [bool(plan.configs.any()) for plan in told.windows[n:]] == [False, True] * PAIRS
+    assert [bool(plan.configs.any()) for plan in told.windows[n:]] == [False, True] * REWARD_PAIRS
     search.state.current.set(np.zeros(2, int))
-    assert worth(search, told) == 0 and len(told.windows) == n + 2 * PAIRS
+    assert worth(search, told) == 0 and len(told.windows) == n + 2 * REWARD_PAIRS
 
 
 def test_a_lasting_change_begins_a_new_search(prior):
@@ -354,7 +366,7 @@ def test_a_lasting_change_begins_a_new_search(prior):
             break
         go_on(search, told, 1)
     assert search.marks.reopened == 1 and search.marks.dropped == 0
-    plan, before = search.plan(), search.before.copy()
+    plan, before = search.plan(), search.phase._changed.before.copy()
     assert plan.kind == PROFILE
     search.record(plan, told.measure(plan))
     assert (
@@ -370,17 +382,6 @@ def test_a_lasting_change_begins_a_new_search(prior):
         else:
             search.record(plan, told.measure(plan))
     assert search.confirmed.tolist() == [20, 18] and search.state.default_ms == pytest.approx(140, rel=0.05)
-
-
-def test_the_watch_asks_for_the_default_at_once_where_a_window_is_odd():
-    watch = Watch(0.005, 8, SearchConfig(), True, 0)
-    for _ in range(10):
-        assert watch.saw(100.0, False, 0) == "" and not watch.wants_default(1)
-    watch.saw(120.0, False, 2)
-    assert watch.wants_default(3)
-    assert watch.saw(120.0, True, 4) == "" and not watch.wants_default(
-        5
-    )  # all is slower: not the table's doing
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.search.interfaces import RUN
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.search.few_calls import HEARD
-from dynamiccl.envs.search.interfaces import SEARCH, TRIAL, WATCH, Measured
+from dynamiccl.envs.search.config import FEW_CALLS
+from dynamiccl.envs.search.interfaces import RUN, SEARCH, TRIAL, WATCH, Measured
 from dynamiccl.envs.search.search import Search
+from dynamiccl.envs.search.step_guard import StepGuard
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from dynamiccl.envs.sim.noise import NoiseStream
 from dynamiccl.envs.sim.truth import Few
@@ -73,11 +73,13 @@ def test_few_calls_say_whether_all_may_run_so(search, times, is_feared):
     assert before > 0.3 and search.state.guard.risk(0)[DARING] < 0.01
     search.decide(DARING, RUN)
     plan = search.plan()
-    assert (plan.kind, plan.one_of, plan.n_steps) == (SEARCH, CALLS, HEARD)
+    assert (plan.kind, plan.one_of, plan.n_steps) == (SEARCH, CALLS, FEW_CALLS)
     assert plan.configs[0] == DARING and plan.others.tolist() == [0, 0]
     rounds, turn = search.state.account.rounds, search.turn
     search.record(plan, told.measure(plan))
-    assert turn == 2 and search.turn == 0 and search.state.account.rounds == rounds + 1, "the policy decides anew"
+    assert turn == 2 and search.turn == 0 and search.state.account.rounds == rounds + 1, (
+        "the policy decides anew"
+    )
     assert not search.state.guard.needs_few_calls(0)[DARING] and search.state.guard.windows[0, DARING] == 0
     assert (search.state.guard.risk(0)[DARING] > 0.5) == is_feared
     assert (search.state.guard.risk(0)[DARING] < 0.01) != is_feared
@@ -182,3 +184,33 @@ def test_ranks_of_a_job_run_few_calls_alike(tmp_path):
     assert 0.05 < few.mean() < 0.15
     assert window.generation not in Trace.read(tmp_path / "trace").tables
     assert math.isfinite(window.step_ms)
+
+
+class Risks:
+    """How likely all configs of each slot are to make a step too slow."""
+
+    def __init__(self, *likely):
+        self.likely = likely
+
+    def too_long(self, slot, times):
+        return np.full(4, self.likely[slot])
+
+
+def guard_of(*likely):
+    guard = StepGuard(np.ones((len(likely), 4), bool))
+    guard.belief = Risks(*likely)
+    return guard
+
+
+def test_a_config_that_aborted_two_windows_is_guilty():
+    guard = guard_of(0.1)
+    assert [guard.abort(np.array([2])) for _ in range(2)] == [False, True]
+    guard.ran(np.array([2]))
+    assert not guard.abort(np.array([2])) and not guard.risk_at_all_calls(0)[2]
+
+
+def test_the_likelier_of_two_new_configs_is_taken_for_the_cause():
+    guard = guard_of(0.3, 0.1)
+    assert [guard.abort(np.array([2, 3])) for _ in range(2)] == [False, True]
+    assert guard.aborted.tolist() == [[0, 0, 2, 0], [0, 0, 0, 0]]
+    assert [guard.risk_at_all_calls(slot)[slot + 2] for slot in (0, 1)] == [1.0, 0.1]
