@@ -224,7 +224,8 @@ class Tuner:
         profiles = self.windows.profiles
         share = sum(p.share for p in profiles)
         found = f"{len(profiles)} kinds of call to tune, {share:.0%} of a step of {ms(step_ms)}"
-        self._line("profile", {}, step_ms, "measured", [found] if profiles else [])
+        notes = [found, *self.windows.left_alone] if profiles else []
+        self._line("profile", {}, step_ms, "measured", notes)
 
     def _tell(self, plan: Plan, search: Search) -> None:
         """Tell the window that was just recorded, and what came of it."""

@@ -1,6 +1,6 @@
 """Search without a learned policy, for comparison: NCCL's default, random, descent, sweep.
 
-Each decides for all slots of a job in every window, as the search asks it to (``envs.search.turns``): the slots'
+Each decides for all slots of a job in every window, as the search asks it to (``envs.search.interfaces``): the slots'
 trials run side by side, and what a config saved is what the belief makes of all windows and durations, the same for
 every entrant. So each of them has the best estimate of its own trials that there is; which config to try next is its
 own. ``horizon``, ``patience`` and ``care`` lost the least of what ``tests/tools/fit_classical.py`` tried on jobs that
@@ -91,7 +91,7 @@ class Searcher:
         episode_start: Array | None = None,
         deterministic: bool = True,
     ) -> tuple[Array, list[Memo]]:
-        """See ``envs.search.windows.Policy``. ``state`` is changed in place; ``deterministic`` makes no difference."""
+        """See ``envs.search.interfaces.Policy``. ``state`` is changed in place; ``deterministic`` makes no difference."""
         rows = np.atleast_2d(np.asarray(observation))
         seen = decode(rows)
         starts = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start)

@@ -1,4 +1,4 @@
-"""Trains the prior of ``envs/search/belief.py`` on simulated jobs: what its slots' fingerprints tell of all configs.
+"""Trains the prior of ``envs/search/belief/`` on simulated jobs: what its slots' fingerprints tell of all configs.
 
 Only training (``tests/tools/fit_prior.py``) needs this module, and torch.
 """
