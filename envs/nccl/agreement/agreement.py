@@ -18,6 +18,7 @@ from typing import Any
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import AgreementState
 from ..plugin.bindings import Plugin
+from ..run_folder import CONFIRMED
 from ..shm import TableFile, decode_table, message_of, trial_steps_of
 from ..steps.steps import Steps
 from . import protocol
@@ -383,6 +384,6 @@ class TableMailbox:
     def confirmed(self) -> tuple[int, bytes] | None:
         """(generation, message) of what the daemon has confirmed last, from the run folder."""
         with contextlib.suppress(OSError, ValueError):
-            message = message_of((self._path.parent / "confirmed").read_bytes())
+            message = message_of((self._path.parent / CONFIRMED).read_bytes())
             return decode_table(message).generation, message
         return None
