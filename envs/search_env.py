@@ -99,9 +99,9 @@ class SearchEnv(gym.Env[Array, Array]):
         )  # as long for one job as for another: many run side by side
         table[: s.n_slots] = s.confirmed
         return {
-            "slot": s.turn,
+            "slot": s.turn % s.n_slots,
             "masked": masked,
-            "mask": s.open[s.turn] if s.turn < s.n_slots else s.open[0],
+            "mask": s.open[s.turn % s.n_slots],
             "steps": s.steps,
             "table": table,
             "lost": s.lost,

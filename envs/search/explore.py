@@ -55,16 +55,17 @@ class Explore:
     def look(self) -> Look:
         """See :class:`state.Phase`."""
         belief, slots = self._state.belief, np.arange(self._state.n_slots)
+        slot = self.turn % len(slots)  # the job may end before a window: then no decision follows
         best = belief.best()
-        others = np.where(slots < self.turn, self.choices, best)
+        others = np.where(slots < slot, self.choices, best)
         is_exploring = bool((others != best).any())
-        others[self.turn] = 0
+        others[slot] = 0
         variance = belief.saving(others)[1] ** 2
         return Look(
-            self.turn,
-            int(self.choices[self.turn]),
-            self._state.guard.risk(self.turn),
-            belief.outlook(self.turn, variance),
+            slot,
+            int(self.choices[slot]),
+            self._state.guard.risk(slot),
+            belief.outlook(slot, variance),
             idle=self._idle,
             is_exploring=is_exploring,
         )

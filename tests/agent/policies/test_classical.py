@@ -51,7 +51,10 @@ def test_plays_whole_jobs_within_what_is_open_and_ends(name, suite):
     game = play(policy, search, ledger, after=0)
     assert all(s.is_over for s in search.searches) and game.scores.gain.min() > -0.005
     assert name != "default" or not game.scores.gain.any()
-    assert all(s.round <= max(s.rules.rounds, s.rules.rounds_a_slot * s.n_slots) for s in search.searches)
+    assert all(
+        s.state.account.rounds <= max(s.config.rounds, s.config.rounds_a_slot * s.n_slots)
+        for s in search.searches
+    )
 
 
 def test_a_search_that_finds_much_beats_one_that_finds_nothing(suite):
@@ -78,7 +81,7 @@ def test_weights_of_a_file_are_a_policy(tmp_path):
     shipped = LstmPolicy.load()
     shipped.save(path)
     same = make_chooser(str(path))
-    assert all(np.array_equal(same.weights[name], w) for name, w in shipped.weights.items())
+    assert all(np.array_equal(same.policy.weights[name], w) for name, w in shipped.weights.items())
 
 
 def test_policies_by_name():
