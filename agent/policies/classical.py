@@ -91,7 +91,8 @@ class Searcher:
         episode_start: Array | None = None,
         deterministic: bool = True,
     ) -> tuple[Array, list[Memo]]:
-        """See ``envs.search.interfaces.Policy``. ``state`` is changed in place; ``deterministic`` makes no difference."""
+        """See ``envs.search.interfaces.Policy``. ``state`` is changed in place; ``deterministic`` makes no
+        difference."""
         rows = np.atleast_2d(np.asarray(observation))
         seen = decode(rows)
         starts = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start)

@@ -157,7 +157,7 @@ class Search:
         belief = state.belief
         exposure, exposure_sd = belief.exposure
         best = belief.best()
-        saving, deviation = belief.saving(best)
+        saving, deviation = belief.best_saving()
         return observation.Context(
             share=state.job.share[slot],
             exposure=exposure[slot],

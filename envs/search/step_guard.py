@@ -98,17 +98,23 @@ class StepGuard:
     def risk(self, slot: int) -> Array:
         """The same of a trial of each config, which may run at few calls first."""
         at_all = self.risk_at_all_calls(slot)
+        is_first = self._needs_few_calls(slot, at_all)
+        if not is_first.any():
+            return at_all
         at_few = self.belief.too_long(slot, 1 + self.calls[slot] * (ABORT - 1))
-        is_cheap = self.needs_few_calls(slot) & ~self.silent[slot] & (at_all < RISKY_AT_ONE_CALL)
+        is_cheap = is_first & ~self.silent[slot] & (at_all < RISKY_AT_ONE_CALL)
         return np.where(is_cheap, np.minimum(at_all, at_few), at_all)
 
     # -- few calls ---------------------------------------------------------------------------------------------
 
     def needs_few_calls(self, slot: int) -> Array:
         """(N_CONFIGS,) bool: configs of a slot that run at few calls first."""
+        return self._needs_few_calls(slot, self.risk_at_all_calls(slot))
+
+    def _needs_few_calls(self, slot: int, risk: Array) -> Array:
         can_tell = self.calls[slot] >= FEWEST_CALLS and self.has_times[slot] and self.belief.has_calls
         is_new = can_tell & (self.windows[slot] == 0) & ~self.timed[slot]
-        return np.asarray(is_new & (self.risk_at_all_calls(slot) > RISKY))
+        return np.asarray(is_new & (risk > RISKY))
 
     def before(self, plan: Plan, current: Array) -> Plan:
         """The window that comes before this one, in which its risky configs run at about one call a step; the window
