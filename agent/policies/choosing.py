@@ -46,6 +46,11 @@ def make_chooser(name: str, seed: int = 0, rounds: int | None = None) -> Policy:
         weights = LstmPolicy.load(None if name == "lstm" else name, seed)
         weights.rule = ExpectedImprovement(rounds)
         return NearTables(weights)
+    return _load_own(name)
+
+
+def _load_own(name: str) -> Policy:
+    """The user's own policy, MODULE:NAME. Raises ValueError."""
     module, colon, attribute = name.partition(":")
     known = f"known: {', '.join(POLICIES)}, weights of lab train (FILE.npz), or MODULE:NAME of your own"
     if not colon:

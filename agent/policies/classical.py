@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...envs.search.interfaces import COMPARE, LEAVE, actions_of
+from ...envs.search.interfaces import COMPARE, GO_ON, LEAVE, actions_of
 from ...envs.search.observation import Seen, decode
 from ...traces.fingerprint import N_FEATURES
 from ...traces.records import CHANNELS, PAIRS
@@ -95,33 +95,39 @@ class Searcher:
         difference."""
         rows = np.atleast_2d(np.asarray(observation))
         seen = decode(rows)
-        starts = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start)
         state = [Memo() for _ in rows] if state is None else state
-        chosen = np.zeros(len(rows), np.int64)
-        what, early, ends = (
-            np.zeros(len(rows), np.int64),
-            is_proven(seen),
-            promises_gain(seen),
-        )  # the rule's word
-        allowed = seen.open & (seen.risk <= self.care)
+        chosen, what = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        is_early, may_compare = is_proven(seen), promises_gain(seen)  # as the rule has it
+        starts = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start)
         for i in range(len(rows)):
             if starts[i]:
                 state[i] = Memo()
-            turn = _turn(seen, i, allowed[i])
+            is_allowed = seen.open[i] & (seen.risk[i] <= self.care)
+            turn = _turn(seen, i, is_allowed)
             turn.asked = state[i].asked.setdefault(turn.slot, turn.asked)
-            if early[
-                i
-            ]:  # the harness's help: what the belief is sure of is confirmed before the search goes on
-                chosen[i], what[i] = np.where(allowed[i], seen.saving[i], -np.inf).argmax(), COMPARE
+            if is_early[i]:  # a proven gain is confirmed before the search goes on, for every entrant
+                chosen[i] = np.where(is_allowed, seen.saving[i], -np.inf).argmax()
+                what[i] = COMPARE
                 continue
             chosen[i] = turn.best if turn.round >= self.horizon else self.choose(turn)
             turn.asked[chosen[i]] += 1
-            if state[i].is_done or seen.is_refining[i]:
+            if seen.is_refining[i]:
                 what[i] = LEAVE
-            elif turn.is_last and seen.last[i, chosen[i]] and seen.context.idle[i] >= self.patience:
-                what[i], state[i].is_done = COMPARE if ends[i] else LEAVE, True
+                continue
+            is_settled = seen.last[i, chosen[i]] and seen.context.idle[i] >= self.patience
+            what[i] = self._what_next(state[i], bool(turn.is_last and is_settled), bool(may_compare[i]))
         actions = actions_of(chosen, what)
         return actions if np.ndim(observation) == 2 else actions[0], state
+
+    @staticmethod
+    def _what_next(memo: Memo, is_over: bool, may_compare: bool) -> int:
+        """What comes after the config; ``is_over``: nothing is left to try."""
+        if memo.is_done:
+            return LEAVE
+        if not is_over:
+            return GO_ON
+        memo.is_done = True
+        return COMPARE if may_compare else LEAVE
 
 
 def _turn(seen: Seen, i: int, allowed: Array) -> Turn:

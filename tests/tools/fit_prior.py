@@ -1,8 +1,8 @@
 """Fits what the belief expects of a job before anything is tried: ``python tests/tools/fit_prior.py [OUT.npz] [SEED]``.
 
-On fresh simulated jobs; judged beside the shipped prior by how likely the true times of other fresh jobs are under each
-(negative log likelihood a figure; less is better). To use it, put it in place of envs/search/belief/prior.npz and train the
-policy anew: it reads the belief. The same seed on the same machine gives the same weights.
+On fresh simulated jobs; judged beside the shipped prior by how likely the true times of other fresh jobs are under
+each (negative log likelihood a figure; less is better). To use it, put it in place of envs/search/belief/prior.npz
+and train the policy anew: it reads the belief. The same seed on the same machine gives the same weights.
 """
 
 import sys

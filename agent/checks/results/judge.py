@@ -1,7 +1,8 @@
 """Judges the results of ``lab gpu-check``: gains of alternating steps, noise, interference, and what may be claimed.
 
-A gain is the trimmed mean of the log differences of neighbouring steps, one under each arm (A B B A): what lasts longer
-than two steps falls out of it. The test is the product's own (:class:`dynamiccl.envs.search.comparison.SequentialTest`).
+A gain is the trimmed mean of the log differences of neighbouring steps, one under each arm (A B B A): what lasts
+longer than two steps falls out of it. The test is the product's own
+(:class:`dynamiccl.envs.search.comparison.SequentialTest`).
 """
 
 from __future__ import annotations

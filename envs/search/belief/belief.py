@@ -10,12 +10,12 @@ Kalman filter (Rasmussen and Williams 2006, chapter 2; Sarkka 2013, chapter 5). 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ....traces.spaces import N_CONFIGS
+from .effects import Effects, Known, Places, Savings
 from .normal import above, expected_improvement, within
 from .prior import Prior
 
@@ -58,55 +58,6 @@ MOST_VARIANCE = 1.0
 TINY_SHARE, TINY_DETERMINANT = 1e-3, 1e-18
 
 
-class _Effects(NamedTuple):
-    """Savings of the ``a`` configs of a slot, as parts of the step."""
-
-    mean: Array  # (a,)
-    cov: Array  # (a, a)
-    by_exposure: Array  # (a,) slopes by the slot's exposure ...
-    by_log: Array  # (a,) ... and by each config's own log time
-    with_logs: Array  # (a, a) covariance of each config's saving with each config's log time
-
-
-class _Savings(NamedTuple):
-    """Savings of all configs of all slots, one after the other, as parts of the step."""
-
-    mean: Array
-    by_exposure: Array  # slopes, as in :class:`_Effects`
-    by_log: Array
-
-
-class _Places(NamedTuple):
-    """Where the figures of all configs of all slots lie in ``mean``; the share of their slots; each slot's first."""
-
-    exposure: Array
-    log: Array
-    rest: Array
-    share: Array
-    first: list[int]
-
-    @classmethod
-    def of(cls, arms: list[Array], parts: list[slice], share: Array) -> _Places:
-        """From the configs of each slot and their parts of ``mean``."""
-        sizes = [len(one) for one in arms]
-        starts = np.repeat([part.start for part in parts], sizes).astype(np.int64)
-        within_slot = np.concatenate([np.arange(size) for size in sizes]).astype(np.int64)
-        log = starts + 1 + within_slot
-        first = [0, *np.cumsum(sizes).tolist()]
-        return cls(starts, log, log + np.repeat(sizes, sizes), np.repeat(share, sizes), first)
-
-
-@dataclass
-class _Known:
-    """What was computed since ``mean`` and ``cov`` changed last."""
-
-    effects: list[_Effects | None]  # by slot
-    savings: _Savings | None = None
-    best: Array | None = None
-    best_saving: tuple[float, float] | None = None
-    exposure: tuple[Array, Array] | None = None
-
-
 class Belief:
     """The belief over one job of ``s`` slots.
 
@@ -126,8 +77,8 @@ class Belief:
         self.config = [np.full(N_CONFIGS, -1) for _ in self.arms]  # config -> index among the slot's configs
         for index, arms in zip(self.config, self.arms, strict=True):
             index[arms] = np.arange(len(arms))
-        self._places = _Places.of(self.arms, self.parts, self.share)
-        self._known = _Known([None] * len(self.arms))
+        self._places = Places.of(self.arms, self.parts, self.share)
+        self._known = Known([None] * len(self.arms))
         # Standard deviations that the last window was off its prediction: the step, and each slot's calls.
         self.off_step = 0.0
         self.off_calls = np.zeros(len(self.arms))
@@ -163,7 +114,7 @@ class Belief:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def _effect(self, slot: int) -> _Effects:
+    def _effect(self, slot: int) -> Effects:
         kept = self._known.effects[slot]
         if kept is not None:
             return kept
@@ -184,11 +135,11 @@ class Belief:
         wait = exposure * (1 - time * longer) - p[0, 1 : a + 1] * time
         mean = share * (wait + rest)
         mean = np.where(logs > FAR, np.minimum(mean, 0.0), mean)
-        found = _Effects(mean, cov, by_exposure, by_log, with_logs)
+        found = Effects(mean, cov, by_exposure, by_log, with_logs)
         self._known.effects[slot] = found
         return found
 
-    def _all_savings(self) -> _Savings:
+    def _all_savings(self) -> Savings:
         """Of all configs at once: the means of :meth:`_effect` without its covariances, which cost ten times as
         much."""
         if self._known.savings is None:
@@ -201,7 +152,7 @@ class Belief:
             wait = exposure * (1 - time * longer) - self.cov[places.exposure, places.log] * time
             mean = places.share * (wait + self.mean[places.rest])
             mean = np.where(logs > FAR, np.minimum(mean, 0.0), mean)
-            self._known.savings = _Savings(mean, places.share * (1 - time), -places.share * exposure * time)
+            self._known.savings = Savings(mean, places.share * (1 - time), -places.share * exposure * time)
         return self._known.savings
 
     def figures(self, slot: int) -> tuple[Array, Array]:
@@ -262,7 +213,7 @@ class Belief:
         return mean - best, learned, worth
 
     @staticmethod
-    def _lead(effect: _Effects, leader: int, rival: int) -> tuple[Array, Array]:
+    def _lead(effect: Effects, leader: int, rival: int) -> tuple[Array, Array]:
         """Covariance (a,) of each config's lead over the best with its own saving, and with its own log time. The best
         itself leads over the second best. -1: that is AUTO, which is certain."""
         savings, logs = effect.cov.diagonal(), effect.with_logs.diagonal()
@@ -278,7 +229,7 @@ class Belief:
         return with_savings, with_logs
 
     def _learned(
-        self, slot: int, effect: _Effects, variance: float, with_savings: Array, with_logs: Array
+        self, slot: int, effect: Effects, variance: float, with_savings: Array, with_logs: Array
     ) -> Array:
         """(a,) Standard deviation of the change of each config's mean lead through a window under it."""
         start, a = self.parts[slot].start + 1, len(self.arms[slot])
@@ -416,7 +367,7 @@ class Belief:
 
     def touched(self) -> None:
         """``mean`` or ``cov`` have been changed: nothing computed from them holds."""
-        self._known = _Known([None] * len(self.arms))
+        self._known = Known([None] * len(self.arms))
 
     def learn(self, at: Array | list[int], values: Array | list[float], noise: Array | list[float]) -> None:
         """Figures ``at`` (indices into ``mean``) were seen otherwise than by a window: values, standard deviations."""

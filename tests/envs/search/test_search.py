@@ -28,7 +28,6 @@ from dynamiccl.traces.spaces import N_CONFIGS
 from oracle import oracle
 from side_by_side import turn
 
-AGES = np.full(2, -1)
 OPEN = [0, 8, 16, 18, 20]
 
 
