@@ -19,6 +19,8 @@ test: setup $(VENV)/frameworks
 # The rest: whole tuned jobs, restarts, killed and frozen processes, wheels on every Python.
 test-slow: setup $(VENV)/frameworks
 	$(BIN)/python -m pytest -m "slow and not timing" -n 2 --dist loadfile
+	seed=$$(date +%s); echo "property tests on random examples, --hypothesis-seed=$$seed"; \
+	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m "hypothesis and not slow" -n 2 --hypothesis-seed=$$seed
 
 # Those that compare times, one after the other: for a machine that does nothing else.
 test-timing: setup $(VENV)/frameworks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .live.windows import LiveWindows
-from .search.watch import SearchConfig
-from .search.windows import Windows
+from .search.config import SearchConfig
+from .search.interfaces import Windows
 from .search_env import SearchEnv
 
 
@@ -14,7 +14,7 @@ class LiveEnv(SearchEnv):
     """Tune a running job (see :class:`search_env.SearchEnv`).
 
     ## Arguments
-    ``job``: a :class:`dynamiccl.envs.live.job.Job`; ``rules``: how the search is run; the rest as
+    ``job``: a :class:`dynamiccl.envs.live.job.Job`; ``config``: how the search is run; the rest as
     :class:`live_windows.LiveWindows` has it.
 
     ## Starting State
@@ -26,15 +26,15 @@ class LiveEnv(SearchEnv):
     no more is tried.
     """
 
-    def __init__(self, job: Any, rules: SearchConfig | None = None, **windows: Any) -> None:
-        super().__init__(rules)
+    def __init__(self, job: Any, config: SearchConfig | None = None, **windows: Any) -> None:
+        super().__init__(config)
         self.job, self.options = job, windows
 
     def open(self, options: dict[str, Any]) -> Windows:
         """Windows of the job, whose trials stay in force for as long as the environment is not closed."""
         if self.job.confirmed:
             self.job.confirm({})
-        return LiveWindows(self.job, profile_steps=self.rules.profile_steps, **self.options)
+        return LiveWindows(self.job, profile_steps=self.config.profile_steps, **self.options)
 
     def close(self) -> None:
         """Leave the job under what was confirmed."""

@@ -9,8 +9,8 @@ from ..traces.files import Trace
 from .live.windows import LiveWindows
 from .replay import decisions as replay
 from .replay.job import RecordedJob
-from .search.watch import SearchConfig
-from .search.windows import Windows
+from .search.config import SearchConfig
+from .search.interfaces import Windows
 from .search_env import SearchEnv
 
 
@@ -22,7 +22,7 @@ class ReplayEnv(SearchEnv):
 
     ## Arguments
     ``trace``: a folder, or a :class:`dynamiccl.traces.files.Trace`; ``min_share``: slots with a smaller share of the
-    step are left out; ``rules``: how the search is run. Raises TraceError when the trace cannot be read or holds
+    step are left out; ``config``: how the search is run. Raises TraceError when the trace cannot be read or holds
     nothing to tune.
     """
 
@@ -30,9 +30,9 @@ class ReplayEnv(SearchEnv):
         self,
         trace: Trace | str | os.PathLike[str],
         min_share: float = 0.01,
-        rules: SearchConfig | None = None,
+        config: SearchConfig | None = None,
     ) -> None:
-        super().__init__(rules)
+        super().__init__(config)
         self.trace = trace if isinstance(trace, Trace) else Trace.read(trace)
         self.min_share = min_share
         self.recorded = replay.load(self.trace, min_share)
@@ -40,4 +40,4 @@ class ReplayEnv(SearchEnv):
     def open(self, options: dict[str, Any]) -> Windows:
         """Windows of the recorded job, from a random place in the record on."""
         job = RecordedJob(self.trace, self.recorded, int(self.np_random.integers(2**31)))
-        return LiveWindows(job, self.rules.profile_steps, self.min_share)
+        return LiveWindows(job, self.config.profile_steps, self.min_share)

@@ -7,20 +7,16 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from .bench.scores import HORIZON
 from .live.job_ends import JobEnded, Stopped, Withdrawn
-from .search import turns
-from .search.belief import Prior
+from .search import observation
+from .search.belief.prior import Prior
+from .search.config import DISCARD, HORIZON, REWARD_PAIRS, SearchConfig
+from .search.interfaces import WATCH, Plan, Windows, action_space, choices_of
 from .search.search import Search
-from .search.sequential import middle
-from .search.watch import SearchConfig
-from .search.windows import DISCARD, WATCH, Plan, Windows
+from .search.step_times import trimmed_mean
 from .sim.workloads import SLOTS
 
 Array = np.ndarray[Any, Any]
-
-#: Pairs of windows, under the default and under the table in force, that end an episode.
-PAIRS = 10
 
 
 class SearchEnv(gym.Env[Array, Array]):
@@ -30,24 +26,21 @@ class SearchEnv(gym.Env[Array, Array]):
     One episode is the search over a whole job, one step the decision for one slot and what comes next. In a window
     some optimizer steps run under all decisions at once; a comparison sets a table beside the one in force until it is
     sure which is faster. After the verdict each turn is a chance to try a slot otherwise, beside the table in force.
-    Where that is declined for all slots in a row, two slots are changed at once, unless the search is ended (3).
 
-    ## Action Space
-    ``MultiDiscrete([pair, channels, what])``, see :mod:`dynamiccl.traces.spaces` and ``search.turns``: what comes next
-    is 0, another slot's turn (after the last slot the window), 1, the window at once, 2, a comparison with what is in
-    force, or 3, the end of the search. A masked config runs as AUTO (after the verdict: as what is in force) and is
-    reported in ``info["masked"]``.
+    ## Action Space ``MultiDiscrete([pair, channels, what])``, see :mod:`dynamiccl.traces.spaces` and
+    ``search.interfaces``: what comes next is 0, another slot's turn (after the last slot the window), 1, the window
+    at once, 2, a comparison with what is in force, or 3, the end of the search. A masked config runs as AUTO (after
+    the verdict: as what is in force) and is reported in ``info["masked"]``.
 
-    ## Observation Space
-    ``Box(-4, 4, (turns.N_OBSERVATION,), float32)``: the slot's fingerprint, context, what is believed of its configs,
-    mask (the last ``N_CONFIGS`` entries).
+    ## Observation Space ``Box(-4, 4, (observation.N_OBSERVATION,), float32)``: the slot's fingerprint, context, what
+    is believed of its configs, mask (the last ``N_CONFIGS`` entries).
 
-    ## Rewards
-    Default steps, divided by 100, by measured step times alone. Up to the verdict: what the steps billed since the turn
-    before saved against the job's own default. After it: what they saved against the table in force, so that trials
-    earn nothing by the gain that is there already, and cost what they are slower. At the end: what the table in force
-    saves from the verdict to the job's step :data:`HORIZON`, by :data:`PAIRS` more windows of it and of the default. So
-    the sooner a good table is confirmed the better, and who goes on trying for nothing loses.
+    ## Rewards Default steps, divided by 100, by measured step times alone. Up to the verdict: what the steps billed
+    since the turn before saved against the job's own default. After it: what they saved against the table in force,
+    so that trials earn nothing by the gain that is there already, and cost what they are slower. At the end: what the
+    table in force saves from the verdict to the job's step :data:`HORIZON`, by :data:`REWARD_PAIRS` more windows of
+    it and of the default. So the sooner a good table is confirmed the better, and who goes on trying for nothing
+    loses.
 
     ## Episode End
     Terminated where nothing is left to try after the verdict. Truncated where the job is over, or its ranks change no
@@ -55,9 +48,11 @@ class SearchEnv(gym.Env[Array, Array]):
     ``info["table"]`` (configs by slot, 0 beyond the job's slots), ``info["steps"]``.
     """
 
-    def __init__(self, rules: SearchConfig | None = None, prior: Prior | None = None) -> None:
-        self.rules, self.prior = rules or SearchConfig(), prior or Prior.load()
-        self.observation_space, self.action_space = turns.observation_space(), turns.action_space()
+    def __init__(self, config: SearchConfig | None = None, prior: Prior | None = None) -> None:
+        self.config = config or SearchConfig()
+        self.prior = prior or Prior.load()
+        self.observation_space = observation.observation_space()
+        self.action_space = action_space()
         self.search: Search | None = None
         self._is_over = True
 
@@ -72,7 +67,7 @@ class SearchEnv(gym.Env[Array, Array]):
         super().reset(seed=seed)
         self.windows = self.open(options or {})
         job, default = self.windows.begin()
-        self.search = Search(job, default, self.prior, self.rules, on_confirmed=self.windows.confirm)
+        self.search = Search(job, default, self.prior, self.config, on_confirmed=self.windows.confirm)
         self._is_over = False
         return self.search.observe(), self._info(False)
 
@@ -81,7 +76,7 @@ class SearchEnv(gym.Env[Array, Array]):
         search = self.search
         if search is None or self._is_over:
             raise ValueError("the episode is over or has not begun: call reset()")
-        config, what = turns.choices_of(np.asarray(action, np.int64).reshape(3))
+        config, what = choices_of(np.asarray(action, np.int64).reshape(3))
         masked = not search.decide(int(config), int(what))
         reward, ended = 0.0, dict[str, Any]()
         try:
@@ -92,10 +87,8 @@ class SearchEnv(gym.Env[Array, Array]):
         except JobEnded as error:
             ended = {"ended": str(error)}
             if isinstance(error, (Stopped, Withdrawn)):  # the job is to run as if nobody had tuned it
-                search.confirm(np.zeros_like(search.confirmed))
+                search.withdraw()
         self._is_over = search.is_done or bool(ended)
-        if self._is_over:
-            search.turn = 0
         return search.observe(), reward, search.is_done, bool(ended), self._info(masked) | ended
 
     def _info(self, masked: bool) -> dict[str, Any]:
@@ -106,9 +99,9 @@ class SearchEnv(gym.Env[Array, Array]):
         )  # as long for one job as for another: many run side by side
         table[: s.n_slots] = s.confirmed
         return {
-            "slot": s.turn,
+            "slot": s.turn % s.n_slots,
             "masked": masked,
-            "mask": s.open[s.turn] if s.turn < s.n_slots else s.open[0],
+            "mask": s.open[s.turn % s.n_slots],
             "steps": s.steps,
             "table": table,
             "lost": s.lost,
@@ -120,11 +113,12 @@ def worth(search: Search, windows: Windows) -> float:
     decide nothing: those that confirmed it were lucky ones, and the lower bound of its gain can be bought with time."""
     if not search.confirmed.any():
         return 0.0
-    plans = [
-        Plan(WATCH, c, search.window_steps, DISCARD)
-        for c in (np.zeros_like(search.confirmed), search.confirmed)
-    ]
-    default, table = np.sum(
-        [[middle(windows.measure(p).step_ms) for p in plans] for _ in range(PAIRS)], axis=0
-    )
-    return max(HORIZON - search.marks.verdict, 0) * float(1 - table / default)
+    n_steps = search.state.noise.window_steps
+    default_ms = table_ms = 0.0
+    for _ in range(REWARD_PAIRS):
+        default = windows.measure(Plan(WATCH, np.zeros_like(search.confirmed), n_steps, DISCARD))
+        table = windows.measure(Plan(WATCH, search.confirmed, n_steps, DISCARD))
+        default_ms += trimmed_mean(default.step_ms)
+        table_ms += trimmed_mean(table.step_ms)
+    remaining = max(HORIZON - search.marks.verdict, 0)
+    return remaining * float(1 - table_ms / default_ms)

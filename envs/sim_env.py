@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .search.watch import SearchConfig
-from .search.windows import Windows
+from .search.config import SearchConfig
+from .search.interfaces import Windows
 from .search_env import SearchEnv
 from .sim.jobs import SLOTS, STANDARD, JobFamily, draw_jobs
 from .sim.noise import NoiseStream
@@ -23,11 +23,11 @@ class SimEnv(SearchEnv):
     A random job of the family, its first default steps behind it.
 
     ## Arguments
-    ``family``: what jobs are drawn from; ``rules``: how the search is run.
+    ``family``: what jobs are drawn from; ``config``: how the search is run.
     """
 
-    def __init__(self, family: JobFamily = STANDARD, rules: SearchConfig | None = None) -> None:
-        super().__init__(rules)
+    def __init__(self, family: JobFamily = STANDARD, config: SearchConfig | None = None) -> None:
+        super().__init__(config)
         self.family = family
 
     def open(self, options: dict[str, Any]) -> Windows:
@@ -35,4 +35,4 @@ class SimEnv(SearchEnv):
         seed can be compared."""
         self.jobs = draw_jobs(self.family, self.np_random, 1)
         noise = NoiseStream(int(self.np_random.integers(2**31)), np.zeros(1), SLOTS)
-        return OneJob(SimWindows(self.jobs, noise), self.rules.profile_steps)
+        return OneJob(SimWindows(self.jobs, noise), self.config.profile_steps)

@@ -13,6 +13,13 @@ os.environ["DYNAMICCL_MEMORY"] = "off"
 
 import pytest
 from dynamiccl.envs.nccl.shm import RunFolder
+from hypothesis import settings
+
+# ``make test`` draws the same examples each time, so that it fails for everybody or for nobody. ``make test-slow``
+# loads the other profile and prints its seed.
+settings.register_profile("repeatable", derandomize=True, database=None)
+settings.register_profile("random", derandomize=False, database=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 #: Reasons of skips that nothing in this checkout can do away with: what the machine lacks.
 LACKS = (

@@ -1,6 +1,6 @@
 """From a recording to advice: what communication costs the step, and which table to try first.
 
-All gains are predicted, by the search's own belief before it has tried anything (``envs/search/belief.py``). Its prior
+All gains are predicted, by the search's own belief before it has tried anything (``envs/search/belief/``). Its prior
 has seen many simulated jobs: it knows how long every config of a slot takes there beside NCCL's own choice, and what
 the step feels of that. What a recording shows of compute beside communication is told to it. To follow the advice is to
 measure the table in a tuning run, which keeps it only where it is faster: so of what should gain, the boldest within
@@ -19,7 +19,8 @@ from ...envs.nccl_model.arms import distinct
 from ...envs.nccl_model.clusters import Cluster, ClusterArrays
 from ...envs.replay.decisions import cluster_of, default_generations, load
 from ...envs.replay.recordings import named, of_size, on_cluster
-from ...envs.search.belief import LOG_RANGE, Belief, Prior
+from ...envs.search.belief.belief import LOG_RANGE, Belief
+from ...envs.search.belief.prior import Prior
 from ...traces.files import Trace, TraceError
 from ...traces.importers.recording import read_recording, recording_files
 from ...traces.queries.skew import exposed_ns

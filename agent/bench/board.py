@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...envs.bench.job_suites import JobSuite
-from ...envs.bench.scores import HORIZON, Scores, by_stratum, ranks, summary
+from ...envs.bench.scores import Scores, by_stratum, ranks, summary
 from ...envs.bench.submissions import claimed, replay, rows_of
+from ...envs.search.config import HORIZON
 from .run import UNRANKED
 
 #: What a row says beside the entrant's name.

@@ -2,8 +2,9 @@
 
 To enter, write a policy: any object with ``predict(observation, state, episode_start, deterministic)`` that returns
 ``(actions, state)``, as in stable-baselines3. It is asked as it is beside a job, one turn at a time: (1, N_OBSERVATION)
-float32 in, (1, 3) int64 ``[pair, channels, what]`` out. ``envs.search.turns.seen`` says in plain arrays what it holds,
-``turns.actions_of`` turns config indices, and what comes next, into actions. Then, where ``my_module.py`` lies::
+float32 in, (1, 3) int64 ``[pair, channels, what]`` out. ``envs.search.observation.decode`` gives it as plain arrays;
+``envs.search.interfaces.actions_of`` turns config indices, and what comes next, into actions. Then, where
+``my_module.py`` lies::
 
     dynamiccl bench --policy my_module:MyPolicy --policy random --suite held-out
 

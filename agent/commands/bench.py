@@ -37,7 +37,7 @@ def bench(
 
     A policy is any object with predict(observation, state, episode_start, deterministic) -> (action, state), asked one
     turn at a time: observations are (1, N_OBSERVATION), actions (1, 3) int64: (pair, channels, what). The module
-    dynamiccl.envs.search.turns says what an observation holds; turns.seen(observation) gives it as plain arrays.
+    dynamiccl.envs.search.observation says what an observation holds; its decode(observation) gives plain arrays.
 
     \b
     dynamiccl bench --policy my_module:MyPolicy --suite held-out --jobs 40

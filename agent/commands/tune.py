@@ -62,9 +62,11 @@ def tune(
         bool, Option(group=SEARCH, help="Tune only all_gather, so that sums keep their order.")
     ] = False,
     windows: Annotated[
-        int, Option(min=1, group=SEARCH, help="Most windows that the policy may ask for.")
-    ] = 20,
-    verify: Annotated[int, Option(min=2, group=SEARCH, help="Most pairs of windows in one comparison.")] = 10,
+        int | None, Option(min=1, group=SEARCH, help="Most exploring windows. Default: 12, or 2 a slot.")
+    ] = None,
+    verify: Annotated[
+        int, Option(min=2, group=SEARCH, help="Pairs that end a comparison unless it promises a gain.")
+    ] = 10,
     window_steps: Annotated[
         int | None,
         Option(min=1, group=SEARCH, help="Steps per window. Default: 5 to 10, depending on the noise."),

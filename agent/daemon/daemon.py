@@ -21,7 +21,7 @@ from ...envs.live.windows import LiveWindows
 from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ...envs.nccl.shm import RunFolder
 from ...envs.nccl.tables import TABLE, to_json
-from ...envs.search.watch import SearchConfig
+from ...envs.search.config import SearchConfig
 from ...traces.outside import TraceError
 from ...traces.reasons import RunEnds
 from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
@@ -41,13 +41,14 @@ from .tuner import Tuner, WindowLine
 TRACE_BYTES = 256 * 2**20
 
 
-def rules_of(request: Request) -> SearchConfig:
-    """The search's rules."""
-    n = request.window_steps
-    steps = SearchConfig().window_steps if n is None else (n, n)
-    return SearchConfig(
-        window_steps=steps, rounds=request.windows, pairs=request.verify, budget=request.budget
-    )
+def config_of(request: Request) -> SearchConfig:
+    """How the search is run."""
+    config = SearchConfig(pairs=request.verify, budget=request.budget)
+    if request.window_steps is not None:
+        config = replace(config, window_steps=(request.window_steps, request.window_steps))
+    if request.windows is not None:
+        config = replace(config, rounds=request.windows, rounds_a_slot=0)
+    return config
 
 
 class Daemon:
@@ -63,9 +64,8 @@ class Daemon:
     ) -> None:
         """Raises ValueError for an unknown policy or a run that was stopped, Busy if the run has a tuner, OSError."""
         self.request, self.run, self.on_window, self.on_phase = request, run, on_window, on_phase
-        policy = make_chooser(
-            request.policy, request.seed
-        )  # before anything is touched: a bad name costs nothing
+        # Before anything is touched: a bad name costs nothing.
+        policy = make_chooser(request.policy, request.seed, request.windows)
         if (run.path / STOP).exists() and not again:
             raise ValueError("tuning of this run was stopped by `dynamiccl stop`: --again begins once more")
         self._lock = lock(run.path / TUNER, f"{run.path} has a tuner already: stop that one first")
@@ -75,7 +75,7 @@ class Daemon:
         self.job = Job(run, on_state=self._say)
         self.memory = Memory(request.memory, request.job, self._warn) if request.memory else None
         windows = LiveWindows(self.job, funcs=("all_gather",) if request.bitwise else TUNED_FUNCS)
-        self.tuner = Tuner(windows, policy, rules_of(request), self._tell, self._recall)
+        self.tuner = Tuner(windows, policy, config_of(request), self._tell, self._recall)
         self.outcome = self.tuner.outcome
         self._closed = False
         self._page = ReportPage(self.out)
@@ -193,12 +193,9 @@ class Daemon:
         ):  # what was confirmed by then is told at the end
             self._say(self.outcome.ended)
         if search is not None and search.is_over and not search.is_done and not self.request.once:
-            what = (
-                f"up to {search.later.left} times {search.window_steps} steps under another table, then up to"
-            )
-            self._say(
-                f"trials: {what} {2 * search.rules.trials_near} near it; with tune --once there are none"
-            )
+            n_steps = search.state.noise.window_steps
+            what = f"up to {search.trials_left} times {n_steps} steps under another table"
+            self._say(f"trials: {what}; with tune --once there are none")
 
     def _watch(self) -> None:
         """Until the job ends: the search keeps watch, takes a table back, and begins anew where the job has changed."""
@@ -234,7 +231,7 @@ class Daemon:
 
     def _step(self) -> None:
         """One window of the watch, and a word where it has changed something. Raises JobEnded."""
-        search, ledger, was_kept = self.tuner.search, self.tuner.ledger, self.outcome.kept
+        search, costs, was_kept = self.tuner.search, self.tuner.costs, self.outcome.kept
         assert search is not None
         was_done, before = search.is_done, replace(search.marks)
         self.job.thin = search.is_over  # a search asks for kernel times
@@ -244,16 +241,19 @@ class Daemon:
         if search.marks.returned > before.returned:
             self._say("the job is as it was before a change: its earlier table is used again")
         if search.is_done and not was_done:
-            self._say(
-                f"trials over: {ledger.trials} windows, at the cost of {seconds(ledger.trials_ms / 1e3)}"
-            )
+            self._say(f"trials over: {costs.trials} windows, at the cost of {seconds(costs.trials_ms / 1e3)}")
         if was_kept and not self.outcome.kept and self.outcome.dropped:
             self._say(f"back to NCCL's default: {self.outcome.dropped}")
 
     def _remember(self) -> None:
         """Leave what was confirmed, or the verdict, to the next job here; a run that failed leaves nothing."""
         search = self.tuner.search
-        if self.memory and search and (search.is_over or search.races) and not self.outcome.failure:
+        if (
+            self.memory
+            and search
+            and (search.is_over or search.state.current.comparisons)
+            and not self.outcome.failure
+        ):
             self.memory.leave(self.tuner)
 
     def _drop(self, why: str, mark: str = "") -> None:
@@ -300,7 +300,7 @@ class Daemon:
             (self.out / TABLE).unlink(missing_ok=True)
 
     def _summary(self) -> RunSummary:
-        found = self._before or self.tuner.ledger.sum_up(self.outcome)
+        found = self._before or self.tuner.sum_up()
         return replace(
             summarise(self.request, found, self.outcome, self.job),
             memory=self.memory.told() if self.memory else None,

@@ -24,8 +24,8 @@ REQUEST = "request.json"
 class Request:
     """One run of ``dynamiccl tune``. Fields with the name of an option are said anew by whoever joins."""
 
-    windows: int = 20  # of the policy's own, at most
-    verify: int = 10  # pairs of windows in one comparison, at most
+    windows: int | None = None  # exploring windows of a search, at most; None: as the policy has it
+    verify: int = 10  # pairs after which a comparison ends unless it still promises a gain
     window_steps: int | None = None  # None: as the noise of the job asks for
     budget: float = 0.05  # share of the job's time that the search may lose against the default
     out: Path | None = None  # None: a new folder, see ``outputs.claim``

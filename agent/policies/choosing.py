@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # none of them before a policy is made: a job that is to be started does not wait for numpy
-    from ...envs.search.windows import Policy
+    from ...envs.search.interfaces import Policy
 
 #: What decides where nothing else is asked for: the best that was measured, see the README.
 DEFAULT = "expected-improvement"
@@ -26,23 +26,31 @@ def check_chooser(name: str) -> None:
         make_chooser(name)
 
 
-def make_chooser(name: str, seed: int = 0) -> Policy:
+def make_chooser(name: str, seed: int = 0, rounds: int | None = None) -> Policy:
     """A policy for :class:`envs.search.search.Search`: one of POLICIES, weights of ``lab train`` (FILE.npz), or
     MODULE:NAME (a class or function called without arguments, or an object), found where Python looks and in the
-    current folder.
+    current folder. ``rounds``: exploring windows of a search, at most; None: as the policy has it.
 
     Raises ValueError, with the known names, when there is none such.
     """
     from . import classical
     from .lstm import LstmPolicy
+    from .near_tables import NearTables
     from .rule import ExpectedImprovement
 
     if name == DEFAULT:
-        return ExpectedImprovement()
+        return NearTables(ExpectedImprovement(rounds))
     if name in CLASSICAL:
         return classical.CLASSICAL[name](seed)
     if name == "lstm" or name.endswith(WEIGHTS):
-        return LstmPolicy.load(None if name == "lstm" else name, seed)
+        weights = LstmPolicy.load(None if name == "lstm" else name, seed)
+        weights.rule = ExpectedImprovement(rounds)
+        return NearTables(weights)
+    return _load_own(name)
+
+
+def _load_own(name: str) -> Policy:
+    """The user's own policy, MODULE:NAME. Raises ValueError."""
     module, colon, attribute = name.partition(":")
     known = f"known: {', '.join(POLICIES)}, weights of lab train (FILE.npz), or MODULE:NAME of your own"
     if not colon:

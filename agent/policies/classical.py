@@ -1,6 +1,6 @@
 """Search without a learned policy, for comparison: NCCL's default, random, descent, sweep.
 
-Each decides for all slots of a job in every window, as the search asks it to (``envs.search.turns``): the slots'
+Each decides for all slots of a job in every window, as the search asks it to (``envs.search.interfaces``): the slots'
 trials run side by side, and what a config saved is what the belief makes of all windows and durations, the same for
 every entrant. So each of them has the best estimate of its own trials that there is; which config to try next is its
 own. ``horizon``, ``patience`` and ``care`` lost the least of what ``tests/tools/fit_classical.py`` tried on jobs that
@@ -15,15 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from ...envs.search import turns
+from ...envs.search.interfaces import COMPARE, GO_ON, LEAVE, actions_of
+from ...envs.search.observation import Seen, decode
 from ...traces.fingerprint import N_FEATURES
 from ...traces.records import CHANNELS, PAIRS
 from ...traces.spaces import N_CHANNELS, N_CONFIGS
-from .rule import is_sure, promises
+from .rule import is_proven, promises_gain
 
 Array = np.ndarray[Any, Any]
 
 #: Where a slot's features say which pair is NCCL's own choice, see ``traces.fingerprint.Fingerprint.vector``.
+#: Savings are measured in a slot's share of the step, of which this is the least: below, noise is all there is.
+SMALLEST_SHARE = 0.01
 _OWN_PAIR = slice(N_FEATURES - len(PAIRS), N_FEATURES)
 
 
@@ -88,44 +91,56 @@ class Searcher:
         episode_start: Array | None = None,
         deterministic: bool = True,
     ) -> tuple[Array, list[Memo]]:
-        """See ``envs.search.windows.Policy``. ``state`` is changed in place; ``deterministic`` makes no difference."""
+        """See ``envs.search.interfaces.Policy``. ``state`` is changed in place; ``deterministic`` makes no
+        difference."""
         rows = np.atleast_2d(np.asarray(observation))
-        seen = turns.seen(rows)
-        starts = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start)
+        seen = decode(rows)
         state = [Memo() for _ in rows] if state is None else state
-        chosen = np.zeros(len(rows), np.int64)
-        what, early, ends = np.zeros(len(rows), np.int64), is_sure(seen), promises(seen)  # the rule's word
-        allowed = seen.open & (seen.risk <= self.care)
+        chosen, what = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        is_early, may_compare = is_proven(seen), promises_gain(seen)  # as the rule has it
+        starts = np.zeros(len(rows), bool) if episode_start is None else np.atleast_1d(episode_start)
         for i in range(len(rows)):
             if starts[i]:
                 state[i] = Memo()
-            turn = _turn(seen, i, allowed[i])
+            is_allowed = seen.open[i] & (seen.risk[i] <= self.care)
+            turn = _turn(seen, i, is_allowed)
             turn.asked = state[i].asked.setdefault(turn.slot, turn.asked)
-            if early[
-                i
-            ]:  # the harness's help: what the belief is sure of is confirmed before the search goes on
-                chosen[i], what[i] = np.where(allowed[i], seen.ahead[i], -np.inf).argmax(), turns.COMPARE
+            if is_early[i]:  # a proven gain is confirmed before the search goes on, for every entrant
+                chosen[i] = np.where(is_allowed, seen.saving[i], -np.inf).argmax()
+                what[i] = COMPARE
                 continue
             chosen[i] = turn.best if turn.round >= self.horizon else self.choose(turn)
             turn.asked[chosen[i]] += 1
-            if state[i].is_done or seen.context["refining"][i] > 0.5:
-                what[i] = turns.LEAVE
-            elif turn.is_last and seen.last[i, chosen[i]] and 4 * seen.context["idle"][i] >= self.patience:
-                what[i], state[i].is_done = turns.COMPARE if ends[i] else turns.LEAVE, True
-        actions = turns.actions_of(chosen, what)
+            if seen.is_refining[i]:
+                what[i] = LEAVE
+                continue
+            is_settled = seen.last[i, chosen[i]] and seen.context.idle[i] >= self.patience
+            what[i] = self._what_next(state[i], bool(turn.is_last and is_settled), bool(may_compare[i]))
+        actions = actions_of(chosen, what)
         return actions if np.ndim(observation) == 2 else actions[0], state
 
+    @staticmethod
+    def _what_next(memo: Memo, is_over: bool, may_compare: bool) -> int:
+        """What comes after the config; ``is_over``: nothing is left to try."""
+        if memo.is_done:
+            return LEAVE
+        if not is_over:
+            return GO_ON
+        memo.is_done = True
+        return COMPARE if may_compare else LEAVE
 
-def _turn(seen: turns.Seen, i: int, allowed: Array) -> Turn:
-    context = {key: float(value[i]) for key, value in seen.context.items()}
-    n_slots = round(8 * context["slots"])
-    share = max(context["share"], 0.01)
-    mean = np.where(seen.count[i] > 0, (seen.ahead[i] - seen.ahead[i, 0]) / share, -np.inf)
+
+def _turn(seen: Seen, i: int, allowed: Array) -> Turn:
+    context = seen.context
+    n_slots = round(float(context.slots[i]))
+    slot = round(float(context.place[i]) * n_slots)
+    share = max(float(context.share[i]), SMALLEST_SHARE)
+    mean = np.where(seen.count[i] > 0, (seen.saving[i] - seen.saving[i, 0]) / share, -np.inf)
     mean[0] = 0.0
     return Turn(
-        slot=round(context["place"] * n_slots),
-        is_last=round(context["place"] * n_slots) == n_slots - 1,
-        round=round(16 * context["round"]),
+        slot=slot,
+        is_last=bool(seen.is_last_slot[i]),
+        round=round(float(context.round[i])),
         open=np.flatnonzero(allowed),
         mean=mean,
         asked=np.zeros(N_CONFIGS),

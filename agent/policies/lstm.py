@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ...envs.search import turns
-from ...envs.search.turns import N_PER_CONFIG, N_WHAT
+from ...envs.search.interfaces import N_WHAT, actions_of
+from ...envs.search.observation import CONTEXT, FIGURES, N_PER_CONFIG, decode
 from ...traces.fingerprint import N_FEATURES
 from ...traces.spaces import N_CONFIGS
 from .rule import ExpectedImprovement
@@ -23,26 +23,25 @@ Array = np.ndarray[Any, Any]
 
 #: Layout of the weights file; an older or newer file is refused.
 FORMAT = 6
-#: Entries of an observation that say nothing of single configs.
-N_CONTEXT = N_FEATURES + len(turns.CONTEXT)
-#: What the LSTM reads: those, the figures of the config that was chosen last, and the most that any open config has.
+#: Entries of an observation that concern no single config.
+N_CONTEXT = N_FEATURES + len(CONTEXT)
+#: Inputs of the LSTM: those, the figures of the config that was chosen last, and the largest of any open config.
 N_READ = N_CONTEXT + 2 * N_PER_CONFIG
-#: The figure that says which config was chosen in the last round.
-LAST = 4
-#: So much of the step is one unit of a score: with ten of them between two configs the lesser is hardly ever drawn.
+#: Index of the figure that marks the config of the last round.
+LAST = list(FIGURES).index("last")
+#: This part of the step is one unit of a score: with ten of them between two configs the lesser is hardly ever drawn.
 TEMPER = 1e-3
-#: Units by which what the rule would do next is ahead of all else.
+#: Units by which the rule's choice of what comes next leads: any other is drawn once in about 1,000 turns.
 SURE = 7.0
-_RULE = ExpectedImprovement()
 
 
-def rule_scores(observations: Array) -> Array:
-    """What the rule makes of observations (n, N_OBSERVATION), as scores of a config and of what comes after it,
-    (n, N_CONFIGS, N_WHAT); -inf where masked. The largest is what the rule does."""
-    scores, what = _RULE.decide(turns.seen(observations))
-    return np.asarray(
-        scores[:, :, None] / TEMPER + SURE * (what[:, :, None] == np.arange(N_WHAT)), np.float32
-    )
+def rule_scores(observations: Array, rule: ExpectedImprovement | None = None) -> Array:
+    """The rule's scores (n, N_CONFIGS, N_WHAT) of each config and of what comes after it, from observations
+    (n, N_OBSERVATION); -inf if masked. The rule does what has the largest."""
+    rule = rule or ExpectedImprovement()
+    scores, what = rule.decide(decode(observations))
+    is_next = what[:, :, None] == np.arange(N_WHAT)
+    return np.asarray(scores[:, :, None] / TEMPER + SURE * is_next, np.float32)
 
 
 def figures_of(observations: Array) -> Array:
@@ -65,6 +64,7 @@ class LstmPolicy:
     ) -> None:
         """``record`` says how the weights were trained. Raises ValueError when shapes do not fit the observation."""
         self.weights, self.record = weights, record or {}
+        self.rule = ExpectedImprovement()  # the policy adds to its scores
         self.rng, w = np.random.default_rng(seed), weights
         self.hidden = len(w["lstm_h"])
         if len(w["lstm_x"]) != N_READ or w["head_e"].shape[0] != N_CONFIGS:
@@ -112,7 +112,9 @@ class LstmPolicy:
         z = np.tanh(np.concatenate([h, context], axis=1) @ w["body_w"] + w["body_b"])
         hidden = (z @ w["head_z"])[:, None, :] + w["head_e"] + figures.swapaxes(1, 2) @ w["head_s"]
         learned = np.maximum(hidden, 0) @ w["head_v"] + w["head_u"] @ figures
-        return rule_scores(observations) + learned[:, :, None] + (z @ w["head_what"])[:, None, :], (h, c)
+        return rule_scores(observations, self.rule) + learned[:, :, None] + (z @ w["head_what"])[
+            :, None, :
+        ], (h, c)
 
     def predict(
         self,
@@ -132,5 +134,6 @@ class LstmPolicy:
         scores, state = self.scores(rows, state)
         if not deterministic:  # the largest of score + Gumbel noise is a draw from the softmax
             scores = scores + self.rng.gumbel(size=scores.shape)
-        actions = turns.actions_of(*np.divmod(scores.reshape(len(rows), -1).argmax(axis=1), N_WHAT))
+        chosen, what = np.divmod(scores.reshape(len(rows), -1).argmax(axis=1), N_WHAT)
+        actions = actions_of(chosen, what)
         return (actions if np.ndim(observation) == 2 else actions[0]), state

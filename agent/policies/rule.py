@@ -1,6 +1,6 @@
-"""The rule on the belief over a job, nothing trained: expected improvement, a slot's turn at a time.
+"""The default policy, nothing trained: it runs the config with the largest expected improvement, one slot at a time.
 
-It speaks SB3's ``predict`` on the observations of ``envs.search.turns``.
+It speaks SB3's ``predict`` on the observations of ``envs.search.observation``. Savings are parts of the step.
 """
 
 from __future__ import annotations
@@ -10,79 +10,78 @@ from typing import Any
 
 import numpy as np
 
-from ...envs.search import turns
-from ...envs.search.normal import expected_improvement
+from ...envs.search.belief.normal import expected_improvement
+from ...envs.search.interfaces import COMPARE, GO_ON, LEAVE, RUN, actions_of
+from ...envs.search.observation import Seen, decode
 
 Array = np.ndarray[Any, Any]
 
-#: A config that is likelier than this to make a step far too long is not tried. What is less likely has its price, in
-#: windows' time for one that is certain; a dear one after the verdict, where whatever is tried is worth more windows.
-RECKLESS = 0.5
-PRICE, PRICE_LATER = 0.4, 45.0
-#: A saving of the step that is worth a comparison; windows after which one that is sure enough is confirmed before the
-#: search goes on; windows running under one table that say that it tells nothing more as a whole, and that nothing
-#: else is worth one.
-WORTHWHILE, EARLY, TOGETHER, SETTLED = 1e-3, 3, 1, 3
-#: Windows, or so many a slot where that is more, and comparisons that a search has: what it leaves is tried after it.
-ROUNDS, ROUNDS_A_SLOT, COMPARISONS = 12, 2, 2
-#: Windows for which a trial is taken to tell; after the verdict, when it is of one slot and holds up nothing, more.
-FORESIGHT, FORESIGHT_LATER = 20.0, 600.0
-#: Expected improvement, as a part of the step, below which nothing is tried any more, by so much less after the verdict
-#: as the foresight is longer; how many standard deviations worse a config is taken to be.
-LEAST, RISK = 2e-4, 0.3
-#: What a slot may do beside the table in force that the belief, which adds slots up, does not know (standard deviation,
-#: as a part of the step), and the price of a trial for its sake alone: of small slots the belief is too sure (LOG.md).
-UNKNOWN, PRICE_UNKNOWN = 0.004, 200.0
-#: The score of what is not tried is so far below 0, as a part of the step, and of what has to be above all others.
+#: A config is not tried if its probability of a step that is too slow is above this: it is likelier than not.
+MOST_RISK = 0.5
+#: What such a step costs, in the time of windows: one default step is lost in a window of a few.
+RISK_PRICE = 0.4
+#: The same after the verdict, where a trial is worth more windows and no harm is accepted for a small gain.
+RISK_PRICE_AFTER = 45.0
+#: Smallest saving that is worth a comparison: a comparison of 20 windows costs about that much of 20,000 steps.
+WORTHWHILE = 1e-3
+#: Windows before a gain that is proven enough is compared ahead of the rest: two windows may share one slow spell.
+EARLY = 3
+#: Standard deviations of a pair, and of the belief, by which such a gain is above 0.
+PROVEN_NOISE, PROVEN_BELIEF = 3.0, 2.0
+#: Windows in a row under one table after which the table as a whole teaches nothing more: then one slot runs alone.
+TOGETHER = 1
+#: Windows in a row under one table after which nothing else is worth a window.
+SETTLED = 3
+#: Windows of a search, or this many per slot if that is more: what it leaves open is tried after the verdict.
+ROUNDS, ROUNDS_A_SLOT = 12, 2
+#: Comparisons of a search: later ones would compare nearly equal tables.
+COMPARISONS = 2
+#: Windows for which a gain counts when a window is chosen: about as long as the search lasts.
+FORESIGHT = 20.0
+#: The same after the verdict, where a trial concerns one slot and delays nothing.
+FORESIGHT_AFTER = 600.0
+#: Smallest expected improvement that is worth a window, over the foresight.
+LEAST = 2e-4
+#: Standard deviations by which a config is taken to be worse than its mean: the trial itself costs.
+CAUTION = 0.3
+#: Saving of a slot that the belief does not know, because it adds slots up (standard deviation, part of the step): the
+#: belief is too sure of small slots.
+UNKNOWN = 0.004
+#: Price of the risk of a trial whose only reason is UNKNOWN, in the time of windows.
+RISK_PRICE_UNKNOWN = 200.0
+#: Scores of configs that are not tried lie this far below 0, and that of a config that must be chosen above all others.
 FEAR = 0.5
+#: Halves: a count that was encoded as a number is above n if it is above n - HALF.
+HALF = 0.5
 
 
-def what_next(seen: turns.Seen, at_best: Array, sure: Array, enough: Array) -> Array:
-    """What comes after each of the configs of a slot, (n, N_CONFIGS) of ``turns.GO_ON`` ...; ``at_best`` (n, N_CONFIGS)
-    bool: with this config nothing is explored in the slot; ``sure``, ``enough`` (n, 1): :func:`is_sure` and
-    :func:`is_enough`.
-
-    A gain that is sure enough is compared at once, before the search goes on. Where a table was measured as a whole
-    and would be once more, one slot runs alone: that tells which slot does what. When no slot has anything to explore,
-    the table stays what it is, or enough was tried, it is compared where it promises something, and the search is over
-    where it does not. After the verdict every config but the one in force is a trial.
-    """
-    c = {name: value[:, None] for name, value in seen.context.items()}
-    is_last = np.rint(8 * c["slots"] * (1 - c["place"])) <= 1
-    is_settled = (c["idle"] >= SETTLED / 4) & seen.last
-    is_alone = ~at_best & (c["exploring"] < 0.5)
-    is_done = is_last & (c["round"] > 0) & (at_best & (c["exploring"] < 0.5) | is_settled)
-    may_compare = promises(seen)[:, None] & (4 * c["comparisons"] < COMPARISONS - 0.5)
-    end = np.where(may_compare, turns.COMPARE, turns.LEAVE)
-    go_on = np.where(is_alone & (c["idle"] >= TOGETHER / 4), turns.RUN, turns.GO_ON)
-    search = np.where(sure & at_best, turns.COMPARE, np.where(is_done | enough, end, go_on))
-    return np.where(c["refining"] > 0.5, np.where(seen.in_force, turns.GO_ON, turns.RUN), search)
+def _column(x: Array) -> Array:
+    return np.asarray(x)[:, None]
 
 
-def promises(seen: turns.Seen) -> Array:
-    """(n,) bool: the table believed best is worth a comparison with what is in force."""
-    return np.asarray((seen.context["promised"] >= turns.SCALE * WORTHWHILE) & (seen.context["beaten"] < 0.5))
+def promises_gain(seen: Seen) -> Array:
+    """(n,) bool: the table with the best means is worth a comparison with the current one."""
+    is_worthwhile = seen.context.promised >= WORTHWHILE
+    return np.asarray(is_worthwhile & (seen.context.beaten < HALF))
 
 
-def is_sure(seen: turns.Seen) -> Array:
-    """(n,) bool: the first gain is so sure that it is worth a comparison before the search goes on."""
+def is_proven(seen: Seen) -> Array:
+    """(n,) bool: the first gain is so sure that it is compared before the search goes on."""
     c = seen.context
-    is_time = (c["place"] == 0) & (16 * c["round"] > EARLY - 0.5) & (c["refining"] < 0.5)
-    is_large = c["best_saving"] / 5 > 3 * math.sqrt(2) * c["noise"] / 50
-    is_first = (c["confirmed"] < 0.5) & promises(seen)
-    return np.asarray(is_time & is_first & is_large & (c["best_saving"] > 2 * c["best_sd"]))
-
-
-def is_enough(seen: turns.Seen) -> Array:
-    """(n,) bool: the search has had its windows."""
-    c = seen.context
-    most = np.maximum(ROUNDS, ROUNDS_A_SLOT * 8 * c["slots"])
-    return np.asarray((16 * c["round"] > most - 0.5) & (c["refining"] < 0.5))
+    is_time = (c.place == 0) & (c.round > EARLY - HALF) & ~seen.is_refining
+    is_large = c.best_saving > PROVEN_NOISE * math.sqrt(2) * c.noise
+    is_sure = c.best_saving > PROVEN_BELIEF * c.best_sd
+    is_first = (c.confirmed < HALF) & promises_gain(seen)
+    return np.asarray(is_time & is_first & is_large & is_sure)
 
 
 class ExpectedImprovement:
-    """Run what promises most: FORESIGHT windows of the expected improvement over the best, less what the trial
-    itself is expected to cost (Jones et al. 1998)."""
+    """Runs what promises most: the expected improvement over the best (Jones et al. 1998) for the windows of the
+    foresight, less the expected cost of the window itself."""
+
+    def __init__(self, rounds: int | None = None) -> None:
+        """``rounds``: windows of a search, at most; None: ROUNDS, or ROUNDS_A_SLOT per slot if that is more."""
+        self.rounds = rounds
 
     def predict(
         self,
@@ -91,47 +90,71 @@ class ExpectedImprovement:
         episode_start: Array | None = None,
         deterministic: bool = True,
     ) -> tuple[Array, Any]:
-        """See ``envs.search.windows.Policy``."""
-        seen = turns.seen(observation)
-        scores, what = self.decide(seen)
+        """See ``envs.search.interfaces.Policy``."""
+        scores, what = self.decide(decode(observation))
         chosen = scores.argmax(axis=1)
-        actions = turns.actions_of(chosen, what[np.arange(len(chosen)), chosen])
+        actions = actions_of(chosen, what[np.arange(len(chosen)), chosen])
         return (actions if np.ndim(observation) == 2 else actions[0]), state
 
-    def worth(self, seen: turns.Seen) -> Array:
-        """Of trying each config once more, (n, N_CONFIGS), as a part of the step."""
-        later = seen.context["refining"][:, None] > 0.5
-        foresight, price = np.where(later, FORESIGHT_LATER, FORESIGHT), np.where(later, PRICE_LATER, PRICE)
-        gain, cost = foresight * seen.worth, price * seen.risk
-        unknown = FORESIGHT_LATER * expected_improvement(
-            np.minimum(seen.ahead, 0.0), np.hypot(seen.learned, UNKNOWN)
-        )
-        is_unknown = later & ~seen.in_force & (unknown - PRICE_UNKNOWN * seen.risk > gain - cost)
-        gain, cost = (
-            np.where(is_unknown, unknown, gain),
-            np.where(is_unknown, PRICE_UNKNOWN * seen.risk, cost),
-        )
-        worth = gain + seen.ahead - RISK * seen.learned - cost
+    def decide(self, seen: Seen) -> tuple[Array, Array]:
+        """Scores (n, N_CONFIGS) as parts of the step, of which the largest is chosen; and what comes after each
+        config, (n, N_CONFIGS), one of ``interfaces.GO_ON`` ... The config with the best mean has 0 at least: it is
+        chosen if nothing is worth a window, and if it is time to compare it."""
+        is_avoided = ~seen.open | (seen.risk > MOST_RISK)
+        is_after = _column(seen.is_refining)
+        known = np.where(
+            is_after, seen.current, seen.saving
+        )  # after the verdict nothing beats the current table
+        best = np.where(is_avoided, -np.inf, known).argmax(axis=1)
+        is_best = np.arange(seen.open.shape[1]) == _column(best)
+        must_end = _column(is_proven(seen) | self._is_enough(seen))
+        scores = np.where(is_avoided, -FEAR, self._worth(seen))
+        above_all = np.maximum(scores.max(axis=1, keepdims=True), 0.0) + FEAR
+        unless_tried = np.where(is_after, 0.0, np.maximum(scores, 0.0))  # the current table is no trial
+        best_scores = np.where(must_end, above_all, unless_tried)
+        scores = np.where(is_best, best_scores, scores)
+        return np.where(seen.open, scores, -np.inf), self._what_next(seen, is_best)
+
+    def _worth(self, seen: Seen) -> Array:
+        """Of trying each config once more, (n, N_CONFIGS)."""
+        is_after = _column(seen.is_refining)
+        foresight = np.where(is_after, FORESIGHT_AFTER, FORESIGHT)
+        gain = foresight * seen.worth
+        cost = np.where(is_after, RISK_PRICE_AFTER, RISK_PRICE) * seen.risk
+        # What the belief does not know may be reason enough.
+        deviation = np.hypot(seen.learned, UNKNOWN)
+        gain_unknown = FORESIGHT_AFTER * expected_improvement(np.minimum(seen.saving, 0.0), deviation)
+        cost_unknown = RISK_PRICE_UNKNOWN * seen.risk
+        is_unknown = is_after & ~seen.current & (gain_unknown - cost_unknown > gain - cost)
+        gain = np.where(is_unknown, gain_unknown, gain)
+        cost = np.where(is_unknown, cost_unknown, cost)
+        worth = gain + seen.saving - CAUTION * seen.learned - cost
         return np.asarray(np.where(gain > FORESIGHT * LEAST, worth, -np.abs(worth)))
 
-    def decide(self, seen: turns.Seen) -> tuple[Array, Array]:
-        """Scores (n, N_CONFIGS), of which the largest is chosen, as parts of the step; what comes after each config,
-        (n, N_CONFIGS) of ``turns.GO_ON`` ... What is believed best has 0 at least: it is chosen where nothing is worth
-        trying, and where it is time to compare it."""
-        avoided = ~seen.open | (seen.risk > RECKLESS)
-        sure, enough = is_sure(seen)[:, None], is_enough(seen)[:, None]
-        later = seen.context["refining"][:, None] > 0.5
-        believed = np.where(
-            later, seen.in_force, seen.ahead
-        )  # after the verdict nothing beats what was confirmed
-        at_best = (
-            np.arange(seen.open.shape[1]) == np.where(avoided, -np.inf, believed).argmax(axis=1)[:, None]
-        )
-        scores = np.where(avoided, -FEAR, self.worth(seen))
-        first = np.maximum(scores.max(axis=1, keepdims=True), 0.0) + FEAR
-        best = np.where(
-            sure | enough, first, np.where(later, 0.0, np.maximum(scores, 0.0))
-        )  # in force is no trial
-        return np.where(seen.open, np.where(at_best, best, scores), -np.inf), what_next(
-            seen, at_best, sure, enough
-        )
+    def _is_enough(self, seen: Seen) -> Array:
+        """(n,) bool: the search has had its windows."""
+        usual = np.maximum(ROUNDS, ROUNDS_A_SLOT * seen.context.slots)
+        most = usual if self.rounds is None else self.rounds
+        return np.asarray((seen.context.round > most - HALF) & ~seen.is_refining)
+
+    def _what_next(self, seen: Seen, is_best: Array) -> Array:
+        """What comes after each of the configs of a slot, (n, N_CONFIGS); ``is_best`` (n, N_CONFIGS): with this config
+        nothing is explored in the slot.
+
+        A gain that is proven enough is compared at once. If a table was measured as a whole and would be once more, one
+        slot runs alone: that shows which slot does what. If no slot has anything to explore, the table stays the same,
+        or the windows are spent, then the best table is compared if it promises a gain, else the search is over. After
+        the verdict every config but the current one is a trial.
+        """
+        c = seen.context
+        is_exploring, idle = _column(c.exploring > HALF), _column(c.idle)
+        is_settled = (idle >= SETTLED) & seen.last
+        is_alone = ~is_best & ~is_exploring
+        has_nothing = is_best & ~is_exploring | is_settled
+        is_done = _column(seen.is_last_slot & (c.round > 0)) & has_nothing
+        may_compare = promises_gain(seen) & (c.comparisons < COMPARISONS - HALF)
+        end = np.where(_column(may_compare), COMPARE, LEAVE)
+        go_on = np.where(is_alone & (idle >= TOGETHER), RUN, GO_ON)
+        is_over = is_done | _column(self._is_enough(seen))
+        what = np.where(_column(is_proven(seen)) & is_best, COMPARE, np.where(is_over, end, go_on))
+        return np.where(_column(seen.is_refining), np.where(seen.current, GO_ON, RUN), what)

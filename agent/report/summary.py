@@ -54,7 +54,7 @@ class RunSummary:
     tables: dict[str, list[dict[str, Any]]] = field(
         default_factory=dict
     )  # by letter, those that were compared
-    comparisons: list[dict[str, Any]] = field(default_factory=list)  # see ``daemon.compare.Paired``
+    comparisons: list[dict[str, Any]] = field(default_factory=list)  # see ``daemon.account.comparison_row``
     windows: int | None = None
     steps_to_first_gain: int | None = None
     steps_to_verdict: int | None = None

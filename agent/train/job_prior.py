@@ -1,4 +1,4 @@
-"""Trains the prior of ``envs/search/belief.py`` on simulated jobs: what its slots' fingerprints tell of all configs.
+"""Trains the prior of ``envs/search/belief/`` on simulated jobs: what its slots' fingerprints tell of all configs.
 
 Only training (``tests/tools/fit_prior.py``) needs this module, and torch.
 """
@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...envs.search.belief import LOG_RANGE, N_FIGURES
+from ...envs.search.belief.belief import LOG_RANGE
+from ...envs.search.belief.prior import N_FIGURES
 from ...envs.sim.jobs import SLOTS, Jobs
 from ...traces.fingerprint import N_FEATURES
 from ...traces.spaces import N_CONFIGS

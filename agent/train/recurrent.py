@@ -15,8 +15,8 @@ from sb3_contrib.common.recurrent.type_aliases import RNNStates
 from stable_baselines3.common.distributions import MultiCategoricalDistribution
 from torch import nn
 
-from ...envs.search import turns
-from ...envs.search.turns import N_OBSERVATION, N_PER_CONFIG, N_WHAT
+from ...envs.search.interfaces import N_WHAT, action_space
+from ...envs.search.observation import N_OBSERVATION, N_PER_CONFIG
 from ...traces.spaces import N_CHANNELS, N_CONFIGS
 from ..policies.lstm import LAST, N_CONTEXT, N_READ, rule_scores
 
@@ -55,7 +55,7 @@ class TurnDistribution(MultiCategoricalDistribution):
     distribution: torch.distributions.Categorical  # type: ignore[assignment]
 
     def __init__(self) -> None:
-        super().__init__([*turns.action_space().nvec.tolist()])
+        super().__init__([*action_space().nvec.tolist()])
 
     def proba_distribution_net(self, latent_dim: int) -> nn.Module:
         """Nothing: the latent vector that comes here already is the scores."""
@@ -95,8 +95,8 @@ class TurnHead(nn.Module):
     """(LSTM output beside an observation) -> what is added to the rule's scores, (n, N_CONFIGS, N_WHAT).
 
     ``v . relu(Z z + e_c + S' f_c) + u . f_c + (W z)_what``: what is believed of a config (``f_c``, the N_PER_CONFIG
-    figures of ``turns``) acts on its score the same way for every config, so that it need not be learned 56 times.
-    ``v``, ``u`` and ``W`` begin at 0: the untrained policy is the rule.
+    figures of ``observation``) acts on its score the same way for every config, so that it need not be learned 56
+    times. ``v``, ``u`` and ``W`` begin at 0: the untrained policy is the rule.
     """
 
     def __init__(self, hidden: int, width: int, depth: int) -> None:

@@ -22,7 +22,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
 
 from ...envs.replay_env import ReplayEnv
-from ...envs.search.watch import SearchConfig
+from ...envs.search.config import SearchConfig
 from ...envs.search_env import SearchEnv
 from ...envs.sim_env import SimEnv
 from ...traces.header import git
@@ -109,14 +109,11 @@ class Training:
         self.settings, self.folder, self.runs = settings, folder, runs
         self.seconds, self.curve = 0.0, list[dict[str, Any]]()
         torch.set_num_threads(1)  # with two threads small matrices train slower, and erratically
-        made, rules = (
-            iter(range(settings.envs)),
-            SearchConfig(trials_near=0),
-        )  # those are no policy's choice, and long
+        made, config = iter(range(settings.envs)), SearchConfig()
 
         def one() -> gym.Env[Array, Array]:
             make = partial(ReplayEnv, runs[next(made) % len(runs)]) if runs else SimEnv
-            return AgainstRule(make(rules=rules), make(rules=rules), MOST)
+            return AgainstRule(make(config=config), make(config=config), MOST)
 
         s = settings
         jobs = make_vec_env(

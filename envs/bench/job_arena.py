@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from ...traces.spaces import N_CONFIGS
-from ..search import turns
+from ..search.config import HORIZON
+from ..search.interfaces import N_WHAT, Measured, Plan, Policy, action_space, choices_of
 from ..search.search import Search
-from ..search.windows import Measured, Plan, Policy
 from ..sim.jobs import Jobs
 from ..sim.noise import NoiseStream
 from ..sim.windows import SimSearch, SimWindows
-from .scores import HORIZON, LossAccount, Scores
+from .scores import LossAccount, Scores
 
 Array = np.ndarray[Any, Any]
 
@@ -30,7 +30,7 @@ AFTER = 1000
 LONGER = 3000
 #: A decision may take so many seconds of a processor.
 LIMIT_S = 1.0
-_MOST = turns.action_space().nvec
+_MOST = action_space().nvec
 
 
 class AccountedWindows(SimWindows):
@@ -94,7 +94,7 @@ class ReplayedDecisions:
         if job >= len(self.left) or not self.left[job]:
             raise ValueError("the record has too few decisions")
         decision = int(self.left[job].pop())
-        if not 0 <= decision < N_CONFIGS * turns.N_WHAT:
+        if not 0 <= decision < N_CONFIGS * N_WHAT:
             raise ValueError(f"{decision} is no decision")
         return decision
 
@@ -165,5 +165,5 @@ def number(action: Any) -> int:
         or (one.ravel() >= _MOST).any()
     ):
         raise ValueError(f"an action is three integers below {_MOST.tolist()}, not {action!r}")
-    config, what = turns.choices_of(one.reshape(3))
+    config, what = choices_of(one.reshape(3))
     return int(what * N_CONFIGS + config)

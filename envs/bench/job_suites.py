@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ..search.belief import Prior
-from ..search.watch import SearchConfig
+from ..search.belief.prior import Prior
+from ..search.config import SearchConfig
 from ..sim.family import HELD_OUT, STANDARD, WORLDS, JobFamily
 from ..sim.jobs import SLOTS, Jobs, draw_jobs
 from ..sim.noise import NoiseStream

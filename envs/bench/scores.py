@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from ..search.config import HORIZON
 from ..sim.jobs import SLOTS, Jobs
 from ..sim.truth import Few
 
 Array = np.ndarray[Any, Any]
 
-#: Steps of a job over which the time lost is told.
-HORIZON = 20_000
 #: A step this many times the default's is one that people notice.
 HARSH = 1.5
 #: A table that makes the true step this much longer than the default is harmful; what is less, nobody can tell.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..search.windows import Policy
+from ..search.interfaces import Policy
 from .job_arena import ReplayedDecisions, play
 from .job_suites import JobSuite
 from .scores import Scores, summary

@@ -22,6 +22,7 @@ import numpy as np
 from ...traces.assemble import EVENT_COLUMNS, joined
 from ...traces.reasons import NotTuning, names
 from ...traces.records import AgreementState, Decision, Decisions, Slot, Table
+from ..nccl.run_folder import CONFIRMED
 from ..nccl.shm import RunFolder, decode_table, encode_table
 from .job_ends import JobEnded
 from .obedience import Disobeyed, slot_of
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
     from ...traces.writer import TraceWriter
 
-#: The table confirmed last, in the run folder: where a daemon, or a job, that comes back goes on.
-CONFIRMED = "confirmed"
 POLL_S = 0.02
 TAKE_S = 2.0  # how often records become tables: pandas is too slow for every poll
 #: Steps at the start of a window that do not count: the host runs ahead of a GPU, so the first step after a switch

@@ -17,8 +17,8 @@ from ...traces.queries.slots import SlotProfile, find_slots, outside_the_offer, 
 from ...traces.reasons import NotTuning, names
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ..nccl_model.arms import distinct
-from ..search import windows
-from ..search.windows import Measured, Plan
+from ..search.interfaces import PROFILE, UNTIMED, Measured, Plan, warm_up_families
+from ..search.interfaces import Job as TunedJob
 from .job import Window
 from .obedience import Disobeyed
 
@@ -49,13 +49,13 @@ class LiveWindows:
         self.windows = 0
         self._before_ms = 0.0  # a step under the table before
 
-    def begin(self, skip: int = 3) -> tuple[windows.Job, Measured]:
+    def begin(self, skip: int = 3) -> tuple[TunedJob, Measured]:
         """Run default steps (the first ``skip`` of the job do not count) and find the slots.
 
         Raises ValueError when there is none to tune.
         """
         before = self.job.last_step
-        plan = Plan(windows.PROFILE, np.zeros(0, np.int64), self.profile_steps, skip)
+        plan = Plan(PROFILE, np.zeros(0, np.int64), self.profile_steps, skip)
         window = self.job.window({}, plan.n_steps, skip)
         found = self._find(window)
         self.profiles = [p for p in found if p.share >= self.min_share]
@@ -75,20 +75,20 @@ class LiveWindows:
         self.left_alone = [NotTuning.OUTSIDE(slot=slot, ran=ran) for slot, ran in outside.items()]
         return [p for p in found if p.slot.func in self.funcs and p.slot not in outside]
 
-    def _told(self) -> windows.Job:
+    def _told(self) -> TunedJob:
         """What a search is told of the slots."""
         found = self.profiles
         own = np.array([int(p.fingerprint.own_pair[0]) for p in found])
         tries_few = getattr(self.job, "tries_few", False)
         timed = [p.timed_by != "NCCL's price" for p in found]
         call_us = np.array([p.call_us for p in found])
-        return windows.Job(
+        return TunedJob(
             features=np.concatenate([p.fingerprint.vector() for p in found]),
             mask=np.concatenate([distinct(p.fingerprint) for p in found]),
             share=np.array([p.share for p in found]),
             call_us=np.where(timed, call_us, np.nan),
             calls=np.array([p.calls * tries_few for p in found]),
-            families=windows.warm_up_families(own),
+            families=warm_up_families(own),
         )
 
     def decisions(self, configs: Array) -> dict[Slot, Decision]:
@@ -97,7 +97,7 @@ class LiveWindows:
 
     def measure(self, plan: Plan) -> Measured:
         """See ``windows.Windows``."""
-        is_timed = plan.kind not in windows.UNTIMED or plan.one_of > 0
+        is_timed = plan.kind not in UNTIMED or plan.one_of > 0
         if is_timed:
             self.job.take_events()
         before = self.job.last_step
@@ -122,7 +122,9 @@ class LiveWindows:
         billed_ms = float(window.durations_ms.sum()) + (billed - counted - waited) * window.step_ms
         billed_ms += waited * self._before_ms
         self._before_ms = window.step_ms
-        return Measured(np.asarray(window.durations_ms, np.float64), call_us, obeyed, billed, billed_ms)
+        durations = np.asarray(window.durations_ms, np.float64)
+        first, last = int(window.steps[0]), int(window.steps[-1])
+        return Measured(durations, call_us, obeyed, billed, billed_ms, first, last)
 
     def _events(self, window: Window, is_few: bool = False) -> pd.DataFrame:
         """Of the window's steps; where its table holds at few calls, of these."""

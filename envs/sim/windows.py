@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ..search.belief import Prior
+from ..search.belief.prior import Prior
+from ..search.config import SearchConfig
+from ..search.interfaces import PROFILE, UNTIMED, Job, Measured, Plan, warm_up_families
 from ..search.search import Search
-from ..search.watch import SearchConfig
-from ..search.windows import PROFILE, UNTIMED, Job, Measured, Plan, warm_up_families
 from .jobs import SLOTS, Jobs
 from .noise import NoiseStream
 from .truth import Few
@@ -103,10 +103,10 @@ class OneJob:
 class SimSearch:
     """Searches on all jobs of a batch, side by side: every one goes on until the policy has a turn or it is done."""
 
-    def __init__(self, windows: SimWindows, prior: Prior, rules: SearchConfig) -> None:
+    def __init__(self, windows: SimWindows, prior: Prior, config: SearchConfig) -> None:
         self.windows = windows
-        begun = zip(*self.windows.begin(rules.profile_steps), strict=True)
-        self.searches = [Search(job, default, prior, rules) for job, default in begun]
+        begun = zip(*self.windows.begin(config.profile_steps), strict=True)
+        self.searches = [Search(job, default, prior, config) for job, default in begun]
 
     def measure(self, rows: Sequence[int]) -> list[int]:
         """One window of each of the jobs at ``rows`` where it is not the policy's turn; which these are."""

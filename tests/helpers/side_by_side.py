@@ -1,7 +1,7 @@
 """Searches on many simulated jobs, a turn of each at a time."""
 
 import numpy as np
-from dynamiccl.envs.search import turns
+from dynamiccl.envs.search.interfaces import choices_of
 
 
 def turn(search, policy):
@@ -10,7 +10,7 @@ def turn(search, policy):
     if not going:
         return None
     seen = np.stack([search.searches[i].observe() for i in going])
-    for i, config, what in zip(going, *turns.choices_of(policy.predict(seen)[0]), strict=True):
+    for i, config, what in zip(going, *choices_of(policy.predict(seen)[0]), strict=True):
         search.searches[i].decide(int(config), int(what))
     while going := search.measure([i for i in going if not search.searches[i].is_done]):
         pass

@@ -13,8 +13,11 @@ from pathlib import Path
 import numpy as np
 from dynamiccl.agent.advice.advise import EXPOSED, UNSEEN, Gains, tell
 from dynamiccl.agent.train.job_prior import figures_of, truths
-from dynamiccl.envs.search.belief import Belief, Prior
-from dynamiccl.envs.search.sequential import Race, middle, window_noise
+from dynamiccl.envs.search.belief.belief import Belief
+from dynamiccl.envs.search.belief.prior import Prior
+from dynamiccl.envs.search.comparison import SequentialTest
+from dynamiccl.envs.search.config import ALPHA
+from dynamiccl.envs.search.step_times import trimmed_mean, window_noise
 from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
@@ -60,17 +63,19 @@ def belief_of(jobs, j, shown):
 
 
 def faster(jobs, configs, rng, steps=8, pairs=12):
-    """(n,) bool: the table won its comparison with the default, window by window, as in ``envs/search/search.py``."""
+    """(n,) bool: the table won its comparison with the default, window by window, as in
+    ``envs/search/comparison.py``."""
     none = np.zeros_like(configs)
     first, _ = jobs.window(none, 20, rng)
-    races = [Race(window_noise(np.log(x / np.median(x)), steps) * np.sqrt(2)) for x in first]
+    noises = [window_noise(np.log(x / np.median(x)), steps) * np.sqrt(2) for x in first]
+    tests = [SequentialTest(noise, ALPHA) for noise in noises]
     won, over = np.zeros(len(jobs), bool), ~configs.any(axis=1)
     for _ in range(pairs):
         default, tuned = (jobs.window(c, np.where(over, 0, steps), rng)[0] for c in (none, configs))
         for j in np.flatnonzero(~over):
-            races[j].add(middle(default[j]), middle(tuned[j]))
-            low, high = races[j].interval
-            won[j] = races[j].n > 1 and low > 0
+            tests[j].logs.append(np.log(trimmed_mean(default[j]) / trimmed_mean(tuned[j])))
+            low, high = tests[j].interval
+            won[j] = tests[j].n > 1 and low > 0
             over[j] = won[j] or high < 0
     return won
 

@@ -18,7 +18,7 @@ from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import HORIZON, Scores, bootstrap
 from dynamiccl.envs.bench.strata import filed as on_record
 from dynamiccl.envs.bench.submissions import rows_of
-from dynamiccl.envs.search import turns
+from dynamiccl.envs.search.interfaces import COMPARE, GO_ON, LEAVE, actions_of
 from dynamiccl.envs.sim.jobs import SLOTS
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
@@ -40,8 +40,8 @@ class Knows:
             state, self.jobs = (self.jobs, 0), self.jobs + 1
         job, turn = state
         config, slots = self.tables[job, turn % self.n_slots[job]], self.n_slots[job]
-        what = turns.GO_ON if turn < slots - 1 else turns.COMPARE if turn < slots else turns.LEAVE
-        return turns.actions_of(np.array([config]), what), (job, turn + 1)
+        what = GO_ON if turn < slots - 1 else COMPARE if turn < slots else LEAVE
+        return actions_of(np.array([config]), what), (job, turn + 1)
 
 
 def filed(name):

@@ -16,8 +16,8 @@ from dynamiccl.agent.policies.choosing import DEFAULT, make_chooser
 from dynamiccl.envs.bench.job_arena import AccountedWindows, play
 from dynamiccl.envs.bench.job_suites import FAMILIES
 from dynamiccl.envs.bench.scores import HARM, HORIZON, LossAccount
-from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import SearchConfig
+from dynamiccl.envs.search.belief.prior import Prior
+from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.envs.sim.jobs import SLOTS, draw_jobs
 from dynamiccl.envs.sim.noise import NoiseStream
 from dynamiccl.envs.sim.windows import SimSearch

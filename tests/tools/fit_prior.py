@@ -1,8 +1,8 @@
 """Fits what the belief expects of a job before anything is tried: ``python tests/tools/fit_prior.py [OUT.npz] [SEED]``.
 
-On fresh simulated jobs; judged beside the shipped prior by how likely the true times of other fresh jobs are under each
-(negative log likelihood a figure; less is better). To use it, put it in place of envs/search/prior.npz and train the
-policy anew: it reads the belief. The same seed on the same machine gives the same weights.
+On fresh simulated jobs; judged beside the shipped prior by how likely the true times of other fresh jobs are under
+each (negative log likelihood a figure; less is better). To use it, put it in place of envs/search/belief/prior.npz
+and train the policy anew: it reads the belief. The same seed on the same machine gives the same weights.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from dynamiccl.agent.train.job_prior import JobPrior, fit, judge
-from dynamiccl.envs.search.belief import N_FIGURES, Prior
+from dynamiccl.envs.search.belief.prior import N_FIGURES, Prior
 from dynamiccl.envs.sim.family import HELD_OUT, STANDARD
 from dynamiccl.envs.sim.jobs import draw_jobs
 

@@ -21,8 +21,8 @@ from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.search.sequential import middle
-from dynamiccl.envs.search.windows import SEARCH, Plan
+from dynamiccl.envs.search.interfaces import SEARCH, Plan
+from dynamiccl.envs.search.step_times import trimmed_mean
 from dynamiccl.envs.sim.emulated.settings import Emulated
 from dynamiccl.traces.files import Trace
 from dynamiccl.traces.header import new_header
@@ -121,7 +121,9 @@ class Rate:
         found = []
         for k in range(n):
             order = (configs, self.none) if k % 2 else (self.none, configs)
-            seen = [middle(self.windows.measure(Plan(SEARCH, c, STEPS, DISCARD)).step_ms) for c in order]
+            seen = [
+                trimmed_mean(self.windows.measure(Plan(SEARCH, c, STEPS, DISCARD)).step_ms) for c in order
+            ]
             found.append(tuple(seen if k % 2 else seen[::-1]))
         saved = 1 - np.exp(np.mean([np.log(ms / d) for ms, d in found]))
         print(f"{time.monotonic() - self.began:6.0f} s  {what}: {saved:+.1%}", file=sys.stderr)

@@ -16,7 +16,7 @@ from dynamiccl.agent.advice.advise import read
 from dynamiccl.envs.replay.decisions import load
 from dynamiccl.envs.replay.recordings import named, on_cluster
 from dynamiccl.envs.replay_env import ReplayEnv
-from dynamiccl.envs.search import turns
+from dynamiccl.envs.search.observation import N_OBSERVATION
 from dynamiccl.traces.files import TraceError
 from dynamiccl.traces.importers import json_stream
 from dynamiccl.traces.importers.recording import read_recording
@@ -30,7 +30,7 @@ def test_a_profile_is_replayed_on_a_named_cluster(tmp_path):
     assert len(recorded.slots) >= 1 and np.isfinite(recorded.default_ms) and recorded.default_ms > 0
     assert not recorded.measured[:, 1:].any()  # nothing but NCCL's own choice was ever run
     env = ReplayEnv(trace)
-    assert env.reset(seed=0)[0].shape == (turns.N_OBSERVATION,) and env.search.open.sum() > 4
+    assert env.reset(seed=0)[0].shape == (N_OBSERVATION,) and env.search.open.sum() > 4
     notes = " ".join(trace.header["notes"])
     assert "taken to be NCCL's own choice" in notes  # it does not tell algorithm and protocol
 

@@ -1,7 +1,8 @@
 """Judges the results of ``lab gpu-check``: gains of alternating steps, noise, interference, and what may be claimed.
 
-A gain is the trimmed mean of the log differences of neighbouring steps, one under each arm (A B B A): what lasts longer
-than two steps falls out of it. The test is the product's own (:class:`dynamiccl.envs.search.sequential.Race`).
+A gain is the trimmed mean of the log differences of neighbouring steps, one under each arm (A B B A): what lasts
+longer than two steps falls out of it. The test is the product's own
+(:class:`dynamiccl.envs.search.comparison.SequentialTest`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ....envs.search.sequential import ALPHA, Race
+from ....envs.search.comparison import SequentialTest
+from ....envs.search.config import ALPHA
 from .files import Results
 
 Array = np.ndarray[Any, Any]
@@ -78,7 +80,7 @@ def judged(race: str, us: Array, alpha: float = ALPHA, **about: str) -> Gain:
     """The gain of alternating steps, microseconds in the order A B B A, and its interval at level ``alpha``."""
     logs = paired(us)
     noise = max(robust_sd(logs), LEAST_NOISE)
-    test = Race(noise, alpha)
+    test = SequentialTest(noise, alpha)
     test.logs = logs.tolist()
     low, high = test.interval if len(logs) else (-math.inf, math.inf)
     gain, low, high = (1 - math.exp(-x) for x in (trimmed_mean(logs), low, high))

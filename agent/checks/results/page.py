@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ....envs.search.sequential import ALPHA
+from ....envs.search.config import ALPHA
 from ....traces.records import format_range
 from .files import Results
 from .judge import LONG, Gain, noises, outside, races, refusal

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from ..run_folder import CONFIRMED
 from ..shm import TableFile, decode_table, message_of
 
 
@@ -29,6 +30,6 @@ class TableMailbox:
     def confirmed(self) -> tuple[int, bytes] | None:
         """(generation, message) of what the daemon has confirmed last, from the run folder."""
         with contextlib.suppress(OSError, ValueError):
-            message = message_of((self._path.parent / "confirmed").read_bytes())
+            message = message_of((self._path.parent / CONFIRMED).read_bytes())
             return decode_table(message).generation, message
         return None

@@ -8,7 +8,7 @@ from dynamiccl.agent.checks.results import judge
 from dynamiccl.agent.checks.results.files import Results, append, read_table
 from dynamiccl.agent.checks.results.judge import judged, noise_of, power, races, refusal
 from dynamiccl.agent.checks.results.page import page
-from dynamiccl.envs.search.sequential import ALPHA
+from dynamiccl.envs.search.config import ALPHA
 from gpu_results import MEDIAN_LAG1, MEDIAN_SD, folder, most_by_luck, node_noise
 from paths import DATA
 

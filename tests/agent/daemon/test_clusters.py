@@ -14,9 +14,9 @@ from dynamiccl.agent.report.outputs import VARIABLE, default_url
 from dynamiccl.envs.bench.job_arena import AccountedWindows, play
 from dynamiccl.envs.bench.scores import LossAccount, summary
 from dynamiccl.envs.live.windows import LiveWindows
-from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.belief.prior import Prior
+from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.envs.search.search import Search
-from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.envs.sim.jobs import assemble, computing, draw_jobs
 from dynamiccl.envs.sim.noise import log_uniform
@@ -152,7 +152,7 @@ def test_a_decision_that_this_job_may_not_run_is_left_to_nccl():
     job, default = windows.begin()
     masked = np.array([np.flatnonzero(~row)[0] for row in job.mask])
     search = Search(job, default, Prior.load(), first=masked)
-    assert not search.choices.any() and search.plan() is None
+    assert not search.phase.choices.any() and search.plan() is None
 
 
 @pytest.mark.parametrize("kind", ["folder", "memory"])

@@ -16,7 +16,6 @@ from dynamiccl.envs.live import reader
 from dynamiccl.envs.live.job_ends import Closed
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import TableFile, decode_table
-from dynamiccl.envs.search.watch import SearchConfig
 from dynamiccl.traces.reasons import RunEnds, names
 from nccl_releases import REACH
 
@@ -190,10 +189,10 @@ def test_trials_after_the_verdict_are_announced_with_what_switches_them_off(once
     daemon.request, daemon.on_phase = Request(once=once), said.append
     daemon.outcome = RunSummary()
     daemon._summary = lambda: RunSummary(steps_to_verdict=126, detectable=0.02)
-    later, rules = SimpleNamespace(left=80), SearchConfig()
-    search = SimpleNamespace(is_over=True, is_done=False, later=later, rules=rules, window_steps=5)
+    state = SimpleNamespace(noise=SimpleNamespace(window_steps=5))
+    search = SimpleNamespace(is_over=True, is_done=False, trials_left=80, state=state)
     daemon.tuner = SimpleNamespace(search=search)
     daemon._say_verdict()
     assert said[0].startswith("verdict after 126 steps: NOTHING FOUND")
-    told = "trials: up to 80 times 5 steps under another table, then up to 200 near it"
+    told = "trials: up to 80 times 5 steps under another table"
     assert said[1:] == ([] if once else [told + "; with tune --once there are none"])

@@ -11,7 +11,7 @@ from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.classical import CLASSICAL, Turn
 from dynamiccl.agent.policies.lstm import LstmPolicy
 from dynamiccl.envs.bench.job_arena import play
-from dynamiccl.envs.search import turns
+from dynamiccl.envs.search.interfaces import actions_of
 from dynamiccl.envs.sim.jobs import STANDARD
 from dynamiccl.traces.records import CHANNELS, PAIRS
 from dynamiccl.traces.spaces import N_CHANNELS, N_CONFIGS
@@ -51,7 +51,10 @@ def test_plays_whole_jobs_within_what_is_open_and_ends(name, suite):
     game = play(policy, search, ledger, after=0)
     assert all(s.is_over for s in search.searches) and game.scores.gain.min() > -0.005
     assert name != "default" or not game.scores.gain.any()
-    assert all(s.round <= max(s.rules.rounds, s.rules.rounds_a_slot * s.n_slots) for s in search.searches)
+    assert all(
+        s.state.account.rounds <= max(s.config.rounds, s.config.rounds_a_slot * s.n_slots)
+        for s in search.searches
+    )
 
 
 def test_a_search_that_finds_much_beats_one_that_finds_nothing(suite):
@@ -78,7 +81,7 @@ def test_weights_of_a_file_are_a_policy(tmp_path):
     shipped = LstmPolicy.load()
     shipped.save(path)
     same = make_chooser(str(path))
-    assert all(np.array_equal(same.weights[name], w) for name, w in shipped.weights.items())
+    assert all(np.array_equal(same.policy.weights[name], w) for name, w in shipped.weights.items())
 
 
 def test_policies_by_name():
@@ -113,7 +116,7 @@ def test_answers_that_are_no_action_are_refused(suite):
         with pytest.raises(ValueError, match="an action is three integers"):
             play(Wrong(answer), *opened, after=0)
     opened = suite.open(np.array([0]), 0)
-    play(Wrong(turns.actions_of(0)), *opened, after=0)
+    play(Wrong(actions_of(0)), *opened, after=0)
 
 
 def test_every_classical_policy_can_be_asked_for_by_name():

@@ -11,18 +11,19 @@ from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.lstm import FORMAT, LstmPolicy
 from dynamiccl.agent.policies.rule import (
     FORESIGHT,
-    FORESIGHT_LATER,
-    PRICE,
-    PRICE_LATER,
-    PRICE_UNKNOWN,
-    RECKLESS,
+    FORESIGHT_AFTER,
+    MOST_RISK,
+    RISK_PRICE,
+    RISK_PRICE_AFTER,
+    RISK_PRICE_UNKNOWN,
     UNKNOWN,
     ExpectedImprovement,
 )
 from dynamiccl.agent.train.recurrent import MaskedLstmPolicy
-from dynamiccl.envs.search import turns
-from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import SearchConfig
+from dynamiccl.envs.search.belief.prior import Prior
+from dynamiccl.envs.search.config import SearchConfig
+from dynamiccl.envs.search.interfaces import action_space, choices_of
+from dynamiccl.envs.search.observation import N_OBSERVATION, decode, observation_space
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import SimSearch, SimWindows
 from dynamiccl.traces.spaces import N_CONFIGS
@@ -43,9 +44,7 @@ def observed():
 
 
 def untrained(hidden=24):
-    return MaskedLstmPolicy(
-        turns.observation_space(), turns.action_space(), lambda _: 1e-3, lstm_hidden_size=hidden
-    )
+    return MaskedLstmPolicy(observation_space(), action_space(), lambda _: 1e-3, lstm_hidden_size=hidden)
 
 
 def shaken():
@@ -95,29 +94,29 @@ def test_numpy_and_torch_score_alike(observed):
 
 def test_what_may_be_far_too_long_has_a_price():
     """A config is tried where it may be worth more than its risk; after the verdict risk is dearer, to the worth that
-    a trial then has, and beyond RECKLESS nothing is tried."""
-    policy, seen = ExpectedImprovement(), turns.seen(np.zeros((1, turns.N_OBSERVATION)))
+    a trial then has, and beyond MOST_RISK nothing is tried."""
+    policy, seen = ExpectedImprovement(), decode(np.zeros((1, N_OBSERVATION)))
     seen.open[0, :3] = True
     seen.worth[0, 1:3] = 0.01
 
     def tried(risk, later):
-        seen.risk[0, 1], seen.context["refining"][0] = risk, later
-        seen.in_force[0, 0] = later
+        seen.risk[0, 1], seen.context.refining[0] = risk, later
+        seen.current[0, 0] = later
         return policy.decide(seen)[0][0, 1] > 0
 
-    break_even = [FORESIGHT * 0.01 / PRICE, FORESIGHT_LATER * 0.01 / PRICE_LATER]
+    break_even = [FORESIGHT * 0.01 / RISK_PRICE, FORESIGHT_AFTER * 0.01 / RISK_PRICE_AFTER]
     assert 0.1 < break_even[1] < break_even[0]
-    for later, most in enumerate(np.minimum(break_even, RECKLESS)):
+    for later, most in enumerate(np.minimum(break_even, MOST_RISK)):
         assert tried(0.9 * most, later) and not tried(1.1 * most, later)
     # What is not known of a slot makes a config worth a trial that nothing else does, where there is hardly a risk.
     seen.worth[0, 1:3] = 0.0
-    most = FORESIGHT_LATER * UNKNOWN / np.sqrt(2 * np.pi) / PRICE_UNKNOWN  # E[max(x, 0)]
+    most = FORESIGHT_AFTER * UNKNOWN / np.sqrt(2 * np.pi) / RISK_PRICE_UNKNOWN  # E[max(x, 0)]
     assert tried(0.9 * most, True) and not tried(1.1 * most, True) and not tried(0.0, False)
 
 
 def test_untrained_it_is_the_rule(observed):
     light, rule = LstmPolicy(untrained().export()), ExpectedImprovement()
-    seen = observed.reshape(-1, turns.N_OBSERVATION)
+    seen = observed.reshape(-1, N_OBSERVATION)
     same = (light.predict(seen)[0] == rule.predict(seen)[0]).all(axis=1)
     assert same.mean() > 0.98  # but for ties
 
@@ -139,12 +138,13 @@ def test_a_new_episode_begins_without_memory(observed):
 
 def test_the_shipped_policy_plays_jobs_and_respects_masks(observed):
     light = make_chooser("lstm")
+    light = light.policy  # around it: NearTables
     assert isinstance(light, LstmPolicy) and light.record["settings"]["turns"]
     state = None
     for seen in observed:
         actions, state = light.predict(seen, state)
-        chosen = turns.choices_of(actions)[0]
-        assert (seen[np.arange(len(seen)), turns.N_OBSERVATION - N_CONFIGS + chosen] > 0.5).all()
+        chosen = choices_of(actions)[0]
+        assert (seen[np.arange(len(seen)), N_OBSERVATION - N_CONFIGS + chosen] > 0.5).all()
 
 
 def test_weights_of_another_kind_are_refused(tmp_path):

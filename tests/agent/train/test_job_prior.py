@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from dynamiccl.agent.train.job_prior import JobPrior, fit, judge, training_arrays
-from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.traces.fingerprint import N_FEATURES
 from fit_prior import trained

@@ -11,10 +11,10 @@ from dynamiccl.envs.bench.job_arena import AccountedWindows, play
 from dynamiccl.envs.bench.job_suites import JobSuite
 from dynamiccl.envs.bench.scores import LossAccount, summary
 from dynamiccl.envs.bench.submissions import rows_of
-from dynamiccl.envs.search import turns
-from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.watch import SearchConfig
-from dynamiccl.envs.search.windows import Plan
+from dynamiccl.envs.search.belief.prior import Prior
+from dynamiccl.envs.search.config import SearchConfig
+from dynamiccl.envs.search.interfaces import LEAVE, RUN, Plan, actions_of
+from dynamiccl.envs.search.observation import decode
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import SWITCH_STEPS, SimSearch
 from oracle import oracle
@@ -45,7 +45,7 @@ class Idle:
     """Leaves every slot to NCCL."""
 
     def predict(self, observation, state=None, episode_start=None, deterministic=True):
-        return turns.actions_of(np.zeros(len(observation), int), turns.LEAVE), state
+        return actions_of(np.zeros(len(observation), int), LEAVE), state
 
 
 def work(seconds):
@@ -147,12 +147,12 @@ def test_a_job_that_always_tries_something_is_played_no_longer_than_a_job_lasts(
         turns_taken = 0
 
         def predict(self, observation, state=None, episode_start=None, deterministic=True):
-            seen = turns.seen(observation)
-            if seen.context["refining"][0] < 0.5:
+            seen = decode(observation)
+            if not seen.is_refining[0]:
                 return super().predict(observation)
             self.turns_taken += 1
             open_ = np.flatnonzero(seen.open[0])
-            return turns.actions_of(open_[[self.turns_taken % len(open_)]], turns.RUN), None
+            return actions_of(open_[[self.turns_taken % len(open_)]], RUN), None
 
     jobs = calm[0].take(slice(None))
     windows = AccountedWindows(jobs, np.random.default_rng(0), LossAccount(jobs, calm[1]))

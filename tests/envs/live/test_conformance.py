@@ -214,7 +214,7 @@ class Sim(SimEnv):
 
     def open(self, options):
         jobs = Jobs(self.trace, self.recorded, int(self.np_random.integers(2**31)))
-        return OneJob(Simulated(jobs, self.np_random), self.rules.profile_steps)
+        return OneJob(Simulated(jobs, self.np_random), self.config.profile_steps)
 
 
 # -- the episode -------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from dynamiccl.envs.live import job as live
 from dynamiccl.envs.live import pauses, reader
-from dynamiccl.envs.live.job import CONFIRMED, Job, read_confirmed
+from dynamiccl.envs.live.job import Job, read_confirmed
 from dynamiccl.envs.live.job_ends import Closed, JobEnded, Stopped, Withdrawn
-from dynamiccl.envs.nccl.run_folder import WORD
+from dynamiccl.envs.nccl.run_folder import CONFIRMED, WORD
 from dynamiccl.envs.nccl.shm import decode_table
 from dynamiccl.traces.assemble import Communicator
 from dynamiccl.traces.reasons import NotAgreeing

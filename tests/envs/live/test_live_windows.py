@@ -10,9 +10,7 @@ from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.live.job_ends import JobEnded, Withdrawn
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.live_env import LiveEnv
-from dynamiccl.envs.search import turns
-from dynamiccl.envs.search.watch import SearchConfig
-from dynamiccl.envs.search.windows import REFERENCE, SEARCH, TABLE, TRIAL, WATCH, Plan
+from dynamiccl.envs.search.interfaces import REFERENCE, RUN, SEARCH, TABLE, TRIAL, WATCH, Plan, actions_of
 from dynamiccl.envs.search_env import HORIZON
 from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import OneJob, SimWindows
@@ -41,7 +39,7 @@ def play(env, after=None):
         search = env.search
         action, _ = ExpectedImprovement().predict(observation)
         if after and search.is_over:
-            action = turns.actions_of(after(search), turns.RUN)
+            action = actions_of(after(search), RUN)
         observation, reward, terminated, truncated, info = env.step(action)
         earned, over = earned + reward, terminated or truncated
     return earned, info
@@ -95,11 +93,8 @@ def test_who_is_done_with_a_table_earns_more_than_who_goes_on_trying_for_nothing
         open_ = np.flatnonzero(search.open[search.turn])
         return int(open_[next(turn) % len(open_)])
 
-    rules = SearchConfig(trials_near=0)
-    stops, stopped = play(
-        LiveEnv(FakeJob(truth, noise=0.002), rules), lambda search: search.confirmed[search.turn]
-    )
-    tries, tried = play(LiveEnv(FakeJob(truth, noise=0.002), rules), other)
+    stops, stopped = play(LiveEnv(FakeJob(truth, noise=0.002)), lambda search: search.confirmed[search.turn])
+    tries, tried = play(LiveEnv(FakeJob(truth, noise=0.002)), other)
     assert tried["steps"] > stopped["steps"] + 100 and tried["table"][0] == stopped["table"][0]
     assert stops > tries
     assert stops == pytest.approx(0.1 * HORIZON / 100, rel=0.1)  # what the table saves until then

@@ -8,7 +8,7 @@ from dynamiccl.agent.policies.classical import CLASSICAL
 from dynamiccl.envs.live.windows import LiveWindows
 from dynamiccl.envs.replay.decisions import load
 from dynamiccl.envs.replay.job import RecordedJob
-from dynamiccl.envs.search.watch import SearchConfig
+from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.traces.records import AUTO
 from synthetic_trace import FINAL, GATHER, SCATTER, write_run
 

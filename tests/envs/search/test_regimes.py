@@ -8,13 +8,13 @@ from dynamiccl.agent.daemon.tuner import Tuner
 from dynamiccl.agent.policies.choosing import make_chooser
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.live.windows import LiveWindows
-from dynamiccl.envs.search import turns
-from dynamiccl.envs.search.afterwards import FIRST
-from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.regimes import MOST, Regime, Regimes
+from dynamiccl.envs.search.belief.prior import Prior
+from dynamiccl.envs.search.change import Regime, Regimes
+from dynamiccl.envs.search.comparison import Comparison, SequentialTest
+from dynamiccl.envs.search.config import AGAIN, MOST_REGIMES, TRIAL_ALPHA
+from dynamiccl.envs.search.interfaces import RUN, actions_of
+from dynamiccl.envs.search.refine import Refine
 from dynamiccl.envs.search.search import Search
-from dynamiccl.envs.search.sequential import AGAIN, Race
-from dynamiccl.envs.search.windows import REFINE
 from dynamiccl.traces.records import AUTO, Decision
 from fake_job import SCATTER, STEP_MS, FakeJob
 from test_search import OPEN, Told, good
@@ -41,7 +41,7 @@ class Restless:
         self.configs = cycle(OPEN)
 
     def predict(self, *_):
-        return turns.actions_of([next(self.configs)], turns.RUN), None
+        return actions_of([next(self.configs)], RUN), None
 
 
 def go_on(search, told, until, windows=3000, policy=None):
@@ -90,14 +90,14 @@ def test_trials_that_a_change_cut_short_go_on_in_the_regime_that_returned(prior)
     told.be("large")
     go_on(search, told, lambda s: s.marks.reopened == 1 and s.is_over)
     go_on(search, told, lambda s, at=search.steps + 40: s.steps > at, policy=Restless())
-    left = search.later.left
-    assert search.phase == REFINE and left > 0
+    left = search.trials_left
+    assert isinstance(search.phase, Refine) and left > 0
     told.be("small")
     go_on(search, told, lambda s: s.marks.returned == 1, policy=Restless())
-    assert search.confirmed[0] == 20 and search.phase == REFINE
-    assert 0 < search.later.left <= left  # they go on, and are no more: paces may come and go for good
+    assert search.confirmed[0] == 20 and isinstance(search.phase, Refine)
+    assert 0 < search.trials_left <= left  # they go on, and are no more: paces may come and go for good
     go_on(search, told, lambda s: s.is_done)
-    assert search.confirmed[0] == 20 and search.later.left == 0
+    assert search.confirmed[0] == 20 and search.trials_left == 0
 
 
 def test_what_does_not_hold_in_a_regime_any_more_is_taken_back_at_its_first_window_and_not_found_again(prior):
@@ -131,12 +131,15 @@ def test_a_search_after_one_that_found_nothing_has_a_quarter_of_its_level(prior)
         )  # so that the watch knows what is usual
         told.scale *= 1.3
         go_on(search, told, lambda s, n=search.marks.reopened: s.marks.reopened > n and s.is_over)
-        return search.later.level
+        return search.state.compare(np.array([20, 18]), 0.01, is_trial=True).test.level
 
     go_on(search, told, lambda s: s.is_over)
-    levels = [search.later.level, *(changed() for _ in range(13))]
+    levels = [
+        search.state.compare(np.array([20, 18]), 0.01, is_trial=True).test.level,
+        *(changed() for _ in range(13)),
+    ]
     assert levels == [
-        FIRST * AGAIN ** min(k, 10) for k in range(14)
+        TRIAL_ALPHA * AGAIN ** min(k, 10) for k in range(14)
     ]  # of a job that goes on for ever none is 0
     told.saving = good
     changed()
@@ -179,7 +182,12 @@ def test_the_tuner_beside_a_job_of_two_batch_sizes():
 
 
 def regime(step_ms, us=(100.0, 50.0)):
-    return Regime(step_ms, np.log(np.array(us)), np.array([8, 0]), (Race(0.01),))
+    return Regime(
+        step_ms,
+        np.log(np.array(us)),
+        np.array([8, 0]),
+        (Comparison(np.array([8, 0]), np.array([0, 0]), SequentialTest(0.01, 0.05)),),
+    )
 
 
 def test_a_regime_is_known_by_its_default_step_and_its_calls():
@@ -201,4 +209,4 @@ def test_a_regime_is_known_by_its_default_step_and_its_calls():
     assert [r.step_ms for r in regimes.known] == [100.5]
     for k in range(12):
         regimes.leave(regime(200.0 * 1.1**k), None, 0.002)
-    assert len(regimes.known) == MOST
+    assert len(regimes.known) == MOST_REGIMES

@@ -5,13 +5,22 @@ import math
 import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
-from dynamiccl.envs.search import turns
-from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.canary import GIVE_UP
+from dynamiccl.envs.search.belief.prior import Prior
+from dynamiccl.envs.search.config import ABORT, HORIZON, REWARD_PAIRS, SearchConfig
+from dynamiccl.envs.search.interfaces import (
+    COMPARE,
+    LEAVE,
+    PROFILE,
+    REFERENCE,
+    RUN,
+    SEARCH,
+    TABLE,
+    Job,
+    Measured,
+)
+from dynamiccl.envs.search.observation import N_OBSERVATION, decode
 from dynamiccl.envs.search.search import Search
-from dynamiccl.envs.search.watch import SearchConfig, Watch
-from dynamiccl.envs.search.windows import PROFILE, REFERENCE, SEARCH, TABLE, Job, Measured
-from dynamiccl.envs.search_env import HORIZON, PAIRS, worth
+from dynamiccl.envs.search_env import worth
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import SimSearch, SimWindows
 from dynamiccl.traces.fingerprint import N_FEATURES
@@ -19,7 +28,6 @@ from dynamiccl.traces.spaces import N_CONFIGS
 from oracle import oracle
 from side_by_side import turn
 
-AGES = np.full(2, -1)
 OPEN = [0, 8, 16, 18, 20]
 
 
@@ -80,9 +88,9 @@ class Straggling(Told):
         )
 
 
-def run(told, prior, policy=None, rules=None, windows=400):
+def run(told, prior, policy=None, config=None, windows=400):
     job, default = told.begin()
-    search = Search(job, default, prior, rules)
+    search = Search(job, default, prior, config)
     policy = policy or ExpectedImprovement()
     rewards = 0.0
     for _ in range(windows):
@@ -100,7 +108,7 @@ def go_on(search, told, windows):
     for _ in range(windows):
         plan = search.plan()
         if plan is None:
-            search.decide(0, turns.LEAVE)
+            search.decide(0, LEAVE)
         else:
             search.record(plan, told.measure(plan))
 
@@ -142,17 +150,17 @@ def test_a_step_that_is_far_too_long_ends_its_window(prior):
         for config in (16, 0):
             assert search.decide(config)
         plan = search.plan()
-        assert plan.limit_ms == pytest.approx(GIVE_UP * 100, rel=0.05)
+        assert plan.limit_ms == pytest.approx(ABORT * 100, rel=0.05)
         seen = told.measure(plan)
         assert len(seen.step_ms) == 1
         search.record(plan, seen)
-    assert search.marks.canaries == 2 and turns.seen(search.observe()).risk[0, 16] == 1 and search.open[0, 16]
-    search.decide(16, turns.RUN)
+    assert search.marks.aborted == 2 and decode(search.observe()).risk[0, 16] == 1 and search.open[0, 16]
+    search.decide(16, RUN)
     assert search.plan().configs.tolist() == [16, 0]  # a price, not a prohibition
-    search._begin(default)  # the job has changed
-    assert turns.seen(search.observe()).risk[0, 16] == 1
+    search.state.begin(default, np.zeros(2, int))  # the job has changed
+    assert decode(search.observe()).risk[0, 16] == 1
     search = Search(job, default, prior)
-    assert not search.decide(40) and search.choices[0] == 0  # what is masked runs as AUTO
+    assert not search.decide(40) and search.phase.choices[0] == 0  # what is masked runs as AUTO
 
 
 @pytest.mark.parametrize(
@@ -163,24 +171,24 @@ def test_a_long_step_after_others_that_were_not_is_none_of_the_tables(prior, n, 
     told = Told(lambda c: saving * (c[0] == 20))
     job, default = told.begin()
     search = Search(job, default, prior)
-    search.decide(20, turns.RUN)
+    search.decide(20, RUN)
     plan = search.plan()
     seen = told.measure(plan)
     seen.step_ms[n - 1] = 1.1 * plan.limit_ms
     search.record(
         plan, Measured(seen.step_ms[:n], seen.call_us, seen.obeyed, n, float(seen.step_ms[:n].sum()))
     )
-    assert search.marks.canaries == is_given_up and (search.tried[0, 20] == 0) == is_given_up
-    assert (search.belief.saving(np.array([20, 0]))[0] > 0.1) != is_given_up
+    assert search.marks.aborted == is_given_up and (search.state.guard.windows[0, 20] == 0) == is_given_up
+    assert (search.state.belief.saving(np.array([20, 0]))[0] > 0.1) != is_given_up
 
 
 def one_percent(configs):
     return 0.01 * (configs[0] == 20) - 0.03 * (configs[0] in (8, 16, 18)) - 0.03 * (configs[1] > 0)
 
 
-def finished(told, prior, rules=None):
+def finished(told, prior, config=None):
     """A search that is over, with what is tried after its verdict."""
-    search, _ = run(told, prior, rules=rules)
+    search, _ = run(told, prior, config=config)
     policy = ExpectedImprovement()
     while not search.is_done:
         plan = search.plan()
@@ -228,16 +236,16 @@ def test_turns_then_a_window_under_all(prior):
     told = Told(good)
     job, default = told.begin()
     search = Search(job, default, prior)
-    assert search.plan() is None and search.observe().shape == (turns.N_OBSERVATION,)
+    assert search.plan() is None and search.observe().shape == (N_OBSERVATION,)
     search.decide(20)
     assert search.plan() is None
     search.decide(18)
     plan = search.plan()
     assert plan.kind == SEARCH and plan.configs.tolist() == [20, 18]
     search.record(plan, told.measure(plan))
-    seen = turns.seen(search.observe())
+    seen = decode(search.observe())
     assert seen.count[0, 20] == 1 and seen.last[0, 20] and seen.open[0].sum() == 5
-    assert seen.context["share"][0] == pytest.approx(0.3)
+    assert seen.context.share[0] == pytest.approx(0.3)
 
 
 def test_a_table_that_promises_much_is_compared_before_the_search_goes_on(prior):
@@ -254,7 +262,7 @@ def test_a_table_that_promises_much_is_compared_before_the_search_goes_on(prior)
             search.record(plan, told.measure(plan))
         else:
             break
-    assert plan.kind == REFERENCE and windows >= 3 and search.comparisons == 0
+    assert plan.kind == REFERENCE and windows >= 3 and search.state.comparisons.in_search == 0
 
 
 def test_slots_without_a_turn_run_what_is_believed_best(prior):
@@ -266,22 +274,22 @@ def test_slots_without_a_turn_run_what_is_believed_best(prior):
             search.decide(config)
         plan = search.plan()
         search.record(plan, told.measure(plan))
-    assert search.belief.best().tolist() == [20, 18]
-    search.decide(8, turns.RUN)
+    assert search.state.belief.best().tolist() == [20, 18]
+    search.decide(8, RUN)
     plan = search.plan()
     assert plan.kind == SEARCH and plan.configs.tolist() == [8, 18]
     search.record(plan, told.measure(plan))
-    search.decide(20, turns.COMPARE)
-    assert search.plan().kind == REFERENCE and search.table.tolist() == [20, 18]
+    search.decide(20, COMPARE)
+    assert search.plan().kind == REFERENCE and search.phase.comparison.table.tolist() == [20, 18]
 
 
 def test_who_leaves_has_a_verdict_at_once(prior):
     told = Told(good)
     job, default = told.begin()
     search = Search(job, default, prior)
-    search.decide(20, turns.LEAVE)
+    search.decide(20, LEAVE)
     assert search.is_over and not search.confirmed.any() and search.marks.verdict == search.steps
-    search.decide(0, turns.LEAVE)  # nor any trial beside the default
+    search.decide(0, LEAVE)  # nor any trial beside the default
     assert search.is_done
 
 
@@ -289,8 +297,12 @@ def test_what_runs_already_has_no_steps_to_throw_away(prior):
     told = Told(good)
     job, default = told.begin()
     search = Search(job, default, prior)
-    search.running = np.array([20, 0])
-    assert search.discard(np.array([20, 0])) == 0 < search.discard(np.array([20, 18]))
+    search.state.running.configs = np.array([20, 0])
+    assert (
+        search.state.running.discard(np.array([20, 0]))
+        == 0
+        < search.state.running.discard(np.array([20, 18]))
+    )
 
 
 def test_comparisons_change_sides_from_pair_to_pair(prior):
@@ -299,7 +311,7 @@ def test_comparisons_change_sides_from_pair_to_pair(prior):
     kinds = [p.kind for p in told.windows if p.kind in (REFERENCE, TABLE)]
     assert kinds[:4] == [REFERENCE, TABLE, TABLE, REFERENCE]
     assert (
-        search.same_logs and np.abs(search.same_logs).max() < 0.3
+        search.state.comparisons.default_logs and np.abs(search.state.comparisons.default_logs).max() < 0.3
     )  # the default's windows one after the other
 
 
@@ -319,13 +331,13 @@ def test_a_small_true_gain_survives_the_watch(prior):
     kept, share, reopened = 0, [], 0
     for seed in range(12):
         told = Told(lambda c: 0.03 * (c[0] == 20), noise=0.01, seed=seed)
-        search, _ = run(told, prior, rules=SearchConfig(pairs=40))
+        search, _ = run(told, prior, config=SearchConfig(pairs=40))
         if not search.confirmed.any():
             continue
         told.saving = lambda c: 0.01 * (c[0] == 20)
         go_on(search, told, 2500)
         kept += bool(search.confirmed.any())
-        share.append(search.after_default / search.after)
+        share.append(search.state.account.default_since_verdict / search.state.account.since_verdict)
         reopened += search.marks.reopened
     assert len(share) >= 10 and kept == len(share) and reopened == 0
     assert 0 < max(share) <= 0.01
@@ -338,9 +350,9 @@ def test_what_a_table_is_worth_is_told_by_windows_that_did_not_choose_it(prior):
     told.saving = lambda c: 0.02 * c.any()  # it was confirmed by luck
     n = len(told.windows)
     assert worth(search, told) == pytest.approx(0.02 * (HORIZON - search.marks.verdict), rel=0.3)
-    assert [bool(plan.configs.any()) for plan in told.windows[n:]] == [False, True] * PAIRS
-    search.confirm(np.zeros(2, int))
-    assert worth(search, told) == 0 and len(told.windows) == n + 2 * PAIRS
+    assert [bool(plan.configs.any()) for plan in told.windows[n:]] == [False, True] * REWARD_PAIRS
+    search.state.current.set(np.zeros(2, int))
+    assert worth(search, told) == 0 and len(told.windows) == n + 2 * REWARD_PAIRS
 
 
 def test_a_lasting_change_begins_a_new_search(prior):
@@ -353,7 +365,7 @@ def test_a_lasting_change_begins_a_new_search(prior):
             break
         go_on(search, told, 1)
     assert search.marks.reopened == 1 and search.marks.dropped == 0
-    plan, before = search.plan(), search.before.copy()
+    plan, before = search.plan(), search.phase._changed.before.copy()
     assert plan.kind == PROFILE
     search.record(plan, told.measure(plan))
     assert (
@@ -368,18 +380,7 @@ def test_a_lasting_change_begins_a_new_search(prior):
             search.ask(policy)
         else:
             search.record(plan, told.measure(plan))
-    assert search.confirmed.tolist() == [20, 18] and search.default_ms == pytest.approx(140, rel=0.05)
-
-
-def test_the_watch_asks_for_the_default_at_once_where_a_window_is_odd():
-    watch = Watch(0.005, 8, SearchConfig(), True, 0)
-    for _ in range(10):
-        assert watch.saw(100.0, False, 0) == "" and not watch.wants_default(1)
-    watch.saw(120.0, False, 2)
-    assert watch.wants_default(3)
-    assert watch.saw(120.0, True, 4) == "" and not watch.wants_default(
-        5
-    )  # all is slower: not the table's doing
+    assert search.confirmed.tolist() == [20, 18] and search.state.default_ms == pytest.approx(140, rel=0.05)
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
-from dynamiccl.envs.search import turns
+from dynamiccl.envs.search.interfaces import actions_of
+from dynamiccl.envs.search.observation import decode
 from dynamiccl.envs.sim.jobs import SLOTS
 from gymnasium.utils.env_checker import check_env
 
@@ -29,7 +30,7 @@ def test_gymnasium_accepts_it():
 def test_it_says_what_may_be_chosen_and_how_the_search_stands():
     env = gym.make("dynamiccl/Sim-v0").unwrapped
     obs, info = env.reset(seed=2)
-    assert (info["mask"] == turns.seen(obs).open[0]).all() and info["mask"][0] and not info["mask"].all()
+    assert (info["mask"] == decode(obs).open[0]).all() and info["mask"][0] and not info["mask"].all()
     assert info["slot"] == 0 and not info["table"].any()
     done = False
     while not done:
@@ -70,5 +71,5 @@ def test_an_action_outside_the_mask_runs_as_auto():
     env = gym.make("dynamiccl/Sim-v0").unwrapped
     _, info = env.reset(seed=1)
     closed = np.flatnonzero(~info["mask"])[0]
-    _, _, _, _, info = env.step(turns.actions_of(closed))
-    assert info["masked"] and env.search.choices[0] == 0
+    _, _, _, _, info = env.step(actions_of(closed))
+    assert info["masked"] and env.search.phase.choices[0] == 0

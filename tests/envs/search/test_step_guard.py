@@ -11,11 +11,11 @@ import pytest
 from dynamiccl.envs.live.job import Job
 from dynamiccl.envs.nccl.plugin.build import job_env
 from dynamiccl.envs.nccl.shm import RunFolder
-from dynamiccl.envs.search import turns
-from dynamiccl.envs.search.belief import Prior
-from dynamiccl.envs.search.few_calls import HEARD
+from dynamiccl.envs.search.belief.prior import Prior
+from dynamiccl.envs.search.config import FEW_CALLS
+from dynamiccl.envs.search.interfaces import RUN, SEARCH, TRIAL, WATCH, Measured
 from dynamiccl.envs.search.search import Search
-from dynamiccl.envs.search.windows import SEARCH, TRIAL, WATCH, Measured
+from dynamiccl.envs.search.step_guard import StepGuard
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from dynamiccl.envs.sim.noise import NoiseStream
 from dynamiccl.envs.sim.truth import Few
@@ -23,7 +23,7 @@ from dynamiccl.traces.files import Trace
 from dynamiccl.traces.records import Decision, Slot
 from dynamiccl.traces.writer import TraceWriter
 from paths import HELPERS
-from test_afterwards import after
+from test_refine import after
 from test_search import Told
 from trace_audit import audit
 
@@ -47,7 +47,7 @@ class Called(Told):
 
 def feared(search, slot=0):
     """The belief holds that calls of the slot may well take three times as long with the config."""
-    belief, start = search.belief, search.belief.parts[slot].start
+    belief, start = search.state.belief, search.state.belief.parts[slot].start
     at = start + 1 + belief.config[slot][DARING]
     belief.mean[[start, at]] = 1.0, 1.1
     belief.cov[at], belief.cov[:, at] = 0.0, 0.0
@@ -68,44 +68,62 @@ def search():
 @pytest.mark.parametrize(("times", "is_feared"), [(5.0, True), (0.8, False)])
 def test_few_calls_say_whether_all_may_run_so(search, times, is_feared):
     search, told = search(times)
-    assert search.few.is_daring(0)[DARING] and not search.few.is_daring(0)[0]
-    before = search.canary.risk(0, search.belief, search.tried)[DARING]
-    assert before > 0.3 and search.few.risk(0)[DARING] < 0.01
-    search.decide(DARING, turns.RUN)
+    assert search.state.guard.needs_few_calls(0)[DARING] and not search.state.guard.needs_few_calls(0)[0]
+    before = search.state.guard.risk_at_all_calls(0)[DARING]
+    assert before > 0.3 and search.state.guard.risk(0)[DARING] < 0.01
+    search.decide(DARING, RUN)
     plan = search.plan()
-    assert (plan.kind, plan.one_of, plan.n_steps) == (SEARCH, CALLS, HEARD)
+    assert (plan.kind, plan.one_of, plan.n_steps) == (SEARCH, CALLS, FEW_CALLS)
     assert plan.configs[0] == DARING and plan.others.tolist() == [0, 0]
-    rounds, turn = search.round, search.turn
+    rounds, turn = search.state.account.rounds, search.turn
     search.record(plan, told.measure(plan))
-    assert turn == 2 and search.turn == 0 and search.round == rounds + 1, "the policy decides anew"
-    assert not search.few.is_daring(0)[DARING] and search.tried[0, DARING] == 0
-    assert (search.few.risk(0)[DARING] > 0.5) == is_feared
-    assert (search.few.risk(0)[DARING] < 0.01) != is_feared
-    search.decide(DARING, turns.RUN)
+    assert turn == 2 and search.turn == 0 and search.state.account.rounds == rounds + 1, (
+        "the policy decides anew"
+    )
+    assert not search.state.guard.needs_few_calls(0)[DARING] and search.state.guard.windows[0, DARING] == 0
+    assert (search.state.guard.risk(0)[DARING] > 0.5) == is_feared
+    assert (search.state.guard.risk(0)[DARING] < 0.01) != is_feared
+    search.decide(DARING, RUN)
+    assert search.plan().one_of == 0
+
+
+def test_a_window_without_a_measured_time_is_no_evidence(search):
+    """Seen where calls come in groups: no call of the window ran the config, and then all of a step's calls did."""
+    search, told = search(math.nan)
+    for _ in range(3):
+        search.decide(DARING, RUN)
+        plan = search.plan()
+        assert plan.one_of == CALLS, "never at all calls"
+        search.record(plan, told.measure(plan))
+        assert search.state.guard.risk(0)[DARING] > 0.3, "nor is it cheap to ask again"
+    told.times = 0.8
+    search.decide(DARING, RUN)
+    search.record(search.plan(), told.measure(search.plan()))
+    search.decide(DARING, RUN)
     assert search.plan().one_of == 0
 
 
 def test_a_slot_of_few_calls_or_without_times_is_tried_whole(search):
     search, _ = search(1.0)
-    search.job.calls[0] = 7
-    assert not search.few.is_daring(0).any() and search.few.risk(0)[DARING] > 0.3
-    search.job.calls[0] = 8
-    assert search.few.is_daring(0)[DARING]
-    search.belief.has_calls = False
-    assert not search.few.is_daring(0).any()
+    search.state.job.calls[0] = 7
+    assert not search.state.guard.needs_few_calls(0).any() and search.state.guard.risk(0)[DARING] > 0.3
+    search.state.job.calls[0] = 8
+    assert search.state.guard.needs_few_calls(0)[DARING]
+    search.state.guard.has_times[0] = False
+    assert not search.state.guard.needs_few_calls(0).any()
 
 
 def test_a_trial_begins_with_few_calls_and_needs_no_window_beside_it():
     told = Called(0.7)
     search = feared(after(told, Prior.load()))
-    left = search.later.left
-    search.decide(DARING, turns.RUN)
+    left = search.trials_left
+    search.decide(DARING, RUN)
     plan = search.plan()
     assert (plan.kind, plan.one_of) == (TRIAL, CALLS)
     assert plan.configs.tolist() == [DARING, 18] and plan.others.tolist() == [18, 18]
     search.record(plan, told.measure(plan))
-    assert search.later.left == left - 1 and search.plan() is None, "the policy's turn"
-    search.decide(DARING, turns.RUN)
+    assert search.trials_left == left - 1 and search.plan() is None, "the policy's turn"
+    search.decide(DARING, RUN)
     kinds = []
     while (plan := search.plan()) is not None and len(kinds) < 2:
         kinds.append((plan.kind, plan.one_of))
@@ -166,3 +184,33 @@ def test_ranks_of_a_job_run_few_calls_alike(tmp_path):
     assert 0.05 < few.mean() < 0.15
     assert window.generation not in Trace.read(tmp_path / "trace").tables
     assert math.isfinite(window.step_ms)
+
+
+class Risks:
+    """How likely all configs of each slot are to make a step too slow."""
+
+    def __init__(self, *likely):
+        self.likely = likely
+
+    def too_long(self, slot, times):
+        return np.full(4, self.likely[slot])
+
+
+def guard_of(*likely):
+    guard = StepGuard(np.ones((len(likely), 4), bool))
+    guard.belief = Risks(*likely)
+    return guard
+
+
+def test_a_config_that_aborted_two_windows_is_guilty():
+    guard = guard_of(0.1)
+    assert [guard.abort(np.array([2])) for _ in range(2)] == [False, True]
+    guard.ran(np.array([2]))
+    assert not guard.abort(np.array([2])) and not guard.risk_at_all_calls(0)[2]
+
+
+def test_the_likelier_of_two_new_configs_is_taken_for_the_cause():
+    guard = guard_of(0.3, 0.1)
+    assert [guard.abort(np.array([2, 3])) for _ in range(2)] == [False, True]
+    assert guard.aborted.tolist() == [[0, 0, 2, 0], [0, 0, 0, 0]]
+    assert [guard.risk_at_all_calls(slot)[slot + 2] for slot in (0, 1)] == [1.0, 0.1]

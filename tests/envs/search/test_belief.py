@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dynamiccl.envs.search.belief import Belief, Prior
+from dynamiccl.envs.search.belief.belief import Belief
+from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS
@@ -147,7 +148,7 @@ def test_steps_far_too_long_come_as_often_as_expected(jobs, prior):
 def test_the_knowledge_gradient_is_what_windows_teach(jobs, prior):
     """Nothing is left to learn of what was measured often, and AUTO teaches nothing."""
     belief = belief_of(jobs, prior, 3)
-    mean, learned, worth = belief.ahead(0, belief.best())
+    mean, learned, worth = belief.outlook(0)
     assert (
         mean[belief.best()[0]] == 0
         and mean.max() == 0
@@ -159,22 +160,21 @@ def test_the_knowledge_gradient_is_what_windows_teach(jobs, prior):
     table[0] = int(worth.argmax())
     for _ in range(30):
         observe(belief, table, *truth(jobs, 3, table), noise=0.0005)
-    assert belief.ahead(0, belief.best())[1][table[0]] < 0.5 * learned[table[0]]
+    assert belief.outlook(0)[1][table[0]] < 0.5 * learned[table[0]]
 
 
 def test_what_is_lost_is_not_the_best_that_others_are_set_against(jobs, prior):
     belief = belief_of(jobs, prior, 3)
-    table = belief.best()
-    mean, _, worth = belief.ahead(0, table)
+    mean, _, worth = belief.outlook(0)
     order = np.argsort(-mean[belief.arms[0]])
     first, second = belief.arms[0][order[:2]]
     lost = np.arange(N_CONFIGS) == first
-    without, _, more = belief.ahead(0, table, lost=lost)
+    without, _, more = belief.outlook(0, lost=lost)
     best = max(mean[second], mean[0])
     np.testing.assert_allclose(without - mean, -best)
     assert mean[first] == 0 < without[first] and more[second] > worth[second]
     lost[0] = True
-    assert belief.ahead(0, table, lost=lost)[0][second] == 0
+    assert belief.outlook(0, lost=lost)[0][second] == 0
 
 
 @pytest.mark.timing
@@ -190,7 +190,7 @@ def test_ten_slots_take_about_a_millisecond_a_decision(prior):
         begin = time.perf_counter()
         belief.observe(table, -0.01, 0.005, np.full(10, 0.1), 8)
         for slot in range(10):
-            belief.ahead(slot, table)
+            belief.outlook(slot)
         took.append((time.perf_counter() - begin) / 10)
     assert min(took) < 5e-3
 

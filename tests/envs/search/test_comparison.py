@@ -4,9 +4,35 @@ import math
 
 import numpy as np
 import pytest
-from dynamiccl.envs.search.sequential import Race, half_width, median, middle, window_noise
+from dynamiccl.envs.search.comparison import (
+    Comparison,
+    LongSteps,
+    SequentialTest,
+    Terms,
+    TimedWindow,
+    half_width,
+)
+from dynamiccl.envs.search.config import ALPHA
+from dynamiccl.envs.search.step_times import median, trimmed_mean, window_noise
 
 STEPS, GAP = 6, 4
+TABLE, DEFAULT = np.array([18]), np.array([0])
+
+
+def compared(noise, logs=()):
+    """A comparison with these pairs."""
+    return Comparison(TABLE, DEFAULT, SequentialTest(noise, ALPHA, list(logs)))
+
+
+def decided(comparison, pairs=8, least=0.001, known=None, min_pairs=2):
+    """Its verdict, if the table ran for so long without long steps that these do not matter."""
+    long_steps = LongSteps()
+    long_steps.add(TABLE, np.ones(10**6), 1.0)
+    return comparison.decide(Terms(pairs, 400, min_pairs, least, known), long_steps)
+
+
+def add(comparison, reference_ms, table_ms):
+    comparison.add_log(math.log(reference_ms / table_ms))
 
 
 def normal(rng, n):
@@ -31,17 +57,17 @@ def two_paces(rng, n):
 def race(rng, noise, gain, pairs, stop):
     """A comparison of a table that saves ``gain``: reference and table change places from pair to pair."""
     x = noise(rng, 24 + pairs * 2 * (STEPS + GAP))
-    found, at = Race(window_noise(x[:24], STEPS) * math.sqrt(2)), 24
+    found, at = compared(window_noise(x[:24], STEPS) * math.sqrt(2)), 24
     for k in range(pairs):
         windows = []
         for i in range(2):
             logs = x[at : at + STEPS] - gain * ((k + i) % 2)
-            windows.append(middle(np.exp(logs)))
+            windows.append(trimmed_mean(np.exp(logs)))
             at += STEPS + GAP
-        found.add(*(windows if k % 2 == 0 else windows[::-1]))
-        if stop(found):
-            return True, found
-    return False, found
+        add(found, *(windows if k % 2 == 0 else windows[::-1]))
+        if stop(found.test):
+            return True, found.test
+    return False, found.test
 
 
 @pytest.mark.parametrize("noise", [normal, heavy, lasting, two_paces])
@@ -64,11 +90,11 @@ def test_noise_like_an_h100s_is_seldom_taken_for_a_gain():
             x[i] = 0.85 * x[i - 1] + shock
         windows = [x[at : at + 10] for at in range(9, len(x) - 10, 11)]
         known = np.concatenate([w - median(w) for w in (x[:8], *windows[:2])])
-        race, taken = Race(window_noise(known, 10) * math.sqrt(2)), None
+        race, taken = compared(window_noise(known, 10) * math.sqrt(2)), None
         for k in range(2, 52, 2):
-            ms = [middle(np.exp(w)) for w in windows[k : k + 2]]
-            race.add(*(ms if k % 4 else ms[::-1]))
-            if (taken := race.verdict(10, 0.001)) is not None:
+            ms = [trimmed_mean(np.exp(w)) for w in windows[k : k + 2]]
+            add(race, *(ms if k % 4 else ms[::-1]))
+            if (taken := decided(race, 10)) is not None:
                 break
         wrong += bool(taken)
     assert wrong <= 8
@@ -84,11 +110,11 @@ def test_a_difference_is_found_and_a_large_one_at_once():
 
 
 def test_what_can_wait_is_not_taken_before_its_pairs():
-    race = Race(0.01)
+    race = compared(0.01)
     told = []
     for _ in range(4):
-        race.add(120.0, 100.0)
-        told.append((race.verdict(8, 0.001), race.verdict(8, 0.001, soonest=4)))
+        add(race, 120.0, 100.0)
+        told.append((decided(race), decided(race, min_pairs=4)))
     assert told == [(None, None), (True, None), (True, None), (True, True)]
 
 
@@ -107,12 +133,12 @@ def test_what_can_wait_is_not_taken_before_its_pairs():
     ],
 )
 def test_the_verdict_weighs_what_more_pairs_are_worth(noise, logs, known, verdict):
-    assert Race(noise, logs=logs).verdict(8, 0.001, known) is verdict
+    assert decided(compared(noise, logs), known=known) is verdict
 
 
 def test_the_verdict_asks_for_a_gain_that_is_worth_a_table():
-    race = Race(0.001, logs=[0.0] * 6)
-    assert race.verdict(8, 0.001) is None and race.verdict(8, 0.01) is False
+    race = compared(0.001, [0.0] * 6)
+    assert decided(race) is None and decided(race, least=0.01) is False
 
 
 def test_a_median_of_even_numbers_lies_between_the_middle_ones():
@@ -127,18 +153,18 @@ def test_stragglers_are_no_noise():
 
 
 def test_the_interval_shrinks_and_one_straggler_does_not_decide():
-    widths = [half_width(n) for n in (0, 1, 4, 16, 64)]
+    widths = [half_width(n, ALPHA) for n in (0, 1, 4, 16, 64)]
     assert widths == sorted(widths, reverse=True) and widths[0] == math.inf
-    found = Race(0.01)
+    found = compared(0.01)
     for _ in range(6):
-        found.add(1.0, 1.0)
-    found.add(3.0, 1.0)
-    assert found.interval[0] <= 0 and abs(found.mean) < 0.02
+        add(found, 1.0, 1.0)
+    add(found, 3.0, 1.0)
+    assert found.test.interval[0] <= 0 and abs(found.test.mean) < 0.02
 
 
 def test_a_window_is_its_middle_and_its_noise_knows_that_steps_go_together():
-    assert middle(np.array([1.0, 1.0, 1.0, 1.0, 9.0])) == 1.0
-    assert middle(np.array([2.0])) == 2.0
+    assert trimmed_mean(np.array([1.0, 1.0, 1.0, 1.0, 9.0])) == 1.0
+    assert trimmed_mean(np.array([2.0])) == 2.0
     rng = np.random.default_rng(3)
     single = np.median([window_noise(normal(rng, 64), 1) for _ in range(40)])
     assert single == pytest.approx(0.01, rel=0.15)
@@ -158,3 +184,28 @@ def test_the_width_is_the_formulas():
         1.5176, abs=1e-4
     )
     assert half_width(12, alpha=0.01) == pytest.approx(1.0469, abs=1e-4)
+
+
+def test_windows_take_turns_with_one_switch_a_pair_and_an_aborted_one_is_measured_once_more():
+    found, sides = compared(0.01), []
+    for k in range(6):
+        sides.append(found.next_side)
+        is_whole = found.add_window(found.next_side, TimedWindow(100.0 - 10 * found.next_side, k, k))
+        assert is_whole == (k % 2 == 1)
+    assert sides == [False, True, True, False, False, True]
+    assert found.steps == [0, 5] and found.test.logs == [math.log(100 / 90)] * 3
+    found.add_window(found.next_side, TimedWindow(50.0, 6, 6))
+    found.drop_half()
+    assert found.next_side and found.test.n == 3 and found.steps == [0, 5]
+
+
+def test_a_table_whose_long_steps_may_cost_its_gain_is_adopted_later():
+    """It gains 1 %: with one more long step in 100 steps, of LONG_STEP, it would lose 1 %."""
+    found, long_steps = compared(0.001, [0.01] * 6), LongSteps()
+    terms = Terms(8, 400, 2, 0.001, None)
+    long_steps.add(DEFAULT, np.ones(100), 1.0)
+    long_steps.add(TABLE, np.ones(100), 1.0)
+    assert found.decide(terms, long_steps) is None
+    long_steps.add(TABLE, np.ones(200), 1.0)
+    assert found.decide(terms, long_steps) is True
+    assert compared(0.001, [0.01] * 400).decide(terms, LongSteps()) is False

@@ -1,0 +1,104 @@
+"""The names of a run's tables, and what its windows cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...envs.search.comparison import Comparison, TimedWindow
+from ...traces.records import Decision, Decisions, Slot
+from ..report.verdict import DEFAULT, rows_text
+
+
+def speedups(*logs: float) -> list[float]:
+    """From logs of the ratio of two times."""
+    return [math.exp(log) for log in logs]
+
+
+#: Letters of the alphabet, from which tables are named.
+LETTERS = 26
+
+
+def row_of(slot: Slot, d: Decision) -> dict[str, Any]:
+    """A slot and its decision as a row of the summary."""
+    place = {"func": slot.func, "min_bytes": slot.min_bytes, "max_bytes": slot.max_bytes}
+    ranks = {"n_ranks": slot.n_ranks, "n_nodes": slot.n_nodes}
+    return place | ranks | {"algo": d.algo, "proto": d.proto, "n_channels": d.n_channels or None}
+
+
+def letters(n: int) -> str:
+    """A, B, ... Z, AA, AB, ..."""
+    last = chr(ord("A") + n % LETTERS)
+    return letters(n // LETTERS - 1) + last if n >= LETTERS else last
+
+
+class TableNames:
+    """Letters of the tables that ran, in the order of their first windows."""
+
+    def __init__(self) -> None:
+        self._letters: dict[tuple[Any, ...], str] = {}
+        self.rows: dict[str, dict[Slot, Decision]] = {}  # by letter
+        self._described = set[str]()
+
+    def of(self, decisions: Decisions) -> str:
+        """The letter of the table with these decisions; DEFAULT if it has none."""
+        rows = {slot: d for slot, d in decisions.items() if not d.is_auto}
+        if not rows:
+            return DEFAULT
+        key = tuple(sorted((str(vars(slot)), str(d)) for slot, d in rows.items()))
+        if key not in self._letters:
+            letter = letters(len(self._letters))
+            self._letters[key] = letter
+            self.rows[letter] = rows
+        return self._letters[key]
+
+    def describe(self, *names: str) -> list[str]:
+        """One line for each of these tables that was not described before."""
+        new = [name for name in names if name in self.rows and name not in self._described]
+        self._described.update(new)
+        return [f"{name} = {rows_text(self.table(name))}" for name in new]
+
+    def table(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a table."""
+        return [row_of(slot, decision) for slot, decision in self.rows[name].items()]
+
+
+@dataclass
+class Costs:
+    """What the windows of a run cost."""
+
+    windows: int = 0  # up to the verdict
+    search_ms: float = 0.0  # what they lost against the default
+    budget_ms: float = 0.0  # what they may lose
+    trials: int = 0  # windows after the verdict that tried something
+    trials_ms: float = 0.0  # what they lost against the current table
+    best: tuple[str, float] | None = None  # of single windows: the letter, its time over the default's
+
+    def better(self, letter: str, ratio: float, noise: float) -> bool:
+        """Note a window that took ``ratio`` of the default's time. Returns whether it is the best so far."""
+        before = self.best[1] if self.best else 1.0
+        is_better = ratio < before - noise
+        if is_better:
+            self.best = letter, ratio
+        return is_better
+
+
+def comparison_row(comparison: Comparison, table: str, against: str) -> dict[str, Any]:
+    """A comparison for the summary: by how much the table is faster, with the interval that holds however often it is
+    checked; step times are medians over the windows of its pairs. None: not measured."""
+    test = comparison.test
+    row: dict[str, Any] = {"table": table, "against": against, "trial": comparison.is_trial}
+    row |= {"outcome": comparison.outcome, "pairs": test.n, "speedup": None, "speedup_ci95": None}
+    if test.n:
+        row["speedup"], *row["speedup_ci95"] = speedups(test.mean, *test.interval)
+    row |= _times("table", comparison.table_windows)
+    row |= _times("against", comparison.reference_windows)
+    return row | {"steps": comparison.steps}
+
+
+def _times(side: str, windows: list[TimedWindow]) -> dict[str, Any]:
+    times = [window.ms for window in windows]
+    return {f"{side}_ms": float(np.median(times)) if times else None, f"{side}_windows": len(times)}

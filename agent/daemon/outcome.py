@@ -1,0 +1,147 @@
+"""What a run came to: its summary, read from the search's own comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ...envs.live.obedience import Disobeyed
+from ...envs.live.windows import LiveWindows
+from ...envs.search.comparison import Comparison, SequentialTest, detectable_gain
+from ...envs.search.config import ABORT, ALPHA
+from ...envs.search.search import Search
+from ...traces.queries.slots import SlotProfile
+from ...traces.reasons import RowRefused, RunEnds, names
+from ...traces.records import Decision, Slot
+from ...traces.spaces import decision_of
+from ..report.summary import RunSummary
+from ..report.verdict import DEFAULT
+from .account import Costs, TableNames, comparison_row, row_of, speedups
+
+#: Fields of a summary that only a verdict has.
+_VERDICT = (
+    *("speedup", "speedup_ci95", "aa_speedup_ci95", "detectable", "compared", "compared_steps"),
+    *("default_step_ms", "default_windows", "tuned_step_ms", "tuned_windows"),
+)
+
+
+class Outcome:
+    """Keeps the summary of one run up to date."""
+
+    def __init__(self, windows: LiveWindows, tables: TableNames) -> None:
+        self.windows, self.tables = windows, tables
+        self.summary = RunSummary(kept=False, in_force=DEFAULT)
+        self.n_comparisons = 0  # of the search that were told
+        self._disobeyed: dict[
+            tuple[Slot, Decision], str
+        ] = {}  # rows that NCCL did not follow, and what it did
+
+    def disobeyed(self, row: Disobeyed) -> None:
+        """NCCL did not follow a row."""
+        self._disobeyed[row.slot, row.decision] = str(row)
+        self.summary.not_obeyed.append(str(row))
+
+    def sides(self, comparison: Comparison) -> tuple[str, str]:
+        """The letters of its table and of its reference."""
+        table = self.windows.decisions(comparison.table)
+        return self.tables.of(table), self.tables.of(self.windows.decisions(comparison.reference))
+
+    def sum_up(self, comparisons: Sequence[Comparison], costs: Costs) -> RunSummary:
+        """The summary with all tables, comparisons and costs."""
+        rows = [comparison_row(one, *self.sides(one)) for one in comparisons if one.steps]
+        named = {self.summary.in_force}
+        for row in rows:
+            named |= {row["table"], row["against"]}
+        return replace(
+            self.summary,
+            windows=costs.windows,
+            cost_s=costs.search_ms / 1e3,
+            budget_s=costs.budget_ms / 1e3,
+            trials=costs.trials,
+            trials_cost_s=costs.trials_ms / 1e3,
+            comparisons=rows,
+            tables={name: self.tables.table(name) for name in self.tables.rows if name in named},
+        )
+
+    def conclude(self, search: Search) -> None:
+        """Bring the summary up to what the search has come to."""
+        summary, state = self.summary, search.state
+        self._note_milestones(search)
+        summary.in_force = self.tables.of(self.windows.decisions(search.confirmed))
+        # A table that was adopted has its figures, however the job ends.
+        is_decided = search.is_over or bool(state.current.comparisons)
+        if is_decided or not search.is_comparing:
+            profiles = enumerate(self.windows.profiles)
+            summary.decisions = [self._decision(i, profile, search) for i, profile in profiles]
+        vars(summary).update(self._verdict(search) if is_decided else dict.fromkeys(_VERDICT))
+        refused = np.argwhere(state.guard.refused | state.guard.is_guilty)
+        summary.refused = [self._refusal(slot, config) for slot, config in refused.tolist()]
+
+    def _note_milestones(self, search: Search) -> None:
+        """What the current table is, and at which step of the job that came."""
+        summary, marks, now = self.summary, search.marks, self.windows.job.last_step
+        account = search.state.account
+        summary.kept = bool(search.confirmed.any())
+        if marks.first_gain >= 0 and summary.steps_to_first_gain is None:
+            summary.steps_to_first_gain = now
+        if marks.verdict >= 0 and summary.steps_to_verdict is None:
+            summary.steps_to_verdict = now
+        steps = account.since_verdict
+        summary.default_share_after = account.default_since_verdict / steps if steps else None
+        if marks.dropped and not summary.dropped and not summary.kept:
+            summary.dropped = RunEnds.SLOWER()
+
+    def _refusal(self, i: int, config: int) -> dict[str, Any]:
+        slot, decision = self.windows.profiles[i].slot, decision_of(config)
+        too_slow = RowRefused.TOO_SLOW(decision=decision, slot=slot, times=ABORT)
+        why = self._disobeyed.get((slot, decision), too_slow)
+        reason = next(iter(names(why)), None)
+        return {"slot": str(slot), "decision": str(decision), "reason": reason, "why": why}
+
+    def _decision(self, i: int, profile: SlotProfile, search: Search) -> dict[str, Any]:
+        """The row of a slot; how many other configs were tried, and why NCCL's own choice stays if it does."""
+        decision = decision_of(int(search.confirmed[i]))
+        tried = int((search.state.guard.windows[i, 1:] > 0).sum())
+        why = ""
+        if decision.is_auto:
+            found = RowRefused.NOT_BETTER if tried else RowRefused.NOT_TRIED
+            why = found(own=profile.own, tried=tried)
+        return row_of(profile.slot, decision) | {"own": profile.own, "tried": tried, "reason": why}
+
+    def _verdict(self, search: Search) -> dict[str, Any]:
+        """The fields _VERDICT: the table against the default, and the default against itself. Intervals hold however
+        often the search looked (:mod:`envs.search.comparison`). None: not measured."""
+        found: dict[str, Any] = dict.fromkeys(_VERDICT)
+        state = search.state
+        same = SequentialTest(state.pair_noise, ALPHA, state.comparisons.default_logs)
+        if same.n:
+            found["aa_speedup_ci95"] = speedups(*same.interval)
+        rejected = state.comparisons.last_rejected
+        # More than one comparison are a chain, from the default to the current table.
+        chain = state.current.comparisons or ([rejected] if rejected is not None else [])
+        tests = [one.test for one in chain]
+        if any(test.n for test in tests):
+            is_adopted = bool(state.current.comparisons)
+            logs = search.gain if is_adopted else (tests[0].mean, *tests[0].interval)
+            found["speedup"], *found["speedup_ci95"] = speedups(*logs)
+        if chain:
+            found |= self._step_times(chain[0], chain[-1])
+        deviation = max([state.pair_noise, *(test.deviation for test in tests)])
+        return found | {"detectable": detectable_gain(deviation, search.config.pairs)}
+
+    def _step_times(self, first: Comparison, last: Comparison) -> dict[str, Any]:
+        """Of the default, from the comparison with it, and of the last table."""
+        of_default = comparison_row(first, *self.sides(first))
+        of_table = comparison_row(last, *self.sides(last))
+        steps = [*first.steps[:1], *last.steps[1:]]
+        return {
+            "compared": of_table["table"],
+            "compared_steps": steps or None,
+            "default_step_ms": of_default["against_ms"],
+            "default_windows": of_default["against_windows"],
+            "tuned_step_ms": of_table["table_ms"],
+            "tuned_windows": of_table["table_windows"],
+        }

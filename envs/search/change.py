@@ -1,0 +1,194 @@
+"""Has the job changed? The usual step time under one table, and the regimes that a job alternates between.
+
+A regime (another batch size, an evaluation) is known by the default in it: the step's time, and the slots' calls if
+kernels are sampled. When a job has changed, some default steps tell whether it is a regime that was tuned before. Then
+the table adopted in it is the current one again at once, and monitoring begins with these default steps. A table whose
+regime does not come back as it was is never used again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .comparison import Comparison
+from .config import (
+    FAR,
+    FRESH,
+    LEAST_USUAL,
+    LONG_WINDOW,
+    MOST_REGIMES,
+    ODD,
+    ODD_LONG,
+    PACE,
+    PACE_DEVIATIONS,
+    SAME_CALLS,
+    SAME_LEVEL,
+    SAME_STEP,
+    SAME_STEP_DEVIATIONS,
+    USUAL,
+)
+from .step_times import ROBUST
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a job changed: logs of step times under the table."""
+
+    levels: Sequence[float] = ()  # all that it was seen at before
+    level: float | None = None  # the new one; None: unknown
+    moved: float | None = None  # by how much
+    is_other: bool = False  # a regime came back, and its table does not do there what it did
+
+
+#: What a window is to :class:`StepLevel`: as usual; off the usual; back at a level that was seen before; a change.
+AS_USUAL, OFF, RETURNED, MOVED = "usual", "off", "returned", "moved"
+
+
+class StepLevel:
+    """The usual log step time under one table. Several windows in a row that are off it are a change, unless the job
+    was seen at their level before, as a job with two paces is."""
+
+    def __init__(self, noise: float, window_steps: int, least_change: float, levels: Sequence[float]) -> None:
+        """``noise``: standard deviation of a window's log step time; ``least_change``: smaller ones are none (log)."""
+        self.noise, self.least_change = noise, least_change
+        self.odd_windows = ODD if window_steps < LONG_WINDOW else ODD_LONG
+        self.levels = list(levels)
+        self.change = Change()
+        self.odd: list[float] = []  # the last windows in a row that are off the usual
+        self._usual: deque[float] = deque(maxlen=USUAL)
+        self._figures: tuple[float, float] | None = None  # what :meth:`usual` returns
+        self._calm = 0  # windows as usual since :meth:`restart_calm`
+
+    @property
+    def is_known(self) -> bool:
+        """A window was seen."""
+        return bool(self._usual)
+
+    @property
+    def last(self) -> float:
+        """The last window."""
+        return self.odd[-1] if self.odd else self._usual[-1]
+
+    @property
+    def usual(self) -> tuple[float, float]:
+        """Median and standard deviation of the usual windows; the latter no less than the noise that was measured."""
+        if self._figures is None:
+            ordered = sorted(self._usual)
+            half = len(ordered) // 2
+            middle = ordered[half]
+            away = sorted([abs(value - middle) for value in ordered])
+            self._figures = middle, max(self.noise, ROBUST * away[half])
+        return self._figures
+
+    def restart_calm(self) -> None:
+        """Count the windows as usual anew."""
+        self._calm = 0
+
+    def take_calm(self) -> bool:
+        """Whether a long time was as usual; it is counted once."""
+        is_long = self._calm >= USUAL
+        if is_long:
+            self._calm = 0
+        return is_long
+
+    def add(self, log: float) -> str:
+        """Take in a window."""
+        if len(self._usual) < LEAST_USUAL:
+            return self._note(log)
+        middle, deviation = self.usual
+        off = log - middle
+        if abs(off) < max(FAR * deviation, self.least_change):
+            self.odd.clear()
+            return self._note(log)
+        if self.odd and (off > 0) != (self.odd[-1] > middle):
+            self.odd.clear()
+        self.odd.append(log)
+        return OFF if len(self.odd) < self.odd_windows else self._moved(middle, deviation)
+
+    def _note(self, log: float) -> str:
+        self._usual.append(log)
+        self._calm += 1
+        if self._calm % FRESH == 0 or len(self._usual) < USUAL // 4:
+            self._figures = None
+        return AS_USUAL
+
+    def _moved(self, middle: float, deviation: float) -> str:
+        after = self.odd[1:]  # the first window may be of both levels
+        level = sum(after) / len(after)
+        if not any(abs(middle - known) < SAME_LEVEL for known in self.levels):
+            self.levels.append(middle)
+        if any(abs(level - known) < max(SAME_LEVEL, deviation) for known in self.levels):
+            self._usual = deque(self.odd, USUAL)
+            self._figures = None
+            self.odd.clear()
+            return RETURNED
+        self.change = Change(self.levels, level, level - middle)
+        return MOVED
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A job under the default, and what was adopted in it."""
+
+    step_ms: float
+    call_logs: Array  # (s,) of the default's call times; NaN: not sampled
+    configs: Array  # (s,) of the table; zeros: the default, after a whole search
+    comparisons: tuple[Comparison, ...]  # that adopted it
+
+    def distance(self, step_ms: float, call_logs: Array) -> tuple[float, float]:
+        """Absolute log ratios to a default step and to its calls (the median slot)."""
+        logs = np.abs(np.asarray(call_logs) - self.call_logs)
+        logs = logs[np.isfinite(logs)]
+        calls = float(np.median(logs)) if len(logs) else 0.0
+        return abs(float(np.log(step_ms / self.step_ms))), calls
+
+
+@dataclass
+class Regimes:
+    """Those that a job was tuned in, the latest ones."""
+
+    known: list[Regime] = field(default_factory=list)
+
+    def leave(self, regime: Regime, default_ms: float | None, noise: float) -> None:
+        """The job has left it. ``default_ms``: of the default that its table was slower than. If that is still the
+        regime's default, the table does not hold any more, and the regime is forgotten."""
+        before = self.find(regime.step_ms, regime.call_logs, noise)
+        holds = default_ms is None or abs(math.log(default_ms / regime.step_ms)) > _reach(noise)
+        others = [one for one in self.known if one is not before]
+        self.known = [*others, *([regime] if holds else [])][-MOST_REGIMES:]
+
+    def find(self, step_ms: float, call_logs: Array, noise: float) -> Regime | None:
+        """The regime with this default; ``noise``: standard deviation of its log step time."""
+        near = list[tuple[float, Regime]]()
+        for regime in self.known:
+            step, calls = regime.distance(step_ms, call_logs)
+            if step < _reach(noise) and calls < SAME_CALLS:
+                near.append((step, regime))
+        return min(near, key=lambda pair: pair[0])[1] if near else None
+
+    def same(
+        self, left: Regime, change: Change, default_ms: float, call_logs: Array, noise: float
+    ) -> Regime | None:
+        """After a ``change`` out of ``left``: the regime that the default is as in now, if any: one that was tuned, or
+        the one left at another pace: all steps are slower or faster by the same, and the network is as it was."""
+        if change.is_other:
+            return None
+        found = self.find(default_ms, call_logs, noise)
+        if found is not None or change.moved is None or abs(change.moved) >= PACE:
+            return found
+        apart = abs(math.log(default_ms / left.step_ms) - change.moved)
+        is_same_network = left.distance(default_ms, call_logs)[1] < SAME_CALLS
+        is_same_pace = apart < max(SAME_STEP, PACE_DEVIATIONS * noise)
+        return left if is_same_pace and is_same_network else None
+
+
+def _reach(noise: float) -> float:
+    return max(SAME_STEP, SAME_STEP_DEVIATIONS * noise)

@@ -1,0 +1,280 @@
+"""The only place that decides whether one table is faster than another.
+
+A :class:`Comparison` collects pairs of windows, one under each table. Their log ratios get a confidence sequence: an
+interval that holds the true mean at *all* times at once with probability 1 - level, no matter how often it is checked
+and why it stops (the normal mixture of Robbins 1970, as in Howard et al. 2021, "Time-uniform, nonparametric,
+nonasymptotic confidence sequences", section 3.2). Step times are not normal: outliers are pulled in, and the noise is
+that of this job, with room for what is not known of it. :class:`LongSteps` adds what the trimmed windows leave out.
+
+The pairs come from windows that take turns. Another schedule, such as a table for every second step, belongs into
+:meth:`Comparison.next_side` and :meth:`Comparison.add_window`; nothing else depends on how a pair was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .config import (
+    ALPHA,
+    AT_ONCE,
+    CLIP,
+    KNOWN_PAIRS,
+    LIKELY,
+    LONG_STEP,
+    LONG_STEP_ERRORS,
+    LONGEST_STEP,
+    LOUD,
+    MORE,
+    MORE_ROOM,
+    PLAIN,
+    PROOF,
+    ROOM,
+    SAFE_PAIRS,
+    TUNED_FOR,
+)
+from .step_times import ROBUST, median
+
+Array = np.ndarray[Any, Any]
+
+#: What has become of a comparison.
+OPEN, ADOPTED, REJECTED = "open", "kept", "lost"
+
+
+def half_width(n: float, level: float) -> float:
+    """Of the confidence sequence of a mean of ``n`` observations with standard deviation 1; infinite for none."""
+    if n <= 0:
+        return math.inf
+    tail = 2 * math.log(1 / level)
+    rho = TUNED_FOR / (tail + math.log(1 + tail))
+    return math.sqrt((n + rho) * math.log((n + rho) / (rho * level**2))) / n
+
+
+@dataclass
+class SequentialTest:
+    """Log ratios of pairs, log(reference / table), and the interval of their true mean."""
+
+    noise: float  # standard deviation of the log ratio of one pair, from what was measured before
+    level: float  # the chance that the interval ever misses the true mean
+    logs: list[float] = field(default_factory=list)  # above 0 the table is faster
+    _known: tuple[int, float, float] = field(
+        default=(0, 0.0, 0.0), init=False
+    )  # pairs, their mean and deviation
+
+    @property
+    def n(self) -> int:
+        """Pairs so far."""
+        return len(self.logs)
+
+    @property
+    def mean(self) -> float:
+        """Mean log ratio, outliers pulled in."""
+        return self._estimate()[0]
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of one pair: what was known before and what the pairs show."""
+        return self._estimate()[1]
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Bounds of the true mean log ratio that hold at all times."""
+        extra = MORE_ROOM / max(self.n, 1) if self.noise >= LOUD else 0.0
+        room = ROOM + extra
+        width = room * self.deviation * half_width(self.n, self.level)
+        return self.mean - width, self.mean + width
+
+    @property
+    def is_promising(self) -> bool:
+        """The mean is above 0 by more than its standard error."""
+        return self.mean > LIKELY * self.deviation / math.sqrt(self.n)
+
+    def _estimate(self) -> tuple[float, float]:
+        """Mean and deviation, computed once between two pairs."""
+        if not self.n:
+            return 0.0, self.noise
+        if self._known[0] != self.n:
+            x = np.array(self.logs)
+            middle = median(x)
+            away = np.abs(x - middle)
+            # Squares of a heavy tail mislead as its values do: nothing counts for more than CLIP robust deviations.
+            most = CLIP * max(ROBUST * median(away), self.noise)
+            scatter = float((np.minimum(away, most) ** 2).sum())
+            pairs = KNOWN_PAIRS + self.n - 1
+            deviation = math.sqrt((KNOWN_PAIRS * self.noise**2 + scatter) / pairs)
+            near = np.clip(x, middle - CLIP * deviation, middle + CLIP * deviation)
+            self._known = self.n, float(near.mean()), deviation
+        return self._known[1:]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """When a comparison is decided."""
+
+    max_pairs: float  # after this many the table is not worth many more
+    max_pairs_long_steps: float  # ... if only its long steps stand against it
+    min_pairs: int  # before the table is adopted, if the noise is not LOUD
+    least_gain: float  # (log) below which a table is not worth adopting
+    known_gain: (
+        float | None
+    )  # lower bound of the reference's own gain over the default; None: it is the default
+
+
+@dataclass(frozen=True)
+class TimedWindow:
+    """Step time of one window of a comparison, and the job's own numbers of its first and last step."""
+
+    ms: float
+    first_step: int
+    last_step: int
+
+
+@dataclass
+class Comparison:
+    """Is ``table`` faster than ``reference``, each configs (s,)?"""
+
+    table: Array
+    reference: Array
+    test: SequentialTest
+    is_trial: bool = False  # of the time after the verdict
+    outcome: str = OPEN
+    table_windows: list[TimedWindow] = field(default_factory=list)  # of whole pairs
+    reference_windows: list[TimedWindow] = field(default_factory=list)
+    _waiting: dict[bool, TimedWindow] = field(
+        default_factory=dict
+    )  # by whether it is the table's: half a pair
+
+    @property
+    def next_side(self) -> bool:
+        """Whether the table runs next, or the reference: R T, T R, R T ..., which is one switch a pair."""
+        windows = len(self._waiting) + self.test.n
+        return windows % 2 == 1
+
+    def add_window(self, is_table: bool, window: TimedWindow) -> bool:
+        """Take in a window of one side. Returns whether it completes a pair."""
+        self._waiting[is_table] = window
+        if len(self._waiting) < 2:
+            return False
+        self.add_pair(self._waiting[False], self._waiting[True])
+        self._waiting = {}
+        return True
+
+    def add_pair(self, reference: TimedWindow, table: TimedWindow) -> None:
+        """Take in a whole pair."""
+        self.reference_windows.append(reference)
+        self.table_windows.append(table)
+        self.add_log(math.log(reference.ms / table.ms))
+
+    def add_log(self, log_ratio: float) -> None:
+        """Take in a pair whose windows are not kept: log(reference / table)."""
+        self.test.logs.append(log_ratio)
+
+    def drop_half(self) -> None:
+        """A window was aborted: its pair is measured once more."""
+        self._waiting = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """The job's own numbers of the first and the last step of its windows; [] if it has none."""
+        windows = [*self.reference_windows, *self.table_windows, *self._waiting.values()]
+        return [min(w.first_step for w in windows), max(w.last_step for w in windows)] if windows else []
+
+    def decide(self, terms: Terms, long_steps: LongSteps) -> bool | None:
+        """True: adopt the table. False: reject it. None: continue."""
+        found = self._by_pairs(terms)
+        if not found:
+            return found
+        gain = self.test.mean
+        if long_steps.allows(self.table, self.reference, gain):
+            return True
+        # The table gains by its usual steps, so it costs little to go on until the long ones are known.
+        is_over = self.test.n >= terms.max_pairs_long_steps
+        return False if is_over or long_steps.forbids(self.table, self.reference, gain) else None
+
+    def _by_pairs(self, terms: Terms) -> bool | None:
+        low, high = self.test.interval
+        if low > 0:
+            least = terms.min_pairs if self.test.noise < LOUD else SAFE_PAIRS
+            return True if self.test.n >= least else None
+        if high < terms.least_gain:
+            return False
+        if self.test.n < terms.max_pairs:
+            return None
+        # Undecided. A table that improves on an adopted one may be adopted on less evidence, as long as the two
+        # comparisons together prove a gain over the default; else a promising table gets more pairs.
+        if not self.test.is_promising:
+            return False
+        if terms.known_gain is not None and terms.known_gain + low > 0:
+            return True
+        return None if self.test.n < MORE * terms.max_pairs else False
+
+    def refutes(self, log_ratio: float) -> bool:
+        """After a scheduled pair of the adopted table with the default: the table has to go. Either this pair proves by
+        itself that the table is slower, or PROOF pairs show no gain."""
+        is_worthless = self.test.n >= PROOF and self.test.mean <= 0
+        return is_worthless or proves_slower(log_ratio, self.test.noise)
+
+
+def detectable_gain(deviation: float, pairs: int) -> float:
+    """Part of the step that a comparison of so many pairs would be sure of; ``deviation`` of one pair."""
+    return 1 - math.exp(-ROOM * deviation * half_width(pairs, ALPHA))
+
+
+def proves_slower(log_ratio: float, noise: float) -> bool:
+    """One pair with log(reference / table) proves by itself that the table is slower."""
+    alone = SequentialTest(noise, AT_ONCE, [log_ratio])
+    return alone.interval[1] < 0 and log_ratio < -PLAIN
+
+
+class LongSteps:
+    """The cost of long steps under each table that ran: a trimmed mean leaves them out, and a setting that makes one
+    step in 200 twice as long would seem as fast as it is in all others.
+
+    They are too rare to be tested for in a comparison of a hundred steps. So a table has to be so much faster that one
+    more long step would not make it slower than the reference: the less it gains, the longer it runs before it is
+    adopted, and the gain of those steps, LONG_STEP in all at most, is lost. A table whose long steps cost twice what it
+    gains is adopted in one case of 5 if they take three times as long, in one of 25 if twice (a random walk that falls,
+    and a level that it must reach: Wald 1945). Later it runs for thousands of steps, and is dropped when it is clearly
+    slower. Long steps that are the job's own strike the default as well.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[
+            bytes, Array
+        ] = {}  # by table: steps, their excess over the usual in steps, its squares
+
+    def add(self, configs: Array, step_ms: Array, usual_ms: float) -> None:
+        """A window under configs (s,); ``usual_ms``: what most of its steps took."""
+        excess = np.minimum(step_ms / usual_ms, LONGEST_STEP) - 1
+        sums = np.array([len(excess), excess.sum(), (excess**2).sum()])
+        self._seen[configs.tobytes()] = self._of(configs) + sums
+
+    def _of(self, configs: Array) -> Array:
+        return self._seen.get(configs.tobytes(), np.zeros(3))
+
+    def gain(self, table: Array, reference: Array, gain: float, more: float = 0.0) -> float:
+        """Gain of a table (s,) over the reference (s,) with long steps, and ``more`` steps of them in the table, if
+        ``gain`` is the gain without them."""
+        steps, excess, _ = self._of(table)
+        reference_steps, usual, _ = self._of(reference)
+        cost = (excess + more) / max(steps, 1)
+        return float(gain - cost + usual / max(reference_steps, 1))
+
+    def allows(self, table: Array, reference: Array, gain: float) -> bool:
+        """Whether the table may replace the reference. If that was adopted before, the table has only to be no slower:
+        it is a little faster at most, and few steps are left to show it."""
+        more = 0.0 if reference.any() else LONG_STEP
+        return self.gain(table, reference, gain, more) > 0
+
+    def forbids(self, table: Array, reference: Array, gain: float) -> bool:
+        """Whether long steps make the table clearly slower than the reference, one more long step of which is
+        assumed."""
+        steps, _, squares = self._of(table)
+        reference_steps, _, reference_squares = self._of(reference)
+        variance = squares / max(steps, 1) ** 2
+        reference_variance = (reference_squares + LONG_STEP**2) / max(reference_steps, 1) ** 2
+        error = math.sqrt(variance + reference_variance)
+        return self.gain(table, reference, gain) < -LONG_STEP_ERRORS * error

@@ -1,0 +1,178 @@
+"""Every number of the search outside the belief: what it means, its unit, its reason, and where it was measured.
+
+"Log" means the natural logarithm of a ratio of step times: 0.01 is about 1 %. A *pair* is two windows, one under each
+table of a comparison. "LOG" is ``agent/LOG.md``. A number without a source was set once and never measured by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """How a search is run. Steps are optimizer steps."""
+
+    profile_steps: int = 8  # default steps that find the slots and the first step time
+    window_steps: tuple[int, int] = (5, 10)  # fewest and most counted steps of a window
+    good_noise: float = 0.004  # standard deviation of a window's log step time that needs no longer window
+    rounds: int = 20  # exploring windows that a policy may ask for, at most ...
+    rounds_a_slot: int = 3  # ... or this many per slot, if that is more
+    pairs: int = 10  # of one comparison with the default, at most
+    pairs_again: int = 4  # of one comparison with a table that was adopted already, at most
+    pairs_long_steps: int = (
+        400  # after this many pairs a table is rejected whose long steps may cost what it gains
+    )
+    comparisons: int = 4  # of one search, at most
+    least_gain: float = 0.001  # part of the step below which a table is not worth a comparison
+    trials: int = 250  # trial windows after the verdict, at most
+    passes: int = 2  # rounds over all slots without a trial after which a policy has nothing left to try
+    reveal: float = (
+        0.5  # noise of a window, in windows, when its worth is predicted: more windows will follow
+    )
+    budget: float = 0.05  # part of the job's time that the search may lose against the default
+    watch_share: float = (
+        0.008  # part of the steps that may run the default once it has shown that the table gains
+    )
+    change: float = 0.03  # lasting change of the step time (log) that starts a new search
+
+
+# -- the job's account -------------------------------------------------------------------------------------------------
+
+#: The budget counts for this many steps from the start: a job may be longer, but nobody knows (a short job's search
+#: must not stop because few steps have passed).
+BUDGET_STEPS = 4000
+#: Steps of a job that figures are stated for: the length that the benchmark plays and the reward counts.
+HORIZON = 20_000
+#: Pairs of windows after an episode that measure the table's worth for the reward.
+REWARD_PAIRS = 10
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+#: Steps of a window that do not count after a table has changed: the step under way runs under both.
+DISCARD = 1
+#: More such steps if an algorithm is new to a slot's communicator: NCCL connects lazily, the first runs are slow.
+WARM_STEPS = 2
+#: Single steps whose logs are kept to estimate the noise: about ten windows.
+NOISE_STEPS = 96
+#: Fewest steps of a window that the noise is estimated from: two differ by chance alone.
+NOISE_LEAST = 3
+
+# -- the sequential test -----------------------------------------------------------------------------------------------
+
+#: The chance that a comparison is ever wrong about its sign.
+ALPHA = 0.05
+#: Factor of the level after a search that found nothing: each search is one more chance for luck. All searches
+#: together then have 4/3 of the first level. Of 1,000 jobs without gain 7 ended under a table before, 1 after (LOG).
+AGAIN = 0.25
+#: Searches without a result that lower the level, at most: no level reaches 0.
+MOST_FRUITLESS = 10
+#: Level of a trial's comparison with the default: a job without gain has many trials, and ALPHA for each is too much.
+TRIAL_ALPHA = 0.01
+#: Pairs at which the interval is narrowest for its level.
+TUNED_FOR = 4.0
+#: Ratios further from the median than this many standard deviations are pulled in to there: a straggler is no evidence.
+CLIP = 3.0
+#: The measured noise is multiplied by this: it is measured from few windows, and windows are not independent.
+ROOM = 1.25
+#: Noise of a pair (log) that is large. Such noise lasts, and within windows it looks half of what it is.
+LOUD = 0.02
+#: Pairs before a table is adopted if the noise is LOUD, and before a trial is: a slow spell may last for two pairs.
+SAFE_PAIRS = 4
+#: Pairs before a table is adopted otherwise.
+LEAST_PAIRS = 2
+#: If the noise is LOUD, ROOM grows by this over the number of pairs.
+MORE_ROOM = 2.0
+#: A table is promising if its mean is this many standard errors above 0 ...
+LIKELY = 1.0
+#: ... and then gets this many times as many pairs.
+MORE = 2.5
+#: The noise measured before a comparison counts as much as this many pairs.
+KNOWN_PAIRS = 6.0
+
+# -- long steps --------------------------------------------------------------------------------------------------------
+
+#: A step counts for at most this many usual steps: longer ones are the job's own, such as checkpoints.
+LONGEST_STEP = 3.0
+#: What a long step that was not seen yet may cost, in steps.
+LONG_STEP = 2.0
+#: Standard errors by which long steps have to make a table slower before it is rejected: it is looked at after every
+#: window, so 150 clean default steps are needed to charge a table with 4 %.
+LONG_STEP_ERRORS = 3.0
+
+# -- exploring and trials ----------------------------------------------------------------------------------------------
+
+#: A step of a trial is clearly slower by this many standard deviations of a step ...
+SLOWER = 4.0
+#: ... and by this much (log): a window ends with such a step, so a trial that loses costs a step or two.
+SLOWER_LOG = 0.02
+
+# -- steps that are too slow -------------------------------------------------------------------------------------------
+
+#: A step that takes this many default steps aborts its window, if a setting in it was never measured.
+ABORT = 1.5
+#: Windows that a setting may abort as the likeliest cause. A checkpoint may abort one, but not two.
+MOST_ABORTED = 1
+#: A setting that is likelier than this to make a step too slow runs at a few calls first ...
+RISKY = 0.01
+#: ... in slots with at least this many calls a step: below, one call is a large part of the step.
+FEWEST_CALLS = 8
+#: From this likelihood on a few calls count as risky as all: even one call may make the step too slow.
+RISKY_AT_ONE_CALL = 0.7
+#: Calls of each slot that a window at few calls is to hold.
+FEW_CALLS = 2
+
+# -- monitoring --------------------------------------------------------------------------------------------------------
+
+#: Windows that the usual step time is taken from.
+USUAL = 64
+#: Windows in a row off the usual that are a change ...
+ODD = 6
+#: ... or this many, if windows have LONG_WINDOW steps or more, which are steadier.
+ODD_LONG = 4
+#: Steps of a window from which on it is long.
+LONG_WINDOW = 8
+#: A window is off the usual by this many standard deviations.
+FAR = 3.0
+#: Windows before the usual step time is known.
+LEAST_USUAL = 4
+#: The usual step time is computed anew every so many windows: sorting at each costs more than it tells.
+FRESH = 4
+#: Level of a single pair that proves by itself that a table is slower than the default ...
+AT_ONCE = 1e-3
+#: ... if it is slower by this much (log).
+PLAIN = 0.08
+#: Level of all scheduled pairs of one table together: they go on for as long as the job does.
+WATCH_ALPHA = 0.01
+#: Steps that a visit to the default costs beside its window: there and back.
+SWITCHES = 8
+#: Longest time between two scheduled visits, in usual times between visits.
+LONGEST = 8
+#: Visits come this many times as often until they show that the table gains: it may have been adopted by luck.
+EARLY = 16
+#: A table that gains nothing in this many scheduled visits is dropped.
+PROOF = 6
+#: A table that has become slower than the default by this much (log) is dropped without one more window.
+HARM = 0.12
+#: The least gain (log) that a look at the default is taken to cost.
+SMALL = 0.05
+#: Standard deviations of a pair by which a table that has become slower has to be slower than the default.
+SURE = 2.5
+#: Levels of the step time (log) within which a job runs at the same pace.
+SAME_LEVEL = 0.015
+
+# -- regimes: a job that alternates between batch sizes, or trains and evaluates
+# ----------------------------------------
+
+#: Two regimes are the same if the default's step differs by less than this (log) ...
+SAME_STEP = 0.02
+#: ... or by less than this many standard deviations of a window, if that is more ...
+SAME_STEP_DEVIATIONS = 4.0
+#: ... and the median slot's calls by less than this (log).
+SAME_CALLS = 0.10
+#: A job does not change its pace by more than this (log).
+PACE = 0.08
+#: Standard deviations of a window within which a pace is as expected.
+PACE_DEVIATIONS = 3.0
+#: Regimes of a job that are remembered, the latest ones.
+MOST_REGIMES = 8

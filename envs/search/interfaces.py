@@ -1,0 +1,146 @@
+"""What a search asks of a job and what it gets: plans of windows, what they measured, where they come from; and what
+it asks of a policy: one action a turn."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+
+from ...traces.records import PAIRS
+from ...traces.spaces import N_CHANNELS, N_PAIRS, config_index
+
+Array = np.ndarray[Any, Any]
+
+#: What a window is for: default steps; exploring; the two sides of a comparison; a trial; monitoring.
+PROFILE, SEARCH, REFERENCE, TABLE, TRIAL, WATCH = "profile", "search", "reference", "table", "trial", "watch"
+#: What a run's log calls a window of each kind.
+PHASES = {
+    PROFILE: "profile",
+    SEARCH: "search",
+    REFERENCE: "verify",
+    TABLE: "verify",
+    TRIAL: "refine",
+    WATCH: "watch",
+}
+#: Windows after the verdict, of which no kernel times are asked: they are not worth what they cost a running job.
+UNTIMED = (TRIAL, WATCH)
+#: What comes after a slot's config: the next slot's turn (after the last slot: the window); the window, at once; a
+#: comparison with the current table; the end of the search, or after the verdict of all trials. Slots without a turn
+#: run the config with the best posterior mean; after the verdict that of the current table.
+GO_ON, RUN, COMPARE, LEAVE = range(4)
+#: Their number.
+N_WHAT = 4
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a window gave."""
+
+    step_ms: Array  # (k,) times of the counted steps, in order
+    call_us: Array  # (s,) time of each slot's calls; NaN: none was sampled
+    obeyed: Array  # (s,) bool: NCCL ran what was decided
+    billed: int  # steps that went by in all, those before the table held included
+    billed_ms: float  # their time
+    first_step: int = -1  # the job's own numbers of the first and last counted step; -1: not known
+    last_step: int = -1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The next window."""
+
+    kind: str
+    configs: Array  # (s,)
+    n_steps: int  # counted ones
+    discard: int = 0  # steps before them that do not count
+    limit_ms: float = math.inf  # the window ends with the first step above this
+    one_of: int = 0  # the configs hold at one call of so many; 0: at all calls
+    others: Array | int = 0  # (s,) configs that hold at the other calls: the current table
+
+
+@dataclass
+class Job:
+    """What the search knows of a job of ``s`` slots."""
+
+    features: Array  # (s, N_FEATURES)
+    mask: Array  # (s, N_CONFIGS) bool, aliases folded, AUTO always open
+    share: Array  # (s,) of the step
+    call_us: Array  # (s,) of the default's calls; NaN where no kernel was ever sampled
+    families: Array  # (s, N_CONFIGS) int: configs with the same number need one warm-up; negative: none
+    calls: Array  # (s,) a step; 0: no table can hold at a few of them
+
+    def changed(self, call_us: Array, step: float) -> Job:
+        """The same job after a change: the default's calls (s,) now, NaN where none was sampled; its step in steps of
+        before."""
+        us = np.where(np.isfinite(call_us), call_us, self.call_us)
+        longer = np.where(np.isfinite(call_us / self.call_us), us / self.call_us / step, 1.0)
+        return replace(self, call_us=us, share=np.clip(self.share * longer, 1e-3, 1.0))
+
+
+class Windows(Protocol):
+    """Source of the windows of one job: a simulator, a trace, or a running job."""
+
+    def begin(self) -> tuple[Job, Measured]:
+        """The job and its first default steps. Raises ValueError if there is nothing to tune."""
+
+    def measure(self, plan: Plan) -> Measured:
+        """Run a window: ``plan.n_steps`` counted steps with slot i under config ``plan.configs[i]``, after
+        ``plan.discard`` that do not count. Ends early with a step above ``plan.limit_ms``, which is then the last."""
+
+    def confirm(self, configs: Array) -> None:
+        """These configs (s,) are the current table from now on, whatever becomes of the search; zeros: the default."""
+
+
+#: Algorithm of each config as a number, -1 for AUTO's.
+_ALGO_NAMES = sorted({algo for algo, _ in PAIRS})
+_ALGOS = np.repeat([-1, *[_ALGO_NAMES.index(algo) for algo, _ in PAIRS]], N_CHANNELS)
+
+
+def warm_up_families(own_pair: Array) -> Array:
+    """(s, N_CONFIGS) int, see :class:`Job`: one number an algorithm, but for the ones that NCCL runs by itself.
+
+    ``own_pair`` (s,): index of NCCL's own pair.
+    """
+    own = _ALGOS[N_CHANNELS * (1 + np.asarray(own_pair, int))]
+    known = np.isin(_ALGOS, np.unique(own))
+    return np.tile(np.where(known, -1, _ALGOS), (len(own), 1))
+
+
+class Policy(Protocol):
+    """Decides: the ``predict`` of stable-baselines3. One episode is the search on one job, one step is one turn.
+
+    ``observation`` is (N_OBSERVATION,) or (n, N_OBSERVATION) of :mod:`observation`; the action is ``[pair, channels,
+    what]``, int64, (3,) or (n, 3). ``state`` is what the last call for the same jobs returned (None at first),
+    ``episode_start`` (n,) is True if a search begins.
+    """
+
+    def predict(
+        self,
+        observation: Array,
+        state: Any = None,
+        episode_start: Array | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Array, Any]:
+        """The action and the state to pass next time."""
+
+
+def action_space() -> gym.spaces.MultiDiscrete:
+    """``[pair, channels, what]`` of one slot: indices into AUTO + PAIRS and into CHANNELS; one of GO_ON, RUN, COMPARE,
+    LEAVE."""
+    return gym.spaces.MultiDiscrete([N_PAIRS, N_CHANNELS, N_WHAT])
+
+
+def actions_of(configs: Array, what: Array | int = GO_ON) -> Array:
+    """Indices of configs (...) and what comes next, as actions (..., 3) int64."""
+    pair, channels = np.divmod(np.asarray(configs, np.int64), N_CHANNELS)
+    return np.stack(np.broadcast_arrays(pair, channels, np.asarray(what, np.int64)), axis=-1)
+
+
+def choices_of(actions: Array) -> tuple[Array, Array]:
+    """The inverse of :func:`actions_of`: indices of configs (...), what comes next (...)."""
+    actions = np.asarray(actions)
+    return config_index(actions), actions[..., 2]

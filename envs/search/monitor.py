@@ -1,0 +1,305 @@
+"""Monitoring: is the current table still worth having, and is the job still the one that was tuned?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .change import AS_USUAL, MOVED, OFF, RETURNED, Change, Regime, StepLevel
+from .comparison import Comparison, LongSteps, proves_slower
+from .config import EARLY, HARM, LONGEST, SMALL, SURE, SWITCHES, SearchConfig
+from .interfaces import WATCH, Plan
+from .state import Changed, Look, Next, State, Window
+from .step_times import shortest_counted
+
+Array = np.ndarray[Any, Any]
+
+#: What a window may show: the table is slower than the default; the job has changed for good.
+HARMFUL, CHANGED = "harmful", "changed"
+
+
+class VisitSchedule:
+    """When the default is looked at: often until that shows a gain, then less and less while nothing speaks against the
+    table. Times are steps of the job."""
+
+    def __init__(self, visit_steps: int, watch_share: float, now: int) -> None:
+        self.usual = visit_steps / watch_share  # between two visits
+        self.early = self.usual / EARLY
+        self.gap = self.early
+        self.last = now
+        self.is_due = False  # at once
+
+    def wants(self, now: int) -> bool:
+        """Whether the default is due."""
+        return self.is_due or now - self.last >= self.gap
+
+    def visited(self, now: int) -> bool:
+        """The default was measured. Returns whether that was out of turn."""
+        was_due, self.is_due = self.is_due, False
+        self.last = now
+        return was_due
+
+    def gains(self, is_calm: bool) -> None:
+        """The visits show that the table gains; ``is_calm``: so does the last one."""
+        longer = min(2 * self.gap, LONGEST * self.usual)
+        self.gap = longer if is_calm and self.gap >= self.usual else self.usual
+
+    def be_early(self) -> None:
+        """The table may not gain: visit as often as at first."""
+        self.gap = self.early
+
+
+class Watch:
+    """Takes in one window after the other and says what it shows.
+
+    The default is measured if that is worth its price. On schedule, and out of turn: if the table has become so slow
+    that, given its gain, the job has lost what such a visit costs; the price doubles with each visit that the table
+    survives. A table that seems only a little slower than the default gets one more window: the job may have changed
+    its pace between the two.
+    """
+
+    def __init__(
+        self,
+        scheduled: Comparison,
+        noise: float,
+        window_steps: int,
+        config: SearchConfig,
+        now: int,
+        known: tuple[float, int] = (0.0, 0),
+        levels: Sequence[float] = (),
+    ) -> None:
+        """``scheduled``: the pairs of the table with the default; ``noise``: standard deviation of a window's log step
+        time; ``known``: the table's gain as it was adopted (log), and its pairs; ``levels``: logs of step times that
+        the job had under this table before."""
+        self.scheduled, self.config = scheduled, config
+        self.noise, self.window_steps = noise, window_steps
+        self.gain, self.pairs = known
+        self.level = StepLevel(noise, window_steps, config.change, levels)
+        self.visit_steps = window_steps + SWITCHES
+        self.schedule = VisitSchedule(self.visit_steps, config.watch_share, now)
+        self.survived = 0  # visits out of turn
+        self.is_other = False  # the table does not do in this regime what it did
+        self._harm = 0.0  # default steps that the job may have lost through the table
+        self._default: float | None = (
+            None  # log of a default window; the next window of the table is compared with it
+        )
+        self._suspect: float | None = None  # the same, and the last windows of the table were slow
+
+    @property
+    def has_table(self) -> bool:
+        """The table is not the default."""
+        return bool(self.scheduled.table.any())
+
+    @property
+    def change(self) -> Change:
+        """What CHANGED means."""
+        return Change(is_other=True) if self.is_other else self.level.change
+
+    @property
+    def is_uneasy(self) -> bool:
+        """The last windows were off the usual: no time to try anything."""
+        return bool(self.level.odd) or self.schedule.is_due
+
+    @property
+    def price(self) -> float:
+        """Default steps that a visit out of turn has to be worth: what the default costs the job meanwhile, but no more
+        than a window that is slower by HARM."""
+        visit = self.visit_steps * max(self.gain, SMALL)
+        return min(visit, self.window_steps * HARM) * 2**self.survived
+
+    def begin_with(self, default_ms: float) -> None:
+        """A window of the default was just measured: the table's first one is compared with it."""
+        self._default = math.log(default_ms)
+
+    def wants_default(self, now: int) -> bool:
+        """Whether the next window is the default's, given the steps so far."""
+        return self.has_table and self.schedule.wants(now)
+
+    def saw_default(self, ms: float, now: int) -> str:
+        """Take in a window of the default: HARMFUL or ''."""
+        was_due = self.schedule.visited(now)
+        if not self.level.is_known:
+            return ""
+        log = math.log(ms)
+        return self._asked(log) if was_due and self.level.odd else self._scheduled(log)
+
+    def saw_table(self, ms: float, least_ms: float | None = None) -> str:
+        """Take in a window of the table: HARMFUL, CHANGED or ''. ``least_ms``: nearly all of its steps took at least
+        this: stragglers are no fault of a table, which makes all steps slow."""
+        log = math.log(ms)
+        suspect, self._suspect = self._suspect, None
+        if suspect is not None:
+            if log - suspect > self._clearly_slower(1):
+                return HARMFUL
+            self._survives()
+        default, self._default = self._default, None
+        if default is not None and self.has_table:
+            found = self._first_window(default - log)
+            if found:
+                return found
+        return self._follow(log, log if least_ms is None else math.log(least_ms))
+
+    def _first_window(self, log_ratio: float) -> str:
+        """The first window in a regime that came back, against the default there."""
+        if proves_slower(log_ratio, self.scheduled.test.noise):
+            return HARMFUL
+        reach = max(self.config.change, 2 * SURE * self.noise)
+        if self.pairs and abs(log_ratio - self.gain) > reach:
+            self.is_other = True
+            return CHANGED
+        return ""
+
+    def _scheduled(self, default: float) -> str:
+        log_ratio = default - self.level.last
+        self.scheduled.add_log(log_ratio)
+        self.gain = (self.gain * self.pairs + log_ratio) / (self.pairs + 1)
+        self.pairs += 1
+        if self.scheduled.test.interval[0] > 0:
+            self.schedule.gains(is_calm=log_ratio > 0)
+        return HARMFUL if self.scheduled.refutes(log_ratio) else ""
+
+    def _asked(self, default: float) -> str:
+        """A visit out of turn: is the table slow, or the job?"""
+        odd = self.level.odd
+        table = sum(odd) / len(odd)
+        usual, _ = self.level.usual
+        expected = default - usual - self.gain  # by how much the default itself is off
+        is_fault = expected < (table - usual) / 2
+        if not is_fault or table - default < self._clearly_slower(len(odd)):
+            self._survives()
+        elif table - default > HARM:
+            return HARMFUL
+        else:  # the job may have changed its pace just before the default's window
+            self._suspect = default
+        return ""
+
+    def _clearly_slower(self, windows: int) -> float:
+        """By how much (log) so many windows of the table have to be slower than one of the default."""
+        _, deviation = self.level.usual
+        return max(self.config.change, SURE * deviation * math.sqrt(1 + 1 / windows))
+
+    def _survives(self) -> None:
+        self.survived += 1
+        self.level.restart_calm()
+
+    def _follow(self, log: float, least: float) -> str:
+        """Does the step time stay where it was? What it loses meanwhile may be worth a visit."""
+        usual = self.level.usual[0] if self.level.is_known else log
+        found = self.level.add(log)
+        if found == AS_USUAL:
+            self._harm = 0.0
+            if self.level.take_calm():
+                self.survived = max(self.survived - 1, 0)
+        if found == RETURNED:
+            self._harm, self.schedule.is_due = 0.0, False
+        if found in (OFF, MOVED):
+            self._count_harm(least - usual - self.gain)
+        return CHANGED if found == MOVED else ""
+
+    def _count_harm(self, slower: float) -> None:
+        if len(self.level.odd) == 1:
+            self._harm = 0.0
+        self._harm += self.window_steps * max(slower, 0.0)
+        if self.has_table and self._harm >= self.price:
+            self.schedule.is_due, self._harm = True, 0.0
+
+
+class Monitor:
+    """The phase in which nothing is tried: windows of the current table, now and then one of the default."""
+
+    turn = 0
+
+    def __init__(
+        self, state: State, chosen: Array, levels: Sequence[float] = (), default_ms: float | None = None
+    ) -> None:
+        """``chosen`` (s,): configs that the policy saw last; ``levels``: see :class:`Watch`; ``default_ms``: of a
+        default window that was just measured."""
+        self._state, self._chosen = state, chosen
+        current = state.current
+        calls = state.default_calls.logs
+        self._regime = Regime(state.default_ms_now, calls, current.configs, tuple(current.comparisons))
+        self._long_steps = (
+            LongSteps()
+        )  # from here on: the job's own may have become more since the comparison
+        noise, known = state.noise, (current.gain[0], current.pairs)
+        self.watch = Watch(
+            state.scheduled_pairs(),
+            noise.of_window,
+            noise.window_steps,
+            state.config,
+            state.account.steps,
+            known,
+            levels,
+        )
+        if default_ms is not None:
+            self.watch.begin_with(default_ms)
+
+    @property
+    def is_calm(self) -> bool:
+        """The job runs as usual: a trial may run."""
+        return not self.watch.is_uneasy
+
+    def plan(self) -> Plan:
+        """A window of the current table, or of the default. A checkpoint aborts none of them."""
+        state = self._state
+        wants_default = self.watch.wants_default(state.account.steps)
+        configs = np.zeros_like(state.current.configs) if wants_default else state.current.configs
+        return Plan(WATCH, configs.copy(), state.noise.window_steps, state.running.discard(configs))
+
+    def look(self) -> Look:
+        """For an observation that no decision follows."""
+        belief = self._state.belief
+        others = belief.best()
+        others[self.turn] = 0
+        risk = self._state.guard.risk(self.turn)
+        outlook = belief.outlook(self.turn, belief.saving(others)[1] ** 2)
+        return Look(self.turn, int(self._chosen[self.turn]), risk, outlook, idle=0.0, is_exploring=False)
+
+    def decide(self, config: int, what: int, is_open: bool) -> Next:
+        """The policy has no turn here: its choice changes nothing."""
+        return None
+
+    def record(self, window: Window) -> Next:
+        """See :class:`state.Phase`."""
+        state, seen = self._state, window.seen
+        is_default = bool(not state.current.is_default and not window.plan.configs.any())
+        account = state.account
+        account.since_verdict += seen.billed
+        account.default_since_verdict += seen.billed * is_default
+        if is_default:
+            found = self.watch.saw_default(window.ms, account.steps)
+        else:
+            found = self.watch.saw_table(window.ms, shortest_counted(seen.step_ms))
+        self._long_steps.add(window.plan.configs, seen.step_ms, window.ms)
+        if not found and not state.current.is_default:
+            found = self._check_long_steps()
+        if not found:
+            return None
+        is_harmful = found == HARMFUL
+        state.milestones.dropped += is_harmful
+        default_ms = window.ms if is_default else state.default_ms
+        return self._changed(default_ms if is_harmful else None)
+
+    def _changed(self, default_ms: float | None) -> Changed:
+        """The job has changed, or (with ``default_ms``) the table is slower than the default."""
+        current = self._state.current
+        before = current.configs if default_ms is None else np.zeros_like(current.configs)
+        return Changed(self.watch.change, self._regime, default_ms, before)
+
+    def _check_long_steps(self) -> str:
+        """HARMFUL if long steps cost more than the table gains. If they seem to, the default is measured as often as at
+        first, which costs little if little is gained."""
+        state, watch = self._state, self.watch
+        if not watch.pairs:  # a table of an earlier tuner: its gain is not known yet
+            return ""
+        table = state.current.configs
+        none = np.zeros_like(table)
+        if self._long_steps.forbids(table, none, watch.gain):
+            state.comparisons.with_long_steps.add(table.tobytes())
+            return HARMFUL
+        if self._long_steps.gain(table, none, watch.gain) <= 0:
+            watch.schedule.be_early()
+        return ""

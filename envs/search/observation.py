@@ -1,0 +1,166 @@
+"""What a policy sees at one turn, the same for Sim, Replay and Live: one table of names and scales encodes and decodes.
+
+A turn is the decision for one slot. Effects are parts of the job's step time. In the observation each quantity is
+multiplied by its scale, so that usual values are about 1, and clipped to -4 ... 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from ...traces.fingerprint import N_FEATURES
+from ...traces.spaces import N_CONFIGS
+
+Array = np.ndarray[Any, Any]
+
+#: Bounds of the observation: scaled values beyond them are as good as infinite to a policy.
+LIMIT = 4.0
+#: Scale of effects on the step time: 5 % of the step is 1.
+EFFECT = 20.0
+
+#: Quantities of a turn, in the order of the observation, and their scales. Units are in :class:`Context`.
+CONTEXT = {
+    "share": 1.0,
+    "exposure": 1.0,
+    "exposure_sd": 1.0,
+    "noise": 50.0,
+    "last_saving": 5.0,
+    "best_saving": 5.0,
+    "best_sd": 5.0,
+    "round": 1 / 16,
+    "slots": 1 / 8,
+    "place": 1.0,
+    "confirmed": 1.0,
+    "comparisons": 1 / 4,
+    "drift": 20.0,
+    "off_step": 1 / 2,
+    "off_calls": 1 / 2,
+    "refining": 1.0,
+    "promised": EFFECT,
+    "exploring": 1.0,
+    "beaten": 1.0,
+    "idle": 1 / 4,
+    "spent": 1.0,
+    "last_call": 1.0,
+    "last_long": 20.0,
+}
+#: Figures of each config, in the order of the observation, and their scales. Units are in :class:`Seen`.
+FIGURES = {
+    "saving": EFFECT,
+    "learned": EFFECT,
+    "worth": 10 * EFFECT,
+    "count": 1 / 4,
+    "last": 1.0,
+    "current": 1.0,
+    "risk": 1.0,
+}
+N_PER_CONFIG = len(FIGURES)
+N_OBSERVATION = N_FEATURES + len(CONTEXT) + N_PER_CONFIG * N_CONFIGS + N_CONFIGS
+#: Scales as arrays, for encoding and decoding at once.
+_CONTEXT_SCALES = np.array(list(CONTEXT.values()))
+_FIGURE_SCALES = np.array(list(FIGURES.values()))[:, None]
+#: More remaining slots than this are not the last one. The entry ``slots`` is clipped at 32, so that the number of
+#: remaining slots comes out too low by up to a half; this bound tells one from two for up to 63 slots.
+_ONE_SLOT = 1.01
+
+
+@dataclass
+class Context:
+    """The quantities of a turn: numbers, or arrays (n,) of n observations."""
+
+    share: Any  # of the slot's calls, part of the step
+    exposure: Any  # part of the slot's time that the step waits for
+    exposure_sd: Any  # its standard deviation
+    noise: Any  # standard deviation of a window's log step time
+    last_saving: Any  # log, of the last window against the first default steps
+    best_saving: Any  # posterior mean saving of the table with the best means
+    best_sd: Any  # its standard deviation
+    round: Any  # exploring windows of this search
+    slots: Any  # of the job
+    place: Any  # index of this slot, over the number of slots
+    confirmed: Any  # 1: the current table is not the default
+    comparisons: Any  # of this search
+    drift: Any  # log of the default's step time now, against the first default steps
+    off_step: Any  # standard deviations that the last step time was off its prediction ...
+    off_calls: Any  # ... and the slot's calls
+    refining: Any  # 1: the verdict is there, and slots are tried beside the current table
+    promised: Any  # saving of the table with the best means beyond the current table
+    exploring: Any  # 1: a slot before this one runs another config than the best mean
+    beaten: Any  # 1: the table with the best means has lost its comparison
+    idle: Any  # windows in a row under one table; after the verdict four times the passes over the slots without trial
+    spent: Any  # part of what the search may lose that it has lost
+    last_call: Any  # log time of the slot's calls in the last window against their default
+    last_long: Any  # cost of the long steps of the last window, part of its time
+
+    @property
+    def values(self) -> list[Any]:
+        """In the order of :data:`CONTEXT`."""
+        return [getattr(self, name) for name in CONTEXT]
+
+
+@dataclass
+class Seen:
+    """Observations (n, N_OBSERVATION) decoded. Effects are parts of the step."""
+
+    saving: Array  # (n, N_CONFIGS) posterior mean of what a config saves, against the best
+    learned: Array  # (n, N_CONFIGS) what a window under it is expected to change of that (standard deviation)
+    worth: Array  # (n, N_CONFIGS) by how much the best mean is expected to rise through that window
+    count: Array  # (n, N_CONFIGS) windows measured, at most 16
+    last: Array  # (n, N_CONFIGS) bool: chosen in the last round
+    current: Array  # (n, N_CONFIGS) bool: in the current table
+    risk: Array  # (n, N_CONFIGS) probability that it makes a step too slow; 1: it did so twice, or lost its comparison
+    open: Array  # (n, N_CONFIGS) bool: may be chosen
+    context: Context
+    features: Array  # (n, N_FEATURES)
+
+    @property
+    def is_last_slot(self) -> Array:
+        """(n,) bool: no other slot of the job has a turn after this one."""
+        remaining = self.context.slots * (1 - self.context.place)
+        return np.asarray(remaining < _ONE_SLOT)
+
+    @property
+    def is_refining(self) -> Array:
+        """(n,) bool: after the verdict."""
+        return np.asarray(self.context.refining > 0.5)
+
+
+def observation_space() -> gym.spaces.Box:
+    """Fingerprint, context, figures per config, and in the last ``N_CONFIGS`` entries what may be chosen (0 / 1)."""
+    return gym.spaces.Box(-LIMIT, LIMIT, (N_OBSERVATION,), np.float32)
+
+
+def encode(features: Array, context: Context, figures: Array, open_: Array) -> Array:
+    """One turn's observation (N_OBSERVATION,) float32 from its parts in their own units: (N_FEATURES,), the context,
+    (N_PER_CONFIG, N_CONFIGS) in the order of :data:`FIGURES`, (N_CONFIGS,) bool."""
+    scaled = np.array(context.values, np.float64) * _CONTEXT_SCALES
+    shown = np.where(open_, figures * _FIGURE_SCALES, 0.0)
+    parts = np.concatenate([features, scaled, shown.ravel(), open_])
+    return np.clip(parts, -LIMIT, LIMIT).astype(np.float32)
+
+
+def decode(observations: Array) -> Seen:
+    """The inverse of :func:`encode`, of (n, N_OBSERVATION) or one observation."""
+    x = np.atleast_2d(np.asarray(observations, np.float64))
+    ends = np.cumsum([N_FEATURES, len(CONTEXT), N_PER_CONFIG * N_CONFIGS])
+    features, scaled, figures, open_ = np.split(x, ends, axis=1)
+    quantities = (scaled / _CONTEXT_SCALES).T
+    context = Context(**dict(zip(CONTEXT, quantities, strict=True)))
+    shaped = figures.reshape(len(x), N_PER_CONFIG, N_CONFIGS) / _FIGURE_SCALES
+    saving, learned, worth, count, last, current, risk = np.moveaxis(shaped, 1, 0)
+    return Seen(
+        saving=saving,
+        learned=learned,
+        worth=worth,
+        count=np.rint(count),
+        last=last > 0.5,
+        current=current > 0.5,
+        risk=risk,
+        open=open_ > 0.5,
+        context=context,
+        features=features,
+    )

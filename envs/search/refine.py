@@ -1,0 +1,197 @@
+"""After the verdict: trials of single slots beside the current table.
+
+Exploring learns of all slots at once and ends as soon as a gain is proven. It mostly leaves a slot whose best config is
+a little faster than the one chosen. Such a difference is too small for one window, but not for a comparison: a *trial*
+is the current table with a slot (or more) changed, as the policy says, and its windows take turns with windows of the
+current table. The comparison is the same as everywhere. Monitoring sees the windows between the trials.
+
+A trial's window ends with its first step that is clearly slower: a trial that loses costs a step or two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .comparison import ADOPTED, Comparison, TimedWindow
+from .config import SLOWER, SLOWER_LOG
+from .interfaces import COMPARE, LEAVE, RUN, TRIAL, Plan
+from .monitor import Monitor
+from .state import Changed, Look, Next, State, Watching, Window
+
+Array = np.ndarray[Any, Any]
+
+
+class Refine:
+    """The phase of trials, from the verdict of a search on."""
+
+    def __init__(
+        self,
+        state: State,
+        trials: int,
+        chosen: Array,
+        levels: Sequence[float] = (),
+        default_ms: float | None = None,
+    ) -> None:
+        """``trials``: windows that may try something; the rest as for :class:`monitor.Monitor`."""
+        self._state, self._chosen = state, chosen
+        self.turn = 0
+        self.trials_left = trials
+        self.trial: Array | None = None  # (s,) the table that is tried
+        self._reference: TimedWindow | None = None  # the window of the current table just before
+        self._wanted = state.current.configs.copy()  # (s,) what the policy has chosen for the next trial
+        self._turns = self._passed = 0  # turns of that trial; turns in a row of which no trial came
+        self._noise = state.pair_noise
+        self._compared: dict[bytes, Comparison] = {}  # of each trial with the current table
+        self._monitor = Monitor(state, chosen, levels, default_ms)
+
+    def plan(self) -> Plan | None:
+        """The trial, if the window before it ran the current table; else what monitoring asks for; None if it is the
+        policy's turn."""
+        state = self._state
+        if self.trial is None:
+            return None
+        plan = state.guard.before(state.window(TRIAL, self.trial), state.current.configs)
+        if plan.one_of:
+            return plan
+        if self._reference is not None and self._monitor.is_calm:
+            slower = max(SLOWER * state.noise.of(1), SLOWER_LOG)
+            limit = self._reference.ms * math.exp(slower)
+            return replace(plan, limit_ms=min(plan.limit_ms, limit))
+        return self._monitor.plan()
+
+    # -- the policy's turns ------------------------------------------------------------------------------------
+
+    def look(self) -> Look:
+        """See :class:`state.Phase`."""
+        belief, slots = self._state.belief, np.arange(self._state.n_slots)
+        best = belief.best()
+        is_exploring = bool((self._chosen != best)[slots < self.turn].any())
+        risk = self._risk()
+        return Look(
+            self.turn,
+            int(self._chosen[self.turn]),
+            risk,
+            belief.outlook(self.turn, lost=risk == 1.0),
+            idle=4 * self._passed / self._state.n_slots,
+            is_exploring=is_exploring,
+            is_refining=True,
+        )
+
+    def _risk(self) -> Array:
+        """(N_CONFIGS,) as ``StepGuard.risk``; 1 of what has lost as the only change of the current table."""
+        current = self._state.current.configs
+        risk = self._state.guard.risk(self.turn)
+        for table in self._state.comparisons.rejected:
+            configs = np.frombuffer(table, current.dtype)
+            if np.flatnonzero(configs != current).tolist() == [self.turn]:
+                risk[configs[self.turn]] = 1.0
+        return risk
+
+    def decide(self, config: int, what: int, is_open: bool) -> Next:
+        """What the slot runs in the next trial. The current table and tables that lost are not tried; a policy that has
+        tried nothing in ``passes`` rounds over the slots is done."""
+        state = self._state
+        current = state.current.configs
+        n_slots = state.n_slots
+        self._wanted[self.turn] = config if is_open else current[self.turn]
+        self._turns += 1
+        self.turn = (self.turn + 1) % n_slots
+        if what in (RUN, COMPARE) or self._turns == n_slots:
+            has_lost = state.comparisons.has_lost(self._wanted)
+            is_new = not has_lost and not np.array_equal(self._wanted, current)
+            self.trial = self._wanted if is_new else None
+            self._passed = 0 if is_new else self._passed + self._turns
+            self._wanted, self._turns = current.copy(), 0
+        if what == LEAVE:
+            self.trials_left = 0
+        return self._go_on()
+
+    def _go_on(self) -> Next:
+        """Only monitoring is left if the policy has nothing to try, or the trials or the budget are spent."""
+        state = self._state
+        has_passed = self._passed >= state.config.passes * state.n_slots
+        is_over = has_passed or self.trials_left <= 0 or state.spent > 1
+        return Watching(self._monitor) if self.trial is None and is_over else None
+
+    # -- windows -----------------------------------------------------------------------------------------------
+
+    def record(self, window: Window) -> Next:
+        """See :class:`state.Phase`."""
+        plan = window.plan
+        if plan.kind != TRIAL:
+            is_current = np.array_equal(plan.configs, self._state.current.configs)
+            self._reference = window.timed if is_current else None
+            found = self._monitor.record(window)
+            return replace(found, trials=self.trials_left) if isinstance(found, Changed) else None
+        self.trials_left -= 1
+        self._state.account.since_verdict += window.seen.billed
+        if plan.one_of:  # the policy knows more now, and decides anew
+            self.trial = None
+        else:
+            self._tried(window)
+        return self._go_on()
+
+    def _tried(self, window: Window) -> None:
+        """One window of a trial: adopt its table, run it again, or drop it."""
+        state, trial = self._state, window.plan.configs
+        assert self._reference is not None
+        comparison = self.comparison_of(trial)
+        comparison.add_pair(self._reference, window.timed)
+        self._learn(window, self._reference)
+        self._reference = None
+        verdict = state.decide(comparison)
+        if self._is_hopeless(window, comparison, verdict):
+            verdict = False
+        belief = state.belief
+        is_better = belief.saving_mean(trial) > belief.saving_mean(state.current.configs)
+        goes_on = verdict is None and (is_better or comparison.test.is_promising)
+        self.trial = trial if goes_on else None
+        if verdict:
+            self._adopt(comparison)
+        elif verdict is not None:
+            state.comparisons.reject(comparison)
+
+    def comparison_of(self, trial: Array) -> Comparison:
+        """That of a trial (s,) with the current table; a new one if there is none."""
+        key = trial.tobytes()
+        if key not in self._compared:
+            self._compared[key] = self._state.compare(trial, self._noise, is_trial=True)
+        return self._compared[key]
+
+    def _learn(self, window: Window, reference: TimedWindow) -> None:
+        state = self._state
+        noise = math.hypot(state.noise.of_window, state.noise.of(len(window.steps)))
+        log_ratio = math.log(reference.ms / window.ms)
+        state.belief.compare(window.plan.configs, state.current.configs, log_ratio, noise)
+
+    def _is_hopeless(self, window: Window, comparison: Comparison, verdict: bool | None) -> bool:
+        """The trial must not run again: it made a step too slow, NCCL refuses it, or it is no gain over the default."""
+        state, trial = self._state, comparison.table
+        is_refused = state.guard.refused[np.arange(len(trial)), trial].any()
+        if window.is_aborted or is_refused:
+            return True
+        if not state.current.is_default or verdict:
+            return False
+        gain = comparison.test.mean
+        is_slower = gain <= 0 or state.long_steps.forbids(trial, comparison.reference, gain)
+        return is_slower or self.trials_left <= 0
+
+    def _adopt(self, comparison: Comparison) -> None:
+        state = self._state
+        is_first = state.current.is_default
+        comparison.outcome = ADOPTED
+        adopted = [*state.current.comparisons, comparison]
+        state.current.set(comparison.table, adopted)
+        self._wanted, self._passed = comparison.table.copy(), 0
+        self._compared = {}
+        self._monitor = Monitor(state, self._chosen)
+        if is_first:
+            state.milestones.gained(state.account.steps)
+            self.trials_left = state.config.trials
+        else:
+            state.milestones.refined += 1

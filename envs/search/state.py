@@ -1,0 +1,381 @@
+"""What one search knows and shares between its phases: the job, the current table, the account, what was compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from .belief.belief import Belief
+from .belief.prior import Prior
+from .change import Change, Regime
+from .comparison import REJECTED, Comparison, LongSteps, SequentialTest, Terms, TimedWindow
+from .config import (
+    AGAIN,
+    ALPHA,
+    BUDGET_STEPS,
+    DISCARD,
+    LEAST_PAIRS,
+    MORE,
+    SAFE_PAIRS,
+    TRIAL_ALPHA,
+    WARM_STEPS,
+    WATCH_ALPHA,
+    SearchConfig,
+)
+from .interfaces import Job, Measured, Plan
+from .step_guard import StepGuard
+from .step_times import NoiseEstimate, trimmed_mean
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Milestones:
+    """When what happened, in optimizer steps since the job's first; -1: it has not."""
+
+    first_gain: int = -1  # a table was adopted
+    verdict: int = -1
+    aborted: int = 0  # windows
+    reopened: int = 0  # searches after a change of the job
+    returned: int = 0  # of them, into regimes that were tuned before
+    fruitless: int = 0  # searches in a row that left no table, or one that was dropped
+    dropped: int = 0  # tables after the verdict
+    refined: int = 0  # slots changed for the better after it
+
+    def gained(self, now: int) -> None:
+        """A table was adopted."""
+        self.first_gain = now if self.first_gain < 0 else self.first_gain
+
+
+@dataclass
+class Account:
+    """Steps that went by, and what they lost against the default, in default steps."""
+
+    steps: int = 0
+    lost: float = 0.0
+    rounds: int = 0  # exploring windows of this search
+    since_verdict: int = 0
+    default_since_verdict: int = 0  # of them under the default
+
+    def spent(self, budget: float) -> float:
+        """Part of what the search may lose that it has lost."""
+        return self.lost / (budget * max(self.steps, BUDGET_STEPS))
+
+
+class CurrentTable:
+    """The table that holds when nothing is tried, and the comparisons that adopted it: the first against the default,
+    each other one against the table before."""
+
+    def __init__(self, n_slots: int, on_confirmed: Callable[[Array], object]) -> None:
+        self.configs: Array = np.zeros(n_slots, np.int64)
+        self.comparisons: list[Comparison] = []
+        self._on_confirmed = on_confirmed
+
+    @property
+    def is_default(self) -> bool:
+        """Nothing was adopted."""
+        return not self.configs.any()
+
+    def set(self, configs: Array, comparisons: Sequence[Comparison] | None = None) -> None:
+        """These configs (s,) hold from now on; the job hears of it if they are others."""
+        is_other = not np.array_equal(configs, self.configs)
+        self.configs = configs.copy()
+        if comparisons is not None:
+            self.comparisons = list(comparisons)
+        if is_other:
+            self._on_confirmed(self.configs)
+
+    @property
+    def gain(self) -> tuple[float, float, float]:
+        """Mean log of the default's step time over the current table's, and its interval."""
+        tests = [one.test for one in self.comparisons]
+        bounds = [test.interval for test in tests]
+        mean = sum(test.mean for test in tests)
+        return mean, sum(low for low, _ in bounds), sum(high for _, high in bounds)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs that the gain was measured from."""
+        return sum(one.test.n for one in self.comparisons)
+
+
+@dataclass
+class Comparisons:
+    """All comparisons of a job, in order, and the tables that lost."""
+
+    history: list[Comparison] = field(default_factory=list)
+    in_search: int = 0  # of this search
+    last_rejected: Comparison | None = None
+    rejected: set[bytes] = field(default_factory=set)  # tables that lost in this search
+    with_long_steps: set[bytes] = field(
+        default_factory=set
+    )  # tables that were dropped for them, in any search
+    default_logs: list[float] = field(default_factory=list)  # each default window against the one before: A/A
+    default_before_ms: float = 0.0  # the last default window
+
+    def begin(self, default_ms: float) -> None:
+        """A new search."""
+        self.in_search = 0
+        self.last_rejected = None
+        self.rejected = set(self.with_long_steps)
+        self.default_before_ms = default_ms
+
+    def default_window(self, ms: float) -> None:
+        """A window of the default during a comparison: the default against itself."""
+        self.default_logs.append(math.log(self.default_before_ms / ms))
+        self.default_before_ms = ms
+
+    def reject(self, comparison: Comparison) -> None:
+        """Its table lost."""
+        comparison.outcome = REJECTED
+        self.rejected.add(comparison.table.tobytes())
+
+    def has_lost(self, table: Array) -> bool:
+        """Whether a table (s,) lost in this search."""
+        return table.tobytes() in self.rejected
+
+
+class DefaultCalls:
+    """Mean log times (s,) of the slots' calls under the default."""
+
+    def __init__(self, call_us: Array) -> None:
+        self.logs = np.log(call_us)
+        self._windows = np.ones(len(call_us))
+
+    def changed(self, call_us: Array) -> None:
+        """The job has changed."""
+        self.logs = np.log(call_us)
+
+    def add(self, logs: Array, is_default: Array) -> None:
+        """Log times (s,) of a window, in the slots that ran the default (s,)."""
+        known = is_default & np.isfinite(logs)
+        self._windows += known
+        self.logs = self.logs + np.where(known, (logs - self.logs) / self._windows, 0.0)
+
+
+class Running:
+    """What the job runs now, and which algorithms are connected."""
+
+    def __init__(self, families: Array) -> None:
+        self._families = families  # (s, N_CONFIGS), see ``interfaces.Job``
+        self._warm: set[int] = set()
+        self.configs: Array = np.zeros(len(families), np.int64)
+
+    def ran(self, plan: Plan, is_aborted: bool) -> None:
+        """A window has ended. After one at few calls any table is another one."""
+        if not is_aborted:
+            self._warm |= self._families_of(plan.configs)
+        self.configs = np.where(plan.one_of, -1, plan.configs)
+
+    def discard(self, configs: Array) -> int:
+        """Steps that do not count after a change to these configs (s,)."""
+        if np.array_equal(configs, self.configs):
+            return 0
+        is_cold = bool(self._families_of(configs) - self._warm)
+        return DISCARD + WARM_STEPS * is_cold
+
+    def _families_of(self, configs: Array) -> set[int]:
+        found = {int(self._families[slot, config]) for slot, config in enumerate(configs)}
+        return {family for family in found if family >= 0}
+
+
+@dataclass(frozen=True)
+class Window:
+    """One window as the phases take it in."""
+
+    plan: Plan
+    seen: Measured
+    steps: Array  # (k,) ms, the steps that measure the table
+    ms: float  # their trimmed mean
+    is_aborted: bool
+    is_guilty: bool  # aborted, and its likeliest cause had aborted a window before
+
+    @property
+    def is_refused(self) -> bool:
+        """NCCL did not obey one of the configs."""
+        return bool((~self.seen.obeyed & (self.plan.configs > 0)).any())
+
+    @property
+    def timed(self) -> TimedWindow:
+        """For a comparison."""
+        return TimedWindow(self.ms, self.seen.first_step, self.seen.last_step)
+
+
+@dataclass
+class LastWindow:
+    """Figures of the last window that the policy sees, see ``observation.Context``."""
+
+    saving: float
+    calls: Array  # (s,)
+    long: float
+
+
+class State:
+    """Of one job, over all its searches."""
+
+    def __init__(
+        self, job: Job, config: SearchConfig, prior: Prior, on_confirmed: Callable[[Array], object]
+    ) -> None:
+        self.job, self.config, self.prior = job, config, prior
+        self.account = Account()
+        self.noise = NoiseEstimate()
+        self.guard = StepGuard(job.mask)
+        self.current = CurrentTable(self.n_slots, on_confirmed)
+        self.comparisons = Comparisons()
+        self.default_calls = DefaultCalls(job.call_us)
+        self.running = Running(job.families)
+        self.milestones = Milestones()
+
+    def begin(self, default: Measured, before: Array) -> None:
+        """A new search, from these default steps. ``before`` (s,): configs that ran until now."""
+        self.default_ms = trimmed_mean(default.step_ms)
+        self.noise.begin(default.step_ms, self.config)
+        self.belief = Belief(self.prior, self.job.features, self.open, self.job.share)
+        has_calls = bool(np.isfinite(self.default_calls.logs).any())
+        self.belief.begin(self.noise.of_window, self.config.reveal, has_calls)
+        self.guard.begin(self.job, self.belief, before)
+        self.account.rounds = 0
+        self.comparisons.begin(self.default_ms)
+        self.long_steps = LongSteps()
+        self.long_steps.add(np.zeros(self.n_slots, np.int64), default.step_ms, self.default_ms)
+        self.last = LastWindow(0.0, np.zeros(self.n_slots), 0.0)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    @property
+    def n_slots(self) -> int:
+        """Of the job."""
+        return len(self.job.share)
+
+    @property
+    def open(self) -> Array:
+        """(s, N_CONFIGS) bool: what may be chosen: what NCCL offers, and obeyed so far."""
+        return np.asarray(self.job.mask & ~self.guard.refused)
+
+    @property
+    def default_ms_now(self) -> float:
+        """Step time of the default now, as the belief follows it."""
+        return self.default_ms * math.exp(float(self.belief.mean[0]))
+
+    @property
+    def spent(self) -> float:
+        """Part of what the search may lose that it has lost."""
+        return self.account.spent(self.config.budget)
+
+    # -- windows and comparisons ---------------------------------------------------------------------------------
+
+    def window(self, kind: str, configs: Array) -> Plan:
+        """A window under these configs (s,), aborted by a step that is too slow."""
+        limit = self.guard.limit_ms(configs, self.default_ms_now)
+        discard = self.running.discard(configs)
+        return Plan(kind, configs.copy(), self.noise.window_steps, discard, limit)
+
+    @property
+    def pair_noise(self) -> float:
+        """Standard deviation of the log ratio of two windows."""
+        return self.noise.of_window * math.sqrt(2)
+
+    def compare(self, table: Array, noise: float, is_trial: bool = False) -> Comparison:
+        """A new comparison of a table (s,) with the current one; ``noise`` of a pair."""
+        first = TRIAL_ALPHA if is_trial else ALPHA
+        is_improvement = is_trial and not self.current.is_default
+        level = ALPHA if is_improvement else first * AGAIN**self.milestones.fruitless
+        found = Comparison(table.copy(), self.current.configs.copy(), SequentialTest(noise, level), is_trial)
+        self.comparisons.history.append(found)
+        return found
+
+    def scheduled_pairs(self) -> Comparison:
+        """The pairs of the current table and the default that monitoring measures now and then."""
+        test = SequentialTest(self.pair_noise, WATCH_ALPHA)
+        return Comparison(self.current.configs, np.zeros(self.n_slots, np.int64), test)
+
+    def decide(self, comparison: Comparison) -> bool | None:
+        """Whether its table replaces the current one, see :meth:`Comparison.decide`."""
+        config = self.config
+        known = None if not self.current.comparisons else self.current.gain[1]
+        if known is not None:
+            pairs = float(config.pairs_again)
+            pairs_long_steps = MORE * pairs
+        else:
+            pairs = math.inf if comparison.is_trial else float(config.pairs)
+            pairs_long_steps = float(config.pairs_long_steps)
+        least = SAFE_PAIRS if comparison.is_trial else LEAST_PAIRS
+        terms = Terms(pairs, pairs_long_steps, least, config.least_gain, known)
+        return comparison.decide(terms, self.long_steps)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Next: what comes after a search. ``trials``: windows that may still try something."""
+
+    trials: int
+    chosen: Array  # (s,) configs that the policy saw as the last choice
+    levels: Sequence[float] = ()  # logs of step times that the job had under this table before
+    default_ms: float | None = None  # of a default window that was just measured
+
+
+@dataclass(frozen=True)
+class Watching:
+    """Next: nothing is tried any more."""
+
+    monitor: Phase
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Next: the job has changed, so the default is measured anew."""
+
+    change: Change
+    regime: Regime  # that was left
+    default_ms: float | None  # that its table was slower than; None: the table holds
+    before: Array  # (s,) configs to try first in a new search
+    trials: int = 0  # that were left
+
+
+@dataclass(frozen=True)
+class NewSearch:
+    """Next: a search after a change."""
+
+    before: Array  # (s,) configs to try first
+    first_log: float | None  # log(default / table) of a pair that was measured already
+
+
+#: What a phase returns: what comes next, or None to go on with this phase.
+Next = Verdict | Watching | Changed | NewSearch | None
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a phase adds to the observation of a slot."""
+
+    slot: int
+    chosen: int  # its config in the last round
+    risk: Array  # (N_CONFIGS,)
+    outlook: tuple[Array, Array, Array]  # saving, learned and worth (N_CONFIGS,), see ``Belief.outlook``
+    idle: float  # see ``observation.Context``
+    is_exploring: bool
+    is_refining: bool = False
+
+
+class Phase(Protocol):
+    """One phase of a search."""
+
+    @property
+    def turn(self) -> int:
+        """The slot that the policy decides for next; the number of slots: none."""
+
+    def plan(self) -> Plan | None:
+        """The next window, or None if the policy has a turn first."""
+
+    def look(self) -> Look:
+        """For the observation of the slot whose turn it is."""
+
+    def decide(self, config: int, what: int, is_open: bool) -> Next:
+        """The policy's choice for that slot; one that is not open is replaced."""
+
+    def record(self, window: Window) -> Next:
+        """Take in a window that was planned."""

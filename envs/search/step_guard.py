@@ -1,0 +1,131 @@
+"""Protects the job from steps that are too slow: risky settings run at a few calls first, slow windows are aborted.
+
+A table that holds at about one call a step hardly makes the step too slow, and the time of such a call predicts what
+all of them would do. A setting runs at every call only after such a time was measured, or if it is not risky. A
+window with a setting that was never measured ends with its first step that is too slow; a setting that causes this
+twice is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .belief.belief import Belief
+from .config import ABORT, FEW_CALLS, FEWEST_CALLS, MOST_ABORTED, RISKY, RISKY_AT_ONE_CALL
+from .interfaces import Job, Plan
+
+Array = np.ndarray[Any, Any]
+
+
+class StepGuard:
+    """What ran on one job, what NCCL refused, and what made steps too slow. Arrays are (s, N_CONFIGS)."""
+
+    def __init__(self, mask: Array) -> None:
+        self.refused = np.zeros_like(mask, bool)  # NCCL did not obey; stays when the job changes
+        self.aborted = np.zeros(
+            mask.shape, np.int64
+        )  # windows, as the likeliest cause; stays when the job changes
+        self.windows = np.zeros(mask.shape)  # measured at all calls
+
+    def begin(self, job: Job, belief: Belief, ran_before: Array) -> None:
+        """A new search. ``ran_before`` (s,): configs that ran until now need no few calls."""
+        self.calls = job.calls
+        self.has_times = np.isfinite(job.call_us)
+        self.belief = belief
+        self.windows = np.zeros(self.refused.shape)
+        self.timed = (
+            np.arange(self.refused.shape[1]) == ran_before[:, None]
+        )  # a time of few calls was measured
+        self.silent = np.zeros_like(self.refused)  # the last window at few calls gave no time
+
+    # -- what ran ----------------------------------------------------------------------------------------------
+
+    def ran(self, configs: Array) -> None:
+        """A window under configs (s,) at all calls was measured."""
+        self.windows[np.arange(len(configs)), configs] += 1
+
+    def ran_at_few_calls(self, configs: Array, is_timed: Array) -> None:
+        """A window of few calls under configs (s,) has ended. Only a measured time (``is_timed`` (s,)) is evidence: a
+        config without one never runs at all calls on the strength of this window."""
+        slots = np.arange(len(configs))
+        self.timed[slots, configs] |= is_timed
+        self.silent[slots, configs] = ~is_timed
+
+    def refuse(self, configs: Array, is_refused: Array) -> None:
+        """NCCL did not obey configs (s,) in the slots ``is_refused`` (s,): they are not tried again."""
+        slots = np.flatnonzero(is_refused)
+        self.refused[slots, configs[slots]] = True
+
+    def assume_measured(self, configs: Array) -> None:
+        """Configs (s,) ran until the job changed: no window is aborted for their sake."""
+        self.windows[np.arange(len(configs)), configs] = configs > 0
+
+    # -- steps that are too slow -------------------------------------------------------------------------------
+
+    def is_new(self, configs: Array) -> Array:
+        """(s,) bool: which of these configs (s,) were never measured; AUTO is never new."""
+        windows = self.windows[np.arange(len(configs)), configs]
+        return np.asarray((configs > 0) & (windows == 0))
+
+    def limit_ms(self, configs: Array, default_ms: float) -> float:
+        """A step above this is too slow under configs (s,); infinite if all of them were measured."""
+        return ABORT * default_ms if self.is_new(configs).any() else math.inf
+
+    def abort(self, configs: Array) -> bool:
+        """A window was aborted: the likeliest of the new configs (s,) is taken for the cause. Returns whether it was
+        the cause before."""
+        new = np.flatnonzero(self.is_new(configs)).tolist()
+        if not new:
+            return False
+        slot = max(new, key=lambda s: float(self.belief.too_long(s, ABORT)[configs[s]]))
+        self.aborted[slot, configs[slot]] += 1
+        return bool(self.is_guilty[slot, configs[slot]])
+
+    @property
+    def is_guilty(self) -> Array:
+        """(s, N_CONFIGS) bool: settings that made a step too slow twice."""
+        return self.aborted > MOST_ABORTED
+
+    def risk_at_all_calls(self, slot: int) -> Array:
+        """(N_CONFIGS,) probability that each config of a slot makes a step too slow; 0 of what was measured."""
+        likely = np.where(self.is_guilty[slot], 1.0, self.belief.too_long(slot, ABORT))
+        return np.asarray(np.where(self.windows[slot] == 0, likely, 0.0))
+
+    def risk(self, slot: int) -> Array:
+        """The same of a trial of each config, which may run at few calls first."""
+        at_all = self.risk_at_all_calls(slot)
+        is_first = self._needs_few_calls(slot, at_all)
+        if not is_first.any():
+            return at_all
+        at_few = self.belief.too_long(slot, 1 + self.calls[slot] * (ABORT - 1))
+        is_cheap = is_first & ~self.silent[slot] & (at_all < RISKY_AT_ONE_CALL)
+        return np.where(is_cheap, np.minimum(at_all, at_few), at_all)
+
+    # -- few calls ---------------------------------------------------------------------------------------------
+
+    def needs_few_calls(self, slot: int) -> Array:
+        """(N_CONFIGS,) bool: configs of a slot that run at few calls first."""
+        return self._needs_few_calls(slot, self.risk_at_all_calls(slot))
+
+    def _needs_few_calls(self, slot: int, risk: Array) -> Array:
+        can_tell = self.calls[slot] >= FEWEST_CALLS and self.has_times[slot] and self.belief.has_calls
+        is_new = can_tell & (self.windows[slot] == 0) & ~self.timed[slot]
+        return np.asarray(is_new & (risk > RISKY))
+
+    def before(self, plan: Plan, current: Array) -> Plan:
+        """The window that comes before this one, in which its risky configs run at about one call a step; the window
+        itself if it has none. ``current`` (s,): configs of all other calls."""
+        is_risky = np.zeros(len(current), bool)
+        for slot, config in enumerate(plan.configs):
+            is_risky[slot] = config != current[slot] and self.needs_few_calls(slot)[config]
+        if not is_risky.any():
+            return plan
+        calls = self.calls[is_risky]
+        one_of = math.ceil(calls.max())
+        n_steps = math.ceil(FEW_CALLS * one_of / calls.min())
+        configs = np.where(is_risky, plan.configs, current)
+        return replace(plan, configs=configs, n_steps=n_steps, one_of=one_of, others=current.copy())
