@@ -269,7 +269,7 @@ class Run:
         for comm, one in left_out.items():
             if one.for_good:
                 self._gone[comm] = one.why
-                if "no clock" in one.why:
+                if "share no count" in one.why:
                     self.outcome.no_clock = one.why
                 else:
                     self.outcome.accused = one.why

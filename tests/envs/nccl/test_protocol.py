@@ -134,7 +134,7 @@ def test_the_decision_is_the_largest_limit_and_a_trial_ends_some_steps_later():
         ([vote(0, marks={16: 7, 32: 9}), vote(1)], False, ""),
         ([vote(0, marks={2048: 9}), vote(1)], False, "cannot be compared"),
         ([vote(0, marks={16: 7, 2048: 9}), vote(1, marks={16: 7, 48: 3})], False, ""),
-        ([vote(0), vote(1, no_clock="told late")], True, "rank 1 of its collectives late (told late)"),
+        ([vote(0), vote(1, no_clock="told late")], True, "the collectives of rank 1 late (told late)"),
     ],
 )
 def test_who_is_not_of_one_mind_is_left_out_by_name(votes, for_good, words):
