@@ -15,7 +15,7 @@ from .search.search import Search
 from .search.sequential import middle
 from .search.watch import SearchConfig
 from .search.windows import DISCARD, WATCH, Plan, Windows
-from .sim.workloads import SLOTS
+from .sim.workloads import MANY_SLOTS
 
 Array = np.ndarray[Any, Any]
 
@@ -101,9 +101,8 @@ class SearchEnv(gym.Env[Array, Array]):
     def _info(self, masked: bool) -> dict[str, Any]:
         assert self.search is not None
         s = self.search
-        table = np.zeros(
-            max(SLOTS, s.n_slots), np.int64
-        )  # as long for one job as for another: many run side by side
+        # As long for one job as for another: many run side by side.
+        table = np.zeros(max(MANY_SLOTS, s.n_slots), np.int64)
         table[: s.n_slots] = s.confirmed
         return {
             "slot": s.turn,

@@ -35,9 +35,9 @@ def apart_from_additive(jobs, n=40):
 
 
 def test_a_family_is_a_mixture_and_one_world_of_it_can_be_drawn():
-    jobs = draw_jobs(STANDARD, np.random.default_rng(0), 300)
+    jobs = draw_jobs(STANDARD, np.random.default_rng(0), 480)
     counts = np.bincount(jobs.sites.world, minlength=len(WORLDS))
-    assert (counts[: len(STANDARD.worlds)] > 35).all() and counts.sum() == 300
+    assert (counts[: len(STANDARD.worlds)] > 35).all() and counts.sum() == 480
     assert set(drawn("tails", 7).sites.world.tolist()) == {WORLDS.index("tails")}
     with pytest.raises(ValueError, match="has no world unseen"):
         STANDARD.only("unseen")

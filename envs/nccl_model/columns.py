@@ -14,7 +14,7 @@ class Columns:
 
     def take(self, rows: Any) -> Self:
         """The things at ``rows``, any NumPy index; copies, unless it is a slice."""
-        return type(self)(**{name: _taken(value, rows) for name, value in vars(self).items()})
+        return type(self)(**{name: taken(value, rows) for name, value in vars(self).items()})
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
@@ -23,7 +23,8 @@ class Columns:
         return cls(**{name: _joined(values) for name, values in columns.items()})
 
 
-def _taken(value: Any, rows: Any) -> Any:
+def taken(value: Any, rows: Any) -> Any:
+    """The part of a field at ``rows``; what all rows share stays as it is."""
     if isinstance(value, Columns):
         return value.take(rows)
     return value[rows] if hasattr(value, "dtype") else value

@@ -16,12 +16,15 @@ from ..nccl_model.clusters import ClusterArrays
 from .fabric import Fabric, FabricParams, unmodelled
 from .family import HELD_OUT, STANDARD, WORLDS, JobFamily, World, draw_fleet
 from .noise import Noise, log_uniform
+from .regimes import MOST_REGIMES, Regimes
 from .step import N_CALL, N_PORTS, Calls, Law
 from .truth import LAST_RING, FirstUse, Jobs, SampledClusters, Slots
-from .workloads import SLOTS, WorkloadArrays, all_works
+from .workloads import MANY_SLOTS, N_BESIDE, SLOTS, WorkloadArrays, all_works
 from .worlds import Extras
 
 Array = np.ndarray[Any, Any]
+#: Memory used of all memory, where it is known; and by how much chance moves it where it tells of the batch.
+PRESSURE, CHANCE = (0.2, 1.0), 0.3
 __all__ = ["HELD_OUT", "SLOTS", "STANDARD", "JobFamily", "Jobs", "SampledClusters", "draw_jobs"]
 
 
@@ -41,7 +44,8 @@ def _draw(kind: World, rng: np.random.Generator, n: int) -> Jobs:
     one = rng.random(n) < kind.one_communicator
     pick = rng.random(n)
     is_one = np.array(["one communicator" in name for name in works.names])
-    known = np.array([name.startswith(kind.works) for name in works.names])
+    many = np.array(["many slots" in name for name in works.names])
+    known = np.array([name.startswith(kind.works) for name in works.names]) & (many == kind.many)
     which = np.zeros(n, int)
     for a in (False, True):
         for b in (False, True):
@@ -82,11 +86,11 @@ def assemble(
 ) -> Jobs:
     """One job on each of ``sites``: ``which`` (n,) names its workload, ``exposed`` (n,) is the part of its default step
     that waits for communication, which its compute is scaled to."""
-    n, fleet = len(which), sites.fleet
-    rows = np.repeat(np.arange(n), SLOTS)
+    n, fleet, width = len(which), sites.fleet, MANY_SLOTS if kind.many else SLOTS
+    rows = np.repeat(np.arange(n), width)
     slots = fleet.take(rows)
-    used = np.arange(SLOTS) < works.n_slots[which][:, None]
-    place = which[:, None], np.where(used, np.arange(SLOTS), 0)
+    used = np.arange(width) < works.n_slots[which][:, None]
+    place = which[:, None], np.where(used, np.arange(width), 0)
     is_rs, calls = works.is_reduce_scatter[place].ravel(), np.where(used, works.calls[place], 0.0)
     unit = slots.n_ranks * 16  # shards are whole 16-byte words
     n_bytes = np.maximum(-(-works.n_bytes[place].ravel() // unit), 1) * unit
@@ -94,8 +98,12 @@ def assemble(
     own = np.where(cost >= 0, cost, np.inf).argmin(axis=1)
     fabric = Fabric(slots, _truth_at(sites, rows, n_bytes))
     ports = _ports(kind, rng, n)[rows, is_rs.astype(int)]
-    tables, ran = _call_tables(fabric, is_rs, n_bytes, own, kind.crowd_by_channels, sites.touch[rows], ports)
+    ran = _channels(fabric, n_bytes, own)
+    tables = _call_tables(fabric, is_rs, n_bytes, own, ran, kind.crowd_by_channels, sites.touch[rows], ports)
+    tables = Calls(**{name: by_job(part, width) for name, part in vars(tables).items()})
     _roughen(tables, kind, rng)
+    is_known, pressure = rng.random(n) < 0.5, rng.uniform(*PRESSURE, n)
+    pressure = np.where(is_known, _crammed(pressure, exposed, kind) if kind.crammed else pressure, 0.0)
     fingerprint = Slots(
         is_reduce_scatter=is_rs.astype(float),
         n_bytes=n_bytes.astype(float),
@@ -106,10 +114,10 @@ def assemble(
         own_pair=own,
         own_channels=ran[:, 0],
         comm_channels=slots.comm_channels.astype(float),
-        share=np.zeros(n * SLOTS),
-        memory_pressure=np.repeat(np.where(rng.random(n) < 0.5, rng.uniform(0.2, 1.0, n), 0.0), SLOTS),
+        share=np.zeros(n * width),
+        memory_pressure=np.repeat(pressure, width),
     )
-    mask = distinct(fingerprint, slots.release).reshape(n, SLOTS, N_CONFIGS)
+    mask = distinct(fingerprint, slots.release).reshape(n, width, N_CONFIGS)
     mask[~used] = False
     mask[:, :, 0] = True
     connected = np.zeros((n, 2, len(PAIRS) - LAST_RING), bool)
@@ -120,21 +128,25 @@ def assemble(
         fingerprint=fingerprint,
         mask=mask,
         default_us=np.zeros(n),
-        exposed=np.zeros((n, SLOTS)),
+        exposed=np.zeros((n, width)),
         calls=calls,
         works=works,
         which=which,
         tables=tables,
+        growth=by_job(_growth(fabric, is_rs, n_bytes, own, ran), width),
         beside=_beside(works, which, fleet, rng),
         scale=np.ones(n),
         noise=Noise.draw(kind.noise, rng, n),
         swing=_swing(kind, rng, n),
         first_use=FirstUse(first_us, connected, np.zeros(n)),
+        regimes=Regimes.draw(kind.regimes, rng, n),
         sites=sites,
     )
     if kind.hook is not None:
         kind.hook(jobs, rng)
     _expose(jobs, exposed)
+    pressures = jobs.regimes.pressure(pressure)[np.arange(n), jobs.regimes.at(jobs.noise.at)]
+    jobs.fingerprint.memory_pressure = np.repeat(np.where(jobs.regimes.count > 1, pressures, pressure), width)
     return jobs
 
 
@@ -146,33 +158,59 @@ def _truth_at(sites: SampledClusters, rows: Array, n_bytes: Array) -> FabricPara
     return replace(truth, effect=np.cos(angle) * truth.effect + np.sin(angle) * sites.other[rows])
 
 
+def _channels(fabric: Fabric, n_bytes: Array, own: Array) -> Array:
+    """Channels that run under every config of slots, (slots, N_CONFIGS)."""
+    columns = fabric.fleet.take((slice(None), None))
+    pair = pair_of(np.arange(N_CONFIGS), own[:, None])
+    asked = np.tile(CHANNELS, N_PAIRS)
+    limit, _ = heuristic_channels(columns, n_bytes[:, None], pair)
+    # From 2.31 a tuner only lowers.
+    lowered = np.where(columns.release >= 23100, np.minimum(asked, limit), asked)
+    return planned_channels(columns, n_bytes[:, None], pair, np.where(asked == 0, limit, lowered))
+
+
 def _call_tables(
     fabric: Fabric,
     is_rs: Array,
     n_bytes: Array,
     own: Array,
+    ran: Array,
     crowd_by_channels: bool,
     touch: Array,
     ports: Array,
-) -> tuple[Calls, Array]:
-    """Calls of every config of slots, and the channels that run, (slots, N_CONFIGS).
+) -> Calls:
+    """Calls of every config of slots, (slots, N_CONFIGS), on the channels that ``ran``.
 
     The calls of a slot slow the compute ``touch`` times as much as the fabric says; ``ports`` (slots, pairs).
     """
-    columns = fabric.fleet.take((slice(None), None))
     pair = pair_of(np.arange(N_CONFIGS), own[:, None])
-    asked = np.tile(CHANNELS, N_PAIRS)
-    limit, _ = heuristic_channels(columns, n_bytes[:, None], pair)
-    lowered = np.where(
-        columns.release >= 23100, np.minimum(asked, limit), asked
-    )  # from 2.31 a tuner only lowers
-    ran = planned_channels(columns, n_bytes[:, None], pair, np.where(asked == 0, limit, lowered))
     us = fabric.times_on_us(is_rs, n_bytes, pair, ran)
     slow, near, far = fabric.overlap(is_rs, n_bytes, pair, ran, us)
     crowd = ran / 16 if crowd_by_channels else np.ones_like(us)
     port = np.take_along_axis(ports, pair, axis=1)
-    parts = us, slow * touch[:, None], near, far, crowd, ran, port
-    return Calls(*(part.reshape(-1, SLOTS, N_CONFIGS).astype(np.float32) for part in parts)), ran
+    return Calls(us, slow * touch[:, None], near, far, crowd, ran, port)
+
+
+def _growth(fabric: Fabric, is_rs: Array, n_bytes: Array, own: Array, ran: Array) -> Array:
+    """Log of the time of every config's call over the log of its size, between half and twice the size, (slots,
+    N_CONFIGS)."""
+    pair = pair_of(np.arange(N_CONFIGS), own[:, None])
+    half, twice = (fabric.times_on_us(is_rs, n_bytes * size, pair, ran) for size in (0.5, 2.0))
+    return np.asarray(np.log2(twice / half) / 2)
+
+
+def by_job(values: Array, width: int) -> Array:
+    """Of slots (slots, N_CONFIGS), as the jobs have them: (n, width, N_CONFIGS) float32."""
+    return values.reshape(-1, width, N_CONFIGS).astype(np.float32)
+
+
+def _crammed(drawn: Array, exposed: Array, kind: World) -> Array:
+    """Memory pressure (n,) that tells of the batch: the less of a step waits, the larger it is. ``drawn`` is chance."""
+    low, high = np.log(kind.exposed)
+    batch = 1.0 - (np.log(exposed) - low) / (high - low)
+    least, most = PRESSURE
+    by_chance = (drawn - least) / (most - least) - 0.5
+    return np.clip(least + (most - least) * batch + CHANCE * by_chance, 0.05, 1.0)
 
 
 def _ports(kind: World, rng: np.random.Generator, n: int) -> Array:
@@ -190,14 +228,14 @@ def _roughen(tables: Calls, kind: World, rng: np.random.Generator) -> None:
 
 
 def _beside(works: WorkloadArrays, which: Array, fleet: ClusterArrays, rng: np.random.Generator) -> Array:
-    """Calls that no tuner reaches, (n, 2, 5): all_reduces of shards over the network, and slots beyond SLOTS."""
+    """Calls that no tuner reaches, (n, N_BESIDE, N_CALL): all_reduces of shards over the network, and slots beyond
+    SLOTS."""
     n = len(which)
     port = fleet.n_nics * fleet.nic_gbs / fleet.gpus_per_node * rng.uniform(0.6, 0.95, n)
     nodes = np.exp2(rng.integers(1, 7, n))
-    out = np.zeros((n, 2, N_CALL))
-    out[:, 0, 0] = (
-        30.0 + 6.0 * np.log2(nodes) + 2 * (nodes - 1) / nodes * works.other_bytes[which] / (port * 1e3)
-    )
+    moved = 2 * (nodes - 1) / nodes * works.other_bytes[which]
+    out = np.zeros((n, N_BESIDE, N_CALL))
+    out[:, 0, 0] = 30.0 + 6.0 * np.log2(nodes) + moved / (port * 1e3)
     out[:, 0, 1:] = 0.12, 0.3, 0.8, 1.0, 4.0, 0.0
     out[:, 1] = 60.0, 0.1, 0.3, 0.0, 1.0, 2.0, 0.0
     return out
@@ -210,7 +248,7 @@ def _swing(kind: World, rng: np.random.Generator, n: int) -> Array:
 
 def _expose(jobs: Jobs, wanted: Array) -> None:
     """Scale the compute of each job until that part of its default step waits; then note what the default is like."""
-    n, none = len(jobs), np.zeros((len(jobs), SLOTS), int)
+    n, none = len(jobs), np.zeros((len(jobs), jobs.width), int)
     low, high = np.full(n, 1e-5), np.full(n, 1e5)
     for _ in range(26):
         jobs.scale = np.sqrt(low * high)
@@ -223,9 +261,12 @@ def _expose(jobs: Jobs, wanted: Array) -> None:
 def computing(jobs: Jobs, scale: Array) -> None:
     """Scale the compute of each job (n,), and note what its default is like in fair weather."""
     n, jobs.scale = len(jobs), scale.copy()
-    none = np.zeros((n, SLOTS), int)
+    none = np.zeros((n, jobs.width), int)
+    for k in range(MOST_REGIMES if (jobs.regimes.count > 1).any() else 0):
+        jobs.regimes.default_us[:, k] = jobs.regime_us(none, np.full(n, k))
     jobs.default_us = jobs.usual_us(none)
     total, spent, bare = jobs.run(none, np.arange(n))
-    share = spent[:, :SLOTS] / total[:, None]
+    spent, bare = spent[:, N_BESIDE:], bare[:, N_BESIDE:]
+    share = spent / total[:, None]
     jobs.fingerprint.share = np.where(jobs.calls > 0, share, share[:, :1]).ravel()
-    jobs.exposed = bare[:, :SLOTS] / np.maximum(spent[:, :SLOTS], 1e-9)
+    jobs.exposed = bare / np.maximum(spent, 1e-9)

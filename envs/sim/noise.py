@@ -1,18 +1,20 @@
 """What lies between a step's true time and what is measured: jobs differ in it by far more than a factor of ten.
 
 Public: the steps of an 18 s FSDP job scatter by 0.3 % (median absolute deviation, marin-community/marin#8054), single
-collectives elsewhere jump 50-280 fold (NVIDIA/nccl#361). The rest is drawn: how long a disturbance lasts, machines with
-two paces, a rank that comes late, steps that also save a checkpoint.
+collectives elsewhere jump 50-280 fold (NVIDIA/nccl#361). The rest of :class:`NoiseFamily` is drawn: how long a
+disturbance lasts, machines with two paces, a rank that comes late, steps that also save a checkpoint. ``NODE`` is
+fitted to public series of real steps, ``SHARED`` lies around what two processes on one GPU met (``measured.json``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from ..nccl_model.columns import Columns
+from .measured import ranges
 
 Array = np.ndarray[Any, Any]
 Range = tuple[float, float]
@@ -38,9 +40,39 @@ class NoiseFamily:
     saves: float = 0.5  # jobs with steps that save ...
     save_every: Range = (100, 5000)
     save_cost: Range = (0.3, 8.0)  # ... which takes this many steps' time
+    slow: Range = (0.0, 0.0)  # of a part that lasts, on two time scales; 0: none ...
+    slow_steps: Range = (5, 60)  # ... the shorter of which is so many steps ...
+    longer: float = 15.0  # ... and the other so many times as long
     call_sigma: Range = (0.004, 0.04)  # of a slot's mean call in one sampled step
     sampled: tuple[int, int] = (4, 8)  # one step in so many has its kernels sampled
     unsampled: float = 0.05  # jobs whose kernels are never sampled
+
+
+#: The steps of real nodes; and its extreme end, a GPU that ranks share.
+NODE, SHARED = (NoiseFamily(**ranges(name)) for name in ("node_noise", "shared_gpu_noise"))
+
+
+@dataclass(frozen=True)
+class Shocks:
+    """Random numbers that make up the noise of steps, arrays of one shape."""
+
+    shock: Array  # to the level, of unit variance with heavy tails
+    heavy: Array  # in [0, 1): chance of a far too long step
+    flips: Array  # in [0, 1): chance of a change of pace
+    waits: Array  # lateness of a rank, in means
+    size: Array  # of a far too long step, in steps
+    slow: Array  # to the part that lasts, standard normal
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator, shape: tuple[int, ...], lasting: bool) -> Shocks:
+        """Numbers of ``shape``. Those of the part that lasts are drawn where there is one (``lasting``)."""
+        shock = rng.standard_t(5, shape) / np.sqrt(5 / 3)
+        heavy = rng.random(shape)
+        flips = rng.random(shape)
+        waits = rng.exponential(1.0, shape)
+        size = 0.1 + np.minimum(rng.pareto(1.5, shape), 2.0)
+        slow = rng.normal(0.0, 1.0, shape) if lasting else np.zeros(shape)
+        return cls(shock, heavy, flips, waits, size, slow)
 
 
 #: Steps of a job whose random numbers are drawn at once; a window is shorter.
@@ -58,7 +90,7 @@ class NoiseStream:
         """``jobs`` (n,): numbers that tell the jobs apart; ``n_calls``: kinds of call of each."""
         self.keys = [(seed, int(job)) for job in jobs]
         self.first = np.full(len(self.keys), -1)  # block that a job's part of the buffers begins with
-        self._steps = np.zeros((len(self.keys), 2 * BLOCK, 5))
+        self._steps = np.zeros((len(self.keys), 2 * BLOCK, len(fields(Shocks))))
         self._calls = np.zeros((len(self.keys), 2 * BLOCK, n_calls))
 
     def _fill(self, at: Array, rows: Array) -> Array:
@@ -66,19 +98,23 @@ class NoiseStream:
         for i in rows[self.first[rows] != at[rows] // BLOCK]:
             self.first[i] = at[i] // BLOCK
             for k in (0, 1):
-                rng = np.random.default_rng([*self.keys[i], int(self.first[i]) + k])
                 part = slice(k * BLOCK, (k + 1) * BLOCK)
-                self._steps[i, part] = np.stack(drawn(rng, (BLOCK,)), axis=1)
+                rng = np.random.default_rng([*self.keys[i], int(self.first[i]) + k])
+                shocks = Shocks.draw(rng, (BLOCK,), lasting=False)
                 self._calls[i, part] = rng.normal(0.0, 1.0, (BLOCK, self._calls.shape[2]))
+                self._steps[i, part] = np.stack(list(vars(shocks).values()), axis=1)
+                # Last, so that all other numbers are what they were before a part of the noise could last.
+                self._steps[i, part, -1] = rng.normal(0.0, 1.0, BLOCK)
         return at - self.first * BLOCK
 
-    def steps(self, at: Array, n_steps: Array) -> tuple[Array, ...]:
-        """As :func:`drawn`, (max(n_steps), n) each, for the steps from ``at`` (n,) on; 0 where a job does not run."""
+    def steps(self, at: Array, n_steps: Array) -> Shocks:
+        """Shocks (max(n_steps), n) of the steps from ``at`` (n,) on; 0 where a job does not run."""
         rows, most = np.flatnonzero(n_steps > 0), int(n_steps.max(initial=0))
         place = self._fill(at, rows)[rows][:, None] + np.arange(most)
-        out = np.zeros((5, most, len(at)))
-        out[:, :, rows] = self._steps[rows[:, None], np.minimum(place, 2 * BLOCK - 1)].transpose(2, 1, 0)
-        return tuple(out)
+        out = np.zeros((self._steps.shape[2], most, len(at)))
+        numbers = self._steps[rows[:, None], np.minimum(place, 2 * BLOCK - 1)]
+        out[:, :, rows] = numbers.transpose(2, 1, 0)
+        return Shocks(*out)
 
     def calls(self, at: Array, n_steps: Array) -> Array:
         """Standard normal numbers (n, n_calls) of windows that ended before step ``at`` (n,)."""
@@ -86,14 +122,6 @@ class NoiseStream:
         out = np.zeros((len(at), self._calls.shape[2]))
         out[rows] = self._calls[rows, self._fill(at, rows)[rows]]
         return out
-
-
-def drawn(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[Array, ...]:
-    """What makes up the noise of steps: shocks, chances of a far too long step and of a change of pace, lateness, and
-    how long a far too long step is."""
-    shock, heavy = rng.standard_t(5, shape) / np.sqrt(5 / 3), rng.random(shape)
-    flips, late = rng.random(shape), rng.exponential(1.0, shape)
-    return shock, heavy, flips, late, 0.1 + np.minimum(rng.pareto(1.5, shape), 2.0)
 
 
 @dataclass
@@ -108,11 +136,14 @@ class Noise(Columns):
     late: Array
     save_every: Array  # 0: never
     save_cost: Array
+    slow: Array  # 0: none
+    slow_keep: Array  # (n, 2) what is left of each scale of the slow part after a step
     call_sigma: Array
     sampled: Array  # 0: never
     at: Array  # steps since the job's first
     level: Array  # of the disturbance that lasts, in units of sigma
     is_slow: Array  # at the slower of two paces
+    slow_level: Array  # (n, 2) of the slow part, each of unit variance
 
     @classmethod
     def draw(cls, family: NoiseFamily, rng: np.random.Generator, n: int) -> Noise:
@@ -124,7 +155,7 @@ class Noise(Columns):
         every = some(family.saves, log_uniform(rng, family.save_every, n).round()).astype(int)
         low, high = family.sampled
         sampled = np.where(rng.random(n) < family.unsampled, 0, rng.integers(low, high + 1, n))
-        return cls(
+        noise = cls(
             sigma=log_uniform(rng, family.sigma, n),
             memory=rng.uniform(*family.memory, n),
             tail=log_uniform(rng, family.tail, n),
@@ -133,36 +164,72 @@ class Noise(Columns):
             late=some(family.late_rank, log_uniform(rng, family.late, n)),
             save_every=every,
             save_cost=log_uniform(rng, family.save_cost, n),
+            slow=np.zeros(n),
+            slow_keep=np.zeros((n, 2)),
             call_sigma=log_uniform(rng, family.call_sigma, n),
             sampled=sampled,
             at=rng.integers(5, 200, n),
             level=rng.normal(0.0, 1.0, n),
             is_slow=rng.random(n) < 0.5,
+            slow_level=np.zeros((n, 2)),
         )
+        if family.slow[1] > 0:
+            steps = log_uniform(rng, family.slow_steps, n)
+            noise.slow = log_uniform(rng, family.slow, n)
+            noise.slow_keep = np.exp(-1 / np.stack([steps, family.longer * steps], axis=1))
+            noise.slow_level = rng.normal(0.0, 1.0, (n, 2))
+        return noise
 
     def steps(
         self, us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream, late: tuple[Array, Array]
     ) -> Array:
-        """Measured times (n, max(n_steps)) of the next ``n_steps`` (n,) steps of true time ``us`` (n,); then NaN.
+        """Measured times (n, max(n_steps)) of the next ``n_steps`` (n,) steps, then NaN; ``us``: their true times,
+        (n,) or (n, max(n_steps)).
 
         ``late``: probability that the configs that run make a step straggle, and by how many steps, each (n,).
         """
         n, most = len(us), int(n_steps.max(initial=0))
+        us = np.broadcast_to(us if us.ndim == 2 else us[:, None], (n, most))
         out = np.full((n, most), np.nan)
-        numbers = rng.steps(self.at, n_steps) if isinstance(rng, NoiseStream) else drawn(rng, (most, n))
-        shock, heavy, flips, waits, size = numbers
-        stay = np.sqrt(1.0 - self.memory**2)
+        lasting = bool(self.slow.any())
+        if isinstance(rng, NoiseStream):
+            numbers = rng.steps(self.at, n_steps)
+        else:
+            numbers = Shocks.draw(rng, (most, n), lasting)
         for t in range(most):
             on = n_steps > t
-            self.level = np.where(on, self.memory * self.level + stay * shock[t], self.level)
-            self.is_slow = np.where(on & (flips[t] < 1.0 / self.hold), ~self.is_slow, self.is_slow)
-            self.at = self.at + on
+            self._move(on, numbers.shock[t], numbers.flips[t])
             log = self.sigma * self.level + self.pace * (self.is_slow - 0.5)
-            factor = np.exp(log) + self.late * waits[t] + np.where(heavy[t] < self.tail, size[t], 0.0)
-            factor += np.where((heavy[t] >= self.tail) & (heavy[t] < self.tail + late[0]), late[1], 0.0)
-            saving = (self.save_every > 0) & (self.at % np.maximum(self.save_every, 1) == 0)
-            out[:, t] = np.where(on, us * (factor + np.where(saving, self.save_cost, 0.0)), np.nan)
+            if lasting:
+                log += self._drift(on, numbers.slow[t])
+            factor = np.exp(log) + self.late * numbers.waits[t]
+            factor += self._long(numbers.heavy[t], numbers.size[t], late)
+            out[:, t] = np.where(on, us[:, t] * factor, np.nan)
         return out
+
+    def _move(self, on: Array, shock: Array, flips: Array) -> None:
+        """One step later, for the jobs that are ``on`` (n,) bool."""
+        stay = np.sqrt(1.0 - self.memory**2)
+        self.level = np.where(on, self.memory * self.level + stay * shock, self.level)
+        self.is_slow = np.where(on & (flips < 1.0 / self.hold), ~self.is_slow, self.is_slow)
+        self.at = self.at + on
+
+    def _drift(self, on: Array, shock: Array) -> Array:
+        """Log time (n,) of the slow part one step later: the sum of two scales that the same shocks move."""
+        keep = self.slow_keep
+        stay = np.sqrt(1.0 - keep**2)
+        moved = keep * self.slow_level + stay * shock[:, None]
+        self.slow_level = np.where(on[:, None], moved, self.slow_level)
+        together = stay.prod(axis=1) / (1.0 - keep.prod(axis=1))  # correlation of the two
+        return np.asarray(self.slow * self.slow_level.sum(axis=1) / np.sqrt(2.0 + 2.0 * together))
+
+    def _long(self, heavy: Array, size: Array, late: tuple[Array, Array]) -> Array:
+        """What single steps take longer (n,), in steps: far too long ones, stragglers, those that save."""
+        often, by = late
+        more = np.where(heavy < self.tail, size, 0.0)
+        more += np.where((heavy >= self.tail) & (heavy < self.tail + often), by, 0.0)
+        is_saving = (self.save_every > 0) & (self.at % np.maximum(self.save_every, 1) == 0)
+        return np.asarray(more + np.where(is_saving, self.save_cost, 0.0))
 
     def calls(
         self, call_us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream, all_: Any = False
