@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/dynamiccl
 DEMO_STEPS ?= 600
-SOURCES := agent envs traces zero_workload tests
+SOURCES := agent envs examples traces zero_workload tests
 C_SOURCES := $(wildcard envs/nccl/plugin/*.[ch] envs/sim/*.c tests/*.[ch])
 
 .PHONY: demo test test-slow test-timing test-all coverage check format setup bench gpu-check model-check clean
@@ -28,16 +28,16 @@ test-timing: setup $(VENV)/frameworks
 # daemon of ten minutes each in place of 20 seconds, 200 jobs with a fault at random in place of 12, and sanitizers.
 test-all: setup $(VENV)/frameworks
 	@echo "1/3 every state of the protocol"
-	$(BIN)/python tests/protocol_model.py
+	$(BIN)/python tests/tools/protocol_model.py
 	@echo "2/3 soaks of ten minutes, 200 jobs with a fault"
-	SOAK_S=600 FAULTS=200 $(BIN)/python -m pytest -v tests/test_event_path.py tests/test_agreement.py
+	SOAK_S=600 FAULTS=200 $(BIN)/python -m pytest -v tests/envs/live/test_event_path.py tests/envs/nccl/test_agreement.py
 	@echo "3/3 all other tests"
-	$(BIN)/python -m pytest --ignore tests/test_event_path.py --ignore tests/test_agreement.py
+	$(BIN)/python -m pytest --ignore tests/envs/live/test_event_path.py --ignore tests/envs/nccl/test_agreement.py
 
 # Lines and branches that the quick tests run, those of the processes that they start included, by folder.
 coverage: setup $(VENV)/frameworks
 	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile --cov --cov-report=
-	$(BIN)/python tests/coverage_by_folder.py
+	$(BIN)/python tests/tools/coverage_by_folder.py
 
 check: setup
 	$(BIN)/ruff format --check $(SOURCES) *.py
@@ -46,8 +46,8 @@ check: setup
 	mkdir -p build && ln -sfn .. build/dynamiccl
 	MYPYPATH=build $(BIN)/mypy -p dynamiccl.agent -p dynamiccl.envs -p dynamiccl.traces -p dynamiccl.zero_workload
 	$${CC:-cc} -std=c11 -D_GNU_SOURCE -Wall -Wextra -Werror -fsyntax-only envs/nccl/plugin/*.c envs/sim/*.c
-	@$(BIN)/python tests/count_lines.py
-	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_limits.py
+	@$(BIN)/python tests/tools/count_lines.py
+	$(BIN)/python -m pytest -q tests/project/test_layers.py tests/project/test_limits.py
 
 format: setup
 	$(BIN)/ruff check --fix-only --quiet $(SOURCES)
@@ -57,7 +57,7 @@ format: setup
 # The boards from nothing, put on record and into envs/README.md.
 bench: setup
 	for suite in standard held-out unseen; do \
-		$(RUN) bench --suite $$suite --jobs 200 && $(BIN)/python tests/make_board.py $$suite || exit 1; done
+		$(RUN) bench --suite $$suite --jobs 200 && $(BIN)/python tests/tools/make_board.py $$suite || exit 1; done
 
 # Files what it found in envs/results/; without a GPU it runs on the emulated cluster and leaves that in runs/.
 gpu-check: setup
@@ -65,7 +65,7 @@ gpu-check: setup
 
 # Every state of the protocol by which the ranks change tables, with every kind of bad luck; many hours.
 model-check: setup
-	$(BIN)/python tests/protocol_model.py
+	$(BIN)/python tests/tools/protocol_model.py
 
 setup: $(VENV)/ready
 

@@ -40,12 +40,12 @@ LEAST_STEPS = 30
 #: A slot's gain below this part of the step is not worth a row; a loss above this is one.
 LEAST, LOSS = 0.001, 0.01
 #: The belief doubts itself on purpose, for the search: what is told to people is so much narrower. Chosen on simulated
-#: jobs of both families (``tests/check_advice.py`` with seeds 11 and 31); other seeds then judge.
+#: jobs of both families (``tests/tools/check_advice.py`` with seeds 11 and 31); other seeds then judge.
 NARROWER = 0.8
 #: Among configs that should gain, so many standard deviations count beside the mean. Chosen in the same way.
 BOLD = 0.5
 #: Exposure in the belief's sense for a part ``x`` of the time without compute: ``EXPOSED[0] + EXPOSED[1] * x``, give
-#: or take ``EXPOSED[2]``. As simulated jobs of both families show it (``tests/check_advice.py fit``).
+#: or take ``EXPOSED[2]``. As simulated jobs of both families show it (``tests/tools/check_advice.py fit``).
 EXPOSED = (0.49, 0.31, 0.25)
 _DRAWS = 2000
 # What no table can reach, with figures that others measured on other jobs, losses beside gains.

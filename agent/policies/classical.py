@@ -3,7 +3,7 @@
 Each decides for all slots of a job in every window, as the search asks it to (``envs.search.turns``): the slots'
 trials run side by side, and what a config saved is what the belief makes of all windows and durations, the same for
 every entrant. So each of them has the best estimate of its own trials that there is; which config to try next is its
-own. ``horizon``, ``patience`` and ``care`` lost the least of what ``tests/fit_classical.py`` tried on jobs that no
+own. ``horizon``, ``patience`` and ``care`` lost the least of what ``tests/tools/fit_classical.py`` tried on jobs that no
 suite holds.
 """
 

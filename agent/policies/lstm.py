@@ -1,7 +1,7 @@
 """The trained LSTM policy at run time: numpy only, well under a millisecond a turn, one LSTM state for the whole job.
 
 Training needs torch (``agent/train/recurrent.py``); what it learned is a file of weights that this module evaluates.
-The two give the same actions (``tests/test_policy.py``).
+The two give the same actions (``tests/agent/policies/test_policy.py``).
 """
 
 from __future__ import annotations

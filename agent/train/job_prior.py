@@ -1,6 +1,6 @@
 """Trains the prior of ``envs/search/belief.py`` on simulated jobs: what its slots' fingerprints tell of all configs.
 
-Only training (``tests/fit_prior.py``) needs this module, and torch.
+Only training (``tests/tools/fit_prior.py``) needs this module, and torch.
 """
 
 from __future__ import annotations

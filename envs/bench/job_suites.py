@@ -3,7 +3,7 @@
 A suite holds equally many jobs of each world of its family, one world after the other. Drawing is the same on every
 machine up to the last digits, and a job that comes out otherwise than on record is an error: a suite of an older world
 is not the same suite. A further suite is a family in FAMILIES and a file in ``strata.SUITES``, made by
-``tests/make_job_suites.py``; a world with a mechanism of its own has a ``family.World.hook``.
+``tests/tools/make_job_suites.py``; a world with a mechanism of its own has a ``family.World.hook``.
 """
 
 from __future__ import annotations
@@ -153,4 +153,3 @@ def unpacked(texts: list[str], jobs: Jobs) -> Array:
 def quickest_alone(jobs: Jobs) -> Array:
     """For each slot the config whose call alone is quickest, as an offline sweep finds it, (n, width)."""
     return np.asarray(np.where(jobs.mask, jobs.tables.us, np.inf).argmin(axis=2))
-

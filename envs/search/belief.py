@@ -3,7 +3,7 @@
 One Gaussian over the log time of each slot's calls under each config (against NCCL's own choice), over each slot's
 *exposure* (the part of a call's time that the step waits for), over what is left of a config's effect on the step, and
 over the default's step time now. Its prior comes from a small network that has seen many simulated jobs
-(``tests/fit_prior.py`` fits it): a mean, factors that all slots of the job share, factors of one slot, and a variance
+(``tests/tools/fit_prior.py`` fits it): a mean, factors that all slots of the job share, factors of one slot, and a variance
 of its own for each figure. Durations of calls and step times turn it into the posterior by an extended Kalman filter
 (Rasmussen and Williams 2006, chapter 2; Sarkka 2013, chapter 5). Numpy only.
 """
@@ -62,7 +62,9 @@ class Prior:
         self.n_shared = int(weights["n_shared"])
         self.n_factors = len(self.weights["b2"]) // N_FIGURES - 2
         if len(self.weights["w0"]) != N_FEATURES + N_CONFIGS:
-            raise ValueError("the prior was fitted to other features: fit anew (python tests/fit_prior.py)")
+            raise ValueError(
+                "the prior was fitted to other features: fit anew (python tests/tools/fit_prior.py)"
+            )
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> Prior:

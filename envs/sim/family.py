@@ -7,8 +7,8 @@ its way: ``interaction`` (configs of different slots help or disturb each other)
 ``many`` (20 to 60 slots).
 
 Every range is drawn, to be wider than any one cluster (2 to 2048 ranks, four GPU generations), so that a policy learns
-to search rather than to know; nothing here is a measurement but the noise of ``lasting``. The public figures that the ranges lie around are named
-where the quantities are: :mod:`.fabric`, :mod:`.noise`, :mod:`.worlds`, :mod:`.clusters`.
+to search rather than to know; nothing here is a measurement but the noise of ``lasting``. The public figures that the
+ranges lie around are named where the quantities are: :mod:`.fabric`, :mod:`.noise`, :mod:`.worlds`, :mod:`.clusters`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ def _worlds(base: World, ways: Surprises) -> list[World]:
     return [
         base,
         # Slots meet where gathers and scatters have communicators of their own.
-        replace(base, name="interaction", one_communicator=0.25, contention=ways.contention, extra=ways.joint),
+        replace(
+            base, name="interaction", one_communicator=0.25, contention=ways.contention, extra=ways.joint
+        ),
         replace(base, name="tails", extra=ways.tails),
         replace(base, name="moving", exposed=(0.02, 0.5), extra=ways.moves),
         replace(

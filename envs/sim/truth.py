@@ -273,9 +273,7 @@ class Jobs(Columns):
         with np.errstate(invalid="ignore"):
             return total, np.where(self.calls[rows] > 0, spent / self.calls[rows], np.nan)
 
-    def _through(
-        self, configs: Array, rows: Array, few: Few | None, n_steps: Array
-    ) -> tuple[Array, Array]:
+    def _through(self, configs: Array, rows: Array, few: Few | None, n_steps: Array) -> tuple[Array, Array]:
         """As :meth:`_at`, of each of the next ``n_steps`` (m,): step us (m, most). Calls are those of the first."""
         at = self.noise.at[rows]
         begun, call_us = self._at(configs, rows, few, at)

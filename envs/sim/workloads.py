@@ -1,7 +1,7 @@
 """Training steps of real models as arrays: what jobs are drawn on.
 
 ``steps.npz`` has every step on record, on two communicators and on one, replicated over nodes or not. It is made by
-``tests/make_steps.py``, of dry runs. A step knows no cluster: its compute is scaled later, its calls have bytes.
+``tests/tools/make_steps.py``, of dry runs. A step knows no cluster: its compute is scaled later, its calls have bytes.
 
 Models of many parts (towers, experts, adapters) have calls of many sizes. No such model is on record, so their steps
 are made here of those that are: each slot's calls are dealt, in their order, to several slots of other sizes. How many

@@ -1,7 +1,7 @@
 // What the parts of the plugin share with one another, with the probe (ctypes) and with the daemon (shared
 // memory).
 //
-// Layouts are those of traces/records.py and envs/nccl/shm.py; tests/test_plugin.py compares them byte by
+// Layouts are those of traces/records.py and envs/nccl/shm.py; tests/envs/nccl/test_plugin.py compares them byte by
 // byte.
 #ifndef DYNAMICCL_PLUGIN_H_
 #define DYNAMICCL_PLUGIN_H_

@@ -1,0 +1,273 @@
+"""The board: whole jobs through the judge, forged results refused, ranks, and what is on record."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fit_classical
+import numpy as np
+import pytest
+from dynamiccl.agent.bench.board import Board
+from dynamiccl.agent.bench.run import ENTRANTS, enter_one, run
+from dynamiccl.envs.bench.job_suites import JobSuite
+from dynamiccl.envs.bench.scores import bootstrap
+from dynamiccl.envs.bench.strata import SUITES, filed
+from dynamiccl.envs.bench.submissions import pack, replay, unpack
+from dynamiccl.envs.sim.jobs import STANDARD
+from make_board import put_on_record, tables, with_tables
+from make_job_suites import draw_suite, save
+from paths import ROOT
+
+
+class Raises:
+    def predict(self, *observation: Any, **rest: Any) -> Any:
+        raise RuntimeError("no idea")
+
+
+class Dies:
+    def predict(self, *observation: Any, **rest: Any) -> Any:
+        os._exit(3)
+
+
+class Hangs:
+    def predict(self, *observation: Any, **rest: Any) -> Any:
+        while True:
+            pass
+
+
+@pytest.fixture(scope="module")
+def suite() -> JobSuite:
+    return draw_suite("small", STANDARD, 6, 10)
+
+
+@pytest.fixture(scope="module")
+def made(suite: JobSuite) -> dict[str, dict[str, Any]]:
+    """Submissions as they come out of a file."""
+    names = ("expected-improvement", "coordinate-descent", "default", "aa")
+    return {name: json.loads(json.dumps(enter_one(name, suite))) for name in names}
+
+
+def test_decisions_are_packed_and_unpacked() -> None:
+    decisions = [[0, 3, 255], [], [7] * 500]
+    assert unpack(pack(decisions), 3) == decisions
+    for text, n in (("#", 3), (pack(decisions), 4), (pack(decisions)[:16], 3), (pack([]), 1)):
+        with pytest.raises(ValueError, match="decisions"):
+            unpack(text, n)
+
+
+@pytest.mark.slow
+def test_decisions_give_the_same_scores_again_all_of_them_or_a_few(
+    suite: JobSuite, made: dict[str, dict[str, Any]]
+) -> None:
+    for name, submission in made.items():
+        whole = replay(submission, suite)
+        assert (whole.lost == replay(submission, suite, check=2, seed=3).lost).all(), name
+    assert made["expected-improvement"]["figures"]["gain_delivered"] > 0.5
+    idle = made["default"]["figures"]
+    assert idle["gain_delivered"] == 0 and idle["steps_to_verdict"][2] < 60
+
+
+def test_entrants_meet_the_same_noise_step_by_step(suite: JobSuite) -> None:
+    """A job's luck depends neither on who plays nor on the other jobs."""
+    alone = enter_one("coordinate-descent", suite, 1)["scores"]
+    among = enter_one("coordinate-descent", suite)["scores"]
+    assert {key: value[0] for key, value in alone.items()} == {key: value[0] for key, value in among.items()}
+
+
+@pytest.mark.slow
+def test_forged_figures_are_refused(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
+    honest = made["coordinate-descent"]
+    scores = json.loads(json.dumps(honest["scores"]))
+    scores["lost"][3] -= 5
+    with pytest.raises(ValueError, match="its jobs give"):
+        replay(honest | {"scores": scores}, suite)
+    from dynamiccl.envs.bench.scores import Scores, summary
+
+    figures = summary(Scores.of(scores)) | {"decision_us": 1.0}
+    with pytest.raises(ValueError, match="its decisions give lost"):
+        replay(honest | {"scores": scores, "figures": figures}, suite)
+    with pytest.raises(ValueError, match=r"its decisions give|too few decisions"):
+        replay(honest | {"decisions": made["expected-improvement"]["decisions"], "by_belief": True}, suite)
+    short = [job[:1] for job in unpack(honest["decisions"], len(suite))]
+    with pytest.raises(ValueError, match="too few decisions"):
+        replay(honest | {"decisions": pack(short)}, suite)
+    with pytest.raises(ValueError, match="made on small"):
+        replay(honest, draw_suite("small", STANDARD, 7, 5))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"figures": 3},
+        {"figures": {}},
+        {"scores": {}},
+        {"scores": 3},
+        {"decisions": 7},
+        {"jobs": "x"},
+        {"jobs": 9},
+        {"seed": None},
+        {"format": 2},
+    ],
+)
+def test_hostile_submissions_are_refused(
+    suite: JobSuite, made: dict[str, dict[str, Any]], change: dict[str, Any]
+) -> None:
+    board = Board(suite)
+    assert board.judge(made["coordinate-descent"] | change, None) and "coordinate-descent" not in board.scores
+    assert board.judge([made]) == "not a submission: no JSON object"
+
+
+def test_the_table_ranks_ties_and_what_has_no_rank(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
+    board = Board(suite)
+    for submission in made.values():
+        assert board.judge(submission) == ""
+    assert board.judge(made["coordinate-descent"] | {"entrant": "twin"}) == ""
+    assert board.judge(made["coordinate-descent"]) == "there is one of that name already"
+    part = enter_one("coordinate-descent", suite, 4) | {"entrant": "part"}
+    assert board.judge(part) == f"it played 4 jobs, this board is of {len(suite)}"
+    assert board.judge({"entrant": "guest", "failed": "a decision took <too> long"})
+    rows = {row["entrant"]: row for row in board.rows()}
+    assert rows["oracle"]["place"] == "-" and board.rows()[0]["entrant"] == "oracle"
+    assert (
+        rows["coordinate-descent"]["place"]
+        == rows["twin"]["place"]
+        == f"={rows['coordinate-descent']['rank']}"
+    )
+    assert rows["aa"]["rank"] is None and rows["expected-improvement"]["rank"] == 1 and "part" not in rows
+    assert sum(part["jobs"] for part in rows["coordinate-descent"]["by_stratum"].values()) == len(suite)
+    table = board.markdown()
+    lines = table.splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    assert "refused: a decision took <too> long" in table
+
+
+def test_all_rows_are_of_the_same_jobs_and_a_terminal_has_five_columns(suite: JobSuite) -> None:
+    """Before: oracle on 400 jobs beside entrants on 4, in one ranking, in a table of 250 columns."""
+    board = Board(suite, 4)
+    for name in ("coordinate-descent", "default"):
+        assert board.judge(enter_one(name, suite, 4)) == ""
+    assert {row["jobs"] for row in board.rows()} == {4}
+    heads, rows = board.brief()
+    assert len(heads) == 5 and {len(row) for row in rows} == {5} and len(rows) == 2 + len(suite.told())
+
+
+def test_names_from_outside_cannot_become_columns(suite: JobSuite, made: dict[str, dict[str, Any]]) -> None:
+    board, evil = Board(suite), "a|\n| 1"
+    assert board.judge(made["coordinate-descent"] | {"entrant": evil}) == ""
+    assert len({line.count("|") for line in board.markdown().splitlines()}) == 1
+
+
+@pytest.mark.slow
+def test_a_failing_entrant_never_stops_the_others(suite: JobSuite, tmp_path: Path) -> None:
+    save(suite, tmp_path / "s.json")
+    names = ("test_board:Raises", "default", "test_board:Hangs", "test_board:Dies")
+    out = tmp_path / "out"
+    out.mkdir()
+    found = {
+        r["entrant"]: r for r in run(names, str(tmp_path / "s.json"), None, out, processes=3, limit_s=30)
+    }
+    assert re.fullmatch(
+        r"RuntimeError: no idea \(test_board.py, line \d+\)", found["test_board:Raises"]["failed"]
+    )
+    assert "no result in 30 s" in found["test_board:Hangs"]["failed"]
+    assert found["test_board:Dies"]["failed"] == "its process died"
+    assert json.loads((out / "default.json").read_text())["decisions"] == found["default"]["decisions"]
+
+
+def test_a_guest_is_found_where_the_command_is_called(suite: JobSuite, tmp_path: Path) -> None:
+    save(suite, tmp_path / "s.json")
+    (tmp_path / "my_guest.py").write_text(
+        "import numpy as np\n"
+        "class Mine:\n"
+        "    def predict(self, observation, state=None, episode_start=None, deterministic=True):\n"
+        "        return np.array([[0, 0, 3]] * len(observation)), state\n"
+    )
+    command = [str(Path(sys.executable).parent / "dynamiccl"), "bench", "--policy", "my_guest:Mine"]
+    command += ["--suite", "s.json", "--jobs", "2", "--out", "out", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = {row["entrant"]: row for row in json.loads(done.stdout)}
+    assert rows["my_guest:Mine"]["gain_delivered"] == 0 and rows["oracle"]["rank"] is None
+    assert (tmp_path / "out" / "s" / "my_guest%3AMine.json").exists() and "1 of 1" in done.stderr
+
+
+@pytest.mark.slow
+def test_fit_keeps_what_loses_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(fit_classical.GRID, "random", [{"horizon": 2}, {"horizon": 8}])
+    monkeypatch.setattr(fit_classical, "CARES", [{"care": 0.5}])
+    monkeypatch.setattr(fit_classical, "ENDS", [{"patience": 2}])
+    found = fit_classical.fit_one("random", 4)
+    assert len(found["tried"]) == 4
+    assert found["settings"] == found["tried"][0]["settings"]
+    assert found["lost"] == min(row["lost"] for row in found["tried"]) <= found["tried"][-1]["lost"]
+
+
+def test_results_go_on_record_beside_those_of_others(tmp_path: Path) -> None:
+    (tmp_path / "envs").mkdir()
+    (tmp_path / "envs" / "README.md").write_text("before\n<!-- board -->\nold\n<!-- /board -->\nafter\n")
+    envs = tmp_path / "envs"
+    first = [enter_one(name, "standard", 3) for name in ("random", "default")]
+    files = put_on_record("standard", first, envs)
+    assert [f.name for f in files] == ["board_standard.json", "README.md"]
+    put_on_record("standard", [enter_one("sweep", "standard", 3)], envs)
+    told = filed("standard", envs)
+    assert [s["entrant"] for s in told["submissions"]] == ["default", "random", "sweep"]
+    text = files[1].read_text()
+    assert text.startswith("before\n<!-- board -->\nSuite `standard`") and text.endswith(
+        "<!-- /board -->\nafter\n"
+    )
+    assert "3 of 1000 jobs" in text and "| random |" in text
+    put_on_record("standard", [enter_one("default", "standard", 4)], envs)
+    told = filed("standard", envs)
+    assert [s["jobs"] for s in told["submissions"]] == [4], "those of other jobs go"
+    told["submissions"][0]["figures"]["lost"] = 0.01
+    files[0].write_text(json.dumps(told))
+    with pytest.raises(ValueError, match="its jobs give lost"):
+        tables(envs)
+    with pytest.raises(ValueError, match="go on record"):
+        put_on_record("small", first, envs)
+    with pytest.raises(ValueError, match="needs one"):
+        with_tables("no marks", "x")
+    with pytest.raises(ValueError, match="on record"):
+        filed("held-out", envs)
+
+
+@pytest.mark.slow
+def test_the_readme_says_what_the_filed_results_say() -> None:
+    """The README's tables are made from what is filed and from nothing else, and jobs of it come out when their
+    decisions are played again."""
+    readme = (ROOT / "envs" / "README.md").read_text(encoding="utf-8")
+    told = tables(check=2)
+    assert with_tables(readme, told) == readme
+    for name in SUITES:
+        names = {s["entrant"] for s in filed(name)["submissions"]}
+        assert {"expected-improvement", "aa", "coordinate-descent", "sweep", "default"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUITES)
+def test_a_fresh_draw_leaves_no_printed_interval(name: str) -> None:
+    """Other jobs of the same strata: what entrants lose on them lies within what is printed, widened by the fresh
+    draw's own interval."""
+    fresh = draw_suite(
+        name, JobSuite.load(name).family, 91, 60
+    )  # few jobs hold most of what there is to gain
+    told = {s["entrant"]: s["figures"] for s in filed(name)["submissions"]}
+    for entrant in ("expected-improvement", "default"):
+        figures = enter_one(entrant, fresh)["figures"]
+        for key in ("lost", "gain_delivered"):
+            low, high = told[entrant][f"{key}_ci95"]
+            below, above = figures[f"{key}_ci95"]
+            own = (above - below) / 2
+            assert low - own <= figures[key] <= high + own, (entrant, key, figures[key], told[entrant][key])
+
+
+def test_entrants_are_known_policies() -> None:
+    assert {"expected-improvement", "coordinate-descent", "sweep", "random"} <= set(ENTRANTS)
+    assert len(bootstrap(np.ones(5))) == 2

@@ -1,0 +1,196 @@
+"""The command line is frozen: programs and people's fingers rely on names, options and exit statuses.
+
+``python tests/agent/commands/test_cli.py`` writes what is there now to ``data/command_line.json``; a change
+belongs in the changelog.
+"""
+
+import io
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from command import invoke
+from dynamiccl.agent.checks.doctor import Facts
+from dynamiccl.agent.cli import COMMANDS, NAMES, Parser
+from dynamiccl.agent.daemon.console import show_summary
+from dynamiccl.agent.report.summary import RunSummary
+from dynamiccl.envs.sim.emulated.settings import Emulated
+from paths import DATA
+from rich.console import Console
+
+FROZEN = DATA / "command_line.json"
+
+
+def interface():
+    """{command: its arguments and options}, the options that all have left out."""
+    found = {}
+    for name in NAMES:
+        actions = [action for action in Parser(name)._actions if action.dest != "help"]
+        words = ["/".join(action.option_strings) or action.metavar for action in actions]
+        found[f"dynamiccl {name}"] = sorted(words)
+    return found
+
+
+def run(*words):
+    return invoke(words)
+
+
+def test_names_and_options_are_those_on_record():
+    assert interface() == json.loads(FROZEN.read_text()), (
+        "meant? then say so in CHANGELOG.md and run python tests/agent/commands/test_cli.py"
+    )
+
+
+def test_the_help_lists_every_command_in_a_group_with_its_line():
+    """Before: eleven of them in one sentence without a word of what they do."""
+    shown = run("--help").output
+    listed = re.findall(r"(?m)^  (\S+(?: \S+)?) +[A-Z]", shown)
+    assert tuple(listed) == NAMES and all(f"\n{title}:\n" in shown for title in COMMANDS)
+    assert run().output == run("-h").output == shown
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_help_that_teaches_and_refuses_what_it_does_not_know(name, monkeypatch):
+    """Before: at 80 columns lines broke raggedly and examples in the middle of a word."""
+    monkeypatch.setenv("COLUMNS", "80")
+    told = run(*name.split(), "--help")
+    assert told.exit_code == 0 and len(told.output.split()) > 25
+    assert max(map(len, told.output.splitlines())) <= 80 and "\b" not in told.output
+    refused = run(*name.split(), "--no-such-option")
+    assert (
+        refused.exit_code == 2
+        and refused.stderr.count("\n") == 1
+        and f"dynamiccl {name} --help" in refused.stderr
+    )
+
+
+def test_many_options_stand_in_groups():
+    """Before: 31 options of `tune` in one list."""
+    titles = re.findall(r"(?m)^(\S.*):$", run("tune", "--help").output)
+    assert len(titles) >= 5
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["tuna"], "there is no command tuna: did you mean tune?"),
+        (["stop"], "the following arguments are required: RUN"),
+        (["top", "--every", "x"], "--every: 'x' is not a number"),
+        (["stop", "--wait", "-1", "x"], "--wait: must be at least 0, not -1"),
+        (["show", "x", "--", "job"], "unrecognized arguments: job"),
+        (["tune", "--steps", "9", "--", "true"], "--steps is for our own job: say it in your COMMAND"),
+        (["env", "--name", "../x"], "--name is a folder's name without slashes, not '../x'"),
+    ],
+)
+def test_a_slip_of_the_finger_is_one_line(words, says):
+    done = run(*words)
+    assert done.exit_code == 2 and done.stderr.startswith(f"error: {says}") and done.stderr.count("\n") == 1
+
+
+def test_programs_can_ask_every_command_that_tells_something():
+    """`--json` is the same everywhere: a flag, for stdout."""
+    for name in set(NAMES) - {"apply"}:  # which is the job itself
+        flags = [action for action in Parser(name)._actions if "--json" in action.option_strings]
+        assert [action.nargs for action in flags] == [0], name
+
+
+def test_the_scales_of_the_emulation_are_told_as_they_are():
+    usual, said = Emulated(), " ".join(run("tune", "--help").stdout.split())
+    for scale in (usual.bytes_scale, usual.compute_scale):
+        assert f"for one of the job's. Default: {scale:g}." in said
+
+
+def test_the_version_is_the_packages():
+    assert run("--version").output.split() == ["dynamiccl", version("dynamiccl")]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["top", "{}/none"], "no run in {}/none"),
+        (["advise", "{}/none", "--cluster", "dgx-h100-2x8"], "there is no file or folder {}/none"),
+        (["bench", "--suite", "none"], "there is no suite none: known are standard, held-out"),
+        (["bench", "--policy", "none:X", "--jobs", "2", "--out", "{}"], "1 of 1  none:X: refused"),
+        (
+            ["bench", "--policy", "none:X", "--jobs", "2", "--out", "{}"],
+            "error: no entrant finished: none:X: ",
+        ),
+        (
+            ["tune", "--force", "--out", "{}/file/x", "--", "true"],
+            "no run can be left in {}/file/x: Not a directory",
+        ),
+    ],
+)
+def test_wrong_input_is_named_as_it_was_given(tmp_path, words, says):
+    """Before: `top` named another folder, `none:X` came out as an emoji."""
+    (tmp_path / "file").touch()
+    done = run(*(word.format(tmp_path) for word in words))
+    assert done.exit_code == 2 and says.format(tmp_path) in " ".join(done.stderr.split("\n")), done.stderr
+
+
+@pytest.mark.parametrize("words", [["stop", "{}"], ["tune", "--attach", "{}"]])
+def test_a_run_that_is_over_is_said_to_be_over(tmp_path, words):
+    """Before: "/dev/shm/... is not a run folder of this user (a folder of its own, mode 0700)"."""
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamiccl.agent.cli", *(word.format(tmp_path) for word in words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path}: this run has ended"), (
+        done.stderr
+    )
+
+
+def test_a_run_folder_that_is_gone_is_of_a_run_that_has_ended(tmp_path):
+    gone = run("stop", str(tmp_path / "gone"))
+    assert gone.exit_code == 2 and "gone: there is no run here: it has ended" in gone.stderr
+
+
+@pytest.mark.parametrize(
+    ("reasons", "status", "says"),
+    [
+        (["never-switched", "other-backend"], 0, "tune --cluster"),
+        (["job-status"], 0, "too short for a verdict"),
+        (["job-status"], 1, None),
+        (["before-a-switch", "job-status", "no-probe"], 0, None),
+        (["before-a-switch", "job-status", "no-step"], 0, "as in inference"),
+    ],
+)
+def test_a_run_without_a_result_says_what_to_do(reasons, status, says):
+    told = {
+        "emulated": False,
+        "speedup": None,
+        "ended": "it is over",
+        "trace": "t",
+        "report": "r",
+        "table": None,
+    }
+    told |= {
+        "reasons": {"ended": reasons},
+        "job_status": status,
+        "windows": 9,
+        "failure": None,
+        "not_obeyed": [],
+    }
+    told |= {"decisions": [], "consistency": {"calls_checked": 0, "mismatches": 0}, "records_lost": 0}
+    console = Console(record=True, width=200, file=io.StringIO())
+    show_summary(console, RunSummary.of(told))
+    text = console.export_text()
+    assert says in text if says else "--cluster" not in text and "too short" not in text
+
+
+def test_the_doctor_says_what_can_be_tuned_without_nccl(monkeypatch):
+    monkeypatch.setattr("dynamiccl.agent.checks.doctor.gather", lambda *_: Facts())
+    assert "on the emulated cluster only" in run("doctor").stdout
+    monkeypatch.setattr("dynamiccl.agent.checks.doctor.gather", lambda *_: Facts(nccl=(2, 30, 7), n_gpus=8))
+    assert "emulated" not in run("doctor").stdout
+
+
+if __name__ == "__main__":
+    FROZEN.write_text(json.dumps(interface(), indent=1) + "\n")
+    print(f"{len(interface())} commands on record", file=sys.stderr)

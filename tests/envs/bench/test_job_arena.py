@@ -1,0 +1,160 @@
+"""Searches on whole jobs with every step on the bill."""
+
+import contextlib
+import time
+
+import numpy as np
+import pytest
+from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.envs.bench import job_arena
+from dynamiccl.envs.bench.job_arena import AccountedWindows, play
+from dynamiccl.envs.bench.job_suites import JobSuite
+from dynamiccl.envs.bench.scores import LossAccount, summary
+from dynamiccl.envs.bench.submissions import rows_of
+from dynamiccl.envs.search import turns
+from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.watch import SearchConfig
+from dynamiccl.envs.search.windows import Plan
+from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
+from dynamiccl.envs.sim.windows import SWITCH_STEPS, SimSearch
+from oracle import oracle
+
+
+def without_gain(jobs, worse=0.0, seed=0):
+    """The same jobs, but that every config does what the default does, or costs up to ``worse`` of the step more."""
+    same = jobs.take(slice(None))
+    for name, table in vars(same.tables).items():
+        setattr(same.tables, name, np.broadcast_to(table[:, :, :1], table.shape))
+    share = np.maximum(same.fingerprint.share.reshape(len(same), same.width, 1), 1e-3)
+    more = np.random.default_rng(seed).uniform(0.0, worse, same.mask.shape) / share
+    more[:, :, 0] = 0.0
+    same.tables.us = np.array(same.tables.us)
+    same.tables.us *= 1 + more
+    return same
+
+
+def played(policy, jobs, best_us, after=100):
+    """Scores of a policy on jobs whose best step is ``best_us``; the jobs are left as they are."""
+    jobs, rng = jobs.take(slice(None)), np.random.default_rng([0, len(jobs)])
+    windows = AccountedWindows(jobs, rng, LossAccount(jobs, best_us))
+    search = SimSearch(windows, Prior.load(), SearchConfig())
+    return play(policy, search, windows.ledger, after).scores
+
+
+class Idle:
+    """Leaves every slot to NCCL."""
+
+    def predict(self, observation, state=None, episode_start=None, deterministic=True):
+        return turns.actions_of(np.zeros(len(observation), int), turns.LEAVE), state
+
+
+def work(seconds):
+    begin = time.thread_time()
+    while time.thread_time() - begin < seconds:
+        pass
+
+
+class Slow(Idle):
+    """Takes its time over the first decision."""
+
+    def __init__(self, wait):
+        self.waits = [wait]
+
+    def predict(self, *asked):
+        if self.waits:
+            self.waits.pop()(0.3)
+        return super().predict(*asked)
+
+
+@pytest.fixture(scope="module")
+def calm():
+    jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(21), 6)
+    jobs.swing[:, 0] = 0
+    return jobs, oracle(jobs)[1]
+
+
+def test_every_step_is_billed_under_what_ran(calm):
+    jobs, us = calm[0].take(slice(None)), calm[1]
+    ledger = LossAccount(jobs, us)
+    windows = AccountedWindows(jobs, np.random.default_rng(0), ledger)
+    other = np.zeros(jobs.width, int)
+    other[0] = np.flatnonzero(jobs.mask[2, 0])[-1]
+    configs = other[: jobs.n_slots[2]]
+    at = jobs.noise.at.copy()
+    seen = windows.measure([2], [Plan("search", configs, 7, 2)])
+    pace = jobs.step_us(other[None], [2])[0][0] / jobs.default_us[2]
+    assert seen[0].billed == 7 + 2 + SWITCH_STEPS == ledger.steps[2] and ledger.steps.sum() == ledger.steps[2]
+    assert ledger.lost[2] == pytest.approx(9 * (pace - 1)) and jobs.noise.at[2] - at[2] == ledger.steps[2]
+
+
+@pytest.mark.parametrize(("wait", "is_refused"), [(work, True), (time.sleep, False)])
+def test_a_decision_that_takes_long_is_the_policys_fault_where_it_kept_a_processor_busy(
+    calm, wait, is_refused
+):
+    jobs = calm[0].take([0])
+    windows = AccountedWindows(jobs, np.random.default_rng(0), LossAccount(jobs, calm[1][:1]))
+    search = SimSearch(windows, Prior.load(), SearchConfig())
+    with pytest.raises(ValueError, match="a decision took") if is_refused else contextlib.nullcontext():
+        play(Slow(wait), search, windows.ledger, after=0, limit_s=0.1)
+
+
+@pytest.mark.slow
+def test_where_nothing_helps_nothing_is_gained_and_little_lost(calm):
+    """A/A: every config is the default, but for what the first use of an algorithm costs. The jobs themselves are left
+    as they were."""
+    jobs = without_gain(calm[0])
+    at = jobs.noise.at.copy()
+    for policy in (Idle(), ExpectedImprovement()):
+        scores = played(policy, jobs, jobs.default_us)
+        assert (jobs.noise.at == at).all()
+        most = 0.0 if isinstance(policy, Idle) else 1.0
+        assert scores.lost.min() > -1e-3 and scores.lost.max() < most + 1e-3
+        assert scores.gain == pytest.approx(0, abs=1e-6)
+        assert np.isfinite(scores.verdict).all() and not (scores.is_harmed | scores.is_harsh).any()
+
+
+def test_where_every_other_config_costs_none_is_left_that_is_slower():
+    jobs = without_gain(draw_jobs(STANDARD.only("plain"), np.random.default_rng(1), 16), worse=0.03)
+    other = np.zeros((16, jobs.width), int)
+    other[:, 0] = [np.flatnonzero(row)[-1] for row in jobs.mask[:, 0]]
+    slower = jobs.step_us(other)[0] / jobs.step_us(np.zeros_like(other))[0] - 1
+    assert slower.min() > -1e-6 and 0.005 < slower.max() < 0.06
+    assert not played(ExpectedImprovement(), jobs, jobs.default_us).is_harmed.any()
+
+
+def test_a_rule_on_the_belief_brings_gain_and_is_repeatable(calm):
+    jobs, us = calm
+    found = [played(ExpectedImprovement(), jobs, us) for _ in range(2)]
+    assert (found[0].lost == found[1].lost).all() and (found[0].gain == found[1].gain).all()
+    assert (found[0].gain <= found[0].oracle_gain + 1e-3).all()  # the oracle goes slot by slot
+    told = summary(found[0])
+    assert told["jobs"] == 6 and told["gain_delivered"] > 0.2 and told["slower"] == 0
+
+
+def test_a_job_is_played_alone_as_it_is_among_others():
+    """Alone, one that begins to try something again as its watch ends has no other job that keeps the play going."""
+    suite = JobSuite.load("unseen")
+    rows = rows_of(suite, 200)[16:20]
+    alone, among = (play(ExpectedImprovement(), *suite.open(some, 0)) for some in (rows[2:3], rows))
+    assert alone.decisions[0] == among.decisions[2] and alone.scores.lost[0] == among.scores.lost[2]
+
+
+def test_a_job_that_always_tries_something_is_played_no_longer_than_a_job_lasts(calm, monkeypatch):
+    """Before: one whose pace came and went for good was never played to its end."""
+    monkeypatch.setattr(job_arena, "HORIZON", 500)
+
+    class Trying(Idle):
+        turns_taken = 0
+
+        def predict(self, observation, state=None, episode_start=None, deterministic=True):
+            seen = turns.seen(observation)
+            if seen.context["refining"][0] < 0.5:
+                return super().predict(observation)
+            self.turns_taken += 1
+            open_ = np.flatnonzero(seen.open[0])
+            return turns.actions_of(open_[[self.turns_taken % len(open_)]], turns.RUN), None
+
+    jobs = calm[0].take(slice(None))
+    windows = AccountedWindows(jobs, np.random.default_rng(0), LossAccount(jobs, calm[1]))
+    play(Trying(), SimSearch(windows, Prior.load(), SearchConfig()), windows.ledger, after=100)
+    assert (windows.ledger.steps < 500 + 200).all() and (windows.ledger.steps > 500).any()

@@ -1,0 +1,399 @@
+"""The search over whole jobs, in simulation and on a job whose truth is written here."""
+
+import math
+
+import numpy as np
+import pytest
+from dynamiccl.agent.policies.rule import ExpectedImprovement
+from dynamiccl.envs.search import turns
+from dynamiccl.envs.search.belief import Prior
+from dynamiccl.envs.search.canary import GIVE_UP
+from dynamiccl.envs.search.search import Search
+from dynamiccl.envs.search.watch import SearchConfig, Watch
+from dynamiccl.envs.search.windows import PROFILE, REFERENCE, SEARCH, TABLE, Job, Measured
+from dynamiccl.envs.search_env import HORIZON, PAIRS, worth
+from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
+from dynamiccl.envs.sim.windows import SimSearch, SimWindows
+from dynamiccl.traces.fingerprint import N_FEATURES
+from dynamiccl.traces.spaces import N_CONFIGS
+from oracle import oracle
+from side_by_side import turn
+
+AGES = np.full(2, -1)
+OPEN = [0, 8, 16, 18, 20]
+
+
+@pytest.fixture(scope="module")
+def prior():
+    return Prior.load()
+
+
+class Told:
+    """A job of two slots; ``saving(configs)`` is its truth, ``noise`` the spread of one step."""
+
+    calls = 0.0  # a step, of each slot, that a table can hold at few of
+
+    def __init__(self, saving, noise=0.004, seed=0):
+        self.saving, self.noise, self.rng = saving, noise, np.random.default_rng(seed)
+        self.running, self.windows = np.zeros(2, int), []
+        self.scale = 1.0
+
+    def begin(self):
+        mask = np.zeros((2, N_CONFIGS), bool)
+        mask[:, OPEN] = True
+        features = np.zeros((2, N_FEATURES), np.float32)
+        share, us, calls = np.full(2, 0.3), np.full(2, 100.0), np.full(2, self.calls)
+        job = Job(features, mask, share, us, np.full((2, N_CONFIGS), -1), calls)
+        return job, self.measure_steps(np.zeros(2, int), 8, 3, math.inf)
+
+    def measure(self, plan):
+        self.windows.append(plan)
+        return self.measure_steps(plan.configs, plan.n_steps, plan.discard, plan.limit_ms)
+
+    def measure_steps(self, configs, n, discard, limit):
+        step = 100.0 * self.scale * (1 - self.saving(configs))
+        steps = step * np.exp(self.noise * self.rng.standard_normal(n))
+        if step > limit:
+            steps = steps[:1]
+        self.running = configs.copy()
+        billed = len(steps) + discard
+        return Measured(steps, np.full(2, np.nan), np.ones(2, bool), billed, billed * step)
+
+
+class Straggling(Told):
+    """With a config of ``which`` in the first slot, one step in ``every`` takes three times as long."""
+
+    def __init__(self, saving, which=(20,), every=100, **more):
+        super().__init__(saving, **more)
+        self.which, self.every, self.luck = which, every, np.random.default_rng(more.get("seed", 0) + 1000)
+
+    def measure_steps(self, configs, n, discard, limit):
+        seen = super().measure_steps(configs, n, discard, limit)
+        hit = (self.luck.random(len(seen.step_ms)) < 1 / self.every) & (configs[0] in self.which)
+        steps = seen.step_ms * np.where(hit, 3.0, 1.0)
+        return Measured(
+            steps,
+            seen.call_us,
+            seen.obeyed,
+            seen.billed,
+            seen.billed_ms + float((steps - seen.step_ms).sum()),
+        )
+
+
+def run(told, prior, policy=None, rules=None, windows=400):
+    job, default = told.begin()
+    search = Search(job, default, prior, rules)
+    policy = policy or ExpectedImprovement()
+    rewards = 0.0
+    for _ in range(windows):
+        if search.is_over:
+            break
+        plan = search.plan()
+        if plan is None:
+            search.ask(policy)
+        else:
+            rewards += search.record(plan, told.measure(plan))
+    return search, rewards
+
+
+def go_on(search, told, windows):
+    for _ in range(windows):
+        plan = search.plan()
+        if plan is None:
+            search.decide(0, turns.LEAVE)
+        else:
+            search.record(plan, told.measure(plan))
+
+
+def good(configs):
+    return 0.10 * (configs[0] == 20) + 0.05 * (configs[1] == 18)
+
+
+def test_it_finds_what_there_is_and_says_when(prior):
+    search, rewards = run(Told(good), prior)
+    assert search.confirmed.tolist() == [20, 18] and search.is_over
+    m = search.marks
+    assert 0 < m.first_gain <= m.verdict == search.steps < 500
+    mean, low, high = search.gain
+    assert 0 < low < -math.log(1 - 0.15) < high and mean == pytest.approx(-math.log(1 - 0.15), abs=0.02)
+    assert rewards == pytest.approx(sum_of_savings(search), rel=0.05)
+
+
+def sum_of_savings(search):
+    return -search.lost / 100
+
+
+def test_nothing_is_confirmed_where_nothing_helps(prior):
+    kept = [run(Told(lambda c: 0.0, noise=0.02, seed=s), prior)[0].confirmed.any() for s in range(40)]
+    assert sum(kept) <= 4
+
+
+def test_what_costs_is_never_left_in_force(prior):
+    for seed in range(20):
+        search, _ = run(Told(lambda c: -0.02 * (c > 0).sum(), noise=0.02, seed=seed), prior)
+        assert not search.confirmed.any()
+
+
+def test_a_step_that_is_far_too_long_ends_its_window(prior):
+    told = Told(lambda c: -1.0 * (c[0] == 16))
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    for _ in range(2):
+        for config in (16, 0):
+            assert search.decide(config)
+        plan = search.plan()
+        assert plan.limit_ms == pytest.approx(GIVE_UP * 100, rel=0.05)
+        seen = told.measure(plan)
+        assert len(seen.step_ms) == 1
+        search.record(plan, seen)
+    assert search.marks.canaries == 2 and turns.seen(search.observe()).risk[0, 16] == 1 and search.open[0, 16]
+    search.decide(16, turns.RUN)
+    assert search.plan().configs.tolist() == [16, 0]  # a price, not a prohibition
+    search._begin(default)  # the job has changed
+    assert turns.seen(search.observe()).risk[0, 16] == 1
+    search = Search(job, default, prior)
+    assert not search.decide(40) and search.choices[0] == 0  # what is masked runs as AUTO
+
+
+@pytest.mark.parametrize(
+    ("n", "saving", "is_given_up"), [(1, 0.2, True), (2, 0.2, False), (2, -0.2, True), (5, 0.2, False)]
+)
+def test_a_long_step_after_others_that_were_not_is_none_of_the_tables(prior, n, saving, is_given_up):
+    """Seen on simulated jobs: a window 19 % faster, its last step a stray, was taken for one that is far too long."""
+    told = Told(lambda c: saving * (c[0] == 20))
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    search.decide(20, turns.RUN)
+    plan = search.plan()
+    seen = told.measure(plan)
+    seen.step_ms[n - 1] = 1.1 * plan.limit_ms
+    search.record(
+        plan, Measured(seen.step_ms[:n], seen.call_us, seen.obeyed, n, float(seen.step_ms[:n].sum()))
+    )
+    assert search.marks.canaries == is_given_up and (search.tried[0, 20] == 0) == is_given_up
+    assert (search.belief.saving(np.array([20, 0]))[0] > 0.1) != is_given_up
+
+
+def one_percent(configs):
+    return 0.01 * (configs[0] == 20) - 0.03 * (configs[0] in (8, 16, 18)) - 0.03 * (configs[1] > 0)
+
+
+def finished(told, prior, rules=None):
+    """A search that is over, with what is tried after its verdict."""
+    search, _ = run(told, prior, rules=rules)
+    policy = ExpectedImprovement()
+    while not search.is_done:
+        plan = search.plan()
+        if plan is None:
+            search.ask(policy)
+        else:
+            search.record(plan, told.measure(plan))
+    return search
+
+
+def test_a_config_that_is_faster_but_for_its_long_steps_is_not_confirmed(prior):
+    """1 % faster in 99 steps of 100, three times as long in the last: 1 % slower. Before: confirmed in all of these."""
+    kept = [finished(Straggling(one_percent, seed=s), prior).confirmed.any() for s in range(60)]
+    assert sum(kept) <= 15
+
+
+@pytest.mark.parametrize(("which", "every"), [((), 100), ((0, 8, 16, 18, 20), 200)])
+def test_long_steps_that_are_the_jobs_own_do_not_stand_in_the_way(prior, which, every):
+    kept, steps = [], []
+    for seed in range(12):
+        search = finished(Straggling(one_percent, which, every, seed=seed), prior)
+        kept.append(search.confirmed.tolist() == [20, 0])
+        steps.append(search.marks.first_gain)
+    assert sum(kept) >= 11 and np.median(steps) < 700
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("which", "is_gone"), [((20,), True), ((0, 20), False)])
+def test_a_table_in_force_whose_long_steps_cost_more_than_it_gains_is_gone(prior, which, is_gone):
+    """6 % by long steps, for 1 % in all others: no window shows it, but all together. Where they are the job's, a table
+    is gone in 7 of 60 jobs, by chance."""
+    gone = 0
+    for seed in range(10):
+        told = Straggling(one_percent, which=(), seed=seed)
+        search = finished(told, prior)
+        assert search.confirmed.tolist() == [20, 0]
+        told.which, told.every = which, 33
+        go_on(search, told, 1500)
+        assert search.marks.dropped == (not search.confirmed.any())
+        gone += search.marks.dropped
+    assert gone == 10 if is_gone else gone <= 3
+
+
+def test_turns_then_a_window_under_all(prior):
+    told = Told(good)
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    assert search.plan() is None and search.observe().shape == (turns.N_OBSERVATION,)
+    search.decide(20)
+    assert search.plan() is None
+    search.decide(18)
+    plan = search.plan()
+    assert plan.kind == SEARCH and plan.configs.tolist() == [20, 18]
+    search.record(plan, told.measure(plan))
+    seen = turns.seen(search.observe())
+    assert seen.count[0, 20] == 1 and seen.last[0, 20] and seen.open[0].sum() == 5
+    assert seen.context["share"][0] == pytest.approx(0.3)
+
+
+def test_a_table_that_promises_much_is_compared_before_the_search_goes_on(prior):
+    """By the rule, after three windows at the earliest."""
+    told = Told(good)
+    job, default = told.begin()
+    search, windows, policy = Search(job, default, prior), 0, ExpectedImprovement()
+    for _ in range(60):
+        plan = search.plan()
+        if plan is None:
+            search.ask(policy)
+        elif plan.kind == SEARCH:
+            windows += 1
+            search.record(plan, told.measure(plan))
+        else:
+            break
+    assert plan.kind == REFERENCE and windows >= 3 and search.comparisons == 0
+
+
+def test_slots_without_a_turn_run_what_is_believed_best(prior):
+    told = Told(good)
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    for configs in ([20, 18], [0, 0], [20, 18]):
+        for config in configs:
+            search.decide(config)
+        plan = search.plan()
+        search.record(plan, told.measure(plan))
+    assert search.belief.best().tolist() == [20, 18]
+    search.decide(8, turns.RUN)
+    plan = search.plan()
+    assert plan.kind == SEARCH and plan.configs.tolist() == [8, 18]
+    search.record(plan, told.measure(plan))
+    search.decide(20, turns.COMPARE)
+    assert search.plan().kind == REFERENCE and search.table.tolist() == [20, 18]
+
+
+def test_who_leaves_has_a_verdict_at_once(prior):
+    told = Told(good)
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    search.decide(20, turns.LEAVE)
+    assert search.is_over and not search.confirmed.any() and search.marks.verdict == search.steps
+    search.decide(0, turns.LEAVE)  # nor any trial beside the default
+    assert search.is_done
+
+
+def test_what_runs_already_has_no_steps_to_throw_away(prior):
+    told = Told(good)
+    job, default = told.begin()
+    search = Search(job, default, prior)
+    search.running = np.array([20, 0])
+    assert search.discard(np.array([20, 0])) == 0 < search.discard(np.array([20, 18]))
+
+
+def test_comparisons_change_sides_from_pair_to_pair(prior):
+    told = Told(good, noise=0.1)
+    search, _ = run(told, prior)
+    kinds = [p.kind for p in told.windows if p.kind in (REFERENCE, TABLE)]
+    assert kinds[:4] == [REFERENCE, TABLE, TABLE, REFERENCE]
+    assert (
+        search.same_logs and np.abs(search.same_logs).max() < 0.3
+    )  # the default's windows one after the other
+
+
+def test_a_table_that_turned_bad_is_gone_within_two_windows(prior):
+    told = Told(good)
+    search, _ = run(told, prior)
+    go_on(search, told, 30)
+    assert search.confirmed.any()
+    table = search.confirmed.copy()
+    told.saving = lambda c: -0.2 * (c > 0).any()
+    go_on(search, told, 2)
+    assert not search.confirmed.any() and search.marks.dropped == 1 and table.any()
+
+
+def test_a_small_true_gain_survives_the_watch(prior):
+    """And the watch runs less than 1 % of the steps under the default."""
+    kept, share, reopened = 0, [], 0
+    for seed in range(12):
+        told = Told(lambda c: 0.03 * (c[0] == 20), noise=0.01, seed=seed)
+        search, _ = run(told, prior, rules=SearchConfig(pairs=40))
+        if not search.confirmed.any():
+            continue
+        told.saving = lambda c: 0.01 * (c[0] == 20)
+        go_on(search, told, 2500)
+        kept += bool(search.confirmed.any())
+        share.append(search.after_default / search.after)
+        reopened += search.marks.reopened
+    assert len(share) >= 10 and kept == len(share) and reopened == 0
+    assert 0 < max(share) <= 0.01
+
+
+def test_what_a_table_is_worth_is_told_by_windows_that_did_not_choose_it(prior):
+    told = Told(good)
+    search, _ = run(told, prior)
+    assert search.gain[0] > 0.05
+    told.saving = lambda c: 0.02 * c.any()  # it was confirmed by luck
+    n = len(told.windows)
+    assert worth(search, told) == pytest.approx(0.02 * (HORIZON - search.marks.verdict), rel=0.3)
+    assert [bool(plan.configs.any()) for plan in told.windows[n:]] == [False, True] * PAIRS
+    search.confirm(np.zeros(2, int))
+    assert worth(search, told) == 0 and len(told.windows) == n + 2 * PAIRS
+
+
+def test_a_lasting_change_begins_a_new_search(prior):
+    told = Told(good)
+    search, _ = run(told, prior)
+    go_on(search, told, 20)
+    told.scale = 1.4
+    for _ in range(60):
+        if search.marks.reopened:
+            break
+        go_on(search, told, 1)
+    assert search.marks.reopened == 1 and search.marks.dropped == 0
+    plan, before = search.plan(), search.before.copy()
+    assert plan.kind == PROFILE
+    search.record(plan, told.measure(plan))
+    assert (
+        search.plan().configs.tolist() == before.tolist() and search.plan().limit_ms == np.inf
+    )  # it ran until now
+    policy = ExpectedImprovement()
+    for _ in range(400):
+        plan = search.plan()
+        if search.is_over:
+            break
+        if plan is None:
+            search.ask(policy)
+        else:
+            search.record(plan, told.measure(plan))
+    assert search.confirmed.tolist() == [20, 18] and search.default_ms == pytest.approx(140, rel=0.05)
+
+
+def test_the_watch_asks_for_the_default_at_once_where_a_window_is_odd():
+    watch = Watch(0.005, 8, SearchConfig(), True, 0)
+    for _ in range(10):
+        assert watch.saw(100.0, False, 0) == "" and not watch.wants_default(1)
+    watch.saw(120.0, False, 2)
+    assert watch.wants_default(3)
+    assert watch.saw(120.0, True, 4) == "" and not watch.wants_default(
+        5
+    )  # all is slower: not the table's doing
+
+
+@pytest.mark.slow
+def test_simulated_jobs_gain_and_none_ends_slower(prior):
+    jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(11), 40)
+    _, best = oracle(jobs)
+    possible = 1 - best / jobs.step_us(np.zeros((40, jobs.width), int))[0]
+    windows = SimWindows(jobs.take(np.arange(40)), np.random.default_rng(1))
+    policy, done = ExpectedImprovement(), SimSearch(windows, prior, SearchConfig())
+    while turn(done, policy) is not None:
+        pass
+    now, tables = done.windows.jobs, done.tables
+    saving = 1 - now.step_us(tables)[0] / now.step_us(np.zeros_like(tables))[0]
+    assert saving.min() > -0.005
+    assert saving.sum() > 0.4 * possible.sum()
+    # What long steps cost has to be settled too before a table is confirmed: below 400 steps before that was asked.
+    assert np.median([s.marks.verdict for s in done.searches]) < 500

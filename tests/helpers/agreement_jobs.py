@@ -1,0 +1,367 @@
+"""The jobs of tests/envs/nccl/test_agreement.py, one a function: ``python agreement_jobs.py NAME`` prints what
+the ranks say.
+
+A process of its own, without PyTorch, since its ranks are forked (light_ranks.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from dynamiccl.envs.nccl.shm import RunFolder
+from light_ranks import LightRank, Program, Publisher, run, splits, table
+from light_store import StoreServer
+
+Found = dict[str, Any]
+
+
+def found(ranks: list[dict[str, Any]], server: StoreServer, **more: Any) -> Found:
+    split, compared = splits(ranks)
+    return {"ranks": ranks, "requests": server.requests, "split": split, "compared": compared, **more}
+
+
+def tries(
+    folder: RunFolder,
+    n_ranks: int,
+    program: Program,
+    trial_steps: int = 30,
+    every_s: float = 0.05,
+    **more: Any,
+) -> Found:
+    """A daemon tries one table after the other while the job runs."""
+    daemons: list[Publisher] = []
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        daemons.append(Publisher(folder, server, every_s, trial_steps))
+        if "beside" in more:
+            more["beside"](server, pids)
+
+    ranks, server = run(n_ranks, program, folder, beside, **{k: v for k, v in more.items() if k != "beside"})
+    daemon = daemons[0]
+    daemon.alive = False
+    took = [daemon.in_force[g] - daemon.published[g] for g in list(daemon.in_force)[:-1] if g > 1]
+    return found(ranks, server, took_s=took, published=daemon.generation)
+
+
+def healthy(folder: RunFolder) -> Found:
+    def program(rank: LightRank) -> None:
+        for i in range(150):
+            rank.step(i, 4, 0.01)
+
+    return tries(folder, 3, program)
+
+
+def hosts_apart(folder: RunFolder) -> Found:
+    """Two ranks; the host of each is late by up to a whole step of half a second, at random, in each step."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(100):
+            rank.step(i, 8, rank.random.uniform(0, 0.5))
+
+    return tries(folder, 2, program, trial_steps=20, every_s=1.0)
+
+
+def many_hosts_apart(folder: RunFolder) -> Found:
+    """64 ranks, steps of a second, each rank late by 0 to 300 ms."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(45):
+            rank.step(i, 4, 0.7 + rank.random.uniform(0, 0.3))
+
+    return tries(folder, 64, program, trial_steps=20, every_s=1.0)
+
+
+def side_thread(folder: RunFolder, seed: int = 0, steps: int = 80) -> Found:
+    """Another thread runs collectives on a communicator of its own, whenever it likes."""
+
+    def program(rank: LightRank) -> None:
+        over = threading.Event()
+        pace = random.Random(f"{seed} {rank.rank}")
+        turns = [0]
+
+        def beside_training() -> None:
+            while not over.is_set() or turns[0] < 150:
+                time.sleep(pace.expovariate(1 / 0.02) if not over.is_set() else 0.0)
+                rank.call(8)
+                turns[0] += 1
+
+        side = threading.Thread(target=beside_training)
+        side.start()
+        for i in range(steps):
+            rank.step(i, 4, pace.uniform(0, 0.03))
+        over.set()
+        side.join()
+
+    return tries(folder, 2, program, every_s=0.02)
+
+
+def evaluation(folder: RunFolder) -> Found:
+    """A trial is in force when all ranks go into a long evaluation; its tuner is dead."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(600):
+            if rank.rank == 0 and rank.steps_under[-1:] == [2] and rank.work.get("ends at") == b"None":
+                rank.work.set("ends at", str(i + 3))
+            if rank.work.get("ends at") == str(i).encode():
+                break
+            rank.step(i, 4, 0.01)
+        rank.work.meet("evaluates", rank.n_ranks)
+        rank.more["evaluates_from"] = len(rank.answers[7])
+        rank.call(7, 600)
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        folder.table.publish(table(1))
+        _until(server, "1")
+        folder.table.publish(table(2, 25))
+
+    return found(*run(2, program, folder, beside))
+
+
+def _until(server: StoreServer, generation: str, within_s: float = 60.0) -> None:
+    end = time.monotonic() + within_s
+    while server.values.get("in force") != generation:
+        if time.monotonic() > end:
+            raise TimeoutError(f"generation {generation} never came into force")
+        time.sleep(0.005)
+
+
+def one_without_a_tuner(folder: RunFolder) -> Found:
+    """Rank 2 has no agreement; communicator 7 has all three ranks, 8 the first two."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(100):
+            if rank.rank < 2:
+                rank.comm(8, 2)
+                rank.call(8, 3)
+                rank.step(i, 3, 0.01)
+            else:
+                rank.call(7, 3)
+                time.sleep(0.01)
+                if i >= 1:
+                    rank.work.meet(f"step {i - 1}", 3)
+
+    return tries(folder, 3, program, attach_s=0.5)
+
+
+def two_groups(folder: RunFolder) -> Found:
+    """Rank 1 is in two communicators with other members each."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(120):
+            if rank.rank < 2:
+                rank.comm(8, 2)
+                rank.call(8, 2)
+            if rank.rank > 0:
+                rank.comm(9, 2)
+                rank.call(9, 5)
+            rank.step(i, 2, rank.random.uniform(0, 0.02))
+
+    return tries(folder, 3, program)
+
+
+def uneven_collectives(folder: RunFolder) -> Found:
+    """Rank 1 enqueues other collectives on communicator 8: NCCL would hang sooner or later."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(500):
+            rank.call(8, 2, 1 << (21 if rank.rank == 1 and i == 40 else 20))
+            rank.step(i, 4, 0.01)
+
+    return tries(folder, 2, program)
+
+
+def no_profiler(folder: RunFolder) -> Found:
+    """NCCL asks our tuner on rank 1 and tells our profiler there of nothing."""
+
+    def program(rank: LightRank) -> None:
+        rank.comm(7, with_profiler=rank.rank != 1)
+        for i in range(80):
+            rank.step(i, 4, 0.01)
+
+    return tries(folder, 2, program, attach_s=0.5)
+
+
+def versions_differ(folder: RunFolder) -> Found:
+    def program(rank: LightRank) -> None:
+        rank.call(7, 4)
+        rank.attach(version=f"NCCL 2.2{rank.rank}")
+        for i in range(80):
+            rank.step(i, 4, 0.01)
+
+    return tries(folder, 2, program, attach_s=0.5)
+
+
+def late_communicator(folder: RunFolder) -> Found:
+    """A communicator that is made when a table is there to stay has that table too."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(200):
+            if i >= 60:
+                rank.comm(8)
+                rank.call(8, 4)
+            rank.step(i, 4, 0.01)
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        folder.table.publish(table(1))
+
+    return found(*run(2, program, folder, beside))
+
+
+def late_rank(folder: RunFolder) -> Found:
+    """Rank 1 takes its first step seconds after the others."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(150):
+            if rank.rank == 1 and i < 60:
+                rank.call(7, 4)
+                rank.work.meet(f"step {i - 1}", 2) if i >= 1 else None
+                time.sleep(0.01)
+            else:
+                rank.step(i, 4, 0.01)
+
+    return tries(folder, 2, program)
+
+
+def store_late(folder: RunFolder) -> Found:
+    """From some moment on the store takes 0.2 s for each answer."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(150):
+            rank.step(i, 4, 0.02)
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        _until(server, "2")
+        server.late_s = 0.2
+
+    return tries(folder, 2, program, beside=beside)
+
+
+def store_fails_after_the_votes(folder: RunFolder) -> Found:
+    """For three seconds the store answers nothing to do with a decision, when the limits are set."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(150):
+            rank.step(i, 4, 0.02)
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        _until(server, "2")
+        server.silent_for("decision", 3.0)
+
+    return tries(folder, 2, program, beside=beside)
+
+
+def store_drops(folder: RunFolder) -> Found:
+    """For a second the store drops every connection of the agreement."""
+
+    def program(rank: LightRank) -> None:
+        for i in range(250):
+            rank.step(i, 4, 0.02)
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        _until(server, "2")
+        server.drops_for(1.0)
+
+    return tries(folder, 2, program, beside=beside)
+
+
+def store_fails_at_random(folder: RunFolder, seed: int, failures: int = 12) -> Found:
+    """Again and again the store is silent for a second, from a random moment on; a new table comes each half second.
+
+    ``held_ms``: how long a training thread waited in each.
+    """
+    draw, held_ms, over = random.Random(seed), [], "over"
+
+    def program(rank: LightRank) -> None:
+        for i in range(10_000):
+            if rank.work.get("ends at") == str(i).encode():
+                break
+            if rank.rank == 0 and rank.work.check([over]) and rank.work.get("ends at") == b"None":
+                rank.work.set("ends at", str(i + 3))
+            rank.step(i, 4, 0.02)
+
+    def waited_ms() -> float:
+        return max(ring.waited_ns() for ring in folder.rings()) / 1e6
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        _until(server, "2")
+        for _ in range(failures):
+            time.sleep(draw.uniform(0.5, 1.5))
+            before = waited_ms()
+            server.silent_for("/", 1.0)  # keys of a round have one, the job's own have not
+            time.sleep(2.0)
+            held_ms.append(round(waited_ms() - before, 1))
+        server.values[over] = "yes"
+
+    return tries(folder, 2, program, every_s=0.5, beside=beside) | {"held_ms": held_ms}
+
+
+def faults(folder: RunFolder, seed: int, steps: int = 110) -> Found:
+    """Ranks, the tuner and rank 0's thread are killed or frozen at random moments, under trials."""
+    draw = random.Random(seed)
+    n_ranks = draw.choice([2, 2, 3])
+
+    def program(rank: LightRank) -> None:
+        for i in range(steps):
+            rank.step(i, 4, rank.random.uniform(0, 0.03))
+
+    def beside(server: StoreServer, pids: list[int]) -> None:
+        daemon = Publisher(folder, server, 0.03, 20)
+        _until(server, "2")
+        time.sleep(draw.uniform(0.0, 0.6))
+        kind = draw.choice(["freeze a rank", "freeze rank 0", "freeze all", "kill the tuner", "store"])
+        if kind.startswith("freeze"):
+            who = pids if "all" in kind else [pids[0] if "0" in kind else draw.choice(pids[1:])]
+            for pid in who:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(draw.uniform(0.05, 1.5))
+            for pid in who:
+                os.kill(pid, signal.SIGCONT)
+        elif kind == "store":
+            server.late_s = draw.uniform(0.05, 0.4)
+            time.sleep(0.5)
+            server.late_s = 0.0
+        else:
+            daemon.alive = False
+        server.values["fault"] = kind
+
+    ranks, server = run(n_ranks, program, folder, beside)
+    return found(ranks, server, fault=server.values["fault"])
+
+
+def dies(folder: RunFolder, seed: int) -> Found:
+    """A rank is killed at a random moment: what the others have issued until then is alike, and nobody waits for it."""
+    draw = random.Random(seed)
+    victim, last = draw.randrange(3), draw.randrange(60, 140)
+
+    def program(rank: LightRank) -> None:
+        for i in range(last + 40):
+            if i >= last and rank.rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if i < last:
+                rank.step(i, 4, 0.01)
+            else:  # what would hold the others up without us too, the next collective, is left out
+                rank.call(9, 4)
+                rank.ends()
+                time.sleep(0.01)
+
+    return tries(folder, 3, program)
+
+
+def main() -> None:
+    name, *numbers = sys.argv[1:]
+    folder = RunFolder.create()
+    try:
+        print(json.dumps(globals()[name](folder, *map(int, numbers))))
+    finally:
+        folder.close()
+
+
+if __name__ == "__main__":
+    main()

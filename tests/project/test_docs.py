@@ -1,0 +1,209 @@
+"""Documentation that cannot rot: docstrings on everything public, pages whose files and links exist."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from paths import ROOT
+
+FOLDERS = ("agent", "envs", "traces", "zero_workload")
+PYTHON = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
+README = ROOT / "README.md"
+READMES = sorted(p for folder in (".", *FOLDERS, "envs/nccl") for p in (ROOT / folder).glob("*.md"))
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def undocumented(tree):
+    """Public classes, functions and methods without a docstring (a Protocol's ``...`` needs none), and the module."""
+    missing = [] if ast.get_docstring(tree) or not tree.body else ["the module"]
+
+    def visit(node, prefix):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                if child.name.startswith("_"):
+                    continue
+                overload = any("overload" in ast.dump(d) for d in child.decorator_list)
+                setter = any(
+                    isinstance(d, ast.Attribute) and d.attr == "setter" for d in child.decorator_list
+                )
+                stub = (
+                    isinstance(child.body[-1], ast.Expr) and getattr(child.body[-1].value, "value", 0) is ...
+                )
+                if not ast.get_docstring(child) and not (overload or setter or stub):
+                    missing.append(prefix + child.name)
+                if isinstance(child, ast.ClassDef):
+                    visit(child, prefix + child.name + ".")
+
+    visit(tree, "")
+    return missing
+
+
+def test_everything_public_has_a_docstring():
+    found = {name_of(path): undocumented(ast.parse(path.read_text(encoding="utf-8"))) for path in PYTHON}
+    assert {name: missing for name, missing in found.items() if missing} == {}
+
+
+def test_the_check_sees_what_is_missing():
+    source = '"""M."""\nclass A:\n    """A."""\n    def f(self): return 1\n    def _g(self): return 2\n'
+    source += "def h(): return 3\n"
+    assert undocumented(ast.parse(source)) == ["A.f", "h"]
+    assert undocumented(ast.parse("x = 1")) == ["the module"]
+
+
+def test_the_first_page_is_short_and_each_folder_has_one():
+    assert README.stat().st_size <= 8 * 1024
+    for folder in (*FOLDERS, "envs/nccl"):
+        assert (ROOT / folder / "README.md").exists() and f"({folder}/README.md)" in README.read_text("utf-8")
+
+
+@pytest.mark.parametrize("path", [p for p in READMES if p.parent != ROOT], ids=name_of)
+def test_files_that_a_folders_page_names_exist(path):
+    """Names in backticks that end as our files do; ``<...>`` stands for something."""
+    named = set(re.findall(r"`([\w./<>-]+\.(?:py|c|h|md|toml))`", path.read_text(encoding="utf-8")))
+    missing = [n for n in named if "<" not in n and not ((path.parent / n).exists() or (ROOT / n).exists())]
+    assert sorted(missing) == []
+
+
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_links_inside_the_repository_lead_somewhere(path):
+    text = path.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", text)
+    assert [t for t in targets if not (path.parent / t).exists()] == []
+
+
+def test_the_tour_of_the_job_names_what_is_there():
+    """Every name in backticks that stands outside of links is something that the folder's modules define."""
+    folder = ROOT / "zero_workload"
+    tour = (folder / "README.md").read_text(encoding="utf-8").partition("## A guided tour")[2]
+    nodes = [
+        node
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    named = set(re.findall(r"(?<!\[)`(\w+)`", tour))
+    assert len(named) > 10 and named <= defined
+
+
+DEPLOYMENT = ROOT / "OPERATING.md"
+NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def rows(page):
+    """The cells of the page's tables, row by row, without heads and rules."""
+    lines = [
+        line.strip("|").split("|") for line in page.read_text("utf-8").splitlines() if line.startswith("| ")
+    ]
+    return [[cell.strip() for cell in line] for line in lines]
+
+
+def test_every_test_that_the_table_of_faults_names_exists():
+    named = NAMED.findall(DEPLOYMENT.read_text(encoding="utf-8"))
+    missing = [
+        f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text("utf-8")
+    ]
+    assert len(named) > 20 and not missing
+
+
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_every_command_and_option_that_a_page_names_exists(path):
+    """Seen: `bench --trace`, of a command that had gone. But for the notebook and what was changed."""
+    if path.name in ("LOG.md", "CHANGELOG.md"):
+        return
+    options = json.loads((ROOT / "tests" / "data" / "command_line.json").read_text())
+    text = path.read_text(encoding="utf-8")
+    said = re.findall(r"`([^`\n]+)`", text) + re.findall(r"^(?:\S+\$ )?(dynamiccl .*)$", text, re.M)
+    for one in said:
+        words = re.split(r" --(?: |$)|#", one.removeprefix("dynamiccl "))[0].split()
+        names = [f"dynamiccl {' '.join(words[:n])}" for n in (2, 1)]
+        name = next((name for name in names if name in options), None)
+        if one.startswith("dynamiccl ") and not words[0].startswith("-"):
+            assert name, f"{path.name}: no command in {one!r}"
+        known = {option for word in options.get(name, ()) for option in word.split("/")} | {"--help"}
+        asked = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert name is None or asked <= known, f"{path.name}: {asked - known} in {one!r}"
+
+
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_every_test_that_a_page_names_exists(path):
+    """But for the notebook, which tells of what was."""
+    named = set(re.findall(r"\btests/[\w/]+\.(?:py|c)\b", path.read_text(encoding="utf-8")))
+    assert path.name == "LOG.md" or sorted(n for n in named if not (ROOT / n).exists()) == []
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(
+            "tuner killed",
+            "rank 0 dies",
+            "another rank dies",
+            "node lost",
+            "store answers late",
+            "network breaks",
+        ),
+        *("store fails between vote and decision", "a thread beside the training", "evaluation"),
+        *(
+            "disk of `OUT` full",
+            "`/dev/shm` full",
+            "clock set",
+            "versions differ",
+            "step skipped",
+            "rank, or a whole job, frozen",
+        ),
+    ],
+)
+def test_the_fault_matrix_has_every_part_of_a_job_with_its_test(part):
+    (row,) = [row for row in rows(DEPLOYMENT) if row[0].startswith(part)]
+    _, experience, _, test = row
+    assert experience and NAMED.search(test)
+
+
+def test_the_deployment_page_has_every_variable_of_ours_and_no_other():
+    page = DEPLOYMENT.read_text(encoding="utf-8")
+    sources = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".c", ".h")]
+    texts = [p.read_text("utf-8") for p in sources]
+    read = {n for text in texts for n in re.findall(r"[\"'](DYNAMICCL_[A-Z_]+[A-Z])[\"']", text)}
+    told = set(re.findall(r"DYNAMICCL_[A-Z_]+[A-Z]", page))
+    assert "DYNAMICCL_RUN" in read and read == told
+    theirs = set(re.findall(r"\b(?:NCCL|GLOO|TORCH|TORCHELASTIC|SLURM|XDG)_[A-Z_]+[A-Z]\b", page))
+    unread = [n for n in theirs if not any(n in text for text in texts)]
+    assert sorted(unread) == ["SLURM_JOB_NODELIST", "SLURM_NNODES"]  # in the example
+
+
+def test_the_snippet_of_the_environments_runs():
+    page = (ROOT / "envs" / "README.md").read_text(encoding="utf-8")
+    snippet = re.search(r"```python\n(.*?)```", page, re.S)[1]
+    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    # Names and a gain: before, six indices that were all zero.
+    table, gain = done.stdout.splitlines()
+    assert re.fullmatch(r"table in force:( (ring|nvls|pat)/(ll|ll128|simple)(/\d+)?)+", table)
+    steps, saved = map(
+        int, re.fullmatch(r"in (\d+) steps the time of (\d+) of NCCL's own was saved", gain).groups()
+    )
+    assert saved > 0.01 * steps
+
+
+def test_the_entrant_of_the_environments_plays(tmp_path):
+    page = (ROOT / "envs" / "README.md").read_text(encoding="utf-8")
+    entrant = re.findall(r"```python\n(.*?)```", page, re.S)[1]
+    (tmp_path / "my_module.py").write_text(entrant)
+    command = [
+        sys.executable,
+        "-m",
+        "dynamiccl.agent.cli",
+        "bench",
+        "--policy",
+        "my_module:MyPolicy",
+        "--jobs",
+        "4",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "my_module:MyPolicy" in done.stdout and "4 of 1000 jobs" in done.stdout

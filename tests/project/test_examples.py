@@ -1,0 +1,135 @@
+"""Each file in ``examples/`` runs, or is valid: shell, YAML and units whose commands and metrics exist."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from dynamiccl.agent.report.runs import METRICS
+from paths import DATA, ROOT
+
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted((EXAMPLES / "scripts").glob("*.py"))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+TEXTS = [p for p in EXAMPLES.rglob("*") if p.is_file() and p.suffix != ".md"]
+
+
+def short(path: Path) -> str:
+    return path.relative_to(EXAMPLES).as_posix()
+
+
+def options_of(command: str) -> set[str]:
+    frozen = json.loads((DATA / "command_line.json").read_text())
+    return {option for word in frozen[f"dynamiccl {command}"] for option in word.split("/")}
+
+
+def test_the_page_names_every_file():
+    page = (EXAMPLES / "README.md").read_text()
+    assert [short(p) for p in TEXTS if f"({short(p)})" not in page] == []
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=short)
+def test_every_command_of_ours_exists_with_its_options(path):
+    """Lines that a shell, YAML or a unit breaks are read as one."""
+    words = re.sub(r'\\\n|[\[\]",]', " ", path.read_text()).split()
+    starts = [i for i, word in enumerate(words) if word.endswith("dynamiccl") and i + 1 < len(words)]
+    found = 0
+    for start in starts:
+        command = words[start + 1]
+        if f"dynamiccl {command}" not in json.loads((DATA / "command_line.json").read_text()):
+            continue
+        found += 1
+        ours = words[start + 2 :]
+        ours = ours[: ours.index("--")] if "--" in ours else ours[:6]
+        asked = {word for word in ours if re.fullmatch(r"--[a-z-]{3,}", word)}
+        if command in ("tune", "top"):
+            assert asked <= options_of(command), command
+    assert found or path.suffix == ".timer"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=short)
+def test_each_script_trains_under_the_tuner(script, tmp_path):
+    """As its first lines say, on the emulated cluster."""
+    pytest.importorskip("accelerate" if "accelerate" in script.name else "torch", reason="not installed")
+    pytest.importorskip("deepspeed" if "deepspeed" in script.name else "torch", reason="not installed")
+    out = tmp_path / "out"
+    tune = [sys.executable, "-m", "dynamiccl.agent.cli", "tune", "--cluster", "dgx-h100-2x8", "--no-memory"]
+    command = [*tune, "--out", str(out), "--", *TORCHRUN, str(script), "60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "step 0: loss" in done.stdout
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] >= 50
+    assert summary["consistency"]["mismatches"] == 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=short)
+def test_scripts_stay_short(script):
+    assert len(script.read_text().splitlines()) <= 40
+
+
+def test_the_batch_script_is_valid_shell_with_options_of_sbatch():
+    script = EXAMPLES / "slurm" / "two_nodes.sbatch"
+    assert subprocess.run(["bash", "-n", script], capture_output=True, check=False).returncode == 0
+    options = re.findall(r"^#SBATCH --([a-z-]+)=\S+$", script.read_text(), re.M)
+    known = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "signal", "output"}
+    assert set(options) == known
+
+
+@pytest.mark.parametrize("name", ["jobset.yaml", "pytorchjob.yaml"])
+def test_a_manifest_has_what_the_tuner_needs(name):
+    """A larger /dev/shm, time to end, the launcher first."""
+    manifest = yaml.safe_load((EXAMPLES / "kubernetes" / name).read_text())
+    assert manifest["apiVersion"] and manifest["kind"] and manifest["metadata"]["name"]
+    pods = list(find(manifest, "containers"))
+    assert pods
+    for pod in pods:
+        (container,) = pod["containers"]
+        assert "dynamiccl tune" in " ".join([*container["command"], *container["args"]])
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        assert set(mounts.values()) <= volumes.keys()
+        assert pod["terminationGracePeriodSeconds"] > 0
+
+
+def find(tree, key):
+    """All mappings below ``tree`` that have the key."""
+    if isinstance(tree, dict):
+        if key in tree:
+            yield tree
+        for value in tree.values():
+            yield from find(value, key)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from find(value, key)
+
+
+def test_alerts_speak_of_metrics_that_are_written():
+    rules = yaml.safe_load((EXAMPLES / "monitoring" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    known = {name for name, _, _ in METRICS}
+    for rule in rules:
+        assert set(re.findall(r"\bdynamiccl_\w+", rule["expr"])) <= known
+        assert rule["alert"] and rule["labels"]["severity"] and rule["annotations"]["description"]
+
+
+def test_units_are_valid():
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd-analyze is not installed")
+    units = [str(p) for p in (EXAMPLES / "monitoring").glob("dynamiccl-metrics.*")]
+    command = ["systemd-analyze", "verify", "--man=no", *units]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def test_the_image_is_built_from_a_wheel_and_starts_the_launcher():
+    text = (EXAMPLES / "docker" / "Dockerfile").read_text()
+    instructions = re.findall(r"^([A-Z]+) ", text, re.M)
+    assert set(instructions) <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.M)
+    assert json.loads(entry) == ["dynamiccl", "tune", "--"]

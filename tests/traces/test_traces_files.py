@@ -1,0 +1,237 @@
+"""Traces on disk: what is written is read back exactly; kills and damaged files cost no more than said."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+from dynamiccl.traces.assemble import EVENT_COLUMNS, STEP_COLUMNS, Assembler, Communicator, Offer, complete
+from dynamiccl.traces.files import Trace, TraceError
+from dynamiccl.traces.header import FORMAT
+from dynamiccl.traces.records import Decision, Rule, Slot, Table
+from dynamiccl.traces.writer import TraceWriter
+
+CLOCK = 1_763_719_000_000_000_123  # beyond what a float64 holds exactly
+
+
+def some_events(n=10, first=0):
+    seq = np.arange(first, first + n)
+    start = pd.array([CLOCK + int(i) if i % 2 else pd.NA for i in seq], dtype="Int64")
+    values = {
+        "seq": seq,
+        "comm_id": np.full(n, 2**63 + 5, np.uint64),
+        "rank": 0,
+        "n_ranks": 16,
+        "n_nodes": 2,
+        "func": "all_gather",
+        "n_bytes": 1 << 24,
+        "dtype": "bfloat16",
+        "algo": "ring",
+        "proto": "ll128",
+        "n_channels": 16,
+        "table_generation": 3,
+        "enqueue_ns": CLOCK + seq,
+        "start_ns": start,
+        "end_ns": start + 17,
+        "step": seq // 4,
+        "pid": 99,
+        "captured": False,
+        "asked_bytes": 0,
+    }
+    return complete(pd.DataFrame(values), EVENT_COLUMNS)
+
+
+def some_steps(n=4):
+    return complete(pd.DataFrame({name: np.arange(n) for name in STEP_COLUMNS}), STEP_COLUMNS)
+
+
+def test_round_trip_is_exact(tmp_path):
+    with TraceWriter(
+        tmp_path / "t", {"cluster": "h100-2x8", "emulated": True, "noise": np.float32(0.5)}
+    ) as writer:
+        writer.write(some_events(7), some_steps())
+        writer.flush()
+        writer.write(some_events(3, first=7))
+    trace = Trace.read(tmp_path / "t")
+    pd.testing.assert_frame_equal(trace.events, some_events(10))
+    pd.testing.assert_frame_equal(trace.steps, some_steps())
+    assert trace.header["cluster"] == "h100-2x8" and trace.header["noise"] == 0.5
+    assert trace.header["format"] == FORMAT and trace.header["versions"]["pyarrow"]
+    assert trace.warnings == [] and trace.windows.empty and trace.comms.empty
+
+
+def test_drain_keeps_communicators_and_offers(tmp_path):
+    assembler = Assembler()
+    assembler.comms[7] = Communicator(7, 16, 2, "dp", {0: 11, 1: 12})
+    costs = np.arange(21, dtype=np.float32).reshape(7, 3)
+    assembler.offers[7, "all_gather", 4096] = Offer(costs, "ring", "ll", 1)
+    with TraceWriter(tmp_path / "t", {}) as writer:
+        writer.drain(assembler)
+        assembler.comms[8] = Communicator(8, 2, 1, "tp", {0: 11})
+        writer.drain(assembler, everything=True)
+    trace = Trace.read(tmp_path / "t")
+    assert trace.comms[["comm_id", "pid", "rank"]].to_numpy().tolist() == [[7, 11, 0], [7, 12, 1], [8, 11, 0]]
+    row = trace.offers.iloc[0]
+    assert (row.func, row.n_bytes, row.algo, row.proto) == ("all_gather", 4096, "ring", "ll")
+    np.testing.assert_array_equal(np.reshape(row.cost_us, (7, 3)), costs)
+
+
+def test_log_holds_records_and_no_nan(tmp_path):
+    slot = Slot(16, 2, "all_gather", 23)
+    table = Table(4, (Rule.of(slot, Decision("ring", "simple", 16)),))
+    with TraceWriter(tmp_path, {}) as writer:
+        writer.log("table", {"table": table})
+        writer.log("window", {"index": 0, "slot": slot, "decision": Decision("ring", "ll"), "saving": np.nan})
+        writer.log("window", {"index": 1, "slot": None, "step_ms": np.float64(3.5), "phase": "ab"})
+    assert "NaN" not in (tmp_path / "windows.jsonl").read_text()
+    trace = Trace.read(tmp_path)
+    assert trace.windows["index"].tolist() == [0, 1]
+    assert trace.windows["decision"][0] == "ring/ll" and pd.isna(trace.windows["saving"][0])
+    assert trace.windows["slot"][0]["size_class"] == 23 and trace.windows["step_ms"][1] == 3.5
+    rule = trace.tables[4][0]
+    assert (
+        trace.tables[0] == ()
+        and (rule["n_ranks"], rule["n_nodes"]) == (16, 2)
+        and rule["decision"] == "ring/simple/16"
+    )
+    assert (rule["func"], rule["min_bytes"], rule["max_bytes"]) == ("all_gather", 2**22 + 1, 2**23)
+
+
+def test_segments_follow_rows_and_age(tmp_path):
+    writer = TraceWriter(tmp_path, {}, segment_rows=10, segment_seconds=1e9)
+    for i in range(5):
+        writer.write(some_events(4, first=4 * i))
+    assert len(list(tmp_path.glob("events-*.parquet"))) == 1  # 12 rows; 8 are held back
+    writer.close()
+    assert len(Trace.read(tmp_path).events) == 20
+    aged = TraceWriter(tmp_path / "aged", {}, segment_seconds=0.0)
+    aged.write(some_events(1))
+    assert len(Trace.read(tmp_path / "aged").events) == 1
+
+
+def test_a_killed_writer_loses_at_most_the_last_segment(tmp_path):
+    """SIGKILL at a random moment of a real process that writes as fast as it can."""
+    code = """
+import sys
+sys.path[:] = sys.argv[2:]
+from test_traces_files import some_events
+from dynamiccl.traces.writer import TraceWriter
+writer = TraceWriter(sys.argv[1], {}, segment_rows=50)
+for i in range(10**6):
+    writer.write(some_events(10, first=10 * i))
+    writer.log("window", {"index": i})
+    print(10 * (i + 1), flush=True)
+"""
+    args = [sys.executable, "-c", code, str(tmp_path / "t"), *sys.path]
+    with subprocess.Popen(args, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(0.5)
+        child.send_signal(signal.SIGKILL)
+        written = int(child.stdout.read().split()[-1])
+    trace = Trace.read(tmp_path / "t")
+    assert trace.events["seq"].tolist() == list(range(len(trace.events)))
+    assert written - 60 <= len(trace.events) <= written + 10 and len(trace.events) >= 50
+    assert abs(len(trace.windows) - written / 10) <= 1
+
+
+def test_a_cut_last_segment_is_reported_and_skipped(tmp_path):
+    writer = TraceWriter(tmp_path, {}, segment_rows=5)
+    for i in range(3):
+        writer.write(some_events(5, first=5 * i))
+    writer.close()
+    last, middle = tmp_path / "events-00002.parquet", tmp_path / "events-00001.parquet"
+    last.write_bytes(last.read_bytes()[:200])
+    with (tmp_path / "windows.jsonl").open("a") as log:
+        log.write('{"kind": "window", "index": 0}\n{"kind": "win')
+    trace = Trace.read(tmp_path)
+    assert trace.events["seq"].tolist() == list(range(10)) and len(trace.windows) == 1
+    assert len(trace.warnings) == 2 and "events-00002.parquet" in trace.warnings[0]
+    # A writer that comes back sets the damaged segment aside and goes on behind it.
+    with TraceWriter(tmp_path, {}, existing="resume") as again:
+        again.write(some_events(2, first=15))
+    assert Trace.read(tmp_path).events["seq"].tolist() == [*range(10), 15, 16]
+    middle.write_bytes(b"PAR1")
+    with pytest.raises(TraceError, match=r"events-00001\.parquet is damaged .*remove it"):
+        Trace.read(tmp_path)
+
+
+def test_a_half_written_segment_is_mentioned(tmp_path):
+    TraceWriter(tmp_path, {}).close()
+    (tmp_path / "steps-00000.parquet.tmp").write_bytes(b"PAR1")
+    assert "steps are missing" in Trace.read(tmp_path).warnings[0]
+
+
+def test_refuse_resume_replace(tmp_path):
+    (tmp_path / "notes.txt").write_text("keep me")
+    with TraceWriter(tmp_path, {"stage": 3, "date": "2020-01-01"}) as writer:
+        writer.write(some_events(3))
+    with pytest.raises(TraceError, match="already holds a trace"):
+        TraceWriter(tmp_path, {})
+    with TraceWriter(tmp_path, {"steps": 9}, existing="resume") as writer:
+        writer.write(some_events(3, first=3))
+        writer.update_header(nccl="2.28.9")
+    trace = Trace.read(tmp_path)
+    assert trace.events["seq"].tolist() == list(range(6))
+    assert trace.header["stage"] == 3 and trace.header["date"] == "2020-01-01"
+    assert trace.header["steps"] == 9 and trace.header["nccl"] == "2.28.9"
+    TraceWriter(tmp_path, {}, existing="replace").close()
+    assert Trace.read(tmp_path).events.empty and "stage" not in Trace.read(tmp_path).header
+    assert (tmp_path / "notes.txt").read_text() == "keep me"
+
+
+def test_a_run_folder_leads_to_its_trace(tmp_path):
+    TraceWriter(tmp_path / "trace", {"stage": 2}).close()
+    assert Trace.read(tmp_path).header["stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda p: (p / "header.json").unlink(), "give the folder that holds header.json"),
+        (lambda p: (p / "header.json").write_text("{"), "restore it"),
+        (lambda p: (p / "header.json").write_text('{"a": 1}'), "not a trace of dynamiccl"),
+        (lambda p: (p / "header.json").write_text(json.dumps({"format": 99})), "upgrade dynamiccl"),
+        (
+            lambda p: (p / "header.json").write_text(json.dumps({"format": 1})),
+            "read it with the release that wrote it",
+        ),
+        (lambda p: (p / "comms.parquet").write_bytes(b"x"), "comms.parquet is damaged"),
+    ],
+)
+def test_errors_are_one_line_with_a_cure(tmp_path, spoil, says):
+    TraceWriter(tmp_path, {}).close()
+    spoil(tmp_path)
+    with pytest.raises(TraceError) as caught:
+        Trace.read(tmp_path)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_is_no_trace_and_no_place_for_one(tmp_path):
+    path = tmp_path / "kineto.json"
+    path.write_text("{}")
+    with pytest.raises(TraceError, match="a trace is a folder"):
+        Trace.read(path)
+    with pytest.raises(TraceError, match="cannot make the trace folder"):
+        TraceWriter(path / "t", {})
+
+
+def test_the_log_of_a_long_run_keeps_its_beginning_and_its_end(tmp_path):
+    """Before: a line for every window, for ever."""
+    cap = 2**20
+    with TraceWriter(tmp_path / "t", {}, most_bytes=cap) as writer:
+        for i in range(5000):
+            writer.log("window", {"index": i, "reason": "x" * 80})
+            if i % 500 == 0:
+                assert (tmp_path / "t" / "windows.jsonl").stat().st_size <= cap / 16 + 300
+    log = Trace.read(tmp_path / "t").log
+    seen = [line["index"] for line in log if line["kind"] == "window"]
+    assert (
+        seen == sorted(set(seen)) and seen[:50] == list(range(50)) and seen[-50:] == list(range(4950, 5000))
+    )
+    gone = sum(line["lines"] for line in log if line["kind"] == "left_out")
+    assert gone > 3000 and (tmp_path / "t" / "windows.jsonl").stat().st_size <= cap / 16 + 300
