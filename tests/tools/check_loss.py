@@ -67,7 +67,11 @@ def played(suite, rows, policy):
 def parts(suite, rows, scores, search):
     """Default steps lost in HORIZON by each cause, {cause: (n,)}; they add up to what was lost."""
     jobs, n = suite.jobs.take(rows), len(rows)
-    kept, liked, tried = np.zeros((n, jobs.width), int), np.zeros((n, jobs.width), int), np.zeros_like(jobs.mask)
+    kept, liked, tried = (
+        np.zeros((n, jobs.width), int),
+        np.zeros((n, jobs.width), int),
+        np.zeros_like(jobs.mask),
+    )
     for i, one in enumerate(search.searches):
         kept[i, : one.n_slots], liked[i, : one.n_slots] = one.confirmed, one.belief.best()
         tried[i, : one.n_slots] = one.tried > 0

@@ -29,7 +29,7 @@ def test_a_shipped_suite_comes_out_as_on_record(name):
 @pytest.mark.parametrize("name", SUITES)
 def test_a_fresh_draw_has_the_figures_on_record(name):
     """Other jobs of the same worlds: their figures lie within the intervals that are printed, widened by their own."""
-    told, found = RECORDS[name]["figures"], figures(draw_suite(name, job_suites.FAMILIES[name], 77, 300))
+    told, found = RECORDS[name]["figures"], figures(draw_suite(name, job_suites.FAMILIES[name], 77, 160))
     assert told.keys() == found.keys()
     for world, row in found.items():
         for key in ("oracle_gain", "sweep_gain"):

@@ -86,7 +86,9 @@ def test_what_moves_changes_which_config_is_best_and_the_usual_step_is_its_mean(
     jobs = drawn("moving", 30)
     jobs.swing[:, 0] = 0
     configs = random_tables(jobs, np.random.default_rng(1), np.arange(30))
-    place, slot, config = np.nonzero(jobs.mask & (np.arange(jobs.width)[:, None] < jobs.n_slots[:, None, None]))
+    place, slot, config = np.nonzero(
+        jobs.mask & (np.arange(jobs.width)[:, None] < jobs.n_slots[:, None, None])
+    )
     single = np.zeros((len(place), jobs.width), int)
     single[np.arange(len(place)), slot] = config
     first, period, best, usual = jobs.noise.at, jobs.sites.extras.period, [], []
