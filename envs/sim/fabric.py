@@ -19,8 +19,7 @@ of aliyun/SimAI. What has no public source is drawn, and says so. No figure from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -29,185 +28,39 @@ import numpy as np
 from ...traces.records import PAIRS, PROTOS, TUNED_FUNCS
 from ..nccl_model.channels import planned_channels
 from ..nccl_model.clusters import Cluster, ClusterArrays
-from ..nccl_model.columns import Columns
 from ..nccl_model.prices import terms
+from .fabric_params import (
+    CHUNK,
+    PRESETS,
+    SEEN,
+    SIMPLE,
+    SM_COST,
+    TRAFFIC,
+    FabricParams,
+    nominal,
+    spread,
+    with_values,
+)
 
 Array = np.ndarray[Any, Any]
 
-LL, LL128, SIMPLE = range(3)
-_PAIR_PROTO = np.array([PROTOS.index(p) for _, p in PAIRS])
-_NVLS, _COLLNET, _PAT = PAIRS.index(("nvls", "simple")), PAIRS.index(("collnet_direct", "simple")), 5
-CHUNK = 2**20  # bytes of a channel's piece at which SIMPLE fills a chunk: 2 of 8 steps of a buffer of 4 MiB
-N_COUNTS = 7  # classes of channel counts with an un-modelled effect of their own: 1, 2, 3-4, 5-8, ... 33-64
+_PAIR_PROTO = np.array([PROTOS.index(proto) for _, proto in PAIRS])
+_NVLS = PAIRS.index(("nvls", "simple"))
+_COLLNET = PAIRS.index(("collnet_direct", "simple"))
+_PAT = PAIRS.index(("pat", "simple"))
 
 
-@dataclass
-class FabricParams(Columns):
-    """Parameters of ``n`` fabrics: shape (n,) unless the comment says more. Times in us, rates in GB/s."""
+@dataclass(frozen=True)
+class _Asked:
+    """Calls whose times are asked for: arrays that broadcast to (n, k)."""
 
-    launch_us: Array  # kernel launch and rendezvous, once a collective
-    hop_us: Array  # (n, 3) a step within a node, by protocol
-    net_us: Array  # (n, 3) a step between nodes
-    ramp_bytes: Array  # (n, 2, 3): all_gather / reduce_scatter, protocol
-    stall_bytes: Array  # what SIMPLE's smallest pieces cost over nodes beyond the ramp, below CHUNK
-    channel_gbs: Array  # (n, 2, 3)
-    bus_gbs: Array  # what the ring's links carry together
-    efficiency: Array  # (n, 2, 3) share of bus_gbs that a protocol reaches
-    congestion: Array  # share of the bus lost a channel beyond one a network port; 0 on one node
-    knee: Array  # sharpness of the soft minimum
-    nvls_us: Array
-    nvls_gbs: Array  # (n, 2) algorithm bandwidth with enough channels
-    nvls_channels: Array  # channels that reach half of it
-    pat_us: Array  # a round
-    pat_share: Array  # of the ring's bus bandwidth
-    sm_cost: Array  # slowdown of overlapped compute: this times channels / SMs
-    memory_cost: Array  # and this times channels / 16, for memory bandwidth and caches
-    sm_weight: Array  # (n, 6) what a channel of each pair takes of an SM, a ring's with SIMPLE being 1
-    connect_us: Array  # first use of an algorithm on a communicator
-    noise: Array  # log-normal sigma of one collective
-    tail: Array  # probability of a straggling collective
-    effect: (
-        Array  # (n, 2, 6, N_COUNTS) log of what the formula misses, per collective, pair and channel class
-    )
-
-
-#: Memory traffic beside compute, in units of a ring's all_gather with SIMPLE (a read and a write), (2, 6) over
-#: all_gather / reduce_scatter and PAIRS. LL sends four bytes of flag with four of data, LL128 eight with 120 (NVIDIA,
-#: NCCL's documentation of NCCL_PROTO); a reduce_scatter reads both summands; with NVLS the switch copies and adds
-#: (NVIDIA, NVLink SHARP). The exact ratios follow from counting bytes, the shares of NVLS and CollNet are drawn.
-TRAFFIC = np.array([[2.0, 1.07, 1.0, 0.6, 0.6, 1.0], [3.0, 1.6, 1.5, 0.6, 0.6, 1.5]])
-#: What a channel takes of an SM, by PAIRS: LL128 keeps all its warps busy, NVLS and CollNet leave work to the switch.
-_SM_WEIGHT = np.array([0.9, 1.1, 1.0, 0.7, 0.8, 0.9])
-
-
-#: Deviations from the nominal fabric of a preset. Sources: AWS's tuner regions for h200-efa (crossovers); for
-#: dgx-h100-2x8 the ramp of SIMPLE in SimAI's two-node NIC column (150-160 us beyond the transfer at 64-128 MB).
-#: Drawn, to stand for a routed Ethernet without adaptive routing, where more flows than ports collide: its congestion
-#: (the bus gives 29 % less on 16 channels than on 8), and the difference between copying and adding channels.
-PRESETS: dict[str, dict[str, Any]] = {
-    "dgx-h100-2x8": {
-        "ramp_bytes": ((512, 6144, 131072), (512, 8192, 196608)),
-        "congestion": 0.036,
-        "efficiency": ((0.1, 0.87, 0.99), (0.1, 0.94, 0.99)),
-        "channel_gbs": ((6.0, 48.0, 52.0), (5.0, 40.0, 36.0)),
-        "knee": 6.0,
-        "sm_cost": 1.3,
-        "memory_cost": 0.09,
-    },
-    "h200-efa": {
-        "hop_us": (0.8, 1.75, 3.4),
-        "net_us": (13.0, 16.0, 24.0),
-        "ramp_bytes": (512, 8192, 65536),
-        "efficiency": ((0.12, 0.905, 0.99), (0.12, 0.91, 0.99)),
-        "congestion": 0.002,
-        "pat_share": 0.57,
-    },
-}
-
-
-def nominal(fleet: ClusterArrays) -> FabricParams:
-    """The middle of the family for each cluster: the fabric that the sources above describe."""
-    n, gen, many = len(fleet), fleet.generation, fleet.n_nodes > 1
-    slow = np.array([1.6, 1.2, 1.0, 0.9])[gen] * np.where(
-        fleet.ring.nvlink | (fleet.gpus_per_node == 1), 1.0, 1.8
-    )
-    # A loopback socket or TCP network answers an order of magnitude later than an RDMA one.
-    net = np.where(fleet.nic_gbs < 2.0, 5.0, 1.0) * np.array([1.3, 1.1, 1.0, 1.0])[gen]
-    channel = np.array([0.55, 0.75, 1.0, 1.25])[gen]
-    bus = fleet.ring.channels * np.where(fleet.n_nodes > 1, fleet.ring.bw_inter, fleet.ring.bw_intra)
-    row = np.where(many, fleet.amd.astype(int), gen)
-    ll_max = np.array([[39.0, 39.0, 30.0], [87.7, 30.0, 28.0], [141.0, 45.0, 42.0], [282.0, 90.0, 70.0]])
-    ll_share = np.minimum(ll_max[row, np.minimum(fleet.n_nodes, 3) - 1] / bus, 0.45)
-    efficiency = np.empty((n, 2, 3))
-    efficiency[:, :, LL], efficiency[:, :, LL128], efficiency[:, :, SIMPLE] = ll_share[:, None], 0.92, 0.99
-    efficiency[:, 1, LL128] = 0.925
-    ramp = np.where(many[:, None], (512.0, 8192.0, 65536.0), (256.0, 2048.0, 16384.0))
-    _, price = terms(fleet)
-    nvls = np.maximum(price[:, _NVLS], 1.0)
-    rates = np.array([[6.0, 30.0, 34.0], [5.0, 26.0, 26.0]])
-    return FabricParams(
-        launch_us=np.full(n, 6.0),
-        hop_us=slow[:, None] * np.array([0.9, 1.6, 3.2]),
-        net_us=net[:, None] * np.array([8.0, 10.0, 16.0]),
-        ramp_bytes=ramp[:, None, :] * np.array([[1.0], [1.15]]),
-        stall_bytes=np.where(many & (fleet.gpus_per_node >= 8), 230e3, 0.0),
-        channel_gbs=channel[:, None, None] * rates,
-        bus_gbs=bus * 0.98,
-        efficiency=efficiency,
-        congestion=np.where(many, 0.005, 0.0),
-        knee=np.full(n, 4.0),
-        nvls_us=np.full(n, 20.0),
-        nvls_gbs=nvls[:, None] * np.array([1.5, 1.35]),
-        nvls_channels=np.full(n, 4.0),
-        pat_us=np.where(many, 9.0, 4.0) * net,
-        pat_share=np.full(n, 0.7),
-        sm_cost=np.full(n, 1.2),
-        memory_cost=np.full(n, 0.06),
-        sm_weight=np.tile(_SM_WEIGHT, (n, 1)),
-        connect_us=np.full(n, 6000.0) + 200.0 * fleet.n_ranks,
-        noise=np.where(many, 0.012, 0.003),
-        tail=np.where(
-            many, 0.0005, 0.0002
-        ),  # of a collective; of a step, which has a dozen, as noise.py draws it
-        effect=np.zeros((n, 2, len(PAIRS), N_COUNTS)),
-    )
-
-
-def spread(
-    truth: FabricParams, rng: np.random.Generator, width: float = 1.0, sigma: Array | float = 0.15
-) -> FabricParams:
-    """``truth`` with every parameter drawn anew around it.
-
-    ``width`` scales the log-normal spread (1 = the training family: crossovers move by a factor of three either
-    way); ``sigma`` (scalar or (n,)) is the size of what the formula misses, per collective, pair and channel class.
-    """
-    n = len(truth.launch_us)
-
-    def draw(value: Array, size: float) -> Array:
-        return np.asarray(value * np.exp(rng.normal(0.0, width * size, np.shape(value))))
-
-    # A whole fabric is slow or quick, and each protocol on it again.
-    shared = np.exp(rng.normal(0.0, width * 0.35, (n, 1)))
-    loss = 1.0 - truth.efficiency
-    sigmas = np.broadcast_to(sigma, (n,))
-    effect = unmodelled(rng, n)
-    crowded = truth.congestion > 0
-    return replace(
-        truth,
-        launch_us=draw(truth.launch_us, 0.4),
-        hop_us=draw(truth.hop_us * shared, 0.35),
-        net_us=draw(truth.net_us * shared, 0.4),
-        ramp_bytes=draw(truth.ramp_bytes, 0.7),
-        channel_gbs=draw(truth.channel_gbs, 0.2) * np.exp(rng.normal(0.0, width * 0.2, (n, 1, 1))),
-        bus_gbs=truth.bus_gbs * np.clip(1.0 - np.abs(rng.normal(0.0, width * 0.15, n)), 0.3, 1.0),
-        efficiency=np.clip(1.0 - draw(loss, 0.5), 0.02, 1.0),
-        # One fabric in four suffers from more flows than ports, as the two-node preset does.
-        congestion=np.where(
-            crowded & (rng.random(n) < 0.25),
-            rng.uniform(0.01, 0.04, n),
-            np.where(crowded, np.minimum(draw(np.maximum(truth.congestion, 0.004), 0.9), 0.05), 0.0),
-        ),
-        knee=np.clip(draw(truth.knee, 0.3), 2.0, 12.0),
-        nvls_us=draw(truth.nvls_us, 0.4),
-        nvls_gbs=draw(truth.nvls_gbs, 0.25),
-        nvls_channels=draw(truth.nvls_channels, 0.4),
-        pat_us=draw(truth.pat_us, 0.5),
-        pat_share=np.clip(draw(truth.pat_share, 0.3), 0.2, 1.0),
-        sm_cost=draw(truth.sm_cost, 0.3),
-        memory_cost=draw(truth.memory_cost, 0.6),
-        connect_us=draw(truth.connect_us, 0.5),
-        noise=draw(truth.noise, 0.6),
-        tail=draw(truth.tail, 0.8),
-        effect=truth.effect + sigmas[:, None, None, None] * effect,
-        sm_weight=draw(truth.sm_weight, 0.2),
-        stall_bytes=np.minimum(draw(truth.stall_bytes, 0.5), 0.9 * CHUNK),  # longer messages take longer
-    )
-
-
-def unmodelled(rng: np.random.Generator, n: int) -> Array:
-    """What the formula misses, (n, 2, 6, N_COUNTS), of unit variance: mostly a pair's own, partly a count's."""
-    shape = n, 2, len(PAIRS), N_COUNTS
-    return np.asarray(rng.normal(0.0, 1.0, (*shape[:3], 1)) * 0.8 + rng.normal(0.0, 1.0, shape) * 0.6)
+    rows: Array
+    func: Array  # 0: all_gather, 1: reduce_scatter
+    size: Array  # bytes
+    pair: Array
+    proto: Array
+    channels: Array
+    columns: ClusterArrays
 
 
 class Fabric:
@@ -216,7 +69,8 @@ class Fabric:
     def __init__(self, fleet: ClusterArrays, truth: FabricParams) -> None:
         self.fleet, self.truth = fleet, truth
         # A running job asks for few calls, and for these again and again.
-        self.time_us, self.beside = lru_cache(100_000)(self._time_us), lru_cache(100_000)(self._beside)
+        self.time_us = lru_cache(100_000)(self._time_us)
+        self.beside = lru_cache(100_000)(self._beside)
 
     @classmethod
     def of(cls, cluster: Cluster, seed: int | None = None) -> Fabric:
@@ -225,8 +79,10 @@ class Fabric:
         truth = nominal(fleet)
         name = cluster.name.partition("[")[0]
         for key in (name.rpartition("-")[0], name):
-            truth = _with(truth, PRESETS.get(key, {}))
-        return cls(fleet, spread(truth, np.random.default_rng(seed)) if seed else truth)
+            truth = with_values(truth, PRESETS.get(key, {}))
+        if seed:
+            truth = spread(truth, np.random.default_rng(seed))
+        return cls(fleet, truth)
 
     @classmethod
     def random(
@@ -241,43 +97,84 @@ class Fabric:
         ``is_reduce_scatter`` and ``n_bytes`` are (n,), ``pair`` (index into PAIRS) and ``n_channels`` broadcast to
         (n, k). Channels beyond what the size fills do nothing: NCCL's scheduler is applied first.
         """
-        columns, size = self.fleet.take((slice(None), None)), np.asarray(n_bytes, np.int64)[:, None]
+        columns = self.fleet.take((slice(None), None))
+        size = np.asarray(n_bytes, np.int64)[:, None]
         ran = planned_channels(columns, size, pair, n_channels)
         return self.times_on_us(is_reduce_scatter, n_bytes, pair, ran)
 
     def times_on_us(self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array) -> Array:
         """As :meth:`times_us`, on the channels that really ran."""
-        f, t = self.fleet, self.truth
-        rows, func = np.arange(len(f))[:, None], np.asarray(is_reduce_scatter).astype(int)[:, None]
-        shape = np.broadcast_shapes((len(f), 1), np.shape(pair), np.shape(ran))
-        pair, c = np.broadcast_to(pair, shape), np.broadcast_to(ran, shape).astype(float)
-        columns, size = f.take((slice(None), None)), np.asarray(n_bytes, float)[:, None]
-        proto, n, nodes = _PAIR_PROTO[pair], columns.n_ranks, columns.n_nodes
-        shard = size / n
-        beyond = np.maximum(c - np.maximum(columns.n_nics, columns.ring.channels), 0.0)
-        bus = t.bus_gbs[:, None] * np.maximum(1.0 - t.congestion[:, None] * beyond, 0.25)
-        knee = t.knee[:, None]
-        rate = (
-            soft_min(c * t.channel_gbs[rows, func, proto], bus * t.efficiency[rows, func, proto], knee) * 1e3
-        )
-        steps = (n - nodes) * t.hop_us[rows, proto] + (nodes - 1) * t.net_us[rows, proto]
+        call = self._call(is_reduce_scatter, n_bytes, pair, ran)
+        us = self._ring_us(call)
+        if self.fleet.offers_nvls.any():
+            us = np.where(call.pair == _NVLS, self._nvls_us(call), us)
+        if self.fleet.collnet.any():
+            us = np.where(call.pair == _COLLNET, self._collnet_us(call), us)
+        if self.fleet.offers_pat.any():
+            us = np.where(call.pair == _PAT, self._pat_us(call), us)
+        channels = np.maximum(call.channels, 1.0)
+        count_class = np.ceil(np.log2(channels)).astype(int)
+        effect = self.truth.effect[call.rows, call.func, call.pair, count_class]
+        alone = self.truth.launch_us[:, None] + us
+        return np.asarray(alone * np.exp(effect))
+
+    def _call(self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array) -> _Asked:
+        n = len(self.fleet)
+        shape = np.broadcast_shapes((n, 1), np.shape(pair), np.shape(ran))
+        pair = np.broadcast_to(pair, shape)
+        channels = np.broadcast_to(ran, shape).astype(float)
+        func = np.asarray(is_reduce_scatter).astype(int)
+        size = np.asarray(n_bytes, float)[:, None]
+        columns = self.fleet.take((slice(None), None))
+        rows = np.arange(n)[:, None]
+        return _Asked(rows, func[:, None], size, pair, _PAIR_PROTO[pair], channels, columns)
+
+    def _bus_gbs(self, call: _Asked) -> Array:
+        """What the links carry beside so many channels."""
+        ports = np.maximum(call.columns.n_nics, call.columns.ring.channels)
+        beyond = np.maximum(call.channels - ports, 0.0)
+        left = 1.0 - self.truth.congestion[:, None] * beyond
+        return np.asarray(self.truth.bus_gbs[:, None] * np.maximum(left, 0.25))
+
+    def _channel_gbs(self, call: _Asked) -> Array:
+        """What the channels carry together."""
+        each = self.truth.channel_gbs[call.rows, call.func, call.proto]
+        return np.asarray(call.channels * each)
+
+    def _ring_us(self, call: _Asked) -> Array:
+        t, c, proto = self.truth, call.channels, call.proto
+        n, nodes = call.columns.n_ranks, call.columns.n_nodes
+        shard = call.size / n
+        carried = self._bus_gbs(call) * t.efficiency[call.rows, call.func, proto]
+        rate = soft_min(self._channel_gbs(call), carried, t.knee[:, None]) * 1e3
+        within = (n - nodes) * t.hop_us[call.rows, proto]
+        between = (nodes - 1) * t.net_us[call.rows, proto]
         short = np.maximum(1.0 - shard / c / CHUNK, 0.0) * (proto == SIMPLE)
-        piece = shard / c + t.ramp_bytes[rows, func, proto] + t.stall_bytes[:, None] * short
-        us = steps + (n - 1) * c * piece / rate
-        if f.offers_nvls.any():
-            full = t.nvls_gbs[rows, func] * 1e3 * c / (c + t.nvls_channels[:, None])
-            us = np.where(pair == _NVLS, t.nvls_us[:, None] + size / full, us)
-        if f.collnet.any():
-            lat, gbs = terms(f)
-            full = np.maximum(gbs[:, _COLLNET, None], 1.0) * 1e3 * c / (c + 2.0)
-            us = np.where(pair == _COLLNET, lat[:, _COLLNET, None] + size / full, us)
-        if f.offers_pat.any():
-            rounds = np.ceil(np.log2(np.maximum(n, 2)))
-            rate = soft_min(c * t.channel_gbs[rows, func, proto], bus * t.pat_share[:, None], knee) * 1e3
-            tree = rounds * t.pat_us[:, None] + (n - 1) * shard / rate
-            us = np.where(pair == _PAT, tree + rounds * t.ramp_bytes[rows, func, SIMPLE] * c / rate, us)
-        count_class = np.ceil(np.log2(np.maximum(c, 1.0))).astype(int)
-        return np.asarray((t.launch_us[:, None] + us) * np.exp(t.effect[rows, func, pair, count_class]))
+        ramp = t.ramp_bytes[call.rows, call.func, proto]
+        piece = shard / c + ramp + t.stall_bytes[:, None] * short
+        return np.asarray(within + between + (n - 1) * c * piece / rate)
+
+    def _nvls_us(self, call: _Asked) -> Array:
+        t, c = self.truth, call.channels
+        gbs = t.nvls_gbs[call.rows, call.func]
+        full = gbs * 1e3 * c / (c + t.nvls_channels[:, None])
+        return np.asarray(t.nvls_us[:, None] + call.size / full)
+
+    def _collnet_us(self, call: _Asked) -> Array:
+        lat, gbs = terms(self.fleet)
+        most = np.maximum(gbs[:, _COLLNET, None], 1.0)
+        full = most * 1e3 * call.channels / (call.channels + 2.0)
+        return np.asarray(lat[:, _COLLNET, None] + call.size / full)
+
+    def _pat_us(self, call: _Asked) -> Array:
+        t, n = self.truth, call.columns.n_ranks
+        shard = call.size / n
+        rounds = np.ceil(np.log2(np.maximum(n, 2)))
+        carried = self._bus_gbs(call) * t.pat_share[:, None]
+        rate = soft_min(self._channel_gbs(call), carried, t.knee[:, None]) * 1e3
+        tree = rounds * t.pat_us[:, None] + (n - 1) * shard / rate
+        ramp = t.ramp_bytes[call.rows, call.func, SIMPLE]
+        return np.asarray(tree + rounds * ramp * call.channels / rate)
 
     def overlap(
         self, is_reduce_scatter: Array, n_bytes: Array, pair: Array, ran: Array, us: Array
@@ -288,65 +185,92 @@ class Fabric:
         network that a call takes. Compute loses the SMs that channels hold, by pair (public: matrix products beside
         NCCL's kernels run 30-40 % slower, pytorch#179937), and memory bandwidth by the bytes that really move.
         """
-        t, rs, many = self.truth, np.asarray(is_reduce_scatter).astype(int), self.fleet.n_nodes[:, None] > 1
+        t = self.truth
+        func = np.asarray(is_reduce_scatter).astype(int)[:, None]
+        many = self.fleet.n_nodes[:, None] > 1
         rows = np.arange(len(self.fleet))[:, None]
         pair = np.broadcast_to(pair, us.shape)
         n = self.fleet.n_ranks[:, None]
-        whole = np.asarray(n_bytes, float)[:, None]
-        rate = np.where(
-            pair == _NVLS, t.nvls_gbs[rows, rs[:, None]], t.bus_gbs[:, None] * n / np.maximum(n - 1, 1)
-        )
-        use = np.minimum(whole / (np.maximum(rate, 1e-3) * 1e3) / us, 1.0)
-        sms = (
-            t.sm_cost[:, None] * t.sm_weight[rows, pair] * np.asarray(ran, float) / self.fleet.n_sms[:, None]
-        )
-        memory = 1.5 * t.memory_cost[:, None] * TRAFFIC[rs[:, None], pair] * use
+        size = np.asarray(n_bytes, float)[:, None]
+        ring_gbs = t.bus_gbs[:, None] * n / np.maximum(n - 1, 1)
+        rate = np.where(pair == _NVLS, t.nvls_gbs[rows, func], ring_gbs)
+        quickest = size / (np.maximum(rate, 1e-3) * 1e3)
+        use = np.minimum(quickest / us, 1.0)
+        channels = np.asarray(ran, float)
+        sms = self._loss_of_sms(t.sm_weight[rows, pair] * channels)
+        memory = 1.5 * t.memory_cost[:, None] * TRAFFIC[func, pair] * use
         # A ring over many nodes fills its network ports; the links within the nodes carry as much and have more.
-        return sms + memory, np.where(many, 0.3 * use, use), np.where(many, use, 0.0)
+        near = np.where(many, 0.3 * use, use)
+        far = np.where(many, use, 0.0)
+        return sms + memory, near, far
+
+    def _loss_of_sms(self, taken: Array) -> Array:
+        """By which part compute slows that has ``taken`` (n, k) SMs less."""
+        tiles = self.truth.tiles
+        sms = self.fleet.n_sms[:, None]
+        own = self.truth.sm_cost[:, None] / SM_COST
+        linear = SM_COST * taken / sms
+        if not tiles.any():
+            return np.asarray(own * linear)
+        each = staircase(tiles[:, None], sms[:, :, None], taken[:, :, None])
+        steps = SEEN * each.mean(axis=2)
+        known = tiles.any(axis=1)[:, None]
+        return np.asarray(own * np.where(known, steps, linear))
 
     def _time_us(self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int) -> float:
         """Microseconds of one collective alone, without noise. Raises ValueError for an unknown pair."""
         if func == "all_reduce":  # never tuned: a ring adds, and then copies
-            halves = sum(self.time_us(half, n_bytes, algo, proto, n_channels) for half in TUNED_FUNCS)
+            config = algo, proto, n_channels
+            halves = sum(self.time_us(half, n_bytes, *config) for half in TUNED_FUNCS)
             return halves - float(self.truth.launch_us[0])
         if func not in TUNED_FUNCS or (algo, proto) not in PAIRS:
             raise ValueError(f"no {algo}/{proto} for {func}")
-        is_rs, pair = np.array([func == "reduce_scatter"]), np.array([[PAIRS.index((algo, proto))]])
-        return float(self.times_us(is_rs, np.array([n_bytes]), pair, np.array([[n_channels]]))[0, 0])
+        is_rs = np.array([func == "reduce_scatter"])
+        size = np.array([n_bytes])
+        pair = np.array([[PAIRS.index((algo, proto))]])
+        us = self.times_us(is_rs, size, pair, np.array([[n_channels]]))
+        return float(us[0, 0])
 
     def _beside(
         self, func: str, n_bytes: int, algo: str, proto: str, n_channels: int
     ) -> tuple[float, float, float]:
         """What one collective does to what runs beside it, see :meth:`overlap`; of an all_reduce, as its ring would."""
-        us = np.array([[self.time_us(func, n_bytes, algo, proto, n_channels)]])
-        pair = PAIRS.index((algo, proto))
+        took = self.time_us(func, n_bytes, algo, proto, n_channels)
+        pair = np.array([[PAIRS.index((algo, proto))]])
         moved = n_bytes * 2 if func == "all_reduce" else n_bytes
-        is_rs, size, ran = np.array([func != "all_gather"]), np.array([moved]), np.array([[n_channels]])
-        slow, near, far = self.overlap(is_rs, size, np.array([[pair]]), ran, us)
+        is_rs = np.array([func != "all_gather"])
+        size = np.array([moved])
+        ran = np.array([[n_channels]])
+        slow, near, far = self.overlap(is_rs, size, pair, ran, np.array([[took]]))
         return float(slow[0, 0]), float(near[0, 0]), float(far[0, 0])
 
     def slowdown(self, n_channels: int) -> float:
         """Share by which compute slows that overlaps one collective on that many channels."""
-        sm_cost, memory_cost = self.truth.sm_cost[0], self.truth.memory_cost[0]
-        return float(sm_cost * n_channels / self.fleet.n_sms[0] + memory_cost * min(n_channels, 32) / 16)
+        by_sms = self._loss_of_sms(np.array([[float(n_channels)]]))[0, 0]
+        return float(by_sms + self.truth.memory_cost[0] * min(n_channels, 32) / 16)
 
     def noise(self, rng: np.random.Generator) -> float:
         """A factor on the time of one collective: log-normal, and now and then a straggler of up to 5 x."""
-        factor = float(np.exp(rng.normal(0.0, float(self.truth.noise[0]))))
-        is_late = rng.random() < float(self.truth.tail[0])
+        sigma, tail = float(self.truth.noise[0]), float(self.truth.tail[0])
+        factor = float(np.exp(rng.normal(0.0, sigma)))
+        is_late = rng.random() < tail
         return factor * (1.1 + min(rng.pareto(1.5), 3.9)) if is_late else factor
+
+
+def staircase(tiles: Array, sms: Array, taken: Array) -> Array:
+    """By which part a matrix product of ``tiles`` tiles takes longer, of whose ``sms`` SMs ``taken`` are.
+
+    A kernel of NCCL's holds the SM that a channel runs on (NVIDIA/nccl#689), and the tiles run in waves over the SMs
+    that are left. 132 tiles beside 24 channels on an H100: two waves for one (NVIDIA's forum, 337991).
+    """
+    left = np.maximum(sms - taken, 1.0)
+    waves = np.ceil(tiles / left)
+    alone = np.maximum(np.ceil(tiles / sms), 1.0)
+    return np.asarray(waves / alone - 1.0)
 
 
 def soft_min(a: Array, b: Array, knee: Array) -> Array:
     """The smaller of two rates, rounded off where they meet: ``(a**-k + b**-k)**(-1/k)``."""
-    low, high = np.minimum(a, b), np.maximum(a, b)
+    low = np.minimum(a, b)
+    high = np.maximum(a, b)
     return np.asarray(low * (1.0 + (low / high) ** knee) ** (-1.0 / knee))
-
-
-def _with(truth: FabricParams, values: Mapping[str, Any]) -> FabricParams:
-    known = {f.name for f in fields(FabricParams)}
-    assert known >= set(values), f"no such parameter of a fabric: {set(values) - known}"
-    shaped = {
-        k: np.broadcast_to(np.asarray(v, float), getattr(truth, k).shape).copy() for k, v in values.items()
-    }
-    return replace(truth, **shaped)

@@ -75,6 +75,8 @@ class World:
         0.7,
         1.8,
     )  # by how much more calls slow the compute than fabrics say, log scale; public: 30-40 %
+    #: Waves of tiles that matrix products take on all SMs, log scale; 0: compute slows evenly with the channels.
+    waves: Range = (0.0, 0.0)
     steal: Range = (0.0, 0.0)  # of what a call gains it takes this part from compute beside it, evenly
     crowd: Range = (0.0, 0.15)
     crowd_by_channels: bool = False  # else every call beside a call weighs the same
@@ -156,7 +158,8 @@ def _worlds(base: World, ways: Surprises) -> list[World]:
 
 
 _SMALL = ("gpt2 ", "gpt2-xl", "llama-7b", "llama-13b")
-_MILD = World(_SMALL, crammed=True)
+_WAVES = (0.5, 30.0)
+_MILD = World(_SMALL, touch=(0.7, 1.4), waves=_WAVES, crammed=True)
 #: Another law of contention, compute that saturates, another kind of noise; more Blackwell and Volta, more nodes and
 #: few-GPU nodes, wilder fabrics.
 _HARSH = World(
@@ -169,11 +172,12 @@ _HARSH = World(
     ),
     effects=(0.15, 0.45),
     octaves=(1.5, 4.0),
-    touch=(0.8, 2.5),
+    touch=(0.7, 1.8),
+    waves=_WAVES,
     crowd=(0.1, 0.5),
     crowd_by_channels=True,
     power=(1.2, 1.8),
-    saturation=(0.5, 2.0),
+    saturation=(0.2, 0.8),
     drag=(0.1, 0.4),
     noise=NoiseFamily(
         sigma=(0.003, 0.05), memory=(0.5, 0.98), two_paces=0.4, late_rank=0.25, call_sigma=(0.01, 0.08)
@@ -198,7 +202,7 @@ _STRANGE = replace(
     works=("llama-70b", "moe-8x7b"),
     crowd=(0.0, 0.3),
     power=(1.0, 1.4),
-    saturation=(0.0, 3.0),
+    saturation=(0.0, 1.2),
     noise=NoiseFamily(
         sigma=(0.002, 0.06),
         memory=(0.0, 0.995),

@@ -8,7 +8,7 @@ fitted to public series of real steps, ``SHARED`` lies around what two processes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ Range = tuple[float, float]
 
 def log_uniform(rng: np.random.Generator, bounds: Range, n: int) -> Array:
     """``n`` numbers within ``bounds``, even on a log scale."""
-    return np.asarray(np.exp(rng.uniform(np.log(bounds[0]), np.log(bounds[1]), n)))
+    low, high = np.log(bounds)
+    return np.asarray(np.exp(rng.uniform(low, high, n)))
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ class Shocks:
         flips = rng.random(shape)
         waits = rng.exponential(1.0, shape)
         size = 0.1 + np.minimum(rng.pareto(1.5, shape), 2.0)
-        slow = rng.normal(0.0, 1.0, shape) if lasting else np.zeros(shape)
+        slow = np.zeros(shape)
+        if lasting:
+            slow = rng.normal(0.0, 1.0, shape)
         return cls(shock, heavy, flips, waits, size, slow)
 
 
@@ -89,38 +92,50 @@ class NoiseStream:
     def __init__(self, seed: int, jobs: Array, n_calls: int) -> None:
         """``jobs`` (n,): numbers that tell the jobs apart; ``n_calls``: kinds of call of each."""
         self.keys = [(seed, int(job)) for job in jobs]
-        self.first = np.full(len(self.keys), -1)  # block that a job's part of the buffers begins with
-        self._steps = np.zeros((len(self.keys), 2 * BLOCK, len(fields(Shocks))))
-        self._calls = np.zeros((len(self.keys), 2 * BLOCK, n_calls))
+        n = len(self.keys)
+        n_shocks = len(fields(Shocks))
+        self.first = np.full(n, -1)  # block that a job's part of the buffers begins with
+        self._steps = np.zeros((n, 2 * BLOCK, n_shocks))
+        self._calls = np.zeros((n, 2 * BLOCK, n_calls))
 
     def _fill(self, at: Array, rows: Array) -> Array:
         """Numbers of the two blocks from step ``at`` (n,) on, of the jobs at ``rows``; where ``at`` is in them."""
-        for i in rows[self.first[rows] != at[rows] // BLOCK]:
-            self.first[i] = at[i] // BLOCK
+        block = at // BLOCK
+        for i in rows[self.first[rows] != block[rows]]:
+            self.first[i] = block[i]
             for k in (0, 1):
-                part = slice(k * BLOCK, (k + 1) * BLOCK)
-                rng = np.random.default_rng([*self.keys[i], int(self.first[i]) + k])
-                shocks = Shocks.draw(rng, (BLOCK,), lasting=False)
-                self._calls[i, part] = rng.normal(0.0, 1.0, (BLOCK, self._calls.shape[2]))
-                self._steps[i, part] = np.stack(list(vars(shocks).values()), axis=1)
-                # Last, so that all other numbers are what they were before a part of the noise could last.
-                self._steps[i, part, -1] = rng.normal(0.0, 1.0, BLOCK)
+                key = [*self.keys[i], int(block[i]) + k]
+                self._draw(int(i), slice(k * BLOCK, (k + 1) * BLOCK), np.random.default_rng(key))
         return at - self.first * BLOCK
+
+    def _draw(self, i: int, part: slice, rng: np.random.Generator) -> None:
+        """The numbers of one block of job ``i``."""
+        n_calls = self._calls.shape[2]
+        shocks = Shocks.draw(rng, (BLOCK,), lasting=False)
+        self._calls[i, part] = rng.normal(0.0, 1.0, (BLOCK, n_calls))
+        # Last, so that all other numbers are what they were before a part of the noise could last.
+        shocks = replace(shocks, slow=rng.normal(0.0, 1.0, BLOCK))
+        for k, values in enumerate(vars(shocks).values()):
+            self._steps[i, part, k] = values
 
     def steps(self, at: Array, n_steps: Array) -> Shocks:
         """Shocks (max(n_steps), n) of the steps from ``at`` (n,) on; 0 where a job does not run."""
-        rows, most = np.flatnonzero(n_steps > 0), int(n_steps.max(initial=0))
-        place = self._fill(at, rows)[rows][:, None] + np.arange(most)
-        out = np.zeros((self._steps.shape[2], most, len(at)))
-        numbers = self._steps[rows[:, None], np.minimum(place, 2 * BLOCK - 1)]
+        rows = np.flatnonzero(n_steps > 0)
+        most = int(n_steps.max(initial=0))
+        begin = self._fill(at, rows)[rows]
+        place = begin[:, None] + np.arange(most)
+        place = np.minimum(place, 2 * BLOCK - 1)
+        numbers = self._steps[rows[:, None], place]
+        out = np.zeros((numbers.shape[2], most, len(at)))
         out[:, :, rows] = numbers.transpose(2, 1, 0)
         return Shocks(*out)
 
     def calls(self, at: Array, n_steps: Array) -> Array:
         """Standard normal numbers (n, n_calls) of windows that ended before step ``at`` (n,)."""
         rows = np.flatnonzero(n_steps > 0)
+        place = self._fill(at, rows)[rows]
         out = np.zeros((len(at), self._calls.shape[2]))
-        out[rows] = self._calls[rows, self._fill(at, rows)[rows]]
+        out[rows] = self._calls[rows, place]
         return out
 
 
@@ -152,21 +167,27 @@ class Noise(Columns):
         def some(share: float, value: Array) -> Array:
             return np.where(rng.random(n) < share, value, 0.0)
 
-        every = some(family.saves, log_uniform(rng, family.save_every, n).round()).astype(int)
+        def drawn(bounds: Range) -> Array:
+            return log_uniform(rng, bounds, n)
+
+        # The order of draws is the order of jobs. What only some have is drawn for all, before it is drawn who has it.
+        save_every = drawn(family.save_every).round()
+        every = some(family.saves, save_every).astype(int)
         low, high = family.sampled
-        sampled = np.where(rng.random(n) < family.unsampled, 0, rng.integers(low, high + 1, n))
+        unsampled = rng.random(n) < family.unsampled
+        sampled = np.where(unsampled, 0, rng.integers(low, high + 1, n))
         noise = cls(
-            sigma=log_uniform(rng, family.sigma, n),
+            sigma=drawn(family.sigma),
             memory=rng.uniform(*family.memory, n),
-            tail=log_uniform(rng, family.tail, n),
-            pace=some(family.two_paces, log_uniform(rng, family.pace, n)),
-            hold=log_uniform(rng, family.hold, n),
-            late=some(family.late_rank, log_uniform(rng, family.late, n)),
+            tail=drawn(family.tail),
+            pace=some(family.two_paces, drawn(family.pace)),
+            hold=drawn(family.hold),
+            late=some(family.late_rank, drawn(family.late)),
             save_every=every,
-            save_cost=log_uniform(rng, family.save_cost, n),
+            save_cost=drawn(family.save_cost),
             slow=np.zeros(n),
             slow_keep=np.zeros((n, 2)),
-            call_sigma=log_uniform(rng, family.call_sigma, n),
+            call_sigma=drawn(family.call_sigma),
             sampled=sampled,
             at=rng.integers(5, 200, n),
             level=rng.normal(0.0, 1.0, n),
@@ -174,9 +195,10 @@ class Noise(Columns):
             slow_level=np.zeros((n, 2)),
         )
         if family.slow[1] > 0:
-            steps = log_uniform(rng, family.slow_steps, n)
-            noise.slow = log_uniform(rng, family.slow, n)
-            noise.slow_keep = np.exp(-1 / np.stack([steps, family.longer * steps], axis=1))
+            short = drawn(family.slow_steps)
+            noise.slow = drawn(family.slow)
+            steps = np.stack([short, family.longer * short], axis=1)
+            noise.slow_keep = np.exp(-1 / steps)
             noise.slow_level = rng.normal(0.0, 1.0, (n, 2))
         return noise
 
@@ -188,30 +210,43 @@ class Noise(Columns):
 
         ``late``: probability that the configs that run make a step straggle, and by how many steps, each (n,).
         """
-        n, most = len(us), int(n_steps.max(initial=0))
-        us = np.broadcast_to(us if us.ndim == 2 else us[:, None], (n, most))
+        n = len(us)
+        most = int(n_steps.max(initial=0))
+        if us.ndim == 1:
+            us = us[:, None]
+        us = np.broadcast_to(us, (n, most))
         out = np.full((n, most), np.nan)
         lasting = bool(self.slow.any())
-        if isinstance(rng, NoiseStream):
-            numbers = rng.steps(self.at, n_steps)
-        else:
-            numbers = Shocks.draw(rng, (most, n), lasting)
+        numbers = self._numbers(rng, n_steps, most, lasting)
         for t in range(most):
             on = n_steps > t
             self._move(on, numbers.shock[t], numbers.flips[t])
-            log = self.sigma * self.level + self.pace * (self.is_slow - 0.5)
+            pace = self.pace * (self.is_slow - 0.5)
+            log = self.sigma * self.level + pace
             if lasting:
                 log += self._drift(on, numbers.slow[t])
-            factor = np.exp(log) + self.late * numbers.waits[t]
+            waits = self.late * numbers.waits[t]
+            factor = np.exp(log) + waits
             factor += self._long(numbers.heavy[t], numbers.size[t], late)
-            out[:, t] = np.where(on, us[:, t] * factor, np.nan)
+            took = us[:, t] * factor
+            out[:, t] = np.where(on, took, np.nan)
         return out
+
+    def _numbers(
+        self, rng: np.random.Generator | NoiseStream, n_steps: Array, most: int, lasting: bool
+    ) -> Shocks:
+        """Random numbers of the next ``n_steps`` (n,) steps, (most, n)."""
+        if isinstance(rng, NoiseStream):
+            return rng.steps(self.at, n_steps)
+        return Shocks.draw(rng, (most, len(n_steps)), lasting)
 
     def _move(self, on: Array, shock: Array, flips: Array) -> None:
         """One step later, for the jobs that are ``on`` (n,) bool."""
         stay = np.sqrt(1.0 - self.memory**2)
-        self.level = np.where(on, self.memory * self.level + stay * shock, self.level)
-        self.is_slow = np.where(on & (flips < 1.0 / self.hold), ~self.is_slow, self.is_slow)
+        moved = self.memory * self.level + stay * shock
+        self.level = np.where(on, moved, self.level)
+        is_flip = on & (flips < 1.0 / self.hold)
+        self.is_slow = np.where(is_flip, ~self.is_slow, self.is_slow)
         self.at = self.at + on
 
     def _drift(self, on: Array, shock: Array) -> Array:
@@ -221,27 +256,38 @@ class Noise(Columns):
         moved = keep * self.slow_level + stay * shock[:, None]
         self.slow_level = np.where(on[:, None], moved, self.slow_level)
         together = stay.prod(axis=1) / (1.0 - keep.prod(axis=1))  # correlation of the two
-        return np.asarray(self.slow * self.slow_level.sum(axis=1) / np.sqrt(2.0 + 2.0 * together))
+        level = self.slow_level.sum(axis=1)
+        return np.asarray(self.slow * level / np.sqrt(2.0 + 2.0 * together))
 
     def _long(self, heavy: Array, size: Array, late: tuple[Array, Array]) -> Array:
         """What single steps take longer (n,), in steps: far too long ones, stragglers, those that save."""
         often, by = late
         more = np.where(heavy < self.tail, size, 0.0)
-        more += np.where((heavy >= self.tail) & (heavy < self.tail + often), by, 0.0)
-        is_saving = (self.save_every > 0) & (self.at % np.maximum(self.save_every, 1) == 0)
+        straggles = (heavy >= self.tail) & (heavy < self.tail + often)
+        more += np.where(straggles, by, 0.0)
+        since = self.at % np.maximum(self.save_every, 1)
+        is_saving = (self.save_every > 0) & (since == 0)
         return np.asarray(more + np.where(is_saving, self.save_cost, 0.0))
 
     def calls(
         self, call_us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream, all_: Any = False
     ) -> Array:
         """Mean durations (n, S) over the last ``n_steps``, NaN where no step was sampled; of ``all_`` each is."""
-        every = np.where(all_, 1, np.maximum(self.sampled, 1))
-        count = self.at // every - (self.at - n_steps) // every
+        often = np.maximum(self.sampled, 1)
+        every = np.where(all_, 1, often)
+        before = (self.at - n_steps) // every
+        count = self.at // every - before
         count = np.where(self.sampled > 0, count, 0)[:, None]
-        spread = (self.call_sigma * (1.0 + 10.0 * self.late))[:, None] / np.sqrt(np.maximum(count, 1))
-        off = (
-            rng.calls(self.at, n_steps)
-            if isinstance(rng, NoiseStream)
-            else rng.normal(0.0, 1.0, call_us.shape)
-        )
-        return np.where(count > 0, call_us * np.exp(off * spread), np.nan)
+        sigma = self.call_sigma * (1.0 + 10.0 * self.late)
+        spread = sigma[:, None] / np.sqrt(np.maximum(count, 1))
+        off = self._call_numbers(rng, n_steps, call_us.shape)
+        seen = call_us * np.exp(off * spread)
+        return np.where(count > 0, seen, np.nan)
+
+    def _call_numbers(
+        self, rng: np.random.Generator | NoiseStream, n_steps: Array, shape: tuple[int, ...]
+    ) -> Array:
+        """Standard normal numbers of ``shape`` for windows of ``n_steps`` (n,) that have just ended."""
+        if isinstance(rng, NoiseStream):
+            return rng.calls(self.at, n_steps)
+        return rng.normal(0.0, 1.0, shape)

@@ -37,7 +37,7 @@ class RegimeFamily:
 
 @dataclass
 class Regimes(Columns):
-    """Of ``n`` jobs; arrays (n, MOST_REGIMES) unless the comment says more. What a job has not is a copy of its first."""
+    """Of ``n`` jobs; arrays (n, MOST_REGIMES) unless the comment says more. A job of fewer has copies of its first."""
 
     count: Array  # (n,)
     ends: Array  # step of a cycle at which each ends; beyond a job's count: the cycle's end

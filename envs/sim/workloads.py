@@ -105,7 +105,7 @@ def _dealt(works: WorkloadArrays, source: int, rng: np.random.Generator) -> _Dea
 
 
 def _parts(calls: Array, wanted: int) -> Array:
-    """Into how many slots those of ``calls`` (slots,) are dealt, ``wanted`` in all: as they have calls, one at least."""
+    """How many slots those of ``calls`` (slots,) are dealt, ``wanted`` in all: as they have calls, at least one."""
     parts = np.ones(len(calls), int)
     while parts.sum() < wanted:
         parts[np.argmax(np.where(parts < calls, calls / parts, 0.0))] += 1

@@ -12,6 +12,8 @@ from dynamiccl.traces.spaces import N_CONFIGS
 Array = np.ndarray[Any, Any]
 #: Further starts where slots act together, from random tables.
 STARTS = 8
+#: Of all starts so many are climbed in pairs of slots, the best of each job.
+BEST = 3
 
 
 def oracle(jobs: Jobs, passes: int = 4) -> tuple[Array, Array]:
@@ -28,12 +30,15 @@ def oracle(jobs: Jobs, passes: int = 4) -> tuple[Array, Array]:
     rows = np.flatnonzero(strong | (extras.joint > 0) | (law.budget > 0) | (law.serial > 0) | (law.port > 0))
     if len(rows):
         some, rng = jobs.take(rows), np.random.default_rng(0)
-        starts = [a[rows], b[rows]]
+        found = [(a[rows], a_us[rows]), (b[rows], b_us[rows])]
         for _ in range(STARTS):
             table = np.where(some.mask, rng.random(some.mask.shape), -1.0).argmax(axis=2)
-            starts.append(_climb(some, table, passes)[0])
-        for start in starts:
-            chosen, us = _climb_in_pairs(some, start, some.usual_us(start), passes)
+            found.append(_climb(some, table, passes))
+        tables, times = (np.stack(part) for part in zip(*found, strict=True))
+        order = np.argsort(times, axis=0, kind="stable")
+        for place in order[:BEST]:
+            every = np.arange(len(rows))
+            chosen, us = _climb_in_pairs(some, tables[place, every], times[place, every], passes)
             better = us < b_us[rows]
             b[rows[better]], b_us[rows[better]] = chosen[better], us[better]
     return np.where((b_us < a_us)[:, None], b, a), np.minimum(a_us, b_us)

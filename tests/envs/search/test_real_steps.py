@@ -26,7 +26,7 @@ def most_of(n, level, sure=0.95):
 
 
 def race(steps):
-    """What a comparison says of a table that is the default, run as in a search; None where the steps do not suffice."""
+    """What a comparison says of a table that is the default, run as in a search; None where there are too few steps."""
     noise = window_noise(np.log(steps[:PROFILE]), STEPS)
     found, at = Race(noise * math.sqrt(2)), PROFILE
     while at + 2 * (STEPS + SWITCH) <= len(steps):
