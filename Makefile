@@ -7,7 +7,7 @@ DEMO_STEPS ?= 600
 SOURCES := agent envs examples traces zero_workload tests
 C_SOURCES := $(wildcard envs/nccl/plugin/*.[ch] envs/sim/*.c tests/*.[ch])
 
-.PHONY: demo test test-slow test-timing test-all coverage check format setup bench gpu-check model-check clean
+.PHONY: demo docs test test-slow test-timing test-all test-next coverage check format setup bench gpu-check model-check clean
 
 demo: setup
 	$(RUN) tune --out runs/demo --no-memory --steps $(DEMO_STEPS)
@@ -34,6 +34,28 @@ test-all: setup $(VENV)/frameworks
 	@echo "3/3 all other tests"
 	$(BIN)/python -m pytest --ignore tests/envs/live/test_event_path.py --ignore tests/envs/nccl/test_agreement.py
 
+# The next PyTorch, in an environment of its own: the probe, the launcher, the frameworks and the emulation, with both
+# backends that may be behind the name "nccl". 2.14.1 has both; 2.15 makes the second one the default.
+NEXT := .venv-next
+NEXT_TORCH ?= 2.14.1
+NEXT_TESTS := $(addprefix tests/envs/nccl/test_,probe.py probe_memory.py probe_lifetime.py attach.py store.py quiet.py) \
+	tests/agent/daemon/test_launcher.py tests/envs/sim/test_emulated.py tests/project/test_next_torch.py
+test-next: $(NEXT)/ready
+	for nccl2 in 0 1; do \
+		echo "PyTorch $(NEXT_TORCH), TORCH_DIST_USE_NCCL2=$$nccl2"; \
+		TORCH_DIST_USE_NCCL2=$$nccl2 OMP_NUM_THREADS=1 $(NEXT)/bin/python -m pytest -n 2 --dist loadfile \
+			-k "not real_store and not load_10" $(NEXT_TESTS) || exit 1; \
+	done
+
+# By pip: it finds PyTorch where its settings say. A CUDA build, 5.6 GB.
+$(NEXT)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(NEXT)
+	$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(NEXT_TORCH)
+	grep -v '^torch==' constraints.txt > $(NEXT)/constraints.txt
+	DS_BUILD_OPS=0 $(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(NEXT)/constraints.txt --editable '.[train,dev,frameworks]'
+	touch $@
+
 # Lines and branches that the quick tests run, those of the processes that they start included, by folder.
 coverage: setup $(VENV)/frameworks
 	$(BIN)/python -m pytest -m "not slow and not timing" -n 4 --dist loadfile --cov --cov-report=
@@ -59,7 +81,8 @@ bench: setup
 	for suite in standard held-out unseen; do \
 		$(RUN) bench --suite $$suite --jobs 200 && $(BIN)/python tests/tools/make_board.py $$suite || exit 1; done
 
-# Files what it found in envs/results/; without a GPU it runs on the emulated cluster and leaves that in runs/.
+# 8.5 minutes on a machine with GPUs; the folder of results lies in envs/results/. Without a GPU it runs on the emulated
+# cluster in under three minutes and leaves its folder in runs/.
 gpu-check: setup
 	$(RUN) lab gpu-check
 
@@ -91,6 +114,15 @@ $(VENV)/frameworks: pyproject.toml constraints.txt | setup
 		--python $(BIN)/python --constraint constraints.txt --editable '.[frameworks]' \
 		|| echo "accelerate and deepspeed cannot be installed: their tests will be skipped"
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib/python*/site-packages > /dev/null 2>&1 || true
+	touch $@
+
+# The documentation site, in build/docs. A warning is an error.
+docs: $(VENV)/docs
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+	@echo "build/docs/index.html"
+
+$(VENV)/docs: pyproject.toml constraints.txt | setup
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 clean:

@@ -1,13 +1,18 @@
 """Tunes NCCL's algorithm, protocol and channel count for every reduce-scatter and all-gather of a running training job.
 
-``import dynamiccl`` registers the Gymnasium environments, once Gymnasium is imported. The processes of a job that is
-tuned import this as well; there it does nothing, so that nothing of Gymnasium's can trouble them.
+``dynamiccl.tune(command)``, ``attach``, ``apply`` and ``advise`` do what the commands of these names do; see
+:mod:`dynamiccl.agent.api`. ``import dynamiccl`` registers the Gymnasium environments, once Gymnasium is imported. The
+processes of a job that is tuned import this as well; there it does nothing, so that nothing of Gymnasium's can
+trouble them.
 """
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from .agent.api import Run, advise, apply, attach, tune
+
+__all__ = ["Run", "__version__", "advise", "apply", "attach", "tune"]
 
 # pytest imports this file once more, by the name of the folder that it lies in.
 if __name__ == "dynamiccl" and not {"DYNAMICCL_RUN", "DYNAMICCL_CLUSTER"} & os.environ.keys():
@@ -17,9 +22,13 @@ if __name__ == "dynamiccl" and not {"DYNAMICCL_RUN", "DYNAMICCL_CLUSTER"} & os.e
 
 
 def __getattr__(name: str) -> Any:
-    """``__version__``, read from the installation when somebody asks."""
+    """The Python API and ``__version__``, imported when somebody asks."""
     if name == "__version__":
         from importlib.metadata import version
 
         return version("dynamiccl")
+    if name in __all__:
+        from .agent import api
+
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

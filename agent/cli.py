@@ -7,6 +7,7 @@ import argparse
 import difflib
 import importlib
 import inspect
+import io
 import shutil
 import sys
 import textwrap
@@ -19,11 +20,12 @@ from .commands import Argument, Call, Option
 #: What a command may lack, and the extra that brings it; all else is in `tuner`.
 _EXTRAS = {"torch": "train", "stable_baselines3": "train", "sb3_contrib": "train"}
 
-#: Group of the help -> commands. A command's function, and its file in agent/commands, have its name without "lab".
+#: Group of the help -> commands. A command's function has its last word as its name and lies in a file of that name, in
+#: agent/commands or, for those that begin with "lab", in agent/commands/lab.
 COMMANDS = {
     "Tune a job": ("tune", "doctor", "apply", "env", "stop"),
     "Look at runs and recordings": ("show", "top", "advise"),
-    "Judge and train policies, check a machine": ("bench", "lab gpu-check", "lab train"),
+    "Judge and train policies, check a machine": ("bench", "lab gpu-check", "lab submit", "lab train"),
 }
 NAMES = tuple(name for names in COMMANDS.values() for name in names)
 _ABOUT = (
@@ -36,9 +38,10 @@ class Parser(argparse.ArgumentParser):
     """Of one command, made from its function's parameters and docstring. What is not said is not in its result."""
 
     def __init__(self, name: str) -> None:
-        file = name.removeprefix("lab ").replace(" ", "_").replace("-", "_")
+        module = name.replace(" ", ".").replace("-", "_")
+        file = module.rpartition(".")[2]
         self.function: Callable[..., None] = getattr(
-            importlib.import_module(f".commands.{file}", __package__), file
+            importlib.import_module(f".commands.{module}", __package__), file
         )
         self.paragraphs = (inspect.getdoc(self.function) or "").split("\n\n")
         found = inspect.signature(self.function).parameters
@@ -142,6 +145,11 @@ def _filled(paragraph: str) -> str:
     return textwrap.fill(" ".join(paragraph.split()), _width())
 
 
+def options_of(command: str) -> set[str]:
+    """The options of a command, as ``--window-steps``."""
+    return {word for word in Parser(command)._option_string_actions if word.startswith("--")}
+
+
 def overview() -> str:
     """The help of all commands."""
     lines = ["usage: dynamiccl COMMAND [OPTIONS]", "", textwrap.fill(_ABOUT, _width())]
@@ -173,6 +181,11 @@ def run(words: Sequence[str]) -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # a terminal may not have every letter: it shows the code instead
+            stream.reconfigure(errors="backslashreplace")
     try:
         run(sys.argv[1:])
     except ModuleNotFoundError as error:

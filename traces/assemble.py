@@ -8,7 +8,6 @@ time came, or until the process is so far ahead that it never will.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import numpy as np
 if TYPE_CHECKING:  # imported where tables are made: `dynamiccl stop` only reads records
     import pandas as pd
 
+from .names import DTYPES
 from .records import (
     ALGOS,
     COLL,
@@ -39,28 +39,19 @@ from .records import (
     UNSET,
     names,
 )
+from .records import Communicator as Communicator
+from .records import Offer as Offer
 
 Array = np.ndarray[Any, Any]
-
-#: Bytes of one element of each type, and the names of ncclDataType_t by number, torch's spelling.
-DTYPE_BYTES = {
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "uint32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float16": 2,
-    "float32": 4,
-}
-DTYPE_BYTES |= {"float64": 8, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-DTYPES = tuple(DTYPE_BYTES)
+#: Columns of a table and their pandas types.
+Columns = dict[str, str]
+Row = tuple[Any, ...]
 
 #: Columns of an events table and their pandas types. Times in ns; `start_ns` / `end_ns` are the GPU's clock
 #: and unset (NA) where the kernel was not sampled; `n_ranks` is 0 if the communicator was never announced;
 #: `captured`: into a CUDA graph, so this stands for all its replays (known of sampled steps, from NCCL 2.28 on);
 #: `asked_bytes`: what NCCL asked the tuner about, the whole group's bytes where it was grouped; 0 = not asked, unknown.
-EVENT_COLUMNS: dict[str, str] = {
+EVENT_COLUMNS: Columns = {
     "seq": "int64",
     "comm_id": "uint64",
     "rank": "int32",
@@ -83,7 +74,7 @@ EVENT_COLUMNS: dict[str, str] = {
 }
 #: Columns of a steps table. Memory in bytes, 0 = unknown. ``sampled``: kernel times were taken in this step, one of
 #: ``sample_every``.
-STEP_COLUMNS: dict[str, str] = {
+STEP_COLUMNS: Columns = {
     "index": "int64",
     "rank": "int32",
     "end_ns": "int64",
@@ -97,7 +88,7 @@ STEP_COLUMNS: dict[str, str] = {
 }
 #: What NCCL offered: one row per (comm_id, func, n_bytes); `cost_us` is the (7, 3) cost table, flat, -1 = not
 #: available; `algo`, `proto` are NCCL's own choice.
-OFFER_COLUMNS: dict[str, str] = {
+OFFER_COLUMNS: Columns = {
     "comm_id": "uint64",
     "func": "str",
     "n_bytes": "int64",
@@ -107,7 +98,7 @@ OFFER_COLUMNS: dict[str, str] = {
     "cost_us": "object",
 }
 #: One row per communicator and process.
-COMM_COLUMNS: dict[str, str] = {
+COMM_COLUMNS: Columns = {
     "comm_id": "uint64",
     "n_ranks": "int32",
     "n_nodes": "int32",
@@ -116,14 +107,15 @@ COMM_COLUMNS: dict[str, str] = {
     "pid": "int64",
 }
 #: What a profile of another tool shows beside the collectives: when kernels computed.
-COMPUTE_COLUMNS: dict[str, str] = {"rank": "int32", "start_ns": "int64", "end_ns": "int64"}
+COMPUTE_COLUMNS: Columns = {"rank": "int32", "start_ns": "int64", "end_ns": "int64"}
 
-_NO_TIME = np.iinfo(np.int64).min
-_CALL = ("comm_id", "rank", "func", "seq")  # of one process
 #: What a row that waits takes from its COLL record as it is; its rank may be -1.
 _KEPT = tuple(n for n in COLL_DTYPE.names or () if n not in ("stamp", "kind", "rank", "spare", "_pad"))
+_NO_TIME = np.iinfo(np.int64).min
+_CALL = ("comm_id", "rank", "func", "seq")  # of one process
+_MIX, _29, _32 = np.uint64(0x9E3779B97F4A7C15), np.uint64(29), np.uint64(32)
 _TIMES = [("pid", "i8"), ("rank", "i4"), ("start_ns", "i8"), ("end_ns", "i8")]
-_PENDING = np.dtype([*_TIMES, *((name, COLL_DTYPE[name]) for name in _KEPT)])
+_PENDING = np.dtype(_TIMES + [(name, COLL_DTYPE[name]) for name in _KEPT])
 
 
 #: Columns that hold names -> the names by number, and what an unset number is called.
@@ -141,31 +133,11 @@ def _texts() -> dict[str, Any]:
     than to turn objects into strings."""
     import pandas as pd
 
-    return {
-        name: pd.array([*names(range(UNSET), known), unset], dtype="str")
-        for name, (known, unset) in _NAMES.items()
-    }
-
-
-@dataclass
-class Communicator:
-    """A communicator as NCCL announced it; ``ranks`` maps each rank seen to the process that it lives in now."""
-
-    comm_id: int
-    n_ranks: int
-    n_nodes: int
-    name: str
-    ranks: dict[int, int] = field(default_factory=dict)  # rank -> pid
-
-
-@dataclass
-class Offer:
-    """What NCCL offered for one (comm_id, func, n_bytes)."""
-
-    cost_us: Array  # (N_ALGOS, N_PROTOS) float32 microseconds, -1 = not available
-    algo: str  # NCCL's own choice
-    proto: str
-    n_pipe_ops: int
+    texts = {}
+    for name, (known, unset) in _NAMES.items():
+        all_names = [*names(range(UNSET), known), unset]
+        texts[name] = pd.array(all_names, dtype="str")
+    return texts
 
 
 def as_records(records: Array, dtype: np.dtype[Any]) -> Array:
@@ -173,7 +145,8 @@ def as_records(records: Array, dtype: np.dtype[Any]) -> Array:
 
     Raises ValueError when the bytes are not a whole number of records.
     """
-    flat = np.ascontiguousarray(records).view(np.uint8).reshape(-1)
+    whole = np.ascontiguousarray(records)
+    flat = whole.view(np.uint8).reshape(-1)
     if flat.size % RECORD_BYTES:
         raise ValueError(f"{flat.size} bytes are not a whole number of {RECORD_BYTES}-byte records")
     return flat.view(dtype)
@@ -205,7 +178,8 @@ class Assembler:
             self._pending.append(_pending(coll, pid))
         kernel = rows[kind == KERNEL].view(KERNEL_DTYPE)
         if kernel.size:
-            self._kernels.append((kernel, np.full(kernel.size, pid, np.int64)))
+            pids = np.full(kernel.size, pid, np.int64)
+            self._kernels.append((kernel, pids))
         step = rows[kind == STEP].view(STEP_DTYPE)
         if step.size:
             self._steps.append((step, pid))
@@ -222,119 +196,180 @@ class Assembler:
         in a later call than its successors. ``everything`` also releases the rows still waiting (when the job
         has ended).
         """
-        rows = np.concatenate(self._pending) if self._pending else np.empty(0, _PENDING)
+        rows = np.empty(0, _PENDING)
+        if self._pending:
+            rows = np.concatenate(self._pending)
         self._join(rows)
         release = np.ones(len(rows), bool)
         if not everything:
-            release = rows["start_ns"] != _NO_TIME
-            for pid in np.unique(rows["pid"]):
-                of_pid = np.flatnonzero(rows["pid"] == pid)
-                release[of_pid[: -self.hold]] = True
-                release[of_pid] |= rows["step"][of_pid] + np.int64(2) <= self._last_step.get(int(pid), -1)
+            release = self._is_complete(rows)
         self._pending = [rows[~release]] if not release.all() else []
         steps = [_step_frame(records, pid) for records, pid in self._steps]
         self._steps = []
         return self._event_frame(rows[release]), joined(steps, STEP_COLUMNS)
 
+    def _is_complete(self, rows: Array) -> Array:
+        """Which rows wait for nothing more, (n,) bool."""
+        complete_rows = rows["start_ns"] != _NO_TIME
+        for pid in np.unique(rows["pid"]):
+            of_pid = np.flatnonzero(rows["pid"] == pid)
+            complete_rows[of_pid[: -self.hold]] = True
+            last_step = self._last_step.get(int(pid), -1)
+            two_later = rows["step"][of_pid] + np.int64(2)
+            complete_rows[of_pid] |= two_later <= last_step
+        return np.asarray(complete_rows)
+
     def comms_frame(self) -> pd.DataFrame:
         """The communicators, one row per communicator and process (COMM_COLUMNS)."""
-        rows = [
-            (c.comm_id, c.n_ranks, c.n_nodes, c.name, rank, pid)
-            for c in self.comms.values()
-            for rank, pid in c.ranks.items()
-        ]
+        rows: list[Row] = []
+        for comm in self.comms.values():
+            of_all = (comm.comm_id, comm.n_ranks, comm.n_nodes, comm.name)
+            for rank, pid in comm.ranks.items():
+                rows.append((*of_all, rank, pid))
         return _typed(rows, COMM_COLUMNS)
 
     def offers_frame(self) -> pd.DataFrame:
         """The offers, one row per (comm_id, func, n_bytes) (OFFER_COLUMNS)."""
-        rows = [
-            (comm_id, func, n_bytes, o.algo, o.proto, o.n_pipe_ops, o.cost_us.ravel())
-            for (comm_id, func, n_bytes), o in self.offers.items()
-        ]
+        rows: list[Row] = []
+        for message, offer in self.offers.items():
+            own = (offer.algo, offer.proto, offer.n_pipe_ops)
+            rows.append((*message, *own, offer.cost_us.ravel()))
         return _typed(rows, OFFER_COLUMNS)
 
     def _add_comm(self, row: np.void, pid: int) -> None:
-        comm_id, rank = int(row["comm_id"]), int(np.int32(row["rank"]))  # -1: NCCL has no profiler to say it
-        name = bytes(row["name"]).split(b"\0", 1)[0].decode("utf-8", "replace")
-        comm = self.comms.get(comm_id)
-        if comm is None:
-            comm = self.comms[comm_id] = Communicator(comm_id, int(row["n_ranks"]), int(row["n_nodes"]), name)
-        comm.ranks[rank] = pid
+        comm_id = int(row["comm_id"])
+        if comm_id not in self.comms:
+            text = bytes(row["name"]).split(b"\0", 1)[0]
+            name = text.decode("utf-8", "replace")
+            n_ranks, n_nodes = int(row["n_ranks"]), int(row["n_nodes"])
+            self.comms[comm_id] = Communicator(comm_id, n_ranks, n_nodes, name)
+        rank = int(np.int32(row["rank"]))  # -1: NCCL has no profiler to say it
+        self.comms[comm_id].ranks[rank] = pid
 
     def _add_offer(self, row: np.void) -> None:
-        func, algo, proto = (str(_texts()[name][row[name]]) for name in ("func", "algo", "proto"))
-        costs = np.array(row["cost_us"], np.float32).reshape(N_ALGOS, N_PROTOS)
-        self.offers[int(row["comm_id"]), func, int(row["n_bytes"])] = Offer(
-            costs, algo, proto, int(row["n_pipe_ops"])
-        )
+        texts = _texts()
+        func, algo, proto = (str(texts[name][row[name]]) for name in ("func", "algo", "proto"))
+        costs = np.array(row["cost_us"], np.float32)
+        costs = costs.reshape(N_ALGOS, N_PROTOS)
+        message = (int(row["comm_id"]), func, int(row["n_bytes"]))
+        n_pipe_ops = int(row["n_pipe_ops"])
+        self.offers[message] = Offer(costs, algo, proto, n_pipe_ops)
 
     def _join(self, rows: Array) -> None:
         """Write the times of all waiting kernels into ``rows``; keep the newest that found no row."""
         if not self._kernels:
             return
-        kernels, pids = (np.concatenate(parts) for parts in zip(*self._kernels, strict=True))
+        records, processes = zip(*self._kernels, strict=True)
+        kernels = np.concatenate(records)
+        pids = np.concatenate(processes)
         found = np.zeros(len(kernels), bool)
         if len(rows):
-            keys, wanted = (
-                hash_of([p, *(r[n] for n in _CALL)]) for p, r in ((rows["pid"], rows), (pids, kernels))
-            )
-            order = np.argsort(keys, kind="stable")
-            # 'right' - 1: the newest row, should a communicator have been made anew under its old id.
-            at = order[np.maximum(np.searchsorted(keys[order], wanted, side="right") - 1, 0)]
+            at = _newest_rows(rows, kernels, pids)
             found = rows["pid"][at] == pids
             for name in _CALL:
                 found &= rows[name][at] == kernels[name]
-            at = at[found]
-            start, end = rows["start_ns"], rows["end_ns"]
-            start[at] = np.where(start[at] == _NO_TIME, np.iinfo(np.int64).max, start[at])
-            np.minimum.at(start, at, kernels["start_ns"][found])
-            np.maximum.at(end, at, kernels["end_ns"][found])
+            _add_times(rows, at[found], kernels[found])
         waiting = np.flatnonzero(~found)[-4 * self.hold :]
         self._kernels = [(kernels[waiting], pids[waiting])]
 
     def _event_frame(self, rows: Array) -> pd.DataFrame:
         import pandas as pd
 
-        rows = rows[np.argsort(rows["enqueue_ns"], kind="stable")]
-        size = np.zeros((2, len(rows)), np.int32)
-        for comm_id in np.unique(rows["comm_id"]):
-            if comm := self.comms.get(int(comm_id)):
-                size[:, rows["comm_id"] == comm_id] = [[comm.n_ranks], [comm.n_nodes]]
-        unset = rows["start_ns"] == _NO_TIME
-        columns: dict[str, Any] = {"n_ranks": size[0], "n_nodes": size[1]}
+        order = np.argsort(rows["enqueue_ns"], kind="stable")
+        rows = rows[order]
+        columns: dict[str, Any] = self._sizes(rows)
         columns["captured"] = (rows["flags"] & FLAG_CAPTURED) != 0
+        unset = rows["start_ns"] == _NO_TIME
+        texts = _texts()
         for name, kind in EVENT_COLUMNS.items():
             if kind == "Int64":
-                columns[name] = pd.arrays.IntegerArray(np.where(unset, 0, rows[name]), unset.copy())
+                values = np.where(unset, 0, rows[name])
+                columns[name] = pd.arrays.IntegerArray(values, unset.copy())
             elif kind == "str":
-                columns[name] = _texts()[name].take(rows[name].astype(np.intp))
+                numbers = rows[name].astype(np.intp)
+                columns[name] = texts[name].take(numbers)
             elif name not in columns:
                 source = "generation" if name == "table_generation" else name
                 columns[name] = rows[source].astype(kind)
-        return pd.DataFrame({name: columns[name] for name in EVENT_COLUMNS}, copy=False)
+        in_order = {name: columns[name] for name in EVENT_COLUMNS}
+        return pd.DataFrame(in_order, copy=False)
+
+    def _sizes(self, rows: Array) -> dict[str, Array]:
+        """Ranks and nodes of each row's communicator, 0 where it was never announced."""
+        n_ranks = np.zeros(len(rows), np.int32)
+        n_nodes = np.zeros(len(rows), np.int32)
+        for comm_id in np.unique(rows["comm_id"]):
+            comm = self.comms.get(int(comm_id))
+            if comm is not None:
+                of_comm = rows["comm_id"] == comm_id
+                n_ranks[of_comm] = comm.n_ranks
+                n_nodes[of_comm] = comm.n_nodes
+        return {"n_ranks": n_ranks, "n_nodes": n_nodes}
 
 
-def complete(frame: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
+def _newest_rows(rows: Array, kernels: Array, pids: Array) -> Array:
+    """For each kernel the place of the row that it may belong to, (k,); one that belongs to none gets any place."""
+    keys = _keys(rows, rows["pid"])
+    wanted = _keys(kernels, pids)
+    order = np.argsort(keys, kind="stable")
+    in_order = keys[order]
+    # 'right' - 1: the newest row, should a communicator have been made anew under its old id.
+    place = np.searchsorted(in_order, wanted, side="right") - 1
+    place = np.maximum(place, 0)
+    return np.asarray(order[place])
+
+
+def _keys(records: Array, pids: Array) -> Array:
+    """A hash of each record's call, of its process, (n,)."""
+    columns = [pids]
+    for name in _CALL:
+        columns.append(records[name])
+    return hash_of(columns)
+
+
+def _add_times(rows: Array, at: Array, kernels: Array) -> None:
+    """Widen the times of the rows at these places, (k,), by the times of the kernels, (k,)."""
+    start = rows["start_ns"]
+    end = rows["end_ns"]
+    is_new = start[at] == _NO_TIME
+    start[at[is_new]] = np.iinfo(np.int64).max
+    np.minimum.at(start, at, kernels["start_ns"])
+    np.maximum.at(end, at, kernels["end_ns"])
+
+
+def hash_of(columns: Iterable[Array]) -> Array:
+    """64-bit hash of each row of whole-number columns (n,), shape (n,): numbers sort far faster than records."""
+    key: Any = np.uint64(0)
+    for column in columns:
+        key = key ^ (key >> _29)
+        key = key ^ column.astype(np.uint64)
+        key = key * _MIX
+        key = key ^ (key >> _32)
+    return np.asarray(key)
+
+
+def complete(frame: pd.DataFrame, columns: Columns) -> pd.DataFrame:
     """``frame`` with these columns and types. Raises KeyError if one is missing."""
     return frame[list(columns)].astype(columns)
 
 
-def empty(columns: dict[str, str]) -> pd.DataFrame:
+def empty(columns: Columns) -> pd.DataFrame:
     """A table with these columns and no row."""
     return _typed([], columns)
 
 
-def joined(frames: Sequence[pd.DataFrame], columns: dict[str, str]) -> pd.DataFrame:
+def joined(frames: Sequence[pd.DataFrame], columns: Columns) -> pd.DataFrame:
     """Tables with these columns as one."""
     import pandas as pd
 
     return pd.concat(frames, ignore_index=True) if frames else empty(columns)
 
 
-def _typed(rows: list[tuple[Any, ...]], columns: dict[str, str]) -> pd.DataFrame:
+def _typed(rows: list[Row], columns: Columns) -> pd.DataFrame:
     import pandas as pd
 
-    return pd.DataFrame(rows, columns=list(columns), dtype=object).astype(columns)
+    frame = pd.DataFrame(rows, columns=list(columns), dtype=object)
+    return frame.astype(columns)
 
 
 def _pending(coll: Array, pid: int) -> Array:
@@ -345,19 +380,14 @@ def _pending(coll: Array, pid: int) -> Array:
     return rows
 
 
-def hash_of(columns: Iterable[Array]) -> Array:
-    """64-bit hash of each row of whole-number columns (n,), shape (n,): numbers sort far faster than records."""
-    key: Any = np.uint64(0)
-    for part in columns:
-        key = (key ^ (key >> np.uint64(29)) ^ part.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        key = key ^ (key >> np.uint64(32))
-    return np.asarray(key)
-
-
 def _step_frame(rows: Array, pid: int) -> pd.DataFrame:
     import pandas as pd
 
     source = {"index": "step", "table_generation": "generation"}
-    made = {"pid": pid, "sampled": (rows["flags"] & FLAG_SAMPLED) != 0}
-    columns = {n: made[n] if n in made else rows[source.get(n, n)] for n in STEP_COLUMNS}
+    sampled = (rows["flags"] & FLAG_SAMPLED) != 0
+    columns: dict[str, Any] = {"pid": pid, "sampled": sampled}
+    for name in STEP_COLUMNS:
+        if name not in columns:
+            columns[name] = rows[source.get(name, name)]
+    columns = {name: columns[name] for name in STEP_COLUMNS}
     return pd.DataFrame(columns).astype(STEP_COLUMNS)

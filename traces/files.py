@@ -15,7 +15,6 @@ Every file but the log is written under another name and renamed when whole.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import pandas as pd
 
 from .assemble import COMPUTE_COLUMNS, empty
+from .outside import parse_json
 from .segments import SEGMENTED, WHOLE, read_header, read_parquet, read_segments
 from .segments import TraceError as TraceError
 
@@ -83,8 +83,8 @@ def _read_log(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
-            line = json.loads(text)
+            line = parse_json(text)
             lines.append({**line, "kind": str(line["kind"])})
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             warnings.append(f"{path.name} line {number} is not whole and is left out")
     return lines

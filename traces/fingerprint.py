@@ -45,32 +45,44 @@ class Fingerprint:
         """(n, len(PAIRS)) True where a pair is offered and within PRICE_CAP of NCCL's best price."""
         cost = np.asarray(self.cost_us, np.float64)
         live = cost >= 0
-        best = np.where(live, cost, np.inf).min(axis=1, keepdims=True)
+        offers = np.where(live, cost, np.inf)
+        best = offers.min(axis=1, keepdims=True)
         return live & (cost <= PRICE_CAP * best)
 
     def vector(self) -> Array:
         """Features, shape ``(n, N_FEATURES)`` float32, each roughly within [-1, 1]."""
         cost = np.asarray(self.cost_us, np.float64)
         live = cost >= 0
-        best = np.where(live, cost, np.inf).min(axis=1)
-        relative = np.where(live, np.log2(np.maximum(cost, 1e-3) / best[:, None]), 3.0)
+        offers = np.where(live, cost, np.inf)
+        best = offers.min(axis=1)
+        ratio = np.maximum(cost, 1e-3) / best[:, None]
+        relative = np.where(live, np.log2(ratio), 3.0)
+        per_rank = np.asarray(self.n_bytes) / self.n_ranks
+        per_node = np.asarray(self.n_ranks) / self.n_nodes
         columns = [
             np.asarray(self.is_reduce_scatter, np.float64),
-            np.log2(np.maximum(self.n_bytes, 1)) / 32 - 0.5,
-            np.log2(np.maximum(np.asarray(self.n_bytes) / self.n_ranks, 1)) / 32 - 0.5,
-            np.log2(np.maximum(self.calls, 1)) / 8,
+            _log2(self.n_bytes) / 32 - 0.5,
+            _log2(per_rank) / 32 - 0.5,
+            _log2(self.calls) / 8,
             np.log2(self.n_ranks) / 10,
             np.log2(self.n_nodes) / 8,
-            np.log2(np.asarray(self.n_ranks) / self.n_nodes) / 4,
+            np.log2(per_node) / 4,
             np.log10(np.maximum(best, 1e-1)) / 4,
-            np.log2(np.maximum(self.own_channels, 1)) / 6,
-            np.log2(np.maximum(self.comm_channels, 1)) / 6,
+            _log2(self.own_channels) / 6,
+            _log2(self.comm_channels) / 6,
             np.asarray(self.share, np.float64),
             np.asarray(self.memory_pressure, np.float64),
         ]
-        own = np.eye(len(PAIRS))[np.asarray(self.own_pair, np.int64)]
-        features = np.concatenate([np.stack(columns, axis=1), np.clip(relative, 0, 3) / 3, own], axis=1)
+        own_pair = np.asarray(self.own_pair, np.int64)
+        own = np.eye(len(PAIRS))[own_pair]
+        prices = np.clip(relative, 0, 3) / 3
+        features = np.concatenate([np.stack(columns, axis=1), prices, own], axis=1)
         return np.clip(features, -2, 2).astype(np.float32)
+
+
+def _log2(values: Array) -> Array:
+    """Logarithm to the base 2, of values below 1 that of 1."""
+    return np.asarray(np.log2(np.maximum(values, 1)))
 
 
 N_FEATURES = 12 + 2 * len(PAIRS)

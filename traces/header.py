@@ -9,12 +9,12 @@ import subprocess
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .here import host, kernel, version_of
 from .records import Decision, Slot, Table
 
 #: Version of a trace folder's layout. Raise it when a reader of the old layout would go wrong.
@@ -25,18 +25,16 @@ def new_header() -> dict[str, Any]:
     """What every trace says of itself: format, date (UTC), host, versions, the commit if in a checkout."""
     versions = {"python": platform.python_version()}
     for package in ("dynamiccl", "numpy", "pandas", "pyarrow", "torch"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+        if (version := version_of(package)) is not None:
+            versions[package] = version
     return {
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": platform.node(),
-        "kernel": platform.release(),
+        "host": host(),
+        "kernel": kernel(),
         "versions": versions,
         "commit": git("rev-parse", "HEAD"),
-        "command": masked(" ".join(sys.argv)),
+        "command": readable(masked(" ".join(sys.argv))),
     }
 
 
@@ -64,6 +62,19 @@ def masked(text: str) -> str:
     return text
 
 
+def readable(text: str) -> str:
+    """``text`` without the surrogates by which Python passes on bytes that the locale cannot decode.
+
+    >>> readable("j\\udcc3\\udcb6b"), readable("\\udcff"), readable("\\ud800")
+    ('jöb', '\\\\xff', '\\\\ud800')
+    """
+    try:
+        raw = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # surrogates that stand for no byte
+        raw = text.encode("utf-8", "backslashreplace")
+    return raw.decode("utf-8", "backslashreplace")
+
+
 def git(*args: str) -> str | None:
     """What git says of the checkout that this code lies in, None where it lies in none."""
     root = Path(__file__).resolve().parents[1]
@@ -78,6 +89,12 @@ def git(*args: str) -> str | None:
     return done.stdout.strip()
 
 
+def _plain_table(table: Table) -> dict[str, Any]:
+    told = {"generation": table.generation, "rules": [plain(vars(rule)) for rule in table.rules]}
+    trial = {name: getattr(table, name) for name in ("trial_steps", "one_of")}
+    return told | {name: n for name, n in trial.items() if n}
+
+
 def plain(value: Any) -> Any:
     """What JSON can hold: our records by their fields, numpy by value, NaN and infinities as None."""
     match value:
@@ -86,12 +103,7 @@ def plain(value: Any) -> Any:
         case Slot():
             return asdict(value)
         case Table():
-            trial = {name: n for name in ("trial_steps", "one_of") if (n := getattr(value, name))}
-            return {
-                "generation": value.generation,
-                "rules": [plain(vars(rule)) for rule in value.rules],
-                **trial,
-            }
+            return _plain_table(value)
         case dict():
             return {str(k): plain(v) for k, v in value.items()}
         case list() | tuple():
@@ -102,6 +114,6 @@ def plain(value: Any) -> Any:
             return plain(value.item())
         case float() if not math.isfinite(value):
             return None
-        case None | bool() | int() | float() | str():
+        case None | bool() | int() | float():
             return value
-    return str(value)
+    return readable(str(value))

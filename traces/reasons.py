@@ -77,6 +77,14 @@ class NotTuning(Reason):
         "NCCL asks the tuner and tells the profiler of no collective, so none can be compared: let the job keep "
         "NCCL_PROFILER_PLUGIN, and use NCCL 2.27 or newer"
     )
+    OUTSIDE = (
+        "{slot} is left alone: NCCL runs {ran} there, which is not in what it offers a tuner (a symmetric kernel or a "
+        "copy engine)"
+    )
+    SLOT_TAKEN = (
+        "{variable}={value} was set after our environment (by a Slurm TaskProlog or a SPANK plugin, say): NCCL loads "
+        "one such plugin only, and ours takes the place back"
+    )
     OTHER_BACKEND = "torch.distributed runs on {backend} here; only NCCL asks a tuner"
     NO_PROBE = "no process of the job has loaded the probe yet"
     NO_STEP = "the probe is loaded; no optimizer step yet"
@@ -85,7 +93,8 @@ class NotTuning(Reason):
     NO_SWITCH_YET = "the ranks do not switch tables yet: {why}"
     NOT_ALL_THERE = "not every rank has taken its first step, or NCCL has not loaded the tuner there"
     NEXT_STEP = "the next steps of the job"
-    PAUSED = "the job has taken no step for {seconds:.0f} s: waiting until it goes on"
+    PAUSED = "the job has taken no step for {seconds:.0f} s: it pauses, or is about to end"
+    TOO_FEW_STEPS = "it took {count} steps, too few to try a table"
 
 
 class RowRefused(Reason):

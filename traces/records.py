@@ -1,8 +1,7 @@
 """The records that every part of dynamiccl shares: names of the knobs, Slot, Decision, Rule, Table.
 
 Spelling: Python says ``all_gather``, ``ring``, ``ll128`` (lower case, torch.distributed's and NVIDIA's tuner-file
-spelling); C and shared memory say NCCL's numbers. The tuples below are ordered so that the index *is* NCCL's number
-(ncclFunc_t, NCCL_ALGO_*, NCCL_PROTO_*; stable from NCCL 2.24 to 2.32).
+spelling); C and shared memory say NCCL's numbers: the index in the tuples of :mod:`.names`.
 """
 
 from __future__ import annotations
@@ -14,26 +13,12 @@ from typing import Any
 
 import numpy as np
 
-FUNCS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "send_recv", "send", "recv")
-ALGOS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
-PROTOS = ("ll", "ll128", "simple")
-
-#: The collectives that a Decision may touch.
-TUNED_FUNCS = ("all_gather", "reduce_scatter")
-
-#: Every (algo, proto) that any NCCL release offers for all_gather and reduce_scatter; the cost table says which of
-#: them this communicator has (facts: tree, collnet_chain and nvls_tree are never in the table for these two).
-PAIRS = (
-    ("ring", "ll"),
-    ("ring", "ll128"),
-    ("ring", "simple"),
-    ("nvls", "simple"),
-    ("collnet_direct", "simple"),
-    ("pat", "simple"),
-)
-
-#: Channel counts that a Decision may ask for; 0 leaves the count to NCCL.
-CHANNELS = (0, 1, 2, 4, 8, 16, 24, 32)
+from .names import ALGOS as ALGOS
+from .names import CHANNELS as CHANNELS
+from .names import FUNCS as FUNCS
+from .names import PAIRS as PAIRS
+from .names import PROTOS as PROTOS
+from .names import TUNED_FUNCS as TUNED_FUNCS
 
 N_ALGOS, N_PROTOS = len(ALGOS), len(PROTOS)
 UNSET = 255  # algo / proto byte in shared memory: NCCL decides
@@ -120,19 +105,22 @@ class Slot:
         return 2**self.size_class
 
     def __str__(self) -> str:
-        return f"{self.func} <={format_bytes(self.max_bytes)}"
+        return f"{self.func} {format_range(self.min_bytes, self.max_bytes)}"
 
 
 Decisions = Mapping[Slot, Decision]
 
 
-def format_bytes(n: float) -> str:
-    """``8388608 -> '8 MiB'``: binary units, at most one decimal."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n) < 1024 or unit == "GiB":
-            return f"{n:.0f} {unit}" if n == round(n) else f"{n:.1f} {unit}"
-        n /= 1024
-    raise AssertionError("unreachable")
+def format_range(low: int, high: int) -> str:
+    """Sizes from ``low`` to ``high`` bytes, both inclusive: ``33-64 MiB``; a class of small sizes in a smaller unit.
+
+    The first number is the first whole one above the class below: 33-64 MiB holds all over 32 MiB.
+    """
+    units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+    unit = next((name for name, size in units.items() if high >= 4 * size), "B")
+    first, last = -(-low // units[unit]), high / units[unit]
+    text = f"{last:.0f}" if last == round(last) else f"{last:.1f}"
+    return f"{first}-{text} {unit}" if first < last else f"{text} {unit}"
 
 
 #: Format of tables in shared memory, on the wire and in the plugin.
@@ -238,6 +226,27 @@ def _rule(row: np.void) -> Rule:
     )
     sizes = int(row["min_bytes"]), int(row["max_bytes"])
     return Rule(int(row["n_ranks"]), int(row["n_nodes"]), FUNCS[func], *sizes, decision)
+
+
+@dataclass
+class Communicator:
+    """A communicator as NCCL announced it; ``ranks`` maps each rank seen to the process that it lives in now."""
+
+    comm_id: int
+    n_ranks: int
+    n_nodes: int
+    name: str
+    ranks: dict[int, int] = field(default_factory=dict)  # rank -> pid
+
+
+@dataclass
+class Offer:
+    """What NCCL offered for one (comm_id, func, n_bytes)."""
+
+    cost_us: np.ndarray[Any, Any]  # (N_ALGOS, N_PROTOS) float32 microseconds, -1 = not available
+    algo: str  # NCCL's own choice
+    proto: str
+    n_pipe_ops: int
 
 
 # What the plugin and the probe write into a ring (C: struct dccl_record in envs/nccl/plugin/plugin.h), 128 bytes. The

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,8 @@ import pyarrow.parquet as pq
 
 from .assemble import COMM_COLUMNS, EVENT_COLUMNS, OFFER_COLUMNS, STEP_COLUMNS, complete, empty
 from .header import FORMAT
+from .outside import TraceError as TraceError
+from .outside import atomically, read_json
 
 SEGMENTED = {"events": EVENT_COLUMNS, "steps": STEP_COLUMNS}
 WHOLE = {"comms": COMM_COLUMNS, "offers": OFFER_COLUMNS}
@@ -28,10 +27,6 @@ _ARROW = {
     "str": pa.string(),
     "object": pa.list_(pa.float32()),
 }
-
-
-class TraceError(Exception):
-    """A trace cannot be read or written; the message is one line and names the cure."""
 
 
 def segments(folder: Path, kind: str) -> list[Path]:
@@ -49,18 +44,6 @@ def next_segment(folder: Path, kind: str) -> int:
     except TraceError:
         paths[-1].rename(paths[-1].with_suffix(".damaged"))
     return int(paths[-1].stem.rpartition("-")[2]) + 1
-
-
-def atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` write a file under another name, and rename it. Raises TraceError."""
-    tmp = path.with_name(path.name + ".tmp")
-    try:
-        write(tmp)
-        os.replace(tmp, path)
-    except OSError as error:
-        raise TraceError(
-            f"cannot write {path}: {error.strerror or error}; free space or give another folder"
-        ) from None
 
 
 def write_parquet(path: Path, frame: pd.DataFrame, columns: dict[str, str]) -> None:
@@ -124,7 +107,7 @@ def read_header(folder: Path) -> dict[str, Any]:
     """What a trace says of itself. Raises TraceError where there is none, or one of another format."""
     path = folder / "header.json"
     try:
-        header = json.loads(path.read_text(encoding="utf-8"))
+        header = read_json(path)
     except FileNotFoundError:
         cure = "give the folder that holds header.json, e.g. runs/demo/trace"
         raise TraceError(f"no trace in {folder}: {cure}") from None
@@ -132,7 +115,7 @@ def read_header(folder: Path) -> dict[str, Any]:
         raise TraceError(
             f"{folder} is a file, a trace is a folder; `dynamiccl show` and `advise` read other tools' files"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise TraceError(
             f"cannot read {path} ({error}): restore it, the segments beside it are unharmed"
         ) from None

@@ -26,38 +26,58 @@ SAVING_RANGE = (-3.0, 1.0)
 def decision_of(config: int) -> Decision:
     """What a config's number stands for."""
     pair, channels = divmod(int(config), N_CHANNELS)
-    algo, proto = PAIRS[pair - 1] if pair else (None, None)
-    return Decision(algo, proto, CHANNELS[channels])
+    n_channels = CHANNELS[channels]
+    if pair == 0:
+        return Decision(None, None, n_channels)
+    algo, proto = PAIRS[pair - 1]
+    return Decision(algo, proto, n_channels)
 
 
 def config_of(decision: Decision) -> int:
     """Inverse of :func:`decision_of`. Raises ValueError for a decision outside the action space."""
-    pair = 0 if decision.algo is None else 1 + PAIRS.index((decision.algo, str(decision.proto)))
-    return pair * N_CHANNELS + CHANNELS.index(decision.n_channels)
+    pair = 0
+    if decision.algo is not None:
+        wanted = (decision.algo, str(decision.proto))
+        pair = 1 + PAIRS.index(wanted)
+    channels = CHANNELS.index(decision.n_channels)
+    return pair * N_CHANNELS + channels
 
 
 def config_index(actions: Array) -> Array:
     """Actions ``[pair, channels, ...]`` -> index of the config in ``0 .. N_CONFIGS - 1``, shape (...)."""
-    return np.asarray(actions)[..., 0] * N_CHANNELS + np.asarray(actions)[..., 1]
+    actions = np.asarray(actions)
+    pairs = actions[..., 0]
+    channels = actions[..., 1]
+    return np.asarray(pairs * N_CHANNELS + channels)
 
 
 def pair_of(configs: Array, own: Array) -> Array:
     """Indices into PAIRS of what configs run, ``own`` where they leave the pair to NCCL; the shapes broadcast."""
-    return np.where(configs < N_CHANNELS, own, configs // N_CHANNELS - 1)
+    chosen = configs // N_CHANNELS - 1
+    is_left = configs < N_CHANNELS
+    return np.where(is_left, own, chosen)
 
 
 def action_mask(fingerprint: Fingerprint) -> Array:
     """What may be chosen, (n, N_MASK) bool: AUTO and the offered pairs; channel counts up to the communicator's."""
-    offered, most = fingerprint.offered, np.reshape(fingerprint.comm_channels, (-1, 1))
-    return np.concatenate([np.ones((len(offered), 1), bool), offered, np.array(CHANNELS) <= most], axis=1)
+    offered = fingerprint.offered
+    auto = np.ones((len(offered), 1), bool)
+    most = np.reshape(fingerprint.comm_channels, (-1, 1))
+    channels = np.array(CHANNELS) <= most
+    return np.concatenate([auto, offered, channels], axis=1)
 
 
 def scale_saving(saving: Array, share: Array | float) -> Array:
     """Relative step time saved -> units of the slot's share of the step, clipped to SAVING_RANGE."""
-    return np.clip(np.asarray(saving) / np.maximum(share, 0.01), *SAVING_RANGE)
+    least_share = np.maximum(share, 0.01)
+    scaled = np.asarray(saving) / least_share
+    return np.clip(scaled, *SAVING_RANGE)
 
 
 def config_mask(mask: Array) -> Array:
     """Masks (n, N_MASK) as one flag per config, (n, N_CONFIGS) bool."""
     mask = np.asarray(mask) > 0.5
-    return np.asarray((mask[:, :N_PAIRS, None] & mask[:, None, N_PAIRS:]).reshape(len(mask), N_CONFIGS))
+    pairs = mask[:, :N_PAIRS, None]
+    channels = mask[:, None, N_PAIRS:]
+    both = pairs & channels
+    return np.asarray(both.reshape(len(mask), N_CONFIGS))

@@ -16,11 +16,11 @@ import pandas as pd
 
 from .assemble import Assembler
 from .header import FORMAT, masked, new_header, plain
+from .outside import atomically, parse_json
 from .segments import (
     SEGMENTED,
     WHOLE,
     TraceError,
-    atomically,
     next_segment,
     read_header,
     read_parquet,
@@ -182,7 +182,7 @@ class TraceWriter:
         lines = path.read_bytes().splitlines(keepends=True)
         ends = np.cumsum([len(line) for line in lines])
         first, last = int(np.searchsorted(ends, most)), int(np.searchsorted(ends, ends[-1] - most)) + 1
-        before = (json.loads(line)["lines"] - 1 for line in lines[first:last] if line.startswith(_LEFT_OUT))
+        before = (parse_json(line)["lines"] - 1 for line in lines[first:last] if line.startswith(_LEFT_OUT))
         entry = {"kind": "left_out", "time": round(time.time(), 3), "lines": last - first + sum(before)}
         gone = json.dumps(entry).encode() + b"\n"
         atomically(path, lambda tmp: tmp.write_bytes(b"".join([*lines[:first], gone, *lines[last:]])))

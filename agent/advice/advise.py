@@ -9,7 +9,6 @@ reason is tried first. It may be applied unseen where a loss is unlikely enough.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 
 from ...envs.nccl_model.arms import distinct
 from ...envs.nccl_model.clusters import Cluster, ClusterArrays
-from ...envs.replay.decisions import cluster_of, load
+from ...envs.replay.decisions import cluster_of, default_generations, load
 from ...envs.replay.recordings import named, of_size, on_cluster
 from ...envs.search.belief import LOG_RANGE, Belief, Prior
 from ...traces.files import Trace, TraceError
@@ -27,6 +26,8 @@ from ...traces.queries.skew import exposed_ns
 from ...traces.records import Decision, Slot, size_class
 from ...traces.spaces import decision_of
 from ..report.terminal import terminal
+from .alignment import as_dicts, misaligned
+from .settings import settings
 
 Array = np.ndarray[Any, Any]
 
@@ -48,41 +49,32 @@ BOLD = 0.5
 #: or take ``EXPOSED[2]``. As simulated jobs of both families show it (``tests/tools/check_advice.py fit``).
 EXPOSED = (0.49, 0.31, 0.25)
 _DRAWS = 2000
-# What no table can reach, with figures that others measured on other jobs, losses beside gains.
-SUM = (
-    "FSDP2 averages in reduce_scatter, which NVLS, PAT and symmetric kernels cannot (pytorch#155915, nccl#1670): "
-    "module.set_force_sum_reduction_for_comms(True) opens these to NCCL and to a tuner. No public figure of a whole job"
-)
-SYMMETRIC = (
-    "FSDP2's set_symm_mem_for_comm within one NVLink domain: +1.1 to +6.3 % tokens/s on 4 GB200 (torchtitan#3105); "
-    "its kernels ask no tuner"
-)
-COPY_ENGINES = (
-    "all_gather by copy engines, with cta_policy 2 (ZERO), NCCL 2.28 and PyTorch 2.13; reduce_scatter stays a kernel. "
-    "Copy engines: +2.4 % tokens/s for Llama3-8B on 8 H100, nothing with tensor parallelism (pytorch#179937), a loss "
-    "on 128 GPUs (Megatron-LM#5657). Asked for on 8 H20, a kernel came instead without a word, -1.8 % (UniRL#467): "
-    "look for the kernel's name in a profile"
-)
-EFFICIENCY = (
-    "cta_policy 1 is EFFICIENCY, not ZERO: NCCL drops it while a tuner is loaded, so not beside dynamiccl"
-)
 
 
 def read(
     paths: list[Path], cluster: str | None = None, nccl: str | None = None, ranks_per_node: int | None = None
 ) -> Trace:
-    """The recording, with offers of the named cluster where it has none. Raises TraceError or ValueError."""
+    """The recording, with offers of the named cluster where it has none.
+
+    A recording without steps is returned as it is: no gain can be predicted from it. Raises TraceError or ValueError.
+    """
     c = named(cluster, nccl) if cluster else None
-    total = sum(p.stat().st_size for p in recording_files(paths))
     if ranks_per_node is None and c is not None:
         ranks_per_node = c.gpus_per_node
+    sizes = [path.stat().st_size for path in recording_files(paths)]
+    total = sum(sizes)
     with terminal(stderr=True).status(f"reading {total / 1e6:,.0f} MB"):
         trace = read_recording(paths, ranks_per_node)
+    if trace.steps.empty:
+        return trace
     if c is None and not len(trace.offers):
         raise TraceError(
             "the recording does not say what NCCL offers: name the recorded cluster with --cluster"
         )
-    return on_cluster(trace, named(str(cluster), nccl, trace.header.get("nccl"))) if c else trace
+    if c is None:
+        return trace
+    recorded = trace.header.get("nccl")
+    return on_cluster(trace, named(str(cluster), nccl, recorded))
 
 
 def exposure(trace: Trace) -> dict[Slot, float]:
@@ -90,16 +82,20 @@ def exposure(trace: Trace) -> dict[Slot, float]:
     shows no compute."""
     if not len(trace.compute):
         return {}
-    default = {g for g, rules in trace.tables.items() if not rules}
-    events = trace.events[trace.events["table_generation"].isin(default)]
-    events = events.assign(bare=exposed_ns(events, trace.compute)).dropna(subset="bare")
-    lasts = (events["end_ns"] - events["start_ns"]).astype(float)
-    sizes = events["n_bytes"].map(lambda n: size_class(int(n)))
-    grouped = events.assign(lasts=lasts, size_class=sizes).groupby(
-        ["n_ranks", "n_nodes", "func", "size_class"]
-    )
-    sums = grouped[["bare", "lasts"]].sum()
-    return {Slot(*key): bare / max(lasts, 1.0) for key, bare, lasts in sums.itertuples()}
+    default = default_generations(trace)
+    events = trace.events
+    events = events[events["table_generation"].isin(default)]
+    bare = exposed_ns(events, trace.compute)
+    events = events.assign(bare=bare).dropna(subset="bare")
+    lasts = events["end_ns"] - events["start_ns"]
+    events["lasts"] = lasts.astype(float)
+    events["size_class"] = events["n_bytes"].map(lambda n_bytes: size_class(int(n_bytes)))
+    slots = events.groupby(["n_ranks", "n_nodes", "func", "size_class"])
+    sums = slots[["bare", "lasts"]].sum()
+    found = {}
+    for key, bare_ns, lasts_ns in sums.itertuples():
+        found[Slot(*key)] = bare_ns / max(lasts_ns, 1.0)
+    return found
 
 
 def tell(belief: Belief, exposed: Array) -> None:
@@ -108,7 +104,8 @@ def tell(belief: Belief, exposed: Array) -> None:
     if len(seen):
         at = [belief.parts[i].start for i in seen]
         values = EXPOSED[0] + EXPOSED[1] * np.minimum(exposed[seen], 1.0)
-        belief.learn(at, values, np.full(len(at), EXPOSED[2]))
+        unsure = np.full(len(at), EXPOSED[2])
+        belief.learn(at, values, unsure)
 
 
 class Gains:
@@ -119,9 +116,13 @@ class Gains:
 
     def best(self) -> Array:
         """The table to try first, (s,) configs; 0 leaves a slot to NCCL."""
-        figures = [self.belief.figures(i) for i in range(len(self.belief.arms))]
-        means, deviations = (np.array(part) for part in zip(*figures, strict=True))
-        return np.asarray(np.where(means >= LEAST, means + BOLD * deviations, 0.0).argmax(axis=1))
+        configs = []
+        for slot in range(len(self.belief.arms)):
+            means, deviations = self.belief.figures(slot)
+            hopes = means + BOLD * deviations
+            hopes = np.where(means >= LEAST, hopes, 0.0)
+            configs.append(hopes.argmax())
+        return np.array(configs, int)
 
     def interval(self, configs: Array, level: float = 0.8) -> tuple[float, float, float]:
         """(middle, low, high) of what a table saves; the interval holds the truth in ``level`` of the cases."""
@@ -131,109 +132,151 @@ class Gains:
 
     def risk(self, configs: Array) -> float:
         """Probability that a table makes steps longer by more than LOSS."""
+        if not np.any(configs):
+            return 0.0
         mean, deviation = self.belief.saving(configs)
-        return NormalDist(mean, max(NARROWER * deviation, 1e-9)).cdf(-LOSS) if np.any(configs) else 0.0
+        return NormalDist(mean, max(NARROWER * deviation, 1e-9)).cdf(-LOSS)
 
     def possible(self, level: float = 0.8) -> tuple[float, float, float]:
         """(median, low, high) of what the best table would save, were it known: drawn from the belief."""
-        b, rng = self.belief, np.random.default_rng(0)
-        values, vectors = np.linalg.eigh(b.cov)
+        belief = self.belief
+        values, vectors = np.linalg.eigh(belief.cov)
         root = vectors * np.sqrt(np.maximum(values, 0.0))
-        drawn = b.mean + NARROWER * rng.normal(size=(_DRAWS, len(b.mean))) @ root.T
+        rng = np.random.default_rng(0)
+        normal = rng.normal(size=(_DRAWS, len(belief.mean)))
+        drawn = belief.mean + NARROWER * normal @ root.T
         most = np.zeros(_DRAWS)
-        for part, arms, share in zip(b.parts, b.arms, b.share, strict=True):
-            if len(arms):
-                exposure, logs, rest = np.split(drawn[:, part], [1, 1 + len(arms)], axis=1)
-                saved = np.clip(exposure, 0, 1.3) * (1 - np.exp(np.clip(logs, *LOG_RANGE))) + rest
-                most += share * np.clip(saved.max(axis=1), 0, 1)
-        low, middle, high = np.quantile(most, ((1 - level) / 2, 0.5, (1 + level) / 2))
+        for slot, share in enumerate(belief.share):
+            n_arms = len(belief.arms[slot])
+            if n_arms:
+                of_slot = drawn[:, belief.parts[slot]]
+                most += share * _best_saving(of_slot, n_arms)
+        ends = ((1 - level) / 2, 0.5, (1 + level) / 2)
+        low, middle, high = np.quantile(most, ends)
         return float(middle), float(low), float(high)
+
+
+def _best_saving(drawn: Array, n_arms: int) -> Array:
+    """What the best arm of a slot saves of the slot's time, for each draw of the slot's part of the belief."""
+    exposure, logs, rest = np.split(drawn, [1, 1 + n_arms], axis=1)
+    shorter = 1 - np.exp(np.clip(logs, *LOG_RANGE))
+    saved = np.clip(exposure, 0, 1.3) * shorter + rest
+    return np.asarray(np.clip(saved.max(axis=1), 0, 1))
 
 
 class Advice:
     """What a recording says, and what is predicted from it. Raises TraceError for one without steps or slots."""
 
     def __init__(self, trace: Trace, cluster: Cluster | None = None) -> None:
-        self.trace, self.notes = trace, [str(note) for note in trace.header.get("notes") or ()]
+        self.trace = trace
+        notes = trace.header.get("notes") or ()
+        self.notes = [str(note) for note in notes]
         self.tasks = load(trace, min_share=0.0)
         first = self.tasks.slots[0]
-        self.cluster = given = cluster or cluster_of(trace, first.n_ranks, first.n_nodes)
-        profiles, fingerprint = self.tasks.profiles, self.tasks.fingerprint
-        try:
-            places = [of_size(self.cluster, p.slot.n_ranks, p.slot.n_nodes) for p in profiles]
-        except ValueError as error:
-            raise TraceError(f"{error}: name the cluster that was recorded with --cluster") from None
+        given = cluster or cluster_of(trace, first.n_ranks, first.n_nodes)
+        places = self._places(given)
         self.cluster = max(places, key=lambda place: place.n_ranks)
         self.n_steps = int(trace.steps["index"].nunique())
-        if self.cluster.n_ranks != given.n_ranks:
-            ranks = f"{self.cluster.n_ranks} ranks were recorded, {given.name} has {given.n_ranks}"
-            self.notes.insert(
-                0, f"{ranks}: as many nodes of its kind are assumed as they fill, {self.cluster.n_nodes}"
-            )
-        belief = Belief(
-            Prior.load(),
-            fingerprint.vector(),
-            distinct(fingerprint, ClusterArrays.of(places).release),
-            self.tasks.share,
-        )
+        self._note_size(given)
+        fingerprint = self.tasks.fingerprint
+        arms = distinct(fingerprint, ClusterArrays.of(places).release)
+        features = fingerprint.vector()
+        belief = Belief(Prior.load(), features, arms, self.tasks.share)
         seen = exposure(trace)
-        self.exposed = np.array([seen.get(slot, np.nan) for slot in self.tasks.slots])
+        parts = [seen.get(slot, np.nan) for slot in self.tasks.slots]
+        self.exposed = np.array(parts)
         tell(belief, self.exposed)
         self.gains = Gains(belief)
         self.configs = self.gains.best()
 
+    def _places(self, given: Cluster) -> list[Cluster]:
+        """The cluster in the size of each slot's communicator. Raises TraceError where one does not fit."""
+        try:
+            return [of_size(given, slot.n_ranks, slot.n_nodes) for slot in self.tasks.slots]
+        except ValueError as error:
+            raise TraceError(f"{error}: name the cluster that was recorded with --cluster") from None
+
+    def _note_size(self, given: Cluster) -> None:
+        """Say it where the recording is of another number of ranks than the named cluster."""
+        n_ranks = self.cluster.n_ranks
+        n_nodes = self.cluster.n_nodes
+        if n_ranks != given.n_ranks:
+            ranks = f"{n_ranks} ranks were recorded, {given.name} has {given.n_ranks}"
+            self.notes.insert(0, f"{ranks}: as many nodes of its kind are assumed as they fill, {n_nodes}")
+
     @property
     def decisions(self) -> dict[Slot, Decision]:
         """The table to try first; slots that are left to NCCL are not in it."""
-        return {slot: decision_of(c) for slot, c in zip(self.tasks.slots, self.configs, strict=True) if c}
+        found = {}
+        for slot, config in zip(self.tasks.slots, self.configs, strict=True):
+            if config:
+                found[slot] = decision_of(config)
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON and for people; unknown values are None."""
-        header, profiles = self.trace.header, self.tasks.profiles
-        found = bool(self.configs.any()) and self.n_steps >= LEAST_STEPS
-        gain = _interval(*self.gains.interval(self.configs, LEVEL)) if found else None
+        header = self.trace.header
+        found = bool(self.configs.any())
+        found &= self.n_steps >= LEAST_STEPS
         risk = self.gains.risk(self.configs) if found else None
+        shares = sum(p.share for p in self.tasks.profiles)
         told = {
             "predicted": True,
             "recording": str(self.trace.folder),
             "source": header.get("source") or "dynamiccl",
-        }
-        told |= {
             "emulated": bool(header.get("emulated")),
             "cluster": self.cluster.name,
             "nccl": self.cluster.nccl,
-        }
-        told |= {"step_ms": self.tasks.default_ms, "steps": self.n_steps}
-        told |= {
-            "communication": float(sum(p.share for p in profiles)),
-            "gain": gain,
+            "step_ms": self.tasks.default_ms,
+            "steps": self.n_steps,
+            "communication": float(min(1.0, shares)),
+            "left_out": self._left_out(),
+            "gain": _interval(*self.gains.interval(self.configs, LEVEL)) if found else None,
             "risk": risk,
             "level": LEVEL,
-        }
-        told |= {
             "unseen": risk is not None and risk <= UNSEEN,
             "possible": _interval(*self.gains.possible(LEVEL)),
+            "slots": [self._slot(i, found) for i in range(len(self.configs))],
+            "misaligned": as_dicts(misaligned(self.trace)),
+            "unknown": self._unknown(),
         }
-        told |= {"slots": [self._slot(i, found) for i in range(len(profiles))], "unknown": self._unknown()}
-        told["launch"] = settings({slot.func for slot in self.tasks.slots}, self.cluster.n_nodes)
+        funcs = {slot.func for slot in self.tasks.slots}
+        told["launch"] = settings(funcs, self.cluster.n_nodes, header.get("framework"))
         return {"verdict": verdict(told), **told}
 
     def _slot(self, i: int, found: bool) -> dict[str, Any]:
         p = self.tasks.profiles[i]
         alone = np.zeros(len(self.configs), int)
         alone[i] = self.configs[i]
-        told = {
-            "slot": str(p.slot),
-            "func": p.slot.func,
-            "n_ranks": p.slot.n_ranks,
-            "n_nodes": p.slot.n_nodes,
+        bare = saves = None
+        if np.isfinite(self.exposed[i]):
+            bare = float(self.exposed[i]) * p.share
+        if found and self.configs[i]:
+            saves = _interval(*self.gains.interval(alone, LEVEL))
+        slot = p.slot
+        return {
+            "slot": str(slot),
+            "func": slot.func,
+            "n_ranks": slot.n_ranks,
+            "n_nodes": slot.n_nodes,
+            "n_bytes": p.n_bytes,
+            "calls": p.calls,
+            "call_us": p.call_us,
+            "timed_by": p.timed_by,
+            "share": p.share,
+            "advice": str(decision_of(self.configs[i])),
+            "exposed_share": bare,
+            "own": p.own,
+            "saves": saves,
         }
-        told |= {"n_bytes": p.n_bytes, "calls": p.calls, "call_us": p.call_us, "timed_by": p.timed_by}
-        told |= {"share": p.share, "advice": str(decision_of(self.configs[i]))}
-        told["exposed_share"] = float(self.exposed[i]) * p.share if np.isfinite(self.exposed[i]) else None
-        told["own"] = p.own
-        told["saves"] = _interval(*self.gains.interval(alone, LEVEL)) if found and self.configs[i] else None
-        return told
+
+    def _left_out(self) -> float:
+        """The part of the step in NCCL's kernels that the recording does not tell enough of; at most 1."""
+        left_out = self.trace.header.get("left_out") or {}
+        durations = self.trace.steps["duration_ns"]
+        steps_ns = float(durations.sum())
+        left_out_ns = left_out.get("ns", 0)
+        return min(1.0, left_out_ns / steps_ns) if steps_ns else 0.0
 
     def _unknown(self) -> list[str]:
         """What the recording does not say, each once."""
@@ -242,6 +285,8 @@ class Advice:
             notes.append(
                 f"what a table gains: {self.n_steps} steps are too few to say, {LEAST_STEPS} are needed"
             )
+        if sum(p.share for p in self.tasks.profiles) > 1:
+            notes.append("how much of the step communicates: collectives ran at the same time")
         if not np.isfinite(self.exposed).any():
             notes.append(
                 "what of the communication the step waits for: record compute too (PyTorch's profiler does)"
@@ -251,13 +296,6 @@ class Advice:
         if not self.tasks.measured[:, 1:].any():
             notes.append("how other settings behave on this network: only NCCL's own choice was recorded")
         return list(dict.fromkeys(notes))
-
-
-def settings(funcs: Collection[str], n_nodes: int) -> list[str]:
-    """Settings of the launch that no table can reach, for a job that runs these collectives, whose largest communicator
-    spans ``n_nodes``: each is to be tried, and step times compared."""
-    found = [SUM] if "reduce_scatter" in funcs else []
-    return found + ([SYMMETRIC, COPY_ENGINES, EFFICIENCY] if "all_gather" in funcs and n_nodes == 1 else [])
 
 
 def verdict(told: dict[str, Any]) -> str:

@@ -123,16 +123,27 @@ def refuse_traps(
         print(f"warning: {trap.what}: {trap.cure}", file=sys.stderr)
 
 
+def results(where: str | Path) -> Path:
+    """A folder of results by its path, or by what leads to it: ``runs/tune/latest``, where links cannot be made too."""
+    from ..report.outputs import followed
+
+    path = Path(where)
+    return path if path.is_dir() else followed(path)
+
+
 def run_folder(where: str) -> Path:
     """A run folder by its path, or by the folder that holds a run's results. Raises ValueError."""
-    path = Path(where)
+    from ..report.outputs import run_of
+
+    path = results(where)
     if not path.exists():
         raise ValueError(f"{where}: there is no run here: it has ended, or its folder is another")
-    if not (path / "run").is_symlink():
+    run = run_of(path)
+    if run is None:
         return path
-    if not (path / "run").exists():
-        raise ValueError(f"{where}: this run has ended; what it left is in that folder")
-    return (path / "run").resolve()
+    if not run.exists():
+        raise ValueError(f"{where}: this run has ended; the folder holds its results")
+    return run.resolve()
 
 
 def one_thread() -> None:

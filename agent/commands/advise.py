@@ -1,12 +1,13 @@
-"""``dynamiccl advise``: from a recording of a job to the table to try first."""
+"""``dynamiccl advise``: from a recording of a job to the table to try first, or from two to what changed."""
 
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import Argument, Json, Option, refusing
+from . import Argument, Json, Option, refusing, results
 
 if TYPE_CHECKING:
     from ..report.summary import RunSummary
@@ -16,7 +17,8 @@ def advise(
     recording: Annotated[
         list[Path],
         Argument(
-            metavar="RECORDING...", help="A run's trace, profiles of PyTorch, one a rank, or their folder."
+            metavar="RECORDING...",
+            help="A run's folder, another tool's files, one a rank, or their folder. Two folders are compared.",
         ),
     ],
     cluster: Annotated[
@@ -36,35 +38,77 @@ def advise(
     Every gain is predicted, by what the search itself believes of a job before it has tried anything. Intervals hold
     the truth in about 8 cases of 10. Of a finished run of `dynamiccl tune` the measured verdict is told.
 
-    Another tool's recording is one of PyTorch's profiler, with record_shapes=True and its step() after each step of the
-    optimizer: one .json or .json.gz a rank.
+    Two folders are two recordings of one job: it says whether collectives explain why the second takes longer.
+
+    \b
+    Files of other tools, recognised by their first bytes, packed by gzip or not:
+      PyTorch's profiles  with record_shapes=True and its step(), one a rank
+      Nsight Systems      nsys export --type sqlite --include-json true
+      NCCL's Inspector    the .log files of NCCL_INSPECTOR_DUMP_DIR
+      NCCL's log          NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,COLL,TUNING
+      Flight Recorder     JSON or pickle, one a rank
+
+    The last three mark no steps: they show which collectives run and what NCCL chose. No gain is predicted from them.
 
     \b
     dynamiccl advise profiles/ --cluster dgx-h100-2x8 --out table.json
     dynamiccl advise rank0.json rank1.json --cluster mine.toml
+    dynamiccl advise last-week/ today/
     """
-    from ...envs.nccl.tables import to_json
-    from ...envs.replay.recordings import named
     from ...traces.files import TraceError
-    from ...traces.records import Table
-    from ..advice.advise import Advice, read
-    from ..report.summary import RunSummary
+    from ...traces.importers.recording import read_recording
 
     with refusing(TraceError, ValueError):
-        trace = read(recording, cluster, nccl, ranks_per_node)
-        measured = RunSummary.read(trace.folder, trace.folder.parent)
-        if measured.speedup is not None:
-            _tell_measured(measured, json)
+        recording = [results(path) for path in recording]
+        if len(recording) == 2 and all(path.is_dir() for path in recording):
+            from ..advice.compare import compare
+            from ..advice.texts import show_comparison
+
+            before, after = (read_recording([path], ranks_per_node) for path in recording)
+            _tell(compare(before, after), json, show_comparison)
             return
-        advice = Advice(trace, named(cluster, nccl, trace.header.get("nccl")) if cluster else None)
+        _advise_on_one(recording, cluster, nccl, out, ranks_per_node, json)
+
+
+def _advise_on_one(
+    recording: list[Path],
+    cluster: str | None,
+    nccl: str | None,
+    out: Path | None,
+    ranks_per_node: int | None,
+    json: bool,
+) -> None:
+    """Advice on one recording. Raises TraceError or ValueError."""
+    from ...envs.nccl.tables import to_json
+    from ...envs.replay.recordings import named
+    from ...traces.records import Table
+    from ..advice.advise import Advice, read
+    from ..advice.inventory import inventory
+    from ..advice.texts import show_advice, show_inventory
+    from ..report.summary import RunSummary
+
+    trace = read(recording, cluster, nccl, ranks_per_node)
+    measured = RunSummary.read(trace.folder, trace.folder.parent)
+    if measured.speedup is not None:
+        _tell_measured(measured, json)
+        return
+    if trace.steps.empty and "source" in trace.header:
+        _tell(inventory(trace), json, show_inventory)
+        return
+    place = named(cluster, nccl, trace.header.get("nccl")) if cluster else None
+    advice = Advice(trace, place)
     told = advice.as_dict()
     if out is not None and advice.decisions:
         out.write_text(to_json(Table.of(1, advice.decisions)))
         told["table"] = str(out)
+    _tell(told, json, show_advice)
+
+
+def _tell(told: dict[str, Any], json: bool, show: Callable[[dict[str, Any]], None]) -> None:
     if json:
         print(json_module.dumps(told, indent=1, allow_nan=False))
     else:
-        _show(told)
+        show(told)
 
 
 def _tell_measured(summary: RunSummary, json: bool) -> None:
@@ -79,43 +123,3 @@ def _tell_measured(summary: RunSummary, json: bool) -> None:
     )
     told["verdict"] = f"measured by this run: {verdict(summary)}; {kept}"
     print(json_module.dumps(told, indent=1) if json else told["verdict"])
-
-
-def _show(a: dict[str, Any]) -> None:
-    from textwrap import fill
-
-    from rich import box
-
-    from ..advice.advise import text
-    from ..report.terminal import grid, wide_terminal
-
-    print(a["verdict"])
-    kind = "emulated, not GPU times" if a["emulated"] else a["source"]
-    print(f"{a['recording']} ({kind}) on {a['cluster']}, NCCL {a['nccl']}")
-    print(
-        f"step {a['step_ms']:.1f} ms, {a['communication']:.1%} of it in these collectives; {a['steps']} steps"
-    )
-    rows = []
-    for s in (s for s in a["slots"] if s["share"] >= 0.005 or s["advice"] != "auto"):
-        bare = "?" if s["exposed_share"] is None else f"{s['exposed_share']:.1%}"
-        row = [
-            s["slot"],
-            f"{s['calls']:.0f}",
-            f"{s['call_us'] / 1e3:.2f} ms",
-            f"{s['share']:.1%}",
-            bare,
-            s["own"],
-        ]
-        advice = "as it is" if s["advice"] == "auto" else s["advice"]
-        rows.append([*row, advice, "" if s["saves"] is None else text(s["saves"])])
-    heads = ("recorded", "calls", "one call", "of the step", "exposed", "NCCL's choice", "try", "should save")
-    numbers = ("calls", "one call", "of the step", "exposed", "should save")
-    wide_terminal().print(grid(heads, rows, numbers, no_wrap=True, box=box.SIMPLE))
-    if a["gain"]:
-        print(f"predicted: this table saves {text(a['gain'])} of the step ({a['level']:.0%} interval)")
-        print(f"  it makes steps over 1 % longer with a probability of {a['risk']:.0%}")
-    for title, lines in (("not known, or assumed", a["unknown"]), ("what no table reaches", a["launch"])):
-        lines = [fill(f"  - {line}", 100, subsequent_indent="    ") for line in lines]
-        print("\n".join([f"\n{title}:", *lines] if lines else lines))
-    if a.get("table"):
-        print(f"\ntable: {a['table']}; dynamiccl apply {a['table']} -- COMMAND")

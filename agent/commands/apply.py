@@ -17,6 +17,7 @@ from . import (
     fail,
     refuse_traps,
     refusing,
+    results,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def apply(
     from ..daemon.launcher import say
 
     with refusing(OSError, ValueError, PluginBuildError):
-        loaded = load_table(table)
+        loaded = load_table(results(table))
         most = MAX_RULES if gate else 1024
         if len(loaded.rules) > most:
             cure = "; up to 1024 with --no-gate" if gate else ""
@@ -81,7 +82,10 @@ def apply(
     )
     # Nothing is watched: no probe, no profiler, no ring.
     refuse_traps(
-        command, force, table=loaded, but=("autoload", "no profiler", "plugin path", "shared memory")
+        command,
+        force,
+        table=loaded,
+        but=("autoload", "no profiler", "plugin path", "shared memory", "launch blocking"),
     )
     environment = {**nccl_env(path, headroom=headroom), "DYNAMICCL_TABLE": f"hex:{message.hex()}"}
     os.execve(program, command, {**os.environ, **environment})

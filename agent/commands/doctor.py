@@ -6,7 +6,7 @@ import json as json_module
 from pathlib import Path
 from typing import Annotated
 
-from . import Argument, Json, Option, refusing
+from . import Argument, Json, Option, refusing, results
 
 
 def doctor(
@@ -31,12 +31,12 @@ def doctor(
     facts = gather(command)
     findings, looked_at = examine(facts), checked(facts)
     if trace:
-        from ...traces.files import TraceError
         from ...traces.importers.recording import read_recording
+        from ...traces.outside import TraceError
         from ..report.slow_rank import find
 
         with refusing(TraceError):
-            slow = find(read_recording([trace]))
+            slow = find(read_recording([results(trace)]))
         looked_at["ranks' times"] = slow or "no rank is waited for more than a setting gives"
     if json:
         print(

@@ -7,7 +7,7 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import Argument, Json, Option, refusing
+from . import Argument, Json, Option, refusing, results
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,7 +22,7 @@ MOST_EVENTS = 500_000
 
 
 def show(
-    trace: Annotated[Path, Argument(help="A run's folder, or its trace.")],
+    trace: Annotated[Path, Argument(help="A run's folder, its trace, or another tool's file or folder.")],
     windows: Annotated[
         bool, Option(help="Also list the windows: some steps each, measured under one table.")
     ] = False,
@@ -33,14 +33,21 @@ def show(
 ) -> None:
     """Show what a run came to, and why: what each collective cost, what NCCL's prices were, what was tried and decided.
 
+    Of other tools' files (see `dynamiccl advise --help`) it shows what each collective cost.
+
     \b
     dynamiccl show runs/tune/latest
     """
     from ...traces.files import Trace, TraceError
+    from ...traces.importers.recording import is_recording, read_recording
     from ..report.summary import RunSummary
 
     with refusing(TraceError):
-        read = Trace.read(trace, most_events=None if whole else MOST_EVENTS)
+        where = results(trace)
+        if is_recording(where):
+            read = read_recording([where])
+        else:
+            read = Trace.read(where, most_events=None if whole else MOST_EVENTS)
     summary = RunSummary.read(read.folder, read.folder.parent)
     story = tell(read, summary)
     if json:
@@ -152,7 +159,8 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     ]
     console.print("  ".join(str(fact) for fact in facts if fact), markup=False, soft_wrap=True)
     if not steps["n"]:
-        console.print(f"no optimizer step was seen; {story['n_events']} collectives")
+        whole = "; calls are those of the whole recording" if "source" in h else ""
+        console.print(f"no optimizer step was seen; {story['n_events']} collectives{whole}")
         return
     console.print(
         f"steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms in the median, "

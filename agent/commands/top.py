@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from . import Argument, Json, Option, fail, refusing
+from . import Argument, Json, Option, fail, refusing, results
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,13 +39,13 @@ def top(
     """
     from rich.live import Live
 
-    from ...traces.segments import TraceError
+    from ...traces.outside import TraceError
     from ..report.outputs import ROOT
     from ..report.runs import find_runs, state, write_metrics
     from ..report.terminal import wide_terminal
 
     def look() -> list[dict[str, Any]]:
-        found = [state(path) for path in find_runs(runs or ())]
+        found = [state(path) for path in find_runs(map(results, runs or ()))]
         if metrics is not None:
             with refusing(TraceError):
                 write_metrics(metrics, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ...envs.live.job_ends import FEWEST_STEPS
 from . import (
     OUTPUT,
     SEARCH,
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
 #: idle it must still begin, keep its trials alive, and sum up within the minute that the launcher waits for it.
 NICE = 5
 OWN = "Our own job, where no COMMAND is given"
-#: Steps of our own job below which no search comes to a verdict.
-LEAST_STEPS = 150
 
 
 def tune(
@@ -45,9 +45,7 @@ def tune(
         list[str] | None, Argument(help="The job, after --; without one our own ZeRO job.")
     ] = None,
     stage: Annotated[int, Option(min=0, max=3, group=OWN, help="ZeRO stage, 0 to 3.")] = 3,
-    steps: Annotated[
-        int, Option(group=OWN, help="Optimizer steps; a verdict takes some 100 to 1200.")
-    ] = 1000,
+    steps: Annotated[int, Option(group=OWN, help=f"Optimizer steps, at least {FEWEST_STEPS}.")] = 1000,
     ranks: Annotated[
         int | None, Option(group=OWN, help="Processes. Default: one a GPU, 2 without GPUs.")
     ] = None,
@@ -95,6 +93,13 @@ def tune(
         Option(metavar="URL", group=OUTPUT, help="Where tables are kept for the next run; s3://... too."),
     ] = None,
     no_memory: Annotated[bool, Option(group=OUTPUT, help="Begin from nothing, and leave nothing.")] = False,
+    log_to: Annotated[
+        str | None,
+        Option(
+            group=OUTPUT,
+            help="Also log to tensorboard (OUT/tensorboard), wandb or mlflow, by their own packages.",
+        ),
+    ] = None,
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,
     compute_scale: ComputeScale = None,
@@ -149,6 +154,10 @@ def tune(
     own = {} if command else {"stage": stage, "n_processes": ranks or (2 if emulated else n_gpus)}
     with refusing(PluginBuildError, Busy, ValueError, OSError):
         check_chooser(policy)  # all that can fail fails before the job starts
+        if log_to:
+            from ..integrations.loggers import check_logger
+
+            check_logger(log_to)
         _launch(call.values, emulated, known | own)
 
 
@@ -203,7 +212,8 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
 
 def _attach(call: Call, where: str, again: bool) -> None:
     """Be the tuner of a running job: as its launcher left word, save what is given on this command line."""
-    os.nice(NICE)  # before anything large is imported, and before there are threads
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.nice(NICE)  # before anything large is imported, and before there are threads
     from ...envs.live.locks import Busy
     from ...envs.nccl.shm import RunFolder
     from ...traces.files import TraceError
@@ -239,8 +249,8 @@ def _check(call: Call) -> None:
         fail("give a command to start or --attach to join one, not both")
     if theirs := [name for name in ("stage", "steps", "ranks") if asked["command"] and name in call.given]:
         fail(f"--{theirs[0]} is for our own job: say it in your COMMAND, or leave the COMMAND out")
-    if not (asked["command"] or asked["attach"]) and asked["steps"] < LEAST_STEPS:
-        fail(f"{asked['steps']} steps are too few to find and confirm anything; give --steps 1000")
+    if not (asked["command"] or asked["attach"]) and asked["steps"] < FEWEST_STEPS:
+        fail(f"{asked['steps']} steps are too few for a verdict: give --steps {FEWEST_STEPS} or more")
 
 
 def _exit_code(summary: RunSummary) -> int:

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ...envs.bench.strata import steps_to_verdict
+from ...envs.live.job_ends import FEWEST_STEPS
 from ...envs.sim.emulated.settings import Emulated
 from ..policies.choosing import DEFAULT as POLICY
 from ..report.summary import RunSummary
@@ -25,6 +26,9 @@ from .tuner import WindowLine
 #: What to do about a run that came to nothing, by the name of its reason.
 _CURES = {
     "other-backend": "Run the job on NCCL, or try it on the emulated cluster: dynamiccl tune --cluster dgx-h100-2x8",
+    "nothing": "DDP reduces gradients by all_reduce, which no table changes. Shard the model to have something to "
+    "tune: FSDP2 (fully_shard), DeepSpeed ZeRO, or FSDP of Accelerate or Lightning.",
+    "too-few-steps": f"A verdict takes at least {FEWEST_STEPS} steps.",
     "no-step": "A step is a step of an optimizer: where none steps, as in inference, nothing is tuned.",
 }
 #: Columns of a line where there is no terminal, and seconds after which such a reader hears how far it is.
@@ -161,8 +165,9 @@ def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
         console.print(f"{name:7} {text}", markup=False, soft_wrap=True)  # paths and commands stay whole
 
     console.print()
-    say(verdict(s), "bold red" if s.failure else "bold green" if s.kept else "bold")
-    if s.table:
+    failed = bool(s.failure) or s.job_failed
+    say(verdict(s), "bold red" if failed else "bold green" if s.kept else "bold")
+    if s.table and not s.job_failed:
         lead("again", f"dynamiccl apply {s.table}{_emulation(s)} -- COMMAND")
     for text in _cures(s):
         say(text)
@@ -195,6 +200,8 @@ def _emulation(s: RunSummary) -> str:
 
 def _cures(s: RunSummary) -> list[str]:
     """What to try where nothing came of a run."""
+    if s.job_failed:
+        return ["Mend the job first: a job that failed tells nothing of its tables."]
     if s.is_decided:
         in_vain = not s.kept and not s.dropped
         return (
@@ -204,5 +211,7 @@ def _cures(s: RunSummary) -> list[str]:
         )
     ended = s.reasons.get("ended", [])
     if ended == ["job-status"] and s.job_status == 0 and (s.windows or s.decisions):
-        return [f"It was too short for a verdict. {Expected().told(0.05)}"]
+        return [
+            f"It was too short for a verdict, which takes at least {FEWEST_STEPS} steps. {Expected().told(0.05)}"
+        ]
     return [_CURES[name] for name in ended if name in _CURES]

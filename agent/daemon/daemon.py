@@ -22,14 +22,15 @@ from ...envs.nccl.run_folder import LAUNCHER, STOP, TUNER
 from ...envs.nccl.shm import RunFolder
 from ...envs.nccl.tables import TABLE, to_json
 from ...envs.search.watch import SearchConfig
+from ...traces.outside import TraceError
 from ...traces.reasons import RunEnds
 from ...traces.records import TUNED_FUNCS, Decision, Slot, Table
-from ...traces.segments import TraceError
 from ...traces.writer import TraceWriter
 from ..policies.choosing import make_chooser
-from ..report.outputs import claim, link
-from ..report.summary import RunSummary, read_json
+from ..report.outputs import claim, link, run_of
+from ..report.summary import RunSummary, read_object
 from ..report.verdict import seconds, verdict
+from .following import start_follower
 from .log import LOG, log, open_log
 from .memory import Memory, facts_of
 from .request import Request
@@ -78,6 +79,8 @@ class Daemon:
         self.outcome = self.tuner.outcome
         self._closed = False
         self._page = ReportPage(self.out)
+        if request.log_to:
+            start_follower(self.out, request.log_to)
         self._before = RunSummary.read(self.out) if self.job.confirmed else RunSummary()
 
     def _claim(self) -> tuple[Path, int]:
@@ -85,7 +88,8 @@ class Daemon:
             return claim(self.request.out)
         except Busy:
             out = self.request.out
-            ours = out is not None and (out / "run").is_symlink() and (out / "run").resolve() == self.run.path
+            named = run_of(out) if out is not None else None
+            ours = named is not None and named.resolve() == self.run.path
             if out is None or not ours or not is_locked(self.run.path / LAUNCHER):
                 raise
             return out, -1  # our launcher has it
@@ -105,7 +109,7 @@ class Daemon:
             self._open(stack)
             with _ended_politely():
                 try:
-                    resumed = read_json(out / "trace" / "header.json").get("run") == str(self.run.path)
+                    resumed = read_object(out / "trace" / "header.json").get("run") == str(self.run.path)
                     existing: Literal["resume", "replace"] = "resume" if resumed else "replace"
                     with TraceWriter(
                         out / "trace", header, existing=existing, most_bytes=TRACE_BYTES

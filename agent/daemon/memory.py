@@ -25,6 +25,7 @@ import fsspec
 from ...envs.live.windows import LiveWindows
 from ...envs.nccl.steps.nvml import gpus
 from ...traces.header import masked, plain
+from ...traces.outside import parse_json
 from ...traces.queries.slots import SlotProfile
 from ...traces.records import AUTO, Decision, Slot, decision_from
 from ..report.outputs import full_url
@@ -33,6 +34,8 @@ from .tuner import Tuner
 
 #: Of the files; those of any other are not read. Runs of a cluster that are looked at, the newest.
 FORMAT, MOST_RUNS = 2, 40
+#: Most bytes of a file, and the largest size of a message that is believed.
+MOST_BYTES, LARGEST = 4 << 20, 2**62
 #: A store that does not answer for so long is not waited for.
 WAIT_S = 15.0
 #: What tells clusters apart: GPUs or the emulated cluster, nodes x ranks, NCCL's release.
@@ -75,16 +78,17 @@ class Kept:
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """What a file holds, its slots as :class:`Kept`. Raises ValueError, KeyError or TypeError for one that is none."""
-    told = json.loads(text)
+    """What a file holds, its slots as :class:`Kept`. Raises an exception of some kind for a file that is no memory."""
+    told = parse_json(text, MOST_BYTES)
     if told["format"] != FORMAT:
         raise ValueError(f"format {told['format']}, this release reads {FORMAT}")
     slots = [
         {**s, "slot": Slot(**s["slot"]), "decision": decision_from(s["decision"])} for s in told["slots"]
     ]
     told["slots"] = [Kept(**slot) for slot in slots]
-    if any(slot.n_bytes <= 0 or slot.call_us <= 0 for slot in told["slots"]):
-        raise ValueError("a slot without bytes or time")
+    for kept in told["slots"]:
+        if type(kept.n_bytes) is not int or not 0 < kept.n_bytes <= LARGEST or not kept.call_us > 0:
+            raise ValueError("a slot without bytes or time, or with more bytes than a message can have")
     (
         datetime.fromisoformat(told["written"]),
         told["job"],
@@ -112,8 +116,8 @@ class Store:
             :MOST_RUNS
         ]:
             try:
-                runs.append(parsed(self.files.cat_file(name)))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                runs.append(parsed(self.files.cat_file(name, end=MOST_BYTES + 1)))
+            except Exception as error:  # whoever wrote it may have written anything: the other files are read
                 passed.append(f"{name} ({type(error).__name__}: {error})")
         return runs, passed
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...envs.sim.emulated.settings import Emulated
+from ...traces.outside import read_json
 from ..policies.choosing import DEFAULT
 
 #: Its file in the run folder.
@@ -40,6 +41,7 @@ class Request:
     json: bool = False  # print the summary to stdout, and no text
     memory: str | None = None  # where what was learned of clusters is kept; None: nowhere
     launched: bool = False  # the job prints on the same terminal
+    log_to: str | None = None  # a logger's name, see ``integrations.loggers``
 
     @classmethod
     def among(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +50,7 @@ class Request:
 
     def write(self, run: Path) -> None:
         """Leave the request in the run folder. Raises OSError."""
-        (run / REQUEST).write_text(json.dumps(asdict(self), default=str))
+        (run / REQUEST).write_text(json.dumps(asdict(self), default=str), encoding="utf-8")
 
     @classmethod
     def read(cls, run: Path, options: Mapping[str, Any]) -> Request:
@@ -57,9 +59,11 @@ class Request:
         Raises ValueError when the file is damaged.
         """
         try:
-            left = json.loads((run / REQUEST).read_text())
+            left = read_json(run / REQUEST)
         except FileNotFoundError:
             left = {}
+        except ValueError as error:
+            raise _damaged(run, error) from None
         try:
             left |= cls.among(options)
             left["emulated"] = Emulated(**left["emulated"]) if left.get("emulated") else None
@@ -67,9 +71,11 @@ class Request:
                 left[name] = Path(left[name]) if left.get(name) is not None else None
             return cls(**left)
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{run / REQUEST} is damaged ({error}): remove it, and say again what is wanted"
-            ) from None
+            raise _damaged(run, error) from None
+
+
+def _damaged(run: Path, error: Exception) -> ValueError:
+    return ValueError(f"{run / REQUEST} is damaged ({error}): remove it, and say again what is wanted")
 
 
 def workload(

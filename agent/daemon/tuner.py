@@ -252,7 +252,8 @@ class Tuner:
         self._default_ms = self._beside_ms = self._last.step_ms
         share = sum(p.share for p in self.windows.profiles)
         found = f"{len(self.windows.profiles)} kinds of call to tune, {share:.0%} of a step of {ms(self._default_ms)}"
-        self._line("profile", {}, "measured", [found] if self.windows.profiles else [])
+        notes = [found, *self.windows.left_alone] if self.windows.profiles else []
+        self._line("profile", {}, "measured", notes)
 
     def _tell(self, plan: Plan, search: Search, sides: _Sides | None, given_up: bool) -> None:
         """Tell the window that was just recorded: enter it where it belongs, and say what came of it."""

@@ -3,8 +3,8 @@
 Each decides for all slots of a job in every window, as the search asks it to (``envs.search.turns``): the slots'
 trials run side by side, and what a config saved is what the belief makes of all windows and durations, the same for
 every entrant. So each of them has the best estimate of its own trials that there is; which config to try next is its
-own. ``horizon``, ``patience`` and ``care`` lost the least of what ``tests/tools/fit_classical.py`` tried on jobs that no
-suite holds.
+own. ``horizon``, ``patience`` and ``care`` lost the least of what ``tests/tools/fit_classical.py`` tried on jobs that
+no suite holds.
 """
 
 from __future__ import annotations

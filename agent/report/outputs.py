@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from pathlib import Path
 
 from ...envs.live.locks import Busy, lock
+from ...traces.here import absolute, user_folder
+from ...traces.outside import parse_json
 
 #: Below this a run that was given no folder makes one of its own; ``latest`` leads to the newest.
 ROOT = Path("runs/tune")
 #: Says where the memory is; one of OFF: nowhere.
 VARIABLE, OFF = "DYNAMICCL_MEMORY", ("", "off", "none")
+#: First words of a file that stands in for a link, and the most bytes that such a file has.
+_LEADS_TO, _LONGEST = "dynamiccl leads to ", 8192
 
 
 def claim(out: Path | None) -> tuple[Path, int]:
@@ -46,17 +49,20 @@ def claim(out: Path | None) -> tuple[Path, int]:
 
 
 def default_url() -> str | None:
-    """Where the memory is unless told otherwise: DYNAMICCL_MEMORY, else below the user's data folder; None: off."""
+    """Where the memory is unless told otherwise: DYNAMICCL_MEMORY, else below the user's data folder.
+
+    None: the memory is off, or no folder of the user is known.
+    """
     told = os.environ.get(VARIABLE)
     if told is not None:
         return None if told.strip().lower() in OFF else told
-    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
-    return str(Path(base) / "dynamiccl" / "clusters")
+    base = user_folder("XDG_DATA_HOME", ".local/share")
+    return str(base / "dynamiccl" / "clusters") if base else None
 
 
 def full_url(memory: str) -> str:
     """The place of a memory, the same from every folder; what is no URL is a local folder."""
-    return memory if "://" in memory else str(Path(memory).expanduser().absolute())
+    return memory if "://" in memory else str(absolute(memory))
 
 
 def _job_id() -> str:
@@ -72,19 +78,48 @@ def link(out: Path, run: Path) -> None:
 
 
 def _point(path: Path, target: str) -> None:
-    """Make ``path`` lead to ``target``; where it cannot, it is only a convenience."""
+    """Make ``path`` lead to ``target``, as :func:`followed` reads it: a link, or a file where links cannot be made."""
     draft = path.with_name(f".{path.name}-{os.getpid()}")
-    with contextlib.suppress(OSError):
-        draft.unlink(missing_ok=True)
-        draft.symlink_to(target)
-        os.replace(draft, path)
+    for make in (draft.symlink_to, lambda text: draft.write_text(_LEADS_TO + text + "\n", encoding="utf-8")):
+        try:
+            draft.unlink(missing_ok=True)
+            make(target)
+            os.replace(draft, path)
+            return
+        except OSError:
+            continue
+
+
+def followed(path: Path) -> Path:
+    """Where ``path`` leads, by a link or by a file in place of a link; ``path`` itself where it is neither."""
+    try:
+        if path.is_symlink():
+            return path.parent / os.readlink(path)
+        if path.is_file() and path.stat().st_size <= _LONGEST:
+            text = path.read_text(encoding="utf-8")
+            if text.startswith(_LEADS_TO):
+                return path.parent / text.removeprefix(_LEADS_TO).strip()
+    except (OSError, ValueError):
+        pass
+    return path
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether ``path`` leads to another place."""
+    return followed(path) != path
+
+
+def run_of(out: Path) -> Path | None:
+    """The run folder that a folder of results names, which may be gone; None where it names none."""
+    pointer = out / "run"
+    return followed(pointer) if is_pointer(pointer) else None
 
 
 def logged(path: Path | None, name: str) -> list[float]:
     """Field ``name`` of a job's own log, JSON lines in step order; lines that are not whole or lack it are left out."""
     values = []
     if path and path.exists():
-        for text in path.read_text(errors="replace").splitlines():
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                values.append(float(json.loads(text)[name]))
+                values.append(float(parse_json(text)[name]))
     return values

@@ -12,8 +12,8 @@ from typing import Any
 import pandas as pd
 
 from ...traces.files import Trace, TraceError
+from ...traces.outside import atomically
 from ...traces.queries.costs import generations, slot_costs
-from ...traces.segments import atomically
 from . import slow_rank
 from .figures import timeline_figure, windows_figure
 from .page import facts, page, section, table

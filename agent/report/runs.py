@@ -7,7 +7,6 @@ units, ``_total`` for what only grows). ``grafana.json`` beside this file is a d
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any
 
 from ...envs.live.locks import is_locked
 from ...envs.nccl.run_folder import TUNER
+from ...traces.outside import atomically, parse_json
 from ...traces.reasons import names
 from ...traces.records import decided
-from ...traces.segments import atomically
 from .outputs import ROOT
-from .summary import RunSummary, read_json
+from .summary import RunSummary, read_object
 from .verdict import verdict
 
 #: Metric, the key of :func:`state` that it shows, what it is.
@@ -62,7 +61,7 @@ def state(out: Path) -> dict[str, Any]:
 
     Unknown values are None. What the summary says is the summary's; of a run without one its last window tells.
     """
-    header, summary = read_json(out / "trace" / "header.json"), RunSummary.read(out)
+    header, summary = read_object(out / "trace" / "header.json"), RunSummary.read(out)
     windows = [line for line in _tail(out / "trace" / "windows.jsonl") if line.get("kind") == "window"]
     last = windows[-1] if windows else {}
     run = Path(str(_known(header.get("run"), summary.run, "")))
@@ -109,7 +108,7 @@ def _tail(path: Path) -> list[dict[str, Any]]:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
         for text in file.read().splitlines():
             with contextlib.suppress(ValueError):
-                if isinstance(line := json.loads(text), dict):
+                if isinstance(line := parse_json(text), dict):
                     lines.append(line)
     return lines
 
@@ -128,4 +127,4 @@ def write_metrics(path: Path, states: list[dict[str, Any]]) -> None:
             run = one["run"].replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
             if value is not None:
                 lines.append(f'{name}{{run="{run}"}} {float(value) / (1e3 if key == "step_ms" else 1)}')
-    atomically(path, lambda draft: draft.write_text("\n".join([*lines, ""])))
+    atomically(path, lambda draft: draft.write_text("\n".join([*lines, ""]), encoding="utf-8"))

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...traces.segments import atomically
+from ...traces.header import plain
+from ...traces.outside import atomically, read_json
 
 _FILE = "summary.json"
 
@@ -92,16 +93,22 @@ class RunSummary:
     @classmethod
     def read(cls, *folders: Path) -> RunSummary:
         """What the first of these folders tells that holds a whole ``summary.json``."""
-        return cls.of(next(filter(None, (read_json(folder / _FILE) for folder in folders)), {}))
+        return cls.of(next(filter(None, (read_object(folder / _FILE) for folder in folders)), {}))
 
     def write(self, folder: Path) -> None:
         """Replace the folder's ``summary.json`` at once. Raises TraceError."""
-        atomically(folder / _FILE, lambda path: path.write_text(json.dumps(vars(self), indent=2) + "\n"))
+        text = json.dumps(plain(vars(self)), indent=2, allow_nan=False) + "\n"
+        atomically(folder / _FILE, lambda path: path.write_text(text, encoding="utf-8"))
 
     @property
     def is_decided(self) -> bool:
         """The run has come to a verdict, or has confirmed a table before it."""
         return self.detectable is not None or self.speedup is not None or bool(self.kept)
+
+    @property
+    def job_failed(self) -> bool:
+        """The job ended by an error of its own; a signal that ended it is none."""
+        return self.job_status is not None and 0 < self.job_status < 128
 
     @property
     def saved(self) -> list[float] | None:
@@ -128,9 +135,9 @@ class RunSummary:
         return math.ceil(max(self.cost_s, 0.0) * 1e3 / (self.default_step_ms * (1 - 1 / self.speedup)))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} if there is none."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text(encoding="utf-8"))
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} where there is none, or it is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        found = read_json(path)
         return found if isinstance(found, dict) else {}
     return {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...traces.records import decided, format_bytes
+from ...traces.records import decided, format_range
 from .summary import RunSummary
 
 #: In place of a letter: NCCL's own choice, and how people read it.
@@ -63,11 +63,27 @@ def cost(s: RunSummary) -> str:
 
 def verdict(s: RunSummary) -> str:
     """The run in one sentence."""
-    emulated = " (emulated times)" if s.emulated else ""
+    return _without_verdict(s) or _decided(s)
+
+
+def _without_verdict(s: RunSummary) -> str:
+    """The sentence of a run that failed or came to no verdict; empty for any other."""
     if s.failure:
         return f"FAILED: {s.failure}"
     if not s.is_decided:
         return f"NO VERDICT: {s.ended or 'the run goes on, or was cut off'}"
+    if s.job_failed:
+        before = f"; {s.in_force or 'a table'} had been kept" if s.kept else ""
+        return f"NO VERDICT{_emulated(s)}: the job failed with status {s.job_status}{before}"
+    return ""
+
+
+def _emulated(s: RunSummary) -> str:
+    return " (emulated times)" if s.emulated else ""
+
+
+def _decided(s: RunSummary) -> str:
+    emulated = _emulated(s)
     came = change(s.speedup, s.speedup_ci95, s.strength if s.kept else "") if s.speedup is not None else ""
     if s.kept:
         what = f"steps {came}, {cost(s)}" if came else "a table that was confirmed before is in force"
@@ -82,26 +98,25 @@ def verdict(s: RunSummary) -> str:
 
 
 def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A table in short, what is equal together: ``ring/ll128/8: all_gather, reduce_scatter <=64, <=256 MiB``."""
-    sizes = dict[tuple[str, str], list[int]]()
+    """A table in short, what is equal together: ``ring/ll128/8: all_gather, reduce_scatter 33-64, 129-256 MiB``."""
+    sizes: dict[tuple[str, str], list[str]] = {}
     for row in sorted(rows, key=lambda row: int(row["max_bytes"])):
         if decided(row) != "auto":
-            sizes.setdefault((decided(row), row["func"]), []).append(int(row["max_bytes"]))
-    calls = dict[str, dict[str, list[str]]]()  # by decision and sizes: the collectives
+            text = format_range(int(row.get("min_bytes") or 0), int(row["max_bytes"]))
+            sizes.setdefault((decided(row), row["func"]), []).append(text)
+    funcs: dict[tuple[str, str], list[str]] = {}  # by decision and sizes
     for (decision, func), those in sorted(sizes.items()):
-        calls.setdefault(decision, {}).setdefault(_sizes(those), []).append(func)
-    said = {
-        decision: [f"{', '.join(funcs)} {n}" for n, funcs in by.items()] for decision, by in calls.items()
-    }
-    return " | ".join(f"{decision}: {'; '.join(those)}" for decision, those in said.items()) or OWN
+        funcs.setdefault((decision, ranges_text(those)), []).append(func)
+    calls: dict[str, list[str]] = {}
+    for (decision, ranges), those in funcs.items():
+        calls.setdefault(decision, []).append(f"{', '.join(those)} {ranges}")
+    return " | ".join(f"{decision}: {'; '.join(those)}" for decision, those in calls.items()) or OWN
 
 
-def _sizes(sizes: Sequence[int]) -> str:
-    """``<=8, <=64 MiB``: of neighbours with one unit it is written once."""
-    texts = [f"<={format_bytes(n)}" for n in sizes]
-    units = [text.split()[-1] for text in texts]
-    short = [
-        text.split()[0] if unit == later else text
-        for text, unit, later in zip(texts, units, [*units[1:], ""], strict=True)
-    ]
-    return ", ".join(short)
+def ranges_text(ranges: Sequence[str]) -> str:
+    """``5-8, 33-64 MiB``: of neighbours with one unit it is written once."""
+    units = [text.split()[-1] for text in ranges]
+    texts = []
+    for text, unit, next_unit in zip(ranges, units, [*units[1:], ""], strict=True):
+        texts.append(text.split()[0] if unit == next_unit else text)
+    return ", ".join(texts)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...traces.assemble import EVENT_COLUMNS, joined
-from ...traces.reasons import NotTuning
+from ...traces.reasons import NotTuning, names
 from ...traces.records import AgreementState, Decision, Decisions, Slot, Table
 from ..nccl.shm import RunFolder, decode_table, encode_table
 from .job_ends import JobEnded
@@ -95,7 +95,12 @@ class Job(Reader):
 
     def poll(self) -> None:
         """Take everything new out of the rings."""
+        before = self.state
         super().poll()
+        if self.state is not None and self.state != before and "other-backend" in names(self.state[1]):
+            self._say(
+                f"{self.state[1]}: run the job on NCCL, or emulate a cluster by dynamiccl tune --cluster"
+            )
         if time.monotonic() - self._taken > TAKE_S:
             self.take()
 

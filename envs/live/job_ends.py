@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+#: Fewest steps in which a search can come to a verdict: a job of fewer is told so, here and at the command line.
+FEWEST_STEPS = 100
+
 
 class JobEnded(Exception):
     """There is nothing more to tune: the job is over (its exit status is in ``Job.status``), or see the subclasses."""

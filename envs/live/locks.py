@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -11,24 +12,34 @@ class Busy(Exception):
     """Another process has the lock; the message says whose it is and names the cure."""
 
 
+#: Errors by which file systems say that they have no locks (Lustre and NFS without the lock service, some FUSE).
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
 def lock(path: Path, what: str) -> int:
     """Take the lock file ``path`` for as long as the returned descriptor, or a copy of it, is open.
 
-    Raises Busy with ``what`` as its message if another process has it, OSError.
+    On a file system without locks it is not known whether another process is there, and the caller goes on. Raises
+    Busy with ``what`` as its message if another process has it, OSError.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError:
         os.close(fd)
-        if isinstance(error, BlockingIOError):
-            raise Busy(what) from None
-        raise
+        raise Busy(what) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            os.close(fd)
+            raise
     return fd
 
 
 def is_locked(path: Path) -> bool:
-    """Whether any process has the lock; works across containers that share the file system. False without the file."""
+    """Whether any process has the lock; works across containers that share the file system.
+
+    False without the file, and on a file system without locks.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -37,6 +48,8 @@ def is_locked(path: Path) -> bool:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError:
+        return False
     finally:
         os.close(fd)
     return False

@@ -15,7 +15,7 @@ from ...traces.reasons import NotTuning, RunEnds
 from ...traces.records import COLL, COLL_DTYPE, STATE, STATE_DTYPE, STEP, STEP_DTYPE, AgreementState
 from ..nccl.run_folder import LAUNCHER, STATUS, STOP, WORD
 from ..nccl.shm import RunFolder
-from .job_ends import Closed, Stopped, Withdrawn
+from .job_ends import FEWEST_STEPS, Closed, Stopped, Withdrawn
 from .locks import is_locked
 from .obedience import CallAudit, Obedience
 
@@ -134,6 +134,10 @@ class Reader:
             return NotTuning.ELSEWHERE() if is_late else NotTuning.NO_STEP_OF_RANK_0()
         return NotTuning.NO_SWITCH_YET(why=why) if (why := self.no_switch()) else NotTuning.NEXT_STEP()
 
+    def _few_steps(self) -> bool:
+        """The job took its first steps, so all ranks were there, and took few."""
+        return 1 < self.last_step < FEWEST_STEPS
+
     def check(self) -> None:
         """Raise what ends tuning while the job goes on: Withdrawn, Stopped, Closed."""
         if self.audit.mismatches:
@@ -152,4 +156,6 @@ class Reader:
         """That the job is over, and why nothing came of it."""
         ended = RunEnds.JOB_ENDED() if self.status is None else RunEnds.JOB_STATUS(status=self.status)
         why = self.no_switch() or ("" if self.ranks else self.waits_for())
+        if why == NotTuning.NOT_ALL_THERE() and self.assembler.comms and self._few_steps():
+            why = NotTuning.TOO_FEW_STEPS(count=self.last_step)
         return RunEnds.BEFORE_A_SWITCH(ended=ended, why=why) if why else ended

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ...traces import spaces
-from ...traces.queries.slots import SlotProfile, find_slots, with_sizes
+from ...traces.queries.slots import SlotProfile, find_slots, outside_the_offer, with_sizes
 from ...traces.reasons import NotTuning, names
 from ...traces.records import TUNED_FUNCS, Decision, Slot
 from ..nccl_model.arms import distinct
@@ -42,6 +42,7 @@ class LiveWindows:
         self.job, self.profile_steps, self.min_share = job, profile_steps, min_share
         self.funcs, self.on_window = tuple(funcs), on_window
         self.on_disobeyed: Callable[[Disobeyed], object] = lambda row: None
+        self.left_alone: list[str] = []  # why no table may touch a slot
         self._refused: set[tuple[Slot, Decision]] = set()
         self.profiles: list[SlotProfile] = []
         self.profile_events = pd.DataFrame()
@@ -56,24 +57,39 @@ class LiveWindows:
         before = self.job.last_step
         plan = Plan(windows.PROFILE, np.zeros(0, np.int64), self.profile_steps, skip)
         window = self.job.window({}, plan.n_steps, skip)
-        events = self.profile_events = self._events(window)
-        step_us = window.step_ms * 1e3
-        found = find_slots(events, self.job.assembler.offers, step_us, self.job.memory_pressure)
-        self.profiles = [p for p in found if p.share >= self.min_share and p.slot.func in self.funcs]
+        found = self._find(window)
+        self.profiles = [p for p in found if p.share >= self.min_share]
         self.on_window(plan, window)
         if not self.profiles:
-            raise ValueError(self.nothing([p.share for p in found if p.slot.func in self.funcs]))
-        own = np.array([int(p.fingerprint.own_pair[0]) for p in self.profiles])
-        call_us = np.array([p.call_us if p.timed_by != "NCCL's price" else np.nan for p in self.profiles])
-        told = windows.Job(
-            features=np.concatenate([p.fingerprint.vector() for p in self.profiles]),
-            mask=np.concatenate([distinct(p.fingerprint) for p in self.profiles]),
-            share=np.array([p.share for p in self.profiles]),
-            call_us=call_us,
-            calls=np.array([p.calls * getattr(self.job, "tries_few", False) for p in self.profiles]),
+            raise ValueError(self.nothing([p.share for p in found]))
+        told = self._told()
+        all_obeyed = np.ones(len(self.profiles), bool)
+        return told, self._measured(plan, window, before, told.call_us, all_obeyed)
+
+    def _find(self, window: Window) -> list[SlotProfile]:
+        """The slots that a table may touch, however small; why it may not touch others."""
+        events = self.profile_events = self._events(window)
+        offers = self.job.assembler.offers
+        found = find_slots(events, offers, window.step_ms * 1e3, self.job.memory_pressure)
+        outside = outside_the_offer(events, offers)
+        self.left_alone = [NotTuning.OUTSIDE(slot=slot, ran=ran) for slot, ran in outside.items()]
+        return [p for p in found if p.slot.func in self.funcs and p.slot not in outside]
+
+    def _told(self) -> windows.Job:
+        """What a search is told of the slots."""
+        found = self.profiles
+        own = np.array([int(p.fingerprint.own_pair[0]) for p in found])
+        tries_few = getattr(self.job, "tries_few", False)
+        timed = [p.timed_by != "NCCL's price" for p in found]
+        call_us = np.array([p.call_us for p in found])
+        return windows.Job(
+            features=np.concatenate([p.fingerprint.vector() for p in found]),
+            mask=np.concatenate([distinct(p.fingerprint) for p in found]),
+            share=np.array([p.share for p in found]),
+            call_us=np.where(timed, call_us, np.nan),
+            calls=np.array([p.calls * tries_few for p in found]),
             families=windows.warm_up_families(own),
         )
-        return told, self._measured(plan, window, before, call_us, np.ones(len(own), bool))
 
     def decisions(self, configs: Array) -> dict[Slot, Decision]:
         """What slots are told under configs (s,); those left to NCCL are left out."""
@@ -145,6 +161,8 @@ class LiveWindows:
             text = self.job.state[1] if self.job.state else ""
             told = NotTuning.NOT_LOADED_AS_TOLD(why=text) if text else NotTuning.NOT_LOADED()
             return text if "other-backend" in names(text) else told
+        if self.left_alone:
+            return self.left_alone[0]
         if len(tuned) and not self.job.assembler.offers:
             return NotTuning.NOT_ASKED()
         if seen.empty and any(func in self.funcs for _, func, _ in self.job.assembler.offers):

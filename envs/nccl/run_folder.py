@@ -10,10 +10,11 @@ import fcntl
 import os
 import shutil
 import stat
-import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from ...traces.here import temp_folder
 from .plugin.private import private_folder
 
 #: The launcher's lock and the job's status from it, the lock of the run's one tuner, the wish to end, the table, the
@@ -28,15 +29,32 @@ def make_folder(name: str | None = None) -> Path:
 
     Raises OSError, FileExistsError where a run of that ``name`` still lives or waits for its job.
     """
-    root = _root()
-    _remove_stale(root)
+    tried = list[str]()
+    for root in shared_roots():
+        try:
+            _remove_stale(root)
+            return _new_folder(root, name)
+        except FileExistsError:
+            raise
+        except OSError as error:  # shared memory may be full or out of inodes: the next place may not be
+            tried.append(f"{root}: {error.strerror or error}")
+    reason = "; ".join(tried) or "neither /dev/shm nor the temp folder takes a folder of this user alone"
+    raise OSError(f"no place for a run folder ({reason}): free space, or set TMPDIR")
+
+
+def _new_folder(root: Path, name: str | None) -> Path:
+    """An empty run folder below ``root``. Raises OSError, and leaves nothing then."""
     path = root / (name or f"{os.getpid()}-{time.time_ns():x}")
     path.mkdir(mode=0o700)
-    fd = os.open(path / TABLE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(fd, 0, TABLE_FILE_BYTES)
-    finally:
-        os.close(fd)
+        fd = os.open(path / TABLE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, TABLE_FILE_BYTES)
+        finally:
+            os.close(fd)
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
     return path
 
 
@@ -48,19 +66,21 @@ def free_bytes() -> int | None:
         return None
 
 
-def _root() -> Path:
+def shared_roots() -> Iterator[Path]:
+    """Folders of this user alone in which run folders may lie, the best first."""
     name = f"dynamiccl-{os.geteuid()}"
-    for base in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+    for base in filter(None, (Path("/dev/shm"), temp_folder())):
         folder = base / name
         if base.is_dir() and not folder.is_symlink() and private_folder(folder):
-            return folder
-    raise OSError(f"neither /dev/shm nor {tempfile.gettempdir()} takes a folder {name} of this user alone")
+            yield folder
 
 
 def _nobody_has(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: not known, so somebody may
         return False
     return True
 

@@ -209,7 +209,9 @@ def _hold(path: Path) -> int:
     fd = os.open(path / "daemon", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(fd)
         raise
+    except OSError:  # a file system without locks
+        return fd
     return fd

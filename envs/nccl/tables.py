@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ...traces.outside import parse_json
 from ...traces.records import FUNCS, Decision, Rule, Table
 
 FORMAT = 1
@@ -57,12 +58,7 @@ def load_table(path: Path | str) -> Table:
 
 
 def _from_json(text: str) -> Table:
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno}: {error.msg}") from None
-    except RecursionError:
-        raise ValueError("nested deeper than any table") from None
+    content = parse_json(text, MAX_TEXT)
     version = content.get("dynamiccl_table") if isinstance(content, dict) else None
     if version != FORMAT:
         raise ValueError(f"table of format {version}, this release reads {FORMAT}")

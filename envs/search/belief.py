@@ -1,11 +1,11 @@
 """What is believed of a whole job: how long every slot's calls take under every config, and what the step feels of it.
 
 One Gaussian over the log time of each slot's calls under each config (against NCCL's own choice), over each slot's
-*exposure* (the part of a call's time that the step waits for), over what is left of a config's effect on the step, and
-over the default's step time now. Its prior comes from a small network that has seen many simulated jobs
-(``tests/tools/fit_prior.py`` fits it): a mean, factors that all slots of the job share, factors of one slot, and a variance
-of its own for each figure. Durations of calls and step times turn it into the posterior by an extended Kalman filter
-(Rasmussen and Williams 2006, chapter 2; Sarkka 2013, chapter 5). Numpy only.
+*exposure* (the part of a call's time that the step waits for), over what is left of a config's effect on the step,
+and over the default's step time now. Its prior comes from a small network that has seen many simulated jobs
+(``tests/tools/fit_prior.py`` fits it): a mean, factors that all slots of the job share, factors of one slot, and a
+variance of its own for each figure. Durations of calls and step times turn it into the posterior by an extended
+Kalman filter (Rasmussen and Williams 2006, chapter 2; Sarkka 2013, chapter 5). Numpy only.
 """
 
 from __future__ import annotations

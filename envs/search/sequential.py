@@ -5,8 +5,8 @@ confidence sequence: an interval that holds the true mean at *all* times at once
 often one looks and whatever makes one stop (the normal mixture of Robbins 1970, as in Howard et al. 2021,
 "Time-uniform, nonparametric, nonasymptotic confidence sequences", section 3.2). Step times are not normal: ratios far
 from the middle are pulled in (a straggler is no evidence), and the noise is that of this very job, with room for what
-is not known of it. ``tests/envs/search/test_sequential.py`` measures how often it is wrong on noise that lasts, has heavy tails or
-two paces.
+is not known of it. ``tests/envs/search/test_sequential.py`` measures how often it is wrong on noise that lasts, has
+heavy tails or two paces.
 """
 
 from __future__ import annotations

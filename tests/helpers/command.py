@@ -1,7 +1,10 @@
-"""A command of ``dynamiccl`` in this process: what it prints and with which status it ends."""
+"""A command of ``dynamiccl``, in this process or in one of its own: what it prints and with which status it ends."""
 
 import contextlib
 import io
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 from dynamiccl.agent.cli import run
@@ -17,3 +20,12 @@ def invoke(words):
             status = end.code or 0
     told = out.getvalue(), err.getvalue()
     return SimpleNamespace(exit_code=status, stdout=told[0], stderr=told[1], output="".join(told))
+
+
+def start(*words, **env):
+    """The command as a process, in this environment without NCCL's variables and ours, and with ``env``."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("NCCL_", "DYNAMICCL_"))}
+    command = [sys.executable, "-m", "dynamiccl.agent.cli", *map(str, words)]
+    return subprocess.run(
+        command, env=clean | env, capture_output=True, text=True, errors="replace", check=False
+    )

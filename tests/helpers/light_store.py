@@ -9,7 +9,6 @@ import socket
 import struct
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 _LENGTH = struct.Struct("<I")
@@ -57,7 +56,7 @@ class StoreServer:
                     peers.pop(fd).close()
                     continue
                 self.requests += request[0] != "meet"
-                idle = request[0] in ("wait", "check") and str(request[1]).strip("[]'").endswith("/table")
+                idle = str(request[1]).endswith(("begun", "/news"))
                 self.of_rounds += "/" in str(request[1]) and not idle
                 if self.late_s and request[0] != "meet":
                     time.sleep(self.late_s)
@@ -68,9 +67,7 @@ class StoreServer:
                     self._answer(peers[fd], *request)
 
     def _answer(self, sock: socket.socket, kind: str, *args: Any) -> None:
-        if kind == "wait":
-            self._waiting.append((sock, [args[0]], time.monotonic() + args[1]))
-        elif kind == "meet":  # (name, ranks): a collective
+        if kind == "meet":  # (name, ranks): a collective
             name, n_ranks = args
             self.values[name] = str(int(self.values.get(name, "0")) + 1)
             if int(self.values[name]) == n_ranks:
@@ -143,10 +140,6 @@ class Store:
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._ask("check", keys))
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        if not self._ask("wait", keys[0], timeout.total_seconds()):
-            raise TimeoutError(f"no {keys[0]} within {timeout}")
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return str(self._ask("compare_set", key, expected, desired)).encode()

@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from dynamiccl.agent.checks.gpu_check import Machine
+from dynamiccl.agent.checks.gpu.machine import Machine
+from dynamiccl.agent.daemon.request import workload
 from dynamiccl.agent.report.outputs import logged
 from dynamiccl.envs.bench.scores import bootstrap
 from dynamiccl.envs.nccl.plugin.build import job_env
@@ -23,6 +24,8 @@ from dynamiccl.envs.nccl.shm import RunFolder
 #: Steps at the start of a job that do not count: imports, connections, first touches of memory.
 WARM_UP = 5
 RESAMPLES = 10_000
+#: Options of the job on GPUs.
+GPU_MODEL = ("--layers", "8", "--width", "1024", "--heads", "16", "--seq", "512")
 #: On the emulated cluster: a step of our own job, of which the processor has some 100 ms to do.
 LARGER = ("--layers", "4", "--width", "192", "--heads", "6", "--seq", "128", "--batch", "4")
 
@@ -69,6 +72,12 @@ def step_ms(command, env, watched):
     return median(steps)
 
 
+def zero3(machine, steps, log, extra):
+    """The command of our ZeRO-3 job, each of whose steps is a line of ``log``."""
+    extra = [*(() if machine.emulated else GPU_MODEL), "--log-every", "1", "--quiet", *extra]
+    return machine.ranks(workload(3, steps, machine.n_ranks, log, backend=machine.backend, extra=extra))
+
+
 def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=10)
@@ -79,7 +88,7 @@ def main(words=None):
         parser.error("--pairs: must be at least 3, fewer give no interval")
     machine = Machine.here(asked.cluster)
     extra = LARGER if machine.emulated else ()
-    found = measure(asked.pairs, lambda log: [*machine.zero3(asked.steps, log), *extra], machine.env())
+    found = measure(asked.pairs, lambda log: zero3(machine, asked.steps, log, extra), machine.env())
     value, low, high = (100 * (x - 1) for x in found)
     print(f"overhead {value:+.2f} % [{low:+.2f}, {high:+.2f}] of a step, {asked.pairs} pairs")
 

@@ -1,7 +1,7 @@
 """What the agreement costs many ranks: ``python scale_ranks.py --ranks 256`` forks so many on this machine.
 
 Prints requests to the store a rank and round, and how long rounds took. The store here is one thread of Python: that of
-a job is quicker. An idle rank asks four times a second, one of 10,000 less than once.
+a job is quicker; ``store_rates.py`` asks that one.
 """
 
 from __future__ import annotations

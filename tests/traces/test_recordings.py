@@ -171,12 +171,12 @@ def test_a_foreign_file_in_a_folder_is_left_out_by_name(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(kineto(0)))
     (tmp_path / "README.md").write_text("rank 0, second week\n")
     trace = read_recording([tmp_path])
-    assert "README.md is left out: it is no profile of PyTorch's" in trace.header["notes"]
+    assert "README.md is left out: it is no profile of PyTorch" in trace.header["notes"]
     assert trace.header["files"] == [str(tmp_path / "a.json")] and len(trace.events) == 12
-    with pytest.raises(TraceError, match=r"README\.md is not JSON .*: is it a whole profile"):
+    with pytest.raises(TraceError, match=r"README\.md is no recording that we know: give "):
         read_recording([tmp_path / "README.md"])
     (tmp_path / "a.json").unlink()
-    with pytest.raises(TraceError, match=r"no profile in .*: PyTorch's end in \.json or \.json\.gz"):
+    with pytest.raises(TraceError, match=r"no recording in .*: give "):
         read_recording([tmp_path])
 
 
@@ -184,9 +184,7 @@ def test_a_zip_is_refused(tmp_path):
     """Before: "str is not valid UTF-8: surrogates not allowed"."""
     with zipfile.ZipFile(tmp_path / "profiles.zip", "w") as archive:
         archive.writestr("a.json", json.dumps(kineto(0)))
-    with pytest.raises(
-        TraceError, match=r"profiles\.zip is not (text|JSON).*: is it a whole profile, unpacked"
-    ):
+    with pytest.raises(TraceError, match=r"profiles\.zip is a zip archive: unpack it"):
         read_recording([tmp_path / "profiles.zip"])
 
 

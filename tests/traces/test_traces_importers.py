@@ -12,7 +12,8 @@ from dynamiccl.agent.report.report import write_report
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.traces.assemble import EVENT_COLUMNS
 from dynamiccl.traces.files import Trace, TraceError
-from dynamiccl.traces.importers.recording import dtype_of, func_of, read_recording
+from dynamiccl.traces.importers.found import dtype_of, func_of
+from dynamiccl.traces.importers.recording import read_recording
 from dynamiccl.traces.writer import TraceWriter
 from trace_audit import audit
 
@@ -204,14 +205,34 @@ def test_kineto_without_kernels(tmp_path):
     assert set(events["rank"]) == {5} and events["start_ns"].isna().all()
 
 
-def test_a_profile_without_marks_of_steps_is_refused_with_the_cure(tmp_path):
-    document = kineto(0)
-    document["traceEvents"] = [e for e in document["traceEvents"] if "ProfilerStep" not in e["name"]]
+def without_steps(document):
+    """The profile of a job that calls no step() of the profiler."""
+    events = [e for e in document["traceEvents"] if "ProfilerStep" not in e["name"]]
+    return {**document, "traceEvents": events}
+
+
+def test_a_profile_without_marks_of_steps_says_the_cure(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(without_steps(kineto(0))))
+    trace = read_recording([tmp_path / "a.json"])
+    assert trace.steps.empty and len(trace.events) == 12
+    cure = "no step in it: call the profiler's step() after each step of the optimizer"
+    assert cure in trace.header["notes"]
+    told = json.loads(invoke(["advise", str(tmp_path / "a.json"), "--json"]).stdout)
+    assert told["verdict"].startswith("no step is marked") and cure in told["unknown"]
+
+
+def test_marks_of_the_optimizer_will_do(tmp_path):
+    """Before: refused. The optimizer's ends divide the steps; the calls before the first and after the last are left
+    out, so that every step is whole."""
+    document = without_steps(kineto(0, steps=range(4)))
+    for n in range(4):
+        mark = {"ph": "X", "cat": "user_annotation", "name": "Optimizer.step#AdamW.step", "dur": 90.0}
+        document["traceEvents"].append({**mark, "ts": 4401160000000.0 + n * 5000 + 4800})
     (tmp_path / "a.json").write_text(json.dumps(document))
-    with pytest.raises(
-        TraceError, match=r"a\.json: no step in it: call the profiler's step\(\) after each step"
-    ):
-        read_recording([tmp_path / "a.json"])
+    trace = read_recording([tmp_path / "a.json"])
+    assert trace.steps["index"].tolist() == [1, 2, 3] and set(trace.steps["duration_ns"]) == {5_000_000}
+    assert trace.events.groupby("step").size().to_dict() == {1: 6, 2: 6, 3: 6}
+    assert any("7 calls before the first and after the last are left out" in n for n in trace.header["notes"])
 
 
 # What is read, and what is refused -----------------------------------------------------------------

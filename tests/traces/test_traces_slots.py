@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from dynamiccl.traces.assemble import Offer
-from dynamiccl.traces.queries.slots import find_slots
+from dynamiccl.traces.queries.slots import find_slots, outside_the_offer
 from dynamiccl.traces.records import ALGOS, PROTOS, Slot
 
 MB = 2**20
@@ -107,3 +107,23 @@ def test_a_price_that_is_no_price_is_no_offer():
     known = {(11, "all_gather", MB): Offer(cost, "ring", "simple", 1)}
     (profile,) = find_slots(calls(11, (1, 2)), known, step_us=2000)
     assert profile.fingerprint.offered.tolist() == [[True, True, True, False, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("ran", "outside"),
+    [
+        ({}, ""),
+        ({"algo": "auto", "proto": "auto"}, "a kernel of another kind"),  # a name that no algorithm has
+        ({"algo": "nvls", "proto": "simple"}, "nvls/simple"),  # not in the offer
+        ({"algo": "ring", "proto": "ll128"}, ""),  # offered, though not the cheapest: another tuner's choice
+    ],
+)
+def test_a_slot_that_nccl_runs_otherwise_than_it_offers_is_known(ran, outside):
+    """Before: a table claimed such calls, with the best of a list that does not hold what NCCL runs there."""
+    mostly = pd.concat([calls(11, (1, 2), n=1), calls(11, (1, 2), n=3, **ran)], ignore_index=True)
+    known = offers((11, "all_gather", MB))
+    found = outside_the_offer(mostly, known)
+    assert found == ({Slot(2, 1, "all_gather", 20): outside} if outside else {})
+    assert outside_the_offer(mostly, {}) == {}  # what is offered is not known
+    rare = pd.concat([calls(11, (1, 2), n=19), calls(11, (1, 2), n=1, **ran)], ignore_index=True)
+    assert outside_the_offer(rare, known) == {}

@@ -32,35 +32,48 @@ def generations(trace: Trace, decisions: Iterable[Mapping[str, Any]] | None = No
     ``decisions`` are a summary's; without them the table in question is that of the last comparison, or the last that
     held any rule. A trace without logged tables has generation 0 as default and its newest generation as tuned.
     """
-    tables = {g: frozenset(map(_key, rules)) for g, rules in trace.tables.items()}
-    seen = set(map(int, trace.events["table_generation"].unique()))
-    default = frozenset(g for g, rules in tables.items() if not rules)
+    tables = {}
+    for generation, rules in trace.tables.items():
+        tables[generation] = frozenset(map(_key, rules))
+    default = frozenset(generation for generation, rules in tables.items() if not rules)
     if len(tables) == 1:
-        return Generations(default, frozenset(sorted(seen - default)[-1:]), frozenset())
+        seen = set(map(int, trace.events["table_generation"].unique()))
+        newest = sorted(seen - default)[-1:]
+        return Generations(default, frozenset(newest), frozenset())
     if decisions is not None:
-        wanted = frozenset(_key({**d, "decision": decided(d)}) for d in decisions if decided(d) != "auto")
+        rows = [{**d, "decision": decided(d)} for d in decisions]
+        wanted = frozenset(_key(row) for row in rows if row["decision"] != "auto")
     else:
         held = [rules for rules in tables.values() if rules]
-        wanted = tables.get(_compared(trace), held[-1] if held else frozenset())
-    return Generations(
-        default, frozenset(g for g, rules in tables.items() if rules and rules == wanted), wanted
-    )
+        last = held[-1] if held else frozenset()
+        wanted = tables.get(_compared(trace), last)
+    tuned = []
+    for generation, held_rules in tables.items():
+        if held_rules and held_rules == wanted:
+            tuned.append(generation)
+    return Generations(default, frozenset(tuned), wanted)
 
 
 def _compared(trace: Trace) -> int:
     """Generation of the last window of a comparison, -1 if there was none."""
-    compared = [line for line in trace.log if line["kind"] == "window" and line.get("phase") == "verify"]
-    return int(compared[-1].get("generation", -1)) if compared else -1
+    windows = [line for line in trace.log if line["kind"] == "window"]
+    compared = [line for line in windows if line.get("phase") == "verify"]
+    if not compared:
+        return -1
+    return int(compared[-1].get("generation", -1))
 
 
 def _key(rule: Mapping[str, Any]) -> RuleKey:
-    return str(rule["func"]), int(rule["min_bytes"]), int(rule["max_bytes"]), str(rule["decision"])
+    low = int(rule["min_bytes"])
+    high = int(rule["max_bytes"])
+    return str(rule["func"]), low, high, str(rule["decision"])
 
 
 def of_whole_steps(events: pd.DataFrame, generations: Collection[int]) -> pd.DataFrame:
     """The events of steps that ran under these tables from end to end; tables change within steps too."""
     right = events["table_generation"].isin(generations)
-    return events[right.groupby([events["pid"], events["step"]]).transform("all")]
+    steps = right.groupby([events["pid"], events["step"]])
+    return events[steps.transform("all")]
 
 
 def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection[int]) -> pd.DataFrame:
@@ -72,46 +85,56 @@ def slot_costs(events: pd.DataFrame, default: Collection[int], tuned: Collection
     ``n_default`` and ``n_tuned`` (sampled calls), ``timed_by`` (see skew.py). The job's first step is left out: it
     holds the set-up.
     """
-    if events["step"].nunique() > 1:
-        events = events[events["step"] > events["step"].min()]
-    rows = with_sizes(events)
+    rows = with_sizes(_without_first_step(events))
     rows["config"] = rows["algo"] + "/" + rows["proto"] + "/" + rows["n_channels"].astype("str")
-    before, after = of_whole_steps(rows, default), rows[rows["table_generation"].isin(tuned)]
+    before = of_whole_steps(rows, default)
+    after = rows[rows["table_generation"].isin(tuned)]
     if before.empty:
         return pd.DataFrame(columns=_COLUMNS)
-    keys = _COLUMNS[:4]
-    groups, both = before.groupby(keys), pd.concat([before, after])
-    table = groups.agg(
+    table = _own_costs(before)
+    tuned_costs = after.groupby(_KEYS).agg(
+        ran=("config", _most), tuned_us=("us", "median"), n_tuned=("us", "count")
+    )
+    table = table.join(tuned_costs)
+    both = pd.concat([before, after])
+    timed = both[both["us"].notna()].groupby(_KEYS)
+    table = table.join(timed["timed_by"].agg(label))
+    table = table.fillna({"n_tuned": 0, "timed_by": OWN})
+    table = table.astype({"n_tuned": "int64"})
+    table["slot"] = [str(Slot(*key)) for key in table.index]
+    ran = table["ran"].astype(object)
+    table["ran"] = ran.where(ran.notna(), None)
+    total = table["calls"] * table["default_us"].fillna(0)
+    order = total.sort_values(ascending=False, kind="stable").index
+    return table.loc[order].reset_index()[_COLUMNS]
+
+
+_KEYS = ["n_ranks", "n_nodes", "func", "size_class"]
+_COLUMNS = [*_KEYS, "slot", "n_bytes", "calls", "own", "ran", "default_us", "tuned_us"]
+_COLUMNS += ["n_default", "n_tuned", "timed_by"]
+
+
+def _without_first_step(events: pd.DataFrame) -> pd.DataFrame:
+    """The events after the job's first step, which holds its set-up; all where there is but one step."""
+    steps = events["step"]
+    if steps.nunique() <= 1:
+        return events
+    return events[steps > steps.min()]
+
+
+def _own_costs(before: pd.DataFrame) -> pd.DataFrame:
+    """By slot what its calls cost in default steps, and how many of them a step of one process has."""
+    slots = before.groupby(_KEYS)
+    table = slots.agg(
         n_bytes=("n_bytes", _most),
         own=("config", _most),
         default_us=("us", "median"),
         n_default=("us", "count"),
     )
     n_steps = before.groupby("pid")["step"].nunique()
-    table["calls"] = groups.size() / groups["pid"].agg(lambda pids: n_steps[pids.unique()].sum())
-    late = after.groupby(keys).agg(ran=("config", _most), tuned_us=("us", "median"), n_tuned=("us", "count"))
-    table = table.join(late)
-    table = table.join(both[both["us"].notna()].groupby(keys)["timed_by"].agg(label))
-    table = table.fillna({"n_tuned": 0, "timed_by": OWN}).astype({"n_tuned": "int64"})
-    table["slot"] = [str(Slot(*key)) for key in table.index]
-    table["ran"] = table["ran"].astype(object).where(table["ran"].notna(), None)
-    order = (table["calls"] * table["default_us"].fillna(0)).sort_values(ascending=False, kind="stable").index
-    return table.loc[order].reset_index()[_COLUMNS]
-
-
-_COLUMNS = [
-    "n_ranks",
-    "n_nodes",
-    "func",
-    "size_class",
-    "slot",
-    "n_bytes",
-    "calls",
-    "own",
-    "ran",
-    "default_us",
-]
-_COLUMNS += ["tuned_us", "n_default", "n_tuned", "timed_by"]
+    steps_of_slot = slots["pid"].agg(lambda pids: n_steps[pids.unique()].sum())
+    table["calls"] = slots.size() / steps_of_slot
+    return table
 
 
 def _most(values: pd.Series[Any]) -> Any:
@@ -120,15 +143,20 @@ def _most(values: pd.Series[Any]) -> Any:
 
 def typical_step(trace: Trace, wanted: Collection[int]) -> int | None:
     """The step of these generations to look at: among the best sampled, the one nearest the median time."""
-    steps = trace.steps[(trace.steps["rank"] == trace.steps["rank"].min())].set_index("index")
-    events = trace.events[
-        trace.events["table_generation"].isin(wanted) & trace.events["step"].isin(steps.index)
-    ]
-    if trace.events["step"].nunique() > 1:
-        events = events[events["step"] > trace.events["step"].min()]
-    sampled = events["start_ns"].notna().groupby(events["step"]).sum()
+    steps = trace.steps
+    steps = steps[steps["rank"] == steps["rank"].min()]
+    duration = steps.set_index("index")["duration_ns"]
+    events = trace.events
+    right = events["table_generation"].isin(wanted)
+    right &= events["step"].isin(duration.index)
+    if events["step"].nunique() > 1:
+        right &= events["step"] > events["step"].min()
+    events = events[right]
+    is_sampled = events["start_ns"].notna()
+    sampled = is_sampled.groupby(events["step"]).sum()
     if sampled.empty or sampled.max() == 0:
         return None
     best = sampled.index[sampled >= 0.9 * sampled.max()]
-    durations = steps.loc[steps.index.isin(best), "duration_ns"]
-    return int((durations - durations.median()).abs().idxmin())
+    durations = duration[duration.index.isin(best)]
+    distance = (durations - durations.median()).abs()
+    return int(distance.idxmin())

@@ -26,52 +26,90 @@ def durations(events: pd.DataFrame) -> pd.DataFrame:
     to have stopped before another began they do not, and each rank's own start counts.
     """
     # From the first start on: clock values have more digits than a float64 holds.
-    start, end = ((events[n] - events["start_ns"].min()).astype("float64") for n in ("start_ns", "end_ns"))
-    found = pd.DataFrame({"us": (end - start) / 1e3, "timed_by": OWN}, index=events.index).astype(
-        {"timed_by": object}
-    )
+    zero = events["start_ns"].min()
+    start = _since(zero, events["start_ns"])
+    end = _since(zero, events["end_ns"])
+    us = (end - start) / 1e3
+    found = pd.DataFrame({"us": us})
+    found["timed_by"] = OWN
+    found["timed_by"] = found["timed_by"].astype(object)
     columns = [*_CALL, "rank", "n_ranks"]
-    timed = events[columns].assign(start=start, end=end)[found["us"].notna()]
+    timed = events[columns].assign(start=start, end=end)
+    timed = timed[us.notna()]
     calls = timed.groupby(_CALL, sort=False)
     last_start = calls["start"].transform("max")
-    whole = timed["func"].isin(_TOGETHER) & (calls["end"].transform("min") >= last_start)
+    last_end = calls["end"].transform("max")
+    first_end = calls["end"].transform("min")
+    whole = timed["func"].isin(_TOGETHER) & (first_end >= last_start)
     for count in ("nunique", "size"):  # of each rank one event
         whole &= calls["rank"].transform(count) == timed["n_ranks"]
-    us = (calls["end"].transform("max") - last_start) / 1e3
-    found.loc[timed.index[whole], "us"] = us[whole]
-    found.loc[timed.index[whole], "timed_by"] = RANKS
+    together_us = (last_end - last_start) / 1e3
+    rows = timed.index[whole]
+    found.loc[rows, "us"] = together_us[whole]
+    found.loc[rows, "timed_by"] = RANKS
     return found
 
 
 def label(timed_by: pd.Series[str]) -> str:
     """How the sampled events of a slot were timed, for people: one of the two, or the share of the first."""
-    share = float((timed_by == RANKS).mean()) if len(timed_by) else 0.0
-    return RANKS if share == 1 else OWN if share == 0 else f"{RANKS} {share:.0%}"
+    share = 0.0
+    if len(timed_by):
+        share = float((timed_by == RANKS).mean())
+    if share == 1:
+        return RANKS
+    return OWN if share == 0 else f"{RANKS} {share:.0%}"
 
 
 def exposed_ns(events: pd.DataFrame, compute: pd.DataFrame) -> pd.Series[float]:
     """Of each event the ns in which its rank computes nothing; NaN where it has no times or its rank no kernels."""
-    left = pd.Series(np.nan, index=events.index)
+    bare = pd.Series(np.nan, index=events.index)
+    timed = events[events["start_ns"].notna()]
     for rank, kernels in compute.groupby("rank"):
-        mine = events[(events["rank"] == rank) & events["start_ns"].notna()]
-        start, end = (mine[c].astype("int64").to_numpy() for c in ("start_ns", "end_ns"))
-        busy = _covered(*_union(kernels), end) - _covered(*_union(kernels), start)
-        left.loc[mine.index] = (end - start) - busy
-    return left
+        mine = timed[timed["rank"] == rank]
+        start = _times(mine, "start_ns")
+        end = _times(mine, "end_ns")
+        stretches = _union(kernels)
+        busy = _covered(*stretches, end) - _covered(*stretches, start)
+        bare.loc[mine.index] = (end - start) - busy
+    return bare
+
+
+def busy_ns(kernels: pd.DataFrame) -> int:
+    """The ns in which one of these kernels runs; they are rows of COMPUTE_COLUMNS, of one rank."""
+    if kernels.empty:
+        return 0
+    begins, ends = _union(kernels)
+    return int((ends - begins).sum())
 
 
 def _union(rows: pd.DataFrame) -> tuple[Array, Array]:
     """Begins and ends of the stretches that ``start_ns`` .. ``end_ns`` of the rows cover together, in order."""
     rows = rows.sort_values("start_ns")
-    start, end = rows["start_ns"].astype("int64").to_numpy(), rows["end_ns"].astype("int64").to_numpy()
+    start = _times(rows, "start_ns")
+    end = _times(rows, "end_ns")
     reach = np.maximum.accumulate(end)
-    first = np.flatnonzero(np.concatenate([[True], start[1:] > reach[:-1]]))
-    return start[first], reach[np.concatenate([first[1:] - 1, [len(start) - 1]])]
+    begins_anew = np.concatenate([[True], start[1:] > reach[:-1]])
+    first = np.flatnonzero(begins_anew)
+    last = np.append(first[1:] - 1, len(start) - 1)
+    return start[first], reach[last]
+
+
+def _times(rows: pd.DataFrame, column: str) -> Array:
+    """A column of times in ns without gaps, (n,) int64."""
+    return rows[column].astype("int64").to_numpy()
+
+
+def _since(zero: Any, times: pd.Series[Any]) -> pd.Series[float]:
+    """Times in ns from ``zero`` on; gaps become NaN."""
+    return (times - zero).astype("float64")
 
 
 def _covered(start: Array, end: Array, at: Array) -> Array:
     """How much of the stretches lies before each time of ``at``."""
-    before = np.concatenate([[0], np.cumsum(end - start)])
-    i = np.searchsorted(start, at, side="right")
-    beyond = np.where(i > 0, np.maximum(end[np.maximum(i - 1, 0)] - at, 0), 0)
-    return np.asarray(before[i] - beyond)
+    lasts = end - start
+    before = np.concatenate([[0], np.cumsum(lasts)])
+    begun = np.searchsorted(start, at, side="right")
+    last = np.maximum(begun - 1, 0)
+    beyond = np.maximum(end[last] - at, 0)
+    beyond[begun == 0] = 0
+    return np.asarray(before[begun] - beyond)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 
 from ..assemble import Offer
 from ..fingerprint import Fingerprint
-from ..records import PAIRS, TUNED_FUNCS, Slot, pair_costs, size_class
+from ..records import ALGOS, NO_OFFER, PAIRS, PROTOS, TUNED_FUNCS, Slot, pair_costs, size_class
 from .skew import durations, label
+
+Array = np.ndarray[Any, Any]
+_OUTSIDE = 0.1  # of a slot's calls may run otherwise than offered, before it is left alone
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,42 @@ class SlotProfile:
         """NCCL's own choice, as text."""
         algo, proto = PAIRS[int(self.fingerprint.own_pair[0])]
         return f"{algo}/{proto}/{int(self.fingerprint.own_channels[0])}"
+
+
+def outside_the_offer(events: pd.DataFrame, offers: Mapping[tuple[int, str, int], Offer]) -> dict[Slot, str]:
+    """Slots that NCCL, left alone, runs otherwise than it offers the tuner (a tenth of the calls) -> what it runs.
+
+    From 2.29 on NCCL may ask the tuner and then take a symmetric kernel, or a copy engine, which are not in the list
+    that a tuner sees. A table that claims the call would put the best of the rest in the place of what is better still.
+    """
+    tuned = events[events["func"].isin(TUNED_FUNCS)]
+    if tuned.empty:
+        return {}
+    tuned = with_sizes(tuned)
+    tuned = tuned[(tuned["n_ranks"] > 0) & (tuned["asked"] > 0)]
+    found = {}
+    for key, group in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
+        n_ranks, n_nodes, func, klass = cast(tuple[int, int, str, int], key)
+        outside = Counter[str]()
+        for kind, count in group.groupby(["comm_id", "asked", "algo", "proto"]).size().items():
+            comm_id, asked, algo, proto = cast(tuple[int, int, str, str], kind)
+            if not _offers(offers.get((int(comm_id), func, int(asked))), algo, proto):
+                is_known = algo in ALGOS and proto in PROTOS
+                outside[f"{algo}/{proto}" if is_known else "a kernel of another kind"] += int(count)
+        if outside.total() > _OUTSIDE * len(group):
+            slot = Slot(int(n_ranks), int(n_nodes), func, int(klass))
+            ((found[slot], _),) = outside.most_common(1)
+    return found
+
+
+def _offers(offer: Offer | None, algo: str, proto: str) -> bool:
+    """Whether NCCL offers this cell; True where its offer is not known."""
+    if offer is None:
+        return True
+    if algo not in ALGOS or proto not in PROTOS:
+        return False
+    cost = float(offer.cost_us[ALGOS.index(algo), PROTOS.index(proto)])
+    return 0 <= cost < NO_OFFER
 
 
 def find_slots(
@@ -56,43 +96,74 @@ def find_slots(
     # Never announced: its class is not known. Not asked about: a symmetric kernel ran it, which no table reaches.
     tuned = tuned[(tuned["n_ranks"] > 0) & (tuned["asked"] > 0)]
     tuned = tuned.assign(part=tuned["n_bytes"] / tuned["asked"])
-    most_channels = channels_of(tuned)
+    channels = channels_of(tuned)
     profiles = []
     for key, everyone in tuned.groupby(["n_ranks", "n_nodes", "func", "size_class"]):
-        n_ranks, n_nodes, func, klass = cast(tuple[int, int, str, int], key)
-        slot = Slot(int(n_ranks), int(n_nodes), func, int(klass))
+        slot = _slot(key)
         pid = _busiest(everyone)
         group = everyone[everyone["pid"] == pid]
-        moved = group.groupby(["comm_id", "asked"])["n_bytes"].sum()
-        comm_id, n_bytes = map(int, cast(tuple[int, int], moved.idxmax()))
+        comm_id, n_bytes = _largest_message(group)
         offer = offers.get((comm_id, slot.func, n_bytes))
-        if offer is None:
+        if offer is None or (offer.algo, offer.proto) not in PAIRS:
             continue
+        use = _Use(slot, n_bytes, group, n_steps[pid], channels[slot.n_ranks, slot.n_nodes])
+        profiles.append(use.profile(offer, step_us, memory_pressure))
+    return sorted(profiles, key=lambda profile: -profile.share)
+
+
+@dataclass(frozen=True)
+class _Use:
+    """How the process that a slot costs most uses it."""
+
+    slot: Slot
+    n_bytes: int
+    calls: pd.DataFrame  # with the columns of with_sizes and ``part``
+    n_steps: int
+    comm_channels: float
+
+    def profile(self, offer: Offer, step_us: float, memory_pressure: float) -> SlotProfile:
+        """The slot's profile, with NCCL's price where no kernel was sampled."""
         cost = pair_costs(offer.cost_us)
-        own = (str(offer.algo), str(offer.proto))
-        if own not in PAIRS:
-            continue
-        timed = group[group["us"].notna()]
-        price = float(cost[PAIRS.index(own)])
-        call_us = float((timed["us"] / timed["part"]).median()) if len(timed) else price
-        timed_by = label(timed["timed_by"]) if len(timed) else "NCCL's price"
-        calls = float(group["part"].sum()) / n_steps[pid]  # a group of calls that NCCL prices together is one
+        own_pair = PAIRS.index((offer.algo, offer.proto))
+        timed = self.calls[self.calls["us"].notna()]
+        call_us, timed_by = float(cost[own_pair]), "NCCL's price"
+        if len(timed):
+            call_us = float((timed["us"] / timed["part"]).median())
+            timed_by = label(timed["timed_by"])
+        # A group of calls that NCCL prices together is one.
+        calls = float(self.calls["part"].sum()) / self.n_steps
         share = min(1.0, calls * call_us / step_us)
         fingerprint = Fingerprint(
-            is_reduce_scatter=np.array([float(func == "reduce_scatter")]),
-            n_bytes=np.array([float(n_bytes)]),
-            calls=np.array([calls]),
-            n_ranks=np.array([float(slot.n_ranks)]),
-            n_nodes=np.array([float(slot.n_nodes)]),
+            is_reduce_scatter=_one(self.slot.func == "reduce_scatter"),
+            n_bytes=_one(self.n_bytes),
+            calls=_one(calls),
+            n_ranks=_one(self.slot.n_ranks),
+            n_nodes=_one(self.slot.n_nodes),
             cost_us=cost[None].astype(np.float64),
-            own_pair=np.array([PAIRS.index(own)]),
-            own_channels=np.array([float(group["n_channels"].median())]),
-            comm_channels=np.array([most_channels[slot.n_ranks, slot.n_nodes]]),
-            share=np.array([share]),
-            memory_pressure=np.array([memory_pressure]),
+            own_pair=np.array([own_pair]),
+            own_channels=_one(self.calls["n_channels"].median()),
+            comm_channels=_one(self.comm_channels),
+            share=_one(share),
+            memory_pressure=_one(memory_pressure),
         )
-        profiles.append(SlotProfile(slot, n_bytes, calls, call_us, timed_by, share, fingerprint))
-    return sorted(profiles, key=lambda p: -p.share)
+        return SlotProfile(self.slot, self.n_bytes, calls, call_us, timed_by, share, fingerprint)
+
+
+def _one(value: float) -> Array:
+    """A feature of one slot, (1,)."""
+    return np.array([float(value)])
+
+
+def _slot(key: Any) -> Slot:
+    n_ranks, n_nodes, func, klass = key
+    return Slot(int(n_ranks), int(n_nodes), func, int(klass))
+
+
+def _largest_message(calls: pd.DataFrame) -> tuple[int, int]:
+    """Communicator and asked bytes of the message that most of these calls' bytes go to."""
+    moved = calls.groupby(["comm_id", "asked"])["n_bytes"].sum()
+    comm_id, asked = cast(tuple[int, int], moved.idxmax())
+    return int(comm_id), int(asked)
 
 
 def with_sizes(events: pd.DataFrame) -> pd.DataFrame:
@@ -106,14 +177,19 @@ def with_sizes(events: pd.DataFrame) -> pd.DataFrame:
     asked = events["asked_bytes"] if tells else events["n_bytes"]
     sizes = asked.where(asked > 0, events["n_bytes"])
     classes = {n: size_class(int(n)) for n in sizes.unique()}
-    return events.assign(asked=asked, size_class=sizes.map(classes).astype("int64")).join(durations(events))
+    size_classes = sizes.map(classes).astype("int64")
+    rows = events.assign(asked=asked, size_class=size_classes)
+    return rows.join(durations(events))
 
 
 def channels_of(events: pd.DataFrame) -> dict[tuple[int, int], float]:
     """Channels that all communicators of a class (n_ranks, n_nodes) have: the least of the most seen on each."""
     most = events.groupby(["n_ranks", "n_nodes", "comm_id"])["n_channels"].max()
     least = most.groupby(level=["n_ranks", "n_nodes"]).min()
-    return {cast(tuple[int, int], sizes): float(n) for sizes, n in least.items()}
+    found = {}
+    for sizes, n_channels in least.items():
+        found[cast(tuple[int, int], sizes)] = float(n_channels)
+    return found
 
 
 def _busiest(events: pd.DataFrame) -> int:

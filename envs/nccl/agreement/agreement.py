@@ -21,21 +21,24 @@ from ..plugin.bindings import Plugin
 from ..shm import TableFile, decode_table, message_of, trial_steps_of
 from ..steps.steps import Steps
 from . import protocol
+from .lookout import IDLE_S
 from .pace import Pace
 from .protocol import CommVote, Decision, LeftOut
-from .store import Proposal, RoundStore
+from .store import Parted, Proposal, RoundStore
 
 #: How long rank 0 waits for ranks that have not taken a step yet, or whose NCCL has not loaded the tuner.
 ATTACH_S = float(os.environ.get("DYNAMICCL_ATTACH_S", "60"))
-#: So long a rank looks out for a proposal at a time; with thousands of ranks longer. The job's end waits for that.
-#: Whether the job has begun anew is asked each eighth time.
-_IDLE_S, _A_RANK_S = 0.25, 1e-4
+_IDLE_S, _A_RANK_S = 0.25, 1e-4  # until NCCL is looked for again; with many ranks the job's end waits longer
 _LOOK_S = 0.02  # between two looks of rank 0 at what the daemon has published
-_NEWS_S = 0.5  # between two questions of rank 0 whether a rank or a communicator is new
-_HELD_S = 0.02  # between two looks whether a call is held back at a limit; with many ranks longer
+#: Between two questions of rank 0 whether a rank or a communicator is new; IDLE_S where no rounds run.
+_NEWS_S = 0.25
+#: Between two looks whether a call is held back at a limit; with many ranks the store is asked later.
+_HELD_S = 0.02
+_LOOKS = 3  # of rank 0 for the votes, of another rank for the decision: so many a round takes at least
 _VOTES_S = 0.5  # for the votes of all ranks, or four rounds as they last
 _SOON_S, _LATER_S = 0.25, 60.0  # until a store that is away is tried again: at first, and at most
 _AGAIN_S = 0.2  # until a lost round is tried again, doubled each time
+_SILENT_S = 30.0  # a store that is away for longer is told of
 #: So many lost rounds in a row, and the user hears of it; from so many on, rank 0 goes on without who does not vote.
 _IN_A_ROW, _PATIENCE = 3, 5
 TOGETHER = AgreementState.OPEN, "all ranks decide together"
@@ -65,7 +68,9 @@ class Agreement:
         self.rank, self.n_ranks = rank, n_ranks
         self.stopped = ""  # why no table will change any more
         self._plugin, self._steps, self._versions, self._tell = plugin, steps, versions, tell
-        self._store, self._pace, self._end = RoundStore(store, rank, n_ranks), Pace(), threading.Event()
+        self._store, self._end = RoundStore(store, rank, n_ranks), threading.Event()
+        self._look_s = _HELD_S + _A_RANK_S * n_ranks  # between two questions what was decided
+        self._pace = Pace(_LOOKS * self._look_s)
         self._comms: frozenset[int] = frozenset()  # communicators that rank 0 has heard of
         self._leader = _Leader(n_ranks, published) if rank == 0 else None
         self._said: tuple[AgreementState, str] | None = None  # last, on rank 0
@@ -77,7 +82,7 @@ class Agreement:
 
     def _run(self) -> None:
         self._say(AgreementState.WAITING, NotTuning.NOT_ALL_THERE())
-        faults = 0
+        faults, away_since, told = 0, 0.0, False
         while not self.stopped:
             began = time.monotonic()
             try:
@@ -86,36 +91,41 @@ class Agreement:
                     self._lead_rounds(self._leader)
                 else:
                     self._follow_rounds()
+            except Parted:
+                self.stopped = NotAgreeing.DESTROYED()
             except Exception as error:  # the job goes on, and tables change again when the store is there
-                faults = 1 if time.monotonic() - began > _LATER_S else faults + 1
-                if faults == _IN_A_ROW and not self._end.is_set():
+                now = time.monotonic()
+                if not faults or now - began > _LATER_S:
+                    faults, away_since, told = 0, now, False
+                faults += 1
+                if now - away_since > _SILENT_S and not told and not self._end.is_set():
                     why = NotAgreeing.FAULT(rank=self.rank, error=str(error) or type(error).__name__)
                     self._tell(None, NotAgreeing.NOT_CONNECTED(why=why))
+                    told = True
                 self._end.wait(min(_SOON_S * 2**faults, _LATER_S))
         self._plugin.lift(0)
         if self._leader is not None:
             with contextlib.suppress(Exception):  # the store is gone before
                 self._store.part(self._leader.number + 1)
+        self._store.close()
 
     # -- every rank but the first --------------------------------------------------------------------------------------
 
     def _follow_rounds(self) -> None:
-        number, asked, idle_s = 0, 0.0, _IDLE_S + _A_RANK_S * self.n_ranks
-        while not self._end.is_set():
-            if time.monotonic() - asked > (8 * idle_s if self._store.life else _LOOK_S):
-                asked = time.monotonic()
-                if self._store.is_new_life():
-                    number, self._comms = self._store.last_round(), frozenset()
-                    self._present()
+        while not self._end.wait(self._store.lookout.pause_s()):
             self._look_around()
-            if not self._store.life:
-                self._end.wait(_IDLE_S)
-            elif (proposal := self._store.proposal(number + 1, idle_s)) is not None:
-                number += 1
-                if not proposal.message:
-                    self.stopped = NotAgreeing.DESTROYED()
-                    return
-                self._drive(protocol.follow(self.rank, number, self._identity()), proposal)
+            if not self._store.has_changed():
+                continue
+            is_new_life, number = self._store.now()
+            if is_new_life:
+                self._comms = frozenset()
+                self._present()
+            proposal = self._store.proposal(number) if number else None
+            if proposal is None:
+                continue
+            if not proposal.message:
+                raise Parted
+            self._drive(protocol.follow(self.rank, number, self._identity()), proposal)
 
     def _present(self) -> None:
         """Say that this rank is there, once NCCL has loaded the tuner."""
@@ -140,11 +150,12 @@ class Agreement:
     # -- rank 0 --------------------------------------------------------------------------------------------------------
 
     def _lead_rounds(self, leader: _Leader) -> None:
-        asked = 0.0
+        asked, lookout = 0.0, self._store.lookout
         while not self._end.wait(_LOOK_S):
             leader.look()
             self._look_around()
-            if time.monotonic() - asked > _NEWS_S:
+            self._store.keeps_watch()
+            if time.monotonic() - asked > (IDLE_S if lookout.is_quiet() else _NEWS_S):
                 asked = time.monotonic()
                 leader.hears(self._store)
             if leader.is_waiting(self._comms) or time.monotonic() < leader.not_before:
@@ -152,7 +163,10 @@ class Agreement:
                     self._stop(why)
                     return
                 continue
-            if (message := leader.next()) is not None:
+            message = leader.next()
+            if message is not None and (until_awake_s := self._store.wakes()):
+                leader.not_before = time.monotonic() + until_awake_s
+            elif message is not None:
                 self._lead(leader, message)
                 if leader.is_over(self._comms):
                     self._stop(next(iter(leader.gone.values())))
@@ -162,7 +176,9 @@ class Agreement:
         """One round."""
         generation, table = message
         leader.number += 1
-        proposal = Proposal(leader.number, table, len(leader.known) - len(leader.silent))
+        # One vote at least is worth waiting for: who was silent may be back.
+        n_votes = max(len(leader.known) - len(leader.silent), min(1, len(leader.known)))
+        proposal = Proposal(leader.number, table, n_votes)
         steps, left_out = trial_steps_of(table), dict[int, LeftOut]()
         must = leader.switched if leader.lost < _PATIENCE else set[int]()
         part = protocol.lead(leader.number, self._identity(), generation, steps, leader.gone, must, left_out)
@@ -208,7 +224,8 @@ class Agreement:
                 return None
             case protocol.Gather():
                 assert self._leader is not None
-                votes = store.votes(number, self._leader.known, max(_VOTES_S, 4 * self._pace.round_s))
+                longest_s = max(_VOTES_S + 2 * store.lookout.spread_s(), 4 * self._pace.round_s)
+                votes = store.votes(number, self._leader.known, longest_s)
                 self._leader.silent = {vote.rank for vote in votes if vote.round != number}
                 return votes
             case protocol.Settle(decision):
@@ -221,11 +238,15 @@ class Agreement:
                 return self._plugin.lift(generation)
 
     def _awaited(self, number: int) -> Decision | None:
-        look_s = max(_HELD_S + _A_RANK_S * self.n_ranks, self._pace.round_s / 4)
+        ask_s = max(self._look_s, self._pace.round_s / 4)
+        next_s = time.monotonic() + ask_s
         with contextlib.suppress(Exception):  # the store is away: the register must be asked until it answers
             while not self._plugin.waiting() and not self._end.is_set():
-                if (found := self._store.decision(number, look_s)) is not None:
-                    return found
+                if time.monotonic() >= next_s:
+                    if (found := self._store.decision(number)) is not None:
+                        return found
+                    next_s = time.monotonic() + ask_s
+                self._end.wait(_HELD_S)
         return None
 
     def _staged(self, message: bytes) -> str:
@@ -237,10 +258,10 @@ class Agreement:
 
     def _limits(self) -> dict[int, CommVote]:
         found: dict[int, CommVote] = {}
+        answer_s, spread_s = self._store.answer_s, self._store.lookout.spread_s()
         for comm, view in self._plugin.comms().items():
-            if view.marks and (
-                limit := self._plugin.limit(comm, self._pace.distance(comm, self._store.answer_s))
-            ):
+            distance = self._pace.distance(comm, answer_s, spread_s)
+            if view.marks and (limit := self._plugin.limit(comm, distance)):
                 size, pace = (view.n_ranks, view.n_nodes), self._pace.calls_a_step(comm)
                 found[comm] = CommVote(*size, limit, pace, view.marks)
         return found

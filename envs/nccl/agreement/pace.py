@@ -27,9 +27,10 @@ class _Sample(NamedTuple):
 class Pace:
     """Counts of a rank's communicators over the last seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_s: float = 0.0) -> None:
+        """``first_s``: how long a round lasts at least, by the times between looks; before any was measured."""
         self._samples: deque[_Sample] = deque()
-        self._round_s: deque[float] = deque([0.0], maxlen=8)
+        self._round_s: deque[float] = deque([first_s], maxlen=8)
         self._caution = 1.0  # grows with every round in which a call was held
 
     def is_due(self) -> bool:
@@ -59,10 +60,11 @@ class Pace:
         steps = last.steps - first.steps
         return (last.counts[comm] - first.counts[comm]) / steps if steps > 0 else 0.0
 
-    def distance(self, comm: int, answer_s: float) -> int:
+    def distance(self, comm: int, answer_s: float, spread_s: float = 0.0) -> int:
         """How many calls ahead a limit is: two rounds as they last, half a second or two steps, one step at least.
 
         ``answer_s``: the store took so long to answer in this very round, maybe much longer than in those before.
+        ``spread_s``: another rank may hear of the round so much later than this one.
         """
         first, last = self._ends(comm)
         busiest = max((self._rate(comm, a, b) for a, b in pairwise(self._samples)), default=0.0)
@@ -72,7 +74,7 @@ class Pace:
         seconds = last.at_s - first.at_s
         step_s = seconds / (last.steps - first.steps) if last.steps > first.steps else math.inf
         round_s = max(self.round_s, min(_REQUESTS * answer_s, _MOST_S))
-        ahead_s = max(2 * round_s, min(_HALF_S, _STEPS * step_s)) * self._caution
+        ahead_s = (max(2 * round_s, min(_HALF_S, _STEPS * step_s)) + spread_s) * self._caution
         return math.ceil(max(a_step, busiest * ahead_s)) + _LEAST
 
     def _ends(self, comm: int) -> tuple[_Sample, _Sample]:

@@ -23,7 +23,8 @@ voted, or otherwise than the rest, is left out, and NCCL decides alone there. A 
 nobody alive to say so; then holds again what was there to stay.
 
 :func:`lead` and :func:`follow` are the two parts as generators: they yield what is to be done, and are sent what came
-of it. ``agreement.py`` does it with a store and a plugin; ``tests/tools/protocol_model.py`` explores every order of events.
+of it. ``agreement.py`` does it with a store and a plugin; ``tests/tools/protocol_model.py`` explores every order of
+events.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """The rounds of an agreement in the job's own store: what rank 0 proposes, the votes, the register of each round.
 
-One connection of our own a rank, used by one thread. In a round who waits for a key asks the store to answer when it is
-there. Whether a round begins is asked now and then: of a wait in vain PyTorch warns in the job's output.
+One connection of our own a rank, used by one thread. No request here waits at the store for a key: of a wait in vain
+PyTorch warns in the job's output. Whether a key is there is asked now and then; whether rank 0 has begun anything is
+asked by one process of each node (lookout.py).
 
 torchrun keeps its store when it starts all workers anew. So rank 0 draws a name for each life of the job, below which
-all keys lie, and every rank looks now and then whether there is a newer one.
+the keys of its rounds lie. Two keys lie beside the lives: how often rank 0 has begun something, and the life and the
+round of now.
 """
 
 from __future__ import annotations
@@ -15,18 +17,20 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 from ....traces.reasons import NotAgreeing
 from ..steps.words import say
+from .lookout import IDLE_S, Lookout
 from .protocol import ABORT, CommVote, Decision, Vote
 
 #: How long the register of a round is asked for: as long as NCCL's own watchdog waits for the other ranks.
 _LOST_S = 600.0
+#: So long a refused connection may be the network's fault (a firewall, a proxy); then nobody serves the store.
+_REFUSED_S = 10.0
 _AGAIN_S = 0.1
-_PAUSE_S, _A_RANK_S = 0.02, 1e-4  # between two looks for a round, with many ranks longer
-_LIFE, _ROUND, _NEWS = "life", "round", "news"
+_PAUSE_S, _A_RANK_S = 0.02, 1e-4  # between two looks of rank 0 for the votes, with many ranks longer
+_BEGUN, _NOW, _NEWS = "begun", "now", "news"
 
 
 class Proposal(NamedTuple):
@@ -37,49 +41,77 @@ class Proposal(NamedTuple):
     n_votes: int  # of other ranks that rank 0 waits for
 
 
+class Parted(Exception):
+    """Rank 0 leads no round any more."""
+
+
 class RoundStore:
     """Connected at :meth:`connect`. Raises what the store raises, but in :meth:`settle`."""
 
     def __init__(self, make: Callable[[], Any], rank: int, n_ranks: int) -> None:
         """``make()`` gives a new connection of our own to the job's store."""
-        self._make, self._rank, self._pause_s = make, rank, _PAUSE_S + _A_RANK_S * n_ranks
+        self._make, self._rank, self._n_ranks = make, rank, n_ranks
+        self._pause_s = _PAUSE_S + _A_RANK_S * n_ranks
         self._store: Any = None
-        self.life, self._heard = "", 0
+        self.life, self._round = "", 0
+        self._heard = 0  # of the ranks' news
+        self._begun = 0  # so much rank 0 has begun
+        self._seen = -1  # of it this rank has taken note
+        self.lookout = Lookout("", rank, n_ranks)
         self.answer_s = 0.0  # how long the store took to answer at the beginning of the last round
         self.closing = False
 
     def connect(self) -> None:
         """Connect, and take part in the job's present life, which rank 0 begins."""
-        self._store = self._make()
+        self._store, self._seen = self._make(), -1
         if self._rank == 0:
-            self.life, self._heard = secrets.token_hex(4), 0
-            self._store.set(_LIFE, self.life)
+            self._heard = self._round = 0
+            self._live(secrets.token_hex(4))
+            self._begins()
 
-    def is_new_life(self) -> bool:
-        """Whether rank 0 has begun another life than this rank knows of; from then on this rank is in it."""
-        if self._rank == 0 or not self._store.check([_LIFE]):
-            return False
-        life, self.life = self.life, bytes(self._store.get(_LIFE)).decode()
-        return life != self.life
-
-    def last_round(self) -> int:
-        """The newest round of this life; 0 before the first."""
-        key = self._key(_ROUND)
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+    def _live(self, life: str) -> None:
+        self.life = life
+        self.lookout.close()
+        self.lookout = Lookout(life, self._rank, self._n_ranks)
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self.life, *parts)))
 
-    def _wait(self, key: str, seconds: float) -> bool:
-        """Whether the key is there within so long. Raises where the store is away."""
-        end = time.monotonic() + seconds
-        try:
-            self._store.wait([key], timedelta(seconds=seconds))
-        except Exception:  # too early, or the store is away: then the next line raises
-            return time.monotonic() < end and bool(self._store.check([key]))
-        return True
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def close(self) -> None:
+        """This rank asks nothing more."""
+        self.lookout.close()
 
     # -- every rank ------------------------------------------------------------------------------------------------
+
+    def has_changed(self) -> bool:
+        """Whether rank 0 has begun a life or a round since the last True. Call it often: the store is asked seldom.
+
+        Raises Parted where rank 0 leads no round any more.
+        """
+        begun = self.lookout.newest(lambda: int(self._store.add(_BEGUN, 0)))
+        if begun is None:
+            raise Parted
+        changed = begun not in (0, self._seen)
+        self._seen = begun
+        return changed
+
+    def now(self) -> tuple[bool, int]:
+        """(whether this is another life than this rank knew of, the newest round if it shall take part in it, else 0).
+
+        Only after :meth:`has_changed`. Rounds before the newest are left out: this rank has no vote in them. So is one
+        that was begun before rank 0 has ever heard of this rank.
+        """
+        life, text = bytes(self._store.get(_NOW)).decode().split()
+        number, before = int(text), self._round
+        self._round = number
+        if life == self.life:
+            return False, number if number > before else 0
+        is_known = bool(self.life)
+        self._live(life)
+        return True, number if is_known else 0
 
     def says_news(self) -> None:
         """Rank 0 shall look: this rank is there, or has a new communicator."""
@@ -91,43 +123,66 @@ class RoundStore:
         if n_votes and self._store.add(self._key(vote.round, "votes"), 1) >= n_votes:
             self._store.set(self._key(vote.round, "all"), "yes")
 
-    def proposal(self, number: int, seconds: float) -> Proposal | None:
-        """Round ``number``, once it is proposed; None if it is not within so long."""
-        key, end = self._key(number, "table"), time.monotonic() + seconds
-        while not self._store.check([key]):
-            if time.monotonic() > end:
-                return None
-            time.sleep(self._pause_s)
+    def proposal(self, number: int) -> Proposal | None:
+        """Round ``number``; None where it is not, or no longer, there."""
+        key = self._key(number, "table")
         began = time.monotonic()
-        n_votes, message = json.loads(bytes(self._store.get(key)))
+        if not self._has(key):
+            return None
         self.answer_s = time.monotonic() - began
+        n_votes, message = json.loads(bytes(self._store.get(key)))
         return Proposal(number, base64.b64decode(message), n_votes)
 
-    def decision(self, number: int, seconds: float) -> Decision | None:
-        """What was decided in a round; None if nothing is within so long."""
+    def decision(self, number: int) -> Decision | None:
+        """What was decided in a round; None if nothing is by now."""
         key = self._key(number, "decision")
-        return _decision(bytes(self._store.get(key))) if self._wait(key, seconds) else None
+        return _decision(bytes(self._store.get(key))) if self._has(key) else None
 
     def settle(self, number: int, decision: Decision) -> Decision:
         """Set the register of a round if it is free; what it holds. Only the store knows: it is asked until it answers.
 
-        A store that nobody serves any more is the end of its job: no rank waits for a decision there.
+        A refused connection is silence, too, as a firewall or a proxy may refuse for a second what it lets through
+        later. Where it is refused for ten seconds nobody serves the store any more: its job is at its end, and no rank
+        waits for a decision there.
         """
         word = json.dumps([decision.generation, {f"{comm:x}": at for comm, at in decision.switches.items()}])
-        end, again = time.monotonic() + _LOST_S, False
+        lost, refused_until = time.monotonic() + _LOST_S, 0.0
+        again = False
         while True:
             try:
                 if again:
                     self._store = self._make()
                 return _decision(bytes(self._store.compare_set(self._key(number, "decision"), "", word)))
             except Exception as error:
-                if isinstance(error, ConnectionRefusedError) or self.closing or time.monotonic() > end:
+                now, again = time.monotonic(), True
+                is_refused = isinstance(error, ConnectionRefusedError)
+                if not is_refused:
+                    refused_until = 0.0
+                elif not refused_until:
+                    refused_until = now + _REFUSED_S
+                if self.closing or now > lost or (is_refused and now > refused_until):
                     say(NotAgreeing.NO_STORE(rank=self._rank, error=error))
                     return ABORT
-                again = True
                 time.sleep(_AGAIN_S)
 
     # -- rank 0 ----------------------------------------------------------------------------------------------------
+
+    def _begins(self) -> None:
+        """Tell all ranks that there is something new: a life, a round, or one to come."""
+        self._store.set(_NOW, f"{self.life} {self._round}")
+        self._begun = int(self._store.add(_BEGUN, 1))
+        self.lookout.tell(self._begun)
+
+    def keeps_watch(self) -> None:
+        """Nobody on rank 0's node need ask the store. Call it often."""
+        self.lookout.tell(self._begun)
+
+    def wakes(self) -> float:
+        """Before a round: seconds until all nodes look for it often again; 0.0 where they do."""
+        if not self.lookout.is_quiet() or self.lookout.is_whole():
+            return 0.0
+        self._begins()
+        return 1.25 * IDLE_S
 
     def has_news(self) -> bool:
         """Whether a rank has said since the last question that there is something new."""
@@ -141,28 +196,29 @@ class RoundStore:
     def propose(self, proposal: Proposal) -> None:
         """Begin a round."""
         word = json.dumps([proposal.n_votes, base64.b64encode(proposal.message).decode()])
-        began = time.monotonic()
+        self._round = proposal.number
         self._store.set(self._key(proposal.number, "table"), word)
+        began = time.monotonic()
+        self._begins()
         self.answer_s = time.monotonic() - began
-        self._store.set(self._key(_ROUND), str(proposal.number))
 
     def part(self, number: int) -> None:
-        """Tell all ranks that this was the last round, and give them the time of two looks: it may go with us."""
+        """Tell all ranks that this was the last round, and those of this node in time: the store may go with us."""
         self.propose(Proposal(number, b"", 0))
-        time.sleep(2 * self._pause_s)
+        self.lookout.tell_gone()
+        time.sleep(self.lookout.pause_s() + self._pause_s)
 
     def votes(self, number: int, ranks: Iterable[int], seconds: float) -> list[Vote]:
         """The last votes of ``ranks``, as soon as all expected in this round are there, else after so long."""
         ranks = list(ranks)
-        if ranks:
-            self._wait(self._key(number, "all"), seconds)
+        end = time.monotonic() + seconds
+        while ranks and not self._has(self._key(number, "all")) and time.monotonic() < end:
+            time.sleep(self._pause_s)
         keys = [self._key("vote", rank) for rank in ranks]
         several = getattr(self._store, "has_extended_api", bool)()
-        raws = (
-            (self._store.multi_get(keys) if keys else [])
-            if several
-            else [self._store.get(key) for key in keys]
-        )
+        if not keys:
+            return []
+        raws = self._store.multi_get(keys) if several else map(self._store.get, keys)
         return [_vote(bytes(raw)) for raw in raws]
 
     def forget(self, number: int) -> None:

@@ -16,7 +16,8 @@ enum { NCCL_SUCCESS = 0 };
 
 // NCCL's numbers for collectives, algorithms and protocols; the same in every release served.
 enum { FUNC_ALL_GATHER = 2, FUNC_REDUCE_SCATTER = 3, FUNC_SEND_RECV = 5, N_FUNCS = 8 };
-enum { ALGO_TREE = 0, ALGO_RING = 1, ALGO_NVLS = 4, ALGO_PAT = 6, PROTO_LL = 0, N_ALGOS = 7, N_PROTOS = 3 };
+enum { ALGO_TREE = 0, ALGO_RING = 1, ALGO_NVLS = 4, ALGO_PAT = 6, N_ALGOS = 7 };
+enum { PROTO_LL = 0, PROTO_LL128 = 1, N_PROTOS = 3 };
 
 // Levels and flag of the logger that NCCL hands to a plugin.
 enum { LOG_WARN = 2, LOG_INFO = 3, LOG_FLAG_TUNING = 0x40 };
@@ -78,8 +79,25 @@ _Static_assert(sizeof(struct nccl_nvl_domains) == 12, "NVLink domains");
 
 // ---- profiler ----
 
-// Bits of the activation mask. With EVENT_COLL in it NCCL also tells of groups, and from 2.28 on of calls.
-enum { EVENT_GROUP = 1, EVENT_COLL = 2, EVENT_KERNEL_CH = 64, EVENT_COLL_API = 512 };
+// Bits of the activation mask, and what NCCL takes for each that a job without a profiler does not need (read
+// in 2.27.7, 2.28.9, 2.29.7 and 2.30.7). The pinned memory for kernels' time stamps, one block a
+// communicator, is taken whether or not there is a profiler.
+enum {
+  // Never set by us. Told with EVENT_COLL; nothing is allocated: the event lies on the caller's stack.
+  EVENT_GROUP = 1,
+  // Nothing is allocated, in any release: the event lies on the caller's stack. Nothing can fail. NCCL also
+  // tells
+  // of groups, and from 2.28 on of calls.
+  EVENT_COLL = 2,
+  // 2.27 to 2.31: about 34 MiB of /dev/shm a rank and communicator at its first collective, a thread and some
+  // descriptors; where one of them is not to be had the rank dies (SIGSEGV). 2.32.3: goes on without times.
+  // Set
+  // only where dccl_may_time_kernels says so. 2.26 and older: not loaded by us.
+  EVENT_KERNEL_CH = 64,
+  // 2.28 on. Never set by us: told with EVENT_COLL. Nothing is allocated: the event lies on the caller's
+  // stack.
+  EVENT_COLL_API = 512,
+};
 enum { STATE_KERNEL_CH_STOP = 22 };
 
 struct nccl_coll_event {

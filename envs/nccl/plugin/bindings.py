@@ -127,7 +127,25 @@ class Plugin:
     def identity(self) -> str:
         """What must be equal on all ranks before they decide together: our sources, the table's format, the ABI."""
         build, (tuner, profiler) = self._call["build"]().decode(), self.abi
-        return f"{build} table {TABLE_VERSION} tuner {tuner} profiler {profiler}"
+        pat = " pat" if os.environ.get("DYNAMICCL_TRY_PAT") == "1" else ""
+        return f"{build} table {TABLE_VERSION} tuner {tuner} profiler {profiler}{pat}"
+
+
+def take_slots_back() -> dict[str, str]:
+    """Before NCCL loads plugins: ours again where another was named after the launcher had named ours.
+
+    Operators of clusters do that for every job: a Slurm TaskProlog or a SPANK plugin names NVIDIA's Inspector. NCCL
+    loads one tuner and one profiler; a tuner of theirs is asked before ours. Returns what was named, by variable.
+    """
+    ours, theirs = os.environ.get("DYNAMICCL_PLUGIN", ""), dict[str, str]()
+    for kind in ("TUNER", "PROFILER"):
+        variable = f"NCCL_{kind}_PLUGIN"
+        value = os.environ.get(variable, "")
+        if ours and value not in ("", "none") and not named(value):
+            theirs[variable], os.environ[variable] = value, ours
+            if kind == "TUNER":
+                os.environ["DYNAMICCL_NEXT_TUNER"] = value
+    return theirs
 
 
 def name_where_no_path_is_taken(release: str) -> None:

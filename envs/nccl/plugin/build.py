@@ -10,11 +10,10 @@ import os
 import shlex
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "next_tuner.c", "profiler.c")
+SOURCES = ("table.c", "ring.c", "comms.c", "tuner.c", "next_tuner.c", "profiler.c", "room.c")
 HEADERS = ("abi.h", "plugin.h")
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fPIC")
 LIBRARY = "libnccl-tuner-dynamiccl.so"
@@ -30,6 +29,8 @@ _LIBRARIES = {
 }
 # No folder of the machine that built it is in a library: the same sources make the same bytes.
 _NOWHERE = f"-ffile-prefix-map={HERE}=."
+#: Variables of these names count as not set where they are empty.
+_CLEARED = ("NCCL_", "DYNAMICCL_")
 _LONGEST = 254  # characters of a name or path that every release of NCCL takes whole
 
 
@@ -51,16 +52,20 @@ def compiler() -> list[str]:
 
 def cache_folder() -> Path:
     """Where built files are kept: ``$XDG_CACHE_HOME/dynamiccl``, else ``~/.cache/dynamiccl``, else the temp folder."""
-    from .private import private_folder  # here: setup.py runs this file before there is a package
+    from ....traces.here import (
+        temp_folder,
+        user_folder,
+    )  # here: setup.py runs this file before there is a package
+    from .private import private_folder
 
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    temp = Path(tempfile.gettempdir()) / f"dynamiccl-{os.geteuid()}"
-    for folder in (Path(base) / "dynamiccl", temp / "cache"):
-        if folder.is_absolute() and private_folder(folder):
+    own, temp = user_folder("XDG_CACHE_HOME", ".cache"), temp_folder()
+    folders = [own / "dynamiccl"] if own else []
+    folders += [temp / f"dynamiccl-{os.geteuid()}" / "cache"] if temp else []
+    for folder in folders:
+        if private_folder(folder):
             return folder
-    raise PluginBuildError(
-        f"no folder to build the plugin in: make {base}/dynamiccl writable for you alone (0700)"
-    )
+    tried = " or ".join(map(str, folders)) or "a folder that XDG_CACHE_HOME names"
+    raise PluginBuildError(f"no folder to build the plugin in: make {tried} writable for you alone (0700)")
 
 
 def build_of(sources: tuple[str, ...] = SOURCES, headers: tuple[str, ...] = HEADERS) -> str:
@@ -154,30 +159,31 @@ def needs_compiler() -> bool:
 
 
 def configured() -> dict[str, str]:
-    """NCCL's settings: the environment, below it NCCL_CONF_FILE or ~/.nccl.conf, below that /etc/nccl.conf."""
-    own = Path(os.environ.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf")
+    """NCCL's settings: the environment, below it NCCL_CONF_FILE or ~/.nccl.conf, below that /etc/nccl.conf.
+
+    Of NCCL's variables and ours an empty one counts as not set, as NCCL reads it; it hides the files all the same.
+    """
+    from ....traces.here import home
+
+    base = home()
+    own = os.environ.get("NCCL_CONF_FILE") or (str(base / ".nccl.conf") if base else None)
     found: dict[str, str] = {}
-    for path in (Path("/etc/nccl.conf"), own):
+    for path in filter(None, ("/etc/nccl.conf", own)):
         try:
-            lines = path.read_text().splitlines()
-        except (OSError, UnicodeDecodeError):
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError):
             continue
         pairs = (line.partition("#")[0].partition("=") for line in lines)
         found |= {name.strip(): value.strip() for name, _, value in pairs if value.strip()}
-    return {**found, **os.environ}
+    merged = {**found, **os.environ}
+    return {name: value for name, value in merged.items() if value or not name.startswith(_CLEARED)}
 
 
 def nccl_release() -> tuple[int, int, int] | None:
-    """Of the NCCL wheel that PyTorch would load; None without one (a build for CPUs, a system NCCL)."""
-    from importlib.metadata import PackageNotFoundError, version
+    """Of the NCCL that PyTorch would load; None where none is in sight, or where it is not known which."""
+    from .installed import nccl_release as found
 
-    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-        try:
-            parts = [int(part) for part in version(package).split(".")[:3]]
-        except (PackageNotFoundError, ValueError):
-            continue
-        return parts[0], parts[1], parts[2]
-    return None
+    return found(configured())
 
 
 def takes_no_path(release: tuple[int, ...] | None) -> bool:

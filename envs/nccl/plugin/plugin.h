@@ -216,6 +216,14 @@ void dccl_next_tuner_init(struct dccl_next_tuner* next, const struct dccl_tuner_
 bool dccl_next_tuner_ask(const struct dccl_next_tuner* next, const struct dccl_question* question);
 void dccl_next_tuner_finalize(const struct dccl_next_tuner* next);
 
+// ---- what NCCL needs for kernel times (room.c) ----
+
+// A communicator is there, or gone again; `inside_nccl` is an address in NCCL's library, or NULL. Its number.
+uint64_t dccl_announce(uint32_t n_ranks, uint32_t n_nodes, const void* inside_nccl);
+void dccl_withdraw(uint64_t number);
+// Whether EVENT_KERNEL_CH may be set now for all communicators that are there.
+bool dccl_may_time_kernels(void);
+
 // ---- communicators ----
 
 // The communicator whose profiler part was last initialised on this thread: tuner v3 and v4 are not told an

@@ -33,6 +33,7 @@ static _Atomic int n_contexts;
 struct profiler {
   struct dccl_comm comm;
   struct dccl_seat* seat;
+  uint64_t number;  // see dccl_announce
 };
 
 // ---- NCCL's names -> numbers ----
@@ -198,7 +199,8 @@ static void set_mask(void) {
   if (mask == NULL) return;
   int bits = 0;                            // without a run nobody listens: no event, no cost
   if (dccl_has_run()) bits |= EVENT_COLL;  // counted where there is no ring too: ranks compare the counts
-  if (dccl_ring_is_open() && (atomic_load(&sampling) || dccl_tries_few)) bits |= EVENT_KERNEL_CH;
+  const bool times = dccl_ring_is_open() && (atomic_load(&sampling) || dccl_tries_few);
+  if (times && dccl_may_time_kernels()) bits |= EVENT_KERNEL_CH;
   __atomic_store_n(mask, bits, __ATOMIC_RELAXED);
 }
 
@@ -216,17 +218,21 @@ static int start(int version, void** context, uint64_t comm_id, int* mask, const
   dccl_last_comm = comm;
   dccl_emit_comm(&comm, name);
   atomic_fetch_add(&n_contexts, 1);
+  const uint64_t number = dccl_announce(comm.n_ranks, comm.n_nodes, mask);
   if (mask != NULL) atomic_store(&nccl_mask, mask);
   set_mask();
   if (context == NULL) return NCCL_SUCCESS;
   struct profiler* p = calloc(1, sizeof *p);
-  if (p != NULL) *p = (struct profiler){comm, dccl_sit(comm_id, comm.n_ranks, comm.n_nodes, true)};
+  if (p != NULL) *p = (struct profiler){comm, dccl_sit(comm_id, comm.n_ranks, comm.n_nodes, true), number};
   *context = p;
   return NCCL_SUCCESS;
 }
 
 static int finish(void* context) {
-  if (context != NULL) dccl_leave(((struct profiler*)context)->seat);
+  if (context != NULL) {
+    dccl_leave(((struct profiler*)context)->seat);
+    dccl_withdraw(((struct profiler*)context)->number);
+  }
   if (atomic_fetch_sub(&n_contexts, 1) == 1) atomic_store(&nccl_mask, NULL);
   free(context);
   return NCCL_SUCCESS;

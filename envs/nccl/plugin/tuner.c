@@ -7,6 +7,7 @@
 #include <float.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/utsname.h>
 
 #include "plugin.h"
 
@@ -23,7 +24,8 @@ struct context {
   struct dccl_comm comm;
   struct dccl_seat* seat;
   uint64_t class;
-  bool no_ll;  // beyond what NCCL itself would do
+  bool no_protocol[N_PROTOS];  // beyond what NCCL itself would do
+  bool tries_pat;              // see on_request
   struct dccl_next_tuner next;
   struct memo memo[1 << MEMO_BITS][MEMO_WAYS];
 };
@@ -101,8 +103,8 @@ static bool emit_offer(const struct context* c, const struct dccl_question* q, c
   for (int algo = 0; algo < N_ALGOS; algo++) {
     for (int proto = 0; proto < N_PROTOS; proto++) {
       const int cell = algo * q->n_protos + proto;
-      const bool inside =
-          algo < q->n_algos && proto < q->n_protos && !(c->no_ll && proto == PROTO_LL && cell != chosen);
+      const bool closed = c->no_protocol[proto] && cell != chosen;
+      const bool inside = algo < q->n_algos && proto < q->n_protos && !closed;
       const float before = inside ? cost[cell] : -1.0f, after = inside ? q->cost[cell] : -1.0f;
       r.offer.cost_us[algo][proto] = !offered(before) ? -1.0f : offered(after) && after > 0 ? after : before;
     }
@@ -120,6 +122,14 @@ static bool clips_channels(int algo, uint64_t class) {
   return algo == ALGO_TREE || algo == ALGO_RING || algo == ALGO_PAT;
 }
 
+// From 2.31.2 on NCCL has PAT for several GPUs a node, at a price (half of the largest number) at which
+// nothing takes it by itself. It is no offer, so no search tries it. A user who knows that the job's nodes
+// have it (read in NCCL: NVLS on, as many ranks a node as NVLS has heads) may ask for it by DYNAMICCL_TRY_PAT
+// and a row.
+static bool on_request(const struct context* c, int algo, float cost) {
+  return c->tries_pat && algo == ALGO_PAT && cost >= DCCL_NO_OFFER && cost < FLT_MAX;
+}
+
 // The table's word, after the next tuner's; whether it has one. `cost` is NCCL's own offer, `n_channels` its
 // own count.
 static bool apply(const struct context* c, struct memo* m, const struct dccl_question* q, const float* cost,
@@ -128,11 +138,16 @@ static bool apply(const struct context* c, struct memo* m, const struct dccl_que
   if (!look_up(c, m, q, &d)) return false;
   const int own = choice(q, q->cost);
   int cell = own;
+  bool sets = d.n_channels >= 1 && d.n_channels <= DCCL_MAX_CHANNELS && q->n_channels != NULL;
   if (d.algo != DCCL_UNSET) {
     if (d.algo >= q->n_algos || d.proto >= q->n_protos) return false;
     cell = d.algo * q->n_protos + d.proto;
     // Where it is not offered its channel count was not meant for what NCCL picks either.
-    if (!offered(cost[cell]) || (c->no_ll && d.proto == PROTO_LL && cell != own)) return false;
+    if (!offered(cost[cell])) {
+      if (!on_request(c, d.algo, cost[cell])) return false;
+      sets = false;  // how many channels such a call has is not known
+    }
+    if (d.proto < N_PROTOS && c->no_protocol[d.proto] && cell != own) return false;
     if (cost != q->cost) {  // another tuner had its word: what it said was meant for its own choice
       if (own != cell && q->n_channels != NULL) *q->n_channels = n_channels;
       memcpy(q->cost, cost, (size_t)(q->n_algos * q->n_protos) * sizeof *cost);
@@ -141,7 +156,6 @@ static bool apply(const struct context* c, struct memo* m, const struct dccl_que
     for (int i = 0; i < cell; i++)  // of two zeros NCCL takes the first; without a branch, several at once
       q->cost[i] = q->cost[i] == 0.0f ? FLT_MIN : q->cost[i];
   }
-  const bool sets = d.n_channels >= 1 && d.n_channels <= DCCL_MAX_CHANNELS && q->n_channels != NULL;
   if (sets && cell >= 0 && clips_channels(cell / q->n_protos, c->class)) *q->n_channels = d.n_channels;
   return cell >= 0;
 }
@@ -173,6 +187,23 @@ static void decide(void* context, const struct dccl_question* q) {
   if (apply(c, m, q, cost, n_channels) && counts) dccl_note_answer();
 }
 
+// What can hang or corrupt a job over nodes is closed to every table. `agent/checks/faults.py` has the
+// releases and their sources; here NCCL's interface stands for the release, as all ranks have the same one.
+//
+// With buffers that the network has registered (which ranks may see otherwise) LL before Simple can hang for
+// good: NVIDIA/nccl#2389, since 2.24, whose tuner is v4. NVIDIA closed it in September 2026 with commit
+// eb6d302 of its development branch, "part of the 2.32u1 release"; 2.32.6 is the first number after that, and
+// its notes do not name the fix.
+//
+// On Grace the network writes into the GPU's memory through the C2C link, which may tear the 128 bytes of
+// LL128 apart: NVIDIA/nccl#2001 and #2053, since 2.27, whose tuner is v4 too; no number has the fix yet.
+static void close_protocols(struct context* c, int version) {
+  struct utsname machine;
+  const bool is_arm = uname(&machine) == 0 && strcmp(machine.machine, "aarch64") == 0;
+  c->no_protocol[PROTO_LL] = version >= 4;
+  c->no_protocol[PROTO_LL128] = version >= 4 && is_arm;
+}
+
 // v3, v4: no id. The profiler part has just seen it, if it is loaded; otherwise records name communicator 0.
 static int start(void** context, const struct dccl_tuner_init* init) {
   if (context == NULL) return NCCL_SUCCESS;
@@ -194,9 +225,9 @@ static int start(void** context, const struct dccl_tuner_init* init) {
   if (c == NULL) return NCCL_SUCCESS;
   c->comm = comm;
   c->class = dccl_class(comm.n_ranks, comm.n_nodes);
-  // With buffers that the network has registered (which ranks may see otherwise) LL before Simple can hang
-  // over nodes for good: NVIDIA/nccl#2389, since 2.24, whose tuner is v4; no number has the fix yet.
-  c->no_ll = comm.n_nodes > 1 && init->version >= 4;
+  if (comm.n_nodes > 1) close_protocols(c, init->version);
+  const char* pat = getenv("DYNAMICCL_TRY_PAT");
+  c->tries_pat = pat != NULL && strcmp(pat, "1") == 0 && comm.n_nodes > 1 && comm.n_ranks > comm.n_nodes;
   dccl_next_tuner_init(&c->next, init);
   c->seat = dccl_sit(comm.comm_id, comm.n_ranks, comm.n_nodes, false);
   *context = c;

@@ -17,10 +17,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from ....traces.here import machine
 from ....traces.reasons import NotAgreeing, NotTuning
 from ....traces.records import RECORD_BYTES, STATE, UNSET, AgreementState
 from ..agreement.agreement import Agreement, TableMailbox
-from ..plugin.bindings import Plugin, name_where_no_path_is_taken
+from ..plugin.bindings import Plugin, name_where_no_path_is_taken, take_slots_back
 from ..run_folder import WORD
 from ..steps import clock as step_clock
 from ..steps.steps import Steps
@@ -140,9 +141,9 @@ class Probe:
             return
         store = StoreConnections(dist.distributed_c10d)
         size, published = (self._rank, dist.get_world_size()), TableMailbox(self._run / "table")
-        self._agreement = Agreement(
-            *size, self._plugin, self._steps, published, store, f"NCCL {release}", self._tell
-        )
+        # The machine counts too: what the plugin closes to tables depends on it.
+        alike = f"NCCL {release} on {machine() or 'a machine not known'}"
+        self._agreement = Agreement(*size, self._plugin, self._steps, published, store, alike, self._tell)
 
     def _tell(self, state: AgreementState | None, text: str) -> None:
         """A word of the agreement: for the daemon, and for the user where it is not what he expects."""
@@ -213,6 +214,9 @@ def install() -> None:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    for variable, value in take_slots_back().items():
+        if os.environ.get("RANK", "0") == "0":
+            say(NotTuning.SLOT_TAKEN(variable=variable, value=value))
     name_where_no_path_is_taken(_nccl(sys.modules["torch"]))
     probe = _probe = Probe(os.environ["DYNAMICCL_RUN"])
     call: Any = None

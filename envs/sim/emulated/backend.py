@@ -220,7 +220,7 @@ def _stand_in() -> None:
 
     Groups that it makes of gloo besides stay gloo's: in a job on NCCL those carry what no tuner sees.
     """
-    plain = c10d.init_process_group
+    plain, barrier = c10d.init_process_group, c10d.monitored_barrier
 
     @functools.wraps(plain)
     def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
@@ -229,8 +229,18 @@ def _stand_in() -> None:
             backend = "emulated"
         plain(backend, *args, **options)
 
+    @functools.wraps(barrier)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        found = c10d._get_default_group() if group is None else group
+        if isinstance(found, EmulatedGroup):  # c10d refuses every backend whose name is not gloo
+            found.monitored_barrier(timeout or c10d.default_pg_timeout, wait_all_ranks=wait_all_ranks)
+        else:
+            barrier(group, timeout, wait_all_ranks)
+
     for module in (c10d, dist, device_mesh):  # each took the name for itself
         module.init_process_group = init_process_group
+    for module in (c10d, dist):
+        module.monitored_barrier = monitored_barrier
 
 
 def register() -> None:

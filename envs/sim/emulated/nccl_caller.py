@@ -1,7 +1,7 @@
 """A miniature NCCL: it calls the plugin as NCCL 2.29 does, and of all events tells those that the plugin asks for.
 
-The emulated backend runs on it. How each release calls, and what it tells besides, is in ``tests/helpers/nccl_releases.py``,
-which is held against the recorded calls of six.
+The emulated backend runs on it. How each release calls, and what it tells besides, is in
+``tests/helpers/nccl_releases.py``, which is held against the recorded calls of six.
 """
 
 from __future__ import annotations

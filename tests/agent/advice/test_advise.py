@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 import recordings_made
 from command import invoke
-from dynamiccl.agent.advice.advise import SUM, Advice, Gains, exposure, settings, tell
+from dynamiccl.agent.advice.advise import Advice, Gains, exposure, tell
+from dynamiccl.agent.advice.settings import FSDP2, SUM, settings
 from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.envs.nccl_model.clusters import cluster
 from dynamiccl.envs.replay.recordings import named, on_cluster
@@ -157,10 +158,13 @@ def test_more_ranks_than_the_named_cluster_has_are_said_to_be_assumed(tmp_path):
 
 def test_settings_of_the_launch_are_told_with_their_losses_and_how_to_verify_them():
     over, within = (
-        settings({"all_gather", "reduce_scatter"}, 2),
-        settings({"all_gather", "reduce_scatter"}, 1),
+        settings({"all_gather", "reduce_scatter"}, 2, FSDP2),
+        settings({"all_gather", "reduce_scatter"}, 1, FSDP2),
     )
     assert over == [SUM] and "set_force_sum_reduction_for_comms(True)" in SUM
+    assert settings({"reduce_scatter"}, 2) == [
+        "only for a job that uses FSDP2: " + SUM
+    ]  # before: said to any job
     assert settings({"all_reduce"}, 1) == [] and within[0] == SUM and len(within) == 4
     text = " ".join(within)
     for said in (

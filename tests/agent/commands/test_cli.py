@@ -1,7 +1,7 @@
 """The command line is frozen: programs and people's fingers rely on names, options and exit statuses.
 
-``python tests/agent/commands/test_cli.py`` writes what is there now to ``data/command_line.json``; a change
-belongs in the changelog.
+``PYTHONPATH=tests/helpers python tests/agent/commands/test_cli.py`` writes what is there now to
+``data/command_line.json``; a change belongs in the changelog.
 """
 
 import io
@@ -40,7 +40,7 @@ def run(*words):
 
 def test_names_and_options_are_those_on_record():
     assert interface() == json.loads(FROZEN.read_text()), (
-        "meant? then say so in CHANGELOG.md and run python tests/agent/commands/test_cli.py"
+        "meant? then say so in CHANGELOG.md and run PYTHONPATH=tests/helpers python tests/agent/commands/test_cli.py"
     )
 
 

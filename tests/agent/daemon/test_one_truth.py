@@ -309,13 +309,23 @@ def test_the_verdict_is_what_the_run_came_to(facts, says, never):
 
 def test_equal_decisions_are_told_together():
     rows = [
-        {"func": f, "max_bytes": n << 20, "algo": "ring", "proto": "ll128", "n_channels": 8}
+        {
+            "func": f,
+            "min_bytes": (n << 19) + 1,
+            "max_bytes": n << 20,
+            "algo": "ring",
+            "proto": "ll128",
+            "n_channels": 8,
+        }
         for f in ("all_gather", "reduce_scatter")
         for n in (8, 64, 256)
     ]
-    assert rows_text(rows) == "ring/ll128/8: all_gather, reduce_scatter <=8, <=64, <=256 MiB"
+    assert rows_text(rows) == "ring/ll128/8: all_gather, reduce_scatter 5-8, 33-64, 129-256 MiB"
     rows[0] |= {"algo": None, "proto": None, "n_channels": None}
-    assert rows_text(rows) == "ring/ll128/8: all_gather <=64, <=256 MiB; reduce_scatter <=8, <=64, <=256 MiB"
+    assert (
+        rows_text(rows)
+        == "ring/ll128/8: all_gather 33-64, 129-256 MiB; reduce_scatter 5-8, 33-64, 129-256 MiB"
+    )
     assert rows_text(rows[:1]) == "NCCL's choice"
 
 

@@ -112,7 +112,7 @@ def test_costs_are_those_of_the_job(run):
     assert gather["calls"] == 2 * LAYERS - 1 and scatter["calls"] == LAYERS
     assert gather["n_bytes"] == n_bytes and gather["n_default"] > 50
     text = text_of(path)
-    assert "all_gather <=8 MiB" in text and f"{gather['default_us']:.1f} us" in text
+    assert "all_gather 5-8 MiB" in text and f"{gather['default_us']:.1f} us" in text
 
 
 def test_windows_figure_has_every_window_and_its_story(run):

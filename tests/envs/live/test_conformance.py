@@ -20,7 +20,7 @@ from dynamiccl.envs.replay_env import ReplayEnv
 from dynamiccl.envs.sim.windows import OneJob, SimWindows
 from dynamiccl.envs.sim.workloads import SLOTS
 from dynamiccl.envs.sim_env import SimEnv
-from dynamiccl.traces.assemble import DTYPES
+from dynamiccl.traces.names import DTYPES
 from dynamiccl.traces.records import (
     ALGOS,
     COLL,

@@ -160,6 +160,25 @@ def test_nothing_to_tune_is_said():
         LiveWindows(job).begin()
 
 
+def test_a_slot_that_runs_outside_the_offer_is_left_alone_and_named():
+    job = FakeJob(truth)
+    told = job.take_events
+
+    def symmetric():
+        events = told()
+        algo = events["algo"].astype("str")
+        return events.assign(algo=algo.where(events["func"] != "all_gather", "auto"))
+
+    job.take_events = symmetric
+    windows = LiveWindows(job)
+    windows.begin()
+    assert {p.slot.func for p in windows.profiles} == {"reduce_scatter"}
+    (text,) = windows.left_alone
+    assert "left alone" in text and "a kernel of another kind" in text and str(GATHER) in text
+    with pytest.raises(ValueError, match="is left alone"):
+        LiveWindows(job, funcs=("all_gather",)).begin()
+
+
 def test_a_job_of_whose_collectives_nobody_tells_is_not_said_to_have_none():
     """Before: on NCCL 2.27 every job was said to run no all_gather or reduce_scatter."""
     job = FakeJob(truth)

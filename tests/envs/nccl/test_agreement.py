@@ -116,25 +116,10 @@ def test_a_store_that_answers_late_holds_nobody():
     assert waited_ms(found) == 0 and len(tables(found["ranks"][0])) > 2
 
 
-@pytest.mark.slow
-def test_who_waits_for_a_round_in_vain_writes_nothing_into_the_jobs_output(capfd):
-    """Seen: two warnings of PyTorch's store four times a second on every rank, for as long as the job ran."""
-    from dynamiccl.envs.nccl.agreement.store import Proposal, RoundStore
-    from torch.distributed import TCPStore
-
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    first, second = (RoundStore(lambda: TCPStore("127.0.0.1", server.port), rank, 2) for rank in (0, 1))
-    first.connect()
-    second.connect()
-    assert second.is_new_life() and second.proposal(1, 0.1) is None
-    first.propose(Proposal(1, b"table", 1))
-    assert second.proposal(1, 0.1) == Proposal(1, b"table", 1)
-    assert capfd.readouterr().err == ""
-
-
 def test_a_store_that_drops_its_connections_is_connected_to_again():
+    """Before: rank 0 began a new life with the number of its last round, and the others waited for the first."""
     found = outcome("store_drops")
-    assert waited_ms(found) < 1000 and len(tables(found["ranks"][0])) > 3
+    assert waited_ms(found) < 1000 and len(tables(found["ranks"][0])) > 8
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from dynamiccl.envs.nccl.plugin import build
+from dynamiccl.envs.nccl.plugin.bindings import take_slots_back
 from dynamiccl.envs.nccl.plugin.build import LIBRARY, nccl_env, plugin_path
 
 
@@ -73,3 +74,30 @@ def test_where_nccl_takes_no_path_it_finds_the_plugin_by_a_library_name_all_the_
     for release, said in (("2.27.3", LIBRARY), ("2.29.7", str(plugin_path())), ("-", str(plugin_path()))):
         out = subprocess.check_output([sys.executable, "-c", FOUND, release], env=env, text=True)
         assert out.split() == [said]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "taken"),
+    [
+        ("NCCL_PROFILER_PLUGIN", "/opt/libnccl-profiler-inspector.so", True),
+        ("NCCL_TUNER_PLUGIN", "libnccl-tuner-ofi.so", True),
+        ("NCCL_PROFILER_PLUGIN", "none", False),  # its user wants none
+        ("NCCL_PROFILER_PLUGIN", "", False),
+        ("NCCL_PROFILER_PLUGIN", PATH, False),
+    ],
+)
+def test_a_place_that_an_operator_has_taken_is_taken_back(monkeypatch, variable, value, taken):
+    """A Slurm TaskProlog exports after our environment is set. Before: no collective was told, and nothing tuned."""
+    for name in ("NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN", "DYNAMICCL_PLUGIN"):
+        monkeypatch.setenv(name, PATH)
+    monkeypatch.delenv("DYNAMICCL_NEXT_TUNER", raising=False)
+    monkeypatch.setenv(variable, value)
+    assert take_slots_back() == ({variable: value} if taken else {})
+    assert os.environ[variable] == (PATH if taken else value)
+    # A tuner of theirs is asked before ours.
+    is_tuner = variable == "NCCL_TUNER_PLUGIN"
+    assert os.environ.get("DYNAMICCL_NEXT_TUNER") == (value if is_tuner else None)
+    os.environ.pop("DYNAMICCL_NEXT_TUNER", None)
+    monkeypatch.delenv("DYNAMICCL_PLUGIN")
+    monkeypatch.setenv(variable, value)
+    assert take_slots_back() == {}  # nothing of ours was named

@@ -5,7 +5,7 @@ import pytest
 from dynamiccl.envs.nccl.shm import encode_table
 from dynamiccl.traces.assemble import Assembler
 from dynamiccl.traces.queries.slots import find_slots
-from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Slot, Table
+from dynamiccl.traces.records import ALGOS, PROTOS, Decision, Rule, Slot, Table
 from nccl_releases import Communicator, choose
 from test_plugin import MB, drained, offer, plugin, run
 
@@ -66,3 +66,22 @@ def test_a_stand_in_that_asks_with_four_times_the_size_is_obeyed(run, plugin):
     plugin.activate(encode_table(Table.of(9, {profile.slot: Decision("ring", "ll", 4)})))
     assert group(5) == (PROTOS.index("ll"), 4)
     comm.finalize()
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "shape", "taken"),
+    [("", (16, 2), False), ("1", (16, 2), True), ("1", (8, 1), False), ("1", (2, 2), False)],
+)
+def test_pat_at_a_price_that_nothing_takes_is_had_on_request_alone(
+    run, plugin, monkeypatch, asked_for, shape, taken
+):
+    """From 2.31.2 on NCCL prices PAT so over nodes of several GPUs; its channels stay NCCL's."""
+    monkeypatch.setenv("DYNAMICCL_TRY_PAT", asked_for)
+    row = Rule(0, 0, "all_gather", 0, 2**40, Decision("pat", "simple", 4))
+    plugin.activate(encode_table(Table(3, (row,))))
+    comm = Communicator(plugin.path, 7, *shape, 0, "2.32.3")
+    cost = offer(ring_simple=30, pat_simple=1.7e38)
+    channels = comm.get_coll_info("all_gather", MB, cost)
+    comm.finalize()
+    assert (channels, choose(cost)) == (0, (6, 2) if taken else (1, 2))
+    assert (" pat" in plugin.identity()) == (asked_for == "1")

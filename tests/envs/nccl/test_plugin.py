@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nccl_releases import Communicator, choose, versions
 
-RELEASES = ("2.22.3", "2.24.3", "2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.32.3")
+RELEASES = ("2.22.3", "2.24.3", "2.27.7", "2.28.9", "2.29.7", "2.30.7", "2.32.3", "2.32.6")
 MB = 2**20
 
 

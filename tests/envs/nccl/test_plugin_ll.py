@@ -1,10 +1,15 @@
 """Never hang: what NCCL can hang on is closed to every table, on all ranks alike."""
 
+import subprocess
+import sys
+
 import pytest
+from command import start
 from dynamiccl.envs.nccl.shm import encode_table
+from dynamiccl.envs.nccl.tables import to_json
 from dynamiccl.traces import records as rec
 from dynamiccl.traces.records import Decision, Rule, Table
-from nccl_releases import Communicator, choose
+from nccl_releases import REACH, Communicator, choose
 from test_plugin import MB, RELEASES, drained, offer
 from test_plugin import plugin as plugin
 from test_plugin import run as run
@@ -34,3 +39,47 @@ def test_no_table_has_ll_over_nodes_where_that_can_hang(run, plugin, release):
             20,
             30,
         ]  # nobody is to try what is closed
+
+
+MACHINE = """#include <string.h>
+#include <sys/syscall.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+int uname(struct utsname* name) {
+  const int error = (int)syscall(SYS_uname, name);
+  strcpy(name->machine, "aarch64");
+  return error;
+}
+"""
+ASK = """
+import numpy as np, sys
+from dynamiccl.envs.nccl.plugin.build import plugin_path
+from nccl_releases import Communicator, choose
+for release in sys.argv[1:]:
+    for n_ranks, n_nodes in (8, 1), (16, 2):
+        for others in 50, 10:  # NCCL's own choice is LL128, then Simple
+            comm = Communicator(plugin_path(), 5, n_ranks, n_nodes, 0, release)
+            cost = np.full((7, 3), -1, np.float32)
+            cost[1] = -1, 20, others
+            n_channels = comm.get_coll_info("all_gather", 4096, cost)
+            print(release, n_nodes, others, n_channels, choose(cost)[1])
+            comm.finalize()
+"""
+
+
+@pytest.mark.parametrize("is_grace", [True, False])
+def test_no_table_has_ll128_over_nodes_on_grace(tmp_path, is_grace):
+    """NVIDIA/nccl#2001, #2053: LL128 corrupts data there. Where NCCL itself takes it, it runs as without us."""
+    table = Table(1, (Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "ll128", 4)),))
+    (tmp_path / "t.json").write_text(to_json(table))
+    (tmp_path / "machine.c").write_text(MACHINE)
+    library = tmp_path / "machine.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "machine.c"], check=True)
+    job = [sys.executable, "-c", REACH + ASK, *RELEASES]
+    env = {"LD_PRELOAD": str(library)} if is_grace else {}
+    done = start("apply", tmp_path / "t.json", "--no-gate", "--force", "--", *job, **env)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert len(rows) == 4 * len(RELEASES), done.stderr
+    for release, n_nodes, others, n_channels, proto in rows:
+        closed = is_grace and n_nodes == "2" and release != "2.22.3" and others == "10"
+        assert (n_channels, proto) == (("0", "2") if closed else ("4", "1")), (release, n_nodes, others)

@@ -203,15 +203,16 @@ def test_a_connection_whose_other_end_is_gone_is_asked_nothing(capfd):
     make = StoreConnections(c10d)
     store = RoundStore(make, 0, 1)
     store.connect()
-    assert store.last_round() == 0 and not store.has_news()
+    assert store.now() == (False, 0) and not store.has_news()
     del server
     gc.collect()
-    for asks in (store.last_round, store.has_news, store.says_news):
+    for asks in (store.now, store.has_news, store.says_news):
         with pytest.raises(ConnectionAbortedError, match="store is gone"):
             asks()
     with pytest.raises(ConnectionRefusedError):
         make()
-    assert store.settle(1, RoundDecision(7, {})) is ABORT  # at once: nobody serves the store any more
+    store.closing = True
+    assert store.settle(1, RoundDecision(7, {})) is ABORT  # at once: the job closes
     (said,) = capfd.readouterr().err.splitlines()
     assert "rank 0: the job's store is gone" in said
 

@@ -52,6 +52,26 @@ print(dist.get_backend(), dist.get_backend(dist.new_group()), dist.get_backend(d
 """
 
 
+MONITORED = """
+import torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+dist.monitored_barrier()
+dist.monitored_barrier(dist.new_group(), timedelta(seconds=5), wait_all_ranks=True)
+dist.monitored_barrier(dist.new_group(backend="gloo"))
+print(dist.get_backend())
+"""
+
+
+def test_a_monitored_barrier_works_on_the_emulated_cluster():
+    """DeepSpeed#4488, composer#1321. Before: ValueError, only for the backend gloo; the job ended."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **emulated()}
+    done = subprocess.run(
+        [sys.executable, "-c", MONITORED], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0 and done.stdout == "emulated\n", done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("said", [["say", "gloo"], ["say"], ["say", "cpu:gloo,cuda:nccl"], ["mesh"]])
 def test_a_script_that_says_gloo_runs_on_the_emulated_cluster_as_it_is(said):
     """Before: such a job was told that it runs no collective that a tuner can reach."""

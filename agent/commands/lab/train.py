@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from . import Json, Option, fail, one_thread, refusing
+from .. import Json, Option, fail, one_thread, refusing
 
 
 def train(
@@ -25,9 +25,9 @@ def train(
     fifth of which only judges: the last line says what was gained there.
     """
     one_thread()
-    from ..policies.lstm import LstmPolicy
-    from ..report.terminal import terminal
-    from ..train.training import Settings, Training, export, gained
+    from ...policies.lstm import LstmPolicy
+    from ...report.terminal import terminal
+    from ...train.training import Settings, Training, export, gained
 
     if out.suffix != ".npz":
         fail(f"--out is a .npz file, not {out}")

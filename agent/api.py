@@ -1,0 +1,198 @@
+"""dynamiccl from Python: start, join, query and stop runs. ``import dynamiccl`` offers all names of this module.
+
+Imports nothing large: torch and pandas come in only when a function needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..traces.records import Table
+    from .report.summary import RunSummary
+
+__all__ = ["Run", "advise", "apply", "attach", "tune"]
+
+_PROGRAM = [sys.executable, "-m", "dynamiccl.agent.cli"]
+
+
+class Run:
+    """One run of the tuner, known by the folder of its results.
+
+    Args:
+        out: the folder that ``tune`` was given, or the run folder that ``dynamiccl env`` made.
+        process: the launcher or tuner that this Python process has started, if any.
+    """
+
+    def __init__(self, out: str | Path, process: subprocess.Popen[bytes] | None = None) -> None:
+        self.out = Path(out)
+        self.process = process
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.out)!r})"
+
+    def status(self) -> dict[str, Any]:
+        """How the run stands now, with the keys of ``dynamiccl top --json``. Unknown values are None.
+
+        Among them: ``state`` ("tuning", "ended" or "no tuner"), ``step``, ``step_ms``, ``in_force`` (the letter of the
+        current table, or "default"), ``gain`` (share of the step) and ``gain_ci95``.
+        """
+        from .report.runs import state
+
+        return state(self.out)
+
+    def summary(self) -> RunSummary:
+        """What the run came to, as in ``summary.json``; falsy as long as the run has left none."""
+        from .report.summary import RunSummary
+
+        return RunSummary.read(self.out, self.out / "out")
+
+    @property
+    def table(self) -> Table | None:
+        """The table that the run keeps, or None if it keeps NCCL's default.
+
+        Raises:
+            ValueError: if ``table.json`` is damaged.
+        """
+        from ..envs.nccl.tables import load_table
+
+        file = self.out / "table.json"
+        return load_table(file) if file.exists() else None
+
+    def stop(self, wait_s: float = 30) -> bool:
+        """End tuning and restore NCCL's default on all ranks. The job goes on.
+
+        Args:
+            wait_s: seconds to wait until a step is seen under the default.
+
+        Returns:
+            True once the job runs under the default, or is over; False if neither was seen in time.
+
+        Raises:
+            ValueError: if there is no such run.
+        """
+        from .commands import run_folder
+        from .daemon.stopping import end_tuning
+
+        return end_tuning(run_folder(str(self.out)), wait_s).is_over
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait until the process that this run was started with has ended.
+
+        Returns:
+            Its exit status: the job's own, 128 + n after signal n.
+
+        Raises:
+            ValueError: if this Python process has not started the run.
+            subprocess.TimeoutExpired: if it runs longer than ``timeout_s``.
+        """
+        if self.process is None:
+            raise ValueError(f"{self.out} was not started here: ask status() whether it has ended")
+        return self.process.wait(timeout_s)
+
+
+def tune(command: Sequence[str] = (), *, out: str | Path | None = None, **options: Any) -> Run:
+    """Start a job with a tuner beside it, as ``dynamiccl tune`` does, and return at once.
+
+    Args:
+        command: the job's command, e.g. ``["torchrun", "--nproc-per-node", "8", "train.py"]``. Without one, our own
+            ZeRO job is trained and tuned.
+        out: folder of the results; default: a new one below ``runs/tune``.
+        options: the options of ``dynamiccl tune`` with underscores: ``cluster="dgx-h100-2x8"``, ``once=True``,
+            ``budget=0.02``, ``policy="lstm"``.
+
+    Returns:
+        The run. ``run.wait()`` returns the job's exit status.
+
+    Raises:
+        TypeError: for an option that ``dynamiccl tune`` does not have.
+    """
+    folder = Path(out) if out is not None else _new_folder()
+    words = _words("tune", {**options, "out": folder})
+    return Run(folder, subprocess.Popen([*_PROGRAM, "tune", *words, *(["--", *command] if command else [])]))
+
+
+def attach(run: str | Path, **options: Any) -> Run:
+    """Start a tuner for a job that runs already, as ``dynamiccl tune --attach`` does.
+
+    Args:
+        run: the folder that ``dynamiccl env`` made, or the results of a run without a tuner.
+        options: the options of ``dynamiccl tune`` with underscores.
+
+    Raises:
+        TypeError: for an option that ``dynamiccl tune`` does not have.
+    """
+    words = _words("tune", {**options, "attach": str(run)})
+    return Run(options.get("out", run), subprocess.Popen([*_PROGRAM, "tune", *words]))
+
+
+def apply(table: str | Path, command: Sequence[str], **options: Any) -> int:
+    """Run a job under a fixed table, without a tuner, and wait until it ends.
+
+    Args:
+        table: a table's file, or the folder of a run that left one.
+        command: the job's command.
+        options: the options of ``dynamiccl apply`` with underscores.
+
+    Returns:
+        The job's exit status.
+
+    Raises:
+        TypeError: for an option that ``dynamiccl apply`` does not have.
+    """
+    words = _words("apply", options)
+    return subprocess.run([*_PROGRAM, "apply", str(table), *words, "--", *command], check=False).returncode
+
+
+def advise(*recordings: str | Path, **options: Any) -> dict[str, Any]:
+    """Predict what tuning would gain for a recorded job, as ``dynamiccl advise --json`` does.
+
+    Args:
+        recordings: a run's folder, or files of other tools, one a rank.
+        options: the options of ``dynamiccl advise`` with underscores: ``cluster="dgx-h100-2x8"``.
+
+    Returns:
+        The keys of ``dynamiccl advise --json``.
+
+    Raises:
+        TypeError: for an option that ``dynamiccl advise`` does not have.
+        ValueError: for a recording that cannot be read, with the cause and the cure.
+    """
+    words = _words("advise", options)
+    command = [*_PROGRAM, "advise", *map(str, recordings), *words, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(done.stderr.strip().removeprefix("error: "))
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def _words(command: str, options: Mapping[str, Any]) -> list[str]:
+    """Options as a command line has them; False and None stand for options that are not given."""
+    from .cli import options_of
+
+    known, words = options_of(command), list[str]()
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if flag not in known:
+            raise TypeError(f"{command}() has no option {name!r}: dynamiccl {command} --help lists them")
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words += [flag, str(value)]
+    return words
+
+
+def _new_folder() -> Path:
+    """A folder below ``runs/tune`` that no other run has."""
+    from .report.outputs import ROOT
+
+    stem = time.strftime("%Y%m%d-%H%M%S")
+    names = (stem if n == 1 else f"{stem}-{n}" for n in range(1, 1000))
+    return next(ROOT / name for name in names if not (ROOT / name).exists())

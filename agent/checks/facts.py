@@ -1,0 +1,36 @@
+"""What is known of a machine and a job before it starts: what the traps are asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...envs.nccl.variables import Narrowing, narrowing
+
+if TYPE_CHECKING:  # numpy with it, which a job that is to be started does not wait for
+    from ...traces.records import Table
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the machine and the job. Everything may be unknown (None)."""
+
+    env: Mapping[str, str] = field(default_factory=dict)  # NCCL's configuration files are merged into it
+    nccl: tuple[int, int, int] | None = None
+    n_gpus: int | None = None
+    ranks_per_node: int | None = None
+    shm_free: int | None = None  # bytes
+    has_compiler: bool = True  # or what it would compile is there
+    table: Table | None = None
+    machine: str | None = None  # x86_64, aarch64
+    copies: tuple[str, ...] = ()  # every NCCL in sight, in words
+
+    @property
+    def narrowing(self) -> Narrowing:
+        """What NCCL_ALGO and NCCL_PROTO take out of NCCL's offer."""
+        return narrowing(self.env)
+
+    def release(self, first: tuple[int, ...], below: tuple[int, ...] = (99,)) -> bool:
+        """Whether NCCL is known to be of the release ``first`` or newer, and older than ``below``."""
+        return self.nccl is not None and first <= self.nccl < below

@@ -1,0 +1,118 @@
+"""Known faults of NCCL releases that a tuner must know of, each with its source: the one table of them.
+
+The plugin masks what it can (``no_protocol`` in ``envs/nccl/plugin/tuner.c``); the rest is for people.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...envs.nccl.variables import CELLS, Cell
+
+Release = tuple[int, ...]
+_NEWEST = (99,)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. It is in the releases from ``first`` on and below ``below``, on ``machine``, '' for every one.
+
+    ``must_change``: the job is at risk, or loses time, until it is cured. ``unless``: a variable of the environment and
+    the value that avoids the fault. ``cells``: those that have it, of which one must be offered. ``{nccl}`` in ``what``
+    stands for the release.
+    """
+
+    name: str
+    first: Release
+    below: Release
+    what: str
+    cure: str
+    source: str
+    must_change: bool = False
+    machine: str = ""
+    unless: tuple[str, str] = ("", "")
+    cells: frozenset[Cell] = CELLS
+
+
+FAULTS = (
+    Fault(
+        "old NCCL",
+        (0,),
+        (2, 22),
+        "NCCL {nccl} has no tuner interface that we serve",
+        "use NCCL 2.24 or newer",
+        "plugins/tuner of NCCL's releases",
+        must_change=True,
+    ),
+    Fault(
+        "no profiler",
+        (2, 22),
+        (2, 27),
+        "NCCL {nccl} does not report collectives as we need it (2.27 is the first): tables are obeyed, but no event "
+        "shows what ran",
+        "use NCCL 2.27 or newer, or dynamiccl apply --no-gate with a fixed table",
+        "plugins/profiler of NCCL's releases",
+        must_change=True,
+    ),
+    Fault(
+        "profiler fault",
+        (2, 30, 3),
+        (2, 30, 4),
+        "NCCL {nccl} can crash in a multi-node all-to-all while a profiler is loaded",
+        "use NCCL 2.30.4 or newer",
+        "NVIDIA/nccl#2112",
+        must_change=True,
+    ),
+    Fault(
+        "profiler overhead",
+        (2, 31),
+        (2, 32),
+        "NCCL {nccl}: kernel times cost small collectives 4 to 13 %",
+        "set DYNAMICCL_SAMPLE_EVERY=0, or use NCCL 2.30",
+        "NVIDIA/nccl#2355",
+        must_change=True,
+        unless=("DYNAMICCL_SAMPLE_EVERY", "0"),
+    ),
+    Fault(
+        "proxy slots",
+        (0,),
+        (2, 29, 3),
+        "NCCL {nccl} on aarch64 loses slots of its proxy until all ranks hang without a word (NVIDIA/nccl#2353)",
+        "use NCCL 2.29.3 or newer",
+        "NVIDIA/nccl#2353",
+        must_change=True,
+        machine="aarch64",
+    ),
+    Fault(
+        "LL128 on Grace",
+        (2, 27),
+        _NEWEST,
+        "NCCL {nccl} can corrupt data over nodes with LL128 where Grace's C2C link joins network and GPU, as on GH200 "
+        "(NVIDIA/nccl#2001, #2053); no table has LL128 over nodes here, but NCCL itself may choose it",
+        "set NCCL_LL128_C2C=0, or NCCL_PROTO=^LL128: tuning goes on with the other protocols",
+        "NVIDIA/nccl#2001 (data corruption on GH200 from 2.27.3 on), #2053 (cause; closed, in no release that we know)",
+        machine="aarch64",
+        unless=("NCCL_LL128_C2C", "0"),
+        cells=frozenset(cell for cell in CELLS if cell[2] == "ll128"),
+    ),
+    Fault(
+        "registered buffers",
+        (2, 24),
+        (2, 33),
+        "NCCL {nccl} can hang over nodes for good where buffers are registered with the network and LL is followed by "
+        "Simple (NVIDIA/nccl#2389); no table has LL over nodes here",
+        "nothing, unless ranks hang at 100 %: register no buffers then (NCCL_LOCAL_REGISTER=0, "
+        "NCCL_GRAPH_REGISTER=0), or use a release that has the fix",
+        "NVIDIA/nccl#2389",
+    ),
+    Fault(
+        "CUDA graphs",
+        (0,),
+        (2, 28),
+        "NCCL {nccl} does not tell which calls are captured into a CUDA graph (2.28 is the first that does): "
+        "PyTorch's CUDAGraph tells us, and calls captured otherwise, or enqueued by another thread meanwhile, may be "
+        "counted on one rank alone",
+        "nothing if the job captures no collective, or by PyTorch and in one thread; else use NCCL 2.28 or newer",
+        "profiler interface 5 of NCCL 2.28",
+    ),
+)

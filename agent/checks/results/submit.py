@@ -1,0 +1,199 @@
+"""Builds the folder that ``lab submit`` prints: measured times, without anything that names a machine or its people.
+
+Only what is listed here goes into it: a field that is added to run.json or to a trace later stays out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ....envs.nccl.plugin.build import build_of
+from ....traces.files import Trace
+from ....traces.records import size_class
+from .files import COLUMNS, Results
+
+#: Version of what is submitted; header.json names it.
+SCHEMA = 1
+#: Bytes of the whole folder, at most.
+MOST_BYTES = 1_000_000
+HEADER, SWEEP, STEPS = "header.json", "sweep.csv", "steps.csv"
+#: Columns of steps.csv: default steps, each relative to the median of its series.
+STEP_COLUMNS = ("series", "at", "relative")
+#: Steps of one series that are submitted, at most.
+MOST_STEPS = 2000
+#: Fields of header.json -> what its value must look like: nothing that could name somebody fits.
+FIELDS = {
+    "schema": r"\d+",
+    "source": r"gpu-check|tune",
+    "commit": r"[0-9a-f]{0,40}\+?",
+    "plugin": r"[0-9a-f]{0,16}",
+    "gpu": r"(NVIDIA [A-Za-z0-9 -]{1,40})|emulated|unknown",
+    "gpus_per_node": r"\d{1,3}",
+    "nodes": r"\d{1,5}",
+    "ranks": r"\d{1,6}",
+    "placement": r"apart|hosts|shared|unknown",
+    "network": r"infiniband|roce|ethernet|unknown",
+    "emulated": r"[a-z0-9-]{0,40}",
+    "week": r"\d{4}-W\d\d",
+}
+VERSIONS = ("dynamiccl", "torch", "nccl", "driver", "cuda")
+VERSION = r"\d+(\.\d+)*([+.]?(cpu|cu\d+|rocm[\d.]+))?"
+#: Settings that are submitted: NCCL's own, whose values are numbers or names of algorithms.
+SETTINGS = (
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_MIN_NCHANNELS"),
+    *("NCCL_MAX_NCHANNELS", "NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_NVLS_ENABLE", "NCCL_PAT_ENABLE"),
+    *("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_NET_GDR_LEVEL", "NCCL_MULTI_RANK_GPU_ENABLE"),
+    *("NCCL_MNNVL_ENABLE", "NCCL_CROSS_NIC", "NCCL_CTA_POLICY", "NCCL_RUNTIME_CONNECT"),
+)
+SETTING = r"[A-Za-z0-9^,:-]{1,60}"
+
+
+def build(source: Path, out: Path) -> dict[str, int]:
+    """Write the folder ``out`` from a folder of ``gpu-check`` or ``tune``; bytes of each file.
+
+    Raises ValueError where ``source`` is neither, has no times, or makes more than MOST_BYTES; OSError.
+    """
+    if (source / "run.json").exists():
+        header, sweep, steps = _of_check(Results.read(source))
+    else:
+        header, sweep, steps = _of_run(source)
+    if sweep.empty:
+        raise ValueError(f"{source}: no time of a collective is in it: nothing to submit")
+    out.mkdir(parents=True, exist_ok=False)
+    (out / HEADER).write_text(json.dumps(header, indent=1) + "\n")
+    sweep.to_csv(out / SWEEP, index=False)
+    steps.to_csv(out / STEPS, index=False)
+    sizes = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
+    if sum(sizes.values()) > MOST_BYTES:
+        raise ValueError(f"{out}: {sum(sizes.values()):,} bytes, at most {MOST_BYTES:,} are submitted")
+    return sizes
+
+
+def header_of(
+    found: Mapping[str, Any], versions: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The header's fields, each only if its value looks as FIELDS says; else it is left out."""
+    header = {"schema": SCHEMA, **found}
+    kept: dict[str, Any] = {name: value for name, value in header.items() if fits(FIELDS.get(name), value)}
+    kept["versions"] = {name: versions[name] for name in VERSIONS if fits(VERSION, versions.get(name))}
+    kept["settings"] = {name: settings[name] for name in SETTINGS if fits(SETTING, settings.get(name))}
+    return kept
+
+
+def fits(pattern: str | None, value: Any) -> bool:
+    """Whether the whole of a value's text looks like this."""
+    return pattern is not None and value is not None and re.fullmatch(pattern, str(value)) is not None
+
+
+def _of_check(results: Results) -> tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]:
+    run = results.run
+    emulated = str(run.get("emulated") or "")
+    found = {
+        name: run.get(name) for name in ("plugin", "placement", "network", "nodes", "ranks", "gpus_per_node")
+    }
+    found |= {"source": "gpu-check", "emulated": emulated, "week": _week(str(run.get("began", "")))}
+    found |= {"commit": run.get("commit", ""), "gpu": "emulated" if emulated else run.get("device")}
+    header = header_of(found, run.get("versions", {}), run.get("environment", {}))
+    steps = results.tables["steps"]
+    default = steps[steps["arm"] == "default"]
+    series = {}
+    for race in dict.fromkeys(default["race"].astype(str)):
+        rows = default[default["race"] == race].sort_values("at")
+        series[race] = rows["us"].to_numpy(float)
+    return header, results.tables["sweep"], _relative(series)
+
+
+def _of_run(source: Path) -> tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]:
+    """From the trace of a tuning run. Sizes become those of their class: the shape of a model stays at home."""
+    trace = Trace.read(source)
+    told = trace.header
+    ranks = int(trace.comms["n_ranks"].max()) if len(trace.comms) else 0
+    nodes = int(trace.comms["n_nodes"].max()) if len(trace.comms) else 0
+    gpu = "emulated" if told.get("emulated") else _gpu(told)
+    found = {
+        "source": "tune",
+        "commit": str(told.get("commit") or "")[:12],
+        "plugin": build_of(),
+        "gpu": gpu,
+        "gpus_per_node": ranks // max(nodes, 1),
+        "nodes": nodes,
+        "ranks": ranks,
+        "placement": "unknown",
+        "network": "unknown",
+        "emulated": str(told.get("cluster") or "") if told.get("emulated") else "",
+        "week": _week(str(told.get("date", ""))),
+    }
+    versions = {**told.get("versions", {}), **{"nccl": told.get("nccl")}}
+    header = header_of(found, versions, told.get("environment", {}))
+    steps = trace.steps[(trace.steps["table_generation"] == 0) & (trace.steps["rank"] == 0)]
+    durations = {"default": steps.sort_values("index")["duration_ns"].to_numpy(float)}
+    return header, _calls(trace), _relative(durations)
+
+
+def _gpu(told: Mapping[str, Any]) -> str:
+    hardware = str(told.get("hardware") or "")
+    named = re.search(r"NVIDIA [A-Za-z0-9 -]{1,40}", hardware)
+    return named.group(0).strip() if named else "unknown"
+
+
+def _calls(trace: Trace) -> pd.DataFrame:
+    """Rows as in the sweep from the kernel times of a run's collectives."""
+    events = trace.events.dropna(subset=["start_ns", "end_ns"])
+    events = events[events["func"].isin(("all_gather", "reduce_scatter")) & (events["n_bytes"] > 0)]
+    us = (events["end_ns"] - events["start_ns"]).astype(float) / 1e3
+    events = events.assign(us=us, n_bytes=[2 ** size_class(n) for n in events["n_bytes"]])
+    has_rules = {generation for generation, rules in trace.tables.items() if rules}
+    events = events.assign(tabled=events["table_generation"].isin(has_rules) | ~_known(events, trace))
+    rows: list[dict[str, Any]] = []
+    keys = ["func", "n_bytes", "algo", "proto", "n_channels", "tabled"]
+    for (func, n_bytes, algo, proto, channels, tabled), calls in events.groupby(keys):
+        ran = f"{algo}/{proto}/{channels}"
+        low, middle, high = np.quantile(calls["us"], (0.1, 0.5, 0.9))
+        row = {
+            "comm": "nccl",
+            "func": func,
+            "n_bytes": n_bytes,
+            "asked": ran if tabled else "auto",
+            "ran": ran,
+        }
+        row |= {
+            "calls": len(calls),
+            "p10_us": round(low, 2),
+            "p50_us": round(middle, 2),
+            "p90_us": round(high, 2),
+        }
+        rows.append({**row, "right": True, "obeyed": True, "agreed": True})
+    return pd.DataFrame(rows, columns=list(COLUMNS["sweep"]))
+
+
+def _known(events: pd.DataFrame, trace: Trace) -> pd.Series[Any]:
+    return events["table_generation"].isin(trace.tables)
+
+
+def _relative(series: Mapping[str, np.ndarray[Any, Any]]) -> pd.DataFrame:
+    """Step times relative to their median, in order."""
+    parts = []
+    for number, times in enumerate(series.values()):
+        kept = times[:MOST_STEPS]
+        if len(kept):
+            relative = np.round(kept / np.median(kept), 4)
+            parts.append(pd.DataFrame({"series": number, "at": range(len(kept)), "relative": relative}))
+    return pd.concat(parts) if parts else pd.DataFrame(columns=list(STEP_COLUMNS))
+
+
+def _week(text: str) -> str:
+    """``2026-11-26T17:00:00Z`` -> ``2026-W48``: a day says more than it has to. Today's where it is no date."""
+    try:
+        date = datetime.fromisoformat(text.replace("Z", "+00:00"))
+    except ValueError:
+        date = datetime.now(UTC)
+    year, week, _ = date.isocalendar()
+    return f"{year}-W{week:02d}"

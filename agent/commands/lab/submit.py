@@ -1,0 +1,47 @@
+"""``dynamiccl lab submit``: measured times as a folder to give to the project; nothing is uploaded."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+from .. import Argument, Json, Option, refusing
+
+
+def submit(
+    results: Annotated[Path, Argument(help="A folder of gpu-check, or of a tuning run.")],
+    out: Annotated[
+        Path | None, Option(help="Folder to make. Default: submission in the current folder.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Build a folder of measured times to give to the project, and print what is in it. Nothing is uploaded.
+
+    It holds times of collectives by setting and size, default step times relative to their median, GPU model,
+    numbers of GPUs and nodes, kind of network, versions, some of NCCL's settings, and the week. It holds no host,
+    user, path, address, id or model shape, and at most 1 MB. envs/results/README.md says how to send it, what is
+    checked, and the terms (CC0).
+
+    \b
+    dynamiccl lab submit envs/results/FOLDER
+    dynamiccl lab submit runs/tune/latest --out my-cluster
+    """
+    from ....traces.files import TraceError
+    from ...checks.results.submit import build
+
+    folder = out or Path("submission")
+    with refusing(ValueError, OSError, TraceError):
+        sizes = build(results, folder)
+    header = json_module.loads((folder / "header.json").read_text())
+    if json:
+        print(json_module.dumps({"folder": str(folder), "bytes": sizes, "header": header}, indent=1))
+        return
+    print(f"{folder}: {sum(sizes.values()):,} bytes; nothing was sent")
+    for name in sizes:
+        lines = (folder / name).read_text().splitlines()
+        shown = lines if name == "header.json" else lines[:6]
+        print(f"\n{name}: {len(lines)} lines\n" + "\n".join(shown))
+    print(
+        "\nRead it, then open a pull request that adds the folder below envs/results/ (its README.md says how)."
+    )

@@ -1,0 +1,82 @@
+"""End tuning from outside, for ``dynamiccl stop`` and :meth:`dynamiccl.Run.stop`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...envs.live.locks import is_locked
+from ...envs.nccl.run_folder import STATUS, STOP, TUNER
+from ...envs.nccl.shm import RunFolder, decode_table
+
+if TYPE_CHECKING:
+    from ...envs.live.job import Job
+
+#: Seconds between two looks at the job.
+_EVERY_S = 0.05
+
+
+class Stopped(NamedTuple):
+    """What came of it."""
+
+    had_tuner: bool
+    job_runs: bool
+    in_force: bool  # a step was seen under the default, or the job has run no collective yet
+    has_begun: bool = True
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is tuned any more for sure: the job runs under the default, or it has ended."""
+        return self.in_force or not self.job_runs
+
+
+def end_tuning(run: Path, wait_s: float) -> Stopped:
+    """End the tuner of a run folder, and restore NCCL's default on all ranks. The job goes on.
+
+    Args:
+        run: the run folder.
+        wait_s: seconds to wait for the tuner's end and for a step under the default.
+
+    Raises:
+        OSError, ValueError: if the folder holds no run.
+    """
+    folder = RunFolder(run)
+    (run / STOP).touch()
+    had_tuner = is_locked(run / TUNER)
+    if not (run / STATUS).exists() and not _has_begun(folder):
+        return Stopped(had_tuner, job_runs=True, in_force=True, has_begun=False)
+    from ...envs.live.job import Job  # imports pandas, which takes seconds
+
+    job = Job(folder)
+    end = time.monotonic() + wait_s
+    while is_locked(run / TUNER) and time.monotonic() < end:
+        time.sleep(_EVERY_S)  # the tuner publishes the empty table before it ends
+    if not had_tuner:
+        job.confirm({})
+    in_force = _runs_default(job, folder, end)
+    return Stopped(had_tuner, job.is_alive(), in_force)
+
+
+def _has_begun(folder: RunFolder) -> bool:
+    """Whether a process here has asked for a setting, or would find a table if it asked now."""
+    found = folder.table.read()
+    is_empty = found is not None and not decode_table(found[1]).rules
+    if folder.table.generation() and not is_empty:
+        return True
+    return any(ring.calls()[0] for ring in folder.rings())
+
+
+def _runs_default(job: Job, folder: RunFolder, end: float) -> bool:
+    """Whether rank 0 ends a step under the newest table, which has to be empty, before ``end`` (monotonic seconds)."""
+    while True:
+        job.poll()
+        found = folder.table.read()
+        is_empty = found is not None and not decode_table(found[1]).rules
+        for rows in job.new_steps():
+            generation = int(rows["generation"][-1])
+            if is_empty and found is not None and generation in (0, found[0]):
+                return True
+        if time.monotonic() > end or not job.is_alive():
+            return False
+        time.sleep(_EVERY_S)

@@ -1,0 +1,48 @@
+"""What a job can log about the tuner beside it. For the process of rank 0; needs no package but numpy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ..daemon.request import Request
+from ..report.runs import state
+
+
+def current_results() -> Path | None:
+    """The folder of the results of the run that this process belongs to; None if no tuner was started with the job."""
+    run = os.environ.get("DYNAMICCL_RUN")
+    return Request.read(Path(run), {}).out if run else None
+
+
+class Values:
+    """The figures that callbacks log, read from the run's folder.
+
+    Args:
+        every: optimizer steps between two logs.
+    """
+
+    def __init__(self, every: int = 10) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1 step, not {every}")
+        self.every = every
+        self.results = current_results()
+
+    def at(self, step: int) -> dict[str, float]:
+        """What to log after ``step`` optimizer steps; {} if it is not the turn of this step, or there is no tuner.
+
+        Keys: ``dynamiccl/step_ms`` (ms under the current table), ``dynamiccl/tuned`` (1 while a table is kept),
+        ``dynamiccl/gain`` (share of the step that it saves), ``dynamiccl/verdict`` (1 once the search has ended).
+        Unknown figures are left out.
+        """
+        if self.results is None or step % self.every:
+            return {}
+        status = state(self.results)
+        found: dict[str, Any] = {
+            "step_ms": status["step_ms"],
+            "tuned": None if status["kept"] is None else float(status["kept"]),
+            "gain": status["gain"],
+            "verdict": float(status["verdict"] is not None),
+        }
+        return {f"dynamiccl/{name}": float(value) for name, value in found.items() if value is not None}

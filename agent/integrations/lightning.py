@@ -1,0 +1,34 @@
+"""Lightning: ``Trainer(callbacks=[DynamicclCallback()])`` logs what the tuner does to all loggers of the trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+
+from .current import Values
+
+
+class DynamicclCallback(lightning.Callback):  # type: ignore[misc]
+    """Logs the figures of :class:`~dynamiccl.agent.integrations.current.Values`, on rank 0.
+
+    Args:
+        every: optimizer steps between two logs.
+
+    Raises:
+        ValueError: if ``every`` is below 1.
+    """
+
+    def __init__(self, every: int = 10) -> None:
+        self.values = Values(every)
+        self._last = 0
+
+    def on_train_batch_end(self, trainer: Any, *unused: Any) -> None:
+        """Called by the trainer after each batch; with accumulation several batches make one optimizer step."""
+        step = trainer.global_step
+        if step == self._last or not trainer.is_global_zero:
+            return
+        self._last = step
+        if values := self.values.at(step):
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step)

@@ -1,0 +1,99 @@
+// Whether NCCL finds the room that kernel times need. It takes for granted that it does, and crashes where
+// not.
+//
+// Below 2.32 the first collective of a communicator with the bit EVENT_KERNEL_CH makes NCCL open the memory
+// of its proxy, which a job on one node does without otherwise: about 34 MiB of /dev/shm a rank, a thread and
+// some descriptors. Where any of that fails, the failure is dropped and the collective goes on without that
+// memory: SIGSEGV. Read in 2.27.7, 2.28.9, 2.29.7 and 2.30.7 (ncclProfilerNeedsProxy drops the status of
+// proxyProfilerConnect, SaveProxyProfiler then appends to a pool at address 0); reported with a cure as
+// NVIDIA/nccl#2326; 2.31 was not read and counts as the others; 2.32.3 was seen to go on without kernel
+// times.
+#include <dirent.h>
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/resource.h>
+#include <sys/statvfs.h>
+
+#include "plugin.h"
+
+enum { POOL_BYTES = 34 << 20, FIRST_RELEASE_WITHOUT_CRASH = 23200, SPARE_FILES = 32, MOST_RANKS_HERE = 1024 };
+
+// Communicators are numbered as NCCL announces them. Up to `granted` there was room for all of them when it
+// was looked for last. `waiting`: later ones that still live. Each needs memory of its own, and gives it back
+// in the end.
+static pthread_mutex_t counting = PTHREAD_MUTEX_INITIALIZER;
+static uint64_t announced, granted;
+static _Atomic uint64_t waiting;
+static uint64_t local_ranks = 1;  // the most on a node of any communicator
+static _Atomic int release;       // of NCCL, as its own number: 22907 for 2.29.7; 0: not known
+
+// The release of the library that this address lies in.
+static int release_of(const void* inside) {
+  Dl_info info;
+  if (inside == NULL || dladdr(inside, &info) == 0 || info.dli_fname == NULL) return 0;
+  void* library = dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+  if (library == NULL) return 0;
+  int (*version)(int*) = (int (*)(int*))dlsym(library, "ncclGetVersion");
+  int found = 0;
+  if (version == NULL || version(&found) != NCCL_SUCCESS) found = 0;
+  dlclose(library);
+  return found;
+}
+
+static uint64_t ranks_here(uint32_t n_ranks, uint32_t n_nodes) {
+  const uint64_t here = n_nodes > 0 ? (n_ranks + n_nodes - 1) / n_nodes : n_ranks;
+  const char* told = getenv("LOCAL_WORLD_SIZE");  // more where a communicator is of one rank a node
+  const unsigned long all = told != NULL ? strtoul(told, NULL, 10) : 0;
+  return all > here && all < MOST_RANKS_HERE ? all : here;
+}
+
+uint64_t dccl_announce(uint32_t n_ranks, uint32_t n_nodes, const void* inside_nccl) {
+  const uint64_t here = ranks_here(n_ranks, n_nodes);
+  if (atomic_load(&release) == 0) atomic_store(&release, release_of(inside_nccl));
+  pthread_mutex_lock(&counting);
+  if (here > local_ranks) local_ranks = here;
+  const uint64_t number = ++announced;
+  atomic_fetch_add(&waiting, 1);
+  pthread_mutex_unlock(&counting);
+  return number;
+}
+
+void dccl_withdraw(uint64_t number) {
+  pthread_mutex_lock(&counting);
+  if (number > granted) atomic_fetch_sub(&waiting, 1);
+  pthread_mutex_unlock(&counting);
+}
+
+static uint64_t free_shared_memory(void) {
+  struct statvfs status;
+  if (statvfs("/dev/shm", &status) != 0) return 0;
+  return (uint64_t)status.f_bavail * status.f_frsize;
+}
+
+static bool has_files(void) {
+  struct rlimit limit;
+  DIR* folder = opendir("/proc/self/fd");
+  if (folder == NULL || getrlimit(RLIMIT_NOFILE, &limit) != 0) {
+    if (folder != NULL) closedir(folder);
+    return false;
+  }
+  rlim_t in_use = 0;
+  while (readdir(folder) != NULL) in_use++;
+  closedir(folder);
+  return in_use + SPARE_FILES <= limit.rlim_cur;
+}
+
+bool dccl_may_time_kernels(void) {
+  if (atomic_load(&waiting) == 0 || atomic_load(&release) >= FIRST_RELEASE_WITHOUT_CRASH) return true;
+  if (getenv("DYNAMICCL_CLUSTER") != NULL) return true;  // emulated: no NCCL is here
+  pthread_mutex_lock(&counting);
+  const uint64_t needed = atomic_load(&waiting) * local_ranks * POOL_BYTES;
+  const bool has_room = free_shared_memory() >= needed && has_files();
+  if (has_room) {
+    granted = announced;
+    atomic_store(&waiting, 0);
+  }
+  pthread_mutex_unlock(&counting);
+  return has_room;
+}

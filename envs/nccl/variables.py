@@ -1,0 +1,101 @@
+"""NCCL_ALGO and NCCL_PROTO: which (algorithm, protocol) they take from all-gather and reduce-scatter.
+
+The grammar is NCCL's own, from 2.24 on (``parseList`` in ``src/graph/tuning.cc``, 2.31: ``src/tuning/cost_model.cc``)::
+
+    value   = entry { ";" entry }            later entries replace earlier ones
+    entry   = [ function ":" ] [ "^" ] word { "," word }
+
+Only the first entry may lack a function; it then holds for all functions. ``^`` enables all words but the named ones.
+Upper and lower case are alike, and nothing is trimmed. An empty value, and empty parts, count as not there. At a word
+that it does not know NCCL ends the job; here such words are reported and otherwise skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...traces.names import ALGOS, PAIRS, PROTOS, TUNED_FUNCS
+
+ALGO, PROTO = "NCCL_ALGO", "NCCL_PROTO"
+#: NCCL's words for functions, without underscores, as all words here: ``allgather``.
+_FUNCS = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
+#: NCCL's words -> ours.
+_WORDS = {ALGO: {name.replace("_", ""): name for name in ALGOS}, PROTO: {name: name for name in PROTOS}}
+_OURS = {name.replace("_", ""): name for name in TUNED_FUNCS}
+
+#: (function, algorithm, protocol), e.g. ("all_gather", "ring", "ll128").
+Cell = tuple[str, str, str]
+CELLS: frozenset[Cell] = frozenset((func, *pair) for func in TUNED_FUNCS for pair in PAIRS)
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """What the variables do to NCCL's offer.
+
+    ``removed``: cells that NCCL does not offer. ``unguarded``: functions for which NCCL offers LL128 without its own
+    safety test, as it does once a list names LL128, or excludes another protocol. ``unknown``: words that NCCL does not
+    know, as ``VARIABLE: word``.
+    """
+
+    removed: frozenset[Cell] = frozenset()
+    unguarded: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Neither function has a cell left."""
+        return self.removed == CELLS
+
+    def offered(self, func: str) -> list[tuple[str, str]]:
+        """Pairs that the variables leave to a function, in NCCL's order."""
+        return [pair for pair in PAIRS if (func, *pair) not in self.removed]
+
+
+def narrowing(env: Mapping[str, str]) -> Narrowing:
+    """What NCCL_ALGO and NCCL_PROTO of this environment take away; see the module for the grammar.
+
+    >>> sorted(narrowing({"NCCL_PROTO": "^LL128"}).removed)
+    [('all_gather', 'ring', 'll128'), ('reduce_scatter', 'ring', 'll128')]
+    >>> narrowing({"NCCL_ALGO": "allreduce:tree", "NCCL_PROTO": ""})
+    Narrowing(removed=frozenset(), unguarded=(), unknown=())
+    """
+    algos, unknown = _parse(ALGO, env.get(ALGO, ""))
+    protos, more = _parse(PROTO, env.get(PROTO, ""))
+    removed = set[Cell]()
+    for func, algo, proto in CELLS:
+        has_algo = algo in algos.get(func, ALGOS)
+        has_proto = proto in protos.get(func, PROTOS)
+        if not (has_algo and has_proto):
+            removed.add((func, algo, proto))
+    unguarded = tuple(func for func in TUNED_FUNCS if "ll128" in protos.get(func, ()))
+    return Narrowing(frozenset(removed), unguarded, (*unknown, *more))
+
+
+def _parse(variable: str, value: str) -> tuple[dict[str, set[str]], tuple[str, ...]]:
+    """Tuned function -> words enabled for it, if the value says anything of it; and words that NCCL does not know."""
+    enabled = dict[str, set[str]]()
+    unknown = list[str]()
+    for number, entry in enumerate(filter(None, value.split(";"))):
+        parts = [part for part in entry.split(":") if part]
+        if not parts:
+            continue
+        func = parts[0].lower() if len(parts) > 1 else ""
+        if func not in ("", *_FUNCS) or (not func and number > 0):
+            unknown.append(f"{variable}: {parts[0]}")
+            continue
+        words, strange = _words(variable, parts[1] if func else parts[0])
+        unknown += strange
+        for ours in TUNED_FUNCS if not func else filter(None, [_OURS.get(func)]):
+            enabled[ours] = words
+    return enabled, tuple(unknown)
+
+
+def _words(variable: str, text: str) -> tuple[set[str], list[str]]:
+    """The words that a list enables, and those that NCCL does not know."""
+    known = _WORDS[variable]
+    excludes = text.startswith("^")
+    named = [word for word in text.removeprefix("^").split(",") if word]
+    found = {known[word.lower()] for word in named if word.lower() in known}
+    strange = [f"{variable}: {word}" for word in named if word.lower() not in known]
+    return (set(known.values()) - found if excludes else found), strange

@@ -1,0 +1,131 @@
+"""Where ``gpu-check`` runs: visible GPUs, several nodes, MPS, and a machine with a GPU but without a registry."""
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from dynamiccl.agent.checks.gpu.machine import Machine, Nodes, network, placement
+from dynamiccl.agent.checks.gpu.mps import Mps
+from dynamiccl.agent.checks.gpu.session import rank_env
+from dynamiccl.envs.nccl.steps.nvml import Gpu, visible
+from paths import TOOLS
+
+ENV = {k: v for k, v in os.environ.items() if not k.startswith("DYNAMICCL_")} | {"OMP_NUM_THREADS": "1"}
+
+GPUS = [Gpu(0, "H100", "GPU-aa"), Gpu(1, "H100", "GPU-ab"), Gpu(2, "H200", "GPU-b")]
+
+
+@pytest.mark.parametrize(
+    ("named", "left"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("2,0", [2, 0]),
+        ("1,7,0", [1]),
+        ("GPU-b", [2]),
+        ("-1", []),
+        (" 1 , GPU-aa", [1, 0]),
+    ],
+)
+def test_cuda_visible_devices_is_respected(named, left):
+    """As CUDA reads it: a name that fits no GPU ends the list."""
+    assert [gpu.index for gpu in visible(GPUS, named)] == left
+
+
+def test_ranks_that_share_a_gpu_are_told_how():
+    assert placement(8, 1, (2, 29, 7)) == placement(1, 4, (2, 29, 7)) == "apart"
+    assert placement(1, 1, (2, 29, 7)) == "hosts" and placement(1, 1, (2, 30, 3)) == "shared"
+    machines = {way: Machine("a GPU", 2, way, {}) for way in ("apart", "hosts", "shared")}
+    assert machines["hosts"].env()["NCCL_SOCKET_IFNAME"] == "lo"
+    assert machines["shared"].env()["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert all(machine.n_ranks * machine.raised <= 96 for machine in machines.values())
+    says = (
+        'import os; os.write(1, f\'{os.environ.get("NCCL_HOSTID")} {os.environ["LOCAL_RANK"]}\\n\'.encode())'
+    )
+    command = machines["hosts"].ranks([sys.executable, "-c", says])  # in one piece: ranks share the output
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=100)
+    assert sorted(done.stdout.splitlines()) == ["rank-0 0", "rank-1 1"], done.stderr
+    assert [rank_env(machines["hosts"], local).get("NCCL_HOSTID") for local in (0, 1)] == ["rank-0", "rank-1"]
+    assert "NCCL_HOSTID" not in rank_env(machines["shared"], 0)
+
+
+def test_nodes_are_read_from_torchruns_variables():
+    assert Nodes.of({}) == Nodes()
+    env = {
+        "WORLD_SIZE": "16",
+        "LOCAL_WORLD_SIZE": "8",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
+    assert Nodes.of(env) == Nodes(1, 2, "a", 1)
+    with pytest.raises(ValueError, match="torchrun --nnodes"):
+        Nodes.of({"WORLD_SIZE": "2"})
+
+
+FAKE_MPS = """#!{python}
+import os, signal, sys, time
+folder = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
+log = open({log!r}, "a", buffering=1)
+if "-f" in sys.argv:
+    log.write(f"started in {{folder}}\\n")
+    open(os.path.join(folder, "control"), "w").close()
+    time.sleep(60)
+log.write(f"told {{sys.stdin.read().strip()}} in {{folder}}\\n")
+"""
+
+
+def test_mps_is_started_in_a_folder_of_its_own_and_stopped(tmp_path, monkeypatch):
+    control, log = tmp_path / "nvidia-cuda-mps-control", tmp_path / "log"
+    control.write_text(FAKE_MPS.format(python=sys.executable, log=str(log)))
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "none"))
+    mps = Mps(2)
+    folder = mps.env["CUDA_MPS_PIPE_DIRECTORY"]
+    assert mps.state == "own" and mps.env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
+    mps.stop()
+    assert log.read_text().splitlines() == [f"started in {folder}", f"told quit in {folder}"]
+    assert not Path(folder).exists()
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "control").touch()
+    theirs = Mps(4)
+    assert theirs.env == {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"} and "ran before" in theirs.state
+    theirs.stop()
+    assert len(log.read_text().splitlines()) == 2
+
+
+def test_the_network_is_named_by_its_class_alone(tmp_path):
+    assert network(tmp_path) == "ethernet"
+    (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
+    (tmp_path / "mlx5_0" / "ports" / "1" / "link_layer").write_text("Ethernet\n")
+    assert network(tmp_path) == "roce"
+    (tmp_path / "mlx5_0" / "ports" / "1" / "link_layer").write_text("InfiniBand\n")
+    assert network(tmp_path) == "infiniband"
+
+
+STUB = """#!/bin/sh
+case "$*" in
+*pip*) exit 0 ;;
+*) mkdir -p results/one && echo row > results/one/sweep.csv && echo "commit $DYNAMICCL_COMMIT $*" && exit 1 ;;
+esac
+"""
+
+
+def test_the_script_for_a_machine_without_a_registry_brings_all_home(tmp_path):
+    """Its results as one archive, whatever the check's status, which is its own."""
+    python, out = tmp_path / "python3", tmp_path / "out"
+    python.write_text(STUB)
+    python.chmod(0o755)
+    (tmp_path / "commit").write_text("0bb17c4babb9\n")
+    env = ENV | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WHEELS": str(tmp_path), "OUT": str(out)}
+    command = ["sh", str(TOOLS / "gpu_machine.sh"), "run", "--minutes", "5"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "commit 0bb17c4babb9 -m dynamiccl.agent.cli lab gpu-check --out results --minutes 5" in done.stdout
+    assert {path.name for path in out.iterdir()} == {"gpu-check.tar.gz", "page.txt", "said.txt"}
+    with tarfile.open(out / "gpu-check.tar.gz") as archive:
+        assert "./one/sweep.csv" in archive.getnames()

@@ -1,0 +1,149 @@
+"""``lab submit``: a small folder without a name in it, and the checker of what somebody gave."""
+
+import json
+import os
+import shutil
+import socket
+
+import numpy as np
+import pandas as pd
+import pytest
+from check_results import main
+from command import invoke
+from dynamiccl.agent.checks.results.checked import faults
+from dynamiccl.agent.checks.results.submit import HEADER, MOST_BYTES, STEPS, SWEEP, build
+from gpu_results import folder
+from paths import DATA
+
+#: What must never leave: planted wherever a run could hold it.
+SECRETS = ("secret-host-17", "jane.doe", "/home/jane/model", "10.1.2.3", "GPU-1b2c3d4e", "0xdeadbeef")
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder of gpu-check, with secrets in every field that is free text."""
+    host, user, path, address, uuid, ident = SECRETS
+    path = folder(
+        tmp_path / "source",
+        np.random.default_rng(0),
+        host=host,
+        user=user,
+        out=path,
+        gpu_id=ident,
+        environment={
+            "NCCL_SOCKET_IFNAME": address,
+            "NCCL_IB_HCA": uuid,
+            "NCCL_ALGO": path,
+            "NCCL_MIN_CTAS": "8",
+        },
+        versions={"torch": "2.11.0", "nccl": "2.28.9", "python": f"3.12 {user}", "driver": f"580 {host}"},
+    )
+    (path / "log.txt").write_text(" ".join(SECRETS))
+    return path
+
+
+def words(where):
+    return "".join(file.read_text() for file in where.iterdir())
+
+
+def test_a_submission_holds_times_and_nobodys_name(source, tmp_path):
+    sizes = build(source, tmp_path / "out")
+    text = words(tmp_path / "out")
+    assert set(sizes) == {HEADER, SWEEP, STEPS} and sum(sizes.values()) < MOST_BYTES
+    for secret in (*SECRETS, socket.gethostname(), os.path.expanduser("~")):
+        assert secret not in text
+    header = json.loads((tmp_path / "out" / HEADER).read_text())
+    assert header["gpu"] == "NVIDIA H100 80GB HBM3" and header["week"] == "2026-W48"
+    assert header["settings"] == {"NCCL_MIN_CTAS": "8"}
+    assert header["versions"] == {"torch": "2.11.0", "nccl": "2.28.9"}
+    steps = pd.read_csv(tmp_path / "out" / STEPS)
+    assert steps["relative"].median() == pytest.approx(1.0, abs=1e-3) and len(steps) == 450
+    assert faults(tmp_path / "out") == []
+
+
+def test_a_tuning_run_is_submitted_by_size_class(tmp_path):
+    """The shape of a model stays at home: sizes are powers of two."""
+    run = tmp_path / "run"
+    shutil.copytree(DATA / "recordings" / "demo", run / "trace")
+    build(run, tmp_path / "out")
+    text = words(tmp_path / "out")
+    header = json.loads((run / "trace" / "header.json").read_text())
+    assert f'"{header["host"]}"' not in text and header["kernel"] not in text
+    sweep = pd.read_csv(tmp_path / "out" / SWEEP)
+    assert len(sweep) and all(size & (size - 1) == 0 for size in sweep["n_bytes"])
+    assert faults(tmp_path / "out") == []
+    assert main([tmp_path / "out"]) == 1  # the demo's times are emulated
+
+
+def test_the_command_prints_what_is_in_it_and_sends_nothing(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = invoke(["lab", "submit", source])
+    assert told.exit_code == 0 and "nothing was sent" in told.stdout and '"week": "2026-W48"' in told.stdout
+    assert (tmp_path / "submission" / HEADER).exists()
+    again = invoke(["lab", "submit", source])
+    assert again.exit_code == 2 and "submission" in again.stderr
+    made = invoke(["lab", "submit", source, "--out", "another", "--json"])
+    assert json.loads(made.stdout)["bytes"][SWEEP] > 0
+
+
+def test_a_folder_without_times_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    told = invoke(["lab", "submit", tmp_path / "empty"])
+    assert told.exit_code == 2 and told.stderr.startswith("error: ") and told.stderr.count("\n") == 1
+
+
+def spoil_header(where, **changes):
+    path = where / HEADER
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def spoil(name, column, change):
+    def change_it(where):
+        table = pd.read_csv(where / name)
+        table[column] = change(table[column])
+        table.to_csv(where / name, index=False)
+
+    return change_it
+
+
+def turned(relative):
+    place = np.arange(len(relative)) % 4
+    return np.where((place == 1) | (place == 2), relative * 0.95, relative)
+
+
+#: Damage -> what the checker calls it.
+DAMAGES = {
+    "a column less": (
+        lambda where: pd.read_csv(where / SWEEP).drop(columns="ran").to_csv(where / SWEEP),
+        "schema",
+    ),
+    "another file": (lambda where: (where / "notes.txt").write_text("x"), "schema"),
+    "a field that is missing": (lambda where: (where / HEADER).write_text("{}"), "schema"),
+    "a host": (lambda where: spoil_header(where, host="node-17"), "privacy"),
+    "a path for a commit": (lambda where: spoil_header(where, commit="/home/x"), "privacy"),
+    "a setting that names an interface": (
+        lambda where: spoil_header(where, settings={"NCCL_SOCKET_IFNAME": "eth0"}),
+        "privacy",
+    ),
+    "a name in a cell": (spoil(SWEEP, "ran", lambda column: "jane@node"), "privacy"),
+    "a config that was not obeyed": (spoil(SWEEP, "obeyed", lambda column: False), "obedience"),
+    "a wrong result": (spoil(SWEEP, "right", lambda column: False), "obedience"),
+    "a time of nothing": (spoil(SWEEP, "p10_us", lambda column: column * 0), "plausibility"),
+    "quantiles in no order": (spoil(SWEEP, "p90_us", lambda column: column / 2), "plausibility"),
+    "more bytes than a link moves": (spoil(SWEEP, "n_bytes", lambda column: column * 10**6), "plausibility"),
+    "a default that differs from itself": (spoil(STEPS, "relative", turned), "A/A"),
+    "too much": (lambda where: (where / "NOTE.md").write_text("x" * MOST_BYTES), "size"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_folder_is_refused_by_name(source, tmp_path, name, capsys):
+    build(source, tmp_path / "out")
+    assert main([tmp_path / "out"]) == 0
+    damage, says = DAMAGES[name]
+    damage(tmp_path / "out")
+    assert main([tmp_path / "out"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("refused") and any(line.strip().startswith(f"{says}:") for line in lines[2:]), (
+        lines
+    )

@@ -1,0 +1,99 @@
+"""How ``dynamiccl tune`` and ``env`` begin: bad input, what a job is started with, what an earlier run left."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from cli_process import run
+from dynamiccl.agent.daemon.request import Request
+from dynamiccl.envs.nccl.shm import RunFolder
+from dynamiccl.envs.sim.emulated.settings import Emulated
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--cluster", "dgx-h1000"], "dgx-h100"),
+        (["--stage", "4"], "--stage: must be at least 0 and at most 3, not 4"),
+        (["--policy", "alchemy"], "lstm"),
+        (["--steps", "50"], "too few"),
+        (["--", "no-such-program", "train.py"], "no such program"),
+        (["--attach", "/nonexistent"], "no run here"),
+        (["--attach", "x", "--", "true"], "not both"),
+        (["--attach", "x", "--headroom", "24"], "dynamiccl env"),
+        (["--cluster", "dgx-h100-2x8", "--compute-scale", "-1"], "above 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(tmp_path, arguments, word):
+    done = run("tune", "--out", str(tmp_path / "out"), *arguments)
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error:") and word in lines[0], done.stderr
+
+
+def test_no_compiler_is_said_with_the_cure(tmp_path):
+    env = {"CC": "no-such-cc", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = run("tune", "--cluster", "dgx-h100-2x8", "--out", str(tmp_path / "out"), env=env)
+    assert done.returncode == 2 and "install gcc" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_job_without_collectives_is_told_so(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, torch\n"
+        "p = torch.nn.Parameter(torch.zeros(2)); o = torch.optim.SGD([p], lr=0.1)\n"
+        "for _ in range(400): p.grad = torch.ones(2); o.step(); time.sleep(0.005)\n"
+    )
+    done = run("tune", "--out", str(tmp_path / "out"), "--", sys.executable, str(script))
+    assert done.returncode == 0 and "nothing to tune" in " ".join(done.stderr.split()), done.stderr
+
+
+@pytest.mark.slow
+def test_a_job_that_never_steps_and_one_that_crashes(tmp_path):
+    """Before: exit status 2 for the first, 1 for the second."""
+    done = run("tune", "--out", str(tmp_path / "a"), "--", sys.executable, "-c", "pass")
+    assert done.returncode == 0 and "NO VERDICT" in done.stderr
+    done = run("tune", "--out", str(tmp_path / "b"), "--", sys.executable, "-c", "raise SystemExit(77)")
+    assert done.returncode == 77
+    assert json.loads((tmp_path / "b" / "summary.json").read_text())["job_status"] == 77
+
+
+def test_env_is_what_a_shell_can_evaluate(tmp_path):
+    done = run("env", "--json")
+    variables = json.loads(done.stdout)
+    assert set(variables) >= {"DYNAMICCL_RUN", "NCCL_TUNER_PLUGIN", "NCCL_PROFILER_PLUGIN"}
+    Path(variables["DYNAMICCL_RUN"], "table").unlink()
+    assert run("env").stdout.startswith("export DYNAMICCL_RUN=/")
+    assert "NCCL_MIN_CTAS" not in variables
+    assert json.loads(run("env", "--json", "--headroom", "24").stdout)["NCCL_MIN_CTAS"] == "24"
+
+
+def test_a_job_that_is_joined_on_an_emulated_cluster_is_known_for_one():
+    """Before: `env` had no --cluster, and whoever joined such a job by hand was told `"emulated": false`."""
+    variables = json.loads(run("env", "--json", "--cluster", "dgx-h100-1x8", "--bytes-scale", "7").stdout)
+    assert (variables["DYNAMICCL_CLUSTER"], variables["DYNAMICCL_BYTES_SCALE"]) == ("dgx-h100-1x8", "7.0")
+    folder = Path(variables["DYNAMICCL_RUN"])
+    assert Request.read(folder, {}).emulated == Emulated("dgx-h100-1x8", 7.0)
+    RunFolder(folder).close(remove=True)
+    assert "no cluster" in run("env", "--cluster", "dgx-h1000").stderr
+
+
+def test_headroom_reaches_the_job_before_its_communicators_are_made(tmp_path):
+    program = "import os; raise SystemExit('channels ' + os.environ['NCCL_MIN_CTAS'])"
+    run("tune", "--out", str(tmp_path), "--headroom", "24", "--", sys.executable, "-c", program)
+    assert "channels 24" in (tmp_path / "job.log").read_text()
+
+
+def test_a_run_replaces_what_an_earlier_one_left_in_the_same_folder(tmp_path):
+    """Before: its log was appended to, and `top` told the earlier run's verdict until the new one had its own."""
+    old = {name: tmp_path / name for name in ("summary.json", "table.json", "report.html", "tuner.log")}
+    for path in old.values():
+        path.write_text("old")
+    looks = f"import pathlib as p; print([x for x in {[*map(str, old.values())]} if p.Path(x).exists()])"
+    assert run("tune", "--out", str(tmp_path), "--", sys.executable, "-S", "-c", looks).stdout == "[]\n"
+    for program, kept in (("print(1)", "1\n"), ("print(2)", "2\n"), ("pass", None)):
+        run("tune", "--out", str(tmp_path), "--", sys.executable, "-S", "-c", program)
+        assert (tmp_path / "job.log").exists() == (kept is not None)
+        assert kept is None or (tmp_path / "job.log").read_text() == kept

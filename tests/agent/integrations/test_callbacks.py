@@ -1,0 +1,165 @@
+"""Callbacks in the real frameworks, and loggers with their real packages, offline."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from dynamiccl.agent.daemon.request import Request
+from dynamiccl.agent.integrations.current import Values, current_results
+from dynamiccl.agent.integrations.follow import follow
+from dynamiccl.agent.integrations.loggers import LOGGERS, check_logger
+from synthetic_trace import write_run
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+    """This process takes part in a run that has kept a table; returns the folder of the results."""
+    out, run = tmp_path / "out", tmp_path / "run"
+    summary, _ = write_run(out / "trace", search=4, final=6)
+    (out / "summary.json").write_text(json.dumps(summary | {"kept": True}))
+    run.mkdir()
+    Request(out=out).write(run)
+    monkeypatch.setenv("DYNAMICCL_RUN", str(run))
+    return out
+
+
+def is_right(values):
+    gain = values["dynamiccl/gain"]
+    return values["dynamiccl/tuned"] == 1 and values["dynamiccl/step_ms"] > 0 and 0 < gain < 1
+
+
+def test_values_are_those_of_the_run_every_so_many_steps(tuned):
+    values = Values(every=5)
+    assert values.results == tuned and is_right(values.at(5))
+    assert values.at(6) == {}
+    with pytest.raises(ValueError, match="at least 1 step"):
+        Values(every=0)
+
+
+def test_without_a_tuner_nothing_is_logged(monkeypatch):
+    monkeypatch.delenv("DYNAMICCL_RUN", raising=False)
+    assert current_results() is None
+    assert Values(every=1).at(1) == {}
+
+
+def test_the_trainer_of_hugging_face_logs_them(tuned, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from dynamiccl.agent.integrations.huggingface import watch
+
+    config = transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=16, n_positions=8)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "hf"), max_steps=4, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no"
+    )
+    data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+    trainer = transformers.Trainer(transformers.GPT2LMHeadModel(config), arguments, train_dataset=data)
+    watch(trainer, every=2)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "dynamiccl/step_ms" in entry]
+    assert [entry["step"] for entry in logged] == [2, 4] and all(map(is_right, logged))
+
+
+def test_the_trainer_of_lightning_logs_them(tuned, tmp_path):
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+    from dynamiccl.agent.integrations.lightning import DynamicclCallback
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(tmp_path / "logs")
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=4,
+        logger=logger,
+        callbacks=[DynamicclCallback(every=2)],
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        logged = []
+        patch.setattr(logger, "log_metrics", lambda values, step=None: logged.append((step, values)))
+        trainer.fit(BoringModel())
+    ours = [(step, values) for step, values in logged if "dynamiccl/step_ms" in values]
+    assert [step for step, _ in ours] == [2, 4] and all(is_right(values) for _, values in ours)
+
+
+def test_accelerate_logs_them(tuned, tmp_path):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from accelerate.tracking import GeneralTracker
+    from dynamiccl.agent.integrations.accelerate import watch
+
+    logged = []
+
+    class Kept(GeneralTracker):
+        name, requires_logging_directory, tracker = "kept", False, None
+
+        def store_init_configuration(self, values):
+            pass
+
+        def log(self, values, step=None, **more):
+            logged.append((step, values))
+
+    accelerator = accelerate.Accelerator(cpu=True, log_with=[Kept()])
+    accelerator.init_trackers("project")
+    watch(accelerator, every=2)
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(4):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [step for step, _ in logged] == [2, 4] and all(is_right(values) for _, values in logged)
+
+
+@pytest.mark.parametrize("name", LOGGERS)
+def test_a_logger_takes_the_figures_of_a_run(name, tuned, tmp_path, monkeypatch):
+    pytest.importorskip(LOGGERS[name][1], reason=f"{name} is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    make, _ = LOGGERS[name]
+    logger = make(tuned, "torchrun train.py")
+    follow(tuned, logger, every_s=0.01, patience_s=0.01)
+    logger.close()
+    step_ms = READ[name](tuned, tmp_path)
+    assert math.isclose(step_ms, Values(every=1).at(1)["dynamiccl/step_ms"], rel_tol=1e-6)
+
+
+def _tensorboard(out, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    return events.Scalars("dynamiccl/step_ms")[-1].value
+
+
+def _wandb(out, tmp_path):
+    """A history item of the offline file: field 16 of the record holds the value as JSON, after its length."""
+    import wandb
+
+    wandb.teardown()  # as at the end of a process: its service then has written all
+    (file,) = (out / "wandb").glob("offline-run-*/run-*.wandb")
+    found = re.search(rb"dynamiccl/step_ms\x82\x01(.)", file.read_bytes(), re.DOTALL)
+    return float(found.string[found.end() : found.end() + found[1][0]])
+
+
+def _mlflow(out, tmp_path):
+    (file,) = (tmp_path / "mlruns").glob("*/*/metrics/dynamiccl/step_ms")
+    return float(file.read_text().split()[1])
+
+
+READ = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
+
+
+def test_an_unknown_logger_is_refused_by_name():
+    with pytest.raises(ValueError, match="one of tensorboard, wandb, mlflow, not 'tensorbord'"):
+        check_logger("tensorbord")
+
+
+def test_a_logger_without_its_package_is_refused_with_the_cure(monkeypatch):
+    monkeypatch.setitem(LOGGERS, "wandb", (LOGGERS["wandb"][0], "no_such_package"))
+    with pytest.raises(ValueError, match="pip install no_such_package"):
+        check_logger("wandb")

@@ -1,0 +1,86 @@
+"""dynamiccl from Python, on a real emulated job."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import dynamiccl
+import pytest
+
+TRAIN = [
+    sys.executable,
+    "-m",
+    "dynamiccl.zero_workload",
+    "--stage",
+    "3",
+    "--ranks",
+    "2",
+    "--backend",
+    "emulated",
+]
+TRAIN += ["--layers", "2", "--width", "96", "--heads", "3", "--seq", "32", "--batch", "1"]
+CLUSTER = "dgx-h100-2x8"
+
+
+def test_importing_it_is_quick_and_brings_nothing_large():
+    code = "import sys, time; begun = time.perf_counter(); import dynamiccl; took = time.perf_counter() - begun; "
+    code += (
+        "print(took, *(name for name in ('torch', 'pandas', 'numpy', 'gymnasium') if name in sys.modules))"
+    )
+    took, *large = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    print(f"import dynamiccl takes {float(took):.3f} s")
+    assert large == []
+
+
+def test_an_option_that_there_is_none_of_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"no option 'clutser': dynamiccl tune --help"):
+        dynamiccl.tune(["true"], clutser=CLUSTER)
+
+
+def test_a_run_that_is_not_there_is_told(tmp_path):
+    run = dynamiccl.Run(tmp_path / "none")
+    assert not run.summary() and run.table is None
+    with pytest.raises(ValueError, match="there is no run here"):
+        run.stop()
+    with pytest.raises(ValueError, match="was not started here"):
+        run.wait()
+
+
+def test_a_recording_that_cannot_be_read_says_why(tmp_path):
+    (tmp_path / "a.json").write_text("no profile")
+    with pytest.raises(ValueError, match=r"a\.json"):
+        dynamiccl.advise(tmp_path / "a.json", cluster=CLUSTER)
+
+
+@pytest.mark.slow
+def test_a_job_is_tuned_queried_and_its_table_applied(tmp_path):
+    """tune, status, summary, table, apply and advise, and the figures that --log-to writes meanwhile."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    out = tmp_path / "out"
+    options = {"cluster": CLUSTER, "no_memory": True, "quiet": True, "seed": 1, "log_to": "tensorboard"}
+    run = dynamiccl.tune([*TRAIN, "--steps", "500"], out=out, **options)
+    assert run.wait(300) == 0
+    assert run.status()["state"] == "ended"
+    summary = run.summary()
+    assert summary.steps >= 400 and summary.emulated
+    kept = json.loads((out / "table.json").read_text())
+    assert kept and (len(run.table.rules) > 0) == bool(summary.kept)
+    assert list((out / "tensorboard").glob("events*"))
+    assert dynamiccl.apply(out, [*TRAIN, "--steps", "20"], cluster=CLUSTER) == 0
+    assert dynamiccl.advise(out)["speedup"] == summary.speedup
+
+
+@pytest.mark.slow
+def test_a_running_job_is_stopped(tmp_path):
+    run = dynamiccl.tune(
+        [*TRAIN, "--steps", "2000"], out=tmp_path / "out", cluster=CLUSTER, quiet=True, no_memory=True
+    )
+    while run.status()["step"] is None:
+        assert run.process.poll() is None
+    assert run.stop(60)
+    assert run.process.poll() is None and not run.summary().kept
+    run.process.terminate()
+    assert run.wait(60) == 128 + signal.SIGTERM

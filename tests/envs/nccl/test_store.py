@@ -1,0 +1,212 @@
+"""What the agreement asks of the job's store, and what it makes of a store that is silent, refuses or is gone."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from dynamiccl.envs.nccl.agreement import lookout as lookouts
+from dynamiccl.envs.nccl.agreement import store as stores
+from dynamiccl.envs.nccl.agreement.lookout import BUSY_S, IDLE_S, Lookout
+from dynamiccl.envs.nccl.agreement.protocol import ABORT, Decision
+from dynamiccl.envs.nccl.agreement.store import Proposal, RoundStore
+from paths import TOOLS
+
+RATES = TOOLS / "store_rates.py"
+DECIDED = Decision(3, {7: (100, 0)})
+
+
+class Register:
+    """A store in whose register a decision stands already."""
+
+    def compare_set(self, key, expected, desired):
+        return b'[3, {"7": [100, 0]}]'
+
+
+def refuses_for(seconds):
+    """A connection that was cut, and a network that refuses new ones for so long."""
+    end = time.monotonic() + seconds
+
+    def make():
+        if time.monotonic() < end:
+            raise ConnectionRefusedError("refused")
+        return Register()
+
+    store = RoundStore(make, 1, 2)
+    store._store = None  # the old connection is of no use
+    return store
+
+
+def test_a_refused_connection_is_silence():
+    """Before: who was refused once took its round for lost, while the others switched: 81 of 640 under two tables."""
+    store = refuses_for(0.5)
+    assert store.settle(1, ABORT) == DECIDED
+
+
+def test_where_it_is_refused_for_long_nobody_serves_the_store(monkeypatch, capfd):
+    monkeypatch.setattr(stores, "_REFUSED_S", 0.4)
+    began = time.monotonic()
+    assert refuses_for(60.0).settle(1, DECIDED) is ABORT
+    assert time.monotonic() - began >= 0.4
+    assert "store is gone (refused)" in capfd.readouterr().err
+
+
+def test_a_job_that_closes_waits_for_no_store(capfd):
+    store = refuses_for(60.0)
+    store.closing = True
+    assert store.settle(1, DECIDED) is ABORT
+
+
+# -- who asks --------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    def time(self):
+        return time.time()
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """node(n) -> the lookouts of n ranks of one node, a list of who has asked the store, and a clock."""
+    clock = Clock()
+    monkeypatch.setattr(lookouts, "time", clock)
+    monkeypatch.setattr(lookouts, "shared_roots", lambda: iter([tmp_path]))
+
+    def make(n):
+        return [Lookout("life", rank, n) for rank in range(n)], [], clock
+
+    return make
+
+
+def look(ranks, asked, clock, seconds, number=5):
+    """All ranks look every 20 ms; how often the store was asked."""
+    before = len(asked)
+    for _ in range(round(seconds / 0.02)):
+        clock.now += 0.02
+        for rank, one in enumerate(ranks):
+            assert one.newest(lambda rank=rank: asked.append(rank) or number) <= number
+    return len(asked) - before
+
+
+def test_one_process_of_a_node_asks_for_all(node):
+    ranks, asked, clock = node(8)
+    assert look(ranks, asked, clock, 4.0) <= 4.0 / BUSY_S + 1
+    look(ranks, asked, clock, 2.0)
+    assert look(ranks, asked, clock, 10.0) <= 10.0 / IDLE_S + 1  # no round for 5 s
+
+
+def test_all_of_a_node_hear_of_what_one_has_asked(node):
+    ranks, asked, clock = node(3)
+    look(ranks, asked, clock, 0.5, number=1)
+    look(ranks, asked, clock, BUSY_S + 0.04, number=2)
+    assert [one.newest(lambda: pytest.fail("it is not its turn")) for one in ranks] == [2, 2, 2]
+
+
+def test_who_dies_in_its_turn_loses_it(node):
+    ranks, asked, clock = node(3)
+    clock.now += 1.0
+    with pytest.raises(OSError, match="gone"):
+        ranks[0].newest(lambda: (_ for _ in ()).throw(OSError("gone")))
+    assert look(ranks[1:], asked, clock, 0.5) > 0
+
+
+def test_nobody_asks_on_the_node_of_rank_0(node):
+    ranks, asked, clock = node(4)
+    for _ in range(100):
+        ranks[0].tell(5)
+        assert look(ranks[1:], asked, clock, 0.1) == 0
+    ranks[0].tell_gone()
+    assert ranks[1].newest(lambda: pytest.fail("rank 0 is gone")) is None
+
+
+def test_where_no_file_can_be_had_each_asks_for_itself(node, tmp_path, monkeypatch):
+    monkeypatch.setattr(lookouts, "shared_roots", lambda: iter([]))
+    ranks, asked, clock = node(1)
+    look(ranks, asked, clock, 2.0)
+    assert look(ranks, asked, clock, 10.0) <= 10.0 / IDLE_S + 1
+    assert not ranks[0].is_whole() or len(ranks) == 1
+
+
+def test_the_last_rank_of_a_node_removes_the_file(node, tmp_path):
+    ranks, _, _ = node(3)
+    assert ranks[0].is_whole() and len(list(tmp_path.iterdir())) == 1
+    for one in ranks:
+        one.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- a real store ----------------------------------------------------------------------------------------------------
+
+
+def test_no_wait_of_ours_writes_into_the_jobs_output(capfd):
+    """Seen: two warnings of PyTorch's store at each wait in vain, 44 in a minute of a job of two ranks."""
+    from torch.distributed import TCPStore
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (RoundStore(lambda: TCPStore("127.0.0.1", server.port), rank, 2) for rank in (0, 1))
+    first.connect()
+    second.connect()
+    assert second.has_changed() and second.now() == (True, 0) and not second.has_changed()
+    assert second.proposal(1) is None and second.decision(1) is None
+    first.propose(Proposal(1, b"table", 1))
+    assert second.has_changed() and second.now() == (False, 1)
+    assert second.proposal(1) == Proposal(1, b"table", 1)
+    assert first.votes(1, [], 0.1) == []
+    second.cast(stores.Vote(1, 0, "x"), 0)
+    (late,) = first.votes(1, [1], 0.1)  # it has not voted in this round: a wait in vain
+    assert late.round == 0
+    first.part(2)
+    with pytest.raises(stores.Parted):
+        second.has_changed()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "n_ranks", [8, pytest.param(64, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+)
+def test_requests_to_a_real_store(n_ranks, capsys):
+    """Before: an idle rank asked 51 times a second at 8 ranks, 16.7 times at 512."""
+    start_s, more = ("2", ["--search-s", "5", "--quiet-s", "5"]) if n_ranks == 8 else ("30", [])
+    command = [sys.executable, str(RATES), "--ranks", str(n_ranks), "--start-s", start_s, *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
+    found = json.loads(done.stdout)
+    with capsys.disabled():
+        print(f"\n{json.dumps(found)}")
+    assert found["quiet"]["a_rank_and_second"] <= 1.0
+    assert found["quiet"]["of_the_busiest_node_a_second"] <= 1.3  # one a second, and who asks at the edge
+    assert found["search"]["looks_a_node_and_second"] <= 4.2
+    assert found["rounds"] >= 1 and done.stderr == ""
+
+
+def test_who_loses_its_connection_takes_part_in_the_next_round(capfd):
+    """Before: it waited for round 1 for ever. No round is taken part in twice."""
+    from torch.distributed import TCPStore
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (RoundStore(lambda: TCPStore("127.0.0.1", server.port), rank, 2) for rank in (0, 1))
+    first.connect()
+    second.connect()
+    assert second.has_changed() and second.now() == (True, 0)
+    for number in (1, 2, 3):
+        first.propose(Proposal(number, b"table", 1))
+    assert second.has_changed() and second.now() == (False, 3)
+    second.connect()
+    assert second.has_changed() and second.now() == (False, 0)  # it had its part in that one
+    first.propose(Proposal(4, b"table", 1))
+    assert second.has_changed() and second.now() == (False, 4)
+    first.connect()  # rank 0 loses its own: another life, in which a round may have begun already
+    first.propose(Proposal(5, b"table", 1))
+    end = time.monotonic() + 10  # the file of the old life is nobody's by now: the store is asked in a while
+    while not second.has_changed() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert second.now() == (True, 5)
+    first.close()
+    second.close()
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,193 @@
+"""What the agreement asks of a real TCPStore: ``python store_rates.py --ranks 256`` prints the rates.
+
+A node is a process, its ranks are threads of it, each with the real agreement and a connection of its own; what stands
+in for NCCL and the plugin does nothing. First a table comes each second (the search), then none does (quiet). Every
+call on a connection counts as one request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dynamiccl.envs.nccl.agreement import agreement as agreements
+from dynamiccl.envs.nccl.agreement import lookout
+from dynamiccl.envs.nccl.plugin.bindings import CommView
+from dynamiccl.envs.nccl.shm import encode_table
+from dynamiccl.traces.records import Decision, Rule, Table
+from torch.distributed import PrefixStore, TCPStore
+
+EVERY_S = 1.0  # a table, in the search
+
+
+class Phases(NamedTuple):
+    """Times by the clock of this machine, seconds."""
+
+    search_s: float
+    search_ends_s: float
+    quiet_s: float
+    ends_s: float
+
+
+class Still:
+    """In place of the plugin: one communicator that counts on, and is never at its limit."""
+
+    def __init__(self, n_ranks: int, n_nodes: int) -> None:
+        self.shape, self.ended = (n_ranks, n_nodes), 0
+
+    def comms(self) -> dict[int, CommView]:
+        made = int(100 * time.monotonic())
+        return {7: CommView(*self.shape, made, {16: 1})}
+
+    def limit(self, comm: int, distance: int) -> int:
+        return self.comms()[comm].made + distance
+
+    def identity(self) -> str:
+        return "still"
+
+    def tuners(self) -> int:
+        return 1
+
+    def waiting(self) -> int:
+        return 0
+
+    def stage(self, message: bytes) -> None: ...
+    def switch(self, comm: int, since: int, until: int) -> None: ...
+    def lift(self, generation: int) -> None: ...
+
+
+class Tables:
+    """In place of the table file."""
+
+    def __init__(self, phases: Phases) -> None:
+        self._phases, self._generation = phases, 0
+
+    def take(self) -> tuple[int, bytes] | None:
+        now, phases = time.monotonic(), self._phases
+        due = phases.search_s + self._generation * EVERY_S
+        if not due <= now < phases.search_ends_s:
+            return None
+        self._generation += 1
+        row = Rule(0, 0, "all_gather", 0, 2**40, Decision("ring", "ll", 4))
+        return self._generation, encode_table(Table(self._generation, (row,), 5))
+
+    def confirmed(self) -> None:
+        return None
+
+
+class Counted:
+    """A connection that notes what is asked, and when."""
+
+    def __init__(self, store: Any, asked: list[tuple[float, str]]) -> None:
+        self._store, self._asked = store, asked
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def asks(*args: Any) -> Any:
+            key = args[0][-1] if isinstance(args[0], list) and args[0] else args[0] if args else ""
+            self._asked.append((time.monotonic(), f"{name} {str(key).rpartition('/')[2]}"))
+            return method(*args)
+
+        return asks if callable(method) and name != "has_extended_api" else method
+
+
+def run_node(
+    node: int, per_node: int, n_ranks: int, port: int, phases: Phases, folder: str
+) -> dict[str, Any]:
+    """What a node's ranks have asked."""
+    own = Path(folder) / str(node)
+    own.mkdir()
+    lookout.shared_roots = lambda: iter([own])
+    plugin = Still(n_ranks, n_ranks // per_node)
+    asked: list[tuple[float, str]] = []
+    parts = []
+    for rank in range(node * per_node, (node + 1) * per_node):
+
+        def connect() -> Any:
+            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+            return Counted(PrefixStore("dynamiccl", store), asked)
+
+        tables: Any = Tables(phases)
+        parts.append(agreements.Agreement(rank, n_ranks, plugin, plugin, tables, connect))  # type: ignore[arg-type]
+    time.sleep(max(0.0, phases.ends_s - time.monotonic()))
+    leader = parts[0]._leader
+    rounds = leader.number if leader else 0
+    for part in parts:
+        part.close()
+    for part in parts:
+        part.join()
+    return {"asked": asked, "rounds": rounds}
+
+
+def rates(found: list[dict[str, Any]], per_node: int, phases: Phases) -> dict[str, Any]:
+    """Requests a second in both phases."""
+    told: dict[str, Any] = {"rounds": found[0]["rounds"]}
+    spans = {"search": phases[:2], "quiet": phases[2:]}
+    n_ranks = per_node * len(found)
+    for name, (begin, end) in spans.items():
+        seconds = end - begin
+        of_nodes = [Counter(what for at, what in one["asked"] if begin <= at < end) for one in found]
+        totals = [sum(counts.values()) for counts in of_nodes]
+        looks = [counts["add begun"] for counts in of_nodes]
+        told[name] = {
+            "requests_a_second": round(sum(totals) / seconds, 2),
+            "a_rank_and_second": round(sum(totals) / n_ranks / seconds, 3),
+            "of_the_busiest_node_a_second": round(max(totals) / seconds, 2),
+            "looks_a_node_and_second": round(max(looks) / seconds, 2),
+        }
+    searched = told["search"]["requests_a_second"] * (phases.search_ends_s - phases.search_s)
+    told["requests_a_rank_and_round"] = round(searched / n_ranks / max(1, told["rounds"]), 2)
+    told["by_kind_in_quiet"] = dict(of_nodes[0] + of_nodes[-1])
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--per-node", type=int, default=8)
+    parser.add_argument("--search-s", type=float, default=10.0)
+    parser.add_argument("--quiet-s", type=float, default=10.0)
+    parser.add_argument("--start-s", type=float, default=3.0, help="until all ranks have come")
+    args = parser.parse_args()
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    begin = time.monotonic() + args.start_s
+    search_ends = begin + args.search_s
+    quiet = search_ends + lookout.QUIET_S + 2 * EVERY_S
+    phases = Phases(begin, search_ends, quiet, quiet + args.quiet_s)
+    n_nodes = args.ranks // args.per_node
+    found: list[dict[str, Any]] = [{}] * n_nodes
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = []
+        for node in range(n_nodes):
+            read, write = os.pipe()
+            if os.fork() == 0:
+                told = run_node(node, args.per_node, args.ranks, server.port, phases, folder)
+                with os.fdopen(write, "w") as file:
+                    json.dump(told, file)
+                os._exit(0)
+            os.close(write)
+            pipes.append(read)
+
+        def collect(node: int) -> None:
+            with os.fdopen(pipes[node]) as file:
+                found[node] = json.load(file)
+
+        readers = [threading.Thread(target=collect, args=(node,)) for node in range(n_nodes)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+    told = {"ranks": args.ranks, "nodes": n_nodes, **rates(found, args.per_node, phases)}
+    print(json.dumps(told, indent=1))
+
+
+if __name__ == "__main__":
+    main()

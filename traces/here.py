@@ -1,0 +1,88 @@
+"""Facts of the machine and the process, each known or None: asking never raises.
+
+Jobs run under user ids without an entry in passwd, without HOME, in folders that were deleted, beside packages whose
+metadata is gone. A job must start all the same. Standard library only: the launcher asks before the job starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+
+def home() -> Path | None:
+    """The user's home folder."""
+    with contextlib.suppress(Exception):  # RuntimeError: neither HOME nor an entry in passwd
+        found = Path.home()
+        return found if found.is_absolute() else None
+    return None
+
+
+def user_folder(variable: str, below_home: str) -> Path | None:
+    """A folder of the user's by the XDG convention: what ``variable`` names, else ``below_home`` in the home folder."""
+    named = os.environ.get(variable, "")
+    if os.path.isabs(named):
+        return Path(named)
+    base = home()
+    return base / below_home if base else None
+
+
+def temp_folder() -> Path | None:
+    """The folder for temporary files."""
+    with contextlib.suppress(Exception):  # FileNotFoundError: no folder that can be written to
+        return Path(tempfile.gettempdir())
+    return None
+
+
+def absolute(path: str | Path) -> Path:
+    """``path`` from the root; as it is where the current folder, or the home that ``~`` means, is not known."""
+    made = Path(path)
+    with contextlib.suppress(Exception):
+        made = made.expanduser()
+    with contextlib.suppress(Exception):
+        made = made.absolute()
+    return made
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None for one that is not there or says nothing of itself."""
+    with contextlib.suppress(Exception):  # metadata that is missing or damaged raises errors of many kinds
+        found = metadata.version(package)
+        return found if isinstance(found, str) and found else None
+    return None
+
+
+def release_of(version: str | None) -> tuple[int, int, int] | None:
+    """The first three numbers of a version.
+
+    >>> release_of("2.28.9.post1"), release_of("2.28"), release_of(None)
+    ((2, 28, 9), None, None)
+    """
+    found = re.match(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})", version or "")
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
+
+def machine() -> str | None:
+    """The processor's architecture: ``x86_64``, ``aarch64``."""
+    with contextlib.suppress(Exception):
+        return os.uname().machine or None
+    return None
+
+
+def host() -> str | None:
+    """The name of this host."""
+    with contextlib.suppress(Exception):
+        return platform.node() or None
+    return None
+
+
+def kernel() -> str | None:
+    """The kernel's release."""
+    with contextlib.suppress(Exception):
+        return platform.release() or None
+    return None

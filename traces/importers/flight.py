@@ -1,0 +1,162 @@
+"""Dumps of PyTorch's Flight Recorder (JSON, or a pickle of plain values): one file a rank.
+
+They tell which collectives a rank asked for, and when. Durations are there only with TORCH_NCCL_ENABLE_TIMING=1; their
+ends are when the watchdog saw them. A dump marks no steps.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import pickletools
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ..files import TraceError
+from ..names import DTYPE_BYTES
+from .found import Found, Gaps, comm_id_of, dtype_of, func_of, rank_in_name
+from .json_stream import blocks, many, mended
+
+#: A dump holds some thousand calls; more bytes than this is none.
+MOST_BYTES = 512 << 20
+GAPS = Gaps(
+    times="no durations in it: run the job with TORCH_NCCL_ENABLE_TIMING=1",
+    steps="the Flight Recorder marks no steps: what part of a step calls take is not known",
+)
+_WRONG = (KeyError, TypeError, ValueError, OverflowError, AttributeError, IndexError)
+
+
+def read(files: list[Path], found: Found) -> None:
+    """Read dumps into ``found``. Raises TraceError for files of others, and for two of one rank."""
+    found.gaps = GAPS
+    for file in files:
+        dump = _load(file)
+        if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
+            raise TraceError(f"{file} is no Flight Recorder dump: it has no entries")
+        if version := (dump.get("nccl_version") or dump.get("comm_lib_version")):
+            found.header["nccl"] = _text(version)
+        rank = _rank_of(file, len(files) == 1, dump, found)
+        found.claim(file, rank, [0])
+        odd = 0
+        for entry in dump["entries"]:
+            try:
+                _add(entry, dump.get("pg_config"), rank, found)
+            except _WRONG:
+                odd += 1
+        if odd:
+            found.notes.append(f"{file.name}: left out {many(odd, 'call')}, not whole")
+
+
+def _rank_of(file: Path, alone: bool, dump: dict[str, Any], found: Found) -> int:
+    """The rank of a dump: as it says, else as its name says (``nccl_trace_rank_3``, ``..._3``)."""
+    if type(dump.get("rank")) is int:
+        return int(dump["rank"])
+    named = rank_in_name(file)
+    if named is None and (tail := file.name.rpartition("_")[2]).isdecimal():
+        named = int(tail)  # TORCH_NCCL_DEBUG_INFO_TEMP_FILE ends in an underscore and the rank
+    if named is not None:
+        return named
+    if not alone:
+        raise TraceError(
+            f"{file} does not say which rank it is of: name the files rank0.json, rank1.json ..."
+        )
+    found.notes.append(f"{file.name} does not say which rank it is of: taken to be rank 0")
+    return 0
+
+
+def _add(entry: dict[str, Any], configs: Any, rank: int, found: Found) -> None:
+    """Add an entry's call, if it is a collective. Raises one of _WRONG where the entry is not whole."""
+    backend, _, name = _text(entry["profiling_name"]).rpartition(":")
+    if backend == "gloo":
+        raise TraceError("the dump is of gloo, which says nothing of NCCL: record the job over NCCL")
+    func = func_of(name)
+    if func is None:
+        return
+    group, ranks = _group(entry, configs)
+    comm_id = comm_id_of(group, ranks)
+    found.groups[comm_id] = ranks
+    types = (entry.get("output_dtypes") or []) + (entry.get("input_dtypes") or [])
+    dtype = dtype_of(_text(types[0])) if types else "unknown"
+    sides = entry.get("input_sizes") or [], entry.get("output_sizes") or []
+    elements = max(sum(math.prod(map(int, size)) for size in sizes) for sizes in sides)
+    duration, end = entry.get("duration_ms") or 0, entry.get("time_discovered_completed_ns") or 0
+    times: dict[str, int | None] = {"start_ns": None, "end_ns": None}
+    if duration and end:
+        times = {"start_ns": int(end) - round(float(duration) * 1e6), "end_ns": int(end)}
+    found.add(
+        {
+            "comm_id": comm_id,
+            "rank": rank,
+            "pid": rank,
+            "n_ranks": len(ranks),
+            "func": func,
+            "dtype": dtype,
+            "n_bytes": elements * DTYPE_BYTES.get(dtype, 1),
+            "seq": _seq(entry),
+            "enqueue_ns": int(entry.get("time_created_ns") or 0),
+            **times,
+        }
+    )
+
+
+def _text(value: Any) -> str:
+    """A text or a number as text. Raises TypeError for other values: a pickle's lists may hold themselves."""
+    if not isinstance(value, str | int | float):
+        raise TypeError("no text")
+    return str(value)
+
+
+def _seq(entry: dict[str, Any]) -> int | None:
+    number = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
+    return int(number) if number is not None else None
+
+
+def _group(entry: dict[str, Any], configs: Any) -> tuple[str, tuple[int, ...]]:
+    """Name and ranks of an entry's process group; the ranks are () where the dump does not list them."""
+    group = entry.get("process_group") or [entry.get("pg_id", "")]
+    name = _text(group[0] if isinstance(group, list | tuple) else group)
+    config = configs.get(name) if isinstance(configs, dict) else None
+    listed = config.get("ranks") if isinstance(config, dict) else ()
+    if isinstance(listed, str):
+        listed = orjson.loads(listed)
+    return name, tuple(map(int, listed or ()))
+
+
+class _Plain(pickle.Unpickler):
+    """Unpickles numbers, text, lists and dictionaries, and nothing else: a pickle from elsewhere can run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise TraceError(f"it refers to {module}.{name}, which no Flight Recorder dump does")
+
+
+def _load(file: Path) -> Any:
+    """The dump in a file. Raises TraceError for other files."""
+    data = b""
+    for block in blocks(file):
+        data += block
+        if len(data) > MOST_BYTES:
+            raise TraceError(f"{file} is over {MOST_BYTES >> 20} MiB: that is no Flight Recorder dump")
+    if data[:1] == b"\x80":
+        return _unpickled(file, data)
+    for text in (data, mended(data)):
+        try:
+            return orjson.loads(text)
+        except orjson.JSONDecodeError as error:
+            reason = error
+    raise TraceError(f"{file} is not JSON ({reason}): was it copied whole?")
+
+
+def _unpickled(file: Path, data: bytes) -> Any:
+    cure = "dump it as JSON: torch._C._distributed_c10d._dump_nccl_trace_json()"
+    try:
+        for place, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+            if "PUT" in opcode.name and int(argument or 0) > place:  # far beyond what was put there
+                raise TraceError("it asks for more memory than it fills")
+        return _Plain(io.BytesIO(data)).load()
+    except TraceError as error:
+        raise TraceError(f"{file} was not read: {error}; {cure}") from None
+    except Exception:  # a damaged pickle can raise anything
+        raise TraceError(f"{file} is no whole pickle; {cure}") from None
