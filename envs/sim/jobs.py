@@ -171,6 +171,9 @@ def assemble(
     own_algo = np.maximum(own - LAST_RING, 0)
     connected[rows, func, own_algo] = True
     first_us = sites.truth.connect_us * log_uniform(rng, kind.connect, n)
+    beside = _beside(works, which, fleet, rng)
+    noise = Noise.draw(kind.noise, rng, n)
+    noise.swing = _swing(kind, rng, n)
     jobs = Jobs(
         n_slots=works.n_slots[which],
         fingerprint=fingerprint,
@@ -181,13 +184,11 @@ def assemble(
         works=works,
         which=which,
         tables=tables,
-        growth=by_job(_growth(*asked), width),
-        beside=_beside(works, which, fleet, rng),
+        beside=beside,
         scale=np.ones(n),
-        noise=Noise.draw(kind.noise, rng, n),
-        swing=_swing(kind, rng, n),
+        noise=noise,
         first_use=FirstUse(first_us, connected, np.zeros(n)),
-        regimes=Regimes.draw(kind.regimes, rng, n),
+        regimes=Regimes.draw(kind.regimes, rng, by_job(_growth(*asked), width)),
         sites=sites,
     )
     if kind.hook is not None:

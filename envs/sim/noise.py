@@ -140,6 +140,25 @@ class NoiseStream:
 
 
 @dataclass
+class Drift(Columns):
+    """A part of the noise of ``n`` jobs that lasts, on two time scales."""
+
+    size: Array  # (n,) of the log time; 0: none
+    keep: Array  # (n, 2) what is left of each scale after a step
+    level: Array  # (n, 2) each of unit variance
+
+    def step(self, on: Array, shock: Array) -> Array:
+        """Log time (n,) one step later, for the jobs that are ``on``: the sum of two scales that the same shocks
+        (n,) move."""
+        stay = np.sqrt(1.0 - self.keep**2)
+        moved = self.keep * self.level + stay * shock[:, None]
+        self.level = np.where(on[:, None], moved, self.level)
+        together = stay.prod(axis=1) / (1.0 - self.keep.prod(axis=1))  # correlation of the two
+        total = self.level.sum(axis=1)
+        return np.asarray(self.size * total / np.sqrt(2.0 + 2.0 * together))
+
+
+@dataclass
 class Noise(Columns):
     """The noise of ``n`` jobs, and where each is in it; arrays (n,)."""
 
@@ -151,14 +170,13 @@ class Noise(Columns):
     late: Array
     save_every: Array  # 0: never
     save_cost: Array
-    slow: Array  # 0: none
-    slow_keep: Array  # (n, 2) what is left of each scale of the slow part after a step
+    drift: Drift  # the part that lasts
+    swing: Array  # (n, 3) of the network's pace: size, period in steps, phase
     call_sigma: Array
     sampled: Array  # 0: never
     at: Array  # steps since the job's first
     level: Array  # of the disturbance that lasts, in units of sigma
     is_slow: Array  # at the slower of two paces
-    slow_level: Array  # (n, 2) of the slow part, each of unit variance
 
     @classmethod
     def draw(cls, family: NoiseFamily, rng: np.random.Generator, n: int) -> Noise:
@@ -185,21 +203,19 @@ class Noise(Columns):
             late=some(family.late_rank, drawn(family.late)),
             save_every=every,
             save_cost=drawn(family.save_cost),
-            slow=np.zeros(n),
-            slow_keep=np.zeros((n, 2)),
+            drift=Drift(np.zeros(n), np.zeros((n, 2)), np.zeros((n, 2))),
+            swing=np.zeros((n, 3)),
             call_sigma=drawn(family.call_sigma),
             sampled=sampled,
             at=rng.integers(5, 200, n),
             level=rng.normal(0.0, 1.0, n),
             is_slow=rng.random(n) < 0.5,
-            slow_level=np.zeros((n, 2)),
         )
         if family.slow[1] > 0:
             short = drawn(family.slow_steps)
-            noise.slow = drawn(family.slow)
+            size = drawn(family.slow)
             steps = np.stack([short, family.longer * short], axis=1)
-            noise.slow_keep = np.exp(-1 / steps)
-            noise.slow_level = rng.normal(0.0, 1.0, (n, 2))
+            noise.drift = Drift(size, np.exp(-1 / steps), rng.normal(0.0, 1.0, (n, 2)))
         return noise
 
     def steps(
@@ -216,7 +232,7 @@ class Noise(Columns):
             us = us[:, None]
         us = np.broadcast_to(us, (n, most))
         out = np.full((n, most), np.nan)
-        lasting = bool(self.slow.any())
+        lasting = bool(self.drift.size.any())
         numbers = self._numbers(rng, n_steps, most, lasting)
         for t in range(most):
             on = n_steps > t
@@ -224,7 +240,7 @@ class Noise(Columns):
             pace = self.pace * (self.is_slow - 0.5)
             log = self.sigma * self.level + pace
             if lasting:
-                log += self._drift(on, numbers.slow[t])
+                log += self.drift.step(on, numbers.slow[t])
             waits = self.late * numbers.waits[t]
             factor = np.exp(log) + waits
             factor += self._long(numbers.heavy[t], numbers.size[t], late)
@@ -248,16 +264,6 @@ class Noise(Columns):
         is_flip = on & (flips < 1.0 / self.hold)
         self.is_slow = np.where(is_flip, ~self.is_slow, self.is_slow)
         self.at = self.at + on
-
-    def _drift(self, on: Array, shock: Array) -> Array:
-        """Log time (n,) of the slow part one step later: the sum of two scales that the same shocks move."""
-        keep = self.slow_keep
-        stay = np.sqrt(1.0 - keep**2)
-        moved = keep * self.slow_level + stay * shock[:, None]
-        self.slow_level = np.where(on[:, None], moved, self.slow_level)
-        together = stay.prod(axis=1) / (1.0 - keep.prod(axis=1))  # correlation of the two
-        level = self.slow_level.sum(axis=1)
-        return np.asarray(self.slow * level / np.sqrt(2.0 + 2.0 * together))
 
     def _long(self, heavy: Array, size: Array, late: tuple[Array, Array]) -> Array:
         """What single steps take longer (n,), in steps: far too long ones, stragglers, those that save."""

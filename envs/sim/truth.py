@@ -59,10 +59,13 @@ class FirstUse(Columns):
 
     def of(self, rows: Array, is_rs: Array, algo: Array, used: Array) -> Array:
         """Connect what the jobs at ``rows`` use now, arrays (m, S); us (m,) that it takes."""
-        need = np.zeros((len(rows), *self.connected.shape[1:]), bool)
+        shape = self.connected.shape[1:]
+        need = np.zeros((len(rows), *shape), bool)
         place, slot = np.nonzero(used)
-        need[place, is_rs[place, slot], algo[place, slot]] = True
-        us = (need & ~self.connected[rows]).sum(axis=(1, 2)) * self.us[rows]
+        func = is_rs[place, slot]
+        need[place, func, algo[place, slot]] = True
+        new = need & ~self.connected[rows]
+        us = new.sum(axis=(1, 2)) * self.us[rows]
         self.connected[rows] |= need
         self.spent_us[rows] += us
         return np.asarray(us)
@@ -102,14 +105,17 @@ class Jobs(Columns):
     works: WorkloadArrays
     which: Array  # of works
     tables: Calls  # (n, S, N_CONFIGS) float32: what a call is under every config
-    growth: Array  # (n, S, N_CONFIGS) float32: log of a call's time over that of its size
     beside: Array  # (n, N_BESIDE, N_CALL) calls that are not tuned
     scale: Array  # of compute
     noise: Noise
-    swing: Array  # (n, 3): size, period in steps, phase
     first_use: FirstUse
     regimes: Regimes
     sites: SampledClusters
+
+    @property
+    def swing(self) -> Array:
+        """Of the network's pace, (n, 3): size, period in steps, phase."""
+        return self.noise.swing
 
     @property
     def width(self) -> int:
@@ -119,9 +125,12 @@ class Jobs(Columns):
     def take(self, rows: Any) -> Self:
         """The jobs at ``rows`` (indices or flags), at the same time; they share only what never changes."""
         rows = np.arange(len(self))[rows]
-        slots = self.fingerprint.take((rows[:, None] * self.width + np.arange(self.width)).ravel())
-        found = {name: value for name, value in vars(self).items() if name != "fingerprint"}
-        return type(self)(fingerprint=slots, **{name: taken(value, rows) for name, value in found.items()})
+        places = rows[:, None] * self.width + np.arange(self.width)
+        found = {}
+        for name, value in vars(self).items():
+            part = places.ravel() if name == "fingerprint" else rows
+            found[name] = taken(value, part)
+        return type(self)(**found)
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
@@ -136,7 +145,8 @@ class Jobs(Columns):
             return self
         # A place without a slot holds what another of the kind holds, the job's first: nothing of it is used.
         first = np.append(np.arange(self.width), np.zeros(more, int))
-        rows = (np.arange(len(self))[:, None] * self.width + first).ravel()
+        begin = np.arange(len(self)) * self.width
+        rows = (begin[:, None] + first).ravel()
         mask = self.mask[:, first].copy()
         mask[:, self.width :, 1:] = False
         calls = self.calls[:, first].copy()
@@ -148,7 +158,7 @@ class Jobs(Columns):
             exposed=self.exposed[:, first],
             calls=calls,
             tables=self.tables.take((slice(None), first)),
-            growth=self.growth[:, first],
+            regimes=replace(self.regimes, growth=self.regimes.growth[:, first]),
         )
 
     def step_us(
@@ -203,18 +213,27 @@ class Jobs(Columns):
         Returns step times (n, most) us, NaN beyond a job's own number, and mean durations of the calls (n, S) us,
         NaN where no step's kernels were sampled. A job with 0 steps does not run.
         """
-        n_steps = np.broadcast_to(np.asarray(n_steps, int), len(self))
+        n = len(self)
+        n_steps = np.broadcast_to(np.asarray(n_steps, int), n)
+        most = int(n_steps.max(initial=0))
         rows = np.flatnonzero(n_steps > 0)
-        call_us, late = np.full((len(self), self.width), np.nan), np.zeros((2, len(self)))
         rows, configs = self._asked(np.asarray(configs)[rows], rows)
-        us = np.zeros((len(self), int(n_steps.max(initial=0))))
-        us[rows], call_us[rows] = self._through(configs, rows, few and few.take(rows), n_steps[rows])
+        us = np.zeros((n, most))
+        call_us = np.full((n, self.width), np.nan)
+        late = np.zeros((2, n))
+        at_few = few and few.take(rows)
+        us[rows], call_us[rows] = self._through(configs, rows, at_few, n_steps[rows])
         late[:, rows] = self._late(configs, rows)
         steps = self.noise.steps(us, n_steps, rng, (late[0], late[1]))
-        is_rs = self.fingerprint.is_reduce_scatter.reshape(-1, self.width)[rows].astype(int)
-        algo = np.maximum(self._pair(configs, rows) - LAST_RING, 0)
-        steps[rows, 0] += self.first_use.of(rows, is_rs, algo, self._used(rows))
+        steps[rows, 0] += self._connect(configs, rows)
         return steps, self.noise.calls(call_us, n_steps, rng, few and few.part < 1)
+
+    def _connect(self, configs: Array, rows: Array) -> Array:
+        """What the first use of algorithms costs now, us (m,)."""
+        is_rs = self.fingerprint.is_reduce_scatter.reshape(-1, self.width)
+        func = is_rs[rows].astype(int)
+        algo = np.maximum(self._pair(configs, rows) - LAST_RING, 0)
+        return self.first_use.of(rows, func, algo, self._used(rows))
 
     def advance(self, n_steps: Array | int) -> None:
         """Let ``n_steps`` pass unmeasured."""
@@ -230,16 +249,21 @@ class Jobs(Columns):
         """As :meth:`step.Steps.run`, of the jobs at ``rows``; at no ``moment``: in fair weather, in their first regime,
         with no congestion. Kinds of call are those that are not tuned, then the slots."""
         place = rows[:, None], np.arange(self.width), configs
-        slots, beside, scale = self.tables.take(place).rows(), self.beside[rows].copy(), self.scale[rows]
+        slots = self.tables.take(place).rows()
+        beside = self.beside[rows].copy()
+        scale = self.scale[rows]
         if moment is not None:
             slots[:, :, 0] *= self._stretch(configs, rows, moment)
             beside[:, :, 0] *= moment.weather[:, None]
             scale = scale * self.regimes.batch[rows, moment.regime]
         calls = np.concatenate([beside, slots], axis=1)
-        return self.works.steps.run(self.which[rows], calls, scale, self.sites.law.take(rows))
+        law = self.sites.law.take(rows)
+        return self.works.steps.run(self.which[rows], calls, scale, law)
 
     def _asked(self, configs: Array, rows: Array | None) -> tuple[Array, Array]:
-        rows = np.arange(len(self)) if rows is None else np.asarray(rows)
+        if rows is None:
+            rows = np.arange(len(self))
+        rows = np.asarray(rows)
         configs = np.asarray(configs)
         shape = len(rows), self.width
         place = rows[:, None], np.arange(self.width)[None], configs
@@ -268,23 +292,29 @@ class Jobs(Columns):
         moment = self._moment(rows, at)
         total, spent = self._truth(configs, rows, moment)
         if few is not None and (some := np.flatnonzero(few.part < 1)).size:
-            others = self._truth(few.others[some], rows[some], moment.take(some))[0]
-            total[some] = others + few.part[some] * (total[some] - others)
+            others, _ = self._truth(few.others[some], rows[some], moment.take(some))
+            more = total[some] - others
+            total[some] = others + few.part[some] * more
+        calls = self.calls[rows]
         with np.errstate(invalid="ignore"):
-            return total, np.where(self.calls[rows] > 0, spent / self.calls[rows], np.nan)
+            call_us = np.where(calls > 0, spent / calls, np.nan)
+        return total, call_us
 
     def _through(self, configs: Array, rows: Array, few: Few | None, n_steps: Array) -> tuple[Array, Array]:
         """As :meth:`_at`, of each of the next ``n_steps`` (m,): step us (m, most). Calls are those of the first."""
         at = self.noise.at[rows]
         begun, call_us = self._at(configs, rows, few, at)
-        us = np.repeat(begun[:, None], int(n_steps.max(initial=0)), axis=1)
+        most = int(n_steps.max(initial=0))
+        us = np.repeat(begun[:, None], most, axis=1)
         if not (self.regimes.count[rows] > 1).any():
             return us, call_us
         done = self.regimes.take(rows).left(at)
         while (later := np.flatnonzero(done < n_steps)).size:
-            these, now = rows[later], at[later] + done[later].astype(int)
-            other = self._at(configs[later], these, few and few.take(later), now)[0]
-            for row, step, value in zip(later, done[later].astype(int), other, strict=True):
+            these = rows[later]
+            from_step = done[later].astype(int)
+            now = at[later] + from_step
+            other, _ = self._at(configs[later], these, few and few.take(later), now)
+            for row, step, value in zip(later, from_step, other, strict=True):
                 us[row, step:] = value
             done[later] += self.regimes.take(these).left(now)
         return us, call_us
@@ -292,9 +322,12 @@ class Jobs(Columns):
     def _moment(self, rows: Array, at: Array) -> Moment:
         """Of the jobs at ``rows`` at step ``at`` (m,)."""
         size, period, phase = self.swing[rows].T
-        wave = 0.5 + 0.5 * np.sin(2 * np.pi * (at / period + phase))
-        weather = 1.0 + size * wave * np.where(self.sites.fleet.n_nodes[rows] > 1, 1.0, 0.2)
-        weight, regime = np.zeros(len(rows)), np.zeros(len(rows), int)
+        turn = at / period + phase
+        wave = 0.5 + 0.5 * np.sin(2 * np.pi * turn)
+        over_nodes = self.sites.fleet.n_nodes[rows] > 1
+        weather = 1.0 + size * wave * np.where(over_nodes, 1.0, 0.2)
+        weight = np.zeros(len(rows))
+        regime = np.zeros(len(rows), int)
         if self.sites.extras.moves[rows].any():
             weight = self.sites.extras.take(rows).weight(at)
         if (self.regimes.count[rows] > 1).any():
@@ -308,12 +341,15 @@ class Jobs(Columns):
         if len(moving):
             some = self.sites.extras.take(rows[moving])
             pair = self._pair(configs[moving], rows[moving])
-            stretch[moving] *= np.exp(some.congestion(configs[moving], pair, moment.weight[moving]))
+            weight = moment.weight[moving]
+            log = some.congestion(configs[moving], pair, weight)
+            stretch[moving] *= np.exp(log)
         octaves = self.regimes.octaves[rows, moment.regime]
         sized = np.flatnonzero(octaves)
         if len(sized):
-            growth = self.growth[rows[sized, None], np.arange(self.width), configs[sized]]
-            stretch[sized] *= np.exp2(octaves[sized, None] * growth)
+            place = rows[sized, None], np.arange(self.width), configs[sized]
+            log = octaves[sized, None] * self.regimes.growth[place]
+            stretch[sized] *= np.exp2(log)
         return stretch
 
     def _truth(self, configs: Array, rows: Array, moment: Moment) -> tuple[Array, Array]:
@@ -322,28 +358,37 @@ class Jobs(Columns):
         joint = np.flatnonzero(self.sites.extras.joint[rows])
         if len(joint):
             pair = self._pair(configs[joint], rows[joint])
-            total[joint] *= np.exp(self.sites.extras.take(rows[joint]).together(configs[joint], pair))
+            some = self.sites.extras.take(rows[joint])
+            log = some.together(configs[joint], pair)
+            total[joint] *= np.exp(log)
         return total, spent[:, N_BESIDE:]
 
     def _usual(self, configs: Array, rows: Array, regime: Array) -> Array:
         """The mean step (m,) us in one ``regime`` (m,) of each job, in fair weather."""
-        fair = Moment(np.ones(len(rows)), np.zeros(len(rows)), regime)
+        n = len(rows)
+        fair = Moment(np.ones(n), np.zeros(n), regime)
         moving = np.flatnonzero(self.sites.extras.moves[rows])
-        some, (first, second) = fair.take(moving), self.sites.extras.take(rows[moving]).usual_weights()
+        extras = self.sites.extras.take(rows[moving])
+        first, second = extras.usual_weights()
         fair.weight[moving] = first
-        us = self._truth(configs, rows, fair)[0]
+        us, _ = self._truth(configs, rows, fair)
         if len(moving):
-            some.weight = second
-            us[moving] = (us[moving] + self._truth(configs[moving], rows[moving], some)[0]) / 2
+            other = replace(fair.take(moving), weight=second)
+            then, _ = self._truth(configs[moving], rows[moving], other)
+            us[moving] = (us[moving] + then) / 2
         often, size = self._late(configs, rows)
         return np.asarray(us * (1 + often * size))
 
     def _followed(self, tables: Array, rows: Array) -> Array:
         """The mean step (m,) us, with a table for each regime, (m, MOST_REGIMES, S)."""
         regimes = self.regimes.take(rows)
+        weights = regimes.weights
         pace = np.zeros(len(rows))
         for k in range(MOST_REGIMES):
             there = np.flatnonzero(k < regimes.count)
-            us = self._usual(tables[there, k], rows[there], np.full(len(there), k))
-            pace[there] += regimes.weights[there, k] * us / regimes.default_us[there, k]
-        return np.asarray(pace * (regimes.weights * regimes.default_us).sum(axis=1))
+            regime = np.full(len(there), k)
+            us = self._usual(tables[there, k], rows[there], regime)
+            weight = weights[there, k]
+            pace[there] += weight * us / regimes.default_us[there, k]
+        usual = weights * regimes.default_us
+        return np.asarray(pace * usual.sum(axis=1))

@@ -103,4 +103,4 @@ def test_noise_without_a_lasting_part_draws_nothing_for_it():
     Noise.draw(NoiseFamily(), first, 5)
     Noise.draw(NoiseFamily(slow=(0.01, 0.02)), second, 5)
     assert first.random() != second.random()
-    assert not Noise.draw(NoiseFamily(), first, 5).slow.any()
+    assert not Noise.draw(NoiseFamily(), first, 5).drift.size.any()

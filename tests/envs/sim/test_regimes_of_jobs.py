@@ -15,8 +15,9 @@ def alternating(n=40, seed=4, family=STANDARD):
 
 def still(jobs):
     """The same jobs without noise, in calm weather and connected."""
-    for name in ("sigma", "tail", "pace", "late", "save_every", "slow"):
+    for name in ("sigma", "tail", "pace", "late", "save_every"):
         getattr(jobs.noise, name)[:] = 0
+    jobs.noise.drift.size[:] = 0
     jobs.swing[:, 0] = jobs.first_use.us[:] = 0
     return jobs
 
@@ -82,7 +83,7 @@ def test_compute_and_memory_grow_with_the_batch_and_calls_of_some_jobs_do():
     assert 0.3 < resized.mean() < 0.9
     pressure = regimes.pressure(np.ones(60))
     assert (np.argmax(pressure, axis=1) == np.argmax(regimes.batch, axis=1)).all() and pressure.max() == 1
-    assert (jobs.growth >= -1e-6).all() and jobs.growth.max() <= 1.2
+    assert (jobs.regimes.growth >= -1e-6).all() and jobs.regimes.growth.max() <= 1.2
 
 
 def test_memory_pressure_tells_of_the_batch_where_it_is_known():
