@@ -53,7 +53,10 @@ def recorded_works() -> WorkloadArrays:
     """The steps on record, as they lie in the file: kinds of call are SLOTS slots, and then the N_BESIDE others."""
     with np.load(STEPS, allow_pickle=False) as file:
         arrays = dict(file)
-    steps = Steps(**{field.name: arrays.pop(field.name) for field in fields(Steps)})
+    parts = {}
+    for field in fields(Steps):
+        parts[field.name] = arrays.pop(field.name)
+    steps = Steps(**parts)
     return WorkloadArrays(steps=steps, **arrays)
 
 
@@ -62,11 +65,14 @@ def all_works() -> WorkloadArrays:
     """The steps on record and, after them, those with many slots; kinds of call begin with the N_BESIDE others."""
     recorded = recorded_works()
     kind = recorded.steps.slot
-    slot = np.where(kind >= SLOTS, kind - SLOTS, np.where(kind >= 0, kind + N_BESIDE, -1))
-    works = replace(recorded, steps=replace(recorded.steps, slot=slot.astype(np.int32)))
+    after = np.where(kind >= 0, kind + N_BESIDE, -1)
+    slot = np.where(kind >= SLOTS, kind - SLOTS, after)
+    steps = replace(recorded.steps, slot=slot.astype(np.int32))
+    works = replace(recorded, steps=steps)
     rng = np.random.default_rng(0)  # the same steps on every machine
     calls = recorded.calls.sum(axis=1)
-    dealt = [_dealt(works, w, rng) for w in np.repeat(np.flatnonzero(calls >= LEAST_MANY), VERSIONS)]
+    sources = np.flatnonzero(calls >= LEAST_MANY)
+    dealt = [_dealt(works, w, rng) for w in np.repeat(sources, VERSIONS)]
     return _joined(works, dealt)
 
 
@@ -84,65 +90,91 @@ class _Dealt:
 def _dealt(works: WorkloadArrays, source: int, rng: np.random.Generator) -> _Dealt:
     """Deal the calls of step ``source``: those of a slot, in their order, in runs to slots of their own."""
     begin, end = works.steps.op_at[source : source + 2]
-    kind, n_old = works.steps.slot[begin:end], works.n_slots[source]
+    kind = works.steps.slot[begin:end]
+    n_old = works.n_slots[source]
     calls = works.calls[source, :n_old].astype(int)
     most = min(int(calls.sum()), MANY_SLOTS)
-    parts = _parts(calls, int(rng.integers(LEAST_MANY, most + 1)))
+    wanted = int(rng.integers(LEAST_MANY, most + 1))
+    parts = _parts(calls, wanted)
     old = np.repeat(np.arange(n_old), parts)  # of each new slot
     octaves = rng.uniform(*OCTAVES, len(old))
-    n_bytes = np.maximum(works.n_bytes[source, old] * np.exp2(octaves), 1024).astype(np.int64)
+    moved = works.n_bytes[source, old] * np.exp2(octaves)
+    n_bytes = np.maximum(moved, 1024).astype(np.int64)
     owner = np.full(len(kind), -1)
     for k in range(n_old):
         mine = np.flatnonzero(kind == k + N_BESIDE)
-        runs = np.sort(rng.choice(np.arange(1, len(mine)), parts[k] - 1, replace=False))
-        owner[mine] = parts[:k].sum() + np.searchsorted(runs, np.arange(len(mine)), side="right")
+        cuts = rng.choice(np.arange(1, len(mine)), parts[k] - 1, replace=False)
+        run = np.searchsorted(np.sort(cuts), np.arange(len(mine)), side="right")
+        owner[mine] = parts[:k].sum() + run
     count = np.bincount(owner[owner >= 0], minlength=len(old))
     order = np.argsort(-count * n_bytes, kind="stable")
     place = np.argsort(order)
     slot = np.where(owner >= 0, place[owner] + N_BESIDE, kind)
     is_rs = works.is_reduce_scatter[source, old]
-    return _Dealt(source, slot.astype(np.int32), is_rs[order], n_bytes[order], count[order].astype(float))
+    return _Dealt(
+        source=source,
+        slot=slot.astype(np.int32),
+        is_reduce_scatter=is_rs[order],
+        n_bytes=n_bytes[order],
+        calls=count[order].astype(float),
+    )
 
 
 def _parts(calls: Array, wanted: int) -> Array:
     """How many slots those of ``calls`` (slots,) are dealt, ``wanted`` in all: as they have calls, at least one."""
     parts = np.ones(len(calls), int)
     while parts.sum() < wanted:
-        parts[np.argmax(np.where(parts < calls, calls / parts, 0.0))] += 1
+        each = np.where(parts < calls, calls / parts, 0.0)
+        parts[each.argmax()] += 1
     return parts
 
 
 def _joined(works: WorkloadArrays, dealt: list[_Dealt]) -> WorkloadArrays:
     """``works`` and after them the dealt ones, MANY_SLOTS wide; what an operation waits for is the source's."""
-    steps, source = works.steps, np.array([d.source for d in dealt])
-    begin, end = steps.op_at[source], steps.op_at[source + 1]
-    operations = np.concatenate([np.arange(a, b) for a, b in zip(begin, end, strict=True)])
+    steps = works.steps
+    source = np.array([one.source for one in dealt])
+    begin = steps.op_at[source]
+    end = steps.op_at[source + 1]
+    operations = _ranges(begin, end)
     # A step's row of after_at has one entry more than it has operations.
-    rows = [np.arange(a + s, b + s + 1) for a, b, s in zip(begin, end, source, strict=True)]
+    entries = _ranges(begin + source, end + source + 1)
     more = Steps(
-        op_at=steps.op_at[-1] + np.cumsum(end - begin, dtype=np.int32),
+        op_at=steps.op_at[-1] + np.cumsum(end - begin).astype(np.int32),
         n_streams=steps.n_streams[source],
         stream=steps.stream[operations],
         slot=np.concatenate([d.slot for d in dealt]),
         work=steps.work[operations],
-        after_at=steps.after_at[np.concatenate(rows)],
+        after_at=steps.after_at[entries],
         after=steps.after[:0],
     )
-    both = {f.name: np.concatenate([getattr(steps, f.name), getattr(more, f.name)]) for f in fields(Steps)}
+    both = {}
+    for field in fields(Steps):
+        parts = [getattr(each, field.name) for each in (steps, more)]
+        both[field.name] = np.concatenate(parts)
+    names = [f"{works.names[one.source]}, many slots" for one in dealt]
+    is_rs = [one.is_reduce_scatter for one in dealt]
+    n_bytes = [one.n_bytes for one in dealt]
+    calls = [one.calls for one in dealt]
     return WorkloadArrays(
-        names=np.concatenate([works.names, [f"{works.names[d.source]}, many slots" for d in dealt]]),
+        names=np.concatenate([works.names, names]),
         steps=Steps(**both),
-        n_slots=np.concatenate([works.n_slots, [len(d.calls) for d in dealt]]),
-        is_reduce_scatter=_wide([*works.is_reduce_scatter, *(d.is_reduce_scatter for d in dealt)], False),
-        n_bytes=_wide([*works.n_bytes, *(d.n_bytes for d in dealt)], 1024),
-        calls=_wide([*works.calls, *(d.calls for d in dealt)], 0.0),
+        n_slots=np.concatenate([works.n_slots, [len(one) for one in calls]]),
+        is_reduce_scatter=_wide([*works.is_reduce_scatter, *is_rs], False),
+        n_bytes=_wide([*works.n_bytes, *n_bytes], 1024),
+        calls=_wide([*works.calls, *calls], 0.0),
         other_bytes=np.concatenate([works.other_bytes, works.other_bytes[source]]),
         replicated=np.concatenate([works.replicated, works.replicated[source]]),
     )
 
 
+def _ranges(begin: Array, end: Array) -> Array:
+    """The numbers from each ``begin`` to its ``end``, one range after the other."""
+    return np.concatenate([np.arange(a, b) for a, b in zip(begin, end, strict=True)])
+
+
 def _wide(rows: list[Array], fill: Any) -> Array:
-    out = np.full((len(rows), MANY_SLOTS), fill, rows[0].dtype)
+    shape = len(rows), MANY_SLOTS
+    out = np.full(shape, fill, rows[0].dtype)
     for row, values in zip(out, rows, strict=True):
         row[: len(values)] = values
     return out
