@@ -14,8 +14,8 @@ from ..nccl_model import cost_model
 from ..nccl_model.arms import distinct
 from ..nccl_model.channels import heuristic_channels, planned_channels
 from ..nccl_model.clusters import ClusterArrays
-from .fabric import Fabric
-from .fabric_params import N_PRODUCTS, FabricParams, unmodelled
+from .fabric.fabric import Fabric
+from .fabric.params import N_PRODUCTS, FabricParams, unmodelled
 from .family import HELD_OUT, STANDARD, WORLDS, JobFamily, World, draw_fleet
 from .noise import Noise, log_uniform
 from .regimes import MOST_REGIMES, Regimes

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..nccl_model.columns import Columns
-from .measured import ranges
+from .fabric.measured import ranges
 
 Array = np.ndarray[Any, Any]
 Range = tuple[float, float]

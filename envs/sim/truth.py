@@ -17,7 +17,7 @@ from ...traces.fingerprint import Fingerprint
 from ...traces.spaces import pair_of
 from ..nccl_model.clusters import ClusterArrays
 from ..nccl_model.columns import Columns, taken
-from .fabric_params import FabricParams
+from .fabric.params import FabricParams
 from .noise import Noise, NoiseStream
 from .regimes import MOST_REGIMES, Regimes
 from .step import Calls, Law

@@ -16,7 +16,7 @@ from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.envs.nccl_model.clusters import cluster
 from dynamiccl.envs.replay.recordings import named, on_cluster
 from dynamiccl.envs.sim.emulated.timeline import CROWD
-from dynamiccl.envs.sim.fabric import Fabric
+from dynamiccl.envs.sim.fabric.fabric import Fabric
 from dynamiccl.envs.sim.jobs import HELD_OUT, STANDARD, SampledClusters, assemble, draw_jobs
 from dynamiccl.envs.sim.step import Law
 from dynamiccl.envs.sim.worlds import Extra, Extras

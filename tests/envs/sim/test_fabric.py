@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from dynamiccl.envs.nccl_model import cost_model
 from dynamiccl.envs.nccl_model.clusters import ClusterArrays, cluster, preset_names, resize
-from dynamiccl.envs.sim.fabric import Fabric, soft_min, staircase
-from dynamiccl.envs.sim.fabric_params import SEEN
+from dynamiccl.envs.sim.fabric.fabric import Fabric, soft_min, staircase
+from dynamiccl.envs.sim.fabric.params import SEEN
 from dynamiccl.envs.sim.jobs import HELD_OUT, STANDARD, draw_jobs
 from dynamiccl.envs.sim.unseen import UNSEEN
 from dynamiccl.traces.records import CHANNELS, PAIRS, TUNED_FUNCS, pair_costs

@@ -42,8 +42,9 @@ def test_other_worlds_have_one_regime_for_good():
 def test_step_times_follow_the_regime_within_a_window():
     jobs = still(alternating(6))
     none = np.zeros((6, jobs.width), int)
+    jobs.advance(jobs.regimes.left(jobs.noise.at))
     rest = jobs.regimes.left(jobs.noise.at).astype(int)
-    jobs.advance(np.maximum(rest - 10, 0))
+    jobs.advance(rest - 10)
     now = jobs.regimes.at(jobs.noise.at)
     then = jobs.regimes.at(jobs.noise.at + 10)
     steps, _ = jobs.window(none, 20, np.random.default_rng(0))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
-from importlib import resources
+from pathlib import Path
 from typing import Any
+
+FILE = Path(__file__).parents[1] / "measured.json"
 
 
 @functools.cache
 def _records() -> dict[str, dict[str, Any]]:
-    text = resources.files(__package__).joinpath("measured.json").read_text()
-    records: dict[str, dict[str, Any]] = json.loads(text)
+    records: dict[str, dict[str, Any]] = json.loads(FILE.read_text("utf-8"))
     return records
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ...traces.records import PAIRS
-from ..nccl_model.clusters import ClusterArrays
-from ..nccl_model.columns import Columns
-from ..nccl_model.prices import terms
+from ....traces.records import PAIRS
+from ...nccl_model.clusters import ClusterArrays
+from ...nccl_model.columns import Columns
+from ...nccl_model.prices import terms
 from .measured import measured
 
 Array = np.ndarray[Any, Any]

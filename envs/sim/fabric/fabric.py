@@ -25,22 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from ...traces.records import PAIRS, PROTOS, TUNED_FUNCS
-from ..nccl_model.channels import planned_channels
-from ..nccl_model.clusters import Cluster, ClusterArrays
-from ..nccl_model.prices import terms
-from .fabric_params import (
-    CHUNK,
-    PRESETS,
-    SEEN,
-    SIMPLE,
-    SM_COST,
-    TRAFFIC,
-    FabricParams,
-    nominal,
-    spread,
-    with_values,
-)
+from ....traces.records import PAIRS, PROTOS, TUNED_FUNCS
+from ...nccl_model.channels import planned_channels
+from ...nccl_model.clusters import Cluster, ClusterArrays
+from ...nccl_model.prices import terms
+from .params import CHUNK, PRESETS, SEEN, SIMPLE, SM_COST, TRAFFIC, FabricParams, nominal, spread, with_values
 
 Array = np.ndarray[Any, Any]
 
