@@ -1,9 +1,9 @@
-"""Every reason that is given for what is over or was not done, by name: the one place where its words stand.
+"""All reasons that the product gives, by name. The words of each reason stand only here.
 
-Four questions: why a run is over or its table gone (:class:`RunEnds`), why nothing is tuned (:class:`NotTuning`), why a
-row of a table is refused (:class:`RowRefused`), why the ranks change no table (:class:`NotAgreeing`). A member is a
-text with gaps; called with its facts it gives the words. Words travel as text, between ranks and into JSON:
-:func:`names` tells whose words a text has. ``OPERATING.md`` has a line on each member.
+Four kinds: a run is over or has lost its table (:class:`RunEnds`), nothing is tuned (:class:`NotTuning`), a row of a
+table is refused (:class:`RowRefused`), the ranks change no table (:class:`NotAgreeing`). A member is a text with gaps.
+Call it with its facts to get the words. Words travel as text, between ranks and into JSON. :func:`names` finds the
+reasons in a text. ``OPERATING.md`` explains each member.
 
 Standard library only: the probe in a job imports this.
 """
@@ -15,49 +15,49 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-#: Facts that are a reason themselves, or hold one.
+#: Facts that may contain another reason.
 _INNER = ("ended", "why", "error")
 _NUMBERS = ("rank", "other", "seconds", "status", "tried", "n", "of", "count")
 
 
 class Reason(Enum):
-    """One reason: its text, with gaps."""
+    """One reason: its text, with gaps for facts."""
 
     def __call__(self, **facts: Any) -> str:
-        """The words. Raises KeyError where a fact is missing."""
+        """Returns the words. Raises KeyError if a fact is missing."""
         return str(self.value).format(**facts)
 
     @property
     def title(self) -> str:
-        """Its name, as programs and the documentation write it: ``no-plugin``."""
+        """Its name in JSON and in the documentation, e.g. ``no-plugin``."""
         return self.name.lower().replace("_", "-")
 
     def facts(self, text: str) -> dict[str, str] | None:
-        """The facts in ``text`` if these are this reason's words, as text; None if they are not."""
+        """Returns the facts in ``text``, or None if these are not this reason's words."""
         found = _pattern(str(self.value)).fullmatch(text)
         return found.groupdict() if found else None
 
 
 class RunEnds(Reason):
-    """Why a run is over, or the table that it had confirmed is no more in force."""
+    """Why a run is over, or has lost its kept table."""
 
     JOB_ENDED = "the job has ended"
     JOB_STATUS = "the job ended with status {status}"
     BEFORE_A_SWITCH = "{ended}, before its ranks switched tables: {why}"
-    ONCE = "the verdict is there: the job is left alone, as --once asks"
+    ONCE = "the verdict is reached: tuning ends here, as --once requests"
     STOPPED = "stopped by `dynamiccl stop`"
     INTERRUPTED = "interrupted"
     TERMINATED = "terminated"
     NEVER_SWITCHED = "the ranks never switched tables: {why}"
     NO_MORE_SWITCHES = "the ranks switch no more tables: {why}"
     TWO_WAYS = "ranks ran one collective two ways ({example}): the table was withdrawn"
-    SLOWER = "it was no faster than NCCL's own choice any more"
-    NO_GAIN = "no gain beyond the noise: NCCL's own choice stays in force"
-    CANNOT_WRITE = "what was seen cannot be written: {error}"
+    SLOWER = "the table is no longer faster than NCCL's default"
+    NO_GAIN = "no gain beyond the noise: NCCL's default stays"
+    CANNOT_WRITE = "the results cannot be written: {error}"
 
 
 class NotTuning(Reason):
-    """Why nothing is tuned: for good, or what is waited for."""
+    """Why nothing is tuned, now or ever."""
 
     NOTHING = "the job runs no all_gather or reduce_scatter that a tuner can reach: nothing to tune"
     TOO_SMALL = (
@@ -65,31 +65,31 @@ class NotTuning(Reason):
         "too small a share to tune"
     )
     NOT_LOADED = (
-        "NCCL has not loaded the plugin in any process here, so there is nothing to tune: let the job keep the "
-        "variables that begin with NCCL_ and DYNAMICCL_, and look at NCCL_DEBUG=INFO for TUNER/Plugin"
+        "NCCL has not loaded the plugin in any process here, so nothing can be tuned: keep the job's variables that "
+        "begin with NCCL_ and DYNAMICCL_, and look for TUNER/Plugin in the output of NCCL_DEBUG=INFO"
     )
     NOT_LOADED_AS_TOLD = NOT_LOADED + "; rank 0 says: {why}"
     NOT_ASKED = (
         "NCCL runs all_gather or reduce_scatter but never asks the tuner (symmetric kernels, copy engines, another "
-        "tuner): `dynamiccl doctor` names the variables that do that"
+        "tuner): `dynamiccl doctor` names the variables that cause this"
     )
     NOT_TOLD = (
-        "NCCL asks the tuner and tells the profiler of no collective, so none can be compared: let the job keep "
+        "NCCL asks the tuner but tells the profiler of no collective, so none can be compared: keep the job's "
         "NCCL_PROFILER_PLUGIN, and use NCCL 2.27 or newer"
     )
     OUTSIDE = (
-        "{slot} is left alone: NCCL runs {ran} there, which is not in what it offers a tuner (a symmetric kernel or a "
-        "copy engine)"
+        "{slot} is left alone: NCCL runs {ran} there, which it does not offer to a tuner (a symmetric kernel or a copy "
+        "engine)"
     )
     SLOT_TAKEN = (
-        "{variable}={value} was set after our environment (by a Slurm TaskProlog or a SPANK plugin, say): NCCL loads "
-        "one such plugin only, and ours takes the place back"
+        "{variable}={value} was set after our environment (by a Slurm TaskProlog or a SPANK plugin, for example): NCCL "
+        "loads only one such plugin, so ours replaces it"
     )
     OTHER_BACKEND = "torch.distributed runs on {backend} here; only NCCL asks a tuner"
     NO_PROBE = "no process of the job has loaded the probe yet"
     NO_STEP = "the probe is loaded; no optimizer step yet"
     NO_STEP_OF_RANK_0 = "the first step of rank 0"
-    ELSEWHERE = "rank 0 is on another node: the tuner there tunes; here the job is only seen to"
+    ELSEWHERE = "rank 0 is on another node: the tuner there tunes, and this one only serves the job"
     NO_SWITCH_YET = "the ranks do not switch tables yet: {why}"
     NOT_ALL_THERE = "not every rank has taken its first step, or NCCL has not loaded the tuner there"
     NEXT_STEP = "the next steps of the job"
@@ -98,19 +98,19 @@ class NotTuning(Reason):
 
 
 class RowRefused(Reason):
-    """Why a row of a table, or a config of a slot, is not in force."""
+    """Why a row of a table, or a setting of a slot, is not used."""
 
     NOT_TRIED = "left to NCCL's {own}: no other config was tried"
-    NOT_BETTER = "left to NCCL's {own}: {tried} other configs tried, none was faster for sure"
+    NOT_BETTER = "left to NCCL's {own}: {tried} other configs tried, none was certainly faster"
     NOT_OBEYED = "not obeyed: NCCL ran {ran} where the table says {decision} for {slot}"
-    TOO_SLOW = "not tried again: {decision} for {slot} made steps over {times:g} times as long"
+    TOO_SLOW = "not tried again: {decision} for {slot} made steps more than {times:g} times as long"
     PLUGIN_REFUSES = "the plugin refuses the table: {error}"
 
 
 class NotAgreeing(Reason):
     """Why the ranks change no table, or not on all communicators."""
 
-    NO_GROUP = "NCCL runs here, and no process group of torch.distributed through which its ranks could agree"
+    NO_GROUP = "NCCL runs here, but there is no process group of torch.distributed through which its ranks could agree"
     NO_PLUGIN = "rank {rank} has no plugin"
     NOTHING_COUNTED = (
         "no collectives are counted yet: NCCL tells the profiler of none (NCCL_PROFILER_PLUGIN, NCCL before 2.27), or "
@@ -122,14 +122,21 @@ class NotAgreeing(Reason):
     )
     NOT_ALIKE = "rank {rank} has {what}, rank {other} has {others}"
     NO_COMMON_COUNT = (
-        "rank {rank} has issued {count} collectives on a communicator, and rank {other} so many more or fewer that "
-        "they cannot be compared"
+        "rank {rank} has issued {count} collectives on a communicator, but the number of rank {other} differs so much "
+        "that they cannot be compared"
     )
     OTHER_CALLS = (
         "the first {count} collectives of rank {rank} and rank {other} on their communicator are not the same"
     )
-    LATE_STORE = "a rank came to its limit before the job's store had answered"
-    NO_STORE = "rank {rank}: the job's store is gone ({error}); what was to change stays as it is"
+    NO_CLOCK = (
+        "NCCL reports the collectives of rank {rank} late ({why}), so the ranks share no count: "
+        "NCCL decides alone on that communicator"
+    )
+    NO_ROOM = "no room for another table: the {n} communicators of a rank hold all tables that there are"
+    NOT_SWITCHED = "rank {rank} could not change its table as the others did: {error}"
+    TOO_MANY = "rank {rank}: too many process groups of this process are still being left"
+    LATE_STORE = "a rank reached its limit before the job's store answered"
+    NO_STORE = "rank {rank}: the job's store is gone ({error}); its tables stay as they are"
     NOT_CONNECTED = "no table changes until the job's store answers ({why})"
     DESTROYED = "the process group was destroyed"
     FAULT = "rank {rank}: {error}"
@@ -139,7 +146,7 @@ VOCABULARY: tuple[type[Reason], ...] = (RunEnds, NotTuning, RowRefused, NotAgree
 
 
 def names(text: str) -> list[str]:
-    """Titles of the reasons that a text gives, the outermost first; [] where its words are nobody's.
+    """Returns the names of the reasons in a text, the outermost first; [] if there is none.
 
     >>> names(RunEnds.NEVER_SWITCHED(why=NotAgreeing.NO_PLUGIN(rank=3)))
     ['never-switched', 'no-plugin']

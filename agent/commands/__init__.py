@@ -1,7 +1,8 @@
-"""One file per command of ``dynamiccl``: its options and help text; the work lies in the package that owns it.
+"""One file per command of ``dynamiccl``, with its options and help text. Other packages do the work.
 
-``agent/cli.py`` makes a parser and the help of a command's parameters: ``n: Annotated[int, Option(help="How many.")] =
-3`` is ``--n 3`` on the command line, a ``bool`` is a flag, and a :class:`Call` is told what was said.
+``agent/cli.py`` makes the parser and the help from a command's parameters.
+``n: Annotated[int, Option(help="How many.")] = 3`` is ``--n 3`` on the command line, a ``bool`` is a flag.
+A :class:`Call` holds the whole command line.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Argument(NamedTuple):
-    """What is said without a name before it; one without a default must be said."""
+    """A positional argument. Without a default it is required."""
 
     help: str
     metavar: str | None = None
 
 
 class Option(NamedTuple):
-    """What is said by name. ``name``: where it is not the parameter's; ``min``, ``max``: what its number may be."""
+    """A named option. ``name``: if it differs from the parameter's; ``min``, ``max``: limits of its number."""
 
     help: str
     name: str | None = None
@@ -43,21 +44,23 @@ class Call(NamedTuple):
     given: frozenset[str]
 
 
-#: Groups of options in the help, in which they stand after the others.
-EMULATION, SEARCH, OUTPUT = "Without GPUs", "The search", "What it leaves"
+#: Groups of options in the help; they follow the other options.
+EMULATION, SEARCH, OUTPUT = "Without GPUs", "The search", "Results"
 
 Headroom = Annotated[
     int | None,
     Option(
         min=1,
         max=64,
-        help="Least channels of a communicator (NCCL_MIN_CTAS): no tuner can use more. Costs memory.",
+        help="Minimum channels per communicator (NCCL_MIN_CTAS); a tuner cannot use more. Costs memory.",
     ),
 ]
 # An emulated cluster for a job without GPUs; see :func:`emulation`.
 EmulatedCluster = Annotated[
     str | None,
-    Option(name="--cluster", group=EMULATION, help="Emulate this cluster: a preset, or a .toml file."),
+    Option(
+        name="--cluster", group=EMULATION, help="Emulate this cluster: the name of a preset, or a .toml file."
+    ),
 ]
 BytesScale = Annotated[
     float | None, Option(group=EMULATION, help="Emulated bytes for one of the job's. Default: 360.")
@@ -66,21 +69,19 @@ ComputeScale = Annotated[
     float | None, Option(group=EMULATION, help="Emulated operations for one of the job's. Default: 400.")
 ]
 
-Force = Annotated[
-    bool, Option(help="Go on although `dynamiccl doctor` finds something that must be changed.")
-]
+Force = Annotated[bool, Option(help="Start even if `dynamiccl doctor` finds something that must be changed.")]
 Json = Annotated[bool, Option(name="--json", help="Print JSON instead of text.")]
 
 
 def fail(message: str) -> NoReturn:
-    """Say in one line what is wrong and how to cure it, and exit with status 2."""
+    """Print one line with the error and its cure, and exit with status 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 @contextmanager
 def refusing(*kinds: type[Exception]) -> Iterator[None]:
-    """Within it, an error of these kinds ends the command as :func:`fail` does."""
+    """In this context an error of these kinds ends the command as :func:`fail` does."""
     try:
         yield
     except kinds as error:
@@ -90,7 +91,7 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
 def emulation(
     cluster: str, bytes_scale: float | None = None, compute_scale: float | None = None, seed: int = 0
 ) -> tuple[Emulated, dict[str, str]]:
-    """The emulated cluster that these options mean, and what is known of it; one that there is none of is refused."""
+    """Returns the emulated cluster of these options, and the facts about it. Refuses an unknown cluster."""
     from ...envs.nccl_model import clusters
     from ...envs.sim.emulated.settings import Emulated
 
@@ -107,9 +108,9 @@ def refuse_traps(
     table: Table | None = None,
     but: tuple[str, ...] = (),
 ) -> None:
-    """What ``dynamiccl doctor`` says must be changed stops here, before anything is started, unless forced.
+    """Refuse to start if ``dynamiccl doctor`` finds something that must be changed, unless forced.
 
-    ``but``: traps that do not bear on what is asked for.
+    ``but``: traps that do not matter for this command.
     """
     from ..checks.doctor import WITHOUT_NCCL, examine, gather
 
@@ -118,13 +119,13 @@ def refuse_traps(
         found = [trap for trap in found if trap.name in WITHOUT_NCCL]
     if found and not force:
         what = "; ".join(f"{trap.what}: {trap.cure}" for trap in found)
-        fail(f"{what} (`dynamiccl doctor` tells more, --force goes on all the same)")
+        fail(f"{what} (`dynamiccl doctor` explains it; --force starts anyway)")
     for trap in found:
         print(f"warning: {trap.what}: {trap.cure}", file=sys.stderr)
 
 
 def results(where: str | Path) -> Path:
-    """A folder of results by its path, or by what leads to it: ``runs/tune/latest``, where links cannot be made too."""
+    """Returns a folder of results from its path or a link such as ``runs/tune/latest``, also without symbolic links."""
     from ..report.outputs import followed
 
     path = Path(where)
@@ -132,12 +133,12 @@ def results(where: str | Path) -> Path:
 
 
 def run_folder(where: str) -> Path:
-    """A run folder by its path, or by the folder that holds a run's results. Raises ValueError."""
+    """Returns a run folder from its path, or from the folder of a run's results. Raises ValueError."""
     from ..report.outputs import run_of
 
     path = results(where)
     if not path.exists():
-        raise ValueError(f"{where}: there is no run here: it has ended, or its folder is another")
+        raise ValueError(f"{where}: there is no run here: it has ended, or has another folder")
     run = run_of(path)
     if run is None:
         return path
@@ -147,6 +148,6 @@ def run_folder(where: str) -> Path:
 
 
 def one_thread() -> None:
-    """Before numpy is imported: the matrices here are small, and more threads only fight."""
+    """Limit numpy to one thread; call it before numpy is imported. The matrices are too small for more."""
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")

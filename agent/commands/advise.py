@@ -1,4 +1,4 @@
-"""``dynamiccl advise``: from a recording of a job to the table to try first, or from two to what changed."""
+"""``dynamiccl advise``: which table to try first for a recorded job, or what changed between two recordings."""
 
 from __future__ import annotations
 
@@ -18,37 +18,40 @@ def advise(
         list[Path],
         Argument(
             metavar="RECORDING...",
-            help="A run's folder, another tool's files, one a rank, or their folder. Two folders are compared.",
+            help="Folder of a run, or files of another tool (one per rank), or their folder. Two folders are compared.",
         ),
     ],
     cluster: Annotated[
-        str | None, Option(help="Where it was recorded: a preset, as of `tune`, or a .toml file.")
+        str | None, Option(help="Cluster of the recording: a preset as in `tune`, or a .toml file.")
     ] = None,
     nccl: Annotated[
-        str | None, Option(help="NCCL's release, e.g. 2.28.9. Default: the recording's, else the cluster's.")
+        str | None, Option(help="NCCL release, e.g. 2.28.9. Default: from the recording, else the cluster.")
     ] = None,
-    out: Annotated[Path | None, Option(help="Write the table, for `dynamiccl apply`.")] = None,
+    out: Annotated[Path | None, Option(help="Write the table to this file, for `dynamiccl apply`.")] = None,
     ranks_per_node: Annotated[
-        int | None, Option(help="Ranks on a node. Default: the recording's, else the cluster's.")
+        int | None, Option(help="Ranks per node. Default: from the recording, else the cluster.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Is a recorded job worth a tuning run, and which table is to be tried first?
+    """Predict whether a recorded job is worth a tuning run, and which table to try first.
 
-    Every gain is predicted, by what the search itself believes of a job before it has tried anything. Intervals hold
-    the truth in about 8 cases of 10. Of a finished run of `dynamiccl tune` the measured verdict is told.
+    All gains are predictions. They come from the model that a search starts with, before it has measured anything.
+    About 8 of 10 intervals contain the true gain. For a finished run of `dynamiccl tune` you see the measured verdict
+    instead.
 
-    Two folders are two recordings of one job: it says whether collectives explain why the second takes longer.
+    Give two folders to compare two recordings of one job. The answer says whether collectives explain why the second
+    one takes longer.
 
     \b
-    Files of other tools, recognised by their first bytes, packed by gzip or not:
-      PyTorch's profiles  with record_shapes=True and its step(), one a rank
+    Files of other tools, recognised by their first bytes, also under gzip:
+      PyTorch's profiles  with record_shapes=True and its step(), one per rank
       Nsight Systems      nsys export --type sqlite --include-json true
       NCCL's Inspector    the .log files of NCCL_INSPECTOR_DUMP_DIR
       NCCL's log          NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,COLL,TUNING
-      Flight Recorder     JSON or pickle, one a rank
+      Flight Recorder     JSON or pickle, one per rank
 
-    The last three mark no steps: they show which collectives run and what NCCL chose. No gain is predicted from them.
+    The last three have no steps. They show which collectives run and which settings NCCL chose. No gain is predicted
+    from them.
 
     \b
     dynamiccl advise profiles/ --cluster dgx-h100-2x8 --out table.json
@@ -78,7 +81,7 @@ def _advise_on_one(
     ranks_per_node: int | None,
     json: bool,
 ) -> None:
-    """Advice on one recording. Raises TraceError or ValueError."""
+    """Print advice on one recording. Raises TraceError or ValueError."""
     from ...envs.nccl.tables import to_json
     from ...envs.replay.recordings import named
     from ...traces.records import Table
@@ -116,10 +119,6 @@ def _tell_measured(summary: RunSummary, json: bool) -> None:
 
     keys = ("speedup", "speedup_ci95", "aa_speedup_ci95", "kept", "table")
     told: dict[str, Any] = {"predicted": False, **{key: getattr(summary, key) for key in keys}}
-    kept = (
-        f"apply its table: {told['table']}"
-        if told["kept"] and told["table"]
-        else "no table of it is in force"
-    )
+    kept = f"apply its table: {told['table']}" if told["kept"] and told["table"] else "no table was kept"
     told["verdict"] = f"measured by this run: {verdict(summary)}; {kept}"
     print(json_module.dumps(told, indent=1) if json else told["verdict"])

@@ -26,26 +26,29 @@ if TYPE_CHECKING:
 
 
 def apply(
-    table: Annotated[Path, Argument(help="A table, or the folder of a run that left one.")],
+    table: Annotated[Path, Argument(help="File with a table, or the folder of a run that kept one.")],
     command: Annotated[
         list[str] | None, Argument(help="The job, after --. Any program that uses NCCL.")
     ] = None,
-    gate: Annotated[bool, Option(help="Without it: not for PyTorch's training loops, see above.")] = True,
+    gate: Annotated[
+        bool, Option(help="Wait until all ranks agree. --no-gate: not for PyTorch jobs, see above.")
+    ] = True,
     headroom: Headroom = None,
     force: Force = False,
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,
     compute_scale: ComputeScale = None,
 ) -> None:
-    """Run COMMAND with every collective that TABLE names done as it says; NCCL decides the rest.
+    """Run COMMAND under a fixed TABLE. NCCL decides all collectives that the table does not name.
 
-    Nothing is tuned. As under `tune` all ranks take the table at the same call, once each has shown that NCCL has
-    loaded the plugin, or none of them does; the last line says in how many calls it was used, or why in none. Start the
-    same command on every node, or hand all variables that begin with NCCL_ and DYNAMICCL_ to the others (mpirun -x,
-    srun --export=ALL).
+    Nothing is tuned. All ranks start to use the table at the same collective, after each rank has shown that its NCCL
+    has loaded the plugin. Otherwise no rank uses it. The last line says how many calls used the table, or why none
+    did. Start the same command on every node, or hand all variables that begin with NCCL_ and DYNAMICCL_ to the other
+    nodes (mpirun -x, srun --export=ALL).
 
-    With --no-gate only the environment is set: the job may be JAX, nccl-tests or an inference server. A process has the
-    table as soon as it loads the plugin, and nobody sees whether all do: one that does not hangs with its peers.
+    --no-gate only sets the environment. The job may then be JAX, nccl-tests or an inference server. Each process uses
+    the table as soon as it loads the plugin. Nothing checks that all processes load it. If one does not, it hangs
+    together with its peers.
 
     \b
     dynamiccl apply runs/tune/latest -- torchrun --nproc-per-node 8 train.py
@@ -77,9 +80,7 @@ def apply(
         refuse_traps(command, force, table=loaded, emulated="DYNAMICCL_CLUSTER" in os.environ)
         raise SystemExit(_together(loaded, command, headroom))
     os.environ.pop("DYNAMICCL_RUN", None)
-    say(
-        "without the gate nobody counts in how many calls the table is used; NCCL_DEBUG=INFO names our tuner if it is"
-    )
+    say("with --no-gate no calls are counted; NCCL_DEBUG=INFO names our tuner if NCCL has loaded it")
     # Nothing is watched: no probe, no profiler, no ring.
     refuse_traps(
         command,
@@ -92,9 +93,9 @@ def apply(
 
 
 def _together(table: Table, command: list[str], headroom: int | None) -> int:
-    """Run the job with the table confirmed in its run folder: its ranks take it as they do a tuner's. The job's status.
+    """Run the job with the table in its run folder, which its ranks use like a tuner's. Returns the job's status.
 
-    Where the probe is, it has the gate; a plugin that NCCL has not loaded on some rank keeps it shut.
+    The ranks wait for each other through the probe. If NCCL on one rank has not loaded the plugin, none uses the table.
     """
     import os
 
@@ -117,7 +118,7 @@ def _together(table: Table, command: list[str], headroom: int | None) -> int:
 
 
 def _outcome(run: RunFolder) -> str:
-    """In how many calls of the processes on this node the table was used, or why in none."""
+    """Returns how many calls on this node used the table, or why none did."""
     from ...envs.nccl.run_folder import WORD
     from ...traces.reasons import NotTuning
 

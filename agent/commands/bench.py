@@ -1,4 +1,4 @@
-"""``dynamiccl bench``: play policies on a suite of jobs and print the board."""
+"""``dynamiccl bench``: run policies on a suite of jobs and print the leaderboard."""
 
 from __future__ import annotations
 
@@ -16,26 +16,24 @@ if TYPE_CHECKING:
 def bench(
     policy: Annotated[
         list[str] | None,
-        Option(help="A known policy, FILE.npz or MODULE:NAME; repeat for more. Default: all known."),
+        Option(help="A known policy, FILE.npz or MODULE:NAME. Repeat it for more. Default: all known."),
     ] = None,
     suite: Annotated[str, Option(help="standard, held-out, unseen, or a file.")] = "standard",
     jobs: Annotated[
         int,
-        Option(
-            min=0, help="Jobs of the suite, evenly over it. Default: of --filed or --submission, else all."
-        ),
+        Option(min=0, help="Number of jobs, spread over the suite; 0: as --filed or --submission, else all."),
     ] = 0,
-    out: Annotated[Path, Option(help="Folder for submissions and the board.")] = Path("runs/bench"),
-    processes: Annotated[int, Option(min=1, help="Entrants played at the same time.")] = 2,
-    limit: Annotated[float, Option(min=1, help="Seconds that one entrant may take.")] = 1800.0,
-    filed: Annotated[bool, Option(help="Judge the results on record too.")] = False,
-    check: Annotated[int, Option(min=0, help="Jobs of --filed or --submission to replay; 0: all.")] = 0,
+    out: Annotated[Path, Option(help="Folder for submissions and the leaderboard.")] = Path("runs/bench"),
+    processes: Annotated[int, Option(min=1, help="Policies that run at the same time.")] = 2,
+    limit: Annotated[float, Option(min=1, help="Maximum seconds per policy.")] = 1800.0,
+    filed: Annotated[bool, Option(help="Add the results on file (envs/results).")] = False,
+    check: Annotated[int, Option(min=0, help="Jobs of --filed or --submission to repeat; 0: all.")] = 0,
     submission: Annotated[
-        list[Path] | None, Option(help="Judge this submission file too; repeat for more.")
+        list[Path] | None, Option(help="Add this submission file. Repeat it for more.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Judge policies on a suite of whole jobs, searched as `dynamiccl tune --policy X` does; every step counts.
+    """Compare policies on a suite of whole simulated jobs. Each job is tuned as by `dynamiccl tune --policy X`.
 
     A policy is any object with predict(observation, state, episode_start, deterministic) -> (action, state), asked one
     turn at a time: observations are (1, N_OBSERVATION), actions (1, 3) int64: (pair, channels, what). The module
@@ -43,7 +41,7 @@ def bench(
 
     \b
     dynamiccl bench --policy my_module:MyPolicy --suite held-out --jobs 40
-    dynamiccl bench --filed --policy my_module:MyPolicy    # beside all on record
+    dynamiccl bench --filed --policy my_module:MyPolicy    # with those on file
     dynamiccl bench --filed --check 8
     """
     one_thread()
@@ -74,7 +72,7 @@ def bench(
 
 
 def _show(board: Board, folder: Path, json: bool, total: int) -> None:
-    """Print the board, and leave it in the folder; of ``total`` entrants one at least has to stand on it."""
+    """Print the leaderboard and write it to the folder. Fails if all ``total`` policies were refused."""
     from ..report.terminal import grid, wide_terminal
 
     if len(board.refused) == total:
@@ -86,8 +84,10 @@ def _show(board: Board, folder: Path, json: bool, total: int) -> None:
         print(json_module.dumps(rows))
     else:
         wide_terminal().print(grid(*board.brief(), title=board.title))
-        print("lost: in steps of NCCL's own choice; 100 of 20,000 are 0.5 % of the training")
-        print("of the gain: of what the best table saves; p90: nine jobs in ten have their verdict sooner")
+        print(
+            "lost: in default steps, compared with a perfect tuner; 100 of 20,000 are 0.5 % of the training"
+        )
+        print("of the gain: share of the best table's gain; p90: nine of ten jobs reach their verdict sooner")
 
 
 def _tell(say: Callable[[str], object], k: int, total: int, result: Any, reason: str) -> None:

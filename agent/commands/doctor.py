@@ -1,4 +1,4 @@
-"""``dynamiccl doctor``: what was looked at in this environment, and the traps in it, each with its cure."""
+"""``dynamiccl doctor``: check this environment, and list each problem with its cure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from . import Argument, Json, Option, refusing, results
 
 
 def doctor(
-    command: Annotated[
-        list[str] | None, Argument(help="The job, after --; it is only read, not run.")
-    ] = None,
+    command: Annotated[list[str] | None, Argument(help="The job, after --. It is read, not run.")] = None,
     trace: Annotated[
         Path | None, Option(help="Also look for a slow rank in this trace, recording or run.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check this machine and environment for what would make tuning useless or unsafe, and say how to cure it.
+    """Check this machine and environment: can a job be tuned here, and safely?
 
-    Exit status 1 if something must be changed, 0 if not.
+    Each problem is printed with its cure. The exit status is 1 if something must be changed, else 0. Give the job's
+    command, and run it in the job's environment.
 
     \b
     dynamiccl doctor -- torchrun --nproc-per-node 8 train.py
@@ -37,7 +36,7 @@ def doctor(
 
         with refusing(TraceError):
             slow = find(read_recording([results(trace)]))
-        looked_at["ranks' times"] = slow or "no rank is waited for more than a setting gives"
+        looked_at["ranks' times"] = slow or "the other ranks wait for no rank longer than a setting can gain"
     if json:
         print(
             json_module.dumps(
@@ -51,10 +50,10 @@ def doctor(
             print(
                 f"{'CHANGE' if finding.must_change else 'note  '}  {finding.what}\n        -> {finding.cure}"
             )
-        if not facts.nccl and not facts.n_gpus:  # where the GPUs are this may be another Python's
+        if not facts.nccl and not facts.n_gpus:  # the GPU nodes may use another Python
             print(
                 "Without NCCL a job is tuned on the emulated cluster only: dynamiccl tune --cluster dgx-h100-2x8"
             )
         elif not findings:
-            print("nothing in the way of the tuner")
+            print("no problem found")
     raise SystemExit(any(finding.must_change for finding in findings))

@@ -1,4 +1,4 @@
-"""``dynamiccl env``: the environment that lets a job be joined later."""
+"""``dynamiccl env``: print the environment of a job that a tuner can join later."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from . import (
 
 
 def env(
-    name: Annotated[str | None, Option(help="Name of the run folder; default: a new one.")] = None,
+    name: Annotated[str | None, Option(help="Name of the run folder. Default: a new one.")] = None,
     headroom: Headroom = None,
     cluster: EmulatedCluster = None,
     bytes_scale: BytesScale = None,
@@ -32,7 +32,9 @@ def env(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Print the environment of a job that a tuner joins later, or leaves and joins again.
+    """Print the variables of a job that a tuner can join later, leave, and join again.
+
+    Set them before the job starts, on all nodes. Without a tuner the job runs under NCCL's default.
 
     \b
     eval "$(dynamiccl env --name big)"
@@ -52,7 +54,7 @@ def env(
         variables = job_env(run, headroom)
         if emulated:
             variables |= emulated.env()
-            Request(emulated=emulated, facts=facts).write(run)  # so that whoever joins the job says so too
+            Request(emulated=emulated, facts=facts).write(run)  # so that the tuner that joins says it too
     if json:
         print(json_module.dumps(variables))
     else:

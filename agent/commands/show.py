@@ -1,4 +1,4 @@
-"""``dynamiccl show``: what happened in a recorded run, from its trace alone, finished or not."""
+"""``dynamiccl show``: show a recorded run, finished or not, from its trace alone."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ if TYPE_CHECKING:
     from ..report.summary import RunSummary
 
 
-#: Collectives that are read of a trace: the first and the last of a long run.
+#: How many collectives are read from a trace: the first and the last ones of a long run.
 MOST_EVENTS = 500_000
 
 
 def show(
-    trace: Annotated[Path, Argument(help="A run's folder, its trace, or another tool's file or folder.")],
+    trace: Annotated[Path, Argument(help="Folder of a run, its trace, or a file or folder of another tool.")],
     windows: Annotated[
-        bool, Option(help="Also list the windows: some steps each, measured under one table.")
+        bool, Option(help="Also list all windows. A window is a few steps under one table.")
     ] = False,
     json: Json = False,
     whole: Annotated[
-        bool, Option(help="Read every event of a long run, not half a million at each end.")
+        bool, Option(help="Read all events of a long run, not only its first and last ones.")
     ] = False,
 ) -> None:
-    """Show what a run came to, and why: what each collective cost, what NCCL's prices were, what was tried and decided.
+    """Show the result of a run and its reasons.
 
-    Of other tools' files (see `dynamiccl advise --help`) it shows what each collective cost.
+    It shows the verdict, the time of each collective, NCCL's own estimates, the settings that were tried, and the
+    decision for each slot (one kind and size of collective). For files of other tools (see `dynamiccl advise --help`)
+    it shows the time of each collective.
 
     \b
     dynamiccl show runs/tune/latest
@@ -57,7 +59,7 @@ def show(
 
 
 def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
-    """Everything that ``show`` prints, ready for JSON; unknown values are None."""
+    """Returns all that ``show`` prints, ready for JSON. Unknown values are None."""
     from ...traces.files import TraceError
     from ...traces.header import plain
     from ...traces.queries.costs import generations, slot_costs
@@ -88,13 +90,13 @@ def tell(trace: Trace, summary: RunSummary) -> dict[str, Any]:
 
 
 def _slot(cost: dict[Any, Any], rules: frozenset[tuple[str, int, int, str]]) -> dict[str, Any]:
-    """A slot's costs with what the table in question sets for its messages, None if it leaves them to NCCL."""
+    """Returns a slot's costs and its setting in the table; None if the table leaves it to NCCL."""
     fits = [d for func, low, high, d in rules if func == cost["func"] and low <= cost["n_bytes"] <= high]
     return {**cost, "table": fits[0] if fits else None}
 
 
 def _steps(steps: pd.DataFrame) -> dict[str, Any]:
-    """The optimizer steps."""
+    """Returns number, range and median time of the optimizer steps."""
     if steps.empty:
         return {"n": 0}
     first = steps[steps["rank"] == steps["rank"].min()]
@@ -133,7 +135,7 @@ def _print(story: dict[str, Any], summary: RunSummary, windows: bool) -> None:
     else:
         console.print(f"no decisions: {nothing_decided(summary, story['header'])}", markup=False)
     if story["slots"]:
-        console.print(grid(COSTS, cost_rows(story["slots"]), NUMBERS, title="what each collective costs"))
+        console.print(grid(COSTS, cost_rows(story["slots"]), NUMBERS, title="time of each collective"))
         console.print(COSTS_NOTE, style="dim")
     for chain in story["why"]:
         console.print("\n".join(lines(chain, summary)), markup=False, soft_wrap=True)
@@ -159,13 +161,13 @@ def _print_head(console: Console, story: dict[str, Any]) -> None:
     ]
     console.print("  ".join(str(fact) for fact in facts if fact), markup=False, soft_wrap=True)
     if not steps["n"]:
-        whole = "; calls are those of the whole recording" if "source" in h else ""
+        whole = "; calls are counted over the whole recording" if "source" in h else ""
         console.print(f"no optimizer step was seen; {story['n_events']} collectives{whole}")
         return
     console.print(
-        f"steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms in the median, "
+        f"steps {steps['first']} to {steps['last']}, {steps['median_ms']:.1f} ms (median), "
         f"{steps['ranks']} ranks recorded, {story['n_events']} collectives, tables: {story['tables']}"
     )
     if story["records_lost"]:
-        lost = f"{story['records_lost']} records were lost: the tuner did not read them in time"
+        lost = f"{story['records_lost']} records were lost because the tuner did not read them in time"
         console.print(f"{lost}; counts below are too low", style="yellow")

@@ -1,4 +1,4 @@
-"""``dynamiccl stop``: the off switch."""
+"""``dynamiccl stop``: end tuning."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from . import Argument, Json, Option, refusing, run_folder
 
 
 def stop(
-    run: Annotated[str, Argument(help="The --out of the run (runs/tune/latest), or its run folder.")],
+    run: Annotated[
+        str, Argument(help="Results folder (--out) of the run, e.g. runs/tune/latest, or its run folder.")
+    ],
     wait: Annotated[float, Option(min=0, help="Seconds to wait until the job runs under the default.")] = 30,
     json: Json = False,
 ) -> None:
-    """End tuning and restore NCCL's default, now and for good; the job goes on.
+    """End tuning for good and restore NCCL's default on all ranks. The job continues.
 
-    The tuner of the run ends. If there is none, the table is withdrawn all the same. `dynamiccl tune --attach RUN
-    --again` starts again. The exit status is 0 once the job is seen to run under the default, 1 if it is not in time.
+    The tuner of the run ends. Without a tuner the table is withdrawn too. `dynamiccl tune --attach RUN --again` starts
+    again. The exit status is 0 once the job runs under the default, and 1 if it does not within --wait seconds.
 
     \b
     dynamiccl stop runs/tune/latest
@@ -30,13 +32,11 @@ def stop(
         what = {"had_tuner": found.had_tuner, "job_runs": found.job_runs, "in_force": found.in_force}
         print(json_module.dumps({"run": str(path), **what}))
     elif not found.has_begun:
-        print("the job has run no collective yet: it begins, and goes on, with NCCL's default")
+        print("the job has run no collective yet: it will run under NCCL's default")
     elif found.in_force:
-        print("NCCL's default is restored on all ranks; nothing is tuned any more")
+        print("NCCL's default is restored on all ranks; tuning has ended")
     elif not found.job_runs:
         print("the job is over")
     else:
-        print(
-            "NCCL's default is set, but no step under it was seen yet: run the command again to look once more"
-        )
+        print("NCCL's default is set, but no step has run under it yet: run this command again to check")
     raise SystemExit(0 if found.is_over else 1)

@@ -1,4 +1,4 @@
-"""``dynamiccl top``: all runs of a machine or folder at a glance."""
+"""``dynamiccl top``: list all runs of a machine or folder."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-#: How the agreement of the ranks stands, for people.
+#: State of the ranks' agreement, for people.
 _AGREE = {"OPEN": "yes", "WAITING": "not yet", "LOSING": "too late", "SHUT": "no", "CLOSED": "no more"}
 
 
 def top(
     runs: Annotated[
-        list[Path] | None, Argument(metavar="RUN...", help="Or their folders. Default: runs/tune.")
+        list[Path] | None, Argument(metavar="RUN...", help="Runs, or folders of runs. Default: runs/tune.")
     ] = None,
-    once: Annotated[bool, Option(help="Print once and end, as on a pipe.")] = False,
+    once: Annotated[bool, Option(help="Print once and end. Always so on a pipe.")] = False,
     json: Json = False,
-    every: Annotated[float, Option(min=0.2, help="Seconds between looks.")] = 2.0,
+    every: Annotated[float, Option(min=0.2, help="Seconds between updates.")] = 2.0,
     metrics: Annotated[
         Path | None, Option(help="Also write a textfile for node_exporter (NAME.prom).")
     ] = None,
 ) -> None:
-    """How runs stand: job, step, phase, table, gain, the search's cost, agreement, lost records.
+    """List runs with their step, phase, current table, gain, cost of the search, agreement and lost records.
 
-    Read from the folders that runs leave: the jobs notice nothing.
+    It reads only the folders of the runs. The jobs do not notice.
 
     \b
     dynamiccl top
@@ -57,7 +57,7 @@ def top(
         return
     if not found:
         places = ", ".join(map(str, runs or [ROOT]))
-        fail(f"no run in {places}: name a folder of runs, or start one with dynamiccl tune")
+        fail(f"no run in {places}: give a folder of runs, or start a run with dynamiccl tune")
     console = wide_terminal()
     if once or not console.is_terminal:
         console.print(table(found))
@@ -69,7 +69,7 @@ def top(
 
 
 def table(found: list[dict[str, Any]]) -> Table:
-    """Runs as a table, a row a run; see ``runs.state``."""
+    """Returns a table with one row per run; see ``runs.state``."""
     from rich import box
 
     from ..report.terminal import grid
@@ -80,7 +80,7 @@ def table(found: list[dict[str, Any]]) -> Table:
         "step",
         "phase",
         "step time",
-        "in force",
+        "current table",
         "shorter",
         "cost",
         "ranks agree",

@@ -1,4 +1,4 @@
-"""``dynamiccl tune``: start a job, or join one, and tune it while it trains."""
+"""``dynamiccl tune``: start or join a job, and tune it while it trains."""
 
 from __future__ import annotations
 
@@ -33,71 +33,80 @@ if TYPE_CHECKING:
     from ...envs.sim.emulated.settings import Emulated
     from ..report.summary import RunSummary
 
-#: How far the tuner gives way to the job: a third of its share of a core that both want. No further: where no core is
-#: idle it must still begin, keep its trials alive, and sum up within the minute that the launcher waits for it.
+#: Nice value of the tuner: it gets a third of the job's share if both want one core. It must not be lower: even without
+#: an idle core the tuner must start, keep its trials alive, and finish within the minute that the launcher waits.
 NICE = 5
-OWN = "Our own job, where no COMMAND is given"
+OWN = "The built-in job, without COMMAND"
 
 
 def tune(
     call: Call,
     command: Annotated[
-        list[str] | None, Argument(help="The job, after --; without one our own ZeRO job.")
+        list[str] | None, Argument(help="The job, after --. Default: the built-in ZeRO job.")
     ] = None,
     stage: Annotated[int, Option(min=0, max=3, group=OWN, help="ZeRO stage, 0 to 3.")] = 3,
     steps: Annotated[int, Option(group=OWN, help=f"Optimizer steps, at least {FEWEST_STEPS}.")] = 1000,
     ranks: Annotated[
-        int | None, Option(group=OWN, help="Processes. Default: one a GPU, 2 without GPUs.")
+        int | None, Option(group=OWN, help="Processes. Default: one per GPU; 2 without GPUs.")
     ] = None,
     policy: Annotated[
-        str, Option(group=SEARCH, help="expected-improvement, lstm, sweep...; FILE.npz; MODULE:NAME.")
+        str, Option(group=SEARCH, help="A known policy (lstm, sweep, ...), FILE.npz, or MODULE:NAME.")
     ] = "expected-improvement",
     budget: Annotated[
-        float, Option(min=0, group=SEARCH, help="Share of the job's time that it may cost.")
+        float, Option(min=0, group=SEARCH, help="Maximum cost, as a share of the job's time.")
     ] = 0.05,
     once: Annotated[
-        bool, Option(group=SEARCH, help="Stop at the verdict: no trials after it, no watch.")
+        bool, Option(group=SEARCH, help="Stop at the verdict: no later trials, no monitoring.")
     ] = False,
     bitwise: Annotated[
-        bool, Option(group=SEARCH, help="Only tune all_gather: sums keep their order.")
+        bool, Option(group=SEARCH, help="Tune only all_gather, so that sums keep their order.")
     ] = False,
     windows: Annotated[
         int, Option(min=1, group=SEARCH, help="Most windows that the policy may ask for.")
     ] = 20,
     verify: Annotated[int, Option(min=2, group=SEARCH, help="Most pairs of windows in one comparison.")] = 10,
     window_steps: Annotated[
-        int | None, Option(min=1, group=SEARCH, help="Of a window. Default: 5 to 10, by the noise.")
+        int | None,
+        Option(min=1, group=SEARCH, help="Steps per window. Default: 5 to 10, depending on the noise."),
     ] = None,
     headroom: Headroom = None,
     attach: Annotated[
         str | None,
-        Option(metavar="RUN", help="Join a running job: what `dynamiccl env` made, or a run without tuner."),
+        Option(
+            metavar="RUN", help="Join a running job: started with `dynamiccl env`, or a run without tuner."
+        ),
     ] = None,
-    again: Annotated[bool, Option(help="With --attach: even after `dynamiccl stop`.")] = False,
+    again: Annotated[bool, Option(help="With --attach: start again after `dynamiccl stop`.")] = False,
     kill_after: Annotated[
         float | None,
-        Option(min=0, help="Kill a job that has not ended so many seconds after it was told to."),
+        Option(min=0, help="Kill the job if it has not ended this many seconds after a signal to end."),
     ] = None,
     force: Force = False,
-    seed: Annotated[int, Option(help="Of our own job, the emulation and the policy.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the built-in job, the emulation and the policy.")] = 0,
     out: Annotated[
         Path | None,
-        Option(group=OUTPUT, help="Folder, its results replaced. Default: a new one, runs/tune/latest."),
+        Option(
+            group=OUTPUT, help="Folder; old results in it are replaced. Default: a new one, runs/tune/latest."
+        ),
     ] = None,
     json: Annotated[
-        bool, Option(group=OUTPUT, help="Print the summary to stdout, all else to stderr.")
+        bool, Option(group=OUTPUT, help="Print the summary as JSON to stdout, and all else to stderr.")
     ] = False,
-    quiet: Annotated[bool, Option(group=OUTPUT, help="Say nothing but the verdict.")] = False,
+    quiet: Annotated[bool, Option(group=OUTPUT, help="Print only the verdict.")] = False,
     memory: Annotated[
         str | None,
-        Option(metavar="URL", group=OUTPUT, help="Where tables are kept for the next run; s3://... too."),
+        Option(
+            metavar="URL",
+            group=OUTPUT,
+            help="Folder or URL (s3://... too) where tables are kept for the next run.",
+        ),
     ] = None,
-    no_memory: Annotated[bool, Option(group=OUTPUT, help="Begin from nothing, and leave nothing.")] = False,
+    no_memory: Annotated[bool, Option(group=OUTPUT, help="Use no stored table, and store none.")] = False,
     log_to: Annotated[
         str | None,
         Option(
             group=OUTPUT,
-            help="Also log to tensorboard (OUT/tensorboard), wandb or mlflow, by their own packages.",
+            help="Also log to tensorboard (OUT/tensorboard), wandb or mlflow. Needs that package.",
         ),
     ] = None,
     cluster: EmulatedCluster = None,
@@ -106,28 +115,29 @@ def tune(
 ) -> None:
     """Tune a training job while it trains.
 
-    Every window runs some steps under a table: an algorithm, protocol and channel count for each kind of all-gather
-    and reduce-scatter. All ranks switch at the same call. The durations of the collectives and the measured step time
-    teach what is worth trying next; a table that promises enough meets NCCL's own choice in turn, window by window,
-    until one of the two is faster for sure. Only a winner stays, and it is watched until the job ends.
+    A table has one setting (algorithm, protocol, channel count) for each kind and size of all-gather and
+    reduce-scatter. The tuner runs some steps, a window, under each table that it tries. All ranks switch tables at the
+    same collective. A policy chooses the next table from the measured times. The tuner then compares a promising table
+    with NCCL's default, window by window, until a statistical test decides. It keeps only a winner, and monitors it
+    until the job ends.
 
-    The table that is confirmed is left to the next run of the job on the same cluster (OPERATING.md says where),
-    which tries it first and compares it as any other.
+    The kept table is stored for the next run of the job on the same cluster (OPERATING.md says where). There it is the
+    first candidate, and is compared with the default like any other table.
 
-    With a COMMAND this is a launcher that schedulers can trust: its exit status is the job's (128 + n after signal n),
-    it hands on every signal, and passes the output through. The terminal is the job's: the tuner says a line an event
-    on stderr, and `dynamiccl top` in another terminal shows how it stands. The tuner is another process: the job does
-    not notice when it ends, and `--attach` starts it again. Start it on every node: the one that has rank 0 tunes, the
-    others see to their part of the job.
+    With a COMMAND this is a launcher for schedulers. Its exit status is the job's (128 + n after signal n). It passes
+    on all signals and the job's output. The tuner prints one line per event to stderr. `dynamiccl top` in another
+    terminal shows the state of the run. The tuner is a separate process: the job does not notice its end, and
+    `--attach` starts a new one. Start this command on every node. The node with rank 0 tunes, the others serve their
+    part of the job.
 
     \b
-    dynamiccl tune                             # our job, emulated without GPUs
-    dynamiccl tune --cluster dgx-h100-2x8      # emulated; a COMMAND may say gloo
+    dynamiccl tune                             # the built-in job
+    dynamiccl tune --cluster dgx-h100-2x8      # emulated; COMMAND may use gloo
     dynamiccl tune -- torchrun --nproc-per-node 8 train.py
     srun --ntasks-per-node 1 dynamiccl tune -- torchrun --nnodes 2 ... train.py
     dynamiccl tune --attach runs/tune/latest   # a new tuner for a running job
     """
-    # Nothing large: the job waits for what is imported here. All else is imported by the tuner, while the job starts.
+    # Import nothing large: the job waits for these imports. The tuner imports the rest while the job starts.
     from ...envs.live.locks import Busy
     from ...envs.nccl.plugin.build import PluginBuildError
     from ...envs.nccl.steps.nvml import gpus
@@ -138,7 +148,7 @@ def tune(
     if attach:
         if headroom:
             fail(
-                "the job's communicators are made already: give --headroom to `dynamiccl env`, before the job starts"
+                "the job already has its communicators: give --headroom to `dynamiccl env` before the job starts"
             )
         _attach(call, attach, again)
         return
@@ -162,8 +172,11 @@ def tune(
 
 
 def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, Any]) -> None:
-    """Leave word for the tuner, and become the launcher of the job; does not return. ``asked``: the options; ``facts``
-    of the job, of our own its stage and processes too. Raises what :func:`tune` refuses."""
+    """Write the request for the tuner, and become the launcher of the job. Does not return.
+
+    ``asked``: the options; ``facts``: of the job; for the built-in job also its stage and processes. Raises the errors
+    that :func:`tune` refuses.
+    """
     from ...envs.live.locks import lock
     from ...envs.nccl.plugin.build import job_env
     from ...envs.nccl.run_folder import LAUNCHER, make_folder
@@ -181,7 +194,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
     try:
         out, fd = claim(asked["out"])
     except OSError as error:
-        fail(f"no run can be left in {error.filename}: {error.strerror}; give another --out")
+        fail(f"no run can be left in {error.filename}: {error.strerror}; choose another --out")
     out = out.resolve()
     log, job_log = str(out / "job.log"), out / "job.jsonl" if own else None
     for name in (
@@ -211,7 +224,7 @@ def _launch(asked: dict[str, Any], emulated: Emulated | None, facts: dict[str, A
 
 
 def _attach(call: Call, where: str, again: bool) -> None:
-    """Be the tuner of a running job: as its launcher left word, save what is given on this command line."""
+    """Tune a running job with the options of its launcher; this command line overrides them."""
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.nice(NICE)  # before anything large is imported, and before there are threads
     from ...envs.live.locks import Busy
@@ -248,13 +261,13 @@ def _check(call: Call) -> None:
     if asked["command"] and asked["attach"]:
         fail("give a command to start or --attach to join one, not both")
     if theirs := [name for name in ("stage", "steps", "ranks") if asked["command"] and name in call.given]:
-        fail(f"--{theirs[0]} is for our own job: say it in your COMMAND, or leave the COMMAND out")
+        fail(f"--{theirs[0]} is for the built-in job: put it into your COMMAND, or leave the COMMAND out")
     if not (asked["command"] or asked["attach"]) and asked["steps"] < FEWEST_STEPS:
         fail(f"{asked['steps']} steps are too few for a verdict: give --steps {FEWEST_STEPS} or more")
 
 
 def _exit_code(summary: RunSummary) -> int:
-    """Of the tuner alone: 0 with a result, 1 if tuning had to be withdrawn, 2 without a result, 128 + n interrupted."""
+    """Exit status of the tuner: 0 with a result, 1 if a table was withdrawn, 2 without one, 128 + n by a signal."""
     from ...traces.reasons import RunEnds
 
     by_signal = {

@@ -1,5 +1,7 @@
-"""What ``dynamiccl tune`` shows: on a terminal one live block above which events pass; else a line an event. At the end
-the verdict, then what it rests on."""
+"""The output of ``dynamiccl tune``: a live block on a terminal, with events above it; elsewhere one line per event.
+
+At the end it prints the verdict and its evidence.
+"""
 
 from __future__ import annotations
 
@@ -23,32 +25,32 @@ from ..report.texts import consistency_text, emulation_text, result_lines
 from ..report.verdict import DEFAULT, OWN, PHASES, change, ms, seconds, side, verdict
 from .tuner import WindowLine
 
-#: What to do about a run that came to nothing, by the name of its reason.
+#: Cures for a run without result, by the name of its reason.
 _CURES = {
     "other-backend": "Run the job on NCCL, or try it on the emulated cluster: dynamiccl tune --cluster dgx-h100-2x8",
-    "nothing": "DDP reduces gradients by all_reduce, which no table changes. Shard the model to have something to "
-    "tune: FSDP2 (fully_shard), DeepSpeed ZeRO, or FSDP of Accelerate or Lightning.",
+    "nothing": "DDP reduces gradients by all_reduce, which no table changes. Shard the model to make it tunable: FSDP2 "
+    "(fully_shard), DeepSpeed ZeRO, or FSDP of Accelerate or Lightning.",
     "too-few-steps": f"A verdict takes at least {FEWEST_STEPS} steps.",
-    "no-step": "A step is a step of an optimizer: where none steps, as in inference, nothing is tuned.",
+    "no-step": "A step is a step of a PyTorch optimizer. A job without one, such as inference, is not tuned.",
 }
-#: Columns of a line where there is no terminal, and seconds after which such a reader hears how far it is.
+#: Columns of a line without a terminal, and seconds between its progress lines.
 WIDTH, EVERY_S = 80, 60.0
 _BARS, _BAR = "▁▂▃▄▅▆▇█", 36
 
 
 class Expected:
-    """Steps to the verdict, as the default policy came to it on jobs of the standard board, if that is on record."""
+    """Steps that the default policy needs to its verdict, from the filed results of the standard suite, if any."""
 
     def __init__(self) -> None:
         self.steps = steps_to_verdict(POLICY)
 
     def after(self, now: int) -> int | None:
-        """The step of the verdict in half of the jobs that had none by the step ``now``; None: none took so long."""
+        """Median step of the verdict over jobs without one at step ``now``; None if no job took so long."""
         left = self.steps[bisect.bisect_right(self.steps, now) :]
         return int(statistics.median(left)) if left else None
 
     def told(self, budget: float) -> str:
-        """Before a run: what it takes and may cost."""
+        """The expected steps and cost of a run, before it starts."""
         n, told = len(self.steps), f"A search may cost up to {budget:.0%} of the job's time."
         if not n:
             return told
@@ -59,7 +61,7 @@ class Expected:
 
 
 class LiveView:
-    """Prints on stderr. ``alone``: it has the terminal for itself; ``quiet``: nothing before the verdict."""
+    """Prints on stderr. ``alone``: no other program uses the terminal; ``quiet``: print nothing before the verdict."""
 
     def __init__(self, budget: float, quiet: bool = False, alone: bool = True) -> None:
         self.console = terminal(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
@@ -98,7 +100,7 @@ class LiveView:
             self.say(f"step {line.last_step}: {'; '.join(self._parts(line))}")
 
     def say(self, text: str) -> None:
-        """A line of the tuner's own."""
+        """Print a line of the tuner."""
         self._heard = time.monotonic()
         text = f"{self._prefix}{text}"
         lines = (
@@ -109,15 +111,15 @@ class LiveView:
         self.console.print("\n".join(lines), markup=False)
 
     def _parts(self, line: WindowLine) -> list[str]:
-        """How the run stands, in short."""
+        """The state of the run, in short."""
         best = (
             f"best so far {line.best[0]}, {change(1 / line.best[1])} in one window"
             if line.best
-            else "no better yet"
+            else "no better table yet"
         )
         end = self._expected.after(line.last_step)
         left = (
-            f"verdict in about {end - line.last_step} steps" if end else "no telling when the verdict comes"
+            f"verdict in about {end - line.last_step} steps" if end else "the time of the verdict is unknown"
         )
         in_time = f" ({seconds((end - line.last_step) * self._step_s)})" if end and self._step_s else ""
         spent = f"cost {seconds(max(line.cost_s, 0))} of {seconds(line.budget_s)} allowed"
@@ -129,7 +131,9 @@ class LiveView:
         is_over = line.phase in ("refine", "watch")
         on_trial = "none" if line.table in (DEFAULT, line.in_force, self._in_force) else line.table
         self._in_force = line.in_force
-        head = f"{phase}   in force: {side(line.in_force)}   on trial: {on_trial}   step {line.last_step}"
+        head = (
+            f"{phase}   current table: {side(line.in_force)}   on trial: {on_trial}   step {line.last_step}"
+        )
         end = self._expected.after(line.last_step)
         done = round(_BAR * line.last_step / end) if end else 0
         bar = f"{'━' * done}{'─' * (_BAR - done)} " if end else ""
@@ -137,7 +141,7 @@ class LiveView:
         return Group(*rows, Text(best), Text(spent))
 
     def _sparkline(self, line: WindowLine) -> Text:
-        """Step times of the last windows; those within what the default was measured at stand dim."""
+        """Step times of the last windows; those within the range of the default are dim."""
         times = [value for value, _ in self._recent]
         default = [value for value, is_default in self._recent if is_default] or [line.default_ms]
         low, high = min(times), max(times)
@@ -152,7 +156,7 @@ class LiveView:
 
 
 def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
-    """The result, for people: the verdict first. ``quiet``: that alone."""
+    """Print the result for people, the verdict first. ``quiet``: only the verdict."""
     width = min(console.width, WIDTH) if console.is_terminal else WIDTH
 
     def say(text: str, style: str = "") -> None:
@@ -188,7 +192,7 @@ def show_summary(console: Console, s: RunSummary, quiet: bool = False) -> None:
 
 
 def _emulation(s: RunSummary) -> str:
-    """The options of an emulated run, for the job to run on that cluster again."""
+    """The options that repeat an emulated run on the same cluster."""
     if not s.emulated:
         return ""
     usual = Emulated()
@@ -199,19 +203,19 @@ def _emulation(s: RunSummary) -> str:
 
 
 def _cures(s: RunSummary) -> list[str]:
-    """What to try where nothing came of a run."""
+    """Advice for a run without result."""
     if s.job_failed:
-        return ["Mend the job first: a job that failed tells nothing of its tables."]
+        return ["Fix the job first: the times of a failed job say nothing about its tables."]
     if s.is_decided:
         in_vain = not s.kept and not s.dropped
         return (
-            ["To try: more steps, fewer neighbours on the nodes; or the job has little to gain."]
+            ["Try more steps, or nodes with fewer other jobs. The job may also have little to gain."]
             if in_vain
             else []
         )
     ended = s.reasons.get("ended", [])
     if ended == ["job-status"] and s.job_status == 0 and (s.windows or s.decisions):
         return [
-            f"It was too short for a verdict, which takes at least {FEWEST_STEPS} steps. {Expected().told(0.05)}"
+            f"The job was too short for a verdict: give it at least {FEWEST_STEPS} steps. {Expected().told(0.05)}"
         ]
     return [_CURES[name] for name in ended if name in _CURES]

@@ -240,15 +240,15 @@ class Daemon:
         self.job.thin = search.is_over  # a search asks for kernel times
         self.tuner.step()
         if search.marks.reopened > before.reopened:
-            self._say("the job has changed: measuring NCCL's own choice anew")
+            self._say("the job has changed: measuring NCCL's default again")
         if search.marks.returned > before.returned:
-            self._say("a regime that was tuned before: its table is in force again")
+            self._say("the job is as it was before a change: its earlier table is used again")
         if search.is_done and not was_done:
             self._say(
                 f"trials over: {ledger.trials} windows, at the cost of {seconds(ledger.trials_ms / 1e3)}"
             )
         if was_kept and not self.outcome.kept and self.outcome.dropped:
-            self._say(f"back to NCCL's own choice: {self.outcome.dropped}")
+            self._say(f"back to NCCL's default: {self.outcome.dropped}")
 
     def _remember(self) -> None:
         """Leave what was confirmed, or the verdict, to the next job here; a run that failed leaves nothing."""

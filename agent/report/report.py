@@ -26,7 +26,7 @@ from .why import chains, lines
 _IN_HEADER = ("cluster", "emulated", "bytes_scale", "compute_scale", "stage", "n_processes", "policy")
 
 _WINDOWS = (
-    "Each point is a window of some steps under one table; circles are NCCL's own choice. Shaded: a comparison, with "
+    "Each point is a window of some steps under one table; circles are NCCL's default. Shaded: a comparison, with "
     "its two sides. Point at a window to read it."
 )
 _TIMELINE = (

@@ -1,4 +1,4 @@
-"""What several views of a run have in common: its result in lines, windows, costs of calls."""
+"""Texts that several views of a run share: its result in lines, its windows, the times of its calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pandas as pd
 from .summary import RunSummary
 from .verdict import OWN, PHASES, ms, outcome, rows_text, seconds, side, verdict
 
-#: Heads of :func:`cost_rows`; those in NUMBERS stand to the right.
+#: Heads of :func:`cost_rows`; the columns in NUMBERS are aligned to the right.
 COSTS = (
     "slot",
     "calls/step",
@@ -25,20 +25,20 @@ COSTS = (
 )
 NUMBERS = ("calls/step", "default", "tuned", "change", "per step", "sampled")
 COSTS_NOTE = (
-    "default, tuned: median time of one call under NCCL's own choice and under the table, in whatever a step computes "
-    "meanwhile: what the step gains is told by the step time alone; per step: of all calls of a default step; timed "
-    "by: latest start to latest stop of all ranks, or a rank's own start to its own stop, waiting included"
+    "default, tuned: median time of one call under NCCL's default and under the table, while the step computes. Only "
+    "the step time says what the step gains. per step: all calls of a default step. timed by: from the latest start to "
+    "the latest stop of all ranks, or from a rank's own start to its own stop, waiting included."
 )
 
 
 def emulation_text(facts: Mapping[str, Any]) -> str:
-    """Which emulated cluster a run was on, from its summary or the header of its trace."""
+    """The emulated cluster of a run, from its summary or the header of its trace."""
     compute = facts.get("compute_scale") or 1
     return f"emulated cluster {facts.get('cluster')}, bytes x {facts.get('bytes_scale') or 1:g}, compute x {compute:g}"
 
 
 def window_parts(line: Mapping[str, Any]) -> list[str]:
-    """What a logged window came to; whatever is unknown is left out."""
+    """The result of a logged window in parts; unknown parts are left out."""
     step, default, phase = line.get("step_ms"), line.get("default_ms"), line.get("phase")
     table = line.get("table")
     parts = [
@@ -56,12 +56,12 @@ def nothing_decided(summary: RunSummary, header: Mapping[str, Any]) -> str:
     """Why a trace has no decisions."""
     if "source" in header:
         return "a recording of another tool: nothing was tuned in it"
-    known = summary.ended or ("NCCL's own choice stays" if summary.is_decided else "")
+    known = summary.ended or (f"{OWN} stays" if summary.is_decided else "")
     return known or "the run goes on, or was cut off before its verdict"
 
 
 def measured(s: RunSummary) -> str:
-    """What the two sides of the verdict were measured at, and when; empty where nothing was compared."""
+    """Step times of the two sides of the verdict, and when; empty if nothing was compared."""
     if s.default_step_ms is None or s.tuned_step_ms is None:
         return ""
     steps = f", steps {s.compared_steps[0]} to {s.compared_steps[1]}" if s.compared_steps else ""
@@ -77,7 +77,7 @@ def measured(s: RunSummary) -> str:
 
 
 def _ratio(s: RunSummary) -> str:
-    """The speed-up with its interval, and the interval of what is no difference."""
+    """The speed-up with its interval, and the interval of the default compared with itself."""
     if s.speedup is None or not s.speedup_ci95:
         return ""
     parts = ["95 %: {:.3f} to {:.3f}".format(*s.speedup_ci95)]
@@ -86,7 +86,7 @@ def _ratio(s: RunSummary) -> str:
 
 
 def result_lines(summary: RunSummary) -> list[str]:
-    """The verdict, what it was measured at, every comparison, and which table is which; the sentence first."""
+    """The verdict first, then its step times, all comparisons, and the rows of each table."""
     shown = [c for c in summary.comparisons if c["outcome"] == "kept" or not c["trial"]]
     found = [verdict(summary), measured(summary), _ratio(summary), *map(outcome, shown)]
     if summary.trials:
@@ -99,16 +99,16 @@ def result_lines(summary: RunSummary) -> list[str]:
 
 
 def consistency_text(found: Mapping[str, Any]) -> str:
-    """Whether ranks ran their collectives alike, from a summary; empty where nothing is known."""
+    """Whether the ranks ran their collectives in the same way; empty if nothing is known."""
     if not found:
         return ""
     if not found["calls_checked"]:
-        return "consistency: no collective was seen by two ranks, nothing to compare"
+        return "consistency: no collective was recorded by two ranks, so nothing was compared"
     return f"consistency: {found['calls_checked']} collectives compared across ranks, {found['mismatches']} mismatches"
 
 
 def cost_rows(costs: Sequence[Mapping[Any, Any]]) -> list[list[str | None]]:
-    """What each slot costs; ``costs`` are rows of ``traces.queries.costs.slot_costs``."""
+    """Times of each slot; ``costs`` are rows of ``traces.queries.costs.slot_costs``."""
     in_ms = any(c[key] and c[key] >= 2000 for c in costs for key in ("default_us", "tuned_us"))
 
     def time(us: float | None) -> str | None:

@@ -1,6 +1,6 @@
-"""What a run came to, in sentences that all views share: console, log, report, ``show``, ``why`` and ``top``.
+"""The result of a run in sentences. Console, log, report, ``show``, ``why`` and ``top`` share them.
 
-Every figure is the summary's. A comparison always names its two sides, tables by their letters.
+All figures come from the summary. A comparison always names its two sides; tables have letters.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 from ...traces.records import decided, format_range
 from .summary import RunSummary
 
-#: In place of a letter: NCCL's own choice, and how people read it.
-DEFAULT, OWN = "default", "NCCL's choice"
-#: What a log calls the windows of a phase, and how people read it.
+#: The default instead of a table's letter: in files, and for people.
+DEFAULT, OWN = "default", "NCCL's default"
+#: Phase of a window in the log -> its name for people.
 PHASES = {"verify": "comparison", "refine": "trial"}
 
 
@@ -35,7 +35,7 @@ def seconds(value: float) -> str:
 
 
 def change(speedup: float, ends: Sequence[float] | None = None, note: str = "", than: str = "") -> str:
-    """What a speed-up is for steps: ``12.8 % shorter than A (1.6 to 22.8: note)``."""
+    """A speed-up as a change of the step time: ``12.8 % shorter than A (1.6 to 22.8: note)``."""
     sign = 1 if speedup >= 1 else -1
     value, *bounds = (round(100 * sign * (1 - 1 / x), 1) + 0.0 for x in (speedup, *(ends or ())))  # no "-0.0"
     inside = [*([f"{min(bounds):.1f} to {max(bounds):.1f}"] if bounds else []), *([note] if note else [])]
@@ -44,7 +44,7 @@ def change(speedup: float, ends: Sequence[float] | None = None, note: str = "", 
 
 
 def outcome(c: Mapping[str, Any]) -> str:
-    """What a comparison of the summary came to, in one line."""
+    """The result of one comparison of the summary, in one line."""
     table, against = side(c["table"]), side(c["against"])
     if c["speedup"] is None:
         return f"{table} against {against}: no pair of windows"
@@ -54,7 +54,7 @@ def outcome(c: Mapping[str, Any]) -> str:
 
 
 def cost(s: RunSummary) -> str:
-    """What finding the table cost, and when that is repaid."""
+    """The cost of finding the table, and the number of steps that repay it."""
     if s.cost_s is None:
         return ""
     paid = f", repaid after {s.repaid_after:,} steps" if s.repaid_after is not None else ""
@@ -67,7 +67,7 @@ def verdict(s: RunSummary) -> str:
 
 
 def _without_verdict(s: RunSummary) -> str:
-    """The sentence of a run that failed or came to no verdict; empty for any other."""
+    """The sentence of a run that failed or has no verdict; empty for any other run."""
     if s.failure:
         return f"FAILED: {s.failure}"
     if not s.is_decided:
@@ -86,19 +86,19 @@ def _decided(s: RunSummary) -> str:
     emulated = _emulated(s)
     came = change(s.speedup, s.speedup_ci95, s.strength if s.kept else "") if s.speedup is not None else ""
     if s.kept:
-        what = f"steps {came}, {cost(s)}" if came else "a table that was confirmed before is in force"
+        what = f"steps {came}, {cost(s)}" if came else "a table that was kept earlier is still used"
         return f"KEPT {s.in_force or 'the table'}{emulated}: {what}".rstrip(", ")
     if s.dropped:
-        return f"TAKEN BACK{emulated}: {s.dropped}; NCCL's own choice is in force"
+        return f"REVERTED{emulated}: {s.dropped}; {OWN} is used again"
     seen = f"; a gain of {s.detectable:.1%} or more would have been seen" if s.detectable is not None else ""
     if came:
-        what = f"steps under {side(s.compared)} came to {came} than under {OWN}, which stays in force"
+        what = f"steps under {side(s.compared)} were {came} than under {OWN}, which stays"
         return f"NOTHING KEPT{emulated}: {what}{seen}"
-    return f"NOTHING FOUND{emulated}: no table promised enough to be compared; NCCL's own choice stays in force{seen}"
+    return f"NOTHING FOUND{emulated}: no table promised enough to be compared; {OWN} stays{seen}"
 
 
 def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A table in short, what is equal together: ``ring/ll128/8: all_gather, reduce_scatter 33-64, 129-256 MiB``."""
+    """A table in short, equal settings together: ``ring/ll128/8: all_gather, reduce_scatter 33-64, 129-256 MiB``."""
     sizes: dict[tuple[str, str], list[str]] = {}
     for row in sorted(rows, key=lambda row: int(row["max_bytes"])):
         if decided(row) != "auto":
@@ -114,7 +114,7 @@ def rows_text(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def ranges_text(ranges: Sequence[str]) -> str:
-    """``5-8, 33-64 MiB``: of neighbours with one unit it is written once."""
+    """``5-8, 33-64 MiB``: neighbours with the same unit name it once."""
     units = [text.split()[-1] for text in ranges]
     texts = []
     for text, unit, next_unit in zip(ranges, units, [*units[1:], ""], strict=True):

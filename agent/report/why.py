@@ -1,7 +1,7 @@
-"""Why each row of a run's table is what it is: NCCL's prices, what was tried, and what the run's comparisons came to.
+"""The reasons for each row of a run's table: NCCL's estimates, the settings that ran, and the comparisons.
 
-What a row gains is told by comparisons in which it alone was changed. Rows that only ever changed together have one
-figure, the table's: none of it is handed to one of them.
+Only a comparison that changed one row alone gives the gain of that row. Rows that always changed together have one
+common gain, the table's.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .verdict import OWN, change, outcome
 
 
 def chains(trace: Trace, summary: RunSummary) -> list[dict[str, Any]]:
-    """One chain a slot, the dearest first; shares are parts of the step.
+    """Returns one chain per slot, the largest share of the step first.
 
-    What NCCL chose and its prices; configs that ran, each with its windows; comparisons in which this slot alone was
-    changed; what was decided, and whether it is in force. Raises TraceError for a trace without steps or slots.
+    A chain has NCCL's setting and estimates, the settings that ran with their windows, the comparisons that changed
+    only this slot, and the decision. Raises TraceError for a trace without steps or slots.
     """
     recorded = load(trace, min_share=0.0)
     shares = zip(recorded.profiles, recorded.share, strict=True)
@@ -31,7 +31,7 @@ def chains(trace: Trace, summary: RunSummary) -> list[dict[str, Any]]:
 
 
 def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
-    """Of one slot, but for its share."""
+    """The chain of one slot, without its share."""
     offered = zip(PAIRS, p.fingerprint.cost_us[0], strict=True)
     mine = next((row for row in summary.decisions if _is_of(row, p)), None)
     decision = decided(mine) if mine else None
@@ -53,13 +53,13 @@ def _chain(p: SlotProfile, trace: Trace, summary: RunSummary) -> dict[str, Any]:
 
 
 def _is_of(row: Mapping[str, Any], p: SlotProfile) -> bool:
-    """Whether a row of a summary, or of a table in a trace, is for the messages of a slot; 0 ranks are any."""
+    """Whether a row of a summary or of a trace's table applies to a slot; 0 ranks: any number."""
     inside = int(row["min_bytes"]) <= p.n_bytes <= int(row["max_bytes"])
     return row["func"] == p.slot.func and inside and int(row.get("n_ranks") or 0) in (0, p.slot.n_ranks)
 
 
 def _tried(trace: Trace, p: SlotProfile) -> Counter[str]:
-    """Configs that a slot ran under a table, each with the number of its windows."""
+    """Settings that a slot ran under tables, with their numbers of windows."""
     rules = {
         g: [str(rule["decision"]) for rule in rules if _is_of(rule, p)] for g, rules in trace.tables.items()
     }
@@ -67,7 +67,7 @@ def _tried(trace: Trace, p: SlotProfile) -> Counter[str]:
 
 
 def _alone(summary: RunSummary, p: SlotProfile) -> list[dict[str, Any]]:
-    """Comparisons of two tables that differ in this slot and in no other."""
+    """Comparisons of two tables that differ only in this slot."""
     found = []
     for c in summary.comparisons:
         sides = [{_key(row): row for row in summary.tables.get(c[name], ())} for name in ("table", "against")]
@@ -82,7 +82,7 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def lines(chain: Mapping[str, Any], summary: RunSummary) -> list[str]:
-    """A chain in a few lines for people."""
+    """Returns a chain as a few lines for people."""
     calls, share = (
         f"{chain['calls']:.0f} call{'s' * (round(chain['calls']) != 1)}",
         f"{chain['share']:.1%} of the step",
@@ -92,20 +92,23 @@ def lines(chain: Mapping[str, Any], summary: RunSummary) -> list[str]:
     )
     tried = ", ".join(f"{config} in {n} window{'s' * (n > 1)}" for config, n in chain["tried"].items())
     said = [f"{chain['slot']} on {chain['n_ranks']} ranks: {calls}, {share}"]
-    said += [f"  NCCL    {chain['own']}, as its prices say: {prices}", f"  tried   {tried or 'nothing else'}"]
+    said += [
+        f"  NCCL    {chain['own']}, by its own estimates: {prices}",
+        f"  tried   {tried or 'nothing else'}",
+    ]
     said += [f"  alone   {c['decision']}: {outcome(c)}" for c in chain["alone"]]
     said += [f"  refused {row['why']}" for row in chain["refused"]]
     return said + _decided(chain, summary)
 
 
 def _decided(chain: Mapping[str, Any], summary: RunSummary) -> list[str]:
-    """What was decided for a slot, and what that gains."""
+    """Returns the decision for a slot and its gain, as lines."""
     if chain["decided"] is None:
         return [f"  decided nothing: {chain['reason']}"]
     if not chain["in_force"]:
-        state = "NCCL decides" if chain["decided"] == "auto" else "not in force"
+        state = "NCCL decides" if chain["decided"] == "auto" else "not used"
         return [f"  decided {chain['decided']} ({state}){': ' + chain['reason'] if chain['reason'] else ''}"]
-    said = [f"  decided {chain['decided']}, in force as a row of {chain['table'] or 'the table'}"]
+    said = [f"  decided {chain['decided']}, used as a row of {chain['table'] or 'the table'}"]
     if summary.speedup is not None:
         rows = sum(decided(row) != "auto" for row in summary.decisions)
         which = f"these {rows} rows together" if rows > 1 else "this row"

@@ -68,7 +68,7 @@ def test_a_job_that_failed_has_no_verdict(status, has_verdict):
     told = verdict(RunSummary(**DECIDED, job_status=status))
     assert told.startswith("KEPT A" if has_verdict else f"NO VERDICT: the job failed with status {status}")
     text = shown(**DECIDED, job_status=status)
-    assert ("dynamiccl apply" in text) == has_verdict and ("Mend the job" in text) == (not has_verdict)
+    assert ("dynamiccl apply" in text) == has_verdict and ("Fix the job" in text) == (not has_verdict)
 
 
 def test_what_ddp_can_do_is_on_the_screen():

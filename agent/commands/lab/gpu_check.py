@@ -1,4 +1,4 @@
-"""``dynamiccl lab gpu-check``: all that only a machine with GPUs can tell, in one run of under nine minutes."""
+"""``dynamiccl lab gpu-check``: measurements that need GPUs, in one run of under nine minutes."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from .. import Argument, EmulatedCluster, Json, Option, emulation, fail, refusin
 
 def gpu_check(
     folders: Annotated[
-        list[Path] | None, Argument(help="Run nothing: show these results, each beside the others.")
+        list[Path] | None, Argument(help="Run nothing: show these results, each compared with the others.")
     ] = None,
     minutes: Annotated[
-        float | None, Option(min=0.2, max=600, help="The sweep alone, for so many minutes.")
+        float | None, Option(min=0.2, max=600, help="Run only the sweep, for this many minutes.")
     ] = None,
     out: Annotated[
         Path | None,
-        Option(help="Where its folder is made. Default: envs/results on GPUs, else runs/gpu-check."),
+        Option(help="Parent of the new folder. Default: envs/results on GPUs, else runs/gpu-check."),
     ] = None,
     cluster: EmulatedCluster = None,
     json: Json = False,
 ) -> None:
-    """Measure what NCCL's settings are worth on these GPUs, against NCCL untouched. Takes 8.5 minutes.
+    """Measure the gain of NCCL's settings on these GPUs, compared with NCCL untouched. It takes 8.5 minutes.
 
     \b
     smoke       is the plugin loaded, on every rank? are results right?
-    sweep       times of all-gather and reduce-scatter by config and size
-    contention  what a collective costs the compute beside it
-    noise       steps of the default alone; with and without the silent tuner
+    sweep       times of all-gather and reduce-scatter by setting and size
+    contention  how much does a collective slow down compute at the same time?
+    noise       steps under the default; with and without an idle tuner
     truth       the best table against NCCL untouched, alternating at every step
-    joint       do two collectives side by side change each other's best setting?
+    joint       do two concurrent collectives change each other's best setting?
     tune        dynamiccl tune on the same job; a killed tuner; --attach
     host        nanoseconds of a call, with the plugin and without
 
-    Every part has a deadline. Stopping it at any moment leaves what was measured. If ranks share a GPU, it starts its
+    Every part has a deadline. If you stop it, the measured parts stay. If ranks share a GPU, it starts its
     own MPS and stops it again. It respects CUDA_VISIBLE_DEVICES. Several nodes: run torchrun --nnodes N
     --nproc-per-node 1 --no-python dynamiccl lab gpu-check on each node. Without a GPU it runs on the emulated
     cluster in under three minutes, and every figure says so. Exit status 1 if something is wrong.

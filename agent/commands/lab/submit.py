@@ -1,4 +1,4 @@
-"""``dynamiccl lab submit``: measured times as a folder to give to the project; nothing is uploaded."""
+"""``dynamiccl lab submit``: build a folder of measured times for the project. Nothing is uploaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def submit(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Build a folder of measured times to give to the project, and print what is in it. Nothing is uploaded.
+    """Build a folder of measured times for the project, and print its content. Nothing is uploaded.
 
     It holds times of collectives by setting and size, default step times relative to their median, GPU model,
     numbers of GPUs and nodes, kind of network, versions, some of NCCL's settings, and the week. It holds no host,

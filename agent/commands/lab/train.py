@@ -1,4 +1,4 @@
-"""``dynamiccl lab train``: make the policy's weights anew."""
+"""``dynamiccl lab train``: train the weights of the LSTM policy."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,22 +7,22 @@ from .. import Json, Option, fail, one_thread, refusing
 
 
 def train(
-    turns: Annotated[int, Option(min=1, help="Turns to learn from, of all jobs together.")] = 240_000,
+    turns: Annotated[int, Option(min=1, help="Turns to learn from, over all jobs.")] = 240_000,
     runs: Annotated[
         list[Path] | None,
-        Option(help="Go on from the shipped weights on recorded runs (folders of a trace)."),
+        Option(help="Continue from the shipped weights on recorded runs (folders of a trace)."),
     ] = None,
-    seed: Annotated[int, Option(min=0, help="Of the weights that it begins with, and of the jobs.")] = 0,
-    out: Annotated[Path, Option(help="Weights file to write; a .json record goes beside it.")] = Path(
-        "runs/train/policy.npz"
-    ),
-    resume: Annotated[bool, Option(help="Go on from the last checkpoint beside --out.")] = False,
+    seed: Annotated[int, Option(min=0, help="Seed of the first weights and of the jobs.")] = 0,
+    out: Annotated[
+        Path, Option(help="Weights file to write; a .json record goes into the same folder.")
+    ] = Path("runs/train/policy.npz"),
+    resume: Annotated[bool, Option(help="Continue from the last checkpoint in the folder of --out.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train the LSTM policy by RecurrentPPO on whole jobs, paid in measured step time (an hour).
+    """Train the LSTM policy by RecurrentPPO on whole simulated jobs. The reward is measured step time. Takes an hour.
 
-    It begins as the rule and learns what saves time beyond it. With --runs it learns on your own recorded jobs, every
-    fifth of which only judges: the last line says what was gained there.
+    It starts as the rule and learns to save more time. With --runs it learns from your own recorded jobs. Every fifth
+    run is only used to judge: the last line gives the gain on these runs.
     """
     one_thread()
     from ...policies.lstm import LstmPolicy

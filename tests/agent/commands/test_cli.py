@@ -81,7 +81,7 @@ def test_many_options_stand_in_groups():
         (["top", "--every", "x"], "--every: 'x' is not a number"),
         (["stop", "--wait", "-1", "x"], "--wait: must be at least 0, not -1"),
         (["show", "x", "--", "job"], "unrecognized arguments: job"),
-        (["tune", "--steps", "9", "--", "true"], "--steps is for our own job: say it in your COMMAND"),
+        (["tune", "--steps", "9", "--", "true"], "--steps is for the built-in job: put it into your COMMAND"),
         (["env", "--name", "../x"], "--name is a folder's name without slashes, not '../x'"),
     ],
 )
@@ -158,7 +158,7 @@ def test_a_run_folder_that_is_gone_is_of_a_run_that_has_ended(tmp_path):
         (["job-status"], 0, "too short for a verdict"),
         (["job-status"], 1, None),
         (["before-a-switch", "job-status", "no-probe"], 0, None),
-        (["before-a-switch", "job-status", "no-step"], 0, "as in inference"),
+        (["before-a-switch", "job-status", "no-step"], 0, "such as inference"),
     ],
 )
 def test_a_run_without_a_result_says_what_to_do(reasons, status, says):

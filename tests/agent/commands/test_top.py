@@ -76,7 +76,7 @@ def test_a_run_that_kept_no_table_shows_no_gain(runs):
     assert gain in invoke(["top", str(runs)]).stdout
     path.write_text(json.dumps(json.loads(path.read_text()) | {"kept": False, "in_force": "default"}))
     text = invoke(["top", str(runs)]).stdout
-    assert "NCCL's choice" in text and gain not in text and state(runs / "over")["gain"] is None
+    assert "NCCL's default" in text and gain not in text and state(runs / "over")["gain"] is None
 
 
 def test_metrics_are_what_prometheus_reads(runs):

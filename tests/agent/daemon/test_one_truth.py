@@ -126,7 +126,7 @@ def test_no_two_places_tell_different_figures(run):
         value, interval = gain[1], gain[2]
         for name in ("console", "show", "report"):
             seen = set(
-                re.findall(r"steps ([\d.]+ % \w+) than NCCL's choice \((-?[\d.]+ to [\d.]+)\)", told[name])
+                re.findall(r"steps ([\d.]+ % \w+) than NCCL's default \((-?[\d.]+ to [\d.]+)\)", told[name])
             )
             assert seen <= {(value, interval)}, (name, seen)
         assert f"{value.removesuffix(' shorter')} ({interval})" in told["top"]
@@ -203,9 +203,9 @@ def test_a_comparison_names_its_two_sides(run):
         if c["outcome"] == "kept":
             assert c["speedup"] > 1
         if c["speedup"] is not None:
-            assert re.search(rf"{c['table']}\b.* than ({c['against']}\b|NCCL's choice)", outcome(c))
+            assert re.search(rf"{c['table']}\b.* than ({c['against']}\b|NCCL's default)", outcome(c))
     begun = [e for line in lines for e in line.events if e.startswith("comparison")]
-    assert all(re.fullmatch(r"comparison: [A-Z]+ against ([A-Z]+|NCCL's choice)", e) for e in begun)
+    assert all(re.fullmatch(r"comparison: [A-Z]+ against ([A-Z]+|NCCL's default)", e) for e in begun)
     described = [e.partition(" = ")[0] for line in lines for e in line.events if " = " in e]
     assert len(described) == len(set(described))
 
@@ -289,13 +289,13 @@ def test_the_command_for_again_is_whole():
 @pytest.mark.parametrize(
     ("facts", "says", "never"),
     [
-        ({"kept": False}, "NOTHING KEPT: steps under A came to 12.8 % shorter", "KEPT A"),
+        ({"kept": False}, "NOTHING KEPT: steps under A were 12.8 % shorter", "KEPT A"),
         ({"kept": False}, "a gain of 2.0% or more would have been seen", "none of"),
         ({"kept": False, "speedup": 0.98, "speedup_ci95": [0.95, 1.01]}, "2.0 % longer", "shorter"),
         ({"kept": False, "speedup": None, "speedup_ci95": None}, "NOTHING FOUND", "%  shorter"),
         (
             {"kept": False, "dropped": "it was slower"},
-            "TAKEN BACK: it was slower; NCCL's own choice is in force",
+            "REVERTED: it was slower; NCCL's default is used again",
             "KEPT",
         ),
         ({"kept": None, "speedup": None, "detectable": None, "ended": "over"}, "NO VERDICT: over", "NOTHING"),
@@ -326,7 +326,7 @@ def test_equal_decisions_are_told_together():
         rows_text(rows)
         == "ring/ll128/8: all_gather 33-64, 129-256 MiB; reduce_scatter 5-8, 33-64, 129-256 MiB"
     )
-    assert rows_text(rows[:1]) == "NCCL's choice"
+    assert rows_text(rows[:1]) == "NCCL's default"
 
 
 def test_tables_have_one_letter_each_and_windows_belong_to_both_sides():
@@ -382,7 +382,12 @@ def test_on_a_terminal_one_block_tells_how_it_stands(run):
         view._recent.append((line.step_ms, line.table == "default"))
     view.console.print(view._block(lines[min(3, len(lines) - 1)]))
     text = re.sub(r"\x1b\[[0-9;]*m", "", view.console.file.getvalue())
-    assert "in force: " in text and "on trial: " in text and "verdict in about" in text and "allowed" in text
+    assert (
+        "current table: " in text
+        and "on trial: " in text
+        and "verdict in about" in text
+        and "allowed" in text
+    )
     assert re.search(r"step [▁▂▃▄▅▆▇█]+ ", text) and max(map(len, text.splitlines())) <= 80
 
 
@@ -409,4 +414,4 @@ def test_a_view_has_no_arithmetic_of_its_own():
     console = Console(file=io.StringIO(), width=80)
     show_summary(console, s)
     said = " ".join(console.file.getvalue().split())
-    assert "A 251 ms against NCCL's choice 325 ms" in said and "12.8 % shorter" in said
+    assert "A 251 ms against NCCL's default 325 ms" in said and "12.8 % shorter" in said

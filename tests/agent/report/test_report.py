@@ -197,7 +197,7 @@ def test_mismatches_and_a_losing_table_are_said_plainly(run, tmp_path):
     slower |= {"default_step_ms": 10.0, "tuned_step_ms": 10.5}
     text = text_of(write_report(tmp_path / "r.html", RunSummary.of({**summary, **slower}), trace))
     assert "2000 collectives compared across ranks, 3 mismatches" in text
-    assert "NOTHING KEPT" in text and "1.0 % longer" in text and "NCCL's choice, which stays in force" in text
+    assert "NOTHING KEPT" in text and "1.0 % longer" in text and "NCCL's default, which stays" in text
 
 
 def test_text_from_outside_cannot_become_markup(run, tmp_path):
@@ -292,4 +292,4 @@ def test_the_page_is_built_for_every_reader(run):
 
 def test_the_report_tells_the_chain_behind_each_decision(run):
     text = text_of(run[2])
-    assert "as its prices say" in text and "these 2 rows together" in text and "not separable" in text
+    assert "by its own estimates" in text and "these 2 rows together" in text and "not separable" in text

@@ -26,7 +26,7 @@ def test_the_chain_names_prices_trials_and_the_next_best(run):
         assert chain["decided"] == str(decision) and chain["tried"][str(decision)] > 0
         assert chain["in_force"] and chain["table"] == "A" and chain["alone"] == []
         text = "\n".join(lines(chain, RunSummary.of(summary)))
-        assert "NCCL    ring/ll/8" in text and f"decided {decision}, in force as a row of A" in text
+        assert "NCCL    ring/ll/8" in text and f"decided {decision}, used as a row of A" in text
         assert "these 2 rows together: steps" in text and "not separable" in text
     tried = found[str(GATHER)]["tried"]
     assert tried.keys() == {"ring/ll128/16", "ring/simple/16"}
@@ -62,7 +62,7 @@ def test_a_row_that_was_changed_alone_has_a_figure_of_its_own(run):
     [
         ({}, "decided nothing: the run goes on, or was cut off before its verdict"),
         ({"ended": "stopped by `dynamiccl stop`"}, "decided nothing: stopped by `dynamiccl stop`"),
-        ({"speedup": 1.1, "decisions": []}, "decided nothing: NCCL's own choice stays"),
+        ({"speedup": 1.1, "decisions": []}, "decided nothing: NCCL's default stays"),
     ],
 )
 def test_a_slot_of_which_nothing_was_decided_says_why(run, summary, says):
