@@ -14,7 +14,7 @@ from .search.config import DISCARD, HORIZON, REWARD_PAIRS, SearchConfig
 from .search.interfaces import WATCH, Plan, Windows, action_space, choices_of
 from .search.search import Search
 from .search.step_times import trimmed_mean
-from .sim.workloads import SLOTS
+from .sim.workloads import MANY_SLOTS
 
 Array = np.ndarray[Any, Any]
 
@@ -94,9 +94,8 @@ class SearchEnv(gym.Env[Array, Array]):
     def _info(self, masked: bool) -> dict[str, Any]:
         assert self.search is not None
         s = self.search
-        table = np.zeros(
-            max(SLOTS, s.n_slots), np.int64
-        )  # as long for one job as for another: many run side by side
+        # As long for one job as for another: many run side by side.
+        table = np.zeros(max(MANY_SLOTS, s.n_slots), np.int64)
         table[: s.n_slots] = s.confirmed
         return {
             "slot": s.turn % s.n_slots,

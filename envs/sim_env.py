@@ -9,7 +9,7 @@ import numpy as np
 from .search.config import SearchConfig
 from .search.interfaces import Windows
 from .search_env import SearchEnv
-from .sim.jobs import SLOTS, STANDARD, JobFamily, draw_jobs
+from .sim.jobs import STANDARD, JobFamily, draw_jobs
 from .sim.noise import NoiseStream
 from .sim.windows import OneJob, SimWindows
 
@@ -34,5 +34,5 @@ class SimEnv(SearchEnv):
         """Windows of a new job. In its step t it meets the same noise, whatever is decided: policies that play the same
         seed can be compared."""
         self.jobs = draw_jobs(self.family, self.np_random, 1)
-        noise = NoiseStream(int(self.np_random.integers(2**31)), np.zeros(1), SLOTS)
+        noise = NoiseStream(int(self.np_random.integers(2**31)), np.zeros(1), self.jobs.width)
         return OneJob(SimWindows(self.jobs, noise), self.config.profile_steps)

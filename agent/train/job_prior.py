@@ -14,7 +14,7 @@ from torch import nn
 
 from ...envs.search.belief.belief import LOG_RANGE
 from ...envs.search.belief.prior import N_FIGURES
-from ...envs.sim.jobs import SLOTS, Jobs
+from ...envs.sim.jobs import Jobs
 from ...traces.fingerprint import N_FEATURES
 from ...traces.spaces import N_CONFIGS
 
@@ -101,17 +101,17 @@ def log_loss(out: tuple[Tensor, Tensor, Tensor], n_shared: int, figures: Tensor,
 
 def truths(jobs: Jobs) -> tuple[Array, Array]:
     """What every config of every slot does alone, the other slots left to NCCL, now: logs of call times over the
-    default's and savings in units of the slot's share of the step, both (n, SLOTS, N_CONFIGS), 0 where masked."""
-    mask = jobs.mask & (np.arange(SLOTS)[None, :, None] < jobs.n_slots[:, None, None])
+    default's and savings in units of the slot's share of the step, both (n, width, N_CONFIGS), 0 where masked."""
+    mask = jobs.mask & (np.arange(jobs.width)[None, :, None] < jobs.n_slots[:, None, None])
     mask[:, :, 0] = False
     job, slot, config = np.nonzero(mask)
-    configs = np.zeros((len(job), SLOTS), np.int64)
+    configs = np.zeros((len(job), jobs.width), np.int64)
     configs[np.arange(len(job)), slot] = config
-    base_us, base_calls = jobs.step_us(np.zeros((len(jobs), SLOTS), np.int64))
+    base_us, base_calls = jobs.step_us(np.zeros((len(jobs), jobs.width), np.int64))
     step_us, call_us = jobs.step_us(configs, job)
     logs, savings = np.zeros(mask.shape), np.zeros(mask.shape)
     logs[job, slot, config] = np.log(call_us[np.arange(len(job)), slot] / base_calls[job, slot])
-    share = jobs.fingerprint.share.reshape(-1, SLOTS)[job, slot]
+    share = jobs.fingerprint.share.reshape(-1, jobs.width)[job, slot]
     savings[job, slot, config] = (1 - step_us / base_us[job]) / np.maximum(share, 1e-3)
     return logs, savings
 
@@ -119,9 +119,9 @@ def truths(jobs: Jobs) -> tuple[Array, Array]:
 def training_arrays(jobs: Jobs) -> tuple[Tensor, Tensor, Tensor]:
     """What the prior reads of jobs, (n, slots, N_FEATURES + N_CONFIGS), the figures that it is fitted to, and which of
     them are known, both (n, slots, N_FIGURES)."""
-    used = np.arange(SLOTS)[None] < jobs.n_slots[:, None]
+    used = np.arange(jobs.width)[None] < jobs.n_slots[:, None]
     figures, known = figures_of(*truths(jobs), jobs.mask & used[..., None])
-    features = jobs.fingerprint.vector().reshape(len(jobs), SLOTS, -1)
+    features = jobs.fingerprint.vector().reshape(len(jobs), jobs.width, -1)
     most = int(jobs.n_slots.max())
     parts = (np.concatenate([features, jobs.mask], axis=2), figures, known)
     x, y, z = (torch.as_tensor(np.asarray(part[:, :most], np.float32)) for part in parts)

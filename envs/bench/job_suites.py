@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ import numpy as np
 from ..search.belief.prior import Prior
 from ..search.config import SearchConfig
 from ..sim.family import HELD_OUT, STANDARD, WORLDS, JobFamily
-from ..sim.jobs import SLOTS, Jobs, draw_jobs
+from ..sim.jobs import Jobs, draw_jobs
 from ..sim.noise import NoiseStream
+from ..sim.regimes import MOST_REGIMES
 from ..sim.unseen import UNSEEN
 from ..sim.windows import SimSearch
 from .job_arena import AccountedWindows
@@ -44,11 +45,16 @@ class JobSuite:
     seed: int
     each: int  # jobs of each world
     jobs: Jobs
-    best: Array  # (n, SLOTS) configs
-    best_us: Array  # (n,) usual step under them
+    tables: Array  # (n, MOST_REGIMES, width) the best configs in each of a job's regimes
+    best_us: Array  # (n,) usual step where each regime has its own
 
     def __len__(self) -> int:
         return len(self.jobs)
+
+    @property
+    def best(self) -> Array:
+        """The best configs of each job, in the first of its regimes, (n, width)."""
+        return np.asarray(self.tables[:, 0])
 
     @property
     def gain(self) -> Array:
@@ -70,17 +76,20 @@ class JobSuite:
         """Searches on the jobs at ``rows``, and their bill. In its step t a job meets the same noise, whoever plays."""
         jobs = self.jobs.take(rows)
         ledger = LossAccount(jobs, self.best_us[rows])
-        windows = AccountedWindows(jobs, NoiseStream(seed, rows, SLOTS), ledger)
+        windows = AccountedWindows(jobs, NoiseStream(seed, rows, jobs.width), ledger)
         return SimSearch(windows, Prior.load(), SearchConfig()), ledger
 
     def told(self) -> dict[str, Scores]:
-        """What needs no search: the best joint configs, and each slot's quickest call alone, from the first step."""
-        found = {}
-        for name, tables in (("oracle", self.best), ("static-best", quickest_alone(self.jobs))):
-            ledger = LossAccount(self.jobs, self.best_us)
-            ledger.end(np.arange(len(self)), tables)
-            found[name] = ledger.scores()
-        return found
+        """What needs no search: the best joint configs, in each regime its own, and each slot's quickest call alone;
+        from the first step."""
+        ledger = LossAccount(self.jobs, self.best_us)
+        ledger.end(np.arange(len(self)), quickest_alone(self.jobs))
+        swept = ledger.scores()
+        none = np.zeros(len(self), bool)
+        loses_nothing = replace(
+            swept, gain=self.gain, lost=np.zeros(len(self)), is_harsh=none, is_harmed=none.copy()
+        )
+        return {"oracle": loses_nothing, "static-best": swept}
 
     @classmethod
     def load(cls, name: str | Path) -> JobSuite:
@@ -98,13 +107,12 @@ class JobSuite:
                 raise ValueError(
                     f"it is of version {told['version']} of its family, this is {family.version}"
                 )
-            best = np.array([list(bytes.fromhex(row)) for row in told["best"]])
             jobs = drawn(family, int(told["seed"]), int(told["each"]))
             off = np.abs(jobs.default_us / np.array(told["default_us"]) - 1)
             if (off <= SAME).all():
-                suite = cls(
-                    told["suite"], family, told["seed"], told["each"], jobs, best, jobs.usual_us(best)
-                )
+                tables = unpacked(told["best"], jobs)
+                best_us = jobs.followed_us(tables)
+                suite = cls(told["suite"], family, told["seed"], told["each"], jobs, tables, best_us)
                 off = np.abs(suite.gain - np.array(told["gain"]))
             if (off > SAME).any():
                 raise ValueError(f"job {off.argmax()} comes out otherwise than on record")
@@ -124,9 +132,24 @@ def drawn(family: JobFamily, seed: int, each: int) -> Jobs:
     return Jobs.join([draw_jobs(part, np.random.default_rng([seed, k]), each) for k, part in parts])
 
 
+def packed(tables: Array, jobs: Jobs) -> list[str]:
+    """Tables of each regime, (n, MOST_REGIMES, width), as text: one job's slots in hex digits, regime by regime."""
+    rows = zip(tables, jobs.regimes.count, jobs.n_slots, strict=True)
+    return [bytes(row[:count, :slots].astype(np.uint8).ravel()).hex() for row, count, slots in rows]
+
+
+def unpacked(texts: list[str], jobs: Jobs) -> Array:
+    """Inverse of :func:`packed`; a regime that a job has not gets the table of its first. Raises ValueError when a row
+    does not fit its job."""
+    tables = np.zeros((len(jobs), MOST_REGIMES, jobs.width), np.int64)
+    for i, text in enumerate(texts):
+        count = int(jobs.regimes.count[i])
+        rows = np.frombuffer(bytes.fromhex(text), np.uint8).reshape(count, -1)
+        tables[i, :count, : rows.shape[1]] = rows
+        tables[i, count:] = tables[i, 0]
+    return tables
+
+
 def quickest_alone(jobs: Jobs) -> Array:
-    """For each slot the config whose call alone is quickest, as an offline sweep finds it, (n, SLOTS)."""
+    """For each slot the config whose call alone is quickest, as an offline sweep finds it, (n, width)."""
     return np.asarray(np.where(jobs.mask, jobs.tables.us, np.inf).argmin(axis=2))
-
-
-assert SLOTS * 2 < 256

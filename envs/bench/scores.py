@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..search.config import HORIZON
-from ..sim.jobs import SLOTS, Jobs
+from ..sim.jobs import Jobs
 from ..sim.truth import Few
 
 Array = np.ndarray[Any, Any]
@@ -93,10 +93,10 @@ class LossAccount:
         self.after, self.lost_after = np.zeros(n), np.zeros(n)  # since the verdict
         self.worst = np.ones(n)
         self.first_gain, self.verdict = np.full(n, np.nan), np.full(n, np.nan)
-        self.final = np.zeros((n, SLOTS), int)
+        self.final = np.zeros((n, jobs.width), int)
 
     def bill(self, rows: Array, configs: Array, n_steps: Array, few: Few | None = None) -> Array:
-        """``n_steps`` (m,) ran of the jobs at ``rows`` (m,) under ``configs`` (m, SLOTS), of some at ``few`` calls.
+        """``n_steps`` (m,) ran of the jobs at ``rows`` (m,) under ``configs`` (m, width), of some at ``few`` calls.
 
         Returns a step's true time (m,) in default steps of that moment.
         """
@@ -115,7 +115,7 @@ class LossAccount:
         return np.asarray(pace)
 
     def end(self, rows: Array, configs: Array) -> None:
-        """They have given a verdict: ``configs`` (m, SLOTS) stay in force. Called again when that is changed."""
+        """They have given a verdict: ``configs`` (m, width) stay in force. Called again when that is changed."""
         self.verdict[rows] = np.fmin(self.verdict[rows], self.steps[rows])
         self.final[rows] = configs
 

@@ -14,27 +14,38 @@ class Columns:
 
     def take(self, rows: Any) -> Self:
         """The things at ``rows``, any NumPy index; copies, unless it is a slice."""
-        return type(self)(**{name: _taken(value, rows) for name, value in vars(self).items()})
+        found = {}
+        for name, value in vars(self).items():
+            found[name] = taken(value, rows)
+        return type(self)(**found)
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
         """All things of ``parts``, in their order; what rows share is the first part's."""
-        columns = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
-        return cls(**{name: _joined(values) for name, values in columns.items()})
+        found = {}
+        for name in vars(parts[0]):
+            found[name] = _joined([getattr(part, name) for part in parts])
+        return cls(**found)
 
 
-def _taken(value: Any, rows: Any) -> Any:
+def taken(value: Any, rows: Any) -> Any:
+    """The part of a field at ``rows``; what all rows share stays as it is."""
     if isinstance(value, Columns):
         return value.take(rows)
-    return value[rows] if hasattr(value, "dtype") else value
+    if hasattr(value, "dtype"):
+        return value[rows]
+    return value
 
 
 def _joined(values: Sequence[Any]) -> Any:
     import numpy as np  # here: the launcher checks a cluster without waiting for numpy
 
-    if isinstance(values[0], Columns):
-        return type(values[0]).join(values)
-    return np.concatenate(values) if isinstance(values[0], np.ndarray) else values[0]
+    first = values[0]
+    if isinstance(first, Columns):
+        return type(first).join(values)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values)
+    return first
 
 
 def as_columns(rows: Sequence[Sequence[Any]]) -> list[Any]:

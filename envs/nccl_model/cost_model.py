@@ -13,6 +13,7 @@ import functools
 from typing import Any
 
 import numpy as np
+from numpy import asarray, isfinite, minimum, where
 
 from ...traces.records import ALGOS, N_ALGOS, N_PROTOS, PAIRS, PROTOS, TUNED_FUNCS
 from .channels import PAIR_ALGOS, PAIR_PROTOS, RING, heuristic_channels, planned_channels
@@ -26,7 +27,8 @@ ALL_REDUCE = "all_reduce"
 
 def pair_cost_rows(fleet: ClusterArrays, n_bytes: Array) -> Array:
     """Costs of PAIRS, one message a cluster: ``n_bytes`` (n,) -> (n, len(PAIRS)) us, -1 = not offered."""
-    return price(*terms(fleet), np.asarray(n_bytes, np.float64)[:, None])
+    sizes = asarray(n_bytes, np.float64)
+    return price(*terms(fleet), sizes[:, None])
 
 
 @functools.lru_cache(maxsize=64)
@@ -51,7 +53,8 @@ def cost_table(cluster: Cluster, func: str, n_bytes: int) -> Array:
     _, lat, bw = _one(cluster)
     table = np.full((N_ALGOS, N_PROTOS), -1.0, np.float32)
     if func == ALL_REDUCE:  # twice round the ring
-        table[RING] = price(2 * lat[:N_PROTOS] - BASE_RING, bw[:N_PROTOS] / 2, float(n_bytes))
+        latency = 2 * lat[:N_PROTOS] - BASE_RING
+        table[RING] = price(latency, bw[:N_PROTOS] / 2, float(n_bytes))
     else:
         table[PAIR_ALGOS, PAIR_PROTOS] = price(lat, bw, float(n_bytes))
     table.flags.writeable = False
@@ -63,10 +66,11 @@ def choice(cluster: Cluster, func: str, n_bytes: int, cost: Array | None = None)
 
     ``cost`` (7, 3) may be a table that a tuner has changed. Raises ValueError when nothing is offered.
     """
-    cost = cost_table(cluster, func, n_bytes) if cost is None else cost
-    flat = np.where(cost >= 0, cost, np.inf).ravel()
+    if cost is None:
+        cost = cost_table(cluster, func, n_bytes)
+    flat = where(cost >= 0, cost, np.inf).ravel()
     best = int(flat.argmin())
-    if not np.isfinite(flat[best]):
+    if not isfinite(flat[best]):
         raise ValueError("the cost table offers nothing: every entry is below zero")
     return ALGOS[best // N_PROTOS], PROTOS[best % N_PROTOS]
 
@@ -83,7 +87,13 @@ def channels(
     _require_known(func)
     if (algo, proto) not in PAIRS:
         raise ValueError(f"{func} is never planned with {algo}/{proto}")
-    fleet, size, pair = _one(cluster)[0], np.array(n_bytes), np.array(PAIRS.index((algo, proto)))
+    fleet, _, _ = _one(cluster)
+    size = np.array(n_bytes)
+    pair = np.array(PAIRS.index((algo, proto)))
     own, warps = heuristic_channels(fleet, size, pair)
-    limit = np.where(fleet.release >= 23100, np.minimum(own, asked), asked) if asked else own
-    return int(planned_channels(fleet, size, pair, limit)[0]), int(warps[0])
+    limit = own
+    if asked:
+        lowered = minimum(own, asked)
+        limit = where(fleet.release >= 23100, lowered, asked)
+    planned = planned_channels(fleet, size, pair, limit)
+    return int(planned[0]), int(warps[0])

@@ -25,7 +25,8 @@ from ...traces.queries.slots import SlotProfile, channels_of, find_slots
 from ...traces.records import N_ALGOS, N_PROTOS, PAIRS, TUNED_FUNCS, Slot, decision_from
 from ..nccl_model import clusters, cost_model
 from ..nccl_model.clusters import Cluster, ClusterArrays
-from ..sim.fabric import Fabric, nominal
+from ..sim.fabric.fabric import Fabric
+from ..sim.fabric.params import nominal
 from .measured import Measured
 
 Array = np.ndarray[Any, Any]

@@ -2,11 +2,13 @@
 
 Jobs of the world ``plain`` do not surprise a tuner that believes in one effect a slot; those of the others do, each in
 its way: ``interaction`` (configs of different slots help or disturb each other), ``tails`` (some configs straggle),
-``moving`` (which config is best changes) and ``wide`` (configs are farther from any formula, and channels not smooth).
+``moving`` (which config is best changes), ``wide`` (configs are farther from any formula, and channels not smooth),
+``lasting`` (the noise of real nodes, and of GPUs that ranks share), ``alternating`` (batches that come and go) and
+``many`` (20 to 60 slots).
 
 Every range is drawn, to be wider than any one cluster (2 to 2048 ranks, four GPU generations), so that a policy learns
-to search rather than to know; nothing here is a measurement. The public figures that the ranges lie around are named
-where the quantities are: :mod:`.fabric`, :mod:`.noise`, :mod:`.worlds`, :mod:`.clusters`.
+to search rather than to know; nothing here is a measurement but the noise of ``lasting``. The public figures that the
+ranges lie around are named where the quantities are: :mod:`.fabric`, :mod:`.noise`, :mod:`.worlds`, :mod:`.clusters`.
 """
 
 from __future__ import annotations
@@ -18,12 +20,16 @@ from typing import Any
 import numpy as np
 
 from ..nccl_model.clusters import ClusterArrays, GraphArrays
-from .noise import NoiseFamily, Range, log_uniform
+from .noise import NODE, SHARED, NoiseFamily, Range, log_uniform
+from .regimes import RegimeFamily
 from .worlds import Extra
 
 Array = np.ndarray[Any, Any]
 #: ``SampledClusters.world`` counts them. Those from ``sms`` on are of :mod:`.unseen`: nothing was trained on them.
-WORLDS = ("plain", "interaction", "tails", "moving", "wide", "sms", "meeting", "dip", "rail", "nothing")
+WORLDS = (
+    *("plain", "interaction", "tails", "moving", "wide", "lasting", "alternating", "many"),
+    *("sms", "meeting", "dip", "rail", "nothing"),
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class World:
         0.7,
         1.8,
     )  # by how much more calls slow the compute than fabrics say, log scale; public: 30-40 %
+    #: Waves of tiles that matrix products take on all SMs, log scale; 0: compute slows evenly with the channels.
+    waves: Range = (0.0, 0.0)
     steal: Range = (0.0, 0.0)  # of what a call gains it takes this part from compute beside it, evenly
     crowd: Range = (0.0, 0.15)
     crowd_by_channels: bool = False  # else every call beside a call weighs the same
@@ -83,6 +91,9 @@ class World:
     connect: Range = (1.0, 30.0)
     contention: Contention = field(default_factory=Contention)
     extra: Extra = field(default_factory=Extra)
+    regimes: RegimeFamily = field(default_factory=RegimeFamily)
+    many: bool = False  # steps of LEAST_MANY to MANY_SLOTS slots, else of SLOTS at most
+    crammed: bool = False  # memory pressure tells of the batch, else of nothing
     #: Changes jobs as they are drawn, by a mechanism of its own: called with the jobs and a generator.
     hook: Callable[[Any, np.random.Generator], None] | None = None
 
@@ -107,30 +118,48 @@ class JobFamily:
         return replace(self, parts=tuple(part for part in self.parts if part.name == world))
 
 
-def _worlds(
-    base: World, contention: Contention, joint: Extra, tails: Extra, moves: Extra, rough: float
-) -> list[World]:
+@dataclass(frozen=True)
+class Surprises:
+    """What the worlds of a family have that its plain one has not."""
+
+    contention: Contention
+    joint: Extra
+    tails: Extra
+    moves: Extra
+    rough: float  # effects of the wide world, in those of the plain one
+    lasting: NoiseFamily
+    regimes: RegimeFamily
+
+
+def _worlds(base: World, ways: Surprises) -> list[World]:
     low, high = base.effects
+    wide_effects = ways.rough * max(low, 0.12), ways.rough * high
     return [
         base,
         # Slots meet where gathers and scatters have communicators of their own.
-        replace(base, name="interaction", one_communicator=0.25, contention=contention, extra=joint),
-        replace(base, name="tails", extra=tails),
-        replace(base, name="moving", exposed=(0.02, 0.5), extra=moves),
+        replace(
+            base, name="interaction", one_communicator=0.25, contention=ways.contention, extra=ways.joint
+        ),
+        replace(base, name="tails", extra=ways.tails),
+        replace(base, name="moving", exposed=(0.02, 0.5), extra=ways.moves),
         replace(
             base,
             name="wide",
-            effects=(rough * max(low, 0.12), rough * high),
+            effects=wide_effects,
             octaves=(1.5, 6.0),
             jagged=(0.05, 0.4),
             touch=(base.touch[0], 2 * base.touch[1]),
             steal=(0.0, 1.5),
         ),
+        replace(base, name="lasting", noise=ways.lasting),
+        replace(base, name="alternating", regimes=ways.regimes),
+        replace(base, name="many", many=True),
     ]
 
 
 _SMALL = ("gpt2 ", "gpt2-xl", "llama-7b", "llama-13b")
-_MILD = World(_SMALL)
+_WAVES = (0.5, 30.0)
+_MILD = World(_SMALL, touch=(0.7, 1.4), waves=_WAVES, crammed=True)
 #: Another law of contention, compute that saturates, another kind of noise; more Blackwell and Volta, more nodes and
 #: few-GPU nodes, wilder fabrics.
 _HARSH = World(
@@ -143,60 +172,77 @@ _HARSH = World(
     ),
     effects=(0.15, 0.45),
     octaves=(1.5, 4.0),
-    touch=(0.8, 2.5),
+    touch=(0.7, 1.8),
+    waves=_WAVES,
     crowd=(0.1, 0.5),
     crowd_by_channels=True,
     power=(1.2, 1.8),
-    saturation=(0.5, 2.0),
+    saturation=(0.2, 0.8),
     drag=(0.1, 0.4),
     noise=NoiseFamily(
         sigma=(0.003, 0.05), memory=(0.5, 0.98), two_paces=0.4, late_rank=0.25, call_sigma=(0.01, 0.08)
     ),
     swing=0.7,
+    crammed=True,
 )
-_STANDARD = (
+_STANDARD = Surprises(
     Contention(budget=0.5, serial=0.25, port=0.5),
-    Extra(joint=(0.04, 0.15)),
-    Extra(straggle=0.25),
-    Extra(moves=(0.3, 1.5)),
-    2.5,
+    joint=Extra(joint=(0.04, 0.15)),
+    tails=Extra(straggle=0.25),
+    moves=Extra(moves=(0.3, 1.5)),
+    rough=2.5,
+    lasting=NODE,
+    regimes=RegimeFamily(count=(2, 4)),
 )
+_ROUGH = replace(_STANDARD, lasting=SHARED, regimes=RegimeFamily(count=(2, 4), batch=(0.2, 5.0), resized=0.7))
 #: What trains.
-STANDARD = JobFamily("standard", 3, (*_worlds(_MILD, *_STANDARD), *_worlds(_HARSH, *_STANDARD)))
-#: Structurally outside: other models, contention between other things, effects of three slots together, stragglers that
-#: come with many channels, congestion that comes and goes otherwise, another kind of noise.
-HELD_OUT = JobFamily(
-    "held-out",
-    3,
-    tuple(
-        _worlds(
-            replace(
-                _HARSH,
-                works=("llama-70b", "moe-8x7b"),
-                crowd=(0.0, 0.3),
-                power=(1.0, 1.4),
-                saturation=(0.0, 3.0),
-                noise=NoiseFamily(
-                    sigma=(0.002, 0.06),
-                    memory=(0.0, 0.995),
-                    tail=(0.001, 0.02),
-                    two_paces=0.5,
-                    pace=(0.02, 0.1),
-                    hold=(5, 1000),
-                    late_rank=0.4,
-                    call_sigma=(0.005, 0.1),
-                    sampled=(2, 16),
-                ),
-                swing_steps=(100, 5000),
-            ),
-            Contention(serial=0.5, limit=(0.2, 0.6), port=0.8, port_size=(0.3, 3.0), port_by_func=True),
-            Extra(joint=(0.05, 0.2), group=3, often=0.2),
-            Extra(straggle=0.25, late_often=(0.0005, 0.003), late_size=(1.5, 6.0), by_channels=True),
-            Extra(moves=(0.3, 2.0), period=(1500, 12_000), sudden=0.8),
-            3.0,
-        )
+STANDARD = JobFamily("standard", 4, (*_worlds(_MILD, _STANDARD), *_worlds(_HARSH, _ROUGH)))
+_STRANGE = replace(
+    _HARSH,
+    works=("llama-70b", "moe-8x7b"),
+    crowd=(0.0, 0.3),
+    power=(1.0, 1.4),
+    saturation=(0.0, 1.2),
+    noise=NoiseFamily(
+        sigma=(0.002, 0.06),
+        memory=(0.0, 0.995),
+        tail=(0.001, 0.02),
+        two_paces=0.5,
+        pace=(0.02, 0.1),
+        hold=(5, 1000),
+        late_rank=0.4,
+        call_sigma=(0.005, 0.1),
+        sampled=(2, 16),
     ),
+    swing_steps=(100, 5000),
 )
+_STRANGE_WAYS = Surprises(
+    Contention(serial=0.5, limit=(0.2, 0.6), port=0.8, port_size=(0.3, 3.0), port_by_func=True),
+    joint=Extra(joint=(0.05, 0.2), group=3, often=0.2),
+    tails=Extra(straggle=0.25, late_often=(0.0005, 0.003), late_size=(1.5, 6.0), by_channels=True),
+    moves=Extra(moves=(0.3, 2.0), period=(1500, 12_000), sudden=0.8),
+    rough=3.0,
+    # Noise that lasts in another form: most machines have two paces, and long steps come often.
+    lasting=NoiseFamily(
+        sigma=(0.001, 0.05),
+        memory=(0.2, 0.95),
+        tail=(0.001, 0.05),
+        two_paces=0.8,
+        pace=(0.02, 0.15),
+        hold=(10, 300),
+        late_rank=0.5,
+        saves=0.8,
+        save_every=(8, 300),
+        save_cost=(0.05, 2.0),
+        slow=(0.002, 0.1),
+        slow_steps=(3, 500),
+        longer=4.0,
+    ),
+    regimes=RegimeFamily((2, 4), stay=(60, 3000), batch=(0.15, 4.0), resized=0.8, shuffled=True),
+)
+#: Structurally outside: other models, contention between other things, effects of three slots together, stragglers that
+#: come with many channels, congestion that comes and goes otherwise, another kind of noise, regimes in no fixed order.
+HELD_OUT = JobFamily("held-out", 4, tuple(_worlds(_STRANGE, _STRANGE_WAYS)))
 
 
 def draw_fleet(family: ClusterFamily, rng: np.random.Generator, n: int) -> ClusterArrays:

@@ -1,18 +1,20 @@
 """What lies between a step's true time and what is measured: jobs differ in it by far more than a factor of ten.
 
 Public: the steps of an 18 s FSDP job scatter by 0.3 % (median absolute deviation, marin-community/marin#8054), single
-collectives elsewhere jump 50-280 fold (NVIDIA/nccl#361). The rest is drawn: how long a disturbance lasts, machines with
-two paces, a rank that comes late, steps that also save a checkpoint.
+collectives elsewhere jump 50-280 fold (NVIDIA/nccl#361). The rest of :class:`NoiseFamily` is drawn: how long a
+disturbance lasts, machines with two paces, a rank that comes late, steps that also save a checkpoint. ``NODE`` is
+fitted to public series of real steps, ``SHARED`` lies around what two processes on one GPU met (``measured.json``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from ..nccl_model.columns import Columns
+from .fabric.measured import ranges
 
 Array = np.ndarray[Any, Any]
 Range = tuple[float, float]
@@ -20,7 +22,8 @@ Range = tuple[float, float]
 
 def log_uniform(rng: np.random.Generator, bounds: Range, n: int) -> Array:
     """``n`` numbers within ``bounds``, even on a log scale."""
-    return np.asarray(np.exp(rng.uniform(np.log(bounds[0]), np.log(bounds[1]), n)))
+    low, high = np.log(bounds)
+    return np.asarray(np.exp(rng.uniform(low, high, n)))
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,41 @@ class NoiseFamily:
     saves: float = 0.5  # jobs with steps that save ...
     save_every: Range = (100, 5000)
     save_cost: Range = (0.3, 8.0)  # ... which takes this many steps' time
+    slow: Range = (0.0, 0.0)  # of a part that lasts, on two time scales; 0: none ...
+    slow_steps: Range = (5, 60)  # ... the shorter of which is so many steps ...
+    longer: float = 15.0  # ... and the other so many times as long
     call_sigma: Range = (0.004, 0.04)  # of a slot's mean call in one sampled step
     sampled: tuple[int, int] = (4, 8)  # one step in so many has its kernels sampled
     unsampled: float = 0.05  # jobs whose kernels are never sampled
+
+
+#: The steps of real nodes; and its extreme end, a GPU that ranks share.
+NODE, SHARED = (NoiseFamily(**ranges(name)) for name in ("node_noise", "shared_gpu_noise"))
+
+
+@dataclass(frozen=True)
+class Shocks:
+    """Random numbers that make up the noise of steps, arrays of one shape."""
+
+    shock: Array  # to the level, of unit variance with heavy tails
+    heavy: Array  # in [0, 1): chance of a far too long step
+    flips: Array  # in [0, 1): chance of a change of pace
+    waits: Array  # lateness of a rank, in means
+    size: Array  # of a far too long step, in steps
+    slow: Array  # to the part that lasts, standard normal
+
+    @classmethod
+    def draw(cls, rng: np.random.Generator, shape: tuple[int, ...], lasting: bool) -> Shocks:
+        """Numbers of ``shape``. Those of the part that lasts are drawn where there is one (``lasting``)."""
+        shock = rng.standard_t(5, shape) / np.sqrt(5 / 3)
+        heavy = rng.random(shape)
+        flips = rng.random(shape)
+        waits = rng.exponential(1.0, shape)
+        size = 0.1 + np.minimum(rng.pareto(1.5, shape), 2.0)
+        slow = np.zeros(shape)
+        if lasting:
+            slow = rng.normal(0.0, 1.0, shape)
+        return cls(shock, heavy, flips, waits, size, slow)
 
 
 #: Steps of a job whose random numbers are drawn at once; a window is shorter.
@@ -57,43 +92,70 @@ class NoiseStream:
     def __init__(self, seed: int, jobs: Array, n_calls: int) -> None:
         """``jobs`` (n,): numbers that tell the jobs apart; ``n_calls``: kinds of call of each."""
         self.keys = [(seed, int(job)) for job in jobs]
-        self.first = np.full(len(self.keys), -1)  # block that a job's part of the buffers begins with
-        self._steps = np.zeros((len(self.keys), 2 * BLOCK, 5))
-        self._calls = np.zeros((len(self.keys), 2 * BLOCK, n_calls))
+        n = len(self.keys)
+        n_shocks = len(fields(Shocks))
+        self.first = np.full(n, -1)  # block that a job's part of the buffers begins with
+        self._steps = np.zeros((n, 2 * BLOCK, n_shocks))
+        self._calls = np.zeros((n, 2 * BLOCK, n_calls))
 
     def _fill(self, at: Array, rows: Array) -> Array:
         """Numbers of the two blocks from step ``at`` (n,) on, of the jobs at ``rows``; where ``at`` is in them."""
-        for i in rows[self.first[rows] != at[rows] // BLOCK]:
-            self.first[i] = at[i] // BLOCK
+        block = at // BLOCK
+        for i in rows[self.first[rows] != block[rows]]:
+            self.first[i] = block[i]
             for k in (0, 1):
-                rng = np.random.default_rng([*self.keys[i], int(self.first[i]) + k])
-                part = slice(k * BLOCK, (k + 1) * BLOCK)
-                self._steps[i, part] = np.stack(drawn(rng, (BLOCK,)), axis=1)
-                self._calls[i, part] = rng.normal(0.0, 1.0, (BLOCK, self._calls.shape[2]))
+                key = [*self.keys[i], int(block[i]) + k]
+                self._draw(int(i), slice(k * BLOCK, (k + 1) * BLOCK), np.random.default_rng(key))
         return at - self.first * BLOCK
 
-    def steps(self, at: Array, n_steps: Array) -> tuple[Array, ...]:
-        """As :func:`drawn`, (max(n_steps), n) each, for the steps from ``at`` (n,) on; 0 where a job does not run."""
-        rows, most = np.flatnonzero(n_steps > 0), int(n_steps.max(initial=0))
-        place = self._fill(at, rows)[rows][:, None] + np.arange(most)
-        out = np.zeros((5, most, len(at)))
-        out[:, :, rows] = self._steps[rows[:, None], np.minimum(place, 2 * BLOCK - 1)].transpose(2, 1, 0)
-        return tuple(out)
+    def _draw(self, i: int, part: slice, rng: np.random.Generator) -> None:
+        """The numbers of one block of job ``i``."""
+        n_calls = self._calls.shape[2]
+        shocks = Shocks.draw(rng, (BLOCK,), lasting=False)
+        self._calls[i, part] = rng.normal(0.0, 1.0, (BLOCK, n_calls))
+        # Last, so that all other numbers are what they were before a part of the noise could last.
+        shocks = replace(shocks, slow=rng.normal(0.0, 1.0, BLOCK))
+        for k, values in enumerate(vars(shocks).values()):
+            self._steps[i, part, k] = values
+
+    def steps(self, at: Array, n_steps: Array) -> Shocks:
+        """Shocks (max(n_steps), n) of the steps from ``at`` (n,) on; 0 where a job does not run."""
+        rows = np.flatnonzero(n_steps > 0)
+        most = int(n_steps.max(initial=0))
+        begin = self._fill(at, rows)[rows]
+        place = begin[:, None] + np.arange(most)
+        place = np.minimum(place, 2 * BLOCK - 1)
+        numbers = self._steps[rows[:, None], place]
+        out = np.zeros((numbers.shape[2], most, len(at)))
+        out[:, :, rows] = numbers.transpose(2, 1, 0)
+        return Shocks(*out)
 
     def calls(self, at: Array, n_steps: Array) -> Array:
         """Standard normal numbers (n, n_calls) of windows that ended before step ``at`` (n,)."""
         rows = np.flatnonzero(n_steps > 0)
+        place = self._fill(at, rows)[rows]
         out = np.zeros((len(at), self._calls.shape[2]))
-        out[rows] = self._calls[rows, self._fill(at, rows)[rows]]
+        out[rows] = self._calls[rows, place]
         return out
 
 
-def drawn(rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[Array, ...]:
-    """What makes up the noise of steps: shocks, chances of a far too long step and of a change of pace, lateness, and
-    how long a far too long step is."""
-    shock, heavy = rng.standard_t(5, shape) / np.sqrt(5 / 3), rng.random(shape)
-    flips, late = rng.random(shape), rng.exponential(1.0, shape)
-    return shock, heavy, flips, late, 0.1 + np.minimum(rng.pareto(1.5, shape), 2.0)
+@dataclass
+class Drift(Columns):
+    """A part of the noise of ``n`` jobs that lasts, on two time scales."""
+
+    size: Array  # (n,) of the log time; 0: none
+    keep: Array  # (n, 2) what is left of each scale after a step
+    level: Array  # (n, 2) each of unit variance
+
+    def step(self, on: Array, shock: Array) -> Array:
+        """Log time (n,) one step later, for the jobs that are ``on``: the sum of two scales that the same shocks
+        (n,) move."""
+        stay = np.sqrt(1.0 - self.keep**2)
+        moved = self.keep * self.level + stay * shock[:, None]
+        self.level = np.where(on[:, None], moved, self.level)
+        together = stay.prod(axis=1) / (1.0 - self.keep.prod(axis=1))  # correlation of the two
+        total = self.level.sum(axis=1)
+        return np.asarray(self.size * total / np.sqrt(2.0 + 2.0 * together))
 
 
 @dataclass
@@ -108,6 +170,8 @@ class Noise(Columns):
     late: Array
     save_every: Array  # 0: never
     save_cost: Array
+    drift: Drift  # the part that lasts
+    swing: Array  # (n, 3) of the network's pace: size, period in steps, phase
     call_sigma: Array
     sampled: Array  # 0: never
     at: Array  # steps since the job's first
@@ -121,60 +185,115 @@ class Noise(Columns):
         def some(share: float, value: Array) -> Array:
             return np.where(rng.random(n) < share, value, 0.0)
 
-        every = some(family.saves, log_uniform(rng, family.save_every, n).round()).astype(int)
+        def drawn(bounds: Range) -> Array:
+            return log_uniform(rng, bounds, n)
+
+        # The order of draws is the order of jobs. What only some have is drawn for all, before it is drawn who has it.
+        save_every = drawn(family.save_every).round()
+        every = some(family.saves, save_every).astype(int)
         low, high = family.sampled
-        sampled = np.where(rng.random(n) < family.unsampled, 0, rng.integers(low, high + 1, n))
-        return cls(
-            sigma=log_uniform(rng, family.sigma, n),
+        unsampled = rng.random(n) < family.unsampled
+        sampled = np.where(unsampled, 0, rng.integers(low, high + 1, n))
+        noise = cls(
+            sigma=drawn(family.sigma),
             memory=rng.uniform(*family.memory, n),
-            tail=log_uniform(rng, family.tail, n),
-            pace=some(family.two_paces, log_uniform(rng, family.pace, n)),
-            hold=log_uniform(rng, family.hold, n),
-            late=some(family.late_rank, log_uniform(rng, family.late, n)),
+            tail=drawn(family.tail),
+            pace=some(family.two_paces, drawn(family.pace)),
+            hold=drawn(family.hold),
+            late=some(family.late_rank, drawn(family.late)),
             save_every=every,
-            save_cost=log_uniform(rng, family.save_cost, n),
-            call_sigma=log_uniform(rng, family.call_sigma, n),
+            save_cost=drawn(family.save_cost),
+            drift=Drift(np.zeros(n), np.zeros((n, 2)), np.zeros((n, 2))),
+            swing=np.zeros((n, 3)),
+            call_sigma=drawn(family.call_sigma),
             sampled=sampled,
             at=rng.integers(5, 200, n),
             level=rng.normal(0.0, 1.0, n),
             is_slow=rng.random(n) < 0.5,
         )
+        if family.slow[1] > 0:
+            short = drawn(family.slow_steps)
+            size = drawn(family.slow)
+            steps = np.stack([short, family.longer * short], axis=1)
+            noise.drift = Drift(size, np.exp(-1 / steps), rng.normal(0.0, 1.0, (n, 2)))
+        return noise
 
     def steps(
         self, us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream, late: tuple[Array, Array]
     ) -> Array:
-        """Measured times (n, max(n_steps)) of the next ``n_steps`` (n,) steps of true time ``us`` (n,); then NaN.
+        """Measured times (n, max(n_steps)) of the next ``n_steps`` (n,) steps, then NaN; ``us``: their true times,
+        (n,) or (n, max(n_steps)).
 
         ``late``: probability that the configs that run make a step straggle, and by how many steps, each (n,).
         """
-        n, most = len(us), int(n_steps.max(initial=0))
+        n = len(us)
+        most = int(n_steps.max(initial=0))
+        if us.ndim == 1:
+            us = us[:, None]
+        us = np.broadcast_to(us, (n, most))
         out = np.full((n, most), np.nan)
-        numbers = rng.steps(self.at, n_steps) if isinstance(rng, NoiseStream) else drawn(rng, (most, n))
-        shock, heavy, flips, waits, size = numbers
-        stay = np.sqrt(1.0 - self.memory**2)
+        lasting = bool(self.drift.size.any())
+        numbers = self._numbers(rng, n_steps, most, lasting)
         for t in range(most):
             on = n_steps > t
-            self.level = np.where(on, self.memory * self.level + stay * shock[t], self.level)
-            self.is_slow = np.where(on & (flips[t] < 1.0 / self.hold), ~self.is_slow, self.is_slow)
-            self.at = self.at + on
-            log = self.sigma * self.level + self.pace * (self.is_slow - 0.5)
-            factor = np.exp(log) + self.late * waits[t] + np.where(heavy[t] < self.tail, size[t], 0.0)
-            factor += np.where((heavy[t] >= self.tail) & (heavy[t] < self.tail + late[0]), late[1], 0.0)
-            saving = (self.save_every > 0) & (self.at % np.maximum(self.save_every, 1) == 0)
-            out[:, t] = np.where(on, us * (factor + np.where(saving, self.save_cost, 0.0)), np.nan)
+            self._move(on, numbers.shock[t], numbers.flips[t])
+            pace = self.pace * (self.is_slow - 0.5)
+            log = self.sigma * self.level + pace
+            if lasting:
+                log += self.drift.step(on, numbers.slow[t])
+            waits = self.late * numbers.waits[t]
+            factor = np.exp(log) + waits
+            factor += self._long(numbers.heavy[t], numbers.size[t], late)
+            took = us[:, t] * factor
+            out[:, t] = np.where(on, took, np.nan)
         return out
+
+    def _numbers(
+        self, rng: np.random.Generator | NoiseStream, n_steps: Array, most: int, lasting: bool
+    ) -> Shocks:
+        """Random numbers of the next ``n_steps`` (n,) steps, (most, n)."""
+        if isinstance(rng, NoiseStream):
+            return rng.steps(self.at, n_steps)
+        return Shocks.draw(rng, (most, len(n_steps)), lasting)
+
+    def _move(self, on: Array, shock: Array, flips: Array) -> None:
+        """One step later, for the jobs that are ``on`` (n,) bool."""
+        stay = np.sqrt(1.0 - self.memory**2)
+        moved = self.memory * self.level + stay * shock
+        self.level = np.where(on, moved, self.level)
+        is_flip = on & (flips < 1.0 / self.hold)
+        self.is_slow = np.where(is_flip, ~self.is_slow, self.is_slow)
+        self.at = self.at + on
+
+    def _long(self, heavy: Array, size: Array, late: tuple[Array, Array]) -> Array:
+        """What single steps take longer (n,), in steps: far too long ones, stragglers, those that save."""
+        often, by = late
+        more = np.where(heavy < self.tail, size, 0.0)
+        straggles = (heavy >= self.tail) & (heavy < self.tail + often)
+        more += np.where(straggles, by, 0.0)
+        since = self.at % np.maximum(self.save_every, 1)
+        is_saving = (self.save_every > 0) & (since == 0)
+        return np.asarray(more + np.where(is_saving, self.save_cost, 0.0))
 
     def calls(
         self, call_us: Array, n_steps: Array, rng: np.random.Generator | NoiseStream, all_: Any = False
     ) -> Array:
         """Mean durations (n, S) over the last ``n_steps``, NaN where no step was sampled; of ``all_`` each is."""
-        every = np.where(all_, 1, np.maximum(self.sampled, 1))
-        count = self.at // every - (self.at - n_steps) // every
+        often = np.maximum(self.sampled, 1)
+        every = np.where(all_, 1, often)
+        before = (self.at - n_steps) // every
+        count = self.at // every - before
         count = np.where(self.sampled > 0, count, 0)[:, None]
-        spread = (self.call_sigma * (1.0 + 10.0 * self.late))[:, None] / np.sqrt(np.maximum(count, 1))
-        off = (
-            rng.calls(self.at, n_steps)
-            if isinstance(rng, NoiseStream)
-            else rng.normal(0.0, 1.0, call_us.shape)
-        )
-        return np.where(count > 0, call_us * np.exp(off * spread), np.nan)
+        sigma = self.call_sigma * (1.0 + 10.0 * self.late)
+        spread = sigma[:, None] / np.sqrt(np.maximum(count, 1))
+        off = self._call_numbers(rng, n_steps, call_us.shape)
+        seen = call_us * np.exp(off * spread)
+        return np.where(count > 0, seen, np.nan)
+
+    def _call_numbers(
+        self, rng: np.random.Generator | NoiseStream, n_steps: Array, shape: tuple[int, ...]
+    ) -> Array:
+        """Standard normal numbers of ``shape`` for windows of ``n_steps`` (n,) that have just ended."""
+        if isinstance(rng, NoiseStream):
+            return rng.calls(self.at, n_steps)
+        return rng.normal(0.0, 1.0, shape)

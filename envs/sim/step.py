@@ -83,6 +83,11 @@ class Steps:
     after_at: Array  # int32, where in ``after`` the operations begin that each one waits for; one more for each step
     after: Array  # int32, numbers within the step
 
+    @functools.cached_property
+    def kinds(self) -> Array:
+        """Kinds of call of each step, (steps,)."""
+        return np.asarray(np.maximum.reduceat(self.slot, self.op_at[:-1]) + 1)
+
     def run(
         self, which: Array, calls: Array, scale: Array, law: Law, times: Array | None = None
     ) -> tuple[Array, Array, Array]:
@@ -99,8 +104,8 @@ class Steps:
             raise ValueError("every call of every job needs a duration, and nothing of it below 0")
         if (calls[:, :, -1] >= N_PORTS).any():
             raise ValueError(f"ports are below {N_PORTS}")
-        if k <= self.slot.max(initial=-1):
-            raise ValueError(f"the steps have {self.slot.max() + 1} kinds of call, {k} are given")
+        if k < self.kinds[which].max(initial=0):
+            raise ValueError(f"the steps have {self.kinds[which].max()} kinds of call, {k} are given")
         # Names for what the loop reads: an array lives as long as its name.
         which, calls = np.ascontiguousarray(which, np.int32), np.ascontiguousarray(calls)
         scale, laws = np.ascontiguousarray(np.broadcast_to(np.asarray(scale, float), n)), law.rows(n)

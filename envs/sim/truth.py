@@ -7,7 +7,8 @@ says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -15,18 +16,17 @@ import numpy as np
 from ...traces.fingerprint import Fingerprint
 from ...traces.spaces import pair_of
 from ..nccl_model.clusters import ClusterArrays
-from ..nccl_model.columns import Columns
-from .fabric import FabricParams
+from ..nccl_model.columns import Columns, taken
+from .fabric.params import FabricParams
 from .noise import Noise, NoiseStream
+from .regimes import MOST_REGIMES, Regimes
 from .step import Calls, Law
-from .workloads import SLOTS, WorkloadArrays
+from .workloads import N_BESIDE, WorkloadArrays
 from .worlds import Extras
 
 Array = np.ndarray[Any, Any]
 #: Of PAIRS the last of a ring; each after it is an algorithm of its own.
 LAST_RING = 2
-#: The two usual states of what moves, see Extras.usual_weights.
-FIRST, SECOND = 0, 1
 
 
 @dataclass
@@ -46,11 +46,7 @@ class SampledClusters(Columns):
 
 
 class Slots(Columns, Fingerprint):
-    """What the slots of jobs look like, SLOTS rows a job; places without a slot hold copies of the job's first."""
-
-    def take(self, rows: Array) -> Self:
-        """The slots of the jobs at ``rows``, indices."""
-        return super().take((rows[:, None] * SLOTS + np.arange(SLOTS)).ravel())
+    """What the slots of jobs look like, as many rows a job; places without a slot hold copies of the job's first."""
 
 
 @dataclass
@@ -62,11 +58,14 @@ class FirstUse(Columns):
     spent_us: Array  # (n,) so far
 
     def of(self, rows: Array, is_rs: Array, algo: Array, used: Array) -> Array:
-        """Connect what the jobs at ``rows`` use now, arrays (m, SLOTS); us (m,) that it takes."""
-        need = np.zeros((len(rows), *self.connected.shape[1:]), bool)
+        """Connect what the jobs at ``rows`` use now, arrays (m, S); us (m,) that it takes."""
+        shape = self.connected.shape[1:]
+        need = np.zeros((len(rows), *shape), bool)
         place, slot = np.nonzero(used)
-        need[place, is_rs[place, slot], algo[place, slot]] = True
-        us = (need & ~self.connected[rows]).sum(axis=(1, 2)) * self.us[rows]
+        func = is_rs[place, slot]
+        need[place, func, algo[place, slot]] = True
+        new = need & ~self.connected[rows]
+        us = new.sum(axis=(1, 2)) * self.us[rows]
         self.connected[rows] |= need
         self.spent_us[rows] += us
         return np.asarray(us)
@@ -74,62 +73,133 @@ class FirstUse(Columns):
 
 @dataclass
 class Few(Columns):
-    """Tables of ``m`` jobs hold at ``part`` (m,) of the calls, 1: at all; at the rest the ``others`` (m, SLOTS) do."""
+    """Tables of ``m`` jobs hold at ``part`` (m,) of the calls, 1: at all; at the rest the ``others`` (m, S) do."""
 
     part: Array
     others: Array
 
 
 @dataclass
-class Jobs(Columns):
-    """``n`` jobs of up to SLOTS slots, ordered by the bytes they move; arrays begin with (n,) but the fingerprint's.
+class Moment(Columns):
+    """What the truth of ``m`` jobs depends on besides their configs; arrays (m,)."""
 
-    Configs are indices into ``spaces``' N_CONFIGS, 0 is the default (AUTO).
+    weather: Array  # calls take so many times as long
+    weight: Array  # of the one congestion, see Extras.congestion
+    regime: Array
+
+
+@dataclass
+class Jobs(Columns):
+    """``n`` jobs of up to S slots, ordered by the bytes they move; arrays begin with (n,) but the fingerprint's.
+
+    S is ``width``: SLOTS, or MANY_SLOTS where one of the jobs has many. Configs are indices into ``spaces``'
+    N_CONFIGS, 0 is the default (AUTO).
     """
 
     n_slots: Array
     fingerprint: Slots
-    mask: Array  # (n, SLOTS, N_CONFIGS) bool: one config an arm, AUTO always; places without a slot only AUTO
+    mask: Array  # (n, S, N_CONFIGS) bool: one config an arm, AUTO always; places without a slot only AUTO
     default_us: Array  # true time of the default step, see usual_us
-    exposed: Array  # (n, SLOTS) part of a slot's time, under the default, with no compute beside it: hidden
-    calls: Array  # (n, SLOTS) a step
+    exposed: Array  # (n, S) part of a slot's time, under the default, with no compute beside it: hidden
+    calls: Array  # (n, S) a step
     works: WorkloadArrays
     which: Array  # of works
-    tables: Calls  # (n, SLOTS, N_CONFIGS) float32: what a call is under every config
-    beside: Array  # (n, 2, N_CALL) calls that are not tuned
+    tables: Calls  # (n, S, N_CONFIGS) float32: what a call is under every config
+    beside: Array  # (n, N_BESIDE, N_CALL) calls that are not tuned
     scale: Array  # of compute
     noise: Noise
-    swing: Array  # (n, 3): size, period in steps, phase
     first_use: FirstUse
+    regimes: Regimes
     sites: SampledClusters
+
+    @property
+    def swing(self) -> Array:
+        """Of the network's pace, (n, 3): size, period in steps, phase."""
+        return self.noise.swing
+
+    @property
+    def width(self) -> int:
+        """Places for slots that every job has."""
+        return int(self.mask.shape[1])
 
     def take(self, rows: Any) -> Self:
         """The jobs at ``rows`` (indices or flags), at the same time; they share only what never changes."""
-        return super().take(np.arange(len(self))[rows])
+        rows = np.arange(len(self))[rows]
+        places = rows[:, None] * self.width + np.arange(self.width)
+        found = {}
+        for name, value in vars(self).items():
+            part = places.ravel() if name == "fingerprint" else rows
+            found[name] = taken(value, part)
+        return type(self)(**found)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """All jobs of ``parts``, as wide as the widest."""
+        width = max(part.width for part in parts)
+        return super().join([part.widened(width) for part in parts])
+
+    def widened(self, width: int) -> Self:
+        """The same jobs with places for ``width`` slots."""
+        more = width - self.width
+        if not more:
+            return self
+        # A place without a slot holds what another of the kind holds, the job's first: nothing of it is used.
+        first = np.append(np.arange(self.width), np.zeros(more, int))
+        begin = np.arange(len(self)) * self.width
+        rows = (begin[:, None] + first).ravel()
+        mask = self.mask[:, first].copy()
+        mask[:, self.width :, 1:] = False
+        calls = self.calls[:, first].copy()
+        calls[:, self.width :] = 0.0
+        return replace(
+            self,
+            fingerprint=self.fingerprint.take(rows),
+            mask=mask,
+            exposed=self.exposed[:, first],
+            calls=calls,
+            tables=self.tables.take((slice(None), first)),
+            regimes=replace(self.regimes, growth=self.regimes.growth[:, first]),
+        )
 
     def step_us(
         self, configs: Array, rows: Array | None = None, few: Few | None = None
     ) -> tuple[Array, Array]:
-        """The truth now under ``configs`` (m, SLOTS) of the jobs at ``rows`` (all), of some at ``few`` calls.
+        """The truth now under ``configs`` (m, S) of the jobs at ``rows`` (all), of some at ``few`` calls.
 
-        Returns the step's us (m,), what stragglers cost in the mean counted, and the mean call's (m, SLOTS): what a
+        Returns the step's us (m,), what stragglers cost in the mean counted, and the mean call's (m, S): what a
         profiler would see, with what runs beside it. Places without a slot are NaN. Raises ValueError for a config that
         is masked.
         """
         rows, configs = self._asked(configs, rows)
-        total, call_us = self._now(configs, rows, few)
+        total, call_us = self._at(configs, rows, few, self.noise.at[rows])
         often, size = self._late(configs, rows)
         return total * (1 + often * size), call_us
 
     def usual_us(self, configs: Array, rows: Array | None = None) -> Array:
-        """The mean step (m,) us over a long job, arguments as of :meth:`step_us`; the network's pace at its best."""
+        """The mean step (m,) us over a long job, arguments as of :meth:`step_us`; the network's pace at its best.
+
+        Where regimes alternate, each step counts in default steps of its regime, for that is how time lost is told.
+        """
         rows, configs = self._asked(configs, rows)
-        us = self._truth(configs, rows, 1.0, FIRST)[0]
-        moving = np.flatnonzero(self.sites.extras.moves[rows])
-        if len(moving):
-            us[moving] = (us[moving] + self._truth(configs[moving], rows[moving], 1.0, SECOND)[0]) / 2
-        often, size = self._late(configs, rows)
-        return us * (1 + often * size)
+        us = self._usual(configs, rows, np.zeros(len(rows), int))
+        changing = np.flatnonzero(self.regimes.count[rows] > 1)
+        if len(changing):
+            tables = np.repeat(configs[changing, None], MOST_REGIMES, axis=1)
+            us[changing] = self._followed(tables, rows[changing])
+        return us
+
+    def regime_us(self, configs: Array, regime: Array) -> Array:
+        """As :meth:`usual_us`, in one ``regime`` (n,) of each job."""
+        rows, configs = self._asked(configs, None)
+        return self._usual(configs, rows, regime)
+
+    def followed_us(self, tables: Array) -> Array:
+        """As :meth:`usual_us`, where in each regime a table of its own is in force: ``tables`` (n, MOST_REGIMES, S)."""
+        us = self.usual_us(tables[:, 0])
+        changing = np.flatnonzero(self.regimes.count > 1)
+        if len(changing):
+            us[changing] = self._followed(tables[changing], changing)
+        return us
 
     def window(
         self,
@@ -138,49 +208,75 @@ class Jobs(Columns):
         rng: np.random.Generator | NoiseStream,
         few: Few | None = None,
     ) -> tuple[Array, Array]:
-        """Run ``n_steps`` (n,) or a number of steps under ``configs`` (n, SLOTS), and measure; time goes on.
+        """Run ``n_steps`` (n,) or a number of steps under ``configs`` (n, S), and measure; time goes on.
 
-        Returns step times (n, most) us, NaN beyond a job's own number, and mean durations of the calls (n, SLOTS) us,
+        Returns step times (n, most) us, NaN beyond a job's own number, and mean durations of the calls (n, S) us,
         NaN where no step's kernels were sampled. A job with 0 steps does not run.
         """
-        n_steps = np.broadcast_to(np.asarray(n_steps, int), len(self))
+        n = len(self)
+        n_steps = np.broadcast_to(np.asarray(n_steps, int), n)
+        most = int(n_steps.max(initial=0))
         rows = np.flatnonzero(n_steps > 0)
-        us, call_us, late = np.zeros(len(self)), np.full((len(self), SLOTS), np.nan), np.zeros((2, len(self)))
         rows, configs = self._asked(np.asarray(configs)[rows], rows)
-        us[rows], call_us[rows] = self._now(configs, rows, few and few.take(rows))
+        us = np.zeros((n, most))
+        call_us = np.full((n, self.width), np.nan)
+        late = np.zeros((2, n))
+        at_few = few and few.take(rows)
+        us[rows], call_us[rows] = self._through(configs, rows, at_few, n_steps[rows])
         late[:, rows] = self._late(configs, rows)
         steps = self.noise.steps(us, n_steps, rng, (late[0], late[1]))
-        is_rs = self.fingerprint.is_reduce_scatter.reshape(-1, SLOTS)[rows].astype(int)
-        algo = np.maximum(self._pair(configs, rows) - LAST_RING, 0)
-        steps[rows, 0] += self.first_use.of(rows, is_rs, algo, self._used(rows))
+        steps[rows, 0] += self._connect(configs, rows)
         return steps, self.noise.calls(call_us, n_steps, rng, few and few.part < 1)
+
+    def _connect(self, configs: Array, rows: Array) -> Array:
+        """What the first use of algorithms costs now, us (m,)."""
+        is_rs = self.fingerprint.is_reduce_scatter.reshape(-1, self.width)
+        func = is_rs[rows].astype(int)
+        algo = np.maximum(self._pair(configs, rows) - LAST_RING, 0)
+        return self.first_use.of(rows, func, algo, self._used(rows))
 
     def advance(self, n_steps: Array | int) -> None:
         """Let ``n_steps`` pass unmeasured."""
         self.noise.at = self.noise.at + np.asarray(n_steps, int)
 
-    def run(self, configs: Array, rows: Array, weather: Array | float = 1.0) -> tuple[Array, Array, Array]:
-        """As :meth:`step.Steps.run`, of the jobs at ``rows``; ``weather``, a number or (m, calls), stretches the
-        calls."""
-        place = rows[:, None], np.arange(SLOTS), configs
-        calls = np.concatenate([self.tables.take(place).rows(), self.beside[rows]], axis=1)
-        calls[:, :, 0] *= weather
-        return self.works.steps.run(self.which[rows], calls, self.scale[rows], self.sites.law.take(rows))
+    def settled(self, which: Array) -> Self:
+        """The same jobs, in their regime ``which`` (n,) for good."""
+        settled = replace(self, regimes=self.regimes.settled(which))
+        settled.default_us = settled.usual_us(np.zeros((len(self), self.width), int))
+        return settled
+
+    def run(self, configs: Array, rows: Array, moment: Moment | None = None) -> tuple[Array, Array, Array]:
+        """As :meth:`step.Steps.run`, of the jobs at ``rows``; at no ``moment``: in fair weather, in their first regime,
+        with no congestion. Kinds of call are those that are not tuned, then the slots."""
+        place = rows[:, None], np.arange(self.width), configs
+        slots = self.tables.take(place).rows()
+        beside = self.beside[rows].copy()
+        scale = self.scale[rows]
+        if moment is not None:
+            slots[:, :, 0] *= self._stretch(configs, rows, moment)
+            beside[:, :, 0] *= moment.weather[:, None]
+            scale = scale * self.regimes.batch[rows, moment.regime]
+        calls = np.concatenate([beside, slots], axis=1)
+        law = self.sites.law.take(rows)
+        return self.works.steps.run(self.which[rows], calls, scale, law)
 
     def _asked(self, configs: Array, rows: Array | None) -> tuple[Array, Array]:
-        rows = np.arange(len(self)) if rows is None else np.asarray(rows)
+        if rows is None:
+            rows = np.arange(len(self))
+        rows = np.asarray(rows)
         configs = np.asarray(configs)
-        place = rows[:, None], np.arange(SLOTS)[None], configs
-        if configs.shape != (len(rows), SLOTS) or not self.mask[place].all():
-            raise ValueError(f"configs are ({len(rows)}, {SLOTS}) and within the mask, not {configs.shape}")
+        shape = len(rows), self.width
+        place = rows[:, None], np.arange(self.width)[None], configs
+        if configs.shape != shape or not self.mask[place].all():
+            raise ValueError(f"configs are {shape} and within the mask, not {configs.shape}")
         return rows, configs
 
     def _used(self, rows: Array) -> Array:
-        return np.arange(SLOTS) < self.n_slots[rows, None]
+        return np.arange(self.width) < self.n_slots[rows, None]
 
     def _pair(self, configs: Array, rows: Array) -> Array:
-        """Indices into PAIRS of what runs, (m, SLOTS)."""
-        own = np.asarray(self.fingerprint.own_pair).reshape(-1, SLOTS)[rows]
+        """Indices into PAIRS of what runs, (m, S)."""
+        own = np.asarray(self.fingerprint.own_pair).reshape(-1, self.width)[rows]
         return pair_of(configs, own)
 
     def _late(self, configs: Array, rows: Array) -> tuple[Array, Array]:
@@ -190,35 +286,109 @@ class Jobs(Columns):
             return np.zeros(len(rows)), np.zeros(len(rows))
         return extras.take(rows).late(configs, self._used(rows))
 
-    def _now(self, configs: Array, rows: Array, few: Few | None) -> tuple[Array, Array]:
-        """Step us without stragglers, and mean calls' us. At a part of the calls a table costs its part."""
-        total, spent = self._truth(configs, rows, self._weather(rows))
-        if few is not None and (at := np.flatnonzero(few.part < 1)).size:
-            others = self._truth(few.others[at], rows[at], self._weather(rows[at]))[0]
-            total[at] = others + few.part[at] * (total[at] - others)
+    def _at(self, configs: Array, rows: Array, few: Few | None, at: Array) -> tuple[Array, Array]:
+        """Step us without stragglers, and mean calls' us, at step ``at`` (m,). At a part of the calls a table costs its
+        part."""
+        moment = self._moment(rows, at)
+        total, spent = self._truth(configs, rows, moment)
+        if few is not None and (some := np.flatnonzero(few.part < 1)).size:
+            others, _ = self._truth(few.others[some], rows[some], moment.take(some))
+            more = total[some] - others
+            total[some] = others + few.part[some] * more
+        calls = self.calls[rows]
         with np.errstate(invalid="ignore"):
-            return total, np.where(self.calls[rows] > 0, spent[:, :SLOTS] / self.calls[rows], np.nan)
+            call_us = np.where(calls > 0, spent / calls, np.nan)
+        return total, call_us
 
-    def _truth(
-        self, configs: Array, rows: Array, weather: Array | float, usual: int | None = None
-    ) -> tuple[Array, Array]:
-        """Step us and what calls take together, (m, calls), at that weather, and now or at one of the usual states of
-        what moves."""
-        extras, stretch = self.sites.extras, np.reshape(weather, (-1, 1))
-        moving, joint = np.flatnonzero(extras.moves[rows]), np.flatnonzero(extras.joint[rows])
+    def _through(self, configs: Array, rows: Array, few: Few | None, n_steps: Array) -> tuple[Array, Array]:
+        """As :meth:`_at`, of each of the next ``n_steps`` (m,): step us (m, most). Calls are those of the first."""
+        at = self.noise.at[rows]
+        begun, call_us = self._at(configs, rows, few, at)
+        most = int(n_steps.max(initial=0))
+        us = np.repeat(begun[:, None], most, axis=1)
+        if not (self.regimes.count[rows] > 1).any():
+            return us, call_us
+        done = self.regimes.take(rows).left(at)
+        while (later := np.flatnonzero(done < n_steps)).size:
+            these = rows[later]
+            from_step = done[later].astype(int)
+            now = at[later] + from_step
+            other, _ = self._at(configs[later], these, few and few.take(later), now)
+            for row, step, value in zip(later, from_step, other, strict=True):
+                us[row, step:] = value
+            done[later] += self.regimes.take(these).left(now)
+        return us, call_us
+
+    def _moment(self, rows: Array, at: Array) -> Moment:
+        """Of the jobs at ``rows`` at step ``at`` (m,)."""
+        size, period, phase = self.swing[rows].T
+        turn = at / period + phase
+        wave = 0.5 + 0.5 * np.sin(2 * np.pi * turn)
+        over_nodes = self.sites.fleet.n_nodes[rows] > 1
+        weather = 1.0 + size * wave * np.where(over_nodes, 1.0, 0.2)
+        weight = np.zeros(len(rows))
+        regime = np.zeros(len(rows), int)
+        if self.sites.extras.moves[rows].any():
+            weight = self.sites.extras.take(rows).weight(at)
+        if (self.regimes.count[rows] > 1).any():
+            regime = self.regimes.take(rows).at(at)
+        return Moment(weather, weight, regime)
+
+    def _stretch(self, configs: Array, rows: Array, moment: Moment) -> Array:
+        """How many times as long the slots' calls take then, (m, S)."""
+        stretch = np.repeat(moment.weather[:, None], self.width, axis=1)
+        moving = np.flatnonzero(self.sites.extras.moves[rows])
         if len(moving):
-            these, some = rows[moving], extras.take(rows[moving])
-            weight = some.weight(self.noise.at[these]) if usual is None else some.usual_weights()[usual]
-            stretch = np.tile(stretch, (len(rows) // len(stretch), SLOTS + self.beside.shape[1]))
-            pair = self._pair(configs[moving], these)
-            stretch[moving, :SLOTS] *= np.exp(some.congestion(configs[moving], pair, weight))
-        total, spent, _ = self.run(configs, rows, stretch)
+            some = self.sites.extras.take(rows[moving])
+            pair = self._pair(configs[moving], rows[moving])
+            weight = moment.weight[moving]
+            log = some.congestion(configs[moving], pair, weight)
+            stretch[moving] *= np.exp(log)
+        octaves = self.regimes.octaves[rows, moment.regime]
+        sized = np.flatnonzero(octaves)
+        if len(sized):
+            place = rows[sized, None], np.arange(self.width), configs[sized]
+            log = octaves[sized, None] * self.regimes.growth[place]
+            stretch[sized] *= np.exp2(log)
+        return stretch
+
+    def _truth(self, configs: Array, rows: Array, moment: Moment) -> tuple[Array, Array]:
+        """Step us, and what the calls of each slot take together, (m, S)."""
+        total, spent, _ = self.run(configs, rows, moment)
+        joint = np.flatnonzero(self.sites.extras.joint[rows])
         if len(joint):
             pair = self._pair(configs[joint], rows[joint])
-            total[joint] *= np.exp(extras.take(rows[joint]).together(configs[joint], pair))
-        return total, spent
+            some = self.sites.extras.take(rows[joint])
+            log = some.together(configs[joint], pair)
+            total[joint] *= np.exp(log)
+        return total, spent[:, N_BESIDE:]
 
-    def _weather(self, rows: Array) -> Array:
-        size, period, phase = self.swing[rows].T
-        wave = 0.5 + 0.5 * np.sin(2 * np.pi * (self.noise.at[rows] / period + phase))
-        return np.asarray(1.0 + size * wave * np.where(self.sites.fleet.n_nodes[rows] > 1, 1.0, 0.2))
+    def _usual(self, configs: Array, rows: Array, regime: Array) -> Array:
+        """The mean step (m,) us in one ``regime`` (m,) of each job, in fair weather."""
+        n = len(rows)
+        fair = Moment(np.ones(n), np.zeros(n), regime)
+        moving = np.flatnonzero(self.sites.extras.moves[rows])
+        extras = self.sites.extras.take(rows[moving])
+        first, second = extras.usual_weights()
+        fair.weight[moving] = first
+        us, _ = self._truth(configs, rows, fair)
+        if len(moving):
+            other = replace(fair.take(moving), weight=second)
+            then, _ = self._truth(configs[moving], rows[moving], other)
+            us[moving] = (us[moving] + then) / 2
+        often, size = self._late(configs, rows)
+        return np.asarray(us * (1 + often * size))
+
+    def _followed(self, tables: Array, rows: Array) -> Array:
+        """The mean step (m,) us, with a table for each regime, (m, MOST_REGIMES, S)."""
+        regimes = self.regimes.take(rows)
+        weights = regimes.weights
+        pace = np.zeros(len(rows))
+        for k in range(MOST_REGIMES):
+            there = np.flatnonzero(k < regimes.count)
+            regime = np.full(len(there), k)
+            us = self._usual(tables[there, k], rows[there], regime)
+            weight = weights[there, k]
+            pace[there] += weight * us / regimes.default_us[there, k]
+        usual = weights * regimes.default_us
+        return np.asarray(pace * usual.sum(axis=1))

@@ -22,12 +22,14 @@ from .truth import LAST_RING, Jobs
 from .workloads import SLOTS
 
 Array = np.ndarray[Any, Any]
-_SIMPLE, _NVLS = PAIRS.index(("ring", "simple")), PAIRS.index(("nvls", "simple"))
+_SIMPLE = PAIRS.index(("ring", "simple"))
+_NVLS = PAIRS.index(("nvls", "simple"))
 
 
 def _what_runs(jobs: Jobs) -> tuple[Array, Array]:
     """Indices into PAIRS of all configs, (n, SLOTS, N_CONFIGS), and ports of each job, (n, 1, 1)."""
-    pair = pair_of(np.arange(N_CONFIGS), np.reshape(jobs.fingerprint.own_pair, (-1, SLOTS, 1)))
+    own = np.reshape(jobs.fingerprint.own_pair, (-1, SLOTS, 1))
+    pair = pair_of(np.arange(N_CONFIGS), own)
     fleet = jobs.sites.fleet
     ports = np.where(fleet.n_nodes > 1, fleet.n_nics, fleet.ring.channels)
     return pair, ports[:, None, None]
@@ -44,20 +46,25 @@ def _meeting(jobs: Jobs, rng: np.random.Generator) -> None:
     """A ring with more channels than ports stretches what runs beside it. Two communicators at once took 2.3 times as
     long, where sharing explains 2 (NVIDIA/nccl#1094); rings that cross at a port make it pause (#1494)."""
     pair, ports = _what_runs(jobs)
-    jobs.tables.crowd[:] = np.where(pair <= LAST_RING, np.maximum(jobs.tables.channels - ports, 0) / 16, 0)
+    beyond = np.maximum(jobs.tables.channels - ports, 0)
+    is_ring = pair <= LAST_RING
+    jobs.tables.crowd[:] = np.where(is_ring, beyond / 16, 0)
 
 
 def _dip(jobs: Jobs, rng: np.random.Generator) -> None:
     """SIMPLE is slow around a size, smoothly: 1.4 to 1.8 times at 4 MiB a rank (meta-pytorch/autoparallel, a fit); that
     other fabrics have it at another size is drawn."""
     f, shape = jobs.fingerprint, (len(jobs), 1, 1)
-    octave = np.log2(np.asarray(f.n_bytes) / np.asarray(f.n_ranks)).reshape(-1, SLOTS, 1)
+    shard = np.asarray(f.n_bytes) / np.asarray(f.n_ranks)
+    octave = np.log2(shard).reshape(-1, SLOTS, 1)
     at, wide, high = (
         rng.uniform(19.5, 24.5, shape),
         rng.uniform(0.7, 2.0, shape),
         rng.uniform(0.2, 0.9, shape),
     )
-    bump = high * np.exp(-(((octave - at) / wide) ** 2) / 2) * (_what_runs(jobs)[0] == _SIMPLE)
+    pair, _ = _what_runs(jobs)
+    off = (octave - at) / wide
+    bump = high * np.exp(-(off**2) / 2) * (pair == _SIMPLE)
     jobs.tables.us *= np.exp(bump).astype(np.float32)
 
 
@@ -67,16 +74,18 @@ def _rail(jobs: Jobs, rng: np.random.Generator) -> None:
     pair, ports = _what_runs(jobs)
     missed = np.floor(ports * rng.random(ports.shape))  # so many channels do not use the slow port
     slower = log_uniform(rng, (1.15, 3.0), len(jobs))[:, None, None]
-    jobs.tables.us *= np.where((jobs.tables.channels > missed) & (pair != _NVLS), slower, 1).astype(
-        np.float32
-    )
+    meets = (jobs.tables.channels > missed) & (pair != _NVLS)
+    longer = np.where(meets, slower, 1)
+    jobs.tables.us *= longer.astype(np.float32)
 
 
 def _nothing(jobs: Jobs, rng: np.random.Generator) -> None:
     """Every call but the default's takes longer, by how much is drawn, and frees nothing. What gives an all_reduce 27 %
     gave an all_gather nothing, and costs 16.6 % elsewhere (eunomia-bpf/nccl-eBPF)."""
     t, rest = jobs.tables, (slice(None), slice(None), slice(1, None))
-    t.us[rest] = np.maximum(t.us[rest], t.us[:, :, :1] * rng.uniform(1.02, 1.6, t.us[rest].shape))
+    others = t.us[rest]
+    slower = t.us[:, :, :1] * rng.uniform(1.02, 1.6, others.shape)
+    t.us[rest] = np.maximum(others, slower)
     for part in (t.slow, t.near, t.far):
         part[rest] = np.maximum(part[rest], part[:, :, :1])
 

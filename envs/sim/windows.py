@@ -11,7 +11,7 @@ from ..search.belief.prior import Prior
 from ..search.config import SearchConfig
 from ..search.interfaces import PROFILE, UNTIMED, Job, Measured, Plan, warm_up_families
 from ..search.search import Search
-from .jobs import SLOTS, Jobs
+from .jobs import Jobs
 from .noise import NoiseStream
 from .truth import Few
 
@@ -26,20 +26,20 @@ class SimWindows:
 
     def __init__(self, jobs: Jobs, rng: np.random.Generator | NoiseStream) -> None:
         self.jobs, self.rng = jobs, rng
-        self.running, self.waited = np.zeros((len(jobs), SLOTS), np.int64), np.zeros(len(jobs), int)
+        self.running, self.waited = np.zeros((len(jobs), jobs.width), np.int64), np.zeros(len(jobs), int)
         self.few = Few(np.ones(len(jobs)), self.running)
 
     def begin(self, n_steps: int) -> tuple[list[Job], list[Measured]]:
         """Default steps of every job, and what its search is told. Kernels of the default are waited for."""
         jobs, f = self.jobs, self.jobs.fingerprint
-        none = np.zeros((len(jobs), SLOTS), np.int64)
+        none = np.zeros((len(jobs), jobs.width), np.int64)
         rows = range(len(jobs))
         seen = self.measure(list(rows), [Plan(PROFILE, none[i, : jobs.n_slots[i]], n_steps, 3) for i in rows])
         late = jobs.noise.calls(jobs.step_us(none)[1], np.full(len(jobs), 8), self.rng)
         features, told = f.vector(), []
         for i, m in enumerate(seen):
             s = int(jobs.n_slots[i])
-            part = slice(i * SLOTS, i * SLOTS + s)
+            part = slice(i * jobs.width, i * jobs.width + s)
             told.append(
                 Job(
                     features=features[part],
@@ -119,8 +119,8 @@ class SimSearch:
 
     @property
     def tables(self) -> Array:
-        """What is confirmed in every job, (n, SLOTS)."""
-        out = np.zeros((len(self.searches), SLOTS), np.int64)
+        """What is confirmed in every job, (n, width)."""
+        out = np.zeros((len(self.searches), self.windows.jobs.width), np.int64)
         for row, search in zip(out, self.searches, strict=True):
             row[: search.n_slots] = search.confirmed
         return out

@@ -2,12 +2,16 @@
 
 ``steps.npz`` has every step on record, on two communicators and on one, replicated over nodes or not. It is made by
 ``tests/tools/make_steps.py``, of dry runs. A step knows no cluster: its compute is scaled later, its calls have bytes.
+
+Models of many parts (towers, experts, adapters) have calls of many sizes. No such model is on record, so their steps
+are made here of those that are: each slot's calls are dealt, in their order, to several slots of other sizes. How many
+slots, and how large their calls are, is drawn.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +21,160 @@ from .step import Steps
 
 Array = np.ndarray[Any, Any]
 STEPS = Path(__file__).with_name("steps.npz")
-#: Slots of a job that can be tuned; of a step with more the rest is left to NCCL.
+#: Slots of a job on a recorded step that can be tuned; of a step with more the rest is left to NCCL.
 SLOTS = 10
+#: And of a job on a step with many slots.
+MANY_SLOTS = 60
+#: Kinds of call before a job's slots: collectives that no tuner reaches, slots beyond SLOTS.
+N_BESIDE = 2
+#: Steps with many slots: at least so many, made so often of every step that has the calls.
+LEAST_MANY, VERSIONS = 20, 2
+#: What a call of theirs moves, in octaves beside the recorded call that it stands for; evenly drawn.
+OCTAVES = (-5.0, 1.5)
 
 
 @dataclass(frozen=True)
 class WorkloadArrays:
-    """``w`` steps. A slot is a collective and the power-of-two class of its size, those that move most first."""
+    """``w`` steps of up to S slots. A slot is a collective and the power-of-two class of its size, those that move most
+    first."""
 
     names: Array  # (w,) str
-    steps: Steps  # kinds of call: the slots, calls that no tuner reaches, slots beyond SLOTS
+    steps: Steps  # kinds of call, see N_BESIDE
     n_slots: Array  # (w,)
-    is_reduce_scatter: Array  # (w, SLOTS) bool
-    n_bytes: Array  # (w, SLOTS) of a typical call
-    calls: Array  # (w, SLOTS) a step
+    is_reduce_scatter: Array  # (w, S) bool
+    n_bytes: Array  # (w, S) of a typical call
+    calls: Array  # (w, S) a step
     other_bytes: Array  # (w,) of a collective that no tuner reaches
     replicated: Array  # (w,) bool
 
 
 @functools.cache
-def all_works() -> WorkloadArrays:
-    """All steps on record."""
+def recorded_works() -> WorkloadArrays:
+    """The steps on record, as they lie in the file: kinds of call are SLOTS slots, and then the N_BESIDE others."""
     with np.load(STEPS, allow_pickle=False) as file:
         arrays = dict(file)
-    steps = Steps(**{field.name: arrays.pop(field.name) for field in fields(Steps)})
+    parts = {}
+    for field in fields(Steps):
+        parts[field.name] = arrays.pop(field.name)
+    steps = Steps(**parts)
     return WorkloadArrays(steps=steps, **arrays)
+
+
+@functools.cache
+def all_works() -> WorkloadArrays:
+    """The steps on record and, after them, those with many slots; kinds of call begin with the N_BESIDE others."""
+    recorded = recorded_works()
+    kind = recorded.steps.slot
+    after = np.where(kind >= 0, kind + N_BESIDE, -1)
+    slot = np.where(kind >= SLOTS, kind - SLOTS, after)
+    steps = replace(recorded.steps, slot=slot.astype(np.int32))
+    works = replace(recorded, steps=steps)
+    rng = np.random.default_rng(0)  # the same steps on every machine
+    calls = recorded.calls.sum(axis=1)
+    sources = np.flatnonzero(calls >= LEAST_MANY)
+    dealt = [_dealt(works, w, rng) for w in np.repeat(sources, VERSIONS)]
+    return _joined(works, dealt)
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """A step whose calls were dealt to many slots."""
+
+    source: int  # the step that it was made of
+    slot: Array  # (operations,) kind of call
+    is_reduce_scatter: Array  # (slots,)
+    n_bytes: Array
+    calls: Array
+
+
+def _dealt(works: WorkloadArrays, source: int, rng: np.random.Generator) -> _Dealt:
+    """Deal the calls of step ``source``: those of a slot, in their order, in runs to slots of their own."""
+    begin, end = works.steps.op_at[source : source + 2]
+    kind = works.steps.slot[begin:end]
+    n_old = works.n_slots[source]
+    calls = works.calls[source, :n_old].astype(int)
+    most = min(int(calls.sum()), MANY_SLOTS)
+    wanted = int(rng.integers(LEAST_MANY, most + 1))
+    parts = _parts(calls, wanted)
+    old = np.repeat(np.arange(n_old), parts)  # of each new slot
+    octaves = rng.uniform(*OCTAVES, len(old))
+    moved = works.n_bytes[source, old] * np.exp2(octaves)
+    n_bytes = np.maximum(moved, 1024).astype(np.int64)
+    owner = np.full(len(kind), -1)
+    for k in range(n_old):
+        mine = np.flatnonzero(kind == k + N_BESIDE)
+        cuts = rng.choice(np.arange(1, len(mine)), parts[k] - 1, replace=False)
+        run = np.searchsorted(np.sort(cuts), np.arange(len(mine)), side="right")
+        owner[mine] = parts[:k].sum() + run
+    count = np.bincount(owner[owner >= 0], minlength=len(old))
+    order = np.argsort(-count * n_bytes, kind="stable")
+    place = np.argsort(order)
+    slot = np.where(owner >= 0, place[owner] + N_BESIDE, kind)
+    is_rs = works.is_reduce_scatter[source, old]
+    return _Dealt(
+        source=source,
+        slot=slot.astype(np.int32),
+        is_reduce_scatter=is_rs[order],
+        n_bytes=n_bytes[order],
+        calls=count[order].astype(float),
+    )
+
+
+def _parts(calls: Array, wanted: int) -> Array:
+    """How many slots those of ``calls`` (slots,) are dealt, ``wanted`` in all: as they have calls, at least one."""
+    parts = np.ones(len(calls), int)
+    while parts.sum() < wanted:
+        each = np.where(parts < calls, calls / parts, 0.0)
+        parts[each.argmax()] += 1
+    return parts
+
+
+def _joined(works: WorkloadArrays, dealt: list[_Dealt]) -> WorkloadArrays:
+    """``works`` and after them the dealt ones, MANY_SLOTS wide; what an operation waits for is the source's."""
+    steps = works.steps
+    source = np.array([one.source for one in dealt])
+    begin = steps.op_at[source]
+    end = steps.op_at[source + 1]
+    operations = _ranges(begin, end)
+    # A step's row of after_at has one entry more than it has operations.
+    entries = _ranges(begin + source, end + source + 1)
+    more = Steps(
+        op_at=steps.op_at[-1] + np.cumsum(end - begin).astype(np.int32),
+        n_streams=steps.n_streams[source],
+        stream=steps.stream[operations],
+        slot=np.concatenate([d.slot for d in dealt]),
+        work=steps.work[operations],
+        after_at=steps.after_at[entries],
+        after=steps.after[:0],
+    )
+    both = {}
+    for field in fields(Steps):
+        parts = [getattr(each, field.name) for each in (steps, more)]
+        both[field.name] = np.concatenate(parts)
+    names = [f"{works.names[one.source]}, many slots" for one in dealt]
+    is_rs = [one.is_reduce_scatter for one in dealt]
+    n_bytes = [one.n_bytes for one in dealt]
+    calls = [one.calls for one in dealt]
+    return WorkloadArrays(
+        names=np.concatenate([works.names, names]),
+        steps=Steps(**both),
+        n_slots=np.concatenate([works.n_slots, [len(one) for one in calls]]),
+        is_reduce_scatter=_wide([*works.is_reduce_scatter, *is_rs], False),
+        n_bytes=_wide([*works.n_bytes, *n_bytes], 1024),
+        calls=_wide([*works.calls, *calls], 0.0),
+        other_bytes=np.concatenate([works.other_bytes, works.other_bytes[source]]),
+        replicated=np.concatenate([works.replicated, works.replicated[source]]),
+    )
+
+
+def _ranges(begin: Array, end: Array) -> Array:
+    """The numbers from each ``begin`` to its ``end``, one range after the other."""
+    return np.concatenate([np.arange(a, b) for a, b in zip(begin, end, strict=True)])
+
+
+def _wide(rows: list[Array], fill: Any) -> Array:
+    shape = len(rows), MANY_SLOTS
+    out = np.full(shape, fill, rows[0].dtype)
+    for row, values in zip(out, rows, strict=True):
+        row[: len(values)] = values
+    return out

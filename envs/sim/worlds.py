@@ -60,20 +60,24 @@ class Extras(Columns):
     @classmethod
     def draw(cls, kind: Extra, n_slots: Array, rng: np.random.Generator) -> Extras:
         """Of jobs with ``n_slots`` (n,)."""
-        n, rising = len(n_slots), np.linspace(0, 2, N_CHANNELS)
-        order = np.where(np.arange(16) < n_slots[:, None, None], rng.random((n, N_GROUPS, 16)), 2.0).argsort(
-            axis=2
-        )
+        n = len(n_slots)
+        shape = n, N_GROUPS, 16
+        there = np.arange(16) < n_slots[:, None, None]
+        drawn = np.where(there, rng.random(shape), 2.0)
+        order = drawn.argsort(axis=2)
+        rising = np.linspace(0, 2, N_CHANNELS)
+        by_channels = rising if kind.by_channels else np.ones(N_CHANNELS)
         # Groups are of three slots at most; where a job has fewer, the first stands for the rest.
         place = np.minimum(np.arange(3), n_slots[:, None, None] - 1)
-        groups = np.take_along_axis(order, np.broadcast_to(place, (n, N_GROUPS, 3)), axis=2)
+        place = np.broadcast_to(place, (n, N_GROUPS, 3))
+        groups = np.take_along_axis(order, place, axis=2)
         groups[:, :, kind.group :] = groups[:, :, :1]
         return cls(
             key=rng.integers(0, 2**63, n).astype(np.uint64),
             groups=groups,
             joint=_sizes(rng, kind.joint, n),
             often=np.full(n, kind.often),
-            straggle=np.tile(kind.straggle * (rising if kind.by_channels else np.ones(N_CHANNELS)), (n, 1)),
+            straggle=np.tile(kind.straggle * by_channels, (n, 1)),
             late_often=log_uniform(rng, kind.late_often, n),
             late_size=log_uniform(rng, kind.late_size, n),
             moves=_sizes(rng, kind.moves, n),
@@ -108,18 +112,24 @@ class Extras(Columns):
         slot."""
         has = chance(self.key[:, None], 10, np.arange(configs.shape[1]), configs)
         share = np.take_along_axis(self.straggle, configs % N_CHANNELS, axis=1)
-        return self.late_often * (used & (has < share)).sum(axis=1), self.late_size
+        straggling = used & (has < share)
+        often = self.late_often * straggling.sum(axis=1)
+        return often, self.late_size
 
     def congestion(self, configs: Array, pair: Array, weight: Array) -> Array:
         """Log of by how much calls take longer, (n, S), where one congestion weighs ``weight`` (n,), another the
         rest; what the one slows most the other slows least."""
         key, w = self.key[:, None], weight[:, None]
-        one = 0.6 * chance(key, 20, pair) + 0.4 * chance(key, 21, pair, configs % N_CHANNELS)
-        return np.asarray(self.moves[:, None] * (w * one + (1 - w) * (1 - one)))
+        by_pair = 0.6 * chance(key, 20, pair)
+        by_count = 0.4 * chance(key, 21, pair, configs % N_CHANNELS)
+        one = by_pair + by_count
+        log = w * one + (1 - w) * (1 - one)
+        return np.asarray(self.moves[:, None] * log)
 
     def weight(self, at: Array) -> Array:
         """Of the one congestion at step ``at`` (n,)."""
-        sine = np.sin(2 * np.pi * (at / self.period + self.phase))
+        turn = at / self.period + self.phase
+        sine = np.sin(2 * np.pi * turn)
         return np.where(self.sudden, sine > 0, 0.5 + 0.5 * sine)
 
     def usual_weights(self) -> tuple[Array, Array]:

@@ -17,6 +17,7 @@ from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.agent.report.summary import RunSummary
 from dynamiccl.envs.live_env import LiveEnv
 from dynamiccl.envs.replay_env import ReplayEnv
+from dynamiccl.envs.sim.family import STANDARD
 from dynamiccl.envs.sim_env import SimEnv
 from dynamiccl.traces.files import Trace
 from fake_job import GATHER, SCATTER, STEP_MS, FakeJob
@@ -90,7 +91,7 @@ def episodes():
     ]
     live["published"] = hashlib.sha256(json.dumps(tables).encode()).hexdigest()[:16]
     live["confirmed"] = {str(slot): str(decision) for slot, decision in job.confirmed.items()}
-    return {"sim": story(SimEnv()), "replay": story(ReplayEnv(RECORDING)), "live": live}
+    return {"sim": story(SimEnv(STANDARD.only("plain"))), "replay": story(ReplayEnv(RECORDING)), "live": live}
 
 
 # -- a recorded trace --------------------------------------------------------------------------------------------------

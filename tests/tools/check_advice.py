@@ -18,7 +18,7 @@ from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.comparison import SequentialTest
 from dynamiccl.envs.search.config import ALPHA
 from dynamiccl.envs.search.step_times import trimmed_mean, window_noise
-from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, draw_jobs
+from dynamiccl.envs.sim.jobs import HELD_OUT, STANDARD, draw_jobs
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
 
@@ -34,7 +34,7 @@ def figures(kind, n, seed, shown="no compute", best=False):
     bounds of the best possible gain, and that (NaN unless asked for)."""
     rng = np.random.default_rng(seed)
     jobs = draw_jobs(kind, rng, n)
-    none = np.zeros((n, SLOTS), int)
+    none = np.zeros((n, jobs.width), int)
     chosen, rows, unseen = none.copy(), [], np.zeros(n, bool)
     for j in range(n):
         belief = belief_of(jobs, j, shown)
@@ -55,7 +55,7 @@ def figures(kind, n, seed, shown="no compute", best=False):
 def belief_of(jobs, j, shown):
     """What is believed of job ``j`` from a recording of its default steps."""
     k, f = int(jobs.n_slots[j]), jobs.fingerprint
-    features, share = f.vector().reshape(len(jobs), SLOTS, -1), f.share.reshape(-1, SLOTS)
+    features, share = f.vector().reshape(len(jobs), jobs.width, -1), f.share.reshape(-1, jobs.width)
     belief = Belief(PRIOR, features[j, :k], jobs.mask[j, :k], share[j, :k])
     if shown == SHOWN[1]:
         tell(belief, jobs.exposed[j, :k])
@@ -85,9 +85,9 @@ def fit(n=150, seed=11):
     for kind in (STANDARD.only("plain"), HELD_OUT.only("plain")):
         jobs = draw_jobs(kind, np.random.default_rng(seed), n)
         logs, savings = truths(jobs)
-        used = np.arange(SLOTS)[None] < jobs.n_slots[:, None]
+        used = np.arange(jobs.width)[None] < jobs.n_slots[:, None]
         found, known = figures_of(logs, savings, jobs.mask & used[..., None])
-        matters = jobs.fingerprint.share.reshape(-1, SLOTS) > 0.02
+        matters = jobs.fingerprint.share.reshape(-1, jobs.width) > 0.02
         some = known[..., -1] & used & matters
         told(f"{kind.name}: exposure", EXPOSED, jobs.exposed[some], found[..., -1][some])
 

@@ -19,7 +19,6 @@ from dynamiccl.envs.bench.scores import HORIZON, Scores, bootstrap
 from dynamiccl.envs.bench.strata import filed as on_record
 from dynamiccl.envs.bench.submissions import rows_of
 from dynamiccl.envs.search.interfaces import COMPARE, GO_ON, LEAVE, actions_of
-from dynamiccl.envs.sim.jobs import SLOTS
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
 
@@ -68,7 +67,11 @@ def played(suite, rows, policy):
 def parts(suite, rows, scores, search):
     """Default steps lost in HORIZON by each cause, {cause: (n,)}; they add up to what was lost."""
     jobs, n = suite.jobs.take(rows), len(rows)
-    kept, liked, tried = np.zeros((n, SLOTS), int), np.zeros((n, SLOTS), int), np.zeros_like(jobs.mask)
+    kept, liked, tried = (
+        np.zeros((n, jobs.width), int),
+        np.zeros((n, jobs.width), int),
+        np.zeros_like(jobs.mask),
+    )
     for i, one in enumerate(search.searches):
         kept[i, : one.n_slots], liked[i, : one.n_slots] = one.confirmed, one.belief.best()
         tried[i, : one.n_slots] = one.tried > 0

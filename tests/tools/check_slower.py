@@ -18,7 +18,7 @@ from dynamiccl.envs.bench.job_suites import FAMILIES
 from dynamiccl.envs.bench.scores import HARM, HORIZON, LossAccount
 from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.config import SearchConfig
-from dynamiccl.envs.sim.jobs import SLOTS, draw_jobs
+from dynamiccl.envs.sim.jobs import draw_jobs
 from dynamiccl.envs.sim.noise import NoiseStream
 from dynamiccl.envs.sim.windows import SimSearch
 
@@ -28,11 +28,11 @@ BATCH, PARTS, AGAIN = 125, 40, 20
 
 
 def measured(jobs, rows, tables, noise):
-    """Mean step of HORIZON steps under ``tables`` (n, SLOTS), (n,), and its standard error; ``jobs`` stay as they are.
+    """Mean step of HORIZON steps under ``tables`` (n, jobs.width), (n,), and its standard error; ``jobs`` stay.
 
     The parts are long: noise that lasts for a hundred steps counts as what it is.
     """
-    jobs, stream, parts = jobs.take(slice(None)), NoiseStream(noise, rows, SLOTS), []
+    jobs, stream, parts = jobs.take(slice(None)), NoiseStream(noise, rows, jobs.width), []
     for _ in range(PARTS):
         steps, _ = jobs.window(tables, np.full(len(jobs), HORIZON // PARTS), stream)
         parts.append(steps.mean(axis=1))
@@ -58,7 +58,7 @@ def main():
         start = jobs.take(slice(None))
         ledger = LossAccount(jobs, jobs.default_us)
         search = SimSearch(
-            AccountedWindows(jobs, NoiseStream(0, rows, SLOTS), ledger), Prior.load(), SearchConfig()
+            AccountedWindows(jobs, NoiseStream(0, rows, jobs.width), ledger), Prior.load(), SearchConfig()
         )
         scores = play(make_chooser(policy), search, ledger, after=HORIZON).scores
         tables, none = search.tables, np.zeros_like(search.tables)

@@ -77,16 +77,16 @@ class Agreement:
         self._thread = threading.Thread(target=self._run, name="dynamiccl-agreement", daemon=True)
         if not self._owner:
             self._stop(NotAgreeing.TOO_MANY(rank=rank))
-
-    @property
-    def _look_s(self) -> float:
-        """Seconds between two questions what was decided."""
-        return _HELD_S + _A_RANK_S * self.n_ranks
             return
         try:
             self._thread.start()
         except RuntimeError as error:  # no thread to be had
             self._stop(str(error))
+
+    @property
+    def _look_s(self) -> float:
+        """Seconds between two questions what was decided."""
+        return _HELD_S + _A_RANK_S * self.n_ranks
 
     def _run(self) -> None:
         self._say(AgreementState.WAITING, NotTuning.NOT_ALL_THERE())

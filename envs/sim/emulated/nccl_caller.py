@@ -115,7 +115,7 @@ class _Tuner:
         check(_TUNER_INIT(init)(byref(self._context), comm_id, n_ranks, n_nodes, None, *given))
 
     def ask(self, func: str, n_bytes: int, cost: np.ndarray[Any, Any]) -> int:
-        """Ask for a setting; ``cost`` is changed in place. Returns the channel count, 0 where the table says nothing."""
+        """Ask for a setting; ``cost`` is changed in place. Returns the channel count, 0 if the table names none."""
         self._cost[:] = cost
         self._channels.value = 0
         table = self._cost.ctypes.data, N_ALGOS, N_PROTOS

@@ -28,7 +28,7 @@ from ...nccl.plugin.bindings import PROCESSES
 from ...nccl.plugin.build import plugin_path
 from ...nccl_model.clusters import Cluster, cluster, resize
 from ...nccl_model.cost_model import channels, choice, cost_table
-from ..fabric import Fabric
+from ..fabric.fabric import Fabric
 from .clock import Clock, Collective
 from .nccl_caller import Communicator
 from .settings import Emulated

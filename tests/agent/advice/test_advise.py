@@ -16,8 +16,8 @@ from dynamiccl.envs.nccl.tables import load_table
 from dynamiccl.envs.nccl_model.clusters import cluster
 from dynamiccl.envs.replay.recordings import named, on_cluster
 from dynamiccl.envs.sim.emulated.timeline import CROWD
-from dynamiccl.envs.sim.fabric import Fabric
-from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, STANDARD, SampledClusters, assemble, draw_jobs
+from dynamiccl.envs.sim.fabric.fabric import Fabric
+from dynamiccl.envs.sim.jobs import HELD_OUT, STANDARD, SampledClusters, assemble, draw_jobs
 from dynamiccl.envs.sim.step import Law
 from dynamiccl.envs.sim.worlds import Extra, Extras
 from dynamiccl.traces.importers.recording import read_recording
@@ -247,12 +247,12 @@ def test_what_is_exposed_is_told_to_the_belief_and_makes_it_surer(tmp_path):
 
 
 def single_tables(jobs, j):
-    """Every table of job ``j`` that sets one slot, (t, SLOTS) configs."""
+    """Every table of job ``j`` that sets one slot, (t, width) configs."""
     tables = []
     for slot in range(int(jobs.n_slots[j])):
         for config in np.flatnonzero(jobs.mask[j, slot]):
             if config:
-                table = np.zeros(SLOTS, int)
+                table = np.zeros(jobs.width, int)
                 table[slot] = config
                 tables.append(table)
     return np.array(tables)
@@ -276,7 +276,7 @@ def test_what_is_shown_makes_the_belief_surer_and_no_less_right(kind):
     n = 40
     rng = np.random.default_rng(3)
     jobs = draw_jobs(kind, rng, n)
-    default, _ = jobs.step_us(np.zeros((n, SLOTS), int))
+    default, _ = jobs.step_us(np.zeros((n, jobs.width), int))
     scores = {shown: [] for shown in check_advice.SHOWN}
     for j in range(n):
         tables = single_tables(jobs, j)

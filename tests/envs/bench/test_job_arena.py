@@ -15,7 +15,7 @@ from dynamiccl.envs.search.belief.prior import Prior
 from dynamiccl.envs.search.config import SearchConfig
 from dynamiccl.envs.search.interfaces import LEAVE, RUN, Plan, actions_of
 from dynamiccl.envs.search.observation import decode
-from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
+from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import SWITCH_STEPS, SimSearch
 from oracle import oracle
 
@@ -25,7 +25,7 @@ def without_gain(jobs, worse=0.0, seed=0):
     same = jobs.take(slice(None))
     for name, table in vars(same.tables).items():
         setattr(same.tables, name, np.broadcast_to(table[:, :, :1], table.shape))
-    share = np.maximum(same.fingerprint.share.reshape(len(same), SLOTS, 1), 1e-3)
+    share = np.maximum(same.fingerprint.share.reshape(len(same), same.width, 1), 1e-3)
     more = np.random.default_rng(seed).uniform(0.0, worse, same.mask.shape) / share
     more[:, :, 0] = 0.0
     same.tables.us = np.array(same.tables.us)
@@ -77,7 +77,7 @@ def test_every_step_is_billed_under_what_ran(calm):
     jobs, us = calm[0].take(slice(None)), calm[1]
     ledger = LossAccount(jobs, us)
     windows = AccountedWindows(jobs, np.random.default_rng(0), ledger)
-    other = np.zeros(SLOTS, int)
+    other = np.zeros(jobs.width, int)
     other[0] = np.flatnonzero(jobs.mask[2, 0])[-1]
     configs = other[: jobs.n_slots[2]]
     at = jobs.noise.at.copy()
@@ -115,7 +115,7 @@ def test_where_nothing_helps_nothing_is_gained_and_little_lost(calm):
 
 def test_where_every_other_config_costs_none_is_left_that_is_slower():
     jobs = without_gain(draw_jobs(STANDARD.only("plain"), np.random.default_rng(1), 16), worse=0.03)
-    other = np.zeros((16, SLOTS), int)
+    other = np.zeros((16, jobs.width), int)
     other[:, 0] = [np.flatnonzero(row)[-1] for row in jobs.mask[:, 0]]
     slower = jobs.step_us(other)[0] / jobs.step_us(np.zeros_like(other))[0] - 1
     assert slower.min() > -1e-6 and 0.005 < slower.max() < 0.06

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from dynamiccl.envs.bench.scores import HORIZON, LossAccount, Scores, by_stratum, ranks, summary
-from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
+from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from oracle import oracle
 
 
@@ -20,7 +20,7 @@ def ledger(calm):
     return (
         LossAccount(jobs.take(slice(None)), us),
         best,
-        np.zeros((len(jobs), SLOTS), int),
+        np.zeros((len(jobs), jobs.width), int),
         np.arange(len(jobs)),
     )
 
@@ -70,7 +70,7 @@ def test_harm_and_harsh_steps_are_seen(calm):
     jobs, *_ = calm
     book, _, none, rows = ledger(calm)
     worst = none.copy()
-    for s in range(SLOTS):  # one channel, or whatever is slowest
+    for s in range(jobs.width):  # one channel, or whatever is slowest
         slow = np.where(jobs.mask[:, s], jobs.tables.us[:, s], -1)
         worst[:, s] = slow.argmax(axis=1)
     pace = book.bill(rows, worst, np.ones(len(rows)))

@@ -166,6 +166,7 @@ class Jobs:
         self.told, _ = found.begin()
         self.reader, self.last_us, self.plan = found, 0.0, None
         n = len(found.profiles)
+        self.width = SLOTS
         self.n_slots, self.mask = np.array([n]), np.zeros((1, SLOTS, N_CONFIGS), bool)
         self.mask[0, :n], self.mask[0, n:, 0] = self.told.mask, True
         places = [*range(n), *[0] * (SLOTS - n)]

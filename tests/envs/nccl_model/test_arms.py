@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from dynamiccl.envs.nccl_model import arms, channels
-from dynamiccl.envs.sim.jobs import HELD_OUT, SLOTS, draw_jobs
+from dynamiccl.envs.sim.jobs import HELD_OUT, draw_jobs
 from dynamiccl.traces import spaces
 from dynamiccl.traces.records import CHANNELS, PAIRS
 
@@ -26,7 +26,7 @@ def what_runs(tasks, fleet):
 def drawn(n=300):
     jobs = draw_jobs(HELD_OUT, np.random.default_rng(5), n)
     tasks = SimpleNamespace(fingerprint=jobs.fingerprint, mask=spaces.action_mask(jobs.fingerprint))
-    return tasks, jobs.sites.fleet.take(np.repeat(np.arange(n), SLOTS))
+    return tasks, jobs.sites.fleet.take(np.repeat(np.arange(n), jobs.width))
 
 
 def test_every_arm_is_left_one_config_and_none_is_lost():

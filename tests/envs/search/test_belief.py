@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from dynamiccl.envs.search.belief.belief import Belief
 from dynamiccl.envs.search.belief.prior import Prior
-from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
+from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS
 
@@ -23,14 +23,14 @@ def jobs():
 
 
 def belief_of(jobs, prior, i):
-    s, part = int(jobs.n_slots[i]), slice(i * SLOTS, i * SLOTS + int(jobs.n_slots[i]))
+    s, part = int(jobs.n_slots[i]), slice(i * jobs.width, i * jobs.width + int(jobs.n_slots[i]))
     share = jobs.fingerprint.share[part]
     return Belief(prior, jobs.fingerprint.vector()[part], jobs.mask[i, :s], share)
 
 
 def truth(jobs, i, configs):
     """Log of the step time over the default's, and of the calls', under configs (s,) of job i."""
-    full, none = np.zeros((1, SLOTS), np.int64), np.zeros((1, SLOTS), np.int64)
+    full, none = np.zeros((1, jobs.width), np.int64), np.zeros((1, jobs.width), np.int64)
     full[0, : len(configs)] = configs
     (us,), calls = jobs.step_us(full, np.array([i]))
     (base,), base_calls = jobs.step_us(none, np.array([i]))

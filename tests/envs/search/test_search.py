@@ -21,7 +21,7 @@ from dynamiccl.envs.search.interfaces import (
 from dynamiccl.envs.search.observation import N_OBSERVATION, decode
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search_env import worth
-from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
+from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.windows import SimSearch, SimWindows
 from dynamiccl.traces.fingerprint import N_FEATURES
 from dynamiccl.traces.spaces import N_CONFIGS
@@ -387,7 +387,7 @@ def test_a_lasting_change_begins_a_new_search(prior):
 def test_simulated_jobs_gain_and_none_ends_slower(prior):
     jobs = draw_jobs(STANDARD.only("plain"), np.random.default_rng(11), 40)
     _, best = oracle(jobs)
-    possible = 1 - best / jobs.step_us(np.zeros((40, SLOTS), int))[0]
+    possible = 1 - best / jobs.step_us(np.zeros((40, jobs.width), int))[0]
     windows = SimWindows(jobs.take(np.arange(40)), np.random.default_rng(1))
     policy, done = ExpectedImprovement(), SimSearch(windows, prior, SearchConfig())
     while turn(done, policy) is not None:

@@ -16,7 +16,7 @@ from dynamiccl.envs.search.config import FEW_CALLS
 from dynamiccl.envs.search.interfaces import RUN, SEARCH, TRIAL, WATCH, Measured
 from dynamiccl.envs.search.search import Search
 from dynamiccl.envs.search.step_guard import StepGuard
-from dynamiccl.envs.sim.jobs import SLOTS, STANDARD, draw_jobs
+from dynamiccl.envs.sim.jobs import STANDARD, draw_jobs
 from dynamiccl.envs.sim.noise import NoiseStream
 from dynamiccl.envs.sim.truth import Few
 from dynamiccl.traces.files import Trace
@@ -133,9 +133,9 @@ def test_a_trial_begins_with_few_calls_and_needs_no_window_beside_it():
 
 def test_a_step_with_few_such_calls_takes_hardly_longer():
     jobs = draw_jobs(STANDARD, np.random.default_rng(0), 20)
-    none = np.zeros((20, SLOTS), int)
+    none = np.zeros((20, jobs.width), int)
     slow = np.where(
-        np.arange(SLOTS) == 0, np.where(jobs.mask, jobs.tables.us, 0.0)[:, :1].argmax(axis=2), none
+        np.arange(jobs.width) == 0, np.where(jobs.mask, jobs.tables.us, 0.0)[:, :1].argmax(axis=2), none
     )
     part = Few(np.full(20, 1 / 16), none)
     default, all_, some = (jobs.step_us(*asked)[0] for asked in ((none,), (slow,), (slow, None, part)))
@@ -144,7 +144,7 @@ def test_a_step_with_few_such_calls_takes_hardly_longer():
     assert ((some - default)[worse] / (all_ - default)[worse] < 0.25).all()
     calls = jobs.step_us(slow, None, part)[1], jobs.step_us(slow)[1]
     assert np.array_equal(*calls, equal_nan=True), "each of them takes as long as ever"
-    steps = jobs.take(slice(0, 20)).window(slow, 4, NoiseStream(0, np.arange(20), SLOTS), part)[0]
+    steps = jobs.take(slice(0, 20)).window(slow, 4, NoiseStream(0, np.arange(20), jobs.width), part)[0]
     assert (np.median(steps, axis=1)[worse] < all_[worse]).mean() > 0.8
 
 

@@ -11,7 +11,7 @@ from dynamiccl.envs.nccl_model.clusters import cluster
 from dynamiccl.envs.nccl_model.cost_model import channels, choice
 from dynamiccl.envs.sim.emulated.clock import FLOPS_PER_NS, Collective
 from dynamiccl.envs.sim.emulated.timeline import CROWD, part_of, with_neighbours
-from dynamiccl.envs.sim.fabric import Fabric
+from dynamiccl.envs.sim.fabric.fabric import Fabric
 from paths import HELPERS
 
 BYTES_SCALE = 128.0

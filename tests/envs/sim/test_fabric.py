@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from dynamiccl.envs.nccl_model import cost_model
 from dynamiccl.envs.nccl_model.clusters import ClusterArrays, cluster, preset_names, resize
-from dynamiccl.envs.sim.fabric import Fabric, soft_min
+from dynamiccl.envs.sim.fabric.fabric import Fabric, soft_min, staircase
+from dynamiccl.envs.sim.fabric.params import SEEN
+from dynamiccl.envs.sim.jobs import HELD_OUT, STANDARD, draw_jobs
+from dynamiccl.envs.sim.unseen import UNSEEN
 from dynamiccl.traces.records import CHANNELS, PAIRS, TUNED_FUNCS, pair_costs
 from paths import DATA
 
@@ -258,3 +261,58 @@ def test_what_a_call_does_to_compute_depends_on_its_pair():
     far = Fabric.of(cluster("dgx-h100-4x8")).beside("all_gather", 2**28, "ring", "simple", 16)
     assert 0.3 < far[2] <= 1.0 and far[1] < far[2]
     assert f.beside("all_reduce", 2**28, "ring", "ll128", 16)[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("tiles", "sms", "channels", "times"),
+    [
+        (132, 132, 0, 1.0),
+        (132, 132, 1, 2.0),  # one wave more for a single channel ...
+        (132, 132, 24, 2.0),  # ... and none more for twenty-four
+        (119, 132, 13, 1.0),  # where there was room, nothing
+        (119, 132, 14, 2.0),
+        (264, 132, 8, 1.5),
+        (10_000, 100, 20, 1.25),  # of many waves the law is a line: SMs over those that are left
+        (1, 80, 79, 1.0),
+    ],
+)
+def test_compute_beside_channels_is_a_staircase(tiles, sms, channels, times):
+    found = staircase(np.array([float(tiles)]), np.array([sms]), np.array([float(channels)]))
+    assert 1 + found[0] == pytest.approx(times)
+
+
+def with_tiles(name, tiles):
+    f = Fabric.of(cluster(name))
+    f.truth.tiles[:] = tiles
+    return f
+
+
+def test_the_staircase_has_the_height_that_was_seen():
+    """H100, 132 tiles beside an all-gather of 24 channels: 80 % of the peak become 47 (NVIDIA's forum, 337991)."""
+    f = with_tiles("dgx-h100-1x8", 132.0)
+    alone = SEEN * staircase(np.array([132.0]), np.array([132]), np.array([24.0]))[0]
+    assert 1 + alone == pytest.approx(80 / 47, abs=0.05)
+    assert f.slowdown(24) >= alone
+    # What one channel costs more than none is what a step of the stairs costs; further channels cost memory's part.
+    assert f.slowdown(1) > 0.8 * f.slowdown(24)
+
+
+def test_few_waves_make_stairs_of_the_channels_and_many_make_a_line():
+    channels = np.arange(1, 33)
+    few, many = (
+        np.array([with_tiles("dgx-h100-1x8", tiles).slowdown(int(c)) for c in channels])
+        for tiles in (240.0, 40_000.0)
+    )
+    rise = np.diff(few)
+    assert (np.diff(many) > 0).all() and (rise >= -1e-12).all()
+    # Twelve SMs have no tile in the second wave: until these are gone nothing but memory is lost.
+    step = int(rise.argmax())
+    assert channels[step] == 12 and rise[step] > 10 * np.median(rise)
+    assert np.abs(np.diff(many, 2)).max() < 0.01
+
+
+def test_jobs_of_the_suites_have_stairs_and_unseen_ones_a_line():
+    for family in (STANDARD, HELD_OUT):
+        tiles = draw_jobs(family, np.random.default_rng(0), 40).sites.truth.tiles
+        assert (tiles > 0).all()
+    assert not draw_jobs(UNSEEN, np.random.default_rng(0), 20).sites.truth.tiles.any()

@@ -7,7 +7,7 @@ import pytest
 from dynamiccl.agent.policies.rule import ExpectedImprovement
 from dynamiccl.envs.search.interfaces import actions_of
 from dynamiccl.envs.search.observation import decode
-from dynamiccl.envs.sim.jobs import SLOTS
+from dynamiccl.envs.sim.workloads import MANY_SLOTS
 from gymnasium.utils.env_checker import check_env
 
 
@@ -22,7 +22,7 @@ def test_gymnasium_accepts_it():
         assert not truncated and np.isfinite(reward)
         if terminated:
             break
-    assert terminated and info["table"].shape == (SLOTS,)
+    assert terminated and info["table"].shape == (MANY_SLOTS,)
     with pytest.raises(ValueError, match=r"call reset\(\)"):
         env.unwrapped.step(np.array([0, 0, 0]))
 
@@ -58,11 +58,11 @@ def test_jobs_of_any_number_of_slots_run_side_by_side(mode):
     envs = gym.make_vec("dynamiccl/Sim-v0", num_envs=4, vectorization_mode=mode)
     try:
         _, info = envs.reset(seed=1)
-        assert info["table"].shape == (4, SLOTS)
+        assert info["table"].shape == (4, MANY_SLOTS)
         for _ in range(12):
             observations, rewards, _, _, info = envs.step(envs.action_space.sample())
         assert observations.shape == envs.observation_space.shape and np.isfinite(rewards).all()
-        assert info["table"].shape == (4, SLOTS)
+        assert info["table"].shape == (4, MANY_SLOTS)
     finally:
         envs.close()
 

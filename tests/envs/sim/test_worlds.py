@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from dynamiccl.envs.sim.family import HELD_OUT, STANDARD, WORLDS
-from dynamiccl.envs.sim.jobs import SLOTS, draw_jobs
+from dynamiccl.envs.sim.jobs import draw_jobs
 from dynamiccl.envs.sim.worlds import chance
 
 
@@ -26,18 +26,18 @@ def apart_from_additive(jobs, n=40):
     for j in range(len(jobs)):
         rows, s = np.full(n, j), int(jobs.n_slots[j])
         tables = np.where((jobs.mask & quick)[rows], rng.random(jobs.mask[rows].shape), -1).argmax(axis=2)
-        singles = np.zeros((n, s, SLOTS), int)
+        singles = np.zeros((n, s, jobs.width), int)
         singles[:, np.arange(s), np.arange(s)] = tables[:, :s]
-        log = np.log(jobs.usual_us(singles.reshape(-1, SLOTS), np.repeat(rows, s)) / jobs.default_us[j])
+        log = np.log(jobs.usual_us(singles.reshape(-1, jobs.width), np.repeat(rows, s)) / jobs.default_us[j])
         whole = np.log(jobs.usual_us(tables, rows) / jobs.default_us[j])
         found.append(np.std(whole - log.reshape(n, s).sum(axis=1)))
     return np.array(found)
 
 
 def test_a_family_is_a_mixture_and_one_world_of_it_can_be_drawn():
-    jobs = draw_jobs(STANDARD, np.random.default_rng(0), 300)
+    jobs = draw_jobs(STANDARD, np.random.default_rng(0), 480)
     counts = np.bincount(jobs.sites.world, minlength=len(WORLDS))
-    assert (counts[: len(STANDARD.worlds)] > 35).all() and counts.sum() == 300
+    assert (counts[: len(STANDARD.worlds)] > 35).all() and counts.sum() == 480
     assert set(drawn("tails", 7).sites.world.tolist()) == {WORLDS.index("tails")}
     with pytest.raises(ValueError, match="has no world unseen"):
         STANDARD.only("unseen")
@@ -86,8 +86,10 @@ def test_what_moves_changes_which_config_is_best_and_the_usual_step_is_its_mean(
     jobs = drawn("moving", 30)
     jobs.swing[:, 0] = 0
     configs = random_tables(jobs, np.random.default_rng(1), np.arange(30))
-    place, slot, config = np.nonzero(jobs.mask & (np.arange(SLOTS)[:, None] < jobs.n_slots[:, None, None]))
-    single = np.zeros((len(place), SLOTS), int)
+    place, slot, config = np.nonzero(
+        jobs.mask & (np.arange(jobs.width)[:, None] < jobs.n_slots[:, None, None])
+    )
+    single = np.zeros((len(place), jobs.width), int)
     single[np.arange(len(place)), slot] = config
     first, period, best, usual = jobs.noise.at, jobs.sites.extras.period, [], []
     for k in range(40):
@@ -103,9 +105,9 @@ def test_what_moves_changes_which_config_is_best_and_the_usual_step_is_its_mean(
 
 def test_the_first_use_of_an_algorithm_is_paid_once():
     jobs = drawn("plain", 80)
-    other = np.zeros((80, SLOTS), int)
+    other = np.zeros((80, jobs.width), int)
     ring, rest = jobs.mask[:, 0, 8:32].any(axis=1), jobs.mask[:, 0, 32:].any(axis=1)
-    some = np.flatnonzero(ring & rest & (jobs.fingerprint.own_pair.reshape(80, SLOTS) <= 2).all(axis=1))
+    some = np.flatnonzero(ring & rest & (jobs.fingerprint.own_pair.reshape(80, jobs.width) <= 2).all(axis=1))
     assert len(some) > 5
     other[some, 0] = 32 + jobs.mask[some, 0, 32:].argmax(axis=1)
     rng = np.random.default_rng(0)
