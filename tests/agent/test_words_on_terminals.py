@@ -119,13 +119,16 @@ def test_a_job_on_gloo_hears_at_once_that_nothing_asks_a_tuner(run, monkeypatch)
 
 
 FIRST_STEP = """
-import os, torch, torch.distributed as dist
+import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 weight = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.SGD([weight], 0.1)
 weight.sum().backward()
 optimizer.step()
-print(open(os.environ["DYNAMICCL_RUN"] + "/agreement").read())
+word, end = os.environ["DYNAMICCL_RUN"] + "/agreement", time.monotonic() + 60
+while not os.path.exists(word) and time.monotonic() < end:
+    time.sleep(0.05)
+print(open(word).read())
 """
 
 

@@ -42,14 +42,9 @@ DTYPE_BYTES = {
 DTYPE_BYTES |= {"float32": 4, "float64": 8, "float8e4m3": 1, "float8e5m2": 1}
 
 # Which symbols a release tries, newest first; the first that the library exports is loaded.
-# 2.32.6 was read, not recorded: it looks for interface 7, whose functions are those of 6, and wraps a 6 else.
-_TUNERS = {
-    (2, 22): (3,),
-    (2, 24): (4, 3),
-    (2, 28): (5, 4, 3),
-    (2, 30): (6, 5, 4, 3),
-    (2, 32, 6): (7, 6, 5, 4, 3),
-}
+# 2.32.6 was read, not recorded: it looks for 7, whose functions are those of 6, and else wraps a 6.
+_TUNERS = {(2, 22): (3,), (2, 24): (4, 3), (2, 28): (5, 4, 3), (2, 30): (6, 5, 4, 3)}
+_TUNERS[2, 32, 6] = (7, 6, 5, 4, 3)
 _PROFILERS = {(2, 22): (), (2, 27): (4,), (2, 28): (5, 4), (2, 29): (6, 5, 4), (2, 31): (7, 6, 5, 4)}
 
 _INT4 = (c_int, c_int, c_int)

@@ -1,8 +1,8 @@
 """FSDP2 on GPUs, a job that nothing was written for: ``dynamiccl tune -- torchrun ... tests/tools/fsdp2_job.py
 STEPS LOG``.
 
-Parameters in bf16, gradients reduced in float32. Ranks may share GPUs, see ``agent/checks/gpu/machine.py``; on one GPU it
-was run with ``sh -c 'NCCL_HOSTID=rank-$RANK exec python tests/tools/fsdp2_job.py ...'`` and that file's
+Parameters in bf16, gradients reduced in float32. Ranks may share GPUs, see ``agent/checks/gpu/machine.py``; on one
+GPU it was run with ``sh -c 'NCCL_HOSTID=rank-$RANK exec python tests/tools/fsdp2_job.py ...'`` and that file's
 variables for hosts.
 """
 

@@ -227,6 +227,18 @@ def test_no_pickle_runs_code_or_takes_the_memory(tmp_path, data):
     assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
 
 
+def test_a_pickle_whose_lists_grow_without_end_is_read_in_little_time(tmp_path):
+    """Each list holds the one before ten times: as text it would take terabytes."""
+    grown = ["x"]
+    for _ in range(12):
+        grown = [grown] * 10
+    entry = {"profiling_name": grown, "process_group": grown, "input_sizes": grown}
+    entries = [entry, {**entry, "profiling_name": "nccl:all_reduce"}]
+    (tmp_path / "dump_0").write_bytes(pickle.dumps({"entries": entries, "pg_status": {}, "pg_config": {}}))
+    result = invoke(["advise", str(tmp_path / "dump_0")])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
+
+
 def small(name):
     """A small file of a format, made once for the property test below."""
     if name not in _SMALL:

@@ -37,7 +37,7 @@ def read(files: list[Path], found: Found) -> None:
         if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
             raise TraceError(f"{file} is no Flight Recorder dump: it has no entries")
         if version := (dump.get("nccl_version") or dump.get("comm_lib_version")):
-            found.header["nccl"] = str(version)
+            found.header["nccl"] = _text(version)
         rank = _rank_of(file, len(files) == 1, dump, found)
         found.claim(file, rank, [0])
         odd = 0
@@ -69,7 +69,7 @@ def _rank_of(file: Path, alone: bool, dump: dict[str, Any], found: Found) -> int
 
 def _add(entry: dict[str, Any], configs: Any, rank: int, found: Found) -> None:
     """Add an entry's call, if it is a collective. Raises one of _WRONG where the entry is not whole."""
-    backend, _, name = str(entry["profiling_name"]).rpartition(":")
+    backend, _, name = _text(entry["profiling_name"]).rpartition(":")
     if backend == "gloo":
         raise TraceError("the dump is of gloo, which says nothing of NCCL: record the job over NCCL")
     func = func_of(name)
@@ -79,7 +79,7 @@ def _add(entry: dict[str, Any], configs: Any, rank: int, found: Found) -> None:
     comm_id = comm_id_of(group, ranks)
     found.groups[comm_id] = ranks
     types = (entry.get("output_dtypes") or []) + (entry.get("input_dtypes") or [])
-    dtype = dtype_of(str(types[0])) if types else "unknown"
+    dtype = dtype_of(_text(types[0])) if types else "unknown"
     sides = entry.get("input_sizes") or [], entry.get("output_sizes") or []
     elements = max(sum(math.prod(map(int, size)) for size in sizes) for sizes in sides)
     duration, end = entry.get("duration_ms") or 0, entry.get("time_discovered_completed_ns") or 0
@@ -102,6 +102,13 @@ def _add(entry: dict[str, Any], configs: Any, rank: int, found: Found) -> None:
     )
 
 
+def _text(value: Any) -> str:
+    """A text or a number as text. Raises TypeError for other values: a pickle's lists may hold themselves."""
+    if not isinstance(value, str | int | float):
+        raise TypeError("no text")
+    return str(value)
+
+
 def _seq(entry: dict[str, Any]) -> int | None:
     number = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
     return int(number) if number is not None else None
@@ -110,7 +117,7 @@ def _seq(entry: dict[str, Any]) -> int | None:
 def _group(entry: dict[str, Any], configs: Any) -> tuple[str, tuple[int, ...]]:
     """Name and ranks of an entry's process group; the ranks are () where the dump does not list them."""
     group = entry.get("process_group") or [entry.get("pg_id", "")]
-    name = str(group[0] if isinstance(group, list | tuple) else group)
+    name = _text(group[0] if isinstance(group, list | tuple) else group)
     config = configs.get(name) if isinstance(configs, dict) else None
     listed = config.get("ranks") if isinstance(config, dict) else ()
     if isinstance(listed, str):

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ....envs.search.sequential import ALPHA
-from ....traces.records import format_bytes
+from ....traces.records import format_range
 from .files import Results
 from .judge import LONG, Gain, noises, outside, races, refusal
 
@@ -56,7 +56,7 @@ def _sweep(results: Results) -> Iterator[str]:
         own_us, best = float(own["p50_us"].median()), rows.sort_values("p50_us").iloc[0]
         what = f"{best['comm']} {best['asked']}"
         yield (
-            f"  {func:<15}{format_bytes(n_bytes):>8}  untouched {own['ran'].iloc[0]:<16}{own_us:9.1f}"
+            f"  {func:<15}{format_range(n_bytes, n_bytes):>8}  untouched {own['ran'].iloc[0]:<16}{own_us:9.1f}"
             f"  best {what:<26}{best['p50_us']:9.1f}  ({best['p50_us'] / own_us:.2f})"
         )
 

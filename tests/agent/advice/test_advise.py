@@ -70,7 +70,8 @@ def test_predicted_gains_are_as_sure_as_they_say_and_following_them_makes_no_job
         check_advice.figures(STANDARD.only("plain"), 60, 5),
         check_advice.figures(HELD_OUT.only("plain"), 60, 5, check_advice.SHOWN[1]),
     ]
-    true, _, low, high, advised, followed, *_ = np.concatenate(rows).T
+    columns = np.concatenate(rows).T
+    true, _, low, high, advised, followed = columns[:6]
     on = advised > 0
     assert on.sum() >= 50
     assert 0.7 <= ((low <= true) & (true <= high))[on].mean() <= 0.9
@@ -80,22 +81,42 @@ def test_predicted_gains_are_as_sure_as_they_say_and_following_them_makes_no_job
 def like_the_demo(exposed):
     """A ZeRO-3 step on the demo's cluster and its documented fabric, without weather: every unit is gathered before its
     forward and again before its backward, and its gradients are scattered after."""
-    units, ops = [32_000_000, *[160_000_000] * 4, 16_000_000], []
-    for k, n_bytes in [*enumerate(units), *reversed([*enumerate(units, len(units))])]:
+    units = [32_000_000, *[160_000_000] * 4, 16_000_000]
+    ops = []
+
+    def unit(n_bytes, is_backward):
         ops.append(("all_gather", n_bytes, set()))
-        ops.append((COMPUTE, n_bytes * (1 + (k >= len(units))), {len(ops) - 1}))
-        if k >= len(units):
-            ops.append(("reduce_scatter", n_bytes, {len(ops) - 1}))
-    ops.append(("optimizer", 1.0, {i for i, op in enumerate(ops) if op[0] == "reduce_scatter"}))
-    fabric, law = Fabric.of(cluster("dgx-h100-2x8"), 0), Law(*np.array([[CROWD], [1.0], [0.0], [0.0]]))
-    works = arrays_of([(Recording.of("zero-3", ops).workload(), False)])
-    extras = Extras.draw(Extra(), works.n_slots, np.random.default_rng(0))
-    other = np.zeros_like(fabric.truth.effect)
+        gathered = {len(ops) - 1}
+        flops = n_bytes * (2 if is_backward else 1)
+        ops.append((COMPUTE, flops, gathered))
+        if is_backward:
+            computed = {len(ops) - 1}
+            ops.append(("reduce_scatter", n_bytes, computed))
+
+    for n_bytes in units:
+        unit(n_bytes, is_backward=False)
+    for n_bytes in reversed(units):
+        unit(n_bytes, is_backward=True)
+    scattered = {i for i, op in enumerate(ops) if op[0] == "reduce_scatter"}
+    ops.append(("optimizer", 1.0, scattered))
+    workload = Recording.of("zero-3", ops).workload()
+    works = arrays_of([(workload, False)])
+    fabric = Fabric.of(cluster("dgx-h100-2x8"), 0)
+    rng = np.random.default_rng(0)
     sites = SampledClusters(
-        fabric.fleet, fabric.truth, other, np.zeros(1), np.ones(1), law, np.zeros(1, int), extras
+        fabric.fleet,
+        fabric.truth,
+        np.zeros_like(fabric.truth.effect),
+        np.zeros(1),
+        np.ones(1),
+        Law(*np.array([[CROWD], [1.0], [0.0], [0.0]])),
+        np.zeros(1, int),
+        Extras.draw(Extra(), works.n_slots, rng),
     )
     calm = replace(STANDARD.parts[0], swing=0.0)
-    return assemble(works, np.zeros(1, int), sites, np.array([exposed]), calm, np.random.default_rng(0))
+    first = np.zeros(1, int)
+    rng = np.random.default_rng(0)
+    return assemble(works, first, sites, np.array([exposed]), calm, rng)
 
 
 @pytest.mark.parametrize("exposed", [0.2, 0.3])
@@ -211,36 +232,65 @@ def test_what_is_exposed_is_told_to_the_belief_and_makes_it_surer(tmp_path):
             read_recording([recordings_made.kineto(tmp_path / "b", compute=False)]), named("dgx-h100-2x8")
         )
     )
-    belief = check_advice.belief_of(draw_jobs(STANDARD, np.random.default_rng(0), 1), 0, "no compute")
+    rng = np.random.default_rng(0)
+    jobs = draw_jobs(STANDARD, rng, 1)
+    belief = check_advice.belief_of(jobs, 0, "no compute")
     before = belief.mean.copy(), belief.cov.copy()
-    tell(belief, np.full(len(belief.arms), np.nan))
-    assert np.array_equal(belief.mean, before[0]) and np.array_equal(belief.cov, before[1])
+    unseen = np.full(len(belief.arms), np.nan)
+    tell(belief, unseen)
+    assert np.array_equal(belief.mean, before[0])
+    assert np.array_equal(belief.cov, before[1])
     exposed, unsure = belief.exposure
-    tell(belief, np.r_[0.02, np.full(len(belief.arms) - 1, np.nan)])
+    unseen[0] = 0.02
+    tell(belief, unseen)
     assert belief.exposure[0][0] < exposed[0] and belief.exposure[1][0] < unsure[0]
 
 
-@pytest.mark.parametrize("kind", [STANDARD.only("plain"), HELD_OUT.only("plain")], ids=lambda kind: kind.name)
+def single_tables(jobs, j):
+    """Every table of job ``j`` that sets one slot, (t, SLOTS) configs."""
+    tables = []
+    for slot in range(int(jobs.n_slots[j])):
+        for config in np.flatnonzero(jobs.mask[j, slot]):
+            if config:
+                table = np.zeros(SLOTS, int)
+                table[slot] = config
+                tables.append(table)
+    return np.array(tables)
+
+
+def predicted(jobs, j, shown, tables):
+    """Mean and deviation of what each table saves, (2, t), as it is believed."""
+    belief = check_advice.belief_of(jobs, j, shown)
+    n_slots = int(jobs.n_slots[j])
+    savings = [belief.saving(table[:n_slots]) for table in tables]
+    return np.array(savings).T
+
+
+KINDS = [STANDARD.only("plain"), HELD_OUT.only("plain")]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_what_is_shown_makes_the_belief_surer_and_no_less_right(kind):
     """Of jobs whose exposure is known, what every config saves is predicted more surely and no less rightly (the
     logarithm of the probability that is given to the truth, far ones cut off)."""
     n = 40
-    jobs = draw_jobs(kind, np.random.default_rng(3), n)
+    rng = np.random.default_rng(3)
+    jobs = draw_jobs(kind, rng, n)
     default, _ = jobs.step_us(np.zeros((n, SLOTS), int))
     scores = {shown: [] for shown in check_advice.SHOWN}
     for j in range(n):
-        k = int(jobs.n_slots[j])
-        pairs = [(i, c) for i in range(k) for c in np.flatnonzero(jobs.mask[j, i]) if c]
-        tables = np.zeros((len(pairs), SLOTS), int)
-        for row, (i, c) in zip(tables, pairs, strict=True):
-            row[i] = c
-        true = 1 - jobs.step_us(tables, np.full(len(pairs), j))[0] / default[j]
-        beliefs = {shown: check_advice.belief_of(jobs, j, shown) for shown in check_advice.SHOWN}
-        told = {shown: np.array([b.saving(t[:k]) for t in tables]).T for shown, b in beliefs.items()}
-        near = told[check_advice.SHOWN[0]][0] > -0.05  # those that come into question
+        tables = single_tables(jobs, j)
+        which = np.full(len(tables), j)
+        tuned, _ = jobs.step_us(tables, which)
+        true = 1 - tuned / default[j]
+        told = {shown: predicted(jobs, j, shown, tables) for shown in check_advice.SHOWN}
+        nothing_shown = told[check_advice.SHOWN[0]]
+        near = nothing_shown[0] > -0.05  # those that come into question
         for shown, found in scores.items():
             mean, deviation = told[shown][:, near]
-            found.extend(-np.log(deviation) - np.minimum(((true[near] - mean) / deviation) ** 2, 16) / 2)
-    mean = {shown: float(np.mean(s)) for shown, s in scores.items()}
+            distance = (true[near] - mean) / deviation
+            misses = np.minimum(distance**2, 16) / 2
+            found.extend(-np.log(deviation) - misses)
+    mean = {shown: float(np.mean(those)) for shown, those in scores.items()}
     nothing, exposure = (mean[shown] for shown in check_advice.SHOWN)
     assert exposure > nothing
